@@ -1,0 +1,537 @@
+//! Host ⇄ agent: the messages of the services the agent serves over HTTP.
+//!
+//! | path | kind | request → response |
+//! |---|---|---|
+//! | `GET /health` | HTTP | 204 |
+//! | `GET /files?path=&username=` | HTTP | 200 with the bytes; 404, 400 for a directory |
+//! | `POST /files?path=&username=` | HTTP, body `application/octet-stream` | [`WrittenFile`] list |
+//! | `/process.Process/Start` | server stream | [`StartRequest`] → [`ProcessEvent`]s |
+//! | `/process.Process/Connect` | server stream | [`ProcessRef`] → [`ProcessEvent`]s |
+//! | `/process.Process/List` | unary | `{}` → [`ProcessList`] |
+//! | `/process.Process/SendInput` | unary | [`SendInputRequest`] → `{}` |
+//! | `/process.Process/CloseStdin` | unary | [`ProcessRef`] → `{}` |
+//! | `/process.Process/SendSignal` | unary | [`SendSignalRequest`] → `{}` |
+//! | `/process.Process/Update` | unary | [`UpdateRequest`] → `{}` |
+//! | `/filesystem.Filesystem/Stat` … `Remove` | unary | [`PathRequest`] and friends |
+//! | `/forkd.Agent/Ping` | unary | `{}` → [`Pong`] |
+//! | `/forkd.Agent/Warm` | unary | [`WarmRequest`] → [`WarmStatus`] |
+//! | `/forkd.Agent/Eval` | unary | [`EvalRequest`] → [`EvalResponse`] |
+//! | `/forkd.Agent/Shutdown` | unary | `{}` → `{}`, then a clean power-off |
+//!
+//! Field names are proto3-JSON's (camelCase), absent means default, bytes are base64. The user a
+//! call acts as comes as `Authorization: Basic base64("user:")` on process and filesystem calls and
+//! as `username` in the query of `/files`; absent means the agent's default user. The time a
+//! command may run comes in `Connect-Timeout-Ms`; when it is over the process is killed and the
+//! stream ends with `deadline_exceeded`. A client that goes away does not end its process.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// The vsock port the agent listens on in a guest.
+pub const AGENT_PORT: u32 = 1024;
+/// Header with the token an agent that listens on TCP asks for.
+pub const TOKEN_HEADER: &str = "x-access-token";
+
+/// A command to run. Arguments go to the program as they are; no shell is involved.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct ProcessConfig {
+    /// Program: a path, or a name looked up in `PATH`.
+    pub cmd: String,
+    /// Arguments, without the program's own name.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub args: Vec<String>,
+    /// Variables added to the user's basic environment.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub envs: BTreeMap<String, String>,
+    /// Working directory; the user's home when absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cwd: Option<String>,
+}
+
+/// Size of a terminal in characters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PtySize {
+    /// Columns.
+    pub cols: u32,
+    /// Rows.
+    pub rows: u32,
+}
+
+/// Wish for a terminal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pty {
+    /// Its size.
+    pub size: PtySize,
+}
+
+/// `Process/Start`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct StartRequest {
+    /// What to run.
+    pub process: ProcessConfig,
+    /// Run it on a terminal of its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pty: Option<Pty>,
+    /// A name to find it by later.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tag: Option<String>,
+    /// `false`: standard input is empty. `true` or absent: a pipe fed by `SendInput`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stdin: Option<bool>,
+}
+
+/// Which process: by pid or by tag.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ProcessSelector {
+    /// Process id in the guest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pid: Option<u32>,
+    /// Tag given at start.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tag: Option<String>,
+}
+
+/// A request that names a process and nothing else.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ProcessRef {
+    /// The process.
+    pub process: ProcessSelector,
+}
+
+/// Bytes for, or from, a process: one of the fields is set.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ProcessInput {
+    /// For standard input.
+    #[serde(skip_serializing_if = "Option::is_none", with = "base64_option")]
+    pub stdin: Option<Vec<u8>>,
+    /// For the terminal.
+    #[serde(skip_serializing_if = "Option::is_none", with = "base64_option")]
+    pub pty: Option<Vec<u8>>,
+}
+
+/// `Process/SendInput`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct SendInputRequest {
+    /// The process.
+    pub process: ProcessSelector,
+    /// What to write.
+    pub input: ProcessInput,
+}
+
+/// `Process/SendSignal`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct SendSignalRequest {
+    /// The process.
+    pub process: ProcessSelector,
+    /// `SIGNAL_SIGTERM`, `SIGNAL_SIGKILL`, `SIGNAL_SIGINT`, …: `SIGNAL_` and the signal's name.
+    pub signal: String,
+}
+
+/// `Process/Update`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct UpdateRequest {
+    /// The process.
+    pub process: ProcessSelector,
+    /// Its terminal's new size.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pty: Option<Pty>,
+}
+
+/// A process the agent started.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ProcessInfo {
+    /// What it runs.
+    pub config: ProcessConfig,
+    /// Its pid.
+    pub pid: u32,
+    /// Its tag.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tag: Option<String>,
+}
+
+/// `Process/List`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ProcessList {
+    /// Running processes the agent started.
+    pub processes: Vec<ProcessInfo>,
+}
+
+/// One message of a `Start` or `Connect` stream.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessEvent {
+    /// What happened.
+    pub event: Event,
+}
+
+/// What happened to a process: `start` first, `end` last, unless the stream ends with an error.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Event {
+    /// It runs.
+    Start {
+        /// Its pid in the guest.
+        pid: u32,
+    },
+    /// It wrote something.
+    Data(Output),
+    /// Nothing happened for a while; the connection is alive.
+    Keepalive {},
+    /// It ended.
+    End(End),
+}
+
+/// Output of a process: one of the fields is set.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Output {
+    /// From standard output.
+    #[serde(skip_serializing_if = "Option::is_none", with = "base64_option")]
+    pub stdout: Option<Vec<u8>>,
+    /// From standard error.
+    #[serde(skip_serializing_if = "Option::is_none", with = "base64_option")]
+    pub stderr: Option<Vec<u8>>,
+    /// From the terminal.
+    #[serde(skip_serializing_if = "Option::is_none", with = "base64_option")]
+    pub pty: Option<Vec<u8>>,
+}
+
+/// How a process ended.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct End {
+    /// Exit code; -1 when a signal ended it.
+    pub exit_code: i32,
+    /// Whether it exited by itself.
+    pub exited: bool,
+    /// `exit status 7` or `signal: killed`.
+    pub status: String,
+    /// The same as `status` for anything but success.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// The signal's number when one ended it (an addition of forkd's: clients ignore it).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub signal: Option<i32>,
+}
+
+/// A filesystem request that names a path and nothing else (`Stat`, `MakeDir`, `Remove`).
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct PathRequest {
+    /// Absolute, or relative to the user's home.
+    pub path: String,
+}
+
+/// `Filesystem/Move`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct MoveRequest {
+    /// From.
+    pub source: String,
+    /// To.
+    pub destination: String,
+}
+
+/// `Filesystem/ListDir`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ListDirRequest {
+    /// The folder.
+    pub path: String,
+    /// How many levels; 0 means 1.
+    pub depth: u32,
+}
+
+/// What is known of a file.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct EntryInfo {
+    /// Last part of the path.
+    pub name: String,
+    /// `FILE_TYPE_FILE`, `FILE_TYPE_DIRECTORY` or `FILE_TYPE_SYMLINK`.
+    pub r#type: String,
+    /// Absolute path.
+    pub path: String,
+    /// Bytes.
+    pub size: u64,
+    /// Permission bits.
+    pub mode: u32,
+    /// As `ls -l` shows them.
+    pub permissions: String,
+    /// Owner's name.
+    pub owner: String,
+    /// Group's name.
+    pub group: String,
+    /// RFC 3339.
+    pub modified_time: String,
+    /// Where a link points.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub symlink_target: Option<String>,
+}
+
+/// One entry (`Stat`, `MakeDir`, `Move`).
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct EntryResponse {
+    /// The entry.
+    pub entry: EntryInfo,
+}
+
+/// Entries of a folder (`ListDir`).
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct EntryList {
+    /// The entries, without the folder itself.
+    pub entries: Vec<EntryInfo>,
+}
+
+/// A file written through `POST /files`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct WrittenFile {
+    /// Absolute path.
+    pub path: String,
+    /// Last part of the path.
+    pub name: String,
+    /// Always `file`.
+    pub r#type: String,
+}
+
+/// `Agent/Ping`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Pong {
+    /// Version of the agent.
+    pub version: String,
+    /// Milliseconds since the guest's kernel started.
+    pub uptime_ms: u64,
+    /// Whether the image has a Python 3.
+    pub python: bool,
+    /// How far the warm-up is.
+    pub warm: WarmStatus,
+}
+
+/// `Agent/Warm`: start the image's warm-up. Asked again, it only tells how far it is.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct WarmRequest {
+    /// A command. It is warm when it has exited with 0, or, if it goes on running, once it has
+    /// created the file named by `FORKD_READY_FILE` in its environment.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub command: Vec<String>,
+    /// Statements for the warmed Python interpreter, such as `import numpy`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub python: Option<String>,
+}
+
+/// How far a warm-up is.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct WarmStatus {
+    /// Where it stands.
+    pub state: WarmState,
+    /// Why it failed, if it did, with the tail of its output.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// Where a warm-up stands.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WarmState {
+    /// Nobody asked for it.
+    #[default]
+    Cold,
+    /// Under way.
+    Warming,
+    /// Done: ready to be forked.
+    Ready,
+    /// It failed.
+    Failed,
+}
+
+/// `Agent/Eval`: Python source for the warmed interpreter. The namespace persists.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct EvalRequest {
+    /// An expression, or statements; a last expression's value is the result.
+    pub code: String,
+}
+
+/// What an evaluation gave.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct EvalResponse {
+    /// `repr` of the value; absent for statements and for `None`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub result: Option<String>,
+    /// The value as JSON, when it is made of JSON's own types.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub result_json: Option<serde_json::Value>,
+    /// What it printed.
+    pub stdout: String,
+    /// What it printed to standard error.
+    pub stderr: String,
+    /// `NameError: name 'x' is not defined`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// The traceback that goes with `error`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub traceback: Option<String>,
+}
+
+/// What the init in an initramfs is to do, read from `/forkd/init.json` there. The same binary
+/// starts a guest and the emulated machine; only this plan differs.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct InitPlan {
+    /// Modules to load, in this order: file names under `/forkd/modules`.
+    pub modules: Vec<String>,
+    /// The root file system to switch to.
+    pub root: RootPlan,
+    /// More file systems, mounted in this order under the new root. A missing mount point is made.
+    pub mounts: Vec<MountPlan>,
+    /// Host name until somebody sets another.
+    pub hostname: String,
+    /// Interfaces to configure, if they exist. `lo` always is.
+    pub network: Vec<InterfacePlan>,
+    /// Where the agent listens.
+    pub listen: ListenPlan,
+    /// User commands run as when the caller names none.
+    pub default_user: Option<String>,
+}
+
+/// Where the root file system comes from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RootPlan {
+    /// A disk.
+    Disk {
+        /// Such as `/dev/vda`.
+        device: String,
+        /// Such as `ext4`.
+        fstype: String,
+        /// Mounted read-only.
+        read_only: bool,
+    },
+    /// A read-only file system under a writable layer in memory.
+    Overlay {
+        /// What to mount below.
+        lower: MountPlan,
+    },
+}
+
+impl Default for RootPlan {
+    fn default() -> Self {
+        RootPlan::Disk { device: "/dev/vda".into(), fstype: "ext4".into(), read_only: false }
+    }
+}
+
+/// One mount.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MountPlan {
+    /// Device, tag or name.
+    pub source: String,
+    /// Where, under the new root.
+    pub target: String,
+    /// File system type.
+    pub fstype: String,
+    /// Options as `mount -o` takes them, `ro` among them.
+    pub options: String,
+}
+
+/// One network interface.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct InterfacePlan {
+    /// Such as `eth0`.
+    pub name: String,
+    /// Such as `10.42.0.2/24`.
+    pub address: String,
+    /// Default gateway.
+    pub gateway: Option<String>,
+}
+
+/// Where the agent listens.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ListenPlan {
+    /// On a vsock port: only the monitor can reach it.
+    Vsock {
+        /// The port, normally [`AGENT_PORT`].
+        port: u32,
+    },
+    /// On all addresses of a TCP port; every request but `/health` must carry the token.
+    Tcp {
+        /// The port.
+        port: u16,
+        /// The token.
+        token: String,
+    },
+}
+
+impl Default for ListenPlan {
+    fn default() -> Self {
+        ListenPlan::Vsock { port: AGENT_PORT }
+    }
+}
+
+/// Bytes as base64, in an optional field.
+mod base64_option {
+    use base64::{Engine, prelude::BASE64_STANDARD};
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(super) fn serialize<S: Serializer>(bytes: &Option<Vec<u8>>, s: S) -> Result<S::Ok, S::Error> {
+        match bytes {
+            Some(bytes) => s.serialize_str(&BASE64_STANDARD.encode(bytes)),
+            None => s.serialize_none(),
+        }
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Vec<u8>>, D::Error> {
+        let text = Option::<String>::deserialize(d)?;
+        text.map(|text| BASE64_STANDARD.decode(text).map_err(D::Error::custom)).transpose()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What an E2B client sends and expects, byte for byte: see their captured requests.
+    #[test]
+    fn process_messages_have_the_shape_e2b_clients_speak() {
+        let request: StartRequest = serde_json::from_str(
+            r#"{"process":{"cmd":"/bin/bash","args":["-l","-c","echo hi"]},"stdin":false}"#,
+        )
+        .unwrap();
+        assert_eq!(request.process.args, ["-l", "-c", "echo hi"]);
+        assert_eq!(request.stdin, Some(false));
+
+        let start = ProcessEvent { event: Event::Start { pid: 8 } };
+        assert_eq!(serde_json::to_string(&start).unwrap(), r#"{"event":{"start":{"pid":8}}}"#);
+        let data = Event::Data(Output { stdout: Some(b"hi\n".to_vec()), ..Output::default() });
+        assert_eq!(
+            serde_json::to_string(&ProcessEvent { event: data }).unwrap(),
+            r#"{"event":{"data":{"stdout":"aGkK"}}}"#
+        );
+        let keepalive = ProcessEvent { event: Event::Keepalive {} };
+        assert_eq!(serde_json::to_string(&keepalive).unwrap(), r#"{"event":{"keepalive":{}}}"#);
+        let end = End { exit_code: 0, exited: true, status: "exit status 0".into(), ..End::default() };
+        assert_eq!(
+            serde_json::to_string(&ProcessEvent { event: Event::End(end) }).unwrap(),
+            r#"{"event":{"end":{"exitCode":0,"exited":true,"status":"exit status 0"}}}"#
+        );
+    }
+}

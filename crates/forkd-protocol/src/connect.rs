@@ -1,0 +1,223 @@
+//! The Connect protocol's JSON encoding: envelopes for streams, codes for errors.
+//!
+//! An envelope is one flag byte, a big-endian `u32` length and that many bytes of JSON. A stream
+//! ends with an envelope whose flags have [`END_STREAM`] set, holding `{}` or `{"error": …}`.
+
+use serde::{Deserialize, Serialize};
+
+/// Content type of a unary call, both ways.
+pub const UNARY_TYPE: &str = "application/json";
+/// Content type of a stream, both ways. Clients compare it exactly: no charset suffix.
+pub const STREAM_TYPE: &str = "application/connect+json";
+/// Header with the time a call may take, in milliseconds.
+pub const TIMEOUT_HEADER: &str = "connect-timeout-ms";
+/// Flag of the last envelope of a stream.
+pub const END_STREAM: u8 = 0x02;
+/// Bytes before an envelope's payload.
+pub const HEADER_LEN: usize = 5;
+/// The longest payload accepted in one envelope. Output is sent in far smaller pieces; input this
+/// long is a mistake or an attack.
+pub const MAX_PAYLOAD: usize = 4 << 20;
+
+/// Why a call failed, as Connect names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Code {
+    /// The caller gave up.
+    Canceled,
+    /// Anything without a better name.
+    Unknown,
+    /// The request itself is wrong.
+    InvalidArgument,
+    /// The time allowed ran out.
+    DeadlineExceeded,
+    /// No such process, file or method.
+    NotFound,
+    /// Already there.
+    AlreadyExists,
+    /// Not allowed.
+    PermissionDenied,
+    /// A limit was reached.
+    ResourceExhausted,
+    /// Not in a state in which this can be done.
+    FailedPrecondition,
+    /// Interrupted by something concurrent.
+    Aborted,
+    /// Past the end.
+    OutOfRange,
+    /// The server does not know the method.
+    Unimplemented,
+    /// The server is at fault.
+    Internal,
+    /// Try again later.
+    Unavailable,
+    /// Data is gone.
+    DataLoss,
+    /// Who are you?
+    Unauthenticated,
+}
+
+impl Code {
+    /// The HTTP status a unary call fails with.
+    pub fn http_status(self) -> u16 {
+        match self {
+            Code::Canceled => 499,
+            Code::InvalidArgument | Code::FailedPrecondition | Code::OutOfRange => 400,
+            Code::DeadlineExceeded => 504,
+            Code::NotFound => 404,
+            Code::AlreadyExists | Code::Aborted => 409,
+            Code::PermissionDenied => 403,
+            Code::ResourceExhausted => 429,
+            Code::Unimplemented => 501,
+            Code::Unavailable => 503,
+            Code::Unauthenticated => 401,
+            Code::Unknown | Code::Internal | Code::DataLoss => 500,
+        }
+    }
+}
+
+/// A failed call: the body of a unary error, and the `error` of an end-of-stream envelope.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{message}")]
+pub struct Error {
+    /// What kind of failure.
+    pub code: Code,
+    /// What happened and what to do about it.
+    #[serde(default)]
+    pub message: String,
+}
+
+impl Error {
+    /// An error with `code` and `message`.
+    pub fn new(code: Code, message: impl Into<String>) -> Self {
+        Error { code, message: message.into() }
+    }
+}
+
+/// The payload of an end-of-stream envelope.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct EndStream {
+    /// Why the stream failed, if it did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<Error>,
+}
+
+/// One envelope of a stream.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Envelope {
+    /// [`END_STREAM`] or 0.
+    pub flags: u8,
+    /// JSON.
+    pub payload: Vec<u8>,
+}
+
+/// Puts `message` into an envelope with `flags`.
+pub fn encode<T: Serialize>(flags: u8, message: &T) -> Vec<u8> {
+    // Our message types hold only strings, numbers, lists and maps with string keys, which always
+    // serialise; an empty object keeps the stream well-formed should that ever change.
+    let payload = serde_json::to_vec(message).unwrap_or_else(|_| b"{}".to_vec());
+    let mut out = Vec::with_capacity(HEADER_LEN + payload.len());
+    out.push(flags);
+    out.extend_from_slice(&(payload.len() as u32).to_be_bytes());
+    out.extend_from_slice(&payload);
+    out
+}
+
+/// Cuts a byte stream into envelopes, however the bytes arrive.
+#[derive(Debug, Default)]
+pub struct Decoder {
+    buffer: Vec<u8>,
+}
+
+impl Decoder {
+    /// An empty decoder.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds bytes as they came from the peer.
+    pub fn push(&mut self, bytes: &[u8]) {
+        self.buffer.extend_from_slice(bytes);
+    }
+
+    /// The next whole envelope, `None` if more bytes are needed. After an error the stream cannot
+    /// be read on: the peer does not speak Connect.
+    pub fn next_envelope(&mut self) -> Result<Option<Envelope>, Error> {
+        let Some(header) = self.buffer.first_chunk::<HEADER_LEN>() else { return Ok(None) };
+        let flags = header[0];
+        if flags & !END_STREAM != 0 {
+            let message = format!("unknown envelope flags {flags:#04x}: compression is not supported");
+            return Err(Error::new(Code::Unimplemented, message));
+        }
+        let len = u32::from_be_bytes([header[1], header[2], header[3], header[4]]) as usize;
+        if len > MAX_PAYLOAD {
+            let message = format!("a message of {len} bytes is over the limit of {MAX_PAYLOAD}");
+            return Err(Error::new(Code::ResourceExhausted, message));
+        }
+        if self.buffer.len() < HEADER_LEN + len {
+            return Ok(None);
+        }
+        let payload = self.buffer[HEADER_LEN..HEADER_LEN + len].to_vec();
+        self.buffer.drain(..HEADER_LEN + len);
+        Ok(Some(Envelope { flags, payload }))
+    }
+
+    /// Whether bytes of an unfinished envelope are left.
+    pub fn is_empty(&self) -> bool {
+        self.buffer.is_empty()
+    }
+}
+
+/// Fuzz body: whatever the bytes and however they are cut, decoding ends, and what was decoded
+/// encodes back to the same bytes.
+pub fn fuzz_decoder(data: &[u8]) {
+    let Some((&cut, bytes)) = data.split_first() else { return };
+    let mut decoder = Decoder::new();
+    let mut seen = 0;
+    for piece in bytes.chunks(usize::from(cut).max(1)) {
+        decoder.push(piece);
+        loop {
+            match decoder.next_envelope() {
+                Ok(Some(envelope)) => {
+                    assert_eq!(bytes[seen + HEADER_LEN..][..envelope.payload.len()], envelope.payload[..]);
+                    seen += HEADER_LEN + envelope.payload.len();
+                }
+                Ok(None) => break,
+                Err(_) => return,
+            }
+        }
+    }
+    assert!(seen <= bytes.len());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn envelopes_survive_being_cut_anywhere() {
+        let mut bytes = encode(0, &serde_json::json!({"a": 1}));
+        bytes.extend(encode(END_STREAM, &EndStream::default()));
+        for cut in 1..bytes.len() {
+            let mut decoder = Decoder::new();
+            let mut seen = Vec::new();
+            for piece in bytes.chunks(cut) {
+                decoder.push(piece);
+                while let Some(envelope) = decoder.next_envelope().unwrap() {
+                    seen.push(envelope);
+                }
+            }
+            assert_eq!(seen.len(), 2);
+            assert_eq!(seen[0].payload, br#"{"a":1}"#);
+            assert_eq!(seen[1], Envelope { flags: END_STREAM, payload: b"{}".to_vec() });
+            assert!(decoder.is_empty());
+        }
+    }
+
+    #[test]
+    fn a_length_no_honest_peer_sends_is_refused_before_memory_is_spent() {
+        let mut decoder = Decoder::new();
+        decoder.push(&[0, 0xff, 0xff, 0xff, 0xff]);
+        assert_eq!(decoder.next_envelope().unwrap_err().code, Code::ResourceExhausted);
+    }
+}
