@@ -127,6 +127,9 @@ pub fn encode<T: Serialize>(flags: u8, message: &T) -> Vec<u8> {
 #[derive(Debug, Default)]
 pub struct Decoder {
     buffer: Vec<u8>,
+    /// Bytes of `buffer` that were given out. They go with the next `push`, all at once: moving the
+    /// rest for every envelope would let a peer that sends small ones cost us far more than itself.
+    taken: usize,
 }
 
 impl Decoder {
@@ -137,13 +140,16 @@ impl Decoder {
 
     /// Adds bytes as they came from the peer.
     pub fn push(&mut self, bytes: &[u8]) {
+        self.buffer.drain(..self.taken);
+        self.taken = 0;
         self.buffer.extend_from_slice(bytes);
     }
 
     /// The next whole envelope, `None` if more bytes are needed. After an error the stream cannot
     /// be read on: the peer does not speak Connect.
     pub fn next_envelope(&mut self) -> Result<Option<Envelope>, Error> {
-        let Some(header) = self.buffer.first_chunk::<HEADER_LEN>() else { return Ok(None) };
+        let left = &self.buffer[self.taken..];
+        let Some((header, rest)) = left.split_first_chunk::<HEADER_LEN>() else { return Ok(None) };
         let flags = header[0];
         if flags & !END_STREAM != 0 {
             let message = format!("unknown envelope flags {flags:#04x}: compression is not supported");
@@ -154,17 +160,15 @@ impl Decoder {
             let message = format!("a message of {len} bytes is over the limit of {MAX_PAYLOAD}");
             return Err(Error::new(Code::ResourceExhausted, message));
         }
-        if self.buffer.len() < HEADER_LEN + len {
-            return Ok(None);
-        }
-        let payload = self.buffer[HEADER_LEN..HEADER_LEN + len].to_vec();
-        self.buffer.drain(..HEADER_LEN + len);
+        let Some(payload) = rest.get(..len) else { return Ok(None) };
+        let payload = payload.to_vec();
+        self.taken += HEADER_LEN + len;
         Ok(Some(Envelope { flags, payload }))
     }
 
-    /// Whether bytes of an unfinished envelope are left.
+    /// Whether no bytes are left.
     pub fn is_empty(&self) -> bool {
-        self.buffer.is_empty()
+        self.buffer.len() == self.taken
     }
 }
 
@@ -215,9 +219,29 @@ mod tests {
     }
 
     #[test]
+    fn many_small_envelopes_cost_no_more_than_their_bytes() {
+        let mut decoder = Decoder::new();
+        decoder.push(&[0; HEADER_LEN].repeat(1 << 20));
+        let mut count = 0;
+        while decoder.next_envelope().unwrap().is_some() {
+            count += 1;
+        }
+        assert_eq!(count, 1 << 20);
+        assert!(decoder.is_empty());
+    }
+
+    #[test]
     fn a_length_no_honest_peer_sends_is_refused_before_memory_is_spent() {
         let mut decoder = Decoder::new();
         decoder.push(&[0, 0xff, 0xff, 0xff, 0xff]);
         assert_eq!(decoder.next_envelope().unwrap_err().code, Code::ResourceExhausted);
+    }
+
+    #[test]
+    fn what_fuzzing_found_stays_harmless() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/connect_decoder");
+        let inputs: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+        assert!(!inputs.is_empty(), "{folder} is empty");
+        inputs.iter().for_each(|path| fuzz_decoder(&std::fs::read(path).unwrap()));
     }
 }

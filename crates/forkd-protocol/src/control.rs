@@ -95,7 +95,7 @@ pub enum Event {
     /// The VM ended by itself; the process exits next.
     Ended(VmEnd),
     /// The guest connected to a vsock port of the host. The attached descriptor is the host's end;
-    /// closing it resets the connection.
+    /// closing it ends the connection.
     GuestConnection {
         /// The port the guest asked for.
         port: u32,
@@ -151,7 +151,7 @@ pub struct BootConfig {
     pub initramfs: Option<FdRef>,
     /// Added to the command line the monitor makes.
     pub cmdline: String,
-    /// Where the console's output goes: a file opened for writing.
+    /// Where the console's output goes: a file opened for reading and writing.
     pub console: FdRef,
     /// How many bytes of it are kept at most; the oldest are given up for the newest.
     pub console_limit: u64,
@@ -200,7 +200,7 @@ pub struct VsockConfig {
     pub listener: FdRef,
 }
 
-/// One end of a control connection. All calls block.
+/// One end of a control connection. Calls block if its socket does.
 #[derive(Debug)]
 pub struct Channel {
     socket: OwnedFd,
@@ -320,5 +320,13 @@ mod tests {
     fn a_request_with_an_unknown_field_is_refused() {
         assert!(parse::<Request>(br#"{"hello":{"version":1,"extra":2}}"#).is_err());
         assert!(parse::<Request>(br#"{"surprise":{}}"#).is_err());
+    }
+
+    #[test]
+    fn what_fuzzing_found_stays_harmless() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/control_messages");
+        let inputs: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+        assert!(!inputs.is_empty(), "{folder} is empty");
+        inputs.iter().for_each(|path| fuzz_messages(&std::fs::read(path).unwrap()));
     }
 }

@@ -1,6 +1,6 @@
 //! What the parts of forkd say to each other.
 //!
-//! Two conversations live here, and nothing else:
+//! Two conversations live here:
 //!
 //! - [`control`]: controller ⇄ monitor, over a unix `SEQPACKET` socket. One JSON message per
 //!   packet, descriptors attached to it, a version handshake first.
@@ -8,10 +8,12 @@
 //!   encoding ([`connect`]): the process and file services have the shapes E2B clients already
 //!   speak, so that one implementation serves both.
 //!
-//! [`names`] holds the rules for names that appear on both sides. This crate knows no sockets by
-//! path, no KVM and no async runtime; its parsers take bytes from hostile peers and are fuzzed.
+//! [`init`] is the plan a guest's init finds in its initramfs; [`names`] holds the rules for names
+//! that appear on both sides. This crate knows no sockets by path, no KVM and no async runtime; its
+//! parsers take bytes from hostile peers and are fuzzed.
 
 pub mod agent;
 pub mod connect;
 pub mod control;
+pub mod init;
 pub mod names;
