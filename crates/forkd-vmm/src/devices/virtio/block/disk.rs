@@ -1,0 +1,141 @@
+//! A disk: a read-only base and, over it, layers that hold what was written.
+//!
+//! Which file holds a block is written down in a map, one byte per block, and never inferred from
+//! holes in files: a block of zeros that the guest wrote is not a block it never wrote. All files
+//! use the same offsets, and layers are sparse.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use thiserror::Error;
+
+use crate::devices::virtio::buffers::Buffers;
+
+/// The unit in which drivers address a disk.
+pub(super) const SECTOR: u64 = 512;
+/// The unit in which the map tells base and layers apart.
+pub(super) const BLOCK: u64 = 4096;
+/// The largest disk: its map takes 512 MiB of address space, of which only what is written to is
+/// ever touched.
+const MAX_SIZE: u64 = 2 << 40;
+
+/// Why a file cannot be a disk.
+#[derive(Debug, Error)]
+pub enum DiskError {
+    /// Its size is impossible.
+    #[error(
+        "the disk image is {0} bytes long, but a disk has a multiple of 512 bytes, at least 512 and at \
+         most 2 TiB; a truncated image has to be built or copied again"
+    )]
+    Size(u64),
+    /// It cannot be looked at.
+    #[error("the disk image cannot be read; check that the descriptor is a file open for reading")]
+    Io(#[from] io::Error),
+}
+
+/// A disk.
+#[derive(Debug)]
+pub struct Disk {
+    /// The base, then its layers from the oldest to the newest. Only the last is ever written, and
+    /// never the base.
+    files: Vec<File>,
+    /// For each block the index in `files` of the file that holds it. A byte is enough: a disk
+    /// never has more than a few layers open.
+    map: Vec<u8>,
+    size: u64,
+}
+
+impl Disk {
+    /// A disk that reads from `base` and, if there is a `layer`, an empty file open for reading and
+    /// writing, can be written to.
+    pub fn new(base: File, layer: Option<File>) -> Result<Disk, DiskError> {
+        let size = base.metadata()?.len();
+        if size == 0 || !size.is_multiple_of(SECTOR) || size > MAX_SIZE {
+            return Err(DiskError::Size(size));
+        }
+        let map = vec![0; size.div_ceil(BLOCK) as usize];
+        let files = std::iter::once(base).chain(layer).collect();
+        Ok(Disk { files, map, size })
+    }
+
+    /// Bytes in all, a multiple of [`SECTOR`].
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Whether nothing can be written.
+    pub fn is_read_only(&self) -> bool {
+        self.files.len() == 1
+    }
+
+    /// Fills `data` with what is at `offset`.
+    pub fn read(&self, offset: u64, mut data: Buffers<'_>) -> io::Result<()> {
+        let end = self.check(offset, data.len())?;
+        let mut offset = offset;
+        while offset < end {
+            let (holder, run_end) = self.run(offset, end);
+            let part = data.split_to((run_end - offset) as usize).ok_or(io::ErrorKind::InvalidInput)?;
+            part.fill_from(&self.files[holder], offset)?;
+            offset = run_end;
+        }
+        Ok(())
+    }
+
+    /// Writes `data` at `offset`. After an error, blocks may hold old or new bytes, as on any disk,
+    /// but never anything else.
+    pub fn write(&mut self, offset: u64, data: Buffers<'_>) -> io::Result<()> {
+        let end = self.check(offset, data.len())?;
+        if self.is_read_only() {
+            return Err(io::ErrorKind::ReadOnlyFilesystem.into());
+        }
+        if data.is_empty() {
+            return Ok(());
+        }
+        // Blocks that are overwritten in part need the rest of their bytes in the layer first.
+        for edge in [offset, end] {
+            if !edge.is_multiple_of(BLOCK) && edge != self.size {
+                self.lift(edge / BLOCK)?;
+            }
+        }
+        let top = self.files.len() - 1;
+        data.store_to(&self.files[top], offset)?;
+        // Only now: a block whose write failed is still where it was.
+        let blocks = (offset / BLOCK) as usize..end.div_ceil(BLOCK) as usize;
+        self.map[blocks].fill(top as u8);
+        Ok(())
+    }
+
+    /// Copies a block into the top layer, unless it is there.
+    fn lift(&mut self, block: u64) -> io::Result<()> {
+        let top = self.files.len() - 1;
+        let holder = usize::from(self.map[block as usize]);
+        if holder == top {
+            return Ok(());
+        }
+        let start = block * BLOCK;
+        let mut bytes = [0; BLOCK as usize];
+        let bytes = &mut bytes[..BLOCK.min(self.size - start) as usize];
+        self.files[holder].read_exact_at(bytes, start)?;
+        self.files[top].write_all_at(bytes, start)?;
+        self.map[block as usize] = top as u8;
+        Ok(())
+    }
+
+    /// The file that holds the byte at `offset`, and how far, but not over `end`, it holds all.
+    fn run(&self, offset: u64, end: u64) -> (usize, u64) {
+        let first = offset / BLOCK;
+        let last = end.div_ceil(BLOCK);
+        let holder = self.map[first as usize];
+        let same = self.map[first as usize..last as usize].iter().take_while(|held| **held == holder).count();
+        (usize::from(holder), end.min((first + same as u64) * BLOCK))
+    }
+
+    /// Refuses what is not entirely on the disk and returns where it ends.
+    fn check(&self, offset: u64, len: usize) -> io::Result<u64> {
+        match offset.checked_add(len as u64) {
+            Some(end) if end <= self.size => Ok(end),
+            _ => Err(io::ErrorKind::InvalidInput.into()),
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! Virtio devices and what they share.
+//!
+//! Bottom up: a [`queue::VirtQueue`] is a ring in guest memory, a [`queue::Chain`] one request taken
+//! from it, [`buffers::Buffers`] the guest memory that request points to. A [`VirtioDevice`] serves
+//! requests; [`mmio::MmioDevice`] is the register file through which the driver finds, configures
+//! and resets it.
+//!
+//! Everything runs under the lock of its `MmioDevice`: register accesses on vCPU threads, queues and
+//! descriptors on the device thread. A device therefore needs no locks of its own.
+
+pub mod block;
+pub mod buffers;
+pub mod mmio;
+pub mod net;
+pub mod queue;
+pub mod rng;
+pub mod vsock;
+
+// The fuzz bodies use only part of it.
+#[cfg_attr(not(test), allow(dead_code))]
+pub(crate) mod driver;
+#[cfg(test)]
+mod tests;
+
+use std::io;
+
+use crate::GuestMemory;
+use crate::event_loop::{Poller, Readiness};
+use queue::{Malformed, VirtQueue};
+
+/// What a device does behind its transport.
+///
+/// The order of calls: `attach` once, before the VM runs; then, for each life of the driver,
+/// `activate`, any number of `queue_event` and `ready`, and `reset`. `ready` may also come while the
+/// device is not active (its descriptors belong to the host, not to the driver): the queues are
+/// empty then.
+pub trait VirtioDevice: Send {
+    /// The device's type in virtio's numbering. Read by the driver through the transport.
+    fn device_type(&self) -> u32;
+
+    /// The features of this type of device that are offered, as a bit mask. The transport adds its
+    /// own ([`mmio::TRANSPORT_FEATURES`]).
+    fn features(&self) -> u64;
+
+    /// The largest size of each queue; powers of two. Asked once, when the transport is built.
+    fn queue_sizes(&self) -> &'static [u16];
+
+    /// Fills `data` from the configuration space at `offset`. Called for any register access of
+    /// the driver at any time, with any offset and length; what lies outside reads as zero
+    /// (`data` comes zeroed). No device here has a writable configuration: writes end in the
+    /// transport.
+    fn read_config(&self, offset: u64, data: &mut [u8]);
+
+    /// Called once, by the event loop that takes the device over: the time to register descriptors
+    /// of its own.
+    fn attach(&mut self, _poller: Poller) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// Called when the driver has set up its queues and said that it is ready. `features` are those
+    /// both sides agreed on.
+    fn activate(&mut self, _features: u64) {}
+
+    /// Called when the driver resets the device (also when it never was active): everything that
+    /// belongs to this life of the driver is dropped.
+    fn reset(&mut self) {}
+
+    /// Called on the device thread when the driver has put something into `queues[index]`. After an
+    /// error the device is not called again until the driver has reset it.
+    fn queue_event(
+        &mut self,
+        index: usize,
+        queues: &mut [VirtQueue],
+        memory: &GuestMemory,
+    ) -> Result<(), Malformed>;
+
+    /// Called on the device thread when a descriptor registered with `token` became ready. It is
+    /// told once per change, so the device remembers what it could not use up yet.
+    fn ready(
+        &mut self,
+        _token: u32,
+        _readiness: Readiness,
+        _queues: &mut [VirtQueue],
+        _memory: &GuestMemory,
+    ) -> Result<(), Malformed> {
+        Ok(())
+    }
+}
+
+/// Copies the part of `config` that starts at `offset` into `data`; the rest of `data` stays as it is.
+pub(crate) fn read_config_bytes(config: &[u8], offset: u64, data: &mut [u8]) {
+    let Some(rest) = usize::try_from(offset).ok().and_then(|offset| config.get(offset..)) else { return };
+    let count = rest.len().min(data.len());
+    data[..count].copy_from_slice(&rest[..count]);
+}

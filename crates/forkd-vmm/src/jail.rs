@@ -1,0 +1,159 @@
+//! The walls around a monitor, put up before it reads its first byte.
+//!
+//! What runs a hostile guest must be worth nothing when it falls: no file system, no network, no
+//! other process's secrets, no way to privileges. Everything the monitor needs afterwards comes as
+//! descriptors over its control socket. What it forks later is born inside the same walls.
+
+use std::io;
+use std::os::fd::AsFd;
+
+use forkd_protocol::control::LISTENER_FD;
+use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags};
+use rustix::process::{Resource, Rlimit};
+use rustix::thread::{Gid, Uid, UnshareFlags};
+
+use crate::{Error, Result};
+
+/// Who the monitor becomes. The controller picks one pair per lineage of VMs, used by nobody else.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Identity {
+    /// User id; not 0.
+    pub uid: u32,
+    /// Group id; not 0.
+    pub gid: u32,
+}
+
+/// Descriptors a monitor may hold: one per vsock connection, and a few for everything else.
+const MAX_DESCRIPTORS: u64 = 4096;
+
+/// Puts up the walls. Without an identity (not started by root: tests, development) only those that
+/// need no privileges.
+pub fn enter(identity: Option<Identity>) -> Result<()> {
+    close_inherited()?;
+    if let Some(identity) = identity {
+        leave_the_host(identity)?;
+    }
+    set_limits()?;
+    // No set-user-id program may give back what was given up; also what seccomp filters ask for.
+    rustix::thread::set_no_new_privs(true).map_err(Error::system("set no_new_privs"))?;
+    // After the change of user, which resets it: nobody of the same lineage may trace this process or
+    // read its memory through /proc, and no core file may hold guest memory.
+    rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable)
+        .map_err(Error::system("become undumpable"))
+}
+
+/// Closes whatever was inherited by mistake: a descriptor of the controller's would be a hole in every
+/// other wall. Standard input, output, error and the control socket stay.
+fn close_inherited() -> Result<()> {
+    // SAFETY: the process has just started and no object owns a descriptor above the control socket.
+    let result = unsafe { libc::close_range(LISTENER_FD as u32 + 1, u32::MAX, 0) };
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(Error::system("close inherited descriptors")(io::Error::last_os_error()))
+    }
+}
+
+/// Everything that takes root, ending with not being root.
+fn leave_the_host(identity: Identity) -> Result<()> {
+    if identity.uid == 0 || identity.gid == 0 {
+        return Err(Error::Config(
+            "--uid and --gid must not be 0: the jail is there to stop being root".into(),
+        ));
+    }
+    // A signal for the controller's terminal or process group is not for the VM.
+    match rustix::process::setsid() {
+        Ok(_) | Err(rustix::io::Errno::PERM) => {}
+        Err(error) => return Err(Error::system("start a session")(error)),
+    }
+    // Own mounts, so that the root below is ours alone; own System V and POSIX queues; own host name;
+    // an empty network. No pid namespace: the death of its first process would take all forks along.
+    let namespaces = UnshareFlags::NEWNS | UnshareFlags::NEWIPC | UnshareFlags::NEWUTS | UnshareFlags::NEWNET;
+    // SAFETY: these flags change what the process sees of the system, not memory or descriptors.
+    unsafe { rustix::thread::unshare_unsafe(namespaces) }.map_err(Error::system(
+        "unshare mount, ipc, uts and net namespaces (is the monitor started by root?)",
+    ))?;
+    empty_root()?;
+
+    drop_bounding_set()?;
+    rustix::thread::set_thread_groups(&[]).map_err(Error::system("drop supplementary groups"))?;
+    let (uid, gid) = (Uid::from_raw(identity.uid), Gid::from_raw(identity.gid));
+    // The group first: it takes a privilege that goes with the user. All three of each kind, so that
+    // there is no saved id to go back to.
+    rustix::thread::set_thread_res_gid(gid, gid, gid).map_err(Error::system("become the lineage's group"))?;
+    rustix::thread::set_thread_res_uid(uid, uid, uid).map_err(Error::system("become the lineage's user"))?;
+    drop_capabilities()
+}
+
+/// An empty, read-only root: no path leads anywhere.
+fn empty_root() -> Result<()> {
+    use rustix::mount as m;
+    let step = |what| Error::system::<rustix::io::Errno>(what);
+    // Nothing done here may show up in the host's mounts.
+    m::mount_change("/", m::MountPropagationFlags::PRIVATE | m::MountPropagationFlags::REC)
+        .map_err(step("make mounts private"))?;
+    let context = m::fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC).map_err(step("create an empty root"))?;
+    m::fsconfig_set_string(context.as_fd(), "nr_inodes", "2").map_err(step("limit the empty root"))?;
+    m::fsconfig_create(context.as_fd()).map_err(step("create an empty root"))?;
+    let attributes = MountAttrFlags::MOUNT_ATTR_RDONLY
+        | MountAttrFlags::MOUNT_ATTR_NOSUID
+        | MountAttrFlags::MOUNT_ATTR_NODEV
+        | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    let root = m::fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)
+        .map_err(step("mount an empty root"))?;
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+    m::move_mount(root.as_fd(), "", rustix::fs::CWD, "/", flags).map_err(step("mount an empty root"))?;
+    rustix::process::fchdir(&root).map_err(step("enter the empty root"))?;
+    match rustix::process::pivot_root(".", ".") {
+        // The old root is now on top of the new one; without it no host file system is held busy.
+        Ok(()) => m::unmount(".", UnmountFlags::DETACH).map_err(step("leave the host's root")),
+        // A host that runs from its initial RAM file system, or in a chroot, cannot pivot. Without
+        // capabilities and open folders nobody comes out of a chroot either.
+        Err(rustix::io::Errno::INVAL) => rustix::process::chroot(".").map_err(step("enter the empty root")),
+        Err(error) => Err(step("leave the host's root")(error)),
+    }?;
+    rustix::process::chdir("/").map_err(step("enter the empty root"))
+}
+
+fn set_limits() -> Result<()> {
+    let set = |resource, most: u64| {
+        // Where less is allowed, only root could have more.
+        let most = rustix::process::getrlimit(resource).maximum.map_or(most, |limit| limit.min(most));
+        rustix::process::setrlimit(resource, Rlimit { current: Some(most), maximum: Some(most) })
+            .map_err(Error::system("set resource limits"))
+    };
+    // Guest memory is nobody's business.
+    set(Resource::Core, 0)?;
+    set(Resource::Nofile, MAX_DESCRIPTORS)?;
+    // Nothing here locks memory or plays with message queues.
+    set(Resource::Memlock, 0)?;
+    set(Resource::Msgqueue, 0)
+}
+
+/// Takes every capability out of what any program started from here could ever get.
+fn drop_bounding_set() -> Result<()> {
+    for capability in 0..64 {
+        // SAFETY: `prctl` with this option reads its integer arguments only.
+        let result = unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
+        if result != 0 {
+            let error = io::Error::last_os_error();
+            // Past the last capability this kernel knows.
+            if error.raw_os_error() == Some(libc::EINVAL) && capability > 0 {
+                return Ok(());
+            }
+            return Err(Error::system("drop the capability bounding set")(error));
+        }
+    }
+    Ok(())
+}
+
+fn drop_capabilities() -> Result<()> {
+    use rustix::thread as t;
+    let none = t::CapabilitySets {
+        effective: t::CapabilitySet::empty(),
+        permitted: t::CapabilitySet::empty(),
+        inheritable: t::CapabilitySet::empty(),
+    };
+    t::clear_ambient_capability_set().map_err(Error::system("drop ambient capabilities"))?;
+    t::set_capabilities(None, none).map_err(Error::system("drop capabilities"))
+}

@@ -1,0 +1,42 @@
+//! One microVM in one process: KVM, memory, boot, devices, walls.
+//!
+//! A monitor is started by the controller, jails itself, and from then on knows nothing but the
+//! descriptors it is handed over its control socket: no paths, no tags, no HTTP. From the outside in:
+//!
+//! - [`jail`], [`seccomp`]: the walls, put up first;
+//! - [`control`]: the main thread, serves the controller;
+//! - [`config`]: from the controller's wishes to the parts of a VM, everything checked;
+//! - [`vm`]: builds a VM from its parts, starts, pauses and ends it;
+//! - [`vcpu`]: the threads that run the guest; [`bus`]: what the guest's register accesses reach;
+//!   [`event_loop`]: the thread that serves the devices; [`ending`]: who notices the end says why;
+//! - [`devices`]: virtio, serial console, VM generation id, power;
+//! - [`boot`]: kernel, boot parameters, ACPI tables, CPUID, registers;
+//! - [`memory`], [`layout`]: guest memory, and what is where in it;
+//! - [`probe`], [`tiny`]: does this `/dev/kvm` run Linux? Asked with guests of a few instructions;
+//! - [`fuzz`]: the bodies of the fuzz targets.
+//!
+//! Threads: one per vCPU, one for all devices, the main thread for control. No async runtime: the
+//! process is made to `fork`.
+
+pub mod boot;
+pub mod bus;
+pub mod config;
+pub mod control;
+pub mod devices;
+pub mod ending;
+mod error;
+pub mod event_loop;
+pub mod fuzz;
+pub mod jail;
+pub mod layout;
+pub mod memory;
+pub mod probe;
+pub mod seccomp;
+pub mod tiny;
+pub mod vcpu;
+pub mod vm;
+
+pub use error::{Error, Result};
+
+/// Guest memory as everything in this crate sees it: private mappings, no dirty tracking.
+pub type GuestMemory = vm_memory::GuestMemoryMmap<()>;

@@ -1,0 +1,103 @@
+//! The monitor's process: puts up the walls, then serves its controller.
+//!
+//! `forkd-vmm [--uid N --gid N] [--seccomp kill|log]` with the listening control socket as descriptor
+//! 3; `forkd-vmm probe` with `/dev/kvm` as descriptor 3.
+
+use std::io::Write;
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::process::ExitCode;
+
+use forkd_protocol::control::LISTENER_FD;
+use forkd_vmm::control::{self, Finish};
+use forkd_vmm::jail::{self, Identity};
+use forkd_vmm::seccomp::{self, Mode, ThreadKind};
+use forkd_vmm::{Error, Result, probe};
+
+const USAGE: &str = "usage: forkd-vmm [--uid N --gid N] [--seccomp kill|log], with the listening control \
+                     socket as descriptor 3; or: forkd-vmm probe, with /dev/kvm as descriptor 3";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if arguments == ["probe"] {
+        return run_probe();
+    }
+    match parse(&arguments).and_then(run) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            say(&error.chain());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// How the process was started.
+struct Options {
+    identity: Option<Identity>,
+    seccomp: Mode,
+}
+
+fn parse(arguments: &[String]) -> Result<Options> {
+    let usage = || Error::Config(USAGE.into());
+    let (mut uid, mut gid, mut seccomp) = (None, None, Mode::Kill);
+    for pair in arguments.chunks(2) {
+        let [name, value] = pair else { return Err(usage()) };
+        match (name.as_str(), value.as_str()) {
+            ("--uid", id) => uid = Some(id.parse().map_err(|_| usage())?),
+            ("--gid", id) => gid = Some(id.parse().map_err(|_| usage())?),
+            ("--seccomp", "kill") => seccomp = Mode::Kill,
+            ("--seccomp", "log") => seccomp = Mode::Log,
+            _ => return Err(usage()),
+        }
+    }
+    let identity = match (uid, gid) {
+        (Some(uid), Some(gid)) => Some(Identity { uid, gid }),
+        (None, None) => None,
+        _ => return Err(usage()),
+    };
+    Ok(Options { identity, seccomp })
+}
+
+fn run(options: Options) -> Result<()> {
+    // A thread that fails takes the VM with it: half a monitor would be a hang nobody notices. No
+    // backtrace: it would open files, which the filters forbid.
+    std::panic::set_hook(Box::new(|info| {
+        say(&info.to_string());
+        std::process::exit(101);
+    }));
+    let listener = inherited(LISTENER_FD)?;
+    jail::enter(options.identity)?;
+    seccomp::install(ThreadKind::Control, options.seccomp)?;
+    match control::serve(&listener, options.seccomp)? {
+        Finish::Stopped => {}
+        Finish::Ended(end) => say(&format!("the VM ended ({:?}): {}", end.reason, end.detail)),
+    }
+    Ok(())
+}
+
+fn run_probe() -> ExitCode {
+    let report = match inherited(probe::KVM_FD) {
+        Ok(kvm) => probe::run(kvm),
+        Err(error) => probe::Report { reason: error.chain(), ..Default::default() },
+    };
+    match serde_json::to_string(&report) {
+        Ok(text) => println!("{text}"),
+        Err(error) => say(&error.to_string()),
+    }
+    // Not by returning: a guest that hangs must not be waited for.
+    std::process::exit(0)
+}
+
+/// Writes a line for people. Nobody may be left to read it: that is no reason to fail.
+fn say(text: &str) {
+    let _ = writeln!(std::io::stderr(), "forkd-vmm: {text}");
+}
+
+/// Takes over descriptor `number`, which whoever started the process left open.
+fn inherited(number: i32) -> Result<OwnedFd> {
+    // SAFETY: `fcntl` with this command only looks, also at a number that is not open.
+    if unsafe { libc::fcntl(number, libc::F_GETFD) } < 0 {
+        return Err(Error::Config(format!("descriptor {number} is not open; {USAGE}")));
+    }
+    // SAFETY: the descriptor is open, and nothing else in this process, which has just started, owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(number) })
+}

@@ -1,0 +1,155 @@
+//! The filters, tripped for real: each case runs in a process of its own, which lives or is killed.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use std::os::unix::process::ExitStatusExt;
+use std::process::Command;
+
+use forkd_vmm::seccomp::{Mode, ThreadKind, install};
+
+const CASE: &str = "FORKD_SECCOMP_CASE";
+
+const TESTS: [(&str, fn()); 4] = [
+    (
+        "every_kind_of_thread_can_allocate_sleep_print_and_panic",
+        every_kind_of_thread_can_allocate_sleep_print_and_panic,
+    ),
+    (
+        "no_thread_opens_executes_connects_or_touches_other_processes",
+        no_thread_opens_executes_connects_or_touches_other_processes,
+    ),
+    (
+        "each_kind_of_thread_has_what_it_is_for_and_no_more",
+        each_kind_of_thread_has_what_it_is_for_and_no_more,
+    ),
+    ("logging_lets_everything_pass", logging_lets_everything_pass),
+];
+
+fn main() {
+    if let Ok(case) = std::env::var(CASE) {
+        return run_case(&case);
+    }
+    for (name, test) in TESTS {
+        test();
+        println!("test {name} ... ok");
+    }
+}
+
+/// Runs `case` in a thread of `kind` in a new process and returns the signal that killed it, if any.
+fn signal_of(kind: &str, case: &str, mode: &str) -> Option<i32> {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .env(CASE, format!("{kind} {case} {mode}"))
+        // A backtrace would open files.
+        .env("RUST_BACKTRACE", "0")
+        .output()
+        .unwrap();
+    if output.status.signal().is_none() {
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(text.contains("case survived"), "{kind} {case}: {text}");
+    }
+    output.status.signal()
+}
+
+/// As in the monitor: the control thread filters itself and starts a thread, which tightens that.
+fn run_case(case: &str) {
+    let [kind, case, mode] = case.split(' ').collect::<Vec<_>>()[..] else { panic!("{case}") };
+    let mode = if mode == "log" { Mode::Log } else { Mode::Kill };
+    install(ThreadKind::Control, mode).unwrap();
+    let start = |kind| {
+        let case = case.to_owned();
+        std::thread::spawn(move || {
+            install(kind, mode).unwrap();
+            call(&case);
+        })
+    };
+    // A thread that panicked has survived too.
+    match kind {
+        "control" => call(case),
+        "device" => drop(start(ThreadKind::Device).join()),
+        _ => drop(start(ThreadKind::Vcpu).join()),
+    }
+    println!("case survived");
+}
+
+fn call(case: &str) {
+    // SAFETY: each call has arguments that make it harmless or fail.
+    unsafe {
+        match case {
+            "work" => {
+                let numbers: Vec<u64> = (0..1 << 20).collect();
+                std::thread::sleep(std::time::Duration::from_millis(1));
+                println!("{} {:?}", numbers.len(), std::time::Instant::now());
+                std::thread::yield_now();
+            }
+            // Grows and shrinks the heap, which some heaps do not do without opening a file.
+            "heap" => {
+                for size in [100_000usize, 60_000, 120_000] {
+                    let blocks: Vec<Vec<u8>> = (0..200).map(|_| vec![1; size]).collect();
+                    drop(blocks);
+                }
+            }
+            "panic" => panic!("on purpose"),
+            "open" => drop(std::fs::File::open("/dev/null")),
+            "exec" => drop(libc::execve(c"/nonexistent".as_ptr(), std::ptr::null(), std::ptr::null())),
+            "network" => drop(libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0)),
+            "code" => {
+                let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+                libc::mmap(std::ptr::null_mut(), 4096, libc::PROT_READ | libc::PROT_EXEC, flags, -1, 0);
+            }
+            "kill" => drop(libc::syscall(libc::SYS_tgkill, libc::getppid(), libc::getppid(), 0)),
+            "ptrace" => drop(libc::ptrace(libc::PTRACE_TRACEME)),
+            "terminal" => drop(libc::ioctl(0, libc::TIOCGWINSZ, 0)),
+            "thread" => drop(std::thread::Builder::new().spawn(|| ()).unwrap()),
+            "fork" => drop(libc::fork()),
+            "clone3" => {
+                let nothing = [0u64; 8];
+                let made = libc::syscall(libc::SYS_clone3, nothing.as_ptr(), size_of_val(&nothing));
+                if made == 0 {
+                    libc::_exit(0);
+                }
+                assert_eq!(std::io::Error::last_os_error().raw_os_error(), Some(libc::ENOSYS));
+            }
+            "accept" => drop(libc::accept4(-1, std::ptr::null_mut(), std::ptr::null_mut(), 0)),
+            "kvm_run" => drop(libc::ioctl(-1, 0xae80, 0)),
+            "kvm_set_regs" => drop(libc::ioctl(-1, 0x4090_ae82, 0)),
+            _ => panic!("no case {case}"),
+        }
+    }
+}
+
+fn every_kind_of_thread_can_allocate_sleep_print_and_panic() {
+    for kind in ["control", "device", "vcpu"] {
+        assert_eq!(signal_of(kind, "work", "kill"), None, "{kind}");
+        assert_eq!(signal_of(kind, "heap", "kill"), None, "{kind}");
+    }
+    for kind in ["device", "vcpu"] {
+        assert_eq!(signal_of(kind, "panic", "kill"), None, "{kind}");
+    }
+}
+
+fn no_thread_opens_executes_connects_or_touches_other_processes() {
+    for kind in ["control", "device", "vcpu"] {
+        for case in ["open", "exec", "fork", "network", "code", "kill", "ptrace", "terminal"] {
+            assert_eq!(signal_of(kind, case, "kill"), Some(libc::SIGSYS), "{kind} {case}");
+        }
+    }
+}
+
+fn each_kind_of_thread_has_what_it_is_for_and_no_more() {
+    for (kind, allowed, denied) in [
+        ("control", &["thread", "clone3", "accept", "kvm_run", "kvm_set_regs"][..], &[][..]),
+        ("device", &["accept"], &["thread", "clone3", "kvm_run", "kvm_set_regs"]),
+        ("vcpu", &["kvm_run"], &["thread", "clone3", "accept", "kvm_set_regs"]),
+    ] {
+        for case in allowed {
+            assert_eq!(signal_of(kind, case, "kill"), None, "{kind} {case}");
+        }
+        for case in denied {
+            assert_eq!(signal_of(kind, case, "kill"), Some(libc::SIGSYS), "{kind} {case}");
+        }
+    }
+}
+
+fn logging_lets_everything_pass() {
+    assert_eq!(signal_of("vcpu", "open", "log"), None);
+}

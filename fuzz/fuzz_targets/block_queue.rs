@@ -1,0 +1,4 @@
+//! The block device.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| forkd_vmm::fuzz::fuzz_block_queue(data));
