@@ -1,0 +1,135 @@
+//! The agent: which path is which service, who may call, and who a call acts as.
+
+use std::{io, os::fd::OwnedFd, path::PathBuf, sync::Arc, thread};
+
+use forkd_protocol::{
+    agent::{EvalRequest, Pong, TOKEN_HEADER, WarmRequest},
+    connect::{Code, Error},
+};
+use serde_json::{Value, json};
+
+use crate::{
+    files, filesystem,
+    http::{self, Exchange, Head},
+    process::{Cgroups, Processes},
+    python::Python,
+    rpc, sys,
+    users::User,
+    warm::{Warm, Workplace},
+};
+
+/// What an agent is told at its start.
+pub struct Config {
+    /// Who a call acts as when it does not say; root when absent.
+    pub default_user: Option<String>,
+    /// What every request but `/health` must carry, when anybody can connect.
+    pub token: Option<String>,
+    /// The cgroup (v2) folder under which all started processes live; absent if there are none.
+    pub cgroup: Option<PathBuf>,
+    /// A folder for the agent's own files.
+    pub run_dir: PathBuf,
+    /// Ends the guest.
+    pub shut_down: fn(),
+}
+
+/// The services of a guest.
+pub struct Agent {
+    config: Config,
+    processes: Arc<Processes>,
+    python: Arc<Python>,
+    warm: Warm,
+}
+
+impl Agent {
+    /// An agent that does nothing yet.
+    pub fn new(config: Config) -> Arc<Agent> {
+        let cgroups = Cgroups::new(config.cgroup.clone());
+        let processes = Arc::new(Processes::new(cgroups.clone()));
+        let python = Arc::new(Python::new(cgroups));
+        Arc::new(Agent { config, processes, python, warm: Warm::default() })
+    }
+
+    /// Serves all connections to a listening stream socket. Returns only if that is broken.
+    pub fn serve(self: &Arc<Self>, listener: &OwnedFd) -> io::Error {
+        let agent = self.clone();
+        http::serve(listener, Arc::new(move |exchange: &mut Exchange| agent.answer(exchange)))
+    }
+
+    fn answer(&self, exchange: &mut Exchange) -> io::Result<()> {
+        let head = exchange.head();
+        let path = head.path.clone();
+        if path == "/health" {
+            return exchange.respond(204, &[], b"");
+        }
+        if !self.is_authorized(head) {
+            let message = format!("the header {TOKEN_HEADER} does not hold this agent's token");
+            return rpc::fail(exchange, &Error::new(Code::Unauthenticated, message));
+        }
+        if path == "/files" {
+            return files::call(exchange, &|name| self.user(name));
+        }
+        let Some((service, method)) = path.trim_start_matches('/').split_once('/') else {
+            return rpc::fail(exchange, &Error::new(Code::NotFound, format!("there is nothing at {path}")));
+        };
+        if exchange.head().method != "POST" {
+            return exchange.respond(405, &[("allow", "POST")], b"");
+        }
+        let user = |head: &Head| self.user(head.basic_user().as_deref());
+        let answered = match service {
+            "process.Process" => self.processes.call(method, &user, exchange),
+            "filesystem.Filesystem" => filesystem::call(method, &user, exchange),
+            "forkd.Agent" => self.call(method, exchange),
+            _ => None,
+        };
+        answered.unwrap_or_else(|| {
+            rpc::fail(exchange, &Error::new(Code::Unimplemented, format!("this agent has no {path}")))
+        })
+    }
+
+    fn is_authorized(&self, head: &Head) -> bool {
+        self.config.token.as_ref().is_none_or(|token| {
+            head.header(TOKEN_HEADER)
+                .is_some_and(|given| sys::equal_secrets(given.as_bytes(), token.as_bytes()))
+        })
+    }
+
+    /// Whoever is named, or the default user.
+    fn user(&self, name: Option<&str>) -> Result<User, Error> {
+        User::find(name.or(self.config.default_user.as_deref()).unwrap_or("root"))
+    }
+
+    fn call(&self, method: &str, exchange: &mut Exchange) -> Option<io::Result<()>> {
+        Some(match method {
+            "Ping" => rpc::unary(exchange, |_: Value, _| Ok(self.ping())),
+            "Warm" => rpc::unary(exchange, |request: WarmRequest, _| {
+                let workplace = Workplace {
+                    processes: self.processes.clone(),
+                    python: self.python.clone(),
+                    user: self.user(None)?,
+                    run_dir: self.config.run_dir.clone(),
+                };
+                Ok(self.warm.start(request, workplace))
+            }),
+            "Eval" => rpc::unary(exchange, |request: EvalRequest, head| {
+                self.python.eval(&request.code, &self.user(None)?, rpc::timeout(head)?)
+            }),
+            "Shutdown" => rpc::unary(exchange, |_: Value, _| Ok(json!({}))).and_then(|()| {
+                // Not here: this connection ends first, and with it the caller's wait.
+                thread::Builder::new().name("shutdown".into()).spawn(self.config.shut_down).map(drop)
+            }),
+            _ => return None,
+        })
+    }
+
+    fn ping(&self) -> Pong {
+        Pong {
+            version: env!("CARGO_PKG_VERSION").into(),
+            uptime_ms: sys::uptime_ms(),
+            python: Python::find().is_some(),
+            warm: self.warm.status(),
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

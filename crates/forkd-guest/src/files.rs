@@ -1,0 +1,176 @@
+//! Whole files over HTTP: `GET` and `POST /files`.
+//!
+//! A write goes straight into the file, which is truncated first, and not into a temporary file that
+//! takes its place: the file keeps its owner, its mode, its links and whoever has it open, as with a
+//! shell's `>`. The price: a write that breaks off leaves the part that came.
+
+use std::{
+    fs::{self, File},
+    io::{self, Read, Write},
+    path::Path,
+};
+
+use forkd_protocol::{agent::WrittenFile, connect::Error};
+use rustix::fs::{Mode, OFlags};
+use serde_json::json;
+
+use crate::{
+    http::Exchange,
+    users::{self, User},
+};
+
+/// Bytes moved at once.
+const PIECE: usize = 64 << 10;
+
+/// An HTTP error: status and message.
+type Refusal = (u16, String);
+
+/// Answers `/files`. `user` finds who the caller wants to be.
+pub(crate) fn call(
+    exchange: &mut Exchange,
+    user: &dyn Fn(Option<&str>) -> Result<User, Error>,
+) -> io::Result<()> {
+    let found = user(exchange.head().query("username").filter(|name| !name.is_empty()));
+    let user = match found {
+        Ok(user) => user,
+        Err(error) => return refuse(exchange, (error.code.http_status(), error.message)),
+    };
+    match exchange.head().method.as_str() {
+        "GET" | "HEAD" => download(exchange, &user),
+        "POST" => upload(exchange, &user),
+        _ => exchange.respond(405, &[("allow", "GET, HEAD, POST")], b""),
+    }
+}
+
+fn refuse(exchange: &mut Exchange, (status, message): Refusal) -> io::Result<()> {
+    let body = json!({ "code": status, "message": message }).to_string();
+    exchange.respond(status, &[("content-type", "application/json")], body.as_bytes())
+}
+
+/// What a failed file operation is to an HTTP client.
+fn refusal(path: &Path, error: &io::Error) -> Refusal {
+    let status = match error.raw_os_error() {
+        Some(libc::ENOENT) => 404,
+        Some(libc::EACCES | libc::EPERM | libc::EROFS) => 403,
+        Some(libc::ENOSPC | libc::EDQUOT) => 507,
+        Some(libc::ETXTBSY) => 409,
+        Some(
+            libc::EISDIR | libc::ENOTDIR | libc::ELOOP | libc::ENAMETOOLONG | libc::EINVAL | libc::ENXIO,
+        ) => 400,
+        _ if error.kind() == io::ErrorKind::InvalidInput => 400,
+        _ => 500,
+    };
+    (status, format!("{}: {error}", path.display()))
+}
+
+/// Opens a regular file; nothing else is a file here, and a pipe or a device could block for ever.
+fn open_regular(path: &Path, flags: OFlags) -> io::Result<File> {
+    let flags = flags | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+    let file = File::from(rustix::fs::open(path, flags, Mode::from_raw_mode(0o666))?);
+    let kind = file.metadata()?.file_type();
+    if kind.is_dir() {
+        return Err(io::Error::from_raw_os_error(libc::EISDIR));
+    }
+    if !kind.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+    }
+    Ok(file)
+}
+
+fn download(exchange: &mut Exchange, user: &User) -> io::Result<()> {
+    let path = match user.resolve(exchange.head().query("path").unwrap_or_default()) {
+        Ok(path) => path,
+        Err(error) => return refuse(exchange, (400, error.message)),
+    };
+    let opened = users::act_as(user).and_then(|_acting| {
+        let file = open_regular(&path, OFlags::RDONLY)?;
+        Ok((file.metadata()?.len(), file))
+    });
+    let (len, mut file) = match opened {
+        Ok(opened) => opened,
+        Err(error) => return refuse(exchange, refusal(&path, &error)),
+    };
+    let mut buf = vec![0; PIECE];
+    let headers = [("content-type", "application/octet-stream")];
+    if len > 0 {
+        exchange.begin(200, &headers, Some(len))?;
+        // What grows meanwhile is cut at the announced length; what shrinks breaks the connection,
+        // which is the only way left to say so.
+        copy(&mut file.take(len), exchange, &mut buf)?;
+        return exchange.finish();
+    }
+    // Files of /proc and the like say that they are empty and are not.
+    let first = match file.read(&mut buf) {
+        Ok(first) => first,
+        Err(error) => return refuse(exchange, refusal(&path, &error)),
+    };
+    if first == 0 {
+        return exchange.respond(200, &headers, b"");
+    }
+    exchange.begin(200, &headers, None)?;
+    exchange.send(&buf[..first])?;
+    copy(&mut file, exchange, &mut buf)?;
+    exchange.finish()
+}
+
+fn copy(file: &mut impl Read, exchange: &mut Exchange, buf: &mut [u8]) -> io::Result<()> {
+    loop {
+        match file.read(buf)? {
+            0 => return Ok(()),
+            n => exchange.send(&buf[..n])?,
+        }
+    }
+}
+
+fn upload(exchange: &mut Exchange, user: &User) -> io::Result<()> {
+    let head = exchange.head();
+    // Forms with several files are another body format of the same call; they belong here.
+    let refused = match (head.content_type(), head.header("content-encoding"), head.query("path")) {
+        (Some(other), _, _) if other != "application/octet-stream" => {
+            Some((415, format!("the body is {other}; send the file itself as application/octet-stream")))
+        }
+        (_, Some(encoding), _) if encoding != "identity" => Some((415, "send the file uncompressed".into())),
+        (_, _, None | Some("")) => Some((400, "the query has no path to write to".into())),
+        _ => None,
+    };
+    if let Some(refused) = refused {
+        return refuse(exchange, refused);
+    }
+    let path = match user.resolve(head.query("path").unwrap_or_default()) {
+        Ok(path) => path,
+        Err(error) => return refuse(exchange, (400, error.message)),
+    };
+    let opened = users::act_as(user).and_then(|_acting| {
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent)?;
+        }
+        let file = open_regular(&path, OFlags::WRONLY | OFlags::CREATE)?;
+        file.set_len(0)?;
+        Ok(file)
+    });
+    let mut file = match opened {
+        Ok(file) => file,
+        Err(error) => return refuse(exchange, refusal(&path, &error)),
+    };
+    let mut buf = vec![0; PIECE];
+    loop {
+        let n = match exchange.read(&mut buf) {
+            Ok(0) => break,
+            Ok(n) => n,
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                return refuse(exchange, (400, error.to_string()));
+            }
+            Err(error) => return Err(error),
+        };
+        if let Err(error) = file.write_all(&buf[..n]) {
+            return refuse(exchange, refusal(&path, &error));
+        }
+    }
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let written = [WrittenFile { path: path.to_string_lossy().into_owned(), name, r#type: "file".into() }];
+    let body = serde_json::to_vec(&written).map_err(io::Error::other)?;
+    exchange.respond(200, &[("content-type", "application/json")], &body)
+}
+
+#[cfg(test)]
+mod tests;

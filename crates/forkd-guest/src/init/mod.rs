@@ -1,0 +1,129 @@
+//! PID 1: from the kernel's first user process to a guest that serves its host.
+//!
+//! What to do is in `/forkd/init.json` ([`InitPlan`]); the same binary starts a guest and the
+//! emulated machine. Whatever fails is said in one line on the console and, if the guest cannot be
+//! used without it, ends the guest: a host that waits for the agent must not wait in vain.
+
+mod limits;
+mod modules;
+mod mounts;
+mod network;
+mod shutdown;
+
+use std::{
+    fs, io,
+    net::{Ipv4Addr, TcpListener},
+    os::fd::OwnedFd,
+    panic::catch_unwind,
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
+
+use forkd_protocol::init::{InitPlan, ListenPlan};
+
+use crate::{
+    agent::{Agent, Config},
+    log,
+    process::reaper,
+    sys,
+};
+
+/// The plan, in the initramfs.
+const PLAN: &str = "/forkd/init.json";
+/// How long devices may take to appear.
+const DEVICE_TIME: Duration = Duration::from_secs(10);
+/// How often to look for them.
+const DEVICE_TICK: Duration = Duration::from_millis(5);
+
+/// Something without which the guest cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error("{what}: {cause}")]
+pub(crate) struct Fatal {
+    what: String,
+    cause: io::Error,
+}
+
+/// Says what was attempted when something failed.
+fn attempt<T, E: Into<io::Error>>(result: Result<T, E>, what: impl FnOnce() -> String) -> Result<T, Fatal> {
+    result.map_err(|cause| Fatal { what: what(), cause: cause.into() })
+}
+
+/// Runs as PID 1 of a guest, for ever.
+pub fn run() -> ! {
+    std::panic::set_hook(Box::new(|panic| log::error!("{panic}")));
+    let fatal = match catch_unwind(start) {
+        Ok(Ok(never)) => match never {},
+        Ok(Err(fatal)) => fatal.to_string(),
+        Err(_) => "the agent failed".into(),
+    };
+    log::error!("{fatal}");
+    shutdown::power_off()
+}
+
+/// Brings the guest up and serves it.
+fn start() -> Result<std::convert::Infallible, Fatal> {
+    mounts::mount_early()?;
+    log::use_kernel_log();
+    limits::protect_agent();
+    let plan = read_plan()?;
+    modules::load_all(&plan.modules);
+    mounts::mount_root(&plan.root)?;
+    // The modules are in the kernel now; here they only take memory.
+    let _ = fs::remove_dir_all("/forkd");
+    mounts::switch_root()?;
+    mounts::mount_rest(&plan.mounts)?;
+    let cgroup = limits::make_user_cgroup();
+    if !plan.hostname.is_empty()
+        && let Err(errno) = rustix::system::sethostname(plan.hostname.as_bytes())
+    {
+        log::error!("cannot set the host name {:?}: {errno}", plan.hostname);
+    }
+    network::configure(&plan.network);
+    reaper::start();
+
+    let (listener, token) = listen(plan.listen)?;
+    let config = Config {
+        default_user: plan.default_user,
+        token,
+        cgroup,
+        run_dir: PathBuf::from("/run/forkd"),
+        shut_down: shutdown::shut_down,
+    };
+    let agent = Agent::new(config);
+    log::info!("ready after {} ms", sys::uptime_ms());
+    let cause = agent.serve(&listener);
+    Err(Fatal { what: "cannot accept connections".into(), cause })
+}
+
+fn read_plan() -> Result<InitPlan, Fatal> {
+    let text = attempt(fs::read(PLAN), || format!("cannot read {PLAN} in the initramfs"))?;
+    attempt(serde_json::from_slice(&text), || format!("{PLAN} in the initramfs is not a plan"))
+}
+
+fn listen(plan: ListenPlan) -> Result<(OwnedFd, Option<String>), Fatal> {
+    match plan {
+        ListenPlan::Vsock { port } => {
+            let listener = attempt(sys::listen_vsock(port), || {
+                format!("cannot listen on vsock port {port} (are the vsock modules in the initramfs?)")
+            })?;
+            Ok((listener, None))
+        }
+        ListenPlan::Tcp { port, token } => {
+            let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, port));
+            Ok((attempt(listener, || format!("cannot listen on TCP port {port}"))?.into(), Some(token)))
+        }
+    }
+}
+
+/// Waits until `path` is there; `false` if it does not come.
+fn wait_for(path: &Path, limit: Duration) -> bool {
+    let until = Instant::now() + limit;
+    while !path.exists() {
+        if Instant::now() >= until {
+            return false;
+        }
+        thread::sleep(DEVICE_TICK);
+    }
+    true
+}

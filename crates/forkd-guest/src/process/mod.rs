@@ -1,0 +1,340 @@
+//! The process service: commands, their input, output, signals and end.
+
+mod cgroup;
+mod output;
+pub(crate) mod reaper;
+mod running;
+mod signals;
+pub(crate) mod spawn;
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    io,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use forkd_protocol::{
+    agent::{
+        End, Event, Output as OutputMessage, ProcessEvent, ProcessList, ProcessRef, ProcessSelector,
+        SendInputRequest, SendSignalRequest, StartRequest, UpdateRequest,
+    },
+    connect::{Code, Error},
+};
+use serde_json::{Value, json};
+
+pub(crate) use cgroup::{Cgroup, Cgroups};
+pub(crate) use output::{Listener, Next, Outcome, Source};
+pub(crate) use reaper::ExitStatus;
+pub(crate) use running::{Launch, Process, explain};
+
+use crate::{
+    http::{Exchange, Head},
+    rpc::{self, Outgoing},
+    users::User,
+};
+
+/// Where programs are looked for when the caller does not say.
+pub(crate) const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+/// As many processes as the agent looks after at once.
+const MAX_RUNNING: usize = 512;
+/// As many ended ones as it still knows.
+const MAX_ENDED: usize = 32;
+/// After how much silence a stream says that it is alive, when the caller does not say.
+const KEEPALIVE: Duration = Duration::from_secs(90);
+/// How often a silent stream looks whether its peer is still there.
+const PEER_TICK: Duration = Duration::from_secs(2);
+
+/// All processes the agent started.
+pub(crate) struct Processes {
+    table: Arc<Mutex<Table>>,
+    pub(crate) cgroups: Arc<Cgroups>,
+}
+
+#[derive(Default)]
+struct Table {
+    running: Vec<Arc<Process>>,
+    ended: VecDeque<Arc<Process>>,
+}
+
+fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
+    table.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Table {
+    fn end(&mut self, process: &Arc<Process>) {
+        self.running.retain(|other| !Arc::ptr_eq(other, process));
+        self.ended.push_back(process.clone());
+        if self.ended.len() > MAX_ENDED {
+            self.ended.pop_front();
+        }
+    }
+}
+
+impl Processes {
+    pub(crate) fn new(cgroups: Arc<Cgroups>) -> Self {
+        Processes { table: Arc::default(), cgroups }
+    }
+
+    /// Starts a process; a `limit` kills it when it is over.
+    pub(crate) fn start(
+        &self,
+        request: &StartRequest,
+        user: &User,
+        limit: Option<Duration>,
+    ) -> Result<(Arc<Process>, Listener), Error> {
+        if request.process.cmd.is_empty() {
+            return Err(Error::new(
+                Code::InvalidArgument,
+                "there is no program to run: process.cmd is empty",
+            ));
+        }
+        let env = environment(user, request.pty.is_some(), &request.process.envs)?;
+        if lock(&self.table).running.len() >= MAX_RUNNING {
+            let message = format!("{MAX_RUNNING} processes are running: end some before starting others");
+            return Err(Error::new(Code::ResourceExhausted, message));
+        }
+        let launch = Launch { request, user, env, limit, cgroups: &self.cgroups };
+        let table = self.table.clone();
+        Process::start(
+            launch,
+            |process| lock(&self.table).running.push(process.clone()),
+            move |process| lock(&table).end(process),
+        )
+    }
+
+    /// A process that runs or ended recently; of several with one tag, the newest.
+    fn find(&self, selector: &ProcessSelector) -> Result<Arc<Process>, Error> {
+        let matches = |process: &&Arc<Process>| match selector {
+            ProcessSelector { pid: Some(pid), .. } => process.info.pid == *pid,
+            ProcessSelector { tag: Some(tag), .. } => process.info.tag.as_ref() == Some(tag),
+            _ => false,
+        };
+        let table = lock(&self.table);
+        let found =
+            table.running.iter().rev().find(matches).or_else(|| table.ended.iter().rev().find(matches));
+        found.cloned().ok_or_else(|| {
+            let message = match selector {
+                ProcessSelector { pid: Some(pid), .. } => format!("there is no process {pid}"),
+                ProcessSelector { tag: Some(tag), .. } => format!("there is no process with the tag {tag:?}"),
+                _ => return Error::new(Code::InvalidArgument, "name a process by pid or tag"),
+            };
+            Error::new(Code::NotFound, message)
+        })
+    }
+
+    fn find_running(&self, selector: &ProcessSelector) -> Result<Arc<Process>, Error> {
+        let process = self.find(selector)?;
+        if process.has_ended() {
+            let message = format!("process {} has ended", process.info.pid);
+            return Err(Error::new(Code::NotFound, message));
+        }
+        Ok(process)
+    }
+
+    /// Answers one call; `None` if there is no such method. `user` is who the caller wants to be.
+    pub(crate) fn call(
+        &self,
+        method: &str,
+        user: &dyn Fn(&Head) -> Result<User, Error>,
+        exchange: &mut Exchange,
+    ) -> Option<io::Result<()>> {
+        Some(match method {
+            "Start" => self.start_call(user, exchange),
+            "Connect" => self.connect_call(exchange),
+            "List" => rpc::unary(exchange, |_: Value, _| Ok(self.list())),
+            "SendInput" => rpc::unary(exchange, |request: SendInputRequest, _| {
+                let bytes = request.input.pty.or(request.input.stdin).unwrap_or_default();
+                self.find_running(&request.process)?.send_input(&bytes)?;
+                Ok(json!({}))
+            }),
+            "CloseStdin" => rpc::unary(exchange, |request: ProcessRef, _| {
+                self.find_running(&request.process)?.close_input()?;
+                Ok(json!({}))
+            }),
+            "SendSignal" => rpc::unary(exchange, |request: SendSignalRequest, _| {
+                let signal = signals::number(&request.signal).ok_or_else(|| {
+                    let message = format!("{:?} is not a signal; one is SIGNAL_SIGTERM", request.signal);
+                    Error::new(Code::InvalidArgument, message)
+                })?;
+                let process = self.find_running(&request.process)?;
+                if process.signal(signal) {
+                    return Ok(json!({}));
+                }
+                Err(Error::new(Code::NotFound, format!("process {} has ended", process.info.pid)))
+            }),
+            "Update" => rpc::unary(exchange, |request: UpdateRequest, _| {
+                let process = self.find_running(&request.process)?;
+                if let Some(pty) = request.pty {
+                    process.resize(pty.size)?;
+                }
+                Ok(json!({}))
+            }),
+            _ => return None,
+        })
+    }
+
+    fn list(&self) -> ProcessList {
+        ProcessList {
+            processes: lock(&self.table).running.iter().map(|process| process.info.clone()).collect(),
+        }
+    }
+
+    fn start_call(
+        &self,
+        user: &dyn Fn(&Head) -> Result<User, Error>,
+        exchange: &mut Exchange,
+    ) -> io::Result<()> {
+        let request = rpc::stream_request::<StartRequest>(exchange)?;
+        let keepalive = keepalive(exchange.head());
+        let started = request.and_then(|request| {
+            let limit = rpc::timeout(exchange.head())?;
+            self.start(&request, &user(exchange.head())?, limit)
+        });
+        let stream = Outgoing::begin(exchange)?;
+        match started {
+            Ok((process, listener)) => relay(stream, &process, &listener, keepalive, None),
+            Err(error) => stream.end(Some(error)),
+        }
+    }
+
+    fn connect_call(&self, exchange: &mut Exchange) -> io::Result<()> {
+        let request = rpc::stream_request::<ProcessRef>(exchange)?;
+        let keepalive = keepalive(exchange.head());
+        let found = request.and_then(|request| {
+            let limit = rpc::timeout(exchange.head())?;
+            Ok((self.find(&request.process)?, limit))
+        });
+        let stream = Outgoing::begin(exchange)?;
+        match found {
+            // The time is that of the call here: the process was started with its own.
+            Ok((process, limit)) => relay(stream, &process, &process.listen(), keepalive, limit),
+            Err(error) => stream.end(Some(error)),
+        }
+    }
+}
+
+/// Sends what happens to a process to one peer, until it ends or `limit` is over.
+fn relay(
+    mut stream: Outgoing,
+    process: &Process,
+    listener: &Listener,
+    keepalive: Duration,
+    limit: Option<Duration>,
+) -> io::Result<()> {
+    let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
+    let send = |stream: &mut Outgoing, event| stream.send(&ProcessEvent { event });
+    send(&mut stream, Event::Start { pid: process.info.pid })?;
+    let mut last_sent = Instant::now();
+    loop {
+        let mut wait = PEER_TICK.min(keepalive.saturating_sub(last_sent.elapsed()));
+        if let Some(deadline) = deadline {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let message = "the time of this call is over; the process goes on";
+                return stream.end(Some(Error::new(Code::DeadlineExceeded, message)));
+            }
+            wait = wait.min(left);
+        }
+        match listener.next(wait) {
+            Next::Piece((source, bytes)) => {
+                send(&mut stream, Event::Data(output_message(source, bytes.to_vec())))?;
+                last_sent = Instant::now();
+            }
+            Next::End(Outcome::Ended(status)) => {
+                send(&mut stream, Event::End(end_message(status)))?;
+                return stream.end(None);
+            }
+            Next::End(Outcome::DeadlineExceeded) => {
+                let message = "the command took longer than it was given and was killed";
+                return stream.end(Some(Error::new(Code::DeadlineExceeded, message)));
+            }
+            Next::Idle => {
+                if stream.peer_is_gone() {
+                    return Err(io::ErrorKind::BrokenPipe.into());
+                }
+                if last_sent.elapsed() >= keepalive {
+                    send(&mut stream, Event::Keepalive {})?;
+                    last_sent = Instant::now();
+                }
+            }
+        }
+    }
+}
+
+fn output_message(source: Source, bytes: Vec<u8>) -> OutputMessage {
+    match source {
+        Source::Stdout => OutputMessage { stdout: Some(bytes), ..OutputMessage::default() },
+        Source::Stderr => OutputMessage { stderr: Some(bytes), ..OutputMessage::default() },
+        Source::Terminal => OutputMessage { pty: Some(bytes), ..OutputMessage::default() },
+    }
+}
+
+fn end_message(status: ExitStatus) -> End {
+    let words = describe(status);
+    match status {
+        ExitStatus::Code(exit_code) => {
+            let error = (exit_code != 0).then(|| words.clone());
+            End { exit_code, exited: true, status: words, error, signal: None }
+        }
+        ExitStatus::Signal { number, .. } => End {
+            exit_code: -1,
+            exited: false,
+            status: words.clone(),
+            error: Some(words),
+            signal: Some(number),
+        },
+    }
+}
+
+/// `exit status 7` or `signal: killed`.
+pub(crate) fn describe(status: ExitStatus) -> String {
+    match status {
+        ExitStatus::Code(code) => format!("exit status {code}"),
+        ExitStatus::Signal { number, core_dumped } => {
+            format!(
+                "signal: {}{}",
+                signals::describe(number),
+                if core_dumped { " (core dumped)" } else { "" }
+            )
+        }
+    }
+}
+
+fn keepalive(head: &Head) -> Duration {
+    let seconds = head.header("keepalive-ping-interval").and_then(|value| value.parse().ok());
+    seconds.filter(|seconds| *seconds > 0).map_or(KEEPALIVE, Duration::from_secs)
+}
+
+/// The environment of a user's process.
+pub(crate) fn environment(
+    user: &User,
+    terminal: bool,
+    extra: &BTreeMap<String, String>,
+) -> Result<BTreeMap<String, String>, Error> {
+    let mut env: BTreeMap<String, String> = [
+        ("PATH", DEFAULT_PATH),
+        ("HOME", &user.home),
+        ("USER", &user.name),
+        ("LOGNAME", &user.name),
+        ("SHELL", &user.shell),
+        ("FORKD_SANDBOX", "true"),
+    ]
+    .map(|(name, value)| (name.to_string(), value.to_string()))
+    .into();
+    if terminal {
+        env.insert("TERM".into(), "xterm-256color".into());
+    }
+    for (name, value) in extra {
+        if name.is_empty() || name.contains(['=', '\0']) || value.contains('\0') {
+            let message =
+                format!("{name:?} cannot be the name of an environment variable, or its value holds NUL");
+            return Err(Error::new(Code::InvalidArgument, message));
+        }
+        env.insert(name.clone(), value.clone());
+    }
+    Ok(env)
+}
+
+#[cfg(test)]
+mod tests;

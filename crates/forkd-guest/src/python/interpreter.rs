@@ -1,0 +1,361 @@
+//! One interpreter process and the conversation with it.
+
+use std::{
+    fs::File,
+    io::{self, Seek, Write},
+    os::fd::OwnedFd,
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use forkd_protocol::{
+    agent::EvalResponse,
+    connect::{Code, Error},
+};
+use rustix::{
+    event::{PollFd, PollFlags},
+    fs::{MemfdFlags, Mode, OFlags},
+    io::Errno,
+    pipe::PipeFlags,
+};
+use serde_json::{Value, json};
+
+use crate::{
+    process::{self, Cgroup, Cgroups, reaper, spawn},
+    sys,
+    users::User,
+};
+
+/// What runs in the interpreter.
+const DRIVER: &str = include_str!("driver.py");
+/// How it is started: descriptor 5 holds [`DRIVER`].
+const BOOTSTRAP: &str = "exec(compile(open(5).read(), '<forkd>', 'exec'), {'__name__': 'forkd'})";
+/// The longest message taken from it. Its own limits are lower.
+const MAX_MESSAGE: usize = 8 << 20;
+/// How much of each output stream one evaluation gives back.
+const MAX_OUTPUT: usize = 1 << 20;
+/// How long it may take to be gone when it has closed its pipes.
+const END_TIME: Duration = Duration::from_secs(1);
+/// What its output pipes hold while nothing is evaluated: threads may go on printing.
+const PIPE_SIZE: usize = 1 << 20;
+
+/// Why an evaluation has no answer.
+pub(super) enum Stop {
+    /// The time was over; it stopped when told to.
+    Interrupted,
+    /// The time was over; it did not stop.
+    Killed,
+    /// The interpreter is gone.
+    Ended(Ended),
+}
+
+/// How the interpreter ended, and what it printed until then.
+pub(super) struct Ended {
+    pub(super) why: String,
+    pub(super) stdout: String,
+    pub(super) stderr: String,
+}
+
+/// A running interpreter.
+pub(super) struct Interpreter {
+    child: spawn::Child,
+    cgroup: Option<Cgroup>,
+    requests: OwnedFd,
+    responses: OwnedFd,
+    stdout: Captured,
+    stderr: Captured,
+    /// Bytes of the message that is arriving.
+    incoming: Vec<u8>,
+}
+
+/// An output pipe and what one evaluation printed into it.
+struct Captured {
+    pipe: OwnedFd,
+    open: bool,
+    bytes: Vec<u8>,
+    dropped: u64,
+}
+
+impl Captured {
+    fn new(pipe: OwnedFd) -> Self {
+        Captured { pipe, open: true, bytes: Vec::new(), dropped: 0 }
+    }
+
+    /// Reads all that is there, and keeps the beginning.
+    fn read(&mut self) {
+        let mut buf = [0; 16 << 10];
+        // As much as the pipe holds and no more: somebody may be writing without end.
+        let mut left = PIPE_SIZE + buf.len();
+        while self.open && left > 0 {
+            match rustix::io::read(&self.pipe, &mut buf) {
+                Ok(n) if n > 0 => {
+                    let kept = n.min(MAX_OUTPUT.saturating_sub(self.bytes.len()));
+                    self.bytes.extend_from_slice(&buf[..kept]);
+                    self.dropped += (n - kept) as u64;
+                    left = left.saturating_sub(n);
+                }
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return,
+                Ok(_) | Err(_) => self.open = false,
+            }
+        }
+    }
+
+    fn take(&mut self) -> String {
+        let bytes = std::mem::take(&mut self.bytes);
+        let mut text = String::from_utf8_lossy(&bytes).into_owned();
+        let dropped = std::mem::take(&mut self.dropped);
+        if dropped > 0 {
+            text.push_str(&format!("\n[{dropped} bytes more]\n"));
+        }
+        text
+    }
+}
+
+impl Interpreter {
+    /// Starts `python` and waits until it is ready.
+    pub(super) fn start(
+        python: &str,
+        user: &User,
+        cgroups: &Arc<Cgroups>,
+        deadline: Option<Instant>,
+    ) -> Result<Interpreter, Error> {
+        let failed = |error: io::Error| {
+            Error::new(Code::ResourceExhausted, format!("the guest cannot start an interpreter now: {error}"))
+        };
+        let pipes = Pipes::new().map_err(failed)?;
+        let cgroup = cgroups.create();
+        let args = ["-u", "-X", "utf8", "-c", BOOTSTRAP].map(String::from);
+        let home = user.resolve("")?;
+        let child = spawn::spawn(spawn::Program {
+            cmd: python,
+            args: &args,
+            env: &process::environment(user, false, &Default::default())?,
+            cwd: &home,
+            cwd_may_be_missing: true,
+            user,
+            fds: pipes.theirs,
+            terminal: false,
+            cgroup: cgroup.as_ref().map(Cgroup::folder),
+        })
+        .map_err(|error| process::explain(error, python, Path::new(&home), user))?;
+        let mut interpreter = Interpreter {
+            child,
+            cgroup,
+            requests: pipes.requests,
+            responses: pipes.responses,
+            stdout: Captured::new(pipes.stdout),
+            stderr: Captured::new(pipes.stderr),
+            incoming: Vec::new(),
+        };
+        // An interpreter that takes for ever to start cannot be interrupted in any useful way.
+        match interpreter.wait_for_answer(deadline, Duration::ZERO) {
+            Ok(_) => Ok(interpreter),
+            Err(Stop::Ended(ended)) => {
+                let message =
+                    format!("{python} of this image does not start ({}): {}", ended.why, ended.stderr);
+                Err(Error::new(Code::FailedPrecondition, message))
+            }
+            Err(_) => {
+                let message = "the time given is over: the interpreter had not started yet";
+                Err(Error::new(Code::DeadlineExceeded, message))
+            }
+        }
+    }
+
+    /// How it ended, if it has.
+    pub(super) fn ended(&self) -> Option<String> {
+        self.ended_within(Duration::ZERO)
+    }
+
+    fn ended_within(&self, wait: Duration) -> Option<String> {
+        let mut fds = [PollFd::new(&self.child.pidfd, PollFlags::IN)];
+        sys::poll(&mut fds, Some(wait)).ok()?;
+        (!fds[0].revents().is_empty()).then(|| process::describe(self.child.exit.wait()))
+    }
+
+    /// Evaluates `code`. At the deadline it is interrupted, and killed if it does not stop in `grace`.
+    pub(super) fn eval(
+        &mut self,
+        code: &str,
+        deadline: Option<Instant>,
+        grace: Duration,
+    ) -> Result<EvalResponse, Stop> {
+        let request = json!({ "op": "eval", "code": code }).to_string();
+        let mut message = (request.len() as u32).to_be_bytes().to_vec();
+        message.extend_from_slice(request.as_bytes());
+        self.send(&message, deadline)?;
+        let answer = self.wait_for_answer(deadline, grace)?;
+        let mut response = match serde_json::from_value::<EvalResponse>(answer) {
+            Ok(response) => response,
+            Err(_) => return Err(Stop::Ended(self.end())),
+        };
+        response.stdout = self.stdout.take();
+        response.stderr = self.stderr.take();
+        Ok(response)
+    }
+
+    /// Writes a request. The driver is waiting for one; but evaluated code may have stopped it.
+    fn send(&mut self, mut message: &[u8], deadline: Option<Instant>) -> Result<(), Stop> {
+        while !message.is_empty() {
+            match rustix::io::write(&self.requests, message) {
+                Ok(n) => message = message.get(n..).unwrap_or_default(),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => {
+                    let wait = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+                    if wait.is_some_and(|wait| wait.is_zero()) {
+                        self.kill();
+                        return Err(Stop::Killed);
+                    }
+                    let mut fds = [PollFd::new(&self.requests, PollFlags::OUT)];
+                    if sys::poll(&mut fds, wait).is_err() {
+                        return Err(Stop::Ended(self.end()));
+                    }
+                }
+                Err(_) => return Err(Stop::Ended(self.end())),
+            }
+        }
+        Ok(())
+    }
+
+    /// Collects output until an answer is there.
+    fn wait_for_answer(&mut self, deadline: Option<Instant>, grace: Duration) -> Result<Value, Stop> {
+        let mut interrupted: Option<Instant> = None;
+        loop {
+            let now = Instant::now();
+            let until = match interrupted {
+                Some(at) => Some(at + grace),
+                None => deadline,
+            };
+            if until.is_some_and(|until| now >= until) {
+                if interrupted.is_some() || grace.is_zero() {
+                    self.kill();
+                    return Err(Stop::Killed);
+                }
+                interrupted = Some(now);
+                reaper::signal_group(self.child.pid, libc::SIGINT);
+                continue;
+            }
+            let (answered, gone) = self.wait_for_something(until.map(|until| until - now));
+            if answered {
+                match self.read_answer() {
+                    Ok(None) => {}
+                    Ok(Some(answer)) => {
+                        // All it printed before answering is in the pipes by now.
+                        self.stdout.read();
+                        self.stderr.read();
+                        if interrupted.is_some() {
+                            self.stdout.take();
+                            self.stderr.take();
+                            return Err(Stop::Interrupted);
+                        }
+                        return Ok(answer);
+                    }
+                    Err(_) => return Err(Stop::Ended(self.end())),
+                }
+            } else if gone {
+                return Err(Stop::Ended(self.end()));
+            }
+        }
+    }
+
+    /// Waits and reads output; returns whether there is something to read of an answer, and whether
+    /// the interpreter has ended.
+    fn wait_for_something(&mut self, wait: Option<Duration>) -> (bool, bool) {
+        let mut fds =
+            vec![PollFd::new(&self.responses, PollFlags::IN), PollFd::new(&self.child.pidfd, PollFlags::IN)];
+        for captured in [&self.stdout, &self.stderr] {
+            if captured.open {
+                fds.push(PollFd::new(&captured.pipe, PollFlags::IN));
+            }
+        }
+        if sys::poll(&mut fds, wait).is_err() {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let ready = (!fds[0].revents().is_empty(), !fds[1].revents().is_empty());
+        self.stdout.read();
+        self.stderr.read();
+        ready
+    }
+
+    /// Reads what is there of an answer; `None` if more is to come. An error means that whoever
+    /// writes there is not our driver any more.
+    fn read_answer(&mut self) -> io::Result<Option<Value>> {
+        let mut buf = [0; 16 << 10];
+        match rustix::io::read(&self.responses, &mut buf) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(n) => self.incoming.extend_from_slice(&buf[..n]),
+            Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
+            Err(errno) => return Err(errno.into()),
+        }
+        let Some((len, rest)) = self.incoming.split_first_chunk::<4>() else { return Ok(None) };
+        let len = u32::from_be_bytes(*len) as usize;
+        if len > MAX_MESSAGE || rest.len() > len {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        if rest.len() < len {
+            return Ok(None);
+        }
+        let answer = serde_json::from_slice(rest)?;
+        self.incoming.clear();
+        Ok(Some(answer))
+    }
+
+    /// Ends it, if it has not ended already, and tells how.
+    fn end(&mut self) -> Ended {
+        // Its pipes close a little before it is gone.
+        let by_itself = self.ended_within(END_TIME);
+        self.kill();
+        self.stdout.read();
+        self.stderr.read();
+        let why = by_itself.unwrap_or_else(|| "it broke the conversation with the agent".into());
+        Ended { why, stdout: self.stdout.take(), stderr: self.stderr.take() }
+    }
+
+    fn kill(&self) {
+        if let Some(cgroup) = &self.cgroup {
+            cgroup.kill();
+        }
+        reaper::signal_group(self.child.pid, libc::SIGKILL);
+    }
+}
+
+impl Drop for Interpreter {
+    fn drop(&mut self) {
+        self.kill();
+        self.child.exit.wait();
+    }
+}
+
+/// The pipes between agent and interpreter.
+struct Pipes {
+    theirs: Vec<OwnedFd>,
+    requests: OwnedFd,
+    responses: OwnedFd,
+    stdout: OwnedFd,
+    stderr: OwnedFd,
+}
+
+impl Pipes {
+    fn new() -> io::Result<Pipes> {
+        let pipe = || rustix::pipe::pipe_with(PipeFlags::CLOEXEC);
+        let (stdout, their_stdout) = pipe()?;
+        let (stderr, their_stderr) = pipe()?;
+        let (their_requests, requests) = pipe()?;
+        let (responses, their_responses) = pipe()?;
+        for fd in [&stdout, &stderr, &requests, &responses] {
+            rustix::io::ioctl_fionbio(fd, true)?;
+        }
+        for fd in [&stdout, &stderr] {
+            // More would be nice, less works.
+            let _ = rustix::pipe::fcntl_setpipe_size(fd, PIPE_SIZE);
+        }
+        let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+        let mut driver = File::from(rustix::fs::memfd_create("forkd-driver", MemfdFlags::CLOEXEC)?);
+        driver.write_all(DRIVER.as_bytes())?;
+        driver.rewind()?;
+        let theirs = vec![null, their_stdout, their_stderr, their_requests, their_responses, driver.into()];
+        Ok(Pipes { theirs, requests, responses, stdout, stderr })
+    }
+}

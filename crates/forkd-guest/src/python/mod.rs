@@ -1,0 +1,164 @@
+//! The warmed Python interpreter: one process of the image's `python3` that stays, and evaluates
+//! what it is sent in one namespace.
+//!
+//! It starts with the first evaluation or with the warm-up, runs as the default user like any other
+//! command, and does one evaluation at a time; others wait. `driver.py` is what runs in it, and says
+//! how the two speak. Everything that comes out of it is as hostile as any output: evaluated code
+//! can write whatever it likes into any descriptor.
+
+mod interpreter;
+
+use std::{
+    path::Path,
+    sync::{Arc, Condvar, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use forkd_protocol::{
+    agent::EvalResponse,
+    connect::{Code, Error},
+};
+use interpreter::{Ended, Interpreter, Stop};
+
+use crate::{
+    process::{Cgroups, DEFAULT_PATH},
+    users::User,
+};
+
+/// How long an interrupted evaluation has to end before the interpreter is killed.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// The image's interpreter, running or not.
+pub(crate) struct Python {
+    state: Mutex<State>,
+    /// Those whose turn it is not yet wait here.
+    free: Condvar,
+    cgroups: Arc<Cgroups>,
+}
+
+enum State {
+    Free(Option<Interpreter>),
+    /// Somebody has it, see [`Turn`].
+    Taken,
+}
+
+/// One caller's time with the interpreter, which goes back when this is dropped.
+struct Turn<'p> {
+    python: &'p Python,
+    interpreter: Option<Interpreter>,
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let mut state = self.python.state.lock().unwrap_or_else(PoisonError::into_inner);
+        *state = State::Free(self.interpreter.take());
+        self.python.free.notify_one();
+    }
+}
+
+impl Python {
+    pub(crate) fn new(cgroups: Arc<Cgroups>) -> Self {
+        Python { state: Mutex::new(State::Free(None)), free: Condvar::new(), cgroups }
+    }
+
+    /// Waits for the interpreter to be free.
+    fn take_turn(&self, deadline: Option<Instant>) -> Result<Turn<'_>, Error> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let State::Free(interpreter) = std::mem::replace(&mut *state, State::Taken) {
+                return Ok(Turn { python: self, interpreter });
+            }
+            state = match deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())) {
+                None => self.free.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(Duration::ZERO) => return Err(timed_out("other evaluations took all of it")),
+                Some(left) => self.free.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0,
+            };
+        }
+    }
+
+    /// The image's `python3`, if it has one.
+    pub(crate) fn find() -> Option<String> {
+        let mut places = DEFAULT_PATH.split(':').map(|folder| format!("{folder}/python3"));
+        places.find(|place| Path::new(place).exists())
+    }
+
+    /// Starts the interpreter if it does not run.
+    pub(crate) fn start(&self, user: &User) -> Result<(), Error> {
+        let mut turn = self.take_turn(None)?;
+        self.ensure_running(&mut turn.interpreter, user, None)?;
+        Ok(())
+    }
+
+    /// Evaluates `code`, within `limit`.
+    pub(crate) fn eval(
+        &self,
+        code: &str,
+        user: &User,
+        limit: Option<Duration>,
+    ) -> Result<EvalResponse, Error> {
+        let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
+        let mut turn = self.take_turn(deadline)?;
+        let running = &mut turn.interpreter;
+        if let Some(ended) = running.as_ref().and_then(Interpreter::ended) {
+            // Code that relies on what earlier code left must not run without it.
+            *running = None;
+            let error = format!(
+                "the interpreter ended after the last evaluation ({ended}); its variables are lost. The next \
+                 evaluation starts with a fresh one"
+            );
+            return Ok(EvalResponse { error: Some(error), ..EvalResponse::default() });
+        }
+        let interpreter = self.ensure_running(running, user, deadline)?;
+        match interpreter.eval(code, deadline, GRACE) {
+            Ok(response) => Ok(response),
+            Err(Stop::Interrupted) => {
+                Err(timed_out("the evaluation was interrupted; the interpreter's variables are kept"))
+            }
+            Err(Stop::Killed) => {
+                *running = None;
+                Err(timed_out(
+                    "the evaluation did not stop when interrupted, and the interpreter was killed; its \
+                               variables are lost",
+                ))
+            }
+            Err(Stop::Ended(Ended { why, stdout, stderr })) => {
+                *running = None;
+                let error = format!(
+                    "the evaluation ended the interpreter ({why}); its variables are lost. The next evaluation \
+                     starts with a fresh one"
+                );
+                Ok(EvalResponse { stdout, stderr, error: Some(error), ..EvalResponse::default() })
+            }
+        }
+    }
+
+    fn ensure_running<'r>(
+        &self,
+        running: &'r mut Option<Interpreter>,
+        user: &User,
+        deadline: Option<Instant>,
+    ) -> Result<&'r mut Interpreter, Error> {
+        if running.as_ref().is_some_and(|interpreter| interpreter.ended().is_some()) {
+            *running = None;
+        }
+        match running {
+            Some(interpreter) => Ok(interpreter),
+            None => {
+                let python = Python::find().ok_or_else(|| {
+                    Error::new(
+                        Code::FailedPrecondition,
+                        "there is no python3 in this image: nothing can be evaluated",
+                    )
+                })?;
+                Ok(running.insert(Interpreter::start(&python, user, &self.cgroups, deadline)?))
+            }
+        }
+    }
+}
+
+fn timed_out(what: &str) -> Error {
+    Error::new(Code::DeadlineExceeded, format!("the time given is over: {what}"))
+}
+
+#[cfg(test)]
+mod tests;

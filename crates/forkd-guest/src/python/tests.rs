@@ -1,0 +1,258 @@
+//! Evaluations, in this machine's own Python.
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use forkd_protocol::connect::{Code, Error};
+use serde_json::{Value, json};
+
+use crate::agent::tests::{TestAgent, eventually};
+
+fn eval(agent: &TestAgent, code: &str) -> Value {
+    agent.call("/forkd.Agent/Eval", json!({"code": code})).unwrap()
+}
+
+fn eval_within(agent: &TestAgent, ms: &str, code: &str) -> Result<Value, Error> {
+    agent.call_with("/forkd.Agent/Eval", &[("connect-timeout-ms", ms)], json!({"code": code}))
+}
+
+#[test]
+fn expressions_and_statements_share_one_namespace() {
+    let agent = TestAgent::new();
+    let answer = eval(&agent, "x = 20\ndef f(n):\n    return n * 2 + 2\n");
+    assert_eq!(answer, json!({"stdout": "", "stderr": ""}));
+    let answer = eval(&agent, "f(x)");
+    assert_eq!((&answer["result"], &answer["resultJson"]), (&json!("42"), &json!(42)));
+    let answer = eval(&agent, "import os\nprint('side')\nx + 1");
+    assert_eq!((&answer["result"], &answer["stdout"]), (&json!("21"), &json!("side\n")));
+    assert_eq!(eval(&agent, "None").get("result"), None);
+    assert_eq!(eval(&agent, "").get("error"), None);
+    assert_eq!(eval(&agent, "__name__")["result"], "'__main__'");
+}
+
+#[test]
+fn classes_defined_in_evaluated_code_are_real_ones() {
+    let agent = TestAgent::new();
+    eval(
+        &agent,
+        "import dataclasses, pickle\n@dataclasses.dataclass\nclass Point:\n    x: int\n    y: 'int' = 2\n",
+    );
+    let answer = eval(&agent, "pickle.loads(pickle.dumps(Point(1)))");
+    assert_eq!(answer["result"], "Point(x=1, y=2)");
+    assert_eq!(answer.get("resultJson"), None);
+}
+
+#[test]
+fn only_values_made_of_jsons_own_types_come_as_json() {
+    let agent = TestAgent::new();
+    for (code, value) in [
+        ("{'a': [1, 2.5, True, None, 'ü']}", json!({"a": [1, 2.5, true, null, "ü"]})),
+        ("[]", json!([])),
+        ("2 ** 63", json!(9223372036854775808u64)),
+        ("False", json!(false)),
+    ] {
+        assert_eq!(eval(&agent, code)["resultJson"], value, "{code}");
+    }
+    for code in [
+        "(1, 2)",
+        "{1: 2}",
+        "{1, 2}",
+        "float('nan')",
+        "2 ** 64",
+        "object()",
+        "'\\ud800'",
+        "l = []; l.append(l); l",
+        "x = 0\nfor i in range(300): x = [x]\nx",
+        "'x' * (2 << 20)",
+        "[0] * (2 << 20)",
+    ] {
+        let answer = eval(&agent, code);
+        assert_eq!(answer.get("resultJson"), None, "{code}");
+        assert_eq!(answer.get("error"), None, "{code}: {answer}");
+        assert!(answer["result"].as_str().unwrap().len() < (1 << 20) + 100, "{code}");
+    }
+}
+
+#[test]
+fn errors_come_with_a_traceback_of_the_code_and_nothing_else() {
+    let agent = TestAgent::new();
+    eval(&agent, "def f():\n    return undefined_name\n");
+    let answer = eval(&agent, "print('before')\nf()");
+    assert_eq!(answer["error"], "NameError: name 'undefined_name' is not defined");
+    assert_eq!(answer["stdout"], "before\n");
+    let traceback = answer["traceback"].as_str().unwrap();
+    assert!(traceback.contains("return undefined_name"), "lines of earlier code: {traceback}");
+    assert!(traceback.contains("line 2"), "{traceback}");
+    assert!(!traceback.contains("forkd") && !traceback.contains("exec("), "{traceback}");
+
+    let answer = eval(&agent, "1 +");
+    assert_eq!(answer["error"], "SyntaxError: invalid syntax");
+    assert!(!answer["traceback"].as_str().unwrap().contains("ast.py"), "{answer}");
+
+    for (code, error) in [
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("import sys; sys.exit()", "SystemExit"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        (
+            "class E(Exception):\n    def __str__(self): raise ValueError\nraise E",
+            "E: <its text could not be made>",
+        ),
+        ("class R:\n    def __repr__(self): return 1 / 0\nR()", "ZeroDivisionError: division by zero"),
+        ("def g(): g()\ng()", "RecursionError: maximum recursion depth exceeded"),
+        ("1\0", ""),
+        ("input()", "EOFError"),
+    ] {
+        let answer = eval(&agent, code);
+        assert!(answer["error"].as_str().is_some_and(|e| e.starts_with(error)), "{code}: {answer}");
+    }
+    assert_eq!(eval(&agent, "f.__name__")["result"], "'f'", "the namespace survived all of them");
+}
+
+#[test]
+fn output_of_child_processes_and_of_c_code_is_captured_too() {
+    let agent = TestAgent::new();
+    let answer = eval(
+        &agent,
+        "import ctypes, os, subprocess, sys\nprint('python')\nsubprocess.run(['sh', '-c', 'echo child; echo problem >&2'])\n\
+         ctypes.CDLL(None).printf(b'c\\n')\nos.write(1, b'raw\\n')\nsys.stderr.write('err')\nNone",
+    );
+    let stdout = answer["stdout"].as_str().unwrap();
+    for line in ["python", "child", "c", "raw"] {
+        assert!(stdout.lines().any(|l| l == line), "{line}: {answer}");
+    }
+    assert_eq!(answer["stderr"], "problem\nerr");
+    let answer = eval(&agent, "print('x' * 3_000_000, end='')");
+    let stdout = answer["stdout"].as_str().unwrap();
+    assert!(stdout.len() < (1 << 20) + 100 && stdout.ends_with("bytes more]\n"), "{}", stdout.len());
+    let answer = eval(&agent, "import os; os.write(1, b'\\xff\\xfe')");
+    assert_eq!(answer["stdout"], "\u{fffd}\u{fffd}");
+}
+
+#[test]
+fn code_that_ends_the_interpreter_is_told_so_and_the_next_has_a_fresh_one() {
+    let agent = TestAgent::new();
+    for (code, why) in [
+        ("print('last words'); import os; os._exit(3)", "exit status 3"),
+        ("import os; print('last words'); os.kill(os.getpid(), 9)", "signal: killed"),
+        ("import os; print('last words', flush=True); os.abort()", "signal: aborted"),
+        (
+            "print('last words')\nimport os\nfor fd in range(3, 300):\n    try: os.close(fd)\n    except OSError: pass",
+            "exit status 1",
+        ),
+    ] {
+        eval(&agent, "kept = 1");
+        let answer = eval(&agent, code);
+        let error = answer["error"].as_str().unwrap();
+        assert!(error.contains(why) && error.contains("variables are lost"), "{code}: {error}");
+        assert_eq!(answer["stdout"], "last words\n", "{code}");
+        assert_eq!(eval(&agent, "'kept' in globals()")["result"], "False");
+    }
+}
+
+#[test]
+fn an_interpreter_that_died_between_evaluations_is_not_replaced_silently() {
+    let agent = TestAgent::new();
+    let pid = eval(&agent, "kept = 1\nimport os\nos.getpid()")["resultJson"].as_i64().unwrap();
+    rustix::process::kill_process(
+        rustix::process::Pid::from_raw(pid as i32).unwrap(),
+        rustix::process::Signal::KILL,
+    )
+    .unwrap();
+    eventually("its death", || !std::path::Path::new(&format!("/proc/{pid}")).exists());
+    let answer = eval(&agent, "kept");
+    assert!(answer["error"].as_str().unwrap().contains("variables are lost"), "{answer}");
+    assert_eq!(eval(&agent, "'kept' in globals()")["result"], "False");
+}
+
+#[test]
+fn garbage_on_the_agents_pipe_costs_only_the_interpreter() {
+    let agent = TestAgent::new();
+    for garbage in ["b'\\xff' * 100", "b'\\0\\0\\0\\2{]' ", "b'\\0\\0\\0\\2{}\\0'", "b'\\0\\0\\0\\1['"] {
+        let code = format!(
+            "import os\nfor fd in range(200, 210):\n    try: os.write(fd, {garbage})\n    except OSError: pass"
+        );
+        let answer = eval(&agent, &code);
+        assert!(
+            answer["error"].as_str().is_some_and(|e| e.contains("variables are lost")),
+            "{garbage}: {answer}"
+        );
+    }
+    assert_eq!(eval(&agent, "1 + 1")["result"], "2");
+}
+
+#[test]
+fn code_that_forks_is_answered_once() {
+    let agent = TestAgent::new();
+    let answer = eval(
+        &agent,
+        "import os\npid = os.fork()\nprint('parent' if pid else 'child')\nif pid: os.waitpid(pid, 0)",
+    );
+    assert!(answer.get("error").is_none(), "{answer}");
+    assert!(answer["stdout"].as_str().unwrap().contains("parent"));
+    assert_eq!(eval(&agent, "1 + 1")["result"], "2");
+}
+
+#[test]
+fn an_evaluation_that_takes_too_long_is_interrupted_and_its_variables_are_kept() {
+    let agent = TestAgent::new();
+    eval(&agent, "kept = 7");
+    let begun = Instant::now();
+    let error = eval_within(&agent, "300", "while True: pass").unwrap_err();
+    assert_eq!(error.code, Code::DeadlineExceeded);
+    assert!(error.message.contains("kept"), "{}", error.message);
+    assert!(begun.elapsed() < Duration::from_secs(10));
+    let error =
+        eval_within(&agent, "300", "import subprocess; subprocess.run(['sleep', '1000'])").unwrap_err();
+    assert_eq!(error.code, Code::DeadlineExceeded);
+    assert_eq!(eval(&agent, "kept")["result"], "7");
+}
+
+#[test]
+fn an_evaluation_that_cannot_be_interrupted_is_killed() {
+    let agent = TestAgent::new();
+    eval(&agent, "kept = 7");
+    let code = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass";
+    let error = eval_within(&agent, "200", code).unwrap_err();
+    assert_eq!(error.code, Code::DeadlineExceeded);
+    assert!(error.message.contains("variables are lost"), "{}", error.message);
+    assert_eq!(eval(&agent, "'kept' in globals()")["result"], "False");
+}
+
+#[test]
+fn evaluations_wait_for_each_other() {
+    let agent = TestAgent::new();
+    eval(&agent, "import time\nlog = []\n");
+    thread::scope(|scope| {
+        for n in 0..8 {
+            let agent = &agent;
+            scope.spawn(move || eval(agent, &format!("log.append({n}); time.sleep(0.05); log.append({n})")));
+        }
+    });
+    let log: Vec<u64> = serde_json::from_value(eval(&agent, "log")["resultJson"].clone()).unwrap();
+    assert!(log.chunks(2).all(|pair| pair[0] == pair[1]), "{log:?}");
+    assert_eq!(log.len(), 16);
+}
+
+#[test]
+fn an_evaluation_waits_for_others_no_longer_than_it_may() {
+    let agent = TestAgent::new();
+    eval(&agent, "import time");
+    thread::scope(|scope| {
+        scope.spawn(|| eval(&agent, "time.sleep(6)"));
+        thread::sleep(Duration::from_millis(300));
+        let begun = Instant::now();
+        let error = eval_within(&agent, "300", "1").unwrap_err();
+        assert_eq!(error.code, Code::DeadlineExceeded);
+        assert!(error.message.contains("other evaluations"), "{}", error.message);
+        assert!(begun.elapsed() < Duration::from_secs(4));
+    });
+    assert_eq!(eval(&agent, "1")["result"], "1");
+}
+
+#[test]
+fn the_interpreter_runs_as_the_default_user() {
+    let agent = TestAgent::with(None, Some("nobody"));
+    assert_eq!(eval(&agent, "import os; os.getuid()")["result"], "65534");
+}

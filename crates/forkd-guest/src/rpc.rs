@@ -1,0 +1,118 @@
+//! Connect calls over HTTP: reading requests, answering, and streams of messages.
+
+use std::{io, time::Duration};
+
+use forkd_protocol::connect::{
+    Code, Decoder, END_STREAM, EndStream, Error, HEADER_LEN, MAX_PAYLOAD, STREAM_TYPE, TIMEOUT_HEADER,
+    UNARY_TYPE, encode,
+};
+use serde::{Serialize, de::DeserializeOwned};
+
+use crate::http::{Exchange, Head};
+
+/// Answers a unary call.
+pub(crate) fn unary<Q: DeserializeOwned, A: Serialize>(
+    exchange: &mut Exchange,
+    call: impl FnOnce(Q, &Head) -> Result<A, Error>,
+) -> io::Result<()> {
+    let answer = read_body(exchange, MAX_PAYLOAD)?
+        .and_then(|body| parse(&body))
+        .and_then(|request| call(request, exchange.head()));
+    match answer {
+        Ok(answer) => {
+            let body = serde_json::to_vec(&answer).map_err(io::Error::other)?;
+            exchange.respond(200, &[("content-type", UNARY_TYPE)], &body)
+        }
+        Err(error) => fail(exchange, &error),
+    }
+}
+
+/// Answers a unary call with an error.
+pub(crate) fn fail(exchange: &mut Exchange, error: &Error) -> io::Result<()> {
+    let body = serde_json::to_vec(error).map_err(io::Error::other)?;
+    exchange.respond(error.code.http_status(), &[("content-type", UNARY_TYPE)], &body)
+}
+
+/// Reads the one message with which a server stream begins.
+pub(crate) fn stream_request<Q: DeserializeOwned>(exchange: &mut Exchange) -> io::Result<Result<Q, Error>> {
+    if exchange.head().content_type() != Some(STREAM_TYPE) {
+        let message = format!("this call is a stream: its content type is {STREAM_TYPE}");
+        return Ok(Err(Error::new(Code::InvalidArgument, message)));
+    }
+    Ok(read_body(exchange, HEADER_LEN + MAX_PAYLOAD)?.and_then(|body| {
+        let mut decoder = Decoder::new();
+        decoder.push(&body);
+        match decoder.next_envelope()? {
+            Some(envelope) => parse(&envelope.payload),
+            None => Err(Error::new(Code::InvalidArgument, "the request has no message")),
+        }
+    }))
+}
+
+/// The time the caller gives this call; `None` if it sets no limit.
+pub(crate) fn timeout(head: &Head) -> Result<Option<Duration>, Error> {
+    let Some(value) = head.header(TIMEOUT_HEADER) else { return Ok(None) };
+    match value.parse() {
+        // Clients that mean "no limit" send 0 or leave the header out.
+        Ok(0) => Ok(None),
+        Ok(ms) => Ok(Some(Duration::from_millis(ms))),
+        Err(_) => {
+            let message = format!("{TIMEOUT_HEADER}: {value:?} is not a number of milliseconds");
+            Err(Error::new(Code::InvalidArgument, message))
+        }
+    }
+}
+
+fn read_body(exchange: &mut Exchange, limit: usize) -> io::Result<Result<Vec<u8>, Error>> {
+    for header in ["content-encoding", "connect-content-encoding"] {
+        if exchange.head().header(header).is_some_and(|value| !value.is_empty() && value != "identity") {
+            return Ok(Err(Error::new(Code::Unimplemented, "compressed requests are not supported")));
+        }
+    }
+    match exchange.read_to_limit(limit) {
+        Ok(Some(body)) => Ok(Ok(body)),
+        Ok(None) => {
+            let message = format!("the request is over the limit of {limit} bytes");
+            Ok(Err(Error::new(Code::ResourceExhausted, message)))
+        }
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+            Ok(Err(Error::new(Code::InvalidArgument, error.to_string())))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+fn parse<Q: DeserializeOwned>(body: &[u8]) -> Result<Q, Error> {
+    // No body is a message with nothing in it.
+    let body = if body.trim_ascii().is_empty() { b"{}" } else { body };
+    serde_json::from_slice(body).map_err(|error| {
+        Error::new(Code::InvalidArgument, format!("the request is not the JSON this call takes: {error}"))
+    })
+}
+
+/// The response side of a server stream. Errors ride in its last message, under status 200: that is
+/// where clients look.
+pub(crate) struct Outgoing<'x, 'e> {
+    exchange: &'x mut Exchange<'e>,
+}
+
+impl<'x, 'e> Outgoing<'x, 'e> {
+    pub(crate) fn begin(exchange: &'x mut Exchange<'e>) -> io::Result<Self> {
+        exchange.wait_for_slow_reader()?;
+        exchange.begin(200, &[("content-type", STREAM_TYPE)], None)?;
+        Ok(Outgoing { exchange })
+    }
+
+    pub(crate) fn send<M: Serialize>(&mut self, message: &M) -> io::Result<()> {
+        self.exchange.send(&encode(0, message))
+    }
+
+    pub(crate) fn peer_is_gone(&self) -> bool {
+        self.exchange.peer_is_gone()
+    }
+
+    pub(crate) fn end(self, error: Option<Error>) -> io::Result<()> {
+        self.exchange.send(&encode(END_STREAM, &EndStream { error }))?;
+        self.exchange.finish()
+    }
+}
