@@ -1,0 +1,18 @@
+//! How a long build tells how far it is.
+
+/// Receives what a build has to say. The CLI draws it; the daemon logs it.
+pub trait Progress: Sync {
+    /// A new step begins, such as "downloading packages".
+    fn step(&self, text: &str);
+    /// How much of the current step is done, from 0 to 1. Steps that cannot know never say.
+    fn fraction(&self, _done: f64) {}
+    /// A line of detail.
+    fn log(&self, _line: &str) {}
+}
+
+/// Tells nobody.
+pub struct Silent;
+
+impl Progress for Silent {
+    fn step(&self, _text: &str) {}
+}
