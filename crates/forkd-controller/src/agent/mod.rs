@@ -1,0 +1,333 @@
+//! A client of the agent in a guest (over the sandbox's vsock socket) or in the emulated machine
+//! (over TCP with a token).
+//!
+//! The agent runs among code nobody trusts, so nothing here believes it: every call has a time
+//! limit, every answer a size limit, and whatever comes back instead of an answer is an error.
+//! Every call opens its own connection, except where order matters ([`Input`]).
+
+mod wire;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use bytes::Bytes;
+use forkd_protocol::agent::{
+    EvalRequest, EvalResponse, Event, Pong, ProcessEvent, ProcessInput, ProcessList, ProcessRef,
+    ProcessSelector, Pty, SendInputRequest, SendSignalRequest, StartRequest, UpdateRequest, WarmRequest,
+    WarmStatus, WrittenFile,
+};
+use forkd_protocol::connect::{Code, Decoder, END_STREAM, EndStream, TIMEOUT_HEADER};
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+use hyper::header::AUTHORIZATION;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use wire::{Call, Connection};
+
+/// The longest answer to a unary call: an evaluation's output is the longest honest one.
+const MAX_ANSWER: usize = 40 << 20;
+/// How long reading or writing a whole file may take, beyond what any call may.
+const FILE_TIME: Duration = Duration::from_secs(30);
+
+/// Where an agent is.
+#[derive(Debug, Clone)]
+pub enum Endpoint {
+    /// Behind the unix socket a monitor serves for its guest's vsock.
+    Vsock {
+        /// The socket.
+        socket: PathBuf,
+        /// The port the agent listens on.
+        port: u32,
+    },
+    /// On a TCP port.
+    Tcp {
+        /// Such as `127.0.0.1:1024`.
+        address: String,
+        /// The token the agent was given.
+        token: String,
+    },
+}
+
+/// Why a call failed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Nobody is there, or the connection broke.
+    #[error("the agent cannot be reached: {0}")]
+    Unreachable(String),
+    /// The agent answered, with an error of its own.
+    #[error("{0}")]
+    Refused(#[from] forkd_protocol::connect::Error),
+    /// What came back is not what an agent says.
+    #[error("the agent does not speak its protocol: {0}")]
+    Protocol(String),
+    /// It took too long.
+    #[error("the agent did not answer within {0:?}")]
+    Timeout(Duration),
+}
+
+impl Error {
+    /// Whether the agent said that the call's own time ran out.
+    pub fn is_deadline(&self) -> bool {
+        matches!(self, Error::Refused(error) if error.code == Code::DeadlineExceeded)
+    }
+}
+
+/// Result of a call.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// A client. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Agent {
+    endpoint: Arc<Endpoint>,
+    patience: Duration,
+}
+
+/// How a process is started, beyond what the request says.
+#[derive(Debug, Clone, Default)]
+pub struct StartOptions {
+    /// The user it runs as; the agent's default when absent.
+    pub user: Option<String>,
+    /// After this long the agent kills it.
+    pub timeout: Option<Duration>,
+}
+
+/// An answer without content.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+struct Empty {}
+
+impl Agent {
+    /// A client of the agent at `endpoint` that waits `patience` for answers to calls that have
+    /// nothing to wait for.
+    pub fn new(endpoint: Endpoint, patience: Duration) -> Self {
+        Agent { endpoint: Arc::new(endpoint), patience }
+    }
+
+    /// Whether it is there.
+    pub async fn ping(&self) -> Result<Pong> {
+        self.unary("/forkd.Agent/Ping", &Empty {}, self.patience).await
+    }
+
+    /// Starts the image's warm-up, or tells how far it is.
+    pub async fn warm(&self, request: &WarmRequest) -> Result<WarmStatus> {
+        self.unary("/forkd.Agent/Warm", request, self.patience).await
+    }
+
+    /// Evaluates Python. When `limit` is over the agent interrupts it and the error
+    /// [is a deadline](Error::is_deadline).
+    pub async fn eval(&self, request: &EvalRequest, limit: Duration) -> Result<EvalResponse> {
+        let call = Call::unary("/forkd.Agent/Eval", request)?.header(TIMEOUT_HEADER, millis(limit));
+        // The agent is the one to interrupt it, and needs its time to say so.
+        self.answer(call, limit.saturating_add(self.patience)).await
+    }
+
+    /// Asks the guest to power off.
+    pub async fn shutdown(&self) -> Result<()> {
+        let _: Empty = self.unary("/forkd.Agent/Shutdown", &Empty {}, self.patience).await?;
+        Ok(())
+    }
+
+    /// Starts a process and returns the stream of what happens to it. Dropping the stream does not
+    /// end the process.
+    pub async fn start(&self, request: &StartRequest, options: &StartOptions) -> Result<Process> {
+        let mut call = Call::stream("/process.Process/Start", request);
+        if let Some(user) = &options.user {
+            call = call.header(AUTHORIZATION.as_str(), basic(user));
+        }
+        if let Some(limit) = options.timeout {
+            call = call.header(TIMEOUT_HEADER, millis(limit));
+        }
+        let stream = async {
+            let mut connection = self.connect().await?;
+            let body = connection.open_stream(call).await?;
+            Ok(Process { connection, body, decoder: Decoder::new(), ended: false })
+        };
+        within(self.patience, stream).await
+    }
+
+    /// The processes the agent started that still run.
+    pub async fn list(&self) -> Result<ProcessList> {
+        self.unary("/process.Process/List", &Empty {}, self.patience).await
+    }
+
+    /// Sends a process a signal, named as in `SIGINT`.
+    pub async fn signal(&self, pid: u32, signal: &str) -> Result<()> {
+        let signal = format!("SIGNAL_{signal}");
+        let request = SendSignalRequest { process: by_pid(pid), signal };
+        let _: Empty = self.unary("/process.Process/SendSignal", &request, self.patience).await?;
+        Ok(())
+    }
+
+    /// Tells a process's terminal its new size.
+    pub async fn resize(&self, pid: u32, size: Pty) -> Result<()> {
+        let request = UpdateRequest { process: by_pid(pid), pty: Some(size) };
+        let _: Empty = self.unary("/process.Process/Update", &request, self.patience).await?;
+        Ok(())
+    }
+
+    /// A way to feed a process: to its terminal if it has one (`tty`), else to its standard input.
+    pub async fn input(&self, pid: u32, tty: bool) -> Result<Input> {
+        let connection = within(self.patience, self.connect()).await?;
+        Ok(Input { connection, pid, tty, patience: self.patience })
+    }
+
+    /// Reads a file of at most `max` bytes.
+    pub async fn read_file(&self, path: &str, user: Option<&str>, max: usize) -> Result<Bytes> {
+        let call = Call::get(&files_uri(path, user));
+        within(FILE_TIME.saturating_add(self.patience), async { self.connect().await?.call(call, max).await })
+            .await
+    }
+
+    /// Writes a file, making its folders.
+    pub async fn write_file(&self, path: &str, user: Option<&str>, data: Bytes) -> Result<Vec<WrittenFile>> {
+        let call = Call::post(&files_uri(path, user), "application/octet-stream", data);
+        self.answer(call, FILE_TIME.saturating_add(self.patience)).await
+    }
+
+    async fn connect(&self) -> Result<Connection> {
+        Connection::open(&self.endpoint).await
+    }
+
+    async fn unary<T: DeserializeOwned>(
+        &self,
+        path: &'static str,
+        request: &impl Serialize,
+        limit: Duration,
+    ) -> Result<T> {
+        self.answer(Call::unary(path, request)?, limit).await
+    }
+
+    async fn answer<T: DeserializeOwned>(&self, call: Call, limit: Duration) -> Result<T> {
+        let answer = within(limit, async { self.connect().await?.call(call, MAX_ANSWER).await }).await?;
+        parse(&answer)
+    }
+}
+
+/// A started process: the stream of what happens to it.
+#[derive(Debug)]
+pub struct Process {
+    /// Kept because the connection ends when it is dropped.
+    connection: Connection,
+    body: Incoming,
+    decoder: Decoder,
+    ended: bool,
+}
+
+impl Process {
+    /// What happens next; `None` after the last event. Waits as long as the process is silent:
+    /// who calls it also watches the sandbox. Cancel-safe.
+    pub async fn next(&mut self) -> Result<Option<Event>> {
+        loop {
+            if self.ended {
+                return Ok(None);
+            }
+            let envelope = self.decoder.next_envelope().map_err(|error| Error::Protocol(error.message))?;
+            if let Some(envelope) = envelope {
+                if envelope.flags & END_STREAM == 0 {
+                    return Ok(Some(parse::<ProcessEvent>(&envelope.payload)?.event));
+                }
+                self.ended = true;
+                match parse::<EndStream>(&envelope.payload)?.error {
+                    Some(error) => return Err(error.into()),
+                    None => continue,
+                }
+            }
+            match self.body.frame().await {
+                Some(Ok(frame)) => {
+                    if let Some(data) = frame.data_ref() {
+                        self.decoder.push(data);
+                    }
+                }
+                Some(Err(error)) => return Err(self.connection.broken(&error)),
+                None => {
+                    let text = "the connection ended in the middle of a process's output";
+                    return Err(Error::Unreachable(text.into()));
+                }
+            }
+        }
+    }
+}
+
+/// A way to feed a process, in order. The calls wait while the process does not read: who calls
+/// them also watches whether it is still there.
+#[derive(Debug)]
+pub struct Input {
+    connection: Connection,
+    pid: u32,
+    tty: bool,
+    patience: Duration,
+}
+
+impl Input {
+    /// Writes `data` and returns when the process's pipe has taken all of it.
+    pub async fn send(&mut self, data: &[u8]) -> Result<()> {
+        let data = Some(data.to_vec());
+        let input = match self.tty {
+            true => ProcessInput { pty: data, ..ProcessInput::default() },
+            false => ProcessInput { stdin: data, ..ProcessInput::default() },
+        };
+        let request = SendInputRequest { process: by_pid(self.pid), input };
+        let call = Call::unary("/process.Process/SendInput", &request)?;
+        self.connection.call(call, MAX_ANSWER).await?;
+        Ok(())
+    }
+
+    /// No more input. A terminal has no end of input but the character for it.
+    pub async fn close(mut self) -> Result<()> {
+        if self.tty {
+            return self.send(&[4]).await;
+        }
+        let request = ProcessRef { process: by_pid(self.pid) };
+        let call = Call::unary("/process.Process/CloseStdin", &request)?;
+        within(self.patience, self.connection.call(call, MAX_ANSWER)).await?;
+        Ok(())
+    }
+}
+
+fn by_pid(pid: u32) -> ProcessSelector {
+    ProcessSelector { pid: Some(pid), tag: None }
+}
+
+fn basic(user: &str) -> String {
+    format!("Basic {}", BASE64_STANDARD.encode(format!("{user}:")))
+}
+
+fn millis(limit: Duration) -> String {
+    limit.as_millis().to_string()
+}
+
+fn files_uri(path: &str, user: Option<&str>) -> String {
+    let mut uri = format!("/files?path={}", percent(path));
+    if let Some(user) = user {
+        uri.push_str("&username=");
+        uri.push_str(&percent(user));
+    }
+    uri
+}
+
+/// Everything but unreserved characters as `%XX`: valid in a query whatever the text holds.
+fn percent(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => out.push(char::from(byte)),
+            _ => out.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    out
+}
+
+fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
+    serde_json::from_slice(bytes).map_err(|error| Error::Protocol(error.to_string()))
+}
+
+async fn within<T>(limit: Duration, work: impl Future<Output = Result<T>>) -> Result<T> {
+    tokio::time::timeout(limit, work).await.unwrap_or(Err(Error::Timeout(limit)))
+}
+
+#[cfg(test)]
+mod tests;

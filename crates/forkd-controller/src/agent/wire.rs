@@ -1,0 +1,187 @@
+//! One HTTP/1.1 connection to an agent, bounded in every direction.
+
+use std::io;
+
+use bytes::Bytes;
+use forkd_protocol::agent::TOKEN_HEADER;
+use forkd_protocol::connect::{self, STREAM_TYPE, UNARY_TYPE};
+use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
+use hyper::body::Incoming;
+use hyper::client::conn::http1::{self, SendRequest};
+use hyper::header::{CONTENT_TYPE, HOST};
+use hyper::http::request;
+use hyper::{Method, Request, Response};
+use hyper_util::rt::TokioIo;
+use serde::Serialize;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::task::JoinHandle;
+
+use super::{Endpoint, Error, Result};
+
+/// What hyper may buffer: bounds the head of an answer and the pieces of its body.
+const BUFFER: usize = 64 << 10;
+/// The longest body of an error.
+const MAX_ERROR: usize = 64 << 10;
+/// The longest honest answer to `CONNECT` is `OK 4294967295\n`.
+const MAX_OK_LINE: usize = 32;
+
+/// A request to an agent.
+#[derive(Debug)]
+pub(super) struct Call {
+    builder: request::Builder,
+    body: Bytes,
+}
+
+impl Call {
+    pub(super) fn get(uri: &str) -> Self {
+        Call { builder: Request::builder().method(Method::GET).uri(uri), body: Bytes::new() }
+    }
+
+    pub(super) fn post(uri: &str, content_type: &str, body: Bytes) -> Self {
+        let builder = Request::builder().method(Method::POST).uri(uri).header(CONTENT_TYPE, content_type);
+        Call { builder, body }
+    }
+
+    pub(super) fn unary(path: &str, message: &impl Serialize) -> Result<Self> {
+        let body = serde_json::to_vec(message).map_err(|error| Error::Protocol(error.to_string()))?;
+        Ok(Call::post(path, UNARY_TYPE, body.into()))
+    }
+
+    pub(super) fn stream(path: &str, message: &impl Serialize) -> Self {
+        Call::post(path, STREAM_TYPE, connect::encode(0, message).into())
+    }
+
+    pub(super) fn header(mut self, name: &str, value: String) -> Self {
+        self.builder = self.builder.header(name, value);
+        self
+    }
+}
+
+/// A connection. Dropping it closes the socket, whatever the peer does.
+#[derive(Debug)]
+pub(super) struct Connection {
+    sender: SendRequest<Full<Bytes>>,
+    driver: JoinHandle<()>,
+    token: Option<String>,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.driver.abort();
+    }
+}
+
+impl Connection {
+    pub(super) async fn open(endpoint: &Endpoint) -> Result<Self> {
+        match endpoint {
+            Endpoint::Vsock { socket, port } => {
+                let mut stream = UnixStream::connect(socket).await.map_err(unreachable)?;
+                dial(&mut stream, *port).await?;
+                Connection::over(stream, None).await
+            }
+            Endpoint::Tcp { address, token } => {
+                let stream = TcpStream::connect(address.as_str()).await.map_err(unreachable)?;
+                stream.set_nodelay(true).map_err(unreachable)?;
+                Connection::over(stream, Some(token.clone())).await
+            }
+        }
+    }
+
+    async fn over<S>(stream: S, token: Option<String>) -> Result<Self>
+    where
+        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    {
+        let handshake = http1::Builder::new().max_buf_size(BUFFER).handshake(TokioIo::new(stream)).await;
+        let (sender, connection) = handshake.map_err(unreachable)?;
+        // Its errors also come out of the request that is under way.
+        let driver = tokio::spawn(async {
+            let _ = connection.await;
+        });
+        Ok(Connection { sender, driver, token })
+    }
+
+    /// One request and the whole of its answer, at most `max` bytes.
+    pub(super) async fn call(&mut self, call: Call, max: usize) -> Result<Bytes> {
+        let response = self.send(call).await?;
+        self.collect(response.into_body(), max).await
+    }
+
+    /// A request whose answer is a stream.
+    pub(super) async fn open_stream(&mut self, call: Call) -> Result<Incoming> {
+        let response = self.send(call).await?;
+        let content_type = response.headers().get(CONTENT_TYPE);
+        if content_type.is_none_or(|value| value != STREAM_TYPE) {
+            return Err(Error::Protocol(format!("a stream came as {content_type:?}")));
+        }
+        Ok(response.into_body())
+    }
+
+    async fn send(&mut self, call: Call) -> Result<Response<Incoming>> {
+        let mut builder = call.builder.header(HOST, "agent");
+        if let Some(token) = &self.token {
+            builder = builder.header(TOKEN_HEADER, token);
+        }
+        let request = builder.body(Full::new(call.body)).map_err(|error| {
+            Error::Refused(connect::Error::new(connect::Code::InvalidArgument, error.to_string()))
+        })?;
+        self.sender.ready().await.map_err(|error| self.broken(&error))?;
+        let response = self.sender.send_request(request).await.map_err(|error| self.broken(&error))?;
+        let status = response.status();
+        if status.is_success() {
+            return Ok(response);
+        }
+        let body = self.collect(response.into_body(), MAX_ERROR).await?;
+        match serde_json::from_slice::<connect::Error>(&body) {
+            Ok(error) => Err(error.into()),
+            Err(_) => Err(Error::Protocol(format!("status {status} without a reason"))),
+        }
+    }
+
+    async fn collect(&self, body: Incoming, max: usize) -> Result<Bytes> {
+        match Limited::new(body, max).collect().await {
+            Ok(collected) => Ok(collected.to_bytes()),
+            Err(error) if error.is::<LengthLimitError>() => {
+                Err(Error::Protocol(format!("an answer is longer than {max} bytes")))
+            }
+            Err(error) => match error.downcast_ref::<hyper::Error>() {
+                Some(error) => Err(self.broken(error)),
+                None => Err(Error::Unreachable(error.to_string())),
+            },
+        }
+    }
+
+    /// A failure of the connection: garbage and a closed socket are different news.
+    pub(super) fn broken(&self, error: &hyper::Error) -> Error {
+        let cause = std::error::Error::source(error).map(|cause| format!(": {cause}")).unwrap_or_default();
+        match error.is_parse() || error.is_parse_too_large() {
+            true => Error::Protocol(format!("{error}{cause}")),
+            false => Error::Unreachable(format!("{error}{cause}")),
+        }
+    }
+}
+
+/// Asks the monitor for a connection to the guest's `port`.
+async fn dial(stream: &mut UnixStream, port: u32) -> Result<()> {
+    stream.write_all(format!("CONNECT {port}\n").as_bytes()).await.map_err(unreachable)?;
+    let mut line = Vec::with_capacity(MAX_OK_LINE);
+    loop {
+        // One byte at a time: what follows the line belongs to HTTP.
+        let byte = match stream.read_u8().await {
+            Ok(byte) => byte,
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                return Err(Error::Unreachable(format!("nothing listens on port {port} in the guest")));
+            }
+            Err(error) => return Err(unreachable(error)),
+        };
+        match byte {
+            b'\n' if line.starts_with(b"OK ") => return Ok(()),
+            byte if byte != b'\n' && line.len() < MAX_OK_LINE => line.push(byte),
+            _ => return Err(Error::Protocol("the answer to CONNECT is not `OK`".into())),
+        }
+    }
+}
+
+fn unreachable(error: impl std::fmt::Display) -> Error {
+    Error::Unreachable(error.to_string())
+}

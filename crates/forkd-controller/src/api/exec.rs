@@ -1,0 +1,277 @@
+//! Commands and evaluations that are waited for.
+
+use std::time::Duration;
+
+use axum::Json;
+use axum::extract::State;
+use forkd_protocol::agent::{self as wire, End, Event, Output, ProcessConfig, StartRequest};
+use forkd_protocol::connect::Code;
+
+use super::App;
+use super::extract::{Body, Id};
+use super::types::{EvalReply, EvalRequest, ExecReply, ExecRequest};
+use crate::agent::{self, Agent, Process, StartOptions};
+use crate::companion::Companion;
+use crate::error::{Error, ErrorBody, Result};
+use crate::frames::MAX_CHUNK;
+
+/// Exit status of a command whose time ran out, as `timeout(1)` has it.
+pub(crate) const TIMED_OUT: i32 = 124;
+/// The longest time limit: 30 days.
+const MAX_TIMEOUT_SECS: u64 = 30 * 24 * 3600;
+
+/// Runs a command to its end.
+#[utoipa::path(
+    post, path = "/v1/sandboxes/{id}/exec", params(("id" = String, Path)), request_body = ExecRequest,
+    responses(
+        (status = 200, body = ExecReply, description = "It ran and ended, or was killed when its time ran out"),
+        (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "The sandbox is not running"),
+        (status = 502, body = ErrorBody, description = "The sandbox ended, or its agent is broken"),
+        (status = 504, body = ErrorBody, description = "The sandbox does not answer"),
+    ),
+)]
+pub(super) async fn exec(
+    State(app): State<App>,
+    Id(id): Id,
+    Body(request): Body<ExecRequest>,
+) -> Result<Json<ExecReply>> {
+    let limit = check_timeout(request.timeout_secs)?;
+    let start = start_request(request.args, request.env, request.cwd, request.stdin.is_some())?;
+    let sandbox = app.registry.get(&id)?;
+    sandbox.ready().await?;
+    let options = StartOptions { user: request.user, timeout: Some(limit) };
+    let mut collected = Collected::new(app.config.limits.max_output);
+    let run = async {
+        let process = sandbox.agent.start(&start, &options).await?;
+        collect(&sandbox.agent, process, request.stdin, &mut collected).await
+    };
+    // The agent is the one to kill it, and needs its time to say so.
+    let patience = limit.saturating_add(app.config.timing.call);
+    let ran = sandbox.with_agent(async {
+        match tokio::time::timeout(patience, run).await {
+            Ok(Err(error)) => unfinished(error).map(Finish::Unfinished),
+            Ok(Ok(end)) => Ok(Finish::Ended(end)),
+            Err(_) => Ok(Finish::Unfinished(Unfinished::TimedOut)),
+        }
+    });
+    let finish = ran.await?;
+    Ok(Json(collected.reply(finish, limit)))
+}
+
+/// Evaluates Python in the sandbox's warmed interpreter.
+#[utoipa::path(
+    post, path = "/v1/sandboxes/{id}/eval", params(("id" = String, Path)), request_body = EvalRequest,
+    responses(
+        (status = 200, body = EvalReply, description = "Also for code that raised, or whose time ran out"),
+        (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "The sandbox is not running, or has no Python"),
+        (status = 502, body = ErrorBody, description = "The sandbox ended, or its agent is broken"),
+        (status = 504, body = ErrorBody, description = "The sandbox does not answer"),
+    ),
+)]
+pub(super) async fn eval(
+    State(app): State<App>,
+    Id(id): Id,
+    Body(request): Body<EvalRequest>,
+) -> Result<Json<EvalReply>> {
+    let limit = check_timeout(request.timeout_secs)?;
+    let sandbox = app.registry.get(&id)?;
+    sandbox.ready().await?;
+    let code = wire::EvalRequest { code: request.code };
+    let evaluated = sandbox.with_agent(async {
+        match sandbox.agent.eval(&code, limit).await {
+            Err(error) if error.is_deadline() => Ok(None),
+            other => other.map(Some),
+        }
+    });
+    Ok(Json(match evaluated.await? {
+        Some(answer) => EvalReply {
+            exit_code: i32::from(answer.error.is_some()),
+            result: answer.result,
+            error: answer.error,
+            stdout: answer.stdout,
+            stderr: answer.stderr,
+            traceback: answer.traceback,
+            result_json: answer.result_json,
+        },
+        None => EvalReply { error: Some(ran_out(limit)), exit_code: TIMED_OUT, ..EvalReply::default() },
+    }))
+}
+
+/// A time limit as a request gave it.
+pub(crate) fn check_timeout(secs: u64) -> Result<Duration> {
+    match secs {
+        1..=MAX_TIMEOUT_SECS => Ok(Duration::from_secs(secs)),
+        _ => Err(Error::invalid(format!("timeout_secs is {secs}; it must be 1 to {MAX_TIMEOUT_SECS}"))),
+    }
+}
+
+/// What the agent is asked for a command.
+pub(crate) fn start_request(
+    args: Vec<String>,
+    envs: std::collections::BTreeMap<String, String>,
+    cwd: Option<String>,
+    stdin: bool,
+) -> Result<StartRequest> {
+    let mut args = args.into_iter();
+    let cmd = args.next().filter(|cmd| !cmd.is_empty());
+    let cmd = cmd.ok_or_else(|| Error::invalid("args is empty; its first element is the program"))?;
+    let process = ProcessConfig { cmd, args: args.collect(), envs, cwd };
+    Ok(StartRequest { process, stdin: Some(stdin), ..StartRequest::default() })
+}
+
+/// The exit status a shell would give, and the signal if there was one.
+pub(crate) fn exit_status(end: &End) -> (i32, Option<i32>) {
+    match end.signal {
+        Some(signal @ 1..=64) => (128 + signal, Some(signal)),
+        _ => (end.exit_code, None),
+    }
+}
+
+/// Why a command did not come to an end of its own.
+pub(crate) enum Unfinished {
+    TimedOut,
+    /// It could not be started: the status a shell gives for that, and why.
+    NotStarted(i32, String),
+}
+
+/// Tells failures that are about the command from failures of the agent.
+pub(crate) fn unfinished(error: agent::Error) -> agent::Result<Unfinished> {
+    match error {
+        agent::Error::Refused(refused) => match refused.code {
+            Code::DeadlineExceeded => Ok(Unfinished::TimedOut),
+            // The agent refuses a program that is not there and one that is none with one code.
+            Code::InvalidArgument if refused.message.contains("not found") => {
+                Ok(Unfinished::NotStarted(127, refused.message))
+            }
+            Code::InvalidArgument => Ok(Unfinished::NotStarted(126, refused.message)),
+            _ => Err(refused.into()),
+        },
+        other => Err(other),
+    }
+}
+
+enum Finish {
+    Ended(End),
+    Unfinished(Unfinished),
+}
+
+async fn collect(
+    agent: &Agent,
+    mut process: Process,
+    mut stdin: Option<String>,
+    collected: &mut Collected,
+) -> agent::Result<End> {
+    let mut _feeder = None;
+    loop {
+        match process.next().await? {
+            Some(Event::Start { pid }) => {
+                if let Some(stdin) = stdin.take() {
+                    _feeder = Some(Companion::spawn(feed(agent.clone(), pid, stdin)));
+                }
+            }
+            Some(Event::Data(output)) => collected.add(output),
+            Some(Event::Keepalive {}) => {}
+            Some(Event::End(end)) => return Ok(end),
+            None => return Err(agent::Error::Protocol("a process's stream ended before the process".into())),
+        }
+    }
+}
+
+/// Gives a process its whole input. One that does not want it, or has ended, is not an error.
+async fn feed(agent: Agent, pid: u32, stdin: String) {
+    let fed = async {
+        let mut input = agent.input(pid, false).await?;
+        for piece in stdin.as_bytes().chunks(MAX_CHUNK) {
+            input.send(piece).await?;
+        }
+        input.close().await
+    };
+    if let Err(error) = fed.await {
+        tracing::debug!(%error, pid, "a process did not take its input");
+    }
+}
+
+fn ran_out(limit: Duration) -> String {
+    format!("its time ran out: it was stopped after {} s; give it a longer timeout_secs", limit.as_secs())
+}
+
+/// Output, up to a limit.
+struct Collected {
+    max: usize,
+    stdout: Vec<u8>,
+    stderr: Vec<u8>,
+    stdout_truncated: bool,
+    stderr_truncated: bool,
+}
+
+impl Collected {
+    fn new(max: usize) -> Self {
+        Collected {
+            max,
+            stdout: Vec::new(),
+            stderr: Vec::new(),
+            stdout_truncated: false,
+            stderr_truncated: false,
+        }
+    }
+
+    fn add(&mut self, output: Output) {
+        // What is over the limit is dropped, not left unread: the command must be able to end.
+        let keep = |kept: &mut Vec<u8>, truncated: &mut bool, new: Option<Vec<u8>>| {
+            let new = new.unwrap_or_default();
+            let room = self.max - kept.len();
+            kept.extend_from_slice(&new[..new.len().min(room)]);
+            *truncated |= new.len() > room;
+        };
+        keep(&mut self.stdout, &mut self.stdout_truncated, output.stdout);
+        keep(&mut self.stderr, &mut self.stderr_truncated, output.stderr);
+    }
+
+    fn reply(self, finish: Finish, limit: Duration) -> ExecReply {
+        let (exit_code, signal, error, timed_out) = match finish {
+            Finish::Ended(end) => {
+                let (exit_code, signal) = exit_status(&end);
+                (exit_code, signal, None, false)
+            }
+            Finish::Unfinished(Unfinished::TimedOut) => (TIMED_OUT, None, Some(ran_out(limit)), true),
+            Finish::Unfinished(Unfinished::NotStarted(code, why)) => (code, None, Some(why), false),
+        };
+        ExecReply {
+            stdout: String::from_utf8_lossy(&self.stdout).into_owned(),
+            stderr: String::from_utf8_lossy(&self.stderr).into_owned(),
+            exit_code,
+            signal,
+            error,
+            timed_out,
+            stdout_truncated: self.stdout_truncated,
+            stderr_truncated: self.stderr_truncated,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn output_over_the_limit_is_cut_and_said_to_be() {
+        let mut collected = Collected::new(5);
+        for piece in ["abc", "def", "ghi"] {
+            collected.add(Output { stdout: Some(piece.into()), stderr: Some("x".into()), pty: None });
+        }
+        let reply = collected.reply(Finish::Ended(End::default()), Duration::from_secs(1));
+        assert_eq!((reply.stdout.as_str(), reply.stdout_truncated), ("abcde", true));
+        assert_eq!((reply.stderr.as_str(), reply.stderr_truncated), ("xxx", false));
+    }
+
+    #[test]
+    fn a_killed_command_has_the_status_a_shell_gives() {
+        let end = End { exit_code: -1, signal: Some(9), ..End::default() };
+        assert_eq!(exit_status(&end), (137, Some(9)));
+        assert_eq!(exit_status(&End { exit_code: 7, exited: true, ..End::default() }), (7, None));
+        // What only a hostile agent says must not overflow.
+        assert_eq!(exit_status(&End { exit_code: 3, signal: Some(i32::MAX), ..End::default() }), (3, None));
+    }
+}

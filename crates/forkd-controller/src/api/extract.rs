@@ -1,0 +1,45 @@
+//! Taking requests apart, with every refusal in the shape all errors have.
+
+use axum::Json;
+use axum::extract::rejection::JsonRejection;
+use axum::extract::{FromRequest, FromRequestParts, Path, Request};
+use axum::http::request::Parts;
+use serde::de::DeserializeOwned;
+
+use crate::error::{Error, Kind};
+
+/// A JSON body.
+#[derive(Debug)]
+pub(crate) struct Body<T>(pub(crate) T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
+    type Rejection = Error;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, Error> {
+        match Json::from_request(request, state).await {
+            Ok(Json(value)) => Ok(Body(value)),
+            Err(rejection) => {
+                let kind = match &rejection {
+                    JsonRejection::JsonDataError(_) | JsonRejection::JsonSyntaxError(_) => Kind::Invalid,
+                    other => Kind::Http(other.status()),
+                };
+                Err(Error::new(kind, rejection.body_text()))
+            }
+        }
+    }
+}
+
+/// The `{id}` of a route.
+#[derive(Debug)]
+pub(crate) struct Id(pub(crate) String);
+
+impl<S: Send + Sync> FromRequestParts<S> for Id {
+    type Rejection = Error;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Error> {
+        match Path::<String>::from_request_parts(parts, state).await {
+            Ok(Path(id)) => Ok(Id(id)),
+            Err(rejection) => Err(Error::new(Kind::Http(rejection.status()), rejection.body_text())),
+        }
+    }
+}

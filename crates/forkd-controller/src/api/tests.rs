@@ -1,0 +1,303 @@
+//! The API as clients see it: a real daemon on real sockets, without guests.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use futures_util::{SinkExt, StreamExt};
+use serde_json::Value;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+use tokio_tungstenite::tungstenite::Message;
+
+use crate::{Config, Kind, Ready, Result, serve_until};
+
+struct Daemon {
+    folder: tempfile::TempDir,
+    ready: Ready,
+    token: String,
+    stop: Option<oneshot::Sender<()>>,
+    served: JoinHandle<Result<()>>,
+}
+
+fn config(data_dir: &Path) -> Config {
+    let mut config = Config::new(data_dir);
+    config.bind.set_port(0);
+    config
+}
+
+impl Daemon {
+    async fn start() -> Self {
+        Daemon::start_in(tempfile::tempdir().unwrap()).await
+    }
+
+    async fn start_in(folder: tempfile::TempDir) -> Self {
+        let (stop, asked) = oneshot::channel();
+        let (tell, told) = oneshot::channel();
+        let config = config(folder.path());
+        let served = tokio::spawn(serve_until(config, |ready| tell.send(ready.clone()).unwrap(), async {
+            let _ = asked.await;
+        }));
+        let ready = told.await.expect("the daemon starts");
+        let token = std::fs::read_to_string(&ready.token_file).unwrap().trim().to_owned();
+        Daemon { folder, ready, token, stop: Some(stop), served }
+    }
+
+    async fn stop(mut self) {
+        self.stop.take();
+        (&mut self.served).await.unwrap().unwrap();
+    }
+
+    /// Sends `request` as it is, over TCP.
+    async fn raw(&self, request: String) -> (u16, String) {
+        exchange(TcpStream::connect(self.ready.address).await.unwrap(), request).await
+    }
+
+    async fn tcp(&self, method_and_path: &str, headers: &str, body: &str) -> (u16, String) {
+        let length = body.len();
+        let headers =
+            format!("Host: localhost\r\nContent-Length: {length}\r\nConnection: close\r\n{headers}");
+        self.raw(format!("{method_and_path} HTTP/1.1\r\n{headers}\r\n{body}")).await
+    }
+
+    async fn authorized(&self, method_and_path: &str, headers: &str, body: &str) -> (u16, String) {
+        let headers = format!("Authorization: Bearer {}\r\n{headers}", self.token);
+        self.tcp(method_and_path, &headers, body).await
+    }
+
+    async fn json(&self, method_and_path: &str, body: &str) -> (u16, String) {
+        self.authorized(method_and_path, "Content-Type: application/json\r\n", body).await
+    }
+}
+
+/// One request on a connection of its own: status and body.
+async fn exchange(mut stream: impl AsyncRead + AsyncWrite + Unpin, request: String) -> (u16, String) {
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer).await;
+    let answer = String::from_utf8(answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").expect(&answer);
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    (status, body.to_owned())
+}
+
+/// The sentence in an error's body, which must be an object with nothing else.
+fn reason(body: &str) -> String {
+    let body: serde_json::Map<String, Value> = serde_json::from_str(body).expect(body);
+    assert_eq!(body.len(), 1, "{body:?}");
+    let reason = body["error"].as_str().unwrap().to_owned();
+    assert!(!reason.is_empty());
+    reason
+}
+
+#[tokio::test]
+async fn tcp_needs_the_token_except_for_health() {
+    let daemon = Daemon::start().await;
+    assert_eq!(daemon.tcp("GET /healthz", "", "").await, (200, r#"{"ok":true}"#.into()));
+    for (headers, why) in [
+        ("", "token"),
+        ("Authorization: Bearer wrong\r\n", "wrong"),
+        ("Authorization: Bearer \r\n", "token"),
+        ("Authorization: Basic abc\r\n", "wrong"),
+    ] {
+        for route in
+            ["GET /version", "GET /v1/sandboxes", "GET /openapi.json", "GET /nothing", "DELETE /version"]
+        {
+            let (status, body) = daemon.tcp(route, headers, "").await;
+            assert_eq!(status, 401, "{route}");
+            assert!(reason(&body).contains(why), "{body}");
+        }
+    }
+    let (status, body) = daemon.authorized("GET /version", "", "").await;
+    assert_eq!(status, 200);
+    let version: Value = serde_json::from_str(&body).unwrap();
+    assert_eq!(version["api"], "v1");
+    assert_eq!(daemon.authorized("GET /v1/sandboxes", "", "").await, (200, "[]".into()));
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn the_unix_socket_needs_no_token() {
+    let daemon = Daemon::start().await;
+    let stream = UnixStream::connect(&daemon.ready.socket).await.unwrap();
+    let request = "GET /v1/sandboxes HTTP/1.1\r\nHost: anything\r\nConnection: close\r\n\r\n".to_owned();
+    assert_eq!(exchange(stream, request).await, (200, "[]".into()));
+    let socket = daemon.ready.socket.clone();
+    daemon.stop().await;
+    assert!(!socket.exists());
+}
+
+#[tokio::test]
+async fn a_web_page_cannot_reach_the_daemon() {
+    let daemon = Daemon::start().await;
+    let send = async |head: &str| {
+        let token = &daemon.token;
+        daemon.raw(format!("{head}Authorization: Bearer {token}\r\nConnection: close\r\n\r\n")).await
+    };
+    for good in [
+        "GET /version HTTP/1.1\r\nHost: localhost:8889\r\n",
+        "GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n",
+        "GET /version HTTP/1.1\r\nHost: [::1]:1\r\nOrigin: http://localhost:3000\r\n",
+    ] {
+        assert_eq!(send(good).await.0, 200, "{good}");
+    }
+    for bad in [
+        "GET /version HTTP/1.1\r\nHost: evil.example\r\n",
+        "GET /version HTTP/1.1\r\nHost: localhost.evil.example:8889\r\n",
+        "GET /version HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n",
+        "GET /version HTTP/1.0\r\n",
+        "GET http://evil.example/version HTTP/1.1\r\nHost: localhost\r\n",
+        "GET /version HTTP/1.1\r\nHost: localhost\r\nOrigin: https://evil.example\r\n",
+        "GET /version HTTP/1.1\r\nHost: localhost\r\nOrigin: null\r\n",
+        "GET /healthz HTTP/1.1\r\nHost: evil.example\r\n",
+    ] {
+        let (status, body) = send(bad).await;
+        assert_eq!(status, 403, "{bad}: {body}");
+        reason(&body);
+    }
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn every_error_has_the_same_shape() {
+    let daemon = Daemon::start().await;
+    let create = "POST /v1/sandboxes";
+    let big = format!(r#"{{"image":"{}"}}"#, "x".repeat(2 << 20));
+    for (status, route, body, why) in [
+        (404, "GET /v1/nothing", "", "no such route"),
+        (404, "GET /v1/sandboxes/sb1", "", "no sandbox sb1"),
+        (404, "GET /v1/sandboxes/%2e%2e", "", "no sandbox"),
+        (404, "DELETE /v1/sandboxes/sb1", "", "no sandbox sb1"),
+        (404, "GET /v1/sandboxes/sb1/console", "", "no sandbox sb1"),
+        (404, "POST /v1/sandboxes/sb1/exec", r#"{"args":["true"]}"#, "no sandbox sb1"),
+        (404, "POST /v1/sandboxes/sb1/eval", r#"{"code":"1"}"#, "no sandbox sb1"),
+        (405, "PUT /v1/sandboxes", "", "method"),
+        (405, "POST /healthz", "", "method"),
+        (400, create, "{", "JSON"),
+        (400, create, "{}", "image"),
+        (400, create, r#"{"image":7}"#, "image"),
+        (400, create, r#"{"image":"x","surprise":1}"#, "surprise"),
+        (400, create, r#"{"image":"../x"}"#, "name"),
+        (400, create, r#"{"image":"x","vcpus":0}"#, "vcpus"),
+        (400, create, r#"{"image":"x","vcpus":200}"#, "vcpus"),
+        (400, create, r#"{"image":"x","mem_size_mib":1}"#, "mem_size_mib"),
+        (400, create, r#"{"image":"x","mem_size_mib":1000000000}"#, "mem_size_mib"),
+        (400, create, r#"{"image":"x","timeout_secs":0}"#, "timeout_secs"),
+        (404, create, r#"{"image":"python"}"#, "forkd image build python"),
+        (413, create, big.as_str(), "limit"),
+        (400, "POST /v1/sandboxes/sb1/exec", r#"{"args":[]}"#, "args"),
+        (400, "POST /v1/sandboxes/sb1/exec", r#"{"args":["x"],"timeout_secs":0}"#, "timeout_secs"),
+        (400, "GET /v1/run", "", "upgrade"),
+    ] {
+        let (got, body) = daemon.json(route, body).await;
+        assert_eq!(got, status, "{route}: {body}");
+        let reason = reason(&body);
+        assert!(reason.to_lowercase().contains(&why.to_lowercase()), "{route}: {reason}");
+    }
+    let (status, body) = daemon.authorized(create, "Content-Type: text/plain\r\n", r#"{"image":"x"}"#).await;
+    assert_eq!(status, 415);
+    reason(&body);
+    daemon.stop().await;
+}
+
+async fn websocket(socket: &PathBuf) -> tokio_tungstenite::WebSocketStream<UnixStream> {
+    let stream = UnixStream::connect(socket).await.unwrap();
+    tokio_tungstenite::client_async("ws://localhost/v1/run", stream).await.unwrap().0
+}
+
+#[tokio::test]
+async fn a_run_that_cannot_be_says_why_and_closes() {
+    let daemon = Daemon::start().await;
+    for (first, status, why) in [
+        (Message::text(r#"{"image":"python","args":["true"]}"#), 404, "forkd image build python"),
+        (Message::text(r#"{"image":"python","args":[]}"#), 400, "args"),
+        (Message::text(r#"{"image":"python","args":["x"],"timeout_secs":0}"#), 400, "timeout_secs"),
+        (Message::text("nonsense"), 400, "run request"),
+        (Message::binary(vec![0, 1, 2]), 400, "run request"),
+    ] {
+        let mut socket = websocket(&daemon.ready.socket).await;
+        socket.send(first).await.unwrap();
+        let event = loop {
+            match socket.next().await.unwrap().unwrap() {
+                Message::Text(text) => break serde_json::from_str::<Value>(&text).unwrap(),
+                Message::Ping(_) => {}
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(event["event"], "error", "{event}");
+        assert_eq!(event["status"], status, "{event}");
+        assert!(event["message"].as_str().unwrap().contains(why), "{event}");
+        while let Some(Ok(message)) = socket.next().await {
+            assert!(matches!(message, Message::Ping(_) | Message::Close(_)), "{message:?}");
+        }
+    }
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn a_second_daemon_on_the_same_data_is_refused() {
+    let daemon = Daemon::start().await;
+    let error = serve_until(config(daemon.folder.path()), |_| panic!("it must not start"), async {}).await;
+    let error = error.unwrap_err();
+    assert_eq!(error.kind, Kind::Conflict);
+    assert!(error.message.contains(&format!("pid {}", std::process::id())), "{error}");
+    assert_eq!(daemon.tcp("GET /healthz", "", "").await.0, 200, "the first one does not notice");
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn an_address_others_can_reach_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut config = config(folder.path());
+    config.bind = "0.0.0.0:0".parse().unwrap();
+    let error = serve_until(config, |_| panic!("it must not start"), async {}).await.unwrap_err();
+    assert!(error.message.contains("loopback only"), "{error}");
+}
+
+#[tokio::test]
+async fn what_a_killed_daemon_left_is_ended_and_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let left = folder.path().join("sandboxes/sbleft");
+    let empty = folder.path().join("sandboxes/sbempty");
+    let foreign = folder.path().join("sandboxes/not-ours");
+    for path in [&left, &empty, &foreign] {
+        std::fs::create_dir_all(path).unwrap();
+    }
+    let mut process = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.id())).unwrap();
+    let start_time = stat.rsplit_once(") ").unwrap().1.split(' ').nth(19).unwrap().parse().unwrap();
+    let boot = crate::process::boot_id();
+    let identity = crate::process::Identity { boot, pid: process.id() as i32, start_time };
+    std::fs::write(left.join("process.json"), serde_json::to_vec(&identity).unwrap()).unwrap();
+
+    let daemon = Daemon::start_in(folder).await;
+    use std::os::unix::process::ExitStatusExt;
+    assert_eq!(process.try_wait().unwrap().and_then(|status| status.signal()), Some(9));
+    assert!(!left.exists() && !empty.exists());
+    assert!(foreign.exists(), "what is not a sandbox's is left alone");
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn stopping_does_not_wait_for_idle_clients() {
+    let daemon = Daemon::start().await;
+    let _idle = TcpStream::connect(daemon.ready.address).await.unwrap();
+    let _waiting = websocket(&daemon.ready.socket).await;
+    tokio::time::timeout(Duration::from_secs(4), daemon.stop()).await.expect("it stops");
+}
+
+/// `FORKD_WRITE_OPENAPI=1 cargo test` rewrites the document after a wanted change.
+#[test]
+fn the_committed_openapi_document_is_the_codes() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/openapi.json");
+    let document = super::openapi();
+    if std::env::var_os("FORKD_WRITE_OPENAPI").is_some() {
+        std::fs::write(&path, &document).unwrap();
+    }
+    let committed = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(
+        committed == document,
+        "docs/openapi.json is not what the code says; run the tests with FORKD_WRITE_OPENAPI=1 and look at the diff"
+    );
+}

@@ -1,0 +1,186 @@
+//! What a guest is booted from: the one place that knows the library of images and kernels.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::SystemTime;
+
+use forkd_image::{GUEST_MODULES, Kernel, Library, build_initramfs};
+use forkd_protocol::agent::WarmRequest;
+use forkd_protocol::init::InitPlan;
+use rustix::fs::{MemfdFlags, SealFlags};
+
+use crate::config::Config;
+use crate::error::{Error, Kind, Result};
+
+/// Everything a guest is booted from, opened.
+#[derive(Debug, Clone)]
+pub(crate) struct Assets {
+    kernel: Arc<OwnedFd>,
+    initramfs: Arc<OwnedFd>,
+    disk: Arc<OwnedFd>,
+    /// What warms the image up.
+    pub(crate) warm: WarmRequest,
+}
+
+/// Descriptors of one boot, for one monitor.
+#[derive(Debug)]
+pub(crate) struct BootFiles {
+    pub(crate) kernel: OwnedFd,
+    pub(crate) initramfs: OwnedFd,
+    /// The image's root disk.
+    pub(crate) disk: OwnedFd,
+}
+
+impl Assets {
+    /// Descriptors for one boot. Opened anew each time, for reading: a monitor must not find the
+    /// position another one left, nor be able to write.
+    pub(crate) fn open(&self) -> Result<BootFiles> {
+        Ok(BootFiles {
+            kernel: reopen(&self.kernel)?,
+            initramfs: reopen(&self.initramfs)?,
+            disk: reopen(&self.disk)?,
+        })
+    }
+}
+
+fn reopen(fd: &OwnedFd) -> Result<OwnedFd> {
+    let file = File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()));
+    Ok(file.map_err(|error| Error::host("cannot open a boot file again", error))?.into())
+}
+
+/// Finds images and kernels. All calls block.
+#[derive(Debug)]
+pub(crate) struct Finder {
+    library: Library,
+    kernel: Option<PathBuf>,
+    guest: PathBuf,
+    /// The last initramfs: making it means unpacking modules, which takes time.
+    initramfs: Mutex<Option<(Ingredients, Arc<OwnedFd>)>>,
+}
+
+/// What an initramfs was made of: the files, with their sizes and times.
+type Ingredients = [(PathBuf, u64, SystemTime); 2];
+
+impl Finder {
+    pub(crate) fn new(config: &Config) -> Self {
+        Finder {
+            library: Library::open(&config.library_dir),
+            kernel: config.kernel.clone(),
+            guest: config.guest.clone(),
+            initramfs: Mutex::default(),
+        }
+    }
+
+    /// Finds and opens what a guest of `image` is booted from.
+    pub(crate) fn find(&self, image: &str) -> Result<Assets> {
+        let image = self.library.image(image)?;
+        let kernel = match &self.kernel {
+            Some(path) => kernel_at(path)?,
+            None => self.library.kernel(None)?,
+        };
+        Ok(Assets {
+            kernel: open(&kernel.image)?,
+            initramfs: self.initramfs(&kernel)?,
+            disk: open(&image.disk)?,
+            warm: image.manifest.warm,
+        })
+    }
+
+    fn initramfs(&self, kernel: &Kernel) -> Result<Arc<OwnedFd>> {
+        let ingredients = [ingredient(&kernel.image)?, ingredient(&self.guest)?];
+        // Held while it is made: whoever else needs it would make the same.
+        let mut last = self.initramfs.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((made_of, initramfs)) = last.as_ref()
+            && *made_of == ingredients
+        {
+            return Ok(initramfs.clone());
+        }
+        let plan = InitPlan { hostname: "sandbox".into(), ..InitPlan::default() };
+        let bytes = build_initramfs(&self.guest, kernel, GUEST_MODULES, plan)?;
+        let initramfs =
+            sealed(&bytes).map_err(|error| Error::host("cannot hold an initramfs in memory", error))?;
+        let initramfs = Arc::new(initramfs);
+        *last = Some((ingredients, initramfs.clone()));
+        Ok(initramfs)
+    }
+}
+
+/// A kernel somebody named, with the host's modules for it if there are any.
+fn kernel_at(path: &Path) -> Result<Kernel> {
+    let kernel = Kernel::from_path(path, None)?;
+    let modules = Path::new("/lib/modules").join(&kernel.version);
+    match modules.is_dir() {
+        true => Ok(Kernel::from_path(path, Some(&modules))?),
+        false => Ok(kernel),
+    }
+}
+
+fn open(path: &Path) -> Result<Arc<OwnedFd>> {
+    let file =
+        File::open(path).map_err(|error| Error::host(format!("cannot open {}", path.display()), error))?;
+    Ok(Arc::new(file.into()))
+}
+
+fn ingredient(path: &Path) -> Result<(PathBuf, u64, SystemTime)> {
+    let known = std::fs::metadata(path).and_then(|metadata| Ok((metadata.len(), metadata.modified()?)));
+    let (length, modified) =
+        known.map_err(|error| Error::host(format!("cannot read {}", path.display()), error))?;
+    Ok((path.to_owned(), length, modified))
+}
+
+/// `bytes` in a file without a name that nobody can change any more.
+fn sealed(bytes: &[u8]) -> std::io::Result<OwnedFd> {
+    let fd = rustix::fs::memfd_create("initramfs", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    let mut file = File::from(fd);
+    file.write_all(bytes)?;
+    rustix::fs::fcntl_add_seals(
+        &file,
+        SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL,
+    )?;
+    Ok(file.into())
+}
+
+impl From<forkd_image::Error> for Error {
+    fn from(error: forkd_image::Error) -> Self {
+        let kind = match &error {
+            forkd_image::Error::NotFound(_) => Kind::NotFound,
+            _ => Kind::Internal,
+        };
+        // The crate's texts leave out their source, for those who print the chain.
+        let cause = std::error::Error::source(&error).map(|cause| format!(": {cause}")).unwrap_or_default();
+        Error::new(kind, format!("{error}{cause}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Seek};
+
+    #[test]
+    fn every_boot_reads_from_the_start_and_none_can_write() {
+        let fd = sealed(b"initramfs").unwrap();
+        for _ in 0..2 {
+            let mut file = File::from(reopen(&fd).unwrap());
+            let mut text = String::new();
+            file.read_to_string(&mut text).unwrap();
+            assert_eq!(text, "initramfs");
+            assert!(file.write_all(b"x").is_err());
+        }
+        let mut original = File::from(fd);
+        original.rewind().unwrap();
+        assert!(original.write_all(b"x").is_err(), "sealed even for whoever holds the first descriptor");
+    }
+
+    #[test]
+    fn an_image_that_is_not_there_is_told_with_the_fix() {
+        let dir = tempfile::tempdir().unwrap();
+        let finder = Finder::new(&Config::new(dir.path()));
+        let error = finder.find("python").unwrap_err();
+        assert_eq!(error.kind, Kind::NotFound);
+        assert!(error.message.contains("forkd image build python"), "{error}");
+    }
+}

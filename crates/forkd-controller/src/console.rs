@@ -1,0 +1,66 @@
+//! Reading what a guest wrote to its console, and what a monitor wrote to its log.
+//!
+//! Both are files written by processes we do not trust to be brief or printable: reading is
+//! bounded, and control characters never reach a terminal.
+
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::Path;
+
+/// The last `max` bytes of a file as printable text. A file that cannot be read is an empty one:
+/// this decorates errors and must not cause one.
+pub(crate) fn tail(path: &Path, max: u64) -> String {
+    read_end(path, max).map(|bytes| printable(&bytes)).unwrap_or_default()
+}
+
+fn read_end(path: &Path, max: u64) -> io::Result<Vec<u8>> {
+    let mut file = File::open(path)?;
+    let len = file.metadata()?.len();
+    file.seek(SeekFrom::Start(len.saturating_sub(max)))?;
+    let mut bytes = Vec::new();
+    file.take(max).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// Text without control characters (a guest could otherwise rewrite the reader's screen); lines
+/// and tabs stay.
+pub(crate) fn printable(bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(bytes.len());
+    for c in String::from_utf8_lossy(bytes).chars() {
+        match c {
+            '\n' | '\t' => text.push(c),
+            '\r' => {}
+            c if c.is_control() => text.push('\u{fffd}'),
+            c => text.push(c),
+        }
+    }
+    text
+}
+
+/// `message`, followed by the console's end if there is any.
+pub(crate) fn with_tail(message: &str, tail: &str) -> String {
+    match tail.trim() {
+        "" => format!("{message}; its console is empty"),
+        tail => format!("{message}; the end of its console:\n{tail}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_console_cannot_send_escape_sequences_to_the_reader() {
+        assert_eq!(printable(b"a\x1b[2Jb\r\n\tc\xff\x07"), "a\u{fffd}[2Jb\n\tc\u{fffd}\u{fffd}");
+    }
+
+    #[test]
+    fn only_the_end_of_a_long_file_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("console.log");
+        std::fs::write(&path, [vec![b'x'; 10_000], b"the end".to_vec()].concat()).unwrap();
+        assert_eq!(tail(&path, 7), "the end");
+        assert_eq!(tail(&path, 1 << 20).len(), 10_007);
+        assert_eq!(tail(&dir.path().join("none"), 7), "");
+    }
+}

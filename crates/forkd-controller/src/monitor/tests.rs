@@ -1,0 +1,93 @@
+//! Starting processes that are not monitors, or not for long. Those are real processes; what a real
+//! monitor does is tested with real guests.
+
+use super::*;
+use std::os::unix::fs::PermissionsExt;
+use std::time::Instant;
+
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// What to start `script` as a monitor with, in a folder of its own.
+fn launch_of(script: &str) -> (Launch, tempfile::TempDir) {
+    let folder = tempfile::tempdir().unwrap();
+    let vmm = folder.path().join("vmm");
+    std::fs::write(&vmm, format!("#!/bin/sh\n{script}\n")).unwrap();
+    std::fs::set_permissions(&vmm, std::fs::Permissions::from_mode(0o755)).unwrap();
+    (Launch { id: "sbtest".into(), folder: folder.path().into(), vmm, uid: None }, folder)
+}
+
+async fn failure_of(launch: Launch) -> String {
+    Monitor::launch(launch, PATIENCE).await.unwrap_err().message
+}
+
+/// Waits until the process that was recorded in `folder` is gone, reaped and all.
+async fn gone(folder: &Path) {
+    let identity = process::Identity::read(folder).expect("the process recorded itself");
+    let begun = Instant::now();
+    while Path::new(&format!("/proc/{}", identity.pid)).exists() {
+        assert!(begun.elapsed() < Duration::from_secs(10), "process {} is still there", identity.pid);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+#[tokio::test]
+async fn a_binary_that_is_not_there_is_named() {
+    let (mut launch, _folder) = launch_of("");
+    launch.vmm = "/nonexistent/forkd-vmm".into();
+    let error = failure_of(launch).await;
+    assert!(error.contains("cannot start /nonexistent/forkd-vmm"), "{error}");
+}
+
+#[tokio::test]
+async fn a_monitor_that_dies_at_once_is_quoted() {
+    let (launch, folder) = launch_of("echo no walls today >&2; exit 3");
+    let error = failure_of(launch).await;
+    assert!(error.contains("status 3") && error.contains("no walls today"), "{error}");
+    gone(folder.path()).await;
+}
+
+#[tokio::test]
+async fn a_monitor_that_never_answers_is_given_up_and_killed() {
+    let (launch, folder) = launch_of("exec sleep 1000");
+    let error = failure_of(launch).await;
+    assert!(error.contains("no answer within"), "{error}");
+    gone(folder.path()).await;
+}
+
+#[tokio::test]
+async fn a_monitor_gets_the_control_socket_and_nothing_else() {
+    let (launch, folder) = launch_of("");
+    let seen = folder.path().join("seen");
+    // What a daemon may have open: its own, and what whoever started it forgot to close.
+    let _ours: Vec<_> = (0..20).map(|_| std::io::pipe().unwrap()).collect();
+    let _inherited = rustix::io::dup(std::io::stderr()).unwrap();
+    let script = format!("#!/bin/sh\nexec ls -l /proc/self/fd > {}\n", seen.display());
+    std::fs::write(&launch.vmm, script).unwrap();
+    failure_of(launch).await;
+    let seen = std::fs::read_to_string(seen).unwrap();
+    let open: Vec<&str> = seen.lines().filter(|line| line.contains(" -> ")).collect();
+    // Three for every process, the socket, and the folder `ls` reads.
+    assert_eq!(open.len(), 5, "{seen}");
+    assert!(open[3].contains(" 3 -> socket:"), "{seen}");
+}
+
+#[tokio::test]
+async fn a_dropped_monitor_is_a_dead_one() {
+    let (launch, folder) = launch_of("exec sleep 1000");
+    let (child, control) = spawn(&launch).unwrap();
+    let monitor = Monitor::adopt(launch, child, control).unwrap();
+    drop(monitor);
+    gone(folder.path()).await;
+}
+
+#[tokio::test]
+async fn a_killed_monitor_is_noticed_at_once() {
+    let (launch, folder) = launch_of("exec sleep 1000");
+    let (child, control) = spawn(&launch).unwrap();
+    let mut monitor = Monitor::adopt(launch, child, control).unwrap();
+    monitor.pidfd.kill().unwrap();
+    let end = tokio::time::timeout(Duration::from_secs(5), monitor.wait()).await.unwrap();
+    assert!(end.vm.is_none());
+    assert!(end.describe().contains("killed by signal 9"), "{}", end.describe());
+    gone(folder.path()).await;
+}

@@ -1,0 +1,156 @@
+//! Processes we started: known by pid *and* start time, watched through a pidfd.
+//!
+//! A pid alone is not a name: it may belong to somebody else by the time a new daemon reads it.
+
+use std::io::{self, Write};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use serde::{Deserialize, Serialize};
+use tokio::io::unix::AsyncFd;
+
+/// The file in a sandbox's folder that names its process.
+pub(crate) const RECORD: &str = "process.json";
+
+/// A process, so that it can be told from a later one with the same pid.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Identity {
+    /// Which boot of the host it belongs to: start times are counted from there.
+    pub(crate) boot: String,
+    pub(crate) pid: i32,
+    /// In clock ticks since the host's boot.
+    pub(crate) start_time: u64,
+}
+
+impl Identity {
+    /// The process recorded in `folder`; `None` if none is.
+    pub(crate) fn read(folder: &Path) -> Option<Self> {
+        let bytes = std::fs::read(folder.join(RECORD)).ok()?;
+        serde_json::from_slice(&bytes).ok()
+    }
+
+    /// A pidfd of the process if it still runs. Whatever happens to its pid later, the pidfd means
+    /// this process.
+    pub(crate) fn open(&self) -> Option<Pidfd> {
+        if self.boot != boot_id() {
+            return None;
+        }
+        let pid = Pid::from_raw(self.pid)?;
+        let pidfd = Pidfd::open(pid).ok()?;
+        // Looked up after the pidfd was opened: the process with this pid now is the one it means.
+        let stat = std::fs::read(format!("/proc/{}/stat", self.pid)).ok()?;
+        (start_time(&stat)? == self.start_time).then_some(pidfd)
+    }
+}
+
+/// The host's current boot.
+pub(crate) fn boot_id() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+}
+
+/// Writes the calling process's [`Identity`] to `record`. Called between `fork` and `exec`, where
+/// the rest of a program's locks may be held by threads that no longer exist: it allocates nothing.
+pub(crate) fn record_self(boot: &str, record: BorrowedFd<'_>) -> io::Result<()> {
+    let stat = rustix::fs::open(c"/proc/self/stat", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+    let mut bytes = [0u8; 1024];
+    let len = rustix::io::read(&stat, &mut bytes)?;
+    let start = start_time(&bytes[..len]).ok_or(rustix::io::Errno::INVAL)?;
+    let pid = rustix::process::getpid().as_raw_nonzero();
+    let mut text = [0u8; 160];
+    let mut rest = &mut text[..];
+    write!(rest, r#"{{"boot":"{boot}","pid":{pid},"start_time":{start}}}"#)?;
+    let unused = rest.len();
+    let used = text.len() - unused;
+    rustix::io::write(record, &text[..used])?;
+    Ok(())
+}
+
+/// The start time in a `/proc/PID/stat`: the 22nd field, the 20th after the command's name, which
+/// is in parentheses and may itself hold anything.
+fn start_time(stat: &[u8]) -> Option<u64> {
+    let name_end = stat.iter().rposition(|&byte| byte == b')')?;
+    let field = stat.get(name_end + 2..)?.split(|&byte| byte == b' ').nth(19)?;
+    std::str::from_utf8(field).ok()?.parse().ok()
+}
+
+/// A process, whatever becomes of its pid.
+#[derive(Debug)]
+pub(crate) struct Pidfd(AsyncFd<OwnedFd>);
+
+impl Pidfd {
+    /// Must be called while `pid` cannot be reused (a child not waited for) or be checked after.
+    pub(crate) fn open(pid: Pid) -> io::Result<Self> {
+        let pidfd = pidfd_open(pid, PidfdFlags::NONBLOCK)?;
+        // SAFETY: an `OwnedFd` is the same open descriptor as long as it lives.
+        Ok(Pidfd(unsafe { AsyncFd::register(pidfd) }?))
+    }
+
+    pub(crate) fn kill(&self) -> io::Result<()> {
+        match pidfd_send_signal(self.0.get_ref().as_fd(), Signal::KILL) {
+            Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Returns when the process has ended. Cancel-safe.
+    pub(crate) async fn ended(&self) -> io::Result<()> {
+        // A pidfd stays readable from then on.
+        self.0.readable().await.map(|_| ())
+    }
+
+    /// Kills it and waits until it is gone, however long that takes; says so when it takes long.
+    pub(crate) async fn end(&self, whose: &str) {
+        loop {
+            if let Err(error) = self.kill() {
+                tracing::error!(sandbox = whose, %error, "cannot kill a monitor; trying again");
+            }
+            match tokio::time::timeout(Duration::from_secs(10), self.ended()).await {
+                Ok(Ok(())) => return,
+                Ok(Err(error)) => {
+                    tracing::error!(sandbox = whose, %error, fd = self.0.as_raw_fd(), "cannot watch a monitor");
+                    tokio::time::sleep(Duration::from_secs(10)).await;
+                }
+                Err(_) => tracing::error!(sandbox = whose, "a killed monitor is still there; waiting on"),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_start_time_is_found_whatever_the_process_calls_itself() {
+        let stat = b"7 (a) b (c) S 1 7 7 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 98765 1 2 3";
+        assert_eq!(start_time(stat), Some(98765));
+        for bad in [&b""[..], b"7 (x", b"7 (x) S 1", b")"] {
+            assert_eq!(start_time(bad), None);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_recorded_process_is_found_again_and_a_later_one_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let record = std::fs::File::create(folder.path().join(RECORD)).unwrap();
+        record_self(&boot_id(), record.as_fd()).unwrap();
+        let identity = Identity::read(folder.path()).unwrap();
+        assert_eq!(identity.pid, std::process::id() as i32);
+        assert!(identity.open().is_some());
+        let other = Identity { start_time: identity.start_time + 1, ..identity.clone() };
+        assert!(other.open().is_none());
+        let earlier = Identity { boot: "another boot".into(), ..identity };
+        assert!(earlier.open().is_none());
+    }
+
+    #[test]
+    fn a_damaged_record_names_nobody() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(Identity::read(folder.path()), None);
+        std::fs::write(folder.path().join(RECORD), b"{\"pid\":").unwrap();
+        assert_eq!(Identity::read(folder.path()), None);
+    }
+}

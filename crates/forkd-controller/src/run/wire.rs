@@ -1,0 +1,219 @@
+//! The client's side of a session: what it sent, what it is sent.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use axum::extract::ws::{Message, WebSocket};
+use bytes::{Bytes, BytesMut};
+use forkd_protocol::agent::Output;
+use futures_util::stream::{SplitSink, SplitStream};
+use futures_util::{SinkExt, StreamExt};
+use tokio::sync::{Notify, mpsc, oneshot};
+
+use crate::frames::{Channel, ClientMessage, MAX_CHUNK, STDIN_WINDOW, ServerEvent, pack, unpack};
+
+/// Between two pings to the client.
+const PING_EVERY: Duration = Duration::from_secs(20);
+/// A client that takes what we send but has said nothing for this long is gone.
+const SILENCE: Duration = Duration::from_secs(90);
+
+/// An event as a message.
+pub(super) fn text(event: &ServerEvent) -> Message {
+    // Plain data: it always serialises.
+    Message::Text(serde_json::to_string(event).unwrap_or_default().into())
+}
+
+/// What reader, writer and work know of the client.
+pub(super) struct Client {
+    state: Mutex<ClientState>,
+    /// Told when there is input.
+    arrived: Notify,
+}
+
+struct ClientState {
+    /// Input not given to the command yet.
+    input: BytesMut,
+    /// Whether more will come.
+    eof: bool,
+    /// Bytes received but not acknowledged: those in `input` and those on their way in.
+    unacknowledged: usize,
+    heard: Instant,
+}
+
+/// A piece of input.
+pub(super) enum Input {
+    Bytes(Bytes),
+    Eof,
+}
+
+impl Client {
+    pub(super) fn new() -> Self {
+        let state =
+            ClientState { input: BytesMut::new(), eof: false, unacknowledged: 0, heard: Instant::now() };
+        Client { state: Mutex::new(state), arrived: Notify::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ClientState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes input from the client. `false` if it is more than was allowed.
+    fn push(&self, data: &[u8]) -> bool {
+        let mut state = self.lock();
+        if state.unacknowledged + data.len() > STDIN_WINDOW {
+            return false;
+        }
+        state.unacknowledged += data.len();
+        if !state.eof {
+            state.input.extend_from_slice(data);
+        }
+        self.arrived.notify_one();
+        true
+    }
+
+    fn end_input(&self) {
+        self.lock().eof = true;
+        self.arrived.notify_one();
+    }
+
+    /// The next piece for the command. For one caller only.
+    pub(super) async fn input(&self) -> Input {
+        loop {
+            {
+                let mut state = self.lock();
+                if !state.input.is_empty() {
+                    let length = state.input.len().min(MAX_CHUNK);
+                    return Input::Bytes(state.input.split_to(length).freeze());
+                }
+                if state.eof {
+                    return Input::Eof;
+                }
+            }
+            self.arrived.notified().await;
+        }
+    }
+
+    pub(super) fn acknowledge(&self, bytes: usize) {
+        let mut state = self.lock();
+        state.unacknowledged = state.unacknowledged.saturating_sub(bytes);
+    }
+}
+
+/// Takes what the client sends, always at once, so that a hang-up is never behind anything. Returns
+/// when the client is gone. One that breaks the rules is complained about, and not listened to any
+/// more.
+pub(super) async fn read(
+    mut stream: SplitStream<WebSocket>,
+    client: Arc<Client>,
+    controls: mpsc::Sender<ClientMessage>,
+    complain: oneshot::Sender<String>,
+) {
+    let mut complain = Some(complain);
+    while let Some(Ok(message)) = stream.next().await {
+        client.lock().heard = Instant::now();
+        if complain.is_none() {
+            continue;
+        }
+        if let Err(why) = take(message, &client, &controls)
+            && let Some(complain) = complain.take()
+        {
+            let _ = complain.send(why);
+        }
+    }
+}
+
+/// Takes one message, or says what is wrong with it.
+fn take(
+    message: Message,
+    client: &Client,
+    controls: &mpsc::Sender<ClientMessage>,
+) -> std::result::Result<(), String> {
+    match message {
+        Message::Binary(frame) => match unpack(frame) {
+            Some((Channel::Stdin, data)) if client.push(&data) => {}
+            Some((Channel::Stdin, _)) => {
+                return Err(format!(
+                    "more than {STDIN_WINDOW} bytes of input are under way; wait for stdin_ack"
+                ));
+            }
+            _ => return Err("a binary message of a client starts with 0, for input".into()),
+        },
+        Message::Text(text) => match serde_json::from_str(&text) {
+            Ok(ClientMessage::StdinEof) => client.end_input(),
+            Ok(control) => {
+                if controls.try_send(control).is_err() {
+                    tracing::debug!("a control message was dropped: too many at once");
+                }
+            }
+            Err(error) => return Err(format!("a message was not understood: {error}")),
+        },
+        // After a close the stream ends by itself.
+        Message::Close(_) | Message::Ping(_) | Message::Pong(_) => {}
+    }
+    Ok(())
+}
+
+/// Sends what is queued, and pings. Ends with the queue, or when the client is dead.
+///
+/// While a client does not take what we send, it is not pinged: it may just be slow (its output
+/// goes to a pager), and TCP itself notices when its machine is gone.
+pub(super) async fn write(
+    mut sink: SplitSink<WebSocket, Message>,
+    mut queued: mpsc::Receiver<Message>,
+    client: Arc<Client>,
+) {
+    let first = tokio::time::Instant::now() + PING_EVERY;
+    let mut pings = tokio::time::interval_at(first, PING_EVERY);
+    pings.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        let message = tokio::select! {
+            message = queued.recv() => match message {
+                Some(message) => message,
+                None => break,
+            },
+            _ = pings.tick() => {
+                if client.lock().heard.elapsed() > SILENCE {
+                    tracing::info!("a client has been silent for too long; hanging up");
+                    return;
+                }
+                Message::Ping(Bytes::new())
+            }
+        };
+        let slow = Instant::now();
+        if sink.send(message).await.is_err() {
+            return;
+        }
+        if slow.elapsed() > PING_EVERY {
+            // It was not asked anything meanwhile: its silence proves nothing.
+            client.lock().heard = Instant::now();
+        }
+    }
+    let _ = sink.close().await;
+}
+
+/// The way to the client. Waiting here is what slows a command down to its reader's speed.
+#[derive(Clone)]
+pub(super) struct Outgoing(pub(super) mpsc::Sender<Message>);
+
+impl Outgoing {
+    /// Failure means that the writer has ended, which ends the session.
+    pub(super) async fn event(&self, event: &ServerEvent) {
+        let _ = self.0.send(text(event)).await;
+    }
+
+    pub(super) async fn data(&self, channel: Channel, data: &[u8]) {
+        for piece in data.chunks(MAX_CHUNK) {
+            let _ = self.0.send(Message::Binary(pack(channel, piece))).await;
+        }
+    }
+
+    pub(super) async fn output(&self, output: Output) {
+        // A command on a terminal writes to that alone.
+        for data in [output.stdout, output.pty].into_iter().flatten() {
+            self.data(Channel::Stdout, &data).await;
+        }
+        if let Some(data) = output.stderr {
+            self.data(Channel::Stderr, &data).await;
+        }
+    }
+}

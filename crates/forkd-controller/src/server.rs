@@ -1,0 +1,244 @@
+//! Listening, serving connections, and stopping in order.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::Semaphore;
+
+use crate::api::{self, App};
+use crate::auth::Token;
+use crate::config::Config;
+use crate::count::Count;
+use crate::error::{Error, Result};
+use crate::lock::DataLock;
+use crate::registry::{Registry, make_private_dir};
+use crate::stopping::{Stop, Stopping};
+use crate::unix_socket;
+
+/// A client must have sent the head of its request by then.
+const HEADER_WAIT: Duration = Duration::from_secs(30);
+/// After this long, sandboxes that do not go away are left to the next daemon's start.
+const CLOSE_WAIT: Duration = Duration::from_secs(30);
+/// After a failed `accept`, most likely for want of descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// The longest path a unix socket can have.
+const SOCKET_PATH_MAX: usize = 107;
+/// What a sandbox's folder adds to the data directory's path, at its longest.
+const SOCKET_PATH_TAIL: usize = "/sandboxes/sb0123456789abcdef/control.sock".len();
+
+/// Where a daemon can be reached.
+#[derive(Debug, Clone)]
+pub struct Ready {
+    /// The TCP address, with the port that was really taken.
+    pub address: SocketAddr,
+    /// The unix socket.
+    pub socket: PathBuf,
+    /// The file with the token for TCP.
+    pub token_file: PathBuf,
+}
+
+/// Runs a daemon until it gets SIGTERM or SIGINT. Calls `ready` when it can be reached. When it
+/// returns, its sandboxes are gone.
+pub async fn serve(config: Config, ready: impl FnOnce(&Ready)) -> Result<()> {
+    let caught = |error| Error::host("cannot catch signals", error);
+    let mut terminate = signal(SignalKind::terminate()).map_err(caught)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(caught)?;
+    let asked = async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+    };
+    serve_until(config, ready, asked).await
+}
+
+/// Runs a daemon until `asked` returns. See [`serve`].
+pub async fn serve_until(
+    config: Config,
+    ready: impl FnOnce(&Ready),
+    asked: impl Future<Output = ()>,
+) -> Result<()> {
+    check(&config)?;
+    raise_descriptor_limit();
+    let made = |path: &Path| {
+        make_private_dir(path).map_err(|e| Error::host(format!("cannot make {}", path.display()), e))
+    };
+    made(&config.data_dir)?;
+    let _lock = DataLock::take(&config.data_dir)?;
+    let token = Token::load_or_make(&config.token_file)?;
+    let (_named, unix) = unix_socket::listen(&config.socket)?;
+    let listening = |error: std::io::Error| {
+        let fix = match error.kind() {
+            std::io::ErrorKind::AddrInUse => {
+                "; stop whoever has it, or choose another with --bind or FORKD_BIND"
+            }
+            _ => "",
+        };
+        Error::host(format!("cannot listen on {}", config.bind), format!("{error}{fix}"))
+    };
+    let unix = UnixListener::from_std(unix).map_err(listening)?;
+    let tcp = TcpListener::bind(config.bind).await.map_err(listening)?;
+    let address = tcp.local_addr().map_err(listening)?;
+
+    let config = Arc::new(config);
+    let (stop, stopping) = Stop::new();
+    let app = App {
+        registry: Registry::open(config.clone()).await?,
+        config: config.clone(),
+        stopping: stopping.clone(),
+        address,
+        sessions: Count::new(),
+    };
+    let connections = Connections { stopping, count: Count::new(), max: config.limits.max_connections };
+    let routers = (api::for_tcp(app.clone(), token), api::for_unix(app.clone()));
+    tokio::spawn(connections.clone().accept(tcp, routers.0));
+    tokio::spawn(connections.clone().accept(unix, routers.1));
+
+    tracing::info!(%address, socket = %config.socket.display(), data = %config.data_dir.display(), "forkd is ready");
+    ready(&Ready { address, socket: config.socket.clone(), token_file: config.token_file.clone() });
+
+    asked.await;
+    tracing::info!("stopping");
+    stop.ask();
+    let drained = async {
+        connections.count.none().await;
+        app.sessions.none().await;
+    };
+    if tokio::time::timeout(config.timing.drain, drained).await.is_err() {
+        tracing::warn!("requests are still under way; their sandboxes end under them");
+    }
+    if tokio::time::timeout(CLOSE_WAIT, app.registry.close()).await.is_err() {
+        tracing::error!("some sandboxes did not go away; the next start removes what is left");
+    }
+    // Whoever waited for a sandbox has just been told that it ended: let that answer out.
+    let _ = tokio::time::timeout(Duration::from_secs(1), connections.count.none()).await;
+    tracing::info!("stopped");
+    Ok(())
+}
+
+fn check(config: &Config) -> Result<()> {
+    if !config.bind.ip().is_loopback() {
+        let text = format!(
+            "refusing to listen on {}: this version serves loopback only; reach it from elsewhere through \
+             an SSH tunnel (ssh -L {port}:127.0.0.1:{port} HOST)",
+            config.bind,
+            port = config.bind.port()
+        );
+        return Err(Error::invalid(text));
+    }
+    let room = SOCKET_PATH_MAX - SOCKET_PATH_TAIL;
+    if config.data_dir.as_os_str().len() > room {
+        let text = format!(
+            "the data directory's path is too long for the sockets in it; use one of at most {room} bytes: {}",
+            config.data_dir.display()
+        );
+        return Err(Error::invalid(text));
+    }
+    let slots = u32::try_from(config.limits.max_sandboxes).unwrap_or(u32::MAX);
+    // The last number is not a user: it means "no change" to the kernel.
+    if config.jail_uid_base == 0 || config.jail_uid_base.checked_add(slots).is_none_or(|end| end == u32::MAX)
+    {
+        return Err(Error::invalid("the user ids for sandboxes must be above 0 and fit into 32 bits"));
+    }
+    Ok(())
+}
+
+/// Every sandbox and every connection costs descriptors; the usual soft limit is far too low.
+fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    if let Err(error) = setrlimit(Resource::Nofile, raised) {
+        tracing::warn!(%error, "cannot raise the limit of open files");
+    }
+}
+
+/// Something to accept connections from.
+trait Accept: Send + 'static {
+    type Stream: AsyncRead + AsyncWrite + Send + Unpin + 'static;
+    fn next(&self) -> impl Future<Output = std::io::Result<Self::Stream>> + Send;
+}
+
+impl Accept for TcpListener {
+    type Stream = TcpStream;
+    async fn next(&self) -> std::io::Result<TcpStream> {
+        let (stream, _) = self.accept().await?;
+        stream.set_nodelay(true)?;
+        Ok(stream)
+    }
+}
+
+impl Accept for UnixListener {
+    type Stream = UnixStream;
+    async fn next(&self) -> std::io::Result<UnixStream> {
+        Ok(self.accept().await?.0)
+    }
+}
+
+/// What all connections share.
+#[derive(Clone)]
+struct Connections {
+    stopping: Stopping,
+    count: Count,
+    /// At a time, on each listener: strangers on TCP must not crowd out the unix socket.
+    max: usize,
+}
+
+impl Connections {
+    async fn accept<L: Accept>(self, listener: L, router: Router) {
+        let mut stopping = self.stopping.clone();
+        let room = Arc::new(Semaphore::new(self.max));
+        loop {
+            let Ok(room) = room.clone().acquire_owned().await else { return };
+            let accepted = tokio::select! {
+                accepted = listener.next() => accepted,
+                () = stopping.asked() => return,
+            };
+            match accepted {
+                Ok(stream) => {
+                    let (router, stopping, counted) =
+                        (router.clone(), self.stopping.clone(), self.count.enter());
+                    tokio::spawn(async move {
+                        connection(stream, router, stopping).await;
+                        drop((room, counted));
+                    });
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "cannot accept a connection");
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+    }
+}
+
+async fn connection<S>(stream: S, router: Router, mut stopping: Stopping)
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
+    let serving = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADER_WAIT)
+        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router))
+        .with_upgrades();
+    let mut serving = std::pin::pin!(serving);
+    let served = tokio::select! {
+        served = serving.as_mut() => served,
+        () = stopping.asked() => {
+            serving.as_mut().graceful_shutdown();
+            serving.await
+        }
+    };
+    if let Err(error) = served {
+        tracing::debug!(%error, "a connection broke");
+    }
+}

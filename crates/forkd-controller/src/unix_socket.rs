@@ -1,0 +1,125 @@
+//! The unix socket: there at once with the right permissions, replacing a dead daemon's but never
+//! a living one's.
+
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Kind, Result};
+use crate::registry::make_private_dir;
+
+/// Members of this group may use the socket.
+const GROUP: &str = "forkd";
+
+/// A listening socket with a name. Dropping it removes the name, unless somebody else has it now.
+#[derive(Debug)]
+pub(crate) struct NamedSocket {
+    path: PathBuf,
+    inode: u64,
+}
+
+/// Listens at `path`.
+pub(crate) fn listen(path: &Path) -> Result<(NamedSocket, UnixListener)> {
+    refuse_if_taken(path)?;
+    let failed = |error: io::Error| Error::host(format!("cannot listen on {}", path.display()), error);
+    if let Some(parent) = path.parent() {
+        std::fs::create_dir_all(parent).map_err(failed)?;
+    }
+    // A socket is open to all from `bind` to `chmod`, so it is made where nobody can reach it and
+    // moved into place when it is ready, over a stale one if need be.
+    let private = path.with_extension(format!("new-{}", std::process::id()));
+    // A daemon with the same pid, killed right here, may have left one: pids repeat after a boot.
+    let _ = std::fs::remove_dir_all(&private);
+    make_private_dir(&private).map_err(failed)?;
+    let made = make(&private.join("s"), path);
+    let _ = std::fs::remove_dir_all(&private);
+    made.map_err(failed)
+}
+
+fn make(temporary: &Path, path: &Path) -> io::Result<(NamedSocket, UnixListener)> {
+    let listener = UnixListener::bind(temporary)?;
+    listener.set_nonblocking(true)?;
+    std::fs::set_permissions(temporary, std::fs::Permissions::from_mode(0o660))?;
+    if let Some(group) = group_id(&std::fs::read_to_string("/etc/group").unwrap_or_default(), GROUP) {
+        match std::os::unix::fs::chown(temporary, None, Some(group)) {
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                tracing::warn!("cannot give the socket to group {GROUP}: only root or a member can");
+            }
+            other => other?,
+        }
+    }
+    let inode = std::fs::symlink_metadata(temporary)?.ino();
+    std::fs::rename(temporary, path)?;
+    Ok((NamedSocket { path: path.to_owned(), inode }, listener))
+}
+
+fn refuse_if_taken(path: &Path) -> Result<()> {
+    let Ok(metadata) = std::fs::symlink_metadata(path) else { return Ok(()) };
+    if !metadata.file_type().is_socket() {
+        let text = format!("{} exists and is not a socket; name another, or remove it", path.display());
+        return Err(Error::new(Kind::Conflict, text));
+    }
+    match UnixStream::connect(path) {
+        Ok(_) => {
+            let text =
+                format!("another daemon listens on {}; stop it, or name another socket", path.display());
+            Err(Error::new(Kind::Conflict, text))
+        }
+        Err(_) => Ok(()),
+    }
+}
+
+/// The number of `group` in a group file.
+fn group_id(groups: &str, group: &str) -> Option<u32> {
+    groups.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        (fields.next()? == group).then_some(())?;
+        fields.nth(1)?.parse().ok()
+    })
+}
+
+impl Drop for NamedSocket {
+    fn drop(&mut self) {
+        if std::fs::symlink_metadata(&self.path).is_ok_and(|metadata| metadata.ino() == self.inode) {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dead_daemons_socket_is_replaced_and_a_living_ones_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("forkd.sock");
+        drop(UnixListener::bind(&path).unwrap());
+        let half_made = path.with_extension(format!("new-{}", std::process::id()));
+        std::fs::create_dir(&half_made).unwrap();
+        drop(UnixListener::bind(half_made.join("s")).unwrap());
+        let (named, listener) = listen(&path).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o660);
+        assert!(listen(&path).unwrap_err().message.contains("another daemon"));
+        drop((named, listener));
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left");
+    }
+
+    #[test]
+    fn a_file_that_is_not_a_socket_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("forkd.sock");
+        std::fs::write(&path, "precious").unwrap();
+        assert!(listen(&path).is_err());
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
+    }
+
+    #[test]
+    fn a_group_is_found_by_its_whole_name() {
+        let groups = "root:x:0:\nforkd-users:x:7:\nforkd:x:42:me\n";
+        assert_eq!(group_id(groups, "forkd"), Some(42));
+        assert_eq!(group_id(groups, "fork"), None);
+        assert_eq!(group_id("forkd", "forkd"), None);
+    }
+}
