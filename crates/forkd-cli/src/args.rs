@@ -1,0 +1,377 @@
+//! What can be typed: the commands, their options and their help texts. Nothing here does
+//! anything; `commands` gives each of these structs its meaning.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+/// Fork for virtual machines: run commands in microVMs of their own.
+///
+/// Works the same with and without KVM: where /dev/kvm cannot run Linux, forkd keeps one emulated
+/// machine (QEMU) in which it can, starts it when it is needed, and says so.
+#[derive(Debug, Parser)]
+#[command(
+    name = "forkd",
+    version,
+    after_help = "Examples:
+  forkd run --image python -- python3 -c 'print(6 * 7)'
+  forkd doctor
+
+Exit status: 0 done, 1 failed, 2 wrong usage. `forkd run` exits with the command's own status."
+)]
+pub(crate) struct Cli {
+    /// Where images, kernels, snapshots and the machine live [default: /var/lib/forkd as root,
+    /// otherwise ~/.local/share/forkd].
+    #[arg(long, global = true, env = "FORKD_DATA_DIR", value_name = "DIR")]
+    pub(crate) data_dir: Option<PathBuf>,
+
+    /// Print no progress and no notes; only results, warnings and errors.
+    #[arg(long, short, global = true)]
+    pub(crate) quiet: bool,
+
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    Run(RunArgs),
+    Serve(ServeArgs),
+    Doctor(DoctorArgs),
+    /// The token of the daemon.
+    #[command(subcommand)]
+    Token(TokenCommand),
+    /// Root disks: build, list and remove them.
+    #[command(subcommand)]
+    Image(ImageCommand),
+    /// The emulated machine used where KVM cannot run Linux.
+    #[command(
+        subcommand,
+        after_help = "Environment, read by `start`:
+  FORKD_MACHINE_MIB            memory of the machine in MiB [default: 4096]
+  FORKD_MACHINE_WATCHDOG_SECS  silence after which it is replaced by a fresh one [default: 120]
+  FORKD_QEMU                   the QEMU program [default: qemu-system-x86_64]"
+    )]
+    Machine(MachineCommand),
+}
+
+/// Which daemon to talk to.
+#[derive(Debug, Clone, Default, Args)]
+pub(crate) struct DaemonArgs {
+    /// Talk to this daemon instead of finding or starting one.
+    #[arg(long, env = "FORKD_URL", value_name = "URL")]
+    pub(crate) daemon_url: Option<String>,
+
+    /// Its token.
+    #[arg(long, env = "FORKD_TOKEN", value_name = "TOKEN", hide_env_values = true)]
+    pub(crate) daemon_token: Option<String>,
+}
+
+/// Run one command in a fresh microVM and exit with its status.
+///
+/// Standard input, output and error are the command's. The microVM ends with the command, and with
+/// this process, however that ends. An image called `python` is built on first use.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd run --image python -- python3 -c 'import numpy; print(numpy.zeros(5).tolist())'
+  echo hello | forkd run --image python -- tr a-z A-Z
+  forkd run --image python --vcpus 2 --mem-size-mib 1024 --env LANG=C.UTF-8 --timeout 60 -- sh -c 'nproc'
+
+Exit status: the command's own, or
+  124    its --timeout was over
+  125    forkd itself failed
+  126    the command was found but could not be run
+  127    the command was not found in the image
+  128+N  signal N ended it; 141 also when nobody reads its output any more
+  2      wrong usage; nothing was run")]
+pub(crate) struct RunArgs {
+    /// Image to run the command in (`forkd image ls`).
+    #[arg(long, value_parser = parse_name, value_name = "NAME")]
+    pub(crate) image: String,
+
+    /// Virtual CPUs.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=32), value_name = "N")]
+    pub(crate) vcpus: u8,
+
+    /// Memory in MiB.
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(64..), value_name = "MIB")]
+    pub(crate) mem_size_mib: u64,
+
+    /// Variable for the command; may be given several times.
+    #[arg(long, short, value_parser = parse_variable, value_name = "NAME=VALUE")]
+    pub(crate) env: Vec<(String, String)>,
+
+    /// Working directory in the guest [default: the user's home].
+    #[arg(long, value_name = "DIR")]
+    pub(crate) cwd: Option<String>,
+
+    /// User in the guest [default: root].
+    #[arg(long, short, value_name = "USER")]
+    pub(crate) user: Option<String>,
+
+    /// End the command after this many seconds, at most 30 days.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=2_592_000), value_name = "SECS")]
+    pub(crate) timeout: Option<u64>,
+
+    #[command(flatten)]
+    pub(crate) daemon: DaemonArgs,
+
+    /// The command and its arguments; no shell is involved.
+    #[arg(last = true, required = true, value_name = "CMD")]
+    pub(crate) command: Vec<String>,
+}
+
+/// Run the daemon, in the foreground.
+///
+/// It listens on a unix socket and on a loopback TCP address. `forkd run` starts it by itself when
+/// KVM works here; run it by hand, or as a service, to keep it.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  sudo forkd serve
+  sudo forkd serve --data-dir /srv/forkd --bind 127.0.0.1:9000
+
+Environment:
+  FORKD_BOOT_TIMEOUT_SECS  how long a guest may take to boot [default: 120]
+  FORKD_UNRESPONSIVE_SECS  silence after which a guest counts as hung [default: 60]
+  RUST_LOG                 how much is logged, such as debug [default: info]")]
+pub(crate) struct ServeArgs {
+    /// Read images and kernels from here [default: the data directory].
+    #[arg(long, value_name = "DIR")]
+    pub(crate) library: Option<PathBuf>,
+
+    /// Unix socket to listen on [default: /run/forkd/forkd.sock for /var/lib/forkd, otherwise
+    /// forkd.sock in the data directory].
+    #[arg(long, env = "FORKD_SOCKET", value_name = "PATH")]
+    pub(crate) socket: Option<PathBuf>,
+
+    /// TCP address to listen on.
+    #[arg(long, env = "FORKD_BIND", default_value = "127.0.0.1:8889", value_name = "ADDRESS:PORT")]
+    pub(crate) bind: SocketAddr,
+
+    /// File with the token TCP clients must show; made at first start [default: token in the data
+    /// directory].
+    #[arg(long, env = "FORKD_TOKEN_FILE", value_name = "FILE")]
+    pub(crate) token_file: Option<PathBuf>,
+
+    /// Guest kernel, an ELF vmlinux or a bzImage [default: the library's]. Its modules are looked for in
+    /// `modules` beside it and in /lib/modules.
+    #[arg(long, env = "FORKD_KERNEL", value_name = "FILE")]
+    pub(crate) kernel: Option<PathBuf>,
+
+    /// In the emulated machine: also serve what QEMU forwards.
+    #[arg(long, hide = true)]
+    pub(crate) in_machine: bool,
+}
+
+/// Check what this computer can do, and say how to fix what it cannot.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd doctor
+  forkd doctor --json | jq '.checks[] | select(.status != \"pass\")'
+
+Exit status: 0 when forkd can work here, perhaps with warnings; 1 when it cannot.")]
+pub(crate) struct DoctorArgs {
+    /// Print one JSON object.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) daemon: DaemonArgs,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum TokenCommand {
+    /// Print the token of the daemon the other commands would talk to.
+    #[command(after_help = "Example:
+  curl -H \"Authorization: Bearer $(forkd token print)\" http://127.0.0.1:8889/version")]
+    Print(TokenPrintArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct TokenPrintArgs {
+    /// Print one JSON object, with the address of the daemon.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) daemon: DaemonArgs,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ImageCommand {
+    Build(ImageBuildArgs),
+    /// List images.
+    #[command(after_help = "Examples:
+  forkd image ls
+  forkd image ls --json | jq -r '.[].name'")]
+    Ls(JsonArgs),
+    /// Remove images. Sandboxes that run from them go on.
+    #[command(after_help = "Example:
+  forkd image rm tools mine")]
+    Rm(ImageRmArgs),
+}
+
+/// Build a root disk.
+///
+/// From Debian packages (the default), from a tar of a root file system or from a folder. Without a
+/// source, `python` and other images forkd knows are built as it knows them.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd image build python
+  forkd image build tools --packages git,curl,jq
+  forkd image build mine --tar rootfs.tar --size-mib 4096")]
+pub(crate) struct ImageBuildArgs {
+    /// Its name.
+    #[arg(value_parser = parse_name)]
+    pub(crate) name: String,
+
+    /// Debian packages, in addition to the essential ones.
+    #[arg(long, value_delimiter = ',', group = "source", value_name = "PKG,…")]
+    pub(crate) packages: Vec<String>,
+
+    /// A tar of a root file system, compressed or not.
+    #[arg(long, group = "source", value_name = "FILE")]
+    pub(crate) tar: Option<PathBuf>,
+
+    /// A folder that holds a root file system.
+    #[arg(long, group = "source", value_name = "DIR")]
+    pub(crate) folder: Option<PathBuf>,
+
+    /// Debian suite for packages.
+    #[arg(long, conflicts_with_all = ["tar", "folder"], value_name = "SUITE")]
+    pub(crate) suite: Option<String>,
+
+    /// Size of the disk in MiB [default: what it holds and room to write].
+    #[arg(long, value_parser = clap::value_parser!(u64).range(16..), value_name = "MIB")]
+    pub(crate) size_mib: Option<u64>,
+
+    /// Replace an image of that name.
+    #[arg(long)]
+    pub(crate) force: bool,
+
+    /// Print the image as one JSON object.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ImageRmArgs {
+    /// Names of images.
+    #[arg(required = true, value_parser = parse_name)]
+    pub(crate) names: Vec<String>,
+}
+
+/// The only option of a command that prints data.
+#[derive(Debug, Args)]
+pub(crate) struct JsonArgs {
+    /// Print JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum MachineCommand {
+    /// Start the machine and the daemon in it; nothing happens if it runs.
+    #[command(after_help = "Example:
+  FORKD_MACHINE_MIB=8192 forkd machine start")]
+    Start,
+    /// Shut the machine down cleanly. What was written to its disk stays.
+    #[command(after_help = "Example:
+  forkd machine stop")]
+    Stop,
+    /// Say how the machine is.
+    #[command(after_help = "Examples:
+  forkd machine status
+  forkd machine status --json | jq -r .state")]
+    Status(JsonArgs),
+    Shell(MachineShellArgs),
+    /// Parent of QEMU; started by `start`.
+    #[command(hide = true)]
+    Supervise,
+}
+
+/// Open a shell in the machine, or run a command there.
+///
+/// You are root there, on this computer's own files, read-only under a layer that is forgotten
+/// when the machine stops.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd machine shell
+  forkd machine shell -- dmesg
+
+Exit status: the command's; 128 + N when signal N ended it; 125 when forkd itself failed.")]
+pub(crate) struct MachineShellArgs {
+    /// Command to run instead of a shell.
+    #[arg(last = true, value_name = "CMD")]
+    pub(crate) command: Vec<String>,
+}
+
+fn parse_variable(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, value)) if !name.is_empty() => Ok((name.to_owned(), value.to_owned())),
+        _ => Err("write it as NAME=VALUE".to_owned()),
+    }
+}
+
+fn parse_name(text: &str) -> Result<String, String> {
+    if forkd_protocol::names::is_valid_name(text) {
+        Ok(text.to_owned())
+    } else {
+        Err(format!("a name is {}", forkd_protocol::names::NAME_RULE))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_commands_are_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    /// A command that does something, and does not end its help without showing how.
+    fn check_examples(command: &clap::Command, path: &str) {
+        let path = format!("{path} {}", command.get_name());
+        let (mut inner, help) = (command.get_subcommands().peekable(), command.get_after_help());
+        if inner.peek().is_none() && !command.is_hide_set() {
+            let help = help.map(ToString::to_string).unwrap_or_default();
+            assert!(help.contains("Example"), "{path} has no example in its help");
+        }
+        inner.for_each(|command| check_examples(command, &path));
+    }
+
+    #[test]
+    fn every_command_shows_an_example() {
+        check_examples(&Cli::command(), "");
+    }
+
+    #[test]
+    fn everything_after_the_dashes_belongs_to_the_command() {
+        let cli = Cli::try_parse_from([
+            "forkd", "run", "--image", "python", "-e", "A=b=c", "--", "sh", "-c", "exit 7", "--json",
+        ])
+        .unwrap();
+        let Command::Run(run) = cli.command else { panic!("not run") };
+        assert_eq!(run.command, ["sh", "-c", "exit 7", "--json"]);
+        assert_eq!(run.env, [("A".to_owned(), "b=c".to_owned())]);
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_wrong_usage() {
+        for line in [
+            &["forkd", "run", "--image", "python"][..],
+            &["forkd", "run", "--", "sh"],
+            &["forkd", "run", "--image", "p", "--vcpus", "0", "--", "sh"],
+            &["forkd", "run", "--image", "p", "--env", "nothing", "--", "sh"],
+            &["forkd", "run", "--image", "../p", "--", "sh"],
+            &["forkd", "image", "build", "../x"],
+            &["forkd", "image", "build", "x", "--tar", "a", "--folder", "b"],
+            &["forkd", "image", "rm"],
+        ] {
+            assert_eq!(Cli::try_parse_from(line).unwrap_err().exit_code(), 2, "{line:?}");
+        }
+    }
+}

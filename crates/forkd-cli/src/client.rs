@@ -1,0 +1,251 @@
+//! A client of the daemon: REST calls and the WebSocket of `run`, over its unix socket or TCP.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
+use hyper::{Method, Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use serde_json::Value;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpStream, UnixStream};
+use tokio_tungstenite::WebSocketStream;
+use tokio_tungstenite::tungstenite::client::IntoClientRequest;
+
+/// The longest answer to a REST call.
+const MAX_ANSWER: usize = 64 << 20;
+/// How long connecting may take.
+const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+/// How long a daemon may take to agree to a conversation: an emulated one is slow.
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+
+/// Where a daemon is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Address {
+    /// Whoever may open it may do everything.
+    Unix(PathBuf),
+    /// Host and port, such as `127.0.0.1:8889`.
+    Tcp(String),
+}
+
+/// A daemon, and what it takes to talk to it.
+#[derive(Debug, Clone)]
+pub(crate) struct Daemon {
+    pub(crate) address: Address,
+    pub(crate) token: Option<String>,
+}
+
+/// A byte stream of either kind.
+pub(crate) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
+
+/// The WebSocket of a `run`.
+pub(crate) type Socket = WebSocketStream<Box<dyn Stream>>;
+
+impl Daemon {
+    /// The daemon behind a unix socket.
+    pub(crate) fn unix(path: PathBuf) -> Self {
+        Daemon { address: Address::Unix(path), token: None }
+    }
+
+    /// The daemon on a loopback port.
+    pub(crate) fn loopback(port: u16, token: String) -> Self {
+        Daemon { address: Address::Tcp(format!("127.0.0.1:{port}")), token: Some(token) }
+    }
+
+    /// The daemon a URL names: `http://host:port` or `unix:/path`.
+    pub(crate) fn from_url(url: &str, token: Option<String>) -> Result<Self> {
+        let url = url.trim_end_matches('/');
+        if let Some(path) = url.strip_prefix("unix://").or_else(|| url.strip_prefix("unix:")) {
+            return Ok(Daemon { address: Address::Unix(path.into()), token });
+        }
+        let Some(authority) = url.strip_prefix("http://") else {
+            bail!("the daemon's address `{url}` must be http://HOST:PORT or unix:/PATH");
+        };
+        if authority.is_empty() || authority.contains(['/', '?', '#', '@']) {
+            bail!("the daemon's address `{url}` must be http://HOST:PORT, with nothing after it");
+        }
+        let has_port = authority.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());
+        let authority = if has_port { authority.to_owned() } else { format!("{authority}:80") };
+        Ok(Daemon { address: Address::Tcp(authority), token })
+    }
+
+    /// Its address, for people and for other clients.
+    pub(crate) fn url(&self) -> String {
+        match &self.address {
+            Address::Unix(path) => format!("unix:{}", path.display()),
+            Address::Tcp(authority) => format!("http://{authority}"),
+        }
+    }
+
+    /// Whether it is on this computer. Its token is nobody else's business.
+    pub(crate) fn is_local(&self) -> bool {
+        match &self.address {
+            Address::Unix(_) => true,
+            Address::Tcp(authority) => {
+                let host = authority.rsplit_once(':').map_or(authority.as_str(), |(host, _)| host);
+                matches!(host, "localhost" | "127.0.0.1" | "[::1]")
+            }
+        }
+    }
+
+    /// Where it serves TCP clients: what a daemon behind a unix socket says of itself.
+    pub(crate) async fn http_url(&self) -> Result<String> {
+        if let Address::Tcp(_) = &self.address {
+            return Ok(self.url());
+        }
+        let (_, version) = self.call(Method::GET, "/version", None).await?;
+        let address = version.get("address").and_then(Value::as_str);
+        Ok(format!("http://{}", address.context("the daemon is of another version: restart it")?))
+    }
+
+    /// Whether a daemon answers there, within `limit`.
+    pub(crate) async fn is_healthy(&self, limit: Duration) -> bool {
+        let call = self.call(Method::GET, "/healthz", None);
+        matches!(tokio::time::timeout(limit, call).await, Ok(Ok((status, _))) if status.is_success())
+    }
+
+    /// One request. The answer's body is JSON, or a string if it is not.
+    pub(crate) async fn call(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&Value>,
+    ) -> Result<(StatusCode, Value)> {
+        let stream = self.connect().await?;
+        let failed = || format!("the daemon at {} broke off", self.url());
+        let (mut sender, connection) =
+            hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.with_context(failed)?;
+        let driver = tokio::spawn(connection);
+        let mut request = Request::builder().method(method).uri(path).header(HOST, self.host());
+        if let Some(token) = &self.token {
+            request = request.header(AUTHORIZATION, format!("Bearer {token}"));
+        }
+        let bytes = match body {
+            Some(body) => {
+                request = request.header(CONTENT_TYPE, "application/json");
+                Bytes::from(serde_json::to_vec(body)?)
+            }
+            None => Bytes::new(),
+        };
+        let request = request.body(Full::new(bytes)).context("the request cannot be written as HTTP")?;
+        let response = sender.send_request(request).await.with_context(failed)?;
+        let status = response.status();
+        let collected = Limited::new(response.into_body(), MAX_ANSWER).collect().await;
+        driver.abort();
+        let bytes = match collected {
+            Ok(collected) => collected.to_bytes(),
+            Err(error) => bail!("the daemon's answer could not be read: {error}"),
+        };
+        let value = serde_json::from_slice(&bytes)
+            .unwrap_or_else(|_| Value::String(String::from_utf8_lossy(&bytes).into_owned()));
+        Ok((status, value))
+    }
+
+    /// Opens a WebSocket.
+    pub(crate) async fn websocket(&self, path: &str) -> Result<Socket> {
+        let stream = self.connect().await?;
+        let mut request = format!("ws://{}{path}", self.host()).into_client_request()?;
+        if let Some(token) = &self.token {
+            let value =
+                format!("Bearer {token}").parse().context("the token holds characters no header can")?;
+            request.headers_mut().insert(AUTHORIZATION, value);
+        }
+        use tokio_tungstenite::tungstenite::Error;
+        let shaken = tokio_tungstenite::client_async(request, stream);
+        let Ok(shaken) = tokio::time::timeout(ANSWER_LIMIT, shaken).await else {
+            let (url, secs) = (self.url(), ANSWER_LIMIT.as_secs());
+            bail!("the daemon at {url} gives no answer for {secs} s; stop it, and a new one is started");
+        };
+        match shaken {
+            Ok((socket, _)) => Ok(socket),
+            Err(Error::Http(response)) => {
+                let body = response.body().as_deref().unwrap_or_default();
+                bail!("the daemon refused: {}", refusal(response.status(), body));
+            }
+            Err(error) => {
+                Err(error).with_context(|| format!("no conversation with the daemon at {}", self.url()))
+            }
+        }
+    }
+
+    fn host(&self) -> &str {
+        match &self.address {
+            Address::Unix(_) => "localhost",
+            Address::Tcp(authority) => authority,
+        }
+    }
+
+    async fn connect(&self) -> Result<Box<dyn Stream>> {
+        let connecting = async {
+            Ok::<Box<dyn Stream>, std::io::Error>(match &self.address {
+                Address::Unix(path) => Box::new(UnixStream::connect(path).await?),
+                Address::Tcp(authority) => {
+                    let stream = TcpStream::connect(authority).await?;
+                    stream.set_nodelay(true)?;
+                    Box::new(stream)
+                }
+            })
+        };
+        match tokio::time::timeout(CONNECT_LIMIT, connecting).await {
+            Ok(stream) => stream.with_context(|| format!("no daemon answers at {}", self.url())),
+            Err(_) => bail!("no daemon answers at {} within {} s", self.url(), CONNECT_LIMIT.as_secs()),
+        }
+    }
+}
+
+/// The reason in an error's body, or the status alone.
+fn refusal(status: StatusCode, body: &[u8]) -> String {
+    let value: Option<Value> = serde_json::from_slice(body).ok();
+    match value.as_ref().and_then(|value| value.get("error")).and_then(Value::as_str) {
+        Some(reason) => reason.to_owned(),
+        None if status == StatusCode::UNAUTHORIZED => "the token is missing or wrong".to_owned(),
+        None => format!("status {status}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_url_names_a_socket_or_a_host_and_port() {
+        let address = |url: &str| Daemon::from_url(url, None).map(|daemon| daemon.address);
+        assert_eq!(address("http://127.0.0.1:8889/").unwrap(), Address::Tcp("127.0.0.1:8889".into()));
+        assert_eq!(address("http://example").unwrap(), Address::Tcp("example:80".into()));
+        assert_eq!(address("http://[::1]:5").unwrap(), Address::Tcp("[::1]:5".into()));
+        assert_eq!(address("unix:/run/x.sock").unwrap(), Address::Unix("/run/x.sock".into()));
+        for bad in ["https://x:1", "127.0.0.1:8889", "http://", "http://x/y", ""] {
+            assert!(address(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_host_that_only_looks_local_is_not() {
+        let local = |url: &str| Daemon::from_url(url, None).unwrap().is_local();
+        assert!(
+            ["http://localhost:1", "http://127.0.0.1", "http://[::1]:5", "unix:/x"].into_iter().all(local)
+        );
+        assert!(
+            !["http://localhost.example:1", "http://127.0.0.1.example", "http://h:1"].into_iter().any(local)
+        );
+    }
+
+    #[test]
+    fn a_refusal_gives_the_daemons_reason() {
+        assert_eq!(refusal(StatusCode::NOT_FOUND, br#"{"error":"no image"}"#), "no image");
+        assert_eq!(refusal(StatusCode::UNAUTHORIZED, b""), "the token is missing or wrong");
+        assert_eq!(refusal(StatusCode::BAD_GATEWAY, b"<html>"), "status 502 Bad Gateway");
+    }
+
+    #[tokio::test]
+    async fn a_daemon_that_is_not_there_is_not_healthy_and_says_where_it_was_looked_for() {
+        let daemon = Daemon::unix("/nonexistent/forkd.sock".into());
+        assert!(!daemon.is_healthy(Duration::from_secs(1)).await);
+        let error = daemon.call(Method::GET, "/version", None).await.unwrap_err();
+        assert!(error.to_string().contains("/nonexistent/forkd.sock"));
+    }
+}

@@ -1,0 +1,46 @@
+//! `forkd image`.
+
+use anyhow::Result;
+
+use super::Context;
+use crate::args::{ImageBuildArgs, ImageRmArgs, JsonArgs};
+use crate::{library, ui};
+
+/// Builds an image, here and natively.
+pub(crate) fn build(context: &Context, args: ImageBuildArgs) -> Result<()> {
+    let json = args.json;
+    let image = library::build(&context.data, args, context.ui)?;
+    if json { ui::print_json(&image) } else { Ok(()) }
+}
+
+/// Lists images.
+pub(crate) fn list(context: &Context, args: &JsonArgs) -> Result<()> {
+    let images = library::list(&context.data)?;
+    if args.json {
+        return ui::print_json(&images);
+    }
+    let row = |image: &library::ImageRow| {
+        vec![
+            image.name.clone(),
+            ui::bytes(image.disk_bytes),
+            ui::bytes(image.used_bytes),
+            image.problem.as_ref().map_or_else(|| image.source.clone(), |why| format!("damaged: {why}")),
+        ]
+    };
+    ui::print_table(&["NAME", "DISK", "USED", "SOURCE"], &images.iter().map(row).collect::<Vec<_>>())
+}
+
+/// Removes images; those that can be are, also when another cannot.
+pub(crate) fn remove(context: &Context, args: &ImageRmArgs) -> Result<u8> {
+    let mut status = 0;
+    for name in &args.names {
+        match library::remove(&context.data, name) {
+            Ok(()) => context.ui.note(format!("removed {name}")),
+            Err(error) => {
+                context.ui.warn(format!("{error:#}"));
+                status = 1;
+            }
+        }
+    }
+    Ok(status)
+}

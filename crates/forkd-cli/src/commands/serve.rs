@@ -1,0 +1,76 @@
+//! `forkd serve`: the daemon, in the foreground.
+
+use anyhow::{Context as _, Result};
+use forkd_controller::{Config, Timing};
+use tokio::net::{TcpListener, TcpStream};
+use tracing_subscriber::EnvFilter;
+
+use super::Context;
+use crate::args::ServeArgs;
+use crate::machine::qemu;
+use crate::paths::Binaries;
+
+/// Runs the daemon until it is asked to stop.
+pub(crate) fn serve(context: &Context, args: ServeArgs) -> Result<()> {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).init();
+    let from_machine = args.in_machine;
+    let config = configuration(context, args)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    runtime.block_on(async {
+        if from_machine {
+            relay(config.bind).await?;
+        }
+        forkd_controller::serve(config, |_| {}).await?;
+        Ok(())
+    })
+}
+
+fn configuration(context: &Context, args: ServeArgs) -> Result<Config> {
+    let binaries = Binaries::find()?;
+    let mut config = Config::new(context.data.root());
+    config.socket = args.socket.unwrap_or_else(|| context.data.socket());
+    config.bind = args.bind;
+    config.vmm = binaries.vmm;
+    config.guest = binaries.guest;
+    config.kernel = args.kernel;
+    config.timing = Timing::from_env()?;
+    if let Some(library) = args.library {
+        config.library_dir = library;
+    }
+    if let Some(file) = args.token_file {
+        config.token_file = file;
+    }
+    Ok(config)
+}
+
+/// In the emulated machine, what QEMU forwards from this computer's loopback arrives at the
+/// machine's own address. It is passed on to the daemon, which serves loopback only; connections
+/// from anywhere else are not.
+async fn relay(daemon: std::net::SocketAddr) -> Result<()> {
+    let listener = TcpListener::bind((qemu::ADDRESS, qemu::REST_PORT))
+        .await
+        .with_context(|| format!("cannot listen on {}, the machine's own address", qemu::ADDRESS))?;
+    tokio::spawn(async move {
+        loop {
+            match listener.accept().await {
+                Ok((stream, peer)) if peer.ip() == qemu::GATEWAY => {
+                    tokio::spawn(pass_on(stream, daemon));
+                }
+                Ok((_, peer)) => tracing::warn!(%peer, "refused a connection that QEMU did not forward"),
+                Err(error) => {
+                    tracing::warn!(%error, "cannot accept a connection");
+                    tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+                }
+            }
+        }
+    });
+    Ok(())
+}
+
+async fn pass_on(mut outside: TcpStream, daemon: std::net::SocketAddr) {
+    let Ok(mut inside) = TcpStream::connect(daemon).await else { return };
+    let _ = (outside.set_nodelay(true), inside.set_nodelay(true));
+    // Either side closing ends it; there is nobody to tell.
+    let _ = tokio::io::copy_bidirectional(&mut outside, &mut inside).await;
+}

@@ -1,0 +1,135 @@
+//! Which daemon a command talks to, and how one comes to be there when none is.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::args::DaemonArgs;
+use crate::client::{Address, Daemon};
+use crate::files::{self, Lock};
+use crate::kvm;
+use crate::machine::Machine;
+use crate::paths::{self, Binaries, DataDir};
+use crate::process;
+use crate::ui::Ui;
+
+/// How long a daemon that is there may take to say so.
+const HEALTH_LIMIT: Duration = Duration::from_secs(5);
+/// A log longer than this is put aside when the daemon is started.
+const MAX_LOG: u64 = 16 << 20;
+/// How long a daemon may take to start.
+const START_LIMIT: Duration = Duration::from_secs(60);
+
+/// The daemon that was named, or the one that serves this data directory; `None` if there is none.
+/// Starts nothing.
+pub(crate) async fn find(data: &DataDir, args: &DaemonArgs, ui: Ui) -> Result<Option<Daemon>> {
+    if let Some(url) = &args.daemon_url {
+        let mut daemon = Daemon::from_url(url, args.daemon_token.clone())?;
+        if daemon.token.is_none() && daemon.is_local() {
+            daemon.token = local_token(data, ui);
+        }
+        return Ok(Some(daemon));
+    }
+    for socket in data.sockets() {
+        let daemon = Daemon::unix(socket);
+        if daemon.is_healthy(HEALTH_LIMIT).await {
+            return Ok(Some(daemon));
+        }
+    }
+    Ok(None)
+}
+
+/// A daemon that answers: the one there is, or else one started for the purpose, on KVM where it
+/// works and in the emulated machine where it does not.
+pub(crate) async fn ensure(data: &DataDir, args: &DaemonArgs, ui: Ui) -> Result<Daemon> {
+    if let Some(daemon) = find(data, args, ui).await? {
+        return Ok(daemon);
+    }
+    data.create()?;
+    let machine = Machine::new(data, ui);
+    // Neither KVM nor a new machine is needed where one runs.
+    if machine.running()?.is_some() {
+        return machine.daemon(&machine.ensure("no machine runs")?.state);
+    }
+    let binaries = Binaries::find()?;
+    let kvm = kvm::look(&binaries.vmm, &data.kvm_cache())?;
+    if !kvm.runs_linux {
+        let why = format!("{}, so sandboxes run in the emulated machine", kvm.describe());
+        return machine.daemon(&machine.ensure(&why)?.state);
+    }
+    if !paths::is_root() {
+        let closed = |socket: &PathBuf| socket.exists() && !paths::may_write(socket);
+        if let Some(socket) = data.sockets().into_iter().find(closed) {
+            bail!(
+                "a daemon listens on {}, but this user may not open it: join the group forkd (sudo usermod -aG \
+                 forkd USER) and log in again",
+                socket.display()
+            );
+        }
+        bail!(
+            "no daemon runs, and starting one takes root: run `sudo forkd serve`, or give the address of \
+             another one in FORKD_URL"
+        );
+    }
+    start(data, &binaries, ui).await
+}
+
+/// Starts a daemon that stays.
+async fn start(data: &DataDir, binaries: &Binaries, ui: Ui) -> Result<Daemon> {
+    let _lock = Lock::take(&data.root().join("start.lock"), || {
+        ui.note("another forkd command starts the daemon; waiting for it");
+    })?;
+    let daemon = Daemon::unix(data.socket());
+    if daemon.is_healthy(HEALTH_LIMIT).await {
+        return Ok(daemon);
+    }
+    let log = data.daemon_log();
+    if std::fs::metadata(&log).is_ok_and(|data| data.len() > MAX_LOG) {
+        std::fs::rename(&log, log.with_extension("log.old"))
+            .context("cannot put the daemon's old log aside")?;
+    }
+    ui.note(format!("no daemon runs; starting one that stays (log: {})", log.display()));
+    let mut command = Command::new(&binaries.forkd);
+    command.arg("--data-dir").arg(data.root()).arg("serve");
+    let started = process::spawn_detached(&mut command, &log)?;
+    let begin = Instant::now();
+    while !daemon.is_healthy(HEALTH_LIMIT).await {
+        if !started.is_alive() {
+            bail!("the daemon ended at its start:\n{}", crate::machine::log_tail(&log, 2000));
+        }
+        if begin.elapsed() > START_LIMIT {
+            bail!("the daemon does not answer after {} s; see {}", START_LIMIT.as_secs(), log.display());
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    Ok(daemon)
+}
+
+/// The token TCP clients of `daemon` show.
+pub(crate) fn token(data: &DataDir, daemon: &Daemon) -> Result<String> {
+    if let Some(token) = &daemon.token {
+        return Ok(token.clone());
+    }
+    if !daemon.is_local() {
+        bail!("the token of {} is known there only; give it with FORKD_TOKEN", daemon.url());
+    }
+    let file = match &daemon.address {
+        Address::Unix(socket) => data.token_file_of(socket),
+        Address::Tcp(_) => data.token_file(),
+    };
+    let bytes = files::read_small(&file)?
+        .with_context(|| format!("{} is missing: the daemon makes it at its first start", file.display()))?;
+    Ok(String::from_utf8(bytes).context("the token file is not text")?.trim().to_owned())
+}
+
+/// The token of this data directory's daemon, or of its machine's, for a URL given without one.
+fn local_token(data: &DataDir, ui: Ui) -> Option<String> {
+    let machine = Machine::new(data, ui);
+    if let Ok(Some(running)) = machine.running() {
+        return machine.daemon(&running.state).ok()?.token;
+    }
+    let bytes = files::read_small(&data.token_file()).ok()??;
+    Some(String::from_utf8(bytes).ok()?.trim().to_owned())
+}

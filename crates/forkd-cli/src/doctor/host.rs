@@ -1,0 +1,236 @@
+//! Checks of the computer: what it is, and which programs of others it has.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use super::{Check, Runs};
+use crate::kvm::Kvm;
+use crate::machine::find_qemu;
+use crate::paths::{DataDir, find_program};
+use crate::ui::bytes;
+
+/// The oldest kernel forkd is tested on: the emulated machine's own.
+const OLDEST_KERNEL: (u32, u32) = (6, 1);
+/// Room for an image, a kernel and a few sandboxes.
+const COMFORTABLE_SPACE: u64 = 10 << 30;
+/// Less than this does not hold one image.
+const NEEDED_SPACE: u64 = 2 << 30;
+
+pub(super) fn platform() -> Check {
+    const NAME: &str = "platform";
+    let system = rustix::system::uname();
+    let release = system.release().to_string_lossy().into_owned();
+    let detail = format!("{} {release} on {}", std::env::consts::OS, std::env::consts::ARCH);
+    if (std::env::consts::OS, std::env::consts::ARCH) != ("linux", "x86_64") {
+        return Check::fail(NAME, detail, "use Linux on x86_64").essential();
+    }
+    match kernel_version(&release) {
+        Some(version) if version >= OLDEST_KERNEL => Check::pass(NAME, detail),
+        _ => Check::warn(NAME, detail, "use Linux 6.1 or later; older kernels are not tested"),
+    }
+}
+
+fn kernel_version(release: &str) -> Option<(u32, u32)> {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit());
+    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
+}
+
+pub(super) fn kvm(kvm: &Kvm) -> Check {
+    const NAME: &str = "kvm";
+    if kvm.runs_linux {
+        return Check::pass(NAME, kvm.describe());
+    }
+    let detail = format!("{}; the emulated machine will be used", kvm.describe());
+    let fix = if kvm.opens {
+        "nothing to do; on hardware, or in a VM with nested virtualization, everything is many times faster"
+    } else {
+        "for speed, switch virtualization on (in the firmware, or as nested virtualization of a VM), load kvm_intel or \
+         kvm_amd, and let this user open /dev/kvm"
+    };
+    Check::warn(NAME, detail, fix)
+}
+
+pub(super) fn machine(will_use: Runs) -> Check {
+    const NAME: &str = "machine";
+    const FIX: &str = "install QEMU: apt install qemu-system-x86";
+    let problem = match find_qemu().map(|qemu| (offers_9p(&qemu), qemu)) {
+        Ok((true, qemu)) => return Check::pass(NAME, format!("QEMU is at {}", qemu.display())),
+        Ok((false, qemu)) => format!("{} cannot share folders (virtio-9p)", qemu.display()),
+        Err(_) => "qemu-system-x86_64 is missing".to_owned(),
+    };
+    match will_use {
+        Runs::Machine => {
+            Check::fail(NAME, format!("{problem}, and KVM does not run Linux here"), FIX).essential()
+        }
+        Runs::Kvm => Check::pass(NAME, format!("{problem}; it is not needed here")),
+    }
+}
+
+fn offers_9p(qemu: &Path) -> bool {
+    let output = Command::new(qemu).args(["-device", "help"]).output();
+    output.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("virtio-9p-pci"))
+}
+
+pub(super) fn cgroups(will_use: Runs) -> Check {
+    const NAME: &str = "cgroups";
+    if will_use == Runs::Machine {
+        return Check::pass(NAME, "not needed: the emulated machine has cgroup v2 to itself");
+    }
+    let controllers = fs::read_to_string("/sys/fs/cgroup/cgroup.controllers").unwrap_or_default();
+    let missing: Vec<_> = ["cpu", "memory", "pids"]
+        .into_iter()
+        .filter(|name| !controllers.split_whitespace().any(|c| c == *name))
+        .collect();
+    if missing.is_empty() {
+        return Check::pass(NAME, "cgroup v2 with cpu, memory and pids");
+    }
+    let detail = format!("cgroup v2 lacks {}: sandboxes have no limits in these", missing.join(", "));
+    Check::warn(NAME, detail, "boot with systemd.unified_cgroup_hierarchy=1")
+}
+
+pub(super) fn huge_pages() -> Check {
+    const NAME: &str = "huge-pages";
+    let text = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    let chosen = text.split(['[', ']']).nth(1).unwrap_or("not supported");
+    match chosen {
+        "always" | "madvise" => Check::pass(NAME, format!("transparent huge pages: {chosen}")),
+        _ => Check::warn(
+            NAME,
+            format!("transparent huge pages: {chosen}; guests are slower"),
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        ),
+    }
+}
+
+pub(super) fn nftables() -> Check {
+    program("nftables", "nft", "sandboxes cannot have a network", "install nftables: apt install nftables")
+}
+
+pub(super) fn ip() -> Check {
+    program("ip", "ip", "sandboxes cannot have a network", "install iproute2: apt install iproute2")
+}
+
+pub(super) fn e2fsprogs() -> Check {
+    match find_program("mke2fs") {
+        Some(path) => Check::pass("e2fsprogs", format!("mke2fs is at {}", path.display())),
+        None => {
+            let fix = "install e2fsprogs: apt install e2fsprogs";
+            Check::fail("e2fsprogs", "mke2fs is missing: no disk can be made", fix).essential()
+        }
+    }
+}
+
+pub(super) fn image_tools() -> Check {
+    const NAME: &str = "image-tools";
+    if find_program("fakeroot").is_none() {
+        let fix = "install fakeroot: apt install fakeroot";
+        return Check::warn(NAME, "fakeroot is missing: no image can be built", fix);
+    }
+    match ["mmdebstrap", "debootstrap"].into_iter().find_map(find_program) {
+        Some(path) => Check::pass(NAME, format!("{} builds images from packages", path.display())),
+        None => Check::warn(
+            NAME,
+            "mmdebstrap is missing: images can be built from a tar or a folder only",
+            "install mmdebstrap: apt install mmdebstrap",
+        ),
+    }
+}
+
+fn program(name: &'static str, program: &str, without: &str, fix: &str) -> Check {
+    match find_program(program) {
+        Some(path) => Check::pass(name, format!("{program} is at {}", path.display())),
+        None => Check::warn(name, format!("{program} is missing: {without}"), fix),
+    }
+}
+
+pub(super) fn data_dir(data: &DataDir) -> Check {
+    const NAME: &str = "data-dir";
+    const ELSEWHERE: &str = "choose another place with --data-dir or FORKD_DATA_DIR";
+    // It is made when it is needed: what counts until then is the folder it would be made in.
+    let Some(existing) = data.root().ancestors().find(|path| path.exists()) else {
+        return Check::fail(NAME, format!("{} cannot be made", data.root().display()), ELSEWHERE).essential();
+    };
+    let path = data.root().display();
+    let writable =
+        rustix::fs::access(existing, rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK).is_ok();
+    if !existing.is_dir() || !writable {
+        return Check::fail(NAME, format!("{path} cannot be written by this user"), ELSEWHERE).essential();
+    }
+    let free = match rustix::fs::statvfs(existing) {
+        Ok(stat) => stat.f_bavail.saturating_mul(stat.f_frsize),
+        Err(error) => return Check::fail(NAME, format!("{path}: {error}"), ELSEWHERE).essential(),
+    };
+    let (kind, fits) = file_system(existing);
+    let detail = format!("{path}: {} free on {kind}", bytes(free));
+    if free < NEEDED_SPACE {
+        return Check::fail(NAME, detail, format!("free at least {}, or {ELSEWHERE}", bytes(NEEDED_SPACE)))
+            .essential();
+    }
+    if free < COMFORTABLE_SPACE {
+        return Check::warn(
+            NAME,
+            detail,
+            format!("free at least {}, or {ELSEWHERE}", bytes(COMFORTABLE_SPACE)),
+        );
+    }
+    if !fits {
+        return Check::warn(NAME, format!("{detail}, which is not meant for disk images"), ELSEWHERE);
+    }
+    Check::pass(NAME, detail)
+}
+
+/// The file system's name, and whether large sparse files that outlive a reboot belong there.
+fn file_system(path: &Path) -> (String, bool) {
+    // The numbers are part of the kernel's interface (linux/magic.h).
+    match rustix::fs::statfs(path).map(|stat| stat.f_type as u64) {
+        Ok(0xef53) => ("ext4".into(), true),
+        Ok(0x5846_5342) => ("xfs".into(), true),
+        Ok(0x9123_683e) => ("btrfs".into(), true),
+        Ok(0x2fc1_2fc1) => ("zfs".into(), true),
+        Ok(0x794c_7630) => ("overlayfs".into(), true),
+        Ok(0x0102_1994) => ("tmpfs".into(), false),
+        Ok(0x6969) => ("nfs".into(), false),
+        Ok(0x0102_1997) => ("9p".into(), false),
+        Ok(other) => (format!("file system {other:#x}"), true),
+        Err(_) => ("an unknown file system".into(), true),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Status;
+    use super::*;
+
+    #[test]
+    fn kernel_versions_are_compared_as_numbers() {
+        assert_eq!(kernel_version("6.1.0-54-amd64"), Some((6, 1)));
+        assert_eq!(kernel_version("5.10.1"), Some((5, 10)));
+        assert!(kernel_version("6.18").unwrap() > OLDEST_KERNEL);
+        assert_eq!(kernel_version("x"), None);
+    }
+
+    #[test]
+    fn kvm_that_opens_but_does_not_run_linux_is_said_so() {
+        let kvm = super::kvm(&Kvm {
+            opens: true,
+            tiny_guest: true,
+            reason: "it emulates".into(),
+            ..Kvm::default()
+        });
+        assert_eq!(kvm.status, Status::Warn);
+        assert_eq!(
+            kvm.detail,
+            "/dev/kvm opens but does not run Linux: it emulates; the emulated machine will be used"
+        );
+    }
+
+    #[test]
+    fn a_data_directory_that_is_a_file_fails() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        fs::write(&file, "").unwrap();
+        let check = data_dir(&DataDir::resolve(Some(file)).unwrap());
+        assert_eq!(check.status, Status::Fail);
+    }
+}

@@ -1,0 +1,197 @@
+//! What this computer can do, check by check. [`host`] looks at the computer, [`ours`] at what
+//! belongs to forkd. Looking changes nothing.
+
+mod host;
+mod ours;
+
+use serde::Serialize;
+
+use crate::args::DaemonArgs;
+use crate::kvm::Kvm;
+use crate::paths::{Binaries, DataDir};
+use crate::ui::Ui;
+
+/// How a check went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Status {
+    /// As it should be.
+    Pass,
+    /// Something is slower, weaker or missing until it is needed.
+    Warn,
+    /// Broken.
+    Fail,
+}
+
+/// One check.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Check {
+    pub(crate) name: &'static str,
+    pub(crate) status: Status,
+    /// What was found.
+    pub(crate) detail: String,
+    /// What to do about it; absent when there is nothing to do.
+    pub(crate) fix: Option<String>,
+    /// Whether forkd cannot work at all when this fails.
+    #[serde(skip)]
+    essential: bool,
+}
+
+impl Check {
+    fn pass(name: &'static str, detail: impl Into<String>) -> Self {
+        Check { name, status: Status::Pass, detail: detail.into(), fix: None, essential: false }
+    }
+
+    fn warn(name: &'static str, detail: impl Into<String>, fix: impl Into<String>) -> Self {
+        Check { status: Status::Warn, fix: Some(fix.into()), ..Check::pass(name, detail) }
+    }
+
+    fn fail(name: &'static str, detail: impl Into<String>, fix: impl Into<String>) -> Self {
+        Check { status: Status::Fail, fix: Some(fix.into()), ..Check::pass(name, detail) }
+    }
+
+    /// The same, for something nothing works without.
+    fn essential(self) -> Self {
+        Check { essential: true, ..self }
+    }
+}
+
+/// Where sandboxes will run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Runs {
+    /// On this computer's KVM.
+    Kvm,
+    /// In the emulated machine.
+    Machine,
+}
+
+/// All checks.
+#[derive(Debug, Serialize)]
+pub(crate) struct Report {
+    pub(crate) checks: Vec<Check>,
+    pub(crate) will_use: Runs,
+}
+
+impl Report {
+    /// Whether forkd can work here.
+    pub(crate) fn usable(&self) -> bool {
+        !self.checks.iter().any(|check| check.essential && check.status == Status::Fail)
+    }
+
+    /// The report for people.
+    pub(crate) fn to_text(&self) -> String {
+        let width = self.checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
+        let mut lines = Vec::new();
+        for check in &self.checks {
+            let status = match check.status {
+                Status::Pass => "pass",
+                Status::Warn => "warn",
+                Status::Fail => "FAIL",
+            };
+            lines.push(format!("{status}  {:width$}  {}", check.name, check.detail));
+            if let Some(fix) = &check.fix {
+                lines.push(format!("      {:width$}  fix: {fix}", ""));
+            }
+        }
+        lines.push(String::new());
+        lines.push(match (self.usable(), self.will_use) {
+            (false, _) => "forkd cannot work here until what failed is fixed.".to_owned(),
+            (true, Runs::Kvm) => "Sandboxes will run on this computer's KVM.".to_owned(),
+            (true, Runs::Machine) => {
+                "Sandboxes will run in the emulated machine: the same, but many times slower.".to_owned()
+            }
+        });
+        lines.join("\n")
+    }
+}
+
+/// Makes all checks.
+pub(crate) async fn examine(data: &DataDir, daemon: &DaemonArgs, ui: Ui) -> Report {
+    let binaries = Binaries::find();
+    let unknown = |why: String| Kvm { reason: format!("KVM could not be checked: {why}"), ..Kvm::default() };
+    let kvm = match &binaries {
+        Ok(binaries) => {
+            crate::kvm::look_now(&binaries.vmm).unwrap_or_else(|error| unknown(format!("{error:#}")))
+        }
+        Err(_) => unknown("forkd-vmm is missing".to_owned()),
+    };
+    let will_use = if kvm.runs_linux { Runs::Kvm } else { Runs::Machine };
+    let mut checks = vec![host::platform(), host::kvm(&kvm), host::machine(will_use)];
+    checks.extend([
+        host::cgroups(will_use),
+        host::huge_pages(),
+        host::nftables(),
+        host::ip(),
+        host::e2fsprogs(),
+    ]);
+    checks.extend([host::image_tools(), host::data_dir(data), ours::binaries(&binaries)]);
+    checks.extend([ours::images(data), ours::kernel(data), ours::daemon(data, daemon, ui).await]);
+    checks.extend([ours::token(data), ours::leftovers(data)]);
+    Report { checks, will_use }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(checks: Vec<Check>) -> Report {
+        Report { checks, will_use: Runs::Machine }
+    }
+
+    #[test]
+    fn the_json_names_every_check_with_status_detail_and_fix() {
+        let checks = vec![Check::pass("platform", "fine"), Check::warn("kvm", "slow", "nothing").essential()];
+        assert_eq!(
+            serde_json::to_value(report(checks)).unwrap(),
+            serde_json::json!({
+                "checks": [
+                    {"name": "platform", "status": "pass", "detail": "fine", "fix": null},
+                    {"name": "kvm", "status": "warn", "detail": "slow", "fix": "nothing"},
+                ],
+                "will_use": "machine",
+            })
+        );
+    }
+
+    #[test]
+    fn only_the_failure_of_something_essential_makes_forkd_unusable() {
+        assert!(report(vec![Check::fail("token", "open", "chmod")]).usable());
+        assert!(report(vec![Check::warn("x", "y", "z").essential()]).usable());
+        assert!(!report(vec![Check::fail("x", "y", "z").essential()]).usable());
+    }
+
+    #[tokio::test]
+    async fn an_examination_makes_every_check_once_and_every_problem_has_a_fix() {
+        let folder = tempfile::tempdir().unwrap();
+        let data = DataDir::resolve(Some(folder.path().to_path_buf())).unwrap();
+        let report = examine(&data, &DaemonArgs::default(), Ui::new(true)).await;
+        let names: Vec<_> = report.checks.iter().map(|check| check.name).collect();
+        assert_eq!(
+            names,
+            [
+                "platform",
+                "kvm",
+                "machine",
+                "cgroups",
+                "huge-pages",
+                "nftables",
+                "ip",
+                "e2fsprogs",
+                "image-tools",
+                "data-dir",
+                "binaries",
+                "images",
+                "kernel",
+                "daemon",
+                "token",
+                "leftovers"
+            ]
+        );
+        for check in &report.checks {
+            assert!(!check.detail.is_empty(), "{check:?}");
+            assert!(check.status == Status::Pass || check.fix.is_some(), "{check:?}");
+        }
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "looking changed something");
+    }
+}

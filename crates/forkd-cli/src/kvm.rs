@@ -1,0 +1,168 @@
+//! Whether `/dev/kvm` runs Linux. Opening it proves nothing: the monitor's `probe` runs a guest.
+
+use std::fs::{self, OpenOptions};
+use std::io::Read;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::files;
+use crate::process::boot_id;
+
+/// The descriptor under which the probe finds `/dev/kvm`.
+const KVM_FD: i32 = 3;
+/// How long the probe may take.
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// What is known of KVM on this computer.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct Kvm {
+    /// Whether `/dev/kvm` can be opened.
+    pub(crate) opens: bool,
+    /// Whether a guest of a few instructions ran.
+    pub(crate) tiny_guest: bool,
+    /// Whether Linux would run.
+    pub(crate) runs_linux: bool,
+    /// Why not, or how it was found out.
+    pub(crate) reason: String,
+}
+
+impl Kvm {
+    /// One sentence about it.
+    pub(crate) fn describe(&self) -> String {
+        match (self.runs_linux, self.opens) {
+            (true, _) => "/dev/kvm runs guests".to_owned(),
+            (false, true) => format!("/dev/kvm opens but does not run Linux: {}", self.reason),
+            (false, false) => self.reason.clone(),
+        }
+    }
+}
+
+/// A result that holds until the next boot, or until the monitor changes.
+#[derive(Debug, Serialize, Deserialize)]
+struct Cached {
+    boot_id: String,
+    monitor: String,
+    kvm: Kvm,
+}
+
+/// Looks at KVM, or at what an earlier look gave in this boot. `cache` may be impossible to write.
+pub(crate) fn look(vmm: &Path, cache: &Path) -> Result<Kvm> {
+    let monitor = identity(vmm)?;
+    if let Ok(Some(cached)) = files::read_json::<Cached>(cache)
+        && cached.boot_id == boot_id()
+        && cached.monitor == monitor
+        // Whoever was not allowed to open it may be allowed by now.
+        && cached.kvm.opens
+    {
+        return Ok(cached.kvm);
+    }
+    let kvm = look_now(vmm)?;
+    let _ = files::write_json(cache, &Cached { boot_id: boot_id(), monitor, kvm: kvm.clone() });
+    Ok(kvm)
+}
+
+/// Looks at KVM by running a guest.
+pub(crate) fn look_now(vmm: &Path) -> Result<Kvm> {
+    let device = match OpenOptions::new().read(true).write(true).open("/dev/kvm") {
+        Ok(device) => device,
+        Err(error) => return Ok(Kvm { reason: why_not_open(&error), ..Kvm::default() }),
+    };
+    probe(vmm, device.into()).with_context(|| format!("cannot check KVM with {}", vmm.display()))
+}
+
+fn why_not_open(error: &std::io::Error) -> String {
+    match error.kind() {
+        std::io::ErrorKind::NotFound => "there is no /dev/kvm".to_owned(),
+        std::io::ErrorKind::PermissionDenied => {
+            "this user may not open /dev/kvm (adding it to the group `kvm` helps)".to_owned()
+        }
+        _ => format!("/dev/kvm does not open: {error}"),
+    }
+}
+
+fn probe(vmm: &Path, device: OwnedFd) -> Result<Kvm> {
+    // Away from the number it is to get: duplicating a descriptor onto itself would leave it
+    // marked as closed on exec.
+    let device = rustix::io::fcntl_dupfd_cloexec(&device, KVM_FD + 1)?;
+    let mut command = Command::new(vmm);
+    command.arg("probe").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let raw = device.as_raw_fd();
+    // SAFETY: dup2 is async-signal-safe, and `device` is open until after the spawn.
+    unsafe {
+        command.pre_exec(move || match libc::dup2(raw, KVM_FD) {
+            -1 => Err(std::io::Error::last_os_error()),
+            _ => Ok(()),
+        });
+    }
+    let mut child = command.spawn()?;
+    let started = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        if started.elapsed() > LIMIT {
+            child.kill()?;
+            child.wait()?;
+            bail!("the guest it runs gave no answer in {} s", LIMIT.as_secs());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    // Both are far shorter than a pipe holds, so it could end without being read.
+    let mut text = String::new();
+    let mut errors = String::new();
+    if let (Some(out), Some(err)) = (child.stdout.take(), child.stderr.take()) {
+        out.take(64 << 10).read_to_string(&mut text)?;
+        err.take(64 << 10).read_to_string(&mut errors)?;
+    }
+    if !status.success() && text.trim().is_empty() {
+        bail!("{status}: {}", errors.trim());
+    }
+    serde_json::from_str(&text).context("its answer is not what this version of forkd understands")
+}
+
+fn identity(file: &Path) -> Result<String> {
+    let data = fs::metadata(file).with_context(|| format!("cannot read {}", file.display()))?;
+    Ok(format!("{}:{}:{}.{}", data.ino(), data.len(), data.mtime(), data.mtime_nsec()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use std::os::unix::fs::PermissionsExt;
+
+    fn fake_monitor(folder: &Path, script: &str) -> std::path::PathBuf {
+        let path = folder.join("forkd-vmm");
+        fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    }
+
+    #[test]
+    fn the_probe_gets_the_device_and_its_answer_counts() {
+        let folder = tempfile::tempdir().unwrap();
+        let script = r#"[ -e /proc/self/fd/3 ] && echo '{"opens":true,"api_version":12,"tiny_guest":true,"runs_linux":false,"reason":"slow"}'"#;
+        let vmm = fake_monitor(folder.path(), script);
+        let kvm = probe(&vmm, File::open("/dev/null").unwrap().into()).unwrap();
+        assert!(kvm.opens && kvm.tiny_guest && !kvm.runs_linux);
+        assert_eq!(kvm.describe(), "/dev/kvm opens but does not run Linux: slow");
+    }
+
+    #[test]
+    fn a_probe_that_fails_or_talks_nonsense_is_an_error_with_its_words() {
+        let folder = tempfile::tempdir().unwrap();
+        let null = || File::open("/dev/null").unwrap().into();
+        let vmm = fake_monitor(folder.path(), "echo broken >&2; exit 3");
+        assert!(probe(&vmm, null()).unwrap_err().to_string().contains("broken"));
+        let vmm = fake_monitor(folder.path(), "echo nonsense");
+        assert!(probe(&vmm, null()).is_err());
+    }
+}

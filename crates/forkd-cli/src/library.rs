@@ -1,0 +1,221 @@
+//! Images and kernels: the one place that knows how `forkd-image` is called. Everything is built
+//! here, natively, in the data directory; the emulated machine only reads it.
+
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use anyhow::{Context, Result};
+use forkd_image::{Image, ImageSource, ImageSpec, Kernel, Library, Silent};
+use forkd_protocol::init::InitPlan;
+use serde::Serialize;
+
+pub(crate) use forkd_image::MACHINE_MODULES;
+
+use crate::args::ImageBuildArgs;
+use crate::paths::DataDir;
+use crate::ui::{self, Ui};
+
+/// An image, as `forkd image ls` shows it.
+#[derive(Debug, Serialize)]
+pub(crate) struct ImageRow {
+    pub(crate) name: String,
+    /// The size a guest sees.
+    pub(crate) disk_bytes: u64,
+    /// What it takes on this computer's disk.
+    pub(crate) used_bytes: u64,
+    pub(crate) python: bool,
+    /// Seconds since 1970.
+    pub(crate) created: u64,
+    /// What it was made from.
+    pub(crate) source: String,
+    /// What is wrong with it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) problem: Option<String>,
+}
+
+impl From<&Image> for ImageRow {
+    fn from(image: &Image) -> Self {
+        ImageRow {
+            name: image.name().to_owned(),
+            disk_bytes: image.manifest.disk_bytes,
+            used_bytes: image.used_bytes(),
+            python: image.manifest.python,
+            created: image.manifest.created,
+            source: image.manifest.source.clone(),
+            problem: None,
+        }
+    }
+}
+
+/// Builds an image as asked for.
+pub(crate) fn build(data: &DataDir, args: ImageBuildArgs, ui: Ui) -> Result<ImageRow> {
+    data.create()?;
+    let mut spec = specification(&args);
+    spec.force = args.force;
+    if let Some(size) = args.size_mib {
+        spec.size_mib = size;
+    }
+    let name = &args.name;
+    let image =
+        show(ui, &format!("building image {name}"), |progress| library(data).build_image(&spec, progress))?;
+    ensure_guest_kernel(data, ui)?;
+    Ok(ImageRow::from(&image))
+}
+
+fn specification(args: &ImageBuildArgs) -> ImageSpec {
+    let source = match (&args.tar, &args.folder) {
+        (Some(path), _) => ImageSource::Tar(path.clone()),
+        (_, Some(path)) => ImageSource::Folder(path.clone()),
+        (None, None) => {
+            let known = ImageSpec::predefined(&args.name).filter(|_| args.packages.is_empty());
+            if let (Some(known), None) = (known, &args.suite) {
+                return known;
+            }
+            ImageSource::Packages { suite: args.suite.clone(), packages: args.packages.clone() }
+        }
+    };
+    ImageSpec::new(&args.name, source)
+}
+
+/// All images; damaged ones with what is wrong with them.
+pub(crate) fn list(data: &DataDir) -> Result<Vec<ImageRow>> {
+    let row = |(name, image): (String, forkd_image::Result<Image>)| match image {
+        Ok(image) => ImageRow::from(&image),
+        Err(error) => ImageRow {
+            name,
+            disk_bytes: 0,
+            used_bytes: 0,
+            python: false,
+            created: 0,
+            source: String::new(),
+            problem: Some(error.to_string()),
+        },
+    };
+    Ok(library(data).images()?.into_iter().map(row).collect())
+}
+
+/// Removes an image.
+pub(crate) fn remove(data: &DataDir, name: &str) -> Result<()> {
+    Ok(library(data).remove_image(name, &Silent)?)
+}
+
+/// Makes sure that the image is there, building one that forkd knows how to build.
+pub(crate) fn ensure_image(data: &DataDir, name: &str, ui: Ui) -> Result<()> {
+    if library(data).image(name).is_ok() {
+        return Ok(());
+    }
+    data.create()?;
+    show(ui, &format!("preparing image {name}"), |progress| library(data).ensure_image(name, progress))?;
+    Ok(())
+}
+
+/// Makes sure that there is a kernel for guests.
+pub(crate) fn ensure_guest_kernel(data: &DataDir, ui: Ui) -> Result<()> {
+    ensure_kernel(data, ui).map(drop)
+}
+
+fn ensure_kernel(data: &DataDir, ui: Ui) -> Result<Kernel> {
+    if let Ok(kernel) = library(data).kernel(None) {
+        return Ok(kernel);
+    }
+    data.create()?;
+    show(ui, "fetching a kernel", |progress| library(data).ensure_kernel(progress))
+}
+
+/// The kernel in the library, for people; `None` if there is none yet.
+pub(crate) fn installed_kernel(data: &DataDir) -> Result<Option<String>> {
+    match library(data).kernel(None) {
+        Ok(kernel) => Ok(Some(format!("{} from {}", kernel.version, kernel.source))),
+        Err(forkd_image::Error::NotFound(_)) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The kernel the emulated machine boots: the same as the guests'.
+#[derive(Debug)]
+pub(crate) struct MachineKernel {
+    /// A bzImage, which is what QEMU boots.
+    pub(crate) path: PathBuf,
+    kernel: Kernel,
+}
+
+/// The kernel for the emulated machine, fetched if there is none.
+pub(crate) fn machine_kernel(data: &DataDir, ui: Ui) -> Result<MachineKernel> {
+    let kernel = ensure_kernel(data, ui)?;
+    let path = kernel.bzimage.clone().context("the kernel has no bzImage, which QEMU needs")?;
+    Ok(MachineKernel { path, kernel })
+}
+
+impl MachineKernel {
+    /// An initramfs that runs `guest` with `plan`.
+    pub(crate) fn initramfs(&self, guest: &Path, plan: InitPlan) -> Result<Vec<u8>> {
+        Ok(forkd_image::build_initramfs(guest, &self.kernel, MACHINE_MODULES, plan)?)
+    }
+}
+
+fn library(data: &DataDir) -> Library {
+    Library::open(data.root())
+}
+
+/// Does `work` under a progress display.
+fn show<T>(
+    ui: Ui,
+    title: &str,
+    work: impl FnOnce(&dyn forkd_image::Progress) -> forkd_image::Result<T>,
+) -> Result<T> {
+    let shown = Shown { progress: ui.progress(title), step: Mutex::default() };
+    let result = work(&shown)?;
+    shown.progress.done(&format!("{title}: done"));
+    Ok(result)
+}
+
+/// Passes what a build says on to the display.
+struct Shown {
+    progress: ui::Progress,
+    step: Mutex<String>,
+}
+
+impl forkd_image::Progress for Shown {
+    fn step(&self, text: &str) {
+        if let Ok(mut step) = self.step.lock() {
+            text.clone_into(&mut step);
+        }
+        self.progress.update(text);
+    }
+
+    fn fraction(&self, done: f64) {
+        if let Ok(step) = self.step.lock() {
+            self.progress.tick(&format!("{step} ({:.0} %)", done * 100.0));
+        }
+    }
+
+    fn log(&self, line: &str) {
+        if let Ok(step) = self.step.lock() {
+            self.progress.tick(&format!("{step}: {}", line.trim()));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    fn specified(line: &[&str]) -> ImageSpec {
+        let cli = crate::args::Cli::try_parse_from(["forkd", "image", "build"].iter().chain(line)).unwrap();
+        let crate::args::Command::Image(crate::args::ImageCommand::Build(args)) = cli.command else {
+            panic!("not a build")
+        };
+        specification(&args)
+    }
+
+    #[test]
+    fn a_known_image_is_built_as_known_unless_its_source_is_given() {
+        assert_eq!(Some(specified(&["python"])), ImageSpec::predefined("python"));
+        let chosen = ImageSource::Packages { suite: None, packages: vec!["git".into(), "jq".into()] };
+        assert_eq!(specified(&["python", "--packages", "git,jq"]).source, chosen);
+        assert_eq!(specified(&["mine", "--tar", "a.tar"]).source, ImageSource::Tar("a.tar".into()));
+        let minimal = ImageSource::Packages { suite: Some("trixie".into()), packages: vec![] };
+        assert_eq!(specified(&["mine", "--suite", "trixie"]).source, minimal);
+    }
+}

@@ -1,0 +1,240 @@
+//! The emulated machine: one QEMU virtual machine in which `/dev/kvm` is real and the daemon runs.
+//!
+//! Everything about it is in the folder `machine` of the data directory. A command that needs the
+//! machine writes down what is to run ([`state::Plan`]) and starts a [`supervisor`], which is
+//! QEMU's parent and writes down what runs ([`state::State`]). This module is the commands' side of
+//! it: start, stop, look.
+//!
+//! The machine knows nothing of sandboxes; the daemon in it does not know that it is emulated.
+
+mod agent;
+mod builds;
+mod disk;
+mod guest_daemon;
+mod log;
+pub(crate) use log::tail as log_tail;
+mod prepare;
+pub(crate) use prepare::find_qemu;
+pub(crate) mod qemu;
+pub(crate) mod shell;
+pub(crate) mod state;
+pub(crate) mod status;
+pub(crate) mod supervisor;
+mod terminal;
+mod vm;
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::Signal;
+
+use crate::client::Daemon;
+use crate::files::{self, Lock};
+use crate::paths::{Binaries, DataDir};
+use crate::process;
+use crate::ui::{Progress, Ui};
+use state::{Build, Folder, Phase, Plan, State};
+
+/// No start takes this long; the supervisor gives up much sooner, and says why.
+const START_LIMIT: Duration = Duration::from_secs(900);
+/// The supervisor shuts down in less; one that does not is broken and is killed.
+const STOP_LIMIT: Duration = Duration::from_secs(150);
+/// How long a QEMU may outlive its supervisor.
+const QEMU_END_LIMIT: Duration = Duration::from_secs(30);
+
+/// The machine of a data directory, running or not.
+#[derive(Debug)]
+pub(crate) struct Machine {
+    data: DataDir,
+    folder: Folder,
+    ui: Ui,
+}
+
+/// A machine whose daemon answers.
+#[derive(Debug)]
+pub(crate) struct Running {
+    pub(crate) state: State,
+    pub(crate) plan: Plan,
+}
+
+impl Machine {
+    pub(crate) fn new(data: &DataDir, ui: Ui) -> Self {
+        Machine { data: data.clone(), folder: Folder::new(data.machine()), ui }
+    }
+
+    pub(crate) fn folder(&self) -> &Folder {
+        &self.folder
+    }
+
+    /// The daemon in the machine, from outside.
+    pub(crate) fn daemon(&self, state: &State) -> Result<Daemon> {
+        let token = files::read_small(&self.folder.token())?
+            .with_context(|| format!("{} is missing", self.folder.token().display()))?;
+        Ok(Daemon::loopback(state.rest_port, String::from_utf8(token)?.trim().to_owned()))
+    }
+
+    /// The machine if it runs and its daemon answers; starts nothing.
+    pub(crate) fn running(&self) -> Result<Option<Running>> {
+        let state = self.folder.live_state()?.filter(|state| state.phase == Phase::Ready);
+        let plan = self.folder.plan()?;
+        Ok(state.zip(plan).map(|(state, plan)| Running { state, plan }))
+    }
+
+    /// Makes sure that the machine runs and that the daemon in it is of this build. Says what it
+    /// does, and `why`, if it has to do anything.
+    pub(crate) fn ensure(&self, why: &str) -> Result<Running> {
+        prepare::make_private_folder(self.folder.root())?;
+        self.say_notices();
+        let binaries = Binaries::find()?;
+        let planned = self.folder.plan()?;
+        let build = builds::identify(&binaries, planned.as_ref().map(|plan| &plan.build))?;
+        if let Some(running) = self.running()?
+            && running.plan.build.id == build.id
+            && running.state.build.as_ref() == Some(&build.id)
+        {
+            return Ok(running);
+        }
+        let _lock = Lock::take(&self.folder.start_lock(), || {
+            self.ui.note("another forkd command starts or stops the machine; waiting for it");
+        })?;
+        // Whoever had the lock may have done it all.
+        let progress = match (self.folder.live_state()?, self.folder.plan()?) {
+            (Some(state), Some(plan))
+                if !matches!(state.phase, Phase::Stopping | Phase::Stopped | Phase::Failed) =>
+            {
+                self.renew(&binaries, &build, &state, plan, why)?
+            }
+            (Some(state), _) => {
+                state.supervisor.wait(STOP_LIMIT);
+                self.start(&binaries, &build, why)?
+            }
+            (None, _) => self.start(&binaries, &build, why)?,
+        };
+        self.wait_until_ready(&build, progress)
+    }
+
+    /// Brings a running machine to this build, by the smallest step that does it.
+    fn renew(
+        &self,
+        binaries: &Binaries,
+        build: &Build,
+        state: &State,
+        plan: Plan,
+        why: &str,
+    ) -> Result<Progress> {
+        if plan.build.boot != build.boot {
+            self.ui.note("the agent in the machine is of another build; the machine is restarted");
+            self.stop_supervisor(state)?;
+            return self.start(binaries, build, why);
+        }
+        if plan.build.id == build.id {
+            // Whoever wrote that plan may have been killed before it told the supervisor.
+            if state.phase == Phase::Ready && state.build.as_ref() != Some(&build.id) {
+                state.supervisor.signal(Signal::HUP);
+            }
+            return Ok(self.ui.progress("waiting for the emulated machine"));
+        }
+        self.ui.note("the daemon in the machine is of another build; it is restarted");
+        builds::publish(binaries, build, &self.folder)?;
+        self.folder.write_plan(&Plan { build: build.clone(), ..plan })?;
+        state.supervisor.signal(Signal::HUP);
+        Ok(self.ui.progress("restarting the daemon in the machine"))
+    }
+
+    fn start(&self, binaries: &Binaries, build: &Build, why: &str) -> Result<Progress> {
+        self.ui.note(format!("{why}: starting the emulated machine, which takes about 20 s"));
+        // When a supervisor is killed, its QEMU dies a moment later: two must not write to one disk.
+        if let Some(qemu) = self.folder.state()?.and_then(|state| state.qemu)
+            && !qemu.wait(QEMU_END_LIMIT)
+        {
+            bail!("the QEMU of an earlier machine, pid {}, is still there; end it with `kill`", qemu.pid);
+        }
+        let plan = prepare::prepare(&self.data, &self.folder, binaries, build, self.ui)?;
+        self.folder.write_plan(&plan)?;
+        let mut command = Command::new(&binaries.forkd);
+        command.arg("--data-dir").arg(self.data.root()).args(["machine", "supervise"]);
+        process::spawn_detached(&mut command, &self.folder.supervisor_log())?;
+        Ok(self.ui.progress("starting the emulated machine"))
+    }
+
+    fn wait_until_ready(&self, build: &Build, progress: Progress) -> Result<Running> {
+        let started = Instant::now();
+        loop {
+            if let Some(running) = self.running()?
+                && running.state.build.as_ref() == Some(&build.id)
+            {
+                progress.done("the emulated machine is up");
+                self.say_notices();
+                return Ok(running);
+            }
+            // A supervisor that was started a moment ago has written nothing yet.
+            let settled = started.elapsed() > Duration::from_secs(5);
+            match self.folder.live_state()? {
+                // Ready, but of another build: the restart has not begun yet.
+                Some(state) if state.phase == Phase::Ready => {}
+                Some(state) => progress.update(&state.detail),
+                None if settled => {
+                    drop(progress);
+                    // They would only repeat what the error says.
+                    self.folder.take_notices();
+                    bail!("the emulated machine did not start: {}", self.why_not());
+                }
+                None => {}
+            }
+            if started.elapsed() > START_LIMIT {
+                bail!("the emulated machine is not up after {} s; {}", START_LIMIT.as_secs(), self.logs());
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    /// Shuts the machine down; `None` when none runs. Says how it ended.
+    pub(crate) fn stop(&self) -> Result<Option<String>> {
+        if !self.folder.root().is_dir() {
+            return Ok(None);
+        }
+        let _lock = Lock::take(&self.folder.start_lock(), || {
+            self.ui.note("another forkd command starts or stops the machine; waiting for it");
+        })?;
+        match self.folder.live_state()? {
+            Some(state) => self.stop_supervisor(&state).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    fn stop_supervisor(&self, state: &State) -> Result<String> {
+        let progress = self.ui.progress("stopping the emulated machine");
+        state.supervisor.signal(Signal::TERM);
+        if !state.supervisor.wait(STOP_LIMIT) {
+            state.supervisor.signal(Signal::KILL);
+            state.supervisor.wait(Duration::from_secs(5));
+            return Ok(format!("it did not stop in {} s and was killed", STOP_LIMIT.as_secs()));
+        }
+        drop(progress);
+        Ok(self.folder.state()?.map(|state| state.detail).unwrap_or_default())
+    }
+
+    /// Says what happened since the last command.
+    pub(crate) fn say_notices(&self) {
+        for line in self.folder.take_notices().iter().filter(|line| !line.trim().is_empty()) {
+            self.ui.warn(line);
+        }
+    }
+
+    /// Why the last machine failed, as far as is known.
+    fn why_not(&self) -> String {
+        match self.folder.state() {
+            Ok(Some(state)) if state.phase == Phase::Failed => format!("{}; {}", state.detail, self.logs()),
+            _ => {
+                let tail = log::tail(&self.folder.supervisor_log(), 1000);
+                format!("its supervisor ended; {}\n{tail}", self.logs())
+            }
+        }
+    }
+
+    fn logs(&self) -> String {
+        let folder = &self.folder;
+        format!("see {} and {}", folder.supervisor_log().display(), folder.console_log().display())
+    }
+}

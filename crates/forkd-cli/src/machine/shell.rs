@@ -1,0 +1,146 @@
+//! A command in the machine, with this terminal or these pipes as its own.
+
+use anyhow::{Context, Result, bail};
+use bytes::Bytes;
+use forkd_controller::agent::{Agent, Input, Process, StartOptions};
+use forkd_protocol::agent::{End, Event, ProcessConfig, StartRequest};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
+
+use super::terminal::RawTerminal;
+use super::{Running, agent};
+use crate::signals::Forwarded;
+use crate::stdio::{self, Outcome, Output, Target};
+
+/// Runs `command`, or an interactive shell, and returns the status to exit with.
+pub(crate) async fn run(machine: &Running, command: &[String]) -> Result<u8> {
+    let agent = agent::connect(machine.state.agent_port, &machine.plan.agent_token);
+    match command.split_first() {
+        None if RawTerminal::is_there() => interactive(&agent).await,
+        // Commands come from a pipe.
+        None => piped(&agent, "/bin/sh", &[]).await,
+        Some((program, arguments)) => piped(&agent, program, arguments).await,
+    }
+}
+
+async fn interactive(agent: &Agent) -> Result<u8> {
+    let terminal = RawTerminal::enter()?;
+    let name = std::env::var("TERM").unwrap_or_else(|_| "linux".to_owned());
+    let process = ProcessConfig {
+        cmd: "/bin/sh".into(),
+        args: vec![
+            "-c".into(),
+            "if [ -x /bin/bash ]; then exec /bin/bash -l; else exec /bin/sh -l; fi".into(),
+        ],
+        envs: [("TERM".to_owned(), name)].into(),
+        cwd: None,
+    };
+    let request = StartRequest { process, pty: Some(RawTerminal::size()), ..StartRequest::default() };
+    let status = follow(agent, &request, true).await;
+    drop(terminal);
+    status
+}
+
+async fn piped(agent: &Agent, program: &str, arguments: &[String]) -> Result<u8> {
+    let process =
+        ProcessConfig { cmd: program.to_owned(), args: arguments.to_vec(), ..ProcessConfig::default() };
+    let request = StartRequest { process, stdin: Some(true), ..StartRequest::default() };
+    follow(agent, &request, false).await
+}
+
+/// Starts a process and is its terminal, or its pipes, until it ends.
+async fn follow(agent: &Agent, request: &StartRequest, tty: bool) -> Result<u8> {
+    let process = agent.start(request, &StartOptions::default()).await?;
+    let output = Output::start();
+    let mut signals = Forwarded::listen()?;
+    let outcome = accompany(agent, process, tty, &output, &mut signals).await;
+    output.conclude(outcome, &mut signals).await
+}
+
+async fn accompany(
+    agent: &Agent,
+    mut process: Process,
+    tty: bool,
+    output: &Output,
+    signals: &mut Forwarded,
+) -> Result<Outcome> {
+    let mut resized = signal(SignalKind::window_change())?;
+    let mut pid = None;
+    loop {
+        tokio::select! {
+            event = async { output.room().await; process.next().await } => match event? {
+                Some(Event::Start { pid: started }) => {
+                    pid = Some(started);
+                    tokio::spawn(feed(agent.input(started, tty).await?, stdio::read_stdin()));
+                }
+                Some(Event::Data(data)) => {
+                    let to_stdout = data.stdout.or(data.pty);
+                    for (target, bytes) in [(Target::Stdout, to_stdout), (Target::Stderr, data.stderr)] {
+                        if let Some(bytes) = bytes {
+                            output.write(target, Bytes::from(bytes)).await;
+                        }
+                    }
+                }
+                Some(Event::Keepalive {}) => {}
+                Some(Event::End(end)) => return Ok(Outcome::Exit(exit_status(&end))),
+                None => bail!("the machine's agent ended the conversation without a result"),
+            },
+            // Nobody reads the output: the command gets what it would get here.
+            () = output.broken() => {
+                end(agent, pid, "SIGKILL").await;
+                return Ok(Outcome::Exit(128 + libc::SIGPIPE as u8));
+            }
+            caught = signals.next() => match pid {
+                Some(pid) if !tty && !caught.insists => {
+                    agent.signal(pid, caught.name).await.context("the signal could not be passed on")?;
+                }
+                // On a terminal keys are no signals: somebody wants this process to end.
+                _ => {
+                    end(agent, pid, if tty { "SIGHUP" } else { "SIGKILL" }).await;
+                    return Ok(Outcome::Leave(caught.status()));
+                }
+            },
+            _ = resized.recv(), if tty => {
+                if let Some(pid) = pid {
+                    let _ = agent.resize(pid, RawTerminal::size()).await;
+                }
+            }
+        }
+    }
+}
+
+/// Does not leave a process behind in the machine, as far as the machine answers.
+async fn end(agent: &Agent, pid: Option<u32>, signal: &str) {
+    if let Some(pid) = pid {
+        let _ = agent.signal(pid, signal).await;
+    }
+}
+
+/// Passes standard input on until it, or the process, ends.
+async fn feed(mut input: Input, mut stdin: mpsc::Receiver<Bytes>) {
+    while let Some(bytes) = stdin.recv().await {
+        if input.send(&bytes).await.is_err() {
+            return;
+        }
+    }
+    let _ = input.close().await;
+}
+
+/// What a shell would say.
+fn exit_status(end: &End) -> u8 {
+    match end.signal {
+        Some(signal) => 128u8.wrapping_add(signal as u8),
+        None => end.exit_code as u8,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_ended_by_a_signal_has_the_status_a_shell_gives_it() {
+        assert_eq!(exit_status(&End { exit_code: 7, exited: true, ..End::default() }), 7);
+        assert_eq!(exit_status(&End { exit_code: -1, signal: Some(9), ..End::default() }), 137);
+    }
+}

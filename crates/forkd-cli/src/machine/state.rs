@@ -1,0 +1,251 @@
+//! What is on record about the machine, in its folder.
+//!
+//! Two files with one writer each, so that no command ever undoes what another wrote: the [`Plan`]
+//! says what is to run and is written by the command that starts the machine, under the start
+//! lock; the [`State`] says what runs and is written by the supervisor. Both are replaced as a
+//! whole. A state is believed only while its supervisor is alive, so killing anything with -9
+//! leaves nothing to repair.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use serde::{Deserialize, Serialize};
+
+use crate::files;
+use crate::process::ProcessId;
+
+/// The names in the machine's folder.
+#[derive(Debug, Clone)]
+pub(crate) struct Folder {
+    root: PathBuf,
+}
+
+impl Folder {
+    pub(crate) fn new(root: PathBuf) -> Self {
+        Folder { root }
+    }
+
+    pub(crate) fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The machine's disk.
+    pub(crate) fn disk(&self) -> PathBuf {
+        self.root.join("data.img")
+    }
+
+    /// Programs for the machine, one folder per build.
+    pub(crate) fn programs(&self) -> PathBuf {
+        self.root.join("bin")
+    }
+
+    pub(crate) fn initramfs(&self) -> PathBuf {
+        self.root.join("initramfs")
+    }
+
+    /// The token of the daemon in the machine.
+    pub(crate) fn token(&self) -> PathBuf {
+        self.root.join("token")
+    }
+
+    pub(crate) fn console_log(&self) -> PathBuf {
+        self.root.join("console.log")
+    }
+
+    pub(crate) fn supervisor_log(&self) -> PathBuf {
+        self.root.join("supervisor.log")
+    }
+
+    /// Held by the command that starts or stops the machine.
+    pub(crate) fn start_lock(&self) -> PathBuf {
+        self.root.join("start.lock")
+    }
+
+    /// Held by the supervisor as long as it lives.
+    pub(crate) fn supervisor_lock(&self) -> PathBuf {
+        self.root.join("supervisor.lock")
+    }
+
+    fn plan_file(&self) -> PathBuf {
+        self.root.join("plan.json")
+    }
+
+    fn state_file(&self) -> PathBuf {
+        self.root.join("state.json")
+    }
+
+    fn notices_file(&self) -> PathBuf {
+        self.root.join("notices")
+    }
+
+    pub(crate) fn plan(&self) -> Result<Option<Plan>> {
+        files::read_json(&self.plan_file())
+    }
+
+    pub(crate) fn write_plan(&self, plan: &Plan) -> Result<()> {
+        files::write_json(&self.plan_file(), plan)
+    }
+
+    pub(crate) fn state(&self) -> Result<Option<State>> {
+        files::read_json(&self.state_file())
+    }
+
+    pub(crate) fn write_state(&self, state: &State) -> Result<()> {
+        files::write_json(&self.state_file(), state)
+    }
+
+    /// The state, if its supervisor is alive.
+    pub(crate) fn live_state(&self) -> Result<Option<State>> {
+        Ok(self.state()?.filter(|state| state.supervisor.is_alive()))
+    }
+
+    /// Leaves a sentence for the next command to say.
+    pub(crate) fn leave_notice(&self, text: &str) -> Result<()> {
+        let mut notices = files::read_small(&self.notices_file())?.unwrap_or_default();
+        // A machine that fails for days must not fill the disk; the first reasons matter most.
+        if notices.len() < 16 << 10 {
+            notices.extend_from_slice(text.as_bytes());
+            notices.push(b'\n');
+        }
+        files::write_private(&self.notices_file(), &notices)
+    }
+
+    /// Takes what was left to say.
+    pub(crate) fn take_notices(&self) -> Vec<String> {
+        let taken = self.root.join("notices.taken");
+        // Renaming first: of two commands at the same time only one says it.
+        if std::fs::rename(self.notices_file(), &taken).is_err() {
+            return Vec::new();
+        }
+        let text = files::read_small(&taken).ok().flatten().unwrap_or_default();
+        let _ = std::fs::remove_file(&taken);
+        String::from_utf8_lossy(&text).lines().map(str::to_owned).collect()
+    }
+}
+
+/// What is to run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Plan {
+    /// QEMU's program.
+    pub(crate) qemu: PathBuf,
+    /// The machine's kernel.
+    pub(crate) kernel: PathBuf,
+    /// Memory of the machine.
+    pub(crate) memory_mib: u64,
+    /// Asked for by the agent in the machine, which is in its initramfs.
+    pub(crate) agent_token: String,
+    /// The folder of programs the daemon in the machine is started from.
+    pub(crate) build: Build,
+    /// For how long the machine may give no answer.
+    pub(crate) watchdog_secs: u64,
+}
+
+/// A set of forkd's programs, named by what is in them.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Build {
+    /// Name of the folder with these programs.
+    pub(crate) id: String,
+    /// Name of what the machine boots from, its agent and plan: another one needs another boot.
+    pub(crate) boot: String,
+    /// Sizes and times of the files this was made from: while they are the same, so is the rest.
+    pub(crate) seen: String,
+}
+
+/// What runs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct State {
+    /// Whose word this is.
+    pub(crate) supervisor: ProcessId,
+    pub(crate) phase: Phase,
+    /// A sentence about the phase.
+    pub(crate) detail: String,
+    /// QEMU's process.
+    pub(crate) qemu: Option<ProcessId>,
+    /// Where the machine's agent answers on loopback.
+    pub(crate) agent_port: u16,
+    /// Where the daemon answers on loopback.
+    pub(crate) rest_port: u16,
+    /// The build the daemon was started from.
+    pub(crate) build: Option<String>,
+    /// When this QEMU was started, in seconds since 1970.
+    pub(crate) started_at: u64,
+    /// How often a machine that hung or died was replaced.
+    pub(crate) restarts: u32,
+}
+
+/// How far the machine is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Phase {
+    /// QEMU runs; the agent has not answered yet.
+    Booting,
+    /// The agent answers; the daemon does not yet.
+    StartingDaemon,
+    /// The daemon answers.
+    Ready,
+    /// On its way down.
+    Stopping,
+    /// Shut down; the supervisor is about to end, or has ended.
+    Stopped,
+    /// Given up; `detail` says why.
+    Failed,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state(supervisor: ProcessId) -> State {
+        State {
+            supervisor,
+            phase: Phase::Ready,
+            detail: String::new(),
+            qemu: None,
+            agent_port: 1,
+            rest_port: 2,
+            build: Some("x".into()),
+            started_at: 3,
+            restarts: 0,
+        }
+    }
+
+    #[test]
+    fn a_state_is_believed_only_while_its_supervisor_lives() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = Folder::new(temporary.path().to_path_buf());
+        assert!(folder.live_state().unwrap().is_none());
+
+        let ours = state(ProcessId::current().unwrap());
+        folder.write_state(&ours).unwrap();
+        assert_eq!(folder.live_state().unwrap(), Some(ours));
+
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let theirs = state(ProcessId::of(child.id() as i32).unwrap());
+        folder.write_state(&theirs).unwrap();
+        assert!(folder.live_state().unwrap().is_some());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(folder.live_state().unwrap().is_none());
+        assert!(folder.state().unwrap().is_some());
+    }
+
+    #[test]
+    fn a_notice_is_said_once() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = Folder::new(temporary.path().to_path_buf());
+        folder.leave_notice("it hung").unwrap();
+        folder.leave_notice("again").unwrap();
+        assert_eq!(folder.take_notices(), ["it hung", "again"]);
+        assert!(folder.take_notices().is_empty());
+    }
+
+    #[test]
+    fn notices_do_not_pile_up_without_end() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = Folder::new(temporary.path().to_path_buf());
+        for _ in 0..100 {
+            folder.leave_notice(&"x".repeat(1000)).unwrap();
+        }
+        assert!(folder.take_notices().len() < 20);
+    }
+}

@@ -1,0 +1,194 @@
+//! Standard input and output for commands that run elsewhere. Reading and writing them blocks, so
+//! each has a thread of its own, and bounded queues in between keep memory bounded.
+
+use std::io::{self, Read, Write};
+
+use anyhow::{Context, Result};
+use bytes::Bytes;
+use tokio::sync::{mpsc, oneshot};
+
+use crate::signals::Forwarded;
+
+/// How much is read at once.
+const CHUNK: usize = 32 << 10;
+/// How many chunks may wait.
+const QUEUE: usize = 8;
+/// How many chunks one message of a command may be: one for each target.
+const MESSAGE: usize = 2;
+
+/// Where output goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Target {
+    Stdout,
+    Stderr,
+}
+
+/// How a command that runs elsewhere was left, with the status to exit with.
+#[derive(Debug)]
+pub(crate) enum Outcome {
+    /// It is over.
+    Exit(u8),
+    /// Somebody wants to leave, now.
+    Leave(u8),
+}
+
+/// What standard input gives, in order; closed at its end.
+pub(crate) fn read_stdin() -> mpsc::Receiver<Bytes> {
+    let (sender, receiver) = mpsc::channel(QUEUE);
+    std::thread::spawn(move || {
+        let mut buffer = vec![0u8; CHUNK];
+        // Unbuffered, so that a line typed is a line sent.
+        let mut stdin = io::stdin().lock();
+        loop {
+            match stdin.read(&mut buffer) {
+                Ok(0) => return,
+                Ok(count) => {
+                    if sender.blocking_send(Bytes::copy_from_slice(&buffer[..count])).is_err() {
+                        return;
+                    }
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // A terminal that went away, or input that never was: the end of input.
+                Err(_) => return,
+            }
+        }
+    });
+    receiver
+}
+
+/// A writer of standard output and error.
+#[derive(Debug)]
+pub(crate) struct Output {
+    sender: mpsc::Sender<(Target, Bytes)>,
+    written: oneshot::Receiver<io::Result<()>>,
+}
+
+impl Output {
+    pub(crate) fn start() -> Self {
+        Self::to(|target, bytes| match target {
+            Target::Stdout => write_out(&mut io::stdout().lock(), bytes),
+            Target::Stderr => write_out(&mut io::stderr().lock(), bytes),
+        })
+    }
+
+    fn to(write: impl Fn(Target, &[u8]) -> io::Result<()> + Send + 'static) -> Self {
+        let (sender, mut receiver) = mpsc::channel::<(Target, Bytes)>(QUEUE);
+        let (done, written) = oneshot::channel();
+        std::thread::spawn(move || {
+            let mut write_all = || {
+                while let Some((target, bytes)) = receiver.blocking_recv() {
+                    write(target, &bytes)?;
+                }
+                Ok(())
+            };
+            // Before the queue is closed, so that whoever sees that finds the reason.
+            let _ = done.send(write_all());
+        });
+        Output { sender, written }
+    }
+
+    /// Waits until a message's chunks can be handed over without waiting. Whoever listens for
+    /// signals, too, waits here and not in [`Output::write`]. Safe to cancel.
+    pub(crate) async fn room(&self) {
+        // An error means that nobody reads any more, which `broken` tells.
+        let _ = self.sender.reserve_many(MESSAGE).await;
+    }
+
+    /// Hands bytes over to be written; they are lost when nobody reads them any more.
+    pub(crate) async fn write(&self, target: Target, bytes: Bytes) {
+        let _ = self.sender.send((target, bytes)).await;
+    }
+
+    /// Resolves when writing has failed.
+    pub(crate) async fn broken(&self) {
+        self.sender.closed().await;
+    }
+
+    /// The status to exit with. What the command wrote comes out first, also when it came to a bad
+    /// end; but whoever wants to leave does not have to wait for a reader.
+    pub(crate) async fn conclude(self, outcome: Result<Outcome>, signals: &mut Forwarded) -> Result<u8> {
+        if let Ok(Outcome::Leave(status)) = outcome {
+            return Ok(status);
+        }
+        tokio::select! {
+            written = self.finish() => written?,
+            caught = signals.next() => return Ok(caught.status()),
+        }
+        match outcome? {
+            Outcome::Exit(status) | Outcome::Leave(status) => Ok(status),
+        }
+    }
+
+    /// Waits until everything is written. A reader that went away is not a failure.
+    async fn finish(self) -> Result<()> {
+        drop(self.sender);
+        match self.written.await {
+            Ok(Err(error)) if error.kind() != io::ErrorKind::BrokenPipe => {
+                Err(error).context("the command's output cannot be written")
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn write_out(target: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
+    target.write_all(bytes)?;
+    target.flush()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::{Arc, Mutex};
+    use std::time::Duration;
+
+    #[tokio::test]
+    async fn finishing_waits_for_everything_that_was_handed_over() {
+        let kept = Arc::new(Mutex::new(Vec::new()));
+        let sink = kept.clone();
+        let output = Output::to(move |_, bytes| {
+            std::thread::sleep(Duration::from_millis(5));
+            sink.lock().unwrap().extend_from_slice(bytes);
+            Ok(())
+        });
+        for _ in 0..20 {
+            output.room().await;
+            output.write(Target::Stdout, Bytes::from_static(b"x")).await;
+        }
+        output.finish().await.unwrap();
+        assert_eq!(kept.lock().unwrap().len(), 20);
+    }
+
+    #[tokio::test]
+    async fn what_was_written_before_a_failure_comes_out_and_only_leaving_does_not_wait() {
+        let mut signals = Forwarded::listen().unwrap();
+        let (gate, opened) = std::sync::mpsc::channel::<()>();
+        let kept = Arc::new(Mutex::new(Vec::new()));
+        let sink = kept.clone();
+        let output = Output::to(move |_, bytes| {
+            std::thread::sleep(Duration::from_millis(20));
+            sink.lock().unwrap().extend_from_slice(bytes);
+            Ok(())
+        });
+        output.write(Target::Stdout, Bytes::from_static(b"last words")).await;
+        let failed = output.conclude(Err(anyhow::anyhow!("the guest died")), &mut signals).await;
+        assert_eq!(failed.unwrap_err().to_string(), "the guest died");
+        assert_eq!(*kept.lock().unwrap(), b"last words");
+
+        let stuck = Output::to(move |_, _| opened.recv().map_err(io::Error::other));
+        stuck.write(Target::Stdout, Bytes::from_static(b"x")).await;
+        assert_eq!(stuck.conclude(Ok(Outcome::Leave(130)), &mut signals).await.unwrap(), 130);
+        drop(gate);
+    }
+
+    #[tokio::test]
+    async fn a_full_disk_is_an_error_and_a_reader_that_left_is_not() {
+        let failing = |kind: io::ErrorKind| Output::to(move |_, _| Err(kind.into()));
+        for (kind, fails) in [(io::ErrorKind::StorageFull, true), (io::ErrorKind::BrokenPipe, false)] {
+            let output = failing(kind);
+            output.write(Target::Stdout, Bytes::from_static(b"x")).await;
+            output.broken().await;
+            assert_eq!(output.finish().await.is_err(), fails, "{kind:?}");
+        }
+    }
+}
