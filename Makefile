@@ -1,0 +1,40 @@
+# The two commands that matter: `make demo` and `make test`.
+
+GUEST_TARGET := x86_64-unknown-linux-gnu
+GUEST_BINARY := target/guest/$(GUEST_TARGET)/release/forkd-guest
+
+# Where rustup puts cargo: shells know it only after the next login.
+export PATH := $(PATH):$(HOME)/.cargo/bin
+
+.PHONY: help setup build demo test lint soak clean
+
+help: ## Show this help
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' Makefile
+
+setup: ## Install what this machine lacks (asks apt)
+	@scripts/setup.sh
+
+build: setup ## Build the release binaries into target/release
+	cargo build --release --locked
+	# The guest runs on any image: it is linked statically, which needs flags and a folder of its own.
+	RUSTFLAGS='-C target-feature=+crt-static -C strip=symbols' cargo build --release --locked \
+		-p forkd-guest --target $(GUEST_TARGET) --target-dir target/guest
+	@cmp -s $(GUEST_BINARY) target/release/forkd-guest || install -m 755 $(GUEST_BINARY) target/release/forkd-guest
+
+demo: build ## Run the main job, with times
+	@python3 scripts/demo.py
+
+test: build lint ## Run all tests
+	@scripts/test.sh
+
+lint: ## Formatting, clippy, dependencies
+	cargo fmt --all --check
+	cargo clippy --release --locked --workspace --all-targets -- -D warnings
+	@if command -v cargo-deny >/dev/null; then cargo deny --offline check licenses bans sources; \
+	else echo "NOT RUN: cargo deny (not installed; cargo install cargo-deny)"; fi
+
+soak: build ## Run the long campaigns (fuzzing and more); results go to bench/RESULTS.md
+	@scripts/soak.sh
+
+clean: ## Remove what was built (the data directory stays)
+	cargo clean

@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# Runs the tests, natively and with Linux guests: on this host's KVM where it runs Linux, else inside the
+# emulated machine. Expects `make build` to have run.
+#
+#   scripts/test.sh                 everything
+#   scripts/test.sh native          unit tests, tiny guests, fuzz bodies over their corpora
+#   scripts/test.sh linux [NAME…]   Linux guests; NAME selects tests as cargo test does
+#   scripts/test.sh outside         the emulated machine, from outside
+set -euo pipefail
+cd "$(dirname "$0")/.."
+forkd=$PWD/target/release/forkd
+if [ "$(id -u)" = 0 ]; then default=/var/lib/forkd; else default=${XDG_DATA_HOME:-$HOME/.local/share}/forkd; fi
+export FORKD_DATA_DIR=${FORKD_DATA_DIR:-$default}
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+step() { printf '\n==> %s\n' "$*" >&2; }
+
+# Where cargo put a test's executable.
+executable() {
+  cargo test --release --locked --no-run -p forkd-tests --test "$1" --message-format=json |
+    python3 -c 'import json,sys
+for line in sys.stdin:
+    message = json.loads(line)
+    if message.get("executable") and message["target"]["name"] == sys.argv[1]: print(message["executable"])' "$1" | tail -n 1
+}
+
+native() {
+  step "Native tests"
+  cargo test --release --locked --workspace 2>&1 | tee -a "$log"
+}
+
+linux() {
+  local test uses
+  test=$(executable linux)
+  # One command brings everything the tests stand on: image, kernel and, if need be, the machine.
+  "$forkd" run --image python -- true
+  uses=$("$forkd" doctor --json | python3 -c 'import json,sys; print(json.load(sys.stdin)["will_use"])')
+  if [ "$uses" = kvm ]; then
+    step "Linux guests, on this host's KVM"
+    local as_root=()
+    [ "$(id -u)" = 0 ] || as_root=(sudo --preserve-env=FORKD_DATA_DIR)
+    "${as_root[@]}" "$test" --test-threads=2 "$@" 2>&1 | tee -a "$log"
+  else
+    step "Linux guests, inside the emulated machine (KVM here does not run Linux)"
+    local before
+    before=$(machine_restarts)
+    if ! in_machine "$test" "$@"; then
+      # An emulated machine may hang; its watchdog replaces it. That is not the tests' failure.
+      [ "$(machine_restarts)" != "$before" ] || return 1
+      step "THE MACHINE HUNG OR DIED AND WAS REPLACED: running the Linux tests once more"
+      in_machine "$test" "$@"
+    fi
+  fi
+}
+
+machine_restarts() {
+  "$forkd" machine status --json | python3 -c 'import json,sys; print(json.load(sys.stdin).get("running", {}).get("restarts"))'
+}
+
+# Runs a test's executable inside the machine, with the binaries it tests.
+in_machine() {
+  local test=$1 name status=0
+  shift
+  # Under a name never used before, and copied once more inside: the machine sees the host's files
+  # through a share, which is slow to run programs from.
+  name=tests-$(cat "$test" target/release/forkd{,-vmm,-guest} | sha256sum | cut -c1-16)
+  mkdir -p "$FORKD_DATA_DIR/machine/bin/$name"
+  cp "$test" "$FORKD_DATA_DIR/machine/bin/$name/linux-tests"
+  cp target/release/forkd{,-vmm,-guest} "$FORKD_DATA_DIR/machine/bin/$name/"
+  # shellcheck disable=SC2016
+  "$forkd" machine shell -- env FORKD_TEST_LIBRARY=/forkd-share sh -c '
+    name=$1; shift
+    rm -rf "/run/$name"
+    cp -r "/forkd-share/machine/bin/$name" "/run/$name"
+    FORKD_TEST_BIN=/run/$name "/run/$name/linux-tests" --test-threads=1 "$@"
+    status=$?
+    rm -rf "/run/$name"
+    exit $status
+  ' sh "$name" "$@" 2>&1 | tee -a "$log" || status=$?
+  rm -rf "${FORKD_DATA_DIR:?}/machine/bin/$name"
+  return "$status"
+}
+
+outside() {
+  step "The emulated machine, from outside"
+  FORKD_TEST_BIN=$PWD/target/release "$(executable outside)" --test-threads=1 2>&1 | tee -a "$log"
+}
+
+what=${1:-all}
+shift || true
+case $what in
+  all) native; linux; outside ;;
+  native | linux | outside) "$what" "$@" ;;
+  *) echo "unknown: $what (native, linux or outside)" >&2; exit 2 ;;
+esac
+
+step "Not run"
+grep -ho 'NOT RUN: .*' "$log" | sort -u || echo "nothing: every test ran"

@@ -1,0 +1,153 @@
+//! The daemon's REST API with real sandboxes behind it.
+
+use std::time::Instant;
+
+use forkd_tests::daemon::{Daemon, is_monitor};
+use forkd_tests::eventually;
+use serde_json::json;
+
+#[test]
+fn a_sandbox_is_made_used_and_deleted() {
+    let daemon = Daemon::start();
+    let id = daemon.create(json!({"image": "python"}));
+    assert!(forkd_protocol::names::is_valid_sandbox_id(&id), "{id}");
+    assert_eq!(daemon.sandboxes(), [id.clone()]);
+    let info = daemon.request("GET", &format!("/v1/sandboxes/{id}"), None).json();
+    assert_eq!(info["state"], "running", "{info}");
+
+    let answer = daemon.exec(&id, json!({"args": ["sh", "-c", "echo out; echo err >&2; exit 3"]}));
+    assert_eq!(
+        (&answer["stdout"], &answer["stderr"], &answer["exit_code"]),
+        (&json!("out\n"), &json!("err\n"), &json!(3))
+    );
+
+    // What one command leaves, the next one finds.
+    daemon.exec(&id, json!({"args": ["sh", "-c", "echo kept > /root/note"]}));
+    assert_eq!(daemon.exec(&id, json!({"args": ["cat", "/root/note"]}))["stdout"], "kept\n");
+
+    let monitors = daemon.monitors();
+    assert_eq!(monitors.len(), 1);
+    assert_eq!(daemon.request("DELETE", &format!("/v1/sandboxes/{id}"), None).status, 204);
+    assert_eq!(daemon.request("GET", &format!("/v1/sandboxes/{id}"), None).status, 404);
+    eventually("the monitor to go", || (!is_monitor(monitors[0]) && daemon.folders() == 0).then_some(()));
+}
+
+#[test]
+fn python_keeps_its_names_between_evaluations() {
+    let daemon = Daemon::start();
+    let id = daemon.create(json!({"image": "python"}));
+    let eval = |code: &str| {
+        let response =
+            daemon.request("POST", &format!("/v1/sandboxes/{id}/eval"), Some(json!({"code": code})));
+        assert_eq!(response.status, 200, "{response:?}");
+        response.json()
+    };
+    assert_eq!(eval("x = 41\ndef up(n):\n    return n + 1")["error"], json!(null));
+    assert_eq!(eval("up(x)")["result"], "42");
+    let printed = eval("print('seen'); x * 2");
+    assert_eq!((&printed["stdout"], &printed["result"]), (&json!("seen\n"), &json!("82")));
+    let failed = eval("up(y)");
+    assert!(failed["error"].as_str().unwrap().contains("NameError"), "{failed}");
+    assert!(failed["traceback"].as_str().unwrap().contains("line 1"), "{failed}");
+    // A warmed interpreter answers far faster than a new one starts: the ratio is the point.
+    let code = "sum(range(1000))";
+    let start = Instant::now();
+    assert_eq!(eval(code)["result"], "499500");
+    let warm = start.elapsed();
+    let start = Instant::now();
+    daemon.exec(&id, json!({"args": ["python3", "-c", format!("print({code})")]}));
+    assert!(warm * 3 < start.elapsed(), "eval {warm:?}, a new Python {:?}", start.elapsed());
+}
+
+#[test]
+fn a_command_out_of_time_is_ended_and_what_it_printed_is_not_lost() {
+    let daemon = Daemon::start();
+    let id = daemon.create(json!({"image": "python"}));
+    let script = "echo before; (sleep 555 &) ; sleep 556";
+    let answer = daemon.exec(&id, json!({"args": ["sh", "-c", script], "timeout_secs": 2}));
+    assert_eq!(answer["stdout"], "before\n", "{answer}");
+    assert!(answer["error"].as_str().unwrap().contains("2 s"), "{answer}");
+    let names = daemon.exec(&id, json!({"args": ["sh", "-c", "cat /proc/[0-9]*/comm | grep -c ^sleep$"]}));
+    assert_eq!(names["stdout"], "0\n", "{names}");
+}
+
+#[test]
+fn two_sandboxes_share_an_image_and_nothing_else() {
+    let daemon = Daemon::start();
+    let (a, b) = (daemon.create(json!({"image": "python"})), daemon.create(json!({"image": "python"})));
+    daemon.exec(&a, json!({"args": ["sh", "-c", "echo secret > /root/mine; rm /etc/hostname; sync"]}));
+    let seen = daemon.exec(&b, json!({"args": ["sh", "-c", "ls /root/mine /etc/hostname"]}));
+    assert_eq!(seen["stdout"], "/etc/hostname\n", "{seen}");
+    // And a third one, made after the first has written, starts from the image as it was.
+    let c = daemon.create(json!({"image": "python"}));
+    assert_eq!(daemon.exec(&c, json!({"args": ["ls", "/root/mine"]}))["exit_code"], 2);
+}
+
+#[test]
+fn a_daemon_killed_with_nine_leaves_nothing_after_its_next_start() {
+    let mut daemon = Daemon::start();
+    daemon.create(json!({"image": "python"}));
+    let monitors = daemon.monitors();
+    assert_eq!(monitors.len(), 1);
+    daemon.restart();
+    eventually("the leftovers to go", || {
+        (!is_monitor(monitors[0]) && daemon.folders() == 0 && daemon.sandboxes().is_empty()).then_some(())
+    });
+    let id = daemon.create(json!({"image": "python"}));
+    assert_eq!(daemon.exec(&id, json!({"args": ["echo", "again"]}))["stdout"], "again\n");
+}
+
+#[test]
+fn a_second_daemon_on_the_same_data_is_refused() {
+    let daemon = Daemon::start();
+    let output = daemon.forkd(&["serve", "--bind", "127.0.0.1:0"]).output().unwrap();
+    assert!(!output.status.success());
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.contains(&daemon.pid().to_string()), "{stderr}");
+}
+
+#[test]
+fn what_was_asked_wrongly_gets_a_sentence_and_starts_nothing() {
+    let daemon = Daemon::start();
+    for (body, status, word) in [
+        (json!({"image": "no-such-image"}), 404, "forkd image build"),
+        (json!({"image": "../../etc"}), 400, "name"),
+        (json!({"image": "python", "vcpus": 0}), 400, "vcpus"),
+        (json!({"image": "python", "vcpus": 1000}), 400, "vcpus"),
+        (json!({"image": "python", "mem_size_mib": 1}), 400, "mem_size_mib"),
+        (json!({"image": "python", "mem_size_mib": 1u64 << 40}), 400, "mem_size_mib"),
+        (json!({"image": 7}), 400, "image"),
+        (json!({}), 400, "image"),
+        (json!([]), 400, ""),
+    ] {
+        let response = daemon.request("POST", "/v1/sandboxes", Some(body.clone()));
+        let text = response.json()["error"].as_str().unwrap_or_default().to_owned();
+        assert!(
+            matches!(response.status, s if s == status || (status == 400 && s == 422)),
+            "{body}: {response:?}"
+        );
+        assert!(text.contains(word), "{body}: {text}");
+    }
+    assert_eq!(daemon.folders(), 0);
+    for path in ["/v1/sandboxes/sbnone", "/v1/sandboxes/..%2f..%2fetc"] {
+        assert_eq!(daemon.request("DELETE", path, None).status, 404, "{path}");
+    }
+}
+
+#[test]
+fn only_who_shows_the_token_gets_in_over_tcp() {
+    let daemon = Daemon::start();
+    let token = std::fs::read_to_string(daemon.data_dir().join("token")).unwrap();
+    let bearer = format!("Bearer {}", token.trim());
+    let host = format!("127.0.0.1:{}", daemon.port());
+    let get = |headers: &[(&str, &str)]| daemon.tcp_request("GET", "/v1/sandboxes", headers, b"").status;
+    assert_eq!(get(&[("authorization", &bearer)]), 200);
+    assert_eq!(get(&[("authorization", &bearer), ("host", &host), ("origin", "http://localhost:3000")]), 200);
+    assert_eq!(get(&[]), 401);
+    assert_eq!(get(&[("authorization", "Bearer wrong")]), 401);
+    assert_eq!(get(&[("authorization", &bearer), ("host", "evil.example")]), 403);
+    assert_eq!(get(&[("authorization", &bearer), ("origin", "https://evil.example")]), 403);
+    assert_eq!(daemon.tcp_request("GET", "/healthz", &[], b"").status, 200);
+    let printed = daemon.forkd(&["token", "print"]).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&printed.stdout).trim(), token.trim());
+}

@@ -1,0 +1,9 @@
+//! forkd from outside the emulated machine, on a host whose KVM does not run Linux: commands work the
+//! same, the machine comes by itself, and what was written in it survives.
+//!
+//! On a host whose KVM runs Linux there is no machine to test; that is listed as not run.
+#![allow(clippy::unwrap_used)]
+
+mod machine;
+mod natively;
+mod readme;

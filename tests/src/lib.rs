@@ -1,0 +1,51 @@
+//! What the end-to-end tests share.
+//!
+//! The tests drive the release binaries from outside, as users do: [`daemon`] starts a `forkd serve`
+//! of its own with its own data directory, [`monitor`] plays the controller towards one `forkd-vmm`,
+//! [`http`] speaks to daemons and agents with no client library in between.
+//!
+//! Failures panic: everything here runs in tests only.
+#![allow(clippy::unwrap_used)]
+
+pub mod daemon;
+pub mod http;
+pub mod monitor;
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// One of the binaries under test. They lie in the folder named by `FORKD_TEST_BIN`, or above the
+/// test's own executable.
+pub fn binary(name: &str) -> PathBuf {
+    let folder = std::env::var_os("FORKD_TEST_BIN").map(PathBuf::from).unwrap_or_else(|| {
+        let test = std::env::current_exe().unwrap();
+        test.ancestors().nth(2).unwrap().to_path_buf()
+    });
+    let path = folder.join(name);
+    assert!(path.is_file(), "{} is missing: run `make build`", path.display());
+    path
+}
+
+/// The folder with images and kernels: `FORKD_TEST_LIBRARY`, or the default data directory.
+pub fn library_path() -> PathBuf {
+    std::env::var_os("FORKD_TEST_LIBRARY")
+        .or_else(|| std::env::var_os("FORKD_DATA_DIR"))
+        .map(PathBuf::from)
+        .unwrap_or_else(|| PathBuf::from("/var/lib/forkd"))
+}
+
+/// How long anything may take before a test gives up. Guests under emulation are slow; a test that
+/// waits this long has failed.
+pub const PATIENCE: Duration = Duration::from_secs(180);
+
+/// Waits until `check` gives something.
+pub fn eventually<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(value) = check() {
+            return value;
+        }
+        assert!(start.elapsed() < PATIENCE, "gave up waiting for {what}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
