@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 
 use forkd_protocol::control::Event;
-use forkd_tests::monitor::{Guest, Monitor};
+use forkd_tests::monitor::{GUEST_CALL_PORT, Guest, Monitor};
 use forkd_tests::{PATIENCE, eventually};
 
 use crate::assets::assets;
@@ -79,9 +79,15 @@ fn vsock_carries_megabytes_both_ways_and_guests_may_call() {
     // A port nobody listens on is refused, not left hanging.
     assert!(monitor.connect(9999).is_err());
 
-    // Guest-initiated: the other end of the guest's connection comes over the control socket.
+    // Guest-initiated: the other end of the guest's connection comes over the control socket; calls to
+    // a port that was not allowed are refused without a word.
     let script = "python3 -c \"
 import socket
+try:
+    socket.socket(socket.AF_VSOCK).connect((2, 5006))
+    print('let in')
+except OSError:
+    pass
 s = socket.socket(socket.AF_VSOCK)
 s.connect((2, 5005))
 s.sendall(b'x' * 3000000)
@@ -89,7 +95,7 @@ s.shutdown(socket.SHUT_WR)
 print(len(s.makefile('rb').read()))\" > /root/answer 2>&1";
     monitor.start_in_background(script);
     let (event, fds) = monitor.event();
-    assert_eq!(event, Event::GuestConnection { port: 5005 });
+    assert_eq!(event, Event::GuestConnection { port: GUEST_CALL_PORT });
     let mut stream = UnixStream::from(fds.into_iter().next().unwrap());
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let mut received = Vec::new();

@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::path::Path;
+use std::process::Command;
 use std::sync::OnceLock;
 use std::time::Instant;
 
@@ -25,11 +26,16 @@ fn machine_is_used() -> bool {
     })
 }
 
-/// A data directory of its own, on the images and kernels that are there already.
+/// A data directory of its own, with copies of the images and kernels that are there already: a link
+/// to them would lead nowhere inside the machine.
 fn own_data_dir() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for part in ["images", "kernels"] {
-        std::os::unix::fs::symlink(library_path().join(part), folder.path().join(part)).unwrap();
+        let mut copy = Command::new("cp");
+        copy.args(["-a", "--sparse=always", "--reflink=auto"])
+            .arg(library_path().join(part))
+            .arg(folder.path());
+        assert!(copy.status().unwrap().success());
     }
     folder
 }

@@ -26,6 +26,9 @@ pub struct Monitor {
     console: File,
 }
 
+/// The only port of the host a guest may call.
+pub const GUEST_CALL_PORT: u32 = 5005;
+
 /// What a test wants of a VM; the rest is the same for all.
 pub struct Guest<'a> {
     /// Kernel image.
@@ -135,7 +138,8 @@ impl Monitor {
         });
         let disks = disks.collect();
         let listener = UnixListener::bind(self.folder.path().join("vsock.sock")).unwrap();
-        let vsock = VsockConfig { cid: 3, listener: attach(listener.into()) };
+        let vsock =
+            VsockConfig { cid: 3, listener: attach(listener.into()), guest_ports: vec![GUEST_CALL_PORT] };
         let net = guest.tap.map(|tap| NetConfig { tap: attach(tap), mac: [0x06, 0, 0, 0, 0, 2] });
         let config = BootConfig {
             kvm,

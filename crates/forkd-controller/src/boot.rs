@@ -56,7 +56,8 @@ pub(crate) fn prepare(
         console_limit,
         disks: vec![DiskConfig { base: attach(files.disk), layer: Some(attach(file(LAYER)?.into())) }],
         net: None,
-        vsock: Some(VsockConfig { cid: GUEST_CID, listener: attach(vsock) }),
+        // Nothing here waits for calls of a guest.
+        vsock: Some(VsockConfig { cid: GUEST_CID, listener: attach(vsock), guest_ports: Vec::new() }),
     };
     Ok((config, fds))
 }

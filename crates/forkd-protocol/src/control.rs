@@ -198,6 +198,9 @@ pub struct VsockConfig {
     /// A listening unix stream socket. Who connects writes `CONNECT port\n`, reads `OK n\n`, and is
     /// then connected to that port in the guest.
     pub listener: FdRef,
+    /// Ports of the host the guest may call. A call to any other is refused by the monitor alone: a
+    /// guest cannot keep the controller busy with calls nobody waits for.
+    pub guest_ports: Vec<u32>,
 }
 
 /// One end of a control connection. Calls block if its socket does.

@@ -15,6 +15,9 @@ use std::time::{Duration, Instant};
 use forkd_protocol::control::{DiskConfig, Event, Reply, VsockConfig};
 use support::{Boot, Monitor};
 
+/// What the guest sends to this port of the host comes back.
+const ECHO_PORT: u32 = 5000;
+
 fn main() {
     let mut arguments = std::env::args().skip(1);
     let kernel = File::open(arguments.next().expect("a kernel")).expect("the kernel opens");
@@ -36,7 +39,7 @@ fn main() {
             }
             "--vsock" => {
                 let listener = boot.add(UnixListener::bind(value).expect("it binds"));
-                boot.config.vsock = Some(VsockConfig { cid: 3, listener });
+                boot.config.vsock = Some(VsockConfig { cid: 3, listener, guest_ports: vec![ECHO_PORT] });
             }
             "--jail" => jail = Some(value),
             "--limit" => limit = Duration::from_secs(value.parse().expect("a number")),

@@ -91,7 +91,9 @@ fn open_vsock(fds: &mut Attached, config: &VsockConfig, connections: GuestConnec
     if !rustix::net::sockopt::socket_acceptconn(&listener).unwrap_or(false) {
         return Err(Error::Config("vsock.listener: the descriptor is not a listening socket".into()));
     }
-    Vsock::new(config.cid, UnixListener::from(listener), connections)
+    let (ports, mut connections) = (config.guest_ports.clone(), connections);
+    let allowed = Box::new(move |port, end| ports.contains(&port) && connections(port, end));
+    Vsock::new(config.cid, UnixListener::from(listener), allowed)
         .map_err(|error| Error::Config(format!("vsock: {error}")))
 }
 

@@ -218,7 +218,7 @@ fn a_refused_boot_says_why_changes_nothing_and_another_may_follow() {
     refused(
         change(&|boot| {
             let listener = boot.add(tempfile::tempfile().unwrap());
-            boot.config.vsock = Some(VsockConfig { cid: 3, listener });
+            boot.config.vsock = Some(VsockConfig { cid: 3, listener, guest_ports: Vec::new() });
         }),
         "not a listening socket",
     );
@@ -290,7 +290,7 @@ fn a_jailed_monitor_has_no_files_no_network_and_no_privileges() {
     boot.config.vcpus = 2;
     let folder = tempfile::tempdir().unwrap();
     let listener = boot.add(UnixListener::bind(folder.path().join("vsock")).unwrap());
-    boot.config.vsock = Some(VsockConfig { cid: 3, listener });
+    boot.config.vsock = Some(VsockConfig { cid: 3, listener, guest_ports: Vec::new() });
     assert_eq!(boot.send(&mut controller), Reply::Booted);
 
     // The device thread may not have got so far yet.
