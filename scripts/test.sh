@@ -89,7 +89,7 @@ outside() {
 what=${1:-all}
 shift || true
 case $what in
-  all) native; linux; outside ;;
+  all) native; linux "$@"; outside ;;
   native | linux | outside) "$what" "$@" ;;
   *) echo "unknown: $what (native, linux or outside)" >&2; exit 2 ;;
 esac
