@@ -16,6 +16,9 @@
 //! | `/forkd.Agent/Ping` | unary | `{}` → [`Pong`] |
 //! | `/forkd.Agent/Warm` | unary | [`WarmRequest`] → [`WarmStatus`] |
 //! | `/forkd.Agent/Eval` | unary | [`EvalRequest`] → [`EvalResponse`] |
+//! | `/forkd.Agent/Freeze` | unary | [`FreezeRequest`] → [`FreezeResponse`] |
+//! | `/forkd.Agent/Thaw` | unary | `{}` → `{}` |
+//! | `/forkd.Agent/Become` | unary | [`BecomeRequest`] → [`BecomeResponse`] |
 //! | `/forkd.Agent/Shutdown` | unary | `{}` → `{}`, then a clean power-off |
 //!
 //! Field names are proto3-JSON's (camelCase), absent means default, bytes are base64. The user a
@@ -360,6 +363,67 @@ pub enum WarmState {
     Failed,
 }
 
+/// `Agent/Freeze`: get ready to be forked. File systems are synced and user processes frozen. Only
+/// the agent itself runs on, until `Thaw` (in the source) or `Become` (in a child).
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct FreezeRequest {
+    /// How long to wait for processes that cannot be frozen at once; 0 means 5 seconds.
+    pub timeout_ms: u64,
+}
+
+/// What came of a `Freeze`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct FreezeResponse {
+    /// Whether every user process stands still. If not, nothing is frozen.
+    pub frozen: bool,
+}
+
+/// `Agent/Become`: the first call in a forked child. In this order: the kernel's random numbers are
+/// reseeded, the clock is set, host name, machine id and sandbox id become the child's own, inherited
+/// TCP connections are reset, warmed runtimes are told that they were forked, user processes thaw,
+/// hooks in [`FORK_HOOKS`] run. Asked again it does the same again.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct BecomeRequest {
+    /// Who it is now: in `/run/forkd/sandbox-id`, and in `FORKD_SANDBOX_ID` of every process
+    /// started from now on.
+    pub sandbox_id: String,
+    /// Its host name.
+    pub hostname: String,
+    /// Its `/etc/machine-id`: 32 lower-case hexadecimal digits.
+    pub machine_id: String,
+    /// The host's clock when this was sent, in nanoseconds since 1970. As a string, as proto3's
+    /// JSON writes 64-bit numbers.
+    #[serde(with = "decimal")]
+    pub unix_nanos: u64,
+    /// Entropy for the kernel, at least 32 bytes.
+    #[serde(skip_serializing_if = "Option::is_none", with = "base64_option")]
+    pub entropy: Option<Vec<u8>>,
+    /// Variables added to the environment of every process started from now on: the place for
+    /// secrets, which are given after the fork.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub envs: BTreeMap<String, String>,
+}
+
+/// The folder of programs that are run in a child, in the order of their names, once it is its own.
+pub const FORK_HOOKS: &str = "/etc/forkd/forked.d";
+
+/// A child that is its own.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct BecomeResponse {
+    /// The guest's clock when this was sent, in nanoseconds since 1970.
+    #[serde(with = "decimal")]
+    pub unix_nanos: u64,
+    /// Whether the image has a Python 3.
+    pub python: bool,
+    /// What did not work but does not keep the child from running, such as a hook that failed.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
+}
+
 /// `Agent/Eval`: Python source for the warmed interpreter. The namespace persists.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
@@ -405,6 +469,19 @@ mod base64_option {
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Vec<u8>>, D::Error> {
         let text = Option::<String>::deserialize(d)?;
         text.map(|text| BASE64_STANDARD.decode(text).map_err(D::Error::custom)).transpose()
+    }
+}
+
+/// A 64-bit number as a decimal string.
+mod decimal {
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(super) fn serialize<S: Serializer>(number: &u64, s: S) -> Result<S::Ok, S::Error> {
+        s.collect_str(number)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<u64, D::Error> {
+        String::deserialize(d)?.parse().map_err(D::Error::custom)
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! One packet is one JSON message. The controller sends a [`Request`] and gets one
 //! [`Message::Reply`] for it; [`Message::Event`]s come whenever something happens, also between a
-//! request and its reply. The first request on a connection is [`Request::Hello`]; a monitor that
+//! request and its reply. Requests may be sent without waiting for the reply to the one before:
+//! replies come in the order of the requests. The first request on a connection is [`Request::Hello`]; a monitor that
 //! does not speak the version offered says so and closes. A monitor serves one connection at a
 //! time and goes on running its VM when the controller goes away.
 //!
@@ -24,8 +25,9 @@ use serde::{Deserialize, Serialize};
 /// The version of this protocol. A monitor lives longer than the controller that started it, so
 /// a controller also speaks the version before.
 pub const VERSION: u32 = 1;
-/// The longest message. The longest honest one holds a kernel command line and a console tail.
-pub const MAX_MESSAGE: usize = 64 << 10;
+/// The longest message. The longest honest one lists the children of a template. A kernel's default
+/// socket buffer takes a little more.
+pub const MAX_MESSAGE: usize = 192 << 10;
 /// The most descriptors attached to one message.
 pub const MAX_FDS: usize = 64;
 /// The number under which a monitor finds its listening control socket when it starts.
@@ -48,6 +50,30 @@ pub enum Request {
     },
     /// Build a VM and run it. Once per monitor.
     Boot(BootConfig),
+    /// Turn the running VM into a template, for good: vCPUs and devices stop, their state is kept
+    /// in memory beside the guest's, one thread stays and forks children when asked.
+    Freeze,
+    /// Templates only: let go of the right to write to frozen layers. What a template can write, so
+    /// can all its children, and a frozen layer is everybody's.
+    Seal {
+        /// For each disk its topmost layer, the same file opened for reading only; none for a disk
+        /// that has none.
+        layers: Vec<Option<FdRef>>,
+    },
+    /// Become the template of a snapshot on disk. Once, on a monitor that has not booted.
+    Load(LoadConfig),
+    /// Templates only: fork a child that runs on from the frozen state.
+    Fork(ForkConfig),
+    /// Templates only: fork a saver that writes the template to files and exits with 0 when they
+    /// are safely on disk.
+    Save(SaveConfig),
+    /// Templates only: all children that are alive or whose end was not acknowledged.
+    Children,
+    /// Templates only: forget the ends of these children.
+    Acknowledge {
+        /// Their names.
+        children: Vec<String>,
+    },
     /// How is it?
     Status,
     /// End the VM at once, as if its plug was pulled, and exit.
@@ -77,6 +103,24 @@ pub enum Reply {
     },
     /// The vCPUs run.
     Booted,
+    /// The VM is a template now.
+    Frozen,
+    /// The frozen layers are read-only.
+    Sealed,
+    /// The template is ready to fork.
+    Loaded,
+    /// The child, or the saver, exists. A pidfd of it is attached.
+    Forked {
+        /// Its process id.
+        pid: i32,
+    },
+    /// The children of a template.
+    Children {
+        /// In the order they were forked.
+        children: Vec<Child>,
+    },
+    /// Their ends are forgotten.
+    Acknowledged,
     /// As of now.
     Status(Status),
     /// The VM is ended; the process exits next.
@@ -92,8 +136,20 @@ pub enum Reply {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Event {
-    /// The VM ended by itself; the process exits next.
+    /// The VM ended by itself, or a child could not be restored (then this comes without a hello);
+    /// the process exits next.
     Ended(VmEnd),
+    /// The guest wrote to the ready port for the first time since it was booted or forked: what
+    /// guests without an agent do to say that they run.
+    Ready,
+    /// A child of this template ended. Kept, and told by [`Request::Children`], until it is
+    /// acknowledged.
+    ChildEnded {
+        /// Its name.
+        child: String,
+        /// How.
+        status: WaitStatus,
+    },
     /// The guest connected to a vsock port of the host. The attached descriptor is the host's end;
     /// closing it ends the connection.
     GuestConnection {
@@ -105,8 +161,45 @@ pub enum Event {
 /// How a VM is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
-    /// Whether a VM was booted and its vCPUs run.
+    /// What the process is by now.
+    pub role: Role,
+    /// Whether a VM's vCPUs run.
     pub running: bool,
+    /// Whether the guest has written to the ready port.
+    pub ready: bool,
+}
+
+/// What a monitor's process is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// Nothing yet: it waits for `Boot` or `Load`.
+    Idle,
+    /// It runs a VM.
+    Sandbox,
+    /// It holds a frozen VM and forks.
+    Template,
+}
+
+/// A process a template forked.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Child {
+    /// The name it was given.
+    pub name: String,
+    /// Its process id; may be somebody else's once it has ended.
+    pub pid: i32,
+    /// How it ended, if it has.
+    pub status: Option<WaitStatus>,
+}
+
+/// How a process ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WaitStatus {
+    /// With this status.
+    Exited(i32),
+    /// By this signal.
+    Signaled(i32),
 }
 
 /// How a VM ended.
@@ -167,6 +260,69 @@ pub struct BootConfig {
 pub const MAX_VCPUS: u8 = 32;
 /// The least memory a Linux guest is given.
 pub const MIN_MEM_MIB: u64 = 64;
+
+/// A snapshot on disk: what a template is loaded from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LoadConfig {
+    /// `/dev/kvm`, opened for reading and writing.
+    pub kvm: FdRef,
+    /// The state file, opened for reading.
+    pub state: FdRef,
+    /// The memory file, opened for reading: all of guest memory, one range after the other, holes
+    /// where it is zero. Mapped privately and never written.
+    pub memory: FdRef,
+    /// The files of each disk, in the order of `/dev/vda`, `/dev/vdb`, …
+    pub disks: Vec<DiskFiles>,
+}
+
+/// The files of a frozen disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskFiles {
+    /// The image, opened for reading only.
+    pub base: FdRef,
+    /// Frozen layers, oldest first, opened for reading only.
+    pub layers: Vec<FdRef>,
+}
+
+/// What a child gets of its own.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ForkConfig {
+    /// A name for it, unique in this template: at most [`MAX_CHILD_NAME`] bytes.
+    pub child: String,
+    /// Its listening control socket.
+    pub control: FdRef,
+    /// Where its console's output goes: an empty file opened for reading and writing.
+    pub console: FdRef,
+    /// How many bytes of it are kept at most.
+    pub console_limit: u64,
+    /// For each disk an empty file opened for reading and writing that takes what the child
+    /// writes; none for a disk that is read-only.
+    pub layers: Vec<Option<FdRef>>,
+    /// Its tap, as in [`NetConfig`]. Without one the interface the guest may have loses its link.
+    pub tap: Option<FdRef>,
+    /// Its vsock listener, as in [`VsockConfig`]; needed if the guest has the socket device.
+    pub vsock: Option<FdRef>,
+    /// The cgroup it is born into: a folder of the cgroup file system, opened.
+    pub cgroup: Option<FdRef>,
+}
+
+/// The longest name of a child.
+pub const MAX_CHILD_NAME: usize = 64;
+
+/// Where a template is saved to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SaveConfig {
+    /// A name for the saver, as for any child.
+    pub child: String,
+    /// An empty file opened for reading and writing, for the state.
+    pub state: FdRef,
+    /// An empty file opened for reading and writing, for the memory.
+    pub memory: FdRef,
+}
 
 /// A disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -237,7 +393,19 @@ impl Channel {
 
     /// Receives the next message and its descriptors; `None` when the peer closed.
     pub fn recv<T: DeserializeOwned>(&self) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
-        let mut bytes = vec![0u8; MAX_MESSAGE + 1];
+        // As much memory as the message takes, and not as much as one could take: a template that forks
+        // pays for every page it touches between two forks.
+        let look = || {
+            let flags = RecvFlags::PEEK | RecvFlags::TRUNC;
+            rustix::io::retry_on_intr(|| rustix::net::recv(&self.socket, &mut [0u8; 0], flags))
+        };
+        let (_, length) = match look() {
+            // The peer closed without having read everything. What it said before is still there, and
+            // was only overtaken by this error.
+            Err(rustix::io::Errno::CONNRESET) => look()?,
+            other => other?,
+        };
+        let mut bytes = vec![0u8; length.clamp(1, MAX_MESSAGE + 1)];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let received = rustix::io::retry_on_intr(|| {

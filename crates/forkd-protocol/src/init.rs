@@ -19,6 +19,8 @@ pub struct InitPlan {
     pub hostname: String,
     /// Interfaces to configure, if they exist. `lo` always is.
     pub network: Vec<InterfacePlan>,
+    /// Addresses of name servers, written to `/etc/resolv.conf`; none leaves the image's own.
+    pub name_servers: Vec<String>,
     /// Where the agent listens.
     pub listen: ListenPlan,
     /// User commands run as when the caller names none.
