@@ -9,7 +9,16 @@ use forkd_protocol::control::EndReason;
 use crate::devices::power::{self, PowerEvent};
 use crate::devices::serial::Serial;
 use crate::devices::virtio::mmio::MmioDevice;
-use crate::layout::{SERIAL_PORT, virtio_register};
+use crate::layout::{READY_PORT, SERIAL_PORT, virtio_register};
+
+/// What a write to a port does beyond its device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Effect {
+    /// The guest says that it runs.
+    Ready,
+    /// The VM ends.
+    End(EndReason, &'static str),
+}
 
 /// The devices of a VM by address. Shared by all vCPU threads; each device has its own lock.
 pub struct Bus {
@@ -21,6 +30,11 @@ impl Bus {
     /// A bus with the `virtio` devices at their addresses, in order.
     pub fn new(serial: Serial, virtio: Vec<Arc<Mutex<MmioDevice>>>) -> Bus {
         Bus { serial: Mutex::new(serial), virtio }
+    }
+
+    /// The devices, when no vCPU uses them any more.
+    pub fn into_devices(self) -> (Serial, Vec<Arc<Mutex<MmioDevice>>>) {
+        (self.serial.into_inner().unwrap_or_else(PoisonError::into_inner), self.virtio)
     }
 
     /// The guest reads `data` from `port`.
@@ -35,17 +49,20 @@ impl Bus {
         }
     }
 
-    /// The guest writes `data` to `port`. Returns how the VM ends, if that ends it.
-    pub fn write_port(&self, port: u16, data: &[u8]) -> Option<(EndReason, &'static str)> {
+    /// The guest writes `data` to `port`. Returns what that does to the VM as a whole.
+    pub fn write_port(&self, port: u16, data: &[u8]) -> Option<Effect> {
         if let Some(register) = serial_register(port) {
             // A repeated `outs` arrives as one write of many bytes.
             let mut serial = lock(&self.serial);
             data.iter().for_each(|byte| serial.write(register, *byte));
             return None;
         }
+        if port == READY_PORT {
+            return Some(Effect::Ready);
+        }
         data.iter().find_map(|byte| power::port_write(port, *byte)).map(|request| match request {
-            PowerEvent::PoweredOff => (EndReason::PoweredOff, "the guest powered off"),
-            PowerEvent::Reset => (EndReason::Reset, "the guest asked for a reset"),
+            PowerEvent::PoweredOff => Effect::End(EndReason::PoweredOff, "the guest powered off"),
+            PowerEvent::Reset => Effect::End(EndReason::Reset, "the guest asked for a reset"),
         })
     }
 

@@ -75,25 +75,15 @@ fn open_disk(fds: &mut Attached, index: usize, config: &DiskConfig) -> Result<Bl
 }
 
 fn open_net(fds: &mut Attached, config: &NetConfig) -> Result<Net> {
-    let tap = fds.take("net.tap", config.tap, Access::Both)?;
-    let flags = rustix::fs::fcntl_getfl(&tap).map_err(Error::system("look at a descriptor"))?;
-    // Waiting for a packet would hold up all devices, and the end of the VM.
-    if !flags.contains(OFlags::NONBLOCK) {
-        return Err(Error::Config("net.tap: the descriptor blocks; open it with O_NONBLOCK".into()));
-    }
-    Ok(Net::new(tap, config.mac))
+    Ok(Net::new(fds.take_tap("net.tap", config.tap)?, config.mac))
 }
 
 fn open_vsock(fds: &mut Attached, config: &VsockConfig, connections: GuestConnections) -> Result<Vsock> {
     // 0 to 2 are the hypervisor, loopback and the host; the last one means "any".
     check_range("vsock.cid", config.cid.into(), 3, u64::from(u32::MAX) - 1)?;
-    let listener = fds.take("vsock.listener", config.listener, Access::Both)?;
-    if !rustix::net::sockopt::socket_acceptconn(&listener).unwrap_or(false) {
-        return Err(Error::Config("vsock.listener: the descriptor is not a listening socket".into()));
-    }
-    let (ports, mut connections) = (config.guest_ports.clone(), connections);
-    let allowed = Box::new(move |port, end| ports.contains(&port) && connections(port, end));
-    Vsock::new(config.cid, UnixListener::from(listener), allowed)
+    let listener = fds.take_listener("vsock.listener", config.listener)?;
+    Vsock::new(config.cid, UnixListener::from(listener), connections)
+        .map(|device| device.limit_calls(config.guest_ports.clone()))
         .map_err(|error| Error::Config(format!("vsock: {error}")))
 }
 
@@ -106,14 +96,14 @@ fn check_range(name: &str, value: u64, least: u64, most: u64) -> Result<()> {
 
 /// How a descriptor must have been opened.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Access {
+pub(crate) enum Access {
     Read,
     Both,
 }
 
 /// The descriptors of a message. Those that are written to belong to one device only: each can be
 /// taken once, and what was taken cannot be shared.
-struct Attached {
+pub(crate) struct Attached {
     fds: Vec<AttachedFd>,
 }
 
@@ -124,7 +114,7 @@ enum AttachedFd {
 }
 
 impl Attached {
-    fn new(fds: Vec<OwnedFd>) -> Attached {
+    pub(crate) fn new(fds: Vec<OwnedFd>) -> Attached {
         Attached { fds: fds.into_iter().map(AttachedFd::Unused).collect() }
     }
 
@@ -136,7 +126,7 @@ impl Attached {
     }
 
     /// A descriptor nobody else uses.
-    fn take(&mut self, name: &str, fd: FdRef, access: Access) -> Result<OwnedFd> {
+    pub(crate) fn take(&mut self, name: &str, fd: FdRef, access: Access) -> Result<OwnedFd> {
         let entry = self.entry(name, fd)?;
         match std::mem::replace(entry, AttachedFd::Taken) {
             AttachedFd::Unused(owned) => check_access(name, owned, access),
@@ -144,8 +134,28 @@ impl Attached {
         }
     }
 
+    /// A listening socket nobody else uses.
+    pub(crate) fn take_listener(&mut self, name: &str, fd: FdRef) -> Result<OwnedFd> {
+        let listener = self.take(name, fd, Access::Both)?;
+        if rustix::net::sockopt::socket_acceptconn(&listener).unwrap_or(false) {
+            return Ok(listener);
+        }
+        Err(Error::Config(format!("{name}: the descriptor is not a listening socket")))
+    }
+
+    /// A tap nobody else uses.
+    pub(crate) fn take_tap(&mut self, name: &str, fd: FdRef) -> Result<OwnedFd> {
+        let tap = self.take(name, fd, Access::Both)?;
+        let flags = rustix::fs::fcntl_getfl(&tap).map_err(Error::system("look at a descriptor"))?;
+        // Waiting for a packet would hold up all devices, and the end of the VM.
+        if flags.contains(OFlags::NONBLOCK) {
+            return Ok(tap);
+        }
+        Err(Error::Config(format!("{name}: the descriptor blocks; open it with O_NONBLOCK")))
+    }
+
     /// A descriptor that is only read from.
-    fn share(&mut self, name: &str, fd: FdRef) -> Result<OwnedFd> {
+    pub(crate) fn share(&mut self, name: &str, fd: FdRef) -> Result<OwnedFd> {
         let entry = self.entry(name, fd)?;
         match std::mem::replace(entry, AttachedFd::Taken) {
             AttachedFd::Unused(owned) | AttachedFd::Shared(owned) => {

@@ -1,5 +1,6 @@
-//! The end of a VM: who notices it first says why, and the control thread is told.
+//! What a VM's threads tell the control thread: that the guest is ready, that the VM has ended and why.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use forkd_protocol::control::EndReason;
@@ -7,18 +8,19 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::{Error, Result};
 
-/// How a VM ended, once it has.
+/// How far a VM has come: made anew whenever one is built, so that a fork starts with nothing reported.
 #[derive(Debug)]
 pub struct Ending {
+    ready: AtomicBool,
     first: Mutex<Option<(EndReason, String)>>,
     event: EventFd,
 }
 
 impl Ending {
-    /// Nothing has ended yet.
+    /// Nothing has happened yet.
     pub fn new() -> Result<Ending> {
         let event = EventFd::new(EFD_NONBLOCK).map_err(Error::system("create an eventfd"))?;
-        Ok(Ending { first: Mutex::new(None), event })
+        Ok(Ending { ready: AtomicBool::new(false), first: Mutex::new(None), event })
     }
 
     /// Says that the VM ended. The first report counts: the others follow from it.
@@ -28,7 +30,19 @@ impl Ending {
         let _ = self.event.write(1);
     }
 
-    /// Readable once the VM has ended.
+    /// The guest says that it runs. Only the first time counts, and only that costs a system call.
+    pub fn report_ready(&self) {
+        if !self.ready.load(Ordering::Relaxed) && !self.ready.swap(true, Ordering::SeqCst) {
+            let _ = self.event.write(1);
+        }
+    }
+
+    /// Whether the guest has said that it runs.
+    pub fn is_ready(&self) -> bool {
+        self.ready.load(Ordering::SeqCst)
+    }
+
+    /// Readable once there is news; who has read the news reads the event.
     pub fn event(&self) -> &EventFd {
         &self.event
     }

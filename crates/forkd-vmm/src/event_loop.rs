@@ -3,9 +3,9 @@
 //! One thread serves all devices of a VM, one event at a time. Devices do a bounded amount of work
 //! per call, so everyone gets a turn and a stop is never far away.
 //!
-//! Between two turns of the loop the thread holds no lock and no half-done request: that is the
-//! place where it can be parked before the process forks. Nothing it needs is hidden: a forked
-//! process makes a new loop and adds its devices again.
+//! Between two turns of the loop the thread holds no lock and no half-done request: that is where it
+//! stops before its VM is frozen. Nothing it needs is hidden: a thawed VM gets a new loop, and its
+//! devices are added again.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};

@@ -27,6 +27,7 @@ use crate::devices::virtio::net::Net;
 use crate::devices::virtio::rng::Rng;
 use crate::devices::virtio::vsock::Vsock;
 use crate::event_loop::EventLoop;
+use crate::state::{QueuePosition, TransportState};
 
 /// The most things one input does: what a hundred cannot show, a thousand do not either.
 const MAX_STEPS: usize = 100;
@@ -37,12 +38,7 @@ const GUEST_CID: u32 = 3;
 /// Accesses of any width to any register of any device, in any order.
 pub fn fuzz_mmio_registers(data: &[u8]) {
     let mut input = Input(data);
-    let device: io::Result<Box<dyn VirtioDevice>> = match input.byte() % 4 {
-        0 => Ok(Box::new(Rng::new())),
-        1 => disk().map(|(block, _)| block as _),
-        2 => network().map(|(net, _)| net as _),
-        _ => sockets(&Host::default()).map(|(vsock, _)| vsock as _),
-    };
+    let device = any_device(input.byte());
     let Ok(driver) = device.and_then(Driver::new) else { return };
     for _ in 0..MAX_STEPS {
         if input.is_empty() {
@@ -63,6 +59,66 @@ pub fn fuzz_mmio_registers(data: &[u8]) {
     }
     driver.write(0x70, 0);
     assert_eq!(driver.read(0x70), 0, "a reset always works");
+}
+
+fn any_device(kind: u8) -> io::Result<Box<dyn VirtioDevice>> {
+    match kind % 4 {
+        0 => Ok(Box::new(Rng::new())),
+        1 => disk().map(|(block, _)| block as _),
+        2 => network().map(|(net, _)| net as _),
+        _ => sockets(&Host::default()).map(|(vsock, _)| vsock as _),
+    }
+}
+
+/// A device restored from registers somebody changed, as a state file may have them: refused, or good
+/// for any further access.
+pub fn fuzz_device_state(data: &[u8]) {
+    let mut input = Input(data);
+    let kind = input.byte();
+    let (Ok(mut driver), Ok(copy)) = (any_device(kind).and_then(Driver::started), any_device(kind)) else {
+        return;
+    };
+    for queue in 0..usize::from(input.byte() % 4) {
+        let writable = input.byte() % 2 == 0;
+        driver.add(queue.min(driver.queues() - 1), &[(BUFFERS, 64, writable)]);
+    }
+    let change = |state: &mut TransportState| {
+        for _ in 0..input.byte() % 8 {
+            let field = input.byte();
+            let index = usize::from(input.byte()) % state.queues.len().max(1);
+            let value = input.u32();
+            let queue = state.queues.get_mut(index);
+            match (field % 12, queue) {
+                (0, _) => state.status = value,
+                (1, _) => state.interrupt_status = value,
+                (2, _) => state.driver_features ^= u64::from(value),
+                (3, _) => (state.queue_select, state.driver_features_select) = (value, value),
+                (4, Some(queue)) => queue.size = value,
+                (5, Some(queue)) => queue.descriptors = value.into(),
+                (6, Some(queue)) => queue.available = value.into(),
+                (7, Some(queue)) => queue.used = value.into(),
+                (8, Some(queue)) => queue.position = None,
+                (9 | 10, Some(queue)) => {
+                    let (next_available, next_used) = (value as u16, (value >> 16) as u16);
+                    queue.position = Some(QueuePosition { next_available, next_used });
+                }
+                _ => state.queues.truncate(index),
+            }
+        }
+    };
+    let Ok(driver) = driver.thawed_after(change, |_, _| copy) else { return };
+    for _ in 0..8 {
+        driver.lock().queue_event(usize::from(input.byte() % 4));
+        driver.write(u64::from(input.byte()) & !3, input.u32());
+        assert_eq!(driver.read(0), 0x7472_6976, "the first register never changes");
+    }
+    driver.write(0x70, 0);
+    assert_eq!(driver.read(0x70), 0, "a reset always works");
+}
+
+/// Any bytes as a state file, and as the contents of one whose checksum fits.
+pub fn fuzz_state_file(data: &[u8]) {
+    crate::state::file::check_any_bytes(data);
 }
 
 /// Garbage and requests in a block device's queue.
@@ -360,6 +416,16 @@ mod tests {
     #[test]
     fn any_register_accesses_are_harmless() {
         run("mmio_registers", fuzz_mmio_registers);
+    }
+
+    #[test]
+    fn any_change_to_a_saved_device_is_harmless() {
+        run("device_state", fuzz_device_state);
+    }
+
+    #[test]
+    fn any_bytes_as_a_state_file_are_harmless() {
+        run("state_file", fuzz_state_file);
     }
 
     #[test]

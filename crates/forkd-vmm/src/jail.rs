@@ -8,7 +8,8 @@ use std::io;
 use std::os::fd::AsFd;
 
 use forkd_protocol::control::LISTENER_FD;
-use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags};
+use rustix::fs::Mode;
+use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, MoveMountFlags, UnmountFlags};
 use rustix::process::{Resource, Rlimit};
 use rustix::thread::{Gid, Uid, UnshareFlags};
 
@@ -23,8 +24,13 @@ pub struct Identity {
     pub gid: u32,
 }
 
-/// Descriptors a monitor may hold: one per vsock connection, and a few for everything else.
+/// Descriptors a monitor may hold: one per vsock connection, and a few for everything else. A template
+/// needs no more: it closes its copies of what a child gets as soon as the child exists.
 const MAX_DESCRIPTORS: u64 = 4096;
+/// Processes and threads of a lineage, which is counted by its user id: thousands of children of a
+/// handful of threads each. A child that falls can fill this up, for its lineage only; its cgroup, where
+/// there is one, stops it earlier.
+const MAX_THREADS: u64 = 32 << 10;
 
 /// Puts up the walls. Without an identity (not started by root: tests, development) only those that
 /// need no privileges.
@@ -33,7 +39,7 @@ pub fn enter(identity: Option<Identity>) -> Result<()> {
     if let Some(identity) = identity {
         leave_the_host(identity)?;
     }
-    set_limits()?;
+    set_limits(identity.is_some())?;
     // No set-user-id program may give back what was given up; also what seccomp filters ask for.
     rustix::thread::set_no_new_privs(true).map_err(Error::system("set no_new_privs"))?;
     // After the change of user, which resets it: nobody of the same lineage may trace this process or
@@ -93,29 +99,38 @@ fn empty_root() -> Result<()> {
     m::mount_change("/", m::MountPropagationFlags::PRIVATE | m::MountPropagationFlags::REC)
         .map_err(step("make mounts private"))?;
     let context = m::fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC).map_err(step("create an empty root"))?;
-    m::fsconfig_set_string(context.as_fd(), "nr_inodes", "2").map_err(step("limit the empty root"))?;
     m::fsconfig_create(context.as_fd()).map_err(step("create an empty root"))?;
-    let attributes = MountAttrFlags::MOUNT_ATTR_RDONLY
-        | MountAttrFlags::MOUNT_ATTR_NOSUID
+    let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID
         | MountAttrFlags::MOUNT_ATTR_NODEV
         | MountAttrFlags::MOUNT_ATTR_NOEXEC;
     let root = m::fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)
         .map_err(step("mount an empty root"))?;
+    // Nobody but root may even look into it.
+    rustix::fs::mkdirat(&root, CELL, Mode::empty()).map_err(step("create an empty root"))?;
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     m::move_mount(root.as_fd(), "", rustix::fs::CWD, "/", flags).map_err(step("mount an empty root"))?;
     rustix::process::fchdir(&root).map_err(step("enter the empty root"))?;
+    let read_only =
+        MountFlags::BIND | MountFlags::RDONLY | MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+    m::mount_remount(".", read_only, "").map_err(step("make the empty root read-only"))?;
     match rustix::process::pivot_root(".", ".") {
         // The old root is now on top of the new one; without it no host file system is held busy.
-        Ok(()) => m::unmount(".", UnmountFlags::DETACH).map_err(step("leave the host's root")),
+        Ok(()) => m::unmount(".", UnmountFlags::DETACH).map_err(step("leave the host's root"))?,
         // A host that runs from its initial RAM file system, or in a chroot, cannot pivot. Without
         // capabilities and open folders nobody comes out of a chroot either.
-        Err(rustix::io::Errno::INVAL) => rustix::process::chroot(".").map_err(step("enter the empty root")),
-        Err(error) => Err(step("leave the host's root")(error)),
-    }?;
+        Err(rustix::io::Errno::INVAL) => {}
+        Err(error) => return Err(step("leave the host's root")(error)),
+    }
+    // A folder below the root instead of the root itself: the kernel makes no user namespace for a
+    // process whose root is not that of its mounts, and with one `clone3` would hand out privileges.
+    rustix::process::chroot(CELL).map_err(step("enter the empty root"))?;
     rustix::process::chdir("/").map_err(step("enter the empty root"))
 }
 
-fn set_limits() -> Result<()> {
+/// The folder that ends up as the root.
+const CELL: &str = "cell";
+
+fn set_limits(jailed: bool) -> Result<()> {
     let set = |resource, most: u64| {
         // Where less is allowed, only root could have more.
         let most = rustix::process::getrlimit(resource).maximum.map_or(most, |limit| limit.min(most));
@@ -125,6 +140,10 @@ fn set_limits() -> Result<()> {
     // Guest memory is nobody's business.
     set(Resource::Core, 0)?;
     set(Resource::Nofile, MAX_DESCRIPTORS)?;
+    if jailed {
+        // Not for a user who runs other things too: they would count.
+        set(Resource::Nproc, MAX_THREADS)?;
+    }
     // Nothing here locks memory or plays with message queues.
     set(Resource::Memlock, 0)?;
     set(Resource::Msgqueue, 0)

@@ -64,6 +64,9 @@ pub const SLEEP_CONTROL_PORT: u16 = 0x600;
 /// ACPI's sleep status register.
 pub const SLEEP_STATUS_PORT: u16 = 0x601;
 
+/// A guest without an agent writes here, any byte, to say that it runs.
+pub const READY_PORT: u16 = 0x602;
+
 /// Interrupt of the serial console.
 pub const SERIAL_GSI: u32 = 4;
 /// Interrupt that says the VM generation id has changed.

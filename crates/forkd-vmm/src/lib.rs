@@ -5,11 +5,13 @@
 //!
 //! - [`jail`], [`seccomp`]: the walls, put up first;
 //! - [`control`]: the main thread, serves the controller;
+//! - `template`: the same thread in a process that holds a frozen VM, and forks;
 //! - [`config`]: from the controller's wishes to the parts of a VM, everything checked;
 //! - [`vm`]: builds a VM from its parts, starts, pauses and ends it;
 //! - [`vcpu`]: the threads that run the guest; [`bus`]: what the guest's register accesses reach;
 //!   [`event_loop`]: the thread that serves the devices; [`ending`]: who notices the end says why;
 //! - [`devices`]: virtio, serial console, VM generation id, power;
+//! - [`state`]: a stopped VM: frozen, saved, loaded, thawed;
 //! - [`boot`]: kernel, boot parameters, ACPI tables, CPUID, registers;
 //! - [`memory`], [`layout`]: guest memory, and what is where in it;
 //! - [`probe`], [`tiny`]: does this `/dev/kvm` run Linux? Asked with guests of a few instructions;
@@ -32,6 +34,8 @@ pub mod layout;
 pub mod memory;
 pub mod probe;
 pub mod seccomp;
+pub mod state;
+mod template;
 pub mod tiny;
 pub mod vcpu;
 pub mod vm;

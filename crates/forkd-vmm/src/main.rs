@@ -67,8 +67,8 @@ fn run(options: Options) -> Result<()> {
     let listener = inherited(LISTENER_FD)?;
     jail::enter(options.identity)?;
     seccomp::install(ThreadKind::Control, options.seccomp)?;
-    match control::serve(&listener, options.seccomp)? {
-        Finish::Stopped => {}
+    match control::serve(listener, options.seccomp)? {
+        Finish::Stopped | Finish::Saved => {}
         Finish::Ended(end) => say(&format!("the VM ended ({:?}): {}", end.reason, end.detail)),
     }
     Ok(())

@@ -1,9 +1,15 @@
 //! Guest memory: where it is, and how it is mapped here.
 //!
-//! Guest memory is always private to the process. The kernel's own copy-on-write is what will
-//! share it between a template and its children, and a shared mapping would not be a snapshot.
+//! Guest memory is always private to the process. The kernel's own copy-on-write is what shares it
+//! between a template and its children, and a shared mapping would not be a snapshot.
 
-use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
+use std::fs::File;
+
+use rustix::fs::SeekFrom;
+use rustix::mm::Advice;
+use vm_memory::{
+    FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap, MmapRegion,
+};
 
 use crate::layout::{MAX_MEM_MIB, MMIO_HOLE_END, MMIO_HOLE_START};
 use crate::{Error, GuestMemory, Result};
@@ -25,12 +31,60 @@ pub fn allocate(mib: u64) -> Result<GuestMemory> {
     if mib == 0 || mib > MAX_MEM_MIB {
         return Err(Error::Config(format!("{mib} MiB of memory: it must be between 1 and {MAX_MEM_MIB}")));
     }
+    map(mib, libc::MAP_ANONYMOUS, |_| Ok(None))
+}
+
+/// Maps `mib` MiB of guest memory from `file`, which holds its ranges one after the other and is never
+/// written.
+pub fn map_file(mib: u64, file: &File) -> Result<GuestMemory> {
+    let memory = map(mib, 0, |offset| {
+        let file = file.try_clone().map_err(Error::system("copy a descriptor"))?;
+        Ok(Some(FileOffset::new(file, offset)))
+    })?;
+    let mut offset = 0;
+    for region in memory.iter() {
+        hold_data(region, file, offset);
+        offset += region.len();
+    }
+    Ok(memory)
+}
+
+/// Maps in, for reading, what the file holds from `offset` on, holes left out. A page a child reads later
+/// is then in memory already, and is a page it shares with its template: costs nothing and counts for
+/// nothing. Forks do not become dearer, as no page tables are copied before a page is written. What
+/// cannot be mapped now is when it is read.
+fn hold_data(region: &GuestRegionMmap, file: &File, offset: u64) {
+    let end = offset + region.len();
+    let mut at = offset;
+    while let Ok(data) = rustix::fs::seek(file, SeekFrom::Data(at))
+        && data < end
+    {
+        // Never before `data`, so this goes on; and what follows the last hole ends with the file.
+        at = rustix::fs::seek(file, SeekFrom::Hole(data)).unwrap_or(end).clamp(data + 1, end);
+        let (start, length) = ((data - offset) as usize, (at - data) as usize);
+        // SAFETY: the range lies in the region, which is mapped. The advice changes none of its bytes.
+        let _ = unsafe {
+            rustix::mm::madvise(region.as_ptr().add(start).cast(), length, Advice::LinuxPopulateRead)
+        };
+    }
+}
+
+/// Maps the ranges of `mib` MiB; `source` says for each where in which file it is.
+fn map(
+    mib: u64,
+    flags: libc::c_int,
+    source: impl Fn(u64) -> Result<Option<FileOffset>>,
+) -> Result<GuestMemory> {
+    // Not reserved: a guest is given more than it touches, and what it touches is limited by its
+    // cgroup, not by the host's swap accounting.
+    let flags = flags | libc::MAP_PRIVATE | libc::MAP_NORESERVE;
+    let mut offset = 0;
     let regions = ranges(mib).into_iter().map(|(start, length)| {
-        // Not reserved: a guest is given more than it touches, and what it touches is limited by
-        // its cgroup, not by the host's swap accounting.
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        let mapping = MmapRegion::build(None, length as usize, libc::PROT_READ | libc::PROT_WRITE, flags)
-            .map_err(|error| Error::Config(format!("{mib} MiB of memory cannot be mapped: {error}")))?;
+        let source = source(offset)?;
+        offset += length;
+        let mapping =
+            MmapRegion::build(source, length as usize, libc::PROT_READ | libc::PROT_WRITE, flags)
+                .map_err(|error| Error::Config(format!("{mib} MiB of memory cannot be mapped: {error}")))?;
         GuestRegionMmap::new(mapping, GuestAddress(start))
             .ok_or_else(|| Error::Config(format!("{mib} MiB of memory do not fit the address space")))
     });
@@ -42,7 +96,6 @@ pub fn allocate(mib: u64) -> Result<GuestMemory> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vm_memory::GuestMemoryBackend;
 
     #[test]
     fn memory_that_does_not_fit_below_the_hole_goes_on_above_it() {

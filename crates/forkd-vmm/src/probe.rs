@@ -245,6 +245,7 @@ fn tiny_vm_64(kvm: &Kvm, code: &[u8]) -> Result<(VmFd, VcpuFd, GuestMemory)> {
 /// A VM with 4 MiB and one vCPU.
 fn tiny_vm(kvm: &Kvm) -> Result<(VmFd, VcpuFd, GuestMemory)> {
     let memory = memory::allocate(4)?;
+    vm::check_host(kvm, 1)?;
     let (vm, mut vcpus) = vm::create(kvm, &memory, 1)?;
     let vcpu = vcpus.pop().ok_or_else(|| Error::Config("a VM without vCPUs".into()))?;
     let cpuid = cpuid::for_vcpu(&cpuid::supported(kvm)?, 0, 1)?;

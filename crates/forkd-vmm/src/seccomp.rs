@@ -2,12 +2,15 @@
 //!
 //! Allow-lists, installed by each thread on itself before it looks at anything a guest or a peer
 //! sent. Threads inherit the filter of the thread that starts them and can only tighten it: the
-//! control thread installs its own first, and the lists of the others are subsets of it. A call that
+//! control thread installs its own first, and the lists of the others are subsets of it. Forks inherit
+//! it too: a template's list is its children's, so nothing in it depends on a process id, and no call
+//! that could reach into another process is in it: the children of a lineage share a user id. A call that
 //! is not listed ends the process; `--seccomp log` lets it pass and writes it to the kernel's log
 //! instead, to find out what a list lacks.
 
 use std::collections::BTreeMap;
 use std::env::consts::ARCH;
+use std::sync::OnceLock;
 
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
@@ -39,33 +42,52 @@ pub enum Mode {
 /// Installs the filter for `kind` on the calling thread. The control thread's comes first, before the
 /// process has other threads.
 pub fn install(kind: ThreadKind, mode: Mode) -> Result<()> {
-    let otherwise = match mode {
-        Mode::Kill => SeccompAction::KillProcess,
-        Mode::Log => SeccompAction::Log,
-    };
     if kind == ThreadKind::Control {
         use_one_heap();
-        apply(Ok([(libc::SYS_clone3, Vec::new())].into()), NO_CLONE3, SeccompAction::Allow)?;
     }
-    apply(rules(kind), SeccompAction::Allow, otherwise)
+    let programs = programs(mode).map_err(failed)?;
+    let program = match kind {
+        ThreadKind::Control => &programs.control,
+        ThreadKind::Device => &programs.device,
+        ThreadKind::Vcpu => &programs.vcpu,
+    };
+    seccompiler::apply_filter(program).map_err(failed)
 }
 
-/// What `clone3` gets from the control thread on: the C library then uses `clone`. What `clone3` is to
-/// make stands in memory, where no filter sees it: a process, or a user namespace with all privileges.
-const NO_CLONE3: SeccompAction = SeccompAction::Errno(libc::ENOSYS as u32);
+fn failed(error: impl std::fmt::Display) -> Error {
+    Error::Config(format!("no seccomp filter: {error}"))
+}
 
-/// Installs a filter: `listed` for calls that match `rules`, `otherwise` for all others. Of several
-/// filters the strictest counts.
-fn apply(
-    rules: std::result::Result<Rules, seccompiler::BackendError>,
-    listed: SeccompAction,
-    otherwise: SeccompAction,
-) -> Result<()> {
-    let program = || -> std::result::Result<BpfProgram, seccompiler::BackendError> {
-        SeccompFilter::new(rules?, otherwise, listed, ARCH.try_into()?)?.try_into()
+/// The filters, ready to be installed.
+struct Programs {
+    control: BpfProgram,
+    device: BpfProgram,
+    vcpu: BpfProgram,
+}
+
+/// The filters of a mode. Compiled once per process and its forks: a forked child finds them in the
+/// memory it inherits, and installing one is one system call.
+fn programs(mode: Mode) -> std::result::Result<&'static Programs, &'static str> {
+    type Compiled = OnceLock<std::result::Result<Programs, String>>;
+    static KILL: Compiled = OnceLock::new();
+    static LOG: Compiled = OnceLock::new();
+    let (compiled, otherwise) = match mode {
+        Mode::Kill => (&KILL, SeccompAction::KillProcess),
+        Mode::Log => (&LOG, SeccompAction::Log),
     };
-    let failed = |error: seccompiler::Error| Error::Config(format!("no seccomp filter: {error}"));
-    seccompiler::apply_filter(&program().map_err(|error| failed(error.into()))?).map_err(failed)
+    let compile = |kind| -> std::result::Result<BpfProgram, seccompiler::BackendError> {
+        SeccompFilter::new(rules(kind)?, otherwise.clone(), SeccompAction::Allow, ARCH.try_into()?)?
+            .try_into()
+    };
+    let all = || {
+        Ok(Programs {
+            control: compile(ThreadKind::Control)?,
+            device: compile(ThreadKind::Device)?,
+            vcpu: compile(ThreadKind::Vcpu)?,
+        })
+    };
+    let result = compiled.get_or_init(|| all().map_err(|error: seccompiler::BackendError| error.to_string()));
+    result.as_ref().map_err(String::as_str)
 }
 
 /// Makes all threads allocate from one heap. The C library's heaps of other threads read a file in
@@ -121,10 +143,9 @@ const QUEUES: &[i64] = &[
     libc::SYS_timerfd_settime,
 ];
 
-/// What the control thread does on top: its socket, looking at descriptors, starting threads.
+/// What the control thread does on top: its socket, looking at descriptors, starting threads and
+/// getting their vCPUs out of the guest.
 const CONTROL: &[i64] = &[
-    // Fails, see `NO_CLONE3`, but is no reason to be killed.
-    libc::SYS_clone3,
     libc::SYS_dup,
     libc::SYS_epoll_create1,
     libc::SYS_eventfd2,
@@ -138,40 +159,86 @@ const CONTROL: &[i64] = &[
     libc::SYS_set_robust_list,
     libc::SYS_setsockopt,
     libc::SYS_statx,
+    // Timers signal threads of their own process only: the kernel sees to that.
+    libc::SYS_timer_create,
+    libc::SYS_timer_delete,
+    libc::SYS_timer_settime,
     libc::SYS_timerfd_create,
 ];
 
-/// The ioctls that build a VM.
+/// What a template does on top: it forks, waits for what it forked, and its savers write files.
+///
+/// What `clone3` is to make stands in memory, where no filter sees it. But it gives nobody more than
+/// `fork` does: namespaces take privileges nobody in the jail has, and the user namespaces that would
+/// give them are refused to a process in a chroot, which the jail ends with.
+const FORK: &[i64] = &[
+    libc::SYS_clone3,
+    libc::SYS_close_range,
+    libc::SYS_fallocate,
+    libc::SYS_fdatasync,
+    libc::SYS_fsync,
+    libc::SYS_lseek,
+    libc::SYS_signalfd4,
+    libc::SYS_wait4,
+];
+
+/// The ioctls that build a VM, and save and restore its state.
 const BUILD_IOCTLS: &[u32] = &[
     0xae00,      // KVM_GET_API_VERSION
     0xae01,      // KVM_CREATE_VM
+    0xc004_ae02, // KVM_GET_MSR_INDEX_LIST
     0xae03,      // KVM_CHECK_EXTENSION
     0xae04,      // KVM_GET_VCPU_MMAP_SIZE
+    0xc008_ae05, // KVM_GET_SUPPORTED_CPUID
     0xae41,      // KVM_CREATE_VCPU
+    0x4020_ae46, // KVM_SET_USER_MEMORY_REGION
     0xae47,      // KVM_SET_TSS_ADDR
     0xae60,      // KVM_CREATE_IRQCHIP
-    0xc008_ae05, // KVM_GET_SUPPORTED_CPUID
-    0x4020_ae46, // KVM_SET_USER_MEMORY_REGION
+    0xc208_ae62, // KVM_GET_IRQCHIP
+    0x8208_ae63, // KVM_SET_IRQCHIP
     0x4020_ae76, // KVM_IRQFD
     0x4040_ae79, // KVM_IOEVENTFD
+    0x4030_ae7b, // KVM_SET_CLOCK
+    0x8030_ae7c, // KVM_GET_CLOCK
     0x8090_ae81, // KVM_GET_REGS
     0x4090_ae82, // KVM_SET_REGS
     0x8138_ae83, // KVM_GET_SREGS
     0x4138_ae84, // KVM_SET_SREGS
+    0xc008_ae88, // KVM_GET_MSRS
     0x4008_ae89, // KVM_SET_MSRS
     0x41a0_ae8d, // KVM_SET_FPU
     0x8400_ae8e, // KVM_GET_LAPIC
     0x4400_ae8f, // KVM_SET_LAPIC
     0x4008_ae90, // KVM_SET_CPUID2
+    0xc008_ae91, // KVM_GET_CPUID2
+    0x8004_ae98, // KVM_GET_MP_STATE
+    0x4004_ae99, // KVM_SET_MP_STATE
+    0x8040_ae9f, // KVM_GET_VCPU_EVENTS
+    0x4040_aea0, // KVM_SET_VCPU_EVENTS
+    0x8080_aea1, // KVM_GET_DEBUGREGS
+    0x4080_aea2, // KVM_SET_DEBUGREGS
+    0xaea2,      // KVM_SET_TSC_KHZ
+    0xaea3,      // KVM_GET_TSC_KHZ
+    0x9000_aea4, // KVM_GET_XSAVE
+    0x5000_aea5, // KVM_SET_XSAVE
+    0x8188_aea6, // KVM_GET_XCRS
+    0x4188_aea7, // KVM_SET_XCRS
+    0xaead,      // KVM_KVMCLOCK_CTRL
+    0x9000_aecf, // KVM_GET_XSAVE2
+    0x4018_aee1, // KVM_SET_DEVICE_ATTR
+    0x4018_aee2, // KVM_GET_DEVICE_ATTR
+    0x4018_aee3, // KVM_HAS_DEVICE_ATTR
     0x5421,      // FIONBIO, how std makes sockets non-blocking
 ];
 const KVM_RUN: u32 = 0xae80;
+/// What `ioprio_set` is told the priority of: a process.
+pub(crate) const IOPRIO_WHO_PROCESS: u32 = 1;
 
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 
 fn rules(kind: ThreadKind) -> std::result::Result<Rules, seccompiler::BackendError> {
     let lists: &[&[i64]] = match kind {
-        ThreadKind::Control => &[RUNTIME, REGISTERS, QUEUES, CONTROL],
+        ThreadKind::Control => &[RUNTIME, REGISTERS, QUEUES, CONTROL, FORK],
         ThreadKind::Device => &[RUNTIME, REGISTERS, QUEUES],
         ThreadKind::Vcpu => &[RUNTIME, REGISTERS],
     };
@@ -182,10 +249,6 @@ fn rules(kind: ThreadKind) -> std::result::Result<Rules, seccompiler::BackendErr
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
         rules.insert(call, vec![when(2, no_code.clone(), 0)?]);
     }
-    // Signals to threads of this process only: to kick vCPUs, and to abort.
-    let own_process = u64::from(std::process::id());
-    rules.insert(libc::SYS_tgkill, vec![when(0, SeccompCmpOp::Eq, own_process)?]);
-
     // Connections of the guest to the host are pairs of unix sockets, never a network.
     if kind != ThreadKind::Vcpu {
         rules.insert(libc::SYS_socketpair, vec![when(0, SeccompCmpOp::Eq, libc::AF_UNIX as u64)?]);
@@ -194,7 +257,7 @@ fn rules(kind: ThreadKind) -> std::result::Result<Rules, seccompiler::BackendErr
         ThreadKind::Control => {
             let ioctls = BUILD_IOCTLS.iter().chain([&KVM_RUN]).map(|&request| ioctl(request));
             rules.insert(libc::SYS_ioctl, ioctls.collect::<std::result::Result<_, _>>()?);
-            // Threads, not processes; and the kernel gives no thread a user namespace of its own.
+            // How older C libraries make threads. Processes are made with `clone3`.
             let thread = libc::CLONE_THREAD as u64;
             rules.insert(libc::SYS_clone, vec![when(0, SeccompCmpOp::MaskedEq(thread), thread)?]);
             // New threads set their name and tighten their filter.
@@ -203,9 +266,20 @@ fn rules(kind: ThreadKind) -> std::result::Result<Rules, seccompiler::BackendErr
             rules.insert(libc::SYS_prctl, prctl.into_iter().collect::<std::result::Result<_, _>>()?);
             let set_filter = u64::from(libc::SECCOMP_SET_MODE_FILTER);
             rules.insert(libc::SYS_seccomp, vec![when(0, SeccompCmpOp::Eq, set_filter)?]);
-            let fcntl = [libc::F_GETFL, libc::F_SETFL, libc::F_GETFD, libc::F_DUPFD_CLOEXEC];
+            // Flags are looked at and never set: those of a disk's base are its siblings' too, and with
+            // `O_DIRECT` among them their reads would fail.
+            let fcntl = [libc::F_GETFL, libc::F_GETFD, libc::F_DUPFD_CLOEXEC];
             let fcntl = fcntl.map(|command| when(1, SeccompCmpOp::Eq, command as u64));
             rules.insert(libc::SYS_fcntl, fcntl.into_iter().collect::<std::result::Result<_, _>>()?);
+            // Savers step back, and nobody else: "process 0" is the caller.
+            let process = |kind: u32| -> std::result::Result<SeccompRule, seccompiler::BackendError> {
+                let is = |index, value| {
+                    SeccompCondition::new(index, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value)
+                };
+                SeccompRule::new(vec![is(0, kind.into())?, is(1, 0)?])
+            };
+            rules.insert(libc::SYS_setpriority, vec![process(libc::PRIO_PROCESS)?]);
+            rules.insert(libc::SYS_ioprio_set, vec![process(IOPRIO_WHO_PROCESS)?]);
         }
         ThreadKind::Device => {}
         ThreadKind::Vcpu => {

@@ -3,20 +3,34 @@
 //! All vCPUs of a VM listen to one [`Gate`]: it says whether they run, are parked or end. A parked
 //! thread waits at the gate holding no lock, with no half-done register access, so that its vCPU can
 //! be saved and the process can fork.
+//!
+//! A vCPU that is in the guest comes out when its thread gets a signal. The signals come from POSIX
+//! timers that point at the thread: the kernel lets a timer signal threads of its own process only.
+//! So the filters need to allow no call that could signal anybody else, a sibling with the same user
+//! id for example, and nothing in them depends on a process id, which a fork changes.
 
+use std::io;
 use std::mem::ManuallyDrop;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use forkd_protocol::control::EndReason;
 use kvm_ioctls::{VcpuExit, VcpuFd};
-use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
+use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
 
-use crate::bus::Bus;
+use crate::bus::{Bus, Effect};
 use crate::ending::Ending;
 use crate::seccomp::{self, ThreadKind};
+use crate::vm::THREAD_STACK;
 use crate::{Error, Result};
+
+/// How long to wait before trying again what could fail again at once.
+const BREATH: Duration = Duration::from_millis(1);
+
+/// How often in a row KVM may say that it cannot run a vCPU just now.
+const MAX_REFUSALS: u32 = 1000;
 
 /// What the vCPUs are to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -103,9 +117,50 @@ impl Kick {
     }
 }
 
+/// A timer that sends a signal to one thread of this process, once, at once.
+#[derive(Debug)]
+struct Alarm {
+    timer: libc::c_int,
+}
+
+impl Alarm {
+    /// Signals the thread with id `thread`.
+    fn ring(thread: libc::pid_t) -> io::Result<Alarm> {
+        // SAFETY: all zero is a valid value of this struct of numbers and addresses.
+        let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
+        event.sigev_notify = libc::SIGEV_THREAD_ID;
+        event.sigev_signo = SIGRTMIN();
+        event.sigev_notify_thread_id = thread;
+        let mut timer: libc::c_int = 0;
+        let clock = libc::CLOCK_MONOTONIC;
+        // SAFETY: both pointers are to values that live through the call, which fills in the second.
+        let created = unsafe { libc::syscall(libc::SYS_timer_create, clock, &raw mut event, &raw mut timer) };
+        if created != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let alarm = Alarm { timer };
+        let never = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        let now = libc::timespec { tv_sec: 0, tv_nsec: 1 };
+        let once = libc::itimerspec { it_interval: never, it_value: now };
+        let old = std::ptr::null_mut::<libc::itimerspec>();
+        // SAFETY: the timer was just made, and the new value lives through the call.
+        let set = unsafe { libc::syscall(libc::SYS_timer_settime, timer, 0, &raw const once, old) };
+        if set == 0 { Ok(alarm) } else { Err(io::Error::last_os_error()) }
+    }
+}
+
+impl Drop for Alarm {
+    fn drop(&mut self) {
+        // SAFETY: the timer is this object's own.
+        unsafe { libc::syscall(libc::SYS_timer_delete, self.timer) };
+    }
+}
+
 #[derive(Debug)]
 struct VcpuThread {
     kick: Kick,
+    /// The thread's id, once it runs.
+    id: Arc<AtomicI32>,
     // Not dropped when the thread panics: `kick` points into it.
     thread: JoinHandle<ManuallyDrop<VcpuFd>>,
 }
@@ -118,7 +173,7 @@ pub struct VcpuThreads {
 }
 
 impl VcpuThreads {
-    /// Starts a thread for each of `vcpus`. When this returns they wait at the gate, filtered.
+    /// Starts a thread for each of `vcpus`. They filter themselves and wait at the gate.
     pub fn spawn(
         vcpus: Vec<VcpuFd>,
         bus: Arc<Bus>,
@@ -132,9 +187,8 @@ impl VcpuThreads {
 
         let mut all = VcpuThreads { gate: Arc::new(Gate::new()), threads: Vec::new() };
         for (index, mut vcpu) in vcpus.into_iter().enumerate() {
-            // Its first KVM_RUN comes right back, and the thread goes to the gate.
-            vcpu.set_kvm_immediate_exit(1);
             let kick = Kick::new(&mut vcpu);
+            let id = Arc::new(AtomicI32::new(0));
             let mut runner = Runner {
                 kick: Kick::new(&mut vcpu),
                 vcpu: ManuallyDrop::new(vcpu),
@@ -143,16 +197,21 @@ impl VcpuThreads {
                 gate: all.gate.clone(),
             };
             all.gate.lock().alive += 1;
-            let thread = std::thread::Builder::new().name(format!("vcpu{index}")).spawn(move || {
+            let own_id = id.clone();
+            let builder = std::thread::Builder::new().name(format!("vcpu{index}")).stack_size(THREAD_STACK);
+            let thread = builder.spawn(move || {
+                own_id.store(rustix::thread::gettid().as_raw_nonzero().get(), Ordering::SeqCst);
                 match seccomp::install(ThreadKind::Vcpu, seccomp) {
-                    Ok(()) => runner.run(),
+                    // A kick that came before the thread had an id is not lost: the gate comes first.
+                    Ok(()) if runner.gate.pass() => runner.run(),
+                    Ok(()) => {}
                     Err(error) => runner.ending.report(EndReason::Failed, error.chain()),
                 }
                 runner.gate.leave();
                 runner.vcpu
             });
             match thread {
-                Ok(thread) => all.threads.push(VcpuThread { kick, thread }),
+                Ok(thread) => all.threads.push(VcpuThread { kick, id, thread }),
                 Err(source) => {
                     all.gate.lock().alive -= 1;
                     all.stop();
@@ -160,43 +219,50 @@ impl VcpuThreads {
                 }
             }
         }
-        all.gate.wait_until_parked();
         Ok(all)
     }
 
     /// Lets the guest run.
     pub fn run(&self) {
-        self.give(Order::Run);
+        drop(self.give(Order::Run));
     }
 
     /// Returns when every vCPU is out of the guest and waits, or has ended.
     pub fn park(&self) {
-        self.give(Order::Park);
+        let _alarms = self.give(Order::Park);
         self.gate.wait_until_parked();
     }
 
-    /// Ends all threads.
-    pub fn stop(self) {
-        self.give(Order::Stop);
-        for VcpuThread { thread, .. } in self.threads {
-            if let Ok(vcpu) = thread.join() {
-                drop(ManuallyDrop::into_inner(vcpu));
-            }
-        }
+    /// Ends all threads and returns their vCPUs, in order, with no register access half done. The vCPU
+    /// of a thread that panicked is missing.
+    pub fn stop(self) -> Vec<VcpuFd> {
+        let _alarms = self.give(Order::Stop);
+        let join = |VcpuThread { thread, .. }: VcpuThread| thread.join().ok().map(ManuallyDrop::into_inner);
+        self.threads.into_iter().filter_map(join).collect()
     }
 
-    fn give(&self, order: Order) {
+    /// Gives the order. The alarms returned get the vCPUs out of the guest; they are to be kept until
+    /// that has happened.
+    fn give(&self, order: Order) -> Vec<Alarm> {
         // The order before the flags: a vCPU that sees its flag looks at the order next.
         self.gate.lock().order = order;
         self.gate.changed.notify_all();
         if order == Order::Run {
-            return;
+            return Vec::new();
         }
-        for VcpuThread { kick, thread } in &self.threads {
+        let ring = |VcpuThread { kick, id, .. }: &VcpuThread| {
+            // The flag before the id: a thread without one has not been at the gate yet.
             kick.flag().store(1, Ordering::SeqCst);
-            // It fails only for a thread that has ended.
-            let _ = thread.kill(SIGRTMIN());
-        }
+            // It fails for a thread that has ended, and with EAGAIN while all signals the user may have
+            // waiting are in use.
+            loop {
+                match Alarm::ring(id.load(Ordering::SeqCst)) {
+                    Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => std::thread::sleep(BREATH),
+                    result => return result.ok(),
+                }
+            }
+        };
+        self.threads.iter().filter_map(ring).collect()
     }
 }
 
@@ -212,14 +278,32 @@ struct Runner {
 impl Runner {
     /// Runs the vCPU until the gate says stop or the VM ends.
     fn run(&mut self) {
+        let mut refused = 0;
         loop {
-            match self.vcpu.run() {
+            let exit = self.vcpu.run();
+            // A vCPU that waits to be woken comes back with this error when it is. So does one that KVM
+            // cannot run for want of something, at first a thread of its own.
+            if exit.as_ref().is_err_and(|error| error.errno() == libc::EAGAIN) {
+                refused += 1;
+                if refused > MAX_REFUSALS {
+                    let detail = "KVM has no room to run the vCPU; are there too many processes?";
+                    return self.ending.report(EndReason::Failed, detail.into());
+                }
+                if refused > 1 {
+                    std::thread::sleep(BREATH);
+                }
+            } else {
+                refused = 0;
+            }
+            match exit {
                 Ok(VcpuExit::IoIn(port, data)) => self.bus.read_port(port, data),
-                Ok(VcpuExit::IoOut(port, data)) => {
-                    if let Some((reason, detail)) = self.bus.write_port(port, data) {
+                Ok(VcpuExit::IoOut(port, data)) => match self.bus.write_port(port, data) {
+                    None => {}
+                    Some(Effect::Ready) => self.ending.report_ready(),
+                    Some(Effect::End(reason, detail)) => {
                         return self.ending.report(reason, detail.into());
                     }
-                }
+                },
                 Ok(VcpuExit::MmioRead(address, data)) => self.bus.read_memory(address, data),
                 Ok(VcpuExit::MmioWrite(address, data)) => self.bus.write_memory(address, data),
                 Ok(VcpuExit::Intr) => {}

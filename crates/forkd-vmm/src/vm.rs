@@ -1,7 +1,7 @@
-//! A VM: built from its parts, started, paused, ended.
+//! A VM: built from its parts, started, paused, frozen, ended.
 //!
-//! `Vm` (built, nothing runs) → [`Running`] → [`Paused`] while a guard lives → `Running` → ended. What
-//! may only be done while nothing moves will be a method of `Paused`.
+//! `Vm` (built or thawed, nothing runs) → [`Running`], which may be [`Paused`] while a guard lives → ended,
+//! or [`Frozen`], from which a copy of the process makes a `Vm` again.
 
 use std::fs::File;
 use std::os::fd::{FromRawFd, IntoRawFd};
@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use forkd_protocol::control::{CONSOLE_TAIL, EndReason, VmEnd};
-use kvm_bindings::kvm_userspace_memory_region;
+use kvm_bindings::{CpuId, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -26,8 +26,16 @@ use crate::layout::{
     GENERATION_GSI, GENERATION_ID, KVM_TSS, MAX_VIRTIO, SERIAL_GSI, virtio_base, virtio_gsi,
 };
 use crate::seccomp::{self, ThreadKind};
+use crate::state::frozen::save_interrupts;
+use crate::state::{
+    ClockState, Frozen, GenerationState, MachineState, MemoryRange, SerialState, TransportState, vcpu,
+};
 use crate::vcpu::VcpuThreads;
 use crate::{Error, GuestMemory, Result, memory};
+
+/// Stack of a device or vCPU thread: plenty for either. The usual 2 MiB would become one huge page on
+/// hosts that hand those out freely, and every child would pay for all of it.
+pub(crate) const THREAD_STACK: usize = 256 << 10;
 
 /// KVM's only stable API version.
 pub const KVM_API_VERSION: i32 = 12;
@@ -48,16 +56,26 @@ pub struct VmParts {
     pub devices: Vec<Box<dyn VirtioDevice>>,
 }
 
-/// A VM that stands at its kernel's first instruction.
-pub struct Vm {
+/// What KVM has of a VM, and the memory under it.
+pub(crate) struct Machine {
     // Fields drop in this order: vCPUs before their VM, and the VM before the memory it maps.
-    vcpus: Vec<VcpuFd>,
-    fd: VmFd,
+    pub(crate) vcpus: Vec<VcpuFd>,
+    pub(crate) fd: VmFd,
+    pub(crate) kvm: Kvm,
+    /// Frequency of the host's TSC; 0 if KVM does not know.
+    pub(crate) host_tsc_khz: u32,
+    /// The CPUs the vCPUs were told to be.
+    pub(crate) cpuids: Vec<CpuId>,
+    pub(crate) memory: GuestMemory,
+}
+
+/// A VM that is ready to run: at its kernel's first instruction, or where it was frozen.
+pub struct Vm {
+    machine: Machine,
     bus: Arc<Bus>,
     event_loop: EventLoop,
     console: Arc<ConsoleLog>,
     generation: GenerationId,
-    memory: GuestMemory,
 }
 
 impl Vm {
@@ -70,42 +88,76 @@ impl Vm {
             )));
         }
         let kvm = open_kvm(parts.kvm)?;
+        check_host(&kvm, parts.vcpus.into())?;
         let memory = memory::allocate(parts.mem_mib)?;
         let entry = boot::load(&memory, &parts.source, parts.vcpus, parts.devices.len())?;
 
         let (fd, vcpus) = create(&kvm, &memory, parts.vcpus)?;
         let supported = cpuid::supported(&kvm)?;
+        let mut cpuids = Vec::with_capacity(vcpus.len());
         for (index, vcpu) in (0..).zip(&vcpus) {
             let cpuid = cpuid::for_vcpu(&supported, index, parts.vcpus)?;
             // Before the registers: it decides which of their bits are allowed.
             vcpu.set_cpuid2(&cpuid).map_err(Error::kvm("KVM_SET_CPUID2"))?;
             registers::set_common_state(vcpu)?;
+            cpuids.push(cpuid);
         }
         if let Some(first) = vcpus.first() {
             registers::set_boot_state(first, entry)?;
         }
 
+        let machine =
+            Machine { host_tsc_khz: vcpus.first().map_or(0, tsc_khz), vcpus, cpuids, fd, kvm, memory };
+        let Machine { fd, memory, .. } = &machine;
         let mut event_loop = EventLoop::new().map_err(Error::system("start an event loop"))?;
         let mut virtio = Vec::new();
         for (index, device) in parts.devices.into_iter().enumerate() {
-            let device = connect_virtio(&fd, &memory, index, device)?;
-            event_loop.add_device(device.clone()).map_err(Error::system("serve a device"))?;
-            virtio.push(device);
+            virtio.push(connect_virtio(&machine, &mut event_loop, index, device, None)?);
         }
-        let serial = Serial::new(interrupt(&fd, SERIAL_GSI)?, parts.console.clone());
+        let serial = Serial::new(interrupt(fd, SERIAL_GSI)?, parts.console.clone());
         let bus = Arc::new(Bus::new(serial, virtio));
-        let changed = interrupt(&fd, GENERATION_GSI)?;
+        let changed = interrupt(fd, GENERATION_GSI)?;
         let generation = GenerationId::new(memory.clone(), GuestAddress(GENERATION_ID), changed)
             .map_err(Error::system("write the VM generation id"))?;
-        Ok(Vm { vcpus, fd, bus, event_loop, console: parts.console, generation, memory })
+        Ok(Vm { machine, bus, event_loop, console: parts.console, generation })
+    }
+
+    /// Puts the devices of a frozen VM around what KVM has of it again.
+    pub(crate) fn resume(
+        machine: Machine,
+        console: Arc<ConsoleLog>,
+        serial: &SerialState,
+        devices: impl Iterator<Item = (Box<dyn VirtioDevice>, TransportState)>,
+    ) -> Result<Vm> {
+        let Machine { fd, memory, .. } = &machine;
+        let mut event_loop = EventLoop::new().map_err(Error::system("start an event loop"))?;
+        let mut virtio = Vec::new();
+        for (index, (device, state)) in devices.enumerate() {
+            virtio.push(connect_virtio(&machine, &mut event_loop, index, device, Some(&state))?);
+        }
+        let serial = Serial::restore(interrupt(fd, SERIAL_GSI)?, console.clone(), serial)
+            .map_err(Error::system("restore the serial port"))?;
+        // A new id and its interrupt before the first instruction, so that the guest cannot use a random
+        // number twice without having been told.
+        let changed = interrupt(fd, GENERATION_GSI)?;
+        let generation = GenerationId::restore(memory.clone(), GuestAddress(GENERATION_ID), changed);
+        generation.renew().map_err(Error::system("write the VM generation id"))?;
+        let bus = Arc::new(Bus::new(serial, virtio));
+        Ok(Vm { machine, bus, event_loop, console, generation })
     }
 
     /// Starts all threads and lets the guest run.
     pub fn start(self, seccomp: seccomp::Mode) -> Result<Running> {
-        let Vm { vcpus, fd, bus, event_loop, console, generation, memory } = self;
+        let Vm {
+            machine: Machine { vcpus, fd, kvm, host_tsc_khz, cpuids, memory },
+            bus,
+            event_loop,
+            console,
+            generation,
+        } = self;
         let ending = Arc::new(Ending::new()?);
         let stop_devices = event_loop.stopper().map_err(Error::system("control the event loop"))?;
-        let vcpus = VcpuThreads::spawn(vcpus, bus, ending.clone(), seccomp)?;
+        let vcpus = VcpuThreads::spawn(vcpus, bus.clone(), ending.clone(), seccomp)?;
         let devices = match spawn_device_thread(event_loop, ending.clone(), seccomp) {
             Ok(thread) => thread,
             Err(error) => {
@@ -118,17 +170,21 @@ impl Vm {
             vcpus,
             devices,
             stop_devices,
+            bus,
             console,
             ending,
-            _generation: generation,
-            _fd: fd,
+            generation,
+            fd,
+            kvm,
+            host_tsc_khz,
+            cpuids,
             memory,
         })
     }
 
     /// The guest's memory.
     pub fn memory(&self) -> &GuestMemory {
-        &self.memory
+        &self.machine.memory
     }
 }
 
@@ -144,7 +200,7 @@ fn spawn_device_thread(
             ending.report(EndReason::Failed, error.chain());
         }
     };
-    let builder = std::thread::Builder::new().name("devices".into());
+    let builder = std::thread::Builder::new().name("devices".into()).stack_size(THREAD_STACK);
     builder.spawn(body).map_err(Error::system("start the device thread"))
 }
 
@@ -153,18 +209,27 @@ pub struct Running {
     vcpus: VcpuThreads,
     devices: JoinHandle<()>,
     stop_devices: EventFd,
+    bus: Arc<Bus>,
     console: Arc<ConsoleLog>,
     ending: Arc<Ending>,
-    _generation: GenerationId,
+    generation: GenerationId,
     // Alive as long as anything may use it, and dropped before the memory it maps.
-    _fd: VmFd,
+    fd: VmFd,
+    kvm: Kvm,
+    host_tsc_khz: u32,
+    cpuids: Vec<CpuId>,
     memory: GuestMemory,
 }
 
 impl Running {
-    /// Readable once the VM has ended by itself.
-    pub fn ended(&self) -> &EventFd {
+    /// Readable when the guest became ready or the VM has ended by itself, until it is read.
+    pub fn news(&self) -> &EventFd {
         self.ending.event()
+    }
+
+    /// Whether the guest has said that it runs.
+    pub fn is_ready(&self) -> bool {
+        self.ending.is_ready()
     }
 
     /// How the VM ended, if it has.
@@ -191,6 +256,69 @@ impl Running {
         // It fails only when it is set already.
         let _ = self.stop_devices.write(1);
         let _ = self.devices.join();
+    }
+
+    /// Stops everything and keeps it as it is. Afterwards the VM has no threads, KVM has forgotten it, and
+    /// all that is left of it is data. A VM that has ended, or ends while it is stopped, is refused; like
+    /// after every error, nothing of it is left then.
+    pub fn freeze(self) -> Result<Frozen> {
+        let Running {
+            vcpus,
+            devices,
+            stop_devices,
+            bus,
+            ending,
+            generation,
+            fd,
+            kvm,
+            host_tsc_khz,
+            cpuids,
+            memory,
+            ..
+        } = self;
+        // vCPUs first: nobody gives the devices anything to do any more. They come back with their last
+        // register access done.
+        let vcpus = vcpus.stop();
+        // Then the device thread, between two events: what it took from a queue is finished, and what it
+        // did not take is found again after the thaw.
+        let _ = stop_devices.write(1);
+        let joined = devices.join();
+        if let Some((_, detail)) = ending.get() {
+            return Err(Error::Config(format!("the VM has ended ({detail}): there is nothing to freeze")));
+        }
+        if joined.is_err() {
+            return Err(Error::Config("the device thread has failed: the VM cannot be frozen".into()));
+        }
+        // Devices before KVM: whatever they raised is in the interrupt chip when that is read.
+        let (serial, virtio) = Arc::into_inner(bus)
+            .ok_or_else(|| Error::Config("somebody still uses the devices: the VM cannot be frozen".into()))?
+            .into_devices();
+        let mut states = Vec::with_capacity(virtio.len());
+        let mut disks = Vec::new();
+        for device in virtio {
+            let device = Arc::into_inner(device).and_then(|device| device.into_inner().ok());
+            let device =
+                device.ok_or_else(|| Error::Config("a device has failed: the VM cannot be frozen".into()))?;
+            let (state, disk) = device.freeze();
+            states.push(state);
+            disks.extend(disk);
+        }
+        let mut state = MachineState {
+            vcpus: vcpu::save_all(&kvm, &vcpus, &cpuids)?,
+            clock: ClockState { clock: fd.get_clock().map_err(Error::kvm("KVM_GET_CLOCK"))? },
+            interrupts: save_interrupts(&fd)?,
+            memory: memory
+                .iter()
+                .map(|region| MemoryRange { start: region.start_addr().0, length: region.len() })
+                .collect(),
+            serial: serial.state(),
+            generation: GenerationState {
+                id: generation.id().map_err(Error::system("read the VM generation id"))?,
+            },
+            devices: states,
+        };
+        vcpu::keep_settable(&vcpus, &mut state.vcpus)?;
+        Frozen::new(kvm, host_tsc_khz, state, memory, disks)
     }
 
     /// The guest's memory.
@@ -231,21 +359,32 @@ pub fn open_kvm(file: File) -> Result<Kvm> {
     Ok(kvm)
 }
 
-/// Creates a VM over `memory` with `count` vCPUs.
-///
-/// The order matters. Memory slots come before the interrupt chip and the vCPUs: each slot set later
-/// waits for the grace periods those start (6.8 ms instead of 0.4 ms). The interrupt chip comes before
-/// the vCPUs, which get their local APICs from it. There is no PIT: ACPI tells the guest so.
-pub fn create(kvm: &Kvm, memory: &GuestMemory, count: u8) -> Result<(VmFd, Vec<VcpuFd>)> {
+/// Checks that this host's KVM can do what every VM needs, and `vcpus` vCPUs. Asked once, not for every
+/// child.
+pub fn check_host(kvm: &Kvm, vcpus: usize) -> Result<()> {
     for (capability, name) in NEEDED {
         if !kvm.check_extension(capability) {
             return Err(Error::Config(format!("this host's KVM lacks {name}; use a newer kernel")));
         }
     }
     let most = kvm.get_max_vcpus();
-    if usize::from(count) > most {
-        return Err(Error::Config(format!("{count} vCPUs: this host's KVM allows {most}")));
+    if vcpus > most {
+        return Err(Error::Config(format!("{vcpus} vCPUs: this host's KVM allows {most}")));
     }
+    Ok(())
+}
+
+/// Frequency of a vCPU's TSC; 0 if KVM does not know.
+pub(crate) fn tsc_khz(vcpu: &VcpuFd) -> u32 {
+    vcpu.get_tsc_khz().unwrap_or(0)
+}
+
+/// Creates a VM over `memory` with `count` vCPUs.
+///
+/// The order matters. Memory slots come before the interrupt chip and the vCPUs: each slot set later
+/// waits for the grace periods those start (6.8 ms instead of 0.4 ms). The interrupt chip comes before
+/// the vCPUs, which get their local APICs from it. There is no PIT: ACPI tells the guest so.
+pub fn create(kvm: &Kvm, memory: &GuestMemory, count: u8) -> Result<(VmFd, Vec<VcpuFd>)> {
     let vm = kvm.create_vm().map_err(Error::kvm("KVM_CREATE_VM"))?;
     vm.set_tss_address(KVM_TSS).map_err(Error::kvm("KVM_SET_TSS_ADDR"))?;
     for (slot, region) in (0..).zip(memory.iter()) {
@@ -284,20 +423,31 @@ fn interrupt(vm: &VmFd, gsi: u32) -> Result<EventFd> {
     Ok(event)
 }
 
-/// Puts `device` behind the registers of virtio device `index`, with its interrupt and notifications.
+/// Puts `device` behind the registers of virtio device `index`, in the `state` a frozen VM had it in, with
+/// its interrupt and notifications, and has it served.
 fn connect_virtio(
-    vm: &VmFd,
-    memory: &GuestMemory,
+    machine: &Machine,
+    event_loop: &mut EventLoop,
     index: usize,
     device: Box<dyn VirtioDevice>,
+    state: Option<&TransportState>,
 ) -> Result<Arc<Mutex<MmioDevice>>> {
-    let interrupt = interrupt(vm, virtio_gsi(index))?;
-    let device =
-        MmioDevice::new(device, memory.clone(), interrupt).map_err(Error::system("create a device"))?;
+    let interrupt = interrupt(&machine.fd, virtio_gsi(index))?;
+    let memory = machine.memory.clone();
+    let mut device = match state {
+        None => MmioDevice::new(device, memory, interrupt),
+        Some(state) => MmioDevice::restore(device, memory, interrupt, state),
+    }
+    .map_err(Error::system("create a device"))?;
     // A notification does not end KVM_RUN: it wakes the device thread through the eventfd.
     let address = IoEventAddress::Mmio(virtio_base(index) + NOTIFY_OFFSET);
     for (queue, notifier) in (0u32..).zip(device.queue_notifiers()) {
-        vm.register_ioevent(notifier, &address, queue).map_err(Error::kvm("KVM_IOEVENTFD"))?;
+        machine.fd.register_ioevent(notifier, &address, queue).map_err(Error::kvm("KVM_IOEVENTFD"))?;
     }
-    Ok(Arc::new(Mutex::new(device)))
+    if state.is_some() {
+        device.resume();
+    }
+    let device = Arc::new(Mutex::new(device));
+    event_loop.add_device(device.clone()).map_err(Error::system("serve a device"))?;
+    Ok(device)
 }

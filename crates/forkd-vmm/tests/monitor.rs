@@ -136,7 +136,7 @@ fn garbage_closes_its_connection_and_nothing_else() {
         return;
     };
     let flags = rustix::net::SendFlags::empty();
-    for garbage in [&b"{\"boot\":"[..], b"\0\xff\xfe", b"[]", &[b'x'; 70_000]] {
+    for garbage in [&b"{\"boot\":"[..], b"\0\xff\xfe", b"[]", &[b'x'; 200_000]] {
         rustix::net::send(controller.channel.as_fd(), garbage, flags).unwrap();
         assert_refused(controller.reply(), "no request");
         assert!(controller.is_closed());
@@ -317,7 +317,7 @@ fn a_jailed_monitor_has_no_files_no_network_and_no_privileges() {
         assert_eq!(field("NoNewPrivs"), "1");
         assert_eq!(field("Seccomp"), "2", "filtered");
     }
-    for name in ["forkd-vmm", "devices", "vcpu0", "vcpu1"] {
+    for name in ["forkd-sandbox", "devices", "vcpu0", "vcpu1"] {
         assert!(threads.iter().any(|thread| thread == name), "no {name} in {threads:?}");
     }
     assert_eq!(std::fs::read_dir(format!("{process}/root/")).unwrap().count(), 0, "an empty root");

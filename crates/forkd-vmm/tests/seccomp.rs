@@ -9,7 +9,7 @@ use forkd_vmm::seccomp::{Mode, ThreadKind, install};
 
 const CASE: &str = "FORKD_SECCOMP_CASE";
 
-const TESTS: [(&str, fn()); 4] = [
+const TESTS: [(&str, fn()); 5] = [
     (
         "every_kind_of_thread_can_allocate_sleep_print_and_panic",
         every_kind_of_thread_can_allocate_sleep_print_and_panic,
@@ -22,6 +22,7 @@ const TESTS: [(&str, fn()); 4] = [
         "each_kind_of_thread_has_what_it_is_for_and_no_more",
         each_kind_of_thread_has_what_it_is_for_and_no_more,
     ),
+    ("a_forked_child_cannot_signal_its_relatives", a_forked_child_cannot_signal_its_relatives),
     ("logging_lets_everything_pass", logging_lets_everything_pass),
 ];
 
@@ -97,6 +98,7 @@ fn call(case: &str) {
                 libc::mmap(std::ptr::null_mut(), 4096, libc::PROT_READ | libc::PROT_EXEC, flags, -1, 0);
             }
             "kill" => drop(libc::syscall(libc::SYS_tgkill, libc::getppid(), libc::getppid(), 0)),
+            "set_flags" => drop(libc::fcntl(0, libc::F_SETFL, libc::O_DIRECT)),
             "ptrace" => drop(libc::ptrace(libc::PTRACE_TRACEME)),
             "terminal" => drop(libc::ioctl(0, libc::TIOCGWINSZ, 0)),
             "thread" => drop(std::thread::Builder::new().spawn(|| ()).unwrap()),
@@ -107,8 +109,35 @@ fn call(case: &str) {
                 if made == 0 {
                     libc::_exit(0);
                 }
-                assert_eq!(std::io::Error::last_os_error().raw_os_error(), Some(libc::ENOSYS));
+                assert!(made > 0, "{}", std::io::Error::last_os_error());
             }
+            // Ends as its child does, which tries to reach its parent.
+            "kill_from_fork" => {
+                let nothing = [0u64; 8];
+                let made = libc::syscall(libc::SYS_clone3, nothing.as_ptr(), size_of_val(&nothing));
+                if made == 0 {
+                    libc::kill(libc::getppid(), 0);
+                    libc::_exit(0);
+                }
+                let mut status = 0;
+                libc::wait4(-1, &raw mut status, libc::__WALL, std::ptr::null_mut());
+                assert!(libc::WIFSIGNALED(status), "{status:#x}");
+                assert_eq!(libc::WTERMSIG(status), libc::SIGSYS);
+            }
+            "unshare" => drop(libc::unshare(libc::CLONE_NEWUSER)),
+            "pidfd_signal" => drop(libc::syscall(libc::SYS_pidfd_send_signal, -1, 0, 0, 0)),
+            "pidfd_open" => drop(libc::syscall(libc::SYS_pidfd_open, libc::getppid(), 0)),
+            "pidfd_getfd" => drop(libc::syscall(libc::SYS_pidfd_getfd, -1, 0, 0)),
+            "queue_signal" => drop(libc::syscall(libc::SYS_rt_tgsigqueueinfo, libc::getppid(), 0, 0, 0)),
+            "read_memory" => drop(libc::process_vm_readv(libc::getppid(), [].as_ptr(), 0, [].as_ptr(), 0, 0)),
+            "prlimit" => {
+                let _ =
+                    libc::prlimit(libc::getppid(), libc::RLIMIT_CORE, std::ptr::null(), std::ptr::null_mut());
+            }
+            "nice_others" => drop(libc::setpriority(libc::PRIO_PROCESS, libc::getppid() as u32, 19)),
+            "nice_self" => drop(libc::setpriority(libc::PRIO_PROCESS, 0, 19)),
+            "signal_self" => drop(libc::syscall(libc::SYS_tgkill, libc::getpid(), libc::getpid(), 0)),
+            "timer" => drop(libc::syscall(libc::SYS_timer_create, libc::CLOCK_MONOTONIC, 0, 0)),
             "accept" => drop(libc::accept4(-1, std::ptr::null_mut(), std::ptr::null_mut(), 0)),
             "kvm_run" => drop(libc::ioctl(-1, 0xae80, 0)),
             "kvm_set_regs" => drop(libc::ioctl(-1, 0x4090_ae82, 0)),
@@ -129,7 +158,10 @@ fn every_kind_of_thread_can_allocate_sleep_print_and_panic() {
 
 fn no_thread_opens_executes_connects_or_touches_other_processes() {
     for kind in ["control", "device", "vcpu"] {
-        for case in ["open", "exec", "fork", "network", "code", "kill", "ptrace", "terminal"] {
+        let own =
+            ["open", "exec", "fork", "network", "code", "terminal", "unshare", "signal_self", "set_flags"];
+        let others = ["kill", "ptrace", "pidfd_signal", "pidfd_open", "pidfd_getfd", "queue_signal"];
+        for case in own.into_iter().chain(others).chain(["read_memory", "prlimit", "nice_others"]) {
             assert_eq!(signal_of(kind, case, "kill"), Some(libc::SIGSYS), "{kind} {case}");
         }
     }
@@ -137,9 +169,13 @@ fn no_thread_opens_executes_connects_or_touches_other_processes() {
 
 fn each_kind_of_thread_has_what_it_is_for_and_no_more() {
     for (kind, allowed, denied) in [
-        ("control", &["thread", "clone3", "accept", "kvm_run", "kvm_set_regs"][..], &[][..]),
-        ("device", &["accept"], &["thread", "clone3", "kvm_run", "kvm_set_regs"]),
-        ("vcpu", &["kvm_run"], &["thread", "clone3", "accept", "kvm_set_regs"]),
+        (
+            "control",
+            &["thread", "clone3", "accept", "kvm_run", "kvm_set_regs", "timer", "nice_self"][..],
+            &[][..],
+        ),
+        ("device", &["accept"], &["thread", "clone3", "kvm_run", "kvm_set_regs", "timer", "nice_self"]),
+        ("vcpu", &["kvm_run"], &["thread", "clone3", "accept", "kvm_set_regs", "timer", "nice_self"]),
     ] {
         for case in allowed {
             assert_eq!(signal_of(kind, case, "kill"), None, "{kind} {case}");
@@ -148,6 +184,10 @@ fn each_kind_of_thread_has_what_it_is_for_and_no_more() {
             assert_eq!(signal_of(kind, case, "kill"), Some(libc::SIGSYS), "{kind} {case}");
         }
     }
+}
+
+fn a_forked_child_cannot_signal_its_relatives() {
+    assert_eq!(signal_of("control", "kill_from_fork", "kill"), None);
 }
 
 fn logging_lets_everything_pass() {

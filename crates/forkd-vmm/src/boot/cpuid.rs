@@ -45,6 +45,9 @@ fn adjust(mut entry: kvm_cpuid_entry2, apic_id: u32, vcpus: u32) -> kvm_cpuid_en
     // A guest's own guests would be more state to save with every fork, and more of KVM to attack.
     const VMX: u32 = 1 << 5;
     const SVM: u32 = 1 << 2;
+    // Where a vCPU is in its shadow stack is in no register that is saved: a thawed guest that uses one
+    // would fault at its next return.
+    const SHADOW_STACK: u32 = 1 << 7;
     match entry.function {
         1 => {
             entry.ebx = entry.ebx & 0x0000_ffff | vcpus.next_power_of_two() << 16 | apic_id << 24;
@@ -60,6 +63,7 @@ fn adjust(mut entry: kvm_cpuid_entry2, apic_id: u32, vcpus: u32) -> kvm_cpuid_en
             let cores = if entry.function == 4 { (1 << id_bits(vcpus)) - 1 } else { 0 };
             entry.eax = entry.eax & 0x3fff | sharing << 14 | cores << 26;
         }
+        7 if entry.index == 0 => entry.ecx &= !SHADOW_STACK,
         0x8000_0001 => entry.ecx &= !SVM,
         0x8000_0008 => entry.ecx = entry.ecx & !0xf0ff | id_bits(vcpus) << 12 | (vcpus - 1),
         0x8000_001e => (entry.eax, entry.ebx, entry.ecx) = (apic_id, apic_id & 0xff, 0),

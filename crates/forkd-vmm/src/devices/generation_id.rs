@@ -32,6 +32,16 @@ impl GenerationId {
         Ok(device)
     }
 
+    /// The device of a copy of a VM, which has an id already: to be renewed before it runs.
+    pub fn restore(memory: GuestMemory, address: GuestAddress, interrupt: EventFd) -> GenerationId {
+        GenerationId { memory, address, interrupt }
+    }
+
+    /// The id the guest was last told.
+    pub fn id(&self) -> io::Result<[u8; ID_SIZE]> {
+        self.memory.read_obj(self.address).map_err(io::Error::other)
+    }
+
     /// Makes the guest another generation: a new id, then the interrupt. Called for every copy,
     /// after its interrupt controller is restored and before its vCPUs run.
     pub fn renew(&self) -> io::Result<()> {

@@ -12,8 +12,13 @@ use vm_superio::Trigger;
 use vm_superio::serial::NoEvents;
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::state::SerialState;
+use crate::{Error, Result};
+
 /// How much of a line is held back until it is complete. Longer lines are written in parts.
 const LINE: usize = 512;
+/// How much input a port holds.
+const INPUT: usize = 64;
 /// How much is moved at once when the log makes room.
 const CHUNK: usize = 64 << 10;
 /// How a Linux kernel begins to say that it cannot go on.
@@ -164,6 +169,50 @@ impl Serial {
     /// A port that writes to `log` and raises `interrupt`.
     pub fn new(interrupt: EventFd, log: Arc<ConsoleLog>) -> Serial {
         Serial { uart: vm_superio::Serial::new(Interrupt(interrupt), Output(log)) }
+    }
+
+    /// Refuses a state that [`Serial::restore`] does not take.
+    pub fn check(state: &SerialState) -> Result<()> {
+        let waiting = state.input.len();
+        if waiting <= INPUT {
+            return Ok(());
+        }
+        Err(Error::Config(format!(
+            "the state's serial port has {waiting} bytes of input, but it holds {INPUT}; make the snapshot again"
+        )))
+    }
+
+    /// A port with the registers of `state`. Raises its interrupt if that may have been on its way:
+    /// without it a guest that waits for room to write would wait for ever.
+    pub fn restore(interrupt: EventFd, log: Arc<ConsoleLog>, state: &SerialState) -> io::Result<Serial> {
+        let state = vm_superio::serial::SerialState {
+            baud_divisor_low: state.baud_divisor.0,
+            baud_divisor_high: state.baud_divisor.1,
+            interrupt_enable: state.interrupt.0,
+            interrupt_identification: state.interrupt.1,
+            line_control: state.line.0,
+            line_status: state.line.1,
+            modem_control: state.modem.0,
+            modem_status: state.modem.1,
+            scratch: state.scratch,
+            in_buffer: state.input.clone(),
+        };
+        let uart = vm_superio::Serial::from_state(&state, Interrupt(interrupt), NoEvents, Output(log));
+        let uart = uart.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, format!("{error:?}")))?;
+        Ok(Serial { uart })
+    }
+
+    /// Its registers.
+    pub fn state(&self) -> SerialState {
+        let state = self.uart.state();
+        SerialState {
+            baud_divisor: (state.baud_divisor_low, state.baud_divisor_high),
+            interrupt: (state.interrupt_enable, state.interrupt_identification),
+            line: (state.line_control, state.line_status),
+            modem: (state.modem_control, state.modem_status),
+            scratch: state.scratch,
+            input: state.in_buffer,
+        }
     }
 
     /// The guest reads a register.

@@ -18,7 +18,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use forkd_protocol::control::{
-    BootConfig, Channel, Event, FdRef, LISTENER_FD, Message, Reply, Request, VERSION,
+    BootConfig, Channel, Event, FdRef, ForkConfig, LISTENER_FD, Message, Reply, Request, VERSION,
 };
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -59,12 +59,14 @@ pub struct Monitor {
 impl Monitor {
     /// Starts `binary` with `arguments` and a listening control socket.
     pub fn start(binary: &Path, arguments: &[&str]) -> Monitor {
+        Monitor::start_with(Command::new(binary), arguments)
+    }
+
+    /// The same with a command that was prepared.
+    pub fn start_with(mut command: Command, arguments: &[&str]) -> Monitor {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("control.sock");
-        let listener = seqpacket();
-        rustix::net::bind(&listener, &SocketAddrUnix::new(&socket).unwrap()).unwrap();
-        rustix::net::listen(&listener, 8).unwrap();
-        let mut command = Command::new(binary);
+        let listener = listen(&socket);
         command.args(arguments).stdin(Stdio::null());
         pass_as_3(&mut command, listener);
         let child = command.spawn().unwrap();
@@ -73,18 +75,18 @@ impl Monitor {
 
     /// A connection that has not said hello.
     pub fn connect(&self) -> Controller {
-        let socket = seqpacket();
-        rustix::net::connect(&socket, &SocketAddrUnix::new(&self.socket).unwrap()).unwrap();
-        set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE)).unwrap();
-        Controller { channel: Channel::new(socket), events: VecDeque::new() }
+        Controller::connect(&self.socket)
     }
 
     /// A connection that has said hello.
     pub fn attach(&self) -> Controller {
-        let mut controller = self.connect();
-        let reply = controller.request(&Request::Hello { version: VERSION }, &[]);
-        assert!(matches!(reply, Reply::Hello { version: VERSION, .. }), "{reply:?}");
-        controller
+        Controller::attach(&self.socket)
+    }
+
+    /// Kills the process.
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
     }
 
     /// The process's id.
@@ -133,6 +135,14 @@ pub fn pass_as_3(command: &mut Command, fd: impl Into<OwnedFd>) {
     }
 }
 
+/// A listening control socket at `path`.
+fn listen(path: &Path) -> OwnedFd {
+    let listener = seqpacket();
+    rustix::net::bind(&listener, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    rustix::net::listen(&listener, 8).unwrap();
+    listener
+}
+
 fn seqpacket() -> OwnedFd {
     let flags = SocketFlags::CLOEXEC;
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
@@ -145,6 +155,22 @@ pub struct Controller {
 }
 
 impl Controller {
+    /// A connection that has not said hello.
+    pub fn connect(path: &Path) -> Controller {
+        let socket = seqpacket();
+        rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+        set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE)).unwrap();
+        Controller { channel: Channel::new(socket), events: VecDeque::new() }
+    }
+
+    /// A connection that has said hello.
+    pub fn attach(path: &Path) -> Controller {
+        let mut controller = Controller::connect(path);
+        let reply = controller.request(&Request::Hello { version: VERSION }, &[]);
+        assert!(matches!(reply, Reply::Hello { version: VERSION, .. }), "{reply:?}");
+        controller
+    }
+
     /// Sends a request and returns its reply; events that come before it are kept.
     pub fn request(&mut self, request: &Request, fds: &[BorrowedFd<'_>]) -> Reply {
         self.channel.send(request, fds).unwrap();
@@ -153,12 +179,27 @@ impl Controller {
 
     /// The next reply.
     pub fn reply(&mut self) -> Reply {
+        self.reply_with_fds().0
+    }
+
+    /// The next reply and its descriptors.
+    pub fn reply_with_fds(&mut self) -> (Reply, Vec<OwnedFd>) {
         loop {
             match self.channel.recv::<Message>().unwrap().expect("the monitor closed the connection") {
-                (Message::Reply(reply), _) => return reply,
+                (Message::Reply(reply), fds) => return (reply, fds),
                 (Message::Event(event), fds) => self.events.push_back((event, fds)),
             }
         }
+    }
+
+    /// The next message, whatever it is.
+    pub fn next(&mut self) -> Message {
+        self.channel.recv::<Message>().unwrap().expect("the monitor closed the connection").0
+    }
+
+    /// Whether an event came before the last reply.
+    pub fn has_event(&self) -> bool {
+        !self.events.is_empty()
     }
 
     /// The next event.
@@ -217,5 +258,124 @@ impl Boot {
     pub fn send(&self, controller: &mut Controller) -> Reply {
         let fds: Vec<_> = self.fds.iter().map(|fd| fd.as_fd()).collect();
         controller.request(&Request::Boot(self.config.clone()), &fds)
+    }
+}
+
+/// A request to fork, with the descriptors it names and the connection that waits for the child.
+pub struct Fork {
+    pub config: ForkConfig,
+    pub fds: Vec<OwnedFd>,
+    /// What the guest writes to its console.
+    pub console: File,
+    controller: Controller,
+    folder: tempfile::TempDir,
+}
+
+impl Fork {
+    /// A child without devices. The controller has connected and said hello before there is a child.
+    pub fn new(name: &str) -> Fork {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("control.sock");
+        let listener = listen(&socket);
+        let controller = Controller::connect(&socket);
+        controller.channel.send(&Request::Hello { version: VERSION }, &[]).unwrap();
+        let console = tempfile::tempfile().unwrap();
+        let fds = vec![listener, console.try_clone().unwrap().into()];
+        let config = ForkConfig {
+            child: name.into(),
+            control: FdRef(0),
+            console: FdRef(1),
+            console_limit: 1 << 20,
+            layers: Vec::new(),
+            tap: None,
+            vsock: None,
+            cgroup: None,
+        };
+        Fork { config, fds, console, controller, folder }
+    }
+
+    /// Attaches `fd`.
+    pub fn add(&mut self, fd: impl Into<OwnedFd>) -> FdRef {
+        self.fds.push(fd.into());
+        FdRef(self.fds.len() - 1)
+    }
+
+    /// Sends the request and does not wait for the reply. The descriptors are the template's now.
+    pub fn send(&mut self, template: &mut Controller) {
+        let fds: Vec<_> = self.fds.iter().map(|fd| fd.as_fd()).collect();
+        template.channel.send(&Request::Fork(self.config.clone()), &fds).unwrap();
+        self.fds.clear();
+    }
+
+    /// Takes the reply: a child, or why there is none.
+    pub fn finish(self, template: &mut Controller) -> Result<Forked, String> {
+        match template.reply_with_fds() {
+            (Reply::Forked { pid }, mut fds) => {
+                let pidfd = fds.pop().expect("a pidfd");
+                let Fork { controller, console, folder, .. } = self;
+                Ok(Forked { pid, pidfd, controller, console, folder })
+            }
+            (Reply::Error { message }, _) => Err(message),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Sends the request and takes the reply.
+    pub fn run(mut self, template: &mut Controller) -> Result<Forked, String> {
+        self.send(template);
+        self.finish(template)
+    }
+}
+
+/// A forked child. Killed when it is dropped.
+pub struct Forked {
+    pub pid: i32,
+    pub pidfd: OwnedFd,
+    /// Has said hello; the answer was not read yet.
+    pub controller: Controller,
+    pub console: File,
+    folder: tempfile::TempDir,
+}
+
+impl Forked {
+    /// Reads the answer to the hello and waits until the guest says that it runs.
+    pub fn ready(&mut self) {
+        let reply = self.controller.reply();
+        assert!(matches!(reply, Reply::Hello { version: VERSION, .. }), "{reply:?}");
+        assert_eq!(self.controller.event().0, Event::Ready);
+    }
+
+    /// Hangs up and connects again.
+    pub fn reconnect(&mut self) {
+        let path = self.folder.path().join("control.sock");
+        self.controller = Controller::connect(&path);
+        self.controller.channel.send(&Request::Hello { version: VERSION }, &[]).unwrap();
+        assert!(matches!(self.controller.reply(), Reply::Hello { version: VERSION, .. }));
+    }
+
+    /// Kills the process.
+    pub fn kill(&self) {
+        let _ = rustix::process::pidfd_send_signal(&self.pidfd, rustix::process::Signal::KILL);
+    }
+
+    /// Whether the process has ended.
+    pub fn has_ended(&self) -> bool {
+        let mut fds = [rustix::event::PollFd::new(&self.pidfd, rustix::event::PollFlags::IN)];
+        let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+        rustix::event::poll(&mut fds, Some(&now)).unwrap() > 0
+    }
+
+    /// What the guest has written to its console.
+    pub fn console(&self) -> String {
+        use std::os::unix::fs::FileExt;
+        let mut bytes = vec![0; 4096];
+        let count = self.console.read_at(&mut bytes, 0).unwrap();
+        String::from_utf8_lossy(&bytes[..count]).into_owned()
+    }
+}
+
+impl Drop for Forked {
+    fn drop(&mut self) {
+        self.kill();
     }
 }

@@ -10,8 +10,10 @@ use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::VirtioDevice;
+use super::block::Disk;
 use super::mmio::MmioDevice;
 use crate::GuestMemory;
+use crate::state::{DevicePart, TransportState};
 
 /// Descriptor flags.
 pub(crate) const NEXT: u16 = 1;
@@ -116,6 +118,47 @@ impl Driver {
         let mut driver = Driver::new(device)?;
         driver.start(u64::MAX);
         Ok(driver)
+    }
+
+    /// The same driver in a copy of its VM, whose device `make` makes of what the old one left.
+    pub(crate) fn thawed(
+        self,
+        make: impl FnOnce(&DevicePart, Option<Disk>) -> Box<dyn VirtioDevice>,
+    ) -> io::Result<Driver> {
+        self.thawed_after(|_| {}, make)
+    }
+
+    /// The same after somebody changed what was saved of the transport.
+    pub(crate) fn thawed_after(
+        self,
+        change: impl FnOnce(&mut TransportState),
+        make: impl FnOnce(&DevicePart, Option<Disk>) -> Box<dyn VirtioDevice>,
+    ) -> io::Result<Driver> {
+        let Driver { memory, device, positions, .. } = self;
+        let device = Arc::into_inner(device).and_then(|device| device.into_inner().ok());
+        let (mut state, disk) = device.ok_or(io::ErrorKind::ResourceBusy)?.freeze();
+        change(&mut state.transport);
+        let interrupt = EventFd::new(EFD_NONBLOCK)?;
+        let device = make(&state.part, disk);
+        let mut device =
+            MmioDevice::restore(device, memory.clone(), interrupt.try_clone()?, &state.transport)?;
+        device.resume();
+        Ok(Driver { memory, device: Arc::new(Mutex::new(device)), interrupt, positions })
+    }
+
+    /// How many queues the device has.
+    pub(crate) fn queues(&self) -> usize {
+        self.positions.len()
+    }
+
+    /// Serves every queue that was notified, as the device thread would.
+    pub(crate) fn serve(&self) {
+        for queue in 0..self.positions.len() {
+            let mut device = self.lock();
+            if device.queue_notifiers()[queue].read().is_ok() {
+                device.queue_event(queue);
+            }
+        }
     }
 
     /// Goes through a driver's start, with those of the offered features that are in `wanted`.

@@ -12,9 +12,11 @@ use virtio_bindings::{virtio_config, virtio_mmio, virtio_ring};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::VirtioDevice;
+use super::block::Disk;
 use super::queue::{Malformed, QueueSetup, VirtQueue};
 use crate::GuestMemory;
 use crate::event_loop::{Poller, Readiness};
+use crate::state::{DeviceState, TransportState};
 
 /// Where in the page a driver writes a queue's number to notify the device.
 pub const NOTIFY_OFFSET: u64 = virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY as u64;
@@ -60,6 +62,7 @@ pub struct MmioDevice {
     device_features_select: u32,
     driver_features_select: u32,
     queue_select: u32,
+    config_generation: u32,
 }
 
 impl fmt::Debug for MmioDevice {
@@ -90,7 +93,78 @@ impl MmioDevice {
             device_features_select: 0,
             driver_features_select: 0,
             queue_select: 0,
+            config_generation: 0,
         })
+    }
+
+    /// Puts `device` behind the registers that `state` describes, which may be anybody's invention.
+    pub fn restore(
+        device: Box<dyn VirtioDevice>,
+        memory: GuestMemory,
+        interrupt: EventFd,
+        state: &TransportState,
+    ) -> io::Result<Self> {
+        let queues = restore_queues(state, device.features(), device.queue_sizes(), &memory)
+            .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+        let notifiers = queues.iter().map(|_| EventFd::new(EFD_NONBLOCK)).collect::<Result<_, _>>()?;
+        let mut device = MmioDevice {
+            setups: state.queues.iter().map(QueueSetup::from_state).collect(),
+            queues,
+            notifiers,
+            device,
+            memory,
+            interrupt,
+            interrupt_status: state.interrupt_status,
+            status: state.status,
+            driver_features: state.driver_features,
+            device_features_select: state.device_features_select,
+            driver_features_select: state.driver_features_select,
+            queue_select: state.queue_select,
+            config_generation: state.config_generation,
+        };
+        if device.is_running() {
+            device.device.activate(device.driver_features);
+        }
+        Ok(device)
+    }
+
+    /// In a copy of a VM, when interrupts and notifications are connected: tells the driver what is
+    /// new, and looks at everything that may have been on its way when the VM was stopped.
+    pub fn resume(&mut self) {
+        if self.device.config_changed() {
+            self.config_generation = self.config_generation.wrapping_add(1);
+            if self.is_running() {
+                self.interrupt_status |= CONFIG_CHANGED;
+            }
+        }
+        // An interrupt that was raised may not have reached the interrupt chip. One too many does no
+        // harm: the driver reads the reason.
+        if self.interrupt_status != 0 {
+            signal(&self.interrupt);
+        }
+        if self.is_running() {
+            let result = self.device.resume(&mut self.queues, &self.memory);
+            self.conclude(result);
+            // A notification may have been taken and not served.
+            self.notifiers.iter().for_each(signal);
+        }
+    }
+
+    /// The end of this device: all of its state, and the disk behind it, if it has one.
+    pub fn freeze(self) -> (DeviceState, Option<Disk>) {
+        let queues = self.setups.iter().zip(&self.queues).map(|(setup, queue)| setup.to_state(queue));
+        let transport = TransportState {
+            status: self.status,
+            interrupt_status: self.interrupt_status,
+            driver_features: self.driver_features,
+            device_features_select: self.device_features_select,
+            driver_features_select: self.driver_features_select,
+            queue_select: self.queue_select,
+            config_generation: self.config_generation,
+            queues: queues.collect(),
+        };
+        let (part, disk) = self.device.freeze();
+        (DeviceState { transport, part }, disk)
     }
 
     /// What signals each queue, to be connected to writes of the queue's number at
@@ -221,7 +295,7 @@ impl MmioDevice {
             virtio_mmio::VIRTIO_MMIO_STATUS => self.status,
             // A length of all ones: there is no shared memory.
             virtio_mmio::VIRTIO_MMIO_SHM_LEN_LOW | virtio_mmio::VIRTIO_MMIO_SHM_LEN_HIGH => u32::MAX,
-            // Configurations never change, so neither does their generation.
+            virtio_mmio::VIRTIO_MMIO_CONFIG_GENERATION => self.config_generation,
             _ => 0,
         }
     }
@@ -332,6 +406,41 @@ impl MmioDevice {
     fn features_are_acceptable(&self) -> bool {
         self.driver_features & !self.features() == 0 && self.driver_features & VERSION_1 != 0
     }
+}
+
+/// Checks the saved registers of a device that offers `features` and has queues of `sizes`, and makes
+/// its queues.
+pub fn restore_queues(
+    state: &TransportState,
+    features: u64,
+    sizes: &[u16],
+    memory: &GuestMemory,
+) -> Result<Vec<VirtQueue>, Malformed> {
+    if state.queues.len() != sizes.len() {
+        return Err(Malformed("the number of queues"));
+    }
+    // A driver climbs one step after the other.
+    let steps = [ACKNOWLEDGE, DRIVER, FEATURES_OK, DRIVER_OK];
+    let climbed = steps.iter().take_while(|step| state.status & **step != 0).fold(0, |all, step| all | step);
+    if state.status & !(NEEDS_RESET | FAILED) != climbed {
+        return Err(Malformed("its status"));
+    }
+    let chosen = state.driver_features;
+    let settled = state.status & FEATURES_OK != 0;
+    if settled && (chosen & !(features | TRANSPORT_FEATURES) != 0 || chosen & VERSION_1 == 0) {
+        return Err(Malformed("its features"));
+    }
+    let live = state.status & (DRIVER_OK | NEEDS_RESET | FAILED) == DRIVER_OK;
+    let mut queues = Vec::with_capacity(sizes.len());
+    for (size, saved) in sizes.iter().zip(&state.queues) {
+        if saved.position.is_some() && !settled {
+            return Err(Malformed("a queue set up too early"));
+        }
+        let mut queue = VirtQueue::restore(*size, saved, chosen & EVENT_INDEX != 0, memory)?;
+        queue.set_live(live);
+        queues.push(queue);
+    }
+    Ok(queues)
 }
 
 /// Adds to an eventfd. It fails only when its counter is full, and then it is signalled already.

@@ -20,18 +20,23 @@ pub mod vsock;
 #[cfg_attr(not(test), allow(dead_code))]
 pub(crate) mod driver;
 #[cfg(test)]
+mod restore_tests;
+#[cfg(test)]
 mod tests;
 
 use std::io;
 
 use crate::GuestMemory;
 use crate::event_loop::{Poller, Readiness};
+use crate::state::DevicePart;
+use block::Disk;
 use queue::{Malformed, VirtQueue};
 
 /// What a device does behind its transport.
 ///
-/// The order of calls: `attach` once, before the VM runs; then, for each life of the driver,
-/// `activate`, any number of `queue_event` and `ready`, and `reset`. `ready` may also come while the
+/// The order of calls: `attach` once, before the VM runs; in a copy of a VM, `activate` and `resume` if
+/// the driver was at work, before that; then, for each life of the driver,
+/// `activate`, any number of `queue_event` and `ready`, and `reset`; at last `freeze`. `ready` may also come while the
 /// device is not active (its descriptors belong to the host, not to the driver): the queues are
 /// empty then.
 pub trait VirtioDevice: Send {
@@ -85,6 +90,21 @@ pub trait VirtioDevice: Send {
     ) -> Result<(), Malformed> {
         Ok(())
     }
+
+    /// Called once in a copy of the VM whose driver is at work, before the VM runs: the time to tell
+    /// the driver what is different now.
+    fn resume(&mut self, _queues: &mut [VirtQueue], _memory: &GuestMemory) -> Result<(), Malformed> {
+        Ok(())
+    }
+
+    /// Whether the configuration differs from what the driver read before this copy was made.
+    fn config_changed(&self) -> bool {
+        false
+    }
+
+    /// The end of this device: what it knows, and the disk behind it, if it has one. Called between
+    /// two events, when everything it took from its queues is finished.
+    fn freeze(self: Box<Self>) -> (DevicePart, Option<Disk>);
 }
 
 /// Copies the part of `config` that starts at `offset` into `data`; the rest of `data` stays as it is.

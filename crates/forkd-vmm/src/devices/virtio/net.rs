@@ -2,19 +2,22 @@
 //!
 //! One packet per request, no offloads: the tap is used in its default mode, where the host's kernel
 //! finishes checksums and segments before it hands a packet out, and what the guest writes into the
-//! header of a packet it sends is not passed on.
+//! header of a packet it sends is not passed on. Without a tap the interface has no link, and packets
+//! are dropped.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
 use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
-use virtio_bindings::virtio_net::VIRTIO_NET_F_MAC;
+use virtio_bindings::virtio_net::{VIRTIO_NET_F_MAC, VIRTIO_NET_F_STATUS, VIRTIO_NET_S_LINK_UP};
 
+use super::block::Disk;
 use super::buffers::Buffers;
 use super::queue::{Malformed, VirtQueue};
 use super::{VirtioDevice, read_config_bytes};
 use crate::GuestMemory;
 use crate::event_loop::{Interest, Poller, Readiness};
+use crate::state::{DevicePart, NetState};
 
 const RX: usize = 0;
 const TX: usize = 1;
@@ -34,8 +37,10 @@ const MAX_PACKETS_PER_EVENT: usize = 128;
 /// The device.
 #[derive(Debug)]
 pub struct Net {
-    tap: OwnedFd,
+    tap: Option<OwnedFd>,
     mac: [u8; 6],
+    /// Whether the guest has read, in the VM this one is a copy of, that there is a link.
+    known_link: bool,
     /// The tap may have packets: true until reading it says otherwise.
     readable: bool,
 }
@@ -44,8 +49,18 @@ impl Net {
     /// An interface with the hardware address `mac` behind `tap`, which was opened with
     /// `IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`, a header of twelve bytes and non-blocking.
     pub fn new(tap: OwnedFd, mac: [u8; 6]) -> Net {
-        Net { tap, mac, readable: true }
+        Net { tap: Some(tap), mac, known_link: true, readable: true }
     }
+
+    /// The interface of a copy of a VM. Without a tap its link is down.
+    pub fn restore(tap: Option<OwnedFd>, state: &NetState) -> Net {
+        Net { readable: tap.is_some(), tap, mac: state.mac, known_link: state.link_up }
+    }
+
+    /// The features of every interface.
+    pub const FEATURES: u64 = 1 << VIRTIO_NET_F_MAC | 1 << VIRTIO_NET_F_STATUS;
+    /// Receive and transmit.
+    pub const QUEUE_SIZES: &'static [u16] = &[256, 256];
 
     /// Hands packets to the guest for as long as both packets and buffers last.
     fn receive(&mut self, queue: &mut VirtQueue, memory: &GuestMemory) -> Result<(), Malformed> {
@@ -77,7 +92,9 @@ impl Net {
         }
         // Nothing there, or a tap that is down or gone: in each case there is nothing to read until
         // its state changes, and that will be told.
-        let Ok(len) = buffer.read_from(self.tap.as_fd()) else { return Ok(None) };
+        let Some(Ok(len)) = self.tap.as_ref().map(|tap| buffer.read_from(tap.as_fd())) else {
+            return Ok(None);
+        };
         if len < HEADER_SIZE {
             return Ok(None);
         }
@@ -105,8 +122,11 @@ impl Net {
 
     /// Sends a packet, or drops it, as networks do, if it is no packet or the tap does not take it.
     fn write_packet(&self, packet: &Buffers<'_>) {
-        if !packet.is_empty() && packet.len() <= MAX_PACKET {
-            let _: io::Result<usize> = packet.write_packet(&PLAIN_HEADER, self.tap.as_fd());
+        if let Some(tap) = &self.tap
+            && !packet.is_empty()
+            && packet.len() <= MAX_PACKET
+        {
+            let _: io::Result<usize> = packet.write_packet(&PLAIN_HEADER, tap.as_fd());
         }
     }
 }
@@ -117,20 +137,31 @@ impl VirtioDevice for Net {
     }
 
     fn features(&self) -> u64 {
-        1 << VIRTIO_NET_F_MAC
+        Self::FEATURES
     }
 
     fn queue_sizes(&self) -> &'static [u16] {
-        &[256, 256]
+        Self::QUEUE_SIZES
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        read_config_bytes(&self.mac, offset, data);
+        let mut config = [0; 8];
+        config[..6].copy_from_slice(&self.mac);
+        config[6] = if self.tap.is_some() { VIRTIO_NET_S_LINK_UP as u8 } else { 0 };
+        read_config_bytes(&config, offset, data);
     }
 
     fn attach(&mut self, poller: Poller) -> io::Result<()> {
-        self.readable = true;
-        poller.add(self.tap.as_fd(), TAP, Interest::Read)
+        self.readable = self.tap.is_some();
+        self.tap.as_ref().map_or(Ok(()), |tap| poller.add(tap.as_fd(), TAP, Interest::Read))
+    }
+
+    fn config_changed(&self) -> bool {
+        self.tap.is_some() != self.known_link
+    }
+
+    fn freeze(self: Box<Self>) -> (DevicePart, Option<Disk>) {
+        (DevicePart::Net(NetState { mac: self.mac, link_up: self.tap.is_some() }), None)
     }
 
     fn queue_event(

@@ -4,12 +4,15 @@
 //! chain is either entirely good or refused, never silently cut short; notifications in both
 //! directions are decided here, once, for all devices.
 
+use std::sync::atomic::Ordering;
+
 use thiserror::Error;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 
 use super::buffers::{Buffers, MAX_PIECES};
 use crate::GuestMemory;
+use crate::state::{QueuePosition, QueueState};
 
 /// The driver broke the rules of a queue. The device stops until it is reset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
@@ -27,6 +30,24 @@ pub struct QueueSetup {
     pub available: u64,
     /// Guest address of the ring the device writes.
     pub used: u64,
+}
+
+impl QueueSetup {
+    /// What the driver wrote before the VM was stopped.
+    pub fn from_state(state: &QueueState) -> QueueSetup {
+        let QueueState { size, descriptors, available, used, .. } = *state;
+        QueueSetup { size, descriptors, available, used }
+    }
+
+    /// This and how far `queue`, which is the one set up by it, has come.
+    pub fn to_state(&self, queue: &VirtQueue) -> QueueState {
+        let QueueSetup { size, descriptors, available, used } = *self;
+        let position = queue.is_ready().then(|| QueuePosition {
+            next_available: queue.queue.next_avail(),
+            next_used: queue.queue.next_used(),
+        });
+        QueueState { size, descriptors, available, used, position }
+    }
 }
 
 /// One queue. Until it is set up it is empty and takes nothing.
@@ -56,6 +77,29 @@ impl VirtQueue {
     pub fn new(max_size: u16) -> Result<VirtQueue, Malformed> {
         let queue = Queue::new(max_size).map_err(|_| Malformed("no such queue size"))?;
         Ok(VirtQueue { queue, live: false, unannounced: false, again: false })
+    }
+
+    /// A queue as it was when its VM was stopped. Only a queue in use has addresses that must make
+    /// sense.
+    pub fn restore(
+        max_size: u16,
+        state: &QueueState,
+        event_index: bool,
+        memory: &GuestMemory,
+    ) -> Result<VirtQueue, Malformed> {
+        let mut queue = VirtQueue::new(max_size)?;
+        if let Some(position) = state.position {
+            queue.set_up(&QueueSetup::from_state(state), event_index, memory)?;
+            queue.queue.set_next_avail(position.next_available);
+            queue.queue.set_next_used(position.next_used);
+        }
+        Ok(queue)
+    }
+
+    /// How many requests the driver has ever put into the queue, modulo 2¹⁶.
+    pub fn offered(&self, memory: &GuestMemory) -> Result<u16, Malformed> {
+        let index = self.queue.avail_idx(memory, Ordering::Acquire);
+        index.map(|index| index.0).map_err(|_| Malformed("its available ring"))
     }
 
     /// The most descriptors it can have.

@@ -5,8 +5,10 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 
 use super::VirtioDevice;
+use super::block::Disk;
 use super::queue::{Malformed, VirtQueue};
 use crate::GuestMemory;
+use crate::state::DevicePart;
 
 /// The most bytes one request gets; a driver that wants more asks again.
 const MAX_BYTES: usize = 4 << 10;
@@ -18,6 +20,9 @@ const MAX_REQUESTS: usize = 32;
 pub struct Rng;
 
 impl Rng {
+    /// One queue of requests.
+    pub const QUEUE_SIZES: &'static [u16] = &[64];
+
     /// A source of random bytes.
     pub fn new() -> Rng {
         Rng
@@ -34,10 +39,14 @@ impl VirtioDevice for Rng {
     }
 
     fn queue_sizes(&self) -> &'static [u16] {
-        &[64]
+        Self::QUEUE_SIZES
     }
 
     fn read_config(&self, _offset: u64, _data: &mut [u8]) {}
+
+    fn freeze(self: Box<Self>) -> (DevicePart, Option<Disk>) {
+        (DevicePart::Rng, None)
+    }
 
     fn queue_event(
         &mut self,

@@ -6,11 +6,13 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 
+use rustix::fs::OFlags;
 use thiserror::Error;
 
 use crate::devices::virtio::buffers::Buffers;
+use crate::state::BlockState;
 
 /// The unit in which drivers address a disk.
 pub(super) const SECTOR: u64 = 512;
@@ -19,6 +21,10 @@ pub(super) const BLOCK: u64 = 4096;
 /// The largest disk: its map takes 512 MiB of address space, of which only what is written to is
 /// ever touched.
 const MAX_SIZE: u64 = 2 << 40;
+
+/// The most files one disk is made of. A byte of the map names one, and each is a descriptor in every
+/// child.
+pub(crate) const MAX_FILES: usize = 16;
 
 /// Why a file cannot be a disk.
 #[derive(Debug, Error)]
@@ -29,9 +35,17 @@ pub enum DiskError {
          most 2 TiB; a truncated image has to be built or copied again"
     )]
     Size(u64),
+    /// Its files are not those its state tells of.
+    #[error("{0}")]
+    Mismatch(String),
     /// It cannot be looked at.
     #[error("the disk image cannot be read; check that the descriptor is a file open for reading")]
     Io(#[from] io::Error),
+}
+
+/// No child could write to it.
+fn full() -> DiskError {
+    DiskError::Mismatch(format!("it has {MAX_FILES} files already; none can be added"))
 }
 
 /// A disk.
@@ -44,6 +58,8 @@ pub struct Disk {
     /// never has more than a few layers open.
     map: Vec<u8>,
     size: u64,
+    /// Whether the guest may write; the last file is the layer that takes it.
+    writable: bool,
 }
 
 impl Disk {
@@ -55,8 +71,117 @@ impl Disk {
             return Err(DiskError::Size(size));
         }
         let map = vec![0; size.div_ceil(BLOCK) as usize];
+        let writable = layer.is_some();
         let files = std::iter::once(base).chain(layer).collect();
-        Ok(Disk { files, map, size })
+        Ok(Disk { files, map, size, writable })
+    }
+
+    /// A disk as it was when its VM was stopped, from its files and a state that anybody may have
+    /// written. It cannot be written to before it is given a layer.
+    pub fn frozen(base: File, layers: Vec<File>, state: &BlockState) -> Result<Disk, DiskError> {
+        let mut disk = Disk::new(base, None)?;
+        if disk.size != state.size {
+            let (found, expected) = (disk.size, state.size);
+            return Err(DiskError::Mismatch(format!(
+                "its base has {found} bytes, but had {expected} when the snapshot was made"
+            )));
+        }
+        disk.files.extend(layers);
+        disk.writable = state.writable;
+        let count = disk.files.len();
+        if count != usize::from(state.files) || count > MAX_FILES {
+            return Err(DiskError::Mismatch(format!(
+                "it has {count} files, but the snapshot says {} (of at most {MAX_FILES})",
+                state.files
+            )));
+        }
+        if disk.writable && count == MAX_FILES {
+            return Err(full());
+        }
+        disk.fill_map(&state.runs)?;
+        Ok(disk)
+    }
+
+    /// Whether `layer` is the topmost file of this disk, opened so that it cannot be written. A disk
+    /// without a layer has none.
+    pub fn check_seal(&self, layer: Option<&File>) -> Result<(), DiskError> {
+        let (Some(layer), [_, .., top]) = (layer, self.files.as_slice()) else {
+            let fits = layer.is_none() && self.files.len() == 1;
+            let text = "a disk that was written has a topmost layer, and only such a disk".to_owned();
+            return if fits { Ok(()) } else { Err(DiskError::Mismatch(text)) };
+        };
+        let (ours, given) = (top.metadata()?, layer.metadata()?);
+        if (ours.dev(), ours.ino()) != (given.dev(), given.ino()) {
+            return Err(DiskError::Mismatch("it is not the disk's topmost layer".into()));
+        }
+        let mode = rustix::fs::fcntl_getfl(layer).map_err(io::Error::from)? & OFlags::RWMODE;
+        if mode != OFlags::RDONLY {
+            return Err(DiskError::Mismatch("it is open for writing".into()));
+        }
+        Ok(())
+    }
+
+    /// Uses `layer`, which was [checked](Disk::check_seal), from now on.
+    pub fn seal(&mut self, layer: Option<File>) {
+        if let (Some(layer), [_, .., top]) = (layer, self.files.as_mut_slice()) {
+            *top = layer;
+        }
+    }
+
+    fn fill_map(&mut self, runs: &[(u64, u8)]) -> Result<(), DiskError> {
+        let broken = || DiskError::Mismatch("the snapshot's map of it does not fit it".into());
+        // How long each file must be at least.
+        let mut ends = [0; MAX_FILES];
+        let mut start = 0usize;
+        for (blocks, holder) in runs {
+            let end = usize::try_from(*blocks).ok().and_then(|blocks| start.checked_add(blocks));
+            let end = end.filter(|_| usize::from(*holder) < self.files.len()).ok_or_else(broken)?;
+            let run = self.map.get_mut(start..end).ok_or_else(broken)?;
+            // Untouched where it is the base: a map takes memory only for what was written.
+            if *holder != 0 {
+                run.fill(*holder);
+            }
+            if end > start {
+                ends[usize::from(*holder)] = (end as u64 * BLOCK).min(self.size);
+            }
+            start = end;
+        }
+        if start != self.map.len() {
+            return Err(broken());
+        }
+        for (index, (file, end)) in self.files.iter().zip(ends).enumerate() {
+            let len = file.metadata()?.len();
+            if len < end {
+                return Err(DiskError::Mismatch(format!(
+                    "its file {index} is truncated: it has {len} bytes of {end}"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives a frozen disk, or rather a child's copy of it, the layer that takes the child's writes.
+    pub fn add_layer(&mut self, layer: Option<File>) -> Result<(), DiskError> {
+        match layer {
+            Some(layer) if self.writable && self.files.len() < MAX_FILES => {
+                self.files.push(layer);
+                Ok(())
+            }
+            Some(_) if self.writable => Err(full()),
+            Some(_) => Err(DiskError::Mismatch("it is read-only and takes no layer".into())),
+            None if self.writable => Err(DiskError::Mismatch("it is writable and needs a layer".into())),
+            None => Ok(()),
+        }
+    }
+
+    /// The base and its layers, from the oldest to the newest.
+    pub fn files(&self) -> &[File] {
+        &self.files
+    }
+
+    /// The map, as numbers of blocks in a row and the index of the file that holds them.
+    pub fn runs(&self) -> Vec<(u64, u8)> {
+        self.map.chunk_by(|one, next| one == next).map(|run| (run.len() as u64, run[0])).collect()
     }
 
     /// Bytes in all, a multiple of [`SECTOR`].
@@ -66,7 +191,7 @@ impl Disk {
 
     /// Whether nothing can be written.
     pub fn is_read_only(&self) -> bool {
-        self.files.len() == 1
+        !self.writable
     }
 
     /// Fills `data` with what is at `offset`.

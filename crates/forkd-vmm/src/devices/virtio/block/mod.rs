@@ -13,6 +13,7 @@ use super::buffers::Buffers;
 use super::queue::{Chain, Malformed, VirtQueue};
 use super::{VirtioDevice, read_config_bytes};
 use crate::GuestMemory;
+use crate::state::{BlockState, DevicePart};
 use disk::{BLOCK, SECTOR};
 
 const QUEUE_SIZE: u16 = 256;
@@ -56,6 +57,11 @@ impl Block {
         let mut id_bytes = [0; ID_SIZE];
         let shown = id.len().min(ID_SIZE);
         id_bytes[..shown].copy_from_slice(&id.as_bytes()[..shown]);
+        Block::with_id(disk, id_bytes)
+    }
+
+    /// Serves `disk`, with the serial number `id`.
+    pub fn with_id(disk: Disk, id: [u8; ID_SIZE]) -> Block {
         let mut config = [0; 60];
         config[0..8].copy_from_slice(&(disk.size() / SECTOR).to_le_bytes());
         config[8..12].copy_from_slice(&MAX_SEGMENT_SIZE.to_le_bytes());
@@ -63,8 +69,21 @@ impl Block {
         config[20..24].copy_from_slice(&(SECTOR as u32).to_le_bytes());
         // A guest that knows our block size writes whole blocks, and nothing has to be copied first.
         config[24] = (BLOCK / SECTOR).trailing_zeros() as u8;
-        Block { disk, id: id_bytes, config }
+        Block { disk, id, config }
     }
+
+    /// The features of a disk that can be written to, or not.
+    pub fn features_of(writable: bool) -> u64 {
+        u64::from(!writable) << virtio_blk::VIRTIO_BLK_F_RO
+            | 1 << virtio_blk::VIRTIO_BLK_F_SIZE_MAX
+            | 1 << virtio_blk::VIRTIO_BLK_F_SEG_MAX
+            | 1 << virtio_blk::VIRTIO_BLK_F_BLK_SIZE
+            | 1 << virtio_blk::VIRTIO_BLK_F_TOPOLOGY
+            | 1 << virtio_blk::VIRTIO_BLK_F_FLUSH
+    }
+
+    /// A disk has one queue.
+    pub const QUEUE_SIZES: &'static [u16] = &[QUEUE_SIZE];
 
     /// Serves one request. Returns how many bytes were written into it, and how many it was about.
     fn serve(&mut self, chain: &mut Chain<'_>) -> Result<(usize, usize), Malformed> {
@@ -138,17 +157,22 @@ impl VirtioDevice for Block {
     }
 
     fn features(&self) -> u64 {
-        let read_only = u64::from(self.disk.is_read_only()) << virtio_blk::VIRTIO_BLK_F_RO;
-        read_only
-            | 1 << virtio_blk::VIRTIO_BLK_F_SIZE_MAX
-            | 1 << virtio_blk::VIRTIO_BLK_F_SEG_MAX
-            | 1 << virtio_blk::VIRTIO_BLK_F_BLK_SIZE
-            | 1 << virtio_blk::VIRTIO_BLK_F_TOPOLOGY
-            | 1 << virtio_blk::VIRTIO_BLK_F_FLUSH
+        Block::features_of(!self.disk.is_read_only())
     }
 
     fn queue_sizes(&self) -> &'static [u16] {
-        &[QUEUE_SIZE]
+        Self::QUEUE_SIZES
+    }
+
+    fn freeze(self: Box<Self>) -> (DevicePart, Option<Disk>) {
+        let state = BlockState {
+            id: self.id,
+            size: self.disk.size(),
+            writable: !self.disk.is_read_only(),
+            files: self.disk.files().len() as u8,
+            runs: self.disk.runs(),
+        };
+        (DevicePart::Block(state), Some(self.disk))
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {

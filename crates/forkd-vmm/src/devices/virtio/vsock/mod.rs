@@ -9,6 +9,10 @@
 //! the other direction, because credit bounds the data and one flag of each kind the control packets
 //! of a connection. Packets to the guest wait for its buffers in their sockets. Connections that
 //! have something for the guest stand in one line and take turns.
+//!
+//! No connection survives into a copy of a VM. The copy's guest is told so by an event, upon which it
+//! drops its ends; until it has taken the event, callers of the host wait, because it would drop a new
+//! connection with the old ones.
 
 mod callers;
 mod connection;
@@ -27,17 +31,22 @@ use std::time::{Duration, Instant};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use virtio_bindings::virtio_ids::VIRTIO_ID_VSOCK;
 
+use super::block::Disk;
 use super::buffers::Buffers;
 use super::queue::{Malformed, VirtQueue};
 use super::{VirtioDevice, read_config_bytes};
 use crate::GuestMemory;
 use crate::event_loop::{Poller, Readiness};
+use crate::state::{DevicePart, VsockState};
 use callers::Callers;
 use connection::{Connection, Fate, State};
 use packet::{HEADER_SIZE, HOST_CID, Header, Op, TYPE_STREAM};
 
 const RX: usize = 0;
 const TX: usize = 1;
+const EVENTS: usize = 2;
+/// The event that says: all your connections are gone.
+const TRANSPORT_RESET: [u8; 4] = [0; 4];
 /// The most connections at a time, those being made included.
 const MAX_CONNECTIONS: usize = 1023;
 /// The most resets waiting for the guest: enough for every connection to end at once. One that is
@@ -56,6 +65,8 @@ pub type GuestConnections = Box<dyn FnMut(u32, OwnedFd) -> bool + Send>;
 /// The device.
 pub struct Vsock {
     cid: u64,
+    /// The ports of the host the guest may call; none means all.
+    guest_ports: Option<Vec<u32>>,
     guest_connections: GuestConnections,
     callers: Callers,
     connections: HashMap<u32, Connection>,
@@ -66,6 +77,11 @@ pub struct Vsock {
     resets: VecDeque<Header>,
     next_host_port: u32,
     active: bool,
+    /// The guest has to be told that its connections are gone.
+    reset_due: bool,
+    /// It was told; callers wait until it has offered more event buffers than this, for which it has to
+    /// take the event.
+    told_at: Option<u16>,
 }
 
 impl Vsock {
@@ -75,6 +91,7 @@ impl Vsock {
         listener.set_nonblocking(true)?;
         Ok(Vsock {
             cid: cid.into(),
+            guest_ports: None,
             guest_connections,
             callers: Callers::new(listener),
             connections: HashMap::new(),
@@ -83,7 +100,66 @@ impl Vsock {
             resets: VecDeque::new(),
             next_host_port: FIRST_HOST_PORT,
             active: false,
+            reset_due: false,
+            told_at: None,
         })
+    }
+
+    /// Lets the guest call these ports of the host and no others.
+    pub fn limit_calls(mut self, ports: Vec<u32>) -> Vsock {
+        self.guest_ports = Some(ports);
+        self
+    }
+
+    /// The device of a copy of a VM.
+    pub fn restore(
+        state: &VsockState,
+        listener: UnixListener,
+        guest_connections: GuestConnections,
+    ) -> io::Result<Vsock> {
+        let mut device = Vsock::new(state.cid, listener, guest_connections)?;
+        device.guest_ports = state.guest_ports.clone();
+        device.next_host_port = state.next_host_port.max(FIRST_HOST_PORT);
+        Ok(device)
+    }
+
+    /// Receive, transmit, events.
+    pub const QUEUE_SIZES: &'static [u16] = &[256, 256, 16];
+
+    /// Tells the guest that its connections are gone, once it has a buffer for that.
+    fn tell_of_reset(&mut self, queue: &mut VirtQueue, memory: &GuestMemory) -> Result<(), Malformed> {
+        if !self.reset_due {
+            return Ok(());
+        }
+        // Before the guest can have taken it.
+        let offered = queue.offered(memory)?;
+        let Some(event) = queue.pop(memory)? else { return Ok(()) };
+        // A driver notifies only when it adds to a queue the device has seen the end of.
+        let mut rest = Vec::new();
+        for _ in 0..queue.max_size() {
+            let Some(chain) = queue.pop(memory)? else { break };
+            rest.push(chain);
+        }
+        for chain in rest.into_iter().rev() {
+            queue.put_back(chain);
+        }
+        if !event.writable.copy_from(&TRANSPORT_RESET) {
+            return Err(Malformed("an event buffer without room"));
+        }
+        queue.finish(memory, event, TRANSPORT_RESET.len())?;
+        self.reset_due = false;
+        self.told_at = Some(offered);
+        Ok(())
+    }
+
+    /// Whether callers have to wait: the guest has not taken its event yet.
+    fn holds_callers(&mut self, events: &VirtQueue, memory: &GuestMemory) -> Result<bool, Malformed> {
+        if let Some(told_at) = self.told_at
+            && events.offered(memory)? != told_at
+        {
+            self.told_at = None;
+        }
+        Ok(self.reset_due || self.told_at.is_some())
     }
 
     /// Takes packets from the guest.
@@ -122,7 +198,8 @@ impl Vsock {
 
     /// The guest wants a connection: makes one if somebody takes the other end.
     fn offer(&mut self, request: &Header) -> bool {
-        if self.is_full() {
+        let may_call = self.guest_ports.as_ref().is_none_or(|ports| ports.contains(&request.dst_port));
+        if self.is_full() || !may_call {
             return false;
         }
         let Ok((ours, theirs)) =
@@ -263,8 +340,10 @@ impl Vsock {
 
     /// At the end of every event: there may be room for callers, and packets for the guest.
     fn conclude(&mut self, queues: &mut [VirtQueue], memory: &GuestMemory) -> Result<(), Malformed> {
-        let room = MAX_CONNECTIONS.saturating_sub(self.connections.len());
-        self.callers.accept(room, self.active, |token| self.connections.contains_key(&token));
+        if !self.active || !self.holds_callers(&queues[EVENTS], memory)? {
+            let room = MAX_CONNECTIONS.saturating_sub(self.connections.len());
+            self.callers.accept(room, self.active, |token| self.connections.contains_key(&token));
+        }
         self.deliver(&mut queues[RX], memory)
     }
 }
@@ -296,8 +375,7 @@ impl VirtioDevice for Vsock {
     }
 
     fn queue_sizes(&self) -> &'static [u16] {
-        // Receive, transmit, events. Events tell of a guest that moved, which is for later.
-        &[256, 256, 16]
+        Self::QUEUE_SIZES
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
@@ -312,8 +390,26 @@ impl VirtioDevice for Vsock {
         self.active = true;
     }
 
+    fn resume(&mut self, queues: &mut [VirtQueue], memory: &GuestMemory) -> Result<(), Malformed> {
+        // A driver that never set the queue up cannot be told: it would keep callers waiting for ever.
+        self.reset_due = queues[EVENTS].is_ready();
+        self.tell_of_reset(&mut queues[EVENTS], memory)
+    }
+
+    fn freeze(self: Box<Self>) -> (DevicePart, Option<Disk>) {
+        let state = VsockState {
+            // It came as one.
+            cid: self.cid as u32,
+            guest_ports: self.guest_ports,
+            next_host_port: self.next_host_port,
+        };
+        (DevicePart::Vsock(state), None)
+    }
+
     fn reset(&mut self) {
         self.active = false;
+        self.reset_due = false;
+        self.told_at = None;
         self.callers.clear();
         for (_, connection) in self.connections.drain() {
             self.callers.unwatch(connection.socket.as_fd());
@@ -329,8 +425,10 @@ impl VirtioDevice for Vsock {
         queues: &mut [VirtQueue],
         memory: &GuestMemory,
     ) -> Result<(), Malformed> {
-        if index == TX {
-            self.transmit(&mut queues[TX], memory)?;
+        match index {
+            TX => self.transmit(&mut queues[TX], memory)?,
+            EVENTS => self.tell_of_reset(&mut queues[EVENTS], memory)?,
+            _ => {}
         }
         self.conclude(queues, memory)
     }

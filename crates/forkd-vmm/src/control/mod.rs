@@ -1,0 +1,274 @@
+//! The control thread: serves the controller, one connection after the other, whatever the process is
+//! by now.
+//!
+//! ```text
+//! idle ──Boot──► sandbox ──Freeze──► template ──fork──► sandbox (in a new process)
+//!   └──────────────Load────────────────┘  └─────fork──► saver   (in a new process)
+//! ```
+//!
+//! A VM does not depend on the controller. When a connection ends, however it ends, the VM goes on and
+//! the next connection is accepted. What cannot be understood closes its connection and nothing else. A
+//! controller that connects while another one is served waits in the socket's queue.
+
+mod guest_connections;
+mod peer;
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use forkd_protocol::control::{
+    BootConfig, EndReason, Event, LoadConfig, Reply, Request, Role, Status, VmEnd,
+};
+
+use crate::config;
+use crate::event_loop::as_fd;
+use crate::state::Frozen;
+use crate::template::{self, Newborn, Template};
+use crate::vm::{Running, Vm};
+use crate::{Error, Result, seccomp};
+use guest_connections::{Inbox, Outbox};
+pub(crate) use peer::Controllers;
+
+/// How serving ended.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// The controller said stop.
+    Stopped,
+    /// The VM ended by itself.
+    Ended(VmEnd),
+    /// This process was a saver and has saved.
+    Saved,
+}
+
+/// Serves controllers that connect to `listener` until the VM has ended, or the template was stopped.
+/// In a process that a template forks this goes on as whatever was forked.
+pub fn serve(listener: OwnedFd, seccomp: seccomp::Mode) -> Result<Finish> {
+    let mut monitor = Monitor::idle(Controllers::new(listener)?, seccomp)?;
+    loop {
+        let template = match monitor.serve()? {
+            Outcome::Finish(finish) => return Ok(finish),
+            Outcome::Template(frozen, controllers) => Template::new(*frozen, controllers)?,
+        };
+        monitor = match template.serve()? {
+            template::Outcome::Stopped => return Ok(Finish::Stopped),
+            template::Outcome::Saver(saver) => return saver.save().map(|()| Finish::Saved),
+            template::Outcome::Child(newborn) => Monitor::born(*newborn, seccomp)?,
+        };
+    }
+}
+
+/// What comes after [`Monitor::serve`].
+enum Outcome {
+    Finish(Finish),
+    Template(Box<Frozen>, Controllers),
+}
+
+/// The control thread of a process that waits for its VM, or runs it.
+struct Monitor {
+    controllers: Controllers,
+    seccomp: seccomp::Mode,
+    running: Option<Running>,
+    /// Whether the controller that is attached was told that the guest is ready.
+    ready_told: bool,
+    outbox: Outbox,
+    inbox: Inbox,
+}
+
+impl Monitor {
+    fn idle(controllers: Controllers, seccomp: seccomp::Mode) -> Result<Monitor> {
+        let (outbox, inbox) = guest_connections::queue()?;
+        Ok(Monitor { controllers, seccomp, running: None, ready_told: false, outbox, inbox })
+    }
+
+    /// The monitor of a child that was just forked. Its guest runs when this returns: only then is there
+    /// time for the controller, who waits in the socket's queue.
+    fn born(newborn: Newborn, seccomp: seccomp::Mode) -> Result<Monitor> {
+        template::name_process(c"forkd-sandbox");
+        let mut monitor = Monitor::idle(newborn.controllers, seccomp)?;
+        let outbox = monitor.outbox.clone();
+        let parts = newborn.parts.with(Box::new(move |port, fd| outbox.offer(port, fd)));
+        let vm = parts.and_then(|parts| newborn.frozen.thaw(parts));
+        match vm.and_then(|vm| vm.start(seccomp)) {
+            Ok(running) => {
+                monitor.running = Some(running);
+                Ok(monitor)
+            }
+            Err(error) => {
+                let end = failure(&error);
+                monitor.controllers.tell_unasked(Event::Ended(end));
+                Err(error)
+            }
+        }
+    }
+
+    fn serve(mut self) -> Result<Outcome> {
+        loop {
+            let ready = self.wait()?;
+            // The end first: nothing said now can change it.
+            if ready.news
+                && let Some(end) = self.look_at_news()
+            {
+                return Ok(Outcome::Finish(self.finish(end)));
+            }
+            if ready.guest_connections {
+                self.pass_guest_connections();
+            }
+            if ready.control {
+                let request = self.controllers.step();
+                self.inbox.set_attached(self.controllers.attached());
+                self.ready_told &= self.controllers.attached();
+                // It may have come before the hello.
+                self.tell_ready();
+                if let Some((request, fds)) = request
+                    && let Some(next) = self.answer(request, fds)
+                {
+                    return match next {
+                        Next::Finish(finish) => Ok(Outcome::Finish(finish)),
+                        Next::Template(frozen) => Ok(Outcome::Template(frozen, self.controllers)),
+                        Next::Failed(error) => Err(error),
+                    };
+                }
+            }
+            self.controllers.drop_silent();
+        }
+    }
+
+    fn wait(&self) -> Result<Ready> {
+        let mut others = vec![as_fd(self.inbox.event())];
+        others.extend(self.running.as_ref().map(|running| as_fd(running.news())));
+        let ready = self.controllers.wait(&others)?;
+        let ready = |index: usize| ready.get(index).copied().unwrap_or(false);
+        Ok(Ready { control: ready(0), guest_connections: ready(1), news: ready(2) })
+    }
+
+    /// Looks at what the VM's threads have to tell. Returns the VM's end, if it has come.
+    fn look_at_news(&mut self) -> Option<VmEnd> {
+        let running = self.running.as_ref()?;
+        // Read before looking: what is told in between is told again.
+        let _ = running.news().read();
+        let end = running.end();
+        self.tell_ready();
+        end
+    }
+
+    fn tell_ready(&mut self) {
+        if !self.ready_told && self.running.as_ref().is_some_and(Running::is_ready) {
+            self.ready_told = self.controllers.tell(Event::Ready, &[]);
+        }
+    }
+
+    fn answer(&mut self, request: Request, fds: Vec<OwnedFd>) -> Option<Next> {
+        let reply = match request {
+            Request::Boot(config) => self.boot(config, fds).map(|()| Reply::Booted),
+            Request::Freeze => return self.freeze(),
+            Request::Load(config) => match self.load(config, fds) {
+                Ok(frozen) => {
+                    self.controllers.reply(Reply::Loaded);
+                    return Some(Next::Template(Box::new(frozen)));
+                }
+                Err(error) => Err(error),
+            },
+            Request::Fork(_)
+            | Request::Save(_)
+            | Request::Seal { .. }
+            | Request::Children
+            | Request::Acknowledge { .. } => {
+                Err(Error::Config("this is no template; freeze the VM, or load a snapshot".into()))
+            }
+            // The handshake was served before.
+            Request::Status | Request::Hello { .. } => Ok(Reply::Status(self.status())),
+            Request::Stop => {
+                if let Some(running) = self.running.take() {
+                    running.stop();
+                }
+                self.controllers.reply(Reply::Stopped);
+                return Some(Next::Finish(Finish::Stopped));
+            }
+        };
+        match reply {
+            Ok(reply) => self.controllers.reply(reply),
+            Err(error) => self.controllers.reply_error(&error),
+        }
+        None
+    }
+
+    fn status(&self) -> Status {
+        let role = if self.running.is_some() { Role::Sandbox } else { Role::Idle };
+        let ready = self.running.as_ref().is_some_and(Running::is_ready);
+        Status { role, running: self.running.is_some(), ready }
+    }
+
+    fn boot(&mut self, config: BootConfig, fds: Vec<OwnedFd>) -> Result<()> {
+        self.must_be_idle()?;
+        let outbox = self.outbox.clone();
+        let parts = config::resolve(config, fds, Box::new(move |port, fd| outbox.offer(port, fd)))?;
+        template::name_process(c"forkd-sandbox");
+        self.running = Some(Vm::build(parts)?.start(self.seccomp)?);
+        Ok(())
+    }
+
+    fn load(&self, config: LoadConfig, fds: Vec<OwnedFd>) -> Result<Frozen> {
+        self.must_be_idle()?;
+        template::load(config, fds)
+    }
+
+    fn must_be_idle(&self) -> Result<()> {
+        if self.running.is_none() {
+            return Ok(());
+        }
+        Err(Error::Config("this monitor runs a VM already; start another monitor".into()))
+    }
+
+    fn freeze(&mut self) -> Option<Next> {
+        let Some(running) = self.running.take() else {
+            let error = Error::Config("there is no VM to freeze; boot one".into());
+            self.controllers.reply_error(&error);
+            return None;
+        };
+        match running.freeze() {
+            Ok(frozen) => {
+                self.controllers.reply(Reply::Frozen);
+                Some(Next::Template(Box::new(frozen)))
+            }
+            // The VM is neither running nor frozen: there is nothing to go on with.
+            Err(error) => {
+                self.controllers.reply_error(&error);
+                self.controllers.tell(Event::Ended(failure(&error)), &[]);
+                Some(Next::Failed(error))
+            }
+        }
+    }
+
+    /// Passes on what the guest connected to. With no controller to take it, a connection is closed.
+    fn pass_guest_connections(&mut self) {
+        for (port, fd) in self.inbox.take() {
+            self.controllers.tell(Event::GuestConnection { port }, &[fd.as_fd()]);
+        }
+    }
+
+    fn finish(mut self, end: VmEnd) -> Finish {
+        if let Some(running) = self.running.take() {
+            running.stop();
+        }
+        self.controllers.tell(Event::Ended(end.clone()), &[]);
+        Finish::Ended(end)
+    }
+}
+
+/// What woke the control thread.
+struct Ready {
+    control: bool,
+    guest_connections: bool,
+    news: bool,
+}
+
+/// What a request makes of the process.
+enum Next {
+    Finish(Finish),
+    Template(Box<Frozen>),
+    Failed(Error),
+}
+
+/// The end of a VM that the monitor could not go on with.
+fn failure(error: &Error) -> VmEnd {
+    VmEnd { reason: EndReason::Failed, detail: error.chain(), console_tail: String::new() }
+}

@@ -1,0 +1,303 @@
+//! A stopped VM: its state, its memory, its disks. Nothing of it runs, and KVM has forgotten it.
+//!
+//! Wherever it comes from, there is one way back: [`Frozen::thaw`] makes a new VM over the memory that
+//! is here. It is called in a process that was forked for it, whose copy of everything is its own; so it
+//! may use everything up, and what it can find prepared it does not do again.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+
+use kvm_bindings::{kvm_clock_data, kvm_irqchip};
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+
+use super::vcpu::{self, Prepared};
+use super::{
+    DevicePart, DeviceState, InterruptState, MachineState, MemoryRange, features, file, memory_file,
+};
+use crate::boot::cpuid;
+use crate::devices::serial::{ConsoleLog, Serial};
+use crate::devices::virtio::VirtioDevice;
+use crate::devices::virtio::block::{Block, Disk};
+use crate::devices::virtio::mmio::restore_queues;
+use crate::devices::virtio::net::Net;
+use crate::devices::virtio::rng::Rng;
+use crate::devices::virtio::vsock::{GuestConnections, Vsock};
+use crate::layout::{MAX_MEM_MIB, MAX_VIRTIO};
+use crate::vm::{self, Machine, Vm};
+use crate::{Error, GuestMemory, Result, memory};
+
+/// A stopped VM.
+pub struct Frozen {
+    kvm: Kvm,
+    /// Frequency of this host's TSC; 0 if it is not known.
+    host_tsc_khz: u32,
+    state: MachineState,
+    prepared: Vec<Prepared>,
+    memory: GuestMemory,
+    disks: Vec<Disk>,
+}
+
+/// What a child gets of its own.
+pub struct ChildParts {
+    /// Where its console's output goes.
+    pub console: Arc<ConsoleLog>,
+    /// For each disk the empty file that takes what it writes; none for a disk that is read-only.
+    pub layers: Vec<Option<File>>,
+    /// Its tap, non-blocking. Without one the interface the guest may have has no link.
+    pub tap: Option<OwnedFd>,
+    /// Its vsock listener; needed if the guest has the socket device.
+    pub vsock: Option<UnixListener>,
+    /// Who takes the guest's connections to the host.
+    pub guest_connections: GuestConnections,
+}
+
+impl Frozen {
+    /// What [`Running::freeze`](vm::Running::freeze) has collected.
+    pub(crate) fn new(
+        kvm: Kvm,
+        host_tsc_khz: u32,
+        state: MachineState,
+        memory: GuestMemory,
+        disks: Vec<Disk>,
+    ) -> Result<Frozen> {
+        let prepared =
+            state.vcpus.iter().map(|vcpu| Prepared::new(vcpu, host_tsc_khz)).collect::<Result<_>>()?;
+        Ok(Frozen { kvm, host_tsc_khz, state, prepared, memory, disks })
+    }
+
+    /// A VM from files: `state` as read by [`file::read`], the memory file, and for each disk its base
+    /// and its layers. What could not be thawed is refused here, with the reason.
+    pub fn load(
+        kvm: Kvm,
+        state: MachineState,
+        memory: File,
+        disks: Vec<(File, Vec<File>)>,
+    ) -> Result<Frozen> {
+        vm::check_host(&kvm, state.vcpus.len())?;
+        check_features(&kvm, &state)?;
+        let disks = load_disks(&state.devices, disks)?;
+        let memory = load_memory(&state.memory, &memory)?;
+        check_devices(&state.devices, &memory)?;
+        Serial::check(&state.serial)?;
+
+        // Restored once for nothing: a value this KVM does not take is found now, and not in a child.
+        let (fd, vcpus) = vm::create(&kvm, &memory, state.vcpus.len() as u8)?;
+        let host_tsc_khz = vcpus.first().map_or(0, vm::tsc_khz);
+        let frozen = Frozen::new(kvm, host_tsc_khz, state, memory, disks)?;
+        frozen.restore(&fd, &vcpus)?;
+        Ok(frozen)
+    }
+
+    /// Writes everything but the disks to two empty files. When it returns they are safe on the disk.
+    pub fn save(&self, state: &File, memory: &File) -> Result<()> {
+        memory_file::write(&self.memory, memory)?;
+        file::write(&self.state, state)?;
+        memory.sync_all().map_err(Error::system("write the memory file to the disk"))?;
+        state.sync_all().map_err(Error::system("write the state file to the disk"))
+    }
+
+    /// Makes it a VM again, which goes on exactly where it was when it is started.
+    ///
+    /// To be called in a forked process, or as the last thing done with this VM. The guest finds that it
+    /// is a copy: another generation id, no vsock connections, perhaps no network link.
+    pub fn thaw(mut self, parts: ChildParts) -> Result<Vm> {
+        let disks = std::mem::take(&mut self.disks);
+        let devices = thaw_devices(
+            &self.state.devices,
+            disks,
+            parts.layers,
+            parts.tap,
+            parts.vsock,
+            parts.guest_connections,
+        )?;
+
+        // VM, TSS, memory slots, interrupt chip, vCPUs: see there.
+        let (fd, vcpus) = vm::create(&self.kvm, &self.memory, self.state.vcpus.len() as u8)?;
+        self.restore(&fd, &vcpus)?;
+        // Devices after the interrupt chip: setting that would undo what they raise.
+        let Frozen { kvm, host_tsc_khz, state, prepared, memory, .. } = self;
+        let cpuids = prepared.into_iter().map(Prepared::into_cpuid).collect();
+        let machine = Machine { kvm, host_tsc_khz, fd, vcpus, cpuids, memory };
+        let transports = state.devices.into_iter().map(|device| device.transport);
+        Vm::resume(machine, parts.console, &state.serial, devices.into_iter().zip(transports))
+    }
+
+    /// Puts everything that KVM keeps into a new VM over this memory.
+    fn restore(&self, fd: &VmFd, vcpus: &[VcpuFd]) -> Result<()> {
+        for ((vcpu, state), prepared) in vcpus.iter().zip(&self.state.vcpus).zip(&self.prepared) {
+            vcpu::restore(vcpu, state, prepared)?;
+        }
+        // Before the clock, which is faster when all TSCs agree.
+        vcpu::equalise_tsc(vcpus)?;
+        // Before any vCPU runs and reads it. Without flags it goes on from the frozen value: a guest's
+        // monotonic clock must not jump by the age of a snapshot. The time of day is the agent's.
+        let clock = kvm_clock_data { clock: self.state.clock.clock.clock, ..Default::default() };
+        fd.set_clock(&clock).map_err(Error::kvm("KVM_SET_CLOCK"))?;
+        for chip in &self.state.interrupts.chips {
+            fd.set_irqchip(chip).map_err(Error::kvm("KVM_SET_IRQCHIP"))?;
+        }
+        Ok(())
+    }
+
+    /// Takes `layers`, for each disk its topmost file opened for reading only, in the place of what the
+    /// VM wrote to. All or nothing.
+    pub fn seal(&mut self, layers: Vec<Option<File>>) -> Result<()> {
+        if layers.len() != self.disks.len() {
+            let (expected, found) = (self.disks.len(), layers.len());
+            return Err(Error::Config(format!(
+                "the VM has {expected} disks, but layers of {found} were given"
+            )));
+        }
+        let pairs = || self.disks.iter().zip(&layers);
+        for (index, (disk, layer)) in pairs().enumerate() {
+            disk.check_seal(layer.as_ref())
+                .map_err(|error| Error::Config(format!("layers[{index}]: {error}")))?;
+        }
+        for (disk, layer) in self.disks.iter_mut().zip(layers) {
+            disk.seal(layer);
+        }
+        Ok(())
+    }
+
+    /// What it is made of.
+    pub fn state(&self) -> &MachineState {
+        &self.state
+    }
+
+    /// Its memory, in which nothing changes.
+    pub fn memory(&self) -> &GuestMemory {
+        &self.memory
+    }
+
+    /// Its disks, in order.
+    pub fn disks(&self) -> &[Disk] {
+        &self.disks
+    }
+}
+
+/// Reads the three interrupt chips of a VM.
+pub(crate) fn save_interrupts(fd: &VmFd) -> Result<InterruptState> {
+    let mut chips = [kvm_irqchip::default(); 3];
+    for (id, chip) in (0..).zip(&mut chips) {
+        chip.chip_id = id;
+        fd.get_irqchip(chip).map_err(Error::kvm("KVM_GET_IRQCHIP"))?;
+    }
+    Ok(InterruptState { chips })
+}
+
+fn check_features(kvm: &Kvm, state: &MachineState) -> Result<()> {
+    let supported = cpuid::supported(kvm)?;
+    // All vCPUs are alike, but a file may say otherwise.
+    state.vcpus.iter().try_for_each(|vcpu| features::check(&vcpu.cpuid, supported.as_slice()))
+}
+
+fn load_memory(ranges: &[MemoryRange], file: &File) -> Result<GuestMemory> {
+    let total = ranges.iter().try_fold(0u64, |sum, range| sum.checked_add(range.length));
+    let mib = total.filter(|bytes| bytes % (1 << 20) == 0).map_or(0, |bytes| bytes >> 20);
+    let saved = ranges.iter().map(|range| (range.start, range.length));
+    if mib == 0 || mib > MAX_MEM_MIB || !saved.eq(memory::ranges(mib)) {
+        return Err(Error::Config(
+            "the state's memory ranges are none a VM has; make the snapshot again".into(),
+        ));
+    }
+    let (found, expected) =
+        (file.metadata().map_err(Error::system("look at the memory file"))?.len(), mib << 20);
+    if found != expected {
+        let what = if found < expected { "truncated" } else { "too long" };
+        return Err(Error::Config(format!(
+            "the memory file is {what}: it has {found} bytes instead of {expected}; make the snapshot again"
+        )));
+    }
+    memory::map_file(mib, file)
+}
+
+fn load_disks(devices: &[DeviceState], files: Vec<(File, Vec<File>)>) -> Result<Vec<Disk>> {
+    let states: Vec<_> = devices
+        .iter()
+        .filter_map(|device| if let DevicePart::Block(state) = &device.part { Some(state) } else { None })
+        .collect();
+    if states.len() != files.len() {
+        let (expected, found) = (states.len(), files.len());
+        return Err(Error::Config(format!("the snapshot's VM has {expected} disks, but {found} were given")));
+    }
+    let mut disks = Vec::new();
+    for (index, (state, (base, layers))) in states.into_iter().zip(files).enumerate() {
+        let disk = Disk::frozen(base, layers, state)
+            .map_err(|error| Error::Config(format!("disk {index} of the snapshot: {error}")))?;
+        disks.push(disk);
+    }
+    Ok(disks)
+}
+
+/// Looks at everything [`thaw_devices`] and the transport will, without the parts a child brings.
+fn check_devices(devices: &[DeviceState], memory: &GuestMemory) -> Result<()> {
+    if devices.len() > MAX_VIRTIO {
+        return Err(Error::Config(format!(
+            "the state has {} devices of at most {MAX_VIRTIO}",
+            devices.len()
+        )));
+    }
+    if devices.iter().filter(|device| matches!(device.part, DevicePart::Vsock(_))).count() > 1 {
+        return Err(Error::Config("the state has more than one socket device".into()));
+    }
+    for (index, device) in devices.iter().enumerate() {
+        let (features, sizes) = match &device.part {
+            DevicePart::Block(state) => (Block::features_of(state.writable), Block::QUEUE_SIZES),
+            DevicePart::Net(_) => (Net::FEATURES, Net::QUEUE_SIZES),
+            DevicePart::Vsock(state) if (3..u32::MAX).contains(&state.cid) => (0, Vsock::QUEUE_SIZES),
+            DevicePart::Vsock(state) => {
+                return Err(Error::Config(format!("the state's vsock address {} is none", state.cid)));
+            }
+            DevicePart::Rng => (0, Rng::QUEUE_SIZES),
+        };
+        restore_queues(&device.transport, features, sizes, memory).map_err(|error| {
+            Error::Config(format!(
+                "device {index} of the state makes no sense: {error}; make the snapshot again"
+            ))
+        })?;
+    }
+    Ok(())
+}
+
+/// The devices of a child: what the state says, over what the child got.
+fn thaw_devices(
+    states: &[DeviceState],
+    disks: Vec<Disk>,
+    layers: Vec<Option<File>>,
+    tap: Option<OwnedFd>,
+    vsock: Option<UnixListener>,
+    guest_connections: GuestConnections,
+) -> Result<Vec<Box<dyn VirtioDevice>>> {
+    if layers.len() != disks.len() {
+        let (expected, found) = (disks.len(), layers.len());
+        return Err(Error::Config(format!("the VM has {expected} disks, but layers for {found} were given")));
+    }
+    let mut disks = disks.into_iter().zip(layers).enumerate();
+    let (mut tap, mut vsock) = (tap, vsock.map(|listener| (listener, guest_connections)));
+    let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::with_capacity(states.len());
+    for state in states {
+        devices.push(match &state.part {
+            DevicePart::Block(state) => {
+                let Some((index, (mut disk, layer))) = disks.next() else {
+                    return Err(Error::Config("the state has more disks than the VM".into()));
+                };
+                disk.add_layer(layer).map_err(|error| Error::Config(format!("layers[{index}]: {error}")))?;
+                Box::new(Block::with_id(disk, state.id))
+            }
+            DevicePart::Net(state) => Box::new(Net::restore(tap.take(), state)),
+            DevicePart::Vsock(state) => {
+                let Some((listener, connections)) = vsock.take() else {
+                    return Err(Error::Config(
+                        "the VM has a socket device: a vsock listener is needed".into(),
+                    ));
+                };
+                let device = Vsock::restore(state, listener, connections);
+                Box::new(device.map_err(Error::system("set up the vsock listener"))?)
+            }
+            DevicePart::Rng => Box::new(Rng::new()),
+        });
+    }
+    Ok(devices)
+}

@@ -1,0 +1,280 @@
+//! A template: a frozen VM in a process with one thread, which forks whatever is asked for.
+//!
+//! A child goes on from the frozen state in memory it shares with the template until one of the two
+//! writes. A saver writes the template to files while everybody else goes on. Both are born inside the
+//! template's walls, and neither needs it any more: when it ends, they live on.
+//!
+//! The template reaps what it forked and keeps each end until a controller has acknowledged it. Whatever
+//! goes wrong with one child is an answer to that request; the template goes on.
+
+mod children;
+mod fork;
+
+use std::ffi::CStr;
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+
+use forkd_protocol::control::{
+    Event, FdRef, ForkConfig, LoadConfig, Reply, Request, Role, SaveConfig, Status,
+};
+
+use crate::config::{Access, Attached};
+use crate::control::Controllers;
+use crate::devices::serial::ConsoleLog;
+use crate::devices::virtio::vsock::GuestConnections;
+use crate::seccomp::IOPRIO_WHO_PROCESS;
+use crate::state::{ChildParts, Frozen};
+use crate::{Error, Result};
+use children::{ChildSignal, Children};
+use fork::Forked;
+
+/// The control thread, and only thread, of a template.
+pub(crate) struct Template {
+    frozen: Frozen,
+    controllers: Controllers,
+    children: Children,
+    signal: ChildSignal,
+}
+
+/// How [`Template::serve`] ends: by a stop, or because this is not the template any more.
+pub(crate) enum Outcome {
+    Stopped,
+    Child(Box<Newborn>),
+    Saver(Box<Saver>),
+}
+
+/// A child, right after the fork.
+pub(crate) struct Newborn {
+    /// The frozen VM, which is the child's own now.
+    pub(crate) frozen: Frozen,
+    /// Where its controller waits.
+    pub(crate) controllers: Controllers,
+    /// What it was given.
+    pub(crate) parts: Parts,
+}
+
+impl Template {
+    pub(crate) fn new(frozen: Frozen, controllers: Controllers) -> Result<Template> {
+        name_process(c"forkd-template");
+        let signal = ChildSignal::new()?;
+        Ok(Template { frozen, controllers, children: Children::default(), signal })
+    }
+
+    /// Serves controllers until one says stop. Also returns in every process forked here, with the
+    /// template's own descriptors closed.
+    pub(crate) fn serve(mut self) -> Result<Outcome> {
+        loop {
+            let ready = self.controllers.wait(&[self.signal.as_fd()])?;
+            let ready = |index: usize| ready.get(index).copied().unwrap_or(false);
+            if ready(1) {
+                self.reap();
+            }
+            if ready(0)
+                && let Some((request, fds)) = self.controllers.step()
+            {
+                match self.answer(request, fds) {
+                    Next::Serve => {}
+                    Next::Stop => return Ok(Outcome::Stopped),
+                    Next::BeChild(controllers, parts) => {
+                        let frozen = self.frozen;
+                        return Ok(Outcome::Child(Box::new(Newborn { frozen, controllers, parts })));
+                    }
+                    Next::BeSaver(state, memory) => {
+                        return Ok(Outcome::Saver(Box::new(Saver { frozen: self.frozen, state, memory })));
+                    }
+                }
+            }
+            self.controllers.drop_silent();
+        }
+    }
+
+    fn reap(&mut self) {
+        self.signal.clear();
+        for (child, status) in self.children.reap() {
+            self.controllers.tell(Event::ChildEnded { child, status }, &[]);
+        }
+    }
+
+    fn answer(&mut self, request: Request, fds: Vec<OwnedFd>) -> Next {
+        let reply = match request {
+            Request::Fork(config) => return self.fork_child(config, fds),
+            Request::Save(config) => return self.fork_saver(config, fds),
+            Request::Seal { layers } => match self.seal(&layers, fds) {
+                Ok(()) => Reply::Sealed,
+                Err(error) => Reply::Error { message: error.chain() },
+            },
+            Request::Children => {
+                // One that is over must not be listed as alive, whatever is looked at first.
+                self.reap();
+                Reply::Children { children: self.children.list().to_vec() }
+            }
+            Request::Acknowledge { children } => {
+                self.children.acknowledge(&children);
+                Reply::Acknowledged
+            }
+            // The handshake was served before.
+            Request::Status | Request::Hello { .. } => {
+                Reply::Status(Status { role: Role::Template, running: false, ready: false })
+            }
+            Request::Boot(_) | Request::Load(_) | Request::Freeze => {
+                Reply::Error { message: "this is a template already; start another monitor".into() }
+            }
+            Request::Stop => {
+                self.controllers.reply(Reply::Stopped);
+                return Next::Stop;
+            }
+        };
+        self.controllers.reply(reply);
+        Next::Serve
+    }
+
+    fn seal(&mut self, layers: &[Option<FdRef>], fds: Vec<OwnedFd>) -> Result<()> {
+        let mut fds = Attached::new(fds);
+        let mut files = Vec::with_capacity(layers.len());
+        for (index, layer) in layers.iter().enumerate() {
+            let take = |fd| fds.take(&format!("layers[{index}]"), fd, Access::Read).map(File::from);
+            files.push(layer.map(take).transpose()?);
+        }
+        self.frozen.seal(files)
+    }
+
+    fn fork_child(&mut self, config: ForkConfig, fds: Vec<OwnedFd>) -> Next {
+        let mut fds = Attached::new(fds);
+        let name = config.child.clone();
+        let checked = self.children.check_name(&name).and_then(|()| Parts::resolve(config, &mut fds));
+        let forked = checked.and_then(|(controllers, cgroup, parts)| {
+            let forked =
+                fork::fork(cgroup.as_ref().map(AsFd::as_fd)).map_err(Error::system("fork a child"))?;
+            Ok((forked, controllers, parts))
+        });
+        match forked {
+            // The other descriptors of the message go with this function's end, in both processes.
+            Ok((Forked::Child, controllers, parts)) => Next::BeChild(controllers, parts),
+            Ok((Forked::Parent { pid, pidfd }, ..)) => self.answer_forked(name, pid, &pidfd),
+            Err(error) => self.answer_error(&error),
+        }
+    }
+
+    fn fork_saver(&mut self, config: SaveConfig, fds: Vec<OwnedFd>) -> Next {
+        let mut fds = Attached::new(fds);
+        let forked = self.children.check_name(&config.child).and_then(|()| {
+            let state = fds.take("state", config.state, Access::Both)?;
+            let memory = fds.take("memory", config.memory, Access::Both)?;
+            let forked = fork::fork(None).map_err(Error::system("fork a saver"))?;
+            Ok((forked, File::from(state), File::from(memory)))
+        });
+        match forked {
+            Ok((Forked::Child, state, memory)) => Next::BeSaver(state, memory),
+            Ok((Forked::Parent { pid, pidfd }, ..)) => self.answer_forked(config.child, pid, &pidfd),
+            Err(error) => self.answer_error(&error),
+        }
+    }
+
+    fn answer_forked(&mut self, name: String, pid: i32, pidfd: &OwnedFd) -> Next {
+        self.children.add(name, pid);
+        self.controllers.reply_with(Reply::Forked { pid }, &[pidfd.as_fd()]);
+        Next::Serve
+    }
+
+    fn answer_error(&mut self, error: &Error) -> Next {
+        self.controllers.reply_error(error);
+        Next::Serve
+    }
+}
+
+/// What a request makes of the process.
+enum Next {
+    Serve,
+    Stop,
+    BeChild(Controllers, Parts),
+    BeSaver(File, File),
+}
+
+/// What a child gets of its own, looked at before there is a child.
+pub(crate) struct Parts {
+    console: File,
+    console_limit: u64,
+    layers: Vec<Option<File>>,
+    tap: Option<OwnedFd>,
+    vsock: Option<OwnedFd>,
+}
+
+impl Parts {
+    fn resolve(config: ForkConfig, fds: &mut Attached) -> Result<(Controllers, Option<OwnedFd>, Parts)> {
+        let controllers = Controllers::new(fds.take_listener("control", config.control)?)?;
+        let console = fds.take("console", config.console, Access::Both)?.into();
+        let mut layers = Vec::new();
+        for (index, layer) in config.layers.into_iter().enumerate() {
+            let take = |fd| fds.take(&format!("layers[{index}]"), fd, Access::Both).map(File::from);
+            layers.push(layer.map(take).transpose()?);
+        }
+        let tap = config.tap.map(|fd| fds.take_tap("tap", fd)).transpose()?;
+        let vsock = config.vsock.map(|fd| fds.take_listener("vsock", fd)).transpose()?;
+        let cgroup = config.cgroup.map(|fd| fds.take("cgroup", fd, Access::Read)).transpose()?;
+        let parts = Parts { console, console_limit: config.console_limit, layers, tap, vsock };
+        Ok((controllers, cgroup, parts))
+    }
+
+    /// In the child: with its way to tell connections of its guest.
+    pub(crate) fn with(self, guest_connections: GuestConnections) -> Result<ChildParts> {
+        let Parts { console, console_limit, layers, tap, vsock } = self;
+        let console = ConsoleLog::new(console, console_limit)
+            .map_err(|error| Error::Config(format!("console: {error}")))?;
+        let vsock = vsock.map(UnixListener::from);
+        Ok(ChildParts { console: Arc::new(console), layers, tap, vsock, guest_connections })
+    }
+}
+
+/// A process that writes a template to files, right after the fork.
+pub(crate) struct Saver {
+    frozen: Frozen,
+    state: File,
+    memory: File,
+}
+
+impl Saver {
+    /// Writes both files. When this returns without an error they are safely on disk.
+    pub(crate) fn save(self) -> Result<()> {
+        name_process(c"forkd-saver");
+        step_back();
+        self.frozen.save(&self.state, &self.memory)
+    }
+}
+
+/// Takes the last place in every queue: children are not to notice that somebody saves.
+fn step_back() {
+    const LEAST: libc::c_int = 19;
+    const IDLE: libc::c_long = 3 << 13;
+    // SAFETY: both calls take integers only. What they fail to do is missed by nobody.
+    unsafe {
+        libc::setpriority(libc::PRIO_PROCESS, 0, LEAST);
+        libc::syscall(libc::SYS_ioprio_set, IOPRIO_WHO_PROCESS, 0, IDLE);
+    }
+}
+
+/// Loads the snapshot that `config` and its descriptors describe.
+pub(crate) fn load(config: LoadConfig, fds: Vec<OwnedFd>) -> Result<Frozen> {
+    let mut fds = Attached::new(fds);
+    let kvm = fds.take("kvm", config.kvm, Access::Both)?;
+    let kvm = crate::vm::open_kvm(kvm.into())?;
+    let state = File::from(fds.share("state", config.state)?);
+    let memory = File::from(fds.share("memory", config.memory)?);
+    let mut disks = Vec::new();
+    for (index, disk) in config.disks.into_iter().enumerate() {
+        let base = File::from(fds.share(&format!("disks[{index}].base"), disk.base)?);
+        let mut layers = Vec::new();
+        for (layer, fd) in disk.layers.into_iter().enumerate() {
+            layers.push(File::from(fds.share(&format!("disks[{index}].layers[{layer}]"), fd)?));
+        }
+        disks.push((base, layers));
+    }
+    Frozen::load(kvm, crate::state::file::read(&state)?, memory, disks)
+}
+
+/// Names the process, for people who look at lists of them.
+pub(crate) fn name_process(name: &CStr) {
+    // It fails for no name that is a string.
+    let _ = rustix::thread::set_name(name);
+}
