@@ -3,15 +3,16 @@
 use std::{io, os::fd::OwnedFd, path::PathBuf, sync::Arc, thread};
 
 use forkd_protocol::{
-    agent::{EvalRequest, Pong, TOKEN_HEADER, WarmRequest},
+    agent::{BecomeRequest, EvalRequest, FreezeRequest, Pong, TOKEN_HEADER, WarmRequest},
     connect::{Code, Error},
 };
 use serde_json::{Value, json};
 
 use crate::{
     files, filesystem,
+    fork::{Forking, Machine},
     http::{self, Exchange, Head},
-    process::{Cgroups, Processes},
+    process::{Cgroups, Processes, Variables},
     python::Python,
     rpc, sys,
     users::User,
@@ -28,25 +29,35 @@ pub struct Config {
     pub cgroup: Option<PathBuf>,
     /// A folder for the agent's own files.
     pub run_dir: PathBuf,
+    /// The machine that becomes another when it is forked.
+    pub machine: Machine,
     /// Ends the guest.
     pub shut_down: fn(),
 }
 
 /// The services of a guest.
 pub struct Agent {
-    config: Config,
+    default_user: Option<String>,
+    token: Option<String>,
+    run_dir: PathBuf,
+    shut_down: fn(),
     processes: Arc<Processes>,
     python: Arc<Python>,
+    forking: Forking,
     warm: Warm,
 }
 
 impl Agent {
     /// An agent that does nothing yet.
     pub fn new(config: Config) -> Arc<Agent> {
-        let cgroups = Cgroups::new(config.cgroup.clone());
-        let processes = Arc::new(Processes::new(cgroups.clone()));
-        let python = Arc::new(Python::new(cgroups));
-        Arc::new(Agent { config, processes, python, warm: Warm::default() })
+        let Config { default_user, token, cgroup, run_dir, machine, shut_down } = config;
+        let cgroups = Cgroups::new(cgroup);
+        let variables = Arc::<Variables>::default();
+        let processes = Arc::new(Processes::new(cgroups.clone(), variables.clone()));
+        let python = Arc::new(Python::new(cgroups, variables));
+        let forking = Forking::new(machine, run_dir.clone(), processes.clone(), python.clone());
+        let warm = Warm::default();
+        Arc::new(Agent { default_user, token, run_dir, shut_down, processes, python, forking, warm })
     }
 
     /// Serves all connections to a listening stream socket. Returns only if that is broken.
@@ -87,7 +98,7 @@ impl Agent {
     }
 
     fn is_authorized(&self, head: &Head) -> bool {
-        self.config.token.as_ref().is_none_or(|token| {
+        self.token.as_ref().is_none_or(|token| {
             head.header(TOKEN_HEADER)
                 .is_some_and(|given| sys::equal_secrets(given.as_bytes(), token.as_bytes()))
         })
@@ -95,7 +106,7 @@ impl Agent {
 
     /// Whoever is named, or the default user.
     fn user(&self, name: Option<&str>) -> Result<User, Error> {
-        User::find(name.or(self.config.default_user.as_deref()).unwrap_or("root"))
+        User::find(name.or(self.default_user.as_deref()).unwrap_or("root"))
     }
 
     fn call(&self, method: &str, exchange: &mut Exchange) -> Option<io::Result<()>> {
@@ -106,16 +117,21 @@ impl Agent {
                     processes: self.processes.clone(),
                     python: self.python.clone(),
                     user: self.user(None)?,
-                    run_dir: self.config.run_dir.clone(),
+                    run_dir: self.run_dir.clone(),
                 };
                 Ok(self.warm.start(request, workplace))
             }),
             "Eval" => rpc::unary(exchange, |request: EvalRequest, head| {
                 self.python.eval(&request.code, &self.user(None)?, rpc::timeout(head)?)
             }),
+            "Freeze" => rpc::unary(exchange, |request: FreezeRequest, _| Ok(self.forking.freeze(&request))),
+            "Thaw" => rpc::unary(exchange, |_: Value, _| self.forking.thaw().map(|()| json!({}))),
+            "Become" => rpc::unary(exchange, |request: BecomeRequest, head| {
+                self.forking.become_child(request, head.received)
+            }),
             "Shutdown" => rpc::unary(exchange, |_: Value, _| Ok(json!({}))).and_then(|()| {
                 // Not here: this connection ends first, and with it the caller's wait.
-                thread::Builder::new().name("shutdown".into()).spawn(self.config.shut_down).map(drop)
+                thread::Builder::new().name("shutdown".into()).spawn(self.shut_down).map(drop)
             }),
             _ => return None,
         })

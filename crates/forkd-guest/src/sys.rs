@@ -122,9 +122,10 @@ pub(crate) fn accept(listener: BorrowedFd) -> io::Result<Socket> {
             }
         }
         libc::AF_INET | libc::AF_INET6 => {
-            rustix::net::sockopt::set_tcp_nodelay(&socket.0, true)?;
+            // On a connection that is reset already these may fail: reading it will tell.
+            let _ = rustix::net::sockopt::set_tcp_nodelay(&socket.0, true);
             // A peer whose machine vanished is noticed only this way.
-            rustix::net::sockopt::set_socket_keepalive(&socket.0, true)?;
+            let _ = rustix::net::sockopt::set_socket_keepalive(&socket.0, true);
         }
         _ => {}
     }

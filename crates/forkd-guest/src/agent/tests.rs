@@ -41,12 +41,14 @@ impl TestAgent {
         let folder = tempfile::Builder::new().prefix("forkd-guest-").tempdir().unwrap();
         // Users other than root must be able to pass through it.
         fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        fs::create_dir_all(folder.path().join("root/etc")).unwrap();
         let cgroup = make_cgroup();
         let agent = Agent::new(Config {
             default_user: default_user.map(String::from),
             token: token.map(String::from),
             cgroup: cgroup.clone(),
             run_dir: folder.path().join("run"),
+            machine: crate::fork::tests::machine(folder.path().join("root")),
             shut_down: || _ = SHUT_DOWN.fetch_add(1, Ordering::SeqCst),
         });
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -101,6 +103,16 @@ impl TestAgent {
             return Ok(serde_json::from_slice(&body).unwrap());
         }
         Err(serde_json::from_slice(&body).unwrap_or_else(|_| panic!("{}", String::from_utf8_lossy(&body))))
+    }
+
+    /// Makes the guest another one, for sure with other random numbers.
+    pub(crate) fn become_child(&self, id: &str, more: Value) -> Result<Value, Error> {
+        let mut request = json!({
+            "sandboxId": id, "hostname": id, "machineId": "0123456789abcdef".repeat(2),
+            "unixNanos": "1700000000000000000", "entropy": BASE64_STANDARD.encode([7; 32]),
+        });
+        request.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        self.call("/forkd.Agent/Become", request)
     }
 
     /// A server stream.

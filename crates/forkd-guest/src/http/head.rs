@@ -1,5 +1,7 @@
 //! Request heads: the request line and the headers.
 
+use std::time::Instant;
+
 use base64::{Engine, prelude::BASE64_STANDARD};
 
 use super::MAX_HEADERS;
@@ -17,12 +19,14 @@ pub(crate) struct Head {
     headers: Vec<(String, String)>,
     pub(super) http_1_0: bool,
     pub(super) keep_alive: bool,
+    /// When its first byte was read.
+    pub(crate) received: Instant,
 }
 
 impl Head {
     /// Parses the head at the start of `input`: `None` if it is not all there yet, else the head and
     /// its length.
-    pub(super) fn parse(input: &[u8]) -> Result<Option<(Head, usize)>, Refusal> {
+    pub(super) fn parse(input: &[u8], received: Instant) -> Result<Option<(Head, usize)>, Refusal> {
         let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
         let mut request = httparse::Request::new(&mut headers);
         let len = match request.parse(input) {
@@ -57,6 +61,7 @@ impl Head {
             headers,
             http_1_0,
             keep_alive: !http_1_0,
+            received,
         };
         head.keep_alive = match head.header("connection").map(str::to_ascii_lowercase) {
             Some(value) if value.split(',').any(|v| v.trim() == "close") => false,

@@ -97,8 +97,8 @@ impl<'t> Connection<'t> {
         self.used = 0;
         let mut begun = (!self.input.is_empty()).then(Instant::now);
         loop {
-            if !self.input.is_empty() {
-                match Head::parse(&self.input) {
+            if let Some(begun) = begun {
+                match Head::parse(&self.input, begun) {
                     Ok(Some((head, len))) => {
                         self.used = len;
                         return Ok(head);

@@ -54,7 +54,8 @@ pub(crate) fn serve(listener: &OwnedFd, handler: Handler) -> io::Error {
                     thread::sleep(BACK_OFF);
                     continue;
                 }
-                // One peer's trouble, or one that may not come in.
+                // One peer's trouble, or one that may not come in. A fork resets connections at any
+                // moment, the listener stays.
                 _ => continue,
             },
         };

@@ -24,6 +24,7 @@ use forkd_protocol::init::{InitPlan, ListenPlan};
 
 use crate::{
     agent::{Agent, Config},
+    fork::{self, Machine},
     log,
     process::reaper,
     sys,
@@ -31,6 +32,8 @@ use crate::{
 
 /// The plan, in the initramfs.
 const PLAN: &str = "/forkd/init.json";
+/// The agent's own folder.
+const RUN_DIR: &str = "/run/forkd";
 /// How long devices may take to appear.
 const DEVICE_TIME: Duration = Duration::from_secs(10);
 /// How often to look for them.
@@ -79,6 +82,7 @@ fn start() -> Result<std::convert::Infallible, Fatal> {
     {
         log::error!("cannot set the host name {:?}: {errno}", plan.hostname);
     }
+    name_things(&plan);
     network::configure(&plan.network);
     reaper::start();
 
@@ -87,13 +91,28 @@ fn start() -> Result<std::convert::Infallible, Fatal> {
         default_user: plan.default_user,
         token,
         cgroup,
-        run_dir: PathBuf::from("/run/forkd"),
+        run_dir: PathBuf::from(RUN_DIR),
+        machine: Machine::guest(),
         shut_down: shutdown::shut_down,
     };
     let agent = Agent::new(config);
     log::info!("ready after {} ms", sys::uptime_ms());
     let cause = agent.serve(&listener);
     Err(Fatal { what: "cannot accept connections".into(), cause })
+}
+
+/// Writes the files that name this machine and those that know other names. A root that cannot be
+/// written to keeps its own.
+fn name_things(plan: &InitPlan) {
+    let names = fork::Names { root: Path::new("/"), run_dir: Path::new(RUN_DIR) };
+    if let Err(error) = names.complete(&plan.hostname) {
+        log::info!("the image keeps its names: {error}");
+    }
+    if !plan.name_servers.is_empty()
+        && let Err(error) = fork::write_resolv_conf(Path::new("/"), &plan.name_servers)
+    {
+        log::error!("cannot write /etc/resolv.conf: {error}");
+    }
 }
 
 fn read_plan() -> Result<InitPlan, Fatal> {

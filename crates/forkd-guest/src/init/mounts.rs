@@ -12,7 +12,7 @@ use std::{
 use forkd_protocol::init::{MountPlan, RootPlan};
 use rustix::{io::Errno, mount::MountFlags};
 
-use super::{DEVICE_TICK, DEVICE_TIME, Fatal, attempt, wait_for};
+use super::{DEVICE_TICK, DEVICE_TIME, Fatal, RUN_DIR, attempt, wait_for};
 use crate::log;
 
 /// Where the new root is put together, in the initramfs.
@@ -32,7 +32,7 @@ pub(super) fn mount_early() -> Result<(), Fatal> {
 pub(super) fn mount_root(plan: &RootPlan) -> Result<(), Fatal> {
     match plan {
         RootPlan::Disk { device, fstype, read_only } => {
-            mount(device, NEW_ROOT, fstype, if *read_only { "ro" } else { "" })
+            mount(device, NEW_ROOT, fstype, if *read_only { "ro" } else { "noatime" })
         }
         RootPlan::Overlay { lower } => {
             mount(&lower.source, LOWER, &lower.fstype, &lower.options)?;
@@ -82,8 +82,8 @@ pub(super) fn mount_rest(plans: &[MountPlan]) -> Result<(), Fatal> {
 
 /// The agent's own folder; users may pass through it to what is theirs.
 fn make_run_folder() {
-    if let Err(error) = fs::create_dir_all("/run/forkd") {
-        log::error!("cannot create /run/forkd: {error}");
+    if let Err(error) = fs::create_dir_all(RUN_DIR) {
+        log::error!("cannot create {RUN_DIR}: {error}");
     }
 }
 

@@ -4,19 +4,26 @@
 //! groups its descendants made, and so that all of them can be frozen together by freezing `user`.
 
 use std::{
-    fs,
-    io::ErrorKind,
+    fs::{self, File},
+    io::{self, ErrorKind},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
+    time::{Duration, Instant},
 };
 
-use rustix::fs::{Mode, OFlags};
+use rustix::{
+    event::{PollFd, PollFlags},
+    fs::{Mode, OFlags},
+};
 
-use crate::log;
+use crate::{log, sys};
+
+/// The most cgroups that are looked into for processes.
+const MAX_FOLDERS: usize = 10_000;
 
 /// The folder `user`, if there are cgroups.
 #[derive(Debug)]
@@ -50,9 +57,69 @@ impl Cgroups {
         }
     }
 
+    /// Freezes every process; `false` if that takes longer than `limit`, and then none is frozen.
+    pub(crate) fn freeze(&self, limit: Duration) -> io::Result<bool> {
+        let user = self.user()?;
+        let until = Instant::now() + limit;
+        fs::write(user.join("cgroup.freeze"), "1")?;
+        let frozen = wait_until_frozen(user, until);
+        if !matches!(frozen, Ok(true)) {
+            self.thaw()?;
+        }
+        frozen
+    }
+
+    /// Lets every process run.
+    pub(crate) fn thaw(&self) -> io::Result<()> {
+        match &self.user {
+            Some(user) => fs::write(user.join("cgroup.freeze"), "0"),
+            None => Ok(()),
+        }
+    }
+
+    /// Every process, in cgroups that users made below as well.
+    pub(crate) fn pids(&self) -> Vec<i32> {
+        let mut pids = Vec::new();
+        let mut folders: Vec<PathBuf> = self.user.iter().cloned().collect();
+        let mut seen = 0;
+        while let Some(folder) = folders.pop() {
+            seen += 1;
+            if seen > MAX_FOLDERS {
+                break;
+            }
+            let list = fs::read_to_string(folder.join("cgroup.procs")).unwrap_or_default();
+            pids.extend(list.lines().filter_map(|pid| pid.parse::<i32>().ok()));
+            let entries = fs::read_dir(&folder).into_iter().flatten().flatten();
+            let below = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+            folders.extend(below.map(|entry| entry.path()));
+        }
+        pids
+    }
+
+    fn user(&self) -> io::Result<&Path> {
+        self.user.as_deref().ok_or_else(|| io::Error::new(ErrorKind::Unsupported, "there are no cgroups"))
+    }
+
     fn sweep(&self) {
         let mut outlived = self.outlived.lock().unwrap_or_else(PoisonError::into_inner);
         outlived.retain(is_busy);
+    }
+}
+
+/// Waits for the kernel to say that everything under `folder` stands still.
+fn wait_until_frozen(folder: &Path, until: Instant) -> io::Result<bool> {
+    let events = File::open(folder.join("cgroup.events"))?;
+    let mut text = [0; 256];
+    loop {
+        let n = rustix::io::pread(&events, &mut text, 0)?;
+        if text[..n].split(|byte| *byte == b'\n').any(|line| line == b"frozen 1") {
+            return Ok(true);
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Ok(false);
+        }
+        sys::poll(&mut [PollFd::new(&events, PollFlags::PRI)], Some(left))?;
     }
 }
 
@@ -90,5 +157,38 @@ impl Drop for Cgroup {
             let path = std::mem::take(&mut self.path);
             self.all.outlived.lock().unwrap_or_else(PoisonError::into_inner).push(path);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_frozen_in_time_is_not_left_half_frozen() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("cgroup.events"), "populated 1\nfrozen 0\n").unwrap();
+        let cgroups = Cgroups::new(Some(folder.path().into()));
+        let begun = Instant::now();
+        assert!(!cgroups.freeze(Duration::from_millis(200)).unwrap());
+        assert!(begun.elapsed() >= Duration::from_millis(200));
+        assert_eq!(fs::read_to_string(folder.path().join("cgroup.freeze")).unwrap(), "0");
+
+        fs::write(folder.path().join("cgroup.events"), "populated 1\nfrozen 1\n").unwrap();
+        assert!(cgroups.freeze(Duration::from_secs(60)).unwrap());
+        assert_eq!(fs::read_to_string(folder.path().join("cgroup.freeze")).unwrap(), "1");
+    }
+
+    #[test]
+    fn processes_in_cgroups_that_users_made_are_found_too() {
+        let folder = tempfile::tempdir().unwrap();
+        let deep = folder.path().join("p1/mine");
+        fs::create_dir_all(&deep).unwrap();
+        fs::write(deep.join("cgroup.procs"), "7\n8\n").unwrap();
+        fs::write(folder.path().join("cgroup.procs"), "5\n").unwrap();
+        let mut pids = Cgroups::new(Some(folder.path().into())).pids();
+        pids.sort();
+        assert_eq!(pids, [5, 7, 8]);
+        assert!(Cgroups::new(None).pids().is_empty());
     }
 }

@@ -49,7 +49,12 @@ const PEER_TICK: Duration = Duration::from_secs(2);
 pub(crate) struct Processes {
     table: Arc<Mutex<Table>>,
     pub(crate) cgroups: Arc<Cgroups>,
+    pub(crate) variables: Arc<Variables>,
 }
+
+/// Variables that every process started from now on gets, whoever starts it.
+#[derive(Debug, Default)]
+pub(crate) struct Variables(Mutex<BTreeMap<String, String>>);
 
 #[derive(Default)]
 struct Table {
@@ -72,8 +77,8 @@ impl Table {
 }
 
 impl Processes {
-    pub(crate) fn new(cgroups: Arc<Cgroups>) -> Self {
-        Processes { table: Arc::default(), cgroups }
+    pub(crate) fn new(cgroups: Arc<Cgroups>, variables: Arc<Variables>) -> Self {
+        Processes { table: Arc::default(), cgroups, variables }
     }
 
     /// Starts a process; a `limit` kills it when it is over.
@@ -89,7 +94,7 @@ impl Processes {
                 "there is no program to run: process.cmd is empty",
             ));
         }
-        let env = environment(user, request.pty.is_some(), &request.process.envs)?;
+        let env = self.variables.environment(user, request.pty.is_some(), &request.process.envs)?;
         if lock(&self.table).running.len() >= MAX_RUNNING {
             let message = format!("{MAX_RUNNING} processes are running: end some before starting others");
             return Err(Error::new(Code::ResourceExhausted, message));
@@ -306,34 +311,48 @@ fn keepalive(head: &Head) -> Duration {
     seconds.filter(|seconds| *seconds > 0).map_or(KEEPALIVE, Duration::from_secs)
 }
 
-/// The environment of a user's process.
-pub(crate) fn environment(
-    user: &User,
-    terminal: bool,
-    extra: &BTreeMap<String, String>,
-) -> Result<BTreeMap<String, String>, Error> {
-    let mut env: BTreeMap<String, String> = [
-        ("PATH", DEFAULT_PATH),
-        ("HOME", &user.home),
-        ("USER", &user.name),
-        ("LOGNAME", &user.name),
-        ("SHELL", &user.shell),
-        ("FORKD_SANDBOX", "true"),
-    ]
-    .map(|(name, value)| (name.to_string(), value.to_string()))
-    .into();
-    if terminal {
-        env.insert("TERM".into(), "xterm-256color".into());
+impl Variables {
+    pub(crate) fn set(&self, variables: BTreeMap<String, String>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = variables;
     }
-    for (name, value) in extra {
+
+    /// The environment of a user's process. What its caller gives goes before what a fork gave.
+    pub(crate) fn environment(
+        &self,
+        user: &User,
+        terminal: bool,
+        extra: &BTreeMap<String, String>,
+    ) -> Result<BTreeMap<String, String>, Error> {
+        check_variables(extra)?;
+        let mut env: BTreeMap<String, String> = [
+            ("PATH", DEFAULT_PATH),
+            ("HOME", &user.home),
+            ("USER", &user.name),
+            ("LOGNAME", &user.name),
+            ("SHELL", &user.shell),
+            ("FORKD_SANDBOX", "true"),
+        ]
+        .map(|(name, value)| (name.to_string(), value.to_string()))
+        .into();
+        if terminal {
+            env.insert("TERM".into(), "xterm-256color".into());
+        }
+        env.extend(self.0.lock().unwrap_or_else(PoisonError::into_inner).clone());
+        env.extend(extra.clone());
+        Ok(env)
+    }
+}
+
+/// Whether these can be variables of a process.
+pub(crate) fn check_variables(variables: &BTreeMap<String, String>) -> Result<(), Error> {
+    for (name, value) in variables {
         if name.is_empty() || name.contains(['=', '\0']) || value.contains('\0') {
             let message =
                 format!("{name:?} cannot be the name of an environment variable, or its value holds NUL");
             return Err(Error::new(Code::InvalidArgument, message));
         }
-        env.insert(name.clone(), value.clone());
     }
-    Ok(env)
+    Ok(())
 }
 
 #[cfg(test)]

@@ -102,6 +102,14 @@ pub(crate) fn signal_group(pid: i32, signal: i32) -> bool {
     children.waited_for.contains_key(&pid) && unsafe { libc::kill(-pid, signal) } == 0
 }
 
+/// Signals the main thread of a registered child. `false` if it has ended.
+pub(crate) fn signal_main_thread(pid: i32, signal: i32) -> bool {
+    let children = reaper().lock();
+    // SAFETY: plain integers. The lock keeps the pid from being another's.
+    children.waited_for.contains_key(&pid)
+        && unsafe { libc::syscall(libc::SYS_tgkill, pid, pid, signal) } == 0
+}
+
 /// Waits until this process has no children at all; `false` if `limit` is over before.
 pub(crate) fn wait_until_childless(limit: Duration) -> bool {
     let until = Instant::now() + limit;

@@ -229,15 +229,19 @@ fn a_slow_reader_slows_the_process_down() {
 #[test]
 fn a_client_that_goes_away_neither_ends_nor_blocks_its_process() {
     let agent = TestAgent::new();
-    let done = agent.path("done");
+    let (go, done) = (agent.path("go"), agent.path("done"));
     let script = format!(
-        "echo first; sleep 0.5; head -c 5000000 /dev/zero; echo last; touch {}; sleep 1000",
+        "echo first; until [ -e {} ]; do sleep 0.1; done; head -c 5000000 /dev/zero; echo last; touch {}; sleep 1000",
+        go.display(),
         done.display()
     );
     let mut events = agent.start(json!({"process": {"cmd": "sh", "args": ["-c", script]}, "tag": "t"}));
     let pid = events.pid();
     events.until("first");
     drop(events);
+    // Time to be noticed, on a busy computer too.
+    std::thread::sleep(Duration::from_secs(2));
+    std::fs::write(go, "").unwrap();
     eventually("the process going on", || done.exists());
     // The next one to listen gets the end of what was missed.
     let mut again = agent.stream("/process.Process/Connect", &[], json!({"process": {"tag": "t"}}));

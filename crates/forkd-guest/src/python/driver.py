@@ -7,8 +7,12 @@
 #
 #   {"op": "eval", "code": ...}  ->  {"result"?, "resultJson"?, "error"?, "traceback"?}
 #
-# A later {"op": "forked"} belongs into `serve`: the agent will send it to an interpreter that finds
-# itself in a forked guest, to reseed its random generators before anybody evaluates anything.
+# In a forked guest the agent puts a notice into a third pipe, descriptor 6, and sends NOTICE while
+# the process is still frozen: so it is read first, in the middle of an evaluation too. A notice is a
+# length as above and that many bytes: variables for the environment, NAME=value, each ended by a NUL.
+# Nothing answers it. What it leads to is in `Forks`. An interpreter that only waits for a request, and
+# in which nobody else does anything, keeps the signal from itself until then: waking up just to hear
+# the news would cost every child a megabyte of copied memory.
 
 import sys
 
@@ -31,6 +35,7 @@ sys.path = path
 LIMIT = 1 << 20  # characters of a result, bytes of a result as JSON
 TRACEBACK_LIMIT = 64 << 10
 DRIVER = "<forkd>"  # the file name this program is compiled with
+NOTICE = 60  # the signal that comes with a notice; the agent knows it too
 
 
 def move_out_of_the_way(fd):
@@ -42,6 +47,7 @@ def move_out_of_the_way(fd):
 
 requests = move_out_of_the_way(3)
 responses = move_out_of_the_way(4)
+notices = move_out_of_the_way(6)
 
 # Evaluated code lives in a module of its own that is found as `__main__`, so that classes defined
 # there can be pickled and inspected.
@@ -54,6 +60,95 @@ sys.argv = [""]
 # One write per line instead of one per call: `-u` alone would make two for every `print`.
 for stream in (sys.stdout, sys.stderr):
     stream.reconfigure(line_buffering=True, write_through=False)
+
+
+class Forks:
+    """What an interpreter does first when it finds itself in a forked guest.
+
+    Every sibling has the same memory, and with it the same random generators. Those that belong to
+    nobody in particular are reseeded. A generator that somebody made and seeded, such as
+    `random.Random(42)` or `numpy.random.default_rng(42)`, is left as it is: they asked for the same
+    numbers every time. Code with anything else of its own registers a function:
+
+        import forkd_guest
+        forkd_guest.on_fork(function)
+    """
+
+    def __init__(self):
+        self.functions = []
+        module = types.ModuleType("forkd_guest", "What code in this interpreter can know of forks.")
+        module.on_fork = self.on_fork
+        sys.modules["forkd_guest"] = module
+        signal.signal(NOTICE, self.notice)
+
+    def on_fork(self, function):
+        """Calls `function()` in every fork of this guest, in the order of registration.
+
+        Returns the function, so that it can be used as a decorator."""
+        if not callable(function):
+            raise TypeError("on_fork takes a function, not %s" % type(function).__name__)
+        self.functions.append(function)
+        return function
+
+    def can_wait(self):
+        """Whether nothing here can notice when the news comes: no thread, no function to call."""
+        return not self.functions and len(sys._current_frames()) == 1
+
+    def notice(self, number=NOTICE, frame=None):
+        while bytes_waiting(notices):
+            size = int.from_bytes(read_exactly(4, notices), "big")
+            for variable in read_exactly(size, notices).split(b"\0"):
+                name, equals, value = variable.partition(b"=")
+                if equals:
+                    os.environb[name] = value
+            for function in [reseed_random, reseed_numpy, reseed_openssl, renew_uuid, renew_tempfile]:
+                attempt(function)
+            for function in list(self.functions):
+                attempt(function)
+
+
+def attempt(function):
+    try:
+        function()
+    except KeyboardInterrupt:
+        raise  # meant for the evaluation that this came into
+    except BaseException as error:
+        name = getattr(function, "__qualname__", None) or type(function).__qualname__
+        text = "forkd: %s failed in a forked guest\n%s" % (name, describe(error)["traceback"])
+        # Past the stream, which may be in the middle of something.
+        os.write(2, text.encode("utf-8"))
+
+
+# Only what is loaded: what is imported later starts with what is right then.
+
+
+def reseed_random():
+    if "random" in sys.modules:
+        sys.modules["random"]._inst.seed()
+
+
+def reseed_numpy():
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+
+
+def reseed_openssl():
+    if "_ssl" in sys.modules:
+        sys.modules["_ssl"].RAND_add(os.urandom(64), 64.0)
+
+
+def renew_uuid():
+    uuid = sys.modules.get("uuid")
+    if uuid is not None:
+        # Siblings have one hardware address: a random node instead, with the bit that says so.
+        uuid._node = int.from_bytes(os.urandom(6), "big") | 1 << 40
+        uuid._last_timestamp = None
+        uuid._generate_time_safe = None  # the system's library knows nothing of that node
+
+
+def renew_tempfile():
+    if "tempfile" in sys.modules:
+        sys.modules["tempfile"]._name_sequence = None
 
 
 class Interpreter:
@@ -98,7 +193,11 @@ class Interpreter:
 
     def serve(self):
         while True:
+            if forks.can_wait():
+                signal.pthread_sigmask(signal.SIG_BLOCK, [NOTICE])
             request = read_message()
+            forks.notice()  # also if evaluated code has taken the signal for itself
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [NOTICE])
             answer = {}
             if request.get("op") == "eval":
                 answer = self.evaluate(request["code"])
@@ -203,11 +302,16 @@ def flush():
             pass
 
 
-def read_exactly(size):
+def bytes_waiting(pipe):
+    FIONREAD = 0x541B
+    return int.from_bytes(fcntl.ioctl(pipe, FIONREAD, bytes(4)), sys.byteorder)
+
+
+def read_exactly(size, pipe):
     data = bytearray()
     while len(data) < size:
         try:
-            piece = os.read(requests, size - len(data))
+            piece = os.read(pipe, size - len(data))
         except KeyboardInterrupt:
             continue  # evaluated code may have put a handler of its own in place
         if not piece:
@@ -217,8 +321,8 @@ def read_exactly(size):
 
 
 def read_message():
-    size = int.from_bytes(read_exactly(4), "big")
-    return json.loads(read_exactly(size))
+    size = int.from_bytes(read_exactly(4, requests), "big")
+    return json.loads(read_exactly(size, requests))
 
 
 def write_message(message):
@@ -231,6 +335,7 @@ def write_message(message):
             continue
 
 
+forks = Forks()
 interpreter = Interpreter()
 write_message({})
 interpreter.serve()

@@ -1,6 +1,7 @@
 //! One interpreter process and the conversation with it.
 
 use std::{
+    collections::BTreeMap,
     fs::File,
     io::{self, Seek, Write},
     os::fd::OwnedFd,
@@ -40,6 +41,12 @@ const END_TIME: Duration = Duration::from_secs(1);
 /// What its output pipes hold while nothing is evaluated: threads may go on printing.
 const PIPE_SIZE: usize = 1 << 20;
 
+/// What the notices pipe holds: two notices of the greatest length.
+const NOTICES_SIZE: usize = 128 << 10;
+/// Tells the interpreter to read its notices. A real-time signal from the far end of their range,
+/// where nobody else looks; `driver.py` knows it too.
+const NOTICE_SIGNAL: i32 = 60;
+
 /// Why an evaluation has no answer.
 pub(super) enum Stop {
     /// The time was over; it stopped when told to.
@@ -63,10 +70,43 @@ pub(super) struct Interpreter {
     cgroup: Option<Cgroup>,
     requests: OwnedFd,
     responses: OwnedFd,
+    pub(super) notices: Arc<Notices>,
     stdout: Captured,
     stderr: Captured,
     /// Bytes of the message that is arriving.
     incoming: Vec<u8>,
+}
+
+/// The way to an interpreter that does not depend on whose turn it is.
+pub(super) struct Notices {
+    pid: i32,
+    pipe: OwnedFd,
+}
+
+impl Notices {
+    /// Sends the news of a fork. A signal goes with it, because the interpreter may be evaluating.
+    pub(super) fn send(&self, variables: &BTreeMap<String, String>) -> io::Result<()> {
+        let mut notice = vec![0; 4];
+        for (name, value) in variables {
+            for piece in [name.as_bytes(), b"=", value.as_bytes(), b"\0"] {
+                notice.extend_from_slice(piece);
+            }
+        }
+        let len = u32::try_from(notice.len() - 4).map_err(io::Error::other)?;
+        notice[..4].copy_from_slice(&len.to_be_bytes());
+        let mut rest = notice.as_slice();
+        while !rest.is_empty() {
+            match rustix::io::write(&self.pipe, rest) {
+                Ok(n) => rest = rest.get(n..).unwrap_or_default(),
+                Err(Errno::INTR) => {}
+                // It ended: whoever evaluates next hears of that.
+                Err(Errno::PIPE) => return Ok(()),
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        reaper::signal_main_thread(self.pid, NOTICE_SIGNAL);
+        Ok(())
+    }
 }
 
 /// An output pipe and what one evaluation printed into it.
@@ -118,6 +158,7 @@ impl Interpreter {
     pub(super) fn start(
         python: &str,
         user: &User,
+        env: &BTreeMap<String, String>,
         cgroups: &Arc<Cgroups>,
         deadline: Option<Instant>,
     ) -> Result<Interpreter, Error> {
@@ -131,7 +172,7 @@ impl Interpreter {
         let child = spawn::spawn(spawn::Program {
             cmd: python,
             args: &args,
-            env: &process::environment(user, false, &Default::default())?,
+            env,
             cwd: &home,
             cwd_may_be_missing: true,
             user,
@@ -141,6 +182,7 @@ impl Interpreter {
         })
         .map_err(|error| process::explain(error, python, Path::new(&home), user))?;
         let mut interpreter = Interpreter {
+            notices: Arc::new(Notices { pid: child.pid, pipe: pipes.notices }),
             child,
             cgroup,
             requests: pipes.requests,
@@ -333,6 +375,7 @@ struct Pipes {
     theirs: Vec<OwnedFd>,
     requests: OwnedFd,
     responses: OwnedFd,
+    notices: OwnedFd,
     stdout: OwnedFd,
     stderr: OwnedFd,
 }
@@ -344,18 +387,28 @@ impl Pipes {
         let (stderr, their_stderr) = pipe()?;
         let (their_requests, requests) = pipe()?;
         let (responses, their_responses) = pipe()?;
-        for fd in [&stdout, &stderr, &requests, &responses] {
+        let (their_notices, notices) = pipe()?;
+        for fd in [&stdout, &stderr, &requests, &responses, &notices] {
             rustix::io::ioctl_fionbio(fd, true)?;
         }
         for fd in [&stdout, &stderr] {
             // More would be nice, less works.
             let _ = rustix::pipe::fcntl_setpipe_size(fd, PIPE_SIZE);
         }
+        let _ = rustix::pipe::fcntl_setpipe_size(&notices, NOTICES_SIZE);
         let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
         let mut driver = File::from(rustix::fs::memfd_create("forkd-driver", MemfdFlags::CLOEXEC)?);
         driver.write_all(DRIVER.as_bytes())?;
         driver.rewind()?;
-        let theirs = vec![null, their_stdout, their_stderr, their_requests, their_responses, driver.into()];
-        Ok(Pipes { theirs, requests, responses, stdout, stderr })
+        let theirs = vec![
+            null,
+            their_stdout,
+            their_stderr,
+            their_requests,
+            their_responses,
+            driver.into(),
+            their_notices,
+        ];
+        Ok(Pipes { theirs, requests, responses, notices, stdout, stderr })
     }
 }

@@ -2,15 +2,18 @@
 //! what it is sent in one namespace.
 //!
 //! It starts with the first evaluation or with the warm-up, runs as the default user like any other
-//! command, and does one evaluation at a time; others wait. `driver.py` is what runs in it, and says
+//! command, and does one evaluation at a time; others wait. In a forked guest it is told so, idle or
+//! in the middle of an evaluation, and reseeds what it can. `driver.py` is what runs in it, and says
 //! how the two speak. Everything that comes out of it is as hostile as any output: evaluated code
 //! can write whatever it likes into any descriptor.
 
 mod interpreter;
 
 use std::{
+    collections::BTreeMap,
+    io,
     path::Path,
-    sync::{Arc, Condvar, Mutex, PoisonError},
+    sync::{Arc, Condvar, Mutex, PoisonError, Weak},
     time::{Duration, Instant},
 };
 
@@ -18,10 +21,10 @@ use forkd_protocol::{
     agent::EvalResponse,
     connect::{Code, Error},
 };
-use interpreter::{Ended, Interpreter, Stop};
+use interpreter::{Ended, Interpreter, Notices, Stop};
 
 use crate::{
-    process::{Cgroups, DEFAULT_PATH},
+    process::{Cgroups, DEFAULT_PATH, Variables},
     users::User,
 };
 
@@ -33,7 +36,10 @@ pub(crate) struct Python {
     state: Mutex<State>,
     /// Those whose turn it is not yet wait here.
     free: Condvar,
+    /// Of the interpreter that runs: reachable also while somebody evaluates.
+    notices: Mutex<Weak<Notices>>,
     cgroups: Arc<Cgroups>,
+    variables: Arc<Variables>,
 }
 
 enum State {
@@ -57,8 +63,21 @@ impl Drop for Turn<'_> {
 }
 
 impl Python {
-    pub(crate) fn new(cgroups: Arc<Cgroups>) -> Self {
-        Python { state: Mutex::new(State::Free(None)), free: Condvar::new(), cgroups }
+    pub(crate) fn new(cgroups: Arc<Cgroups>, variables: Arc<Variables>) -> Self {
+        Python {
+            state: Mutex::new(State::Free(None)),
+            free: Condvar::new(),
+            notices: Mutex::default(),
+            cgroups,
+            variables,
+        }
+    }
+
+    /// Tells the interpreter, if there is one, that it was forked and which variables it has now. It
+    /// reads that before anything else when it runs again, and nobody waits for it.
+    pub(crate) fn forked(&self, variables: &BTreeMap<String, String>) -> io::Result<()> {
+        let notices = self.notices.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+        notices.map_or(Ok(()), |notices| notices.send(variables))
     }
 
     /// Waits for the interpreter to be free.
@@ -150,7 +169,11 @@ impl Python {
                         "there is no python3 in this image: nothing can be evaluated",
                     )
                 })?;
-                Ok(running.insert(Interpreter::start(&python, user, &self.cgroups, deadline)?))
+                let env = self.variables.environment(user, false, &BTreeMap::new())?;
+                let started = Interpreter::start(&python, user, &env, &self.cgroups, deadline)?;
+                let notices = Arc::downgrade(&started.notices);
+                *self.notices.lock().unwrap_or_else(PoisonError::into_inner) = notices;
+                Ok(running.insert(started))
             }
         }
     }

@@ -256,3 +256,120 @@ fn the_interpreter_runs_as_the_default_user() {
     let agent = TestAgent::with(None, Some("nobody"));
     assert_eq!(eval(&agent, "import os; os.getuid()")["result"], "65534");
 }
+
+/// Makes two forks of one state of the interpreter, and evaluates the same in both.
+fn in_two_forks(prepare: &str, code: &str) -> (Value, Value) {
+    let agent = TestAgent::new();
+    let fork = |id: &str| {
+        let answer = eval(&agent, prepare);
+        assert_eq!(answer.get("error"), None, "{answer}");
+        agent.become_child(id, json!({})).unwrap();
+        let answer = eval(&agent, code);
+        assert_eq!(answer.get("error"), None, "{answer}");
+        assert_eq!(answer["stderr"], "");
+        answer["result"].clone()
+    };
+    (fork("sb1"), fork("sb2"))
+}
+
+#[test]
+fn two_forks_of_one_interpreter_draw_different_random_numbers() {
+    for (prepare, code) in [
+        ("import random\nrandom.seed(1)", "random.random()"),
+        ("import uuid, time\nuuid._node = 1\nuuid._last_timestamp = 1 << 62", "uuid.uuid1().node"),
+        (
+            "import tempfile\ntempfile._name_sequence = None\ntempfile._get_candidate_names().rng.seed(1)",
+            "next(tempfile._get_candidate_names())",
+        ),
+    ] {
+        let (one, two) = in_two_forks(prepare, code);
+        assert!(one.is_string() && one != two, "{code}: {one} {two}");
+    }
+    let unforked = "import random\nrandom.seed(1)\nrandom.random()";
+    let (one, _) = in_two_forks("import random\nrandom.seed(1)", "random.random()");
+    assert_ne!(eval(&TestAgent::new(), unforked)["result"], one);
+}
+
+#[test]
+fn numpy_and_openssl_are_reseeded_if_they_are_loaded() {
+    // The functions they have for it, in modules that stand for theirs.
+    let stand_in = |module: &str, function: &str| {
+        format!(
+            "import sys, types\nmodule = types.ModuleType('{module}')\nseeds = []\n\
+             module.{function} = lambda *seed: seeds.append(seed)\nsys.modules['{module}'] = module"
+        )
+    };
+    let numpy = stand_in("numpy.random", "seed");
+    assert_eq!(in_two_forks(&numpy, "seeds"), (json!("[()]"), json!("[()]")));
+    let (one, two) = in_two_forks(&stand_in("_ssl", "RAND_add"), "seeds");
+    assert!(one.as_str().is_some_and(|seeds| seeds.ends_with(", 64.0)]")) && one != two, "{one} {two}");
+    let (one, _) = in_two_forks("import sys", "{'numpy', 'ssl', '_ssl', 'random'} & sys.modules.keys()");
+    assert_eq!(one, "set()", "nothing is imported for it");
+}
+
+#[test]
+fn a_generator_somebody_seeded_for_himself_is_left_alone() {
+    let (one, two) = in_two_forks("import random\nmine = random.Random(42)", "mine.random()");
+    assert_eq!(one, two);
+}
+
+#[test]
+fn functions_registered_for_it_are_called_in_a_fork_and_one_that_fails_harms_nothing() {
+    let agent = TestAgent::new();
+    let prepare = "import forkd_guest, os\nlog = []\n\
+                   forkd_guest.on_fork(lambda: log.append(os.environ['FORKD_SANDBOX_ID']))\n\
+                   @forkd_guest.on_fork\ndef broken():\n    raise ValueError('no luck')\n\
+                   @forkd_guest.on_fork\ndef leaves():\n    raise SystemExit(3)\n\
+                   forkd_guest.on_fork(lambda: log.append('last'))";
+    assert_eq!(eval(&agent, prepare).get("error"), None);
+    agent.become_child("sb9", json!({})).unwrap();
+    let answer = eval(&agent, "log");
+    assert_eq!(answer["resultJson"], json!(["sb9", "last"]));
+    let stderr = answer["stderr"].as_str().unwrap();
+    assert!(stderr.contains("broken failed") && stderr.contains("ValueError: no luck"), "{stderr}");
+    assert!(stderr.contains("SystemExit: 3"), "{stderr}");
+    assert!(eval(&agent, "forkd_guest.on_fork(3)")["error"].as_str().unwrap().starts_with("TypeError"));
+}
+
+#[test]
+fn a_running_interpreter_gets_the_variables_of_a_fork() {
+    let agent = TestAgent::new();
+    eval(&agent, "import os");
+    let value = "ü=\n".to_string() + &"x".repeat(60_000);
+    agent.become_child("sb1", json!({"envs": {"SECRET": value}})).unwrap();
+    let answer = eval(&agent, "os.environ['SECRET'], os.environ['FORKD_SANDBOX_ID']");
+    assert_eq!(answer["result"], format!("('ü=\\n{}', 'sb1')", "x".repeat(60_000)));
+    assert_eq!(eval(&agent, "os.system('echo $FORKD_SANDBOX_ID')")["stdout"], "sb1\n");
+}
+
+#[test]
+fn an_interpreter_is_told_of_a_fork_in_the_middle_of_an_evaluation() {
+    let agent = TestAgent::new();
+    let marker = agent.path("evaluating");
+    eval(&agent, "import os, random, time");
+    let code = format!(
+        "random.seed(1)\nopen({marker:?}, 'w').close()\n\
+         while 'FORKD_SANDBOX_ID' not in os.environ: time.sleep(0.01)\nrandom.random()"
+    );
+    thread::scope(|scope| {
+        let evaluation = scope.spawn(|| eval_within(&agent, "30000", &code).unwrap());
+        eventually("the evaluation", || marker.exists());
+        agent.become_child("sb1", json!({})).unwrap();
+        let answer = evaluation.join().unwrap();
+        assert_eq!(answer.get("error"), None, "{answer}");
+        assert_ne!(answer["result"], "0.13436424411240122", "what 1 as the seed gives");
+    });
+}
+
+#[test]
+fn code_that_takes_the_signal_for_itself_does_not_keep_the_news_away() {
+    let (one, two) = in_two_forks(
+        "import random, signal\nsignal.signal(60, signal.SIG_IGN)\nrandom.seed(1)",
+        "random.random()",
+    );
+    assert_ne!(one, two);
+    // Without any news the signal is harmless.
+    let agent = TestAgent::new();
+    let answer = eval_within(&agent, "20000", "import os\nos.kill(os.getpid(), 60)\n'alive'").unwrap();
+    assert_eq!(answer["result"], "'alive'");
+}

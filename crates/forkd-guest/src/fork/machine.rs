@@ -1,0 +1,73 @@
+//! What only a whole machine has: its clock, its name, its random numbers. Behind functions that can
+//! be replaced, so that a test of the rest does not change the machine it runs on.
+
+use std::{
+    fs::OpenOptions,
+    io,
+    os::fd::{AsFd, AsRawFd},
+    path::PathBuf,
+    time::Duration,
+};
+
+use rustix::time::{ClockId, Timespec};
+
+/// Access to the machine itself.
+pub struct Machine {
+    /// The root of the file system with `etc` in it.
+    pub root: PathBuf,
+    /// Makes the kernel's random numbers depend on these bytes from now on.
+    pub reseed: fn(&[u8]) -> io::Result<()>,
+    /// Sets the wall clock to a time since 1970.
+    pub set_clock: fn(Duration) -> io::Result<()>,
+    /// Sets the host name.
+    pub set_hostname: fn(&str) -> io::Result<()>,
+}
+
+impl Machine {
+    /// The guest this program is PID 1 of.
+    pub fn guest() -> Self {
+        Machine {
+            root: "/".into(),
+            reseed,
+            set_clock,
+            set_hostname: |name| Ok(rustix::system::sethostname(name.as_bytes())?),
+        }
+    }
+}
+
+/// `RNDADDENTROPY` and `RNDRESEEDCRNG` of `linux/random.h`.
+const ADD_ENTROPY: u32 = 0x4008_5203;
+const RESEED: u32 = 0x5207;
+
+fn reseed(entropy: &[u8]) -> io::Result<()> {
+    let device = OpenOptions::new().write(true).open("/dev/urandom")?;
+    let words = entropy.len().div_ceil(4);
+    // How many bits it is worth, how many bytes it has, the bytes.
+    let bytes = i32::try_from(words * 4).map_err(io::Error::other)?;
+    let mut message = vec![0u32; 2 + words];
+    message[0] = (bytes as u32).saturating_mul(8);
+    message[1] = bytes as u32;
+    for (word, piece) in message[2..].iter_mut().zip(entropy.chunks(4)) {
+        let mut padded = [0; 4];
+        padded[..piece.len()].copy_from_slice(piece);
+        *word = u32::from_ne_bytes(padded);
+    }
+    ioctl(&device, ADD_ENTROPY, message.as_mut_ptr().cast())?;
+    // Without this a generator that was ready before the fork uses its old key for up to a minute.
+    ioctl(&device, RESEED, std::ptr::null_mut())
+}
+
+fn ioctl(device: impl AsFd, number: u32, argument: *mut libc::c_void) -> io::Result<()> {
+    // SAFETY: one caller passes a structure that is as long as its second word says, in memory of its
+    // own that lives through the call; the other request takes no argument.
+    let done = unsafe { libc::ioctl(device.as_fd().as_raw_fd(), number as _, argument) };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+fn set_clock(since_1970: Duration) -> io::Result<()> {
+    let time = Timespec {
+        tv_sec: i64::try_from(since_1970.as_secs()).map_err(io::Error::other)?,
+        tv_nsec: since_1970.subsec_nanos().into(),
+    };
+    Ok(rustix::time::clock_settime(ClockId::Realtime, time)?)
+}

@@ -1,0 +1,228 @@
+//! Being forked: `Freeze` and `Thaw` in the guest that is copied, `Become` in each copy.
+//!
+//! Two copies of a guest are the same machine until somebody makes them different, and only the
+//! guest itself can reach what its processes remember. This module owns the order in which that
+//! happens. Nothing of a user's runs in a child before its random numbers, its clock and its name
+//! are its own: user processes sit in a frozen cgroup from `Freeze` on and are thawed here.
+//!
+//! What it does is paid for by every child, in time and in pages that are no longer shared. So it
+//! starts no program (but hooks, where there are any), waits for no process, and overwrites files
+//! that exist instead of making new ones.
+//!
+//! It knows nothing of the host: neither how a guest is copied nor how many copies there are.
+
+mod connections;
+mod hooks;
+mod identity;
+mod machine;
+
+use std::{
+    collections::BTreeMap,
+    io,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use forkd_protocol::{
+    agent::{BecomeRequest, BecomeResponse, FORK_HOOKS, FreezeRequest, FreezeResponse},
+    connect::{Code, Error},
+};
+
+pub(crate) use identity::{Names, write_resolv_conf};
+pub use machine::Machine;
+
+use crate::{
+    log,
+    process::{self, Processes},
+    python::Python,
+};
+
+/// The variable that tells a process which sandbox it is in.
+pub(crate) const SANDBOX_ID: &str = "FORKD_SANDBOX_ID";
+/// How long `Freeze` waits when it is not told.
+const FREEZE_TIME: Duration = Duration::from_secs(5);
+/// How long `Freeze` waits at most, whatever it is told.
+const MAX_FREEZE_TIME: Duration = Duration::from_secs(600);
+/// How long `Become` waits for processes that should be frozen already.
+const REFREEZE_TIME: Duration = Duration::from_secs(1);
+/// How long all hooks may take together.
+const HOOK_TIME: Duration = Duration::from_secs(10);
+/// Less entropy than this does not make two children different for sure; more is of no use.
+const ENTROPY: std::ops::RangeInclusive<usize> = 32..=4096;
+/// The most that names and values of variables may take together.
+const MAX_VARIABLES: usize = 64 << 10;
+
+/// The parts of a guest that a fork touches.
+pub(crate) struct Forking {
+    machine: Machine,
+    run_dir: PathBuf,
+    processes: Arc<Processes>,
+    python: Arc<Python>,
+    /// One freeze, thaw or change of identity at a time.
+    turn: Mutex<()>,
+}
+
+impl Forking {
+    pub(crate) fn new(
+        machine: Machine,
+        run_dir: PathBuf,
+        processes: Arc<Processes>,
+        python: Arc<Python>,
+    ) -> Self {
+        Forking { machine, run_dir, processes, python, turn: Mutex::new(()) }
+    }
+
+    /// Stops all user processes and makes the file systems clean.
+    pub(crate) fn freeze(&self, request: &FreezeRequest) -> FreezeResponse {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let limit = match request.timeout_ms {
+            0 => FREEZE_TIME,
+            ms => Duration::from_millis(ms).min(MAX_FREEZE_TIME),
+        };
+        // Most of the writing while processes still run, so that they stand still for less long.
+        rustix::fs::sync();
+        let frozen = match self.processes.cgroups.freeze(limit) {
+            Ok(frozen) => frozen,
+            Err(error) => {
+                log::error!("cannot freeze the user processes: {error}");
+                false
+            }
+        };
+        if frozen {
+            // The files that every child writes first: written once here, they are in memory and
+            // have their place on the disk, and a child changes one page of each.
+            self.names().rehearse();
+            // What the processes, and the line above, wrote since the first time.
+            rustix::fs::sync();
+        }
+        FreezeResponse { frozen }
+    }
+
+    /// Lets user processes run on.
+    pub(crate) fn thaw(&self) -> Result<(), Error> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        self.processes.cgroups.thaw().map_err(cannot("let the user processes run"))
+    }
+
+    /// Makes this guest the one that `request`, of which the first byte was read at `received`,
+    /// describes.
+    pub(crate) fn become_child(
+        &self,
+        request: BecomeRequest,
+        received: Instant,
+    ) -> Result<BecomeResponse, Error> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let request = Checked::new(request)?;
+        let mut warnings = Vec::new();
+
+        // Nothing to do in a child of a frozen guest. A guest that runs is asked again, or was copied
+        // without having been frozen.
+        let frozen = self.processes.cgroups.freeze(REFREEZE_TIME).unwrap_or(false);
+        if !frozen {
+            warnings
+                .push("user processes could not be frozen: some ran before this child was its own".into());
+        }
+
+        // First: whatever comes after it may need random numbers.
+        (self.machine.reseed)(&request.entropy).map_err(cannot("reseed the kernel's random numbers"))?;
+        (self.machine.set_clock)(request.sent_at + received.elapsed()).map_err(cannot("set the clock"))?;
+        if let Err(error) = (self.machine.set_hostname)(&request.hostname) {
+            warnings.push(format!("the host name could not be set: {error}"));
+        }
+        let names = self.names();
+        names.write(&request.hostname, &request.machine_id, &mut warnings);
+        names.write_sandbox_id(&request.sandbox_id, &mut warnings);
+        self.processes.variables.set(request.variables.clone());
+        connections::reset(&self.processes.cgroups.pids(), frozen, &mut warnings);
+
+        // Before the thaw, so that it is the first thing an interpreter does.
+        if let Err(error) = self.python.forked(&request.variables) {
+            warnings.push(format!("the Python interpreter could not be told that it was forked: {error}"));
+        }
+        self.processes.cgroups.thaw().map_err(cannot("let the user processes run"))?;
+        hooks::run(&self.under_root(FORK_HOOKS), HOOK_TIME, &self.processes, &mut warnings);
+
+        Ok(BecomeResponse { unix_nanos: unix_nanos(), python: Python::find().is_some(), warnings })
+    }
+
+    fn names(&self) -> Names<'_> {
+        Names { root: &self.machine.root, run_dir: &self.run_dir }
+    }
+
+    fn under_root(&self, path: &str) -> PathBuf {
+        self.machine.root.join(path.trim_start_matches('/'))
+    }
+}
+
+/// A request whose every field can be used as it is.
+#[derive(Debug)]
+struct Checked {
+    sandbox_id: String,
+    hostname: String,
+    machine_id: String,
+    /// Since 1970.
+    sent_at: Duration,
+    entropy: Vec<u8>,
+    /// The request's and [`SANDBOX_ID`].
+    variables: BTreeMap<String, String>,
+}
+
+impl Checked {
+    fn new(request: BecomeRequest) -> Result<Self, Error> {
+        let BecomeRequest { sandbox_id, hostname, machine_id, unix_nanos, entropy, envs: mut variables } =
+            request;
+        let wrong = |message: String| Err(Error::new(Code::InvalidArgument, message));
+        if !forkd_protocol::names::is_valid_sandbox_id(&sandbox_id) {
+            return wrong(format!("{sandbox_id:?} is not a sandbox id: \"sb\", then letters and digits"));
+        }
+        if !is_hostname(&hostname) {
+            let rule = "1 to 63 letters, digits and hyphens, with no hyphen at either end";
+            return wrong(format!("{hostname:?} is not a host name: {rule}"));
+        }
+        let is_digit = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
+        if machine_id.len() != 32 || !machine_id.bytes().all(is_digit) {
+            return wrong(format!("{machine_id:?} is not a machine id: 32 lower-case hexadecimal digits"));
+        }
+        if unix_nanos == 0 {
+            return wrong("the host's time is missing: unixNanos".into());
+        }
+        let entropy = entropy.unwrap_or_default();
+        if !ENTROPY.contains(&entropy.len()) {
+            let (least, most) = (ENTROPY.start(), ENTROPY.end());
+            return wrong(format!("entropy has {} bytes; it must have {least} to {most}", entropy.len()));
+        }
+        process::check_variables(&variables)?;
+        variables.insert(SANDBOX_ID.into(), sandbox_id.clone());
+        if variables.iter().map(|(name, value)| name.len() + value.len() + 2).sum::<usize>() > MAX_VARIABLES {
+            return wrong(format!("envs take more than {MAX_VARIABLES} bytes"));
+        }
+        let sent_at = Duration::from_nanos(unix_nanos);
+        Ok(Checked { sandbox_id, hostname, machine_id, sent_at, entropy, variables })
+    }
+}
+
+/// A single label: such a name is safe in every file it is written to.
+fn is_hostname(name: &str) -> bool {
+    (1..=63).contains(&name.len())
+        && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-')
+        && !name.starts_with('-')
+        && !name.ends_with('-')
+}
+
+fn cannot(what: &str) -> impl FnOnce(io::Error) -> Error {
+    move |cause| Error::new(Code::Internal, format!("the guest cannot {what}: {cause}"))
+}
+
+fn unix_nanos() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
+    (now.tv_sec.max(0) as u64).saturating_mul(1_000_000_000).saturating_add(now.tv_nsec.max(0) as u64)
+}
+
+/// Says which file could not be written.
+fn complain(warnings: &mut Vec<String>, path: &Path, error: &io::Error) {
+    warnings.push(format!("{} could not be written: {error}", path.display()));
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,0 +1,275 @@
+//! Freezing, thawing and becoming another guest, with this machine's own clock and name left alone.
+
+use std::{
+    fs,
+    io::{Read, Write},
+    net::TcpListener,
+    os::unix::fs::PermissionsExt,
+    sync::Mutex,
+    thread,
+};
+
+use serde_json::{Value, json};
+
+use super::*;
+use crate::agent::tests::{TestAgent, eventually};
+
+/// What was done to the machines of all tests.
+static DONE: Mutex<Vec<Done>> = Mutex::new(Vec::new());
+
+#[derive(Debug, Clone, PartialEq)]
+enum Done {
+    Reseeded(Vec<u8>),
+    Clock(Duration),
+    Hostname(String),
+}
+
+fn done(what: Done) -> io::Result<()> {
+    DONE.lock().unwrap().push(what);
+    Ok(())
+}
+
+/// A machine that only remembers what is done to it.
+pub(crate) fn machine(root: PathBuf) -> Machine {
+    Machine {
+        root,
+        reseed: |entropy| done(Done::Reseeded(entropy.to_vec())),
+        set_clock: |time| done(Done::Clock(time)),
+        set_hostname: |name| match name {
+            "refused" => Err(io::ErrorKind::PermissionDenied.into()),
+            name => done(Done::Hostname(name.into())),
+        },
+    }
+}
+
+/// An agent whose processes can be frozen, where this machine allows that.
+fn freezable() -> Option<TestAgent> {
+    let agent = TestAgent::new();
+    if agent.cgroup.is_none() {
+        let _ = writeln!(io::stderr(), "NOT RUN: freezing user processes: no cgroup v2 here");
+    }
+    agent.cgroup.is_some().then_some(agent)
+}
+
+fn warnings(answer: &Value) -> Vec<String> {
+    answer.get("warnings").map_or(Vec::new(), |list| serde_json::from_value(list.clone()).unwrap())
+}
+
+#[test]
+fn a_child_is_who_it_is_told_to_be() {
+    let Some(agent) = freezable() else { return };
+    let entropy: Vec<u8> = (100..150).collect();
+    let answer = agent
+        .become_child(
+            "sbwhoami",
+            json!({
+                "hostname": "child-7", "unixNanos": "1800000000000000001",
+                "entropy": base64::Engine::encode(&base64::prelude::BASE64_STANDARD, &entropy),
+                "envs": {"SECRET": "a=b c"},
+            }),
+        )
+        .unwrap();
+    assert_eq!(warnings(&answer), Vec::<String>::new());
+    assert!(answer["unixNanos"].as_str().unwrap().parse::<u64>().unwrap() > 1_700_000_000_000_000_000);
+    let done = DONE.lock().unwrap().clone();
+    assert!(done.contains(&Done::Reseeded(entropy)), "{done:?}");
+    assert!(done.contains(&Done::Hostname("child-7".into())), "{done:?}");
+    let sent = Duration::from_nanos(1_800_000_000_000_000_001);
+    let is_ours =
+        |done: &Done| matches!(done, Done::Clock(t) if *t >= sent && *t < sent + Duration::from_secs(60));
+    assert!(done.iter().any(is_ours), "{done:?}");
+
+    let read = |name: &str| fs::read_to_string(agent.path(name)).unwrap();
+    assert_eq!(read("root/etc/hostname"), "child-7\n");
+    assert_eq!(read("root/etc/machine-id"), "0123456789abcdef0123456789abcdef\n");
+    assert_eq!(read("run/sandbox-id"), "sbwhoami");
+    assert_eq!(agent.sh("echo $FORKD_SANDBOX_ID $SECRET").out(), "sbwhoami a=b c\n");
+    // What a caller gives for one command goes before that.
+    let request =
+        json!({"process": {"cmd": "sh", "args": ["-c", "echo $SECRET"], "envs": {"SECRET": "mine"}}});
+    assert_eq!(agent.start(request).collect().out(), "mine\n");
+    // Once more, as somebody else: nothing of the first is left.
+    agent.become_child("sbother", json!({})).unwrap();
+    assert_eq!(agent.sh("echo $FORKD_SANDBOX_ID $SECRET").out(), "sbother\n");
+}
+
+#[test]
+fn a_request_that_is_wrong_in_any_part_changes_nothing() {
+    let agent = TestAgent::new();
+    let short = base64::Engine::encode(&base64::prelude::BASE64_STANDARD, [1; 31]);
+    for (wrong, about) in [
+        (json!({"sandboxId": ""}), "sandbox id"),
+        (json!({"sandboxId": "../../etc/passwd"}), "sandbox id"),
+        (json!({"hostname": ""}), "host name"),
+        (json!({"hostname": "a b"}), "host name"),
+        (json!({"hostname": "-a"}), "host name"),
+        (json!({"hostname": "a\nb"}), "host name"),
+        (json!({"hostname": "a".repeat(64)}), "host name"),
+        (json!({"machineId": "0123"}), "machine id"),
+        (json!({"machineId": "0123456789ABCDEF0123456789ABCDEF"}), "machine id"),
+        (json!({"unixNanos": "0"}), "unixNanos"),
+        (json!({"unixNanos": "-1"}), "JSON"),
+        (json!({"entropy": null}), "entropy"),
+        (json!({"entropy": short}), "entropy"),
+        (json!({"entropy": "%"}), "JSON"),
+        (json!({"envs": {"A=B": "x"}}), "environment variable"),
+        (json!({"envs": {"A\0": "x"}}), "environment variable"),
+        (json!({"envs": {"A": "x\0"}}), "environment variable"),
+        (json!({"envs": {"": "x"}}), "environment variable"),
+        (json!({"envs": {"A": "x".repeat(MAX_VARIABLES)}}), "envs"),
+    ] {
+        let mut request = json!({"hostname": "never-set"});
+        request.as_object_mut().unwrap().extend(wrong.as_object().unwrap().clone());
+        let error = agent.become_child("sbnever", request).unwrap_err();
+        assert_eq!(error.code, Code::InvalidArgument, "{wrong}");
+        assert!(error.message.contains(about), "{wrong}: {}", error.message);
+    }
+    assert!(!DONE.lock().unwrap().contains(&Done::Hostname("never-set".into())));
+    assert_eq!(fs::read_dir(agent.path("root/etc")).unwrap().count(), 0);
+    assert!(!agent.path("run/sandbox-id").exists());
+    assert_eq!(agent.sh("echo $FORKD_SANDBOX_ID").out(), "\n");
+}
+
+#[test]
+fn what_does_not_work_but_can_be_lived_with_is_a_warning() {
+    let Some(agent) = freezable() else { return };
+    fs::remove_dir(agent.path("root/etc")).unwrap();
+    let answer = agent.become_child("sbwarn", json!({"hostname": "refused"})).unwrap();
+    let warnings = warnings(&answer);
+    assert_eq!(warnings.len(), 4, "{warnings:?}");
+    assert!(warnings[0].contains("host name"), "{warnings:?}");
+    assert!(warnings[2].contains("etc/machine-id"), "{warnings:?}");
+    assert_eq!(fs::read_to_string(agent.path("run/sandbox-id")).unwrap(), "sbwarn");
+}
+
+#[test]
+fn frozen_processes_stand_still_until_they_are_thawed_or_become_another_guests() {
+    let Some(agent) = freezable() else { return };
+    let file = agent.path("ticks");
+    let script = format!("(while :; do echo x >> {}; sleep 0.01; done) & wait", file.display());
+    let _running = agent.start(json!({"process": {"cmd": "sh", "args": ["-c", script]}}));
+    let size = || fs::metadata(&file).map_or(0, |known| known.len());
+    for (how, call) in [("thaw", "/forkd.Agent/Thaw"), ("become", ""), ("freeze twice", "/forkd.Agent/Thaw")]
+    {
+        let before = size();
+        eventually("ticks", || size() > before);
+        assert_eq!(agent.call("/forkd.Agent/Freeze", json!({})).unwrap(), json!({"frozen": true}), "{how}");
+        if how == "freeze twice" {
+            assert_eq!(agent.call("/forkd.Agent/Freeze", json!({"timeoutMs": 1})).unwrap()["frozen"], true);
+        }
+        let frozen_at = size();
+        thread::sleep(Duration::from_millis(300));
+        assert_eq!(size(), frozen_at, "{how}");
+        assert!(agent.call("/forkd.Agent/Ping", json!({})).is_ok(), "the agent itself runs on");
+        match call {
+            "" => _ = agent.become_child("sbthaw", json!({})).unwrap(),
+            call => assert_eq!(agent.call(call, json!({})).unwrap(), json!({})),
+        }
+        eventually("ticks after it", || size() > frozen_at);
+    }
+}
+
+#[test]
+fn a_guest_without_cgroups_says_that_nothing_is_frozen() {
+    let processes = Arc::new(Processes::new(process::Cgroups::new(None), Arc::default()));
+    let python = Arc::new(Python::new(process::Cgroups::new(None), Arc::default()));
+    let folder = tempfile::tempdir().unwrap();
+    let forking = Forking::new(machine(folder.path().into()), folder.path().into(), processes, python);
+    assert_eq!(forking.freeze(&FreezeRequest::default()), FreezeResponse { frozen: false });
+    assert!(forking.thaw().is_ok());
+}
+
+fn hook(agent: &TestAgent, name: &str, mode: u32, script: &str) {
+    let folder = agent.path("root/etc/forkd/forked.d");
+    fs::create_dir_all(&folder).unwrap();
+    let path = folder.join(name);
+    fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+}
+
+#[test]
+fn hooks_run_in_the_order_of_their_names_and_know_who_they_are() {
+    let Some(agent) = freezable() else { return };
+    let log = agent.path("log");
+    for (name, mode) in [("20-b", 0o755), ("10-a", 0o700), ("30-data", 0o644), (".40-hidden", 0o755)] {
+        hook(&agent, name, mode, &format!("echo {name} $FORKD_SANDBOX_ID >> {}", log.display()));
+    }
+    let answer = agent.become_child("sbhooks", json!({})).unwrap();
+    assert_eq!(warnings(&answer), Vec::<String>::new());
+    assert_eq!(fs::read_to_string(&log).unwrap(), "10-a sbhooks\n20-b sbhooks\n");
+}
+
+#[test]
+fn a_hook_that_fails_is_a_warning_and_the_next_one_runs() {
+    let Some(agent) = freezable() else { return };
+    hook(&agent, "1", 0o755, "echo reason one; echo reason two >&2; exit 3");
+    hook(&agent, "2", 0o755, &format!("echo ran > {}", agent.path("second").display()));
+    let warnings = warnings(&agent.become_child("sbhooks", json!({})).unwrap());
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+    for part in ["forked.d/1", "exit status 3", "reason one", "reason two"] {
+        assert!(warnings[0].contains(part), "{part}: {warnings:?}");
+    }
+    assert!(agent.path("second").exists());
+}
+
+#[test]
+fn hooks_that_take_too_long_are_killed_and_the_rest_is_named() {
+    let agent = TestAgent::new();
+    hook(&agent, "1", 0o755, "sleep 1000");
+    hook(&agent, "2", 0o755, "true");
+    let processes = Processes::new(process::Cgroups::new(None), Arc::default());
+    let mut warnings = Vec::new();
+    let folder = agent.path("root/etc/forkd/forked.d");
+    let begun = Instant::now();
+    hooks::run(&folder, Duration::from_millis(300), &processes, &mut warnings);
+    assert!(begun.elapsed() < Duration::from_secs(30));
+    assert_eq!(warnings.len(), 2, "{warnings:?}");
+    assert!(warnings[0].contains("forked.d/1: killed"), "{warnings:?}");
+    assert!(warnings[1].contains("forked.d/2: not run"), "{warnings:?}");
+}
+
+/// Connects to `port`, listens with a connection waiting, and tells how each of them fares.
+const CLIENT: &str = r#"
+import errno, os, socket, sys
+def named(call):
+    try: return call()
+    except OSError as error: return errno.errorcode[error.errno]
+port = int(sys.argv[1])
+out = socket.create_connection(("127.0.0.1", port))
+os.dup(out.fileno())
+unix, other = socket.socketpair()
+listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+waiting = socket.create_connection(listener.getsockname()[:2])
+print("ready", flush=True)
+print("read", named(lambda: out.recv(1)))
+print("write", named(lambda: out.send(b"x")))
+print("waiting", named(lambda: waiting.recv(1)))
+fresh = socket.create_connection(listener.getsockname()[:2])
+conn, peer = listener.accept()
+print("accepted", peer == fresh.getsockname())
+unix.send(b"u")
+print("unix", other.recv(1))
+"#;
+
+#[test]
+fn inherited_tcp_connections_are_reset_at_once_and_listeners_go_on() {
+    let Some(agent) = freezable() else { return };
+    let server = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = server.local_addr().unwrap().port().to_string();
+    let mut running = agent
+        .start(json!({"process": {"cmd": "python3", "args": ["-u", "-c", CLIENT, port]}, "stdin": false}));
+    let (mut peer, _) = server.accept().unwrap();
+    running.until("ready\n");
+    assert_eq!(agent.call("/forkd.Agent/Freeze", json!({})).unwrap()["frozen"], true);
+    let begun = Instant::now();
+    assert_eq!(warnings(&agent.become_child("sbtcp", json!({})).unwrap()), Vec::<String>::new());
+    let collected = running.collect();
+    assert_eq!(
+        collected.out(),
+        "read ECONNRESET\nwrite EPIPE\nwaiting ECONNRESET\naccepted True\nunix b'u'\n",
+        "{}",
+        String::from_utf8_lossy(&collected.stderr)
+    );
+    assert!(begun.elapsed() < Duration::from_secs(20));
+    assert_eq!(peer.read(&mut [0; 8]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+}
