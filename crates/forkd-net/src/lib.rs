@@ -1,18 +1,49 @@
 //! The host's end of a guest's network.
 //!
-//! So far this is one thing: a [`Tap`], a network interface whose other end is a descriptor that a
-//! monitor can be given. It needs the right to configure the network (`CAP_NET_ADMIN`); what it
-//! hands out does not. This crate knows nothing of guests, sandboxes or policies.
+//! A [`Slot`] is what one sandbox needs: a network namespace of its own with a tap in it, whose other
+//! end is a descriptor that a monitor can be given. All slots look the same from inside (the guest is
+//! always [`GUEST_ADDRESS`], its gateway and name server always [`GATEWAY_ADDRESS`]), so that a forked
+//! guest need not be reconfigured; each has an outer address of its own, which its traffic is
+//! translated to.
+//!
+//! A [`Network`] makes slots and recognises those a killed process left behind; a [`Pool`] makes them
+//! before they are asked for. [`Tap`] is the interface alone, without a namespace.
+//!
+//! All of this needs root; what it hands out does not. Every call blocks. This crate knows nothing of
+//! guests, sandboxes or monitors: whoever uses it says which slots are in use.
 
+mod link;
+mod namespace;
+mod network;
+mod nft;
+mod pool;
+mod resolver;
+mod slot;
 mod sys;
 mod tap;
 
+use std::net::Ipv4Addr;
+
+pub use network::{Leftovers, Network, NetworkConfig, leftovers};
+pub use pool::Pool;
+pub use slot::Slot;
 pub use tap::Tap;
+
+/// The address of every guest in its slot.
+pub const GUEST_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 42, 0, 2);
+/// What every guest sees as its gateway and its name server.
+pub const GATEWAY_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 42, 0, 1);
+/// The prefix length of the network both are in.
+pub const GUEST_PREFIX: u8 = 24;
+/// The hardware address every guest's interface must have: the slot knows it and never asks.
+pub const GUEST_MAC: [u8; 6] = [0x06, 0xfc, 0x0a, 0x2a, 0x00, 0x02];
+/// The hardware address of every gateway: a forked guest remembers its parent's.
+pub const GATEWAY_MAC: [u8; 6] = [0x06, 0xfc, 0x0a, 0x2a, 0x00, 0x01];
 
 /// Result with this crate's [`enum@Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Why an interface could not be made or configured.
+/// Why a part of the network could not be made or configured.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The name cannot be an interface's.
@@ -21,24 +52,59 @@ pub enum Error {
     /// An address or prefix that makes no sense.
     #[error("`{0}` is not an address with a prefix length, such as 10.42.0.1/24")]
     BadAddress(String),
+    /// Slots cannot be carved out of this.
+    #[error(
+        "{0} cannot be the outer network of slots: give its first address and a length from 8 to 28, such as 10.43.0.0/16, apart from 10.42.0.0/24"
+    )]
+    BadOuterNetwork(String),
+    /// Not root.
+    #[error("network slots need root: run as root, or without network")]
+    NotRoot,
+    /// All slots are in use.
+    #[error("all {0} network slots are in use: end sandboxes, or configure a larger outer network")]
+    Full(u32),
+    /// The name is not that of a slot that can be adopted.
+    #[error("`{name}` is not a network slot to adopt: {reason}")]
+    BadSlot {
+        /// The name.
+        name: String,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// The program `nft` did not accept the rules, or did not run.
+    #[error("loading packet filter rules with nft failed: {0}")]
+    Nft(String),
     /// The kernel refused.
-    #[error("{doing} of interface {name} failed{hint}", hint = hint(.source))]
+    #[error("{doing} {name} failed{hint}", hint = hint(.doing, .source))]
     System {
         /// What was tried.
         doing: &'static str,
-        /// On which interface.
+        /// On what.
         name: String,
         /// Why.
         source: std::io::Error,
     },
 }
 
+impl Error {
+    /// Makes the error of a system call, as `map_err` wants it.
+    pub(crate) fn system<E: Into<std::io::Error>>(
+        doing: &'static str,
+        name: &str,
+    ) -> impl FnOnce(E) -> Error {
+        move |source| Error::System { doing, name: name.to_owned(), source: source.into() }
+    }
+}
+
+/// What is being done when a kernel without taps says so.
+pub(crate) const MAKING_A_TAP: &str = "making the tap";
+
 /// The fix for the failures that have a common one.
-fn hint(error: &std::io::Error) -> &'static str {
+fn hint(doing: &str, error: &std::io::Error) -> &'static str {
     match error.kind() {
         std::io::ErrorKind::PermissionDenied => " (run as root)",
-        std::io::ErrorKind::NotFound => " (load the `tun` kernel module)",
-        std::io::ErrorKind::ResourceBusy => " (it is in use: choose another name)",
+        std::io::ErrorKind::NotFound if doing == MAKING_A_TAP => " (load the `tun` kernel module)",
+        std::io::ErrorKind::ResourceBusy => " (it is in use)",
         _ => "",
     }
 }

@@ -8,7 +8,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 
 use crate::sys::{InterfaceIoctl, Request, clear_offloads, set_header_size};
-use crate::{Error, Result};
+use crate::{Error, MAKING_A_TAP, Result};
 
 /// Bytes in front of every packet, as virtio has them: flags, offload, four lengths, a count.
 const HEADER_SIZE: i32 = 12;
@@ -41,7 +41,7 @@ impl Tap {
                 clear_offloads(fd.as_fd())?;
                 Ok(fd)
             });
-        let fd = made.map_err(|source| failed("creation", name, source))?;
+        let fd = made.map_err(Error::system(MAKING_A_TAP, name))?;
         Ok(Tap { name: name.to_owned(), fd })
     }
 
@@ -61,7 +61,7 @@ impl Tap {
             request()?.flags(up).perform(&socket, InterfaceIoctl::SetFlags)?;
             Ok(())
         };
-        configured().map_err(|source| failed("configuration", &self.name, source))
+        configured().map_err(Error::system("configuring the tap", &self.name))
     }
 
     /// The interface's name.
@@ -79,10 +79,6 @@ impl AsFd for Tap {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
-}
-
-fn failed(doing: &'static str, name: &str, source: io::Error) -> Error {
-    Error::System { doing, name: name.to_owned(), source }
 }
 
 #[cfg(test)]
