@@ -1,0 +1,67 @@
+//! What can go wrong, sorted by what a caller would do about it.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// `Result` with this crate's [`Error`].
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// A snapshot could not be found, made or used. Every message says what happened and, where there is
+/// one, what to do about it.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// What was given cannot be used: a bad tag, a bad file name, facts that contradict each other.
+    #[error("{0}")]
+    Invalid(String),
+    /// There is no snapshot of that tag.
+    #[error("{0}")]
+    NotFound(String),
+    /// The tag is taken.
+    #[error("{0}")]
+    Exists(String),
+    /// The snapshot is there and cannot be used: a file is missing, truncated or edited, or it is
+    /// from another version. The message names the file.
+    #[error("{0}")]
+    Unusable(String),
+    /// Reading or writing failed.
+    #[error("cannot {doing} {}{}", path.display(), hint(source))]
+    Io {
+        /// What was tried, as in "cannot …".
+        doing: &'static str,
+        /// On which file or folder.
+        path: PathBuf,
+        /// Why it failed.
+        source: io::Error,
+    },
+}
+
+impl Error {
+    /// For `map_err`: gives an I/O error its place.
+    pub(crate) fn io<E: Into<io::Error>>(doing: &'static str, path: &Path) -> impl FnOnce(E) -> Error {
+        let path = path.to_owned();
+        move |source| Error::Io { doing, path, source: source.into() }
+    }
+
+    /// The snapshot `tag` cannot be used, because of `why`.
+    pub(crate) fn unusable(tag: &str, why: impl std::fmt::Display) -> Error {
+        Error::Unusable(format!(
+            "snapshot {tag} cannot be used: {why}; remove it with `forkd rmi {tag}` and make it again \
+             with `forkd snapshot --tag {tag} …`"
+        ))
+    }
+}
+
+/// The fix for the I/O errors that have one.
+fn hint(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            " (free some space, for example with `forkd rmi`, or set FORKD_DATA_DIR to a folder on a \
+             larger disk)"
+        }
+        io::ErrorKind::ReadOnlyFilesystem => " (set FORKD_DATA_DIR to a folder that can be written)",
+        io::ErrorKind::PermissionDenied => {
+            " (run as its owner or as root, or set FORKD_DATA_DIR to a folder of your own)"
+        }
+        _ => "",
+    }
+}
