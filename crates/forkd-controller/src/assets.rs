@@ -2,14 +2,14 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
-use forkd_image::{GUEST_MODULES, Kernel, Library, build_initramfs};
-use forkd_protocol::agent::WarmRequest;
-use forkd_protocol::init::InitPlan;
+use forkd_image::{GUEST_MODULES, Kernel, Library, Manifest, build_initramfs};
+use forkd_protocol::init::{InitPlan, InterfacePlan};
+use forkd_store::BaseImage;
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::config::Config;
@@ -19,34 +19,73 @@ use crate::error::{Error, Kind, Result};
 #[derive(Debug, Clone)]
 pub(crate) struct Assets {
     kernel: Arc<OwnedFd>,
+    /// What a guest with an image has; a bare kernel has nothing.
+    root: Option<Root>,
+}
+
+#[derive(Debug, Clone)]
+struct Root {
     initramfs: Arc<OwnedFd>,
     disk: Arc<OwnedFd>,
-    /// What warms the image up.
-    pub(crate) warm: WarmRequest,
+    image: Manifest,
 }
 
 /// Descriptors of one boot, for one monitor.
 #[derive(Debug)]
 pub(crate) struct BootFiles {
     pub(crate) kernel: OwnedFd,
+    pub(crate) root: Option<RootFiles>,
+}
+
+/// What a guest finds its image with.
+#[derive(Debug)]
+pub(crate) struct RootFiles {
     pub(crate) initramfs: OwnedFd,
     /// The image's root disk.
     pub(crate) disk: OwnedFd,
 }
 
 impl Assets {
+    /// A kernel alone.
+    pub(crate) fn bare(kernel: &Path) -> Result<Self> {
+        let kernel = File::open(kernel).map_err(|error| {
+            let kind =
+                if error.kind() == std::io::ErrorKind::NotFound { Kind::NotFound } else { Kind::Invalid };
+            Error::new(kind, format!("cannot open kernel {}: {error}", kernel.display()))
+        })?;
+        match kernel.metadata() {
+            Ok(meta) if meta.is_file() => Ok(Assets { kernel: Arc::new(kernel.into()), root: None }),
+            _ => Err(Error::invalid("the kernel is not a regular file")),
+        }
+    }
+
     /// Descriptors for one boot. Opened anew each time, for reading: a monitor must not find the
     /// position another one left, nor be able to write.
     pub(crate) fn open(&self) -> Result<BootFiles> {
-        Ok(BootFiles {
-            kernel: reopen(&self.kernel)?,
-            initramfs: reopen(&self.initramfs)?,
-            disk: reopen(&self.disk)?,
-        })
+        let root = match &self.root {
+            Some(root) => Some(RootFiles { initramfs: reopen(&root.initramfs)?, disk: reopen(&root.disk)? }),
+            None => None,
+        };
+        Ok(BootFiles { kernel: reopen(&self.kernel)?, root })
+    }
+
+    /// What is known of its image.
+    pub(crate) fn image(&self) -> Option<&Manifest> {
+        self.root.as_ref().map(|root| &root.image)
+    }
+
+    /// Which file is under its disk.
+    pub(crate) fn base(&self) -> Result<Option<BaseImage>> {
+        let Some(root) = &self.root else { return Ok(None) };
+        let disk = File::from(reopen(&root.disk)?);
+        let base = BaseImage::of(&root.image.name, &root.image.disk_digest, &disk);
+        base.map(Some).map_err(|error| Error::host("cannot look at the image's disk", error))
     }
 }
 
-fn reopen(fd: &OwnedFd) -> Result<OwnedFd> {
+/// Another descriptor of the same file, for reading.
+pub(crate) fn reopen(fd: impl AsFd) -> Result<OwnedFd> {
+    let fd = fd.as_fd();
     let file = File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()));
     Ok(file.map_err(|error| Error::host("cannot open a boot file again", error))?.into())
 }
@@ -81,12 +120,19 @@ impl Finder {
             Some(path) => kernel_at(path)?,
             None => self.library.kernel(None)?,
         };
-        Ok(Assets {
-            kernel: open(&kernel.image)?,
-            initramfs: self.initramfs(&kernel)?,
-            disk: open(&image.disk)?,
-            warm: image.manifest.warm,
-        })
+        let (initramfs, disk) = (self.initramfs(&kernel)?, open(&image.disk)?);
+        let root = Some(Root { initramfs, disk, image: image.manifest });
+        Ok(Assets { kernel: open(&kernel.image)?, root })
+    }
+
+    /// The disk of `image`, and which it is: what is under a snapshot's own layers.
+    pub(crate) fn disk(&self, image: &str) -> Result<(OwnedFd, BaseImage)> {
+        let image = self.library.image(image)?;
+        let disk = File::open(&image.disk)
+            .map_err(|error| Error::host(format!("cannot open {}", image.disk.display()), error))?;
+        let base = BaseImage::of(&image.manifest.name, &image.manifest.disk_digest, &disk)
+            .map_err(|error| Error::host(format!("cannot read {}", image.disk.display()), error))?;
+        Ok((disk.into(), base))
     }
 
     fn initramfs(&self, kernel: &Kernel) -> Result<Arc<OwnedFd>> {
@@ -98,7 +144,18 @@ impl Finder {
         {
             return Ok(initramfs.clone());
         }
-        let plan = InitPlan { hostname: "sandbox".into(), ..InitPlan::default() };
+        // An interface is configured if the guest has one.
+        let interface = InterfacePlan {
+            name: "eth0".into(),
+            address: format!("{}/{}", forkd_net::GUEST_ADDRESS, forkd_net::GUEST_PREFIX),
+            gateway: Some(forkd_net::GATEWAY_ADDRESS.to_string()),
+        };
+        let plan = InitPlan {
+            hostname: "sandbox".into(),
+            network: vec![interface],
+            name_servers: vec![forkd_net::GATEWAY_ADDRESS.to_string()],
+            ..InitPlan::default()
+        };
         let bytes = build_initramfs(&self.guest, kernel, GUEST_MODULES, plan)?;
         let initramfs =
             sealed(&bytes).map_err(|error| Error::host("cannot hold an initramfs in memory", error))?;

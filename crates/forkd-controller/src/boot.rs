@@ -5,39 +5,39 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use forkd_protocol::control::{BootConfig, DiskConfig, FdRef, VsockConfig};
+use forkd_protocol::control::{BootConfig, DiskConfig, FdRef, NetConfig, VsockConfig};
 
 use crate::assets::Assets;
 use crate::error::{Error, Result};
-use crate::sandbox::Spec;
 
 /// The file in a sandbox's folder that its console goes to.
 pub(crate) const CONSOLE: &str = "console.log";
 /// The socket in a sandbox's folder by which the guest is reached.
 pub(crate) const VSOCK: &str = "vsock.sock";
-/// The file in a sandbox's folder that takes what the guest writes to its disk.
-const LAYER: &str = "disk.layer";
 /// The guest's own vsock address. Every guest has the same: each has its own transport.
 const GUEST_CID: u32 = 3;
 
-/// Makes the files of a boot in `folder`, empty, also when an earlier boot left some. Blocks.
-pub(crate) fn prepare(
-    folder: &Path,
-    spec: &Spec,
-    assets: &Assets,
-    console_limit: u64,
-) -> Result<(BootConfig, Vec<OwnedFd>)> {
-    let kvm = OpenOptions::new().read(true).write(true).open("/dev/kvm").map_err(|error| {
-        Error::host("cannot open /dev/kvm", format!("{error}; `forkd doctor` says what is missing"))
-    })?;
-    let file = |name: &str| {
-        let path = folder.join(name);
-        create(&path).map_err(|error| Error::host(format!("cannot create {}", path.display()), error))
-    };
-    let vsock = stream_listener(&folder.join(VSOCK))
-        .map_err(|error| Error::host("cannot listen for the guest", error))?;
+/// A VM to boot.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    /// Where its files go.
+    pub(crate) folder: PathBuf,
+    pub(crate) vcpus: u8,
+    pub(crate) mem_mib: u64,
+    pub(crate) console_limit: u64,
+    /// The cable of its network interface, if it has one.
+    pub(crate) tap: Option<OwnedFd>,
+    /// Takes what the guest writes to its disk, if it has one.
+    pub(crate) layer: Option<OwnedFd>,
+}
+
+/// Makes the files of a boot in the plan's folder, empty, also when an earlier boot left some. Blocks.
+pub(crate) fn prepare(plan: Plan, assets: &Assets) -> Result<(BootConfig, Vec<OwnedFd>)> {
+    let folder = &plan.folder;
+    let kvm = kvm()?;
+    let console = file(folder, CONSOLE)?;
     let files = assets.open()?;
 
     let mut fds: Vec<OwnedFd> = Vec::new();
@@ -45,27 +45,79 @@ pub(crate) fn prepare(
         fds.push(fd);
         FdRef(fds.len() - 1)
     };
-    let config = BootConfig {
-        kvm: attach(kvm.into()),
-        vcpus: spec.vcpus,
-        mem_mib: spec.mem_mib,
+    let mut config = BootConfig {
+        kvm: attach(kvm),
+        vcpus: plan.vcpus,
+        mem_mib: plan.mem_mib,
         kernel: attach(files.kernel),
-        initramfs: Some(attach(files.initramfs)),
+        initramfs: None,
         cmdline: String::new(),
-        console: attach(file(CONSOLE)?.into()),
-        console_limit,
-        disks: vec![DiskConfig { base: attach(files.disk), layer: Some(attach(file(LAYER)?.into())) }],
-        net: None,
-        // Nothing here waits for calls of a guest.
-        vsock: Some(VsockConfig { cid: GUEST_CID, listener: attach(vsock), guest_ports: Vec::new() }),
+        console: attach(console),
+        console_limit: plan.console_limit,
+        disks: Vec::new(),
+        net: plan.tap.map(|tap| NetConfig { tap: attach(tap), mac: forkd_net::GUEST_MAC }),
+        vsock: None,
     };
+    // All a guest with an agent has and a bare kernel has not.
+    if let Some(root) = files.root {
+        let vsock = listener(folder)?;
+        config.initramfs = Some(attach(root.initramfs));
+        let base = attach(root.disk);
+        config.disks = vec![DiskConfig { base, layer: plan.layer.map(&mut attach) }];
+        // Nothing here waits for calls of a guest.
+        config.vsock = Some(VsockConfig { cid: GUEST_CID, listener: attach(vsock), guest_ports: Vec::new() });
+    }
     Ok((config, fds))
+}
+
+/// The host's KVM.
+pub(crate) fn kvm() -> Result<OwnedFd> {
+    let kvm = OpenOptions::new().read(true).write(true).open("/dev/kvm");
+    let kvm = kvm.map_err(|error| {
+        Error::host("cannot open /dev/kvm", format!("{error}; `forkd doctor` says what is missing"))
+    });
+    kvm.map(OwnedFd::from)
+}
+
+/// The empty file `name` in `folder`.
+pub(crate) fn file(folder: &Path, name: &str) -> Result<OwnedFd> {
+    let path = folder.join(name);
+    let made = create(&path).map_err(|error| Error::host(format!("cannot create {}", path.display()), error));
+    made.map(OwnedFd::from)
+}
+
+/// An empty file on the file system of `folder` for what a guest writes to its disk. It has no name:
+/// whatever happens to us, it goes with the last process that has it open.
+pub(crate) fn layer(folder: &Path) -> Result<OwnedFd> {
+    use rustix::fs::{Mode, OFlags};
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    match rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR) {
+        Ok(layer) => Ok(layer),
+        // A file system without such files: one that loses its name at once.
+        Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::ISDIR) => {
+            let name = crate::host::new_id(".layer-")?;
+            let layer = file(folder, &name)?;
+            let _ = std::fs::remove_file(folder.join(name));
+            Ok(layer)
+        }
+        Err(error) => Err(Error::host(format!("cannot create a disk layer in {}", folder.display()), error)),
+    }
+}
+
+/// A listening socket in `folder` by which the guest is reached.
+pub(crate) fn listener(folder: &Path) -> Result<OwnedFd> {
+    stream_listener(&folder.join(VSOCK)).map_err(|error| Error::host("cannot listen for the guest", error))
 }
 
 /// A listening stream socket at `path`.
 fn stream_listener(path: &Path) -> io::Result<OwnedFd> {
-    remove_stale(path)?;
-    Ok(UnixListener::bind(path)?.into())
+    match UnixListener::bind(path) {
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            remove_stale(path)?;
+            Ok(UnixListener::bind(path)?.into())
+        }
+        bound => Ok(bound?.into()),
+    }
 }
 
 /// Removes what an earlier boot left at `path`.

@@ -18,6 +18,9 @@ pub const DEFAULT_PORT: u16 = 8889;
 pub struct Config {
     /// Sandboxes, token and lock live here. One daemon at a time.
     pub data_dir: PathBuf,
+    /// What lives no longer than the host: the folders of sandboxes and templates, with their sockets
+    /// and consoles. A daemon that serves chooses a place in memory.
+    pub run_dir: PathBuf,
     /// Images and kernels are looked up here; never written to by the daemon. The data directory,
     /// unless they come from elsewhere (the emulated machine has a read-only share).
     pub library_dir: PathBuf,
@@ -33,9 +36,11 @@ pub struct Config {
     pub guest: PathBuf,
     /// A kernel to use instead of the library's.
     pub kernel: Option<PathBuf>,
-    /// When the daemon is root, each sandbox's monitor runs as a user of its own: this number and
-    /// the ones that follow it.
+    /// When the daemon is root, each booted sandbox and each template, with all it forks, runs as a
+    /// user of its own: this number and the ones that follow it.
     pub jail_uid_base: u32,
+    /// How many network slots are kept ready, once the first was used.
+    pub network_pool: usize,
     /// How much is allowed.
     pub limits: Limits,
     /// How long to wait.
@@ -61,8 +66,10 @@ impl Config {
             guest: beside("forkd-guest"),
             kernel: None,
             jail_uid_base: 1_000_000,
+            network_pool: 4,
             limits: Limits::default(),
             timing: Timing::default(),
+            run_dir: data_dir.clone(),
             data_dir,
         }
     }
@@ -92,7 +99,7 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Limits {
-            max_sandboxes: 1000,
+            max_sandboxes: 4000,
             max_vcpus: forkd_protocol::control::MAX_VCPUS,
             max_mem_mib: host_memory_mib().unwrap_or(64 << 10),
             default_mem_mib: 512,

@@ -88,6 +88,9 @@ pub struct RunRequest {
     /// Run it on a terminal of this size. Everything it writes then comes on [`Channel::Stdout`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tty: Option<TtySize>,
+    /// Whether the sandbox has a network; it has when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<bool>,
 }
 
 /// Size of a terminal in characters.

@@ -5,33 +5,34 @@
 
 use std::io;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
 use forkd_protocol::control::{
-    BootConfig, Channel, Event, LISTENER_FD, Message, Reply, Request, VERSION, VmEnd,
+    BootConfig, Channel, Child as ForkedChild, Event, FdRef, LISTENER_FD, LoadConfig, Message, Reply,
+    Request, Status, VERSION, VmEnd, WaitStatus,
 };
 use rustix::io::{dup2, fcntl_dupfd_cloexec};
-use rustix::net::{
-    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with,
-};
 use rustix::process::Pid;
-use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
+use tokio::sync::oneshot;
 
-use crate::boot::{create, remove_stale};
+use crate::boot::create;
+use crate::cgroup;
 use crate::console;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
+use crate::link::{self, Link, Received};
 use crate::process::{self, Pidfd};
 
 /// The file in a sandbox's folder that its monitor complains into.
-const LOG: &str = "monitor.log";
+pub(crate) const LOG: &str = "monitor.log";
 /// How much of it an error repeats.
 const LOG_TAIL: u64 = 2 << 10;
+/// A template tells how its child ended right after the child has.
+const STATUS_WAIT: Duration = Duration::from_secs(5);
 
 /// What to start a monitor with.
 #[derive(Debug, Clone)]
@@ -44,6 +45,8 @@ pub(crate) struct Launch {
     pub(crate) vmm: PathBuf,
     /// The user it becomes; `None` when we are not root and it stays who we are.
     pub(crate) uid: Option<u32>,
+    /// The cgroup it goes into: [`Leaf::door`](crate::cgroup::Leaf::door).
+    pub(crate) door: Option<Arc<OwnedFd>>,
 }
 
 /// How a monitor ended.
@@ -51,19 +54,40 @@ pub(crate) struct Launch {
 pub(crate) struct MonitorEnd {
     /// What it said about its VM, if it came to that.
     pub(crate) vm: Option<VmEnd>,
-    /// What became of the process, in words.
+    /// What became of the process, if that is known.
+    pub(crate) status: Option<WaitStatus>,
+    /// The same in words.
     pub(crate) process: String,
 }
 
-/// A running monitor. Dropping it kills the process.
+/// Who learns how a monitor's process ended.
+#[derive(Debug)]
+enum Parent {
+    /// We started it and wait for it.
+    Us(Child),
+    /// A template forked it and tells.
+    Template(oneshot::Receiver<WaitStatus>),
+    /// Nobody any more: it was collected, or its parent is gone.
+    Nobody,
+}
+
+/// A running monitor. Dropping it kills the process, unless it was [left](Monitor::leave).
 #[derive(Debug)]
 pub(crate) struct Monitor {
-    launch: Launch,
-    /// `None` once it was waited for.
-    child: Option<Child>,
+    /// Whose it is, for the log.
+    id: String,
+    /// Where its log is.
+    folder: PathBuf,
+    pid: i32,
+    parent: Parent,
     pidfd: Arc<Pidfd>,
-    control: Option<AsyncFd<Socket>>,
+    control: Option<Link>,
     vm_end: Option<VmEnd>,
+    /// Whether it answered the greeting.
+    greeted: bool,
+    /// Whether its guest has written to the ready port.
+    ready: bool,
+    left: bool,
 }
 
 impl Monitor {
@@ -74,24 +98,22 @@ impl Monitor {
         let (child, control) = started
             .map_err(|error| Error::host("starting a monitor", error))?
             .map_err(|error| Error::host(format!("cannot start {}", launch.vmm.display()), error))?;
-        let mut monitor = Monitor::adopt(launch, child, control)?;
+        let mut monitor = Monitor::started(launch, child, control)?;
         monitor.hello(patience).await?;
         Ok(monitor)
     }
 
-    fn adopt(launch: Launch, mut child: Child, control: OwnedFd) -> Result<Self> {
+    /// For a process we started: takes it over.
+    pub(crate) fn started(launch: Launch, mut child: Child, control: Channel) -> Result<Self> {
+        let pid = child.id() as i32;
         // The child cannot be waited for by anybody else, so its pid still means it.
-        let opened = Pid::from_raw(child.id() as i32)
+        let opened = Pid::from_raw(pid)
             .ok_or_else(|| io::Error::from(rustix::io::Errno::SRCH))
-            .and_then(|pid| Ok((Pidfd::open(pid)?, Socket::watched(control)?)));
+            .and_then(|pid| Ok((Pidfd::open(pid)?, Link::new(control)?)));
         match opened {
-            Ok((pidfd, control)) => Ok(Monitor {
-                launch,
-                child: Some(child),
-                pidfd: Arc::new(pidfd),
-                control: Some(control),
-                vm_end: None,
-            }),
+            Ok((pidfd, control)) => {
+                Ok(Monitor::new(launch.id, launch.folder, pid, Parent::Us(child), pidfd, control))
+            }
             Err(error) => {
                 let _ = child.kill();
                 let _ = child.wait();
@@ -100,14 +122,63 @@ impl Monitor {
         }
     }
 
-    pub(crate) fn pid(&self) -> Option<u32> {
-        self.child.as_ref().map(Child::id)
+    /// A child some template forked; `ended` tells how it ends, unless the template goes first.
+    pub(crate) fn forked(
+        id: String,
+        folder: PathBuf,
+        forked: Forked,
+        control: Channel,
+        ended: oneshot::Receiver<WaitStatus>,
+    ) -> io::Result<Self> {
+        let pidfd = Pidfd::new(forked.pidfd)?;
+        match Link::new(control) {
+            Ok(control) => Ok(Monitor::new(id, folder, forked.pid, Parent::Template(ended), pidfd, control)),
+            Err(error) => {
+                let _ = pidfd.kill();
+                Err(error)
+            }
+        }
     }
 
-    async fn hello(&mut self, patience: Duration) -> Result<()> {
-        match self.ask(&Request::Hello { version: VERSION }, &[], patience).await? {
+    /// A process an earlier daemon left running. Its template tells how it `ended`, if it has one: that is
+    /// taken only if the process can be reached.
+    pub(crate) fn adopted(
+        id: String,
+        folder: PathBuf,
+        pid: i32,
+        pidfd: Pidfd,
+        ended: &mut Option<oneshot::Receiver<WaitStatus>>,
+    ) -> io::Result<Self> {
+        let control = Link::new(link::open(&folder.join(link::CONTROL))?)?;
+        let parent = ended.take().map_or(Parent::Nobody, Parent::Template);
+        Ok(Monitor::new(id, folder, pid, parent, pidfd, control))
+    }
+
+    fn new(id: String, folder: PathBuf, pid: i32, parent: Parent, pidfd: Pidfd, control: Link) -> Self {
+        Monitor {
+            id,
+            folder,
+            pid,
+            parent,
+            pidfd: Arc::new(pidfd),
+            control: Some(control),
+            vm_end: None,
+            greeted: false,
+            ready: false,
+            left: false,
+        }
+    }
+
+    pub(crate) fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// The answer to the greeting, which was sent when the connection was made.
+    pub(crate) async fn hello(&mut self, patience: Duration) -> Result<()> {
+        match self.ask(None, &[], patience).await? {
             Reply::Hello { version: VERSION, monitor } => {
-                tracing::debug!(sandbox = self.launch.id, monitor, "monitor is up");
+                tracing::debug!(sandbox = self.id, monitor, "monitor is up");
+                self.greeted = true;
                 Ok(())
             }
             other => Err(unexpected(&other)),
@@ -121,17 +192,65 @@ impl Monitor {
         fds: &[OwnedFd],
         patience: Duration,
     ) -> Result<()> {
-        match self.ask(&Request::Boot(config), fds, patience).await? {
+        match self.ask(Some(&Request::Boot(config)), fds, patience).await? {
             Reply::Booted => Ok(()),
             other => Err(unexpected(&other)),
         }
     }
 
-    async fn ask(&mut self, request: &Request, fds: &[OwnedFd], patience: Duration) -> Result<Reply> {
+    /// Turns the running VM into a template.
+    pub(crate) async fn freeze(&mut self, patience: Duration) -> Result<()> {
+        match self.ask(Some(&Request::Freeze), &[], patience).await? {
+            Reply::Frozen => Ok(()),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Takes from it the right to write to its disks' topmost layers: `layers` are the same files, opened
+    /// for reading.
+    pub(crate) async fn seal(&mut self, layers: &[OwnedFd], patience: Duration) -> Result<()> {
+        let request = Request::Seal { layers: (0..layers.len()).map(|index| Some(FdRef(index))).collect() };
+        match self.ask(Some(&request), layers, patience).await? {
+            Reply::Sealed => Ok(()),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Makes it the template of a snapshot. `fds` are what `config` refers to.
+    pub(crate) async fn load(
+        &mut self,
+        config: LoadConfig,
+        fds: &[OwnedFd],
+        patience: Duration,
+    ) -> Result<()> {
+        match self.ask(Some(&Request::Load(config)), fds, patience).await? {
+            Reply::Loaded => Ok(()),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// What it is by now.
+    pub(crate) async fn status(&mut self, patience: Duration) -> Result<Status> {
+        match self.ask(Some(&Request::Status), &[], patience).await? {
+            Reply::Status(status) => Ok(status),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// The children of a template.
+    pub(crate) async fn children(&mut self, patience: Duration) -> Result<Vec<ForkedChild>> {
+        match self.ask(Some(&Request::Children), &[], patience).await? {
+            Reply::Children { children } => Ok(children),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    async fn ask(&mut self, request: Option<&Request>, fds: &[OwnedFd], patience: Duration) -> Result<Reply> {
         let asked = tokio::time::timeout(patience, self.exchange(request, fds)).await;
         let cause = match asked {
             Ok(Ok(Some(Reply::Error { message }))) => {
-                return Err(Error::host("the monitor refused", message));
+                let message = console::printable(message.as_bytes());
+                return Err(Error::new(Kind::Conflict, format!("the monitor refused: {message}")));
             }
             Ok(Ok(Some(reply))) => return Ok(reply),
             Ok(Ok(None)) => {
@@ -148,19 +267,20 @@ impl Monitor {
         Err(Error::host("the monitor cannot be talked to", cause + &self.log_tail()))
     }
 
-    /// The reply to `request`; `None` if the monitor went away instead.
-    async fn exchange(&mut self, request: &Request, fds: &[OwnedFd]) -> io::Result<Option<Reply>> {
+    /// The reply to `request`, or to the last one sent; `None` if the monitor went away instead.
+    async fn exchange(&mut self, request: Option<&Request>, fds: &[OwnedFd]) -> io::Result<Option<Reply>> {
         let Some(control) = &self.control else { return Ok(None) };
-        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-        let sent = control.async_io(Interest::WRITABLE, |socket| socket.0.send(request, &fds)).await;
-        match sent {
-            Err(error) if is_gone(&error) => {}
-            other => other?,
+        if let Some(request) = request {
+            let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+            match control.send(request, &fds).await {
+                Err(error) if link::is_gone(&error) => {}
+                other => other?,
+            }
         }
         loop {
-            match control.async_io(Interest::READABLE, |socket| socket.0.recv()).await? {
+            match control.recv().await? {
                 Some((Message::Reply(reply), _)) => return Ok(Some(reply)),
-                Some((Message::Event(event), fds)) => note(&mut self.vm_end, event, fds),
+                Some((Message::Event(event), fds)) => note(&mut self.vm_end, &mut self.ready, event, fds),
                 None => return Ok(None),
             }
         }
@@ -169,57 +289,132 @@ impl Monitor {
     /// Returns when the process has ended, with what it said before. Cancel-safe.
     pub(crate) async fn wait(&mut self) -> MonitorEnd {
         loop {
-            tokio::select! {
-                // Messages first, so that the last one is read before the end is noticed.
-                biased;
-                message = next_message(&self.control) => match message {
-                    Ok(Some((Message::Event(event), fds))) => note(&mut self.vm_end, event, fds),
-                    Ok(Some((Message::Reply(reply), _))) => {
-                        tracing::warn!(sandbox = self.launch.id, ?reply, "a reply nobody asked for");
-                    }
-                    Ok(None) => self.control = None,
-                    Err(error) => {
-                        // Whatever it is now, it is not a monitor of ours: do not let it run on.
-                        tracing::error!(sandbox = self.launch.id, %error, "the monitor talks nonsense; ending it");
-                        self.control = None;
-                        let _ = self.pidfd.kill();
-                    }
-                },
-                _ = self.pidfd.ended() => return self.reap(),
+            if let Some(end) = self.next().await {
+                return end;
             }
         }
     }
 
-    /// Kills the process and waits until it is gone.
-    pub(crate) async fn end(&mut self) -> MonitorEnd {
-        self.pidfd.end(&self.launch.id).await;
-        self.reap()
+    /// Returns when the guest has written to the ready port, or how the process ended instead.
+    /// Cancel-safe.
+    pub(crate) async fn ready(&mut self) -> std::result::Result<(), MonitorEnd> {
+        while !self.ready {
+            if let Some(end) = self.next().await {
+                return Err(end);
+            }
+        }
+        Ok(())
     }
 
-    /// For a process that has ended: collects its status, which therefore does not block.
-    fn reap(&mut self) -> MonitorEnd {
-        let process = match self.child.take().map(|mut child| child.wait()) {
-            Some(Ok(status)) => describe(status) + &self.log_tail(),
-            Some(Err(error)) => format!("the monitor's status is unknown: {error}"),
-            None => "the monitor had ended before".into(),
+    /// Takes note of one thing that happens; the end of the process is returned. Cancel-safe.
+    async fn next(&mut self) -> Option<MonitorEnd> {
+        tokio::select! {
+            // Messages first, so that the last one is read before the end is noticed.
+            biased;
+            message = next_message(&self.control) => match message {
+                Ok(Some((Message::Event(event), fds))) => {
+                    note(&mut self.vm_end, &mut self.ready, event, fds);
+                }
+                Ok(Some((Message::Reply(Reply::Hello { version: VERSION, .. }), _))) if !self.greeted => {
+                    self.greeted = true;
+                }
+                Ok(Some((Message::Reply(reply), _))) => {
+                    tracing::warn!(sandbox = self.id, ?reply, "a reply nobody asked for");
+                }
+                Ok(None) => self.control = None,
+                Err(error) => {
+                    // Whatever it is now, it is not a monitor of ours: do not let it run on.
+                    tracing::error!(sandbox = self.id, %error, "the monitor talks nonsense; ending it");
+                    self.control = None;
+                    let _ = self.pidfd.kill();
+                }
+            },
+            _ = self.pidfd.ended() => return Some(self.collect().await),
+        }
+        None
+    }
+
+    /// Kills the process and waits until it is gone.
+    pub(crate) async fn end(&mut self) -> MonitorEnd {
+        self.pidfd.end(&self.id).await;
+        self.collect().await
+    }
+
+    /// Lets the process run on without us.
+    pub(crate) fn leave(mut self) {
+        self.left = true;
+    }
+
+    /// For a process that has ended: learns its status. Cancel-safe.
+    async fn collect(&mut self) -> MonitorEnd {
+        let lost = "the monitor ended; how is not known, because whoever started it is gone";
+        let (status, process) = match &mut self.parent {
+            // It has ended, so this does not block.
+            Parent::Us(child) => match child.wait() {
+                Ok(status) => (wait_status(status), describe(wait_status(status))),
+                Err(error) => (None, format!("the monitor's status is unknown: {error}")),
+            },
+            Parent::Template(told) => match tokio::time::timeout(STATUS_WAIT, told).await {
+                Ok(Ok(status)) => (Some(status), describe(Some(status))),
+                _ => (None, lost.into()),
+            },
+            Parent::Nobody => (None, lost.into()),
         };
-        MonitorEnd { vm: self.vm_end.take(), process }
+        self.parent = Parent::Nobody;
+        MonitorEnd { vm: self.vm_end.take(), status, process: process + &self.log_tail() }
     }
 
     fn log_tail(&self) -> String {
-        match console::tail(&self.launch.folder.join(LOG), LOG_TAIL).trim() {
+        match console::tail(&self.folder.join(LOG), LOG_TAIL).trim() {
             "" => String::new(),
             text => format!("; it wrote: {text}"),
         }
     }
+
+    /// For a monitor that is a template by now: its parts, for pipelined requests.
+    pub(crate) fn into_parts(mut self) -> Parts {
+        self.left = true;
+        let child = match std::mem::replace(&mut self.parent, Parent::Nobody) {
+            Parent::Us(child) => Some(child),
+            _ => None,
+        };
+        Parts { pid: self.pid, child, pidfd: self.pidfd.clone(), control: self.control.take() }
+    }
+}
+
+/// What a [`Monitor`] is made of.
+#[derive(Debug)]
+pub(crate) struct Parts {
+    pub(crate) pid: i32,
+    /// If we started it: to be waited for.
+    pub(crate) child: Option<Child>,
+    pub(crate) pidfd: Arc<Pidfd>,
+    /// `None` if it hung up.
+    pub(crate) control: Option<Link>,
+}
+
+/// A process a template has just forked.
+#[derive(Debug)]
+pub(crate) struct Forked {
+    pub(crate) pid: i32,
+    pub(crate) pidfd: OwnedFd,
 }
 
 impl Drop for Monitor {
     fn drop(&mut self) {
-        if let Some(mut child) = self.child.take() {
-            let _ = child.kill();
-            // The end of a VM takes milliseconds, too long for the runtime's threads.
-            std::thread::spawn(move || child.wait());
+        if self.left {
+            return;
+        }
+        match std::mem::replace(&mut self.parent, Parent::Nobody) {
+            Parent::Us(mut child) => {
+                let _ = child.kill();
+                // The end of a VM takes milliseconds, too long for the runtime's threads.
+                std::thread::spawn(move || child.wait());
+            }
+            // One that is collected already is not there any more.
+            Parent::Template(_) | Parent::Nobody => {
+                let _ = self.pidfd.kill();
+            }
         }
     }
 }
@@ -235,59 +430,49 @@ impl MonitorEnd {
     }
 }
 
-/// A [`Channel`] whose socket does not block: its calls then fail with `WouldBlock`, which is what
-/// [`AsyncFd`] needs.
-#[derive(Debug)]
-struct Socket(Channel);
-
-impl Socket {
-    fn watched(socket: OwnedFd) -> io::Result<AsyncFd<Self>> {
-        // SAFETY: a channel owns its descriptor and keeps it open as long as it lives.
-        Ok(unsafe { AsyncFd::register(Socket(Channel::new(socket))) }?)
-    }
-}
-
-impl AsRawFd for Socket {
-    fn as_raw_fd(&self) -> RawFd {
-        self.0.as_fd().as_raw_fd()
-    }
-}
-
-async fn next_message(control: &Option<AsyncFd<Socket>>) -> io::Result<Option<(Message, Vec<OwnedFd>)>> {
+async fn next_message(control: &Option<Link>) -> io::Result<Option<Received>> {
     match control {
-        Some(control) => control.async_io(Interest::READABLE, |socket| socket.0.recv()).await,
+        Some(control) => control.recv().await,
         None => std::future::pending().await,
     }
 }
 
-fn note(vm_end: &mut Option<VmEnd>, event: Event, fds: Vec<OwnedFd>) {
+fn note(vm_end: &mut Option<VmEnd>, ready: &mut bool, event: Event, fds: Vec<OwnedFd>) {
     match event {
         Event::Ended(end) => *vm_end = Some(end),
+        Event::Ready => *ready = true,
+        // Only templates have children, and those are not listened to here.
+        Event::ChildEnded { .. } => {}
         // Nothing on the host listens for guests yet: closing the descriptor is the reset.
         Event::GuestConnection { port } => tracing::debug!(port, "a guest's connection was reset"),
     }
     drop(fds);
 }
 
-fn is_gone(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
-}
-
 fn unexpected(reply: &Reply) -> Error {
     Error::host("the monitor gave the wrong answer", format!("{reply:?}"))
 }
 
-fn describe(status: ExitStatus) -> String {
+fn wait_status(status: ExitStatus) -> Option<WaitStatus> {
     match (status.code(), status.signal()) {
-        (Some(code), _) => format!("the monitor exited with status {code}"),
-        (None, Some(signal)) => format!("the monitor was killed by signal {signal}"),
-        (None, None) => "the monitor ended".into(),
+        (Some(code), _) => Some(WaitStatus::Exited(code)),
+        (None, Some(signal)) => Some(WaitStatus::Signaled(signal)),
+        (None, None) => None,
+    }
+}
+
+/// What became of a process, in words.
+pub(crate) fn describe(status: Option<WaitStatus>) -> String {
+    match status {
+        Some(WaitStatus::Exited(code)) => format!("the monitor exited with status {code}"),
+        Some(WaitStatus::Signaled(signal)) => format!("the monitor was killed by signal {signal}"),
+        None => "the monitor ended".into(),
     }
 }
 
 /// Binds the control socket, starts the process with it and connects.
-fn spawn(launch: &Launch) -> io::Result<(Child, OwnedFd)> {
-    let (listener, control) = control_pair(&launch.folder.join("control.sock"))?;
+fn spawn(launch: &Launch) -> io::Result<(Child, Channel)> {
+    let (listener, control) = link::pair(&launch.folder.join(link::CONTROL))?;
     let log = create(&launch.folder.join(LOG))?;
     let record = create(&launch.folder.join(process::RECORD))?;
     let boot = process::boot_id();
@@ -302,9 +487,13 @@ fn spawn(launch: &Launch) -> io::Result<(Child, OwnedFd)> {
     // taken for the moment, so that the pipe `spawn` reports failures through does not get it.
     let listener = fcntl_dupfd_cloexec(&listener, LISTENER_FD + 1)?;
     let _taken = fcntl_dupfd_cloexec(&listener, LISTENER_FD)?;
+    let door = launch.door.clone();
     let before_exec = move || {
         // Written by the child itself: a daemon killed right now would have no time to.
         process::record_self(&boot, record.as_fd())?;
+        if let Some(door) = &door {
+            cgroup::join(door.as_fd())?;
+        }
         // Ours are all closed by `exec`; what whoever started us left open must be, too.
         close_others_on_exec()?;
         place(&listener, LISTENER_FD)?;
@@ -332,19 +521,6 @@ fn place(fd: &OwnedFd, number: RawFd) -> io::Result<()> {
     let mut target = ManuallyDrop::new(unsafe { OwnedFd::from_raw_fd(number) });
     dup2(fd, &mut target)?;
     Ok(())
-}
-
-/// A listening control socket at `path` and a connection to it.
-fn control_pair(path: &Path) -> io::Result<(OwnedFd, OwnedFd)> {
-    remove_stale(path)?;
-    let address = SocketAddrUnix::new(path)?;
-    let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    bind(&listener, &address)?;
-    listen(&listener, 4)?;
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let control = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-    connect(&control, &address)?;
-    Ok((listener, control))
 }
 
 #[cfg(test)]

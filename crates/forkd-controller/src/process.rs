@@ -32,6 +32,22 @@ impl Identity {
         serde_json::from_slice(&bytes).ok()
     }
 
+    /// The process `pid`, if `parent` forked it and it was not waited for.
+    pub(crate) fn of_child(pid: i32, parent: i32) -> io::Result<Self> {
+        static BOOT: std::sync::LazyLock<String> = std::sync::LazyLock::new(boot_id);
+        let stat = std::fs::read(format!("/proc/{pid}/stat"))?;
+        if field(&stat, 4) != Some(parent) {
+            return Err(io::Error::other(format!("process {pid} is not a child of {parent}")));
+        }
+        let start_time = start_time(&stat).ok_or(rustix::io::Errno::SRCH)?;
+        Ok(Identity { boot: BOOT.clone(), pid, start_time })
+    }
+
+    /// Records it in `folder`.
+    pub(crate) fn write(&self, folder: &Path) -> io::Result<()> {
+        std::fs::write(folder.join(RECORD), serde_json::to_vec(self)?)
+    }
+
     /// A pidfd of the process if it still runs. Whatever happens to its pid later, the pidfd means
     /// this process.
     pub(crate) fn open(&self) -> Option<Pidfd> {
@@ -68,11 +84,21 @@ pub(crate) fn record_self(boot: &str, record: BorrowedFd<'_>) -> io::Result<()> 
     Ok(())
 }
 
-/// The start time in a `/proc/PID/stat`: the 22nd field, the 20th after the command's name, which
-/// is in parentheses and may itself hold anything.
+/// The parent of process `pid`.
+pub(crate) fn parent(pid: i32) -> Option<i32> {
+    field(&std::fs::read(format!("/proc/{pid}/stat")).ok()?, 4)
+}
+
+/// The start time in a `/proc/PID/stat`.
 fn start_time(stat: &[u8]) -> Option<u64> {
+    field(stat, 22)
+}
+
+/// A field of a `/proc/PID/stat`, counted from 1, beyond the second: that is the command's name, which
+/// is in parentheses and may itself hold anything.
+pub(crate) fn field<T: std::str::FromStr>(stat: &[u8], number: usize) -> Option<T> {
     let name_end = stat.iter().rposition(|&byte| byte == b')')?;
-    let field = stat.get(name_end + 2..)?.split(|&byte| byte == b' ').nth(19)?;
+    let field = stat.get(name_end + 2..)?.split(|&byte| byte == b' ').nth(number.checked_sub(3)?)?;
     std::str::from_utf8(field).ok()?.parse().ok()
 }
 
@@ -83,7 +109,11 @@ pub(crate) struct Pidfd(AsyncFd<OwnedFd>);
 impl Pidfd {
     /// Must be called while `pid` cannot be reused (a child not waited for) or be checked after.
     pub(crate) fn open(pid: Pid) -> io::Result<Self> {
-        let pidfd = pidfd_open(pid, PidfdFlags::NONBLOCK)?;
+        Pidfd::new(pidfd_open(pid, PidfdFlags::NONBLOCK)?)
+    }
+
+    /// Takes a pidfd somebody else opened.
+    pub(crate) fn new(pidfd: OwnedFd) -> io::Result<Self> {
         // SAFETY: an `OwnedFd` is the same open descriptor as long as it lives.
         Ok(Pidfd(unsafe { AsyncFd::register(pidfd) }?))
     }
@@ -144,6 +174,18 @@ mod tests {
         assert!(other.open().is_none());
         let earlier = Identity { boot: "another boot".into(), ..identity };
         assert!(earlier.open().is_none());
+    }
+
+    #[test]
+    fn a_template_cannot_pass_somebody_else_off_as_its_child() {
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let (pid, us) = (child.id() as i32, std::process::id() as i32);
+        assert_eq!(Identity::of_child(pid, us).unwrap().pid, pid);
+        assert!(Identity::of_child(pid, 1).is_err());
+        assert!(Identity::of_child(us, pid).is_err());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(Identity::of_child(pid, us).is_err());
     }
 
     #[test]

@@ -1,34 +1,34 @@
-//! All sandboxes: making them, finding them, ending them, and cleaning up after a daemon that was
-//! killed.
+//! All sandboxes: making them, finding them, ending them.
 
-use std::collections::{BTreeSet, HashMap};
-use std::io;
-use std::path::{Path, PathBuf};
+use std::collections::HashMap;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
+use forkd_protocol::agent::WarmRequest;
 use forkd_protocol::control::MIN_MEM_MIB;
 use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
+use rustix::process::{Resource, getrlimit};
 use tokio::task::JoinHandle;
 
-use crate::assets::Finder;
-use crate::config::Config;
+use crate::config::Limits;
 use crate::count::Count;
 use crate::error::{Error, Kind, Result};
-use crate::process::Identity;
-use crate::sandbox::{Sandbox, Spec};
+use crate::host::{Host, blocking, make_private_dir, new_id};
+use crate::keeper::Origin;
+use crate::sandbox::{Phase, Sandbox, Spec, Wish};
 
-/// How often a failed removal of a folder is tried again.
-const REMOVE_RETRY: Duration = Duration::from_secs(5);
-const REMOVE_TRIES: u32 = 12;
+/// What the daemon keeps open for one sandbox: control connection, pidfd, cgroup, and a call.
+const FDS_EACH: usize = 4;
+/// What the daemon needs beside that.
+const FDS_RESERVED: usize = 128;
 
 /// All sandboxes of a daemon.
 #[derive(Debug)]
 pub(crate) struct Registry {
-    config: Arc<Config>,
-    finder: Arc<Finder>,
+    pub(crate) host: Arc<Host>,
     /// Where each sandbox has its folder.
-    folder: PathBuf,
+    pub(crate) folder: PathBuf,
     inner: Mutex<Inner>,
     /// How many sandboxes were deleted and are not gone yet.
     leaving: Count,
@@ -37,28 +37,35 @@ pub(crate) struct Registry {
 #[derive(Debug, Default)]
 struct Inner {
     sandboxes: HashMap<String, Entry>,
-    /// Slots in use: each stands for a user id of its own.
-    slots: BTreeSet<u32>,
+    /// Seats taken.
+    seated: usize,
     closed: bool,
 }
 
 #[derive(Debug)]
 struct Entry {
     sandbox: Arc<Sandbox>,
-    slot: u32,
     keeper: JoinHandle<()>,
+    seat: Seat,
+}
+
+/// Room for one sandbox, from before it is made until nothing is left of it.
+#[derive(Debug)]
+pub(crate) struct Seat(Arc<Registry>);
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.0.lock().seated -= 1;
+    }
 }
 
 impl Registry {
-    /// A registry on `config`'s data directory, which the caller holds the lock of. What an earlier
-    /// daemon left behind is ended and removed.
-    pub(crate) async fn open(config: Arc<Config>) -> Result<Arc<Self>> {
-        let folder = config.data_dir.join("sandboxes");
+    /// A registry on the host's data directory, which the caller holds the lock of.
+    pub(crate) fn new(host: Arc<Host>) -> Result<Arc<Self>> {
+        let folder = host.config.run_dir.join("sandboxes");
         make_private_dir(&folder)
             .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
-        sweep(&folder).await?;
-        let finder = Arc::new(Finder::new(&config));
-        Ok(Arc::new(Registry { config, finder, folder, inner: Mutex::default(), leaving: Count::new() }))
+        Ok(Arc::new(Registry { host, folder, inner: Mutex::default(), leaving: Count::new() }))
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -76,106 +83,195 @@ impl Registry {
     /// All of them, oldest first.
     pub(crate) fn list(&self) -> Vec<Arc<Sandbox>> {
         let mut list: Vec<_> = self.lock().sandboxes.values().map(|entry| entry.sandbox.clone()).collect();
-        list.sort_by_key(|sandbox| (sandbox.created, sandbox.id.clone()));
+        list.sort_by(|a, b| (a.created, &a.id).cmp(&(b.created, &b.id)));
         list
     }
 
-    /// Starts a sandbox. It is deleted when the returned [`Bound`] is dropped, until that is
+    /// How many sandboxes were forked from the template `id`.
+    pub(crate) fn children_of(&self, id: &str) -> usize {
+        let of_it = |entry: &&Entry| {
+            let belongings = entry.sandbox.belongings();
+            belongings.template.as_ref().is_some_and(|template| template.id == id)
+        };
+        self.lock().sandboxes.values().filter(of_it).count()
+    }
+
+    /// Boots a sandbox. It is deleted when the returned [`Bound`] is dropped, until that is
     /// [released](Bound::release).
-    pub(crate) async fn create(self: &Arc<Self>, spec: Spec) -> Result<Bound> {
-        self.check(&spec)?;
-        let (finder, image) = (self.finder.clone(), spec.image.clone());
-        let found = tokio::task::spawn_blocking(move || finder.find(&image)).await;
-        let assets = found.map_err(|error| Error::host("looking up the image", error))??;
-
-        let id = new_id()?;
+    pub(crate) async fn boot(self: &Arc<Self>, spec: Spec, warm: bool) -> Result<Bound> {
+        let image = spec.image.clone().unwrap_or_default();
+        check(&self.host.config.limits, spec.vcpus, spec.mem_mib)?;
+        check_image(&image)?;
+        let (mut seats, _) = self.reserve(1)?;
+        let id = new_id("sb")?;
         let folder = self.folder.join(&id);
-        let sandbox = {
-            let mut inner = self.lock();
-            let slot = self.take_slot(&mut inner)?;
-            let made = make_private_dir(&folder);
-            if let Err(error) = made {
-                inner.slots.remove(&slot);
-                return Err(Error::host(format!("cannot make {}", folder.display()), error));
-            }
-            let uid = rustix::process::geteuid().is_root().then(|| self.config.jail_uid_base + slot);
-            let sandbox = Arc::new(Sandbox::new(id.clone(), spec, uid, folder, &self.config.timing));
-            let keeper = tokio::spawn(sandbox.clone().keep(assets, self.config.clone()));
-            inner.sandboxes.insert(id, Entry { sandbox: sandbox.clone(), slot, keeper });
-            sandbox
-        };
+        let registry = self.clone();
+        let prepared = blocking("preparing a sandbox", move || {
+            let host = &registry.host;
+            let assets = host.finder.find(&image)?;
+            let lineage = host.lineages.begin(&id)?;
+            make_private_dir(&folder)
+                .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
+            let belongings = host.equip(lineage, None, &id, spec.network, spec.memory_limit_mib);
+            let belongings = belongings.inspect_err(|_| drop(std::fs::remove_dir(&folder)))?;
+            let spec = Spec { network: belongings.slot.is_some(), ..spec };
+            Ok((Sandbox::new(id, spec, folder, belongings, &host.config.timing), assets))
+        });
+        let (sandbox, assets) = prepared.await?;
         tracing::info!(sandbox = sandbox.id, image = sandbox.spec.image, "sandbox starts");
-        Ok(Bound { registry: self.clone(), sandbox, bound: true })
+        let warm = warm.then(|| assets.image().map(|image| image.warm.clone()).unwrap_or_default());
+        let seat = seats.pop().ok_or_else(|| Error::host("making a sandbox", "no room was reserved"))?;
+        Ok(self.add(seat, sandbox, Origin::Boot { assets, warm }))
     }
 
-    fn check(&self, spec: &Spec) -> Result<()> {
-        let limits = &self.config.limits;
-        if !is_valid_name(&spec.image) {
-            return Err(Error::invalid(format!("the image's name must be {NAME_RULE}")));
-        }
-        if !(1..=limits.max_vcpus).contains(&spec.vcpus) {
-            let text = format!("vcpus is {}; it must be 1 to {}", spec.vcpus, limits.max_vcpus);
-            return Err(Error::invalid(text));
-        }
-        if !(MIN_MEM_MIB..=limits.max_mem_mib).contains(&spec.mem_mib) {
-            let (mem, max) = (spec.mem_mib, limits.max_mem_mib);
-            let text = format!("mem_size_mib is {mem}; it must be {MIN_MEM_MIB} to {max}");
-            return Err(Error::invalid(text));
-        }
-        Ok(())
+    /// Takes a sandbox in and starts its keeper.
+    pub(crate) fn add(self: &Arc<Self>, seat: Seat, sandbox: Sandbox, origin: Origin) -> Bound {
+        let sandbox = Arc::new(sandbox);
+        let keeper = tokio::spawn(sandbox.clone().keep(origin, self.host.config.clone()));
+        self.insert(Entry { sandbox: sandbox.clone(), keeper, seat });
+        Bound { registry: self.clone(), sandbox, bound: true }
     }
 
-    fn take_slot(&self, inner: &mut Inner) -> Result<u32> {
+    /// Takes in a sandbox that ended before us.
+    pub(crate) fn add_ended(self: &Arc<Self>, seat: Seat, sandbox: Sandbox) {
+        self.insert(Entry { sandbox: Arc::new(sandbox), keeper: tokio::spawn(async {}), seat });
+    }
+
+    fn insert(&self, entry: Entry) {
+        self.lock().sandboxes.insert(entry.sandbox.id.clone(), entry);
+    }
+
+    /// Room for `n` more sandboxes, or for as many of them as the daemon has descriptors for, and why
+    /// the others have none; an error if there is no room at all.
+    pub(crate) fn reserve(self: &Arc<Self>, n: usize) -> Result<(Vec<Seat>, Option<Error>)> {
+        let busy = |text| Err(Error::new(Kind::Busy, text));
+        let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        let mut inner = self.lock();
         if inner.closed {
-            return Err(Error::new(Kind::Busy, "the daemon is stopping"));
+            return busy("the daemon is stopping".into());
         }
-        let max = self.config.limits.max_sandboxes;
-        // Slots, not sandboxes: one that is being deleted still has its process and its user id.
-        let free = (0u32..).take(max).find(|slot| !inner.slots.contains(slot));
-        let Some(slot) = free else {
-            let text = format!("there are {max} sandboxes, which is the limit; delete some first");
-            return Err(Error::new(Kind::Busy, text));
-        };
-        inner.slots.insert(slot);
-        Ok(slot)
+        let max = self.host.config.limits.max_sandboxes;
+        // Those that are being deleted still have their processes.
+        if inner.seated.saturating_add(n) > max {
+            let text =
+                format!("there are {} sandboxes, and {max} is the limit; delete some first", inner.seated);
+            return busy(text);
+        }
+        let carried = usize::try_from(files).unwrap_or(usize::MAX).saturating_sub(FDS_RESERVED) / FDS_EACH;
+        let fitting = carried.saturating_sub(inner.seated).min(n);
+        let text = format!(
+            "this daemon may have {files} open files, which is enough for {carried} sandboxes; raise its \
+             limit (`ulimit -n`, or LimitNOFILE of its service)"
+        );
+        if fitting == 0 {
+            return busy(text);
+        }
+        inner.seated += fitting;
+        drop(inner);
+        let rest = (fitting < n).then(|| Error::new(Kind::Busy, text));
+        Ok(((0..fitting).map(|_| Seat(self.clone())).collect(), rest))
+    }
+
+    /// Room for a sandbox that is there already.
+    pub(crate) fn seat(self: &Arc<Self>) -> Seat {
+        self.lock().seated += 1;
+        Seat(self.clone())
+    }
+
+    /// Deletes `sandbox` when its time is up.
+    pub(crate) fn expire(self: &Arc<Self>, sandbox: Arc<Sandbox>, lifetime: Duration) {
+        let registry = self.clone();
+        tokio::spawn(async move {
+            tokio::select! {
+                () = tokio::time::sleep(lifetime) => {
+                    tracing::info!(sandbox = sandbox.id, "its time is up");
+                    let _ = registry.delete(&sandbox.id);
+                }
+                _ = sandbox.dismissed() => {}
+            }
+        });
     }
 
     /// Takes a sandbox out of the registry. Its process and its files go in the background.
     pub(crate) fn delete(self: &Arc<Self>, id: &str) -> Result<()> {
         let entry = self.lock().sandboxes.remove(id);
         let Some(entry) = entry else { return self.get(id).map(|_| ()) };
-        let leaving = self.leaving.enter();
-        entry.sandbox.stop();
-        let registry = self.clone();
-        tokio::spawn(async move {
-            registry.tear_down(entry).await;
-            drop(leaving);
-        });
+        self.dismiss(entry, Wish::End);
         Ok(())
     }
 
-    async fn tear_down(&self, entry: Entry) {
-        let id = &entry.sandbox.id;
-        if let Err(error) = entry.keeper.await {
-            tracing::error!(sandbox = id, %error, "the keeper of a sandbox failed");
-        }
-        remove_folder(&entry.sandbox.folder).await;
-        self.lock().slots.remove(&entry.slot);
-        tracing::debug!(sandbox = id, "sandbox is gone");
+    fn dismiss(self: &Arc<Self>, entry: Entry, wish: Wish) {
+        let leaving = self.leaving.enter();
+        entry.sandbox.wish(wish);
+        let registry = self.clone();
+        tokio::spawn(async move {
+            registry.tear_down(entry, wish).await;
+            drop(leaving);
+        });
     }
 
-    /// Deletes everything, lets nothing new start, and returns when all is gone.
+    async fn tear_down(&self, entry: Entry, wish: Wish) {
+        let Entry { sandbox, keeper, seat } = entry;
+        if let Err(error) = keeper.await {
+            tracing::error!(sandbox = sandbox.id, %error, "the keeper of a sandbox failed");
+        }
+        let mut belongings = std::mem::take(&mut *sandbox.belongings());
+        // What could not be left, because it was half-made, was deleted.
+        let deleted = matches!(sandbox.phase(), Phase::Ended(end) if end.reason == "deleted");
+        if wish == Wish::Leave && !deleted {
+            if let Some(template) = &belongings.template {
+                template.leave();
+            }
+            if let Some(lineage) = &belongings.lineage {
+                lineage.leave();
+            }
+            return;
+        }
+        let id = sandbox.id.clone();
+        let discarded = self.host.janitor.run(move || {
+            belongings.discard(&id);
+            belongings
+        });
+        let belongings = discarded.await;
+        self.host.janitor.remove_folder(sandbox.folder.clone()).await;
+        // Its template may go now, and the next sandbox may come.
+        drop((belongings, seat));
+        tracing::debug!(sandbox = sandbox.id, "sandbox is gone");
+    }
+
+    /// Lets nothing new start, ends what was booted, lets go of what was forked, and returns when
+    /// that is done.
     pub(crate) async fn close(self: &Arc<Self>) {
-        let ids: Vec<String> = {
+        let entries: Vec<Entry> = {
             let mut inner = self.lock();
             inner.closed = true;
-            inner.sandboxes.keys().cloned().collect()
+            inner.sandboxes.drain().map(|(_, entry)| entry).collect()
         };
-        for id in ids {
-            // One that somebody else deletes at this moment is fine.
-            let _ = self.delete(&id);
+        for entry in entries {
+            let forked = entry.sandbox.spec.snapshot_tag.is_some();
+            self.dismiss(entry, if forked { Wish::Leave } else { Wish::End });
         }
         self.leaving.none().await;
+    }
+}
+
+/// Whether a guest of that size may be.
+pub(crate) fn check(limits: &Limits, vcpus: u8, mem_mib: u64) -> Result<()> {
+    if !(1..=limits.max_vcpus).contains(&vcpus) {
+        return Err(Error::invalid(format!("vcpus is {vcpus}; it must be 1 to {}", limits.max_vcpus)));
+    }
+    if !(MIN_MEM_MIB..=limits.max_mem_mib).contains(&mem_mib) {
+        let max = limits.max_mem_mib;
+        return Err(Error::invalid(format!("mem_size_mib is {mem_mib}; it must be {MIN_MEM_MIB} to {max}")));
+    }
+    Ok(())
+}
+
+/// Whether that can be an image's name.
+pub(crate) fn check_image(image: &str) -> Result<()> {
+    match is_valid_name(image) {
+        true => Ok(()),
+        false => Err(Error::invalid(format!("the image's name must be {NAME_RULE}"))),
     }
 }
 
@@ -208,65 +304,17 @@ impl Drop for Bound {
     }
 }
 
-/// `sb` and 16 random letters and digits.
-fn new_id() -> Result<String> {
-    let mut random = [0u8; 16];
-    crate::auth::fill_random(&mut random)?;
-    let digit = |byte: &u8| char::from_digit(u32::from(*byte) % 36, 36).unwrap_or('0');
-    Ok(format!("sb{}", random.iter().map(digit).collect::<String>()))
+/// For [`Sandbox::created`] of one an earlier daemon made.
+pub(crate) fn time(unix: u64) -> SystemTime {
+    SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(unix)).unwrap_or(SystemTime::UNIX_EPOCH)
 }
 
-/// Ends and removes what an earlier daemon left behind.
-async fn sweep(folder: &Path) -> Result<()> {
-    let read = |error| Error::host(format!("cannot read {}", folder.display()), error);
-    for entry in std::fs::read_dir(folder).map_err(read)? {
-        let path = entry.map_err(read)?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        if !is_valid_sandbox_id(&name) {
-            tracing::warn!(path = %path.display(), "not a sandbox's folder; left alone");
-            continue;
-        }
-        match Identity::read(&path).and_then(|identity| identity.open()) {
-            Some(process) => {
-                tracing::warn!(sandbox = name, "left running by a daemon that was killed; ending it");
-                process.end(&name).await;
-            }
-            None => tracing::info!(sandbox = name, "left behind by a daemon that was killed; removing it"),
-        }
-        remove_folder(&path).await;
-    }
-    Ok(())
-}
-
-/// Removes a sandbox's folder; what cannot be removed now is swept at the next start.
-async fn remove_folder(folder: &Path) {
-    for attempt in 1..=REMOVE_TRIES {
-        let path = folder.to_owned();
-        let removed = tokio::task::spawn_blocking(move || std::fs::remove_dir_all(path)).await;
-        match removed.unwrap_or_else(|error| Err(io::Error::other(error))) {
-            Ok(()) => return,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return,
-            Err(error) => {
-                tracing::error!(folder = %folder.display(), %error, attempt, "cannot remove a sandbox's folder");
-                tokio::time::sleep(REMOVE_RETRY).await;
-            }
-        }
-    }
-}
-
-pub(crate) fn make_private_dir(path: &Path) -> io::Result<()> {
-    use std::os::unix::fs::DirBuilderExt;
-    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ids_follow_the_rule_and_differ() {
-        let ids: BTreeSet<String> = (0..100).map(|_| new_id().unwrap()).collect();
-        assert_eq!(ids.len(), 100);
-        assert!(ids.iter().all(|id| is_valid_sandbox_id(id)));
-    }
+/// What a warm-up is made of: the image's own, then what the user adds.
+pub(crate) fn combine(image: &WarmRequest, command: Vec<String>, python: Option<String>) -> WarmRequest {
+    let python = match (&image.python, python) {
+        (Some(first), Some(then)) => Some(format!("{first}\n{then}")),
+        (first, then) => then.or_else(|| first.clone()),
+    };
+    let command = if command.is_empty() { image.command.clone() } else { command };
+    WarmRequest { command, python }
 }

@@ -1,45 +1,80 @@
-//! One sandbox: booting it, watching it, ending it.
+//! One sandbox, as requests see it: what it is, where it stands, and its agent.
 //!
-//! A sandbox has one *keeper*, a task that owns its monitor from the start of the process to its
-//! end. Requests never own the process: they watch the [`Phase`] and talk to the agent. So a
+//! A sandbox has one *keeper* (`keeper`), a task that owns its monitor from the start of the process
+//! to its end. Requests never own the process: they watch the [`Phase`] and talk to the agent. So a
 //! request that goes away leaves nothing half done, and a sandbox that ends tells everybody who
 //! waits for it at once.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use forkd_protocol::agent::{AGENT_PORT, Pong, WarmState};
-use forkd_protocol::control::{CONSOLE_TAIL, EndReason};
+use forkd_net::Slot;
+use forkd_protocol::agent::AGENT_PORT;
+use forkd_protocol::control::CONSOLE_TAIL;
+use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 use crate::agent::{self, Agent, Endpoint};
-use crate::assets::Assets;
 use crate::boot;
-use crate::config::{Config, Timing};
+use crate::cgroup::Leaf;
+use crate::config::Timing;
 use crate::console;
 use crate::error::{Error, Kind, Result};
-use crate::monitor::{Launch, Monitor, MonitorEnd};
+use crate::lineage::Lineage;
+use crate::network::chain;
+use crate::template::Template;
 
+/// The file in a forked sandbox's folder that says what it is.
+pub(crate) const RECORD: &str = "sandbox.json";
+/// The file in a forked sandbox's folder that says how it ended.
+pub(crate) const END: &str = "end.json";
 /// After a connection broke, how long to wait for the reason to become known.
 const REASON_WAIT: Duration = Duration::from_secs(2);
 
-/// What to make a sandbox of.
-#[derive(Debug, Clone)]
+/// What a sandbox is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Spec {
-    pub(crate) image: String,
+    /// The image it has; none for a bare guest, which has no agent, either.
+    pub(crate) image: Option<String>,
+    /// The snapshot it was forked from.
+    pub(crate) snapshot_tag: Option<String>,
     pub(crate) vcpus: u8,
     pub(crate) mem_mib: u64,
-    /// Run the image's warm-up before the sandbox counts as running.
-    pub(crate) warm: bool,
+    pub(crate) network: bool,
+    /// What its monitor may use; where the host has cgroups.
+    pub(crate) memory_limit_mib: u64,
+}
+
+impl Spec {
+    /// Whether only its kernel can say that it runs.
+    pub(crate) fn is_bare(&self) -> bool {
+        self.image.is_none()
+    }
+}
+
+/// What the next daemon needs to know of a forked sandbox. Written before the fork is asked for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Record {
+    /// Its template.
+    pub(crate) template: String,
+    /// The number of its lineage.
+    pub(crate) lineage: u32,
+    pub(crate) spec: Spec,
+    pub(crate) created_at_unix: u64,
+    /// When it is to be deleted.
+    pub(crate) deadline_unix: Option<u64>,
+    /// Its network slot.
+    pub(crate) netns: Option<String>,
+    pub(crate) python: Option<bool>,
 }
 
 /// Where a sandbox stands.
 #[derive(Debug, Clone)]
 pub(crate) enum Phase {
-    /// It boots.
+    /// It boots, or was just forked.
     Starting,
-    /// Its agent answers.
+    /// Its agent answers, or it is a bare guest that runs.
     Running,
     /// Its agent has not answered for a while.
     Unresponsive,
@@ -48,10 +83,10 @@ pub(crate) enum Phase {
 }
 
 /// How a sandbox ended.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct End {
     /// One word for programs.
-    pub(crate) reason: &'static str,
+    pub(crate) reason: String,
     /// One sentence for people.
     pub(crate) detail: String,
     /// The end of its console.
@@ -59,19 +94,46 @@ pub(crate) struct End {
 }
 
 impl End {
-    fn deleted() -> Self {
-        End { reason: "deleted", detail: "the sandbox was deleted".into(), console_tail: String::new() }
+    pub(crate) fn new(reason: &str, detail: impl Into<String>, console_tail: String) -> Self {
+        End { reason: reason.into(), detail: detail.into(), console_tail }
+    }
+
+    pub(crate) fn deleted() -> Self {
+        End::new("deleted", "the sandbox was deleted", String::new())
     }
 }
 
-/// Why a guest did not come up.
-enum BootFailure {
-    /// Somebody deleted it meanwhile.
-    Stopped,
-    /// The host's side failed: trying again would fail again.
-    Host(Error),
-    /// The guest's side failed: what happened, and the end of its console if the monitor told it.
-    Guest(String, Option<String>),
+/// What is to become of a sandbox.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wish {
+    /// To run.
+    Run,
+    /// To end: its keeper kills the process and finishes.
+    End,
+    /// To run on without us: its keeper lets go and finishes.
+    Leave,
+}
+
+/// What a sandbox has that others could have after it.
+#[derive(Debug, Default)]
+pub(crate) struct Belongings {
+    pub(crate) lineage: Option<Arc<Lineage>>,
+    /// Who forked it.
+    pub(crate) template: Option<Arc<Template>>,
+    pub(crate) slot: Option<Slot>,
+    pub(crate) leaf: Option<Leaf>,
+}
+
+impl Belongings {
+    /// Gives the host back what is the sandbox's alone. Its process must be gone. Blocks.
+    pub(crate) fn discard(&mut self, id: &str) {
+        if let Some(Err(error)) = self.slot.take().map(|mut slot| slot.destroy()) {
+            tracing::error!(sandbox = id, error = chain(&error), "its network slot is left behind");
+        }
+        if let Some(Err(error)) = self.leaf.take().map(|leaf| leaf.remove()) {
+            tracing::error!(sandbox = id, %error, "its cgroup is left behind");
+        }
+    }
 }
 
 /// A sandbox.
@@ -82,39 +144,53 @@ pub(crate) struct Sandbox {
     pub(crate) created: SystemTime,
     /// Its files. Removed after the process is gone.
     pub(crate) folder: PathBuf,
-    /// The user its monitor runs as, when it has one of its own.
-    pub(crate) uid: Option<u32>,
     pub(crate) agent: Agent,
-    phase: watch::Sender<Phase>,
-    /// Set once, to end it.
-    stop: watch::Sender<bool>,
+    pub(super) phase: watch::Sender<Phase>,
+    wish: watch::Sender<Wish>,
     facts: Mutex<Facts>,
+    belongings: Mutex<Belongings>,
 }
 
 /// What becomes known while it runs.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Facts {
     pub(crate) pid: Option<u32>,
-    /// From the monitor's start until it was ready, its warm-up included.
+    /// From the monitor's start until it was ready, its warm-up included; of booted ones.
     pub(crate) boot_ms: Option<u64>,
+    /// From the request's arrival to the first answer; of forked ones.
+    pub(crate) ready_ms: Option<f64>,
     /// Whether the image has a Python.
     pub(crate) python: Option<bool>,
+    /// The name of its network slot.
+    pub(crate) netns: Option<String>,
 }
 
 impl Sandbox {
-    pub(crate) fn new(id: String, spec: Spec, uid: Option<u32>, folder: PathBuf, timing: &Timing) -> Self {
+    pub(crate) fn new(
+        id: String,
+        spec: Spec,
+        folder: PathBuf,
+        belongings: Belongings,
+        timing: &Timing,
+    ) -> Self {
         let endpoint = Endpoint::Vsock { socket: folder.join(boot::VSOCK), port: AGENT_PORT };
+        let netns = belongings.slot.as_ref().map(|slot| slot.name().to_owned());
         Sandbox {
             id,
             spec,
             created: SystemTime::now(),
             folder,
-            uid,
             agent: Agent::new(endpoint, timing.call),
             phase: watch::Sender::new(Phase::Starting),
-            stop: watch::Sender::new(false),
-            facts: Mutex::default(),
+            wish: watch::Sender::new(Wish::Run),
+            facts: Mutex::new(Facts { netns, ..Facts::default() }),
+            belongings: Mutex::new(belongings),
         }
+    }
+
+    /// When it was made, in seconds since 1970.
+    pub(crate) fn created_at_unix(&self) -> u64 {
+        self.created.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
     }
 
     pub(crate) fn phase(&self) -> Phase {
@@ -125,23 +201,30 @@ impl Sandbox {
         self.facts.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn learn(&self, change: impl FnOnce(&mut Facts)) {
+    pub(crate) fn learn(&self, change: impl FnOnce(&mut Facts)) {
         change(&mut self.facts.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    pub(crate) fn belongings(&self) -> MutexGuard<'_, Belongings> {
+        self.belongings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn console_path(&self) -> PathBuf {
         self.folder.join(boot::CONSOLE)
     }
 
-    /// Ends it: the keeper kills the process and finishes.
-    pub(crate) fn stop(&self) {
-        self.stop.send_replace(true);
+    /// Ends it, or lets go of it.
+    pub(crate) fn wish(&self, wish: Wish) {
+        self.wish.send_replace(wish);
     }
 
-    /// Returns when somebody asked for its end.
-    pub(crate) async fn stopped(&self) {
-        // An error would mean that `self` is gone.
-        let _ = self.stop.subscribe().wait_for(|stop| *stop).await;
+    /// Returns when it is not to be run any more by us, with what instead.
+    pub(crate) async fn dismissed(&self) -> Wish {
+        match self.wish.subscribe().wait_for(|wish| *wish != Wish::Run).await {
+            Ok(wish) => *wish,
+            // Would mean that `self` is gone.
+            Err(_) => Wish::End,
+        }
     }
 
     /// Returns when it runs, or why it never will.
@@ -151,15 +234,21 @@ impl Sandbox {
         match phase.map(|phase| phase.clone()) {
             Ok(Phase::Ended(end)) => {
                 let text = format!("sandbox {} did not start: {}", self.id, end.detail);
-                Err(Error::new(Kind::Guest, with_console(&text, &end)))
+                let text = if self.spec.is_bare() { text } else { with_console(&text, &end) };
+                Err(Error::new(Kind::Guest, text))
             }
             _ => Ok(()),
         }
     }
 
-    /// Fails unless it is running now.
+    /// Fails unless it is running now and has an agent.
     pub(crate) async fn ready(&self) -> Result<()> {
         match self.phase() {
+            Phase::Running if self.spec.is_bare() => {
+                let text =
+                    format!("sandbox {} is a bare kernel: it has no agent that could do that", self.id);
+                Err(Error::new(Kind::Conflict, text))
+            }
             Phase::Running => Ok(()),
             Phase::Starting => {
                 let text =
@@ -231,229 +320,15 @@ impl Sandbox {
     }
 
     /// The end of its console.
-    async fn tail(&self) -> String {
+    pub(crate) async fn tail(&self) -> String {
         let path = self.console_path();
         let read = tokio::task::spawn_blocking(move || console::tail(&path, CONSOLE_TAIL as u64));
         read.await.unwrap_or_default()
     }
-
-    /// The keeper: boots it, watches it, and returns when the process is gone.
-    pub(crate) async fn keep(self: Arc<Self>, assets: Assets, config: Arc<Config>) {
-        let end = match self.start(&assets, &config).await {
-            Ok(monitor) => {
-                tracing::info!(sandbox = self.id, boot_ms = self.facts().boot_ms, "sandbox runs");
-                self.phase.send_replace(Phase::Running);
-                self.watch(monitor, &config.timing).await
-            }
-            Err(end) => end,
-        };
-        tracing::info!(sandbox = self.id, reason = end.reason, detail = end.detail, "sandbox ended");
-        self.learn(|facts| facts.pid = None);
-        self.phase.send_replace(Phase::Ended(Arc::new(end)));
-    }
-
-    async fn start(&self, assets: &Assets, config: &Config) -> std::result::Result<Monitor, End> {
-        let mut retried = false;
-        loop {
-            let (failure, ended) = match self.attempt(assets, config).await {
-                Ok(monitor) => return Ok(monitor),
-                Err(failed) => failed,
-            };
-            let (detail, told) = match failure {
-                BootFailure::Stopped => return Err(End::deleted()),
-                BootFailure::Host(error) => {
-                    let console_tail = self.tail().await;
-                    return Err(End { reason: "boot_failed", detail: error.message, console_tail });
-                }
-                BootFailure::Guest(detail, told) => (detail, told),
-            };
-            let console_tail = match told {
-                Some(tail) => tail,
-                None => self.tail().await,
-            };
-            // Seen under nested virtualization: a boot now and then ends before the kernel's first
-            // word. Nothing of the guest ran yet, so once more does no harm.
-            if console_tail.trim().is_empty() && !retried {
-                tracing::warn!(
-                    sandbox = self.id,
-                    detail,
-                    "the boot ended with an empty console; trying once more"
-                );
-                retried = true;
-                continue;
-            }
-            tracing::warn!(sandbox = self.id, detail, process = ended, "boot failed");
-            return Err(End { reason: "boot_failed", detail, console_tail });
-        }
-    }
-
-    /// One boot. On failure the process is gone, and its own account of it comes along.
-    async fn attempt(
-        &self,
-        assets: &Assets,
-        config: &Config,
-    ) -> std::result::Result<Monitor, (BootFailure, String)> {
-        let begun = Instant::now();
-        let launch = Launch {
-            id: self.id.clone(),
-            folder: self.folder.clone(),
-            vmm: config.vmm.clone(),
-            uid: self.uid,
-        };
-        let launched = Monitor::launch(launch, config.timing.call).await;
-        let mut monitor = launched.map_err(|error| (BootFailure::Host(error), String::new()))?;
-        self.learn(|facts| facts.pid = monitor.pid());
-        let outcome = tokio::select! {
-            biased;
-            () = self.stopped() => Err(BootFailure::Stopped),
-            up = self.bring_up(&mut monitor, assets, config) => up,
-        };
-        match outcome {
-            Ok(pong) => {
-                let boot_ms = begun.elapsed().as_millis() as u64;
-                self.learn(|facts| {
-                    facts.boot_ms = Some(boot_ms);
-                    facts.python = Some(pong.python);
-                });
-                Ok(monitor)
-            }
-            Err(failure) => Err((failure, monitor.end().await.process)),
-        }
-    }
-
-    async fn bring_up(
-        &self,
-        monitor: &mut Monitor,
-        assets: &Assets,
-        config: &Config,
-    ) -> std::result::Result<Pong, BootFailure> {
-        let (folder, spec, assets_open) = (self.folder.clone(), self.spec.clone(), assets.clone());
-        let console_limit = config.limits.console_limit;
-        let prepare = move || boot::prepare(&folder, &spec, &assets_open, console_limit);
-        let prepared = tokio::task::spawn_blocking(prepare).await;
-        let prepared = prepared.unwrap_or_else(|error| Err(Error::host("preparing a boot", error)));
-        let (boot, fds) = prepared.map_err(BootFailure::Host)?;
-        monitor.boot(boot, &fds, config.timing.boot).await.map_err(BootFailure::Host)?;
-        drop(fds);
-        tokio::select! {
-            biased;
-            end = monitor.wait() => {
-                let told = end.vm.as_ref().map(|vm| console::printable(vm.console_tail.as_bytes()));
-                Err(BootFailure::Guest(end.describe(), told))
-            }
-            up = self.agent_up(assets, &config.timing) => up.map_err(|detail| BootFailure::Guest(detail, None)),
-        }
-    }
-
-    async fn agent_up(&self, assets: &Assets, timing: &Timing) -> std::result::Result<Pong, String> {
-        let mut pause = Duration::from_millis(5);
-        // A knock can get lost in a guest that is just coming up: the first are not waited for long.
-        let mut patience = timing.call.min(Duration::from_secs(2));
-        let mut last = String::from("nothing was tried");
-        let knocking = async {
-            loop {
-                match tokio::time::timeout(patience, self.agent.ping()).await {
-                    Ok(Ok(pong)) => return pong,
-                    Ok(Err(error)) => last = error.to_string(),
-                    Err(_) => {
-                        last = format!("no answer within {patience:?}");
-                        patience = (patience * 2).min(timing.call);
-                    }
-                }
-                tokio::time::sleep(pause).await;
-                pause = (pause * 3 / 2).min(Duration::from_millis(250));
-            }
-        };
-        let Ok(pong) = tokio::time::timeout(timing.boot, knocking).await else {
-            let secs = timing.boot.as_secs();
-            return Err(format!("the agent was not up after {secs} s ({last})"));
-        };
-        if self.spec.warm {
-            self.warm_up(assets, timing).await?;
-        }
-        Ok(pong)
-    }
-
-    async fn warm_up(&self, assets: &Assets, timing: &Timing) -> std::result::Result<(), String> {
-        let deadline = Instant::now() + timing.warm;
-        loop {
-            let status = self.agent.warm(&assets.warm).await;
-            let status = status.map_err(|error| format!("the warm-up failed: {error}"))?;
-            match status.state {
-                WarmState::Ready => return Ok(()),
-                WarmState::Failed => {
-                    let error = status.error.unwrap_or_else(|| "no reason given".into());
-                    let error = console::printable(error.as_bytes());
-                    return Err(format!("the warm-up failed: {error}"));
-                }
-                WarmState::Cold | WarmState::Warming if Instant::now() > deadline => {
-                    let secs = timing.warm.as_secs();
-                    return Err(format!("the warm-up took longer than {secs} s"));
-                }
-                WarmState::Cold | WarmState::Warming => tokio::time::sleep(Duration::from_millis(100)).await,
-            }
-        }
-    }
-
-    /// Watches a running sandbox to its end.
-    async fn watch(&self, mut monitor: Monitor, timing: &Timing) -> End {
-        tokio::select! {
-            biased;
-            () = self.stopped() => {}
-            end = monitor.wait() => return self.account(end).await,
-            () = self.watchdog(timing) => {}
-        }
-        monitor.end().await;
-        End::deleted()
-    }
-
-    /// Pings the agent for ever and keeps the phase up to date.
-    async fn watchdog(&self, timing: &Timing) {
-        let mut heard = Instant::now();
-        loop {
-            tokio::time::sleep(timing.ping_every).await;
-            match self.agent.ping().await {
-                Ok(_) => heard = Instant::now(),
-                Err(error) => tracing::debug!(sandbox = self.id, %error, "ping failed"),
-            }
-            let silent = heard.elapsed() > timing.unresponsive_after;
-            self.phase.send_if_modified(|phase| match (&phase, silent) {
-                (Phase::Running, true) => {
-                    tracing::warn!(sandbox = self.id, "sandbox does not answer");
-                    *phase = Phase::Unresponsive;
-                    true
-                }
-                (Phase::Unresponsive, false) => {
-                    tracing::info!(sandbox = self.id, "sandbox answers again");
-                    *phase = Phase::Running;
-                    true
-                }
-                _ => false,
-            });
-        }
-    }
-
-    async fn account(&self, end: MonitorEnd) -> End {
-        let detail = end.describe();
-        let Some(vm) = end.vm else {
-            return End { reason: "monitor_died", detail, console_tail: self.tail().await };
-        };
-        let reason = match vm.reason {
-            EndReason::PoweredOff => "powered_off",
-            EndReason::Reset => "reset",
-            EndReason::Panicked => "panicked",
-            EndReason::Failed => "failed",
-        };
-        let console_tail = match vm.console_tail.is_empty() {
-            true => self.tail().await,
-            false => console::printable(vm.console_tail.as_bytes()),
-        };
-        End { reason, detail, console_tail }
-    }
 }
 
 fn with_console(text: &str, end: &End) -> String {
-    match end.reason {
+    match end.reason.as_str() {
         "deleted" => text.to_owned(),
         _ => console::with_tail(text, &end.console_tail),
     }

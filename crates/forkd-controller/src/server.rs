@@ -15,13 +15,17 @@ use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Semaphore;
 
+use crate::adopt;
 use crate::api::{self, App};
 use crate::auth::Token;
 use crate::config::Config;
 use crate::count::Count;
 use crate::error::{Error, Result};
+use crate::host::{Host, make_private_dir};
 use crate::lock::DataLock;
-use crate::registry::{Registry, make_private_dir};
+use crate::registry::Registry;
+use crate::run_dir;
+use crate::snapshots::Snapshots;
 use crate::stopping::{Stop, Stopping};
 use crate::unix_socket;
 
@@ -48,7 +52,7 @@ pub struct Ready {
 }
 
 /// Runs a daemon until it gets SIGTERM or SIGINT. Calls `ready` when it can be reached. When it
-/// returns, its sandboxes are gone.
+/// returns, what it booted is gone; templates and what they forked run on, for the next daemon.
 pub async fn serve(config: Config, ready: impl FnOnce(&Ready)) -> Result<()> {
     let caught = |error| Error::host("cannot catch signals", error);
     let mut terminate = signal(SignalKind::terminate()).map_err(caught)?;
@@ -64,7 +68,7 @@ pub async fn serve(config: Config, ready: impl FnOnce(&Ready)) -> Result<()> {
 
 /// Runs a daemon until `asked` returns. See [`serve`].
 pub async fn serve_until(
-    config: Config,
+    mut config: Config,
     ready: impl FnOnce(&Ready),
     asked: impl Future<Output = ()>,
 ) -> Result<()> {
@@ -75,6 +79,7 @@ pub async fn serve_until(
     };
     made(&config.data_dir)?;
     let _lock = DataLock::take(&config.data_dir)?;
+    config.run_dir = run_dir::open(&config.data_dir)?;
     let token = Token::load_or_make(&config.token_file)?;
     let (_named, unix) = unix_socket::listen(&config.socket)?;
     let listening = |error: std::io::Error| {
@@ -92,8 +97,13 @@ pub async fn serve_until(
 
     let config = Arc::new(config);
     let (stop, stopping) = Stop::new();
+    let host = Host::new(config.clone());
+    let (snapshots, leftovers) = Snapshots::open(host.clone()).await?;
+    let registry = Registry::new(host.clone())?;
+    adopt::adopt(&registry, leftovers).await?;
     let app = App {
-        registry: Registry::open(config.clone()).await?,
+        registry,
+        snapshots,
         config: config.clone(),
         stopping: stopping.clone(),
         address,
@@ -117,11 +127,18 @@ pub async fn serve_until(
     if tokio::time::timeout(config.timing.drain, drained).await.is_err() {
         tracing::warn!("requests are still under way; their sandboxes end under them");
     }
-    if tokio::time::timeout(CLOSE_WAIT, app.registry.close()).await.is_err() {
+    let closed = async {
+        app.registry.close().await;
+        app.snapshots.close().await;
+        let slots = host.clone();
+        host.janitor.run(move || slots.slots.close()).await;
+    };
+    if tokio::time::timeout(CLOSE_WAIT, closed).await.is_err() {
         tracing::error!("some sandboxes did not go away; the next start removes what is left");
     }
     // Whoever waited for a sandbox has just been told that it ended: let that answer out.
     let _ = tokio::time::timeout(Duration::from_secs(1), connections.count.none()).await;
+    run_dir::close(&config.data_dir, &config.run_dir);
     tracing::info!("stopped");
     Ok(())
 }

@@ -7,7 +7,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Kind, Result};
-use crate::registry::make_private_dir;
+use crate::host::make_private_dir;
 
 /// Members of this group may use the socket.
 const GROUP: &str = "forkd";

@@ -15,9 +15,9 @@ use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use bytes::Bytes;
 use forkd_protocol::agent::{
-    EvalRequest, EvalResponse, Event, Pong, ProcessEvent, ProcessInput, ProcessList, ProcessRef,
-    ProcessSelector, Pty, SendInputRequest, SendSignalRequest, StartRequest, UpdateRequest, WarmRequest,
-    WarmStatus, WrittenFile,
+    BecomeRequest, BecomeResponse, EvalRequest, EvalResponse, Event, FreezeRequest, FreezeResponse, Pong,
+    ProcessEvent, ProcessInput, ProcessList, ProcessRef, ProcessSelector, Pty, SendInputRequest,
+    SendSignalRequest, StartRequest, UpdateRequest, WarmRequest, WarmStatus, WrittenFile,
 };
 use forkd_protocol::connect::{Code, Decoder, END_STREAM, EndStream, TIMEOUT_HEADER};
 use http_body_util::BodyExt;
@@ -115,6 +115,22 @@ impl Agent {
     /// Starts the image's warm-up, or tells how far it is.
     pub async fn warm(&self, request: &WarmRequest) -> Result<WarmStatus> {
         self.unary("/forkd.Agent/Warm", request, self.patience).await
+    }
+
+    /// Gets the guest ready to be forked.
+    pub async fn freeze(&self) -> Result<FreezeResponse> {
+        let request = FreezeRequest { timeout_ms: self.patience.as_millis() as u64 };
+        self.unary("/forkd.Agent/Freeze", &request, self.patience.saturating_mul(2)).await
+    }
+
+    /// Makes a forked guest its own. The time in `request` is set right before it is sent.
+    pub async fn become_sandbox(&self, mut request: BecomeRequest) -> Result<BecomeResponse> {
+        let answer = within(self.patience, async {
+            let mut connection = self.connect().await?;
+            request.unix_nanos = crate::guest::unix_nanos();
+            connection.call(Call::unary("/forkd.Agent/Become", &request)?, MAX_ANSWER).await
+        });
+        parse(&answer.await?)
     }
 
     /// Evaluates Python. When `limit` is over the agent interrupts it and the error

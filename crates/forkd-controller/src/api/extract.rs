@@ -2,7 +2,7 @@
 
 use axum::Json;
 use axum::extract::rejection::JsonRejection;
-use axum::extract::{FromRequest, FromRequestParts, Path, Request};
+use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
 use axum::http::request::Parts;
 use serde::de::DeserializeOwned;
 
@@ -40,6 +40,21 @@ impl<S: Send + Sync> FromRequestParts<S> for Id {
         match Path::<String>::from_request_parts(parts, state).await {
             Ok(Path(id)) => Ok(Id(id)),
             Err(rejection) => Err(Error::new(Kind::Http(rejection.status()), rejection.body_text())),
+        }
+    }
+}
+
+/// The part of the address after `?`.
+#[derive(Debug)]
+pub(crate) struct Params<T>(pub(crate) T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Params<T> {
+    type Rejection = Error;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Error> {
+        match Query::<T>::from_request_parts(parts, state).await {
+            Ok(Query(params)) => Ok(Params(params)),
+            Err(rejection) => Err(Error::invalid(rejection.body_text())),
         }
     }
 }

@@ -3,6 +3,7 @@
 pub(crate) mod exec;
 mod extract;
 mod sandboxes;
+mod snapshots;
 mod types;
 
 use std::net::SocketAddr;
@@ -27,17 +28,20 @@ use crate::error::{Error, ErrorBody, Kind};
 use crate::frames::{ClientMessage, RunRequest, ServerEvent};
 use crate::registry::Registry;
 use crate::run;
+use crate::snapshots::Snapshots;
 use crate::stopping::Stopping;
 
 pub use types::{
-    CreateRequest, EvalReply, EvalRequest, ExecReply, ExecRequest, Health, SandboxInfo, SandboxState,
-    VersionInfo,
+    CreateRequest, EvalReply, EvalRequest, ExecReply, ExecRequest, Health, PingReply, SandboxInfo,
+    SandboxState, SnapshotInfo, SnapshotPhase, SnapshotRequest, SnapshotStatus, SpawnError, SpawnReply,
+    Stats, TemplateInfo, VersionInfo,
 };
 
 /// What handlers work with.
 #[derive(Debug, Clone)]
 pub(crate) struct App {
     pub(crate) registry: Arc<Registry>,
+    pub(crate) snapshots: Arc<Snapshots>,
     pub(crate) config: Arc<Config>,
     /// Becomes true when the daemon is asked to stop.
     pub(crate) stopping: Stopping,
@@ -56,7 +60,7 @@ pub(crate) struct App {
                        TOKEN`; over the unix socket none is needed.",
         license(name = "Apache-2.0", identifier = "Apache-2.0"),
     ),
-    components(schemas(ErrorBody, RunRequest, ServerEvent, ClientMessage))
+    components(schemas(ErrorBody, SpawnReply, RunRequest, ServerEvent, ClientMessage))
 )]
 struct Document;
 
@@ -67,8 +71,13 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(sandboxes::list, sandboxes::create))
         .routes(routes!(sandboxes::get, sandboxes::delete))
         .routes(routes!(sandboxes::console))
+        .routes(routes!(sandboxes::stats))
+        .routes(routes!(sandboxes::ping))
         .routes(routes!(exec::exec))
         .routes(routes!(exec::eval))
+        .routes(routes!(snapshots::list, snapshots::create))
+        .routes(routes!(snapshots::get, snapshots::delete))
+        .routes(routes!(snapshots::unload))
         .routes(routes!(run::run))
 }
 

@@ -258,9 +258,8 @@ async fn an_address_others_can_reach_is_refused() {
 #[tokio::test]
 async fn what_a_killed_daemon_left_is_ended_and_removed() {
     let folder = tempfile::tempdir().unwrap();
-    let left = folder.path().join("sandboxes/sbleft");
-    let empty = folder.path().join("sandboxes/sbempty");
-    let foreign = folder.path().join("sandboxes/not-ours");
+    let sandboxes = crate::run_dir::open(folder.path()).unwrap().join("sandboxes");
+    let [left, empty, foreign] = ["sbleft", "sbempty", "not-ours"].map(|name| sandboxes.join(name));
     for path in [&left, &empty, &foreign] {
         std::fs::create_dir_all(path).unwrap();
     }
@@ -276,6 +275,7 @@ async fn what_a_killed_daemon_left_is_ended_and_removed() {
     assert_eq!(process.try_wait().unwrap().and_then(|status| status.signal()), Some(9));
     assert!(!left.exists() && !empty.exists());
     assert!(foreign.exists(), "what is not a sandbox's is left alone");
+    std::fs::remove_dir(foreign).unwrap();
     daemon.stop().await;
 }
 

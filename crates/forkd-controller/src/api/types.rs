@@ -23,24 +23,222 @@ pub struct VersionInfo {
     pub address: String,
 }
 
-/// A sandbox to make.
+/// Sandboxes to make: one booted from an image, or children forked from a snapshot.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct CreateRequest {
-    /// Name of an image (`forkd image ls`).
-    pub image: String,
+    /// Boot this image (`forkd image ls`). Either this or `snapshot_tag`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<String>,
+    /// Fork from this snapshot (`forkd images`). Either this or `image`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot_tag: Option<String>,
+    /// How many children, 1 to 1000; 1 when absent. Of a snapshot only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub n: Option<u32>,
+    /// Number of vCPUs; 1 when absent. Of an image only: children have what their snapshot has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vcpus: Option<u8>,
+    /// Memory in MiB; the daemon's default, 512, when absent. Of an image only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mem_size_mib: Option<u64>,
+    /// Run the image's warm-up before answering. Of an image only.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub warm: bool,
+    /// Whether it has a network; it has when absent, if its snapshot has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<bool>,
+    /// Memory each may use on the host, in MiB; the guest's and 64 more when absent. Has an effect
+    /// where the host has cgroups.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_limit_mib: Option<u64>,
+    /// Variables for every process started in the children: the place for secrets. Of a snapshot only.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub envs: BTreeMap<String, String>,
+    /// Delete it this many seconds after it has started; never when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_secs: Option<u64>,
+    /// Answer when every child has; else at once, while they are `starting`. True when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wait: Option<bool>,
+    /// Accepted, without meaning: every child has a network of its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub per_child_netns: Option<bool>,
+    /// Accepted, without meaning.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prewarm: Option<bool>,
+    /// Accepted, without meaning: every child can be forked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub live_fork: Option<bool>,
+    /// Accepted, without meaning.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hugepages: Option<bool>,
+}
+
+/// What came of a request for several children, with `?results=each`.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct SpawnReply {
+    /// The children that run.
+    pub children: Vec<SandboxInfo>,
+    /// Why the others do not.
+    pub errors: Vec<SpawnError>,
+}
+
+/// Why one child does not run.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct SpawnError {
+    /// Which of the `n`, counted from 0.
+    pub index: usize,
+    /// What happened and what to do.
+    pub error: String,
+}
+
+/// A snapshot to make: a guest is booted, warmed up, frozen and saved.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SnapshotRequest {
+    /// Its name.
+    pub tag: String,
+    /// The image to boot. Either this or `kernel`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<String>,
+    /// The absolute path of a kernel to boot alone: a bare guest, without agent, disk or network, that
+    /// says it is ready by writing to port 0x602. Either this or `image`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kernel: Option<String>,
+    /// A command to warm up with, in place of the image's own: done when it exits with 0 or creates the
+    /// file named by `FORKD_READY_FILE`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warm_command: Vec<String>,
+    /// Python to warm up with, after the image's own, such as `import numpy`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub warm_python: Option<String>,
     /// Number of vCPUs; 1 when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vcpus: Option<u8>,
     /// Memory in MiB; the daemon's default, 512, when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mem_size_mib: Option<u64>,
-    /// Run the image's warm-up before answering.
-    #[serde(default)]
-    pub warm: bool,
-    /// Delete it this many seconds after it has started; never when absent.
+    /// Whether it, and so its children, have a network; they have when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub timeout_secs: Option<u64>,
+    pub network: Option<bool>,
+}
+
+/// Where a snapshot stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum SnapshotStatus {
+    /// It is being made.
+    Writing,
+    /// Children can be forked from it.
+    Ready,
+    /// It was not finished, or is damaged.
+    Failed,
+}
+
+/// How far the making of a snapshot is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum SnapshotPhase {
+    /// The guest boots.
+    Booting,
+    /// It warms up.
+    Warming,
+    /// It is made to stand still.
+    Freezing,
+    /// It is written to disk.
+    Saving,
+}
+
+/// What is known of a snapshot.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct SnapshotInfo {
+    /// Its name.
+    pub tag: String,
+    /// Where it stands.
+    pub status: SnapshotStatus,
+    /// How far it is, while it is being made.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub phase: Option<SnapshotPhase>,
+    /// Why it failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// When it was made, in seconds since 1970.
+    pub created_at_unix: u64,
+    /// Its image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<String>,
+    /// Its kernel, if that is all it has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kernel: Option<String>,
+    /// Number of vCPUs.
+    pub vcpus: u8,
+    /// Memory in MiB.
+    pub mem_size_mib: u64,
+    /// Whether it has a network interface.
+    pub network: bool,
+    /// Whether its image has a Python.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub python: Option<bool>,
+    /// Room its memory takes on disk, in bytes.
+    pub memory_bytes: u64,
+    /// Room its disks take, without the image, in bytes.
+    pub disk_bytes: u64,
+    /// Room the state of its devices takes, in bytes.
+    pub state_bytes: u64,
+    /// Whether children can be forked from it.
+    pub bootable: bool,
+    /// What to know before using it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub warning: Option<String>,
+    /// Where its files are.
+    pub dir: String,
+    /// The process its next children are forked from, if it has one now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub template: Option<TemplateInfo>,
+}
+
+/// A process children are forked from.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct TemplateInfo {
+    /// Its process on the host.
+    pub pid: i32,
+    /// Where its memory comes from: `disk`, or `memory` if it is the guest the snapshot was made of.
+    pub source: String,
+    /// How many sandboxes it has forked that are still listed.
+    pub children: usize,
+}
+
+/// What a sandbox's process uses on the host.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+pub struct Stats {
+    /// Memory that only it has.
+    pub private_kib: u64,
+    /// Its memory, with what it shares divided by how many share it.
+    pub pss_kib: u64,
+    /// Its memory, with all it shares.
+    pub rss_kib: u64,
+    /// CPU time it has used.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_ms: Option<u64>,
+    /// What its cgroup counts, where there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_current_kib: Option<u64>,
+}
+
+/// An agent's sign of life.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct PingReply {
+    /// True.
+    pub pong: bool,
+    /// The agent's version.
+    pub version: String,
+    /// Milliseconds since the guest's kernel started.
+    pub uptime_ms: u64,
+    /// Whether the image has a Python.
+    pub python: bool,
+    /// How far its warm-up is: `cold`, `warming`, `ready` or `failed`.
+    pub warm: String,
 }
 
 /// Where a sandbox stands.
@@ -62,12 +260,15 @@ pub enum SandboxState {
 pub struct SandboxInfo {
     /// `sb` and lower-case letters and digits.
     pub id: String,
-    /// The image it was booted from.
-    pub image: String,
+    /// The image it has; null for a bare kernel.
+    pub image: Option<String>,
+    /// The snapshot it was forked from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot_tag: Option<String>,
     /// Where it stands.
     pub state: SandboxState,
-    /// How it ended, in one word: `powered_off`, `reset`, `panicked`, `failed`, `monitor_died`,
-    /// `boot_failed` or `deleted`.
+    /// How it ended, in one word: `powered_off`, `reset`, `panicked`, `failed`, `out_of_memory`,
+    /// `monitor_died`, `boot_failed`, `fork_failed`, `deleted` or `unknown`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
     /// How it ended, in one sentence.
@@ -86,6 +287,19 @@ pub struct SandboxInfo {
     /// How long it took from the start of its process until it was ready, its warm-up included.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot_ms: Option<u64>,
+    /// How long it took from the arrival of the request to its first answer; of forked ones.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ready_ms: Option<f64>,
+    /// Whether it has a network.
+    pub network: bool,
+    /// The name of its network slot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub netns: Option<String>,
+    /// Its address in that.
+    pub guest_addr: String,
+    /// Memory it may use on the host, in MiB.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_limit_mib: Option<u64>,
     /// Whether its image has a Python to evaluate code with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub python: Option<bool>,

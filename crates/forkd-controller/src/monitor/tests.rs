@@ -3,6 +3,7 @@
 
 use super::*;
 use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::time::Instant;
 
 const PATIENCE: Duration = Duration::from_millis(500);
@@ -13,7 +14,7 @@ fn launch_of(script: &str) -> (Launch, tempfile::TempDir) {
     let vmm = folder.path().join("vmm");
     std::fs::write(&vmm, format!("#!/bin/sh\n{script}\n")).unwrap();
     std::fs::set_permissions(&vmm, std::fs::Permissions::from_mode(0o755)).unwrap();
-    (Launch { id: "sbtest".into(), folder: folder.path().into(), vmm, uid: None }, folder)
+    (Launch { id: "sbtest".into(), folder: folder.path().into(), vmm, uid: None, door: None }, folder)
 }
 
 async fn failure_of(launch: Launch) -> String {
@@ -75,7 +76,7 @@ async fn a_monitor_gets_the_control_socket_and_nothing_else() {
 async fn a_dropped_monitor_is_a_dead_one() {
     let (launch, folder) = launch_of("exec sleep 1000");
     let (child, control) = spawn(&launch).unwrap();
-    let monitor = Monitor::adopt(launch, child, control).unwrap();
+    let monitor = Monitor::started(launch, child, control).unwrap();
     drop(monitor);
     gone(folder.path()).await;
 }
@@ -84,7 +85,7 @@ async fn a_dropped_monitor_is_a_dead_one() {
 async fn a_killed_monitor_is_noticed_at_once() {
     let (launch, folder) = launch_of("exec sleep 1000");
     let (child, control) = spawn(&launch).unwrap();
-    let mut monitor = Monitor::adopt(launch, child, control).unwrap();
+    let mut monitor = Monitor::started(launch, child, control).unwrap();
     monitor.pidfd.kill().unwrap();
     let end = tokio::time::timeout(Duration::from_secs(5), monitor.wait()).await.unwrap();
     assert!(end.vm.is_none());

@@ -14,6 +14,7 @@ use crate::api::exec::{self, TIMED_OUT, Unfinished};
 use crate::companion::Companion;
 use crate::error::Result;
 use crate::frames::{Channel, ClientMessage, RunRequest, ServerEvent};
+use crate::host::Host;
 use crate::sandbox::Spec;
 
 /// The work itself: from the request to the last event.
@@ -38,15 +39,18 @@ async fn attempt(
     let mut start = exec::start_request(request.args, request.env, request.cwd, true)?;
     start.pty = request.tty.map(|size| terminal(size.cols, size.rows));
     let options = StartOptions { user: request.user, timeout: limit };
+    let message = format!("booting a sandbox of {}", request.image);
+    let mem_mib = request.mem_size_mib.unwrap_or(app.config.limits.default_mem_mib);
     let spec = Spec {
-        image: request.image,
+        image: Some(request.image),
+        snapshot_tag: None,
         vcpus: request.vcpus.unwrap_or(1),
-        mem_mib: request.mem_size_mib.unwrap_or(app.config.limits.default_mem_mib),
-        warm: false,
+        mem_mib,
+        network: request.network.unwrap_or(true),
+        memory_limit_mib: Host::memory_limit_mib(mem_mib),
     };
-    let message = format!("booting a sandbox of {}", spec.image);
     // Bound to this future: when it is dropped, for whatever reason, the sandbox is deleted.
-    let bound = app.registry.create(spec).await?;
+    let bound = app.registry.boot(spec, false).await?;
     outgoing.event(&ServerEvent::Progress { message }).await;
     let sandbox = bound.sandbox();
     tokio::select! {

@@ -1,0 +1,112 @@
+//! Getting a guest's agent to where it is needed: up, warm, frozen, somebody else.
+//!
+//! Failures are one sentence each; who asked adds the console.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use forkd_protocol::agent::{BecomeRequest, BecomeResponse, Pong, WarmRequest, WarmState};
+
+use crate::agent::{self, Agent};
+use crate::auth::fill_random;
+use crate::config::Timing;
+use crate::console;
+
+type Result<T> = std::result::Result<T, String>;
+
+/// How much entropy a child gets.
+const ENTROPY: usize = 64;
+
+/// Returns when the agent of a booting guest answers.
+pub(crate) async fn up(agent: &Agent, timing: &Timing) -> Result<Pong> {
+    knock(timing, || agent.ping()).await
+}
+
+/// Calls until there is an answer, or time is up. A call can get lost in a guest that is just coming
+/// up: the first are not waited for long. A refusal is an answer.
+async fn knock<T, F: Future<Output = agent::Result<T>>>(
+    timing: &Timing,
+    mut call: impl FnMut() -> F,
+) -> Result<T> {
+    let mut pause = Duration::from_millis(5);
+    let mut patience = timing.call.min(Duration::from_secs(2));
+    let mut last = String::from("nothing was tried");
+    let knocking = async {
+        loop {
+            match tokio::time::timeout(patience, call()).await {
+                Ok(Ok(answer)) => return Ok(answer),
+                Ok(Err(agent::Error::Refused(error))) => {
+                    return Err(console::printable(error.to_string().as_bytes()));
+                }
+                Ok(Err(error)) => last = error.to_string(),
+                Err(_) => {
+                    last = format!("no answer within {patience:?}");
+                    patience = (patience * 2).min(timing.call);
+                }
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 3 / 2).min(Duration::from_millis(250));
+        }
+    };
+    match tokio::time::timeout(timing.boot, knocking).await {
+        Ok(answer) => answer,
+        Err(_) => Err(format!("the agent was not up after {} s ({last})", timing.boot.as_secs())),
+    }
+}
+
+/// Runs a warm-up to its end.
+pub(crate) async fn warm_up(agent: &Agent, request: &WarmRequest, timing: &Timing) -> Result<()> {
+    let deadline = Instant::now() + timing.warm;
+    loop {
+        let status = agent.warm(request).await;
+        let status = status.map_err(|error| format!("the warm-up failed: {error}"))?;
+        match status.state {
+            WarmState::Ready => return Ok(()),
+            WarmState::Failed => {
+                let error = status.error.unwrap_or_else(|| "no reason given".into());
+                let error = console::printable(error.as_bytes());
+                return Err(format!("the warm-up failed: {error}"));
+            }
+            WarmState::Cold | WarmState::Warming if Instant::now() > deadline => {
+                return Err(format!("the warm-up took longer than {} s", timing.warm.as_secs()));
+            }
+            WarmState::Cold | WarmState::Warming => tokio::time::sleep(Duration::from_millis(100)).await,
+        }
+    }
+}
+
+/// Gets the guest ready to be forked.
+pub(crate) async fn freeze(agent: &Agent) -> Result<()> {
+    let frozen = agent.freeze().await.map_err(|error| format!("the guest could not be frozen: {error}"))?;
+    match frozen.frozen {
+        true => Ok(()),
+        false => Err("the guest could not be frozen: some of its processes do not stand still".into()),
+    }
+}
+
+/// Makes a child its own: the first call it gets.
+pub(crate) async fn become_sandbox(
+    agent: &Agent,
+    id: &str,
+    envs: &BTreeMap<String, String>,
+    timing: &Timing,
+) -> Result<BecomeResponse> {
+    let mut random = [0u8; ENTROPY + 16];
+    fill_random(&mut random).map_err(|error| error.message)?;
+    let (entropy, machine_id) = random.split_at(ENTROPY);
+    let request = BecomeRequest {
+        sandbox_id: id.to_owned(),
+        hostname: id.to_owned(),
+        machine_id: machine_id.iter().map(|byte| format!("{byte:02x}")).collect(),
+        unix_nanos: 0,
+        entropy: Some(entropy.to_vec()),
+        envs: envs.clone(),
+    };
+    knock(timing, || agent.become_sandbox(request.clone())).await
+}
+
+/// The host's clock, as guests are told it.
+pub(crate) fn unix_nanos() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
+}

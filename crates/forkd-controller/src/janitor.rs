@@ -1,0 +1,100 @@
+//! Taking things away, off everybody's path: one thread at a time, however much there is to remove.
+//!
+//! A thousand sandboxes deleted at once would otherwise be a thousand threads that all wait for the
+//! same file system.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, oneshot};
+
+/// How many jobs one thread does before another one may.
+const BATCH: usize = 64;
+/// How often a failed removal of a folder is tried again.
+const REMOVE_RETRY: Duration = Duration::from_secs(5);
+const REMOVE_TRIES: u32 = 12;
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// Does blocking work in the order it came. Cheap to clone.
+#[derive(Debug, Clone)]
+pub(crate) struct Janitor(mpsc::UnboundedSender<Job>);
+
+impl Janitor {
+    /// Must be called in a runtime.
+    pub(crate) fn new() -> Self {
+        let (sender, mut jobs) = mpsc::unbounded_channel::<Job>();
+        tokio::spawn(async move {
+            let mut batch = Vec::with_capacity(BATCH);
+            while jobs.recv_many(&mut batch, BATCH).await > 0 {
+                let work = std::mem::replace(&mut batch, Vec::with_capacity(BATCH));
+                let done = tokio::task::spawn_blocking(move || work.into_iter().for_each(|job| job())).await;
+                if let Err(error) = done {
+                    tracing::error!(%error, "cleaning up failed; the next start removes what is left");
+                }
+            }
+        });
+        Janitor(sender)
+    }
+
+    /// Does `job` and returns what it gave; `None` if it could not be done.
+    pub(crate) async fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+        let (tell, told) = oneshot::channel();
+        let job = Box::new(move || drop(tell.send(job())));
+        self.0.send(job).ok()?;
+        told.await.ok()
+    }
+
+    /// Does `job`, sooner or later.
+    pub(crate) fn later(&self, job: impl FnOnce() + Send + 'static) {
+        // Fails only when the runtime ends, and then the next start sweeps.
+        let _ = self.0.send(Box::new(job));
+    }
+
+    /// Removes a folder; what cannot be removed now is swept at the next start.
+    pub(crate) async fn remove_folder(&self, folder: PathBuf) {
+        for attempt in 1..=REMOVE_TRIES {
+            let path = folder.clone();
+            match self.run(move || std::fs::remove_dir_all(path)).await {
+                Some(Ok(())) | None => return,
+                Some(Err(error)) if error.kind() == io::ErrorKind::NotFound => return,
+                Some(Err(error)) => {
+                    tracing::error!(folder = %folder.display(), %error, attempt, "cannot remove a folder");
+                    tokio::time::sleep(REMOVE_RETRY).await;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_thousand_folders_go_with_one_thread_at_a_time() {
+        use std::sync::Arc;
+        use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+        let janitor = Janitor::new();
+        let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let jobs = (0..1000).map(|_| {
+            let (now, most) = (now.clone(), most.clone());
+            janitor.run(move || {
+                most.fetch_max(now.fetch_add(1, SeqCst) + 1, SeqCst);
+                std::thread::yield_now();
+                now.fetch_sub(1, SeqCst);
+            })
+        });
+        let done = futures_util::future::join_all(jobs).await;
+        assert!(done.iter().all(Option::is_some));
+        assert_eq!(most.load(SeqCst), 1);
+    }
+
+    #[tokio::test]
+    async fn a_job_that_panics_does_not_stop_the_next() {
+        let janitor = Janitor::new();
+        assert_eq!(janitor.run(|| -> u8 { panic!("on purpose") }).await, None);
+        assert_eq!(janitor.run(|| 7).await, Some(7));
+    }
+}

@@ -1,0 +1,396 @@
+//! The keeper of a sandbox: brings it up, watches it, and accounts for its end.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use forkd_protocol::agent::{Pong, WarmRequest};
+use forkd_protocol::control::{Channel, EndReason, WaitStatus};
+
+use crate::assets::Assets;
+use crate::boot;
+use crate::config::{Config, Timing};
+use crate::console;
+use crate::error::Error;
+use crate::guest;
+use crate::monitor::{Launch, Monitor, MonitorEnd};
+use crate::process::Identity;
+use crate::sandbox::{END, End, Phase, Sandbox, Wish};
+use crate::template::{Asked, lost};
+
+/// How a sandbox comes to be.
+#[derive(Debug)]
+pub(crate) enum Origin {
+    /// From an image.
+    Boot {
+        assets: Assets,
+        /// The image's warm-up, if it is to run before the sandbox counts as running.
+        warm: Option<WarmRequest>,
+    },
+    /// From a template.
+    Fork(Birth),
+    /// It was there before us.
+    Adopted(Monitor),
+}
+
+/// A fork that was asked for.
+#[derive(Debug)]
+pub(crate) struct Birth {
+    pub(crate) asked: Asked,
+    /// The connection that waits for it.
+    pub(crate) control: Channel,
+    /// When the request for it arrived.
+    pub(crate) arrived: Instant,
+    /// What its agent is told beside its name.
+    pub(crate) envs: BTreeMap<String, String>,
+}
+
+/// Why a guest did not come up.
+enum Failure {
+    /// Nobody wants it any more. What is half-made is not left to the next daemon, either.
+    Dismissed,
+    /// The host's side failed: trying again would fail again.
+    Host(Error),
+    /// The guest's side failed: what happened, and the end of its console if the monitor told it.
+    Guest(String, Option<String>),
+}
+
+/// How a keeper's work is over.
+enum Outcome {
+    Ended(End),
+    /// It runs on without us.
+    Left,
+}
+
+impl Sandbox {
+    /// Brings it up, watches it, and returns when the process is gone or left.
+    pub(crate) async fn keep(self: Arc<Self>, origin: Origin, config: Arc<Config>) {
+        let started = match origin {
+            Origin::Boot { assets, warm } => self.boot(&assets, warm.as_ref(), &config).await,
+            Origin::Fork(birth) => self.be_born(birth, &config.timing).await,
+            Origin::Adopted(monitor) => Ok(monitor),
+        };
+        let outcome = match started {
+            Ok(monitor) => {
+                let facts = self.facts();
+                tracing::debug!(sandbox = self.id, facts.boot_ms, facts.ready_ms, "sandbox runs");
+                self.phase.send_replace(Phase::Running);
+                self.watch(monitor, &config.timing).await
+            }
+            Err(outcome) => outcome,
+        };
+        let Outcome::Ended(end) = outcome else { return };
+        match end.reason.as_str() {
+            "deleted" => tracing::debug!(sandbox = self.id, "sandbox ended: it was deleted"),
+            reason => tracing::info!(sandbox = self.id, reason, detail = end.detail, "sandbox ended"),
+        }
+        self.record_end(&end);
+        self.learn(|facts| facts.pid = None);
+        self.phase.send_replace(Phase::Ended(Arc::new(end)));
+    }
+
+    /// Writes down how a forked one ended, so that its template may forget it.
+    fn record_end(&self, end: &End) {
+        let Some(template) = self.belongings().template.clone() else { return };
+        // What was deleted leaves no trace.
+        if end.reason != "deleted" {
+            let written = serde_json::to_vec(end).map_err(std::io::Error::from);
+            let written = written.and_then(|bytes| std::fs::write(self.folder.join(END), bytes));
+            if let Err(error) = written {
+                tracing::error!(sandbox = self.id, %error, "cannot write down how it ended");
+                return;
+            }
+        }
+        template.acknowledge(&self.id);
+    }
+
+    async fn boot(
+        &self,
+        assets: &Assets,
+        warm: Option<&WarmRequest>,
+        config: &Config,
+    ) -> Result<Monitor, Outcome> {
+        let mut retried = false;
+        loop {
+            let (failure, process) = match self.attempt(assets, warm, config).await {
+                Ok(monitor) => return Ok(monitor),
+                Err(failed) => failed,
+            };
+            let (detail, told) = match failure {
+                Failure::Dismissed => return Err(Outcome::Ended(End::deleted())),
+                Failure::Host(error) => {
+                    let end = End::new("boot_failed", error.message, self.tail().await);
+                    return Err(Outcome::Ended(end));
+                }
+                Failure::Guest(detail, told) => (detail, told),
+            };
+            let console_tail = match told {
+                Some(tail) => tail,
+                None => self.tail().await,
+            };
+            // Seen under nested virtualization: a boot now and then ends before the kernel's first
+            // word. Nothing of the guest ran yet, so once more does no harm.
+            if console_tail.trim().is_empty() && !retried {
+                tracing::warn!(
+                    sandbox = self.id,
+                    detail,
+                    "the boot ended with an empty console; trying once more"
+                );
+                retried = true;
+                continue;
+            }
+            tracing::warn!(sandbox = self.id, detail, process, "boot failed");
+            return Err(Outcome::Ended(End::new("boot_failed", detail, console_tail)));
+        }
+    }
+
+    /// One boot. On failure the process is gone, and its own account of it comes along.
+    async fn attempt(
+        &self,
+        assets: &Assets,
+        warm: Option<&WarmRequest>,
+        config: &Config,
+    ) -> Result<Monitor, (Failure, String)> {
+        let begun = Instant::now();
+        let host = |error| (Failure::Host(error), String::new());
+        let launch = self.launch(config).map_err(host)?;
+        let mut monitor = Monitor::launch(launch, config.timing.call).await.map_err(host)?;
+        self.learn(|facts| facts.pid = u32::try_from(monitor.pid()).ok());
+        let outcome = tokio::select! {
+            biased;
+            _ = self.dismissed() => Err(Failure::Dismissed),
+            up = self.bring_up(&mut monitor, assets, warm, config) => up,
+        };
+        match outcome {
+            Ok(pong) => {
+                let boot_ms = begun.elapsed().as_millis() as u64;
+                self.learn(|facts| {
+                    facts.boot_ms = Some(boot_ms);
+                    facts.python = Some(pong.python);
+                });
+                Ok(monitor)
+            }
+            Err(failure) => Err((failure, monitor.end().await.process)),
+        }
+    }
+
+    fn launch(&self, config: &Config) -> crate::error::Result<Launch> {
+        let belongings = self.belongings();
+        let door = belongings.leaf.as_ref().map(|leaf| leaf.door()).transpose();
+        Ok(Launch {
+            id: self.id.clone(),
+            folder: self.folder.clone(),
+            vmm: config.vmm.clone(),
+            uid: belongings.lineage.as_ref().and_then(|lineage| lineage.uid()),
+            door: door.map_err(|error| Error::host("cannot use a cgroup", error))?.map(Arc::new),
+        })
+    }
+
+    async fn bring_up(
+        &self,
+        monitor: &mut Monitor,
+        assets: &Assets,
+        warm: Option<&WarmRequest>,
+        config: &Config,
+    ) -> Result<Pong, Failure> {
+        let tap = self.belongings().slot.as_mut().map(|slot| slot.take_tap()).transpose();
+        let tap = tap.map_err(|error| Failure::Host(Error::host("cannot use a network slot", error)))?;
+        let plan = boot::Plan {
+            folder: self.folder.clone(),
+            vcpus: self.spec.vcpus,
+            mem_mib: self.spec.mem_mib,
+            console_limit: config.limits.console_limit,
+            tap,
+            layer: Some(boot::layer(&config.data_dir).map_err(Failure::Host)?),
+        };
+        let assets = assets.clone();
+        let prepared = tokio::task::spawn_blocking(move || boot::prepare(plan, &assets)).await;
+        let prepared = prepared.unwrap_or_else(|error| Err(Error::host("preparing a boot", error)));
+        let (boot, fds) = prepared.map_err(Failure::Host)?;
+        monitor.boot(boot, &fds, config.timing.boot).await.map_err(Failure::Host)?;
+        drop(fds);
+        let up = async {
+            let pong = guest::up(&self.agent, &config.timing).await?;
+            if let Some(warm) = warm {
+                guest::warm_up(&self.agent, warm, &config.timing).await?;
+            }
+            Ok(pong)
+        };
+        tokio::select! {
+            biased;
+            end = monitor.wait() => {
+                let told = end.vm.as_ref().map(|vm| console::printable(vm.console_tail.as_bytes()));
+                Err(Failure::Guest(end.describe(), told))
+            }
+            up = up => up.map_err(|detail| Failure::Guest(detail, None)),
+        }
+    }
+
+    /// From the template's answer to the child's first.
+    async fn be_born(&self, birth: Birth, timing: &Timing) -> Result<Monitor, Outcome> {
+        let Birth { asked, control, arrived, envs } = birth;
+        let failed = |detail: String, tail: String| Outcome::Ended(End::new("fork_failed", detail, tail));
+        let forked = tokio::select! {
+            biased;
+            forked = asked.forked => forked.unwrap_or_else(|_| Err(lost())),
+            // Whoever forks it finds that nobody waits for it, and ends it.
+            _ = self.dismissed() => return Err(Outcome::Ended(End::deleted())),
+        };
+        let forked = forked.map_err(|error| failed(error.message, String::new()))?;
+        let pid = forked.pid;
+        let monitor = Monitor::forked(self.id.clone(), self.folder.clone(), forked, control, asked.ended);
+        let mut monitor =
+            monitor.map_err(|error| failed(format!("cannot watch its process: {error}"), String::new()))?;
+        self.learn(|facts| facts.pid = u32::try_from(pid).ok());
+
+        let answered = tokio::select! {
+            biased;
+            answered = self.first_answer(&mut monitor, &envs, timing) => answered,
+            _ = self.dismissed() => Err(Failure::Dismissed),
+        };
+        let ready_ms = arrived.elapsed().as_secs_f64() * 1e3;
+        // Half-made until here: what names its process makes the next daemon take it over.
+        let recorded = answered.and_then(|python| {
+            let template = self.belongings().template.as_ref().map_or(0, |template| template.pid);
+            let identity = Identity::of_child(pid, template);
+            let written = identity.and_then(|identity| identity.write(&self.folder));
+            written.map_err(|error| Failure::Host(Error::host("cannot record its process", error)))?;
+            Ok(python)
+        });
+        match recorded {
+            Ok(python) => {
+                self.learn(|facts| {
+                    facts.ready_ms = Some(ready_ms);
+                    facts.python = python.or(facts.python);
+                });
+                Ok(monitor)
+            }
+            Err(failure) => {
+                let process = monitor.end().await;
+                Err(match failure {
+                    Failure::Dismissed => Outcome::Ended(End::deleted()),
+                    Failure::Host(error) => failed(error.message, String::new()),
+                    Failure::Guest(detail, told) => {
+                        let detail = self.out_of_memory(process.status).unwrap_or(detail);
+                        let tail = match told {
+                            Some(tail) => tail,
+                            None => self.tail().await,
+                        };
+                        failed(detail, tail)
+                    }
+                })
+            }
+        }
+    }
+
+    /// Returns when a forked guest has shown that it runs and is its own; whether it has a Python.
+    async fn first_answer(
+        &self,
+        monitor: &mut Monitor,
+        envs: &BTreeMap<String, String>,
+        timing: &Timing,
+    ) -> Result<Option<bool>, Failure> {
+        let told = |end: MonitorEnd| {
+            let tail = end.vm.as_ref().map(|vm| console::printable(vm.console_tail.as_bytes()));
+            Failure::Guest(end.describe(), tail)
+        };
+        if self.spec.is_bare() {
+            return match tokio::time::timeout(timing.boot, monitor.ready()).await {
+                Ok(ready) => ready.map(|()| None).map_err(told),
+                Err(_) => {
+                    let text = format!("the guest was not ready after {} s", timing.boot.as_secs());
+                    Err(Failure::Guest(text, None))
+                }
+            };
+        }
+        tokio::select! {
+            biased;
+            end = monitor.wait() => Err(told(end)),
+            became = guest::become_sandbox(&self.agent, &self.id, envs, timing) => {
+                let became = became.map_err(|detail| Failure::Guest(detail, None))?;
+                for warning in &became.warnings {
+                    let warning = console::printable(warning.as_bytes());
+                    tracing::warn!(sandbox = self.id, warning, "the child runs, but");
+                }
+                Ok(Some(became.python))
+            }
+        }
+    }
+
+    /// Watches a running sandbox to its end.
+    async fn watch(&self, mut monitor: Monitor, timing: &Timing) -> Outcome {
+        let wish = tokio::select! {
+            biased;
+            wish = self.dismissed() => wish,
+            end = monitor.wait() => return Outcome::Ended(self.account(end).await),
+            () = self.watchdog(timing) => Wish::End,
+        };
+        if wish == Wish::Leave {
+            monitor.leave();
+            return Outcome::Left;
+        }
+        monitor.end().await;
+        Outcome::Ended(End::deleted())
+    }
+
+    /// Pings the agent for ever and keeps the phase up to date.
+    async fn watchdog(&self, timing: &Timing) {
+        if self.spec.is_bare() {
+            return std::future::pending().await;
+        }
+        let mut heard = Instant::now();
+        loop {
+            tokio::time::sleep(timing.ping_every).await;
+            match self.agent.ping().await {
+                Ok(_) => heard = Instant::now(),
+                Err(error) => tracing::debug!(sandbox = self.id, %error, "ping failed"),
+            }
+            let silent = heard.elapsed() > timing.unresponsive_after;
+            self.phase.send_if_modified(|phase| match (&phase, silent) {
+                (Phase::Running, true) => {
+                    tracing::warn!(sandbox = self.id, "sandbox does not answer");
+                    *phase = Phase::Unresponsive;
+                    true
+                }
+                (Phase::Unresponsive, false) => {
+                    tracing::info!(sandbox = self.id, "sandbox answers again");
+                    *phase = Phase::Running;
+                    true
+                }
+                _ => false,
+            });
+        }
+    }
+
+    async fn account(&self, end: MonitorEnd) -> End {
+        if let Some(detail) = self.out_of_memory(end.status) {
+            return End::new("out_of_memory", detail, self.tail().await);
+        }
+        let detail = end.describe();
+        let Some(vm) = end.vm else {
+            let reason = if end.status.is_some() { "monitor_died" } else { "unknown" };
+            return End::new(reason, detail, self.tail().await);
+        };
+        let reason = match vm.reason {
+            EndReason::PoweredOff => "powered_off",
+            EndReason::Reset => "reset",
+            EndReason::Panicked => "panicked",
+            EndReason::Failed => "failed",
+        };
+        let console_tail = match vm.console_tail.is_empty() {
+            true => self.tail().await,
+            false => console::printable(vm.console_tail.as_bytes()),
+        };
+        End::new(reason, detail, console_tail)
+    }
+
+    /// What to say if the kernel killed it because its memory was used up.
+    fn out_of_memory(&self, status: Option<WaitStatus>) -> Option<String> {
+        let killed = matches!(status, Some(WaitStatus::Signaled(9)) | None);
+        let kills = self.belongings().leaf.as_ref().and_then(|leaf| leaf.oom_kills().ok()).unwrap_or(0);
+        (killed && kills > 0).then(|| {
+            let limit = self.spec.memory_limit_mib;
+            format!("it used more than its {limit} MiB; make it with a larger memory_limit_mib")
+        })
+    }
+}

@@ -1,0 +1,305 @@
+//! Making a snapshot: boot, warm, freeze, save.
+//!
+//! The guest is booted in the folder of the template it will be. When it is frozen it *is* the
+//! template; what is on disk is a copy that a forked saver writes. Whatever fails on the way, and
+//! whoever cancels it, nothing is left.
+
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use forkd_protocol::agent::AGENT_PORT;
+use forkd_protocol::control::{CONSOLE_TAIL, FdRef, SaveConfig, WaitStatus};
+use forkd_store::{Facts, MEMORY, STATE, Snapshot, disk_name};
+
+use crate::agent::{Agent, Endpoint};
+use crate::assets::Assets;
+use crate::boot;
+use crate::config::Config;
+use crate::console;
+use crate::error::{Error, Kind, Result};
+use crate::guest;
+use crate::host::{blocking, new_id};
+use crate::monitor::{Launch, Monitor};
+use crate::registry::combine;
+use crate::snapshots::{Ground, Making, Snapshots};
+use crate::template::{self, Guest, Source, Template};
+
+/// How long writing a snapshot may take: a slow disk takes a minute for some GiB.
+const SAVE_WAIT: Duration = Duration::from_secs(3600);
+
+/// What a snapshot is made of.
+#[derive(Debug, Clone)]
+pub(crate) struct Order {
+    pub(crate) tag: String,
+    pub(crate) from: From,
+    pub(crate) vcpus: u8,
+    pub(crate) mem_mib: u64,
+    pub(crate) network: bool,
+    /// Added to the image's own warm-up.
+    pub(crate) warm_command: Vec<String>,
+    pub(crate) warm_python: Option<String>,
+}
+
+/// What is booted.
+#[derive(Debug, Clone)]
+pub(crate) enum From {
+    Image(String),
+    /// A kernel alone.
+    Kernel(PathBuf),
+}
+
+/// How far it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Phase {
+    Booting,
+    Warming,
+    Freezing,
+    Saving,
+}
+
+/// A booted guest that is to become a template.
+struct Parent {
+    monitor: Monitor,
+    /// What it wrote to its disk, if it has one.
+    layer: Option<File>,
+    agent: Agent,
+    python: Option<bool>,
+}
+
+/// Makes a snapshot and its template.
+pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snapshot, Arc<Template>)> {
+    let (host, order) = (snapshots.host.clone(), making.order.clone());
+    let ground = Ground { id: new_id("tp")?, folder: PathBuf::new() };
+    let ground = Ground { folder: snapshots.folder.join(&ground.id), ..ground };
+    let place = ground.clone();
+    let prepared = blocking("preparing a snapshot", move || {
+        let assets = match &order.from {
+            From::Image(image) => host.finder.find(image)?,
+            From::Kernel(kernel) => Assets::bare(kernel)?,
+        };
+        // A bare kernel has no use for a network interface.
+        let slot = host.slot(order.network && assets.image().is_some())?;
+        match place.prepare(&host) {
+            Ok((lineage, launch)) => Ok((assets, slot, lineage, launch)),
+            Err(error) => {
+                drop(slot.map(|mut slot| slot.destroy()));
+                Err(error)
+            }
+        }
+    });
+    let (assets, mut slot, lineage, launch) = prepared.await?;
+    let tap = slot.as_mut().map(|slot| slot.take_tap()).transpose();
+    let made = async {
+        let tap = tap.map_err(|error| Error::host("cannot use a network slot", error))?;
+        let network = tap.is_some();
+        let mut parent = boot_and_warm(&snapshots.host.config, making, launch, &assets, tap).await?;
+        making.phase.send_replace(Phase::Freezing);
+        let config = &snapshots.host.config;
+        if assets.image().is_some() {
+            let frozen = guest::freeze(&parent.agent).await;
+            frozen.map_err(|why| complaint(&ground.folder, why))?;
+        }
+        parent.monitor.freeze(config.timing.boot).await?;
+        // From here on the layer is the snapshot's: no child may be able to write to it.
+        if let Some(layer) = &parent.layer {
+            let sealed = crate::assets::reopen(layer.as_fd())?;
+            parent.monitor.seal(&[sealed], config.timing.call).await?;
+        }
+        making.phase.send_replace(Phase::Saving);
+        let order = &making.order;
+        let guest = Guest {
+            image: assets.image().map(|image| image.name.clone()),
+            vcpus: order.vcpus,
+            mem_mib: order.mem_mib,
+            network,
+            python: parent.python,
+        };
+        let (id, folder) = (ground.id.clone(), &ground.folder);
+        let plan = snapshots.plan(id, folder, &order.tag, Source::Memory, guest, lineage);
+        let template = Template::new(plan, parent.monitor)?;
+        let snapshot = save(snapshots, order, &template, &assets, folder, parent.layer).await?;
+        let recorded = template.record(snapshot.manifest().created_at_unix);
+        recorded.map_err(|error| Error::host("cannot record a template", error))?;
+        // What only a running guest has.
+        for name in [boot::VSOCK, boot::CONSOLE] {
+            let _ = std::fs::remove_file(folder.join(name));
+        }
+        Ok((snapshot, template))
+    };
+    let made = tokio::select! {
+        biased;
+        () = making.cancelled() => Err(Error::new(Kind::Conflict, "it was cancelled")),
+        made = made => made,
+    };
+    if let Some(mut slot) = slot {
+        // The template has no use for it: each child gets one of its own.
+        snapshots.host.janitor.run(move || slot.destroy()).await;
+    }
+    if made.is_err() {
+        snapshots.host.janitor.remove_folder(ground.folder.clone()).await;
+    }
+    made
+}
+
+/// Boots a guest and warms it up. Once more if it ends before its first word: seen under nested
+/// virtualization, and nothing of the guest ran yet.
+async fn boot_and_warm(
+    config: &Config,
+    making: &Making,
+    launch: Launch,
+    assets: &Assets,
+    tap: Option<OwnedFd>,
+) -> Result<Parent> {
+    let again = tap.as_ref().map(|tap| tap.try_clone()).transpose();
+    let again = again.map_err(|error| Error::host("cannot use a network slot", error))?;
+    let folder = launch.folder.clone();
+    match attempt(config, making, launch.clone(), assets, tap).await {
+        Err(error)
+            if error.kind == Kind::Guest
+                && *making.phase.borrow() == Phase::Booting
+                && console::tail(&folder.join(boot::CONSOLE), 64).trim().is_empty()
+                && assets.image().is_some() =>
+        {
+            tracing::warn!(error = error.message, "the boot ended with an empty console; trying once more");
+            attempt(config, making, launch, assets, again).await
+        }
+        other => other,
+    }
+}
+
+async fn attempt(
+    config: &Config,
+    making: &Making,
+    launch: Launch,
+    assets: &Assets,
+    tap: Option<OwnedFd>,
+) -> Result<Parent> {
+    let (timing, order, folder) = (&config.timing, &making.order, launch.folder.clone());
+    let mut monitor = Monitor::launch(launch, timing.call).await?;
+    let layer = assets.image().map(|_| boot::layer(&config.data_dir)).transpose()?.map(File::from);
+    let copy = layer.as_ref().map(|layer| layer.try_clone()).transpose();
+    let copy = copy.map_err(|error| Error::host("cannot use a disk layer", error))?;
+    let plan = boot::Plan {
+        folder: folder.clone(),
+        vcpus: order.vcpus,
+        mem_mib: order.mem_mib,
+        console_limit: config.limits.console_limit,
+        tap,
+        layer: copy.map(OwnedFd::from),
+    };
+    let files = assets.clone();
+    let (boot, fds) = blocking("preparing a boot", move || boot::prepare(plan, &files)).await?;
+    monitor.boot(boot, &fds, timing.boot).await?;
+    drop(fds);
+    let endpoint = Endpoint::Vsock { socket: folder.join(boot::VSOCK), port: AGENT_PORT };
+    let agent = Agent::new(endpoint, timing.call);
+    let Some(image) = assets.image() else {
+        let ready = tokio::time::timeout(timing.boot, monitor.ready()).await;
+        let why = match ready {
+            Ok(Ok(())) => return Ok(Parent { monitor, layer, agent, python: None }),
+            Ok(Err(end)) => end.describe(),
+            Err(_) => format!("it did not write to the ready port within {} s", timing.boot.as_secs()),
+        };
+        return Err(complaint(&folder, why));
+    };
+    let warm = combine(&image.warm, order.warm_command.clone(), order.warm_python.clone());
+    let up = async {
+        let pong = guest::up(&agent, timing).await?;
+        making.phase.send_replace(Phase::Warming);
+        guest::warm_up(&agent, &warm, timing).await?;
+        Ok::<_, String>(pong)
+    };
+    let up = tokio::select! {
+        biased;
+        end = monitor.wait() => Err(end.describe()),
+        up = up => up,
+    };
+    match up {
+        Ok(pong) => Ok(Parent { monitor, layer, agent, python: Some(pong.python) }),
+        Err(why) => {
+            monitor.end().await;
+            Err(complaint(&folder, why))
+        }
+    }
+}
+
+/// Has the template written to disk, and makes that the snapshot.
+async fn save(
+    snapshots: &Snapshots,
+    order: &Order,
+    template: &Arc<Template>,
+    assets: &Assets,
+    folder: &Path,
+    layer: Option<File>,
+) -> Result<Snapshot> {
+    let (store, tag, parent) = (snapshots.store.clone(), order.tag.clone(), template.clone());
+    let begun = blocking("saving a snapshot", move || {
+        let mut draft = store.begin(&tag)?;
+        let fds: Vec<OwnedFd> = vec![draft.create(STATE)?.into(), draft.create(MEMORY)?.into()];
+        let config = SaveConfig { child: SAVER.into(), state: FdRef(0), memory: FdRef(1) };
+        Ok((draft, parent.save(config, fds)))
+    });
+    let (mut draft, asked) = begun.await?;
+    let saver = Saver(asked.forked.await.unwrap_or_else(|_| Err(template::lost()))?.pidfd);
+    let status = tokio::time::timeout(SAVE_WAIT, asked.ended).await;
+    drop(saver);
+    match status {
+        Ok(Ok(WaitStatus::Exited(0))) => template.acknowledge(SAVER),
+        Ok(Ok(status)) => {
+            let text = crate::monitor::describe(Some(status));
+            let log = console::tail(&folder.join(crate::monitor::LOG), CONSOLE_TAIL as u64);
+            let log = match log.trim() {
+                "" => String::new(),
+                log => format!("; it wrote: {log}"),
+            };
+            return Err(Error::host("the snapshot could not be written", text + &log));
+        }
+        Ok(Err(_)) => return Err(template::lost()),
+        Err(_) => {
+            let text = format!("it took longer than {} s", SAVE_WAIT.as_secs());
+            return Err(Error::host("the snapshot could not be written", text));
+        }
+    }
+    let guest = &template.about.guest;
+    let facts = Facts {
+        image: assets.base()?,
+        kernel: match &order.from {
+            From::Image(_) => None,
+            From::Kernel(path) => Some(path.display().to_string()),
+        },
+        vcpus: guest.vcpus,
+        mem_size_mib: guest.mem_mib,
+        network: guest.network,
+        python: guest.python,
+        guest_ports: Vec::new(),
+    };
+    blocking("publishing a snapshot", move || {
+        if let Some(layer) = layer {
+            // The same file from here on: template and children have it open.
+            draft.adopt(&disk_name(0), &layer)?;
+        }
+        Ok(draft.publish(facts)?)
+    })
+    .await
+}
+
+/// The saver's name among its template's children: no sandbox has such a one.
+const SAVER: &str = "saver";
+
+/// A saver that does not outlive the wish for a snapshot.
+struct Saver(OwnedFd);
+
+impl Drop for Saver {
+    fn drop(&mut self) {
+        let _ = rustix::process::pidfd_send_signal(&self.0, rustix::process::Signal::KILL);
+    }
+}
+
+/// A guest's failure, with the end of its console.
+fn complaint(folder: &Path, why: String) -> Error {
+    let tail = console::tail(&folder.join(boot::CONSOLE), CONSOLE_TAIL as u64);
+    Error::new(Kind::Guest, console::with_tail(&why, &tail))
+}

@@ -1,0 +1,128 @@
+//! Where the folders of sandboxes and templates are: what lives no longer than the host belongs into
+//! memory.
+//!
+//! Each child is a handful of small files that come and go by the thousand. On a disk that is slow: file
+//! systems take their time to find room for a new file where many were just deleted, and none of it is
+//! worth anything after the host has gone down. What is worth something, a guest's disk, stays in the
+//! data directory.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+use crate::host::new_id;
+
+/// The name under which the data directory leads there.
+const LINK: &str = "run";
+
+/// The place of `data_dir`: the one its link leads to, or a new one. Its name is drawn at random: one made
+/// of what identifies the data directory might be found by another daemon, after that one is gone.
+pub(crate) fn open(data_dir: &Path) -> Result<PathBuf> {
+    let failed = |path: &Path, error: io::Error| Error::host(format!("cannot use {}", path.display()), error);
+    // None after the host was started anew: then there is nothing to find, either.
+    if let Ok(place) = fs::read_link(data_dir.join(LINK))
+        && check_ours(&place).is_ok()
+    {
+        return Ok(place);
+    }
+    let Some(base) = candidates().into_iter().find(|base| is_in_memory(base)) else {
+        return Ok(data_dir.to_owned());
+    };
+    let place = base.join(new_id("forkd-")?);
+    fs::DirBuilder::new().mode(0o700).create(&place).map_err(|error| failed(&place, error))?;
+    link(data_dir, &place).map_err(|error| failed(&data_dir.join(LINK), error))?;
+    Ok(place)
+}
+
+/// Removes the place, if nothing is left in it.
+pub(crate) fn close(data_dir: &Path, run_dir: &Path) {
+    if run_dir == data_dir {
+        return;
+    }
+    for part in ["netns", "sandboxes", "templates"] {
+        let _ = fs::remove_dir(run_dir.join(part));
+    }
+    if fs::remove_dir(run_dir).is_ok() {
+        let _ = fs::remove_file(data_dir.join(LINK));
+    }
+}
+
+fn candidates() -> Vec<PathBuf> {
+    let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    let run = if rustix::process::geteuid().is_root() { Some("/run".into()) } else { own };
+    run.into_iter().chain([PathBuf::from("/dev/shm")]).collect()
+}
+
+fn is_in_memory(folder: &Path) -> bool {
+    const TMPFS: i64 = 0x0102_1994;
+    rustix::fs::statfs(folder).is_ok_and(|kind| kind.f_type == TMPFS)
+}
+
+/// One that is not ours alone is none: everybody may make folders in `/dev/shm`.
+fn check_ours(place: &Path) -> io::Result<()> {
+    let found = fs::symlink_metadata(place)?;
+    let ours = found.uid() == rustix::process::geteuid().as_raw();
+    if found.is_dir() && ours && found.permissions().mode() & 0o077 == 0 {
+        return Ok(());
+    }
+    Err(io::Error::other("somebody else made it, or may use it; remove it and start again"))
+}
+
+fn link(data_dir: &Path, place: &Path) -> io::Result<()> {
+    let new = data_dir.join(".run.new");
+    let _ = fs::remove_file(&new);
+    symlink(place, &new)?;
+    fs::rename(new, data_dir.join(LINK))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_place_is_the_same_each_time_ours_alone_and_goes_when_empty() {
+        let data = tempfile::tempdir().unwrap();
+        let place = open(data.path()).unwrap();
+        if place == data.path() {
+            eprintln!("NOT RUN: no file system in memory here");
+            return;
+        }
+        assert_eq!(open(data.path()).unwrap(), place);
+        assert_eq!(fs::read_link(data.path().join(LINK)).unwrap(), place);
+        fs::create_dir_all(place.join("sandboxes/sb1")).unwrap();
+        close(data.path(), &place);
+        assert!(place.join("sandboxes/sb1").exists(), "something was left in it");
+        fs::remove_dir(place.join("sandboxes/sb1")).unwrap();
+        close(data.path(), &place);
+        assert!(!place.exists() && fs::symlink_metadata(data.path().join(LINK)).is_err());
+    }
+
+    #[test]
+    fn no_two_data_directories_share_a_place_and_a_lost_one_is_made_anew() {
+        let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let (first, second) = (open(one.path()).unwrap(), open(two.path()).unwrap());
+        assert_ne!(first, second);
+        if first == one.path() {
+            return;
+        }
+        fs::remove_dir(&first).unwrap();
+        let anew = open(one.path()).unwrap();
+        assert!(anew != first && anew.is_dir());
+        close(one.path(), &anew);
+        close(two.path(), &second);
+    }
+
+    #[test]
+    fn a_place_that_others_may_use_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        assert!(check_ours(folder.path()).is_err());
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).unwrap();
+        check_ours(folder.path()).unwrap();
+        let link = folder.path().join("link");
+        symlink(folder.path(), &link).unwrap();
+        assert!(check_ours(&link).is_err());
+    }
+}

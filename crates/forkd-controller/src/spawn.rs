@@ -1,0 +1,218 @@
+//! Forking children: as many as asked for, each by itself.
+//!
+//! One thread prepares them one after the other and hands each to the template as soon as it is
+//! ready, so that the template forks the first while the last is being prepared. What is done per
+//! child is little, and in this order: a folder, a listening control socket with a connection that
+//! has said hello, empty files, and the record by which the next daemon finds it. Everything else
+//! (its process's identity, its first answer) is its keeper's, once it exists.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use forkd_protocol::control::{Channel, FdRef, ForkConfig};
+use tokio::sync::mpsc;
+
+use crate::boot;
+use crate::config::Config;
+use crate::error::{Error, Kind, Result};
+use crate::host::{Host, new_id};
+use crate::keeper::{Birth, Origin};
+use crate::link;
+use crate::registry::{Bound, Registry, Seat};
+use crate::sandbox::{Belongings, RECORD, Record, Sandbox, Spec};
+use crate::template::Template;
+
+/// What is asked for.
+#[derive(Debug)]
+pub(crate) struct Order {
+    pub(crate) template: Arc<Template>,
+    pub(crate) n: usize,
+    pub(crate) network: bool,
+    pub(crate) memory_limit_mib: Option<u64>,
+    pub(crate) envs: BTreeMap<String, String>,
+    /// After this long each is deleted.
+    pub(crate) lifetime: Option<Duration>,
+    /// When the request came.
+    pub(crate) arrived: Instant,
+}
+
+/// Forks children. Each comes out, or why it does not, in the order of their indexes, when it was
+/// asked for; it is deleted when its [`Bound`] is dropped.
+pub(crate) fn spawn(
+    registry: &Arc<Registry>,
+    order: Order,
+) -> Result<mpsc::UnboundedReceiver<Result<Bound>>> {
+    let (mut seats, mut reason) = registry.reserve(order.n)?;
+    if let Err((fitting, error)) = check_threads(order.n, order.template.about.guest.vcpus) {
+        seats.truncate(fitting);
+        reason = Some(error);
+    }
+    let missing = order.n - seats.len();
+    let reason = match (missing, seats.is_empty()) {
+        (0, _) => None,
+        (_, true) => return Err(reason.unwrap_or_else(|| Error::host("forking", "no room was reserved"))),
+        (_, false) => reason,
+    };
+    let (give, given) = mpsc::unbounded_channel();
+    let registry = registry.clone();
+    tokio::task::spawn_blocking(move || {
+        for seat in seats {
+            // Whoever asked may be gone: the rest is not made, and what was made is deleted.
+            if give.send(prepare(&registry, &order, seat)).is_err() {
+                return;
+            }
+        }
+        for error in std::iter::repeat_n(reason, missing).flatten() {
+            let _ = give.send(Err(error));
+        }
+    });
+    Ok(given)
+}
+
+/// Threads of a monitor beside its vCPUs: control and devices.
+const THREADS_EACH: u64 = 2;
+
+/// If the kernel cannot have as many more threads: for how many children it can, and what to do.
+fn check_threads(n: usize, vcpus: u8) -> std::result::Result<(), (usize, Error)> {
+    let number = |path: &str| -> Option<u64> { std::fs::read_to_string(path).ok()?.trim().parse().ok() };
+    let limits = ["/proc/sys/kernel/threads-max", "/proc/sys/kernel/pid_max"].map(number);
+    let now = std::fs::read_to_string("/proc/loadavg").ok().and_then(|text| threads(&text));
+    let (Some(max), Some(now)) = (limits.into_iter().flatten().min(), now) else { return Ok(()) };
+    let fitting = max.saturating_sub(now) / (u64::from(vcpus) + THREADS_EACH);
+    if fitting >= n as u64 {
+        return Ok(());
+    }
+    let text = format!(
+        "this host has {now} threads and allows {max}, enough for {fitting} more sandboxes: raise \
+         kernel.threads-max and kernel.pid_max, or delete some first"
+    );
+    Err((fitting as usize, Error::new(Kind::Busy, text)))
+}
+
+/// The number of all threads in a `/proc/loadavg`.
+fn threads(loadavg: &str) -> Option<u64> {
+    loadavg.split(' ').nth(3)?.split_once('/')?.1.parse().ok()
+}
+
+fn prepare(registry: &Arc<Registry>, order: &Order, seat: Seat) -> Result<Bound> {
+    let id = new_id("sb")?;
+    let folder = registry.folder.join(&id);
+    let made = std::fs::DirBuilder::new().mode(0o700).create(&folder);
+    made.map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
+    match conceive(&registry.host, order, id, &folder) {
+        Ok((sandbox, birth)) => Ok(registry.add(seat, sandbox, Origin::Fork(birth))),
+        Err(error) => {
+            let _ = std::fs::remove_dir_all(&folder);
+            Err(error)
+        }
+    }
+}
+
+/// Prepares one child in `folder` and asks its template for it.
+fn conceive(host: &Host, order: &Order, id: String, folder: &Path) -> Result<(Sandbox, Birth)> {
+    let (template, guest) = (&order.template, &order.template.about.guest);
+    let limit = order.memory_limit_mib.unwrap_or_else(|| Host::memory_limit_mib(guest.mem_mib));
+    let network = order.network && guest.network;
+    let equipped = host.equip(template.lineage.clone(), Some(template.clone()), &id, network, limit);
+    let mut belongings = equipped?;
+    let attached = attach(&mut belongings, &id, folder, guest.image.is_none(), &host.config);
+    let (config, fds, control) = attached.inspect_err(|_| belongings.discard(&id))?;
+    let spec = Spec {
+        image: guest.image.clone(),
+        snapshot_tag: Some(template.about.tag.clone()),
+        vcpus: guest.vcpus,
+        mem_mib: guest.mem_mib,
+        network: belongings.slot.is_some(),
+        memory_limit_mib: limit,
+    };
+    let sandbox = Sandbox::new(id, spec, folder.to_owned(), belongings, &host.config.timing);
+    sandbox.learn(|facts| facts.python = guest.python);
+    record(&sandbox, template, order.lifetime).map_err(|error| {
+        sandbox.belongings().discard(&sandbox.id);
+        Error::host("cannot write down what a sandbox is", error)
+    })?;
+    let birth = Birth {
+        asked: template.fork(config, fds),
+        control,
+        arrived: order.arrived,
+        envs: order.envs.clone(),
+    };
+    Ok((sandbox, birth))
+}
+
+/// Everything a child gets of its own, and the connection that waits for it.
+fn attach(
+    belongings: &mut Belongings,
+    id: &str,
+    folder: &Path,
+    bare: bool,
+    host: &Config,
+) -> Result<(ForkConfig, Vec<OwnedFd>, Channel)> {
+    let failed = |error: io::Error| Error::host("cannot prepare a fork", error);
+    let (listener, control) = link::pair(&folder.join(link::CONTROL)).map_err(failed)?;
+    let mut fds = Vec::with_capacity(6);
+    let mut attach = |fd: OwnedFd| {
+        fds.push(fd);
+        FdRef(fds.len() - 1)
+    };
+    let mut config = ForkConfig {
+        child: id.to_owned(),
+        control: attach(listener),
+        console: attach(boot::file(folder, boot::CONSOLE)?),
+        console_limit: host.limits.console_limit,
+        layers: Vec::new(),
+        tap: None,
+        vsock: None,
+        cgroup: None,
+    };
+    if !bare {
+        config.layers = vec![Some(attach(boot::layer(&host.data_dir)?))];
+        config.vsock = Some(attach(boot::listener(folder)?));
+    }
+    if let Some(slot) = &mut belongings.slot {
+        let tap = slot.take_tap().map_err(|error| Error::host("cannot use a network slot", error))?;
+        config.tap = Some(attach(tap));
+    }
+    if let Some(leaf) = &belongings.leaf {
+        config.cgroup = Some(attach(leaf.fd().try_clone_to_owned().map_err(failed)?));
+    }
+    Ok((config, fds, control))
+}
+
+/// Writes down what the next daemon needs to know. Not synced: it need not outlive the host.
+fn record(sandbox: &Sandbox, template: &Template, lifetime: Option<Duration>) -> io::Result<()> {
+    let facts = sandbox.facts();
+    let deadline = lifetime.and_then(|lifetime| SystemTime::now().checked_add(lifetime));
+    let record = Record {
+        template: template.id.clone(),
+        lineage: template.about.lineage,
+        spec: sandbox.spec.clone(),
+        created_at_unix: sandbox.created_at_unix(),
+        deadline_unix: deadline
+            .and_then(|at| Some(at.duration_since(SystemTime::UNIX_EPOCH).ok()?.as_secs())),
+        netns: facts.netns,
+        python: facts.python,
+    };
+    std::fs::write(sandbox.folder.join(RECORD), serde_json::to_vec(&record)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_threads_than_the_kernel_can_have_are_refused_with_the_fix() {
+        assert_eq!(threads("0.20 0.18 0.12 1/80 11206\n"), Some(80));
+        assert_eq!(threads("nonsense"), None);
+        check_threads(1, 1).unwrap();
+        let (fitting, error) = check_threads(usize::MAX, 32).unwrap_err();
+        assert!(fitting < 1 << 22);
+        assert_eq!(error.kind, Kind::Busy);
+        assert!(error.message.contains("threads-max"), "{error}");
+    }
+}

@@ -1,0 +1,211 @@
+//! Templates played by a thread over a real socket, with real processes as children. What a real
+//! template does is tested with real guests.
+
+use super::*;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command};
+use std::time::Instant;
+
+use forkd_protocol::control::{Channel, FdRef};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use crate::lineage::Lineages;
+use crate::monitor::Launch;
+
+/// A template of the test's own: `sleep` as its process, a thread that speaks for it.
+struct Fake {
+    template: Option<Arc<Template>>,
+    folder: tempfile::TempDir,
+    /// What was acknowledged.
+    acknowledged: std::sync::mpsc::Receiver<String>,
+}
+
+impl Fake {
+    fn start() -> Fake {
+        let folder = tempfile::tempdir().unwrap();
+        let place = folder.path().join("tp");
+        std::fs::create_dir(&place).unwrap();
+        let (ours, theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        rustix::io::ioctl_fionbio(&ours, true).unwrap();
+        let (tell, acknowledged) = std::sync::mpsc::channel();
+        std::thread::spawn(move || play(Channel::new(theirs), tell));
+
+        let launch =
+            Launch { id: "tp".into(), folder: place.clone(), vmm: PathBuf::new(), uid: None, door: None };
+        let process = Command::new("sleep").arg("1000").spawn().unwrap();
+        let monitor = Monitor::started(launch, process, Channel::new(ours)).unwrap();
+        let janitor = Janitor::new();
+        let lineages = Lineages::new(4, u32::MAX - 10, janitor.clone());
+        let guest = Guest { image: None, vcpus: 1, mem_mib: 64, network: false, python: None };
+        let lineage = lineages.begin("template-tests").unwrap();
+        let about = About { tag: "t".into(), source: Source::Memory, lineage: lineage.slot, guest };
+        let plan = Plan { id: "tp".into(), folder: place, about, lineage, janitor };
+        Fake { template: Some(Template::new(plan, monitor).unwrap()), folder, acknowledged }
+    }
+
+    fn template(&self) -> Arc<Template> {
+        self.template.clone().unwrap()
+    }
+
+    async fn fork(&self, name: &str) -> Asked {
+        let (template, name) = (self.template(), name.to_owned());
+        tokio::task::spawn_blocking(move || {
+            let config = ForkConfig {
+                child: name,
+                control: FdRef(0),
+                console: FdRef(0),
+                console_limit: 0,
+                layers: Vec::new(),
+                tap: None,
+                vsock: None,
+                cgroup: None,
+            };
+            template.fork(config, Vec::new())
+        })
+        .await
+        .unwrap()
+    }
+}
+
+/// Forks a `sleep` for each child; those called `refused…` are refused, those called `brief…` end at
+/// once, and `slow…` are answered late. `quit` hangs up.
+fn play(channel: Channel, acknowledged: std::sync::mpsc::Sender<String>) {
+    let mut children: Vec<Child> = Vec::new();
+    while let Ok(Some((request, _))) = channel.recv::<Request>() {
+        match request {
+            Request::Fork(config) if config.child == "quit" => break,
+            Request::Fork(config) if config.child.starts_with("refused") => {
+                let message = format!("no {}", config.child);
+                channel.send(&Message::Reply(Reply::Error { message }), &[]).unwrap();
+            }
+            Request::Fork(config) => {
+                if config.child.starts_with("slow") {
+                    std::thread::sleep(Duration::from_millis(300));
+                }
+                let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+                let pid = child.id() as i32;
+                let pidfd = pidfd_open(Pid::from_raw(pid).unwrap(), PidfdFlags::empty()).unwrap();
+                channel.send(&Message::Reply(Reply::Forked { pid }), &[pidfd.as_fd()]).unwrap();
+                if config.child.starts_with("brief") {
+                    child.kill().unwrap();
+                    let status = WaitStatus::Signaled(child.wait().unwrap().signal().unwrap());
+                    let ended = Event::ChildEnded { child: config.child, status };
+                    channel.send(&Message::Event(ended), &[]).unwrap();
+                }
+                children.push(child);
+            }
+            Request::Acknowledge { children } => {
+                children.into_iter().for_each(|child| drop(acknowledged.send(child)));
+                channel.send(&Message::Reply(Reply::Acknowledged), &[]).unwrap();
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    for mut child in children {
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+}
+
+async fn eventually(what: &str, mut check: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !check() {
+        assert!(begun.elapsed() < Duration::from_secs(20), "gave up waiting: {what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+fn runs(pid: i32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refused_fork_is_an_error_for_that_child_alone() {
+    let fake = Fake::start();
+    let mut asked = Vec::new();
+    for name in ["one", "refused-two", "three"] {
+        asked.push(fake.fork(name).await);
+    }
+    let mut results = Vec::new();
+    for asked in asked {
+        results.push(asked.forked.await.unwrap());
+    }
+    assert!(runs(results[0].as_ref().unwrap().pid));
+    assert!(results[1].as_ref().unwrap_err().message.contains("no refused-two"));
+    assert!(runs(results[2].as_ref().unwrap().pid));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_child_nobody_waits_for_is_killed_when_it_comes() {
+    let fake = Fake::start();
+    drop(fake.fork("slow").await);
+    let next = fake.fork("next").await.forked.await.unwrap().unwrap();
+    assert!(runs(next.pid), "the others do not suffer");
+    eventually("the unwanted child's end", || {
+        let unwanted = std::fs::read_dir("/proc").unwrap().flatten().filter(|entry| {
+            let pid = entry.file_name().to_string_lossy().parse::<i32>().unwrap_or(0);
+            let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+            pid != next.pid
+                && line == b"sleep\x001000\x00"
+                && crate::process::parent(pid) == Some(next.pid - 1)
+        });
+        unwanted.count() == 0
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn how_a_child_ended_is_told_and_forgotten_only_when_it_is_recorded() {
+    let fake = Fake::start();
+    let asked = fake.fork("brief").await;
+    assert_eq!(asked.ended.await.unwrap(), WaitStatus::Signaled(9));
+    assert!(fake.acknowledged.recv_timeout(Duration::from_millis(200)).is_err(), "not before");
+    fake.template().acknowledge("brief");
+    assert_eq!(fake.acknowledged.recv_timeout(Duration::from_secs(10)).unwrap(), "brief");
+    // One that nobody waits for need not be kept.
+    drop(fake.fork("brief-2").await);
+    assert!(fake.acknowledged.recv_timeout(Duration::from_millis(200)).is_err(), "somebody might have");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_template_fails_what_is_asked_of_it_and_its_folder_goes_with_the_last_handle() {
+    let mut fake = Fake::start();
+    let (child, pid) = (fake.fork("one").await, fake.template().pid);
+    assert!(child.forked.await.unwrap().is_ok());
+    let asked = fake.fork("quit").await;
+    assert!(asked.forked.await.is_err(), "the question is dropped");
+    assert!(child.ended.await.is_err(), "how its children end is unknown");
+    let template = fake.template();
+    eventually("the news", || !template.is_alive()).await;
+    assert!(fake.fork("late").await.forked.await.is_err());
+    eventually("its process's end", || !runs(pid)).await;
+    let folder = fake.folder.path().join("tp");
+    assert!(folder.exists(), "a child still has a handle");
+    fake.template.take();
+    drop(template);
+    eventually("its folder's end", || !folder.exists()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_last_handle_ends_the_process_unless_it_was_left() {
+    for left in [false, true] {
+        let mut fake = Fake::start();
+        let (pid, folder) = (fake.template().pid, fake.folder.path().join("tp"));
+        fake.template().record(7).unwrap();
+        if left {
+            fake.template().leave();
+        }
+        fake.template.take();
+        if left {
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            assert!(runs(pid) && folder.exists());
+            assert_eq!(Record::read(&folder).unwrap().about.tag, "t");
+            rustix::process::kill_process(Pid::from_raw(pid).unwrap(), rustix::process::Signal::KILL)
+                .unwrap();
+        } else {
+            eventually("its end", || !runs(pid) && !folder.exists()).await;
+        }
+    }
+}
