@@ -1,0 +1,253 @@
+//! Pictures of results: SVG, made from the lines alone, the same bytes for the same lines.
+
+use std::fmt::Write as _;
+
+use crate::report::Line;
+
+const WIDTH: f64 = 780.0;
+const HEIGHT: f64 = 400.0;
+/// The plot, inside the picture: left, top, right, bottom.
+const PLOT: (f64, f64, f64, f64) = (70.0, 60.0, 590.0, 340.0);
+
+/// Cases in the order they are drawn, with their colours: told apart also by who sees no red.
+const CASES: [(&str, &str); 4] =
+    [("floor", "#7f7f7f"), ("tiny", "#0072b2"), ("linux", "#d55e00"), ("firecracker", "#009e73")];
+
+/// How long until all children had answered, over their number, on two logarithmic axes.
+pub fn times(lines: &[Line]) -> String {
+    let point = |line: &Line| Some((line.n as f64, line.all_ms.filter(|ms| ms.is_finite() && *ms > 0.0)?));
+    let series = CASES.map(|(case, colour)| {
+        let mut points: Vec<(f64, f64)> =
+            lines.iter().filter(|line| line.case == case && line.n > 0).filter_map(point).collect();
+        points.sort_by(|a, b| a.0.total_cmp(&b.0));
+        (case, colour, points)
+    });
+    let all = || series.iter().flat_map(|(_, _, points)| points.iter().copied());
+    let mut svg = open("Time until all children have answered");
+    let (x, y) = (Axis::over(all().map(|point| point.0)), Axis::over(all().map(|point| point.1)));
+    let (left, top, right, bottom) = PLOT;
+    let across = |n: f64| left + x.place(n) * (right - left);
+    let down = |ms: f64| bottom - y.place(ms) * (bottom - top);
+    for tick in x.ticks() {
+        let at = across(tick);
+        let _ =
+            writeln!(svg, r##"<line x1="{at:.1}" y1="{top}" x2="{at:.1}" y2="{bottom}" stroke="#e5e5e5"/>"##);
+        let _ =
+            writeln!(svg, r#"<text x="{at:.1}" y="{:.1}" text-anchor="middle">{tick}</text>"#, bottom + 20.0);
+    }
+    for tick in y.ticks() {
+        let at = down(tick);
+        let _ =
+            writeln!(svg, r##"<line x1="{left}" y1="{at:.1}" x2="{right}" y2="{at:.1}" stroke="#e5e5e5"/>"##);
+        let label = milliseconds(tick);
+        let _ = writeln!(
+            svg,
+            r#"<text x="{:.1}" y="{:.1}" text-anchor="end">{label}</text>"#,
+            left - 8.0,
+            at + 4.0
+        );
+    }
+    let (middle, below) = ((left + right) / 2.0, bottom + 42.0);
+    let _ = writeln!(
+        svg,
+        r#"<text x="{middle:.1}" y="{below:.1}" text-anchor="middle">children asked for in one call</text>"#
+    );
+    // Names stand at the ends of their lines, moved apart where lines end close to each other; from the
+    // top, so that they keep the order of the lines.
+    let mut taken: Vec<f64> = Vec::new();
+    let mut ends: Vec<_> = series.iter().filter_map(|one| Some((one, *one.2.last()?))).collect();
+    ends.sort_by(|(_, a), (_, b)| b.1.total_cmp(&a.1));
+    for ((case, colour, points), last) in ends {
+        let path: Vec<String> =
+            points.iter().map(|(n, ms)| format!("{:.1},{:.1}", across(*n), down(*ms))).collect();
+        let path = path.join(" ");
+        let _ =
+            writeln!(svg, r#"<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>"#);
+        for (n, ms) in points {
+            let _ = writeln!(
+                svg,
+                r#"<circle cx="{:.1}" cy="{:.1}" r="4" fill="{colour}"><title>{case}, n = {n}: {ms} ms</title></circle>"#,
+                across(*n),
+                down(*ms),
+            );
+        }
+        let mut at = down(last.1) + 4.0;
+        while let Some(other) = taken.iter().copied().find(|other| (other - at).abs() < 16.0) {
+            at = other + 16.0;
+        }
+        taken.push(at);
+        // Times of another world: drawn, but said to be.
+        let emulated = lines.iter().any(|line| line.case == *case && line.conditions.emulated);
+        let label = format!("{case} {}{}", milliseconds(last.1), if emulated { ", emulated" } else { "" });
+        let _ = writeln!(
+            svg,
+            r#"<text x="{:.1}" y="{at:.1}" fill="{colour}">{label}</text>"#,
+            across(last.0) + 10.0
+        );
+    }
+    close(svg)
+}
+
+/// What one child takes of its own, and with its part of what it shares, at the largest number.
+pub fn memory(lines: &[Line]) -> String {
+    let largest = |case: &str| {
+        let known = lines.iter().filter(|line| line.case == case && line.private_kib.is_some());
+        known.max_by_key(|line| line.n)
+    };
+    let rows: Vec<(&Line, &str)> =
+        CASES.iter().filter_map(|(case, colour)| Some((largest(case)?, *colour))).collect();
+    let most =
+        rows.iter().flat_map(|(line, _)| [line.private_kib, line.pss_kib]).flatten().max().unwrap_or(0);
+    let (left, top, right, _) = PLOT;
+    let left = left + 80.0;
+    let width = |kib: u64| kib as f64 / most.max(1) as f64 * (right - left);
+    let mut svg = open("Memory per child, right after its first answer");
+    for (index, (line, colour)) in rows.iter().enumerate() {
+        let y = top + index as f64 * 70.0;
+        let _ = writeln!(
+            svg,
+            r#"<text x="{:.1}" y="{:.1}" text-anchor="end">{}, n = {}</text>"#,
+            left - 10.0,
+            y + 27.0,
+            line.case,
+            line.n
+        );
+        let bars = [(line.private_kib, "private", 1.0), (line.pss_kib, "PSS", 0.45)];
+        for (offset, (kib, name, opacity)) in (0..).zip(bars) {
+            let Some(kib) = kib else { continue };
+            let (wide, at) = (width(kib), y + 24.0 * f64::from(offset));
+            let _ = writeln!(
+                svg,
+                r#"<rect x="{left}" y="{at:.1}" width="{wide:.1}" height="20" fill="{colour}" fill-opacity="{opacity}"/>"#
+            );
+            let _ = writeln!(
+                svg,
+                r#"<text x="{:.1}" y="{:.1}">{name} {kib} KiB</text>"#,
+                left + wide + 8.0,
+                at + 15.0
+            );
+        }
+    }
+    close(svg)
+}
+
+fn open(title: &str) -> String {
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" width=\"{WIDTH}\" \
+         height=\"{HEIGHT}\" font-family=\"system-ui, sans-serif\" font-size=\"13\" fill=\"#333\">\n\
+         <rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n\
+         <text x=\"24\" y=\"32\" font-size=\"17\" font-weight=\"600\">{title}</text>\n"
+    )
+}
+
+fn close(mut svg: String) -> String {
+    svg.push_str("</svg>\n");
+    svg
+}
+
+/// As people write it: `0.1 ms`, `30 ms`, `2 s`.
+fn milliseconds(ms: f64) -> String {
+    let (value, unit) = if ms >= 1000.0 { (ms / 1000.0, "s") } else { (ms, "ms") };
+    let digits = if value >= 10.0 { 0 } else { 1 };
+    let text = format!("{value:.digits$}");
+    format!("{} {unit}", text.strip_suffix(".0").unwrap_or(&text))
+}
+
+/// A logarithmic axis over whole powers of ten.
+struct Axis {
+    low: i32,
+    high: i32,
+}
+
+impl Axis {
+    fn over(values: impl Iterator<Item = f64>) -> Axis {
+        let (mut low, mut high) = (f64::INFINITY, f64::NEG_INFINITY);
+        for value in values.filter(|value| value.is_finite() && *value > 0.0) {
+            (low, high) = (low.min(value), high.max(value));
+        }
+        if low > high {
+            return Axis { low: 0, high: 1 };
+        }
+        // Hours and nanoseconds bound what is drawn: lines come from files.
+        let (low, high) = (low.log10().floor().max(-6.0) as i32, high.log10().ceil().min(9.0) as i32);
+        Axis { low, high: high.max(low + 1) }
+    }
+
+    /// Where a value is, from 0 to 1.
+    fn place(&self, value: f64) -> f64 {
+        let span = f64::from(self.high - self.low);
+        ((value.log10() - f64::from(self.low)) / span).clamp(0.0, 1.0)
+    }
+
+    fn ticks(&self) -> impl Iterator<Item = f64> {
+        (self.low..=self.high).map(|power| 10f64.powi(power))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(case: &str, n: usize, all_ms: f64) -> Line {
+        let case = case.into();
+        Line {
+            case,
+            n,
+            ok: n,
+            all_ms: Some(all_ms),
+            private_kib: Some(300),
+            pss_kib: Some(400),
+            ..Line::default()
+        }
+    }
+
+    #[test]
+    fn the_same_lines_give_the_same_picture_in_any_order() {
+        let lines = [line("floor", 1, 0.5), line("floor", 1000, 500.0), line("tiny", 1, 1.0)];
+        let mut turned = lines.clone();
+        turned.reverse();
+        assert_eq!(times(&lines), times(&turned));
+        assert_eq!(memory(&lines), memory(&turned));
+    }
+
+    #[test]
+    fn a_point_twice_as_far_up_is_ten_times_as_slow() {
+        let axis = Axis::over([1.0, 100.0].into_iter());
+        assert_eq!(axis.ticks().collect::<Vec<_>>(), [1.0, 10.0, 100.0]);
+        assert_eq!((axis.place(1.0), axis.place(10.0), axis.place(100.0)), (0.0, 0.5, 1.0));
+    }
+
+    #[test]
+    fn pictures_of_nothing_and_of_nonsense_are_still_pictures() {
+        let hostile = [line("floor", 0, -1.0), line("tiny", usize::MAX, f64::INFINITY), line("<x>", 1, 1.0)];
+        for lines in [&[][..], &hostile] {
+            for svg in [times(lines), memory(lines)] {
+                assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"));
+                assert!(!svg.contains("NaN") && !svg.contains("inf") && !svg.contains("<x>"), "{svg}");
+            }
+        }
+    }
+
+    #[test]
+    fn names_at_the_ends_of_lines_do_not_cover_each_other() {
+        let svg = times(&[line("floor", 100, 50.0), line("tiny", 100, 50.0), line("linux", 100, 50.0)]);
+        let mut heights: Vec<f64> = Vec::new();
+        for (case, _) in CASES {
+            let Some(label) = svg.lines().find(|line| line.contains(&format!(">{case} 50 ms<"))) else {
+                continue;
+            };
+            let y = label.split("y=\"").nth(1).unwrap().split('"').next().unwrap();
+            heights.push(y.parse().unwrap());
+        }
+        assert_eq!(heights.len(), 3);
+        assert!(heights.windows(2).all(|pair| (pair[0] - pair[1]).abs() >= 16.0), "{heights:?}");
+    }
+
+    #[test]
+    fn times_read_well() {
+        assert_eq!(milliseconds(0.1), "0.1 ms");
+        assert_eq!(milliseconds(1.0), "1 ms");
+        assert_eq!(milliseconds(123.4), "123 ms");
+        assert_eq!(milliseconds(2500.0), "2.5 s");
+    }
+}

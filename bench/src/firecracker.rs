@@ -1,0 +1,280 @@
+//! The same fan-out with Firecracker, for comparison: one snapshot, `n` processes that each load it.
+//!
+//! A child's time is counted as everywhere else: from the moment of asking for all of them until that
+//! child's guest has said something, here on its serial console. Firecracker is driven over its API
+//! sockets, as its documentation has it; the processes run without its jailer.
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use forkd_vmm::{guest_code, tiny};
+use serde_json::{Value, json};
+
+use crate::burst::Burst;
+use crate::host::{self, MEMORY_SAMPLE};
+use crate::{Error, Result, system};
+
+/// What the guest says, and nothing in a log does.
+const WORD: u8 = 0x07;
+/// How long one process may take for everything.
+const LIMIT: Duration = Duration::from_secs(60);
+/// Threads that only wait need little.
+const STACK: usize = 64 << 10;
+
+guest_code! {
+    /// Says a byte and watches the end of the reserved memory below 1 MiB, where Firecracker keeps
+    /// what it changes in every clone; says it again when that has happened, and sleeps.
+    fn byte_again_in_every_clone,
+    "mov edx, 0x3f8",
+    "mov al, 7",
+    "xor ebx, ebx",
+    "mov esi, 0xfc000",
+    "2: add rbx, qword ptr [rsi]",
+    "add esi, 8",
+    "cmp esi, 0x100000",
+    "jne 2b",
+    "out dx, al",
+    "3: mov esi, 0xfc000",
+    "xor edi, edi",
+    "4: add rdi, qword ptr [rsi]",
+    "add esi, 8",
+    "cmp esi, 0x100000",
+    "jne 4b",
+    "cmp rdi, rbx",
+    "je 3b",
+    "out dx, al",
+    "5: hlt",
+    "jmp 5b",
+}
+
+/// A snapshot to load children from.
+#[derive(Debug)]
+pub struct Firecracker {
+    program: PathBuf,
+    folder: PathBuf,
+}
+
+impl Firecracker {
+    /// Boots the guest, waits until it runs, and snapshots it into `folder`.
+    pub fn snapshot(program: &Path, folder: &Path, mem_mib: u64) -> Result<Firecracker> {
+        let snapshot = Firecracker { program: program.to_owned(), folder: folder.to_owned() };
+        let kernel = folder.join("kernel");
+        fs::write(&kernel, tiny::elf_kernel(byte_again_in_every_clone()))
+            .map_err(system(format!("write {}", kernel.display())))?;
+        let mut parent = snapshot.process("parent")?;
+        parent.request("PUT", "/boot-source", &json!({ "kernel_image_path": kernel, "boot_args": "" }))?;
+        parent.request("PUT", "/machine-config", &json!({ "vcpu_count": 1, "mem_size_mib": mem_mib }))?;
+        parent.request("PUT", "/actions", &json!({ "action_type": "InstanceStart" }))?;
+        parent.await_word()?;
+        parent.request("PATCH", "/vm", &json!({ "state": "Paused" }))?;
+        let files = json!({
+            "snapshot_type": "Full", "snapshot_path": snapshot.state(), "mem_file_path": snapshot.memory(),
+        });
+        parent.request("PUT", "/snapshot/create", &files)?;
+        Ok(snapshot)
+    }
+
+    /// Loads `n` children at once; they stay alive until the last has answered.
+    pub fn burst(&self, n: usize) -> Result<Burst> {
+        allow_descriptors();
+        let load = json!({
+            "snapshot_path": self.state(), "resume_vm": true,
+            "mem_backend": { "backend_type": "File", "backend_path": self.memory() },
+        });
+        let available = host::available_kib();
+        let asked = Instant::now();
+        let one = |index: usize| -> Result<(Process, f64)> {
+            let mut process = self.process(&format!("child-{index}"))?;
+            process.request("PUT", "/snapshot/load", &load)?;
+            process.await_word()?;
+            Ok((process, asked.elapsed().as_secs_f64() * 1e3))
+        };
+        let outcomes: Vec<Result<(Process, f64)>> = std::thread::scope(|scope| {
+            let spawn = |index| {
+                let builder = std::thread::Builder::new().stack_size(STACK);
+                builder.spawn_scoped(scope, move || one(index)).map_err(system("start a thread"))
+            };
+            let threads: Vec<_> = (0..n).map(spawn).collect();
+            let join = |thread: Result<std::thread::ScopedJoinHandle<'_, _>>| {
+                thread?.join().unwrap_or_else(|_| Err(Error::Invalid("a thread panicked".into())))
+            };
+            threads.into_iter().map(join).collect()
+        });
+        let mut burst = Burst { asked: n, ..Burst::default() };
+        let mut children = Vec::new();
+        for outcome in outcomes {
+            match outcome {
+                Ok((process, ms)) => {
+                    burst.times_ms.push(ms);
+                    children.push(process);
+                }
+                Err(error) => burst.errors.push(error.to_string()),
+            }
+        }
+        burst.all_ms = burst.times_ms.iter().copied().fold(0.0, f64::max);
+        burst.host_kib = host::difference_per_child(available, host::available_kib(), children.len());
+        burst.memory =
+            host::memory_of(children.iter().take(MEMORY_SAMPLE).map(|process| process.child.id() as i32));
+        Ok(burst)
+    }
+
+    fn state(&self) -> PathBuf {
+        self.folder.join("state")
+    }
+
+    fn memory(&self) -> PathBuf {
+        self.folder.join("memory")
+    }
+
+    fn process(&self, name: &str) -> Result<Process> {
+        let socket = self.folder.join(name).with_extension("sock");
+        let failed = || format!("start {}", self.program.display());
+        let errors = File::create(self.folder.join("log")).map_err(system(failed()))?;
+        let mut command = Command::new(&self.program);
+        command.arg("--api-sock").arg(&socket).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(errors);
+        let mut child = command.spawn().map_err(system(failed()))?;
+        let output = child.stdout.take().ok_or_else(|| Error::Invalid("a process without output".into()))?;
+        Ok(Process { child, socket, output, begin: Instant::now() })
+    }
+}
+
+/// A Firecracker; killed when dropped.
+#[derive(Debug)]
+struct Process {
+    child: Child,
+    socket: PathBuf,
+    output: ChildStdout,
+    begin: Instant,
+}
+
+impl Process {
+    /// One call of its API, which has to succeed.
+    fn request(&self, method: &str, path: &str, body: &Value) -> Result<()> {
+        let failed = || format!("ask Firecracker for {path}");
+        let mut stream = self.connect()?;
+        stream.set_read_timeout(Some(LIMIT)).map_err(system(failed()))?;
+        let body = body.to_string();
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n",
+            body.len()
+        );
+        stream.write_all((head + &body).as_bytes()).map_err(system(failed()))?;
+        // An answer is shorter than this, and comes in one piece; its status is at its front.
+        let mut answer = [0; 4096];
+        let count = stream.read(&mut answer).map_err(system(failed()))?;
+        check(path, &answer[..count])
+    }
+
+    /// Connects as soon as its socket is there.
+    fn connect(&self) -> Result<UnixStream> {
+        loop {
+            match UnixStream::connect(&self.socket) {
+                Ok(stream) => return Ok(stream),
+                Err(error) if self.begin.elapsed() > LIMIT => {
+                    return Err(system("connect to Firecracker's API socket")(error));
+                }
+                Err(_) => std::thread::sleep(Duration::from_micros(500)),
+            }
+        }
+    }
+
+    /// Waits until the guest has said its word.
+    fn await_word(&mut self) -> Result<()> {
+        let mut bytes = [0; 512];
+        loop {
+            let silent =
+                || Error::Invalid(format!("the guest in Firecracker says nothing for {} s", LIMIT.as_secs()));
+            let left = LIMIT.checked_sub(self.begin.elapsed()).ok_or_else(silent)?;
+            let patience = rustix::event::Timespec { tv_sec: left.as_secs() as i64 + 1, tv_nsec: 0 };
+            let mut ready = [rustix::event::PollFd::new(&self.output, rustix::event::PollFlags::IN)];
+            rustix::event::poll(&mut ready, Some(&patience)).map_err(system("wait for the guest"))?;
+            if ready[0].revents().is_empty() {
+                return Err(silent());
+            }
+            let count = self.output.read(&mut bytes).map_err(system("read the guest's console"))?;
+            if count == 0 {
+                return Err(Error::Invalid("Firecracker ended before its guest said anything".into()));
+            }
+            if bytes[..count].contains(&WORD) {
+                return Ok(());
+            }
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = fs::remove_file(&self.socket);
+    }
+}
+
+/// Whether an answer's status says that it was done.
+fn check(path: &str, answer: &[u8]) -> Result<()> {
+    let text = String::from_utf8_lossy(answer);
+    let status = text.strip_prefix("HTTP/1.1 ").and_then(|rest| rest.get(..3));
+    match status {
+        Some(status) if status.starts_with('2') => Ok(()),
+        _ => Err(Error::Invalid(format!("Firecracker refused {path}: {}", text.trim()))),
+    }
+}
+
+/// Each child takes a descriptor here, and the usual limit is lower than the most children.
+fn allow_descriptors() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    // Children that do not fit are reported as such.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn only_a_status_of_success_is_success() {
+        assert!(check("/vm", b"HTTP/1.1 204 No Content\r\n\r\n").is_ok());
+        for answer in ["HTTP/1.1 400 Bad Request\r\n\r\n{\"fault_message\":\"x\"}", "", "nonsense"] {
+            assert!(check("/vm", answer.as_bytes()).is_err(), "{answer}");
+        }
+    }
+
+    /// A program that speaks as little of Firecracker's API as the burst needs.
+    const STAND_IN: &str = r#"#!/usr/bin/env python3
+import os, socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[2])
+listener.listen()
+while True:
+    stream = listener.accept()[0]
+    request = stream.recv(65536).decode()
+    if "/snapshot/create" in request:
+        folder = os.path.dirname(sys.argv[2])
+        [open(os.path.join(folder, name), "w") for name in ("state", "memory")]
+    if "/snapshot/load" in request and "child-1." in sys.argv[2]:
+        stream.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        continue
+    stream.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
+    if "/actions" in request or "/snapshot/load" in request:
+        os.write(1, b"a log line\n\x07")
+"#;
+
+    #[test]
+    fn children_that_answer_are_timed_and_those_that_do_not_are_counted() {
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("firecracker");
+        fs::write(&program, STAND_IN).unwrap();
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+        let snapshot = Firecracker::snapshot(&program, folder.path(), 512).unwrap();
+        let burst = snapshot.burst(3).unwrap();
+        assert_eq!((burst.asked, burst.times_ms.len(), burst.errors.len()), (3, 2, 1));
+        assert!(burst.errors[0].contains("/snapshot/load"), "{:?}", burst.errors);
+        assert!(burst.all_ms > 0.0 && burst.memory.len() == 2);
+    }
+}
