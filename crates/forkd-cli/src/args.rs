@@ -1,12 +1,20 @@
 //! What can be typed: the commands, their options and their help texts. Nothing here does
 //! anything; `commands` gives each of these structs its meaning.
 
+mod sandboxes;
+mod snapshots;
+
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-/// Fork for virtual machines: run commands in microVMs of their own.
+pub(crate) use sandboxes::{
+    ChildrenArgs, EvalArgs, ExecArgs, ForkArgs, KillArgs, LsArgs, PingArgs, SpawnArgs,
+};
+pub(crate) use snapshots::{ImagesArgs, SnapshotArgs, TagsArgs};
+
+/// Fork for virtual machines: warm a microVM once, then fork children from it.
 ///
 /// Works the same with and without KVM: where /dev/kvm cannot run Linux, forkd keeps one emulated
 /// machine (QEMU) in which it can, starts it when it is needed, and says so.
@@ -16,9 +24,13 @@ use clap::{Args, Parser, Subcommand};
     version,
     after_help = "Examples:
   forkd run --image python -- python3 -c 'print(6 * 7)'
+  forkd snapshot --tag numpy --image python --warm-python 'import numpy'
+  forkd fork --tag numpy -n 10
+  forkd eval $(forkd spawn --tag numpy) -- 'numpy.random.rand()'
   forkd doctor
 
-Exit status: 0 done, 1 failed, 2 wrong usage. `forkd run` exits with the command's own status."
+Exit status: 0 done, 1 failed, 2 wrong usage. `forkd run` and `forkd exec` exit with the command's own
+status."
 )]
 pub(crate) struct Cli {
     /// Where images, kernels, snapshots and the machine live [default: /var/lib/forkd as root,
@@ -37,6 +49,27 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     Run(RunArgs),
+    Snapshot(SnapshotArgs),
+    Images(ImagesArgs),
+    /// Remove snapshots. Children that run go on; a snapshot that is being made is cancelled.
+    #[command(after_help = "Example:
+  forkd rmi numpy app
+
+Exit status: 0 all removed, 1 one or more could not be, 2 wrong usage.")]
+    Rmi(TagsArgs),
+    /// Free the memory snapshots hold. They stay on disk, and children that run go on.
+    #[command(after_help = "Example:
+  forkd unload numpy
+
+Exit status: 0 all unloaded, 1 one or more could not be, 2 wrong usage.")]
+    Unload(TagsArgs),
+    Fork(ForkArgs),
+    Spawn(SpawnArgs),
+    Ls(LsArgs),
+    Exec(ExecArgs),
+    Eval(EvalArgs),
+    Ping(PingArgs),
+    Kill(KillArgs),
     Serve(ServeArgs),
     Doctor(DoctorArgs),
     /// The token of the daemon.
@@ -54,6 +87,9 @@ pub(crate) enum Command {
   FORKD_QEMU                   the QEMU program [default: qemu-system-x86_64]"
     )]
     Machine(MachineCommand),
+    /// Measure how fast and how small forkd is on this computer.
+    #[command(subcommand)]
+    Bench(crate::commands::bench::BenchCommand),
 }
 
 /// Which daemon to talk to.
@@ -110,6 +146,10 @@ pub(crate) struct RunArgs {
     #[arg(long, short, value_name = "USER")]
     pub(crate) user: Option<String>,
 
+    /// Give it no network.
+    #[arg(long)]
+    pub(crate) no_network: bool,
+
     /// End the command after this many seconds, at most 30 days.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=2_592_000), value_name = "SECS")]
     pub(crate) timeout: Option<u64>,
@@ -158,6 +198,11 @@ pub(crate) struct ServeArgs {
     /// `modules` beside it and in /lib/modules.
     #[arg(long, env = "FORKD_KERNEL", value_name = "FILE")]
     pub(crate) kernel: Option<PathBuf>,
+
+    /// Network slots made ahead, once one was needed.
+    #[arg(long, env = "FORKD_NETWORK_POOL", default_value_t = 4, value_name = "N",
+          value_parser = clap::value_parser!(u64).range(0..=1000))]
+    pub(crate) network_pool: u64,
 
     /// In the emulated machine: also serve what QEMU forwards.
     #[arg(long, hide = true)]
@@ -360,6 +405,20 @@ mod tests {
     }
 
     #[test]
+    fn options_stand_before_the_dashes_and_ids_before_or_after_them() {
+        let parse = |line: &[&str]| Cli::try_parse_from([&["forkd"], line].concat()).unwrap().command;
+        let Command::Exec(exec) = parse(&["exec", "--json", "sb1", "--", "ls", "--all"]) else { panic!() };
+        assert!(exec.json && exec.id == "sb1");
+        assert_eq!(exec.command, ["ls", "--all"]);
+        let Command::Eval(eval) = parse(&["eval", "sb1", "--", "-1", "+", "2"]) else { panic!() };
+        assert_eq!(eval.code, ["-1", "+", "2"]);
+        let Command::Fork(fork) = parse(&["fork", "--tag", "t", "-n", "1000"]) else { panic!() };
+        assert_eq!((fork.children.count, fork.settle_secs), (1000, None));
+        let Command::Kill(kill) = parse(&["kill", "--tag", "t"]) else { panic!() };
+        assert!(kill.ids.is_empty() && !kill.all && kill.tag.as_deref() == Some("t"));
+    }
+
+    #[test]
     fn what_makes_no_sense_is_wrong_usage() {
         for line in [
             &["forkd", "run", "--image", "python"][..],
@@ -370,6 +429,26 @@ mod tests {
             &["forkd", "image", "build", "../x"],
             &["forkd", "image", "build", "x", "--tar", "a", "--folder", "b"],
             &["forkd", "image", "rm"],
+            &["forkd", "snapshot", "--tag", "t"],
+            &["forkd", "snapshot", "--tag", "../t", "--image", "python"],
+            &["forkd", "snapshot", "--tag", "t", "--image", "python", "--vcpus", "0"],
+            &["forkd", "fork", "-n", "3"],
+            &["forkd", "fork", "--tag", "t", "-n", "0"],
+            &["forkd", "fork", "--tag", "t", "-n", "1001"],
+            &["forkd", "spawn", "--tag", ".", "-n", "1"],
+            &["forkd", "spawn", "--tag", "t", "--env", "=x"],
+            &["forkd", "rmi"],
+            &["forkd", "unload", "a/b"],
+            &["forkd", "exec", "sb1"],
+            &["forkd", "exec", "no-id", "--", "true"],
+            &["forkd", "exec", "sb1", "--timeout", "0", "--", "true"],
+            &["forkd", "eval", "sb1"],
+            &["forkd", "eval", "SB1", "--", "1"],
+            &["forkd", "ping"],
+            &["forkd", "kill"],
+            &["forkd", "kill", "sb1", "--all"],
+            &["forkd", "kill", "--all", "--tag", "t"],
+            &["forkd", "kill", "../sb1"],
         ] {
             assert_eq!(Cli::try_parse_from(line).unwrap_err().exit_code(), 2, "{line:?}");
         }

@@ -145,6 +145,15 @@ impl Daemon {
         Ok((status, value))
     }
 
+    /// One request that has to succeed; a daemon that says no is [`Refused`].
+    pub(crate) async fn ask(&self, method: Method, path: &str, body: Option<&Value>) -> Result<Value> {
+        let (status, answer) = self.call(method, path, body).await?;
+        if status.is_success() {
+            return Ok(answer);
+        }
+        Err(Refused { status, reason: reason(status, Some(&answer)) }.into())
+    }
+
     /// Opens a WebSocket.
     pub(crate) async fn websocket(&self, path: &str) -> Result<Socket> {
         let stream = self.connect().await?;
@@ -163,8 +172,8 @@ impl Daemon {
         match shaken {
             Ok((socket, _)) => Ok(socket),
             Err(Error::Http(response)) => {
-                let body = response.body().as_deref().unwrap_or_default();
-                bail!("the daemon refused: {}", refusal(response.status(), body));
+                let body = serde_json::from_slice(response.body().as_deref().unwrap_or_default()).ok();
+                bail!("the daemon refused: {}", reason(response.status(), body.as_ref()));
             }
             Err(error) => {
                 Err(error).with_context(|| format!("no conversation with the daemon at {}", self.url()))
@@ -197,13 +206,37 @@ impl Daemon {
     }
 }
 
+/// What a daemon says that does not do what it was asked.
+#[derive(Debug)]
+pub(crate) struct Refused {
+    pub(crate) status: StatusCode,
+    /// What happened and what to do, in the daemon's words.
+    reason: String,
+}
+
+impl Refused {
+    /// Whether `error` says that there is no such thing.
+    pub(crate) fn is_not_found(error: &anyhow::Error) -> bool {
+        error.downcast_ref::<Refused>().is_some_and(|refused| refused.status == StatusCode::NOT_FOUND)
+    }
+}
+
+impl std::fmt::Display for Refused {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str(&self.reason)
+    }
+}
+
+impl std::error::Error for Refused {}
+
 /// The reason in an error's body, or the status alone.
-fn refusal(status: StatusCode, body: &[u8]) -> String {
-    let value: Option<Value> = serde_json::from_slice(body).ok();
-    match value.as_ref().and_then(|value| value.get("error")).and_then(Value::as_str) {
+fn reason(status: StatusCode, body: Option<&Value>) -> String {
+    match body.and_then(|body| body.get("error")).and_then(Value::as_str) {
         Some(reason) => reason.to_owned(),
-        None if status == StatusCode::UNAUTHORIZED => "the token is missing or wrong".to_owned(),
-        None => format!("status {status}"),
+        None if status == StatusCode::UNAUTHORIZED => {
+            "the daemon's token is missing or wrong: give it with FORKD_TOKEN".to_owned()
+        }
+        None => format!("the daemon answers with status {status}; `forkd doctor` tells how it is"),
     }
 }
 
@@ -236,9 +269,10 @@ mod tests {
 
     #[test]
     fn a_refusal_gives_the_daemons_reason() {
-        assert_eq!(refusal(StatusCode::NOT_FOUND, br#"{"error":"no image"}"#), "no image");
-        assert_eq!(refusal(StatusCode::UNAUTHORIZED, b""), "the token is missing or wrong");
-        assert_eq!(refusal(StatusCode::BAD_GATEWAY, b"<html>"), "status 502 Bad Gateway");
+        let body = serde_json::json!({ "error": "no image" });
+        assert_eq!(reason(StatusCode::NOT_FOUND, Some(&body)), "no image");
+        assert!(reason(StatusCode::UNAUTHORIZED, None).contains("token is missing or wrong"));
+        assert!(reason(StatusCode::BAD_GATEWAY, Some(&Value::Null)).contains("502 Bad Gateway"));
     }
 
     #[tokio::test]

@@ -5,8 +5,10 @@
 //! asks the daemon for everything else. It knows nothing of KVM, sandboxes or guests beyond what
 //! the daemon's API says.
 
+mod api;
 mod args;
 mod client;
+mod clock;
 mod commands;
 mod daemon;
 mod doctor;

@@ -23,6 +23,27 @@ impl Forwarded {
         })
     }
 
+    /// Waits for work that must not be cut off half way, and gives it with the signal that came
+    /// meanwhile. Only who insists leaves without it.
+    pub(crate) async fn finish<T>(
+        &mut self,
+        work: impl Future<Output = T>,
+    ) -> std::result::Result<(T, Option<Caught>), Caught> {
+        let mut first = None;
+        tokio::pin!(work);
+        loop {
+            tokio::select! {
+                done = &mut work => return Ok((done, first)),
+                caught = self.next() => {
+                    if caught.insists {
+                        return Err(caught);
+                    }
+                    first = first.or(Some(caught));
+                }
+            }
+        }
+    }
+
     /// The next signal. Safe to cancel.
     pub(crate) async fn next(&mut self) -> Caught {
         tokio::select! {

@@ -108,15 +108,9 @@ impl Drop for Progress {
     }
 }
 
-/// Prints a result. Nobody reading it any more is not an error.
+/// Prints a result.
 pub(crate) fn print(text: &str) -> Result<()> {
-    let mut out = io::stdout().lock();
-    let written =
-        out.write_all(text.as_bytes()).and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush());
-    match written {
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        other => Ok(other?),
-    }
+    write_raw(&mut io::stdout().lock(), format!("{text}\n").as_bytes())
 }
 
 /// Prints a result as JSON.
@@ -124,20 +118,16 @@ pub(crate) fn print_json<T: Serialize>(value: &T) -> Result<()> {
     print(&serde_json::to_string_pretty(value)?)
 }
 
-/// Prints rows under a header, in columns.
-pub(crate) fn print_table(header: &[&str], rows: &[Vec<String>]) -> Result<()> {
-    print(&table(header, rows))
-}
-
-fn table(header: &[&str], rows: &[Vec<String>]) -> String {
-    let lines: Vec<Vec<&str>> = std::iter::once(header.to_vec())
-        .chain(rows.iter().map(|row| row.iter().map(String::as_str).collect()))
-        .collect();
+/// Rows under a header, in columns.
+pub(crate) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
+    let cleaned = rows.iter().map(|row| row.iter().map(|cell| harmless(cell)).collect());
+    let lines: Vec<Vec<String>> =
+        std::iter::once(header.iter().map(|&cell| cell.to_owned()).collect()).chain(cleaned).collect();
     let width = |column: usize| {
         lines.iter().filter_map(|line| line.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)
     };
     let widths: Vec<usize> = (0..header.len()).map(width).collect();
-    let render = |line: &Vec<&str>| {
+    let render = |line: &Vec<String>| {
         let cells = line.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
         cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
     };
@@ -165,6 +155,34 @@ pub(crate) fn seconds(total: u64) -> String {
     }
 }
 
+/// How long ago something was, in one unit.
+pub(crate) fn age(total: u64) -> String {
+    match total {
+        0..60 => format!("{total} s"),
+        60..3600 => format!("{} min", total / 60),
+        3600..86_400 => format!("{} h", total / 3600),
+        _ => format!("{} d", total / 86_400),
+    }
+}
+
+/// A duration in milliseconds as people write it.
+pub(crate) fn milliseconds(total: f64) -> String {
+    if total < 1000.0 { format!("{total:.1} ms") } else { format!("{:.2} s", total / 1000.0) }
+}
+
+/// A number of things: `1 child`, `2 children`.
+pub(crate) fn count(number: usize, one: &str, many: &str) -> String {
+    format!("{number} {}", if number == 1 { one } else { many })
+}
+
+/// Writes bytes that somebody else made, as they are. Nobody reading them any more is not an error.
+pub(crate) fn write_raw(target: &mut impl Write, bytes: &[u8]) -> Result<()> {
+    match target.write_all(bytes).and_then(|()| target.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        other => Ok(other?),
+    }
+}
+
 /// Reports why a command failed: the whole chain, each cause once.
 pub(crate) fn fail(error: &anyhow::Error, status: u8) -> ExitCode {
     let mut text = format!("forkd: {error}");
@@ -180,7 +198,13 @@ pub(crate) fn fail(error: &anyhow::Error, status: u8) -> ExitCode {
 
 fn complain(line: &str) {
     // Standard error may be closed; there is nobody left to tell.
-    let _ = writeln!(io::stderr().lock(), "{line}");
+    let _ = writeln!(io::stderr().lock(), "{}", harmless(line));
+}
+
+/// Text without control characters, which would let a guest whose words are quoted write anywhere on
+/// the terminal; lines and tabs stay.
+pub(crate) fn harmless(text: &str) -> String {
+    text.chars().filter(|c| matches!(c, '\n' | '\t') || !c.is_control()).collect()
 }
 
 #[cfg(test)]
@@ -200,5 +224,14 @@ mod tests {
         assert_eq!(seconds(59), "59 s");
         assert_eq!(seconds(61), "1 min 1 s");
         assert_eq!(seconds(3700), "1 h 1 min");
+        assert_eq!([age(59), age(119), age(7200), age(200_000)], ["59 s", "1 min", "2 h", "2 d"]);
+        assert_eq!([milliseconds(8.26), milliseconds(1234.0)], ["8.3 ms", "1.23 s"]);
+        assert_eq!([count(1, "child", "children"), count(0, "child", "children")], ["1 child", "0 children"]);
+    }
+
+    #[test]
+    fn a_quoted_guest_cannot_write_elsewhere_on_the_terminal() {
+        assert_eq!(harmless("a\x1b[2Jb\r\n\tc"), "a[2Jb\n\tc");
+        assert_eq!(table(&["A"], &[vec!["\x1b[2J".to_owned()]]), "A\n[2J");
     }
 }

@@ -27,7 +27,7 @@ pub(crate) fn list(context: &Context, args: &JsonArgs) -> Result<()> {
             image.problem.as_ref().map_or_else(|| image.source.clone(), |why| format!("damaged: {why}")),
         ]
     };
-    ui::print_table(&["NAME", "DISK", "USED", "SOURCE"], &images.iter().map(row).collect::<Vec<_>>())
+    ui::print(&ui::table(&["NAME", "DISK", "USED", "SOURCE"], &images.iter().map(row).collect::<Vec<_>>()))
 }
 
 /// Removes images; those that can be are, also when another cannot.

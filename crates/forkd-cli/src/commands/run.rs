@@ -14,13 +14,13 @@ use futures_util::stream::{SplitSink, SplitStream};
 use futures_util::{SinkExt, StreamExt};
 use tokio_tungstenite::tungstenite::Message;
 
-use super::{Context, runtime};
+use super::{Context, prepare_image, runtime};
 use crate::args::RunArgs;
 use crate::client::Socket;
+use crate::daemon;
 use crate::signals::Forwarded;
 use crate::stdio::{self, Outcome, Output, Target};
 use crate::ui::{Progress, Ui};
-use crate::{daemon, library};
 
 /// What there is to say when the conversation ends before the command.
 const BROKE_OFF: &str = "the daemon broke off; `forkd doctor` tells whether it still runs";
@@ -28,11 +28,7 @@ const BROKE_OFF: &str = "the daemon broke off; `forkd doctor` tells whether it s
 /// Runs the command and returns the status to exit with.
 pub(crate) fn run(context: &Context, args: RunArgs) -> Result<u8> {
     let Context { data, ui } = context;
-    // A daemon somewhere else has images of its own.
-    if args.daemon.daemon_url.is_none() {
-        library::ensure_image(data, &args.image, *ui)?;
-        library::ensure_guest_kernel(data, *ui)?;
-    }
+    prepare_image(context, &args.daemon, &args.image)?;
     let runtime = runtime()?;
     let result = runtime.block_on(async {
         let daemon = daemon::ensure(data, &args.daemon, *ui).await?;
@@ -55,6 +51,7 @@ fn request(args: RunArgs) -> RunRequest {
         mem_size_mib: Some(args.mem_size_mib),
         timeout_secs: args.timeout,
         tty: None,
+        network: args.no_network.then_some(false),
     }
 }
 

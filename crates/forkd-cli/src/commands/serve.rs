@@ -35,6 +35,7 @@ fn configuration(context: &Context, args: ServeArgs) -> Result<Config> {
     config.guest = binaries.guest;
     config.kernel = args.kernel;
     config.timing = Timing::from_env()?;
+    config.network_pool = args.network_pool as usize;
     if let Some(library) = args.library {
         config.library_dir = library;
     }

@@ -136,6 +136,7 @@ pub(crate) fn init_plan(agent_token: &str) -> InitPlan {
             address: format!("{ADDRESS}/24"),
             gateway: Some(GATEWAY.to_string()),
         }],
+        name_servers: Vec::new(),
         listen: ListenPlan::Tcp { port: AGENT_PORT, token: agent_token.to_owned() },
         default_user: Some("root".into()),
     }

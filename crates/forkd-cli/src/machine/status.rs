@@ -8,9 +8,9 @@ use anyhow::Result;
 use serde::Serialize;
 
 use super::guest_daemon;
-use super::log::now;
 use super::state::{Phase, State};
 use super::{Machine, agent};
+use crate::clock;
 use crate::ui::{bytes, seconds};
 
 /// How long the machine and the daemon in it may take to answer.
@@ -81,7 +81,7 @@ pub(crate) async fn look(machine: &Machine) -> Result<Status> {
     let agent = agent::connect(state.agent_port, &plan.agent_token);
     let answers = matches!(tokio::time::timeout(PATIENCE, agent.ping()).await, Ok(Ok(_)));
     let running = RunningStatus {
-        uptime_secs: now().saturating_sub(state.started_at),
+        uptime_secs: clock::now().saturating_sub(state.started_at),
         memory_mib: plan.memory_mib,
         qemu_pid: state.qemu.as_ref().map(|process| process.pid),
         supervisor_pid: state.supervisor.pid,

@@ -14,10 +14,11 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::agent;
 use super::guest_daemon::GuestDaemon;
-use super::log::{Log, now};
+use super::log::Log;
 use super::state::{Folder, Phase, Plan, State};
 use super::vm::Vm;
 use crate::client::Daemon;
+use crate::clock;
 use crate::files::Lock;
 use crate::paths::DataDir;
 use crate::process::ProcessId;
@@ -62,7 +63,7 @@ pub(crate) fn supervise(data: &DataDir) -> Result<()> {
             agent_port: 0,
             rest_port: 0,
             build: None,
-            started_at: now(),
+            started_at: clock::now(),
             restarts: 0,
         },
         token: String::from_utf8(crate::files::read_small(&folder.token())?.unwrap_or_default())?,
@@ -116,7 +117,7 @@ impl Supervisor {
         self.state.qemu = vm.id.clone();
         self.state.agent_port = vm.ports.agent;
         self.state.rest_port = vm.ports.rest;
-        self.state.started_at = now();
+        self.state.started_at = clock::now();
         self.state.build = None;
         let agent = agent::connect(vm.ports.agent, &self.plan.agent_token);
         let mut daemon = None;

@@ -1,0 +1,248 @@
+//! What can be typed about children and other sandboxes: fork them, talk to them, end them.
+
+use clap::Args;
+use forkd_protocol::names;
+
+use super::{DaemonArgs, parse_name, parse_variable};
+
+/// How many children one call may ask for.
+const MAX_CHILDREN: i64 = 1000;
+/// The longest time limit the daemon takes: 30 days.
+const MAX_SECS: u64 = 2_592_000;
+
+/// The children to make.
+#[derive(Debug, Args)]
+pub(crate) struct ChildrenArgs {
+    /// Snapshot to fork (`forkd images`).
+    #[arg(long, value_parser = parse_name, value_name = "TAG")]
+    pub(crate) tag: String,
+
+    /// How many children, 1 to 1000.
+    #[arg(short = 'n', long = "count", default_value_t = 1,
+          value_parser = clap::value_parser!(u16).range(1..=MAX_CHILDREN), value_name = "N")]
+    pub(crate) count: u16,
+
+    /// No network for these children.
+    #[arg(long)]
+    pub(crate) no_network: bool,
+
+    /// The most memory of this computer each child may take, in MiB.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..), value_name = "MIB")]
+    pub(crate) memory_limit_mib: Option<u64>,
+
+    /// Variable for everything started in the children: the place for secrets. May be given several
+    /// times.
+    #[arg(long, short, value_parser = parse_variable, value_name = "NAME=VALUE")]
+    pub(crate) env: Vec<(String, String)>,
+}
+
+/// Fork children from a snapshot and say how long it took.
+///
+/// Each child is a microVM of its own: memory and disk copy-on-write, own identity, own network. The
+/// times are the daemon's: from the arrival of the request to the first answer of a child's agent.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd fork --tag numpy -n 100
+  forkd fork --tag numpy -n 10 --json | jq -r '.children[].id'
+  forkd fork --tag numpy -n 1000 --no-network --settle-secs 5
+
+Exit status: 0 all children answer, 1 some or all failed (those that answer are printed and go on
+running), 130 ended by ^C, 2 wrong usage.")]
+pub(crate) struct ForkArgs {
+    #[command(flatten)]
+    pub(crate) children: ChildrenArgs,
+
+    /// Stay for this many seconds, then end the children; they also end when this command does.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(0..=MAX_SECS), value_name = "SECS")]
+    pub(crate) settle_secs: Option<u64>,
+
+    /// Print one JSON object: children, errors, times.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) daemon: DaemonArgs,
+}
+
+/// Fork children from a snapshot and print their ids, one per line.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  ID=$(forkd spawn --tag numpy)
+  forkd spawn --tag numpy -n 20 --env API_KEY=secret > ids
+  forkd spawn --tag numpy -n 500 --no-wait
+
+Exit status: 0 all children started, 1 some or all failed (those that started are printed and go on
+running), 2 wrong usage.")]
+pub(crate) struct SpawnArgs {
+    #[command(flatten)]
+    pub(crate) children: ChildrenArgs,
+
+    /// Do not wait until they answer; `forkd ls` tells how far they are.
+    #[arg(long)]
+    pub(crate) no_wait: bool,
+
+    /// Print one JSON object: children, errors.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) daemon: DaemonArgs,
+}
+
+/// List sandboxes: forked children, and those booted from an image.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd ls
+  forkd ls --json | jq -r '.[] | select(.state == \"running\") | .id'
+
+Exit status: 0 listed, 1 failed, 2 wrong usage.")]
+pub(crate) struct LsArgs {
+    /// Print JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) daemon: DaemonArgs,
+}
+
+/// Run a command in a sandbox, to its end.
+///
+/// Its standard input is empty; its output is shown when it has ended. ^C stops the waiting, the
+/// command goes on until its time is over.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd exec sb4k2n -- uname -a
+  forkd exec sb4k2n --env LANG=C.UTF-8 --cwd /tmp --user nobody --timeout 10 -- sh -c 'pwd; id'
+  forkd exec sb4k2n --json -- hostname | jq -r .stdout
+
+Exit status: the command's own, with --json too, or
+  124    its --timeout was over
+  125    forkd itself failed
+  126    the command was found but could not be run
+  127    the command was not found in the sandbox
+  128+N  signal N ended it
+  2      wrong usage; nothing was run")]
+pub(crate) struct ExecArgs {
+    /// Id of the sandbox (`forkd ls`).
+    #[arg(value_parser = parse_id, value_name = "ID")]
+    pub(crate) id: String,
+
+    /// Variable for the command; may be given several times.
+    #[arg(long, short, value_parser = parse_variable, value_name = "NAME=VALUE")]
+    pub(crate) env: Vec<(String, String)>,
+
+    /// Working directory in the guest [default: the user's home].
+    #[arg(long, value_name = "DIR")]
+    pub(crate) cwd: Option<String>,
+
+    /// User in the guest [default: root].
+    #[arg(long, short, value_name = "USER")]
+    pub(crate) user: Option<String>,
+
+    #[command(flatten)]
+    pub(crate) limit: LimitArgs,
+
+    /// Print one JSON object: stdout, stderr, exit_code and more.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) daemon: DaemonArgs,
+
+    /// The command and its arguments; no shell is involved.
+    #[arg(last = true, required = true, value_name = "CMD")]
+    pub(crate) command: Vec<String>,
+}
+
+/// Evaluate Python in a sandbox's warmed interpreter.
+///
+/// What it prints comes first, then the value of a last expression. Names stay for the next `eval`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd eval sb4k2n -- '6 * 7'
+  forkd eval sb4k2n -- 'import numpy; numpy.random.rand(3).tolist()'
+  forkd eval sb4k2n --json -- '[1, 2]' | jq .result_json
+
+Exit status: 0 evaluated, 1 the code raised (its traceback is on standard error), 124 its --timeout was
+over, 125 forkd itself failed, 2 wrong usage.")]
+pub(crate) struct EvalArgs {
+    /// Id of the sandbox (`forkd ls`).
+    #[arg(value_parser = parse_id, value_name = "ID")]
+    pub(crate) id: String,
+
+    #[command(flatten)]
+    pub(crate) limit: LimitArgs,
+
+    /// Print one JSON object: result, result_json, stdout, stderr, error, traceback, exit_code.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) daemon: DaemonArgs,
+
+    /// The code; several arguments are joined by spaces.
+    #[arg(last = true, required = true, value_name = "CODE")]
+    pub(crate) code: Vec<String>,
+}
+
+/// How long something may run in a sandbox.
+#[derive(Debug, Args)]
+pub(crate) struct LimitArgs {
+    /// End it after this many seconds, at most 30 days.
+    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
+          value_name = "SECS")]
+    pub(crate) timeout: u64,
+}
+
+/// Ask the agents in sandboxes whether they are there.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd ping sb4k2n
+  forkd ping $(forkd spawn --tag numpy -n 3) --json
+
+Exit status: 0 all answer, 1 one or more do not, 2 wrong usage.")]
+pub(crate) struct PingArgs {
+    /// Ids of sandboxes (`forkd ls`).
+    #[arg(required = true, value_parser = parse_id, value_name = "ID")]
+    pub(crate) ids: Vec<String>,
+
+    /// Print JSON: one object per sandbox.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) daemon: DaemonArgs,
+}
+
+/// End sandboxes. What is only in their memory or on their disks is gone.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd kill sb4k2n sb7x1q
+  forkd kill --tag numpy
+  forkd kill --all
+
+Exit status: 0 all ended, 1 one or more could not be, 2 wrong usage.")]
+pub(crate) struct KillArgs {
+    /// Ids of sandboxes (`forkd ls`).
+    #[arg(required_unless_present_any = ["all", "tag"], value_parser = parse_id, value_name = "ID")]
+    pub(crate) ids: Vec<String>,
+
+    /// All sandboxes of the daemon.
+    #[arg(long, conflicts_with_all = ["ids", "tag"])]
+    pub(crate) all: bool,
+
+    /// All children of this snapshot.
+    #[arg(long, conflicts_with = "ids", value_parser = parse_name, value_name = "TAG")]
+    pub(crate) tag: Option<String>,
+
+    #[command(flatten)]
+    pub(crate) daemon: DaemonArgs,
+}
+
+fn parse_id(text: &str) -> Result<String, String> {
+    if names::is_valid_sandbox_id(text) {
+        Ok(text.to_owned())
+    } else {
+        Err("an id is `sb` followed by lower-case letters and digits; `forkd ls` lists them".to_owned())
+    }
+}

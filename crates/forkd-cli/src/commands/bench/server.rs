@@ -1,0 +1,329 @@
+//! The daemon under measurement: one started for the purpose and ended with it, or one that is there.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+use forkd_bench::burst::Burst;
+use forkd_bench::host::{self, MEMORY_SAMPLE, Memory};
+use futures_util::StreamExt;
+use hyper::Method;
+use rustix::process::{Pid, Signal};
+use serde_json::{Value, json};
+
+use crate::client::Daemon;
+use crate::commands::Context;
+use crate::paths::Binaries;
+use crate::process;
+use crate::ui::Ui;
+
+/// How long the daemon may take to start, to stop, and processes to end.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How many children are deleted at a time.
+const DELETES: usize = 16;
+
+/// A daemon, and what was made in it.
+pub(super) struct Server {
+    daemon: Daemon,
+    /// The process, if it was started here.
+    child: Option<tokio::process::Child>,
+    /// Snapshots to remove at the end.
+    tags: Vec<String>,
+    ui: Ui,
+}
+
+/// A child that answered.
+pub(super) struct Child {
+    pub(super) id: String,
+    pid: Option<i64>,
+}
+
+impl Child {
+    fn parse(info: &Value) -> Option<Child> {
+        let id = info.get("id")?.as_str()?.to_owned();
+        Some(Child { id, pid: info.get("pid").and_then(Value::as_i64) })
+    }
+}
+
+impl Server {
+    /// The daemon behind `socket`.
+    pub(super) fn existing(socket: PathBuf, ui: Ui) -> Server {
+        Server { daemon: Daemon::unix(socket), child: None, tags: Vec::new(), ui }
+    }
+
+    /// Starts a daemon that keeps everything in `folder`.
+    pub(super) async fn start(context: &Context, folder: &Path) -> Result<Server> {
+        let (socket, log) = (folder.join("forkd.sock"), folder.join("daemon.log"));
+        let output = File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
+        let mut command = std::process::Command::new(Binaries::find()?.forkd);
+        command.arg("--data-dir").arg(folder).arg("serve").arg("--library").arg(context.data.root());
+        command.arg("--socket").arg(&socket).args(["--bind", "127.0.0.1:0"]);
+        command.arg("--token-file").arg(folder.join("token"));
+        command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
+        process::die_with_parent(&mut command);
+        // A Ctrl-C is for us: we end the daemon once its children are gone.
+        std::os::unix::process::CommandExt::process_group(&mut command, 0);
+        let mut child = tokio::process::Command::from(command).spawn().context("cannot start the daemon")?;
+        let daemon = Daemon::unix(socket);
+        let begin = Instant::now();
+        while !daemon.is_healthy(Duration::from_secs(5)).await {
+            let tail = || crate::machine::log_tail(&log, 2000);
+            if let Some(status) = child.try_wait()? {
+                bail!("the daemon ended at its start, {status}:\n{}", tail());
+            }
+            if begin.elapsed() > PATIENCE {
+                bail!("the daemon does not answer after {} s:\n{}", PATIENCE.as_secs(), tail());
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        Ok(Server { daemon, child: Some(child), tags: Vec::new(), ui: context.ui })
+    }
+
+    /// One call that has to succeed.
+    pub(super) async fn call(&self, method: Method, path: &str, body: Option<&Value>) -> Result<Value> {
+        let what = format!("{method} {path}");
+        let (status, answer) = self.daemon.call(method, path, body).await?;
+        if !status.is_success() {
+            bail!("{what}: {}", reason(status, &answer));
+        }
+        Ok(answer)
+    }
+
+    /// Makes a snapshot and sees to it that children come from a template loaded from disk.
+    pub(super) async fn snapshot(&mut self, tag: &str, mut request: Value) -> Result<()> {
+        request["tag"] = tag.into();
+        self.tags.push(tag.to_owned());
+        self.call(Method::POST, "/v1/snapshots", Some(&request)).await?;
+        self.call(Method::POST, &format!("/v1/snapshots/{tag}/unload"), None).await?;
+        Ok(())
+    }
+
+    /// Asks for `n` children and returns what that took, with the children that run.
+    pub(super) async fn fan_out(&self, tag: &str, n: usize, network: bool) -> Result<(Burst, Vec<Child>)> {
+        let body = json!({ "snapshot_tag": tag, "n": n, "network": network });
+        let available = host::available_kib();
+        let begin = Instant::now();
+        let (status, answer) =
+            self.daemon.call(Method::POST, "/v1/sandboxes?results=each", Some(&body)).await?;
+        let all_ms = begin.elapsed().as_secs_f64() * 1e3;
+        let mut burst = Burst { asked: n, all_ms, ..Burst::default() };
+        if !status.is_success() {
+            burst.errors.push(reason(status, &answer));
+            return Ok((burst, Vec::new()));
+        }
+        let list = |name: &str| answer.get(name).and_then(Value::as_array).cloned().unwrap_or_default();
+        let mut children = Vec::new();
+        for child in list("children") {
+            burst.times_ms.extend(child.get("ready_ms").and_then(Value::as_f64));
+            children.push(Child::parse(&child).context("the daemon told of a child without an id")?);
+        }
+        if burst.times_ms.len() < children.len() {
+            burst.errors.push("the daemon does not say when some of the children answered".into());
+        }
+        for failed in list("errors") {
+            let why = failed.get("error").and_then(Value::as_str).unwrap_or("for a reason not given");
+            burst.errors.push(why.to_owned());
+        }
+        burst.host_kib = host::difference_per_child(available, host::available_kib(), children.len());
+        for child in children.iter().take(MEMORY_SAMPLE) {
+            burst.memory.extend(self.memory(&child.id).await);
+        }
+        Ok((burst, children))
+    }
+
+    async fn memory(&self, id: &str) -> Option<Memory> {
+        let stats = self.call(Method::GET, &format!("/v1/sandboxes/{id}/stats"), None).await.ok()?;
+        let kib = |name: &str| stats.get(name).and_then(Value::as_u64);
+        Some(Memory { private_kib: kib("private_kib")?, pss_kib: kib("pss_kib")? })
+    }
+
+    /// Deletes children and waits until their processes are gone: what is measured next shall not
+    /// pay for it.
+    pub(super) async fn delete(&self, children: &[Child]) -> Result<()> {
+        let calls = children.iter().map(|child| {
+            let path = format!("/v1/sandboxes/{}", child.id);
+            async move { self.call(Method::DELETE, &path, None).await.map(drop) }
+        });
+        let calls: Vec<Result<()>> =
+            futures_util::stream::iter(calls).buffer_unordered(DELETES).collect().await;
+        calls.into_iter().collect::<Result<()>>()?;
+        let begin = Instant::now();
+        let lives = |child: &&Child| child.pid.is_some_and(|pid| Path::new(&format!("/proc/{pid}")).exists());
+        while let Some(left) = children.iter().find(lives) {
+            if begin.elapsed() > PATIENCE {
+                bail!(
+                    "{} was deleted, but its process is still there after {} s",
+                    left.id,
+                    PATIENCE.as_secs()
+                );
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        // Work the kernel has put off, such as freeing VMs, comes after the process.
+        tokio::time::sleep(Duration::from_millis(50 + children.len() as u64 / 2)).await;
+        Ok(())
+    }
+
+    /// Removes everything that was made, and ends the daemon if it was started here.
+    pub(super) async fn stop(mut self) {
+        if let Err(error) = self.delete_all_children().await {
+            self.ui.warn(format!("children of the measurement may be left: {error:#}"));
+        }
+        for tag in &self.tags {
+            let path = format!("/v1/snapshots/{tag}");
+            // Without a template there is nothing to unload.
+            let _ = self.call(Method::POST, &format!("{path}/unload"), None).await;
+            match self.daemon.call(Method::DELETE, &path, None).await {
+                // It was never made.
+                Ok((status, _)) if status.is_success() || status == hyper::StatusCode::NOT_FOUND => {}
+                Ok((status, answer)) => {
+                    self.ui.warn(format!("snapshot {tag} may be left: {}", reason(status, &answer)))
+                }
+                Err(error) => self.ui.warn(format!("snapshot {tag} may be left: {error:#}")),
+            }
+        }
+        if let Some(mut child) = self.child.take() {
+            let pid = child.id().and_then(|pid| Pid::from_raw(pid as i32));
+            pid.map(|pid| rustix::process::kill_process(pid, Signal::TERM));
+            if tokio::time::timeout(PATIENCE, child.wait()).await.is_err() {
+                self.ui.warn("the daemon did not end when asked and is killed");
+                let _ = child.kill().await;
+            }
+        }
+    }
+
+    /// Deletes all children of our snapshots, also those of a call that was broken off and goes on
+    /// in the daemon.
+    async fn delete_all_children(&self) -> Result<()> {
+        if self.tags.is_empty() {
+            return Ok(());
+        }
+        let ours = |child: &Value| {
+            let tag = child.get("snapshot_tag").and_then(Value::as_str)?;
+            self.tags.iter().any(|ours| ours == tag).then(|| Child::parse(child)).flatten()
+        };
+        for _ in 0..5 {
+            let all = self.call(Method::GET, "/v1/sandboxes", None).await?;
+            let left: Vec<Child> = all.as_array().into_iter().flatten().filter_map(ours).collect();
+            if left.is_empty() {
+                return Ok(());
+            }
+            self.delete(&left).await?;
+        }
+        bail!("the daemon still lists children that were deleted")
+    }
+}
+
+/// Why the daemon refused.
+fn reason(status: hyper::StatusCode, answer: &Value) -> String {
+    match answer.get("error").and_then(Value::as_str) {
+        Some(text) => text.to_owned(),
+        None => format!("status {status}"),
+    }
+}
+
+/// A folder for one run; removed at its end.
+pub(super) struct Workplace(PathBuf);
+
+impl Workplace {
+    pub(super) fn make(context: &Context) -> Result<Workplace> {
+        context.data.create()?;
+        let path = context.data.root().join(format!("bench-{}", std::process::id()));
+        fs::create_dir(&path).with_context(|| format!("cannot make {}", path.display()))?;
+        Ok(Workplace(path))
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Workplace {
+    fn drop(&mut self) {
+        // What cannot be removed only takes room.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixListener;
+    use std::sync::mpsc;
+
+    /// A daemon that gives these answers, one after the other, and tells what it was asked.
+    fn stub(folder: &Path, answers: Vec<(u16, Value)>) -> (Server, mpsc::Receiver<String>) {
+        let socket = folder.join("stub.sock");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let (told, asked) = mpsc::channel();
+        std::thread::spawn(move || {
+            for (status, body) in answers {
+                let mut stream = listener.accept().unwrap().0;
+                let mut request = [0; 4096];
+                let count = stream.read(&mut request).unwrap();
+                let request = String::from_utf8_lossy(&request[..count]).into_owned();
+                told.send(request.lines().next().unwrap_or_default().to_owned()).unwrap();
+                let body = body.to_string();
+                let head = format!("HTTP/1.1 {status} x\r\ncontent-length: {}\r\n\r\n", body.len());
+                stream.write_all((head + &body).as_bytes()).unwrap();
+            }
+        });
+        (Server::existing(socket, Ui::new(true)), asked)
+    }
+
+    #[tokio::test]
+    async fn a_child_that_failed_is_counted_and_its_reason_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let answer = json!({
+            "children": [{ "id": "sba", "pid": 1, "ready_ms": 1.5 }, { "id": "sbb", "ready_ms": 2.5 }],
+            "errors": [{ "index": 2, "error": "no memory left" }],
+        });
+        let stats = json!({ "private_kib": 300, "pss_kib": 400, "rss_kib": 500 });
+        let answers = vec![(201, answer), (200, stats), (404, json!({ "error": "gone" }))];
+        let (server, asked) = stub(folder.path(), answers);
+        let (burst, children) = server.fan_out("t", 3, false).await.unwrap();
+        assert_eq!((burst.asked, burst.times_ms.as_slice()), (3, &[1.5, 2.5][..]));
+        assert_eq!(burst.errors, ["no memory left"]);
+        assert_eq!(burst.memory, [Memory { private_kib: 300, pss_kib: 400 }]);
+        assert_eq!(children.iter().map(|child| child.id.as_str()).collect::<Vec<_>>(), ["sba", "sbb"]);
+        assert_eq!(asked.recv().unwrap(), "POST /v1/sandboxes?results=each HTTP/1.1");
+        assert_eq!(asked.recv().unwrap(), "GET /v1/sandboxes/sba/stats HTTP/1.1");
+    }
+
+    #[tokio::test]
+    async fn a_call_the_daemon_refuses_is_a_burst_in_which_nobody_answered() {
+        let folder = tempfile::tempdir().unwrap();
+        let (server, _asked) = stub(folder.path(), vec![(503, json!({ "error": "too many sandboxes" }))]);
+        let (burst, children) = server.fan_out("t", 1000, false).await.unwrap();
+        assert!(burst.times_ms.is_empty() && children.is_empty());
+        assert_eq!(burst.errors, ["too many sandboxes"]);
+    }
+
+    #[tokio::test]
+    async fn only_what_was_made_here_is_removed_at_the_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let all = json!([{ "id": "sba", "snapshot_tag": "ours" }, { "id": "sbb", "snapshot_tag": "theirs" }, { "id": "sbc" }]);
+        let rest = json!([{ "id": "sbb", "snapshot_tag": "theirs" }]);
+        let done = || (204, Value::Null);
+        let answers = vec![(201, json!({})), done(), (200, all), done(), (200, rest), done(), done()];
+        let (mut server, asked) = stub(folder.path(), answers);
+        server.snapshot("ours", json!({ "image": "x" })).await.unwrap();
+        server.stop().await;
+        let asked: Vec<String> = asked.iter().collect();
+        assert_eq!(
+            asked.iter().map(|line| line.trim_end_matches(" HTTP/1.1")).collect::<Vec<_>>(),
+            [
+                "POST /v1/snapshots",
+                "POST /v1/snapshots/ours/unload",
+                "GET /v1/sandboxes",
+                "DELETE /v1/sandboxes/sba",
+                "GET /v1/sandboxes",
+                "POST /v1/snapshots/ours/unload",
+                "DELETE /v1/snapshots/ours",
+            ]
+        );
+    }
+}

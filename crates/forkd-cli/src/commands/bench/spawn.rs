@@ -1,0 +1,342 @@
+//! `forkd bench spawn`: which cases, how often, in which order.
+
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+use forkd_bench::burst::{Burst, median, rounded};
+use forkd_bench::firecracker::Firecracker;
+use forkd_bench::guest;
+use forkd_bench::host::Conditions;
+use forkd_bench::report::Line;
+use hyper::Method;
+use serde_json::json;
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::server::{Server, Workplace};
+use super::{Case, SpawnArgs, emulated, summary};
+use crate::commands::{Context, runtime};
+use crate::paths::{self, Binaries};
+use crate::{kvm, library, ui};
+
+/// The expression whose evaluation is measured.
+const EXPRESSION: &str = "numpy.zeros(5).tolist()";
+const EXPECTED: &str = "[0.0, 0.0, 0.0, 0.0, 0.0]";
+/// How often it is evaluated, and how often by a new Python.
+const EVALUATIONS: usize = 20;
+const NEW_PYTHONS: usize = 3;
+
+/// Measures, prints, and returns the status to exit with.
+pub(super) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
+    let cases = args.cases();
+    let mut results = Results { args, lines: Vec::new(), status: 0 };
+    let conditions = Conditions::here();
+    if !conditions.cgroups {
+        context.ui.note("no cgroup v2 controllers on this host: children run without cgroups");
+    }
+    let linux: Vec<Case> =
+        cases.iter().copied().filter(|case| matches!(case, Case::Linux | Case::Eval)).collect();
+    let elsewhere = match &args.socket {
+        // Whoever names a daemon wants that one measured.
+        Some(_) => None,
+        None if linux.is_empty() => None,
+        None => {
+            let kvm = kvm::look(&Binaries::find()?.vmm, &context.data.kvm_cache())?;
+            library::ensure_image(&context.data, "python", context.ui)?;
+            library::ensure_guest_kernel(&context.data, context.ui)?;
+            (!kvm.runs_linux).then(|| kvm.describe())
+        }
+    };
+    let here = cases.iter().copied().filter(|case| elsewhere.is_none() || !linux.contains(case));
+    let here: Vec<Case> = here.collect();
+    if !here.is_empty() {
+        let run = Run { context, args, cases: &here, conditions: &conditions };
+        runtime()?.block_on(run.measure(&mut results))?;
+    }
+    if let Some(why) = elsewhere {
+        match emulated::measure(context, args, &linux, &why) {
+            Ok((lines, complete)) => {
+                // What is missing, and why, was said in there.
+                results.status |= u8::from(!complete);
+                lines.into_iter().try_for_each(|line| results.add(line))?;
+            }
+            Err(error) => results.failed(context, "linux, eval", &error),
+        }
+    }
+    results.conclude()
+}
+
+/// Lines as they come in.
+struct Results<'a> {
+    args: &'a SpawnArgs,
+    lines: Vec<Line>,
+    status: u8,
+}
+
+impl Results<'_> {
+    fn add(&mut self, line: Line) -> Result<()> {
+        if self.args.json {
+            ui::print(&line.to_json())?;
+        }
+        self.lines.push(line);
+        Ok(())
+    }
+
+    /// A case that could not be measured does not keep the others from being.
+    fn failed(&mut self, context: &Context, case: &str, error: &anyhow::Error) {
+        context.ui.warn(format!("{case} could not be measured: {error:#}"));
+        self.status = 1;
+    }
+
+    fn conclude(self) -> Result<u8> {
+        if let Some(path) = &self.args.out {
+            let text: String = self.lines.iter().map(|line| line.to_json() + "\n").collect();
+            fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
+        }
+        if !self.args.json && !self.lines.is_empty() {
+            ui::print(&summary(&self.lines))?;
+        }
+        Ok(self.status)
+    }
+}
+
+/// What is measured on this host.
+struct Run<'a> {
+    context: &'a Context,
+    args: &'a SpawnArgs,
+    cases: &'a [Case],
+    conditions: &'a Conditions,
+}
+
+impl Run<'_> {
+    fn has(&self, case: Case) -> bool {
+        self.cases.contains(&case)
+    }
+
+    async fn measure(&self, results: &mut Results<'_>) -> Result<()> {
+        let workplace = Workplace::make(self.context)?;
+        let mut server = match &self.args.socket {
+            _ if !self.cases.iter().any(|case| matches!(case, Case::Tiny | Case::Linux | Case::Eval)) => None,
+            Some(socket) => Some(Server::existing(socket.clone(), self.context.ui)),
+            None if !paths::is_root() => {
+                bail!("the daemon that is measured needs root: run `sudo forkd bench spawn`")
+            }
+            None => Some(Server::start(self.context, workplace.path()).await?),
+        };
+        let mut interrupted = signal(SignalKind::interrupt())?;
+        let mut terminated = signal(SignalKind::terminate())?;
+        let outcome = tokio::select! {
+            outcome = self.all(server.as_mut(), workplace.path(), results) => outcome,
+            _ = interrupted.recv() => Err(anyhow::anyhow!("interrupted")),
+            _ = terminated.recv() => Err(anyhow::anyhow!("terminated")),
+        };
+        if let Some(server) = server {
+            server.stop().await;
+        }
+        outcome
+    }
+
+    async fn all(
+        &self,
+        mut server: Option<&mut Server>,
+        folder: &Path,
+        results: &mut Results<'_>,
+    ) -> Result<()> {
+        if self.has(Case::Floor) || self.has(Case::Tiny) {
+            let tiny = server.as_deref_mut().filter(|_| self.has(Case::Tiny));
+            if let Err(error) = self.floor_and_tiny(tiny, folder, results).await {
+                results.failed(self.context, "floor, tiny", &error);
+            }
+        }
+        if self.has(Case::Firecracker)
+            && let Err(error) = self.firecracker(folder, results)
+        {
+            results.failed(self.context, "firecracker", &error);
+        }
+        if let Some(server) = server
+            && (self.has(Case::Linux) || self.has(Case::Eval))
+            && let Err(error) = self.linux(server, results).await
+        {
+            results.failed(self.context, "linux, eval", &error);
+        }
+        Ok(())
+    }
+
+    fn numbers(&self) -> Vec<usize> {
+        match &self.args.n[..] {
+            [] if self.args.quick || self.conditions.emulated => vec![1, 10, 100],
+            [] => vec![1, 10, 100, 1000],
+            given => given.to_vec(),
+        }
+    }
+
+    /// How often a burst of `n` is repeated: small ones are over soon and vary most.
+    fn repetitions(&self, n: usize) -> usize {
+        let full: usize = match n {
+            0..=4 => 20,
+            5..=49 => 10,
+            50..=499 => 5,
+            _ => 2,
+        };
+        if self.args.quick { full.div_ceil(4) } else { full }
+    }
+
+    /// The floor and the real path, in turns: both meet the same weather.
+    async fn floor_and_tiny(
+        &self,
+        mut server: Option<&mut Server>,
+        folder: &Path,
+        results: &mut Results<'_>,
+    ) -> Result<()> {
+        let memory = folder.join("memory");
+        guest::write_memory_file(&memory, self.args.mem_size_mib)?;
+        let tag = format!("bench-tiny-{}", std::process::id());
+        if let Some(there) = server.as_deref_mut()
+            && let Err(error) = self.prepare_tiny(there, folder, &tag).await
+        {
+            results.failed(self.context, "tiny", &error);
+            server = None;
+        }
+        for n in self.numbers() {
+            let progress = self.context.ui.spinner(format!("{n} tiny children"));
+            let (mut floors, mut tinies) = (Vec::new(), Vec::new());
+            for _ in 0..self.repetitions(n) {
+                if self.has(Case::Floor) {
+                    floors.push(floor(n, &memory).await?);
+                }
+                if let Some(server) = server.as_deref() {
+                    let (burst, children) = server.fan_out(&tag, n, false).await?;
+                    server.delete(&children).await?;
+                    tinies.push(burst);
+                }
+            }
+            drop(progress);
+            for (case, bursts) in [("floor", floors), ("tiny", tinies)] {
+                if !bursts.is_empty() {
+                    results.add(Line::of_bursts(case, n, &bursts, self.conditions))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A snapshot of the tiny guest, and a first child: it pays for what all others share.
+    async fn prepare_tiny(&self, server: &mut Server, folder: &Path, tag: &str) -> Result<()> {
+        let kernel = folder.join("tiny-kernel");
+        fs::write(&kernel, guest::kernel()).with_context(|| format!("cannot write {}", kernel.display()))?;
+        let request = json!({ "kernel": kernel, "network": false, "mem_size_mib": self.args.mem_size_mib });
+        server.snapshot(tag, request).await?;
+        let (burst, children) = server.fan_out(tag, 1, false).await?;
+        server.delete(&children).await?;
+        match burst.errors.first() {
+            Some(error) => bail!("a first child did not run: {error}"),
+            None => Ok(()),
+        }
+    }
+
+    fn firecracker(&self, folder: &Path, results: &mut Results<'_>) -> Result<()> {
+        let program = self.args.firecracker.as_deref().context("give the program with --firecracker FILE")?;
+        let folder = folder.join("firecracker");
+        fs::create_dir(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        let snapshot = Firecracker::snapshot(program, &folder, self.args.mem_size_mib)?;
+        snapshot.burst(1)?;
+        for n in self.numbers() {
+            let bursts: Result<Vec<Burst>, _> = (0..self.repetitions(n)).map(|_| snapshot.burst(n)).collect();
+            results.add(Line::of_bursts("firecracker", n, &bursts?, self.conditions))?;
+        }
+        Ok(())
+    }
+
+    /// Linux guests, warmed with numpy, to the first answer of their agent; then a child's Python.
+    async fn linux(&self, server: &mut Server, results: &mut Results<'_>) -> Result<()> {
+        let ui = self.context.ui;
+        let (tag, network) = (format!("bench-linux-{}", std::process::id()), !self.args.no_network);
+        let progress = ui.progress("booting and warming a Linux guest");
+        let request = json!({
+            "image": "python", "warm_python": "import numpy", "network": network,
+            "mem_size_mib": self.args.mem_size_mib,
+        });
+        server.snapshot(&tag, request).await?;
+        let (first, children) = server.fan_out(&tag, 1, network).await?;
+        progress.done("a Linux guest is warm");
+        let Some(child) = children.first() else {
+            let why = first.errors.first().map_or("for a reason not given", String::as_str);
+            bail!("a first Linux child did not run: {why}");
+        };
+        let eval = if self.has(Case::Eval) { Some(self.eval(server, &child.id).await) } else { None };
+        server.delete(&children).await?;
+        if self.has(Case::Linux) {
+            for n in self.args.linux_n.iter().copied() {
+                let progress = ui.progress(format!("{n} Linux children"));
+                let mut bursts = Vec::new();
+                for _ in 0..if self.args.quick || n > 1 { 1 } else { 3 } {
+                    let (burst, children) = server.fan_out(&tag, n, network).await?;
+                    server.delete(&children).await?;
+                    bursts.push(burst);
+                }
+                let line = Line::of_bursts("linux", n, &bursts, self.conditions);
+                progress.done(&format!("{} of {n} Linux children answered", line.ok));
+                results.add(line)?;
+            }
+        }
+        match eval {
+            Some(Ok(line)) => results.add(line),
+            Some(Err(error)) => {
+                results.failed(self.context, "eval", &error);
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// A warmed evaluation against a new Python, both over the same API.
+    async fn eval(&self, server: &Server, id: &str) -> Result<Line> {
+        let path = |verb: &str| format!("/v1/sandboxes/{id}/{verb}");
+        let imported = json!({ "code": "import numpy", "timeout_secs": 300 });
+        server.call(Method::POST, &path("eval"), Some(&imported)).await?;
+        let mut warm = Vec::new();
+        for _ in 0..EVALUATIONS {
+            let request = json!({ "code": EXPRESSION });
+            let begin = Instant::now();
+            let answer = server.call(Method::POST, &path("eval"), Some(&request)).await?;
+            warm.push(milliseconds(begin.elapsed()));
+            if answer["result"] != EXPECTED {
+                bail!("`{EXPRESSION}` gave {answer}");
+            }
+        }
+        let program = format!("import numpy; print({EXPRESSION})");
+        let mut cold = Vec::new();
+        for _ in 0..NEW_PYTHONS {
+            let request = json!({ "args": ["python3", "-c", program], "timeout_secs": 600 });
+            let begin = Instant::now();
+            let answer = server.call(Method::POST, &path("exec"), Some(&request)).await?;
+            cold.push(milliseconds(begin.elapsed()));
+            if answer["stdout"].as_str().map(str::trim) != Some(EXPECTED) {
+                bail!("a new Python gave {answer}");
+            }
+        }
+        let all_ms = warm.iter().sum();
+        let burst = Burst { asked: warm.len(), times_ms: warm, all_ms, ..Burst::default() };
+        let mut line = Line::of_bursts("eval", burst.asked, std::slice::from_ref(&burst), self.conditions);
+        line.python_ms = median(&cold).map(rounded);
+        let ratio = line.python_ms.zip(line.p50_ms).filter(|(_, warm)| *warm > 0.0);
+        line.ratio = ratio.map(|(cold, warm)| rounded(cold / warm));
+        Ok(line)
+    }
+}
+
+fn milliseconds(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+/// One burst of the floor, by a process of its own.
+async fn floor(n: usize, memory: &Path) -> Result<Burst> {
+    let mut command = tokio::process::Command::new(Binaries::find()?.forkd);
+    command.args(["bench", "floor", "--n", &n.to_string(), "--memory"]).arg(memory).kill_on_drop(true);
+    let output = command.output().await.context("cannot start the floor's process")?;
+    if !output.status.success() {
+        bail!("the floor could not be measured: {}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    serde_json::from_slice(&output.stdout).context("the floor's process printed something else")
+}

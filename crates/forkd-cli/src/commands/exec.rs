@@ -1,0 +1,117 @@
+//! `forkd exec` and `forkd eval`: code in a sandbox that is there already.
+
+use std::collections::BTreeMap;
+use std::io;
+
+use anyhow::Result;
+use forkd_controller::{EvalReply, EvalRequest, ExecReply, ExecRequest};
+use hyper::Method;
+
+use super::{Context, with_daemon};
+use crate::api;
+use crate::args::{EvalArgs, ExecArgs};
+use crate::ui::{self, Ui};
+
+/// Runs a command and returns its status.
+pub(crate) fn exec(context: &Context, args: ExecArgs) -> Result<u8> {
+    let path = format!("{}/exec", api::sandbox_path(&args.id));
+    let request = ExecRequest {
+        args: args.command,
+        timeout_secs: args.limit.timeout,
+        env: args.env.into_iter().collect::<BTreeMap<_, _>>(),
+        cwd: args.cwd,
+        user: args.user,
+        stdin: None,
+    };
+    with_daemon(context, &args.daemon, async |daemon| {
+        let answer = daemon.ask(Method::POST, &path, Some(&serde_json::to_value(&request)?)).await?;
+        let reply: ExecReply = api::read(&answer)?;
+        if args.json {
+            ui::print_json(&answer)?;
+        } else {
+            show_exec(&reply, context.ui)?;
+        }
+        Ok(status(reply.exit_code))
+    })
+}
+
+fn show_exec(reply: &ExecReply, ui: Ui) -> Result<()> {
+    ui::write_raw(&mut io::stdout().lock(), reply.stdout.as_bytes())?;
+    ui::write_raw(&mut io::stderr().lock(), reply.stderr.as_bytes())?;
+    if reply.stdout_truncated || reply.stderr_truncated {
+        ui.warn("the command wrote more than is kept; let it write to a file in the sandbox");
+    }
+    if reply.timed_out {
+        ui.warn("the command's time was over; give it more with --timeout");
+    } else if let Some(error) = &reply.error {
+        ui.warn(error);
+    }
+    Ok(())
+}
+
+/// Evaluates code and returns 0, or 1 if it raised.
+pub(crate) fn eval(context: &Context, args: &EvalArgs) -> Result<u8> {
+    let path = format!("{}/eval", api::sandbox_path(&args.id));
+    let request = EvalRequest { code: args.code.join(" "), timeout_secs: args.limit.timeout };
+    with_daemon(context, &args.daemon, async |daemon| {
+        let answer = daemon.ask(Method::POST, &path, Some(&serde_json::to_value(&request)?)).await?;
+        let reply: EvalReply = api::read(&answer)?;
+        if args.json {
+            ui::print_json(&answer)?;
+        } else {
+            let (stdout, stderr) = eval_output(&reply);
+            ui::write_raw(&mut io::stdout().lock(), stdout.as_bytes())?;
+            ui::write_raw(&mut io::stderr().lock(), stderr.as_bytes())?;
+        }
+        Ok(status(reply.exit_code))
+    })
+}
+
+/// What goes to standard output and what to standard error: what it printed, then what became of it,
+/// on a line of its own.
+fn eval_output(reply: &EvalReply) -> (String, String) {
+    let failure = reply.traceback.as_ref().or(reply.error.as_ref());
+    (with_line(&reply.stdout, reply.result.as_ref()), with_line(&reply.stderr, failure))
+}
+
+fn with_line(text: &str, line: Option<&String>) -> String {
+    let Some(line) = line else { return text.to_owned() };
+    let gap = if text.is_empty() || text.ends_with('\n') { "" } else { "\n" };
+    format!("{text}{gap}{}\n", line.trim_end_matches('\n'))
+}
+
+/// A status of a guest's as one of ours: what does not fit is a failure, never a success.
+fn status(exit_code: i32) -> u8 {
+    u8::try_from(exit_code).unwrap_or(u8::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_code_printed_comes_before_its_value_and_each_on_its_own_stream() {
+        let reply = EvalReply {
+            result: Some("42".into()),
+            stdout: "no newline".into(),
+            stderr: "careful\n".into(),
+            ..EvalReply::default()
+        };
+        assert_eq!(eval_output(&reply), ("no newline\n42\n".into(), "careful\n".into()));
+        assert_eq!(eval_output(&EvalReply::default()), (String::new(), String::new()));
+    }
+
+    #[test]
+    fn code_that_raised_gives_its_traceback_or_at_least_the_error() {
+        let mut reply = EvalReply { error: Some("NameError: x".into()), ..EvalReply::default() };
+        assert_eq!(eval_output(&reply).1, "NameError: x\n");
+        reply.traceback = Some("Traceback …\nNameError: x\n".into());
+        assert_eq!(eval_output(&reply).1, "Traceback …\nNameError: x\n");
+    }
+
+    #[test]
+    fn a_strange_status_is_never_success() {
+        assert_eq!([status(0), status(7), status(124)], [0, 7, 124]);
+        assert_eq!([status(-1), status(256), status(i32::MIN)], [255; 3]);
+    }
+}

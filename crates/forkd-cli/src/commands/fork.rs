@@ -1,0 +1,237 @@
+//! `forkd fork` and `forkd spawn`: children of a snapshot.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use anyhow::Result;
+use hyper::Method;
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use super::{Context, sandboxes, with_daemon};
+use crate::api::{self, ChildError, Sandbox, Spawned};
+use crate::args::{ChildrenArgs, ForkArgs, SpawnArgs};
+use crate::client::Daemon;
+use crate::clock;
+use crate::signals::{Caught, Forwarded};
+use crate::ui::{self, Ui};
+
+/// Forks children and says how long it took.
+pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
+    let ui = context.ui;
+    with_daemon(context, &args.daemon, async |daemon| {
+        // Before there are children, so that none is left behind by a ^C.
+        let mut signals = args.settle_secs.map(|_| Forwarded::listen()).transpose()?;
+        let mut body = request(&args.children);
+        if let Some(settle) = args.settle_secs {
+            // Should this process be killed, the daemon ends them. From its own clock: some seconds
+            // more, so that it does not do so while they are counted.
+            body["timeout_secs"] = json!(settle.saturating_add(GRACE_SECS).min(MAX_TIMEOUT_SECS));
+        }
+        let asked_unix_ms = clock::now_ms();
+        let asked = spawn_children(&daemon, &body, ui);
+        let (answer, caught) = match &mut signals {
+            None => (asked.await?, None),
+            Some(signals) => match signals.finish(asked).await {
+                Ok((answer, caught)) => (answer?, caught),
+                Err(caught) => return Ok(caught.status()),
+            },
+        };
+        let spawned: Spawned = api::read(&answer)?;
+        let times = Times::of(asked_unix_ms, &spawned.children);
+        if args.json {
+            ui::print_json(&with_times(answer, &times))?;
+        } else {
+            ui::print(&render(&spawned, args.children.count, &times))?;
+            warn_of(&spawned.errors, ui);
+        }
+        if let (Some(secs), Some(signals)) = (args.settle_secs, &mut signals)
+            && let Some(caught) = settle(&daemon, &spawned.children, secs, caught, signals, ui).await
+        {
+            return Ok(caught.status());
+        }
+        Ok(u8::from(!spawned.errors.is_empty()))
+    })
+}
+
+/// Forks children and prints their ids.
+pub(crate) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
+    with_daemon(context, &args.daemon, async |daemon| {
+        let mut body = request(&args.children);
+        if args.no_wait {
+            body["wait"] = json!(false);
+        }
+        let answer = spawn_children(&daemon, &body, context.ui).await?;
+        let spawned: Spawned = api::read(&answer)?;
+        if args.json {
+            ui::print_json(&answer)?;
+        } else {
+            let ids: Vec<&str> = spawned.children.iter().map(|child| child.id.as_str()).collect();
+            ui::print(&ids.join("\n"))?;
+            warn_of(&spawned.errors, context.ui);
+        }
+        Ok(u8::from(!spawned.errors.is_empty()))
+    })
+}
+
+/// How much longer than this command children that settle may live.
+const GRACE_SECS: u64 = 10;
+/// The longest time limit the daemon takes: 30 days.
+const MAX_TIMEOUT_SECS: u64 = 2_592_000;
+
+/// The request's body: what was not asked for is left to the daemon.
+fn request(args: &ChildrenArgs) -> Value {
+    let mut body = json!({ "snapshot_tag": args.tag, "n": args.count });
+    if args.no_network {
+        body["network"] = json!(false);
+    }
+    if let Some(limit) = args.memory_limit_mib {
+        body["memory_limit_mib"] = json!(limit);
+    }
+    if !args.env.is_empty() {
+        body["envs"] = json!(args.env.iter().cloned().collect::<BTreeMap<_, _>>());
+    }
+    body
+}
+
+/// Asks for children; those that did not start are in the answer unless none did.
+async fn spawn_children(daemon: &Daemon, body: &Value, ui: Ui) -> Result<Value> {
+    let _progress = ui.spinner(format!("forking {} from {}", body["n"], body["snapshot_tag"]));
+    daemon.ask(Method::POST, "/v1/sandboxes?results=each", Some(body)).await
+}
+
+/// Stays, unless a signal was caught already, then ends the children; gives the signal that cut it
+/// short.
+async fn settle(
+    daemon: &Daemon,
+    children: &[Sandbox],
+    secs: u64,
+    caught: Option<Caught>,
+    signals: &mut Forwarded,
+    ui: Ui,
+) -> Option<Caught> {
+    let caught = match caught {
+        Some(caught) => Some(caught),
+        None => tokio::select! {
+            () = tokio::time::sleep(Duration::from_secs(secs)) => None,
+            caught = signals.next() => Some(caught),
+        },
+    };
+    let ids: Vec<String> = children.iter().map(|child| child.id.clone()).collect();
+    for error in sandboxes::end_all(daemon, &ids).await {
+        ui.warn(error);
+    }
+    caught
+}
+
+/// When children answered. In milliseconds since the daemon got the request, unless it did not wait.
+#[derive(Debug, PartialEq, Serialize)]
+struct Times {
+    asked_unix_ms: u64,
+    first_ms: Option<f64>,
+    p50_ms: Option<f64>,
+    all_ms: Option<f64>,
+}
+
+impl Times {
+    fn of(asked_unix_ms: u64, children: &[Sandbox]) -> Self {
+        let mut ready: Vec<f64> = children.iter().filter_map(|child| child.ready_ms).collect();
+        ready.sort_by(f64::total_cmp);
+        Times {
+            asked_unix_ms,
+            first_ms: ready.first().copied(),
+            // The upper one of the two in the middle.
+            p50_ms: ready.get(ready.len() / 2).copied(),
+            all_ms: ready.last().copied(),
+        }
+    }
+}
+
+/// The daemon's answer with the times.
+fn with_times(mut answer: Value, times: &Times) -> Value {
+    if let Value::Object(fields) = &mut answer {
+        fields.insert("times".into(), json!(times));
+    }
+    answer
+}
+
+/// The children, then the times.
+fn render(spawned: &Spawned, wanted: u16, times: &Times) -> String {
+    let time = |ms: Option<f64>| ms.map_or_else(|| "-".to_owned(), ui::milliseconds);
+    let row = |child: &Sandbox| {
+        let pid = child.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string());
+        vec![child.id.clone(), pid, time(child.ready_ms)]
+    };
+    let table = ui::table(&["ID", "PID", "ANSWERED"], &spawned.children.iter().map(row).collect::<Vec<_>>());
+    format!(
+        "{table}\n{} of {wanted} children answer\nasked         {}\nfirst answer  {}\nhalf of them  {}\nall answers   {}",
+        spawned.children.len(),
+        clock::timestamp(times.asked_unix_ms / 1000),
+        time(times.first_ms),
+        time(times.p50_ms),
+        time(times.all_ms),
+    )
+}
+
+fn warn_of(errors: &[ChildError], ui: Ui) {
+    for ChildError { index, error } in errors {
+        ui.warn(format!("child {index} did not start: {error}"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::{Cli, Command};
+    use clap::Parser;
+
+    fn child(id: &str, ready_ms: Option<f64>) -> Value {
+        json!({ "id": id, "snapshot_tag": "t", "state": "running", "pid": 7, "vcpus": 1, "mem_size_mib": 512,
+                "created_at_unix": 1, "ready_ms": ready_ms })
+    }
+
+    #[test]
+    fn only_what_was_asked_for_is_in_the_request() {
+        let line = ["forkd", "fork", "--tag", "t", "-n", "3"];
+        let Command::Fork(args) = Cli::try_parse_from(line).unwrap().command else { panic!() };
+        assert_eq!(request(&args.children), json!({ "snapshot_tag": "t", "n": 3 }));
+        let more = [&line[..], &["--no-network", "--memory-limit-mib", "64", "--env", "A=1", "-e", "B=2"]];
+        let Command::Fork(args) = Cli::try_parse_from(more.concat()).unwrap().command else { panic!() };
+        let body = request(&args.children);
+        assert_eq!((&body["network"], &body["memory_limit_mib"]), (&json!(false), &json!(64)));
+        assert_eq!(body["envs"], json!({ "A": "1", "B": "2" }));
+    }
+
+    #[test]
+    fn children_are_printed_with_the_first_the_middle_and_the_last_answer() {
+        let answer = json!({ "children": [child("sb1", Some(9.0)), child("sb2", Some(4.0)),
+                                          child("sb3", Some(1500.0))],
+                             "errors": [{ "index": 3, "error": "no memory" }] });
+        let spawned: Spawned = api::read(&answer).unwrap();
+        let times = Times::of(45_296_789, &spawned.children);
+        let expected = "\
+ID   PID  ANSWERED
+sb1  7    9.0 ms
+sb2  7    4.0 ms
+sb3  7    1.50 s
+3 of 4 children answer
+asked         1970-01-01T12:34:56Z
+first answer  4.0 ms
+half of them  9.0 ms
+all answers   1.50 s";
+        assert_eq!(render(&spawned, 4, &times), expected);
+        let told = with_times(answer, &times);
+        assert_eq!(told["children"][0]["id"], "sb1");
+        assert_eq!(told["errors"][0]["index"], 3);
+        assert_eq!(told["times"]["first_ms"], 4.0);
+        assert_eq!(told["times"]["all_ms"], 1500.0);
+    }
+
+    #[test]
+    fn children_nobody_waited_for_have_no_times() {
+        let spawned: Spawned = api::read(&json!({ "children": [child("sb1", None)] })).unwrap();
+        let times = Times::of(1, &spawned.children);
+        assert_eq!(times, Times { asked_unix_ms: 1, first_ms: None, p50_ms: None, all_ms: None });
+        assert!(render(&spawned, 1, &times).ends_with("all answers   -"));
+    }
+}

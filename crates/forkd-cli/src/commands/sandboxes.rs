@@ -1,0 +1,168 @@
+//! `forkd ls`, `forkd ping` and `forkd kill`.
+
+use std::time::Instant;
+
+use anyhow::Result;
+use hyper::Method;
+use serde_json::{Value, json};
+
+use super::{Context, report, with_daemon};
+use crate::api::{self, Sandbox};
+use crate::args::{KillArgs, LsArgs, PingArgs};
+use crate::client::{Daemon, Refused};
+use crate::{clock, ui};
+
+/// Lists sandboxes.
+pub(crate) fn list(context: &Context, args: &LsArgs) -> Result<u8> {
+    with_daemon(context, &args.daemon, async |daemon| {
+        let answer = daemon.ask(Method::GET, "/v1/sandboxes", None).await?;
+        if args.json {
+            ui::print_json(&answer)?;
+        } else {
+            ui::print(&render(&api::read::<Vec<Sandbox>>(&answer)?, clock::now()))?;
+        }
+        Ok(0)
+    })
+}
+
+fn render(sandboxes: &[Sandbox], now: u64) -> String {
+    let row = |sandbox: &Sandbox| {
+        let from = match (&sandbox.snapshot_tag, &sandbox.image) {
+            (Some(tag), _) => format!("snapshot {tag}"),
+            (None, Some(image)) => format!("image {image}"),
+            (None, None) => "-".to_owned(),
+        };
+        let state = match &sandbox.reason {
+            Some(reason) => format!("{} ({reason})", sandbox.state),
+            None => sandbox.state.clone(),
+        };
+        vec![
+            sandbox.id.clone(),
+            from,
+            state,
+            sandbox.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string()),
+            ui::age(now.saturating_sub(sandbox.created_at_unix)),
+            sandbox.vcpus.to_string(),
+            format!("{} MiB", sandbox.mem_size_mib),
+        ]
+    };
+    let header = ["ID", "FROM", "STATE", "PID", "AGE", "CPUS", "MEMORY"];
+    ui::table(&header, &sandboxes.iter().map(row).collect::<Vec<_>>())
+}
+
+/// Asks agents whether they are there; the status says whether all are.
+pub(crate) fn ping(context: &Context, args: &PingArgs) -> Result<u8> {
+    with_daemon(context, &args.daemon, async |daemon| {
+        let pongs = api::for_each(&args.ids, async |id: &str| ping_one(&daemon, id).await).await;
+        let all = pongs.iter().all(|(_, pong)| pong.is_ok());
+        if args.json {
+            ui::print_json(&pongs.into_iter().map(pong_object).collect::<Vec<_>>())?;
+        } else {
+            for (id, pong) in pongs {
+                match pong {
+                    Ok((pong, ms)) => ui::print(&pong_line(id, &pong, ms))?,
+                    Err(error) => context.ui.warn(format!("{id}: {error:#}")),
+                }
+            }
+        }
+        Ok(u8::from(!all))
+    })
+}
+
+/// What the agent says, and after how many milliseconds.
+async fn ping_one(daemon: &Daemon, id: &str) -> Result<(Value, f64)> {
+    let asked = Instant::now();
+    let pong = daemon.ask(Method::POST, &format!("{}/ping", api::sandbox_path(id)), None).await?;
+    Ok((pong, asked.elapsed().as_secs_f64() * 1e3))
+}
+
+fn pong_line(id: &str, pong: &Value, ms: f64) -> String {
+    let up = pong.get("uptimeMs").and_then(Value::as_u64);
+    let up = up.map_or_else(String::new, |up| format!(", up for {}", ui::seconds(up / 1000)));
+    format!("{id}: answers after {}{up}", ui::milliseconds(ms))
+}
+
+fn pong_object((id, pong): (&str, Result<(Value, f64)>)) -> Value {
+    match pong {
+        Ok((mut pong, ms)) => {
+            if let Value::Object(fields) = &mut pong {
+                fields.insert("id".into(), json!(id));
+                fields.insert("ms".into(), json!(ms));
+            }
+            pong
+        }
+        Err(error) => json!({ "id": id, "pong": false, "error": format!("{error:#}") }),
+    }
+}
+
+/// Ends sandboxes; those that can be are, also when another cannot.
+pub(crate) fn kill(context: &Context, args: &KillArgs) -> Result<u8> {
+    with_daemon(context, &args.daemon, async |daemon| {
+        if !args.ids.is_empty() {
+            let kill = async |id: &str| daemon.ask(Method::DELETE, &api::sandbox_path(id), None).await;
+            return Ok(report(context.ui, api::for_each(&args.ids, kill).await, "killed"));
+        }
+        let ids = matching(&daemon, args.tag.as_deref()).await?;
+        let failed = end_all(&daemon, &ids).await;
+        for error in &failed {
+            context.ui.warn(error);
+        }
+        let ended = ids.len().saturating_sub(failed.len());
+        context.ui.note(format!("killed {}", ui::count(ended, "sandbox", "sandboxes")));
+        Ok(u8::from(!failed.is_empty()))
+    })
+}
+
+/// The ids of all sandboxes, or of those forked from a snapshot.
+async fn matching(daemon: &Daemon, tag: Option<&str>) -> Result<Vec<String>> {
+    let sandboxes: Vec<Sandbox> = api::get(daemon, "/v1/sandboxes").await?;
+    let matches = |sandbox: &Sandbox| tag.is_none() || sandbox.snapshot_tag.as_deref() == tag;
+    Ok(sandboxes.into_iter().filter(matches).map(|sandbox| sandbox.id).collect())
+}
+
+/// Ends sandboxes and says which could not be. One that is gone already is what was wanted.
+pub(super) async fn end_all(daemon: &Daemon, ids: &[String]) -> Vec<String> {
+    let kill = async |id: &str| match daemon.ask(Method::DELETE, &api::sandbox_path(id), None).await {
+        Err(error) if !Refused::is_not_found(&error) => Err(error),
+        _ => Ok(()),
+    };
+    let results = api::for_each(ids, kill).await;
+    results.into_iter().filter_map(|(id, ended)| Some(format!("{id}: {:#}", ended.err()?))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sandbox(id: &str, tag: Option<&str>) -> Value {
+        json!({ "id": id, "snapshot_tag": tag, "image": "python", "state": "running", "pid": 7, "vcpus": 1,
+                "mem_size_mib": 512, "created_at_unix": 100 })
+    }
+
+    #[test]
+    fn sandboxes_are_listed_with_where_they_come_from_and_how_they_ended() {
+        let mut ended = sandbox("sb3", Some("numpy"));
+        ended["state"] = json!("ended");
+        ended["reason"] = json!("panicked");
+        ended["pid"] = Value::Null;
+        let bare = json!({ "id": "sb4", "state": "running", "vcpus": 2, "mem_size_mib": 64,
+                           "created_at_unix": 220, "image": null });
+        let list = json!([sandbox("sb1", Some("numpy")), sandbox("sb2", None), ended, bare]);
+        let expected = "\
+ID   FROM            STATE             PID  AGE    CPUS  MEMORY
+sb1  snapshot numpy  running           7    2 min  1     512 MiB
+sb2  image python    running           7    2 min  1     512 MiB
+sb3  snapshot numpy  ended (panicked)  -    2 min  1     512 MiB
+sb4  -               running           -    0 s    2     64 MiB";
+        assert_eq!(render(&api::read::<Vec<Sandbox>>(&list).unwrap(), 220), expected);
+    }
+
+    #[test]
+    fn a_pong_carries_the_agents_words_and_the_time_and_a_silent_one_its_reason() {
+        let pong = json!({ "pong": true, "uptimeMs": 61_000 });
+        assert_eq!(pong_line("sb1", &pong, 1.25), "sb1: answers after 1.2 ms, up for 1 min 1 s");
+        assert_eq!(pong_object(("sb1", Ok((pong, 1.5))))["ms"], json!(1.5));
+        let silent = pong_object(("sb2", Err(anyhow::anyhow!("no answer"))));
+        assert_eq!(silent, json!({ "id": "sb2", "pong": false, "error": "no answer" }));
+    }
+}

@@ -1,0 +1,205 @@
+//! `forkd snapshot`: asks for a snapshot, shows how far it is, and cancels it on ^C.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+use hyper::Method;
+use serde_json::{Value, json};
+
+use super::{Context, prepare_image, with_daemon};
+use crate::api::{self, Snapshot, SnapshotStatus};
+use crate::args::SnapshotArgs;
+use crate::client::{Daemon, Refused};
+use crate::signals::{Caught, Forwarded};
+use crate::ui::{self, Ui};
+
+/// How often the daemon is asked how far it is.
+const POLL: Duration = Duration::from_millis(200);
+
+/// Makes a snapshot and returns the status to exit with.
+pub(crate) fn snapshot(context: &Context, args: &SnapshotArgs) -> Result<u8> {
+    prepare_image(context, &args.daemon, &args.image)?;
+    with_daemon(context, &args.daemon, async |daemon| {
+        let begun = Instant::now();
+        let made = make(&daemon, &args.tag, &request(args), context.ui).await?;
+        match made {
+            Made::Ready(answer) if args.json => ui::print_json(&answer)?,
+            Made::Ready(answer) => ui::print(&describe(&api::read(&answer)?, begun.elapsed()))?,
+            Made::Cancelled(caught) => return Ok(caught.status()),
+        }
+        Ok(0)
+    })
+}
+
+/// The request's body: what was not asked for is left to the daemon.
+fn request(args: &SnapshotArgs) -> Value {
+    let mut body = json!({
+        "tag": args.tag,
+        "image": args.image,
+        "vcpus": args.vcpus,
+        "mem_size_mib": args.mem_size_mib,
+    });
+    if let Some(line) = &args.warm {
+        body["warm_command"] = json!(["sh", "-c", line]);
+    }
+    if let Some(code) = &args.warm_python {
+        body["warm_python"] = json!(code);
+    }
+    if args.no_network {
+        body["network"] = json!(false);
+    }
+    body
+}
+
+/// What came of it.
+enum Made {
+    /// It is there, as the daemon describes it.
+    Ready(Value),
+    /// The user did not want it any more.
+    Cancelled(Caught),
+}
+
+/// From the request until it is there, has failed or is cancelled.
+async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Result<Made> {
+    let mut signals = Forwarded::listen()?;
+    // Not cut off: only a request that was accepted may be cancelled, since a snapshot of that tag may
+    // as well be another's.
+    let asked = daemon.ask(Method::POST, "/v1/snapshots?wait=false", Some(body));
+    let mut answer = match signals.finish(asked).await {
+        Ok((answer, None)) => answer?,
+        Ok((answer, Some(caught))) => {
+            answer?;
+            return cancel(daemon, tag, caught, &mut signals, ui).await;
+        }
+        Err(caught) => {
+            ui.warn(format!("left before the daemon answered; `forkd rmi {tag}` cancels what it began"));
+            return Ok(Made::Cancelled(caught));
+        }
+    };
+    let progress = ui.progress(format!("snapshot {tag}"));
+    let mut phases = Phases::new(Instant::now());
+    loop {
+        let snapshot: Snapshot = api::read(&answer)?;
+        match snapshot.status {
+            SnapshotStatus::Ready => {
+                progress.done(&format!("snapshot {tag}: ready"));
+                if let Some(warning) = &snapshot.warning {
+                    ui.warn(format!("snapshot {tag}: {warning}"));
+                }
+                return Ok(Made::Ready(answer));
+            }
+            SnapshotStatus::Failed => {
+                let why = snapshot.error.as_deref().unwrap_or("the daemon does not say why; see its log");
+                bail!("snapshot {tag} could not be made: {why}");
+            }
+            SnapshotStatus::Writing => {
+                if let Some(phase) = &snapshot.phase {
+                    progress.update(&phases.see(phase, Instant::now()));
+                }
+            }
+        }
+        let polled = async {
+            tokio::time::sleep(POLL).await;
+            daemon.ask(Method::GET, &api::snapshot_path(tag), None).await
+        };
+        let polled = tokio::select! {
+            polled = polled => polled,
+            caught = signals.next() => {
+                drop(progress);
+                return cancel(daemon, tag, caught, &mut signals, ui).await;
+            }
+        };
+        answer = match polled {
+            Err(error) if Refused::is_not_found(&error) => {
+                bail!("snapshot {tag} was removed while it was made, perhaps by `forkd rmi`")
+            }
+            other => {
+                other.with_context(|| format!("snapshot {tag}: `forkd images` tells what became of it"))?
+            }
+        };
+    }
+}
+
+/// Takes the request back.
+async fn cancel(daemon: &Daemon, tag: &str, caught: Caught, signals: &mut Forwarded, ui: Ui) -> Result<Made> {
+    let path = api::snapshot_path(tag);
+    match signals.finish(daemon.ask(Method::DELETE, &path, None)).await {
+        Ok((Err(error), _)) if !Refused::is_not_found(&error) => {
+            return Err(error)
+                .with_context(|| format!("snapshot {tag} could not be cancelled: try `forkd rmi {tag}`"));
+        }
+        Ok(_) => ui.warn(format!("cancelled: there is no snapshot {tag}")),
+        Err(_) => ui.warn(format!("left before it was cancelled; `forkd rmi {tag}` does so")),
+    }
+    Ok(Made::Cancelled(caught))
+}
+
+/// The phases a snapshot goes through, with the time each took.
+struct Phases {
+    current: Option<String>,
+    since: Instant,
+    /// What is over.
+    past: String,
+}
+
+impl Phases {
+    fn new(now: Instant) -> Self {
+        Phases { current: None, since: now, past: String::new() }
+    }
+
+    /// Takes the phase it is in now; gives the line that says so, the same until the phase changes.
+    fn see(&mut self, phase: &str, now: Instant) -> String {
+        if self.current.as_deref() != Some(phase) {
+            if let Some(over) = self.current.replace(phase.to_owned()) {
+                let took = now.saturating_duration_since(self.since).as_secs_f64();
+                self.past = format!(" ({over} took {took:.1} s)");
+            }
+            self.since = now;
+        }
+        format!("{phase}{}", self.past)
+    }
+}
+
+fn describe(snapshot: &Snapshot, took: Duration) -> String {
+    format!(
+        "{}: ready after {:.1} s, {} on disk; fork it with `forkd fork --tag {} -n 10`",
+        snapshot.tag,
+        took.as_secs_f64(),
+        ui::bytes(snapshot.size()),
+        snapshot.tag
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::{Cli, Command};
+    use clap::Parser;
+
+    #[test]
+    fn a_warm_up_is_a_shell_command_line_and_defaults_are_left_to_the_daemon() {
+        let line = ["forkd", "snapshot", "--tag", "t", "--image", "python", "--warm", "a && b"];
+        let Command::Snapshot(args) = Cli::try_parse_from(line).unwrap().command else { panic!() };
+        let body = request(&args);
+        assert_eq!(body["warm_command"], json!(["sh", "-c", "a && b"]));
+        assert_eq!((&body["network"], &body["warm_python"]), (&Value::Null, &Value::Null));
+        let line = [&line[..6], &["--no-network", "--warm-python", "import numpy"]].concat();
+        let Command::Snapshot(args) = Cli::try_parse_from(line).unwrap().command else { panic!() };
+        let body = request(&args);
+        assert_eq!(body["network"], json!(false));
+        assert_eq!(body["warm_python"], json!("import numpy"));
+        assert_eq!(body["warm_command"], Value::Null);
+    }
+
+    #[test]
+    fn each_phase_is_said_once_with_the_time_the_last_one_took() {
+        let start = Instant::now();
+        let mut phases = Phases::new(start);
+        let at = |seconds| start + Duration::from_secs(seconds);
+        assert_eq!(phases.see("booting", at(0)), "booting");
+        assert_eq!(phases.see("booting", at(3)), "booting");
+        assert_eq!(phases.see("warming", at(4)), "warming (booting took 4.0 s)");
+        assert_eq!(phases.see("warming", at(5)), "warming (booting took 4.0 s)");
+        assert_eq!(phases.see("saving", at(9)), "saving (warming took 5.0 s)");
+    }
+}

@@ -1,0 +1,116 @@
+//! `forkd images`, `forkd rmi` and `forkd unload`.
+
+use anyhow::Result;
+use hyper::Method;
+
+use super::{Context, report, with_daemon};
+use crate::api::{self, Snapshot, SnapshotStatus};
+use crate::args::{ImagesArgs, TagsArgs};
+use crate::{clock, ui};
+
+/// Lists snapshots.
+pub(crate) fn list(context: &Context, args: &ImagesArgs) -> Result<u8> {
+    with_daemon(context, &args.daemon, async |daemon| {
+        let answer = daemon.ask(Method::GET, "/v1/snapshots", None).await?;
+        if args.json {
+            ui::print_json(&answer)?;
+            return Ok(0);
+        }
+        let snapshots: Vec<Snapshot> = api::read(&answer)?;
+        ui::print(&render(&snapshots, clock::now()))?;
+        for snapshot in &snapshots {
+            if let Some(why) = snapshot.error.as_ref().or(snapshot.warning.as_ref()) {
+                context.ui.warn(format!("snapshot {}: {why}", snapshot.tag));
+            }
+        }
+        Ok(0)
+    })
+}
+
+/// Removes snapshots; those that can be are, also when another cannot.
+pub(crate) fn remove(context: &Context, args: &TagsArgs) -> Result<u8> {
+    with_daemon(context, &args.daemon, async |daemon| {
+        let remove = async |tag: &str| daemon.ask(Method::DELETE, &api::snapshot_path(tag), None).await;
+        Ok(report(context.ui, api::for_each(&args.tags, remove).await, "removed"))
+    })
+}
+
+/// Ends the processes that fork their children.
+pub(crate) fn unload(context: &Context, args: &TagsArgs) -> Result<u8> {
+    with_daemon(context, &args.daemon, async |daemon| {
+        let unload = async |tag: &str| {
+            let path = format!("{}/unload", api::snapshot_path(tag));
+            daemon.ask(Method::POST, &path, None).await
+        };
+        Ok(report(context.ui, api::for_each(&args.tags, unload).await, "unloaded"))
+    })
+}
+
+/// A table, and what it comes to.
+fn render(snapshots: &[Snapshot], now: u64) -> String {
+    let row = |snapshot: &Snapshot| {
+        let template = snapshot.template.as_ref();
+        vec![
+            snapshot.tag.clone(),
+            status(snapshot),
+            ui::bytes(snapshot.size()),
+            format!("{} MiB", snapshot.mem_size_mib),
+            snapshot.image.as_ref().or(snapshot.kernel.as_ref()).cloned().unwrap_or_default(),
+            format!("{} ago", ui::age(now.saturating_sub(snapshot.created_at_unix))),
+            template.map_or_else(
+                || "-".to_owned(),
+                |template| format!("pid {}, {}", template.pid, children(template.children)),
+            ),
+        ]
+    };
+    let header = ["TAG", "STATUS", "SIZE", "MEMORY", "IMAGE", "CREATED", "TEMPLATE"];
+    let table = ui::table(&header, &snapshots.iter().map(row).collect::<Vec<_>>());
+    let size = snapshots.iter().fold(0u64, |sum, snapshot| sum.saturating_add(snapshot.size()));
+    let templates = || snapshots.iter().filter_map(|snapshot| snapshot.template.as_ref());
+    format!(
+        "{table}\n{}, {} on disk; {} with {}",
+        ui::count(snapshots.len(), "snapshot", "snapshots"),
+        ui::bytes(size),
+        ui::count(templates().count(), "template", "templates"),
+        children(templates().fold(0, |sum, template| sum.saturating_add(template.children))),
+    )
+}
+
+fn status(snapshot: &Snapshot) -> String {
+    match (snapshot.status, &snapshot.phase) {
+        (SnapshotStatus::Writing, Some(phase)) => phase.clone(),
+        (SnapshotStatus::Writing, None) => "writing".to_owned(),
+        (SnapshotStatus::Ready, _) => "ready".to_owned(),
+        (SnapshotStatus::Failed, _) => "failed".to_owned(),
+    }
+}
+
+fn children(count: u64) -> String {
+    ui::count(usize::try_from(count).unwrap_or(usize::MAX), "child", "children")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn snapshots_are_listed_with_what_they_take_and_what_they_come_to() {
+        let snapshots: Vec<Snapshot> = api::read(&json!([
+            { "tag": "numpy", "status": "ready", "created_at_unix": 1000, "image": "python", "vcpus": 1,
+              "mem_size_mib": 512, "network": true, "memory_bytes": 3 << 20, "disk_bytes": 1 << 20,
+              "state_bytes": 0, "bootable": true, "dir": "/d",
+              "template": { "pid": 77, "source": "disk", "children": 1 } },
+            { "tag": "b", "status": "writing", "phase": "warming", "created_at_unix": 4000,
+              "kernel": "/k", "vcpus": 1, "mem_size_mib": 64 },
+        ]))
+        .unwrap();
+        let expected = "\
+TAG    STATUS   SIZE     MEMORY   IMAGE   CREATED     TEMPLATE
+numpy  ready    4.0 MiB  512 MiB  python  50 min ago  pid 77, 1 child
+b      warming  0 B      64 MiB   /k      0 s ago     -
+2 snapshots, 4.0 MiB on disk; 1 template with 1 child";
+        assert_eq!(render(&snapshots, 4000), expected);
+        assert!(render(&[], 0).ends_with("\n0 snapshots, 0 B on disk; 0 templates with 0 children"));
+    }
+}
