@@ -1,18 +1,49 @@
 #!/usr/bin/env python3
-"""The main job, with times: boot a Linux guest of our own, run code in it, keep one and talk to it.
+"""The main job, with times: warm one Linux guest, fork children from it, show that each is its own.
 
 Expects `make build` to have run. Needs nothing but the standard library.
 """
 
 import json
+import os
 import pathlib
-import shlex
 import subprocess
 import sys
 import time
-import urllib.request
 
 FORKD = str(pathlib.Path(__file__).resolve().parent.parent / "target/release/forkd")
+CHILDREN = 10
+# A name of its own: somebody's snapshot may be called `demo`.
+TAG = f"demo-{os.getpid()}"
+
+# Runs in the parent, once. Both generators are used, so that every child inherits them in a state that
+# would give all of them the same next number.
+WARM = """
+import glob, os, random, socket
+import numpy
+inherited = numpy.arange(1_000_000)
+random.random(), numpy.random.random()
+"""
+
+# Runs in every child, before any is looked at.
+WRITE = """
+me = open('/run/forkd/sandbox-id').read().strip()
+open(f'/root/written-by-{me}', 'w').write(me)
+"""
+
+# Runs in every child after all have written.
+LOOK = """
+dict(
+    id=me,
+    hostname=socket.gethostname(),
+    random=random.random(),
+    numpy=float(numpy.random.random()),
+    urandom=os.urandom(4).hex(),
+    file=' '.join(open(path).read() for path in glob.glob('/root/written-by-*')),
+    inherited=int(inherited.sum()),
+)
+"""
+
 steps = []
 
 
@@ -27,68 +58,76 @@ def step(name, action):
     return result
 
 
-def forkd(*args, **options):
-    return subprocess.run([FORKD, *args], check=True, text=True, **options)
+def forkd(*args):
+    """Runs forkd; its progress and its errors are seen, its result is returned."""
+    done = subprocess.run([FORKD, *args], text=True, stdout=subprocess.PIPE)
+    if done.returncode != 0:
+        sys.exit(f"{done.stdout}\nforkd {args[0]} failed with status {done.returncode}")
+    return done.stdout
 
 
-def run(*command):
-    print("  $ forkd run --image python -- " + shlex.join(command), flush=True)
-    code = subprocess.run([FORKD, "run", "--image", "python", "--", *command]).returncode
-    print(f"  exit status {code}", flush=True)
-    return code
+def in_each(children, code):
+    """Evaluates code in every child, one after the other, and says how far it is."""
+    answers = []
+    for number, child in enumerate(children, start=1):
+        answers.append(json.loads(forkd("eval", child, "--json", "--", code))["result_json"])
+        if sys.stdout.isatty():
+            print(f"\r  {number} of {len(children)}", end="\n" if number == len(children) else "", flush=True)
+    return answers
 
 
-class Daemon:
-    """The REST API of the daemon the forkd command talks to."""
+def table(rows):
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 
-    def __init__(self):
-        found = json.loads(forkd("token", "print", "--json", stdout=subprocess.PIPE).stdout)
-        self.url, self.token = found["url"], found["token"]
 
-    def call(self, method, path, body=None):
-        request = urllib.request.Request(
-            self.url + path,
-            method=method,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=600) as response:
-            return json.loads(response.read() or b"null")
+def show(forked, answers):
+    """Prints what each child says of itself; complains if two of them are not different people."""
+    rows = [("CHILD", "ANSWERED", "HOSTNAME", "RANDOM", "NUMPY.RANDOM", "URANDOM", "FILES IT SEES")]
+    for child, answer in zip(forked["children"], answers):
+        rows.append((child["id"], f"{child['ready_ms']:.1f} ms", answer["hostname"], f"{answer['random']:.6f}",
+                     f"{answer['numpy']:.6f}", answer["urandom"], answer["file"]))
+    print()
+    table(rows)
+    for child, answer in zip(forked["children"], answers):
+        if answer["id"] != child["id"]:
+            sys.exit(f"{child['id']} takes itself for {answer['id']}")
+        if answer["file"] != child["id"]:
+            sys.exit(f"{child['id']} does not see its own file alone, but: {answer['file']}")
+    for what in ("hostname", "random", "numpy", "urandom"):
+        if len({answer[what] for answer in answers}) != len(answers):
+            sys.exit(f"two children have the same {what}")
+    if len({answer["inherited"] for answer in answers}) != 1:
+        sys.exit("the children do not agree on what they inherited")
+    print("\n  All differ, each sees only the file it wrote, and all share the parent's million numbers.")
 
 
 def main():
-    doctor = subprocess.run([FORKD, "doctor", "--json"], text=True, stdout=subprocess.PIPE).stdout
-    checks = json.loads(doctor)
+    checks = json.loads(subprocess.run([FORKD, "doctor", "--json"], text=True, stdout=subprocess.PIPE).stdout)
     kvm = next(check for check in checks["checks"] if check["name"] == "kvm")
     where = "this host's KVM" if checks["will_use"] == "kvm" else "the emulated machine (slow, but real KVM inside)"
     print(f"KVM: {kvm['detail']}\nGuests run on {where}.")
 
-    if not any(image["name"] == "python" for image in json.loads(
-            forkd("image", "ls", "--json", stdout=subprocess.PIPE).stdout)):
+    if not any(image["name"] == "python" for image in json.loads(forkd("image", "ls", "--json"))):
         step("Build the python image, once", lambda: forkd("image", "build", "python"))
-
-    code = "import numpy; print(numpy.zeros(5).tolist())"
-    if step("A fresh microVM for one command (the first one also starts the daemon)",
-            lambda: run("python3", "-c", code)) != 0:
-        sys.exit("the command failed")
-    if step("Another one; the exit status is the command's", lambda: run("sh", "-c", "uname -sr; exit 7")) != 7:
-        sys.exit("the exit status is wrong")
-
-    daemon = Daemon()
-    sandbox = step("A sandbox that stays", lambda: daemon.call("POST", "/v1/sandboxes", {"image": "python"}))[0]["id"]
-    print(f"  {sandbox}")
+    step("Start the daemon, if none runs", lambda: forkd("ls"))
     try:
-        path = f"/v1/sandboxes/{sandbox}"
-        answer = step("Run a command in it", lambda: daemon.call(
-            "POST", path + "/exec", {"args": ["sh", "-c", "echo $(nproc) CPU, $(head -1 /proc/meminfo)"]}))
-        print("  " + answer["stdout"].strip())
-        step("Start its Python and import numpy", lambda: daemon.call(
-            "POST", path + "/eval", {"code": "import numpy", "timeout_secs": 300}))
-        answer = step("Evaluate in the warmed Python", lambda: daemon.call(
-            "POST", path + "/eval", {"code": "numpy.arange(5).sum()"}))
-        print("  " + str(answer["result"]))
+        step("Warm a parent: boot Linux, start Python, import numpy, keep it", lambda: forkd(
+            "snapshot", "--tag", TAG, "--image", "python", "--warm-python", WARM))
+        forked = step(f"Fork {CHILDREN} children from it", lambda: json.loads(forkd(
+            "fork", "--tag", TAG, "-n", str(CHILDREN), "--json")))
+        children = [child["id"] for child in forked["children"]]
+        times = forked["times"]
+        print(f"  first answer after {times['first_ms']:.1f} ms, half of them after {times['p50_ms']:.1f} ms, "
+              f"all after {times['all_ms']:.1f} ms")
+        step("Each writes a file", lambda: in_each(children, WRITE))
+        answers = step("Ask each who it is, and what it sees", lambda: in_each(children, LOOK))
+        show(forked, answers)
     finally:
-        step("Delete it", lambda: daemon.call("DELETE", path))
+        # By tag, so that the children of a fork that failed half way go, too.
+        step("Clean up: kill the children, remove the snapshot", lambda: (
+            subprocess.run([FORKD, "kill", "--tag", TAG]), subprocess.run([FORKD, "rmi", TAG])))
 
     print(f"\nWhat ran on {where}:")
     for name, seconds in steps:

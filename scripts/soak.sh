@@ -1,11 +1,20 @@
 #!/usr/bin/env bash
-# Long campaigns. Today: coverage-guided fuzzing of the device models and the protocol parsers, with the
-# same bodies `make test` runs over their corpora. A summary to paste into bench/RESULTS.md is printed.
+# Long campaigns: children by the thousand with kills in the middle, over and over; and coverage-guided
+# fuzzing of the device models and the parsers, with the same bodies `make test` runs over their corpora. A
+# summary to paste into bench/RESULTS.md is printed.
 #
-#   FORKD_FUZZ_SECS=600 make soak     seconds for each target (default 300)
+#   FORKD_FUZZ_SECS=600 make soak     seconds for each fuzz target (default 300)
+#   FORKD_FORK_ROUNDS=50 make soak    rounds of forking and killing (default 20)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 seconds=${FORKD_FUZZ_SECS:-300}
+rounds=${FORKD_FORK_ROUNDS:-20}
+for round in $(seq "$rounds"); do
+  printf '\n==> forking and killing, round %s of %s\n' "$round" "$rounds"
+  FORKD_TEST_BIN=$PWD/target/release cargo test --release --locked -q -p forkd-tests --test outside -- \
+    --test-threads=1 bare::
+done
+
 command -v cargo-fuzz >/dev/null || cargo install cargo-fuzz --locked
 
 # cargo-fuzz asks for a nightly compiler only because of unstable flags; the stable one has them too.

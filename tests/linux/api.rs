@@ -1,7 +1,5 @@
 //! The daemon's REST API with real sandboxes behind it.
 
-use std::time::Instant;
-
 use forkd_tests::daemon::{Daemon, is_monitor};
 use forkd_tests::eventually;
 use serde_json::json;
@@ -51,14 +49,6 @@ fn a_warmed_python_has_its_imports_and_keeps_its_names() {
     let failed = eval("up(y)");
     assert!(failed["error"].as_str().unwrap().contains("NameError"), "{failed}");
     assert!(failed["traceback"].as_str().unwrap().contains("line 1"), "{failed}");
-    // A warmed interpreter answers far faster than a new one starts: the ratio is the point.
-    let code = "sum(range(1000))";
-    let start = Instant::now();
-    assert_eq!(eval(code)["result"], "499500");
-    let warm = start.elapsed();
-    let start = Instant::now();
-    daemon.exec(&id, json!({"args": ["python3", "-c", format!("print({code})")]}));
-    assert!(warm * 3 < start.elapsed(), "eval {warm:?}, a new Python {:?}", start.elapsed());
 }
 
 #[test]

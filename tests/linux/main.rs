@@ -4,8 +4,16 @@
 
 mod api;
 mod assets;
+mod connected;
 mod devices;
 mod ends;
+mod forks;
+mod hazards;
 mod hostile;
 mod jail;
+mod leaks;
+mod limits;
+mod network;
+mod parent;
 mod run;
+mod window;

@@ -4,6 +4,7 @@
 //! On a host whose KVM runs Linux there is no machine to test; that is listed as not run.
 #![allow(clippy::unwrap_used)]
 
+mod bare;
 mod machine;
 mod natively;
 mod readme;

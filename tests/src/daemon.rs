@@ -3,8 +3,10 @@
 use std::io::Write;
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::Mutex;
 
 use serde_json::Value;
 
@@ -18,6 +20,8 @@ pub struct Daemon {
     port: u16,
     extra: Vec<String>,
     env: Vec<(String, String)>,
+    /// A resource it may have only so much of.
+    limit: Option<(libc::__rlimit_resource_t, u64)>,
 }
 
 impl Daemon {
@@ -43,7 +47,15 @@ impl Daemon {
         for part in ["images", "kernels"] {
             std::os::unix::fs::symlink(library.join(part), folder.path().join(part)).unwrap();
         }
-        let mut daemon = Daemon { child: None, folder, port, extra, env };
+        let mut daemon = Daemon { child: None, folder, port, extra, env, limit: None };
+        daemon.restart();
+        daemon
+    }
+
+    /// Starts a daemon that may have only so much of a resource, and so may what it starts.
+    pub fn start_limited(resource: libc::__rlimit_resource_t, most: u64) -> Daemon {
+        let mut daemon = Daemon::start();
+        daemon.limit = Some((resource, most));
         daemon.restart();
         daemon
     }
@@ -62,6 +74,16 @@ impl Daemon {
             .envs(self.env.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null())
             .stderr(log.unwrap());
+        if let Some((resource, most)) = self.limit {
+            let limit = libc::rlimit { rlim_cur: most, rlim_max: most };
+            // SAFETY: between fork and exec only setrlimit is called, which is async-signal-safe.
+            unsafe {
+                command.pre_exec(move || match libc::setrlimit(resource, &limit) {
+                    0 => Ok(()),
+                    _ => Err(std::io::Error::last_os_error()),
+                })
+            };
+        }
         self.child = Some(command.spawn().unwrap());
         eventually("the daemon", || {
             if let Some(status) = self.child.as_mut().and_then(|child| child.try_wait().unwrap()) {
@@ -80,9 +102,31 @@ impl Daemon {
         }
     }
 
+    /// Has the daemon ended, and its data removed, when this process exits: for one that lives in a
+    /// static, which is never dropped.
+    pub fn end_with_this_process(&self) {
+        ENDED_AT_EXIT.lock().unwrap().push((self.pid(), self.data_dir().to_path_buf()));
+        extern "C" fn end() {
+            for (pid, folder) in ENDED_AT_EXIT.lock().unwrap().drain(..) {
+                end_all(
+                    &[vec![pid], recorded(&folder, "sandboxes"), recorded(&folder, "templates")].concat(),
+                );
+                let _ = std::fs::remove_dir_all(run_dir(&folder));
+                let _ = std::fs::remove_dir_all(folder);
+            }
+        }
+        // SAFETY: the function may be called at exit, when no other thread of the test runs.
+        assert_eq!(unsafe { libc::atexit(end) }, 0);
+    }
+
     /// Where its data is.
     pub fn data_dir(&self) -> &Path {
         self.folder.path()
+    }
+
+    /// Where the folders of its sandboxes and templates are.
+    pub fn run_dir(&self) -> PathBuf {
+        run_dir(self.data_dir())
     }
 
     /// Its unix socket.
@@ -146,6 +190,57 @@ impl Daemon {
         response.json()
     }
 
+    /// Makes a snapshot and waits until it is there.
+    pub fn snapshot(&self, body: Value) -> Value {
+        let response = self.request("POST", "/v1/snapshots", Some(body));
+        assert_eq!(response.status, 201, "{}\n{}", String::from_utf8_lossy(&response.body), self.log());
+        response.json()
+    }
+
+    /// Forks children and gives what is known of each; all must start.
+    pub fn spawn(&self, body: Value) -> Vec<Value> {
+        let response = self.request("POST", "/v1/sandboxes?results=each", Some(body));
+        assert_eq!(response.status, 201, "{}\n{}", String::from_utf8_lossy(&response.body), self.log());
+        let answer = response.json();
+        assert_eq!(answer["errors"], serde_json::json!([]), "{answer}\n{}", self.log());
+        answer["children"].as_array().unwrap().clone()
+    }
+
+    /// Forks children and gives their ids; all must start.
+    pub fn fork(&self, tag: &str, n: usize) -> Vec<String> {
+        let children = self.spawn(serde_json::json!({"snapshot_tag": tag, "n": n}));
+        assert_eq!(children.len(), n);
+        children.iter().map(|child| child["id"].as_str().unwrap().to_owned()).collect()
+    }
+
+    /// Evaluates Python in a sandbox, which must go well: the value's `repr`, or nothing.
+    pub fn eval(&self, id: &str, code: &str) -> String {
+        let body = serde_json::json!({"code": code, "timeout_secs": 120});
+        let response = self.request("POST", &format!("/v1/sandboxes/{id}/eval"), Some(body));
+        assert_eq!(response.status, 200, "{}\n{}", String::from_utf8_lossy(&response.body), self.log());
+        let answer = response.json();
+        assert_eq!(answer["error"], Value::Null, "{code}: {answer}");
+        answer["result"].as_str().unwrap_or_default().to_owned()
+    }
+
+    /// Runs a shell command in a sandbox, which must succeed: what it printed.
+    pub fn sh(&self, id: &str, script: &str) -> String {
+        let answer = self.exec(id, serde_json::json!({"args": ["sh", "-c", script], "timeout_secs": 120}));
+        assert_eq!(answer["exit_code"], 0, "{script}: {answer}");
+        answer["stdout"].as_str().unwrap().to_owned()
+    }
+
+    /// Deletes sandboxes and waits until nothing of them is left.
+    pub fn delete(&self, ids: &[String]) {
+        for id in ids {
+            assert_eq!(self.request("DELETE", &format!("/v1/sandboxes/{id}"), None).status, 204, "{id}");
+        }
+        let folders: Vec<_> = ids.iter().map(|id| self.run_dir().join("sandboxes").join(id)).collect();
+        eventually("deleted sandboxes to go", || {
+            (!folders.iter().any(|folder| folder.exists())).then_some(())
+        });
+    }
+
     /// The `forkd` command, aimed at this daemon.
     pub fn forkd(&self, args: &[&str]) -> Command {
         let mut command = Command::new(binary("forkd"));
@@ -167,20 +262,19 @@ impl Daemon {
         output
     }
 
-    /// Monitor processes that belong to this daemon's data directory.
+    /// Monitor processes of sandboxes that belong to this daemon's data directory.
     pub fn monitors(&self) -> Vec<u32> {
-        let folder = self.data_dir().join("sandboxes");
-        let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
-        let records =
-            entries.filter_map(|entry| std::fs::read(entry.unwrap().path().join("process.json")).ok());
-        let pids =
-            records.filter_map(|record| serde_json::from_slice::<Value>(&record).ok()?["pid"].as_u64());
-        pids.map(|pid| pid as u32).filter(|pid| is_monitor(*pid)).collect()
+        recorded(self.data_dir(), "sandboxes")
+    }
+
+    /// Template processes that belong to this daemon's data directory.
+    pub fn templates(&self) -> Vec<u32> {
+        recorded(self.data_dir(), "templates")
     }
 
     /// Folders of sandboxes that are still there.
     pub fn folders(&self) -> usize {
-        std::fs::read_dir(self.data_dir().join("sandboxes")).map(|entries| entries.count()).unwrap_or(0)
+        std::fs::read_dir(self.run_dir().join("sandboxes")).map(|entries| entries.count()).unwrap_or(0)
     }
 }
 
@@ -190,15 +284,37 @@ impl Drop for Daemon {
             eprintln!("--- log of the daemon ---\n{}", self.log());
         }
         self.kill();
-        for pid in self.monitors() {
-            let pid = rustix::process::Pid::from_raw(pid as i32).unwrap();
-            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
-        }
+        end_all(&[self.monitors(), self.templates()].concat());
+        let _ = std::fs::remove_dir_all(self.run_dir());
     }
 }
 
-/// Whether `pid` is a monitor that runs.
+/// Where a daemon with this data directory has what lives no longer than the host.
+fn run_dir(data_dir: &Path) -> PathBuf {
+    std::fs::read_link(data_dir.join("run")).unwrap_or_else(|_| data_dir.to_path_buf())
+}
+
+/// Daemons that end with this process.
+static ENDED_AT_EXIT: Mutex<Vec<(u32, PathBuf)>> = Mutex::new(Vec::new());
+
+/// Monitors whose process is recorded in the folders of `kind`.
+fn recorded(data_dir: &Path, kind: &str) -> Vec<u32> {
+    let Ok(entries) = std::fs::read_dir(run_dir(data_dir).join(kind)) else { return Vec::new() };
+    // An entry may go while it is looked at.
+    let records = entries.filter_map(|entry| std::fs::read(entry.ok()?.path().join("process.json")).ok());
+    let pids = records.filter_map(|record| serde_json::from_slice::<Value>(&record).ok()?["pid"].as_u64());
+    pids.map(|pid| pid as u32).filter(|pid| is_monitor(*pid)).collect()
+}
+
+fn end_all(pids: &[u32]) {
+    for pid in pids.iter().filter_map(|pid| rustix::process::Pid::from_raw(*pid as i32)) {
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+    }
+}
+
+/// Whether `pid` is a monitor, or a template, that runs.
 pub fn is_monitor(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.contains("(forkd-vmm") && !stat.contains(") Z ")
+    // A process that is over has no program any more.
+    let program = std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
+    program.file_name().is_some_and(|name| name.to_string_lossy().starts_with("forkd-vmm"))
 }

@@ -10,20 +10,31 @@ use std::process::{Child, Command};
 
 use forkd_protocol::agent::AGENT_PORT;
 use forkd_protocol::control::{
-    BootConfig, Channel, DiskConfig, Event, FdRef, LISTENER_FD, Message, NetConfig, Reply, Request, VERSION,
-    VmEnd, VsockConfig,
+    BootConfig, Channel, DiskConfig, Event, FdRef, ForkConfig, LISTENER_FD, Message, NetConfig, Reply,
+    Request, VERSION, VmEnd, VsockConfig,
 };
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::process::Signal;
 
 use crate::http::{self, Response};
 use crate::{PATIENCE, binary, eventually};
 
 /// A monitor process and the test's connection to it.
 pub struct Monitor {
-    child: Child,
+    process: Process,
     channel: Channel,
     folder: tempfile::TempDir,
     console: File,
+    /// For each disk, whether the guest may write.
+    disks: Vec<bool>,
+}
+
+/// Who made the process.
+enum Process {
+    /// The test.
+    Started(Child),
+    /// A template: its pid, and a pidfd.
+    Forked(u32, OwnedFd),
 }
 
 /// The only port of the host a guest may call.
@@ -69,14 +80,7 @@ impl Monitor {
     /// Starts a jailed monitor and shakes hands with it.
     pub fn start() -> Monitor {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("control.sock");
-        let flags = SocketFlags::CLOEXEC;
-        let listener =
-            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-        let address = SocketAddrUnix::new(&path).unwrap();
-        rustix::net::bind(&listener, &address).unwrap();
-        rustix::net::listen(&listener, 8).unwrap();
-
+        let (listener, channel) = control_pair(folder.path());
         let mut command = Command::new(binary("forkd-vmm"));
         command.args(["--uid", "64000", "--gid", "64000"]);
         // Out of the way of the number it gets in the monitor: dup2 onto itself would leave
@@ -93,36 +97,81 @@ impl Monitor {
                 Ok(())
             });
         }
-        let child = command.spawn().unwrap();
+        let process = Process::Started(command.spawn().unwrap());
         drop(listener);
-        let socket =
-            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-        rustix::net::connect(&socket, &address).unwrap();
-        let channel = Channel::new(socket);
-        let console = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .open(folder.path().join("console.log"));
-        let mut monitor = Monitor { child, channel, folder, console: console.unwrap() };
-        match monitor.ask(&Request::Hello { version: VERSION }, &[]) {
-            Reply::Hello { version, .. } => assert_eq!(version, VERSION),
+        let console = new_file(&folder.path().join("console.log"));
+        let mut monitor = Monitor { process, channel, folder, console, disks: Vec::new() };
+        monitor.channel.send(&Request::Hello { version: VERSION }, &[]).unwrap();
+        monitor.shake_hands();
+        monitor
+    }
+
+    fn shake_hands(&mut self) {
+        match self.reply("hello") {
+            (Reply::Hello { version, .. }, _) => assert_eq!(version, VERSION),
             other => panic!("unexpected answer to hello: {other:?}"),
         }
-        monitor
+    }
+
+    /// Turns the VM into a template.
+    pub fn freeze(&mut self) {
+        assert_eq!(self.ask(&Request::Freeze, &[]), Reply::Frozen);
+    }
+
+    /// Forks a child of this template.
+    pub fn fork(&mut self, name: &str) -> Monitor {
+        let folder = tempfile::tempdir().unwrap();
+        let (listener, channel) = control_pair(folder.path());
+        // Said before there is anybody to hear it: a child needs no round trip to start.
+        channel.send(&Request::Hello { version: VERSION }, &[]).unwrap();
+        let console = new_file(&folder.path().join("console.log"));
+        let vsock = UnixListener::bind(folder.path().join("vsock.sock")).unwrap();
+        let mut fds: Vec<OwnedFd> = vec![listener, console.try_clone().unwrap().into(), vsock.into()];
+        let layers = self.disks.iter().map(|writable| {
+            writable.then(|| {
+                fds.push(file_with(b"").into());
+                FdRef(fds.len() - 1)
+            })
+        });
+        let config = ForkConfig {
+            child: name.into(),
+            control: FdRef(0),
+            console: FdRef(1),
+            console_limit: 1 << 20,
+            layers: layers.collect(),
+            tap: None,
+            vsock: Some(FdRef(2)),
+            cgroup: None,
+        };
+        let borrowed: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+        self.channel.send(&Request::Fork(config), &borrowed).unwrap();
+        let (pid, pidfd) = match self.reply("fork") {
+            (Reply::Forked { pid }, fds) => (pid as u32, fds.into_iter().next().expect("a pidfd")),
+            other => panic!("unexpected answer to fork: {other:?}"),
+        };
+        let process = Process::Forked(pid, pidfd);
+        let mut child = Monitor { process, channel, folder, console, disks: self.disks.clone() };
+        child.shake_hands();
+        child
+    }
+
+    /// Waits for the reply to `what`; events in between are a failure.
+    fn reply(&mut self, what: &str) -> (Reply, Vec<OwnedFd>) {
+        match self.channel.recv::<Message>().unwrap() {
+            Some((Message::Reply(reply), fds)) => (reply, fds),
+            other => panic!("expected a reply to {what}, got {other:?}; console:\n{}", self.console()),
+        }
     }
 
     /// Sends a request and waits for its reply; events in between are a failure.
     pub fn ask(&mut self, request: &Request, fds: &[BorrowedFd<'_>]) -> Reply {
         self.channel.send(request, fds).unwrap();
-        match self.channel.recv::<Message>().unwrap() {
-            Some((Message::Reply(reply), _)) => reply,
-            other => panic!("expected a reply to {request:?}, got {other:?}"),
-        }
+        self.reply(&format!("{request:?}")).0
     }
 
     /// Boots `guest`; the reply says whether that was done.
     pub fn try_boot(&mut self, guest: Guest<'_>) -> Reply {
+        self.disks = guest.disks.iter().map(|(_, writable)| *writable).collect();
         let mut fds: Vec<OwnedFd> = Vec::new();
         let mut attach = |fd: OwnedFd| {
             fds.push(fd);
@@ -261,27 +310,64 @@ impl Monitor {
                 break end;
             }
         };
-        let status = self.child.wait().unwrap();
-        assert!(status.success(), "the monitor exited with {status}");
+        if let Process::Started(child) = &mut self.process {
+            let status = child.wait().unwrap();
+            assert!(status.success(), "the monitor exited with {status}");
+        }
         end
     }
 
     /// Whether the process is gone.
     pub fn has_ended(&mut self) -> bool {
-        self.child.try_wait().unwrap().is_some()
+        match &mut self.process {
+            Process::Started(child) => child.try_wait().unwrap().is_some(),
+            // A pidfd becomes readable at the end of its process.
+            Process::Forked(_, pidfd) => {
+                let mut poll = [rustix::event::PollFd::new(pidfd, rustix::event::PollFlags::IN)];
+                rustix::event::poll(&mut poll, Some(&Default::default())).unwrap() > 0
+            }
+        }
     }
 
     /// The monitor's process id.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        match &self.process {
+            Process::Started(child) => child.id(),
+            Process::Forked(pid, _) => *pid,
+        }
     }
 }
 
 impl Drop for Monitor {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        match &mut self.process {
+            Process::Started(child) => {
+                let _ = child.kill();
+                let _ = child.wait();
+            }
+            Process::Forked(_, pidfd) => {
+                let _ = rustix::process::pidfd_send_signal(pidfd, Signal::KILL);
+            }
+        }
     }
+}
+
+/// A listening control socket in `folder` and a connection to it.
+fn control_pair(folder: &Path) -> (OwnedFd, Channel) {
+    let socket = || {
+        let flags = SocketFlags::CLOEXEC;
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
+    };
+    let address = SocketAddrUnix::new(folder.join("control.sock")).unwrap();
+    let (listener, connection) = (socket(), socket());
+    rustix::net::bind(&listener, &address).unwrap();
+    rustix::net::listen(&listener, 8).unwrap();
+    rustix::net::connect(&connection, &address).unwrap();
+    (listener, Channel::new(connection))
+}
+
+fn new_file(path: &Path) -> File {
+    OpenOptions::new().read(true).write(true).create_new(true).open(path).unwrap()
 }
 
 /// Exit code and output of a `Process/Start` stream.

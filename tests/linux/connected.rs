@@ -1,0 +1,134 @@
+//! Children and the network: all have the same address inside, and none is in another's way.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::Command;
+use std::thread::JoinHandle;
+
+use forkd_tests::daemon::Daemon;
+use rustix::thread::{UnshareFlags, gettid, unshare_unsafe};
+use serde_json::json;
+
+const SERVER: &str = "198.51.100.1";
+const PORT: u16 = 9000;
+
+fn ip(arguments: &str) {
+    let output = Command::new("ip").args(arguments.split(' ')).output().unwrap();
+    assert!(output.status.success(), "ip {arguments}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// A server somewhere outside, which sends back every line with where it came from.
+struct Outside {
+    _serving: JoinHandle<()>,
+}
+
+impl Outside {
+    /// It lives in a network namespace of its own, and goes with this process.
+    fn start() -> Outside {
+        let host = gettid().as_raw_nonzero();
+        let (ready, wait) = std::sync::mpsc::channel();
+        let serving = std::thread::spawn(move || {
+            // SAFETY: a new network namespace takes no descriptor and no memory from anybody.
+            unsafe { unshare_unsafe(UnshareFlags::NEWNET) }.expect("run as root");
+            ip(&format!("link add lan type veth peer name fwan netns {host}"));
+            ip(&format!("address add {SERVER}/24 dev lan"));
+            ip("link set lan up");
+            let listener = TcpListener::bind((SERVER, PORT)).unwrap();
+            ready.send(()).unwrap();
+            for stream in listener.incoming() {
+                std::thread::spawn(move || echo(stream.unwrap()));
+            }
+        });
+        wait.recv().unwrap();
+        ip("address add 198.51.100.2/24 dev fwan");
+        ip("link set fwan up");
+        Outside { _serving: serving }
+    }
+}
+
+impl Drop for Outside {
+    fn drop(&mut self) {
+        ip("link delete fwan");
+    }
+}
+
+fn echo(stream: TcpStream) {
+    let from = stream.peer_addr().unwrap();
+    let mut lines = BufReader::new(&stream).lines();
+    while let Some(Ok(line)) = lines.next() {
+        let _ = writeln!(&stream, "{line} {from}");
+    }
+}
+
+const WARM: &str = "
+import socket, time
+def outside():
+    connection = socket.create_connection(('198.51.100.1', 9000), timeout=60)
+    return connection
+def say(connection, word):
+    connection.sendall(word.encode() + b'\\n')
+    return connection.makefile().readline().split()[0]
+def fails_at_once(connection):
+    start = time.monotonic()
+    connection.settimeout(20)
+    try:
+        connection.sendall(b'still there?\\n')
+        data = connection.recv(100)
+        return 'ended' if data == b'' else repr(data)
+    except TimeoutError:
+        return 'waited in vain'
+    except OSError:
+        return 'failed' if time.monotonic() - start < 10 else 'failed late'
+inherited = outside()
+assert say(inherited, 'parent') == 'parent'
+server = socket.create_server(('127.0.0.1', 7000))
+inner = socket.create_connection(('127.0.0.1', 7000))
+peer, _ = server.accept()
+";
+
+#[test]
+fn children_reach_the_network_at_once_and_inherited_connections_fail_at_once() {
+    let _outside = Outside::start();
+    let daemon = &Daemon::start();
+    daemon.snapshot(json!({"tag": "net", "image": "python", "warm_python": WARM}));
+    let children = daemon.fork("net", 3);
+    std::thread::scope(|scope| {
+        for id in &children {
+            scope.spawn(move || {
+                // New connections work, all at once, though all have one address and draw from one
+                // range of ports: each gets its own answers.
+                for round in 0..3 {
+                    let code = format!("say(outside(), '{id}-{round}')");
+                    assert_eq!(daemon.eval(id, &code), format!("'{id}-{round}'"));
+                }
+                assert_ne!(daemon.eval(id, "fails_at_once(inherited)"), "'waited in vain'");
+                assert_eq!(daemon.eval(id, "fails_at_once(inner)"), "'failed'");
+                // Whoever listened goes on listening.
+                assert_eq!(
+                    daemon.eval(
+                        id,
+                        "again = socket.create_connection(('127.0.0.1', 7000)); server.accept()[1][0]"
+                    ),
+                    "'127.0.0.1'"
+                );
+            });
+        }
+    });
+    let address = daemon.sh(&children[0], "ip -4 -o address show eth0");
+    assert!(address.contains("10.42.0.2/24"), "{address}");
+
+    // Nothing of the host is in reach, not even through the slot's own gateway.
+    let blocked = format!("socket.create_connection(('10.42.0.1', {}), timeout=5)\n", daemon.port());
+    let code = format!("try:\n    {blocked}    reached = True\nexcept OSError:\n    reached = False");
+    daemon.eval(&children[0], &code);
+    assert_eq!(daemon.eval(&children[0], "reached"), "False");
+
+    let cut_off = daemon.spawn(json!({"snapshot_tag": "net", "n": 1, "network": false}));
+    let cut_off = cut_off[0]["id"].as_str().unwrap().to_owned();
+    assert_eq!(daemon.sh(&cut_off, "cat /sys/class/net/eth0/carrier").trim(), "0");
+    let code = "try:\n    socket.create_connection(('198.51.100.1', 9000), timeout=5)\n    reached = True\n\
+                except OSError:\n    reached = False";
+    daemon.eval(&cut_off, code);
+    assert_eq!(daemon.eval(&cut_off, "reached"), "False");
+    daemon.delete(&[children, vec![cut_off]].concat());
+}

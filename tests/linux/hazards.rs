@@ -1,0 +1,185 @@
+//! What every child must have of its own: each test forks several and compares them.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use forkd_tests::daemon::Daemon;
+use serde_json::json;
+
+use crate::parent::{self, daemon, fork};
+
+/// What each of `ids` says to `ask`; all answers differ.
+fn all_differ(ids: &[String], what: &str, ask: impl Fn(&Daemon, &str) -> String) -> Vec<String> {
+    let answers: Vec<String> = ids.iter().map(|id| ask(daemon(), id)).collect();
+    let distinct: BTreeSet<_> = answers.iter().collect();
+    assert_eq!(distinct.len(), ids.len(), "{what}: {answers:?}");
+    answers
+}
+
+#[test]
+fn random_numbers_differ_in_every_child_whoever_makes_them() {
+    let children = fork(3);
+    for code in [
+        "os.urandom(16).hex()",
+        "random.random()",
+        "numpy.random.rand()",
+        "str(uuid.uuid4())",
+        "str(uuid.uuid1())",
+        "uuid.getnode()",
+        "__import__('secrets').token_hex(8)",
+        "__import__('tempfile').mktemp()",
+    ] {
+        all_differ(&children, code, |daemon, id| daemon.eval(id, code));
+    }
+    for script in ["head -c 16 /dev/urandom | od -An -tx1", "cat /proc/sys/kernel/random/uuid"] {
+        all_differ(&children, script, |daemon, id| daemon.sh(id, script));
+    }
+    // A generator the parent's code made and seeded itself stays what it is: that is what a seed is for.
+    for id in &children {
+        let same = daemon().eval(id, "random.Random(42).random() == random.Random(42).random()");
+        assert_eq!(same, "True");
+    }
+    daemon().delete(&children);
+}
+
+#[test]
+fn identity_is_the_childs_own_in_every_place_it_is_kept() {
+    let children = fork(3);
+    let boot_ids = all_differ(&children, "machine-id", |daemon, id| daemon.sh(id, "cat /etc/machine-id"));
+    for machine_id in boot_ids {
+        let id = machine_id.trim();
+        assert!(id.len() == 32 && id.bytes().all(|b| b.is_ascii_hexdigit()), "{id}");
+    }
+    for id in &children {
+        assert_eq!(daemon().sh(id, "hostname; cat /etc/hostname"), format!("{id}\n{id}\n"));
+        assert_eq!(daemon().sh(id, "cat /run/forkd/sandbox-id").trim(), id);
+        assert_eq!(daemon().sh(id, "echo $FORKD_SANDBOX_ID").trim(), id);
+    }
+    daemon().delete(&children);
+}
+
+#[test]
+fn secrets_given_to_one_child_are_not_in_its_siblings() {
+    let spawn = |envs| daemon().spawn(json!({"snapshot_tag": parent::TAG, "n": 1, "envs": envs}));
+    let secret = spawn(json!({"API_KEY": "hunter2"}));
+    let plain = spawn(json!({}));
+    let ids = [&secret, &plain].map(|children| children[0]["id"].as_str().unwrap().to_owned());
+    assert_eq!(daemon().sh(&ids[0], "echo \"$API_KEY\""), "hunter2\n");
+    assert_eq!(daemon().sh(&ids[1], "echo \"$API_KEY\"; env | grep -c hunter2 || true"), "\n0\n");
+    daemon().delete(&ids);
+}
+
+fn unix_now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64()
+}
+
+/// The wall clock of this computer, put forward; put back when dropped.
+struct Future(Duration);
+
+impl Future {
+    fn by(time: Duration) -> Future {
+        shift_clock(time.as_secs() as i64);
+        Future(time)
+    }
+}
+
+impl Drop for Future {
+    fn drop(&mut self) {
+        shift_clock(-(self.0.as_secs() as i64));
+    }
+}
+
+fn shift_clock(seconds: i64) {
+    use rustix::time::{ClockId, clock_gettime, clock_settime};
+    let mut now = clock_gettime(ClockId::Realtime);
+    now.tv_sec += seconds;
+    clock_settime(ClockId::Realtime, now).unwrap();
+}
+
+/// Asks a child for its clocks: how far its wall clock is off at most, and its monotonic clock since the
+/// parent was frozen.
+fn clocks(id: &str) -> (f64, f64) {
+    let asked = unix_now();
+    let answer = daemon().eval(id, "(time.time(), time.monotonic() - frozen_at[1])");
+    let answered = unix_now();
+    let (wall, monotonic) = answer.trim_matches(['(', ')']).split_once(", ").unwrap();
+    let wall: f64 = wall.parse().unwrap();
+    let off = (asked - wall).max(wall - answered).max(0.0);
+    (off, monotonic.parse().unwrap())
+}
+
+#[test]
+fn clocks_are_right_after_a_fork_however_old_the_snapshot_is() {
+    let fresh = fork(2);
+    let hour = Duration::from_secs(3600);
+    let (old, reports) = {
+        let _future = Future::by(hour);
+        let old = fork(2);
+        let reports: Vec<_> = old.iter().map(|id| clocks(id)).collect();
+        (old, reports)
+    };
+    let reports: Vec<_> = fresh.iter().map(|id| clocks(id)).chain(reports).collect();
+    for (off, monotonic) in &reports {
+        // The wall clock, to within what asking costs here; and the other one never jumps.
+        assert!(*off < 1.0, "off by {off} s: {reports:?}");
+        assert!((0.0..600.0).contains(monotonic), "{monotonic} s since the freeze: {reports:?}");
+    }
+    // The daemon's own measure, taken at the child's first answer, has no Python in between.
+    for id in &old {
+        let before = daemon().eval(id, "time.monotonic()").parse::<f64>().unwrap();
+        let after = daemon().eval(id, "time.monotonic()").parse::<f64>().unwrap();
+        assert!(after > before);
+    }
+    daemon().delete(&[fresh, old].concat());
+}
+
+#[test]
+fn a_write_to_the_disk_of_one_child_is_seen_by_nobody_else() {
+    let first = fork(2);
+    for id in &first {
+        // What the parent wrote and never synced is there, and belongs to what is on the disk.
+        assert_eq!(daemon().sh(id, "cat /root/parent.txt"), "of the parent");
+        daemon().sh(id, &format!("echo {id} > /root/mine; rm /root/parent.txt; echo {id} > /etc/motd; sync"));
+        daemon().sh(id, "echo 3 > /proc/sys/vm/drop_caches");
+    }
+    let later = fork(1);
+    for id in &first {
+        assert_eq!(daemon().sh(id, "cat /root/mine /etc/motd"), format!("{id}\n{id}\n"));
+        assert_eq!(daemon().sh(id, "ls /root/parent.txt 2>&1 || true").contains("No such file"), true);
+    }
+    assert_eq!(daemon().sh(&later[0], "cat /root/parent.txt; ls /root"), "of the parentparent.txt\n");
+    for id in first.iter().chain(&later) {
+        let errors = daemon().sh(id, "dmesg | grep -ciE 'ext4-fs (error|warning)|i/o error' || true");
+        assert_eq!(errors.trim(), "0", "{}", daemon().sh(id, "dmesg | tail -n 30"));
+    }
+    daemon().delete(&[first, later].concat());
+}
+
+#[test]
+fn memory_is_the_childs_own_page_by_page_under_write_load() {
+    let children = fork(3);
+    let digest = "hashlib.sha256(pattern).hexdigest()";
+    let original = daemon().eval(&children[0], digest);
+    // Each writes its own pattern over every second page, all at once, several times.
+    std::thread::scope(|scope| {
+        for (index, id) in children.iter().enumerate().skip(1) {
+            let code = format!(
+                "for _ in range(3):\n    for at in range(0, len(pattern), 8192):\n        \
+                 pattern[at:at + 4096] = bytes([{index}]) * 4096"
+            );
+            scope.spawn(move || daemon().eval(id, &code));
+        }
+    });
+    assert_eq!(daemon().eval(&children[0], digest), original, "a child saw what another wrote");
+    for (index, id) in children.iter().enumerate().skip(1) {
+        let code = format!(
+            "all(pattern[at:at + 4096] == bytes([{index}]) * 4096 for at in range(0, len(pattern), 8192)) \
+             and all(pattern[at:at + 4096] == hashlib.sha256(b'parent').digest() * 128 \
+             for at in range(4096, len(pattern), 8192))"
+        );
+        assert_eq!(daemon().eval(id, &code), "True", "child {index}");
+    }
+    let later = fork(1);
+    assert_eq!(daemon().eval(&later[0], digest), original, "the parent saw what a child wrote");
+    daemon().delete(&[children, later].concat());
+}
