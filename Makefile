@@ -30,6 +30,7 @@ test: build lint ## Run all tests
 lint: ## Formatting, clippy, dependencies
 	cargo fmt --all --check
 	cargo clippy --release --locked --workspace --all-targets -- -D warnings
+	cargo clippy --release --locked -p forkd-tests --test linux --test outside -- -D warnings
 	@if command -v cargo-deny >/dev/null; then cargo deny --offline check licenses bans sources; \
 	else echo "NOT RUN: cargo deny (not installed; cargo install cargo-deny)"; fi
 

@@ -90,14 +90,16 @@ what=${1:-all}
 shift || true
 case $what in
   all)
-    native
-    # A machine is one emulated CPU: those inside one and those from outside have a core each.
+    # What the tests stand on, and all executables, before anything competes for the cores.
+    cargo test --release --locked --workspace --no-run
+    for test in linux outside; do executable "$test" >/dev/null; done
     "$forkd" run --image python -- true
-    outside >"$log.outside" 2>&1 &
-    from_outside=$!
+    # A machine is one emulated CPU: the tests inside it have one core, all others the other.
+    (outside && native) >"$log.outside" 2>&1 &
+    others=$!
     status=0
     linux "$@" || status=$?
-    wait "$from_outside" || status=$?
+    wait "$others" || status=$?
     cat "$log.outside"
     [ "$status" = 0 ] || exit "$status"
     ;;

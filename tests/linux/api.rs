@@ -9,7 +9,7 @@ fn a_sandbox_is_made_used_and_deleted() {
     let daemon = Daemon::start();
     let id = daemon.create(json!({"image": "python"}));
     assert!(forkd_protocol::names::is_valid_sandbox_id(&id), "{id}");
-    assert_eq!(daemon.sandboxes(), [id.clone()]);
+    assert_eq!(daemon.sandboxes(), std::slice::from_ref(&id));
     let info = daemon.request("GET", &format!("/v1/sandboxes/{id}"), None).json();
     assert_eq!(info["state"], "running", "{info}");
 

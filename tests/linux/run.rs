@@ -9,7 +9,7 @@ use forkd_tests::{eventually, library_path};
 
 use crate::assets::assets;
 
-fn sh<'a>(script: &'a str) -> [&'a str; 7] {
+fn sh(script: &str) -> [&str; 7] {
     ["run", "--image", "python", "--", "sh", "-c", script]
 }
 
