@@ -239,7 +239,15 @@ async fn save(
     let begun = blocking("saving a snapshot", move || {
         let mut draft = store.begin(&tag)?;
         let fds: Vec<OwnedFd> = vec![draft.create(STATE)?.into(), draft.create(MEMORY)?.into()];
-        let config = SaveConfig { child: SAVER.into(), state: FdRef(0), memory: FdRef(1) };
+        let config = SaveConfig {
+            child: SAVER.into(),
+            state: FdRef(0),
+            memory: FdRef(1),
+            parent: Vec::new(),
+            pagemap: None,
+            disks: Vec::new(),
+            progress: None,
+        };
         Ok((draft, parent.save(config, fds)))
     });
     let (mut draft, asked) = begun.await?;

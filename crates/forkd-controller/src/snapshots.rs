@@ -449,7 +449,7 @@ fn open(host: &Host, snapshot: &Snapshot) -> Result<(LoadConfig, Vec<std::os::fd
     let mut config = LoadConfig {
         kvm: attach(boot::kvm()?),
         state: attach(files.state.into()),
-        memory: attach(files.memory.into()),
+        memory: vec![attach(files.memory.into())],
         disks: Vec::new(),
     };
     if let (Some(base), Some(disk)) = (image, files.disks.into_iter().next()) {

@@ -174,7 +174,15 @@ fn a_saved_template_forks_in_another_process() {
     let test = "a_saved_template_forks_in_another_process";
     let Some((monitor, mut template)) = template(test) else { return };
     let (state, memory) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
-    let save = SaveConfig { child: "saver".into(), state: FdRef(0), memory: FdRef(1) };
+    let save = SaveConfig {
+        child: "saver".into(),
+        state: FdRef(0),
+        memory: FdRef(1),
+        parent: Vec::new(),
+        pagemap: None,
+        disks: Vec::new(),
+        progress: None,
+    };
     let reply = template.request(&Request::Save(save), &[state.as_fd(), memory.as_fd()]);
     assert!(matches!(reply, Reply::Forked { .. }), "{reply:?}");
     // Children are forked while it saves.
@@ -186,7 +194,7 @@ fn a_saved_template_forks_in_another_process() {
 
     let loaded = start(&[]);
     let mut template = loaded.attach();
-    let load = LoadConfig { kvm: FdRef(0), state: FdRef(1), memory: FdRef(2), disks: Vec::new() };
+    let load = LoadConfig { kvm: FdRef(0), state: FdRef(1), memory: vec![FdRef(2)], disks: Vec::new() };
     let kvm = open_kvm(test).unwrap();
     let fds = [kvm.as_fd(), state.as_fd(), memory.as_fd()];
     assert_eq!(template.request(&Request::Load(load.clone()), &fds), Reply::Loaded);
@@ -294,7 +302,15 @@ fn children_of_a_vm_with_every_device_run_also_from_files() {
     check(&mut template);
 
     let (state, memory) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
-    let save = SaveConfig { child: "saver".into(), state: FdRef(0), memory: FdRef(1) };
+    let save = SaveConfig {
+        child: "saver".into(),
+        state: FdRef(0),
+        memory: FdRef(1),
+        parent: Vec::new(),
+        pagemap: None,
+        disks: Vec::new(),
+        progress: None,
+    };
     template.request(&Request::Save(save), &[state.as_fd(), memory.as_fd()]);
     let ended = Event::ChildEnded { child: "saver".into(), status: WaitStatus::Exited(0) };
     while template.event().0 != ended {}
@@ -304,7 +320,7 @@ fn children_of_a_vm_with_every_device_run_also_from_files() {
         DiskFiles { base: FdRef(3), layers: Vec::new() },
         DiskFiles { base: FdRef(3), layers: vec![FdRef(4)] },
     ];
-    let load = LoadConfig { kvm: FdRef(0), state: FdRef(1), memory: FdRef(2), disks };
+    let load = LoadConfig { kvm: FdRef(0), state: FdRef(1), memory: vec![FdRef(2)], disks };
     let fds = [kvm.as_fd(), state.as_fd(), memory.as_fd(), base.as_fd(), layer.as_fd()];
     assert_eq!(template.request(&Request::Load(load), &fds), Reply::Loaded);
     check(&mut template);
@@ -421,7 +437,15 @@ fn a_bad_request_harms_nobody() {
     refused(&|fork| fork.config.console = fork.config.control, "something else");
     refused(&|fork| fork.config.console = fork.add(File::open("/dev/null").unwrap()), "reading and writing");
     refused(&|fork| fork.config.cgroup = Some(fork.add(File::open("/").unwrap())), "fork a child");
-    let save = SaveConfig { child: "one".into(), state: FdRef(0), memory: FdRef(1) };
+    let save = SaveConfig {
+        child: "one".into(),
+        state: FdRef(0),
+        memory: FdRef(1),
+        parent: Vec::new(),
+        pagemap: None,
+        disks: Vec::new(),
+        progress: None,
+    };
     let files = [tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap()];
     for (save, expected) in [
         (save.clone(), "already"),

@@ -169,7 +169,13 @@ impl Monitor {
             },
             Request::Fork(_)
             | Request::Save(_)
+            | Request::Merge(_)
+            | Request::Layers
             | Request::Seal { .. }
+            | Request::Branch(_)
+            | Request::Pause
+            | Request::Resume
+            | Request::ReplaceLayers { .. }
             | Request::Children
             | Request::Acknowledge { .. } => {
                 Err(Error::Config("this is no template; freeze the VM, or load a snapshot".into()))

@@ -118,7 +118,15 @@ impl Template {
             Request::Status | Request::Hello { .. } => {
                 Reply::Status(Status { role: Role::Template, running: false, ready: false })
             }
-            Request::Boot(_) | Request::Load(_) | Request::Freeze => {
+            Request::Boot(_)
+            | Request::Load(_)
+            | Request::Freeze
+            | Request::Branch(_)
+            | Request::Pause
+            | Request::Resume
+            | Request::ReplaceLayers { .. }
+            | Request::Layers
+            | Request::Merge(_) => {
                 Reply::Error { message: "this is a template already; start another monitor".into() }
             }
             Request::Stop => {
@@ -260,7 +268,10 @@ pub(crate) fn load(config: LoadConfig, fds: Vec<OwnedFd>) -> Result<Frozen> {
     let kvm = fds.take("kvm", config.kvm, Access::Both)?;
     let kvm = crate::vm::open_kvm(kvm.into())?;
     let state = File::from(fds.share("state", config.state)?);
-    let memory = File::from(fds.share("memory", config.memory)?);
+    let [memory] = config.memory[..] else {
+        return Err(Error::Config("memory: one layer is needed".into()));
+    };
+    let memory = File::from(fds.share("memory", memory)?);
     let mut disks = Vec::new();
     for (index, disk) in config.disks.into_iter().enumerate() {
         let base = File::from(fds.share(&format!("disks[{index}].base"), disk.base)?);

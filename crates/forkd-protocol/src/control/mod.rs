@@ -10,17 +10,11 @@
 //! Descriptors travel with the message that names them: a [`FdRef`] is an index into the list
 //! attached to it. The monitor never opens anything by name.
 
-use std::io;
-use std::io::{IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+mod channel;
 
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
-};
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+
+pub use channel::{Channel, fuzz_messages};
 
 /// The version of this protocol. A monitor lives longer than the controller that started it, so
 /// a controller also speaks the version before.
@@ -53,20 +47,37 @@ pub enum Request {
     /// Turn the running VM into a template, for good: vCPUs and devices stop, their state is kept
     /// in memory beside the guest's, one thread stays and forks children when asked.
     Freeze,
-    /// Templates only: let go of the right to write to frozen layers. What a template can write, so
-    /// can all its children, and a frozen layer is everybody's.
+    /// Let go of the right to write to frozen layers. What a template can write, so can all its
+    /// children, and a frozen layer is everybody's.
     Seal {
-        /// For each disk its topmost layer, the same file opened for reading only; none for a disk
-        /// that has none.
+        /// For each disk its topmost frozen layer, the same file opened for reading only; none for a
+        /// disk that has none.
         layers: Vec<Option<FdRef>>,
     },
+    /// Sandboxes only: fork a template off the VM, which goes on. vCPUs and devices stand still from
+    /// the last instant of the source that is also the branch's until the process is copied.
+    Branch(BranchConfig),
+    /// Sandboxes only: vCPUs and devices stand still until [`Request::Resume`].
+    Pause,
+    /// Sandboxes only: let a paused VM go on.
+    Resume,
+    /// Use one file in the place of several frozen layers, which hold the same blocks.
+    ReplaceLayers {
+        /// For each disk what is replaced, if anything.
+        disks: Vec<Option<ReplacedLayers>>,
+    },
+    /// Templates only: the frozen layers of all disks.
+    Layers,
     /// Become the template of a snapshot on disk. Once, on a monitor that has not booted.
     Load(LoadConfig),
     /// Templates only: fork a child that runs on from the frozen state.
     Fork(ForkConfig),
-    /// Templates only: fork a saver that writes the template to files and exits with 0 when they
-    /// are safely on disk.
+    /// Templates only: fork a saver that writes the template to files, as far as it differs from a
+    /// parent on disk, and exits with 0 when they are safely on disk.
     Save(SaveConfig),
+    /// Templates only: fork a process that copies frozen layers of disks into one file each, and exits
+    /// with 0 when these are safely on disk. See [`Request::ReplaceLayers`].
+    Merge(MergeConfig),
     /// Templates only: all children that are alive or whose end was not acknowledged.
     Children,
     /// Templates only: forget the ends of these children.
@@ -109,6 +120,28 @@ pub enum Reply {
     Sealed,
     /// The template is ready to fork.
     Loaded,
+    /// The branch exists, and the source runs again (unless it was paused before). Attached are a pidfd
+    /// of the branch and the layers it froze. Both processes can still write to those: see
+    /// [`Request::Seal`], which a sandbox takes, too.
+    Branched {
+        /// The process id of the branch.
+        pid: i32,
+        /// How long the vCPUs stood still, in microseconds.
+        pause_us: u64,
+        /// For each disk the layer that was its topmost one until now; none for a read-only disk.
+        layers: Vec<Option<FdRef>>,
+    },
+    /// The VM stands still.
+    Paused,
+    /// The VM runs again.
+    Resumed,
+    /// One file is used in the place of several.
+    Replaced,
+    /// The frozen layers of all disks, attached.
+    Layers {
+        /// For each disk its layers, oldest first; the base is not among them.
+        disks: Vec<Vec<FdRef>>,
+    },
     /// The child, or the saver, exists. A pidfd of it is attached.
     Forked {
         /// Its process id.
@@ -163,7 +196,7 @@ pub enum Event {
 pub struct Status {
     /// What the process is by now.
     pub role: Role,
-    /// Whether a VM's vCPUs run.
+    /// Whether a VM's vCPUs run: those of a paused one do not.
     pub running: bool,
     /// Whether the guest has written to the ready port.
     pub ready: bool,
@@ -269,9 +302,10 @@ pub struct LoadConfig {
     pub kvm: FdRef,
     /// The state file, opened for reading.
     pub state: FdRef,
-    /// The memory file, opened for reading: all of guest memory, one range after the other, holes
-    /// where it is zero. Mapped privately and never written.
-    pub memory: FdRef,
+    /// The memory layers, opened for reading, the oldest first. The oldest holds all of guest memory,
+    /// one range after the other, with holes where it is zero; every other one holds the pages that
+    /// differ from those below it. Mapped privately and never written.
+    pub memory: Vec<FdRef>,
     /// The files of each disk, in the order of `/dev/vda`, `/dev/vdb`, …
     pub disks: Vec<DiskFiles>,
 }
@@ -322,6 +356,86 @@ pub struct SaveConfig {
     pub state: FdRef,
     /// An empty file opened for reading and writing, for the memory.
     pub memory: FdRef,
+    /// The memory layers of the parent, the oldest first, as in [`LoadConfig`]: what is in them is not
+    /// written again. The template must come from this parent, directly or not. Empty: everything is
+    /// written.
+    pub parent: Vec<FdRef>,
+    /// The `pagemap` of the template's process, opened for reading: tells which pages may differ from
+    /// the parent. Without it all are looked at.
+    pub pagemap: Option<FdRef>,
+    /// For each disk an empty file opened for reading and writing that takes all frozen layers as one,
+    /// or none to keep them as they are. The state tells of the disks as they are then. May be empty,
+    /// which is none for each.
+    pub disks: Vec<Option<FdRef>>,
+    /// A file that is told how far it is: [`SaveProgress`] at its beginning.
+    pub progress: Option<FdRef>,
+}
+
+/// How far a saver is: three little-endian `u64`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SaveProgress {
+    /// Bytes of guest memory looked at.
+    pub looked_at: u64,
+    /// Bytes of guest memory in all.
+    pub total: u64,
+    /// Bytes written to the memory layer and to merged disk layers.
+    pub written: u64,
+}
+
+impl SaveProgress {
+    /// Its length in a file.
+    pub const LENGTH: usize = 24;
+
+    /// As in a file.
+    pub fn to_bytes(self) -> [u8; SaveProgress::LENGTH] {
+        let mut bytes = [0; SaveProgress::LENGTH];
+        for (place, number) in bytes.chunks_exact_mut(8).zip([self.looked_at, self.total, self.written]) {
+            place.copy_from_slice(&number.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// From a file.
+    pub fn from_bytes(bytes: [u8; SaveProgress::LENGTH]) -> SaveProgress {
+        let number = |at: usize| {
+            let mut number = [0; 8];
+            number.copy_from_slice(&bytes[at..at + 8]);
+            u64::from_le_bytes(number)
+        };
+        SaveProgress { looked_at: number(0), total: number(8), written: number(16) }
+    }
+}
+
+/// What a branch and its source get.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BranchConfig {
+    /// The listening control socket of the branch.
+    pub control: FdRef,
+    /// For each disk of the source an empty file opened for reading and writing that takes what the
+    /// source writes from now on; none for a disk that is read-only.
+    pub layers: Vec<Option<FdRef>>,
+}
+
+/// Frozen layers of a disk that become one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ReplacedLayers {
+    /// How many, counted from the oldest; all of them frozen.
+    pub count: u8,
+    /// The file: empty and opened for reading and writing in [`MergeConfig`], with their blocks and
+    /// opened for reading only in [`Request::ReplaceLayers`].
+    pub layer: FdRef,
+}
+
+/// What is merged.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MergeConfig {
+    /// A name for the process, as for any child.
+    pub child: String,
+    /// For each disk what is merged, if anything.
+    pub disks: Vec<Option<ReplacedLayers>>,
 }
 
 /// A disk.
@@ -357,147 +471,4 @@ pub struct VsockConfig {
     /// Ports of the host the guest may call. A call to any other is refused by the monitor alone: a
     /// guest cannot keep the controller busy with calls nobody waits for.
     pub guest_ports: Vec<u32>,
-}
-
-/// One end of a control connection. Calls block if its socket does.
-#[derive(Debug)]
-pub struct Channel {
-    socket: OwnedFd,
-}
-
-impl Channel {
-    /// Takes a connected `SEQPACKET` socket.
-    pub fn new(socket: OwnedFd) -> Self {
-        Channel { socket }
-    }
-
-    /// Sends `message` with `fds` attached.
-    pub fn send<T: Serialize>(&self, message: &T, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-        let bytes = serde_json::to_vec(message)?;
-        if bytes.len() > MAX_MESSAGE || fds.len() > MAX_FDS {
-            let text =
-                format!("a message of {} bytes and {} descriptors is over the limit", bytes.len(), fds.len());
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
-        }
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-        let mut ancillary = SendAncillaryBuffer::new(&mut space);
-        if !fds.is_empty() {
-            ancillary.push(SendAncillaryMessage::ScmRights(fds));
-        }
-        let flags = SendFlags::NOSIGNAL;
-        rustix::io::retry_on_intr(|| {
-            rustix::net::sendmsg(&self.socket, &[IoSlice::new(&bytes)], &mut ancillary, flags)
-        })?;
-        Ok(())
-    }
-
-    /// Receives the next message and its descriptors; `None` when the peer closed.
-    pub fn recv<T: DeserializeOwned>(&self) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
-        // As much memory as the message takes, and not as much as one could take: a template that forks
-        // pays for every page it touches between two forks.
-        let look = || {
-            let flags = RecvFlags::PEEK | RecvFlags::TRUNC;
-            rustix::io::retry_on_intr(|| rustix::net::recv(&self.socket, &mut [0u8; 0], flags))
-        };
-        let (_, length) = match look() {
-            // The peer closed without having read everything. What it said before is still there, and
-            // was only overtaken by this error.
-            Err(rustix::io::Errno::CONNRESET) => look()?,
-            other => other?,
-        };
-        let mut bytes = vec![0u8; length.clamp(1, MAX_MESSAGE + 1)];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-        let received = rustix::io::retry_on_intr(|| {
-            let flags = RecvFlags::CMSG_CLOEXEC;
-            rustix::net::recvmsg(&self.socket, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, flags)
-        });
-        let received = match received {
-            Err(rustix::io::Errno::CONNRESET) => return Ok(None),
-            other => other?,
-        };
-        let mut fds = Vec::new();
-        for message in ancillary.drain() {
-            if let RecvAncillaryMessage::ScmRights(rights) = message {
-                fds.extend(rights);
-            }
-        }
-        if received.bytes == 0 {
-            return Ok(None);
-        }
-        Ok(Some((parse(&bytes[..received.bytes])?, fds)))
-    }
-}
-
-impl AsFd for Channel {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
-    }
-}
-
-fn parse<T: DeserializeOwned>(bytes: &[u8]) -> io::Result<T> {
-    if bytes.len() > MAX_MESSAGE {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "the message is over the limit"));
-    }
-    serde_json::from_slice(bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
-}
-
-/// Fuzz body: parsing either side's messages ends without a panic, and what parses as a request
-/// says the same after a round trip.
-pub fn fuzz_messages(data: &[u8]) {
-    if let Ok(request) = parse::<Request>(data) {
-        let bytes = serde_json::to_vec(&request).unwrap_or_default();
-        assert_eq!(parse::<Request>(&bytes).ok(), Some(request));
-    }
-    let _ = parse::<Message>(data);
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-    use std::io::Read;
-
-    fn pair() -> (Channel, Channel) {
-        let (a, b) =
-            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
-        (Channel::new(a), Channel::new(b))
-    }
-
-    #[test]
-    fn descriptors_arrive_with_the_message_that_names_them() {
-        let (ours, theirs) = pair();
-        let (reader, writer) = std::io::pipe().unwrap();
-        ours.send(&Request::Status, &[reader.as_fd()]).unwrap();
-        drop(reader);
-        let (request, fds) = theirs.recv::<Request>().unwrap().unwrap();
-        assert_eq!(request, Request::Status);
-        std::io::Write::write_all(&mut { writer }, b"x").unwrap();
-        let mut text = String::new();
-        std::fs::File::from(fds.into_iter().next().unwrap()).read_to_string(&mut text).unwrap();
-        assert_eq!(text, "x");
-    }
-
-    #[test]
-    fn a_closed_peer_is_an_end_and_garbage_is_an_error() {
-        let (ours, theirs) = pair();
-        rustix::net::send(&ours, b"{\"nonsense\":1}", SendFlags::empty()).unwrap();
-        assert!(theirs.recv::<Request>().is_err());
-        drop(ours);
-        assert!(theirs.recv::<Request>().unwrap().is_none());
-    }
-
-    #[test]
-    fn a_request_with_an_unknown_field_is_refused() {
-        assert!(parse::<Request>(br#"{"hello":{"version":1,"extra":2}}"#).is_err());
-        assert!(parse::<Request>(br#"{"surprise":{}}"#).is_err());
-    }
-
-    #[test]
-    fn what_fuzzing_found_stays_harmless() {
-        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/control_messages");
-        let inputs: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-        assert!(!inputs.is_empty(), "{folder} is empty");
-        inputs.iter().for_each(|path| fuzz_messages(&std::fs::read(path).unwrap()));
-    }
 }
