@@ -10,6 +10,7 @@ use crate::devices::power::{self, PowerEvent};
 use crate::devices::serial::Serial;
 use crate::devices::virtio::mmio::MmioDevice;
 use crate::layout::{READY_PORT, SERIAL_PORT, virtio_register};
+use crate::state::SerialState;
 
 /// What a write to a port does beyond its device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,9 +33,14 @@ impl Bus {
         Bus { serial: Mutex::new(serial), virtio }
     }
 
-    /// The devices, when no vCPU uses them any more.
-    pub fn into_devices(self) -> (Serial, Vec<Arc<Mutex<MmioDevice>>>) {
-        (self.serial.into_inner().unwrap_or_else(PoisonError::into_inner), self.virtio)
+    /// The serial port's registers.
+    pub fn serial(&self) -> SerialState {
+        lock(&self.serial).state()
+    }
+
+    /// The virtio devices, in order, for whoever serves or stops the VM as a whole.
+    pub fn virtio(&self) -> &[Arc<Mutex<MmioDevice>>] {
+        &self.virtio
     }
 
     /// The guest reads `data` from `port`.

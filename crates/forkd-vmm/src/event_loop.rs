@@ -3,8 +3,9 @@
 //! One thread serves all devices of a VM, one event at a time. Devices do a bounded amount of work
 //! per call, so everyone gets a turn and a stop is never far away.
 //!
-//! Between two turns of the loop the thread holds no lock and no half-done request: that is where it
-//! stops before its VM is frozen. Nothing it needs is hidden: a thawed VM gets a new loop, and its
+//! Between two events the thread holds no lock and no half-done request: that is where it waits while
+//! its VM stands still, and stops before it is frozen. What the kernel has told it of and it has not
+//! served yet it serves when it goes on. Nothing it needs is hidden: a thawed VM gets a new loop, and its
 //! devices are added again.
 
 use std::io;
@@ -19,11 +20,12 @@ use rustix::io::Errno;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::devices::virtio::mmio::MmioDevice;
+use crate::gate::{Gate, Order};
 
 /// How many events are taken from the kernel at once.
 const BATCH: usize = 32;
-/// The key of the stop notification; every other key names a device.
-const STOP: u64 = 0;
+/// The key of orders; every other key names a device.
+const ORDERS: u64 = 0;
 /// Set in the key of a queue notification.
 const QUEUE: u64 = 1 << 32;
 
@@ -75,11 +77,44 @@ impl Poller {
     }
 }
 
+/// Tells a loop what to do, from another thread.
+#[derive(Debug)]
+pub struct LoopControl {
+    gate: Arc<Gate>,
+    wake: EventFd,
+}
+
+impl LoopControl {
+    /// Returns when the loop waits between two events, or has ended.
+    pub fn park(&self) {
+        self.give(Order::Park);
+        self.gate.wait_until_parked();
+    }
+
+    /// Lets it go on.
+    pub fn run(&self) {
+        self.gate.order(Order::Run);
+    }
+
+    /// Ends it after the event being served.
+    pub fn stop(&self) {
+        self.give(Order::Stop);
+    }
+
+    fn give(&self, order: Order) {
+        // The order first: who is woken looks at it.
+        self.gate.order(order);
+        // It fails only when it is set already.
+        let _ = self.wake.write(1);
+    }
+}
+
 /// The devices of a VM and what wakes them.
 #[derive(Debug)]
 pub struct EventLoop {
     epoll: Arc<OwnedFd>,
-    stop: EventFd,
+    gate: Arc<Gate>,
+    wake: EventFd,
     devices: Vec<Arc<Mutex<MmioDevice>>>,
 }
 
@@ -87,9 +122,12 @@ impl EventLoop {
     /// A loop without devices.
     pub fn new() -> io::Result<EventLoop> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        let stop = EventFd::new(EFD_NONBLOCK)?;
-        epoll::add(&epoll, as_fd(&stop), EventData::new_u64(STOP), EventFlags::IN)?;
-        Ok(EventLoop { epoll: Arc::new(epoll), stop, devices: Vec::new() })
+        let wake = EventFd::new(EFD_NONBLOCK)?;
+        epoll::add(&epoll, as_fd(&wake), EventData::new_u64(ORDERS), EventFlags::IN)?;
+        let gate = Arc::new(Gate::new(Order::Run));
+        // Left when the loop is dropped.
+        gate.enter();
+        Ok(EventLoop { epoll: Arc::new(epoll), gate, wake, devices: Vec::new() })
     }
 
     /// Serves `device` from now on: its queues and the descriptors it registers.
@@ -107,17 +145,15 @@ impl EventLoop {
         Ok(())
     }
 
-    /// Writing to it ends [`EventLoop::run`] after the event being served.
-    pub fn stopper(&self) -> io::Result<EventFd> {
-        self.stop.try_clone()
+    /// To tell the loop what to do once another thread runs it.
+    pub fn control(&self) -> io::Result<LoopControl> {
+        Ok(LoopControl { gate: Arc::clone(&self.gate), wake: self.wake.try_clone()? })
     }
 
     /// Serves the devices until stopped.
     pub fn run(self) -> io::Result<()> {
         let mut events = Vec::with_capacity(BATCH);
-        while self.turn(&mut events, None)? {
-            // Here the thread holds nothing: no lock, no request that is half done.
-        }
+        while self.turn(&mut events, None)? {}
         Ok(())
     }
 
@@ -131,10 +167,15 @@ impl EventLoop {
         };
         for event in events.drain(..) {
             let key = event.data.u64();
-            if key == STOP {
+            if key != ORDERS {
+                self.dispatch(key, event.flags);
+                continue;
+            }
+            let _ = self.wake.read();
+            // Here the thread holds nothing: no lock, no request that is half done.
+            if !self.gate.pass() {
                 return Ok(false);
             }
-            self.dispatch(key, event.flags);
         }
         Ok(true)
     }
@@ -155,6 +196,12 @@ impl EventLoop {
             };
             device.ready(token, readiness);
         }
+    }
+}
+
+impl Drop for EventLoop {
+    fn drop(&mut self) {
+        self.gate.leave();
     }
 }
 

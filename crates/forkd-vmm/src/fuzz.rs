@@ -121,6 +121,11 @@ pub fn fuzz_state_file(data: &[u8]) {
     crate::state::file::check_any_bytes(data);
 }
 
+/// Any bytes as a memory layer, and as the index of one whose checksum fits.
+pub fn fuzz_memory_layer(data: &[u8]) {
+    crate::state::check_any_memory_layer(data);
+}
+
 /// Garbage and requests in a block device's queue.
 pub fn fuzz_block_queue(data: &[u8]) {
     let Ok((device, base)) = disk() else { return };
@@ -426,6 +431,11 @@ mod tests {
     #[test]
     fn any_bytes_as_a_state_file_are_harmless() {
         run("state_file", fuzz_state_file);
+    }
+
+    #[test]
+    fn any_bytes_as_a_memory_layer_are_harmless() {
+        run("memory_layer", fuzz_memory_layer);
     }
 
     #[test]

@@ -9,7 +9,9 @@
 //! - [`config`]: from the controller's wishes to the parts of a VM, everything checked;
 //! - [`vm`]: builds a VM from its parts, starts, pauses and ends it;
 //! - [`vcpu`]: the threads that run the guest; [`bus`]: what the guest's register accesses reach;
-//!   [`event_loop`]: the thread that serves the devices; [`ending`]: who notices the end says why;
+//!   [`event_loop`]: the thread that serves the devices; [`gate`]: where both wait when told to;
+//!   [`ending`]: who notices the end says why;
+//! - `branch`: forks a template off a VM, which goes on;
 //! - [`devices`]: virtio, serial console, VM generation id, power;
 //! - [`state`]: a stopped VM: frozen, saved, loaded, thawed;
 //! - [`boot`]: kernel, boot parameters, ACPI tables, CPUID, registers;
@@ -21,6 +23,7 @@
 //! process is made to `fork`.
 
 pub mod boot;
+mod branch;
 pub mod bus;
 pub mod config;
 pub mod control;
@@ -29,6 +32,7 @@ pub mod ending;
 mod error;
 pub mod event_loop;
 pub mod fuzz;
+pub mod gate;
 pub mod jail;
 pub mod layout;
 pub mod memory;

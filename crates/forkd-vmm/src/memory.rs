@@ -6,7 +6,7 @@
 use std::fs::File;
 
 use rustix::fs::SeekFrom;
-use rustix::mm::Advice;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
 use vm_memory::{
     FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap, MmapRegion,
 };
@@ -31,42 +31,107 @@ pub fn allocate(mib: u64) -> Result<GuestMemory> {
     if mib == 0 || mib > MAX_MEM_MIB {
         return Err(Error::Config(format!("{mib} MiB of memory: it must be between 1 and {MAX_MEM_MIB}")));
     }
-    map(mib, libc::MAP_ANONYMOUS, |_| Ok(None))
+    let memory = map(mib, libc::MAP_ANONYMOUS, |_| Ok(None))?;
+    // What a fork costs is copying page tables: huge pages have hardly any.
+    advise(&memory, Advice::LinuxHugepage);
+    Ok(memory)
+}
+
+/// What is touched from now on gets small pages. For a VM that is to be forked: a child would pay for a
+/// huge page, and count for one, wherever it touches memory its template has not. Huge pages that are there
+/// stay.
+pub fn use_small_pages(memory: &GuestMemory) {
+    advise(memory, Advice::LinuxNoHugepage);
+}
+
+/// Tells the kernel how memory will be used. It may know no such advice.
+fn advise(memory: &GuestMemory, advice: Advice) {
+    for region in memory.iter() {
+        // SAFETY: the range is the region, which is mapped. The advice changes none of its bytes.
+        let _ = unsafe { rustix::mm::madvise(region.as_ptr().cast(), region.len() as usize, advice) };
+    }
 }
 
 /// Maps `mib` MiB of guest memory from `file`, which holds its ranges one after the other and is never
 /// written.
 pub fn map_file(mib: u64, file: &File) -> Result<GuestMemory> {
-    let memory = map(mib, 0, |offset| {
+    map(mib, 0, |offset| {
         let file = file.try_clone().map_err(Error::system("copy a descriptor"))?;
         Ok(Some(FileOffset::new(file, offset)))
-    })?;
-    let mut offset = 0;
-    for region in memory.iter() {
-        hold_data(region, file, offset);
-        offset += region.len();
-    }
-    Ok(memory)
+    })
 }
 
-/// Maps in, for reading, what the file holds from `offset` on, holes left out. A page a child reads later
-/// is then in memory already, and is a page it shares with its template: costs nothing and counts for
-/// nothing. Forks do not become dearer, as no page tables are copied before a page is written. What
-/// cannot be mapped now is when it is read.
-fn hold_data(region: &GuestRegionMmap, file: &File, offset: u64) {
-    let end = offset + region.len();
-    let mut at = offset;
-    while let Ok(data) = rustix::fs::seek(file, SeekFrom::Data(at))
-        && data < end
-    {
-        // Never before `data`, so this goes on; and what follows the last hole ends with the file.
-        at = rustix::fs::seek(file, SeekFrom::Hole(data)).unwrap_or(end).clamp(data + 1, end);
-        let (start, length) = ((data - offset) as usize, (at - data) as usize);
-        // SAFETY: the range lies in the region, which is mapped. The advice changes none of its bytes.
-        let _ = unsafe {
-            rustix::mm::madvise(region.as_ptr().add(start).cast(), length, Advice::LinuxPopulateRead)
+/// Bytes in a row that guest memory has in common with a file. Guest memory is counted from its first
+/// byte, all ranges one after the other.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Piece<'f> {
+    /// The first byte of guest memory.
+    pub(crate) start: u64,
+    /// How many.
+    pub(crate) length: u64,
+    /// The file.
+    pub(crate) file: &'f File,
+    /// Where in it.
+    pub(crate) offset: u64,
+}
+
+/// Maps `piece`, a number of whole pages, privately in the place of what is there.
+pub(crate) fn cover(memory: &GuestMemory, piece: Piece<'_>) -> Result<()> {
+    for (address, piece) in parts(memory, piece) {
+        // SAFETY: the range lies in a region, which is mapped and which nothing else is in. Nobody refers
+        // to its bytes but through the region's address, which stays.
+        let mapped = unsafe {
+            rustix::mm::mmap(
+                address.cast(),
+                piece.length as usize,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED,
+                piece.file,
+                piece.offset,
+            )
         };
+        mapped.map_err(Error::system("map a memory layer"))?;
     }
+    Ok(())
+}
+
+/// Maps in, for reading, what is not a hole of the file in `piece`, which is mapped from there. A page a
+/// child reads later is then in memory already, and is a page it shares with its template: costs nothing
+/// and counts for nothing. Forks do not become dearer, as no page tables are copied before a page is
+/// written. What cannot be mapped now is when it is read.
+pub(crate) fn hold_data(memory: &GuestMemory, piece: Piece<'_>) {
+    for (address, piece) in parts(memory, piece) {
+        let end = piece.offset + piece.length;
+        let mut at = piece.offset;
+        while let Ok(data) = rustix::fs::seek(piece.file, SeekFrom::Data(at))
+            && data < end
+        {
+            // Never before `data`, so this goes on; and what follows the last hole ends with the file.
+            at = rustix::fs::seek(piece.file, SeekFrom::Hole(data)).unwrap_or(end).clamp(data + 1, end);
+            let (start, length) = ((data - piece.offset) as usize, (at - data) as usize);
+            // SAFETY: the range lies in the region, which is mapped. The advice changes none of its bytes.
+            let _ =
+                unsafe { rustix::mm::madvise(address.add(start).cast(), length, Advice::LinuxPopulateRead) };
+        }
+    }
+}
+
+/// The parts of `piece` that are in one region each, and where that is here.
+fn parts<'f>(memory: &GuestMemory, piece: Piece<'f>) -> Vec<(*mut u8, Piece<'f>)> {
+    let mut parts = Vec::new();
+    let mut region_start = 0;
+    for region in memory.iter() {
+        let region_end = region_start + region.len();
+        let start = piece.start.max(region_start);
+        let end = piece.start.saturating_add(piece.length).min(region_end);
+        if start < end {
+            let address = region.as_ptr().wrapping_add((start - region_start) as usize);
+            let offset = piece.offset + (start - piece.start);
+            parts.push((address, Piece { start, length: end - start, offset, ..piece }));
+        }
+        region_start = region_end;
+    }
+    parts
 }
 
 /// Maps the ranges of `mib` MiB; `source` says for each where in which file it is.

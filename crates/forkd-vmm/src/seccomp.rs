@@ -166,7 +166,9 @@ const CONTROL: &[i64] = &[
     libc::SYS_timerfd_create,
 ];
 
-/// What a template does on top: it forks, waits for what it forked, and its savers write files.
+/// What a template does on top: it assembles its memory, forks, waits for what it forked, and its
+/// savers write files. Who branches looks up what it forked; nothing here can do anything with what is
+/// found that way.
 ///
 /// What `clone3` is to make stands in memory, where no filter sees it. But it gives nobody more than
 /// `fork` does: namespaces take privileges nobody in the jail has, and the user namespaces that would
@@ -178,6 +180,8 @@ const FORK: &[i64] = &[
     libc::SYS_fdatasync,
     libc::SYS_fsync,
     libc::SYS_lseek,
+    libc::SYS_memfd_create,
+    libc::SYS_pidfd_open,
     libc::SYS_signalfd4,
     libc::SYS_wait4,
 ];
@@ -257,9 +261,11 @@ fn rules(kind: ThreadKind) -> std::result::Result<Rules, seccompiler::BackendErr
         ThreadKind::Control => {
             let ioctls = BUILD_IOCTLS.iter().chain([&KVM_RUN]).map(|&request| ioctl(request));
             rules.insert(libc::SYS_ioctl, ioctls.collect::<std::result::Result<_, _>>()?);
-            // How older C libraries make threads. Processes are made with `clone3`.
+            // How older C libraries make threads, and all of them fork. Else processes are made with `clone3`.
             let thread = libc::CLONE_THREAD as u64;
-            rules.insert(libc::SYS_clone, vec![when(0, SeccompCmpOp::MaskedEq(thread), thread)?]);
+            let fork = (libc::CLONE_CHILD_SETTID | libc::CLONE_CHILD_CLEARTID | libc::SIGCHLD) as u64;
+            let clone = [when(0, SeccompCmpOp::MaskedEq(thread), thread)?, when(0, SeccompCmpOp::Eq, fork)?];
+            rules.insert(libc::SYS_clone, clone.into());
             // New threads set their name and tighten their filter.
             let prctl = [libc::PR_SET_NAME, libc::PR_SET_NO_NEW_PRIVS];
             let prctl = prctl.map(|option| when(0, SeccompCmpOp::Eq, option as u64));

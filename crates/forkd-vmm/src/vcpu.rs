@@ -1,8 +1,8 @@
 //! vCPU threads: run the guest, serve its register accesses, stop when told.
 //!
 //! All vCPUs of a VM listen to one [`Gate`]: it says whether they run, are parked or end. A parked
-//! thread waits at the gate holding no lock, with no half-done register access, so that its vCPU can
-//! be saved and the process can fork.
+//! thread waits at the gate holding no lock, not even that of its vCPU, with no half-done register
+//! access, so that its vCPU can be saved and the process can fork.
 //!
 //! A vCPU that is in the guest comes out when its thread gets a signal. The signals come from POSIX
 //! timers that point at the thread: the kernel lets a timer signal threads of its own process only.
@@ -10,9 +10,8 @@
 //! id for example, and nothing in them depends on a process id, which a fork changes.
 
 use std::io;
-use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -22,6 +21,7 @@ use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
 
 use crate::bus::{Bus, Effect};
 use crate::ending::Ending;
+use crate::gate::{Gate, Order};
 use crate::seccomp::{self, ThreadKind};
 use crate::vm::THREAD_STACK;
 use crate::{Error, Result};
@@ -31,68 +31,6 @@ const BREATH: Duration = Duration::from_millis(1);
 
 /// How often in a row KVM may say that it cannot run a vCPU just now.
 const MAX_REFUSALS: u32 = 1000;
-
-/// What the vCPUs are to do.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Order {
-    /// Run the guest.
-    Run,
-    /// Wait at the gate.
-    Park,
-    /// End the thread.
-    Stop,
-}
-
-/// Where the vCPU threads of a VM wait and are told to run or to end. Closed at first.
-#[derive(Debug)]
-pub struct Gate {
-    state: Mutex<GateState>,
-    changed: Condvar,
-}
-
-#[derive(Debug)]
-struct GateState {
-    order: Order,
-    /// Threads that wait here.
-    waiting: usize,
-    /// Threads that have not ended.
-    alive: usize,
-}
-
-impl Gate {
-    fn new() -> Gate {
-        let state = GateState { order: Order::Park, waiting: 0, alive: 0 };
-        Gate { state: Mutex::new(state), changed: Condvar::new() }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, GateState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits while the order is to park. Returns whether to run on.
-    fn pass(&self) -> bool {
-        let mut state = self.lock();
-        state.waiting += 1;
-        self.changed.notify_all();
-        while state.order == Order::Park {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-        state.waiting -= 1;
-        state.order == Order::Run
-    }
-
-    fn leave(&self) {
-        self.lock().alive -= 1;
-        self.changed.notify_all();
-    }
-
-    fn wait_until_parked(&self) {
-        let mut state = self.lock();
-        while state.waiting < state.alive {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-}
 
 /// Makes a vCPU come out of the guest: sets a flag in the memory it shares with KVM, so that it does
 /// not go in again, and a signal gets it out if it is in. Without the flag a signal that comes just
@@ -112,7 +50,7 @@ impl Kick {
 
     fn flag(&self) -> &AtomicU8 {
         // SAFETY: the byte lies in memory shared with KVM that stays mapped as long as the vCPU's
-        // `VcpuFd` lives; its owner, a thread or `VcpuThread`, keeps that alive beside the `Kick`.
+        // `VcpuFd` lives; whoever has a `Kick` keeps that alive beside it.
         unsafe { &*self.immediate_exit }
     }
 }
@@ -159,10 +97,11 @@ impl Drop for Alarm {
 #[derive(Debug)]
 struct VcpuThread {
     kick: Kick,
+    /// Locked by the thread, except while it waits at the gate. Kept here too: `kick` points into it.
+    vcpu: Arc<Mutex<VcpuFd>>,
     /// The thread's id, once it runs.
     id: Arc<AtomicI32>,
-    // Not dropped when the thread panics: `kick` points into it.
-    thread: JoinHandle<ManuallyDrop<VcpuFd>>,
+    thread: JoinHandle<()>,
 }
 
 /// The vCPU threads of a VM.
@@ -185,18 +124,20 @@ impl VcpuThreads {
         register_signal_handler(SIGRTMIN(), interrupt)
             .map_err(|error| Error::system("set up a signal")(std::io::Error::from(error)))?;
 
-        let mut all = VcpuThreads { gate: Arc::new(Gate::new()), threads: Vec::new() };
+        let mut all = VcpuThreads { gate: Arc::new(Gate::new(Order::Park)), threads: Vec::new() };
         for (index, mut vcpu) in vcpus.into_iter().enumerate() {
             let kick = Kick::new(&mut vcpu);
             let id = Arc::new(AtomicI32::new(0));
-            let mut runner = Runner {
-                kick: Kick::new(&mut vcpu),
-                vcpu: ManuallyDrop::new(vcpu),
+            let own_kick = Kick::new(&mut vcpu);
+            let vcpu = Arc::new(Mutex::new(vcpu));
+            let runner = Runner {
+                kick: own_kick,
+                vcpu: vcpu.clone(),
                 bus: bus.clone(),
                 ending: ending.clone(),
                 gate: all.gate.clone(),
             };
-            all.gate.lock().alive += 1;
+            all.gate.enter();
             let own_id = id.clone();
             let builder = std::thread::Builder::new().name(format!("vcpu{index}")).stack_size(THREAD_STACK);
             let thread = builder.spawn(move || {
@@ -208,12 +149,11 @@ impl VcpuThreads {
                     Err(error) => runner.ending.report(EndReason::Failed, error.chain()),
                 }
                 runner.gate.leave();
-                runner.vcpu
             });
             match thread {
-                Ok(thread) => all.threads.push(VcpuThread { kick, id, thread }),
+                Ok(thread) => all.threads.push(VcpuThread { kick, vcpu, id, thread }),
                 Err(source) => {
-                    all.gate.lock().alive -= 1;
+                    all.gate.leave();
                     all.stop();
                     return Err(Error::System { what: "start a vCPU thread", source });
                 }
@@ -233,11 +173,19 @@ impl VcpuThreads {
         self.gate.wait_until_parked();
     }
 
+    /// The vCPUs, in order, while all threads are parked.
+    pub fn parked(&self) -> Vec<MutexGuard<'_, VcpuFd>> {
+        self.threads.iter().map(|thread| lock(&thread.vcpu)).collect()
+    }
+
     /// Ends all threads and returns their vCPUs, in order, with no register access half done. The vCPU
     /// of a thread that panicked is missing.
     pub fn stop(self) -> Vec<VcpuFd> {
         let _alarms = self.give(Order::Stop);
-        let join = |VcpuThread { thread, .. }: VcpuThread| thread.join().ok().map(ManuallyDrop::into_inner);
+        let join = |VcpuThread { thread, vcpu, .. }: VcpuThread| {
+            thread.join().ok()?;
+            Arc::into_inner(vcpu)?.into_inner().ok()
+        };
         self.threads.into_iter().filter_map(join).collect()
     }
 
@@ -245,8 +193,7 @@ impl VcpuThreads {
     /// that has happened.
     fn give(&self, order: Order) -> Vec<Alarm> {
         // The order before the flags: a vCPU that sees its flag looks at the order next.
-        self.gate.lock().order = order;
-        self.gate.changed.notify_all();
+        self.gate.order(order);
         if order == Order::Run {
             return Vec::new();
         }
@@ -268,7 +215,7 @@ impl VcpuThreads {
 
 /// What a vCPU's thread holds.
 struct Runner {
-    vcpu: ManuallyDrop<VcpuFd>,
+    vcpu: Arc<Mutex<VcpuFd>>,
     kick: Kick,
     bus: Arc<Bus>,
     ending: Arc<Ending>,
@@ -277,10 +224,11 @@ struct Runner {
 
 impl Runner {
     /// Runs the vCPU until the gate says stop or the VM ends.
-    fn run(&mut self) {
+    fn run(&self) {
         let mut refused = 0;
+        let mut vcpu = lock(&self.vcpu);
         loop {
-            let exit = self.vcpu.run();
+            let exit = vcpu.run();
             // A vCPU that waits to be woken comes back with this error when it is. So does one that KVM
             // cannot run for want of something, at first a thread of its own.
             if exit.as_ref().is_err_and(|error| error.errno() == libc::EAGAIN) {
@@ -313,14 +261,18 @@ impl Runner {
                 }
                 Ok(exit) => {
                     let exit = format!("{exit:?}");
-                    let detail = explain_exit(&mut self.vcpu, &exit);
+                    let detail = explain_exit(&mut vcpu, &exit);
                     return self.ending.report(EndReason::Failed, detail);
                 }
                 // KVM comes back with this only when it has finished the guest's last register
                 // access: the place to wait, if told to.
                 Err(error) if is_retry(&error) => {
-                    if self.kick.flag().swap(0, Ordering::SeqCst) == 1 && !self.gate.pass() {
-                        return;
+                    if self.kick.flag().swap(0, Ordering::SeqCst) == 1 {
+                        drop(vcpu);
+                        if !self.gate.pass() {
+                            return;
+                        }
+                        vcpu = lock(&self.vcpu);
                     }
                 }
                 Err(error) => {
@@ -329,6 +281,10 @@ impl Runner {
             }
         }
     }
+}
+
+fn lock(vcpu: &Mutex<VcpuFd>) -> MutexGuard<'_, VcpuFd> {
+    vcpu.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Whether `KVM_RUN` is to be called again.

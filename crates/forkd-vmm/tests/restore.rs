@@ -19,7 +19,7 @@ use forkd_vmm::devices::virtio::net::Net;
 use forkd_vmm::devices::virtio::rng::Rng;
 use forkd_vmm::devices::virtio::vsock::Vsock;
 use forkd_vmm::layout::GENERATION_ID;
-use forkd_vmm::state::{ChildParts, Frozen, MachineState, MemoryRange, file};
+use forkd_vmm::state::{ChildParts, Frozen, MachineState, MemoryRange, SaveFiles, file};
 use forkd_vmm::vm::{self, Running, Vm, VmParts};
 use forkd_vmm::{GuestMemory, guest_code, seccomp, tiny};
 use vm_memory::{Bytes, GuestAddress};
@@ -116,9 +116,18 @@ struct Saved {
 }
 
 impl Saved {
-    fn new(frozen: &Frozen) -> Saved {
+    fn new(frozen: &mut Frozen) -> Saved {
         let saved = Saved { state: tempfile::tempfile().unwrap(), memory: tempfile::tempfile().unwrap() };
-        frozen.save(&saved.state, &saved.memory).unwrap();
+        let files = SaveFiles {
+            state: saved.state.try_clone().unwrap(),
+            memory: saved.memory.try_clone().unwrap(),
+            parent: Vec::new(),
+            pagemap: None,
+            disks: Vec::new(),
+            progress: None,
+        };
+        let saving = frozen.prepare_save(files).unwrap();
+        frozen.save(saving).unwrap();
         saved
     }
 
@@ -131,7 +140,7 @@ impl Saved {
         let kvm = vm::open_kvm(support::open_kvm("").unwrap()).unwrap();
         let mut state = file::read(&self.state)?;
         change(&mut state);
-        Frozen::load(kvm, state, self.memory.try_clone().unwrap(), Vec::new())
+        Frozen::load(kvm, state, vec![self.memory.try_clone().unwrap()], Vec::new())
     }
 
     fn refusal(&self, change: impl FnOnce(&mut MachineState)) -> String {
@@ -148,7 +157,7 @@ fn frozen_counter(kvm: File) -> Frozen {
 #[test]
 fn a_guest_survives_being_saved_and_loaded() {
     let Some(kvm) = support::open_kvm("a_guest_survives_being_saved_and_loaded") else { return };
-    let saved = Saved::new(&frozen_counter(kvm));
+    let saved = Saved::new(&mut frozen_counter(kvm));
     // Twice: the files are not changed by what runs from them.
     for _ in 0..2 {
         counts_on(saved.load(), 0x20_0000);
@@ -210,7 +219,7 @@ fn two_vcpus_and_two_memory_slots_go_on_and_a_large_guest_takes_no_room() {
         let register = frozen.state().vcpus[0].regs.rax;
         assert!(register == low || register == low + 1, "{register} is not {low}");
         if round == 1 {
-            let files = Saved::new(&frozen);
+            let files = Saved::new(&mut frozen);
             assert_eq!(files.memory.metadata().unwrap().len(), 4 << 30);
             assert!(files.memory.metadata().unwrap().blocks() * 512 < 1 << 20, "holes are holes");
             frozen = files.load();
@@ -225,8 +234,8 @@ fn two_vcpus_and_two_memory_slots_go_on_and_a_large_guest_takes_no_room() {
 #[test]
 fn every_copy_is_another_generation() {
     let Some(kvm) = support::open_kvm("every_copy_is_another_generation") else { return };
-    let frozen = frozen_counter(kvm);
-    let saved = Saved::new(&frozen);
+    let mut frozen = frozen_counter(kvm);
+    let saved = Saved::new(&mut frozen);
     let id = |memory: &GuestMemory| memory.read_obj::<[u8; 16]>(GuestAddress(GENERATION_ID)).unwrap();
     let parent = frozen.state().generation.id;
     assert_eq!(id(frozen.memory()), parent);
@@ -251,7 +260,7 @@ fn the_serial_port_keeps_its_registers() {
     let Some(kvm) = support::open_kvm("the_serial_port_keeps_its_registers") else { return };
     let running = start(Vm::build(parts(kvm, serial_mark())).unwrap());
     wait_for_more(&running, 0x20_0000, 10);
-    let saved = Saved::new(&running.freeze().unwrap());
+    let saved = Saved::new(&mut running.freeze().unwrap());
     let frozen = saved.load();
     frozen.memory().write_obj(0u8, GuestAddress(0x20_0008)).unwrap();
     let before = read(frozen.memory(), 0x20_0000);
@@ -264,7 +273,7 @@ fn the_serial_port_keeps_its_registers() {
 #[test]
 fn what_cannot_be_restored_is_refused_with_the_reason() {
     let Some(kvm) = support::open_kvm("what_cannot_be_restored_is_refused_with_the_reason") else { return };
-    let saved = Saved::new(&frozen_counter(kvm));
+    let saved = Saved::new(&mut frozen_counter(kvm));
     assert!(saved.try_load(|_| {}).is_ok());
 
     // No KVM has ever offered this one.
@@ -293,13 +302,15 @@ fn what_cannot_be_restored_is_refused_with_the_reason() {
     let kvm = vm::open_kvm(support::open_kvm("").unwrap()).unwrap();
     let disk = vec![(tempfile::tempfile().unwrap(), Vec::new())];
     let state = file::read(&saved.state).unwrap();
-    let error = Frozen::load(kvm, state, saved.memory.try_clone().unwrap(), disk).err().unwrap();
+    let error = Frozen::load(kvm, state, vec![saved.memory.try_clone().unwrap()], disk).err().unwrap();
     assert!(error.to_string().contains("0 disks, but 1"), "{error}");
 
     saved.memory.set_len((16 << 20) - 1).unwrap();
     let text = saved.refusal(|_| {});
     assert!(
-        text.contains("the memory file is truncated: it has 16777215 bytes instead of 16777216"),
+        text.contains(
+            "memory layer 0 cannot be used: it is truncated: it has 16777215 bytes instead of 16777216"
+        ),
         "{text}"
     );
     saved.memory.set_len(17 << 20).unwrap();
@@ -351,14 +362,14 @@ fn a_guest_with_every_device_is_thawed_with_what_it_needs_and_refused_without() 
     ];
     let running = start(Vm::build(VmParts { devices, ..parts(kvm, count()) }).unwrap());
     wait_for_more(&running, 0x20_0000, 1000);
-    let frozen = running.freeze().unwrap();
+    let mut frozen = running.freeze().unwrap();
     assert_eq!(frozen.disks().iter().map(|disk| disk.files().len()).collect::<Vec<_>>(), [1, 2]);
-    let saved = Saved::new(&frozen);
+    let saved = Saved::new(&mut frozen);
     let load = || {
         let kvm = vm::open_kvm(support::open_kvm("").unwrap()).unwrap();
         let file = |file: &File| file.try_clone().unwrap();
         let disks = vec![(file(&base), vec![]), (file(&base), vec![file(&layer)])];
-        Frozen::load(kvm, file::read(&saved.state).unwrap(), file(&saved.memory), disks).unwrap()
+        Frozen::load(kvm, file::read(&saved.state).unwrap(), vec![file(&saved.memory)], disks).unwrap()
     };
     let layers = || vec![None, Some(tempfile::tempfile().unwrap())];
     let refusal = |parts: ChildParts| load().thaw(parts).err().unwrap().to_string();

@@ -287,7 +287,7 @@ fn a_paused_guest_stands_still_and_goes_on_where_it_was() {
     let mut running = start(parts(kvm, count()));
     let counter = |memory: &GuestMemory| read(memory, 0x20_0000);
     for _ in 0..20 {
-        let paused = running.pause();
+        let paused = running.pause().unwrap();
         let before = counter(paused.memory());
         std::thread::sleep(Duration::from_millis(2));
         assert_eq!(counter(paused.memory()), before, "a paused guest goes on");

@@ -2,8 +2,9 @@
 //! by now.
 //!
 //! ```text
-//! idle ──Boot──► sandbox ──Freeze──► template ──fork──► sandbox (in a new process)
-//!   └──────────────Load────────────────┘  └─────fork──► saver   (in a new process)
+//! idle ──Boot──► sandbox ──Freeze──► template ──fork──► sandbox  (in a new process)
+//!   └──────────────Load────────────────┘  └─────fork──► saver    (in a new process)
+//!                sandbox ──Branch─────────────────────► template (in a new process)
 //! ```
 //!
 //! A VM does not depend on the controller. When a connection ends, however it ends, the VM goes on and
@@ -16,14 +17,15 @@ mod peer;
 use std::os::fd::{AsFd, OwnedFd};
 
 use forkd_protocol::control::{
-    BootConfig, EndReason, Event, LoadConfig, Reply, Request, Role, Status, VmEnd,
+    BootConfig, BranchConfig, EndReason, Event, FdRef, LoadConfig, Reply, Request, Role, Status, VmEnd,
 };
 
+use crate::branch::{self, Branch, Branched};
 use crate::config;
 use crate::event_loop::as_fd;
 use crate::state::Frozen;
 use crate::template::{self, Newborn, Template};
-use crate::vm::{Running, Vm};
+use crate::vm::{Paused, Running, Vm};
 use crate::{Error, Result, seccomp};
 use guest_connections::{Inbox, Outbox};
 pub(crate) use peer::Controllers;
@@ -44,10 +46,12 @@ pub enum Finish {
 pub fn serve(listener: OwnedFd, seccomp: seccomp::Mode) -> Result<Finish> {
     let mut monitor = Monitor::idle(Controllers::new(listener)?, seccomp)?;
     loop {
-        let template = match monitor.serve()? {
+        let (frozen, controllers) = match monitor.serve()? {
             Outcome::Finish(finish) => return Ok(finish),
-            Outcome::Template(frozen, controllers) => Template::new(*frozen, controllers)?,
+            Outcome::Template(frozen, controllers) => (*frozen, controllers),
+            Outcome::Branch(newborn, source) => newborn.settle(*source)?,
         };
+        let template = Template::new(frozen, controllers)?;
         monitor = match template.serve()? {
             template::Outcome::Stopped => return Ok(Finish::Stopped),
             template::Outcome::Saver(saver) => return saver.save().map(|()| Finish::Saved),
@@ -60,6 +64,8 @@ pub fn serve(listener: OwnedFd, seccomp: seccomp::Mode) -> Result<Finish> {
 enum Outcome {
     Finish(Finish),
     Template(Box<Frozen>, Controllers),
+    /// This is a new process, and the VM its source's.
+    Branch(Box<branch::Newborn>, Box<Running>),
 }
 
 /// The control thread of a process that waits for its VM, or runs it.
@@ -124,6 +130,11 @@ impl Monitor {
                     return match next {
                         Next::Finish(finish) => Ok(Outcome::Finish(finish)),
                         Next::Template(frozen) => Ok(Outcome::Template(frozen, self.controllers)),
+                        Next::Branch(newborn, source) => {
+                            // All of it is still the source's.
+                            std::mem::forget(self);
+                            Ok(Outcome::Branch(newborn, source))
+                        }
                         Next::Failed(error) => Err(error),
                     };
                 }
@@ -167,15 +178,19 @@ impl Monitor {
                 }
                 Err(error) => Err(error),
             },
+            Request::Branch(config) => return self.branch(config, fds),
+            Request::Pause => self.vm().and_then(|vm| vm.pause().map(Paused::keep)).map(|()| Reply::Paused),
+            Request::Resume => self.vm().and_then(Running::resume).map(|()| Reply::Resumed),
+            Request::Seal { layers } => {
+                self.vm().and_then(|vm| branch::seal(vm, &layers, fds)).map(|()| Reply::Sealed)
+            }
+            Request::ReplaceLayers { disks } => {
+                self.vm().and_then(|vm| branch::replace_layers(vm, &disks, fds)).map(|()| Reply::Replaced)
+            }
             Request::Fork(_)
             | Request::Save(_)
             | Request::Merge(_)
             | Request::Layers
-            | Request::Seal { .. }
-            | Request::Branch(_)
-            | Request::Pause
-            | Request::Resume
-            | Request::ReplaceLayers { .. }
             | Request::Children
             | Request::Acknowledge { .. } => {
                 Err(Error::Config("this is no template; freeze the VM, or load a snapshot".into()))
@@ -200,7 +215,37 @@ impl Monitor {
     fn status(&self) -> Status {
         let role = if self.running.is_some() { Role::Sandbox } else { Role::Idle };
         let ready = self.running.as_ref().is_some_and(Running::is_ready);
-        Status { role, running: self.running.is_some(), ready }
+        let running = self.running.as_ref().is_some_and(|vm| !vm.is_paused());
+        Status { role, running, ready }
+    }
+
+    /// The VM, if there is one.
+    fn vm(&mut self) -> Result<&mut Running> {
+        self.running.as_mut().ok_or_else(|| Error::Config("there is no VM; boot one".into()))
+    }
+
+    fn branch(&mut self, config: BranchConfig, fds: Vec<OwnedFd>) -> Option<Next> {
+        let branched = self.vm().and_then(|vm| branch::branch(vm, config, fds));
+        match branched {
+            Ok(Branched::Source(branch)) => self.answer_branched(&branch),
+            // This is another process now.
+            Ok(Branched::Branch(newborn)) => {
+                return self.running.take().map(|source| Next::Branch(newborn, Box::new(source)));
+            }
+            Err(error) => self.controllers.reply_error(&error),
+        }
+        None
+    }
+
+    fn answer_branched(&mut self, branch: &Branch) {
+        let mut fds = vec![branch.pidfd.as_fd()];
+        let mut layers = Vec::with_capacity(branch.layers.len());
+        for layer in &branch.layers {
+            layers.push(layer.as_ref().map(|_| FdRef(fds.len())));
+            fds.extend(layer.as_ref().map(AsFd::as_fd));
+        }
+        let pause_us = u64::try_from(branch.pause.as_micros()).unwrap_or(u64::MAX);
+        self.controllers.reply_with(Reply::Branched { pid: branch.pid, pause_us, layers }, &fds);
     }
 
     fn boot(&mut self, config: BootConfig, fds: Vec<OwnedFd>) -> Result<()> {
@@ -271,10 +316,11 @@ struct Ready {
 enum Next {
     Finish(Finish),
     Template(Box<Frozen>),
+    Branch(Box<branch::Newborn>, Box<Running>),
     Failed(Error),
 }
 
 /// The end of a VM that the monitor could not go on with.
-fn failure(error: &Error) -> VmEnd {
+pub(crate) fn failure(error: &Error) -> VmEnd {
     VmEnd { reason: EndReason::Failed, detail: error.chain(), console_tail: String::new() }
 }

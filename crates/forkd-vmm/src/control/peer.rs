@@ -3,7 +3,7 @@
 //! Knows the handshake and the manners of a connection, not what the requests mean.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
 use forkd_protocol::control::{Channel, Event, Message, Reply, Request, VERSION};
@@ -39,6 +39,11 @@ impl Controllers {
             return Err(Error::Config("the control descriptor is not a listening socket".into()));
         }
         Ok(Controllers { listener, peer: None })
+    }
+
+    /// Where controllers connect.
+    pub(crate) fn listener(&self) -> RawFd {
+        self.listener.as_raw_fd()
     }
 
     /// Whether a controller is connected and has said hello.

@@ -5,17 +5,16 @@
 //! may use everything up, and what it can find prepared it does not do again.
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 
 use kvm_bindings::{kvm_clock_data, kvm_irqchip};
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use super::vcpu::{self, Prepared};
-use super::{
-    DevicePart, DeviceState, InterruptState, MachineState, MemoryRange, features, file, memory_file,
-};
+use super::{DevicePart, DeviceState, InterruptState, MachineState, MemoryRange, features, memory_layer};
 use crate::boot::cpuid;
 use crate::devices::serial::{ConsoleLog, Serial};
 use crate::devices::virtio::VirtioDevice;
@@ -33,10 +32,10 @@ pub struct Frozen {
     kvm: Kvm,
     /// Frequency of this host's TSC; 0 if it is not known.
     host_tsc_khz: u32,
-    state: MachineState,
+    pub(super) state: MachineState,
     prepared: Vec<Prepared>,
-    memory: GuestMemory,
-    disks: Vec<Disk>,
+    pub(super) memory: GuestMemory,
+    pub(super) disks: Vec<Disk>,
 }
 
 /// What a child gets of its own.
@@ -67,18 +66,19 @@ impl Frozen {
         Ok(Frozen { kvm, host_tsc_khz, state, prepared, memory, disks })
     }
 
-    /// A VM from files: `state` as read by [`file::read`], the memory file, and for each disk its base
-    /// and its layers. What could not be thawed is refused here, with the reason.
+    /// A VM from files: `state` as read by [`file::read`](super::file::read), the memory layers, the
+    /// oldest first, and for each disk its base and its layers. What could not be thawed is refused here,
+    /// with the reason.
     pub fn load(
         kvm: Kvm,
         state: MachineState,
-        memory: File,
+        memory: Vec<File>,
         disks: Vec<(File, Vec<File>)>,
     ) -> Result<Frozen> {
         vm::check_host(&kvm, state.vcpus.len())?;
         check_features(&kvm, &state)?;
         let disks = load_disks(&state.devices, disks)?;
-        let memory = load_memory(&state.memory, &memory)?;
+        let memory = load_memory(&state.memory, memory)?;
         check_devices(&state.devices, &memory)?;
         Serial::check(&state.serial)?;
 
@@ -88,14 +88,6 @@ impl Frozen {
         let frozen = Frozen::new(kvm, host_tsc_khz, state, memory, disks)?;
         frozen.restore(&fd, &vcpus)?;
         Ok(frozen)
-    }
-
-    /// Writes everything but the disks to two empty files. When it returns they are safe on the disk.
-    pub fn save(&self, state: &File, memory: &File) -> Result<()> {
-        memory_file::write(&self.memory, memory)?;
-        file::write(&self.state, state)?;
-        memory.sync_all().map_err(Error::system("write the memory file to the disk"))?;
-        state.sync_all().map_err(Error::system("write the state file to the disk"))
     }
 
     /// Makes it a VM again, which goes on exactly where it was when it is started.
@@ -119,7 +111,8 @@ impl Frozen {
         // Devices after the interrupt chip: setting that would undo what they raise.
         let Frozen { kvm, host_tsc_khz, state, prepared, memory, .. } = self;
         let cpuids = prepared.into_iter().map(Prepared::into_cpuid).collect();
-        let machine = Machine { kvm, host_tsc_khz, fd, vcpus, cpuids, memory };
+        let msrs = vcpu::saved_msrs(&state.vcpus);
+        let machine = Machine { kvm, host_tsc_khz, fd, vcpus, cpuids, msrs, memory };
         let transports = state.devices.into_iter().map(|device| device.transport);
         Vm::resume(machine, parts.console, &state.serial, devices.into_iter().zip(transports))
     }
@@ -141,26 +134,6 @@ impl Frozen {
         Ok(())
     }
 
-    /// Takes `layers`, for each disk its topmost file opened for reading only, in the place of what the
-    /// VM wrote to. All or nothing.
-    pub fn seal(&mut self, layers: Vec<Option<File>>) -> Result<()> {
-        if layers.len() != self.disks.len() {
-            let (expected, found) = (self.disks.len(), layers.len());
-            return Err(Error::Config(format!(
-                "the VM has {expected} disks, but layers of {found} were given"
-            )));
-        }
-        let pairs = || self.disks.iter().zip(&layers);
-        for (index, (disk, layer)) in pairs().enumerate() {
-            disk.check_seal(layer.as_ref())
-                .map_err(|error| Error::Config(format!("layers[{index}]: {error}")))?;
-        }
-        for (disk, layer) in self.disks.iter_mut().zip(layers) {
-            disk.seal(layer);
-        }
-        Ok(())
-    }
-
     /// What it is made of.
     pub fn state(&self) -> &MachineState {
         &self.state
@@ -169,6 +142,14 @@ impl Frozen {
     /// Its memory, in which nothing changes.
     pub fn memory(&self) -> &GuestMemory {
         &self.memory
+    }
+
+    /// All descriptors it owns.
+    pub(crate) fn descriptors(&self) -> Vec<RawFd> {
+        let disks = self.disks.iter().flat_map(Disk::files).map(AsRawFd::as_raw_fd);
+        let memory = self.memory.iter().filter_map(|region| region.file_offset());
+        let memory = memory.map(|offset| offset.file().as_raw_fd());
+        [self.kvm.as_raw_fd()].into_iter().chain(disks).chain(memory).collect()
     }
 
     /// Its disks, in order.
@@ -193,7 +174,7 @@ fn check_features(kvm: &Kvm, state: &MachineState) -> Result<()> {
     state.vcpus.iter().try_for_each(|vcpu| features::check(&vcpu.cpuid, supported.as_slice()))
 }
 
-fn load_memory(ranges: &[MemoryRange], file: &File) -> Result<GuestMemory> {
+fn load_memory(ranges: &[MemoryRange], layers: Vec<File>) -> Result<GuestMemory> {
     let total = ranges.iter().try_fold(0u64, |sum, range| sum.checked_add(range.length));
     let mib = total.filter(|bytes| bytes % (1 << 20) == 0).map_or(0, |bytes| bytes >> 20);
     let saved = ranges.iter().map(|range| (range.start, range.length));
@@ -202,15 +183,7 @@ fn load_memory(ranges: &[MemoryRange], file: &File) -> Result<GuestMemory> {
             "the state's memory ranges are none a VM has; make the snapshot again".into(),
         ));
     }
-    let (found, expected) =
-        (file.metadata().map_err(Error::system("look at the memory file"))?.len(), mib << 20);
-    if found != expected {
-        let what = if found < expected { "truncated" } else { "too long" };
-        return Err(Error::Config(format!(
-            "the memory file is {what}: it has {found} bytes instead of {expected}; make the snapshot again"
-        )));
-    }
-    memory::map_file(mib, file)
+    memory_layer::map(&memory_layer::Chain::open(layers, mib << 20)?)
 }
 
 fn load_disks(devices: &[DeviceState], files: Vec<(File, Vec<File>)>) -> Result<Vec<Disk>> {

@@ -6,15 +6,18 @@
 //! - [`file`]: that as a file;
 //! - [`vcpu`]: a vCPU's state, out of KVM and into it;
 //! - [`features`]: whether this host's CPU can go on where another one stopped;
+//! - `memory_layer`: guest memory as files;
 //! - [`frozen`]: a stopped VM as a whole: made by [`Running::freeze`](crate::vm::Running::freeze) or
-//!   from files, saved to files, thawed in a child.
+//!   from files, thawed in a child;
+//! - `persist`: that saved to files, and what becomes of its disks' layers.
 //!
 //! Nothing here knows about processes: who forks, and when, is not its business.
 
 pub mod features;
 pub mod file;
 pub mod frozen;
-mod memory_file;
+mod memory_layer;
+mod persist;
 pub mod vcpu;
 
 use std::fmt;
@@ -23,11 +26,13 @@ use kvm_bindings::{kvm_clock_data, kvm_irqchip};
 use serde::{Deserialize, Serialize};
 
 pub use frozen::{ChildParts, Frozen};
+pub(crate) use memory_layer::check_any_bytes as check_any_memory_layer;
+pub use persist::{MergedLayers, SaveFiles, Saving};
 pub use vcpu::VcpuState;
 
 /// A VM without its memory and its disks.
 pub struct MachineState {
-    /// Where its memory is, in the order of the memory file.
+    /// Where its memory is, in the order of memory layers.
     pub memory: Vec<MemoryRange>,
     /// Its vCPUs, in the order of their ids.
     pub vcpus: Vec<VcpuState>,

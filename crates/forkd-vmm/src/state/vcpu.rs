@@ -55,23 +55,41 @@ pub struct VcpuState {
     pub events: kvm_vcpu_events,
 }
 
-/// Saves all vCPUs of a VM, which have come out of `KVM_RUN` with nothing half done. `cpuids` are the
-/// CPUs they were told to be: some KVMs, asked for them, answer with the host's.
-pub fn save_all(kvm: &Kvm, vcpus: &[VcpuFd], cpuids: &[CpuId]) -> Result<Vec<VcpuState>> {
-    let Some(first) = vcpus.first().filter(|_| vcpus.len() == cpuids.len()) else {
-        return Err(Error::Config("a vCPU's thread has failed: the VM cannot be frozen".into()));
-    };
+/// Finds the model-specific registers that make up a vCPU that was told to be `cpuid`: those KVM reads
+/// and sets. Asked of a vCPU made for it, once for each VM that is built: one by one they take longer than
+/// all else that is saved.
+pub fn find_msrs(kvm: &Kvm, cpuid: &CpuId) -> Result<Vec<u32>> {
+    let vm = kvm.create_vm().map_err(Error::kvm("KVM_CREATE_VM"))?;
+    // It gives the vCPU its local APIC.
+    vm.create_irq_chip().map_err(Error::kvm("KVM_CREATE_IRQCHIP"))?;
+    let vcpu = vm.create_vcpu(0).map_err(Error::kvm("KVM_CREATE_VCPU"))?;
+    vcpu.set_cpuid2(cpuid).map_err(Error::kvm("KVM_SET_CPUID2"))?;
     let list = kvm.get_msr_index_list().map_err(Error::kvm("KVM_GET_MSR_INDEX_LIST"))?;
     let unlisted = MTRRS.into_iter().flatten().filter(|index| !list.as_slice().contains(index));
     let indices: Vec<u32> = list.as_slice().iter().copied().chain(unlisted).collect();
-    // KVM lists more than it reads.
-    let indices = readable(first, &indices)?;
-    vcpus.iter().zip(cpuids).map(|(vcpu, cpuid)| save(vcpu, cpuid, &indices)).collect()
+    // KVM lists more than it reads, and reads more than it sets.
+    let readable = get_msrs(&vcpu, &readable(&vcpu, &indices)?)?;
+    settable(&vcpu, &in_order(readable))
+}
+
+/// Saves all vCPUs of a VM, which have come out of `KVM_RUN` with nothing half done and may go on
+/// afterwards. `cpuids` are the CPUs they were told to be (some KVMs, asked for them, answer with the
+/// host's), `msrs` what [`find_msrs`] has found.
+pub fn save_all(vcpus: &[&VcpuFd], cpuids: &[CpuId], msrs: &[u32]) -> Result<Vec<VcpuState>> {
+    if vcpus.is_empty() || vcpus.len() != cpuids.len() {
+        return Err(Error::Config("a vCPU's thread has failed: the VM cannot be saved".into()));
+    }
+    vcpus.iter().zip(cpuids).map(|(vcpu, cpuid)| save(vcpu, cpuid, msrs)).collect()
+}
+
+/// The registers [`save_all`] is to save of a VM that came from `states`.
+pub fn saved_msrs(states: &[VcpuState]) -> Vec<u32> {
+    states.first().map_or_else(Vec::new, |state| state.msrs.iter().map(|msr| msr.index).collect())
 }
 
 /// Drops the registers KVM reads but does not set from `states`. To find them they are set, which changes
 /// the first vCPU: the last thing done with it.
-pub fn keep_settable(vcpus: &[VcpuFd], states: &mut [VcpuState]) -> Result<()> {
+pub fn keep_settable(vcpus: &[&VcpuFd], states: &mut [VcpuState]) -> Result<()> {
     let (Some(vcpu), Some(state)) = (vcpus.first(), states.first()) else { return Ok(()) };
     let settable = settable(vcpu, &state.msrs)?;
     for state in states {
@@ -245,8 +263,12 @@ pub fn restore(vcpu: &VcpuFd, state: &VcpuState, prepared: &Prepared) -> Result<
     }
     // Last: setting registers clears pending exceptions.
     vcpu.set_vcpu_events(&state.events).map_err(Error::kvm("KVM_SET_VCPU_EVENTS"))?;
-    // Tells the guest that it was stopped, so that its watchdogs do not wonder about the gap. A guest
-    // without KVM's clock has no place for that.
+    tell_of_pause(vcpu)
+}
+
+/// Tells the guest, when it goes on, that it was stopped, so that its watchdogs do not wonder about the
+/// gap. A guest without KVM's clock has no place for that.
+pub fn tell_of_pause(vcpu: &VcpuFd) -> Result<()> {
     match vcpu.kvmclock_ctrl() {
         Err(error) if error.errno() != libc::EINVAL => Err(Error::kvm("KVM_KVMCLOCK_CTRL")(error)),
         _ => Ok(()),

@@ -8,7 +8,8 @@
 //! goes wrong with one child is an answer to that request; the template goes on.
 
 mod children;
-mod fork;
+pub(crate) mod fork;
+mod saver;
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -17,18 +18,19 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 
 use forkd_protocol::control::{
-    Event, FdRef, ForkConfig, LoadConfig, Reply, Request, Role, SaveConfig, Status,
+    Event, FdRef, ForkConfig, LoadConfig, MAX_FDS, ReplacedLayers, Reply, Request, Role, Status,
 };
 
 use crate::config::{Access, Attached};
 use crate::control::Controllers;
 use crate::devices::serial::ConsoleLog;
 use crate::devices::virtio::vsock::GuestConnections;
-use crate::seccomp::IOPRIO_WHO_PROCESS;
 use crate::state::{ChildParts, Frozen};
 use crate::{Error, Result};
 use children::{ChildSignal, Children};
 use fork::Forked;
+use saver::Job;
+pub(crate) use saver::Saver;
 
 /// The control thread, and only thread, of a template.
 pub(crate) struct Template {
@@ -81,8 +83,8 @@ impl Template {
                         let frozen = self.frozen;
                         return Ok(Outcome::Child(Box::new(Newborn { frozen, controllers, parts })));
                     }
-                    Next::BeSaver(state, memory) => {
-                        return Ok(Outcome::Saver(Box::new(Saver { frozen: self.frozen, state, memory })));
+                    Next::BeSaver(job) => {
+                        return Ok(Outcome::Saver(Box::new(Saver::new(self.frozen, *job))));
                     }
                 }
             }
@@ -100,9 +102,19 @@ impl Template {
     fn answer(&mut self, request: Request, fds: Vec<OwnedFd>) -> Next {
         let reply = match request {
             Request::Fork(config) => return self.fork_child(config, fds),
-            Request::Save(config) => return self.fork_saver(config, fds),
+            Request::Save(config) => {
+                return self.fork_saver(config.child.clone(), |frozen| Job::save(frozen, config, fds));
+            }
+            Request::Merge(config) => {
+                return self.fork_saver(config.child.clone(), |frozen| Job::merge(frozen, config, fds));
+            }
+            Request::Layers => return self.answer_layers(),
             Request::Seal { layers } => match self.seal(&layers, fds) {
                 Ok(()) => Reply::Sealed,
+                Err(error) => Reply::Error { message: error.chain() },
+            },
+            Request::ReplaceLayers { disks } => match self.replace_layers(&disks, fds) {
+                Ok(()) => Reply::Replaced,
                 Err(error) => Reply::Error { message: error.chain() },
             },
             Request::Children => {
@@ -123,10 +135,7 @@ impl Template {
             | Request::Freeze
             | Request::Branch(_)
             | Request::Pause
-            | Request::Resume
-            | Request::ReplaceLayers { .. }
-            | Request::Layers
-            | Request::Merge(_) => {
+            | Request::Resume => {
                 Reply::Error { message: "this is a template already; start another monitor".into() }
             }
             Request::Stop => {
@@ -148,6 +157,11 @@ impl Template {
         self.frozen.seal(files)
     }
 
+    fn replace_layers(&mut self, disks: &[Option<ReplacedLayers>], fds: Vec<OwnedFd>) -> Result<()> {
+        let mut fds = Attached::new(fds);
+        self.frozen.replace_layers(saver::merged_layers(disks, &mut fds, Access::Read)?)
+    }
+
     fn fork_child(&mut self, config: ForkConfig, fds: Vec<OwnedFd>) -> Next {
         let mut fds = Attached::new(fds);
         let name = config.child.clone();
@@ -165,19 +179,35 @@ impl Template {
         }
     }
 
-    fn fork_saver(&mut self, config: SaveConfig, fds: Vec<OwnedFd>) -> Next {
-        let mut fds = Attached::new(fds);
-        let forked = self.children.check_name(&config.child).and_then(|()| {
-            let state = fds.take("state", config.state, Access::Both)?;
-            let memory = fds.take("memory", config.memory, Access::Both)?;
+    /// Forks a process that does what `prepare` finds nothing to speak against.
+    fn fork_saver(&mut self, name: String, prepare: impl FnOnce(&Frozen) -> Result<Job>) -> Next {
+        let forked = self.children.check_name(&name).and_then(|()| {
+            let job = prepare(&self.frozen)?;
             let forked = fork::fork(None).map_err(Error::system("fork a saver"))?;
-            Ok((forked, File::from(state), File::from(memory)))
+            Ok((forked, job))
         });
         match forked {
-            Ok((Forked::Child, state, memory)) => Next::BeSaver(state, memory),
-            Ok((Forked::Parent { pid, pidfd }, ..)) => self.answer_forked(config.child, pid, &pidfd),
+            Ok((Forked::Child, job)) => Next::BeSaver(Box::new(job)),
+            Ok((Forked::Parent { pid, pidfd }, _)) => self.answer_forked(name, pid, &pidfd),
             Err(error) => self.answer_error(&error),
         }
+    }
+
+    fn answer_layers(&mut self) -> Next {
+        let mut fds = Vec::new();
+        let mut disks = Vec::new();
+        for disk in self.frozen.disks() {
+            let layers = disk.frozen_layers();
+            disks.push((fds.len()..fds.len() + layers.len()).map(FdRef).collect());
+            fds.extend(layers.iter().map(AsFd::as_fd));
+        }
+        if fds.len() > MAX_FDS {
+            let text = format!("{} layers do not fit into an answer; merge some of them first", fds.len());
+            self.controllers.reply(Reply::Error { message: text });
+        } else {
+            self.controllers.reply_with(Reply::Layers { disks }, &fds);
+        }
+        Next::Serve
     }
 
     fn answer_forked(&mut self, name: String, pid: i32, pidfd: &OwnedFd) -> Next {
@@ -197,7 +227,7 @@ enum Next {
     Serve,
     Stop,
     BeChild(Controllers, Parts),
-    BeSaver(File, File),
+    BeSaver(Box<Job>),
 }
 
 /// What a child gets of its own, looked at before there is a child.
@@ -235,53 +265,25 @@ impl Parts {
     }
 }
 
-/// A process that writes a template to files, right after the fork.
-pub(crate) struct Saver {
-    frozen: Frozen,
-    state: File,
-    memory: File,
-}
-
-impl Saver {
-    /// Writes both files. When this returns without an error they are safely on disk.
-    pub(crate) fn save(self) -> Result<()> {
-        name_process(c"forkd-saver");
-        step_back();
-        self.frozen.save(&self.state, &self.memory)
-    }
-}
-
-/// Takes the last place in every queue: children are not to notice that somebody saves.
-fn step_back() {
-    const LEAST: libc::c_int = 19;
-    const IDLE: libc::c_long = 3 << 13;
-    // SAFETY: both calls take integers only. What they fail to do is missed by nobody.
-    unsafe {
-        libc::setpriority(libc::PRIO_PROCESS, 0, LEAST);
-        libc::syscall(libc::SYS_ioprio_set, IOPRIO_WHO_PROCESS, 0, IDLE);
-    }
-}
-
 /// Loads the snapshot that `config` and its descriptors describe.
 pub(crate) fn load(config: LoadConfig, fds: Vec<OwnedFd>) -> Result<Frozen> {
     let mut fds = Attached::new(fds);
     let kvm = fds.take("kvm", config.kvm, Access::Both)?;
     let kvm = crate::vm::open_kvm(kvm.into())?;
     let state = File::from(fds.share("state", config.state)?);
-    let [memory] = config.memory[..] else {
-        return Err(Error::Config("memory: one layer is needed".into()));
-    };
-    let memory = File::from(fds.share("memory", memory)?);
+    let memory = share_all(&mut fds, "memory", &config.memory)?;
     let mut disks = Vec::new();
     for (index, disk) in config.disks.into_iter().enumerate() {
         let base = File::from(fds.share(&format!("disks[{index}].base"), disk.base)?);
-        let mut layers = Vec::new();
-        for (layer, fd) in disk.layers.into_iter().enumerate() {
-            layers.push(File::from(fds.share(&format!("disks[{index}].layers[{layer}]"), fd)?));
-        }
-        disks.push((base, layers));
+        disks.push((base, share_all(&mut fds, &format!("disks[{index}].layers"), &disk.layers)?));
     }
     Frozen::load(kvm, crate::state::file::read(&state)?, memory, disks)
+}
+
+/// Files that are only read from.
+fn share_all(fds: &mut Attached, name: &str, files: &[FdRef]) -> Result<Vec<File>> {
+    let share = |(index, fd): (usize, &FdRef)| fds.share(&format!("{name}[{index}]"), *fd).map(File::from);
+    files.iter().enumerate().map(share).collect()
 }
 
 /// Names the process, for people who look at lists of them.

@@ -136,7 +136,7 @@ pub fn pass_as_3(command: &mut Command, fd: impl Into<OwnedFd>) {
 }
 
 /// A listening control socket at `path`.
-fn listen(path: &Path) -> OwnedFd {
+pub fn listen(path: &Path) -> OwnedFd {
     let listener = seqpacket();
     rustix::net::bind(&listener, &SocketAddrUnix::new(path).unwrap()).unwrap();
     rustix::net::listen(&listener, 8).unwrap();

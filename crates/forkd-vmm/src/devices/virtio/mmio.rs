@@ -150,8 +150,13 @@ impl MmioDevice {
         }
     }
 
+    /// The disk behind the device, if it has one.
+    pub fn disk(&mut self) -> Option<&mut Disk> {
+        self.device.disk()
+    }
+
     /// The end of this device: all of its state, and the disk behind it, if it has one.
-    pub fn freeze(self) -> (DeviceState, Option<Disk>) {
+    pub fn freeze(&mut self) -> (DeviceState, Option<Disk>) {
         let queues = self.setups.iter().zip(&self.queues).map(|(setup, queue)| setup.to_state(queue));
         let transport = TransportState {
             status: self.status,

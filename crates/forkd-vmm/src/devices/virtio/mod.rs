@@ -102,9 +102,15 @@ pub trait VirtioDevice: Send {
         false
     }
 
+    /// The disk behind the device, if it has one. Called at any time between two events.
+    fn disk(&mut self) -> Option<&mut Disk> {
+        None
+    }
+
     /// The end of this device: what it knows, and the disk behind it, if it has one. Called between
-    /// two events, when everything it took from its queues is finished.
-    fn freeze(self: Box<Self>) -> (DevicePart, Option<Disk>);
+    /// two events, when everything it took from its queues is finished. Also called in a fork of the
+    /// process, where its descriptors are another VM's: it must not use them.
+    fn freeze(&mut self) -> (DevicePart, Option<Disk>);
 }
 
 /// Copies the part of `config` that starts at `offset` into `data`; the rest of `data` stays as it is.

@@ -160,7 +160,7 @@ impl VirtioDevice for Net {
         self.tap.is_some() != self.known_link
     }
 
-    fn freeze(self: Box<Self>) -> (DevicePart, Option<Disk>) {
+    fn freeze(&mut self) -> (DevicePart, Option<Disk>) {
         (DevicePart::Net(NetState { mac: self.mac, link_up: self.tap.is_some() }), None)
     }
 

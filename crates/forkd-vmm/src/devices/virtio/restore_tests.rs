@@ -106,7 +106,7 @@ fn a_device_that_waits_for_a_reset_still_does() {
 fn registers_somebody_invented_are_refused_or_harmless() {
     let driver = Driver::started(Box::new(Rng::new())).unwrap();
     let memory = driver.memory.clone();
-    let device = Arc::into_inner(driver.device).unwrap().into_inner().unwrap();
+    let mut device = Arc::into_inner(driver.device).unwrap().into_inner().unwrap();
     let good = device.freeze().0.transport;
     let check = |change: &dyn Fn(&mut TransportState)| {
         let mut state = good.clone();
@@ -199,7 +199,7 @@ fn a_write_in_one_child_is_never_seen_by_another_or_by_the_frozen_disk() {
     let mut driver = Driver::started(Box::new(Block::new(disk, "disk0"))).unwrap();
     write_block(&mut driver, 1, b't');
     write_block(&mut driver, 2, 0);
-    let device = Arc::into_inner(driver.device).unwrap().into_inner().unwrap();
+    let mut device = Arc::into_inner(driver.device).unwrap().into_inner().unwrap();
     let (state, disk) = device.freeze();
     let DevicePart::Block(state) = state.part else { panic!("a disk is a disk") };
     assert_eq!(state.runs, [(1, 0), (2, 1), (5, 0)]);
@@ -218,7 +218,7 @@ fn a_write_in_one_child_is_never_seen_by_another_or_by_the_frozen_disk() {
     assert_eq!((bytes_of(&base), bytes_of(&layer)), before, "what is frozen never changes");
 
     // A child of a child sees what its parent wrote, until then.
-    let device = Arc::into_inner(one.device).unwrap().into_inner().unwrap();
+    let mut device = Arc::into_inner(one.device).unwrap().into_inner().unwrap();
     let (state, disk) = device.freeze();
     let DevicePart::Block(state) = state.part else { panic!("a disk is a disk") };
     assert_eq!(state.runs, [(1, 0), (1, 2), (1, 1), (2, 0), (1, 2), (2, 0)]);
@@ -248,17 +248,17 @@ fn a_disk_that_is_not_the_one_of_the_state_is_refused() {
     assert!(frozen(8 * BLOCK, 1, &good).is_ok());
     assert!(frozen(7 * BLOCK, 1, &good).is_err(), "a truncated base");
     assert!(frozen(8 * BLOCK, 2, &good).is_err(), "a layer too many");
-    assert!(frozen(8 * BLOCK, 16, &BlockState { files: 17, ..good.clone() }).is_err(), "too many layers");
+    assert!(frozen(8 * BLOCK, 24, &BlockState { files: 25, ..good.clone() }).is_err(), "too many layers");
     let maps: [&[(u64, u8)]; 6] =
         [&[], &[(7, 0)], &[(9, 0)], &[(8, 2)], &[(8, 1)], &[(u64::MAX, 0), (u64::MAX, 0)]];
     for runs in maps {
         assert!(frozen(8 * BLOCK, 1, &BlockState { runs: runs.into(), ..good.clone() }).is_err(), "{runs:?}");
     }
     assert!(
-        frozen(8 * BLOCK, 15, &BlockState { files: 16, ..good.clone() }).is_err(),
+        frozen(8 * BLOCK, 23, &BlockState { files: 24, ..good.clone() }).is_err(),
         "no child could write"
     );
-    let mut disk = frozen(8 * BLOCK, 14, &BlockState { files: 15, ..good.clone() }).unwrap();
+    let mut disk = frozen(8 * BLOCK, 22, &BlockState { files: 23, ..good.clone() }).unwrap();
     disk.add_layer(Some(tempfile::tempfile().unwrap())).unwrap();
     assert!(disk.add_layer(Some(tempfile::tempfile().unwrap())).is_err(), "no room for another");
     let mut disk = frozen(8 * BLOCK, 1, &good).unwrap();
@@ -440,7 +440,7 @@ fn a_driver_without_an_event_queue_keeps_nobody_waiting() {
 #[test]
 fn memory_without_room_for_a_queue_is_no_reason_to_panic() {
     let driver = Driver::started(Box::new(Rng::new())).unwrap();
-    let device = Arc::into_inner(driver.device).unwrap().into_inner().unwrap();
+    let mut device = Arc::into_inner(driver.device).unwrap().into_inner().unwrap();
     let state = device.freeze().0.transport;
     let small = GuestMemory::from_ranges(&[(vm_memory::GuestAddress(0), 0x1000)]).unwrap();
     assert!(restore_queues(&state, 0, Rng::QUEUE_SIZES, &small).is_err());

@@ -44,7 +44,7 @@ impl VirtioDevice for Rng {
 
     fn read_config(&self, _offset: u64, _data: &mut [u8]) {}
 
-    fn freeze(self: Box<Self>) -> (DevicePart, Option<Disk>) {
+    fn freeze(&mut self) -> (DevicePart, Option<Disk>) {
         (DevicePart::Rng, None)
     }
 

@@ -295,7 +295,7 @@ fn the_loop_serves_devices_until_it_is_stopped() {
     let mut driver = started();
     let mut event_loop = EventLoop::new().unwrap();
     event_loop.add_device(Arc::clone(&driver.device)).unwrap();
-    let stopper = event_loop.stopper().unwrap();
+    let control = event_loop.control().unwrap();
     let thread = std::thread::spawn(move || event_loop.run());
     for _ in 0..200 {
         driver.add(0, &[(BUFFERS, 16, true)]);
@@ -306,8 +306,38 @@ fn the_loop_serves_devices_until_it_is_stopped() {
             std::thread::yield_now();
         }
     }
-    stopper.write(1).unwrap();
+    control.stop();
     thread.join().unwrap().unwrap();
+}
+
+#[test]
+fn a_parked_loop_serves_nothing_and_afterwards_everything_once() {
+    let mut driver = started();
+    let mut event_loop = EventLoop::new().unwrap();
+    event_loop.add_device(Arc::clone(&driver.device)).unwrap();
+    let control = event_loop.control().unwrap();
+    let thread = std::thread::spawn(move || event_loop.run());
+    for _ in 0..50 {
+        control.park();
+        driver.add(0, &[(BUFFERS, 16, true)]);
+        driver.notify(0);
+        std::thread::sleep(Duration::from_micros(200));
+        assert!(driver.finished(0).is_empty(), "it is parked");
+        control.run();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let mut served = 0;
+        while served == 0 {
+            assert!(Instant::now() < deadline, "what came meanwhile is lost");
+            std::thread::yield_now();
+            served = driver.finished(0).len();
+        }
+        assert_eq!(served + driver.finished(0).len(), 1);
+    }
+    // One that is parked can be stopped, and one that has ended needs no waiting for.
+    control.park();
+    control.stop();
+    thread.join().unwrap().unwrap();
+    control.park();
 }
 
 #[test]

@@ -6,9 +6,8 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 
-use rustix::fs::OFlags;
 use thiserror::Error;
 
 use crate::devices::virtio::buffers::Buffers;
@@ -24,7 +23,7 @@ const MAX_SIZE: u64 = 2 << 40;
 
 /// The most files one disk is made of. A byte of the map names one, and each is a descriptor in every
 /// child.
-pub(crate) const MAX_FILES: usize = 16;
+pub(crate) const MAX_FILES: usize = 24;
 
 /// Why a file cannot be a disk.
 #[derive(Debug, Error)]
@@ -48,17 +47,19 @@ fn full() -> DiskError {
     DiskError::Mismatch(format!("it has {MAX_FILES} files already; none can be added"))
 }
 
-/// A disk.
-#[derive(Debug)]
+/// A disk. The default has no files and no size: what is left when a disk was taken.
+#[derive(Debug, Default)]
 pub struct Disk {
-    /// The base, then its layers from the oldest to the newest. Only the last is ever written, and
-    /// never the base.
-    files: Vec<File>,
+    /// The base, then its layers from the oldest to the newest.
+    pub(super) files: Vec<File>,
+    /// How many of them are never written again; there is at most one more, which takes what the guest
+    /// writes.
+    pub(super) frozen: usize,
     /// For each block the index in `files` of the file that holds it. A byte is enough: a disk
     /// never has more than a few layers open.
-    map: Vec<u8>,
-    size: u64,
-    /// Whether the guest may write; the last file is the layer that takes it.
+    pub(super) map: Vec<u8>,
+    pub(super) size: u64,
+    /// Whether the guest may write, once there is a layer that takes it.
     writable: bool,
 }
 
@@ -73,7 +74,7 @@ impl Disk {
         let map = vec![0; size.div_ceil(BLOCK) as usize];
         let writable = layer.is_some();
         let files = std::iter::once(base).chain(layer).collect();
-        Ok(Disk { files, map, size, writable })
+        Ok(Disk { files, frozen: 1, map, size, writable })
     }
 
     /// A disk as it was when its VM was stopped, from its files and a state that anybody may have
@@ -87,6 +88,7 @@ impl Disk {
             )));
         }
         disk.files.extend(layers);
+        disk.freeze();
         disk.writable = state.writable;
         let count = disk.files.len();
         if count != usize::from(state.files) || count > MAX_FILES {
@@ -100,32 +102,6 @@ impl Disk {
         }
         disk.fill_map(&state.runs)?;
         Ok(disk)
-    }
-
-    /// Whether `layer` is the topmost file of this disk, opened so that it cannot be written. A disk
-    /// without a layer has none.
-    pub fn check_seal(&self, layer: Option<&File>) -> Result<(), DiskError> {
-        let (Some(layer), [_, .., top]) = (layer, self.files.as_slice()) else {
-            let fits = layer.is_none() && self.files.len() == 1;
-            let text = "a disk that was written has a topmost layer, and only such a disk".to_owned();
-            return if fits { Ok(()) } else { Err(DiskError::Mismatch(text)) };
-        };
-        let (ours, given) = (top.metadata()?, layer.metadata()?);
-        if (ours.dev(), ours.ino()) != (given.dev(), given.ino()) {
-            return Err(DiskError::Mismatch("it is not the disk's topmost layer".into()));
-        }
-        let mode = rustix::fs::fcntl_getfl(layer).map_err(io::Error::from)? & OFlags::RWMODE;
-        if mode != OFlags::RDONLY {
-            return Err(DiskError::Mismatch("it is open for writing".into()));
-        }
-        Ok(())
-    }
-
-    /// Uses `layer`, which was [checked](Disk::check_seal), from now on.
-    pub fn seal(&mut self, layer: Option<File>) {
-        if let (Some(layer), [_, .., top]) = (layer, self.files.as_mut_slice()) {
-            *top = layer;
-        }
     }
 
     fn fill_map(&mut self, runs: &[(u64, u8)]) -> Result<(), DiskError> {
@@ -160,18 +136,31 @@ impl Disk {
         Ok(())
     }
 
-    /// Gives a frozen disk, or rather a child's copy of it, the layer that takes the child's writes.
-    pub fn add_layer(&mut self, layer: Option<File>) -> Result<(), DiskError> {
+    /// Nothing is written to any of its files from now on.
+    pub fn freeze(&mut self) {
+        self.frozen = self.files.len();
+    }
+
+    /// Whether [`Disk::add_layer`] takes `layer`.
+    pub fn check_layer(&self, layer: Option<&File>) -> Result<(), DiskError> {
         match layer {
-            Some(layer) if self.writable && self.files.len() < MAX_FILES => {
-                self.files.push(layer);
-                Ok(())
+            Some(_) if !self.writable => {
+                Err(DiskError::Mismatch("it is read-only and takes no layer".into()))
             }
-            Some(_) if self.writable => Err(full()),
-            Some(_) => Err(DiskError::Mismatch("it is read-only and takes no layer".into())),
+            Some(_) if self.files.len() >= MAX_FILES => Err(full()),
             None if self.writable => Err(DiskError::Mismatch("it is writable and needs a layer".into())),
-            None => Ok(()),
+            _ => Ok(()),
         }
+    }
+
+    /// Freezes the disk as it is and gives it the layer that takes what is written from now on.
+    pub fn add_layer(&mut self, layer: Option<File>) -> Result<(), DiskError> {
+        self.check_layer(layer.as_ref())?;
+        if let Some(layer) = layer {
+            self.freeze();
+            self.files.push(layer);
+        }
+        Ok(())
     }
 
     /// The base and its layers, from the oldest to the newest.
@@ -211,7 +200,7 @@ impl Disk {
     /// but never anything else.
     pub fn write(&mut self, offset: u64, data: Buffers<'_>) -> io::Result<()> {
         let end = self.check(offset, data.len())?;
-        if self.is_read_only() {
+        if self.frozen == self.files.len() {
             return Err(io::ErrorKind::ReadOnlyFilesystem.into());
         }
         if data.is_empty() {

@@ -1,6 +1,9 @@
 //! virtio-blk over a [`Disk`].
 
 mod disk;
+mod layers;
+#[cfg(test)]
+mod layers_tests;
 #[cfg(test)]
 mod tests;
 
@@ -164,7 +167,12 @@ impl VirtioDevice for Block {
         Self::QUEUE_SIZES
     }
 
-    fn freeze(self: Box<Self>) -> (DevicePart, Option<Disk>) {
+    fn disk(&mut self) -> Option<&mut Disk> {
+        Some(&mut self.disk)
+    }
+
+    fn freeze(&mut self) -> (DevicePart, Option<Disk>) {
+        self.disk.freeze();
         let state = BlockState {
             id: self.id,
             size: self.disk.size(),
@@ -172,7 +180,7 @@ impl VirtioDevice for Block {
             files: self.disk.files().len() as u8,
             runs: self.disk.runs(),
         };
-        (DevicePart::Block(state), Some(self.disk))
+        (DevicePart::Block(state), Some(std::mem::take(&mut self.disk)))
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {

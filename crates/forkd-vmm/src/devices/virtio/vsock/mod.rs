@@ -396,11 +396,11 @@ impl VirtioDevice for Vsock {
         self.tell_of_reset(&mut queues[EVENTS], memory)
     }
 
-    fn freeze(self: Box<Self>) -> (DevicePart, Option<Disk>) {
+    fn freeze(&mut self) -> (DevicePart, Option<Disk>) {
         let state = VsockState {
             // It came as one.
             cid: self.cid as u32,
-            guest_ports: self.guest_ports,
+            guest_ports: self.guest_ports.clone(),
             next_host_port: self.next_host_port,
         };
         (DevicePart::Vsock(state), None)

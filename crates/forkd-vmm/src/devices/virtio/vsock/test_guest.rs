@@ -9,13 +9,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use vm_memory::{GuestAddress, GuestMemoryBackend};
-use vmm_sys_util::eventfd::EventFd;
 
 use super::packet::{HEADER_SIZE, HOST_CID, Header, Op, TYPE_STREAM};
 use super::{RX, TX, Vsock};
 use crate::devices::virtio::buffers::Buffers;
 use crate::devices::virtio::driver::{BUFFERS, Descriptor, Driver, WRITE};
-use crate::event_loop::EventLoop;
+use crate::event_loop::{EventLoop, LoopControl};
 
 const CID: u64 = 42;
 const SLOT: u64 = 0x1100;
@@ -30,7 +29,7 @@ pub(super) struct Guest {
     pub(super) driver: Driver,
     pub(super) listener_path: std::path::PathBuf,
     pub(super) arrivals: Arrivals,
-    stopper: EventFd,
+    pub(super) control: LoopControl,
     thread: Option<JoinHandle<io::Result<()>>>,
     pub(super) free_slots: Vec<u16>,
     /// Packets that came together with the one that was looked for.
@@ -40,7 +39,7 @@ pub(super) struct Guest {
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        self.stopper.write(1).unwrap();
+        self.control.stop();
         self.thread.take().unwrap().join().unwrap().unwrap();
     }
 }
@@ -73,14 +72,14 @@ pub(super) fn guest_without_buffers() -> Guest {
     let driver = Driver::started(Box::new(vsock)).unwrap();
     let mut event_loop = EventLoop::new().unwrap();
     event_loop.add_device(Arc::clone(&driver.device)).unwrap();
-    let stopper = event_loop.stopper().unwrap();
+    let control = event_loop.control().unwrap();
     let thread = Some(std::thread::spawn(move || event_loop.run()));
     let free_slots = (0..SLOTS).collect();
     Guest {
         driver,
         listener_path,
         arrivals,
-        stopper,
+        control,
         thread,
         free_slots,
         inbox: VecDeque::new(),

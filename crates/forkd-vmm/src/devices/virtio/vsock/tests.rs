@@ -39,6 +39,29 @@ fn the_guest_calls_the_host_and_both_talk() {
 }
 
 #[test]
+fn a_connection_outlives_a_pause_and_what_is_said_meanwhile_is_heard_once() {
+    let mut guest = guest();
+    let (mut stream, ports) = guest.open();
+    for _ in 0..20 {
+        guest.control.park();
+        // What a branch does, with its copy.
+        guest.driver.lock().freeze();
+        stream.write_all(b"from the host").unwrap();
+        guest.send(&packet(Op::Data, ports), b"from the guest");
+        assert!(guest.poll().is_empty());
+        stream.set_nonblocking(true).unwrap();
+        assert_eq!(stream.read(&mut [0; 1]).unwrap_err().kind(), ErrorKind::WouldBlock);
+        stream.set_nonblocking(false).unwrap();
+        guest.control.run();
+        assert_eq!(guest.expect(Op::Data).1, b"from the host");
+        let mut seen = [0; 14];
+        stream.read_exact(&mut seen).unwrap();
+        assert_eq!(&seen, b"from the guest");
+    }
+    guest.expect_nothing();
+}
+
+#[test]
 fn a_port_nobody_wants_to_serve_is_reset() {
     let mut guest = guest();
     guest.send(&packet(Op::Request, (99, 5000)), &[]);

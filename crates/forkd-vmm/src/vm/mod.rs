@@ -1,16 +1,17 @@
 //! A VM: built from its parts, started, paused, frozen, ended.
 //!
-//! `Vm` (built or thawed, nothing runs) → [`Running`], which may be [`Paused`] while a guard lives → ended,
-//! or [`Frozen`], from which a copy of the process makes a `Vm` again.
+//! `Vm` (built or thawed, nothing runs) → [`Running`], which may be [`Paused`] while a guard lives, or
+//! longer → ended, or [`Frozen`](crate::state::Frozen), from which a copy of the process makes a `Vm` again.
+
+mod running;
 
 use std::fs::File;
 use std::os::fd::{FromRawFd, IntoRawFd};
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 
-use forkd_protocol::control::{CONSOLE_TAIL, EndReason, VmEnd};
 use kvm_bindings::{CpuId, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
+use rustix::mm::Advice;
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -25,13 +26,13 @@ use crate::event_loop::EventLoop;
 use crate::layout::{
     GENERATION_GSI, GENERATION_ID, KVM_TSS, MAX_VIRTIO, SERIAL_GSI, virtio_base, virtio_gsi,
 };
-use crate::seccomp::{self, ThreadKind};
-use crate::state::frozen::save_interrupts;
-use crate::state::{
-    ClockState, Frozen, GenerationState, MachineState, MemoryRange, SerialState, TransportState, vcpu,
-};
+use crate::seccomp;
+use crate::state::{SerialState, TransportState, vcpu};
 use crate::vcpu::VcpuThreads;
 use crate::{Error, GuestMemory, Result, memory};
+use running::DeviceThread;
+pub(crate) use running::{KvmState, collect};
+pub use running::{Paused, Running};
 
 /// Stack of a device or vCPU thread: plenty for either. The usual 2 MiB would become one huge page on
 /// hosts that hand those out freely, and every child would pay for all of it.
@@ -66,6 +67,8 @@ pub(crate) struct Machine {
     pub(crate) host_tsc_khz: u32,
     /// The CPUs the vCPUs were told to be.
     pub(crate) cpuids: Vec<CpuId>,
+    /// The model-specific registers that make them up.
+    pub(crate) msrs: Vec<u32>,
     pub(crate) memory: GuestMemory,
 }
 
@@ -106,8 +109,9 @@ impl Vm {
             registers::set_boot_state(first, entry)?;
         }
 
-        let machine =
-            Machine { host_tsc_khz: vcpus.first().map_or(0, tsc_khz), vcpus, cpuids, fd, kvm, memory };
+        let msrs = cpuids.first().map_or(Ok(Vec::new()), |cpuid| vcpu::find_msrs(&kvm, cpuid))?;
+        let host_tsc_khz = vcpus.first().map_or(0, tsc_khz);
+        let machine = Machine { host_tsc_khz, vcpus, cpuids, msrs, fd, kvm, memory };
         let Machine { fd, memory, .. } = &machine;
         let mut event_loop = EventLoop::new().map_err(Error::system("start an event loop"))?;
         let mut virtio = Vec::new();
@@ -148,18 +152,12 @@ impl Vm {
 
     /// Starts all threads and lets the guest run.
     pub fn start(self, seccomp: seccomp::Mode) -> Result<Running> {
-        let Vm {
-            machine: Machine { vcpus, fd, kvm, host_tsc_khz, cpuids, memory },
-            bus,
-            event_loop,
-            console,
-            generation,
-        } = self;
+        let Vm { machine, bus, event_loop, console, generation } = self;
+        let Machine { vcpus, fd, kvm, host_tsc_khz, cpuids, msrs, memory } = machine;
         let ending = Arc::new(Ending::new()?);
-        let stop_devices = event_loop.stopper().map_err(Error::system("control the event loop"))?;
         let vcpus = VcpuThreads::spawn(vcpus, bus.clone(), ending.clone(), seccomp)?;
-        let devices = match spawn_device_thread(event_loop, ending.clone(), seccomp) {
-            Ok(thread) => thread,
+        let devices = match DeviceThread::spawn(event_loop, ending.clone(), seccomp) {
+            Ok(devices) => devices,
             Err(error) => {
                 vcpus.stop();
                 return Err(error);
@@ -169,7 +167,7 @@ impl Vm {
         Ok(Running {
             vcpus,
             devices,
-            stop_devices,
+            paused: false,
             bus,
             console,
             ending,
@@ -178,6 +176,7 @@ impl Vm {
             kvm,
             host_tsc_khz,
             cpuids,
+            msrs,
             memory,
         })
     }
@@ -185,163 +184,6 @@ impl Vm {
     /// The guest's memory.
     pub fn memory(&self) -> &GuestMemory {
         &self.machine.memory
-    }
-}
-
-fn spawn_device_thread(
-    event_loop: EventLoop,
-    ending: Arc<Ending>,
-    seccomp: seccomp::Mode,
-) -> Result<JoinHandle<()>> {
-    let body = move || {
-        let outcome = seccomp::install(ThreadKind::Device, seccomp)
-            .and_then(|()| event_loop.run().map_err(Error::system("serve the devices")));
-        if let Err(error) = outcome {
-            ending.report(EndReason::Failed, error.chain());
-        }
-    };
-    let builder = std::thread::Builder::new().name("devices".into()).stack_size(THREAD_STACK);
-    builder.spawn(body).map_err(Error::system("start the device thread"))
-}
-
-/// A VM whose threads exist.
-pub struct Running {
-    vcpus: VcpuThreads,
-    devices: JoinHandle<()>,
-    stop_devices: EventFd,
-    bus: Arc<Bus>,
-    console: Arc<ConsoleLog>,
-    ending: Arc<Ending>,
-    generation: GenerationId,
-    // Alive as long as anything may use it, and dropped before the memory it maps.
-    fd: VmFd,
-    kvm: Kvm,
-    host_tsc_khz: u32,
-    cpuids: Vec<CpuId>,
-    memory: GuestMemory,
-}
-
-impl Running {
-    /// Readable when the guest became ready or the VM has ended by itself, until it is read.
-    pub fn news(&self) -> &EventFd {
-        self.ending.event()
-    }
-
-    /// Whether the guest has said that it runs.
-    pub fn is_ready(&self) -> bool {
-        self.ending.is_ready()
-    }
-
-    /// How the VM ended, if it has.
-    pub fn end(&self) -> Option<VmEnd> {
-        let (mut reason, mut detail) = self.ending.get()?;
-        // A kernel that panics resets the machine; only the console knows why.
-        if reason == EndReason::Reset
-            && let Some(message) = self.console.panic_message()
-        {
-            (reason, detail) = (EndReason::Panicked, message);
-        }
-        Some(VmEnd { reason, detail, console_tail: self.console.tail(CONSOLE_TAIL) })
-    }
-
-    /// Takes all vCPUs out of the guest. They go on when the guard is dropped.
-    pub fn pause(&mut self) -> Paused<'_> {
-        self.vcpus.park();
-        Paused { vm: self }
-    }
-
-    /// Ends the VM as if its plug was pulled. When this returns, nothing of it runs.
-    pub fn stop(self) {
-        self.vcpus.stop();
-        // It fails only when it is set already.
-        let _ = self.stop_devices.write(1);
-        let _ = self.devices.join();
-    }
-
-    /// Stops everything and keeps it as it is. Afterwards the VM has no threads, KVM has forgotten it, and
-    /// all that is left of it is data. A VM that has ended, or ends while it is stopped, is refused; like
-    /// after every error, nothing of it is left then.
-    pub fn freeze(self) -> Result<Frozen> {
-        let Running {
-            vcpus,
-            devices,
-            stop_devices,
-            bus,
-            ending,
-            generation,
-            fd,
-            kvm,
-            host_tsc_khz,
-            cpuids,
-            memory,
-            ..
-        } = self;
-        // vCPUs first: nobody gives the devices anything to do any more. They come back with their last
-        // register access done.
-        let vcpus = vcpus.stop();
-        // Then the device thread, between two events: what it took from a queue is finished, and what it
-        // did not take is found again after the thaw.
-        let _ = stop_devices.write(1);
-        let joined = devices.join();
-        if let Some((_, detail)) = ending.get() {
-            return Err(Error::Config(format!("the VM has ended ({detail}): there is nothing to freeze")));
-        }
-        if joined.is_err() {
-            return Err(Error::Config("the device thread has failed: the VM cannot be frozen".into()));
-        }
-        // Devices before KVM: whatever they raised is in the interrupt chip when that is read.
-        let (serial, virtio) = Arc::into_inner(bus)
-            .ok_or_else(|| Error::Config("somebody still uses the devices: the VM cannot be frozen".into()))?
-            .into_devices();
-        let mut states = Vec::with_capacity(virtio.len());
-        let mut disks = Vec::new();
-        for device in virtio {
-            let device = Arc::into_inner(device).and_then(|device| device.into_inner().ok());
-            let device =
-                device.ok_or_else(|| Error::Config("a device has failed: the VM cannot be frozen".into()))?;
-            let (state, disk) = device.freeze();
-            states.push(state);
-            disks.extend(disk);
-        }
-        let mut state = MachineState {
-            vcpus: vcpu::save_all(&kvm, &vcpus, &cpuids)?,
-            clock: ClockState { clock: fd.get_clock().map_err(Error::kvm("KVM_GET_CLOCK"))? },
-            interrupts: save_interrupts(&fd)?,
-            memory: memory
-                .iter()
-                .map(|region| MemoryRange { start: region.start_addr().0, length: region.len() })
-                .collect(),
-            serial: serial.state(),
-            generation: GenerationState {
-                id: generation.id().map_err(Error::system("read the VM generation id"))?,
-            },
-            devices: states,
-        };
-        vcpu::keep_settable(&vcpus, &mut state.vcpus)?;
-        Frozen::new(kvm, host_tsc_khz, state, memory, disks)
-    }
-
-    /// The guest's memory.
-    pub fn memory(&self) -> &GuestMemory {
-        &self.memory
-    }
-}
-
-/// A VM whose vCPUs stand still, as long as this lives.
-pub struct Paused<'a> {
-    vm: &'a mut Running,
-}
-
-impl Paused<'_> {
-    /// The guest's memory, which only devices change now.
-    pub fn memory(&self) -> &GuestMemory {
-        &self.vm.memory
-    }
-}
-
-impl Drop for Paused<'_> {
-    fn drop(&mut self) {
-        self.vm.vcpus.run();
     }
 }
 
@@ -400,9 +242,23 @@ pub fn create(kvm: &Kvm, memory: &GuestMemory, count: u8) -> Result<(VmFd, Vec<V
         unsafe { vm.set_user_memory_region(slot) }.map_err(Error::kvm("KVM_SET_USER_MEMORY_REGION"))?;
     }
     vm.create_irq_chip().map_err(Error::kvm("KVM_CREATE_IRQCHIP"))?;
-    let vcpus = (0..u64::from(count)).map(|id| vm.create_vcpu(id).map_err(Error::kvm("KVM_CREATE_VCPU")));
-    let vcpus = vcpus.collect::<Result<_>>()?;
+    let mut vcpus = Vec::with_capacity(count.into());
+    for id in 0..u64::from(count) {
+        let mut vcpu = vm.create_vcpu(id).map_err(Error::kvm("KVM_CREATE_VCPU"))?;
+        keep_from_forks(&mut vcpu, vm.run_size())?;
+        vcpus.push(vcpu);
+    }
     Ok((vm, vcpus))
+}
+
+/// Leaves the memory a vCPU shares with KVM out of forks, which have no use for it: mapped in one, it
+/// would keep the whole VM from going away.
+fn keep_from_forks(vcpu: &mut VcpuFd, size: usize) -> Result<()> {
+    let shared: *mut kvm_bindings::kvm_run = vcpu.get_kvm_run();
+    // SAFETY: the memory is mapped, `size` bytes of it, for as long as the vCPU is there. The advice changes
+    // none of its bytes.
+    unsafe { rustix::mm::madvise(shared.cast(), size, Advice::LinuxDontFork) }
+        .map_err(Error::system("keep a vCPU's memory out of forks"))
 }
 
 /// What is needed of KVM; Linux 6.1 has all of it on any x86-64 host.

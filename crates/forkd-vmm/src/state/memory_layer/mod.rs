@@ -1,0 +1,55 @@
+//! Guest memory as files: a chain of layers.
+//!
+//! Memory is counted in pages of 4 KiB, all ranges one after the other; guest addresses do not occur here.
+//! The oldest layer of a chain is a plain file with all of memory and holes where it is zero. Every other
+//! one is [packed](packed): the pages that differ from what is below, and an index that says which.
+//!
+//! - [`packed`]: one packed layer as a file, written and read;
+//! - [`chain`]: several layers as one memory: which page is in which file;
+//! - [`restore`]: a chain mapped as guest memory;
+//! - [`save`]: guest memory written as the next layer of a chain, or as the first one of another.
+//!
+//! Every byte of a layer may have been written by anybody. What is looked at before a guest is made is
+//! whether the files make sense, not whether they are the right ones: digests are the store's.
+
+mod chain;
+mod packed;
+mod restore;
+mod save;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use chain::Chain;
+pub(crate) use packed::check_any_bytes;
+pub(crate) use restore::map;
+pub(crate) use save::{Progress, check_pagemap, save};
+
+use crate::Error;
+use crate::layout::PAGE;
+
+const PAGE_BYTES: usize = PAGE as usize;
+const ZERO_PAGE: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
+/// How many pages are looked at, or moved, in one go: a mebibyte.
+const CHUNK: u32 = 256;
+
+/// What is wrong with a layer, and what to do about it. The oldest layer is number 0.
+fn damaged(layer: usize, what: &str) -> Error {
+    Error::Config(format!("memory layer {layer} cannot be used: {what}; make the snapshot again"))
+}
+
+/// Writes the pages of `bytes` that are not zero to `file`, the first at `offset` and those in a row with
+/// one call; returns how many bytes that were.
+fn write_data(file: &std::fs::File, offset: u64, bytes: &[u8]) -> std::io::Result<u64> {
+    use std::os::unix::fs::FileExt;
+    let is_data: Vec<bool> = bytes.chunks(PAGE_BYTES).map(|page| page != ZERO_PAGE).collect();
+    let (mut start, mut written) = (0, 0);
+    for run in is_data.chunk_by(|one, next| one == next) {
+        let end = (start + run.len() * PAGE_BYTES).min(bytes.len());
+        if run[0] {
+            file.write_all_at(&bytes[start..end], offset + start as u64)?;
+            written += (end - start) as u64;
+        }
+        start = end;
+    }
+    Ok(written)
+}

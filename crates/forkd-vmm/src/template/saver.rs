@@ -1,0 +1,101 @@
+//! A process that writes a template, or layers of its disks, to files.
+//!
+//! What it was given is looked at before there is a process, so that a refusal is an answer. From then on
+//! it depends on nobody, takes the last place in every queue, and says with its exit status whether all
+//! is safely on disk.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+
+use forkd_protocol::control::{FdRef, MergeConfig, ReplacedLayers, SaveConfig};
+
+use super::{name_process, share_all};
+use crate::Result;
+use crate::config::{Access, Attached};
+use crate::seccomp::IOPRIO_WHO_PROCESS;
+use crate::state::{Frozen, MergedLayers, SaveFiles, Saving};
+
+/// What a saver is forked for.
+pub(super) enum Job {
+    Save(Saving),
+    Merge(Vec<Option<MergedLayers>>),
+}
+
+impl Job {
+    /// Everything is written.
+    pub(super) fn save(frozen: &Frozen, config: SaveConfig, fds: Vec<OwnedFd>) -> Result<Job> {
+        let mut fds = Attached::new(fds);
+        let state = fds.take("state", config.state, Access::Both)?.into();
+        let memory = fds.take("memory", config.memory, Access::Both)?.into();
+        let parent = share_all(&mut fds, "parent", &config.parent)?;
+        let pagemap = config.pagemap.map(|fd| fds.share("pagemap", fd)).transpose()?.map(File::from);
+        let mut disks = Vec::with_capacity(config.disks.len());
+        for (index, disk) in config.disks.into_iter().enumerate() {
+            let take = |fd: FdRef| fds.take(&format!("disks[{index}]"), fd, Access::Both).map(File::from);
+            disks.push(disk.map(take).transpose()?);
+        }
+        let progress = config.progress.map(|fd| fds.take("progress", fd, Access::Both)).transpose()?;
+        let progress = progress.map(File::from);
+        let files = SaveFiles { state, memory, parent, pagemap, disks, progress };
+        frozen.prepare_save(files).map(Job::Save)
+    }
+
+    /// Frozen layers are merged.
+    pub(super) fn merge(frozen: &Frozen, config: MergeConfig, fds: Vec<OwnedFd>) -> Result<Job> {
+        let mut fds = Attached::new(fds);
+        let disks = merged_layers(&config.disks, &mut fds, Access::Both)?;
+        frozen.check_merge(&disks)?;
+        Ok(Job::Merge(disks))
+    }
+}
+
+/// The layers of a request, opened for `access`.
+pub(super) fn merged_layers(
+    disks: &[Option<ReplacedLayers>],
+    fds: &mut Attached,
+    access: Access,
+) -> Result<Vec<Option<MergedLayers>>> {
+    let mut merged = Vec::with_capacity(disks.len());
+    for (index, disk) in disks.iter().enumerate() {
+        let take = |disk: &ReplacedLayers| {
+            let layer = fds.take(&format!("disks[{index}]"), disk.layer, access)?.into();
+            Ok(MergedLayers { count: disk.count.into(), layer })
+        };
+        merged.push(disk.as_ref().map(take).transpose()?);
+    }
+    Ok(merged)
+}
+
+/// The process, right after the fork.
+pub(crate) struct Saver {
+    frozen: Frozen,
+    job: Job,
+}
+
+impl Saver {
+    pub(super) fn new(frozen: Frozen, job: Job) -> Saver {
+        Saver { frozen, job }
+    }
+
+    /// Writes all files. When this returns without an error they are safely on disk.
+    pub(crate) fn save(mut self) -> Result<()> {
+        name_process(c"forkd-saver");
+        step_back();
+        match self.job {
+            Job::Save(saving) => self.frozen.save(saving),
+            Job::Merge(disks) => self.frozen.merge_layers(disks),
+        }
+    }
+}
+
+/// Steps back in every queue: children are not to notice that somebody saves. Not to the last place for
+/// the CPU, where beside guests that never rest a save would take minutes.
+fn step_back() {
+    const LITTLE: libc::c_int = 10;
+    const IDLE: libc::c_long = 3 << 13;
+    // SAFETY: both calls take integers only. What they fail to do is missed by nobody.
+    unsafe {
+        libc::setpriority(libc::PRIO_PROCESS, 0, LITTLE);
+        libc::syscall(libc::SYS_ioprio_set, IOPRIO_WHO_PROCESS, 0, IDLE);
+    }
+}

@@ -1,0 +1,297 @@
+//! A VM that runs: its threads, made to stand still, to go on, to end.
+//!
+//! Knows nothing of how a VM is built, and nothing of processes: who forks while one stands still is not
+//! its business.
+
+use std::sync::{Arc, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use forkd_protocol::control::{CONSOLE_TAIL, EndReason, VmEnd};
+use kvm_bindings::CpuId;
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+use vmm_sys_util::eventfd::EventFd;
+
+use super::THREAD_STACK;
+use crate::bus::Bus;
+use crate::devices::generation_id::GenerationId;
+use crate::devices::serial::ConsoleLog;
+use crate::devices::virtio::block::Disk;
+use crate::ending::Ending;
+use crate::event_loop::{EventLoop, LoopControl};
+use crate::seccomp::{self, ThreadKind};
+use crate::state::frozen::save_interrupts;
+use crate::state::{
+    ClockState, Frozen, GenerationState, InterruptState, MachineState, MemoryRange, VcpuState, vcpu,
+};
+use crate::vcpu::VcpuThreads;
+use crate::{Error, GuestMemory, Result, memory};
+
+/// The thread that serves the devices.
+pub(crate) struct DeviceThread {
+    thread: JoinHandle<()>,
+    control: LoopControl,
+}
+
+impl DeviceThread {
+    pub(super) fn spawn(
+        event_loop: EventLoop,
+        ending: Arc<Ending>,
+        seccomp: seccomp::Mode,
+    ) -> Result<DeviceThread> {
+        let control = event_loop.control().map_err(Error::system("control the event loop"))?;
+        let body = move || {
+            let outcome = seccomp::install(ThreadKind::Device, seccomp)
+                .and_then(|()| event_loop.run().map_err(Error::system("serve the devices")));
+            if let Err(error) = outcome {
+                ending.report(EndReason::Failed, error.chain());
+            }
+        };
+        let builder = std::thread::Builder::new().name("devices".into()).stack_size(THREAD_STACK);
+        let thread = builder.spawn(body).map_err(Error::system("start the device thread"))?;
+        Ok(DeviceThread { thread, control })
+    }
+
+    /// Ends it between two events. Returns whether it was well until then.
+    fn stop(self) -> bool {
+        self.control.stop();
+        self.thread.join().is_ok()
+    }
+}
+
+/// A VM whose threads exist.
+pub struct Running {
+    pub(crate) vcpus: VcpuThreads,
+    pub(crate) devices: DeviceThread,
+    /// Whether it stands still until it is resumed.
+    pub(crate) paused: bool,
+    pub(crate) bus: Arc<Bus>,
+    pub(crate) console: Arc<ConsoleLog>,
+    pub(crate) ending: Arc<Ending>,
+    pub(crate) generation: GenerationId,
+    // Alive as long as anything may use it, and dropped before the memory it maps.
+    pub(crate) fd: VmFd,
+    pub(crate) kvm: Kvm,
+    pub(crate) host_tsc_khz: u32,
+    pub(crate) cpuids: Vec<CpuId>,
+    pub(crate) msrs: Vec<u32>,
+    pub(crate) memory: GuestMemory,
+}
+
+impl Running {
+    /// Readable when the guest became ready or the VM has ended by itself, until it is read.
+    pub fn news(&self) -> &EventFd {
+        self.ending.event()
+    }
+
+    /// Whether the guest has said that it runs.
+    pub fn is_ready(&self) -> bool {
+        self.ending.is_ready()
+    }
+
+    /// How the VM ended, if it has.
+    pub fn end(&self) -> Option<VmEnd> {
+        let (mut reason, mut detail) = self.ending.get()?;
+        // A kernel that panics resets the machine; only the console knows why.
+        if reason == EndReason::Reset
+            && let Some(message) = self.console.panic_message()
+        {
+            (reason, detail) = (EndReason::Panicked, message);
+        }
+        Some(VmEnd { reason, detail, console_tail: self.console.tail(CONSOLE_TAIL) })
+    }
+
+    /// Makes the VM stand still: no vCPU is in the guest, and the device thread waits between two events.
+    /// It goes on when the guard is dropped. A VM that has ended, or ends meanwhile, is refused.
+    pub fn pause(&mut self) -> Result<Paused<'_>> {
+        let mut since = Instant::now();
+        if !self.paused {
+            // Devices first: the guest does not notice, and it stands still no longer than it must.
+            self.devices.control.park();
+            since = Instant::now();
+            self.vcpus.park();
+        }
+        let paused = Paused { vm: self, since };
+        match paused.vm.ending.get() {
+            None => Ok(paused),
+            Some((_, detail)) => Err(Error::Config(format!("the VM has ended ({detail})"))),
+        }
+    }
+
+    /// Whether it stands still until it is resumed.
+    pub fn is_paused(&self) -> bool {
+        self.paused
+    }
+
+    /// Lets a VM that was [kept paused](Paused::keep) go on.
+    pub fn resume(&mut self) -> Result<()> {
+        if !self.paused {
+            return Ok(());
+        }
+        self.vcpus.parked().iter().try_for_each(|vcpu| vcpu::tell_of_pause(vcpu))?;
+        self.paused = false;
+        self.go_on();
+        Ok(())
+    }
+
+    fn go_on(&self) {
+        self.vcpus.run();
+        self.devices.control.run();
+    }
+
+    /// Ends the VM as if its plug was pulled. When this returns, nothing of it runs.
+    pub fn stop(self) {
+        self.vcpus.stop();
+        self.devices.stop();
+    }
+
+    /// Stops everything and keeps it as it is. Afterwards the VM has no threads, KVM has forgotten it, and
+    /// all that is left of it is data. A VM that has ended, or ends while it is stopped, is refused; like
+    /// after every error, nothing of it is left then.
+    pub fn freeze(self) -> Result<Frozen> {
+        let Running {
+            vcpus,
+            devices,
+            bus,
+            ending,
+            generation,
+            fd,
+            kvm,
+            host_tsc_khz,
+            cpuids,
+            msrs,
+            memory,
+            ..
+        } = self;
+        // vCPUs first: nobody gives the devices anything to do any more. They come back with their last
+        // register access done.
+        let vcpus = vcpus.stop();
+        // Then the device thread, between two events: what it took from a queue is finished, and what it
+        // did not take is found again after the thaw.
+        let joined = devices.stop();
+        if let Some((_, detail)) = ending.get() {
+            return Err(Error::Config(format!("the VM has ended ({detail}): there is nothing to freeze")));
+        }
+        if !joined {
+            return Err(Error::Config("the device thread has failed: the VM cannot be frozen".into()));
+        }
+        let vcpus: Vec<_> = vcpus.iter().collect();
+        let mut saved = KvmState::save(&fd, &vcpus, &cpuids, &msrs)?;
+        vcpu::keep_settable(&vcpus, &mut saved.vcpus)?;
+        let (state, disks) = collect(saved, &bus, &generation, &memory)?;
+        memory::use_small_pages(&memory);
+        Frozen::new(kvm, host_tsc_khz, state, memory, disks)
+    }
+
+    /// Does something with the disks, in order, between two events of theirs.
+    pub(crate) fn with_disks<T>(&self, work: impl FnOnce(Vec<&mut Disk>) -> T) -> T {
+        let devices = self.bus.virtio().iter();
+        let mut devices: Vec<_> =
+            devices.map(|device| device.lock().unwrap_or_else(PoisonError::into_inner)).collect();
+        work(devices.iter_mut().filter_map(|device| device.disk()).collect())
+    }
+
+    /// The guest's memory.
+    pub fn memory(&self) -> &GuestMemory {
+        &self.memory
+    }
+}
+
+/// A VM that stands still, as long as this lives.
+pub struct Paused<'a> {
+    pub(crate) vm: &'a mut Running,
+    since: Instant,
+}
+
+impl Paused<'_> {
+    /// The guest's memory, which nobody changes now.
+    pub fn memory(&self) -> &GuestMemory {
+        &self.vm.memory
+    }
+
+    /// Keeps the VM paused, until [`Running::resume`].
+    pub fn keep(self) {
+        self.vm.paused = true;
+    }
+
+    /// What KVM has of the VM.
+    pub(crate) fn save(&self) -> Result<KvmState> {
+        let Running { vcpus, fd, cpuids, msrs, .. } = &*self.vm;
+        let vcpus = vcpus.parked();
+        let vcpus: Vec<_> = vcpus.iter().map(|vcpu| &**vcpu).collect();
+        KvmState::save(fd, &vcpus, cpuids, msrs)
+    }
+
+    /// Lets the vCPUs go on before the devices do. Returns for how long they stood still because of this
+    /// pause.
+    pub(crate) fn run_vcpus(&self) -> Duration {
+        let time = self.since.elapsed();
+        if !self.vm.paused {
+            self.vm.vcpus.run();
+        }
+        time
+    }
+}
+
+impl Drop for Paused<'_> {
+    fn drop(&mut self) {
+        if !self.vm.paused {
+            self.vm.go_on();
+        }
+    }
+}
+
+/// What KVM has of a VM that stands still.
+pub(crate) struct KvmState {
+    vcpus: Vec<VcpuState>,
+    clock: ClockState,
+    interrupts: InterruptState,
+}
+
+impl KvmState {
+    fn save(fd: &VmFd, vcpus: &[&VcpuFd], cpuids: &[CpuId], msrs: &[u32]) -> Result<KvmState> {
+        Ok(KvmState {
+            vcpus: vcpu::save_all(vcpus, cpuids, msrs)?,
+            clock: ClockState { clock: fd.get_clock().map_err(Error::kvm("KVM_GET_CLOCK"))? },
+            interrupts: save_interrupts(fd)?,
+        })
+    }
+}
+
+/// Puts the state of a VM together: what KVM had, and its devices, which end by that.
+pub(crate) fn collect(
+    saved: KvmState,
+    bus: &Bus,
+    generation: &GenerationId,
+    memory: &GuestMemory,
+) -> Result<(MachineState, Vec<Disk>)> {
+    let mut devices = Vec::new();
+    let mut disks = Vec::new();
+    for device in bus.virtio() {
+        // Nobody uses them any more. In a fork waiting for one who does would be waiting for ever.
+        let Ok(mut device) = device.try_lock() else {
+            return Err(Error::Config("a device has failed: the VM cannot be frozen".into()));
+        };
+        let (state, disk) = device.freeze();
+        devices.push(state);
+        disks.extend(disk);
+    }
+    let KvmState { vcpus, clock, interrupts } = saved;
+    let range = |region: &vm_memory::GuestRegionMmap| MemoryRange {
+        start: region.start_addr().0,
+        length: region.len(),
+    };
+    let state = MachineState {
+        vcpus,
+        clock,
+        interrupts,
+        memory: memory.iter().map(range).collect(),
+        serial: bus.serial(),
+        generation: GenerationState {
+            id: generation.id().map_err(Error::system("read the VM generation id"))?,
+        },
+        devices,
+    };
+    Ok((state, disks))
+}
