@@ -1,29 +1,25 @@
-//! A snapshot that is being made: files are collected in a folder of its own, and one rename makes
-//! it a snapshot.
+//! A snapshot that is being made: files are collected in a folder of its own, its layers are put among
+//! the others, and one rename makes it a snapshot.
 //!
-//! The order in [`Draft::publish`] is what makes it safe against a crash: everything is on disk
-//! before the rename, so a tag either leads to a whole snapshot or does not exist.
+//! The order in [`Draft::publish`] is what makes it safe against a crash: everything a manifest names
+//! is on disk before the rename, so a tag either leads to a whole snapshot or does not exist. What a
+//! crash leaves are layers nobody names and a folder nobody looks at; both go when the store is opened.
 
-use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Write};
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use rustix::fs::{AtFlags, CWD};
-use rustix::io::Errno;
-
-use crate::digest::{digest, next_data};
+use crate::digest::digest;
 use crate::error::{Error, Result};
-use crate::folder::Folder;
-use crate::manifest::{Facts, FileEntry, MANIFEST, Manifest, is_file_name};
+use crate::folder::{Folder, delete, reopen, sync_file};
+use crate::layers::{Hold, copy_sparse};
+use crate::manifest::{Facts, FileEntry, MANIFEST, MAX_DEPTH, Manifest, Measured, Parent, STATE};
 use crate::snapshot::Snapshot;
+use crate::steps::{Step, did};
 use crate::store::Store;
 
-/// How much of a file is copied at once.
-const COPY: usize = 1 << 20;
+const MEMORY: &str = "memory";
 
 /// A snapshot that is being made. Dropped before it is published, it leaves nothing.
 #[derive(Debug)]
@@ -31,13 +27,61 @@ pub struct Draft {
     store: Store,
     tag: String,
     folder: Folder,
-    /// The files it has so far.
-    names: Vec<String>,
+    state: Option<File>,
+    memory: Option<File>,
+    /// The names in the folder that are layers' or to become layers', and their inodes.
+    layers: Vec<(String, u64)>,
+    /// What must not be collected until it is published or dropped.
+    hold: Hold,
+    published: bool,
+}
+
+/// What a snapshot is made of, beside the files of its draft.
+#[derive(Debug)]
+pub struct Contents {
+    /// What is known about it.
+    pub facts: Facts,
+    /// The snapshot its memory is a difference to: that one's memory layers come before its own.
+    /// None if its memory is complete.
+    pub parent: Option<Snapshot>,
+    /// The snapshot it came from, if its memory is complete all the same. A parent is one anyway.
+    pub origin: Option<Snapshot>,
+    /// A sandbox's id, or `compact:` and a tag.
+    pub branched_from: Option<String>,
+    /// Each disk's layers, oldest first. A file that is a layer already stays it; a nameless one
+    /// (`O_TMPFILE`) and one of [`Draft::create_disk`] become one; any other one is copied. Nobody may
+    /// be writing to them any more.
+    pub disks: Vec<Vec<File>>,
+    /// What was measured.
+    pub measured: Measured,
+}
+
+impl Contents {
+    /// Those of a snapshot that came from nowhere and has no disk.
+    pub fn new(facts: Facts) -> Contents {
+        Contents {
+            facts,
+            parent: None,
+            origin: None,
+            branched_from: None,
+            disks: Vec::new(),
+            measured: Measured::default(),
+        }
+    }
 }
 
 impl Draft {
-    pub(crate) fn new(store: Store, tag: &str, folder: Folder) -> Draft {
-        Draft { store, tag: tag.to_owned(), folder, names: Vec::new() }
+    pub(crate) fn new(store: Store, tag: &str, folder: Folder, hold: Hold) -> Draft {
+        Draft {
+            store,
+            tag: tag.to_owned(),
+            folder,
+            state: None,
+            memory: None,
+            layers: Vec::new(),
+            hold,
+            published: false,
+        }
     }
 
     /// The tag it will have.
@@ -45,131 +89,187 @@ impl Draft {
         &self.tag
     }
 
-    /// Where its files are until it is published.
-    pub fn folder(&self) -> &Path {
-        self.folder.path()
-    }
-
-    /// Makes the empty file `name`, for reading and writing by us alone. Names are [`crate::STATE`],
-    /// [`crate::MEMORY`] and what [`crate::disk_name`] gives.
-    pub fn create(&mut self, name: &str) -> Result<File> {
-        self.check_name(name)?;
-        let file = self.folder.create(name).map_err(Error::io("create", &self.folder().join(name)))?;
-        self.names.push(name.to_owned());
+    /// Makes the empty file for the state of vCPUs and devices.
+    pub fn create_state(&mut self) -> Result<File> {
+        let file = self.create(STATE)?;
+        self.state = Some(self.second(&file, STATE)?);
         Ok(file)
     }
 
-    /// Takes in an open file that has no name (`O_TMPFILE`): it gets one here, and whoever has it open
-    /// has the same file. Where it cannot be given one, because it is of another file system or was
-    /// unlinked, it is copied.
-    pub fn adopt(&mut self, name: &str, file: &File) -> Result<()> {
-        self.check_name(name)?;
-        let target = self.folder().join(name);
-        let source = format!("/proc/self/fd/{}", file.as_raw_fd());
-        match rustix::fs::linkat(CWD, source, CWD, &target, AtFlags::SYMLINK_FOLLOW) {
-            Ok(()) => self.names.push(name.to_owned()),
-            Err(Errno::EXIST) => return Err(Error::io("make", &target)(Errno::EXIST)),
-            Err(_) => {
-                let copy = self.create(name)?;
-                copy_sparse(file, &copy).map_err(Error::io("copy to", &target))?;
-            }
-        }
-        Ok(())
+    /// Makes the empty file for memory: all of it, or what differs from a parent's.
+    pub fn create_memory(&mut self) -> Result<File> {
+        let file = self.create_layer(MEMORY)?;
+        self.memory = Some(self.second(&file, MEMORY)?);
+        Ok(file)
+    }
+
+    /// Makes an empty file for a layer of disk `index`. It is to be named in [`Contents::disks`].
+    pub fn create_disk(&mut self, index: usize) -> Result<File> {
+        self.create_layer(&format!("disk.{index}"))
+    }
+
+    /// From here on `snapshot`'s layers stay, whatever happens to its tag: for one that is to be the
+    /// parent. An error if they are gone already.
+    pub fn keep(&mut self, snapshot: &Snapshot) -> Result<()> {
+        let layers: Vec<&FileEntry> = snapshot.manifest().layers().collect();
+        let held = self.store.layers().hold(&layers, &mut self.hold);
+        held.map_err(|why| Error::unusable(snapshot.tag(), why))
     }
 
     /// Makes it a snapshot: when this returns, it is on disk and will survive a crash. Nobody may be
     /// writing to its files any more.
-    pub fn publish(self, facts: Facts) -> Result<Snapshot> {
-        let mut files = BTreeMap::new();
-        for name in &self.names {
-            files.insert(name.clone(), self.seal(name)?);
+    pub fn publish(mut self, contents: Contents) -> Result<Snapshot> {
+        let Contents { facts, parent, origin, branched_from, disks, measured } = contents;
+        if let Some(parent) = &parent {
+            self.check_parent(parent, &facts)?;
+            self.keep(parent)?;
         }
-        let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |age| age.as_secs());
-        let manifest = Manifest::new(&self.tag, created, facts, files)?;
-        self.write_manifest(&manifest).map_err(Error::io("write", &self.folder().join(MANIFEST)))?;
-        // The names in the folder first, then the folder's own.
-        self.folder.sync().map_err(Error::io("write", self.folder()))?;
-        self.store.publish(self.folder(), &self.tag)?;
+        let mut memory = parent.as_ref().map_or_else(Vec::new, |parent| parent.manifest().memory.clone());
+        let own = self.memory.take().ok_or_else(|| self.lacks("memory"))?;
+        memory.push(self.layer(&own)?);
+        let mut entries = Vec::with_capacity(disks.len());
+        for disk in &disks {
+            entries.push(disk.iter().map(|file| self.layer(file)).collect::<Result<Vec<_>>>()?);
+        }
+        let origin = parent.as_ref().or(origin.as_ref());
+        let mut manifest = Manifest {
+            format: String::new(),
+            version: 0,
+            tag: self.tag.clone(),
+            created_at_unix: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |age| age.as_secs()),
+            forkd: String::new(),
+            facts,
+            parent: parent.as_ref().map(named),
+            ancestors: origin.map_or_else(Vec::new, |origin| {
+                origin.manifest().ancestors.iter().cloned().chain([named(origin)]).collect()
+            }),
+            branched_from,
+            state: self.seal_state()?,
+            memory,
+            own_disk_layers: own_layers(&entries, origin),
+            disks: entries,
+            measured,
+        };
+        manifest.stamp();
+        let bytes = manifest.bytes()?;
+        // The layers' names, then the manifest that names them, then the folder's own name.
+        self.store.layers().sync()?;
+        let write = || {
+            for (name, _) in &self.layers {
+                self.folder.unlink(name)?;
+            }
+            let mut file = self.folder.create(MANIFEST)?;
+            file.write_all(&bytes)?;
+            did(Step::Changed);
+            sync_file(&file)?;
+            self.folder.sync()
+        };
+        write().map_err(Error::io::<io::Error>("write", &self.folder.path().join(MANIFEST)))?;
+        self.store.publish(self.folder.path(), &self.tag)?;
+        self.published = true;
         self.store.get(&self.tag)
     }
 
-    fn check_name(&self, name: &str) -> Result<()> {
-        if !is_file_name(name) {
-            return Err(Error::Invalid(format!("{name:?} is no file of a snapshot")));
+    fn create(&mut self, name: &str) -> Result<File> {
+        match self.folder.create(name) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                Err(Error::Invalid(format!("snapshot {} has its {name} already", self.tag)))
+            }
+            other => other.map_err(Error::io("create", &self.folder.path().join(name))),
         }
-        if self.names.iter().any(|known| known == name) {
-            return Err(Error::Invalid(format!("snapshot {} has its {name} already", self.tag)));
-        }
-        Ok(())
     }
 
-    /// Brings a file to disk and says what it is now.
-    fn seal(&self, name: &str) -> Result<FileEntry> {
-        let path = self.folder().join(name);
-        let file = self
-            .folder
-            .read(name)
-            .map_err(|why| Error::Invalid(format!("{} {why}; make the snapshot again", path.display())))?;
+    fn create_layer(&mut self, name: &str) -> Result<File> {
+        let file = self.create(name)?;
+        let inode = file.metadata().map_err(Error::io("read", &self.folder.path().join(name)))?.ino();
+        self.layers.push((name.to_owned(), inode));
+        Ok(file)
+    }
+
+    fn second(&self, file: &File, name: &str) -> Result<File> {
+        file.try_clone().map_err(Error::io("open", &self.folder.path().join(name)))
+    }
+
+    fn lacks(&self, what: &str) -> Error {
+        Error::Invalid(format!("snapshot {} cannot be published: it has no {what}", self.tag))
+    }
+
+    fn check_parent(&self, parent: &Snapshot, facts: &Facts) -> Result<()> {
+        let (theirs, ours) = (parent.manifest().facts.mem_size_mib, facts.mem_size_mib);
+        let why = if parent.depth() >= MAX_DEPTH {
+            format!("the chain of {} is as long as one can be ({MAX_DEPTH}); store all of it", parent.tag())
+        } else if theirs != ours {
+            format!("it has {ours} MiB of memory and {}, over which it is, {theirs}", parent.tag())
+        } else {
+            return Ok(());
+        };
+        Err(Error::Invalid(format!("snapshot {} cannot be published: {why}", self.tag)))
+    }
+
+    /// Makes `file` a layer, if it is none yet.
+    fn layer(&mut self, file: &File) -> Result<FileEntry> {
+        let layers = self.store.layers().clone();
+        let failed = |error| Error::io::<io::Error>("read a layer for", self.folder.path())(error);
+        let meta = file.metadata().map_err(failed)?;
+        // Opening something else anew could wait for ever.
+        if !meta.is_file() {
+            return Err(Error::Invalid("a layer must be a regular file".into()));
+        }
+        let file = reopen(file).map_err(failed)?;
+        if let Some(entry) = layers.known(&file, &mut self.hold)? {
+            layers.verified(&entry).map_err(|why| {
+                Error::Unusable(format!("snapshot {} cannot be published: {why}", self.tag))
+            })?;
+            return Ok(entry);
+        }
+        // Nobody can come to it by a name, to write to it later.
+        let ours = meta.nlink() == 0 || self.layers.iter().any(|(_, inode)| *inode == meta.ino());
+        if ours && let Some(entry) = layers.put(&file, &mut self.hold)? {
+            return Ok(entry);
+        }
+        let copy = self.create_layer(&format!("copy.{}", self.layers.len()))?;
+        copy_sparse(&file, &copy).map_err(Error::io("copy a layer to", self.folder.path()))?;
+        let put = layers.put(&copy, &mut self.hold)?;
+        put.ok_or_else(|| Error::Invalid(format!("{} is on two file systems", self.store.folder().display())))
+    }
+
+    /// Brings the state to disk and says what it is now.
+    fn seal_state(&self) -> Result<FileEntry> {
+        let file = self.state.as_ref().ok_or_else(|| self.lacks("state"))?;
         let seal = || {
-            file.sync_all()?;
+            let file = reopen(file)?;
+            sync_file(&file)?;
             let size = file.metadata()?.len();
             Ok(FileEntry { size, blake3: digest(&file, size)? })
         };
-        seal().map_err(Error::io::<io::Error>("write", &path))
-    }
-
-    fn write_manifest(&self, manifest: &Manifest) -> io::Result<()> {
-        let mut file = self.folder.create(MANIFEST)?;
-        let mut text = serde_json::to_vec_pretty(manifest)?;
-        text.push(b'\n');
-        file.write_all(&text)?;
-        file.sync_all()
+        seal().map_err(Error::io::<io::Error>("write", &self.folder.path().join(STATE)))
     }
 }
 
 impl Drop for Draft {
     fn drop(&mut self) {
-        // Gone already if it was published. What cannot be removed now is removed by `Store::open`.
-        let _ = fs::remove_dir_all(self.folder.path());
-    }
-}
-
-/// Copies what is data in `from` to the empty file `to`.
-fn copy_sparse(from: &File, to: &File) -> io::Result<()> {
-    let len = from.metadata()?.len();
-    to.set_len(len)?;
-    let mut buffer = vec![0; COPY];
-    let mut at = 0;
-    while let Some(data) = next_data(from, at, len)? {
-        at = data.start;
-        while at < data.end {
-            let part = &mut buffer[..(COPY as u64).min(data.end - at) as usize];
-            from.read_exact_at(part, at)?;
-            to.write_all_at(part, at)?;
-            at += part.len() as u64;
+        if self.published {
+            return;
+        }
+        // What cannot be removed now is removed by `Store::open`.
+        let _ = delete(self.folder.path());
+        if !self.hold.is_empty() {
+            self.hold.release();
+            let _ = self.store.collect();
         }
     }
-    Ok(())
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::os::unix::fs::MetadataExt;
+fn named(snapshot: &Snapshot) -> Parent {
+    Parent { tag: snapshot.tag().to_owned(), id: snapshot.id().to_owned() }
+}
 
-    #[test]
-    fn a_copy_has_the_same_contents_and_the_same_holes() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = |name| {
-            File::options().read(true).write(true).create_new(true).open(folder.path().join(name)).unwrap()
-        };
-        let (from, to) = (file("from"), file("to"));
-        from.set_len(64 << 20).unwrap();
-        from.write_all_at(b"first", 0).unwrap();
-        from.write_all_at(&[7; 9000], (40 << 20) + 100).unwrap();
-        copy_sparse(&from, &to).unwrap();
-        assert_eq!(digest(&from, 64 << 20).unwrap(), digest(&to, 64 << 20).unwrap());
-        assert_eq!(to.metadata().unwrap().len(), 64 << 20);
-        assert!(to.metadata().unwrap().blocks() * 512 < 1 << 20);
-    }
+/// How many of each disk's layers `origin` does not have: it has a beginning of them, or nothing.
+fn own_layers(disks: &[Vec<FileEntry>], origin: Option<&Snapshot>) -> Vec<usize> {
+    let theirs = origin.map_or(&[][..], |origin| &origin.manifest().disks);
+    let inherited = |index: usize, disk: &[FileEntry]| {
+        let theirs = theirs.get(index).map_or(&[][..], Vec::as_slice);
+        disk.iter().zip(theirs).take_while(|(ours, theirs)| ours == theirs).count()
+    };
+    disks.iter().enumerate().map(|(index, disk)| disk.len() - inherited(index, disk)).collect()
 }

@@ -42,11 +42,19 @@ impl Error {
         move |source| Error::Io { doing, path, source: source.into() }
     }
 
+    /// The message with all its causes.
+    pub(crate) fn full(&self) -> String {
+        match self {
+            Error::Io { source, .. } => format!("{self}: {source}"),
+            _ => self.to_string(),
+        }
+    }
+
     /// The snapshot `tag` cannot be used, because of `why`.
     pub(crate) fn unusable(tag: &str, why: impl std::fmt::Display) -> Error {
         Error::Unusable(format!(
-            "snapshot {tag} cannot be used: {why}; remove it with `forkd rmi {tag}` and make it again \
-             with `forkd snapshot --tag {tag} …`"
+            "snapshot {tag} cannot be used: {why}; remove it with `forkd rmi {tag}` and make it again, \
+             with `forkd snapshot` or `forkd branch`"
         ))
     }
 }

@@ -1,12 +1,15 @@
 //! Folders and the files in them, by descriptor: no link is ever followed, nothing special opened.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use rustix::io::Errno;
+
+use crate::error::{Error, Result};
+use crate::steps::{Step, did};
 
 /// An open folder. It stays what it is when something else gets its name.
 #[derive(Debug)]
@@ -28,7 +31,7 @@ impl Folder {
     }
 
     /// Opens the regular file `name` for reading. The error says what is there instead.
-    pub(crate) fn read(&self, name: &str) -> Result<File, String> {
+    pub(crate) fn read(&self, name: &str) -> std::result::Result<File, String> {
         // Non-blocking: somebody may have put a pipe there. It means nothing for regular files.
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = match rustix::fs::openat(&self.fd, name, flags, Mode::empty()) {
@@ -47,11 +50,68 @@ impl Folder {
     /// Makes the file `name`, which must not be there, for us alone.
     pub(crate) fn create(&self, name: &str) -> io::Result<File> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        Ok(rustix::fs::openat(&self.fd, name, flags, Mode::RUSR | Mode::WUSR)?.into())
+        let file = rustix::fs::openat(&self.fd, name, flags, Mode::RUSR | Mode::WUSR)?;
+        did(Step::Changed);
+        Ok(file.into())
+    }
+
+    /// Gives the open `file` the name `name` in here, which nothing must have.
+    pub(crate) fn link(&self, file: &File, name: &str) -> rustix::io::Result<()> {
+        // By way of /proc: needs no privilege, and works for a file without a name.
+        rustix::fs::linkat(CWD, proc_path(file), &self.fd, name, AtFlags::SYMLINK_FOLLOW)?;
+        did(Step::Changed);
+        Ok(())
+    }
+
+    /// Removes the file `name`, if it is there.
+    pub(crate) fn unlink(&self, name: &str) -> io::Result<()> {
+        match rustix::fs::unlinkat(&self.fd, name, AtFlags::empty()) {
+            Ok(()) => did(Step::Changed),
+            Err(Errno::NOENT) => {}
+            Err(error) => return Err(error.into()),
+        }
+        Ok(())
+    }
+
+    /// The file system it is on.
+    pub(crate) fn device(&self) -> io::Result<u64> {
+        Ok(rustix::fs::fstat(&self.fd)?.st_dev)
     }
 
     /// Returns when the names in it are on disk.
     pub(crate) fn sync(&self) -> io::Result<()> {
-        Ok(rustix::fs::fsync(&self.fd)?)
+        rustix::fs::fsync(&self.fd)?;
+        did(Step::SyncedFolder(&self.path));
+        Ok(())
+    }
+}
+
+/// Returns when the contents of `file` are on disk.
+pub(crate) fn sync_file(file: &File) -> io::Result<()> {
+    file.sync_all()?;
+    did(Step::SyncedFile(file));
+    Ok(())
+}
+
+/// The file behind `file`, opened anew for reading: with a place of its own to read from, because
+/// others may share that of `file`.
+pub(crate) fn reopen(file: &File) -> io::Result<File> {
+    File::open(proc_path(file))
+}
+
+fn proc_path(file: &File) -> String {
+    format!("/proc/self/fd/{}", file.as_raw_fd())
+}
+
+/// Removes what is at `path`, whatever it is. Links are removed, not followed.
+pub(crate) fn delete(path: &Path) -> Result<()> {
+    let is_folder = fs::symlink_metadata(path).is_ok_and(|meta| meta.is_dir());
+    let removed = if is_folder { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    match removed {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(Error::io("remove", path)(error)),
+        _ => {
+            did(Step::Changed);
+            Ok(())
+        }
     }
 }

@@ -1,9 +1,8 @@
-//! `manifest.json`: what is known about a snapshot, and which files it must have.
+//! `manifest.json`: what is known about a snapshot, and which files it needs.
 //!
-//! Written once, read with suspicion: bounded, versioned, and with no name in it that is not one of
-//! the few names a snapshot's files can have.
+//! Written once, read with suspicion: bounded, versioned, and with no name in it that could lead
+//! anywhere but to a layer.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
@@ -18,37 +17,36 @@ use crate::error::{Error, Result};
 pub const MANIFEST: &str = "manifest.json";
 /// The file with the state of vCPUs and devices.
 pub const STATE: &str = "state";
-/// The file with guest memory, all ranges one after the other, holes where it is zero.
-pub const MEMORY: &str = "memory";
 /// The version of manifests this crate writes and reads.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
+/// The longest chain of memory layers, not counting its base.
+pub const MAX_DEPTH: usize = 31;
 
 const FORMAT: &str = "forkd-snapshot";
-/// The largest manifest that is read. An honest one has about one KiB.
-const MAX_MANIFEST: u64 = 64 << 10;
+/// The largest manifest that is written or read. An honest one has a few KiB.
+const MAX_MANIFEST: usize = 256 << 10;
 /// The most disks of a snapshot.
 const MAX_DISKS: usize = 16;
+/// The most layers of a disk. A monitor takes fewer.
+const MAX_DISK_LAYERS: usize = 64;
+/// How many ancestors are remembered; the farthest are forgotten first. More than [`MAX_DEPTH`], so
+/// those whose layers are used are always among them.
+const MAX_ANCESTORS: usize = 128;
 /// The largest file a manifest may claim. What a file system can hold fits into an `i64`.
 const MAX_FILE: u64 = i64::MAX as u64;
-
-/// The file with what the guest wrote to disk `index`.
-pub fn disk_name(index: usize) -> String {
-    format!("disk.{index}")
-}
-
-/// Whether a snapshot can have a file of this name, beside its manifest.
-pub(crate) fn is_file_name(name: &str) -> bool {
-    name == STATE || name == MEMORY || (0..MAX_DISKS).any(|index| name == disk_name(index))
-}
+/// How a branch can be taken.
+const MODES: [&str; 3] = ["full", "diff", "live"];
+/// The longest name of what a snapshot was branched from.
+const MAX_SOURCE: usize = 128;
 
 /// Everything about a snapshot but its contents.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
     /// Always `forkd-snapshot`.
-    format: String,
+    pub(crate) format: String,
     /// [`VERSION`] when it was made.
-    version: u32,
+    pub(crate) version: u32,
     /// The snapshot's tag, and its folder's name.
     pub tag: String,
     /// When it was made, in seconds since 1970.
@@ -57,8 +55,58 @@ pub struct Manifest {
     pub forkd: String,
     /// What its maker said about it.
     pub facts: Facts,
-    /// Its files by name.
-    pub files: BTreeMap<String, FileEntry>,
+    /// The snapshot whose memory layers come before its own one; none if it has all of its memory
+    /// itself.
+    pub parent: Option<Parent>,
+    /// The snapshots it came from, the farthest first, its parent last. One that has all of its
+    /// memory itself can have ancestors too.
+    pub ancestors: Vec<Parent>,
+    /// What it was made from: a sandbox's id, or `compact:` and a tag. None if it was booted.
+    pub branched_from: Option<String>,
+    /// The state of vCPUs and devices.
+    pub state: FileEntry,
+    /// Memory layers, oldest first: the last one is its own, the others are its parent's.
+    pub memory: Vec<FileEntry>,
+    /// Each disk's layers, oldest first.
+    pub disks: Vec<Vec<FileEntry>>,
+    /// How many of each disk's layers, from the newest, the snapshot it came from did not have.
+    pub own_disk_layers: Vec<usize>,
+    /// What was measured when it was made.
+    pub measured: Measured,
+}
+
+/// Another snapshot, as it was.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Parent {
+    /// Its tag then.
+    pub tag: String,
+    /// Its [`crate::Snapshot::id`], which tells it from another one of the same tag.
+    pub id: String,
+}
+
+/// What was measured when a snapshot was made.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Measured {
+    /// How the branch was asked for: `full`, `diff` or `live`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mode: Option<String>,
+    /// How long the source's vCPUs stood still.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pause_ms: Option<f64>,
+    /// How long the source's user processes did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub frozen_ms: Option<f64>,
+    /// Whether user processes were frozen at that instant.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quiesced: Option<bool>,
+    /// How long writing it took.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub save_ms: Option<f64>,
+    /// How much was written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub written_bytes: Option<u64>,
 }
 
 /// What the maker of a snapshot knows about it.
@@ -121,61 +169,92 @@ pub struct FileEntry {
     pub blake3: String,
 }
 
+/// Whether `text` can be the digest of something, and so the name of a layer.
+pub(crate) fn is_digest(text: &str) -> bool {
+    text.len() == 64 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+/// Why a manifest cannot be used.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Unfit {
+    /// It is of a version that had no layers: it refers to none, whatever else it says.
+    Old(String),
+    Other(String),
+}
+
+impl std::fmt::Display for Unfit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (Unfit::Old(why) | Unfit::Other(why)) = self;
+        f.write_str(why)
+    }
+}
+
+impl From<String> for Unfit {
+    fn from(why: String) -> Self {
+        Unfit::Other(why)
+    }
+}
+
 impl Manifest {
-    pub(crate) fn new(
-        tag: &str,
-        created_at_unix: u64,
-        facts: Facts,
-        files: BTreeMap<String, FileEntry>,
-    ) -> Result<Manifest> {
-        let manifest = Manifest {
-            format: FORMAT.into(),
-            version: VERSION,
-            tag: tag.into(),
-            created_at_unix,
-            forkd: env!("CARGO_PKG_VERSION").into(),
-            facts,
-            files,
-        };
-        manifest
-            .check(tag)
-            .map_err(|why| Error::Invalid(format!("snapshot {tag} cannot be published: {why}")))?;
-        Ok(manifest)
+    /// Completes a manifest that is about to be written.
+    pub(crate) fn stamp(&mut self) {
+        self.format = FORMAT.into();
+        self.version = VERSION;
+        self.forkd = env!("CARGO_PKG_VERSION").into();
+        let too_many = self.ancestors.len().saturating_sub(MAX_ANCESTORS);
+        self.ancestors.drain(..too_many);
     }
 
-    /// The number of disks.
-    pub fn disks(&self) -> usize {
-        (0..MAX_DISKS).take_while(|index| self.files.contains_key(&disk_name(*index))).count()
+    /// The bytes to write, if they are such as would be read again.
+    pub(crate) fn bytes(&self) -> Result<Vec<u8>> {
+        let unfit = |why| Error::Invalid(format!("snapshot {} cannot be published: {why}", self.tag));
+        self.check(&self.tag).map_err(unfit)?;
+        let mut bytes = serde_json::to_vec_pretty(self).map_err(|error| unfit(error.to_string()))?;
+        bytes.push(b'\n');
+        Manifest::parse(&bytes, &self.tag).map_err(|why| unfit(why.to_string()))?;
+        Ok(bytes)
     }
 
-    /// Reads a manifest and checks that it is one of `tag`. The error is why it cannot be used.
-    pub(crate) fn read(file: &File, tag: &str) -> std::result::Result<Manifest, String> {
+    /// Its layers, memory first.
+    pub(crate) fn layers(&self) -> impl Iterator<Item = &FileEntry> {
+        self.memory.iter().chain(self.disks.iter().flatten())
+    }
+
+    /// Reads a manifest's bytes.
+    pub(crate) fn read(file: &File) -> std::result::Result<Vec<u8>, Unfit> {
         let mut bytes = Vec::new();
-        file.take(MAX_MANIFEST + 1).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
-        if bytes.len() as u64 > MAX_MANIFEST {
-            return Err(format!("it has more than {} KiB, no manifest does", MAX_MANIFEST >> 10));
-        }
-        Manifest::parse(&bytes, tag)
+        let limit = MAX_MANIFEST as u64 + 1;
+        file.take(limit).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
+        Ok(bytes)
     }
 
-    pub(crate) fn parse(bytes: &[u8], tag: &str) -> std::result::Result<Manifest, String> {
+    /// Understands a manifest and checks that it is one of `tag`.
+    pub(crate) fn parse(bytes: &[u8], tag: &str) -> std::result::Result<Manifest, Unfit> {
         /// What every version has.
         #[derive(Deserialize)]
         struct Header {
             format: String,
             version: u64,
         }
+        if bytes.len() > MAX_MANIFEST {
+            return Err(format!("it has more than {} KiB, no manifest does", MAX_MANIFEST >> 10).into());
+        }
         let header: Header = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
         if header.format != FORMAT {
-            return Err(format!("its format is not {FORMAT:?}"));
+            return Err(format!("its format is not {FORMAT:?}").into());
         }
         // First of all: what another version wrote may have fields we would call unknown.
-        if header.version > u64::from(VERSION) {
-            let version = header.version;
-            return Err(format!("made by a newer forkd: version {version}, this one reads {VERSION}"));
+        let version = header.version;
+        if version > u64::from(VERSION) {
+            return Err(format!("made by a newer forkd: version {version}, this one reads {VERSION}").into());
         }
-        if header.version < u64::from(VERSION) {
-            return Err(format!("version {} is none this forkd reads ({VERSION})", header.version));
+        if version == 1 {
+            let why =
+                format!("made by an older forkd: the layout has changed since, from version 1 to {VERSION}");
+            return Err(Unfit::Old(why));
+        }
+        if version < u64::from(VERSION) {
+            return Err(format!("version {version} is none this forkd reads ({VERSION})").into());
         }
         let manifest: Manifest = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
         manifest.check(tag)?;
@@ -185,6 +264,9 @@ impl Manifest {
     fn check(&self, tag: &str) -> std::result::Result<(), String> {
         if self.tag != tag {
             return Err(format!("it belongs to another tag, {:?}", self.tag));
+        }
+        if !is_valid_name(tag) {
+            return Err(format!("{tag:?} is no tag"));
         }
         let facts = &self.facts;
         if facts.vcpus == 0 || facts.vcpus > MAX_VCPUS {
@@ -196,21 +278,60 @@ impl Manifest {
         if let Some(image) = facts.image.as_ref().filter(|image| !is_valid_name(&image.name)) {
             return Err(format!("{:?} is no name of an image", image.name));
         }
-        for needed in [STATE, MEMORY] {
-            if !self.files.contains_key(needed) {
-                return Err(format!("it lists no file {needed:?}"));
+        self.check_origin()?;
+        self.check_layers()
+    }
+
+    fn check_origin(&self) -> std::result::Result<(), String> {
+        if self.ancestors.len() > MAX_ANCESTORS {
+            return Err(format!("it has {} ancestors", self.ancestors.len()));
+        }
+        for ancestor in &self.ancestors {
+            if !is_valid_name(&ancestor.tag) || !is_digest(&ancestor.id) {
+                return Err(format!("{:?} ({:?}) can be no ancestor", ancestor.tag, ancestor.id));
             }
         }
-        for (name, entry) in &self.files {
-            if !is_file_name(name) {
-                return Err(format!("it lists {name:?}, which no snapshot has"));
+        if self.parent.is_some() && self.parent.as_ref() != self.ancestors.last() {
+            return Err("its parent is not the last of its ancestors".into());
+        }
+        if let Some(source) = &self.branched_from
+            && (source.len() > MAX_SOURCE || source.chars().any(char::is_control))
+        {
+            return Err(format!("it cannot have been branched from {source:?}"));
+        }
+        match &self.measured.mode {
+            Some(mode) if !MODES.contains(&mode.as_str()) => Err(format!("{mode:?} is no mode of branching")),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_layers(&self) -> std::result::Result<(), String> {
+        match (self.memory.len(), &self.parent) {
+            (0, _) => return Err("it has no memory".into()),
+            (1, None) => {}
+            (2.., Some(_)) if self.memory.len() <= MAX_DEPTH + 1 => {}
+            (count, None) => return Err(format!("it has {count} memory layers and no parent")),
+            (count, Some(_)) => return Err(format!("it has {count} memory layers and a parent")),
+        }
+        if self.disks.len() > MAX_DISKS {
+            return Err(format!("it has {} disks", self.disks.len()));
+        }
+        if let Some(disk) = self.disks.iter().find(|disk| disk.len() > MAX_DISK_LAYERS) {
+            return Err(format!("it has a disk of {} layers", disk.len()));
+        }
+        let possible = |(own, disk): (&usize, &Vec<FileEntry>)| *own <= disk.len();
+        if self.own_disk_layers.len() != self.disks.len()
+            || !self.own_disk_layers.iter().zip(&self.disks).all(possible)
+        {
+            return Err("it says of layers its disks do not have that they are its own".into());
+        }
+        for entry in self.layers().chain([&self.state]) {
+            if !is_digest(&entry.blake3) {
+                return Err(format!("{:?} is no digest", entry.blake3));
             }
             if entry.size > MAX_FILE {
-                return Err(format!("it says that {name} has {} bytes", entry.size));
+                return Err(format!("it says that {} has {} bytes", entry.blake3, entry.size));
             }
-        }
-        if self.files.len() != self.disks() + 2 {
-            return Err("the numbers of its disks have a gap".into());
         }
         Ok(())
     }

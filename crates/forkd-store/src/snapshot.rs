@@ -1,32 +1,81 @@
 //! A snapshot that is there: what it is, how large, and its files, checked.
 
+use std::collections::HashSet;
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::digest::digest;
 use crate::error::{Error, Result};
 use crate::folder::Folder;
-use crate::manifest::{BaseImage, MANIFEST, MEMORY, Manifest, STATE, disk_name};
+use crate::layers::{Layers, verify, whole};
+use crate::manifest::{BaseImage, FileEntry, MANIFEST, Manifest, STATE, Unfit};
 
 /// A snapshot. It stays what it is when its tag is removed or given to another one.
 #[derive(Debug, Clone)]
-pub struct Snapshot {
-    folder: Arc<Folder>,
+pub struct Snapshot(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    folder: Folder,
+    layers: Arc<Layers>,
     manifest: Manifest,
-    sizes: Sizes,
+    id: String,
+    state: Size,
+    parts: Vec<Layer>,
 }
 
-/// How much room a snapshot takes, in bytes: holes take none.
+/// How large something is, in bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Size {
+    /// Its length, holes included.
+    pub logical: u64,
+    /// The room it takes: holes take none.
+    pub physical: u64,
+}
+
+impl Size {
+    fn add(&mut self, other: Size) {
+        self.logical = self.logical.saturating_add(other.logical);
+        self.physical = self.physical.saturating_add(other.physical);
+    }
+}
+
+/// How large a snapshot is. A layer that occurs twice counts once.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Sizes {
     /// The state.
-    pub state: u64,
-    /// The memory.
-    pub memory: u64,
-    /// All disks.
-    pub disks: u64,
+    pub state: Size,
+    /// All memory layers, those of its parents included.
+    pub memory: Size,
+    /// All layers of all disks.
+    pub disks: Size,
+    /// The memory layer it added.
+    pub own_memory: Size,
+    /// The disk layers it added to those of the snapshot it came from.
+    pub own_disks: Size,
+}
+
+/// What is in a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Guest memory.
+    Memory,
+    /// What the guest wrote to a disk.
+    Disk,
+}
+
+/// One layer of a snapshot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layer {
+    /// What is in it.
+    pub kind: Kind,
+    /// The digest of its contents, and its name.
+    pub digest: String,
+    /// How large it is.
+    pub size: Size,
+    /// Whether this snapshot added it to what it came from.
+    pub own: bool,
 }
 
 /// A snapshot's files, opened for reading, found to be what was written.
@@ -34,8 +83,8 @@ pub struct Sizes {
 pub struct Files {
     /// State of vCPUs and devices.
     pub state: File,
-    /// Guest memory.
-    pub memory: File,
+    /// Memory layers, oldest first.
+    pub memory: Vec<File>,
     /// Each disk's, in the order of `/dev/vda`, `/dev/vdb`, …
     pub disks: Vec<DiskFiles>,
 }
@@ -50,51 +99,82 @@ pub struct DiskFiles {
 impl Snapshot {
     /// Reads the snapshot `tag` in `folder`: its manifest, and that its files are there in their
     /// size. Their contents are looked at by [`Snapshot::open`].
-    pub(crate) fn read(folder: Folder, tag: &str) -> Result<Snapshot> {
-        let path = folder.path().join(MANIFEST);
-        let file = folder
-            .read(MANIFEST)
-            .map_err(|why| Error::unusable(tag, format_args!("{} {why}", path.display())))?;
-        let manifest = Manifest::read(&file, tag).map_err(|why| {
-            Error::unusable(tag, format_args!("{} cannot be understood ({why})", path.display()))
-        })?;
-        let mut snapshot = Snapshot { folder: Arc::new(folder), manifest, sizes: Sizes::default() };
-        snapshot.sizes = snapshot.measure()?;
-        Ok(snapshot)
+    pub(crate) fn read(folder: Folder, tag: &str, layers: &Arc<Layers>) -> Result<Snapshot> {
+        let (manifest, id) = read_manifest(&folder, tag).map_err(|why| Error::unusable(tag, why))?;
+        let unusable = |why| Error::unusable(tag, why);
+        let (_, meta) = whole(&folder, STATE, manifest.state.size).map_err(unusable)?;
+        let state = size_of(&meta);
+        let parts = measure(&manifest, layers).map_err(unusable)?;
+        Ok(Snapshot(Arc::new(Inner { folder, layers: layers.clone(), manifest, id, state, parts })))
     }
 
     /// Its tag.
     pub fn tag(&self) -> &str {
-        &self.manifest.tag
+        &self.0.manifest.tag
+    }
+
+    /// Its identity: BLAKE3 of its manifest, in hexadecimal.
+    pub fn id(&self) -> &str {
+        &self.0.id
     }
 
     /// Its folder.
     pub fn folder(&self) -> &Path {
-        self.folder.path()
+        self.0.folder.path()
     }
 
     /// What is known about it.
     pub fn manifest(&self) -> &Manifest {
-        &self.manifest
+        &self.0.manifest
     }
 
-    /// How much room it takes.
+    /// How many memory layers are under its own one.
+    pub fn depth(&self) -> usize {
+        self.0.manifest.memory.len().saturating_sub(1)
+    }
+
+    /// Its layers: memory, oldest first, then each disk's, oldest first.
+    pub fn layers(&self) -> &[Layer] {
+        &self.0.parts
+    }
+
+    /// How large it is.
     pub fn sizes(&self) -> Sizes {
-        self.sizes
+        let mut sizes = Sizes { state: self.0.state, ..Sizes::default() };
+        let mut counted = HashSet::new();
+        // The newest first: what it added counts as its own, even if an older layer is the same.
+        for layer in self.0.parts.iter().rev().filter(|layer| counted.insert(&layer.digest)) {
+            let (all, own) = match layer.kind {
+                Kind::Memory => (&mut sizes.memory, &mut sizes.own_memory),
+                Kind::Disk => (&mut sizes.disks, &mut sizes.own_disks),
+            };
+            all.add(layer.size);
+            if layer.own {
+                own.add(layer.size);
+            }
+        }
+        sizes
     }
 
-    /// Opens its files, read-only, and reads all of them to see that they are what was written. For
-    /// as long as somebody has them open they can be used, whatever happens to the snapshot.
+    /// Opens its files, read-only, and sees that they are what was written: each is read, unless it
+    /// was before and nobody touched it since. For as long as somebody has them open they can be used,
+    /// whatever happens to the snapshot.
     pub fn open(&self) -> Result<Files> {
-        let disks = (0..self.manifest.disks())
-            .map(|index| Ok(DiskFiles { layers: vec![self.verified(&disk_name(index))?] }))
-            .collect::<Result<_>>()?;
-        Ok(Files { state: self.verified(STATE)?, memory: self.verified(MEMORY)?, disks })
+        let Inner { folder, layers, manifest, .. } = &*self.0;
+        let unusable = |why| Error::unusable(self.tag(), why);
+        let open = |entries: &[FileEntry]| {
+            entries.iter().map(|entry| layers.verified(entry)).collect::<std::result::Result<Vec<_>, _>>()
+        };
+        let (state, _) = whole(folder, STATE, manifest.state.size).map_err(unusable)?;
+        verify(&state, &manifest.state, &folder.path().join(STATE)).map_err(unusable)?;
+        let memory = open(&manifest.memory).map_err(unusable)?;
+        let disks = manifest.disks.iter().map(|disk| Ok(DiskFiles { layers: open(disk).map_err(unusable)? }));
+        Ok(Files { state, memory, disks: disks.collect::<Result<_>>()? })
     }
 
     /// Checks that `now` is the image this snapshot was made over.
     pub fn check_image(&self, now: &BaseImage) -> Result<()> {
-        match &self.manifest.facts.image {
+        match &self.manifest().facts.image {
             Some(then) if then == now => Ok(()),
             Some(then) => {
                 let name = &then.name;
@@ -108,51 +188,46 @@ impl Snapshot {
             None => Err(Error::unusable(self.tag(), "it has no image")),
         }
     }
+}
 
-    fn measure(&self) -> Result<Sizes> {
-        let mut sizes = Sizes::default();
-        for name in self.manifest.files.keys() {
-            let meta = self.whole(name)?.metadata().map_err(Error::io("read", &self.folder().join(name)))?;
-            let sum = match name.as_str() {
-                STATE => &mut sizes.state,
-                MEMORY => &mut sizes.memory,
-                _ => &mut sizes.disks,
-            };
-            *sum = sum.saturating_add(meta.blocks().saturating_mul(512));
-        }
-        Ok(sizes)
-    }
+/// A manifest and its snapshot's id, or why there is none.
+pub(crate) type Found = std::result::Result<(Manifest, String), Unfit>;
 
-    /// The file `name`, open, as long as it should be.
-    fn whole(&self, name: &str) -> Result<File> {
-        let path = self.folder().join(name);
-        let file = self
-            .folder
-            .read(name)
-            .map_err(|why| Error::unusable(self.tag(), format_args!("{} {why}", path.display())))?;
-        let len = file.metadata().map_err(Error::io("read", &path))?.len();
-        let wanted = self.manifest.files.get(name).map_or(0, |entry| entry.size);
-        if len == wanted {
-            return Ok(file);
+/// The manifest in `folder` and its id. The error names the file.
+pub(crate) fn read_manifest(folder: &Folder, tag: &str) -> Found {
+    let path = folder.path().join(MANIFEST);
+    let file = folder.read(MANIFEST).map_err(|why| Unfit::Other(format!("{} {why}", path.display())))?;
+    let read = Manifest::read(&file).and_then(|bytes| {
+        let manifest = Manifest::parse(&bytes, tag)?;
+        Ok((manifest, blake3::hash(&bytes).to_hex().to_string()))
+    });
+    read.map_err(|why| {
+        let text = format!("{} cannot be understood ({why})", path.display());
+        match why {
+            Unfit::Old(_) => Unfit::Old(text),
+            Unfit::Other(_) => Unfit::Other(text),
         }
-        let what = if len < wanted { "is truncated" } else { "has grown" };
-        let why = format_args!("{} {what}: it has {len} bytes and should have {wanted}", path.display());
-        Err(Error::unusable(self.tag(), why))
-    }
+    })
+}
 
-    /// The file `name`, open, with the contents it was written with.
-    fn verified(&self, name: &str) -> Result<File> {
-        let file = self.whole(name)?;
-        let path = self.folder().join(name);
-        let entry = self.manifest.files.get(name);
-        let (size, wanted) = entry.map_or((0, ""), |entry| (entry.size, &entry.blake3));
-        if digest(&file, size).map_err(Error::io("read", &path))? != wanted {
-            let why = format_args!(
-                "{} was edited or damaged: its contents are not those that were written",
-                path.display()
-            );
-            return Err(Error::unusable(self.tag(), why));
-        }
-        Ok(file)
-    }
+/// Sees that all layers are there, and how large they are.
+fn measure(manifest: &Manifest, layers: &Layers) -> std::result::Result<Vec<Layer>, String> {
+    let own_from = manifest.memory.len().saturating_sub(1);
+    let memory =
+        manifest.memory.iter().enumerate().map(|(index, entry)| (Kind::Memory, entry, index >= own_from));
+    let disks = manifest.disks.iter().zip(&manifest.own_disk_layers).flat_map(|(disk, own)| {
+        let own_from = disk.len().saturating_sub(*own);
+        disk.iter().enumerate().map(move |(index, entry)| (Kind::Disk, entry, index >= own_from))
+    });
+    memory
+        .chain(disks)
+        .map(|(kind, entry, own)| {
+            let (_, meta) = layers.whole(entry)?;
+            Ok(Layer { kind, digest: entry.blake3.clone(), size: size_of(&meta), own })
+        })
+        .collect()
+}
+
+fn size_of(meta: &std::fs::Metadata) -> Size {
+    Size { logical: meta.len(), physical: meta.blocks().saturating_mul(512) }
 }

@@ -1,12 +1,16 @@
-//! The folder of all snapshots: finding, beginning, removing.
+//! The folder of all snapshots: finding, beginning, removing, collecting garbage.
 //!
-//! Beside the snapshots it holds only what has a leading dot: `.new-…`, drafts, and `.gone-…`, what
-//! is being removed. Both are left-overs when a process starts, and removed then.
+//! Beside the snapshots it holds only what has a leading dot: `.layers`, the files they share;
+//! `.new-…`, drafts; and `.gone-…`, what is being removed. The last two are left-overs when a process
+//! starts, and removed then, as are layers that no snapshot names.
 
+use std::collections::{BTreeMap, HashSet};
+use std::ffi::OsString;
 use std::fs::{self, DirBuilder};
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use forkd_protocol::names::{NAME_RULE, is_valid_name};
@@ -15,9 +19,13 @@ use rustix::io::Errno;
 
 use crate::draft::Draft;
 use crate::error::{Error, Result};
-use crate::folder::Folder;
-use crate::snapshot::Snapshot;
+use crate::folder::{Folder, delete};
+use crate::layers::{Collected, Hold, Layers};
+use crate::manifest::{MANIFEST, Manifest, Unfit};
+use crate::snapshot::{Found, Snapshot, read_manifest};
+use crate::steps::{Step, did};
 
+const LAYERS: &str = ".layers";
 const NEW: &str = ".new-";
 const GONE: &str = ".gone-";
 
@@ -25,20 +33,29 @@ const GONE: &str = ".gone-";
 #[derive(Debug, Clone)]
 pub struct Store {
     folder: PathBuf,
+    layers: Arc<Layers>,
 }
 
 impl Store {
     /// The store in `folder`, which is made, for us alone, if it is not there. Removes what
     /// interrupted work left, and nothing else.
     pub fn open(folder: &Path) -> Result<Store> {
+        let layers = folder.join(LAYERS);
         let mut builder = DirBuilder::new();
-        builder.recursive(true).mode(0o700).create(folder).map_err(Error::io("create", folder))?;
-        let store = Store { folder: folder.to_owned() };
+        builder.recursive(true).mode(0o700).create(&layers).map_err(Error::io("create", &layers))?;
+        did(Step::Changed);
+        let store = Store { folder: folder.to_owned(), layers: Arc::new(Layers::open(&layers)?) };
+        // The folder's own name, too: it may be new.
+        if let Some(above) = folder.canonicalize().ok().as_deref().and_then(Path::parent) {
+            Folder::open(above).and_then(|above| above.sync()).map_err(Error::io("write", above))?;
+        }
         for name in store.names()? {
-            if name.starts_with(NEW) || name.starts_with(GONE) {
-                delete(&folder.join(name))?;
+            let text = name.to_string_lossy();
+            if text.starts_with(NEW) || text.starts_with(GONE) {
+                delete(&folder.join(&name))?;
             }
         }
+        store.collect()?;
         Ok(store)
     }
 
@@ -51,13 +68,14 @@ impl Store {
     pub fn begin(&self, tag: &str) -> Result<Draft> {
         check_tag(tag)?;
         let target = self.folder.join(tag);
-        if fs::symlink_metadata(&target).is_ok() {
+        if is_there(&target) {
             return Err(exists(tag));
         }
         let path = self.own_name(NEW);
         DirBuilder::new().mode(0o700).create(&path).map_err(Error::io("create", &path))?;
+        did(Step::Changed);
         let folder = Folder::open(&path).map_err(Error::io("open", &path))?;
-        Ok(Draft::new(self.clone(), tag, folder))
+        Ok(Draft::new(self.clone(), tag, folder, Hold::new(self.layers.clone())))
     }
 
     /// The snapshot `tag`, with its files there and as long as they should be. That their contents
@@ -66,7 +84,11 @@ impl Store {
         check_tag(tag)?;
         let path = self.folder.join(tag);
         match Folder::open(&path) {
-            Ok(folder) => Snapshot::read(folder, tag),
+            Ok(folder) => match Snapshot::read(folder, tag, &self.layers) {
+                // Removed while we looked.
+                Err(_) if !is_there(&path) => Err(self.no_such(tag)),
+                other => other,
+            },
             Err(error) if error.kind() == io::ErrorKind::NotFound => Err(self.no_such(tag)),
             Err(error) if matches!(error.kind(), io::ErrorKind::NotADirectory) => {
                 Err(Error::unusable(tag, format_args!("{} is not a folder", path.display())))
@@ -78,7 +100,8 @@ impl Store {
     /// All snapshots by tag. One that cannot be used is there with the reason, and does not hide the
     /// others.
     pub fn list(&self) -> Result<Vec<(String, Result<Snapshot>)>> {
-        let mut tags = self.names()?;
+        let names = self.names()?;
+        let mut tags: Vec<String> = names.into_iter().filter_map(|name| name.into_string().ok()).collect();
         tags.retain(|name| is_valid_name(name));
         tags.sort();
         Ok(tags
@@ -92,42 +115,139 @@ impl Store {
             .collect())
     }
 
-    /// Removes the snapshot `tag`, whole or not. Who has its files open goes on with them.
-    pub fn remove(&self, tag: &str) -> Result<()> {
+    /// The snapshots whose memory is built on that of `tag`, by their tags.
+    pub fn dependents(&self, tag: &str) -> Result<Vec<String>> {
+        check_tag(tag)?;
+        let all = self.manifests()?;
+        let Some((_, wanted)) = all.iter().find(|(name, _)| name == tag) else {
+            return Err(self.no_such(tag));
+        };
+        let depends = |manifest: &Manifest| match wanted {
+            Ok((wanted, id)) => {
+                manifest.ancestors.iter().any(|it| it.tag == tag && it.id == *id)
+                    && wanted.memory.last().is_some_and(|top| manifest.memory.contains(top))
+            }
+            // What it was cannot be known: whoever names it may need it.
+            Err(_) => manifest.parent.is_some() && manifest.ancestors.iter().any(|it| it.tag == tag),
+        };
+        let dependents = all.iter().filter_map(|(name, found)| match found {
+            Ok((manifest, _)) if name != tag && depends(manifest) => Some(name.clone()),
+            _ => None,
+        });
+        Ok(dependents.collect())
+    }
+
+    /// By how many snapshots each layer is used.
+    pub fn layer_users(&self) -> Result<BTreeMap<String, usize>> {
+        let mut users = BTreeMap::new();
+        for (manifest, _) in self.manifests()?.into_iter().filter_map(|(_, found)| found.ok()) {
+            let layers: HashSet<&str> = manifest.layers().map(|layer| layer.blake3.as_str()).collect();
+            layers.into_iter().for_each(|digest| *users.entry(digest.to_owned()).or_default() += 1);
+        }
+        Ok(users)
+    }
+
+    /// Removes the snapshot `tag`, whole or not, and the layers only it used. Who has its files open
+    /// goes on with them, and no other snapshot is touched.
+    pub fn remove(&self, tag: &str) -> Result<Collected> {
         check_tag(tag)?;
         let path = self.folder.join(tag);
         let gone = self.own_name(GONE);
-        // Gone in one step; the contents follow, if need be when the store is opened again.
+        // Gone in one step, for good; the contents follow, if need be when the store is opened again.
         match fs::rename(&path, &gone) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(self.no_such(tag)),
             other => other.map_err(Error::io("remove", &path))?,
         }
+        did(Step::Changed);
+        let mut collected = self.collect()?;
+        if let Err(error) = delete(&gone) {
+            collected.held_back = Some(error.full());
+        }
+        Ok(collected)
+    }
+
+    /// Removes the layers that no snapshot uses and no draft is about to. Removes nothing as long as
+    /// there is a manifest that cannot be read, since nobody knows what it uses.
+    pub fn collect(&self) -> Result<Collected> {
+        let held = self.layers.stop();
+        let manifests = self.manifests()?;
+        // A name that is gone is off the disk before its layers are: what has a name is whole. It may
+        // be somebody else who just removed it, or a daemon that was killed.
         self.sync()?;
-        delete(&gone)
+        let mut used = HashSet::new();
+        for (name, found) in manifests {
+            match found {
+                Ok((manifest, _)) => used.extend(manifest.layers().map(|layer| layer.blake3.clone())),
+                Err(Unfit::Old(_)) => {}
+                Err(Unfit::Other(why)) => {
+                    let why = format!(
+                        "layers that may be garbage are kept, because it is not known what snapshot {name} \
+                         uses: {why}; mend it, remove it with `forkd rmi`, or move it elsewhere"
+                    );
+                    return Ok(Collected { held_back: Some(why), ..Collected::default() });
+                }
+            }
+        }
+        self.layers.sweep(&used, &held)
+    }
+
+    pub(crate) fn layers(&self) -> &Arc<Layers> {
+        &self.layers
     }
 
     /// Makes the complete folder `draft` the snapshot `tag`, unless somebody else was faster.
     pub(crate) fn publish(&self, draft: &Path, tag: &str) -> Result<()> {
         let target = self.folder.join(tag);
         match rustix::fs::renameat_with(CWD, draft, CWD, &target, RenameFlags::NOREPLACE) {
-            Ok(()) => self.sync(),
-            Err(Errno::EXIST) => Err(exists(tag)),
-            Err(error) => Err(Error::io("create", &target)(error)),
+            Ok(()) => did(Step::Changed),
+            Err(Errno::EXIST) => return Err(exists(tag)),
+            Err(error) => return Err(Error::io("create", &target)(error)),
         }
+        let synced = self.sync();
+        if synced.is_err() {
+            // Nobody was told that it exists, and nobody can be sure that it does.
+            let _ = self.remove(tag);
+        }
+        synced
+    }
+
+    /// The manifests of all snapshots by tag, whatever else is wrong with them. Also of what is no
+    /// snapshot any more, by its name, and can be made one again.
+    fn manifests(&self) -> Result<Vec<(String, Found)>> {
+        let mut manifests = Vec::new();
+        for name in self.names()? {
+            let (tag, path) = (name.to_string_lossy(), self.folder.join(&name));
+            if tag.starts_with('.') {
+                continue;
+            }
+            let found = match Folder::open(&path) {
+                Ok(folder) => read_manifest(&folder, &tag),
+                Err(error) => Err(Unfit::Other(format!("{} cannot be opened ({error})", path.display()))),
+            };
+            let meta = fs::symlink_metadata(&path);
+            // A file never was a snapshot, nor was any folder in which there is nothing of one.
+            let is_other = |meta: &fs::Metadata| {
+                meta.is_file() || (!is_valid_name(&tag) && meta.is_dir() && !is_there(&path.join(MANIFEST)))
+            };
+            match (&found, meta) {
+                // Removed while we looked.
+                (Err(_), Err(error)) if error.kind() == io::ErrorKind::NotFound => {}
+                (Err(_), Ok(meta)) if is_other(&meta) => {}
+                _ => manifests.push((tag.into_owned(), found)),
+            }
+        }
+        manifests.sort_by(|(one, _), (other, _)| one.cmp(other));
+        Ok(manifests)
     }
 
     fn sync(&self) -> Result<()> {
         Folder::open(&self.folder).and_then(|folder| folder.sync()).map_err(Error::io("write", &self.folder))
     }
 
-    /// Everything in the folder that has a name we could have given.
-    fn names(&self) -> Result<Vec<String>> {
-        let mut names = Vec::new();
-        for entry in fs::read_dir(&self.folder).map_err(Error::io("read", &self.folder))? {
-            let entry = entry.map_err(Error::io("read", &self.folder))?;
-            names.extend(entry.file_name().into_string());
-        }
-        Ok(names)
+    /// Everything in the folder.
+    fn names(&self) -> Result<Vec<OsString>> {
+        let entries = fs::read_dir(&self.folder).map_err(Error::io("read", &self.folder))?;
+        entries.map(|entry| Ok(entry.map_err(Error::io("read", &self.folder))?.file_name())).collect()
     }
 
     /// A name nobody else uses: the store has one process, and `open` removes what others left.
@@ -144,6 +264,10 @@ impl Store {
     }
 }
 
+fn is_there(path: &Path) -> bool {
+    !matches!(fs::symlink_metadata(path), Err(error) if error.kind() == io::ErrorKind::NotFound)
+}
+
 fn exists(tag: &str) -> Error {
     Error::Exists(format!("snapshot {tag} exists; choose another tag, or remove it with `forkd rmi {tag}`"))
 }
@@ -153,14 +277,4 @@ fn check_tag(tag: &str) -> Result<()> {
         return Ok(());
     }
     Err(Error::Invalid(format!("{tag:?} is no tag: use {NAME_RULE}")))
-}
-
-/// Removes what is at `path`, whatever it is. Links are removed, not followed.
-fn delete(path: &Path) -> Result<()> {
-    let is_folder = fs::symlink_metadata(path).is_ok_and(|meta| meta.is_dir());
-    let removed = if is_folder { fs::remove_dir_all(path) } else { fs::remove_file(path) };
-    match removed {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(Error::io("remove", path)(error)),
-        _ => Ok(()),
-    }
 }

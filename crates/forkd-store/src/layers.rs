@@ -1,0 +1,314 @@
+//! The folder of all layers: immutable files, each named by the digest of its contents.
+//!
+//! A layer stays as long as a manifest names it or somebody *holds* it, as a draft does with those it
+//! is about to name. Both are looked at under one lock, so a layer is never removed between being
+//! found and being named.
+//!
+//! Knows files and digests, and neither tags nor manifests.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::{self, File, Metadata, Permissions};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use rustix::io::Errno;
+
+use crate::digest::{digest, next_data};
+use crate::error::{Error, Result};
+use crate::folder::{Folder, delete, sync_file};
+use crate::manifest::{FileEntry, is_digest};
+use crate::steps::{Step, did};
+
+/// What a layer may be used for: reading, by us.
+const MODE: u32 = 0o400;
+/// How often a name that is taken by something damaged is tried to be had.
+const ATTEMPTS: usize = 3;
+/// How much of a file is copied at once.
+const COPY: usize = 1 << 20;
+/// How long a file must have been left alone before it is remembered as good: a change within the
+/// grain of the file system's clock could not be told from none.
+const SETTLED: Duration = Duration::from_secs(2);
+/// How many files are remembered as good. More than one daemon's worth; a bound all the same.
+const MAX_REMEMBERED: usize = 1 << 16;
+
+/// The folder of all layers.
+#[derive(Debug)]
+pub(crate) struct Layers {
+    folder: Folder,
+    /// Who is held, and how often.
+    held: Mutex<Held>,
+    /// What was read and found good, by everything that would show a change.
+    good: Mutex<HashSet<Seen>>,
+}
+
+pub(crate) type Held = HashMap<String, usize>;
+
+/// What garbage collection did.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Collected {
+    /// Number of layers removed.
+    pub layers: usize,
+    /// How much room they took, in bytes.
+    pub bytes: u64,
+    /// Why layers that may be garbage were left, if any were. For people, and worth a warning.
+    pub held_back: Option<String>,
+}
+
+/// A file as it was when it was read.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Seen {
+    digest: String,
+    device: u64,
+    inode: u64,
+    size: u64,
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+impl Seen {
+    fn new(digest: &str, meta: &Metadata) -> Seen {
+        Seen {
+            digest: digest.to_owned(),
+            device: meta.dev(),
+            inode: meta.ino(),
+            size: meta.len(),
+            modified: (meta.mtime(), meta.mtime_nsec()),
+            changed: (meta.ctime(), meta.ctime_nsec()),
+        }
+    }
+
+    /// Whether it was last changed long enough before `now`.
+    fn is_settled(&self, now: SystemTime) -> bool {
+        let now = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let latest = now.saturating_sub(SETTLED).as_secs();
+        [self.modified, self.changed]
+            .iter()
+            .all(|(seconds, _)| u64::try_from(*seconds).is_ok_and(|s| s < latest))
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Layers {
+    pub(crate) fn open(path: &Path) -> Result<Layers> {
+        let folder = Folder::open(path).map_err(Error::io("open", path))?;
+        Ok(Layers { folder, held: Mutex::default(), good: Mutex::default() })
+    }
+
+    /// Where the layer `digest` is.
+    pub(crate) fn path(&self, digest: &str) -> PathBuf {
+        self.folder.path().join(digest)
+    }
+
+    /// The layer `entry`, open, as long as it should be. The error names the file.
+    pub(crate) fn whole(&self, entry: &FileEntry) -> std::result::Result<(File, Metadata), String> {
+        whole(&self.folder, &entry.blake3, entry.size)
+    }
+
+    /// The layer `entry`, open, with the contents it was written with. The error names the file.
+    pub(crate) fn verified(&self, entry: &FileEntry) -> std::result::Result<File, String> {
+        let (file, meta) = self.whole(entry)?;
+        let seen = Seen::new(&entry.blake3, &meta);
+        if lock(&self.good).contains(&seen) {
+            return Ok(file);
+        }
+        let now = SystemTime::now();
+        did(Step::Verified);
+        verify(&file, entry, &self.path(&entry.blake3))?;
+        let still = file.metadata().is_ok_and(|meta| Seen::new(&entry.blake3, &meta) == seen);
+        if still && seen.is_settled(now) {
+            let mut good = lock(&self.good);
+            if good.len() >= MAX_REMEMBERED {
+                good.clear();
+            }
+            good.insert(seen);
+        }
+        Ok(file)
+    }
+
+    /// Returns when the names of all layers that are here now are on disk.
+    pub(crate) fn sync(&self) -> Result<()> {
+        self.folder.sync().map_err(Error::io("write", self.folder.path()))
+    }
+
+    /// The layer that `file` is already, by its inode; held from here on.
+    pub(crate) fn known(&self, file: &File, hold: &mut Hold) -> Result<Option<FileEntry>> {
+        let failed = |error| Error::io::<io::Error>("read", self.folder.path())(error);
+        let meta = file.metadata().map_err(failed)?;
+        if meta.nlink() == 0 {
+            return Ok(None);
+        }
+        // One step with the look at the names: nobody can remove it in between.
+        let mut held = lock(&self.held);
+        for found in fs::read_dir(self.folder.path()).map_err(failed)? {
+            let found = found.map_err(failed)?;
+            let is_it = |it: Metadata| (it.dev(), it.ino()) == (meta.dev(), meta.ino());
+            let same = found.metadata().is_ok_and(is_it);
+            if let Some(digest) = found.file_name().to_str().filter(|name| same && is_digest(name)) {
+                hold.add(&mut held, digest);
+                return Ok(Some(FileEntry { size: meta.len(), blake3: digest.to_owned() }));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Makes `file` itself a layer, held from here on; or, if there is one of the same contents, that
+    /// one. `None`, with nothing done, for a file that cannot get a name here. Nobody may be writing to
+    /// it any more.
+    pub(crate) fn put(&self, file: &File, hold: &mut Hold) -> Result<Option<FileEntry>> {
+        let failed = |error| Error::io::<io::Error>("keep a layer in", self.folder.path())(error);
+        let meta = file.metadata().map_err(failed)?;
+        if meta.dev() != self.folder.device().map_err(failed)? {
+            return Ok(None);
+        }
+        let seal = || {
+            file.set_permissions(Permissions::from_mode(MODE))?;
+            did(Step::Changed);
+            // Its contents before its name: what has a name is whole.
+            sync_file(file)?;
+            Ok(FileEntry { size: meta.len(), blake3: digest(file, meta.len())? })
+        };
+        let entry = seal().map_err(failed)?;
+        hold.add(&mut lock(&self.held), &entry.blake3);
+        for _ in 0..ATTEMPTS {
+            match self.folder.link(file, &entry.blake3) {
+                Ok(()) => return Ok(Some(entry)),
+                Err(Errno::EXIST) if self.verified(&entry).is_ok() => return Ok(Some(entry)),
+                // Damaged, and here are the contents it should have.
+                Err(Errno::EXIST) => delete(&self.path(&entry.blake3))?,
+                // It had a name once, and lost it.
+                Err(Errno::NOENT | Errno::XDEV | Errno::PERM) => return Ok(None),
+                Err(error) => return Err(failed(error.into())),
+            }
+        }
+        Err(failed(Errno::EXIST.into()))
+    }
+
+    /// Holds the layers `entries`, all of which must be here.
+    pub(crate) fn hold(&self, entries: &[&FileEntry], hold: &mut Hold) -> std::result::Result<(), String> {
+        {
+            let mut held = lock(&self.held);
+            entries.iter().for_each(|entry| hold.add(&mut held, &entry.blake3));
+        }
+        entries.iter().try_for_each(|entry| self.whole(entry).map(drop))
+    }
+
+    /// For as long as the answer lives, no layer begins or ceases to be held.
+    pub(crate) fn stop(&self) -> MutexGuard<'_, Held> {
+        lock(&self.held)
+    }
+
+    /// Removes every layer that is neither in `used` nor held. What has another kind of name is not
+    /// ours, and stays.
+    pub(crate) fn sweep(&self, used: &HashSet<String>, held: &Held) -> Result<Collected> {
+        let mut collected = Collected::default();
+        for found in fs::read_dir(self.folder.path()).map_err(Error::io("read", self.folder.path()))? {
+            let found = found.map_err(Error::io("read", self.folder.path()))?;
+            let name = found.file_name();
+            let Some(digest) = name.to_str().filter(|name| is_digest(name)) else { continue };
+            if used.contains(digest) || held.contains_key(digest) {
+                continue;
+            }
+            let size = found.metadata().map_or(0, |meta| meta.blocks().saturating_mul(512));
+            match delete(&found.path()) {
+                Ok(()) => {
+                    collected.layers += 1;
+                    collected.bytes = collected.bytes.saturating_add(size);
+                }
+                Err(error) => collected.held_back = Some(error.full()),
+            }
+        }
+        lock(&self.good).retain(|seen| used.contains(&seen.digest) || held.contains_key(&seen.digest));
+        Ok(collected)
+    }
+}
+
+/// Layers that stay as long as this lives.
+#[derive(Debug)]
+pub(crate) struct Hold {
+    layers: Arc<Layers>,
+    digests: Vec<String>,
+}
+
+impl Hold {
+    pub(crate) fn new(layers: Arc<Layers>) -> Hold {
+        Hold { layers, digests: Vec::new() }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.digests.is_empty()
+    }
+
+    fn add(&mut self, held: &mut Held, digest: &str) {
+        *held.entry(digest.to_owned()).or_default() += 1;
+        self.digests.push(digest.to_owned());
+    }
+
+    /// Lets go of all of them.
+    pub(crate) fn release(&mut self) {
+        let mut held = lock(&self.layers.held);
+        for digest in self.digests.drain(..) {
+            if let Some(count) = held.get_mut(&digest) {
+                *count -= 1;
+                if *count == 0 {
+                    held.remove(&digest);
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+/// The file `name` in `folder`, open, of length `size`. The error names the file.
+pub(crate) fn whole(folder: &Folder, name: &str, size: u64) -> std::result::Result<(File, Metadata), String> {
+    let path = folder.path().join(name);
+    let file = folder.read(name).map_err(|why| format!("{} {why}", path.display()))?;
+    let meta = file.metadata().map_err(|error| format!("{} cannot be read ({error})", path.display()))?;
+    let len = meta.len();
+    if len == size {
+        return Ok((file, meta));
+    }
+    let what = if len < size { "is truncated" } else { "has grown" };
+    Err(format!("{} {what}: it has {len} bytes and should have {size}", path.display()))
+}
+
+/// Whether `file`, which is at `path`, has the contents it was written with.
+pub(crate) fn verify(file: &File, entry: &FileEntry, path: &Path) -> std::result::Result<(), String> {
+    match digest(file, entry.size) {
+        Ok(found) if found == entry.blake3 => Ok(()),
+        Ok(_) => Err(format!(
+            "{} was edited or damaged: its contents are not those that were written",
+            path.display()
+        )),
+        Err(error) => Err(format!("{} cannot be read ({error})", path.display())),
+    }
+}
+
+/// Copies what is data in `from` to the empty file `to`.
+pub(crate) fn copy_sparse(from: &File, to: &File) -> io::Result<()> {
+    let len = from.metadata()?.len();
+    to.set_len(len)?;
+    let mut buffer = vec![0; COPY];
+    let mut at = 0;
+    while let Some(data) = next_data(from, at, len)? {
+        at = data.start;
+        while at < data.end {
+            let part = &mut buffer[..(COPY as u64).min(data.end - at) as usize];
+            from.read_exact_at(part, at)?;
+            to.write_all_at(part, at)?;
+            at += part.len() as u64;
+        }
+    }
+    did(Step::Changed);
+    Ok(())
+}
