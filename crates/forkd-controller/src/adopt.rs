@@ -3,27 +3,24 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
-use forkd_protocol::control::{Request, WaitStatus};
+use forkd_protocol::control::WaitStatus;
 use forkd_protocol::names::is_valid_sandbox_id;
 
 use crate::error::{Error, Result};
 use crate::keeper::Origin;
-use crate::link::{self, Link};
+use crate::leftovers::{self, Leftovers, STOP_WAIT};
 use crate::monitor::{self, Monitor};
 use crate::process::{self, Identity, Pidfd};
 use crate::registry::{Registry, time};
+use crate::rollback;
 use crate::sandbox::{Belongings, END, End, Phase, RECORD, Record, Sandbox};
-use crate::snapshots::Leftovers;
 use crate::template::Adopted;
-
-/// How long a half-made child has to obey.
-const STOP_WAIT: Duration = Duration::from_secs(5);
 
 /// Takes over the sandboxes in the registry's folder.
 pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) -> Result<()> {
-    let folder = &registry.folder;
+    let (folder, mut adopted) = (&registry.folder, Vec::new());
     let read = |error| Error::host(format!("cannot read {}", folder.display()), error);
     for entry in std::fs::read_dir(folder).map_err(read)? {
         let path = entry.map_err(read)?.path();
@@ -32,33 +29,40 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
             tracing::warn!(path = %path.display(), "not a sandbox's folder; left alone");
             continue;
         }
+        // Nobody has begun to use it.
+        let _ = rollback::clear(&path.join(rollback::NEXT));
         let record: Option<Record> = read_json(&path.join(RECORD));
         let identity = Identity::read(&path);
-        match (record, identity) {
-            (Some(record), Some(identity)) => {
-                take_over(registry, &mut leftovers, id, &path, record, identity).await;
+        let record = match record {
+            Some(record) if identity.is_some() => {
+                adopted.extend(take_over(registry, &mut leftovers, id, &path, record, identity).await);
+                continue;
             }
-            (record, identity) => {
-                let template =
-                    record.as_ref().and_then(|record| leftovers.templates.get_mut(&record.template));
-                let child = template.and_then(|(template, children)| {
-                    template.acknowledge(&id);
-                    Some((template.pid, children.remove(&id)?))
-                });
-                end(&id, &path, identity, child).await;
-                match &record {
-                    Some(record) => {
-                        let lineage = leftovers.lineages.get(&record.template);
-                        let cgroup = lineage.and_then(|lineage| lineage.cgroup.as_ref());
-                        if let Some(leaf) = cgroup.and_then(|cgroup| cgroup.existing(&id).ok()) {
-                            let _ = leaf.kill().and_then(|()| leaf.remove());
-                        }
-                    }
-                    None => registry.host.lineages.forget(&id),
+            record => record,
+        };
+        let template = record.as_ref().and_then(|record| {
+            let (template, children) = leftovers.templates.get_mut(&record.template)?;
+            let child = record.child(&id);
+            template.acknowledge(&child);
+            Some((template.pid, children.remove(&child)?))
+        });
+        end(&id, &path, identity, template).await;
+        match record {
+            // It was being taken back: the old process is gone, the new one was half-made.
+            Some(record) if path.join(END).exists() => {
+                adopted.extend(take_over(registry, &mut leftovers, id, &path, record, None).await);
+                continue;
+            }
+            Some(record) => {
+                let lineage = registry.host.lineages.resume(record.lineage, &record.cgroup);
+                let cgroup = lineage.as_ref().and_then(|lineage| lineage.cgroup.as_ref());
+                if let Some(leaf) = cgroup.and_then(|cgroup| cgroup.existing(&record.child(&id)).ok()) {
+                    let _ = leaf.kill().and_then(|()| leaf.remove());
                 }
-                registry.host.janitor.remove_folder(path).await;
             }
+            None => registry.host.lineages.forget(&id),
         }
+        registry.host.janitor.remove_folder(path).await;
     }
     // What templates still list was deleted, or its folder is gone.
     for (template, children) in leftovers.templates.values_mut() {
@@ -75,48 +79,55 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
         slots.host.slots.sweep();
         Ok(())
     })
-    .await
+    .await?;
+    // Each says whether it is paused; all are asked at the same time.
+    let heard = async {
+        for sandbox in &adopted {
+            let _ = sandbox.started().await;
+        }
+    };
+    let _ = tokio::time::timeout(registry.host.config.timing.call, heard).await;
+    Ok(())
 }
 
 fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Option<T> {
     serde_json::from_slice(&std::fs::read(path).ok()?).ok()
 }
 
-/// Takes over one that was complete.
+/// Takes over one that was complete, or what is left of one; the sandbox if it runs.
 async fn take_over(
     registry: &Arc<Registry>,
     leftovers: &mut Leftovers,
     id: String,
     folder: &Path,
     record: Record,
-    identity: Identity,
-) {
-    let host = &registry.host;
+    identity: Option<Identity>,
+) -> Option<Arc<Sandbox>> {
+    let (host, name) = (&registry.host, record.child(&id));
     let (template, child) = match leftovers.templates.get_mut(&record.template) {
-        Some((template, children)) => (Some(template.clone()), children.remove(&id)),
+        Some((template, children)) => (Some(template.clone()), children.remove(&name)),
         None => (None, None),
     };
-    // Shared by all that are left of a template that is gone.
-    let lineage = leftovers.lineages.get(&record.template).cloned().or_else(|| {
-        let lineage = host.lineages.resume(record.lineage, &record.template)?;
-        leftovers.lineages.insert(record.template.clone(), lineage.clone());
-        Some(lineage)
-    });
-    let leaf = lineage.as_ref().and_then(|lineage| lineage.cgroup.as_ref()?.existing(&id).ok());
+    let lineage = host.lineages.resume(record.lineage, &record.cgroup);
+    leftovers.lineages.extend(lineage.clone());
+    let leaf = lineage.as_ref().and_then(|lineage| lineage.cgroup.as_ref()?.existing(&name).ok());
     let slot = record.netns.as_deref().and_then(|name| host.slots.adopt(name));
     let belongings = Belongings { lineage, template: template.clone(), slot, leaf };
     let mut sandbox =
-        Sandbox::new(id.clone(), record.spec, folder.to_owned(), belongings, &host.config.timing);
+        Sandbox::new(id.clone(), record.spec.clone(), folder.to_owned(), belongings, &host.config.timing);
     sandbox.created = time(record.created_at_unix);
-    sandbox.learn(|facts| facts.python = record.python);
+    sandbox.child = name.clone();
+    let deadline = record.deadline_unix;
+    sandbox.recorded(record);
 
     let (mut status, mut told) = match child {
         Some(Adopted::Alive(_, told)) => (None, Some(told)),
         Some(Adopted::Ended(status)) => (Some(status), None),
         None => (None, None),
     };
-    let process = identity.open().filter(|_| status.is_none());
-    let monitor = process.map(|pidfd| {
+    let process = identity.as_ref().filter(|_| status.is_none());
+    let process = process.and_then(|identity| Some((identity, identity.open()?)));
+    let monitor = process.map(|(identity, pidfd)| {
         let adopted = Monitor::adopted(id.clone(), folder.to_owned(), identity.pid, pidfd, &mut told);
         // Nobody can talk to it any more: it is about to end, or has to.
         adopted.inspect_err(|_| drop(identity.open().map(|process| process.kill())))
@@ -131,27 +142,32 @@ async fn take_over(
     match monitor {
         Some(Ok(monitor)) => {
             tracing::info!(sandbox = id, "sandbox goes on");
-            sandbox.learn(|facts| facts.pid = u32::try_from(identity.pid).ok());
-            sandbox.phase.send_replace(Phase::Running);
+            sandbox.learn(|facts| facts.pid = u32::try_from(monitor.pid()).ok());
             let sandbox = registry.add(seat, sandbox, Origin::Adopted(monitor)).release();
-            if let Some(deadline) = record.deadline_unix {
-                let left = time(deadline).duration_since(SystemTime::now()).unwrap_or_default();
-                registry.expire(sandbox, left);
+            if !sandbox.spec.is_bare() {
+                // The last daemon may have been killed in the middle of a branch.
+                let sandbox = sandbox.clone();
+                tokio::spawn(async move { crate::branch::thaw_for_sure(&sandbox).await });
             }
+            if let Some(deadline) = deadline {
+                let left = time(deadline).duration_since(SystemTime::now()).unwrap_or_default();
+                registry.expire(sandbox.clone(), left);
+            }
+            Some(sandbox)
         }
         failed => {
             if let Some(Err(error)) = failed {
                 tracing::warn!(sandbox = id, %error, "a sandbox could not be reached; it was ended");
             }
-            let end = read_json(&folder.join(END)).unwrap_or_else(|| lost(folder, status));
-            if let Ok(bytes) = serde_json::to_vec(&end)
-                && std::fs::write(folder.join(END), bytes).is_ok()
+            let end = End::read(folder).unwrap_or_else(|| lost(folder, status));
+            if end.write(folder).is_ok()
                 && let Some(template) = &template
             {
-                template.acknowledge(&id);
+                template.acknowledge(&name);
             }
             sandbox.phase.send_replace(Phase::Ended(Arc::new(end)));
             registry.add_ended(seat, sandbox);
+            None
         }
     }
 }
@@ -178,13 +194,7 @@ async fn end(id: &str, folder: &Path, identity: Option<Identity>, child: Option<
     }
     tracing::info!(sandbox = id, "left behind by a daemon that was killed; removing it");
     // It may have been forked and not recorded: its socket leads to it.
-    let stopped = async {
-        let link = Link::new(link::open(&folder.join(link::CONTROL)).ok()?).ok()?;
-        link.send(&Request::Stop, &[]).await.ok()?;
-        while let Ok(Some(_)) = link.recv().await {}
-        Some(())
-    };
-    let stopped = tokio::time::timeout(STOP_WAIT, stopped).await;
+    let stopped = leftovers::stop(folder).await;
     if let (Err(_), Some((template, Adopted::Alive(pid, _told)))) = (stopped, child) {
         kill(pid, template);
     }

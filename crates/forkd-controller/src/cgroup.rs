@@ -1,8 +1,9 @@
 //! Cgroups (v2): where monitors live, what they may use, and how to end what is left of them.
 //!
 //! ```text
-//! <base>/forkd/<lineage>/template        a lineage's template, or the VM it was made from
-//!                       /<sandbox id>…   its children, one leaf each
+//! <base>/forkd/<lineage>/template        the template a lineage began with, or the VM it was made from
+//!                       /<template id>…  branches, one leaf each
+//!                       /<sandbox id>…   sandboxes, one leaf each
 //! ```
 //!
 //! `base` is the folder *above* the daemon's own cgroup, or the root if it is there itself: a cgroup
@@ -115,9 +116,14 @@ impl Lineage {
         set_if_there(&self.path, "pids.max", LINEAGE_PIDS)
     }
 
-    /// Makes the template's leaf.
+    /// Makes the leaf of the template it begins with.
     pub(crate) fn template(&self) -> io::Result<Leaf> {
-        let leaf = self.make(TEMPLATE, &Limits::default())?;
+        self.branch(TEMPLATE)
+    }
+
+    /// Makes the leaf of template `id`, a branch.
+    pub(crate) fn branch(&self, id: &str) -> io::Result<Leaf> {
+        let leaf = self.make(id, &Limits::default())?;
         set_if_there(&leaf.path, "pids.max", TEMPLATE_PIDS)?;
         Ok(leaf)
     }
@@ -217,6 +223,11 @@ impl Leaf {
     pub(crate) fn door(&self) -> io::Result<OwnedFd> {
         let path = self.path.join(PROCS);
         File::options().write(true).open(&path).map(OwnedFd::from).map_err(naming("open", &path))
+    }
+
+    /// Moves the process `pid` here.
+    pub(crate) fn admit(&self, pid: i32) -> io::Result<()> {
+        set(&self.path, PROCS, pid)
     }
 
     /// How often the kernel has killed a process in here because its memory was used up.

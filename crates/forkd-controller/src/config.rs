@@ -94,6 +94,12 @@ pub struct Limits {
     pub console_limit: u64,
     /// Connections at a time, on each listener.
     pub max_connections: usize,
+    /// Branches that are being taken at a time; those that are being written do not count.
+    pub max_branches: usize,
+    /// After this long a branch is removed, if nothing needs it.
+    pub branch_max_age: Option<Duration>,
+    /// If there are more branches, the oldest are removed, if nothing needs them.
+    pub branch_max_count: Option<usize>,
 }
 
 impl Default for Limits {
@@ -107,6 +113,9 @@ impl Default for Limits {
             max_output: 16 << 20,
             console_limit: 1 << 20,
             max_connections: 4096,
+            max_branches: 8,
+            branch_max_age: None,
+            branch_max_count: None,
         }
     }
 }
@@ -124,6 +133,9 @@ pub struct Timing {
     pub ping_every: Duration,
     /// Without an answer for this long a sandbox counts as unresponsive.
     pub unresponsive_after: Duration,
+    /// For a guest's processes to stand still before it is branched; one that takes longer is branched
+    /// all the same.
+    pub freeze: Duration,
     /// For requests under way when the daemon is asked to stop.
     pub drain: Duration,
 }
@@ -136,6 +148,7 @@ impl Default for Timing {
             call: Duration::from_secs(10),
             ping_every: Duration::from_secs(10),
             unresponsive_after: Duration::from_secs(60),
+            freeze: Duration::from_secs(1),
             drain: Duration::from_secs(5),
         }
     }
@@ -155,6 +168,7 @@ impl Timing {
             timing.unresponsive_after = silence;
             timing.ping_every = (silence / 6).max(Duration::from_secs(1));
             timing.call = (silence / 6).max(timing.call);
+            timing.freeze = (silence / 12).max(timing.freeze);
         }
         Ok(timing)
     }

@@ -6,16 +6,19 @@ use std::time::Instant;
 
 use forkd_protocol::agent::{Pong, WarmRequest};
 use forkd_protocol::control::{Channel, EndReason, WaitStatus};
+use tokio::sync::mpsc;
 
 use crate::assets::Assets;
 use crate::boot;
+use crate::command::Command;
 use crate::config::{Config, Timing};
 use crate::console;
 use crate::error::Error;
 use crate::guest;
 use crate::monitor::{Launch, Monitor, MonitorEnd};
 use crate::process::Identity;
-use crate::sandbox::{END, End, Phase, Sandbox, Wish};
+use crate::rollback::Succession;
+use crate::sandbox::{END, End, Phase, ROLLED_BACK, Sandbox, Wish};
 use crate::template::{Asked, lost};
 
 /// How a sandbox comes to be.
@@ -29,6 +32,8 @@ pub(crate) enum Origin {
     },
     /// From a template.
     Fork(Birth),
+    /// In the place of another process.
+    Rollback(Box<Succession>),
     /// It was there before us.
     Adopted(Monitor),
 }
@@ -56,7 +61,7 @@ enum Failure {
 }
 
 /// How a keeper's work is over.
-enum Outcome {
+pub(crate) enum Outcome {
     Ended(End),
     /// It runs on without us.
     Left,
@@ -65,23 +70,28 @@ enum Outcome {
 impl Sandbox {
     /// Brings it up, watches it, and returns when the process is gone or left.
     pub(crate) async fn keep(self: Arc<Self>, origin: Origin, config: Arc<Config>) {
+        let adopted = matches!(origin, Origin::Adopted(_));
         let started = match origin {
             Origin::Boot { assets, warm } => self.boot(&assets, warm.as_ref(), &config).await,
             Origin::Fork(birth) => self.be_born(birth, &config.timing).await,
+            Origin::Rollback(succession) => self.succeed(*succession, &config).await,
             Origin::Adopted(monitor) => Ok(monitor),
         };
         let outcome = match started {
-            Ok(monitor) => {
+            Ok(mut monitor) => {
                 let facts = self.facts();
                 tracing::debug!(sandbox = self.id, facts.boot_ms, facts.ready_ms, "sandbox runs");
-                self.phase.send_replace(Phase::Running);
+                let paused = adopted && self.is_paused(&mut monitor, &config.timing).await;
+                self.phase.send_replace(if paused { Phase::Paused } else { Phase::Running });
                 self.watch(monitor, &config.timing).await
             }
             Err(outcome) => outcome,
         };
         let Outcome::Ended(end) = outcome else { return };
         match end.reason.as_str() {
-            "deleted" => tracing::debug!(sandbox = self.id, "sandbox ended: it was deleted"),
+            "deleted" | ROLLED_BACK => {
+                tracing::debug!(sandbox = self.id, reason = end.reason, "sandbox ended")
+            }
             reason => tracing::info!(sandbox = self.id, reason, detail = end.detail, "sandbox ended"),
         }
         self.record_end(&end);
@@ -89,19 +99,25 @@ impl Sandbox {
         self.phase.send_replace(Phase::Ended(Arc::new(end)));
     }
 
+    /// Whether an adopted one stands still.
+    async fn is_paused(&self, monitor: &mut Monitor, timing: &Timing) -> bool {
+        let Ok(status) = monitor.status(timing.call).await else { return false };
+        // It lives: a rollback that was cut off had not come to its end.
+        let _ = std::fs::remove_file(self.folder.join(END));
+        !status.running
+    }
+
     /// Writes down how a forked one ended, so that its template may forget it.
     fn record_end(&self, end: &End) {
         let Some(template) = self.belongings().template.clone() else { return };
-        // What was deleted leaves no trace.
-        if end.reason != "deleted" {
-            let written = serde_json::to_vec(end).map_err(std::io::Error::from);
-            let written = written.and_then(|bytes| std::fs::write(self.folder.join(END), bytes));
-            if let Err(error) = written {
-                tracing::error!(sandbox = self.id, %error, "cannot write down how it ended");
-                return;
-            }
+        // What was deleted leaves no trace, and whoever takes its place has one of its own.
+        if !matches!(end.reason.as_str(), "deleted" | ROLLED_BACK)
+            && let Err(error) = end.write(&self.folder)
+        {
+            tracing::error!(sandbox = self.id, %error, "cannot write down how it ended");
+            return;
         }
-        template.acknowledge(&self.id);
+        template.acknowledge(&self.child);
     }
 
     async fn boot(
@@ -227,7 +243,7 @@ impl Sandbox {
     }
 
     /// From the template's answer to the child's first.
-    async fn be_born(&self, birth: Birth, timing: &Timing) -> Result<Monitor, Outcome> {
+    pub(crate) async fn be_born(&self, birth: Birth, timing: &Timing) -> Result<Monitor, Outcome> {
         let Birth { asked, control, arrived, envs } = birth;
         let failed = |detail: String, tail: String| Outcome::Ended(End::new("fork_failed", detail, tail));
         let forked = tokio::select! {
@@ -317,20 +333,27 @@ impl Sandbox {
         }
     }
 
-    /// Watches a running sandbox to its end.
+    /// Watches a running sandbox to its end, and does with its monitor what is asked.
     async fn watch(&self, mut monitor: Monitor, timing: &Timing) -> Outcome {
-        let wish = tokio::select! {
-            biased;
-            wish = self.dismissed() => wish,
-            end = monitor.wait() => return Outcome::Ended(self.account(end).await),
-            () = self.watchdog(timing) => Wish::End,
+        // Closed when this returns: whoever still waits for an answer is told.
+        let mut commands = self.take_commands();
+        let mut watchdog = std::pin::pin!(self.watchdog(timing));
+        let wish = loop {
+            let command = tokio::select! {
+                biased;
+                wish = self.dismissed() => break wish,
+                end = monitor.wait() => return Outcome::Ended(self.account(end).await),
+                Some(command) = next_command(&mut commands) => command,
+                () = &mut watchdog => break Wish::End,
+            };
+            command.obey(self, &mut monitor, timing.call).await;
         };
         if wish == Wish::Leave {
             monitor.leave();
             return Outcome::Left;
         }
         monitor.end().await;
-        Outcome::Ended(End::deleted())
+        Outcome::Ended(if wish == Wish::GiveWay { End::rolled_back() } else { End::deleted() })
     }
 
     /// Pings the agent for ever and keeps the phase up to date.
@@ -341,6 +364,10 @@ impl Sandbox {
         let mut heard = Instant::now();
         loop {
             tokio::time::sleep(timing.ping_every).await;
+            if matches!(self.phase(), Phase::Paused) {
+                heard = Instant::now();
+                continue;
+            }
             match self.agent.ping().await {
                 Ok(_) => heard = Instant::now(),
                 Err(error) => tracing::debug!(sandbox = self.id, %error, "ping failed"),
@@ -363,6 +390,10 @@ impl Sandbox {
     }
 
     async fn account(&self, end: MonitorEnd) -> End {
+        // An earlier daemon wrote it down, and ended it.
+        if let Some(noted) = End::read(&self.folder) {
+            return noted;
+        }
         if let Some(detail) = self.out_of_memory(end.status) {
             return End::new("out_of_memory", detail, self.tail().await);
         }
@@ -392,5 +423,12 @@ impl Sandbox {
             let limit = self.spec.memory_limit_mib;
             format!("it used more than its {limit} MiB; make it with a larger memory_limit_mib")
         })
+    }
+}
+
+async fn next_command(commands: &mut Option<mpsc::Receiver<Command>>) -> Option<Command> {
+    match commands {
+        Some(commands) => commands.recv().await,
+        None => std::future::pending().await,
     }
 }

@@ -1,8 +1,9 @@
-//! Lineages: a booted VM, or a template and all it forked. What is of one lineage shares a user id
-//! (a fork cannot change it) and a cgroup; no two lineages ever do.
+//! Lineages: a VM that was booted, or loaded from disk, and everything forked from it: children,
+//! branches, and theirs. What is of one lineage shares a user id (a fork cannot change it) and a cgroup;
+//! no two lineages ever do.
 
-use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::cgroup::{self, Cgroups};
 use crate::error::{Error, Kind, Result};
@@ -11,7 +12,8 @@ use crate::janitor::Janitor;
 /// All lineages.
 #[derive(Debug)]
 pub(crate) struct Lineages {
-    used: Mutex<BTreeSet<u32>>,
+    /// By number. One that nobody holds any more stays here until its cgroup is gone.
+    used: Mutex<BTreeMap<u32, Weak<Lineage>>>,
     max: u32,
     /// The user of lineage 0, when the daemon is root.
     uid_base: Option<u32>,
@@ -26,6 +28,8 @@ pub(crate) struct Lineage {
     all: Arc<Lineages>,
     /// Its number: stands for its user.
     pub(crate) slot: u32,
+    /// The name of its cgroup: the id of the template or the sandbox it began with.
+    pub(crate) name: String,
     /// Where its processes live; `None` on hosts without cgroups.
     pub(crate) cgroup: Option<cgroup::Lineage>,
     /// Whether the cgroup is left to the next daemon.
@@ -45,7 +49,7 @@ impl Lineages {
         Arc::new(Lineages { used, max, uid_base: root.then_some(uid_base), cgroups, janitor })
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeSet<u32>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Weak<Lineage>>> {
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -53,29 +57,48 @@ impl Lineages {
     pub(crate) fn begin(self: &Arc<Self>, id: &str) -> Result<Arc<Lineage>> {
         let slot = {
             let mut used = self.lock();
-            let Some(slot) = (0..self.max).find(|slot| !used.contains(slot)) else {
+            let Some(slot) = (0..self.max).find(|slot| !used.contains_key(slot)) else {
                 let text = format!(
                     "there are {} booted guests and templates, the limit; delete some first",
                     self.max
                 );
                 return Err(Error::new(Kind::Busy, text));
             };
-            used.insert(slot);
+            used.insert(slot, Weak::new());
             slot
         };
         self.lineage(slot, id).map_err(|error| Error::host("cannot make a cgroup", error))
     }
 
-    /// The one with number `slot`, which an earlier daemon began for `id`. `None` if it cannot be.
-    pub(crate) fn resume(self: &Arc<Self>, slot: u32, id: &str) -> Option<Arc<Lineage>> {
-        if slot >= self.max || !self.lock().insert(slot) {
+    /// The one with number `slot` and that name, which an earlier daemon began: the same for all that are
+    /// of it. `None` if the number is another's.
+    pub(crate) fn resume(self: &Arc<Self>, slot: u32, name: &str) -> Option<Arc<Lineage>> {
+        // Never dropped while the lock is held: the last holder takes it, too.
+        let known = self.lock().get(&slot).map(Weak::upgrade);
+        if let Some(known) = known {
+            return known.filter(|known| known.name == name);
+        }
+        if slot >= self.max || self.lock().insert(slot, Weak::new()).is_some() {
             return None;
         }
-        self.lineage(slot, id).ok()
+        self.lineage(slot, name).ok()
     }
 
-    /// Removes what is left of the lineage an earlier daemon began for `id`. Blocks.
+    /// The one of that name, if somebody holds it.
+    fn named(&self, name: &str) -> Option<Arc<Lineage>> {
+        let all: Vec<_> = self.lock().values().filter_map(Weak::upgrade).collect();
+        all.into_iter().find(|lineage| lineage.name == name)
+    }
+
+    /// Removes what is left of `id`, with which an earlier daemon began a lineage: all of that, unless others
+    /// of it go on. Blocks.
     pub(crate) fn forget(&self, id: &str) {
+        if let Some(lineage) = self.named(id) {
+            if let Some(leaf) = lineage.cgroup.as_ref().and_then(|cgroup| cgroup.existing(id).ok()) {
+                let _ = leaf.kill().and_then(|()| leaf.remove());
+            }
+            return;
+        }
         let Some(uid) = self.uid_base else { return };
         if !self.cgroups.lineages().iter().any(|known| known == id) {
             return;
@@ -87,12 +110,15 @@ impl Lineages {
         }
     }
 
-    fn lineage(self: &Arc<Self>, slot: u32, id: &str) -> std::io::Result<Arc<Lineage>> {
-        let mut lineage = Lineage { all: self.clone(), slot, cgroup: None, left: false.into() };
+    fn lineage(self: &Arc<Self>, slot: u32, name: &str) -> std::io::Result<Arc<Lineage>> {
+        let (all, name) = (self.clone(), name.to_owned());
+        let mut lineage = Lineage { all, slot, name, cgroup: None, left: false.into() };
         if let Some(uid) = lineage.uid() {
-            lineage.cgroup = self.cgroups.lineage(id, uid)?;
+            lineage.cgroup = self.cgroups.lineage(&lineage.name, uid)?;
         }
-        Ok(Arc::new(lineage))
+        let lineage = Arc::new(lineage);
+        self.lock().insert(slot, Arc::downgrade(&lineage));
+        Ok(lineage)
     }
 }
 
@@ -145,8 +171,10 @@ mod tests {
         assert_eq!(lineages.begin("c").unwrap_err().kind, Kind::Busy);
         drop(first);
         assert!(lineages.begin("c").is_err());
-        assert!(lineages.resume(0, "c").is_none());
-        drop(child);
+        assert!(lineages.resume(0, "c").is_none(), "somebody else's");
+        let shared = lineages.resume(0, "a").unwrap();
+        assert!(Arc::ptr_eq(&shared, &child), "the same for all that are of it");
+        drop((shared, child));
         assert_eq!(lineages.resume(0, "c").unwrap().slot, 0);
         assert_eq!(lineages.begin("c").unwrap().slot, 0);
         assert!(lineages.resume(2, "c").is_none(), "beyond the limit");

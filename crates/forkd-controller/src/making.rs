@@ -8,11 +8,10 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use forkd_protocol::agent::AGENT_PORT;
-use forkd_protocol::control::{CONSOLE_TAIL, FdRef, SaveConfig, WaitStatus};
-use forkd_store::{Facts, MEMORY, STATE, Snapshot, disk_name};
+use forkd_protocol::control::CONSOLE_TAIL;
+use forkd_store::{Facts, Measured, Snapshot};
 
 use crate::agent::{Agent, Endpoint};
 use crate::assets::Assets;
@@ -22,13 +21,12 @@ use crate::console;
 use crate::error::{Error, Kind, Result};
 use crate::guest;
 use crate::host::{blocking, new_id};
+use crate::loading::Ground;
 use crate::monitor::{Launch, Monitor};
+use crate::persist::{self, Job};
 use crate::registry::combine;
-use crate::snapshots::{Ground, Making, Snapshots};
-use crate::template::{self, Guest, Source, Template};
-
-/// How long writing a snapshot may take: a slow disk takes a minute for some GiB.
-const SAVE_WAIT: Duration = Duration::from_secs(3600);
+use crate::snapshots::{Making, Snapshots};
+use crate::template::{Source, Standing, Template};
 
 /// What a snapshot is made of.
 #[derive(Debug, Clone)]
@@ -92,7 +90,7 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
     });
     let (assets, mut slot, lineage, launch) = prepared.await?;
     let tap = slot.as_mut().map(|slot| slot.take_tap()).transpose();
-    let made = async {
+    let frozen = async {
         let tap = tap.map_err(|error| Error::host("cannot use a network slot", error))?;
         let network = tap.is_some();
         let mut parent = boot_and_warm(&snapshots.host.config, making, launch, &assets, tap).await?;
@@ -106,34 +104,56 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
         // From here on the layer is the snapshot's: no child may be able to write to it.
         if let Some(layer) = &parent.layer {
             let sealed = crate::assets::reopen(layer.as_fd())?;
-            parent.monitor.seal(&[sealed], config.timing.call).await?;
+            parent.monitor.seal(&[Some(sealed)], config.timing.call).await?;
         }
         making.phase.send_replace(Phase::Saving);
         let order = &making.order;
-        let guest = Guest {
-            image: assets.image().map(|image| image.name.clone()),
+        let guest = Facts {
+            image: assets.base()?,
+            kernel: match &order.from {
+                From::Image(_) => None,
+                From::Kernel(path) => Some(path.display().to_string()),
+            },
             vcpus: order.vcpus,
-            mem_mib: order.mem_mib,
+            mem_size_mib: order.mem_mib,
             network,
             python: parent.python,
+            guest_ports: Vec::new(),
         };
         let (id, folder) = (ground.id.clone(), &ground.folder);
         let plan = snapshots.plan(id, folder, &order.tag, Source::Memory, guest, lineage);
-        let template = Template::new(plan, parent.monitor)?;
-        let snapshot = save(snapshots, order, &template, &assets, folder, parent.layer).await?;
-        let recorded = template.record(snapshot.manifest().created_at_unix);
-        recorded.map_err(|error| Error::host("cannot record a template", error))?;
+        Template::new(plan, parent.monitor)
+    };
+    let cancelled = || Error::new(Kind::Conflict, "it was cancelled");
+    let made = async {
+        let template = tokio::select! {
+            biased;
+            () = making.cancelled() => return Err(cancelled()),
+            frozen = frozen => frozen?,
+        };
+        let job = Job {
+            tag: making.order.tag.clone(),
+            origin: None,
+            diff: false,
+            merge: false,
+            branched_from: None,
+            measured: Measured::default(),
+        };
+        let unwanted = async {
+            making.cancelled().await;
+            cancelled()
+        };
+        let snapshot = persist::save(snapshots, &template, job, drop, unwanted).await?;
+        if let Err(error) = template.record(Standing::Saved(snapshot.id().to_owned())) {
+            tracing::warn!(tag = making.order.tag, %error, "cannot record a template");
+        }
         // What only a running guest has.
         for name in [boot::VSOCK, boot::CONSOLE] {
-            let _ = std::fs::remove_file(folder.join(name));
+            let _ = std::fs::remove_file(ground.folder.join(name));
         }
         Ok((snapshot, template))
     };
-    let made = tokio::select! {
-        biased;
-        () = making.cancelled() => Err(Error::new(Kind::Conflict, "it was cancelled")),
-        made = made => made,
-    };
+    let made = made.await;
     if let Some(mut slot) = slot {
         // The template has no use for it: each child gets one of its own.
         snapshots.host.janitor.run(move || slot.destroy()).await;
@@ -223,86 +243,6 @@ async fn attempt(
             monitor.end().await;
             Err(complaint(&folder, why))
         }
-    }
-}
-
-/// Has the template written to disk, and makes that the snapshot.
-async fn save(
-    snapshots: &Snapshots,
-    order: &Order,
-    template: &Arc<Template>,
-    assets: &Assets,
-    folder: &Path,
-    layer: Option<File>,
-) -> Result<Snapshot> {
-    let (store, tag, parent) = (snapshots.store.clone(), order.tag.clone(), template.clone());
-    let begun = blocking("saving a snapshot", move || {
-        let mut draft = store.begin(&tag)?;
-        let fds: Vec<OwnedFd> = vec![draft.create(STATE)?.into(), draft.create(MEMORY)?.into()];
-        let config = SaveConfig {
-            child: SAVER.into(),
-            state: FdRef(0),
-            memory: FdRef(1),
-            parent: Vec::new(),
-            pagemap: None,
-            disks: Vec::new(),
-            progress: None,
-        };
-        Ok((draft, parent.save(config, fds)))
-    });
-    let (mut draft, asked) = begun.await?;
-    let saver = Saver(asked.forked.await.unwrap_or_else(|_| Err(template::lost()))?.pidfd);
-    let status = tokio::time::timeout(SAVE_WAIT, asked.ended).await;
-    drop(saver);
-    match status {
-        Ok(Ok(WaitStatus::Exited(0))) => template.acknowledge(SAVER),
-        Ok(Ok(status)) => {
-            let text = crate::monitor::describe(Some(status));
-            let log = console::tail(&folder.join(crate::monitor::LOG), CONSOLE_TAIL as u64);
-            let log = match log.trim() {
-                "" => String::new(),
-                log => format!("; it wrote: {log}"),
-            };
-            return Err(Error::host("the snapshot could not be written", text + &log));
-        }
-        Ok(Err(_)) => return Err(template::lost()),
-        Err(_) => {
-            let text = format!("it took longer than {} s", SAVE_WAIT.as_secs());
-            return Err(Error::host("the snapshot could not be written", text));
-        }
-    }
-    let guest = &template.about.guest;
-    let facts = Facts {
-        image: assets.base()?,
-        kernel: match &order.from {
-            From::Image(_) => None,
-            From::Kernel(path) => Some(path.display().to_string()),
-        },
-        vcpus: guest.vcpus,
-        mem_size_mib: guest.mem_mib,
-        network: guest.network,
-        python: guest.python,
-        guest_ports: Vec::new(),
-    };
-    blocking("publishing a snapshot", move || {
-        if let Some(layer) = layer {
-            // The same file from here on: template and children have it open.
-            draft.adopt(&disk_name(0), &layer)?;
-        }
-        Ok(draft.publish(facts)?)
-    })
-    .await
-}
-
-/// The saver's name among its template's children: no sandbox has such a one.
-const SAVER: &str = "saver";
-
-/// A saver that does not outlive the wish for a snapshot.
-struct Saver(OwnedFd);
-
-impl Drop for Saver {
-    fn drop(&mut self) {
-        let _ = rustix::process::pidfd_send_signal(&self.0, rustix::process::Signal::KILL);
     }
 }
 

@@ -3,29 +3,29 @@
 //! The monitor is the process a guest would have to break into first. What it says is checked
 //! like anything else from outside, and it gets nothing but the descriptors it needs.
 
+mod launch;
+mod requests;
+
 use std::io;
-use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::fd::OwnedFd;
+use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ExitStatus};
 use std::sync::Arc;
 use std::time::Duration;
 
-use forkd_protocol::control::{
-    BootConfig, Channel, Child as ForkedChild, Event, FdRef, LISTENER_FD, LoadConfig, Message, Reply,
-    Request, Status, VERSION, VmEnd, WaitStatus,
-};
-use rustix::io::{dup2, fcntl_dupfd_cloexec};
+use forkd_protocol::control::{Channel, Event, Message, VmEnd, WaitStatus};
 use rustix::process::Pid;
 use tokio::sync::oneshot;
 
-use crate::boot::create;
-use crate::cgroup;
 use crate::console;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 use crate::link::{self, Link, Received};
-use crate::process::{self, Pidfd};
+use crate::process::Pidfd;
+
+pub(crate) use launch::Launch;
+use launch::spawn;
+pub(crate) use requests::{Branched, Replacement, replace_request};
 
 /// The file in a sandbox's folder that its monitor complains into.
 pub(crate) const LOG: &str = "monitor.log";
@@ -33,21 +33,6 @@ pub(crate) const LOG: &str = "monitor.log";
 const LOG_TAIL: u64 = 2 << 10;
 /// A template tells how its child ended right after the child has.
 const STATUS_WAIT: Duration = Duration::from_secs(5);
-
-/// What to start a monitor with.
-#[derive(Debug, Clone)]
-pub(crate) struct Launch {
-    /// Whose it is, for the log.
-    pub(crate) id: String,
-    /// The sandbox's folder.
-    pub(crate) folder: PathBuf,
-    /// The `forkd-vmm` binary.
-    pub(crate) vmm: PathBuf,
-    /// The user it becomes; `None` when we are not root and it stays who we are.
-    pub(crate) uid: Option<u32>,
-    /// The cgroup it goes into: [`Leaf::door`](crate::cgroup::Leaf::door).
-    pub(crate) door: Option<Arc<OwnedFd>>,
-}
 
 /// How a monitor ended.
 #[derive(Debug)]
@@ -83,8 +68,8 @@ pub(crate) struct Monitor {
     pidfd: Arc<Pidfd>,
     control: Option<Link>,
     vm_end: Option<VmEnd>,
-    /// Whether it answered the greeting.
-    greeted: bool,
+    /// How many answers are still to come. From the start one, to the greeting.
+    owed: u32,
     /// Whether its guest has written to the ready port.
     ready: bool,
     left: bool,
@@ -140,6 +125,25 @@ impl Monitor {
         }
     }
 
+    /// A template that was forked off a sandbox, and the connection that waits for it. The kernel reaps it:
+    /// nobody learns how it ends.
+    pub(crate) fn branched(
+        id: String,
+        folder: PathBuf,
+        pid: i32,
+        pidfd: OwnedFd,
+        control: Channel,
+    ) -> io::Result<Self> {
+        let pidfd = Pidfd::new(pidfd)?;
+        match Link::new(control) {
+            Ok(control) => Ok(Monitor::new(id, folder, pid, Parent::Nobody, pidfd, control)),
+            Err(error) => {
+                let _ = pidfd.kill();
+                Err(error)
+            }
+        }
+    }
+
     /// A process an earlier daemon left running. Its template tells how it `ended`, if it has one: that is
     /// taken only if the process can be reached.
     pub(crate) fn adopted(
@@ -163,7 +167,7 @@ impl Monitor {
             pidfd: Arc::new(pidfd),
             control: Some(control),
             vm_end: None,
-            greeted: false,
+            owed: 1,
             ready: false,
             left: false,
         }
@@ -171,119 +175,6 @@ impl Monitor {
 
     pub(crate) fn pid(&self) -> i32 {
         self.pid
-    }
-
-    /// The answer to the greeting, which was sent when the connection was made.
-    pub(crate) async fn hello(&mut self, patience: Duration) -> Result<()> {
-        match self.ask(None, &[], patience).await? {
-            Reply::Hello { version: VERSION, monitor } => {
-                tracing::debug!(sandbox = self.id, monitor, "monitor is up");
-                self.greeted = true;
-                Ok(())
-            }
-            other => Err(unexpected(&other)),
-        }
-    }
-
-    /// Builds the VM and runs it. `fds` are what `config` refers to.
-    pub(crate) async fn boot(
-        &mut self,
-        config: BootConfig,
-        fds: &[OwnedFd],
-        patience: Duration,
-    ) -> Result<()> {
-        match self.ask(Some(&Request::Boot(config)), fds, patience).await? {
-            Reply::Booted => Ok(()),
-            other => Err(unexpected(&other)),
-        }
-    }
-
-    /// Turns the running VM into a template.
-    pub(crate) async fn freeze(&mut self, patience: Duration) -> Result<()> {
-        match self.ask(Some(&Request::Freeze), &[], patience).await? {
-            Reply::Frozen => Ok(()),
-            other => Err(unexpected(&other)),
-        }
-    }
-
-    /// Takes from it the right to write to its disks' topmost layers: `layers` are the same files, opened
-    /// for reading.
-    pub(crate) async fn seal(&mut self, layers: &[OwnedFd], patience: Duration) -> Result<()> {
-        let request = Request::Seal { layers: (0..layers.len()).map(|index| Some(FdRef(index))).collect() };
-        match self.ask(Some(&request), layers, patience).await? {
-            Reply::Sealed => Ok(()),
-            other => Err(unexpected(&other)),
-        }
-    }
-
-    /// Makes it the template of a snapshot. `fds` are what `config` refers to.
-    pub(crate) async fn load(
-        &mut self,
-        config: LoadConfig,
-        fds: &[OwnedFd],
-        patience: Duration,
-    ) -> Result<()> {
-        match self.ask(Some(&Request::Load(config)), fds, patience).await? {
-            Reply::Loaded => Ok(()),
-            other => Err(unexpected(&other)),
-        }
-    }
-
-    /// What it is by now.
-    pub(crate) async fn status(&mut self, patience: Duration) -> Result<Status> {
-        match self.ask(Some(&Request::Status), &[], patience).await? {
-            Reply::Status(status) => Ok(status),
-            other => Err(unexpected(&other)),
-        }
-    }
-
-    /// The children of a template.
-    pub(crate) async fn children(&mut self, patience: Duration) -> Result<Vec<ForkedChild>> {
-        match self.ask(Some(&Request::Children), &[], patience).await? {
-            Reply::Children { children } => Ok(children),
-            other => Err(unexpected(&other)),
-        }
-    }
-
-    async fn ask(&mut self, request: Option<&Request>, fds: &[OwnedFd], patience: Duration) -> Result<Reply> {
-        let asked = tokio::time::timeout(patience, self.exchange(request, fds)).await;
-        let cause = match asked {
-            Ok(Ok(Some(Reply::Error { message }))) => {
-                let message = console::printable(message.as_bytes());
-                return Err(Error::new(Kind::Conflict, format!("the monitor refused: {message}")));
-            }
-            Ok(Ok(Some(reply))) => return Ok(reply),
-            Ok(Ok(None)) => {
-                // One that hangs up but does not end is not waited for, either.
-                let end = match tokio::time::timeout(patience, self.wait()).await {
-                    Ok(end) => end,
-                    Err(_) => self.end().await,
-                };
-                return Err(Error::host("the monitor ended before its VM ran", end.describe()));
-            }
-            Ok(Err(error)) => error.to_string(),
-            Err(_) => format!("no answer within {patience:?}"),
-        };
-        Err(Error::host("the monitor cannot be talked to", cause + &self.log_tail()))
-    }
-
-    /// The reply to `request`, or to the last one sent; `None` if the monitor went away instead.
-    async fn exchange(&mut self, request: Option<&Request>, fds: &[OwnedFd]) -> io::Result<Option<Reply>> {
-        let Some(control) = &self.control else { return Ok(None) };
-        if let Some(request) = request {
-            let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-            match control.send(request, &fds).await {
-                Err(error) if link::is_gone(&error) => {}
-                other => other?,
-            }
-        }
-        loop {
-            match control.recv().await? {
-                Some((Message::Reply(reply), _)) => return Ok(Some(reply)),
-                Some((Message::Event(event), fds)) => note(&mut self.vm_end, &mut self.ready, event, fds),
-                None => return Ok(None),
-            }
-        }
     }
 
     /// Returns when the process has ended, with what it said before. Cancel-safe.
@@ -315,23 +206,26 @@ impl Monitor {
                 Ok(Some((Message::Event(event), fds))) => {
                     note(&mut self.vm_end, &mut self.ready, event, fds);
                 }
-                Ok(Some((Message::Reply(Reply::Hello { version: VERSION, .. }), _))) if !self.greeted => {
-                    self.greeted = true;
-                }
-                Ok(Some((Message::Reply(reply), _))) => {
-                    tracing::warn!(sandbox = self.id, ?reply, "a reply nobody asked for");
+                Ok(Some((Message::Reply(reply), fds))) => {
+                    if self.owed == 0 {
+                        tracing::warn!(sandbox = self.id, ?reply, "a reply nobody asked for");
+                    }
+                    self.owed = self.owed.saturating_sub(1);
+                    requests::discard(self.pid, reply, fds);
                 }
                 Ok(None) => self.control = None,
-                Err(error) => {
-                    // Whatever it is now, it is not a monitor of ours: do not let it run on.
-                    tracing::error!(sandbox = self.id, %error, "the monitor talks nonsense; ending it");
-                    self.control = None;
-                    let _ = self.pidfd.kill();
-                }
+                Err(error) => self.distrust(&error),
             },
             _ = self.pidfd.ended() => return Some(self.collect().await),
         }
         None
+    }
+
+    /// Whatever it is now, it is not a monitor of ours: does not let it run on.
+    fn distrust(&mut self, error: &io::Error) {
+        tracing::error!(sandbox = self.id, %error, "the monitor talks nonsense; ending it");
+        self.control = None;
+        let _ = self.pidfd.kill();
     }
 
     /// Kills the process and waits until it is gone.
@@ -449,10 +343,6 @@ fn note(vm_end: &mut Option<VmEnd>, ready: &mut bool, event: Event, fds: Vec<Own
     drop(fds);
 }
 
-fn unexpected(reply: &Reply) -> Error {
-    Error::host("the monitor gave the wrong answer", format!("{reply:?}"))
-}
-
 fn wait_status(status: ExitStatus) -> Option<WaitStatus> {
     match (status.code(), status.signal()) {
         (Some(code), _) => Some(WaitStatus::Exited(code)),
@@ -468,59 +358,6 @@ pub(crate) fn describe(status: Option<WaitStatus>) -> String {
         Some(WaitStatus::Signaled(signal)) => format!("the monitor was killed by signal {signal}"),
         None => "the monitor ended".into(),
     }
-}
-
-/// Binds the control socket, starts the process with it and connects.
-fn spawn(launch: &Launch) -> io::Result<(Child, Channel)> {
-    let (listener, control) = link::pair(&launch.folder.join(link::CONTROL))?;
-    let log = create(&launch.folder.join(LOG))?;
-    let record = create(&launch.folder.join(process::RECORD))?;
-    let boot = process::boot_id();
-
-    let mut command = Command::new(&launch.vmm);
-    command.env_clear().current_dir("/").process_group(0);
-    command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
-    if let Some(uid) = launch.uid {
-        command.args(["--uid", &uid.to_string(), "--gid", &uid.to_string()]);
-    }
-    // Not number 3 itself, or `dup2` below would leave it to be closed by `exec`; and if 3 is free,
-    // taken for the moment, so that the pipe `spawn` reports failures through does not get it.
-    let listener = fcntl_dupfd_cloexec(&listener, LISTENER_FD + 1)?;
-    let _taken = fcntl_dupfd_cloexec(&listener, LISTENER_FD)?;
-    let door = launch.door.clone();
-    let before_exec = move || {
-        // Written by the child itself: a daemon killed right now would have no time to.
-        process::record_self(&boot, record.as_fd())?;
-        if let Some(door) = &door {
-            cgroup::join(door.as_fd())?;
-        }
-        // Ours are all closed by `exec`; what whoever started us left open must be, too.
-        close_others_on_exec()?;
-        place(&listener, LISTENER_FD)?;
-        Ok(())
-    };
-    // SAFETY: between fork and exec only async-signal-safe functions may be called: the closure
-    // makes plain system calls and formats integers into a buffer on its stack.
-    unsafe { command.pre_exec(before_exec) };
-    Ok((command.spawn()?, control))
-}
-
-/// Has `exec` close everything but standard input, output and error.
-fn close_others_on_exec() -> io::Result<()> {
-    // SAFETY: the call sets a flag on descriptors and touches no memory.
-    match unsafe { libc::close_range(3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC as libc::c_int) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
-/// Makes `number` a copy of `fd` that survives `exec`.
-fn place(fd: &OwnedFd, number: RawFd) -> io::Result<()> {
-    // SAFETY: nothing else in this process, a child about to exec, owns that number; and it is
-    // never closed from here.
-    let mut target = ManuallyDrop::new(unsafe { OwnedFd::from_raw_fd(number) });
-    dup2(fd, &mut target)?;
-    Ok(())
 }
 
 #[cfg(test)]

@@ -89,6 +89,22 @@ pub(crate) fn parent(pid: i32) -> Option<i32> {
     field(&std::fs::read(format!("/proc/{pid}/stat")).ok()?, 4)
 }
 
+/// The pidfd that process `parent` sent of its child `pid`. A monitor its guest broke into could send
+/// anybody's, and have the daemon end that in its place: so it is looked at before it is used.
+pub(crate) fn child_pidfd(pidfd: OwnedFd, pid: i32, parent: i32) -> io::Result<OwnedFd> {
+    let info = format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd());
+    // Twice: it may end, and be waited for, between two looks.
+    for _ in 0..2 {
+        let text = std::fs::read_to_string(&info)?;
+        let meant = text.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse::<i32>().ok());
+        let ended = meant == Some(-1);
+        if ended || (meant == Some(pid) && self::parent(pid) == Some(parent)) {
+            return Ok(pidfd);
+        }
+    }
+    Err(io::Error::other(format!("the descriptor sent for process {pid} is not one of a child of {parent}")))
+}
+
 /// The start time in a `/proc/PID/stat`.
 fn start_time(stat: &[u8]) -> Option<u64> {
     field(stat, 22)
@@ -183,9 +199,16 @@ mod tests {
         assert_eq!(Identity::of_child(pid, us).unwrap().pid, pid);
         assert!(Identity::of_child(pid, 1).is_err());
         assert!(Identity::of_child(us, pid).is_err());
+        let open = |pid| pidfd_open(Pid::from_raw(pid).unwrap(), PidfdFlags::empty()).unwrap();
+        child_pidfd(open(pid), pid, us).unwrap();
+        assert!(child_pidfd(open(us), us, us).is_err());
+        assert!(child_pidfd(open(us), pid, us).is_err(), "another's under the child's number");
+        assert!(child_pidfd(std::fs::File::open("/").unwrap().into(), pid, us).is_err());
+        let last = open(pid);
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(Identity::of_child(pid, us).is_err());
+        child_pidfd(last, pid, us).unwrap();
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::time::{Duration, SystemTime};
 use forkd_protocol::agent::WarmRequest;
 use forkd_protocol::control::MIN_MEM_MIB;
 use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
+use forkd_store::Facts;
 use rustix::process::{Resource, getrlimit};
 use tokio::task::JoinHandle;
 
@@ -16,6 +17,7 @@ use crate::count::Count;
 use crate::error::{Error, Kind, Result};
 use crate::host::{Host, blocking, make_private_dir, new_id};
 use crate::keeper::Origin;
+use crate::rollback::Succession;
 use crate::sandbox::{Phase, Sandbox, Spec, Wish};
 
 /// What the daemon keeps open for one sandbox: control connection, pidfd, cgroup, and a call.
@@ -113,8 +115,18 @@ impl Registry {
             make_private_dir(&folder)
                 .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
             let belongings = host.equip(lineage, None, &id, spec.network, spec.memory_limit_mib);
-            let belongings = belongings.inspect_err(|_| drop(std::fs::remove_dir(&folder)))?;
-            let spec = Spec { network: belongings.slot.is_some(), ..spec };
+            let mut belongings = belongings.inspect_err(|_| drop(std::fs::remove_dir(&folder)))?;
+            let network = belongings.slot.is_some();
+            let guest = Facts {
+                image: assets.base().inspect_err(|_| belongings.discard(&id))?,
+                kernel: None,
+                vcpus: spec.vcpus,
+                mem_size_mib: spec.mem_mib,
+                network,
+                python: None,
+                guest_ports: Vec::new(),
+            };
+            let spec = Spec { network, guest: Some(guest), ..spec };
             Ok((Sandbox::new(id, spec, folder, belongings, &host.config.timing), assets))
         });
         let (sandbox, assets) = prepared.await?;
@@ -135,6 +147,37 @@ impl Registry {
     /// Takes in a sandbox that ended before us.
     pub(crate) fn add_ended(self: &Arc<Self>, seat: Seat, sandbox: Sandbox) {
         self.insert(Entry { sandbox: Arc::new(sandbox), keeper: tokio::spawn(async {}), seat });
+    }
+
+    /// Puts `new` into the place of `old`, under the same id, and starts its keeper, which is to end
+    /// `old`. Fails if `old` is not there any more.
+    pub(crate) fn replace(
+        self: &Arc<Self>,
+        old: &Arc<Sandbox>,
+        new: Sandbox,
+        succession: impl FnOnce(Arc<Sandbox>, JoinHandle<()>) -> Succession,
+    ) -> Result<Arc<Sandbox>> {
+        let new = Arc::new(new);
+        let mut inner = self.lock();
+        let closed = inner.closed;
+        let entry = inner.sandboxes.get_mut(&old.id);
+        let Some(entry) = entry.filter(|entry| !closed && Arc::ptr_eq(&entry.sandbox, old)) else {
+            drop(inner);
+            // It was never forked: only its cgroup is there.
+            self.host.janitor.later(move || new.belongings().discard(&new.id));
+            let text = format!("sandbox {} was deleted meanwhile", old.id);
+            return Err(Error::new(Kind::Conflict, text));
+        };
+        let keeper = std::mem::replace(&mut entry.keeper, tokio::spawn(async {}));
+        let origin = Origin::Rollback(Box::new(succession(old.clone(), keeper)));
+        entry.keeper = tokio::spawn(new.clone().keep(origin, self.host.config.clone()));
+        entry.sandbox = new.clone();
+        drop(inner);
+        if let Some(deadline) = new.facts().deadline_unix {
+            let left = time(deadline).duration_since(SystemTime::now()).unwrap_or_default();
+            self.expire(new.clone(), left);
+        }
+        Ok(new)
     }
 
     fn insert(&self, entry: Entry) {
@@ -180,6 +223,9 @@ impl Registry {
 
     /// Deletes `sandbox` when its time is up.
     pub(crate) fn expire(self: &Arc<Self>, sandbox: Arc<Sandbox>, lifetime: Duration) {
+        let deadline = SystemTime::now().checked_add(lifetime);
+        let deadline = deadline.and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok());
+        sandbox.learn(|facts| facts.deadline_unix = facts.deadline_unix.or(deadline.map(|at| at.as_secs())));
         let registry = self.clone();
         tokio::spawn(async move {
             tokio::select! {

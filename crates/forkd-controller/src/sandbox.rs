@@ -5,7 +5,9 @@
 //! request that goes away leaves nothing half done, and a sandbox that ends tells everybody who
 //! waits for it at once.
 
-use std::path::PathBuf;
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -13,11 +15,13 @@ use forkd_net::Slot;
 use forkd_protocol::agent::AGENT_PORT;
 use forkd_protocol::control::CONSOLE_TAIL;
 use serde::{Deserialize, Serialize};
-use tokio::sync::watch;
+use tokio::sync::{OwnedMutexGuard, mpsc, watch};
 
 use crate::agent::{self, Agent, Endpoint};
 use crate::boot;
+use crate::branch::Disks;
 use crate::cgroup::Leaf;
+use crate::command::{self, Command};
 use crate::config::Timing;
 use crate::console;
 use crate::error::{Error, Kind, Result};
@@ -29,6 +33,8 @@ use crate::template::Template;
 pub(crate) const RECORD: &str = "sandbox.json";
 /// The file in a forked sandbox's folder that says how it ended.
 pub(crate) const END: &str = "end.json";
+/// The reason of an end that is none of the sandbox, only of its process.
+pub(crate) const ROLLED_BACK: &str = "rolled_back";
 /// After a connection broke, how long to wait for the reason to become known.
 const REASON_WAIT: Duration = Duration::from_secs(2);
 
@@ -44,6 +50,9 @@ pub(crate) struct Spec {
     pub(crate) network: bool,
     /// What its monitor may use; where the host has cgroups.
     pub(crate) memory_limit_mib: u64,
+    /// All that a snapshot of it is to say; none for one that an older version made.
+    #[serde(default)]
+    pub(crate) guest: Option<forkd_store::Facts>,
 }
 
 impl Spec {
@@ -53,6 +62,17 @@ impl Spec {
     }
 }
 
+/// What was done to a sandbox since it was made.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct History {
+    /// How many branches were taken of it.
+    pub(crate) branch_count: u64,
+    /// The last one.
+    pub(crate) last_branch_tag: Option<String>,
+    /// The snapshot it was last taken back to.
+    pub(crate) rolled_back_to: Option<String>,
+}
+
 /// What the next daemon needs to know of a forked sandbox. Written before the fork is asked for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
@@ -60,6 +80,8 @@ pub(crate) struct Record {
     pub(crate) template: String,
     /// The number of its lineage.
     pub(crate) lineage: u32,
+    /// The name of its lineage's cgroup.
+    pub(crate) cgroup: String,
     pub(crate) spec: Spec,
     pub(crate) created_at_unix: u64,
     /// When it is to be deleted.
@@ -67,6 +89,40 @@ pub(crate) struct Record {
     /// Its network slot.
     pub(crate) netns: Option<String>,
     pub(crate) python: Option<bool>,
+    /// How often it was taken back: each time its process is another one.
+    #[serde(default)]
+    pub(crate) generation: u32,
+    #[serde(default)]
+    pub(crate) history: History,
+    /// What its agent is told beside its name: again, when it is taken back.
+    #[serde(default)]
+    pub(crate) envs: BTreeMap<String, String>,
+    /// The workspace it is the sandbox of.
+    #[serde(default)]
+    pub(crate) workspace: Option<String>,
+}
+
+impl Record {
+    /// What the sandbox `id` is called in its template and in its lineage's cgroup: no two processes
+    /// have the same name there, and a sandbox that is taken back has one after the other.
+    pub(crate) fn child(&self, id: &str) -> String {
+        child_name(id, self.generation)
+    }
+
+    /// Writes it into `folder`, whole or not at all. Not synced: it need not outlive the host.
+    pub(crate) fn write(&self, folder: &Path) -> io::Result<()> {
+        let new = folder.join("sandbox.json.new");
+        std::fs::write(&new, serde_json::to_vec(self)?)?;
+        std::fs::rename(new, folder.join(RECORD))
+    }
+}
+
+/// See [`Record::child`].
+pub(crate) fn child_name(id: &str, generation: u32) -> String {
+    match generation {
+        0 => id.to_owned(),
+        generation => format!("{id}-{generation}"),
+    }
 }
 
 /// Where a sandbox stands.
@@ -78,6 +134,8 @@ pub(crate) enum Phase {
     Running,
     /// Its agent has not answered for a while.
     Unresponsive,
+    /// Its vCPUs stand still until it is resumed.
+    Paused,
     /// There is no process any more.
     Ended(Arc<End>),
 }
@@ -101,6 +159,21 @@ impl End {
     pub(crate) fn deleted() -> Self {
         End::new("deleted", "the sandbox was deleted", String::new())
     }
+
+    /// That which was written down in `folder`.
+    pub(crate) fn read(folder: &Path) -> Option<Self> {
+        serde_json::from_slice(&std::fs::read(folder.join(END)).ok()?).ok()
+    }
+
+    /// Writes it down in `folder`.
+    pub(crate) fn write(&self, folder: &Path) -> io::Result<()> {
+        std::fs::write(folder.join(END), serde_json::to_vec(self)?)
+    }
+
+    /// That of a process whose place another one takes.
+    pub(crate) fn rolled_back() -> Self {
+        End::new(ROLLED_BACK, "the sandbox was rolled back", String::new())
+    }
 }
 
 /// What is to become of a sandbox.
@@ -112,6 +185,8 @@ pub(crate) enum Wish {
     End,
     /// To run on without us: its keeper lets go and finishes.
     Leave,
+    /// To make room for another process: its keeper kills this one and finishes.
+    GiveWay,
 }
 
 /// What a sandbox has that others could have after it.
@@ -140,6 +215,8 @@ impl Belongings {
 #[derive(Debug)]
 pub(crate) struct Sandbox {
     pub(crate) id: String,
+    /// See [`Record::child`].
+    pub(crate) child: String,
     pub(crate) spec: Spec,
     pub(crate) created: SystemTime,
     /// Its files. Removed after the process is gone.
@@ -147,7 +224,15 @@ pub(crate) struct Sandbox {
     pub(crate) agent: Agent,
     pub(super) phase: watch::Sender<Phase>,
     wish: watch::Sender<Wish>,
+    /// To its keeper, which takes the other end when it starts.
+    pub(super) commands: mpsc::Sender<Command>,
+    asked: Mutex<Option<mpsc::Receiver<Command>>>,
+    /// Held by whoever must not find it paused, or frozen, in the middle of what it does.
+    turn: Arc<tokio::sync::Mutex<()>>,
+    pub(crate) disks: Disks,
     facts: Mutex<Facts>,
+    /// Of a forked one: as it is on disk.
+    record: Mutex<Option<Record>>,
     belongings: Mutex<Belongings>,
 }
 
@@ -163,6 +248,11 @@ pub(crate) struct Facts {
     pub(crate) python: Option<bool>,
     /// The name of its network slot.
     pub(crate) netns: Option<String>,
+    /// When it is to be deleted.
+    pub(crate) deadline_unix: Option<u64>,
+    pub(crate) history: History,
+    /// The workspace it is the sandbox of.
+    pub(crate) workspace: Option<String>,
 }
 
 impl Sandbox {
@@ -175,7 +265,9 @@ impl Sandbox {
     ) -> Self {
         let endpoint = Endpoint::Vsock { socket: folder.join(boot::VSOCK), port: AGENT_PORT };
         let netns = belongings.slot.as_ref().map(|slot| slot.name().to_owned());
+        let (commands, asked) = mpsc::channel(command::QUEUE);
         Sandbox {
+            child: id.clone(),
             id,
             spec,
             created: SystemTime::now(),
@@ -183,7 +275,12 @@ impl Sandbox {
             agent: Agent::new(endpoint, timing.call),
             phase: watch::Sender::new(Phase::Starting),
             wish: watch::Sender::new(Wish::Run),
+            commands,
+            asked: Mutex::new(Some(asked)),
+            turn: Arc::default(),
+            disks: Disks::default(),
             facts: Mutex::new(Facts { netns, ..Facts::default() }),
+            record: Mutex::default(),
             belongings: Mutex::new(belongings),
         }
     }
@@ -205,12 +302,71 @@ impl Sandbox {
         change(&mut self.facts.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
+    /// Takes what is known of it from its record, which is on disk already.
+    pub(crate) fn recorded(&self, record: Record) {
+        self.learn(|facts| {
+            facts.python = record.python;
+            facts.deadline_unix = record.deadline_unix;
+            facts.history = record.history.clone();
+            facts.workspace = record.workspace.clone();
+        });
+        *self.record.lock().unwrap_or_else(PoisonError::into_inner) = Some(record);
+    }
+
+    /// Its record, if it was forked.
+    pub(crate) fn record(&self) -> Option<Record> {
+        self.record.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Notes something about it that the next daemon is to know, too. Blocks for a moment.
+    pub(crate) fn remember(&self, change: impl FnOnce(&mut History)) {
+        let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut history = self.facts().history;
+        change(&mut history);
+        self.learn(|facts| facts.history = history.clone());
+        // The file is that of whoever takes its place.
+        let gone = self.wished() == Wish::GiveWay;
+        if let Some(record) = record.as_mut().filter(|_| !gone) {
+            record.history = history;
+            if let Err(error) = record.write(&self.folder) {
+                tracing::error!(sandbox = self.id, %error, "cannot write down what was done to it");
+            }
+        }
+    }
+
+    /// Notes that a branch was taken of it.
+    pub(crate) fn branched(&self, tag: &str) {
+        self.remember(|history| {
+            history.branch_count = history.branch_count.saturating_add(1);
+            history.last_branch_tag = Some(tag.to_owned());
+        });
+    }
+
     pub(crate) fn belongings(&self) -> MutexGuard<'_, Belongings> {
         self.belongings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The keeper's end of the commands; nobody else's, and once.
+    pub(super) fn take_commands(&self) -> Option<mpsc::Receiver<Command>> {
+        self.asked.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
     pub(crate) fn console_path(&self) -> PathBuf {
         self.folder.join(boot::CONSOLE)
+    }
+
+    /// Waits until nobody else branches it, pauses it or takes it back. The turn is over when what is
+    /// returned is dropped.
+    pub(crate) async fn take_turn(&self, timing: &Timing) -> Result<OwnedMutexGuard<()>> {
+        tokio::time::timeout(timing.call, self.turn.clone().lock_owned()).await.map_err(|_| {
+            let text = format!("sandbox {} is being branched, paused or rolled back; try again", self.id);
+            Error::new(Kind::Conflict, text)
+        })
+    }
+
+    /// What is to become of it.
+    pub(crate) fn wished(&self) -> Wish {
+        *self.wish.borrow()
     }
 
     /// Ends it, or lets go of it.
@@ -256,6 +412,10 @@ impl Sandbox {
                 Err(Error::new(Kind::Conflict, text))
             }
             Phase::Unresponsive => Err(self.unresponsive().await),
+            Phase::Paused => {
+                let text = format!("sandbox {id} is paused; `forkd resume {id}` lets it go on", id = self.id);
+                Err(Error::new(Kind::Conflict, text))
+            }
             Phase::Ended(end) => Err(self.ended(Kind::Conflict, &end)),
         }
     }
@@ -309,7 +469,11 @@ impl Sandbox {
         Error::new(kind, console::printable(error.to_string().as_bytes()))
     }
 
-    fn ended(&self, kind: Kind, end: &End) -> Error {
+    pub(super) fn ended(&self, kind: Kind, end: &End) -> Error {
+        if end.reason == ROLLED_BACK {
+            let text = format!("sandbox {} was rolled back meanwhile; ask again", self.id);
+            return Error::new(Kind::Conflict, text);
+        }
         let text = format!("sandbox {} has ended: {}", self.id, end.detail);
         Error::new(kind, with_console(&text, end))
     }

@@ -24,10 +24,12 @@ use crate::error::{Error, Result};
 use crate::host::{Host, make_private_dir};
 use crate::lock::DataLock;
 use crate::registry::Registry;
+use crate::retention;
 use crate::run_dir;
 use crate::snapshots::Snapshots;
 use crate::stopping::{Stop, Stopping};
 use crate::unix_socket;
+use crate::workspaces::Workspaces;
 
 /// A client must have sent the head of its request by then.
 const HEADER_WAIT: Duration = Duration::from_secs(30);
@@ -38,7 +40,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// The longest path a unix socket can have.
 const SOCKET_PATH_MAX: usize = 107;
 /// What a sandbox's folder adds to the data directory's path, at its longest.
-const SOCKET_PATH_TAIL: usize = "/sandboxes/sb0123456789abcdef/control.sock".len();
+const SOCKET_PATH_TAIL: usize = "/sandboxes/sb0123456789abcdef/next/control.sock".len();
 
 /// Where a daemon can be reached.
 #[derive(Debug, Clone)]
@@ -101,14 +103,27 @@ pub async fn serve_until(
     let (snapshots, leftovers) = Snapshots::open(host.clone()).await?;
     let registry = Registry::new(host.clone())?;
     adopt::adopt(&registry, leftovers).await?;
+    let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await?;
     let app = App {
         registry,
         snapshots,
+        workspaces,
         config: config.clone(),
         stopping: stopping.clone(),
         address,
         sessions: Count::new(),
     };
+    let (users, kept) = (app.registry.clone(), app.workspaces.clone());
+    // Old branches stay as long as something needs them.
+    let retention = retention::keep_few(app.snapshots.clone(), move || {
+        let mut needed = kept.tags();
+        for sandbox in users.list() {
+            needed.extend(sandbox.spec.snapshot_tag.clone());
+            needed.extend(sandbox.facts().history.rolled_back_to);
+        }
+        needed
+    });
+    tokio::spawn(retention);
     let connections = Connections { stopping, count: Count::new(), max: config.limits.max_connections };
     let routers = (api::for_tcp(app.clone(), token), api::for_unix(app.clone()));
     tokio::spawn(connections.clone().accept(tcp, routers.0));

@@ -24,7 +24,7 @@ use crate::host::{Host, new_id};
 use crate::keeper::{Birth, Origin};
 use crate::link;
 use crate::registry::{Bound, Registry, Seat};
-use crate::sandbox::{Belongings, RECORD, Record, Sandbox, Spec};
+use crate::sandbox::{Belongings, History, RECORD, Record, Sandbox, Spec};
 use crate::template::Template;
 
 /// What is asked for.
@@ -35,6 +35,8 @@ pub(crate) struct Order {
     pub(crate) network: bool,
     pub(crate) memory_limit_mib: Option<u64>,
     pub(crate) envs: BTreeMap<String, String>,
+    /// The workspace it is to be the sandbox of.
+    pub(crate) workspace: Option<String>,
     /// After this long each is deleted.
     pub(crate) lifetime: Option<Duration>,
     /// When the request came.
@@ -116,23 +118,27 @@ fn prepare(registry: &Arc<Registry>, order: &Order, seat: Seat) -> Result<Bound>
 /// Prepares one child in `folder` and asks its template for it.
 fn conceive(host: &Host, order: &Order, id: String, folder: &Path) -> Result<(Sandbox, Birth)> {
     let (template, guest) = (&order.template, &order.template.about.guest);
-    let limit = order.memory_limit_mib.unwrap_or_else(|| Host::memory_limit_mib(guest.mem_mib));
+    let limit = order.memory_limit_mib.unwrap_or_else(|| Host::memory_limit_mib(guest.mem_size_mib));
     let network = order.network && guest.network;
     let equipped = host.equip(template.lineage.clone(), Some(template.clone()), &id, network, limit);
     let mut belongings = equipped?;
-    let attached = attach(&mut belongings, &id, folder, guest.image.is_none(), &host.config);
-    let (config, fds, control) = attached.inspect_err(|_| belongings.discard(&id))?;
+    let attached = attach(&belongings, &id, folder, guest.image.is_none(), &host.config);
+    let tapped = attached.and_then(|mut attached| {
+        attached.attach_tap(&mut belongings)?;
+        Ok(attached)
+    });
+    let Attached { config, fds, control } = tapped.inspect_err(|_| belongings.discard(&id))?;
     let spec = Spec {
-        image: guest.image.clone(),
+        image: guest.image.as_ref().map(|image| image.name.clone()),
         snapshot_tag: Some(template.about.tag.clone()),
         vcpus: guest.vcpus,
-        mem_mib: guest.mem_mib,
+        mem_mib: guest.mem_size_mib,
         network: belongings.slot.is_some(),
         memory_limit_mib: limit,
+        guest: Some(guest.clone()),
     };
     let sandbox = Sandbox::new(id, spec, folder.to_owned(), belongings, &host.config.timing);
-    sandbox.learn(|facts| facts.python = guest.python);
-    record(&sandbox, template, order.lifetime).map_err(|error| {
+    record(&sandbox, order).map_err(|error| {
         sandbox.belongings().discard(&sandbox.id);
         Error::host("cannot write down what a sandbox is", error)
     })?;
@@ -146,13 +152,20 @@ fn conceive(host: &Host, order: &Order, id: String, folder: &Path) -> Result<(Sa
 }
 
 /// Everything a child gets of its own, and the connection that waits for it.
-fn attach(
-    belongings: &mut Belongings,
-    id: &str,
+pub(crate) struct Attached {
+    pub(crate) config: ForkConfig,
+    pub(crate) fds: Vec<OwnedFd>,
+    pub(crate) control: Channel,
+}
+
+/// Makes in `folder` what the child `name` needs; all but its tap.
+pub(crate) fn attach(
+    belongings: &Belongings,
+    name: &str,
     folder: &Path,
     bare: bool,
     host: &Config,
-) -> Result<(ForkConfig, Vec<OwnedFd>, Channel)> {
+) -> Result<Attached> {
     let failed = |error: io::Error| Error::host("cannot prepare a fork", error);
     let (listener, control) = link::pair(&folder.join(link::CONTROL)).map_err(failed)?;
     let mut fds = Vec::with_capacity(6);
@@ -161,7 +174,7 @@ fn attach(
         FdRef(fds.len() - 1)
     };
     let mut config = ForkConfig {
-        child: id.to_owned(),
+        child: name.to_owned(),
         control: attach(listener),
         console: attach(boot::file(folder, boot::CONSOLE)?),
         console_limit: host.limits.console_limit,
@@ -174,31 +187,44 @@ fn attach(
         config.layers = vec![Some(attach(boot::layer(&host.data_dir)?))];
         config.vsock = Some(attach(boot::listener(folder)?));
     }
-    if let Some(slot) = &mut belongings.slot {
-        let tap = slot.take_tap().map_err(|error| Error::host("cannot use a network slot", error))?;
-        config.tap = Some(attach(tap));
-    }
     if let Some(leaf) = &belongings.leaf {
         config.cgroup = Some(attach(leaf.fd().try_clone_to_owned().map_err(failed)?));
     }
-    Ok((config, fds, control))
+    Ok(Attached { config, fds, control })
+}
+
+impl Attached {
+    /// Adds the tap of its slot, if it has one. Nobody else may have it open.
+    pub(crate) fn attach_tap(&mut self, belongings: &mut Belongings) -> Result<()> {
+        let Some(slot) = &mut belongings.slot else { return Ok(()) };
+        let tap = slot.take_tap().map_err(|error| Error::host("cannot use a network slot", error))?;
+        self.config.tap = Some(FdRef(self.fds.len()));
+        self.fds.push(tap);
+        Ok(())
+    }
 }
 
 /// Writes down what the next daemon needs to know. Not synced: it need not outlive the host.
-fn record(sandbox: &Sandbox, template: &Template, lifetime: Option<Duration>) -> io::Result<()> {
-    let facts = sandbox.facts();
-    let deadline = lifetime.and_then(|lifetime| SystemTime::now().checked_add(lifetime));
+fn record(sandbox: &Sandbox, order: &Order) -> io::Result<()> {
+    let deadline = order.lifetime.and_then(|lifetime| SystemTime::now().checked_add(lifetime));
     let record = Record {
-        template: template.id.clone(),
-        lineage: template.about.lineage,
+        template: order.template.id.clone(),
+        lineage: order.template.about.lineage,
+        cgroup: order.template.about.cgroup.clone(),
         spec: sandbox.spec.clone(),
         created_at_unix: sandbox.created_at_unix(),
         deadline_unix: deadline
             .and_then(|at| Some(at.duration_since(SystemTime::UNIX_EPOCH).ok()?.as_secs())),
-        netns: facts.netns,
-        python: facts.python,
+        netns: sandbox.facts().netns,
+        python: order.template.about.guest.python,
+        generation: 0,
+        history: History::default(),
+        envs: order.envs.clone(),
+        workspace: order.workspace.clone(),
     };
-    std::fs::write(sandbox.folder.join(RECORD), serde_json::to_vec(&record)?)
+    std::fs::write(sandbox.folder.join(RECORD), serde_json::to_vec(&record)?)?;
+    sandbox.recorded(record);
+    Ok(())
 }
 
 #[cfg(test)]

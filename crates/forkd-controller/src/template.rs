@@ -5,46 +5,33 @@
 //! they end. When the last handle is dropped the process is ended and its folder removed. A task of
 //! its own owns the connection: requests are pipelined, replies come in their order.
 
+mod keeper;
+
 use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use forkd_protocol::control::{
-    Event, ForkConfig, LoadConfig, Message, Reply, Request, Role, SaveConfig, WaitStatus,
-};
+use forkd_protocol::control::{ForkConfig, LoadConfig, MergeConfig, Request, Role, SaveConfig, WaitStatus};
+use forkd_store::Facts;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, oneshot, watch};
 
-use crate::console;
 use crate::error::{Error, Kind, Result};
 use crate::janitor::Janitor;
 use crate::lineage::Lineage;
-use crate::link::Link;
-use crate::monitor::{Forked, Monitor, Parts};
-use crate::process::{Identity, Pidfd};
+use crate::monitor::{Forked, Monitor, Parts, Replacement, replace_request};
+use crate::process::Identity;
+
+use keeper::{Ask, Keeper, Note, Pending, process};
 
 /// The file in a template's folder that says whose it is. Written when the template is complete.
 pub(crate) const RECORD: &str = "template.json";
 /// Forks asked for and not sent yet: enough to keep a template busy, few enough that a fan-out does
 /// not hold thousands of descriptors.
 const QUEUE: usize = 32;
-/// Ends acknowledged with one message.
-const ACKNOWLEDGE: usize = 256;
-
-/// What a template's guest is like: what a child of it has and needs.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Guest {
-    /// Its image; a guest without one is a bare kernel, without agent, disk or sockets.
-    pub(crate) image: Option<String>,
-    pub(crate) vcpus: u8,
-    pub(crate) mem_mib: u64,
-    /// Whether it has a network interface.
-    pub(crate) network: bool,
-    pub(crate) python: Option<bool>,
-}
 
 /// Where a template's memory comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -63,15 +50,30 @@ pub(crate) struct About {
     pub(crate) source: Source,
     /// The number of its lineage.
     pub(crate) lineage: u32,
-    pub(crate) guest: Guest,
+    /// The name of its lineage's cgroup.
+    pub(crate) cgroup: String,
+    /// What its guest is like: what a child of it has and needs.
+    pub(crate) guest: Facts,
 }
 
 /// What is in [`RECORD`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Record {
-    /// When its snapshot was made: a later one may have the same tag.
-    pub(crate) created_at_unix: u64,
     pub(crate) about: About,
+    pub(crate) standing: Standing,
+}
+
+/// How a template stands to what is on disk under its tag.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Standing {
+    /// It is what the snapshot with this id was made of, or is loaded from. A later snapshot may have the
+    /// same tag.
+    Saved(String),
+    /// It is a branch that is not on disk yet.
+    Unsaved(Box<crate::branch::Record>),
+    /// Nobody wants it on disk: it lives as long as its children.
+    Forgotten,
 }
 
 impl Record {
@@ -89,27 +91,13 @@ pub(crate) struct Template {
     folder: PathBuf,
     pub(crate) about: About,
     pub(crate) lineage: Arc<Lineage>,
+    /// The id of the snapshot it is the template of, once there is one.
+    snapshot: Mutex<Option<String>>,
+    /// Held while its disks' layers must stay those that they are.
+    pub(crate) disks: tokio::sync::Mutex<()>,
     forks: mpsc::Sender<Ask>,
     notes: mpsc::UnboundedSender<Note>,
     gone: watch::Receiver<bool>,
-}
-
-/// A process to fork.
-#[derive(Debug)]
-struct Ask {
-    name: String,
-    request: Request,
-    fds: Vec<OwnedFd>,
-    reply: oneshot::Sender<Result<Forked>>,
-    ended: oneshot::Sender<WaitStatus>,
-}
-
-#[derive(Debug)]
-enum Note {
-    /// The end of this child is recorded.
-    Acknowledge(String),
-    /// The daemon stops: let the process run on.
-    Leave,
 }
 
 /// A process that was asked for.
@@ -156,6 +144,7 @@ impl Template {
         let (tell_gone, gone) = watch::channel(false);
         let keeper = Keeper {
             id: plan.id.clone(),
+            pid,
             link: control,
             pidfd,
             asks,
@@ -165,8 +154,14 @@ impl Template {
             acknowledged: Vec::new(),
         };
         let (folder, janitor, lineage) = (plan.folder.clone(), plan.janitor, plan.lineage.clone());
+        let id = plan.id.clone();
         tokio::spawn(async move {
             if keeper.keep(child, tell_gone).await {
+                // A branch has a leaf of its own; any other template's goes with its lineage.
+                if let Some(leaf) = lineage.cgroup.as_ref().and_then(|cgroup| cgroup.existing(&id).ok()) {
+                    // A saver may still be in it.
+                    janitor.run(move || leaf.kill().and_then(|()| leaf.remove())).await;
+                }
                 janitor.remove_folder(folder).await;
             }
             // Only now may its user id be somebody else's.
@@ -178,6 +173,8 @@ impl Template {
             folder: plan.folder,
             about: plan.about,
             lineage: plan.lineage,
+            snapshot: Mutex::default(),
+            disks: tokio::sync::Mutex::default(),
             forks,
             notes,
             gone,
@@ -230,32 +227,73 @@ impl Template {
         Ok((Template::watched(plan, monitor, ends)?, children))
     }
 
-    /// Records it as the template of the snapshot made then: from here on a new daemon takes it over.
-    pub(crate) fn record(&self, created_at_unix: u64) -> io::Result<()> {
-        let record = Record { created_at_unix, about: self.about.clone() };
+    /// Records how it stands: from here on a new daemon takes it over.
+    pub(crate) fn record(&self, standing: Standing) -> io::Result<()> {
+        if let Standing::Saved(id) = &standing {
+            self.is_of(id);
+        }
+        let record = Record { about: self.about.clone(), standing };
         let temporary = self.folder.join("template.json.new");
         std::fs::write(&temporary, serde_json::to_vec(&record)?)?;
         std::fs::rename(temporary, self.folder.join(RECORD))
     }
 
+    /// It is the template of the snapshot `id`.
+    pub(crate) fn is_of(&self, id: &str) {
+        *self.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = Some(id.to_owned());
+    }
+
+    /// The snapshot it is the template of, if there is one.
+    pub(crate) fn snapshot(&self) -> Option<String> {
+        self.snapshot.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// Asks for a child. Blocks while the queue is full.
     pub(crate) fn fork(&self, config: ForkConfig, fds: Vec<OwnedFd>) -> Asked {
         let name = config.child.clone();
-        self.ask(name, Request::Fork(config), fds)
-    }
-
-    /// Asks for a saver. Blocks while the queue is full.
-    pub(crate) fn save(&self, config: SaveConfig, fds: Vec<OwnedFd>) -> Asked {
-        let name = config.child.clone();
-        self.ask(name, Request::Save(config), fds)
-    }
-
-    fn ask(&self, name: String, request: Request, fds: Vec<OwnedFd>) -> Asked {
-        let (reply, forked) = oneshot::channel();
-        let (tell_end, ended) = oneshot::channel();
+        let (ask, asked) = process(name, Request::Fork(config), fds);
         // If the process is gone, dropping the question is the answer.
-        let _ = self.forks.blocking_send(Ask { name, request, fds, reply, ended: tell_end });
-        Asked { forked, ended }
+        let _ = self.forks.blocking_send(ask);
+        asked
+    }
+
+    /// Asks for a saver.
+    pub(crate) async fn save(&self, config: SaveConfig, fds: Vec<OwnedFd>) -> Asked {
+        let name = config.child.clone();
+        self.process(process(name, Request::Save(config), fds)).await
+    }
+
+    /// Asks for a process that merges layers.
+    pub(crate) async fn merge(&self, config: MergeConfig, fds: Vec<OwnedFd>) -> Asked {
+        let name = config.child.clone();
+        self.process(process(name, Request::Merge(config), fds)).await
+    }
+
+    async fn process(&self, (ask, asked): (Ask, Asked)) -> Asked {
+        let _ = self.forks.send(ask).await;
+        asked
+    }
+
+    /// The frozen layers of its disks, oldest first.
+    pub(crate) async fn layers(&self) -> Result<Vec<Vec<OwnedFd>>> {
+        let (tell, told) = oneshot::channel();
+        let pending = Pending::Layers(tell);
+        let _ =
+            self.forks.send(Ask { request: Request::Layers, fds: Vec::new(), pending, ended: None }).await;
+        told.await.unwrap_or_else(|_| Err(lost()))
+    }
+
+    /// Has it use one file in the place of several layers, for each disk that is named.
+    pub(crate) async fn replace_layers(&self, disks: Vec<Option<Replacement>>) -> Result<()> {
+        let (request, fds) = replace_request(disks);
+        let (tell, told) = oneshot::channel();
+        let _ = self.forks.send(Ask { request, fds, pending: Pending::Replaced(tell), ended: None }).await;
+        told.await.unwrap_or_else(|_| Err(lost()))
+    }
+
+    /// Its files.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
     }
 
     /// The end of `child` is recorded: the process may forget it.
@@ -285,181 +323,6 @@ pub(crate) enum Adopted {
 /// The error of everybody who asked a template that went away.
 pub(crate) fn lost() -> Error {
     Error::host("the template ended", "ask again: a new one is started from the snapshot")
-}
-
-/// What a reply is the answer to.
-#[derive(Debug)]
-enum Pending {
-    Process(String, oneshot::Sender<Result<Forked>>),
-    Acknowledgement,
-}
-
-/// The task that owns the connection.
-#[derive(Debug)]
-struct Keeper {
-    id: String,
-    link: Link,
-    pidfd: Arc<Pidfd>,
-    asks: mpsc::Receiver<Ask>,
-    noted: mpsc::UnboundedReceiver<Note>,
-    pending: VecDeque<Pending>,
-    /// Who waits for which child's end.
-    ends: HashMap<String, oneshot::Sender<WaitStatus>>,
-    acknowledged: Vec<String>,
-}
-
-/// Why a keeper stops.
-enum Over {
-    /// Nobody needs the process any more.
-    Unneeded,
-    /// The daemon stops.
-    Left,
-    /// It is gone, or talks nonsense: why.
-    Broken(String),
-}
-
-impl Keeper {
-    /// Returns when nobody needs the process any more; whether it is gone.
-    async fn keep(mut self, child: Option<std::process::Child>, gone: watch::Sender<bool>) -> bool {
-        let over = self.serve().await;
-        gone.send_replace(true);
-        let broken = match over {
-            Over::Left => return false,
-            Over::Unneeded => false,
-            Over::Broken(why) => {
-                tracing::error!(template = self.id, why, "a template is lost; its children go on");
-                true
-            }
-        };
-        self.pidfd.end(&self.id).await;
-        if let Some(mut child) = child {
-            // It has ended, so this does not block.
-            let _ = child.wait();
-        }
-        // Nobody will tell those who wait.
-        self.pending.clear();
-        self.ends.clear();
-        self.asks.close();
-        while self.asks.recv().await.is_some() {}
-        // The folder stays as long as there are handles: it is how a new daemon tells.
-        while broken && let Some(note) = self.noted.recv().await {
-            if matches!(note, Note::Leave) {
-                return false;
-            }
-        }
-        tracing::debug!(template = self.id, "template is gone");
-        true
-    }
-
-    async fn serve(&mut self) -> Over {
-        loop {
-            let (mut ask, mut acknowledge) = (None, false);
-            tokio::select! {
-                biased;
-                message = self.link.recv() => {
-                    if let Err(why) = self.heard(message) {
-                        return Over::Broken(why);
-                    }
-                    acknowledge = !self.acknowledged.is_empty() && self.noted.is_empty();
-                }
-                // Before the asks: that the last handle is gone means nothing after `Leave`.
-                Some(note) = self.noted.recv() => match note {
-                    Note::Leave => return Over::Left,
-                    Note::Acknowledge(child) => {
-                        self.acknowledged.push(child);
-                        // Many ends come together: one message for all of them.
-                        acknowledge = self.noted.is_empty() || self.acknowledged.len() >= ACKNOWLEDGE;
-                    }
-                },
-                next = self.asks.recv() => match next {
-                    Some(next) => ask = Some(next),
-                    None => return Over::Unneeded,
-                },
-                _ = self.pidfd.ended() => return Over::Broken("its process ended".into()),
-            }
-            let sent = match ask {
-                Some(ask) => self.send_ask(ask).await,
-                None if acknowledge => self.send_acknowledgement().await,
-                None => Ok(()),
-            };
-            if let Err(why) = sent {
-                return Over::Broken(why);
-            }
-        }
-    }
-
-    async fn send_ask(&mut self, ask: Ask) -> std::result::Result<(), String> {
-        let fds: Vec<_> = ask.fds.iter().map(AsFd::as_fd).collect();
-        // Before it is sent: the child's end may be told before its beginning is looked at.
-        self.ends.insert(ask.name.clone(), ask.ended);
-        self.pending.push_back(Pending::Process(ask.name, ask.reply));
-        self.send(&ask.request, &fds).await
-    }
-
-    async fn send_acknowledgement(&mut self) -> std::result::Result<(), String> {
-        let rest = self.acknowledged.split_off(self.acknowledged.len().min(ACKNOWLEDGE));
-        let children = std::mem::replace(&mut self.acknowledged, rest);
-        self.pending.push_back(Pending::Acknowledgement);
-        self.send(&Request::Acknowledge { children }, &[]).await
-    }
-
-    /// Sends `request`. Meanwhile goes on listening: a template that cannot get rid of its replies
-    /// takes no requests.
-    async fn send(&mut self, request: &Request, fds: &[BorrowedFd<'_>]) -> std::result::Result<(), String> {
-        loop {
-            tokio::select! {
-                biased;
-                sent = self.link.send(request, fds) => return sent.map_err(|error| error.to_string()),
-                message = self.link.recv() => self.heard(message)?,
-            }
-        }
-    }
-
-    fn heard(
-        &mut self,
-        message: io::Result<Option<crate::link::Received>>,
-    ) -> std::result::Result<(), String> {
-        match message {
-            Ok(Some((Message::Reply(reply), fds))) => self.answered(reply, fds),
-            Ok(Some((Message::Event(Event::ChildEnded { child, status }), _))) => {
-                match self.ends.remove(&child) {
-                    Some(waiting) => drop(waiting.send(status)),
-                    // One that nobody waited for.
-                    None => self.acknowledged.push(child),
-                }
-                Ok(())
-            }
-            Ok(Some((Message::Event(event), _))) => {
-                tracing::debug!(template = self.id, ?event, "not an event of a template");
-                Ok(())
-            }
-            Ok(None) => Err("it hung up".into()),
-            Err(error) => Err(error.to_string()),
-        }
-    }
-
-    fn answered(&mut self, reply: Reply, fds: Vec<OwnedFd>) -> std::result::Result<(), String> {
-        match (self.pending.pop_front(), reply) {
-            (Some(Pending::Process(_, tell)), Reply::Forked { pid }) if pid > 0 => {
-                let Some(pidfd) = fds.into_iter().next() else {
-                    return Err("a child came without pidfd".into());
-                };
-                // If nobody waits for it any more, it must not run on.
-                if let Err(Ok(unwanted)) = tell.send(Ok(Forked { pid, pidfd })) {
-                    let _ = rustix::process::pidfd_send_signal(unwanted.pidfd, rustix::process::Signal::KILL);
-                }
-                Ok(())
-            }
-            (Some(Pending::Process(name, tell)), Reply::Error { message }) => {
-                self.ends.remove(&name);
-                let message = console::printable(message.as_bytes());
-                let _ = tell.send(Err(Error::host("the template did not fork", message)));
-                Ok(())
-            }
-            (Some(Pending::Acknowledgement), Reply::Acknowledged | Reply::Error { .. }) => Ok(()),
-            (_, reply) => Err(format!("it gave the wrong answer: {reply:?}")),
-        }
-    }
 }
 
 #[cfg(test)]

@@ -1,18 +1,14 @@
-//! Forking for real, with guests of a few instructions: they run wherever `/dev/kvm` opens. The daemon
-//! is a process of its own (this binary again), so that it can be killed; the monitor is the
-//! `forkd-vmm` built beside it.
+//! Forking for real, with guests of a few instructions: they run wherever `/dev/kvm` opens.
 //!
 //! Failures panic: everything here runs in tests only.
 #![allow(clippy::unwrap_used)]
 
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+mod daemon;
+
 use std::time::{Duration, Instant};
 
-use forkd_controller::{Config, serve};
-use forkd_vmm::{guest_code, tiny};
+use daemon::{Daemon, eventually, launch, pid, runs};
+use forkd_vmm::guest_code;
 use serde_json::{Value, json};
 
 guest_code! {
@@ -39,198 +35,18 @@ guest_code! {
     "jmp 3b",
 }
 
-/// Names the data directory in the environment of the process that is the daemon.
-const DAEMON: &str = "FORKD_TEST_DAEMON";
-
-/// Not a test, but the daemon, when another test starts this binary with [`DAEMON`] set.
 #[test]
 fn the_daemon() {
-    let Some(folder) = std::env::var_os(DAEMON) else { return };
-    let mut config = Config::new(PathBuf::from(folder));
-    config.bind.set_port(0);
-    config.vmm = vmm();
-    config.timing.boot = Duration::from_secs(10);
-    // Shown when a test fails.
-    tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(false).init();
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
-    runtime.block_on(serve(config, |_| {})).unwrap();
+    daemon::run();
 }
 
-fn vmm() -> PathBuf {
-    let test = std::env::current_exe().unwrap();
-    test.ancestors().nth(2).unwrap().join("forkd-vmm")
-}
-
-struct Daemon {
-    child: Child,
-    folder: tempfile::TempDir,
-}
-
-impl Daemon {
-    /// `None`, and said so, where there is nothing to test with.
-    fn start() -> Option<Daemon> {
-        if std::fs::File::options().write(true).open("/dev/kvm").is_err() || !vmm().is_file() {
-            let _ = writeln!(std::io::stderr(), "NOT RUN: forks need /dev/kvm and a built forkd-vmm");
-            return None;
-        }
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join("kernel"), tiny::elf_kernel(ready_again_in_every_child())).unwrap();
-        std::fs::write(folder.path().join("mute"), tiny::elf_kernel(ready_only_once())).unwrap();
-        let daemon = Daemon { child: launch(folder.path()), folder };
-        daemon.up();
-        Some(daemon)
-    }
-
-    fn path(&self) -> &Path {
-        self.folder.path()
-    }
-
-    fn up(&self) {
-        eventually("the daemon", || self.try_request("GET", "/healthz", None).is_some());
-    }
-
-    fn kill(&mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-
-    fn restart(&mut self) {
-        self.kill();
-        self.child = launch(self.folder.path());
-        self.up();
-    }
-
-    fn terminate(&mut self) {
-        let pid = rustix::process::Pid::from_raw(self.child.id() as i32).unwrap();
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
-        assert!(self.child.wait().unwrap().success());
-    }
-
-    fn try_request(&self, method: &str, path: &str, body: Option<Value>) -> Option<(u16, Value)> {
-        let mut stream = UnixStream::connect(self.path().join("forkd.sock")).ok()?;
-        let body = body.map(|body| body.to_string()).unwrap_or_default();
-        let length = body.len();
-        write!(
-            stream,
-            "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n\
-             Content-Length: {length}\r\n\r\n{body}"
-        )
-        .ok()?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).ok()?;
-        let (head, body) = answer.split_once("\r\n\r\n")?;
-        let status = head.split(' ').nth(1)?.parse().ok()?;
-        Some((status, serde_json::from_str(body).unwrap_or(Value::Null)))
-    }
-
-    fn request(&self, method: &str, path: &str, body: Option<Value>) -> (u16, Value) {
-        self.try_request(method, path, body).unwrap_or_else(|| panic!("{method} {path}\n{}", self.log()))
-    }
-
-    fn log(&self) -> String {
-        std::fs::read_to_string(self.path().join("log")).unwrap_or_default()
-    }
-
-    fn snapshot(&self, tag: &str, kernel: &str) -> Value {
-        let kernel = self.path().join(kernel);
-        let body = json!({"tag": tag, "kernel": kernel, "mem_size_mib": 64});
-        let (status, info) = self.request("POST", "/v1/snapshots", Some(body));
-        assert_eq!(status, 201, "{info}\n{}", self.log());
-        info
-    }
-
-    fn spawn(&self, tag: &str, n: usize) -> Vec<Value> {
-        let body = json!({"snapshot_tag": tag, "n": n});
-        let (status, children) = self.request("POST", "/v1/sandboxes", Some(body));
-        assert_eq!(status, 201, "{children}\n{}", self.log());
-        children.as_array().unwrap().clone()
-    }
-
-    fn list(&self) -> Vec<Value> {
-        self.request("GET", "/v1/sandboxes", None).1.as_array().unwrap().clone()
-    }
-
-    fn delete_all(&self) {
-        for sandbox in self.list() {
-            let id = sandbox["id"].as_str().unwrap();
-            assert_eq!(self.request("DELETE", &format!("/v1/sandboxes/{id}"), None).0, 204);
-        }
-    }
-
-    /// Processes that are monitors of this daemon: the folder of each is open in them, or they are
-    /// recorded in ours.
-    fn monitors(&self) -> Vec<i32> {
-        let mut pids = Vec::new();
-        for folder in ["sandboxes", "templates"] {
-            for entry in std::fs::read_dir(self.place(folder)).into_iter().flatten().flatten() {
-                let record = std::fs::read(entry.path().join("process.json")).unwrap_or_default();
-                let record: Value = serde_json::from_slice(&record).unwrap_or_default();
-                pids.extend(record["pid"].as_i64().map(|pid| pid as i32));
-            }
-        }
-        pids.retain(|pid| runs(*pid));
-        pids
-    }
-
-    fn left(&self, folder: &str) -> usize {
-        std::fs::read_dir(self.place(folder)).map_or(0, |entries| entries.count())
-    }
-
-    /// Where the daemon has its folder of that name: what lives no longer than the host is in memory.
-    fn place(&self, folder: &str) -> PathBuf {
-        let run = std::fs::read_link(self.path().join("run")).unwrap_or_else(|_| self.path().to_owned());
-        if folder == "snapshots" { self.path().join(folder) } else { run.join(folder) }
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        if std::thread::panicking() {
-            eprintln!("{}", self.log());
-        }
-        for pid in self.monitors() {
-            let pid = rustix::process::Pid::from_raw(pid).unwrap();
-            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
-        }
-        if let Ok(run) = std::fs::read_link(self.path().join("run")) {
-            let _ = std::fs::remove_dir_all(run);
-        }
-    }
-}
-
-fn launch(folder: &Path) -> Child {
-    let log = std::fs::File::options().create(true).append(true).open(folder.join("log")).unwrap();
-    Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "the_daemon", "--nocapture"])
-        .env(DAEMON, folder)
-        .stdin(Stdio::null())
-        .stdout(log.try_clone().unwrap())
-        .stderr(log)
-        .spawn()
-        .unwrap()
-}
-
-fn runs(pid: i32) -> bool {
-    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
-}
-
-fn eventually(what: &str, check: impl Fn() -> bool) {
-    let begun = Instant::now();
-    while !check() {
-        assert!(begun.elapsed() < Duration::from_secs(30), "gave up waiting: {what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
-
-fn pid(info: &Value) -> i32 {
-    info["pid"].as_i64().unwrap() as i32
+fn start() -> Option<Daemon> {
+    Daemon::start(&[("kernel", ready_again_in_every_child()), ("mute", ready_only_once())])
 }
 
 #[test]
 fn children_are_forked_from_memory_and_from_disk_and_leave_nothing() {
-    let Some(daemon) = Daemon::start() else { return };
+    let Some(daemon) = start() else { return };
     let snapshot = daemon.snapshot("tiny", "kernel");
     assert_eq!(snapshot["status"], "ready");
     assert_eq!(snapshot["template"]["source"], "memory", "{snapshot}");
@@ -271,7 +87,7 @@ fn children_are_forked_from_memory_and_from_disk_and_leave_nothing() {
 
 #[test]
 fn a_new_daemon_takes_over_templates_and_children() {
-    let Some(mut daemon) = Daemon::start() else { return };
+    let Some(mut daemon) = start() else { return };
     daemon.snapshot("tiny", "kernel");
     let children = daemon.spawn("tiny", 4);
     let template = daemon.request("GET", "/v1/snapshots/tiny", None).1["template"]["pid"].clone();
@@ -335,7 +151,7 @@ fn a_new_daemon_takes_over_templates_and_children() {
 
 #[test]
 fn bad_requests_and_damaged_snapshots_are_refused_before_anything_starts() {
-    let Some(daemon) = Daemon::start() else { return };
+    let Some(daemon) = start() else { return };
     let post = |path: &str, body: Value| daemon.request("POST", path, Some(body));
     for (status, body, why) in [
         (400, json!({"snapshot_tag": "tiny", "n": 0}), "n is 0"),
@@ -369,19 +185,20 @@ fn bad_requests_and_damaged_snapshots_are_refused_before_anything_starts() {
 
     // An edited file is named, and nothing starts.
     assert_eq!(daemon.request("POST", "/v1/snapshots/x/unload", None).0, 204);
-    let memory = daemon.path().join("snapshots/x/memory");
+    let digest = daemon.request("GET", "/v1/snapshots/x/info", None).1["layers"][0]["digest"].clone();
+    let memory = daemon.path().join("snapshots/.layers").join(digest.as_str().unwrap());
     let file = std::fs::File::options().write(true).open(&memory).unwrap();
     std::os::unix::fs::FileExt::write_at(&file, b"edited", 1 << 20).unwrap();
     let (status, error) = post("/v1/sandboxes", json!({"snapshot_tag": "x"}));
     assert_eq!(status, 409, "{error}");
-    assert!(error["error"].as_str().unwrap().contains("snapshots/x/memory"), "{error}");
+    assert!(error["error"].as_str().unwrap().contains(digest.as_str().unwrap()), "{error}");
     eventually("no template", || daemon.left("templates") == 0);
     assert!(daemon.list().is_empty());
 }
 
 #[test]
 fn a_child_that_never_answers_is_an_error_and_goes() {
-    let Some(daemon) = Daemon::start() else { return };
+    let Some(daemon) = start() else { return };
     daemon.snapshot("mute", "mute");
     let (status, at_once) =
         daemon.request("POST", "/v1/sandboxes", Some(json!({"snapshot_tag": "mute", "n": 2, "wait": false})));
@@ -400,7 +217,7 @@ fn a_child_that_never_answers_is_an_error_and_goes() {
 /// `FORKD_TIMES=1` prints how long 1, 100 and 1000 children take.
 #[test]
 fn a_hundred_children_come_and_go_at_once() {
-    let Some(daemon) = Daemon::start() else { return };
+    let Some(daemon) = start() else { return };
     daemon.snapshot("tiny", "kernel");
     let times = std::env::var_os("FORKD_TIMES").is_some();
     for n in if times { vec![1, 1, 1, 10, 100, 100, 1000, 1000] } else { vec![100] } {

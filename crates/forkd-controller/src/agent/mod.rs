@@ -123,6 +123,17 @@ impl Agent {
         self.unary("/forkd.Agent/Freeze", &request, self.patience.saturating_mul(2)).await
     }
 
+    /// Gets the guest ready to be forked, if it can within `limit`.
+    pub async fn freeze_within(&self, limit: Duration) -> Result<FreezeResponse> {
+        let request = FreezeRequest { timeout_ms: limit.as_millis().max(1) as u64 };
+        self.unary("/forkd.Agent/Freeze", &request, self.patience.saturating_mul(2).max(limit)).await
+    }
+
+    /// Lets a guest that was frozen run on.
+    pub async fn thaw(&self) -> Result<()> {
+        self.unary::<serde_json::Value>("/forkd.Agent/Thaw", &Empty {}, self.patience).await.map(drop)
+    }
+
     /// Makes a forked guest its own. The time in `request` is set right before it is sent.
     pub async fn become_sandbox(&self, mut request: BecomeRequest) -> Result<BecomeResponse> {
         let answer = within(self.patience, async {

@@ -1,8 +1,10 @@
 //! Taking requests apart, with every refusal in the shape all errors have.
 
 use axum::Json;
+use axum::body::Bytes;
 use axum::extract::rejection::JsonRejection;
 use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
+use axum::http::header;
 use axum::http::request::Parts;
 use serde::de::DeserializeOwned;
 
@@ -25,6 +27,39 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
                 };
                 Err(Error::new(kind, rejection.body_text()))
             }
+        }
+    }
+}
+
+/// A JSON body that need not be there: none is all defaults.
+#[derive(Debug)]
+pub(crate) struct OptionalBody<T>(pub(crate) T);
+
+impl<S: Send + Sync, T: DeserializeOwned + Default> FromRequest<S> for OptionalBody<T> {
+    type Rejection = Error;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, Error> {
+        let headers = request.headers();
+        let empty = headers.get(header::CONTENT_LENGTH).is_none_or(|length| length == "0");
+        if empty && !headers.contains_key(header::TRANSFER_ENCODING) {
+            return Ok(OptionalBody(T::default()));
+        }
+        Ok(OptionalBody(Body::from_request(request, state).await?.0))
+    }
+}
+
+/// A body that means nothing. It is read all the same: a connection that is closed with something unread in
+/// it is reset, and the answer lost.
+#[derive(Debug)]
+pub(crate) struct Ignored;
+
+impl<S: Send + Sync> FromRequest<S> for Ignored {
+    type Rejection = Error;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, Error> {
+        match Bytes::from_request(request, state).await {
+            Ok(_) => Ok(Ignored),
+            Err(rejection) => Err(Error::new(Kind::Http(rejection.status()), rejection.body_text())),
         }
     }
 }

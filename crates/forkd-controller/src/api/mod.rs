@@ -1,10 +1,15 @@
 //! The REST API: routes, middleware, and the document that describes them.
 
+mod branch;
+mod control;
 pub(crate) mod exec;
 mod extract;
 mod sandboxes;
+mod snapshot_types;
 mod snapshots;
+mod tree;
 mod types;
+mod workspaces;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -30,18 +35,26 @@ use crate::registry::Registry;
 use crate::run;
 use crate::snapshots::Snapshots;
 use crate::stopping::Stopping;
+use crate::workspaces::Workspaces;
 
+pub use crate::tree::{Tree, TreeHow, TreeKind, TreeNode};
+pub use control::RollbackRequest;
+pub use snapshot_types::{
+    BranchRequest, CompactRequest, LayerInfo, Progress, SnapshotInfo, SnapshotInfoDetail, SnapshotPhase,
+    SnapshotRequest, SnapshotStatus, TemplateInfo,
+};
 pub use types::{
     CreateRequest, EvalReply, EvalRequest, ExecReply, ExecRequest, Health, PingReply, SandboxInfo,
-    SandboxState, SnapshotInfo, SnapshotPhase, SnapshotRequest, SnapshotStatus, SpawnError, SpawnReply,
-    Stats, TemplateInfo, VersionInfo,
+    SandboxState, SpawnError, SpawnReply, Stats, VersionInfo,
 };
+pub use workspaces::{SuspendRequest, WorkspaceInfo, WorkspaceRequest, WorkspaceStatus};
 
 /// What handlers work with.
 #[derive(Debug, Clone)]
 pub(crate) struct App {
     pub(crate) registry: Arc<Registry>,
     pub(crate) snapshots: Arc<Snapshots>,
+    pub(crate) workspaces: Arc<Workspaces>,
     pub(crate) config: Arc<Config>,
     /// Becomes true when the daemon is asked to stop.
     pub(crate) stopping: Stopping,
@@ -73,11 +86,22 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(sandboxes::console))
         .routes(routes!(sandboxes::stats))
         .routes(routes!(sandboxes::ping))
+        .routes(routes!(control::pause))
+        .routes(routes!(control::resume))
+        .routes(routes!(control::rollback))
         .routes(routes!(exec::exec))
         .routes(routes!(exec::eval))
         .routes(routes!(snapshots::list, snapshots::create))
         .routes(routes!(snapshots::get, snapshots::delete))
         .routes(routes!(snapshots::unload))
+        .routes(routes!(snapshots::detail))
+        .routes(routes!(snapshots::compact))
+        .routes(routes!(branch::branch))
+        .routes(routes!(workspaces::list, workspaces::create))
+        .routes(routes!(workspaces::get, workspaces::delete))
+        .routes(routes!(workspaces::suspend))
+        .routes(routes!(workspaces::resume))
+        .routes(routes!(tree::tree))
         .routes(routes!(run::run))
 }
 

@@ -86,6 +86,7 @@ async fn boot(app: &App, request: CreateRequest) -> Result<Arc<Sandbox>> {
         network: request.network.unwrap_or(true),
         memory_limit_mib: memory_limit(request.memory_limit_mib)?
             .unwrap_or_else(|| Host::memory_limit_mib(mem_mib)),
+        guest: None,
     };
     // Bound to this request while it boots: a client that goes away leaves nothing behind.
     let bound = app.registry.boot(spec, request.warm).await?;
@@ -117,8 +118,16 @@ async fn fork(
     let memory_limit_mib = memory_limit(request.memory_limit_mib)?;
     let template = app.snapshots.template(request.snapshot_tag.as_deref().unwrap_or_default()).await?;
     let network = request.network.unwrap_or(true);
-    let order =
-        Order { template, n: n as usize, network, memory_limit_mib, envs: request.envs, lifetime, arrived };
+    let order = Order {
+        template,
+        n: n as usize,
+        network,
+        memory_limit_mib,
+        envs: request.envs,
+        workspace: None,
+        lifetime,
+        arrived,
+    };
     let mut given = spawn(&app.registry, order)?;
     // Bound to this request until they run: a client that goes away leaves nothing behind.
     let mut asked = Vec::with_capacity(n as usize);
@@ -160,7 +169,7 @@ fn check_envs(envs: &BTreeMap<String, String>) -> Result<()> {
     Ok(())
 }
 
-fn memory_limit(mib: Option<u64>) -> Result<Option<u64>> {
+pub(super) fn memory_limit(mib: Option<u64>) -> Result<Option<u64>> {
     match mib {
         Some(mib) if !(1..=MAX_LIMIT_MIB).contains(&mib) => {
             Err(Error::invalid(format!("memory_limit_mib is {mib}; it must be 1 to {MAX_LIMIT_MIB}")))
@@ -262,11 +271,12 @@ pub(super) async fn ping(State(app): State<App>, Id(id): Id) -> Result<Json<Ping
     Ok(Json(PingReply { pong: true, version, uptime_ms, python, warm: warm.into() }))
 }
 
-fn info(sandbox: &Sandbox) -> SandboxInfo {
+pub(super) fn info(sandbox: &Sandbox) -> SandboxInfo {
     let (state, end) = match sandbox.phase() {
         Phase::Starting => (SandboxState::Starting, None),
         Phase::Running => (SandboxState::Running, None),
         Phase::Unresponsive => (SandboxState::Unresponsive, None),
+        Phase::Paused => (SandboxState::Paused, None),
         Phase::Ended(end) => (SandboxState::Ended, Some(end)),
     };
     let (facts, spec) = (sandbox.facts(), &sandbox.spec);
@@ -289,6 +299,11 @@ fn info(sandbox: &Sandbox) -> SandboxInfo {
         memory_limit_mib: Some(spec.memory_limit_mib),
         python: facts.python,
         created_at_unix: sandbox.created_at_unix(),
+        has_branched: facts.history.branch_count > 0,
+        branch_count: facts.history.branch_count,
+        last_branch_tag: facts.history.last_branch_tag,
+        rolled_back_to: facts.history.rolled_back_to,
+        workspace: facts.workspace,
     }
 }
 

@@ -6,15 +6,21 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use forkd_store::Facts;
 use serde::Deserialize;
 
 use super::App;
 use super::extract::{Body, Id, Params};
-use super::types::{SnapshotInfo, SnapshotPhase, SnapshotRequest, SnapshotStatus, TemplateInfo};
-use crate::error::{Error, ErrorBody, Result};
+use super::snapshot_types::{
+    CompactRequest, LayerInfo, Progress, SnapshotInfo, SnapshotInfoDetail, SnapshotPhase, SnapshotRequest,
+    SnapshotStatus, TemplateInfo,
+};
+use crate::branch::Branch;
+use crate::error::{Error, ErrorBody, Kind, Result};
+use crate::host::blocking;
 use crate::making::{From, Order, Phase};
 use crate::registry::{check, check_image};
-use crate::snapshots::{Entry, Making, State as Standing};
+use crate::snapshots::{Entry, Making, Removal, State as Standing, Work};
 use crate::template::Source;
 
 /// Whether to wait.
@@ -96,14 +102,118 @@ pub(super) async fn get(State(app): State<App>, Id(tag): Id) -> Result<Json<Snap
     Ok(Json(info(&app, &entry)))
 }
 
+/// What is removed with a snapshot.
+#[derive(Debug, Default, Deserialize)]
+pub(super) struct With {
+    #[serde(default)]
+    cascade: bool,
+    #[serde(default)]
+    force: bool,
+}
+
 /// Deletes a snapshot, or stops making it. Sandboxes that were forked from it go on.
 #[utoipa::path(
-    delete, path = "/v1/snapshots/{tag}", params(("tag" = String, Path)),
-    responses((status = 204), (status = 404, body = ErrorBody)),
+    delete, path = "/v1/snapshots/{tag}",
+    params(
+        ("tag" = String, Path),
+        ("cascade" = Option<bool>, Query, description = "Delete the snapshots built on it, too"),
+        ("force" = Option<bool>, Query, description = "Delete only its name; what others need of it stays"),
+    ),
+    responses(
+        (status = 204), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "Other snapshots are built on it, or a workspace needs it; they are named"),
+    ),
 )]
-pub(super) async fn delete(State(app): State<App>, Id(tag): Id) -> Result<StatusCode> {
-    app.snapshots.remove(&tag).await?;
+pub(super) async fn delete(
+    State(app): State<App>,
+    Id(tag): Id,
+    Params(with): Params<With>,
+) -> Result<StatusCode> {
+    let how = match (with.cascade, with.force) {
+        (false, false) => Removal::Plain,
+        (true, false) => Removal::Cascade,
+        (false, true) => Removal::Force,
+        (true, true) => return Err(Error::invalid("give either `cascade` or `force`")),
+    };
+    let mut doomed = match how {
+        Removal::Cascade => app.snapshots.dependents(&tag).await?,
+        Removal::Plain | Removal::Force => Vec::new(),
+    };
+    doomed.push(tag.clone());
+    if let Some((tag, name)) = doomed.iter().find_map(|tag| Some((tag, app.workspaces.user_of(tag)?))) {
+        let text = format!(
+            "workspace {name} is resumed from snapshot {tag}; delete it first (`forkd workspace rm {name}`)"
+        );
+        return Err(Error::new(Kind::Conflict, text));
+    }
+    app.snapshots.remove(&tag, how).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+/// A snapshot on disk in detail: what it is built on, what is built on it, how much room it takes.
+#[utoipa::path(
+    get, path = "/v1/snapshots/{tag}/info", params(("tag" = String, Path)),
+    responses(
+        (status = 200, body = SnapshotInfoDetail), (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "It is not on disk, or damaged"),
+    ),
+)]
+pub(super) async fn detail(State(app): State<App>, Id(tag): Id) -> Result<Json<SnapshotInfoDetail>> {
+    let snapshot = app.snapshots.get(&tag)?.snapshot()?;
+    let dependents = app.snapshots.dependents(&tag).await?;
+    let store = app.snapshots.store.clone();
+    let users = blocking("counting layers", move || Ok(store.layer_users()?)).await?;
+    let (manifest, sizes) = (snapshot.manifest(), snapshot.sizes());
+    let layers = snapshot.layers().iter().map(|layer| LayerInfo {
+        kind: match layer.kind {
+            forkd_store::Kind::Memory => "memory".into(),
+            forkd_store::Kind::Disk => "disk".into(),
+        },
+        digest: layer.digest.clone(),
+        logical_bytes: layer.size.logical,
+        physical_bytes: layer.size.physical,
+        shared_by: users.get(&layer.digest).copied().unwrap_or(0),
+    });
+    // Those it is built on. A snapshot in full has ancestors, too, but needs none of them.
+    let before = manifest.ancestors.len().saturating_sub(snapshot.depth());
+    let chain = manifest.ancestors.get(before..).unwrap_or_default();
+    Ok(Json(SnapshotInfoDetail {
+        tag,
+        dir: snapshot.folder().display().to_string(),
+        created_at_unix: manifest.created_at_unix,
+        memory_logical_bytes: manifest.facts.mem_size_mib << 20,
+        memory_physical_bytes: sizes.memory.physical,
+        vmstate_bytes: sizes.state.logical,
+        disk_logical_bytes: sizes.disks.logical,
+        disk_physical_bytes: sizes.disks.physical,
+        own_memory_bytes: sizes.own_memory.physical,
+        own_disk_bytes: sizes.own_disks.physical,
+        parent_tag: manifest.parent.as_ref().map(|parent| parent.tag.clone()),
+        parent_content_hash: manifest.parent.as_ref().map(|parent| parent.id.clone()),
+        chain_depth: snapshot.depth(),
+        dependents,
+        ancestors: chain.iter().map(|ancestor| ancestor.tag.clone()).collect(),
+        layers: layers.collect(),
+    }))
+}
+
+/// Makes a snapshot of another one that is built on nothing: one memory layer, one layer per disk.
+#[utoipa::path(
+    post, path = "/v1/snapshots/{tag}/compact", params(("tag" = String, Path)),
+    request_body = CompactRequest,
+    responses(
+        (status = 200, body = SnapshotInfo), (status = 400, body = ErrorBody),
+        (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "The new tag exists, or the old one is not ready"),
+    ),
+)]
+pub(super) async fn compact(
+    State(app): State<App>,
+    Id(tag): Id,
+    Body(request): Body<CompactRequest>,
+) -> Result<Json<SnapshotInfo>> {
+    let entry = app.snapshots.compact(&tag, &request.to).await?;
+    Ok(Json(info(&app, &entry)))
 }
 
 /// Ends the process children are forked from, once its children are gone; the next ones get a new
@@ -120,46 +230,52 @@ pub(super) async fn unload(State(app): State<App>, Id(tag): Id) -> Result<Status
     Ok(StatusCode::NO_CONTENT)
 }
 
-fn info(app: &App, entry: &Entry) -> SnapshotInfo {
+pub(super) fn info(app: &App, entry: &Entry) -> SnapshotInfo {
+    let current = entry.current();
     let mut info = match entry.state() {
         Standing::Ready(snapshot) => {
             let (manifest, sizes) = (snapshot.manifest(), snapshot.sizes());
-            let facts = &manifest.facts;
+            let (facts, measured) = (&manifest.facts, &manifest.measured);
+            let branched = manifest.branched_from.is_some();
             SnapshotInfo {
                 created_at_unix: manifest.created_at_unix,
-                image: facts.image.as_ref().map(|image| image.name.clone()),
-                kernel: facts.kernel.clone(),
-                vcpus: facts.vcpus,
-                mem_size_mib: facts.mem_size_mib,
-                network: facts.network,
-                python: facts.python,
-                memory_bytes: sizes.memory,
-                disk_bytes: sizes.disks,
-                state_bytes: sizes.state,
+                memory_bytes: sizes.memory.physical,
+                disk_bytes: sizes.disks.physical,
+                state_bytes: sizes.state.physical,
                 bootable: true,
-                ..blank(&entry.tag, SnapshotStatus::Ready)
+                branched_from: manifest.branched_from.clone(),
+                parent_tag: manifest.parent.as_ref().map(|parent| parent.tag.clone()),
+                chain_depth: snapshot.depth(),
+                mode: measured.mode.clone(),
+                pause_ms: measured.pause_ms,
+                frozen_ms: measured.frozen_ms,
+                quiesced: measured.quiesced,
+                diff_ms: measured.save_ms.filter(|_| branched),
+                diff_physical_bytes: branched.then_some(sizes.own_memory.physical),
+                diff_logical_bytes: branched.then_some(sizes.own_memory.logical),
+                bytes_written: measured.written_bytes.filter(|_| branched),
+                ..of_guest(facts, blank(&entry.tag, SnapshotStatus::Ready))
             }
         }
-        Standing::Writing(making) => {
-            let phase = match *making.phase.borrow() {
-                Phase::Booting => SnapshotPhase::Booting,
-                Phase::Warming => SnapshotPhase::Warming,
-                Phase::Freezing => SnapshotPhase::Freezing,
-                Phase::Saving => SnapshotPhase::Saving,
-            };
-            SnapshotInfo { phase: Some(phase), ..planned(&making, SnapshotStatus::Writing) }
-        }
-        Standing::Failed { error, making } => {
+        Standing::Writing(work) => SnapshotInfo {
+            phase: match &work {
+                Work::Making(making) => Some(phase(*making.phase.borrow())),
+                Work::Branch(_) => Some(SnapshotPhase::Saving),
+            },
+            bootable: current.is_some(),
+            ..worked(&work, SnapshotStatus::Writing)
+        },
+        Standing::Failed { error, work } => {
             let status = SnapshotStatus::Failed;
-            let known = match making {
-                Some(making) => planned(&making, status),
+            let known = match work {
+                Some(work) => worked(&work, status),
                 None => blank(&entry.tag, status),
             };
-            SnapshotInfo { error: Some(error.message), ..known }
+            SnapshotInfo { error: Some(error.message), bootable: current.is_some(), ..known }
         }
     };
     info.dir = app.snapshots.store.folder().join(&entry.tag).display().to_string();
-    info.template = entry.current().map(|template| TemplateInfo {
+    info.template = current.map(|template| TemplateInfo {
         pid: template.pid,
         source: match template.about.source {
             Source::Disk => "disk".into(),
@@ -168,6 +284,54 @@ fn info(app: &App, entry: &Entry) -> SnapshotInfo {
         children: app.registry.children_of(&template.id),
     });
     info
+}
+
+fn phase(phase: Phase) -> SnapshotPhase {
+    match phase {
+        Phase::Booting => SnapshotPhase::Booting,
+        Phase::Warming => SnapshotPhase::Warming,
+        Phase::Freezing => SnapshotPhase::Freezing,
+        Phase::Saving => SnapshotPhase::Saving,
+    }
+}
+
+fn worked(work: &Work, status: SnapshotStatus) -> SnapshotInfo {
+    match work {
+        Work::Making(making) => planned(making, status),
+        Work::Branch(branch) => branched(branch, status),
+    }
+}
+
+/// What is known of a branch that is not on disk.
+fn branched(branch: &Branch, status: SnapshotStatus) -> SnapshotInfo {
+    let taken = branch.taken();
+    let progress = branch.progress().map(|progress| Progress {
+        looked_at: progress.looked_at,
+        total: progress.total,
+        written: progress.written,
+    });
+    SnapshotInfo {
+        created_at_unix: branch.begun_at_unix,
+        branched_from: Some(branch.source.clone()),
+        mode: Some(branch.mode.name().into()),
+        pause_ms: taken.pause_ms,
+        frozen_ms: taken.frozen_ms,
+        quiesced: taken.quiesced,
+        progress,
+        ..of_guest(&branch.guest, blank(&branch.tag, status))
+    }
+}
+
+fn of_guest(facts: &Facts, info: SnapshotInfo) -> SnapshotInfo {
+    SnapshotInfo {
+        image: facts.image.as_ref().map(|image| image.name.clone()),
+        kernel: facts.kernel.clone(),
+        vcpus: facts.vcpus,
+        mem_size_mib: facts.mem_size_mib,
+        network: facts.network,
+        python: facts.python,
+        ..info
+    }
 }
 
 /// What was asked for.
@@ -206,6 +370,18 @@ fn blank(tag: &str, status: SnapshotStatus) -> SnapshotInfo {
         state_bytes: 0,
         bootable: false,
         warning: None,
+        branched_from: None,
+        parent_tag: None,
+        chain_depth: 0,
+        mode: None,
+        pause_ms: None,
+        frozen_ms: None,
+        quiesced: None,
+        diff_ms: None,
+        diff_physical_bytes: None,
+        diff_logical_bytes: None,
+        bytes_written: None,
+        progress: None,
         dir: String::new(),
         template: None,
     }

@@ -93,122 +93,6 @@ pub struct SpawnError {
     pub error: String,
 }
 
-/// A snapshot to make: a guest is booted, warmed up, frozen and saved.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct SnapshotRequest {
-    /// Its name.
-    pub tag: String,
-    /// The image to boot. Either this or `kernel`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub image: Option<String>,
-    /// The absolute path of a kernel to boot alone: a bare guest, without agent, disk or network, that
-    /// says it is ready by writing to port 0x602. Either this or `image`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub kernel: Option<String>,
-    /// A command to warm up with, in place of the image's own: done when it exits with 0 or creates the
-    /// file named by `FORKD_READY_FILE`.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub warm_command: Vec<String>,
-    /// Python to warm up with, after the image's own, such as `import numpy`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub warm_python: Option<String>,
-    /// Number of vCPUs; 1 when absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub vcpus: Option<u8>,
-    /// Memory in MiB; the daemon's default, 512, when absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mem_size_mib: Option<u64>,
-    /// Whether it, and so its children, have a network; they have when absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub network: Option<bool>,
-}
-
-/// Where a snapshot stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum SnapshotStatus {
-    /// It is being made.
-    Writing,
-    /// Children can be forked from it.
-    Ready,
-    /// It was not finished, or is damaged.
-    Failed,
-}
-
-/// How far the making of a snapshot is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum SnapshotPhase {
-    /// The guest boots.
-    Booting,
-    /// It warms up.
-    Warming,
-    /// It is made to stand still.
-    Freezing,
-    /// It is written to disk.
-    Saving,
-}
-
-/// What is known of a snapshot.
-#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
-pub struct SnapshotInfo {
-    /// Its name.
-    pub tag: String,
-    /// Where it stands.
-    pub status: SnapshotStatus,
-    /// How far it is, while it is being made.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub phase: Option<SnapshotPhase>,
-    /// Why it failed.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub error: Option<String>,
-    /// When it was made, in seconds since 1970.
-    pub created_at_unix: u64,
-    /// Its image.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub image: Option<String>,
-    /// Its kernel, if that is all it has.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub kernel: Option<String>,
-    /// Number of vCPUs.
-    pub vcpus: u8,
-    /// Memory in MiB.
-    pub mem_size_mib: u64,
-    /// Whether it has a network interface.
-    pub network: bool,
-    /// Whether its image has a Python.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub python: Option<bool>,
-    /// Room its memory takes on disk, in bytes.
-    pub memory_bytes: u64,
-    /// Room its disks take, without the image, in bytes.
-    pub disk_bytes: u64,
-    /// Room the state of its devices takes, in bytes.
-    pub state_bytes: u64,
-    /// Whether children can be forked from it.
-    pub bootable: bool,
-    /// What to know before using it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub warning: Option<String>,
-    /// Where its files are.
-    pub dir: String,
-    /// The process its next children are forked from, if it has one now.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub template: Option<TemplateInfo>,
-}
-
-/// A process children are forked from.
-#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
-pub struct TemplateInfo {
-    /// Its process on the host.
-    pub pid: i32,
-    /// Where its memory comes from: `disk`, or `memory` if it is the guest the snapshot was made of.
-    pub source: String,
-    /// How many sandboxes it has forked that are still listed.
-    pub children: usize,
-}
-
 /// What a sandbox's process uses on the host.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
 pub struct Stats {
@@ -251,6 +135,8 @@ pub enum SandboxState {
     Running,
     /// Its agent has not answered for a while.
     Unresponsive,
+    /// Its vCPUs stand still until it is resumed.
+    Paused,
     /// It is over; only its description is left, until it is deleted.
     Ended,
 }
@@ -268,7 +154,7 @@ pub struct SandboxInfo {
     /// Where it stands.
     pub state: SandboxState,
     /// How it ended, in one word: `powered_off`, `reset`, `panicked`, `failed`, `out_of_memory`,
-    /// `monitor_died`, `boot_failed`, `fork_failed`, `deleted` or `unknown`.
+    /// `monitor_died`, `boot_failed`, `fork_failed`, `rollback_failed`, `deleted` or `unknown`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
     /// How it ended, in one sentence.
@@ -305,6 +191,21 @@ pub struct SandboxInfo {
     pub python: Option<bool>,
     /// When it was created, in seconds since 1970.
     pub created_at_unix: u64,
+    /// Whether a branch was taken of it.
+    #[serde(default)]
+    pub has_branched: bool,
+    /// How many branches were taken of it.
+    #[serde(default)]
+    pub branch_count: u64,
+    /// The last branch taken of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_branch_tag: Option<String>,
+    /// The snapshot it was last taken back to, and went on from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rolled_back_to: Option<String>,
+    /// The workspace it is the sandbox of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workspace: Option<String>,
 }
 
 /// A command to run to its end.

@@ -48,6 +48,7 @@ async fn attempt(
         mem_mib,
         network: request.network.unwrap_or(true),
         memory_limit_mib: Host::memory_limit_mib(mem_mib),
+        guest: None,
     };
     // Bound to this future: when it is dropped, for whatever reason, the sandbox is deleted.
     let bound = app.registry.boot(spec, false).await?;

@@ -2,18 +2,20 @@
 //! template does is tested with real guests.
 
 use super::*;
-use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, Command};
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsFd;
+use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Instant;
 
-use forkd_protocol::control::{Channel, FdRef};
+use forkd_protocol::control::{Channel, Event, FdRef, Message, Reply};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::lineage::Lineages;
 use crate::monitor::Launch;
 
-/// A template of the test's own: `sleep` as its process, a thread that speaks for it.
+/// A template of the test's own: a shell as its process, which starts a `sleep` for each line it reads
+/// and writes its pid, and a thread that speaks for it.
 struct Fake {
     template: Option<Arc<Template>>,
     folder: tempfile::TempDir,
@@ -30,17 +32,36 @@ impl Fake {
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
         rustix::io::ioctl_fionbio(&ours, true).unwrap();
         let (tell, acknowledged) = std::sync::mpsc::channel();
-        std::thread::spawn(move || play(Channel::new(theirs), tell));
-
         let launch =
             Launch { id: "tp".into(), folder: place.clone(), vmm: PathBuf::new(), uid: None, door: None };
-        let process = Command::new("sleep").arg("1000").spawn().unwrap();
+        let script = "while read line; do sleep 1000 >&2 & echo $!; done";
+        let mut process = Command::new("sh")
+            .args(["-c", script])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let shell = Shell {
+            orders: process.stdin.take().unwrap(),
+            pids: BufReader::new(process.stdout.take().unwrap()),
+        };
+        std::thread::spawn(move || play(Channel::new(theirs), shell, tell));
         let monitor = Monitor::started(launch, process, Channel::new(ours)).unwrap();
         let janitor = Janitor::new();
         let lineages = Lineages::new(4, u32::MAX - 10, janitor.clone());
-        let guest = Guest { image: None, vcpus: 1, mem_mib: 64, network: false, python: None };
+        let guest = Facts {
+            image: None,
+            kernel: None,
+            vcpus: 1,
+            mem_size_mib: 64,
+            network: false,
+            python: None,
+            guest_ports: Vec::new(),
+        };
         let lineage = lineages.begin("template-tests").unwrap();
-        let about = About { tag: "t".into(), source: Source::Memory, lineage: lineage.slot, guest };
+        let cgroup = lineage.name.clone();
+        let about = About { tag: "t".into(), source: Source::Memory, lineage: lineage.slot, cgroup, guest };
         let plan = Plan { id: "tp".into(), folder: place, about, lineage, janitor };
         Fake { template: Some(Template::new(plan, monitor).unwrap()), folder, acknowledged }
     }
@@ -69,10 +90,25 @@ impl Fake {
     }
 }
 
+/// What forks.
+struct Shell {
+    orders: ChildStdin,
+    pids: BufReader<ChildStdout>,
+}
+
+impl Shell {
+    fn fork(&mut self) -> Pid {
+        let mut pid = String::new();
+        self.orders.write_all(b"\n").unwrap();
+        self.pids.read_line(&mut pid).unwrap();
+        Pid::from_raw(pid.trim().parse().unwrap()).unwrap()
+    }
+}
+
 /// Forks a `sleep` for each child; those called `refused…` are refused, those called `brief…` end at
 /// once, and `slow…` are answered late. `quit` hangs up.
-fn play(channel: Channel, acknowledged: std::sync::mpsc::Sender<String>) {
-    let mut children: Vec<Child> = Vec::new();
+fn play(channel: Channel, mut shell: Shell, acknowledged: std::sync::mpsc::Sender<String>) {
+    let mut children = Vec::new();
     while let Ok(Some((request, _))) = channel.recv::<Request>() {
         match request {
             Request::Fork(config) if config.child == "quit" => break,
@@ -80,21 +116,26 @@ fn play(channel: Channel, acknowledged: std::sync::mpsc::Sender<String>) {
                 let message = format!("no {}", config.child);
                 channel.send(&Message::Reply(Reply::Error { message }), &[]).unwrap();
             }
+            Request::Fork(config) if config.child == "imposter" => {
+                let us = rustix::process::getpid();
+                let pidfd = pidfd_open(us, PidfdFlags::empty()).unwrap();
+                let reply = Reply::Forked { pid: shell.fork().as_raw_nonzero().get() };
+                channel.send(&Message::Reply(reply), &[pidfd.as_fd()]).unwrap();
+            }
             Request::Fork(config) => {
                 if config.child.starts_with("slow") {
                     std::thread::sleep(Duration::from_millis(300));
                 }
-                let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
-                let pid = child.id() as i32;
-                let pidfd = pidfd_open(Pid::from_raw(pid).unwrap(), PidfdFlags::empty()).unwrap();
-                channel.send(&Message::Reply(Reply::Forked { pid }), &[pidfd.as_fd()]).unwrap();
+                let pid = shell.fork();
+                let pidfd = pidfd_open(pid, PidfdFlags::empty()).unwrap();
+                let reply = Reply::Forked { pid: pid.as_raw_nonzero().get() };
+                channel.send(&Message::Reply(reply), &[pidfd.as_fd()]).unwrap();
                 if config.child.starts_with("brief") {
-                    child.kill().unwrap();
-                    let status = WaitStatus::Signaled(child.wait().unwrap().signal().unwrap());
-                    let ended = Event::ChildEnded { child: config.child, status };
+                    pidfd_send_signal(&pidfd, Signal::KILL).unwrap();
+                    let ended = Event::ChildEnded { child: config.child, status: WaitStatus::Signaled(9) };
                     channel.send(&Message::Event(ended), &[]).unwrap();
                 }
-                children.push(child);
+                children.push(pidfd);
             }
             Request::Acknowledge { children } => {
                 children.into_iter().for_each(|child| drop(acknowledged.send(child)));
@@ -103,10 +144,11 @@ fn play(channel: Channel, acknowledged: std::sync::mpsc::Sender<String>) {
             other => panic!("{other:?}"),
         }
     }
-    for mut child in children {
-        let _ = child.kill();
-        let _ = child.wait();
+    for child in children {
+        let _ = pidfd_send_signal(&child, Signal::KILL);
     }
+    // It would end with its input, but is to end only when it is told to.
+    std::mem::forget(shell);
 }
 
 async fn eventually(what: &str, mut check: impl FnMut() -> bool) {
@@ -143,17 +185,24 @@ async fn a_child_nobody_waits_for_is_killed_when_it_comes() {
     drop(fake.fork("slow").await);
     let next = fake.fork("next").await.forked.await.unwrap().unwrap();
     assert!(runs(next.pid), "the others do not suffer");
+    let template = fake.template().pid;
     eventually("the unwanted child's end", || {
         let unwanted = std::fs::read_dir("/proc").unwrap().flatten().filter(|entry| {
             let pid = entry.file_name().to_string_lossy().parse::<i32>().unwrap_or(0);
-            let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
-            pid != next.pid
-                && line == b"sleep\x001000\x00"
-                && crate::process::parent(pid) == Some(next.pid - 1)
+            pid != next.pid && runs(pid) && crate::process::parent(pid) == Some(template)
         });
         unwanted.count() == 0
     })
     .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_template_that_sends_another_process_as_its_child_is_not_believed() {
+    let fake = Fake::start();
+    let asked = fake.fork("imposter").await;
+    assert!(asked.forked.await.is_err(), "nothing came of it");
+    let template = fake.template();
+    eventually("the end of the template", || !template.is_alive()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -193,7 +242,7 @@ async fn the_last_handle_ends_the_process_unless_it_was_left() {
     for left in [false, true] {
         let mut fake = Fake::start();
         let (pid, folder) = (fake.template().pid, fake.folder.path().join("tp"));
-        fake.template().record(7).unwrap();
+        fake.template().record(Standing::Saved("7".into())).unwrap();
         if left {
             fake.template().leave();
         }

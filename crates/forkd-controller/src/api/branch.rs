@@ -1,0 +1,101 @@
+//! Branching sandboxes.
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+
+use super::extract::{Id, OptionalBody};
+use super::snapshot_types::{BranchRequest, SnapshotInfo};
+use super::{App, snapshots};
+use crate::branch::{Mode, Order, Stage};
+use crate::error::{Error, ErrorBody, Result};
+
+/// Branches a running sandbox: it goes on, and children can be forked from the branch at once. Answers when
+/// it is on disk, or, with `live` and `wait: false`, as soon as the sandbox runs again. The work goes on
+/// when the client goes away.
+#[utoipa::path(
+    post, path = "/v1/sandboxes/{id}/branch", params(("id" = String, Path)), request_body = BranchRequest,
+    responses(
+        (status = 201, body = SnapshotInfo, description = "It is on disk"),
+        (status = 202, body = SnapshotInfo, description = "It is being written, and can be used"),
+        (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "The tag exists, or the sandbox does not run"),
+        (status = 500, body = ErrorBody, description = "It could not be stored, and is gone"),
+        (status = 503, body = ErrorBody, description = "Too many branches are being taken"),
+    ),
+)]
+pub(super) async fn branch(
+    State(app): State<App>,
+    Id(id): Id,
+    OptionalBody(request): OptionalBody<BranchRequest>,
+) -> Result<Response> {
+    let sandbox = app.registry.get(&id)?;
+    let order = order(request)?;
+    let wait = order.wait;
+    let (entry, branch) = app.snapshots.branch(&sandbox, order)?;
+    branch.reached(if wait { Stage::Done } else { Stage::Saving }).await?;
+    let status = if wait { StatusCode::CREATED } else { StatusCode::ACCEPTED };
+    Ok((status, Json(snapshots::info(&app, &entry))).into_response())
+}
+
+/// What was meant.
+fn order(request: BranchRequest) -> Result<Order> {
+    let legacy = match (request.diff.unwrap_or(false), request.live.unwrap_or(false)) {
+        (true, true) => return Err(Error::invalid("a branch is either `diff` or `live`")),
+        (true, false) => Some(Mode::Diff),
+        (false, true) => Some(Mode::Live),
+        (false, false) => None,
+    };
+    let mode = match (request.mode.as_deref(), legacy) {
+        (Some(_), Some(_)) => return Err(Error::invalid("give either `mode`, or `diff`, or `live`")),
+        (Some("full"), None) | (None, None) => Mode::Full,
+        (Some("diff"), None) => Mode::Diff,
+        (Some("live"), None) => Mode::Live,
+        (Some(_), None) => return Err(Error::invalid("mode can be `full`, `diff` or `live`")),
+        (None, Some(mode)) => mode,
+    };
+    let wait = request.wait.unwrap_or(true);
+    if !wait && mode != Mode::Live {
+        return Err(Error::invalid("only a `live` branch can be had without waiting for it"));
+    }
+    if request.parent_tag.is_some() && mode != Mode::Diff {
+        return Err(Error::invalid("parent_tag is for `diff` only"));
+    }
+    Ok(Order { tag: request.tag, mode, wait, parent_tag: request.parent_tag })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_way_to_ask_means_one_mode_or_is_refused() {
+        let ask = |json: serde_json::Value| {
+            order(serde_json::from_value(json).unwrap()).map(|order| (order.mode, order.wait))
+        };
+        use serde_json::json;
+        for (body, meant) in [
+            (json!({}), (Mode::Full, true)),
+            (json!({"diff": false, "live": false, "live_fork": true}), (Mode::Full, true)),
+            (json!({"mode": "full", "measure_diff": true, "unheard_of": 1}), (Mode::Full, true)),
+            (json!({"mode": "diff", "parent_tag": "x"}), (Mode::Diff, true)),
+            (json!({"diff": true}), (Mode::Diff, true)),
+            (json!({"live": true}), (Mode::Live, true)),
+            (json!({"mode": "live", "wait": false}), (Mode::Live, false)),
+        ] {
+            assert_eq!(ask(body.clone()).unwrap(), meant, "{body}");
+        }
+        for body in [
+            json!({"mode": "diff", "diff": true}),
+            json!({"diff": true, "live": true}),
+            json!({"mode": "fast"}),
+            json!({"wait": false}),
+            json!({"mode": "diff", "wait": false}),
+            json!({"mode": "live", "parent_tag": "x"}),
+            json!({"parent_tag": "x"}),
+        ] {
+            assert_eq!(ask(body.clone()).unwrap_err().kind, crate::error::Kind::Invalid, "{body}");
+        }
+    }
+}

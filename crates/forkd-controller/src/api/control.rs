@@ -1,0 +1,98 @@
+//! Pausing sandboxes, letting them go on, and taking them back.
+
+use axum::Json;
+use axum::extract::State;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::App;
+use super::extract::{Id, Ignored, OptionalBody};
+use super::sandboxes::info;
+use super::types::SandboxInfo;
+use crate::command::Command;
+use crate::error::{Error, ErrorBody, Kind, Result};
+use crate::rollback::roll_back;
+use crate::sandbox::{Phase, Sandbox};
+
+/// Where to take a sandbox back to.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RollbackRequest {
+    /// The snapshot to go on from. When absent, the latest branch of the sandbox; if that cannot be used,
+    /// or there is none, the snapshot it was forked from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub to: Option<String>,
+}
+
+/// Has a sandbox stand still: its vCPUs and its devices. Time goes on in it when it is resumed.
+#[utoipa::path(
+    post, path = "/v1/sandboxes/{id}/pause", params(("id" = String, Path)),
+    responses(
+        (status = 200, body = SandboxInfo, description = "It is paused, or was already"),
+        (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "The sandbox is starting, or has ended"),
+    ),
+)]
+pub(super) async fn pause(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<SandboxInfo>> {
+    let sandbox = app.registry.get(&id)?;
+    let _turn = sandbox.take_turn(&app.config.timing).await?;
+    if !matches!(awake(&sandbox)?, Phase::Paused) {
+        sandbox.ask(Command::Pause).await?;
+    }
+    Ok(Json(info(&sandbox)))
+}
+
+/// Lets a paused sandbox go on.
+#[utoipa::path(
+    post, path = "/v1/sandboxes/{id}/resume", params(("id" = String, Path)),
+    responses(
+        (status = 200, body = SandboxInfo, description = "It runs, or did already"),
+        (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "The sandbox is starting, or has ended"),
+    ),
+)]
+pub(super) async fn resume(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<SandboxInfo>> {
+    let sandbox = app.registry.get(&id)?;
+    let _turn = sandbox.take_turn(&app.config.timing).await?;
+    if matches!(awake(&sandbox)?, Phase::Paused) {
+        sandbox.ask(Command::Resume).await?;
+    }
+    Ok(Json(info(&sandbox)))
+}
+
+/// Where it stands, if it has a process that can be paused.
+fn awake(sandbox: &Sandbox) -> Result<Phase> {
+    match sandbox.phase() {
+        Phase::Starting => {
+            let text =
+                format!("sandbox {} is still starting; wait for its state to be `running`", sandbox.id);
+            Err(Error::new(Kind::Conflict, text))
+        }
+        Phase::Ended(end) => Err(sandbox.ended(Kind::Conflict, &end)),
+        phase => Ok(phase),
+    }
+}
+
+/// Takes a sandbox back: it goes on from a snapshot, under the same id. What it did since is lost; one that
+/// has ended runs again.
+#[utoipa::path(
+    post, path = "/v1/sandboxes/{id}/rollback", params(("id" = String, Path)), request_body = RollbackRequest,
+    responses(
+        (status = 200, body = SandboxInfo, description = "It runs"),
+        (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "The snapshot cannot be used, or the sandbox is starting"),
+        (status = 502, body = ErrorBody, description = "It did not go on, and has ended"),
+    ),
+)]
+pub(super) async fn rollback(
+    State(app): State<App>,
+    Id(id): Id,
+    OptionalBody(request): OptionalBody<RollbackRequest>,
+) -> Result<Json<SandboxInfo>> {
+    // In a task of its own: half-way there is no stopping, whether or not the client waits.
+    let (registry, snapshots) = (app.registry.clone(), app.snapshots.clone());
+    let taken =
+        tokio::spawn(async move { roll_back(&registry, &snapshots, &id, request.to.as_deref()).await });
+    let sandbox = taken.await.unwrap_or_else(|error| Err(Error::host("rolling back", error)))?;
+    Ok(Json(info(&sandbox)))
+}

@@ -1,0 +1,97 @@
+//! The fork tree.
+
+use std::collections::HashMap;
+
+use axum::Json;
+use axum::extract::State;
+
+use super::App;
+use crate::branch::{Branch, Mode};
+use crate::sandbox::{Phase, Sandbox};
+use crate::snapshots::{Entry, State as Standing, Work};
+use crate::tree::{Named, SandboxFact, SnapshotFact, Tree, grow};
+
+/// Who came from whom: all snapshots, all sandboxes, and those that are gone but were above them.
+#[utoipa::path(get, path = "/v1/tree", responses((status = 200, body = Tree)))]
+pub(super) async fn tree(State(app): State<App>) -> Json<Tree> {
+    let snapshots: Vec<SnapshotFact> = app.snapshots.list().iter().map(|entry| snapshot(entry)).collect();
+    let made = snapshots.iter().filter_map(|fact| Some((fact.name.tag.clone(), fact.created_at_unix?)));
+    let made: HashMap<String, u64> = made.collect();
+    let sandboxes = app.registry.list().iter().map(|it| sandbox(it, &made)).collect();
+    Json(grow(snapshots, sandboxes))
+}
+
+fn snapshot(entry: &Entry) -> SnapshotFact {
+    let fact = SnapshotFact {
+        name: Named { tag: entry.tag.clone(), id: None },
+        state: String::new(),
+        created_at_unix: None,
+        branched_from: None,
+        diff: false,
+        ancestors: Vec::new(),
+    };
+    let (state, work) = match entry.state() {
+        Standing::Ready(snapshot) => {
+            let manifest = snapshot.manifest();
+            let named = |tag: &str, id: &str| Named { tag: tag.into(), id: Some(id.into()) };
+            return SnapshotFact {
+                name: named(&entry.tag, snapshot.id()),
+                state: "ready".into(),
+                created_at_unix: Some(manifest.created_at_unix),
+                branched_from: manifest.branched_from.clone(),
+                diff: manifest.measured.mode.as_deref() == Some(Mode::Diff.name()),
+                ancestors: manifest.ancestors.iter().map(|it| named(&it.tag, &it.id)).collect(),
+            };
+        }
+        Standing::Writing(work) => ("writing", Some(work)),
+        Standing::Failed { work, .. } => ("failed", work),
+    };
+    let fact = SnapshotFact { state: state.into(), ..fact };
+    match work {
+        Some(Work::Branch(branch)) => branched(fact, &branch),
+        Some(Work::Making(making)) => SnapshotFact { created_at_unix: Some(making.begun_at_unix), ..fact },
+        None => fact,
+    }
+}
+
+/// One that is not on disk.
+fn branched(fact: SnapshotFact, branch: &Branch) -> SnapshotFact {
+    let origin = branch.origin.as_ref();
+    SnapshotFact {
+        created_at_unix: Some(branch.begun_at_unix),
+        branched_from: Some(branch.source.clone()),
+        diff: branch.mode == Mode::Diff,
+        ancestors: origin
+            .map(|it| Named { tag: it.tag.clone(), id: it.snapshot.clone() })
+            .into_iter()
+            .collect(),
+        ..fact
+    }
+}
+
+/// `made` tells when the snapshot was made that has a tag now.
+fn sandbox(sandbox: &Sandbox, made: &HashMap<String, u64>) -> SandboxFact {
+    let state = match sandbox.phase() {
+        Phase::Starting => "starting",
+        Phase::Running => "running",
+        Phase::Unresponsive => "unresponsive",
+        Phase::Paused => "paused",
+        Phase::Ended(_) => "ended",
+    };
+    let created_at_unix = sandbox.created_at_unix();
+    let template = sandbox.belongings().template.clone();
+    let named = |tag: String| {
+        // Its template knows best; that of an earlier life is gone, and a later snapshot may have the tag.
+        let known = template.as_ref().filter(|template| template.about.tag == tag);
+        let later = made.get(&tag).is_some_and(|made| *made > created_at_unix);
+        let id = known.and_then(|template| template.snapshot()).or(later.then(|| "earlier".into()));
+        Named { tag, id }
+    };
+    SandboxFact {
+        id: sandbox.id.clone(),
+        state: state.into(),
+        created_at_unix,
+        spawned_from: sandbox.spec.snapshot_tag.clone().map(named),
+        rolled_back_to: sandbox.facts().history.rolled_back_to.map(named),
+    }
+}

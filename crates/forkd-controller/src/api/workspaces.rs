@@ -1,0 +1,197 @@
+//! Workspaces.
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::App;
+use super::extract::{Body, Id, Ignored, OptionalBody};
+use super::sandboxes::memory_limit;
+use crate::error::{Error, ErrorBody, Result};
+use crate::workspaces::{Order, Record, Status};
+
+/// A workspace to make.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct WorkspaceRequest {
+    /// Its name: like a tag, of at most 48 characters.
+    pub name: String,
+    /// The snapshot its first sandbox is forked from.
+    pub snapshot_tag: String,
+    /// Whether it has a network; it has when absent, if its snapshot has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<bool>,
+    /// Memory its sandbox may use on the host, in MiB.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_limit_mib: Option<u64>,
+    /// Accepted, without meaning: every sandbox has a network of its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub per_child_netns: Option<bool>,
+}
+
+/// How to put a workspace away.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SuspendRequest {
+    /// Store what differs from the snapshot its sandbox was forked from; else all of it.
+    #[serde(default)]
+    pub diff: bool,
+}
+
+/// Where a workspace stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum WorkspaceStatus {
+    /// It has a sandbox.
+    Running,
+    /// It is on disk.
+    Suspended,
+    /// Its sandbox is gone, and it was not suspended: what it did since its last state is lost. It can be
+    /// resumed from there.
+    Stale,
+}
+
+/// What is known of a workspace.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct WorkspaceInfo {
+    /// `ws` and letters and digits.
+    pub id: String,
+    /// Its name.
+    pub name: String,
+    /// The snapshot its first sandbox was forked from.
+    pub source_snapshot_tag: String,
+    /// The snapshot its next sandbox is forked from, once it was suspended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub current_state_tag: Option<String>,
+    /// Where it stands.
+    pub status: WorkspaceStatus,
+    /// Its sandbox, while it runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub live_sandbox_id: Option<String>,
+    /// When it was made, in seconds since 1970.
+    pub created_at_unix: u64,
+    /// When it was last made, suspended or resumed.
+    pub last_active_unix: u64,
+}
+
+fn info((record, status): (Record, Status)) -> Json<WorkspaceInfo> {
+    Json(plain((record, status)))
+}
+
+fn plain((record, status): (Record, Status)) -> WorkspaceInfo {
+    let (status, live) = match status {
+        Status::Running => (WorkspaceStatus::Running, record.live_sandbox_id),
+        Status::Suspended => (WorkspaceStatus::Suspended, None),
+        Status::Stale => (WorkspaceStatus::Stale, None),
+    };
+    WorkspaceInfo {
+        id: record.id,
+        name: record.name,
+        source_snapshot_tag: record.source_snapshot_tag,
+        current_state_tag: record.current_state_tag,
+        status,
+        live_sandbox_id: live,
+        created_at_unix: record.created_at_unix,
+        last_active_unix: record.last_active_unix,
+    }
+}
+
+/// All workspaces, by name.
+#[utoipa::path(get, path = "/v1/workspaces", responses((status = 200, body = Vec<WorkspaceInfo>)))]
+pub(super) async fn list(State(app): State<App>) -> Json<Vec<WorkspaceInfo>> {
+    Json(app.workspaces.list().into_iter().map(plain).collect())
+}
+
+/// Makes a workspace: a sandbox with a name that can be put away and taken out again.
+#[utoipa::path(
+    post, path = "/v1/workspaces", request_body = WorkspaceRequest,
+    responses(
+        (status = 201, body = WorkspaceInfo), (status = 400, body = ErrorBody),
+        (status = 404, body = ErrorBody, description = "No such snapshot"),
+        (status = 409, body = ErrorBody, description = "The name is taken, or the snapshot cannot be used"),
+        (status = 503, body = ErrorBody, description = "A limit is reached"),
+    ),
+)]
+pub(super) async fn create(
+    State(app): State<App>,
+    Body(request): Body<WorkspaceRequest>,
+) -> Result<(StatusCode, Json<WorkspaceInfo>)> {
+    let order = Order {
+        name: request.name,
+        snapshot_tag: request.snapshot_tag,
+        network: request.network.unwrap_or(true),
+        memory_limit_mib: memory_limit(request.memory_limit_mib)?,
+    };
+    let workspaces = app.workspaces.clone();
+    let made = to_its_end(async move { workspaces.create(order).await }).await?;
+    Ok((StatusCode::CREATED, info(made)))
+}
+
+/// One workspace.
+#[utoipa::path(
+    get, path = "/v1/workspaces/{name}", params(("name" = String, Path)),
+    responses(
+        (status = 200, body = WorkspaceInfo), (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "Its file cannot be used"),
+    ),
+)]
+pub(super) async fn get(State(app): State<App>, Id(name): Id) -> Result<Json<WorkspaceInfo>> {
+    app.workspaces.show(&name).map(info)
+}
+
+/// Deletes a workspace: its sandbox and its states.
+#[utoipa::path(
+    delete, path = "/v1/workspaces/{name}", params(("name" = String, Path)),
+    responses(
+        (status = 204), (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "It is being changed"),
+    ),
+)]
+pub(super) async fn delete(State(app): State<App>, Id(name): Id) -> Result<StatusCode> {
+    let workspaces = app.workspaces.clone();
+    to_its_end(async move { workspaces.delete(&name).await }).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Puts a workspace away: its sandbox is on disk, then ended.
+#[utoipa::path(
+    post, path = "/v1/workspaces/{name}/suspend", params(("name" = String, Path)),
+    request_body = SuspendRequest,
+    responses(
+        (status = 200, body = WorkspaceInfo),
+        (status = 400, body = ErrorBody, description = "It is not running"),
+        (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "It is being changed"),
+        (status = 503, body = ErrorBody, description = "Too many branches are being taken"),
+    ),
+)]
+pub(super) async fn suspend(
+    State(app): State<App>,
+    Id(name): Id,
+    OptionalBody(request): OptionalBody<SuspendRequest>,
+) -> Result<Json<WorkspaceInfo>> {
+    let workspaces = app.workspaces.clone();
+    to_its_end(async move { workspaces.suspend(&name, request.diff).await }).await.map(info)
+}
+
+/// Takes a workspace out again: a sandbox is forked from its last state.
+#[utoipa::path(
+    post, path = "/v1/workspaces/{name}/resume", params(("name" = String, Path)),
+    responses(
+        (status = 200, body = WorkspaceInfo),
+        (status = 400, body = ErrorBody, description = "It is running already"),
+        (status = 404, body = ErrorBody, description = "No such workspace, or its state is gone"),
+        (status = 409, body = ErrorBody, description = "It is being changed, or its state cannot be used"),
+    ),
+)]
+pub(super) async fn resume(State(app): State<App>, Id(name): Id, _: Ignored) -> Result<Json<WorkspaceInfo>> {
+    let workspaces = app.workspaces.clone();
+    to_its_end(async move { workspaces.resume(&name).await }).await.map(info)
+}
+
+/// Does `work` in a task of its own: what was begun is finished, whether or not the client waits.
+async fn to_its_end<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
+    tokio::spawn(work).await.unwrap_or_else(|error| Err(Error::host("changing a workspace", error)))
+}

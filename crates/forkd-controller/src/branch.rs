@@ -1,0 +1,366 @@
+//! Branching: forking a template off a running sandbox.
+//!
+//! A branch is a task of its own: whoever asked may go away. In order: the tag is reserved; everything the
+//! pause needs is prepared; the agent stands its processes still, for a bounded time; the monitor forks;
+//! the agent lets them go on, whatever happened; both processes lose the right to write to what is
+//! shared now; what the template is is written down. From then on children can be forked from it, also by
+//! the next daemon. How it comes to disk is `persist`'s.
+
+mod freeze;
+mod take;
+
+use std::fs::File;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use forkd_protocol::control::SaveProgress;
+use forkd_store::{Facts, Snapshot};
+use serde::{Deserialize, Serialize};
+use tokio::sync::{OwnedSemaphorePermit, watch};
+
+use crate::error::{Error, Kind, Result};
+use crate::host::new_id;
+use crate::sandbox::{Phase, Sandbox};
+use crate::snapshots::{Entry, Snapshots, Work};
+use crate::template::Template;
+
+pub(crate) use freeze::thaw_for_sure;
+use take::{settle, take};
+
+/// How a branch is stored, and what a request for it waits for by default.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Mode {
+    /// All of it.
+    Full,
+    /// What differs from the snapshot its source came from.
+    Diff,
+    /// The same, and nobody needs to wait for it.
+    Live,
+}
+
+impl Mode {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Mode::Full => "full",
+            Mode::Diff => "diff",
+            Mode::Live => "live",
+        }
+    }
+}
+
+/// What is asked for.
+#[derive(Debug)]
+pub(crate) struct Order {
+    /// A tag is made up if there is none.
+    pub(crate) tag: Option<String>,
+    pub(crate) mode: Mode,
+    /// Whether somebody waits until it is on disk: then a branch that cannot be stored is gone.
+    pub(crate) wait: bool,
+    /// The snapshot the difference is to be stored to.
+    pub(crate) parent_tag: Option<String>,
+}
+
+/// The snapshot a branch's source was forked from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Origin {
+    pub(crate) tag: String,
+    /// Its id; none if it was not on disk yet.
+    pub(crate) snapshot: Option<String>,
+    /// The template that forked the source.
+    pub(crate) template: String,
+}
+
+/// What was measured when it was taken.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Taken {
+    /// None for what was not taken of a running sandbox.
+    pub(crate) pause_ms: Option<f64>,
+    pub(crate) frozen_ms: Option<f64>,
+    pub(crate) quiesced: Option<bool>,
+}
+
+/// What the next daemon needs to finish a branch.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Record {
+    pub(crate) source: String,
+    pub(crate) mode: Mode,
+    pub(crate) begun_at_unix: u64,
+    pub(crate) origin: Option<Origin>,
+    pub(crate) taken: Taken,
+}
+
+/// How far a branch is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd)]
+pub(crate) enum Stage {
+    /// It is being forked.
+    Branching,
+    /// It can be forked from, and is being written.
+    Saving,
+    /// It is on disk, or failed, or is left to the next daemon.
+    Done,
+}
+
+/// What is to become of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wish {
+    Keep,
+    /// Nobody wants it.
+    Cancel,
+    /// The daemon stops; the next one goes on.
+    Leave,
+}
+
+/// A branch that is being made.
+#[derive(Debug)]
+pub(crate) struct Branch {
+    pub(crate) tag: String,
+    /// The id its template has.
+    pub(crate) template: String,
+    /// A sandbox's id, or `compact:` and a tag.
+    pub(crate) source: String,
+    pub(crate) guest: Facts,
+    pub(crate) mode: Mode,
+    pub(crate) begun_at_unix: u64,
+    pub(crate) origin: Option<Origin>,
+    /// The branch its origin is, while that is not on disk.
+    pub(crate) parent: Option<Arc<Branch>>,
+    /// Whether it is gone if it cannot be stored.
+    pub(crate) waited_for: bool,
+    taken: OnceLock<Taken>,
+    progress: Mutex<Option<File>>,
+    published: OnceLock<Snapshot>,
+    error: OnceLock<Error>,
+    stage: watch::Sender<Stage>,
+    wish: watch::Sender<Wish>,
+}
+
+impl Branch {
+    pub(crate) fn new(tag: String, template: String, source: String, guest: Facts, mode: Mode) -> Self {
+        Branch {
+            tag,
+            template,
+            source,
+            guest,
+            mode,
+            begun_at_unix: crate::guest::unix_nanos() / 1_000_000_000,
+            origin: None,
+            parent: None,
+            waited_for: false,
+            taken: OnceLock::new(),
+            progress: Mutex::default(),
+            published: OnceLock::new(),
+            error: OnceLock::new(),
+            stage: watch::Sender::new(Stage::Branching),
+            wish: watch::Sender::new(Wish::Keep),
+        }
+    }
+
+    /// One that is all of `snapshot`, under another tag.
+    pub(crate) fn compacting(snapshot: &Snapshot, to: &str) -> Self {
+        let (tag, guest) = (snapshot.tag().to_owned(), snapshot.manifest().facts.clone());
+        let source = format!("compact:{tag}");
+        let branch = Branch::new(to.to_owned(), String::new(), source, guest, Mode::Full);
+        let origin = Origin { tag, snapshot: Some(snapshot.id().to_owned()), template: String::new() };
+        Branch { origin: Some(origin), waited_for: true, ..branch }
+    }
+
+    /// One an earlier daemon took.
+    pub(crate) fn adopted(template: &Template, record: Record, parent: Option<Arc<Branch>>) -> Self {
+        let about = &template.about;
+        let branch = Branch::new(
+            about.tag.clone(),
+            template.id.clone(),
+            record.source,
+            about.guest.clone(),
+            record.mode,
+        );
+        let _ = branch.taken.set(record.taken);
+        branch.stage.send_replace(Stage::Saving);
+        Branch { begun_at_unix: record.begun_at_unix, origin: record.origin, parent, ..branch }
+    }
+
+    /// For the next daemon.
+    pub(crate) fn record(&self) -> Record {
+        Record {
+            source: self.source.clone(),
+            mode: self.mode,
+            begun_at_unix: self.begun_at_unix,
+            origin: self.origin.clone(),
+            taken: self.taken(),
+        }
+    }
+
+    /// What was measured; nothing before it is taken.
+    pub(crate) fn taken(&self) -> Taken {
+        self.taken.get().cloned().unwrap_or_default()
+    }
+
+    /// Returns when it is at `stage` or further; why it failed, if it has.
+    pub(crate) async fn reached(&self, stage: Stage) -> Result<()> {
+        let _ = self.stage.subscribe().wait_for(|now| *now >= stage).await;
+        match self.error.get() {
+            Some(error) => Err(error.clone()),
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn wish(&self, wish: Wish) {
+        self.wish.send_replace(wish);
+    }
+
+    /// What is to become of it as of now.
+    pub(crate) fn wished(&self) -> Wish {
+        *self.wish.borrow()
+    }
+
+    /// Returns when it is not to be kept by us, with what instead.
+    pub(crate) async fn dismissed(&self) -> Wish {
+        let wish = self.wish.subscribe().wait_for(|wish| *wish != Wish::Keep).await.map(|wish| *wish);
+        wish.unwrap_or(Wish::Leave)
+    }
+
+    /// What it is on disk, once it is.
+    pub(crate) fn published(&self) -> Option<&Snapshot> {
+        self.published.get()
+    }
+
+    /// Where its saver tells how far it is.
+    pub(crate) fn watch_progress(&self, file: File) {
+        *self.progress.lock().unwrap_or_else(PoisonError::into_inner) = Some(file);
+    }
+
+    /// How far its saver is, if it has one.
+    pub(crate) fn progress(&self) -> Option<SaveProgress> {
+        let file = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut bytes = [0; SaveProgress::LENGTH];
+        std::os::unix::fs::FileExt::read_exact_at(file.as_ref()?, &mut bytes, 0).ok()?;
+        Some(SaveProgress::from_bytes(bytes))
+    }
+
+    pub(crate) fn succeed(&self, snapshot: Snapshot) {
+        let _ = self.published.set(snapshot);
+        self.stage.send_replace(Stage::Done);
+    }
+
+    pub(crate) fn fail(&self, error: Error) {
+        let _ = self.error.set(error);
+        self.stage.send_replace(Stage::Done);
+    }
+}
+
+/// What is known of a sandbox's disks.
+#[derive(Debug, Default)]
+pub(crate) struct Disks {
+    /// How often their frozen layers were replaced. Held by whoever adds to them or replaces them.
+    pub(crate) generation: tokio::sync::Mutex<u64>,
+    /// How many frozen layers the fullest one has, as far as is known.
+    pub(crate) frozen: watch::Sender<usize>,
+}
+
+/// A sandbox a branch was taken of, and which generation of its disks' layers the branch has.
+pub(crate) type TakenFrom = (Arc<Sandbox>, u64);
+
+impl Snapshots {
+    /// Begins to branch `sandbox`. The work goes on whether or not anybody waits for it.
+    pub(crate) fn branch(
+        self: &Arc<Self>,
+        sandbox: &Arc<Sandbox>,
+        order: Order,
+    ) -> Result<(Arc<Entry>, Arc<Branch>)> {
+        let (guest, origin) = self.check(sandbox, &order)?;
+        let tag = match order.tag {
+            Some(tag) => tag,
+            None => made_up(&sandbox.id)?,
+        };
+        let permit = self.branching.clone().try_acquire_owned().map_err(|_| {
+            let text = format!(
+                "{} branches are being taken, the limit; try again in a moment",
+                self.host.config.limits.max_branches
+            );
+            Error::new(Kind::Busy, text)
+        })?;
+        let parent = origin.as_ref().filter(|origin| origin.snapshot.is_none()).and_then(|origin| {
+            let branch = self.get(&origin.tag).ok()?.branch()?;
+            (branch.template == origin.template).then_some(branch)
+        });
+        let branch = Branch::new(tag, new_id("tp")?, sandbox.id.clone(), guest, order.mode);
+        let branch = Arc::new(Branch { origin, parent, waited_for: order.wait, ..branch });
+        let entry = self.reserve(&branch.tag, Work::Branch(branch.clone()))?;
+        let (snapshots, sandbox, taken) = (self.clone(), sandbox.clone(), branch.clone());
+        let reserved = entry.clone();
+        tokio::spawn(async move { snapshots.run(sandbox, reserved, taken, permit).await });
+        Ok((entry, branch))
+    }
+
+    /// What the branch's guest is like, and which snapshot its source came from.
+    fn check(&self, sandbox: &Sandbox, order: &Order) -> Result<(Facts, Option<Origin>)> {
+        let conflict = |text: String| Err(Error::new(Kind::Conflict, text));
+        match sandbox.phase() {
+            Phase::Running | Phase::Unresponsive | Phase::Paused => {}
+            Phase::Starting => {
+                return conflict(format!("sandbox {} is still starting; branch it later", sandbox.id));
+            }
+            Phase::Ended(end) => return Err(sandbox.ended(Kind::Conflict, &end)),
+        }
+        let Some(mut guest) = sandbox.spec.guest.clone() else {
+            return conflict(format!("sandbox {} was made by an older version; make it again", sandbox.id));
+        };
+        guest.python = sandbox.facts().python.or(guest.python);
+        let template = sandbox.belongings().template.clone();
+        let origin = template.map(|template| Origin {
+            tag: template.about.tag.clone(),
+            snapshot: template.snapshot(),
+            template: template.id.clone(),
+        });
+        if let Some(wanted) = &order.parent_tag
+            && origin.as_ref().is_none_or(|origin| origin.tag != *wanted)
+        {
+            let text = match &origin {
+                Some(origin) => format!(
+                    "parent_tag can only be {}, the snapshot sandbox {} came from",
+                    origin.tag, sandbox.id
+                ),
+                None => format!("sandbox {} came from no snapshot; leave parent_tag out", sandbox.id),
+            };
+            return Err(Error::invalid(text));
+        }
+        Ok((guest, origin))
+    }
+
+    async fn run(
+        self: Arc<Self>,
+        sandbox: Arc<Sandbox>,
+        entry: Arc<Entry>,
+        branch: Arc<Branch>,
+        permit: OwnedSemaphorePermit,
+    ) {
+        let taken = take(&self, &sandbox, &branch).await;
+        drop(permit);
+        let (template, generation) = match taken {
+            Ok(taken) => taken,
+            Err(error) => {
+                tracing::warn!(tag = branch.tag, error = error.message, "a branch could not be taken");
+                self.vanish(&entry);
+                return branch.fail(error);
+            }
+        };
+        tracing::info!(
+            tag = branch.tag,
+            sandbox = sandbox.id,
+            pause_ms = branch.taken().pause_ms,
+            "branched"
+        );
+        entry.set_current(template.clone());
+        branch.stage.send_replace(Stage::Saving);
+        settle(&template).await;
+        self.persist(entry, branch, template, Some((sandbox, generation))).await;
+    }
+}
+
+/// A tag for a branch of `sandbox`.
+fn made_up(sandbox: &str) -> Result<String> {
+    let mut random = [0u8; 2];
+    crate::auth::fill_random(&mut random)?;
+    let now = crate::guest::unix_nanos() / 1_000_000_000;
+    Ok(format!("branch-{sandbox}-{now}-{:02x}{:02x}", random[0], random[1]))
+}

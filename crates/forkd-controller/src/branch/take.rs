@@ -1,0 +1,163 @@
+//! Taking a branch: what is prepared before the source stands still, the fork, and what follows it.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use forkd_protocol::control::{BranchConfig, Channel, FdRef, Request};
+
+use super::freeze::freeze;
+use super::{Branch, Taken};
+use crate::assets::reopen;
+use crate::boot;
+use crate::command::{Born, Command};
+use crate::error::{Error, Kind, Result};
+use crate::host::{blocking, make_private_dir};
+use crate::link;
+use crate::monitor::Monitor;
+use crate::sandbox::{Phase, Sandbox};
+use crate::snapshots::Snapshots;
+use crate::template::{Source, Standing, Template};
+
+/// From this many frozen layers on, a branch waits until they are merged: a monitor takes few more.
+const CROWDED: usize = 18;
+/// How long it waits for that.
+const MERGE_WAIT: Duration = Duration::from_secs(120);
+
+/// What a branch needs before the source stands still.
+struct Prepared {
+    config: BranchConfig,
+    fds: Vec<OwnedFd>,
+    /// The connection that waits for it.
+    control: Channel,
+}
+
+/// Takes the branch: the template, and the generation of the source's disks it shares.
+pub(super) async fn take(
+    snapshots: &Snapshots,
+    sandbox: &Arc<Sandbox>,
+    branch: &Branch,
+) -> Result<(Arc<Template>, u64)> {
+    let folder = snapshots.folder.join(&branch.template);
+    let taken = attempt(snapshots, sandbox, branch, &folder).await;
+    if taken.is_err() {
+        snapshots.host.janitor.remove_folder(folder).await;
+    }
+    taken
+}
+
+async fn attempt(
+    snapshots: &Snapshots,
+    sandbox: &Arc<Sandbox>,
+    branch: &Branch,
+    folder: &Path,
+) -> Result<(Arc<Template>, u64)> {
+    let timing = &snapshots.host.config.timing;
+    if *sandbox.disks.frozen.borrow() >= CROWDED {
+        let mut frozen = sandbox.disks.frozen.subscribe();
+        let _ = tokio::time::timeout(MERGE_WAIT, frozen.wait_for(|frozen| *frozen < CROWDED)).await;
+    }
+    let (place, data, bare) =
+        (folder.to_owned(), snapshots.host.config.data_dir.clone(), sandbox.spec.is_bare());
+    let prepared = blocking("preparing a branch", move || prepare(&place, &data, bare)).await?;
+    let Some(lineage) = sandbox.belongings().lineage.clone() else {
+        return Err(Error::new(Kind::Conflict, format!("sandbox {} is being deleted", sandbox.id)));
+    };
+
+    // Nobody may pause it, or take it back, between the freeze and the thaw.
+    let _turn = sandbox.take_turn(timing).await?;
+    let generation = sandbox.disks.generation.lock().await;
+    let Prepared { config, fds, control } = prepared;
+    let frozen = freeze(sandbox, timing.freeze).await;
+    let born = sandbox.ask(|tell| Command::Branch(config, fds, tell)).await;
+    // Before anything else, and whatever came of it.
+    let thawing = tokio::spawn(frozen.thaw(sandbox.clone(), timing.call));
+    let taken = async {
+        let Born { branched, identity } = match born {
+            Ok(born) => born,
+            Err(error) => {
+                // If there is one all the same, it finds this first.
+                let _ = control.send(&Request::Stop, &[]);
+                return Err(error);
+            }
+        };
+        let generation = *generation;
+        // A guest without disks has no layers that could be merged.
+        if !branched.layers.is_empty() {
+            sandbox.disks.frozen.send_modify(|frozen| *frozen += 1);
+        }
+        let (id, pid, pause) = (branch.template.clone(), branched.pid, branched.pause);
+        let watched = Monitor::branched(id.clone(), folder.to_owned(), pid, branched.pidfd, control);
+        let mut monitor = watched.map_err(|error| Error::host("cannot watch a branch", error))?;
+        // Until it is recorded below, the next daemon would end it, and needs to know which one it is.
+        identity.write(folder).map_err(|error| Error::host("cannot record a branch", error))?;
+        let sealed = async {
+            monitor.hello(timing.call).await?;
+            if !branched.layers.is_empty() {
+                monitor.seal(&for_reading(&branched.layers)?, timing.call).await?;
+            }
+            Ok::<_, Error>(())
+        };
+        let source_sealed = async {
+            if branched.layers.is_empty() {
+                return Ok(());
+            }
+            let layers = for_reading(&branched.layers)?;
+            match sandbox.ask(|tell| Command::Seal(layers, tell)).await {
+                // Who has ended writes nothing.
+                Err(_) if matches!(sandbox.phase(), Phase::Ended(_)) => Ok(()),
+                other => other,
+            }
+        };
+        tokio::try_join!(sealed, source_sealed)?;
+        let guest = branch.guest.clone();
+        let plan = snapshots.plan(id, folder, &branch.tag, Source::Memory, guest, lineage);
+        Ok((Template::new(plan, monitor)?, pause, generation))
+    };
+    let (taken, thawed) = tokio::join!(taken, thawing);
+    let (template, pause, generation) = taken?;
+    let (frozen_ms, quiesced) = thawed.unwrap_or((None, false));
+    let _ = branch.taken.set(Taken {
+        pause_ms: Some(pause.as_micros() as f64 / 1e3),
+        frozen_ms,
+        quiesced: Some(quiesced),
+    });
+    let recorded = template.record(Standing::Unsaved(Box::new(branch.record())));
+    recorded.map_err(|error| Error::host("cannot record a branch", error))?;
+    sandbox.branched(&branch.tag);
+    Ok((template, generation))
+}
+
+/// Everything that takes time before the source stands still. Blocks.
+fn prepare(folder: &Path, data: &Path, bare: bool) -> Result<Prepared> {
+    let failed = |error: io::Error| Error::host("cannot prepare a branch", error);
+    make_private_dir(folder).map_err(failed)?;
+    let (listener, control) = link::pair(&folder.join(link::CONTROL)).map_err(failed)?;
+    let mut fds = vec![listener];
+    let mut config = BranchConfig { control: FdRef(0), layers: Vec::new() };
+    if !bare {
+        fds.push(boot::layer(data)?);
+        config.layers = vec![Some(FdRef(1))];
+    }
+    Ok(Prepared { config, fds, control })
+}
+
+/// The same files, opened for reading.
+fn for_reading(layers: &[Option<OwnedFd>]) -> Result<Vec<Option<OwnedFd>>> {
+    layers.iter().map(|layer| layer.as_ref().map(|layer| reopen(layer.as_fd())).transpose()).collect()
+}
+
+/// Moves a branch out of its source's cgroup, which may go, into its own.
+pub(super) async fn settle(template: &Arc<Template>) {
+    let (lineage, id, pid) = (template.lineage.clone(), template.id.clone(), template.pid);
+    let moved = blocking("moving a branch", move || {
+        let Some(cgroup) = &lineage.cgroup else { return Ok(()) };
+        let moved = cgroup.branch(&id).and_then(|leaf| leaf.admit(pid));
+        moved.map_err(|error| Error::host("cannot move a branch to its own cgroup", error))
+    });
+    if let Err(error) = moved.await {
+        tracing::warn!(template = template.id, error = error.message, "it is counted with its source");
+    }
+}

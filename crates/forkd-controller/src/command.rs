@@ -1,0 +1,101 @@
+//! What requests ask of a running sandbox's monitor, by way of its keeper.
+//!
+//! The keeper owns the monitor; commands come to it through a channel and are done one after the other,
+//! each to its end: whoever asked may go away, and a sandbox that is deleted meanwhile is ended after.
+
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use forkd_protocol::control::BranchConfig;
+use tokio::sync::oneshot;
+
+use crate::error::{Error, Kind, Result};
+use crate::monitor::{Branched, Monitor, Replacement};
+use crate::process::Identity;
+use crate::sandbox::{Phase, Sandbox};
+
+/// How whoever asked is told.
+pub(crate) type Tell<T> = oneshot::Sender<Result<T>>;
+
+/// How many commands may wait for one sandbox.
+pub(crate) const QUEUE: usize = 8;
+
+/// What a keeper does with its monitor when asked.
+#[derive(Debug)]
+pub(crate) enum Command {
+    /// Fork a template off the VM. The descriptors are what the config refers to.
+    Branch(BranchConfig, Vec<OwnedFd>, Tell<Born>),
+    /// Stop vCPUs and devices.
+    Pause(Tell<()>),
+    /// Let them go on.
+    Resume(Tell<()>),
+    /// Let go of the right to write to the topmost frozen layer of each disk.
+    Seal(Vec<Option<OwnedFd>>, Tell<()>),
+    /// Use one file in the place of several layers.
+    ReplaceLayers(Vec<Option<Replacement>>, Tell<()>),
+}
+
+/// A branch that has just been forked.
+#[derive(Debug)]
+pub(crate) struct Born {
+    pub(crate) branched: Branched,
+    pub(crate) identity: Identity,
+}
+
+impl Command {
+    /// Does it. `patience` is for one answer of the monitor.
+    pub(crate) async fn obey(self, sandbox: &Sandbox, monitor: &mut Monitor, patience: Duration) {
+        match self {
+            Command::Branch(config, fds, tell) => {
+                let branched = monitor.branch(config, &fds, patience).await;
+                // Looked up here, where the source is not ended meanwhile: it names the parent.
+                let born =
+                    branched.and_then(|branched| match Identity::of_child(branched.pid, monitor.pid()) {
+                        Ok(identity) => Ok(Born { branched, identity }),
+                        Err(error) => {
+                            kill(&branched);
+                            Err(Error::host("cannot record a branch", error))
+                        }
+                    });
+                if let Err(Ok(unwanted)) = tell.send(born) {
+                    kill(&unwanted.branched);
+                }
+            }
+            Command::Pause(tell) => {
+                let paused = monitor.pause(patience).await;
+                if paused.is_ok() {
+                    sandbox.phase.send_replace(Phase::Paused);
+                }
+                let _ = tell.send(paused);
+            }
+            Command::Resume(tell) => {
+                let resumed = monitor.resume(patience).await;
+                if resumed.is_ok() {
+                    sandbox.phase.send_replace(Phase::Running);
+                }
+                let _ = tell.send(resumed);
+            }
+            Command::Seal(layers, tell) => drop(tell.send(monitor.seal(&layers, patience).await)),
+            Command::ReplaceLayers(disks, tell) => {
+                let _ = tell.send(monitor.replace_layers(disks, patience).await);
+            }
+        }
+    }
+}
+
+fn kill(branched: &Branched) {
+    let _ = rustix::process::pidfd_send_signal(&branched.pidfd, rustix::process::Signal::KILL);
+}
+
+impl Sandbox {
+    /// Asks its keeper for a command and waits for the answer.
+    pub(crate) async fn ask<T>(&self, command: impl FnOnce(Tell<T>) -> Command) -> Result<T> {
+        let ended = || Error::new(Kind::Conflict, format!("sandbox {} ended meanwhile", self.id));
+        if let Phase::Ended(end) = self.phase() {
+            return Err(self.ended(Kind::Conflict, &end));
+        }
+        let (tell, told) = oneshot::channel();
+        self.commands.send(command(tell)).await.map_err(|_| ended())?;
+        told.await.unwrap_or_else(|_| Err(ended()))
+    }
+}

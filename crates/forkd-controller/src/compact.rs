@@ -1,0 +1,47 @@
+//! Compacting: a snapshot that is built on others, once more, built on nothing.
+
+use std::sync::Arc;
+
+use crate::branch::{Branch, Stage};
+use crate::error::{Error, Kind, Result};
+use crate::snapshots::{Entry, Snapshots, Work};
+
+impl Snapshots {
+    /// Makes `to`, which has all of `tag` in one layer each.
+    pub(crate) async fn compact(self: &Arc<Self>, tag: &str, to: &str) -> Result<Arc<Entry>> {
+        if tag == to {
+            return Err(Error::invalid("`to` must be another tag"));
+        }
+        let from = self.get(tag)?;
+        let snapshot = from.snapshot()?;
+        let loaded = from.current().is_some();
+        let branch = Arc::new(Branch::compacting(&snapshot, to));
+        let entry = self.reserve(to, Work::Branch(branch.clone()))?;
+        let (snapshots, job, made) = (self.clone(), branch.clone(), entry.clone());
+        tokio::spawn(async move {
+            let saved = async {
+                let template = snapshots.template(&from.tag).await?;
+                if template.snapshot().as_deref() != Some(snapshot.id()) {
+                    return Err(Error::new(Kind::Conflict, "the snapshot was made again meanwhile"));
+                }
+                snapshots.save_branch(&job, &template).await
+            };
+            let saved = saved.await;
+            if !loaded {
+                from.unload();
+            }
+            match saved {
+                Ok(snapshot) => {
+                    made.ready(snapshot.clone());
+                    job.succeed(snapshot);
+                }
+                Err(error) => {
+                    snapshots.vanish(&made);
+                    job.fail(error);
+                }
+            }
+        });
+        branch.reached(Stage::Done).await?;
+        Ok(entry)
+    }
+}

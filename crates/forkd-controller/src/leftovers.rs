@@ -1,0 +1,178 @@
+//! Taking over the templates an earlier daemon left running, and going on to save the branches among
+//! them; what was half-made is ended and removed.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use forkd_protocol::control::Request;
+use forkd_protocol::names::is_valid_name;
+
+use crate::branch::{self, Branch};
+use crate::error::{Error, Result};
+use crate::lineage::Lineage;
+use crate::link::{self, Link};
+use crate::process::Identity;
+use crate::snapshots::{Entry, Snapshots, Work};
+use crate::template::{Adopted, Plan, Record, Standing, Template};
+
+/// How long a half-made process has to obey.
+pub(crate) const STOP_WAIT: Duration = Duration::from_secs(5);
+
+/// What an earlier daemon left of templates.
+#[derive(Debug, Default)]
+pub(crate) struct Leftovers {
+    /// Templates that live, with their children by name.
+    pub(crate) templates: HashMap<String, (Arc<Template>, HashMap<String, Adopted>)>,
+    /// All lineages that something is left of, held until everything of theirs is taken over.
+    pub(crate) lineages: Vec<Arc<Lineage>>,
+}
+
+/// A branch that is not on disk.
+type Unsaved = (Arc<Template>, branch::Record);
+
+impl Snapshots {
+    /// Takes over the templates an earlier daemon left running, and ends what was half-made.
+    pub(crate) async fn adopt(self: &Arc<Self>) -> Result<Leftovers> {
+        let read = |error| Error::host(format!("cannot read {}", self.folder.display()), error);
+        let (mut leftovers, mut unsaved) = (Leftovers::default(), Vec::new());
+        for found in std::fs::read_dir(&self.folder).map_err(read)? {
+            let folder = found.map_err(read)?.path();
+            let id = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            if !is_valid_name(&id) {
+                tracing::warn!(path = %folder.display(), "not a template's folder; left alone");
+                continue;
+            }
+            if let Err(error) = self.take_over(&id, &folder, &mut leftovers, &mut unsaved).await {
+                let error = error.message;
+                tracing::warn!(template = id, error, "a template is not taken over; ending it");
+                end(&id, &folder).await;
+                self.host.lineages.forget(&id);
+                self.host.janitor.remove_folder(folder).await;
+            }
+        }
+        self.resume_saving(unsaved, &leftovers);
+        Ok(leftovers)
+    }
+
+    async fn take_over(
+        &self,
+        id: &str,
+        folder: &Path,
+        leftovers: &mut Leftovers,
+        unsaved: &mut Vec<Unsaved>,
+    ) -> Result<()> {
+        let half_made = |why| Err(Error::host("it is half-made", why));
+        let Some(Record { about, standing }) = Record::read(folder) else {
+            return half_made("it has no record");
+        };
+        let Some(lineage) = self.host.lineages.resume(about.lineage, &about.cgroup) else {
+            return half_made("its user is another's");
+        };
+        leftovers.lineages.push(lineage.clone());
+        let (id, folder, janitor) = (id.to_owned(), folder.to_owned(), self.host.janitor.clone());
+        let plan = Plan { id: id.clone(), folder, about, lineage, janitor };
+        let (template, children) = Template::adopt(plan, self.host.config.timing.call).await?;
+        match standing {
+            Standing::Saved(snapshot) => {
+                template.is_of(&snapshot);
+                self.install(&template, &snapshot);
+            }
+            Standing::Unsaved(record) => unsaved.push((template.clone(), *record)),
+            Standing::Forgotten => {}
+        }
+        leftovers.templates.insert(id, (template, children));
+        Ok(())
+    }
+
+    /// Makes an adopted template the current one of its snapshot, if that still is the same.
+    fn install(&self, template: &Arc<Template>, snapshot: &str) {
+        let Ok(entry) = self.get(&template.about.tag) else { return };
+        if entry.snapshot().is_ok_and(|now| now.id() == snapshot) && entry.current().is_none() {
+            entry.set_current(template.clone());
+        }
+    }
+
+    /// Goes on with branches that were not on disk.
+    fn resume_saving(self: &Arc<Self>, mut unsaved: Vec<Unsaved>, leftovers: &Leftovers) {
+        // Those that came from others among them after those: their tags tell when they began.
+        unsaved.sort_by(|(a, x), (b, y)| (x.begun_at_unix, &a.id).cmp(&(y.begun_at_unix, &b.id)));
+        let mut branches: HashMap<String, Arc<Branch>> = HashMap::new();
+        let mut waiting: Vec<Unsaved> = Vec::new();
+        let mut jobs: Vec<(Arc<Entry>, Arc<Branch>, Arc<Template>)> = Vec::new();
+        for (template, record) in unsaved {
+            // Written, and the daemon was killed before it took note of it.
+            if let Some(snapshot) = self.get(&template.about.tag).ok().and_then(|it| it.snapshot().ok()) {
+                let id = snapshot.id().to_owned();
+                if let Err(error) = template.record(Standing::Saved(id.clone())) {
+                    tracing::warn!(tag = template.about.tag, %error, "cannot record that a branch is on disk");
+                }
+                self.install(&template, &id);
+                continue;
+            }
+            waiting.push((template, record));
+        }
+        while !waiting.is_empty() {
+            let before = waiting.len();
+            let names: Vec<String> = waiting.iter().map(|(template, _)| template.id.clone()).collect();
+            let (ready, rest): (Vec<_>, Vec<_>) = waiting.into_iter().partition(|(_, record)| {
+                // After the one it came from, if that is among these.
+                record.origin.as_ref().is_none_or(|it| it.snapshot.is_some() || !names.contains(&it.template))
+            });
+            // A circle is nobody's honest record.
+            waiting = if ready.len() + rest.len() == before && ready.is_empty() { Vec::new() } else { rest };
+            for (template, mut record) in ready {
+                let mut parent = None;
+                if let Some(origin) = &mut record.origin
+                    && origin.snapshot.is_none()
+                {
+                    parent = branches.get(&origin.template).cloned();
+                    let known = leftovers.templates.get(&origin.template);
+                    origin.snapshot = known.and_then(|(template, _)| template.snapshot());
+                }
+                let branch = Arc::new(Branch::adopted(&template, record, parent));
+                branches.insert(template.id.clone(), branch.clone());
+                match self.reserve(&branch.tag, Work::Branch(branch.clone())) {
+                    Ok(entry) => {
+                        entry.set_current(template.clone());
+                        jobs.push((entry, branch, template));
+                    }
+                    Err(error) => {
+                        tracing::warn!(tag = branch.tag, error = error.message, "a branch is not saved");
+                        branch.fail(error);
+                    }
+                }
+            }
+        }
+        for (entry, branch, template) in jobs {
+            tracing::info!(tag = branch.tag, "a branch was not on disk yet; writing it");
+            let snapshots = self.clone();
+            tokio::spawn(async move { snapshots.persist(entry, branch, template, None).await });
+        }
+    }
+}
+
+/// Ends a template that is not taken over.
+async fn end(id: &str, folder: &Path) {
+    match Identity::read(folder).and_then(|identity| identity.open()) {
+        Some(process) => process.end(id).await,
+        // It may have been forked and not recorded: its socket leads to it.
+        None => {
+            if stop(folder).await.is_err() {
+                tracing::warn!(template = id, "a half-made template did not answer");
+            }
+        }
+    }
+}
+
+/// Asks whoever listens on the control socket in `folder` to end; an error if it does not in time.
+pub(crate) async fn stop(folder: &Path) -> std::result::Result<(), tokio::time::error::Elapsed> {
+    let stopped = async {
+        let link = Link::new(link::open(&folder.join(link::CONTROL)).ok()?).ok()?;
+        link.send(&Request::Stop, &[]).await.ok()?;
+        while let Ok(Some(_)) = link.recv().await {}
+        Some(())
+    };
+    tokio::time::timeout(STOP_WAIT, stopped).await.map(drop)
+}

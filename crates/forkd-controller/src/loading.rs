@@ -1,0 +1,127 @@
+//! Starting a template from a snapshot on disk.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use forkd_protocol::control::{DiskFiles, FdRef, LoadConfig};
+use forkd_store::{Facts, Snapshot};
+
+use crate::boot;
+use crate::error::{Error, Kind, Result};
+use crate::host::{Host, blocking, make_private_dir, new_id};
+use crate::lineage::Lineage;
+use crate::monitor::{Launch, Monitor};
+use crate::snapshots::Snapshots;
+use crate::template::{About, Plan, Source, Standing, Template};
+
+impl Snapshots {
+    pub(crate) async fn load(&self, tag: &str) -> Result<Arc<Template>> {
+        let (host, id) = (self.host.clone(), new_id("tp")?);
+        // Read anew: what is on the disk counts, not what it was when the daemon last looked.
+        let (store, wanted) = (self.store.clone(), tag.to_owned());
+        let snapshot = blocking("reading a snapshot", move || Ok(store.get(&wanted)?)).await?;
+        let folder = self.folder.join(&id);
+        let ground = Ground { id: id.clone(), folder: folder.clone() };
+        let known = snapshot.clone();
+        // Everything that can be wrong with the files is found here, before anything starts.
+        let opened = blocking("opening a snapshot", move || {
+            let (config, fds) = open(&host, &known)?;
+            let (lineage, launch) = ground.prepare(&host)?;
+            Ok((config, fds, lineage, launch))
+        });
+        let (config, fds, lineage, launch) = opened.await?;
+        let loaded = async {
+            let monitor = Monitor::launch(launch, self.host.config.timing.call).await?;
+            let guest = snapshot.manifest().facts.clone();
+            let plan = self.plan(id, &folder, snapshot.tag(), Source::Disk, guest, lineage);
+            let template = Template::load(plan, monitor, config, fds, self.host.config.timing.boot).await;
+            let template = template.map_err(|error| {
+                let text = format!("snapshot {} cannot be used here: {}", snapshot.tag(), error.message);
+                Error::new(error.kind, text)
+            })?;
+            template
+                .record(Standing::Saved(snapshot.id().to_owned()))
+                .map_err(|error| Error::host("cannot record a template", error))?;
+            tracing::info!(tag = snapshot.tag(), template = template.id, "template started from disk");
+            Ok(template)
+        };
+        let loaded = loaded.await;
+        if loaded.is_err() {
+            self.host.janitor.remove_folder(folder).await;
+        }
+        loaded
+    }
+
+    pub(crate) fn plan(
+        &self,
+        id: String,
+        folder: &std::path::Path,
+        tag: &str,
+        source: Source,
+        guest: Facts,
+        lineage: Arc<Lineage>,
+    ) -> Plan {
+        let (tag, cgroup) = (tag.to_owned(), lineage.name.clone());
+        let about = About { tag, source, lineage: lineage.slot, cgroup, guest };
+        Plan { id, folder: folder.to_owned(), about, lineage, janitor: self.host.janitor.clone() }
+    }
+}
+
+/// The place of a template that is about to be started.
+#[derive(Debug, Clone)]
+pub(crate) struct Ground {
+    pub(crate) id: String,
+    pub(crate) folder: PathBuf,
+}
+
+impl Ground {
+    /// Makes folder, lineage and cgroup. Blocks.
+    pub(crate) fn prepare(&self, host: &Host) -> Result<(Arc<Lineage>, Launch)> {
+        let lineage = host.lineages.begin(&self.id)?;
+        let leaf = lineage.cgroup.as_ref().map(|cgroup| cgroup.template().and_then(|leaf| leaf.door()));
+        let door = leaf.transpose().map_err(|error| Error::host("cannot make a cgroup", error))?;
+        make_private_dir(&self.folder)
+            .map_err(|error| Error::host(format!("cannot make {}", self.folder.display()), error))?;
+        let launch = Launch {
+            id: self.id.clone(),
+            folder: self.folder.clone(),
+            vmm: host.config.vmm.clone(),
+            uid: lineage.uid(),
+            door: door.map(Arc::new),
+        };
+        Ok((lineage, launch))
+    }
+}
+
+/// Opens and checks everything a template of `snapshot` is loaded from. Blocks.
+fn open(host: &Host, snapshot: &Snapshot) -> Result<(LoadConfig, Vec<OwnedFd>)> {
+    let image = match &snapshot.manifest().facts.image {
+        Some(image) => {
+            let (disk, base) = host.finder.disk(&image.name).map_err(|error| {
+                let text = format!("snapshot {} needs its image: {}", snapshot.tag(), error.message);
+                Error::new(Kind::Conflict, text)
+            })?;
+            snapshot.check_image(&base)?;
+            Some(disk)
+        }
+        None => None,
+    };
+    let files = snapshot.open()?;
+    let mut fds = Vec::new();
+    let mut attach = |fd: OwnedFd| {
+        fds.push(fd);
+        FdRef(fds.len() - 1)
+    };
+    let mut config = LoadConfig {
+        kvm: attach(boot::kvm()?),
+        state: attach(files.state.into()),
+        memory: files.memory.into_iter().map(|layer| attach(layer.into())).collect(),
+        disks: Vec::new(),
+    };
+    if let (Some(base), Some(disk)) = (image, files.disks.into_iter().next()) {
+        let layers = disk.layers.into_iter().map(|layer| attach(layer.into())).collect();
+        config.disks = vec![DiskFiles { base: attach(base), layers }];
+    }
+    Ok((config, fds))
+}

@@ -1,0 +1,291 @@
+//! What a monitor is asked, and its answers.
+//!
+//! Two kinds of questions. While a monitor is being set up, its end is an answer, and is told with all
+//! that is known of it. A running sandbox is asked by its keeper, which watches it all the time and
+//! learns of its end by itself.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use forkd_protocol::control::{
+    BootConfig, BranchConfig, Child as ForkedChild, FdRef, LoadConfig, Message, ReplacedLayers, Reply,
+    Request, Status, VERSION,
+};
+
+use super::{Monitor, note};
+use crate::console;
+use crate::error::{Error, Kind, Result};
+use crate::link;
+use crate::process::child_pidfd;
+
+/// A template that was forked off a running sandbox.
+#[derive(Debug)]
+pub(crate) struct Branched {
+    pub(crate) pid: i32,
+    pub(crate) pidfd: OwnedFd,
+    /// How long the source's vCPUs stood still.
+    pub(crate) pause: Duration,
+    /// For each disk the layer that was frozen, if it has any.
+    pub(crate) layers: Vec<Option<OwnedFd>>,
+}
+
+/// A file in the place of a disk's oldest layers.
+#[derive(Debug)]
+pub(crate) struct Replacement {
+    /// How many layers.
+    pub(crate) count: u8,
+    /// The file, opened for reading only.
+    pub(crate) layer: OwnedFd,
+}
+
+impl Monitor {
+    /// The answer to the greeting, which was sent when the connection was made.
+    pub(crate) async fn hello(&mut self, patience: Duration) -> Result<()> {
+        match self.ask(None, &[], patience).await? {
+            Reply::Hello { version: VERSION, monitor } => {
+                tracing::debug!(sandbox = self.id, monitor, "monitor is up");
+                Ok(())
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Builds the VM and runs it. `fds` are what `config` refers to.
+    pub(crate) async fn boot(
+        &mut self,
+        config: BootConfig,
+        fds: &[OwnedFd],
+        patience: Duration,
+    ) -> Result<()> {
+        match self.ask(Some(&Request::Boot(config)), fds, patience).await? {
+            Reply::Booted => Ok(()),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Turns the running VM into a template.
+    pub(crate) async fn freeze(&mut self, patience: Duration) -> Result<()> {
+        match self.ask(Some(&Request::Freeze), &[], patience).await? {
+            Reply::Frozen => Ok(()),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Takes from it the right to write to frozen layers: for each disk the topmost one, opened for
+    /// reading.
+    pub(crate) async fn seal(&mut self, layers: &[Option<OwnedFd>], patience: Duration) -> Result<()> {
+        let (mut fds, mut named) = (Vec::new(), Vec::with_capacity(layers.len()));
+        for layer in layers {
+            named.push(layer.as_ref().map(|layer| attach(&mut fds, layer)));
+        }
+        match self.command(&Request::Seal { layers: named }, &fds, patience).await?.0 {
+            Reply::Sealed => Ok(()),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Forks a template off the running VM. `fds` are what `config` refers to.
+    pub(crate) async fn branch(
+        &mut self,
+        config: BranchConfig,
+        fds: &[OwnedFd],
+        patience: Duration,
+    ) -> Result<Branched> {
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        match self.command(&Request::Branch(config), &fds, patience).await? {
+            (Reply::Branched { pid, pause_us, layers }, fds) if pid > 0 => {
+                branched(self.pid, pid, pause_us, &layers, fds)
+            }
+            (other, _) => Err(unexpected(&other)),
+        }
+    }
+
+    /// Has its vCPUs and devices stand still.
+    pub(crate) async fn pause(&mut self, patience: Duration) -> Result<()> {
+        match self.command(&Request::Pause, &[], patience).await?.0 {
+            Reply::Paused => Ok(()),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Lets a paused VM go on.
+    pub(crate) async fn resume(&mut self, patience: Duration) -> Result<()> {
+        match self.command(&Request::Resume, &[], patience).await?.0 {
+            Reply::Resumed => Ok(()),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Has it use one file in the place of several layers, for each disk that is named.
+    pub(crate) async fn replace_layers(
+        &mut self,
+        disks: Vec<Option<Replacement>>,
+        patience: Duration,
+    ) -> Result<()> {
+        let (request, fds) = replace_request(disks);
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        match self.command(&request, &fds, patience).await?.0 {
+            Reply::Replaced => Ok(()),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Makes it the template of a snapshot. `fds` are what `config` refers to.
+    pub(crate) async fn load(
+        &mut self,
+        config: LoadConfig,
+        fds: &[OwnedFd],
+        patience: Duration,
+    ) -> Result<()> {
+        match self.ask(Some(&Request::Load(config)), fds, patience).await? {
+            Reply::Loaded => Ok(()),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// What it is by now.
+    pub(crate) async fn status(&mut self, patience: Duration) -> Result<Status> {
+        match self.command(&Request::Status, &[], patience).await?.0 {
+            Reply::Status(status) => Ok(status),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// The children of a template.
+    pub(crate) async fn children(&mut self, patience: Duration) -> Result<Vec<ForkedChild>> {
+        match self.ask(Some(&Request::Children), &[], patience).await? {
+            Reply::Children { children } => Ok(children),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Asks a monitor that is being set up: that it ends is an answer.
+    async fn ask(&mut self, request: Option<&Request>, fds: &[OwnedFd], patience: Duration) -> Result<Reply> {
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        let asked = tokio::time::timeout(patience, self.exchange(request, &fds)).await;
+        let cause = match asked {
+            Ok(Ok(Some((Reply::Error { message }, _)))) => return Err(refused(&message)),
+            Ok(Ok(Some((reply, _)))) => return Ok(reply),
+            Ok(Ok(None)) => {
+                // One that hangs up but does not end is not waited for, either.
+                let end = match tokio::time::timeout(patience, self.wait()).await {
+                    Ok(end) => end,
+                    Err(_) => self.end().await,
+                };
+                return Err(Error::host("the monitor ended before its VM ran", end.describe()));
+            }
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => format!("no answer within {patience:?}"),
+        };
+        Err(Error::host("the monitor cannot be talked to", cause + &self.log_tail()))
+    }
+
+    /// Asks one that runs: its end is not told here, but by [`wait`](Monitor::wait).
+    async fn command(
+        &mut self,
+        request: &Request,
+        fds: &[BorrowedFd<'_>],
+        patience: Duration,
+    ) -> Result<(Reply, Vec<OwnedFd>)> {
+        let cause = match tokio::time::timeout(patience, self.exchange(Some(request), fds)).await {
+            Ok(Ok(Some((Reply::Error { message }, _)))) => return Err(refused(&message)),
+            Ok(Ok(Some(answer))) => return Ok(answer),
+            Ok(Ok(None)) => return Err(Error::new(Kind::Conflict, "the sandbox ended meanwhile")),
+            Ok(Err(error)) => {
+                self.distrust(&error);
+                error.to_string()
+            }
+            Err(_) => format!("no answer within {patience:?}"),
+        };
+        Err(Error::host("the monitor cannot be talked to", cause))
+    }
+
+    /// The reply to `request`, or to the last one sent; `None` if the monitor went away instead.
+    async fn exchange(
+        &mut self,
+        request: Option<&Request>,
+        fds: &[BorrowedFd<'_>],
+    ) -> io::Result<Option<(Reply, Vec<OwnedFd>)>> {
+        let Some(control) = &self.control else { return Ok(None) };
+        if let Some(request) = request {
+            match control.send(request, fds).await {
+                Err(error) if link::is_gone(&error) => {}
+                other => other?,
+            }
+            self.owed += 1;
+        }
+        loop {
+            match control.recv().await? {
+                Some((Message::Reply(reply), fds)) => {
+                    self.owed = self.owed.saturating_sub(1);
+                    if self.owed == 0 {
+                        return Ok(Some((reply, fds)));
+                    }
+                    // Of a question that was given up: the answers come in order.
+                    discard(self.pid, reply, fds);
+                }
+                Some((Message::Event(event), fds)) => note(&mut self.vm_end, &mut self.ready, event, fds),
+                None => return Ok(None),
+            }
+        }
+    }
+}
+
+/// Takes an answer nobody waits for any more.
+pub(super) fn discard(source: i32, reply: Reply, fds: Vec<OwnedFd>) {
+    if let (Reply::Branched { pid, .. }, Some(pidfd)) = (reply, fds.into_iter().next())
+        && let Ok(pidfd) = child_pidfd(pidfd, pid, source)
+    {
+        let _ = rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL);
+    }
+}
+
+/// The request that [`Replacement`]s are asked for with.
+pub(crate) fn replace_request(disks: Vec<Option<Replacement>>) -> (Request, Vec<OwnedFd>) {
+    let (mut fds, mut named) = (Vec::new(), Vec::with_capacity(disks.len()));
+    for disk in disks {
+        named.push(disk.map(|disk| {
+            fds.push(disk.layer);
+            ReplacedLayers { count: disk.count, layer: FdRef(fds.len() - 1) }
+        }));
+    }
+    (Request::ReplaceLayers { disks: named }, fds)
+}
+
+fn attach<'a>(fds: &mut Vec<BorrowedFd<'a>>, fd: &'a OwnedFd) -> FdRef {
+    fds.push(fd.as_fd());
+    FdRef(fds.len() - 1)
+}
+
+/// A branch as its source tells of it: a pidfd, then layers.
+fn branched(
+    source: i32,
+    pid: i32,
+    pause_us: u64,
+    layers: &[Option<FdRef>],
+    fds: Vec<OwnedFd>,
+) -> Result<Branched> {
+    let mut fds: Vec<Option<OwnedFd>> = fds.into_iter().map(Some).collect();
+    let mut take = |index: usize| fds.get_mut(index).and_then(Option::take);
+    let wrong = || Error::host("the monitor gave the wrong answer", "a branch without its descriptors");
+    let pidfd = child_pidfd(take(0).ok_or_else(wrong)?, pid, source)
+        .map_err(|error| Error::host("the monitor gave the wrong answer", error))?;
+    let layers = layers.iter().map(|layer| match layer {
+        Some(FdRef(index)) => take(*index).map(Some).ok_or_else(wrong),
+        None => Ok(None),
+    });
+    let layers = layers.collect::<Result<_>>().inspect_err(|_| {
+        let _ = rustix::process::pidfd_send_signal(&pidfd, rustix::process::Signal::KILL);
+    })?;
+    Ok(Branched { pid, pidfd, pause: Duration::from_micros(pause_us), layers })
+}
+
+fn refused(message: &str) -> Error {
+    let message = console::printable(message.as_bytes());
+    Error::new(Kind::Conflict, format!("the monitor refused: {message}"))
+}
+
+fn unexpected(reply: &Reply) -> Error {
+    Error::host("the monitor gave the wrong answer", format!("{reply:?}"))
+}

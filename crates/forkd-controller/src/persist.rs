@@ -1,0 +1,386 @@
+//! From memory to disk: having a template written by a saver, and what is left to do then.
+//!
+//! A save never holds up the template: it goes on forking children. What is written is the difference
+//! to the snapshot a branch came from, where there is one; if that is being written itself, its turn
+//! comes first. A saver that fails is given a second chance.
+
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use forkd_protocol::control::{
+    CONSOLE_TAIL, FdRef, MergeConfig, ReplacedLayers, SaveConfig, SaveProgress, WaitStatus,
+};
+use forkd_store::{Contents, Draft, MAX_DEPTH, Measured, Snapshot};
+
+use crate::assets::reopen;
+use crate::boot;
+use crate::branch::{Branch, Mode, TakenFrom, Wish};
+use crate::command::Command;
+use crate::console;
+use crate::error::{Error, Kind, Result};
+use crate::host::{blocking, new_id};
+use crate::monitor::Replacement;
+use crate::snapshots::{Entry, Snapshots};
+use crate::template::{self, Asked, Standing, Template};
+
+/// How long writing a snapshot may take: a slow disk takes a minute for some GiB.
+const SAVE_WAIT: Duration = Duration::from_secs(3600);
+/// From this many frozen layers on, a disk's are merged into one.
+const MERGE_FROM: usize = 8;
+/// How often a save is tried.
+const TRIES: u32 = 2;
+/// The file in a template's folder by which its saver tells how far it is.
+const PROGRESS: &str = "progress";
+
+/// What is saved.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) tag: String,
+    /// The snapshot it came from.
+    pub(crate) origin: Option<Snapshot>,
+    /// Whether only the difference to that is written.
+    pub(crate) diff: bool,
+    /// Whether each disk's layers become one.
+    pub(crate) merge: bool,
+    pub(crate) branched_from: Option<String>,
+    pub(crate) measured: Measured,
+}
+
+impl Snapshots {
+    /// Brings a branch to disk, if nobody wants it gone meanwhile, and says what came of it.
+    pub(crate) async fn persist(
+        self: &Arc<Self>,
+        entry: Arc<Entry>,
+        branch: Arc<Branch>,
+        template: Arc<Template>,
+        source: Option<TakenFrom>,
+    ) {
+        let merged = tokio::select! {
+            biased;
+            _ = branch.dismissed() => Ok(()),
+            merged = merge(self, source, &template) => merged,
+        };
+        if let Err(error) = merged {
+            tracing::warn!(tag = branch.tag, error = error.message, "disk layers were not merged");
+        }
+        let error = match (self.save_branch(&branch, &template).await, branch.wished()) {
+            (Ok(snapshot), _) => {
+                if let Err(error) = template.record(Standing::Saved(snapshot.id().to_owned())) {
+                    tracing::warn!(tag = branch.tag, %error, "cannot record that a branch is on disk");
+                }
+                tracing::info!(tag = branch.tag, "branch is on disk");
+                entry.ready(snapshot.clone());
+                branch.succeed(snapshot);
+                self.retain.notify_one();
+                return;
+            }
+            (Err(_), Wish::Leave) => {
+                let text = "the daemon is stopping; the next one finishes the branch";
+                return branch.fail(Error::new(Kind::Busy, text));
+            }
+            (Err(error), _) => error,
+        };
+        tracing::warn!(tag = branch.tag, error = error.message, "a branch is not on disk");
+        entry.failed(error.clone());
+        if branch.waited_for {
+            self.vanish(&entry);
+        }
+        branch.fail(error);
+    }
+
+    /// Has a branch written, with a second chance for the saver. An error if nobody wants it meanwhile.
+    pub(crate) async fn save_branch(&self, branch: &Branch, template: &Arc<Template>) -> Result<Snapshot> {
+        let mut tries = 1;
+        loop {
+            let begun = async {
+                let origin = self.origin(branch).await;
+                (origin, self.saving.acquire().await)
+            };
+            let (origin, _turn) = tokio::select! {
+                biased;
+                error = unwanted(branch) => return Err(error),
+                begun = begun => begun,
+            };
+            let job = job(branch, origin);
+            let progress = |file| branch.watch_progress(file);
+            match save(self, template, job, progress, unwanted(branch)).await {
+                Err(error) if tries < TRIES && template.is_alive() && branch.wished() == Wish::Keep => {
+                    tracing::warn!(tag = branch.tag, error = error.message, "trying to save it once more");
+                    tries += 1;
+                }
+                other => return other,
+            }
+        }
+    }
+
+    /// The snapshot `branch` came from, once it is on disk; none if it is gone, or never will be.
+    async fn origin(&self, branch: &Branch) -> Option<Snapshot> {
+        let origin = branch.origin.as_ref()?;
+        let id = match (&origin.snapshot, &branch.parent) {
+            (Some(id), _) => id.clone(),
+            (None, Some(parent)) => {
+                let _ = parent.reached(crate::branch::Stage::Done).await;
+                parent.published()?.id().to_owned()
+            }
+            (None, None) => return None,
+        };
+        self.get(&origin.tag).ok()?.snapshot().ok().filter(|snapshot| snapshot.id() == id)
+    }
+}
+
+/// Returns when nobody wants `branch` any more.
+async fn unwanted(branch: &Branch) -> Error {
+    branch.dismissed().await;
+    Error::new(Kind::Conflict, "it was removed before it was on disk")
+}
+
+/// How a branch is stored.
+fn job(branch: &Branch, origin: Option<Snapshot>) -> Job {
+    let fits = origin.as_ref().is_some_and(|origin| {
+        let theirs = origin.manifest().facts.mem_size_mib;
+        origin.depth() < MAX_DEPTH && theirs == branch.guest.mem_size_mib
+    });
+    let taken = branch.taken();
+    let compacted = branch.source.starts_with("compact:");
+    Job {
+        tag: branch.tag.clone(),
+        origin,
+        diff: fits && branch.mode != Mode::Full,
+        merge: branch.mode == Mode::Full,
+        branched_from: Some(branch.source.clone()),
+        measured: Measured {
+            mode: (!compacted).then(|| branch.mode.name().into()),
+            pause_ms: taken.pause_ms,
+            frozen_ms: taken.frozen_ms,
+            quiesced: taken.quiesced,
+            ..Measured::default()
+        },
+    }
+}
+
+/// Has `template` written to disk and makes that a snapshot, unless `unwanted` returns before it is written:
+/// then nothing is left.
+pub(crate) async fn save(
+    snapshots: &Snapshots,
+    template: &Arc<Template>,
+    job: Job,
+    progress: impl FnOnce(File),
+    unwanted: impl Future<Output = Error>,
+) -> Result<Snapshot> {
+    let begun = Instant::now();
+    let written = tokio::select! {
+        biased;
+        error = unwanted => return Err(error),
+        written = write(snapshots, template, job, progress) => written?,
+    };
+    // From here on to the end: nobody could tell whether it was published.
+    let Written { draft, job, disks, bytes } = written;
+    let guest = template.about.guest.clone();
+    blocking("publishing a snapshot", move || {
+        let save_ms = Some(begun.elapsed().as_secs_f64() * 1e3);
+        let measured = Measured { save_ms, written_bytes: bytes, ..job.measured };
+        let (parent, origin) = match job.diff {
+            true => (job.origin, None),
+            false => (None, job.origin),
+        };
+        let branched_from = job.branched_from;
+        let contents = Contents { parent, origin, branched_from, disks, measured, ..Contents::new(guest) };
+        Ok(draft.publish(contents)?)
+    })
+    .await
+}
+
+/// What a saver has written.
+struct Written {
+    draft: Draft,
+    job: Job,
+    disks: Vec<Vec<File>>,
+    bytes: Option<u64>,
+}
+
+/// If dropped, the saver is ended and nothing is left.
+async fn write(
+    snapshots: &Snapshots,
+    template: &Arc<Template>,
+    job: Job,
+    progress: impl FnOnce(File),
+) -> Result<Written> {
+    // What the saver writes down of the disks and what is published must be the same layers.
+    let alone = template.disks.lock().await;
+    let has_disk = template.about.guest.image.is_some();
+    let layers = if has_disk { template.layers().await? } else { Vec::new() };
+    let (store, folder, pid) = (snapshots.store.clone(), template.folder().to_owned(), template.pid);
+    let prepared = blocking("preparing to save", move || {
+        let draft = store.begin(&job.tag)?;
+        prepare(draft, job, layers, &folder, pid)
+    });
+    let Prepared { draft, job, config, fds, disks, told } = prepared.await?;
+    progress(told.try_clone().map_err(|error| Error::host("cannot follow a saver", error))?);
+    let name = config.child.clone();
+    let asked = template.save(config, fds).await;
+    let ended = follow(asked, SAVE_WAIT, move || drop(alone)).await;
+    finish(template, &name, ended, "the snapshot could not be written")?;
+    let mut bytes = [0; SaveProgress::LENGTH];
+    let read = std::os::unix::fs::FileExt::read_exact_at(&told, &mut bytes, 0);
+    let bytes = read.ok().map(|()| SaveProgress::from_bytes(bytes).written);
+    Ok(Written { draft, job, disks, bytes })
+}
+
+/// A save that can begin.
+struct Prepared {
+    draft: Draft,
+    job: Job,
+    config: SaveConfig,
+    fds: Vec<OwnedFd>,
+    /// What the disks will be made of.
+    disks: Vec<Vec<File>>,
+    /// Where the saver tells how far it is.
+    told: File,
+}
+
+fn prepare(
+    mut draft: Draft,
+    job: Job,
+    layers: Vec<Vec<OwnedFd>>,
+    folder: &std::path::Path,
+    pid: i32,
+) -> Result<Prepared> {
+    let mut fds: Vec<OwnedFd> = Vec::new();
+    let mut attach = |fd: OwnedFd| {
+        fds.push(fd);
+        FdRef(fds.len() - 1)
+    };
+    let parent = match &job.origin {
+        Some(origin) if job.diff => {
+            draft.keep(origin)?;
+            origin.open()?.memory.into_iter().map(|layer| attach(layer.into())).collect()
+        }
+        _ => Vec::new(),
+    };
+    let told = boot::create(&folder.join(PROGRESS));
+    let told = told.map_err(|error| Error::host("cannot follow a saver", error))?;
+    let copy = told.try_clone().map_err(|error| Error::host("cannot follow a saver", error))?;
+    // The saver looks at all memory if it cannot be told where to look.
+    let pagemap = File::open(format!("/proc/{pid}/pagemap")).ok();
+    let mut config = SaveConfig {
+        child: new_id("saver")?,
+        state: attach(draft.create_state()?.into()),
+        memory: attach(draft.create_memory()?.into()),
+        parent,
+        pagemap: pagemap.map(|pagemap| attach(pagemap.into())),
+        disks: Vec::new(),
+        progress: Some(attach(copy.into())),
+    };
+    let mut disks = Vec::with_capacity(layers.len());
+    for (index, layers) in layers.into_iter().enumerate() {
+        let merged = if job.merge && layers.len() > 1 { Some(draft.create_disk(index)?) } else { None };
+        let again = merged.as_ref().map(|file| file.try_clone()).transpose();
+        let again = again.map_err(|error| Error::host("cannot use a disk layer", error))?;
+        config.disks.push(again.map(|file| attach(file.into())));
+        disks.push(match merged {
+            Some(merged) => vec![merged],
+            None => layers.into_iter().map(File::from).collect(),
+        });
+    }
+    Ok(Prepared { draft, job, config, fds, disks, told })
+}
+
+/// A process that does not outlive the wish for what it does.
+struct Helper(OwnedFd);
+
+impl Drop for Helper {
+    fn drop(&mut self) {
+        let _ = rustix::process::pidfd_send_signal(&self.0, rustix::process::Signal::KILL);
+    }
+}
+
+/// Waits for a process a template was asked for; `forked` is called when it exists.
+async fn follow(asked: Asked, patience: Duration, forked: impl FnOnce()) -> Result<WaitStatus> {
+    let helper = Helper(asked.forked.await.unwrap_or_else(|_| Err(template::lost()))?.pidfd);
+    forked();
+    let ended = tokio::time::timeout(patience, asked.ended).await;
+    drop(helper);
+    match ended {
+        Ok(Ok(status)) => Ok(status),
+        Ok(Err(_)) => Err(template::lost()),
+        Err(_) => Err(Error::host("gave up", format!("it took longer than {} s", patience.as_secs()))),
+    }
+}
+
+/// Takes note of how such a process ended; anything but success is an error.
+fn finish(template: &Template, name: &str, ended: Result<WaitStatus>, failed: &str) -> Result<()> {
+    template.acknowledge(name);
+    match ended {
+        Ok(WaitStatus::Exited(0)) => Ok(()),
+        Ok(status) => {
+            let text = crate::monitor::describe(Some(status));
+            let log = console::tail(&template.folder().join(crate::monitor::LOG), CONSOLE_TAIL as u64);
+            let log = match log.trim() {
+                "" => String::new(),
+                log => format!("; it wrote: {log}"),
+            };
+            Err(Error::host(failed, text + &log))
+        }
+        Err(error) => Err(Error::host(failed, error.message)),
+    }
+}
+
+/// Merges the frozen layers of a new branch, if its disks have many, and has its source use the same file:
+/// it has the same layers, and maybe newer ones.
+async fn merge(snapshots: &Snapshots, source: Option<TakenFrom>, template: &Arc<Template>) -> Result<()> {
+    if template.about.guest.image.is_none() {
+        return Ok(());
+    }
+    let _alone = template.disks.lock().await;
+    let counts: Vec<usize> = template.layers().await?.iter().map(Vec::len).collect();
+    let most = counts.iter().copied().max().unwrap_or(0);
+    if let Some((sandbox, generation)) = &source
+        && *sandbox.disks.generation.lock().await == *generation
+    {
+        sandbox.disks.frozen.send_modify(|frozen| *frozen = most.max(*frozen));
+    }
+    if most < MERGE_FROM {
+        return Ok(());
+    }
+    let mut files = Vec::with_capacity(counts.len());
+    for count in counts {
+        let file = (count > 1).then(|| boot::layer(&snapshots.host.config.data_dir)).transpose()?;
+        files.push(file.zip(u8::try_from(count).ok()).map(|(file, count)| (count, file)));
+    }
+    let (mut fds, mut disks) = (Vec::new(), Vec::with_capacity(files.len()));
+    for file in &files {
+        disks.push(match file {
+            Some((count, file)) => {
+                fds.push(file.try_clone().map_err(|error| Error::host("cannot use a disk layer", error))?);
+                Some(ReplacedLayers { count: *count, layer: FdRef(fds.len() - 1) })
+            }
+            None => None,
+        });
+    }
+    let name = new_id("merge")?;
+    let asked = template.merge(MergeConfig { child: name.clone(), disks }, fds).await;
+    let ended = follow(asked, SAVE_WAIT, || {}).await;
+    finish(template, &name, ended, "layers could not be merged")?;
+    template.replace_layers(replacements(&files)?).await?;
+    let Some((sandbox, generation)) = source else { return Ok(()) };
+    let mut now = sandbox.disks.generation.lock().await;
+    // Somebody else merged some of them first: the next branch has what both left.
+    if *now != generation {
+        return Ok(());
+    }
+    let replacements = replacements(&files)?;
+    sandbox.ask(|tell| Command::ReplaceLayers(replacements, tell)).await?;
+    *now += 1;
+    sandbox.disks.frozen.send_modify(|frozen| *frozen = frozen.saturating_sub(most.saturating_sub(1)));
+    tracing::debug!(sandbox = sandbox.id, layers = most, "disk layers were merged");
+    Ok(())
+}
+
+/// `files` as they replace layers: opened for reading.
+fn replacements(files: &[Option<(u8, OwnedFd)>]) -> Result<Vec<Option<Replacement>>> {
+    let replacement =
+        |(count, file): &(u8, OwnedFd)| Ok(Replacement { count: *count, layer: reopen(file.as_fd())? });
+    files.iter().map(|file| file.as_ref().map(replacement).transpose()).collect()
+}

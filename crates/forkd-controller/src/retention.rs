@@ -1,0 +1,103 @@
+//! Removing old branches: by age and by number, oldest first, and never one that something needs.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use forkd_protocol::names::is_valid_sandbox_id;
+
+use crate::config::Limits;
+use crate::snapshots::{Removal, Snapshots, State};
+
+/// How often it is looked for branches that have become too old, or are not needed any more.
+const EVERY: Duration = Duration::from_secs(30);
+
+/// A branch on disk that may be removed.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct Branch {
+    created_at_unix: u64,
+    tag: String,
+}
+
+/// Removes branches as the limits say, for ever. `needed` is asked for the tags that something uses: a
+/// sandbox, a workspace.
+pub(crate) async fn keep_few(snapshots: Arc<Snapshots>, needed: impl Fn() -> BTreeSet<String>) {
+    let limits = snapshots.host.config.limits.clone();
+    let Some(every) = interval(&limits) else { return };
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(every) => {}
+            () = snapshots.retain.notified() => {}
+        }
+        let now = crate::guest::unix_nanos() / 1_000_000_000;
+        for tag in surplus(&branches(&snapshots), &limits, now) {
+            // Asked for each one: what was removed before may have been the last to need it.
+            if needed().contains(&tag) {
+                continue;
+            }
+            match snapshots.remove(&tag, Removal::Plain).await {
+                Ok(()) => tracing::info!(tag, "an old branch was removed"),
+                // Something depends on it, or it is gone.
+                Err(error) => tracing::debug!(tag, error = error.message, "an old branch stays"),
+            }
+        }
+    }
+}
+
+fn interval(limits: &Limits) -> Option<Duration> {
+    match (limits.branch_max_age, limits.branch_max_count) {
+        (None, None) => None,
+        (Some(age), _) => Some((age / 4).clamp(Duration::from_millis(250), EVERY)),
+        (None, Some(_)) => Some(EVERY),
+    }
+}
+
+/// All branches of sandboxes that are on disk, oldest first.
+fn branches(snapshots: &Snapshots) -> Vec<Branch> {
+    let branch = |state: State| match state {
+        State::Ready(snapshot) => {
+            let manifest = snapshot.manifest();
+            let of_a_sandbox = manifest.branched_from.as_deref().is_some_and(is_valid_sandbox_id);
+            let (created_at_unix, tag) = (manifest.created_at_unix, snapshot.tag().to_owned());
+            of_a_sandbox.then_some(Branch { created_at_unix, tag })
+        }
+        _ => None,
+    };
+    let mut all: Vec<Branch> = snapshots.list().iter().filter_map(|entry| branch(entry.state())).collect();
+    all.sort();
+    all
+}
+
+/// Those of `branches`, which are sorted, that are too old or too many, oldest first.
+fn surplus(branches: &[Branch], limits: &Limits, now: u64) -> Vec<String> {
+    let excess = limits.branch_max_count.map_or(0, |max| branches.len().saturating_sub(max));
+    let too_old = |branch: &Branch| {
+        limits.branch_max_age.is_some_and(|age| branch.created_at_unix.saturating_add(age.as_secs()) < now)
+    };
+    let surplus = branches.iter().enumerate().filter(|(index, branch)| *index < excess || too_old(branch));
+    surplus.map(|(_, branch)| branch.tag.clone()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn branch(created_at_unix: u64, tag: &str) -> Branch {
+        Branch { created_at_unix, tag: tag.into() }
+    }
+
+    #[test]
+    fn the_oldest_go_first_and_no_more_than_must() {
+        let all = [branch(10, "a"), branch(20, "b"), branch(30, "c")];
+        let limits =
+            |age, count| Limits { branch_max_age: age, branch_max_count: count, ..Limits::default() };
+        let secs = Duration::from_secs;
+        assert_eq!(surplus(&all, &limits(None, None), 1000), Vec::<String>::new());
+        assert_eq!(surplus(&all, &limits(None, Some(2)), 1000), ["a"]);
+        assert_eq!(surplus(&all, &limits(None, Some(0)), 1000), ["a", "b", "c"]);
+        assert_eq!(surplus(&all, &limits(Some(secs(25)), None), 46), ["a", "b"]);
+        assert_eq!(surplus(&all, &limits(Some(secs(25)), None), 45), ["a"]);
+        assert_eq!(surplus(&all, &limits(Some(secs(25)), Some(1)), 36), ["a", "b"]);
+        assert_eq!(surplus(&all, &limits(Some(secs(1 << 40)), Some(5)), 1000), Vec::<String>::new());
+    }
+}

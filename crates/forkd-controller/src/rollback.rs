@@ -1,0 +1,330 @@
+//! Taking a sandbox back: it goes on from a snapshot, under the same id, in the same folder, with the same
+//! network slot and the same limits, in another process.
+//!
+//! Everything that can fail is done first: the template is there, the new process's files, its cgroup and
+//! its record are made, in a folder `next` within the sandbox's. Then the registry has the new [`Sandbox`]
+//! in the place of the old one, and its keeper does the rest: it ends the old process (a tap can be open
+//! once), takes over what it had, moves the files of `next` to where the old ones were, and forks. What
+//! fails from there on ends the sandbox, with the reason; it can be taken back again.
+//!
+//! A daemon that is killed in the middle leaves one of three things to the next one: the old process, and
+//! a `next` nobody needs; the new process; or none, and the file that says how it ended, which is written
+//! before the old process is ended and removed when the new one is recorded.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use tokio::sync::OwnedMutexGuard;
+use tokio::task::JoinHandle;
+
+use crate::boot;
+use crate::config::Config;
+use crate::error::{Error, Kind, Result};
+use crate::host::{Host, blocking, make_private_dir};
+use crate::keeper::{Birth, Outcome};
+use crate::link;
+use crate::monitor::Monitor;
+use crate::process;
+use crate::registry::Registry;
+use crate::sandbox::{END, End, Phase, RECORD, Record, Sandbox, Spec, Wish, child_name};
+use crate::snapshots::{Entry, Snapshots, State};
+use crate::spawn::{Attached, attach};
+use crate::template::Template;
+
+/// The folder within a sandbox's in which its next process is prepared.
+pub(crate) const NEXT: &str = "next";
+/// The reason of a sandbox that ended because it could not be taken back.
+const FAILED: &str = "rollback_failed";
+
+/// What the keeper of a sandbox needs to take another one's place.
+pub(crate) struct Succession {
+    old: Arc<Sandbox>,
+    keeper: JoinHandle<()>,
+    attached: Attached,
+    template: Arc<Template>,
+    host: Arc<Host>,
+    envs: BTreeMap<String, String>,
+    /// When the request arrived.
+    arrived: Instant,
+    /// Nobody else prepares anything in the folder until the files are where they belong.
+    turn: OwnedMutexGuard<()>,
+}
+
+impl std::fmt::Debug for Succession {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Succession").field("template", &self.template.id).finish_non_exhaustive()
+    }
+}
+
+/// Takes the sandbox `id` back to the snapshot `to`; without one to its latest branch, if that can be used,
+/// and else to the snapshot it was forked from. Returns when it runs.
+pub(crate) async fn roll_back(
+    registry: &Arc<Registry>,
+    snapshots: &Arc<Snapshots>,
+    id: &str,
+    to: Option<&str>,
+) -> Result<Arc<Sandbox>> {
+    let arrived = Instant::now();
+    let turn = registry.get(id)?.take_turn(&registry.host.config.timing).await?;
+    // Only now: whoever had the turn before may have taken it back.
+    let old = registry.get(id)?;
+    if matches!(old.phase(), Phase::Starting) {
+        let text = format!("sandbox {id} is still starting; wait for its state to be `running`");
+        return Err(Error::new(Kind::Conflict, text));
+    }
+    let template = target(snapshots, &old, to).await?;
+    let (host, source, from) = (registry.host.clone(), old.clone(), template.clone());
+    let prepared = blocking("preparing a rollback", move || prepare(&host, &source, &from));
+    let (sandbox, attached) = prepared.await?;
+    let (host, envs) = (registry.host.clone(), sandbox.record().map(|it| it.envs).unwrap_or_default());
+    let tag = template.about.tag.clone();
+    let new = registry.replace(&old, sandbox, |old, keeper| Succession {
+        old,
+        keeper,
+        attached,
+        template,
+        host,
+        envs,
+        arrived,
+        turn,
+    })?;
+    new.started().await?;
+    tracing::info!(sandbox = id, tag, "sandbox was rolled back");
+    Ok(new)
+}
+
+/// The template to go on from.
+async fn target(snapshots: &Arc<Snapshots>, old: &Sandbox, to: Option<&str>) -> Result<Arc<Template>> {
+    if let Some(tag) = to {
+        return snapshots.template(tag).await;
+    }
+    if let Some(tag) = old.facts().history.last_branch_tag
+        && snapshots.get(&tag).is_ok_and(|entry| source(&entry).as_deref() == Some(&old.id))
+    {
+        match snapshots.template(&tag).await {
+            Err(error) if matches!(error.kind, Kind::NotFound | Kind::Conflict) => {
+                tracing::info!(sandbox = old.id, error = error.message, "its latest branch cannot be used");
+            }
+            other => return other,
+        }
+    }
+    let Some(tag) = &old.spec.snapshot_tag else {
+        let text = format!(
+            "sandbox {id} was booted and has no branch it could go back to: give a snapshot, or take a \
+             branch of it first (`forkd branch {id}`)",
+            id = old.id
+        );
+        return Err(Error::new(Kind::Conflict, text));
+    };
+    match snapshots.get(tag)?.state() {
+        State::Ready(snapshot) if snapshot.manifest().created_at_unix > old.created_at_unix() => {
+            let text = format!(
+                "the snapshot {tag} sandbox {} was forked from is gone, and {tag} is another one now; say \
+                 where to roll back to if you mean that",
+                old.id
+            );
+            Err(Error::new(Kind::Conflict, text))
+        }
+        _ => snapshots.template(tag).await,
+    }
+}
+
+/// What a branch was taken of: a tag may have been used again.
+fn source(entry: &Entry) -> Option<String> {
+    match entry.state() {
+        State::Ready(snapshot) => snapshot.manifest().branched_from.clone(),
+        _ => entry.branch().map(|branch| branch.source.clone()),
+    }
+}
+
+/// Makes everything the new process needs, but its tap. The old one does not notice. Blocks.
+fn prepare(host: &Host, old: &Sandbox, template: &Arc<Template>) -> Result<(Sandbox, Attached)> {
+    let next = old.folder.join(NEXT);
+    clear(&next)
+        .and_then(|()| make_private_dir(&next))
+        .map_err(|error| Error::host(format!("cannot make {}", next.display()), error))?;
+    let prepared = conceive(host, old, template, &next);
+    if prepared.is_err() {
+        let _ = clear(&next);
+    }
+    prepared
+}
+
+fn conceive(
+    host: &Host,
+    old: &Sandbox,
+    template: &Arc<Template>,
+    next: &Path,
+) -> Result<(Sandbox, Attached)> {
+    let (about, before, facts) = (&template.about, old.record(), old.facts());
+    let generation = before.as_ref().map_or(0, |record| record.generation).saturating_add(1);
+    let child = child_name(&old.id, generation);
+    let limit = old.spec.memory_limit_mib;
+    // The network slot stays with the old process as long as there is one.
+    let equipped = host.equip(template.lineage.clone(), Some(template.clone()), &child, false, limit);
+    let mut belongings = equipped?;
+    let attached = attach(&belongings, &child, next, about.guest.image.is_none(), &host.config);
+    let attached = attached.inspect_err(|_| belongings.discard(&child))?;
+    let spec = Spec {
+        image: about.guest.image.as_ref().map(|image| image.name.clone()),
+        snapshot_tag: old.spec.snapshot_tag.clone().or_else(|| Some(about.tag.clone())),
+        vcpus: about.guest.vcpus,
+        mem_mib: about.guest.mem_size_mib,
+        network: about.guest.network && facts.netns.is_some(),
+        memory_limit_mib: limit,
+        guest: Some(about.guest.clone()),
+    };
+    let mut history = facts.history;
+    history.rolled_back_to = Some(about.tag.clone());
+    let record = Record {
+        template: template.id.clone(),
+        lineage: about.lineage,
+        cgroup: about.cgroup.clone(),
+        spec: spec.clone(),
+        created_at_unix: old.created_at_unix(),
+        deadline_unix: facts.deadline_unix,
+        netns: facts.netns.clone(),
+        python: about.guest.python,
+        generation,
+        history,
+        envs: before.as_ref().map(|record| record.envs.clone()).unwrap_or_default(),
+        workspace: before.and_then(|record| record.workspace),
+    };
+    let mut sandbox = Sandbox::new(old.id.clone(), spec, old.folder.clone(), belongings, &host.config.timing);
+    sandbox.created = old.created;
+    sandbox.child = child;
+    sandbox.learn(|known| known.netns = facts.netns);
+    record.write(next).map_err(|error| {
+        sandbox.belongings().discard(&sandbox.id);
+        Error::host("cannot write down what a sandbox is", error)
+    })?;
+    sandbox.recorded(record);
+    Ok((sandbox, attached))
+}
+
+/// Removes a `next` that nobody needs.
+pub(crate) fn clear(next: &Path) -> io::Result<()> {
+    match std::fs::remove_dir_all(next) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+impl Sandbox {
+    /// Ends the process it comes after, takes over what that had, and is forked.
+    pub(crate) async fn succeed(
+        self: &Arc<Self>,
+        succession: Succession,
+        config: &Config,
+    ) -> std::result::Result<Monitor, Outcome> {
+        let tag = succession.template.about.tag.clone();
+        // Before anything ends: whoever starts a daemon from here on finds why.
+        let why = format!("the daemon was stopped while the sandbox was rolled back to {tag}");
+        if let Err(error) = End::new(FAILED, again(&why), String::new()).write(&self.folder) {
+            tracing::error!(sandbox = self.id, %error, "cannot write down what happens to it");
+        }
+        let born = match self.step_in(succession).await {
+            Ok(birth) => self.be_born(birth, &config.timing).await,
+            Err(error) => Err(Outcome::Ended(End::new(FAILED, error.message, String::new()))),
+        };
+        match born {
+            Ok(monitor) => {
+                // It is recorded, so this is nobody's end any more.
+                let _ = std::fs::remove_file(self.folder.join(END));
+                Ok(monitor)
+            }
+            Err(Outcome::Ended(end)) if end.reason != "deleted" => {
+                let text = format!("it could not be rolled back to {tag}: {}", end.detail);
+                Err(Outcome::Ended(End::new(FAILED, again(&text), end.console_tail)))
+            }
+            // Half-made, it cannot be left to the next daemon; but what is left of it can.
+            Err(_) if self.wished() == Wish::Leave => {
+                Err(Outcome::Ended(End::new(FAILED, again(&why), String::new())))
+            }
+            Err(outcome) => Err(outcome),
+        }
+    }
+
+    /// Takes the place of the old process, and asks for the new one.
+    async fn step_in(self: &Arc<Self>, succession: Succession) -> Result<Birth> {
+        let Succession { old, keeper, mut attached, template, host, envs, arrived, turn } = succession;
+        old.wish(Wish::GiveWay);
+        if let Err(error) = keeper.await {
+            tracing::error!(sandbox = old.id, %error, "the keeper of a sandbox failed");
+        }
+        let mut left = std::mem::take(&mut *old.belongings());
+        self.belongings().slot = left.slot.take();
+        let whose = old.id.clone();
+        // Its lineage goes last: the user's number may be somebody else's from then on.
+        host.janitor.later(move || {
+            left.discard(&whose);
+            drop(left);
+        });
+        let sandbox = self.clone();
+        let asked = blocking("rolling back", move || {
+            if sandbox.spec.network {
+                attached.attach_tap(&mut sandbox.belongings())?;
+            }
+            switch(&sandbox.folder)
+                .map_err(|error| Error::host("cannot use the files of the new process", error))?;
+            drop(turn);
+            Ok((template.fork(attached.config, attached.fds), attached.control))
+        });
+        let (asked, control) = asked.await?;
+        Ok(Birth { asked, control, arrived, envs })
+    }
+}
+
+/// Moves the files of the next process to where those of the last one were. The record goes last: until
+/// then the sandbox is what it was, without a process.
+fn switch(folder: &Path) -> io::Result<()> {
+    let next = folder.join(NEXT);
+    let absent = |moved: io::Result<()>| match moved {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    };
+    absent(std::fs::remove_file(folder.join(process::RECORD)))?;
+    let into = |name: &str| -> (PathBuf, PathBuf) { (next.join(name), folder.join(name)) };
+    // A bare guest has none.
+    let (from, to) = into(boot::VSOCK);
+    absent(std::fs::rename(from, to))?;
+    for name in [link::CONTROL, boot::CONSOLE, RECORD] {
+        let (from, to) = into(name);
+        std::fs::rename(from, to)?;
+    }
+    clear(&next)
+}
+
+fn again(text: &str) -> String {
+    format!("{text}; roll it back again, or delete it")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_files_of_the_next_process_take_the_place_of_the_last_ones() {
+        let place = tempfile::tempdir().unwrap();
+        let (folder, next) = (place.path(), place.path().join(NEXT));
+        std::fs::create_dir(&next).unwrap();
+        for name in [process::RECORD, link::CONTROL, boot::CONSOLE, boot::VSOCK, RECORD] {
+            std::fs::write(folder.join(name), "old").unwrap();
+        }
+        for name in [link::CONTROL, boot::CONSOLE, RECORD] {
+            std::fs::write(next.join(name), "new").unwrap();
+        }
+        switch(folder).unwrap();
+        for name in [link::CONTROL, boot::CONSOLE, RECORD] {
+            assert_eq!(std::fs::read_to_string(folder.join(name)).unwrap(), "new", "{name}");
+        }
+        assert!(!folder.join(process::RECORD).exists() && !next.exists());
+        // Nothing to move: an error, and the record stays.
+        assert!(switch(folder).is_err());
+        assert!(folder.join(RECORD).exists());
+        clear(&next).unwrap();
+    }
+}

@@ -1,0 +1,261 @@
+//! The task that owns the connection to a template: requests go out one after the other without waiting,
+//! replies come in their order, and ends of children whenever they happen.
+
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use forkd_protocol::control::{Event, FdRef, Message, Reply, Request, WaitStatus};
+use tokio::sync::{mpsc, oneshot, watch};
+
+use super::Asked;
+use crate::console;
+use crate::error::{Error, Result};
+use crate::link::Link;
+use crate::monitor::Forked;
+use crate::process::{Pidfd, child_pidfd};
+
+/// Ends acknowledged with one message.
+const ACKNOWLEDGE: usize = 256;
+
+/// A request, and who waits for the answer.
+#[derive(Debug)]
+pub(super) struct Ask {
+    pub(super) request: Request,
+    pub(super) fds: Vec<OwnedFd>,
+    pub(super) pending: Pending,
+    /// Of a process: who waits for its end.
+    pub(super) ended: Option<oneshot::Sender<WaitStatus>>,
+}
+
+#[derive(Debug)]
+pub(super) enum Note {
+    /// The end of this child is recorded.
+    Acknowledge(String),
+    /// The daemon stops: let the process run on.
+    Leave,
+}
+
+/// What a reply is the answer to, and who waits for it.
+#[derive(Debug)]
+pub(super) enum Pending {
+    Process(String, oneshot::Sender<Result<Forked>>),
+    Layers(oneshot::Sender<Result<Vec<Vec<OwnedFd>>>>),
+    Replaced(oneshot::Sender<Result<()>>),
+    Acknowledgement,
+}
+
+/// A request for a process.
+pub(super) fn process(name: String, request: Request, fds: Vec<OwnedFd>) -> (Ask, Asked) {
+    let (reply, forked) = oneshot::channel();
+    let (tell_end, ended) = oneshot::channel();
+    let ask = Ask { request, fds, pending: Pending::Process(name, reply), ended: Some(tell_end) };
+    (ask, Asked { forked, ended })
+}
+
+/// The task that owns the connection.
+#[derive(Debug)]
+pub(super) struct Keeper {
+    pub(super) id: String,
+    pub(super) pid: i32,
+    pub(super) link: Link,
+    pub(super) pidfd: Arc<Pidfd>,
+    pub(super) asks: mpsc::Receiver<Ask>,
+    pub(super) noted: mpsc::UnboundedReceiver<Note>,
+    pub(super) pending: VecDeque<Pending>,
+    /// Who waits for which child's end.
+    pub(super) ends: HashMap<String, oneshot::Sender<WaitStatus>>,
+    pub(super) acknowledged: Vec<String>,
+}
+
+/// Why a keeper stops.
+enum Over {
+    /// Nobody needs the process any more.
+    Unneeded,
+    /// The daemon stops.
+    Left,
+    /// It is gone, or talks nonsense: why.
+    Broken(String),
+}
+
+impl Keeper {
+    /// Returns when nobody needs the process any more; whether it is gone.
+    pub(super) async fn keep(
+        mut self,
+        child: Option<std::process::Child>,
+        gone: watch::Sender<bool>,
+    ) -> bool {
+        let over = self.serve().await;
+        gone.send_replace(true);
+        let broken = match over {
+            Over::Left => return false,
+            Over::Unneeded => false,
+            Over::Broken(why) => {
+                tracing::error!(template = self.id, why, "a template is lost; its children go on");
+                true
+            }
+        };
+        self.pidfd.end(&self.id).await;
+        if let Some(mut child) = child {
+            // It has ended, so this does not block.
+            let _ = child.wait();
+        }
+        // Nobody will tell those who wait.
+        self.pending.clear();
+        self.ends.clear();
+        self.asks.close();
+        while self.asks.recv().await.is_some() {}
+        // The folder stays as long as there are handles: it is how a new daemon tells.
+        while broken && let Some(note) = self.noted.recv().await {
+            if matches!(note, Note::Leave) {
+                return false;
+            }
+        }
+        tracing::debug!(template = self.id, "template is gone");
+        true
+    }
+
+    async fn serve(&mut self) -> Over {
+        loop {
+            let (mut ask, mut acknowledge) = (None, false);
+            tokio::select! {
+                biased;
+                message = self.link.recv() => {
+                    if let Err(why) = self.heard(message) {
+                        return Over::Broken(why);
+                    }
+                    acknowledge = !self.acknowledged.is_empty() && self.noted.is_empty();
+                }
+                // Before the asks: that the last handle is gone means nothing after `Leave`.
+                Some(note) = self.noted.recv() => match note {
+                    Note::Leave => return Over::Left,
+                    Note::Acknowledge(child) => {
+                        self.acknowledged.push(child);
+                        // Many ends come together: one message for all of them.
+                        acknowledge = self.noted.is_empty() || self.acknowledged.len() >= ACKNOWLEDGE;
+                    }
+                },
+                next = self.asks.recv() => match next {
+                    Some(next) => ask = Some(next),
+                    None => return Over::Unneeded,
+                },
+                _ = self.pidfd.ended() => return Over::Broken("its process ended".into()),
+            }
+            let sent = match ask {
+                Some(ask) => self.send_ask(ask).await,
+                None if acknowledge => self.send_acknowledgement().await,
+                None => Ok(()),
+            };
+            if let Err(why) = sent {
+                return Over::Broken(why);
+            }
+        }
+    }
+
+    async fn send_ask(&mut self, ask: Ask) -> std::result::Result<(), String> {
+        let fds: Vec<_> = ask.fds.iter().map(AsFd::as_fd).collect();
+        // Before it is sent: the child's end may be told before its beginning is looked at.
+        if let (Pending::Process(name, _), Some(ended)) = (&ask.pending, ask.ended) {
+            self.ends.insert(name.clone(), ended);
+        }
+        self.pending.push_back(ask.pending);
+        self.send(&ask.request, &fds).await
+    }
+
+    async fn send_acknowledgement(&mut self) -> std::result::Result<(), String> {
+        let rest = self.acknowledged.split_off(self.acknowledged.len().min(ACKNOWLEDGE));
+        let children = std::mem::replace(&mut self.acknowledged, rest);
+        self.pending.push_back(Pending::Acknowledgement);
+        self.send(&Request::Acknowledge { children }, &[]).await
+    }
+
+    /// Sends `request`. Meanwhile goes on listening: a template that cannot get rid of its replies
+    /// takes no requests.
+    async fn send(&mut self, request: &Request, fds: &[BorrowedFd<'_>]) -> std::result::Result<(), String> {
+        loop {
+            tokio::select! {
+                biased;
+                sent = self.link.send(request, fds) => return sent.map_err(|error| error.to_string()),
+                message = self.link.recv() => self.heard(message)?,
+            }
+        }
+    }
+
+    fn heard(
+        &mut self,
+        message: io::Result<Option<crate::link::Received>>,
+    ) -> std::result::Result<(), String> {
+        match message {
+            Ok(Some((Message::Reply(reply), fds))) => self.answered(reply, fds),
+            Ok(Some((Message::Event(Event::ChildEnded { child, status }), _))) => {
+                match self.ends.remove(&child) {
+                    Some(waiting) => drop(waiting.send(status)),
+                    // One that nobody waited for.
+                    None => self.acknowledged.push(child),
+                }
+                Ok(())
+            }
+            Ok(Some((Message::Event(event), _))) => {
+                tracing::debug!(template = self.id, ?event, "not an event of a template");
+                Ok(())
+            }
+            Ok(None) => Err("it hung up".into()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    fn answered(&mut self, reply: Reply, fds: Vec<OwnedFd>) -> std::result::Result<(), String> {
+        match (self.pending.pop_front(), reply) {
+            (Some(Pending::Process(_, tell)), Reply::Forked { pid }) if pid > 0 => {
+                let Some(pidfd) = fds.into_iter().next() else {
+                    return Err("a child came without pidfd".into());
+                };
+                let pidfd = child_pidfd(pidfd, pid, self.pid).map_err(|error| error.to_string())?;
+                // If nobody waits for it any more, it must not run on.
+                if let Err(Ok(unwanted)) = tell.send(Ok(Forked { pid, pidfd })) {
+                    let _ = rustix::process::pidfd_send_signal(unwanted.pidfd, rustix::process::Signal::KILL);
+                }
+                Ok(())
+            }
+            (Some(Pending::Process(name, tell)), Reply::Error { message }) => {
+                self.ends.remove(&name);
+                let message = console::printable(message.as_bytes());
+                let _ = tell.send(Err(Error::host("the template did not fork", message)));
+                Ok(())
+            }
+            (Some(Pending::Layers(tell)), Reply::Layers { disks }) => {
+                drop(tell.send(Ok(sorted(disks, fds)?)));
+                Ok(())
+            }
+            (Some(Pending::Layers(tell)), Reply::Error { message }) => {
+                drop(tell.send(Err(refused(&message))));
+                Ok(())
+            }
+            (Some(Pending::Replaced(tell)), Reply::Replaced) => {
+                drop(tell.send(Ok(())));
+                Ok(())
+            }
+            (Some(Pending::Replaced(tell)), Reply::Error { message }) => {
+                drop(tell.send(Err(refused(&message))));
+                Ok(())
+            }
+            (Some(Pending::Acknowledgement), Reply::Acknowledged | Reply::Error { .. }) => Ok(()),
+            (_, reply) => Err(format!("it gave the wrong answer: {reply:?}")),
+        }
+    }
+}
+
+fn refused(message: &str) -> Error {
+    Error::host("the template refused", console::printable(message.as_bytes()))
+}
+
+/// The descriptors that came with an answer, as it names them.
+fn sorted(disks: Vec<Vec<FdRef>>, fds: Vec<OwnedFd>) -> std::result::Result<Vec<Vec<OwnedFd>>, String> {
+    let mut fds: Vec<Option<OwnedFd>> = fds.into_iter().map(Some).collect();
+    let mut take = |FdRef(index): FdRef| {
+        let fd = fds.get_mut(index).and_then(Option::take);
+        fd.ok_or_else(|| String::from("layers came without their descriptors"))
+    };
+    disks.into_iter().map(|layers| layers.into_iter().map(&mut take).collect()).collect()
+}

@@ -1,0 +1,491 @@
+//! Workspaces: sandboxes with a name, that can be put away and taken out again.
+//!
+//! A workspace is a record on disk (`record`) and, while it runs, a sandbox like any other. To suspend it is
+//! to branch that sandbox, wait until the branch is on disk, and end it; to resume it is to fork a sandbox
+//! from there. So it outlives the daemon and the host; a sandbox that was lost with them leaves it `stale`,
+//! to be resumed from its last state.
+//!
+//! What is on disk counts, in this order. A state's tag is in the record, as one to be removed, before it is
+//! made, and becomes the current one with the same write that takes the sandbox out. A sandbox's own record
+//! names its workspace before it is forked. So whatever is cut off when, the next daemon finds each
+//! sandbox that its workspace does not know of, ends it, and removes each tag nobody needs.
+
+mod record;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use forkd_protocol::names::NAME_RULE;
+use tokio::sync::OwnedMutexGuard;
+
+use crate::branch::{self, Mode, Stage};
+use crate::error::{Error, Kind, Result};
+use crate::guest;
+use crate::host::{blocking, new_id};
+use crate::registry::{Bound, Registry};
+use crate::sandbox::{Phase, Sandbox};
+use crate::snapshots::{Removal, Snapshots};
+use crate::spawn::{self, spawn};
+
+pub(crate) use record::Record;
+use record::{Folder, MAX_NAME, is_valid_workspace};
+
+/// All workspaces of a daemon.
+#[derive(Debug)]
+pub(crate) struct Workspaces {
+    folder: Folder,
+    registry: Arc<Registry>,
+    snapshots: Arc<Snapshots>,
+    all: Mutex<BTreeMap<String, Arc<Workspace>>>,
+}
+
+/// One workspace.
+#[derive(Debug)]
+struct Workspace {
+    /// Held by whoever changes it: one at a time.
+    turn: Arc<tokio::sync::Mutex<()>>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Clone)]
+enum State {
+    /// Its first sandbox is being forked; nothing is on disk.
+    Making,
+    /// As on disk.
+    Kept(Record),
+    /// Its file cannot be used: why.
+    Broken(String),
+}
+
+/// Where a workspace stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Status {
+    Running,
+    Suspended,
+    /// Its sandbox is gone, and it was not suspended.
+    Stale,
+}
+
+/// What a new workspace is made of.
+#[derive(Debug)]
+pub(crate) struct Order {
+    pub(crate) name: String,
+    pub(crate) snapshot_tag: String,
+    pub(crate) network: bool,
+    pub(crate) memory_limit_mib: Option<u64>,
+}
+
+impl Workspace {
+    fn new(state: State) -> Arc<Self> {
+        Arc::new(Workspace { turn: Arc::default(), state: Mutex::new(state) })
+    }
+
+    fn state(&self) -> State {
+        lock(&self.state).clone()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn conflict(text: String) -> Error {
+    Error::new(Kind::Conflict, text)
+}
+
+fn now_unix() -> u64 {
+    guest::unix_nanos() / 1_000_000_000
+}
+
+impl Workspaces {
+    /// The workspaces in the host's data directory. Ends sandboxes that were to be theirs and are not, and
+    /// finishes what was begun.
+    pub(crate) async fn open(registry: Arc<Registry>, snapshots: Arc<Snapshots>) -> Result<Arc<Self>> {
+        let path = registry.host.config.data_dir.join("workspaces");
+        let shown = path.display().to_string();
+        let (folder, found) = blocking("reading the workspaces", move || {
+            Folder::open(&path).map_err(|error| Error::host(format!("cannot read {}", path.display()), error))
+        })
+        .await?;
+        let all = found.into_iter().map(|(name, read)| {
+            let state = match read {
+                Ok(record) => State::Kept(record),
+                Err(why) => {
+                    tracing::error!(folder = shown, name, why, "a workspace's file cannot be used");
+                    State::Broken(why)
+                }
+            };
+            (name, Workspace::new(state))
+        });
+        let all = Mutex::new(all.collect());
+        let workspaces = Arc::new(Workspaces { folder, registry, snapshots, all });
+        workspaces.end_strangers();
+        let (sweeper, mut doomed) = (workspaces.clone(), Vec::new());
+        for (name, workspace) in lock(&workspaces.all).iter() {
+            if matches!(workspace.state(), State::Kept(record) if record.deleted) {
+                doomed.push(name.clone());
+            }
+        }
+        tokio::spawn(async move {
+            for name in doomed {
+                if let Err(error) = sweeper.delete(&name).await {
+                    tracing::warn!(name, error = error.message, "a workspace is not deleted yet");
+                }
+            }
+            for name in sweeper.names() {
+                sweeper.sweep(&name).await;
+            }
+        });
+        Ok(workspaces)
+    }
+
+    /// Ends every sandbox that names a workspace which does not name it.
+    fn end_strangers(&self) {
+        for sandbox in self.registry.list() {
+            let Some(name) = sandbox.facts().workspace else { continue };
+            let ours = match self.get(&name).map(|workspace| workspace.state()) {
+                Ok(State::Kept(record)) => record.live_sandbox_id.as_deref() == Some(&sandbox.id),
+                // Whoever mends the file may want it.
+                Ok(State::Broken(_)) => true,
+                Ok(State::Making) | Err(_) => false,
+            };
+            if !ours {
+                tracing::warn!(sandbox = sandbox.id, name, "its workspace does not know it; ending it");
+                let _ = self.registry.delete(&sandbox.id);
+            }
+        }
+    }
+
+    fn names(&self) -> Vec<String> {
+        lock(&self.all).keys().cloned().collect()
+    }
+
+    fn get(&self, name: &str) -> Result<Arc<Workspace>> {
+        if !is_valid_workspace(name) {
+            let text = format!("a workspace's name must be {NAME_RULE}, and at most {MAX_NAME} of them");
+            return Err(Error::invalid(text));
+        }
+        let found = lock(&self.all).get(name).cloned();
+        found.ok_or_else(|| {
+            let text = format!("there is no workspace {name}; `forkd workspace create {name}` makes one");
+            Error::new(Kind::NotFound, text)
+        })
+    }
+
+    fn record_of(&self, name: &str, workspace: &Workspace) -> Result<Record> {
+        match workspace.state() {
+            State::Kept(record) => Ok(record),
+            State::Making => Err(conflict(format!("workspace {name} is being made; try again"))),
+            State::Broken(why) => {
+                let path = self.folder.path(name);
+                let text = format!(
+                    "the file of workspace {name}, {}, cannot be used ({why}): mend it and restart the \
+                     daemon, or delete the workspace",
+                    path.display()
+                );
+                Err(conflict(text))
+            }
+        }
+    }
+
+    /// One workspace.
+    pub(crate) fn show(&self, name: &str) -> Result<(Record, Status)> {
+        let record = self.record_of(name, self.get(name)?.as_ref())?;
+        let status = self.status(&record);
+        Ok((record, status))
+    }
+
+    /// All that can be used, by name.
+    pub(crate) fn list(&self) -> Vec<(Record, Status)> {
+        let shown = self.names().into_iter().filter_map(|name| self.show(&name).ok());
+        shown.collect()
+    }
+
+    /// The snapshots that workspaces are resumed from.
+    pub(crate) fn tags(&self) -> BTreeSet<String> {
+        let records = self.list().into_iter().map(|(record, _)| record);
+        records.map(|record| record.tag().to_owned()).collect()
+    }
+
+    /// The name of a workspace that would be lost, or could not be resumed, without the snapshot `tag`.
+    pub(crate) fn user_of(&self, tag: &str) -> Option<String> {
+        let all = lock(&self.all);
+        let uses = |workspace: &Workspace| match workspace.state() {
+            State::Kept(record) => !record.deleted && record.tag() == tag,
+            _ => false,
+        };
+        all.iter().find(|(_, workspace)| uses(workspace)).map(|(name, _)| name.clone())
+    }
+
+    fn status(&self, record: &Record) -> Status {
+        match (self.live(record), &record.live_sandbox_id, &record.current_state_tag) {
+            (Some(_), _, _) => Status::Running,
+            (None, None, Some(_)) => Status::Suspended,
+            (None, _, _) => Status::Stale,
+        }
+    }
+
+    /// Its sandbox, if it has one that has not ended.
+    fn live(&self, record: &Record) -> Option<Arc<Sandbox>> {
+        let sandbox = self.registry.get(record.live_sandbox_id.as_deref()?).ok()?;
+        (!matches!(sandbox.phase(), Phase::Ended(_))).then_some(sandbox)
+    }
+
+    /// Makes a workspace and forks its first sandbox.
+    pub(crate) async fn create(&self, order: Order) -> Result<(Record, Status)> {
+        let name = &order.name;
+        match self.get(name) {
+            Err(error) if error.kind == Kind::NotFound => {}
+            Err(error) => return Err(error),
+            Ok(_) => {
+                return Err(conflict(format!("workspace {name} exists; delete it, or choose another name")));
+            }
+        }
+        let workspace = Workspace::new(State::Making);
+        {
+            let mut all = lock(&self.all);
+            if all.contains_key(name) {
+                return Err(conflict(format!("workspace {name} is being made")));
+            }
+            all.insert(name.clone(), workspace.clone());
+        }
+        let made = async {
+            let record = Record::new(new_id("ws")?, name, &order.snapshot_tag, now_unix());
+            let record =
+                Record { network: order.network, memory_limit_mib: order.memory_limit_mib, ..record };
+            self.start(&workspace, record).await
+        };
+        let made = made.await;
+        if made.is_err() {
+            lock(&self.all).remove(name);
+        }
+        made
+    }
+
+    /// Forks a sandbox for `record` and writes down that it is the workspace's.
+    async fn start(&self, workspace: &Workspace, record: Record) -> Result<(Record, Status)> {
+        let bound = self.fork(&record).await?;
+        let record = Record {
+            live_sandbox_id: Some(bound.sandbox().id.clone()),
+            last_active_unix: now_unix(),
+            ..record
+        };
+        self.keep(workspace, record.clone()).await?;
+        // From here on it is somebody's; until here it goes with what it was forked for.
+        bound.release();
+        let status = self.status(&record);
+        Ok((record, status))
+    }
+
+    async fn fork(&self, record: &Record) -> Result<Bound> {
+        let order = spawn::Order {
+            template: self.snapshots.template(record.tag()).await?,
+            n: 1,
+            network: record.network,
+            memory_limit_mib: record.memory_limit_mib,
+            envs: BTreeMap::new(),
+            workspace: Some(record.name.clone()),
+            lifetime: None,
+            arrived: Instant::now(),
+        };
+        let forked = spawn(&self.registry, order)?.recv().await;
+        let bound = forked.unwrap_or_else(|| Err(Error::host("forking", "nothing came of it")))?;
+        bound.sandbox().started().await?;
+        Ok(bound)
+    }
+
+    /// Puts a workspace away: its sandbox is branched, on disk, and ended. With `diff` what is stored is
+    /// what differs from the snapshot the sandbox was forked from.
+    pub(crate) async fn suspend(&self, name: &str, diff: bool) -> Result<(Record, Status)> {
+        let (workspace, _turn) = self.take_turn(name).await?;
+        let record = self.usable(name, &workspace)?;
+        let Some(sandbox) = self.live(&record) else {
+            let text = match self.status(&record) {
+                Status::Suspended => format!("workspace {name} is suspended already"),
+                _ => format!(
+                    "workspace {name} is not running: its sandbox is gone; `forkd workspace resume {name}` \
+                     starts it from its last state"
+                ),
+            };
+            return Err(Error::invalid(text));
+        };
+        let (number, tag) = self.next_tag(&record)?;
+        let mut begun = Record { states: number, ..record.clone() };
+        begun.retired.push(tag.clone());
+        self.keep(&workspace, begun.clone()).await?;
+        let mode = if diff { Mode::Diff } else { Mode::Full };
+        if let Err(error) = self.save(&sandbox, &tag, mode).await {
+            self.sweep_retired(name, &workspace).await;
+            return Err(error);
+        }
+        let mut suspended = Record {
+            current_state_tag: Some(tag.clone()),
+            live_sandbox_id: None,
+            last_active_unix: now_unix(),
+            ..begun
+        };
+        suspended.retired.retain(|retired| *retired != tag);
+        suspended.retired.extend(record.current_state_tag);
+        self.keep(&workspace, suspended).await?;
+        let _ = self.registry.delete(&sandbox.id);
+        self.sweep_retired(name, &workspace).await;
+        self.show(name)
+    }
+
+    /// A number and a tag for its next state that nobody has.
+    fn next_tag(&self, record: &Record) -> Result<(u64, String)> {
+        let mut number = record.states;
+        loop {
+            number += 1;
+            let Some(tag) = record.state_tag(number) else {
+                return Err(conflict(format!("workspace {} had too many states", record.name)));
+            };
+            match self.snapshots.get(&tag) {
+                Err(error) if error.kind == Kind::NotFound => return Ok((number, tag)),
+                other => drop(other?),
+            }
+        }
+    }
+
+    /// Branches `sandbox` and returns when the branch is on disk.
+    async fn save(&self, sandbox: &Arc<Sandbox>, tag: &str, mode: Mode) -> Result<()> {
+        let order = branch::Order { tag: Some(tag.to_owned()), mode, wait: true, parent_tag: None };
+        let (_, branch) = self.snapshots.branch(sandbox, order)?;
+        branch.reached(Stage::Done).await
+    }
+
+    /// Takes a workspace out again: a sandbox is forked from its last state.
+    pub(crate) async fn resume(&self, name: &str) -> Result<(Record, Status)> {
+        let (workspace, _turn) = self.take_turn(name).await?;
+        let record = self.usable(name, &workspace)?;
+        if let Some(sandbox) = self.live(&record) {
+            let text = format!("workspace {name} is running already, in sandbox {}", sandbox.id);
+            return Err(Error::invalid(text));
+        }
+        let lost = record.live_sandbox_id.clone();
+        let resumed = self.start(&workspace, record).await?;
+        // What is left of the one that ended by itself.
+        if let Some(lost) = lost {
+            let _ = self.registry.delete(&lost);
+        }
+        self.sweep_retired(name, &workspace).await;
+        Ok(resumed)
+    }
+
+    /// Ends a workspace's sandbox and removes its states. Snapshots that were built on them are not touched.
+    pub(crate) async fn delete(&self, name: &str) -> Result<()> {
+        let (workspace, _turn) = self.take_turn(name).await?;
+        if let State::Kept(record) = workspace.state() {
+            // First of all: the next daemon finishes what we do not.
+            let record = Record { deleted: true, ..record };
+            self.keep(&workspace, record.clone()).await?;
+            if let Some(sandbox) = &record.live_sandbox_id {
+                let _ = self.registry.delete(sandbox);
+            }
+            for tag in record.retired.iter().chain(&record.current_state_tag) {
+                self.remove_snapshot(tag).await?;
+            }
+        }
+        let (folder, file) = (self.folder.clone(), name.to_owned());
+        blocking("deleting a workspace", move || {
+            folder.remove(&file).map_err(|error| {
+                Error::host(format!("cannot remove {}", folder.path(&file).display()), error)
+            })
+        })
+        .await?;
+        lock(&self.all).remove(name);
+        Ok(())
+    }
+
+    /// The right to change it, for as long as what is returned lives.
+    async fn take_turn(&self, name: &str) -> Result<(Arc<Workspace>, OwnedMutexGuard<()>)> {
+        let busy =
+            || conflict(format!("workspace {name} is being made, suspended, resumed or deleted; try again"));
+        let workspace = self.get(name)?;
+        let patience = self.registry.host.config.timing.call;
+        let turn = tokio::time::timeout(patience, workspace.turn.clone().lock_owned()).await;
+        let turn = turn.map_err(|_| busy())?;
+        // Whoever had the turn before may have deleted it, and somebody made another.
+        if matches!(workspace.state(), State::Making) || !Arc::ptr_eq(&self.get(name)?, &workspace) {
+            return Err(busy());
+        }
+        Ok((workspace, turn))
+    }
+
+    fn usable(&self, name: &str, workspace: &Workspace) -> Result<Record> {
+        let record = self.record_of(name, workspace)?;
+        match record.deleted {
+            true => Err(conflict(format!("workspace {name} is half deleted; delete it again"))),
+            false => Ok(record),
+        }
+    }
+
+    /// Writes a record, and only then believes it.
+    async fn keep(&self, workspace: &Workspace, record: Record) -> Result<()> {
+        let (folder, written) = (self.folder.clone(), record.clone());
+        blocking("writing a workspace's file", move || {
+            folder.write(&written).map_err(|error| {
+                Error::host(format!("cannot write {}", folder.path(&written.name).display()), error)
+            })
+        })
+        .await?;
+        *lock(&workspace.state) = State::Kept(record);
+        Ok(())
+    }
+
+    /// Removes what a workspace has no use for any more, if nobody else has.
+    async fn sweep(&self, name: &str) {
+        if let Ok((workspace, _turn)) = self.take_turn(name).await {
+            self.sweep_retired(name, &workspace).await;
+        }
+    }
+
+    async fn sweep_retired(&self, name: &str, workspace: &Workspace) {
+        let Ok(record) = self.usable(name, workspace) else { return };
+        let mut kept = Vec::new();
+        for tag in &record.retired {
+            if self.is_needed(&record, tag).await {
+                kept.push(tag.clone());
+            } else if let Err(error) = self.remove_snapshot(tag).await {
+                tracing::warn!(name, tag, error = error.message, "an old state cannot be removed yet");
+                kept.push(tag.clone());
+            }
+        }
+        if kept != record.retired
+            && let Err(error) = self.keep(workspace, Record { retired: kept, ..record }).await
+        {
+            tracing::warn!(name, error = error.message, "a workspace's file is not up to date");
+        }
+    }
+
+    /// Whether somebody but the workspace's own states would miss an old state.
+    async fn is_needed(&self, record: &Record, tag: &str) -> bool {
+        let sandboxes = self.registry.list();
+        let forked = |sandbox: &Arc<Sandbox>| {
+            sandbox.spec.snapshot_tag.as_deref() == Some(tag)
+                || sandbox.facts().history.rolled_back_to.as_deref() == Some(tag)
+        };
+        if sandboxes
+            .iter()
+            .any(|sandbox| forked(sandbox) && record.live_sandbox_id.as_ref() != Some(&sandbox.id))
+        {
+            return true;
+        }
+        let own: BTreeSet<String> = record.retired.iter().chain(&record.current_state_tag).cloned().collect();
+        let (store, wanted) = (self.snapshots.store.clone(), tag.to_owned());
+        let dependents = blocking("looking for dependents", move || Ok(store.dependents(&wanted)?)).await;
+        match dependents {
+            Ok(dependents) => dependents.iter().any(|dependent| !own.contains(dependent)),
+            Err(error) => error.kind != Kind::NotFound,
+        }
+    }
+
+    /// Removes the name; layers stay as long as others are built on them.
+    async fn remove_snapshot(&self, tag: &str) -> Result<()> {
+        match self.snapshots.remove(tag, Removal::Force).await {
+            Err(error) if error.kind == Kind::NotFound => Ok(()),
+            other => other,
+        }
+    }
+}

@@ -1,0 +1,324 @@
+//! Workspaces on disk: `NAME.json` each, in a folder of their own.
+//!
+//! A file is replaced as a whole: written beside, synced, renamed, the folder synced. So whatever is cut
+//! off when, a record is the old one or the new one. What is read back is not trusted: no link is
+//! followed, nothing large is read, and no name in it goes anywhere unchecked. Calls block.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use forkd_protocol::names::{is_valid_name, is_valid_sandbox_id};
+use serde::{Deserialize, Serialize};
+
+use crate::host::make_private_dir;
+
+/// The version of records this daemon writes and reads.
+const VERSION: u32 = 1;
+/// The largest file that is read. An honest one has less than a KiB.
+const MAX_FILE: u64 = 64 << 10;
+/// The longest name of a workspace: its tags are longer than it, and have a limit, too.
+pub(crate) const MAX_NAME: usize = 48;
+/// As many states as the digits of a tag can count.
+const MAX_STATES: u64 = 999_999_999_999;
+
+/// What is kept of a workspace.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Record {
+    pub(super) version: u32,
+    pub(crate) id: String,
+    pub(crate) name: String,
+    /// What its first sandbox was forked from.
+    pub(crate) source_snapshot_tag: String,
+    /// What the next one is forked from, once it was suspended.
+    pub(crate) current_state_tag: Option<String>,
+    /// The sandbox that is meant to run now.
+    pub(crate) live_sandbox_id: Option<String>,
+    pub(crate) network: bool,
+    pub(crate) memory_limit_mib: Option<u64>,
+    pub(crate) created_at_unix: u64,
+    /// When it was last created, suspended or resumed.
+    pub(crate) last_active_unix: u64,
+    /// How many states were begun: the number in the tag of the last one.
+    pub(crate) states: u64,
+    /// Tags it has no more use for: earlier states, and states that were begun and never finished.
+    pub(crate) retired: Vec<String>,
+    /// Whether somebody began to delete it.
+    pub(crate) deleted: bool,
+}
+
+impl Record {
+    pub(crate) fn new(id: String, name: &str, source_snapshot_tag: &str, now_unix: u64) -> Self {
+        Record {
+            version: VERSION,
+            id,
+            name: name.to_owned(),
+            source_snapshot_tag: source_snapshot_tag.to_owned(),
+            current_state_tag: None,
+            live_sandbox_id: None,
+            network: true,
+            memory_limit_mib: None,
+            created_at_unix: now_unix,
+            last_active_unix: now_unix,
+            states: 0,
+            retired: Vec::new(),
+            deleted: false,
+        }
+    }
+
+    /// The tag of the state with this number; none if there were too many.
+    pub(crate) fn state_tag(&self, number: u64) -> Option<String> {
+        (number <= MAX_STATES).then(|| format!("ws-{}-{number}", self.name))
+    }
+
+    /// What the next sandbox of it is forked from.
+    pub(crate) fn tag(&self) -> &str {
+        self.current_state_tag.as_deref().unwrap_or(&self.source_snapshot_tag)
+    }
+
+    fn parse(bytes: &[u8], name: &str) -> Result<Record, String> {
+        /// What every version has.
+        #[derive(Deserialize)]
+        struct Header {
+            version: u64,
+        }
+        let header: Header = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+        // First of all: what another version wrote may have fields we would call unknown.
+        if header.version != u64::from(VERSION) {
+            return Err(format!("it has version {}, this forkd reads {VERSION}", header.version));
+        }
+        let record: Record = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+        record.check(name)?;
+        Ok(record)
+    }
+
+    fn check(&self, name: &str) -> Result<(), String> {
+        if self.name != name {
+            return Err(format!("it is that of another workspace, {:?}", self.name));
+        }
+        if !is_valid_workspace(name) {
+            return Err("no workspace can have that name".into());
+        }
+        let tags =
+            [&self.source_snapshot_tag].into_iter().chain(&self.current_state_tag).chain(&self.retired);
+        if let Some(tag) = tags.into_iter().find(|tag| !is_valid_name(tag)) {
+            return Err(format!("{tag:?} is no tag"));
+        }
+        if let Some(id) = self.live_sandbox_id.as_ref().filter(|id| !is_valid_sandbox_id(id)) {
+            return Err(format!("{id:?} is no sandbox"));
+        }
+        let mut rest = self.id.strip_prefix("ws").unwrap_or_default().bytes();
+        if self.id.len() > 32 || self.id.len() < 3 || !rest.all(|byte| byte.is_ascii_alphanumeric()) {
+            return Err(format!("{:?} is no id of a workspace", self.id));
+        }
+        if self.states > MAX_STATES {
+            return Err(format!("it says it had {} states", self.states));
+        }
+        Ok(())
+    }
+}
+
+/// Whether a workspace can have this name.
+pub(crate) fn is_valid_workspace(name: &str) -> bool {
+    is_valid_name(name) && name.len() <= MAX_NAME
+}
+
+/// The folder of all records.
+#[derive(Debug, Clone)]
+pub(crate) struct Folder(PathBuf);
+
+impl Folder {
+    /// Opens the folder and reads what is in it: by name each record, or why it cannot be used.
+    #[allow(clippy::type_complexity)]
+    pub(crate) fn open(path: &Path) -> io::Result<(Folder, Vec<(String, Result<Record, String>)>)> {
+        make_private_dir(path)?;
+        let mut found = Vec::new();
+        for entry in fs::read_dir(path)? {
+            let path = entry?.path();
+            let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            if file.starts_with('.') && file.ends_with(NEW) {
+                // Never finished, so never acknowledged.
+                let _ = fs::remove_file(&path);
+                continue;
+            }
+            match file.strip_suffix(JSON).filter(|name| is_valid_workspace(name)) {
+                Some(name) => found.push((name.to_owned(), read(&path, name))),
+                None => tracing::warn!(path = %path.display(), "not a workspace's file; left alone"),
+            }
+        }
+        found.sort_by(|a, b| a.0.cmp(&b.0));
+        Ok((Folder(path.to_owned()), found))
+    }
+
+    /// The file of the workspace `name`.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.0.join(format!("{name}{JSON}"))
+    }
+
+    /// Writes a record: when this returns it will survive a crash.
+    pub(crate) fn write(&self, record: &Record) -> io::Result<()> {
+        record.check(&record.name).map_err(io::Error::other)?;
+        let new = self.0.join(format!(".{}{NEW}", record.name));
+        let _ = fs::remove_file(&new);
+        let mut file = File::options().write(true).create_new(true).mode(0o600).open(&new)?;
+        file.write_all(&serde_json::to_vec_pretty(record)?)?;
+        file.sync_all()?;
+        fs::rename(&new, self.path(&record.name))?;
+        self.sync()
+    }
+
+    /// Removes a record, for good.
+    pub(crate) fn remove(&self, name: &str) -> io::Result<()> {
+        match fs::remove_file(self.path(name)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            other => other?,
+        }
+        self.sync()
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        File::open(&self.0)?.sync_all()
+    }
+}
+
+const JSON: &str = ".json";
+const NEW: &str = ".json.new";
+
+fn read(path: &Path, name: &str) -> Result<Record, String> {
+    // Non-blocking: somebody may have put a pipe there. It means nothing for regular files.
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let opened = File::options().read(true).custom_flags(flags).open(path);
+    let file = opened.map_err(|error| match error.raw_os_error() {
+        Some(libc::ELOOP) => "it is a symbolic link, not a file".into(),
+        _ => error.to_string(),
+    })?;
+    if !file.metadata().map_err(|error| error.to_string())?.is_file() {
+        return Err("it is not a regular file".into());
+    }
+    let mut bytes = Vec::new();
+    file.take(MAX_FILE + 1).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
+    if bytes.len() as u64 > MAX_FILE {
+        return Err(format!("it has more than {} KiB, no record does", MAX_FILE >> 10));
+    }
+    Record::parse(&bytes, name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(name: &str) -> Record {
+        Record {
+            current_state_tag: Some("ws-box-3".into()),
+            live_sandbox_id: Some("sb1".into()),
+            memory_limit_mib: Some(256),
+            states: 3,
+            retired: vec!["ws-box-2".into()],
+            ..Record::new("ws0a".into(), name, "py", 7)
+        }
+    }
+
+    #[test]
+    fn a_record_comes_back_as_it_was_written_and_only_the_last_one() {
+        let place = tempfile::tempdir().unwrap();
+        let path = place.path().join("workspaces");
+        let (folder, found) = Folder::open(&path).unwrap();
+        assert!(found.is_empty());
+        let first = record("box");
+        let last = Record { live_sandbox_id: None, states: 4, ..first.clone() };
+        for written in [&first, &last, &record("a.b")] {
+            folder.write(written).unwrap();
+        }
+        let (_, found) = Folder::open(&path).unwrap();
+        assert_eq!(found, [("a.b".into(), Ok(record("a.b"))), ("box".into(), Ok(last))]);
+        folder.remove("box").unwrap();
+        folder.remove("box").unwrap();
+        assert_eq!(Folder::open(&path).unwrap().1.len(), 1);
+    }
+
+    #[test]
+    fn a_write_that_was_cut_off_leaves_the_old_record_and_nothing_else() {
+        let place = tempfile::tempdir().unwrap();
+        let (folder, _) = Folder::open(place.path()).unwrap();
+        folder.write(&record("box")).unwrap();
+        let whole = serde_json::to_vec(&Record { states: 9, ..record("box") }).unwrap();
+        for length in [0, 1, whole.len() / 2, whole.len()] {
+            fs::write(place.path().join(".box.json.new"), &whole[..length]).unwrap();
+            let (folder, found) = Folder::open(place.path()).unwrap();
+            assert_eq!(found, [("box".into(), Ok(record("box")))]);
+            assert_eq!(fs::read_dir(place.path()).unwrap().count(), 1);
+            // And it is in nobody's way.
+            fs::write(place.path().join(".box.json.new"), &whole[..length]).unwrap();
+            folder.write(&record("box")).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_hostile_file_is_refused_with_the_reason() {
+        let place = tempfile::tempdir().unwrap();
+        let (folder, _) = Folder::open(place.path()).unwrap();
+        folder.write(&record("good")).unwrap();
+        let json = |change: &dyn Fn(&mut serde_json::Value)| {
+            let mut value = serde_json::to_value(record("bad")).unwrap();
+            change(&mut value);
+            value.to_string()
+        };
+        let cases: Vec<(String, &str)> = vec![
+            (String::new(), "EOF"),
+            ("[]".into(), "expected"),
+            ("{\"version\":1}".into(), "missing field"),
+            (json(&|it| it["version"] = 2.into()), "version 2"),
+            (json(&|it| it["version"] = (1u64 << 40).into()), "version 1099511627776"),
+            (json(&|it| it["name"] = "good".into()), "another workspace"),
+            (json(&|it| it["source_snapshot_tag"] = "../../etc".into()), "no tag"),
+            (json(&|it| it["current_state_tag"] = "a/b".into()), "no tag"),
+            (json(&|it| it["retired"] = serde_json::json!(["ok", ".."])), "no tag"),
+            (json(&|it| it["live_sandbox_id"] = "sb/..".into()), "no sandbox"),
+            (json(&|it| it["id"] = "x".into()), "no id"),
+            (json(&|it| it["id"] = "ws".into()), "no id"),
+            (json(&|it| it["states"] = u64::MAX.into()), "states"),
+            (json(&|it| it["surprise"] = 1.into()), "unknown field"),
+            (" ".repeat(80 << 10), "64 KiB"),
+        ];
+        for (text, why) in cases {
+            fs::write(folder.path("bad"), text).unwrap();
+            let (_, found) = Folder::open(place.path()).unwrap();
+            let [(bad, refused), (good, whole)] = &found[..] else { panic!("{found:?}") };
+            assert_eq!((bad.as_str(), good.as_str()), ("bad", "good"));
+            assert!(refused.as_ref().unwrap_err().contains(why), "{refused:?}, not {why}");
+            assert!(whole.is_ok());
+        }
+        fs::remove_file(folder.path("bad")).unwrap();
+        std::os::unix::fs::symlink(folder.path("good"), folder.path("bad")).unwrap();
+        let refused = Folder::open(place.path()).unwrap().1[0].1.clone().unwrap_err();
+        assert!(refused.contains("symbolic link"), "{refused}");
+        fs::remove_file(folder.path("bad")).unwrap();
+        fs::create_dir(folder.path("bad")).unwrap();
+        let refused = Folder::open(place.path()).unwrap().1[0].1.clone().unwrap_err();
+        assert!(refused.contains("regular file"), "{refused}");
+    }
+
+    #[test]
+    fn what_is_not_a_workspaces_file_is_left_alone() {
+        let place = tempfile::tempdir().unwrap();
+        let long = format!("{}.json", "x".repeat(MAX_NAME + 1));
+        for name in ["notes.txt", "-x.json", &long] {
+            fs::write(place.path().join(name), "{}").unwrap();
+        }
+        let (_, found) = Folder::open(place.path()).unwrap();
+        assert!(found.is_empty(), "{found:?}");
+        assert_eq!(fs::read_dir(place.path()).unwrap().count(), 3);
+    }
+
+    #[test]
+    fn the_tag_of_every_state_is_a_tag() {
+        let longest = Record::new("ws1".into(), &"x".repeat(MAX_NAME), "py", 0);
+        assert!(is_valid_name(&longest.state_tag(1).unwrap()));
+        assert!(is_valid_name(&longest.state_tag(MAX_STATES).unwrap()));
+        assert_eq!(longest.state_tag(MAX_STATES + 1), None);
+        assert_eq!(longest.tag(), "py");
+        assert_eq!(record("box").tag(), "ws-box-3");
+    }
+}

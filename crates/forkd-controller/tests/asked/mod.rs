@@ -1,0 +1,123 @@
+//! Asking a daemon and looking at what it answers, and a guest whose state can be seen from outside.
+//!
+//! Failures panic: everything here runs in tests only.
+// Not every test needs all of it.
+#![allow(dead_code, clippy::unwrap_used)]
+
+use forkd_vmm::guest_code;
+use serde_json::Value;
+
+use crate::daemon::{Daemon, eventually};
+
+guest_code! {
+    /// Prints A to Z over and over, a line with one letter every few milliseconds, and says that it is ready whenever
+    /// the VM generation id is another one: at its start, and in every child.
+    pub(crate) fn spells,
+    "xor ebx, ebx",
+    "mov r8d, 65",
+    "2: mov rax, qword ptr [0xe8000]",
+    "cmp rax, rbx",
+    "je 3f",
+    "mov rbx, rax",
+    "mov edx, 0x602",
+    "out dx, al",
+    "3: mov eax, r8d",
+    "mov edx, 0x3f8",
+    "out dx, al",
+    "mov al, 10",
+    "out dx, al",
+    "rdtsc",
+    "shl rdx, 32",
+    "or rax, rdx",
+    "mov rsi, rax",
+    "4: pause",
+    "mov rax, qword ptr [0xe8000]",
+    "cmp rax, rbx",
+    "jne 5f",
+    "rdtsc",
+    "shl rdx, 32",
+    "or rax, rdx",
+    "sub rax, rsi",
+    "cmp rax, 0x1000000",
+    "jb 4b",
+    "5: inc r8d",
+    "cmp r8d, 91",
+    "jb 2b",
+    "mov r8d, 65",
+    "jmp 2b",
+}
+
+guest_code! {
+    /// Is ready once, never again.
+    pub(crate) fn is_mute,
+    "mov edx, 0x602",
+    "out dx, al",
+    "3: hlt",
+    "jmp 3b",
+}
+
+impl Daemon {
+    /// With the two guests above as `kernel` and `mute`.
+    pub(crate) fn spelling() -> Option<Daemon> {
+        Daemon::start(&[("kernel", spells()), ("mute", is_mute())])
+    }
+
+    /// Asks for something that must succeed with this status.
+    pub(crate) fn done(&self, status: u16, method: &str, path: &str, body: Option<Value>) -> Value {
+        let (got, answer) = self.request(method, path, body);
+        assert_eq!(got, status, "{method} {path}: {answer}\n{}", self.log());
+        answer
+    }
+
+    /// Asks for something that must fail with this status and say this.
+    pub(crate) fn refused(&self, status: u16, why: &str, method: &str, path: &str, body: Option<Value>) {
+        let (got, answer) = self.request(method, path, body);
+        assert_eq!(got, status, "{method} {path}: {answer}\n{}", self.log());
+        assert!(answer["error"].as_str().unwrap().contains(why), "{answer}");
+    }
+
+    pub(crate) fn sandbox(&self, id: &str) -> Value {
+        self.done(200, "GET", &format!("/v1/sandboxes/{id}"), None)
+    }
+
+    /// The process children of `tag` are forked from.
+    pub(crate) fn template_of(&self, tag: &str) -> i32 {
+        let info = self.done(200, "GET", &format!("/v1/snapshots/{tag}"), None);
+        info["template"]["pid"].as_i64().unwrap() as i32
+    }
+
+    /// What a guest has printed.
+    pub(crate) fn printed(&self, id: &str) -> String {
+        let console = self.place("sandboxes").join(id).join("console.log");
+        std::fs::read_to_string(console).unwrap_or_default()
+    }
+
+    /// The first letter of a guest that [`spells`]: tells which instant it was forked from.
+    pub(crate) fn first_letter(&self, id: &str) -> char {
+        eventually("a letter", || !self.printed(id).is_empty());
+        self.printed(id).chars().next().unwrap()
+    }
+
+    /// Kills the daemon, which may be answering somebody, and does not wait for anything.
+    pub(crate) fn pull_the_plug(&self) {
+        let pid = rustix::process::Pid::from_raw(self.child.id() as i32).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    }
+}
+
+/// How many live processes `pid` has forked.
+pub(crate) fn children_of(pid: i32) -> usize {
+    let parent = |stat: &str| -> Option<i32> { stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok() };
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    let stats = processes.filter_map(|entry| std::fs::read_to_string(entry.path().join("stat")).ok());
+    stats.filter(|stat| !stat.contains(") Z ") && parent(stat) == Some(pid)).count()
+}
+
+pub(crate) fn id(info: &Value) -> String {
+    info["id"].as_str().unwrap().to_owned()
+}
+
+/// A sandbox's route.
+pub(crate) fn route(info: &Value, verb: &str) -> String {
+    format!("/v1/sandboxes/{}/{verb}", id(info))
+}

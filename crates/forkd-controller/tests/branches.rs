@@ -1,0 +1,636 @@
+//! Branching for real, with guests of a few instructions: they run wherever `/dev/kvm` opens.
+//!
+//! Failures panic: everything here runs in tests only.
+#![allow(clippy::unwrap_used)]
+
+mod daemon;
+
+use std::time::{Duration, Instant};
+
+use daemon::{Daemon, eventually, launch, pid, runs, within};
+use forkd_vmm::guest_code;
+use serde_json::{Value, json};
+
+guest_code! {
+    /// Counts its forks: whenever the VM generation id changes, which it does in every child, it adds one
+    /// page with the new count to those it has, looks through all of them, and writes the count to the
+    /// console, or an X if one is not as it was written. Says that it is ready. Meanwhile it keeps writing
+    /// to memory.
+    fn counts_its_forks,
+    "mov edx, 0x602",
+    "mov rbx, qword ptr [0xe8000]",
+    "out dx, al",
+    "2: pause",
+    "inc qword ptr [0x210000]",
+    "cmp rbx, qword ptr [0xe8000]",
+    "je 2b",
+    "mov rbx, qword ptr [0xe8000]",
+    "inc qword ptr [0x200000]",
+    "mov rax, qword ptr [0x200000]",
+    "mov rcx, rax",
+    "shl rcx, 12",
+    "mov qword ptr [rcx + 0x300000], rax",
+    "mov rsi, rax",
+    "3: test rsi, rsi",
+    "jz 4f",
+    "mov rcx, rsi",
+    "shl rcx, 12",
+    "cmp qword ptr [rcx + 0x300000], rsi",
+    "jne 5f",
+    "dec rsi",
+    "jmp 3b",
+    "4: add al, '0'",
+    "jmp 6f",
+    "5: mov al, 'X'",
+    "6: mov edx, 0x3f8",
+    "out dx, al",
+    "mov al, 10",
+    "out dx, al",
+    "mov edx, 0x602",
+    "out dx, al",
+    "jmp 2b",
+}
+
+#[test]
+fn the_daemon() {
+    daemon::run();
+}
+
+/// A daemon with the snapshot `root`.
+fn start() -> Option<Daemon> {
+    let daemon = Daemon::start(&[("kernel", counts_its_forks())])?;
+    daemon.snapshot("root", "kernel");
+    Some(daemon)
+}
+
+fn id(sandbox: &Value) -> &str {
+    sandbox["id"].as_str().unwrap()
+}
+
+trait Branching {
+    fn try_branch(&self, sandbox: &Value, body: Value) -> (u16, Value);
+    fn branch(&self, sandbox: &Value, body: Value) -> Value;
+    fn one(&self, tag: &str) -> Value;
+    fn info(&self, tag: &str) -> Value;
+    fn console(&self, sandbox: &Value) -> String;
+    fn becomes_ready(&self, tag: &str) -> Value;
+    fn gone(&self);
+}
+
+impl Branching for Daemon {
+    fn try_branch(&self, sandbox: &Value, body: Value) -> (u16, Value) {
+        self.request("POST", &format!("/v1/sandboxes/{}/branch", id(sandbox)), Some(body))
+    }
+
+    fn branch(&self, sandbox: &Value, body: Value) -> Value {
+        let (status, info) = self.try_branch(sandbox, body.clone());
+        let expected = if body["wait"] == false { 202 } else { 201 };
+        assert_eq!(status, expected, "{info}\n{}", self.log());
+        info
+    }
+
+    /// One child.
+    fn one(&self, tag: &str) -> Value {
+        self.spawn(tag, 1).remove(0)
+    }
+
+    fn info(&self, tag: &str) -> Value {
+        let (status, info) = self.request("GET", &format!("/v1/snapshots/{tag}/info"), None);
+        assert_eq!(status, 200, "{info}");
+        info
+    }
+
+    /// What the guest has counted to.
+    fn console(&self, sandbox: &Value) -> String {
+        let path = self.place("sandboxes").join(id(sandbox)).join("console.log");
+        let text = || std::fs::read_to_string(&path).unwrap();
+        eventually("a count", || text().ends_with('\n'));
+        text().trim().to_owned()
+    }
+
+    fn becomes_ready(&self, tag: &str) -> Value {
+        let now = || self.request("GET", &format!("/v1/snapshots/{tag}"), None).1;
+        // Savers come after everybody else, and these guests never rest.
+        within(Duration::from_secs(180), "a branch on disk", || now()["status"] != "writing");
+        let info = now();
+        assert_eq!(info["status"], "ready", "{info}\n{}", self.log());
+        info
+    }
+
+    /// Removes everything, and finds that nothing is left.
+    fn gone(&self) {
+        self.delete_all();
+        eventually("no sandboxes", || self.left("sandboxes") == 0);
+        for snapshot in self.request("GET", "/v1/snapshots", None).1.as_array().unwrap() {
+            let path = format!("/v1/snapshots/{}?cascade=true", snapshot["tag"].as_str().unwrap());
+            let (status, error) = self.request("DELETE", &path, None);
+            // A cascade may have taken it along.
+            assert!(status == 204 || status == 404, "{error}");
+        }
+        for folder in ["templates", "snapshots"] {
+            eventually("empty folders", || self.left(folder) == 0);
+        }
+        assert!(self.monitors().is_empty());
+    }
+}
+
+#[test]
+fn a_branch_can_be_forked_from_at_once_and_is_on_disk_later() {
+    let Some(daemon) = start() else { return };
+    let source = daemon.one("root");
+    assert_eq!(daemon.console(&source), "1");
+    let begun = Instant::now();
+    let branch = daemon.branch(&source, json!({"tag": "b", "mode": "live", "wait": false}));
+    let took = begun.elapsed();
+    assert_eq!(branch["branched_from"], source["id"]);
+    assert_eq!((&branch["mode"], &branch["quiesced"]), (&json!("live"), &json!(false)), "no agent");
+    assert!(branch["pause_ms"].as_f64().unwrap() > 0.0, "{branch}");
+    assert_eq!(branch["bootable"], true);
+    assert_eq!(branch["template"]["source"], "memory");
+    let children = daemon.spawn("b", 3);
+    if std::env::var_os("FORKD_TIMES").is_some() {
+        eprintln!("branch {took:?}, pause {} ms, then {} ms", branch["pause_ms"], children[0]["ready_ms"]);
+    }
+    for child in &children {
+        assert_eq!(daemon.console(child), "2");
+        assert_eq!(child["snapshot_tag"], "b");
+    }
+    assert_eq!(daemon.console(&source), "1", "the source went on as it was");
+    let info = daemon.becomes_ready("b");
+    assert_eq!((&info["parent_tag"], &info["chain_depth"]), (&json!("root"), &json!(1)), "{info}");
+    let written = info["diff_logical_bytes"].as_u64().unwrap();
+    assert!(written > 0 && written < 1 << 20, "a few pages differ: {info}");
+    assert!(info["diff_ms"].as_f64().unwrap() > 0.0 && info["bytes_written"].as_u64().unwrap() > 0, "{info}");
+    assert_eq!(
+        info["created_at_unix"].as_u64().unwrap() / 100,
+        branch["created_at_unix"].as_u64().unwrap() / 100
+    );
+
+    // From disk the same.
+    assert_eq!(daemon.request("POST", "/v1/snapshots/b/unload", None).0, 204);
+    let child = daemon.one("b");
+    assert_eq!(daemon.console(&child), "2");
+    let (_, now) = daemon.request("GET", "/v1/snapshots/b", None);
+    assert_eq!(now["template"]["source"], "disk");
+    let old = branch["template"]["pid"].as_i64().unwrap() as i32;
+    assert!(runs(old), "it has children");
+    daemon.gone();
+    assert!(!runs(old));
+}
+
+#[test]
+fn the_modes_wait_for_the_disk_and_store_what_they_say() {
+    let Some(daemon) = start() else { return };
+    let source = daemon.one("root");
+    let full = daemon.branch(&source, json!({"tag": "full"}));
+    assert_eq!((&full["status"], &full["mode"]), (&json!("ready"), &json!("full")));
+    assert_eq!((&full["chain_depth"], &full["parent_tag"]), (&json!(0), &Value::Null), "{full}");
+    let diff = daemon.branch(&source, json!({"tag": "diff", "mode": "diff", "parent_tag": "root"}));
+    assert_eq!((&diff["status"], &diff["chain_depth"]), (&json!("ready"), &json!(1)), "{diff}");
+    let live = daemon.branch(&source, json!({"live": true, "live_fork": true}));
+    assert_eq!((&live["status"], &live["parent_tag"]), (&json!("ready"), &json!("root")), "{live}");
+    let tag = live["tag"].as_str().unwrap();
+    let parts: Vec<&str> = tag.split('-').collect();
+    assert!(parts[0] == "branch" && parts[1] == id(&source) && parts[3].len() == 4, "{tag}");
+
+    let info = daemon.info("root");
+    let mut dependents = vec!["diff", tag];
+    dependents.sort_unstable();
+    assert_eq!(info["dependents"], json!(dependents), "{info}");
+    let info = daemon.info("diff");
+    assert_eq!((&info["ancestors"], &info["parent_tag"]), (&json!(["root"]), &json!("root")));
+    assert_eq!(info["parent_content_hash"].as_str().unwrap().len(), 64);
+    assert_eq!(info["layers"].as_array().unwrap().len(), 2);
+    assert_eq!((&info["layers"][0]["kind"], &info["layers"][0]["shared_by"]), (&json!("memory"), &json!(3)));
+    assert!(info["own_memory_bytes"].as_u64() < info["memory_physical_bytes"].as_u64(), "{info}");
+    let info = daemon.info("full");
+    assert_eq!((&info["ancestors"], &info["dependents"]), (&json!([]), &json!([])), "{info}");
+    assert_eq!(info["layers"].as_array().unwrap().len(), 1);
+    for tag in ["full", "diff", tag] {
+        assert_eq!(daemon.request("POST", &format!("/v1/snapshots/{tag}/unload"), None).0, 204);
+        assert_eq!(daemon.console(&daemon.one(tag)), "2", "{tag}");
+    }
+    daemon.gone();
+}
+
+#[test]
+fn a_wrong_request_changes_nothing() {
+    let Some(daemon) = start() else { return };
+    let source = daemon.one("root");
+    daemon.branch(&source, json!({"tag": "taken"}));
+    for (status, body, why) in [
+        (400, json!({"tag": "x", "mode": "diff", "diff": true}), "either `mode`"),
+        (400, json!({"tag": "x", "diff": true, "live": true}), "either `diff` or `live`"),
+        (400, json!({"tag": "x", "wait": false}), "only a `live` branch"),
+        (400, json!({"tag": "x", "mode": "diff", "wait": false}), "only a `live` branch"),
+        (400, json!({"tag": "x", "mode": "diff", "parent_tag": "taken"}), "only be root"),
+        (400, json!({"tag": "x", "mode": "live", "parent_tag": "root"}), "`diff` only"),
+        (400, json!({"tag": "x", "mode": "quick"}), "mode can be"),
+        (400, json!({"tag": "../x"}), "tag must be"),
+        (409, json!({"tag": "taken"}), "exists"),
+        (409, json!({"tag": "root"}), "exists"),
+    ] {
+        let (got, error) = daemon.try_branch(&source, body.clone());
+        assert_eq!(got, status, "{body}: {error}");
+        assert!(error["error"].as_str().unwrap().contains(why), "{error}");
+    }
+    let (status, error) = daemon.try_branch(&json!({"id": "sbnobody"}), json!({}));
+    assert_eq!(status, 404, "{error}");
+    let process = rustix::process::Pid::from_raw(pid(&source)).unwrap();
+    rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
+    let state = || daemon.request("GET", &format!("/v1/sandboxes/{}", id(&source)), None).1;
+    eventually("its end", || state()["state"] == "ended");
+    let (status, error) = daemon.try_branch(&source, json!({"tag": "x"}));
+    assert!(status == 409 && error["error"].as_str().unwrap().contains("has ended"), "{error}");
+    assert_eq!(daemon.request("GET", "/v1/snapshots/x", None).0, 404);
+    daemon.gone();
+}
+
+#[test]
+fn many_branches_of_one_sandbox_and_of_branches_are_each_what_they_were() {
+    let Some(daemon) = start() else { return };
+    let source = daemon.one("root");
+    // Ten in a row, each forked from before it is on disk.
+    for n in 0..10 {
+        let tag = format!("row{n}");
+        daemon.branch(&source, json!({"tag": tag, "mode": "live", "wait": false}));
+        let child = daemon.one(&tag);
+        assert_eq!(daemon.console(&child), "2");
+        // They never rest, and savers come after everybody else.
+        assert_eq!(daemon.request("DELETE", &format!("/v1/sandboxes/{}", id(&child)), None).0, 204);
+    }
+    // A branch of a child of a branch, while none of them is on disk.
+    let mut newest = source.clone();
+    for n in 0..4 {
+        let tag = format!("deep{n}");
+        daemon.branch(&newest, json!({"tag": tag, "mode": "live", "wait": false}));
+        newest = daemon.one(&tag);
+        assert_eq!(daemon.console(&newest), (n + 2).to_string());
+    }
+    daemon.delete_all();
+    for n in 0..4 {
+        let info = daemon.becomes_ready(&format!("deep{n}"));
+        assert_eq!(info["chain_depth"], n + 1, "{info}");
+    }
+    for n in 0..10 {
+        assert_eq!(daemon.becomes_ready(&format!("row{n}"))["parent_tag"], "root");
+    }
+    assert_eq!(daemon.info("deep3")["ancestors"], json!(["root", "deep0", "deep1", "deep2"]));
+    daemon.gone();
+}
+
+#[test]
+fn a_chain_of_four_is_loaded_from_disk_each_time_and_compacted() {
+    let Some(daemon) = start() else { return };
+    let mut tag = String::from("root");
+    for n in 1..=4 {
+        assert_eq!(daemon.request("POST", &format!("/v1/snapshots/{tag}/unload"), None).0, 204);
+        let child = daemon.one(&tag);
+        assert_eq!(daemon.console(&child), n.to_string());
+        tag = format!("link{n}");
+        let info = daemon.branch(&child, json!({"tag": tag, "mode": "diff"}));
+        assert_eq!(info["chain_depth"], n, "{info}");
+        daemon.delete_all();
+    }
+    assert_eq!(daemon.request("POST", "/v1/snapshots/link4/unload", None).0, 204);
+    let compact = |tag: &str, to: &str| {
+        daemon.request("POST", &format!("/v1/snapshots/{tag}/compact"), Some(json!({"to": to})))
+    };
+    assert_eq!(compact("link4", "link4").0, 400);
+    assert_eq!(compact("link4", "../x").0, 400);
+    assert_eq!(compact("link4", "link3").0, 409);
+    assert_eq!(compact("nobody", "x").0, 404);
+    let (status, info) = compact("link4", "whole");
+    assert_eq!(status, 200, "{info}\n{}", daemon.log());
+    assert_eq!(
+        (&info["branched_from"], &info["chain_depth"]),
+        (&json!("compact:link4"), &json!(0)),
+        "{info}"
+    );
+    assert_eq!(daemon.info("whole")["layers"].as_array().unwrap().len(), 1);
+    // Nothing of what it was made of is needed.
+    assert_eq!(daemon.request("DELETE", "/v1/snapshots/root?cascade=true", None).0, 204);
+    let tags: Vec<Value> = daemon.request("GET", "/v1/snapshots", None).1.as_array().unwrap().clone();
+    assert_eq!(tags.len(), 1, "{tags:?}");
+    assert_eq!(daemon.console(&daemon.one("whole")), "5");
+    daemon.gone();
+}
+
+#[test]
+fn a_snapshot_that_others_need_is_not_removed_by_accident() {
+    let Some(daemon) = start() else { return };
+    let source = daemon.one("root");
+    daemon.branch(&source, json!({"tag": "a", "mode": "diff"}));
+    let child = daemon.one("a");
+    daemon.branch(&child, json!({"tag": "b", "mode": "diff"}));
+    let delete = |path: &str| daemon.request("DELETE", &format!("/v1/snapshots/{path}"), None);
+    let (status, error) = delete("root");
+    assert!(status == 409 && error["error"].as_str().unwrap().contains("a, b"), "{error}");
+    assert_eq!(delete("root?cascade=true&force=true").0, 400);
+    assert_eq!(delete("nobody").0, 404);
+    // Only the name goes: what needs its layers still has them.
+    assert_eq!(delete("root?force=true").0, 204);
+    assert_eq!(daemon.request("GET", "/v1/snapshots/root", None).0, 404);
+    assert_eq!(daemon.request("POST", "/v1/snapshots/b/unload", None).0, 204);
+    assert_eq!(daemon.console(&daemon.one("b")), "3");
+    assert_eq!(daemon.info("b")["ancestors"], json!(["root", "a"]));
+    // The sandbox's own snapshot is gone: its branch is stored in full.
+    let info = daemon.branch(&source, json!({"tag": "c", "mode": "diff"}));
+    assert_eq!((&info["chain_depth"], &info["parent_tag"]), (&json!(0), &Value::Null), "{info}");
+    assert_eq!(delete("a?cascade=true").0, 204);
+    assert_eq!(daemon.request("GET", "/v1/snapshots/b", None).0, 404);
+    assert!(runs(pid(&child)), "who runs goes on");
+    daemon.gone();
+}
+
+/// The processes whose parent `parent` is.
+fn forked_by(parent: i32) -> Vec<i32> {
+    let path = format!("/proc/{parent}/task/{parent}/children");
+    let children = std::fs::read_to_string(path).unwrap_or_default();
+    children.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
+}
+
+/// Kills the next savers of `tag`, whose template has no other children: `most` of them, or as many as there
+/// are until it is written. How many that were.
+fn kill_savers(daemon: &Daemon, tag: &str, most: usize) -> usize {
+    let info = || daemon.request("GET", &format!("/v1/snapshots/{tag}"), None);
+    let mut killed = Vec::new();
+    let mut looked = Instant::now();
+    let mut template = None;
+    loop {
+        if template.is_none() || looked.elapsed() > Duration::from_millis(50) {
+            let (status, info) = info();
+            template = info["template"]["pid"].as_i64().map(|pid| pid as i32).or(template);
+            looked = Instant::now();
+            if (status != 200 || info["status"] != "writing") && template.is_some() {
+                return killed.len();
+            }
+        }
+        for saver in template.map(forked_by).unwrap_or_default() {
+            if killed.contains(&saver) || killed.len() == most {
+                continue;
+            }
+            let process = rustix::process::Pid::from_raw(saver).unwrap();
+            if rustix::process::kill_process(process, rustix::process::Signal::KILL).is_ok() {
+                killed.push(saver);
+            }
+        }
+        if killed.len() == most {
+            return most;
+        }
+    }
+}
+
+/// Savers are quick: it may take several branches to catch one.
+const ROUNDS: usize = 40;
+
+#[test]
+fn a_saver_that_is_killed_is_tried_once_more_and_then_given_up() {
+    let Some(daemon) = start() else { return };
+    let source = daemon.one("root");
+    let branch = |tag: &str| daemon.branch(&source, json!({"tag": tag, "mode": "live", "wait": false}));
+    let status = |tag: &str| daemon.request("GET", &format!("/v1/snapshots/{tag}"), None).1;
+    let once = (0..ROUNDS).find(|round| {
+        let tag = format!("once{round}");
+        branch(&tag);
+        let killed = kill_savers(&daemon, &tag, 1);
+        daemon.becomes_ready(&tag);
+        killed == 1
+    });
+    assert!(once.is_some(), "no saver was caught");
+
+    let twice = (0..ROUNDS).map(|round| format!("twice{round}")).find(|tag| {
+        branch(tag);
+        let killed = kill_savers(&daemon, tag, 2);
+        within(Duration::from_secs(180), "what came of it", || status(tag)["status"] != "writing");
+        // Killed after its work was done, it may have been good enough.
+        killed == 2 && status(tag)["status"] == "failed"
+    });
+    let failed = status(twice.as_deref().expect("no two savers were caught"));
+    assert!(failed["error"].as_str().unwrap().contains("signal 9"), "{failed}");
+    assert_eq!(failed["bootable"], true, "its template lives: {failed}");
+    let tag = twice.unwrap();
+    let child = daemon.one(&tag);
+    assert_eq!(daemon.console(&child), "2");
+    // What came from it has nothing to be a difference to.
+    let info = daemon.branch(&child, json!({"tag": "whole", "mode": "diff"}));
+    assert_eq!((&info["chain_depth"], &info["parent_tag"]), (&json!(0), &Value::Null), "{info}");
+    let (code, error) = daemon.request("POST", &format!("/v1/snapshots/{tag}/unload"), None);
+    assert_eq!(code, 409, "{error}");
+    assert_eq!(daemon.request("DELETE", &format!("/v1/snapshots/{tag}"), None).0, 204);
+    assert_eq!(daemon.request("GET", &format!("/v1/snapshots/{tag}"), None).0, 404);
+    assert!(runs(pid(&child)));
+
+    // Who waits is told, and the tag is free again.
+    let told = (0..ROUNDS).find(|round| {
+        let tag = format!("told{round}");
+        let (status, answer) = std::thread::scope(|scope| {
+            let asked = scope.spawn(|| daemon.try_branch(&source, json!({"tag": tag, "mode": "diff"})));
+            kill_savers(&daemon, &tag, 2);
+            asked.join().unwrap()
+        });
+        if status == 201 {
+            return false;
+        }
+        assert_eq!(status, 500, "{answer}");
+        assert!(answer["error"].as_str().unwrap().contains("signal 9"), "{answer}");
+        assert_eq!(daemon.request("GET", &format!("/v1/snapshots/{tag}"), None).0, 404);
+        daemon.branch(&source, json!({"tag": tag, "mode": "diff"}));
+        true
+    });
+    assert!(told.is_some(), "no two savers were caught");
+    daemon.gone();
+}
+
+#[test]
+fn a_daemon_that_is_killed_while_a_branch_is_written_finishes_it_later() {
+    let Some(mut daemon) = start() else { return };
+    let source = daemon.one("root");
+    daemon.branch(&source, json!({"tag": "a", "mode": "live", "wait": false}));
+    let child = daemon.one("a");
+    // One that came from one that is not on disk, either.
+    daemon.branch(&child, json!({"tag": "b", "mode": "live", "wait": false}));
+    daemon.restart();
+    for (tag, parent, depth) in [("a", "root", 1), ("b", "a", 2)] {
+        let info = daemon.becomes_ready(tag);
+        assert_eq!(info["branched_from"], if tag == "a" { &source["id"] } else { &child["id"] }.clone());
+        assert!(info["pause_ms"].as_f64().unwrap() > 0.0, "{info}");
+        // It may have been on disk before; if not, it is a difference to the same.
+        assert_eq!((&info["parent_tag"], &info["chain_depth"]), (&json!(parent), &json!(depth)), "{info}");
+    }
+    for (tag, count) in [("a", "2"), ("b", "3")] {
+        assert_eq!(daemon.console(&daemon.one(tag)), count);
+        assert_eq!(daemon.request("POST", &format!("/v1/snapshots/{tag}/unload"), None).0, 204);
+        assert_eq!(daemon.console(&daemon.one(tag)), count);
+    }
+    // The source lives on, and can be branched again.
+    assert_eq!(daemon.branch(&source, json!({"tag": "c", "mode": "diff"}))["parent_tag"], "root");
+    // Asked to stop, it leaves branches to the next one, too.
+    daemon.branch(&source, json!({"tag": "d", "mode": "live", "wait": false}));
+    daemon.terminate();
+    daemon.child = launch(daemon.folder.path());
+    daemon.up();
+    daemon.becomes_ready("d");
+    assert_eq!(daemon.console(&daemon.one("d")), "2");
+    daemon.gone();
+}
+
+#[test]
+fn a_branch_of_a_lineage_outlives_what_the_lineage_began_with() {
+    let Some(mut daemon) = start() else { return };
+    let source = daemon.one("root");
+    daemon.branch(&source, json!({"tag": "a", "mode": "live", "wait": false}));
+    let child = daemon.one("a");
+    daemon.becomes_ready("a");
+    assert_eq!(daemon.request("DELETE", &format!("/v1/sandboxes/{}", id(&source)), None).0, 204);
+    assert_eq!(daemon.request("DELETE", "/v1/snapshots/root?force=true", None).0, 204);
+    eventually("the root's template's end", || daemon.left("templates") == 1);
+    daemon.restart();
+    assert!(runs(pid(&child)));
+    assert_eq!(daemon.console(&daemon.one("a")), "2");
+    let info = daemon.branch(&child, json!({"tag": "b", "mode": "diff"}));
+    assert_eq!(info["parent_tag"], "a", "{info}");
+    daemon.gone();
+}
+
+#[test]
+fn a_removed_branch_leaves_nothing_while_it_is_being_written() {
+    let Some(daemon) = start() else { return };
+    let source = daemon.one("root");
+    for n in 0..5 {
+        let tag = format!("b{n}");
+        let branch = daemon.branch(&source, json!({"tag": tag, "mode": "live", "wait": false}));
+        let template = branch["template"]["pid"].as_i64().unwrap() as i32;
+        let child = (n == 0).then(|| daemon.one(&tag));
+        assert_eq!(daemon.request("DELETE", &format!("/v1/snapshots/{tag}"), None).0, 204);
+        assert_eq!(daemon.request("GET", &format!("/v1/snapshots/{tag}"), None).0, 404);
+        if let Some(child) = child {
+            assert!(runs(template) && runs(pid(&child)), "its child needs it");
+            assert_eq!(daemon.request("DELETE", &format!("/v1/sandboxes/{}", id(&child)), None).0, 204);
+        }
+        eventually("its template's end", || !runs(template));
+    }
+    daemon.gone();
+}
+
+#[test]
+fn old_branches_go_when_nothing_needs_them() {
+    let Some(mut daemon) = start() else { return };
+    std::fs::write(daemon.path().join("limits.json"), r#"{"branch_max_count": 2}"#).unwrap();
+    let source = daemon.one("root");
+    daemon.branch(&source, json!({"tag": "used", "mode": "diff"}));
+    let child = daemon.one("used");
+    daemon.branch(&child, json!({"tag": "needed", "mode": "diff"}));
+    daemon.restart();
+    // In the order of their seconds, and not of their names.
+    for tag in ["z", "y", "x"] {
+        std::thread::sleep(Duration::from_millis(1100));
+        daemon.branch(&source, json!({"tag": tag, "mode": "diff"}));
+    }
+    let there = |tag: &str| daemon.request("GET", &format!("/v1/snapshots/{tag}"), None).0 == 200;
+    eventually("the oldest's end", || !there("z") && !there("needed"));
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(there("used") && there("root"), "a sandbox was forked from it");
+    assert!(there("x"), "the newest");
+    daemon.gone();
+}
+
+#[test]
+fn more_branches_at_a_time_than_allowed_are_told_to_come_later() {
+    let Some(mut daemon) = start() else { return };
+    std::fs::write(daemon.path().join("limits.json"), r#"{"max_branches": 0}"#).unwrap();
+    let source = daemon.one("root");
+    daemon.restart();
+    let (status, error) = daemon.try_branch(&source, json!({"tag": "b"}));
+    assert!(status == 503 && error["error"].as_str().unwrap().contains("limit"), "{error}");
+    assert_eq!(daemon.request("GET", "/v1/snapshots/b", None).0, 404);
+    daemon.gone();
+}
+
+#[test]
+fn a_sandbox_that_is_deleted_while_it_is_branched_leaves_a_whole_branch_or_none() {
+    let Some(daemon) = start() else { return };
+    let mut whole = 0;
+    for (round, source) in daemon.spawn("root", 12).iter().enumerate() {
+        let tag = format!("b{round}");
+        let (status, answer) = std::thread::scope(|scope| {
+            let live = json!({"tag": tag, "mode": "live", "wait": false});
+            let asked = scope.spawn(|| daemon.try_branch(source, live));
+            std::thread::sleep(Duration::from_millis(round as u64));
+            assert_eq!(daemon.request("DELETE", &format!("/v1/sandboxes/{}", id(source)), None).0, 204);
+            asked.join().unwrap()
+        });
+        if status == 202 {
+            daemon.becomes_ready(&tag);
+            let child = daemon.one(&tag);
+            assert_eq!(daemon.console(&child), "2");
+            assert_eq!(daemon.request("DELETE", &format!("/v1/sandboxes/{}", id(&child)), None).0, 204);
+            whole += 1;
+        } else {
+            assert!(status == 404 || status == 409, "{status} {answer}");
+            assert_eq!(daemon.request("GET", &format!("/v1/snapshots/{tag}"), None).0, 404);
+        }
+    }
+    // The last was left alone long enough.
+    assert!(whole > 0);
+    daemon.gone();
+}
+
+#[test]
+fn a_daemon_killed_at_any_moment_of_a_branch_loses_none_that_was_acknowledged() {
+    let Some(mut daemon) = start() else { return };
+    let source = daemon.one("root");
+    for round in 0..6 {
+        let asking = std::sync::atomic::AtomicBool::new(true);
+        let acknowledged = std::thread::scope(|scope| {
+            let asked = scope.spawn(|| {
+                let mut acknowledged = Vec::new();
+                let path = format!("/v1/sandboxes/{}/branch", id(&source));
+                for n in 0..50 {
+                    let tag = format!("b{round}.{n}");
+                    let live = json!({"tag": tag, "mode": "live", "wait": false});
+                    match daemon.try_request("POST", &path, Some(live)) {
+                        Some((202, _)) => acknowledged.push(tag),
+                        Some((503, _)) => {}
+                        Some(other) => panic!("{other:?}"),
+                        None => break,
+                    }
+                    if !asking.load(std::sync::atomic::Ordering::Relaxed) {
+                        break;
+                    }
+                }
+                acknowledged
+            });
+            std::thread::sleep(Duration::from_millis(30 + 37 * round));
+            let process = rustix::process::Pid::from_raw(daemon.child.id() as i32).unwrap();
+            rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
+            asking.store(false, std::sync::atomic::Ordering::Relaxed);
+            asked.join().unwrap()
+        });
+        daemon.restart();
+        for tag in &acknowledged {
+            assert_eq!(daemon.becomes_ready(tag)["parent_tag"], "root", "{tag}");
+        }
+        let all = daemon.request("GET", "/v1/snapshots", None).1.as_array().unwrap().clone();
+        for snapshot in all.iter().filter(|snapshot| snapshot["tag"] != "root") {
+            let tag = snapshot["tag"].as_str().unwrap();
+            // Whole, whether somebody was told of it or not.
+            daemon.becomes_ready(tag);
+            assert_eq!(daemon.request("POST", &format!("/v1/snapshots/{tag}/unload"), None).0, 204);
+        }
+        if let Some(tag) = acknowledged.last() {
+            let child = daemon.one(tag);
+            assert_eq!(daemon.console(&child), "2");
+            assert_eq!(daemon.request("DELETE", &format!("/v1/sandboxes/{}", id(&child)), None).0, 204);
+        }
+        for snapshot in all.iter().filter(|snapshot| snapshot["tag"] != "root") {
+            let path = format!("/v1/snapshots/{}", snapshot["tag"].as_str().unwrap());
+            assert_eq!(daemon.request("DELETE", &path, None).0, 204);
+        }
+        // The root's own, and nothing half-made.
+        eventually("no templates but one", || daemon.left("templates") == 1);
+        let state = daemon.request("GET", &format!("/v1/sandboxes/{}", id(&source)), None).1;
+        assert_eq!(state["state"], "running", "{state}");
+    }
+    daemon.gone();
+}

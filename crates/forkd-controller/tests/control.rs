@@ -1,0 +1,233 @@
+//! Pausing, resuming and taking back, for real, with guests of a few instructions: wherever `/dev/kvm`
+//! opens.
+//!
+//! Failures panic: everything here runs in tests only.
+#![allow(clippy::unwrap_used)]
+
+mod asked;
+mod daemon;
+
+use std::time::{Duration, Instant};
+
+use asked::{children_of, id, route};
+use daemon::{Daemon, eventually, pid, runs};
+use serde_json::{Value, json};
+
+#[test]
+fn the_daemon() {
+    daemon::run();
+}
+
+#[test]
+fn a_paused_sandbox_stands_still_until_it_is_resumed_also_across_a_restart() {
+    let Some(mut daemon) = Daemon::spelling() else { return };
+    daemon.snapshot("tiny", "kernel");
+    let child = daemon.spawn("tiny", 1).remove(0);
+    let name = id(&child);
+    let still = |daemon: &Daemon| {
+        let before = daemon.printed(&name).len();
+        std::thread::sleep(Duration::from_millis(300));
+        before == daemon.printed(&name).len()
+    };
+    assert!(!still(&daemon), "it spells");
+    for _ in 0..2 {
+        let paused = daemon.done(200, "POST", &route(&child, "pause"), None);
+        assert_eq!((&paused["state"], &paused["pid"]), (&json!("paused"), &child["pid"]));
+    }
+    assert!(still(&daemon));
+    daemon.refused(409, &format!("forkd resume {name}"), "POST", &route(&child, "ping"), None);
+    daemon.refused(
+        409,
+        &format!("forkd resume {name}"),
+        "POST",
+        &route(&child, "exec"),
+        Some(json!({"args": ["true"]})),
+    );
+
+    daemon.restart();
+    assert_eq!(daemon.sandbox(&name)["state"], "paused");
+    assert!(still(&daemon));
+    for _ in 0..2 {
+        let resumed = daemon.done(200, "POST", &route(&child, "resume"), None);
+        assert_eq!((&resumed["state"], &resumed["pid"]), (&json!("running"), &child["pid"]));
+    }
+    assert!(!still(&daemon), "it spells on");
+
+    // A paused one can be deleted like any other; one that ended cannot be paused.
+    daemon.done(200, "POST", &route(&child, "pause"), None);
+    daemon.done(204, "DELETE", &format!("/v1/sandboxes/{name}"), None);
+    eventually("its end", || !runs(pid(&child)));
+    daemon.refused(404, "no sandbox", "POST", &route(&child, "pause"), None);
+    let other = daemon.spawn("tiny", 1).remove(0);
+    let process = rustix::process::Pid::from_raw(pid(&other)).unwrap();
+    rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
+    eventually("its end", || daemon.sandbox(&id(&other))["state"] == "ended");
+    daemon.refused(409, "has ended", "POST", &route(&other, "pause"), None);
+    daemon.refused(409, "has ended", "POST", &route(&other, "resume"), None);
+}
+
+#[test]
+fn a_sandbox_taken_back_goes_on_from_the_snapshot_under_its_id() {
+    let Some(mut daemon) = Daemon::spelling() else { return };
+    daemon.snapshot("one", "kernel");
+    std::thread::sleep(Duration::from_millis(37));
+    daemon.snapshot("two", "kernel");
+    let body = json!({"snapshot_tag": "one", "memory_limit_mib": 333, "timeout_secs": 3000});
+    let child = daemon.done(201, "POST", "/v1/sandboxes", Some(body))[0].clone();
+    let name = id(&child);
+    let letter = daemon.first_letter(&name);
+
+    // To where it came from: another process, and the same sandbox.
+    let mut last = child.clone();
+    for _ in 0..3 {
+        let back = daemon.done(200, "POST", &route(&child, "rollback"), None);
+        for same in ["id", "snapshot_tag", "memory_limit_mib", "created_at_unix", "netns", "vcpus"] {
+            assert_eq!(back[same], child[same], "{same}");
+        }
+        assert_eq!((&back["state"], &back["rolled_back_to"]), (&json!("running"), &json!("one")));
+        assert!(!runs(pid(&last)) && runs(pid(&back)), "{last} {back}");
+        assert_eq!(daemon.first_letter(&name), letter);
+        assert_eq!(children_of(daemon.template_of("one")), 1);
+        last = back;
+    }
+
+    // To another snapshot, of another lineage; the next daemon knows.
+    let reference = daemon.spawn("two", 1).remove(0);
+    let back = daemon.done(200, "POST", &route(&child, "rollback"), Some(json!({"to": "two"})));
+    assert_eq!((&back["rolled_back_to"], &back["snapshot_tag"]), (&json!("two"), &json!("one")));
+    assert_eq!(daemon.first_letter(&name), daemon.first_letter(&id(&reference)));
+    assert_eq!(children_of(daemon.template_of("one")), 0);
+    assert_eq!(children_of(daemon.template_of("two")), 2);
+    daemon.restart();
+    let after = daemon.sandbox(&name);
+    for same in ["state", "pid", "rolled_back_to", "snapshot_tag", "created_at_unix"] {
+        assert_eq!(after[same], back[same], "{same}: {after}");
+    }
+
+    // A paused one runs again, and so does one that has ended.
+    daemon.done(200, "POST", &route(&child, "pause"), None);
+    let back = daemon.done(200, "POST", &route(&child, "rollback"), Some(json!({"to": "one"})));
+    assert_eq!(back["state"], "running");
+    assert_eq!(daemon.first_letter(&name), letter);
+    let process = rustix::process::Pid::from_raw(pid(&back)).unwrap();
+    rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
+    eventually("its end", || daemon.sandbox(&name)["state"] == "ended");
+    let back = daemon.done(200, "POST", &route(&child, "rollback"), None);
+    assert_eq!(back["state"], "running");
+
+    daemon.delete_all();
+    for tag in ["one", "two"] {
+        daemon.done(204, "DELETE", &format!("/v1/snapshots/{tag}"), None);
+    }
+    eventually("empty folders", || ["sandboxes", "templates"].iter().all(|it| daemon.left(it) == 0));
+    assert!(daemon.monitors().is_empty());
+}
+
+#[test]
+fn a_rollback_that_cannot_be_leaves_the_sandbox_alone_and_one_that_fails_ends_it() {
+    let Some(daemon) = Daemon::spelling() else { return };
+    daemon.snapshot("tiny", "kernel");
+    daemon.snapshot("mute", "mute");
+    let child = daemon.spawn("tiny", 1).remove(0);
+    let back = |body: Value| (route(&child, "rollback"), Some(body));
+    for (status, why, body) in [
+        (404, "no snapshot nope", json!({"to": "nope"})),
+        (400, "tag must be", json!({"to": "../x"})),
+        (400, "surprise", json!({"surprise": 1})),
+    ] {
+        let (path, body) = back(body);
+        daemon.refused(status, why, "POST", &path, body);
+        assert!(runs(pid(&child)));
+    }
+    daemon.refused(404, "no sandbox", "POST", "/v1/sandboxes/sb1/rollback", None);
+    assert_eq!(daemon.sandbox(&id(&child))["pid"], child["pid"]);
+    let left = std::fs::read_dir(daemon.place("sandboxes").join(id(&child))).unwrap();
+    let left: Vec<_> = left.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    assert!(!left.iter().any(|name| name == "next" || name == "end.json"), "{left:?}");
+
+    // A guest that never says a word: the sandbox has ended, with the reason, and can be taken back again.
+    let (path, body) = back(json!({"to": "mute"}));
+    daemon.refused(502, "could not be rolled back to mute", "POST", &path, body);
+    let ended = daemon.sandbox(&id(&child));
+    assert_eq!((&ended["state"], &ended["reason"]), (&json!("ended"), &json!("rollback_failed")));
+    eventually("no process", || children_of(daemon.template_of("mute")) == 0);
+    assert!(!runs(pid(&child)));
+    let again = daemon.done(200, "POST", &path, Some(json!({"to": "tiny"})));
+    assert_eq!(again["state"], "running");
+    daemon.delete_all();
+    eventually("empty folders", || daemon.left("sandboxes") == 0);
+}
+
+#[test]
+fn many_rollbacks_at_once_and_a_delete_leave_at_most_one_process() {
+    let Some(daemon) = Daemon::spelling() else { return };
+    daemon.snapshot("tiny", "kernel");
+    let template = daemon.template_of("tiny");
+    let child = daemon.spawn("tiny", 1).remove(0);
+    let (done, refused) = std::thread::scope(|scope| {
+        let tries: Vec<_> = (0..6)
+            .map(|_| scope.spawn(|| daemon.request("POST", &route(&child, "rollback"), None)))
+            .collect();
+        let answers: Vec<_> = tries.into_iter().map(|it| it.join().unwrap()).collect();
+        answers.into_iter().partition::<Vec<_>, _>(|(status, _)| *status == 200)
+    });
+    assert!(!done.is_empty());
+    assert!(refused.iter().all(|(status, _)| *status == 409), "{refused:?}");
+    assert_eq!(daemon.sandbox(&id(&child))["state"], "running");
+    assert_eq!(children_of(template), 1);
+    std::thread::scope(|scope| {
+        let back = scope.spawn(|| daemon.request("POST", &route(&child, "rollback"), None));
+        std::thread::sleep(Duration::from_millis(2));
+        daemon.done(204, "DELETE", &format!("/v1/sandboxes/{}", id(&child)), None);
+        let (status, answer) = back.join().unwrap();
+        assert!([200, 404, 409, 502].contains(&status), "{status} {answer}");
+    });
+    eventually("no process", || children_of(template) == 0);
+    eventually("empty folders", || daemon.left("sandboxes") == 0);
+}
+
+#[test]
+fn a_daemon_killed_in_a_rollback_leaves_the_old_the_new_or_an_ended_sandbox() {
+    let Some(mut daemon) = Daemon::spelling() else { return };
+    daemon.snapshot("tiny", "kernel");
+    let template = daemon.template_of("tiny");
+    let child = daemon.spawn("tiny", 1).remove(0);
+    let path = route(&child, "rollback");
+    let mut seen = std::collections::BTreeMap::<String, u32>::new();
+    let begun = Instant::now();
+    daemon.done(200, "POST", &path, None);
+    let whole = begun.elapsed();
+    for round in 0..12 {
+        let before = daemon.sandbox(&id(&child));
+        std::thread::scope(|scope| {
+            let asked = scope.spawn(|| daemon.try_request("POST", &path, None));
+            // From its beginning to a little after its end.
+            std::thread::sleep(whole * round / 9);
+            daemon.pull_the_plug();
+            let _ = asked.join();
+        });
+        daemon.restart();
+        let after = daemon.sandbox(&id(&child));
+        let what = match after["state"].as_str().unwrap() {
+            "running" if after["pid"] == before["pid"] => "old",
+            "running" => "new",
+            "ended" => {
+                let detail = after["detail"].as_str().unwrap();
+                assert!(after["reason"] == "rollback_failed", "{after}");
+                assert!(detail.contains("the daemon was stopped"), "{after}");
+                "ended"
+            }
+            other => panic!("{other}: {after}"),
+        };
+        *seen.entry(what.into()).or_default() += 1;
+        let processes = usize::from(what != "ended");
+        eventually("one process or none", || children_of(template) == processes);
+        if what == "ended" {
+            daemon.done(200, "POST", &path, None);
+        }
+    }
+    eprintln!("{seen:?}");
+    assert_eq!(daemon.list().len(), 1);
+    daemon.delete_all();
+    eventually("empty folders", || daemon.left("sandboxes") == 0);
+}

@@ -1,0 +1,176 @@
+//! Workspaces and the fork tree, for real, with guests of a few instructions: wherever `/dev/kvm` opens.
+//!
+//! Failures panic: everything here runs in tests only.
+#![allow(clippy::unwrap_used)]
+
+mod asked;
+mod daemon;
+
+use std::time::Instant;
+
+use asked::{children_of, id};
+use daemon::{Daemon, eventually, pid, runs};
+use serde_json::{Value, json};
+
+#[test]
+fn the_daemon() {
+    daemon::run();
+}
+
+fn workspace(daemon: &Daemon, name: &str) -> Value {
+    daemon.done(200, "GET", &format!("/v1/workspaces/{name}"), None)
+}
+
+fn create(daemon: &Daemon, name: &str) -> Value {
+    let body = json!({"name": name, "snapshot_tag": "tiny", "per_child_netns": true});
+    daemon.done(201, "POST", "/v1/workspaces", Some(body))
+}
+
+fn change(daemon: &Daemon, name: &str, verb: &str, body: Value) -> Value {
+    daemon.done(200, "POST", &format!("/v1/workspaces/{name}/{verb}"), Some(body))
+}
+
+fn tags(daemon: &Daemon) -> Vec<String> {
+    let list = daemon.done(200, "GET", "/v1/snapshots", None);
+    list.as_array().unwrap().iter().map(|it| it["tag"].as_str().unwrap().to_owned()).collect()
+}
+
+#[test]
+fn a_workspace_is_put_away_and_taken_out_again_also_by_another_daemon() {
+    let Some(mut daemon) = Daemon::spelling() else { return };
+    daemon.snapshot("tiny", "kernel");
+    assert_eq!(daemon.done(200, "GET", "/v1/workspaces", None), json!([]));
+    let made = create(&daemon, "box");
+    assert_eq!((&made["status"], &made["source_snapshot_tag"]), (&json!("running"), &json!("tiny")));
+    assert!(made["current_state_tag"].is_null() && made["id"].as_str().unwrap().starts_with("ws"), "{made}");
+    let first = daemon.sandbox(made["live_sandbox_id"].as_str().unwrap());
+    assert_eq!((&first["state"], &first["workspace"]), (&json!("running"), &json!("box")));
+    daemon.refused(400, "running already", "POST", "/v1/workspaces/box/resume", Some(json!({})));
+
+    // All of it first, then what differs, twice; the older states go.
+    let mut last = first;
+    for (round, diff) in [(1, false), (2, true), (3, true)] {
+        let away = change(&daemon, "box", "suspend", json!({"diff": diff}));
+        let tag = format!("ws-box-{round}");
+        assert_eq!((&away["status"], &away["current_state_tag"]), (&json!("suspended"), &json!(tag)));
+        assert!(away["live_sandbox_id"].is_null(), "{away}");
+        eventually("its sandbox's end", || !runs(pid(&last)));
+        assert!(daemon.list().is_empty());
+        eventually("the older state's end", || tags(&daemon) == ["tiny", &tag]);
+        daemon.refused(400, "suspended already", "POST", "/v1/workspaces/box/suspend", None);
+        daemon.refused(409, "workspace box", "DELETE", &format!("/v1/snapshots/{tag}?force=true"), None);
+
+        daemon.restart();
+        // From disk: nothing in memory is needed.
+        daemon.done(204, "POST", &format!("/v1/snapshots/{tag}/unload"), None);
+        assert_eq!(workspace(&daemon, "box"), away);
+        let out = change(&daemon, "box", "resume", json!({}));
+        assert_eq!((&out["status"], &out["current_state_tag"]), (&json!("running"), &json!(tag)));
+        last = daemon.sandbox(out["live_sandbox_id"].as_str().unwrap());
+        assert_eq!((&last["state"], &last["snapshot_tag"]), (&json!("running"), &json!(tag)));
+        assert!(!daemon.printed(&id(&last)).is_empty() || last["ready_ms"].as_f64().unwrap() > 0.0);
+    }
+
+    // Its sandbox is lost: it can be resumed from its last state.
+    daemon.done(204, "DELETE", &format!("/v1/sandboxes/{}", id(&last)), None);
+    assert_eq!(workspace(&daemon, "box")["status"], "stale");
+    daemon.refused(400, "not running", "POST", "/v1/workspaces/box/suspend", None);
+    daemon.restart();
+    assert_eq!(workspace(&daemon, "box")["status"], "stale");
+    let out = change(&daemon, "box", "resume", json!({}));
+    assert_eq!(out["status"], "running");
+
+    let live = daemon.sandbox(out["live_sandbox_id"].as_str().unwrap());
+    daemon.done(204, "DELETE", "/v1/workspaces/box", None);
+    daemon.refused(404, "no workspace box", "GET", "/v1/workspaces/box", None);
+    eventually("its sandbox's end", || !runs(pid(&live)));
+    assert_eq!(tags(&daemon), ["tiny"]);
+    assert_eq!(std::fs::read_dir(daemon.path().join("workspaces")).unwrap().count(), 0);
+}
+
+#[test]
+fn bad_requests_and_hostile_files_are_refused_by_name() {
+    let Some(mut daemon) = Daemon::spelling() else { return };
+    daemon.snapshot("tiny", "kernel");
+    let ask = |status: u16, why: &str, body: Value| {
+        daemon.refused(status, why, "POST", "/v1/workspaces", Some(body));
+    };
+    ask(400, "name must be", json!({"name": "../x", "snapshot_tag": "tiny"}));
+    ask(400, "name must be", json!({"name": "x".repeat(49), "snapshot_tag": "tiny"}));
+    ask(400, "memory_limit_mib", json!({"name": "x", "snapshot_tag": "tiny", "memory_limit_mib": 0}));
+    ask(400, "surprise", json!({"name": "x", "snapshot_tag": "tiny", "surprise": 1}));
+    ask(404, "no snapshot nope", json!({"name": "x", "snapshot_tag": "nope"}));
+    // What could not be made is not there.
+    daemon.refused(404, "no workspace x", "GET", "/v1/workspaces/x", None);
+    create(&daemon, "x");
+    ask(409, "exists", json!({"name": "x", "snapshot_tag": "tiny"}));
+    daemon.refused(404, "no workspace y", "POST", "/v1/workspaces/y/suspend", None);
+    daemon.refused(404, "no workspace y", "DELETE", "/v1/workspaces/y", None);
+
+    let file = |name: &str| daemon.path().join("workspaces").join(name);
+    let honest = std::fs::read_to_string(file("x.json")).unwrap();
+    std::fs::write(file("bad.json"), honest.replace("\"tiny\"", "\"../../tiny\"")).unwrap();
+    std::fs::write(file("x.json"), honest.replace("\"x\"", "\"z\"")).unwrap();
+    daemon.restart();
+    let list = daemon.done(200, "GET", "/v1/workspaces", None);
+    assert_eq!(list, json!([]));
+    for name in ["bad", "x"] {
+        daemon.refused(409, &format!("{name}.json"), "GET", &format!("/v1/workspaces/{name}"), None);
+        let resume = format!("/v1/workspaces/{name}/resume");
+        daemon.refused(409, "cannot be used", "POST", &resume, None);
+    }
+    assert_eq!(daemon.list().len(), 1, "whoever mends the file may want its sandbox");
+    daemon.done(204, "DELETE", "/v1/workspaces/bad", None);
+    std::fs::write(daemon.path().join("workspaces/x.json"), honest).unwrap();
+    daemon.restart();
+    assert_eq!(workspace(&daemon, "x")["status"], "running");
+    daemon.done(204, "DELETE", "/v1/workspaces/x", None);
+}
+
+#[test]
+fn a_daemon_killed_at_any_time_leaves_a_workspace_that_goes_on_and_no_stranger() {
+    let Some(mut daemon) = Daemon::spelling() else { return };
+    daemon.snapshot("tiny", "kernel");
+    create(&daemon, "box");
+    let mut seen = std::collections::BTreeMap::<String, u32>::new();
+    let whole = ["suspend", "resume"].map(|verb| {
+        let begun = Instant::now();
+        change(&daemon, "box", verb, json!({}));
+        begun.elapsed()
+    });
+    for round in 0..12 {
+        let (verb, whole) = if round % 2 == 0 { ("suspend", whole[0]) } else { ("resume", whole[1]) };
+        let path = format!("/v1/workspaces/box/{verb}");
+        std::thread::scope(|scope| {
+            let asked = scope.spawn(|| daemon.try_request("POST", &path, Some(json!({}))));
+            // From its beginning to a little after its end.
+            std::thread::sleep(whole * round / 9);
+            daemon.pull_the_plug();
+            let _ = asked.join();
+        });
+        daemon.restart();
+        let info = workspace(&daemon, "box");
+        let status = info["status"].as_str().unwrap();
+        *seen.entry(format!("{verb}: {status}")).or_default() += 1;
+        assert!(status != "stale", "{info}\n{}", daemon.log());
+        // It is what it says it is, and there is nothing beside it.
+        eventually("no stranger", || daemon.list().len() == usize::from(status == "running"));
+        let mut expected = vec!["tiny".to_owned()];
+        expected.extend(info["current_state_tag"].as_str().map(str::to_owned));
+        expected.sort();
+        eventually("no other state", || {
+            let mut tags = tags(&daemon);
+            tags.sort();
+            tags == expected
+        });
+        // The next round begins as it should: running before it is suspended, and the other way round.
+        let (begins, way) = if verb == "suspend" { ("suspended", "suspend") } else { ("running", "resume") };
+        if status != begins {
+            change(&daemon, "box", way, json!({}));
+        }
+    }
+    eprintln!("{seen:?}");
+    daemon.done(204, "DELETE", "/v1/workspaces/box", None);
+    assert_eq!(tags(&daemon), ["tiny"]);
+    eventually("no process", || children_of(daemon.template_of("tiny")) == 0);
+}
