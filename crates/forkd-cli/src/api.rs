@@ -48,6 +48,110 @@ pub(crate) struct Snapshot {
     /// The process that forks its children, if one lives.
     #[serde(default)]
     pub(crate) template: Option<Template>,
+    /// The snapshot it is stored over.
+    #[serde(default)]
+    pub(crate) parent_tag: Option<String>,
+    /// How many snapshots it is stored over.
+    #[serde(default)]
+    pub(crate) chain_depth: u32,
+    /// Milliseconds its source's vCPUs stood still.
+    #[serde(default)]
+    pub(crate) pause_ms: Option<f64>,
+    /// Milliseconds its source's user processes did.
+    #[serde(default)]
+    pub(crate) frozen_ms: Option<f64>,
+    /// Whether they did.
+    #[serde(default)]
+    pub(crate) quiesced: Option<bool>,
+    /// Milliseconds it took to save it.
+    #[serde(default)]
+    pub(crate) diff_ms: Option<f64>,
+    /// Bytes written when it was saved.
+    #[serde(default)]
+    pub(crate) bytes_written: Option<u64>,
+    /// How far its saver is.
+    #[serde(default)]
+    pub(crate) progress: Option<Saving>,
+}
+
+/// How far a saver is, in bytes.
+#[derive(Debug, Clone, Deserialize)]
+pub(crate) struct Saving {
+    pub(crate) looked_at: u64,
+    pub(crate) total: u64,
+    pub(crate) written: u64,
+}
+
+impl Saving {
+    /// How much of the memory was looked at.
+    pub(crate) fn percent(&self) -> u64 {
+        let percent = (u128::from(self.looked_at) * 100).checked_div(u128::from(self.total)).unwrap_or(0);
+        u64::try_from(percent).unwrap_or(100).min(100)
+    }
+}
+
+/// What a snapshot consists of.
+#[derive(Debug, Deserialize)]
+pub(crate) struct SnapshotDetail {
+    pub(crate) tag: String,
+    pub(crate) dir: String,
+    /// Seconds since 1970.
+    #[serde(default)]
+    pub(crate) created_at_unix: Option<u64>,
+    /// How many snapshots it is stored over.
+    pub(crate) chain_depth: u32,
+    /// Those, root first.
+    #[serde(default)]
+    pub(crate) ancestors: Vec<String>,
+    /// The snapshots stored over it.
+    #[serde(default)]
+    pub(crate) dependents: Vec<String>,
+    /// Bytes of its memory, what its chain takes for it on disk, and what of that no ancestor has; then
+    /// the same of its disks.
+    pub(crate) memory_logical_bytes: u64,
+    pub(crate) memory_physical_bytes: u64,
+    #[serde(default)]
+    pub(crate) own_memory_bytes: u64,
+    #[serde(default)]
+    pub(crate) disk_logical_bytes: u64,
+    #[serde(default)]
+    pub(crate) disk_physical_bytes: u64,
+    #[serde(default)]
+    pub(crate) own_disk_bytes: u64,
+    pub(crate) vmstate_bytes: u64,
+    #[serde(default)]
+    pub(crate) layers: Vec<SnapshotLayer>,
+}
+
+/// A file snapshots share.
+#[derive(Debug, Deserialize)]
+pub(crate) struct SnapshotLayer {
+    /// `memory` or `disk`.
+    pub(crate) kind: String,
+    pub(crate) digest: String,
+    pub(crate) logical_bytes: u64,
+    pub(crate) physical_bytes: u64,
+    /// How many snapshots it belongs to.
+    pub(crate) shared_by: u64,
+}
+
+/// A sandbox with a name.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Workspace {
+    pub(crate) name: String,
+    /// running, suspended or stale.
+    pub(crate) status: String,
+    /// The snapshot it began with.
+    pub(crate) source_snapshot_tag: String,
+    /// The snapshot that keeps its state.
+    #[serde(default)]
+    pub(crate) current_state_tag: Option<String>,
+    /// The sandbox it runs in.
+    #[serde(default)]
+    pub(crate) live_sandbox_id: Option<String>,
+    /// Seconds since 1970.
+    #[serde(default)]
+    pub(crate) last_active_unix: u64,
 }
 
 impl Snapshot {
@@ -98,6 +202,12 @@ pub(crate) struct Sandbox {
     pub(crate) ready_ms: Option<f64>,
     /// Seconds since 1970.
     pub(crate) created_at_unix: u64,
+    /// How many branches were taken of it.
+    #[serde(default)]
+    pub(crate) branch_count: u64,
+    /// The snapshot it was last taken back to.
+    #[serde(default)]
+    pub(crate) rolled_back_to: Option<String>,
 }
 
 /// What came of a request for children.

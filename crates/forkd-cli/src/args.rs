@@ -1,18 +1,32 @@
 //! What can be typed: the commands, their options and their help texts. Nothing here does
 //! anything; `commands` gives each of these structs its meaning.
 
+mod branches;
+mod common;
 mod sandboxes;
 mod snapshots;
+mod workspaces;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+pub(crate) use branches::{BranchArgs, BranchMode, RollbackArgs, SnapshotDiffArgs, TreeArgs};
+pub(crate) use common::{
+    AnswerArgs, DaemonArgs, GuestArgs, JsonArgs, LimitArgs, MemoryLimitArgs, ProcessArgs, SandboxArgs,
+    SandboxesArgs,
+};
+use common::{MAX_SECS, parse_id, parse_name, parse_variable};
 pub(crate) use sandboxes::{
     ChildrenArgs, EvalArgs, ExecArgs, ForkArgs, KillArgs, LsArgs, PingArgs, SpawnArgs,
 };
-pub(crate) use snapshots::{ImagesArgs, SnapshotArgs, TagsArgs};
+pub(crate) use snapshots::{
+    ImagesArgs, RmiArgs, SnapshotArgs, SnapshotCompactArgs, SnapshotInfoArgs, TagsArgs,
+};
+pub(crate) use workspaces::{
+    WorkspaceArgs, WorkspaceCommand, WorkspaceCreateArgs, WorkspaceRmArgs, WorkspaceSuspendArgs,
+};
 
 /// Fork for virtual machines: warm a microVM once, then fork children from it.
 ///
@@ -27,6 +41,8 @@ pub(crate) use snapshots::{ImagesArgs, SnapshotArgs, TagsArgs};
   forkd snapshot --tag numpy --image python --warm-python 'import numpy'
   forkd fork --tag numpy -n 10
   forkd eval $(forkd spawn --tag numpy) -- 'numpy.random.rand()'
+  forkd branch sb4k2n --tag before-deploy
+  forkd tree
   forkd doctor
 
 Exit status: 0 done, 1 failed, 2 wrong usage. `forkd run` and `forkd exec` exit with the command's own
@@ -50,13 +66,11 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     Run(RunArgs),
     Snapshot(SnapshotArgs),
+    SnapshotDiff(SnapshotDiffArgs),
+    SnapshotInfo(SnapshotInfoArgs),
+    SnapshotCompact(SnapshotCompactArgs),
     Images(ImagesArgs),
-    /// Remove snapshots. Children that run go on; a snapshot that is being made is cancelled.
-    #[command(after_help = "Example:
-  forkd rmi numpy app
-
-Exit status: 0 all removed, 1 one or more could not be, 2 wrong usage.")]
-    Rmi(TagsArgs),
+    Rmi(RmiArgs),
     /// Free the memory snapshots hold. They stay on disk, and children that run go on.
     #[command(after_help = "Example:
   forkd unload numpy
@@ -65,6 +79,24 @@ Exit status: 0 all unloaded, 1 one or more could not be, 2 wrong usage.")]
     Unload(TagsArgs),
     Fork(ForkArgs),
     Spawn(SpawnArgs),
+    Branch(BranchArgs),
+    Rollback(RollbackArgs),
+    /// Make sandboxes stand still. They keep their memory and take no CPU.
+    #[command(after_help = "Example:
+  forkd pause sb4k2n sb7x1q
+
+Exit status: 0 all stand still, 1 one or more could not be paused, 2 wrong usage.")]
+    Pause(SandboxesArgs),
+    /// Let paused sandboxes go on.
+    #[command(after_help = "Example:
+  forkd resume sb4k2n sb7x1q
+
+Exit status: 0 all go on, 1 one or more could not be resumed, 2 wrong usage.")]
+    Resume(SandboxesArgs),
+    Tree(TreeArgs),
+    /// Sandboxes with a name that can be put away and taken up again.
+    #[command(subcommand)]
+    Workspace(WorkspaceCommand),
     Ls(LsArgs),
     Exec(ExecArgs),
     Eval(EvalArgs),
@@ -92,18 +124,6 @@ Exit status: 0 all unloaded, 1 one or more could not be, 2 wrong usage.")]
     Bench(crate::commands::bench::BenchCommand),
 }
 
-/// Which daemon to talk to.
-#[derive(Debug, Clone, Default, Args)]
-pub(crate) struct DaemonArgs {
-    /// Talk to this daemon instead of finding or starting one.
-    #[arg(long, env = "FORKD_URL", value_name = "URL")]
-    pub(crate) daemon_url: Option<String>,
-
-    /// Its token.
-    #[arg(long, env = "FORKD_TOKEN", value_name = "TOKEN", hide_env_values = true)]
-    pub(crate) daemon_token: Option<String>,
-}
-
 /// Run one command in a fresh microVM and exit with its status.
 ///
 /// Standard input, output and error are the command's. The microVM ends with the command, and with
@@ -126,32 +146,14 @@ pub(crate) struct RunArgs {
     #[arg(long, value_parser = parse_name, value_name = "NAME")]
     pub(crate) image: String,
 
-    /// Virtual CPUs.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=32), value_name = "N")]
-    pub(crate) vcpus: u8,
+    #[command(flatten)]
+    pub(crate) guest: GuestArgs,
 
-    /// Memory in MiB.
-    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(64..), value_name = "MIB")]
-    pub(crate) mem_size_mib: u64,
-
-    /// Variable for the command; may be given several times.
-    #[arg(long, short, value_parser = parse_variable, value_name = "NAME=VALUE")]
-    pub(crate) env: Vec<(String, String)>,
-
-    /// Working directory in the guest [default: the user's home].
-    #[arg(long, value_name = "DIR")]
-    pub(crate) cwd: Option<String>,
-
-    /// User in the guest [default: root].
-    #[arg(long, short, value_name = "USER")]
-    pub(crate) user: Option<String>,
-
-    /// Give it no network.
-    #[arg(long)]
-    pub(crate) no_network: bool,
+    #[command(flatten)]
+    pub(crate) process: ProcessArgs,
 
     /// End the command after this many seconds, at most 30 days.
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=2_592_000), value_name = "SECS")]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=MAX_SECS), value_name = "SECS")]
     pub(crate) timeout: Option<u64>,
 
     #[command(flatten)]
@@ -204,6 +206,19 @@ pub(crate) struct ServeArgs {
           value_parser = clap::value_parser!(u64).range(0..=1000))]
     pub(crate) network_pool: u64,
 
+    /// Remove branches of sandboxes after this many seconds, if nothing needs them [default: never].
+    #[arg(long, env = "FORKD_BRANCH_MAX_AGE", value_name = "SECS")]
+    pub(crate) branch_max_age: Option<u64>,
+
+    /// Keep at most this many branches that nothing needs, the youngest [default: all].
+    #[arg(long, env = "FORKD_BRANCH_MAX_COUNT", value_name = "N")]
+    pub(crate) branch_max_count: Option<usize>,
+
+    /// Branches taken at the same time; more are refused [default: 8].
+    #[arg(long, env = "FORKD_BRANCH_CONCURRENCY", value_name = "N",
+          value_parser = clap::value_parser!(u64).range(1..=1000))]
+    pub(crate) branch_concurrency: Option<u64>,
+
     /// In the emulated machine: also serve what QEMU forwards.
     #[arg(long, hide = true)]
     pub(crate) in_machine: bool,
@@ -217,12 +232,8 @@ pub(crate) struct ServeArgs {
 
 Exit status: 0 when forkd can work here, perhaps with warnings; 1 when it cannot.")]
 pub(crate) struct DoctorArgs {
-    /// Print one JSON object.
-    #[arg(long)]
-    pub(crate) json: bool,
-
     #[command(flatten)]
-    pub(crate) daemon: DaemonArgs,
+    pub(crate) answer: AnswerArgs,
 }
 
 #[derive(Debug, Subcommand)]
@@ -235,12 +246,8 @@ pub(crate) enum TokenCommand {
 
 #[derive(Debug, Args)]
 pub(crate) struct TokenPrintArgs {
-    /// Print one JSON object, with the address of the daemon.
-    #[arg(long)]
-    pub(crate) json: bool,
-
     #[command(flatten)]
-    pub(crate) daemon: DaemonArgs,
+    pub(crate) answer: AnswerArgs,
 }
 
 #[derive(Debug, Subcommand)]
@@ -307,14 +314,6 @@ pub(crate) struct ImageRmArgs {
     pub(crate) names: Vec<String>,
 }
 
-/// The only option of a command that prints data.
-#[derive(Debug, Args)]
-pub(crate) struct JsonArgs {
-    /// Print JSON.
-    #[arg(long)]
-    pub(crate) json: bool,
-}
-
 #[derive(Debug, Subcommand)]
 pub(crate) enum MachineCommand {
     /// Start the machine and the daemon in it; nothing happens if it runs.
@@ -352,21 +351,6 @@ pub(crate) struct MachineShellArgs {
     pub(crate) command: Vec<String>,
 }
 
-fn parse_variable(text: &str) -> Result<(String, String), String> {
-    match text.split_once('=') {
-        Some((name, value)) if !name.is_empty() => Ok((name.to_owned(), value.to_owned())),
-        _ => Err("write it as NAME=VALUE".to_owned()),
-    }
-}
-
-fn parse_name(text: &str) -> Result<String, String> {
-    if forkd_protocol::names::is_valid_name(text) {
-        Ok(text.to_owned())
-    } else {
-        Err(format!("a name is {}", forkd_protocol::names::NAME_RULE))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -401,14 +385,14 @@ mod tests {
         .unwrap();
         let Command::Run(run) = cli.command else { panic!("not run") };
         assert_eq!(run.command, ["sh", "-c", "exit 7", "--json"]);
-        assert_eq!(run.env, [("A".to_owned(), "b=c".to_owned())]);
+        assert_eq!(run.process.env, [("A".to_owned(), "b=c".to_owned())]);
     }
 
     #[test]
     fn options_stand_before_the_dashes_and_ids_before_or_after_them() {
         let parse = |line: &[&str]| Cli::try_parse_from([&["forkd"], line].concat()).unwrap().command;
         let Command::Exec(exec) = parse(&["exec", "--json", "sb1", "--", "ls", "--all"]) else { panic!() };
-        assert!(exec.json && exec.id == "sb1");
+        assert!(exec.answer.json && exec.sandbox.id == "sb1");
         assert_eq!(exec.command, ["ls", "--all"]);
         let Command::Eval(eval) = parse(&["eval", "sb1", "--", "-1", "+", "2"]) else { panic!() };
         assert_eq!(eval.code, ["-1", "+", "2"]);
@@ -449,6 +433,37 @@ mod tests {
             &["forkd", "kill", "sb1", "--all"],
             &["forkd", "kill", "--all", "--tag", "t"],
             &["forkd", "kill", "../sb1"],
+            &["forkd", "branch"],
+            &["forkd", "branch", "numpy"],
+            &["forkd", "branch", "sb1", "--tag", "a/b"],
+            &["forkd", "branch", "sb1", "--mode", "fast"],
+            &["forkd", "snapshot-diff", "--from", "a", "--tag", "b"],
+            &[
+                "forkd",
+                "snapshot-diff",
+                "--from",
+                "a",
+                "--tag",
+                "b",
+                "--exec",
+                "x",
+                "--exec-timeout-secs",
+                "0",
+            ],
+            &["forkd", "snapshot-info"],
+            &["forkd", "snapshot-compact", "a"],
+            &["forkd", "snapshot-compact", "--to", "b"],
+            &["forkd", "snapshot-compact", "a", "--from", "a", "--to", "b"],
+            &["forkd", "rmi", "a", "--cascade", "--force"],
+            &["forkd", "rollback", "sb1", "--to", ".."],
+            &["forkd", "pause"],
+            &["forkd", "resume", "numpy"],
+            &["forkd", "tree", "--json", "--dot"],
+            &["forkd", "tree", "--dot", "--svg", "x"],
+            &["forkd", "workspace", "create", "w"],
+            &["forkd", "workspace", "create", "../w", "--snapshot", "t"],
+            &["forkd", "workspace", "suspend"],
+            &["forkd", "workspace", "rm"],
         ] {
             assert_eq!(Cli::try_parse_from(line).unwrap_err().exit_code(), 2, "{line:?}");
         }

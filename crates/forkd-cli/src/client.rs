@@ -217,7 +217,16 @@ pub(crate) struct Refused {
 impl Refused {
     /// Whether `error` says that there is no such thing.
     pub(crate) fn is_not_found(error: &anyhow::Error) -> bool {
-        error.downcast_ref::<Refused>().is_some_and(|refused| refused.status == StatusCode::NOT_FOUND)
+        Refused::is(error, StatusCode::NOT_FOUND)
+    }
+
+    /// Whether `error` says that something is in the way.
+    pub(crate) fn is_conflict(error: &anyhow::Error) -> bool {
+        Refused::is(error, StatusCode::CONFLICT)
+    }
+
+    fn is(error: &anyhow::Error, status: StatusCode) -> bool {
+        error.downcast_ref::<Refused>().is_some_and(|refused| refused.status == status)
     }
 }
 

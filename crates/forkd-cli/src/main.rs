@@ -20,6 +20,7 @@ mod paths;
 mod process;
 mod signals;
 mod stdio;
+mod tree;
 mod ui;
 
 use std::process::ExitCode;

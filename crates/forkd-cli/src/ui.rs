@@ -134,6 +134,13 @@ pub(crate) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     lines.iter().map(render).collect::<Vec<_>>().join("\n")
 }
 
+/// Names and what they stand for, a line each.
+pub(crate) fn pairs(pairs: &[(&str, String)]) -> String {
+    let width = pairs.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
+    let line = |(name, value): &(&str, String)| format!("{name:<width$}  {}", harmless(value));
+    pairs.iter().map(line).collect::<Vec<_>>().join("\n")
+}
+
 /// A number of bytes as people write it.
 pub(crate) fn bytes(count: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];

@@ -1,14 +1,14 @@
 //! What can be typed about children and other sandboxes: fork them, talk to them, end them.
 
 use clap::Args;
-use forkd_protocol::names;
 
-use super::{DaemonArgs, parse_name, parse_variable};
+use super::{
+    AnswerArgs, DaemonArgs, LimitArgs, MAX_SECS, MemoryLimitArgs, ProcessArgs, SandboxArgs, parse_id,
+    parse_name, parse_variable,
+};
 
 /// How many children one call may ask for.
 const MAX_CHILDREN: i64 = 1000;
-/// The longest time limit the daemon takes: 30 days.
-const MAX_SECS: u64 = 2_592_000;
 
 /// The children to make.
 #[derive(Debug, Args)]
@@ -26,9 +26,8 @@ pub(crate) struct ChildrenArgs {
     #[arg(long)]
     pub(crate) no_network: bool,
 
-    /// The most memory of this computer each child may take, in MiB.
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..), value_name = "MIB")]
-    pub(crate) memory_limit_mib: Option<u64>,
+    #[command(flatten)]
+    pub(crate) limit: MemoryLimitArgs,
 
     /// Variable for everything started in the children: the place for secrets. May be given several
     /// times.
@@ -56,12 +55,8 @@ pub(crate) struct ForkArgs {
     #[arg(long, value_parser = clap::value_parser!(u64).range(0..=MAX_SECS), value_name = "SECS")]
     pub(crate) settle_secs: Option<u64>,
 
-    /// Print one JSON object: children, errors, times.
-    #[arg(long)]
-    pub(crate) json: bool,
-
     #[command(flatten)]
-    pub(crate) daemon: DaemonArgs,
+    pub(crate) answer: AnswerArgs,
 }
 
 /// Fork children from a snapshot and print their ids, one per line.
@@ -81,12 +76,8 @@ pub(crate) struct SpawnArgs {
     #[arg(long)]
     pub(crate) no_wait: bool,
 
-    /// Print one JSON object: children, errors.
-    #[arg(long)]
-    pub(crate) json: bool,
-
     #[command(flatten)]
-    pub(crate) daemon: DaemonArgs,
+    pub(crate) answer: AnswerArgs,
 }
 
 /// List sandboxes: forked children, and those booted from an image.
@@ -97,12 +88,8 @@ pub(crate) struct SpawnArgs {
 
 Exit status: 0 listed, 1 failed, 2 wrong usage.")]
 pub(crate) struct LsArgs {
-    /// Print JSON.
-    #[arg(long)]
-    pub(crate) json: bool,
-
     #[command(flatten)]
-    pub(crate) daemon: DaemonArgs,
+    pub(crate) answer: AnswerArgs,
 }
 
 /// Run a command in a sandbox, to its end.
@@ -123,31 +110,17 @@ Exit status: the command's own, with --json too, or
   128+N  signal N ended it
   2      wrong usage; nothing was run")]
 pub(crate) struct ExecArgs {
-    /// Id of the sandbox (`forkd ls`).
-    #[arg(value_parser = parse_id, value_name = "ID")]
-    pub(crate) id: String,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
 
-    /// Variable for the command; may be given several times.
-    #[arg(long, short, value_parser = parse_variable, value_name = "NAME=VALUE")]
-    pub(crate) env: Vec<(String, String)>,
-
-    /// Working directory in the guest [default: the user's home].
-    #[arg(long, value_name = "DIR")]
-    pub(crate) cwd: Option<String>,
-
-    /// User in the guest [default: root].
-    #[arg(long, short, value_name = "USER")]
-    pub(crate) user: Option<String>,
+    #[command(flatten)]
+    pub(crate) process: ProcessArgs,
 
     #[command(flatten)]
     pub(crate) limit: LimitArgs,
 
-    /// Print one JSON object: stdout, stderr, exit_code and more.
-    #[arg(long)]
-    pub(crate) json: bool,
-
     #[command(flatten)]
-    pub(crate) daemon: DaemonArgs,
+    pub(crate) answer: AnswerArgs,
 
     /// The command and its arguments; no shell is involved.
     #[arg(last = true, required = true, value_name = "CMD")]
@@ -166,32 +139,18 @@ pub(crate) struct ExecArgs {
 Exit status: 0 evaluated, 1 the code raised (its traceback is on standard error), 124 its --timeout was
 over, 125 forkd itself failed, 2 wrong usage.")]
 pub(crate) struct EvalArgs {
-    /// Id of the sandbox (`forkd ls`).
-    #[arg(value_parser = parse_id, value_name = "ID")]
-    pub(crate) id: String,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
 
     #[command(flatten)]
     pub(crate) limit: LimitArgs,
 
-    /// Print one JSON object: result, result_json, stdout, stderr, error, traceback, exit_code.
-    #[arg(long)]
-    pub(crate) json: bool,
-
     #[command(flatten)]
-    pub(crate) daemon: DaemonArgs,
+    pub(crate) answer: AnswerArgs,
 
     /// The code; several arguments are joined by spaces.
     #[arg(last = true, required = true, value_name = "CODE")]
     pub(crate) code: Vec<String>,
-}
-
-/// How long something may run in a sandbox.
-#[derive(Debug, Args)]
-pub(crate) struct LimitArgs {
-    /// End it after this many seconds, at most 30 days.
-    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
-          value_name = "SECS")]
-    pub(crate) timeout: u64,
 }
 
 /// Ask the agents in sandboxes whether they are there.
@@ -206,12 +165,8 @@ pub(crate) struct PingArgs {
     #[arg(required = true, value_parser = parse_id, value_name = "ID")]
     pub(crate) ids: Vec<String>,
 
-    /// Print JSON: one object per sandbox.
-    #[arg(long)]
-    pub(crate) json: bool,
-
     #[command(flatten)]
-    pub(crate) daemon: DaemonArgs,
+    pub(crate) answer: AnswerArgs,
 }
 
 /// End sandboxes. What is only in their memory or on their disks is gone.
@@ -237,12 +192,4 @@ pub(crate) struct KillArgs {
 
     #[command(flatten)]
     pub(crate) daemon: DaemonArgs,
-}
-
-fn parse_id(text: &str) -> Result<String, String> {
-    if names::is_valid_sandbox_id(text) {
-        Ok(text.to_owned())
-    } else {
-        Err("an id is `sb` followed by lower-case letters and digits; `forkd ls` lists them".to_owned())
-    }
 }

@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use super::{DaemonArgs, parse_name};
+use super::{AnswerArgs, DaemonArgs, GuestArgs, parse_name};
 
 /// Warm a guest once and keep it as a snapshot, to fork children from.
 ///
@@ -36,24 +36,11 @@ pub(crate) struct SnapshotArgs {
     #[arg(long, value_name = "CODE")]
     pub(crate) warm_python: Option<String>,
 
-    /// Virtual CPUs.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=32), value_name = "N")]
-    pub(crate) vcpus: u8,
-
-    /// Memory in MiB.
-    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(64..), value_name = "MIB")]
-    pub(crate) mem_size_mib: u64,
-
-    /// No network device, neither in the parent nor in its children.
-    #[arg(long)]
-    pub(crate) no_network: bool,
-
-    /// Print the snapshot as one JSON object.
-    #[arg(long)]
-    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) guest: GuestArgs,
 
     #[command(flatten)]
-    pub(crate) daemon: DaemonArgs,
+    pub(crate) answer: AnswerArgs,
 }
 
 /// List snapshots: the warmed parents that children are forked from.
@@ -66,12 +53,8 @@ pub(crate) struct SnapshotArgs {
 
 Exit status: 0 listed, 1 failed, 2 wrong usage.")]
 pub(crate) struct ImagesArgs {
-    /// Print JSON.
-    #[arg(long)]
-    pub(crate) json: bool,
-
     #[command(flatten)]
-    pub(crate) daemon: DaemonArgs,
+    pub(crate) answer: AnswerArgs,
 }
 
 /// Which snapshots something is done to.
@@ -83,4 +66,66 @@ pub(crate) struct TagsArgs {
 
     #[command(flatten)]
     pub(crate) daemon: DaemonArgs,
+}
+
+/// Remove snapshots. Children that run go on; a snapshot that is being made is cancelled.
+///
+/// One that others are built on is refused, unless they are removed, too.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd rmi numpy app
+  forkd rmi numpy --cascade
+
+Exit status: 0 all removed, 1 one or more could not be, 2 wrong usage.")]
+pub(crate) struct RmiArgs {
+    #[command(flatten)]
+    pub(crate) snapshots: TagsArgs,
+
+    /// Also remove the snapshots that are built on them.
+    #[arg(long, conflicts_with = "force")]
+    pub(crate) cascade: bool,
+
+    /// Remove the names alone: what is built on them stays whole, and keeps the layers it needs.
+    #[arg(long)]
+    pub(crate) force: bool,
+}
+
+/// Say what a snapshot consists of: its chain, who is built on it, and what all takes on disk.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd snapshot-info pandas
+  forkd snapshot-info pandas --json | jq -r '.dependents[]'
+
+Exit status: 0 told, 1 failed, 2 wrong usage.")]
+pub(crate) struct SnapshotInfoArgs {
+    /// Tag of the snapshot (`forkd images`).
+    #[arg(value_parser = parse_name, value_name = "TAG")]
+    pub(crate) tag: String,
+
+    #[command(flatten)]
+    pub(crate) answer: AnswerArgs,
+}
+
+/// Copy a snapshot with its whole chain into one that depends on no other.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd snapshot-compact pandas --to pandas-alone
+  forkd rmi pandas
+
+Exit status: 0 made, 1 failed, 2 wrong usage.")]
+pub(crate) struct SnapshotCompactArgs {
+    /// Tag of the snapshot (`forkd images`).
+    #[arg(value_parser = parse_name, required_unless_present = "from", value_name = "TAG")]
+    pub(crate) tag: Option<String>,
+
+    /// The same.
+    #[arg(long, value_parser = parse_name, conflicts_with = "tag", hide = true, value_name = "TAG")]
+    pub(crate) from: Option<String>,
+
+    /// Name for the new snapshot.
+    #[arg(long, value_parser = parse_name, value_name = "TAG")]
+    pub(crate) to: String,
+
+    #[command(flatten)]
+    pub(crate) answer: AnswerArgs,
 }

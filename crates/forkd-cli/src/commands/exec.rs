@@ -14,35 +14,36 @@ use crate::ui::{self, Ui};
 
 /// Runs a command and returns its status.
 pub(crate) fn exec(context: &Context, args: ExecArgs) -> Result<u8> {
-    let path = format!("{}/exec", api::sandbox_path(&args.id));
+    let path = format!("{}/exec", api::sandbox_path(&args.sandbox.id));
     let request = ExecRequest {
         args: args.command,
         timeout_secs: args.limit.timeout,
-        env: args.env.into_iter().collect::<BTreeMap<_, _>>(),
-        cwd: args.cwd,
-        user: args.user,
+        env: args.process.env.into_iter().collect::<BTreeMap<_, _>>(),
+        cwd: args.process.cwd,
+        user: args.process.user,
         stdin: None,
     };
-    with_daemon(context, &args.daemon, async |daemon| {
+    with_daemon(context, &args.answer.daemon, async |daemon| {
         let answer = daemon.ask(Method::POST, &path, Some(&serde_json::to_value(&request)?)).await?;
         let reply: ExecReply = api::read(&answer)?;
-        if args.json {
+        if args.answer.json {
             ui::print_json(&answer)?;
         } else {
-            show_exec(&reply, context.ui)?;
+            show_exec(&reply, &mut io::stdout().lock(), "--timeout", context.ui)?;
         }
         Ok(status(reply.exit_code))
     })
 }
 
-fn show_exec(reply: &ExecReply, ui: Ui) -> Result<()> {
-    ui::write_raw(&mut io::stdout().lock(), reply.stdout.as_bytes())?;
+/// Shows what a command wrote, its standard output on `stdout`. `option` gives it more time.
+pub(super) fn show_exec(reply: &ExecReply, stdout: &mut impl io::Write, option: &str, ui: Ui) -> Result<()> {
+    ui::write_raw(stdout, reply.stdout.as_bytes())?;
     ui::write_raw(&mut io::stderr().lock(), reply.stderr.as_bytes())?;
     if reply.stdout_truncated || reply.stderr_truncated {
         ui.warn("the command wrote more than is kept; let it write to a file in the sandbox");
     }
     if reply.timed_out {
-        ui.warn("the command's time was over; give it more with --timeout");
+        ui.warn(format!("the command's time was over; give it more with {option}"));
     } else if let Some(error) = &reply.error {
         ui.warn(error);
     }
@@ -51,12 +52,12 @@ fn show_exec(reply: &ExecReply, ui: Ui) -> Result<()> {
 
 /// Evaluates code and returns 0, or 1 if it raised.
 pub(crate) fn eval(context: &Context, args: &EvalArgs) -> Result<u8> {
-    let path = format!("{}/eval", api::sandbox_path(&args.id));
+    let path = format!("{}/eval", api::sandbox_path(&args.sandbox.id));
     let request = EvalRequest { code: args.code.join(" "), timeout_secs: args.limit.timeout };
-    with_daemon(context, &args.daemon, async |daemon| {
+    with_daemon(context, &args.answer.daemon, async |daemon| {
         let answer = daemon.ask(Method::POST, &path, Some(&serde_json::to_value(&request)?)).await?;
         let reply: EvalReply = api::read(&answer)?;
-        if args.json {
+        if args.answer.json {
             ui::print_json(&answer)?;
         } else {
             let (stdout, stderr) = eval_output(&reply);

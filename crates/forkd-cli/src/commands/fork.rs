@@ -19,7 +19,7 @@ use crate::ui::{self, Ui};
 /// Forks children and says how long it took.
 pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
     let ui = context.ui;
-    with_daemon(context, &args.daemon, async |daemon| {
+    with_daemon(context, &args.answer.daemon, async |daemon| {
         // Before there are children, so that none is left behind by a ^C.
         let mut signals = args.settle_secs.map(|_| Forwarded::listen()).transpose()?;
         let mut body = request(&args.children);
@@ -39,7 +39,7 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
         };
         let spawned: Spawned = api::read(&answer)?;
         let times = Times::of(asked_unix_ms, &spawned.children);
-        if args.json {
+        if args.answer.json {
             ui::print_json(&with_times(answer, &times))?;
         } else {
             ui::print(&render(&spawned, args.children.count, &times))?;
@@ -56,14 +56,14 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
 
 /// Forks children and prints their ids.
 pub(crate) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
-    with_daemon(context, &args.daemon, async |daemon| {
+    with_daemon(context, &args.answer.daemon, async |daemon| {
         let mut body = request(&args.children);
         if args.no_wait {
             body["wait"] = json!(false);
         }
         let answer = spawn_children(&daemon, &body, context.ui).await?;
         let spawned: Spawned = api::read(&answer)?;
-        if args.json {
+        if args.answer.json {
             ui::print_json(&answer)?;
         } else {
             let ids: Vec<&str> = spawned.children.iter().map(|child| child.id.as_str()).collect();
@@ -77,7 +77,7 @@ pub(crate) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
 /// How much longer than this command children that settle may live.
 const GRACE_SECS: u64 = 10;
 /// The longest time limit the daemon takes: 30 days.
-const MAX_TIMEOUT_SECS: u64 = 2_592_000;
+pub(super) const MAX_TIMEOUT_SECS: u64 = 2_592_000;
 
 /// The request's body: what was not asked for is left to the daemon.
 fn request(args: &ChildrenArgs) -> Value {
@@ -85,7 +85,7 @@ fn request(args: &ChildrenArgs) -> Value {
     if args.no_network {
         body["network"] = json!(false);
     }
-    if let Some(limit) = args.memory_limit_mib {
+    if let Some(limit) = args.limit.memory_limit_mib {
         body["memory_limit_mib"] = json!(limit);
     }
     if !args.env.is_empty() {
@@ -95,7 +95,7 @@ fn request(args: &ChildrenArgs) -> Value {
 }
 
 /// Asks for children; those that did not start are in the answer unless none did.
-async fn spawn_children(daemon: &Daemon, body: &Value, ui: Ui) -> Result<Value> {
+pub(super) async fn spawn_children(daemon: &Daemon, body: &Value, ui: Ui) -> Result<Value> {
     let _progress = ui.spinner(format!("forking {} from {}", body["n"], body["snapshot_tag"]));
     daemon.ask(Method::POST, "/v1/sandboxes?results=each", Some(body)).await
 }

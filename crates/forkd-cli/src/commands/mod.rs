@@ -1,10 +1,13 @@
 //! What each command does: from what was typed to what is done.
 
 pub(crate) mod bench;
+mod branch;
+mod chains;
 mod doctor;
 mod exec;
 mod fork;
 mod image;
+mod layer;
 mod machine;
 mod run;
 mod sandboxes;
@@ -12,6 +15,8 @@ mod serve;
 mod snapshot;
 mod snapshots;
 mod token;
+mod tree;
+mod workspaces;
 
 use std::process::ExitCode;
 
@@ -45,9 +50,22 @@ pub(crate) fn execute(cli: Cli) -> ExitCode {
     };
     match dispatch(cli) {
         Ok(status) => ExitCode::from(status),
+        Err(error) if error.is::<WrongUsage>() => ui::fail(&error, 2),
         Err(error) => ui::fail(&error, failure),
     }
 }
+
+/// Options that make no sense together, in a way the parser does not know.
+#[derive(Debug)]
+struct WrongUsage(&'static str);
+
+impl std::fmt::Display for WrongUsage {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str(self.0)
+    }
+}
+
+impl std::error::Error for WrongUsage {}
 
 fn dispatch(cli: Cli) -> Result<u8> {
     let context = Context { data: DataDir::resolve(cli.data_dir)?, ui: Ui::new(cli.quiet) };
@@ -55,11 +73,20 @@ fn dispatch(cli: Cli) -> Result<u8> {
     match cli.command {
         Command::Run(args) => run::run(context, args),
         Command::Snapshot(args) => snapshot::snapshot(context, &args),
+        Command::SnapshotDiff(args) => layer::snapshot_diff(context, &args),
+        Command::SnapshotInfo(args) => chains::info(context, &args),
+        Command::SnapshotCompact(args) => chains::compact(context, &args),
         Command::Images(args) => snapshots::list(context, &args),
         Command::Rmi(args) => snapshots::remove(context, &args),
         Command::Unload(args) => snapshots::unload(context, &args),
         Command::Fork(args) => fork::fork(context, &args),
         Command::Spawn(args) => fork::spawn(context, &args),
+        Command::Branch(args) => branch::branch(context, &args),
+        Command::Rollback(args) => sandboxes::rollback(context, &args),
+        Command::Pause(args) => sandboxes::pause(context, &args),
+        Command::Resume(args) => sandboxes::resume(context, &args),
+        Command::Tree(args) => tree::tree(context, &args),
+        Command::Workspace(command) => workspaces::workspace(context, &command),
         Command::Ls(args) => sandboxes::list(context, &args),
         Command::Exec(args) => exec::exec(context, args),
         Command::Eval(args) => exec::eval(context, &args),

@@ -44,14 +44,14 @@ fn request(args: RunArgs) -> RunRequest {
     RunRequest {
         image: args.image,
         args: args.command,
-        env: args.env.into_iter().collect::<BTreeMap<_, _>>(),
-        cwd: args.cwd,
-        user: args.user,
-        vcpus: Some(args.vcpus),
-        mem_size_mib: Some(args.mem_size_mib),
+        env: args.process.env.into_iter().collect::<BTreeMap<_, _>>(),
+        cwd: args.process.cwd,
+        user: args.process.user,
+        vcpus: Some(args.guest.vcpus),
+        mem_size_mib: Some(args.guest.mem_size_mib),
         timeout_secs: args.timeout,
         tty: None,
-        network: args.no_network.then_some(false),
+        network: args.guest.no_network.then_some(false),
     }
 }
 

@@ -1,4 +1,4 @@
-//! `forkd ls`, `forkd ping` and `forkd kill`.
+//! `forkd ls`, `ping`, `pause`, `resume`, `rollback` and `kill`.
 
 use std::time::Instant;
 
@@ -8,15 +8,15 @@ use serde_json::{Value, json};
 
 use super::{Context, report, with_daemon};
 use crate::api::{self, Sandbox};
-use crate::args::{KillArgs, LsArgs, PingArgs};
+use crate::args::{KillArgs, LsArgs, PingArgs, RollbackArgs, SandboxesArgs};
 use crate::client::{Daemon, Refused};
 use crate::{clock, ui};
 
 /// Lists sandboxes.
 pub(crate) fn list(context: &Context, args: &LsArgs) -> Result<u8> {
-    with_daemon(context, &args.daemon, async |daemon| {
+    with_daemon(context, &args.answer.daemon, async |daemon| {
         let answer = daemon.ask(Method::GET, "/v1/sandboxes", None).await?;
-        if args.json {
+        if args.answer.json {
             ui::print_json(&answer)?;
         } else {
             ui::print(&render(&api::read::<Vec<Sandbox>>(&answer)?, clock::now()))?;
@@ -28,7 +28,10 @@ pub(crate) fn list(context: &Context, args: &LsArgs) -> Result<u8> {
 fn render(sandboxes: &[Sandbox], now: u64) -> String {
     let row = |sandbox: &Sandbox| {
         let from = match (&sandbox.snapshot_tag, &sandbox.image) {
-            (Some(tag), _) => format!("snapshot {tag}"),
+            (Some(tag), _) => match &sandbox.rolled_back_to {
+                Some(branch) => format!("snapshot {tag}, back at {branch}"),
+                None => format!("snapshot {tag}"),
+            },
             (None, Some(image)) => format!("image {image}"),
             (None, None) => "-".to_owned(),
         };
@@ -44,18 +47,19 @@ fn render(sandboxes: &[Sandbox], now: u64) -> String {
             ui::age(now.saturating_sub(sandbox.created_at_unix)),
             sandbox.vcpus.to_string(),
             format!("{} MiB", sandbox.mem_size_mib),
+            sandbox.branch_count.to_string(),
         ]
     };
-    let header = ["ID", "FROM", "STATE", "PID", "AGE", "CPUS", "MEMORY"];
+    let header = ["ID", "FROM", "STATE", "PID", "AGE", "CPUS", "MEMORY", "BRANCHES"];
     ui::table(&header, &sandboxes.iter().map(row).collect::<Vec<_>>())
 }
 
 /// Asks agents whether they are there; the status says whether all are.
 pub(crate) fn ping(context: &Context, args: &PingArgs) -> Result<u8> {
-    with_daemon(context, &args.daemon, async |daemon| {
+    with_daemon(context, &args.answer.daemon, async |daemon| {
         let pongs = api::for_each(&args.ids, async |id: &str| ping_one(&daemon, id).await).await;
         let all = pongs.iter().all(|(_, pong)| pong.is_ok());
-        if args.json {
+        if args.answer.json {
             ui::print_json(&pongs.into_iter().map(pong_object).collect::<Vec<_>>())?;
         } else {
             for (id, pong) in pongs {
@@ -93,6 +97,45 @@ fn pong_object((id, pong): (&str, Result<(Value, f64)>)) -> Value {
         }
         Err(error) => json!({ "id": id, "pong": false, "error": format!("{error:#}") }),
     }
+}
+
+/// Makes sandboxes stand still; those that can, also when another cannot.
+pub(crate) fn pause(context: &Context, args: &SandboxesArgs) -> Result<u8> {
+    tell_each(context, args, "pause", "paused")
+}
+
+/// Lets them go on.
+pub(crate) fn resume(context: &Context, args: &SandboxesArgs) -> Result<u8> {
+    tell_each(context, args, "resume", "resumed")
+}
+
+fn tell_each(context: &Context, args: &SandboxesArgs, verb: &str, done: &str) -> Result<u8> {
+    with_daemon(context, &args.daemon, async |daemon| {
+        let tell = async |id: &str| {
+            daemon.ask(Method::POST, &format!("{}/{verb}", api::sandbox_path(id)), None).await
+        };
+        Ok(report(context.ui, api::for_each(&args.ids, tell).await, done))
+    })
+}
+
+/// Takes a sandbox back to a branch of it.
+pub(crate) fn rollback(context: &Context, args: &RollbackArgs) -> Result<u8> {
+    with_daemon(context, &args.answer.daemon, async |daemon| {
+        let progress = context.ui.spinner(format!("taking {} back", args.sandbox.id));
+        let path = format!("{}/rollback", api::sandbox_path(&args.sandbox.id));
+        let body = args.to.as_ref().map_or_else(|| json!({}), |tag| json!({ "to": tag }));
+        let answer = daemon.ask(Method::POST, &path, Some(&body)).await?;
+        drop(progress);
+        if args.answer.json {
+            ui::print_json(&answer)?;
+            return Ok(0);
+        }
+        let sandbox: Sandbox = api::read(&answer)?;
+        let to = sandbox.rolled_back_to.as_ref().or(args.to.as_ref());
+        let to = to.map_or_else(|| "where it was branched".to_owned(), Clone::clone);
+        ui::print(&ui::harmless(&format!("{}: back at {to}, {}", sandbox.id, sandbox.state)))?;
+        Ok(0)
+    })
 }
 
 /// Ends sandboxes; those that can be are, also when another cannot.
@@ -147,13 +190,16 @@ mod tests {
         ended["pid"] = Value::Null;
         let bare = json!({ "id": "sb4", "state": "running", "vcpus": 2, "mem_size_mib": 64,
                            "created_at_unix": 220, "image": null });
-        let list = json!([sandbox("sb1", Some("numpy")), sandbox("sb2", None), ended, bare]);
+        let mut branched = sandbox("sb1", Some("numpy"));
+        branched["branch_count"] = json!(3);
+        branched["rolled_back_to"] = json!("fixed");
+        let list = json!([branched, sandbox("sb2", None), ended, bare]);
         let expected = "\
-ID   FROM            STATE             PID  AGE    CPUS  MEMORY
-sb1  snapshot numpy  running           7    2 min  1     512 MiB
-sb2  image python    running           7    2 min  1     512 MiB
-sb3  snapshot numpy  ended (panicked)  -    2 min  1     512 MiB
-sb4  -               running           -    0 s    2     64 MiB";
+ID   FROM                           STATE             PID  AGE    CPUS  MEMORY   BRANCHES
+sb1  snapshot numpy, back at fixed  running           7    2 min  1     512 MiB  3
+sb2  image python                   running           7    2 min  1     512 MiB  0
+sb3  snapshot numpy                 ended (panicked)  -    2 min  1     512 MiB  0
+sb4  -                              running           -    0 s    2     64 MiB   0";
         assert_eq!(render(&api::read::<Vec<Sandbox>>(&list).unwrap(), 220), expected);
     }
 

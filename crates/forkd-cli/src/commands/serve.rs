@@ -1,5 +1,7 @@
 //! `forkd serve`: the daemon, in the foreground.
 
+use std::time::Duration;
+
 use anyhow::{Context as _, Result};
 use forkd_controller::{Config, Timing};
 use tokio::net::{TcpListener, TcpStream};
@@ -36,6 +38,11 @@ fn configuration(context: &Context, args: ServeArgs) -> Result<Config> {
     config.kernel = args.kernel;
     config.timing = Timing::from_env()?;
     config.network_pool = args.network_pool as usize;
+    config.limits.branch_max_age = args.branch_max_age.map(Duration::from_secs);
+    config.limits.branch_max_count = args.branch_max_count;
+    if let Some(most) = args.branch_concurrency {
+        config.limits.max_branches = most as usize;
+    }
     if let Some(library) = args.library {
         config.library_dir = library;
     }
@@ -61,7 +68,7 @@ async fn relay(daemon: std::net::SocketAddr) -> Result<()> {
                 Ok((_, peer)) => tracing::warn!(%peer, "refused a connection that QEMU did not forward"),
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a connection");
-                    tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+                    tokio::time::sleep(Duration::from_millis(100)).await;
                 }
             }
         }

@@ -18,12 +18,12 @@ const POLL: Duration = Duration::from_millis(200);
 
 /// Makes a snapshot and returns the status to exit with.
 pub(crate) fn snapshot(context: &Context, args: &SnapshotArgs) -> Result<u8> {
-    prepare_image(context, &args.daemon, &args.image)?;
-    with_daemon(context, &args.daemon, async |daemon| {
+    prepare_image(context, &args.answer.daemon, &args.image)?;
+    with_daemon(context, &args.answer.daemon, async |daemon| {
         let begun = Instant::now();
         let made = make(&daemon, &args.tag, &request(args), context.ui).await?;
         match made {
-            Made::Ready(answer) if args.json => ui::print_json(&answer)?,
+            Made::Ready(answer) if args.answer.json => ui::print_json(&answer)?,
             Made::Ready(answer) => ui::print(&describe(&api::read(&answer)?, begun.elapsed()))?,
             Made::Cancelled(caught) => return Ok(caught.status()),
         }
@@ -36,8 +36,8 @@ fn request(args: &SnapshotArgs) -> Value {
     let mut body = json!({
         "tag": args.tag,
         "image": args.image,
-        "vcpus": args.vcpus,
-        "mem_size_mib": args.mem_size_mib,
+        "vcpus": args.guest.vcpus,
+        "mem_size_mib": args.guest.mem_size_mib,
     });
     if let Some(line) = &args.warm {
         body["warm_command"] = json!(["sh", "-c", line]);
@@ -45,7 +45,7 @@ fn request(args: &SnapshotArgs) -> Value {
     if let Some(code) = &args.warm_python {
         body["warm_python"] = json!(code);
     }
-    if args.no_network {
+    if args.guest.no_network {
         body["network"] = json!(false);
     }
     body

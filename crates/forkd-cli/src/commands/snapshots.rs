@@ -5,14 +5,15 @@ use hyper::Method;
 
 use super::{Context, report, with_daemon};
 use crate::api::{self, Snapshot, SnapshotStatus};
-use crate::args::{ImagesArgs, TagsArgs};
+use crate::args::{ImagesArgs, RmiArgs, TagsArgs};
+use crate::client::{Daemon, Refused};
 use crate::{clock, ui};
 
 /// Lists snapshots.
 pub(crate) fn list(context: &Context, args: &ImagesArgs) -> Result<u8> {
-    with_daemon(context, &args.daemon, async |daemon| {
+    with_daemon(context, &args.answer.daemon, async |daemon| {
         let answer = daemon.ask(Method::GET, "/v1/snapshots", None).await?;
-        if args.json {
+        if args.answer.json {
             ui::print_json(&answer)?;
             return Ok(0);
         }
@@ -28,11 +29,61 @@ pub(crate) fn list(context: &Context, args: &ImagesArgs) -> Result<u8> {
 }
 
 /// Removes snapshots; those that can be are, also when another cannot.
-pub(crate) fn remove(context: &Context, args: &TagsArgs) -> Result<u8> {
-    with_daemon(context, &args.daemon, async |daemon| {
-        let remove = async |tag: &str| daemon.ask(Method::DELETE, &api::snapshot_path(tag), None).await;
-        Ok(report(context.ui, api::for_each(&args.tags, remove).await, "removed"))
+pub(crate) fn remove(context: &Context, args: &RmiArgs) -> Result<u8> {
+    with_daemon(context, &args.snapshots.daemon, async |daemon| {
+        let (tags, ui) = (&args.snapshots.tags, context.ui);
+        if args.cascade {
+            return Ok(report(ui, remove_with_dependents(&daemon, tags).await?, "removed"));
+        }
+        let query = if args.force { "?force=true" } else { "" };
+        Ok(report(ui, remove_all(&daemon, tags, query).await, "removed"))
     })
+}
+
+/// Removes snapshots one after the other. One that another needs is tried again when others are gone: the
+/// other may be among them.
+async fn remove_all<'a>(daemon: &Daemon, tags: &'a [String], query: &str) -> Vec<(&'a str, Result<()>)> {
+    let mut results = Vec::new();
+    let mut waiting: Vec<&str> = tags.iter().map(String::as_str).collect();
+    loop {
+        let (mut needed, mut removed) = (Vec::new(), false);
+        for tag in waiting {
+            match remove_one(daemon, tag, query).await {
+                Err(error) if Refused::is_conflict(&error) => needed.push((tag, Err(error))),
+                other => {
+                    removed |= other.is_ok();
+                    results.push((tag, other));
+                }
+            }
+        }
+        if !removed || needed.is_empty() {
+            results.extend(needed);
+            return results;
+        }
+        waiting = needed.into_iter().map(|(tag, _)| tag).collect();
+    }
+}
+
+/// Removes snapshots and what is built on them. One that went with another is what was wanted; one that
+/// never was is not.
+async fn remove_with_dependents<'a>(
+    daemon: &Daemon,
+    tags: &'a [String],
+) -> Result<Vec<(&'a str, Result<()>)>> {
+    let known: Vec<Snapshot> = api::get(daemon, "/v1/snapshots").await?;
+    let mut results = Vec::new();
+    for tag in tags {
+        let removed = match remove_one(daemon, tag, "?cascade=true").await {
+            Err(error) if Refused::is_not_found(&error) && known.iter().any(|one| one.tag == *tag) => Ok(()),
+            other => other,
+        };
+        results.push((tag.as_str(), removed));
+    }
+    Ok(results)
+}
+
+async fn remove_one(daemon: &Daemon, tag: &str, query: &str) -> Result<()> {
+    daemon.ask(Method::DELETE, &format!("{}{query}", api::snapshot_path(tag)), None).await.map(drop)
 }
 
 /// Ends the processes that fork their children.
@@ -56,6 +107,7 @@ fn render(snapshots: &[Snapshot], now: u64) -> String {
             ui::bytes(snapshot.size()),
             format!("{} MiB", snapshot.mem_size_mib),
             snapshot.image.as_ref().or(snapshot.kernel.as_ref()).cloned().unwrap_or_default(),
+            snapshot.parent_tag.clone().unwrap_or_else(|| "-".to_owned()),
             format!("{} ago", ui::age(now.saturating_sub(snapshot.created_at_unix))),
             template.map_or_else(
                 || "-".to_owned(),
@@ -63,12 +115,15 @@ fn render(snapshots: &[Snapshot], now: u64) -> String {
             ),
         ]
     };
-    let header = ["TAG", "STATUS", "SIZE", "MEMORY", "IMAGE", "CREATED", "TEMPLATE"];
+    let header = ["TAG", "STATUS", "SIZE", "MEMORY", "IMAGE", "OVER", "CREATED", "TEMPLATE"];
     let table = ui::table(&header, &snapshots.iter().map(row).collect::<Vec<_>>());
     let size = snapshots.iter().fold(0u64, |sum, snapshot| sum.saturating_add(snapshot.size()));
+    // Each takes the room of its whole chain, and chains share layers.
+    let at_most =
+        if snapshots.iter().any(|snapshot| snapshot.parent_tag.is_some()) { "at most " } else { "" };
     let templates = || snapshots.iter().filter_map(|snapshot| snapshot.template.as_ref());
     format!(
-        "{table}\n{}, {} on disk; {} with {}",
+        "{table}\n{}, {at_most}{} on disk; {} with {}",
         ui::count(snapshots.len(), "snapshot", "snapshots"),
         ui::bytes(size),
         ui::count(templates().count(), "template", "templates"),
@@ -79,7 +134,10 @@ fn render(snapshots: &[Snapshot], now: u64) -> String {
 fn status(snapshot: &Snapshot) -> String {
     match (snapshot.status, &snapshot.phase) {
         (SnapshotStatus::Writing, Some(phase)) => phase.clone(),
-        (SnapshotStatus::Writing, None) => "writing".to_owned(),
+        (SnapshotStatus::Writing, None) => match &snapshot.progress {
+            Some(saving) => format!("writing {} %", saving.percent()),
+            None => "writing".to_owned(),
+        },
         (SnapshotStatus::Ready, _) => "ready".to_owned(),
         (SnapshotStatus::Failed, _) => "failed".to_owned(),
     }
@@ -103,13 +161,17 @@ mod tests {
               "template": { "pid": 77, "source": "disk", "children": 1 } },
             { "tag": "b", "status": "writing", "phase": "warming", "created_at_unix": 4000,
               "kernel": "/k", "vcpus": 1, "mem_size_mib": 64 },
+            { "tag": "c", "status": "writing", "created_at_unix": 4000, "image": "python", "vcpus": 1,
+              "mem_size_mib": 512, "parent_tag": "numpy", "chain_depth": 1,
+              "progress": { "looked_at": 128, "total": 512, "written": 4096 } },
         ]))
         .unwrap();
         let expected = "\
-TAG    STATUS   SIZE     MEMORY   IMAGE   CREATED     TEMPLATE
-numpy  ready    4.0 MiB  512 MiB  python  50 min ago  pid 77, 1 child
-b      warming  0 B      64 MiB   /k      0 s ago     -
-2 snapshots, 4.0 MiB on disk; 1 template with 1 child";
+TAG    STATUS        SIZE     MEMORY   IMAGE   OVER   CREATED     TEMPLATE
+numpy  ready         4.0 MiB  512 MiB  python  -      50 min ago  pid 77, 1 child
+b      warming       0 B      64 MiB   /k      -      0 s ago     -
+c      writing 25 %  0 B      512 MiB  python  numpy  0 s ago     -
+3 snapshots, at most 4.0 MiB on disk; 1 template with 1 child";
         assert_eq!(render(&snapshots, 4000), expected);
         assert!(render(&[], 0).ends_with("\n0 snapshots, 0 B on disk; 0 templates with 0 children"));
     }

@@ -11,7 +11,7 @@ use crate::{daemon, ui};
 pub(crate) fn print(context: &Context, args: &TokenPrintArgs) -> Result<()> {
     let Context { data, ui } = context;
     let runtime = runtime()?;
-    let found = match runtime.block_on(daemon::find(data, &args.daemon, *ui))? {
+    let found = match runtime.block_on(daemon::find(data, &args.answer.daemon, *ui))? {
         Some(daemon) => daemon,
         None => {
             let machine = Machine::new(data, *ui);
@@ -22,7 +22,7 @@ pub(crate) fn print(context: &Context, args: &TokenPrintArgs) -> Result<()> {
         }
     };
     let token = daemon::token(data, &found)?;
-    if args.json {
+    if args.answer.json {
         let url = runtime.block_on(found.http_url())?;
         return ui::print_json(&serde_json::json!({ "token": token, "url": url }));
     }

@@ -76,8 +76,9 @@ fn converse(mut stream: UnixStream, kept: &Mutex<Vec<Asked>>, answer: &dyn Fn(&s
     stream.read_exact(&mut body).unwrap();
     let mut words = head.split(' ');
     let line = format!("{} {}", words.next().unwrap(), words.next().unwrap());
+    // Remembered first: an answer may take its time.
+    kept.lock().unwrap().push((line.clone(), serde_json::from_slice(&body).unwrap_or(Value::Null)));
     let (status, value) = answer(&line);
-    kept.lock().unwrap().push((line, serde_json::from_slice(&body).unwrap_or(Value::Null)));
     let body = if value.is_null() { String::new() } else { value.to_string() };
     let length = body.len();
     // Whoever asked may be gone by now.

@@ -2,6 +2,8 @@
 //! fake, so that it can be slow, refuse and fail at will.
 #![allow(clippy::unwrap_used)]
 
+mod branches;
+mod chains;
 mod fake_daemon;
 
 use std::process::Child;

@@ -1,0 +1,129 @@
+//! What more than one command takes: groups of options, and the rules for what is typed.
+
+use clap::Args;
+use forkd_protocol::names;
+
+/// The longest time limit the daemon takes: 30 days.
+pub(super) const MAX_SECS: u64 = 2_592_000;
+
+/// Which daemon to talk to.
+#[derive(Debug, Clone, Default, Args)]
+pub(crate) struct DaemonArgs {
+    /// Talk to this daemon instead of finding or starting one.
+    #[arg(long, env = "FORKD_URL", value_name = "URL")]
+    pub(crate) daemon_url: Option<String>,
+
+    /// Its token.
+    #[arg(long, env = "FORKD_TOKEN", value_name = "TOKEN", hide_env_values = true)]
+    pub(crate) daemon_token: Option<String>,
+}
+
+/// Of a command that prints what a daemon says.
+#[derive(Debug, Args)]
+pub(crate) struct AnswerArgs {
+    /// Print JSON: all that is known.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) daemon: DaemonArgs,
+}
+
+/// The only option of a command that prints data of this computer's.
+#[derive(Debug, Args)]
+pub(crate) struct JsonArgs {
+    /// Print JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// The machine a guest boots on.
+#[derive(Debug, Args)]
+pub(crate) struct GuestArgs {
+    /// Virtual CPUs.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=32), value_name = "N")]
+    pub(crate) vcpus: u8,
+
+    /// Memory in MiB.
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(64..), value_name = "MIB")]
+    pub(crate) mem_size_mib: u64,
+
+    /// No network device.
+    #[arg(long)]
+    pub(crate) no_network: bool,
+}
+
+/// How a command is run in a guest.
+#[derive(Debug, Args)]
+pub(crate) struct ProcessArgs {
+    /// Variable for the command; may be given several times.
+    #[arg(long, short, value_parser = parse_variable, value_name = "NAME=VALUE")]
+    pub(crate) env: Vec<(String, String)>,
+
+    /// Working directory in the guest [default: the user's home].
+    #[arg(long, value_name = "DIR")]
+    pub(crate) cwd: Option<String>,
+
+    /// User in the guest [default: root].
+    #[arg(long, short, value_name = "USER")]
+    pub(crate) user: Option<String>,
+}
+
+/// How long something may run in a sandbox.
+#[derive(Debug, Args)]
+pub(crate) struct LimitArgs {
+    /// End it after this many seconds, at most 30 days.
+    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
+          value_name = "SECS")]
+    pub(crate) timeout: u64,
+}
+
+/// The sandbox something is done to.
+#[derive(Debug, Args)]
+pub(crate) struct SandboxArgs {
+    /// Id of the sandbox (`forkd ls`).
+    #[arg(value_parser = parse_id, value_name = "ID")]
+    pub(crate) id: String,
+}
+
+/// The sandboxes something is done to.
+#[derive(Debug, Args)]
+pub(crate) struct SandboxesArgs {
+    /// Ids of sandboxes (`forkd ls`).
+    #[arg(required = true, value_parser = parse_id, value_name = "ID")]
+    pub(crate) ids: Vec<String>,
+
+    #[command(flatten)]
+    pub(crate) daemon: DaemonArgs,
+}
+
+/// What a sandbox may use of this computer.
+#[derive(Debug, Args)]
+pub(crate) struct MemoryLimitArgs {
+    /// The most memory of this computer each may take, in MiB.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..), value_name = "MIB")]
+    pub(crate) memory_limit_mib: Option<u64>,
+}
+
+pub(super) fn parse_variable(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, value)) if !name.is_empty() => Ok((name.to_owned(), value.to_owned())),
+        _ => Err("write it as NAME=VALUE".to_owned()),
+    }
+}
+
+pub(super) fn parse_name(text: &str) -> Result<String, String> {
+    if names::is_valid_name(text) {
+        Ok(text.to_owned())
+    } else {
+        Err(format!("a name is {}", names::NAME_RULE))
+    }
+}
+
+pub(super) fn parse_id(text: &str) -> Result<String, String> {
+    if names::is_valid_sandbox_id(text) {
+        Ok(text.to_owned())
+    } else {
+        Err("an id is `sb` followed by lower-case letters and digits; `forkd ls` lists them".to_owned())
+    }
+}

@@ -1,0 +1,93 @@
+//! What can be typed about workspaces: sandboxes with a name that can be put away and taken up again.
+
+use clap::{Args, Subcommand};
+
+use super::{AnswerArgs, DaemonArgs, MemoryLimitArgs, parse_name};
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum WorkspaceCommand {
+    Create(WorkspaceCreateArgs),
+    /// List workspaces.
+    #[command(
+        visible_alias = "list",
+        after_help = "Examples:
+  forkd workspace ls
+  forkd workspace ls --json | jq -r '.[] | select(.status == \"running\") | .live_sandbox_id'
+
+Exit status: 0 listed, 1 failed, 2 wrong usage."
+    )]
+    Ls(AnswerArgs),
+    Suspend(WorkspaceSuspendArgs),
+    /// Take up a workspace where it was left, in a new sandbox.
+    #[command(after_help = "Example:
+  forkd exec $(forkd workspace resume alice --json | jq -r .live_sandbox_id) -- uptime
+
+Exit status: 0 it runs, 1 failed, 2 wrong usage.")]
+    Resume(WorkspaceArgs),
+    /// Remove workspaces, with their sandboxes and the state kept of them.
+    #[command(
+        visible_alias = "delete",
+        after_help = "Example:
+  forkd workspace rm alice bob
+
+Exit status: 0 all removed, 1 one or more could not be, 2 wrong usage."
+    )]
+    Rm(WorkspaceRmArgs),
+}
+
+/// Make a workspace: a sandbox under a name.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd workspace create alice --snapshot numpy
+  forkd workspace create bob --snapshot numpy --memory-limit-mib 1024
+
+Exit status: 0 it runs, 1 failed, 2 wrong usage.")]
+pub(crate) struct WorkspaceCreateArgs {
+    #[command(flatten)]
+    pub(crate) workspace: WorkspaceArgs,
+
+    /// Snapshot to begin with (`forkd images`).
+    #[arg(long, value_parser = parse_name, value_name = "TAG")]
+    pub(crate) snapshot: String,
+
+    #[command(flatten)]
+    pub(crate) limit: MemoryLimitArgs,
+}
+
+/// Put a workspace away: its state goes to disk, its sandbox ends.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd workspace suspend alice
+  forkd workspace suspend alice --diff
+
+Exit status: 0 it is on disk, 1 failed, 2 wrong usage.")]
+pub(crate) struct WorkspaceSuspendArgs {
+    #[command(flatten)]
+    pub(crate) workspace: WorkspaceArgs,
+
+    /// Store only what differs from the state it had before.
+    #[arg(long)]
+    pub(crate) diff: bool,
+}
+
+/// Which workspace something is done to.
+#[derive(Debug, Args)]
+pub(crate) struct WorkspaceArgs {
+    /// Name of the workspace (`forkd workspace ls`).
+    #[arg(value_parser = parse_name, value_name = "NAME")]
+    pub(crate) name: String,
+
+    #[command(flatten)]
+    pub(crate) answer: AnswerArgs,
+}
+
+/// Which workspaces are removed.
+#[derive(Debug, Args)]
+pub(crate) struct WorkspaceRmArgs {
+    /// Names of workspaces (`forkd workspace ls`).
+    #[arg(required = true, value_parser = parse_name, value_name = "NAME")]
+    pub(crate) names: Vec<String>,
+
+    #[command(flatten)]
+    pub(crate) daemon: DaemonArgs,
+}

@@ -1,0 +1,206 @@
+//! `forkd branch`: keeps this moment of a sandbox, and shows how far the saving is.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail};
+use hyper::Method;
+use serde_json::{Value, json};
+
+use super::{Context, WrongUsage, with_daemon};
+use crate::api::{self, Saving, Snapshot, SnapshotStatus};
+use crate::args::{BranchArgs, BranchMode};
+use crate::client::{Daemon, Refused};
+use crate::signals::Forwarded;
+use crate::ui::{self, Progress, Ui};
+
+/// How often the daemon is asked how far it is.
+const POLL: Duration = Duration::from_millis(200);
+
+/// Takes a branch and returns the status to exit with.
+pub(crate) fn branch(context: &Context, args: &BranchArgs) -> Result<u8> {
+    if args.no_wait && args.mode != BranchMode::Live {
+        return Err(WrongUsage("--no-wait goes with --mode live: the others are done when stored").into());
+    }
+    let wanted =
+        Wanted { id: &args.sandbox.id, tag: args.tag.as_deref(), mode: args.mode, wait: !args.no_wait };
+    with_daemon(context, &args.answer.daemon, async |daemon| {
+        let mut signals = Forwarded::listen()?;
+        let answer = tokio::select! {
+            answer = take(&daemon, &wanted, context.ui) => answer?,
+            caught = signals.next() => {
+                context.ui.warn("left; a branch that was begun goes on: `forkd images` tells how far it is");
+                return Ok(caught.status());
+            }
+        };
+        if args.answer.json {
+            ui::print_json(&answer)?;
+        } else {
+            ui::print(&describe(&api::read(&answer)?))?;
+        }
+        Ok(0)
+    })
+}
+
+/// A branch to take.
+#[derive(Debug)]
+pub(super) struct Wanted<'a> {
+    /// The sandbox.
+    pub(super) id: &'a str,
+    /// The branch's name; the daemon finds one if there is none.
+    pub(super) tag: Option<&'a str>,
+    pub(super) mode: BranchMode,
+    /// Until it is on disk.
+    pub(super) wait: bool,
+}
+
+impl Wanted<'_> {
+    fn request(&self) -> Value {
+        let mut body = json!({ "mode": self.mode.name() });
+        if let Some(tag) = self.tag {
+            body["tag"] = json!(tag);
+        }
+        if self.mode == BranchMode::Live {
+            // The answer comes when the sandbox runs again; how the saving goes is asked for.
+            body["wait"] = json!(false);
+        }
+        body
+    }
+}
+
+/// Takes a branch, and waits until it is on disk if wanted. Gives what the daemon says of it.
+pub(super) async fn take(daemon: &Daemon, wanted: &Wanted<'_>, ui: Ui) -> Result<Value> {
+    let progress = ui.spinner(format!("branching {}", wanted.id));
+    let path = format!("{}/branch", api::sandbox_path(wanted.id));
+    let body = wanted.request();
+    let asked = daemon.ask(Method::POST, &path, Some(&body));
+    let answer = match wanted.tag {
+        // Where the answer comes when all is done, the tag tells how far it is.
+        Some(tag) if progress.is_some() => tokio::select! {
+            answer = asked => answer?,
+            never = watch(daemon, tag, progress.as_ref()) => match never {},
+        },
+        _ => asked.await?,
+    };
+    if wanted.wait { saved(daemon, answer, progress.as_ref()).await } else { Ok(answer) }
+}
+
+/// Shows how far the saving of a snapshot is, for ever.
+async fn watch(daemon: &Daemon, tag: &str, progress: Option<&Progress>) -> std::convert::Infallible {
+    loop {
+        tokio::time::sleep(POLL).await;
+        // It is not there before the sandbox runs again, and whoever asked for it hears what is wrong.
+        if let Ok(snapshot) = api::get::<Snapshot>(daemon, &api::snapshot_path(tag)).await {
+            show(progress, &snapshot);
+        }
+    }
+}
+
+/// Waits until a snapshot is on disk.
+async fn saved(daemon: &Daemon, mut answer: Value, progress: Option<&Progress>) -> Result<Value> {
+    loop {
+        let snapshot: Snapshot = api::read(&answer)?;
+        let tag = &snapshot.tag;
+        match snapshot.status {
+            SnapshotStatus::Ready => return Ok(answer),
+            SnapshotStatus::Failed => {
+                let why = snapshot.error.as_deref().unwrap_or("the daemon does not say why; see its log");
+                bail!("branch {tag} could not be saved: {why}. Remove it with `forkd rmi {tag}`");
+            }
+            SnapshotStatus::Writing => show(progress, &snapshot),
+        }
+        tokio::time::sleep(POLL).await;
+        answer = match daemon.ask(Method::GET, &api::snapshot_path(tag), None).await {
+            Err(error) if Refused::is_not_found(&error) => {
+                bail!("branch {tag} was removed while it was saved, perhaps by `forkd rmi`")
+            }
+            other => {
+                other.with_context(|| format!("branch {tag}: `forkd images` tells what became of it"))?
+            }
+        };
+    }
+}
+
+fn show(progress: Option<&Progress>, snapshot: &Snapshot) {
+    if let (Some(progress), Some(saving)) = (progress, &snapshot.progress) {
+        progress.tick(&how_far(saving));
+    }
+}
+
+fn how_far(saving: &Saving) -> String {
+    format!("saving, {} %, {} written", saving.percent(), ui::bytes(saving.written))
+}
+
+/// A branch, in lines: what it is called, what it cost the sandbox, what it takes on disk.
+pub(super) fn describe(branch: &Snapshot) -> String {
+    let ms = |ms: Option<f64>| ms.map_or_else(|| "-".to_owned(), ui::milliseconds);
+    let frozen = match branch.quiesced {
+        Some(false) => "not: its agent did not answer in time".to_owned(),
+        _ => ms(branch.frozen_ms),
+    };
+    let stored = match (&branch.parent_tag, branch.chain_depth) {
+        (Some(parent), depth) => format!("over {parent}, depth {depth}"),
+        (None, _) => "in full".to_owned(),
+    };
+    let written = match (branch.status, branch.bytes_written) {
+        (SnapshotStatus::Writing, _) => "not yet; `forkd images` tells how far it is".to_owned(),
+        (_, None) => "-".to_owned(),
+        (_, Some(count)) => {
+            let took = branch.diff_ms.map_or_else(String::new, |ms| format!(" in {}", ui::milliseconds(ms)));
+            format!("{}{took}", ui::bytes(count))
+        }
+    };
+    ui::pairs(&[
+        ("tag", branch.tag.clone()),
+        ("stored", stored),
+        ("pause", ms(branch.pause_ms)),
+        ("frozen", frozen),
+        ("written", written),
+    ])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn snapshot(more: Value) -> Snapshot {
+        let mut answer = json!({ "tag": "t", "status": "ready", "created_at_unix": 1, "mem_size_mib": 512 });
+        answer.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        api::read(&answer).unwrap()
+    }
+
+    #[test]
+    fn a_branch_is_told_with_its_pause_and_what_was_written() {
+        let layer =
+            snapshot(json!({ "parent_tag": "numpy", "chain_depth": 1, "pause_ms": 3.25, "frozen_ms": 8.0,
+                                     "quiesced": true, "bytes_written": 3 << 20, "diff_ms": 1200.0 }));
+        let expected = "\
+tag      t
+stored   over numpy, depth 1
+pause    3.2 ms
+frozen   8.0 ms
+written  3.0 MiB in 1.20 s";
+        assert_eq!(describe(&layer), expected);
+    }
+
+    #[test]
+    fn what_is_not_known_yet_or_was_not_frozen_says_so() {
+        let early = describe(&snapshot(json!({ "status": "writing", "pause_ms": 2, "quiesced": false })));
+        assert!(early.contains("stored   in full\npause    2.0 ms\nfrozen   not: its agent"), "{early}");
+        assert!(early.contains("written  not yet"), "{early}");
+    }
+
+    #[test]
+    fn only_a_live_branch_is_not_waited_for_by_the_daemon() {
+        let wanted = |mode, tag| Wanted { id: "sb1", tag, mode, wait: true }.request();
+        assert_eq!(wanted(BranchMode::Live, None), json!({ "mode": "live", "wait": false }));
+        assert_eq!(wanted(BranchMode::Full, Some("t")), json!({ "mode": "full", "tag": "t" }));
+    }
+
+    #[test]
+    fn how_far_it_is_makes_sense_whatever_the_numbers() {
+        let saving = |looked_at, total| how_far(&Saving { looked_at, total, written: 1 << 20 });
+        assert_eq!(saving(1 << 29, 1 << 30), "saving, 50 %, 1.0 MiB written");
+        assert_eq!(saving(u64::MAX, 1), "saving, 100 %, 1.0 MiB written");
+        assert_eq!(saving(7, 0), "saving, 0 %, 1.0 MiB written");
+    }
+}

@@ -1,0 +1,112 @@
+//! `forkd snapshot-info` and `forkd snapshot-compact`: what a snapshot consists of, and how it becomes one
+//! that depends on no other.
+
+use anyhow::{Context as _, Result};
+use hyper::Method;
+use serde_json::json;
+
+use super::{Context, with_daemon};
+use crate::api::{self, Snapshot, SnapshotDetail, SnapshotLayer};
+use crate::args::{SnapshotCompactArgs, SnapshotInfoArgs};
+use crate::{clock, ui};
+
+/// Says what a snapshot consists of.
+pub(crate) fn info(context: &Context, args: &SnapshotInfoArgs) -> Result<u8> {
+    with_daemon(context, &args.answer.daemon, async |daemon| {
+        let path = format!("{}/info", api::snapshot_path(&args.tag));
+        let answer = daemon.ask(Method::GET, &path, None).await?;
+        if args.answer.json {
+            ui::print_json(&answer)?;
+        } else {
+            ui::print(&render(&api::read(&answer)?))?;
+        }
+        Ok(0)
+    })
+}
+
+/// Makes a snapshot of one layer out of a chain.
+pub(crate) fn compact(context: &Context, args: &SnapshotCompactArgs) -> Result<u8> {
+    let tag = args.tag.as_ref().or(args.from.as_ref()).context("which snapshot?")?;
+    with_daemon(context, &args.answer.daemon, async |daemon| {
+        let progress = context.ui.spinner(format!("copying {tag} to {}", args.to));
+        let path = format!("{}/compact", api::snapshot_path(tag));
+        let answer = daemon.ask(Method::POST, &path, Some(&json!({ "to": args.to }))).await?;
+        drop(progress);
+        if args.answer.json {
+            ui::print_json(&answer)?;
+        } else {
+            let made: Snapshot = api::read(&answer)?;
+            let size = ui::bytes(made.size());
+            ui::print(&ui::harmless(&format!("{}: ready, {size} on disk, depends on no other", made.tag)))?;
+        }
+        Ok(0)
+    })
+}
+
+fn render(snapshot: &SnapshotDetail) -> String {
+    let sizes = |logical, physical, own| {
+        format!("{}, {} on disk, {} of it its own", ui::bytes(logical), ui::bytes(physical), ui::bytes(own))
+    };
+    let or_nothing = |names: &[String], nothing: &str| {
+        if names.is_empty() { nothing.to_owned() } else { names.join(", ") }
+    };
+    let about = ui::pairs(&[
+        ("tag", snapshot.tag.clone()),
+        ("made", snapshot.created_at_unix.map_or_else(|| "-".to_owned(), clock::timestamp)),
+        ("folder", snapshot.dir.clone()),
+        ("depth", snapshot.chain_depth.to_string()),
+        ("built on", or_nothing(&snapshot.ancestors, "nothing")),
+        ("needed by", or_nothing(&snapshot.dependents, "no other")),
+        (
+            "memory",
+            sizes(snapshot.memory_logical_bytes, snapshot.memory_physical_bytes, snapshot.own_memory_bytes),
+        ),
+        ("disks", sizes(snapshot.disk_logical_bytes, snapshot.disk_physical_bytes, snapshot.own_disk_bytes)),
+        ("state", ui::bytes(snapshot.vmstate_bytes)),
+    ]);
+    let row = |layer: &SnapshotLayer| {
+        vec![
+            layer.kind.clone(),
+            layer.digest.chars().take(12).collect(),
+            ui::bytes(layer.logical_bytes),
+            ui::bytes(layer.physical_bytes),
+            layer.shared_by.to_string(),
+        ]
+    };
+    let header = ["LAYER", "DIGEST", "SIZE", "ON DISK", "SHARED BY"];
+    let layers = ui::table(&header, &snapshot.layers.iter().map(row).collect::<Vec<_>>());
+    if snapshot.layers.is_empty() { about } else { format!("{about}\n\n{layers}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_snapshot_is_told_with_its_chain_its_dependents_and_its_layers() {
+        let detail: SnapshotDetail = api::read(&json!({
+            "tag": "pandas", "dir": "/d/pandas", "created_at_unix": 45_296, "chain_depth": 1,
+            "memory_logical_bytes": 512 << 20, "memory_physical_bytes": 90 << 20, "vmstate_bytes": 2048,
+            "parent_tag": "numpy", "parent_content_hash": "ab", "dependents": ["x", "y"], "ancestors": ["numpy"],
+            "disk_logical_bytes": 3 << 20, "disk_physical_bytes": 2 << 20, "own_memory_bytes": 10 << 20,
+            "own_disk_bytes": 1 << 20,
+            "layers": [{ "kind": "memory", "digest": "0123456789abcdef", "logical_bytes": 512 << 20,
+                         "physical_bytes": 80 << 20, "shared_by": 3 }],
+        }))
+        .unwrap();
+        let expected = "\
+tag        pandas
+made       1970-01-01T12:34:56Z
+folder     /d/pandas
+depth      1
+built on   numpy
+needed by  x, y
+memory     512.0 MiB, 90.0 MiB on disk, 10.0 MiB of it its own
+disks      3.0 MiB, 2.0 MiB on disk, 1.0 MiB of it its own
+state      2.0 KiB
+
+LAYER   DIGEST        SIZE       ON DISK   SHARED BY
+memory  0123456789ab  512.0 MiB  80.0 MiB  3";
+        assert_eq!(render(&detail), expected);
+    }
+}

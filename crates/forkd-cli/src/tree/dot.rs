@@ -1,0 +1,63 @@
+//! The tree in the language of Graphviz.
+
+use std::fmt::Write;
+
+use super::{Forest, Node};
+
+/// A graph with a box for each node. Nodes are numbered: names stand in labels only.
+pub(crate) fn dot(forest: &Forest) -> String {
+    let mut graph = String::from(
+        "digraph forkd {\n  rankdir=LR;\n  node [shape=box, style=\"rounded,filled\", fontname=\"monospace\"];\n",
+    );
+    for (number, place) in forest.places.iter().enumerate() {
+        let Node { gone, .. } = place.node;
+        let look = match (gone, place.node.is_snapshot()) {
+            (true, _) => "style=\"rounded,dashed\", color=gray, fontcolor=gray",
+            (false, true) => "fillcolor=\"#e8f0fe\"",
+            (false, false) => "fillcolor=\"#e9f7ec\"",
+        };
+        let (name, words) = (quoted(&place.node.label()), quoted(&place.node.words()));
+        // Writing to a string does not fail.
+        let _ = writeln!(graph, "  n{number} [label=\"{name}\\n{words}\", {look}];");
+        if let Some(parent) = place.parent {
+            let _ = writeln!(graph, "  n{parent} -> n{number};");
+        }
+    }
+    graph.push('}');
+    graph
+}
+
+/// Text between quotes: Graphviz gives a meaning to quotes and to what follows a backslash.
+fn quoted(text: &str) -> String {
+    text.replace('\\', "\\\\").replace('"', "\\\"")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{chain, family, forest};
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn each_node_is_a_box_and_each_descent_an_arrow() {
+        let graph = dot(&family());
+        assert!(graph.starts_with("digraph forkd {") && graph.ends_with('}'), "{graph}");
+        assert!(graph.contains("n0 [label=\"numpy\\nsnapshot, ready\", fillcolor=\"#e8f0fe\"];"), "{graph}");
+        assert!(graph.contains("n1 [label=\"sb1\\ngone\", style=\"rounded,dashed\""), "{graph}");
+        assert_eq!(graph.matches(" -> ").count(), 4);
+        assert!(graph.contains("  n1 -> n2;"), "{graph}");
+    }
+
+    #[test]
+    fn a_hostile_name_does_not_leave_its_quotes() {
+        let graph = dot(&forest(
+            json!([{ "id": "x", "kind": "snapshot", "name": "\"]; n0 -> n0 [label=\"\\N\\\n" }]),
+        ));
+        assert!(graph.contains(r#"label="\"]; n0 -> n0 [label=\"\\N\\\nsnapshot""#), "{graph}");
+    }
+
+    #[test]
+    fn the_deepest_chain_is_drawn() {
+        assert_eq!(dot(&chain(20_000)).matches(" -> ").count(), 19_999);
+    }
+}

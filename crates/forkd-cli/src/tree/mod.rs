@@ -1,0 +1,274 @@
+//! The fork tree: who came from whom. Puts what a daemon tells of it in order, and draws it as text, for
+//! Graphviz and as SVG.
+//!
+//! Pure: answers in, strings out. What a daemon says is not trusted to be a tree: a parent that is not
+//! there, a node named twice, a cycle, or more than anybody could look at must not hang or crash this,
+//! and no name writes anywhere but where names belong.
+
+mod dot;
+mod svg;
+mod text;
+
+use std::collections::HashMap;
+
+use serde::Deserialize;
+
+pub(crate) use dot::dot;
+pub(crate) use svg::svg;
+pub(crate) use text::{Letters, text};
+
+/// How many nodes are drawn at most.
+const MAX_NODES: usize = 20_000;
+/// How much of a name is shown: tags have at most 64 characters.
+const MAX_LABEL: usize = 64;
+
+/// `GET /v1/tree`.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Answer {
+    pub(crate) nodes: Vec<Node>,
+}
+
+/// A snapshot or a sandbox.
+#[derive(Debug, Clone, Deserialize)]
+pub(crate) struct Node {
+    id: String,
+    /// `snapshot` or `sandbox`.
+    kind: String,
+    name: String,
+    /// The id of the node it came from.
+    #[serde(default)]
+    parent: Option<String>,
+    #[serde(default)]
+    state: String,
+    /// It is no more, but something that is came from it.
+    #[serde(default)]
+    gone: bool,
+    /// Seconds since 1970.
+    #[serde(default)]
+    created_at_unix: Option<u64>,
+    /// How it came from its parent: spawn, branch, diff, compact, rollback.
+    #[serde(default)]
+    how: Option<String>,
+    /// The id of the node a sandbox was taken back to.
+    #[serde(default)]
+    rolled_back_to: Option<String>,
+}
+
+impl Node {
+    fn is_snapshot(&self) -> bool {
+        self.kind == "snapshot"
+    }
+
+    /// Its name, fit to be shown.
+    fn label(&self) -> String {
+        label(&self.name)
+    }
+
+    /// What it is and how it is, in a few words: `branch, ready`.
+    fn words(&self) -> String {
+        let back = self.rolled_back_to.as_deref().map(|id| {
+            let tag = id.strip_prefix("snapshot:").unwrap_or(id);
+            format!("back at {tag}")
+        });
+        let what = match (self.is_snapshot(), self.how.as_deref()) {
+            // A sandbox is known by its id, and most were spawned.
+            (false, _) if back.is_some() => back.as_deref(),
+            (false, None | Some("spawn")) => None,
+            (true, None) => Some("snapshot"),
+            (_, Some(how)) => Some(how),
+        };
+        let state = if self.gone { "gone" } else { &self.state };
+        let words = what.into_iter().chain([state]).filter(|word| !word.is_empty());
+        words.map(label).collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// A node in its place. Each stands after its parent and after all that came from its elder siblings.
+#[derive(Debug)]
+struct Placed {
+    node: Node,
+    /// The place of its parent.
+    parent: Option<usize>,
+    /// How many ancestors it has.
+    depth: usize,
+    /// Whether it has no younger sibling.
+    last: bool,
+}
+
+/// Nodes in order.
+#[derive(Debug)]
+pub(crate) struct Forest {
+    places: Vec<Placed>,
+    /// How many nodes there were too many.
+    pub(crate) left_out: usize,
+}
+
+impl Forest {
+    /// Puts nodes in order: elder siblings first. Of two with one id the first counts; one whose parent
+    /// is not there, or is among its own descendants, has none.
+    pub(crate) fn new(mut nodes: Vec<Node>) -> Self {
+        let left_out = nodes.len().saturating_sub(MAX_NODES);
+        nodes.truncate(MAX_NODES);
+        nodes.sort_by_key(|node| node.created_at_unix);
+        let mut known = HashMap::new();
+        for (index, node) in nodes.iter().enumerate() {
+            known.entry(node.id.as_str()).or_insert(index);
+        }
+        let parents: Vec<Option<usize>> =
+            nodes.iter().map(|node| known.get(node.parent.as_deref()?).copied()).collect();
+        let first: Vec<bool> = nodes
+            .iter()
+            .enumerate()
+            .map(|(index, node)| known.get(node.id.as_str()) == Some(&index))
+            .collect();
+        let mut children = vec![Vec::new(); nodes.len()];
+        for (index, parent) in parents.iter().enumerate().filter(|(index, _)| first[*index]) {
+            if let Some(parent) = parent {
+                children[*parent].push(index);
+            }
+        }
+        let order = order(&parents, &first, &children);
+        let mut nodes: Vec<Option<Node>> = nodes.into_iter().map(Some).collect();
+        let place = |(index, parent, depth, last): (usize, _, _, _)| {
+            Some(Placed { node: nodes[index].take()?, parent, depth, last })
+        };
+        Forest { places: order.into_iter().filter_map(place).collect(), left_out }
+    }
+}
+
+/// The order of nodes: index, place of the parent, depth, whether it is the last of its siblings.
+fn order(
+    parents: &[Option<usize>],
+    first: &[bool],
+    children: &[Vec<usize>],
+) -> Vec<(usize, Option<usize>, usize, bool)> {
+    let mut order = Vec::with_capacity(parents.len());
+    let mut placed: Vec<bool> = first.iter().map(|first| !first).collect();
+    let roots = (0..parents.len()).filter(|index| parents[*index].is_none());
+    // Those that are left then are in cycles or hang on one: each cycle is cut where it is met.
+    for root in roots.chain(0..parents.len()) {
+        let mut waiting = vec![(root, None, 0, true)];
+        while let Some((index, parent, depth, last)) = waiting.pop() {
+            if std::mem::replace(&mut placed[index], true) {
+                continue;
+            }
+            let place = order.len();
+            order.push((index, parent, depth, last));
+            let youngest_first = children[index].iter().rev().filter(|child| !placed[**child]);
+            for (number, child) in youngest_first.enumerate() {
+                waiting.push((*child, Some(place), depth + 1, number == 0));
+            }
+        }
+    }
+    order
+}
+
+/// Text from outside as a label: one line, not too long, nothing that moves the cursor, turns the
+/// direction of writing, or that XML does not know.
+fn label(text: &str) -> String {
+    let harmless = |c: &char| {
+        let turns = matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        !c.is_control() && !turns && !matches!(c, '\u{feff}' | '\u{fffe}' | '\u{ffff}')
+    };
+    let mut letters = text.chars().filter(harmless);
+    let mut label: String = letters.by_ref().take(MAX_LABEL).collect();
+    if letters.next().is_some() {
+        label.push('…');
+    }
+    label
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    pub(crate) fn forest(nodes: Value) -> Forest {
+        let answer: Answer = serde_json::from_value(json!({ "nodes": nodes })).unwrap();
+        Forest::new(answer.nodes)
+    }
+
+    /// A snapshot, two children of it, a branch of the first, a child of that; and one more snapshot.
+    pub(crate) fn family() -> Forest {
+        forest(json!([
+            { "id": "snapshot:other", "kind": "snapshot", "name": "other", "state": "ready", "created_at_unix": 9 },
+            { "id": "sandbox:sb3", "kind": "sandbox", "name": "sb3", "parent": "snapshot:fix", "state": "paused",
+              "created_at_unix": 5, "how": "spawn" },
+            { "id": "snapshot:fix", "kind": "snapshot", "name": "fix", "parent": "sandbox:sb1", "state": "writing",
+              "created_at_unix": 4, "how": "branch" },
+            { "id": "sandbox:sb2", "kind": "sandbox", "name": "sb2", "parent": "snapshot:numpy",
+              "state": "running", "created_at_unix": 3, "how": "rollback", "rolled_back_to": "snapshot:numpy" },
+            { "id": "sandbox:sb1", "kind": "sandbox", "name": "sb1", "parent": "snapshot:numpy", "state": "",
+              "created_at_unix": 2, "gone": true, "how": "spawn" },
+            { "id": "snapshot:numpy", "kind": "snapshot", "name": "numpy", "state": "ready", "created_at_unix": 1 },
+        ]))
+    }
+
+    /// Nodes that came from each other in turn, `n` of them.
+    pub(crate) fn chain(n: usize) -> Forest {
+        forest((0..n).map(|index| {
+            let parent = index.checked_sub(1).map(|parent| parent.to_string());
+            json!({ "id": index.to_string(), "kind": "snapshot", "name": format!("s{index}"), "parent": parent })
+        }).collect())
+    }
+
+    fn placed(forest: &Forest) -> Vec<(&str, usize)> {
+        forest.places.iter().map(|place| (place.node.name.as_str(), place.depth)).collect()
+    }
+
+    #[test]
+    fn each_stands_under_whom_it_came_from_elder_ones_first() {
+        let expected = [("numpy", 0), ("sb1", 1), ("fix", 2), ("sb3", 3), ("sb2", 1), ("other", 0)];
+        assert_eq!(placed(&family()), expected);
+        let last: Vec<bool> = family().places.iter().map(|place| place.last).collect();
+        assert_eq!(last, [true, false, true, true, true, true]);
+    }
+
+    #[test]
+    fn what_is_not_a_tree_is_cut_into_one() {
+        let node =
+            |id: &str, parent: &str| json!({ "id": id, "kind": "snapshot", "name": id, "parent": parent });
+        let forest = forest(json!([
+            node("a", "c"),
+            node("b", "a"),
+            node("c", "b"),
+            node("d", "c"),
+            node("self", "self"),
+            node("orphan", "nobody"),
+            node("a", "orphan"),
+        ]));
+        assert_eq!(placed(&forest), [("orphan", 0), ("a", 0), ("b", 1), ("c", 2), ("d", 3), ("self", 0)]);
+        for place in &forest.places {
+            assert_eq!(place.depth == 0, place.parent.is_none());
+        }
+    }
+
+    #[test]
+    fn more_than_anybody_could_look_at_is_left_out_and_counted() {
+        let forest = chain(MAX_NODES + 5);
+        assert_eq!((forest.places.len(), forest.left_out), (MAX_NODES, 5));
+        assert_eq!(forest.places.last().unwrap().depth, MAX_NODES - 1);
+    }
+
+    #[test]
+    fn a_name_is_one_harmless_line_of_bounded_length() {
+        assert_eq!(label("a\x1b[2J\nb\u{202e}c\u{2028}"), "a[2Jbc");
+        assert_eq!(label(&"ä".repeat(1000)).chars().count(), MAX_LABEL + 1);
+    }
+
+    #[test]
+    fn a_few_words_say_what_it_is_and_how_it_is() {
+        let words: Vec<String> = family().places.iter().map(|place| place.node.words()).collect();
+        assert_eq!(
+            words,
+            [
+                "snapshot, ready",
+                "gone",
+                "branch, writing",
+                "paused",
+                "back at numpy, running",
+                "snapshot, ready"
+            ]
+        );
+    }
+}
