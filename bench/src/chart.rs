@@ -2,6 +2,8 @@
 
 use std::fmt::Write as _;
 
+use crate::bare::Kind;
+use crate::branch::{self, Record, Subject};
 use crate::report::Line;
 
 const WIDTH: f64 = 780.0;
@@ -15,58 +17,133 @@ const CASES: [(&str, &str); 4] =
 
 /// How long until all children had answered, over their number, on two logarithmic axes.
 pub fn times(lines: &[Line]) -> String {
-    let point = |line: &Line| Some((line.n as f64, line.all_ms.filter(|ms| ms.is_finite() && *ms > 0.0)?));
+    let point = |line: &Line| Some((line.n as f64, line.all_ms?));
     let series = CASES.map(|(case, colour)| {
-        let mut points: Vec<(f64, f64)> =
-            lines.iter().filter(|line| line.case == case && line.n > 0).filter_map(point).collect();
-        points.sort_by(|a, b| a.0.total_cmp(&b.0));
-        (case, colour, points)
+        let of_case = || lines.iter().filter(move |line| line.case == case);
+        Series {
+            name: case.to_owned(),
+            colour,
+            dashed: false,
+            emulated: of_case().any(|line| line.conditions.emulated),
+            points: of_case().filter_map(point).collect(),
+        }
     });
-    let all = || series.iter().flat_map(|(_, _, points)| points.iter().copied());
-    let mut svg = open("Time until all children have answered");
-    let (x, y) = (Axis::over(all().map(|point| point.0)), Axis::over(all().map(|point| point.1)));
+    plot("Time until all children have answered", "n", "children asked for in one call", false, series.into())
+}
+
+/// How much of the memory is dirty, with its colour.
+const DIRTY: [(u64, &str); 3] = [(0, "#009e73"), (10, "#0072b2"), (100, "#d55e00")];
+
+/// How long branches of the tiny guest stood still, over its memory, for each part of it that is dirty;
+/// beside it, dashed, a bare fork of the same memory and, grey, a copy of it.
+pub fn pauses(records: &[Record], memory: Kind) -> String {
+    let of = |case: &'static str, dirty: u64| {
+        let fits = move |line: &&branch::Line| {
+            let Subject { guest, memory: kind, dirty_pct, .. } = &line.subject;
+            line.case == case && guest == "tiny" && *kind == memory && *dirty_pct == dirty
+        };
+        let point = |line: &branch::Line| Some((line.subject.mem_mib as f64, line.p50_ms?));
+        branch::lines(records).filter(fits).filter_map(point).collect::<Vec<_>>()
+    };
+    let mut series = Vec::new();
+    for (dirty, colour) in DIRTY {
+        for (case, dashed) in [("forkd", false), ("fork", true)] {
+            let name = format!("{case}, {dirty} % dirty");
+            series.push(Series { name, colour, dashed, emulated: false, points: of(case, dirty) });
+        }
+    }
+    let copies = of("copy", 10);
+    series.push(Series {
+        name: "copy".into(),
+        colour: "#7f7f7f",
+        dashed: true,
+        emulated: false,
+        points: copies,
+    });
+    let title = match memory {
+        Kind::Layer => "Pause of a branch, memory from a layer",
+        Kind::Huge => "Pause of a branch, anonymous memory in huge pages",
+    };
+    plot(title, "MiB", "guest memory in MiB", true, series)
+}
+
+/// How long each of several branches in a row stood still.
+pub fn rows(records: &[Record]) -> String {
+    let colours = DIRTY.iter().map(|(_, colour)| *colour).cycle();
+    let series = branch::rows(records).into_iter().zip(colours).map(|((subject, row), colour)| Series {
+        name: format!("{}, {} MiB", subject.memory.name(), subject.mem_mib),
+        colour,
+        dashed: false,
+        emulated: row.iter().any(|one| one.conditions.emulated),
+        points: row.iter().map(|one| ((one.index + 1) as f64, one.pause_ms)).collect(),
+    });
+    plot("Pauses of branches in a row of one sandbox", "branch", "branch", true, series.collect())
+}
+
+/// A line of a picture.
+struct Series {
+    name: String,
+    colour: &'static str,
+    dashed: bool,
+    /// Times of another world: drawn, but said to be.
+    emulated: bool,
+    points: Vec<(f64, f64)>,
+}
+
+/// Milliseconds over `x`, which is called `name` at a point and `label` at its axis, on two logarithmic
+/// axes. With `exact` there is a tick for each `x` there is.
+fn plot(title: &str, name: &str, label: &str, exact: bool, mut series: Vec<Series>) -> String {
+    for one in &mut series {
+        one.points.retain(|(x, ms)| x.is_finite() && *x > 0.0 && ms.is_finite() && *ms > 0.0);
+        one.points.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
+    }
+    let all = || series.iter().flat_map(|one| one.points.iter().copied());
+    let mut svg = open(title);
+    let xs = || all().map(|point| point.0);
+    let (x, y) =
+        (if exact { Axis::exact(xs()) } else { Axis::over(xs()) }, Axis::over(all().map(|point| point.1)));
     let (left, top, right, bottom) = PLOT;
     let across = |n: f64| left + x.place(n) * (right - left);
     let down = |ms: f64| bottom - y.place(ms) * (bottom - top);
-    for tick in x.ticks() {
-        let at = across(tick);
+    for tick in &x.ticks {
+        let at = across(*tick);
         let _ =
             writeln!(svg, r##"<line x1="{at:.1}" y1="{top}" x2="{at:.1}" y2="{bottom}" stroke="#e5e5e5"/>"##);
         let _ =
             writeln!(svg, r#"<text x="{at:.1}" y="{:.1}" text-anchor="middle">{tick}</text>"#, bottom + 20.0);
     }
-    for tick in y.ticks() {
-        let at = down(tick);
+    for tick in &y.ticks {
+        let at = down(*tick);
         let _ =
             writeln!(svg, r##"<line x1="{left}" y1="{at:.1}" x2="{right}" y2="{at:.1}" stroke="#e5e5e5"/>"##);
-        let label = milliseconds(tick);
+        let text = milliseconds(*tick);
         let _ = writeln!(
             svg,
-            r#"<text x="{:.1}" y="{:.1}" text-anchor="end">{label}</text>"#,
+            r#"<text x="{:.1}" y="{:.1}" text-anchor="end">{text}</text>"#,
             left - 8.0,
             at + 4.0
         );
     }
     let (middle, below) = ((left + right) / 2.0, bottom + 42.0);
-    let _ = writeln!(
-        svg,
-        r#"<text x="{middle:.1}" y="{below:.1}" text-anchor="middle">children asked for in one call</text>"#
-    );
+    let _ = writeln!(svg, r#"<text x="{middle:.1}" y="{below:.1}" text-anchor="middle">{label}</text>"#);
     // Names stand at the ends of their lines, moved apart where lines end close to each other; from the
     // top, so that they keep the order of the lines.
     let mut taken: Vec<f64> = Vec::new();
-    let mut ends: Vec<_> = series.iter().filter_map(|one| Some((one, *one.2.last()?))).collect();
+    let mut ends: Vec<_> = series.iter().filter_map(|one| Some((one, *one.points.last()?))).collect();
     ends.sort_by(|(_, a), (_, b)| b.1.total_cmp(&a.1));
-    for ((case, colour, points), last) in ends {
+    for (Series { name: series, colour, dashed, emulated, points }, last) in ends {
         let path: Vec<String> =
             points.iter().map(|(n, ms)| format!("{:.1},{:.1}", across(*n), down(*ms))).collect();
         let path = path.join(" ");
-        let _ =
-            writeln!(svg, r#"<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>"#);
+        let dashes = if *dashed { r#" stroke-dasharray="6 4""# } else { "" };
+        let _ = writeln!(
+            svg,
+            r#"<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"{dashes}/>"#
+        );
         for (n, ms) in points {
             let _ = writeln!(
                 svg,
-                r#"<circle cx="{:.1}" cy="{:.1}" r="4" fill="{colour}"><title>{case}, n = {n}: {ms} ms</title></circle>"#,
+                r#"<circle cx="{:.1}" cy="{:.1}" r="4" fill="{colour}"><title>{series}, {name} = {n}: {ms} ms</title></circle>"#,
                 across(*n),
                 down(*ms),
             );
@@ -76,12 +153,10 @@ pub fn times(lines: &[Line]) -> String {
             at = other + 16.0;
         }
         taken.push(at);
-        // Times of another world: drawn, but said to be.
-        let emulated = lines.iter().any(|line| line.case == *case && line.conditions.emulated);
-        let label = format!("{case} {}{}", milliseconds(last.1), if emulated { ", emulated" } else { "" });
+        let text = format!("{series} {}{}", milliseconds(last.1), if *emulated { ", emulated" } else { "" });
         let _ = writeln!(
             svg,
-            r#"<text x="{:.1}" y="{at:.1}" fill="{colour}">{label}</text>"#,
+            r#"<text x="{:.1}" y="{at:.1}" fill="{colour}">{text}</text>"#,
             across(last.0) + 10.0
         );
     }
@@ -153,34 +228,48 @@ fn milliseconds(ms: f64) -> String {
     format!("{} {unit}", text.strip_suffix(".0").unwrap_or(&text))
 }
 
-/// A logarithmic axis over whole powers of ten.
+/// A logarithmic axis.
 struct Axis {
-    low: i32,
-    high: i32,
+    /// Powers of ten.
+    low: f64,
+    high: f64,
+    ticks: Vec<f64>,
 }
 
 impl Axis {
+    /// Over whole powers of ten.
     fn over(values: impl Iterator<Item = f64>) -> Axis {
+        let (low, high) = Axis::ends(values).unwrap_or((0.0, 1.0));
+        // Hours and nanoseconds bound what is drawn: lines come from files.
+        let (low, high) = (low.floor().max(-6.0) as i32, high.ceil().min(9.0) as i32);
+        let high = high.max(low + 1);
+        let ticks = (low..=high).map(|power| 10f64.powi(power)).collect();
+        Axis { low: low.into(), high: high.into(), ticks }
+    }
+
+    /// From the least to the largest of them, with a tick for each, but not for very many.
+    fn exact(values: impl Iterator<Item = f64>) -> Axis {
+        let mut ticks: Vec<f64> = values.collect();
+        ticks.sort_by(f64::total_cmp);
+        ticks.dedup();
+        match Axis::ends(ticks.iter().copied()) {
+            Some((low, high)) if ticks.len() <= 20 => Axis { low, high: high.max(low + 0.1), ticks },
+            _ => Axis::over(ticks.into_iter()),
+        }
+    }
+
+    /// The least and the largest, as powers of ten.
+    fn ends(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
         let (mut low, mut high) = (f64::INFINITY, f64::NEG_INFINITY);
         for value in values.filter(|value| value.is_finite() && *value > 0.0) {
             (low, high) = (low.min(value), high.max(value));
         }
-        if low > high {
-            return Axis { low: 0, high: 1 };
-        }
-        // Hours and nanoseconds bound what is drawn: lines come from files.
-        let (low, high) = (low.log10().floor().max(-6.0) as i32, high.log10().ceil().min(9.0) as i32);
-        Axis { low, high: high.max(low + 1) }
+        (low <= high).then(|| (low.log10(), high.log10()))
     }
 
     /// Where a value is, from 0 to 1.
     fn place(&self, value: f64) -> f64 {
-        let span = f64::from(self.high - self.low);
-        ((value.log10() - f64::from(self.low)) / span).clamp(0.0, 1.0)
-    }
-
-    fn ticks(&self) -> impl Iterator<Item = f64> {
-        (self.low..=self.high).map(|power| 10f64.powi(power))
+        ((value.log10() - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
     }
 }
 
@@ -213,7 +302,7 @@ mod tests {
     #[test]
     fn a_point_twice_as_far_up_is_ten_times_as_slow() {
         let axis = Axis::over([1.0, 100.0].into_iter());
-        assert_eq!(axis.ticks().collect::<Vec<_>>(), [1.0, 10.0, 100.0]);
+        assert_eq!(axis.ticks, [1.0, 10.0, 100.0]);
         assert_eq!((axis.place(1.0), axis.place(10.0), axis.place(100.0)), (0.0, 0.5, 1.0));
     }
 
@@ -225,6 +314,26 @@ mod tests {
                 assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"));
                 assert!(!svg.contains("NaN") && !svg.contains("inf") && !svg.contains("<x>"), "{svg}");
             }
+        }
+    }
+
+    fn branched(case: &str, mem_mib: u64, ms: f64) -> Record {
+        let subject = Subject { guest: "tiny".into(), memory: Kind::Layer, mem_mib, dirty_pct: 10 };
+        let attempts = branch::Attempts { times_ms: vec![ms], errors: Vec::new() };
+        Record::Line(branch::Line::of(case, &subject, &attempts, &Default::default()))
+    }
+
+    #[test]
+    fn pauses_are_drawn_beside_the_bare_fork_of_the_same_kind_of_memory() {
+        let records =
+            [branched("forkd", 512, 2.0), branched("forkd", 4096, 20.0), branched("fork", 4096, 19.0)];
+        let svg = pauses(&records, Kind::Layer);
+        assert!(svg.contains("forkd, 10 % dirty, MiB = 4096: 20 ms") && svg.contains(">512<"), "{svg}");
+        assert_eq!(svg.matches("stroke-dasharray").count(), 1, "{svg}");
+        assert!(!pauses(&records, Kind::Huge).contains("polyline"));
+        let hostile = [branched("forkd", 0, -1.0), branched("fork", u64::MAX, f64::INFINITY)];
+        for svg in [pauses(&hostile, Kind::Layer), pauses(&[], Kind::Huge), rows(&[])] {
+            assert!(svg.ends_with("</svg>\n") && !svg.contains("NaN") && !svg.contains("inf"), "{svg}");
         }
     }
 

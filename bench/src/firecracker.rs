@@ -51,6 +51,115 @@ guest_code! {
     "jmp 5b",
 }
 
+guest_code! {
+    /// Makes its pages dirty, says a byte, and goes on rewriting them; steered by the numbers that follow
+    /// the code, see [`crate::writer`]. Its monitor puts boot tables where forkd's are, and the hole for
+    /// devices, too.
+    fn byte_and_writes_on,
+    "mov edi, 0xa008",
+    "mov eax, 0xc003",
+    "2: mov qword ptr [rdi], rax",
+    "add edi, 8",
+    "add eax, 0x1000",
+    "cmp edi, 0xa028",
+    "jne 2b",
+    "mov edi, 0xc000",
+    "mov eax, 0x40000083",
+    "2: mov qword ptr [rdi], rax",
+    "add edi, 8",
+    "add rax, 0x200000",
+    "cmp edi, 0x10000",
+    "jne 2b",
+    "lea r12, [rip + 9f]",
+    "mov r8, qword ptr [r12 + 24]",
+    "mov edx, 0x3f8",
+    "xor r13d, r13d",
+    "3: inc r13",
+    "test r8, r8",
+    "jz 6f",
+    "mov edi, 0x200000",
+    "mov rcx, qword ptr [r12]",
+    "call 8f",
+    "mov rdi, qword ptr [r12 + 8]",
+    "mov rcx, qword ptr [r12 + 16]",
+    "call 8f",
+    // Once, after the first time.
+    "6: cmp r13, 1",
+    "jne 3b",
+    "mov al, 7",
+    "out dx, al",
+    "jmp 3b",
+    "7: mov qword ptr [rdi], r13",
+    "add rdi, r8",
+    "8: cmp rdi, rcx",
+    "jb 7b",
+    "ret",
+    ".balign 8",
+    "9:",
+}
+
+/// Which snapshot is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SnapshotKind {
+    /// All of memory.
+    Full,
+    /// What was written since the last one.
+    Diff,
+}
+
+impl SnapshotKind {
+    /// As in results.
+    pub fn name(self) -> &'static str {
+        match self {
+            SnapshotKind::Full => "firecracker_full",
+            SnapshotKind::Diff => "firecracker_diff",
+        }
+    }
+}
+
+/// A guest of Firecracker's that keeps writing, to be snapshot while it runs.
+#[derive(Debug)]
+pub struct Writing {
+    process: Process,
+    firecracker: Firecracker,
+}
+
+impl Writing {
+    /// Boots one that keeps writing to a page every `distance` bytes, and waits until it has written to all
+    /// of them. Files go to `folder`.
+    pub fn boot(program: &Path, folder: &Path, mem_mib: u64, distance: u64) -> Result<Writing> {
+        let firecracker = Firecracker { program: program.to_owned(), folder: folder.to_owned() };
+        let kernel = folder.join("writer");
+        let code = crate::writer::with_numbers(byte_and_writes_on(), mem_mib, &[distance]);
+        fs::write(&kernel, tiny::elf_kernel(&code)).map_err(system(format!("write {}", kernel.display())))?;
+        let mut process = firecracker.process("writing")?;
+        process.request("PUT", "/boot-source", &json!({ "kernel_image_path": kernel, "boot_args": "" }))?;
+        let machine = json!({ "vcpu_count": 1, "mem_size_mib": mem_mib, "track_dirty_pages": true });
+        process.request("PUT", "/machine-config", &machine)?;
+        process.request("PUT", "/actions", &json!({ "action_type": "InstanceStart" }))?;
+        process.await_word()?;
+        Ok(Writing { process, firecracker })
+    }
+
+    /// Takes a snapshot; returns how long the guest stood still for it, in milliseconds.
+    pub fn snapshot(&self, kind: SnapshotKind) -> Result<f64> {
+        let kind = if kind == SnapshotKind::Full { "Full" } else { "Diff" };
+        let Firecracker { folder, .. } = &self.firecracker;
+        let (state, memory) = (folder.join("writing-state"), folder.join(format!("writing-{kind}")));
+        let files = json!({ "snapshot_type": kind, "snapshot_path": state, "mem_file_path": memory });
+        let begin = Instant::now();
+        self.process.request("PATCH", "/vm", &json!({ "state": "Paused" }))?;
+        self.process.request("PUT", "/snapshot/create", &files)?;
+        self.process.request("PATCH", "/vm", &json!({ "state": "Resumed" }))?;
+        let took = begin.elapsed().as_secs_f64() * 1e3;
+        // The next one begins with a new file, too.
+        for path in [state, memory] {
+            let _ = fs::remove_file(path);
+        }
+        Ok(took)
+    }
+}
+
 /// A snapshot to load children from.
 #[derive(Debug)]
 pub struct Firecracker {
@@ -266,11 +375,27 @@ while True:
 "#;
 
     #[test]
-    fn children_that_answer_are_timed_and_those_that_do_not_are_counted() {
+    fn a_snapshot_is_timed_from_pause_to_resume_and_leaves_no_files() {
         let folder = tempfile::tempdir().unwrap();
-        let program = folder.path().join("firecracker");
+        let program = stand_in(folder.path());
+        let writing = Writing::boot(&program, folder.path(), 512, 4096).unwrap();
+        for kind in [SnapshotKind::Full, SnapshotKind::Diff] {
+            assert!(writing.snapshot(kind).unwrap() > 0.0);
+        }
+        assert!(!folder.path().join("writing-state").exists());
+    }
+
+    fn stand_in(folder: &Path) -> PathBuf {
+        let program = folder.join("firecracker");
         fs::write(&program, STAND_IN).unwrap();
         fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+        program
+    }
+
+    #[test]
+    fn children_that_answer_are_timed_and_those_that_do_not_are_counted() {
+        let folder = tempfile::tempdir().unwrap();
+        let program = stand_in(folder.path());
         let snapshot = Firecracker::snapshot(&program, folder.path(), 512).unwrap();
         let burst = snapshot.burst(3).unwrap();
         assert_eq!((burst.asked, burst.times_ms.len(), burst.errors.len()), (3, 2, 1));

@@ -40,12 +40,7 @@ pub fn burst(n: usize, memory: &Path) -> Result<Burst> {
     if n == 0 || n > MAX_CHILDREN {
         return Err(Error::Invalid(format!("{n} children: it must be 1 to {MAX_CHILDREN}")));
     }
-    let threads = std::fs::read_dir("/proc/self/task").map_err(system("count threads"))?.count();
-    if threads != 1 {
-        return Err(Error::Invalid(format!(
-            "the floor is measured by a process of one thread, not {threads}"
-        )));
-    }
+    must_have_one_thread()?;
     let template = Template::new(memory)?;
     let (answers, answer) = rustix::pipe::pipe().map_err(system("make a pipe"))?;
     let (ended, end) = rustix::pipe::pipe().map_err(system("make a pipe"))?;
@@ -85,6 +80,16 @@ pub fn burst(n: usize, memory: &Path) -> Result<Burst> {
     }
     let all_ms = times.iter().copied().fold(0.0, f64::max);
     Ok(Burst { asked: n, times_ms: times, all_ms, memory, host_kib, errors })
+}
+
+/// A child of a process with other threads could wait for ever for a lock one of them held.
+pub(crate) fn must_have_one_thread() -> Result<()> {
+    match std::fs::read_dir("/proc/self/task").map_err(system("count threads"))?.count() {
+        1 => Ok(()),
+        threads => {
+            Err(Error::Invalid(format!("what forks is measured by a process of one thread, not {threads}")))
+        }
+    }
 }
 
 /// The children's times in milliseconds, by index; none for a child that died.

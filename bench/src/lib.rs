@@ -13,6 +13,8 @@
 //! The `forkd bench` command drives it. What needs the daemon is there, not here: this crate knows
 //! nothing of HTTP, tags or the emulated machine.
 
+pub mod bare;
+pub mod branch;
 pub mod burst;
 pub mod chart;
 pub mod firecracker;
@@ -20,6 +22,7 @@ pub mod floor;
 pub mod guest;
 pub mod host;
 pub mod report;
+pub mod writer;
 
 /// Why a measurement could not be made.
 #[derive(Debug, thiserror::Error)]

@@ -98,19 +98,25 @@ pub fn table(lines: &[Line]) -> String {
         ];
         rows.push(cells.into_iter().map(|cell| cell.unwrap_or_else(|| "–".to_owned())).collect());
     }
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..head.len()).map(width).collect();
+    markdown(&rows, 1)
+}
+
+/// Rows, the first of which is the head, as a table that is readable as it is and as Markdown. The first
+/// `words` columns are words, the others are numbers.
+pub(crate) fn markdown(rows: &[Vec<String>], words: usize) -> String {
+    let columns = rows.first().map_or(0, Vec::len);
+    let width = |column: usize| {
+        rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..columns).map(width).collect();
     let render = |row: &Vec<String>| {
-        // The first column is words, the others are numbers.
-        let cells = row.iter().zip(&widths).enumerate().map(|(column, (cell, width))| match column {
-            0 => format!("{cell:<width$}"),
-            _ => format!("{cell:>width$}"),
+        let cells = row.iter().zip(&widths).enumerate().map(|(column, (cell, width))| {
+            if column < words { format!("{cell:<width$}") } else { format!("{cell:>width$}") }
         });
         format!("| {} |", cells.collect::<Vec<_>>().join(" | "))
     };
-    let rule = |(column, width): (usize, &usize)| match column {
-        0 => "-".repeat(width + 2),
-        _ => format!("{}:", "-".repeat(width + 1)),
+    let rule = |(column, width): (usize, &usize)| {
+        if column < words { "-".repeat(width + 2) } else { format!("{}:", "-".repeat(width + 1)) }
     };
     let rule = format!("|{}|", widths.iter().enumerate().map(rule).collect::<Vec<_>>().join("|"));
     let mut text: Vec<String> = rows.iter().map(render).collect();
@@ -180,14 +186,14 @@ pub fn verdicts(lines: &[Line]) -> Vec<Verdict> {
     verdicts
 }
 
-/// The conditions of all lines, each once, in words.
-pub fn conditions(lines: &[Line]) -> Vec<String> {
+/// The conditions of all cases, each once, in words.
+pub fn conditions<'a>(cases: impl Iterator<Item = (&'a str, &'a Conditions)>) -> Vec<String> {
     let mut seen: Vec<(&Conditions, Vec<&str>)> = Vec::new();
-    for line in lines {
-        match seen.iter_mut().find(|(conditions, _)| *conditions == &line.conditions) {
-            Some((_, cases)) if cases.contains(&line.case.as_str()) => {}
-            Some((_, cases)) => cases.push(&line.case),
-            None => seen.push((&line.conditions, vec![&line.case])),
+    for (case, under) in cases {
+        match seen.iter_mut().find(|(conditions, _)| *conditions == under) {
+            Some((_, cases)) if cases.contains(&case) => {}
+            Some((_, cases)) => cases.push(case),
+            None => seen.push((under, vec![case])),
         }
     }
     seen.into_iter()
@@ -276,7 +282,8 @@ mod tests {
     fn conditions_are_said_once_for_all_cases_they_hold_for() {
         let mut linux = line("linux", 1, 1.0);
         linux.conditions.emulated = true;
-        let said = conditions(&[line("floor", 1, 1.0), line("floor", 10, 1.0), line("tiny", 1, 1.0), linux]);
+        let lines = [line("floor", 1, 1.0), line("floor", 10, 1.0), line("tiny", 1, 1.0), linux];
+        let said = conditions(lines.iter().map(|line| (line.case.as_str(), &line.conditions)));
         assert_eq!(said.len(), 2);
         assert!(said[0].starts_with("floor, tiny: native") && said[1].starts_with("linux: emulated"));
     }

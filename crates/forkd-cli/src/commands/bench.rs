@@ -1,27 +1,39 @@
 //! `forkd bench`: drives `forkd-bench`, and measures the real path over the daemon's API.
 
+mod branch;
+mod chain;
+mod companion;
 mod emulated;
+mod results;
 mod server;
 mod spawn;
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use clap::{Args, Subcommand, ValueEnum};
-use forkd_bench::{chart, floor, report};
+use forkd_bench::bare::Kind;
+use forkd_bench::branch::Record;
+use forkd_bench::{bare, chart, floor, report, writer};
 
+use self::results::Output;
 use super::Context;
-use crate::ui;
+use crate::paths::Binaries;
+use crate::{kvm, library, ui};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
     Spawn(SpawnArgs),
+    Branch(BranchArgs),
     Report(ReportArgs),
     /// One burst of the floor, in a process of its own: it forks, and must have one thread.
     #[command(hide = true)]
     Floor(FloorArgs),
+    /// Memory to be forked, write-protected and copied, in a process of its own for the same reason.
+    #[command(hide = true)]
+    Bare(BareArgs),
 }
 
 /// Measure fan-outs: how long until children answer, and what memory they take.
@@ -70,13 +82,8 @@ pub(crate) struct SpawnArgs {
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
 
-    /// Print one JSON object per line instead of a table.
-    #[arg(long)]
-    json: bool,
-
-    /// Also write those lines to a file.
-    #[arg(long, value_name = "FILE")]
-    out: Option<PathBuf>,
+    #[command(flatten)]
+    output: Output,
 }
 
 /// What can be measured.
@@ -100,16 +107,85 @@ impl SpawnArgs {
     }
 }
 
+/// Measure branches: how long a running sandbox stands still for one, and what comes of it.
+///
+/// Branches a tiny guest that keeps writing to its memory and, in turns with it, forks (fork),
+/// write-protects (uffd_wp) and copies (copy) the same memory without a VM. Then branches in a row, the
+/// first child of a branch, chains of layers; and the same with Linux, in the emulated machine where KVM
+/// cannot run it: only ratios mean anything there. Starts a daemon of its own. Judges what it finds.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  sudo forkd bench branch
+  sudo forkd bench branch --guest tiny --mem-size-mib 1536 --dirty 10 --json
+  sudo forkd bench branch --out results.jsonl && forkd bench report results.jsonl --charts .
+
+Exit status: 0 when all cases could be measured, whether or not the goals are met; 1 otherwise.")]
+pub(crate) struct BranchArgs {
+    /// What to branch [default: tiny,linux; only tiny when quick].
+    #[arg(long, value_delimiter = ',', value_name = "GUEST,…")]
+    guest: Vec<Guest>,
+
+    /// Where the memory of tiny guests comes from.
+    #[arg(long, value_delimiter = ',', default_value = "layer,huge", value_name = "KIND,…")]
+    memory: Vec<MemoryKind>,
+
+    /// Memory of tiny guests in MiB [default: 512,1536,4096; only the first when quick].
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(64..=4096), value_name = "MIB,…")]
+    mem_size_mib: Vec<u64>,
+
+    /// Percentages of their pages they keep writing to [default: 0,10,100; without the last when quick].
+    #[arg(long, value_delimiter = ',', value_parser = parse_percentage, value_name = "PERCENT,…")]
+    dirty: Vec<u64>,
+
+    /// Fewer repetitions, and less of everything.
+    #[arg(long)]
+    quick: bool,
+
+    /// Measure snapshots by this firecracker program, too.
+    #[arg(long, value_name = "FILE")]
+    firecracker: Option<PathBuf>,
+
+    /// Measure the daemon behind this unix socket instead of starting one.
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+/// What can be branched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Guest {
+    Tiny,
+    Linux,
+}
+
+/// Where memory comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum MemoryKind {
+    Layer,
+    Huge,
+}
+
+impl From<MemoryKind> for Kind {
+    fn from(kind: MemoryKind) -> Kind {
+        match kind {
+            MemoryKind::Layer => Kind::Layer,
+            MemoryKind::Huge => Kind::Huge,
+        }
+    }
+}
+
 /// Print results as a table, and draw them.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:
   forkd bench report bench/results/spawn.jsonl --charts bench/charts")]
 pub(crate) struct ReportArgs {
-    /// What `forkd bench spawn --json` printed.
+    /// What `forkd bench spawn --json` and `forkd bench branch --json` printed.
     #[arg(required = true, value_name = "FILE")]
     results: Vec<PathBuf>,
 
-    /// Write spawn-times.svg and spawn-memory.svg to this folder.
+    /// Draw the results, as SVG files in this folder.
     #[arg(long, value_name = "DIR")]
     charts: Option<PathBuf>,
 }
@@ -124,6 +200,27 @@ pub(crate) struct FloorArgs {
     memory: PathBuf,
 }
 
+#[derive(Debug, Args)]
+pub(crate) struct BareArgs {
+    #[arg(long)]
+    memory: MemoryKind,
+
+    /// A file as long as the memory.
+    #[arg(long)]
+    file: PathBuf,
+
+    #[arg(long)]
+    mem_size_mib: u64,
+
+    #[arg(long)]
+    dirty: u64,
+}
+
+fn parse_percentage(text: &str) -> Result<u64, String> {
+    let percent: u64 = text.parse().map_err(|_| "it must be a number".to_owned())?;
+    writer::distance(percent).map(|_| percent).map_err(|error| error.to_string())
+}
+
 fn parse_count(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(n @ 1..=forkd_bench::burst::MAX_CHILDREN) => Ok(n),
@@ -134,6 +231,12 @@ fn parse_count(text: &str) -> Result<usize, String> {
 pub(crate) fn bench(context: &Context, command: BenchCommand) -> Result<u8> {
     match command {
         BenchCommand::Spawn(args) => spawn::spawn(context, &args),
+        BenchCommand::Branch(args) => branch::branch(context, &args),
+        BenchCommand::Bare(args) => {
+            let (input, output) = (std::io::stdin().lock(), std::io::stdout());
+            bare::serve(args.memory.into(), &args.file, args.mem_size_mib, args.dirty, input, output)?;
+            Ok(0)
+        }
         BenchCommand::Report(args) => print_report(&args).map(|()| 0),
         BenchCommand::Floor(args) => {
             ui::print(&serde_json::to_string(&floor::burst(args.n, &args.memory)?)?)?;
@@ -142,25 +245,74 @@ pub(crate) fn bench(context: &Context, command: BenchCommand) -> Result<u8> {
     }
 }
 
+/// Whether Linux guests have to be measured in the emulated machine, and why. Makes sure that there is
+/// something to boot.
+fn linux_elsewhere(context: &Context, socket: Option<&Path>) -> Result<Option<String>> {
+    if socket.is_some() {
+        // Whoever names a daemon wants that one measured.
+        return Ok(None);
+    }
+    let kvm = kvm::look(&Binaries::find()?.vmm, &context.data.kvm_cache())?;
+    library::ensure_image(&context.data, "python", context.ui)?;
+    library::ensure_guest_kernel(&context.data, context.ui)?;
+    Ok((!kvm.runs_linux).then(|| kvm.describe()))
+}
+
 fn print_report(args: &ReportArgs) -> Result<()> {
-    let mut lines = Vec::new();
+    let (mut lines, mut records) = (Vec::new(), Vec::new());
     for path in &args.results {
         let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-        lines.extend(report::parse(&text).with_context(|| format!("in {}", path.display()))?);
-    }
-    if let Some(folder) = &args.charts {
-        fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
-        for (name, svg) in [("spawn-times", chart::times(&lines)), ("spawn-memory", chart::memory(&lines))] {
-            let path = folder.join(name).with_extension("svg");
-            fs::write(&path, svg).with_context(|| format!("cannot write {}", path.display()))?;
+        // Only branching has a guest or a verdict in its lines.
+        let branching = text.lines().find(|line| !line.trim().is_empty()).is_some_and(|line| {
+            let first: serde_json::Value = serde_json::from_str(line).unwrap_or_default();
+            first.get("guest").is_some() || first.get("figure").is_some()
+        });
+        let named = || format!("in {}", path.display());
+        if branching {
+            for line in text.lines().filter(|line| !line.trim().is_empty()) {
+                records.push(Record::from_json(line).with_context(named)?);
+            }
+        } else {
+            lines.extend(report::parse(&text).with_context(named)?);
         }
     }
-    ui::print(&summary(&lines))
+    if let Some(folder) = &args.charts {
+        draw(folder, &lines, &records)?;
+    }
+    if !lines.is_empty() {
+        ui::print(&summary(&lines))?;
+    }
+    if !records.is_empty() {
+        ui::print(&branch::summary(&records))?;
+    }
+    Ok(())
+}
+
+/// Draws what there are results of.
+fn draw(folder: &Path, lines: &[report::Line], records: &[Record]) -> Result<()> {
+    fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let mut charts = Vec::new();
+    if !lines.is_empty() {
+        charts.extend([("spawn-times", chart::times(lines)), ("spawn-memory", chart::memory(lines))]);
+    }
+    if !records.is_empty() {
+        charts.extend([
+            ("branch-layer", chart::pauses(records, Kind::Layer)),
+            ("branch-huge", chart::pauses(records, Kind::Huge)),
+            ("branch-rows", chart::rows(records)),
+        ]);
+    }
+    for (name, svg) in charts {
+        let path = folder.join(name).with_extension("svg");
+        fs::write(&path, svg).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
 }
 
 /// Conditions, table and verdicts: what people read.
 fn summary(lines: &[report::Line]) -> String {
-    let conditions = report::conditions(lines).into_iter().map(|text| format!("- {text}"));
+    let cases = lines.iter().map(|line| (line.case.as_str(), &line.conditions));
+    let conditions = report::conditions(cases).into_iter().map(|text| format!("- {text}"));
     let verdicts = report::verdicts(lines).into_iter().map(|verdict| format!("- {verdict}"));
     let errors = lines.iter().flat_map(|line| {
         line.errors.iter().map(move |error| format!("- {}, n = {}: FAILED: {error}", line.case, line.n))
@@ -188,6 +340,16 @@ mod tests {
         assert!(!parsed(&[]).unwrap().cases().contains(&Case::Firecracker));
         assert!(parsed(&["--firecracker", "/x"]).unwrap().cases().contains(&Case::Firecracker));
         assert_eq!(parsed(&["--case", "tiny,floor"]).unwrap().cases(), [Case::Floor, Case::Tiny].into());
+    }
+
+    #[test]
+    fn percentages_that_cannot_be_spread_evenly_and_memory_without_tables_are_wrong_usage() {
+        let parse = |line: &[&str]| Cli::try_parse_from(["forkd", "bench", "branch"].iter().chain(line));
+        assert!(parse(&["--dirty", "0,10,50,100", "--mem-size-mib", "64,4096", "--memory", "huge"]).is_ok());
+        for line in [["--dirty", "33"], ["--dirty", "101"], ["--mem-size-mib", "4097"], ["--memory", "swap"]]
+        {
+            assert_eq!(parse(&line).unwrap_err().exit_code(), 2, "{line:?}");
+        }
     }
 
     #[test]

@@ -12,10 +12,11 @@ use futures_util::StreamExt;
 use hyper::Method;
 use rustix::process::{Pid, Signal};
 use serde_json::{Value, json};
+use tokio::signal::unix::{SignalKind, signal};
 
 use crate::client::Daemon;
 use crate::commands::Context;
-use crate::paths::Binaries;
+use crate::paths::{self, Binaries};
 use crate::process;
 use crate::ui::Ui;
 
@@ -40,6 +41,14 @@ pub(super) struct Child {
     pid: Option<i64>,
 }
 
+/// A branch that was taken.
+pub(super) struct Branch {
+    /// How long the sandbox's vCPUs stood still.
+    pub(super) pause_ms: f64,
+    /// Room its layer takes on disk, if it is there yet.
+    pub(super) bytes: Option<u64>,
+}
+
 impl Child {
     fn parse(info: &Value) -> Option<Child> {
         let id = info.get("id")?.as_str()?.to_owned();
@@ -48,13 +57,20 @@ impl Child {
 }
 
 impl Server {
-    /// The daemon behind `socket`.
-    pub(super) fn existing(socket: PathBuf, ui: Ui) -> Server {
+    fn existing(socket: PathBuf, ui: Ui) -> Server {
         Server { daemon: Daemon::unix(socket), child: None, tags: Vec::new(), ui }
     }
 
-    /// Starts a daemon that keeps everything in `folder`.
-    pub(super) async fn start(context: &Context, folder: &Path) -> Result<Server> {
+    /// The daemon behind `socket`, or a new one that keeps everything in `folder`.
+    pub(super) async fn open(context: &Context, socket: Option<&Path>, folder: &Path) -> Result<Server> {
+        match socket {
+            Some(socket) => Ok(Server::existing(socket.to_owned(), context.ui)),
+            None if !paths::is_root() => bail!("the daemon that is measured needs root: use `sudo`"),
+            None => Server::start(context, folder).await,
+        }
+    }
+
+    async fn start(context: &Context, folder: &Path) -> Result<Server> {
         let (socket, log) = (folder.join("forkd.sock"), folder.join("daemon.log"));
         let output = File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
         let mut command = std::process::Command::new(Binaries::find()?.forkd);
@@ -92,16 +108,71 @@ impl Server {
     }
 
     /// Makes a snapshot and sees to it that children come from a template loaded from disk.
-    pub(super) async fn snapshot(&mut self, tag: &str, mut request: Value) -> Result<()> {
+    pub(super) async fn snapshot(&mut self, tag: &str, request: Value) -> Result<()> {
+        self.snapshot_in_memory(tag, request).await?;
+        self.unload(tag).await
+    }
+
+    /// Makes a snapshot; children come from the guest it was made of, as long as nobody unloads it.
+    pub(super) async fn snapshot_in_memory(&mut self, tag: &str, mut request: Value) -> Result<()> {
         request["tag"] = tag.into();
         self.tags.push(tag.to_owned());
-        self.call(Method::POST, "/v1/snapshots", Some(&request)).await?;
-        self.call(Method::POST, &format!("/v1/snapshots/{tag}/unload"), None).await?;
+        self.call(Method::POST, "/v1/snapshots", Some(&request)).await.map(drop)
+    }
+
+    /// The next children come from a template loaded from disk.
+    pub(super) async fn unload(&self, tag: &str) -> Result<()> {
+        self.call(Method::POST, &format!("/v1/snapshots/{tag}/unload"), None).await.map(drop)
+    }
+
+    /// Branches a sandbox; returns what the daemon says and how long the call took, in milliseconds.
+    pub(super) async fn branch(&mut self, id: &str, tag: &str, how: &Value) -> Result<(Branch, f64)> {
+        let mut request = how.clone();
+        request["tag"] = tag.into();
+        self.tags.push(tag.to_owned());
+        let begin = Instant::now();
+        let answer = self.call(Method::POST, &format!("/v1/sandboxes/{id}/branch"), Some(&request)).await?;
+        let took = begin.elapsed().as_secs_f64() * 1e3;
+        let pause_ms = answer.get("pause_ms").and_then(Value::as_f64);
+        let pause_ms = pause_ms.context("the daemon does not say how long the sandbox stood still")?;
+        Ok((Branch { pause_ms, bytes: answer.get("diff_physical_bytes").and_then(Value::as_u64) }, took))
+    }
+
+    /// Removes a snapshot and waits until its template is gone: what is measured next shall not pay
+    /// for it.
+    pub(super) async fn remove(&mut self, tag: &str) -> Result<()> {
+        let path = format!("/v1/snapshots/{tag}");
+        let info = self.call(Method::GET, &path, None).await?;
+        let template = info.pointer("/template/pid").and_then(Value::as_i64);
+        self.call(Method::DELETE, &path, None).await?;
+        self.tags.retain(|other| other != tag);
+        gone(template, tag).await?;
+        tokio::time::sleep(Duration::from_millis(50)).await;
         Ok(())
     }
 
-    /// Asks for `n` children and returns what that took, with the children that run.
+    /// Asks for `n` children and returns what that took, in time and memory, with the children that run.
     pub(super) async fn fan_out(&self, tag: &str, n: usize, network: bool) -> Result<(Burst, Vec<Child>)> {
+        let (mut burst, children) = self.children(tag, n, network).await?;
+        for child in children.iter().take(MEMORY_SAMPLE) {
+            burst.memory.extend(self.memory(&child.id).await);
+        }
+        Ok((burst, children))
+    }
+
+    /// Asks for one child that has to run; returns it and what it took.
+    pub(super) async fn child(&self, tag: &str, network: bool) -> Result<(Child, Burst)> {
+        let (burst, children) = self.children(tag, 1, network).await?;
+        match children.into_iter().next() {
+            Some(child) => Ok((child, burst)),
+            None => {
+                let why = burst.errors.first().map_or("for a reason not given", String::as_str);
+                bail!("a child of {tag} did not run: {why}")
+            }
+        }
+    }
+
+    async fn children(&self, tag: &str, n: usize, network: bool) -> Result<(Burst, Vec<Child>)> {
         let body = json!({ "snapshot_tag": tag, "n": n, "network": network });
         let available = host::available_kib();
         let begin = Instant::now();
@@ -127,9 +198,6 @@ impl Server {
             burst.errors.push(why.to_owned());
         }
         burst.host_kib = host::difference_per_child(available, host::available_kib(), children.len());
-        for child in children.iter().take(MEMORY_SAMPLE) {
-            burst.memory.extend(self.memory(&child.id).await);
-        }
         Ok((burst, children))
     }
 
@@ -149,17 +217,8 @@ impl Server {
         let calls: Vec<Result<()>> =
             futures_util::stream::iter(calls).buffer_unordered(DELETES).collect().await;
         calls.into_iter().collect::<Result<()>>()?;
-        let begin = Instant::now();
-        let lives = |child: &&Child| child.pid.is_some_and(|pid| Path::new(&format!("/proc/{pid}")).exists());
-        while let Some(left) = children.iter().find(lives) {
-            if begin.elapsed() > PATIENCE {
-                bail!(
-                    "{} was deleted, but its process is still there after {} s",
-                    left.id,
-                    PATIENCE.as_secs()
-                );
-            }
-            tokio::time::sleep(Duration::from_millis(10)).await;
+        for child in children {
+            gone(child.pid, &child.id).await?;
         }
         // Work the kernel has put off, such as freeing VMs, comes after the process.
         tokio::time::sleep(Duration::from_millis(50 + children.len() as u64 / 2)).await;
@@ -171,7 +230,8 @@ impl Server {
         if let Err(error) = self.delete_all_children().await {
             self.ui.warn(format!("children of the measurement may be left: {error:#}"));
         }
-        for tag in &self.tags {
+        // Those made last are built on those made first.
+        for tag in self.tags.iter().rev() {
             let path = format!("/v1/snapshots/{tag}");
             // Without a template there is nothing to unload.
             let _ = self.call(Method::POST, &format!("{path}/unload"), None).await;
@@ -213,6 +273,29 @@ impl Server {
             self.delete(&left).await?;
         }
         bail!("the daemon still lists children that were deleted")
+    }
+}
+
+/// Waits until a process that was told to end has.
+async fn gone(pid: Option<i64>, name: &str) -> Result<()> {
+    let begin = Instant::now();
+    while pid.is_some_and(|pid| Path::new(&format!("/proc/{pid}")).exists()) {
+        if begin.elapsed() > PATIENCE {
+            bail!("{name} was deleted, but its process is still there after {} s", PATIENCE.as_secs());
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    Ok(())
+}
+
+/// Works until it is done or somebody says to stop.
+pub(super) async fn until_told_to_end(work: impl Future<Output = Result<()>>) -> Result<()> {
+    let mut interrupted = signal(SignalKind::interrupt())?;
+    let mut terminated = signal(SignalKind::terminate())?;
+    tokio::select! {
+        outcome = work => outcome,
+        _ = interrupted.recv() => Err(anyhow::anyhow!("interrupted")),
+        _ = terminated.recv() => Err(anyhow::anyhow!("terminated")),
     }
 }
 
@@ -300,6 +383,36 @@ mod tests {
         let (burst, children) = server.fan_out("t", 1000, false).await.unwrap();
         assert!(burst.times_ms.is_empty() && children.is_empty());
         assert_eq!(burst.errors, ["too many sandboxes"]);
+    }
+
+    #[tokio::test]
+    async fn a_branch_tells_its_pause_and_goes_away_when_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let answers = vec![
+            (202, json!({ "tag": "b", "pause_ms": 1.5 })),
+            (200, json!({ "tag": "b", "status": "writing" })),
+            (204, Value::Null),
+        ];
+        let (mut server, asked) = stub(folder.path(), answers);
+        let how = json!({ "mode": "live", "wait": false });
+        let (branch, took) = server.branch("sba", "b", &how).await.unwrap();
+        assert!(took > 0.0);
+        assert_eq!((branch.pause_ms, branch.bytes), (1.5, None));
+        server.remove("b").await.unwrap();
+        server.stop().await;
+        let asked: Vec<String> = asked.iter().collect();
+        assert_eq!(
+            asked.iter().map(|line| line.trim_end_matches(" HTTP/1.1")).collect::<Vec<_>>(),
+            ["POST /v1/sandboxes/sba/branch", "GET /v1/snapshots/b", "DELETE /v1/snapshots/b"],
+            "what was removed is not removed again"
+        );
+    }
+
+    #[tokio::test]
+    async fn a_branch_that_does_not_tell_its_pause_is_no_result() {
+        let folder = tempfile::tempdir().unwrap();
+        let (mut server, _asked) = stub(folder.path(), vec![(201, json!({ "tag": "b" }))]);
+        assert!(server.branch("sba", "b", &json!({})).await.is_err());
     }
 
     #[tokio::test]

@@ -9,16 +9,15 @@ use forkd_bench::burst::{Burst, median, rounded};
 use forkd_bench::firecracker::Firecracker;
 use forkd_bench::guest;
 use forkd_bench::host::Conditions;
-use forkd_bench::report::Line;
+use forkd_bench::report::{self, Line};
 use hyper::Method;
 use serde_json::json;
-use tokio::signal::unix::{SignalKind, signal};
 
-use super::server::{Server, Workplace};
-use super::{Case, SpawnArgs, emulated, summary};
+use super::results::{Outcome, Results};
+use super::server::{Server, Workplace, until_told_to_end};
+use super::{Case, SpawnArgs, emulated, linux_elsewhere, summary};
 use crate::commands::{Context, runtime};
-use crate::paths::{self, Binaries};
-use crate::{kvm, library, ui};
+use crate::paths::Binaries;
 
 /// The expression whose evaluation is measured.
 const EXPRESSION: &str = "numpy.zeros(5).tolist()";
@@ -30,23 +29,16 @@ const NEW_PYTHONS: usize = 3;
 /// Measures, prints, and returns the status to exit with.
 pub(super) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
     let cases = args.cases();
-    let mut results = Results { args, lines: Vec::new(), status: 0 };
+    let mut results = Results::new(&args.output);
     let conditions = Conditions::here();
     if !conditions.cgroups {
         context.ui.note("no cgroup v2 controllers on this host: children run without cgroups");
     }
     let linux: Vec<Case> =
         cases.iter().copied().filter(|case| matches!(case, Case::Linux | Case::Eval)).collect();
-    let elsewhere = match &args.socket {
-        // Whoever names a daemon wants that one measured.
-        Some(_) => None,
-        None if linux.is_empty() => None,
-        None => {
-            let kvm = kvm::look(&Binaries::find()?.vmm, &context.data.kvm_cache())?;
-            library::ensure_image(&context.data, "python", context.ui)?;
-            library::ensure_guest_kernel(&context.data, context.ui)?;
-            (!kvm.runs_linux).then(|| kvm.describe())
-        }
+    let elsewhere = match linux.is_empty() {
+        true => None,
+        false => linux_elsewhere(context, args.socket.as_deref())?,
     };
     let here = cases.iter().copied().filter(|case| elsewhere.is_none() || !linux.contains(case));
     let here: Vec<Case> = here.collect();
@@ -55,7 +47,7 @@ pub(super) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
         runtime()?.block_on(run.measure(&mut results))?;
     }
     if let Some(why) = elsewhere {
-        match emulated::measure(context, args, &linux, &why) {
+        match in_machine(context, args, &linux, &why) {
             Ok((lines, complete)) => {
                 // What is missing, and why, was said in there.
                 results.status |= u8::from(!complete);
@@ -67,37 +59,27 @@ pub(super) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
     results.conclude()
 }
 
-/// Lines as they come in.
-struct Results<'a> {
-    args: &'a SpawnArgs,
-    lines: Vec<Line>,
-    status: u8,
+/// Measures `cases` in the emulated machine, and says whether all of them could be.
+fn in_machine(context: &Context, args: &SpawnArgs, cases: &[Case], why: &str) -> Result<(Vec<Line>, bool)> {
+    let mut inside = vec!["spawn".to_owned(), "--case".into()];
+    let names = cases.iter().map(|case| format!("{case:?}").to_lowercase());
+    inside.push(names.collect::<Vec<_>>().join(","));
+    let numbers = args.linux_n.iter().map(usize::to_string);
+    inside.extend(["--linux-n".into(), numbers.collect::<Vec<_>>().join(",")]);
+    inside.extend(["--mem-size-mib".into(), args.mem_size_mib.to_string()]);
+    inside.extend(args.quick.then(|| "--quick".into()));
+    inside.extend(args.no_network.then(|| "--no-network".into()));
+    let (printed, complete) = emulated::measure(context, &inside, why)?;
+    Ok((report::parse(&printed).context("what `forkd bench` in the emulated machine printed")?, complete))
 }
 
-impl Results<'_> {
-    fn add(&mut self, line: Line) -> Result<()> {
-        if self.args.json {
-            ui::print(&line.to_json())?;
-        }
-        self.lines.push(line);
-        Ok(())
+impl Outcome for Line {
+    fn to_json(&self) -> String {
+        Line::to_json(self)
     }
 
-    /// A case that could not be measured does not keep the others from being.
-    fn failed(&mut self, context: &Context, case: &str, error: &anyhow::Error) {
-        context.ui.warn(format!("{case} could not be measured: {error:#}"));
-        self.status = 1;
-    }
-
-    fn conclude(self) -> Result<u8> {
-        if let Some(path) = &self.args.out {
-            let text: String = self.lines.iter().map(|line| line.to_json() + "\n").collect();
-            fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
-        }
-        if !self.args.json && !self.lines.is_empty() {
-            ui::print(&summary(&self.lines))?;
-        }
-        Ok(self.status)
+    fn summary(all: &[Line]) -> String {
+        summary(all)
     }
 }
 
@@ -114,23 +96,15 @@ impl Run<'_> {
         self.cases.contains(&case)
     }
 
-    async fn measure(&self, results: &mut Results<'_>) -> Result<()> {
+    async fn measure(&self, results: &mut Results<'_, Line>) -> Result<()> {
         let workplace = Workplace::make(self.context)?;
-        let mut server = match &self.args.socket {
-            _ if !self.cases.iter().any(|case| matches!(case, Case::Tiny | Case::Linux | Case::Eval)) => None,
-            Some(socket) => Some(Server::existing(socket.clone(), self.context.ui)),
-            None if !paths::is_root() => {
-                bail!("the daemon that is measured needs root: run `sudo forkd bench spawn`")
-            }
-            None => Some(Server::start(self.context, workplace.path()).await?),
+        let needed = |case: &Case| matches!(case, Case::Tiny | Case::Linux | Case::Eval);
+        let socket = self.args.socket.as_deref();
+        let mut server = match self.cases.iter().any(needed) {
+            true => Some(Server::open(self.context, socket, workplace.path()).await?),
+            false => None,
         };
-        let mut interrupted = signal(SignalKind::interrupt())?;
-        let mut terminated = signal(SignalKind::terminate())?;
-        let outcome = tokio::select! {
-            outcome = self.all(server.as_mut(), workplace.path(), results) => outcome,
-            _ = interrupted.recv() => Err(anyhow::anyhow!("interrupted")),
-            _ = terminated.recv() => Err(anyhow::anyhow!("terminated")),
-        };
+        let outcome = until_told_to_end(self.all(server.as_mut(), workplace.path(), results)).await;
         if let Some(server) = server {
             server.stop().await;
         }
@@ -141,7 +115,7 @@ impl Run<'_> {
         &self,
         mut server: Option<&mut Server>,
         folder: &Path,
-        results: &mut Results<'_>,
+        results: &mut Results<'_, Line>,
     ) -> Result<()> {
         if self.has(Case::Floor) || self.has(Case::Tiny) {
             let tiny = server.as_deref_mut().filter(|_| self.has(Case::Tiny));
@@ -187,7 +161,7 @@ impl Run<'_> {
         &self,
         mut server: Option<&mut Server>,
         folder: &Path,
-        results: &mut Results<'_>,
+        results: &mut Results<'_, Line>,
     ) -> Result<()> {
         let memory = folder.join("memory");
         guest::write_memory_file(&memory, self.args.mem_size_mib)?;
@@ -235,7 +209,7 @@ impl Run<'_> {
         }
     }
 
-    fn firecracker(&self, folder: &Path, results: &mut Results<'_>) -> Result<()> {
+    fn firecracker(&self, folder: &Path, results: &mut Results<'_, Line>) -> Result<()> {
         let program = self.args.firecracker.as_deref().context("give the program with --firecracker FILE")?;
         let folder = folder.join("firecracker");
         fs::create_dir(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
@@ -249,7 +223,7 @@ impl Run<'_> {
     }
 
     /// Linux guests, warmed with numpy, to the first answer of their agent; then a child's Python.
-    async fn linux(&self, server: &mut Server, results: &mut Results<'_>) -> Result<()> {
+    async fn linux(&self, server: &mut Server, results: &mut Results<'_, Line>) -> Result<()> {
         let ui = self.context.ui;
         let (tag, network) = (format!("bench-linux-{}", std::process::id()), !self.args.no_network);
         let progress = ui.progress("booting and warming a Linux guest");

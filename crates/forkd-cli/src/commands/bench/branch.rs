@@ -1,0 +1,444 @@
+//! `forkd bench branch`: which guests, how often, in which order.
+
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+use forkd_bench::bare::{Kind, Method};
+use forkd_bench::branch::{self, Attempts, InRow, Line, Record, Subject};
+use forkd_bench::firecracker::{SnapshotKind, Writing};
+use forkd_bench::host::Conditions;
+use forkd_bench::report;
+use forkd_bench::writer::{self, HUGE_PAGE, Writer};
+use hyper::Method as Verb;
+use serde_json::{Value, json};
+
+use super::companion::Companion;
+use super::results::{Outcome, Results};
+use super::server::{Server, Workplace, until_told_to_end};
+use super::{BranchArgs, Guest, chain, emulated, linux_elsewhere};
+use crate::commands::{Context, runtime};
+
+/// How many branches are taken in a row, and of which guests.
+const IN_ROW: usize = 20;
+const IN_ROW_SUBJECT: (u64, u64) = (512, 10);
+/// Memory of the guest whose first children are timed.
+const FIRST_CHILD_MIB: u64 = 512;
+/// How often memory is copied; once more before it counts.
+const COPIES: usize = 3;
+/// How long the guest writes between two turns.
+const WRITES: Duration = Duration::from_millis(200);
+/// Memory of the Linux guest, and how much of it its writer writes to.
+const LINUX_MIB: u64 = 512;
+const LINUX_DIRTY: [u64; 2] = [0, 10];
+
+/// Measures, prints, and returns the status to exit with.
+pub(super) fn branch(context: &Context, args: &BranchArgs) -> Result<u8> {
+    let mut results = Results::new(&args.output);
+    let conditions = Conditions::here();
+    let guests = match &args.guest[..] {
+        [] if args.quick => vec![Guest::Tiny],
+        [] => vec![Guest::Tiny, Guest::Linux],
+        given => given.to_vec(),
+    };
+    let elsewhere = match guests.contains(&Guest::Linux) {
+        true => linux_elsewhere(context, args.socket.as_deref())?,
+        false => None,
+    };
+    let here = guests.iter().copied().filter(|guest| elsewhere.is_none() || *guest != Guest::Linux);
+    let here: Vec<Guest> = here.collect();
+    if !here.is_empty() {
+        runtime()?.block_on(measure(context, args, &here, &conditions, &mut results))?;
+    }
+    if let Some(why) = elsewhere {
+        let inside = ["branch", "--guest", "linux"].into_iter().chain(args.quick.then_some("--quick"));
+        let inside: Vec<String> = inside.map(str::to_owned).collect();
+        match emulated::measure(context, &inside, &why) {
+            Ok((printed, complete)) => {
+                // What is missing, and why, was said in there.
+                results.status |= u8::from(!complete);
+                for line in printed.lines().filter(|line| !line.trim().is_empty()) {
+                    let record = Record::from_json(line);
+                    let record = record.context("what `forkd bench` in the emulated machine printed")?;
+                    // Judged below, with everything else.
+                    if !matches!(record, Record::Verdict(_)) {
+                        results.add(record)?;
+                    }
+                }
+            }
+            Err(error) => results.failed(context, "linux", &error),
+        }
+    }
+    for verdict in branch::verdicts(&results.all) {
+        results.add(Record::Verdict(verdict))?;
+    }
+    results.conclude()
+}
+
+impl Outcome for Record {
+    fn to_json(&self) -> String {
+        Record::to_json(self)
+    }
+
+    fn summary(all: &[Record]) -> String {
+        summary(all)
+    }
+}
+
+/// Conditions, table and verdicts: what people read.
+pub(super) fn summary(records: &[Record]) -> String {
+    let conditions = report::conditions(records.iter().filter_map(Record::conditions));
+    let rows = branch::rows(records).into_iter().map(|(subject, row)| {
+        let pauses: Vec<String> = row.iter().map(|one| format!("{:.2}", one.pause_ms)).collect();
+        let Subject { guest, memory, mem_mib, dirty_pct } = subject;
+        format!(
+            "- {} branches in a row, {guest}, {}, {mem_mib} MiB, {dirty_pct} % dirty, pauses in ms: {}",
+            row.len(),
+            memory.name(),
+            pauses.join(" "),
+        )
+    });
+    let errors = branch::lines(records).flat_map(|line| {
+        let Subject { guest, memory, mem_mib, dirty_pct } = &line.subject;
+        line.errors.iter().map(move |error| {
+            format!("- {}, {guest}, {}, {mem_mib} MiB, {dirty_pct} %: {error}", line.case, memory.name())
+        })
+    });
+    let parts = [
+        conditions.into_iter().map(|text| format!("- {text}")).collect(),
+        vec![branch::table(records)],
+        rows.collect(),
+        branch::verdicts(records).iter().map(|verdict| format!("- {verdict}")).collect(),
+        errors.collect::<Vec<String>>(),
+    ];
+    let parts = parts.into_iter().map(|lines: Vec<String>| lines.join("\n"));
+    parts.filter(|part| !part.is_empty()).collect::<Vec<_>>().join("\n\n")
+}
+
+async fn measure(
+    context: &Context,
+    args: &BranchArgs,
+    guests: &[Guest],
+    conditions: &Conditions,
+    results: &mut Results<'_, Record>,
+) -> Result<()> {
+    let workplace = Workplace::make(context)?;
+    let run = Run { context, args, conditions, folder: workplace.path() };
+    let mut server = Server::open(context, args.socket.as_deref(), workplace.path()).await?;
+    let outcome = until_told_to_end(run.all(guests, &mut server, results)).await;
+    server.stop().await;
+    outcome
+}
+
+/// What is measured on this host.
+pub(super) struct Run<'a> {
+    pub(super) context: &'a Context,
+    args: &'a BranchArgs,
+    pub(super) conditions: &'a Conditions,
+    /// For files.
+    folder: &'a Path,
+}
+
+impl Run<'_> {
+    async fn all(
+        &self,
+        guests: &[Guest],
+        server: &mut Server,
+        results: &mut Results<'_, Record>,
+    ) -> Result<()> {
+        if guests.contains(&Guest::Tiny) {
+            for subject in self.subjects() {
+                if let Err(error) = self.tiny(server, &subject, results).await {
+                    results.failed(self.context, &describe(&subject), &error);
+                }
+            }
+            for dirty_pct in self.dirty() {
+                let subject = tiny(Kind::Layer, FIRST_CHILD_MIB, dirty_pct);
+                if dirty_pct <= 10
+                    && let Err(error) = self.first_child(server, &subject, results).await
+                {
+                    results.failed(self.context, "first_child", &error);
+                }
+            }
+            if let Err(error) = chain::measure(self, server, results).await {
+                results.failed(self.context, "chain_spawn, layer_bytes", &error);
+            }
+        }
+        if guests.contains(&Guest::Linux)
+            && let Err(error) = self.linux(server, results).await
+        {
+            results.failed(self.context, "linux", &error);
+        }
+        Ok(())
+    }
+
+    fn subjects(&self) -> Vec<Subject> {
+        let sizes = match &self.args.mem_size_mib[..] {
+            [] if self.args.quick => vec![512],
+            [] => vec![512, 1536, 4096],
+            given => given.to_vec(),
+        };
+        let mut subjects = Vec::new();
+        for mem_mib in sizes {
+            for kind in &self.args.memory {
+                subjects.extend(self.dirty().into_iter().map(|dirty| tiny((*kind).into(), mem_mib, dirty)));
+            }
+        }
+        subjects
+    }
+
+    fn dirty(&self) -> Vec<u64> {
+        match &self.args.dirty[..] {
+            [] if self.args.quick => vec![0, 10],
+            [] => vec![0, 10, 100],
+            given => given.to_vec(),
+        }
+    }
+
+    /// How often something is done that is done `full` times by a run that is not quick.
+    pub(super) fn turns(&self, full: usize) -> usize {
+        if self.args.quick { full.div_ceil(5) } else { full }
+    }
+
+    /// A name for a snapshot that nobody else has.
+    pub(super) fn tag(&self, name: &str) -> String {
+        format!("bench-{name}-{}", std::process::id())
+    }
+
+    /// What asks for a snapshot of this guest.
+    pub(super) fn kernel(&self, writer: &Writer, name: &str) -> Result<Value> {
+        let path = self.folder.join(name);
+        fs::write(&path, writer.kernel()?).with_context(|| format!("cannot write {}", path.display()))?;
+        Ok(json!({ "kernel": path, "network": false, "mem_size_mib": writer.mem_mib }))
+    }
+
+    /// Snapshots a writing guest: children of it are such a subject once they run.
+    async fn prepare(&self, server: &mut Server, subject: &Subject, name: &str) -> Result<String> {
+        let tag = self.tag(name);
+        let Subject { memory, mem_mib, dirty_pct, .. } = *subject;
+        let dirty = writer::distance(dirty_pct)?;
+        match memory {
+            Kind::Layer => {
+                let writer = Writer { mem_mib, booted: 0, value: 0, dirty, each: 0 };
+                server.snapshot(&tag, self.kernel(&writer, name)?).await?;
+            }
+            Kind::Huge => {
+                // All of its memory is resident, in huge pages that hold nothing: nothing has to be saved.
+                let writer = Writer { mem_mib, booted: HUGE_PAGE, value: 0, dirty, each: 0 };
+                server.snapshot_in_memory(&tag, self.kernel(&writer, name)?).await?;
+            }
+        }
+        Ok(tag)
+    }
+
+    /// Branches of one sandbox, in turns with what is done to the same memory without a VM.
+    async fn tiny(
+        &self,
+        server: &mut Server,
+        subject: &Subject,
+        results: &mut Results<'_, Record>,
+    ) -> Result<()> {
+        let progress = self.context.ui.progress(describe(subject));
+        let name = format!("{}-{}-{}", subject.memory.name(), subject.mem_mib, subject.dirty_pct);
+        let tag = self.prepare(server, subject, &name).await?;
+        let (sandbox, _) = server.child(&tag, false).await?;
+        // Gigabytes of dirty pages take seconds to be made so again.
+        let full = if subject.mem_mib * subject.dirty_pct > 200_000 { 9 } else { 15 };
+        self.turns_of(server, subject, &sandbox.id, self.turns(full), results).await?;
+        if (subject.mem_mib, subject.dirty_pct) == IN_ROW_SUBJECT {
+            self.in_row(server, subject, &sandbox.id, results).await?;
+        }
+        server.delete(&[sandbox]).await?;
+        server.remove(&tag).await?;
+        progress.done(&describe(subject));
+        Ok(())
+    }
+
+    async fn turns_of(
+        &self,
+        server: &mut Server,
+        subject: &Subject,
+        sandbox: &str,
+        turns: usize,
+        results: &mut Results<'_, Record>,
+    ) -> Result<()> {
+        let file = self.folder.join("companion");
+        let mut companion = Companion::start(subject, &file).await?;
+        let (mut pauses, mut calls) = (Attempts::default(), Attempts::default());
+        let mut bare =
+            [Method::Fork, Method::UffdWp, Method::Copy].map(|method| (method, Attempts::default()));
+        let mut firecracker =
+            [SnapshotKind::Full, SnapshotKind::Diff].map(|kind| (kind, Attempts::default()));
+        let other = self.firecracker(subject)?;
+        let copies = if self.args.quick { 1 } else { COPIES };
+        for turn in 0..turns {
+            tokio::time::sleep(WRITES).await;
+            let tag = self.tag(&format!("branch-{turn}"));
+            match server.branch(sandbox, &tag, &json!({ "mode": "live", "wait": false })).await {
+                Ok((branch, took)) => {
+                    pauses.add(Ok::<_, String>(branch.pause_ms));
+                    calls.add(Ok::<_, String>(took));
+                    server.remove(&tag).await?;
+                }
+                Err(error) => pauses.add(Err(format!("{error:#}"))),
+            }
+            // A branch is taken while its guest stands still, and so is this.
+            server.call(Verb::POST, &format!("/v1/sandboxes/{sandbox}/pause"), None).await?;
+            for (method, attempts) in &mut bare {
+                if *method != Method::Copy {
+                    attempts.add(companion.time(*method).await?);
+                } else if turn <= copies {
+                    let took = companion.time(*method).await?;
+                    // The first one takes memory the host may never have touched before.
+                    if turn > 0 {
+                        attempts.add(took);
+                    }
+                }
+            }
+            if let Some(other) = other.as_ref().filter(|_| turn < copies) {
+                for (kind, attempts) in &mut firecracker {
+                    attempts.add(other.snapshot(*kind));
+                }
+            }
+            server.call(Verb::POST, &format!("/v1/sandboxes/{sandbox}/resume"), None).await?;
+        }
+        let cases = [("forkd", &pauses), ("live_call", &calls)];
+        for (case, attempts) in cases.into_iter().chain(bare.iter().map(|(method, all)| (method.name(), all)))
+        {
+            if !attempts.is_empty() {
+                results.add(Record::Line(Line::of(case, subject, attempts, self.conditions)))?;
+            }
+        }
+        drop(companion);
+        fs::remove_file(&file).with_context(|| format!("cannot remove {}", file.display()))
+    }
+
+    /// A guest like the subject in Firecracker, if there is one. It boots its guests, in small pages, and so
+    /// stands beside memory from a layer.
+    fn firecracker(&self, subject: &Subject) -> Result<Option<Writing>> {
+        let fits = subject.guest == "tiny" && subject.memory == Kind::Layer;
+        let Some(program) = self.args.firecracker.as_deref().filter(|_| fits) else { return Ok(None) };
+        let folder = self.folder.join(format!("firecracker-{}-{}", subject.mem_mib, subject.dirty_pct));
+        fs::create_dir(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        let distance = writer::distance(subject.dirty_pct)?;
+        Ok(Some(Writing::boot(program, &folder, subject.mem_mib, distance)?))
+    }
+
+    /// Branches one after the other, all of them kept until the last, and saved meanwhile.
+    async fn in_row(
+        &self,
+        server: &mut Server,
+        subject: &Subject,
+        sandbox: &str,
+        results: &mut Results<'_, Record>,
+    ) -> Result<()> {
+        let mut tags = Vec::new();
+        for index in 0..if self.args.quick { IN_ROW / 2 } else { IN_ROW } {
+            let tag = self.tag(&format!("row-{index}"));
+            tokio::time::sleep(WRITES).await;
+            let (branch, _) = server.branch(sandbox, &tag, &json!({ "mode": "live", "wait": false })).await?;
+            tags.push(tag);
+            results.add(Record::InRow(InRow {
+                case: "forkd".into(),
+                subject: subject.clone(),
+                index,
+                pause_ms: branch.pause_ms,
+                conditions: self.conditions.clone(),
+            }))?;
+        }
+        for tag in tags {
+            server.remove(&tag).await?;
+        }
+        Ok(())
+    }
+
+    /// From the branch call to the first instruction of a child of that branch, in turns with plain spawns.
+    async fn first_child(
+        &self,
+        server: &mut Server,
+        subject: &Subject,
+        results: &mut Results<'_, Record>,
+    ) -> Result<()> {
+        // Children of this one say at once that they run: they have no pages to write to first.
+        let plain = self.prepare(server, &Subject { dirty_pct: 0, ..subject.clone() }, "plain").await?;
+        let tag = self.prepare(server, subject, &format!("first-{}", subject.dirty_pct)).await?;
+        let (sandbox, _) = server.child(&tag, false).await?;
+        let (warmed, _) = server.child(&plain, false).await?;
+        server.delete(&[warmed]).await?;
+        let (mut firsts, mut spawns) = (Attempts::default(), Attempts::default());
+        for turn in 0..self.turns(20) {
+            tokio::time::sleep(WRITES).await;
+            let (child, burst) = server.child(&plain, false).await?;
+            spawns.add(Ok::<_, String>(burst.all_ms));
+            server.delete(&[child]).await?;
+
+            let branch = self.tag(&format!("first-branch-{turn}"));
+            let begin = Instant::now();
+            server.branch(&sandbox.id, &branch, &json!({ "mode": "live", "wait": false })).await?;
+            let (child, _) = server.child(&branch, false).await?;
+            firsts.add(Ok::<_, String>(begin.elapsed().as_secs_f64() * 1e3));
+            server.delete(&[child]).await?;
+            server.remove(&branch).await?;
+        }
+        for (case, attempts) in [("spawn", spawns), ("first_child", firsts)] {
+            results.add(Record::Line(Line::of(case, subject, &attempts, self.conditions)))?;
+        }
+        server.delete(&[sandbox]).await?;
+        server.remove(&tag).await?;
+        server.remove(&plain).await
+    }
+
+    /// Linux, with a program that keeps writing.
+    async fn linux(&self, server: &mut Server, results: &mut Results<'_, Record>) -> Result<()> {
+        let progress = self.context.ui.progress("booting a Linux guest");
+        let tag = self.tag("linux");
+        let request = json!({ "image": "python", "network": false, "mem_size_mib": LINUX_MIB });
+        server.snapshot(&tag, request).await?;
+        progress.done("a Linux guest is ready");
+        for dirty_pct in LINUX_DIRTY {
+            let subject =
+                Subject { guest: "linux".into(), memory: Kind::Layer, mem_mib: LINUX_MIB, dirty_pct };
+            let progress = self.context.ui.progress(describe(&subject));
+            let (sandbox, _) = server.child(&tag, false).await?;
+            if dirty_pct > 0 {
+                keep_writing(server, &sandbox.id, (LINUX_MIB << 20) / 100 * dirty_pct).await?;
+            }
+            self.turns_of(server, &subject, &sandbox.id, self.turns(5), results).await?;
+            server.delete(&[sandbox]).await?;
+            progress.done(&describe(&subject));
+        }
+        Ok(())
+    }
+}
+
+/// Starts a program in the guest that keeps writing to so much memory, and waits until it has written to
+/// all of it once.
+async fn keep_writing(server: &Server, id: &str, bytes: u64) -> Result<()> {
+    let program = format!(
+        "b = bytearray({bytes})\n\
+         while True:\n  \
+           for i in range(0, {bytes}, 4096): b[i] = b[i] + 1 & 255\n  \
+           open('/tmp/written', 'w').close()\n"
+    );
+    let path = format!("/v1/sandboxes/{id}/exec");
+    let start = "setsid python3 -c \"$1\" </dev/null >/dev/null 2>&1 &";
+    let request = json!({ "args": ["sh", "-c", start, "sh", program], "timeout_secs": 60 });
+    server.call(Verb::POST, &path, Some(&request)).await?;
+    let wait = "while ! test -e /tmp/written; do sleep 0.2; done";
+    let request = json!({ "args": ["sh", "-c", wait], "timeout_secs": 300 });
+    let answer = server.call(Verb::POST, &path, Some(&request)).await?;
+    if answer["exit_code"] != 0 {
+        bail!("the program that writes did not come to its end once: {answer}");
+    }
+    Ok(())
+}
+
+fn tiny(memory: Kind, mem_mib: u64, dirty_pct: u64) -> Subject {
+    Subject { guest: "tiny".into(), memory, mem_mib, dirty_pct }
+}
+
+fn describe(subject: &Subject) -> String {
+    let Subject { guest, memory, mem_mib, dirty_pct } = subject;
+    format!("branches of {guest}, {}, {mem_mib} MiB, {dirty_pct} % dirty", memory.name())
+}
