@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# Long campaigns: children by the thousand with kills in the middle, over and over; and coverage-guided
-# fuzzing of the device models and the parsers, with the same bodies `make test` runs over their corpora. A
-# summary to paste into bench/RESULTS.md is printed.
+# Long campaigns: children by the thousand with kills in the middle, over and over; branches whose saver,
+# daemon or machine is killed at random moments; and coverage-guided fuzzing of the device models and the
+# parsers, with the same bodies `make test` runs over their corpora. A summary to paste into
+# bench/RESULTS.md is printed.
 #
-#   FORKD_FUZZ_SECS=600 make soak     seconds for each fuzz target (default 300)
-#   FORKD_FORK_ROUNDS=50 make soak    rounds of forking and killing (default 20)
+#   FORKD_FUZZ_SECS=600 make soak       seconds for each fuzz target (default 300)
+#   FORKD_FORK_ROUNDS=50 make soak      rounds of forking and killing (default 20)
+#   FORKD_BRANCH_ROUNDS=1000 make soak  kills of savers, and as many of daemons; a tenth of it power cuts
+#                                       (half a minute each) and branches in a row (default 200)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 seconds=${FORKD_FUZZ_SECS:-300}
@@ -15,12 +18,27 @@ for round in $(seq "$rounds"); do
     --test-threads=1 bare::
 done
 
+branches=${FORKD_BRANCH_ROUNDS:-200}
+# With at least as many as a disk has layers, so that those are merged on the way.
+few=$((branches / 10 < 20 ? 20 : branches / 10))
+kills=$(mktemp)
+summary=$(mktemp)
+trap 'rm -f "$kills" "$summary"' EXIT
+campaign() {
+  FORKD_BRANCH_ROUNDS=$1 FORKD_TEST_BIN=$PWD/target/release cargo test --release --locked -q \
+    -p forkd-tests --test outside -- --test-threads=1 --nocapture "$2" 2>&1 | tee -a "$kills"
+}
+printf '\n==> savers and daemons killed while branches are written, %s times each\n' "$branches"
+campaign "$branches" kills::
+printf '\n==> the plug of a machine pulled while branches are written, %s times\n' "$few"
+campaign "$few" power::
+printf '\n==> %s branches in a row of a Linux guest that writes\n' "$few"
+FORKD_BRANCH_ROUNDS=$few scripts/test.sh linux branching::
+
 command -v cargo-fuzz >/dev/null || cargo install cargo-fuzz --locked
 
 # cargo-fuzz asks for a nightly compiler only because of unstable flags; the stable one has them too.
 export RUSTC_BOOTSTRAP=1
-summary=$(mktemp)
-trap 'rm -f "$summary"' EXIT
 for target in $(cargo fuzz list); do
   printf '\n==> fuzzing %s for %s s\n' "$target" "$seconds"
   log=$(mktemp)
@@ -37,5 +55,7 @@ for target in $(cargo fuzz list); do
   rm -rf "$log" "$scratch"
 done
 
+printf '\n| killed while branches were written | rounds | what became of the snapshots |\n|---|---|---|\n'
+sed -n 's/^.*campaign: //p' "$kills"
 printf '\n| fuzz target | time | executions | crashes |\n|---|---|---|---|\n'
 cat "$summary"

@@ -3,11 +3,11 @@
 use std::collections::BTreeSet;
 use std::process::Output;
 
-use forkd_tests::daemon::{Daemon, is_monitor};
+use forkd_tests::daemon::is_monitor;
 use forkd_tests::eventually;
 use serde_json::{Value, json};
 
-use crate::parent::{self, daemon, fork};
+use crate::parent::{self, SMALL, alone, daemon, fork};
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
@@ -78,30 +78,6 @@ fn the_commands_make_a_snapshot_fork_it_use_the_children_and_clean_up() {
 }
 
 #[test]
-fn two_vcpus_and_two_memory_slots_are_forked_whole() {
-    let daemon = daemon();
-    let warm = "import threading; ticks = [0]\ndef tick():\n    while True: ticks[0] += 1\n\
-                threading.Thread(target=tick, daemon=True).start()";
-    let body =
-        json!({"tag": "wide", "image": "python", "vcpus": 2, "mem_size_mib": 3200, "warm_python": warm});
-    daemon.snapshot(body);
-    let unload = daemon.request("POST", "/v1/snapshots/wide/unload", None);
-    assert_eq!(unload.status, 204, "{unload:?}");
-    let children = daemon.fork("wide", 2);
-    for id in &children {
-        assert_eq!(daemon.sh(id, "nproc"), "2\n");
-        let kib: u64 = daemon.sh(id, "awk '/MemTotal/ {print $2}' /proc/meminfo").trim().parse().unwrap();
-        assert!(kib > 2900 << 10, "{kib} KiB");
-        let first: u64 = daemon.eval(id, "ticks[0]").parse().unwrap();
-        eventually("a thread of the parent's to go on", || {
-            (daemon.eval(id, "ticks[0]").parse::<u64>().unwrap() > first).then_some(())
-        });
-    }
-    daemon.delete(&children);
-    assert_eq!(daemon.request("DELETE", "/v1/snapshots/wide", None).status, 204);
-}
-
-#[test]
 fn children_come_from_disk_as_they_come_from_memory() {
     let daemon = daemon();
     let source = || {
@@ -145,12 +121,13 @@ fn a_child_that_dies_tells_how_and_its_siblings_do_not_care() {
 
 #[test]
 fn templates_and_children_outlive_a_daemon_killed_with_nine() {
-    let mut daemon = Daemon::start();
-    daemon.snapshot(json!({"tag": "t", "image": "python", "mem_size_mib": 256}));
-    let children = daemon.fork("t", 2);
+    let mut daemon = alone();
+    let children = daemon.fork(SMALL, 2);
     daemon.sh(&children[0], "echo kept > /root/kept");
-    let (monitors, templates) = (daemon.monitors(), daemon.templates());
-    assert_eq!((monitors.len(), templates.len()), (2, 1));
+    let (monitors, templates) = eventually("two children and a template, and no others", || {
+        let found = (daemon.monitors(), daemon.templates());
+        ((found.0.len(), found.1.len()) == (2, 1)).then_some(found)
+    });
     daemon.restart();
     assert_eq!(daemon.monitors(), monitors);
     assert_eq!(daemon.templates(), templates);
@@ -158,10 +135,10 @@ fn templates_and_children_outlive_a_daemon_killed_with_nine() {
     assert_eq!(found, children.iter().cloned().collect(), "{}", daemon.log());
     assert_eq!(daemon.sh(&children[0], "cat /root/kept"), "kept\n");
     // The same template forks on, and what ends now is noticed by the new daemon.
-    let more = daemon.fork("t", 1);
+    let more = daemon.fork(SMALL, 1);
     assert_eq!(daemon.templates(), templates);
     daemon.delete(&[children, more].concat());
-    assert_eq!(daemon.request("DELETE", "/v1/snapshots/t", None).status, 204);
+    daemon.unload(SMALL);
     eventually("everything to go", || {
         let left = [monitors.clone(), templates.clone()].concat();
         (!left.into_iter().any(is_monitor)).then_some(())

@@ -120,8 +120,9 @@ fn clocks_are_right_after_a_fork_however_old_the_snapshot_is() {
     };
     let reports: Vec<_> = fresh.iter().map(|id| clocks(id)).chain(reports).collect();
     for (off, monotonic) in &reports {
-        // The wall clock, to within what asking costs here; and the other one never jumps.
-        assert!(*off < 1.0, "off by {off} s: {reports:?}");
+        // The wall clock, to within what a message may take on a busy computer, and far from the hour that
+        // one of them slept; and the other clock never jumps.
+        assert!(*off < 20.0, "off by {off} s: {reports:?}");
         assert!((0.0..600.0).contains(monotonic), "{monotonic} s since the freeze: {reports:?}");
     }
     // The daemon's own measure, taken at the child's first answer, has no Python in between.

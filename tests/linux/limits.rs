@@ -6,7 +6,7 @@ use forkd_tests::daemon::Daemon;
 use forkd_tests::eventually;
 use serde_json::json;
 
-use crate::parent::{self, daemon};
+use crate::parent::{self, SMALL, alone, daemon};
 
 #[test]
 fn a_child_that_takes_more_memory_than_it_may_is_ended_and_told_so() {
@@ -27,7 +27,10 @@ fn a_child_that_takes_more_memory_than_it_may_is_ended_and_told_so() {
 
 /// The cgroup of a lineage, by its template.
 fn lineage(daemon: &Daemon) -> PathBuf {
-    let template = daemon.templates()[0];
+    let template = eventually("its only template", || match daemon.templates()[..] {
+        [template] => Some(template),
+        _ => None,
+    });
     let line = std::fs::read_to_string(format!("/proc/{template}/cgroup")).unwrap();
     let path = line.trim().strip_prefix("0::/").unwrap();
     PathBuf::from("/sys/fs/cgroup").join(path).parent().unwrap().to_path_buf()
@@ -35,14 +38,13 @@ fn lineage(daemon: &Daemon) -> PathBuf {
 
 #[test]
 fn out_of_processes_the_children_that_fit_run_and_the_others_are_told() {
-    let daemon = Daemon::start();
-    daemon.snapshot(json!({"tag": "t", "image": "python", "mem_size_mib": 256}));
-    daemon.delete(&daemon.fork("t", 1));
+    let daemon = alone();
+    daemon.delete(&daemon.fork(SMALL, 1));
     let folder = lineage(&daemon);
     let now: u64 = std::fs::read_to_string(folder.join("pids.current")).unwrap().trim().parse().unwrap();
     std::fs::write(folder.join("pids.max"), (now + 9).to_string()).unwrap();
 
-    let body = json!({"snapshot_tag": "t", "n": 6});
+    let body = json!({"snapshot_tag": SMALL, "n": 6});
     let response = daemon.request("POST", "/v1/sandboxes?results=each", Some(body));
     assert_eq!(response.status, 201, "{response:?}\n{}", daemon.log());
     let answer = response.json();
@@ -58,5 +60,5 @@ fn out_of_processes_the_children_that_fit_run_and_the_others_are_told() {
         (daemon.folders() == 0 && daemon.monitors().is_empty()).then_some(())
     });
     std::fs::write(folder.join("pids.max"), "max").unwrap();
-    daemon.delete(&daemon.fork("t", 3));
+    daemon.delete(&daemon.fork(SMALL, 3));
 }

@@ -4,6 +4,8 @@
 
 mod api;
 mod assets;
+mod branches;
+mod branching;
 mod connected;
 mod devices;
 mod ends;
@@ -11,9 +13,11 @@ mod forks;
 mod hazards;
 mod hostile;
 mod jail;
+mod layers;
 mod leaks;
 mod limits;
 mod network;
 mod parent;
 mod run;
 mod window;
+mod workspaces;

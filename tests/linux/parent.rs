@@ -1,12 +1,16 @@
-//! A warmed Python parent that all tests of forking share: booting and warming it takes longest.
+//! A warmed Python parent that all tests of forking share, and a small one for those that kill the daemon or
+//! want it for themselves: booting and warming takes longest.
 
-use std::sync::OnceLock;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use forkd_tests::daemon::Daemon;
 use serde_json::json;
 
 /// The tag of the parent's snapshot.
 pub(crate) const TAG: &str = "py";
+
+/// The tag of the small parent's snapshot.
+pub(crate) const SMALL: &str = "small";
 
 /// What the parent's Python has done by the time it is frozen: generators are warm, one of them with a
 /// seed on purpose, memory holds a pattern, and a file is written but not synced.
@@ -31,6 +35,20 @@ pub(crate) fn daemon() -> &'static Daemon {
         daemon.snapshot(json!({"tag": TAG, "image": "python", "warm_python": WARM}));
         daemon
     })
+}
+
+/// A daemon with the snapshot [`SMALL`], for one test at a time, which may kill it, and leaves it with that
+/// snapshot and nothing else.
+pub(crate) fn alone() -> MutexGuard<'static, Daemon> {
+    static DAEMON: OnceLock<Mutex<Daemon>> = OnceLock::new();
+    let daemon = DAEMON.get_or_init(|| {
+        let daemon = Daemon::start();
+        daemon.end_with_this_process();
+        daemon.snapshot(json!({"tag": SMALL, "image": "python", "mem_size_mib": 256}));
+        Mutex::new(daemon)
+    });
+    // A test that failed has said so itself.
+    daemon.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Forks `n` children of the parent.

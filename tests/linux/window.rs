@@ -33,7 +33,7 @@ fn no_user_process_runs_in_a_child_before_it_is_its_own() {
     parent.boot_to_agent(Guest { vcpus: 2, disks: vec![(&assets.disk, true)], ..assets.guest() });
     parent.start_in_background("while :; do head -c 8 /dev/urandom | od -An -tx1 > /dev/console; done");
     eventually("the program's first words", || (ticks(&parent).len() > 2).then_some(()));
-    assert_eq!(call(&parent, "Freeze", &json!({}))["frozen"], true);
+    assert_eq!(call(&parent, "Freeze", &json!({"timeoutMs": 120_000}))["frozen"], true);
     parent.freeze();
 
     let children = [parent.fork("one"), parent.fork("two")];
@@ -72,7 +72,7 @@ fn a_source_that_is_thawed_again_goes_on_where_it_was() {
         Some(String::from_utf8_lossy(&file.body).lines().count())
     };
     eventually("the program to count", || count().filter(|count| *count > 3));
-    assert_eq!(call(&guest, "Freeze", &json!({}))["frozen"], true);
+    assert_eq!(call(&guest, "Freeze", &json!({"timeoutMs": 120_000}))["frozen"], true);
     let frozen = eventually("a number", count);
     std::thread::sleep(Duration::from_millis(500));
     assert_eq!(count(), Some(frozen), "a frozen program counted");

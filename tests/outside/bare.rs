@@ -6,7 +6,7 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use forkd_tests::daemon::{Daemon, is_monitor};
-use forkd_tests::eventually;
+use forkd_tests::{binary, eventually};
 use serde_json::{Value, json};
 
 forkd_vmm::guest_code! {
@@ -26,8 +26,13 @@ forkd_vmm::guest_code! {
     "jmp 4b",
 }
 
+/// Where to look for images when none is needed.
+pub(crate) fn no_library() -> PathBuf {
+    PathBuf::from("/nonexistent")
+}
+
 /// Whether this computer can run these tests; says so if not.
-fn can_run(test: &str) -> bool {
+pub(crate) fn can_run(test: &str) -> bool {
     let missing = if !rustix::process::geteuid().is_root() {
         "needs root"
     } else if std::fs::File::options().read(true).write(true).open("/dev/kvm").is_err() {
@@ -42,8 +47,7 @@ fn can_run(test: &str) -> bool {
 
 /// A daemon with a snapshot `tiny` of a bare guest.
 fn daemon_with_tiny(env: &[(&str, &str)]) -> Daemon {
-    // No image is needed.
-    let daemon = Daemon::start_with(&[], env, PathBuf::from("/nonexistent"));
+    let daemon = Daemon::start_with(&[], env, no_library());
     make_tiny(&daemon);
     daemon
 }
@@ -68,14 +72,15 @@ fn ids(answer: &Value) -> Vec<String> {
     children.iter().map(|child| child["id"].as_str().unwrap().to_owned()).collect()
 }
 
-/// Monitors on this computer, and everything in the daemon's folders.
-fn census(daemon: &Daemon) -> BTreeSet<String> {
+/// Monitors on this computer that run the program under test, and everything in the daemon's folders.
+pub(crate) fn census(daemon: &Daemon) -> BTreeSet<String> {
+    let monitor = binary("forkd-vmm").canonicalize().unwrap();
     let mut found = BTreeSet::new();
     for entry in std::fs::read_dir("/proc").unwrap().flatten() {
-        if let Ok(pid) = entry.file_name().to_string_lossy().parse()
-            && is_monitor(pid)
-        {
-            found.insert(format!("process {pid}"));
+        // Whoever has built another copy may test it at the same time.
+        let program = std::fs::read_link(entry.path().join("exe")).unwrap_or_default();
+        if program == monitor {
+            found.insert(format!("process {}", entry.file_name().to_string_lossy()));
         }
     }
     let snapshots = daemon.data_dir().join("snapshots");
@@ -89,7 +94,7 @@ fn census(daemon: &Daemon) -> BTreeSet<String> {
     found
 }
 
-fn descriptors(daemon: &Daemon) -> usize {
+pub(crate) fn descriptors(daemon: &Daemon) -> usize {
     std::fs::read_dir(format!("/proc/{}/fd", daemon.pid())).unwrap().count()
 }
 
@@ -140,19 +145,23 @@ fn killed_with_nine_in_the_middle_of_a_fan_out_the_daemon_finds_or_ends_every_ch
         return;
     }
     let mut daemon = daemon_with_tiny(&[]);
-    let kept = ids(&spawn(&daemon, 3));
+    let mut kept = ids(&spawn(&daemon, 3));
     let templates = daemon.templates();
     std::thread::scope(|scope| {
         let socket = daemon.socket();
         let asking = scope.spawn(move || {
-            let body = json!({"snapshot_tag": "tiny", "n": 500, "network": false}).to_string();
+            let body = json!({"snapshot_tag": "tiny", "n": 1000, "network": false}).to_string();
             let stream = std::os::unix::net::UnixStream::connect(socket).unwrap();
             let headers = [("content-type", "application/json")];
             forkd_tests::http::request(stream, "POST", "/v1/sandboxes", &headers, body.as_bytes())
         });
         eventually("the fan-out to be under way", || (daemon.folders() > 50).then_some(()));
         daemon.kill();
-        assert!(asking.join().unwrap().is_err(), "the fan-out was over before the daemon was killed");
+        // On a busy computer it may have been over already: then all of it is acknowledged.
+        if let Ok(answer) = asking.join().unwrap() {
+            let children = answer.json();
+            kept.extend(children.as_array().unwrap().iter().map(|it| it["id"].as_str().unwrap().to_owned()));
+        }
     });
     daemon.restart();
     assert_eq!(daemon.templates(), templates, "the template outlives its daemon");
@@ -182,6 +191,9 @@ fn a_damaged_snapshot_is_refused_by_name_and_nothing_starts() {
     let folder = daemon.data_dir().join("snapshots/tiny");
     assert_eq!(daemon.request("POST", "/v1/snapshots/tiny/unload", None).status, 204);
     eventually("the template to go", || daemon.templates().is_empty().then_some(()));
+    let manifest: Value =
+        serde_json::from_slice(&std::fs::read(folder.join("manifest.json")).unwrap()).unwrap();
+    let memory = manifest["memory"][0]["blake3"].as_str().unwrap().to_owned();
     let damages: [Damage; 5] = [
         (
             "memory",
@@ -189,9 +201,9 @@ fn a_damaged_snapshot_is_refused_by_name_and_nothing_starts() {
                 let file = std::fs::File::options().write(true).open(path).unwrap();
                 file.set_len(file.metadata().unwrap().len() - 4096).unwrap();
             },
-            &["memory"],
+            &[".layers", "truncated"],
         ),
-        ("memory", |path| flip_byte(path, 0x10_0000), &["memory"]),
+        ("memory", |path| flip_byte(path, 0x10_0000), &[".layers", "edited"]),
         ("state", |path| flip_byte(path, 100), &["state"]),
         ("state", |path| std::fs::remove_file(path).unwrap(), &["state"]),
         (
@@ -205,7 +217,10 @@ fn a_damaged_snapshot_is_refused_by_name_and_nothing_starts() {
         ),
     ];
     for (name, damage, words) in damages {
-        let path = folder.join(name);
+        let path = match name {
+            "memory" => folder.with_file_name(".layers").join(&memory),
+            _ => folder.join(name),
+        };
         let whole = std::fs::read(&path).unwrap();
         damage(&path);
         let body = json!({"snapshot_tag": "tiny", "n": 2});
@@ -235,10 +250,10 @@ fn a_snapshot_that_needs_a_cpu_feature_this_host_lacks_is_refused_by_its_name() 
     let leaf = state.vcpus[0].cpuid.iter_mut().find(|entry| (entry.function, entry.index) == (7, 0)).unwrap();
     leaf.edx |= 1;
     let mut draft = store.begin("foreign").unwrap();
-    forkd_vmm::state::file::write(&state, &draft.create(forkd_store::STATE).unwrap()).unwrap();
-    let memory = draft.create(forkd_store::MEMORY).unwrap();
-    std::io::copy(&mut &files.memory, &mut &memory).unwrap();
-    draft.publish(tiny.manifest().facts.clone()).unwrap();
+    forkd_vmm::state::file::write(&state, &draft.create_state().unwrap()).unwrap();
+    let memory = draft.create_memory().unwrap();
+    std::io::copy(&mut &files.memory[0], &mut &memory).unwrap();
+    draft.publish(forkd_store::Contents::new(tiny.manifest().facts.clone())).unwrap();
     daemon.restart();
 
     let response =

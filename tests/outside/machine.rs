@@ -13,7 +13,7 @@ use serde_json::Value;
 use crate::natively::{forkd, text};
 
 /// Whether there is a machine to test here; says so if not.
-fn machine_is_used() -> bool {
+pub(crate) fn machine_is_used() -> bool {
     static USED: OnceLock<bool> = OnceLock::new();
     *USED.get_or_init(|| {
         let report: Value = serde_json::from_slice(&forkd(None, &["doctor", "--json"]).stdout).unwrap();
@@ -28,7 +28,7 @@ fn machine_is_used() -> bool {
 
 /// A data directory of its own, with copies of the images and kernels that are there already: a link
 /// to them would lead nowhere inside the machine.
-fn own_data_dir() -> tempfile::TempDir {
+pub(crate) fn own_data_dir() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for part in ["images", "kernels"] {
         let mut copy = Command::new("cp");
@@ -41,7 +41,7 @@ fn own_data_dir() -> tempfile::TempDir {
 }
 
 /// Stops the machine of a data directory when the test is over, however it ends.
-struct Stop<'a>(&'a Path);
+pub(crate) struct Stop<'a>(pub(crate) &'a Path);
 
 impl Drop for Stop<'_> {
     fn drop(&mut self) {
@@ -49,18 +49,18 @@ impl Drop for Stop<'_> {
     }
 }
 
-fn shell(data: &Path, script: &str) -> String {
+pub(crate) fn shell(data: &Path, script: &str) -> String {
     let output = forkd(Some(data), &["machine", "shell", "--", "sh", "-c", script]);
     assert!(output.status.success(), "{script}: {}{}", text(&output.stdout), text(&output.stderr));
     text(&output.stdout)
 }
 
-fn status(data: &Path) -> Value {
+pub(crate) fn status(data: &Path) -> Value {
     serde_json::from_slice(&forkd(Some(data), &["machine", "status", "--json"]).stdout).unwrap()
 }
 
 /// A pid that a machine's status tells.
-fn pid(data: &Path, name: &str) -> Pid {
+pub(crate) fn pid(data: &Path, name: &str) -> Pid {
     let pid = status(data)["running"][name].as_i64().unwrap();
     Pid::from_raw(pid as i32).unwrap()
 }

@@ -5,6 +5,10 @@
 #![allow(clippy::unwrap_used)]
 
 mod bare;
+mod branches;
+mod kills;
 mod machine;
 mod natively;
+mod pattern;
+mod power;
 mod readme;

@@ -84,7 +84,11 @@ impl Daemon {
                 })
             };
         }
-        self.child = Some(command.spawn().unwrap());
+        let child = command.spawn().unwrap();
+        let mut ended = ENDED_AT_EXIT.lock().unwrap();
+        ended.iter_mut().filter(|(_, folder)| *folder == self.data_dir()).for_each(|it| it.0 = child.id());
+        drop(ended);
+        self.child = Some(child);
         eventually("the daemon", || {
             if let Some(status) = self.child.as_mut().and_then(|child| child.try_wait().unwrap()) {
                 panic!("the daemon exited with {status}:\n{}", self.log());
@@ -155,7 +159,8 @@ impl Daemon {
             .unwrap_or_else(|error| panic!("{method} {path}: {error}\n{}", self.log()))
     }
 
-    fn try_request(&self, method: &str, path: &str, body: Option<Value>) -> std::io::Result<Response> {
+    /// One request over the unix socket, of a daemon that may be killed meanwhile.
+    pub fn try_request(&self, method: &str, path: &str, body: Option<Value>) -> std::io::Result<Response> {
         let stream = UnixStream::connect(self.socket())?;
         stream.set_read_timeout(Some(PATIENCE))?;
         let body = body.map(|body| body.to_string()).unwrap_or_default();
@@ -211,6 +216,78 @@ impl Daemon {
         let children = self.spawn(serde_json::json!({"snapshot_tag": tag, "n": n}));
         assert_eq!(children.len(), n);
         children.iter().map(|child| child["id"].as_str().unwrap().to_owned()).collect()
+    }
+
+    /// Branches a sandbox. The daemon may have its hands full with others: then it is asked again.
+    pub fn branch(&self, id: &str, body: Value) -> Value {
+        let response = self.try_branch(id, body);
+        assert!([201, 202].contains(&response.status), "{response:?}\n{}", self.log());
+        response.json()
+    }
+
+    /// Branches a sandbox, whatever the answer, unless it is "later".
+    pub fn try_branch(&self, id: &str, body: Value) -> Response {
+        let path = format!("/v1/sandboxes/{id}/branch");
+        eventually("a free hand for a branch", || {
+            Some(self.request("POST", &path, Some(body.clone()))).filter(|response| response.status != 503)
+        })
+    }
+
+    /// What is known of a sandbox.
+    pub fn sandbox(&self, id: &str) -> Value {
+        let response = self.request("GET", &format!("/v1/sandboxes/{id}"), None);
+        assert_eq!(response.status, 200, "{response:?}");
+        response.json()
+    }
+
+    /// Asks something of a sandbox that must be done.
+    pub fn tell(&self, id: &str, verb: &str, body: Value) -> Value {
+        let response = self.request("POST", &format!("/v1/sandboxes/{id}/{verb}"), Some(body));
+        assert_eq!(response.status, 200, "{verb}: {response:?}\n{}", self.log());
+        response.json()
+    }
+
+    /// Has a sandbox whose guest never rests come last: a saver gets only what others leave of the computer.
+    pub fn leave_time_for_savers(&self, id: &str) {
+        let pid = self.sandbox(id)["pid"].clone();
+        let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+        for thread in threads.filter_map(|entry| entry.file_name().to_string_lossy().parse().ok()) {
+            let _ = rustix::process::setpriority_process(rustix::process::Pid::from_raw(thread), 19);
+        }
+    }
+
+    /// Waits until a snapshot is no longer being written; it must be whole then.
+    pub fn when_ready(&self, tag: &str) -> Value {
+        let info = self.when_written(tag);
+        assert_eq!(info["status"], "ready", "{info}\n{}", self.log());
+        info
+    }
+
+    /// Waits until a snapshot is no longer being written, however that ends.
+    pub fn when_written(&self, tag: &str) -> Value {
+        eventually(&format!("the snapshot {tag}"), || {
+            let response = self.request("GET", &format!("/v1/snapshots/{tag}"), None);
+            assert_eq!(response.status, 200, "{tag}: {response:?}\n{}", self.log());
+            Some(response.json()).filter(|info| info["status"] != "writing")
+        })
+    }
+
+    /// All about a snapshot: its chain, its layers, what they take.
+    pub fn snapshot_info(&self, tag: &str) -> Value {
+        let response = self.request("GET", &format!("/v1/snapshots/{tag}/info"), None);
+        assert_eq!(response.status, 200, "{tag}: {response:?}\n{}", self.log());
+        response.json()
+    }
+
+    /// Ends a snapshot's template: the next child comes from the disk.
+    pub fn unload(&self, tag: &str) {
+        let response = self.request("POST", &format!("/v1/snapshots/{tag}/unload"), None);
+        assert_eq!(response.status, 204, "{tag}: {response:?}\n{}", self.log());
+    }
+
+    /// Deletes a snapshot, with a query or none.
+    pub fn delete_snapshot(&self, tag: &str, query: &str) -> Response {
+        self.request("DELETE", &format!("/v1/snapshots/{tag}{query}"), None)
     }
 
     /// Evaluates Python in a sandbox, which must go well: the value's `repr`, or nothing.

@@ -38,8 +38,8 @@ pub fn request(
         head.push_str(&format!("{name}: {value}\r\n"));
     }
     head.push_str("\r\n");
-    stream.write_all(head.as_bytes())?;
-    stream.write_all(body)?;
+    // At once: who answers without having read a body that comes late resets the connection.
+    stream.write_all(&[head.as_bytes(), body].concat())?;
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer)?;
     parse(&answer).ok_or_else(|| {

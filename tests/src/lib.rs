@@ -2,7 +2,8 @@
 //!
 //! The tests drive the release binaries from outside, as users do: [`daemon`] starts a `forkd serve`
 //! of its own with its own data directory, [`monitor`] plays the controller towards one `forkd-vmm`,
-//! [`http`] speaks to daemons and agents with no client library in between.
+//! [`http`] speaks to daemons and agents with no client library in between, and [`random`] picks the moments
+//! at which something is killed.
 //!
 //! Failures panic: everything here runs in tests only.
 #![allow(clippy::unwrap_used)]
@@ -10,6 +11,7 @@
 pub mod daemon;
 pub mod http;
 pub mod monitor;
+pub mod random;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -36,7 +38,7 @@ pub fn library_path() -> PathBuf {
 
 /// How long anything may take before a test gives up. Guests under emulation are slow; a test that
 /// waits this long has failed.
-pub const PATIENCE: Duration = Duration::from_secs(180);
+pub const PATIENCE: Duration = Duration::from_secs(300);
 
 /// Waits until `check` gives something.
 pub fn eventually<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
