@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The main job, with times: warm one Linux guest, fork children from it, show that each is its own.
+"""The main job, with times: warm one Linux guest, fork children from it, show that each is its own; branch
+one in the middle of a computation, send children of that moment different ways, show who came from whom.
 
 Expects `make build` to have run. Needs nothing but the standard library.
 """
@@ -15,6 +16,7 @@ FORKD = str(pathlib.Path(__file__).resolve().parent.parent / "target/release/for
 CHILDREN = 10
 # A name of its own: somebody's snapshot may be called `demo`.
 TAG = f"demo-{os.getpid()}"
+BRANCH = f"{TAG}-midway"
 
 # Runs in the parent, once. Both generators are used, so that every child inherits them in a state that
 # would give all of them the same next number.
@@ -43,6 +45,51 @@ dict(
     inherited=int(inherited.sum()),
 )
 """
+
+# Runs in the sandbox that is branched: a computation that goes on by itself, and notes how long it was ever
+# kept from doing so. What it collects is a decision that can be changed while it runs.
+COMPUTE = """
+import threading, time
+
+def is_prime(n):
+    return n > 1 and all(n % d for d in range(2, int(n ** 0.5) + 1))
+
+keep, found, reached, gap = is_prime, [], 0, 0.0
+token = os.urandom(4).hex()
+
+def compute():
+    global reached, gap
+    last = time.monotonic()
+    while True:
+        for n in range(reached, reached + 20):
+            if keep(n):
+                found.append(n)
+        reached += 20
+        # Others want the CPU, too.
+        time.sleep(0.01)
+        now = time.monotonic()
+        gap, last = max(gap, now - last), now
+
+threading.Thread(target=compute, daemon=True).start()
+"""
+
+PROGRESS = "dict(reached=reached, found=len(found), gap_ms=gap * 1000, token=token)"
+
+# What becomes of the same state: another decision in each child.
+DECISIONS = {
+    "keep palindromes": "lambda n: str(n) == str(n)[::-1]",
+    "keep squares": "lambda n: int(n ** 0.5) ** 2 == n",
+    "keep multiples of 1000": "lambda n: n % 1000 == 0",
+}
+
+# Steers a child: what it found until now it has from its parent.
+STEER = """
+keep = {decision}
+inherited = len(found)
+began = reached
+"""
+
+STEERED = "dict(token=token, began=began, inherited=inherited, first=found[:3], since=found[inherited:][:3])"
 
 steps = []
 
@@ -103,6 +150,58 @@ def show(forked, answers):
     print("\n  All differ, each sees only the file it wrote, and all share the parent's million numbers.")
 
 
+def branch_midway():
+    """Branches a sandbox that computes, steers three children of it differently, shows the tree."""
+    # The children of the first part have shown what they had to.
+    forkd("kill", "--tag", TAG)
+    parent = forkd("spawn", "--tag", TAG).strip()
+    step(f"Start a computation in {parent}", lambda: forkd("eval", parent, "--", COMPUTE))
+    before = in_each([parent], PROGRESS)[0]
+    branch = step("Branch it while it computes", lambda: json.loads(forkd(
+        "branch", parent, "--tag", BRANCH, "--json")))
+    after = in_each([parent], PROGRESS)[0]
+    frozen = f"{branch['frozen_ms']:.1f} ms" if branch.get("quiesced") else "not at all"
+    print(f"  vCPUs stood still for {branch['pause_ms']:.1f} ms, processes for {frozen}; "
+          f"{branch['bytes_written'] / 2**20:.1f} MiB written")
+    print(f"  before the branch it had reached {before['reached']}, now {after['reached']}; "
+          f"it never stood still for longer than {after['gap_ms']:.0f} ms")
+    if after["reached"] <= before["reached"]:
+        sys.exit("the parent does not compute any more")
+
+    forked = step("Fork three children of that moment, and tell each something else", lambda: json.loads(forkd(
+        "fork", "--tag", BRANCH, "-n", str(len(DECISIONS)), "--json")))
+    children = [child["id"] for child in forked["children"]]
+    for child, decision in zip(children, DECISIONS.values()):
+        forkd("eval", child, "--", STEER.format(decision=decision))
+    answers = step("See where it took them", lambda: [until_found(child) for child in children])
+    rows = [("CHILD", "DECISION", "TOKEN", "FOUND UNTIL THEN", "WENT ON FROM", "FOUND SINCE")]
+    for child, decision, answer in zip(children, DECISIONS, answers):
+        rows.append((child, decision, answer["token"], f"{answer['inherited']} primes", str(answer["began"]),
+                     " ".join(map(str, answer["since"]))))
+    print()
+    table(rows)
+    if any(answer["token"] != before["token"] or answer["first"] != [2, 3, 5] for answer in answers):
+        sys.exit("a child does not have its parent's state")
+    if any(answer["began"] < before["reached"] for answer in answers):
+        sys.exit("a child went back to before the branch")
+    if len({tuple(answer["since"]) for answer in answers}) != len(answers):
+        sys.exit("two children found the same")
+    if in_each([parent], PROGRESS)[0]["reached"] <= after["reached"]:
+        sys.exit("the parent does not compute any more")
+    print("\n  One state, three ways on; and the parent still counts.")
+    print("\n" + forkd("tree"), end="")
+
+
+def until_found(child):
+    """What a child says once it has found three numbers by its own decision."""
+    deadline = time.monotonic() + 120
+    while True:
+        answer = in_each([child], STEERED)[0]
+        if len(answer["since"]) == 3 or time.monotonic() > deadline:
+            return answer
+        time.sleep(0.5)
+
+
 def main():
     checks = json.loads(subprocess.run([FORKD, "doctor", "--json"], text=True, stdout=subprocess.PIPE).stdout)
     kvm = next(check for check in checks["checks"] if check["name"] == "kvm")
@@ -124,10 +223,12 @@ def main():
         step("Each writes a file", lambda: in_each(children, WRITE))
         answers = step("Ask each who it is, and what it sees", lambda: in_each(children, LOOK))
         show(forked, answers)
+        branch_midway()
     finally:
         # By tag, so that the children of a fork that failed half way go, too.
-        step("Clean up: kill the children, remove the snapshot", lambda: (
-            subprocess.run([FORKD, "kill", "--tag", TAG]), subprocess.run([FORKD, "rmi", TAG])))
+        step("Clean up: kill the children, remove the snapshots", lambda: [
+            subprocess.run([FORKD, *args]) for args in
+            (("kill", "--tag", TAG), ("kill", "--tag", BRANCH), ("rmi", "--cascade", TAG))])
 
     print(f"\nWhat ran on {where}:")
     for name, seconds in steps:
