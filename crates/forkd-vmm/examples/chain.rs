@@ -12,24 +12,9 @@ use std::time::{Duration, Instant};
 
 use forkd_protocol::control::{Event, FdRef, LoadConfig, Reply, Request, SaveConfig};
 use forkd_vmm::state::{Frozen, SaveFiles, file};
-use forkd_vmm::{guest_code, tiny, vm};
-use support::{Boot, Controller, Fork, Monitor};
+use forkd_vmm::{tiny, vm};
+use support::{Boot, Controller, Fork, Monitor, sleeps_once_forked};
 use vm_memory::{Bytes, GuestAddress};
-
-guest_code! {
-    /// Says that it is ready, and once more when it has become somebody else; then it sleeps.
-    fn sleeper,
-    "mov rbx, qword ptr [0xe8000]",
-    "mov dx, 0x602",
-    "out dx, al",
-    "2: pause",
-    "cmp qword ptr [0xe8000], rbx",
-    "je 2b",
-    "out dx, al",
-    "cli",
-    "3: hlt",
-    "jmp 3b",
-}
 
 const PAGE: u64 = 4096;
 
@@ -78,7 +63,7 @@ fn kvm() -> File {
 /// The state and the layers of a guest that sleeps.
 fn make_chain(monitor: &Monitor, depth: u64, scattered: u64, mib: u64) -> (File, Vec<File>) {
     let mut template = monitor.attach();
-    let mut boot = Boot::new(kvm(), support::file_with(&tiny::elf_kernel(sleeper())));
+    let mut boot = Boot::new(kvm(), support::file_with(&tiny::elf_kernel(sleeps_once_forked())));
     boot.config.mem_mib = mib;
     assert_eq!(boot.send(&mut template), Reply::Booted);
     assert_eq!(template.event().0, Event::Ready);

@@ -9,23 +9,8 @@ use std::os::fd::AsFd;
 use std::time::Instant;
 
 use forkd_protocol::control::{Channel, Event, Reply, Request};
-use forkd_vmm::{guest_code, tiny};
-use support::{Boot, Fork, Monitor};
-
-guest_code! {
-    /// Says that it is ready, and once more when it has become somebody else; then it sleeps.
-    fn sleeper,
-    "mov rbx, qword ptr [0xe8000]",
-    "mov dx, 0x602",
-    "out dx, al",
-    "2: pause",
-    "cmp qword ptr [0xe8000], rbx",
-    "je 2b",
-    "out dx, al",
-    "cli",
-    "3: hlt",
-    "jmp 3b",
-}
+use forkd_vmm::tiny;
+use support::{Boot, Fork, Monitor, sleeps_once_forked};
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -38,7 +23,7 @@ fn main() {
     let monitor = Monitor::start(&binary, &walls);
     let mut template = monitor.attach();
     let kvm = support::open_kvm("spawn").expect("/dev/kvm opens");
-    let mut boot = Boot::new(kvm, support::file_with(&tiny::elf_kernel(sleeper())));
+    let mut boot = Boot::new(kvm, support::file_with(&tiny::elf_kernel(sleeps_once_forked())));
     boot.config.mem_mib = mib;
     assert_eq!(boot.send(&mut template), Reply::Booted);
     assert_eq!(template.event().0, Event::Ready);

@@ -12,14 +12,14 @@ use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use forkd_protocol::control::{
     BranchConfig, DiskConfig, EndReason, Event, FdRef, LoadConfig, Message, NetConfig, ReplacedLayers, Reply,
     Request, Role, SaveConfig, Status, VERSION, VmEnd, VsockConfig, WaitStatus,
 };
 use forkd_vmm::{guest_code, tiny};
-use support::{Boot, Controller, Fork, Forked, Monitor, file_with, open_kvm};
+use support::{Boot, Controller, Fork, Forked, Monitor, file_with, open_kvm, status, wait_until};
 
 guest_code! {
     /// Counts for ever, and says that it is ready at first and whenever it has become somebody else.
@@ -275,13 +275,6 @@ fn fork(template: &mut Controller, name: &str) -> Forked {
     child
 }
 
-fn status(controller: &mut Controller) -> Status {
-    match controller.request(&Request::Status, &[]) {
-        Reply::Status(status) => status,
-        other => panic!("{other:?}"),
-    }
-}
-
 /// The memory of a template, as a file.
 fn memory_of(template: &mut Controller) -> File {
     save(template).1
@@ -314,15 +307,6 @@ fn number(memory: &File, offset: u64) -> u64 {
     let mut bytes = [0; 8];
     memory.read_exact_at(&mut bytes, offset).unwrap();
     u64::from_le_bytes(bytes)
-}
-
-#[track_caller]
-fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !done() {
-        assert!(start.elapsed() < Duration::from_secs(30), "{what}");
-        std::thread::sleep(Duration::from_millis(2));
-    }
 }
 
 #[test]

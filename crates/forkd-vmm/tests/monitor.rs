@@ -13,10 +13,10 @@ use std::process::Command;
 use std::time::Duration;
 
 use forkd_protocol::control::{
-    DiskConfig, EndReason, Event, FdRef, MAX_VCPUS, NetConfig, Reply, Request, Status, VERSION, VsockConfig,
+    DiskConfig, EndReason, Event, FdRef, MAX_VCPUS, NetConfig, Reply, Request, VERSION, VsockConfig,
 };
 use forkd_vmm::{guest_code, tiny};
-use support::{Boot, Controller, Monitor, file_with, open_kvm};
+use support::{Boot, Controller, Monitor, file_with, open_kvm, status};
 
 fn monitor() -> Monitor {
     Monitor::start(Path::new(env!("CARGO_BIN_EXE_forkd-vmm")), &[])
@@ -55,13 +55,6 @@ fn spinning(test: &str) -> Option<(Monitor, Controller)> {
     let mut controller = monitor.attach();
     assert_eq!(Boot::new(kvm, kernel(spin())).send(&mut controller), Reply::Booted);
     Some((monitor, controller))
-}
-
-fn status(controller: &mut Controller) -> Status {
-    match controller.request(&Request::Status, &[]) {
-        Reply::Status(status) => status,
-        other => panic!("{other:?}"),
-    }
 }
 
 #[track_caller]

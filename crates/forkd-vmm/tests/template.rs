@@ -18,7 +18,9 @@ use forkd_protocol::control::{
     Status, VsockConfig, WaitStatus,
 };
 use forkd_vmm::{guest_code, tiny};
-use support::{Boot, Controller, Fork, Forked, Monitor, file_with, open_kvm};
+use support::{
+    Boot, Controller, Fork, Forked, Monitor, file_with, open_kvm, sleeps_once_forked, status, wait_until,
+};
 
 guest_code! {
     /// Says that it is ready, then waits for its generation id to change: then it is somebody else. It
@@ -59,22 +61,6 @@ guest_code! {
     "jmp 2b",
 }
 
-guest_code! {
-    /// Says that it is ready, and once more when it has become somebody else; then it sleeps for ever, so
-    /// that what a child costs is the fork.
-    fn sleeper,
-    "mov rbx, qword ptr [0xe8000]",
-    "mov dx, 0x602",
-    "out dx, al",
-    "2: pause",
-    "cmp qword ptr [0xe8000], rbx",
-    "je 2b",
-    "out dx, al",
-    "cli",
-    "3: hlt",
-    "jmp 3b",
-}
-
 fn start(arguments: &[&str]) -> Monitor {
     Monitor::start(Path::new(env!("CARGO_BIN_EXE_forkd-vmm")), arguments)
 }
@@ -101,13 +87,6 @@ fn fork(template: &mut Controller, name: &str) -> Forked {
     Fork::new(name).run(template).unwrap()
 }
 
-fn status(controller: &mut Controller) -> Status {
-    match controller.request(&Request::Status, &[]) {
-        Reply::Status(status) => status,
-        other => panic!("{other:?}"),
-    }
-}
-
 /// The children of a template, by name.
 fn children(template: &mut Controller) -> Vec<(String, Option<WaitStatus>)> {
     match template.request(&Request::Children, &[]) {
@@ -115,15 +94,6 @@ fn children(template: &mut Controller) -> Vec<(String, Option<WaitStatus>)> {
             children.into_iter().map(|child| (child.name, child.status)).collect()
         }
         other => panic!("{other:?}"),
-    }
-}
-
-#[track_caller]
-fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !done() {
-        assert!(start.elapsed() < Duration::from_secs(30), "{what}");
-        std::thread::sleep(Duration::from_millis(2));
     }
 }
 
@@ -564,7 +534,7 @@ fn a_jailed_template_forks_straight_into_a_cgroup_of_its_lineage() {
     let monitor = start(&["--uid", &user, "--gid", &user]);
     let pid = monitor.pid().to_string();
     std::fs::write(cgroups.lineage.join("template/cgroup.procs"), pid).unwrap();
-    let mut template = freeze(kvm, &monitor, sleeper());
+    let mut template = freeze(kvm, &monitor, sleeps_once_forked());
     let mut fork = Fork::new("child");
     let folder = fork.add(File::open(cgroups.lineage.join("child")).unwrap());
     fork.config.cgroup = Some(folder);
@@ -581,7 +551,7 @@ fn two_hundred_children_at_once_all_run() {
     let test = "two_hundred_children_at_once_all_run";
     let Some(kvm) = open_kvm(test) else { return };
     let monitor = start(&[]);
-    let mut template = freeze(kvm, &monitor, sleeper());
+    let mut template = freeze(kvm, &monitor, sleeps_once_forked());
     let results = burst(&mut template, 200);
     let mut children: Vec<_> = results.into_iter().map(Result::unwrap).collect();
     children.iter_mut().for_each(Forked::ready);
@@ -633,7 +603,7 @@ fn out_of_processes_those_that_fit_run_and_the_others_get_an_error() {
     // A user of its own: processes are counted by user.
     let walls = ["--uid", "23457", "--gid", "23457"];
     let mut monitor = Monitor::start_with(limited(libc::RLIMIT_NPROC, 20), &walls);
-    let mut template = freeze(kvm, &monitor, sleeper());
+    let mut template = freeze(kvm, &monitor, sleeps_once_forked());
     let (mut born, mut refused, mut failed) = (Vec::new(), 0, 0);
     for result in burst(&mut template, 30) {
         match result {
@@ -678,7 +648,7 @@ fn out_of_descriptors_a_child_fails_and_the_template_goes_on() {
     let test = "out_of_descriptors_a_child_fails_and_the_template_goes_on";
     let Some(kvm) = open_kvm(test) else { return };
     let mut monitor = Monitor::start_with(limited(libc::RLIMIT_NOFILE, 32), &[]);
-    let mut template = freeze(kvm, &monitor, sleeper());
+    let mut template = freeze(kvm, &monitor, sleeps_once_forked());
     let mut children: Vec<_> = (0..40).map(|index| fork(&mut template, &format!("child{index}"))).collect();
     children.iter_mut().for_each(Forked::ready);
     // More descriptors than the template may have: the message loses some, and the fork is refused.

@@ -18,10 +18,26 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use forkd_protocol::control::{
-    BootConfig, Channel, Event, FdRef, ForkConfig, LISTENER_FD, Message, Reply, Request, VERSION,
+    BootConfig, Channel, Event, FdRef, ForkConfig, LISTENER_FD, Message, Reply, Request, Status, VERSION,
 };
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+forkd_vmm::guest_code! {
+    /// Says that it is ready, and once more when it has become somebody else; then it sleeps for ever, so
+    /// that what a child costs is the fork.
+    pub fn sleeps_once_forked,
+    "mov rbx, qword ptr [0xe8000]",
+    "mov dx, 0x602",
+    "out dx, al",
+    "2: pause",
+    "cmp qword ptr [0xe8000], rbx",
+    "je 2b",
+    "out dx, al",
+    "cli",
+    "3: hlt",
+    "jmp 3b",
+}
 
 /// No answer of a monitor takes longer, whatever the machine is busy with.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -377,5 +393,23 @@ impl Forked {
 impl Drop for Forked {
     fn drop(&mut self) {
         self.kill();
+    }
+}
+
+/// How a monitor is.
+#[track_caller]
+pub fn status(controller: &mut Controller) -> Status {
+    match controller.request(&Request::Status, &[]) {
+        Reply::Status(status) => status,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[track_caller]
+pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < Duration::from_secs(30), "{what}");
+        std::thread::sleep(Duration::from_millis(2));
     }
 }
