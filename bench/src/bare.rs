@@ -44,7 +44,7 @@ impl Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Method {
-    /// `fork(2)`; the child exits at once. Timed in the parent.
+    /// `fork(2)`. Timed in the parent; the child lives until what it shares was written to again.
     Fork,
     /// Write-protection of all pages by `userfaultfd`, registered before.
     UffdWp,
@@ -150,13 +150,18 @@ impl Memory {
             let line = line.map_err(system("read what to do"))?;
             let method: Method = serde_json::from_str(&line)
                 .map_err(|error| Error::Invalid(format!("`{line}` is nothing that can be done: {error}")))?;
+            let mut living = None;
             let took = match method {
-                Method::Fork => self.fork(),
+                Method::Fork => self.fork().map(|(took, child)| {
+                    living = Some(child);
+                    took
+                }),
                 Method::UffdWp => self.write_protect(),
                 Method::Copy => self.copy(),
             };
             // The guest keeps writing, too: the next turn finds all these pages written since this one.
             self.dirty(turn)?;
+            living.map_or(Ok(()), Child::end)?;
             tell(&took.map_or_else(|error| Answer::Impossible(error.to_string()), Answer::Ms))?;
         }
         Ok(())
@@ -178,18 +183,20 @@ impl Memory {
         Ok(())
     }
 
-    fn fork(&self) -> Result<f64> {
+    /// The child lives on, as a branch does: what is written next has to be copied.
+    fn fork(&self) -> Result<(f64, Child)> {
+        let (waits, lives) = rustix::pipe::pipe().map_err(system("make a pipe"))?;
         let begin = Instant::now();
         // SAFETY: there is no other thread that could hold a lock the child needs, and it needs none.
         match unsafe { libc::fork() } {
-            // SAFETY: ends the child without running what its parent may have left to be run at exit.
-            0 => unsafe { libc::_exit(0) },
-            -1 => Err(system("fork")(std::io::Error::last_os_error())),
-            pid => {
-                let took = milliseconds(begin);
-                wait(pid)?;
-                Ok(took)
+            0 => {
+                drop(lives);
+                let _ = rustix::io::read(&waits, &mut [0]);
+                // SAFETY: ends the child without running what its parent may have left to be run at exit.
+                unsafe { libc::_exit(0) }
             }
+            -1 => Err(system("fork")(std::io::Error::last_os_error())),
+            pid => Ok((milliseconds(begin), Child { pid, lives })),
         }
     }
 
@@ -239,6 +246,19 @@ impl Memory {
         let copy = anonymous(self.region.size())?;
         self.region.as_volatile_slice().copy_to_volatile_slice(copy.as_volatile_slice());
         Ok(milliseconds(begin))
+    }
+}
+
+/// A child that lives until it is ended.
+struct Child {
+    pid: libc::pid_t,
+    lives: OwnedFd,
+}
+
+impl Child {
+    fn end(self) -> Result<()> {
+        drop(self.lives);
+        wait(self.pid)
     }
 }
 

@@ -19,6 +19,8 @@ const DEPTH: u64 = 8;
 const MEM_MIB: u64 = 512;
 /// Between the pages each layer adds.
 const DISTANCE: u64 = 2 << 20;
+/// What the pages of the base hold. Layers write their own depth, and would not differ by that.
+const BASE: u64 = 0x77;
 /// How long a child needs at most to write its pages after it has said that it runs.
 const WRITES: Duration = Duration::from_millis(300);
 
@@ -29,7 +31,7 @@ pub(super) async fn measure(
     results: &mut Results<'_, Record>,
 ) -> Result<()> {
     let progress = run.context.ui.progress(format!("a chain of {DEPTH} layers"));
-    let writer = Writer { mem_mib: MEM_MIB, booted: PAGE, value: 7, dirty: 0, each: DISTANCE };
+    let writer = Writer { mem_mib: MEM_MIB, booted: PAGE, value: BASE, dirty: 0, each: DISTANCE };
     let subject = Subject { guest: "tiny".into(), memory: Kind::Layer, mem_mib: MEM_MIB, dirty_pct: 0 };
     let base = run.tag("chain-0");
     server.snapshot(&base, run.kernel(&writer, "chain")?).await?;
