@@ -33,6 +33,17 @@ pub enum Error {
         /// Why it failed.
         source: io::Error,
     },
+    /// The database is of a newer version.
+    #[error("{0}")]
+    Newer(String),
+    /// The database failed.
+    #[error("cannot {what}: {source}")]
+    Database {
+        /// What was tried, as in "cannot …".
+        what: &'static str,
+        /// Why it failed.
+        source: rusqlite::Error,
+    },
 }
 
 impl Error {

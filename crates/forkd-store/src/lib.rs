@@ -11,6 +11,8 @@
 //! - The **store** ([`Store`]) is the folder of all snapshots. Names that start with a dot are its
 //!   own; no tag can have such a name. It removes layers when nothing names them any more.
 //!
+//! - The **database** ([`Database`]) is what the daemon has to remember beside them.
+//!
 //! What is read back is not trusted: a manifest is parsed with bounds, a layer's name in it can only
 //! be a digest, no link is followed, and before a file is handed out its contents are compared with the
 //! digest taken when it was written.
@@ -20,6 +22,7 @@
 //! laid out in a layer, nor where base images are: it only remembers which one belongs to a snapshot.
 //! Calls block.
 
+mod database;
 mod digest;
 mod draft;
 mod error;
@@ -30,6 +33,9 @@ mod snapshot;
 mod steps;
 mod store;
 
+pub use database::{
+    Answer, Begun, Change, Database, GoneSandbox, MadeSandbox, Quota, Scope, Token, TokenHash,
+};
 pub use draft::{Contents, Draft};
 pub use error::{Error, Result};
 pub use layers::Collected;

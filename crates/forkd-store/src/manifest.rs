@@ -131,11 +131,14 @@ pub struct Facts {
     pub guest_ports: Vec<u32>,
 }
 
+/// As long as a path can be.
+const MAX_PATH: usize = 4096;
+
 /// Which file was under a snapshot's disk. The layers are worth nothing over any other one.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BaseImage {
-    /// The image's name.
+    /// The image's name, or the absolute path of a disk that is in no library.
     pub name: String,
     /// The identity of its contents, as its own manifest says.
     pub digest: String,
@@ -146,6 +149,15 @@ pub struct BaseImage {
 }
 
 impl BaseImage {
+    /// Whether its name can be an image's, or a disk's path.
+    fn has_a_name(&self) -> bool {
+        let is_path = self.name.starts_with('/')
+            && self.name.len() <= MAX_PATH
+            && !self.name.contains(|c: char| c.is_control())
+            && self.name.split('/').all(|part| part != "..");
+        is_path || is_valid_name(&self.name)
+    }
+
     /// The image `name` as it is now: `disk` is its file, `digest` what its manifest says of it.
     pub fn of(name: &str, digest: &str, disk: &File) -> std::io::Result<BaseImage> {
         let meta = disk.metadata()?;
@@ -275,7 +287,7 @@ impl Manifest {
         if facts.mem_size_mib == 0 || facts.mem_size_mib > MAX_FILE >> 20 {
             return Err(format!("{} MiB of memory are not possible", facts.mem_size_mib));
         }
-        if let Some(image) = facts.image.as_ref().filter(|image| !is_valid_name(&image.name)) {
+        if let Some(image) = facts.image.as_ref().filter(|image| !image.has_a_name()) {
             return Err(format!("{:?} is no name of an image", image.name));
         }
         self.check_origin()?;
