@@ -1,6 +1,6 @@
 //! The agent: which path is which service, who may call, and who a call acts as.
 
-use std::{io, os::fd::OwnedFd, path::PathBuf, sync::Arc, thread};
+use std::{io, net::Ipv4Addr, os::fd::OwnedFd, path::PathBuf, sync::Arc, thread};
 
 use forkd_protocol::{
     agent::{BecomeRequest, EvalRequest, FreezeRequest, Pong, TOKEN_HEADER, WarmRequest},
@@ -12,6 +12,7 @@ use crate::{
     files, filesystem,
     fork::{Forking, Machine},
     http::{self, Exchange, Head},
+    line,
     process::{Cgroups, Processes, Variables},
     python::Python,
     rpc, sys,
@@ -41,8 +42,8 @@ pub struct Agent {
     token: Option<String>,
     run_dir: PathBuf,
     shut_down: fn(),
-    processes: Arc<Processes>,
-    python: Arc<Python>,
+    pub(crate) processes: Arc<Processes>,
+    pub(crate) python: Arc<Python>,
     forking: Forking,
     warm: Warm,
 }
@@ -64,6 +65,12 @@ impl Agent {
     pub fn serve(self: &Arc<Self>, listener: &OwnedFd) -> io::Error {
         let agent = self.clone();
         http::serve(listener, Arc::new(move |exchange: &mut Exchange| agent.answer(exchange)))
+    }
+
+    /// Serves the line protocol to those who may have it, on a listening TCP socket; `gateway` is the
+    /// host's address in the guest's network. Returns only if the socket is broken.
+    pub fn serve_lines(self: &Arc<Self>, listener: &OwnedFd, gateway: Option<Ipv4Addr>) -> io::Error {
+        line::serve(listener, self.clone(), gateway)
     }
 
     fn answer(&self, exchange: &mut Exchange) -> io::Result<()> {
@@ -105,7 +112,7 @@ impl Agent {
     }
 
     /// Whoever is named, or the default user.
-    fn user(&self, name: Option<&str>) -> Result<User, Error> {
+    pub(crate) fn user(&self, name: Option<&str>) -> Result<User, Error> {
         User::find(name.or(self.default_user.as_deref()).unwrap_or("root"))
     }
 
@@ -137,12 +144,13 @@ impl Agent {
         })
     }
 
-    fn ping(&self) -> Pong {
+    pub(crate) fn ping(&self) -> Pong {
         Pong {
             version: env!("CARGO_PKG_VERSION").into(),
             uptime_ms: sys::uptime_ms(),
             python: Python::find().is_some(),
             warm: self.warm.status(),
+            numpy_version: self.warm.numpy_version(),
         }
     }
 }

@@ -2,13 +2,19 @@
 //!
 //! A write goes straight into the file, which is truncated first, and not into a temporary file that
 //! takes its place: the file keeps its owner, its mode, its links and whoever has it open, as with a
-//! shell's `>`. The price: a write that breaks off leaves the part that came.
+//! shell's `>`. The price: a write that breaks off leaves the part that came. Asked for it (`whole=true`)
+//! a write goes into a [`Draft`] instead, which takes the file's place when all of it has come.
+
+mod draft;
 
 use std::{
-    fs::{self, File},
+    fs::{self, File, Permissions},
     io::{self, Read, Write},
+    os::unix::fs::PermissionsExt,
     path::Path,
 };
+
+use draft::Draft;
 
 use forkd_protocol::{agent::WrittenFile, connect::Error};
 use rustix::fs::{Mode, OFlags};
@@ -51,6 +57,7 @@ fn refuse(exchange: &mut Exchange, (status, message): Refusal) -> io::Result<()>
 fn refusal(path: &Path, error: &io::Error) -> Refusal {
     let status = match error.raw_os_error() {
         Some(libc::ENOENT) => 404,
+        Some(libc::EBUSY) => 409,
         Some(libc::EACCES | libc::EPERM | libc::EROFS) => 403,
         Some(libc::ENOSPC | libc::EDQUOT) => 507,
         Some(libc::ETXTBSY) => 409,
@@ -140,16 +147,14 @@ fn upload(exchange: &mut Exchange, user: &User) -> io::Result<()> {
         Ok(path) => path,
         Err(error) => return refuse(exchange, (400, error.message)),
     };
-    let opened = users::act_as(user).and_then(|_acting| {
-        if let Some(parent) = path.parent() {
-            fs::create_dir_all(parent)?;
+    let (whole, mode) = match (head.query("whole"), head.query("mode").map(parse_mode)) {
+        (_, Some(None)) => {
+            return refuse(exchange, (400, "the mode is not an octal number up to 7777".into()));
         }
-        let file = open_regular(&path, OFlags::WRONLY | OFlags::CREATE)?;
-        file.set_len(0)?;
-        Ok(file)
-    });
-    let mut file = match opened {
-        Ok(file) => file,
+        (whole, mode) => (whole == Some("true"), mode.flatten()),
+    };
+    let mut place = match users::act_as(user).and_then(|_acting| Place::open(&path, whole, mode)) {
+        Ok(place) => place,
         Err(error) => return refuse(exchange, refusal(&path, &error)),
     };
     let mut buf = vec![0; PIECE];
@@ -162,14 +167,66 @@ fn upload(exchange: &mut Exchange, user: &User) -> io::Result<()> {
             }
             Err(error) => return Err(error),
         };
-        if let Err(error) = file.write_all(&buf[..n]) {
+        if let Err(error) = place.file().write_all(&buf[..n]) {
             return refuse(exchange, refusal(&path, &error));
         }
     }
+    let whole = whole.then_some(matches!(place, Place::Draft(_)));
+    if let Err(error) = place.close(user) {
+        return refuse(exchange, refusal(&path, &error));
+    }
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let written = [WrittenFile { path: path.to_string_lossy().into_owned(), name, r#type: "file".into() }];
+    let path = path.to_string_lossy().into_owned();
+    let written = [WrittenFile { path, name, r#type: "file".into(), whole }];
     let body = serde_json::to_vec(&written).map_err(io::Error::other)?;
     exchange.respond(200, &[("content-type", "application/json")], &body)
+}
+
+/// The permission bits a query names.
+fn parse_mode(text: &str) -> Option<u32> {
+    let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    u32::from_str_radix(text, 8).ok().filter(|mode| digits && *mode <= 0o7777)
+}
+
+/// Where an upload goes.
+enum Place {
+    InPlace(File),
+    Draft(Draft),
+}
+
+impl Place {
+    /// Acts as whoever the thread acts as.
+    fn open(path: &Path, whole: bool, mode: Option<u32>) -> io::Result<Place> {
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent)?;
+        }
+        if whole && let Some(draft) = Draft::begin(path, mode)? {
+            return Ok(Place::Draft(draft));
+        }
+        let file = open_regular(path, OFlags::WRONLY | OFlags::CREATE)?;
+        if let Some(mode) = mode {
+            file.set_permissions(Permissions::from_mode(mode))?;
+        }
+        file.set_len(0)?;
+        Ok(Place::InPlace(file))
+    }
+
+    fn file(&mut self) -> &mut File {
+        match self {
+            Place::InPlace(file) | Place::Draft(Draft { file, .. }) => file,
+        }
+    }
+
+    fn close(self, user: &User) -> io::Result<()> {
+        match self {
+            Place::InPlace(_) => Ok(()),
+            Place::Draft(draft) => {
+                draft.dress()?;
+                let _acting = users::act_as(user)?;
+                draft.place()
+            }
+        }
+    }
 }
 
 #[cfg(test)]

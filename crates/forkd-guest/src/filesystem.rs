@@ -55,6 +55,12 @@ pub(crate) fn call(
         "ListDir" => rpc::unary(exchange, |request: ListDirRequest, head| {
             acting(user, head, |user| list(&user.resolve(&request.path)?, request.depth.max(1)))
         }),
+        "RemoveOne" => rpc::unary(exchange, |request: PathRequest, head| {
+            acting(user, head, |user| {
+                remove_one(&user.resolve(&request.path)?)?;
+                Ok(json!({}))
+            })
+        }),
         "Remove" => rpc::unary(exchange, |request: PathRequest, head| {
             acting(user, head, |user| {
                 remove(&user.resolve(&request.path)?)?;
@@ -84,7 +90,8 @@ fn failed(path: &Path, error: &io::Error) -> Error {
         Some(libc::ENOTDIR | libc::EISDIR | libc::ELOOP | libc::ENAMETOOLONG | libc::EINVAL) => {
             Code::InvalidArgument
         }
-        Some(libc::ENOSPC | libc::EDQUOT | libc::EMFILE | libc::ENFILE) => Code::ResourceExhausted,
+        Some(libc::ENOSPC | libc::EDQUOT) => Code::ResourceExhausted,
+        Some(libc::EMFILE | libc::ENFILE) => Code::Unavailable,
         Some(libc::EXDEV | libc::EBUSY) => Code::FailedPrecondition,
         _ => Code::Internal,
     };
@@ -149,7 +156,7 @@ fn list(path: &Path, depth: u32) -> Result<EntryList, Error> {
             let Ok(metadata) = fs::symlink_metadata(&path) else { continue };
             if entries.len() >= MAX_ENTRIES {
                 let message = format!("more than {MAX_ENTRIES} entries: list a smaller folder or depth");
-                return Err(Error::new(Code::ResourceExhausted, message));
+                return Err(Error::new(Code::OutOfRange, message));
             }
             entries.push(entry(&path, &metadata, &names));
             if metadata.is_dir() && level < depth {
@@ -159,6 +166,19 @@ fn list(path: &Path, depth: u32) -> Result<EntryList, Error> {
     }
     entries.sort_by(|a, b| a.path.cmp(&b.path));
     Ok(EntryList { entries })
+}
+
+/// Removes what is there and has nothing below it.
+fn remove_one(path: &Path) -> Result<(), Error> {
+    let metadata = fs::symlink_metadata(path).map_err(|error| failed(path, &error))?;
+    let removed = if metadata.is_dir() { fs::remove_dir(path) } else { fs::remove_file(path) };
+    removed.map_err(|error| match error.raw_os_error() {
+        Some(libc::ENOTEMPTY | libc::EEXIST) => {
+            let message = format!("{}: the folder is not empty; remove it recursively", path.display());
+            Error::new(Code::FailedPrecondition, message)
+        }
+        _ => failed(path, &error),
+    })
 }
 
 fn remove(path: &Path) -> Result<(), Error> {

@@ -5,6 +5,7 @@ use std::{
     fs::File,
     io::{self, Read, Write},
     mem,
+    net::SocketAddrV4,
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
     path::Path,
     time::Duration,
@@ -37,6 +38,13 @@ impl Socket {
         let mut fds = [PollFd::new(&self.0, PollFlags::empty())];
         let polled = rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
         polled.is_ok() && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
+    }
+
+    /// Our address and the peer's, if this is TCP over IPv4.
+    pub(crate) fn addresses(&self) -> Option<(SocketAddrV4, SocketAddrV4)> {
+        let here = rustix::net::getsockname(&self.0).ok()?;
+        let there = rustix::net::getpeername(&self.0).ok()??;
+        Some((here.try_into().ok()?, there.try_into().ok()?))
     }
 
     /// Tells the peer that nothing more will come.

@@ -2,7 +2,7 @@
 
 use std::{
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, OnceLock, PoisonError},
     thread,
     time::Duration,
 };
@@ -24,10 +24,19 @@ const TAIL: usize = 4 << 10;
 /// How often the ready file is looked for.
 const TICK: Duration = Duration::from_millis(25);
 
+/// Says which numpy is loaded, without loading one.
+const NUMPY_VERSION: &str = "getattr(__import__('sys').modules.get('numpy'), '__version__', None)";
+/// How long that may take.
+const VERSION_TIME: Duration = Duration::from_secs(5);
+/// No version is longer.
+const MAX_VERSION: usize = 64;
+
 /// How far the warm-up is. Shared with the thread that does it.
 #[derive(Clone, Default)]
 pub(crate) struct Warm {
     status: Arc<Mutex<WarmStatus>>,
+    /// The version of the numpy it imported: asked once here, so that no child has to.
+    numpy: Arc<OnceLock<String>>,
 }
 
 /// What a warm-up works with.
@@ -42,6 +51,10 @@ pub(crate) struct Workplace {
 impl Warm {
     pub(crate) fn status(&self) -> WarmStatus {
         self.status.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn numpy_version(&self) -> Option<String> {
+        self.numpy.get().cloned()
     }
 
     fn set(&self, state: WarmState, error: Option<String>) {
@@ -64,7 +77,12 @@ impl Warm {
         let spawned = thread::Builder::new().name("warm-up".into()).spawn(move || {
             let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| workplace.warm(&request)));
             match done {
-                Ok(Ok(())) => warm.set(WarmState::Ready, None),
+                Ok(Ok(numpy)) => {
+                    if let Some(version) = numpy {
+                        let _ = warm.numpy.set(version);
+                    }
+                    warm.set(WarmState::Ready, None);
+                }
                 Ok(Err(error)) => warm.set(WarmState::Failed, Some(error)),
                 Err(_) => {
                     warm.set(WarmState::Failed, Some("the agent failed; its console has the reason".into()))
@@ -80,22 +98,28 @@ impl Warm {
 
 impl Workplace {
     /// The command first, the interpreter after it: the command may install what is imported.
-    fn warm(&self, request: &WarmRequest) -> Result<(), String> {
+    /// Gives the version of numpy, if that was imported.
+    fn warm(&self, request: &WarmRequest) -> Result<Option<String>, String> {
         if let Some((cmd, args)) = request.command.split_first() {
             self.run_command(cmd, args)?;
         }
         // An image with Python gets its interpreter started even with nothing to import: its start
         // is the first thing a child would otherwise wait for.
         if request.python.is_none() && Python::find().is_none() {
-            return Ok(());
+            return Ok(None);
         }
         self.python.start(&self.user).map_err(|error| error.message)?;
-        let Some(code) = &request.python else { return Ok(()) };
+        let Some(code) = &request.python else { return Ok(None) };
         let response = self.python.eval(code, &self.user, None).map_err(|error| error.message)?;
         match response.error {
-            None => Ok(()),
+            None => Ok(self.numpy_version()),
             Some(error) => Err(response.traceback.unwrap_or(error)),
         }
+    }
+
+    fn numpy_version(&self) -> Option<String> {
+        let version = self.python.eval(NUMPY_VERSION, &self.user, Some(VERSION_TIME)).ok()?;
+        version.result_json?.as_str().filter(|version| version.len() <= MAX_VERSION).map(String::from)
     }
 
     fn run_command(&self, cmd: &str, args: &[String]) -> Result<(), String> {

@@ -24,9 +24,9 @@ mod tap;
 
 use std::net::Ipv4Addr;
 
-pub use network::{Leftovers, Network, NetworkConfig, leftovers};
+pub use network::{Leftovers, Network, NetworkConfig, leftovers, remove_namespace, remove_rules};
 pub use pool::Pool;
-pub use slot::Slot;
+pub use slot::{Slot, Traffic, traffic};
 pub use tap::Tap;
 
 /// The address of every guest in its slot.

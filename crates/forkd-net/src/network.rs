@@ -327,6 +327,25 @@ pub fn leftovers() -> Result<Leftovers> {
     Ok(Leftovers { namespaces, links, tables })
 }
 
+/// Removes the namespace of a slot that nobody has, and the link that leads to it. `file` is one of
+/// [`Leftovers::namespaces`].
+pub fn remove_namespace(file: &Path) -> Result<()> {
+    let name = file.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    if slot::index(name).is_none() {
+        return Err(Error::BadName(name.to_owned()));
+    }
+    slot::remove(name, file)
+}
+
+/// Removes our rules from this host, if no slot of any daemon is left that needs them.
+pub fn remove_rules() -> Result<()> {
+    let links = links().map_err(Error::system("listing", "links"))?;
+    match Nft::find() {
+        Some(nft) if links.is_empty() => nft.remove_table(),
+        _ => Ok(()),
+    }
+}
+
 /// The mount points of slots' namespaces.
 fn namespaces() -> io::Result<Vec<String>> {
     let mounts = std::fs::read_to_string("/proc/thread-self/mountinfo")?;

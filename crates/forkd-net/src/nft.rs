@@ -24,7 +24,8 @@ const FORBIDDEN: &str = "0.0.0.0/8, 10.0.0.0/8, 100.64.0.0/10, 127.0.0.0/8, 169.
 /// The rules of every slot.
 ///
 /// Packets that connection tracking cannot place are not translated either: they would leave with the
-/// guest's address, so they do not leave.
+/// guest's address, so they do not leave. The slot itself takes only answers: to what a program of the
+/// host's that entered it asked the guest.
 pub(crate) fn slot_rules(resolver: Option<Ipv4Addr>) -> String {
     let resolve = match resolver {
         Some(resolver) => format!(
@@ -54,6 +55,7 @@ pub(crate) fn slot_rules(resolver: Option<Ipv4Addr>) -> String {
     }}
     chain gateway {{
         type filter hook input priority 0; policy drop
+        iifname \"{TAP}\" ct state established accept
         iifname \"{TAP}\" ip daddr {GATEWAY_ADDRESS} icmp type echo-request accept
     }}
     chain translate {{

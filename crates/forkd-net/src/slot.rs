@@ -174,6 +174,30 @@ pub(crate) fn remove(name: &str, file: &Path) -> Result<()> {
     namespace::remove(file).map_err(Error::system("removing the namespace", name))
 }
 
+/// What a slot's tap has counted, in bytes, seen from the host: what the guest sent was received.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// From the guest.
+    pub received: u64,
+    /// To the guest.
+    pub sent: u64,
+}
+
+/// The traffic of the slot whose [namespace](Slot::namespace) is mounted on `file`.
+pub fn traffic(file: &Path) -> std::io::Result<Traffic> {
+    let table = namespace::inside(file, || std::fs::read_to_string("/proc/thread-self/net/dev"))??;
+    counted(&table, TAP).ok_or_else(|| std::io::Error::other("the slot has no tap"))
+}
+
+/// What the kernel's table of links says of one.
+fn counted(table: &str, link: &str) -> Option<Traffic> {
+    let row = table.lines().find_map(|line| line.trim_start().strip_prefix(link)?.strip_prefix(':'))?;
+    let mut columns = row.split_whitespace();
+    let received = columns.next()?.parse().ok()?;
+    let sent = columns.nth(7)?.parse().ok()?;
+    Some(Traffic { received, sent })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -192,5 +216,17 @@ mod tests {
     #[test]
     fn names_of_slots_can_be_names_of_links() {
         assert!(name((1 << 22) - 1).len() <= 15);
+    }
+
+    #[test]
+    fn the_bytes_of_a_link_are_found_among_those_of_others() {
+        let table = "Inter-|   Receive                  |  Transmit\n \
+                     face |bytes packets errs drop fifo frame compressed multicast|bytes packets\n\
+                     uplink: 1 2 0 0 0 0 0 0 3 4 0 0 0 0 0 0\n  \
+                     tap0: 1500 10 0 0 0 0 0 0 70 1 0 0 0 0 0 0\n";
+        assert_eq!(counted(table, TAP), Some(Traffic { received: 1500, sent: 70 }));
+        assert_eq!(counted(table, UPLINK), Some(Traffic { received: 1, sent: 3 }));
+        assert_eq!(counted(table, "tap"), None);
+        assert_eq!(counted("tap0: x", TAP), None);
     }
 }

@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | `GET /health` | HTTP | 204 |
 //! | `GET /files?path=&username=` | HTTP | 200 with the bytes; 404, 400 for a directory |
-//! | `POST /files?path=&username=` | HTTP, body `application/octet-stream` | [`WrittenFile`] list |
+//! | `POST /files?path=&username=&whole=&mode=` | HTTP, body `application/octet-stream` | [`WrittenFile`] list |
 //! | `/process.Process/Start` | server stream | [`StartRequest`] → [`ProcessEvent`]s |
 //! | `/process.Process/Connect` | server stream | [`ProcessRef`] → [`ProcessEvent`]s |
 //! | `/process.Process/List` | unary | `{}` → [`ProcessList`] |
@@ -12,7 +12,7 @@
 //! | `/process.Process/CloseStdin` | unary | [`ProcessRef`] → `{}` |
 //! | `/process.Process/SendSignal` | unary | [`SendSignalRequest`] → `{}` |
 //! | `/process.Process/Update` | unary | [`UpdateRequest`] → `{}` |
-//! | `/filesystem.Filesystem/Stat` … `Remove` | unary | [`PathRequest`] and friends |
+//! | `/filesystem.Filesystem/Stat` … `Remove`, `RemoveOne` | unary | [`PathRequest`] and friends |
 //! | `/forkd.Agent/Ping` | unary | `{}` → [`Pong`] |
 //! | `/forkd.Agent/Warm` | unary | [`WarmRequest`] → [`WarmStatus`] |
 //! | `/forkd.Agent/Eval` | unary | [`EvalRequest`] → [`EvalResponse`] |
@@ -308,6 +308,10 @@ pub struct WrittenFile {
     pub name: String,
     /// Always `file`.
     pub r#type: String,
+    /// Of an upload that asked for it with `whole=true`: whether the file took its place when all of it
+    /// had come, or was written where it is, for want of permission to put another beside it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub whole: Option<bool>,
 }
 
 /// `Agent/Ping`.
@@ -322,6 +326,9 @@ pub struct Pong {
     pub python: bool,
     /// How far the warm-up is.
     pub warm: WarmStatus,
+    /// The version of the numpy that the warm-up imported.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub numpy_version: Option<String>,
 }
 
 /// `Agent/Warm`: start the image's warm-up. Asked again, it only tells how far it is.

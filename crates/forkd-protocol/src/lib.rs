@@ -1,12 +1,13 @@
 //! What the parts of forkd say to each other.
 //!
-//! Two conversations live here:
+//! Three conversations live here:
 //!
 //! - [`control`]: controller ⇄ monitor, over a unix `SEQPACKET` socket. One JSON message per
 //!   packet, descriptors attached to it, a version handshake first.
 //! - [`agent`]: host ⇄ agent in the guest, over vsock. HTTP/1.1 with the Connect protocol's JSON
 //!   encoding ([`connect`]): the process and file services have the shapes E2B clients already
 //!   speak, so that one implementation serves both.
+//! - [`line`](mod@line): clients of the reference ⇄ a guest: one JSON line in, one out.
 //!
 //! [`init`] is the plan a guest's init finds in its initramfs; [`names`] holds the rules for names
 //! that appear on both sides. This crate knows no sockets by path, no KVM and no async runtime; its
@@ -16,4 +17,5 @@ pub mod agent;
 pub mod connect;
 pub mod control;
 pub mod init;
+pub mod line;
 pub mod names;

@@ -24,6 +24,8 @@ use super::*;
 /// cgroups to give, its own cgroup.
 pub(crate) struct TestAgent {
     pub(crate) address: SocketAddr,
+    /// Where it speaks the line protocol.
+    pub(crate) lines: SocketAddr,
     pub(crate) folder: tempfile::TempDir,
     pub(crate) cgroup: Option<PathBuf>,
     token: Option<String>,
@@ -54,8 +56,12 @@ impl TestAgent {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let listener = OwnedFd::from(listener);
+        let for_lines = TcpListener::bind("127.0.0.1:0").unwrap();
+        let lines = for_lines.local_addr().unwrap();
+        let (for_lines, serving) = (OwnedFd::from(for_lines), agent.clone());
+        thread::spawn(move || serving.serve_lines(&for_lines, None));
         thread::spawn(move || agent.serve(&listener));
-        TestAgent { address, folder, cgroup, token: token.map(String::from) }
+        TestAgent { address, lines, folder, cgroup, token: token.map(String::from) }
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
@@ -64,6 +70,12 @@ impl TestAgent {
 
     pub(crate) fn connect(&self) -> TcpStream {
         let stream = TcpStream::connect(self.address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream
+    }
+
+    pub(crate) fn connect_for_lines(&self) -> TcpStream {
+        let stream = TcpStream::connect(self.lines).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         stream
     }

@@ -162,3 +162,69 @@ fn an_upload_that_breaks_off_is_not_answered_with_success() {
     stream.read_to_string(&mut answer).unwrap();
     assert_eq!(answer, "");
 }
+
+fn put_whole(agent: &TestAgent, path: &Path, more: &str, content: &[u8]) -> (u16, Value) {
+    let mut response = agent.send("POST", &format!("{}&whole=true{more}", url(path)), &[BYTES], content);
+    (response.status, serde_json::from_slice(&response.body()).unwrap())
+}
+
+fn names(agent: &TestAgent) -> Vec<String> {
+    let entries = fs::read_dir(agent.path("only")).unwrap();
+    entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+#[test]
+fn a_whole_write_replaces_the_file_and_keeps_who_it_is() {
+    let agent = TestAgent::new();
+    let path = agent.path("script");
+    let (status, written) = put_whole(&agent, &path, "&mode=750", b"new");
+    assert_eq!((status, &written[0]["whole"]), (200, &json!(true)));
+    assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o750);
+    std::os::unix::fs::chown(&path, Some(1234), Some(1234)).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o4751)).unwrap();
+    std::os::unix::fs::symlink(&path, agent.path("link")).unwrap();
+    let old = fs::File::open(&path).unwrap();
+    assert_eq!(put_whole(&agent, &agent.path("link"), "", b"newer").0, 200);
+    let metadata = fs::metadata(&path).unwrap();
+    assert_eq!((metadata.uid(), metadata.mode() & 0o7777), (1234, 0o751));
+    assert_eq!(fs::read(&path).unwrap(), b"newer");
+    assert!(agent.path("link").is_symlink());
+    assert_eq!(std::io::read_to_string(old).unwrap(), "new", "who has it open keeps the old one");
+    for bad in ["8", "+7", "10000", "", "0x1"] {
+        assert_eq!(put_whole(&agent, &path, &format!("&mode={bad}"), b"x").0, 400, "{bad}");
+    }
+    assert_eq!(put_whole(&agent, agent.folder.path(), "", b"x").0, 400);
+}
+
+#[test]
+fn a_whole_write_that_breaks_off_leaves_what_was_there() {
+    let agent = TestAgent::new();
+    let path = agent.path("only/file");
+    fs::create_dir(agent.path("only")).unwrap();
+    fs::write(&path, "before").unwrap();
+    for framing in ["content-length: 100\r\n\r\nhalf", "transfer-encoding: chunked\r\n\r\n4\r\nhalf\r\n"] {
+        let mut stream = agent.connect();
+        stream.write_all(format!("POST {}&whole=true HTTP/1.1\r\n{framing}", url(&path)).as_bytes()).unwrap();
+        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        assert_eq!(answer, "");
+        assert_eq!(fs::read(&path).unwrap(), b"before");
+        assert_eq!(names(&agent), ["file"], "nothing is left lying about");
+    }
+}
+
+#[test]
+fn a_file_whose_folder_takes_no_other_is_written_in_place_and_that_is_said() {
+    let agent = TestAgent::new();
+    let path = agent.path("shared");
+    fs::write(&path, "before").unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();
+    fs::set_permissions(agent.folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let (status, written) = put_whole(&agent, &path, "&username=nobody", b"after");
+    assert_eq!((status, &written[0]["whole"]), (200, &json!(false)));
+    assert_eq!(fs::read(&path).unwrap(), b"after");
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+    assert_eq!(put_whole(&agent, &path, "&username=nobody", b"x").0, 403);
+    assert_eq!(put_whole(&agent, &agent.path("new"), "&username=nobody", b"x").0, 403);
+}

@@ -87,7 +87,7 @@ fn a_folder_with_too_many_entries_is_refused_and_not_swallowed() {
         fs::write(agent.path(&n.to_string()), "").unwrap();
     }
     let error = call(&agent, "ListDir", json!({"path": agent.folder.path()})).unwrap_err();
-    assert_eq!(error.code, Code::ResourceExhausted);
+    assert_eq!(error.code, Code::OutOfRange);
 }
 
 #[test]
@@ -163,4 +163,19 @@ fn times_are_written_as_the_calendar_has_them() {
     assert_eq!(rfc3339(-1, 0), "1969-12-31T23:59:59.000000000Z");
     assert!(rfc3339(i64::MAX, i64::MAX).starts_with("9999-12-31"));
     assert!(rfc3339(i64::MIN, i64::MIN).starts_with("0001-01-01"));
+}
+
+#[test]
+fn removing_one_takes_a_file_a_link_or_an_empty_folder_and_nothing_below() {
+    let agent = TestAgent::new();
+    fs::create_dir(agent.path("full")).unwrap();
+    fs::write(agent.path("full/file"), "").unwrap();
+    symlink("full", agent.path("link")).unwrap();
+    let remove = |name: &str| call(&agent, "RemoveOne", json!({"path": agent.path(name)}));
+    assert_eq!(remove("full").unwrap_err().code, Code::FailedPrecondition);
+    remove("link").unwrap();
+    assert!(agent.path("full/file").exists());
+    remove("full/file").unwrap();
+    remove("full").unwrap();
+    assert_eq!(remove("full").unwrap_err().code, Code::NotFound);
 }

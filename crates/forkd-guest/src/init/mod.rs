@@ -16,11 +16,12 @@ use std::{
     os::fd::OwnedFd,
     panic::catch_unwind,
     path::{Path, PathBuf},
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
-use forkd_protocol::init::{InitPlan, ListenPlan};
+use forkd_protocol::init::{InitPlan, InterfacePlan, ListenPlan};
 
 use crate::{
     agent::{Agent, Config},
@@ -38,6 +39,8 @@ const RUN_DIR: &str = "/run/forkd";
 const DEVICE_TIME: Duration = Duration::from_secs(10);
 /// How often to look for them.
 const DEVICE_TICK: Duration = Duration::from_millis(5);
+/// For a thread that only accepts.
+const LINES_STACK: usize = 256 << 10;
 
 /// Something without which the guest cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -96,6 +99,7 @@ fn start() -> Result<std::convert::Infallible, Fatal> {
         shut_down: shutdown::shut_down,
     };
     let agent = Agent::new(config);
+    serve_lines(&agent, plan.line_port, &plan.network);
     log::info!("ready after {} ms", sys::uptime_ms());
     let cause = agent.serve(&listener);
     Err(Fatal { what: "cannot accept connections".into(), cause })
@@ -132,6 +136,21 @@ fn listen(plan: ListenPlan) -> Result<(OwnedFd, Option<String>), Fatal> {
             let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, port));
             Ok((attempt(listener, || format!("cannot listen on TCP port {port}"))?.into(), Some(token)))
         }
+    }
+}
+
+/// Serves the line protocol on the side. An image whose guests cannot have it works without.
+fn serve_lines(agent: &Arc<Agent>, port: Option<u16>, network: &[InterfacePlan]) {
+    let Some(port) = port else { return };
+    let gateway = network.iter().find_map(|interface| interface.gateway.as_ref()?.parse().ok());
+    let serving = TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).and_then(|listener| {
+        let (agent, listener) = (agent.clone(), OwnedFd::from(listener));
+        thread::Builder::new().name("lines".into()).stack_size(LINES_STACK).spawn(move || {
+            log::error!("the line protocol has ended: {}", agent.serve_lines(&listener, gateway));
+        })
+    });
+    if let Err(error) = serving {
+        log::error!("no line protocol on TCP port {port}: {error}");
     }
 }
 

@@ -1,0 +1,4 @@
+//! Requests of the line protocol.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| forkd_protocol::line::fuzz_line(data));
