@@ -1,10 +1,11 @@
 //! The monitor's process: puts up the walls, then serves its controller.
 //!
 //! `forkd-vmm [--uid N --gid N] [--seccomp kill|log]` with the listening control socket as descriptor
-//! 3; `forkd-vmm probe` with `/dev/kvm` as descriptor 3.
+//! 3; `forkd-vmm probe` with `/dev/kvm` as descriptor 3; `forkd-vmm check` with `/dev/kvm` as descriptor 3
+//! and a snapshot's state as standard input.
 
 use std::io::Write;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::process::ExitCode;
 
 use forkd_protocol::control::LISTENER_FD;
@@ -14,14 +15,16 @@ use forkd_vmm::seccomp::{self, Mode, ThreadKind};
 use forkd_vmm::{Error, Result, probe};
 
 const USAGE: &str = "usage: forkd-vmm [--uid N --gid N] [--seccomp kill|log], with the listening control \
-                     socket as descriptor 3; or: forkd-vmm probe, with /dev/kvm as descriptor 3";
+                     socket as descriptor 3; or: forkd-vmm probe, with /dev/kvm as descriptor 3; or: forkd-vmm \
+                     check, with that and a snapshot's state as standard input";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     if arguments == ["probe"] {
         return run_probe();
     }
-    match parse(&arguments).and_then(run) {
+    let done = if arguments == ["check"] { run_check() } else { parse(&arguments).and_then(run) };
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             say(&error.chain());
@@ -85,6 +88,12 @@ fn run_probe() -> ExitCode {
     }
     // Not by returning: a guest that hangs must not be waited for.
     std::process::exit(0)
+}
+
+/// Whether this host could restore the state on standard input.
+fn run_check() -> Result<()> {
+    let state = std::io::stdin().as_fd().try_clone_to_owned().map_err(Error::system("open the state"))?;
+    forkd_vmm::state::frozen::check_state(inherited(probe::KVM_FD)?, &state.into())
 }
 
 /// Writes a line for people. Nobody may be left to read it: that is no reason to fail.

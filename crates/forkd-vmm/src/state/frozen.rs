@@ -5,7 +5,7 @@
 //! may use everything up, and what it can find prepared it does not do again.
 
 use std::fs::File;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 
@@ -166,6 +166,13 @@ pub(crate) fn save_interrupts(fd: &VmFd) -> Result<InterruptState> {
         fd.get_irqchip(chip).map_err(Error::kvm("KVM_GET_IRQCHIP"))?;
     }
     Ok(InterruptState { chips })
+}
+
+/// Whether this host could go on where the guest in a state file stopped; the error says why not.
+pub fn check_state(kvm: OwnedFd, file: &File) -> Result<()> {
+    // SAFETY: the descriptor is open, and given away here.
+    let kvm = unsafe { Kvm::from_raw_fd(kvm.into_raw_fd()) };
+    check_features(&kvm, &super::file::read(file)?)
 }
 
 fn check_features(kvm: &Kvm, state: &MachineState) -> Result<()> {
