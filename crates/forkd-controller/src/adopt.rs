@@ -3,7 +3,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::Duration;
 
 use forkd_protocol::control::WaitStatus;
 use forkd_protocol::names::is_valid_sandbox_id;
@@ -87,7 +87,8 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
         }
     };
     let _ = tokio::time::timeout(registry.host.config.timing.call, heard).await;
-    Ok(())
+    let there = registry.list().iter().map(|sandbox| sandbox.id.clone()).collect();
+    registry.ledger.compare(there).await
 }
 
 fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Option<T> {
@@ -113,11 +114,9 @@ async fn take_over(
     let leaf = lineage.as_ref().and_then(|lineage| lineage.cgroup.as_ref()?.existing(&name).ok());
     let slot = record.netns.as_deref().and_then(|name| host.slots.adopt(name));
     let belongings = Belongings { lineage, template: template.clone(), slot, leaf };
-    let mut sandbox =
-        Sandbox::new(id.clone(), record.spec.clone(), folder.to_owned(), belongings, &host.config.timing);
-    sandbox.created = time(record.created_at_unix);
+    let mut sandbox = Sandbox::new(id.clone(), record.spec.clone(), folder.to_owned(), belongings, host);
+    sandbox.created = time(record.created_at_unix) + Duration::from_nanos(record.created_nanos.into());
     sandbox.child = name.clone();
-    let deadline = record.deadline_unix;
     sandbox.recorded(record);
 
     let (mut status, mut told) = match child {
@@ -138,7 +137,7 @@ async fn take_over(
         // It ends just now: its template is about to say how.
         status = tokio::time::timeout(STOP_WAIT, told).await.ok().and_then(|status| status.ok());
     }
-    let seat = registry.seat();
+    let seat = registry.seat(&sandbox.spec);
     match monitor {
         Some(Ok(monitor)) => {
             tracing::info!(sandbox = id, "sandbox goes on");
@@ -148,10 +147,6 @@ async fn take_over(
                 // The last daemon may have been killed in the middle of a branch.
                 let sandbox = sandbox.clone();
                 tokio::spawn(async move { crate::branch::thaw_for_sure(&sandbox).await });
-            }
-            if let Some(deadline) = deadline {
-                let left = time(deadline).duration_since(SystemTime::now()).unwrap_or_default();
-                registry.expire(sandbox.clone(), left);
             }
             Some(sandbox)
         }
@@ -165,7 +160,7 @@ async fn take_over(
             {
                 template.acknowledge(&name);
             }
-            sandbox.phase.send_replace(Phase::Ended(Arc::new(end)));
+            sandbox.turn_to(Phase::Ended(Arc::new(end)));
             registry.add_ended(seat, sandbox);
             None
         }

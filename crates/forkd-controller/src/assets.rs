@@ -7,11 +7,14 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
-use forkd_image::{GUEST_MODULES, Kernel, Library, Manifest, build_initramfs};
+use forkd_image::{GUEST_MODULES, IMAGE_FORMAT, Kernel, Library, Manifest, build_initramfs};
+use forkd_protocol::agent::WarmRequest;
 use forkd_protocol::init::{InitPlan, InterfacePlan};
+use forkd_protocol::line::LINE_PORT;
 use forkd_store::BaseImage;
 use rustix::fs::{MemfdFlags, SealFlags};
 
+use crate::allowed;
 use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 
@@ -47,16 +50,9 @@ pub(crate) struct RootFiles {
 
 impl Assets {
     /// A kernel alone.
-    pub(crate) fn bare(kernel: &Path) -> Result<Self> {
-        let kernel = File::open(kernel).map_err(|error| {
-            let kind =
-                if error.kind() == std::io::ErrorKind::NotFound { Kind::NotFound } else { Kind::Invalid };
-            Error::new(kind, format!("cannot open kernel {}: {error}", kernel.display()))
-        })?;
-        match kernel.metadata() {
-            Ok(meta) if meta.is_file() => Ok(Assets { kernel: Arc::new(kernel.into()), root: None }),
-            _ => Err(Error::invalid("the kernel is not a regular file")),
-        }
+    pub(crate) fn bare(config: &Config, kernel: &Path) -> Result<Self> {
+        let kernel = allowed::kernel(config, kernel)?;
+        Ok(Assets { kernel: Arc::new(kernel.into()), root: None })
     }
 
     /// Descriptors for one boot. Opened anew each time, for reading: a monitor must not find the
@@ -125,8 +121,40 @@ impl Finder {
         Ok(Assets { kernel: open(&kernel.image)?, root })
     }
 
+    /// Opens what a guest with a disk that is in no library is booted from.
+    pub(crate) fn find_disk(&self, config: &Config, kernel: Option<&Path>, rootfs: &Path) -> Result<Assets> {
+        if let Some(kernel) = kernel {
+            allowed::kernel(config, kernel)?;
+        }
+        let kernel = match kernel.or(self.kernel.as_deref()) {
+            Some(path) => kernel_at(path).map_err(|error| Error::invalid(error.message))?,
+            None => self.library.kernel(None)?,
+        };
+        let disk = check_rootfs(rootfs, allowed::disk(config, rootfs)?)?;
+        let image = Manifest {
+            format: IMAGE_FORMAT,
+            name: rootfs.display().to_string(),
+            created: 0,
+            source: "a disk of its own".into(),
+            architecture: std::env::consts::ARCH.into(),
+            disk_bytes: disk.metadata().map_or(0, |meta| meta.len()),
+            disk_digest: NO_DIGEST.into(),
+            python: false,
+            warm: WarmRequest { python: Some(IMPORT_NUMPY.into()), ..WarmRequest::default() },
+        };
+        let initramfs = self.initramfs(&kernel)?;
+        let root = Some(Root { initramfs, disk: Arc::new(disk.into()), image });
+        Ok(Assets { kernel: open(&kernel.image)?, root })
+    }
+
     /// The disk of `image`, and which it is: what is under a snapshot's own layers.
     pub(crate) fn disk(&self, image: &str) -> Result<(OwnedFd, BaseImage)> {
+        if image.starts_with('/') {
+            let disk = open_rootfs(Path::new(image))?;
+            let base = BaseImage::of(image, NO_DIGEST, &disk)
+                .map_err(|error| Error::host(format!("cannot read {image}"), error))?;
+            return Ok((disk.into(), base));
+        }
         let image = self.library.image(image)?;
         let disk = File::open(&image.disk)
             .map_err(|error| Error::host(format!("cannot open {}", image.disk.display()), error))?;
@@ -154,6 +182,7 @@ impl Finder {
             hostname: "sandbox".into(),
             network: vec![interface],
             name_servers: vec![forkd_net::GATEWAY_ADDRESS.to_string()],
+            line_port: Some(LINE_PORT),
             ..InitPlan::default()
         };
         let bytes = build_initramfs(&self.guest, kernel, GUEST_MODULES, plan)?;
@@ -164,6 +193,37 @@ impl Finder {
         Ok(initramfs)
     }
 }
+
+/// What the agent of the reference does in a guest with Python, so that its clients need not: numpy, if it is
+/// there.
+const IMPORT_NUMPY: &str = "try:\n    import numpy, numpy as np\nexcept ImportError:\n    pass";
+
+/// What stands for the digest of a disk that is in no library: its size and time have to do.
+const NO_DIGEST: &str = "";
+
+/// A disk somebody named.
+fn open_rootfs(path: &Path) -> Result<File> {
+    let disk = File::open(path).map_err(|error| {
+        Error::invalid(format!(
+            "cannot open the disk {}: {error}; give an ext4 image\'s path",
+            path.display()
+        ))
+    })?;
+    check_rootfs(path, disk)
+}
+
+fn check_rootfs(path: &Path, disk: File) -> Result<File> {
+    match disk.metadata() {
+        Ok(meta) if meta.is_file() && meta.len() > 0 && meta.len() % SECTOR == 0 => Ok(disk),
+        _ => Err(Error::invalid(format!(
+            "{} is no disk: give a regular file of whole sectors of {SECTOR} bytes, with an ext4 file system",
+            path.display()
+        ))),
+    }
+}
+
+/// What disks are made of.
+const SECTOR: u64 = 512;
 
 /// A kernel somebody named, with the host's modules for it if there are any.
 fn kernel_at(path: &Path) -> Result<Kernel> {

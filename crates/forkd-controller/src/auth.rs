@@ -1,93 +1,42 @@
 //! Who may talk to the daemon.
 //!
 //! - Over the unix socket: whoever may open it. File permissions are the check.
-//! - Over TCP: whoever shows the token. Because a browser on the same machine can be made to send
+//! - Over TCP: whoever shows a token (`tokens`). Because a browser on the same machine can be made to send
 //!   requests to loopback by any web page, a request must also *name* loopback in `Host` (a page
 //!   that re-bound its own name to 127.0.0.1 names itself there) and, if it comes from a page at
-//!   all, that page's `Origin` must be loopback too.
+//!   all, that page's `Origin` must be loopback too. Where others can reach the daemon there is TLS, and
+//!   no page can have our name: there a page must only be one of our own.
+//!
+//! What they may do once they are in is `access`'s.
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
-use std::path::Path;
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use axum::extract::{Request, State};
-use axum::http::header::{AUTHORIZATION, HOST, ORIGIN};
-use axum::http::{HeaderMap, Uri};
+use axum::http::header::{AUTHORIZATION, HOST, ORIGIN, RETRY_AFTER};
+use axum::http::{HeaderMap, HeaderValue, Uri};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use rustix::rand::{GetRandomFlags, getrandom};
-use subtle::ConstantTimeEq;
 
+use crate::access;
 use crate::error::{Error, Kind, Result};
+use crate::identity::Identity;
+use crate::peer::Peer;
+use crate::rate::{Failures, Rates};
+use crate::tokens::{Refusal, Tokens};
 
-/// The longest token file accepted.
-const MAX_TOKEN: usize = 4096;
-/// A shorter token could be guessed.
-const MIN_TOKEN: usize = 16;
-
-/// The secret TCP clients show.
-#[derive(Clone)]
-pub(crate) struct Token(String);
-
-impl Token {
-    /// The token in `path`; made there if there is none.
-    pub(crate) fn load_or_make(path: &Path) -> Result<Self> {
-        let made = match Token::load(path)? {
-            Some(token) => return Ok(token),
-            None => Token::make(path),
-        };
-        made.map_err(|error| Error::host(format!("cannot make the token file {}", path.display()), error))?;
-        // Read back: another process may have been first.
-        Token::load(path)?.ok_or_else(|| Error::host(path.display(), "the token file vanished"))
-    }
-
-    fn load(path: &Path) -> Result<Option<Self>> {
-        let failed =
-            |error: io::Error| Error::host(format!("cannot read the token file {}", path.display()), error);
-        let file = match File::open(path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            other => other.map_err(failed)?,
-        };
-        if file.metadata().map_err(failed)?.permissions().mode() & 0o077 != 0 {
-            tracing::warn!(path = %path.display(), "others may read the token file; `chmod 600` it");
-        }
-        let mut text = String::new();
-        io::Read::read_to_string(&mut io::Read::take(file, MAX_TOKEN as u64), &mut text).map_err(failed)?;
-        let token = text.trim();
-        if token.len() < MIN_TOKEN || !token.bytes().all(|byte| byte.is_ascii_graphic()) {
-            let fix = format!("remove {} and start again to get a new one", path.display());
-            return Err(Error::invalid(format!("the token file holds no usable token; {fix}")));
-        }
-        Ok(Some(Token(token.to_owned())))
-    }
-
-    /// Writes a fresh token. The file appears whole or not at all, and never replaces another.
-    fn make(path: &Path) -> io::Result<()> {
-        let mut random = [0u8; 32];
-        fill_random(&mut random).map_err(io::Error::other)?;
-        let text: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
-        let temporary = path.with_extension(format!("new-{}", std::process::id()));
-        let mut file =
-            OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
-        let written = writeln!(file, "{text}").and_then(|()| file.sync_all());
-        let linked = written.and_then(|()| std::fs::hard_link(&temporary, path));
-        std::fs::remove_file(&temporary)?;
-        match linked {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-            other => other,
-        }
-    }
-
-    fn matches(&self, shown: &str) -> bool {
-        self.0.as_bytes().ct_eq(shown.as_bytes()).into()
-    }
-}
-
-impl std::fmt::Debug for Token {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Token(…)")
-    }
+/// Who is let in over TCP.
+#[derive(Debug, Clone)]
+pub(crate) struct Gate {
+    pub(crate) tokens: Arc<Tokens>,
+    pub(crate) rates: Arc<Rates>,
+    pub(crate) failures: Arc<Failures>,
+    /// Whether clients of other hosts are served, too.
+    pub(crate) abroad: bool,
+    /// Whether whoever shows no token owns the host.
+    pub(crate) insecure: bool,
 }
 
 /// Fills `bytes` with the kernel's random numbers.
@@ -104,32 +53,120 @@ pub(crate) fn fill_random(bytes: &mut [u8]) -> Result<()> {
 }
 
 /// Middleware for TCP: lets a request pass, or answers it with the reason why not.
-pub(crate) async fn check(State(token): State<Token>, request: Request, next: Next) -> Response {
-    let open = request.uri().path() == "/healthz";
-    let checked = check_source(request.headers(), request.uri())
-        .and_then(|()| if open { Ok(()) } else { check_token(&token, request.headers()) });
-    match checked {
-        Ok(()) => next.run(request).await,
-        Err(error) => error.into_response(),
+pub(crate) async fn check(State(gate): State<Gate>, mut request: Request, next: Next) -> Response {
+    let open = access::is_open(request.uri().path());
+    if let Err(error) = check_source(request.headers(), request.uri(), gate.abroad) {
+        return error.into_response();
+    }
+    if !open {
+        let who = match gate.authenticate(request.headers()) {
+            Ok(who) => who,
+            Err(error) => return gate.refuse(&request, error),
+        };
+        // Those who own the host may do with it what they like.
+        if !who.is_admin()
+            && let Err(wait) = gate.rates.take(&who.name, Instant::now())
+        {
+            let text = "this token asks too often; wait as long as Retry-After says, or ask for less";
+            let mut response = too_many(text, wait);
+            // For the audit log: nobody else gets to know who it was.
+            response.extensions_mut().insert(who);
+            return response;
+        }
+        request.extensions_mut().insert(who);
+    }
+    next.run(request).await
+}
+
+impl Gate {
+    fn authenticate(&self, headers: &HeaderMap) -> Result<Identity> {
+        let unauthorized = |text| Err(Error::new(Kind::Unauthorized, text));
+        let mut all = headers.get_all(AUTHORIZATION).iter();
+        let Some(header) = all.next() else {
+            if self.insecure {
+                return Ok(Identity::local());
+            }
+            let text = "a token is needed: `Authorization: Bearer TOKEN`; `forkd token print` shows it";
+            return unauthorized(text);
+        };
+        if all.next().is_some() {
+            return unauthorized("there are several tokens; show one");
+        }
+        let shown = header.to_str().ok().and_then(|value| value.split_once(' '));
+        let found = match shown {
+            Some((scheme, shown)) if scheme.eq_ignore_ascii_case("bearer") => {
+                self.tokens.find(shown.trim(), crate::guest::unix_nanos() / 1_000_000_000)
+            }
+            Some(_) => Err(Refusal::Unknown),
+            None => {
+                let text = "a token is needed: `Authorization: Bearer TOKEN`; `forkd token print` shows it";
+                return unauthorized(text);
+            }
+        };
+        match found {
+            Ok(who) => Ok(who),
+            Err(Refusal::Unknown) => {
+                unauthorized("the token is wrong; `forkd token print` shows the right one")
+            }
+            Err(Refusal::Expired) => {
+                unauthorized("the token has expired; ask whoever gave it to you for another")
+            }
+        }
+    }
+
+    /// Answers a request that nobody is known to have sent. Whoever shows a good token is let in however
+    /// many others at the same address do not: they may share it.
+    fn refuse(&self, request: &Request, error: Error) -> Response {
+        let address = match request.extensions().get() {
+            Some(Peer::Tcp(address)) => address.ip(),
+            _ => Ipv4Addr::UNSPECIFIED.into(),
+        };
+        match self.failures.count(address, Instant::now()) {
+            Ok(()) => error.into_response(),
+            Err(wait) => too_many("too many requests without a good token; wait, and show one", wait),
+        }
     }
 }
 
-fn check_source(headers: &HeaderMap, uri: &Uri) -> Result<()> {
+/// Says when to come back.
+fn too_many(text: &str, wait: Duration) -> Response {
+    let mut response = Error::too_many(text).into_response();
+    let secs = wait.as_secs().saturating_add(1);
+    response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(secs));
+    response
+}
+
+/// Middleware for the unix socket.
+pub(crate) async fn let_in(mut request: Request, next: Next) -> Response {
+    request.extensions_mut().insert(Identity::local());
+    next.run(request).await
+}
+
+fn check_source(headers: &HeaderMap, uri: &Uri, abroad: bool) -> Result<()> {
+    let forbidden = |text: &str| Err(Error::new(Kind::Forbidden, text));
     let mut hosts = headers.get_all(HOST).iter();
     let host = hosts.next().and_then(|value| value.to_str().ok());
-    if hosts.next().is_some() || !host.is_some_and(is_loopback) {
-        let text = "the Host header must be localhost, 127.0.0.1 or [::1]; use one of them in the URL";
-        return Err(Error::new(Kind::Forbidden, text));
+    let Some(host) = host.filter(|_| hosts.next().is_none()) else {
+        return forbidden("there must be one Host header, with the daemon's name");
+    };
+    if !abroad && !is_loopback(host) {
+        return forbidden(
+            "the Host header must be localhost, 127.0.0.1 or [::1]; use one of them in the URL",
+        );
     }
     // A request line may hold a whole URL, which then counts instead of the header.
-    if uri.authority().is_some_and(|authority| !is_loopback(authority.as_str())) {
-        return Err(Error::new(Kind::Forbidden, "the request names another host"));
+    let named = |name: &str| if abroad { name.eq_ignore_ascii_case(host) } else { is_loopback(name) };
+    if uri.authority().is_some_and(|authority| !named(authority.as_str())) {
+        return forbidden("the request names another host");
     }
     for origin in headers.get_all(ORIGIN) {
         let origin = origin.to_str().unwrap_or_default();
-        let host = origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://"));
-        if !host.is_some_and(is_loopback) {
-            return Err(Error::new(Kind::Forbidden, "requests from web pages elsewhere are not served"));
+        let host = match origin.strip_prefix("http://") {
+            Some(host) => (!abroad).then_some(host),
+            None => origin.strip_prefix("https://"),
+        };
+        if !host.is_some_and(named) {
+            return forbidden("requests from web pages elsewhere are not served");
         }
     }
     Ok(())
@@ -142,23 +179,6 @@ fn is_loopback(authority: &str) -> bool {
         _ => authority,
     };
     host.eq_ignore_ascii_case("localhost") || host == "127.0.0.1" || host == "[::1]"
-}
-
-fn check_token(token: &Token, headers: &HeaderMap) -> Result<()> {
-    let shown = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok());
-    let shown = shown.and_then(|value| value.split_once(' '));
-    match shown {
-        Some((scheme, shown)) if scheme.eq_ignore_ascii_case("bearer") && token.matches(shown.trim()) => {
-            Ok(())
-        }
-        Some(_) => {
-            Err(Error::new(Kind::Unauthorized, "the token is wrong; `forkd token print` shows the right one"))
-        }
-        None => {
-            let text = "a token is needed: `Authorization: Bearer TOKEN`; `forkd token print` shows it";
-            Err(Error::new(Kind::Unauthorized, text))
-        }
-    }
 }
 
 #[cfg(test)]
@@ -191,25 +211,20 @@ mod tests {
     }
 
     #[test]
-    fn a_token_is_made_once_for_its_owner_alone_and_then_kept() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("token");
-        let first = Token::load_or_make(&path).unwrap();
-        assert_eq!(first.0.len(), 64);
-        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        assert!(Token::load_or_make(&path).unwrap().matches(&first.0));
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "no temporary file is left");
-        assert!(!format!("{first:?}").contains(&first.0));
-    }
-
-    #[test]
-    fn an_unusable_token_file_is_refused_with_the_fix() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("token");
-        for bad in ["", "short", "with spaces in the middle of it"] {
-            std::fs::write(&path, bad).unwrap();
-            let error = Token::load_or_make(&path).unwrap_err();
-            assert!(error.message.contains("remove"), "{error}");
+    fn where_others_can_reach_the_daemon_a_page_must_be_its_own() {
+        let check = |head: &[(&'static str, &str)], uri: &str| {
+            let pairs = head.iter().map(|(name, value)| {
+                (axum::http::HeaderName::from_static(name), HeaderValue::from_str(value).unwrap())
+            });
+            check_source(&pairs.collect(), &uri.parse().unwrap(), true).is_ok()
+        };
+        assert!(check(&[("host", "forkd.example:8889")], "/version"));
+        assert!(check(&[("host", "forkd.example")], "https://FORKD.example/version"));
+        assert!(check(&[("host", "forkd.example"), ("origin", "https://forkd.example")], "/version"));
+        for bad in ["https://evil.example", "http://forkd.example", "null", "", "https://forkd.example:1"] {
+            assert!(!check(&[("host", "forkd.example"), ("origin", bad)], "/version"), "{bad}");
         }
+        assert!(!check(&[("host", "forkd.example")], "http://evil.example/version"));
+        assert!(!check(&[], "/version"));
     }
 }

@@ -11,16 +11,20 @@ mod take;
 
 use std::fs::File;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use forkd_protocol::control::SaveProgress;
-use forkd_store::{Facts, Snapshot};
+use forkd_store::{Facts, Quota, Snapshot};
 use serde::{Deserialize, Serialize};
 use tokio::sync::{OwnedSemaphorePermit, watch};
+use tracing::Instrument;
 
 use crate::error::{Error, Kind, Result};
 use crate::host::new_id;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::{Entry, Snapshots, Work};
+use crate::telling::metrics;
+use crate::telling::trace::{self, Over};
 use crate::template::Template;
 
 pub(crate) use freeze::thaw_for_sure;
@@ -58,6 +62,8 @@ pub(crate) struct Order {
     pub(crate) wait: bool,
     /// The snapshot the difference is to be stored to.
     pub(crate) parent_tag: Option<String>,
+    /// The most the sandbox's owner may have, as whoever asks has it.
+    pub(crate) quota: Quota,
 }
 
 /// The snapshot a branch's source was forked from.
@@ -267,6 +273,11 @@ impl Snapshots {
         sandbox: &Arc<Sandbox>,
         order: Order,
     ) -> Result<(Arc<Entry>, Arc<Branch>)> {
+        let refused = |_: &Error| self.host.telling.metrics.branches.add(metrics::Outcome::Refused, 1);
+        self.begin(sandbox, order).inspect_err(refused)
+    }
+
+    fn begin(self: &Arc<Self>, sandbox: &Arc<Sandbox>, order: Order) -> Result<(Arc<Entry>, Arc<Branch>)> {
         let (guest, origin) = self.check(sandbox, &order)?;
         let tag = match order.tag {
             Some(tag) => tag,
@@ -285,10 +296,12 @@ impl Snapshots {
         });
         let branch = Branch::new(tag, new_id("tp")?, sandbox.id.clone(), guest, order.mode);
         let branch = Arc::new(Branch { origin, parent, waited_for: order.wait, ..branch });
-        let entry = self.reserve(&branch.tag, Work::Branch(branch.clone()))?;
+        let (work, owner) = (Work::Branch(branch.clone()), &sandbox.spec.owner);
+        let entry = self.reserve(&branch.tag, work, owner, &order.quota)?;
         let (snapshots, sandbox, taken) = (self.clone(), sandbox.clone(), branch.clone());
         let reserved = entry.clone();
-        tokio::spawn(async move { snapshots.run(sandbox, reserved, taken, permit).await });
+        let run = async move { snapshots.run(sandbox, reserved, taken, permit).await };
+        tokio::spawn(trace::carry(trace::current(), run.in_current_span()));
         Ok((entry, branch))
     }
 
@@ -334,16 +347,34 @@ impl Snapshots {
         branch: Arc<Branch>,
         permit: OwnedSemaphorePermit,
     ) {
-        let taken = take(&self, &sandbox, &branch).await;
+        let begun = Instant::now();
+        let taken = match self.record_owner(&entry).await {
+            Ok(()) => take(&self, &sandbox, &branch).await,
+            Err(error) => Err(error),
+        };
         drop(permit);
+        let over = Over {
+            name: "branch",
+            begun,
+            failed: taken.is_err(),
+            attributes: &[("forkd.sandbox", Some(&sandbox.id)), ("forkd.snapshot", Some(&branch.tag))],
+        };
+        self.host.telling.traces.work(trace::current(), over);
         let (template, generation) = match taken {
             Ok(taken) => taken,
             Err(error) => {
                 tracing::warn!(tag = branch.tag, error = error.message, "a branch could not be taken");
+                self.host.telling.metrics.branches.add(metrics::Outcome::Failed, 1);
+                entry.failed(error.clone());
                 self.vanish(&entry);
                 return branch.fail(error);
             }
         };
+        let metrics = &self.host.telling.metrics;
+        metrics.branches.add(metrics::Outcome::Ok, 1);
+        if let Some(pause_ms) = branch.taken().pause_ms {
+            metrics.branch_pause.observe(Duration::from_secs_f64(pause_ms.max(0.0) / 1e3));
+        }
         tracing::info!(
             tag = branch.tag,
             sandbox = sandbox.id,

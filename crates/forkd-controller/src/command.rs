@@ -64,14 +64,16 @@ impl Command {
             Command::Pause(tell) => {
                 let paused = monitor.pause(patience).await;
                 if paused.is_ok() {
-                    sandbox.phase.send_replace(Phase::Paused);
+                    sandbox.pauses.begin();
+                    sandbox.turn_to(Phase::Paused);
                 }
                 let _ = tell.send(paused);
             }
             Command::Resume(tell) => {
                 let resumed = monitor.resume(patience).await;
                 if resumed.is_ok() {
-                    sandbox.phase.send_replace(Phase::Running);
+                    sandbox.pauses.end();
+                    sandbox.turn_to(Phase::Running);
                 }
                 let _ = tell.send(resumed);
             }

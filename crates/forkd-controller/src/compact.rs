@@ -4,22 +4,26 @@ use std::sync::Arc;
 
 use crate::branch::{Branch, Stage};
 use crate::error::{Error, Kind, Result};
+use crate::identity::{EVERYBODY, Identity};
 use crate::snapshots::{Entry, Snapshots, Work};
 
 impl Snapshots {
     /// Makes `to`, which has all of `tag` in one layer each.
-    pub(crate) async fn compact(self: &Arc<Self>, tag: &str, to: &str) -> Result<Arc<Entry>> {
+    pub(crate) async fn compact(self: &Arc<Self>, tag: &str, to: &str, who: &Identity) -> Result<Arc<Entry>> {
         if tag == to {
             return Err(Error::invalid("`to` must be another tag"));
         }
-        let from = self.get(tag)?;
+        let from = self.usable(tag, who)?;
+        let owner =
+            Some(from.owner()).filter(|owner| owner != EVERYBODY).unwrap_or_else(|| who.owner.clone());
         let snapshot = from.snapshot()?;
         let loaded = from.current().is_some();
         let branch = Arc::new(Branch::compacting(&snapshot, to));
-        let entry = self.reserve(to, Work::Branch(branch.clone()))?;
+        let entry = self.reserve(to, Work::Branch(branch.clone()), &owner, &who.quota)?;
         let (snapshots, job, made) = (self.clone(), branch.clone(), entry.clone());
         tokio::spawn(async move {
             let saved = async {
+                snapshots.record_owner(&made).await?;
                 let template = snapshots.template(&from.tag).await?;
                 if template.snapshot().as_deref() != Some(snapshot.id()) {
                     return Err(Error::new(Kind::Conflict, "the snapshot was made again meanwhile"));

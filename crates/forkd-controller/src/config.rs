@@ -4,8 +4,6 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::error::{Error, Result};
-
 /// Where the daemon keeps its data when nobody says otherwise.
 pub const DEFAULT_DATA_DIR: &str = "/var/lib/forkd";
 /// Where the daemon listens for clients on the same machine.
@@ -26,10 +24,20 @@ pub struct Config {
     pub library_dir: PathBuf,
     /// The unix socket. Who may open it may do everything: mode 0660, group `forkd`.
     pub socket: PathBuf,
-    /// The TCP address, loopback only.
+    /// The TCP address. One that other hosts can reach needs [`Config::tls`].
     pub bind: SocketAddr,
+    /// What TCP is encrypted with.
+    pub tls: Option<TlsFiles>,
+    /// Whoever reaches the TCP address owns the host, without a token; on loopback only.
+    pub insecure_loopback: bool,
+    /// Folders beside the data directory from which requests may name files.
+    pub allow_paths: Vec<PathBuf>,
     /// The file that holds the token TCP clients show. Made at first start.
     pub token_file: PathBuf,
+    /// The audit log; `audit.log` in the data directory when absent.
+    pub audit_log: Option<PathBuf>,
+    /// The OpenTelemetry collector that traces go to, such as `http://127.0.0.1:4318`; none when absent.
+    pub otlp_endpoint: Option<String>,
     /// The `forkd-vmm` binary.
     pub vmm: PathBuf,
     /// The `forkd-guest` binary: init and agent of every guest.
@@ -41,6 +49,9 @@ pub struct Config {
     pub jail_uid_base: u32,
     /// How many network slots are kept ready, once the first was used.
     pub network_pool: usize,
+    /// Whether every sandbox has a port of loopback for the line protocol, which every user of this host
+    /// can use; else those have one for which it is asked for.
+    pub line_ports: bool,
     /// How much is allowed.
     pub limits: Limits,
     /// How long to wait.
@@ -61,18 +72,33 @@ impl Config {
             library_dir: data_dir.clone(),
             socket: if usual { DEFAULT_SOCKET.into() } else { data_dir.join("forkd.sock") },
             bind: SocketAddr::from((Ipv4Addr::LOCALHOST, DEFAULT_PORT)),
+            tls: None,
+            insecure_loopback: false,
+            allow_paths: Vec::new(),
             token_file: data_dir.join("token"),
+            audit_log: None,
+            otlp_endpoint: None,
             vmm: beside("forkd-vmm"),
             guest: beside("forkd-guest"),
             kernel: None,
             jail_uid_base: 1_000_000,
             network_pool: 4,
+            line_ports: false,
             limits: Limits::default(),
             timing: Timing::default(),
             run_dir: data_dir.clone(),
             data_dir,
         }
     }
+}
+
+/// A certificate and its key, in PEM files.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// The certificate, and those that lead to its authority.
+    pub cert: PathBuf,
+    /// The certificate's private key.
+    pub key: PathBuf,
 }
 
 /// How much is allowed.
@@ -100,6 +126,8 @@ pub struct Limits {
     pub branch_max_age: Option<Duration>,
     /// If there are more branches, the oldest are removed, if nothing needs them.
     pub branch_max_count: Option<usize>,
+    /// Requests a second of one token that is no admin's, and twice as many at once; 0 is no limit.
+    pub rate_limit: u32,
 }
 
 impl Default for Limits {
@@ -116,11 +144,12 @@ impl Default for Limits {
             max_branches: 8,
             branch_max_age: None,
             branch_max_count: None,
+            rate_limit: 200,
         }
     }
 }
 
-/// How long to wait. The defaults suit hardware; emulation takes [`Timing::from_env`].
+/// How long to wait. The defaults suit hardware; emulation takes others: [`Timing::new`].
 #[derive(Debug, Clone)]
 pub struct Timing {
     /// From a monitor's start to the agent's first answer.
@@ -136,6 +165,9 @@ pub struct Timing {
     /// For a guest's processes to stand still before it is branched; one that takes longer is branched
     /// all the same.
     pub freeze: Duration,
+    /// For a client to send or take the next piece of a file. Less than a guest's agent waits, so that the
+    /// reason is the true one.
+    pub stall: Duration,
     /// For requests under way when the daemon is asked to stop.
     pub drain: Duration,
 }
@@ -149,36 +181,28 @@ impl Default for Timing {
             ping_every: Duration::from_secs(10),
             unresponsive_after: Duration::from_secs(60),
             freeze: Duration::from_secs(1),
+            stall: Duration::from_secs(30),
             drain: Duration::from_secs(5),
         }
     }
 }
 
 impl Timing {
-    /// The defaults, with `FORKD_BOOT_TIMEOUT_SECS` (waiting for a guest to boot) and
-    /// `FORKD_UNRESPONSIVE_SECS` (silence after which a guest counts as hung) taken from the
-    /// environment. The other times grow with the second.
-    pub fn from_env() -> Result<Self> {
+    /// The defaults, with how many seconds a guest may take to boot, and after how many of silence it
+    /// counts as hung. The other times grow with the second.
+    pub fn new(boot_secs: Option<u64>, unresponsive_secs: Option<u64>) -> Self {
         let mut timing = Timing::default();
-        if let Some(boot) = env_secs("FORKD_BOOT_TIMEOUT_SECS")? {
+        if let Some(boot) = boot_secs.map(Duration::from_secs) {
             timing.boot = boot;
             timing.warm = timing.warm.max(boot);
         }
-        if let Some(silence) = env_secs("FORKD_UNRESPONSIVE_SECS")? {
+        if let Some(silence) = unresponsive_secs.map(Duration::from_secs) {
             timing.unresponsive_after = silence;
             timing.ping_every = (silence / 6).max(Duration::from_secs(1));
             timing.call = (silence / 6).max(timing.call);
             timing.freeze = (silence / 12).max(timing.freeze);
         }
-        Ok(timing)
-    }
-}
-
-fn env_secs(name: &str) -> Result<Option<Duration>> {
-    let Ok(text) = std::env::var(name) else { return Ok(None) };
-    match text.parse::<u64>() {
-        Ok(secs @ 1..=86_400) => Ok(Some(Duration::from_secs(secs))),
-        _ => Err(Error::invalid(format!("{name} is `{text}`; give seconds, 1 to 86400"))),
+        timing
     }
 }
 

@@ -71,6 +71,11 @@ impl Error {
         Error::new(Kind::Internal, format!("{tried}: {cause}"))
     }
 
+    /// A quota or a rate is used up.
+    pub fn too_many(message: impl Into<String>) -> Self {
+        Error::new(Kind::Http(StatusCode::TOO_MANY_REQUESTS), message)
+    }
+
     /// The HTTP status that goes with it.
     pub fn status(&self) -> StatusCode {
         match self.kind {

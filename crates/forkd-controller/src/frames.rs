@@ -1,6 +1,7 @@
-//! What travels over the WebSocket of `GET /v1/run`: used by the daemon and by the `forkd` command.
+//! What travels over the WebSockets of `GET /v1/run` and `GET /v1/sandboxes/{id}/exec/stream`: used by the
+//! daemon and by the `forkd` command.
 //!
-//! 1. The client's first message is text: a [`RunRequest`].
+//! 1. The client's first message is text: a [`RunRequest`] or an [`ExecStreamRequest`].
 //! 2. The server answers with text, one [`ServerEvent`] each (`progress` …, `started`), and with
 //!    binary frames: one [`Channel`] byte, then output as it comes.
 //! 3. The client sends binary frames (channel byte 0, then input) and text, one [`ClientMessage`]
@@ -13,7 +14,8 @@
 //! the daemon never holds more than the window. Output needs no window: the server reads no more
 //! from the guest than the client takes.
 //!
-//! The sandbox lives as long as the connection, whichever way that ends.
+//! The sandbox of a `run` lives as long as the connection, whichever way that ends; so does the command of an
+//! `exec/stream`, unless it is to be kept.
 
 use std::collections::BTreeMap;
 
@@ -91,6 +93,32 @@ pub struct RunRequest {
     /// Whether the sandbox has a network; it has when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<bool>,
+}
+
+/// What to run in a sandbox that is there.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ExecStreamRequest {
+    /// Program and arguments; no shell is involved.
+    pub args: Vec<String>,
+    /// Variables added to the user's basic environment.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub env: BTreeMap<String, String>,
+    /// Working directory; the user's home when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cwd: Option<String>,
+    /// User the command runs as; the image's default when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user: Option<String>,
+    /// Seconds after which the command is killed; no limit when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_secs: Option<u64>,
+    /// Run it on a terminal of this size. Everything it writes then comes on [`Channel::Stdout`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pty: Option<TtySize>,
+    /// Let the command run on when the connection ends; what it writes after that is lost.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub keep: bool,
 }
 
 /// Size of a terminal in characters.

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use forkd_net::Slot;
+use forkd_store::Database;
 
 use crate::assets::Finder;
 use crate::cgroup::Limits;
@@ -15,6 +16,7 @@ use crate::janitor::Janitor;
 use crate::lineage::{Lineage, Lineages};
 use crate::network::{Slots, chain};
 use crate::sandbox::Belongings;
+use crate::telling::Telling;
 use crate::template::Template;
 
 /// What a monitor needs beside its guest's memory: its own code, devices' buffers, page tables.
@@ -24,15 +26,17 @@ const OVERHEAD_MIB: u64 = 64;
 #[derive(Debug)]
 pub(crate) struct Host {
     pub(crate) config: Arc<Config>,
+    pub(crate) database: Arc<Database>,
     pub(crate) finder: Finder,
     pub(crate) lineages: Arc<Lineages>,
     pub(crate) slots: Slots,
     pub(crate) janitor: Janitor,
+    pub(crate) telling: Arc<Telling>,
 }
 
 impl Host {
     /// Must be called in a runtime.
-    pub(crate) fn new(config: Arc<Config>) -> Arc<Self> {
+    pub(crate) fn new(config: Arc<Config>, database: Arc<Database>, telling: Arc<Telling>) -> Arc<Self> {
         let janitor = Janitor::new();
         // Each booted sandbox is a lineage, and each template.
         let max = u32::try_from(config.limits.max_sandboxes).unwrap_or(u32::MAX);
@@ -41,6 +45,8 @@ impl Host {
             lineages: Lineages::new(max, config.jail_uid_base, janitor.clone()),
             slots: Slots::new(config.run_dir.join("netns"), config.network_pool),
             janitor,
+            telling,
+            database,
             config,
         })
     }
@@ -90,6 +96,9 @@ pub(crate) async fn blocking<T: Send + 'static>(
     doing: &'static str,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
+    // What it logs belongs to whoever asked for it.
+    let span = tracing::Span::current();
+    let work = move || span.in_scope(work);
     tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(Error::host(doing, error)))
 }
 

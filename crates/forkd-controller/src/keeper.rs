@@ -15,10 +15,13 @@ use crate::config::{Config, Timing};
 use crate::console;
 use crate::error::Error;
 use crate::guest;
+use crate::life::deadline;
 use crate::monitor::{Launch, Monitor, MonitorEnd};
 use crate::process::Identity;
 use crate::rollback::Succession;
 use crate::sandbox::{END, End, Phase, ROLLED_BACK, Sandbox, Wish};
+use crate::telling::metrics;
+use crate::telling::trace::Over;
 use crate::template::{Asked, lost};
 
 /// How a sandbox comes to be.
@@ -70,33 +73,61 @@ pub(crate) enum Outcome {
 impl Sandbox {
     /// Brings it up, watches it, and returns when the process is gone or left.
     pub(crate) async fn keep(self: Arc<Self>, origin: Origin, config: Arc<Config>) {
-        let adopted = matches!(origin, Origin::Adopted(_));
+        let (adopted, again) = (matches!(origin, Origin::Adopted(_)), matches!(origin, Origin::Rollback(_)));
+        let (metrics, begun) = (&self.telling.metrics, Instant::now());
+        let counted = match &origin {
+            Origin::Boot { .. } => Some(&metrics.boots),
+            Origin::Fork(_) => Some(&metrics.spawns),
+            Origin::Rollback(_) | Origin::Adopted(_) => None,
+        };
         let started = match origin {
             Origin::Boot { assets, warm } => self.boot(&assets, warm.as_ref(), &config).await,
             Origin::Fork(birth) => self.be_born(birth, &config.timing).await,
             Origin::Rollback(succession) => self.succeed(*succession, &config).await,
             Origin::Adopted(monitor) => Ok(monitor),
         };
+        if let Some(counted) = counted {
+            let how = how_it_started(&started);
+            counted.add(how, 1);
+            self.trace_start(begun, how);
+        }
         let outcome = match started {
             Ok(mut monitor) => {
                 let facts = self.facts();
                 tracing::debug!(sandbox = self.id, facts.boot_ms, facts.ready_ms, "sandbox runs");
                 let paused = adopted && self.is_paused(&mut monitor, &config.timing).await;
-                self.phase.send_replace(if paused { Phase::Paused } else { Phase::Running });
+                match (paused, again) {
+                    (true, _) => self.turn_to(Phase::Paused),
+                    (false, true) => self.runs_again(),
+                    (false, false) => self.turn_to(Phase::Running),
+                }
                 self.watch(monitor, &config.timing).await
             }
             Err(outcome) => outcome,
         };
         let Outcome::Ended(end) = outcome else { return };
-        match end.reason.as_str() {
-            "deleted" | ROLLED_BACK => {
-                tracing::debug!(sandbox = self.id, reason = end.reason, "sandbox ended")
+        match end.is_wished() || end.reason == ROLLED_BACK {
+            true => tracing::debug!(sandbox = self.id, reason = end.reason, "sandbox ended"),
+            false => {
+                tracing::info!(sandbox = self.id, reason = end.reason, detail = end.detail, "sandbox ended")
             }
-            reason => tracing::info!(sandbox = self.id, reason, detail = end.detail, "sandbox ended"),
         }
         self.record_end(&end);
         self.learn(|facts| facts.pid = None);
-        self.phase.send_replace(Phase::Ended(Arc::new(end)));
+        self.turn_to(Phase::Ended(Arc::new(end)));
+    }
+
+    fn trace_start(&self, begun: Instant, how: metrics::Outcome) {
+        let (name, attributes) = (
+            if self.spec.snapshot_tag.is_some() { "spawn" } else { "boot" },
+            [
+                ("forkd.sandbox", Some(self.id.as_str())),
+                ("forkd.snapshot", self.spec.snapshot_tag.as_deref()),
+                ("forkd.image", self.spec.image.as_deref()),
+            ],
+        );
+        let over = Over { name, begun, failed: how == metrics::Outcome::Failed, attributes: &attributes };
+        self.telling.traces.work(self.trace, over);
     }
 
     /// Whether an adopted one stands still.
@@ -111,7 +142,8 @@ impl Sandbox {
     fn record_end(&self, end: &End) {
         let Some(template) = self.belongings().template.clone() else { return };
         // What was deleted leaves no trace, and whoever takes its place has one of its own.
-        if !matches!(end.reason.as_str(), "deleted" | ROLLED_BACK)
+        if !end.is_wished()
+            && end.reason != ROLLED_BACK
             && let Err(error) = end.write(&self.folder)
         {
             tracing::error!(sandbox = self.id, %error, "cannot write down how it ended");
@@ -133,7 +165,7 @@ impl Sandbox {
                 Err(failed) => failed,
             };
             let (detail, told) = match failure {
-                Failure::Dismissed => return Err(Outcome::Ended(End::deleted())),
+                Failure::Dismissed => return Err(Outcome::Ended(self.farewell())),
                 Failure::Host(error) => {
                     let end = End::new("boot_failed", error.message, self.tail().await);
                     return Err(Outcome::Ended(end));
@@ -179,8 +211,10 @@ impl Sandbox {
         };
         match outcome {
             Ok(pong) => {
+                self.heard();
                 let boot_ms = begun.elapsed().as_millis() as u64;
                 self.learn(|facts| {
+                    facts.deadline_unix = facts.lifetime.map(deadline).or(facts.deadline_unix);
                     facts.boot_ms = Some(boot_ms);
                     facts.python = Some(pong.python);
                 });
@@ -250,9 +284,10 @@ impl Sandbox {
             biased;
             forked = asked.forked => forked.unwrap_or_else(|_| Err(lost())),
             // Whoever forks it finds that nobody waits for it, and ends it.
-            _ = self.dismissed() => return Err(Outcome::Ended(End::deleted())),
+            _ = self.dismissed() => return Err(Outcome::Ended(self.farewell())),
         };
         let forked = forked.map_err(|error| failed(error.message, String::new()))?;
+        self.telling.metrics.spawn.observe(arrived.elapsed());
         let pid = forked.pid;
         let monitor = Monitor::forked(self.id.clone(), self.folder.clone(), forked, control, asked.ended);
         let mut monitor =
@@ -264,7 +299,7 @@ impl Sandbox {
             answered = self.first_answer(&mut monitor, &envs, timing) => answered,
             _ = self.dismissed() => Err(Failure::Dismissed),
         };
-        let ready_ms = arrived.elapsed().as_secs_f64() * 1e3;
+        let took = arrived.elapsed();
         // Half-made until here: what names its process makes the next daemon take it over.
         let recorded = answered.and_then(|python| {
             let template = self.belongings().template.as_ref().map_or(0, |template| template.pid);
@@ -275,8 +310,9 @@ impl Sandbox {
         });
         match recorded {
             Ok(python) => {
+                self.telling.metrics.first_answer.observe(took);
                 self.learn(|facts| {
-                    facts.ready_ms = Some(ready_ms);
+                    facts.ready_ms = Some(took.as_secs_f64() * 1e3);
                     facts.python = python.or(facts.python);
                 });
                 Ok(monitor)
@@ -284,7 +320,7 @@ impl Sandbox {
             Err(failure) => {
                 let process = monitor.end().await;
                 Err(match failure {
-                    Failure::Dismissed => Outcome::Ended(End::deleted()),
+                    Failure::Dismissed => Outcome::Ended(self.farewell()),
                     Failure::Host(error) => failed(error.message, String::new()),
                     Failure::Guest(detail, told) => {
                         let detail = self.out_of_memory(process.status).unwrap_or(detail);
@@ -328,6 +364,7 @@ impl Sandbox {
                     let warning = console::printable(warning.as_bytes());
                     tracing::warn!(sandbox = self.id, warning, "the child runs, but");
                 }
+                self.heard();
                 Ok(Some(became.python))
             }
         }
@@ -353,7 +390,7 @@ impl Sandbox {
             return Outcome::Left;
         }
         monitor.end().await;
-        Outcome::Ended(if wish == Wish::GiveWay { End::rolled_back() } else { End::deleted() })
+        Outcome::Ended(if wish == Wish::GiveWay { End::rolled_back() } else { self.farewell() })
     }
 
     /// Pings the agent for ever and keeps the phase up to date.
@@ -369,23 +406,19 @@ impl Sandbox {
                 continue;
             }
             match self.agent.ping().await {
-                Ok(_) => heard = Instant::now(),
+                Ok(_) => {
+                    heard = Instant::now();
+                    self.heard();
+                }
                 Err(error) => tracing::debug!(sandbox = self.id, %error, "ping failed"),
             }
             let silent = heard.elapsed() > timing.unresponsive_after;
-            self.phase.send_if_modified(|phase| match (&phase, silent) {
-                (Phase::Running, true) => {
-                    tracing::warn!(sandbox = self.id, "sandbox does not answer");
-                    *phase = Phase::Unresponsive;
-                    true
+            if self.answers(!silent) {
+                match silent {
+                    true => tracing::warn!(sandbox = self.id, "sandbox does not answer"),
+                    false => tracing::info!(sandbox = self.id, "sandbox answers again"),
                 }
-                (Phase::Unresponsive, false) => {
-                    tracing::info!(sandbox = self.id, "sandbox answers again");
-                    *phase = Phase::Running;
-                    true
-                }
-                _ => false,
-            });
+            }
         }
     }
 
@@ -423,6 +456,14 @@ impl Sandbox {
             let limit = self.spec.memory_limit_mib;
             format!("it used more than its {limit} MiB; make it with a larger memory_limit_mib")
         })
+    }
+}
+
+fn how_it_started(started: &Result<Monitor, Outcome>) -> metrics::Outcome {
+    match started {
+        Ok(_) => metrics::Outcome::Ok,
+        Err(Outcome::Ended(end)) if end.reason != "deleted" => metrics::Outcome::Failed,
+        Err(_) => metrics::Outcome::Cancelled,
     }
 }
 

@@ -8,13 +8,15 @@ use std::time::Duration;
 
 use forkd_protocol::control::Request;
 use forkd_protocol::names::is_valid_name;
+use forkd_store::Quota;
 
 use crate::branch::{self, Branch};
 use crate::error::{Error, Result};
+use crate::identity::local_owner;
 use crate::lineage::Lineage;
 use crate::link::{self, Link};
 use crate::process::Identity;
-use crate::snapshots::{Entry, Snapshots, Work};
+use crate::snapshots::{Entry, Snapshots, Work, lock};
 use crate::template::{Adopted, Plan, Record, Standing, Template};
 
 /// How long a half-made process has to obey.
@@ -133,7 +135,9 @@ impl Snapshots {
                 }
                 let branch = Arc::new(Branch::adopted(&template, record, parent));
                 branches.insert(template.id.clone(), branch.clone());
-                match self.reserve(&branch.tag, Work::Branch(branch.clone())) {
+                let owner = lock(&self.owners).get(&branch.tag).cloned().unwrap_or_else(local_owner);
+                let work = Work::Branch(branch.clone());
+                match self.reserve(&branch.tag, work, &owner, &Quota::default()) {
                     Ok(entry) => {
                         entry.set_current(template.clone());
                         jobs.push((entry, branch, template));

@@ -4,24 +4,34 @@
 //! agents inside, and ends what it started. It knows no KVM and no device, builds no image, and
 //! believes nothing a guest or a monitor says.
 //!
-//! From top to bottom: [`serve`] listens; `api` and `run` are what clients see. `registry` knows all
+//! From top to bottom: [`serve`] listens; `api` and `session` are what clients see. `registry` knows all
 //! sandboxes, `sandbox` is one as requests see it, and `keeper` its life. `snapshots` knows all
 //! snapshots and the template each has, `making` makes one, `template` is one process to fork from, and
 //! `spawn` forks. `branch` forks a template off a sandbox, and `persist` brings it to disk; `rollback` takes
-//! a sandbox back; `workspaces` are sandboxes with a name, and `tree` says who came from whom. `adopt` takes
-//! over what an earlier daemon left. Below them `monitor` is a process of a VM, `link` the connection to
+//! a sandbox back; `line` is how clients of the reference speak with one; `workspaces` are sandboxes with a
+//! name, and `tree` says who came from whom. `life` is what is asked of a sandbox's life and `timeouts` has it
+//! end in time; `ledger` remembers those that are gone. `adopt` takes over what an earlier daemon left. Below
+//! them `monitor` is a process of a VM, `link` the connection to
 //! one, [`agent`] the client of the inside, `guest` what is asked of it; and `host` holds what all share:
-//! user ids and cgroups (`lineage`, `cgroup`), `network`, and the `janitor` who takes things away.
-//! [`frames`] is the wire of `forkd run`, shared with the command.
+//! user ids and cgroups (`lineage`, `cgroup`), `network`, the `janitor` who takes things away, and what is
+//! told about all of it (`telling`).
+//! [`frames`] is the wire of `forkd run` and `forkd shell`, shared with the command; `session` speaks it.
+//!
+//! Who gets in: `auth` finds out who sent a request (`identity`, by `tokens`, slowed by `rate`), `access` what
+//! they may do; `ownership` is whose snapshots are, `quota` how much each may have, `allowed` which files
+//! requests may name, `tls` the certificate, and `refresh` reads again what is replaced.
 
+mod access;
 mod adopt;
 pub mod agent;
+mod allowed;
 mod api;
 mod assets;
 mod auth;
 mod boot;
 mod branch;
 mod cgroup;
+pub mod clock;
 mod command;
 mod compact;
 mod companion;
@@ -29,12 +39,19 @@ mod config;
 mod console;
 mod count;
 mod error;
+#[cfg(test)]
+mod fake_guest;
 pub mod frames;
 mod guest;
+mod hangup;
 mod host;
+mod identity;
 mod janitor;
 mod keeper;
+mod ledger;
 mod leftovers;
+mod life;
+mod line;
 mod lineage;
 mod link;
 mod loading;
@@ -42,34 +59,48 @@ mod lock;
 mod making;
 mod monitor;
 mod network;
+mod ownership;
+mod peer;
 mod persist;
+mod phases;
 mod process;
+mod quota;
+mod rate;
+mod refresh;
 mod registry;
 mod retention;
 mod rollback;
-mod run;
 mod run_dir;
 mod sandbox;
 mod server;
+mod session;
 mod snapshots;
 mod spawn;
 mod stats;
 mod stopping;
+mod telling;
 mod template;
+mod timeouts;
+mod tls;
+mod tokens;
 mod tree;
+mod undisturbed;
 mod unix_socket;
 mod workspaces;
 
 pub use api::{
-    BranchRequest, CompactRequest, CreateRequest, EvalReply, EvalRequest, ExecReply, ExecRequest, Health,
-    LayerInfo, PingReply, Progress, RollbackRequest, SandboxInfo, SandboxState, SnapshotInfo,
+    BranchRequest, CompactRequest, CreateRequest, EvalReply, EvalRequest, ExecReply, ExecRequest, FileInfo,
+    FileKind, FileList, FileWritten, GoneInfo, Health, LayerInfo, LinePort, NewToken, OwnerRequest,
+    PauseInfo, PingReply, Progress, RollbackRequest, SandboxInfo, SandboxState, SnapshotInfo,
     SnapshotInfoDetail, SnapshotPhase, SnapshotRequest, SnapshotStatus, SpawnError, SpawnReply, Stats,
-    SuspendRequest, TemplateInfo, Tree, TreeHow, TreeKind, TreeNode, VersionInfo, WorkspaceInfo,
-    WorkspaceRequest, WorkspaceStatus, openapi,
+    SuspendRequest, TemplateInfo, TokenInfo, TokenRequest, TokenScope, Tree, TreeHow, TreeKind, TreeNode,
+    UpdateRequest, VersionInfo, WorkspaceInfo, WorkspaceRequest, WorkspaceStatus, openapi,
 };
-pub use config::{Config, DEFAULT_DATA_DIR, DEFAULT_PORT, DEFAULT_SOCKET, Limits, Timing};
+pub use config::{Config, DEFAULT_DATA_DIR, DEFAULT_PORT, DEFAULT_SOCKET, Limits, Timing, TlsFiles};
 pub use error::{Error, ErrorBody, Kind, Result};
+pub use life::OnTimeout;
 pub use server::{Ready, serve, serve_until};
+pub use telling::events::{About, Event, EventKind};
 
 /// The version of this daemon.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");

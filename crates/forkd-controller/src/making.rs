@@ -45,6 +45,11 @@ pub(crate) struct Order {
 #[derive(Debug, Clone)]
 pub(crate) enum From {
     Image(String),
+    /// A disk that is in no library, with a kernel of its own or the usual one.
+    Disk {
+        kernel: Option<PathBuf>,
+        rootfs: PathBuf,
+    },
     /// A kernel alone.
     Kernel(PathBuf),
 }
@@ -76,7 +81,10 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
     let prepared = blocking("preparing a snapshot", move || {
         let assets = match &order.from {
             From::Image(image) => host.finder.find(image)?,
-            From::Kernel(kernel) => Assets::bare(kernel)?,
+            From::Disk { kernel, rootfs } => {
+                host.finder.find_disk(&host.config, kernel.as_deref(), rootfs)?
+            }
+            From::Kernel(kernel) => Assets::bare(&host.config, kernel)?,
         };
         // A bare kernel has no use for a network interface.
         let slot = host.slot(order.network && assets.image().is_some())?;
@@ -111,7 +119,7 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
         let guest = Facts {
             image: assets.base()?,
             kernel: match &order.from {
-                From::Image(_) => None,
+                From::Image(_) | From::Disk { .. } => None,
                 From::Kernel(path) => Some(path.display().to_string()),
             },
             vcpus: order.vcpus,
@@ -225,10 +233,14 @@ async fn attempt(
         };
         return Err(complaint(&folder, why));
     };
-    let warm = combine(&image.warm, order.warm_command.clone(), order.warm_python.clone());
+    let mut warm = combine(&image.warm, order.warm_command.clone(), order.warm_python.clone());
     let up = async {
         let pong = guest::up(&agent, timing).await?;
         making.phase.send_replace(Phase::Warming);
+        if !pong.python && order.warm_python.is_none() && matches!(order.from, From::Disk { .. }) {
+            // Nobody asked for Python, and nothing is known of a disk before it runs.
+            warm.python = None;
+        }
         guest::warm_up(&agent, &warm, timing).await?;
         Ok::<_, String>(pong)
     };

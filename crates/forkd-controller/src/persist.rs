@@ -23,6 +23,7 @@ use crate::error::{Error, Kind, Result};
 use crate::host::{blocking, new_id};
 use crate::monitor::Replacement;
 use crate::snapshots::{Entry, Snapshots};
+use crate::telling::metrics;
 use crate::template::{self, Asked, Standing, Template};
 
 /// How long writing a snapshot may take: a slow disk takes a minute for some GiB.
@@ -178,16 +179,20 @@ pub(crate) async fn save(
     progress: impl FnOnce(File),
     unwanted: impl Future<Output = Error>,
 ) -> Result<Snapshot> {
-    let begun = Instant::now();
+    let (begun, saves) = (Instant::now(), &snapshots.host.telling.metrics.saves);
+    let failed = |_: &Error| saves.add(metrics::Outcome::Failed, 1);
     let written = tokio::select! {
         biased;
-        error = unwanted => return Err(error),
-        written = write(snapshots, template, job, progress) => written?,
+        error = unwanted => {
+            saves.add(metrics::Outcome::Cancelled, 1);
+            return Err(error);
+        }
+        written = write(snapshots, template, job, progress) => written.inspect_err(failed)?,
     };
     // From here on to the end: nobody could tell whether it was published.
     let Written { draft, job, disks, bytes } = written;
     let guest = template.about.guest.clone();
-    blocking("publishing a snapshot", move || {
+    let published = blocking("publishing a snapshot", move || {
         let save_ms = Some(begun.elapsed().as_secs_f64() * 1e3);
         let measured = Measured { save_ms, written_bytes: bytes, ..job.measured };
         let (parent, origin) = match job.diff {
@@ -197,8 +202,10 @@ pub(crate) async fn save(
         let branched_from = job.branched_from;
         let contents = Contents { parent, origin, branched_from, disks, measured, ..Contents::new(guest) };
         Ok(draft.publish(contents)?)
-    })
-    .await
+    });
+    let snapshot = published.await.inspect_err(failed)?;
+    saves.add(metrics::Outcome::Ok, 1);
+    Ok(snapshot)
 }
 
 /// What a saver has written.

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use forkd_protocol::agent::WarmRequest;
 use forkd_protocol::control::MIN_MEM_MIB;
 use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
-use forkd_store::Facts;
+use forkd_store::{Facts, Quota};
 use rustix::process::{Resource, getrlimit};
 use tokio::task::JoinHandle;
 
@@ -16,9 +16,12 @@ use crate::config::Limits;
 use crate::count::Count;
 use crate::error::{Error, Kind, Result};
 use crate::host::{Host, blocking, make_private_dir, new_id};
+use crate::identity::Identity;
 use crate::keeper::Origin;
+use crate::ledger::Ledger;
+use crate::quota::{Claim, Usage};
 use crate::rollback::Succession;
-use crate::sandbox::{Phase, Sandbox, Spec, Wish};
+use crate::sandbox::{End, Phase, Sandbox, Spec, Wish};
 
 /// What the daemon keeps open for one sandbox: control connection, pidfd, cgroup, and a call.
 const FDS_EACH: usize = 4;
@@ -34,6 +37,8 @@ pub(crate) struct Registry {
     inner: Mutex<Inner>,
     /// How many sandboxes were deleted and are not gone yet.
     leaving: Count,
+    /// What is remembered of those that are gone.
+    pub(crate) ledger: Arc<Ledger>,
 }
 
 #[derive(Debug, Default)]
@@ -41,6 +46,8 @@ struct Inner {
     sandboxes: HashMap<String, Entry>,
     /// Seats taken.
     seated: usize,
+    /// By owner; of those that were not deleted.
+    usage: Usage,
     closed: bool,
 }
 
@@ -53,11 +60,25 @@ struct Entry {
 
 /// Room for one sandbox, from before it is made until nothing is left of it.
 #[derive(Debug)]
-pub(crate) struct Seat(Arc<Registry>);
+pub(crate) struct Seat {
+    registry: Arc<Registry>,
+    /// What counts towards its owner's quota, until it is deleted.
+    claim: Option<Claim>,
+}
+
+impl Seat {
+    /// It counts towards nobody's quota any more.
+    fn give_back(&mut self) {
+        if let Some(claim) = self.claim.take() {
+            self.registry.lock().usage.give_back(&claim);
+        }
+    }
+}
 
 impl Drop for Seat {
     fn drop(&mut self) {
-        self.0.lock().seated -= 1;
+        self.give_back();
+        self.registry.lock().seated -= 1;
     }
 }
 
@@ -67,7 +88,8 @@ impl Registry {
         let folder = host.config.run_dir.join("sandboxes");
         make_private_dir(&folder)
             .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
-        Ok(Arc::new(Registry { host, folder, inner: Mutex::default(), leaving: Count::new() }))
+        let ledger = Arc::new(Ledger::new(host.database.clone()));
+        Ok(Arc::new(Registry { host, folder, inner: Mutex::default(), leaving: Count::new(), ledger }))
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -76,10 +98,15 @@ impl Registry {
 
     pub(crate) fn get(&self, id: &str) -> Result<Arc<Sandbox>> {
         let found = self.lock().sandboxes.get(id).map(|entry| entry.sandbox.clone());
-        found.ok_or_else(|| {
-            let shown = if is_valid_sandbox_id(id) { id } else { "with that id" };
-            Error::new(Kind::NotFound, format!("there is no sandbox {shown}"))
-        })
+        found.ok_or_else(|| no_sandbox(id))
+    }
+
+    /// Whether a sandbox is theirs; if not, it is none.
+    pub(crate) fn check_owner(&self, sandbox: &Sandbox, who: &Identity) -> Result<()> {
+        match who.owns(&sandbox.spec.owner) {
+            true => Ok(()),
+            false => Err(no_sandbox(&sandbox.id)),
+        }
     }
 
     /// All of them, oldest first.
@@ -100,11 +127,11 @@ impl Registry {
 
     /// Boots a sandbox. It is deleted when the returned [`Bound`] is dropped, until that is
     /// [released](Bound::release).
-    pub(crate) async fn boot(self: &Arc<Self>, spec: Spec, warm: bool) -> Result<Bound> {
+    pub(crate) async fn boot(self: &Arc<Self>, spec: Spec, warm: bool, quota: &Quota) -> Result<Bound> {
         let image = spec.image.clone().unwrap_or_default();
         check(&self.host.config.limits, spec.vcpus, spec.mem_mib)?;
         check_image(&image)?;
-        let (mut seats, _) = self.reserve(1)?;
+        let (mut seats, _) = self.reserve(1, &Claim::of(&spec), quota)?;
         let id = new_id("sb")?;
         let folder = self.folder.join(&id);
         let registry = self.clone();
@@ -127,7 +154,7 @@ impl Registry {
                 guest_ports: Vec::new(),
             };
             let spec = Spec { network, guest: Some(guest), ..spec };
-            Ok((Sandbox::new(id, spec, folder, belongings, &host.config.timing), assets))
+            Ok((Sandbox::new(id, spec, folder, belongings, host), assets))
         });
         let (sandbox, assets) = prepared.await?;
         tracing::info!(sandbox = sandbox.id, image = sandbox.spec.image, "sandbox starts");
@@ -139,44 +166,67 @@ impl Registry {
     /// Takes a sandbox in and starts its keeper.
     pub(crate) fn add(self: &Arc<Self>, seat: Seat, sandbox: Sandbox, origin: Origin) -> Bound {
         let sandbox = Arc::new(sandbox);
-        let keeper = tokio::spawn(sandbox.clone().keep(origin, self.host.config.clone()));
+        if !matches!(origin, Origin::Adopted(_)) {
+            sandbox.created();
+        }
+        let keeper = self.keep(&sandbox, origin);
         self.insert(Entry { sandbox: sandbox.clone(), keeper, seat });
         Bound { registry: self.clone(), sandbox, bound: true }
     }
 
+    /// Starts the keeper of a sandbox, and notes that there is one, and in the end how it went.
+    fn keep(&self, sandbox: &Arc<Sandbox>, origin: Origin) -> JoinHandle<()> {
+        self.ledger.made(sandbox);
+        let (sandbox, ledger, config) = (sandbox.clone(), self.ledger.clone(), self.host.config.clone());
+        tokio::spawn(async move {
+            sandbox.clone().keep(origin, config).await;
+            ledger.note_phase(&sandbox);
+        })
+    }
+
     /// Takes in a sandbox that ended before us.
     pub(crate) fn add_ended(self: &Arc<Self>, seat: Seat, sandbox: Sandbox) {
+        self.ledger.made(&sandbox);
+        self.ledger.note_phase(&sandbox);
         self.insert(Entry { sandbox: Arc::new(sandbox), keeper: tokio::spawn(async {}), seat });
     }
 
     /// Puts `new` into the place of `old`, under the same id, and starts its keeper, which is to end
-    /// `old`. Fails if `old` is not there any more.
+    /// `old`. Fails if `old` is not there any more, or `new` is larger than its owner may have.
     pub(crate) fn replace(
         self: &Arc<Self>,
         old: &Arc<Sandbox>,
         new: Sandbox,
+        quota: &Quota,
         succession: impl FnOnce(Arc<Sandbox>, JoinHandle<()>) -> Succession,
     ) -> Result<Arc<Sandbox>> {
         let new = Arc::new(new);
-        let mut inner = self.lock();
+        let mut guard = self.lock();
+        let inner = &mut *guard;
         let closed = inner.closed;
         let entry = inner.sandboxes.get_mut(&old.id);
-        let Some(entry) = entry.filter(|entry| !closed && Arc::ptr_eq(&entry.sandbox, old)) else {
-            drop(inner);
-            // It was never forked: only its cgroup is there.
-            self.host.janitor.later(move || new.belongings().discard(&new.id));
-            let text = format!("sandbox {} was deleted meanwhile", old.id);
-            return Err(Error::new(Kind::Conflict, text));
+        let entry = entry.filter(|entry| !closed && Arc::ptr_eq(&entry.sandbox, old));
+        let entry = entry
+            .ok_or_else(|| Error::new(Kind::Conflict, format!("sandbox {} was deleted meanwhile", old.id)));
+        let fitting = entry.and_then(|entry| {
+            if let Some(claim) = &mut entry.seat.claim {
+                inner.usage.resize(claim, new.spec.mem_mib, quota)?;
+            }
+            Ok(entry)
+        });
+        let entry = match fitting {
+            Ok(entry) => entry,
+            Err(error) => {
+                drop(guard);
+                // It was never forked: only its cgroup is there.
+                self.host.janitor.later(move || new.belongings().discard(&new.id));
+                return Err(error);
+            }
         };
         let keeper = std::mem::replace(&mut entry.keeper, tokio::spawn(async {}));
         let origin = Origin::Rollback(Box::new(succession(old.clone(), keeper)));
-        entry.keeper = tokio::spawn(new.clone().keep(origin, self.host.config.clone()));
+        entry.keeper = self.keep(&new, origin);
         entry.sandbox = new.clone();
-        drop(inner);
-        if let Some(deadline) = new.facts().deadline_unix {
-            let left = time(deadline).duration_since(SystemTime::now()).unwrap_or_default();
-            self.expire(new.clone(), left);
-        }
         Ok(new)
     }
 
@@ -185,8 +235,13 @@ impl Registry {
     }
 
     /// Room for `n` more sandboxes, or for as many of them as the daemon has descriptors for, and why
-    /// the others have none; an error if there is no room at all.
-    pub(crate) fn reserve(self: &Arc<Self>, n: usize) -> Result<(Vec<Seat>, Option<Error>)> {
+    /// the others have none; an error if there is no room at all, or not for all of them in the quota.
+    pub(crate) fn reserve(
+        self: &Arc<Self>,
+        n: usize,
+        claim: &Claim,
+        quota: &Quota,
+    ) -> Result<(Vec<Seat>, Option<Error>)> {
         let busy = |text| Err(Error::new(Kind::Busy, text));
         let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let mut inner = self.lock();
@@ -209,33 +264,34 @@ impl Registry {
         if fitting == 0 {
             return busy(text);
         }
+        inner.usage.take(claim, n, fitting, quota)?;
         inner.seated += fitting;
         drop(inner);
         let rest = (fitting < n).then(|| Error::new(Kind::Busy, text));
-        Ok(((0..fitting).map(|_| Seat(self.clone())).collect(), rest))
+        let seat = |_| Seat { registry: self.clone(), claim: Some(claim.clone()) };
+        Ok(((0..fitting).map(seat).collect(), rest))
     }
 
     /// Room for a sandbox that is there already.
-    pub(crate) fn seat(self: &Arc<Self>) -> Seat {
-        self.lock().seated += 1;
-        Seat(self.clone())
+    pub(crate) fn seat(self: &Arc<Self>, spec: &Spec) -> Seat {
+        let claim = Claim::of(spec);
+        let mut inner = self.lock();
+        inner.seated += 1;
+        // It was allowed when it was made.
+        let _ = inner.usage.take(&claim, 1, 1, &Quota::default());
+        Seat { registry: self.clone(), claim: Some(claim) }
     }
 
-    /// Deletes `sandbox` when its time is up.
-    pub(crate) fn expire(self: &Arc<Self>, sandbox: Arc<Sandbox>, lifetime: Duration) {
-        let deadline = SystemTime::now().checked_add(lifetime);
-        let deadline = deadline.and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok());
-        sandbox.learn(|facts| facts.deadline_unix = facts.deadline_unix.or(deadline.map(|at| at.as_secs())));
-        let registry = self.clone();
-        tokio::spawn(async move {
-            tokio::select! {
-                () = tokio::time::sleep(lifetime) => {
-                    tracing::info!(sandbox = sandbox.id, "its time is up");
-                    let _ = registry.delete(&sandbox.id);
-                }
-                _ = sandbox.dismissed() => {}
-            }
-        });
+    /// Deletes `sandbox`, if it is still the one of that id, for the reason `end` gives.
+    pub(crate) fn end(self: &Arc<Self>, sandbox: &Arc<Sandbox>, end: End) {
+        let mut inner = self.lock();
+        if !inner.sandboxes.get(&sandbox.id).is_some_and(|entry| Arc::ptr_eq(&entry.sandbox, sandbox)) {
+            return;
+        }
+        let entry = inner.sandboxes.remove(&sandbox.id);
+        drop(inner);
+        let _ = sandbox.farewell.set(end);
+        entry.into_iter().for_each(|entry| self.dismiss(entry, Wish::End));
     }
 
     /// Takes a sandbox out of the registry. Its process and its files go in the background.
@@ -246,8 +302,14 @@ impl Registry {
         Ok(())
     }
 
-    fn dismiss(self: &Arc<Self>, entry: Entry, wish: Wish) {
+    fn dismiss(self: &Arc<Self>, mut entry: Entry, wish: Wish) {
+        // Whoever was told that it is gone may have another one.
+        entry.seat.give_back();
         let leaving = self.leaving.enter();
+        if wish == Wish::End {
+            entry.sandbox.disown();
+            self.ledger.ended(&entry.sandbox.id, &entry.sandbox.farewell());
+        }
         entry.sandbox.wish(wish);
         let registry = self.clone();
         tokio::spawn(async move {
@@ -263,7 +325,7 @@ impl Registry {
         }
         let mut belongings = std::mem::take(&mut *sandbox.belongings());
         // What could not be left, because it was half-made, was deleted.
-        let deleted = matches!(sandbox.phase(), Phase::Ended(end) if end.reason == "deleted");
+        let deleted = matches!(sandbox.phase(), Phase::Ended(end) if end.is_wished());
         if wish == Wish::Leave && !deleted {
             if let Some(template) = &belongings.template {
                 template.leave();
@@ -295,10 +357,20 @@ impl Registry {
         };
         for entry in entries {
             let forked = entry.sandbox.spec.snapshot_tag.is_some();
+            if !forked {
+                let why = "the daemon was stopped, and what was booted ends with it";
+                let _ = entry.sandbox.farewell.set(End::new("deleted", why, String::new()));
+            }
             self.dismiss(entry, if forked { Wish::Leave } else { Wish::End });
         }
         self.leaving.none().await;
+        self.ledger.flush().await;
     }
+}
+
+fn no_sandbox(id: &str) -> Error {
+    let shown = if is_valid_sandbox_id(id) { id } else { "with that id" };
+    Error::new(Kind::NotFound, format!("there is no sandbox {shown}"))
 }
 
 /// Whether a guest of that size may be.

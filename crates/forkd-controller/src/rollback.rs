@@ -24,7 +24,9 @@ use crate::boot;
 use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::host::{Host, blocking, make_private_dir};
+use crate::identity::Identity;
 use crate::keeper::{Birth, Outcome};
+use crate::life::Life;
 use crate::link;
 use crate::monitor::Monitor;
 use crate::process;
@@ -66,22 +68,23 @@ pub(crate) async fn roll_back(
     snapshots: &Arc<Snapshots>,
     id: &str,
     to: Option<&str>,
+    who: &Identity,
 ) -> Result<Arc<Sandbox>> {
     let arrived = Instant::now();
-    let turn = registry.get(id)?.take_turn(&registry.host.config.timing).await?;
+    let turn = registry.get(id)?.take_turn().await?;
     // Only now: whoever had the turn before may have taken it back.
     let old = registry.get(id)?;
     if matches!(old.phase(), Phase::Starting) {
         let text = format!("sandbox {id} is still starting; wait for its state to be `running`");
         return Err(Error::new(Kind::Conflict, text));
     }
-    let template = target(snapshots, &old, to).await?;
+    let template = target(snapshots, &old, to, who).await?;
     let (host, source, from) = (registry.host.clone(), old.clone(), template.clone());
     let prepared = blocking("preparing a rollback", move || prepare(&host, &source, &from));
     let (sandbox, attached) = prepared.await?;
     let (host, envs) = (registry.host.clone(), sandbox.record().map(|it| it.envs).unwrap_or_default());
     let tag = template.about.tag.clone();
-    let new = registry.replace(&old, sandbox, |old, keeper| Succession {
+    let new = registry.replace(&old, sandbox, &who.quota, |old, keeper| Succession {
         old,
         keeper,
         attached,
@@ -97,14 +100,19 @@ pub(crate) async fn roll_back(
 }
 
 /// The template to go on from.
-async fn target(snapshots: &Arc<Snapshots>, old: &Sandbox, to: Option<&str>) -> Result<Arc<Template>> {
+async fn target(
+    snapshots: &Arc<Snapshots>,
+    old: &Sandbox,
+    to: Option<&str>,
+    who: &Identity,
+) -> Result<Arc<Template>> {
     if let Some(tag) = to {
-        return snapshots.template(tag).await;
+        return snapshots.template_for(tag, who).await;
     }
     if let Some(tag) = old.facts().history.last_branch_tag
         && snapshots.get(&tag).is_ok_and(|entry| source(&entry).as_deref() == Some(&old.id))
     {
-        match snapshots.template(&tag).await {
+        match snapshots.template_for(&tag, who).await {
             Err(error) if matches!(error.kind, Kind::NotFound | Kind::Conflict) => {
                 tracing::info!(sandbox = old.id, error = error.message, "its latest branch cannot be used");
             }
@@ -119,7 +127,7 @@ async fn target(snapshots: &Arc<Snapshots>, old: &Sandbox, to: Option<&str>) -> 
         );
         return Err(Error::new(Kind::Conflict, text));
     };
-    match snapshots.get(tag)?.state() {
+    match snapshots.usable(tag, who)?.state() {
         State::Ready(snapshot) if snapshot.manifest().created_at_unix > old.created_at_unix() => {
             let text = format!(
                 "the snapshot {tag} sandbox {} was forked from is gone, and {tag} is another one now; say \
@@ -128,7 +136,7 @@ async fn target(snapshots: &Arc<Snapshots>, old: &Sandbox, to: Option<&str>) -> 
             );
             Err(Error::new(Kind::Conflict, text))
         }
-        _ => snapshots.template(tag).await,
+        _ => snapshots.template_for(tag, who).await,
     }
 }
 
@@ -169,6 +177,7 @@ fn conceive(
     let attached = attach(&belongings, &child, next, about.guest.image.is_none(), &host.config);
     let attached = attached.inspect_err(|_| belongings.discard(&child))?;
     let spec = Spec {
+        owner: old.spec.owner.clone(),
         image: about.guest.image.as_ref().map(|image| image.name.clone()),
         snapshot_tag: old.spec.snapshot_tag.clone().or_else(|| Some(about.tag.clone())),
         vcpus: about.guest.vcpus,
@@ -185,6 +194,7 @@ fn conceive(
         cgroup: about.cgroup.clone(),
         spec: spec.clone(),
         created_at_unix: old.created_at_unix(),
+        created_nanos: old.created_nanos(),
         deadline_unix: facts.deadline_unix,
         netns: facts.netns.clone(),
         python: about.guest.python,
@@ -192,8 +202,9 @@ fn conceive(
         history,
         envs: before.as_ref().map(|record| record.envs.clone()).unwrap_or_default(),
         workspace: before.and_then(|record| record.workspace),
+        life: Life { dozing: false, suspending: None, ..facts.life },
     };
-    let mut sandbox = Sandbox::new(old.id.clone(), spec, old.folder.clone(), belongings, &host.config.timing);
+    let mut sandbox = Sandbox::new(old.id.clone(), spec, old.folder.clone(), belongings, host);
     sandbox.created = old.created;
     sandbox.child = child;
     sandbox.learn(|known| known.netns = facts.netns);
@@ -236,7 +247,7 @@ impl Sandbox {
                 let _ = std::fs::remove_file(self.folder.join(END));
                 Ok(monitor)
             }
-            Err(Outcome::Ended(end)) if end.reason != "deleted" => {
+            Err(Outcome::Ended(end)) if !end.is_wished() => {
                 let text = format!("it could not be rolled back to {tag}: {}", end.detail);
                 Err(Outcome::Ended(End::new(FAILED, again(&text), end.console_tail)))
             }

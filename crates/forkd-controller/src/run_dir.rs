@@ -16,6 +16,8 @@ use crate::host::new_id;
 
 /// The name under which the data directory leads there.
 const LINK: &str = "run";
+/// The name under which it leads back, so that somebody who finds it knows whose it is.
+const BACK: &str = "data";
 
 /// The place of `data_dir`: the one its link leads to, or a new one. Its name is drawn at random: one made
 /// of what identifies the data directory might be found by another daemon, after that one is gone.
@@ -25,6 +27,7 @@ pub(crate) fn open(data_dir: &Path) -> Result<PathBuf> {
     if let Ok(place) = fs::read_link(data_dir.join(LINK))
         && check_ours(&place).is_ok()
     {
+        lead_back(&place, data_dir);
         return Ok(place);
     }
     let Some(base) = candidates().into_iter().find(|base| is_in_memory(base)) else {
@@ -32,6 +35,7 @@ pub(crate) fn open(data_dir: &Path) -> Result<PathBuf> {
     };
     let place = base.join(new_id("forkd-")?);
     fs::DirBuilder::new().mode(0o700).create(&place).map_err(|error| failed(&place, error))?;
+    lead_back(&place, data_dir);
     link(data_dir, &place).map_err(|error| failed(&data_dir.join(LINK), error))?;
     Ok(place)
 }
@@ -44,8 +48,19 @@ pub(crate) fn close(data_dir: &Path, run_dir: &Path) {
     for part in ["netns", "sandboxes", "templates"] {
         let _ = fs::remove_dir(run_dir.join(part));
     }
+    let only_back = |entries: fs::ReadDir| entries.flatten().all(|entry| entry.file_name() == BACK);
+    if fs::read_dir(run_dir).is_ok_and(only_back) {
+        let _ = fs::remove_file(run_dir.join(BACK));
+    }
     if fs::remove_dir(run_dir).is_ok() {
         let _ = fs::remove_file(data_dir.join(LINK));
+    }
+}
+
+/// Says whose the place is. Without it the place works as well: who cleans up leaves it alone then.
+fn lead_back(place: &Path, data_dir: &Path) {
+    if let Ok(data_dir) = std::path::absolute(data_dir) {
+        let _ = symlink(data_dir, place.join(BACK));
     }
 }
 
@@ -91,6 +106,7 @@ mod tests {
         }
         assert_eq!(open(data.path()).unwrap(), place);
         assert_eq!(fs::read_link(data.path().join(LINK)).unwrap(), place);
+        assert_eq!(fs::read_link(place.join(BACK)).unwrap(), data.path());
         fs::create_dir_all(place.join("sandboxes/sb1")).unwrap();
         close(data.path(), &place);
         assert!(place.join("sandboxes/sb1").exists(), "something was left in it");
@@ -107,7 +123,7 @@ mod tests {
         if first == one.path() {
             return;
         }
-        fs::remove_dir(&first).unwrap();
+        fs::remove_dir_all(&first).unwrap();
         let anew = open(one.path()).unwrap();
         assert!(anew != first && anew.is_dir());
         close(one.path(), &anew);

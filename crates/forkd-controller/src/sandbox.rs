@@ -8,7 +8,8 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use forkd_net::Slot;
@@ -22,12 +23,16 @@ use crate::boot;
 use crate::branch::Disks;
 use crate::cgroup::Leaf;
 use crate::command::{self, Command};
-use crate::config::Timing;
 use crate::console;
 use crate::error::{Error, Kind, Result};
+use crate::host::Host;
+use crate::life::{Activity, IDLE, Life, SUSPENDED, TIMED_OUT};
 use crate::lineage::Lineage;
 use crate::network::chain;
+use crate::stats::Pauses;
+use crate::telling::{Telling, trace};
 use crate::template::Template;
+use crate::timeouts::Attempt;
 
 /// The file in a forked sandbox's folder that says what it is.
 pub(crate) const RECORD: &str = "sandbox.json";
@@ -41,6 +46,9 @@ const REASON_WAIT: Duration = Duration::from_secs(2);
 /// What a sandbox is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Spec {
+    /// Whose it is.
+    #[serde(default = "crate::identity::local_owner")]
+    pub(crate) owner: String,
     /// The image it has; none for a bare guest, which has no agent, either.
     pub(crate) image: Option<String>,
     /// The snapshot it was forked from.
@@ -71,6 +79,9 @@ pub(crate) struct History {
     pub(crate) last_branch_tag: Option<String>,
     /// The snapshot it was last taken back to.
     pub(crate) rolled_back_to: Option<String>,
+    /// The port of loopback that was opened for it (`line`).
+    #[serde(default)]
+    pub(crate) line_port: Option<u16>,
 }
 
 /// What the next daemon needs to know of a forked sandbox. Written before the fork is asked for.
@@ -84,7 +95,10 @@ pub(crate) struct Record {
     pub(crate) cgroup: String,
     pub(crate) spec: Spec,
     pub(crate) created_at_unix: u64,
-    /// When it is to be deleted.
+    /// The part of that second.
+    #[serde(default)]
+    pub(crate) created_nanos: u32,
+    /// When its time is over.
     pub(crate) deadline_unix: Option<u64>,
     /// Its network slot.
     pub(crate) netns: Option<String>,
@@ -100,6 +114,8 @@ pub(crate) struct Record {
     /// The workspace it is the sandbox of.
     #[serde(default)]
     pub(crate) workspace: Option<String>,
+    #[serde(default)]
+    pub(crate) life: Life,
 }
 
 impl Record {
@@ -158,6 +174,11 @@ impl End {
 
     pub(crate) fn deleted() -> Self {
         End::new("deleted", "the sandbox was deleted", String::new())
+    }
+
+    /// Whether it is what somebody asked for, and leaves no trace in its folder.
+    pub(crate) fn is_wished(&self) -> bool {
+        matches!(self.reason.as_str(), "deleted" | TIMED_OUT | IDLE | SUSPENDED)
     }
 
     /// That which was written down in `folder`.
@@ -222,7 +243,8 @@ pub(crate) struct Sandbox {
     /// Its files. Removed after the process is gone.
     pub(crate) folder: PathBuf,
     pub(crate) agent: Agent,
-    pub(super) phase: watch::Sender<Phase>,
+    /// Changed in `phases` only.
+    pub(crate) phase: watch::Sender<Phase>,
     wish: watch::Sender<Wish>,
     /// To its keeper, which takes the other end when it starts.
     pub(super) commands: mpsc::Sender<Command>,
@@ -230,7 +252,19 @@ pub(crate) struct Sandbox {
     /// Held by whoever must not find it paused, or frozen, in the middle of what it does.
     turn: Arc<tokio::sync::Mutex<()>>,
     pub(crate) disks: Disks,
+    pub(crate) pauses: Pauses,
+    /// When its agent last answered, in milliseconds since 1970; 0 if it never did.
+    pub(crate) heard: AtomicU64,
+    pub(crate) telling: Arc<Telling>,
+    /// What it was made for.
+    pub(crate) trace: Option<trace::Context>,
     facts: Mutex<Facts>,
+    /// Who uses it, and when somebody last did.
+    pub(crate) activity: Arc<Activity>,
+    /// How it ends when it is asked to; as one that was deleted if nobody says otherwise.
+    pub(crate) farewell: OnceLock<End>,
+    /// How long to wait for whoever has its turn.
+    pub(crate) patience: Duration,
     /// Of a forked one: as it is on disk.
     record: Mutex<Option<Record>>,
     belongings: Mutex<Belongings>,
@@ -248,21 +282,20 @@ pub(crate) struct Facts {
     pub(crate) python: Option<bool>,
     /// The name of its network slot.
     pub(crate) netns: Option<String>,
-    /// When it is to be deleted.
+    /// When its time is over.
     pub(crate) deadline_unix: Option<u64>,
+    /// How long a booted one is to live once it has started.
+    pub(crate) lifetime: Option<Duration>,
     pub(crate) history: History,
     /// The workspace it is the sandbox of.
     pub(crate) workspace: Option<String>,
+    pub(crate) life: Life,
+    /// What is being done because its time is over.
+    pub(crate) attempt: Attempt,
 }
 
 impl Sandbox {
-    pub(crate) fn new(
-        id: String,
-        spec: Spec,
-        folder: PathBuf,
-        belongings: Belongings,
-        timing: &Timing,
-    ) -> Self {
+    pub(crate) fn new(id: String, spec: Spec, folder: PathBuf, belongings: Belongings, host: &Host) -> Self {
         let endpoint = Endpoint::Vsock { socket: folder.join(boot::VSOCK), port: AGENT_PORT };
         let netns = belongings.slot.as_ref().map(|slot| slot.name().to_owned());
         let (commands, asked) = mpsc::channel(command::QUEUE);
@@ -272,14 +305,21 @@ impl Sandbox {
             spec,
             created: SystemTime::now(),
             folder,
-            agent: Agent::new(endpoint, timing.call),
+            agent: Agent::new(endpoint, host.config.timing.call),
             phase: watch::Sender::new(Phase::Starting),
             wish: watch::Sender::new(Wish::Run),
             commands,
             asked: Mutex::new(Some(asked)),
             turn: Arc::default(),
             disks: Disks::default(),
+            pauses: Pauses::default(),
+            heard: AtomicU64::new(0),
+            telling: host.telling.clone(),
+            trace: trace::current(),
             facts: Mutex::new(Facts { netns, ..Facts::default() }),
+            activity: Activity::new(),
+            farewell: OnceLock::new(),
+            patience: host.config.timing.call,
             record: Mutex::default(),
             belongings: Mutex::new(belongings),
         }
@@ -290,12 +330,22 @@ impl Sandbox {
         self.created.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
     }
 
+    /// The part of that second.
+    pub(crate) fn created_nanos(&self) -> u32 {
+        self.created.duration_since(UNIX_EPOCH).unwrap_or_default().subsec_nanos()
+    }
+
     pub(crate) fn phase(&self) -> Phase {
         self.phase.borrow().clone()
     }
 
     pub(crate) fn facts(&self) -> Facts {
         self.facts.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Looks at what is known of it, without a copy.
+    pub(crate) fn look<T>(&self, look: impl FnOnce(&Facts) -> T) -> T {
+        look(&self.facts.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(crate) fn learn(&self, change: impl FnOnce(&mut Facts)) {
@@ -309,6 +359,7 @@ impl Sandbox {
             facts.deadline_unix = record.deadline_unix;
             facts.history = record.history.clone();
             facts.workspace = record.workspace.clone();
+            facts.life = record.life.clone();
         });
         *self.record.lock().unwrap_or_else(PoisonError::into_inner) = Some(record);
     }
@@ -320,18 +371,24 @@ impl Sandbox {
 
     /// Notes something about it that the next daemon is to know, too. Blocks for a moment.
     pub(crate) fn remember(&self, change: impl FnOnce(&mut History)) {
+        if let Err(error) = self.rewrite(|facts| change(&mut facts.history)) {
+            tracing::error!(sandbox = self.id, %error, "cannot write down what was done to it");
+        }
+    }
+
+    /// Changes what is known of it, here and in its record: only what that has.
+    pub(crate) fn rewrite(&self, change: impl FnOnce(&mut Facts)) -> io::Result<()> {
         let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut history = self.facts().history;
-        change(&mut history);
-        self.learn(|facts| facts.history = history.clone());
+        self.learn(change);
         // The file is that of whoever takes its place.
         let gone = self.wished() == Wish::GiveWay;
-        if let Some(record) = record.as_mut().filter(|_| !gone) {
-            record.history = history;
-            if let Err(error) = record.write(&self.folder) {
-                tracing::error!(sandbox = self.id, %error, "cannot write down what was done to it");
-            }
-        }
+        let Some(record) = record.as_mut().filter(|_| !gone) else { return Ok(()) };
+        self.look(|facts| {
+            record.history = facts.history.clone();
+            record.life = facts.life.clone();
+            record.deadline_unix = facts.deadline_unix;
+        });
+        record.write(&self.folder)
     }
 
     /// Notes that a branch was taken of it.
@@ -340,6 +397,7 @@ impl Sandbox {
             history.branch_count = history.branch_count.saturating_add(1);
             history.last_branch_tag = Some(tag.to_owned());
         });
+        self.told_of_branch();
     }
 
     pub(crate) fn belongings(&self) -> MutexGuard<'_, Belongings> {
@@ -357,8 +415,8 @@ impl Sandbox {
 
     /// Waits until nobody else branches it, pauses it or takes it back. The turn is over when what is
     /// returned is dropped.
-    pub(crate) async fn take_turn(&self, timing: &Timing) -> Result<OwnedMutexGuard<()>> {
-        tokio::time::timeout(timing.call, self.turn.clone().lock_owned()).await.map_err(|_| {
+    pub(crate) async fn take_turn(&self) -> Result<OwnedMutexGuard<()>> {
+        tokio::time::timeout(self.patience, self.turn.clone().lock_owned()).await.map_err(|_| {
             let text = format!("sandbox {} is being branched, paused or rolled back; try again", self.id);
             Error::new(Kind::Conflict, text)
         })
@@ -397,8 +455,10 @@ impl Sandbox {
         }
     }
 
-    /// Fails unless it is running now and has an agent.
+    /// Fails unless it is running now and has an agent. One that was paused because nobody used it goes on.
     pub(crate) async fn ready(&self) -> Result<()> {
+        self.activity.touch();
+        self.wake().await?;
         match self.phase() {
             Phase::Running if self.spec.is_bare() => {
                 let text =
@@ -421,11 +481,15 @@ impl Sandbox {
     }
 
     /// Does `work` with the agent, unless the sandbox ends or hangs meanwhile: then the reason for
-    /// that is the error.
+    /// that is the error. Meanwhile it is in use.
     pub(crate) async fn with_agent<T>(&self, work: impl Future<Output = agent::Result<T>>) -> Result<T> {
+        let _in_use = self.in_use();
         let error = tokio::select! {
             done = work => match done {
-                Ok(value) => return Ok(value),
+                Ok(value) => {
+                    self.heard();
+                    return Ok(value);
+                }
                 Err(error) => error,
             },
             trouble = self.trouble() => return Err(trouble),
@@ -455,7 +519,8 @@ impl Sandbox {
         use forkd_protocol::connect::Code;
         let kind = match &error {
             agent::Error::Refused(error) => match error.code {
-                Code::InvalidArgument | Code::OutOfRange => Kind::Invalid,
+                // A user the image does not have is a wrong request, not a missing token.
+                Code::InvalidArgument | Code::OutOfRange | Code::Unauthenticated => Kind::Invalid,
                 Code::NotFound => Kind::NotFound,
                 Code::FailedPrecondition | Code::AlreadyExists | Code::Aborted => Kind::Conflict,
                 Code::PermissionDenied => Kind::Forbidden,
@@ -464,6 +529,7 @@ impl Sandbox {
                 _ => Kind::Guest,
             },
             agent::Error::Timeout(_) => Kind::Timeout,
+            agent::Error::DiskFull(_) => Kind::Http(axum::http::StatusCode::INSUFFICIENT_STORAGE),
             agent::Error::Unreachable(_) | agent::Error::Protocol(_) => Kind::Guest,
         };
         Error::new(kind, console::printable(error.to_string().as_bytes()))
@@ -492,8 +558,5 @@ impl Sandbox {
 }
 
 fn with_console(text: &str, end: &End) -> String {
-    match end.reason.as_str() {
-        "deleted" => text.to_owned(),
-        _ => console::with_tail(text, &end.console_tail),
-    }
+    if end.is_wished() { text.to_owned() } else { console::with_tail(text, &end.console_tail) }
 }

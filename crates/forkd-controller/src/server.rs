@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use forkd_store::Database;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -14,20 +15,31 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Semaphore;
+use tower::ServiceExt;
 
 use crate::adopt;
+use crate::api::answers::Answers;
 use crate::api::{self, App};
-use crate::auth::Token;
+use crate::auth::Gate;
 use crate::config::Config;
 use crate::count::Count;
 use crate::error::{Error, Result};
+use crate::hangup::Hangup;
 use crate::host::{Host, make_private_dir};
+use crate::line::ports::Ports;
 use crate::lock::DataLock;
+use crate::peer::Peer;
+use crate::rate::Rates;
+use crate::refresh;
 use crate::registry::Registry;
 use crate::retention;
 use crate::run_dir;
 use crate::snapshots::Snapshots;
 use crate::stopping::{Stop, Stopping};
+use crate::telling::Telling;
+use crate::timeouts::Timeouts;
+use crate::tls::Tls;
+use crate::tokens::Tokens;
 use crate::unix_socket;
 use crate::workspaces::Workspaces;
 
@@ -37,6 +49,8 @@ const HEADER_WAIT: Duration = Duration::from_secs(30);
 const CLOSE_WAIT: Duration = Duration::from_secs(30);
 /// After a failed `accept`, most likely for want of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// The database, in the data directory.
+const DATABASE: &str = "forkd.db";
 /// The longest path a unix socket can have.
 const SOCKET_PATH_MAX: usize = 107;
 /// What a sandbox's folder adds to the data directory's path, at its longest.
@@ -82,7 +96,7 @@ pub async fn serve_until(
     made(&config.data_dir)?;
     let _lock = DataLock::take(&config.data_dir)?;
     config.run_dir = run_dir::open(&config.data_dir)?;
-    let token = Token::load_or_make(&config.token_file)?;
+    let tls = config.tls.clone().map(Tls::open).transpose()?.map(Arc::new);
     let (_named, unix) = unix_socket::listen(&config.socket)?;
     let listening = |error: std::io::Error| {
         let fix = match error.kind() {
@@ -99,18 +113,26 @@ pub async fn serve_until(
 
     let config = Arc::new(config);
     let (stop, stopping) = Stop::new();
-    let host = Host::new(config.clone());
+    let database = Arc::new(Database::open(&config.data_dir.join(DATABASE))?);
+    let tokens = Arc::new(Tokens::open(database.clone(), config.token_file.clone())?);
+    let telling = Telling::open(&config)?;
+    let host = Host::new(config.clone(), database, telling.clone());
     let (snapshots, leftovers) = Snapshots::open(host.clone()).await?;
     let registry = Registry::new(host.clone())?;
     adopt::adopt(&registry, leftovers).await?;
+    let lines = Ports::new(registry.clone());
+    lines.reopen();
     let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await?;
     let app = App {
         registry,
         snapshots,
         workspaces,
+        lines,
+        tokens: tokens.clone(),
         config: config.clone(),
         stopping: stopping.clone(),
         address,
+        answers: Answers::new(host.database.clone(), config.limits.max_body),
         sessions: Count::new(),
     };
     let (users, kept) = (app.registry.clone(), app.workspaces.clone());
@@ -124,10 +146,32 @@ pub async fn serve_until(
         needed
     });
     tokio::spawn(retention);
+    let timeouts = Timeouts {
+        registry: app.registry.clone(),
+        snapshots: app.snapshots.clone(),
+        workspaces: app.workspaces.clone(),
+        tokens: tokens.clone(),
+    };
+    let (ledger, answers) = (app.registry.ledger.clone(), app.answers.clone());
+    tokio::spawn(timeouts.enforce(stopping.clone(), async move || {
+        for pruned in [ledger.prune().await, answers.prune().await] {
+            if let Err(error) = pruned {
+                tracing::warn!(error = error.message, "what is old is not forgotten yet");
+            }
+        }
+    }));
     let connections = Connections { stopping, count: Count::new(), max: config.limits.max_connections };
-    let routers = (api::for_tcp(app.clone(), token), api::for_unix(app.clone()));
-    tokio::spawn(connections.clone().accept(tcp, routers.0));
-    tokio::spawn(connections.clone().accept(unix, routers.1));
+    let gate = Gate {
+        tokens: tokens.clone(),
+        rates: Arc::new(Rates::new(config.limits.rate_limit)),
+        failures: Arc::default(),
+        abroad: !config.bind.ip().is_loopback(),
+        insecure: config.insecure_loopback,
+    };
+    let routers = (api::for_tcp(app.clone(), gate), api::for_unix(app.clone()));
+    let fresh = tokio::spawn(refresh::keep_fresh(tokens, tls.clone()));
+    tokio::spawn(connections.clone().accept(tcp, routers.0, tls));
+    tokio::spawn(connections.clone().accept(unix, routers.1, None));
 
     tracing::info!(%address, socket = %config.socket.display(), data = %config.data_dir.display(), "forkd is ready");
     ready(&Ready { address, socket: config.socket.clone(), token_file: config.token_file.clone() });
@@ -153,18 +197,24 @@ pub async fn serve_until(
     }
     // Whoever waited for a sandbox has just been told that it ended: let that answer out.
     let _ = tokio::time::timeout(Duration::from_secs(1), connections.count.none()).await;
+    fresh.abort();
+    telling.close().await;
     run_dir::close(&config.data_dir, &config.run_dir);
     tracing::info!("stopped");
     Ok(())
 }
 
 fn check(config: &Config) -> Result<()> {
-    if !config.bind.ip().is_loopback() {
+    let (bind, port) = (config.bind, config.bind.port());
+    if !bind.ip().is_loopback() && config.insecure_loopback {
+        let text =
+            format!("refusing to listen on {bind} without a token: --insecure-loopback is for loopback only");
+        return Err(Error::invalid(text));
+    }
+    if !bind.ip().is_loopback() && config.tls.is_none() {
         let text = format!(
-            "refusing to listen on {}: this version serves loopback only; reach it from elsewhere through \
-             an SSH tunnel (ssh -L {port}:127.0.0.1:{port} HOST)",
-            config.bind,
-            port = config.bind.port()
+            "refusing to listen on {bind} without TLS: give --tls-cert and --tls-key; or serve loopback only, and \
+             reach it from elsewhere through an SSH tunnel (ssh -L {port}:127.0.0.1:{port} HOST)"
         );
         return Err(Error::invalid(text));
     }
@@ -197,22 +247,24 @@ fn raise_descriptor_limit() {
 /// Something to accept connections from.
 trait Accept: Send + 'static {
     type Stream: AsyncRead + AsyncWrite + Send + Unpin + 'static;
-    fn next(&self) -> impl Future<Output = std::io::Result<Self::Stream>> + Send;
+    fn next(&self) -> impl Future<Output = std::io::Result<(Self::Stream, Peer)>> + Send;
 }
 
 impl Accept for TcpListener {
     type Stream = TcpStream;
-    async fn next(&self) -> std::io::Result<TcpStream> {
-        let (stream, _) = self.accept().await?;
+    async fn next(&self) -> std::io::Result<(TcpStream, Peer)> {
+        let (stream, address) = self.accept().await?;
         stream.set_nodelay(true)?;
-        Ok(stream)
+        Ok((stream, Peer::Tcp(address)))
     }
 }
 
 impl Accept for UnixListener {
     type Stream = UnixStream;
-    async fn next(&self) -> std::io::Result<UnixStream> {
-        Ok(self.accept().await?.0)
+    async fn next(&self) -> std::io::Result<(UnixStream, Peer)> {
+        let (stream, _) = self.accept().await?;
+        let uid = stream.peer_cred()?.uid();
+        Ok((stream, Peer::Unix { uid }))
     }
 }
 
@@ -226,7 +278,7 @@ struct Connections {
 }
 
 impl Connections {
-    async fn accept<L: Accept>(self, listener: L, router: Router) {
+    async fn accept<L: Accept>(self, listener: L, router: Router, tls: Option<Arc<Tls>>) {
         let mut stopping = self.stopping.clone();
         let room = Arc::new(Semaphore::new(self.max));
         loop {
@@ -236,11 +288,23 @@ impl Connections {
                 () = stopping.asked() => return,
             };
             match accepted {
-                Ok(stream) => {
-                    let (router, stopping, counted) =
+                Ok((stream, peer)) => {
+                    let (router, mut stopping, counted) =
                         (router.clone(), self.stopping.clone(), self.count.enter());
+                    let tls = tls.clone();
                     tokio::spawn(async move {
-                        connection(stream, router, stopping).await;
+                        match tls {
+                            None => connection(stream, peer, router, stopping).await,
+                            Some(tls) => {
+                                let shaken = tokio::select! {
+                                    shaken = tls.shake(stream) => shaken,
+                                    () = stopping.asked() => None,
+                                };
+                                if let Some(stream) = shaken {
+                                    connection(stream, peer, router, stopping).await;
+                                }
+                            }
+                        }
                         drop((room, counted));
                     });
                 }
@@ -253,21 +317,32 @@ impl Connections {
     }
 }
 
-async fn connection<S>(stream: S, router: Router, mut stopping: Stopping)
+/// Serves one connection to its end.
+pub(crate) async fn connection<S>(stream: S, peer: Peer, router: Router, mut stopping: Stopping)
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
+    let hangup = Hangup::default();
+    let router = router.layer(axum::Extension(hangup.clone()));
+    let service = router.map_request(move |mut request: hyper::Request<hyper::body::Incoming>| {
+        request.extensions_mut().insert(peer);
+        request
+    });
     let serving = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEADER_WAIT)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router))
+        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(service))
         .with_upgrades();
     let mut serving = std::pin::pin!(serving);
     let served = tokio::select! {
         served = serving.as_mut() => served,
+        () = hangup.wanted() => return,
         () = stopping.asked() => {
             serving.as_mut().graceful_shutdown();
-            serving.await
+            tokio::select! {
+                served = serving => served,
+                () = hangup.wanted() => return,
+            }
         }
     };
     if let Err(error) = served {

@@ -4,18 +4,23 @@
 //! from making the snapshot. One that is current no more (unloaded, deleted, lost) lives on as long as
 //! its children do: see [`Template`].
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use forkd_protocol::names::{NAME_RULE, is_valid_name};
-use forkd_store::{Snapshot, Store};
+use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
+use forkd_store::{Quota, Snapshot, Store};
 use tokio::sync::{Notify, Semaphore, watch};
+use tracing::Instrument;
 
 use crate::branch::{Branch, Mode, Stage, Wish};
 use crate::error::{Error, Kind, Result};
 use crate::host::{Host, blocking, make_private_dir};
+use crate::identity::{Identity, LOCAL};
 use crate::leftovers::Leftovers;
+use crate::quota::check_snapshots;
+use crate::telling::Telling;
+use crate::telling::events::{About, EventKind};
 use crate::template::{Standing, Template};
 
 /// Savers at a time: more would only wait for each other's disk.
@@ -29,6 +34,8 @@ pub(crate) struct Snapshots {
     /// Where each template has its folder.
     pub(crate) folder: PathBuf,
     entries: Mutex<BTreeMap<String, Arc<Entry>>>,
+    /// By tag, as the database has them. See `ownership`.
+    pub(crate) owners: Arc<Mutex<HashMap<String, String>>>,
     /// Held by branches that are being taken.
     pub(crate) branching: Arc<Semaphore>,
     /// Held by saves.
@@ -41,10 +48,12 @@ pub(crate) struct Snapshots {
 #[derive(Debug)]
 pub(crate) struct Entry {
     pub(crate) tag: String,
+    owner: Mutex<String>,
     state: Mutex<State>,
     current: Mutex<Option<Arc<Template>>>,
     /// Held by whoever starts a template: one at a time.
     starting: tokio::sync::Mutex<()>,
+    telling: Arc<Telling>,
 }
 
 /// Where a snapshot stands.
@@ -69,6 +78,14 @@ pub(crate) enum Work {
 }
 
 impl Work {
+    /// The memory of the guest it is made of.
+    fn mem_mib(&self) -> u64 {
+        match self {
+            Work::Making(making) => making.order.mem_mib,
+            Work::Branch(branch) => branch.guest.mem_size_mib,
+        }
+    }
+
     /// Nobody wants it any more: returns when it is over.
     async fn cancel(&self) {
         match self {
@@ -112,14 +129,36 @@ pub(crate) enum Removal {
     Force,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Entry {
-    fn new(tag: &str, state: State) -> Arc<Self> {
+    fn new(tag: &str, owner: &str, state: State, telling: Arc<Telling>) -> Arc<Self> {
         let (state, current, starting) = (Mutex::new(state), Mutex::default(), Default::default());
-        Arc::new(Entry { tag: tag.to_owned(), state, current, starting })
+        let owner = Mutex::new(owner.to_owned());
+        Arc::new(Entry { tag: tag.to_owned(), owner, state, current, starting, telling })
+    }
+
+    /// Whose it is.
+    pub(crate) fn owner(&self) -> String {
+        lock(&self.owner).clone()
+    }
+
+    /// Makes it somebody's; whose it was.
+    pub(crate) fn set_owner(&self, owner: &str) -> String {
+        std::mem::replace(&mut *lock(&self.owner), owner.to_owned())
+    }
+
+    /// What events say of it: its tag, and the sandbox it is being branched from.
+    fn about(&self) -> About {
+        let sandbox = self.branch().map(|branch| branch.source.clone());
+        let sandbox = sandbox.filter(|source| is_valid_sandbox_id(source));
+        About { snapshot: Some(self.tag.clone()), sandbox, owner: Some(self.owner()), ..About::default() }
+    }
+
+    fn tell(&self, kind: EventKind, about: About) {
+        self.telling.events.emit(kind, about);
     }
 
     pub(crate) fn state(&self) -> State {
@@ -142,16 +181,21 @@ impl Entry {
 
     /// It is on disk.
     pub(crate) fn ready(&self, snapshot: Snapshot) {
+        let about = self.about();
         *lock(&self.state) = State::Ready(Box::new(snapshot));
+        self.tell(EventKind::SnapshotReady, about);
     }
 
     /// It could not be made.
     pub(crate) fn failed(&self, error: Error) {
-        let mut state = lock(&self.state);
-        if let State::Writing(work) = &*state {
+        let why = error.message.clone();
+        {
+            let mut state = lock(&self.state);
+            let State::Writing(work) = &*state else { return };
             let work = Some(work.clone());
             *state = State::Failed { error, work };
         }
+        self.tell(EventKind::SnapshotFailed, About { detail: Some(why), ..self.about() });
     }
 
     /// The branch it is while that is being written, or if that failed.
@@ -193,29 +237,33 @@ impl Snapshots {
     /// The snapshots in the host's data directory, and the templates an earlier daemon left running,
     /// with what they say of their children.
     pub(crate) async fn open(host: Arc<Host>) -> Result<(Arc<Self>, Leftovers)> {
-        let data = host.config.data_dir.clone();
+        let (data, telling) = (host.config.data_dir.clone(), host.telling.clone());
         let folder = host.config.run_dir.join("templates");
         make_private_dir(&folder)
             .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
+        let database = host.database.clone();
         let read = move || {
+            let owners = database.snapshot_owners()?;
             let store = Store::open(&data.join("snapshots"))?;
             let entries = store.list()?.into_iter().map(|(tag, snapshot)| {
                 let state = match snapshot {
                     Ok(snapshot) => State::Ready(Box::new(snapshot)),
                     Err(error) => State::Failed { error: error.into(), work: None },
                 };
-                (tag.clone(), Entry::new(&tag, state))
+                let owner = owners.get(&tag).map_or(LOCAL, String::as_str);
+                (tag.clone(), Entry::new(&tag, owner, state, telling.clone()))
             });
             let entries = entries.collect();
-            Ok((store, entries))
+            Ok((store, entries, owners))
         };
-        let (store, entries) = blocking("reading the snapshots", read).await?;
+        let (store, entries, owners) = blocking("reading the snapshots", read).await?;
         let branching = Arc::new(Semaphore::new(host.config.limits.max_branches));
         let snapshots = Arc::new(Snapshots {
             host,
             store,
             folder,
             entries: Mutex::new(entries),
+            owners: Arc::new(Mutex::new(owners)),
             branching,
             saving: Semaphore::new(SAVERS),
             retain: Notify::new(),
@@ -232,21 +280,22 @@ impl Snapshots {
     pub(crate) fn get(&self, tag: &str) -> Result<Arc<Entry>> {
         check_tag(tag)?;
         let found = lock(&self.entries).get(tag).cloned();
-        found.ok_or_else(|| {
-            let text =
-                format!("there is no snapshot {tag}; `forkd images` lists them, `forkd snapshot` makes one");
-            Error::new(Kind::NotFound, text)
-        })
+        found.ok_or_else(|| no_snapshot(tag))
     }
 
-    /// Takes `tag` for what `work` makes, if it is free.
-    pub(crate) fn reserve(&self, tag: &str, work: Work) -> Result<Arc<Entry>> {
+    /// Takes `tag` for what `work` makes, if it is free and its owner may have another one.
+    pub(crate) fn reserve(&self, tag: &str, work: Work, owner: &str, quota: &Quota) -> Result<Arc<Entry>> {
         check_tag(tag)?;
-        let entry = Entry::new(tag, State::Writing(work));
+        let mem_mib = work.mem_mib();
+        let entry = Entry::new(tag, owner, State::Writing(work), self.host.telling.clone());
         let earlier = {
             let mut entries = lock(&self.entries);
             let taken = entries.get(tag).map(|entry| entry.state());
             let text = match taken {
+                // Nothing else is told of what is somebody else's.
+                Some(_) if entries.get(tag).is_some_and(|entry| entry.owner() != owner) => {
+                    Some(format!("the tag {tag} is taken; choose another"))
+                }
                 None | Some(State::Failed { work: Some(_), .. }) => None,
                 Some(State::Writing(_)) => Some(format!("snapshot {tag} is being made")),
                 Some(_) => Some(format!("snapshot {tag} exists; remove it first, or choose another tag")),
@@ -254,11 +303,14 @@ impl Snapshots {
             if let Some(text) = text {
                 return Err(Error::new(Kind::Conflict, text));
             }
+            let have = entries.values().filter(|it| it.tag != tag && it.owner() == owner).count();
+            check_snapshots(owner, have, mem_mib, quota)?;
             entries.insert(tag.to_owned(), entry.clone())
         };
         if let Some(failed) = earlier {
             failed.forget();
         }
+        entry.tell(EventKind::SnapshotWriting, entry.about());
         Ok(entry)
     }
 
@@ -269,15 +321,23 @@ impl Snapshots {
     }
 
     fn take_out(&self, entry: &Arc<Entry>) {
-        let mut entries = lock(&self.entries);
-        // Somebody else may have removed it and made it again meanwhile.
-        if entries.get(&entry.tag).is_some_and(|now| Arc::ptr_eq(now, entry)) {
-            entries.remove(&entry.tag);
+        let ours = {
+            let mut entries = lock(&self.entries);
+            // Somebody else may have removed it and made it again meanwhile.
+            let ours = entries.get(&entry.tag).is_some_and(|now| Arc::ptr_eq(now, entry));
+            ours && entries.remove(&entry.tag).is_some()
+        };
+        if ours {
+            entry.tell(EventKind::SnapshotRemoved, entry.about());
         }
     }
 
     /// Begins to make a snapshot. The work goes on whether or not anybody waits for it.
-    pub(crate) fn make(self: &Arc<Self>, order: crate::making::Order) -> Result<(Arc<Entry>, Arc<Making>)> {
+    pub(crate) fn make(
+        self: &Arc<Self>,
+        order: crate::making::Order,
+        who: &Identity,
+    ) -> Result<(Arc<Entry>, Arc<Making>)> {
         let making = Arc::new(Making {
             begun_at_unix: crate::guest::unix_nanos() / 1_000_000_000,
             phase: watch::Sender::new(crate::making::Phase::Booting),
@@ -285,14 +345,19 @@ impl Snapshots {
             done: watch::Sender::new(false),
             order,
         });
-        let entry = self.reserve(&making.order.tag, Work::Making(making.clone()))?;
+        let work = Work::Making(making.clone());
+        let entry = self.reserve(&making.order.tag, work, &who.owner, &who.quota)?;
         let (snapshots, made, job) = (self.clone(), entry.clone(), making.clone());
-        tokio::spawn(async move { snapshots.finish(made, job).await });
+        tokio::spawn(async move { snapshots.finish(made, job).await }.in_current_span());
         Ok((entry, making))
     }
 
     async fn finish(&self, entry: Arc<Entry>, making: Arc<Making>) {
-        match crate::making::make(self, &making).await {
+        let made = match self.record_owner(&entry).await {
+            Ok(()) => crate::making::make(self, &making).await,
+            Err(error) => Err(error),
+        };
+        match made {
             Ok((snapshot, template)) => {
                 tracing::info!(tag = entry.tag, "snapshot is ready");
                 entry.set_current(template);
@@ -366,6 +431,7 @@ impl Snapshots {
             Err(error) if error.kind == Kind::NotFound => {}
             Err(error) => return Err(error),
         }
+        self.forget_owner(&entry.tag).await;
         self.take_out(entry);
         entry.forget();
         Ok(())
@@ -448,6 +514,12 @@ impl Snapshots {
     }
 }
 
+/// What is told of a snapshot that is not there, or not for whoever asks.
+pub(crate) fn no_snapshot(tag: &str) -> Error {
+    let text = format!("there is no snapshot {tag}; `forkd images` lists them, `forkd snapshot` makes one");
+    Error::new(Kind::NotFound, text)
+}
+
 fn check_tag(tag: &str) -> Result<()> {
     match is_valid_name(tag) {
         true => Ok(()),
@@ -462,7 +534,7 @@ impl From<forkd_store::Error> for Error {
             Store::Invalid(_) => Kind::Invalid,
             Store::NotFound(_) => Kind::NotFound,
             Store::Exists(_) | Store::Unusable(_) => Kind::Conflict,
-            Store::Io { .. } => Kind::Internal,
+            Store::Io { .. } | Store::Newer(_) | Store::Database { .. } => Kind::Internal,
         };
         Error::new(kind, crate::network::chain(&error))
     }

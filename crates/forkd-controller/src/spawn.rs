@@ -12,9 +12,10 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use forkd_protocol::control::{Channel, FdRef, ForkConfig};
+use forkd_store::Quota;
 use tokio::sync::mpsc;
 
 use crate::boot;
@@ -22,23 +23,31 @@ use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::host::{Host, new_id};
 use crate::keeper::{Birth, Origin};
+use crate::life::{Life, deadline};
 use crate::link;
+use crate::quota::Claim;
 use crate::registry::{Bound, Registry, Seat};
 use crate::sandbox::{Belongings, History, RECORD, Record, Sandbox, Spec};
+use crate::telling::{metrics, trace};
 use crate::template::Template;
 
 /// What is asked for.
 #[derive(Debug)]
 pub(crate) struct Order {
     pub(crate) template: Arc<Template>,
+    /// Whose they will be.
+    pub(crate) owner: String,
+    /// The most the owner may have.
+    pub(crate) quota: Quota,
     pub(crate) n: usize,
     pub(crate) network: bool,
     pub(crate) memory_limit_mib: Option<u64>,
     pub(crate) envs: BTreeMap<String, String>,
     /// The workspace it is to be the sandbox of.
     pub(crate) workspace: Option<String>,
-    /// After this long each is deleted.
+    /// After this long the time of each is over.
     pub(crate) lifetime: Option<Duration>,
+    pub(crate) life: Life,
     /// When the request came.
     pub(crate) arrived: Instant,
 }
@@ -49,23 +58,31 @@ pub(crate) fn spawn(
     registry: &Arc<Registry>,
     order: Order,
 ) -> Result<mpsc::UnboundedReceiver<Result<Bound>>> {
-    let (mut seats, mut reason) = registry.reserve(order.n)?;
+    let refused = |count: usize| {
+        registry.host.telling.metrics.spawns.add(metrics::Outcome::Refused, count as u64);
+    };
+    let mem_mib = order.template.about.guest.mem_size_mib;
+    let claim = Claim { owner: order.owner.clone(), mem_mib };
+    let reserved = registry.reserve(order.n, &claim, &order.quota).inspect_err(|_| refused(order.n));
+    let (mut seats, mut reason) = reserved?;
     if let Err((fitting, error)) = check_threads(order.n, order.template.about.guest.vcpus) {
         seats.truncate(fitting);
         reason = Some(error);
     }
     let missing = order.n - seats.len();
+    refused(missing);
     let reason = match (missing, seats.is_empty()) {
         (0, _) => None,
         (_, true) => return Err(reason.unwrap_or_else(|| Error::host("forking", "no room was reserved"))),
         (_, false) => reason,
     };
     let (give, given) = mpsc::unbounded_channel();
-    let registry = registry.clone();
+    let (registry, span, context) = (registry.clone(), tracing::Span::current(), trace::current());
     tokio::task::spawn_blocking(move || {
+        let _entered = span.entered();
         for seat in seats {
             // Whoever asked may be gone: the rest is not made, and what was made is deleted.
-            if give.send(prepare(&registry, &order, seat)).is_err() {
+            if give.send(trace::carry_blocking(context, || prepare(&registry, &order, seat))).is_err() {
                 return;
             }
         }
@@ -109,6 +126,7 @@ fn prepare(registry: &Arc<Registry>, order: &Order, seat: Seat) -> Result<Bound>
     match conceive(&registry.host, order, id, &folder) {
         Ok((sandbox, birth)) => Ok(registry.add(seat, sandbox, Origin::Fork(birth))),
         Err(error) => {
+            registry.host.telling.metrics.spawns.add(metrics::Outcome::Failed, 1);
             let _ = std::fs::remove_dir_all(&folder);
             Err(error)
         }
@@ -129,6 +147,7 @@ fn conceive(host: &Host, order: &Order, id: String, folder: &Path) -> Result<(Sa
     });
     let Attached { config, fds, control } = tapped.inspect_err(|_| belongings.discard(&id))?;
     let spec = Spec {
+        owner: order.owner.clone(),
         image: guest.image.as_ref().map(|image| image.name.clone()),
         snapshot_tag: Some(template.about.tag.clone()),
         vcpus: guest.vcpus,
@@ -137,7 +156,7 @@ fn conceive(host: &Host, order: &Order, id: String, folder: &Path) -> Result<(Sa
         memory_limit_mib: limit,
         guest: Some(guest.clone()),
     };
-    let sandbox = Sandbox::new(id, spec, folder.to_owned(), belongings, &host.config.timing);
+    let sandbox = Sandbox::new(id, spec, folder.to_owned(), belongings, host);
     record(&sandbox, order).map_err(|error| {
         sandbox.belongings().discard(&sandbox.id);
         Error::host("cannot write down what a sandbox is", error)
@@ -206,21 +225,21 @@ impl Attached {
 
 /// Writes down what the next daemon needs to know. Not synced: it need not outlive the host.
 fn record(sandbox: &Sandbox, order: &Order) -> io::Result<()> {
-    let deadline = order.lifetime.and_then(|lifetime| SystemTime::now().checked_add(lifetime));
     let record = Record {
         template: order.template.id.clone(),
         lineage: order.template.about.lineage,
         cgroup: order.template.about.cgroup.clone(),
         spec: sandbox.spec.clone(),
         created_at_unix: sandbox.created_at_unix(),
-        deadline_unix: deadline
-            .and_then(|at| Some(at.duration_since(SystemTime::UNIX_EPOCH).ok()?.as_secs())),
+        created_nanos: sandbox.created_nanos(),
+        deadline_unix: order.lifetime.map(deadline),
         netns: sandbox.facts().netns,
         python: order.template.about.guest.python,
         generation: 0,
         history: History::default(),
         envs: order.envs.clone(),
         workspace: order.workspace.clone(),
+        life: order.life.clone(),
     };
     std::fs::write(sandbox.folder.join(RECORD), serde_json::to_vec(&record)?)?;
     sandbox.recorded(record);

@@ -17,16 +17,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use forkd_protocol::names::NAME_RULE;
+use forkd_store::Quota;
 use tokio::sync::OwnedMutexGuard;
 
 use crate::branch::{self, Mode, Stage};
 use crate::error::{Error, Kind, Result};
 use crate::guest;
 use crate::host::{blocking, new_id};
+use crate::identity::Identity;
+use crate::life::{Life, SUSPENDED};
 use crate::registry::{Bound, Registry};
-use crate::sandbox::{Phase, Sandbox};
+use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshots::{Removal, Snapshots};
 use crate::spawn::{self, spawn};
+use crate::telling::events::{About, EventKind};
 
 pub(crate) use record::Record;
 use record::{Folder, MAX_NAME, is_valid_workspace};
@@ -74,6 +78,8 @@ pub(crate) struct Order {
     pub(crate) snapshot_tag: String,
     pub(crate) network: bool,
     pub(crate) memory_limit_mib: Option<u64>,
+    /// Whose it will be, and how much they may have.
+    pub(crate) who: Identity,
 }
 
 impl Workspace {
@@ -92,6 +98,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 fn conflict(text: String) -> Error {
     Error::new(Kind::Conflict, text)
+}
+
+fn no_workspace(name: &str) -> Error {
+    let text = format!("there is no workspace {name}; `forkd workspace create {name}` makes one");
+    Error::new(Kind::NotFound, text)
 }
 
 fn now_unix() -> u64 {
@@ -167,10 +178,18 @@ impl Workspaces {
             return Err(Error::invalid(text));
         }
         let found = lock(&self.all).get(name).cloned();
-        found.ok_or_else(|| {
-            let text = format!("there is no workspace {name}; `forkd workspace create {name}` makes one");
-            Error::new(Kind::NotFound, text)
-        })
+        found.ok_or_else(|| no_workspace(name))
+    }
+
+    /// Whether a workspace is theirs; if not, it is none.
+    pub(crate) fn check_owner(&self, name: &str, who: &Identity) -> Result<()> {
+        let workspace = self.get(name)?;
+        let theirs = match workspace.state() {
+            State::Kept(record) => who.owns(&record.owner),
+            // Whose it is stands nowhere that could be trusted.
+            State::Making | State::Broken(_) => who.is_admin(),
+        };
+        if theirs { Ok(()) } else { Err(no_workspace(name)) }
     }
 
     fn record_of(&self, name: &str, workspace: &Workspace) -> Result<Record> {
@@ -242,6 +261,7 @@ impl Workspaces {
                 return Err(conflict(format!("workspace {name} exists; delete it, or choose another name")));
             }
         }
+        self.snapshots.usable(&order.snapshot_tag, &order.who)?;
         let workspace = Workspace::new(State::Making);
         {
             let mut all = lock(&self.all);
@@ -254,18 +274,20 @@ impl Workspaces {
             let record = Record::new(new_id("ws")?, name, &order.snapshot_tag, now_unix());
             let record =
                 Record { network: order.network, memory_limit_mib: order.memory_limit_mib, ..record };
-            self.start(&workspace, record).await
+            let record = Record { owner: order.who.owner.clone(), ..record };
+            self.start(&workspace, record, &order.who).await
         };
         let made = made.await;
-        if made.is_err() {
-            lock(&self.all).remove(name);
+        match &made {
+            Ok((record, _)) => self.tell(EventKind::WorkspaceCreated, record),
+            Err(_) => drop(lock(&self.all).remove(name)),
         }
         made
     }
 
     /// Forks a sandbox for `record` and writes down that it is the workspace's.
-    async fn start(&self, workspace: &Workspace, record: Record) -> Result<(Record, Status)> {
-        let bound = self.fork(&record).await?;
+    async fn start(&self, workspace: &Workspace, record: Record, who: &Identity) -> Result<(Record, Status)> {
+        let bound = self.fork(&record, who).await?;
         let record = Record {
             live_sandbox_id: Some(bound.sandbox().id.clone()),
             last_active_unix: now_unix(),
@@ -278,15 +300,19 @@ impl Workspaces {
         Ok((record, status))
     }
 
-    async fn fork(&self, record: &Record) -> Result<Bound> {
+    async fn fork(&self, record: &Record, who: &Identity) -> Result<Bound> {
         let order = spawn::Order {
-            template: self.snapshots.template(record.tag()).await?,
+            // Somebody else's may have its tag by now.
+            template: self.snapshots.template_for(record.tag(), who).await?,
+            owner: record.owner.clone(),
+            quota: who.quota,
             n: 1,
             network: record.network,
             memory_limit_mib: record.memory_limit_mib,
             envs: BTreeMap::new(),
             workspace: Some(record.name.clone()),
             lifetime: None,
+            life: Life::default(),
             arrived: Instant::now(),
         };
         let forked = spawn(&self.registry, order)?.recv().await;
@@ -297,8 +323,10 @@ impl Workspaces {
 
     /// Puts a workspace away: its sandbox is branched, on disk, and ended. With `diff` what is stored is
     /// what differs from the snapshot the sandbox was forked from.
-    pub(crate) async fn suspend(&self, name: &str, diff: bool) -> Result<(Record, Status)> {
+    pub(crate) async fn suspend(&self, name: &str, diff: bool, who: &Identity) -> Result<(Record, Status)> {
         let (workspace, _turn) = self.take_turn(name).await?;
+        // Only now it is known which one it is.
+        self.check_owner(name, who)?;
         let record = self.usable(name, &workspace)?;
         let Some(sandbox) = self.live(&record) else {
             let text = match self.status(&record) {
@@ -315,7 +343,11 @@ impl Workspaces {
         begun.retired.push(tag.clone());
         self.keep(&workspace, begun.clone()).await?;
         let mode = if diff { Mode::Diff } else { Mode::Full };
-        if let Err(error) = self.save(&sandbox, &tag, mode).await {
+        let mut quota = who.quota;
+        // The state it has goes when it has another.
+        let replaced = u64::from(record.current_state_tag.is_some());
+        quota.max_snapshots = quota.max_snapshots.map(|max| max.saturating_add(replaced));
+        if let Err(error) = self.save(&sandbox, &tag, mode, quota).await {
             self.sweep_retired(name, &workspace).await;
             return Err(error);
         }
@@ -327,8 +359,10 @@ impl Workspaces {
         };
         suspended.retired.retain(|retired| *retired != tag);
         suspended.retired.extend(record.current_state_tag);
-        self.keep(&workspace, suspended).await?;
-        let _ = self.registry.delete(&sandbox.id);
+        self.keep(&workspace, suspended.clone()).await?;
+        self.tell(EventKind::WorkspaceSuspended, &suspended);
+        let why = format!("workspace {name} was suspended; `forkd workspace resume {name}` goes on");
+        self.registry.end(&sandbox, End::new(SUSPENDED, why, String::new()));
         self.sweep_retired(name, &workspace).await;
         self.show(name)
     }
@@ -349,22 +383,24 @@ impl Workspaces {
     }
 
     /// Branches `sandbox` and returns when the branch is on disk.
-    async fn save(&self, sandbox: &Arc<Sandbox>, tag: &str, mode: Mode) -> Result<()> {
-        let order = branch::Order { tag: Some(tag.to_owned()), mode, wait: true, parent_tag: None };
+    async fn save(&self, sandbox: &Arc<Sandbox>, tag: &str, mode: Mode, quota: Quota) -> Result<()> {
+        let order = branch::Order { tag: Some(tag.to_owned()), mode, wait: true, parent_tag: None, quota };
         let (_, branch) = self.snapshots.branch(sandbox, order)?;
         branch.reached(Stage::Done).await
     }
 
     /// Takes a workspace out again: a sandbox is forked from its last state.
-    pub(crate) async fn resume(&self, name: &str) -> Result<(Record, Status)> {
+    pub(crate) async fn resume(&self, name: &str, who: &Identity) -> Result<(Record, Status)> {
         let (workspace, _turn) = self.take_turn(name).await?;
+        self.check_owner(name, who)?;
         let record = self.usable(name, &workspace)?;
         if let Some(sandbox) = self.live(&record) {
             let text = format!("workspace {name} is running already, in sandbox {}", sandbox.id);
             return Err(Error::invalid(text));
         }
         let lost = record.live_sandbox_id.clone();
-        let resumed = self.start(&workspace, record).await?;
+        let resumed = self.start(&workspace, record, who).await?;
+        self.tell(EventKind::WorkspaceResumed, &resumed.0);
         // What is left of the one that ended by itself.
         if let Some(lost) = lost {
             let _ = self.registry.delete(&lost);
@@ -376,7 +412,9 @@ impl Workspaces {
     /// Ends a workspace's sandbox and removes its states. Snapshots that were built on them are not touched.
     pub(crate) async fn delete(&self, name: &str) -> Result<()> {
         let (workspace, _turn) = self.take_turn(name).await?;
+        let mut owner = None;
         if let State::Kept(record) = workspace.state() {
+            owner = Some(record.owner.clone());
             // First of all: the next daemon finishes what we do not.
             let record = Record { deleted: true, ..record };
             self.keep(&workspace, record.clone()).await?;
@@ -395,7 +433,20 @@ impl Workspaces {
         })
         .await?;
         lock(&self.all).remove(name);
+        let about = About { workspace: Some(name.to_owned()), owner, ..About::default() };
+        self.registry.host.telling.events.emit(EventKind::WorkspaceRemoved, about);
         Ok(())
+    }
+
+    fn tell(&self, kind: EventKind, record: &Record) {
+        let about = About {
+            workspace: Some(record.name.clone()),
+            sandbox: record.live_sandbox_id.clone(),
+            snapshot: Some(record.tag().to_owned()),
+            owner: Some(record.owner.clone()),
+            ..About::default()
+        };
+        self.registry.host.telling.events.emit(kind, about);
     }
 
     /// The right to change it, for as long as what is returned lives.

@@ -7,6 +7,7 @@
 mod asked;
 mod daemon;
 
+use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
 use asked::{children_of, id, route};
@@ -230,4 +231,62 @@ fn a_daemon_killed_in_a_rollback_leaves_the_old_the_new_or_an_ended_sandbox() {
     assert_eq!(daemon.list().len(), 1);
     daemon.delete_all();
     eventually("empty folders", || daemon.left("sandboxes") == 0);
+}
+
+/// What a sandbox's port of loopback answers.
+fn say(target: &str, bytes: &str) -> Value {
+    let mut stream = std::net::TcpStream::connect(target).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    stream.write_all(bytes.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    serde_json::from_str(&answer).unwrap()
+}
+
+#[test]
+fn a_line_port_is_opened_when_asked_for_and_stays_through_rollback_and_restart_until_the_end() {
+    let Some(mut daemon) = Daemon::spelling() else { return };
+    daemon.snapshot("tiny", "kernel");
+    // Without being asked for there is none, only the address in the sandbox's own network.
+    let plain = daemon.spawn("tiny", 1).remove(0);
+    assert_eq!(plain["guest_addr"], "10.42.0.2:8888");
+    let body = json!({"snapshot_tag": "tiny", "line_port": true});
+    let child = daemon.done(201, "POST", "/v1/sandboxes", Some(body))[0].clone();
+    let target = child["guest_addr"].as_str().unwrap().to_owned();
+    assert!(target.starts_with("127.0.0.1:"), "{target}");
+
+    // A bare kernel has no agent that could answer; that is what a line is told, and HTTP is refused.
+    let no_agent = |target: &str| {
+        let answer = say(target, "{\"action\": \"ping\"}\n");
+        assert!(answer["error"].as_str().unwrap().contains("bare kernel"), "{answer}");
+        assert_eq!(answer["exit_code"], 1);
+    };
+    no_agent(&target);
+    let post = say(&target, "POST / HTTP/1.1\r\nContent-Length: 19\r\n\r\n{\"action\": \"ping\"}\n");
+    assert!(post["error"].as_str().unwrap().contains("not HTTP"), "{post}");
+
+    // The same over HTTP, where it is meant to be.
+    let (status, over_http) = daemon.request("POST", &route(&child, "line"), Some(json!({"action": "ping"})));
+    assert_eq!(status, 200);
+    assert!(over_http["error"].as_str().unwrap().contains("bare kernel"), "{over_http}");
+    daemon.refused(404, "no sandbox", "POST", "/v1/sandboxes/sb0/line", Some(json!({"action": "ping"})));
+
+    // Asked for later, as often as one likes.
+    let opened = daemon.done(200, "PUT", &route(&plain, "line-port"), None);
+    assert_eq!(daemon.done(200, "PUT", &route(&plain, "line-port"), None), opened);
+    assert_eq!(daemon.sandbox(&id(&plain))["guest_addr"], opened["target"]);
+    no_agent(opened["target"].as_str().unwrap());
+    daemon.done(204, "DELETE", &route(&plain, "line-port"), None);
+    eventually("its port to close", || {
+        std::net::TcpStream::connect(opened["target"].as_str().unwrap()).is_err()
+    });
+    assert_eq!(daemon.sandbox(&id(&plain))["guest_addr"], "10.42.0.2:8888");
+
+    daemon.done(200, "POST", &route(&child, "rollback"), Some(json!({"to": "tiny"})));
+    no_agent(&target);
+    daemon.restart();
+    assert_eq!(daemon.sandbox(&id(&child))["guest_addr"], target);
+    no_agent(&target);
+    daemon.done(204, "DELETE", &format!("/v1/sandboxes/{}", id(&child)), None);
+    eventually("its port to close", || std::net::TcpStream::connect(&target).is_err());
 }

@@ -5,7 +5,10 @@
 //! limit, every answer a size limit, and whatever comes back instead of an answer is an error.
 //! Every call opens its own connection, except where order matters ([`Input`]).
 
+mod files;
 mod wire;
+
+pub use files::{Download, Upload};
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -61,6 +64,9 @@ pub enum Error {
     /// The agent answered, with an error of its own.
     #[error("{0}")]
     Refused(#[from] forkd_protocol::connect::Error),
+    /// The guest's disk has no room for that.
+    #[error("the guest's disk is full: {0}")]
+    DiskFull(String),
     /// What came back is not what an agent says.
     #[error("the agent does not speak its protocol: {0}")]
     Protocol(String),
@@ -185,6 +191,14 @@ impl Agent {
     pub async fn signal(&self, pid: u32, signal: &str) -> Result<()> {
         let signal = format!("SIGNAL_{signal}");
         let request = SendSignalRequest { process: by_pid(pid), signal };
+        let _: Empty = self.unary("/process.Process/SendSignal", &request, self.patience).await?;
+        Ok(())
+    }
+
+    /// Sends a signal to the process that was started with this tag.
+    pub async fn signal_tagged(&self, tag: &str, signal: &str) -> Result<()> {
+        let process = ProcessSelector { pid: None, tag: Some(tag.to_owned()) };
+        let request = SendSignalRequest { process, signal: format!("SIGNAL_{signal}") };
         let _: Empty = self.unary("/process.Process/SendSignal", &request, self.patience).await?;
         Ok(())
     }

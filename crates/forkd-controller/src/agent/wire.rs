@@ -5,12 +5,13 @@ use std::io;
 use bytes::Bytes;
 use forkd_protocol::agent::TOKEN_HEADER;
 use forkd_protocol::connect::{self, STREAM_TYPE, UNARY_TYPE};
+use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use hyper::body::Incoming;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper::header::{CONTENT_TYPE, HOST};
 use hyper::http::request;
-use hyper::{Method, Request, Response};
+use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use serde::Serialize;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
@@ -26,19 +27,31 @@ const MAX_ERROR: usize = 64 << 10;
 /// The longest honest answer to `CONNECT` is `OK 4294967295\n`.
 const MAX_OK_LINE: usize = 32;
 
+/// What a request carries: bytes that are there, or that come.
+pub(super) type Outbound = UnsyncBoxBody<Bytes, io::Error>;
+
 /// A request to an agent.
 #[derive(Debug)]
 pub(super) struct Call {
     builder: request::Builder,
-    body: Bytes,
+    body: Outbound,
+}
+
+fn there(bytes: Bytes) -> Outbound {
+    Full::new(bytes).map_err(|never| match never {}).boxed_unsync()
 }
 
 impl Call {
     pub(super) fn get(uri: &str) -> Self {
-        Call { builder: Request::builder().method(Method::GET).uri(uri), body: Bytes::new() }
+        Call { builder: Request::builder().method(Method::GET).uri(uri), body: there(Bytes::new()) }
     }
 
     pub(super) fn post(uri: &str, content_type: &str, body: Bytes) -> Self {
+        Call::send_body(uri, content_type, there(body))
+    }
+
+    /// With a body that comes while it is sent.
+    pub(super) fn send_body(uri: &str, content_type: &str, body: Outbound) -> Self {
         let builder = Request::builder().method(Method::POST).uri(uri).header(CONTENT_TYPE, content_type);
         Call { builder, body }
     }
@@ -61,7 +74,7 @@ impl Call {
 /// A connection. Dropping it closes the socket, whatever the peer does.
 #[derive(Debug)]
 pub(super) struct Connection {
-    sender: SendRequest<Full<Bytes>>,
+    sender: SendRequest<Outbound>,
     driver: JoinHandle<()>,
     token: Option<String>,
 }
@@ -117,12 +130,13 @@ impl Connection {
         Ok(response.into_body())
     }
 
-    async fn send(&mut self, call: Call) -> Result<Response<Incoming>> {
+    /// A request and the head of its answer, which is no error.
+    pub(super) async fn send(&mut self, call: Call) -> Result<Response<Incoming>> {
         let mut builder = call.builder.header(HOST, "agent");
         if let Some(token) = &self.token {
             builder = builder.header(TOKEN_HEADER, token);
         }
-        let request = builder.body(Full::new(call.body)).map_err(|error| {
+        let request = builder.body(call.body).map_err(|error| {
             Error::Refused(connect::Error::new(connect::Code::InvalidArgument, error.to_string()))
         })?;
         self.sender.ready().await.map_err(|error| self.broken(&error))?;
@@ -134,7 +148,7 @@ impl Connection {
         let body = self.collect(response.into_body(), MAX_ERROR).await?;
         match serde_json::from_slice::<connect::Error>(&body) {
             Ok(error) => Err(error.into()),
-            Err(_) => Err(Error::Protocol(format!("status {status} without a reason"))),
+            Err(_) => Err(plain_refusal(status, &body)),
         }
     }
 
@@ -159,6 +173,27 @@ impl Connection {
             false => Error::Unreachable(format!("{error}{cause}")),
         }
     }
+}
+
+/// What an error is that is no Connect error: that of a plain HTTP call, which has a status and words.
+fn plain_refusal(status: StatusCode, body: &[u8]) -> Error {
+    #[derive(serde::Deserialize)]
+    struct Plain {
+        message: String,
+    }
+    let Ok(Plain { message }) = serde_json::from_slice(body) else {
+        return Error::Protocol(format!("status {status} without a reason"));
+    };
+    let code = match status.as_u16() {
+        400 | 415 => connect::Code::InvalidArgument,
+        401 => connect::Code::Unauthenticated,
+        403 => connect::Code::PermissionDenied,
+        404 => connect::Code::NotFound,
+        409 => connect::Code::FailedPrecondition,
+        507 => return Error::DiskFull(message),
+        _ => connect::Code::Internal,
+    };
+    connect::Error::new(code, message).into()
 }
 
 /// Asks the monitor for a connection to the guest's `port`.

@@ -1,15 +1,18 @@
 //! Branching sandboxes.
 
-use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
+
+use forkd_store::Quota;
 
 use super::extract::{Id, OptionalBody};
 use super::snapshot_types::{BranchRequest, SnapshotInfo};
 use super::{App, snapshots};
 use crate::branch::{Mode, Order, Stage};
 use crate::error::{Error, ErrorBody, Result};
+use crate::identity::Identity;
 
 /// Branches a running sandbox: it goes on, and children can be forked from the branch at once. Answers when
 /// it is on disk, or, with `live` and `wait: false`, as soon as the sandbox runs again. The work goes on
@@ -21,17 +24,20 @@ use crate::error::{Error, ErrorBody, Result};
         (status = 202, body = SnapshotInfo, description = "It is being written, and can be used"),
         (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
         (status = 409, body = ErrorBody, description = "The tag exists, or the sandbox does not run"),
+        (status = 429, body = ErrorBody, description = "The owner may not have as many snapshots"),
         (status = 500, body = ErrorBody, description = "It could not be stored, and is gone"),
         (status = 503, body = ErrorBody, description = "Too many branches are being taken"),
     ),
 )]
 pub(super) async fn branch(
     State(app): State<App>,
+    Extension(who): Extension<Identity>,
     Id(id): Id,
     OptionalBody(request): OptionalBody<BranchRequest>,
 ) -> Result<Response> {
     let sandbox = app.registry.get(&id)?;
-    let order = order(request)?;
+    let _in_use = sandbox.in_use();
+    let order = Order { quota: who.quota, ..order(request)? };
     let wait = order.wait;
     let (entry, branch) = app.snapshots.branch(&sandbox, order)?;
     branch.reached(if wait { Stage::Done } else { Stage::Saving }).await?;
@@ -62,7 +68,7 @@ fn order(request: BranchRequest) -> Result<Order> {
     if request.parent_tag.is_some() && mode != Mode::Diff {
         return Err(Error::invalid("parent_tag is for `diff` only"));
     }
-    Ok(Order { tag: request.tag, mode, wait, parent_tag: request.parent_tag })
+    Ok(Order { tag: request.tag, mode, wait, parent_tag: request.parent_tag, quota: Quota::default() })
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Pausing sandboxes, letting them go on, and taking them back.
 
-use axum::Json;
 use axum::extract::State;
+use axum::{Extension, Json};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -11,6 +11,7 @@ use super::sandboxes::info;
 use super::types::SandboxInfo;
 use crate::command::Command;
 use crate::error::{Error, ErrorBody, Kind, Result};
+use crate::identity::Identity;
 use crate::rollback::roll_back;
 use crate::sandbox::{Phase, Sandbox};
 
@@ -35,10 +36,12 @@ pub struct RollbackRequest {
 )]
 pub(super) async fn pause(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<SandboxInfo>> {
     let sandbox = app.registry.get(&id)?;
-    let _turn = sandbox.take_turn(&app.config.timing).await?;
+    let _turn = sandbox.take_turn().await?;
     if !matches!(awake(&sandbox)?, Phase::Paused) {
         sandbox.ask(Command::Pause).await?;
     }
+    // Whoever pauses it means it: it does not go on by itself.
+    sandbox.forget_pause();
     Ok(Json(info(&sandbox)))
 }
 
@@ -53,9 +56,9 @@ pub(super) async fn pause(State(app): State<App>, Id(id): Id, _: Ignored) -> Res
 )]
 pub(super) async fn resume(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<SandboxInfo>> {
     let sandbox = app.registry.get(&id)?;
-    let _turn = sandbox.take_turn(&app.config.timing).await?;
+    let _turn = sandbox.take_turn().await?;
     if matches!(awake(&sandbox)?, Phase::Paused) {
-        sandbox.ask(Command::Resume).await?;
+        sandbox.go_on().await?;
     }
     Ok(Json(info(&sandbox)))
 }
@@ -81,18 +84,20 @@ fn awake(sandbox: &Sandbox) -> Result<Phase> {
         (status = 200, body = SandboxInfo, description = "It runs"),
         (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
         (status = 409, body = ErrorBody, description = "The snapshot cannot be used, or the sandbox is starting"),
+        (status = 429, body = ErrorBody, description = "It would have more memory than its owner may have"),
         (status = 502, body = ErrorBody, description = "It did not go on, and has ended"),
     ),
 )]
 pub(super) async fn rollback(
     State(app): State<App>,
+    Extension(who): Extension<Identity>,
     Id(id): Id,
     OptionalBody(request): OptionalBody<RollbackRequest>,
 ) -> Result<Json<SandboxInfo>> {
     // In a task of its own: half-way there is no stopping, whether or not the client waits.
     let (registry, snapshots) = (app.registry.clone(), app.snapshots.clone());
     let taken =
-        tokio::spawn(async move { roll_back(&registry, &snapshots, &id, request.to.as_deref()).await });
+        tokio::spawn(async move { roll_back(&registry, &snapshots, &id, request.to.as_deref(), &who).await });
     let sandbox = taken.await.unwrap_or_else(|error| Err(Error::host("rolling back", error)))?;
     Ok(Json(info(&sandbox)))
 }

@@ -12,8 +12,10 @@ use super::extract::{Body, Id};
 use super::types::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 use crate::agent::{self, Agent, Process, StartOptions};
 use crate::companion::Companion;
+use crate::config::Config;
 use crate::error::{Error, ErrorBody, Result};
 use crate::frames::MAX_CHUNK;
+use crate::sandbox::Sandbox;
 
 /// Exit status of a command whose time ran out, as `timeout(1)` has it.
 pub(crate) const TIMED_OUT: i32 = 124;
@@ -37,17 +39,29 @@ pub(super) async fn exec(
     Body(request): Body<ExecRequest>,
 ) -> Result<Json<ExecReply>> {
     let limit = check_timeout(request.timeout_secs)?;
-    let start = start_request(request.args, request.env, request.cwd, request.stdin.is_some())?;
+    check_args(&request.args)?;
     let sandbox = app.registry.get(&id)?;
+    Ok(Json(run_to_end(&sandbox, &app.config, request, limit).await?))
+}
+
+/// Runs a command within `limit`, which counts instead of the request's.
+pub(crate) async fn run_to_end(
+    sandbox: &Sandbox,
+    config: &Config,
+    request: ExecRequest,
+    limit: Duration,
+) -> Result<ExecReply> {
+    let start = start_request(request.args, request.env, request.cwd, request.stdin.is_some())?;
     sandbox.ready().await?;
     let options = StartOptions { user: request.user, timeout: Some(limit) };
-    let mut collected = Collected::new(app.config.limits.max_output);
+    let mut counted = sandbox.telling.metrics.exec();
+    let mut collected = Collected::new(config.limits.max_output);
     let run = async {
         let process = sandbox.agent.start(&start, &options).await?;
         collect(&sandbox.agent, process, request.stdin, &mut collected).await
     };
     // The agent is the one to kill it, and needs its time to say so.
-    let patience = limit.saturating_add(app.config.timing.call);
+    let patience = limit.saturating_add(config.timing.call);
     let ran = sandbox.with_agent(async {
         match tokio::time::timeout(patience, run).await {
             Ok(Err(error)) => unfinished(error).map(Finish::Unfinished),
@@ -56,7 +70,9 @@ pub(super) async fn exec(
         }
     });
     let finish = ran.await?;
-    Ok(Json(collected.reply(finish, limit)))
+    let reply = collected.reply(finish, limit);
+    counted.came_out(reply.exit_code, reply.timed_out);
+    Ok(reply)
 }
 
 /// Evaluates Python in the sandbox's warmed interpreter.
@@ -77,7 +93,13 @@ pub(super) async fn eval(
 ) -> Result<Json<EvalReply>> {
     let limit = check_timeout(request.timeout_secs)?;
     let sandbox = app.registry.get(&id)?;
+    Ok(Json(evaluate(&sandbox, request, limit).await?))
+}
+
+/// Evaluates within `limit`, which counts instead of the request's.
+pub(crate) async fn evaluate(sandbox: &Sandbox, request: EvalRequest, limit: Duration) -> Result<EvalReply> {
     sandbox.ready().await?;
+    let mut counted = sandbox.telling.metrics.exec();
     let code = wire::EvalRequest { code: request.code };
     let evaluated = sandbox.with_agent(async {
         match sandbox.agent.eval(&code, limit).await {
@@ -85,7 +107,7 @@ pub(super) async fn eval(
             other => other.map(Some),
         }
     });
-    Ok(Json(match evaluated.await? {
+    let reply = match evaluated.await? {
         Some(answer) => EvalReply {
             exit_code: i32::from(answer.error.is_some()),
             result: answer.result,
@@ -96,7 +118,9 @@ pub(super) async fn eval(
             result_json: answer.result_json,
         },
         None => EvalReply { error: Some(ran_out(limit)), exit_code: TIMED_OUT, ..EvalReply::default() },
-    }))
+    };
+    counted.came_out(reply.exit_code, reply.exit_code == TIMED_OUT);
+    Ok(reply)
 }
 
 /// A time limit as a request gave it.
@@ -107,6 +131,13 @@ pub(crate) fn check_timeout(secs: u64) -> Result<Duration> {
     }
 }
 
+fn check_args(args: &[String]) -> Result<()> {
+    match args.first() {
+        Some(cmd) if !cmd.is_empty() => Ok(()),
+        _ => Err(Error::invalid("args is empty; its first element is the program")),
+    }
+}
+
 /// What the agent is asked for a command.
 pub(crate) fn start_request(
     args: Vec<String>,
@@ -114,9 +145,9 @@ pub(crate) fn start_request(
     cwd: Option<String>,
     stdin: bool,
 ) -> Result<StartRequest> {
+    check_args(&args)?;
     let mut args = args.into_iter();
-    let cmd = args.next().filter(|cmd| !cmd.is_empty());
-    let cmd = cmd.ok_or_else(|| Error::invalid("args is empty; its first element is the program"))?;
+    let cmd = args.next().unwrap_or_default();
     let process = ProcessConfig { cmd, args: args.collect(), envs, cwd };
     Ok(StartRequest { process, stdin: Some(stdin), ..StartRequest::default() })
 }
@@ -194,7 +225,7 @@ async fn feed(agent: Agent, pid: u32, stdin: String) {
 }
 
 fn ran_out(limit: Duration) -> String {
-    format!("its time ran out: it was stopped after {} s; give it a longer timeout_secs", limit.as_secs())
+    format!("its time ran out: it was stopped after {} s; give it a longer timeout_secs", limit.as_secs_f64())
 }
 
 /// Output, up to a limit.

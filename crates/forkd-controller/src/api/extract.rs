@@ -1,14 +1,27 @@
 //! Taking requests apart, with every refusal in the shape all errors have.
 
+use std::time::Duration;
+
 use axum::Json;
 use axum::body::Bytes;
 use axum::extract::rejection::JsonRejection;
 use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
-use axum::http::header;
 use axum::http::request::Parts;
+use axum::http::{StatusCode, header};
 use serde::de::DeserializeOwned;
 
 use crate::error::{Error, Kind};
+
+/// A client must have sent its body by then: these are small.
+const BODY_WAIT: Duration = Duration::from_secs(30);
+
+/// What was read, or that it took too long.
+async fn in_time<T>(read: impl Future<Output = T>) -> Result<T, Error> {
+    tokio::time::timeout(BODY_WAIT, read).await.map_err(|_| {
+        let text = format!("the request's body did not come within {} s", BODY_WAIT.as_secs());
+        Error::new(Kind::Http(StatusCode::REQUEST_TIMEOUT), text)
+    })
+}
 
 /// A JSON body.
 #[derive(Debug)]
@@ -18,7 +31,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
     type Rejection = Error;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Error> {
-        match Json::from_request(request, state).await {
+        match in_time(Json::from_request(request, state)).await? {
             Ok(Json(value)) => Ok(Body(value)),
             Err(rejection) => {
                 let kind = match &rejection {
@@ -57,7 +70,7 @@ impl<S: Send + Sync> FromRequest<S> for Ignored {
     type Rejection = Error;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Error> {
-        match Bytes::from_request(request, state).await {
+        match in_time(Bytes::from_request(request, state)).await? {
             Ok(_) => Ok(Ignored),
             Err(rejection) => Err(Error::new(Kind::Http(rejection.status()), rejection.body_text())),
         }

@@ -1,50 +1,66 @@
 //! The REST API: routes, middleware, and the document that describes them.
 
+pub(crate) mod answers;
 mod branch;
+mod console;
 mod control;
+mod events;
 pub(crate) mod exec;
-mod extract;
+pub(crate) mod extract;
+mod files;
+mod life;
+mod line;
+mod metrics;
+mod pages;
+pub(crate) mod requests;
 mod sandboxes;
 mod snapshot_types;
 mod snapshots;
+mod tokens;
 mod tree;
 mod types;
 mod workspaces;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
 
-use axum::extract::{DefaultBodyLimit, Request, State};
-use axum::http::{HeaderValue, StatusCode};
-use axum::middleware::{self, Next};
+use axum::extract::{DefaultBodyLimit, State};
+use axum::http::StatusCode;
+use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
-use tracing::Instrument;
 use utoipa::OpenApi;
+use utoipa::openapi::{Content, Ref, ResponseBuilder};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::auth::{self, Token};
+use self::answers::Answers;
+use crate::access;
+use crate::auth::{self, Gate};
 use crate::config::Config;
 use crate::count::Count;
 use crate::error::{Error, ErrorBody, Kind};
-use crate::frames::{ClientMessage, RunRequest, ServerEvent};
+use crate::frames::{ClientMessage, ExecStreamRequest, RunRequest, ServerEvent};
+use crate::line::ports::Ports;
 use crate::registry::Registry;
-use crate::run;
+use crate::session;
 use crate::snapshots::Snapshots;
 use crate::stopping::Stopping;
+use crate::tokens::Tokens;
 use crate::workspaces::Workspaces;
 
 pub use crate::tree::{Tree, TreeHow, TreeKind, TreeNode};
 pub use control::RollbackRequest;
+pub use files::{FileInfo, FileKind, FileList, FileWritten};
+pub use life::{GoneInfo, UpdateRequest};
+pub use line::LinePort;
 pub use snapshot_types::{
-    BranchRequest, CompactRequest, LayerInfo, Progress, SnapshotInfo, SnapshotInfoDetail, SnapshotPhase,
-    SnapshotRequest, SnapshotStatus, TemplateInfo,
+    BranchRequest, CompactRequest, LayerInfo, OwnerRequest, Progress, SnapshotInfo, SnapshotInfoDetail,
+    SnapshotPhase, SnapshotRequest, SnapshotStatus, TemplateInfo,
 };
+pub use tokens::{NewToken, TokenInfo, TokenRequest, TokenScope};
 pub use types::{
-    CreateRequest, EvalReply, EvalRequest, ExecReply, ExecRequest, Health, PingReply, SandboxInfo,
+    CreateRequest, EvalReply, EvalRequest, ExecReply, ExecRequest, Health, PauseInfo, PingReply, SandboxInfo,
     SandboxState, SpawnError, SpawnReply, Stats, VersionInfo,
 };
 pub use workspaces::{SuspendRequest, WorkspaceInfo, WorkspaceRequest, WorkspaceStatus};
@@ -55,11 +71,15 @@ pub(crate) struct App {
     pub(crate) registry: Arc<Registry>,
     pub(crate) snapshots: Arc<Snapshots>,
     pub(crate) workspaces: Arc<Workspaces>,
+    pub(crate) lines: Arc<Ports>,
+    pub(crate) tokens: Arc<Tokens>,
     pub(crate) config: Arc<Config>,
     /// Becomes true when the daemon is asked to stop.
     pub(crate) stopping: Stopping,
     /// Where TCP clients are served.
     pub(crate) address: SocketAddr,
+    /// What was answered to requests with an idempotency key.
+    pub(crate) answers: Answers,
     /// `forkd run`s under way.
     pub(crate) sessions: Count,
 }
@@ -70,10 +90,20 @@ pub(crate) struct App {
         title = "forkd",
         description = "Sandboxes that are KVM virtual machines. Every error's body is an object with one \
                        string, `error`. Over TCP every request but `/healthz` carries `Authorization: Bearer \
-                       TOKEN`; over the unix socket none is needed.",
+                       TOKEN`; over the unix socket none is needed. Every POST may carry an \
+                       `Idempotency-Key` of 1 to 255 visible characters: the same request with the same key is \
+                       done once, and answered again as the first time (`Idempotent-Replayed: true`).",
         license(name = "Apache-2.0", identifier = "Apache-2.0"),
     ),
-    components(schemas(ErrorBody, SpawnReply, RunRequest, ServerEvent, ClientMessage))
+    components(schemas(
+        ErrorBody,
+        SpawnReply,
+        RunRequest,
+        ExecStreamRequest,
+        ServerEvent,
+        ClientMessage,
+        GoneInfo
+    ))
 )]
 struct Document;
 
@@ -81,9 +111,11 @@ fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::with_openapi(Document::openapi())
         .routes(routes!(health))
         .routes(routes!(version))
+        .routes(routes!(metrics::metrics))
+        .routes(routes!(events::events))
         .routes(routes!(sandboxes::list, sandboxes::create))
-        .routes(routes!(sandboxes::get, sandboxes::delete))
-        .routes(routes!(sandboxes::console))
+        .routes(routes!(sandboxes::get, sandboxes::update, sandboxes::delete))
+        .routes(routes!(console::console))
         .routes(routes!(sandboxes::stats))
         .routes(routes!(sandboxes::ping))
         .routes(routes!(control::pause))
@@ -91,6 +123,14 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(control::rollback))
         .routes(routes!(exec::exec))
         .routes(routes!(exec::eval))
+        .routes(routes!(session::exec::exec_stream))
+        .routes(routes!(files::download, files::upload, files::remove))
+        .routes(routes!(files::list))
+        .routes(routes!(files::stat))
+        .routes(routes!(files::mkdir))
+        .routes(routes!(files::rename))
+        .routes(routes!(line::line))
+        .routes(routes!(line::open_port, line::close_port))
         .routes(routes!(snapshots::list, snapshots::create))
         .routes(routes!(snapshots::get, snapshots::delete))
         .routes(routes!(snapshots::unload))
@@ -102,62 +142,66 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(workspaces::suspend))
         .routes(routes!(workspaces::resume))
         .routes(routes!(tree::tree))
-        .routes(routes!(run::run))
+        .routes(routes!(snapshots::give))
+        .routes(routes!(tokens::list, tokens::add))
+        .routes(routes!(tokens::remove))
+        .routes(routes!(tokens::rotate))
+        .routes(routes!(session::run::run))
+}
+
+/// The routes and the document that describes them. Whatever else is wrong with a request, the answer is an
+/// error: that is said once for all of them.
+fn documented() -> (Router<App>, utoipa::openapi::OpenApi) {
+    let (router, mut document) = routes().split_for_parts();
+    let content = Content::new(Some(Ref::from_schema_name("ErrorBody")));
+    let error = ResponseBuilder::new()
+        .description("Any other status is an error, and says what is wrong")
+        .content("application/json", content)
+        .build();
+    for path in document.paths.paths.values_mut() {
+        let methods = [&mut path.get, &mut path.put, &mut path.post, &mut path.delete, &mut path.patch];
+        for operation in methods.into_iter().flatten() {
+            operation.responses.responses.insert("default".into(), error.clone().into());
+        }
+    }
+    (router, document)
 }
 
 /// The OpenAPI document of this version, as committed in `docs/openapi.json`.
 pub fn openapi() -> String {
-    let (_, document) = routes().split_for_parts();
+    let (_, document) = documented();
     // Plain data: it always serialises.
     document.to_pretty_json().unwrap_or_default() + "\n"
 }
 
-/// The API for clients that must show `token`.
-pub(crate) fn for_tcp(app: App, token: Token) -> Router {
-    identified(served(app).layer(middleware::from_fn_with_state(token, auth::check)))
+/// The API for clients that `gate` lets in.
+pub(crate) fn for_tcp(app: App, gate: Gate) -> Router {
+    let telling = app.registry.host.telling.clone();
+    requests::watched(served(app).layer(middleware::from_fn_with_state(gate, auth::check)), telling)
 }
 
 /// The API for clients that the socket's permissions let in.
 pub(crate) fn for_unix(app: App) -> Router {
-    identified(served(app))
+    let telling = app.registry.host.telling.clone();
+    requests::watched(served(app).layer(middleware::from_fn(auth::let_in)), telling)
 }
 
 fn served(app: App) -> Router {
-    let (router, document) = routes().split_for_parts();
+    let (router, document) = documented();
     let document = Arc::new(document);
     let max_body = app.config.limits.max_body;
     router
+        // A client of the reference may ask for it with a slash at its end.
+        .route("/healthz/", axum::routing::get(health))
         .route("/openapi.json", axum::routing::get(move || async move { Json(document.as_ref().clone()) }))
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
+        .layer(middleware::from_fn_with_state(app.clone(), life::explain))
+        .layer(middleware::from_fn_with_state(app.answers.clone(), answers::once))
         .layer(DefaultBodyLimit::max(max_body))
+        .layer(middleware::from_fn_with_state(app.clone(), access::check))
+        .layer(middleware::from_fn(requests::note))
         .with_state(app)
-}
-
-/// Gives every request an id that is in its answer and in the log.
-fn identified(router: Router) -> Router {
-    router.layer(middleware::from_fn(identify))
-}
-
-async fn identify(request: Request, next: Next) -> Response {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    let id = format!("{:x}-{:x}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-    let begun = Instant::now();
-    let span = tracing::info_span!("request", id, method = %request.method(), path = request.uri().path());
-    let answered = async {
-        let response = next.run(request).await;
-        tracing::debug!(
-            status = response.status().as_u16(),
-            ms = begun.elapsed().as_millis() as u64,
-            "answered"
-        );
-        response
-    };
-    let mut response = answered.instrument(span).await;
-    if let Ok(id) = HeaderValue::from_str(&id) {
-        response.headers_mut().insert("x-request-id", id);
-    }
-    response
 }
 
 async fn no_route() -> Response {
@@ -179,7 +223,8 @@ async fn health() -> Json<Health> {
 #[utoipa::path(get, path = "/version", responses((status = 200, body = VersionInfo)))]
 async fn version(State(app): State<App>) -> Json<VersionInfo> {
     let address = app.address.to_string();
-    Json(VersionInfo { version: crate::VERSION.into(), api: "v1".into(), address })
+    let tls = app.config.tls.is_some();
+    Json(VersionInfo { version: crate::VERSION.into(), api: "v1".into(), address, tls })
 }
 
 #[cfg(test)]

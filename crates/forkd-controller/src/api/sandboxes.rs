@@ -1,23 +1,33 @@
 //! Making, showing and deleting sandboxes.
 
 use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use axum::Json;
 use axum::extract::State;
-use axum::http::{StatusCode, header};
+use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 
 use forkd_protocol::agent::WarmState;
+use forkd_protocol::line::LINE_PORT;
 use serde::Deserialize;
 
+use super::App;
+use super::answers::Asked;
 use super::extract::{Body, Id, Params};
+use super::life::{self, Filter, UpdateRequest, check_tag, list_gone, place};
+use super::pages::Page;
+use super::requests::Target;
 use super::types::{CreateRequest, PingReply, SandboxInfo, SandboxState, SpawnError, SpawnReply, Stats};
-use super::{App, exec};
-use crate::console::{self, printable};
+use crate::console::printable;
 use crate::error::{Error, ErrorBody, Kind, Result};
 use crate::host::{Host, blocking};
+use crate::identity::Identity;
+use crate::life::{Life, check_labels, check_secs};
+use crate::line;
+use crate::registry::Bound;
 use crate::sandbox::{Phase, Sandbox, Spec};
 use crate::spawn::{Order, spawn};
 use crate::stats;
@@ -25,60 +35,105 @@ use crate::stats;
 /// The most children of one request.
 const MAX_CHILDREN: u32 = 1000;
 
-/// How a request for several wants its answer.
+/// How a request for sandboxes wants its answer.
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct Results {
     results: Option<String>,
+    wait: Option<bool>,
 }
 
 /// Boots a sandbox from an image, or forks children from a snapshot, and answers when they run.
 #[utoipa::path(
     post, path = "/v1/sandboxes", request_body = CreateRequest,
-    params(("results" = Option<String>, Query, description = "`each`: answer with a `SpawnReply`")),
+    params(
+        ("results" = Option<String>, Query, description = "`each`: answer with a `SpawnReply`"),
+        ("wait" = Option<bool>, Query, description = "`false`: answer at once, while they are `starting`"),
+        ("Idempotency-Key" = Option<String>, Header, description = "Done once, however often it comes"),
+    ),
     responses(
         (status = 201, body = Vec<SandboxInfo>, description = "A list of the sandboxes that run"),
         (status = 400, body = ErrorBody),
         (status = 404, body = ErrorBody, description = "No such image or snapshot"),
         (status = 409, body = ErrorBody, description = "The snapshot is not ready, damaged, or not for this host"),
+        (status = 429, body = ErrorBody, description = "The owner may not have as many, or as much memory"),
         (status = 502, body = ErrorBody, description = "The guest did not start; the end of its console is told"),
         (status = 503, body = ErrorBody, description = "A limit is reached"),
     ),
 )]
 pub(super) async fn create(
     State(app): State<App>,
+    Extension(who): Extension<Identity>,
     Params(params): Params<Results>,
-    Body(request): Body<CreateRequest>,
+    asked: Option<Extension<Asked>>,
+    Body(mut request): Body<CreateRequest>,
 ) -> Result<Response> {
     let arrived = Instant::now();
+    request.wait = params.wait.or(request.wait);
     let each = match params.results.as_deref() {
         None => false,
         Some("each") => true,
         Some(_) => return Err(Error::invalid("results can only be `each`")),
     };
+    let life = life_of(&request, asked.as_ref())?;
+    let earlier = match asked {
+        Some(Extension(Asked { mark, before: true })) => earlier(&app, &mark),
+        _ => Vec::new(),
+    };
+    let line_port = request.line_port || app.config.line_ports;
     let (children, mut errors) = match (&request.image, &request.snapshot_tag) {
-        (Some(_), None) => (vec![boot(&app, request).await?], Vec::new()),
-        (None, Some(_)) => fork(&app, request, arrived).await?,
+        _ if !earlier.is_empty() => (earlier, Vec::new()),
+        (Some(_), None) => (vec![boot(&app, &who, request, life).await?], Vec::new()),
+        (None, Some(_)) => fork(&app, &who, request, life, arrived).await?,
         _ => return Err(Error::invalid("give either `image` or `snapshot_tag`")),
     };
     if children.is_empty() && !errors.is_empty() {
         return Err(errors.swap_remove(0).1);
     }
+    if line_port {
+        for sandbox in &children {
+            app.lines.open(sandbox)?;
+        }
+    }
     let children: Vec<SandboxInfo> = children.iter().map(|sandbox| info(sandbox)).collect();
+    let target = Extension(Target::all(children.iter().map(|child| child.id.as_str())));
     if !each {
-        return Ok((StatusCode::CREATED, Json(children)).into_response());
+        return Ok((StatusCode::CREATED, target, Json(children)).into_response());
     }
     let errors =
         errors.into_iter().map(|(index, error)| SpawnError { index, error: error.message }).collect();
-    Ok((StatusCode::CREATED, Json(SpawnReply { children, errors })).into_response())
+    Ok((StatusCode::CREATED, target, Json(SpawnReply { children, errors })).into_response())
 }
 
-async fn boot(app: &App, request: CreateRequest) -> Result<Arc<Sandbox>> {
-    if request.n.is_some_and(|n| n != 1) || !request.envs.is_empty() || request.wait == Some(false) {
-        return Err(Error::invalid("n, envs and wait are for children of a snapshot"));
+/// What is asked of the lives of the sandboxes to make.
+fn life_of(request: &CreateRequest, asked: Option<&Extension<Asked>>) -> Result<Life> {
+    check_labels(&request.labels)?;
+    check_tag("suspend_as", request.suspend_as.as_deref())?;
+    request.idle_timeout_secs.map(|secs| check_secs("idle_timeout_secs", secs)).transpose()?;
+    Ok(Life {
+        labels: request.labels.clone(),
+        idle_timeout_secs: request.idle_timeout_secs,
+        on_timeout: request.on_timeout.unwrap_or_default(),
+        suspend_as: request.suspend_as.clone(),
+        request: asked.map(|asked| asked.mark.clone()),
+        ..Life::default()
+    })
+}
+
+/// What came of a request that an earlier daemon did not answer.
+fn earlier(app: &App, mark: &str) -> Vec<Arc<Sandbox>> {
+    let mut there = app.registry.list();
+    there.retain(|sandbox| sandbox.look(|facts| facts.life.request.as_deref() == Some(mark)));
+    there
+}
+
+async fn boot(app: &App, who: &Identity, request: CreateRequest, life: Life) -> Result<Arc<Sandbox>> {
+    if request.n.is_some_and(|n| n != 1) || !request.envs.is_empty() {
+        return Err(Error::invalid("n and envs are for children of a snapshot"));
     }
-    let lifetime = request.timeout_secs.map(exec::check_timeout).transpose()?;
+    let lifetime = request.timeout_secs.map(|secs| check_secs("timeout_secs", secs)).transpose()?;
     let mem_mib = request.mem_size_mib.unwrap_or(app.config.limits.default_mem_mib);
     let spec = Spec {
+        owner: who.owner.clone(),
         image: request.image,
         snapshot_tag: None,
         vcpus: request.vcpus.unwrap_or(1),
@@ -89,19 +144,25 @@ async fn boot(app: &App, request: CreateRequest) -> Result<Arc<Sandbox>> {
         guest: None,
     };
     // Bound to this request while it boots: a client that goes away leaves nothing behind.
-    let bound = app.registry.boot(spec, request.warm).await?;
-    bound.sandbox().started().await?;
-    let sandbox = bound.release();
-    if let Some(lifetime) = lifetime {
-        app.registry.expire(sandbox.clone(), lifetime);
+    let bound = app.registry.boot(spec, request.warm, &who.quota).await?;
+    bound.sandbox().learn(|facts| {
+        facts.life = life;
+        facts.lifetime = lifetime;
+    });
+    // Its labels became known just now.
+    app.registry.ledger.made(bound.sandbox());
+    if request.wait.unwrap_or(true) {
+        bound.sandbox().started().await?;
     }
-    Ok(sandbox)
+    Ok(bound.release())
 }
 
 /// The children that run, and why the others do not.
 async fn fork(
     app: &App,
+    who: &Identity,
     request: CreateRequest,
+    life: Life,
     arrived: Instant,
 ) -> Result<(Vec<Arc<Sandbox>>, Vec<(usize, Error)>)> {
     let n = request.n.unwrap_or(1);
@@ -114,18 +175,22 @@ async fn fork(
         ));
     }
     check_envs(&request.envs)?;
-    let lifetime = request.timeout_secs.map(exec::check_timeout).transpose()?;
+    let lifetime = request.timeout_secs.map(|secs| check_secs("timeout_secs", secs)).transpose()?;
     let memory_limit_mib = memory_limit(request.memory_limit_mib)?;
-    let template = app.snapshots.template(request.snapshot_tag.as_deref().unwrap_or_default()).await?;
+    let template =
+        app.snapshots.template_for(request.snapshot_tag.as_deref().unwrap_or_default(), who).await?;
     let network = request.network.unwrap_or(true);
     let order = Order {
         template,
+        owner: who.owner.clone(),
+        quota: who.quota,
         n: n as usize,
         network,
         memory_limit_mib,
         envs: request.envs,
         workspace: None,
         lifetime,
+        life,
         arrived,
     };
     let mut given = spawn(&app.registry, order)?;
@@ -148,14 +213,7 @@ async fn fork(
             Err(error) => errors.push((index, error)),
         }
     }
-    let children = children.into_iter().map(|bound| {
-        let sandbox = bound.release();
-        if let Some(lifetime) = lifetime {
-            app.registry.expire(sandbox.clone(), lifetime);
-        }
-        sandbox
-    });
-    Ok((children.collect(), errors))
+    Ok((children.into_iter().map(Bound::release).collect(), errors))
 }
 
 /// What an agent would refuse: found before a child is made.
@@ -181,19 +239,104 @@ pub(super) fn memory_limit(mib: Option<u64>) -> Result<Option<u64>> {
 /// As many bytes as a number of the kernel's can say.
 const MAX_LIMIT_MIB: u64 = 1 << 40;
 
-/// All sandboxes, oldest first.
-#[utoipa::path(get, path = "/v1/sandboxes", responses((status = 200, body = Vec<SandboxInfo>)))]
-pub(super) async fn list(State(app): State<App>) -> Json<Vec<SandboxInfo>> {
-    Json(app.registry.list().iter().map(|sandbox| info(sandbox)).collect())
+/// All sandboxes there are for whoever asks, oldest first, or those of them that are asked for.
+#[utoipa::path(
+    get, path = "/v1/sandboxes",
+    params(
+        ("label" = Option<Vec<String>>, Query, description = "`NAME=VALUE`, or `NAME` for any value; all of several"),
+        ("snapshot_tag" = Option<String>, Query, description = "Those forked from this snapshot"),
+        ("state" = Option<SandboxState>, Query, description = "Those in this state"),
+        ("gone" = Option<bool>, Query, description = "`true`: those that ended and are gone, as `GoneInfo`s"),
+        ("limit" = Option<u64>, Query, description = "The most to list, 1 to 1000; all when absent"),
+        ("cursor" = Option<String>, Query, description = "List what comes after the page that named it in `X-Next-Cursor`"),
+    ),
+    responses((status = 200, body = Vec<SandboxInfo>), (status = 400, body = ErrorBody)),
+)]
+pub(super) async fn list(
+    State(app): State<App>,
+    Extension(who): Extension<Identity>,
+    page: Page,
+) -> Result<Response> {
+    let filter = Filter::of(&page)?;
+    if filter.gone {
+        return list_gone(&app, &who, &page, &filter).await;
+    }
+    let mut sandboxes = app.registry.list();
+    sandboxes
+        .retain(|sandbox| who.owns(&sandbox.spec.owner) && filter.takes(sandbox, state(&sandbox.phase())));
+    let place = |it: &Arc<Sandbox>| place(it.created_at_unix(), it.created_nanos(), &it.id);
+    Ok(page.answer(sandboxes, place, |sandbox| info(sandbox)))
 }
+
+/// How long to wait for a sandbox.
+#[derive(Debug, Default, Deserialize)]
+pub(super) struct Waiting {
+    wait: Option<String>,
+    timeout_secs: Option<u64>,
+}
+
+/// How long a request waits for a sandbox when it does not say.
+const WAIT_SECS: u64 = 30;
+/// And at most.
+const MAX_WAIT_SECS: u64 = 600;
 
 /// One sandbox.
 #[utoipa::path(
-    get, path = "/v1/sandboxes/{id}", params(("id" = String, Path)),
-    responses((status = 200, body = SandboxInfo), (status = 404, body = ErrorBody)),
+    get, path = "/v1/sandboxes/{id}",
+    params(
+        ("id" = String, Path),
+        ("wait" = Option<String>, Query, description = "`ready`: answer when it is not `starting` any more"),
+        ("timeout_secs" = Option<u64>, Query, description = "Wait no longer than this, 1 to 600; 30 when absent"),
+    ),
+    responses(
+        (status = 200, body = SandboxInfo, description = "As it is, also if it is not ready yet"),
+        (status = 400, body = ErrorBody),
+        (status = 404, body = ErrorBody, description = "When and why it ended is told for a day"),
+    ),
 )]
-pub(super) async fn get(State(app): State<App>, Id(id): Id) -> Result<Json<SandboxInfo>> {
-    Ok(Json(info(app.registry.get(&id)?.as_ref())))
+pub(super) async fn get(
+    State(app): State<App>,
+    Id(id): Id,
+    Params(waiting): Params<Waiting>,
+) -> Result<Json<SandboxInfo>> {
+    let secs = waiting.timeout_secs.unwrap_or(WAIT_SECS);
+    if !(1..=MAX_WAIT_SECS).contains(&secs) {
+        return Err(Error::invalid(format!("timeout_secs is {secs}; it must be 1 to {MAX_WAIT_SECS}")));
+    }
+    let sandbox = app.registry.get(&id)?;
+    match waiting.wait.as_deref() {
+        None => {}
+        Some("ready") => {
+            let mut stopping = app.stopping.clone();
+            // How it went is in what is told of it.
+            tokio::select! {
+                _ = tokio::time::timeout(Duration::from_secs(secs), sandbox.started()) => {}
+                () = stopping.asked() => {}
+            }
+        }
+        Some(_) => return Err(Error::invalid("wait can only be `ready`")),
+    }
+    Ok(Json(info(&sandbox)))
+}
+
+/// Changes how long a sandbox lives, what is done when its time is over, and its labels. Times count from now.
+#[utoipa::path(
+    patch, path = "/v1/sandboxes/{id}", params(("id" = String, Path)), request_body = UpdateRequest,
+    responses(
+        (status = 200, body = SandboxInfo), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
+    ),
+)]
+pub(super) async fn update(
+    State(app): State<App>,
+    Id(id): Id,
+    Body(request): Body<UpdateRequest>,
+) -> Result<Json<SandboxInfo>> {
+    let sandbox = app.registry.get(&id)?;
+    life::update(&sandbox, request)?;
+    if !matches!(sandbox.phase(), Phase::Ended(_)) {
+        app.registry.ledger.made(&sandbox);
+    }
+    Ok(Json(info(&sandbox)))
 }
 
 /// Ends a sandbox, as if its plug was pulled, and forgets it.
@@ -206,22 +349,6 @@ pub(super) async fn delete(State(app): State<App>, Id(id): Id) -> Result<StatusC
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// What the guest wrote to its console: the newest, if it was a lot.
-#[utoipa::path(
-    get, path = "/v1/sandboxes/{id}/console", params(("id" = String, Path)),
-    responses(
-        (status = 200, body = String, content_type = "text/plain; charset=utf-8"),
-        (status = 404, body = ErrorBody),
-    ),
-)]
-pub(super) async fn console(State(app): State<App>, Id(id): Id) -> Result<Response> {
-    let path = app.registry.get(&id)?.console_path();
-    let limit = app.config.limits.console_limit;
-    let text = tokio::task::spawn_blocking(move || console::tail(&path, limit)).await;
-    let text = text.map_err(|error| Error::host("reading the console", error))?;
-    Ok(([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], text).into_response())
-}
-
 /// What its process uses on the host.
 #[utoipa::path(
     get, path = "/v1/sandboxes/{id}/stats", params(("id" = String, Path)),
@@ -232,16 +359,28 @@ pub(super) async fn console(State(app): State<App>, Id(id): Id) -> Result<Respon
 )]
 pub(super) async fn stats(State(app): State<App>, Id(id): Id) -> Result<Json<Stats>> {
     let sandbox = app.registry.get(&id)?;
+    let data = app.config.data_dir.clone();
     let stats = blocking("reading what a sandbox uses", move || {
         let pid = sandbox.facts().pid;
-        let read = pid.and_then(|pid| stats::read(pid).ok());
-        let Some(mut stats) = read else {
+        let read = pid.and_then(|pid| Some((pid, stats::read(pid).ok()?)));
+        let Some((pid, mut stats)) = read else {
             return Err(Error::new(Kind::Conflict, format!("sandbox {} has no process", sandbox.id)));
         };
-        if let Some(leaf) = &sandbox.belongings().leaf {
-            stats.memory_current_kib = leaf.memory_current().map(|bytes| bytes >> 10);
-            stats.cpu_ms = leaf.cpu_usec().map(|usec| usec / 1000).or(stats.cpu_ms);
-        }
+        stats.disk_bytes = stats::disk_bytes(pid, &data).unwrap_or(0);
+        let namespace = {
+            let belongings = sandbox.belongings();
+            if let Some(leaf) = &belongings.leaf {
+                stats.memory_current_kib = leaf.memory_current().map(|bytes| bytes >> 10);
+                stats.cpu_ms = leaf.cpu_usec().map(|usec| usec / 1000).or(stats.cpu_ms);
+            }
+            belongings.slot.as_ref().map(|slot| slot.namespace())
+        };
+        // The host's side of the cable: what it receives was sent by the guest.
+        let traffic = namespace.and_then(|namespace| forkd_net::traffic(&namespace).ok());
+        stats.net_tx_bytes = traffic.map(|traffic| traffic.received);
+        stats.net_rx_bytes = traffic.map(|traffic| traffic.sent);
+        stats.agent_answered_at_unix_ms = sandbox.last_heard();
+        stats.pauses = sandbox.pauses.list();
         Ok(stats)
     });
     Ok(Json(stats.await?))
@@ -267,21 +406,40 @@ pub(super) async fn ping(State(app): State<App>, Id(id): Id) -> Result<Json<Ping
         WarmState::Ready => "ready",
         WarmState::Failed => "failed",
     };
-    let (version, uptime_ms, python) = (printable(pong.version.as_bytes()), pong.uptime_ms, pong.python);
-    Ok(Json(PingReply { pong: true, version, uptime_ms, python, warm: warm.into() }))
+    Ok(Json(PingReply {
+        pong: true,
+        version: printable(pong.version.as_bytes()),
+        uptime_ms: pong.uptime_ms,
+        python: pong.python,
+        warm: warm.into(),
+        warmup_ready: pong.warm.state == WarmState::Ready,
+        numpy_version: pong.numpy_version.map(|version| printable(version.as_bytes())),
+        pid: line::AGENT_PID,
+        agent_lang: line::language(pong.python).into(),
+    }))
+}
+
+fn state(phase: &Phase) -> SandboxState {
+    match phase {
+        Phase::Starting => SandboxState::Starting,
+        Phase::Running => SandboxState::Running,
+        Phase::Unresponsive => SandboxState::Unresponsive,
+        Phase::Paused => SandboxState::Paused,
+        Phase::Ended(_) => SandboxState::Ended,
+    }
 }
 
 pub(super) fn info(sandbox: &Sandbox) -> SandboxInfo {
-    let (state, end) = match sandbox.phase() {
-        Phase::Starting => (SandboxState::Starting, None),
-        Phase::Running => (SandboxState::Running, None),
-        Phase::Unresponsive => (SandboxState::Unresponsive, None),
-        Phase::Paused => (SandboxState::Paused, None),
-        Phase::Ended(end) => (SandboxState::Ended, Some(end)),
+    let phase = sandbox.phase();
+    let state = state(&phase);
+    let end = match phase {
+        Phase::Ended(end) => Some(end),
+        _ => None,
     };
     let (facts, spec) = (sandbox.facts(), &sandbox.spec);
     SandboxInfo {
         id: sandbox.id.clone(),
+        owner: spec.owner.clone(),
         image: spec.image.clone(),
         snapshot_tag: spec.snapshot_tag.clone(),
         state,
@@ -292,20 +450,28 @@ pub(super) fn info(sandbox: &Sandbox) -> SandboxInfo {
         mem_size_mib: spec.mem_mib,
         pid: facts.pid,
         boot_ms: facts.boot_ms,
-        ready_ms: facts.ready_ms,
+        ready: state == SandboxState::Running,
+        ready_ms: facts.ready_ms.or(facts.boot_ms.map(|ms| ms as f64)),
         network: spec.network,
         netns: facts.netns,
-        guest_addr: format!("{}:{PORT}", forkd_net::GUEST_ADDRESS),
+        guest_addr: match facts.history.line_port {
+            Some(port) => format!("{}:{port}", Ipv4Addr::LOCALHOST),
+            None => format!("{}:{LINE_PORT}", forkd_net::GUEST_ADDRESS),
+        },
         memory_limit_mib: Some(spec.memory_limit_mib),
         python: facts.python,
         created_at_unix: sandbox.created_at_unix(),
+        expires_at_unix: facts.deadline_unix,
+        idle_timeout_secs: facts.life.idle_timeout_secs,
+        on_timeout: facts.life.on_timeout,
+        suspend_as: facts.life.suspend_as,
+        last_active_unix: sandbox.activity.last_unix(),
+        labels: facts.life.labels,
         has_branched: facts.history.branch_count > 0,
         branch_count: facts.history.branch_count,
+        last_branch_memory_path: None,
         last_branch_tag: facts.history.last_branch_tag,
         rolled_back_to: facts.history.rolled_back_to,
         workspace: facts.workspace,
     }
 }
-
-/// The port that goes with a guest's address where clients of the reference expect one.
-const PORT: u16 = 8888;

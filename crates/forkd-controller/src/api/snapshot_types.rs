@@ -12,10 +12,23 @@ pub struct SnapshotRequest {
     /// The image to boot. Either this or `kernel`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
-    /// The absolute path of a kernel to boot alone: a bare guest, without agent, disk or network, that
-    /// says it is ready by writing to port 0x602. Either this or `image`.
+    /// The absolute path of a kernel on the daemon's host: to boot `rootfs` with or, alone, a bare guest,
+    /// without agent, disk or network, that says it is ready by writing to port 0x602.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel: Option<String>,
+    /// The absolute path of a root disk on the daemon's host, an ext4 image that must stay as it is: in
+    /// place of `image`. Booted with `kernel`, or with the daemon's own when that is absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rootfs: Option<String>,
+    /// Accepted, without meaning: every guest can write to its disk, and none changes `rootfs`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rw: Option<bool>,
+    /// Accepted, without meaning: every guest has a network of its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tap: Option<String>,
+    /// Accepted, at most 60, without meaning: the guest itself says when it is up and warm.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub boot_wait_secs: Option<u64>,
     /// A command to warm up with, in place of the image's own: done when it exits with 0 or creates the
     /// file named by `FORKD_READY_FILE`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -63,6 +76,9 @@ pub enum SnapshotPhase {
 /// What is known of a snapshot.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct SnapshotInfo {
+    /// Whose it is; `*` for one that all may use.
+    #[serde(default)]
+    pub owner: String,
     /// Its name.
     pub tag: String,
     /// Where it stands.
@@ -203,6 +219,14 @@ pub struct BranchRequest {
 pub struct CompactRequest {
     /// Its tag.
     pub to: String,
+}
+
+/// Whose a snapshot is to be.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct OwnerRequest {
+    /// The owner of a token, `local`, or `*` for everybody.
+    pub owner: String,
 }
 
 /// A snapshot on disk, in detail.

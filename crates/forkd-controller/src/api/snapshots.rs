@@ -2,22 +2,27 @@
 
 use std::path::PathBuf;
 
-use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
+use forkd_protocol::names::{NAME_RULE, is_valid_name};
 use forkd_store::Facts;
 use serde::Deserialize;
 
 use super::App;
 use super::extract::{Body, Id, Params};
+use super::pages::Page;
+use super::requests::Target;
 use super::snapshot_types::{
-    CompactRequest, LayerInfo, Progress, SnapshotInfo, SnapshotInfoDetail, SnapshotPhase, SnapshotRequest,
-    SnapshotStatus, TemplateInfo,
+    CompactRequest, LayerInfo, OwnerRequest, Progress, SnapshotInfo, SnapshotInfoDetail, SnapshotPhase,
+    SnapshotRequest, SnapshotStatus, TemplateInfo,
 };
+use crate::allowed;
 use crate::branch::Branch;
 use crate::error::{Error, ErrorBody, Kind, Result};
 use crate::host::blocking;
+use crate::identity::{EVERYBODY, Identity};
 use crate::making::{From, Order, Phase};
 use crate::registry::{check, check_image};
 use crate::snapshots::{Entry, Making, Removal, State as Standing, Work};
@@ -37,43 +42,64 @@ pub(super) struct Wait {
         (status = 201, body = SnapshotInfo), (status = 202, body = SnapshotInfo, description = "It is being made"),
         (status = 400, body = ErrorBody), (status = 404, body = ErrorBody, description = "No such image"),
         (status = 409, body = ErrorBody, description = "The tag exists, or is being made"),
+        (status = 429, body = ErrorBody, description = "The owner may not have as many, or as large ones"),
         (status = 502, body = ErrorBody, description = "The guest failed; the end of its console is told"),
     ),
 )]
 pub(super) async fn create(
     State(app): State<App>,
+    Extension(who): Extension<Identity>,
     Params(params): Params<Wait>,
     Body(request): Body<SnapshotRequest>,
 ) -> Result<Response> {
     let order = order(&app, request)?;
-    let (entry, making) = app.snapshots.make(order)?;
+    let (kernel, rootfs) = match &order.from {
+        From::Image(_) => (None, None),
+        From::Kernel(kernel) => (Some(kernel.clone()), None),
+        From::Disk { kernel, rootfs } => (kernel.clone(), Some(rootfs.clone())),
+    };
+    let config = app.config.clone();
+    blocking("looking for what to boot", move || {
+        kernel.map(|kernel| allowed::kernel(&config, &kernel)).transpose()?;
+        rootfs.map(|rootfs| allowed::disk(&config, &rootfs)).transpose()
+    })
+    .await?;
+    let (entry, making) = app.snapshots.make(order, &who)?;
+    let target = Extension(Target(entry.tag.clone()));
     if params.wait == Some(false) {
-        return Ok((StatusCode::ACCEPTED, Json(info(&app, &entry))).into_response());
+        return Ok((StatusCode::ACCEPTED, target, Json(info(&app, &entry))).into_response());
     }
     app.snapshots.made(&entry, &making).await?;
-    Ok((StatusCode::CREATED, Json(info(&app, &entry))).into_response())
+    Ok((StatusCode::CREATED, target, Json(info(&app, &entry))).into_response())
 }
 
 fn order(app: &App, request: SnapshotRequest) -> Result<Order> {
     let mem_mib = request.mem_size_mib.unwrap_or(app.config.limits.default_mem_mib);
     let vcpus = request.vcpus.unwrap_or(1);
     check(&app.config.limits, vcpus, mem_mib)?;
-    let from = match (request.image, request.kernel) {
-        (Some(image), None) => {
+    if request.boot_wait_secs.is_some_and(|secs| secs > MAX_BOOT_WAIT_SECS) {
+        return Err(Error::invalid(format!("boot_wait_secs can be at most {MAX_BOOT_WAIT_SECS}")));
+    }
+    let from = match (request.image, request.kernel, request.rootfs) {
+        (Some(image), None, None) => {
             check_image(&image)?;
             From::Image(image)
         }
-        (None, Some(kernel)) => {
+        (None, kernel, Some(rootfs)) => From::Disk {
+            kernel: kernel.map(|kernel| absolute("kernel", kernel)).transpose()?,
+            rootfs: absolute("rootfs", rootfs)?,
+        },
+        (None, Some(kernel), None) => {
             if !request.warm_command.is_empty() || request.warm_python.is_some() {
                 return Err(Error::invalid("a bare kernel has no agent that could warm it up"));
             }
-            let kernel = PathBuf::from(kernel);
-            if !kernel.is_absolute() {
-                return Err(Error::invalid("the kernel\'s path must be absolute"));
-            }
-            From::Kernel(kernel)
+            From::Kernel(absolute("kernel", kernel)?)
         }
-        _ => return Err(Error::invalid("give either `image` or `kernel`")),
+        _ => {
+            return Err(Error::invalid(
+                "give either `image`, or `rootfs` and perhaps `kernel`, or `kernel` alone",
+            ));
+        }
     };
     Ok(Order {
         tag: request.tag,
@@ -86,10 +112,36 @@ fn order(app: &App, request: SnapshotRequest) -> Result<Order> {
     })
 }
 
-/// All snapshots, by tag.
-#[utoipa::path(get, path = "/v1/snapshots", responses((status = 200, body = Vec<SnapshotInfo>)))]
-pub(super) async fn list(State(app): State<App>) -> Json<Vec<SnapshotInfo>> {
-    Json(app.snapshots.list().iter().map(|entry| info(&app, entry)).collect())
+/// The longest wait that clients of the reference may ask for.
+const MAX_BOOT_WAIT_SECS: u64 = 60;
+
+/// A path in a request: there is no folder that it could start at.
+fn absolute(what: &str, path: String) -> Result<PathBuf> {
+    let is_plain = !path.contains(|c: char| c.is_control()) && path.split('/').all(|part| part != "..");
+    let path = PathBuf::from(path);
+    match path.is_absolute() && is_plain {
+        true => Ok(path),
+        false => Err(Error::invalid(format!("the {what}\'s path must be absolute, without `..`"))),
+    }
+}
+
+/// All snapshots there are for whoever asks, by tag.
+#[utoipa::path(
+    get, path = "/v1/snapshots",
+    params(
+        ("limit" = Option<u64>, Query, description = "The most to list, 1 to 1000; all when absent"),
+        ("cursor" = Option<String>, Query, description = "List what comes after the page that named it in `X-Next-Cursor`"),
+    ),
+    responses((status = 200, body = Vec<SnapshotInfo>), (status = 400, body = ErrorBody)),
+)]
+pub(super) async fn list(
+    State(app): State<App>,
+    Extension(who): Extension<Identity>,
+    page: Page,
+) -> Response {
+    let mut all = app.snapshots.list();
+    all.retain(|entry| who.may_use(&entry.owner()));
+    page.answer(all, |entry| entry.tag.clone(), |entry| info(&app, entry))
 }
 
 /// One snapshot.
@@ -126,6 +178,7 @@ pub(super) struct With {
 )]
 pub(super) async fn delete(
     State(app): State<App>,
+    Extension(who): Extension<Identity>,
     Id(tag): Id,
     Params(with): Params<With>,
 ) -> Result<StatusCode> {
@@ -135,16 +188,33 @@ pub(super) async fn delete(
         (false, true) => Removal::Force,
         (true, true) => return Err(Error::invalid("give either `cascade` or `force`")),
     };
+    let entry = app.snapshots.usable(&tag, &who)?;
     let mut doomed = match how {
-        Removal::Cascade => app.snapshots.dependents(&tag).await?,
-        Removal::Plain | Removal::Force => Vec::new(),
+        Removal::Cascade | Removal::Plain => app.snapshots.dependents(&tag).await?,
+        Removal::Force => Vec::new(),
     };
+    // Neither may they be removed, nor named.
+    if doomed.iter().any(|tag| app.snapshots.get(tag).is_ok_and(|it| !who.owns(&it.owner()))) {
+        let text = format!("others need snapshot {tag}; remove only its name with force (`--force`)");
+        return Err(Error::new(Kind::Conflict, text));
+    }
+    if how == Removal::Plain {
+        doomed.clear();
+    }
     doomed.push(tag.clone());
     if let Some((tag, name)) = doomed.iter().find_map(|tag| Some((tag, app.workspaces.user_of(tag)?))) {
+        if app.workspaces.check_owner(&name, &who).is_err() {
+            let text = format!("somebody else's workspace is resumed from snapshot {tag}");
+            return Err(Error::new(Kind::Conflict, text));
+        }
         let text = format!(
             "workspace {name} is resumed from snapshot {tag}; delete it first (`forkd workspace rm {name}`)"
         );
         return Err(Error::new(Kind::Conflict, text));
+    }
+    // What was looked at is what is removed.
+    if !app.snapshots.get(&tag).is_ok_and(|now| std::sync::Arc::ptr_eq(&now, &entry)) {
+        return Err(Error::new(Kind::Conflict, format!("snapshot {tag} was removed meanwhile")));
     }
     app.snapshots.remove(&tag, how).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -158,9 +228,14 @@ pub(super) async fn delete(
         (status = 409, body = ErrorBody, description = "It is not on disk, or damaged"),
     ),
 )]
-pub(super) async fn detail(State(app): State<App>, Id(tag): Id) -> Result<Json<SnapshotInfoDetail>> {
-    let snapshot = app.snapshots.get(&tag)?.snapshot()?;
-    let dependents = app.snapshots.dependents(&tag).await?;
+pub(super) async fn detail(
+    State(app): State<App>,
+    Extension(who): Extension<Identity>,
+    Id(tag): Id,
+) -> Result<Json<SnapshotInfoDetail>> {
+    let snapshot = app.snapshots.usable(&tag, &who)?.snapshot()?;
+    let mut dependents = app.snapshots.dependents(&tag).await?;
+    dependents.retain(|tag| app.snapshots.usable(tag, &who).is_ok());
     let store = app.snapshots.store.clone();
     let users = blocking("counting layers", move || Ok(store.layer_users()?)).await?;
     let (manifest, sizes) = (snapshot.manifest(), snapshot.sizes());
@@ -205,14 +280,36 @@ pub(super) async fn detail(State(app): State<App>, Id(tag): Id) -> Result<Json<S
         (status = 200, body = SnapshotInfo), (status = 400, body = ErrorBody),
         (status = 404, body = ErrorBody),
         (status = 409, body = ErrorBody, description = "The new tag exists, or the old one is not ready"),
+        (status = 429, body = ErrorBody, description = "The owner may not have as many"),
     ),
 )]
 pub(super) async fn compact(
     State(app): State<App>,
+    Extension(who): Extension<Identity>,
     Id(tag): Id,
     Body(request): Body<CompactRequest>,
 ) -> Result<Json<SnapshotInfo>> {
-    let entry = app.snapshots.compact(&tag, &request.to).await?;
+    let entry = app.snapshots.compact(&tag, &request.to, &who).await?;
+    Ok(Json(info(&app, &entry)))
+}
+
+/// Gives a snapshot to somebody. One of `*` can be used by all, and changed by admins only.
+#[utoipa::path(
+    post, path = "/v1/snapshots/{tag}/owner", params(("tag" = String, Path)), request_body = OwnerRequest,
+    responses(
+        (status = 200, body = SnapshotInfo), (status = 400, body = ErrorBody),
+        (status = 403, body = ErrorBody, description = "Only an admin may"), (status = 404, body = ErrorBody),
+    ),
+)]
+pub(super) async fn give(
+    State(app): State<App>,
+    Id(tag): Id,
+    Body(request): Body<OwnerRequest>,
+) -> Result<Json<SnapshotInfo>> {
+    if request.owner != EVERYBODY && !is_valid_name(&request.owner) {
+        return Err(Error::invalid(format!("an owner must be `*`, for everybody, or {NAME_RULE}")));
+    }
+    let entry = app.snapshots.give(&tag, &request.owner).await?;
     Ok(Json(info(&app, &entry)))
 }
 
@@ -274,6 +371,7 @@ pub(super) fn info(app: &App, entry: &Entry) -> SnapshotInfo {
             SnapshotInfo { error: Some(error.message), bootable: current.is_some(), ..known }
         }
     };
+    info.owner = entry.owner();
     info.dir = app.snapshots.store.folder().join(&entry.tag).display().to_string();
     info.template = current.map(|template| TemplateInfo {
         pid: template.pid,
@@ -339,6 +437,7 @@ fn planned(making: &Making, status: SnapshotStatus) -> SnapshotInfo {
     let order = &making.order;
     let (image, kernel) = match &order.from {
         From::Image(image) => (Some(image.clone()), None),
+        From::Disk { rootfs, .. } => (Some(rootfs.display().to_string()), None),
         From::Kernel(kernel) => (None, Some(kernel.display().to_string())),
     };
     SnapshotInfo {
@@ -354,6 +453,7 @@ fn planned(making: &Making, status: SnapshotStatus) -> SnapshotInfo {
 
 fn blank(tag: &str, status: SnapshotStatus) -> SnapshotInfo {
     SnapshotInfo {
+        owner: String::new(),
         tag: tag.to_owned(),
         status,
         phase: None,

@@ -1,5 +1,7 @@
 //! The API as clients see it: a real daemon on real sockets, without guests.
 
+mod hostile;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -94,7 +96,10 @@ fn reason(body: &str) -> String {
 #[tokio::test]
 async fn tcp_needs_the_token_except_for_health() {
     let daemon = Daemon::start().await;
-    assert_eq!(daemon.tcp("GET /healthz", "", "").await, (200, r#"{"ok":true}"#.into()));
+    for path in ["/healthz", "/healthz/"] {
+        let health = daemon.tcp(&format!("GET {path}"), "", "").await;
+        assert_eq!(health, (200, r#"{"ok":true}"#.into()));
+    }
     for (headers, why) in [
         ("", "token"),
         ("Authorization: Bearer wrong\r\n", "wrong"),
@@ -262,7 +267,12 @@ async fn an_address_others_can_reach_is_refused() {
     let mut config = config(folder.path());
     config.bind = "0.0.0.0:0".parse().unwrap();
     let error = serve_until(config, |_| panic!("it must not start"), async {}).await.unwrap_err();
-    assert!(error.message.contains("loopback only"), "{error}");
+    assert!(error.message.contains("--tls-cert"), "{error}");
+    let mut config = self::config(folder.path());
+    config.bind = "0.0.0.0:0".parse().unwrap();
+    config.insecure_loopback = true;
+    let error = serve_until(config, |_| panic!("it must not start"), async {}).await.unwrap_err();
+    assert!(error.message.contains("--insecure-loopback"), "{error}");
 }
 
 #[tokio::test]
@@ -310,4 +320,41 @@ fn the_committed_openapi_document_is_the_codes() {
         committed == document,
         "docs/openapi.json is not what the code says; run the tests with FORKD_WRITE_OPENAPI=1 and look at the diff"
     );
+}
+
+/// Every body here is one that a published client of the reference sends, or a near miss.
+#[tokio::test]
+async fn bodies_of_the_references_clients_are_understood() {
+    let daemon = Daemon::start().await;
+    let spawn = |extra: &str| format!(r#"{{"snapshot_tag":"none","n":1,"per_child_netns":true{extra}}}"#);
+    for (body, status, why) in [
+        (spawn(r#","memory_limit_mib":256,"prewarm":true,"live_fork":true,"hugepages":true"#), 404, "none"),
+        (spawn(r#","memory_limit_mib":null"#), 404, "none"),
+        (spawn(r#","line_port":true"#), 404, "none"),
+        (spawn(r#","memory_limit_mib":-1"#), 400, "memory_limit_mib"),
+        (spawn(r#","prewarm":"yes""#), 400, "prewarm"),
+        (r#"{"snapshot_tag":"none","n":0}"#.into(), 400, "n is 0"),
+        (r#"{"snapshot_tag":"none","n":1001}"#.into(), 400, "1000"),
+        (r#"{"snapshot_tag":"../x"}"#.into(), 400, "tag"),
+    ] {
+        let (got, answer) = daemon.json("POST /v1/sandboxes", &body).await;
+        assert_eq!(got, status, "{body}: {answer}");
+        assert!(reason(&answer).contains(why), "{body}: {answer}");
+    }
+    let snapshot = |extra: &str| format!(r#"{{"tag":"t","rw":false,"boot_wait_secs":10{extra}}}"#);
+    for (extra, why) in [
+        (r#","kernel":"/no/kernel","rootfs":"/no/disk","tap":null"#, "/no/kernel"),
+        (r#","rootfs":"/no/disk.ext4","tap":"forkd-tap0""#, "/no/disk.ext4"),
+        (r#","kernel":"kernel","rootfs":"/no/disk""#, "absolute"),
+        (r#","kernel":"/a/../kernel","rootfs":"/no/disk""#, "absolute"),
+        (r#","image":"python","rootfs":"/no/disk""#, "either"),
+        (r#","boot_wait_secs":61,"kernel":"/k","rootfs":"/no/disk""#, "duplicate field"),
+    ] {
+        let (got, answer) = daemon.json("POST /v1/snapshots", &snapshot(extra)).await;
+        assert!((400..=404).contains(&got), "{extra}: {got} {answer}");
+        assert!(reason(&answer).contains(why), "{extra}: {answer}");
+    }
+    let long = r#"{"tag":"t","kernel":"/k","rootfs":"/r","boot_wait_secs":61}"#;
+    assert!(reason(&daemon.json("POST /v1/snapshots", long).await.1).contains("60"));
+    daemon.stop().await;
 }

@@ -2,22 +2,28 @@
 
 use std::collections::HashMap;
 
-use axum::Json;
 use axum::extract::State;
+use axum::{Extension, Json};
 
 use super::App;
 use crate::branch::{Branch, Mode};
+use crate::identity::Identity;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::{Entry, State as Standing, Work};
 use crate::tree::{Named, SandboxFact, SnapshotFact, Tree, grow};
 
-/// Who came from whom: all snapshots, all sandboxes, and those that are gone but were above them.
+/// Who came from whom: all snapshots and sandboxes there are for whoever asks, and those that are gone but were
+/// above them.
 #[utoipa::path(get, path = "/v1/tree", responses((status = 200, body = Tree)))]
-pub(super) async fn tree(State(app): State<App>) -> Json<Tree> {
-    let snapshots: Vec<SnapshotFact> = app.snapshots.list().iter().map(|entry| snapshot(entry)).collect();
+pub(super) async fn tree(State(app): State<App>, Extension(who): Extension<Identity>) -> Json<Tree> {
+    let snapshots = app.snapshots.list();
+    let snapshots = snapshots.iter().filter(|entry| who.may_use(&entry.owner()));
+    let snapshots: Vec<SnapshotFact> = snapshots.map(|entry| snapshot(entry)).collect();
     let made = snapshots.iter().filter_map(|fact| Some((fact.name.tag.clone(), fact.created_at_unix?)));
     let made: HashMap<String, u64> = made.collect();
-    let sandboxes = app.registry.list().iter().map(|it| sandbox(it, &made)).collect();
+    let sandboxes = app.registry.list();
+    let sandboxes = sandboxes.iter().filter(|it| who.owns(&it.spec.owner));
+    let sandboxes = sandboxes.map(|it| sandbox(it, &made)).collect();
     Json(grow(snapshots, sandboxes))
 }
 

@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::life::OnTimeout;
+
 /// `GET /healthz`.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct Health {
@@ -21,6 +23,9 @@ pub struct VersionInfo {
     pub api: String,
     /// Where the daemon itself listens for TCP clients, such as `127.0.0.1:8889`.
     pub address: String,
+    /// Whether that is with TLS.
+    #[serde(default)]
+    pub tls: bool,
 }
 
 /// Sandboxes to make: one booted from an image, or children forked from a snapshot.
@@ -55,12 +60,30 @@ pub struct CreateRequest {
     /// Variables for every process started in the children: the place for secrets. Of a snapshot only.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub envs: BTreeMap<String, String>,
-    /// Delete it this many seconds after it has started; never when absent.
+    /// Its time is over this many seconds after it was forked, or has booted; never when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_secs: Option<u64>,
+    /// Its time is over when nobody used it for this many seconds: no command, evaluation, ping, file or port;
+    /// never when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idle_timeout_secs: Option<u64>,
+    /// What is done when its time is over; `kill` when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub on_timeout: Option<OnTimeout>,
+    /// The snapshot it is stored as when its time is over, with `suspend`; `idle-` and its id when absent, or
+    /// if there is such a snapshot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub suspend_as: Option<String>,
+    /// What to write on each: at most 32, to find them by.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<String, String>,
     /// Answer when every child has; else at once, while they are `starting`. True when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wait: Option<bool>,
+    /// Open a port of loopback that speaks the line protocol (`guest_addr` is that then). Every user of the
+    /// daemon's host can use it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub line_port: bool,
     /// Accepted, without meaning: every child has a network of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub per_child_netns: Option<bool>,
@@ -108,6 +131,41 @@ pub struct Stats {
     /// What its cgroup counts, where there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_current_kib: Option<u64>,
+    /// Memory that other processes have, too: its template, its siblings, the page cache's files.
+    #[serde(default)]
+    pub shared_kib: u64,
+    /// Bytes on disk that its disks' own layers hold.
+    #[serde(default)]
+    pub disk_bytes: u64,
+    /// Bytes its network interface has sent; null without a network.
+    #[serde(default)]
+    pub net_tx_bytes: Option<u64>,
+    /// Bytes its network interface has received; null without a network.
+    #[serde(default)]
+    pub net_rx_bytes: Option<u64>,
+    /// Milliseconds since its process started.
+    #[serde(default)]
+    pub uptime_ms: u64,
+    /// When its agent last answered, in milliseconds since 1970; null if it has none.
+    #[serde(default)]
+    pub agent_answered_at_unix_ms: Option<u64>,
+    /// The last times it stood still, at most 32, oldest first.
+    #[serde(default)]
+    pub pauses: Vec<PauseInfo>,
+}
+
+/// A time a sandbox stood still.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct PauseInfo {
+    /// When it went on, in milliseconds since 1970; of one that still stands still, when that began.
+    pub at_unix_ms: u64,
+    /// Milliseconds its vCPUs stood still; null if they still do.
+    pub pause_ms: Option<f64>,
+    /// Milliseconds its user processes did, if they were asked to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub frozen_ms: Option<f64>,
+    /// `branch` or `pause`.
+    pub why: String,
 }
 
 /// An agent's sign of life.
@@ -123,6 +181,14 @@ pub struct PingReply {
     pub python: bool,
     /// How far its warm-up is: `cold`, `warming`, `ready` or `failed`.
     pub warm: String,
+    /// Whether it is `ready`.
+    pub warmup_ready: bool,
+    /// The version of the numpy that the warm-up imported; null if it did not.
+    pub numpy_version: Option<String>,
+    /// The agent's process in the guest: always 1.
+    pub pid: u32,
+    /// What `eval` evaluates: `python`, or `none` in an image without.
+    pub agent_lang: String,
 }
 
 /// Where a sandbox stands.
@@ -144,6 +210,8 @@ pub enum SandboxState {
 /// What is known of a sandbox.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct SandboxInfo {
+    /// Whose it is.
+    pub owner: String,
     /// `sb` and lower-case letters and digits.
     pub id: String,
     /// The image it has; null for a bare kernel.
@@ -154,7 +222,8 @@ pub struct SandboxInfo {
     /// Where it stands.
     pub state: SandboxState,
     /// How it ended, in one word: `powered_off`, `reset`, `panicked`, `failed`, `out_of_memory`,
-    /// `monitor_died`, `boot_failed`, `fork_failed`, `rollback_failed`, `deleted` or `unknown`.
+    /// `monitor_died`, `boot_failed`, `fork_failed`, `rollback_failed`, `timed_out`, `idle_timed_out`,
+    /// `suspended`, `deleted` or `unknown`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
     /// How it ended, in one sentence.
@@ -173,7 +242,11 @@ pub struct SandboxInfo {
     /// How long it took from the start of its process until it was ready, its warm-up included.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot_ms: Option<u64>,
-    /// How long it took from the arrival of the request to its first answer; of forked ones.
+    /// Whether it can be used now.
+    #[serde(default)]
+    pub ready: bool,
+    /// How long it took from the arrival of the request to its first answer; of a booted one, from the start of
+    /// its process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ready_ms: Option<f64>,
     /// Whether it has a network.
@@ -181,7 +254,8 @@ pub struct SandboxInfo {
     /// The name of its network slot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub netns: Option<String>,
-    /// Its address in that.
+    /// Where it speaks the line protocol: its port of loopback if it has one, else its address in its
+    /// network slot.
     pub guest_addr: String,
     /// Memory it may use on the host, in MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -191,12 +265,33 @@ pub struct SandboxInfo {
     pub python: Option<bool>,
     /// When it was created, in seconds since 1970.
     pub created_at_unix: u64,
+    /// When its time is over, in seconds since 1970.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expires_at_unix: Option<u64>,
+    /// Its time is over when nobody used it for this many seconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idle_timeout_secs: Option<u64>,
+    /// What is done when its time is over.
+    #[serde(default)]
+    pub on_timeout: OnTimeout,
+    /// The snapshot it is stored as then, if it was given one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub suspend_as: Option<String>,
+    /// When it was last used, or made, or found by the daemon, in seconds since 1970.
+    #[serde(default)]
+    pub last_active_unix: u64,
+    /// What is written on it.
+    #[serde(default)]
+    pub labels: BTreeMap<String, String>,
     /// Whether a branch was taken of it.
     #[serde(default)]
     pub has_branched: bool,
     /// How many branches were taken of it.
     #[serde(default)]
     pub branch_count: u64,
+    /// Always null: a branch is made of layers, and `last_branch_tag` says which.
+    #[serde(default)]
+    pub last_branch_memory_path: Option<String>,
     /// The last branch taken of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_branch_tag: Option<String>,

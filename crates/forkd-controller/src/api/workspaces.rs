@@ -1,15 +1,19 @@
 //! Workspaces.
 
-use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
+use axum::response::Response;
+use axum::{Extension, Json};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::App;
 use super::extract::{Body, Id, Ignored, OptionalBody};
+use super::pages::Page;
+use super::requests::Target;
 use super::sandboxes::memory_limit;
 use crate::error::{Error, ErrorBody, Result};
+use crate::identity::Identity;
 use crate::workspaces::{Order, Record, Status};
 
 /// A workspace to make.
@@ -56,6 +60,9 @@ pub enum WorkspaceStatus {
 /// What is known of a workspace.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct WorkspaceInfo {
+    /// Whose it is.
+    #[serde(default)]
+    pub owner: String,
     /// `ws` and letters and digits.
     pub id: String,
     /// Its name.
@@ -87,6 +94,7 @@ fn plain((record, status): (Record, Status)) -> WorkspaceInfo {
         Status::Stale => (WorkspaceStatus::Stale, None),
     };
     WorkspaceInfo {
+        owner: record.owner,
         id: record.id,
         name: record.name,
         source_snapshot_tag: record.source_snapshot_tag,
@@ -98,10 +106,23 @@ fn plain((record, status): (Record, Status)) -> WorkspaceInfo {
     }
 }
 
-/// All workspaces, by name.
-#[utoipa::path(get, path = "/v1/workspaces", responses((status = 200, body = Vec<WorkspaceInfo>)))]
-pub(super) async fn list(State(app): State<App>) -> Json<Vec<WorkspaceInfo>> {
-    Json(app.workspaces.list().into_iter().map(plain).collect())
+/// All workspaces there are for whoever asks, by name.
+#[utoipa::path(
+    get, path = "/v1/workspaces",
+    params(
+        ("limit" = Option<u64>, Query, description = "The most to list, 1 to 1000; all when absent"),
+        ("cursor" = Option<String>, Query, description = "List what comes after the page that named it in `X-Next-Cursor`"),
+    ),
+    responses((status = 200, body = Vec<WorkspaceInfo>), (status = 400, body = ErrorBody)),
+)]
+pub(super) async fn list(
+    State(app): State<App>,
+    Extension(who): Extension<Identity>,
+    page: Page,
+) -> Response {
+    let all = app.workspaces.list().into_iter().filter(|(record, _)| who.owns(&record.owner));
+    let all: Vec<WorkspaceInfo> = all.map(plain).collect();
+    page.answer(all, |workspace| workspace.name.clone(), WorkspaceInfo::clone)
 }
 
 /// Makes a workspace: a sandbox with a name that can be put away and taken out again.
@@ -111,22 +132,25 @@ pub(super) async fn list(State(app): State<App>) -> Json<Vec<WorkspaceInfo>> {
         (status = 201, body = WorkspaceInfo), (status = 400, body = ErrorBody),
         (status = 404, body = ErrorBody, description = "No such snapshot"),
         (status = 409, body = ErrorBody, description = "The name is taken, or the snapshot cannot be used"),
+        (status = 429, body = ErrorBody, description = "The owner may not have as much"),
         (status = 503, body = ErrorBody, description = "A limit is reached"),
     ),
 )]
 pub(super) async fn create(
     State(app): State<App>,
+    Extension(who): Extension<Identity>,
     Body(request): Body<WorkspaceRequest>,
-) -> Result<(StatusCode, Json<WorkspaceInfo>)> {
+) -> Result<(StatusCode, Extension<Target>, Json<WorkspaceInfo>)> {
     let order = Order {
         name: request.name,
         snapshot_tag: request.snapshot_tag,
         network: request.network.unwrap_or(true),
         memory_limit_mib: memory_limit(request.memory_limit_mib)?,
+        who,
     };
     let workspaces = app.workspaces.clone();
     let made = to_its_end(async move { workspaces.create(order).await }).await?;
-    Ok((StatusCode::CREATED, info(made)))
+    Ok((StatusCode::CREATED, Extension(Target(made.0.name.clone())), info(made)))
 }
 
 /// One workspace.
@@ -164,16 +188,18 @@ pub(super) async fn delete(State(app): State<App>, Id(name): Id) -> Result<Statu
         (status = 400, body = ErrorBody, description = "It is not running"),
         (status = 404, body = ErrorBody),
         (status = 409, body = ErrorBody, description = "It is being changed"),
+        (status = 429, body = ErrorBody, description = "The owner may not have as much"),
         (status = 503, body = ErrorBody, description = "Too many branches are being taken"),
     ),
 )]
 pub(super) async fn suspend(
     State(app): State<App>,
+    Extension(who): Extension<Identity>,
     Id(name): Id,
     OptionalBody(request): OptionalBody<SuspendRequest>,
 ) -> Result<Json<WorkspaceInfo>> {
     let workspaces = app.workspaces.clone();
-    to_its_end(async move { workspaces.suspend(&name, request.diff).await }).await.map(info)
+    to_its_end(async move { workspaces.suspend(&name, request.diff, &who).await }).await.map(info)
 }
 
 /// Takes a workspace out again: a sandbox is forked from its last state.
@@ -184,11 +210,17 @@ pub(super) async fn suspend(
         (status = 400, body = ErrorBody, description = "It is running already"),
         (status = 404, body = ErrorBody, description = "No such workspace, or its state is gone"),
         (status = 409, body = ErrorBody, description = "It is being changed, or its state cannot be used"),
+        (status = 429, body = ErrorBody, description = "The owner may not have as much"),
     ),
 )]
-pub(super) async fn resume(State(app): State<App>, Id(name): Id, _: Ignored) -> Result<Json<WorkspaceInfo>> {
+pub(super) async fn resume(
+    State(app): State<App>,
+    Extension(who): Extension<Identity>,
+    Id(name): Id,
+    _: Ignored,
+) -> Result<Json<WorkspaceInfo>> {
     let workspaces = app.workspaces.clone();
-    to_its_end(async move { workspaces.resume(&name).await }).await.map(info)
+    to_its_end(async move { workspaces.resume(&name, &who).await }).await.map(info)
 }
 
 /// Does `work` in a task of its own: what was begun is finished, whether or not the client waits.

@@ -67,7 +67,7 @@ async fn attempt(
     };
 
     // Nobody may pause it, or take it back, between the freeze and the thaw.
-    let _turn = sandbox.take_turn(timing).await?;
+    let _turn = sandbox.take_turn().await?;
     let generation = sandbox.disks.generation.lock().await;
     let Prepared { config, fds, control } = prepared;
     let frozen = freeze(sandbox, timing.freeze).await;
@@ -119,11 +119,9 @@ async fn attempt(
     let (taken, thawed) = tokio::join!(taken, thawing);
     let (template, pause, generation) = taken?;
     let (frozen_ms, quiesced) = thawed.unwrap_or((None, false));
-    let _ = branch.taken.set(Taken {
-        pause_ms: Some(pause.as_micros() as f64 / 1e3),
-        frozen_ms,
-        quiesced: Some(quiesced),
-    });
+    let pause_ms = pause.as_micros() as f64 / 1e3;
+    sandbox.pauses.add(pause_ms, frozen_ms, "branch");
+    let _ = branch.taken.set(Taken { pause_ms: Some(pause_ms), frozen_ms, quiesced: Some(quiesced) });
     let recorded = template.record(Standing::Unsaved(Box::new(branch.record())));
     recorded.map_err(|error| Error::host("cannot record a branch", error))?;
     sandbox.branched(&branch.tag);

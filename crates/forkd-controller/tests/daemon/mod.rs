@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use forkd_controller::{Config, serve};
+use forkd_controller::{Config, TlsFiles, serve};
 use forkd_vmm::tiny;
 use serde_json::{Value, json};
 
@@ -215,8 +215,17 @@ pub(crate) fn run() {
         .map_or(Value::Null, |bytes| serde_json::from_slice(&bytes).unwrap());
     config.limits.branch_max_count = wants["branch_max_count"].as_u64().map(|count| count as usize);
     config.limits.branch_max_age = wants["branch_max_age"].as_u64().map(Duration::from_secs);
+    config.otlp_endpoint = wants["otlp_endpoint"].as_str().map(str::to_owned);
     if let Some(max) = wants["max_branches"].as_u64() {
         config.limits.max_branches = max as usize;
+    }
+    if let Some(rate) = wants["rate_limit"].as_u64() {
+        config.limits.rate_limit = rate as u32;
+    }
+    config.insecure_loopback = wants["insecure_loopback"] == true;
+    if wants["abroad"] == true {
+        config.bind.set_ip(std::net::Ipv4Addr::UNSPECIFIED.into());
+        config.tls = Some(TlsFiles { cert: folder.join("cert.pem"), key: folder.join("key.pem") });
     }
     // Shown when a test fails.
     tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(false).init();

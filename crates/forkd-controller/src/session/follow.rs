@@ -1,92 +1,77 @@
-//! The work of a session: boot, start, pump, and the last event.
+//! A command in a guest and its client: start, pump, and the last event.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forkd_protocol::agent::{Event, Pty, PtySize};
+use forkd_protocol::agent::{Event, Pty, PtySize, StartRequest};
 use tokio::sync::mpsc;
 
-use super::failed;
+use super::Wires;
 use super::wire::{Client, Input, Outgoing};
 use crate::agent::{self, Agent, Process, StartOptions};
-use crate::api::App;
 use crate::api::exec::{self, TIMED_OUT, Unfinished};
 use crate::companion::Companion;
 use crate::error::Result;
-use crate::frames::{Channel, ClientMessage, RunRequest, ServerEvent};
-use crate::host::Host;
-use crate::sandbox::Spec;
+use crate::frames::{Channel, ClientMessage, ServerEvent, TtySize};
+use crate::sandbox::Sandbox;
 
-/// The work itself: from the request to the last event.
-pub(super) async fn work(
-    app: &App,
-    request: RunRequest,
-    client: &Arc<Client>,
-    controls: mpsc::Receiver<ClientMessage>,
-    outgoing: &Outgoing,
-) -> ServerEvent {
-    attempt(app, request, client, controls, outgoing).await.unwrap_or_else(failed)
+/// What is to be run.
+pub(super) struct Command {
+    pub(super) start: StartRequest,
+    pub(super) user: Option<String>,
+    pub(super) limit: Option<Duration>,
+    /// On a terminal of this size.
+    pub(super) tty: Option<TtySize>,
 }
 
-async fn attempt(
-    app: &App,
-    request: RunRequest,
-    client: &Arc<Client>,
-    mut controls: mpsc::Receiver<ClientMessage>,
-    outgoing: &Outgoing,
-) -> Result<ServerEvent> {
-    let limit = request.timeout_secs.map(exec::check_timeout).transpose()?;
-    let mut start = exec::start_request(request.args, request.env, request.cwd, true)?;
-    start.pty = request.tty.map(|size| terminal(size.cols, size.rows));
-    let options = StartOptions { user: request.user, timeout: limit };
-    let message = format!("booting a sandbox of {}", request.image);
-    let mem_mib = request.mem_size_mib.unwrap_or(app.config.limits.default_mem_mib);
-    let spec = Spec {
-        image: Some(request.image),
-        snapshot_tag: None,
-        vcpus: request.vcpus.unwrap_or(1),
-        mem_mib,
-        network: request.network.unwrap_or(true),
-        memory_limit_mib: Host::memory_limit_mib(mem_mib),
-        guest: None,
-    };
-    // Bound to this future: when it is dropped, for whatever reason, the sandbox is deleted.
-    let bound = app.registry.boot(spec, false).await?;
-    outgoing.event(&ServerEvent::Progress { message }).await;
-    let sandbox = bound.sandbox();
-    tokio::select! {
-        started = sandbox.started() => started?,
-        signal = first_signal(&mut controls) => {
-            return Ok(ServerEvent::Exit { exit_code: 128 + signal, signal: Some(signal), timed_out: false });
-        }
-    }
-    let tty = start.pty.is_some();
-    let run = Run { agent: sandbox.agent.clone(), tty, grace: app.config.timing.call, client, outgoing };
-    let pumped = sandbox.with_agent(async {
-        let pumped = async {
-            let process = sandbox.agent.start(&start, &options).await?;
-            run.pump(&sandbox.id, process, limit, controls).await
+/// How a command came to its end.
+pub(super) enum Last {
+    Ended(ServerEvent),
+    Unfinished(Unfinished),
+}
+
+impl Last {
+    /// The last event; whoever waits for a command that never ran is told why where it would have
+    /// complained itself.
+    pub(super) async fn tell(self, outgoing: &Outgoing) -> Result<ServerEvent> {
+        let (exit_code, timed_out) = match self {
+            Last::Ended(event) => return Ok(event),
+            Last::Unfinished(Unfinished::TimedOut) => (TIMED_OUT, true),
+            Last::Unfinished(Unfinished::NotStarted(exit_code, why)) => {
+                let why = crate::console::printable(format!("forkd: {why}\n").as_bytes());
+                outgoing.data(Channel::Stderr, why.as_bytes()).await;
+                (exit_code, false)
+            }
         };
-        match pumped.await {
-            Ok(event) => Ok(Ok(event)),
-            Err(error) => exec::unfinished(error).map(Err),
-        }
-    });
-    match pumped.await? {
-        Ok(event) => Ok(event),
-        Err(Unfinished::TimedOut) => {
-            Ok(ServerEvent::Exit { exit_code: TIMED_OUT, signal: None, timed_out: true })
-        }
-        Err(Unfinished::NotStarted(exit_code, why)) => {
-            let why = crate::console::printable(format!("forkd: {why}\n").as_bytes());
-            outgoing.data(Channel::Stderr, why.as_bytes()).await;
-            Ok(ServerEvent::Exit { exit_code, signal: None, timed_out: false })
-        }
+        Ok(ServerEvent::Exit { exit_code, signal: None, timed_out })
+    }
+}
+
+/// Starts a command and moves what it reads and writes until it ends. `grace` is how much longer than the
+/// agent we wait before we give the command up ourselves. An error is one of the agent's.
+pub(super) async fn follow(
+    sandbox: &Sandbox,
+    command: Command,
+    wires: Wires<'_>,
+    grace: Duration,
+) -> agent::Result<Last> {
+    let Command { mut start, user, limit, tty } = command;
+    start.pty = tty.map(|size| terminal(size.cols, size.rows));
+    let options = StartOptions { user, timeout: limit };
+    let Wires { client, controls, outgoing } = wires;
+    let following = Following { agent: sandbox.agent.clone(), tty: tty.is_some(), grace, client, outgoing };
+    let followed = async {
+        let process = sandbox.agent.start(&start, &options).await?;
+        following.pump(&sandbox.id, process, limit, controls).await
+    };
+    match followed.await {
+        Ok(event) => Ok(Last::Ended(event)),
+        Err(error) => exec::unfinished(error).map(Last::Unfinished),
     }
 }
 
 /// A command and its client.
-struct Run<'r> {
+struct Following<'r> {
     agent: Agent,
     tty: bool,
     /// How much longer than the agent we wait before we give the command up ourselves.
@@ -95,7 +80,7 @@ struct Run<'r> {
     outgoing: &'r Outgoing,
 }
 
-impl Run<'_> {
+impl Following<'_> {
     /// Moves output to the client until the command ends. The next piece is taken from the guest
     /// when the client has taken the last.
     async fn pump(
@@ -200,24 +185,4 @@ async fn steer(agent: Agent, pid: u32, mut controls: mpsc::Receiver<ClientMessag
 
 fn terminal(cols: u16, rows: u16) -> Pty {
     Pty { size: PtySize { cols: cols.into(), rows: rows.into() } }
-}
-
-/// A signal sent before there is a command to take it; its number. One whose number is not known
-/// here ends the session like SIGTERM.
-async fn first_signal(controls: &mut mpsc::Receiver<ClientMessage>) -> i32 {
-    loop {
-        match controls.recv().await {
-            Some(ClientMessage::Signal { signal }) => {
-                return match signal.as_str() {
-                    "SIGHUP" => 1,
-                    "SIGINT" => 2,
-                    "SIGQUIT" => 3,
-                    "SIGKILL" => 9,
-                    _ => 15,
-                };
-            }
-            Some(_) => {}
-            None => return std::future::pending().await,
-        }
-    }
 }

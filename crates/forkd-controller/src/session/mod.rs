@@ -1,29 +1,32 @@
-//! `GET /v1/run`: one command in a sandbox of its own, over a WebSocket ([`frames`](crate::frames)).
+//! Commands over a WebSocket ([`frames`](crate::frames)): one conversation, whatever the command runs in.
 //!
 //! Three things go on at once for one connection: a reader, a writer and the work. Whichever ends
-//! first ends the session, and with the session goes the sandbox ([`Bound`]): it does not matter
-//! whether the command ended, the client hung up, its machine died, or the daemon stops.
+//! first ends the session, and with the session goes what was made for it ([`run`]: its sandbox;
+//! [`exec`]: its process): it does not matter whether the command ended, the client hung up, its
+//! machine died, or the daemon stops.
 
+pub(crate) mod exec;
+mod follow;
+pub(crate) mod run;
 mod wire;
-mod work;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::State;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::ws::{Message, WebSocket, WebSocketUpgrade};
 use axum::response::Response;
 use futures_util::stream::SplitStream;
 use futures_util::{SinkExt, StreamExt};
+use serde::de::DeserializeOwned;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::api::App;
+use crate::api::requests::Session;
 use crate::companion::Companion;
-use crate::error::{Error, ErrorBody, Kind, Result};
-use crate::frames::{MAX_TEXT, RunRequest, ServerEvent};
+use crate::error::{Error, Kind, Result};
+use crate::frames::{ClientMessage, MAX_TEXT, ServerEvent};
 use wire::{Client, Outgoing, read, text, write};
-use work::work;
 
 /// What clients hear when the daemon stops under them.
 const STOPPING: &str = "the daemon is stopping";
@@ -36,36 +39,53 @@ const OUTGOING: usize = 4;
 /// Signals and the like on their way to the command; a client that sends more at once loses them.
 const CONTROLS: usize = 16;
 
-/// Runs a command in a sandbox of its own, over a WebSocket. The sandbox lives as long as the
-/// connection.
-///
-/// The first message is text, a `RunRequest`. Then the server sends `ServerEvent`s as text and
-/// output as binary frames, whose first byte is 1 for standard output and 2 for standard error; the
-/// client sends `ClientMessage`s as text and input as binary frames, whose first byte is 0. At most
-/// 262144 bytes of input may be under way; a `stdin_ack` gives room back.
-#[utoipa::path(
-    get, path = "/v1/run",
-    responses(
-        (status = 101, description = "Speak WebSocket"),
-        (status = 400, body = ErrorBody, description = "Not the beginning of a WebSocket"),
-    ),
-)]
-pub(crate) async fn run(
-    State(app): State<App>,
-    upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
-) -> Result<Response> {
+/// What a session is for.
+trait Work: Send + 'static {
+    /// The client's first message.
+    type Request: DeserializeOwned + Send;
+    /// What that is, in words.
+    const REQUEST: &'static str;
+
+    /// From the request to the last event. Dropped when the client goes away.
+    fn work(
+        self,
+        app: &App,
+        request: Self::Request,
+        wires: Wires<'_>,
+    ) -> impl Future<Output = Result<ServerEvent>> + Send;
+}
+
+/// The client, as the work sees it.
+struct Wires<'w> {
+    /// What it sends to the command.
+    client: &'w Arc<Client>,
+    /// Signals and the like.
+    controls: mpsc::Receiver<ClientMessage>,
+    /// The way to it.
+    outgoing: &'w Outgoing,
+}
+
+/// What the beginning of a session was found to be.
+type Upgrade = std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>;
+
+/// Answers the beginning of a session and holds it.
+fn begin(upgrade: Upgrade, app: App, talk: Session, work: impl Work) -> Result<Response> {
     let upgrade =
         upgrade.map_err(|rejection| Error::new(Kind::Http(rejection.status()), rejection.body_text()))?;
     let upgrade = upgrade.max_message_size(MAX_TEXT).max_frame_size(MAX_TEXT);
-    Ok(upgrade.on_upgrade(move |socket| session(socket, app)))
+    // In the audit log, it ends with the conversation.
+    Ok(upgrade.on_upgrade(async move |socket| {
+        session(socket, app, work).await;
+        drop(talk);
+    }))
 }
 
-async fn session(socket: WebSocket, app: App) {
+async fn session<W: Work>(socket: WebSocket, app: App, work: W) {
     let _counted = app.sessions.enter();
     let mut stopping = app.stopping.clone();
     let (mut sink, mut stream) = socket.split();
     let first = tokio::select! {
-        first = first_message(&mut stream) => first,
+        first = first_message(&mut stream, W::REQUEST) => first,
         () = stopping.asked() => Err(Error::new(Kind::Busy, STOPPING)),
     };
     let request = match first {
@@ -89,14 +109,15 @@ async fn session(socket: WebSocket, app: App) {
     let mut writer = Companion::spawn(write(sink, queued, client.clone()));
     let mut reader = Companion::spawn(read(stream, client.clone(), controls, complain));
 
+    let wires = Wires { client: &client, controls: control, outgoing: &outgoing };
     let (last, hurry) = tokio::select! {
-        last = work(&app, request, &client, control, &outgoing) => (last, false),
+        last = work.work(&app, request, wires) => (last.unwrap_or_else(failed), false),
         Ok(why) = complaint => (failed(Error::invalid(why)), true),
         _ = reader.ended() => return,
         _ = writer.ended() => return,
         () = stopping.asked() => (failed(Error::new(Kind::Busy, STOPPING)), true),
     };
-    // The work was dropped, and the sandbox with it. What is left is to tell the client, however
+    // The work was dropped, and what was made for it goes. What is left is to tell the client, however
     // slowly it reads, unless we are in a hurry.
     let told = async {
         outgoing.event(&last).await;
@@ -124,7 +145,10 @@ fn failed(error: Error) -> ServerEvent {
 }
 
 /// The request; `None` if the client went away instead.
-async fn first_message(stream: &mut SplitStream<WebSocket>) -> Result<Option<RunRequest>> {
+async fn first_message<Q: DeserializeOwned>(
+    stream: &mut SplitStream<WebSocket>,
+    what: &str,
+) -> Result<Option<Q>> {
     let first = async {
         loop {
             match stream.next().await {
@@ -136,12 +160,15 @@ async fn first_message(stream: &mut SplitStream<WebSocket>) -> Result<Option<Run
     match tokio::time::timeout(REQUEST_WAIT, first).await {
         Ok(Some(Ok(Message::Text(text)))) => match serde_json::from_str(&text) {
             Ok(request) => Ok(Some(request)),
-            Err(error) => Err(Error::invalid(format!("the first message is not a run request: {error}"))),
+            Err(error) => Err(Error::invalid(format!("the first message is not {what}: {error}"))),
         },
         Ok(Some(Ok(Message::Binary(_)))) => {
-            Err(Error::invalid("the first message must be text: a run request"))
+            Err(Error::invalid(format!("the first message must be text: {what}")))
         }
         Ok(Some(Ok(_)) | Some(Err(_)) | None) => Ok(None),
-        Err(_) => Err(Error::invalid(format!("no run request came within {REQUEST_WAIT:?}"))),
+        Err(_) => Err(Error::invalid(format!("{what} did not come within {REQUEST_WAIT:?}"))),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,147 @@
+//! What may be done by whom: one table of routes and scopes, and whose the things in a path are.
+//!
+//! What is in a path is checked here, so that no handler can forget it; what is in a body (a snapshot to fork
+//! from, say) is the handler's to check, and lists are its to filter. What belongs to somebody else does not
+//! exist: nothing about it is told.
+
+use axum::extract::{MatchedPath, RawPathParams, Request, State};
+use axum::http::Method;
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+
+use crate::api::App;
+use crate::error::{Error, Kind, Result};
+use crate::identity::{EVERYBODY, Identity, Scope};
+
+/// The scope a route needs. One that nobody has decided about is for admins.
+fn needed(method: &Method, path: &str) -> Scope {
+    decided(method, path).unwrap_or(Scope::Admin)
+}
+
+fn decided(method: &Method, path: &str) -> Option<Scope> {
+    let method = if method == Method::HEAD { &Method::GET } else { method };
+    Some(match (method.as_str(), path) {
+        ("GET", "/healthz" | "/healthz/" | "/version" | "/openapi.json") => Scope::Read,
+        ("GET", "/v1/sandboxes" | "/v1/sandboxes/{id}") => Scope::Read,
+        ("GET", "/v1/sandboxes/{id}/console" | "/v1/sandboxes/{id}/stats") => Scope::Read,
+        ("POST", "/v1/sandboxes/{id}/ping") => Scope::Read,
+        ("GET", "/v1/snapshots" | "/v1/snapshots/{tag}" | "/v1/snapshots/{tag}/info") => Scope::Read,
+        ("GET", "/v1/workspaces" | "/v1/workspaces/{name}") => Scope::Read,
+        ("GET", "/v1/tree" | "/v1/events") => Scope::Read,
+        ("GET", "/v1/sandboxes/{id}/files" | "/v1/sandboxes/{id}/files/list") => Scope::Read,
+        ("GET", "/v1/sandboxes/{id}/files/stat") => Scope::Read,
+        ("POST", "/v1/sandboxes") | ("DELETE", "/v1/sandboxes/{id}") => Scope::Use,
+        ("POST", "/v1/sandboxes/{id}/pause" | "/v1/sandboxes/{id}/resume") => Scope::Use,
+        ("POST", "/v1/sandboxes/{id}/rollback" | "/v1/sandboxes/{id}/branch") => Scope::Use,
+        ("POST", "/v1/sandboxes/{id}/exec" | "/v1/sandboxes/{id}/eval") => Scope::Use,
+        ("POST", "/v1/snapshots") | ("DELETE", "/v1/snapshots/{tag}") => Scope::Use,
+        ("POST", "/v1/snapshots/{tag}/unload" | "/v1/snapshots/{tag}/compact") => Scope::Use,
+        ("POST", "/v1/workspaces") | ("DELETE", "/v1/workspaces/{name}") => Scope::Use,
+        ("POST", "/v1/workspaces/{name}/suspend" | "/v1/workspaces/{name}/resume") => Scope::Use,
+        // They begin a command.
+        ("GET", "/v1/run" | "/v1/sandboxes/{id}/exec/stream") => Scope::Use,
+        ("PATCH", "/v1/sandboxes/{id}") => Scope::Use,
+        ("PUT" | "DELETE", "/v1/sandboxes/{id}/files") => Scope::Use,
+        ("POST", "/v1/sandboxes/{id}/files/mkdir" | "/v1/sandboxes/{id}/files/move") => Scope::Use,
+        ("POST", "/v1/sandboxes/{id}/line") => Scope::Use,
+        ("PUT" | "DELETE", "/v1/sandboxes/{id}/line-port") => Scope::Use,
+        // Sums of the whole host, without names: whoever watches it needs no more.
+        ("GET", "/metrics") => Scope::Read,
+        ("POST", "/v1/snapshots/{tag}/owner") => Scope::Admin,
+        ("GET" | "POST", "/v1/tokens") | ("DELETE", "/v1/tokens/{name}") => Scope::Admin,
+        ("POST", "/v1/tokens/{name}/rotate") => Scope::Admin,
+        _ => return None,
+    })
+}
+
+/// Whether all may ask for it, whoever they are.
+pub(crate) fn is_open(path: &str) -> bool {
+    path.strip_suffix('/').unwrap_or(path) == "/healthz"
+}
+
+/// Middleware behind `auth`: lets those pass who may.
+pub(crate) async fn check(
+    State(app): State<App>,
+    path: Option<MatchedPath>,
+    params: std::result::Result<RawPathParams, axum::extract::rejection::RawPathParamsRejection>,
+    request: Request,
+    next: Next,
+) -> Response {
+    // Without a route there is nothing to be had.
+    let Some(path) = path else { return next.run(request).await };
+    let who = request.extensions().get::<Identity>();
+    let allowed = match who {
+        Some(who) if who.is_admin() => Ok(()),
+        Some(who) => allow(&app, who, request.method(), path.as_str(), params.ok().as_ref()),
+        None if is_open(path.as_str()) => Ok(()),
+        None => Err(Error::new(Kind::Unauthorized, "nobody knows who you are")),
+    };
+    match allowed {
+        Ok(()) => next.run(request).await,
+        Err(error) => error.into_response(),
+    }
+}
+
+fn allow(
+    app: &App,
+    who: &Identity,
+    method: &Method,
+    path: &str,
+    params: Option<&RawPathParams>,
+) -> Result<()> {
+    let needed = needed(method, path);
+    if who.scope < needed {
+        let text = format!(
+            "token {} has the scope {}, and this needs {}; ask for a token with that (`forkd token add \
+             --scope {2}`)",
+            who.name,
+            who.scope.name(),
+            needed.name()
+        );
+        return Err(Error::new(Kind::Forbidden, text));
+    }
+    let Some(params) = params else {
+        return Err(Error::invalid("the path is not text"));
+    };
+    let Some((_, name)) = params.iter().next() else { return Ok(()) };
+    if path.starts_with("/v1/sandboxes/") {
+        // Ids are never used again: what is not there now never will be somebody else's.
+        app.registry.get(name).map_or(Ok(()), |sandbox| app.registry.check_owner(&sandbox, who))
+    } else if path.starts_with("/v1/snapshots/") {
+        let Ok(entry) = app.snapshots.get(name) else { return Ok(()) };
+        app.snapshots.check_use(&entry, who)?;
+        let looks = [Method::GET, Method::HEAD].contains(method);
+        if entry.owner() == EVERYBODY && !looks {
+            let text = format!("snapshot {name} is everybody's: only an admin may change it");
+            return Err(Error::new(Kind::Forbidden, text));
+        }
+        Ok(())
+    } else if path.starts_with("/v1/workspaces/") {
+        app.workspaces.check_owner(name, who)
+    } else {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    #[test]
+    fn every_route_has_a_decision_and_one_without_is_for_admins() {
+        let document: Value = serde_json::from_str(&crate::api::openapi()).unwrap();
+        let mut routes = 0;
+        for (path, methods) in document["paths"].as_object().unwrap() {
+            for method in methods.as_object().unwrap().keys() {
+                let method: Method = method.to_uppercase().parse().unwrap();
+                assert!(decided(&method, path).is_some(), "decide who may {method} {path}, in access.rs");
+                routes += 1;
+            }
+        }
+        assert!(routes > 25, "{routes}");
+        assert_eq!(needed(&Method::GET, "/v1/brand-new"), Scope::Admin);
+        assert_eq!(needed(&Method::PUT, "/v1/sandboxes/{id}"), Scope::Admin);
+        assert_eq!(needed(&Method::HEAD, "/v1/sandboxes"), Scope::Read);
+    }
+}

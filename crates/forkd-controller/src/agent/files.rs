@@ -1,0 +1,220 @@
+//! Files of a guest: whole ones as streams, and what is known of them.
+//!
+//! Nothing here holds more of a file than a few pieces. A guest that takes or gives nothing for a while is
+//! given up; whoever is at the other end of a stream is the caller's to watch.
+
+use std::io;
+use std::time::Duration;
+
+use bytes::Bytes;
+use forkd_protocol::agent::{
+    EntryInfo, EntryList, EntryResponse, ListDirRequest, MoveRequest, PathRequest, WrittenFile,
+};
+use forkd_protocol::connect::Code;
+use futures_util::StreamExt;
+use http_body_util::{BodyExt, StreamBody};
+use hyper::body::{Frame, Incoming};
+use hyper::header::{AUTHORIZATION, CONTENT_LENGTH};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::sync::mpsc;
+
+use super::wire::{Call, Connection, Outbound};
+use super::{Agent, Empty, Error, MAX_ANSWER, Result, basic, files_uri, parse, within};
+use crate::companion::Companion;
+
+/// Pieces of an upload that wait for the guest.
+const QUEUE: usize = 2;
+
+impl Agent {
+    /// How long a guest may take for one piece of a file, or for a whole folder.
+    fn file_patience(&self) -> Duration {
+        self.patience.saturating_mul(3)
+    }
+
+    /// Opens a file to read.
+    pub async fn download(&self, path: &str, user: Option<&str>) -> Result<Download> {
+        let call = Call::get(&files_uri(path, user));
+        let opened = async {
+            let mut connection = self.connect().await?;
+            let response = connection.send(call).await?;
+            let length = response.headers().get(CONTENT_LENGTH);
+            let length = length.and_then(|length| length.to_str().ok()?.parse().ok());
+            let patience = self.file_patience();
+            Ok(Download { length, connection, body: response.into_body(), patience })
+        };
+        within(self.file_patience(), opened).await
+    }
+
+    /// Begins a file, making its folders. It takes its place when the upload is
+    /// [finished](Upload::finish), if the guest can do that; dropped before, it leaves nothing.
+    pub async fn upload(&self, path: &str, user: Option<&str>, mode: Option<u32>) -> Result<Upload> {
+        let mut uri = files_uri(path, user) + "&whole=true";
+        if let Some(mode) = mode {
+            uri.push_str(&format!("&mode={mode:o}"));
+        }
+        let mut connection = within(self.patience, self.connect()).await?;
+        let (pieces, queued) = mpsc::channel(QUEUE);
+        let call = Call::send_body(&uri, "application/octet-stream", body_of(queued));
+        let answer = Companion::spawn(async move { connection.call(call, MAX_ANSWER).await });
+        Ok(Upload { pieces, answer, patience: self.file_patience() })
+    }
+
+    /// What is known of a file.
+    pub async fn stat(&self, path: &str, user: Option<&str>) -> Result<EntryInfo> {
+        let request = PathRequest { path: path.to_owned() };
+        Ok(self.filesystem::<EntryResponse>("Stat", &request, user).await?.entry)
+    }
+
+    /// What is in a folder, `depth` levels deep.
+    pub async fn list_dir(&self, path: &str, depth: u32, user: Option<&str>) -> Result<Vec<EntryInfo>> {
+        let request = ListDirRequest { path: path.to_owned(), depth };
+        Ok(self.filesystem::<EntryList>("ListDir", &request, user).await?.entries)
+    }
+
+    /// Makes a folder and those it is in.
+    pub async fn make_dir(&self, path: &str, user: Option<&str>) -> Result<EntryInfo> {
+        let request = PathRequest { path: path.to_owned() };
+        Ok(self.filesystem::<EntryResponse>("MakeDir", &request, user).await?.entry)
+    }
+
+    /// Gives a file another name.
+    pub async fn move_file(&self, from: &str, to: &str, user: Option<&str>) -> Result<EntryInfo> {
+        let request = MoveRequest { source: from.to_owned(), destination: to.to_owned() };
+        Ok(self.filesystem::<EntryResponse>("Move", &request, user).await?.entry)
+    }
+
+    /// Removes a file, a link or an empty folder.
+    pub async fn remove_one(&self, path: &str, user: Option<&str>) -> Result<()> {
+        let request = PathRequest { path: path.to_owned() };
+        self.filesystem::<Empty>("RemoveOne", &request, user).await.map(drop)
+    }
+
+    /// Removes whatever is there, with all below it. It need not be there.
+    pub async fn remove_all(&self, path: &str, user: Option<&str>) -> Result<()> {
+        let request = PathRequest { path: path.to_owned() };
+        self.filesystem::<Empty>("Remove", &request, user).await.map(drop)
+    }
+
+    async fn filesystem<T: DeserializeOwned>(
+        &self,
+        method: &str,
+        request: &impl Serialize,
+        user: Option<&str>,
+    ) -> Result<T> {
+        let mut call = Call::unary(&format!("/filesystem.Filesystem/{method}"), request)?;
+        if let Some(user) = user {
+            call = call.header(AUTHORIZATION.as_str(), basic(user));
+        }
+        self.answer(call, self.file_patience()).await.map_err(|error| match error {
+            Error::Refused(refused) if refused.code == Code::ResourceExhausted => {
+                Error::DiskFull(refused.message)
+            }
+            other => other,
+        })
+    }
+}
+
+/// A file that is being read.
+#[derive(Debug)]
+pub struct Download {
+    /// Its size, if the guest knows it.
+    pub length: Option<u64>,
+    connection: Connection,
+    body: Incoming,
+    patience: Duration,
+}
+
+impl Download {
+    /// The next piece; `None` at the end.
+    pub async fn next(&mut self) -> Result<Option<Bytes>> {
+        let piece = async {
+            loop {
+                match self.body.frame().await {
+                    Some(Ok(frame)) => match frame.into_data() {
+                        Ok(data) if data.is_empty() => {}
+                        Ok(data) => return Ok(Some(data)),
+                        // Trailers mean nothing here.
+                        Err(_) => {}
+                    },
+                    Some(Err(error)) => return Err(self.connection.broken(&error)),
+                    None => return Ok(None),
+                }
+            }
+        };
+        within(self.patience, piece).await
+    }
+}
+
+/// A file that is being written.
+#[derive(Debug)]
+pub struct Upload {
+    pieces: mpsc::Sender<Piece>,
+    answer: Companion<Result<Bytes>>,
+    patience: Duration,
+}
+
+/// What goes through the queue. Its end alone does not mean that of the file.
+#[derive(Debug)]
+enum Piece {
+    Bytes(Bytes),
+    End,
+}
+
+/// The body of a request that is as long as pieces come. If they stop without an end, it breaks off, and
+/// nobody takes it for a whole file.
+fn body_of(queued: mpsc::Receiver<Piece>) -> Outbound {
+    let frames = futures_util::stream::unfold(Some(queued), |queued| async {
+        let mut queued = queued?;
+        match queued.recv().await {
+            Some(Piece::Bytes(bytes)) => Some((Ok(Frame::data(bytes)), Some(queued))),
+            Some(Piece::End) => None,
+            None => Some((Err(io::Error::other("the upload was given up")), None)),
+        }
+    });
+    StreamBody::new(frames.boxed()).boxed_unsync()
+}
+
+impl Upload {
+    /// Hands a piece over; waits while the guest takes none. After an error there is nothing more to send.
+    pub async fn send(&mut self, bytes: Bytes) -> Result<()> {
+        self.hand_over(Piece::Bytes(bytes)).await
+    }
+
+    /// Says that this was all, and returns what the guest made of it.
+    pub async fn finish(mut self) -> Result<WrittenFile> {
+        self.hand_over(Piece::End).await?;
+        let answer =
+            within(self.patience, async { self.answer.ended().await.unwrap_or_else(|| Err(lost())) });
+        let written: Vec<WrittenFile> = parse(&answer.await?)?;
+        written.into_iter().next().ok_or_else(|| Error::Protocol("an upload came to nothing".into()))
+    }
+
+    async fn hand_over(&mut self, piece: Piece) -> Result<()> {
+        let handed = async {
+            let sent = tokio::select! {
+                biased;
+                // Only a guest that refuses answers before it has everything.
+                answer = self.answer.ended() => return Err(early(answer)),
+                sent = self.pieces.send(piece) => sent,
+            };
+            match sent {
+                Ok(()) => Ok(()),
+                Err(_) => Err(early(self.answer.ended().await)),
+            }
+        };
+        within(self.patience, handed).await
+    }
+}
+
+fn early(answer: Option<Result<Bytes>>) -> Error {
+    match answer {
+        Some(Err(error)) => error,
+        Some(Ok(_)) => Error::Protocol("an upload was answered before it was there".into()),
+        None => lost(),
+    }
+}
+
+fn lost() -> Error {
+    Error::Unreachable("the connection ended in the middle of a file".into())
+}

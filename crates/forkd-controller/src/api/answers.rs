@@ -1,0 +1,261 @@
+//! Idempotency keys: a request that comes again is answered as the first time, and done once.
+//!
+//! A POST may carry `Idempotency-Key`. What is asked is noted before it is done, and done whether or not the
+//! client waits; the answer is kept before it is given. So the same question with the same key, however
+//! often, from the same owner, is done once and has one answer, also from the next daemon. Only answers that
+//! would be the same again are kept: what succeeded, and what was wrong with the request itself.
+//!
+//! A daemon that is killed while it does something leaves a key without an answer. Children carry the key
+//! that they were asked for with, so a request for children is answered with those that are there, or done
+//! if there are none; of all else nobody knows, and that is what is said.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use axum::body::{Body, Bytes, to_bytes};
+use axum::extract::{Request, State};
+use axum::http::{HeaderValue, Method, StatusCode, header};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use forkd_store::{Answer, Begun, Database};
+use tracing::Instrument;
+
+use crate::error::{Error, Kind, Result};
+use crate::host::blocking;
+use crate::identity::Identity;
+use crate::life::now_unix;
+
+/// The header a key comes in.
+const KEY: &str = "idempotency-key";
+/// The longest key.
+const MAX_KEY: usize = 255;
+/// How long an answer is kept.
+const MAX_AGE_SECS: u64 = 24 * 3600;
+/// How many are.
+const MAX_COUNT: u64 = 10_000;
+/// The longest body that is kept: room for 1000 children.
+const MAX_BODY: usize = 4 << 20;
+/// How much all bodies may take.
+const MAX_BYTES: u64 = 256 << 20;
+
+/// All answers that are kept, and what is under way.
+#[derive(Debug, Clone)]
+pub(crate) struct Answers {
+    database: Arc<Database>,
+    running: Arc<Mutex<HashSet<Key>>>,
+    max_request: usize,
+}
+
+/// Who asked, and with which key.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Key {
+    owner: String,
+    key: String,
+}
+
+/// For handlers that make sandboxes: what they are to be marked with.
+#[derive(Debug, Clone)]
+pub(crate) struct Asked {
+    /// Unlike any other key's.
+    pub(crate) mark: String,
+    /// Whether it was asked before, and nobody knows what came of it.
+    pub(crate) before: bool,
+}
+
+/// A request under way. Dropping it says that it is over.
+struct Running {
+    answers: Answers,
+    key: Key,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.answers.running.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.key);
+    }
+}
+
+impl Answers {
+    pub(crate) fn new(database: Arc<Database>, max_request: usize) -> Self {
+        Answers { database, running: Arc::default(), max_request }
+    }
+
+    /// Forgets what is old.
+    pub(crate) async fn prune(&self) -> Result<()> {
+        let database = self.database.clone();
+        let since = now_unix().saturating_sub(MAX_AGE_SECS);
+        let prune = move || Ok(database.prune_answers(since, MAX_COUNT, MAX_BYTES)?);
+        blocking("forgetting answers", prune).await?;
+        Ok(())
+    }
+
+    /// `None` if it is under way already.
+    fn enter(&self, key: &Key) -> Option<Running> {
+        let fresh = self.running.lock().unwrap_or_else(PoisonError::into_inner).insert(key.clone());
+        fresh.then(|| Running { answers: self.clone(), key: key.clone() })
+    }
+
+    async fn begin(&self, key: &Key, method: &Method, uri: String, body: Bytes) -> Result<Begun> {
+        let (database, key, method) = (self.database.clone(), key.clone(), method.clone());
+        blocking("noting a request", move || {
+            let parts = [method.as_str().as_bytes(), uri.as_bytes(), &body];
+            let now = now_unix();
+            let since = now.saturating_sub(MAX_AGE_SECS);
+            Ok(database.begin_answer(&key.owner, &key.key, &parts, now, since)?)
+        })
+        .await
+    }
+
+    /// Keeps an answer, or forgets that there was a question.
+    async fn finish(&self, key: Key, answer: Option<Answer>) -> Result<()> {
+        let database = self.database.clone();
+        blocking("keeping an answer", move || {
+            match answer {
+                Some(answer) => database.keep_answer(&key.owner, &key.key, &answer)?,
+                None => database.forget_answer(&key.owner, &key.key)?,
+            }
+            Ok(())
+        })
+        .await
+    }
+}
+
+/// Middleware: answers again what was answered before, and keeps what is answered now.
+pub(crate) async fn once(State(answers): State<Answers>, request: Request, next: Next) -> Response {
+    // An answer with a token in it is not for keeping: only hashes of tokens are.
+    let secret = request.uri().path().starts_with("/v1/tokens");
+    if secret || request.method() != Method::POST || !request.headers().contains_key(KEY) {
+        return next.run(request).await;
+    }
+    match answer(answers, request, next).await {
+        Ok(response) => response,
+        Err(error) => error.into_response(),
+    }
+}
+
+async fn answer(answers: Answers, request: Request, next: Next) -> Result<Response> {
+    let (mut parts, body) = request.into_parts();
+    let owner = parts.extensions.get::<Identity>().map_or("", |identity| identity.owner.as_str());
+    let key = Key { owner: owner.to_owned(), key: read_key(parts.headers.get_all(KEY).iter())? };
+    let body = to_bytes(body, answers.max_request).await.map_err(|_| {
+        let text = format!("the body is larger than {} bytes, the limit, or broke off", answers.max_request);
+        Error::new(Kind::Http(StatusCode::PAYLOAD_TOO_LARGE), text)
+    })?;
+    let running = answers.enter(&key);
+    let begun = answers.begin(&key, &parts.method, parts.uri.to_string(), body.clone()).await?;
+    let before = match (begun, running.is_some()) {
+        (Begun::Other, _) => {
+            let text = "this Idempotency-Key came with another request before; use a new one for each";
+            return Err(Error::new(Kind::Http(StatusCode::UNPROCESSABLE_ENTITY), text));
+        }
+        (Begun::Answered(answer), _) => return replay(answer),
+        (Begun::New, _) => false,
+        (Begun::Unanswered, true) => true,
+        (Begun::Unanswered, false) => {
+            let text = "a request with this Idempotency-Key is under way; ask again in a moment";
+            return Err(Error::new(Kind::Conflict, text));
+        }
+    };
+    if before && parts.uri.path() != "/v1/sandboxes" {
+        let text = "the daemon was stopped while a request with this Idempotency-Key was under way, and what \
+                    came of it is not known: look for it (GET /v1/sandboxes, /v1/snapshots, /v1/workspaces), \
+                    then ask again with a new key if it was not done";
+        return Err(Error::new(Kind::Conflict, text));
+    }
+    parts.extensions.insert(Asked { mark: format!("{} {}", key.owner, key.key), before });
+    let request = Request::from_parts(parts, Body::from(body));
+    // In a task of its own: what was begun is finished, and its answer kept, whether or not anybody waits.
+    let work = async move {
+        let response = next.run(request).await;
+        let kept = keep(&answers, &key, response).await;
+        drop(running);
+        kept
+    };
+    let answered = tokio::spawn(work.in_current_span()).await;
+    answered.unwrap_or_else(|error| Err(Error::host("answering a request", error)))
+}
+
+/// The one key of a request.
+fn read_key<'v>(mut values: impl Iterator<Item = &'v HeaderValue>) -> Result<String> {
+    let refused =
+        || Error::invalid(format!("Idempotency-Key must be one, of 1 to {MAX_KEY} visible characters"));
+    let value = values.next().and_then(|value| value.to_str().ok()).ok_or_else(refused)?;
+    let visible = (1..=MAX_KEY).contains(&value.len()) && value.bytes().all(|byte| byte.is_ascii_graphic());
+    if !visible || values.next().is_some() {
+        return Err(refused());
+    }
+    Ok(value.to_owned())
+}
+
+/// Keeps an answer that would be the same again, before it is given.
+async fn keep(answers: &Answers, key: &Key, response: Response) -> Result<Response> {
+    let status = response.status();
+    let json = response.headers().get(header::CONTENT_TYPE).is_none_or(|it| it == "application/json");
+    if !json || !is_kept(status) {
+        answers.finish(key.clone(), None).await?;
+        return Ok(response);
+    }
+    let (parts, body) = response.into_parts();
+    // All of it is in memory already.
+    let body = to_bytes(body, usize::MAX).await.map_err(|error| Error::host("reading an answer", error))?;
+    let kept = (body.len() <= MAX_BODY).then(|| body.to_vec());
+    answers.finish(key.clone(), Some(Answer { status: status.as_u16(), body: kept })).await?;
+    Ok(Response::from_parts(parts, Body::from(body)))
+}
+
+/// Whether an answer says what any other time would be said.
+fn is_kept(status: StatusCode) -> bool {
+    let wrong = [
+        StatusCode::BAD_REQUEST,
+        StatusCode::PAYLOAD_TOO_LARGE,
+        StatusCode::UNSUPPORTED_MEDIA_TYPE,
+        StatusCode::UNPROCESSABLE_ENTITY,
+    ];
+    status.is_success() || wrong.contains(&status)
+}
+
+fn replay(answer: Answer) -> Result<Response> {
+    let status = StatusCode::from_u16(answer.status)
+        .map_err(|error| Error::host("reading an answer that was kept", error))?;
+    let Some(body) = answer.body else {
+        let text = format!("this was done, and answered with {status}; that answer was too large to keep");
+        return Err(Error::new(Kind::Conflict, text));
+    };
+    let empty = body.is_empty();
+    let mut response = (status, body).into_response();
+    let headers = response.headers_mut();
+    match empty {
+        true => headers.remove(header::CONTENT_TYPE),
+        false => headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json")),
+    };
+    headers.insert("idempotent-replayed", HeaderValue::from_static("true"));
+    Ok(response)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_one_and_visible() {
+        let read = |keys: &[&str]| {
+            let values: Vec<_> =
+                keys.iter().map(|key| HeaderValue::from_bytes(key.as_bytes()).unwrap()).collect();
+            read_key(values.iter())
+        };
+        assert_eq!(read(&["a-b:c"]).unwrap(), "a-b:c");
+        read(&[&"k".repeat(255)]).unwrap();
+        for bad in [&[""][..], &["a b"], &["ä"], &["a", "a"], &[&"k".repeat(256)]] {
+            assert!(read(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn only_what_would_be_said_again_is_kept() {
+        for (status, kept) in [(200, true), (201, true), (202, true), (204, true), (400, true), (422, true)] {
+            assert_eq!(is_kept(StatusCode::from_u16(status).unwrap()), kept, "{status}");
+        }
+        for status in [401, 403, 404, 409, 429, 500, 502, 503, 504] {
+            assert!(!is_kept(StatusCode::from_u16(status).unwrap()), "{status}");
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! `GET /v1/sandboxes/{id}/console`: what a guest wrote to its console, and what it writes next.
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use futures_util::stream;
+use serde::Deserialize;
+
+use super::App;
+use super::extract::{Id, Params};
+use crate::console::{self, printable};
+use crate::error::{ErrorBody, Result};
+use crate::host::blocking;
+use crate::sandbox::Phase;
+
+/// How often a console that is followed is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+/// The most that is sent at once.
+const CHUNK: usize = 64 << 10;
+/// Said where a console was cut, because it became too long, before all of it was sent.
+const CUT: &str = "\n[forkd: some of the console was cut]\n";
+
+/// How much of a console.
+#[derive(Debug, Default, Deserialize)]
+pub(super) struct Wanted {
+    tail: Option<usize>,
+    follow: Option<bool>,
+}
+
+/// What the guest wrote to its console: the newest, if it was a lot.
+#[utoipa::path(
+    get, path = "/v1/sandboxes/{id}/console",
+    params(
+        ("id" = String, Path),
+        ("tail" = Option<usize>, Query, description = "Only this many of the last lines"),
+        ("follow" = Option<bool>, Query, description = "True: go on with what it writes, until it ends"),
+    ),
+    responses(
+        (status = 200, body = String, content_type = "text/plain; charset=utf-8"),
+        (status = 404, body = ErrorBody),
+    ),
+)]
+pub(super) async fn console(
+    State(app): State<App>,
+    Id(id): Id,
+    Params(wanted): Params<Wanted>,
+) -> Result<Response> {
+    let (path, limit) = (app.registry.get(&id)?.console_path(), app.config.limits.console_limit);
+    let kind = [(header::CONTENT_TYPE, "text/plain; charset=utf-8")];
+    if wanted.follow != Some(true) {
+        let text = blocking("reading the console", move || Ok(console::tail(&path, limit))).await?;
+        let text = wanted.tail.map_or(text.as_str(), |lines| last_lines(&text, lines)).to_owned();
+        return Ok((kind, text).into_response());
+    }
+    let mut follower = Follower { app, id, reader: Reader::default(), over: false };
+    let first = follower.read().await;
+    let first = wanted.tail.map_or(first.as_str(), |lines| last_lines(&first, lines)).to_owned();
+    let stream = stream::unfold((Some(first), follower), |(first, mut follower)| async move {
+        let text = match first {
+            Some(first) => first,
+            None => follower.next().await?,
+        };
+        Some((Ok::<_, std::convert::Infallible>(Bytes::from(text)), (None, follower)))
+    });
+    Ok((kind, Body::from_stream(stream)).into_response())
+}
+
+/// The end of `text` that has this many lines.
+fn last_lines(text: &str, lines: usize) -> &str {
+    let body = text.strip_suffix('\n').unwrap_or(text);
+    if lines == 0 {
+        return "";
+    }
+    match body.rmatch_indices('\n').nth(lines - 1) {
+        Some((index, _)) => &text[index + 1..],
+        None => text,
+    }
+}
+
+/// Whoever follows a console.
+struct Follower {
+    app: App,
+    id: String,
+    reader: Reader,
+    /// Whether there will be nothing more.
+    over: bool,
+}
+
+impl Follower {
+    /// What was written since the last time, once there is something.
+    async fn next(&mut self) -> Option<String> {
+        let mut stopping = self.app.stopping.clone();
+        loop {
+            if self.over {
+                return None;
+            }
+            tokio::select! {
+                () = tokio::time::sleep(LOOK_EVERY) => {}
+                () = stopping.asked() => return None,
+            }
+            let text = self.read().await;
+            if !text.is_empty() {
+                return Some(text);
+            }
+        }
+    }
+
+    async fn read(&mut self) -> String {
+        // Looked up each time: one that was rolled back is another. The end before the console: what it
+        // wrote last is in there then.
+        let Ok(sandbox) = self.app.registry.get(&self.id) else {
+            self.over = true;
+            return String::new();
+        };
+        self.over = matches!(sandbox.phase(), Phase::Ended(_));
+        let (path, mut reader) = (sandbox.console_path(), std::mem::take(&mut self.reader));
+        let read = blocking("reading the console", move || {
+            let text = reader.read(&path);
+            Ok((text, reader))
+        });
+        match read.await {
+            Ok((text, reader)) => {
+                self.over &= text.is_empty();
+                self.reader = reader;
+                text
+            }
+            Err(_) => {
+                self.over = true;
+                String::new()
+            }
+        }
+    }
+}
+
+/// How far a console was read.
+#[derive(Debug, Default)]
+struct Reader {
+    /// Which file.
+    inode: u64,
+    at: u64,
+    /// The beginning of a character whose end is not there yet.
+    rest: Vec<u8>,
+}
+
+impl Reader {
+    /// What is new, at most [`CHUNK`] at a time, but for the first time. Blocks.
+    fn read(&mut self, path: &Path) -> String {
+        let Ok(file) = File::open(path) else { return String::new() };
+        let Ok(about) = file.metadata() else { return String::new() };
+        let mut text = String::new();
+        let first = self.inode == 0;
+        if self.inode != about.ino() {
+            *self = Reader { inode: about.ino(), ..Reader::default() };
+        } else if about.len() < self.at {
+            // Its older half was thrown away, and where we were with it.
+            *self = Reader { inode: about.ino(), at: about.len(), rest: Vec::new() };
+            text.push_str(CUT);
+        }
+        let new = usize::try_from(about.len() - self.at).unwrap_or(usize::MAX);
+        let mut bytes = std::mem::take(&mut self.rest);
+        let kept = bytes.len();
+        bytes.resize(kept + if first { new } else { new.min(CHUNK) }, 0);
+        let Ok(count) = file.read_at(&mut bytes[kept..], self.at) else { return text };
+        bytes.truncate(kept + count);
+        self.at += count as u64;
+        if let Err(error) = std::str::from_utf8(&bytes)
+            && error.error_len().is_none()
+        {
+            self.rest = bytes.split_off(error.valid_up_to());
+        }
+        text.push_str(&printable(&bytes));
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_lines_are_as_many_as_asked_for() {
+        for (lines, end) in [(0, ""), (1, "c\n"), (2, "b\nc\n"), (3, "a\nb\nc\n"), (9, "a\nb\nc\n")] {
+            assert_eq!(last_lines("a\nb\nc\n", lines), end);
+        }
+        assert_eq!(last_lines("a\nb", 1), "b");
+        assert_eq!(last_lines("", 1), "");
+    }
+
+    #[test]
+    fn a_follower_gets_everything_once_whole_characters_and_is_told_of_cuts() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("console.log");
+        let mut reader = Reader::default();
+        assert_eq!(reader.read(&path), "");
+        std::fs::write(&path, b"one \xc3").unwrap();
+        assert_eq!(reader.read(&path), "one ");
+        std::fs::write(&path, b"one \xc3\xa9\n").unwrap();
+        assert_eq!(reader.read(&path), "é\n");
+        assert_eq!(reader.read(&path), "");
+        std::fs::write(&path, b"cut").unwrap();
+        assert_eq!(reader.read(&path), CUT);
+        // Another file in its place: a rollback.
+        std::fs::write(folder.path().join("next"), b"anew").unwrap();
+        std::fs::rename(folder.path().join("next"), &path).unwrap();
+        assert_eq!(reader.read(&path), "anew");
+    }
+}

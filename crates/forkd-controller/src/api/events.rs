@@ -1,0 +1,191 @@
+//! `GET /v1/events`: what happens, as it happens.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use axum::Extension;
+use axum::extract::State;
+use axum::http::HeaderMap;
+use axum::response::sse::{self, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use forkd_protocol::names::is_valid_sandbox_id;
+use futures_util::stream;
+use serde::Deserialize;
+use serde_json::json;
+
+use super::App;
+use super::extract::Params;
+use crate::error::{Error, ErrorBody, Result};
+use crate::identity::{Identity, Scope};
+use crate::stopping::Stopping;
+use crate::telling::events::{Event, EventKind, News, Since, Subscription};
+
+/// How often a client hears that we are still there.
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
+
+/// Which events, and how.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Wanted {
+    since: Option<String>,
+    sandbox: Option<String>,
+    kind: Option<String>,
+    follow: Option<bool>,
+}
+
+/// What happens to sandboxes, snapshots and workspaces, as server-sent events.
+///
+/// Each has an `id`, an `event` (its kind) and `data`, a JSON object. The last 1000 are kept: with `since`,
+/// or with `Last-Event-ID`, what happened after that one comes first. A client that was too slow, or away for
+/// too long, gets an event `lagged`, whose data says how many it `missed`; null if the daemon was restarted.
+#[utoipa::path(
+    get, path = "/v1/events",
+    params(
+        ("since" = Option<String>, Query, description = "The id of an event, or its number; 0 for all that are kept"),
+        ("sandbox" = Option<String>, Query, description = "Only what is about this sandbox"),
+        ("kind" = Option<String>, Query, description = "Only these: kinds, or `sandbox`, `snapshot`, `workspace`, \
+                                                         with commas between them"),
+        ("follow" = Option<bool>, Query, description = "False: only what happened already; all that is kept \
+                                                        without `since`"),
+        ("Last-Event-ID" = Option<String>, Header, description = "As `since`, which counts if both are there"),
+    ),
+    responses(
+        (status = 200, body = Event, content_type = "text/event-stream"),
+        (status = 400, body = ErrorBody),
+    ),
+)]
+pub(super) async fn events(
+    State(app): State<App>,
+    Extension(identity): Extension<Identity>,
+    headers: HeaderMap,
+    Params(wanted): Params<Wanted>,
+) -> Result<Response> {
+    let follow = wanted.follow.unwrap_or(true);
+    let events = &app.registry.host.telling.events;
+    let last = headers.get("last-event-id").and_then(|value| value.to_str().ok());
+    let since = match wanted.since.as_deref().or(last) {
+        Some(id) => events.since(id)?,
+        None if follow => Since::Now,
+        None => Since::Number(0),
+    };
+    let filter = Filter::new(identity, wanted.sandbox, wanted.kind.as_deref())?;
+    let place =
+        Place { subscription: events.subscribe(since), filter, follow, stopping: app.stopping.clone() };
+    let stream = stream::unfold(place, |mut place| async move {
+        let event = place.next().await?;
+        Some((Ok::<_, Infallible>(event), place))
+    });
+    Ok(Sse::new(stream).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response())
+}
+
+/// What a client wants to hear of, and may.
+#[derive(Debug)]
+struct Filter {
+    identity: Identity,
+    sandbox: Option<String>,
+    kinds: Option<Vec<EventKind>>,
+}
+
+impl Filter {
+    fn new(identity: Identity, sandbox: Option<String>, kinds: Option<&str>) -> Result<Self> {
+        if sandbox.as_deref().is_some_and(|id| !is_valid_sandbox_id(id)) {
+            return Err(Error::invalid("sandbox must be the id of a sandbox"));
+        }
+        let kinds = kinds.map(|kinds| {
+            let mut wanted = Vec::new();
+            for word in kinds.split(',') {
+                let meant =
+                    |kind: &EventKind| kind.name() == word || kind.name().split('.').next() == Some(word);
+                let before = wanted.len();
+                wanted.extend(EventKind::ALL.into_iter().filter(meant));
+                if wanted.len() == before {
+                    let known = EventKind::ALL.map(EventKind::name).join(", ");
+                    return Err(Error::invalid(format!("kind can be {known}, or what is before a dot")));
+                }
+            }
+            Ok(wanted)
+        });
+        Ok(Filter { identity, sandbox, kinds: kinds.transpose()? })
+    }
+
+    fn passes(&self, event: &Event) -> bool {
+        let theirs = self.identity.scope == Scope::Admin
+            || event.about.owner.as_ref().is_some_and(|owner| *owner == self.identity.owner);
+        theirs
+            && self.sandbox.as_ref().is_none_or(|id| event.about.sandbox.as_ref() == Some(id))
+            && self.kinds.as_ref().is_none_or(|kinds| kinds.contains(&event.kind))
+    }
+}
+
+/// How far a client is.
+struct Place {
+    subscription: Subscription,
+    filter: Filter,
+    follow: bool,
+    stopping: Stopping,
+}
+
+impl Place {
+    async fn next(&mut self) -> Option<sse::Event> {
+        loop {
+            let news = match self.follow {
+                false => self.subscription.past()?,
+                true => tokio::select! {
+                    // What has happened is told, also when we stop.
+                    biased;
+                    news = self.subscription.next() => news?,
+                    () = self.stopping.asked() => return None,
+                },
+            };
+            match news {
+                News::Event(event) if self.filter.passes(&event) => {
+                    let shown = sse::Event::default().id(&event.id).event(event.kind.name());
+                    // Plain data: it always serialises.
+                    return shown.json_data(event.as_ref()).ok();
+                }
+                News::Event(_) => {}
+                News::Lagged(missed) => {
+                    return sse::Event::default().event("lagged").json_data(json!({"missed": missed})).ok();
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::telling::events::{About, Events};
+    use crate::telling::metrics::Metrics;
+
+    fn event(kind: EventKind, about: About) -> Event {
+        let events = Events::new(std::sync::Arc::new(Metrics::new())).unwrap();
+        events.emit(kind, about);
+        match events.subscribe(Since::Number(0)).past() {
+            Some(News::Event(event)) => event.as_ref().clone(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_filter_lets_through_what_it_names_and_only_what_is_the_clients_own() {
+        let about = About { sandbox: Some("sb1".into()), owner: Some("anna".into()), ..About::default() };
+        let ended = event(EventKind::SandboxEnded, about);
+        let nobodys = event(EventKind::SnapshotReady, About::default());
+        let passes = |identity: &Identity, sandbox: Option<&str>, kinds: Option<&str>, event: &Event| {
+            Filter::new(identity.clone(), sandbox.map(Into::into), kinds).unwrap().passes(event)
+        };
+        let admin = Identity::local();
+        assert!(passes(&admin, None, None, &ended) && passes(&admin, None, None, &nobodys));
+        assert!(passes(&admin, Some("sb1"), Some("sandbox.ended,snapshot"), &ended));
+        assert!(passes(&admin, None, Some("sandbox"), &ended));
+        assert!(!passes(&admin, Some("sb2"), None, &ended));
+        assert!(!passes(&admin, None, Some("snapshot,sandbox.paused"), &ended));
+        let other = |owner: &str| Identity { owner: owner.into(), scope: Scope::Read, ..Identity::local() };
+        assert!(passes(&other("anna"), None, None, &ended));
+        assert!(!passes(&other("bert"), None, None, &ended) && !passes(&other("anna"), None, None, &nobodys));
+        for (sandbox, kinds) in [(Some("../x"), None), (None, Some("nonsense")), (None, Some(""))] {
+            assert!(Filter::new(admin.clone(), sandbox.map(Into::into), kinds).is_err());
+        }
+    }
+}

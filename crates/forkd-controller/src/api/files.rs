@@ -1,0 +1,485 @@
+//! Files of a sandbox: read, written, listed and moved, without ever being whole in here.
+//!
+//! Two peers can stop: a guest, which the agent's client gives up on, and the client itself, which is
+//! watched here: its connection is ended, or it hears 408.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::{Body as HttpBody, Bytes};
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
+use forkd_protocol::agent::EntryInfo;
+use futures_util::StreamExt;
+use http_body_util::BodyExt;
+use serde::{Deserialize, Serialize};
+use tokio::sync::mpsc;
+use utoipa::{IntoParams, ToSchema};
+
+use super::App;
+use super::extract::{Body, Id, Params};
+use crate::agent::{Download, Upload};
+use crate::error::{Error, ErrorBody, Kind, Result};
+use crate::hangup::Hangup;
+use crate::sandbox::Sandbox;
+
+/// How long what a refused upload still sends is read, so that its client sees the answer, not a reset.
+const DISCARD: Duration = Duration::from_secs(2);
+/// Pieces of a download that wait for the client.
+const QUEUE: usize = 2;
+/// The deepest listing.
+const MAX_DEPTH: u32 = 64;
+
+/// What a path leads to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum FileKind {
+    /// A regular file.
+    File,
+    /// A folder.
+    Directory,
+    /// A link.
+    Symlink,
+    /// A device, a pipe, a socket.
+    Other,
+}
+
+/// What is known of a file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct FileInfo {
+    /// Last part of its path. Bytes that are not UTF-8 are replaced.
+    pub name: String,
+    /// Absolute path.
+    pub path: String,
+    /// What it is.
+    pub r#type: FileKind,
+    /// Bytes.
+    pub size: u64,
+    /// Permission bits, as a number.
+    pub mode: u32,
+    /// As `ls -l` shows them.
+    pub permissions: String,
+    /// Owner's name.
+    pub owner: String,
+    /// Group's name.
+    pub group: String,
+    /// RFC 3339.
+    pub modified_time: String,
+    /// Of a link: where it points.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub symlink_target: Option<String>,
+    /// Of a link that leads somewhere: what is there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub target_type: Option<FileKind>,
+}
+
+/// What is in a folder.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct FileList {
+    /// Ordered by path; the folder itself is not among them. Links are not followed.
+    pub entries: Vec<FileInfo>,
+}
+
+/// A file that was written.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct FileWritten {
+    /// Absolute path.
+    pub path: String,
+    /// Bytes.
+    pub size: u64,
+    /// Whether the file took its place when all of it had come. If not, it was written where it is, because
+    /// nothing could be put beside it, and an upload that had broken off would have left a part.
+    pub whole: bool,
+}
+
+/// Which file, as whom.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct Target {
+    /// Absolute path in the guest.
+    path: String,
+    /// User whose permissions count; the image's default when absent.
+    user: Option<String>,
+}
+
+/// Where an upload goes.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct UploadTarget {
+    /// Absolute path in the guest.
+    path: String,
+    /// User whose permissions count, and who owns a new file; the image's default when absent.
+    user: Option<String>,
+    /// Permission bits in octal, such as 644; those of the file it replaces, or the usual, when absent.
+    mode: Option<String>,
+}
+
+/// What to remove.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct RemoveTarget {
+    /// Absolute path in the guest.
+    path: String,
+    /// User whose permissions count; the image's default when absent.
+    user: Option<String>,
+    /// A folder with all that is in it.
+    #[serde(default)]
+    recursive: bool,
+}
+
+/// What to list.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ListTarget {
+    /// Absolute path in the guest.
+    path: String,
+    /// User whose permissions count; the image's default when absent.
+    user: Option<String>,
+    /// How many levels, 1 to 64; 1 when absent.
+    depth: Option<u32>,
+}
+
+/// A folder to make.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct MkdirRequest {
+    /// Absolute path in the guest. Folders on the way are made, too.
+    path: String,
+    /// User who makes and owns it; the image's default when absent.
+    user: Option<String>,
+}
+
+/// A file to move.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct MoveRequest {
+    /// Absolute path in the guest.
+    from: String,
+    /// Absolute path in the guest. Folders on the way are made; a file that is there is replaced.
+    to: String,
+    /// User whose permissions count; the image's default when absent.
+    user: Option<String>,
+}
+
+/// Reads a file.
+#[utoipa::path(
+    get, path = "/v1/sandboxes/{id}/files", params(("id" = String, Path), Target),
+    responses(
+        (status = 200, content_type = "application/octet-stream", description = "Its bytes, as they come from \
+          the guest. One that shrinks, or whose sandbox ends, meanwhile breaks the connection"),
+        (status = 400, body = ErrorBody, description = "Not an absolute path, or no regular file"),
+        (status = 403, body = ErrorBody, description = "The user may not read it"),
+        (status = 404, body = ErrorBody), (status = 409, body = ErrorBody, description = "The sandbox is not running"),
+        (status = 502, body = ErrorBody), (status = 504, body = ErrorBody, description = "The sandbox does not answer"),
+    ),
+)]
+pub(super) async fn download(
+    State(app): State<App>,
+    Id(id): Id,
+    Params(target): Params<Target>,
+    hangup: Option<Extension<Hangup>>,
+) -> Result<Response> {
+    let path = absolute(&target.path)?;
+    let sandbox = ready(&app, &id).await?;
+    let download = sandbox.undisturbed(sandbox.agent.download(path, target.user.as_deref())).await?;
+    let mut headers = HeaderMap::new();
+    headers.insert(header::CONTENT_TYPE, header::HeaderValue::from_static("application/octet-stream"));
+    if let Some(length) = download.length {
+        headers.insert(header::CONTENT_LENGTH, length.into());
+    }
+    let (pieces, queued) = mpsc::channel(QUEUE);
+    let hangup = hangup.map(|Extension(hangup)| hangup).unwrap_or_default();
+    tokio::spawn(relay(sandbox, download, pieces, hangup, app.config.timing.stall));
+    let queued = futures_util::stream::unfold(queued, |mut queued| async {
+        queued.recv().await.map(|piece| (piece, queued))
+    });
+    Ok((headers, HttpBody::from_stream(queued.boxed())).into_response())
+}
+
+/// Moves a file from the guest to a client, at the slower one's pace.
+async fn relay(
+    sandbox: Arc<Sandbox>,
+    mut download: Download,
+    pieces: mpsc::Sender<std::io::Result<Bytes>>,
+    hangup: Hangup,
+    stall: Duration,
+) {
+    loop {
+        let piece = match sandbox.undisturbed(download.next()).await {
+            Ok(None) => return,
+            Ok(Some(piece)) => Ok(piece),
+            // Too late for a status: a body that breaks off is the only way left to say it.
+            Err(error) => {
+                tracing::info!(sandbox = sandbox.id, error = %error.message, "a download broke off");
+                Err(std::io::Error::other(error.message))
+            }
+        };
+        let last = piece.is_err();
+        match tokio::time::timeout(stall, pieces.send(piece)).await {
+            Ok(Ok(())) if !last => {}
+            Ok(_) => return,
+            Err(_) => {
+                tracing::info!(
+                    sandbox = sandbox.id,
+                    "a client does not take the file it asked for; hanging up"
+                );
+                return hangup.now();
+            }
+        }
+    }
+}
+
+/// Writes a file, whole or not at all. The body is the file, of any length.
+#[utoipa::path(
+    put, path = "/v1/sandboxes/{id}/files", params(("id" = String, Path), UploadTarget),
+    request_body(content = Vec<u8>, content_type = "application/octet-stream"),
+    responses(
+        (status = 200, body = FileWritten),
+        (status = 400, body = ErrorBody, description = "Not an absolute path, or a folder"),
+        (status = 403, body = ErrorBody, description = "The user may not write it"),
+        (status = 404, body = ErrorBody),
+        (status = 408, body = ErrorBody, description = "The client sent nothing for too long"),
+        (status = 409, body = ErrorBody, description = "The sandbox is not running"),
+        (status = 502, body = ErrorBody), (status = 504, body = ErrorBody, description = "The sandbox does not answer"),
+        (status = 507, body = ErrorBody, description = "The guest's disk is full"),
+    ),
+)]
+pub(super) async fn upload(
+    State(app): State<App>,
+    Id(id): Id,
+    Params(target): Params<UploadTarget>,
+    request: Request,
+) -> Result<Json<FileWritten>> {
+    // A client that asked first sends nothing until it is told to go on: by the first read.
+    let asked_first = request.headers().contains_key(header::EXPECT);
+    let mut source = Source { body: request.into_body(), begun: false, stall: app.config.timing.stall };
+    let written = receive(&app, &id, target, &mut source).await;
+    if written.is_err() && (source.begun || !asked_first) {
+        let discarded = async { while let Some(Ok(_)) = source.body.frame().await {} };
+        let _ = tokio::time::timeout(DISCARD, discarded).await;
+    }
+    written.map(Json)
+}
+
+/// What a client sends.
+struct Source {
+    body: HttpBody,
+    begun: bool,
+    /// How long one piece may take.
+    stall: Duration,
+}
+
+impl Source {
+    /// The next piece; `None` at the end.
+    async fn next(&mut self) -> Result<Option<Bytes>> {
+        self.begun = true;
+        loop {
+            let timeout = |_| {
+                let text = format!("nothing came for {} s; the file was not written", self.stall.as_secs());
+                Error::new(Kind::Http(StatusCode::REQUEST_TIMEOUT), text)
+            };
+            match tokio::time::timeout(self.stall, self.body.frame()).await.map_err(timeout)? {
+                None => return Ok(None),
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) if !data.is_empty() => return Ok(Some(data)),
+                    _ => {}
+                },
+                Some(Err(error)) => {
+                    return Err(Error::invalid(format!(
+                        "the body broke off; the file was not written: {error}"
+                    )));
+                }
+            }
+        }
+    }
+}
+
+async fn receive(app: &App, id: &str, target: UploadTarget, source: &mut Source) -> Result<FileWritten> {
+    let path = absolute(&target.path)?;
+    let mode = target.mode.as_deref().map(parse_mode).transpose()?;
+    let sandbox = ready(app, id).await?;
+    let mut upload: Upload =
+        sandbox.undisturbed(sandbox.agent.upload(path, target.user.as_deref(), mode)).await?;
+    let mut size = 0u64;
+    while let Some(piece) = source.next().await? {
+        size = size.saturating_add(piece.len() as u64);
+        sandbox.undisturbed(upload.send(piece)).await?;
+    }
+    let written = sandbox.undisturbed(upload.finish()).await?;
+    Ok(FileWritten { path: written.path, size, whole: written.whole.unwrap_or(false) })
+}
+
+/// Removes a file, a link or an empty folder; with `recursive`, a folder and all that is in it.
+#[utoipa::path(
+    delete, path = "/v1/sandboxes/{id}/files", params(("id" = String, Path), RemoveTarget),
+    responses(
+        (status = 204, description = "It is gone"),
+        (status = 400, body = ErrorBody), (status = 403, body = ErrorBody), (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "A folder that is not empty, or the sandbox is not running"),
+        (status = 502, body = ErrorBody), (status = 504, body = ErrorBody),
+    ),
+)]
+pub(super) async fn remove(
+    State(app): State<App>,
+    Id(id): Id,
+    Params(target): Params<RemoveTarget>,
+) -> Result<StatusCode> {
+    let path = absolute(&target.path)?;
+    let sandbox = ready(&app, &id).await?;
+    let user = target.user.as_deref();
+    let removed = async {
+        match target.recursive {
+            false => sandbox.agent.remove_one(path, user).await,
+            true => {
+                // The agent does not mind if there is nothing.
+                sandbox.agent.stat(path, user).await?;
+                sandbox.agent.remove_all(path, user).await
+            }
+        }
+    };
+    sandbox.undisturbed(removed).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Lists a folder.
+#[utoipa::path(
+    get, path = "/v1/sandboxes/{id}/files/list", params(("id" = String, Path), ListTarget),
+    responses(
+        (status = 200, body = FileList),
+        (status = 400, body = ErrorBody, description = "No folder, or too many entries: list a smaller one"),
+        (status = 403, body = ErrorBody), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody),
+        (status = 502, body = ErrorBody), (status = 504, body = ErrorBody),
+    ),
+)]
+pub(super) async fn list(
+    State(app): State<App>,
+    Id(id): Id,
+    Params(target): Params<ListTarget>,
+) -> Result<Json<FileList>> {
+    let path = absolute(&target.path)?;
+    let depth = target.depth.unwrap_or(1);
+    if !(1..=MAX_DEPTH).contains(&depth) {
+        return Err(Error::invalid(format!("depth is {depth}; it must be 1 to {MAX_DEPTH}")));
+    }
+    let sandbox = ready(&app, &id).await?;
+    let listed = sandbox.undisturbed(sandbox.agent.list_dir(path, depth, target.user.as_deref())).await?;
+    Ok(Json(FileList { entries: listed.into_iter().map(info).collect() }))
+}
+
+/// Says what is known of a file. A link is not followed.
+#[utoipa::path(
+    get, path = "/v1/sandboxes/{id}/files/stat", params(("id" = String, Path), Target),
+    responses(
+        (status = 200, body = FileInfo), (status = 400, body = ErrorBody), (status = 403, body = ErrorBody),
+        (status = 404, body = ErrorBody), (status = 409, body = ErrorBody), (status = 502, body = ErrorBody),
+        (status = 504, body = ErrorBody),
+    ),
+)]
+pub(super) async fn stat(
+    State(app): State<App>,
+    Id(id): Id,
+    Params(target): Params<Target>,
+) -> Result<Json<FileInfo>> {
+    let path = absolute(&target.path)?;
+    let sandbox = ready(&app, &id).await?;
+    let entry = sandbox.undisturbed(sandbox.agent.stat(path, target.user.as_deref())).await?;
+    Ok(Json(info(entry)))
+}
+
+/// Makes a folder and those it is in.
+#[utoipa::path(
+    post, path = "/v1/sandboxes/{id}/files/mkdir", params(("id" = String, Path)), request_body = MkdirRequest,
+    responses(
+        (status = 201, body = FileInfo), (status = 400, body = ErrorBody), (status = 403, body = ErrorBody),
+        (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "It is there already, or the sandbox is not running"),
+        (status = 502, body = ErrorBody), (status = 504, body = ErrorBody), (status = 507, body = ErrorBody),
+    ),
+)]
+pub(super) async fn mkdir(
+    State(app): State<App>,
+    Id(id): Id,
+    Body(request): Body<MkdirRequest>,
+) -> Result<(StatusCode, Json<FileInfo>)> {
+    let path = absolute(&request.path)?;
+    let sandbox = ready(&app, &id).await?;
+    let entry = sandbox.undisturbed(sandbox.agent.make_dir(path, request.user.as_deref())).await?;
+    Ok((StatusCode::CREATED, Json(info(entry))))
+}
+
+/// Moves a file or a folder within one file system of the guest.
+#[utoipa::path(
+    post, path = "/v1/sandboxes/{id}/files/move", params(("id" = String, Path)), request_body = MoveRequest,
+    responses(
+        (status = 200, body = FileInfo, description = "As it is now"),
+        (status = 400, body = ErrorBody), (status = 403, body = ErrorBody), (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "A folder that is not empty is in the way, or the file \
+          systems differ, or the sandbox is not running"),
+        (status = 502, body = ErrorBody), (status = 504, body = ErrorBody), (status = 507, body = ErrorBody),
+    ),
+)]
+pub(super) async fn rename(
+    State(app): State<App>,
+    Id(id): Id,
+    Body(request): Body<MoveRequest>,
+) -> Result<Json<FileInfo>> {
+    let (from, to) = (absolute(&request.from)?, absolute(&request.to)?);
+    let sandbox = ready(&app, &id).await?;
+    let entry = sandbox.undisturbed(sandbox.agent.move_file(from, to, request.user.as_deref())).await?;
+    Ok(Json(info(entry)))
+}
+
+async fn ready(app: &App, id: &str) -> Result<Arc<Sandbox>> {
+    let sandbox = app.registry.get(id)?;
+    sandbox.ready().await?;
+    Ok(sandbox)
+}
+
+/// A path as the routes take it: nobody has to know where a relative one begins.
+fn absolute(path: &str) -> Result<&str> {
+    match path {
+        _ if path.contains('\0') => Err(Error::invalid("a path cannot hold a NUL byte")),
+        _ if path.starts_with('/') => Ok(path),
+        _ => Err(Error::invalid(format!("the path {path:?} is not absolute; begin it with /"))),
+    }
+}
+
+fn parse_mode(text: &str) -> Result<u32> {
+    let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let mode = u32::from_str_radix(text, 8).ok().filter(|mode| digits && *mode <= 0o7777);
+    mode.ok_or_else(|| Error::invalid(format!("mode is {text:?}; it must be octal, 0 to 7777")))
+}
+
+/// What the agent says of a file, which gives a link the type of what it leads to.
+fn info(entry: EntryInfo) -> FileInfo {
+    let kind = match entry.r#type.as_str() {
+        "FILE_TYPE_FILE" => FileKind::File,
+        "FILE_TYPE_DIRECTORY" => FileKind::Directory,
+        "FILE_TYPE_SYMLINK" => FileKind::Symlink,
+        _ => FileKind::Other,
+    };
+    let link = entry.symlink_target.is_some();
+    FileInfo {
+        name: entry.name,
+        path: entry.path,
+        r#type: if link { FileKind::Symlink } else { kind },
+        size: entry.size,
+        mode: entry.mode,
+        permissions: entry.permissions,
+        owner: entry.owner,
+        group: entry.group,
+        modified_time: entry.modified_time,
+        symlink_target: entry.symlink_target,
+        target_type: (link && kind != FileKind::Symlink).then_some(kind),
+    }
+}
+
+#[cfg(test)]
+#[path = "files_tests.rs"]
+mod tests;

@@ -1,0 +1,277 @@
+//! How long sandboxes live and what is written on them; which ones are listed; those that are gone.
+
+use std::collections::BTreeMap;
+
+use axum::extract::{Request, State};
+use axum::http::StatusCode;
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
+use forkd_store::GoneSandbox;
+use serde::{Deserialize, Deserializer, Serialize};
+use utoipa::ToSchema;
+
+use super::App;
+use super::pages::Page;
+use super::types::SandboxState;
+use crate::error::{Error, Kind, Result};
+use crate::identity::{Identity, Scope};
+use crate::life::{OnTimeout, check_labels, check_secs, deadline};
+use crate::sandbox::Sandbox;
+
+/// What is to be changed about a sandbox. What is absent stays.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct UpdateRequest {
+    /// Its time is over this many seconds from now; never if null.
+    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<u64>)]
+    pub timeout_secs: Option<Option<u64>>,
+    /// Its time is over when nobody used it for this many seconds, counted from now; never if null.
+    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<u64>)]
+    pub idle_timeout_secs: Option<Option<u64>>,
+    /// What is done when its time is over.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub on_timeout: Option<OnTimeout>,
+    /// The snapshot it is stored as, with `suspend`; one called `idle-` and its id if null.
+    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub suspend_as: Option<Option<String>>,
+    /// All its labels.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub labels: Option<BTreeMap<String, String>>,
+}
+
+/// Tells null from nothing.
+fn given<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
+    deserializer: D,
+) -> std::result::Result<Option<Option<T>>, D::Error> {
+    Option::deserialize(deserializer).map(Some)
+}
+
+/// A sandbox that is gone.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct GoneInfo {
+    /// Its id.
+    pub id: String,
+    /// `gone`.
+    pub state: String,
+    /// The snapshot it was forked from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot_tag: Option<String>,
+    /// Its labels.
+    #[serde(default)]
+    pub labels: BTreeMap<String, String>,
+    /// When it was created, in seconds since 1970.
+    pub created_at_unix: u64,
+    /// When it ended, in seconds since 1970.
+    pub ended_at_unix: u64,
+    /// How it ended, in one word: those of a sandbox, or `host_rebooted`.
+    pub reason: String,
+    /// How it ended, in one sentence.
+    pub detail: String,
+}
+
+/// Whether a snapshot could be called that.
+pub(super) fn check_tag(name: &str, tag: Option<&str>) -> Result<()> {
+    match tag {
+        Some(tag) if !is_valid_name(tag) => Err(Error::invalid(format!("{name} must be {NAME_RULE}"))),
+        _ => Ok(()),
+    }
+}
+
+/// Changes a sandbox as asked; all of it or nothing.
+pub(super) fn update(sandbox: &Sandbox, request: UpdateRequest) -> Result<()> {
+    let lifetime = request.timeout_secs.flatten().map(|secs| check_secs("timeout_secs", secs)).transpose()?;
+    let idle = request.idle_timeout_secs.flatten();
+    idle.map(|secs| check_secs("idle_timeout_secs", secs)).transpose()?;
+    check_tag("suspend_as", request.suspend_as.as_ref().and_then(|tag| tag.as_deref()))?;
+    request.labels.as_ref().map(check_labels).transpose()?;
+    let changed = sandbox.rewrite(|facts| {
+        if request.timeout_secs.is_some() {
+            facts.deadline_unix = lifetime.map(deadline);
+            // Also of one that still boots.
+            facts.lifetime = None;
+        }
+        let life = &mut facts.life;
+        if request.idle_timeout_secs.is_some() {
+            life.idle_timeout_secs = idle;
+        }
+        life.on_timeout = request.on_timeout.unwrap_or(life.on_timeout);
+        if let Some(tag) = request.suspend_as {
+            life.suspend_as = tag;
+        }
+        if let Some(labels) = request.labels {
+            life.labels = labels;
+        }
+    });
+    changed.map_err(|error| Error::host("cannot write down what becomes of a sandbox", error))?;
+    sandbox.activity.touch();
+    Ok(())
+}
+
+/// Which sandboxes are asked for.
+#[derive(Debug)]
+pub(super) struct Filter {
+    /// A label's name and, if that matters, its value.
+    labels: Vec<(String, Option<String>)>,
+    snapshot_tag: Option<String>,
+    state: Option<SandboxState>,
+    /// Those that are no more.
+    pub(super) gone: bool,
+}
+
+impl Filter {
+    pub(super) fn of(page: &Page) -> Result<Self> {
+        let labels = page.all("label").map(|text| match text.split_once('=') {
+            Some((name, value)) => (name.to_owned(), Some(value.to_owned())),
+            None => (text.to_owned(), None),
+        });
+        let state = page.one("state")?.map(|text| {
+            let known = serde_json::from_value(serde_json::Value::String(text.to_owned()));
+            known.map_err(|_| {
+                let all = "starting, running, unresponsive, paused or ended";
+                Error::invalid(format!("state can be {all}"))
+            })
+        });
+        let gone = match page.one("gone")? {
+            None | Some("false") => false,
+            Some("true") => true,
+            Some(_) => return Err(Error::invalid("gone can be true or false")),
+        };
+        let state = state.transpose()?;
+        if gone && state.is_some() {
+            return Err(Error::invalid("give either `state` or `gone`"));
+        }
+        let snapshot_tag = page.one("snapshot_tag")?.map(str::to_owned);
+        Ok(Filter { labels: labels.collect(), snapshot_tag, state, gone })
+    }
+
+    pub(super) fn takes(&self, sandbox: &Sandbox, state: SandboxState) -> bool {
+        self.state.is_none_or(|wanted| wanted == state)
+            && self.takes_tag(sandbox.spec.snapshot_tag.as_deref())
+            && sandbox.look(|facts| self.takes_labels(&facts.life.labels))
+    }
+
+    fn takes_tag(&self, tag: Option<&str>) -> bool {
+        self.snapshot_tag.is_none() || self.snapshot_tag.as_deref() == tag
+    }
+
+    fn takes_labels(&self, labels: &BTreeMap<String, String>) -> bool {
+        self.labels.iter().all(|(name, wanted)| match (labels.get(name), wanted) {
+            (Some(value), Some(wanted)) => value == wanted,
+            (found, None) => found.is_some(),
+            (None, Some(_)) => false,
+        })
+    }
+}
+
+/// The place of a sandbox in a list: by age, and by id among those of the same instant.
+pub(super) fn place(secs: u64, nanos: u32, id: &str) -> String {
+    format!("{secs:010x}.{nanos:08x}-{id}")
+}
+
+/// Whether somebody may know of a sandbox that is gone.
+fn may_know(identity: &Identity, gone: &GoneSandbox) -> bool {
+    identity.scope == Scope::Admin || identity.owner == gone.made.owner
+}
+
+/// Those that are gone.
+pub(super) async fn list_gone(
+    app: &App,
+    identity: &Identity,
+    page: &Page,
+    filter: &Filter,
+) -> Result<Response> {
+    let mut gone = app.registry.ledger.gone().await?;
+    gone.retain(|it| {
+        may_know(identity, it)
+            && filter.takes_tag(it.made.snapshot_tag.as_deref())
+            && filter.takes_labels(&it.made.labels)
+            // It ended, and is still there to be looked at.
+            && app.registry.get(&it.made.id).is_err()
+    });
+    let show = |it: &GoneSandbox| GoneInfo {
+        id: it.made.id.clone(),
+        state: "gone".into(),
+        snapshot_tag: it.made.snapshot_tag.clone(),
+        labels: it.made.labels.clone(),
+        created_at_unix: it.made.created_at_unix,
+        ended_at_unix: it.ended_at_unix.unwrap_or_default(),
+        reason: it.reason.clone(),
+        detail: it.detail.clone(),
+    };
+    Ok(page.answer(gone, |it| place(it.made.created_at_unix, 0, &it.made.id), show))
+}
+
+/// Middleware: whoever asks for a sandbox that is gone is told when and why.
+pub(super) async fn explain(State(app): State<App>, request: Request, next: Next) -> Response {
+    let id = request.uri().path().strip_prefix("/v1/sandboxes/").and_then(|rest| rest.split('/').next());
+    let asked = id.filter(|id| is_valid_sandbox_id(id)).map(str::to_owned);
+    let identity = request.extensions().get::<Identity>().cloned();
+    let response = next.run(request).await;
+    let (Some(id), Some(identity)) = (asked, identity) else { return response };
+    if response.status() != StatusCode::NOT_FOUND || app.registry.get(&id).is_ok() {
+        return response;
+    }
+    let found = app.registry.ledger.find(&id).await.ok().flatten();
+    let Some(gone) = found.filter(|gone| may_know(&identity, gone)) else { return response };
+    let text = match gone.ended_at_unix {
+        Some(at) => {
+            let (reason, detail) = (gone.reason, gone.detail);
+            format!("there is no sandbox {id} any more: it ended at {} ({reason}): {detail}", utc(at))
+        }
+        None => format!("there is no sandbox {id} any more: it is just ending"),
+    };
+    Error::new(Kind::NotFound, text).into_response()
+}
+
+/// A time for people and programs.
+fn utc(unix: u64) -> String {
+    let (days, secs) = (unix / 86_400, unix % 86_400);
+    // Years of 365.2425 days, counted from a 1 March: leap days come last in them.
+    let shifted = days + 719_468;
+    let era = shifted / 146_097;
+    let of_era = shifted % 146_097;
+    let year_of_era = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
+    let of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let from_march = (5 * of_year + 2) / 153;
+    let day = of_year - (153 * from_march + 2) / 5 + 1;
+    let month = if from_march < 10 { from_march + 3 } else { from_march - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    let (hour, minute, second) = (secs / 3600, secs / 60 % 60, secs % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_written_as_everybody_writes_them() {
+        for (unix, text) in [
+            (0, "1970-01-01T00:00:00Z"),
+            (951_782_400, "2000-02-29T00:00:00Z"),
+            (1_767_225_599, "2025-12-31T23:59:59Z"),
+            (4_107_542_400, "2100-03-01T00:00:00Z"),
+        ] {
+            assert_eq!(utc(unix), text);
+        }
+    }
+
+    #[test]
+    fn null_is_told_from_nothing() {
+        let read = |text: &str| serde_json::from_str::<UpdateRequest>(text).unwrap();
+        assert_eq!(read("{}").timeout_secs, None);
+        assert_eq!(read(r#"{"timeout_secs":null}"#).timeout_secs, Some(None));
+        assert_eq!(read(r#"{"timeout_secs":7}"#).timeout_secs, Some(Some(7)));
+    }
+
+    #[test]
+    fn places_sort_as_ages_do() {
+        let places =
+            [place(1, 999_999_999, "sbz"), place(2, 0, "sba"), place(2, 0, "sbb"), place(1 << 33, 1, "sba")];
+        assert!(places.is_sorted());
+    }
+}

@@ -1,0 +1,61 @@
+//! The line protocol: over HTTP, and the ports of loopback on which it is spoken.
+
+use axum::Json;
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use forkd_protocol::line::{Reply, Request};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::App;
+use super::extract::{Id, Ignored};
+use crate::error::{ErrorBody, Result};
+use crate::line;
+
+/// A sandbox's port of loopback.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct LinePort {
+    /// Such as `127.0.0.1:40123`: what clients of the reference are given as `FORKD_TARGET`. Every user of
+    /// the daemon's host can use it.
+    pub target: String,
+}
+
+/// One request of the line protocol: `{"action": "ping"}`, `{"action": "exec", "args": […], "timeout": 30}`
+/// or `{"action": "eval", "code": "…"}`. The answer is what the guest's port 8888 would give; what goes wrong
+/// is in its `error`.
+#[utoipa::path(
+    post, path = "/v1/sandboxes/{id}/line", params(("id" = String, Path)),
+    request_body(content = Object, content_type = "application/json"),
+    responses((status = 200, body = Object), (status = 404, body = ErrorBody)),
+)]
+pub(super) async fn line(State(app): State<App>, Id(id): Id, body: Bytes) -> Result<Response> {
+    let sandbox = app.registry.get(&id)?;
+    let reply = match Request::parse(&body) {
+        Ok(request) => line::answer(&sandbox, &app.config, request).await,
+        Err(failure) => Reply::Failed(failure),
+    };
+    Ok(([(header::CONTENT_TYPE, "application/json")], reply.to_line()).into_response())
+}
+
+/// Opens a port of loopback that speaks the line protocol, or says which one is open.
+#[utoipa::path(
+    put, path = "/v1/sandboxes/{id}/line-port", params(("id" = String, Path)),
+    responses((status = 200, body = LinePort), (status = 404, body = ErrorBody)),
+)]
+pub(super) async fn open_port(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<LinePort>> {
+    let sandbox = app.registry.get(&id)?;
+    Ok(Json(LinePort { target: app.lines.open(&sandbox)?.to_string() }))
+}
+
+/// Closes it.
+#[utoipa::path(
+    delete, path = "/v1/sandboxes/{id}/line-port", params(("id" = String, Path)),
+    responses((status = 204), (status = 404, body = ErrorBody)),
+)]
+pub(super) async fn close_port(State(app): State<App>, Id(id): Id) -> Result<StatusCode> {
+    let sandbox = app.registry.get(&id)?;
+    app.lines.close(&sandbox);
+    Ok(StatusCode::NO_CONTENT)
+}

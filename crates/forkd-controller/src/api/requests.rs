@@ -1,0 +1,305 @@
+//! What is done around every request, whatever becomes of it: it gets an id that is in its answer and in
+//! every line of the log that is about it; how long it took is counted under the route it matched; and it is
+//! written to the audit log, also when nobody was let in, no route was matched, or the client went away.
+//!
+//! Who sent it is found out further in (`auth`): [`note`], behind that, passes it back out here; who was known and yet not let
+//! in is in the extensions of the answer.
+
+use std::convert::Infallible;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::extract::{FromRequestParts, MatchedPath, Request, State};
+use axum::http::header::USER_AGENT;
+use axum::http::request::Parts;
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
+use axum::middleware::{self, Next};
+use axum::response::Response;
+use tracing::Instrument;
+
+use crate::identity::Identity;
+use crate::peer::Peer;
+use crate::telling::Telling;
+use crate::telling::audit::Line;
+use crate::telling::trace::{self, Context, Over};
+
+/// The header a request's id is in, in both directions.
+const REQUEST_ID: &str = "x-request-id";
+/// The longest id taken over from a client.
+const MAX_ID: usize = 64;
+/// The longest path, target and user agent that are written down, each.
+const MAX_TEXT: usize = 256;
+/// What the route of a request is called that matched none.
+const NO_ROUTE: &str = "none";
+
+/// `router`, with every request watched.
+pub(super) fn watched(router: Router, telling: Arc<Telling>) -> Router {
+    router.layer(middleware::from_fn_with_state(telling, watch))
+}
+
+/// What a request was about, as only its handler knows: in the extensions of its answer.
+#[derive(Debug, Clone)]
+pub(crate) struct Target(pub(crate) String);
+
+impl Target {
+    /// Several, as far as they fit.
+    pub(crate) fn all<'a>(names: impl IntoIterator<Item = &'a str>) -> Self {
+        let mut target = String::new();
+        for name in names {
+            if target.len() + name.len() >= MAX_TEXT {
+                target.push('…');
+                break;
+            }
+            target.push_str(if target.is_empty() { "" } else { "," });
+            target.push_str(name);
+        }
+        Target(target)
+    }
+}
+
+/// What is known of a request.
+#[derive(Debug)]
+struct Noted {
+    telling: Arc<Telling>,
+    id: String,
+    peer: Option<Peer>,
+    method: Method,
+    path: String,
+    route: Option<MatchedPath>,
+    user_agent: Option<String>,
+    begun: Instant,
+    trace: Option<Context>,
+    identity: OnceLock<Identity>,
+    target: OnceLock<String>,
+    /// Whether there was an answer.
+    answered: AtomicBool,
+    /// Whether it has become a conversation.
+    begun_talking: AtomicBool,
+}
+
+async fn watch(State(telling): State<Arc<Telling>>, mut request: Request, next: Next) -> Response {
+    let noted = Arc::new(Noted::new(telling, &request));
+    request.extensions_mut().insert(noted.clone());
+    let span =
+        tracing::info_span!("request", id = noted.id, method = %noted.method, path = request.uri().path());
+    // Dropped without an answer if the client goes away.
+    let asked = Asked(noted);
+    let answer = trace::carry(asked.0.trace, next.run(request));
+    let mut response = answer.instrument(span.clone()).await;
+    span.in_scope(|| asked.0.answered(&response));
+    if let Ok(id) = HeaderValue::from_str(&asked.0.id) {
+        response.headers_mut().insert(REQUEST_ID, id);
+    }
+    if let Some(Ok(context)) = asked.0.trace.map(|context| HeaderValue::from_str(&context.header())) {
+        response.headers_mut().insert(trace::TRACEPARENT, context);
+    }
+    response
+}
+
+/// Takes note of who sent a request. Goes between `auth` and the routes.
+pub(super) async fn note(request: Request, next: Next) -> Response {
+    let extensions = request.extensions();
+    if let (Some(noted), Some(identity)) = (extensions.get::<Arc<Noted>>(), extensions.get::<Identity>()) {
+        let _ = noted.identity.set(identity.clone());
+    }
+    next.run(request).await
+}
+
+impl Noted {
+    fn new(telling: Arc<Telling>, request: &Request) -> Self {
+        let (headers, extensions) = (request.headers(), request.extensions());
+        let user_agent =
+            headers.get(USER_AGENT).map(|value| bounded(&String::from_utf8_lossy(value.as_bytes())));
+        let route: Option<MatchedPath> = extensions.get().cloned();
+        let path = request.uri().path();
+        let target = route.as_ref().and_then(|route| parameter(route.as_str(), path));
+        Noted {
+            trace: telling.traces.begin(headers),
+            telling,
+            id: taken_over(headers).unwrap_or_else(made_up),
+            peer: extensions.get().copied(),
+            method: request.method().clone(),
+            path: bounded(path),
+            route,
+            user_agent,
+            begun: Instant::now(),
+            identity: OnceLock::new(),
+            target: target.map(|target| OnceLock::from(bounded(target))).unwrap_or_default(),
+            answered: AtomicBool::new(false),
+            begun_talking: AtomicBool::new(false),
+        }
+    }
+
+    fn route(&self) -> &str {
+        self.route.as_ref().map_or(NO_ROUTE, MatchedPath::as_str)
+    }
+
+    fn answered(&self, response: &Response) {
+        let (status, took) = (response.status(), self.begun.elapsed());
+        self.answered.store(true, Ordering::Relaxed);
+        tracing::debug!(status = status.as_u16(), ms = took.as_millis() as u64, "answered");
+        let metrics = &self.telling.metrics;
+        metrics.request(method_label(&self.method), self.route(), status.as_u16(), took);
+        if let Some(identity) = response.extensions().get::<Identity>() {
+            let _ = self.identity.set(identity.clone());
+        }
+        let unknown = status == StatusCode::TOO_MANY_REQUESTS && self.identity.get().is_none();
+        if status == StatusCode::UNAUTHORIZED || unknown {
+            metrics.auth_failures.add(1);
+        }
+        if let Some(context) = self.trace {
+            self.traced(context, status);
+        }
+        if let Some(Target(target)) = response.extensions().get() {
+            let _ = self.target.set(bounded(target));
+        }
+        let outcome = match status.as_u16() {
+            101 => {
+                self.begun_talking.store(true, Ordering::Relaxed);
+                "begun"
+            }
+            ..400 => "ok",
+            400..500 => "refused",
+            _ => "failed",
+        };
+        // What is asked every few seconds by machines, and changes nothing.
+        let routine = matches!(self.route(), "/healthz" | "/metrics") && self.method == Method::GET;
+        if !(routine && status.is_success()) {
+            self.audit(Some(status.as_u16()), outcome, took);
+        }
+    }
+
+    fn traced(&self, context: Context, status: StatusCode) {
+        let method = method_label(&self.method);
+        let attributes = [
+            ("http.request.method", Some(method)),
+            ("http.route", self.route.as_ref().map(MatchedPath::as_str)),
+            ("http.response.status_code", Some(status.as_str())),
+            ("forkd.request_id", Some(self.id.as_str())),
+            ("forkd.target", self.target.get().map(String::as_str)),
+        ];
+        let name = format!("{method} {}", self.route());
+        let failed = status.is_server_error();
+        let over = Over { name: &name, begun: self.begun, failed, attributes: &attributes };
+        self.telling.traces.request(context, over);
+    }
+
+    fn audit(&self, status: Option<u16>, outcome: &'static str, took: Duration) {
+        let identity = self.identity.get();
+        self.telling.audit.write(Line {
+            ts: Line::now(),
+            request_id: self.id.clone(),
+            identity: identity.map(|identity| identity.name.clone()),
+            owner: identity.map(|identity| identity.owner.clone()),
+            peer: self.peer.map(|peer| peer.to_string()),
+            method: bounded(self.method.as_str()),
+            path: self.path.clone(),
+            route: self.route.as_ref().map(|route| route.as_str().to_owned()),
+            target: self.target.get().cloned(),
+            status,
+            outcome,
+            latency_us: u64::try_from(took.as_micros()).unwrap_or(u64::MAX),
+            ua: self.user_agent.clone(),
+        });
+    }
+}
+
+/// A request that waits for its answer.
+struct Asked(Arc<Noted>);
+
+impl Drop for Asked {
+    fn drop(&mut self) {
+        if !self.0.answered.load(Ordering::Relaxed) {
+            self.0.audit(None, "abandoned", self.0.begun.elapsed());
+        }
+    }
+}
+
+/// A conversation (WebSocket) that a request may become: its handler keeps this for as long as it lasts.
+#[derive(Debug)]
+pub(crate) struct Session(Option<Arc<Noted>>);
+
+impl<S: Send + Sync> FromRequestParts<S> for Session {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+        Ok(Session(parts.extensions.get().cloned()))
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        if let Some(noted) = &self.0
+            && noted.begun_talking.load(Ordering::Relaxed)
+        {
+            noted.audit(Some(StatusCode::SWITCHING_PROTOCOLS.as_u16()), "ended", noted.begun.elapsed());
+        }
+    }
+}
+
+/// The id the client gave, if it is one that can go into a log.
+fn taken_over(headers: &HeaderMap) -> Option<String> {
+    let id = headers.get(REQUEST_ID)?.to_str().ok()?;
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
+    ((1..=MAX_ID).contains(&id.len()) && id.bytes().all(fits)).then(|| id.to_owned())
+}
+
+fn made_up() -> String {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    format!("{:x}-{:x}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+/// The first parameter of `route` in `path`.
+fn parameter<'a>(route: &str, path: &'a str) -> Option<&'a str> {
+    let mut segments = route.split('/').zip(path.split('/'));
+    segments.find(|(pattern, _)| pattern.starts_with('{')).map(|(_, value)| value)
+}
+
+/// A method as a label: clients can make up others without end.
+fn method_label(method: &Method) -> &'static str {
+    match method.as_str() {
+        "GET" => "GET",
+        "HEAD" => "HEAD",
+        "POST" => "POST",
+        "PUT" => "PUT",
+        "PATCH" => "PATCH",
+        "DELETE" => "DELETE",
+        "OPTIONS" => "OPTIONS",
+        _ => "other",
+    }
+}
+
+fn bounded(text: &str) -> String {
+    text.chars().take(MAX_TEXT).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_is_taken_over_only_if_it_can_go_into_a_log() {
+        let of = |value: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(REQUEST_ID, HeaderValue::from_str(value).unwrap());
+            taken_over(&headers)
+        };
+        for good in ["a", "Req_1.2-3", &"x".repeat(64)] {
+            assert_eq!(of(good).as_deref(), Some(good));
+        }
+        for bad in ["", "a b", "a\"b", "a/b", "é", &"x".repeat(65)] {
+            assert_eq!(of(bad), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn what_a_request_is_about_is_found_in_its_path() {
+        assert_eq!(parameter("/v1/sandboxes/{id}/exec", "/v1/sandboxes/sb1/exec"), Some("sb1"));
+        assert_eq!(parameter("/v1/sandboxes", "/v1/sandboxes"), None);
+        let many = ["sb0123456789abcdef"; 100];
+        assert!(Target::all(many).0.len() <= MAX_TEXT + 3);
+        assert_eq!(Target::all(["a", "b"]).0, "a,b");
+    }
+}

@@ -1,0 +1,364 @@
+//! A daemon with one sandbox whose guest is a fake behind a real socket: it speaks the agent's protocol, and
+//! can be slow, silent, full or gone at will.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Path, Query, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use bytes::Bytes;
+use forkd_protocol::agent::{End, Event, Output, ProcessEvent};
+use forkd_protocol::connect::{self, STREAM_TYPE};
+use forkd_store::Database;
+use futures_util::StreamExt;
+use http_body_util::BodyExt;
+use hyper_util::rt::TokioIo;
+use hyper_util::service::TowerToHyperService;
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::mpsc;
+
+use crate::api::answers::Answers;
+use crate::api::{self, App};
+use crate::config::Config;
+use crate::count::Count;
+use crate::host::Host;
+use crate::identity::LOCAL;
+use crate::line::ports::Ports;
+use crate::peer::Peer;
+use crate::registry::Registry;
+use crate::sandbox::{Belongings, Phase, Sandbox, Spec};
+use crate::snapshots::Snapshots;
+use crate::stopping::{Stop, Stopping};
+use crate::telling::Telling;
+use crate::tokens::Tokens;
+use crate::workspaces::Workspaces;
+
+/// The sandbox.
+pub(crate) const ID: &str = "sbfake";
+
+/// A daemon on a socket of its own.
+pub(crate) struct FakeDaemon {
+    folder: tempfile::TempDir,
+    pub(crate) app: App,
+    pub(crate) sandbox: Arc<Sandbox>,
+    pub(crate) guest: Arc<FakeGuest>,
+    _stop: Stop,
+}
+
+/// What the guest has seen.
+#[derive(Default)]
+pub(crate) struct FakeGuest {
+    /// Files that came whole, with the query of their upload.
+    pub(crate) files: Mutex<BTreeMap<String, (Vec<u8>, String)>>,
+    /// Uploads that have begun.
+    pub(crate) begun: Mutex<usize>,
+    /// Uploads that broke off.
+    pub(crate) broken: Mutex<usize>,
+    /// Every call to a service: method and message.
+    pub(crate) calls: Mutex<Vec<(String, Value)>>,
+    /// Lets the body of `/breaks` break.
+    pub(crate) break_now: tokio::sync::Notify,
+    /// How many bodies of `/endless` are being sent.
+    pub(crate) sending: Mutex<usize>,
+    /// The process that runs.
+    process: Mutex<Option<mpsc::Sender<Event>>>,
+}
+
+impl FakeDaemon {
+    pub(crate) async fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let mut config = Config::new(folder.path());
+        config.timing.call = Duration::from_millis(500);
+        config.timing.stall = Duration::from_millis(500);
+        let config = Arc::new(config);
+        let database = Arc::new(Database::open(&folder.path().join("forkd.db")).unwrap());
+        let telling = Telling::open(&config).unwrap();
+        let host = Host::new(config.clone(), database.clone(), telling);
+        let (snapshots, _) = Snapshots::open(host.clone()).await.unwrap();
+        let registry = Registry::new(host.clone()).unwrap();
+        let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await.unwrap();
+        let (stop, stopping) = Stop::new();
+        let sessions = Count::new();
+        let address = config.bind;
+        let tokens = Arc::new(Tokens::open(database.clone(), config.token_file.clone()).unwrap());
+        let answers = Answers::new(database, config.limits.max_body);
+        let lines = Ports::new(registry.clone());
+        let app = App {
+            registry,
+            snapshots,
+            workspaces,
+            config,
+            stopping,
+            address,
+            sessions,
+            answers,
+            lines,
+            tokens,
+        };
+
+        let inside = folder.path().join(ID);
+        std::fs::create_dir(&inside).unwrap();
+        let guest = Arc::new(FakeGuest::default());
+        let listener = UnixListener::bind(inside.join(crate::boot::VSOCK)).unwrap();
+        tokio::spawn(serve_guest(listener, guest.clone()));
+        let spec = Spec {
+            owner: LOCAL.into(),
+            image: Some("fake".into()),
+            snapshot_tag: None,
+            vcpus: 1,
+            mem_mib: 64,
+            network: false,
+            memory_limit_mib: 64,
+            guest: None,
+        };
+        let sandbox = Sandbox::new(ID.into(), spec, inside, Belongings::default(), &host);
+        sandbox.phase.send_replace(Phase::Running);
+        app.registry.add_ended(app.registry.seat(&sandbox.spec), sandbox);
+        let sandbox = app.registry.get(ID).unwrap();
+
+        let listener = UnixListener::bind(folder.path().join("api.sock")).unwrap();
+        tokio::spawn(serve_api(listener, app.clone()));
+        FakeDaemon { folder, app, sandbox, guest, _stop: stop }
+    }
+
+    pub(crate) async fn connect(&self) -> UnixStream {
+        UnixStream::connect(self.folder.path().join("api.sock")).await.unwrap()
+    }
+
+    /// Sends `head`, without its end, and `body`; status, head and body of the answer.
+    pub(crate) async fn ask(&self, line: &str, headers: &str, body: &[u8]) -> (u16, String, Vec<u8>) {
+        let mut stream = self.connect().await;
+        let length = body.len();
+        let head = format!(
+            "{line} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {length}\r\n{headers}\r\n"
+        );
+        stream.write_all(head.as_bytes()).await.unwrap();
+        // One that is refused need not take it all.
+        let (mut read, mut write) = stream.split();
+        let mut answer = Vec::new();
+        let (_, _) = tokio::join!(write.write_all(body), read.read_to_end(&mut answer));
+        parse(&answer)
+    }
+
+    /// A JSON call.
+    pub(crate) async fn json(&self, line: &str, body: Option<Value>) -> (u16, Value) {
+        let text = body.map(|body| body.to_string()).unwrap_or_default();
+        let (status, _, body) = self.ask(line, "Content-Type: application/json\r\n", text.as_bytes()).await;
+        (status, serde_json::from_slice(&body).unwrap_or(Value::Null))
+    }
+}
+
+fn parse(answer: &[u8]) -> (u16, String, Vec<u8>) {
+    let end = answer.windows(4).position(|at| at == b"\r\n\r\n").expect("a head");
+    let head = String::from_utf8(answer[..end].to_vec()).unwrap().to_lowercase();
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    (status, head, answer[end + 4..].to_vec())
+}
+
+async fn serve_api(listener: UnixListener, app: App) {
+    let stopping: Stopping = app.stopping.clone();
+    while let Ok((stream, _)) = listener.accept().await {
+        tokio::spawn(crate::server::connection(
+            stream,
+            Peer::Unix { uid: 0 },
+            api::for_unix(app.clone()),
+            stopping.clone(),
+        ));
+    }
+}
+
+/// Waits until `done`, for a long time on a slow computer.
+pub(crate) async fn eventually(what: &str, mut done: impl FnMut() -> bool) {
+    for _ in 0..3000 {
+        if done() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("waited for {what} in vain");
+}
+
+async fn serve_guest(listener: UnixListener, guest: Arc<FakeGuest>) {
+    let router = Router::new()
+        .route("/files", get(read).post(write))
+        .route("/process.Process/Start", post(start))
+        .route("/process.Process/{method}", post(process))
+        .route("/filesystem.Filesystem/{method}", post(filesystem))
+        .layer(axum::extract::DefaultBodyLimit::disable())
+        .with_state(guest);
+    while let Ok((mut stream, _)) = listener.accept().await {
+        let router = router.clone();
+        tokio::spawn(async move {
+            let mut line = Vec::new();
+            while line.last() != Some(&b'\n') {
+                line.push(stream.read_u8().await?);
+            }
+            stream.write_all(b"OK 1\n").await?;
+            let served = hyper::server::conn::http1::Builder::new()
+                .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+            served.await.map_err(std::io::Error::other)
+        });
+    }
+}
+
+type Asked = Query<BTreeMap<String, String>>;
+
+fn refused(status: u16, message: &str) -> Response {
+    let body = json!({ "code": status, "message": message }).to_string();
+    (StatusCode::from_u16(status).unwrap(), body).into_response()
+}
+
+/// Counts a body that is being sent.
+struct Sending(Arc<FakeGuest>);
+
+impl Drop for Sending {
+    fn drop(&mut self) {
+        *self.0.sending.lock().unwrap() -= 1;
+    }
+}
+
+async fn read(State(guest): State<Arc<FakeGuest>>, Query(asked): Asked) -> Response {
+    let path = asked.get("path").cloned().unwrap_or_default();
+    match path.as_str() {
+        "/missing" => refused(404, "/missing: no such file"),
+        "/folder" => refused(400, "/folder: is a directory"),
+        "/secret" => refused(403, "/secret: permission denied"),
+        "/silent" => std::future::pending().await,
+        "/garbage" => (StatusCode::BAD_REQUEST, "not what an agent says").into_response(),
+        "/endless" => {
+            *guest.sending.lock().unwrap() += 1;
+            let pieces = futures_util::stream::unfold(Sending(guest), |sending| async {
+                Some((Ok::<_, std::io::Error>(Bytes::from(vec![0u8; 64 << 10])), sending))
+            });
+            Body::from_stream(pieces.boxed()).into_response()
+        }
+        "/breaks" => {
+            let half = futures_util::stream::iter([Ok(Bytes::from_static(b"half"))]);
+            let rest = futures_util::stream::once(async move {
+                guest.break_now.notified().await;
+                Err(std::io::Error::other("gone"))
+            });
+            Body::from_stream(half.chain(rest).boxed()).into_response()
+        }
+        path => match guest.files.lock().unwrap().get(path) {
+            Some((bytes, _)) => bytes.clone().into_response(),
+            None => refused(404, "no such file"),
+        },
+    }
+}
+
+/// Counts an upload that is not received whole, also when its connection ends with it.
+struct Receiving(Arc<FakeGuest>, bool);
+
+impl Drop for Receiving {
+    fn drop(&mut self) {
+        *self.0.broken.lock().unwrap() += usize::from(self.1);
+    }
+}
+
+async fn write(State(guest): State<Arc<FakeGuest>>, Query(asked): Asked, mut body: Body) -> Response {
+    let path = asked.get("path").cloned().unwrap_or_default();
+    let mut bytes = Vec::new();
+    *guest.begun.lock().unwrap() += 1;
+    let mut receiving = Receiving(guest.clone(), true);
+    loop {
+        match body.frame().await {
+            None => break,
+            Some(Ok(frame)) => bytes.extend_from_slice(&frame.into_data().unwrap_or_default()),
+            Some(Err(_)) => return refused(500, "broke off"),
+        }
+        if path == "/full" && bytes.len() > 100_000 {
+            return refused(507, "/full: no space left on device");
+        }
+        if path == "/stuck" {
+            std::future::pending::<()>().await;
+        }
+    }
+    receiving.1 = false;
+    guest.files.lock().unwrap().insert(path.clone(), (bytes, format!("{asked:?}")));
+    json!([{ "path": path, "name": "x", "type": "file", "whole": true }]).to_string().into_response()
+}
+
+async fn filesystem(
+    State(guest): State<Arc<FakeGuest>>,
+    Path(method): Path<String>,
+    body: Bytes,
+) -> Response {
+    let message: Value = serde_json::from_slice(&body).unwrap();
+    guest.calls.lock().unwrap().push((method.clone(), message.clone()));
+    let path = message["path"].as_str().or(message["source"].as_str()).unwrap_or_default();
+    let refuse = |status: u16, code: &str| {
+        let body = json!({ "code": code, "message": format!("{path}: {code}") }).to_string();
+        (StatusCode::from_u16(status).unwrap(), body).into_response()
+    };
+    match path {
+        "/missing" => return refuse(404, "not_found"),
+        "/secret" => return refuse(403, "permission_denied"),
+        "/full" => return refuse(429, "resource_exhausted"),
+        "/crowded" => return refuse(400, "out_of_range"),
+        "/there" => return refuse(409, "already_exists"),
+        "/nonempty" if method == "RemoveOne" => return refuse(400, "failed_precondition"),
+        _ => {}
+    }
+    let link =
+        json!({ "name": "link", "type": "FILE_TYPE_DIRECTORY", "path": "/d/link", "symlinkTarget": "/etc" });
+    let file = json!({ "name": "file", "type": "FILE_TYPE_FILE", "path": "/d/file", "size": 5, "mode": 420 });
+    let answer = match method.as_str() {
+        "ListDir" => json!({ "entries": [file, link] }),
+        _ => json!({ "entry": file }),
+    };
+    answer.to_string().into_response()
+}
+
+/// A process that writes what it reads, until its input ends.
+async fn start(State(guest): State<Arc<FakeGuest>>, body: Bytes) -> Response {
+    let message: Value = serde_json::from_slice(&body[connect::HEADER_LEN..]).unwrap();
+    guest.calls.lock().unwrap().push(("Start".into(), message));
+    let (events, queued) = mpsc::channel(4);
+    events.send(Event::Start { pid: 7 }).await.unwrap();
+    *guest.process.lock().unwrap() = Some(events);
+    let pieces = futures_util::stream::unfold(queued, |mut queued: mpsc::Receiver<Event>| async {
+        let event = queued.recv().await?;
+        let piece = Bytes::from(connect::encode(0, &ProcessEvent { event }));
+        Some((Ok::<_, std::io::Error>(piece), queued))
+    });
+    ([("content-type", STREAM_TYPE)], Body::from_stream(pieces.boxed())).into_response()
+}
+
+async fn process(State(guest): State<Arc<FakeGuest>>, Path(method): Path<String>, body: Bytes) -> Response {
+    let message: Value = serde_json::from_slice(&body).unwrap();
+    guest.calls.lock().unwrap().push((method.clone(), message.clone()));
+    let events = guest.process.lock().unwrap().clone();
+    let event = match method.as_str() {
+        "SendInput" => {
+            let input = &message["input"];
+            let text = input["stdin"].as_str().or(input["pty"].as_str()).unwrap();
+            let stdout = Some(BASE64_STANDARD.decode(text).unwrap());
+            Event::Data(Output { stdout, ..Output::default() })
+        }
+        "CloseStdin" => Event::End(End { exited: true, ..End::default() }),
+        "SendSignal" => Event::End(End { exit_code: -1, signal: Some(15), ..End::default() }),
+        _ => Event::Keepalive {},
+    };
+    if let Some(events) = events {
+        let _ = events.send(event).await;
+    }
+    "{}".into_response()
+}
+
+impl FakeGuest {
+    /// The messages of all calls to a method.
+    pub(crate) fn calls_of(&self, method: &str) -> Vec<Value> {
+        let calls = self.calls.lock().unwrap();
+        calls.iter().filter(|(called, _)| called == method).map(|(_, message)| message.clone()).collect()
+    }
+}

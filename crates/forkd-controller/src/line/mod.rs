@@ -1,0 +1,130 @@
+//! The line protocol for clients on the host: what a guest serves on its TCP port 8888, without needing
+//! its network. A line is translated to calls of the agent; [`ports`] has the ports of loopback on which
+//! lines come in, and the API takes them over HTTP.
+
+pub(crate) mod ports;
+
+use std::time::Duration;
+
+use forkd_protocol::agent::WarmState;
+use forkd_protocol::line::{Evaluated, Failure, Incoming, Pong, Ran, Reply, Request};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+
+use crate::api::exec;
+use crate::api::{EvalReply, EvalRequest, ExecReply, ExecRequest};
+use crate::config::Config;
+use crate::console::printable;
+use crate::error::Result;
+use crate::sandbox::Sandbox;
+
+/// How long a request may take to come.
+const REQUEST_TIME: Duration = Duration::from_secs(30);
+/// How long the peer may take to read its answer.
+const ANSWER_TIME: Duration = Duration::from_secs(60);
+/// How long what nobody asked for is read on, so that the peer sees the answer and not a reset.
+const DISCARD_TIME: Duration = Duration::from_secs(1);
+
+/// Serves one connection: a line in, a line out.
+pub(crate) async fn converse(
+    mut stream: impl AsyncRead + AsyncWrite + Unpin,
+    answer: impl AsyncFnOnce(Request) -> Reply,
+) -> std::io::Result<()> {
+    let read = tokio::time::timeout(REQUEST_TIME, read_request(&mut stream)).await;
+    let reply = match read.unwrap_or_else(|_| Ok(Err(Failure::new("the request took too long to come"))))? {
+        Ok(request) => answer(request).await,
+        Err(failure) => Reply::Failed(failure),
+    };
+    let line = reply.to_line();
+    let sent = async {
+        stream.write_all(&line).await?;
+        stream.shutdown().await
+    };
+    tokio::time::timeout(ANSWER_TIME, sent).await??;
+    let mut rest = [0; 4 << 10];
+    let discard = async { while matches!(stream.read(&mut rest).await, Ok(n) if n > 0) {} };
+    let _ = tokio::time::timeout(DISCARD_TIME, discard).await;
+    Ok(())
+}
+
+async fn read_request(
+    stream: &mut (impl AsyncRead + Unpin),
+) -> std::io::Result<std::result::Result<Request, Failure>> {
+    let mut incoming = Incoming::default();
+    let mut piece = [0; 8 << 10];
+    loop {
+        let n = stream.read(&mut piece).await?;
+        match incoming.push(&piece[..n]) {
+            Ok(complete) if complete || n == 0 => return Ok(incoming.request()),
+            Ok(_) => {}
+            Err(failure) => return Ok(Err(failure)),
+        }
+    }
+}
+
+/// Does what a line asks of a sandbox.
+pub(crate) async fn answer(sandbox: &Sandbox, config: &Config, request: Request) -> Reply {
+    let answered = match request {
+        Request::Ping => ping(sandbox).await,
+        Request::Exec { args, timeout } => {
+            let request = ExecRequest { args, timeout_secs: whole_secs(timeout), ..ExecRequest::default() };
+            exec::run_to_end(sandbox, config, request, timeout).await.map(ran)
+        }
+        Request::Eval { code, timeout } => {
+            let request = EvalRequest { code, timeout_secs: whole_secs(timeout) };
+            exec::evaluate(sandbox, request, timeout).await.map(evaluated)
+        }
+    };
+    answered.unwrap_or_else(|error| Reply::Failed(Failure::new(error.message)))
+}
+
+async fn ping(sandbox: &Sandbox) -> Result<Reply> {
+    sandbox.ready().await?;
+    let pong = sandbox.with_agent(sandbox.agent.ping()).await?;
+    Ok(Reply::Pong(Pong {
+        pong: true,
+        numpy_version: pong.numpy_version.map(|version| printable(version.as_bytes())),
+        pid: AGENT_PID,
+        agent_lang: language(pong.python).into(),
+        warmup_ready: pong.warm.state == WarmState::Ready,
+    }))
+}
+
+/// The agent's process: it is the guest's init.
+pub(crate) const AGENT_PID: u32 = 1;
+
+/// What an evaluation is written in.
+pub(crate) fn language(python: bool) -> &'static str {
+    if python { "python" } else { "none" }
+}
+
+fn ran(reply: ExecReply) -> Reply {
+    match reply.error {
+        // Clients show an error as one only where there is no output.
+        Some(error) if !reply.timed_out => {
+            Reply::Failed(Failure { error, exit_code: reply.exit_code, ..Failure::default() })
+        }
+        error => Reply::Exec(Ran {
+            exit_code: if reply.timed_out { 1 } else { reply.exit_code },
+            stdout: reply.stdout,
+            stderr: reply.stderr,
+            error,
+            stdout_truncated: reply.stdout_truncated,
+            stderr_truncated: reply.stderr_truncated,
+        }),
+    }
+}
+
+fn evaluated(reply: EvalReply) -> Reply {
+    let EvalReply { result, error, stdout, stderr, traceback, .. } = reply;
+    match error {
+        None => Reply::Eval(Evaluated { result, exit_code: 0, stdout, stderr }),
+        Some(error) => Reply::Failed(Failure { error, exit_code: 1, traceback, stdout, stderr }),
+    }
+}
+
+fn whole_secs(timeout: Duration) -> u64 {
+    timeout.as_secs().max(1)
+}
+
+#[cfg(test)]
+mod tests;

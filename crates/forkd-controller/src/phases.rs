@@ -1,0 +1,96 @@
+//! Where a sandbox stands: the one place where that changes, and where it is told, to those who wait for it
+//! and as an event.
+
+use std::sync::atomic::Ordering;
+
+use crate::clock;
+use crate::sandbox::{Phase, ROLLED_BACK, Sandbox};
+use crate::telling::events::{About, EventKind};
+
+impl Sandbox {
+    /// It stands somewhere else now.
+    pub(crate) fn turn_to(&self, phase: Phase) {
+        self.become_if(|old| {
+            let kind = match (old, &phase) {
+                (Phase::Paused, Phase::Running) => Some(EventKind::SandboxResumed),
+                (_, Phase::Running) => Some(EventKind::SandboxRunning),
+                (_, Phase::Paused) => Some(EventKind::SandboxPaused),
+                (_, Phase::Unresponsive) => Some(EventKind::SandboxUnresponsive),
+                // Another process takes its place; that it runs is the event.
+                (_, Phase::Ended(end)) if end.reason == ROLLED_BACK => None,
+                (_, Phase::Ended(_)) => Some(EventKind::SandboxEnded),
+                (_, Phase::Starting) => None,
+            };
+            Some((phase.clone(), kind))
+        });
+    }
+
+    /// It runs, in the place of another process.
+    pub(crate) fn runs_again(&self) {
+        self.become_if(|_| Some((Phase::Running, Some(EventKind::SandboxRolledBack))));
+    }
+
+    /// Its agent answers, or has not for too long; whether that is news.
+    pub(crate) fn answers(&self, answers: bool) -> bool {
+        self.become_if(|old| match (old, answers) {
+            (Phase::Running, false) => Some((Phase::Unresponsive, Some(EventKind::SandboxUnresponsive))),
+            (Phase::Unresponsive, true) => Some((Phase::Running, Some(EventKind::SandboxRunning))),
+            _ => None,
+        })
+    }
+
+    fn become_if(&self, next: impl FnOnce(&Phase) -> Option<(Phase, Option<EventKind>)>) -> bool {
+        self.phase.send_if_modified(|phase| {
+            let Some((new, kind)) = next(phase) else { return false };
+            *phase = new;
+            // While nobody else can change it: events come in the order of what they tell.
+            if let Some(kind) = kind {
+                self.tell(kind, phase);
+            }
+            true
+        })
+    }
+
+    fn tell(&self, kind: EventKind, phase: &Phase) {
+        let facts = self.facts();
+        let snapshot = match kind {
+            EventKind::SandboxBranched => facts.history.last_branch_tag,
+            EventKind::SandboxRolledBack => facts.history.rolled_back_to,
+            _ => self.spec.snapshot_tag.clone(),
+        };
+        let end = match phase {
+            Phase::Ended(end) => Some(end.clone()),
+            _ => None,
+        };
+        let about = About {
+            sandbox: Some(self.id.clone()),
+            snapshot,
+            owner: Some(self.spec.owner.clone()),
+            workspace: facts.workspace,
+            reason: end.as_ref().map(|end| end.reason.clone()),
+            detail: end.map(|end| end.detail.clone()),
+            ready_ms: facts.ready_ms.filter(|_| kind == EventKind::SandboxRunning),
+        };
+        self.telling.events.emit(kind, about);
+    }
+
+    /// It was made, and nothing else is known of it.
+    pub(crate) fn created(&self) {
+        self.tell(EventKind::SandboxCreated, &Phase::Starting);
+    }
+
+    /// A branch was taken of it.
+    pub(crate) fn told_of_branch(&self) {
+        self.tell(EventKind::SandboxBranched, &Phase::Running);
+    }
+
+    /// Its agent answered just now.
+    pub(crate) fn heard(&self) {
+        self.heard.store(clock::now_ms(), Ordering::Relaxed);
+    }
+
+    /// When its agent last answered, in milliseconds since 1970.
+    pub(crate) fn last_heard(&self) -> Option<u64> {
+        Some(self.heard.load(Ordering::Relaxed)).filter(|at| *at > 0)
+    }
+}

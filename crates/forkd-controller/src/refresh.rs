@@ -1,0 +1,57 @@
+//! Reading again what is replaced while the daemon runs: the token file, the certificate and its key. Once a
+//! second, if they changed, and on SIGHUP in any case.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::error::Result;
+use crate::host::blocking;
+use crate::tls::Tls;
+use crate::tokens::Tokens;
+
+/// How often it is looked.
+const EVERY: Duration = Duration::from_secs(1);
+
+/// Looks for ever.
+pub(crate) async fn keep_fresh(tokens: Arc<Tokens>, tls: Option<Arc<Tls>>) {
+    let mut hangups = match signal(SignalKind::hangup()) {
+        Ok(hangups) => Some(hangups),
+        Err(error) => {
+            tracing::warn!(%error, "cannot catch SIGHUP; changed files are found all the same");
+            None
+        }
+    };
+    loop {
+        let hangup = async {
+            match &mut hangups {
+                Some(hangups) => hangups.recv().await,
+                None => std::future::pending().await,
+            }
+        };
+        let asked = tokio::select! {
+            () = tokio::time::sleep(EVERY) => false,
+            _ = hangup => true,
+        };
+        let (tokens, tls) = (tokens.clone(), tls.clone());
+        let looked = blocking("looking for changed files", move || {
+            tell("the token file", tokens.refresh());
+            if let Some(tls) = tls {
+                let fresh = tls.refresh(asked);
+                if matches!(fresh, Ok(true)) {
+                    tracing::info!("there is a new certificate");
+                }
+                tell("the certificate; the old one stays", fresh.map(drop));
+            }
+            Ok(())
+        });
+        tell("changed files", looked.await);
+    }
+}
+
+fn tell(what: &str, done: Result<()>) {
+    if let Err(error) = done {
+        tracing::error!(error = error.message, "cannot use {what}");
+    }
+}

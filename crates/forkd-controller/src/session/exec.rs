@@ -1,0 +1,135 @@
+//! `GET /v1/sandboxes/{id}/exec/stream`: a command in a sandbox that is there already.
+//!
+//! The sandbox outlives the session, and so would the process: the agent keeps a process whose caller is
+//! gone, because the children of a branch have no callers at all and must go on. So it is the session
+//! that ends its process ([`Doomed`]), unless the client wants it kept.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::response::Response;
+use forkd_protocol::connect::Code;
+
+use super::follow::{Command, follow};
+use super::{Upgrade, Wires, Work, begin};
+use crate::agent;
+use crate::api::App;
+use crate::api::exec;
+use crate::api::extract::Id;
+use crate::api::requests::Session;
+use crate::count::Counted;
+use crate::error::{ErrorBody, Result};
+use crate::frames::{ExecStreamRequest, ServerEvent};
+use crate::sandbox::{Phase, Sandbox};
+
+/// How often a process is looked for that is to be ended: its start may still be under way.
+const LOOKS: usize = 10;
+/// Between two of them.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+
+/// Runs a command in a sandbox, over a WebSocket: with input, output as it comes, signals, and a terminal
+/// if wanted.
+///
+/// The first message is text, an `ExecStreamRequest`; the rest is as in `/v1/run`. When the client goes
+/// away, for whatever reason, the command is killed, unless the request has `keep`. A sandbox that ends,
+/// is paused or rolled back under it gives a last event `error`.
+#[utoipa::path(
+    get, path = "/v1/sandboxes/{id}/exec/stream", params(("id" = String, Path)),
+    responses(
+        (status = 101, description = "Speak WebSocket"),
+        (status = 400, body = ErrorBody, description = "Not the beginning of a WebSocket"),
+        (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "The sandbox is not running"),
+        (status = 504, body = ErrorBody, description = "The sandbox does not answer"),
+    ),
+)]
+pub(crate) async fn exec_stream(
+    State(app): State<App>,
+    Id(id): Id,
+    talk: Session,
+    upgrade: Upgrade,
+) -> Result<Response> {
+    let sandbox = app.registry.get(&id)?;
+    sandbox.ready().await?;
+    begin(upgrade, app, talk, Exec { sandbox })
+}
+
+struct Exec {
+    sandbox: Arc<Sandbox>,
+}
+
+impl Work for Exec {
+    type Request = ExecStreamRequest;
+    const REQUEST: &'static str = "a request to run a command";
+
+    async fn work(self, app: &App, request: ExecStreamRequest, wires: Wires<'_>) -> Result<ServerEvent> {
+        let sandbox = self.sandbox;
+        let limit = request.timeout_secs.map(exec::check_timeout).transpose()?;
+        let mut start = exec::start_request(request.args, request.env, request.cwd, true)?;
+        let tag = unique_tag();
+        start.tag = Some(tag.clone());
+        let command = Command { start, user: request.user, limit, tty: request.pty };
+        let mut doomed = Doomed { sandbox: sandbox.clone(), tag, counted: Some(app.sessions.enter()) };
+        if request.keep {
+            doomed.spare();
+        }
+        let outgoing = wires.outgoing;
+        let last = sandbox.undisturbed(follow(&sandbox, command, wires, app.config.timing.call)).await?;
+        // It has ended by itself, or its agent has ended it.
+        doomed.spare();
+        last.tell(outgoing).await
+    }
+}
+
+/// A name no other process has: pids come again.
+fn unique_tag() -> String {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    format!("forkd-stream-{}-{number}", crate::guest::unix_nanos())
+}
+
+/// A process that is ended when this is dropped.
+struct Doomed {
+    sandbox: Arc<Sandbox>,
+    tag: String,
+    /// While it is there the process is to be ended; and a daemon that stops waits for that.
+    counted: Option<Counted>,
+}
+
+impl Doomed {
+    fn spare(&mut self) {
+        self.counted = None;
+    }
+}
+
+impl Drop for Doomed {
+    fn drop(&mut self) {
+        let (Some(counted), Ok(runtime)) = (self.counted.take(), tokio::runtime::Handle::try_current())
+        else {
+            return;
+        };
+        let (sandbox, tag) = (self.sandbox.clone(), std::mem::take(&mut self.tag));
+        runtime.spawn(async move { kill(&sandbox, &tag, counted).await });
+    }
+}
+
+/// Kills the process as soon as the sandbox can be asked to. In one that is paused it stands still until
+/// then, and nobody waits for that; in one that has ended it is gone.
+async fn kill(sandbox: &Sandbox, tag: &str, counted: Counted) {
+    let mut phases = sandbox.phase.subscribe();
+    let _counted = matches!(sandbox.phase(), Phase::Running).then_some(counted);
+    for _ in 0..LOOKS {
+        let settled = phases.wait_for(|phase| matches!(phase, Phase::Running | Phase::Ended(_))).await;
+        if !settled.is_ok_and(|phase| matches!(*phase, Phase::Running)) {
+            return;
+        }
+        match sandbox.agent.signal_tagged(tag, "SIGKILL").await {
+            Ok(()) => return,
+            Err(agent::Error::Refused(error)) if error.code == Code::NotFound => {}
+            Err(error) => tracing::debug!(%error, sandbox = sandbox.id, "a command could not be ended"),
+        }
+        tokio::time::sleep(LOOK_EVERY).await;
+    }
+}

@@ -1,0 +1,178 @@
+//! Commands in a sandbox over a WebSocket, with a fake guest behind a real socket.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures_util::{SinkExt, StreamExt};
+use serde_json::{Value, json};
+use tokio::net::UnixStream;
+use tokio_tungstenite::WebSocketStream;
+use tokio_tungstenite::tungstenite::{Error, Message};
+
+use crate::fake_guest::{FakeDaemon, ID, eventually};
+use crate::frames::{Channel, MAX_CHUNK, STDIN_WINDOW, pack, unpack};
+use crate::sandbox::{End, Phase};
+
+type Socket = WebSocketStream<UnixStream>;
+
+async fn open(daemon: &FakeDaemon, id: &str) -> Result<Socket, Error> {
+    let uri = format!("ws://localhost/v1/sandboxes/{id}/exec/stream");
+    tokio_tungstenite::client_async(uri, daemon.connect().await).await.map(|(socket, _)| socket)
+}
+
+/// Asks for a command and waits until it runs.
+async fn begin(daemon: &FakeDaemon, request: Value) -> Socket {
+    let mut socket = open(daemon, ID).await.unwrap();
+    socket.send(Message::text(request.to_string())).await.unwrap();
+    assert_eq!(event(&mut socket).await, json!({"event": "started", "sandbox": ID, "pid": 7}));
+    socket
+}
+
+/// The next event that is no acknowledgement.
+async fn event(socket: &mut Socket) -> Value {
+    loop {
+        match socket.next().await.unwrap().unwrap() {
+            Message::Text(text) if text.contains("stdin_ack") => {}
+            Message::Text(text) => return serde_json::from_str(&text).unwrap(),
+            Message::Ping(_) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn input_comes_back_as_output_a_size_is_passed_on_and_the_end_is_told() {
+    let daemon = FakeDaemon::start().await;
+    let request =
+        json!({"args": ["cat", "-u"], "env": {"A": "b"}, "cwd": "/tmp", "pty": {"cols": 80, "rows": 24}});
+    let mut socket = begin(&daemon, request).await;
+    let asked = &daemon.guest.calls_of("Start")[0];
+    assert_eq!(asked["process"], json!({"cmd": "cat", "args": ["-u"], "envs": {"A": "b"}, "cwd": "/tmp"}));
+    assert_eq!(asked["pty"]["size"], json!({"cols": 80, "rows": 24}));
+    let resize = json!({"type": "resize", "cols": 100, "rows": 30});
+    socket.send(Message::text(resize.to_string())).await.unwrap();
+    eventually("the new size", || {
+        let sizes = daemon.guest.calls_of("Update");
+        sizes.first().is_some_and(|size| size["pty"]["size"] == json!({"cols": 100, "rows": 30}))
+    })
+    .await;
+    socket.close(None).await.unwrap();
+
+    // A megabyte each way, within the window.
+    let mut socket = begin(&daemon, json!({"args": ["cat"]})).await;
+    let data: Vec<u8> = (0..1u32 << 20).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let (mut sent, mut window, mut back) = (0, STDIN_WINDOW, Vec::new());
+    while back.len() < data.len() {
+        while sent < data.len() && window > 0 {
+            let count = window.min(MAX_CHUNK).min(data.len() - sent);
+            socket.send(Message::binary(pack(Channel::Stdin, &data[sent..sent + count]))).await.unwrap();
+            (sent, window) = (sent + count, window - count);
+        }
+        match socket.next().await.unwrap().unwrap() {
+            Message::Binary(frame) => back.extend_from_slice(&unpack(frame).unwrap().1),
+            Message::Text(text) => {
+                let ack: Value = serde_json::from_str(&text).unwrap();
+                window += ack["bytes"].as_u64().unwrap() as usize;
+            }
+            _ => {}
+        }
+    }
+    assert!(back == data);
+    socket.send(Message::text(r#"{"type":"stdin_eof"}"#)).await.unwrap();
+    assert_eq!(event(&mut socket).await, json!({"event": "exit", "exit_code": 0}));
+    drop(socket);
+    daemon.app.sessions.none().await;
+    // The first one's client left; this one ended by itself.
+    assert_eq!(daemon.guest.calls_of("SendSignal").len(), 1);
+}
+
+#[tokio::test]
+async fn a_client_that_goes_away_takes_its_command_along_unless_it_is_to_be_kept() {
+    let daemon = FakeDaemon::start().await;
+    for keep in [true, false] {
+        let socket = begin(&daemon, json!({"args": ["sleep"], "keep": keep})).await;
+        drop(socket);
+        daemon.app.sessions.none().await;
+        let killed = daemon.guest.calls_of("SendSignal");
+        assert_eq!(killed.len(), usize::from(!keep), "{killed:?}");
+    }
+    let tag = daemon.guest.calls_of("Start")[1]["tag"].clone();
+    let killed = &daemon.guest.calls_of("SendSignal")[0];
+    assert_eq!((&killed["process"]["tag"], &killed["signal"]), (&tag, &json!("SIGNAL_SIGKILL")));
+}
+
+#[tokio::test]
+async fn a_sandbox_that_is_paused_rolled_back_or_ends_under_a_command_says_so() {
+    let daemon = FakeDaemon::start().await;
+    let panicked = End::new("panicked", "the kernel panicked", String::new());
+    for (phase, status, why) in [
+        (Phase::Paused, 409, "was paused"),
+        (Phase::Ended(Arc::new(End::rolled_back())), 409, "rolled back"),
+        (Phase::Ended(Arc::new(panicked)), 502, "the kernel panicked"),
+    ] {
+        daemon.sandbox.phase.send_replace(Phase::Running);
+        let mut socket = begin(&daemon, json!({"args": ["sleep"]})).await;
+        let paused = matches!(phase, Phase::Paused);
+        daemon.sandbox.phase.send_replace(phase);
+        let last = event(&mut socket).await;
+        assert_eq!((&last["event"], &last["status"]), (&json!("error"), &json!(status)), "{last}");
+        assert!(last["message"].as_str().unwrap().contains(why), "{last}");
+        drop(socket);
+        if paused {
+            daemon.app.sessions.none().await;
+            assert!(daemon.guest.calls_of("SendSignal").is_empty(), "nobody would hear it");
+            daemon.sandbox.phase.send_replace(Phase::Running);
+            eventually("its end", || daemon.guest.calls_of("SendSignal").len() == 1).await;
+        }
+    }
+    daemon.app.sessions.none().await;
+    assert_eq!(daemon.guest.calls_of("SendSignal").len(), 1, "what has ended has no processes");
+}
+
+#[tokio::test]
+async fn a_stream_that_cannot_be_is_refused_before_or_after_it_is_one() {
+    let daemon = FakeDaemon::start().await;
+    let refused = |opened: Result<Socket, Error>| match opened {
+        Err(Error::Http(response)) => response.status().as_u16(),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(refused(open(&daemon, "sbnone").await), 404);
+    daemon.sandbox.phase.send_replace(Phase::Paused);
+    assert_eq!(refused(open(&daemon, ID).await), 409);
+    daemon.sandbox.phase.send_replace(Phase::Running);
+    for (first, why) in [
+        (r#"{"args":[]}"#, "args"),
+        (r#"{"args":["x"],"timeout_secs":0}"#, "timeout_secs"),
+        (r#"{"args":["x"],"surprise":1}"#, "surprise"),
+        ("nonsense", "a request to run a command"),
+    ] {
+        let mut socket = open(&daemon, ID).await.unwrap();
+        socket.send(Message::text(first)).await.unwrap();
+        let last = event(&mut socket).await;
+        assert_eq!((&last["event"], &last["status"]), (&json!("error"), &json!(400)), "{last}");
+        assert!(last["message"].as_str().unwrap().contains(why), "{last}");
+    }
+    assert!(daemon.guest.calls_of("Start").is_empty());
+}
+
+#[tokio::test]
+async fn a_client_that_sends_more_than_its_window_loses_its_command() {
+    let daemon = FakeDaemon::start().await;
+    let mut socket = begin(&daemon, json!({"args": ["cat"]})).await;
+    // Never takes what comes back, so that nothing is acknowledged for long.
+    let chunk = Bytes::from(vec![0; MAX_CHUNK * 8 + 1]);
+    socket.send(Message::binary(chunk)).await.unwrap();
+    loop {
+        match socket.next().await.unwrap().unwrap() {
+            Message::Text(text) if text.contains(r#""event":"error""#) => {
+                assert!(text.contains("stdin_ack"), "{text}");
+                break;
+            }
+            Message::Close(_) => panic!("it closes without a reason"),
+            _ => {}
+        }
+    }
+    drop(socket);
+    daemon.app.sessions.none().await;
+    assert_eq!(daemon.guest.calls_of("SendSignal").len(), 1);
+}

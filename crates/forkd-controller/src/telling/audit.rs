@@ -1,0 +1,305 @@
+//! The audit log: who asked for what, from where, and what came of it. One JSON object per line, only ever
+//! appended to. No body, no query, no token: nothing secret comes here in the first place.
+//!
+//! A thread of its own writes it. Requests put their line into a queue of limited length; when that is full,
+//! because the disk hangs, a request waits a moment for room and then goes on without: what is lost is counted
+//! and said in the log. The file at the path may be moved away at any time, as `logrotate` does: before each
+//! write it is looked at, and opened anew if it is another one, or gone.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::Serialize;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{mpsc, oneshot};
+
+use super::metrics::Metrics;
+use crate::clock;
+use crate::error::{Error, Result};
+
+/// Lines that wait to be written.
+const QUEUE: usize = 8192;
+/// Lines written at once.
+const BATCH: usize = 256;
+/// How long a request waits for room in the queue.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// How long stopping waits for the disk.
+const CLOSE_WAIT: Duration = Duration::from_secs(5);
+
+/// One line.
+#[derive(Debug, Serialize)]
+pub(crate) struct Line {
+    pub(crate) ts: String,
+    pub(crate) request_id: String,
+    /// The name of the token, or `local`; none for who was not let in.
+    pub(crate) identity: Option<String>,
+    pub(crate) owner: Option<String>,
+    /// An address, or the user behind a unix socket.
+    pub(crate) peer: Option<String>,
+    pub(crate) method: String,
+    pub(crate) path: String,
+    /// None for what matched none.
+    pub(crate) route: Option<String>,
+    /// What it was about: ids, tags, names.
+    pub(crate) target: Option<String>,
+    /// None for who went away before there was an answer.
+    pub(crate) status: Option<u16>,
+    /// `ok`, `refused`, `failed`, `abandoned`; `begun` and `ended` for a conversation.
+    pub(crate) outcome: &'static str,
+    pub(crate) latency_us: u64,
+    pub(crate) ua: Option<String>,
+}
+
+enum Job {
+    Line(Box<Line>),
+    /// Open the file anew.
+    Reopen,
+    /// Tell when everything before this is on disk.
+    Flush(oneshot::Sender<()>),
+}
+
+/// The way to the thread that writes.
+#[derive(Debug)]
+pub(crate) struct Audit {
+    jobs: mpsc::Sender<Job>,
+    metrics: Arc<Metrics>,
+}
+
+impl Audit {
+    /// Opens the log at `path`; made, for us alone, if it is not there. It is opened anew on SIGHUP. Must be
+    /// called in a runtime.
+    pub(crate) fn open(path: PathBuf, metrics: Arc<Metrics>) -> Result<Self> {
+        let file = open(&path).map_err(|error| {
+            let fix = "make its folder writable, or choose another file with --audit-log or FORKD_AUDIT_LOG";
+            Error::host(format!("cannot open the audit log {}", path.display()), format!("{error}; {fix}"))
+        })?;
+        let (jobs, queue) = mpsc::channel(QUEUE);
+        let log = Log { path, file, torn: false, failing: 0, metrics: metrics.clone() };
+        let started = std::thread::Builder::new().name("audit".into()).spawn(move || log.write_all(queue));
+        started.map_err(|error| Error::host("cannot start a thread", error))?;
+        let reopen = jobs.downgrade();
+        let mut hangups =
+            signal(SignalKind::hangup()).map_err(|error| Error::host("cannot catch signals", error))?;
+        tokio::spawn(async move {
+            while hangups.recv().await.is_some() {
+                let Some(jobs) = reopen.upgrade() else { return };
+                let _ = jobs.send(Job::Reopen).await;
+            }
+        });
+        Ok(Audit { jobs, metrics })
+    }
+
+    /// Has `line` written. Waits only if the disk is far behind.
+    pub(crate) fn write(&self, line: Line) {
+        let full = match self.jobs.try_send(Job::Line(Box::new(line))) {
+            Ok(()) => return,
+            Err(mpsc::error::TrySendError::Full(job)) => job,
+            Err(mpsc::error::TrySendError::Closed(_)) => return self.metrics.audit_lost.add(1),
+        };
+        let (jobs, metrics) = (self.jobs.clone(), self.metrics.clone());
+        // Not on the request's path: it may have been dropped already.
+        tokio::spawn(async move {
+            if jobs.send_timeout(full, PATIENCE).await.is_err() {
+                metrics.audit_lost.add(1);
+                tracing::error!("the audit log is too slow: a line is lost");
+            }
+        });
+    }
+
+    /// Returns when everything so far is on disk.
+    pub(crate) async fn close(&self) {
+        let flushed = async {
+            let (tell, told) = oneshot::channel();
+            if self.jobs.send(Job::Flush(tell)).await.is_ok() {
+                let _ = told.await;
+            }
+        };
+        if tokio::time::timeout(CLOSE_WAIT, flushed).await.is_err() {
+            tracing::error!("the audit log could not be written to its end");
+        }
+    }
+}
+
+fn open(path: &Path) -> io::Result<File> {
+    OpenOptions::new().append(true).create(true).mode(0o600).open(path)
+}
+
+/// The thread's side.
+struct Log {
+    path: PathBuf,
+    file: File,
+    /// Whether the file ends in the middle of a line.
+    torn: bool,
+    /// How many lines in a row could not be written.
+    failing: u64,
+    metrics: Arc<Metrics>,
+}
+
+impl Log {
+    fn write_all(mut self, mut queue: mpsc::Receiver<Job>) {
+        let mut jobs = Vec::with_capacity(BATCH);
+        while queue.blocking_recv_many(&mut jobs, BATCH) > 0 {
+            let (mut text, mut lines, mut waiting) = (Vec::new(), 0, Vec::new());
+            let mut reopen = self.is_elsewhere();
+            for job in jobs.drain(..) {
+                match job {
+                    Job::Line(line) => {
+                        lines += 1;
+                        // Plain data: it always serialises.
+                        let _ = serde_json::to_writer(&mut text, &line);
+                        text.push(b'\n');
+                    }
+                    Job::Reopen => reopen = true,
+                    Job::Flush(tell) => waiting.push(tell),
+                }
+            }
+            if reopen {
+                self.reopen();
+            }
+            self.write(&text, lines);
+            if !waiting.is_empty()
+                && let Err(error) = self.file.sync_data()
+            {
+                tracing::error!(%error, path = %self.path.display(), "the audit log may not be on disk");
+            }
+            for tell in waiting {
+                let _ = tell.send(());
+            }
+        }
+    }
+
+    /// Whether the file at the path is not the one that is open.
+    fn is_elsewhere(&self) -> bool {
+        let (Ok(ours), Ok(there)) = (self.file.metadata(), std::fs::metadata(&self.path)) else {
+            return true;
+        };
+        (ours.dev(), ours.ino()) != (there.dev(), there.ino())
+    }
+
+    fn reopen(&mut self) {
+        match open(&self.path) {
+            Ok(file) => {
+                self.file = file;
+                self.torn = false;
+            }
+            // What is open is better than nothing.
+            Err(error) => {
+                tracing::error!(%error, path = %self.path.display(), "cannot open the audit log anew");
+            }
+        }
+    }
+
+    fn write(&mut self, text: &[u8], lines: u64) {
+        if lines == 0 {
+            return;
+        }
+        let ended = if self.torn { self.file.write_all(b"\n") } else { Ok(()) };
+        match ended.and_then(|()| self.file.write_all(text)) {
+            Ok(()) => {
+                if self.failing > 0 {
+                    tracing::warn!(lost = self.failing, "the audit log is written again");
+                }
+                (self.torn, self.failing) = (false, 0);
+            }
+            Err(error) => {
+                self.metrics.audit_lost.add(lines);
+                if self.failing == 0 {
+                    let path = self.path.display();
+                    tracing::error!(%error, %path, "cannot write the audit log; requests are served all the same");
+                }
+                // Some of it may have been written.
+                (self.torn, self.failing) = (true, self.failing.saturating_add(lines));
+            }
+        }
+    }
+}
+
+impl Line {
+    /// The time of a line that is written now.
+    pub(crate) fn now() -> String {
+        clock::timestamp_ms(clock::now_ms())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(path: &str) -> Line {
+        Line {
+            ts: Line::now(),
+            request_id: "1".into(),
+            identity: None,
+            owner: None,
+            peer: None,
+            method: "GET".into(),
+            path: path.into(),
+            route: None,
+            target: None,
+            status: Some(404),
+            outcome: "refused",
+            latency_us: 7,
+            ua: None,
+        }
+    }
+
+    fn paths(file: &Path) -> Vec<String> {
+        let text = std::fs::read_to_string(file).unwrap();
+        let read = |line: &str| serde_json::from_str::<serde_json::Value>(line).expect(line);
+        text.lines().map(|line| read(line)["path"].as_str().unwrap().to_owned()).collect()
+    }
+
+    #[tokio::test]
+    async fn a_log_that_is_moved_away_is_begun_anew_and_nothing_is_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, moved) = (folder.path().join("audit.log"), folder.path().join("audit.log.1"));
+        let audit = Audit::open(path.clone(), Arc::new(Metrics::new())).unwrap();
+        audit.write(line("/one"));
+        audit.close().await;
+        std::fs::rename(&path, &moved).unwrap();
+        audit.write(line("/two"));
+        audit.close().await;
+        // Emptied in place, as `copytruncate` does.
+        File::options().write(true).truncate(true).open(&path).unwrap();
+        audit.write(line("/three"));
+        audit.close().await;
+        assert_eq!((paths(&moved), paths(&path)), (vec!["/one".into()], vec!["/three".to_owned()]));
+        use std::os::unix::fs::PermissionsExt;
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+
+    #[tokio::test]
+    async fn many_lines_at_once_all_arrive_in_order() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("audit.log");
+        let audit = Audit::open(path.clone(), Arc::new(Metrics::new())).unwrap();
+        for index in 0..3000 {
+            audit.write(line(&format!("/{index}")));
+        }
+        audit.close().await;
+        assert_eq!(paths(&path), (0..3000).map(|index| format!("/{index}")).collect::<Vec<_>>());
+    }
+
+    #[tokio::test]
+    async fn a_full_disk_is_counted_and_does_not_stop_anybody() {
+        let metrics = Arc::new(Metrics::new());
+        let audit = Audit::open("/dev/full".into(), metrics.clone()).unwrap();
+        for _ in 0..3 {
+            audit.write(line("/lost"));
+            audit.close().await;
+        }
+        let mut page = crate::telling::exposition::Page::default();
+        metrics.show(&mut page);
+        assert!(page.finish().contains("\nforkd_audit_lost_total 3\n"));
+    }
+
+    #[tokio::test]
+    async fn a_log_that_cannot_be_is_an_error_with_the_fix() {
+        let error = Audit::open("/nonexistent/audit.log".into(), Arc::new(Metrics::new())).unwrap_err();
+        assert!(error.message.contains("--audit-log"), "{error}");
+    }
+}

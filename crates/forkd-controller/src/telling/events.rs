@@ -1,0 +1,369 @@
+//! What happens to sandboxes, snapshots and workspaces, as it happens.
+//!
+//! Every event has a number, one higher than the last, and the run of the daemon it belongs to: both
+//! together are its id. The last ones are kept, so that whoever was away for a moment misses nothing; whoever
+//! is slower than that is told how many events it missed. Nobody is waited for.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use serde::Serialize;
+use tokio::sync::broadcast::{self, error::RecvError};
+use utoipa::ToSchema;
+
+use super::metrics::Metrics;
+use crate::clock;
+use crate::error::{Error, Result};
+use crate::host::new_id;
+
+/// How many events are kept for those who come later, and for those who are slow.
+const KEPT: usize = 1000;
+/// The longest text about an event.
+const MAX_TEXT: usize = 1000;
+
+/// What can happen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
+pub enum EventKind {
+    /// A sandbox is being made.
+    #[serde(rename = "sandbox.created")]
+    SandboxCreated,
+    /// It runs: for the first time, again after it did not answer, or still, after the daemon was restarted.
+    #[serde(rename = "sandbox.running")]
+    SandboxRunning,
+    /// Its vCPUs stand still.
+    #[serde(rename = "sandbox.paused")]
+    SandboxPaused,
+    /// They go on.
+    #[serde(rename = "sandbox.resumed")]
+    SandboxResumed,
+    /// A branch was taken of it: `snapshot`.
+    #[serde(rename = "sandbox.branched")]
+    SandboxBranched,
+    /// It goes on from `snapshot`.
+    #[serde(rename = "sandbox.rolled_back")]
+    SandboxRolledBack,
+    /// Its agent does not answer any more.
+    #[serde(rename = "sandbox.unresponsive")]
+    SandboxUnresponsive,
+    /// It is over.
+    #[serde(rename = "sandbox.ended")]
+    SandboxEnded,
+    /// A snapshot is being made.
+    #[serde(rename = "snapshot.writing")]
+    SnapshotWriting,
+    /// It is on disk.
+    #[serde(rename = "snapshot.ready")]
+    SnapshotReady,
+    /// It could not be made.
+    #[serde(rename = "snapshot.failed")]
+    SnapshotFailed,
+    /// It is gone.
+    #[serde(rename = "snapshot.removed")]
+    SnapshotRemoved,
+    /// A workspace was made and runs in `sandbox`.
+    #[serde(rename = "workspace.created")]
+    WorkspaceCreated,
+    /// It was put away: its state is `snapshot`.
+    #[serde(rename = "workspace.suspended")]
+    WorkspaceSuspended,
+    /// It runs again, in `sandbox`.
+    #[serde(rename = "workspace.resumed")]
+    WorkspaceResumed,
+    /// It is gone.
+    #[serde(rename = "workspace.removed")]
+    WorkspaceRemoved,
+}
+
+impl EventKind {
+    /// Every one of them.
+    pub const ALL: [EventKind; 16] = [
+        EventKind::SandboxCreated,
+        EventKind::SandboxRunning,
+        EventKind::SandboxPaused,
+        EventKind::SandboxResumed,
+        EventKind::SandboxBranched,
+        EventKind::SandboxRolledBack,
+        EventKind::SandboxUnresponsive,
+        EventKind::SandboxEnded,
+        EventKind::SnapshotWriting,
+        EventKind::SnapshotReady,
+        EventKind::SnapshotFailed,
+        EventKind::SnapshotRemoved,
+        EventKind::WorkspaceCreated,
+        EventKind::WorkspaceSuspended,
+        EventKind::WorkspaceResumed,
+        EventKind::WorkspaceRemoved,
+    ];
+
+    /// Its name, such as `sandbox.created`.
+    pub fn name(self) -> &'static str {
+        match self {
+            EventKind::SandboxCreated => "sandbox.created",
+            EventKind::SandboxRunning => "sandbox.running",
+            EventKind::SandboxPaused => "sandbox.paused",
+            EventKind::SandboxResumed => "sandbox.resumed",
+            EventKind::SandboxBranched => "sandbox.branched",
+            EventKind::SandboxRolledBack => "sandbox.rolled_back",
+            EventKind::SandboxUnresponsive => "sandbox.unresponsive",
+            EventKind::SandboxEnded => "sandbox.ended",
+            EventKind::SnapshotWriting => "snapshot.writing",
+            EventKind::SnapshotReady => "snapshot.ready",
+            EventKind::SnapshotFailed => "snapshot.failed",
+            EventKind::SnapshotRemoved => "snapshot.removed",
+            EventKind::WorkspaceCreated => "workspace.created",
+            EventKind::WorkspaceSuspended => "workspace.suspended",
+            EventKind::WorkspaceResumed => "workspace.resumed",
+            EventKind::WorkspaceRemoved => "workspace.removed",
+        }
+    }
+}
+
+/// What it happened to, and what else is known.
+#[derive(Debug, Clone, Default, Serialize, ToSchema)]
+pub struct About {
+    /// The sandbox it is about.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sandbox: Option<String>,
+    /// The snapshot it is about, or that the sandbox came from.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<String>,
+    /// Whose it is; none is nobody's but admins' to hear of.
+    #[serde(skip)]
+    pub(crate) owner: Option<String>,
+    /// The workspace it is about.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub workspace: Option<String>,
+    /// Why, in one word.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// Why, in one sentence.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub detail: Option<String>,
+    /// Of a forked sandbox that runs: milliseconds from the request to its first answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ready_ms: Option<f64>,
+}
+
+/// Something that happened: the data of an event of `GET /v1/events`.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub struct Event {
+    /// The daemon's run and a number, such as `k3v0q1-17`: what `since` takes.
+    pub id: String,
+    #[serde(skip)]
+    number: u64,
+    /// When, in UTC.
+    pub ts: String,
+    /// What.
+    pub kind: EventKind,
+    /// What of.
+    #[serde(flatten)]
+    pub about: About,
+}
+
+/// All that happens.
+#[derive(Debug)]
+pub(crate) struct Events {
+    /// The id of this run of the daemon.
+    run: String,
+    ring: Mutex<Ring>,
+    live: broadcast::Sender<Arc<Event>>,
+    metrics: Arc<Metrics>,
+}
+
+#[derive(Debug, Default)]
+struct Ring {
+    /// The number of the last one.
+    last: u64,
+    kept: VecDeque<Arc<Event>>,
+}
+
+/// After which event somebody wants to hear.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Since {
+    /// The last there is now.
+    Now,
+    /// That of this run with this number.
+    Number(u64),
+    /// One of another run: everything is news.
+    AnotherRun,
+}
+
+/// What a subscriber gets.
+#[derive(Debug, Clone)]
+pub(crate) enum News {
+    Event(Arc<Event>),
+    /// It missed some: how many, if that is known.
+    Lagged(Option<u64>),
+}
+
+impl Events {
+    pub(crate) fn new(metrics: Arc<Metrics>) -> Result<Self> {
+        // Short: it is in every event.
+        let run = new_id("")?.chars().take(8).collect();
+        Ok(Events { run, ring: Mutex::default(), live: broadcast::Sender::new(KEPT), metrics })
+    }
+
+    fn ring(&self) -> MutexGuard<'_, Ring> {
+        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Something happened.
+    pub(crate) fn emit(&self, kind: EventKind, mut about: About) {
+        if let Some(detail) = &mut about.detail
+            && let Some((end, _)) = detail.char_indices().nth(MAX_TEXT)
+        {
+            detail.truncate(end);
+        }
+        let ts = clock::timestamp_ms(clock::now_ms());
+        let mut ring = self.ring();
+        ring.last += 1;
+        let id = format!("{}-{}", self.run, ring.last);
+        let event = Arc::new(Event { id, number: ring.last, ts, kind, about });
+        if ring.kept.len() == KEPT {
+            ring.kept.pop_front();
+        }
+        ring.kept.push_back(event.clone());
+        // Within the lock: whoever subscribes gets each event from the ring or from here, never from both.
+        let _ = self.live.send(event);
+    }
+
+    /// What an event's id means as a place to go on from: of this run, of another, or nothing at all. A
+    /// number alone is one of this run.
+    pub(crate) fn since(&self, id: &str) -> Result<Since> {
+        let bad = || Error::invalid("since must be the id of an event, such as `k3v0q1-17`, or a number");
+        let (run, number) = match id.rsplit_once('-') {
+            Some((run, number)) => (Some(run), number),
+            None => (None, id),
+        };
+        let number = number.parse().map_err(|_| bad())?;
+        Ok(match run {
+            Some(run) if run != self.run => Since::AnotherRun,
+            _ => Since::Number(number),
+        })
+    }
+
+    /// What happened since then, and what will.
+    pub(crate) fn subscribe(&self, since: Since) -> Subscription {
+        let ring = self.ring();
+        let after = match since {
+            Since::Now => ring.last,
+            // One that is yet to come is none of ours.
+            Since::Number(number) => number.min(ring.last),
+            Since::AnotherRun => 0,
+        };
+        let news: Vec<_> = ring.kept.iter().filter(|event| event.number > after).cloned().collect();
+        let first = news.first().map_or(ring.last + 1, |event| event.number);
+        let missed = match since {
+            Since::AnotherRun => Some(None),
+            _ => Some(first - after - 1).filter(|missed| *missed > 0).map(Some),
+        };
+        if let Some(Some(missed)) = missed {
+            self.metrics.events_dropped.add(missed);
+        }
+        let mut backlog: VecDeque<News> = missed.into_iter().map(News::Lagged).collect();
+        backlog.extend(news.into_iter().map(News::Event));
+        Subscription { backlog, live: self.live.subscribe(), metrics: self.metrics.clone() }
+    }
+}
+
+/// One subscriber's place.
+#[derive(Debug)]
+pub(crate) struct Subscription {
+    backlog: VecDeque<News>,
+    live: broadcast::Receiver<Arc<Event>>,
+    metrics: Arc<Metrics>,
+}
+
+impl Subscription {
+    /// What happened before it began, one after the other.
+    pub(crate) fn past(&mut self) -> Option<News> {
+        self.backlog.pop_front()
+    }
+
+    /// The next there is; `None` if there will be none any more. Cancel-safe.
+    pub(crate) async fn next(&mut self) -> Option<News> {
+        if let Some(past) = self.past() {
+            return Some(past);
+        }
+        match self.live.recv().await {
+            Ok(event) => Some(News::Event(event)),
+            Err(RecvError::Lagged(missed)) => {
+                self.metrics.events_dropped.add(missed);
+                Some(News::Lagged(Some(missed)))
+            }
+            Err(RecvError::Closed) => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn events() -> Events {
+        Events::new(Arc::new(Metrics::new())).unwrap()
+    }
+
+    fn happen(events: &Events, count: usize) {
+        for _ in 0..count {
+            events.emit(EventKind::SandboxCreated, About::default());
+        }
+    }
+
+    async fn number(subscription: &mut Subscription) -> u64 {
+        match subscription.next().await {
+            Some(News::Event(event)) => event.number,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[tokio::test]
+    async fn whoever_comes_back_gets_what_happened_meanwhile_and_nothing_twice() {
+        let events = events();
+        happen(&events, 3);
+        let mut from_one = events.subscribe(events.since("1").unwrap());
+        let mut from_now = events.subscribe(Since::Now);
+        happen(&events, 1);
+        for expected in 2..=4 {
+            assert_eq!(number(&mut from_one).await, expected);
+        }
+        assert_eq!(number(&mut from_now).await, 4);
+        assert!(from_now.past().is_none());
+        let id = format!("{}-4", events.run);
+        assert_eq!(events.since(&id).unwrap(), Since::Number(4));
+        assert!(events.subscribe(Since::Number(99)).past().is_none());
+    }
+
+    #[tokio::test]
+    async fn whoever_is_too_slow_is_told_how_much_was_missed() {
+        let events = events();
+        let mut slow = events.subscribe(Since::Now);
+        happen(&events, KEPT * 3);
+        let Some(News::Lagged(Some(missed))) = slow.next().await else { panic!() };
+        assert_eq!(number(&mut slow).await, missed + 1);
+        let mut late = events.subscribe(Since::Number(5));
+        let Some(News::Lagged(Some(missed))) = late.past() else { panic!() };
+        assert_eq!(missed, (KEPT * 2 - 5) as u64);
+        assert_eq!(number(&mut late).await, (KEPT * 2 + 1) as u64);
+    }
+
+    #[tokio::test]
+    async fn an_id_of_another_run_means_that_everything_is_news() {
+        let events = events();
+        happen(&events, 1);
+        assert_eq!(events.since("elsewhere-7").unwrap(), Since::AnotherRun);
+        let mut subscription = events.subscribe(Since::AnotherRun);
+        assert!(matches!(subscription.past(), Some(News::Lagged(None))));
+        assert_eq!(number(&mut subscription).await, 1);
+        for bad in ["", "x", "-", "x-", "1-x", "x-99999999999999999999999"] {
+            assert!(events.since(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn every_kind_is_called_what_it_is_serialised_as() {
+        for kind in EventKind::ALL {
+            assert_eq!(serde_json::to_value(kind).unwrap(), kind.name());
+        }
+    }
+}

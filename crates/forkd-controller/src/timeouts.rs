@@ -1,0 +1,335 @@
+//! What is done when a sandbox's time is over: one task that looks at all of them every second.
+//!
+//! To delete one is a matter of a moment. To pause it, or to store it and then delete it, is done in a task of
+//! its own; what fails is tried again later, and the sandbox goes on meanwhile: nothing is lost because a
+//! disk was full. Nor is anything that somebody does to an idle sandbox while it is put away: then it is
+//! not idle, and what was stored of it is removed.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::branch::{Mode, Order, Stage};
+use crate::command::Command;
+use crate::error::{Error, Kind, Result};
+use crate::identity::Identity;
+use crate::life::{IDLE, OnTimeout, SUSPENDED, Suspending, TIMED_OUT, now_unix};
+use crate::registry::Registry;
+use crate::sandbox::{End, Phase, Sandbox};
+use crate::snapshots::{Entry, Removal, Snapshots, State};
+use crate::stopping::Stopping;
+use crate::tokens::Tokens;
+use crate::workspaces::Workspaces;
+
+/// How often it looks.
+const EVERY: Duration = Duration::from_secs(1);
+/// How often what is old is forgotten.
+const PRUNE_EVERY: Duration = Duration::from_secs(60);
+/// After what could not be done: when it is tried again.
+const AGAIN: Duration = Duration::from_secs(30);
+/// How many names are tried for what is stored.
+const MAX_NAMES: u32 = 100;
+
+/// Why a sandbox's time is over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Due {
+    /// It has lived long enough.
+    Expired,
+    /// Nobody has used it for so many seconds.
+    Idle(u64),
+}
+
+impl Due {
+    /// For people: why.
+    fn because(self) -> String {
+        match self {
+            Due::Expired => "its time was up (timeout_secs)".into(),
+            Due::Idle(secs) => format!("nobody used it for {secs} s (idle_timeout_secs)"),
+        }
+    }
+}
+
+/// Whether something is being done about a sandbox whose time is over.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) enum Attempt {
+    #[default]
+    None,
+    UnderWay,
+    /// It failed; not to be tried again before.
+    Failed(Instant),
+}
+
+/// What acts on sandboxes whose time is over.
+#[derive(Debug, Clone)]
+pub(crate) struct Timeouts {
+    pub(crate) registry: Arc<Registry>,
+    pub(crate) snapshots: Arc<Snapshots>,
+    pub(crate) workspaces: Arc<Workspaces>,
+    pub(crate) tokens: Arc<Tokens>,
+}
+
+impl Sandbox {
+    /// Whether its time is over, and why; not while something is done about it.
+    fn due(&self, now: u64) -> Option<Due> {
+        let phase = self.phase();
+        if matches!(phase, Phase::Ended(_)) {
+            return None;
+        }
+        self.look(|facts| {
+            match facts.attempt {
+                Attempt::UnderWay => return None,
+                Attempt::Failed(at) if at.elapsed() < AGAIN => return None,
+                Attempt::None | Attempt::Failed(_) => {}
+            }
+            let kill = facts.life.on_timeout == OnTimeout::Kill;
+            let started = !matches!(phase, Phase::Starting);
+            if facts.deadline_unix.is_some_and(|at| at <= now) && (started || kill) {
+                return Some(Due::Expired);
+            }
+            let still = matches!(phase, Phase::Paused) && facts.life.on_timeout == OnTimeout::Pause;
+            let idle = facts.life.idle_timeout_secs.filter(|_| started && !still)?;
+            (self.activity.idle() >= Duration::from_secs(idle)).then_some(Due::Idle(idle))
+        })
+    }
+}
+
+impl Timeouts {
+    /// Looks every second, until the daemon stops.
+    pub(crate) async fn enforce(self, mut stopping: Stopping, prune: impl AsyncFn()) {
+        let mut every = tokio::time::interval(EVERY);
+        every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut pruned: Option<Instant> = None;
+        loop {
+            tokio::select! {
+                _ = every.tick() => {}
+                () = stopping.asked() => return,
+            }
+            let now = now_unix();
+            for sandbox in self.registry.list() {
+                if let Some(due) = sandbox.due(now) {
+                    self.act(sandbox, due);
+                }
+            }
+            if pruned.is_none_or(|at| at.elapsed() >= PRUNE_EVERY) {
+                prune().await;
+                pruned = Some(Instant::now());
+            }
+        }
+    }
+
+    fn act(&self, sandbox: Arc<Sandbox>, due: Due) {
+        let action = sandbox.look(|facts| facts.life.on_timeout);
+        tracing::info!(sandbox = sandbox.id, ?due, ?action, "its time is over");
+        if action == OnTimeout::Kill {
+            let reason = if due == Due::Expired { TIMED_OUT } else { IDLE };
+            self.registry.end(&sandbox, End::new(reason, due.because(), String::new()));
+            return;
+        }
+        sandbox.learn(|facts| facts.attempt = Attempt::UnderWay);
+        let timeouts = self.clone();
+        tokio::spawn(async move {
+            let acted = match action {
+                OnTimeout::Pause => timeouts.pause(&sandbox, due).await,
+                _ => timeouts.suspend(&sandbox, due).await,
+            };
+            let attempt = match acted {
+                Ok(()) => Attempt::None,
+                Err(error) => {
+                    tracing::warn!(sandbox = sandbox.id, error = error.message, "trying again later");
+                    Attempt::Failed(Instant::now())
+                }
+            };
+            sandbox.learn(|facts| facts.attempt = attempt);
+        });
+    }
+
+    async fn pause(&self, sandbox: &Sandbox, due: Due) -> Result<()> {
+        let idle = due != Due::Expired;
+        let stamp = sandbox.activity.stamp();
+        let _turn = sandbox.take_turn().await?;
+        let used = || idle && sandbox.activity.stamp() != stamp;
+        if used() || matches!(sandbox.phase(), Phase::Ended(_)) {
+            return Ok(());
+        }
+        if !matches!(sandbox.phase(), Phase::Paused) {
+            // Before it is: the next daemon is to know why it stands still.
+            amend(sandbox, |life, _| life.dozing = idle)?;
+            sandbox.ask(Command::Pause).await?;
+        }
+        if !idle {
+            // It was given its time once.
+            amend(sandbox, |_, deadline| *deadline = None)?;
+        }
+        // Whoever came before it was seen to be paused did not wake it.
+        if used() {
+            sandbox.go_on().await?;
+        }
+        Ok(())
+    }
+
+    async fn suspend(&self, sandbox: &Arc<Sandbox>, due: Due) -> Result<()> {
+        if let Some(name) = sandbox.look(|facts| facts.workspace.clone()) {
+            let who = Identity { quota: self.tokens.quota_of(&sandbox.spec.owner), ..Identity::local() };
+            self.workspaces.suspend(&name, false, &who).await?;
+            return Ok(());
+        }
+        let idle = due != Due::Expired;
+        let stamp = sandbox.activity.stamp();
+        let used = || idle && sandbox.activity.stamp() != stamp;
+        let stood_still = matches!(sandbox.phase(), Phase::Paused);
+        let tag = match self.begun(sandbox).await? {
+            Some(tag) => tag,
+            None => self.store(sandbox, idle, &used).await?,
+        };
+        let stored = self.stored(&tag).await;
+        let _turn = sandbox.take_turn().await?;
+        let still = matches!(sandbox.phase(), Phase::Paused);
+        if stored.is_ok() && still && !used() {
+            // It is on disk: nothing of it needs to stay in memory.
+            let _ = self.snapshots.unload(&tag);
+            let text = format!("{}, and it was stored as snapshot {tag}; fork that to go on", due.because());
+            self.registry.end(sandbox, End::new(SUSPENDED, text, String::new()));
+            return Ok(());
+        }
+        // It goes on, and what was stored of it is not what it is.
+        if still && (!stood_still || sandbox.dozes()) {
+            sandbox.go_on().await?;
+        }
+        self.take_back(sandbox, &tag).await?;
+        stored
+    }
+
+    /// Returns when the snapshot `tag` is on disk, or why it never will be.
+    async fn stored(&self, tag: &str) -> Result<()> {
+        let entry = self.snapshots.get(tag)?;
+        match entry.branch() {
+            Some(branch) => branch.reached(Stage::Done).await,
+            None => entry.snapshot().map(drop),
+        }
+    }
+
+    /// The branch an earlier attempt, perhaps of an earlier daemon, stored all of it in.
+    async fn begun(&self, sandbox: &Sandbox) -> Result<Option<String>> {
+        let Some(Suspending { tag, complete }) = sandbox.look(|facts| facts.life.suspending.clone()) else {
+            return Ok(None);
+        };
+        let ours = self.snapshots.get(&tag).is_ok_and(|entry| is_of(&entry, &sandbox.id));
+        if ours && complete && matches!(sandbox.phase(), Phase::Paused) {
+            return Ok(Some(tag));
+        }
+        if ours {
+            self.take_back(sandbox, &tag).await?;
+        }
+        Ok(None)
+    }
+
+    /// Branches it, and has it stand still from then on.
+    async fn store(&self, sandbox: &Arc<Sandbox>, idle: bool, used: &impl Fn() -> bool) -> Result<String> {
+        let tag = self.free_tag(sandbox)?;
+        let suspending = |complete| Some(Suspending { tag: tag.clone(), complete });
+        // Before there is one: the next daemon removes what it finds incomplete.
+        amend(sandbox, |life, _| life.suspending = suspending(false))?;
+        // While it runs: its agent stands its processes still for the branch.
+        let quota = self.tokens.quota_of(&sandbox.spec.owner);
+        let order = Order { tag: Some(tag.clone()), mode: Mode::Full, wait: true, parent_tag: None, quota };
+        let (_, branch) = self.snapshots.branch(sandbox, order)?;
+        branch.reached(Stage::Saving).await?;
+        let _turn = sandbox.take_turn().await?;
+        if !used() && !matches!(sandbox.phase(), Phase::Paused) {
+            amend(sandbox, |life, _| life.dozing = idle)?;
+            sandbox.ask(Command::Pause).await?;
+        }
+        if !used() {
+            amend(sandbox, |life, _| life.suspending = suspending(true))?;
+        }
+        Ok(tag)
+    }
+
+    /// Removes what was stored of a sandbox that goes on.
+    async fn take_back(&self, sandbox: &Sandbox, tag: &str) -> Result<()> {
+        match self.snapshots.remove(tag, Removal::Force).await {
+            Err(error) if error.kind != Kind::NotFound => return Err(error),
+            _ => {}
+        }
+        amend(sandbox, |life, _| life.suspending = None)
+    }
+
+    /// What to store it as: the name it was given, or one of its own, if that is taken.
+    fn free_tag(&self, sandbox: &Sandbox) -> Result<String> {
+        let own = format!("idle-{}", sandbox.id);
+        let wanted = sandbox.look(|facts| facts.life.suspend_as.clone());
+        let numbered = (2..MAX_NAMES).map(|number| format!("{own}-{number}"));
+        for tag in wanted.into_iter().chain([own.clone()]).chain(numbered) {
+            match self.snapshots.get(&tag) {
+                Err(error) if error.kind == Kind::NotFound => return Ok(tag),
+                _ => {}
+            }
+        }
+        let text = format!("there are too many snapshots called {own}; remove some (`forkd rmi`)");
+        Err(Error::new(Kind::Conflict, text))
+    }
+}
+
+/// Whether a snapshot is a branch of the sandbox `id`.
+fn is_of(entry: &Entry, id: &str) -> bool {
+    match entry.state() {
+        State::Ready(snapshot) => snapshot.manifest().branched_from.as_deref() == Some(id),
+        _ => entry.branch().is_some_and(|branch| branch.source == id),
+    }
+}
+
+fn amend(sandbox: &Sandbox, change: impl FnOnce(&mut crate::life::Life, &mut Option<u64>)) -> Result<()> {
+    sandbox.amend(change).map_err(|error| Error::host("cannot write down what becomes of a sandbox", error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sandbox(phase: Phase, action: OnTimeout, deadline: Option<u64>, idle: Option<u64>) -> Sandbox {
+        let sandbox = Sandbox::bare("sb1");
+        sandbox.phase.send_replace(phase);
+        sandbox.learn(|facts| {
+            facts.deadline_unix = deadline;
+            facts.life.idle_timeout_secs = idle;
+            facts.life.on_timeout = action;
+        });
+        sandbox
+    }
+
+    #[tokio::test]
+    async fn a_time_is_over_when_it_has_come_and_something_can_be_done() {
+        use OnTimeout::{Kill, Pause, Suspend};
+        let ended = || Phase::Ended(Arc::new(End::deleted()));
+        for (phase, action, deadline, idle, due) in [
+            (Phase::Running, Kill, Some(99), None, None),
+            (Phase::Running, Kill, Some(100), None, Some(Due::Expired)),
+            (Phase::Starting, Kill, Some(100), None, Some(Due::Expired)),
+            (Phase::Starting, Pause, Some(100), None, None),
+            (Phase::Paused, Suspend, Some(100), None, Some(Due::Expired)),
+            (ended(), Kill, Some(100), Some(0), None),
+            (Phase::Running, Kill, None, Some(0), Some(Due::Idle(0))),
+            (Phase::Running, Kill, None, Some(60), None),
+            (Phase::Running, Kill, None, None, None),
+            (Phase::Starting, Kill, None, Some(0), None),
+            (Phase::Paused, Pause, None, Some(0), None),
+            (Phase::Paused, Suspend, None, Some(0), Some(Due::Idle(0))),
+        ] {
+            let now = if deadline == Some(99) { 98 } else { 100 };
+            let shown = format!("{phase:?} {action:?} {deadline:?} {idle:?}");
+            assert_eq!(sandbox(phase, action, deadline, idle).due(now), due, "{shown}");
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_being_done_is_not_begun_again_and_what_failed_has_its_pause() {
+        let sandbox = sandbox(Phase::Running, OnTimeout::Suspend, Some(1), None);
+        for (attempt, due) in [
+            (Attempt::UnderWay, None),
+            (Attempt::Failed(Instant::now()), None),
+            (Attempt::None, Some(Due::Expired)),
+        ] {
+            sandbox.learn(|facts| facts.attempt = attempt);
+            assert_eq!(sandbox.due(2), due, "{attempt:?}");
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! TLS for the TCP listener. The certificate and its key are read again when their files change, or on
+//! SIGHUP; a bad pair is told in the log, and the old one stays.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::rustls::ServerConfig;
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio_rustls::server::TlsStream;
+
+use crate::config::TlsFiles;
+use crate::error::{Error, Result};
+use crate::tokens::{Stamp, stamp};
+
+/// A client must have agreed on keys by then.
+const HANDSHAKE_WAIT: Duration = Duration::from_secs(10);
+/// The largest file that is read: certificates have a few KiB.
+const MAX_FILE: u64 = 1 << 20;
+
+/// What connections are encrypted with.
+#[derive(Debug)]
+pub(crate) struct Tls {
+    files: TlsFiles,
+    current: RwLock<Arc<ServerConfig>>,
+    /// What the files looked like when they were last read.
+    stamps: Mutex<Stamps>,
+}
+
+type Stamps = [Option<Stamp>; 2];
+
+impl Tls {
+    pub(crate) fn open(files: TlsFiles) -> Result<Self> {
+        let stamps = Mutex::new(look(&files));
+        let current = RwLock::new(Arc::new(load(&files)?));
+        Ok(Tls { files, current, stamps })
+    }
+
+    /// Reads the files again, if they are others now or if it has to be. The old ones stay good if the new
+    /// ones are not.
+    pub(crate) fn refresh(&self, anyway: bool) -> Result<bool> {
+        let now = look(&self.files);
+        let mut stamps = self.stamps.lock().unwrap_or_else(PoisonError::into_inner);
+        if *stamps == now && !anyway {
+            return Ok(false);
+        }
+        // Whatever comes of it: a bad pair is told once, and looked at again when it changes.
+        *stamps = now;
+        let loaded = load(&self.files)?;
+        *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(loaded);
+        Ok(true)
+    }
+
+    /// Agrees on keys with a client; `None` if that does not.
+    pub(crate) async fn shake<S: AsyncRead + AsyncWrite + Unpin>(&self, stream: S) -> Option<TlsStream<S>> {
+        let config = self.current.read().unwrap_or_else(PoisonError::into_inner).clone();
+        match tokio::time::timeout(HANDSHAKE_WAIT, TlsAcceptor::from(config).accept(stream)).await {
+            Ok(Ok(stream)) => Some(stream),
+            Ok(Err(error)) => {
+                tracing::debug!(%error, "a client did not agree on TLS");
+                None
+            }
+            Err(_) => {
+                tracing::debug!("a client took too long to agree on TLS");
+                None
+            }
+        }
+    }
+}
+
+fn look(files: &TlsFiles) -> Stamps {
+    [&files.cert, &files.key].map(|path| std::fs::metadata(path).ok().as_ref().map(stamp))
+}
+
+fn load(files: &TlsFiles) -> Result<ServerConfig> {
+    let bad = |path: &PathBuf, why: &dyn std::fmt::Display| {
+        Error::invalid(format!("{} cannot be used for TLS: {why}; give a PEM file", path.display()))
+    };
+    let (cert, key) = (read(&files.cert)?, read(&files.key)?);
+    let chain: std::result::Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&cert).collect();
+    let chain = chain.map_err(|error| bad(&files.cert, &error))?;
+    if chain.is_empty() {
+        return Err(bad(&files.cert, &"it holds no certificate"));
+    }
+    let key = PrivateKeyDer::from_pem_slice(&key).map_err(|error| bad(&files.key, &error))?;
+    let versions = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .map_err(|error| Error::host("cannot set TLS up", error))?;
+    let with_cert = versions.with_no_client_auth().with_single_cert(chain, key);
+    let mut config = with_cert.map_err(|error| {
+        let (cert, key) = (files.cert.display(), files.key.display());
+        Error::invalid(format!("{cert} and {key} cannot be used for TLS: {error}; give a pair that fits"))
+    })?;
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    Ok(config)
+}
+
+fn read(path: &PathBuf) -> Result<Vec<u8>> {
+    let failed = |error: std::io::Error| Error::host(format!("cannot read {}", path.display()), error);
+    let file = std::fs::File::open(path).map_err(failed)?;
+    let mut bytes = Vec::new();
+    std::io::Read::read_to_end(&mut std::io::Read::take(file, MAX_FILE), &mut bytes).map_err(failed)?;
+    Ok(bytes)
+}

@@ -1,0 +1,450 @@
+//! All tokens: who whoever shows one is. Those with a name are in the database, hashed; the first one,
+//! called `default`, is in a file that the daemon makes, for those who may read it.
+//!
+//! Looked up in memory, by hash, at the same cost whichever it is and whether or not there is one. Knows no
+//! HTTP.
+
+use std::fs::{File, Metadata, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use forkd_protocol::names::{NAME_RULE, is_valid_name};
+use forkd_store::{Database, Quota, Token, TokenHash};
+use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
+
+use crate::auth::fill_random;
+use crate::error::{Error, Kind, Result};
+use crate::identity::{FIRST_TOKEN, Identity, LOCAL, Scope};
+
+/// The longest token.
+const MAX_TOKEN: usize = 4096;
+/// A shorter token could be guessed.
+const MIN_TOKEN: usize = 16;
+/// What is in examples, for somebody to replace.
+const PLACEHOLDERS: [&str; 2] = ["REPLACE_ME", "CHANGE_ME"];
+/// As many tokens with a name there can be: each look-up looks at all.
+const MAX_NAMED: usize = 4096;
+/// The largest limit, in whatever it is: numbers of the database have a sign.
+const MAX_LIMIT: u64 = 1 << 40;
+/// The longest life: 100 years.
+const MAX_LIFE_SECS: u64 = 100 * 366 * 24 * 3600;
+
+/// All tokens of a daemon. Calls that change something block.
+#[derive(Debug)]
+pub(crate) struct Tokens {
+    database: Arc<Database>,
+    /// The file of the first one.
+    path: PathBuf,
+    known: RwLock<Known>,
+    /// Held by whoever changes something: what is in memory is what is on disk.
+    changing: Mutex<()>,
+}
+
+#[derive(Default)]
+struct Known {
+    /// None while its file holds none that can be used.
+    first: Option<(TokenHash, u64)>,
+    /// What its file looked like when it was last read.
+    stamp: Option<Stamp>,
+    named: Vec<(Token, TokenHash)>,
+}
+
+impl std::fmt::Debug for Known {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} tokens", self.named.len() + 1)
+    }
+}
+
+/// Which file it is, and which contents: device, inode, length, times.
+pub(crate) type Stamp = (u64, u64, u64, (i64, i64), (i64, i64));
+
+/// See [`Stamp`].
+pub(crate) fn stamp(metadata: &Metadata) -> Stamp {
+    let changed = ((metadata.mtime(), metadata.mtime_nsec()), (metadata.ctime(), metadata.ctime_nsec()));
+    (metadata.dev(), metadata.ino(), metadata.len(), changed.0, changed.1)
+}
+
+/// A token to be made.
+#[derive(Debug)]
+pub(crate) struct Order {
+    pub(crate) name: String,
+    pub(crate) scope: Scope,
+    /// Whose what its bearer makes is; as the token is called, when nobody says otherwise.
+    pub(crate) owner: Option<String>,
+    pub(crate) quota: Quota,
+    pub(crate) expires_in_secs: Option<u64>,
+}
+
+/// Why nobody is let in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    Unknown,
+    Expired,
+}
+
+impl Tokens {
+    /// Those in the database, and the one in `path`, which is made if there is none.
+    pub(crate) fn open(database: Arc<Database>, path: PathBuf) -> Result<Self> {
+        if File::open(&path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+            let failed = |error| Error::host(format!("cannot make the token file {}", path.display()), error);
+            write(&path, &fresh("")?, false).map_err(failed)?;
+        }
+        let named = database.tokens()?;
+        let known = RwLock::new(Known { named, ..Known::default() });
+        let tokens = Tokens { database, path, known, changing: Mutex::default() };
+        tokens.refresh()?;
+        Ok(tokens)
+    }
+
+    fn known(&self) -> RwLockReadGuard<'_, Known> {
+        self.known.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change(&self) -> RwLockWriteGuard<'_, Known> {
+        self.known.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Who it is that shows `secret`.
+    pub(crate) fn find(&self, secret: &str, now_unix: u64) -> std::result::Result<Identity, Refusal> {
+        if secret.len() > MAX_TOKEN {
+            return Err(Refusal::Unknown);
+        }
+        let (known, hash) = (self.known(), hash(secret));
+        let first = known.first.as_ref().map(|(first, _)| first.ct_eq(&hash));
+        let mut found = u64::MAX;
+        for (index, (_, named)) in known.named.iter().enumerate() {
+            found.conditional_assign(&(index as u64), named.ct_eq(&hash));
+        }
+        if first.unwrap_or(Choice::from(0)).into() {
+            return Ok(Identity::first_token());
+        }
+        let found = usize::try_from(found).ok().and_then(|index| known.named.get(index));
+        let (token, _) = found.ok_or(Refusal::Unknown)?;
+        if token.expires_at_unix.is_some_and(|at| at <= now_unix) {
+            return Err(Refusal::Expired);
+        }
+        let Token { name, owner, scope, quota, .. } = token.clone();
+        Ok(Identity { name, owner, scope, quota })
+    }
+
+    /// All of them, the first one first.
+    pub(crate) fn list(&self) -> Vec<Token> {
+        let known = self.known();
+        let first = known.first.map(|(_, created_at_unix)| first_token(created_at_unix));
+        first.into_iter().chain(known.named.iter().map(|(token, _)| token.clone())).collect()
+    }
+
+    /// The most `owner` may have, whichever token they show: for what is done for them while nobody asks.
+    pub(crate) fn quota_of(&self, owner: &str) -> Quota {
+        let known = self.known();
+        let theirs =
+            known.named.iter().filter(|(token, _)| token.owner == owner).map(|(token, _)| token.quota);
+        // The first token is without limits, and so is whoever has none any more: they get nothing new.
+        let without = owner == LOCAL;
+        let largest = |limit: fn(&Quota) -> Option<u64>| {
+            let limits: Option<Vec<u64>> = theirs.clone().map(|quota| limit(&quota)).collect();
+            limits.filter(|_| !without)?.into_iter().max()
+        };
+        Quota {
+            max_sandboxes: largest(|quota| quota.max_sandboxes),
+            max_memory_mib: largest(|quota| quota.max_memory_mib),
+            max_snapshots: largest(|quota| quota.max_snapshots),
+        }
+    }
+
+    /// Makes a token: what is known of it, and itself, which nobody will ever be told again.
+    pub(crate) fn add(&self, order: Order, now_unix: u64) -> Result<(Token, String)> {
+        let token = order.check(now_unix)?;
+        let _alone = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.known().named.len() >= MAX_NAMED {
+            let text = format!("there are {MAX_NAMED} tokens, the limit; remove some first");
+            return Err(Error::new(Kind::Conflict, text));
+        }
+        let secret = fresh("fk_")?;
+        self.database.add_token(&token, &hash(&secret))?;
+        self.reload()?;
+        Ok((token, secret))
+    }
+
+    /// Removes a token: from here on it is refused.
+    pub(crate) fn remove(&self, name: &str) -> Result<()> {
+        let _alone = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        if name == FIRST_TOKEN {
+            let text = format!("the token {FIRST_TOKEN} cannot be removed; `forkd token rotate` replaces it");
+            return Err(Error::new(Kind::Conflict, text));
+        }
+        self.database.remove_token(name)?;
+        self.reload()
+    }
+
+    /// Gives a token another secret: from here on the old one is refused.
+    pub(crate) fn rotate(&self, name: &str) -> Result<(Token, String)> {
+        let _alone = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let first = name == FIRST_TOKEN;
+        let secret = fresh(if first { "" } else { "fk_" })?;
+        if first {
+            write(&self.path, &secret, true)
+                .map_err(|error| Error::host(format!("cannot write {}", self.path.display()), error))?;
+            self.read()?;
+        } else {
+            self.database.replace_token(name, &hash(&secret))?;
+            self.reload()?;
+        }
+        let token = self.list().into_iter().find(|token| token.name == name);
+        Ok((token.ok_or_else(|| Error::host("rotating a token", "it vanished"))?, secret))
+    }
+
+    /// Reads the first token again if its file is another one now. An error is told once for every file.
+    pub(crate) fn refresh(&self) -> Result<()> {
+        let _alone = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = std::fs::metadata(&self.path).ok().as_ref().map(stamp);
+        if now.is_some() && now == self.known().stamp {
+            return Ok(());
+        }
+        if now.is_none() && self.known().first.is_none() {
+            return Ok(());
+        }
+        self.read()
+    }
+
+    fn read(&self) -> Result<()> {
+        // Before it is read: what is written meanwhile is read the next time.
+        let stamp = std::fs::metadata(&self.path).ok().as_ref().map(stamp);
+        let loaded = load(&self.path);
+        let mut known = self.change();
+        known.stamp = stamp;
+        // Whoever takes the file away, or breaks it, does not want the old one to be good any more.
+        known.first = None;
+        let gone = || Error::host(self.path.display(), "the token file is gone; make it again");
+        let (secret, created) = loaded?.ok_or_else(gone)?;
+        known.first = Some((hash(&secret), created));
+        Ok(())
+    }
+
+    /// Reads what is in the database again.
+    fn reload(&self) -> Result<()> {
+        let named = self.database.tokens()?;
+        self.change().named = named;
+        Ok(())
+    }
+}
+
+impl Order {
+    fn check(self, now_unix: u64) -> Result<Token> {
+        let owner = self.owner.unwrap_or_else(|| self.name.clone());
+        for (what, name) in [("name", &self.name), ("owner", &owner)] {
+            if !is_valid_name(name) {
+                return Err(Error::invalid(format!("a token's {what} must be {NAME_RULE}")));
+            }
+        }
+        if [FIRST_TOKEN, LOCAL].contains(&self.name.as_str()) {
+            return Err(Error::new(
+                Kind::Conflict,
+                format!("the name {} is taken; choose another", self.name),
+            ));
+        }
+        let Quota { max_sandboxes, max_memory_mib, max_snapshots } = self.quota;
+        if [max_sandboxes, max_memory_mib, max_snapshots].iter().flatten().any(|max| *max > MAX_LIMIT) {
+            return Err(Error::invalid(format!("a limit can be at most {MAX_LIMIT}")));
+        }
+        if self.expires_in_secs.is_some_and(|secs| !(1..=MAX_LIFE_SECS).contains(&secs)) {
+            return Err(Error::invalid(format!("expires_in_secs must be 1 to {MAX_LIFE_SECS}")));
+        }
+        Ok(Token {
+            name: self.name,
+            scope: self.scope,
+            owner,
+            quota: self.quota,
+            created_at_unix: now_unix,
+            expires_at_unix: self.expires_in_secs.map(|secs| now_unix.saturating_add(secs)),
+        })
+    }
+}
+
+fn first_token(created_at_unix: u64) -> Token {
+    let Identity { name, owner, scope, quota } = Identity::first_token();
+    Token { name, owner, scope, quota, created_at_unix, expires_at_unix: None }
+}
+
+fn hash(secret: &str) -> TokenHash {
+    blake3::hash(secret.as_bytes()).into()
+}
+
+/// A new secret.
+fn fresh(prefix: &str) -> Result<String> {
+    let mut random = [0u8; 32];
+    fill_random(&mut random)?;
+    let mut text = prefix.to_owned();
+    text.extend(random.iter().map(|byte| format!("{byte:02x}")));
+    Ok(text)
+}
+
+/// The token in `path`, and when it was written, if there is a file.
+fn load(path: &Path) -> Result<Option<(String, u64)>> {
+    let failed =
+        |error: io::Error| Error::host(format!("cannot read the token file {}", path.display()), error);
+    let file = match File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other.map_err(failed)?,
+    };
+    let metadata = file.metadata().map_err(failed)?;
+    if metadata.permissions().mode() & 0o077 != 0 {
+        tracing::warn!(path = %path.display(), "others may read the token file; `chmod 600` it");
+    }
+    let mut text = String::new();
+    io::Read::read_to_string(&mut io::Read::take(file, MAX_TOKEN as u64), &mut text).map_err(failed)?;
+    let token = text.trim();
+    if token.len() < MIN_TOKEN || !token.bytes().all(|byte| byte.is_ascii_graphic()) {
+        let fix = format!("remove {} and start again to get a new one", path.display());
+        return Err(Error::invalid(format!("the token file holds no usable token; {fix}")));
+    }
+    if let Some(word) = PLACEHOLDERS.iter().find(|word| token.to_ascii_uppercase().contains(*word)) {
+        let fix = format!("remove {} and start again to get a real one", path.display());
+        return Err(Error::invalid(format!("the token is the {word} of an example; {fix}")));
+    }
+    Ok(Some((token.to_owned(), u64::try_from(metadata.mtime()).unwrap_or(0))))
+}
+
+/// Writes a token. The file appears whole or not at all; `over` the one there is, or never.
+fn write(path: &Path, text: &str, over: bool) -> io::Result<()> {
+    let temporary = path.with_extension(format!("new-{}", std::process::id()));
+    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
+    let written = writeln!(file, "{text}").and_then(|()| file.sync_all());
+    if over {
+        return written.and_then(|()| std::fs::rename(&temporary, path));
+    }
+    let linked = written.and_then(|()| std::fs::hard_link(&temporary, path));
+    std::fs::remove_file(&temporary)?;
+    match linked {
+        // Another process may have been first.
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn open(folder: &Path) -> Result<Tokens> {
+        let database = Arc::new(Database::open(&folder.join("forkd.db")).unwrap());
+        Tokens::open(database, folder.join("token"))
+    }
+
+    fn order(name: &str) -> Order {
+        let quota = Quota { max_sandboxes: Some(2), ..Quota::default() };
+        Order { name: name.into(), scope: Scope::Use, owner: None, quota, expires_in_secs: Some(10) }
+    }
+
+    fn shown(folder: &Path) -> String {
+        std::fs::read_to_string(folder.join("token")).unwrap().trim().to_owned()
+    }
+
+    #[test]
+    fn the_first_token_is_made_once_for_its_owner_alone_and_then_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let tokens = open(folder.path()).unwrap();
+        let (path, first) = (folder.path().join("token"), shown(folder.path()));
+        assert_eq!(first.len(), 64);
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(tokens.find(&first, 0).unwrap(), Identity::first_token());
+        assert_eq!(open(folder.path()).unwrap().find(&first, 0).unwrap().name, "default");
+        assert!(!folder.path().join(format!("token.new-{}", std::process::id())).exists());
+        assert!(!format!("{tokens:?}").contains(&first));
+    }
+
+    #[test]
+    fn an_unusable_token_file_is_refused_with_the_fix() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("token");
+        for bad in [
+            "",
+            "short",
+            "with spaces in the middle of it",
+            "token-REPLACE_ME-please",
+            "change_me_now_please",
+        ] {
+            std::fs::write(&path, bad).unwrap();
+            let error = open(folder.path()).unwrap_err();
+            assert!(error.message.contains("remove"), "{error}");
+        }
+    }
+
+    #[test]
+    fn another_token_in_the_file_counts_at_the_next_look_and_a_bad_one_is_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let (tokens, path) = (open(folder.path()).unwrap(), folder.path().join("token"));
+        let old = shown(folder.path());
+        tokens.refresh().unwrap();
+        let new = "n".repeat(40);
+        write(&path, &new, true).unwrap();
+        tokens.refresh().unwrap();
+        assert_eq!(tokens.find(&old, 0), Err(Refusal::Unknown));
+        assert!(tokens.find(&new, 0).is_ok());
+        std::fs::write(&path, "x").unwrap();
+        assert!(tokens.refresh().is_err());
+        assert!(tokens.refresh().is_ok(), "told once");
+        assert_eq!(tokens.find(&new, 0), Err(Refusal::Unknown));
+        std::fs::remove_file(&path).unwrap();
+        assert!(tokens.refresh().is_ok(), "there was none before, either");
+        write(&path, &new, true).unwrap();
+        tokens.refresh().unwrap();
+        assert!(tokens.find(&new, 0).is_ok());
+    }
+
+    #[test]
+    fn a_named_token_is_found_until_it_is_rotated_removed_or_expired() {
+        let folder = tempfile::tempdir().unwrap();
+        let tokens = open(folder.path()).unwrap();
+        let (token, secret) = tokens.add(order("ci"), 100).unwrap();
+        assert!(secret.starts_with("fk_") && secret.len() == 67, "{secret}");
+        assert_eq!((token.owner.as_str(), token.expires_at_unix), ("ci", Some(110)));
+        let who = tokens.find(&secret, 109).unwrap();
+        assert_eq!((who.name.as_str(), who.scope, who.quota.max_sandboxes), ("ci", Scope::Use, Some(2)));
+        assert_eq!(tokens.find(&secret, 110), Err(Refusal::Expired));
+        for wrong in ["", "fk_", &secret[..66], &format!("{secret}0"), &secret.to_uppercase()] {
+            assert_eq!(tokens.find(wrong, 0), Err(Refusal::Unknown), "{wrong}");
+        }
+        let database = std::fs::read(folder.path().join("forkd.db")).unwrap();
+        let log = std::fs::read(folder.path().join("forkd.db-wal")).unwrap_or_default();
+        let stored = [database, log].concat();
+        assert!(!stored.windows(secret.len()).any(|window| window == secret.as_bytes()));
+
+        let (_, other) = tokens.rotate("ci").unwrap();
+        assert_eq!(tokens.find(&secret, 0), Err(Refusal::Unknown));
+        assert!(tokens.find(&other, 0).is_ok());
+        let first = shown(folder.path());
+        let (rotated, new) = tokens.rotate("default").unwrap();
+        assert_eq!((rotated.name.as_str(), new.as_str()), ("default", shown(folder.path()).as_str()));
+        assert!(tokens.find(&first, 0).is_err() && tokens.find(&new, 0).is_ok());
+        assert_eq!(tokens.list().iter().map(|it| it.name.as_str()).collect::<Vec<_>>(), ["default", "ci"]);
+        tokens.remove("ci").unwrap();
+        assert_eq!(tokens.find(&other, 0), Err(Refusal::Unknown));
+        assert_eq!(tokens.remove("ci").unwrap_err().kind, Kind::NotFound);
+        assert_eq!(tokens.remove("default").unwrap_err().kind, Kind::Conflict);
+    }
+
+    #[test]
+    fn names_and_numbers_nobody_could_mean_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let tokens = open(folder.path()).unwrap();
+        for (bad, kind) in [
+            (order("../x"), Kind::Invalid),
+            (order("local"), Kind::Conflict),
+            (order("default"), Kind::Conflict),
+            (Order { owner: Some("*".into()), ..order("a") }, Kind::Invalid),
+            (Order { expires_in_secs: Some(0), ..order("a") }, Kind::Invalid),
+            (Order { expires_in_secs: Some(u64::MAX), ..order("a") }, Kind::Invalid),
+            (
+                Order { quota: Quota { max_snapshots: Some(u64::MAX), ..Quota::default() }, ..order("a") },
+                Kind::Invalid,
+            ),
+        ] {
+            assert_eq!(tokens.add(bad, 0).unwrap_err().kind, kind);
+        }
+        tokens.add(order("a"), 0).unwrap();
+        assert_eq!(tokens.add(order("a"), 0).unwrap_err().kind, Kind::Conflict);
+    }
+}

@@ -1,0 +1,28 @@
+//! Work with a sandbox's agent that a pause ends, too: what streams, and would only stand still.
+
+use crate::agent;
+use crate::error::{Error, Kind, Result};
+use crate::sandbox::{Phase, Sandbox};
+
+impl Sandbox {
+    /// Does `work` with the agent, unless the sandbox ends, hangs or is paused meanwhile: then that is the
+    /// error.
+    pub(crate) async fn undisturbed<T>(&self, work: impl Future<Output = agent::Result<T>>) -> Result<T> {
+        tokio::select! {
+            done = self.with_agent(work) => done,
+            error = self.paused() => Err(error),
+        }
+    }
+
+    /// Returns when it is paused, with that as an error.
+    async fn paused(&self) -> Error {
+        let mut phases = self.phase.subscribe();
+        if phases.wait_for(|phase| matches!(phase, Phase::Paused)).await.is_err() {
+            // Would mean that `self` is gone.
+            std::future::pending::<()>().await;
+        }
+        let text =
+            format!("sandbox {id} was paused meanwhile; `forkd resume {id}` lets it go on", id = self.id);
+        Error::new(Kind::Conflict, text)
+    }
+}

@@ -1,0 +1,493 @@
+//! Who gets in and what they may do: a real daemon on TCP, with guests of a few instructions.
+//!
+//! Failures panic: everything here runs in tests only.
+#![allow(clippy::unwrap_used)]
+
+mod asked;
+mod daemon;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Output};
+use std::time::Duration;
+
+use daemon::{Daemon, eventually};
+use serde_json::{Value, json};
+
+#[test]
+fn the_daemon() {
+    daemon::run();
+}
+
+/// With other limits than usual.
+fn start(wants: Value) -> Option<Daemon> {
+    let mut daemon = Daemon::spelling()?;
+    if wants != json!({}) {
+        std::fs::write(daemon.path().join("limits.json"), wants.to_string()).unwrap();
+        daemon.restart();
+    }
+    Some(daemon)
+}
+
+fn address(daemon: &Daemon) -> String {
+    daemon.done(200, "GET", "/version", None)["address"].as_str().unwrap().to_owned()
+}
+
+/// Sends bytes as they are; the whole answer.
+fn raw(address: &str, request: &[u8]) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    let _ = stream.write_all(request);
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+fn status(answer: &str) -> u16 {
+    answer.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap_or_else(|| panic!("{answer:?}"))
+}
+
+/// Somebody with a token.
+struct Client {
+    address: String,
+    token: String,
+}
+
+impl Client {
+    fn ask(&self, method: &str, path: &str, body: Option<Value>) -> (u16, Value) {
+        let body = body.map(|body| body.to_string()).unwrap_or_default();
+        let request = format!(
+            "{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {}\r\nConnection: close\r\n\
+             Content-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
+            self.token,
+            body.len()
+        );
+        let answer = raw(&self.address, request.as_bytes());
+        let (_, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{answer}"));
+        (status(&answer), serde_json::from_str(body).unwrap_or(Value::Null))
+    }
+
+    fn done(&self, status: u16, method: &str, path: &str, body: Option<Value>) -> Value {
+        let (got, answer) = self.ask(method, path, body);
+        assert_eq!(got, status, "{method} {path}: {answer}");
+        answer
+    }
+
+    fn refused(&self, status: u16, why: &str, method: &str, path: &str, body: Option<Value>) {
+        let answer = self.done(status, method, path, body);
+        assert!(answer["error"].as_str().unwrap().contains(why), "{method} {path}: {answer}");
+    }
+
+    fn spawn(&self, tag: &str) -> String {
+        let made = self.done(201, "POST", "/v1/sandboxes", Some(json!({"snapshot_tag": tag})));
+        made[0]["id"].as_str().unwrap().to_owned()
+    }
+}
+
+fn add(daemon: &Daemon, order: Value) -> Client {
+    let made = daemon.done(201, "POST", "/v1/tokens", Some(order));
+    Client { address: address(daemon), token: made["token"].as_str().unwrap().to_owned() }
+}
+
+fn first(daemon: &Daemon) -> Client {
+    let token = std::fs::read_to_string(daemon.path().join("token")).unwrap().trim().to_owned();
+    Client { address: address(daemon), token }
+}
+
+fn names(list: &Value, key: &str) -> Vec<String> {
+    list.as_array().unwrap().iter().map(|it| it[key].as_str().unwrap().to_owned()).collect()
+}
+
+#[test]
+fn a_token_of_another_owner_sees_nothing_and_touches_nothing() {
+    let Some(mut daemon) = start(json!({})) else { return };
+    daemon.snapshot("tiny", "kernel");
+    let (ann, bob) = (add(&daemon, json!({"name": "ann"})), add(&daemon, json!({"name": "bob"})));
+    // What is the host owner's is nobody else's, until it is everybody's.
+    ann.refused(404, "no snapshot tiny", "GET", "/v1/snapshots/tiny", None);
+    ann.refused(404, "no snapshot tiny", "POST", "/v1/sandboxes", Some(json!({"snapshot_tag": "tiny"})));
+    assert_eq!(ann.done(200, "GET", "/v1/snapshots", None), json!([]));
+    let shared = daemon.done(200, "POST", "/v1/snapshots/tiny/owner", Some(json!({"owner": "*"})));
+    assert_eq!(shared["owner"], "*");
+    ann.done(200, "GET", "/v1/snapshots/tiny/info", None);
+    for (method, path) in [("DELETE", "/v1/snapshots/tiny"), ("POST", "/v1/snapshots/tiny/unload")] {
+        ann.refused(403, "everybody's", method, path, None);
+    }
+
+    let id = ann.spawn("tiny");
+    let sandbox = format!("/v1/sandboxes/{id}");
+    assert_eq!(ann.done(200, "GET", &sandbox, None)["owner"], "ann");
+    let branch = json!({"tag": "mine"});
+    let branch = ann.done(201, "POST", &format!("{sandbox}/branch"), Some(branch));
+    assert_eq!(branch["owner"], "ann");
+    let work = json!({"name": "desk", "snapshot_tag": "mine"});
+    let work = ann.done(201, "POST", "/v1/workspaces", Some(work));
+    assert_eq!(work["owner"], "ann");
+    let second = work["live_sandbox_id"].as_str().unwrap().to_owned();
+
+    // Twice: the next daemon knows whose things are.
+    for _ in 0..2 {
+        let bob = Client { address: address(&daemon), ..bob.same() };
+        let ann = Client { address: address(&daemon), ..ann.same() };
+        let gone = |who: &str, path: &str| format!("there is no {who} {path}");
+        for (method, path, body) in [
+            ("GET", "", None),
+            ("DELETE", "", None),
+            ("GET", "/console", None),
+            ("GET", "/stats", None),
+            ("POST", "/ping", None),
+            ("POST", "/pause", None),
+            ("POST", "/resume", None),
+            ("POST", "/branch", Some(json!({"tag": "stolen"}))),
+            ("POST", "/rollback", Some(json!({}))),
+            ("POST", "/exec", Some(json!({"args": ["true"]}))),
+            ("POST", "/eval", Some(json!({"code": "1"}))),
+        ] {
+            bob.refused(404, &gone("sandbox", &id), method, &format!("{sandbox}{path}"), body);
+        }
+        for (method, path, body) in [
+            ("GET", "", None),
+            ("DELETE", "?force=true", None),
+            ("GET", "/info", None),
+            ("POST", "/unload", None),
+            ("POST", "/compact", Some(json!({"to": "stolen"}))),
+        ] {
+            bob.refused(404, &gone("snapshot", "mine"), method, &format!("/v1/snapshots/mine{path}"), body);
+        }
+        for (method, path) in [("GET", ""), ("DELETE", ""), ("POST", "/suspend"), ("POST", "/resume")] {
+            let path = format!("/v1/workspaces/desk{path}");
+            bob.refused(404, &gone("workspace", "desk"), method, &path, None);
+        }
+        bob.refused(404, "no snapshot mine", "POST", "/v1/sandboxes", Some(json!({"snapshot_tag": "mine"})));
+        let body = json!({"name": "other", "snapshot_tag": "mine"});
+        bob.refused(404, "no snapshot mine", "POST", "/v1/workspaces", Some(body));
+        assert_eq!(bob.done(200, "GET", "/v1/sandboxes", None), json!([]));
+        assert_eq!(bob.done(200, "GET", "/v1/workspaces", None), json!([]));
+        assert_eq!(names(&bob.done(200, "GET", "/v1/snapshots", None), "tag"), ["tiny"]);
+        let tree = bob.done(200, "GET", "/v1/tree", None).to_string();
+        assert!(!tree.contains(&id) && !tree.contains("mine"), "{tree}");
+
+        // Whoever owns the host sees all of it; its owner what is theirs.
+        assert_eq!(daemon.list().len(), 2);
+        assert_eq!(names(&ann.done(200, "GET", "/v1/sandboxes", None), "id").len(), 2);
+        assert_eq!(names(&ann.done(200, "GET", "/v1/snapshots", None), "tag"), ["mine", "tiny"]);
+        assert!(ann.done(200, "GET", "/v1/tree", None).to_string().contains(&second));
+        daemon.restart();
+    }
+
+    // A tag is a name of one: that it is taken is all that is told.
+    let bob = Client { address: address(&daemon), ..bob.same() };
+    let own = bob.spawn("tiny");
+    let body = json!({"tag": "mine"});
+    bob.refused(409, "the tag mine is taken", "POST", &format!("/v1/sandboxes/{own}/branch"), Some(body));
+    let rollback = format!("/v1/sandboxes/{own}/rollback");
+    bob.refused(404, "no snapshot mine", "POST", &rollback, Some(json!({"to": "mine"})));
+    bob.done(200, "POST", &rollback, Some(json!({"to": "tiny"})));
+    bob.refused(403, "needs admin", "POST", "/v1/snapshots/mine/owner", Some(json!({"owner": "bob"})));
+    daemon.done(200, "POST", "/v1/snapshots/mine/owner", Some(json!({"owner": "bob"})));
+    daemon.refused(400, "owner", "POST", "/v1/snapshots/mine/owner", Some(json!({"owner": "../x"})));
+    bob.done(200, "GET", "/v1/snapshots/mine", None);
+    let ann = Client { address: address(&daemon), ..ann.same() };
+    ann.refused(404, "no snapshot mine", "GET", "/v1/snapshots/mine", None);
+    // Ann's workspace is resumed from it: bob is told that, and nothing else.
+    bob.refused(409, "somebody else's workspace", "DELETE", "/v1/snapshots/mine", None);
+    ann.done(204, "DELETE", "/v1/workspaces/desk", None);
+    bob.done(204, "DELETE", "/v1/snapshots/mine", None);
+}
+
+impl Client {
+    fn same(&self) -> Client {
+        Client { address: self.address.clone(), token: self.token.clone() }
+    }
+}
+
+#[test]
+fn a_scope_is_no_larger_than_it_says() {
+    let Some(daemon) = start(json!({})) else { return };
+    daemon.snapshot("tiny", "kernel");
+    let reader = add(&daemon, json!({"name": "reader", "scope": "read", "owner": "local"}));
+    let user = add(&daemon, json!({"name": "user", "owner": "local"}));
+    let admin = add(&daemon, json!({"name": "boss", "scope": "admin"}));
+    for path in ["/version", "/v1/sandboxes", "/v1/snapshots/tiny", "/v1/tree", "/openapi.json"] {
+        reader.done(200, "GET", path, None);
+        assert_eq!(status(&raw(
+            &reader.address,
+            format!(
+                "HEAD {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {}\r\nConnection: close\r\n\r\n",
+                reader.token
+            )
+            .as_bytes()
+        )), 200);
+    }
+    let spawn = Some(json!({"snapshot_tag": "tiny"}));
+    reader.refused(403, "needs use", "POST", "/v1/sandboxes", spawn);
+    reader.refused(403, "needs use", "DELETE", "/v1/snapshots/tiny", None);
+    reader.refused(403, "needs use", "GET", "/v1/run", None);
+    let id = user.spawn("tiny");
+    reader.refused(409, "bare", "POST", &format!("/v1/sandboxes/{id}/ping"), None);
+    reader.refused(403, "needs use", "POST", &format!("/v1/sandboxes/{id}/pause"), None);
+    for who in [&reader, &user] {
+        who.refused(403, "needs admin", "GET", "/v1/tokens", None);
+        who.refused(403, "needs admin", "POST", "/v1/tokens", Some(json!({"name": "x"})));
+        who.refused(403, "needs admin", "POST", "/v1/tokens/boss/rotate", None);
+        who.refused(403, "needs admin", "DELETE", "/v1/tokens/boss", None);
+        // A method nobody has decided about.
+        who.refused(403, "needs admin", "PUT", "/v1/sandboxes", None);
+    }
+    user.done(204, "DELETE", &format!("/v1/sandboxes/{id}"), None);
+    let listed = admin.done(200, "GET", "/v1/tokens", None);
+    assert_eq!(names(&listed, "name"), ["default", "boss", "reader", "user"]);
+    assert!(!listed.to_string().contains(&user.token), "{listed}");
+}
+
+#[test]
+fn a_rotated_removed_or_expired_token_is_refused_at_once_and_no_restart_is_needed() {
+    let Some(mut daemon) = start(json!({})) else { return };
+    let ci = add(&daemon, json!({"name": "ci"}));
+    ci.done(200, "GET", "/v1/sandboxes", None);
+    let rotated = first(&daemon).done(200, "POST", "/v1/tokens/ci/rotate", None);
+    ci.refused(401, "wrong", "GET", "/v1/sandboxes", None);
+    let ci = Client { token: rotated["token"].as_str().unwrap().into(), ..ci };
+    ci.done(200, "GET", "/v1/sandboxes", None);
+    daemon.restart();
+    let ci = Client { address: address(&daemon), ..ci };
+    ci.done(200, "GET", "/v1/sandboxes", None);
+    daemon.done(204, "DELETE", "/v1/tokens/ci", None);
+    ci.refused(401, "wrong", "GET", "/v1/sandboxes", None);
+    let brief = add(&daemon, json!({"name": "brief", "expires_in_secs": 1}));
+    eventually("its end", || brief.ask("GET", "/v1/sandboxes", None).0 == 401);
+    brief.refused(401, "expired", "GET", "/v1/sandboxes", None);
+
+    // The daemon's own: through the API, and by hand.
+    let old = first(&daemon);
+    old.done(200, "POST", "/v1/tokens/default/rotate", None);
+    old.refused(401, "wrong", "GET", "/v1/sandboxes", None);
+    let old = first(&daemon);
+    old.done(200, "GET", "/v1/sandboxes", None);
+    let (new, path) = ("by-hand-0123456789abcdef", daemon.path().join("token"));
+    std::fs::write(path.with_extension("mine"), new).unwrap();
+    std::fs::set_permissions(path.with_extension("mine"), std::fs::Permissions::from_mode(0o600)).unwrap();
+    std::fs::rename(path.with_extension("mine"), &path).unwrap();
+    let new = Client { token: new.into(), address: address(&daemon) };
+    // Asked with the old one, which is good until then: failures are counted.
+    eventually("the end of the old token", || old.ask("GET", "/v1/sandboxes", None).0 == 401);
+    new.done(200, "GET", "/v1/sandboxes", None);
+    daemon.refused(409, "rotate", "DELETE", "/v1/tokens/default", None);
+}
+
+#[test]
+fn quotas_hold_however_many_ask_at_once() {
+    let Some(daemon) = start(json!({})) else { return };
+    daemon.snapshot("tiny", "kernel");
+    daemon.done(200, "POST", "/v1/snapshots/tiny/owner", Some(json!({"owner": "*"})));
+    let ann = add(&daemon, json!({"name": "ann", "max_sandboxes": 3, "max_snapshots": 1}));
+    let spawn = |client: &Client, n: u64| {
+        client.ask("POST", "/v1/sandboxes", Some(json!({"snapshot_tag": "tiny", "n": n})))
+    };
+    let (status, answer) = spawn(&ann, 4);
+    assert!(status == 429 && answer["error"].as_str().unwrap().contains("max_sandboxes"), "{answer}");
+    let made: usize = std::thread::scope(|scope| {
+        let asked: Vec<_> = (0..12).map(|_| scope.spawn(|| spawn(&ann, 1).0)).collect();
+        let answers: Vec<u16> = asked.into_iter().map(|it| it.join().unwrap()).collect();
+        assert!(answers.iter().all(|status| [201, 429].contains(status)), "{answers:?}");
+        answers.iter().filter(|status| **status == 201).count()
+    });
+    assert_eq!(made, 3);
+    let ids = names(&ann.done(200, "GET", "/v1/sandboxes", None), "id");
+    assert_eq!(ids.len(), 3);
+    // Whoever was told that one is gone has room for another.
+    for _ in 0..3 {
+        let id = &names(&ann.done(200, "GET", "/v1/sandboxes", None), "id")[0];
+        ann.done(204, "DELETE", &format!("/v1/sandboxes/{id}"), None);
+        ann.spawn("tiny");
+    }
+    let id = names(&ann.done(200, "GET", "/v1/sandboxes", None), "id")[0].clone();
+    let branch =
+        |tag: &str| ann.ask("POST", &format!("/v1/sandboxes/{id}/branch"), Some(json!({"tag": tag}))).0;
+    assert_eq!((branch("one"), branch("two")), (201, 429));
+    ann.done(204, "DELETE", "/v1/snapshots/one", None);
+    assert_eq!(branch("two"), 201);
+
+    // Guests of 64 MiB each; also one that is taken back to something larger.
+    let bob = add(&daemon, json!({"name": "bob", "max_memory_mib": 130}));
+    assert_eq!((spawn(&bob, 2).0, spawn(&bob, 1).0), (201, 429));
+    let large = json!({"tag": "large", "kernel": daemon.path().join("kernel"), "mem_size_mib": 128});
+    daemon.done(201, "POST", "/v1/snapshots", Some(large));
+    daemon.done(200, "POST", "/v1/snapshots/large/owner", Some(json!({"owner": "*"})));
+    let id = names(&bob.done(200, "GET", "/v1/sandboxes", None), "id")[0].clone();
+    let rollback = format!("/v1/sandboxes/{id}/rollback");
+    bob.refused(429, "max_memory_mib", "POST", &rollback, Some(json!({"to": "large"})));
+    bob.done(200, "POST", &rollback, Some(json!({"to": "tiny"})));
+    let body = json!({"tag": "huge", "kernel": daemon.path().join("kernel"), "mem_size_mib": 256});
+    bob.refused(429, "max_memory_mib", "POST", "/v1/snapshots", Some(body));
+}
+
+#[test]
+fn whoever_asks_too_often_or_guesses_is_told_to_wait() {
+    let Some(daemon) = start(json!({"rate_limit": 1})) else { return };
+    let (ann, admin) = (add(&daemon, json!({"name": "ann"})), first(&daemon));
+    assert!((0..2).all(|_| ann.ask("GET", "/version", None).0 == 200), "a burst is served");
+    eventually("a refusal", || ann.ask("GET", "/version", None).0 == 429);
+    assert!((0..50).all(|_| admin.ask("GET", "/version", None).0 == 200), "those who own the host may");
+    eventually("room for another request", || ann.ask("GET", "/version", None).0 == 200);
+
+    let guess =
+        "GET /version HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer x\r\nConnection: close\r\n\r\n";
+    let guesses: Vec<String> = (0..25).map(|_| raw(&admin.address, guess.as_bytes())).collect();
+    assert!(guesses[..20].iter().all(|answer| status(answer) == 401), "{guesses:?}");
+    let last = guesses.last().unwrap();
+    assert!(status(last) == 429 && last.to_lowercase().contains("\r\nretry-after: "), "{last}");
+    // Nobody is locked out by somebody else's guesses.
+    admin.done(200, "GET", "/version", None);
+}
+
+#[test]
+fn hostile_headers_get_nobody_in_and_nothing_down() {
+    let Some(daemon) = start(json!({})) else { return };
+    let client = first(&daemon);
+    let (address, token) = (client.address.as_str(), client.token.as_str());
+    let good = format!("Authorization: Bearer {token}\r\n");
+    let huge = format!("Authorization: Bearer {}\r\n", "x".repeat(5000));
+    for (headers, expected) in [
+        (format!("{good}{good}"), 401),
+        (format!("{good}Authorization: Bearer x\r\n"), 401),
+        (format!("Authorization: Basic {token}\r\n"), 401),
+        (format!("Authorization: Bearer{token}\r\n"), 401),
+        (format!("Authorization: {token}\r\n"), 401),
+        ("Authorization:\r\n".into(), 401),
+        ("Authorization: Bearer \r\n".into(), 401),
+        (format!("Authorization: Bearer {token}\u{fc}\r\n"), 401),
+        (format!("Authorization: Bearer {token} {token}\r\n"), 401),
+        (format!("Authorization: Bearer {}\r\n", &token[1..]), 401),
+        (huge, 401),
+        (format!("authorization: bearer   {token}  \r\n"), 200),
+    ] {
+        let request =
+            format!("GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{headers}\r\n");
+        let answer = raw(address, request.as_bytes());
+        assert_eq!(status(&answer), expected, "{headers}: {answer}");
+    }
+    for hostile in [
+        &b"GET /version HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\xfe\r\nConnection: close\r\n\r\n"[..],
+        format!("GET /version HTTP/1.1\r\nHost: localhost\r\nX: {}\r\n\r\n", "x".repeat(1 << 20)).as_bytes(),
+        format!("GET /version HTTP/1.1\r\nHost: localhost\r\n{}\r\n", "X: y\r\n".repeat(5000)).as_bytes(),
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer a\0b\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
+    ] {
+        let answer = raw(address, hostile);
+        assert!(answer.is_empty() || (400..500).contains(&status(&answer)), "{answer}");
+    }
+    client.done(200, "GET", "/version", None);
+}
+
+/// Makes a certificate for this host.
+fn certificate(folder: &Path, name: &str) {
+    let [key, cert] = ["key", "cert"].map(|kind| folder.join(format!("{name}-{kind}.pem")));
+    let made = Command::new("openssl")
+        .args(["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"])
+        .args([
+            "-days",
+            "2",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=DNS:localhost,IP:127.0.0.1",
+        ])
+        .arg("-keyout")
+        .arg(key)
+        .arg("-out")
+        .arg(cert)
+        .output()
+        .unwrap();
+    assert!(made.status.success(), "{made:?}");
+}
+
+fn install(folder: &Path, name: &str) {
+    for kind in ["key", "cert"] {
+        let (from, to) = (folder.join(format!("{name}-{kind}.pem")), folder.join(format!("{kind}.pem")));
+        std::fs::copy(from, folder.join("new")).unwrap();
+        std::fs::rename(folder.join("new"), to).unwrap();
+    }
+}
+
+fn curl(daemon: &Daemon, port: &str, trusted: &str, more: &[&str]) -> Output {
+    Command::new("curl")
+        .args(["-sS", "-w", "\n%{http_code}", "--cacert"])
+        .arg(daemon.path().join(format!("{trusted}-cert.pem")))
+        .args(["-H", &format!("Authorization: Bearer {}", first_token(daemon))])
+        .args(more)
+        .arg(format!("https://localhost:{port}/version"))
+        .output()
+        .unwrap()
+}
+
+fn first_token(daemon: &Daemon) -> String {
+    std::fs::read_to_string(daemon.path().join("token")).unwrap().trim().to_owned()
+}
+
+#[test]
+fn an_address_others_can_reach_is_served_with_tls_and_certificates_are_replaced_under_way() {
+    let Some(mut daemon) = Daemon::spelling() else { return };
+    for name in ["old", "new"] {
+        certificate(daemon.path(), name);
+    }
+    install(daemon.path(), "old");
+    std::fs::write(daemon.path().join("limits.json"), json!({"abroad": true}).to_string()).unwrap();
+    daemon.restart();
+    let port = address(&daemon).rsplit_once(':').unwrap().1.to_owned();
+    let code = |trusted: &str, more: &[&str]| {
+        let output = curl(&daemon, &port, trusted, more);
+        String::from_utf8_lossy(&output.stdout).rsplit_once('\n').unwrap().1.to_owned()
+    };
+    assert_eq!(code("old", &[]), "200");
+    assert_eq!(code("old", &["-H", "Host: forkd.example"]), "200", "any name is ours");
+    assert_eq!(code("old", &["-H", "Authorization: Bearer wrong"]), "401");
+    assert_eq!(code("old", &["-H", "Origin: https://evil.example"]), "403");
+    assert_eq!(code("old", &["-H", &format!("Origin: https://localhost:{port}")]), "200");
+    assert_eq!(code("new", &[]), "000", "a certificate it does not have");
+    // Without TLS there is nothing; whoever says nothing is in nobody's way.
+    let plain = raw(&format!("127.0.0.1:{port}"), b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n");
+    assert!(!plain.contains("HTTP/1.1 200"), "{plain}");
+    let _silent = TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
+
+    std::fs::write(daemon.path().join("cert.pem"), "not a certificate").unwrap();
+    eventually("a word about it", || daemon.log().contains("the old one stays"));
+    assert_eq!(code("old", &[]), "200");
+    install(daemon.path(), "new");
+    eventually("the new certificate", || code("new", &[]) == "200");
+    assert_eq!(code("old", &[]), "000");
+}
+
+#[test]
+fn loopback_without_a_token_is_served_when_asked_for_but_not_to_web_pages() {
+    let Some(daemon) = start(json!({"insecure_loopback": true})) else { return };
+    let address = address(&daemon);
+    let ask = |headers: &str| {
+        status(&raw(
+            &address,
+            format!("GET /v1/tokens HTTP/1.1\r\n{headers}Connection: close\r\n\r\n").as_bytes(),
+        ))
+    };
+    assert_eq!(ask("Host: localhost\r\n"), 200);
+    assert_eq!(ask("Host: localhost\r\nAuthorization: Bearer wrong\r\n"), 401);
+    assert_eq!(ask("Host: evil.example\r\n"), 403);
+    assert_eq!(ask("Host: localhost\r\nOrigin: https://evil.example\r\n"), 403);
+}
+
+#[test]
+fn a_kernel_comes_from_an_allowed_folder_or_not_at_all() {
+    let Some(daemon) = Daemon::spelling() else { return };
+    let elsewhere = tempfile::tempdir().unwrap();
+    let kernel = elsewhere.path().join("kernel");
+    std::fs::copy(daemon.path().join("kernel"), &kernel).unwrap();
+    std::os::unix::fs::symlink(&kernel, daemon.path().join("link")).unwrap();
+    for path in [kernel, daemon.path().join("link"), "/etc/shadow".into()] {
+        let body = json!({"tag": "x", "kernel": path, "mem_size_mib": 64});
+        daemon.refused(400, "--allow-path", "POST", "/v1/snapshots", Some(body));
+    }
+    let body = json!({"tag": "x", "kernel": daemon.path().join("../x"), "mem_size_mib": 64});
+    daemon.refused(400, "without `..`", "POST", "/v1/snapshots", Some(body));
+    daemon.snapshot("x", "kernel");
+}
