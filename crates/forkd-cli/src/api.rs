@@ -4,6 +4,8 @@
 //! Only what is shown or decided upon is here, and what may be absent is; `--json` prints what the
 //! daemon said, whole. So a daemon that says more is understood.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Context, Result};
 use futures_util::{StreamExt, stream};
 use hyper::Method;
@@ -208,6 +210,26 @@ pub(crate) struct Sandbox {
     /// The snapshot it was last taken back to.
     #[serde(default)]
     pub(crate) rolled_back_to: Option<String>,
+    /// Where it speaks the line protocol.
+    #[serde(default)]
+    pub(crate) guest_addr: String,
+    /// What is written on it.
+    #[serde(default)]
+    pub(crate) labels: BTreeMap<String, String>,
+}
+
+/// A sandbox that is gone.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Gone {
+    pub(crate) id: String,
+    /// The snapshot it was forked from.
+    #[serde(default)]
+    pub(crate) snapshot_tag: Option<String>,
+    /// Seconds since 1970.
+    pub(crate) ended_at_unix: u64,
+    /// How it ended, in one word and in one sentence.
+    pub(crate) reason: String,
+    pub(crate) detail: String,
 }
 
 /// What came of a request for children.

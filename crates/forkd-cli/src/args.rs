@@ -3,26 +3,41 @@
 
 mod branches;
 mod common;
+mod life;
+mod local;
+pub(crate) mod obsolete;
 mod sandboxes;
 mod snapshots;
+mod telling;
+mod tokens;
 mod workspaces;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub(crate) use branches::{BranchArgs, BranchMode, RollbackArgs, SnapshotDiffArgs, TreeArgs};
 pub(crate) use common::{
-    AnswerArgs, DaemonArgs, GuestArgs, JsonArgs, LimitArgs, MemoryLimitArgs, ProcessArgs, SandboxArgs,
-    SandboxesArgs,
+    AnswerArgs, DaemonArgs, GuestArgs, JsonArgs, LimitArgs, LinePortArgs, LineTargetArgs, MemoryLimitArgs,
+    ProcessArgs, SandboxArgs, SandboxesArgs, TargetArgs,
 };
 use common::{MAX_SECS, parse_id, parse_name, parse_variable};
+pub(crate) use life::{FilterArgs, LifeArgs, SetArgs};
+pub(crate) use local::{
+    CleanupArgs, CompletionsArgs, ConfigArgs, ConfigCheckArgs, ConfigCommand, DocsCommand, ExtraArgs,
+    FromImageArgs, ManArgs, ParentBuildArgs, ParentCommand, QuickBenchArgs, QuickstartArgs, Shell, WhereArgs,
+};
 pub(crate) use sandboxes::{
-    ChildrenArgs, EvalArgs, ExecArgs, ForkArgs, KillArgs, LsArgs, PingArgs, SpawnArgs,
+    ChildrenArgs, CpArgs, EvalArgs, ExecArgs, ForkArgs, KillArgs, LineArgs, LsArgs, PingArgs, ShellArgs,
+    SpawnArgs, StreamArgs,
 };
 pub(crate) use snapshots::{
     ImagesArgs, RmiArgs, SnapshotArgs, SnapshotCompactArgs, SnapshotInfoArgs, TagsArgs,
+};
+pub(crate) use telling::{EventsArgs, LogsArgs, TopArgs};
+pub(crate) use tokens::{
+    TokenAddArgs, TokenCommand, TokenPrintArgs, TokenRmArgs, TokenRotateArgs, TokenScope,
 };
 pub(crate) use workspaces::{
     WorkspaceArgs, WorkspaceCommand, WorkspaceCreateArgs, WorkspaceRmArgs, WorkspaceSuspendArgs,
@@ -45,6 +60,8 @@ pub(crate) use workspaces::{
   forkd tree
   forkd doctor
 
+New here? `forkd quickstart` goes from nothing to the first children.
+
 Exit status: 0 done, 1 failed, 2 wrong usage. `forkd run` and `forkd exec` exit with the command's own
 status."
 )]
@@ -53,6 +70,10 @@ pub(crate) struct Cli {
     /// otherwise ~/.local/share/forkd].
     #[arg(long, global = true, env = "FORKD_DATA_DIR", value_name = "DIR")]
     pub(crate) data_dir: Option<PathBuf>,
+
+    /// Read settings from this file [default: /etc/forkd/config.toml, if it is there].
+    #[arg(long, global = true, env = "FORKD_CONFIG", value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
 
     /// Print no progress and no notes; only results, warnings and errors.
     #[arg(long, short, global = true)]
@@ -99,12 +120,19 @@ Exit status: 0 all go on, 1 one or more could not be resumed, 2 wrong usage.")]
     Workspace(WorkspaceCommand),
     Ls(LsArgs),
     Exec(ExecArgs),
+    Shell(ShellArgs),
+    Cp(CpArgs),
     Eval(EvalArgs),
     Ping(PingArgs),
+    Line(LineArgs),
+    Set(SetArgs),
     Kill(KillArgs),
+    Events(EventsArgs),
+    Top(TopArgs),
+    Logs(LogsArgs),
     Serve(ServeArgs),
     Doctor(DoctorArgs),
-    /// The token of the daemon.
+    /// Tokens: who may talk to the daemon over TCP, and what they may do.
     #[command(subcommand)]
     Token(TokenCommand),
     /// Root disks: build, list and remove them.
@@ -119,9 +147,25 @@ Exit status: 0 all go on, 1 one or more could not be resumed, 2 wrong usage.")]
   FORKD_QEMU                   the QEMU program [default: qemu-system-x86_64]"
     )]
     Machine(MachineCommand),
-    /// Measure how fast and how small forkd is on this computer.
+    Bench(crate::commands::bench::BenchArgs),
+    Quickstart(QuickstartArgs),
+    FromImage(FromImageArgs),
+    /// Root disks, under the name older scripts know.
     #[command(subcommand)]
-    Bench(crate::commands::bench::BenchCommand),
+    Parent(ParentCommand),
+    Cleanup(CleanupArgs),
+    Where(WhereArgs),
+    Config(ConfigArgs),
+    Completions(CompletionsArgs),
+    Man(ManArgs),
+    /// What the documentation is made of.
+    #[command(subcommand, hide = true)]
+    Docs(DocsCommand),
+}
+
+/// Everything that can be typed: what help shows, and flags that have lost their meaning.
+pub(crate) fn grammar() -> clap::Command {
+    obsolete::add(<Cli as clap::CommandFactory>::command())
 }
 
 /// Run one command in a fresh microVM and exit with its status.
@@ -132,6 +176,7 @@ Exit status: 0 all go on, 1 one or more could not be resumed, 2 wrong usage.")]
 #[command(after_help = "Examples:
   forkd run --image python -- python3 -c 'import numpy; print(numpy.zeros(5).tolist())'
   echo hello | forkd run --image python -- tr a-z A-Z
+  forkd run -it --image python -- bash
   forkd run --image python --vcpus 2 --mem-size-mib 1024 --env LANG=C.UTF-8 --timeout 60 -- sh -c 'nproc'
 
 Exit status: the command's own, or
@@ -159,6 +204,14 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) daemon: DaemonArgs,
 
+    /// Standard input is the command's, with and without this.
+    #[arg(long, short)]
+    pub(crate) interactive: bool,
+
+    /// Give the command a terminal: this one, if it is one.
+    #[arg(long, short)]
+    pub(crate) tty: bool,
+
     /// The command and its arguments; no shell is involved.
     #[arg(last = true, required = true, value_name = "CMD")]
     pub(crate) command: Vec<String>,
@@ -172,11 +225,14 @@ pub(crate) struct RunArgs {
 #[command(after_help = "Examples:
   sudo forkd serve
   sudo forkd serve --data-dir /srv/forkd --bind 127.0.0.1:9000
+  sudo forkd serve --bind 0.0.0.0:8889 --tls-cert forkd.pem --tls-key forkd.key
+
+Every option can be in the configuration file (`forkd config`), with `_` for `-`.
 
 Environment:
-  FORKD_BOOT_TIMEOUT_SECS  how long a guest may take to boot [default: 120]
-  FORKD_UNRESPONSIVE_SECS  silence after which a guest counts as hung [default: 60]
-  RUST_LOG                 how much is logged, such as debug [default: info]")]
+  RUST_LOG  how much is logged, such as debug [default: info]
+
+Exit status: 0 asked to stop, 1 failed, 2 wrong usage.")]
 pub(crate) struct ServeArgs {
     /// Read images and kernels from here [default: the data directory].
     #[arg(long, value_name = "DIR")]
@@ -191,10 +247,48 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "FORKD_BIND", default_value = "127.0.0.1:8889", value_name = "ADDRESS:PORT")]
     pub(crate) bind: SocketAddr,
 
+    /// Certificate for TCP clients, a PEM file; read again when it changes. An address that other computers
+    /// can reach is served with one only.
+    #[arg(long, env = "FORKD_TLS_CERT", requires = "tls_key", value_name = "FILE")]
+    pub(crate) tls_cert: Option<PathBuf>,
+
+    /// Private key of the certificate, a PEM file.
+    #[arg(long, env = "FORKD_TLS_KEY", requires = "tls_cert", value_name = "FILE")]
+    pub(crate) tls_key: Option<PathBuf>,
+
+    /// Serve the loopback address without a token: every user of this computer owns all sandboxes.
+    #[arg(long, env = "FORKD_INSECURE_LOOPBACK", value_parser = clap::builder::FalseyValueParser::new())]
+    pub(crate) insecure_loopback: bool,
+
+    /// Folder from which requests may name kernels and disks, beside the daemon's own; may be given several
+    /// times.
+    #[arg(long = "allow-path", env = "FORKD_ALLOW_PATHS", value_delimiter = ':', value_name = "DIR")]
+    pub(crate) allow_paths: Vec<PathBuf>,
+
+    /// Requests a second of one token that is not an admin's, and twice as many at once; 0 is no limit.
+    #[arg(long, env = "FORKD_RATE_LIMIT", default_value_t = 200, value_name = "PER_SEC")]
+    pub(crate) rate_limit: u32,
+
     /// File with the token TCP clients must show; made at first start [default: token in the data
     /// directory].
     #[arg(long, env = "FORKD_TOKEN_FILE", value_name = "FILE")]
     pub(crate) token_file: Option<PathBuf>,
+
+    /// Serve a port of loopback that speaks the line protocol for every sandbox, not only for those for which
+    /// it is asked for. Every user of this computer can use such a port.
+    #[arg(long, env = "FORKD_LINE_PORTS")]
+    pub(crate) line_ports: bool,
+    /// File that every request is written to, a line each [default: audit.log in the data directory].
+    #[arg(long, env = "FORKD_AUDIT_LOG", value_name = "FILE")]
+    pub(crate) audit_log: Option<PathBuf>,
+
+    /// How the daemon's own log, on standard error, is written.
+    #[arg(long, env = "FORKD_LOG_FORMAT", default_value = "text", value_name = "FORMAT")]
+    pub(crate) log_format: LogFormat,
+
+    /// OpenTelemetry collector to send traces to, over HTTP, such as http://127.0.0.1:4318 [default: none].
+    #[arg(long, env = "FORKD_OTLP_ENDPOINT", value_name = "URL")]
+    pub(crate) otlp_endpoint: Option<String>,
 
     /// Guest kernel, an ELF vmlinux or a bzImage [default: the library's]. Its modules are looked for in
     /// `modules` beside it and in /lib/modules.
@@ -219,9 +313,28 @@ pub(crate) struct ServeArgs {
           value_parser = clap::value_parser!(u64).range(1..=1000))]
     pub(crate) branch_concurrency: Option<u64>,
 
+    /// How many seconds a guest may take to boot [default: 120].
+    #[arg(long, env = "FORKD_BOOT_TIMEOUT_SECS", value_name = "SECS",
+          value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub(crate) boot_timeout_secs: Option<u64>,
+
+    /// Seconds of silence after which a guest counts as hung [default: 60].
+    #[arg(long, env = "FORKD_UNRESPONSIVE_SECS", value_name = "SECS",
+          value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub(crate) unresponsive_secs: Option<u64>,
+
     /// In the emulated machine: also serve what QEMU forwards.
     #[arg(long, hide = true)]
     pub(crate) in_machine: bool,
+}
+
+/// How a log is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LogFormat {
+    /// Lines for people.
+    Text,
+    /// One object per line.
+    Json,
 }
 
 /// Check what this computer can do, and say how to fix what it cannot.
@@ -230,22 +343,8 @@ pub(crate) struct ServeArgs {
   forkd doctor
   forkd doctor --json | jq '.checks[] | select(.status != \"pass\")'
 
-Exit status: 0 when forkd can work here, perhaps with warnings; 1 when it cannot.")]
+Exit status: 0 when nothing failed, perhaps with warnings; 1 when something did; 2 wrong usage.")]
 pub(crate) struct DoctorArgs {
-    #[command(flatten)]
-    pub(crate) answer: AnswerArgs,
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum TokenCommand {
-    /// Print the token of the daemon the other commands would talk to.
-    #[command(after_help = "Example:
-  curl -H \"Authorization: Bearer $(forkd token print)\" http://127.0.0.1:8889/version")]
-    Print(TokenPrintArgs),
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct TokenPrintArgs {
     #[command(flatten)]
     pub(crate) answer: AnswerArgs,
 }
@@ -256,11 +355,15 @@ pub(crate) enum ImageCommand {
     /// List images.
     #[command(after_help = "Examples:
   forkd image ls
-  forkd image ls --json | jq -r '.[].name'")]
+  forkd image ls --json | jq -r '.[].name'
+
+Exit status: 0 listed, 1 failed, 2 wrong usage.")]
     Ls(JsonArgs),
     /// Remove images. Sandboxes that run from them go on.
     #[command(after_help = "Example:
-  forkd image rm tools mine")]
+  forkd image rm tools mine
+
+Exit status: 0 all removed, 1 one or more could not be, 2 wrong usage.")]
     Rm(ImageRmArgs),
 }
 
@@ -272,7 +375,9 @@ pub(crate) enum ImageCommand {
 #[command(after_help = "Examples:
   forkd image build python
   forkd image build tools --packages git,curl,jq
-  forkd image build mine --tar rootfs.tar --size-mib 4096")]
+  forkd image build mine --tar rootfs.tar --size-mib 4096
+
+Exit status: 0 built, 1 failed, 2 wrong usage.")]
 pub(crate) struct ImageBuildArgs {
     /// Its name.
     #[arg(value_parser = parse_name)]
@@ -312,22 +417,32 @@ pub(crate) struct ImageRmArgs {
     /// Names of images.
     #[arg(required = true, value_parser = parse_name)]
     pub(crate) names: Vec<String>,
+
+    /// Print what became of each as JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum MachineCommand {
     /// Start the machine and the daemon in it; nothing happens if it runs.
     #[command(after_help = "Example:
-  FORKD_MACHINE_MIB=8192 forkd machine start")]
+  FORKD_MACHINE_MIB=8192 forkd machine start
+
+Exit status: 0 it runs, 1 failed, 2 wrong usage.")]
     Start,
     /// Shut the machine down cleanly. What was written to its disk stays.
     #[command(after_help = "Example:
-  forkd machine stop")]
+  forkd machine stop
+
+Exit status: 0 it does not run, 1 failed, 2 wrong usage.")]
     Stop,
     /// Say how the machine is.
     #[command(after_help = "Examples:
   forkd machine status
-  forkd machine status --json | jq -r .state")]
+  forkd machine status --json | jq -r .state
+
+Exit status: 0 told, 1 failed, 2 wrong usage.")]
     Status(JsonArgs),
     Shell(MachineShellArgs),
     /// Parent of QEMU; started by `start`.
@@ -361,20 +476,59 @@ mod tests {
         Cli::command().debug_assert();
     }
 
-    /// A command that does something, and does not end its help without showing how.
-    fn check_examples(command: &clap::Command, path: &str) {
-        let path = format!("{path} {}", command.get_name());
-        let (mut inner, help) = (command.get_subcommands().peekable(), command.get_after_help());
-        if inner.peek().is_none() && !command.is_hide_set() {
-            let help = help.map(ToString::to_string).unwrap_or_default();
-            assert!(help.contains("Example"), "{path} has no example in its help");
+    /// Calls `check` for each command that does something by itself and that help shows.
+    fn for_each_command(command: &clap::Command, above: &str, check: &mut dyn FnMut(&str, &clap::Command)) {
+        for inner in command.get_subcommands().filter(|inner| !inner.is_hide_set()) {
+            let path = format!("{above}{}", inner.get_name());
+            if !inner.has_subcommands() || !inner.is_subcommand_required_set() {
+                check(&path, inner);
+            }
+            for_each_command(inner, &format!("{path} "), check);
         }
-        inner.for_each(|command| check_examples(command, &path));
     }
 
     #[test]
-    fn every_command_shows_an_example() {
-        check_examples(&Cli::command(), "");
+    fn every_command_shows_an_example_and_what_it_exits_with() {
+        for_each_command(&grammar(), "", &mut |path, command| {
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            assert!(help.contains("Example"), "{path} has no example in its help");
+            assert!(help.contains("Exit status"), "{path} does not say what it exits with");
+        });
+    }
+
+    /// What these print is a command's, a file's or nothing.
+    const NO_DATA: &[&str] = &[
+        "run",
+        "shell",
+        "cp",
+        "logs",
+        "serve",
+        "machine start",
+        "machine stop",
+        "machine shell",
+        "bench report",
+        "config check",
+        "completions",
+        "man",
+    ];
+
+    #[test]
+    fn every_command_that_prints_data_prints_json() {
+        for_each_command(&grammar(), "", &mut |path, command| {
+            let json = command.get_arguments().any(|arg| arg.get_long() == Some("json"));
+            assert!(json || NO_DATA.contains(&path), "{path} has no --json");
+        });
+    }
+
+    #[test]
+    fn every_command_that_talks_to_a_daemon_can_be_told_to_which() {
+        const LOCAL: &[&str] = &["image ls", "image rm", "image build", "machine status", "where", "cleanup"];
+        const OWN: &[&str] = &["bench spawn", "bench branch", "parent build"];
+        for_each_command(&grammar(), "", &mut |path, command| {
+            let url = command.get_arguments().any(|arg| arg.get_long() == Some("daemon-url"));
+            let known = [NO_DATA, LOCAL, OWN].iter().any(|list| list.contains(&path));
+            assert!(url || known, "{path} has no --daemon-url");
+        });
     }
 
     #[test]
@@ -392,14 +546,14 @@ mod tests {
     fn options_stand_before_the_dashes_and_ids_before_or_after_them() {
         let parse = |line: &[&str]| Cli::try_parse_from([&["forkd"], line].concat()).unwrap().command;
         let Command::Exec(exec) = parse(&["exec", "--json", "sb1", "--", "ls", "--all"]) else { panic!() };
-        assert!(exec.answer.json && exec.sandbox.id == "sb1");
+        assert!(exec.answer.json && exec.sandbox.id.as_deref() == Some("sb1"));
         assert_eq!(exec.command, ["ls", "--all"]);
         let Command::Eval(eval) = parse(&["eval", "sb1", "--", "-1", "+", "2"]) else { panic!() };
         assert_eq!(eval.code, ["-1", "+", "2"]);
         let Command::Fork(fork) = parse(&["fork", "--tag", "t", "-n", "1000"]) else { panic!() };
         assert_eq!((fork.children.count, fork.settle_secs), (1000, None));
         let Command::Kill(kill) = parse(&["kill", "--tag", "t"]) else { panic!() };
-        assert!(kill.ids.is_empty() && !kill.all && kill.tag.as_deref() == Some("t"));
+        assert!(kill.ids.is_empty() && !kill.all && kill.filter.tag.as_deref() == Some("t"));
     }
 
     #[test]
@@ -426,6 +580,9 @@ mod tests {
             &["forkd", "exec", "sb1"],
             &["forkd", "exec", "no-id", "--", "true"],
             &["forkd", "exec", "sb1", "--timeout", "0", "--", "true"],
+            &["forkd", "exec", "sb1", "-i", "--json", "--", "true"],
+            &["forkd", "shell"],
+            &["forkd", "cp", "a"],
             &["forkd", "eval", "sb1"],
             &["forkd", "eval", "SB1", "--", "1"],
             &["forkd", "ping"],
@@ -464,6 +621,13 @@ mod tests {
             &["forkd", "workspace", "create", "../w", "--snapshot", "t"],
             &["forkd", "workspace", "suspend"],
             &["forkd", "workspace", "rm"],
+            &["forkd", "token", "add"],
+            &["forkd", "token", "add", "../x"],
+            &["forkd", "token", "add", "x", "--scope", "root"],
+            &["forkd", "token", "add", "x", "--expires-in", "0"],
+            &["forkd", "token", "rm"],
+            &["forkd", "serve", "--tls-cert", "x"],
+            &["forkd", "serve", "--tls-key", "x"],
         ] {
             assert_eq!(Cli::try_parse_from(line).unwrap_err().exit_code(), 2, "{line:?}");
         }

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use bytes::Bytes;
-use http_body_util::{BodyExt, Full, Limited};
+use http_body_util::combinators::UnsyncBoxBody;
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
 use hyper::{Method, Request, StatusCode};
 use hyper_util::rt::TokioIo;
@@ -99,7 +101,8 @@ impl Daemon {
         }
         let (_, version) = self.call(Method::GET, "/version", None).await?;
         let address = version.get("address").and_then(Value::as_str);
-        Ok(format!("http://{}", address.context("the daemon is of another version: restart it")?))
+        let scheme = if version.get("tls").and_then(Value::as_bool) == Some(true) { "https" } else { "http" };
+        Ok(format!("{scheme}://{}", address.context("the daemon is of another version: restart it")?))
     }
 
     /// Whether a daemon answers there, within `limit`.
@@ -115,34 +118,48 @@ impl Daemon {
         path: &str,
         body: Option<&Value>,
     ) -> Result<(StatusCode, Value)> {
+        let json = body.map(serde_json::to_vec).transpose()?;
+        let (body, kind) = match json {
+            Some(json) => (Full::from(json), Some("application/json")),
+            None => (Full::default(), None),
+        };
+        let (status, answer) =
+            self.send(method, path, body.map_err(|never| match never {}).boxed_unsync(), kind).await?;
+        let bytes = answer.collect().await?;
+        let text = || Value::String(String::from_utf8_lossy(&bytes).into_owned());
+        Ok((status, serde_json::from_slice(&bytes).unwrap_or_else(|_| text())))
+    }
+
+    /// Asks for something that comes bit by bit, perhaps without end.
+    pub(crate) async fn follow(&self, path: &str) -> Result<Streaming> {
+        let nothing = Full::default().map_err(|never| match never {}).boxed_unsync();
+        self.stream(Method::GET, path, nothing).await
+    }
+
+    async fn send(
+        &self,
+        method: Method,
+        path: &str,
+        body: Streamed,
+        kind: Option<&'static str>,
+    ) -> Result<(StatusCode, Streaming)> {
         let stream = self.connect().await?;
         let failed = || format!("the daemon at {} broke off", self.url());
         let (mut sender, connection) =
             hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.with_context(failed)?;
-        let driver = tokio::spawn(connection);
+        let driver = tokio::spawn(async {
+            let _ = connection.await;
+        });
         let mut request = Request::builder().method(method).uri(path).header(HOST, self.host());
         if let Some(token) = &self.token {
             request = request.header(AUTHORIZATION, format!("Bearer {token}"));
         }
-        let bytes = match body {
-            Some(body) => {
-                request = request.header(CONTENT_TYPE, "application/json");
-                Bytes::from(serde_json::to_vec(body)?)
-            }
-            None => Bytes::new(),
-        };
-        let request = request.body(Full::new(bytes)).context("the request cannot be written as HTTP")?;
+        if let Some(kind) = kind {
+            request = request.header(CONTENT_TYPE, kind);
+        }
+        let request = request.body(body).context("the request cannot be written as HTTP")?;
         let response = sender.send_request(request).await.with_context(failed)?;
-        let status = response.status();
-        let collected = Limited::new(response.into_body(), MAX_ANSWER).collect().await;
-        driver.abort();
-        let bytes = match collected {
-            Ok(collected) => collected.to_bytes(),
-            Err(error) => bail!("the daemon's answer could not be read: {error}"),
-        };
-        let value = serde_json::from_slice(&bytes)
-            .unwrap_or_else(|_| Value::String(String::from_utf8_lossy(&bytes).into_owned()));
-        Ok((status, value))
+        Ok((response.status(), Streaming { body: response.into_body(), driver }))
     }
 
     /// One request that has to succeed; a daemon that says no is [`Refused`].
@@ -152,6 +169,18 @@ impl Daemon {
             return Ok(answer);
         }
         Err(Refused { status, reason: reason(status, Some(&answer)) }.into())
+    }
+
+    /// One request whose body, or answer, is too long to hold; a daemon that says no is [`Refused`].
+    /// Dropping what is returned breaks it off.
+    pub(crate) async fn stream(&self, method: Method, path: &str, body: Streamed) -> Result<Streaming> {
+        let (status, streaming) = self.send(method, path, body, None).await?;
+        if status.is_success() {
+            return Ok(streaming);
+        }
+        let bytes = streaming.collect().await?;
+        let answer: Option<Value> = serde_json::from_slice(&bytes).ok();
+        Err(Refused { status, reason: reason(status, answer.as_ref()) }.into())
     }
 
     /// Opens a WebSocket.
@@ -203,6 +232,50 @@ impl Daemon {
             Ok(stream) => stream.with_context(|| format!("no daemon answers at {}", self.url())),
             Err(_) => bail!("no daemon answers at {} within {} s", self.url(), CONNECT_LIMIT.as_secs()),
         }
+    }
+}
+
+/// A body that comes while it is sent.
+pub(crate) type Streamed = UnsyncBoxBody<Bytes, std::io::Error>;
+
+/// An answer that is read as it comes.
+#[derive(Debug)]
+pub(crate) struct Streaming {
+    body: Incoming,
+    driver: tokio::task::JoinHandle<()>,
+}
+
+impl Streaming {
+    /// The next piece; `None` at the end, an error if it breaks off before.
+    pub(crate) async fn next(&mut self) -> Result<Option<Bytes>> {
+        loop {
+            match self.body.frame().await {
+                None => return Ok(None),
+                Some(frame) => {
+                    if let Ok(data) = frame.context("the daemon broke off in the middle")?.into_data() {
+                        return Ok(Some(data));
+                    }
+                }
+            }
+        }
+    }
+
+    /// All of it, if that is no more than any answer.
+    pub(crate) async fn collect(mut self) -> Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        while let Some(piece) = self.next().await? {
+            if bytes.len() + piece.len() > MAX_ANSWER {
+                bail!("the daemon's answer is too long");
+            }
+            bytes.extend_from_slice(&piece);
+        }
+        Ok(bytes)
+    }
+}
+
+impl Drop for Streaming {
+    fn drop(&mut self) {
+        self.driver.abort();
     }
 }
 

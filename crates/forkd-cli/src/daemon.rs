@@ -13,6 +13,7 @@ use crate::kvm;
 use crate::machine::Machine;
 use crate::paths::{self, Binaries, DataDir};
 use crate::process;
+use crate::settings;
 use crate::ui::Ui;
 
 /// How long a daemon that is there may take to say so.
@@ -92,7 +93,11 @@ async fn start(data: &DataDir, binaries: &Binaries, ui: Ui) -> Result<Daemon> {
     }
     ui.note(format!("no daemon runs; starting one that stays (log: {})", log.display()));
     let mut command = Command::new(&binaries.forkd);
-    command.arg("--data-dir").arg(data.root()).arg("serve");
+    command.arg("--data-dir").arg(data.root());
+    if let Some(file) = settings::path() {
+        command.arg("--config").arg(file);
+    }
+    command.arg("serve");
     let started = process::spawn_detached(&mut command, &log)?;
     let begin = Instant::now();
     while !daemon.is_healthy(HEALTH_LIMIT).await {

@@ -88,12 +88,31 @@ fn why_not_open(error: &std::io::Error) -> String {
     }
 }
 
+/// Whether this computer could go on where a snapshot's guest stopped: by its CPU and by the version of
+/// the state. `Ok(Err)` is why not.
+pub(crate) fn check_state(vmm: &Path, state: &Path) -> Result<std::result::Result<(), String>> {
+    let device = OpenOptions::new().read(true).write(true).open("/dev/kvm")?;
+    let state = fs::File::open(state).with_context(|| format!("cannot read {}", state.display()))?;
+    let (succeeded, _, errors) = ask_monitor(vmm, "check", device.into(), state.into())?;
+    let why = errors.trim().trim_start_matches("forkd-vmm: ").to_owned();
+    Ok(if succeeded { Ok(()) } else { Err(why) })
+}
+
 fn probe(vmm: &Path, device: OwnedFd) -> Result<Kvm> {
+    let (succeeded, text, errors) = ask_monitor(vmm, "probe", device, Stdio::null())?;
+    if !succeeded && text.trim().is_empty() {
+        bail!("it failed: {}", errors.trim());
+    }
+    serde_json::from_str(&text).context("its answer is not what this version of forkd understands")
+}
+
+/// Runs the monitor for one question; whether it succeeded, and what it said.
+fn ask_monitor(vmm: &Path, what: &str, device: OwnedFd, input: Stdio) -> Result<(bool, String, String)> {
     // Away from the number it is to get: duplicating a descriptor onto itself would leave it
     // marked as closed on exec.
     let device = rustix::io::fcntl_dupfd_cloexec(&device, KVM_FD + 1)?;
     let mut command = Command::new(vmm);
-    command.arg("probe").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.arg(what).stdin(input).stdout(Stdio::piped()).stderr(Stdio::piped());
     let raw = device.as_raw_fd();
     // SAFETY: dup2 is async-signal-safe, and `device` is open until after the spawn.
     unsafe {
@@ -111,7 +130,7 @@ fn probe(vmm: &Path, device: OwnedFd) -> Result<Kvm> {
         if started.elapsed() > LIMIT {
             child.kill()?;
             child.wait()?;
-            bail!("the guest it runs gave no answer in {} s", LIMIT.as_secs());
+            bail!("it gave no answer in {} s", LIMIT.as_secs());
         }
         std::thread::sleep(Duration::from_millis(5));
     };
@@ -122,10 +141,7 @@ fn probe(vmm: &Path, device: OwnedFd) -> Result<Kvm> {
         out.take(64 << 10).read_to_string(&mut text)?;
         err.take(64 << 10).read_to_string(&mut errors)?;
     }
-    if !status.success() && text.trim().is_empty() {
-        bail!("{status}: {}", errors.trim());
-    }
-    serde_json::from_str(&text).context("its answer is not what this version of forkd understands")
+    Ok((status.success(), text, errors))
 }
 
 fn identity(file: &Path) -> Result<String> {

@@ -109,6 +109,36 @@ pub(crate) fn ensure_image(data: &DataDir, name: &str, ui: Ui) -> Result<()> {
     Ok(())
 }
 
+/// Makes sure that there is an image called `name`: the one that forkd builds as `base`, with more packages
+/// or another size.
+pub(crate) fn derive(
+    data: &DataDir,
+    base: &str,
+    name: &str,
+    packages: &[String],
+    size_mib: Option<u64>,
+    ui: Ui,
+) -> Result<()> {
+    if library(data).image(name).is_ok() {
+        return Ok(());
+    }
+    let Some(mut spec) = ImageSpec::predefined(base) else {
+        anyhow::bail!(
+            "packages are added to images that forkd builds by itself, such as python, and {base} is none: build \
+             it again with `forkd image build {name} --packages {}`",
+            if packages.is_empty() { "…".to_owned() } else { packages.join(",") }
+        );
+    };
+    if let ImageSource::Packages { packages: all, .. } = &mut spec.source {
+        all.extend(packages.iter().filter(|package| !all.contains(package)).cloned().collect::<Vec<_>>());
+    }
+    name.clone_into(&mut spec.name);
+    spec.size_mib = size_mib.unwrap_or(spec.size_mib);
+    data.create()?;
+    show(ui, &format!("building image {name}"), |progress| library(data).build_image(&spec, progress))?;
+    Ok(())
+}
+
 /// Makes sure that there is a kernel for guests.
 pub(crate) fn ensure_guest_kernel(data: &DataDir, ui: Ui) -> Result<()> {
     ensure_kernel(data, ui).map(drop)

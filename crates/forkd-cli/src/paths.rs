@@ -16,6 +16,9 @@ pub(crate) struct DataDir {
     root: PathBuf,
     /// Nobody chose it: the system's daemon may serve this user, too.
     is_default: bool,
+    /// Where its daemon listens, and where its token is, if somebody chose other places.
+    socket: Option<PathBuf>,
+    token_file: Option<PathBuf>,
 }
 
 impl DataDir {
@@ -30,7 +33,13 @@ impl DataDir {
         };
         let root =
             std::path::absolute(&root).with_context(|| format!("cannot resolve {}", root.display()))?;
-        Ok(DataDir { is_default: is_default || root == Path::new(SYSTEM_DATA_DIR), root })
+        let is_default = is_default || root == Path::new(SYSTEM_DATA_DIR);
+        Ok(DataDir { root, is_default, socket: None, token_file: None })
+    }
+
+    /// The same, with a daemon whose socket or token is somewhere else.
+    pub(crate) fn with_places(self, socket: Option<PathBuf>, token_file: Option<PathBuf>) -> Self {
+        DataDir { socket, token_file, ..self }
     }
 
     pub(crate) fn root(&self) -> &Path {
@@ -52,7 +61,9 @@ impl DataDir {
 
     /// Where a daemon on this data directory listens.
     pub(crate) fn socket(&self) -> PathBuf {
-        if self.root == Path::new(SYSTEM_DATA_DIR) {
+        if let Some(socket) = &self.socket {
+            socket.clone()
+        } else if self.root == Path::new(SYSTEM_DATA_DIR) {
             PathBuf::from(SYSTEM_SOCKET)
         } else {
             self.root.join("forkd.sock")
@@ -68,12 +79,12 @@ impl DataDir {
 
     /// The token of a daemon on this data directory.
     pub(crate) fn token_file(&self) -> PathBuf {
-        self.root.join("token")
+        self.token_file.clone().unwrap_or_else(|| self.root.join("token"))
     }
 
     /// The token of the daemon that listens on one of [`DataDir::sockets`].
     pub(crate) fn token_file_of(&self, socket: &Path) -> PathBuf {
-        if socket == Path::new(SYSTEM_SOCKET) {
+        if socket == Path::new(SYSTEM_SOCKET) && self.token_file.is_none() {
             Path::new(SYSTEM_DATA_DIR).join("token")
         } else {
             self.token_file()
@@ -169,6 +180,14 @@ mod tests {
         assert_eq!(data.sockets(), [PathBuf::from("/srv/x/forkd.sock")]);
         let system = DataDir::resolve(Some(SYSTEM_DATA_DIR.into())).unwrap();
         assert_eq!(system.sockets(), [PathBuf::from(SYSTEM_SOCKET)]);
+    }
+
+    #[test]
+    fn a_daemon_that_was_told_to_listen_elsewhere_is_looked_for_there() {
+        let data = DataDir::resolve(Some("/srv/x".into())).unwrap();
+        let data = data.with_places(Some("/run/x.sock".into()), Some("/etc/token".into()));
+        assert_eq!(data.sockets(), [PathBuf::from("/run/x.sock")]);
+        assert_eq!(data.token_file_of(Path::new("/run/x.sock")), Path::new("/etc/token"));
     }
 
     #[test]

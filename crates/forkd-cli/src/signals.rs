@@ -3,10 +3,11 @@
 use anyhow::Result;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// SIGINT, SIGTERM and SIGHUP of this process, to be passed on.
+/// SIGINT, SIGQUIT, SIGTERM and SIGHUP of this process, to be passed on.
 #[derive(Debug)]
 pub(crate) struct Forwarded {
     interrupt: Signal,
+    quit: Signal,
     terminate: Signal,
     hangup: Signal,
     interrupts: u32,
@@ -17,6 +18,7 @@ impl Forwarded {
     pub(crate) fn listen() -> Result<Self> {
         Ok(Forwarded {
             interrupt: signal(SignalKind::interrupt())?,
+            quit: signal(SignalKind::quit())?,
             terminate: signal(SignalKind::terminate())?,
             hangup: signal(SignalKind::hangup())?,
             interrupts: 0,
@@ -51,6 +53,7 @@ impl Forwarded {
                 self.interrupts += 1;
                 Caught { name: "SIGINT", number: libc::SIGINT as u8, insists: self.interrupts > 1 }
             }
+            _ = self.quit.recv() => Caught { name: "SIGQUIT", number: libc::SIGQUIT as u8, insists: false },
             _ = self.terminate.recv() => Caught { name: "SIGTERM", number: libc::SIGTERM as u8, insists: false },
             _ = self.hangup.recv() => Caught { name: "SIGHUP", number: libc::SIGHUP as u8, insists: false },
         }

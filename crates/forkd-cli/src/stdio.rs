@@ -120,7 +120,7 @@ impl Output {
     }
 
     /// Waits until everything is written. A reader that went away is not a failure.
-    async fn finish(self) -> Result<()> {
+    pub(crate) async fn finish(self) -> Result<()> {
         drop(self.sender);
         match self.written.await {
             Ok(Err(error)) if error.kind() != io::ErrorKind::BrokenPipe => {

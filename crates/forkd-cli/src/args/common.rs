@@ -73,7 +73,7 @@ pub(crate) struct ProcessArgs {
 #[derive(Debug, Args)]
 pub(crate) struct LimitArgs {
     /// End it after this many seconds, at most 30 days.
-    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
+    #[arg(long, alias = "timeout-secs", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
           value_name = "SECS")]
     pub(crate) timeout: u64,
 }
@@ -86,12 +86,48 @@ pub(crate) struct SandboxArgs {
     pub(crate) id: String,
 }
 
+/// Where a guest speaks the line protocol, instead of a sandbox of the daemon's.
+#[derive(Debug, Args)]
+pub(crate) struct LineTargetArgs {
+    /// Speak the line protocol with this address, when no ID is given.
+    #[arg(long, env = "FORKD_TARGET", value_name = "HOST:PORT")]
+    pub(crate) target: Option<String>,
+
+    /// Accepted, without meaning: give the ID of a sandbox instead.
+    #[arg(long, value_name = "NETNS", hide = true)]
+    pub(crate) child: Option<String>,
+}
+
+/// The sandbox something is done to, or where it speaks the line protocol.
+#[derive(Debug, Args)]
+pub(crate) struct TargetArgs {
+    /// Id of the sandbox (`forkd ls`).
+    #[arg(required_unless_present = "target", value_parser = parse_id, value_name = "ID")]
+    pub(crate) id: Option<String>,
+
+    #[command(flatten)]
+    pub(crate) line: LineTargetArgs,
+}
+
+/// Whether the daemon serves a port for each sandbox.
+#[derive(Debug, Args)]
+pub(crate) struct LinePortArgs {
+    /// Have the daemon serve a port of its loopback for each, which speaks the line protocol and every user
+    /// of its computer can use; print it as FORKD_TARGET.
+    #[arg(long)]
+    pub(crate) line_port: bool,
+}
+
 /// The sandboxes something is done to.
 #[derive(Debug, Args)]
 pub(crate) struct SandboxesArgs {
     /// Ids of sandboxes (`forkd ls`).
     #[arg(required = true, value_parser = parse_id, value_name = "ID")]
     pub(crate) ids: Vec<String>,
+
+    /// Print what became of each as JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
 
     #[command(flatten)]
     pub(crate) daemon: DaemonArgs,

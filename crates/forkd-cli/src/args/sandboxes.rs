@@ -3,8 +3,8 @@
 use clap::Args;
 
 use super::{
-    AnswerArgs, DaemonArgs, LimitArgs, MAX_SECS, MemoryLimitArgs, ProcessArgs, SandboxArgs, parse_id,
-    parse_name, parse_variable,
+    AnswerArgs, DaemonArgs, FilterArgs, LifeArgs, LimitArgs, LinePortArgs, LineTargetArgs, MAX_SECS,
+    MemoryLimitArgs, ProcessArgs, SandboxArgs, TargetArgs, parse_id, parse_name, parse_variable,
 };
 
 /// How many children one call may ask for.
@@ -33,6 +33,9 @@ pub(crate) struct ChildrenArgs {
     /// times.
     #[arg(long, short, value_parser = parse_variable, value_name = "NAME=VALUE")]
     pub(crate) env: Vec<(String, String)>,
+
+    #[command(flatten)]
+    pub(crate) life: LifeArgs,
 }
 
 /// Fork children from a snapshot and say how long it took.
@@ -51,9 +54,14 @@ pub(crate) struct ForkArgs {
     #[command(flatten)]
     pub(crate) children: ChildrenArgs,
 
-    /// Stay for this many seconds, then end the children; they also end when this command does.
-    #[arg(long, value_parser = clap::value_parser!(u64).range(0..=MAX_SECS), value_name = "SECS")]
+    /// Stay for this many seconds, then end the children; they also end when this command does. Until then
+    /// this command serves a port of loopback for each child, the first on FORKD_TARGET if that is set.
+    #[arg(long, conflicts_with = "ttl", value_parser = clap::value_parser!(u64).range(0..=MAX_SECS),
+          value_name = "SECS")]
     pub(crate) settle_secs: Option<u64>,
+
+    #[command(flatten)]
+    pub(crate) line: LinePortArgs,
 
     #[command(flatten)]
     pub(crate) answer: AnswerArgs,
@@ -65,6 +73,7 @@ pub(crate) struct ForkArgs {
   ID=$(forkd spawn --tag numpy)
   forkd spawn --tag numpy -n 20 --env API_KEY=secret > ids
   forkd spawn --tag numpy -n 500 --no-wait
+  forkd spawn --tag numpy --label job=7 --idle 600 --on-timeout suspend
 
 Exit status: 0 all children started, 1 some or all failed (those that started are printed and go on
 running), 2 wrong usage.")]
@@ -77,6 +86,9 @@ pub(crate) struct SpawnArgs {
     pub(crate) no_wait: bool,
 
     #[command(flatten)]
+    pub(crate) line: LinePortArgs,
+
+    #[command(flatten)]
     pub(crate) answer: AnswerArgs,
 }
 
@@ -84,10 +96,23 @@ pub(crate) struct SpawnArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd ls
+  forkd ls --label job=7 --state running
+  forkd ls --gone
   forkd ls --json | jq -r '.[] | select(.state == \"running\") | .id'
 
 Exit status: 0 listed, 1 failed, 2 wrong usage.")]
 pub(crate) struct LsArgs {
+    #[command(flatten)]
+    pub(crate) filter: FilterArgs,
+
+    /// In this state.
+    #[arg(long, value_parser = ["starting", "running", "unresponsive", "paused", "ended"], value_name = "STATE")]
+    pub(crate) state: Option<String>,
+
+    /// Those that ended and are gone, for a day, and why.
+    #[arg(long, conflicts_with = "state")]
+    pub(crate) gone: bool,
+
     #[command(flatten)]
     pub(crate) answer: AnswerArgs,
 }
@@ -95,12 +120,16 @@ pub(crate) struct LsArgs {
 /// Run a command in a sandbox, to its end.
 ///
 /// Its standard input is empty; its output is shown when it has ended. ^C stops the waiting, the
-/// command goes on until its time is over.
+/// command goes on until its time is over. With -i or -t it is as if the command ran here: output comes as
+/// it is written, signals are passed on, and the command ends with this process.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd exec sb4k2n -- uname -a
   forkd exec sb4k2n --env LANG=C.UTF-8 --cwd /tmp --user nobody --timeout 10 -- sh -c 'pwd; id'
   forkd exec sb4k2n --json -- hostname | jq -r .stdout
+  tar c src | forkd exec -i sb4k2n --cwd /root -- tar x
+  forkd exec -it sb4k2n -- python3
+  forkd exec --target 127.0.0.1:40123 -- hostname
 
 Exit status: the command's own, with --json too, or
   124    its --timeout was over
@@ -111,13 +140,17 @@ Exit status: the command's own, with --json too, or
   2      wrong usage; nothing was run")]
 pub(crate) struct ExecArgs {
     #[command(flatten)]
-    pub(crate) sandbox: SandboxArgs,
+    pub(crate) sandbox: TargetArgs,
 
     #[command(flatten)]
     pub(crate) process: ProcessArgs,
 
     #[command(flatten)]
-    pub(crate) limit: LimitArgs,
+    pub(crate) streams: StreamArgs,
+
+    /// End it after this many seconds, at most 30 days [default: 600; with -i or -t none].
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=MAX_SECS), value_name = "SECS")]
+    pub(crate) timeout: Option<u64>,
 
     #[command(flatten)]
     pub(crate) answer: AnswerArgs,
@@ -125,6 +158,78 @@ pub(crate) struct ExecArgs {
     /// The command and its arguments; no shell is involved.
     #[arg(last = true, required = true, value_name = "CMD")]
     pub(crate) command: Vec<String>,
+}
+
+/// What a command has of this process.
+#[derive(Debug, Args)]
+pub(crate) struct StreamArgs {
+    /// Pass standard input on, and show output as it comes.
+    #[arg(long, short, conflicts_with = "json")]
+    pub(crate) interactive: bool,
+
+    /// Give the command a terminal: this one, if it is one.
+    #[arg(long, short, conflicts_with = "json")]
+    pub(crate) tty: bool,
+}
+
+/// Open a shell in a sandbox, or run a command there on this terminal.
+///
+/// Keys, colours and the size of the window are the command's. Where standard input is no terminal, there
+/// is none in the sandbox, either, and what comes from it is run or read.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd shell sb4k2n
+  forkd shell sb4k2n --user nobody -- top
+  echo 'cd /etc; ls' | forkd shell sb4k2n
+
+Exit status: the command's own; 128+N when signal N ended it; 125 when forkd itself failed.")]
+pub(crate) struct ShellArgs {
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
+
+    #[command(flatten)]
+    pub(crate) process: ProcessArgs,
+
+    #[command(flatten)]
+    pub(crate) daemon: DaemonArgs,
+
+    /// Command to run instead of a shell.
+    #[arg(last = true, value_name = "CMD")]
+    pub(crate) command: Vec<String>,
+}
+
+/// Copy files and folders into a sandbox or out of it.
+///
+/// One side is SANDBOX:/PATH. A file is written whole or not at all. Links and special files are left out
+/// and named, and so is everything whose name would lead out of DST.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd cp model.bin sb4k2n:/root/
+  forkd cp -r sb4k2n:/root/results .
+  generate | forkd cp - sb4k2n:/root/input.csv
+  forkd cp sb4k2n:/var/log/dpkg.log - | tail
+
+Exit status: 0 everything copied, 1 failed or something was left out, 2 wrong usage.")]
+pub(crate) struct CpArgs {
+    /// What to copy: a path here, SANDBOX:/PATH, or - for standard input.
+    #[arg(value_name = "SRC")]
+    pub(crate) source: String,
+
+    /// Where to: a path here, SANDBOX:/PATH, or - for standard output. In a folder that is there the copy
+    /// gets the name of SRC.
+    #[arg(value_name = "DST")]
+    pub(crate) destination: String,
+
+    /// Folders, with all that is in them.
+    #[arg(long, short)]
+    pub(crate) recursive: bool,
+
+    /// User in the sandbox whose permissions count [default: root].
+    #[arg(long, short, value_name = "USER")]
+    pub(crate) user: Option<String>,
+
+    #[command(flatten)]
+    pub(crate) answer: AnswerArgs,
 }
 
 /// Evaluate Python in a sandbox's warmed interpreter.
@@ -140,7 +245,7 @@ Exit status: 0 evaluated, 1 the code raised (its traceback is on standard error)
 over, 125 forkd itself failed, 2 wrong usage.")]
 pub(crate) struct EvalArgs {
     #[command(flatten)]
-    pub(crate) sandbox: SandboxArgs,
+    pub(crate) sandbox: TargetArgs,
 
     #[command(flatten)]
     pub(crate) limit: LimitArgs,
@@ -162,8 +267,33 @@ pub(crate) struct EvalArgs {
 Exit status: 0 all answer, 1 one or more do not, 2 wrong usage.")]
 pub(crate) struct PingArgs {
     /// Ids of sandboxes (`forkd ls`).
-    #[arg(required = true, value_parser = parse_id, value_name = "ID")]
+    #[arg(required_unless_present = "target", value_parser = parse_id, value_name = "ID")]
     pub(crate) ids: Vec<String>,
+
+    #[command(flatten)]
+    pub(crate) line: LineTargetArgs,
+
+    #[command(flatten)]
+    pub(crate) answer: AnswerArgs,
+}
+
+/// Serve a port of loopback that speaks the line protocol with a sandbox, until ^C.
+///
+/// It is what clients of the reference want as FORKD_TARGET: one JSON line in, one out. Every user of this
+/// computer can use the port as long as this command runs.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd line sb4k2n
+  forkd line sb4k2n --listen 127.0.0.1:8888
+
+Exit status: 130 ended by ^C, 1 failed, 2 wrong usage.")]
+pub(crate) struct LineArgs {
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
+
+    /// The port to serve [default: any].
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub(crate) listen: Option<std::net::SocketAddr>,
 
     #[command(flatten)]
     pub(crate) answer: AnswerArgs,
@@ -174,21 +304,26 @@ pub(crate) struct PingArgs {
 #[command(after_help = "Examples:
   forkd kill sb4k2n sb7x1q
   forkd kill --tag numpy
+  forkd kill --label job=7
   forkd kill --all
 
 Exit status: 0 all ended, 1 one or more could not be, 2 wrong usage.")]
 pub(crate) struct KillArgs {
     /// Ids of sandboxes (`forkd ls`).
-    #[arg(required_unless_present_any = ["all", "tag"], value_parser = parse_id, value_name = "ID")]
+    #[arg(required_unless_present_any = ["all", "tag", "label"], conflicts_with_all = ["tag", "label"],
+          value_parser = parse_id, value_name = "ID")]
     pub(crate) ids: Vec<String>,
 
     /// All sandboxes of the daemon.
-    #[arg(long, conflicts_with_all = ["ids", "tag"])]
+    #[arg(long, conflicts_with_all = ["ids", "tag", "label"])]
     pub(crate) all: bool,
 
-    /// All children of this snapshot.
-    #[arg(long, conflicts_with = "ids", value_parser = parse_name, value_name = "TAG")]
-    pub(crate) tag: Option<String>,
+    #[command(flatten)]
+    pub(crate) filter: FilterArgs,
+
+    /// Print what became of each as JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
 
     #[command(flatten)]
     pub(crate) daemon: DaemonArgs,

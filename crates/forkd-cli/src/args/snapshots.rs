@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use super::{AnswerArgs, DaemonArgs, GuestArgs, parse_name};
+use super::{AnswerArgs, DaemonArgs, GuestArgs, parse_id, parse_name};
 
 /// Warm a guest once and keep it as a snapshot, to fork children from.
 ///
@@ -13,8 +13,9 @@ use super::{AnswerArgs, DaemonArgs, GuestArgs, parse_name};
   forkd snapshot --tag numpy --image python --warm-python 'import numpy'
   forkd snapshot --tag app --image tools --warm 'cd /srv && ./prepare.sh' --vcpus 2 --mem-size-mib 1024
   forkd snapshot --tag numpy --image python --warm-python 'import numpy' --json | jq -r .dir
+  forkd snapshot --tag before-deploy --from-sandbox sb4k2n
 
-A warm-up that goes on running, such as a server, is warm once it has created the file named by
+With --from-sandbox it is `forkd branch`. A warm-up that goes on running, such as a server, is warm once it has created the file named by
 FORKD_READY_FILE in its environment.
 
 Exit status: 0 made, 1 failed (nothing is kept but the reason, in `forkd images`), 130 cancelled by ^C,
@@ -25,8 +26,25 @@ pub(crate) struct SnapshotArgs {
     pub(crate) tag: String,
 
     /// Image to boot (`forkd image ls`).
-    #[arg(long, value_parser = parse_name, value_name = "NAME")]
-    pub(crate) image: String,
+    #[arg(long, value_parser = parse_name, required_unless_present = "from_sandbox", value_name = "NAME")]
+    pub(crate) image: Option<String>,
+
+    /// Keep this moment of a running sandbox instead.
+    #[arg(long, value_parser = parse_id, conflicts_with_all = ["image", "warm", "warm_python"],
+          value_name = "ID")]
+    pub(crate) from_sandbox: Option<String>,
+
+    /// With --from-sandbox: store what differs, and wait until it is on disk.
+    #[arg(long, requires = "from_sandbox", conflicts_with_all = ["live", "image"])]
+    pub(crate) diff: bool,
+
+    /// With --from-sandbox: the same, while the sandbox runs.
+    #[arg(long, requires = "from_sandbox", conflicts_with = "image")]
+    pub(crate) live: bool,
+
+    /// With --live: do not wait until it is on disk.
+    #[arg(long, requires = "live")]
+    pub(crate) no_wait: bool,
 
     /// Shell command line that warms the guest.
     #[arg(long, value_name = "CMD")]
@@ -63,6 +81,10 @@ pub(crate) struct TagsArgs {
     /// Tags of snapshots (`forkd images`).
     #[arg(required = true, value_parser = parse_name, value_name = "TAG")]
     pub(crate) tags: Vec<String>,
+
+    /// Print what became of each as JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
 
     #[command(flatten)]
     pub(crate) daemon: DaemonArgs,

@@ -88,6 +88,10 @@ pub(crate) struct WorkspaceRmArgs {
     #[arg(required = true, value_parser = parse_name, value_name = "NAME")]
     pub(crate) names: Vec<String>,
 
+    /// Print what became of each as JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
+
     #[command(flatten)]
     pub(crate) daemon: DaemonArgs,
 }

@@ -4,6 +4,7 @@ mod branch;
 mod chain;
 mod companion;
 mod emulated;
+mod quick;
 mod results;
 mod server;
 mod spawn;
@@ -20,8 +21,32 @@ use forkd_bench::{bare, chart, floor, report, writer};
 
 use self::results::Output;
 use super::Context;
+use crate::args::QuickBenchArgs;
 use crate::paths::Binaries;
 use crate::{kvm, library, ui};
+
+/// Measure how fast forkd is on this computer.
+///
+/// Without a subcommand: what the daemon at hand takes to spawn a child, run a command in it, branch it,
+/// fork the branch and clean up; nothing is left behind. The subcommands measure one thing thoroughly,
+/// with a daemon of their own.
+#[derive(Debug, Args)]
+#[command(
+    args_conflicts_with_subcommands = true,
+    after_help = "Examples:
+  forkd bench
+  forkd bench --tag numpy --n 20 --json | jq '.steps[] | {name, ms}'
+  sudo forkd bench spawn --quick
+
+Exit status: 0 measured, 1 failed, 130 ended by ^C, 2 wrong usage."
+)]
+pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    pub(crate) command: Option<BenchCommand>,
+
+    #[command(flatten)]
+    quick: QuickBenchArgs,
+}
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
@@ -179,7 +204,9 @@ impl From<MemoryKind> for Kind {
 /// Print results as a table, and draw them.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:
-  forkd bench report bench/results/spawn.jsonl --charts bench/charts")]
+  forkd bench report bench/results/spawn.jsonl --charts bench/charts
+
+Exit status: 0 printed, 1 failed, 2 wrong usage.")]
 pub(crate) struct ReportArgs {
     /// What `forkd bench spawn --json` and `forkd bench branch --json` printed.
     #[arg(required = true, value_name = "FILE")]
@@ -228,7 +255,8 @@ fn parse_count(text: &str) -> Result<usize, String> {
     }
 }
 
-pub(crate) fn bench(context: &Context, command: BenchCommand) -> Result<u8> {
+pub(crate) fn bench(context: &Context, args: BenchArgs) -> Result<u8> {
+    let Some(command) = args.command else { return quick::quick(context, &args.quick) };
     match command {
         BenchCommand::Spawn(args) => spawn::spawn(context, &args),
         BenchCommand::Branch(args) => branch::branch(context, &args),
@@ -330,7 +358,7 @@ mod tests {
 
     fn parsed(line: &[&str]) -> Result<SpawnArgs, clap::Error> {
         match Cli::try_parse_from(["forkd", "bench", "spawn"].iter().chain(line))?.command {
-            Command::Bench(BenchCommand::Spawn(args)) => Ok(args),
+            Command::Bench(BenchArgs { command: Some(BenchCommand::Spawn(args)), .. }) => Ok(args),
             _ => panic!("not bench spawn"),
         }
     }

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::{Context, WrongUsage, with_daemon};
 use crate::api::{self, Saving, Snapshot, SnapshotStatus};
-use crate::args::{BranchArgs, BranchMode};
+use crate::args::{AnswerArgs, BranchArgs, BranchMode};
 use crate::client::{Daemon, Refused};
 use crate::signals::Forwarded;
 use crate::ui::{self, Progress, Ui};
@@ -19,20 +19,27 @@ const POLL: Duration = Duration::from_millis(200);
 /// Takes a branch and returns the status to exit with.
 pub(crate) fn branch(context: &Context, args: &BranchArgs) -> Result<u8> {
     if args.no_wait && args.mode != BranchMode::Live {
-        return Err(WrongUsage("--no-wait goes with --mode live: the others are done when stored").into());
+        return Err(
+            WrongUsage::new("--no-wait goes with --mode live: the others are done when stored").into()
+        );
     }
     let wanted =
         Wanted { id: &args.sandbox.id, tag: args.tag.as_deref(), mode: args.mode, wait: !args.no_wait };
-    with_daemon(context, &args.answer.daemon, async |daemon| {
+    keep(context, &wanted, &args.answer)
+}
+
+/// Takes a branch and tells of it.
+pub(super) fn keep(context: &Context, wanted: &Wanted<'_>, output: &AnswerArgs) -> Result<u8> {
+    with_daemon(context, &output.daemon, async |daemon| {
         let mut signals = Forwarded::listen()?;
         let answer = tokio::select! {
-            answer = take(&daemon, &wanted, context.ui) => answer?,
+            answer = take(&daemon, wanted, context.ui) => answer?,
             caught = signals.next() => {
                 context.ui.warn("left; a branch that was begun goes on: `forkd images` tells how far it is");
                 return Ok(caught.status());
             }
         };
-        if args.answer.json {
+        if output.json {
             ui::print_json(&answer)?;
         } else {
             ui::print(&describe(&api::read(&answer)?))?;

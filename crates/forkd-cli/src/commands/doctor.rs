@@ -6,7 +6,7 @@ use super::{Context, runtime};
 use crate::args::DoctorArgs;
 use crate::{doctor, ui};
 
-/// Makes all checks and prints them; the status says whether forkd can work here.
+/// Makes all checks and prints them; the status says whether something failed.
 pub(crate) fn doctor(context: &Context, args: &DoctorArgs) -> Result<u8> {
     let report = runtime()?.block_on(doctor::examine(&context.data, &args.answer.daemon, context.ui));
     if args.answer.json {
@@ -14,5 +14,5 @@ pub(crate) fn doctor(context: &Context, args: &DoctorArgs) -> Result<u8> {
     } else {
         ui::print(&report.to_text())?
     }
-    Ok(if report.usable() { 0 } else { 1 })
+    Ok(u8::from(report.totals.fail > 0))
 }

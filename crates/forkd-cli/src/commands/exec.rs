@@ -1,23 +1,45 @@
-//! `forkd exec` and `forkd eval`: code in a sandbox that is there already.
+//! `forkd exec`, `forkd shell` and `forkd eval`: code in a sandbox that is there already.
 
 use std::collections::BTreeMap;
 use std::io;
 
 use anyhow::Result;
+use forkd_controller::frames::ExecStreamRequest;
 use forkd_controller::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 use hyper::Method;
 
-use super::{Context, with_daemon};
+use super::{Context, WrongUsage, with_daemon};
 use crate::api;
-use crate::args::{EvalArgs, ExecArgs};
+use crate::args::{DaemonArgs, EvalArgs, ExecArgs, ProcessArgs, ShellArgs, StreamArgs};
+use crate::conversation::{self, Conversation, Streams};
+use crate::line;
+use crate::terminal::RawTerminal;
 use crate::ui::{self, Ui};
+
+/// Seconds a command that is waited for may take, if nobody says.
+const USUAL_TIMEOUT: u64 = 600;
+/// What an interactive shell is: bash where there is one.
+const LOGIN_SHELL: &str = "if [ -x /bin/bash ]; then exec /bin/bash -l; else exec /bin/sh -l; fi";
 
 /// Runs a command and returns its status.
 pub(crate) fn exec(context: &Context, args: ExecArgs) -> Result<u8> {
-    let path = format!("{}/exec", api::sandbox_path(&args.sandbox.id));
+    let timeout = args.timeout.unwrap_or(USUAL_TIMEOUT);
+    let StreamArgs { interactive, tty } = args.streams;
+    let Some(id) = &args.sandbox.id else {
+        if interactive || tty {
+            return Err(WrongUsage::new("a target runs commands to their end; leave -i and -t out").into());
+        }
+        let request = line::exec_request(&args.command, timeout);
+        return super::line::exec(context, &args.sandbox.line, &request, args.answer.json);
+    };
+    if interactive || tty {
+        let request = stream_request(args.command, args.process, args.timeout, tty);
+        return stream(context, &args.answer.daemon, id, interactive, &request);
+    }
+    let path = format!("{}/exec", api::sandbox_path(id));
     let request = ExecRequest {
         args: args.command,
-        timeout_secs: args.limit.timeout,
+        timeout_secs: timeout,
         env: args.process.env.into_iter().collect::<BTreeMap<_, _>>(),
         cwd: args.process.cwd,
         user: args.process.user,
@@ -32,6 +54,57 @@ pub(crate) fn exec(context: &Context, args: ExecArgs) -> Result<u8> {
             show_exec(&reply, &mut io::stdout().lock(), "--timeout", context.ui)?;
         }
         Ok(status(reply.exit_code))
+    })
+}
+
+/// A shell, or a command, on this terminal; its status.
+pub(crate) fn shell(context: &Context, args: ShellArgs) -> Result<u8> {
+    let tty = RawTerminal::is_there();
+    let command = match args.command {
+        command if !command.is_empty() => command,
+        _ if tty => ["/bin/sh", "-c", LOGIN_SHELL].map(str::to_owned).into(),
+        // Commands come from a pipe.
+        _ => vec!["/bin/sh".to_owned()],
+    };
+    let mut process = args.process;
+    if let (true, Ok(name)) = (tty, std::env::var("TERM")) {
+        // Before those that were asked for, which win.
+        process.env.insert(0, ("TERM".to_owned(), name));
+    }
+    let request = stream_request(command, process, None, tty);
+    stream(context, &args.daemon, &args.sandbox.id, true, &request)
+}
+
+fn stream_request(
+    args: Vec<String>,
+    process: ProcessArgs,
+    timeout_secs: Option<u64>,
+    tty: bool,
+) -> ExecStreamRequest {
+    ExecStreamRequest {
+        args,
+        env: process.env.into_iter().collect(),
+        cwd: process.cwd,
+        user: process.user,
+        timeout_secs,
+        pty: tty.then(conversation::terminal_size),
+        keep: false,
+    }
+}
+
+/// Runs a command as if it ran here.
+fn stream(
+    context: &Context,
+    daemon: &DaemonArgs,
+    id: &str,
+    stdin: bool,
+    request: &ExecStreamRequest,
+) -> Result<u8> {
+    let path = format!("{}/exec/stream", api::sandbox_path(id));
+    let streams = Streams { stdin, tty: request.pty.is_some() };
+    with_daemon(context, daemon, async |daemon| {
+        let socket = daemon.websocket(&path).await?;
+        Conversation::new(socket, context.ui, streams).hold(request).await
     })
 }
 
@@ -52,7 +125,11 @@ pub(super) fn show_exec(reply: &ExecReply, stdout: &mut impl io::Write, option: 
 
 /// Evaluates code and returns 0, or 1 if it raised.
 pub(crate) fn eval(context: &Context, args: &EvalArgs) -> Result<u8> {
-    let path = format!("{}/eval", api::sandbox_path(&args.sandbox.id));
+    let Some(id) = &args.sandbox.id else {
+        let request = line::eval_request(&args.code.join(" "), args.limit.timeout);
+        return super::line::eval(context, &args.sandbox.line, &request, args.answer.json);
+    };
+    let path = format!("{}/eval", api::sandbox_path(id));
     let request = EvalRequest { code: args.code.join(" "), timeout_secs: args.limit.timeout };
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let answer = daemon.ask(Method::POST, &path, Some(&serde_json::to_value(&request)?)).await?;
@@ -82,7 +159,7 @@ fn with_line(text: &str, line: Option<&String>) -> String {
 }
 
 /// A status of a guest's as one of ours: what does not fit is a failure, never a success.
-fn status(exit_code: i32) -> u8 {
+pub(super) fn status(exit_code: i32) -> u8 {
     u8::try_from(exit_code).unwrap_or(u8::MAX)
 }
 

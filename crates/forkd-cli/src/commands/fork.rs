@@ -1,18 +1,21 @@
 //! `forkd fork` and `forkd spawn`: children of a snapshot.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::Result;
 use hyper::Method;
 use serde::Serialize;
 use serde_json::{Value, json};
+use tokio::net::TcpListener;
 
-use super::{Context, sandboxes, with_daemon};
+use super::{Context, life, sandboxes, with_daemon};
 use crate::api::{self, ChildError, Sandbox, Spawned};
 use crate::args::{ChildrenArgs, ForkArgs, SpawnArgs};
 use crate::client::Daemon;
 use crate::clock;
+use crate::line::Relay;
 use crate::signals::{Caught, Forwarded};
 use crate::ui::{self, Ui};
 
@@ -22,7 +25,11 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         // Before there are children, so that none is left behind by a ^C.
         let mut signals = args.settle_secs.map(|_| Forwarded::listen()).transpose()?;
+        let wanted = if args.settle_secs.is_some() { wanted_port().await? } else { None };
         let mut body = request(&args.children);
+        if args.line.line_port {
+            body["line_port"] = json!(true);
+        }
         if let Some(settle) = args.settle_secs {
             // Should this process be killed, the daemon ends them. From its own clock: some seconds
             // more, so that it does not do so while they are counted.
@@ -37,12 +44,18 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
                 Err(caught) => return Ok(caught.status()),
             },
         };
-        let spawned: Spawned = api::read(&answer)?;
+        let mut spawned: Spawned = api::read(&answer)?;
+        if args.settle_secs.is_some()
+            && let Err(error) = serve_lines(&daemon, &mut spawned.children, wanted).await
+        {
+            ui.warn(format!("the children have no ports: {error:#}"));
+        }
         let times = Times::of(asked_unix_ms, &spawned.children);
         if args.answer.json {
-            ui::print_json(&with_times(answer, &times))?;
+            ui::print_json(&with_times(with_targets(answer, &spawned.children), &times))?;
         } else {
             ui::print(&render(&spawned, args.children.count, &times))?;
+            print_targets(&spawned.children)?;
             warn_of(&spawned.errors, ui);
         }
         if let (Some(secs), Some(signals)) = (args.settle_secs, &mut signals)
@@ -58,6 +71,9 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
 pub(crate) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let mut body = request(&args.children);
+        if args.line.line_port {
+            body["line_port"] = json!(true);
+        }
         if args.no_wait {
             body["wait"] = json!(false);
         }
@@ -68,10 +84,59 @@ pub(crate) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
         } else {
             let ids: Vec<&str> = spawned.children.iter().map(|child| child.id.as_str()).collect();
             ui::print(&ids.join("\n"))?;
+            for child in spawned.children.iter().filter(|_| args.line.line_port) {
+                context.ui.note(format!("{}: FORKD_TARGET={}", child.id, child.guest_addr));
+            }
             warn_of(&spawned.errors, context.ui);
         }
         Ok(u8::from(!spawned.errors.is_empty()))
     })
+}
+
+/// The port that FORKD_TARGET names, taken before there are children: whoever started this command may be
+/// about to speak with it, and must not find somebody else there.
+async fn wanted_port() -> Result<Option<TcpListener>> {
+    let wanted = std::env::var("FORKD_TARGET").ok().and_then(|target| target.parse::<SocketAddr>().ok());
+    match wanted.filter(|address| address.ip().is_loopback()) {
+        Some(address) => Relay::bind(Some(address)).await.map(Some),
+        None => Ok(None),
+    }
+}
+
+/// Serves a port for each child as long as this command runs, which is then where it is reached; the first
+/// one on `wanted`.
+async fn serve_lines(
+    daemon: &Daemon,
+    children: &mut [Sandbox],
+    mut wanted: Option<TcpListener>,
+) -> Result<()> {
+    for child in children {
+        let listener = match wanted.take() {
+            Some(listener) => listener,
+            None => Relay::bind(None).await?,
+        };
+        child.guest_addr = Relay::serve(listener, daemon.clone(), &child.id)?.target().to_string();
+    }
+    Ok(())
+}
+
+/// The children with the addresses at which they are reached.
+fn with_targets(mut answer: Value, children: &[Sandbox]) -> Value {
+    if let Some(told) = answer.get_mut("children").and_then(Value::as_array_mut) {
+        for (told, child) in told.iter_mut().zip(children) {
+            told["guest_addr"] = json!(child.guest_addr);
+        }
+    }
+    answer
+}
+
+/// Where the line protocol is spoken with children, if it is on loopback.
+fn print_targets(children: &[Sandbox]) -> Result<()> {
+    let local = |child: &&Sandbox| child.guest_addr.starts_with("127.0.0.1:");
+    for child in children.iter().filter(local) {
+        ui::print(&format!("FORKD_TARGET={}  # {}", child.guest_addr, child.id))?;
+    }
+    Ok(())
 }
 
 /// How much longer than this command children that settle may live.
@@ -91,6 +156,7 @@ fn request(args: &ChildrenArgs) -> Value {
     if !args.env.is_empty() {
         body["envs"] = json!(args.env.iter().cloned().collect::<BTreeMap<_, _>>());
     }
+    life::ask_for(&mut body, &args.life);
     body
 }
 
@@ -126,7 +192,7 @@ async fn settle(
 
 /// When children answered. In milliseconds since the daemon got the request, unless it did not wait.
 #[derive(Debug, PartialEq, Serialize)]
-struct Times {
+pub(super) struct Times {
     asked_unix_ms: u64,
     first_ms: Option<f64>,
     p50_ms: Option<f64>,
@@ -134,7 +200,7 @@ struct Times {
 }
 
 impl Times {
-    fn of(asked_unix_ms: u64, children: &[Sandbox]) -> Self {
+    pub(super) fn of(asked_unix_ms: u64, children: &[Sandbox]) -> Self {
         let mut ready: Vec<f64> = children.iter().filter_map(|child| child.ready_ms).collect();
         ready.sort_by(f64::total_cmp);
         Times {
@@ -148,7 +214,7 @@ impl Times {
 }
 
 /// The daemon's answer with the times.
-fn with_times(mut answer: Value, times: &Times) -> Value {
+pub(super) fn with_times(mut answer: Value, times: &Times) -> Value {
     if let Value::Object(fields) = &mut answer {
         fields.insert("times".into(), json!(times));
     }
@@ -156,7 +222,7 @@ fn with_times(mut answer: Value, times: &Times) -> Value {
 }
 
 /// The children, then the times.
-fn render(spawned: &Spawned, wanted: u16, times: &Times) -> String {
+pub(super) fn render(spawned: &Spawned, wanted: u16, times: &Times) -> String {
     let time = |ms: Option<f64>| ms.map_or_else(|| "-".to_owned(), ui::milliseconds);
     let row = |child: &Sandbox| {
         let pid = child.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string());
@@ -173,7 +239,7 @@ fn render(spawned: &Spawned, wanted: u16, times: &Times) -> String {
     )
 }
 
-fn warn_of(errors: &[ChildError], ui: Ui) {
+pub(super) fn warn_of(errors: &[ChildError], ui: Ui) {
     for ChildError { index, error } in errors {
         ui.warn(format!("child {index} did not start: {error}"));
     }

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use super::Context;
+use super::{Context, report};
 use crate::args::{ImageBuildArgs, ImageRmArgs, JsonArgs};
 use crate::{library, ui};
 
@@ -32,15 +32,7 @@ pub(crate) fn list(context: &Context, args: &JsonArgs) -> Result<()> {
 
 /// Removes images; those that can be are, also when another cannot.
 pub(crate) fn remove(context: &Context, args: &ImageRmArgs) -> Result<u8> {
-    let mut status = 0;
-    for name in &args.names {
-        match library::remove(&context.data, name) {
-            Ok(()) => context.ui.note(format!("removed {name}")),
-            Err(error) => {
-                context.ui.warn(format!("{error:#}"));
-                status = 1;
-            }
-        }
-    }
-    Ok(status)
+    let remove = |name: &String| library::remove(&context.data, name);
+    let results = args.names.iter().map(|name| (name.as_str(), remove(name))).collect();
+    report(context.ui, args.json, results, "removed")
 }

@@ -3,18 +3,27 @@
 pub(crate) mod bench;
 mod branch;
 mod chains;
+mod cleanup;
+mod config;
+mod cp;
 mod doctor;
+mod events;
 mod exec;
 mod fork;
+mod from_image;
 mod image;
 mod layer;
+mod life;
+mod line;
 mod machine;
+mod quickstart;
 mod run;
 mod sandboxes;
 mod serve;
 mod snapshot;
 mod snapshots;
 mod token;
+mod top;
 mod tree;
 mod workspaces;
 
@@ -22,11 +31,15 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-use crate::args::{Cli, Command, DaemonArgs, ImageCommand, MachineCommand, TokenCommand};
+use crate::args::obsolete::Fate;
+use crate::args::{
+    Cli, Command, ConfigCommand, DaemonArgs, DocsCommand, ImageCommand, MachineCommand, ParentCommand,
+};
 use crate::client::Daemon;
+use crate::command_line::Line;
 use crate::paths::DataDir;
 use crate::ui::{self, Ui};
-use crate::{daemon, library};
+use crate::{daemon, docs, library, settings};
 
 /// What every command needs.
 #[derive(Debug)]
@@ -40,15 +53,16 @@ pub(crate) struct Context {
 const FORKD_FAILED: u8 = 125;
 
 /// Does what was asked and returns the status to exit with.
-pub(crate) fn execute(cli: Cli) -> ExitCode {
-    let failure = match &cli.command {
+pub(crate) fn execute(line: Line) -> ExitCode {
+    let failure = match &line.cli.command {
         Command::Run(_)
         | Command::Exec(_)
+        | Command::Shell(_)
         | Command::Eval(_)
         | Command::Machine(MachineCommand::Shell(_)) => FORKD_FAILED,
         _ => 1,
     };
-    match dispatch(cli) {
+    match understood(line) {
         Ok(status) => ExitCode::from(status),
         Err(error) if error.is::<WrongUsage>() => ui::fail(&error, 2),
         Err(error) => ui::fail(&error, failure),
@@ -57,18 +71,48 @@ pub(crate) fn execute(cli: Cli) -> ExitCode {
 
 /// Options that make no sense together, in a way the parser does not know.
 #[derive(Debug)]
-struct WrongUsage(&'static str);
+struct WrongUsage(String);
 
 impl std::fmt::Display for WrongUsage {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.write_str(self.0)
+        formatter.write_str(&self.0)
     }
 }
 
 impl std::error::Error for WrongUsage {}
 
+impl WrongUsage {
+    fn new(text: impl Into<String>) -> Self {
+        WrongUsage(text.into())
+    }
+}
+
+/// Says what is to be said of the line itself, then does what it asks for.
+fn understood(line: Line) -> Result<u8> {
+    let ui = Ui::new(line.cli.quiet);
+    for flag in line.obsolete {
+        let text = format!("--{}: {}", flag.flag, flag.instead);
+        match flag.fate {
+            Fate::Ignored => ui.note(format!("{text}; ignored")),
+            Fate::Refused => return Err(WrongUsage::new(text).into()),
+        }
+    }
+    match &line.cli.command {
+        // These have to work when the file is wrong, too.
+        Command::Config(args) if args.command.is_some() => {}
+        Command::Completions(_) | Command::Man(_) | Command::Docs(_) => {}
+        Command::Config(_) => return config::show(&line.cli, &line.settings?, &line.typed),
+        _ => drop(line.settings?),
+    }
+    dispatch(line.cli)
+}
+
 fn dispatch(cli: Cli) -> Result<u8> {
-    let context = Context { data: DataDir::resolve(cli.data_dir)?, ui: Ui::new(cli.quiet) };
+    // What the daemon was told, its clients know, too.
+    let place = |key, variable| settings::value(key, variable).map(Into::into);
+    let (socket, token) = (place("socket", "FORKD_SOCKET"), place("token_file", "FORKD_TOKEN_FILE"));
+    let data = DataDir::resolve(cli.data_dir)?.with_places(socket, token);
+    let context = Context { data, ui: Ui::new(cli.quiet) };
     let context = &context;
     match cli.command {
         Command::Run(args) => run::run(context, args),
@@ -89,17 +133,36 @@ fn dispatch(cli: Cli) -> Result<u8> {
         Command::Workspace(command) => workspaces::workspace(context, &command),
         Command::Ls(args) => sandboxes::list(context, &args),
         Command::Exec(args) => exec::exec(context, args),
+        Command::Shell(args) => exec::shell(context, args),
+        Command::Cp(args) => cp::cp(context, &args),
         Command::Eval(args) => exec::eval(context, &args),
         Command::Ping(args) => sandboxes::ping(context, &args),
+        Command::Line(args) => line::line(context, &args),
+        Command::Set(args) => life::set(context, &args),
         Command::Kill(args) => sandboxes::kill(context, &args),
+        Command::Events(args) => events::events(context, &args),
+        Command::Top(args) => top::top(context, &args),
+        Command::Logs(args) => top::logs(context, &args),
         Command::Serve(args) => serve::serve(context, args).map(|()| 0),
         Command::Doctor(args) => doctor::doctor(context, &args),
-        Command::Token(TokenCommand::Print(args)) => token::print(context, &args).map(|()| 0),
+        Command::Token(command) => token::token(context, &command),
         Command::Image(ImageCommand::Build(args)) => image::build(context, args).map(|()| 0),
         Command::Image(ImageCommand::Ls(args)) => image::list(context, &args).map(|()| 0),
         Command::Image(ImageCommand::Rm(args)) => image::remove(context, &args),
         Command::Machine(command) => machine::machine(context, command),
-        Command::Bench(command) => bench::bench(context, command),
+        Command::Bench(args) => bench::bench(context, args),
+        Command::Quickstart(args) => quickstart::quickstart(context, &args),
+        Command::FromImage(args) => from_image::from_image(context, &args),
+        Command::Parent(ParentCommand::Build(args)) => from_image::parent(context, &args),
+        Command::Cleanup(args) => cleanup::cleanup(context, &args),
+        Command::Where(args) => config::place(context, &args),
+        Command::Config(args) => match args.command {
+            Some(ConfigCommand::Check(args)) => config::check(context, &args),
+            None => unreachable!("shown before"),
+        },
+        Command::Completions(args) => docs::completions(args.shell),
+        Command::Man(args) => docs::man(args.dir.as_deref(), context.ui),
+        Command::Docs(DocsCommand::Cli) => ui::print(docs::markdown().trim_end()).map(|()| 0),
     }
 }
 
@@ -127,8 +190,17 @@ fn prepare_image(context: &Context, args: &DaemonArgs, image: &str) -> Result<()
     Ok(())
 }
 
-/// Says for each name what was done or why not; the status to exit with.
-fn report<T>(ui: Ui, results: Vec<(&str, Result<T>)>, done: &str) -> u8 {
+/// Says for each name what was done or why not, to people or as JSON; the status to exit with.
+fn report<T>(ui: Ui, json: bool, results: Vec<(&str, Result<T>)>, done: &str) -> Result<u8> {
+    if json {
+        let failed = results.iter().any(|(_, result)| result.is_err());
+        let told = results.into_iter().map(|(name, result)| match result {
+            Ok(_) => serde_json::json!({ "name": name, "ok": true }),
+            Err(error) => serde_json::json!({ "name": name, "ok": false, "error": format!("{error:#}") }),
+        });
+        ui::print_json(&told.collect::<Vec<_>>())?;
+        return Ok(u8::from(failed));
+    }
     let mut status = 0;
     for (name, result) in results {
         match result {
@@ -139,5 +211,5 @@ fn report<T>(ui: Ui, results: Vec<(&str, Result<T>)>, done: &str) -> u8 {
             }
         }
     }
-    status
+    Ok(status)
 }

@@ -6,18 +6,23 @@ use anyhow::Result;
 use hyper::Method;
 use serde_json::{Value, json};
 
-use super::{Context, report, with_daemon};
-use crate::api::{self, Sandbox};
-use crate::args::{KillArgs, LsArgs, PingArgs, RollbackArgs, SandboxesArgs};
+use super::{Context, life, report, with_daemon};
+use crate::api::{self, Gone, Sandbox};
+use crate::args::{FilterArgs, KillArgs, LsArgs, PingArgs, RollbackArgs, SandboxesArgs};
 use crate::client::{Daemon, Refused};
 use crate::{clock, ui};
 
 /// Lists sandboxes.
 pub(crate) fn list(context: &Context, args: &LsArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
-        let answer = daemon.ask(Method::GET, "/v1/sandboxes", None).await?;
+        let state = args.state.iter().map(|state| ("state", state.as_str()));
+        let gone = args.gone.then_some(("gone", "true"));
+        let others: Vec<_> = state.chain(gone).collect();
+        let answer = daemon.ask(Method::GET, &life::list_path(&args.filter, &others), None).await?;
         if args.answer.json {
             ui::print_json(&answer)?;
+        } else if args.gone {
+            ui::print(&render_gone(&api::read::<Vec<Gone>>(&answer)?, clock::now()))?;
         } else {
             ui::print(&render(&api::read::<Vec<Sandbox>>(&answer)?, clock::now()))?;
         }
@@ -54,8 +59,20 @@ fn render(sandboxes: &[Sandbox], now: u64) -> String {
     ui::table(&header, &sandboxes.iter().map(row).collect::<Vec<_>>())
 }
 
+fn render_gone(gone: &[Gone], now: u64) -> String {
+    let row = |it: &Gone| {
+        let from = it.snapshot_tag.as_ref().map_or_else(|| "-".to_owned(), |tag| format!("snapshot {tag}"));
+        let ended = format!("{} ago", ui::age(now.saturating_sub(it.ended_at_unix)));
+        vec![it.id.clone(), from, ended, it.reason.clone(), it.detail.clone()]
+    };
+    ui::table(&["ID", "FROM", "ENDED", "REASON", "WHY"], &gone.iter().map(row).collect::<Vec<_>>())
+}
+
 /// Asks agents whether they are there; the status says whether all are.
 pub(crate) fn ping(context: &Context, args: &PingArgs) -> Result<u8> {
+    if args.ids.is_empty() {
+        return super::line::ping(context, &args.line);
+    }
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let pongs = api::for_each(&args.ids, async |id: &str| ping_one(&daemon, id).await).await;
         let all = pongs.iter().all(|(_, pong)| pong.is_ok());
@@ -114,7 +131,7 @@ fn tell_each(context: &Context, args: &SandboxesArgs, verb: &str, done: &str) ->
         let tell = async |id: &str| {
             daemon.ask(Method::POST, &format!("{}/{verb}", api::sandbox_path(id)), None).await
         };
-        Ok(report(context.ui, api::for_each(&args.ids, tell).await, done))
+        report(context.ui, args.json, api::for_each(&args.ids, tell).await, done)
     })
 }
 
@@ -143,9 +160,13 @@ pub(crate) fn kill(context: &Context, args: &KillArgs) -> Result<u8> {
     with_daemon(context, &args.daemon, async |daemon| {
         if !args.ids.is_empty() {
             let kill = async |id: &str| daemon.ask(Method::DELETE, &api::sandbox_path(id), None).await;
-            return Ok(report(context.ui, api::for_each(&args.ids, kill).await, "killed"));
+            return report(context.ui, args.json, api::for_each(&args.ids, kill).await, "killed");
         }
-        let ids = matching(&daemon, args.tag.as_deref()).await?;
+        let ids = matching(&daemon, &args.filter).await?;
+        if args.json {
+            let kill = async |id: &str| end(&daemon, id).await;
+            return report(context.ui, true, api::for_each(&ids, kill).await, "killed");
+        }
         let failed = end_all(&daemon, &ids).await;
         for error in &failed {
             context.ui.warn(error);
@@ -156,21 +177,25 @@ pub(crate) fn kill(context: &Context, args: &KillArgs) -> Result<u8> {
     })
 }
 
-/// The ids of all sandboxes, or of those forked from a snapshot.
-async fn matching(daemon: &Daemon, tag: Option<&str>) -> Result<Vec<String>> {
-    let sandboxes: Vec<Sandbox> = api::get(daemon, "/v1/sandboxes").await?;
-    let matches = |sandbox: &Sandbox| tag.is_none() || sandbox.snapshot_tag.as_deref() == tag;
-    Ok(sandboxes.into_iter().filter(matches).map(|sandbox| sandbox.id).collect())
+/// The ids of the sandboxes a filter takes.
+async fn matching(daemon: &Daemon, filter: &FilterArgs) -> Result<Vec<String>> {
+    let mut sandboxes: Vec<Sandbox> = api::get(daemon, &life::list_path(filter, &[])).await?;
+    sandboxes.retain(|sandbox| life::takes(filter, sandbox));
+    Ok(sandboxes.into_iter().map(|sandbox| sandbox.id).collect())
 }
 
 /// Ends sandboxes and says which could not be. One that is gone already is what was wanted.
 pub(super) async fn end_all(daemon: &Daemon, ids: &[String]) -> Vec<String> {
-    let kill = async |id: &str| match daemon.ask(Method::DELETE, &api::sandbox_path(id), None).await {
-        Err(error) if !Refused::is_not_found(&error) => Err(error),
-        _ => Ok(()),
-    };
+    let kill = async |id: &str| end(daemon, id).await;
     let results = api::for_each(ids, kill).await;
     results.into_iter().filter_map(|(id, ended)| Some(format!("{id}: {:#}", ended.err()?))).collect()
+}
+
+async fn end(daemon: &Daemon, id: &str) -> Result<()> {
+    match daemon.ask(Method::DELETE, &api::sandbox_path(id), None).await {
+        Err(error) if !Refused::is_not_found(&error) => Err(error),
+        _ => Ok(()),
+    }
 }
 
 #[cfg(test)]

@@ -3,19 +3,24 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use forkd_controller::{Config, Timing};
+use forkd_controller::{Config, Timing, TlsFiles};
 use tokio::net::{TcpListener, TcpStream};
 use tracing_subscriber::EnvFilter;
 
 use super::Context;
-use crate::args::ServeArgs;
+use crate::args::{LogFormat, ServeArgs};
+use crate::log_format::Json;
 use crate::machine::qemu;
 use crate::paths::Binaries;
 
 /// Runs the daemon until it is asked to stop.
 pub(crate) fn serve(context: &Context, args: ServeArgs) -> Result<()> {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).init();
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
+    match args.log_format {
+        LogFormat::Text => log.init(),
+        LogFormat::Json => log.fmt_fields(Json).event_format(Json).init(),
+    }
     let from_machine = args.in_machine;
     let config = configuration(context, args)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
@@ -33,15 +38,26 @@ fn configuration(context: &Context, args: ServeArgs) -> Result<Config> {
     let mut config = Config::new(context.data.root());
     config.socket = args.socket.unwrap_or_else(|| context.data.socket());
     config.bind = args.bind;
+    config.audit_log = args.audit_log;
+    config.otlp_endpoint = args.otlp_endpoint;
     config.vmm = binaries.vmm;
     config.guest = binaries.guest;
     config.kernel = args.kernel;
-    config.timing = Timing::from_env()?;
+    config.timing = Timing::new(args.boot_timeout_secs, args.unresponsive_secs);
     config.network_pool = args.network_pool as usize;
+    config.line_ports = args.line_ports;
     config.limits.branch_max_age = args.branch_max_age.map(Duration::from_secs);
     config.limits.branch_max_count = args.branch_max_count;
     if let Some(most) = args.branch_concurrency {
         config.limits.max_branches = most as usize;
+    }
+    config.limits.rate_limit = args.rate_limit;
+    config.insecure_loopback = args.insecure_loopback;
+    config.tls = args.tls_cert.zip(args.tls_key).map(|(cert, key)| TlsFiles { cert, key });
+    for folder in args.allow_paths {
+        let folder =
+            std::path::absolute(&folder).with_context(|| format!("cannot use {}", folder.display()))?;
+        config.allow_paths.push(folder);
     }
     if let Some(library) = args.library {
         config.library_dir = library;

@@ -6,9 +6,10 @@ use anyhow::{Context as _, Result, bail};
 use hyper::Method;
 use serde_json::{Value, json};
 
+use super::branch::{self, Wanted};
 use super::{Context, prepare_image, with_daemon};
 use crate::api::{self, Snapshot, SnapshotStatus};
-use crate::args::SnapshotArgs;
+use crate::args::{AnswerArgs, BranchMode, SnapshotArgs};
 use crate::client::{Daemon, Refused};
 use crate::signals::{Caught, Forwarded};
 use crate::ui::{self, Ui};
@@ -18,12 +19,33 @@ const POLL: Duration = Duration::from_millis(200);
 
 /// Makes a snapshot and returns the status to exit with.
 pub(crate) fn snapshot(context: &Context, args: &SnapshotArgs) -> Result<u8> {
-    prepare_image(context, &args.answer.daemon, &args.image)?;
-    with_daemon(context, &args.answer.daemon, async |daemon| {
+    if let Some(id) = &args.from_sandbox {
+        let mode = match (args.diff, args.live) {
+            (true, _) => BranchMode::Diff,
+            (_, true) => BranchMode::Live,
+            _ => BranchMode::Full,
+        };
+        let wanted = Wanted { id, tag: Some(&args.tag), mode, wait: !args.no_wait };
+        return branch::keep(context, &wanted, &args.answer);
+    }
+    let image = args.image.as_deref().context("an image is needed: give one with --image")?;
+    warm(context, image, &args.tag, &request(args), &args.answer)
+}
+
+/// Boots and warms an image as `body` says, and keeps it under the tag.
+pub(super) fn warm(
+    context: &Context,
+    image: &str,
+    tag: &str,
+    body: &Value,
+    answer: &AnswerArgs,
+) -> Result<u8> {
+    prepare_image(context, &answer.daemon, image)?;
+    with_daemon(context, &answer.daemon, async |daemon| {
         let begun = Instant::now();
-        let made = make(&daemon, &args.tag, &request(args), context.ui).await?;
+        let made = make(&daemon, tag, body, context.ui).await?;
         match made {
-            Made::Ready(answer) if args.answer.json => ui::print_json(&answer)?,
+            Made::Ready(made) if answer.json => ui::print_json(&made)?,
             Made::Ready(answer) => ui::print(&describe(&api::read(&answer)?, begun.elapsed()))?,
             Made::Cancelled(caught) => return Ok(caught.status()),
         }
@@ -52,7 +74,7 @@ fn request(args: &SnapshotArgs) -> Value {
 }
 
 /// What came of it.
-enum Made {
+pub(super) enum Made {
     /// It is there, as the daemon describes it.
     Ready(Value),
     /// The user did not want it any more.
@@ -60,7 +82,7 @@ enum Made {
 }
 
 /// From the request until it is there, has failed or is cancelled.
-async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Result<Made> {
+pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Result<Made> {
     let mut signals = Forwarded::listen()?;
     // Not cut off: only a request that was accepted may be cancelled, since a snapshot of that tag may
     // as well be another's.

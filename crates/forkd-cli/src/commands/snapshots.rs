@@ -31,12 +31,12 @@ pub(crate) fn list(context: &Context, args: &ImagesArgs) -> Result<u8> {
 /// Removes snapshots; those that can be are, also when another cannot.
 pub(crate) fn remove(context: &Context, args: &RmiArgs) -> Result<u8> {
     with_daemon(context, &args.snapshots.daemon, async |daemon| {
-        let (tags, ui) = (&args.snapshots.tags, context.ui);
+        let (tags, json, ui) = (&args.snapshots.tags, args.snapshots.json, context.ui);
         if args.cascade {
-            return Ok(report(ui, remove_with_dependents(&daemon, tags).await?, "removed"));
+            return report(ui, json, remove_with_dependents(&daemon, tags).await?, "removed");
         }
         let query = if args.force { "?force=true" } else { "" };
-        Ok(report(ui, remove_all(&daemon, tags, query).await, "removed"))
+        report(ui, json, remove_all(&daemon, tags, query).await, "removed")
     })
 }
 
@@ -93,7 +93,7 @@ pub(crate) fn unload(context: &Context, args: &TagsArgs) -> Result<u8> {
             let path = format!("{}/unload", api::snapshot_path(tag));
             daemon.ask(Method::POST, &path, None).await
         };
-        Ok(report(context.ui, api::for_each(&args.tags, unload).await, "unloaded"))
+        report(context.ui, args.json, api::for_each(&args.tags, unload).await, "unloaded")
     })
 }
 

@@ -73,7 +73,7 @@ fn list(context: &Context, args: &AnswerArgs) -> Result<u8> {
 fn remove(context: &Context, args: &WorkspaceRmArgs) -> Result<u8> {
     with_daemon(context, &args.daemon, async |daemon| {
         let remove = async |name: &str| daemon.ask(Method::DELETE, &format!("{PATH}/{name}"), None).await;
-        Ok(report(context.ui, api::for_each(&args.names, remove).await, "removed"))
+        report(context.ui, args.json, api::for_each(&args.names, remove).await, "removed")
     })
 }
 

@@ -36,6 +36,32 @@ fn kernel_version(release: &str) -> Option<(u32, u32)> {
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
 
+pub(super) fn virtualization() -> Check {
+    describe_cpu(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default())
+}
+
+/// What the CPU says of itself, which is no proof of anything: `kvm` is.
+fn describe_cpu(info: &str) -> Check {
+    const NAME: &str = "virtualization";
+    let flags = info.lines().find_map(|line| line.strip_prefix("flags")).unwrap_or_default();
+    let has = |name: &str| flags.split_whitespace().any(|flag| flag == name);
+    let kind = if has("vmx") { Some("VT-x") } else { has("svm").then_some("AMD-V") };
+    match (kind, has("hypervisor")) {
+        (Some(kind), false) => Check::pass(NAME, format!("hardware with {kind}")),
+        (Some(kind), true) => Check::pass(NAME, format!("a virtual machine with nested {kind}")),
+        (None, true) => Check::warn(
+            NAME,
+            "a virtual machine without nested virtualization",
+            "switch on nested virtualization for this machine, or choose a kind that has it; until then everything is emulated",
+        ),
+        (None, false) => Check::warn(
+            NAME,
+            "the CPU does not offer virtualization",
+            "switch on VT-x or AMD-V in the firmware; until then everything is emulated",
+        ),
+    }
+}
+
 pub(super) fn kvm(kvm: &Kvm) -> Check {
     const NAME: &str = "kvm";
     if kvm.runs_linux {
@@ -75,7 +101,7 @@ fn offers_9p(qemu: &Path) -> bool {
 pub(super) fn cgroups(will_use: Runs) -> Check {
     const NAME: &str = "cgroups";
     if will_use == Runs::Machine {
-        return Check::pass(NAME, "not needed: the emulated machine has cgroup v2 to itself");
+        return Check::skip(NAME, "not needed: the emulated machine has cgroup v2 to itself");
     }
     let controllers = fs::read_to_string("/sys/fs/cgroup/cgroup.controllers").unwrap_or_default();
     let missing: Vec<_> = ["cpu", "memory", "pids"]
@@ -223,6 +249,15 @@ mod tests {
             kvm.detail,
             "/dev/kvm opens but does not run Linux: it emulates; the emulated machine will be used"
         );
+    }
+
+    #[test]
+    fn nested_hardware_and_missing_virtualization_are_told_apart() {
+        let check = |flags: &str| describe_cpu(&format!("processor\t: 0\nflags\t\t: fpu {flags}\n"));
+        assert_eq!(check("vmx").detail, "hardware with VT-x");
+        assert_eq!(check("svm hypervisor").detail, "a virtual machine with nested AMD-V");
+        assert_eq!(check("hypervisor").status, Status::Warn);
+        assert_eq!(describe_cpu("").status, Status::Warn);
     }
 
     #[test]

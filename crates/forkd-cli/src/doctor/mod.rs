@@ -1,7 +1,10 @@
-//! What this computer can do, check by check. [`host`] looks at the computer, [`ours`] at what
-//! belongs to forkd. Looking changes nothing.
+//! What this computer can do, check by check. [`host`] looks at the computer, [`kernel`] at how its
+//! kernel is set, [`disk`] at what the data directory's file system can do, [`ours`] at what belongs to
+//! forkd. Looking changes nothing.
 
+mod disk;
 mod host;
+mod kernel;
 mod ours;
 
 use serde::Serialize;
@@ -21,6 +24,8 @@ pub(crate) enum Status {
     Warn,
     /// Broken.
     Fail,
+    /// Not looked at: it does not matter here, or cannot be known.
+    Skip,
 }
 
 /// One check.
@@ -50,6 +55,10 @@ impl Check {
         Check { status: Status::Fail, fix: Some(fix.into()), ..Check::pass(name, detail) }
     }
 
+    fn skip(name: &'static str, detail: impl Into<String>) -> Self {
+        Check { status: Status::Skip, ..Check::pass(name, detail) }
+    }
+
     /// The same, for something nothing works without.
     fn essential(self) -> Self {
         Check { essential: true, ..self }
@@ -71,12 +80,38 @@ pub(crate) enum Runs {
 pub(crate) struct Report {
     pub(crate) checks: Vec<Check>,
     pub(crate) will_use: Runs,
+    pub(crate) totals: Totals,
+}
+
+/// How many checks went how.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Totals {
+    pub(crate) pass: usize,
+    pub(crate) warn: usize,
+    pub(crate) fail: usize,
+    pub(crate) skip: usize,
 }
 
 impl Report {
+    fn new(checks: Vec<Check>, will_use: Runs) -> Self {
+        let count = |status| checks.iter().filter(|check| check.status == status).count();
+        let totals = Totals {
+            pass: count(Status::Pass),
+            warn: count(Status::Warn),
+            fail: count(Status::Fail),
+            skip: count(Status::Skip),
+        };
+        Report { checks, will_use, totals }
+    }
+
+    /// What forkd cannot work without, and does not have.
+    pub(crate) fn gates(&self) -> impl Iterator<Item = &Check> {
+        self.checks.iter().filter(|check| check.essential && check.status == Status::Fail)
+    }
+
     /// Whether forkd can work here.
     pub(crate) fn usable(&self) -> bool {
-        !self.checks.iter().any(|check| check.essential && check.status == Status::Fail)
+        self.gates().next().is_none()
     }
 
     /// The report for people.
@@ -88,13 +123,16 @@ impl Report {
                 Status::Pass => "pass",
                 Status::Warn => "warn",
                 Status::Fail => "FAIL",
+                Status::Skip => "skip",
             };
             lines.push(format!("{status}  {:width$}  {}", check.name, check.detail));
             if let Some(fix) = &check.fix {
                 lines.push(format!("      {:width$}  fix: {fix}", ""));
             }
         }
+        let Totals { pass, warn, fail, skip } = self.totals;
         lines.push(String::new());
+        lines.push(format!("{pass} passed, {warn} warned, {fail} failed, {skip} skipped"));
         lines.push(match (self.usable(), self.will_use) {
             (false, _) => "forkd cannot work here until what failed is fixed.".to_owned(),
             (true, Runs::Kvm) => "Sandboxes will run on this computer's KVM.".to_owned(),
@@ -117,18 +155,15 @@ pub(crate) async fn examine(data: &DataDir, daemon: &DaemonArgs, ui: Ui) -> Repo
         Err(_) => unknown("forkd-vmm is missing".to_owned()),
     };
     let will_use = if kvm.runs_linux { Runs::Kvm } else { Runs::Machine };
-    let mut checks = vec![host::platform(), host::kvm(&kvm), host::machine(will_use)];
-    checks.extend([
-        host::cgroups(will_use),
-        host::huge_pages(),
-        host::nftables(),
-        host::ip(),
-        host::e2fsprogs(),
-    ]);
-    checks.extend([host::image_tools(), host::data_dir(data), ours::binaries(&binaries)]);
-    checks.extend([ours::images(data), ours::kernel(data), ours::daemon(data, daemon, ui).await]);
-    checks.extend([ours::token(data), ours::leftovers(data)]);
-    Report { checks, will_use }
+    let found = ours::find_daemon(data, daemon, ui).await;
+    let mut checks = vec![host::platform(), host::virtualization(), host::kvm(&kvm), host::machine(will_use)];
+    checks.extend([host::cgroups(will_use), host::huge_pages(), kernel::same_page_merging()]);
+    checks.extend([kernel::userfaultfd(), kernel::forwarding(will_use), host::nftables(), host::ip()]);
+    checks.extend([host::e2fsprogs(), host::image_tools(), host::data_dir(data), disk::features(data)]);
+    checks.extend([ours::binaries(&binaries), ours::images(data), ours::kernel(data)]);
+    checks.extend([ours::daemon(&found).await, ours::snapshots(&found, data, &binaries, will_use).await]);
+    checks.extend([ours::token(data), ours::machine_shutdown(data), ours::leftovers(data)]);
+    Report::new(checks, will_use)
 }
 
 #[cfg(test)]
@@ -136,7 +171,7 @@ mod tests {
     use super::*;
 
     fn report(checks: Vec<Check>) -> Report {
-        Report { checks, will_use: Runs::Machine }
+        Report::new(checks, Runs::Machine)
     }
 
     #[test]
@@ -150,6 +185,7 @@ mod tests {
                     {"name": "kvm", "status": "warn", "detail": "slow", "fix": "nothing"},
                 ],
                 "will_use": "machine",
+                "totals": {"pass": 1, "warn": 1, "fail": 0, "skip": 0},
             })
         );
     }
@@ -171,26 +207,34 @@ mod tests {
             names,
             [
                 "platform",
+                "virtualization",
                 "kvm",
                 "machine",
                 "cgroups",
                 "huge-pages",
+                "ksm",
+                "userfaultfd",
+                "ip-forward",
                 "nftables",
                 "ip",
                 "e2fsprogs",
                 "image-tools",
                 "data-dir",
+                "file-system",
                 "binaries",
                 "images",
                 "kernel",
                 "daemon",
+                "snapshots",
                 "token",
+                "machine-shutdown",
                 "leftovers"
             ]
         );
         for check in &report.checks {
             assert!(!check.detail.is_empty(), "{check:?}");
-            assert!(check.status == Status::Pass || check.fix.is_some(), "{check:?}");
+            let fine = matches!(check.status, Status::Pass | Status::Skip);
+            assert!(fine || check.fix.is_some(), "{check:?}");
         }
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "looking changed something");
     }

@@ -6,9 +6,14 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Result;
+use hyper::Method;
+use serde_json::Value;
 
-use super::Check;
+use super::{Check, Runs};
+use crate::api::{self, Snapshot};
 use crate::args::DaemonArgs;
+use crate::client::Daemon;
+use crate::leftovers::{self, Action};
 use crate::library;
 use crate::machine::Machine;
 use crate::machine::state::{Folder, Phase};
@@ -92,39 +97,120 @@ pub(super) fn kernel(data: &DataDir) -> Check {
     }
 }
 
-pub(super) async fn daemon(data: &DataDir, args: &DaemonArgs, ui: Ui) -> Check {
+/// A daemon that was looked for.
+pub(super) enum Found {
+    /// It answers.
+    Answers(Daemon),
+    /// It was named, or its machine runs, but it does not answer: where, and what to do.
+    Silent(String, &'static str),
+    /// There is none.
+    None,
+}
+
+/// Looks for a daemon, without starting one.
+pub(super) async fn find_daemon(data: &DataDir, args: &DaemonArgs, ui: Ui) -> Found {
+    const LIMIT: Duration = Duration::from_secs(10);
+    let (daemon, fix) = match crate::daemon::find(data, args, ui).await {
+        Ok(Some(daemon)) => (daemon, "start it, or unset FORKD_URL to have one found"),
+        Ok(None) => {
+            let machine = Machine::new(data, ui);
+            let Ok(Some(running)) = machine.running() else { return Found::None };
+            match machine.daemon(&running.state) {
+                Ok(daemon) => (daemon, "forkd machine stop"),
+                Err(error) => return Found::Silent(format!("{error:#}"), "forkd machine stop"),
+            }
+        }
+        Err(error) => return Found::Silent(format!("{error:#}"), "correct FORKD_URL"),
+    };
+    if daemon.is_healthy(LIMIT).await {
+        return Found::Answers(daemon);
+    }
+    Found::Silent(format!("does not answer at {}", daemon.url()), fix)
+}
+
+pub(super) async fn daemon(found: &Found) -> Check {
     const NAME: &str = "daemon";
-    const LIMIT: Duration = Duration::from_secs(5);
-    match crate::daemon::find(data, args, ui).await {
-        Ok(Some(daemon)) if daemon.is_healthy(LIMIT).await => {
-            Check::pass(NAME, format!("answers at {}", daemon.url()))
+    let daemon = match found {
+        Found::Answers(daemon) => daemon,
+        Found::Silent(detail, fix) => return Check::fail(NAME, detail, *fix),
+        Found::None => {
+            let detail = "none runs; `forkd run` starts one when it needs it";
+            return Check::warn(
+                NAME,
+                detail,
+                "nothing to do, or `forkd machine start` or `sudo forkd serve`",
+            );
         }
-        Ok(Some(daemon)) => {
-            let detail = format!("does not answer at {}", daemon.url());
-            Check::fail(NAME, detail, "start it, or unset FORKD_URL to have one found")
+    };
+    let url = daemon.url();
+    match daemon.ask(Method::GET, "/version", None).await {
+        Ok(answer) => {
+            let version = answer.get("version").and_then(Value::as_str).unwrap_or("unknown");
+            let detail = format!("answers at {url}, version {version}");
+            match version == env!("CARGO_PKG_VERSION") {
+                true => Check::pass(NAME, detail),
+                false => Check::warn(
+                    NAME,
+                    format!("{detail}; this command is of version {}", env!("CARGO_PKG_VERSION")),
+                    "restart the daemon: sandboxes go on meanwhile",
+                ),
+            }
         }
-        Ok(None) => in_machine(data, ui).await,
-        Err(error) => Check::fail(NAME, format!("{error:#}"), "correct FORKD_URL"),
+        Err(error) => Check::fail(NAME, format!("{url}: {error:#}"), "give its token in FORKD_TOKEN"),
     }
 }
 
-async fn in_machine(data: &DataDir, ui: Ui) -> Check {
-    const NAME: &str = "daemon";
-    let machine = Machine::new(data, ui);
-    let Ok(Some(running)) = machine.running() else {
-        let detail = "none runs; `forkd run` starts one when it needs it";
-        return Check::warn(NAME, detail, "nothing to do, or `forkd machine start` or `sudo forkd serve`");
-    };
-    match machine.daemon(&running.state) {
-        Ok(daemon) if daemon.is_healthy(Duration::from_secs(10)).await => {
-            Check::pass(NAME, format!("answers at {}, in the emulated machine", daemon.url()))
+/// Whether every snapshot can be used here: by what the daemon says of it and by the CPU its guest knows.
+pub(super) async fn snapshots(
+    found: &Found,
+    data: &DataDir,
+    binaries: &Result<Binaries>,
+    will_use: Runs,
+) -> Check {
+    const NAME: &str = "snapshots";
+    const FIX: &str =
+        "make them again, or remove them with `forkd rmi`; another CPU's need a host like the first";
+    let mut problems = Vec::new();
+    let mut count = None;
+    if let Found::Answers(daemon) = found {
+        match api::get::<Vec<Snapshot>>(daemon, "/v1/snapshots").await {
+            Ok(snapshots) => {
+                count = Some(snapshots.len());
+                problems.extend(snapshots.iter().filter_map(|one| {
+                    let why = one.error.as_ref().or(one.warning.as_ref())?;
+                    Some(format!("{}: {why}", one.tag))
+                }));
+            }
+            Err(error) => return Check::fail(NAME, format!("{error:#}"), "see the daemon's log"),
         }
-        _ => Check::fail(
-            NAME,
-            "the emulated machine runs, but its daemon does not answer",
-            "forkd machine stop",
-        ),
     }
+    // The machine's are on a disk of its own, for a CPU that is always the same.
+    if let (Runs::Kvm, Ok(binaries)) = (will_use, binaries) {
+        let tags = tags(&data.root().join("snapshots"));
+        count.get_or_insert(tags.len());
+        for (tag, state) in tags {
+            match crate::kvm::check_state(&binaries.vmm, &state) {
+                Ok(Ok(())) => {}
+                Ok(Err(why)) => problems.push(format!("{tag}: {why}")),
+                Err(error) => problems.push(format!("{tag}: {error:#}")),
+            }
+        }
+    }
+    match (count, problems.is_empty()) {
+        (None, _) => Check::skip(NAME, "no daemon runs that could tell"),
+        (Some(count), true) => Check::pass(NAME, format!("{count}, all of them usable")),
+        (Some(_), false) => Check::warn(NAME, problems.join("; "), FIX),
+    }
+}
+
+/// Snapshots in a folder, with the files of their state.
+fn tags(folder: &Path) -> Vec<(String, std::path::PathBuf)> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let snapshot = |entry: fs::DirEntry| {
+        let (tag, state) = (entry.file_name().to_str()?.to_owned(), entry.path().join("state"));
+        (forkd_protocol::names::is_valid_name(&tag) && state.is_file()).then_some((tag, state))
+    };
+    entries.filter_map(snapshot).collect()
 }
 
 pub(super) fn token(data: &DataDir) -> Check {
@@ -144,41 +230,33 @@ pub(super) fn token(data: &DataDir) -> Check {
     }
 }
 
+pub(super) fn machine_shutdown(data: &DataDir) -> Check {
+    const NAME: &str = "machine-shutdown";
+    match Folder::new(data.machine()).state() {
+        Ok(Some(state))
+            if !state.supervisor.is_alive() && !matches!(state.phase, Phase::Stopped | Phase::Failed) =>
+        {
+            let detail = "the emulated machine was not shut down; its disk is checked at the next start";
+            Check::warn(NAME, detail, "nothing to do: what was saved is on the disk")
+        }
+        Ok(Some(_)) => Check::pass(NAME, "the emulated machine runs, or was shut down"),
+        _ => Check::skip(NAME, "there is no emulated machine"),
+    }
+}
+
 pub(super) fn leftovers(data: &DataDir) -> Check {
     const NAME: &str = "leftovers";
-    let folder = Folder::new(data.machine());
-    let killed = match folder.state() {
-        Ok(Some(state)) => {
-            !state.supervisor.is_alive() && !matches!(state.phase, Phase::Stopped | Phase::Failed)
+    let found = leftovers::find(data);
+    let left: Vec<_> = found.iter().filter(|one| one.action == Action::Delete).collect();
+    match left.first() {
+        None => Check::pass(NAME, format!("nothing is left over; {} in use", found.len())),
+        Some(first) => {
+            let more = if left.len() > 1 { " and more" } else { "" };
+            let count = crate::ui::count(left.len(), "thing", "things");
+            let detail = format!("{count} that nobody owns: {}{more}", first.path);
+            Check::warn(NAME, detail, "sudo forkd cleanup --yes")
         }
-        _ => false,
-    };
-    if killed {
-        let detail = "the emulated machine was not shut down; its disk is checked at the next start";
-        return Check::warn(NAME, detail, "nothing to do: what was saved is on the disk");
     }
-    let sandboxes = sandbox_folders(&data.root().join("sandboxes"));
-    let monitors = monitors();
-    if monitors == 0 && sandboxes > 0 {
-        let detail = format!("{sandboxes} folders of sandboxes that do not run");
-        return Check::warn(NAME, detail, "start the daemon: it removes them");
-    }
-    Check::pass(NAME, format!("{sandboxes} sandbox folders, {monitors} monitor processes"))
-}
-
-fn sandbox_folders(folder: &Path) -> usize {
-    let Ok(entries) = fs::read_dir(folder) else { return 0 };
-    let is_sandbox = |name: &str| forkd_protocol::names::is_valid_sandbox_id(name);
-    entries.flatten().filter(|entry| entry.file_name().to_str().is_some_and(is_sandbox)).count()
-}
-
-/// How many `forkd-vmm` processes there are.
-fn monitors() -> usize {
-    let Ok(entries) = fs::read_dir("/proc") else { return 0 };
-    let is_monitor = |entry: &fs::DirEntry| {
-        fs::read_to_string(entry.path().join("comm")).is_ok_and(|name| name.trim() == "forkd-vmm")
-    };
-    entries.flatten().filter(is_monitor).count()
 }
 
 #[cfg(test)]

@@ -86,12 +86,14 @@ impl GuestDaemon {
     }
 }
 
-/// What the machine's shell is given. The build is a hexadecimal number: nothing to quote.
+/// What the machine's shell is given. The build is a hexadecimal number: nothing to quote. This
+/// computer's configuration file is there as well, but its addresses and certificates are not meant for
+/// a daemon behind QEMU.
 fn script(build: &str) -> String {
     format!(
         "log={LOG}
          if [ -f $log ] && [ \"$(stat -c %s $log)\" -gt 4194304 ]; then mv $log $log.old; fi
-         exec {SHARE}/machine/bin/{build}/forkd serve --data-dir {MACHINE_DATA}/forkd --library {SHARE} \
+         exec {SHARE}/machine/bin/{build}/forkd --config /dev/null serve --data-dir {MACHINE_DATA}/forkd --library {SHARE} \
          --bind 127.0.0.1:{REST_PORT} --in-machine --token-file {SHARE}/machine/token >>$log 2>&1"
     )
 }

@@ -20,7 +20,6 @@ pub(crate) mod shell;
 pub(crate) mod state;
 pub(crate) mod status;
 pub(crate) mod supervisor;
-mod terminal;
 mod vm;
 
 use std::process::Command;

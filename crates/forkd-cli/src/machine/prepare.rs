@@ -12,6 +12,7 @@ use super::{builds, disk};
 use crate::files;
 use crate::library;
 use crate::paths::{Binaries, DataDir, find_program};
+use crate::settings;
 use crate::ui::Ui;
 
 /// Memory of the machine, unless `FORKD_MACHINE_MIB` says otherwise.
@@ -29,8 +30,9 @@ pub(super) fn prepare(
     ui: Ui,
 ) -> Result<Plan> {
     let qemu = find_qemu()?;
-    let memory_mib = number_from_env("FORKD_MACHINE_MIB", MEMORY_MIB, 1024..=1 << 20)?;
-    let watchdog_secs = number_from_env("FORKD_MACHINE_WATCHDOG_SECS", WATCHDOG_SECS, 10..=86_400)?;
+    let memory_mib = number("machine_mib", "FORKD_MACHINE_MIB", MEMORY_MIB, 1024..=1 << 20)?;
+    let watchdog_secs =
+        number("machine_watchdog_secs", "FORKD_MACHINE_WATCHDOG_SECS", WATCHDOG_SECS, 10..=86_400)?;
     let kernel = library::machine_kernel(data, ui)?;
     make_private_folder(&folder.programs())?;
     builds::publish(binaries, build, folder)?;
@@ -46,7 +48,7 @@ pub(super) fn prepare(
 
 /// The program that emulates.
 pub(crate) fn find_qemu() -> Result<PathBuf> {
-    if let Some(path) = std::env::var_os("FORKD_QEMU") {
+    if let Some(path) = settings::value("qemu", "FORKD_QEMU") {
         return Ok(path.into());
     }
     find_program("qemu-system-x86_64").context(
@@ -71,11 +73,15 @@ fn make_token(path: &Path) -> Result<()> {
     if there { Ok(()) } else { files::write_private(path, files::random_hex(32)?.as_bytes()) }
 }
 
-fn number_from_env(name: &str, default: u64, range: std::ops::RangeInclusive<u64>) -> Result<u64> {
-    let Some(text) = std::env::var_os(name) else { return Ok(default) };
+fn number(key: &str, name: &str, default: u64, range: std::ops::RangeInclusive<u64>) -> Result<u64> {
+    let Some(text) = settings::value(key, name) else { return Ok(default) };
     match text.to_str().and_then(|text| text.parse().ok()) {
         Some(number) if range.contains(&number) => Ok(number),
-        _ => bail!("{name} must be a number from {} to {}", range.start(), range.end()),
+        _ => bail!(
+            "{name}, or {key} in the configuration file, must be a number from {} to {}",
+            range.start(),
+            range.end()
+        ),
     }
 }
 

@@ -138,6 +138,7 @@ pub(crate) fn init_plan(agent_token: &str) -> InitPlan {
         }],
         name_servers: Vec::new(),
         listen: ListenPlan::Tcp { port: AGENT_PORT, token: agent_token.to_owned() },
+        line_port: None,
         default_user: Some("root".into()),
     }
 }

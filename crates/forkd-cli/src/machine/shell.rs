@@ -3,14 +3,14 @@
 use anyhow::{Context, Result, bail};
 use bytes::Bytes;
 use forkd_controller::agent::{Agent, Input, Process, StartOptions};
-use forkd_protocol::agent::{End, Event, ProcessConfig, StartRequest};
+use forkd_protocol::agent::{End, Event, ProcessConfig, Pty, PtySize, StartRequest};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
-use super::terminal::RawTerminal;
 use super::{Running, agent};
 use crate::signals::Forwarded;
 use crate::stdio::{self, Outcome, Output, Target};
+use crate::terminal::RawTerminal;
 
 /// Runs `command`, or an interactive shell, and returns the status to exit with.
 pub(crate) async fn run(machine: &Running, command: &[String]) -> Result<u8> {
@@ -35,10 +35,16 @@ async fn interactive(agent: &Agent) -> Result<u8> {
         envs: [("TERM".to_owned(), name)].into(),
         cwd: None,
     };
-    let request = StartRequest { process, pty: Some(RawTerminal::size()), ..StartRequest::default() };
+    let request = StartRequest { process, pty: Some(pty()), ..StartRequest::default() };
     let status = follow(agent, &request, true).await;
     drop(terminal);
     status
+}
+
+/// A terminal as large as this one.
+fn pty() -> Pty {
+    let (cols, rows) = RawTerminal::size();
+    Pty { size: PtySize { cols: cols.into(), rows: rows.into() } }
 }
 
 async fn piped(agent: &Agent, program: &str, arguments: &[String]) -> Result<u8> {
@@ -102,7 +108,7 @@ async fn accompany(
             },
             _ = resized.recv(), if tty => {
                 if let Some(pid) = pid {
-                    let _ = agent.resize(pid, RawTerminal::size()).await;
+                    let _ = agent.resize(pid, pty()).await;
                 }
             }
         }

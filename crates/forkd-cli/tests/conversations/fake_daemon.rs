@@ -38,7 +38,7 @@ impl FakeDaemon {
         let mut command = Command::new(env!("CARGO_BIN_EXE_forkd"));
         command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command.env("FORKD_URL", format!("unix:{}", socket(self.folder.path()).display()));
-        command.env("FORKD_DATA_DIR", self.folder.path());
+        command.env("FORKD_DATA_DIR", self.folder.path()).env_remove("FORKD_TARGET");
         command
     }
 

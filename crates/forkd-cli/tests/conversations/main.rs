@@ -4,7 +4,10 @@
 
 mod branches;
 mod chains;
+mod copies;
 mod fake_daemon;
+mod lines;
+mod local;
 
 use std::process::Child;
 use std::time::{Duration, Instant};
@@ -198,7 +201,7 @@ fn an_evaluation_prints_its_value_and_a_traceback_makes_it_fail() {
 #[test]
 fn what_can_be_removed_killed_or_reached_is_and_the_rest_is_named() {
     let daemon = FakeDaemon::start(|line| match line {
-        "GET /v1/sandboxes" => {
+        "GET /v1/sandboxes?snapshot_tag=t" => {
             let mut other = child("sb3");
             other["snapshot_tag"] = json!("other");
             (200, json!([child("sb1"), child("sb2"), other]))
@@ -226,7 +229,10 @@ fn what_can_be_removed_killed_or_reached_is_and_the_rest_is_named() {
     assert_eq!((killed.status, killed.stderr.as_str()), (Some(0), "forkd: killed 2 sandboxes\n"));
     let mut asked = daemon.lines().split_off(before);
     asked.sort();
-    assert_eq!(asked, ["DELETE /v1/sandboxes/sb1", "DELETE /v1/sandboxes/sb2", "GET /v1/sandboxes"]);
+    assert_eq!(
+        asked,
+        ["DELETE /v1/sandboxes/sb1", "DELETE /v1/sandboxes/sb2", "GET /v1/sandboxes?snapshot_tag=t"]
+    );
 }
 
 #[test]

@@ -74,6 +74,8 @@ impl Server {
         let (socket, log) = (folder.join("forkd.sock"), folder.join("daemon.log"));
         let output = File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
         let mut command = std::process::Command::new(Binaries::find()?.forkd);
+        // What is measured is not what this computer's configuration makes of it.
+        command.args(["--config", "/dev/null"]);
         command.arg("--data-dir").arg(folder).arg("serve").arg("--library").arg(context.data.root());
         command.arg("--socket").arg(&socket).args(["--bind", "127.0.0.1:0"]);
         command.arg("--token-file").arg(folder.join("token"));

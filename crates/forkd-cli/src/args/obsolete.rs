@@ -1,0 +1,174 @@
+//! Flags of the system whose scripts forkd understands that have lost their meaning here, or never
+//! had one: the first are accepted and a note is said, the others are refused with what to do instead.
+
+use clap::{Arg, ArgAction, ArgMatches, Command, parser::ValueSource};
+
+/// What becomes of a command that has such a flag.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fate {
+    /// It is done as if the flag were not there: what was wanted happens anyway.
+    Ignored,
+    /// It is not done: something else than what was wanted would happen.
+    Refused,
+}
+
+/// A flag.
+#[derive(Debug)]
+pub(crate) struct Obsolete {
+    pub(crate) flag: &'static str,
+    /// What it took, if it took something.
+    value: Option<&'static str>,
+    /// The commands that took it.
+    pub(crate) commands: &'static [&'static str],
+    pub(crate) fate: Fate,
+    /// What holds instead.
+    pub(crate) instead: &'static str,
+}
+
+const fn ignored(
+    flag: &'static str,
+    value: Option<&'static str>,
+    commands: &'static [&'static str],
+    instead: &'static str,
+) -> Obsolete {
+    Obsolete { flag, value, commands, fate: Fate::Ignored, instead }
+}
+
+const fn refused(
+    flag: &'static str,
+    value: &'static str,
+    commands: &'static [&'static str],
+    instead: &'static str,
+) -> Obsolete {
+    Obsolete { flag, value: Some(value), commands, fate: Fate::Refused, instead }
+}
+
+/// All of them.
+pub(crate) const ALL: &[Obsolete] = &[
+    ignored("tap", Some("NAME"), &["snapshot", "run", "from-image"], "the daemon makes every guest its own"),
+    ignored(
+        "per-child-netns",
+        None,
+        &["fork", "spawn", "workspace create", "bench"],
+        "every sandbox has a network of its own",
+    ),
+    ignored("prewarm", None, &["spawn"], "children share their parent's memory: there is nothing to warm"),
+    ignored("live-fork", None, &["fork", "spawn"], "every child can be branched while it runs"),
+    ignored("hugepages", None, &["fork", "spawn"], "huge pages are used where they help"),
+    ignored("keep-workdir", None, &["snapshot", "fork"], "there is none; `forkd ls` shows what runs"),
+    ignored("rw", None, &["snapshot"], "every sandbox can write to its disk, and to nobody else's"),
+    ignored(
+        "boot-wait-secs",
+        Some("SECS"),
+        &["snapshot", "from-image"],
+        "a guest is waited for until it says that it is warm",
+    ),
+    ignored("cache", Some("DIR"), &["run", "from-image"], "images are kept in the data directory"),
+    refused(
+        "rootfs",
+        "FILE",
+        &["snapshot"],
+        "make an image with `forkd image build NAME --tar FILE` or `--folder DIR`, and give it as --image NAME",
+    ),
+    refused(
+        "kernel",
+        "FILE",
+        &["snapshot", "run", "from-image"],
+        "it is the daemon's: `forkd serve --kernel FILE`",
+    ),
+    refused(
+        "volume",
+        "HOST:GUEST",
+        &["snapshot"],
+        "files get into an image when it is built (`forkd image build NAME --folder DIR`) or into a sandbox later",
+    ),
+    refused("child", "NETNS", &["exec", "ping", "eval"], "name the sandbox by its id (`forkd ls`)"),
+];
+
+/// The grammar with these flags; help does not show them.
+pub(super) fn add(grammar: Command) -> Command {
+    add_below(grammar, "")
+}
+
+/// All in place: help keeps its order.
+fn add_below(command: Command, above: &str) -> Command {
+    command.mut_subcommands(|mut inner| {
+        let path = format!("{above}{}", inner.get_name());
+        for obsolete in ALL.iter().filter(|obsolete| obsolete.commands.contains(&path.as_str())) {
+            // One that got a meaning is no longer one of these.
+            if !inner.get_arguments().any(|arg| arg.get_long() == Some(obsolete.flag)) {
+                inner = inner.arg(option(obsolete));
+            }
+        }
+        add_below(inner, &format!("{path} "))
+    })
+}
+
+fn option(obsolete: &Obsolete) -> Arg {
+    let arg = Arg::new(id(obsolete)).long(obsolete.flag).hide(true);
+    match obsolete.value {
+        Some(value) => arg.value_name(value).action(ArgAction::Append),
+        None => arg.action(ArgAction::SetTrue),
+    }
+}
+
+/// The id of the option, which no option of a command has.
+fn id(obsolete: &Obsolete) -> String {
+    format!("obsolete-{}", obsolete.flag)
+}
+
+/// Those that were typed.
+pub(crate) fn typed(matches: &ArgMatches) -> Vec<&'static Obsolete> {
+    let mut innermost = matches;
+    while let Some((_, inner)) = innermost.subcommand() {
+        innermost = inner;
+    }
+    let is_typed = |obsolete: &&Obsolete| {
+        let id = id(obsolete);
+        innermost.ids().any(|known| known.as_str() == id)
+            && innermost.value_source(&id) == Some(ValueSource::CommandLine)
+    };
+    ALL.iter().filter(is_typed).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_command_that_is_named_exists_and_help_keeps_its_order() {
+        use clap::CommandFactory;
+        let grammar = crate::args::grammar();
+        for command in ALL.iter().flat_map(|obsolete| obsolete.commands) {
+            let mut found = &grammar;
+            for word in command.split(' ') {
+                found = found.find_subcommand(word).unwrap_or_else(|| panic!("{command}"));
+            }
+        }
+        let names = |grammar: &Command| -> Vec<String> {
+            grammar.get_subcommands().map(|command| command.get_name().to_owned()).collect()
+        };
+        assert_eq!(names(&grammar), names(&crate::args::Cli::command()));
+    }
+
+    #[test]
+    fn each_flag_is_known_to_the_commands_that_took_it_and_told_when_typed() {
+        let grammar = crate::args::grammar();
+        for (line, expected) in [
+            (
+                &["forkd", "fork", "--tag", "t", "--live-fork", "--hugepages"][..],
+                &["live-fork", "hugepages"][..],
+            ),
+            (&["forkd", "snapshot", "--tag", "t", "--image", "i", "--tap", "x", "--rw"], &["tap", "rw"]),
+            (
+                &["forkd", "workspace", "create", "w", "--snapshot", "t", "--per-child-netns"],
+                &["per-child-netns"],
+            ),
+            (&["forkd", "fork", "--tag", "t"], &[]),
+        ] {
+            let matches = grammar.clone().try_get_matches_from(line).unwrap();
+            let flags: Vec<_> = typed(&matches).iter().map(|obsolete| obsolete.flag).collect();
+            assert_eq!(flags, expected, "{line:?}");
+        }
+    }
+}

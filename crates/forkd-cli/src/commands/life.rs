@@ -1,0 +1,174 @@
+//! How long sandboxes live and what is written on them: `forkd set`, and what `spawn`, `ls` and `kill` take.
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+use hyper::Method;
+use serde_json::{Value, json};
+
+use super::{Context, report, with_daemon};
+use crate::api::{self, Sandbox};
+use crate::args::{FilterArgs, LifeArgs, SetArgs};
+use crate::ui;
+
+/// Adds to a request for sandboxes what was typed of their lives.
+pub(super) fn ask_for(body: &mut Value, life: &LifeArgs) {
+    if !life.label.is_empty() {
+        body["labels"] = labels(&life.label);
+    }
+    if let Some(secs) = life.ttl {
+        body["timeout_secs"] = json!(secs);
+    }
+    if let Some(secs) = life.idle {
+        body["idle_timeout_secs"] = json!(secs);
+    }
+    if let Some(action) = life.on_timeout {
+        body["on_timeout"] = json!(action.name());
+    }
+    if let Some(tag) = &life.suspend_as {
+        body["suspend_as"] = json!(tag);
+    }
+}
+
+fn labels(pairs: &[(String, String)]) -> Value {
+    json!(pairs.iter().cloned().collect::<BTreeMap<_, _>>())
+}
+
+/// Changes sandboxes; those that can be are, also when another cannot.
+pub(crate) fn set(context: &Context, args: &SetArgs) -> Result<u8> {
+    let body = changes(args);
+    with_daemon(context, &args.answer.daemon, async |daemon| {
+        let set = async |id: &str| daemon.ask(Method::PATCH, &api::sandbox_path(id), Some(&body)).await;
+        let mut results = api::for_each(&args.ids, set).await;
+        if args.answer.json {
+            let changed: Vec<_> = results.iter().filter_map(|(_, it)| it.as_ref().ok()).collect();
+            ui::print_json(&changed)?;
+            results.retain(|(_, it)| it.is_err());
+        }
+        report(context.ui, false, results, "changed")
+    })
+}
+
+/// What is to be changed: what was not typed stays.
+fn changes(args: &SetArgs) -> Value {
+    let mut body = json!({});
+    if let Some(secs) = args.ttl {
+        body["timeout_secs"] = json!(secs.0);
+    }
+    if let Some(secs) = args.idle {
+        body["idle_timeout_secs"] = json!(secs.0);
+    }
+    if let Some(action) = args.on_timeout {
+        body["on_timeout"] = json!(action.name());
+    }
+    if let Some(tag) = &args.suspend_as {
+        body["suspend_as"] = json!(tag);
+    }
+    if !args.label.is_empty() || args.no_labels {
+        body["labels"] = labels(&args.label);
+    }
+    body
+}
+
+/// The list of sandboxes that was asked for.
+pub(super) fn list_path(filter: &FilterArgs, others: &[(&str, &str)]) -> String {
+    let labels = filter.label.iter().map(|label| ("label", label.as_str()));
+    let tag = filter.tag.iter().map(|tag| ("snapshot_tag", tag.as_str()));
+    let pairs = labels.chain(tag).chain(others.iter().copied());
+    let query: Vec<String> = pairs.map(|(name, value)| format!("{name}={}", percent(value))).collect();
+    match query.is_empty() {
+        true => "/v1/sandboxes".to_owned(),
+        false => format!("/v1/sandboxes?{}", query.join("&")),
+    }
+}
+
+/// Whether the filter takes a sandbox. The daemon has said so already; before something is ended it is looked
+/// at again, because a daemon that knows no filters lists everything.
+pub(super) fn takes(filter: &FilterArgs, sandbox: &Sandbox) -> bool {
+    let has = |label: &String| match label.split_once('=') {
+        Some((name, value)) => sandbox.labels.get(name).is_some_and(|it| it == value),
+        None => sandbox.labels.contains_key(label),
+    };
+    let tagged = filter.tag.is_none() || sandbox.snapshot_tag == filter.tag;
+    tagged && filter.label.iter().all(has)
+}
+
+fn percent(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => out.push(char::from(byte)),
+            _ => out.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::{Cli, Command};
+    use clap::Parser;
+
+    fn parse(line: &[&str]) -> Command {
+        Cli::try_parse_from([&["forkd"], line].concat()).unwrap().command
+    }
+
+    #[test]
+    fn what_is_typed_of_a_life_is_what_is_asked_for() {
+        let line = ["spawn", "--tag", "t", "--label", "a=b=c", "--label", "d=", "--ttl", "9", "--idle", "8"];
+        let Command::Spawn(spawn) =
+            parse(&[&line[..], &["--on-timeout", "suspend", "--suspend-as", "x"]].concat())
+        else {
+            panic!()
+        };
+        let mut body = json!({});
+        ask_for(&mut body, &spawn.children.life);
+        let asked = json!({ "labels": { "a": "b=c", "d": "" }, "timeout_secs": 9, "idle_timeout_secs": 8,
+                            "on_timeout": "suspend", "suspend_as": "x" });
+        assert_eq!(body, asked);
+        let mut nothing = json!({});
+        ask_for(&mut nothing, &LifeArgs::default());
+        assert_eq!(nothing, json!({}));
+    }
+
+    #[test]
+    fn only_what_was_typed_is_changed_and_none_is_never() {
+        let Command::Set(set) = parse(&["set", "sb1", "--ttl", "none", "--idle", "7"]) else { panic!() };
+        assert_eq!(changes(&set), json!({ "timeout_secs": null, "idle_timeout_secs": 7 }));
+        let Command::Set(set) = parse(&["set", "sb1", "--no-labels"]) else { panic!() };
+        assert_eq!(changes(&set), json!({ "labels": {} }));
+        for wrong in [
+            &["set", "sb1"][..],
+            &["set", "--ttl", "1"],
+            &["set", "sb1", "--ttl", "0"],
+            &["set", "sb1", "--label", "a"],
+            &["set", "sb1", "--label", "a=b", "--no-labels"],
+            &["spawn", "--tag", "t", "--on-timeout", "explode"],
+            &["fork", "--tag", "t", "--settle-secs", "1", "--ttl", "1"],
+            &["kill", "sb1", "--label", "a"],
+            &["kill", "--all", "--label", "a"],
+            &["ls", "--state", "lost"],
+        ] {
+            let error = Cli::try_parse_from([&["forkd"], wrong].concat()).unwrap_err();
+            assert_eq!(error.exit_code(), 2, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn a_filter_is_asked_for_and_looked_at_again() {
+        let filter = FilterArgs { label: vec!["a=b c".into(), "d".into()], tag: Some("t".into()) };
+        let path = list_path(&filter, &[("state", "running")]);
+        assert_eq!(path, "/v1/sandboxes?label=a%3Db%20c&label=d&snapshot_tag=t&state=running");
+        assert_eq!(list_path(&FilterArgs::default(), &[]), "/v1/sandboxes");
+        let sandbox = |labels: Value| -> Sandbox {
+            let info = json!({ "id": "sb1", "snapshot_tag": "t", "state": "running", "vcpus": 1,
+                               "mem_size_mib": 1, "created_at_unix": 1, "labels": labels });
+            api::read(&info).unwrap()
+        };
+        assert!(takes(&filter, &sandbox(json!({ "a": "b c", "d": "", "e": "f" }))));
+        assert!(!takes(&filter, &sandbox(json!({ "a": "b c" }))));
+        assert!(!takes(&filter, &sandbox(json!({ "a": "b", "d": "" }))));
+        assert!(!takes(&filter, &sandbox(json!({}))));
+    }
+}

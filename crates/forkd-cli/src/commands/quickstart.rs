@@ -1,0 +1,129 @@
+//! `forkd quickstart`: from nothing to the first children, with every step said.
+
+use std::io::{BufRead, IsTerminal, Write};
+
+use anyhow::{Result, bail};
+use hyper::Method;
+use serde_json::{Value, json};
+
+use super::fork::{self, Times};
+use super::snapshot::{self, Made};
+use super::{Context, prepare_image, runtime, with_daemon};
+use crate::api::{self, Snapshot, SnapshotStatus, Spawned};
+use crate::args::QuickstartArgs;
+use crate::client::{Daemon, Refused};
+use crate::{clock, doctor, library, ui};
+
+/// Goes all the way.
+pub(crate) fn quickstart(context: &Context, args: &QuickstartArgs) -> Result<u8> {
+    let daemon_args = &args.answer.daemon;
+    // A daemon somewhere else has a computer of its own.
+    if daemon_args.daemon_url.is_none() && !passes(context, args)? {
+        return Ok(1);
+    }
+    if !args.yes && !agreed(context, args)? {
+        bail!("nothing was done");
+    }
+    prepare_image(context, daemon_args, &args.image)?;
+    with_daemon(context, daemon_args, async |daemon| {
+        let tag = tag(&args.image);
+        let Some(snapshot) = ensure_snapshot(context, &daemon, &tag, &args.image).await? else {
+            return Ok(130);
+        };
+        let asked = clock::now_ms();
+        let body = json!({ "snapshot_tag": tag, "n": args.count });
+        let answer = fork::spawn_children(&daemon, &body, context.ui).await?;
+        let spawned: Spawned = api::read(&answer)?;
+        let times = Times::of(asked, &spawned.children);
+        if args.answer.json {
+            let mut told = fork::with_times(answer, &times);
+            told["snapshot"] = snapshot;
+            ui::print_json(&told)?;
+        } else {
+            ui::print(&fork::render(&spawned, args.count, &times))?;
+            fork::warn_of(&spawned.errors, context.ui);
+            next_steps(context, &tag, &spawned);
+        }
+        Ok(u8::from(!spawned.errors.is_empty()))
+    })
+}
+
+/// Whether this computer has what nothing works without; says what it lacks.
+fn passes(context: &Context, args: &QuickstartArgs) -> Result<bool> {
+    let report = runtime()?.block_on(doctor::examine(&context.data, &args.answer.daemon, context.ui));
+    for check in report.gates() {
+        let fix = check.fix.as_deref().unwrap_or("see `forkd doctor`");
+        context.ui.warn(format!("{}: {}; fix: {fix}", check.name, check.detail));
+    }
+    if report.usable() && report.will_use == doctor::Runs::Machine {
+        context.ui.note(
+            "KVM does not run Linux here: everything happens in the emulated machine, many times slower",
+        );
+    }
+    Ok(report.usable())
+}
+
+/// Says what would be done, and asks.
+fn agreed(context: &Context, args: &QuickstartArgs) -> Result<bool> {
+    let images = library::list(&context.data).unwrap_or_default();
+    let built = images.iter().any(|image| image.name == args.image && image.problem.is_none());
+    let image = if built { "use" } else { "build (some minutes, downloads packages)" };
+    let plan = format!(
+        "forkd will\n  - {image} the image {}\n  - warm it and keep it as the snapshot {}, unless it is there\n  - fork {} \
+         from it, which stay until they are killed",
+        args.image,
+        tag(&args.image),
+        ui::count(args.count.into(), "child", "children"),
+    );
+    if !std::io::stdin().is_terminal() {
+        bail!("{plan}\nNobody can be asked here: give --yes to go on");
+    }
+    let mut errors = std::io::stderr().lock();
+    write!(errors, "{plan}\nGo on? [y/N] ")?;
+    errors.flush()?;
+    let mut answer = String::new();
+    std::io::stdin().lock().read_line(&mut answer)?;
+    Ok(matches!(answer.trim().to_ascii_lowercase().as_str(), "y" | "yes"))
+}
+
+fn tag(image: &str) -> String {
+    if image == "python" { "quickstart".to_owned() } else { format!("quickstart-{image}") }
+}
+
+/// The snapshot that is there, or a new one; `None` if ^C cancelled it.
+async fn ensure_snapshot(
+    context: &Context,
+    daemon: &Daemon,
+    tag: &str,
+    image: &str,
+) -> Result<Option<Value>> {
+    match daemon.ask(Method::GET, &api::snapshot_path(tag), None).await {
+        Ok(answer) => {
+            let snapshot: Snapshot = api::read(&answer)?;
+            match snapshot.status {
+                SnapshotStatus::Ready => {
+                    context.ui.note(format!("snapshot {tag} is there; using it"));
+                    return Ok(Some(answer));
+                }
+                SnapshotStatus::Writing => bail!("snapshot {tag} is being made; try again when it is ready"),
+                SnapshotStatus::Failed => {
+                    daemon.ask(Method::DELETE, &api::snapshot_path(tag), None).await?;
+                }
+            }
+        }
+        Err(error) if Refused::is_not_found(&error) => {}
+        Err(error) => return Err(error),
+    }
+    match snapshot::make(daemon, tag, &json!({ "tag": tag, "image": image }), context.ui).await? {
+        Made::Ready(answer) => Ok(Some(answer)),
+        Made::Cancelled(_) => Ok(None),
+    }
+}
+
+fn next_steps(context: &Context, tag: &str, spawned: &Spawned) {
+    let id = spawned.children.first().map_or("ID", |child| child.id.as_str());
+    context.ui.note(format!(
+        "they run. Next:\n  forkd exec {id} -- uname -a\n  forkd eval {id} -- 'import os; os.getpid()'\n  forkd branch \
+         {id} --tag mine\n  forkd tree\n  forkd kill --tag {tag}"
+    ));
+}

@@ -1,0 +1,219 @@
+//! What daemons that died left on this computer, and how to take it away.
+//!
+//! Whatever has an owner is left alone: what belongs to a daemon that runs, and what the next daemon on
+//! the same data directory will take over. Looking changes nothing. [`owners`] tells whose a run folder
+//! is, [`processes`] which one a guest's process belongs to.
+
+mod owners;
+mod processes;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use rustix::process::Signal;
+use serde::Serialize;
+
+use self::owners::{Owner, RunFolder};
+use crate::paths::DataDir;
+use crate::process::ProcessId;
+
+/// What kind of thing it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Kind {
+    Process,
+    Namespace,
+    Link,
+    Folder,
+    Cgroup,
+    Rules,
+}
+
+/// What is done about it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Action {
+    /// It has an owner.
+    Skip,
+    /// Nobody needs it.
+    Delete,
+}
+
+/// One thing there is of forkd.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Leftover {
+    pub(crate) kind: Kind,
+    /// Its path, its name, or a process's number.
+    pub(crate) path: String,
+    pub(crate) action: Action,
+    /// Why.
+    pub(crate) why: String,
+    /// The process, so that no other is taken for it later.
+    #[serde(skip)]
+    process: Option<ProcessId>,
+}
+
+impl Leftover {
+    fn new(kind: Kind, path: impl Into<String>, owner: Owner) -> Self {
+        let action = if owner.is_nobody() { Action::Delete } else { Action::Skip };
+        Leftover { kind, path: path.into(), action, why: owner.to_string(), process: None }
+    }
+
+    /// Takes it away.
+    pub(crate) fn remove(&self) -> Result<()> {
+        let path = Path::new(&self.path);
+        match self.kind {
+            Kind::Process => {
+                if let Some(process) = &self.process {
+                    process.signal(Signal::KILL);
+                    if !process.wait(std::time::Duration::from_secs(10)) {
+                        anyhow::bail!("process {} is still there after being killed", self.path);
+                    }
+                }
+                Ok(())
+            }
+            Kind::Namespace => Ok(forkd_net::remove_namespace(path)?),
+            // It goes with its namespace: the kernel takes both ends of a cable.
+            Kind::Link => Ok(()),
+            Kind::Folder => fs::remove_dir_all(path).with_context(|| format!("cannot remove {}", self.path)),
+            Kind::Cgroup => remove_cgroup(path).with_context(|| format!("cannot remove {}", self.path)),
+            Kind::Rules => Ok(forkd_net::remove_rules()?),
+        }
+    }
+}
+
+/// Everything there is of forkd on this computer that somebody might have left, in the order in which it
+/// can be removed.
+pub(crate) fn find(data: &DataDir) -> Vec<Leftover> {
+    let daemons = processes::daemons();
+    let folders = owners::run_folders(data, daemons > 0);
+    let mut found: Vec<Leftover> = processes::find(&folders, daemons > 0);
+    let anybody = folders.iter().any(|folder| !folder.owner.is_nobody());
+    found.extend(network(&folders, anybody));
+    found.extend(
+        folders.iter().map(|folder| {
+            Leftover::new(Kind::Folder, folder.path.display().to_string(), folder.owner.clone())
+        }),
+    );
+    found.extend(cgroups(Path::new("/sys/fs/cgroup"), daemons > 0));
+    found
+}
+
+/// Namespaces, links and rules. Only root sees them.
+fn network(folders: &[RunFolder], anybody: bool) -> Vec<Leftover> {
+    let Ok(left) = forkd_net::leftovers() else { return Vec::new() };
+    let mut found = Vec::new();
+    for file in &left.namespaces {
+        let owner = folders.iter().find(|folder| Path::new(file).starts_with(&folder.path));
+        let owner = owner.map_or(Owner::Unknown, |folder| folder.owner.clone());
+        found.push(Leftover::new(Kind::Namespace, file, owner));
+    }
+    for link in &left.links {
+        let of = |one: &&Leftover| Path::new(&one.path).file_name().is_some_and(|name| name == link.as_str());
+        let owner = match found.iter().find(of) {
+            Some(namespace) if namespace.action == Action::Delete => {
+                Owner::Nobody("it goes with its namespace")
+            }
+            Some(_) => Owner::Runs(PathBuf::from(link)),
+            None => Owner::Unknown,
+        };
+        found.push(Leftover::new(Kind::Link, link, owner));
+    }
+    let needed = anybody || found.iter().any(|one| one.action == Action::Skip);
+    for table in &left.tables {
+        let owner = if needed { Owner::Shared } else { Owner::Nobody("no network of a sandbox is left") };
+        found.push(Leftover::new(Kind::Rules, table, owner));
+    }
+    found
+}
+
+/// Folders of our cgroups without a process. As long as any daemon runs they may be in use in a moment.
+fn cgroups(root: &Path, daemon_runs: bool) -> Vec<Leftover> {
+    const DEPTH: usize = 4;
+    let mut ours = Vec::new();
+    find_ours(root, DEPTH, &mut ours);
+    let lineages = ours.iter().flat_map(|folder| folders_in(folder));
+    let judged = lineages.map(|lineage| {
+        let events = fs::read_to_string(lineage.join("cgroup.events")).unwrap_or_default();
+        let owner = match (events.lines().any(|line| line == "populated 0"), daemon_runs) {
+            (false, _) => Owner::Runs(lineage.clone()),
+            (true, true) => Owner::Shared,
+            (true, false) => Owner::Nobody("no process is in it"),
+        };
+        Leftover::new(Kind::Cgroup, lineage.display().to_string(), owner)
+    });
+    judged.collect()
+}
+
+fn find_ours(folder: &Path, depth: usize, found: &mut Vec<PathBuf>) {
+    if depth == 0 {
+        return;
+    }
+    for inner in folders_in(folder) {
+        // A service may be called like this, too; but no service has lineages.
+        if inner.file_name().is_some_and(|name| name == "forkd") {
+            found.push(inner);
+        } else {
+            find_ours(&inner, depth - 1, found);
+        }
+    }
+}
+
+fn folders_in(folder: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
+    let is_folder = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_dir());
+    entries.flatten().filter(is_folder).map(|entry| entry.path()).collect()
+}
+
+/// The kernel removes a cgroup only when nothing is below it.
+fn remove_cgroup(folder: &Path) -> std::io::Result<()> {
+    for leaf in folders_in(folder) {
+        fs::remove_dir(leaf)?;
+    }
+    fs::remove_dir(folder)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn empty_cgroups_are_left_while_a_daemon_runs_and_full_ones_always() {
+        let root = tempfile::tempdir().unwrap();
+        let lineage = |name: &str, populated: u8| {
+            let folder = root.path().join("system.slice/forkd").join(name);
+            fs::create_dir_all(&folder).unwrap();
+            fs::write(folder.join("cgroup.events"), format!("populated {populated}\nfrozen 0\n")).unwrap();
+        };
+        lineage("empty", 0);
+        lineage("full", 1);
+        let action = |daemon_runs, name: &str| {
+            let found = cgroups(root.path(), daemon_runs);
+            found.into_iter().find(|one| one.path.ends_with(name)).unwrap().action
+        };
+        assert_eq!((action(false, "empty"), action(false, "full")), (Action::Delete, Action::Skip));
+        assert_eq!((action(true, "empty"), action(true, "full")), (Action::Skip, Action::Skip));
+    }
+
+    #[test]
+    fn what_is_removed_is_gone_and_a_process_is_the_one_that_was_found() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("forkd-x");
+        fs::create_dir_all(folder.join("sandboxes/sb1")).unwrap();
+        let nobody = || Owner::Nobody("a test says so");
+        Leftover::new(Kind::Folder, folder.display().to_string(), nobody()).remove().unwrap();
+        assert!(!folder.exists());
+        let cgroup = root.path().join("lineage");
+        fs::create_dir_all(cgroup.join("leaf")).unwrap();
+        Leftover::new(Kind::Cgroup, cgroup.display().to_string(), nobody()).remove().unwrap();
+        assert!(!cgroup.exists());
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = ProcessId::of(child.id() as i32);
+        let found = Leftover { process, ..Leftover::new(Kind::Process, "sleep", nobody()) };
+        found.remove().unwrap();
+        assert!(!child.wait().unwrap().success());
+        // The same once more: its number may be another's by now.
+        found.remove().unwrap();
+    }
+}

@@ -1,0 +1,210 @@
+//! Settings: what can be said once, in a file, instead of with every command.
+//!
+//! A setting is an option of `forkd serve`, an option that stands before every command, or one that
+//! an environment variable can stand for. Which there are is asked of the grammar itself, so an
+//! option that is added to a command is a setting without anything being done here. The file's values
+//! become the grammar's defaults: so the environment and what is typed go before them, and everything
+//! is checked by the rules the options have. [`file`] reads the file; [`show`] tells who said what.
+
+mod file;
+mod show;
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use anyhow::{Result, bail};
+use clap::{Arg, ArgAction, Command};
+
+pub(crate) use file::File;
+pub(crate) use show::show;
+
+/// Where the file is when nobody says otherwise.
+pub(crate) const SYSTEM_FILE: &str = "/etc/forkd/config.toml";
+/// The variable that names another.
+const FILE_VARIABLE: &str = "FORKD_CONFIG";
+/// The option that names another, which cannot be in the file itself.
+const FILE_OPTION: &str = "config";
+
+/// A setting that is no option of any command: the emulated machine is started by many of them.
+#[derive(Debug)]
+pub(crate) struct Extra {
+    pub(crate) key: &'static str,
+    pub(crate) variable: &'static str,
+    pub(crate) default: &'static str,
+    pub(crate) is_number: bool,
+}
+
+/// All of these.
+pub(crate) const EXTRAS: &[Extra] = &[
+    Extra { key: "machine_mib", variable: "FORKD_MACHINE_MIB", default: "4096", is_number: true },
+    Extra {
+        key: "machine_watchdog_secs",
+        variable: "FORKD_MACHINE_WATCHDOG_SECS",
+        default: "120",
+        is_number: true,
+    },
+    Extra { key: "qemu", variable: "FORKD_QEMU", default: "qemu-system-x86_64", is_number: false },
+];
+
+/// What this process read.
+static READ: OnceLock<File> = OnceLock::new();
+
+/// Finds and reads the file: the one named on this command line, in the environment, or the
+/// system's; without any, there are no settings.
+pub(crate) fn read(grammar: &Command, line: &[OsString]) -> Result<File> {
+    let file = match named(line).or_else(|| std::env::var_os(FILE_VARIABLE).map(PathBuf::from)) {
+        Some(path) => File::read(&path, grammar)?,
+        None => File::read_system(Path::new(SYSTEM_FILE), grammar)?,
+    };
+    Ok(READ.get_or_init(|| file).clone())
+}
+
+/// The file this process took its settings from, for processes it starts.
+pub(crate) fn path() -> Option<&'static Path> {
+    READ.get().and_then(|file| file.path.as_deref())
+}
+
+/// The value of a setting that is no option of this command: the environment's, or the file's.
+pub(crate) fn value(key: &str, variable: &str) -> Option<OsString> {
+    let in_file = || Some(READ.get()?.entries.get(key)?.values.first()?.into());
+    std::env::var_os(variable).or_else(in_file)
+}
+
+/// The file named on the command line. It must be known before the line can be understood; as there,
+/// everything after `--` belongs to somebody else.
+fn named(line: &[OsString]) -> Option<PathBuf> {
+    let mut words = line.iter().take_while(|word| *word != "--");
+    while let Some(word) = words.next() {
+        let word = word.to_str().unwrap_or_default();
+        match word.strip_prefix("--config") {
+            Some("") => return words.next().map(PathBuf::from),
+            Some(rest) if rest.starts_with('=') => return Some(PathBuf::from(&rest[1..])),
+            _ => {}
+        }
+    }
+    None
+}
+
+/// The grammar, with the file's values as defaults.
+pub(crate) fn with_defaults(grammar: Command, file: &File) -> Command {
+    let is_serve = grammar.get_name() == "serve";
+    let set = |arg: Arg| match key(&arg, is_serve).and_then(|key| file.entries.get(&key)) {
+        Some(entry) => arg.default_values(entry.values.clone()),
+        None => arg,
+    };
+    grammar.mut_args(set).mut_subcommands(|command| with_defaults(command, file))
+}
+
+/// All settings that are options, by key. `used_by` are the commands that take them.
+pub(crate) fn options(grammar: &Command) -> BTreeMap<String, Setting> {
+    let mut found = BTreeMap::new();
+    collect(grammar, &mut found);
+    found
+}
+
+/// A setting that is an option.
+#[derive(Debug, Clone)]
+pub(crate) struct Setting {
+    pub(crate) arg: Arg,
+    /// Whether it is the daemon's own.
+    pub(crate) of_daemon: bool,
+}
+
+fn collect(command: &Command, found: &mut BTreeMap<String, Setting>) {
+    let is_serve = command.get_name() == "serve";
+    for arg in command.get_arguments() {
+        if let Some(key) = key(arg, is_serve) {
+            let option = Setting { arg: arg.clone(), of_daemon: is_serve };
+            // What the daemon takes is the daemon's, whoever else takes it.
+            if is_serve {
+                found.insert(key, option);
+            } else {
+                found.entry(key).or_insert(option);
+            }
+        }
+    }
+    command.get_subcommands().for_each(|command| collect(command, found));
+}
+
+/// The name of an option in the file, if it may be there.
+fn key(arg: &Arg, of_serve: bool) -> Option<String> {
+    let long = arg.get_long()?;
+    let is_setting = of_serve || arg.is_global_set() || arg.get_env().is_some();
+    let is_action = matches!(arg.get_action(), ArgAction::Help | ArgAction::HelpLong | ArgAction::Version);
+    let takes_part = is_setting && !is_action && !arg.is_hide_set() && long != FILE_OPTION;
+    takes_part.then(|| long.replace('-', "_"))
+}
+
+/// Whether the value of an option is nobody's business.
+pub(crate) fn is_secret(arg: &Arg) -> bool {
+    arg.is_hide_env_values_set()
+}
+
+/// Checks a value by the rules of the option it is for; the reason if it breaks them.
+fn check(arg: &Arg, value: &str) -> Result<()> {
+    let probe = Arg::new("value")
+        .long(arg.get_long().unwrap_or_default().to_owned())
+        .value_parser(arg.get_value_parser().clone())
+        .action(ArgAction::Append)
+        .value_delimiter(arg.get_value_delimiter());
+    let line = format!("--{}={value}", arg.get_long().unwrap_or_default());
+    let parsed = Command::new("forkd").no_binary_name(true).arg(probe).try_get_matches_from([line]);
+    if let Err(error) = parsed {
+        let text = error.to_string();
+        let reason = text.lines().take_while(|line| !line.starts_with("For more"));
+        let reason: Vec<_> = reason.map(str::trim).filter(|line| !line.is_empty()).collect();
+        bail!("{}", reason.join(" ").trim_start_matches("error: "));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_named_before_the_dashes_only() {
+        let line = |words: &[&str]| named(&words.iter().map(OsString::from).collect::<Vec<_>>());
+        assert_eq!(line(&["forkd", "--config", "a", "ls"]), Some("a".into()));
+        assert_eq!(line(&["forkd", "ls", "--config=b"]), Some("b".into()));
+        assert_eq!(line(&["forkd", "run", "--", "x", "--config", "c"]), None);
+        assert_eq!(line(&["forkd", "ls", "--configure"]), None);
+        assert_eq!(line(&["forkd", "--config"]), None);
+    }
+
+    #[test]
+    fn every_option_of_the_daemon_is_a_setting_and_so_is_what_a_variable_stands_for() {
+        let grammar = crate::args::grammar();
+        let options = options(&grammar);
+        let serve = grammar.get_subcommands().find(|command| command.get_name() == "serve").unwrap();
+        for arg in serve.get_arguments().filter(|arg| !arg.is_hide_set()) {
+            let key = arg.get_long().unwrap().replace('-', "_");
+            assert!(options.get(&key).is_some_and(|option| option.of_daemon), "{key}");
+        }
+        assert!(options.contains_key("daemon_url") && options.contains_key("data_dir"));
+        assert!(is_secret(&options["daemon_token"].arg) && !is_secret(&options["bind"].arg));
+        for absent in ["config", "help", "json", "in_machine", "tag"] {
+            assert!(!options.contains_key(absent), "{absent}");
+        }
+    }
+
+    #[test]
+    fn what_the_file_says_gives_way_to_what_is_typed() {
+        use clap::FromArgMatches;
+        let grammar = crate::args::grammar();
+        let file = File::parse("x.toml".as_ref(), "bind = \"127.0.0.1:7\"\nnetwork-pool = 9\n", &grammar);
+        let grammar = with_defaults(grammar, &file.unwrap());
+        let serve = |line: &[&str]| {
+            let line = ["forkd", "serve"].iter().chain(line);
+            let matches = grammar.clone().try_get_matches_from(line).unwrap();
+            match crate::args::Cli::from_arg_matches(&matches).unwrap().command {
+                crate::args::Command::Serve(args) => (args.bind.to_string(), args.network_pool),
+                _ => panic!("not serve"),
+            }
+        };
+        assert_eq!(serve(&[]), ("127.0.0.1:7".to_owned(), 9));
+        assert_eq!(serve(&["--bind", "127.0.0.1:8"]), ("127.0.0.1:8".to_owned(), 9));
+    }
+}

@@ -1,0 +1,64 @@
+//! This computer's terminal, when a command somewhere else uses it.
+
+use std::io::IsTerminal;
+use std::sync::{Mutex, Once, PoisonError};
+
+use anyhow::{Context, Result};
+use rustix::termios::{OptionalActions, Termios};
+
+/// How the terminal was, while it is otherwise. Here and not in [`RawTerminal`], so that a panic in any
+/// thread can put it back before it says why.
+static BEFORE: Mutex<Option<Termios>> = Mutex::new(None);
+
+/// The terminal, passing every key on; put back when dropped, and when the program panics. Whoever has one
+/// catches the signals that would end the program.
+#[derive(Debug)]
+pub(crate) struct RawTerminal(());
+
+impl RawTerminal {
+    /// Whether standard input and output are one.
+    pub(crate) fn is_there() -> bool {
+        std::io::stdin().is_terminal() && std::io::stdout().is_terminal()
+    }
+
+    pub(crate) fn enter() -> Result<Self> {
+        static HOOK: Once = Once::new();
+        HOOK.call_once(|| {
+            let usual = std::panic::take_hook();
+            std::panic::set_hook(Box::new(move |info| {
+                put_back();
+                usual(info);
+            }));
+        });
+        let stdin = std::io::stdin();
+        let before = rustix::termios::tcgetattr(&stdin).context("cannot read the terminal's settings")?;
+        let mut raw = before.clone();
+        raw.make_raw();
+        *BEFORE.lock().unwrap_or_else(PoisonError::into_inner) = Some(before);
+        let terminal = RawTerminal(());
+        // What was typed already is for the command, too.
+        rustix::termios::tcsetattr(&stdin, OptionalActions::Now, &raw)
+            .context("cannot set up the terminal")?;
+        Ok(terminal)
+    }
+
+    /// Its size: columns and rows.
+    pub(crate) fn size() -> (u16, u16) {
+        match rustix::termios::tcgetwinsize(std::io::stdout()) {
+            Ok(size) if size.ws_col > 0 && size.ws_row > 0 => (size.ws_col, size.ws_row),
+            _ => (80, 24),
+        }
+    }
+}
+
+impl Drop for RawTerminal {
+    fn drop(&mut self) {
+        put_back();
+    }
+}
+
+fn put_back() {
+    if let Some(before) = BEFORE.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        let _ = rustix::termios::tcsetattr(std::io::stdin(), OptionalActions::Flush, &before);
+    }
+}
