@@ -13,8 +13,9 @@ needed=(
     mke2fs:e2fsprogs                      # disks
     ip:iproute2                           # network slots
     nft:nftables                          # network slots
-    python3:python3                       # the demo
+    python3:python3                       # the demo, the tests
     curl:curl                             # the examples in README.md
+    openssl:openssl                       # certificates for tests
 )
 # Images from packages without root need to map user ids.
 if [ "$(id -u)" -ne 0 ]; then needed+=(newuidmap:uidmap); fi
@@ -53,6 +54,8 @@ missing_packages() {
     for entry in "${needed[@]}"; do
         command -v "${entry%%:*}" >/dev/null || printf '%s\n' "${entry#*:}"
     done
+    # The tests install clients into an environment of their own.
+    python3 -c 'import ensurepip, venv' 2>/dev/null || printf 'python3-venv\n'
     # For everything that is downloaded over TLS.
     [ -e /etc/ssl/certs/ca-certificates.crt ] || [ -d /etc/pki/tls ] || printf 'ca-certificates\n'
 }

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Long campaigns: children by the thousand with kills in the middle, over and over; branches whose saver,
-# daemon or machine is killed at random moments; and coverage-guided fuzzing of the device models and the
-# parsers, with the same bodies `make test` runs over their corpora. A summary to paste into
+# daemon or machine is killed at random moments; load; the API fuzzed; an upgrade; and coverage-guided
+# fuzzing of the device models and the parsers, with the same bodies `make test` runs over their corpora. A summary to paste into
 # bench/RESULTS.md is printed.
 #
 #   FORKD_FUZZ_SECS=600 make soak       seconds for each fuzz target (default 300)
 #   FORKD_FORK_ROUNDS=50 make soak      rounds of forking and killing (default 20)
+#   FORKD_LOAD_SECS=600 make soak       seconds of load by FORKD_LOAD_CLIENTS (default 300, by 200)
+#   FORKD_PREVIOUS=REF make soak        the build that is upgraded from (default: the last tag, or HEAD~1)
 #   FORKD_BRANCH_ROUNDS=1000 make soak  kills of savers, and as many of daemons; a tenth of it power cuts
 #                                       (half a minute each) and branches in a row (default 200)
 set -euo pipefail
@@ -30,6 +32,20 @@ campaign() {
 }
 printf '\n==> savers and daemons killed while branches are written, %s times each\n' "$branches"
 campaign "$branches" kills::
+printf '\n==> anybody killed at random, 100 times\n'
+campaign 100 faults::
+printf '\n==> many clients at once\n'
+FORKD_LOAD_SECS=${FORKD_LOAD_SECS:-300} FORKD_LOAD_CLIENTS=${FORKD_LOAD_CLIENTS:-200} campaign 1 load::
+printf '\n==> the API, fuzzed from its document\n'
+FORKD_SCHEMA_SECS=${FORKD_SCHEMA_SECS:-600} campaign 1 schema::
+printf '\n==> the previous build upgraded to this one\n'
+previous=${FORKD_PREVIOUS:-$(git describe --tags --abbrev=0 2>/dev/null || git rev-parse HEAD~1)}
+git worktree prune
+git worktree add --force --detach target/previous "$previous"
+(cd target/previous && cargo build --release --locked --target-dir ../previous-build)
+install -m 755 target/release/forkd-guest target/previous-build/release/
+FORKD_PREVIOUS_BIN=$PWD/target/previous-build/release campaign 1 upgrade::
+git worktree remove --force target/previous
 printf '\n==> the plug of a machine pulled while branches are written, %s times\n' "$few"
 campaign "$few" power::
 printf '\n==> %s branches in a row of a Linux guest that writes\n' "$few"

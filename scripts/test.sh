@@ -99,7 +99,7 @@ outside() {
   FORKD_TEST_BIN=$PWD/target/release "$(executable outside)" --test-threads=1 2>&1 | tee -a "$log"
 }
 
-# Tests of branching with Linux guests, which take long.
+# Tests with Linux guests that take long.
 long=(branching::)
 
 what=${1:-all}
@@ -107,9 +107,12 @@ shift || true
 case $what in
   all)
     # What the tests stand on, and all executables, before anything competes for the cores.
+    # Making an image is mostly waiting: for downloads, and for one program at a time.
+    "$forkd" run --image python -- true &
+    prepared=$!
     cargo test --release --locked --workspace --no-run
     for test in linux outside; do executable "$test" >/dev/null; done
-    "$forkd" run --image python -- true
+    wait "$prepared"
     # A machine is one emulated CPU: the tests inside it have one core, all others the other. The long
     # ones with Linux guests have a machine of their own, so that both cores are busy to the end.
     (outside && native && another_machine "${long[@]}") >"$log.outside" 2>&1 &

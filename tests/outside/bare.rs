@@ -46,7 +46,7 @@ pub(crate) fn can_run(test: &str) -> bool {
 }
 
 /// A daemon with a snapshot `tiny` of a bare guest.
-fn daemon_with_tiny(env: &[(&str, &str)]) -> Daemon {
+pub(crate) fn daemon_with_tiny(env: &[(&str, &str)]) -> Daemon {
     let daemon = Daemon::start_with(&[], env, no_library());
     make_tiny(&daemon);
     daemon
@@ -60,14 +60,14 @@ fn make_tiny(daemon: &Daemon) {
     assert_eq!(info["status"], "ready", "{info}");
 }
 
-fn spawn(daemon: &Daemon, n: usize) -> Value {
+pub(crate) fn spawn(daemon: &Daemon, n: usize) -> Value {
     let body = json!({"snapshot_tag": "tiny", "n": n, "network": false});
     let response = daemon.request("POST", "/v1/sandboxes?results=each", Some(body));
     assert_eq!(response.status, 201, "{}\n{}", String::from_utf8_lossy(&response.body), daemon.log());
     response.json()
 }
 
-fn ids(answer: &Value) -> Vec<String> {
+pub(crate) fn ids(answer: &Value) -> Vec<String> {
     let children = answer["children"].as_array().unwrap();
     children.iter().map(|child| child["id"].as_str().unwrap().to_owned()).collect()
 }

@@ -15,7 +15,7 @@ use crate::bare::can_run;
 use crate::pattern::{self, check, child, daemon_with_pattern, delete_all, find, store_is_tidy};
 
 /// Processes that templates forked and that are no sandboxes.
-fn savers(daemon: &Daemon) -> Vec<i32> {
+pub(crate) fn savers(daemon: &Daemon) -> Vec<i32> {
     let (templates, sandboxes) = (daemon.templates(), daemon.monitors());
     let processes = std::fs::read_dir("/proc").unwrap().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_string_lossy().parse::<u32>().ok());

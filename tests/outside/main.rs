@@ -6,9 +6,15 @@
 
 mod bare;
 mod branches;
+mod clients;
+mod faults;
 mod kills;
+mod load;
 mod machine;
 mod natively;
 mod pattern;
+mod pip;
 mod power;
 mod readme;
+mod schema;
+mod upgrade;

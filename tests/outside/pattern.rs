@@ -83,11 +83,16 @@ pub(crate) const MEM_MIB: u64 = 64;
 /// A daemon with a snapshot of the guest.
 pub(crate) fn daemon_with_pattern(serve: &[&str]) -> Daemon {
     let daemon = Daemon::start_with(serve, &[], no_library());
+    make_pattern(&daemon);
+    daemon
+}
+
+/// Makes a snapshot of the guest.
+pub(crate) fn make_pattern(daemon: &Daemon) {
     let kernel = daemon.data_dir().join("pattern.elf");
     std::fs::write(&kernel, forkd_vmm::tiny::elf_kernel(writes_pages())).unwrap();
     let body = json!({"tag": TAG, "kernel": kernel, "network": false, "mem_size_mib": MEM_MIB});
     assert_eq!(daemon.snapshot(body)["status"], "ready");
-    daemon
 }
 
 /// Forks a child, which has found its memory to be of one instant when this returns.

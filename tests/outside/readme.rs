@@ -1,5 +1,5 @@
 //! The commands in the documents, run as a reader in a hurry would: in a shell, those of the README block
-//! by block, those of docs/BRANCHING.md one after the other.
+//! by block, those of docs/BRANCHING.md, docs/SECURITY.md and docs/RUNBOOK.md one after the other.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -10,7 +10,9 @@ use serde_json::Value;
 use crate::natively::{forkd, text};
 
 const README: &str = include_str!("../../README.md");
+const SECURITY: &str = include_str!("../../docs/SECURITY.md");
 const BRANCHING: &str = include_str!("../../docs/BRANCHING.md");
+const RUNBOOK: &str = include_str!("../../docs/RUNBOOK.md");
 
 /// The indented blocks of a document, without those that are `make`'s: this test runs inside one of
 /// them, and `make demo` is a test of its own. What is between fences is output, not commands.
@@ -34,8 +36,8 @@ fn blocks(document: &str) -> Vec<String> {
 }
 
 /// The names the documents give to images, snapshots and workspaces. Here they are others.
-const NAMES: [&str; 9] =
-    ["tools", "numpy", "thinking", "whole", "table", "sums", "sums-alone", "soon", "desk"];
+const NAMES: [&str; 11] =
+    ["tools", "numpy", "thinking", "whole", "table", "sums", "sums-alone", "soon", "desk", "ci", "dashboard"];
 
 fn renamed(name: &str) -> String {
     format!("forkd-readme-{name}")
@@ -71,13 +73,19 @@ fn run(folder: &Path, commands: &str, status: i32) -> String {
     text(&output.stdout)
 }
 
-/// The daemon's address, a folder as after `make build`, and nothing left of an earlier run.
-fn prepare() -> (String, tempfile::TempDir) {
-    let found: Value = serde_json::from_slice(&forkd(None, &["token", "print", "--json"]).stdout).unwrap();
+/// A folder as after `make build`.
+fn built() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let bin = folder.path().join("target/release");
     std::fs::create_dir_all(bin.parent().unwrap()).unwrap();
     std::os::unix::fs::symlink(binary("forkd").parent().unwrap(), &bin).unwrap();
+    folder
+}
+
+/// The daemon's address, a folder as after `make build`, and nothing left of an earlier run.
+fn prepare() -> (String, tempfile::TempDir) {
+    let found: Value = serde_json::from_slice(&forkd(None, &["token", "print", "--json"]).stdout).unwrap();
+    let folder = built();
     for name in NAMES.map(renamed) {
         forkd(None, &["workspace", "rm", &name]);
         forkd(None, &["kill", "--tag", &name]);
@@ -153,6 +161,17 @@ fn every_command_in_the_readme_works() {
 }
 
 #[test]
+fn every_command_in_the_document_on_security_works() {
+    let (url, folder) = prepare();
+    forkd(None, &["token", "rm", "forkd-readme-ci", "forkd-readme-dashboard"]);
+    let commands = script(&blocks(SECURITY).concat(), &url);
+    let said = run(folder.path(), &commands, 0);
+    assert!(said.contains("forkd-readme-ci  ") && said.contains("\"api\":\"v1\""), "{said}");
+    let left = text(&forkd(None, &["token", "ls", "--json"]).stdout);
+    assert!(left.contains("default") && !left.contains("forkd-readme-"), "{left}");
+}
+
+#[test]
 fn every_command_in_the_document_on_branching_works() {
     let (url, folder) = prepare();
     let said = run(folder.path(), &script(&blocks(BRANCHING).concat(), &url), 0);
@@ -171,4 +190,19 @@ fn every_command_in_the_document_on_branching_works() {
     assert!(std::fs::read_to_string(folder.path().join("tree.dot")).unwrap().starts_with("digraph"));
     let left = text(&forkd(None, &["images", "--json"]).stdout);
     assert!(!left.contains("forkd-readme-"), "{left}");
+}
+
+/// Its commands start daemons of their own, without guests: they need nothing that the others prepare.
+#[test]
+fn every_command_in_the_runbook_works() {
+    let folder = built();
+    let said = run(folder.path(), &blocks(RUNBOOK).concat(), 0);
+    for answer in ["{\"ok\":true}", "forkd_sandboxes_active 0", "\tGET\t/version\t200\tok", "sandbox folders"]
+    {
+        assert!(said.contains(answer), "{answer}:\n{said}");
+    }
+    for left in ["data/run", "restored/run"] {
+        let run = folder.path().join(left);
+        assert!(std::fs::symlink_metadata(&run).is_err(), "{left} is left: {said}");
+    }
 }

@@ -20,6 +20,8 @@ pub struct Daemon {
     port: u16,
     extra: Vec<String>,
     env: Vec<(String, String)>,
+    /// Where its programs are; those under test if none is named.
+    programs: Option<PathBuf>,
     /// A resource it may have only so much of.
     limit: Option<(libc::__rlimit_resource_t, u64)>,
 }
@@ -37,6 +39,26 @@ impl Daemon {
 
     /// Starts a daemon with more arguments for `forkd serve`, more variables, or another library.
     pub fn start_with(extra: &[&str], env: &[(&str, &str)], library: PathBuf) -> Daemon {
+        let mut daemon = Daemon::prepare(extra, env, library);
+        daemon.restart();
+        daemon
+    }
+
+    /// Starts a daemon of another build, whose programs are in `folder`.
+    pub fn start_other(folder: &Path, library: PathBuf) -> Daemon {
+        let mut daemon = Daemon::prepare(&[], &[], library);
+        daemon.programs = Some(folder.to_path_buf());
+        daemon.restart();
+        daemon
+    }
+
+    /// Kills the daemon with -9 and starts the one under test in its place.
+    pub fn upgrade(&mut self) {
+        self.programs = None;
+        self.restart();
+    }
+
+    fn prepare(extra: &[&str], env: &[(&str, &str)], library: PathBuf) -> Daemon {
         // A free port: bound, looked at, given back.
         let probe = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let port = probe.local_addr().unwrap().port();
@@ -47,9 +69,7 @@ impl Daemon {
         for part in ["images", "kernels"] {
             std::os::unix::fs::symlink(library.join(part), folder.path().join(part)).unwrap();
         }
-        let mut daemon = Daemon { child: None, folder, port, extra, env, limit: None };
-        daemon.restart();
-        daemon
+        Daemon { child: None, folder, port, extra, env, programs: None, limit: None }
     }
 
     /// Starts a daemon that may have only so much of a resource, and so may what it starts.
@@ -63,7 +83,8 @@ impl Daemon {
     /// Kills the daemon with -9, if it runs, and starts it again on the same data.
     pub fn restart(&mut self) {
         self.kill();
-        let mut command = Command::new(binary("forkd"));
+        let program = self.programs.as_ref().map_or_else(|| binary("forkd"), |folder| folder.join("forkd"));
+        let mut command = Command::new(program);
         let log = std::fs::File::options().create(true).append(true).open(self.data_dir().join("daemon.log"));
         command
             .args(["serve", "--data-dir"])

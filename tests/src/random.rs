@@ -19,6 +19,11 @@ impl Random {
         Random(seed | 1)
     }
 
+    /// Another source, for somebody else.
+    pub fn another(&mut self) -> Random {
+        Random(self.below(u64::MAX) | 1)
+    }
+
     /// A number below `end`.
     pub fn below(&mut self, end: u64) -> u64 {
         self.0 ^= self.0 << 13;
