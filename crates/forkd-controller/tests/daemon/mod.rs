@@ -159,7 +159,10 @@ impl Drop for Daemon {
         if std::thread::panicking() {
             eprintln!("{}", self.log());
         }
-        for pid in self.monitors() {
+        // One that is being deleted is in no record any more, but still its template's child.
+        let known = self.monitors();
+        let forked = processes().into_iter().filter(|pid| known.contains(&parent(*pid)));
+        for pid in forked.collect::<Vec<_>>().into_iter().chain(known.iter().copied()) {
             let pid = rustix::process::Pid::from_raw(pid).unwrap();
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
         }
@@ -231,4 +234,16 @@ pub(crate) fn run() {
     tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(false).init();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     runtime.block_on(serve(config, |_| {})).unwrap();
+}
+
+fn processes() -> Vec<i32> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_string_lossy().parse().ok()).collect()
+}
+
+/// The parent of a process; 0 if there is no such process.
+fn parent(pid: i32) -> i32 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let parent = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(1)?.parse().ok());
+    parent.unwrap_or(0)
 }
