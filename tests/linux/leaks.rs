@@ -1,18 +1,20 @@
 //! After children came and went, and after their snapshot is gone, the host is as it was.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use forkd_tests::daemon::Daemon;
-use forkd_tests::eventually;
+use forkd_tests::{binary, eventually};
 use serde_json::json;
 
 /// Everything a sandbox has on the host, by name.
 fn resources(daemon: &Daemon) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
+    // The machine's own daemon has sandboxes, too, of another copy of the program.
+    let monitor = binary("forkd-vmm").canonicalize().unwrap();
     for entry in std::fs::read_dir("/proc").unwrap().flatten() {
         let program = std::fs::read_link(entry.path().join("exe")).unwrap_or_default();
-        if program.to_string_lossy().contains("forkd-vmm") {
+        if program == monitor {
             found.insert(format!("process {}", entry.file_name().to_string_lossy()));
         }
     }
@@ -21,11 +23,24 @@ fn resources(daemon: &Daemon) -> BTreeSet<String> {
             found.insert(format!("cgroup {}", path.display()));
         }
     });
+    // So it has network slots.
+    let own = daemon.run_dir();
+    let others: Vec<PathBuf> = std::fs::read_dir(own.parent().unwrap())
+        .unwrap()
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| *path != own && path.join("netns").is_dir())
+        .collect();
     for mount in std::fs::read_to_string("/proc/self/mountinfo").unwrap().lines() {
-        found.insert(format!("mount {}", mount.split(' ').nth(4).unwrap()));
+        let place = mount.split(' ').nth(4).unwrap();
+        if !others.iter().any(|other| Path::new(place).starts_with(other)) {
+            found.insert(format!("mount {place}"));
+        }
     }
     for link in std::fs::read_dir("/sys/class/net").unwrap().flatten() {
-        found.insert(format!("link {}", link.file_name().to_string_lossy()));
+        if !others.iter().any(|other| other.join("netns").join(link.file_name()).exists()) {
+            found.insert(format!("link {}", link.file_name().to_string_lossy()));
+        }
     }
     for folder in [daemon.run_dir(), daemon.data_dir().join("snapshots")] {
         walk(&folder, 3, &mut |path| {

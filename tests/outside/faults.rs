@@ -104,9 +104,10 @@ fn holds(daemon: &Daemon, known: &mut Known, fallen: Option<String>) {
     // What was on its way is saved, or failed and says so; a failed one is taken away.
     for tag in pattern::tags(daemon) {
         if !known.snapshots.contains(&tag) {
-            if find(daemon, &tag).is_some() {
-                let _ = daemon.when_written(&tag);
-            }
+            // One that nobody could be told of may also be gone any moment.
+            eventually("a branch to be saved, or not", || {
+                find(daemon, &tag).is_none_or(|info| info["status"] != "writing").then_some(())
+            });
             delete_all(daemon, &[tag]);
         }
     }
