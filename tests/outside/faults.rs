@@ -13,7 +13,7 @@ use serde_json::json;
 
 use crate::bare::{can_run, census};
 use crate::kills::savers;
-use crate::pattern::{self, check, child, daemon_with_pattern, delete_all, find, store_is_tidy};
+use crate::pattern::{self, daemon_with_pattern, delete_all, error, find, store_is_tidy};
 
 /// What was acknowledged, and so must be there.
 struct Known {
@@ -82,6 +82,21 @@ fn strike(daemon: &mut Daemon, victim: Victim, random: &mut Random, known: &mut 
     fallen
 }
 
+/// Forks a child. Whoever asks a template that was just killed is told to ask again.
+fn forked(daemon: &Daemon, tag: &str) -> String {
+    let body = json!({"snapshot_tag": tag, "network": false});
+    let id = eventually("a child", || {
+        let response = daemon.request("POST", "/v1/sandboxes", Some(body.clone()));
+        if response.status == 201 {
+            return Some(response.json()[0]["id"].as_str().unwrap().to_owned());
+        }
+        assert!(error(&response).contains("ask again"), "{tag}: {response:?}\n{}", daemon.log());
+        None
+    });
+    daemon.leave_time_for_savers(&id);
+    id
+}
+
 /// Everything that was acknowledged is there and works.
 fn holds(daemon: &Daemon, known: &mut Known, fallen: Option<String>) {
     if let Some(id) = fallen {
@@ -99,7 +114,8 @@ fn holds(daemon: &Daemon, known: &mut Known, fallen: Option<String>) {
     }
     for tag in &known.snapshots {
         assert_eq!(find(daemon, tag).unwrap()["status"], "ready", "{tag}:\n{}", daemon.log());
-        check(daemon, tag);
+        let child = forked(daemon, tag);
+        daemon.delete(&[child]);
     }
     // What was on its way is saved, or failed and says so; a failed one is taken away.
     for tag in pattern::tags(daemon) {
@@ -142,7 +158,7 @@ fn whoever_is_killed_what_was_acknowledged_goes_on_and_nothing_leaks() {
         while known.sandboxes.len() < 3 {
             let tags: Vec<&String> = known.snapshots.iter().collect();
             let tag = tags[random.below(tags.len() as u64) as usize].clone();
-            known.sandboxes.insert(child(&daemon, &tag));
+            known.sandboxes.insert(forked(&daemon, &tag));
         }
         let all = [Victim::Daemon, Victim::Template, Victim::Sandbox, Victim::Saver];
         // Each at least once, then at random.
