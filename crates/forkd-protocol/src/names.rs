@@ -21,6 +21,18 @@ pub fn is_valid_sandbox_id(id: &str) -> bool {
         })
 }
 
+/// `text` as part of a URL's query: everything but unreserved characters as `%XX`.
+pub fn percent(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => out.push(char::from(byte)),
+            _ => out.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    out
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::Result;
+use forkd_protocol::names::percent;
 use hyper::Method;
 use serde_json::{Value, json};
 
@@ -91,17 +92,6 @@ pub(super) fn takes(filter: &FilterArgs, sandbox: &Sandbox) -> bool {
     };
     let tagged = filter.tag.is_none() || sandbox.snapshot_tag == filter.tag;
     tagged && filter.label.iter().all(has)
-}
-
-fn percent(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        match byte {
-            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => out.push(char::from(byte)),
-            _ => out.push_str(&format!("%{byte:02X}")),
-        }
-    }
-    out
 }
 
 #[cfg(test)]

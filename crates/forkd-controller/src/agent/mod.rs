@@ -23,6 +23,7 @@ use forkd_protocol::agent::{
     SendSignalRequest, StartRequest, UpdateRequest, WarmRequest, WarmStatus, WrittenFile,
 };
 use forkd_protocol::connect::{Code, Decoder, END_STREAM, EndStream, TIMEOUT_HEADER};
+use forkd_protocol::names::percent;
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use hyper::header::AUTHORIZATION;
@@ -348,18 +349,6 @@ fn files_uri(path: &str, user: Option<&str>) -> String {
         uri.push_str(&percent(user));
     }
     uri
-}
-
-/// Everything but unreserved characters as `%XX`: valid in a query whatever the text holds.
-fn percent(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        match byte {
-            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => out.push(char::from(byte)),
-            _ => out.push_str(&format!("%{byte:02X}")),
-        }
-    }
-    out
 }
 
 fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {

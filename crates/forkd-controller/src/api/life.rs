@@ -14,6 +14,7 @@ use utoipa::ToSchema;
 use super::App;
 use super::pages::Page;
 use super::types::SandboxState;
+use crate::clock::timestamp;
 use crate::error::{Error, Kind, Result};
 use crate::identity::{Identity, Scope};
 use crate::life::{OnTimeout, check_labels, check_secs, deadline};
@@ -220,28 +221,11 @@ pub(super) async fn explain(State(app): State<App>, request: Request, next: Next
     let text = match gone.ended_at_unix {
         Some(at) => {
             let (reason, detail) = (gone.reason, gone.detail);
-            format!("there is no sandbox {id} any more: it ended at {} ({reason}): {detail}", utc(at))
+            format!("there is no sandbox {id} any more: it ended at {} ({reason}): {detail}", timestamp(at))
         }
         None => format!("there is no sandbox {id} any more: it is just ending"),
     };
     Error::new(Kind::NotFound, text).into_response()
-}
-
-/// A time for people and programs.
-fn utc(unix: u64) -> String {
-    let (days, secs) = (unix / 86_400, unix % 86_400);
-    // Years of 365.2425 days, counted from a 1 March: leap days come last in them.
-    let shifted = days + 719_468;
-    let era = shifted / 146_097;
-    let of_era = shifted % 146_097;
-    let year_of_era = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
-    let of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let from_march = (5 * of_year + 2) / 153;
-    let day = of_year - (153 * from_march + 2) / 5 + 1;
-    let month = if from_march < 10 { from_march + 3 } else { from_march - 9 };
-    let year = era * 400 + year_of_era + u64::from(month <= 2);
-    let (hour, minute, second) = (secs / 3600, secs / 60 % 60, secs % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
 }
 
 #[cfg(test)]
@@ -256,7 +240,7 @@ mod tests {
             (1_767_225_599, "2025-12-31T23:59:59Z"),
             (4_107_542_400, "2100-03-01T00:00:00Z"),
         ] {
-            assert_eq!(utc(unix), text);
+            assert_eq!(timestamp(unix), text);
         }
     }
 

@@ -8,6 +8,7 @@ use axum::extract::{FromRequestParts, Query};
 use axum::http::request::Parts;
 use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
+use forkd_protocol::names::percent;
 use serde::Serialize;
 
 use crate::error::{Error, Result};
@@ -108,17 +109,6 @@ impl Page {
         pairs.push(format!("cursor={cursor}"));
         format!("{}?{}", self.path, pairs.join("&"))
     }
-}
-
-fn percent(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        match byte {
-            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => out.push(char::from(byte)),
-            _ => out.push_str(&format!("%{byte:02X}")),
-        }
-    }
-    out
 }
 
 #[cfg(test)]
