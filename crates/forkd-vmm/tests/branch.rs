@@ -430,7 +430,7 @@ fn many_branches_in_a_row_cost_the_source_nothing_it_keeps() {
     let Some((monitor, mut source)) = run(test, sleeper()) else { return };
     let own = descriptors(monitor.pid() as i32).map(|all| all.len());
     let mut branches: Vec<_> = (0..10).map(|_| branch(&mut source)).collect();
-    assert_eq!(descriptors(monitor.pid() as i32).map(|all| all.len()), own);
+    comes_back_to(monitor.pid(), own);
     for branch in &mut branches {
         assert_eq!(branch.controller.request(&Request::Stop, &[]), Reply::Stopped);
     }
@@ -447,8 +447,17 @@ fn many_branches_in_a_row_cost_the_source_nothing_it_keeps() {
 /// What the descriptors of a process are; `None` if this user may not look.
 fn descriptors(pid: i32) -> Option<Vec<String>> {
     let folder = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
-    let links = folder.map(|entry| std::fs::read_link(entry.unwrap().path()).unwrap());
+    // One that is closed just now is not there any more.
+    let links = folder.filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok());
     Some(links.map(|link| link.to_string_lossy().into_owned()).collect())
+}
+
+/// Waits until a process has so many descriptors: a source closes those of a branch just after it has told
+/// of it.
+fn comes_back_to(pid: u32, count: Option<usize>) {
+    wait_until("a source keeps descriptors of its branches", || {
+        descriptors(pid as i32).map(|all| all.len()) == count
+    });
 }
 
 /// A VM with every device and one vCPU that never starts.
@@ -549,8 +558,8 @@ fn a_branch_holds_nothing_of_its_source_but_what_it_needs() {
     for line in ["Threads:\t1", "NoNewPrivs:\t1", "Seccomp:\t2"] {
         assert!(status.contains(line), "{status}");
     }
-    let own = descriptors(vm.monitor.pid() as i32).unwrap();
-    assert_eq!(own.len(), before + 1, "the source has its next layer, and nothing else: {own:?}");
+    // The source has its next layer, and nothing else.
+    comes_back_to(vm.monitor.pid(), Some(before + 1));
     // And a child of it has what any child has.
     let (child, _folder) = fork_with_devices(&mut branch.controller, "child");
     let links = descriptors(child.pid).unwrap();
@@ -617,7 +626,7 @@ fn a_branch_that_cannot_be_changes_nothing() {
     refused(&|branching| branching.config.layers.reverse(), "read-only");
     refused(&|branching| branching.config.control = FdRef(1), "not a listening socket");
     refused(&|branching| branching.config.control = FdRef(9), "descriptor 9");
-    assert_eq!(descriptors(pid).unwrap().len(), before);
+    comes_back_to(pid as u32, Some(before));
 
     let mut layers = vec![vm.layer.try_clone().unwrap()];
     let mut branches = Vec::new();
@@ -631,7 +640,7 @@ fn a_branch_that_cannot_be_changes_nothing() {
     };
     assert!(message.contains("fork a branch"), "{message}");
     assert!(status(&mut vm.source).running);
-    assert_eq!(descriptors(pid).unwrap().len(), before + branches.len());
+    comes_back_to(pid as u32, Some(before + branches.len()));
     // Room again, and another one fits.
     drop(branches.remove(0));
     let mut late = None;
