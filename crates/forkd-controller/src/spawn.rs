@@ -32,7 +32,7 @@ use crate::telling::{metrics, trace};
 use crate::template::Template;
 
 /// What is asked for.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Order {
     pub(crate) template: Arc<Template>,
     /// Whose they will be.

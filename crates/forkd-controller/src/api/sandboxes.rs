@@ -177,15 +177,13 @@ async fn fork(
     check_envs(&request.envs)?;
     let lifetime = request.timeout_secs.map(|secs| check_secs("timeout_secs", secs)).transpose()?;
     let memory_limit_mib = memory_limit(request.memory_limit_mib)?;
-    let template =
-        app.snapshots.template_for(request.snapshot_tag.as_deref().unwrap_or_default(), who).await?;
-    let network = request.network.unwrap_or(true);
-    let order = Order {
-        template,
+    let tag = request.snapshot_tag.as_deref().unwrap_or_default();
+    let mut order = Order {
+        template: app.snapshots.template_for(tag, who).await?,
         owner: who.owner.clone(),
         quota: who.quota,
         n: n as usize,
-        network,
+        network: request.network.unwrap_or(true),
         memory_limit_mib,
         envs: request.envs,
         workspace: None,
@@ -193,9 +191,33 @@ async fn fork(
         life,
         arrived,
     };
+    let wait = request.wait.unwrap_or(true);
+    let (mut children, mut errors) = attempt(app, order.clone(), wait).await?;
+    // A template may be killed at any moment, by the kernel for want of memory, say. The snapshot is still
+    // there: who got nothing of the one gets a child of the next.
+    if !errors.is_empty() && !order.template.is_alive() {
+        let lost = std::mem::take(&mut errors);
+        order.n = lost.len();
+        let again = async {
+            order.template = app.snapshots.template_for(tag, who).await?;
+            attempt(app, order, wait).await
+        };
+        match again.await {
+            Ok((more, still)) => {
+                children.extend(more);
+                errors.extend(still.into_iter().map(|(index, error)| (lost[index].0, error)));
+            }
+            Err(error) => errors.extend(lost.into_iter().map(|(index, _)| (index, error.clone()))),
+        }
+    }
+    Ok((children.into_iter().map(Bound::release).collect(), errors))
+}
+
+/// The children that run, bound to this request (a client that goes away leaves nothing behind), and why the
+/// others do not.
+async fn attempt(app: &App, order: Order, wait: bool) -> Result<(Vec<Bound>, Vec<(usize, Error)>)> {
     let mut given = spawn(&app.registry, order)?;
-    // Bound to this request until they run: a client that goes away leaves nothing behind.
-    let mut asked = Vec::with_capacity(n as usize);
+    let mut asked = Vec::new();
     while let Some(bound) = given.recv().await {
         asked.push(bound);
     }
@@ -203,7 +225,7 @@ async fn fork(
     for (index, bound) in asked.into_iter().enumerate() {
         let started = async {
             let bound = bound?;
-            if request.wait.unwrap_or(true) {
+            if wait {
                 bound.sandbox().started().await?;
             }
             Ok(bound)
@@ -213,7 +235,7 @@ async fn fork(
             Err(error) => errors.push((index, error)),
         }
     }
-    Ok((children.into_iter().map(Bound::release).collect(), errors))
+    Ok((children, errors))
 }
 
 /// What an agent would refuse: found before a child is made.
