@@ -14,7 +14,7 @@ use crate::error::{Error, Kind, Result};
 use crate::identity::{EVERYBODY, Identity, Scope};
 
 /// The scope a route needs. One that nobody has decided about is for admins.
-fn needed(method: &Method, path: &str) -> Scope {
+pub(crate) fn needed(method: &Method, path: &str) -> Scope {
     decided(method, path).unwrap_or(Scope::Admin)
 }
 

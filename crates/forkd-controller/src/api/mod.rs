@@ -8,6 +8,8 @@ mod events;
 pub(crate) mod exec;
 pub(crate) mod extract;
 mod files;
+#[cfg(test)]
+mod handbook;
 mod life;
 mod line;
 mod metrics;
@@ -150,7 +152,7 @@ fn routes() -> OpenApiRouter<App> {
 }
 
 /// The routes and the document that describes them. Whatever else is wrong with a request, the answer is an
-/// error: that is said once for all of them.
+/// error: that is said once for all of them. And so is how operations are called: no two the same.
 fn documented() -> (Router<App>, utoipa::openapi::OpenApi) {
     let (router, mut document) = routes().split_for_parts();
     let content = Content::new(Some(Ref::from_schema_name("ErrorBody")));
@@ -158,13 +160,31 @@ fn documented() -> (Router<App>, utoipa::openapi::OpenApi) {
         .description("Any other status is an error, and says what is wrong")
         .content("application/json", content)
         .build();
-    for path in document.paths.paths.values_mut() {
-        let methods = [&mut path.get, &mut path.put, &mut path.post, &mut path.delete, &mut path.patch];
-        for operation in methods.into_iter().flatten() {
+    for (path, item) in &mut document.paths.paths {
+        let methods = [
+            ("get", &mut item.get),
+            ("put", &mut item.put),
+            ("post", &mut item.post),
+            ("delete", &mut item.delete),
+            ("patch", &mut item.patch),
+        ];
+        for (method, operation) in methods {
+            let Some(operation) = operation else { continue };
             operation.responses.responses.insert("default".into(), error.clone().into());
+            operation.operation_id = Some(operation_id(method, path));
         }
     }
     (router, document)
+}
+
+/// `get_sandboxes_by_id_files` for `GET /v1/sandboxes/{id}/files`.
+fn operation_id(method: &str, path: &str) -> String {
+    let words = path.split('/').filter(|word| !word.is_empty() && *word != "v1");
+    let words = words.map(|word| match word.strip_prefix('{') {
+        Some(parameter) => format!("by_{}", parameter.trim_end_matches('}')),
+        None => word.replace('-', "_"),
+    });
+    std::iter::once(method.to_owned()).chain(words).collect::<Vec<_>>().join("_")
 }
 
 /// The OpenAPI document of this version, as committed in `docs/openapi.json`.

@@ -1,0 +1,279 @@
+//! `docs/API.md`: the OpenAPI document for people to read, with the scope each route needs.
+//!
+//! `FORKD_WRITE_OPENAPI=1 cargo test --release -p forkd-controller --lib handbook` writes it anew.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::path::Path;
+
+use axum::http::Method;
+use serde_json::Value;
+
+use crate::access;
+use crate::identity::Scope;
+
+/// The parts of the page, each with how its paths begin; the first that fits has it.
+const PARTS: [(&str, &[&str]); 9] = [
+    ("Commands in a sandbox", &["/v1/sandboxes/{id}/exec", "/v1/sandboxes/{id}/eval", "/v1/run"]),
+    ("Files in a sandbox", &["/v1/sandboxes/{id}/files"]),
+    ("The line protocol", &["/v1/sandboxes/{id}/line"]),
+    (
+        "Branches and time",
+        &[
+            "/v1/sandboxes/{id}/branch",
+            "/v1/sandboxes/{id}/rollback",
+            "/v1/sandboxes/{id}/pause",
+            "/v1/sandboxes/{id}/resume",
+            "/v1/tree",
+        ],
+    ),
+    ("Sandboxes", &["/v1/sandboxes"]),
+    ("Snapshots", &["/v1/snapshots"]),
+    ("Workspaces", &["/v1/workspaces"]),
+    ("Tokens", &["/v1/tokens"]),
+    ("The daemon", &["/"]),
+];
+
+/// In which order they are on the page.
+const ORDER: [usize; 9] = [4, 0, 1, 3, 5, 6, 7, 2, 8];
+
+const INTRODUCTION: &str = "\
+# The REST API
+
+Made from [openapi.json](openapi.json), which is made from the code; the daemon serves it at `/openapi.json`.
+
+The daemon listens on a unix socket (`/run/forkd/forkd.sock`), where whoever may open it may ask, and on
+`127.0.0.1:8889`, where every request carries a token:
+
+```sh
+curl --unix-socket /run/forkd/forkd.sock http://localhost/v1/sandboxes
+curl -H \"Authorization: Bearer $FORKD_TOKEN\" http://127.0.0.1:8889/v1/sandboxes
+```
+
+- **Errors.** Every answer that is not 2xx has a body `{\"error\": \"…\"}` that says what is wrong and what to do.
+- **Scopes.** A token may `read`, `use` (which includes reading) or be `admin`; what each route needs is said
+  below. What belongs to somebody else does not exist: 404.
+- **Once.** A POST with an `Idempotency-Key` (1 to 255 visible characters) is done once; the same request with
+  the same key gets the first answer again, with `Idempotent-Replayed: true`.
+- **Pages.** A list asked for with `limit` has at most as many entries; `X-Next-Cursor` names what to give as
+  `cursor` for the next ones.
+- **Limits.** 429 means that the owner's quota is used up, or that a token asks too often; then `Retry-After`
+  says for how long to wait.
+- **Bodies.** A field that is not known is refused, and so are two fields of one name.
+";
+
+/// The page.
+fn page(document: &Value) -> String {
+    let mut page = String::from(INTRODUCTION);
+    let parts = routes_by_part(document);
+    let _ = writeln!(page, "\n| route | needs | |\n|---|---|---|");
+    for part in ORDER {
+        for (method, path, operation) in &parts[&part] {
+            let (title, needs) = (title(method, path), needs(method, path));
+            let what = line(&operation["summary"]);
+            let _ = writeln!(page, "| [`{title}`](#{}) | {needs} | {what} |", anchor(&title));
+        }
+    }
+    for part in ORDER {
+        let _ = writeln!(page, "\n## {}", PARTS[part].0);
+        for (method, path, operation) in &parts[&part] {
+            route(&mut page, method, path, operation);
+        }
+    }
+    let _ = writeln!(page, "\n## Types");
+    for (name, schema) in object(&document["components"]["schemas"]) {
+        named_type(&mut page, name, schema);
+    }
+    page
+}
+
+type Route<'a> = (String, &'a str, &'a Value);
+
+fn routes_by_part(document: &Value) -> BTreeMap<usize, Vec<Route<'_>>> {
+    let mut parts: BTreeMap<usize, Vec<Route<'_>>> =
+        (0..PARTS.len()).map(|part| (part, Vec::new())).collect();
+    for (path, methods) in object(&document["paths"]) {
+        let part = PARTS.iter().position(|(_, starts)| starts.iter().any(|start| path.starts_with(start)));
+        for (method, operation) in object(methods) {
+            let routes = parts.entry(part.unwrap_or(PARTS.len() - 1)).or_default();
+            routes.push((method.to_uppercase(), path, operation));
+        }
+    }
+    parts
+}
+
+fn route(page: &mut String, method: &str, path: &str, operation: &Value) {
+    let _ = writeln!(page, "\n### {}\n\n{}", title(method, path), paragraph(&operation["summary"]));
+    if operation["description"].is_string() {
+        let _ = writeln!(page, "\n{}", paragraph(&operation["description"]));
+    }
+    let parameters = operation["parameters"].as_array().into_iter().flatten();
+    let rows: Vec<_> = parameters.filter(|one| one["in"] != "path").collect();
+    if !rows.is_empty() {
+        let _ = writeln!(page, "\n| parameter | in | type | |\n|---|---|---|---|");
+    }
+    for one in rows {
+        let (name, place, kind) = (text(&one["name"]), text(&one["in"]), kind(&one["schema"]));
+        let must = if one["required"] == true { "**Needed.** " } else { "" };
+        let _ = writeln!(page, "| `{name}` | {place} | {kind} | {must}{} |", line(&one["description"]));
+    }
+    let body = &operation["requestBody"];
+    for (media, content) in object(&body["content"]) {
+        let must = if body["required"] == true { "" } else { ", which may be left out" };
+        let _ = writeln!(page, "\nBody: {} (`{media}`){must}.", kind(&content["schema"]));
+    }
+    let _ = writeln!(page, "\n| status | body | |\n|---|---|---|");
+    for (status, response) in object(&operation["responses"]) {
+        // The same for every route: said once, above.
+        if status == "default" {
+            continue;
+        }
+        let bodies = object(&response["content"]).map(|(media, content)| match media {
+            "application/json" => kind(&content["schema"]),
+            other => format!("`{other}`"),
+        });
+        let bodies: Vec<_> = bodies.collect();
+        let _ = writeln!(page, "| {status} | {} | {} |", bodies.join(", "), line(&response["description"]));
+    }
+}
+
+fn named_type(page: &mut String, name: &str, schema: &Value) {
+    let _ = writeln!(page, "\n### {name}\n\n{}", paragraph(&schema["description"]));
+    if let Some(values) = schema["enum"].as_array() {
+        let values: Vec<_> = values.iter().map(|value| format!("`{}`", text(value))).collect();
+        let _ = writeln!(page, "\nOne of {}.", values.join(", "));
+    }
+    let cases = schema["oneOf"].as_array().map(Vec::as_slice).unwrap_or(std::slice::from_ref(schema));
+    for case in cases {
+        if cases.len() > 1 {
+            let _ = writeln!(page, "\n{}", paragraph(&case["description"]));
+        }
+        fields(page, case);
+    }
+}
+
+fn fields(page: &mut String, schema: &Value) {
+    let needed =
+        |name: &str| schema["required"].as_array().is_some_and(|all| all.iter().any(|one| one == name));
+    if object(&schema["properties"]).next().is_some() {
+        let _ = writeln!(page, "\n| field | type | |\n|---|---|---|");
+    }
+    for (name, field) in object(&schema["properties"]) {
+        let must = if needed(name) { "" } else { " (may be absent)" };
+        let _ = writeln!(page, "| `{name}` | {}{must} | {} |", kind(field), line(&described(field)));
+    }
+}
+
+/// What is said of a field; of one that may be null, in one of its two cases.
+fn described(field: &Value) -> Value {
+    let cases = field["oneOf"].as_array().into_iter().flatten();
+    let mut said = std::iter::once(field).chain(cases).map(|one| &one["description"]);
+    said.find(|description| description.is_string()).cloned().unwrap_or_default()
+}
+
+/// A type in a word or two, with a link to where it is described.
+fn kind(schema: &Value) -> String {
+    if let Some(name) = schema["$ref"].as_str().and_then(|name| name.rsplit('/').next()) {
+        return format!("[{name}](#{})", name.to_lowercase());
+    }
+    if let Some(cases) = schema["oneOf"].as_array() {
+        return cases.iter().map(kind).collect::<Vec<_>>().join(" or ");
+    }
+    if let Some([only]) = schema["enum"].as_array().map(Vec::as_slice) {
+        return format!("`\"{}\"`", text(only));
+    }
+    let several = schema["type"].as_array().into_iter().flatten();
+    let types = several.chain(schema.get("type").filter(|one| one.is_string())).map(text);
+    let types = types.map(|one| match one {
+        "array" => format!("list of {}", kind(&schema["items"])),
+        "object" if schema["additionalProperties"].is_object() => {
+            format!("object of {}", kind(&schema["additionalProperties"]))
+        }
+        other => other.to_owned(),
+    });
+    let types: Vec<_> = types.collect();
+    if types.is_empty() { "any".to_owned() } else { types.join(" or ") }
+}
+
+fn title(method: &str, path: &str) -> String {
+    format!("{method} {path}")
+}
+
+/// As the places where the page is read make it of a heading.
+fn anchor(title: &str) -> String {
+    let kept = title.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
+    kept.collect::<String>().to_lowercase().replace(' ', "-")
+}
+
+fn needs(method: &str, path: &str) -> &'static str {
+    if access::is_open(path) {
+        return "nothing";
+    }
+    match access::needed(&Method::from_bytes(method.as_bytes()).unwrap(), path) {
+        Scope::Read => "read",
+        Scope::Use => "use",
+        Scope::Admin => "admin",
+    }
+}
+
+fn object(value: &Value) -> impl Iterator<Item = (&str, &Value)> {
+    value.as_object().into_iter().flatten().map(|(name, value)| (name.as_str(), value))
+}
+
+fn text(value: &Value) -> &str {
+    value.as_str().unwrap_or_default()
+}
+
+fn paragraph(value: &Value) -> String {
+    text(value).trim().to_owned()
+}
+
+/// On one line, as a table needs it.
+fn line(value: &Value) -> String {
+    text(value).split_whitespace().collect::<Vec<_>>().join(" ").replace('|', "\\|")
+}
+
+#[test]
+fn the_committed_page_is_what_the_document_says() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/API.md");
+    let made = page(&serde_json::from_str(&super::openapi()).unwrap());
+    if std::env::var_os("FORKD_WRITE_OPENAPI").is_some() {
+        std::fs::write(&path, &made).unwrap();
+    }
+    let committed = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(
+        committed == made,
+        "docs/API.md is not what the code says; run the tests with FORKD_WRITE_OPENAPI=1 and look at the diff"
+    );
+}
+
+#[test]
+fn every_route_and_type_is_on_the_page() {
+    let document: Value = serde_json::from_str(&super::openapi()).unwrap();
+    let page = page(&document);
+    for (path, methods) in object(&document["paths"]) {
+        for (method, _) in object(methods) {
+            let heading = format!("\n### {}\n", title(&method.to_uppercase(), path));
+            assert_eq!(page.matches(&heading).count(), 1, "{heading}");
+        }
+    }
+    for (name, _) in object(&document["components"]["schemas"]) {
+        assert!(page.contains(&format!("\n### {name}\n")), "{name}");
+    }
+    for link in page.split("](#").skip(1).map(|rest| rest.split(')').next().unwrap()) {
+        let headings = page.lines().filter_map(|line| line.strip_prefix("### "));
+        assert!(headings.map(anchor).any(|heading| heading == link), "{link}");
+    }
+}
+
+#[test]
+fn every_operation_has_a_name_of_its_own() {
+    let document: Value = serde_json::from_str(&super::openapi()).unwrap();
+    let operations = object(&document["paths"]).flat_map(|(_, methods)| object(methods));
+    let mut names: Vec<_> = operations.map(|(_, operation)| text(&operation["operationId"])).collect();
+    let all = names.len();
+    names.sort_unstable();
+    names.dedup();
+    assert_eq!(names.len(), all, "{names:?}");
+    assert!(!names.contains(&""));
+}
