@@ -17,6 +17,8 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::client::IntoClientRequest;
 
+use crate::tls::Trust;
+
 /// The longest answer to a REST call.
 const MAX_ANSWER: usize = 64 << 20;
 /// How long connecting may take.
@@ -31,6 +33,8 @@ pub(crate) enum Address {
     Unix(PathBuf),
     /// Host and port, such as `127.0.0.1:8889`.
     Tcp(String),
+    /// Host and port, and whom to believe that it is that host.
+    Tls(String, Trust),
 }
 
 /// A daemon, and what it takes to talk to it.
@@ -58,21 +62,27 @@ impl Daemon {
         Daemon { address: Address::Tcp(format!("127.0.0.1:{port}")), token: Some(token) }
     }
 
-    /// The daemon a URL names: `http://host:port` or `unix:/path`.
-    pub(crate) fn from_url(url: &str, token: Option<String>) -> Result<Self> {
+    /// The daemon a URL names: `http://host:port`, `https://host:port` or `unix:/path`.
+    pub(crate) fn from_url(url: &str, token: Option<String>, trust: Trust) -> Result<Self> {
         let url = url.trim_end_matches('/');
         if let Some(path) = url.strip_prefix("unix://").or_else(|| url.strip_prefix("unix:")) {
             return Ok(Daemon { address: Address::Unix(path.into()), token });
         }
-        let Some(authority) = url.strip_prefix("http://") else {
-            bail!("the daemon's address `{url}` must be http://HOST:PORT or unix:/PATH");
+        let (authority, is_tls) = match (url.strip_prefix("http://"), url.strip_prefix("https://")) {
+            (Some(authority), _) => (authority, false),
+            (_, Some(authority)) => (authority, true),
+            _ => bail!(
+                "the daemon's address `{url}` must be http://HOST:PORT, https://HOST:PORT or unix:/PATH"
+            ),
         };
         if authority.is_empty() || authority.contains(['/', '?', '#', '@']) {
             bail!("the daemon's address `{url}` must be http://HOST:PORT, with nothing after it");
         }
         let has_port = authority.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());
-        let authority = if has_port { authority.to_owned() } else { format!("{authority}:80") };
-        Ok(Daemon { address: Address::Tcp(authority), token })
+        let port = if is_tls { 443 } else { 80 };
+        let authority = if has_port { authority.to_owned() } else { format!("{authority}:{port}") };
+        let address = if is_tls { Address::Tls(authority, trust) } else { Address::Tcp(authority) };
+        Ok(Daemon { address, token })
     }
 
     /// Its address, for people and for other clients.
@@ -80,6 +90,7 @@ impl Daemon {
         match &self.address {
             Address::Unix(path) => format!("unix:{}", path.display()),
             Address::Tcp(authority) => format!("http://{authority}"),
+            Address::Tls(authority, _) => format!("https://{authority}"),
         }
     }
 
@@ -87,16 +98,15 @@ impl Daemon {
     pub(crate) fn is_local(&self) -> bool {
         match &self.address {
             Address::Unix(_) => true,
-            Address::Tcp(authority) => {
-                let host = authority.rsplit_once(':').map_or(authority.as_str(), |(host, _)| host);
-                matches!(host, "localhost" | "127.0.0.1" | "[::1]")
+            Address::Tcp(authority) | Address::Tls(authority, _) => {
+                matches!(host_of(authority), "localhost" | "127.0.0.1" | "[::1]")
             }
         }
     }
 
     /// Where it serves TCP clients: what a daemon behind a unix socket says of itself.
     pub(crate) async fn http_url(&self) -> Result<String> {
-        if let Address::Tcp(_) = &self.address {
+        if !matches!(self.address, Address::Unix(_)) {
             return Ok(self.url());
         }
         let (_, version) = self.call(Method::GET, "/version", None).await?;
@@ -213,18 +223,17 @@ impl Daemon {
     fn host(&self) -> &str {
         match &self.address {
             Address::Unix(_) => "localhost",
-            Address::Tcp(authority) => authority,
+            Address::Tcp(authority) | Address::Tls(authority, _) => authority,
         }
     }
 
     async fn connect(&self) -> Result<Box<dyn Stream>> {
         let connecting = async {
-            Ok::<Box<dyn Stream>, std::io::Error>(match &self.address {
+            Ok::<Box<dyn Stream>, anyhow::Error>(match &self.address {
                 Address::Unix(path) => Box::new(UnixStream::connect(path).await?),
-                Address::Tcp(authority) => {
-                    let stream = TcpStream::connect(authority).await?;
-                    stream.set_nodelay(true)?;
-                    Box::new(stream)
+                Address::Tcp(authority) => Box::new(dial(authority).await?),
+                Address::Tls(authority, trust) => {
+                    Box::new(trust.shake(host_of(authority), dial(authority).await?).await?)
                 }
             })
         };
@@ -233,6 +242,17 @@ impl Daemon {
             Err(_) => bail!("no daemon answers at {} within {} s", self.url(), CONNECT_LIMIT.as_secs()),
         }
     }
+}
+
+async fn dial(authority: &str) -> std::io::Result<TcpStream> {
+    let stream = TcpStream::connect(authority).await?;
+    stream.set_nodelay(true)?;
+    Ok(stream)
+}
+
+/// The host of a host and port.
+fn host_of(authority: &str) -> &str {
+    authority.rsplit_once(':').map_or(authority, |(host, _)| host)
 }
 
 /// A body that comes while it is sent.
@@ -328,19 +348,22 @@ mod tests {
 
     #[test]
     fn a_url_names_a_socket_or_a_host_and_port() {
-        let address = |url: &str| Daemon::from_url(url, None).map(|daemon| daemon.address);
+        let address = |url: &str| Daemon::from_url(url, None, Trust::default()).map(|daemon| daemon.address);
         assert_eq!(address("http://127.0.0.1:8889/").unwrap(), Address::Tcp("127.0.0.1:8889".into()));
         assert_eq!(address("http://example").unwrap(), Address::Tcp("example:80".into()));
         assert_eq!(address("http://[::1]:5").unwrap(), Address::Tcp("[::1]:5".into()));
         assert_eq!(address("unix:/run/x.sock").unwrap(), Address::Unix("/run/x.sock".into()));
-        for bad in ["https://x:1", "127.0.0.1:8889", "http://", "http://x/y", ""] {
+        let tls = |authority: &str| Address::Tls(authority.into(), Trust::default());
+        assert_eq!(address("https://example/").unwrap(), tls("example:443"));
+        assert_eq!(address("https://example:8889").unwrap(), tls("example:8889"));
+        for bad in ["ftp://x:1", "https://x:1/y", "127.0.0.1:8889", "http://", "http://x/y", ""] {
             assert!(address(bad).is_err(), "{bad}");
         }
     }
 
     #[test]
     fn a_host_that_only_looks_local_is_not() {
-        let local = |url: &str| Daemon::from_url(url, None).unwrap().is_local();
+        let local = |url: &str| Daemon::from_url(url, None, Trust::default()).unwrap().is_local();
         assert!(
             ["http://localhost:1", "http://127.0.0.1", "http://[::1]:5", "unix:/x"].into_iter().all(local)
         );

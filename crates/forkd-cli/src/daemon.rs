@@ -14,6 +14,7 @@ use crate::machine::Machine;
 use crate::paths::{self, Binaries, DataDir};
 use crate::process;
 use crate::settings;
+use crate::tls::Trust;
 use crate::ui::Ui;
 
 /// How long a daemon that is there may take to say so.
@@ -27,7 +28,8 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 /// Starts nothing.
 pub(crate) async fn find(data: &DataDir, args: &DaemonArgs, ui: Ui) -> Result<Option<Daemon>> {
     if let Some(url) = &args.daemon_url {
-        let mut daemon = Daemon::from_url(url, args.daemon_token.clone())?;
+        let trust = Trust { file: args.cacert.clone() };
+        let mut daemon = Daemon::from_url(url, args.daemon_token.clone(), trust)?;
         if daemon.token.is_none() && daemon.is_local() {
             daemon.token = local_token(data, ui);
         }
@@ -122,7 +124,7 @@ pub(crate) fn token(data: &DataDir, daemon: &Daemon) -> Result<String> {
     }
     let file = match &daemon.address {
         Address::Unix(socket) => data.token_file_of(socket),
-        Address::Tcp(_) => data.token_file(),
+        Address::Tcp(_) | Address::Tls(..) => data.token_file(),
     };
     let bytes = files::read_small(&file)?
         .with_context(|| format!("{} is missing: the daemon makes it at its first start", file.display()))?;

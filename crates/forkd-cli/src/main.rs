@@ -29,6 +29,7 @@ mod settings;
 mod signals;
 mod stdio;
 mod terminal;
+mod tls;
 mod tree;
 mod ui;
 

@@ -1,5 +1,7 @@
 //! What more than one command takes: groups of options, and the rules for what is typed.
 
+use std::path::PathBuf;
+
 use clap::Args;
 use forkd_protocol::names;
 
@@ -16,6 +18,11 @@ pub(crate) struct DaemonArgs {
     /// Its token.
     #[arg(long, env = "FORKD_TOKEN", value_name = "TOKEN", hide_env_values = true)]
     pub(crate) daemon_token: Option<String>,
+
+    /// Believe a daemon at an https:// address that shows a certificate in this PEM file, or one signed by
+    /// it; the authorities of this system are believed anyway.
+    #[arg(long, env = "FORKD_CACERT", value_name = "FILE")]
+    pub(crate) cacert: Option<PathBuf>,
 }
 
 /// Of a command that prints what a daemon says.
