@@ -24,13 +24,13 @@ build: setup ## Build the release binaries into target/release
 demo: build ## Run the main job, with times
 	@python3 scripts/demo.py
 
-test: build lint ## Run all tests
+test: build ## Run all tests, formatting and clippy
 	@scripts/test.sh
 
 lint: ## Formatting, clippy, dependencies
 	cargo fmt --all --check
 	cargo clippy --release --locked --workspace --all-targets -- -D warnings
-	cargo clippy --release --locked -p forkd-tests --test linux --test outside -- -D warnings
+	cargo clippy --release --locked --workspace --test linux --test outside -- -D warnings
 	@if command -v cargo-deny >/dev/null; then cargo deny --offline check licenses bans sources; \
 	else echo "NOT RUN: cargo deny (not installed; cargo install cargo-deny)"; fi
 

@@ -16,7 +16,7 @@ seconds=${FORKD_FUZZ_SECS:-300}
 rounds=${FORKD_FORK_ROUNDS:-20}
 for round in $(seq "$rounds"); do
   printf '\n==> forking and killing, round %s of %s\n' "$round" "$rounds"
-  FORKD_TEST_BIN=$PWD/target/release cargo test --release --locked -q -p forkd-tests --test outside -- \
+  FORKD_TEST_BIN=$PWD/target/release cargo test --release --locked -q --workspace --test outside -- \
     --test-threads=1 bare::
 done
 
@@ -28,7 +28,7 @@ summary=$(mktemp)
 trap 'rm -f "$kills" "$summary"' EXIT
 campaign() {
   FORKD_BRANCH_ROUNDS=$1 FORKD_TEST_BIN=$PWD/target/release cargo test --release --locked -q \
-    -p forkd-tests --test outside -- --test-threads=1 --nocapture "$2" 2>&1 | tee -a "$kills"
+    --workspace --test outside -- --test-threads=1 --nocapture "$2" 2>&1 | tee -a "$kills"
 }
 printf '\n==> savers and daemons killed while branches are written, %s times each\n' "$branches"
 campaign "$branches" kills::

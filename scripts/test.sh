@@ -12,12 +12,12 @@ forkd=$PWD/target/release/forkd
 if [ "$(id -u)" = 0 ]; then default=/var/lib/forkd; else default=${XDG_DATA_HOME:-$HOME/.local/share}/forkd; fi
 export FORKD_DATA_DIR=${FORKD_DATA_DIR:-$default}
 log=$(mktemp)
-trap 'rm -f "$log" "$log.outside"' EXIT
+trap 'rm -f "$log" "$log".*' EXIT
 step() { printf '\n==> %s\n' "$*" >&2; }
 
 # Where cargo put a test's executable.
 executable() {
-  cargo test --release --locked --no-run -p forkd-tests --test "$1" --message-format=json |
+  cargo test --release --locked --no-run --workspace --test "$1" --message-format=json |
     python3 -c 'import json,sys
 for line in sys.stdin:
     message = json.loads(line)
@@ -29,11 +29,14 @@ native() {
   cargo test --release --locked --workspace 2>&1 | tee -a "$log"
 }
 
+# Brings everything the tests stand on: image, kernel and, if need be, the machine.
+prepare() {
+  "$forkd" run --image python -- true
+}
+
 linux() {
   local test uses
-  test=$(executable linux)
-  # One command brings everything the tests stand on: image, kernel and, if need be, the machine.
-  "$forkd" run --image python -- true
+  test=${linux_test:-$(executable linux)}
   uses=$("$forkd" doctor --json | python3 -c 'import json,sys; print(json.load(sys.stdin)["will_use"])')
   if [ "$uses" = kvm ]; then
     step "Linux guests, on this host's KVM"
@@ -62,8 +65,8 @@ machine_restarts() {
 in_machine() {
   local test=$1 name status=0
   shift
-  # Under a name never used before, and copied once more inside: the machine sees the host's files
-  # through a share, which is slow to run programs from.
+  # Under a name never used before, and copied once more inside, where it stays for the next group: the
+  # machine sees the host's files through a share, which is slow to run programs from.
   name=tests-$(cat "$test" target/release/forkd{,-vmm,-guest} | sha256sum | cut -c1-16)
   mkdir -p "$FORKD_DATA_DIR/machine/bin/$name"
   cp "$test" "$FORKD_DATA_DIR/machine/bin/$name/linux-tests"
@@ -72,12 +75,12 @@ in_machine() {
   "$forkd" machine shell -- env FORKD_TEST_LIBRARY=/forkd-share \
     FORKD_BRANCH_ROUNDS="${FORKD_BRANCH_ROUNDS:-}" sh -c '
     name=$1; shift
-    rm -rf "/run/$name"
-    cp -r "/forkd-share/machine/bin/$name" "/run/$name"
-    FORKD_TEST_BIN=/run/$name "/run/$name/linux-tests" --test-threads=1 "$@"
-    status=$?
-    rm -rf "/run/$name"
-    exit $status
+    if ! [ -d "/run/$name" ]; then
+      rm -rf /run/tests-*
+      cp -r "/forkd-share/machine/bin/$name" "/run/$name.part"
+      mv "/run/$name.part" "/run/$name"
+    fi
+    FORKD_TEST_BIN=/run/$name exec "/run/$name/linux-tests" --test-threads=1 "$@"
   ' sh "$name" "$@" 2>&1 | tee -a "$log" || status=$?
   rm -rf "${FORKD_DATA_DIR:?}/machine/bin/$name"
   return "$status"
@@ -91,39 +94,62 @@ another_machine() (
   mkdir "$FORKD_DATA_DIR"
   trap '"$forkd" machine stop || true; rm -rf "$FORKD_DATA_DIR"' EXIT
   cp -al "$first/images" "$first/kernels" "$FORKD_DATA_DIR/"
-  linux "$@"
+  "$@"
 )
+
+# Runs groups of Linux tests until none is left.
+linux_groups() {
+  local group status=0
+  prepare || return
+  while group=$(next_group); do
+    # shellcheck disable=SC2086
+    linux $group || status=$?
+  done
+  return "$status"
+}
+
+# Takes the next group, which nobody else gets then.
+next_group() {
+  # shellcheck disable=SC2016
+  flock "$log.lock" sh -c '[ -s "$1" ] && head -n 1 "$1" && sed -i 1d "$1"' sh "$log.groups"
+}
 
 outside() {
   step "The emulated machine, from outside"
   FORKD_TEST_BIN=$PWD/target/release "$(executable outside)" --test-threads=1 2>&1 | tee -a "$log"
 }
 
-# Tests with Linux guests that take long.
-long=(branching::)
+# The tests with Linux guests in groups of some minutes; those of a group share a warmed parent. The last has
+# whatever is in none of the others.
+groups() {
+  local named=(branching:: "branches:: layers:: lives::" "api:: streams:: workspaces::" "forks:: hazards:: limits::"
+    "devices:: ends::" "run:: window::")
+  printf '%s\n' "${named[@]}"
+  # shellcheck disable=SC2048,SC2086
+  printf -- '--skip=%s ' ${named[*]}
+  echo
+}
 
 what=${1:-all}
 shift || true
 case $what in
   all)
-    # What the tests stand on, and all executables, before anything competes for the cores.
-    # Making an image is mostly waiting: for downloads, and for one program at a time.
-    "$forkd" run --image python -- true &
-    prepared=$!
-    cargo test --release --locked --workspace --no-run
-    for test in linux outside; do executable "$test" >/dev/null; done
-    wait "$prepared"
-    # A machine is one emulated CPU: the tests inside it have one core, all others the other. The long
-    # ones with Linux guests have a machine of their own, so that both cores are busy to the end.
-    (outside && native && another_machine "${long[@]}") >"$log.outside" 2>&1 &
+    # Looked up once: cargo would wait for the builds below.
+    linux_test=$(executable linux)
+    groups >"$log.groups"
+    # A machine is one emulated CPU: the tests inside it have one core, all others the other. Who is done
+    # with the others takes a second machine and helps.
+    (nice make lint && nice cargo test --release --locked --workspace --no-run &&
+      prepare && outside && native && another_machine linux_groups) >"$log.outside" 2>&1 &
     others=$!
     status=0
-    linux "${long[@]/#/--skip=}" "$@" || status=$?
+    linux_groups || status=$?
     wait "$others" || status=$?
     cat "$log.outside"
     [ "$status" = 0 ] || exit "$status"
     ;;
-  native | linux | outside) "$what" "$@" ;;
+  linux) prepare && linux "$@" ;;
+  native | outside) "$what" "$@" ;;
   *) echo "unknown: $what (native, linux or outside)" >&2; exit 2 ;;
 esac
 

@@ -24,9 +24,9 @@ fn daemon() -> &'static Daemon {
         );
         let body =
             json!({"tag": WIDE, "image": "python", "vcpus": 2, "mem_size_mib": 3200, "warm_python": warm});
-        parent::daemon().snapshot(body);
+        parent::shared().snapshot(body);
     });
-    parent::daemon()
+    parent::shared()
 }
 
 /// How far the two writers of a sandbox are.

@@ -27,12 +27,20 @@ with open('/root/parent.txt', 'w') as file:
 
 /// The daemon that has the parent.
 pub(crate) fn daemon() -> &'static Daemon {
+    static MADE: OnceLock<()> = OnceLock::new();
+    MADE.get_or_init(|| {
+        shared().snapshot(json!({"tag": TAG, "image": "python", "warm_python": WARM}));
+    });
+    shared()
+}
+
+/// The same one, for tests that can do without the parent.
+pub(crate) fn shared() -> &'static Daemon {
     static DAEMON: OnceLock<Daemon> = OnceLock::new();
     DAEMON.get_or_init(|| {
         let daemon = Daemon::start();
         // Statics are not dropped: what the daemon left is cleaned up when the tests are over.
         daemon.end_with_this_process();
-        daemon.snapshot(json!({"tag": TAG, "image": "python", "warm_python": WARM}));
         daemon
     })
 }

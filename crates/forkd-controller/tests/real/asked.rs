@@ -1,8 +1,4 @@
 //! Asking a daemon and looking at what it answers, and a guest whose state can be seen from outside.
-//!
-//! Failures panic: everything here runs in tests only.
-// Not every test needs all of it.
-#![allow(dead_code, clippy::unwrap_used)]
 
 use forkd_vmm::guest_code;
 use serde_json::Value;

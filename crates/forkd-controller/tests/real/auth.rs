@@ -1,10 +1,4 @@
 //! Who gets in and what they may do: a real daemon on TCP, with guests of a few instructions.
-//!
-//! Failures panic: everything here runs in tests only.
-#![allow(clippy::unwrap_used)]
-
-mod asked;
-mod daemon;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -13,13 +7,8 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::Duration;
 
-use daemon::{Daemon, eventually};
+use crate::daemon::{Daemon, eventually};
 use serde_json::{Value, json};
-
-#[test]
-fn the_daemon() {
-    daemon::run();
-}
 
 /// With other limits than usual.
 fn start(wants: Value) -> Option<Daemon> {

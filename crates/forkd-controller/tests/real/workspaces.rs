@@ -1,21 +1,10 @@
 //! Workspaces and the fork tree, for real, with guests of a few instructions: wherever `/dev/kvm` opens.
-//!
-//! Failures panic: everything here runs in tests only.
-#![allow(clippy::unwrap_used)]
-
-mod asked;
-mod daemon;
 
 use std::time::Instant;
 
-use asked::{children_of, id};
-use daemon::{Daemon, eventually, pid, runs};
+use crate::asked::{children_of, id};
+use crate::daemon::{Daemon, eventually, pid, runs};
 use serde_json::{Value, json};
-
-#[test]
-fn the_daemon() {
-    daemon::run();
-}
 
 fn workspace(daemon: &Daemon, name: &str) -> Value {
     daemon.done(200, "GET", &format!("/v1/workspaces/{name}"), None)

@@ -1,19 +1,8 @@
 //! The fork tree, for real, with guests of a few instructions: wherever `/dev/kvm` opens.
-//!
-//! Failures panic: everything here runs in tests only.
-#![allow(clippy::unwrap_used)]
 
-mod asked;
-mod daemon;
-
-use asked::{id, route};
-use daemon::{Daemon, eventually};
+use crate::asked::{id, route};
+use crate::daemon::{Daemon, eventually};
 use serde_json::{Value, json};
-
-#[test]
-fn the_daemon() {
-    daemon::run();
-}
 
 /// Each node as `id [gone] [how parent]`.
 fn tree(daemon: &Daemon) -> Vec<String> {

@@ -1,14 +1,10 @@
 //! Forking for real, with guests of a few instructions: they run wherever `/dev/kvm` opens.
-//!
-//! Failures panic: everything here runs in tests only.
-#![allow(clippy::unwrap_used)]
-
-mod daemon;
 
 use std::time::{Duration, Instant};
 
-use daemon::{Daemon, eventually, launch, pid, runs};
+use crate::daemon::{Daemon, eventually, launch, pid, runs};
 use forkd_vmm::guest_code;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 guest_code! {
@@ -33,11 +29,6 @@ guest_code! {
     "out dx, al",
     "3: hlt",
     "jmp 3b",
-}
-
-#[test]
-fn the_daemon() {
-    daemon::run();
 }
 
 fn start() -> Option<Daemon> {
@@ -83,6 +74,27 @@ fn children_are_forked_from_memory_and_from_disk_and_leave_nothing() {
         ["sandboxes", "templates", "snapshots"].iter().all(|it| daemon.left(it) == 0)
     });
     assert!(children.iter().chain(&from_disk).all(|child| !runs(pid(child))));
+}
+
+#[test]
+fn whoever_asked_a_template_that_is_killed_gets_children_of_the_next() {
+    let Some(daemon) = start() else { return };
+    let snapshot = daemon.snapshot("tiny", "kernel");
+    let template = Pid::from_raw(snapshot["template"]["pid"].as_i64().unwrap() as i32).unwrap();
+    // It stands still, so that it has forked none of them when it is killed.
+    kill_process(template, Signal::STOP).unwrap();
+    let children = std::thread::scope(|scope| {
+        let asked = scope.spawn(|| daemon.spawn("tiny", 5));
+        eventually("five that start", || {
+            daemon.request("GET", "/v1/sandboxes", None).1.as_array().unwrap().len() == 5
+        });
+        kill_process(template, Signal::KILL).unwrap();
+        asked.join().unwrap()
+    });
+    assert_eq!(children.len(), 5);
+    assert!(children.iter().all(|child| child["state"] == "running" && runs(pid(child))), "{children:?}");
+    let (_, all) = daemon.request("GET", "/v1/sandboxes", None);
+    assert_eq!(all.as_array().unwrap().len(), 5, "nothing is left of those that were not: {all}");
 }
 
 #[test]

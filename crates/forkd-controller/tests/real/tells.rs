@@ -1,11 +1,5 @@
 //! What the daemon tells: metrics, the audit log, events, statistics, request ids. A real daemon, with guests
 //! of a few instructions: wherever `/dev/kvm` opens.
-//!
-//! Failures panic: everything here runs in tests only.
-#![allow(clippy::unwrap_used)]
-
-mod asked;
-mod daemon;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -13,15 +7,10 @@ use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use asked::{id, route};
-use daemon::{Daemon, eventually};
+use crate::asked::{id, route};
+use crate::daemon::{Daemon, eventually};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-
-#[test]
-fn the_daemon() {
-    daemon::run();
-}
 
 /// Sends a request as it is and reads the answer: head and body. HTTP/1.0, so that nothing is chunked.
 fn exchange(
@@ -459,7 +448,7 @@ fn events_tell_what_happens_in_order_and_go_on_where_a_client_left_off() {
     assert_eq!(followed.into_iter().map(|(_, kind, _)| kind).collect::<Vec<_>>(), life);
 
     // To another run, the id says that something was missed.
-    daemon.child = daemon::launch(daemon.path());
+    daemon.child = crate::daemon::launch(daemon.path());
     daemon.up();
     let since = daemon.events(&format!("&since={middle}"));
     assert_eq!((since[0].1.as_str(), &since[0].2), ("lagged", &json!({"missed": null})));
@@ -474,7 +463,7 @@ fn a_sandbox_that_ends_by_itself_says_why_and_adopted_ones_are_told_of() {
     let running = daemon.events("&kind=sandbox");
     assert_eq!(running.len(), 1, "{running:?}");
     assert_eq!((running[0].1.as_str(), &running[0].2["sandbox"]), ("sandbox.running", &child["id"]));
-    kill_process(Pid::from_raw(daemon::pid(&child)).unwrap(), Signal::KILL).unwrap();
+    kill_process(Pid::from_raw(crate::daemon::pid(&child)).unwrap(), Signal::KILL).unwrap();
     eventually("its end", || daemon.events("&kind=sandbox.ended").len() == 1);
     let (_, _, ended) = daemon.events("&kind=sandbox.ended").remove(0);
     assert_eq!(ended["reason"], "monitor_died", "{ended}");

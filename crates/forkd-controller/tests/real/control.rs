@@ -1,23 +1,12 @@
 //! Pausing, resuming and taking back, for real, with guests of a few instructions: wherever `/dev/kvm`
 //! opens.
-//!
-//! Failures panic: everything here runs in tests only.
-#![allow(clippy::unwrap_used)]
-
-mod asked;
-mod daemon;
 
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
-use asked::{children_of, id, route};
-use daemon::{Daemon, eventually, pid, runs};
+use crate::asked::{children_of, id, route};
+use crate::daemon::{Daemon, eventually, pid, runs};
 use serde_json::{Value, json};
-
-#[test]
-fn the_daemon() {
-    daemon::run();
-}
 
 #[test]
 fn a_paused_sandbox_stands_still_until_it_is_resumed_also_across_a_restart() {

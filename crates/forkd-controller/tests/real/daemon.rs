@@ -1,9 +1,5 @@
 //! A daemon in a process of its own (the test binary again), so that it can be killed; the monitor is the
 //! `forkd-vmm` built beside it.
-//!
-//! Failures panic: everything here runs in tests only.
-// Not every test needs all of it.
-#![allow(dead_code, clippy::unwrap_used)]
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

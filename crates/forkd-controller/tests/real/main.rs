@@ -1,0 +1,22 @@
+//! A real daemon, with guests of a few instructions: wherever `/dev/kvm` opens.
+//!
+//! One executable, since each would hold the whole daemon again. Failures panic: everything here runs in
+//! tests only.
+#![allow(clippy::unwrap_used)]
+
+mod asked;
+mod auth;
+mod branches;
+mod control;
+mod daemon;
+mod forks;
+mod life;
+mod tells;
+mod tree;
+mod workspaces;
+
+/// The daemon of the other tests, which start this executable again for it.
+#[test]
+fn the_daemon() {
+    daemon::run();
+}
