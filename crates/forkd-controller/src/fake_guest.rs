@@ -28,6 +28,7 @@ use tokio::sync::mpsc;
 
 use crate::api::answers::Answers;
 use crate::api::{self, App};
+use crate::client_stream::ClientStream;
 use crate::config::Config;
 use crate::count::Count;
 use crate::host::Host;
@@ -167,8 +168,11 @@ fn parse(answer: &[u8]) -> (u16, String, Vec<u8>) {
 async fn serve_api(listener: UnixListener, app: App) {
     let stopping: Stopping = app.stopping.clone();
     while let Ok((stream, _)) = listener.accept().await {
+        let stream = ClientStream::new(stream, app.config.timing.stall, None);
+        let patience = stream.patience();
         tokio::spawn(crate::server::connection(
             stream,
+            patience,
             Peer::Unix { uid: 0 },
             api::for_unix(app.clone()),
             stopping.clone(),

@@ -16,6 +16,7 @@ use crate::console;
 use crate::error::Error;
 use crate::guest;
 use crate::life::deadline;
+use crate::link;
 use crate::monitor::{Launch, Monitor, MonitorEnd};
 use crate::process::Identity;
 use crate::rollback::Succession;
@@ -144,7 +145,7 @@ impl Sandbox {
         // What was deleted leaves no trace, and whoever takes its place has one of its own.
         if !end.is_wished()
             && end.reason != ROLLED_BACK
-            && let Err(error) = end.write(&self.folder)
+            && let Err(error) = self.own(|folder| end.write(folder))
         {
             tracing::error!(sandbox = self.id, %error, "cannot write down how it ended");
             return;
@@ -283,10 +284,19 @@ impl Sandbox {
         let forked = tokio::select! {
             biased;
             forked = asked.forked => forked.unwrap_or_else(|_| Err(lost())),
-            // Whoever forks it finds that nobody waits for it, and ends it.
-            _ = self.dismissed() => return Err(Outcome::Ended(self.farewell())),
+            _ = self.dismissed() => {
+                link::stop_unseen(control);
+                return Err(Outcome::Ended(self.farewell()));
+            }
         };
-        let forked = forked.map_err(|error| failed(error.message, String::new()))?;
+        let forked = match forked {
+            Ok(forked) => forked,
+            Err(error) => {
+                // A template that was killed may have forked it before.
+                link::stop_unseen(control);
+                return Err(failed(error.message, String::new()));
+            }
+        };
         self.telling.metrics.spawn.observe(arrived.elapsed());
         let pid = forked.pid;
         let monitor = Monitor::forked(self.id.clone(), self.folder.clone(), forked, control, asked.ended);
@@ -304,7 +314,7 @@ impl Sandbox {
         let recorded = answered.and_then(|python| {
             let template = self.belongings().template.as_ref().map_or(0, |template| template.pid);
             let identity = Identity::of_child(pid, template);
-            let written = identity.and_then(|identity| identity.write(&self.folder));
+            let written = identity.and_then(|identity| self.own(|folder| identity.write(folder)));
             written.map_err(|error| Failure::Host(Error::host("cannot record its process", error)))?;
             Ok(python)
         });

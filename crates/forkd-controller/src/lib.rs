@@ -31,6 +31,7 @@ mod auth;
 mod boot;
 mod branch;
 mod cgroup;
+mod client_stream;
 pub mod clock;
 mod command;
 mod compact;
@@ -43,7 +44,7 @@ mod error;
 mod fake_guest;
 pub mod frames;
 mod guest;
-mod hangup;
+
 mod host;
 mod identity;
 mod janitor;

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -233,7 +234,9 @@ impl Sandbox {
     /// Has the next daemon end it, should this one be killed before it has: whoever was told that it is deleted
     /// does not find it again. Only what names its process makes it one to take over.
     pub(crate) fn disown(&self) {
-        if self.record().is_none() {
+        let record = self.lock_record();
+        self.disowned.store(true, Ordering::Relaxed);
+        if record.is_none() {
             return;
         }
         for name in [END, process::RECORD] {
@@ -243,6 +246,16 @@ impl Sandbox {
                 }
                 _ => {}
             }
+        }
+    }
+
+    /// Writes something into its folder that makes the next daemon take it over, unless it is deleted.
+    pub(crate) fn own(&self, write: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
+        // Held while it is written: it is deleted before, or after.
+        let _record = self.lock_record();
+        match self.disowned.load(Ordering::Relaxed) {
+            true => Ok(()),
+            false => write(&self.folder),
         }
     }
 

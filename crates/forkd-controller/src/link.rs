@@ -4,6 +4,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::Path;
+use std::time::Duration;
 
 use forkd_protocol::control::{Channel, Message, Request, VERSION};
 use rustix::net::{
@@ -16,6 +17,9 @@ use crate::boot::remove_stale;
 
 /// The file in a process's folder by which it is controlled.
 pub(crate) const CONTROL: &str = "control.sock";
+
+/// How long a process that nobody saw may take to be told to stop.
+const STOP_WAIT: Duration = Duration::from_secs(10);
 
 /// A message and the descriptors attached to it.
 pub(crate) type Received = (Message, Vec<OwnedFd>);
@@ -51,6 +55,18 @@ impl AsRawFd for Socket {
     fn as_raw_fd(&self) -> RawFd {
         self.0.as_fd().as_raw_fd()
     }
+}
+
+/// Ends whoever is at the other end of `control`, or will be: a process that may have been forked though
+/// nobody was told. Must be called in a runtime.
+pub(crate) fn stop_unseen(control: Channel) {
+    let _ = control.send(&Request::Stop, &[]);
+    tokio::spawn(async move {
+        // Held until it is gone: what it has not read yet would be lost with the connection.
+        let Ok(link) = Link::new(control) else { return };
+        let gone = async { while let Ok(Some(_)) = link.recv().await {} };
+        let _ = tokio::time::timeout(STOP_WAIT, gone).await;
+    });
 }
 
 /// Whether `error` means that the peer is gone.

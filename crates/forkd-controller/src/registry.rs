@@ -10,6 +10,7 @@ use forkd_protocol::control::MIN_MEM_MIB;
 use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
 use forkd_store::{Facts, Quota};
 use rustix::process::{Resource, getrlimit};
+use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
 
 use crate::config::Limits;
@@ -232,6 +233,17 @@ impl Registry {
 
     fn insert(&self, entry: Entry) {
         self.lock().sandboxes.insert(entry.sandbox.id.clone(), entry);
+    }
+
+    /// A sandbox and its turn: whoever had that before may have taken the sandbox back.
+    pub(crate) async fn turn_of(&self, id: &str) -> Result<(Arc<Sandbox>, OwnedMutexGuard<()>)> {
+        loop {
+            let sandbox = self.get(id)?;
+            let turn = sandbox.take_turn().await?;
+            if self.get(id).is_ok_and(|now| Arc::ptr_eq(&now, &sandbox)) {
+                return Ok((sandbox, turn));
+            }
+        }
     }
 
     /// Room for `n` more sandboxes, or for as many of them as the daemon has descriptors for, and why

@@ -71,9 +71,7 @@ pub(crate) async fn roll_back(
     who: &Identity,
 ) -> Result<Arc<Sandbox>> {
     let arrived = Instant::now();
-    let turn = registry.get(id)?.take_turn().await?;
-    // Only now: whoever had the turn before may have taken it back.
-    let old = registry.get(id)?;
+    let (old, turn) = registry.turn_of(id).await?;
     if matches!(old.phase(), Phase::Starting) {
         let text = format!("sandbox {id} is still starting; wait for its state to be `running`");
         return Err(Error::new(Kind::Conflict, text));
@@ -234,7 +232,8 @@ impl Sandbox {
         let tag = succession.template.about.tag.clone();
         // Before anything ends: whoever starts a daemon from here on finds why.
         let why = format!("the daemon was stopped while the sandbox was rolled back to {tag}");
-        if let Err(error) = End::new(FAILED, again(&why), String::new()).write(&self.folder) {
+        let end = End::new(FAILED, again(&why), String::new());
+        if let Err(error) = self.own(|folder| end.write(folder)) {
             tracing::error!(sandbox = self.id, %error, "cannot write down what happens to it");
         }
         let born = match self.step_in(succession).await {

@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -226,7 +226,8 @@ impl Belongings {
         if let Some(Err(error)) = self.slot.take().map(|mut slot| slot.destroy()) {
             tracing::error!(sandbox = id, error = chain(&error), "its network slot is left behind");
         }
-        if let Some(Err(error)) = self.leaf.take().map(|leaf| leaf.remove()) {
+        // A process nobody knew of may be in there.
+        if let Some(Err(error)) = self.leaf.take().map(|leaf| leaf.kill().and_then(|()| leaf.remove())) {
             tracing::error!(sandbox = id, %error, "its cgroup is left behind");
         }
     }
@@ -267,6 +268,8 @@ pub(crate) struct Sandbox {
     pub(crate) patience: Duration,
     /// Of a forked one: as it is on disk.
     record: Mutex<Option<Record>>,
+    /// Whether the next daemon is to end it. Changed with `record` locked.
+    pub(crate) disowned: AtomicBool,
     belongings: Mutex<Belongings>,
 }
 
@@ -292,6 +295,8 @@ pub(crate) struct Facts {
     pub(crate) life: Life,
     /// What is being done because its time is over.
     pub(crate) attempt: Attempt,
+    /// Whether it is being stored, to be ended then: what is done in it would be lost.
+    pub(crate) put_away: bool,
 }
 
 impl Sandbox {
@@ -311,6 +316,7 @@ impl Sandbox {
             commands,
             asked: Mutex::new(Some(asked)),
             turn: Arc::default(),
+            disowned: AtomicBool::default(),
             disks: Disks::default(),
             pauses: Pauses::default(),
             heard: AtomicU64::new(0),
@@ -361,12 +367,16 @@ impl Sandbox {
             facts.workspace = record.workspace.clone();
             facts.life = record.life.clone();
         });
-        *self.record.lock().unwrap_or_else(PoisonError::into_inner) = Some(record);
+        *self.lock_record() = Some(record);
+    }
+
+    pub(crate) fn lock_record(&self) -> MutexGuard<'_, Option<Record>> {
+        self.record.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Its record, if it was forked.
     pub(crate) fn record(&self) -> Option<Record> {
-        self.record.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.lock_record().clone()
     }
 
     /// Notes something about it that the next daemon is to know, too. Blocks for a moment.
@@ -378,7 +388,7 @@ impl Sandbox {
 
     /// Changes what is known of it, here and in its record: only what that has.
     pub(crate) fn rewrite(&self, change: impl FnOnce(&mut Facts)) -> io::Result<()> {
-        let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut record = self.lock_record();
         self.learn(change);
         // The file is that of whoever takes its place.
         let gone = self.wished() == Wish::GiveWay;
@@ -457,6 +467,13 @@ impl Sandbox {
 
     /// Fails unless it is running now and has an agent. One that was paused because nobody used it goes on.
     pub(crate) async fn ready(&self) -> Result<()> {
+        if self.look(|facts| facts.put_away) {
+            let text = format!(
+                "sandbox {} is being put away; `forkd workspace resume` goes on when that is done",
+                self.id
+            );
+            return Err(Error::new(Kind::Conflict, text));
+        }
         self.activity.touch();
         self.wake().await?;
         match self.phase() {

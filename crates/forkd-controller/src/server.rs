@@ -6,6 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::http::StatusCode;
+use axum::response::Response;
 use forkd_store::Database;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -21,10 +23,10 @@ use crate::adopt;
 use crate::api::answers::Answers;
 use crate::api::{self, App};
 use crate::auth::Gate;
+use crate::client_stream::{ClientStream, Patience};
 use crate::config::Config;
 use crate::count::Count;
 use crate::error::{Error, Result};
-use crate::hangup::Hangup;
 use crate::host::{Host, make_private_dir};
 use crate::line::ports::Ports;
 use crate::lock::DataLock;
@@ -43,6 +45,8 @@ use crate::tokens::Tokens;
 use crate::unix_socket;
 use crate::workspaces::Workspaces;
 
+/// After how long without a word it is asked whether a client is still there.
+const KEEP_ALIVE: Duration = Duration::from_secs(60);
 /// A client must have sent the head of its request by then.
 const HEADER_WAIT: Duration = Duration::from_secs(30);
 /// After this long, sandboxes that do not go away are left to the next daemon's start.
@@ -119,10 +123,21 @@ pub async fn serve_until(
     let host = Host::new(config.clone(), database, telling.clone());
     let (snapshots, leftovers) = Snapshots::open(host.clone()).await?;
     let registry = Registry::new(host.clone())?;
-    adopt::adopt(&registry, leftovers).await?;
+    let taken_over = async {
+        adopt::adopt(&registry, leftovers).await?;
+        Workspaces::open(registry.clone(), snapshots.clone()).await
+    };
+    let workspaces = match taken_over.await {
+        Ok(workspaces) => workspaces,
+        Err(error) => {
+            // They are the next daemon's to take over, once that can.
+            registry.close().await;
+            snapshots.close().await;
+            return Err(error);
+        }
+    };
     let lines = Ports::new(registry.clone());
     lines.reopen();
-    let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await?;
     let app = App {
         registry,
         snapshots,
@@ -160,7 +175,12 @@ pub async fn serve_until(
             }
         }
     }));
-    let connections = Connections { stopping, count: Count::new(), max: config.limits.max_connections };
+    let connections = Connections {
+        stopping,
+        count: Count::new(),
+        max: config.limits.max_connections,
+        stall: config.timing.stall,
+    };
     let gate = Gate {
         tokens: tokens.clone(),
         rates: Arc::new(Rates::new(config.limits.rate_limit)),
@@ -255,6 +275,9 @@ impl Accept for TcpListener {
     async fn next(&self) -> std::io::Result<(TcpStream, Peer)> {
         let (stream, address) = self.accept().await?;
         stream.set_nodelay(true)?;
+        // One whose computer is gone says nothing more, not even goodbye.
+        rustix::net::sockopt::set_socket_keepalive(&stream, true)?;
+        rustix::net::sockopt::set_tcp_keepidle(&stream, KEEP_ALIVE)?;
         Ok((stream, Peer::Tcp(address)))
     }
 }
@@ -275,6 +298,8 @@ struct Connections {
     count: Count,
     /// At a time, on each listener: strangers on TCP must not crowd out the unix socket.
     max: usize,
+    /// How long a client may take nothing of what it asked for.
+    stall: Duration,
 }
 
 impl Connections {
@@ -292,20 +317,22 @@ impl Connections {
                     let (router, mut stopping, counted) =
                         (router.clone(), self.stopping.clone(), self.count.enter());
                     let tls = tls.clone();
+                    let stream = ClientStream::new(stream, self.stall, Some(room));
+                    let patience = stream.patience();
                     tokio::spawn(async move {
                         match tls {
-                            None => connection(stream, peer, router, stopping).await,
+                            None => connection(stream, patience, peer, router, stopping).await,
                             Some(tls) => {
                                 let shaken = tokio::select! {
                                     shaken = tls.shake(stream) => shaken,
                                     () = stopping.asked() => None,
                                 };
                                 if let Some(stream) = shaken {
-                                    connection(stream, peer, router, stopping).await;
+                                    connection(stream, patience, peer, router, stopping).await;
                                 }
                             }
                         }
-                        drop((room, counted));
+                        drop(counted);
                     });
                 }
                 Err(error) => {
@@ -318,16 +345,26 @@ impl Connections {
 }
 
 /// Serves one connection to its end.
-pub(crate) async fn connection<S>(stream: S, peer: Peer, router: Router, mut stopping: Stopping)
-where
+pub(crate) async fn connection<S>(
+    stream: S,
+    patience: Patience,
+    peer: Peer,
+    router: Router,
+    mut stopping: Stopping,
+) where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
-    let hangup = Hangup::default();
-    let router = router.layer(axum::Extension(hangup.clone()));
-    let service = router.map_request(move |mut request: hyper::Request<hyper::body::Incoming>| {
-        request.extensions_mut().insert(peer);
-        request
-    });
+    let service = router
+        .map_request(move |mut request: hyper::Request<hyper::body::Incoming>| {
+            request.extensions_mut().insert(peer);
+            request
+        })
+        .map_response(move |response: Response| {
+            if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+                patience.without_end();
+            }
+            response
+        });
     let serving = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEADER_WAIT)
@@ -336,13 +373,9 @@ where
     let mut serving = std::pin::pin!(serving);
     let served = tokio::select! {
         served = serving.as_mut() => served,
-        () = hangup.wanted() => return,
         () = stopping.asked() => {
             serving.as_mut().graceful_shutdown();
-            tokio::select! {
-                served = serving => served,
-                () = hangup.wanted() => return,
-            }
+            serving.await
         }
     };
     if let Err(error) = served {

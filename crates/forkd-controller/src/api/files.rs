@@ -6,11 +6,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::Json;
 use axum::body::{Body as HttpBody, Bytes};
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use axum::{Extension, Json};
 use forkd_protocol::agent::EntryInfo;
 use futures_util::StreamExt;
 use http_body_util::BodyExt;
@@ -22,7 +22,6 @@ use super::App;
 use super::extract::{Body, Id, Params};
 use crate::agent::{Download, Upload};
 use crate::error::{Error, ErrorBody, Kind, Result};
-use crate::hangup::Hangup;
 use crate::sandbox::Sandbox;
 
 /// How long what a refused upload still sends is read, so that its client sees the answer, not a reset.
@@ -183,7 +182,6 @@ pub(super) async fn download(
     State(app): State<App>,
     Id(id): Id,
     Params(target): Params<Target>,
-    hangup: Option<Extension<Hangup>>,
 ) -> Result<Response> {
     let path = absolute(&target.path)?;
     let sandbox = ready(&app, &id).await?;
@@ -194,8 +192,7 @@ pub(super) async fn download(
         headers.insert(header::CONTENT_LENGTH, length.into());
     }
     let (pieces, queued) = mpsc::channel(QUEUE);
-    let hangup = hangup.map(|Extension(hangup)| hangup).unwrap_or_default();
-    tokio::spawn(relay(sandbox, download, pieces, hangup, app.config.timing.stall));
+    tokio::spawn(relay(sandbox, download, pieces));
     let queued = futures_util::stream::unfold(queued, |mut queued| async {
         queued.recv().await.map(|piece| (piece, queued))
     });
@@ -203,13 +200,7 @@ pub(super) async fn download(
 }
 
 /// Moves a file from the guest to a client, at the slower one's pace.
-async fn relay(
-    sandbox: Arc<Sandbox>,
-    mut download: Download,
-    pieces: mpsc::Sender<std::io::Result<Bytes>>,
-    hangup: Hangup,
-    stall: Duration,
-) {
+async fn relay(sandbox: Arc<Sandbox>, mut download: Download, pieces: mpsc::Sender<std::io::Result<Bytes>>) {
     loop {
         let piece = match sandbox.undisturbed(download.next()).await {
             Ok(None) => return,
@@ -221,16 +212,9 @@ async fn relay(
             }
         };
         let last = piece.is_err();
-        match tokio::time::timeout(stall, pieces.send(piece)).await {
-            Ok(Ok(())) if !last => {}
-            Ok(_) => return,
-            Err(_) => {
-                tracing::info!(
-                    sandbox = sandbox.id,
-                    "a client does not take the file it asked for; hanging up"
-                );
-                return hangup.now();
-            }
+        // A client that does not take it is hung up on.
+        if pieces.send(piece).await.is_err() || last {
+            return;
         }
     }
 }

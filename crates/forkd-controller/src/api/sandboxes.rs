@@ -80,20 +80,22 @@ pub(super) async fn create(
         _ => Vec::new(),
     };
     let line_port = request.line_port || app.config.line_ports;
-    let (children, mut errors) = match (&request.image, &request.snapshot_tag) {
-        _ if !earlier.is_empty() => (earlier, Vec::new()),
+    // Bound to this request until they can be told of: a client that goes away leaves nothing behind.
+    let (bound, mut errors) = match (&request.image, &request.snapshot_tag) {
+        _ if !earlier.is_empty() => (Vec::new(), Vec::new()),
         (Some(_), None) => (vec![boot(&app, &who, request, life).await?], Vec::new()),
         (None, Some(_)) => fork(&app, &who, request, life, arrived).await?,
         _ => return Err(Error::invalid("give either `image` or `snapshot_tag`")),
     };
-    if children.is_empty() && !errors.is_empty() {
+    if bound.is_empty() && !errors.is_empty() {
         return Err(errors.swap_remove(0).1);
     }
     if line_port {
-        for sandbox in &children {
+        for sandbox in earlier.iter().chain(bound.iter().map(Bound::sandbox)) {
             app.lines.open(sandbox)?;
         }
     }
+    let children: Vec<_> = earlier.into_iter().chain(bound.into_iter().map(Bound::release)).collect();
     let children: Vec<SandboxInfo> = children.iter().map(|sandbox| info(sandbox)).collect();
     let target = Extension(Target::all(children.iter().map(|child| child.id.as_str())));
     if !each {
@@ -126,7 +128,7 @@ fn earlier(app: &App, mark: &str) -> Vec<Arc<Sandbox>> {
     there
 }
 
-async fn boot(app: &App, who: &Identity, request: CreateRequest, life: Life) -> Result<Arc<Sandbox>> {
+async fn boot(app: &App, who: &Identity, request: CreateRequest, life: Life) -> Result<Bound> {
     if request.n.is_some_and(|n| n != 1) || !request.envs.is_empty() {
         return Err(Error::invalid("n and envs are for children of a snapshot"));
     }
@@ -154,7 +156,7 @@ async fn boot(app: &App, who: &Identity, request: CreateRequest, life: Life) -> 
     if request.wait.unwrap_or(true) {
         bound.sandbox().started().await?;
     }
-    Ok(bound.release())
+    Ok(bound)
 }
 
 /// The children that run, and why the others do not.
@@ -164,7 +166,7 @@ async fn fork(
     request: CreateRequest,
     life: Life,
     arrived: Instant,
-) -> Result<(Vec<Arc<Sandbox>>, Vec<(usize, Error)>)> {
+) -> Result<(Vec<Bound>, Vec<(usize, Error)>)> {
     let n = request.n.unwrap_or(1);
     if !(1..=MAX_CHILDREN).contains(&n) {
         return Err(Error::invalid(format!("n is {n}; it must be 1 to {MAX_CHILDREN}")));
@@ -210,11 +212,9 @@ async fn fork(
             Err(error) => errors.extend(lost.into_iter().map(|(index, _)| (index, error.clone()))),
         }
     }
-    Ok((children.into_iter().map(Bound::release).collect(), errors))
+    Ok((children, errors))
 }
 
-/// The children that run, bound to this request (a client that goes away leaves nothing behind), and why the
-/// others do not.
 async fn attempt(app: &App, order: Order, wait: bool) -> Result<(Vec<Bound>, Vec<(usize, Error)>)> {
     let mut given = spawn(&app.registry, order)?;
     let mut asked = Vec::new();
@@ -267,6 +267,7 @@ const MAX_LIMIT_MIB: u64 = 1 << 40;
     params(
         ("label" = Option<Vec<String>>, Query, description = "`NAME=VALUE`, or `NAME` for any value; all of several"),
         ("snapshot_tag" = Option<String>, Query, description = "Those forked from this snapshot"),
+        ("owner" = Option<String>, Query, description = "Those of this owner; others' are seen by admins only"),
         ("state" = Option<SandboxState>, Query, description = "Those in this state"),
         ("gone" = Option<bool>, Query, description = "`true`: those that ended and are gone, as `GoneInfo`s"),
         ("limit" = Option<u64>, Query, description = "The most to list, 1 to 1000; all when absent"),
@@ -353,7 +354,8 @@ pub(super) async fn update(
     Id(id): Id,
     Body(request): Body<UpdateRequest>,
 ) -> Result<Json<SandboxInfo>> {
-    let sandbox = app.registry.get(&id)?;
+    // While it is taken back, it would not be clear which one is changed.
+    let (sandbox, _turn) = app.registry.turn_of(&id).await?;
     life::update(&sandbox, request)?;
     if !matches!(sandbox.phase(), Phase::Ended(_)) {
         app.registry.ledger.made(&sandbox);

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use forkd_protocol::control::{BranchConfig, Channel, FdRef, Request};
+use forkd_protocol::control::{BranchConfig, Channel, FdRef};
 
 use super::freeze::freeze;
 use super::{Branch, Taken};
@@ -79,7 +79,7 @@ async fn attempt(
             Ok(born) => born,
             Err(error) => {
                 // If there is one all the same, it finds this first.
-                let _ = control.send(&Request::Stop, &[]);
+                link::stop_unseen(control);
                 return Err(error);
             }
         };

@@ -189,10 +189,10 @@ impl Keeper {
         match message {
             Ok(Some((Message::Reply(reply), fds))) => self.answered(reply, fds),
             Ok(Some((Message::Event(Event::ChildEnded { child, status }), _))) => {
-                match self.ends.remove(&child) {
-                    Some(waiting) => drop(waiting.send(status)),
-                    // One that nobody waited for.
-                    None => self.acknowledged.push(child),
+                let told = self.ends.remove(&child).is_some_and(|waiting| waiting.send(status).is_ok());
+                // Nobody waits for it, or not any more: nobody would say that it may be forgotten.
+                if !told {
+                    self.acknowledged.push(child);
                 }
                 Ok(())
             }

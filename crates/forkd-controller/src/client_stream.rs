@@ -1,0 +1,148 @@
+//! The stream of a client's connection: it has its place among the connections until it is closed, also when
+//! it has become a WebSocket, and it breaks when its client does not take what it asked for.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::{Sleep, sleep};
+
+/// See the head of this file.
+pub(crate) struct ClientStream<S> {
+    stream: S,
+    patience: Patience,
+    /// How long a client may take nothing.
+    stall: Duration,
+    /// Runs while it takes nothing.
+    waiting: Option<Pin<Box<Sleep>>>,
+    _room: Option<OwnedSemaphorePermit>,
+}
+
+/// Whether a client may take as long as it likes: one that is talked with pages through what it is told.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Patience(Arc<AtomicBool>);
+
+impl Patience {
+    pub(crate) fn without_end(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+impl<S> ClientStream<S> {
+    pub(crate) fn new(stream: S, stall: Duration, room: Option<OwnedSemaphorePermit>) -> Self {
+        ClientStream { stream, patience: Patience::default(), stall, waiting: None, _room: room }
+    }
+
+    pub(crate) fn patience(&self) -> Patience {
+        self.patience.clone()
+    }
+
+    /// What came of writing; an error if nothing did for too long.
+    fn limit<T>(&mut self, context: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if written.is_ready() || self.patience.0.load(Ordering::Relaxed) {
+            self.waiting = None;
+            return written;
+        }
+        let stall = self.stall;
+        let waiting = self.waiting.get_or_insert_with(|| Box::pin(sleep(stall)));
+        ready!(waiting.as_mut().poll(context));
+        let text = "the client does not take what it asked for";
+        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, text)))
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for ClientStream<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for ClientStream<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        self.limit(context, written)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(context, slices);
+        self.limit(context, written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let flushed = Pin::new(&mut self.stream).poll_flush(context);
+        self.limit(context, flushed)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let shut = Pin::new(&mut self.stream).poll_shutdown(context);
+        self.limit(context, shut)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
+    use tokio::sync::Semaphore;
+
+    use super::*;
+
+    const STALL: Duration = Duration::from_secs(2);
+
+    #[tokio::test]
+    async fn who_takes_nothing_is_given_up_and_who_is_slow_is_not() {
+        let (ours, mut theirs) = duplex(10);
+        let mut stream = ClientStream::new(ours, STALL, None);
+        // Ten bytes at a time, for longer than one may take nothing.
+        let writing = tokio::spawn(async move { (stream.write_all(&[7; 100]).await, stream) });
+        for _ in 0..10 {
+            tokio::time::sleep(STALL / 8).await;
+            theirs.read_exact(&mut [0; 10]).await.unwrap();
+        }
+        let (written, mut stream) = writing.await.unwrap();
+        written.unwrap();
+        let error = stream.write_all(&[7; 100]).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    }
+
+    #[tokio::test]
+    async fn whoever_is_talked_with_may_take_their_time() {
+        let (ours, mut theirs) = duplex(10);
+        let mut stream = ClientStream::new(ours, STALL, None);
+        stream.patience().without_end();
+        let writing = tokio::spawn(async move { stream.write_all(&[7; 100]).await });
+        tokio::time::sleep(STALL * 2).await;
+        theirs.read_exact(&mut [0; 100]).await.unwrap();
+        writing.await.unwrap().unwrap();
+    }
+
+    #[tokio::test]
+    async fn its_place_is_free_when_it_is_closed() {
+        let all = Arc::new(Semaphore::new(1));
+        let room = all.clone().acquire_owned().await.unwrap();
+        let stream = ClientStream::new(duplex(10).0, STALL, Some(room));
+        assert_eq!(all.available_permits(), 0);
+        drop(stream);
+        assert_eq!(all.available_permits(), 1);
+    }
+}
