@@ -40,6 +40,8 @@ pub(crate) enum Mode {
     Diff,
     /// The same, and nobody needs to wait for it.
     Live,
+    /// All of it, instead of the sandbox: the only one there is, so nothing old is removed for want of room.
+    Suspend,
 }
 
 impl Mode {
@@ -48,7 +50,13 @@ impl Mode {
             Mode::Full => "full",
             Mode::Diff => "diff",
             Mode::Live => "live",
+            Mode::Suspend => "suspend",
         }
+    }
+
+    /// Whether it is stored as the difference to another snapshot.
+    pub(crate) fn is_difference(self) -> bool {
+        matches!(self, Mode::Diff | Mode::Live)
     }
 }
 
@@ -366,6 +374,7 @@ impl Snapshots {
                 tracing::warn!(tag = branch.tag, error = error.message, "a branch could not be taken");
                 self.host.telling.metrics.branches.add(metrics::Outcome::Failed, 1);
                 entry.failed(error.clone());
+                self.forget_owner(&branch.tag).await;
                 self.vanish(&entry);
                 return branch.fail(error);
             }

@@ -38,9 +38,56 @@ fn civil(days: u64) -> (u64, u64, u64) {
     (year_of_era + era * 400 + u64::from(month <= 2), month, day)
 }
 
+/// By how much the clock may differ from one nobody can set before that counts: it is always made to go a
+/// little faster or slower.
+const STEP_MS: i64 = 2000;
+
+/// Notices when somebody sets the clock.
+#[derive(Debug)]
+pub(crate) struct Steps {
+    /// How far it is ahead of the time since the host's boot.
+    ahead_ms: i64,
+}
+
+impl Steps {
+    pub(crate) fn new() -> Self {
+        Steps { ahead_ms: ahead_ms() }
+    }
+
+    /// By how many seconds it was set forward since the last look, if it was.
+    pub(crate) fn look(&mut self) -> Option<i64> {
+        self.compare(ahead_ms())
+    }
+
+    fn compare(&mut self, ahead_ms: i64) -> Option<i64> {
+        let step = ahead_ms.saturating_sub(self.ahead_ms);
+        if step.abs() < STEP_MS {
+            return None;
+        }
+        self.ahead_ms = ahead_ms;
+        tracing::warn!(seconds = step / 1000, "somebody set the clock");
+        Some(step / 1000)
+    }
+}
+
+fn ahead_ms() -> i64 {
+    let boot = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    now_ms() as i64 - (boot.tv_sec * 1000 + boot.tv_nsec / 1_000_000)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_clock_that_is_set_is_noticed_once() {
+        let mut steps = Steps { ahead_ms: 1_000_000 };
+        assert_eq!(steps.compare(1_001_900), None, "it runs a little fast");
+        assert_eq!(steps.compare(1_061_000), Some(61));
+        assert_eq!(steps.compare(1_061_000), None);
+        assert_eq!(steps.compare(-2_538_000), Some(-3599));
+        assert_eq!(Steps::new().look(), None);
+    }
 
     #[test]
     fn dates_are_right_around_leap_days() {

@@ -124,7 +124,7 @@ pub struct Limits {
     pub max_branches: usize,
     /// After this long a branch is removed, if nothing needs it.
     pub branch_max_age: Option<Duration>,
-    /// If there are more branches, the oldest are removed, if nothing needs them.
+    /// If an owner has more branches, the oldest are removed, if nothing needs them.
     pub branch_max_count: Option<usize>,
     /// Requests a second of one token that is no admin's, and twice as many at once; 0 is no limit.
     pub rate_limit: u32,

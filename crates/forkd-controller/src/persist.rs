@@ -16,7 +16,7 @@ use forkd_store::{Contents, Draft, MAX_DEPTH, Measured, Snapshot};
 
 use crate::assets::reopen;
 use crate::boot;
-use crate::branch::{Branch, Mode, TakenFrom, Wish};
+use crate::branch::{Branch, TakenFrom, Wish};
 use crate::command::Command;
 use crate::console;
 use crate::error::{Error, Kind, Result};
@@ -95,6 +95,7 @@ impl Snapshots {
         tracing::warn!(tag = branch.tag, error = error.message, "a branch is not on disk");
         entry.failed(error.clone());
         if branch.waited_for {
+            self.forget_owner(&branch.tag).await;
             self.vanish(&entry);
         }
         branch.fail(error);
@@ -157,8 +158,8 @@ fn job(branch: &Branch, origin: Option<Snapshot>) -> Job {
     Job {
         tag: branch.tag.clone(),
         origin,
-        diff: fits && branch.mode != Mode::Full,
-        merge: branch.mode == Mode::Full,
+        diff: fits && branch.mode.is_difference(),
+        merge: !branch.mode.is_difference(),
         branched_from: Some(branch.source.clone()),
         measured: Measured {
             mode: (!compacted).then(|| branch.mode.name().into()),

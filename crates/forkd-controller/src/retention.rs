@@ -1,13 +1,15 @@
-//! Removing old branches: by age and by number, oldest first, and never one that something needs.
+//! Removing old branches: by age and, of each owner, by number, oldest first; never one that something needs,
+//! and never what a sandbox was put away as.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use forkd_protocol::names::is_valid_sandbox_id;
 
+use crate::branch::Mode;
 use crate::config::Limits;
-use crate::snapshots::{Removal, Snapshots, State};
+use crate::snapshots::{Entry, Removal, Snapshots, State};
 
 /// How often it is looked for branches that have become too old, or are not needed any more.
 const EVERY: Duration = Duration::from_secs(30);
@@ -17,6 +19,7 @@ const EVERY: Duration = Duration::from_secs(30);
 struct Branch {
     created_at_unix: u64,
     tag: String,
+    owner: String,
 }
 
 /// Removes branches as the limits say, for ever. `needed` is asked for the tags that something uses: a
@@ -54,28 +57,37 @@ fn interval(limits: &Limits) -> Option<Duration> {
 
 /// All branches of sandboxes that are on disk, oldest first.
 fn branches(snapshots: &Snapshots) -> Vec<Branch> {
-    let branch = |state: State| match state {
+    let branch = |entry: &Arc<Entry>| match entry.state() {
         State::Ready(snapshot) => {
             let manifest = snapshot.manifest();
             let of_a_sandbox = manifest.branched_from.as_deref().is_some_and(is_valid_sandbox_id);
+            let put_away = manifest.measured.mode.as_deref() == Some(Mode::Suspend.name());
             let (created_at_unix, tag) = (manifest.created_at_unix, snapshot.tag().to_owned());
-            of_a_sandbox.then_some(Branch { created_at_unix, tag })
+            (of_a_sandbox && !put_away).then(|| Branch { created_at_unix, tag, owner: entry.owner() })
         }
         _ => None,
     };
-    let mut all: Vec<Branch> = snapshots.list().iter().filter_map(|entry| branch(entry.state())).collect();
+    let mut all: Vec<Branch> = snapshots.list().iter().filter_map(branch).collect();
     all.sort();
     all
 }
 
 /// Those of `branches`, which are sorted, that are too old or too many, oldest first.
 fn surplus(branches: &[Branch], limits: &Limits, now: u64) -> Vec<String> {
-    let excess = limits.branch_max_count.map_or(0, |max| branches.len().saturating_sub(max));
+    let mut left = BTreeMap::new();
+    branches.iter().for_each(|branch| *left.entry(branch.owner.as_str()).or_insert(0) += 1);
+    // Of each owner the oldest, until there are no more than may be.
+    let mut is_excess = |branch: &Branch| {
+        let Some(left) = left.get_mut(branch.owner.as_str()) else { return false };
+        let excess = limits.branch_max_count.is_some_and(|max| *left > max);
+        *left -= usize::from(excess);
+        excess
+    };
     let too_old = |branch: &Branch| {
         limits.branch_max_age.is_some_and(|age| branch.created_at_unix.saturating_add(age.as_secs()) < now)
     };
-    let surplus = branches.iter().enumerate().filter(|(index, branch)| *index < excess || too_old(branch));
-    surplus.map(|(_, branch)| branch.tag.clone()).collect()
+    let surplus = branches.iter().filter(|branch| is_excess(branch) | too_old(branch));
+    surplus.map(|branch| branch.tag.clone()).collect()
 }
 
 #[cfg(test)]
@@ -83,7 +95,7 @@ mod tests {
     use super::*;
 
     fn branch(created_at_unix: u64, tag: &str) -> Branch {
-        Branch { created_at_unix, tag: tag.into() }
+        Branch { created_at_unix, tag: tag.into(), owner: "ann".into() }
     }
 
     #[test]
@@ -99,5 +111,9 @@ mod tests {
         assert_eq!(surplus(&all, &limits(Some(secs(25)), None), 45), ["a"]);
         assert_eq!(surplus(&all, &limits(Some(secs(25)), Some(1)), 36), ["a", "b"]);
         assert_eq!(surplus(&all, &limits(Some(secs(1 << 40)), Some(5)), 1000), Vec::<String>::new());
+        let of_bob = |created, tag| Branch { owner: "bob".into(), ..branch(created, tag) };
+        let all = [of_bob(1, "x"), branch(10, "a"), branch(20, "b"), of_bob(25, "y"), branch(30, "c")];
+        assert_eq!(surplus(&all, &limits(None, Some(2)), 1000), ["a"], "nobody's many are another's");
+        assert_eq!(surplus(&all, &limits(None, Some(1)), 1000), ["x", "a", "b"]);
     }
 }

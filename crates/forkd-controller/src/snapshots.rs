@@ -13,7 +13,7 @@ use forkd_store::{Quota, Snapshot, Store};
 use tokio::sync::{Notify, Semaphore, watch};
 use tracing::Instrument;
 
-use crate::branch::{Branch, Mode, Stage, Wish};
+use crate::branch::{Branch, Stage, Wish};
 use crate::error::{Error, Kind, Result};
 use crate::host::{Host, blocking, make_private_dir};
 use crate::identity::{Identity, LOCAL};
@@ -332,11 +332,13 @@ impl Snapshots {
         }
     }
 
-    /// Begins to make a snapshot. The work goes on whether or not anybody waits for it.
+    /// Begins to make a snapshot. The work goes on whether or not anybody waits for it; `room` is given back
+    /// when it is over.
     pub(crate) fn make(
         self: &Arc<Self>,
         order: crate::making::Order,
         who: &Identity,
+        room: impl Send + 'static,
     ) -> Result<(Arc<Entry>, Arc<Making>)> {
         let making = Arc::new(Making {
             begun_at_unix: crate::guest::unix_nanos() / 1_000_000_000,
@@ -348,7 +350,11 @@ impl Snapshots {
         let work = Work::Making(making.clone());
         let entry = self.reserve(&making.order.tag, work, &who.owner, &who.quota)?;
         let (snapshots, made, job) = (self.clone(), entry.clone(), making.clone());
-        tokio::spawn(async move { snapshots.finish(made, job).await }.in_current_span());
+        let work = async move {
+            snapshots.finish(made, job).await;
+            drop(room);
+        };
+        tokio::spawn(work.in_current_span());
         Ok((entry, making))
     }
 
@@ -388,6 +394,7 @@ impl Snapshots {
         }
         let on_disk = !matches!(entry.state(), State::Failed { work: Some(_), .. } | State::Writing(_));
         if !on_disk {
+            self.forget_owner(tag).await;
             self.vanish(&entry);
             return Ok(());
         }
@@ -446,7 +453,7 @@ impl Snapshots {
             other => other?,
         };
         let writing = self.list().into_iter().filter_map(|entry| match entry.state() {
-            State::Writing(Work::Branch(branch)) if branch.mode != Mode::Full => Some(branch),
+            State::Writing(Work::Branch(branch)) if branch.mode.is_difference() => Some(branch),
             _ => None,
         });
         let mut writing: Vec<_> = writing.collect();

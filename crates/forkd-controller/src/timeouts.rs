@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::branch::{Mode, Order, Stage};
+use crate::clock;
 use crate::command::Command;
 use crate::error::{Error, Kind, Result};
 use crate::identity::Identity;
@@ -98,13 +99,19 @@ impl Timeouts {
         let mut every = tokio::time::interval(EVERY);
         every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut pruned: Option<Instant> = None;
+        let mut steps = clock::Steps::new();
         loop {
             tokio::select! {
                 _ = every.tick() => {}
                 () = stopping.asked() => return,
             }
-            let now = now_unix();
+            let (step, now) = (steps.look(), now_unix());
             for sandbox in self.registry.list() {
+                if let Some(secs) = step
+                    && let Err(error) = move_deadline(&sandbox, secs)
+                {
+                    tracing::warn!(sandbox = sandbox.id, error = error.message, "its time did not move");
+                }
                 if let Some(due) = sandbox.due(now) {
                     self.act(sandbox, due);
                 }
@@ -156,8 +163,11 @@ impl Timeouts {
             sandbox.ask(Command::Pause).await?;
         }
         if !idle {
-            // It was given its time once.
-            amend(sandbox, |_, deadline| *deadline = None)?;
+            // It was given its time once; whoever wants more resumes it.
+            amend(sandbox, |life, deadline| {
+                *deadline = None;
+                life.dozing = false;
+            })?;
         }
         // Whoever came before it was seen to be paused did not wake it.
         if used() {
@@ -167,13 +177,13 @@ impl Timeouts {
     }
 
     async fn suspend(&self, sandbox: &Arc<Sandbox>, due: Due) -> Result<()> {
-        if let Some(name) = sandbox.look(|facts| facts.workspace.clone()) {
-            let who = Identity { quota: self.tokens.quota_of(&sandbox.spec.owner), ..Identity::local() };
-            self.workspaces.suspend(&name, false, &who).await?;
-            return Ok(());
-        }
         let idle = due != Due::Expired;
         let stamp = sandbox.activity.stamp();
+        if let Some(name) = sandbox.look(|facts| facts.workspace.clone()) {
+            let who = Identity { quota: self.tokens.quota_of(&sandbox.spec.owner), ..Identity::local() };
+            self.workspaces.suspend(&name, false, &who, idle.then_some(stamp)).await?;
+            return Ok(());
+        }
         let used = || idle && sandbox.activity.stamp() != stamp;
         let stood_still = matches!(sandbox.phase(), Phase::Paused);
         let tag = match self.begun(sandbox).await? {
@@ -230,7 +240,8 @@ impl Timeouts {
         amend(sandbox, |life, _| life.suspending = suspending(false))?;
         // While it runs: its agent stands its processes still for the branch.
         let quota = self.tokens.quota_of(&sandbox.spec.owner);
-        let order = Order { tag: Some(tag.clone()), mode: Mode::Full, wait: true, parent_tag: None, quota };
+        let order =
+            Order { tag: Some(tag.clone()), mode: Mode::Suspend, wait: true, parent_tag: None, quota };
         let (_, branch) = self.snapshots.branch(sandbox, order)?;
         branch.reached(Stage::Saving).await?;
         let _turn = sandbox.take_turn().await?;
@@ -246,9 +257,12 @@ impl Timeouts {
 
     /// Removes what was stored of a sandbox that goes on.
     async fn take_back(&self, sandbox: &Sandbox, tag: &str) -> Result<()> {
-        match self.snapshots.remove(tag, Removal::Force).await {
-            Err(error) if error.kind != Kind::NotFound => return Err(error),
-            _ => {}
+        // Somebody may have removed it, and called another one so.
+        if self.snapshots.get(tag).is_ok_and(|entry| is_of(&entry, &sandbox.id)) {
+            match self.snapshots.remove(tag, Removal::Force).await {
+                Err(error) if error.kind != Kind::NotFound => return Err(error),
+                _ => {}
+            }
         }
         amend(sandbox, |life, _| life.suspending = None)
     }
@@ -275,6 +289,14 @@ fn is_of(entry: &Entry, id: &str) -> bool {
         State::Ready(snapshot) => snapshot.manifest().branched_from.as_deref() == Some(id),
         _ => entry.branch().is_some_and(|branch| branch.source == id),
     }
+}
+
+/// Somebody set the clock: its time is over after as long as before.
+fn move_deadline(sandbox: &Sandbox, secs: i64) -> Result<()> {
+    if sandbox.look(|facts| facts.deadline_unix.is_none()) {
+        return Ok(());
+    }
+    amend(sandbox, |_, deadline| *deadline = deadline.map(|at| at.saturating_add_signed(secs)))
 }
 
 fn amend(sandbox: &Sandbox, change: impl FnOnce(&mut crate::life::Life, &mut Option<u64>)) -> Result<()> {

@@ -21,6 +21,7 @@ use forkd_store::Quota;
 use tokio::sync::OwnedMutexGuard;
 
 use crate::branch::{self, Mode, Stage};
+use crate::command::Command;
 use crate::error::{Error, Kind, Result};
 use crate::guest;
 use crate::host::{blocking, new_id};
@@ -107,6 +108,22 @@ fn no_workspace(name: &str) -> Error {
 
 fn now_unix() -> u64 {
     guest::unix_nanos() / 1_000_000_000
+}
+
+/// A sandbox that is being stored, to be ended then. Dropping it says that this is over.
+struct PutAway<'a>(&'a Sandbox);
+
+impl<'a> PutAway<'a> {
+    fn begin(sandbox: &'a Sandbox) -> Self {
+        sandbox.learn(|facts| facts.put_away = true);
+        PutAway(sandbox)
+    }
+}
+
+impl Drop for PutAway<'_> {
+    fn drop(&mut self) {
+        self.0.learn(|facts| facts.put_away = false);
+    }
 }
 
 impl Workspaces {
@@ -323,7 +340,15 @@ impl Workspaces {
 
     /// Puts a workspace away: its sandbox is branched, on disk, and ended. With `diff` what is stored is
     /// what differs from the snapshot the sandbox was forked from.
-    pub(crate) async fn suspend(&self, name: &str, diff: bool, who: &Identity) -> Result<(Record, Status)> {
+    ///
+    /// Does nothing if its sandbox was used since `unused_since`, if that is given.
+    pub(crate) async fn suspend(
+        &self,
+        name: &str,
+        diff: bool,
+        who: &Identity,
+        unused_since: Option<(u64, usize)>,
+    ) -> Result<(Record, Status)> {
         let (workspace, _turn) = self.take_turn(name).await?;
         // Only now it is known which one it is.
         self.check_owner(name, who)?;
@@ -338,6 +363,11 @@ impl Workspaces {
             };
             return Err(Error::invalid(text));
         };
+        // Nobody uses it from here on: what they did would be lost.
+        let _put_away = PutAway::begin(&sandbox);
+        if unused_since.is_some_and(|stamp| sandbox.activity.stamp() != stamp) {
+            return self.show(name);
+        }
         let (number, tag) = self.next_tag(&record)?;
         let mut begun = Record { states: number, ..record.clone() };
         begun.retired.push(tag.clone());
@@ -386,7 +416,23 @@ impl Workspaces {
     async fn save(&self, sandbox: &Arc<Sandbox>, tag: &str, mode: Mode, quota: Quota) -> Result<()> {
         let order = branch::Order { tag: Some(tag.to_owned()), mode, wait: true, parent_tag: None, quota };
         let (_, branch) = self.snapshots.branch(sandbox, order)?;
-        branch.reached(Stage::Done).await
+        branch.reached(Stage::Saving).await?;
+        let stood_still = matches!(sandbox.phase(), Phase::Paused);
+        if !stood_still {
+            let _turn = sandbox.take_turn().await?;
+            // Whoever uses it has it go on, should this daemon be killed now.
+            let written = sandbox.amend(|life, _| life.dozing = true);
+            written.map_err(|error| Error::host("cannot write down that a sandbox stands still", error))?;
+            if let Err(error) = sandbox.ask(Command::Pause).await {
+                tracing::warn!(sandbox = sandbox.id, error = error.message, "it runs while it is stored");
+            }
+        }
+        let saved = branch.reached(Stage::Done).await;
+        if saved.is_err() && !stood_still && matches!(sandbox.phase(), Phase::Paused) {
+            let _turn = sandbox.take_turn().await?;
+            sandbox.go_on().await?;
+        }
+        saved
     }
 
     /// Takes a workspace out again: a sandbox is forked from its last state.
@@ -422,7 +468,7 @@ impl Workspaces {
                 let _ = self.registry.delete(sandbox);
             }
             for tag in record.retired.iter().chain(&record.current_state_tag) {
-                self.remove_snapshot(tag).await?;
+                self.remove_snapshot(tag, &record.owner).await?;
             }
         }
         let (folder, file) = (self.folder.clone(), name.to_owned());
@@ -498,7 +544,7 @@ impl Workspaces {
         for tag in &record.retired {
             if self.is_needed(&record, tag).await {
                 kept.push(tag.clone());
-            } else if let Err(error) = self.remove_snapshot(tag).await {
+            } else if let Err(error) = self.remove_snapshot(tag, &record.owner).await {
                 tracing::warn!(name, tag, error = error.message, "an old state cannot be removed yet");
                 kept.push(tag.clone());
             }
@@ -532,8 +578,12 @@ impl Workspaces {
         }
     }
 
-    /// Removes the name; layers stay as long as others are built on them.
-    async fn remove_snapshot(&self, tag: &str) -> Result<()> {
+    /// Removes the name; layers stay as long as others are built on them. What was given to somebody else is
+    /// theirs.
+    async fn remove_snapshot(&self, tag: &str, owner: &str) -> Result<()> {
+        if self.snapshots.get(tag).is_ok_and(|entry| entry.owner() != owner) {
+            return Ok(());
+        }
         match self.snapshots.remove(tag, Removal::Force).await {
             Err(error) if error.kind == Kind::NotFound => Ok(()),
             other => other,

@@ -35,7 +35,7 @@ const MAX_ANCESTORS: usize = 128;
 /// The largest file a manifest may claim. What a file system can hold fits into an `i64`.
 const MAX_FILE: u64 = i64::MAX as u64;
 /// How a branch can be taken.
-const MODES: [&str; 3] = ["full", "diff", "live"];
+const MODES: [&str; 4] = ["full", "diff", "live", "suspend"];
 /// The longest name of what a snapshot was branched from.
 const MAX_SOURCE: usize = 128;
 

@@ -24,6 +24,7 @@ use crate::error::{Error, ErrorBody, Kind, Result};
 use crate::host::blocking;
 use crate::identity::{EVERYBODY, Identity};
 use crate::making::{From, Order, Phase};
+use crate::quota::Claim;
 use crate::registry::{check, check_image};
 use crate::snapshots::{Entry, Making, Removal, State as Standing, Work};
 use crate::template::Source;
@@ -64,7 +65,10 @@ pub(super) async fn create(
         rootfs.map(|rootfs| allowed::disk(&config, &rootfs)).transpose()
     })
     .await?;
-    let (entry, making) = app.snapshots.make(order, &who)?;
+    // The guest it is made of counts as a sandbox while it runs.
+    let claim = Claim { owner: who.owner.clone(), mem_mib: order.mem_mib };
+    let (seats, _) = app.registry.reserve(1, &claim, &who.quota)?;
+    let (entry, making) = app.snapshots.make(order, &who, seats)?;
     let target = Extension(Target(entry.tag.clone()));
     if params.wait == Some(false) {
         return Ok((StatusCode::ACCEPTED, target, Json(info(&app, &entry))).into_response());
@@ -408,9 +412,12 @@ fn branched(branch: &Branch, status: SnapshotStatus) -> SnapshotInfo {
         total: progress.total,
         written: progress.written,
     });
+    // What it is being stored as the difference to.
+    let parent = branch.origin.as_ref().filter(|_| branch.mode.is_difference());
     SnapshotInfo {
         created_at_unix: branch.begun_at_unix,
         branched_from: Some(branch.source.clone()),
+        parent_tag: parent.map(|origin| origin.tag.clone()),
         mode: Some(branch.mode.name().into()),
         pause_ms: taken.pause_ms,
         frozen_ms: taken.frozen_ms,

@@ -199,7 +199,7 @@ pub(super) async fn suspend(
     OptionalBody(request): OptionalBody<SuspendRequest>,
 ) -> Result<Json<WorkspaceInfo>> {
     let workspaces = app.workspaces.clone();
-    to_its_end(async move { workspaces.suspend(&name, request.diff, &who).await }).await.map(info)
+    to_its_end(async move { workspaces.suspend(&name, request.diff, &who, None).await }).await.map(info)
 }
 
 /// Takes a workspace out again: a sandbox is forked from its last state.

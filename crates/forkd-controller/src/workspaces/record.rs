@@ -137,6 +137,9 @@ impl Folder {
     #[allow(clippy::type_complexity)]
     pub(crate) fn open(path: &Path) -> io::Result<(Folder, Vec<(String, Result<Record, String>)>)> {
         make_private_dir(path)?;
+        if let Some(parent) = path.parent() {
+            File::open(parent)?.sync_all()?;
+        }
         let mut found = Vec::new();
         for entry in fs::read_dir(path)? {
             let path = entry?.path();

@@ -93,7 +93,8 @@ impl Database {
         })
     }
 
-    /// Forgets what came before `since`, and the oldest beyond `max_count` or `max_bytes` of bodies.
+    /// Forgets what came before `since`, and of each owner the oldest answers beyond `max_count` or
+    /// `max_bytes` of bodies; not what is under way.
     pub fn prune_answers(&self, since: u64, max_count: u64, max_bytes: u64) -> Result<usize> {
         self.call("forget old answers", |connection| {
             let old = connection.execute("DELETE FROM answers WHERE created_at_unix < ?1", params![since])?;
@@ -103,8 +104,8 @@ impl Database {
                          SELECT rowid AS id,
                                 row_number() OVER newest AS place,
                                 sum(coalesce(length(body), 0)) OVER newest AS bytes
-                         FROM answers
-                         WINDOW newest AS (ORDER BY created_at_unix DESC, rowid DESC)
+                         FROM answers WHERE status IS NOT NULL
+                         WINDOW newest AS (PARTITION BY owner ORDER BY created_at_unix DESC, rowid DESC)
                      ) WHERE place > ?1 OR bytes > ?2
                  )",
                 params![max_count, max_bytes],
@@ -158,5 +159,12 @@ mod tests {
         let begun = |key: &str| database.begin_answer("ann", key, &[b"r"], 200, 0).unwrap();
         assert!(matches!(begun("4"), Begun::Answered(_)));
         assert_eq!(begun("2"), Begun::New);
+        // What one owner asks for does not have another's forgotten, and what is under way is not.
+        database.begin_answer("bob", "first", &[b"r"], 1, 0).unwrap();
+        database.keep_answer("bob", "first", &Answer { status: 200, body: None }).unwrap();
+        assert_eq!(database.prune_answers(0, 1, 1000).unwrap(), 1);
+        assert_eq!(begun("2"), Begun::Unanswered);
+        let first = database.begin_answer("bob", "first", &[b"r"], 2, 0).unwrap();
+        assert!(matches!(first, Begun::Answered(_)), "{first:?}");
     }
 }
