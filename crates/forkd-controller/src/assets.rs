@@ -123,9 +123,7 @@ impl Finder {
 
     /// Opens what a guest with a disk that is in no library is booted from.
     pub(crate) fn find_disk(&self, config: &Config, kernel: Option<&Path>, rootfs: &Path) -> Result<Assets> {
-        if let Some(kernel) = kernel {
-            allowed::kernel(config, kernel)?;
-        }
+        let named = kernel.map(|kernel| allowed::kernel(config, kernel)).transpose()?;
         let kernel = match kernel.or(self.kernel.as_deref()) {
             Some(path) => kernel_at(path).map_err(|error| Error::invalid(error.message))?,
             None => self.library.kernel(None)?,
@@ -144,13 +142,19 @@ impl Finder {
         };
         let initramfs = self.initramfs(&kernel)?;
         let root = Some(Root { initramfs, disk: Arc::new(disk.into()), image });
-        Ok(Assets { kernel: open(&kernel.image)?, root })
+        // What was looked at, whatever its path leads to by now.
+        let kernel = match named {
+            Some(named) => Arc::new(named.into()),
+            None => open(&kernel.image)?,
+        };
+        Ok(Assets { kernel, root })
     }
 
     /// The disk of `image`, and which it is: what is under a snapshot's own layers.
-    pub(crate) fn disk(&self, image: &str) -> Result<(OwnedFd, BaseImage)> {
+    pub(crate) fn disk(&self, config: &Config, image: &str) -> Result<(OwnedFd, BaseImage)> {
         if image.starts_with('/') {
-            let disk = open_rootfs(Path::new(image))?;
+            let path = Path::new(image);
+            let disk = check_rootfs(path, allowed::disk(config, path)?)?;
             let base = BaseImage::of(image, NO_DIGEST, &disk)
                 .map_err(|error| Error::host(format!("cannot read {image}"), error))?;
             return Ok((disk.into(), base));
@@ -202,16 +206,6 @@ const IMPORT_NUMPY: &str = "try:\n    import numpy, numpy as np\nexcept ImportEr
 const NO_DIGEST: &str = "";
 
 /// A disk somebody named.
-fn open_rootfs(path: &Path) -> Result<File> {
-    let disk = File::open(path).map_err(|error| {
-        Error::invalid(format!(
-            "cannot open the disk {}: {error}; give an ext4 image\'s path",
-            path.display()
-        ))
-    })?;
-    check_rootfs(path, disk)
-}
-
 fn check_rootfs(path: &Path, disk: File) -> Result<File> {
     match disk.metadata() {
         Ok(meta) if meta.is_file() && meta.len() > 0 && meta.len() % SECTOR == 0 => Ok(disk),

@@ -3,8 +3,8 @@
 //! `auth` finds out and puts an [`Identity`] into the request's extensions; whoever needs it takes it
 //! from there.
 
-use forkd_store::Quota;
 pub(crate) use forkd_store::Scope;
+use forkd_store::{Quota, TokenHash};
 
 /// Whoever owns the host, and everything that nobody else owns.
 pub(crate) const LOCAL: &str = "local";
@@ -21,13 +21,25 @@ pub(crate) struct Identity {
     pub(crate) scope: Scope,
     /// The most their owner may have.
     pub(crate) quota: Quota,
+    /// What they showed to be let in; none if nothing had to be.
+    pub(crate) proof: Option<Proof>,
+}
+
+/// The hash of a token somebody showed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Proof(pub(crate) TokenHash);
+
+impl std::fmt::Debug for Proof {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("a token")
+    }
 }
 
 impl Identity {
     /// Whoever may open the unix socket, and the daemon itself.
     pub(crate) fn local() -> Self {
         let (name, owner) = (LOCAL.into(), LOCAL.into());
-        Identity { name, owner, scope: Scope::Admin, quota: Quota::default() }
+        Identity { name, owner, scope: Scope::Admin, quota: Quota::default(), proof: None }
     }
 
     /// Whoever shows the token the daemon made itself.

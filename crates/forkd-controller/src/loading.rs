@@ -98,7 +98,7 @@ impl Ground {
 fn open(host: &Host, snapshot: &Snapshot) -> Result<(LoadConfig, Vec<OwnedFd>)> {
     let image = match &snapshot.manifest().facts.image {
         Some(image) => {
-            let (disk, base) = host.finder.disk(&image.name).map_err(|error| {
+            let (disk, base) = host.finder.disk(&host.config, &image.name).map_err(|error| {
                 let text = format!("snapshot {} needs its image: {}", snapshot.tag(), error.message);
                 Error::new(Kind::Conflict, text)
             })?;

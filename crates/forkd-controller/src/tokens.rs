@@ -9,6 +9,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::Duration;
 
 use forkd_protocol::names::{NAME_RULE, is_valid_name};
 use forkd_store::{Database, Quota, Token, TokenHash};
@@ -16,7 +17,8 @@ use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
 use crate::auth::fill_random;
 use crate::error::{Error, Kind, Result};
-use crate::identity::{FIRST_TOKEN, Identity, LOCAL, Scope};
+use crate::identity::{FIRST_TOKEN, Identity, LOCAL, Proof, Scope};
+use crate::life::now_unix;
 
 /// The longest token.
 const MAX_TOKEN: usize = 4096;
@@ -28,6 +30,8 @@ const PLACEHOLDERS: [&str; 2] = ["REPLACE_ME", "CHANGE_ME"];
 const MAX_NAMED: usize = 4096;
 /// The largest limit, in whatever it is: numbers of the database have a sign.
 const MAX_LIMIT: u64 = 1 << 40;
+/// How often it is looked whether a token in use is still good.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// The longest life: 100 years.
 const MAX_LIFE_SECS: u64 = 100 * 366 * 24 * 3600;
 
@@ -118,7 +122,7 @@ impl Tokens {
             found.conditional_assign(&(index as u64), named.ct_eq(&hash));
         }
         if first.unwrap_or(Choice::from(0)).into() {
-            return Ok(Identity::first_token());
+            return Ok(Identity { proof: Some(Proof(hash)), ..Identity::first_token() });
         }
         let found = usize::try_from(found).ok().and_then(|index| known.named.get(index));
         let (token, _) = found.ok_or(Refusal::Unknown)?;
@@ -126,7 +130,23 @@ impl Tokens {
             return Err(Refusal::Expired);
         }
         let Token { name, owner, scope, quota, .. } = token.clone();
-        Ok(Identity { name, owner, scope, quota })
+        Ok(Identity { name, owner, scope, quota, proof: Some(Proof(hash)) })
+    }
+
+    /// Whether what somebody was let in with is still good.
+    fn is_good(&self, who: &Identity, now_unix: u64) -> bool {
+        let Some(Proof(shown)) = who.proof else { return true };
+        let known = self.known();
+        let lives = |token: &Token| token.expires_at_unix.is_none_or(|at| at > now_unix);
+        known.first.is_some_and(|(first, _)| first == shown)
+            || known.named.iter().any(|(token, hash)| *hash == shown && lives(token))
+    }
+
+    /// Returns when the token somebody showed is good no more: what they still do with it is to end.
+    pub(crate) async fn revoked(&self, who: &Identity) {
+        while self.is_good(who, now_unix()) {
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
     }
 
     /// All of them, the first one first.
@@ -264,7 +284,7 @@ impl Order {
 }
 
 fn first_token(created_at_unix: u64) -> Token {
-    let Identity { name, owner, scope, quota } = Identity::first_token();
+    let Identity { name, owner, scope, quota, .. } = Identity::first_token();
     Token { name, owner, scope, quota, created_at_unix, expires_at_unix: None }
 }
 
@@ -312,12 +332,14 @@ fn write(path: &Path, text: &str, over: bool) -> io::Result<()> {
     let temporary = path.with_extension(format!("new-{}", std::process::id()));
     let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
     let written = writeln!(file, "{text}").and_then(|()| file.sync_all());
+    // A power cut must not bring the old one back.
+    let sync = || path.parent().map_or(Ok(()), |folder| File::open(folder)?.sync_all());
     if over {
-        return written.and_then(|()| std::fs::rename(&temporary, path));
+        return written.and_then(|()| std::fs::rename(&temporary, path)).and_then(|()| sync());
     }
     let linked = written.and_then(|()| std::fs::hard_link(&temporary, path));
     std::fs::remove_file(&temporary)?;
-    match linked {
+    match linked.and_then(|()| sync()) {
         // Another process may have been first.
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
         other => other,
@@ -349,7 +371,9 @@ mod tests {
         let (path, first) = (folder.path().join("token"), shown(folder.path()));
         assert_eq!(first.len(), 64);
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        assert_eq!(tokens.find(&first, 0).unwrap(), Identity::first_token());
+        let who = tokens.find(&first, 0).unwrap();
+        assert!(who.proof.is_some() && tokens.is_good(&who, 0));
+        assert_eq!(Identity { proof: None, ..who }, Identity::first_token());
         assert_eq!(open(folder.path()).unwrap().find(&first, 0).unwrap().name, "default");
         assert!(!folder.path().join(format!("token.new-{}", std::process::id())).exists());
         assert!(!format!("{tokens:?}").contains(&first));

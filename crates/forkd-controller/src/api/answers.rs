@@ -9,17 +9,20 @@
 //! that they were asked for with, so a request for children is answered with those that are there, or done
 //! if there are none; of all else nobody knows, and that is what is said.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use axum::body::{Body, Bytes, to_bytes};
 use axum::extract::{Request, State};
+use axum::http::request::Parts;
 use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use forkd_store::{Answer, Begun, Database};
 use tracing::Instrument;
 
+use super::extract::in_time;
 use crate::error::{Error, Kind, Result};
 use crate::host::blocking;
 use crate::identity::Identity;
@@ -31,18 +34,22 @@ const KEY: &str = "idempotency-key";
 const MAX_KEY: usize = 255;
 /// How long an answer is kept.
 const MAX_AGE_SECS: u64 = 24 * 3600;
-/// How many are.
+/// How many are, of each owner.
 const MAX_COUNT: u64 = 10_000;
 /// The longest body that is kept: room for 1000 children.
 const MAX_BODY: usize = 4 << 20;
-/// How much all bodies may take.
+/// How much the bodies of each owner may take.
 const MAX_BYTES: u64 = 256 << 20;
+/// After how many bytes more it is looked whether that is too much, however little time has passed.
+const LOOK_AFTER: usize = 64 << 20;
 
 /// All answers that are kept, and what is under way.
 #[derive(Debug, Clone)]
 pub(crate) struct Answers {
     database: Arc<Database>,
-    running: Arc<Mutex<HashSet<Key>>>,
+    running: Arc<Mutex<HashMap<Key, Question>>>,
+    /// Bytes kept since it was last looked whether there are too many.
+    grown: Arc<AtomicUsize>,
     max_request: usize,
 }
 
@@ -51,6 +58,14 @@ pub(crate) struct Answers {
 struct Key {
     owner: String,
     key: String,
+}
+
+/// What is asked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Question {
+    method: Method,
+    uri: String,
+    body: Bytes,
 }
 
 /// For handlers that make sandboxes: what they are to be marked with.
@@ -76,11 +91,12 @@ impl Drop for Running {
 
 impl Answers {
     pub(crate) fn new(database: Arc<Database>, max_request: usize) -> Self {
-        Answers { database, running: Arc::default(), max_request }
+        Answers { database, running: Arc::default(), grown: Arc::default(), max_request }
     }
 
     /// Forgets what is old.
     pub(crate) async fn prune(&self) -> Result<()> {
+        self.grown.store(0, Ordering::Relaxed);
         let database = self.database.clone();
         let since = now_unix().saturating_sub(MAX_AGE_SECS);
         let prune = move || Ok(database.prune_answers(since, MAX_COUNT, MAX_BYTES)?);
@@ -88,16 +104,26 @@ impl Answers {
         Ok(())
     }
 
-    /// `None` if it is under way already.
-    fn enter(&self, key: &Key) -> Option<Running> {
-        let fresh = self.running.lock().unwrap_or_else(PoisonError::into_inner).insert(key.clone());
-        fresh.then(|| Running { answers: self.clone(), key: key.clone() })
+    /// An error if something is under way with that key already.
+    fn enter(&self, key: &Key, question: &Question) -> Result<Running> {
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        match running.get(key) {
+            None => {}
+            Some(other) if other != question => return Err(another_question()),
+            Some(_) => {
+                let text = "a request with this Idempotency-Key is under way; ask again in a moment";
+                return Err(Error::new(Kind::Conflict, text));
+            }
+        }
+        running.insert(key.clone(), question.clone());
+        Ok(Running { answers: self.clone(), key: key.clone() })
     }
 
-    async fn begin(&self, key: &Key, method: &Method, uri: String, body: Bytes) -> Result<Begun> {
-        let (database, key, method) = (self.database.clone(), key.clone(), method.clone());
+    async fn begin(&self, key: &Key, question: &Question) -> Result<Begun> {
+        let (database, key, question) = (self.database.clone(), key.clone(), question.clone());
         blocking("noting a request", move || {
-            let parts = [method.as_str().as_bytes(), uri.as_bytes(), &body];
+            let Question { method, uri, body } = &question;
+            let parts = [method.as_str().as_bytes(), uri.as_bytes(), body];
             let now = now_unix();
             let since = now.saturating_sub(MAX_AGE_SECS);
             Ok(database.begin_answer(&key.owner, &key.key, &parts, now, since)?)
@@ -123,37 +149,47 @@ impl Answers {
 pub(crate) async fn once(State(answers): State<Answers>, request: Request, next: Next) -> Response {
     // An answer with a token in it is not for keeping: only hashes of tokens are.
     let secret = request.uri().path().starts_with("/v1/tokens");
-    if secret || request.method() != Method::POST || !request.headers().contains_key(KEY) {
+    // Nobody is known to have sent what all may ask for.
+    let owner = request.extensions().get::<Identity>().map(|who| who.owner.clone());
+    let Some(owner) = owner.filter(|_| !secret && request.headers().contains_key(KEY)) else {
+        return next.run(request).await;
+    };
+    if request.method() != Method::POST {
         return next.run(request).await;
     }
-    match answer(answers, request, next).await {
+    match answer(answers, owner, request, next).await {
         Ok(response) => response,
         Err(error) => error.into_response(),
     }
 }
 
-async fn answer(answers: Answers, request: Request, next: Next) -> Result<Response> {
-    let (mut parts, body) = request.into_parts();
-    let owner = parts.extensions.get::<Identity>().map_or("", |identity| identity.owner.as_str());
-    let key = Key { owner: owner.to_owned(), key: read_key(parts.headers.get_all(KEY).iter())? };
-    let body = to_bytes(body, answers.max_request).await.map_err(|_| {
+async fn answer(answers: Answers, owner: String, request: Request, next: Next) -> Result<Response> {
+    let (parts, body) = request.into_parts();
+    let key = Key { owner, key: read_key(parts.headers.get_all(KEY).iter())? };
+    let body = in_time(to_bytes(body, answers.max_request)).await?.map_err(|_| {
         let text = format!("the body is larger than {} bytes, the limit, or broke off", answers.max_request);
         Error::new(Kind::Http(StatusCode::PAYLOAD_TOO_LARGE), text)
     })?;
-    let running = answers.enter(&key);
-    let begun = answers.begin(&key, &parts.method, parts.uri.to_string(), body.clone()).await?;
-    let before = match (begun, running.is_some()) {
-        (Begun::Other, _) => {
-            let text = "this Idempotency-Key came with another request before; use a new one for each";
-            return Err(Error::new(Kind::Http(StatusCode::UNPROCESSABLE_ENTITY), text));
-        }
-        (Begun::Answered(answer), _) => return replay(answer),
-        (Begun::New, _) => false,
-        (Begun::Unanswered, true) => true,
-        (Begun::Unanswered, false) => {
-            let text = "a request with this Idempotency-Key is under way; ask again in a moment";
-            return Err(Error::new(Kind::Conflict, text));
-        }
+    // In a task of its own: what is begun is finished, and its answer kept, whether or not anybody waits.
+    let work = answer_once(answers, key, parts, body, next);
+    let answered = tokio::spawn(work.in_current_span()).await;
+    answered.unwrap_or_else(|error| Err(Error::host("answering a request", error)))
+}
+
+async fn answer_once(
+    answers: Answers,
+    key: Key,
+    mut parts: Parts,
+    body: Bytes,
+    next: Next,
+) -> Result<Response> {
+    let question = Question { method: parts.method.clone(), uri: parts.uri.to_string(), body: body.clone() };
+    let _running = answers.enter(&key, &question)?;
+    let before = match answers.begin(&key, &question).await? {
+        Begun::Other => return Err(another_question()),
+        Begun::Answered(answer) => return replay(answer),
+        Begun::New => false,
+        Begun::Unanswered => true,
     };
     if before && parts.uri.path() != "/v1/sandboxes" {
         let text = "the daemon was stopped while a request with this Idempotency-Key was under way, and what \
@@ -162,16 +198,13 @@ async fn answer(answers: Answers, request: Request, next: Next) -> Result<Respon
         return Err(Error::new(Kind::Conflict, text));
     }
     parts.extensions.insert(Asked { mark: format!("{} {}", key.owner, key.key), before });
-    let request = Request::from_parts(parts, Body::from(body));
-    // In a task of its own: what was begun is finished, and its answer kept, whether or not anybody waits.
-    let work = async move {
-        let response = next.run(request).await;
-        let kept = keep(&answers, &key, response).await;
-        drop(running);
-        kept
-    };
-    let answered = tokio::spawn(work.in_current_span()).await;
-    answered.unwrap_or_else(|error| Err(Error::host("answering a request", error)))
+    let response = next.run(Request::from_parts(parts, Body::from(body))).await;
+    keep(&answers, &key, response).await
+}
+
+fn another_question() -> Error {
+    let text = "this Idempotency-Key came with another request before; use a new one for each";
+    Error::new(Kind::Http(StatusCode::UNPROCESSABLE_ENTITY), text)
 }
 
 /// The one key of a request.
@@ -198,7 +231,11 @@ async fn keep(answers: &Answers, key: &Key, response: Response) -> Result<Respon
     // All of it is in memory already.
     let body = to_bytes(body, usize::MAX).await.map_err(|error| Error::host("reading an answer", error))?;
     let kept = (body.len() <= MAX_BODY).then(|| body.to_vec());
+    let length = kept.as_ref().map_or(0, Vec::len);
     answers.finish(key.clone(), Some(Answer { status: status.as_u16(), body: kept })).await?;
+    if answers.grown.fetch_add(length, Ordering::Relaxed) + length > LOOK_AFTER {
+        answers.prune().await?;
+    }
     Ok(Response::from_parts(parts, Body::from(body)))
 }
 

@@ -5,6 +5,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::time::Duration;
 
+use axum::Extension;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::header;
@@ -18,6 +19,7 @@ use super::extract::{Id, Params};
 use crate::console::{self, printable};
 use crate::error::{ErrorBody, Result};
 use crate::host::blocking;
+use crate::identity::Identity;
 use crate::sandbox::Phase;
 
 /// How often a console that is followed is looked at.
@@ -49,6 +51,7 @@ pub(super) struct Wanted {
 )]
 pub(super) async fn console(
     State(app): State<App>,
+    Extension(who): Extension<Identity>,
     Id(id): Id,
     Params(wanted): Params<Wanted>,
 ) -> Result<Response> {
@@ -59,7 +62,7 @@ pub(super) async fn console(
         let text = wanted.tail.map_or(text.as_str(), |lines| last_lines(&text, lines)).to_owned();
         return Ok((kind, text).into_response());
     }
-    let mut follower = Follower { app, id, reader: Reader::default(), over: false };
+    let mut follower = Follower { app, who, id, reader: Reader::default(), over: false };
     let first = follower.read().await;
     let first = wanted.tail.map_or(first.as_str(), |lines| last_lines(&first, lines)).to_owned();
     let stream = stream::unfold((Some(first), follower), |(first, mut follower)| async move {
@@ -87,6 +90,7 @@ fn last_lines(text: &str, lines: usize) -> &str {
 /// Whoever follows a console.
 struct Follower {
     app: App,
+    who: Identity,
     id: String,
     reader: Reader,
     /// Whether there will be nothing more.
@@ -104,6 +108,7 @@ impl Follower {
             tokio::select! {
                 () = tokio::time::sleep(LOOK_EVERY) => {}
                 () = stopping.asked() => return None,
+                () = self.app.tokens.revoked(&self.who) => return None,
             }
             let text = self.read().await;
             if !text.is_empty() {

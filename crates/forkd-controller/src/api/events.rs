@@ -1,6 +1,7 @@
 //! `GET /v1/events`: what happens, as it happens.
 
 use std::convert::Infallible;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Extension;
@@ -19,6 +20,7 @@ use crate::error::{Error, ErrorBody, Result};
 use crate::identity::{Identity, Scope};
 use crate::stopping::Stopping;
 use crate::telling::events::{Event, EventKind, News, Since, Subscription};
+use crate::tokens::Tokens;
 
 /// How often a client hears that we are still there.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
@@ -69,8 +71,13 @@ pub(super) async fn events(
         None => Since::Number(0),
     };
     let filter = Filter::new(identity, wanted.sandbox, wanted.kind.as_deref())?;
-    let place =
-        Place { subscription: events.subscribe(since), filter, follow, stopping: app.stopping.clone() };
+    let place = Place {
+        subscription: events.subscribe(since),
+        filter,
+        follow,
+        stopping: app.stopping.clone(),
+        tokens: app.tokens.clone(),
+    };
     let stream = stream::unfold(place, |mut place| async move {
         let event = place.next().await?;
         Some((Ok::<_, Infallible>(event), place))
@@ -123,6 +130,7 @@ struct Place {
     filter: Filter,
     follow: bool,
     stopping: Stopping,
+    tokens: Arc<Tokens>,
 }
 
 impl Place {
@@ -135,6 +143,7 @@ impl Place {
                     biased;
                     news = self.subscription.next() => news?,
                     () = self.stopping.asked() => return None,
+                    () = self.tokens.revoked(&self.filter.identity) => return None,
                 },
             };
             match news {

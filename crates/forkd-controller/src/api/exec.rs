@@ -1,11 +1,19 @@
 //! Commands and evaluations that are waited for.
 
+use std::convert::Infallible;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use axum::Json;
+use axum::body::Body as HttpBody;
 use axum::extract::State;
+use axum::http::{HeaderValue, header};
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
 use forkd_protocol::agent::{self as wire, End, Event, Output, ProcessConfig, StartRequest};
 use forkd_protocol::connect::Code;
+use futures_util::stream;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::App;
 use super::extract::{Body, Id};
@@ -37,20 +45,42 @@ pub(super) async fn exec(
     State(app): State<App>,
     Id(id): Id,
     Body(request): Body<ExecRequest>,
-) -> Result<Json<ExecReply>> {
+) -> Result<Response> {
     let limit = check_timeout(request.timeout_secs)?;
     check_args(&request.args)?;
     let sandbox = app.registry.get(&id)?;
-    Ok(Json(run_to_end(&sandbox, &app.config, request, limit).await?))
+    let (reply, room) = run_to_end(&sandbox, &app.config, request, limit).await?;
+    let body = serde_json::to_vec(&reply).map_err(|error| Error::host("writing an answer", error))?;
+    Ok(in_pieces(body.into(), room))
 }
 
-/// Runs a command within `limit`, which counts instead of the request's.
+/// All output that commands may have written and nobody has taken yet, of all sandboxes together.
+static OUTPUT: LazyLock<Arc<Semaphore>> = LazyLock::new(|| Arc::new(Semaphore::new(MAX_OUTPUT)));
+const MAX_OUTPUT: usize = 256 << 20;
+
+/// An answer that counts as output until it is taken: its pieces are asked for as the client takes them.
+fn in_pieces(body: Bytes, room: Option<OwnedSemaphorePermit>) -> Response {
+    const PIECE: usize = 64 << 10;
+    let length = body.len();
+    let pieces = stream::unfold((body, room), |(mut body, room)| async move {
+        let piece = body.split_to(body.len().min(PIECE));
+        (!piece.is_empty()).then_some((Ok::<_, Infallible>(piece), (body, room)))
+    });
+    let headers = [
+        (header::CONTENT_TYPE, HeaderValue::from_static("application/json")),
+        (header::CONTENT_LENGTH, HeaderValue::from(length)),
+    ];
+    (headers, HttpBody::from_stream(pieces)).into_response()
+}
+
+/// Runs a command within `limit`, which counts instead of the request's. What it wrote counts as output as
+/// long as what comes with the reply is kept.
 pub(crate) async fn run_to_end(
     sandbox: &Sandbox,
     config: &Config,
     request: ExecRequest,
     limit: Duration,
-) -> Result<ExecReply> {
+) -> Result<(ExecReply, Option<OwnedSemaphorePermit>)> {
     let start = start_request(request.args, request.env, request.cwd, request.stdin.is_some())?;
     sandbox.ready().await?;
     let options = StartOptions { user: request.user, timeout: Some(limit) };
@@ -70,9 +100,10 @@ pub(crate) async fn run_to_end(
         }
     });
     let finish = ran.await?;
+    let room = collected.room.take();
     let reply = collected.reply(finish, limit);
     counted.came_out(reply.exit_code, reply.timed_out);
-    Ok(reply)
+    Ok((reply, room))
 }
 
 /// Evaluates Python in the sandbox's warmed interpreter.
@@ -231,6 +262,8 @@ fn ran_out(limit: Duration) -> String {
 /// Output, up to a limit.
 struct Collected {
     max: usize,
+    /// What it has of all [`OUTPUT`].
+    room: Option<OwnedSemaphorePermit>,
     stdout: Vec<u8>,
     stderr: Vec<u8>,
     stdout_truncated: bool,
@@ -241,6 +274,7 @@ impl Collected {
     fn new(max: usize) -> Self {
         Collected {
             max,
+            room: None,
             stdout: Vec::new(),
             stderr: Vec::new(),
             stdout_truncated: false,
@@ -250,11 +284,15 @@ impl Collected {
 
     fn add(&mut self, output: Output) {
         // What is over the limit is dropped, not left unread: the command must be able to end.
-        let keep = |kept: &mut Vec<u8>, truncated: &mut bool, new: Option<Vec<u8>>| {
+        let (max, room) = (self.max, &mut self.room);
+        let mut keep = |kept: &mut Vec<u8>, truncated: &mut bool, new: Option<Vec<u8>>| {
             let new = new.unwrap_or_default();
-            let room = self.max - kept.len();
-            kept.extend_from_slice(&new[..new.len().min(room)]);
-            *truncated |= new.len() > room;
+            let fitting = &new[..new.len().min(max - kept.len())];
+            let fits = take_room(room, fitting.len());
+            if fits {
+                kept.extend_from_slice(fitting);
+            }
+            *truncated |= !fits || fitting.len() < new.len();
         };
         keep(&mut self.stdout, &mut self.stdout_truncated, output.stdout);
         keep(&mut self.stderr, &mut self.stderr_truncated, output.stderr);
@@ -282,9 +320,37 @@ impl Collected {
     }
 }
 
+/// Adds as many bytes of all [`OUTPUT`] to `room`; false if there are none left.
+fn take_room(room: &mut Option<OwnedSemaphorePermit>, bytes: usize) -> bool {
+    let Ok(bytes) = u32::try_from(bytes) else { return false };
+    let Ok(more) = OUTPUT.clone().try_acquire_many_owned(bytes) else { return false };
+    match room {
+        Some(room) => room.merge(more),
+        None => *room = Some(more),
+    }
+    true
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn output_that_nobody_takes_leaves_room_for_no_more() {
+        let mut collected = Collected::new(MAX_OUTPUT);
+        let all = OUTPUT.available_permits();
+        collected.add(Output { stdout: Some(vec![b'x'; 1000]), stderr: None, pty: None });
+        assert_eq!(OUTPUT.available_permits(), all - 1000);
+        let rest = OUTPUT.clone().try_acquire_many_owned(OUTPUT.available_permits() as u32).unwrap();
+        collected.add(Output { stdout: Some(b"more".to_vec()), stderr: None, pty: None });
+        assert!(collected.stdout_truncated && collected.stdout.len() == 1000);
+        drop(rest);
+        // It counts until the last piece was asked for.
+        let response = in_pieces(vec![b'x'; 100 << 10].into(), collected.room.take());
+        assert_eq!(OUTPUT.available_permits(), all - 1000);
+        let body = axum::body::to_bytes(response.into_body(), usize::MAX).await.unwrap();
+        assert_eq!((body.len(), OUTPUT.available_permits()), (100 << 10, all));
+    }
 
     #[test]
     fn output_over_the_limit_is_cut_and_said_to_be() {

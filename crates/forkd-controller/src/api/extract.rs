@@ -16,7 +16,7 @@ use crate::error::{Error, Kind};
 const BODY_WAIT: Duration = Duration::from_secs(30);
 
 /// What was read, or that it took too long.
-async fn in_time<T>(read: impl Future<Output = T>) -> Result<T, Error> {
+pub(crate) async fn in_time<T>(read: impl Future<Output = T>) -> Result<T, Error> {
     tokio::time::timeout(BODY_WAIT, read).await.map_err(|_| {
         let text = format!("the request's body did not come within {} s", BODY_WAIT.as_secs());
         Error::new(Kind::Http(StatusCode::REQUEST_TIMEOUT), text)
@@ -70,8 +70,20 @@ impl<S: Send + Sync> FromRequest<S> for Ignored {
     type Rejection = Error;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Error> {
+        Raw::from_request(request, state).await.map(|_| Ignored)
+    }
+}
+
+/// A body as it came.
+#[derive(Debug)]
+pub(crate) struct Raw(pub(crate) Bytes);
+
+impl<S: Send + Sync> FromRequest<S> for Raw {
+    type Rejection = Error;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, Error> {
         match in_time(Bytes::from_request(request, state)).await? {
-            Ok(_) => Ok(Ignored),
+            Ok(bytes) => Ok(Raw(bytes)),
             Err(rejection) => Err(Error::new(Kind::Http(rejection.status()), rejection.body_text())),
         }
     }

@@ -118,6 +118,7 @@ pub(super) struct Filter {
     /// A label's name and, if that matters, its value.
     labels: Vec<(String, Option<String>)>,
     snapshot_tag: Option<String>,
+    owner: Option<String>,
     state: Option<SandboxState>,
     /// Those that are no more.
     pub(super) gone: bool,
@@ -146,17 +147,23 @@ impl Filter {
             return Err(Error::invalid("give either `state` or `gone`"));
         }
         let snapshot_tag = page.one("snapshot_tag")?.map(str::to_owned);
-        Ok(Filter { labels: labels.collect(), snapshot_tag, state, gone })
+        let owner = page.one("owner")?.map(str::to_owned);
+        Ok(Filter { labels: labels.collect(), snapshot_tag, owner, state, gone })
     }
 
     pub(super) fn takes(&self, sandbox: &Sandbox, state: SandboxState) -> bool {
         self.state.is_none_or(|wanted| wanted == state)
             && self.takes_tag(sandbox.spec.snapshot_tag.as_deref())
+            && self.takes_owner(&sandbox.spec.owner)
             && sandbox.look(|facts| self.takes_labels(&facts.life.labels))
     }
 
     fn takes_tag(&self, tag: Option<&str>) -> bool {
         self.snapshot_tag.is_none() || self.snapshot_tag.as_deref() == tag
+    }
+
+    fn takes_owner(&self, owner: &str) -> bool {
+        self.owner.as_ref().is_none_or(|wanted| wanted == owner)
     }
 
     fn takes_labels(&self, labels: &BTreeMap<String, String>) -> bool {
@@ -189,6 +196,7 @@ pub(super) async fn list_gone(
     gone.retain(|it| {
         may_know(identity, it)
             && filter.takes_tag(it.made.snapshot_tag.as_deref())
+            && filter.takes_owner(&it.made.owner)
             && filter.takes_labels(&it.made.labels)
             // It ended, and is still there to be looked at.
             && app.registry.get(&it.made.id).is_err()

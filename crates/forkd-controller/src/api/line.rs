@@ -1,7 +1,6 @@
 //! The line protocol: over HTTP, and the ports of loopback on which it is spoken.
 
 use axum::Json;
-use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -10,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::App;
-use super::extract::{Id, Ignored};
+use super::extract::{Id, Ignored, Raw};
 use crate::error::{ErrorBody, Result};
 use crate::line;
 
@@ -30,7 +29,7 @@ pub struct LinePort {
     request_body(content = Object, content_type = "application/json"),
     responses((status = 200, body = Object), (status = 404, body = ErrorBody)),
 )]
-pub(super) async fn line(State(app): State<App>, Id(id): Id, body: Bytes) -> Result<Response> {
+pub(super) async fn line(State(app): State<App>, Id(id): Id, Raw(body): Raw) -> Result<Response> {
     let sandbox = app.registry.get(&id)?;
     let reply = match Request::parse(&body) {
         Ok(request) => line::answer(&sandbox, &app.config, request).await,

@@ -67,7 +67,7 @@ pub(crate) async fn answer(sandbox: &Sandbox, config: &Config, request: Request)
         Request::Ping => ping(sandbox).await,
         Request::Exec { args, timeout } => {
             let request = ExecRequest { args, timeout_secs: whole_secs(timeout), ..ExecRequest::default() };
-            exec::run_to_end(sandbox, config, request, timeout).await.map(ran)
+            exec::run_to_end(sandbox, config, request, timeout).await.map(|(reply, _)| ran(reply))
         }
         Request::Eval { code, timeout } => {
             let request = EvalRequest { code, timeout_secs: whole_secs(timeout) };

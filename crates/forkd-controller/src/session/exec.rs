@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use axum::Extension;
 use axum::extract::State;
 use axum::response::Response;
 use forkd_protocol::connect::Code;
@@ -22,6 +23,7 @@ use crate::api::requests::Session;
 use crate::count::Counted;
 use crate::error::{ErrorBody, Result};
 use crate::frames::{ExecStreamRequest, ServerEvent};
+use crate::identity::Identity;
 use crate::sandbox::{Phase, Sandbox};
 
 /// How often a process is looked for that is to be ended: its start may still be under way.
@@ -48,12 +50,13 @@ const LOOK_EVERY: Duration = Duration::from_millis(250);
 pub(crate) async fn exec_stream(
     State(app): State<App>,
     Id(id): Id,
+    Extension(who): Extension<Identity>,
     talk: Session,
     upgrade: Upgrade,
 ) -> Result<Response> {
     let sandbox = app.registry.get(&id)?;
     sandbox.ready().await?;
-    begin(upgrade, app, talk, Exec { sandbox })
+    begin(upgrade, app, who, talk, Exec { sandbox })
 }
 
 struct Exec {

@@ -26,6 +26,7 @@ use crate::api::requests::Session;
 use crate::companion::Companion;
 use crate::error::{Error, Kind, Result};
 use crate::frames::{ClientMessage, MAX_TEXT, ServerEvent};
+use crate::identity::Identity;
 use wire::{Client, Outgoing, read, text, write};
 
 /// What clients hear when the daemon stops under them.
@@ -69,18 +70,18 @@ struct Wires<'w> {
 type Upgrade = std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>;
 
 /// Answers the beginning of a session and holds it.
-fn begin(upgrade: Upgrade, app: App, talk: Session, work: impl Work) -> Result<Response> {
+fn begin(upgrade: Upgrade, app: App, who: Identity, talk: Session, work: impl Work) -> Result<Response> {
     let upgrade =
         upgrade.map_err(|rejection| Error::new(Kind::Http(rejection.status()), rejection.body_text()))?;
     let upgrade = upgrade.max_message_size(MAX_TEXT).max_frame_size(MAX_TEXT);
     // In the audit log, it ends with the conversation.
     Ok(upgrade.on_upgrade(async move |socket| {
-        session(socket, app, work).await;
+        session(socket, app, who, work).await;
         drop(talk);
     }))
 }
 
-async fn session<W: Work>(socket: WebSocket, app: App, work: W) {
+async fn session<W: Work>(socket: WebSocket, app: App, who: Identity, work: W) {
     let _counted = app.sessions.enter();
     let mut stopping = app.stopping.clone();
     let (mut sink, mut stream) = socket.split();
@@ -116,6 +117,10 @@ async fn session<W: Work>(socket: WebSocket, app: App, work: W) {
         _ = reader.ended() => return,
         _ = writer.ended() => return,
         () = stopping.asked() => (failed(Error::new(Kind::Busy, STOPPING)), true),
+        () = app.tokens.revoked(&who) => {
+            let text = "the token this began with was removed, made anew, or has expired";
+            (failed(Error::new(Kind::Unauthorized, text)), true)
+        }
     };
     // The work was dropped, and what was made for it goes. What is left is to tell the client, however
     // slowly it reads, unless we are in a hurry.

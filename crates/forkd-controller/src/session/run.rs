@@ -36,7 +36,7 @@ pub(crate) async fn run(
     talk: Session,
     upgrade: Upgrade,
 ) -> Result<Response> {
-    begin(upgrade, app, talk, Run { who })
+    begin(upgrade, app, who.clone(), talk, Run { who })
 }
 
 struct Run {

@@ -90,6 +90,21 @@ fn names(list: &Value, key: &str) -> Vec<String> {
 }
 
 #[test]
+fn what_goes_on_with_a_token_ends_with_it() {
+    let Some(daemon) = start(json!({})) else { return };
+    let ann = add(&daemon, json!({"name": "ann"}));
+    let mut stream = TcpStream::connect(&ann.address).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    let head = format!("Host: localhost\r\nAuthorization: Bearer {}\r\n", ann.token);
+    write!(stream, "GET /v1/events HTTP/1.0\r\n{head}\r\n").unwrap();
+    let mut status = [0; 12];
+    stream.read_exact(&mut status).unwrap();
+    assert!(status.ends_with(b" 200"), "{status:?}");
+    daemon.done(204, "DELETE", "/v1/tokens/ann", None);
+    stream.read_to_string(&mut String::new()).expect("it ends");
+}
+
+#[test]
 fn a_token_of_another_owner_sees_nothing_and_touches_nothing() {
     let Some(mut daemon) = start(json!({})) else { return };
     daemon.snapshot("tiny", "kernel");
@@ -108,6 +123,11 @@ fn a_token_of_another_owner_sees_nothing_and_touches_nothing() {
     let id = ann.spawn("tiny");
     let sandbox = format!("/v1/sandboxes/{id}");
     assert_eq!(ann.done(200, "GET", &sandbox, None)["owner"], "ann");
+    for (owner, theirs) in [("ann", vec![id.clone()]), ("bob", vec![])] {
+        let path = format!("/v1/sandboxes?owner={owner}");
+        assert_eq!(names(&ann.done(200, "GET", &path, None), "id"), theirs);
+        assert_eq!(names(&daemon.done(200, "GET", &path, None), "id"), theirs);
+    }
     let branch = json!({"tag": "mine"});
     let branch = ann.done(201, "POST", &format!("{sandbox}/branch"), Some(branch));
     assert_eq!(branch["owner"], "ann");

@@ -135,7 +135,7 @@ fn a_branch_can_be_forked_from_at_once_and_is_on_disk_later() {
     assert_eq!(branch["branched_from"], source["id"]);
     assert_eq!((&branch["mode"], &branch["quiesced"]), (&json!("live"), &json!(false)), "no agent");
     assert!(branch["pause_ms"].as_f64().unwrap() > 0.0, "{branch}");
-    assert_eq!(branch["bootable"], true);
+    assert_eq!((&branch["bootable"], &branch["parent_tag"]), (&json!(true), &json!("root")), "{branch}");
     assert_eq!(branch["template"]["source"], "memory");
     let children = daemon.spawn("b", 3);
     if std::env::var_os("FORKD_TIMES").is_some() {
