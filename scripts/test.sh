@@ -71,8 +71,9 @@ in_machine() {
   mkdir -p "$FORKD_DATA_DIR/machine/bin/$name"
   cp "$test" "$FORKD_DATA_DIR/machine/bin/$name/linux-tests"
   cp target/release/forkd{,-vmm,-guest} "$FORKD_DATA_DIR/machine/bin/$name/"
+  # A test that hangs must not hang everything.
   # shellcheck disable=SC2016
-  "$forkd" machine shell -- env FORKD_TEST_LIBRARY=/forkd-share \
+  timeout --kill-after=10 1500 "$forkd" machine shell -- env FORKD_TEST_LIBRARY=/forkd-share \
     FORKD_BRANCH_ROUNDS="${FORKD_BRANCH_ROUNDS:-}" sh -c '
     name=$1; shift
     if ! [ -d "/run/$name" ]; then

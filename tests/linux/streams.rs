@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 
 use forkd_tests::eventually;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::Winsize;
 
@@ -36,10 +37,18 @@ fn expect(control: &mut std::fs::File, text: &str) {
     let mut seen = Vec::new();
     let mut piece = [0; 4096];
     while !String::from_utf8_lossy(&seen).contains(text) {
+        let mut waiting = [PollFd::new(control, PollFlags::IN)];
+        let ready = poll(&mut waiting, Some(&Timespec { tv_sec: 300, tv_nsec: 0 })).unwrap();
+        assert!(ready > 0, "no {text:?} in {}", String::from_utf8_lossy(&seen));
         let count = control.read(&mut piece).unwrap_or(0);
         assert!(count > 0, "no {text:?} in {}", String::from_utf8_lossy(&seen));
         seen.extend_from_slice(&piece[..count]);
     }
+}
+
+/// How a program ends.
+fn status(child: &mut Child) -> Option<i32> {
+    eventually("a program to end", || child.try_wait().unwrap()).code()
 }
 
 fn signal(child: &Child, signal: rustix::process::Signal) {
@@ -72,14 +81,15 @@ fn a_shell_has_a_terminal_its_size_its_keys_and_its_status() {
     signal(&shell, rustix::process::Signal::WINCH);
     control.write_all(b"while [ \"$(stty size)\" != '20 60' ]; do sleep 0.1; done; echo si''zed\r").unwrap();
     expect(&mut control, "sized");
-    // A key that stops what runs, and not the shell.
-    control.write_all(b"echo sta''rted; sleep 600\r").unwrap();
+    // A key that stops what runs, and not the shell. What runs says itself that it does: the shell is done
+    // with starting it then.
+    control.write_all(b"sh -c 'echo sta\"\"rted; exec sleep 600'\r").unwrap();
     expect(&mut control, "started");
     control.write_all(b"\x03").unwrap();
     control.write_all(b"echo sto''pped $?\r").unwrap();
     expect(&mut control, "stopped 130");
     control.write_all(b"exit 7\r").unwrap();
-    assert_eq!(shell.wait().unwrap().code(), Some(7));
+    assert_eq!(status(&mut shell), Some(7));
     let after = rustix::termios::tcgetattr(&user).unwrap();
     assert_eq!((before.local_modes, before.input_modes), (after.local_modes, after.input_modes));
 
@@ -93,7 +103,7 @@ fn a_shell_has_a_terminal_its_size_its_keys_and_its_status() {
         .unwrap();
     expect(&mut control, "ready");
     signal(&shell, rustix::process::Signal::TERM);
-    assert_eq!(shell.wait().unwrap().code(), Some(128 + 15));
+    assert_eq!(status(&mut shell), Some(128 + 15));
     let after = rustix::termios::tcgetattr(&user).unwrap();
     assert_eq!(before.local_modes, after.local_modes);
     eventually("its processes to go", || (processes(&id, "sleep 4321") == 0).then_some(()));

@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::PathBuf;
+use std::process::Command;
 
 use forkd_tests::daemon::{Daemon, is_monitor};
 use forkd_tests::{binary, eventually};
@@ -284,4 +285,47 @@ fn a_stats_call_tells_what_a_child_costs() {
         assert!(stats["pss_kib"].as_u64().unwrap() >= private, "{stats}");
     }
     daemon.delete(&children);
+}
+
+#[test]
+fn what_a_dead_daemon_left_is_the_next_ones_and_is_removed_when_there_can_be_none() {
+    if !can_run("what_a_dead_daemon_left_is_the_next_ones_and_is_removed_when_there_can_be_none") {
+        return;
+    }
+    let mut daemon = daemon_with_tiny(&[]);
+    assert_eq!(ids(&spawn(&daemon, 3)).len(), 3);
+    let run = daemon.run_dir();
+    let processes: Vec<u32> = daemon.monitors().into_iter().chain(daemon.templates()).collect();
+    assert_eq!(processes.len(), 4);
+    daemon.kill();
+    let elsewhere = tempfile::tempdir().unwrap();
+    // What of it is shown, and whether it is to go.
+    let cleanup = |more: &[&str]| -> BTreeSet<(String, bool)> {
+        let mut command = Command::new(binary("forkd"));
+        command.arg("--data-dir").arg(elsewhere.path()).args(["cleanup", "--json"]).args(more);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let shown = answer["leftovers"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|it| (it["path"].as_str().unwrap().to_owned(), it["action"] == "delete"));
+        let ours =
+            |path: &str| path == run.to_str().unwrap() || processes.iter().any(|pid| pid.to_string() == path);
+        shown.filter(|(path, _)| ours(path)).collect()
+    };
+    let all = |is_to_go: bool| -> BTreeSet<(String, bool)> {
+        let processes = processes.iter().map(u32::to_string);
+        processes.chain([run.display().to_string()]).map(|path| (path, is_to_go)).collect()
+    };
+    assert_eq!(cleanup(&["--yes"]), all(false), "the next daemon takes it over");
+    assert!(run.exists() && processes.iter().all(|pid| is_monitor(*pid)));
+    // Without the way from the data directory to it, none can.
+    std::fs::remove_file(daemon.data_dir().join("run")).unwrap();
+    assert_eq!(cleanup(&[]), all(true));
+    assert!(run.exists() && processes.iter().all(|pid| is_monitor(*pid)), "looking changes nothing");
+    assert_eq!(cleanup(&["--yes"]), all(true));
+    assert!(!run.exists() && !processes.iter().any(|pid| is_monitor(*pid)));
+    assert_eq!(cleanup(&[]), BTreeSet::new());
 }

@@ -188,6 +188,9 @@ pub(crate) struct Sandbox {
     /// The snapshot it was forked from.
     #[serde(default)]
     pub(crate) snapshot_tag: Option<String>,
+    /// Whose it is.
+    #[serde(default)]
+    pub(crate) owner: Option<String>,
     /// The image it was booted from.
     #[serde(default)]
     pub(crate) image: Option<String>,

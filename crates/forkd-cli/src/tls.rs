@@ -11,11 +11,12 @@ use anyhow::{Context, Result, bail};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
-use tokio_rustls::rustls::client::WebPkiServerVerifier;
 use tokio_rustls::rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use tokio_rustls::rustls::client::{WebPkiServerVerifier, verify_server_name};
 use tokio_rustls::rustls::crypto::{CryptoProvider, ring};
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use tokio_rustls::rustls::server::ParsedCertificate;
 use tokio_rustls::rustls::{ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme};
 
 /// Where systems keep the authorities they believe; the first that is there.
@@ -94,8 +95,10 @@ impl ServerCertVerifier for Believer {
         ocsp: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        // That whoever shows it also has its key is proved by the signatures below.
+        // That whoever shows it also has its key is proved by the signatures below. It must be that of this
+        // host, too: whoever has the key of one daemon is not another. How old it is does not matter then.
         if self.given.iter().any(|given| given == shown) {
+            verify_server_name(&ParsedCertificate::try_from(shown)?, name)?;
             return Ok(ServerCertVerified::assertion());
         }
         self.inner.verify_server_cert(shown, intermediates, name, ocsp, now)
@@ -173,11 +176,13 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (own, other) = (certificate(folder.path(), "own"), certificate(folder.path(), "other"));
         let port = serve(&own).await;
-        let shake = async |file: Option<&PathBuf>| {
+        let shake_as = async |name: &str, file: Option<&PathBuf>| {
             let stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
-            Trust { file: file.cloned() }.shake("localhost", stream).await.map(|_| ())
+            Trust { file: file.cloned() }.shake(name, stream).await.map(|_| ())
         };
+        let shake = async |file: Option<&PathBuf>| shake_as("localhost", file).await;
         shake(Some(&own[0])).await.unwrap();
+        shake_as("another", Some(&own[0])).await.expect_err("it is of another host");
         for believed in [None, Some(&other[0])] {
             let error = shake(believed).await.unwrap_err();
             assert!(error.to_string().contains("--cacert"), "{error:#}");

@@ -9,6 +9,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -487,4 +488,31 @@ fn a_templates_disk_reads_the_same_when_its_layers_are_merged() {
         child.ready();
         assert_eq!(child.console(), "0\n");
     }
+}
+
+#[test]
+fn whether_a_state_fits_this_host_can_be_asked_without_loading_it() {
+    let test = "whether_a_state_fits_this_host_can_be_asked_without_loading_it";
+    let Some(kvm) = open_kvm(test) else { return };
+    let (state, _) = save_here(&mut frozen_here(kvm, Vec::new()), &[]);
+    let ask = |kvm: File, state: &File| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_forkd-vmm"));
+        command.arg("check").stdin(read_only(state));
+        support::pass_as_3(&mut command, kvm);
+        let output = command.output().unwrap();
+        (output.status.success(), String::from_utf8(output.stderr).unwrap())
+    };
+    let kvm = || open_kvm(test).unwrap();
+    assert_eq!(ask(kvm(), &state), (true, String::new()));
+    let mut bytes = vec![0; state.metadata().unwrap().len() as usize];
+    state.read_exact_at(&mut bytes, 0).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 0xff;
+    for (wrong, why) in [(bytes.clone(), "damaged"), (bytes[..middle].to_vec(), "cut off"), (vec![], "empty")]
+    {
+        let (fits, said) = ask(kvm(), &file_with(&wrong));
+        assert!(!fits && said.starts_with("forkd-vmm: "), "{why}: {said}");
+    }
+    let (fits, said) = ask(File::open("/dev/null").unwrap(), &state);
+    assert!(!fits && said.contains("KVM"), "{said}");
 }

@@ -60,6 +60,10 @@ pub(crate) struct FilterArgs {
     /// Children of this snapshot.
     #[arg(long, value_parser = parse_name, value_name = "TAG")]
     pub(crate) tag: Option<String>,
+
+    /// Of this owner. Those of others are seen by admins only.
+    #[arg(long, value_parser = parse_name, value_name = "OWNER")]
+    pub(crate) owner: Option<String>,
 }
 
 /// Change how long sandboxes live, what becomes of them then, and their labels.

@@ -310,12 +310,12 @@ pub(crate) struct LineArgs {
 Exit status: 0 all ended, 1 one or more could not be, 2 wrong usage.")]
 pub(crate) struct KillArgs {
     /// Ids of sandboxes (`forkd ls`).
-    #[arg(required_unless_present_any = ["all", "tag", "label"], conflicts_with_all = ["tag", "label"],
+    #[arg(required_unless_present_any = ["all", "tag", "label", "owner"], conflicts_with_all = ["tag", "label", "owner"],
           value_parser = parse_id, value_name = "ID")]
     pub(crate) ids: Vec<String>,
 
     /// All sandboxes of the daemon.
-    #[arg(long, conflicts_with_all = ["ids", "tag", "label"])]
+    #[arg(long, conflicts_with_all = ["ids", "tag", "label", "owner"])]
     pub(crate) all: bool,
 
     #[command(flatten)]

@@ -75,7 +75,8 @@ fn changes(args: &SetArgs) -> Value {
 pub(super) fn list_path(filter: &FilterArgs, others: &[(&str, &str)]) -> String {
     let labels = filter.label.iter().map(|label| ("label", label.as_str()));
     let tag = filter.tag.iter().map(|tag| ("snapshot_tag", tag.as_str()));
-    let pairs = labels.chain(tag).chain(others.iter().copied());
+    let owner = filter.owner.iter().map(|owner| ("owner", owner.as_str()));
+    let pairs = labels.chain(tag).chain(owner).chain(others.iter().copied());
     let query: Vec<String> = pairs.map(|(name, value)| format!("{name}={}", percent(value))).collect();
     match query.is_empty() {
         true => "/v1/sandboxes".to_owned(),
@@ -91,7 +92,8 @@ pub(super) fn takes(filter: &FilterArgs, sandbox: &Sandbox) -> bool {
         None => sandbox.labels.contains_key(label),
     };
     let tagged = filter.tag.is_none() || sandbox.snapshot_tag == filter.tag;
-    tagged && filter.label.iter().all(has)
+    let owned = filter.owner.is_none() || sandbox.owner == filter.owner;
+    tagged && owned && filter.label.iter().all(has)
 }
 
 #[cfg(test)]
@@ -147,12 +149,13 @@ mod tests {
 
     #[test]
     fn a_filter_is_asked_for_and_looked_at_again() {
-        let filter = FilterArgs { label: vec!["a=b c".into(), "d".into()], tag: Some("t".into()) };
+        let label = vec!["a=b c".into(), "d".into()];
+        let filter = FilterArgs { label, tag: Some("t".into()), owner: Some("ann".into()) };
         let path = list_path(&filter, &[("state", "running")]);
-        assert_eq!(path, "/v1/sandboxes?label=a%3Db%20c&label=d&snapshot_tag=t&state=running");
+        assert_eq!(path, "/v1/sandboxes?label=a%3Db%20c&label=d&snapshot_tag=t&owner=ann&state=running");
         assert_eq!(list_path(&FilterArgs::default(), &[]), "/v1/sandboxes");
         let sandbox = |labels: Value| -> Sandbox {
-            let info = json!({ "id": "sb1", "snapshot_tag": "t", "state": "running", "vcpus": 1,
+            let info = json!({ "id": "sb1", "snapshot_tag": "t", "owner": "ann", "state": "running", "vcpus": 1,
                                "mem_size_mib": 1, "created_at_unix": 1, "labels": labels });
             api::read(&info).unwrap()
         };
@@ -160,5 +163,7 @@ mod tests {
         assert!(!takes(&filter, &sandbox(json!({ "a": "b c" }))));
         assert!(!takes(&filter, &sandbox(json!({ "a": "b", "d": "" }))));
         assert!(!takes(&filter, &sandbox(json!({}))));
+        let of_another = FilterArgs { owner: Some("bob".into()), ..FilterArgs::default() };
+        assert!(!takes(&of_another, &sandbox(json!({}))));
     }
 }
