@@ -227,7 +227,11 @@ impl Belongings {
             tracing::error!(sandbox = id, error = chain(&error), "its network slot is left behind");
         }
         // A process nobody knew of may be in there.
-        if let Some(Err(error)) = self.leaf.take().map(|leaf| leaf.kill().and_then(|()| leaf.remove())) {
+        let removed = self.leaf.take().map(|leaf| {
+            let _ = leaf.kill();
+            leaf.remove()
+        });
+        if let Some(Err(error)) = removed {
             tracing::error!(sandbox = id, %error, "its cgroup is left behind");
         }
     }

@@ -85,7 +85,7 @@ pub(crate) async fn run_to_end(
     sandbox.ready().await?;
     let options = StartOptions { user: request.user, timeout: Some(limit) };
     let mut counted = sandbox.telling.metrics.exec();
-    let mut collected = Collected::new(config.limits.max_output);
+    let mut collected = Collected::new(config.limits.max_output, OUTPUT.clone());
     let run = async {
         let process = sandbox.agent.start(&start, &options).await?;
         collect(&sandbox.agent, process, request.stdin, &mut collected).await
@@ -262,7 +262,8 @@ fn ran_out(limit: Duration) -> String {
 /// Output, up to a limit.
 struct Collected {
     max: usize,
-    /// What it has of all [`OUTPUT`].
+    /// All that may be kept, in bytes, and what this has of it.
+    all: Arc<Semaphore>,
     room: Option<OwnedSemaphorePermit>,
     stdout: Vec<u8>,
     stderr: Vec<u8>,
@@ -271,9 +272,10 @@ struct Collected {
 }
 
 impl Collected {
-    fn new(max: usize) -> Self {
+    fn new(max: usize, all: Arc<Semaphore>) -> Self {
         Collected {
             max,
+            all,
             room: None,
             stdout: Vec::new(),
             stderr: Vec::new(),
@@ -284,11 +286,11 @@ impl Collected {
 
     fn add(&mut self, output: Output) {
         // What is over the limit is dropped, not left unread: the command must be able to end.
-        let (max, room) = (self.max, &mut self.room);
+        let (max, all, room) = (self.max, &self.all, &mut self.room);
         let mut keep = |kept: &mut Vec<u8>, truncated: &mut bool, new: Option<Vec<u8>>| {
             let new = new.unwrap_or_default();
             let fitting = &new[..new.len().min(max - kept.len())];
-            let fits = take_room(room, fitting.len());
+            let fits = take_room(all, room, fitting.len());
             if fits {
                 kept.extend_from_slice(fitting);
             }
@@ -320,10 +322,10 @@ impl Collected {
     }
 }
 
-/// Adds as many bytes of all [`OUTPUT`] to `room`; false if there are none left.
-fn take_room(room: &mut Option<OwnedSemaphorePermit>, bytes: usize) -> bool {
+/// Adds as many bytes of `all` to `room`; false if there are none left.
+fn take_room(all: &Arc<Semaphore>, room: &mut Option<OwnedSemaphorePermit>, bytes: usize) -> bool {
     let Ok(bytes) = u32::try_from(bytes) else { return false };
-    let Ok(more) = OUTPUT.clone().try_acquire_many_owned(bytes) else { return false };
+    let Ok(more) = all.clone().try_acquire_many_owned(bytes) else { return false };
     match room {
         Some(room) => room.merge(more),
         None => *room = Some(more),
@@ -337,24 +339,22 @@ mod tests {
 
     #[tokio::test]
     async fn output_that_nobody_takes_leaves_room_for_no_more() {
-        let mut collected = Collected::new(MAX_OUTPUT);
-        let all = OUTPUT.available_permits();
+        let all = Arc::new(Semaphore::new(1003));
+        let mut collected = Collected::new(MAX_OUTPUT, all.clone());
         collected.add(Output { stdout: Some(vec![b'x'; 1000]), stderr: None, pty: None });
-        assert_eq!(OUTPUT.available_permits(), all - 1000);
-        let rest = OUTPUT.clone().try_acquire_many_owned(OUTPUT.available_permits() as u32).unwrap();
-        collected.add(Output { stdout: Some(b"more".to_vec()), stderr: None, pty: None });
-        assert!(collected.stdout_truncated && collected.stdout.len() == 1000);
-        drop(rest);
+        collected.add(Output { stdout: Some(b"more".to_vec()), stderr: Some(b"yes".to_vec()), pty: None });
+        assert!(collected.stdout_truncated && !collected.stderr_truncated);
+        assert_eq!((collected.stdout.len(), collected.stderr.len()), (1000, 3));
         // It counts until the last piece was asked for.
         let response = in_pieces(vec![b'x'; 100 << 10].into(), collected.room.take());
-        assert_eq!(OUTPUT.available_permits(), all - 1000);
+        assert_eq!(all.available_permits(), 0);
         let body = axum::body::to_bytes(response.into_body(), usize::MAX).await.unwrap();
-        assert_eq!((body.len(), OUTPUT.available_permits()), (100 << 10, all));
+        assert_eq!((body.len(), all.available_permits()), (100 << 10, 1003));
     }
 
     #[test]
     fn output_over_the_limit_is_cut_and_said_to_be() {
-        let mut collected = Collected::new(5);
+        let mut collected = Collected::new(5, OUTPUT.clone());
         for piece in ["abc", "def", "ghi"] {
             collected.add(Output { stdout: Some(piece.into()), stderr: Some("x".into()), pty: None });
         }

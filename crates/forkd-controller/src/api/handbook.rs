@@ -43,12 +43,8 @@ const INTRODUCTION: &str = "\
 Made from [openapi.json](openapi.json), which is made from the code; the daemon serves it at `/openapi.json`.
 
 The daemon listens on a unix socket (`/run/forkd/forkd.sock`), where whoever may open it may ask, and on
-`127.0.0.1:8889`, where every request carries a token:
-
-```sh
-curl --unix-socket /run/forkd/forkd.sock http://localhost/v1/sandboxes
-curl -H \"Authorization: Bearer $FORKD_TOKEN\" http://127.0.0.1:8889/v1/sandboxes
-```
+`127.0.0.1:8889`, where every request but `/healthz` carries `Authorization: Bearer TOKEN`.
+[SECURITY.md](SECURITY.md) shows how to get one, and [RUNBOOK.md](RUNBOOK.md) how to ask with `curl`.
 
 - **Errors.** Every answer that is not 2xx has a body `{\"error\": \"…\"}` that says what is wrong and what to do.
 - **Scopes.** A token may `read`, `use` (which includes reading) or be `admin`; what each route needs is said
