@@ -36,6 +36,7 @@ printf '\n==> anybody killed at random, 100 times\n'
 campaign 100 faults::
 printf '\n==> many clients at once\n'
 FORKD_LOAD_SECS=${FORKD_LOAD_SECS:-300} FORKD_LOAD_CLIENTS=${FORKD_LOAD_CLIENTS:-200} campaign 1 load::
+FORKD_LOAD_SECS=${FORKD_LOAD_SECS:-300} FORKD_LOAD_CLIENTS=8 scripts/test.sh linux --nocapture load:: 2>&1 | tee -a "$kills"
 printf '\n==> the API, fuzzed from its document\n'
 FORKD_SCHEMA_SECS=${FORKD_SCHEMA_SECS:-600} campaign 1 schema::
 printf '\n==> the previous build upgraded to this one\n'

@@ -41,7 +41,7 @@ linux() {
   if [ "$uses" = kvm ]; then
     step "Linux guests, on this host's KVM"
     local as_root=()
-    [ "$(id -u)" = 0 ] || as_root=(sudo --preserve-env=FORKD_DATA_DIR,FORKD_BRANCH_ROUNDS)
+    [ "$(id -u)" = 0 ] || as_root=(sudo --preserve-env=FORKD_DATA_DIR,FORKD_BRANCH_ROUNDS,FORKD_LOAD_SECS,FORKD_LOAD_CLIENTS)
     "${as_root[@]}" "$test" --test-threads=2 "$@" 2>&1 | tee -a "$log"
   else
     step "Linux guests, inside the emulated machine (KVM here does not run Linux)"
@@ -74,7 +74,8 @@ in_machine() {
   # A test that hangs must not hang everything.
   # shellcheck disable=SC2016
   timeout --kill-after=10 1500 "$forkd" machine shell -- env FORKD_TEST_LIBRARY=/forkd-share \
-    FORKD_BRANCH_ROUNDS="${FORKD_BRANCH_ROUNDS:-}" sh -c '
+    FORKD_BRANCH_ROUNDS="${FORKD_BRANCH_ROUNDS:-}" FORKD_LOAD_SECS="${FORKD_LOAD_SECS:-}" \
+    FORKD_LOAD_CLIENTS="${FORKD_LOAD_CLIENTS:-}" sh -c '
     name=$1; shift
     if ! [ -d "/run/$name" ]; then
       rm -rf /run/tests-*
@@ -87,7 +88,7 @@ in_machine() {
   return "$status"
 }
 
-# Linux guests in a second machine, with the images and kernels of the first.
+# Runs something with a second machine, which has the images and kernels of the first.
 another_machine() (
   first=$FORKD_DATA_DIR
   export FORKD_DATA_DIR=$first/second-machine
@@ -120,10 +121,14 @@ outside() {
   FORKD_TEST_BIN=$PWD/target/release "$(executable outside)" --test-threads=1 2>&1 | tee -a "$log"
 }
 
+others() {
+  outside && linux_groups
+}
+
 # The tests with Linux guests in groups of some minutes; those of a group share a warmed parent. The last has
 # whatever is in none of the others.
 groups() {
-  local named=(branching:: "branches:: layers:: lives::" "api:: streams:: workspaces::" "forks:: hazards:: limits::"
+  local named=(branching:: "branches:: layers:: lives::" "api:: streams:: workspaces::" "forks:: hazards:: limits:: load::"
     "devices:: ends::" "run:: window::")
   printf '%s\n' "${named[@]}"
   # shellcheck disable=SC2048,SC2086
@@ -138,10 +143,10 @@ case $what in
     # Looked up once: cargo would wait for the builds below.
     linux_test=$(executable linux)
     groups >"$log.groups"
-    # A machine is one emulated CPU: the tests inside it have one core, all others the other. Who is done
-    # with the others takes a second machine and helps.
-    (nice make lint && nice cargo test --release --locked --workspace --no-run &&
-      prepare && outside && native && another_machine linux_groups) >"$log.outside" 2>&1 &
+    # A machine is one emulated CPU: the tests inside it have one core, all others the other, with a second
+    # machine for those that need one. Who is done with the others helps with the first.
+    (nice make lint && nice cargo test --release --locked --workspace --no-run && native &&
+      prepare && another_machine others) >"$log.outside" 2>&1 &
     others=$!
     status=0
     linux_groups || status=$?

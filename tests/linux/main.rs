@@ -17,6 +17,7 @@ mod layers;
 mod leaks;
 mod limits;
 mod lives;
+mod load;
 mod network;
 mod parent;
 mod run;

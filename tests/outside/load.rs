@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use forkd_tests::daemon::Daemon;
-use forkd_tests::eventually;
 use forkd_tests::http::Response;
 use forkd_tests::random::Random;
+use forkd_tests::{eventually, number};
 use serde_json::{Value, json};
 
 use crate::bare::{can_run, census, daemon_with_tiny, descriptors, ids, spawn};
@@ -17,13 +17,6 @@ use crate::pattern::error;
 
 /// The most sandboxes and branches a client has at a time.
 const MOST: usize = 6;
-
-fn number(name: &str, usual: u64) -> u64 {
-    match std::env::var(name) {
-        Ok(text) if !text.is_empty() => text.parse().unwrap_or_else(|_| panic!("{name} is a number")),
-        _ => usual,
-    }
-}
 
 /// One of many.
 struct Client<'d> {

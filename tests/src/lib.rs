@@ -40,6 +40,14 @@ pub fn library_path() -> PathBuf {
 /// waits this long has failed.
 pub const PATIENCE: Duration = Duration::from_secs(300);
 
+/// A number from the environment, or the usual one.
+pub fn number(name: &str, usual: u64) -> u64 {
+    match std::env::var(name) {
+        Ok(text) if !text.is_empty() => text.parse().unwrap_or_else(|_| panic!("{name} is a number")),
+        _ => usual,
+    }
+}
+
 /// Waits until `check` gives something.
 pub fn eventually<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
