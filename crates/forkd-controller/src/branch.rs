@@ -40,7 +40,7 @@ pub(crate) enum Mode {
     Diff,
     /// The same, and nobody needs to wait for it.
     Live,
-    /// All of it, instead of the sandbox: the only one there is, so nothing old is removed for want of room.
+    /// All of it, and the sandbox ends: it is all that is left of that, and is not removed as an old branch.
     Suspend,
 }
 

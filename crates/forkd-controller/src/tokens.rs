@@ -333,7 +333,8 @@ fn write(path: &Path, text: &str, over: bool) -> io::Result<()> {
     let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
     let written = writeln!(file, "{text}").and_then(|()| file.sync_all());
     // A power cut must not bring the old one back.
-    let sync = || path.parent().map_or(Ok(()), |folder| File::open(folder)?.sync_all());
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let sync = || File::open(folder)?.sync_all();
     if over {
         return written.and_then(|()| std::fs::rename(&temporary, path)).and_then(|()| sync());
     }

@@ -147,16 +147,12 @@ impl Answers {
 
 /// Middleware: answers again what was answered before, and keeps what is answered now.
 pub(crate) async fn once(State(answers): State<Answers>, request: Request, next: Next) -> Response {
+    let has_key = request.method() == Method::POST && request.headers().contains_key(KEY);
     // An answer with a token in it is not for keeping: only hashes of tokens are.
     let secret = request.uri().path().starts_with("/v1/tokens");
     // Nobody is known to have sent what all may ask for.
     let owner = request.extensions().get::<Identity>().map(|who| who.owner.clone());
-    let Some(owner) = owner.filter(|_| !secret && request.headers().contains_key(KEY)) else {
-        return next.run(request).await;
-    };
-    if request.method() != Method::POST {
-        return next.run(request).await;
-    }
+    let Some(owner) = owner.filter(|_| has_key && !secret) else { return next.run(request).await };
     match answer(answers, owner, request, next).await {
         Ok(response) => response,
         Err(error) => error.into_response(),

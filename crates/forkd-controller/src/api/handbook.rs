@@ -4,7 +4,6 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::path::Path;
 
 use axum::http::Method;
 use serde_json::Value;
@@ -231,16 +230,8 @@ fn line(value: &Value) -> String {
 
 #[test]
 fn the_committed_page_is_what_the_document_says() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/API.md");
     let made = page(&serde_json::from_str(&super::openapi()).unwrap());
-    if std::env::var_os("FORKD_WRITE_OPENAPI").is_some() {
-        std::fs::write(&path, &made).unwrap();
-    }
-    let committed = std::fs::read_to_string(&path).unwrap_or_default();
-    assert!(
-        committed == made,
-        "docs/API.md is not what the code says; run the tests with FORKD_WRITE_OPENAPI=1 and look at the diff"
-    );
+    super::tests::is_committed("docs/API.md", &made);
 }
 
 #[test]

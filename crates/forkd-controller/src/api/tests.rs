@@ -307,18 +307,21 @@ async fn stopping_does_not_wait_for_idle_clients() {
     tokio::time::timeout(Duration::from_secs(4), daemon.stop()).await.expect("it stops");
 }
 
-/// `FORKD_WRITE_OPENAPI=1 cargo test` rewrites the document after a wanted change.
 #[test]
 fn the_committed_openapi_document_is_the_codes() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/openapi.json");
-    let document = super::openapi();
+    is_committed("docs/openapi.json", &super::openapi());
+}
+
+/// Whether a document made from the code is the one in the tree. `FORKD_WRITE_OPENAPI=1 cargo test` writes it
+/// anew after a wanted change.
+pub(super) fn is_committed(name: &str, made: &str) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(name);
     if std::env::var_os("FORKD_WRITE_OPENAPI").is_some() {
-        std::fs::write(&path, &document).unwrap();
+        std::fs::write(&path, made).unwrap();
     }
-    let committed = std::fs::read_to_string(&path).unwrap_or_default();
     assert!(
-        committed == document,
-        "docs/openapi.json is not what the code says; run the tests with FORKD_WRITE_OPENAPI=1 and look at the diff"
+        std::fs::read_to_string(&path).unwrap_or_default() == made,
+        "{name} is not what the code says; run the tests with FORKD_WRITE_OPENAPI=1 and look at the diff"
     );
 }
 

@@ -118,7 +118,7 @@ async fn session<W: Work>(socket: WebSocket, app: App, who: Identity, work: W) {
         _ = writer.ended() => return,
         () = stopping.asked() => (failed(Error::new(Kind::Busy, STOPPING)), true),
         () = app.tokens.revoked(&who) => {
-            let text = "the token this began with was removed, made anew, or has expired";
+            let text = "the token this began with was removed, made anew, or has expired; begin again with a good one";
             (failed(Error::new(Kind::Unauthorized, text)), true)
         }
     };

@@ -331,6 +331,12 @@ fn quotas_hold_however_many_ask_at_once() {
     bob.done(200, "POST", &rollback, Some(json!({"to": "tiny"})));
     let body = json!({"tag": "huge", "kernel": daemon.path().join("kernel"), "mem_size_mib": 256});
     bob.refused(429, "max_memory_mib", "POST", "/v1/snapshots", Some(body));
+    // The guest a snapshot is made of is one more, while it runs.
+    let body = json!({"tag": "small", "kernel": daemon.path().join("kernel"), "mem_size_mib": 64});
+    bob.refused(429, "max_memory_mib", "POST", "/v1/snapshots", Some(body.clone()));
+    bob.done(204, "DELETE", &format!("/v1/sandboxes/{id}"), None);
+    bob.done(201, "POST", "/v1/snapshots", Some(body));
+    assert_eq!((spawn(&bob, 1).0, spawn(&bob, 1).0), (201, 429), "its room is given back, and no more");
 }
 
 #[test]
