@@ -1,7 +1,7 @@
 //! The bare alternatives: the same memory, without a VM around it, forked, write-protected and copied.
 //!
-//! A process of one thread holds memory as a sandbox's process does: mapped privately from a file of
-//! which nothing was ever written ([`Kind::Layer`]), or anonymous in huge pages and inherited from a
+//! A process of one thread holds memory as a sandbox's process does: mapped privately from a file
+//! ([`Kind::Layer`]), or anonymous in huge pages and inherited from a
 //! template ([`Kind::Huge`]); then it makes the same pages dirty. After that it does what it is asked
 //! for, one line at a time, so that whoever asks can take turns with other measurements: noise then
 //! hits all of them.

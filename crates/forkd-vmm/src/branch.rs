@@ -17,6 +17,7 @@ use forkd_protocol::control::{BranchConfig, Event, FdRef, ReplacedLayers};
 
 use crate::config::{Access, Attached};
 use crate::control::{self, Controllers};
+use crate::cpu;
 use crate::devices::virtio::block::{Disk, DiskError};
 use crate::state::Frozen;
 use crate::template::fork;
@@ -62,12 +63,16 @@ pub(crate) fn branch(vm: &mut Running, config: BranchConfig, fds: Vec<OwnedFd>) 
     let (source, branch) = UnixStream::pair().map_err(Error::system("connect a branch with its source"))?;
 
     let paused = vm.pause()?;
+    // Back before the guest goes on, which wants its CPU for itself.
+    let usual = cpu::current();
+    paused.go_near();
     let saved = paused.save()?;
     let Some(pid) = fork::fork_beside_threads().map_err(Error::system("fork a branch"))? else {
         // What it would do when dropped is for the threads of the source.
         std::mem::forget(paused);
         return Ok(Branched::Branch(Box::new(Newborn { saved, controllers, source: branch })));
     };
+    cpu::go_to(usual);
     let pause = paused.run_vcpus();
     // Without the word of its source the branch goes away again, which it does when `source` is closed.
     let pidfd = fork::let_go(pid).map_err(Error::system("get hold of a branch"))?;

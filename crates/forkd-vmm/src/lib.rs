@@ -27,6 +27,7 @@ mod branch;
 pub mod bus;
 pub mod config;
 pub mod control;
+mod cpu;
 pub mod devices;
 pub mod ending;
 mod error;

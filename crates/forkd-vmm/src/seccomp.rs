@@ -107,6 +107,7 @@ const RUNTIME: &[i64] = &[
     libc::SYS_exit,
     libc::SYS_exit_group,
     libc::SYS_futex,
+    libc::SYS_getcpu,
     libc::SYS_getpid,
     libc::SYS_getrandom,
     libc::SYS_gettid,
@@ -198,6 +199,7 @@ const BUILD_IOCTLS: &[u32] = &[
     0x4020_ae46, // KVM_SET_USER_MEMORY_REGION
     0xae47,      // KVM_SET_TSS_ADDR
     0xae60,      // KVM_CREATE_IRQCHIP
+    0x4008_ae61, // KVM_IRQ_LINE
     0xc208_ae62, // KVM_GET_IRQCHIP
     0x8208_ae63, // KVM_SET_IRQCHIP
     0x4020_ae76, // KVM_IRQFD
@@ -284,6 +286,8 @@ fn rules(kind: ThreadKind) -> std::result::Result<Rules, seccompiler::BackendErr
                 };
                 SeccompRule::new(vec![is(0, kind.into())?, is(1, 0)?])
             };
+            // A thread goes to another CPU, by itself.
+            rules.insert(libc::SYS_sched_setaffinity, vec![when(0, SeccompCmpOp::Eq, 0)?]);
             rules.insert(libc::SYS_setpriority, vec![process(libc::PRIO_PROCESS)?]);
             rules.insert(libc::SYS_ioprio_set, vec![process(IOPRIO_WHO_PROCESS)?]);
         }

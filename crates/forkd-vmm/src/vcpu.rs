@@ -10,7 +10,7 @@
 //! id for example, and nothing in them depends on a process id, which a fork changes.
 
 use std::io;
-use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -20,6 +20,7 @@ use kvm_ioctls::{VcpuExit, VcpuFd};
 use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
 
 use crate::bus::{Bus, Effect};
+use crate::cpu;
 use crate::ending::Ending;
 use crate::gate::{Gate, Order};
 use crate::seccomp::{self, ThreadKind};
@@ -101,6 +102,8 @@ struct VcpuThread {
     vcpu: Arc<Mutex<VcpuFd>>,
     /// The thread's id, once it runs.
     id: Arc<AtomicI32>,
+    /// The CPU it was on when it last came to the gate.
+    cpu: Arc<AtomicUsize>,
     thread: JoinHandle<()>,
 }
 
@@ -128,11 +131,13 @@ impl VcpuThreads {
         for (index, mut vcpu) in vcpus.into_iter().enumerate() {
             let kick = Kick::new(&mut vcpu);
             let id = Arc::new(AtomicI32::new(0));
+            let cpu = Arc::new(AtomicUsize::new(usize::MAX));
             let own_kick = Kick::new(&mut vcpu);
             let vcpu = Arc::new(Mutex::new(vcpu));
             let runner = Runner {
                 kick: own_kick,
                 vcpu: vcpu.clone(),
+                cpu: cpu.clone(),
                 bus: bus.clone(),
                 ending: ending.clone(),
                 gate: all.gate.clone(),
@@ -151,7 +156,7 @@ impl VcpuThreads {
                 runner.gate.leave();
             });
             match thread {
-                Ok(thread) => all.threads.push(VcpuThread { kick, vcpu, id, thread }),
+                Ok(thread) => all.threads.push(VcpuThread { kick, vcpu, id, cpu, thread }),
                 Err(source) => {
                     all.gate.leave();
                     all.stop();
@@ -171,6 +176,13 @@ impl VcpuThreads {
     pub fn park(&self) {
         let _alarms = self.give(Order::Park);
         self.gate.wait_until_parked();
+    }
+
+    /// Takes the calling thread to where the first vCPU ran until it was parked.
+    pub fn go_near(&self) {
+        if let Some(first) = self.threads.first() {
+            cpu::go_to(first.cpu.load(Ordering::Relaxed));
+        }
     }
 
     /// The vCPUs, in order, while all threads are parked.
@@ -216,6 +228,7 @@ impl VcpuThreads {
 /// What a vCPU's thread holds.
 struct Runner {
     vcpu: Arc<Mutex<VcpuFd>>,
+    cpu: Arc<AtomicUsize>,
     kick: Kick,
     bus: Arc<Bus>,
     ending: Arc<Ending>,
@@ -269,6 +282,7 @@ impl Runner {
                 Err(error) if is_retry(&error) => {
                     if self.kick.flag().swap(0, Ordering::SeqCst) == 1 {
                         drop(vcpu);
+                        self.cpu.store(cpu::current(), Ordering::Relaxed);
                         if !self.gate.pass() {
                             return;
                         }

@@ -18,7 +18,7 @@ use forkd_vmm::devices::virtio::block::{Block, Disk};
 use forkd_vmm::devices::virtio::net::Net;
 use forkd_vmm::devices::virtio::rng::Rng;
 use forkd_vmm::devices::virtio::vsock::Vsock;
-use forkd_vmm::layout::GENERATION_ID;
+use forkd_vmm::layout::{GENERATION_GSI, GENERATION_ID, SERIAL_GSI};
 use forkd_vmm::state::{ChildParts, Frozen, MachineState, MemoryRange, SaveFiles, file};
 use forkd_vmm::vm::{self, Running, Vm, VmParts};
 use forkd_vmm::{GuestMemory, guest_code, seccomp, tiny};
@@ -268,6 +268,26 @@ fn the_serial_port_keeps_its_registers() {
     wait_for_more(&running, 0x20_0000, before + 10);
     assert_eq!(read(running.memory(), 0x20_0008), 0x5a);
     running.stop();
+}
+
+/// Which lines are up at the chip that takes the interrupts of all devices.
+fn lines(state: &mut MachineState) -> &mut u32 {
+    // SAFETY: the last of the three chips is the one with this part of the union.
+    unsafe { &mut state.interrupts.chips[2].chip.ioapic.irr }
+}
+
+#[test]
+fn a_line_that_was_up_for_a_moment_does_not_swallow_the_next_interrupt() {
+    let Some(kvm) = support::open_kvm("a_line_that_was_up_for_a_moment_does_not_swallow_the_next_interrupt")
+    else {
+        return;
+    };
+    let saved = Saved::new(&mut frozen_counter(kvm));
+    // The kernel raises and lowers a line in a thread of its own: a VM can be saved between the two.
+    let frozen = saved.try_load(|state| *lines(state) |= 1 << SERIAL_GSI | 1 << GENERATION_GSI).unwrap();
+    let mut frozen = start(frozen.thaw(nothing()).unwrap()).freeze().unwrap();
+    let again = Saved::new(&mut frozen);
+    assert_eq!(*lines(&mut file::read(&again.state).unwrap()), 0);
 }
 
 #[test]

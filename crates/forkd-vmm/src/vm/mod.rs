@@ -275,6 +275,9 @@ const NEEDED: [(Cap, &str); 7] = [
 /// An eventfd that raises interrupt `gsi` when written.
 fn interrupt(vm: &VmFd, gsi: u32) -> Result<EventFd> {
     let event = EventFd::new(EFD_NONBLOCK).map_err(Error::system("create an eventfd"))?;
+    // The kernel raises and lowers the line in a thread of its own. A VM that was saved in between has it up
+    // for ever, and the next interrupt would change nothing: a driver that waits for it waits for ever too.
+    vm.set_irq_line(gsi, false).map_err(Error::kvm("KVM_IRQ_LINE"))?;
     vm.register_irqfd(&event, gsi).map_err(Error::kvm("KVM_IRQFD"))?;
     Ok(event)
 }

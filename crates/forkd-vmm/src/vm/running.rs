@@ -215,6 +215,12 @@ impl Paused<'_> {
         self.vm.paused = true;
     }
 
+    /// Takes the calling thread to where the guest ran. The page tables and the kernel's notes of the pages
+    /// it wrote are in the caches there, and all of them are needed to copy its memory.
+    pub(crate) fn go_near(&self) {
+        self.vm.vcpus.go_near();
+    }
+
     /// What KVM has of the VM.
     pub(crate) fn save(&self) -> Result<KvmState> {
         let Running { vcpus, fd, cpuids, msrs, .. } = &*self.vm;

@@ -10,13 +10,13 @@ use forkd_bench::branch::{self, Attempts, InRow, Line, Record, Subject};
 use forkd_bench::firecracker::{SnapshotKind, Writing};
 use forkd_bench::host::Conditions;
 use forkd_bench::report;
-use forkd_bench::writer::{self, HUGE_PAGE, Writer};
+use forkd_bench::writer::{self, HUGE_PAGE, PAGE, Writer};
 use hyper::Method as Verb;
 use serde_json::{Value, json};
 
 use super::companion::Companion;
 use super::results::{Outcome, Results};
-use super::server::{Server, Workplace, until_told_to_end};
+use super::server::{Child, Server, Workplace, until_told_to_end};
 use super::{BranchArgs, Guest, chain, emulated, linux_elsewhere};
 use crate::commands::{Context, runtime};
 
@@ -29,6 +29,10 @@ const FIRST_CHILD_MIB: u64 = 512;
 const COPIES: usize = 3;
 /// How long the guest writes between two turns.
 const WRITES: Duration = Duration::from_millis(200);
+/// How long it may take to write everything again, and how much of that may be missing, beside a hundredth:
+/// what its process had of its own and need not write again.
+const REWRITE_LIMIT: Duration = Duration::from_secs(120);
+const REWRITE_SLACK_KIB: u64 = 4 << 10;
 /// Memory of the Linux guest, and how much of it its writer writes to.
 const LINUX_MIB: u64 = 512;
 const LINUX_DIRTY: [u64; 2] = [0, 10];
@@ -220,7 +224,8 @@ impl Run<'_> {
         let dirty = writer::distance(dirty_pct)?;
         match memory {
             Kind::Layer => {
-                let writer = Writer { mem_mib, booted: 0, value: 0, dirty, each: 0 };
+                // All of it holds something: what is written later is copied from the layer.
+                let writer = Writer { mem_mib, booted: PAGE, value: u64::MAX, dirty, each: 0 };
                 server.snapshot(&tag, self.kernel(&writer, name)?).await?;
             }
             Kind::Huge => {
@@ -244,8 +249,8 @@ impl Run<'_> {
         let tag = self.prepare(server, subject, &name).await?;
         let (sandbox, _) = server.child(&tag, false).await?;
         // Gigabytes of dirty pages take seconds to be made so again.
-        let full = if subject.mem_mib * subject.dirty_pct > 200_000 { 9 } else { 15 };
-        self.turns_of(server, subject, &sandbox.id, self.turns(full), results).await?;
+        let full = if subject.mem_mib * subject.dirty_pct > 100_000 { 9 } else { 15 };
+        self.turns_of(server, subject, &sandbox, self.turns(full), results).await?;
         if (subject.mem_mib, subject.dirty_pct) == IN_ROW_SUBJECT {
             self.in_row(server, subject, &sandbox.id, results).await?;
         }
@@ -259,7 +264,7 @@ impl Run<'_> {
         &self,
         server: &mut Server,
         subject: &Subject,
-        sandbox: &str,
+        sandbox: &Child,
         turns: usize,
         results: &mut Results<'_, Record>,
     ) -> Result<()> {
@@ -275,16 +280,20 @@ impl Run<'_> {
         for turn in 0..turns {
             tokio::time::sleep(WRITES).await;
             let tag = self.tag(&format!("branch-{turn}"));
-            match server.branch(sandbox, &tag, &json!({ "mode": "live", "wait": false })).await {
+            let own = sandbox.private_kib();
+            match server.branch(&sandbox.id, &tag, &json!({ "mode": "live", "wait": false })).await {
                 Ok((branch, took)) => {
                     pauses.add(Ok::<_, String>(branch.pause_ms));
                     calls.add(Ok::<_, String>(took));
+                    if subject.guest == "tiny" {
+                        rewritten(sandbox, own).await?;
+                    }
                     server.remove(&tag).await?;
                 }
                 Err(error) => pauses.add(Err(format!("{error:#}"))),
             }
             // A branch is taken while its guest stands still, and so is this.
-            server.call(Verb::POST, &format!("/v1/sandboxes/{sandbox}/pause"), None).await?;
+            server.call(Verb::POST, &format!("/v1/sandboxes/{}/pause", sandbox.id), None).await?;
             for (method, attempts) in &mut bare {
                 if *method != Method::Copy {
                     attempts.add(companion.time(*method).await?);
@@ -301,7 +310,7 @@ impl Run<'_> {
                     attempts.add(other.snapshot(*kind));
                 }
             }
-            server.call(Verb::POST, &format!("/v1/sandboxes/{sandbox}/resume"), None).await?;
+            server.call(Verb::POST, &format!("/v1/sandboxes/{}/resume", sandbox.id), None).await?;
         }
         let cases = [("forkd", &pauses), ("live_call", &calls)];
         for (case, attempts) in cases.into_iter().chain(bare.iter().map(|(method, all)| (method.name(), all)))
@@ -404,7 +413,7 @@ impl Run<'_> {
             if dirty_pct > 0 {
                 keep_writing(server, &sandbox.id, (LINUX_MIB << 20) / 100 * dirty_pct).await?;
             }
-            self.turns_of(server, &subject, &sandbox.id, self.turns(5), results).await?;
+            self.turns_of(server, &subject, &sandbox, self.turns(5), results).await?;
             server.delete(&[sandbox]).await?;
             progress.done(&describe(&subject));
         }
@@ -430,6 +439,21 @@ async fn keep_writing(server: &Server, id: &str, bytes: u64) -> Result<()> {
     let answer = server.call(Verb::POST, &path, Some(&request)).await?;
     if answer["exit_code"] != 0 {
         bail!("the program that writes did not come to its end once: {answer}");
+    }
+    Ok(())
+}
+
+/// Waits until a guest has written again all that its process had of its own, `own`, when it was branched:
+/// the memory beside it was written again as well before it is forked next.
+async fn rewritten(sandbox: &Child, own: Option<u64>) -> Result<()> {
+    let begun = Instant::now();
+    while let (Some(own), Some(now)) = (own, sandbox.private_kib())
+        && now + own / 100 + REWRITE_SLACK_KIB < own
+    {
+        if begun.elapsed() > REWRITE_LIMIT {
+            bail!("the guest did not write its memory again within {} s", REWRITE_LIMIT.as_secs());
+        }
+        tokio::time::sleep(WRITES).await;
     }
     Ok(())
 }

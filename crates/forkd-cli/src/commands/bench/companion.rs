@@ -1,5 +1,7 @@
 //! The process beside the sandbox: holds the same memory without a VM, and takes turns with it.
 
+use std::fs::File;
+use std::io::{self, Write};
 use std::path::Path;
 use std::process::Stdio;
 
@@ -19,12 +21,10 @@ pub(super) struct Companion {
 }
 
 impl Companion {
-    /// Starts one whose memory is like the subject's, and waits until it is. `file` is for memory from a
-    /// file, and is made as long as that.
+    /// Starts one whose memory is like the subject's, and waits until it is. `file` is what memory from a
+    /// layer is mapped from, and is written for it.
     pub(super) async fn start(subject: &Subject, file: &Path) -> Result<Companion> {
-        let failed = || format!("cannot write {}", file.display());
-        let made = std::fs::File::create(file).and_then(|made| made.set_len(subject.mem_mib << 20));
-        made.with_context(failed)?;
+        write_layer(subject, file).with_context(|| format!("cannot write {}", file.display()))?;
         let mut command = tokio::process::Command::new(Binaries::find()?.forkd);
         command.args(["bench", "bare", "--memory", Kind::name(subject.memory), "--file"]).arg(file);
         command.args(["--mem-size-mib", &subject.mem_mib.to_string()]);
@@ -55,4 +55,15 @@ impl Companion {
         let line = self.answers.next_line().await?.context("the process beside the sandbox has ended")?;
         serde_json::from_str(&line).context("the process beside the sandbox printed something else")
     }
+}
+
+/// A file as long as the subject's memory that holds something everywhere, and is on the disk: what is
+/// measured next is not to be disturbed by it.
+fn write_layer(subject: &Subject, file: &Path) -> io::Result<()> {
+    let mut file = File::create(file)?;
+    if subject.memory == Kind::Layer {
+        let something = vec![0xff; 1 << 20];
+        (0..subject.mem_mib).try_for_each(|_| file.write_all(&something))?;
+    }
+    file.sync_all()
 }

@@ -54,6 +54,12 @@ impl Child {
         let id = info.get("id")?.as_str()?.to_owned();
         Some(Child { id, pid: info.get("pid").and_then(Value::as_i64) })
     }
+
+    /// The memory its process has of its own.
+    pub(super) fn private_kib(&self) -> Option<u64> {
+        let pid = i32::try_from(self.pid?).ok()?;
+        host::memory_of([pid].into_iter()).first().map(|memory| memory.private_kib)
+    }
 }
 
 impl Server {
