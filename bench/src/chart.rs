@@ -148,10 +148,7 @@ fn plot(title: &str, name: &str, label: &str, exact: bool, mut series: Vec<Serie
                 down(*ms),
             );
         }
-        let mut at = down(last.1) + 4.0;
-        while let Some(other) = taken.iter().copied().find(|other| (other - at).abs() < 16.0) {
-            at = other + 16.0;
-        }
+        let at = free_line(&taken, down(last.1) + 4.0);
         taken.push(at);
         let text = format!("{series} {}{}", milliseconds(last.1), if *emulated { ", emulated" } else { "" });
         let _ = writeln!(
@@ -273,6 +270,16 @@ impl Axis {
     }
 }
 
+/// Where a line of text goes that is to be at `at`: there, or below the lines that are `taken`.
+fn free_line(taken: &[f64], mut at: f64) -> f64 {
+    const HEIGHT: f64 = 16.0;
+    // A little less than a line, as sums are not exact: every step leads on.
+    while let Some(other) = taken.iter().copied().find(|other| (other - at).abs() < HEIGHT - 0.5) {
+        at = other + HEIGHT;
+    }
+    at
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -297,6 +304,18 @@ mod tests {
         turned.reverse();
         assert_eq!(times(&lines), times(&turned));
         assert_eq!(memory(&lines), memory(&turned));
+    }
+
+    #[test]
+    fn lines_of_text_find_a_place_wherever_the_others_are() {
+        for start in (0..5000).map(|n| f64::from(n) * 0.1) {
+            let mut taken = vec![start + 33.3];
+            for _ in 0..10 {
+                let at = free_line(&taken, start);
+                assert!(at >= start && taken.iter().all(|other| (other - at).abs() > 15.0), "{taken:?} {at}");
+                taken.push(at);
+            }
+        }
     }
 
     #[test]
