@@ -337,8 +337,10 @@ fn running_processes_are_listed_and_ended_ones_are_not() {
 #[test]
 fn a_terminal_has_a_size_and_takes_input() {
     let agent = TestAgent::new();
+    // A signal that is trapped ends a `read`.
+    let script = "trap 'stty size' WINCH; tty; stty size; echo $TERM; read a; echo got $a; until read b; do :; done; exit 3";
     let mut events = agent.start(json!({
-        "process": {"cmd": "sh", "args": ["-c", "tty; stty size; echo $TERM; read a; echo got $a; trap 'stty size' WINCH; read b; exit 3"]},
+        "process": {"cmd": "sh", "args": ["-c", script]},
         "pty": {"size": {"cols": 80, "rows": 24}},
     }));
     let pid = events.pid();
@@ -355,6 +357,8 @@ fn a_terminal_has_a_size_and_takes_input() {
     input("\n");
     let all = events.collect();
     assert_eq!(all.code(), 3);
+    let shown = String::from_utf8_lossy(&all.pty);
+    assert!(shown.contains("50 100"), "{shown}");
     let bad = json!({"process": {"cmd": "true"}, "pty": {"size": {"cols": 0, "rows": 1}}});
     assert_eq!(agent.start(bad).collect().failure().code, Code::InvalidArgument);
 }
