@@ -63,7 +63,6 @@ pub(crate) fn branch(vm: &mut Running, config: BranchConfig, fds: Vec<OwnedFd>) 
     let (source, branch) = UnixStream::pair().map_err(Error::system("connect a branch with its source"))?;
 
     let paused = vm.pause()?;
-    // Back before the guest goes on, which wants its CPU for itself.
     let usual = cpu::current();
     paused.go_near();
     let saved = paused.save()?;
@@ -72,6 +71,8 @@ pub(crate) fn branch(vm: &mut Running, config: BranchConfig, fds: Vec<OwnedFd>) 
         std::mem::forget(paused);
         return Ok(Branched::Branch(Box::new(Newborn { saved, controllers, source: branch })));
     };
+    // Else the guest, which has waited, would have this CPU for itself for some milliseconds, and whoever waits
+    // for the branch would wait for that, too.
     cpu::go_to(usual);
     let pause = paused.run_vcpus();
     // Without the word of its source the branch goes away again, which it does when `source` is closed.

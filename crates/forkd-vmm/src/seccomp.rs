@@ -286,10 +286,10 @@ fn rules(kind: ThreadKind) -> std::result::Result<Rules, seccompiler::BackendErr
                 };
                 SeccompRule::new(vec![is(0, kind.into())?, is(1, 0)?])
             };
-            // A thread goes to another CPU, by itself.
-            rules.insert(libc::SYS_sched_setaffinity, vec![when(0, SeccompCmpOp::Eq, 0)?]);
             rules.insert(libc::SYS_setpriority, vec![process(libc::PRIO_PROCESS)?]);
             rules.insert(libc::SYS_ioprio_set, vec![process(IOPRIO_WHO_PROCESS)?]);
+            // Who branches goes to the guest's CPU and back, and takes nobody else along: "thread 0" is the caller.
+            rules.insert(libc::SYS_sched_setaffinity, vec![when(0, SeccompCmpOp::Eq, 0)?]);
         }
         ThreadKind::Device => {}
         ThreadKind::Vcpu => {
