@@ -48,29 +48,27 @@ impl Channel {
 
     /// Receives the next message and its descriptors; `None` when the peer closed.
     pub fn recv<T: DeserializeOwned>(&self) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
+        let length = self.next_length()?;
+        self.take(length)
+    }
+
+    /// Waits for the next message and says how long it is.
+    fn next_length(&self) -> io::Result<usize> {
+        let flags = RecvFlags::PEEK | RecvFlags::TRUNC;
+        let (_, length) = past_reset(|| rustix::net::recv(&self.socket, &mut [0u8; 0], flags))?;
+        Ok(length)
+    }
+
+    fn take<T: DeserializeOwned>(&self, length: usize) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
         // As much memory as the message takes, and not as much as one could take: a template that forks
         // pays for every page it touches between two forks.
-        let look = || {
-            let flags = RecvFlags::PEEK | RecvFlags::TRUNC;
-            rustix::io::retry_on_intr(|| rustix::net::recv(&self.socket, &mut [0u8; 0], flags))
-        };
-        let (_, length) = match look() {
-            // The peer closed without having read everything. What it said before is still there, and
-            // was only overtaken by this error.
-            Err(rustix::io::Errno::CONNRESET) => look()?,
-            other => other?,
-        };
         let mut bytes = vec![0u8; length.clamp(1, MAX_MESSAGE + 1)];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-        let received = rustix::io::retry_on_intr(|| {
+        let received = past_reset(|| {
             let flags = RecvFlags::CMSG_CLOEXEC;
             rustix::net::recvmsg(&self.socket, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, flags)
-        });
-        let received = match received {
-            Err(rustix::io::Errno::CONNRESET) => return Ok(None),
-            other => other?,
-        };
+        })?;
         let mut fds = Vec::new();
         for message in ancillary.drain() {
             if let RecvAncillaryMessage::ScmRights(rights) = message {
@@ -87,6 +85,15 @@ impl Channel {
 impl AsFd for Channel {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
+    }
+}
+
+/// Receives past the error of a peer that closed without having read everything: what it said before is
+/// still there, and was only overtaken by that error, which the kernel tells once.
+fn past_reset<T>(mut receive: impl FnMut() -> rustix::io::Result<T>) -> rustix::io::Result<T> {
+    match rustix::io::retry_on_intr(&mut receive) {
+        Err(rustix::io::Errno::CONNRESET) => rustix::io::retry_on_intr(receive),
+        other => other,
     }
 }
 
@@ -140,6 +147,26 @@ mod tests {
         assert!(theirs.recv::<Request>().is_err());
         drop(ours);
         assert!(theirs.recv::<Request>().unwrap().is_none());
+    }
+
+    #[test]
+    fn the_last_words_of_a_peer_that_read_nothing_arrive() {
+        let spoken = || {
+            let (ours, theirs) = pair();
+            ours.send(&Request::Status, &[]).unwrap();
+            theirs.send(&Request::Freeze, &[]).unwrap();
+            (ours, theirs)
+        };
+        let (ours, theirs) = spoken();
+        drop(theirs);
+        assert!(matches!(ours.recv::<Request>().unwrap(), Some((Request::Freeze, _))));
+        assert!(ours.recv::<Request>().unwrap().is_none());
+        // The reset may also come between the look at the message and its taking.
+        let (ours, theirs) = spoken();
+        let length = ours.next_length().unwrap();
+        drop(theirs);
+        assert!(matches!(ours.take::<Request>(length).unwrap(), Some((Request::Freeze, _))));
+        assert!(ours.recv::<Request>().unwrap().is_none());
     }
 
     #[test]
