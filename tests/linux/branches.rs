@@ -111,6 +111,29 @@ fn a_source_does_not_notice_its_branch_whose_children_are_their_own() {
 }
 
 #[test]
+fn a_branch_outlives_its_source_however_soon_that_goes() {
+    let daemon = daemon();
+    for round in 0..3 {
+        let source = fork(1).remove(0);
+        daemon.eval(&source, &format!("thought = {round}"));
+        let tag = format!("soon-{round}");
+        daemon.branch(&source, json!({"tag": tag, "mode": "live", "wait": false}));
+        if round == 1 {
+            // What it is taken back to is the branch that has just been taken.
+            daemon.eval(&source, "thought = 'lost'");
+            daemon.tell(&source, "rollback", json!({}));
+            assert_eq!(daemon.eval(&source, "thought"), "1");
+        }
+        daemon.delete(std::slice::from_ref(&source));
+        let child = daemon.fork(&tag, 1);
+        assert_eq!(daemon.eval(&child[0], "thought"), round.to_string());
+        daemon.when_ready(&tag);
+        daemon.delete(&child);
+        assert_eq!(daemon.delete_snapshot(&tag, "").status, 204);
+    }
+}
+
+#[test]
 fn sandboxes_branched_at_the_same_time_are_not_mixed_up() {
     let daemon = daemon();
     let sources = fork(3);

@@ -27,6 +27,26 @@ fn live(info: &Value) -> String {
 /// What is in memory, on the disk, and running.
 const STATE: &str = "cat /run/memory /root/disk; cat /proc/[0-9]*/comm | grep -c ^sleep$";
 
+/// What `work` gives, and how often something was done in a sandbox until it could not be any more.
+fn while_busy<T>(daemon: &Daemon, id: &str, work: impl FnOnce() -> T) -> (T, u32) {
+    std::thread::scope(|scope| {
+        let (first, begun) = std::sync::mpsc::channel();
+        let busy = scope.spawn(move || {
+            let body = json!({"args": ["sh", "-c", "echo x >> /root/busy"]});
+            let more = || daemon.request("POST", &format!("/v1/sandboxes/{id}/exec"), Some(body.clone()));
+            let mut done = 0;
+            while matches!(more(), answer if answer.status == 200 && answer.json()["exit_code"] == 0) {
+                done += 1;
+                let _ = first.send(());
+            }
+            done
+        });
+        begun.recv().unwrap();
+        let given = work();
+        (given, busy.join().unwrap())
+    })
+}
+
 #[test]
 fn a_workspace_sleeps_on_the_disk_and_wakes_up_after_its_daemon_was_killed() {
     let mut daemon = alone();
@@ -69,13 +89,16 @@ fn a_workspace_sleeps_on_the_disk_and_wakes_up_after_its_daemon_was_killed() {
 
     // Whoever sleeps again has one state, the new one; all of it, too.
     daemon.sh(&second, "echo memory 2 > /run/memory; echo disk 2 > /root/disk");
-    let asleep = workspace(&daemon, "suspend", json!({}));
+    let (asleep, done) = while_busy(&daemon, &second, || workspace(&daemon, "suspend", json!({})));
     let newer = asleep["current_state_tag"].as_str().unwrap().to_owned();
     assert_ne!(newer, state);
     assert_eq!(daemon.request("GET", &format!("/v1/snapshots/{state}"), None).status, 404);
     daemon.unload(&newer);
     let third = live(&workspace(&daemon, "resume", json!({})));
     assert_eq!(daemon.sh(&third, STATE), "memory 2\ndisk 2\n1\n");
+    // What was said to be done while it fell asleep was done before.
+    let kept = daemon.sh(&third, "wc -l < /root/busy").trim().parse::<u32>().unwrap();
+    assert!(done > 0 && kept >= done, "{done} were done, {kept} are there");
 
     // One whose sandbox is gone says so, and goes on from where it last slept.
     daemon.delete(std::slice::from_ref(&third));

@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::{OwnedSemaphorePermit, watch};
 use tracing::Instrument;
 
+use crate::cgroup::{Leaf, Leaving};
 use crate::error::{Error, Kind, Result};
 use crate::host::new_id;
 use crate::sandbox::{Phase, Sandbox};
@@ -28,7 +29,8 @@ use crate::telling::trace::{self, Over};
 use crate::template::Template;
 
 pub(crate) use freeze::thaw_for_sure;
-use take::{settle, take};
+pub(crate) use take::settle;
+use take::take;
 
 /// How a branch is stored, and what a request for it waits for by default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -356,6 +358,8 @@ impl Snapshots {
         permit: OwnedSemaphorePermit,
     ) {
         let begun = Instant::now();
+        // The branch is born in the source's cgroup, which goes with the source.
+        let leaving = sandbox.belongings().leaf.as_ref().map(Leaf::leaving);
         let taken = match self.record_owner(&entry).await {
             Ok(()) => take(&self, &sandbox, &branch).await,
             Err(error) => Err(error),
@@ -392,7 +396,10 @@ impl Snapshots {
         );
         entry.set_current(template.clone());
         branch.stage.send_replace(Stage::Saving);
-        settle(&template).await;
+        match settle(&template).await {
+            true => drop(leaving),
+            false => leaving.into_iter().for_each(Leaving::stay),
+        }
         self.persist(entry, branch, template, Some((sandbox, generation))).await;
     }
 }

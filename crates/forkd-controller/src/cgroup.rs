@@ -21,7 +21,9 @@ use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use forkd_protocol::names::is_valid_name;
 use rustix::fs::{AtFlags, Mode, OFlags, Uid};
@@ -47,6 +49,9 @@ const MAX_FILE: u64 = 64 << 10;
 /// How long removing waits for processes that were killed: this often, each wait twice the last,
 /// from one millisecond on. Two seconds in all.
 const REMOVE_TRIES: u32 = 11;
+/// How long a leaf is kept for a process that is to leave it, and how often that is looked at.
+const LEAVE_WAIT: Duration = Duration::from_secs(10);
+const LEAVE_STEP: Duration = Duration::from_millis(1);
 
 /// The host's cgroups, as far as they are ours.
 #[derive(Debug)]
@@ -204,6 +209,24 @@ impl Limits {
 pub(crate) struct Leaf {
     path: PathBuf,
     folder: OwnedFd,
+    leaving: Arc<AtomicUsize>,
+}
+
+/// That a process in a leaf is to be moved to one of its own; it is forgotten when it has been, or is gone.
+#[derive(Debug)]
+pub(crate) struct Leaving(Arc<AtomicUsize>);
+
+impl Leaving {
+    /// It stays where it is, for good.
+    pub(crate) fn stay(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Release);
+    }
 }
 
 impl Leaf {
@@ -211,7 +234,25 @@ impl Leaf {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let folder = rustix::fs::open(&path, flags, Mode::empty())
             .map_err(|error| naming("open", &path)(error.into()))?;
-        Ok(Leaf { path, folder })
+        Ok(Leaf { path, folder, leaving: Arc::default() })
+    }
+
+    /// Says that a process which begins in here is to leave: it is not to be killed with the others.
+    pub(crate) fn leaving(&self) -> Leaving {
+        self.leaving.fetch_add(1, Ordering::Acquire);
+        Leaving(self.leaving.clone())
+    }
+
+    /// Waits for those that are to leave; whether they have. Blocks.
+    pub(crate) fn is_left(&self) -> bool {
+        let begun = Instant::now();
+        while self.leaving.load(Ordering::Acquire) > 0 {
+            if begun.elapsed() > LEAVE_WAIT {
+                return false;
+            }
+            std::thread::sleep(LEAVE_STEP);
+        }
+        true
     }
 
     /// For `CLONE_INTO_CGROUP`.

@@ -10,7 +10,7 @@ use forkd_protocol::control::Request;
 use forkd_protocol::names::is_valid_name;
 use forkd_store::Quota;
 
-use crate::branch::{self, Branch};
+use crate::branch::{self, Branch, settle};
 use crate::error::{Error, Result};
 use crate::identity::local_owner;
 use crate::lineage::Lineage;
@@ -54,7 +54,7 @@ impl Snapshots {
                 self.host.janitor.remove_folder(folder).await;
             }
         }
-        self.resume_saving(unsaved, &leftovers);
+        self.resume_saving(unsaved, &leftovers).await;
         Ok(leftovers)
     }
 
@@ -97,7 +97,11 @@ impl Snapshots {
     }
 
     /// Goes on with branches that were not on disk.
-    fn resume_saving(self: &Arc<Self>, mut unsaved: Vec<Unsaved>, leftovers: &Leftovers) {
+    async fn resume_saving(self: &Arc<Self>, mut unsaved: Vec<Unsaved>, leftovers: &Leftovers) {
+        // Their daemon may have been killed before it could: they would go with the sandboxes they came from.
+        for (template, _) in &unsaved {
+            settle(template).await;
+        }
         // Those that came from others among them after those: their tags tell when they began.
         unsaved.sort_by(|(a, x), (b, y)| (x.begun_at_unix, &a.id).cmp(&(y.begun_at_unix, &b.id)));
         let mut branches: HashMap<String, Arc<Branch>> = HashMap::new();

@@ -388,8 +388,10 @@ async fn merge(snapshots: &Snapshots, source: Option<TakenFrom>, template: &Arc<
         return Ok(());
     }
     let replacements = replacements(&files)?;
-    sandbox.ask(|tell| Command::ReplaceLayers(replacements, tell)).await?;
+    // Before it is asked: it may do so without anybody hearing of it, and counts that others know are wrong
+    // then. If it does not, they only merge later.
     *now += 1;
+    sandbox.ask(|tell| Command::ReplaceLayers(replacements, tell)).await?;
     sandbox.disks.frozen.send_modify(|frozen| *frozen = frozen.saturating_sub(most.saturating_sub(1)));
     tracing::debug!(sandbox = sandbox.id, layers = most, "disk layers were merged");
     Ok(())

@@ -24,8 +24,8 @@ use crate::quota::{Claim, Usage};
 use crate::rollback::Succession;
 use crate::sandbox::{End, Phase, Sandbox, Spec, Wish};
 
-/// What the daemon keeps open for one sandbox: control connection, pidfd, cgroup, and a call.
-const FDS_EACH: usize = 4;
+/// What the daemon keeps open for one sandbox: control connection, pidfd, cgroup, line port, and a call.
+const FDS_EACH: usize = 5;
 /// What the daemon needs beside that.
 const FDS_RESERVED: usize = 128;
 

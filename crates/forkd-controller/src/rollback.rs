@@ -72,6 +72,7 @@ pub(crate) async fn roll_back(
 ) -> Result<Arc<Sandbox>> {
     let arrived = Instant::now();
     let (old, turn) = registry.turn_of(id).await?;
+    old.not_put_away()?;
     if matches!(old.phase(), Phase::Starting) {
         let text = format!("sandbox {id} is still starting; wait for its state to be `running`");
         return Err(Error::new(Kind::Conflict, text));

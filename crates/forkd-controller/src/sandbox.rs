@@ -226,9 +226,11 @@ impl Belongings {
         if let Some(Err(error)) = self.slot.take().map(|mut slot| slot.destroy()) {
             tracing::error!(sandbox = id, error = chain(&error), "its network slot is left behind");
         }
-        // A process nobody knew of may be in there.
         let removed = self.leaf.take().map(|leaf| {
-            let _ = leaf.kill();
+            // A process nobody knew of may be in there; a branch must not be.
+            if leaf.is_left() {
+                let _ = leaf.kill();
+            }
             leaf.remove()
         });
         if let Some(Err(error)) = removed {
@@ -469,15 +471,21 @@ impl Sandbox {
         }
     }
 
+    /// Fails while it is being put away: what is done to it then would be lost.
+    pub(crate) fn not_put_away(&self) -> Result<()> {
+        if !self.look(|facts| facts.put_away) {
+            return Ok(());
+        }
+        let text = format!(
+            "sandbox {} is being put away; `forkd workspace resume` goes on when that is done",
+            self.id
+        );
+        Err(Error::new(Kind::Conflict, text))
+    }
+
     /// Fails unless it is running now and has an agent. One that was paused because nobody used it goes on.
     pub(crate) async fn ready(&self) -> Result<()> {
-        if self.look(|facts| facts.put_away) {
-            let text = format!(
-                "sandbox {} is being put away; `forkd workspace resume` goes on when that is done",
-                self.id
-            );
-            return Err(Error::new(Kind::Conflict, text));
-        }
+        self.not_put_away()?;
         self.activity.touch();
         self.wake().await?;
         match self.phase() {
@@ -509,7 +517,9 @@ impl Sandbox {
             done = work => match done {
                 Ok(value) => {
                     self.heard();
-                    return Ok(value);
+                    // It may have been done after the instant that is stored, and is lost then: nobody is to
+                    // believe that it was done.
+                    return self.not_put_away().map(|()| value);
                 }
                 Err(error) => error,
             },

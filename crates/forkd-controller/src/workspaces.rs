@@ -238,10 +238,11 @@ impl Workspaces {
         shown.collect()
     }
 
-    /// The snapshots that workspaces are resumed from.
+    /// The snapshots that workspaces are resumed from, and those they deal with themselves: one that is being
+    /// suspended has its next state among these.
     pub(crate) fn tags(&self) -> BTreeSet<String> {
         let records = self.list().into_iter().map(|(record, _)| record);
-        records.map(|record| record.tag().to_owned()).collect()
+        records.flat_map(|record| [vec![record.tag().to_owned()], record.retired].concat()).collect()
     }
 
     /// The name of a workspace that would be lost, or could not be resumed, without the snapshot `tag`.

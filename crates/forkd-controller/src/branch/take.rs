@@ -147,15 +147,18 @@ fn for_reading(layers: &[Option<OwnedFd>]) -> Result<Vec<Option<OwnedFd>>> {
     layers.iter().map(|layer| layer.as_ref().map(|layer| reopen(layer.as_fd())).transpose()).collect()
 }
 
-/// Moves a branch out of its source's cgroup, which may go, into its own.
-pub(super) async fn settle(template: &Arc<Template>) {
+/// Moves a branch out of its source's cgroup, which may go, into its own. Whether it is there then.
+pub(crate) async fn settle(template: &Arc<Template>) -> bool {
     let (lineage, id, pid) = (template.lineage.clone(), template.id.clone(), template.pid);
     let moved = blocking("moving a branch", move || {
         let Some(cgroup) = &lineage.cgroup else { return Ok(()) };
-        let moved = cgroup.branch(&id).and_then(|leaf| leaf.admit(pid));
+        let own = cgroup.existing(&id).or_else(|_| cgroup.branch(&id));
+        let moved = own.and_then(|leaf| leaf.admit(pid));
         moved.map_err(|error| Error::host("cannot move a branch to its own cgroup", error))
     });
-    if let Err(error) = moved.await {
+    let moved = moved.await;
+    if let Err(error) = &moved {
         tracing::warn!(template = template.id, error = error.message, "it is counted with its source");
     }
+    moved.is_ok()
 }
