@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::process::Output;
 
-use forkd_tests::daemon::is_monitor;
+use forkd_tests::daemon::{Daemon, is_monitor};
 use forkd_tests::eventually;
 use serde_json::{Value, json};
 
@@ -63,9 +63,16 @@ fn the_commands_make_a_snapshot_fork_it_use_the_children_and_clean_up() {
     ok(forkd(&["ping", ids[0], ids[1]]));
     assert!(!forkd(&["ping", "sbnobody"]).status.success());
 
+    ok(forkd(&["exec", ids[0], "--timeout-secs", "60", "--", "sh", "-c", "echo said so > /dev/console"]));
+    eventually("it to be in the log", || ok(forkd(&["logs", ids[0]])).contains("said so").then_some(()));
+    ok(forkd(&["set", ids[0], "--ttl", "3600", "--label", "job=7"]));
+    assert!(ok(forkd(&["ls", "--label", "job=7"])).contains(ids[0]));
+
     ok(forkd(&["kill", ids[0]]));
     let plain = ok(forkd(&["fork", "--tag", "cli", "-n", "1"]));
     assert!(plain.contains("first answer") && plain.contains("all answers"), "no times: {plain}");
+    let target = plain.lines().find_map(|line| line.strip_prefix("FORKD_TARGET=")?.split("  # ").next());
+    assert_eq!(ok(forkd(&["eval", "--target", target.unwrap(), "--", "answer"])).trim(), "42");
     // A tag can go while children of it run.
     ok(forkd(&["rmi", "cli"]));
     assert_eq!(ok(forkd(&["eval", ids[1], "--", "answer"])).trim(), "42");
@@ -119,6 +126,19 @@ fn a_child_that_dies_tells_how_and_its_siblings_do_not_care() {
     daemon.delete(&children);
 }
 
+/// What the guest's own port says to who is at the host's end of its network.
+fn in_network(daemon: &Daemon, id: &str, line: &Value) -> Value {
+    let talk = "import socket, sys\n\
+                s = socket.create_connection(('10.42.0.2', 8888), timeout=60)\n\
+                s.sendall(sys.argv[1].encode() + b'\\n')\n\
+                sys.stdout.write(s.makefile().read())\n";
+    let netns = daemon.run_dir().join("netns").join(daemon.sandbox(id)["netns"].as_str().unwrap());
+    let mut command = std::process::Command::new("nsenter");
+    command.arg(format!("--net={}", netns.display())).args(["python3", "-c", talk, &line.to_string()]);
+    let said = command.output().unwrap();
+    serde_json::from_slice(&said.stdout).unwrap_or_else(|error| panic!("{error}: {said:?}"))
+}
+
 #[test]
 fn templates_and_children_outlive_a_daemon_killed_with_nine() {
     let mut daemon = alone();
@@ -134,6 +154,21 @@ fn templates_and_children_outlive_a_daemon_killed_with_nine() {
     let found: BTreeSet<_> = daemon.sandboxes().into_iter().collect();
     assert_eq!(found, children.iter().cloned().collect(), "{}", daemon.log());
     assert_eq!(daemon.sh(&children[0], "cat /root/kept"), "kept\n");
+    // Their networks are theirs, and lead to them; what goes through is counted.
+    let traffic = |id: &str, key: &str| -> u64 {
+        let stats = daemon.request("GET", &format!("/v1/sandboxes/{id}/stats"), None).json();
+        stats[key].as_u64().unwrap_or_else(|| panic!("{key}: {stats}"))
+    };
+    let keys = ["net_rx_bytes", "net_tx_bytes"];
+    let before = keys.map(|key| traffic(&children[1], key));
+    let long = "x".repeat(20_000);
+    let exec = json!({"action": "exec", "args": ["echo", "heard", long]});
+    let heard = in_network(&daemon, &children[1], &exec);
+    assert!(heard["stdout"].as_str().is_some_and(|said| said.starts_with("heard xxx")), "{heard}");
+    let pong = in_network(&daemon, &children[0], &json!({"action": "ping"}));
+    assert_eq!(pong["pong"], true, "{pong}");
+    let after = keys.map(|key| traffic(&children[1], key));
+    assert!(after[0] > before[0] + 20_000 && after[1] > before[1] + 20_000, "{before:?} {after:?}");
     // The same template forks on, and what ends now is noticed by the new daemon.
     let more = daemon.fork(SMALL, 1);
     assert_eq!(daemon.templates(), templates);

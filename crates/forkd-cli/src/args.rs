@@ -19,8 +19,8 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub(crate) use branches::{BranchArgs, BranchMode, RollbackArgs, SnapshotDiffArgs, TreeArgs};
 pub(crate) use common::{
-    AnswerArgs, DaemonArgs, GuestArgs, JsonArgs, LimitArgs, LinePortArgs, LineTargetArgs, MemoryLimitArgs,
-    ProcessArgs, SandboxArgs, SandboxesArgs, TargetArgs,
+    AnswerArgs, DaemonArgs, GuestArgs, JsonArgs, LimitArgs, LineTargetArgs, MemoryLimitArgs, ProcessArgs,
+    SandboxArgs, SandboxesArgs, TargetArgs,
 };
 use common::{MAX_SECS, parse_id, parse_name, parse_variable};
 pub(crate) use life::{FilterArgs, LifeArgs, SetArgs};
@@ -275,9 +275,10 @@ pub(crate) struct ServeArgs {
     pub(crate) token_file: Option<PathBuf>,
 
     /// Serve a port of loopback that speaks the line protocol for every sandbox, not only for those for which
-    /// it is asked for. Every user of this computer can use such a port.
-    #[arg(long, env = "FORKD_LINE_PORTS")]
+    /// it is asked for. Such a port is for those who may use the unix socket.
+    #[arg(long, env = "FORKD_LINE_PORTS", value_parser = clap::builder::FalseyValueParser::new())]
     pub(crate) line_ports: bool,
+
     /// File that every request is written to, a line each [default: audit.log in the data directory].
     #[arg(long, env = "FORKD_AUDIT_LOG", value_name = "FILE")]
     pub(crate) audit_log: Option<PathBuf>,

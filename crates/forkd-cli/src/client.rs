@@ -104,6 +104,16 @@ impl Daemon {
         }
     }
 
+    /// Its port, if that is how it is reached.
+    pub(crate) fn port(&self) -> Option<u16> {
+        match &self.address {
+            Address::Unix(_) => None,
+            Address::Tcp(authority) | Address::Tls(authority, _) => {
+                authority.rsplit_once(':')?.1.parse().ok()
+            }
+        }
+    }
+
     /// Where it serves TCP clients: what a daemon behind a unix socket says of itself.
     pub(crate) async fn http_url(&self) -> Result<String> {
         if !matches!(self.address, Address::Unix(_)) {

@@ -25,6 +25,7 @@ mod log_format;
 mod machine;
 mod paths;
 mod process;
+mod relay;
 mod settings;
 mod signals;
 mod stdio;

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use rustix::process::{Pid, Signal};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
 
 /// A process, named so that another one with the same number is never taken for it.
@@ -82,8 +82,22 @@ fn parse_start_time(stat: &str) -> Option<u64> {
     fields.nth(18)?.parse().ok()
 }
 
-/// Starts a program that goes on after this command has ended: in a session of its own, away from
-/// the terminal, with its output in `log`.
+/// Lets this process have as many open files as it may: a port for each of a thousand children is more than
+/// usual.
+pub(crate) fn raise_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    // Where it cannot be, opening one file too many says so.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
+}
+
+/// Lets `command` go on after this one has ended: in a session of its own, away from the terminal.
+pub(crate) fn detach(command: &mut Command) -> &mut Command {
+    command.stdin(Stdio::null()).current_dir("/");
+    // SAFETY: between fork and exec only setsid is called, which is async-signal-safe.
+    unsafe { command.pre_exec(|| rustix::process::setsid().map(drop).map_err(Into::into)) }
+}
+
+/// Starts a program that goes on after this command has ended, with its output in `log`.
 pub(crate) fn spawn_detached(command: &mut Command, log: &Path) -> Result<ProcessId> {
     let output = fs::OpenOptions::new()
         .create(true)
@@ -92,13 +106,11 @@ pub(crate) fn spawn_detached(command: &mut Command, log: &Path) -> Result<Proces
         .open(log)
         .with_context(|| format!("cannot write {}", log.display()))?;
     let errors = output.try_clone().context("cannot share the log")?;
-    command.stdin(Stdio::null()).stdout(output).stderr(errors).current_dir("/");
-    // SAFETY: between fork and exec only setsid is called, which is async-signal-safe.
-    unsafe {
-        command.pre_exec(|| rustix::process::setsid().map(drop).map_err(Into::into));
-    }
-    let child =
-        command.spawn().with_context(|| format!("cannot start {}", command.get_program().display()))?;
+    let child = detach(command)
+        .stdout(output)
+        .stderr(errors)
+        .spawn()
+        .with_context(|| format!("cannot start {}", command.get_program().display()))?;
     let pid = child.id() as i32;
     // Nobody waits for it here: it belongs to init as soon as this command ends.
     ProcessId::of(pid).with_context(|| format!("it ended at once; see {}", log.display()))

@@ -49,8 +49,8 @@ pub struct Config {
     pub jail_uid_base: u32,
     /// How many network slots are kept ready, once the first was used.
     pub network_pool: usize,
-    /// Whether every sandbox has a port of loopback for the line protocol, which every user of this host
-    /// can use; else those have one for which it is asked for.
+    /// Whether every sandbox has a port of loopback for the line protocol; else those have one for which it is
+    /// asked for. Whoever may use the unix socket may use such a port.
     pub line_ports: bool,
     /// How much is allowed.
     pub limits: Limits,

@@ -9,10 +9,12 @@
 //! A [`Network`] makes slots and recognises those a killed process left behind; a [`Pool`] makes them
 //! before they are asked for. [`Tap`] is the interface alone, without a namespace.
 //!
-//! All of this needs root; what it hands out does not. Every call blocks. This crate knows nothing of
+//! All of this needs root; what it hands out does not, and neither does [`connected_user`], which knows
+//! nothing of slots. Every call blocks. This crate knows nothing of
 //! guests, sandboxes or monitors: whoever uses it says which slots are in use.
 
 mod link;
+mod loopback;
 mod namespace;
 mod network;
 mod nft;
@@ -24,6 +26,7 @@ mod tap;
 
 use std::net::Ipv4Addr;
 
+pub use loopback::connected_user;
 pub use network::{Leftovers, Network, NetworkConfig, leftovers, remove_namespace, remove_rules};
 pub use pool::Pool;
 pub use slot::{Slot, Traffic, traffic};

@@ -187,11 +187,20 @@ def drive_commands(sandbox):
         expect("ZeroDivisionError" in str(error), error)
 
 
+def is_open(target):
+    host, port = target.split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=60).close()
+        return True
+    except ConnectionRefusedError:
+        return False
+
+
 def drive_sandbox(running):
-    """`Sandbox`: of a sandbox that runs, through `forkd line`; and of its own, through `forkd fork`."""
+    """`Sandbox`: of a sandbox that runs, through `forkd line` and `forkd fork`; and of its own."""
     relay = subprocess.Popen(["forkd", "line", running], stdout=subprocess.PIPE, text=True)
     try:
-        target = relay.stdout.readline().strip().removeprefix("FORKD_TARGET=")
+        target = relay.stdout.readline().split()[0].removeprefix("FORKD_TARGET=")
         with Sandbox(target=target, timeout=120, spawn=False) as sandbox:
             drive_commands(sandbox)
             late = sandbox.commands.run("echo so far; sleep 600", timeout=15)
@@ -215,6 +224,20 @@ def drive_sandbox(running):
         relay.terminate()
         relay.wait()
     step("Sandbox: with a target")
+
+    # What `forkd fork` prints is good as long as the child lives, also after that command has ended.
+    forked = subprocess.run(["forkd", "fork", "--tag", TAG], capture_output=True, text=True, check=True)
+    told = [line for line in forked.stdout.splitlines() if line.startswith("FORKD_TARGET=")]
+    expect(len(told) == 1, forked)
+    target, child = told[0].removeprefix("FORKD_TARGET=").split("  # ")
+    with Sandbox(target=target, timeout=120, spawn=False) as sandbox:
+        drive_commands(sandbox)
+    Controller().kill_sandbox(child)
+    until = time.monotonic() + 60
+    while is_open(target):
+        expect(time.monotonic() < until, "its port is still there")
+        time.sleep(0.2)
+    step("Sandbox: with the target of a fork")
 
     before = {sandbox["id"] for sandbox in Controller().list_sandboxes()}
     with Sandbox.create(timeout=120) as sandbox:

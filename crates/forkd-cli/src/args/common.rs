@@ -116,15 +116,6 @@ pub(crate) struct TargetArgs {
     pub(crate) line: LineTargetArgs,
 }
 
-/// Whether the daemon serves a port for each sandbox.
-#[derive(Debug, Args)]
-pub(crate) struct LinePortArgs {
-    /// Have the daemon serve a port of its loopback for each, which speaks the line protocol and every user
-    /// of its computer can use; print it as FORKD_TARGET.
-    #[arg(long)]
-    pub(crate) line_port: bool,
-}
-
 /// The sandboxes something is done to.
 #[derive(Debug, Args)]
 pub(crate) struct SandboxesArgs {

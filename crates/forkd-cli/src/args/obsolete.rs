@@ -64,17 +64,12 @@ pub(crate) const ALL: &[Obsolete] = &[
         "a guest is waited for until it says that it is warm",
     ),
     ignored("cache", Some("DIR"), &["run", "from-image"], "images are kept in the data directory"),
+    refused("kernel", "FILE", &["run", "from-image"], "it is the daemon's: `forkd serve --kernel FILE`"),
     refused(
-        "rootfs",
-        "FILE",
-        &["snapshot"],
-        "make an image with `forkd image build NAME --tar FILE` or `--folder DIR`, and give it as --image NAME",
-    ),
-    refused(
-        "kernel",
-        "FILE",
-        &["snapshot", "run", "from-image"],
-        "it is the daemon's: `forkd serve --kernel FILE`",
+        "extra",
+        "PKG",
+        &["run"],
+        "build an image with it: `forkd parent build IMAGE --extra PKG --output NAME`, and give it as --image NAME",
     ),
     refused(
         "volume",
@@ -82,7 +77,6 @@ pub(crate) const ALL: &[Obsolete] = &[
         &["snapshot"],
         "files get into an image when it is built (`forkd image build NAME --folder DIR`) or into a sandbox later",
     ),
-    refused("child", "NETNS", &["exec", "ping", "eval"], "name the sandbox by its id (`forkd ls`)"),
 ];
 
 /// The grammar with these flags; help does not show them.

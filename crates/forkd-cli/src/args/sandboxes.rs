@@ -3,8 +3,8 @@
 use clap::Args;
 
 use super::{
-    AnswerArgs, DaemonArgs, FilterArgs, LifeArgs, LimitArgs, LinePortArgs, LineTargetArgs, MAX_SECS,
-    MemoryLimitArgs, ProcessArgs, SandboxArgs, TargetArgs, parse_id, parse_name, parse_variable,
+    AnswerArgs, DaemonArgs, FilterArgs, LifeArgs, LimitArgs, LineTargetArgs, MAX_SECS, MemoryLimitArgs,
+    ProcessArgs, SandboxArgs, TargetArgs, parse_id, parse_name, parse_variable,
 };
 
 /// How many children one call may ask for.
@@ -55,13 +55,16 @@ pub(crate) struct ForkArgs {
     pub(crate) children: ChildrenArgs,
 
     /// Stay for this many seconds, then end the children; they also end when this command does. Until then
-    /// this command serves a port of loopback for each child, the first on FORKD_TARGET if that is set.
+    /// this command serves the ports of the children, the first on FORKD_TARGET if that is set.
     #[arg(long, conflicts_with = "ttl", value_parser = clap::value_parser!(u64).range(0..=MAX_SECS),
           value_name = "SECS")]
     pub(crate) settle_secs: Option<u64>,
 
-    #[command(flatten)]
-    pub(crate) line: LinePortArgs,
+    /// No ports. Without this, and if the daemon is on this computer, each child has a port of loopback that
+    /// speaks the line protocol, printed as FORKD_TARGET: for whoever may use the daemon's socket or, where it
+    /// is reached over TCP, for this user.
+    #[arg(long, conflicts_with = "settle_secs")]
+    pub(crate) no_line_port: bool,
 
     #[command(flatten)]
     pub(crate) answer: AnswerArgs,
@@ -85,8 +88,10 @@ pub(crate) struct SpawnArgs {
     #[arg(long)]
     pub(crate) no_wait: bool,
 
-    #[command(flatten)]
-    pub(crate) line: LinePortArgs,
+    /// Have the daemon serve a port of its loopback for each, which speaks the line protocol; print it as
+    /// FORKD_TARGET. It is for root, the daemon's user and the group forkd.
+    #[arg(long)]
+    pub(crate) line_port: bool,
 
     #[command(flatten)]
     pub(crate) answer: AnswerArgs,
@@ -149,7 +154,8 @@ pub(crate) struct ExecArgs {
     pub(crate) streams: StreamArgs,
 
     /// End it after this many seconds, at most 30 days [default: 600; with -i or -t none].
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=MAX_SECS), value_name = "SECS")]
+    #[arg(long, alias = "timeout-secs", value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
+          value_name = "SECS")]
     pub(crate) timeout: Option<u64>,
 
     #[command(flatten)]
@@ -277,21 +283,23 @@ pub(crate) struct PingArgs {
     pub(crate) answer: AnswerArgs,
 }
 
-/// Serve a port of loopback that speaks the line protocol with a sandbox, until ^C.
+/// Serve a port of loopback that speaks the line protocol with a sandbox, until it ends.
 ///
-/// It is what clients of the reference want as FORKD_TARGET: one JSON line in, one out. Every user of this
-/// computer can use the port as long as this command runs.
+/// It is what clients of the reference want as FORKD_TARGET: one JSON line in, one out. The port is for the
+/// user who runs this command, and for root.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd line sb4k2n
   forkd line sb4k2n --listen 127.0.0.1:8888
+  forkd line sb4k2n sb7x1q --json
 
-Exit status: 130 ended by ^C, 1 failed, 2 wrong usage.")]
+Exit status: 0 the sandboxes have ended, 130 ended by ^C, 1 failed, 2 wrong usage.")]
 pub(crate) struct LineArgs {
-    #[command(flatten)]
-    pub(crate) sandbox: SandboxArgs,
+    /// Ids of sandboxes (`forkd ls`): a port for each.
+    #[arg(required = true, value_parser = parse_id, value_name = "ID")]
+    pub(crate) ids: Vec<String>,
 
-    /// The port to serve [default: any].
+    /// The port to serve, of the first sandbox [default: any].
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub(crate) listen: Option<std::net::SocketAddr>,
 

@@ -1,5 +1,7 @@
 //! What can be typed about snapshots: make, list, remove and unload them.
 
+use std::path::PathBuf;
+
 use clap::Args;
 
 use super::{AnswerArgs, DaemonArgs, GuestArgs, parse_id, parse_name};
@@ -14,6 +16,7 @@ use super::{AnswerArgs, DaemonArgs, GuestArgs, parse_id, parse_name};
   forkd snapshot --tag app --image tools --warm 'cd /srv && ./prepare.sh' --vcpus 2 --mem-size-mib 1024
   forkd snapshot --tag numpy --image python --warm-python 'import numpy' --json | jq -r .dir
   forkd snapshot --tag before-deploy --from-sandbox sb4k2n
+  forkd snapshot --tag mine --kernel /srv/vmlinux --rootfs /srv/root.ext4
 
 With --from-sandbox it is `forkd branch`. A warm-up that goes on running, such as a server, is warm once it has created the file named by
 FORKD_READY_FILE in its environment.
@@ -26,8 +29,18 @@ pub(crate) struct SnapshotArgs {
     pub(crate) tag: String,
 
     /// Image to boot (`forkd image ls`).
-    #[arg(long, value_parser = parse_name, required_unless_present = "from_sandbox", value_name = "NAME")]
+    #[arg(long, value_parser = parse_name, required_unless_present_any = ["from_sandbox", "rootfs", "kernel"],
+          value_name = "NAME")]
     pub(crate) image: Option<String>,
+
+    /// Boot this disk instead, an ext4 file in a folder that the daemon allows (`forkd serve --allow-path`). It
+    /// must stay as it is.
+    #[arg(long, conflicts_with_all = ["image", "from_sandbox"], value_name = "FILE")]
+    pub(crate) rootfs: Option<PathBuf>,
+
+    /// Boot it with this kernel, from such a folder, too; alone, a guest without a disk.
+    #[arg(long, conflicts_with_all = ["image", "from_sandbox"], value_name = "FILE")]
+    pub(crate) kernel: Option<PathBuf>,
 
     /// Keep this moment of a running sandbox instead.
     #[arg(long, value_parser = parse_id, conflicts_with_all = ["image", "warm", "warm_python"],

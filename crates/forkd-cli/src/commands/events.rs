@@ -77,7 +77,7 @@ fn line(kind: &str, data: &Value) -> String {
 
 /// Takes a stream of server-sent events apart.
 #[derive(Debug, Default)]
-struct Parser {
+pub(super) struct Parser {
     line: Vec<u8>,
     kind: String,
     data: String,
@@ -85,7 +85,7 @@ struct Parser {
 
 impl Parser {
     /// The events that are complete with these bytes.
-    fn feed(&mut self, bytes: &[u8]) -> Result<Vec<(String, Value)>> {
+    pub(super) fn feed(&mut self, bytes: &[u8]) -> Result<Vec<(String, Value)>> {
         let mut events = Vec::new();
         for &byte in bytes {
             if byte != b'\n' {

@@ -13,9 +13,10 @@ use tokio::net::TcpListener;
 use super::{Context, life, sandboxes, with_daemon};
 use crate::api::{self, ChildError, Sandbox, Spawned};
 use crate::args::{ChildrenArgs, ForkArgs, SpawnArgs};
-use crate::client::Daemon;
+use crate::client::{Address, Daemon};
 use crate::clock;
-use crate::line::Relay;
+use crate::process;
+use crate::relay::{Known, PREFIX, Relay};
 use crate::signals::{Caught, Forwarded};
 use crate::ui::{self, Ui};
 
@@ -27,7 +28,8 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
         let mut signals = args.settle_secs.map(|_| Forwarded::listen()).transpose()?;
         let wanted = if args.settle_secs.is_some() { wanted_port().await? } else { None };
         let mut body = request(&args.children);
-        if args.line.line_port {
+        let server = server(&daemon, args);
+        if server == Some(Server::Daemon) {
             body["line_port"] = json!(true);
         }
         if let Some(settle) = args.settle_secs {
@@ -45,9 +47,15 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
             },
         };
         let mut spawned: Spawned = api::read(&answer)?;
-        if args.settle_secs.is_some()
-            && let Err(error) = serve_lines(&daemon, &mut spawned.children, wanted).await
-        {
+        let served = match server {
+            Some(Server::Ourselves) => {
+                let known = Known::new(context, daemon.clone());
+                serve_lines(&known, &mut spawned.children, wanted).await
+            }
+            Some(Server::Left) => leave_lines(context, &daemon, &mut spawned.children),
+            Some(Server::Daemon) | None => Ok(()),
+        };
+        if let Err(error) = served {
             ui.warn(format!("the children have no ports: {error:#}"));
         }
         let times = Times::of(asked_unix_ms, &spawned.children);
@@ -71,7 +79,7 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
 pub(crate) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let mut body = request(&args.children);
-        if args.line.line_port {
+        if args.line_port {
             body["line_port"] = json!(true);
         }
         if args.no_wait {
@@ -84,13 +92,37 @@ pub(crate) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
         } else {
             let ids: Vec<&str> = spawned.children.iter().map(|child| child.id.as_str()).collect();
             ui::print(&ids.join("\n"))?;
-            for child in spawned.children.iter().filter(|_| args.line.line_port) {
-                context.ui.note(format!("{}: FORKD_TARGET={}", child.id, child.guest_addr));
+            for child in spawned.children.iter().filter(|_| args.line_port) {
+                context.ui.note(format!("{}: {PREFIX}{}", child.id, child.guest_addr));
             }
             warn_of(&spawned.errors, context.ui);
         }
         Ok(u8::from(!spawned.errors.is_empty()))
     })
+}
+
+/// Who serves the ports at which the line protocol is spoken with children.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Server {
+    /// This command, as long as it stays.
+    Ourselves,
+    Daemon,
+    /// A process that is left behind: the daemon's ports cannot be reached, or are not for this user.
+    Left,
+}
+
+/// Nobody, if it is not wanted, or if the daemon is on another computer.
+fn server(daemon: &Daemon, args: &ForkArgs) -> Option<Server> {
+    if args.settle_secs.is_some() {
+        return Some(Server::Ourselves);
+    }
+    match &daemon.address {
+        _ if args.no_line_port || !daemon.is_local() => None,
+        // Its loopback is ours, and its ports are for those who may use its socket.
+        Address::Unix(_) => Some(Server::Daemon),
+        // It may be in the machine, in a container, or behind a tunnel, and let in whoever has a token.
+        Address::Tcp(_) | Address::Tls(..) => Some(Server::Left),
+    }
 }
 
 /// The port that FORKD_TARGET names, taken before there are children: whoever started this command may be
@@ -106,16 +138,30 @@ async fn wanted_port() -> Result<Option<TcpListener>> {
 /// Serves a port for each child as long as this command runs, which is then where it is reached; the first
 /// one on `wanted`.
 async fn serve_lines(
-    daemon: &Daemon,
+    daemon: &Known,
     children: &mut [Sandbox],
     mut wanted: Option<TcpListener>,
 ) -> Result<()> {
+    process::raise_file_limit();
     for child in children {
         let listener = match wanted.take() {
             Some(listener) => listener,
             None => Relay::bind(None).await?,
         };
-        child.guest_addr = Relay::serve(listener, daemon.clone(), &child.id)?.target().to_string();
+        child.guest_addr = Relay::serve(listener, daemon.clone(), &child.id)?.target.to_string();
+    }
+    Ok(())
+}
+
+/// Has a port served for each child for as long as it lives, which is then where it is reached.
+fn leave_lines(context: &Context, daemon: &Daemon, children: &mut [Sandbox]) -> Result<()> {
+    let ids: Vec<&str> = children.iter().map(|child| child.id.as_str()).collect();
+    let mut targets = Relay::leave_behind(&context.data, daemon, &ids)?;
+    for child in children {
+        // One that has ended since has none.
+        if let Some(target) = targets.remove(&child.id) {
+            child.guest_addr = target;
+        }
     }
     Ok(())
 }
@@ -134,7 +180,7 @@ fn with_targets(mut answer: Value, children: &[Sandbox]) -> Value {
 fn print_targets(children: &[Sandbox]) -> Result<()> {
     let local = |child: &&Sandbox| child.guest_addr.starts_with("127.0.0.1:");
     for child in children.iter().filter(local) {
-        ui::print(&format!("FORKD_TARGET={}  # {}", child.guest_addr, child.id))?;
+        ui::print(&format!("{PREFIX}{}  # {}", child.guest_addr, child.id))?;
     }
     Ok(())
 }

@@ -13,7 +13,7 @@ pub(crate) fn from_image(context: &Context, args: &FromImageArgs) -> Result<u8> 
     let daemon = &args.answer.daemon;
     let image = resolve(context, &args.image, None, &args.extras, Some(daemon))?;
     let body = json!({ "tag": args.tag, "image": image, "mem_size_mib": args.mem_size_mib });
-    snapshot::warm(context, &image, &args.tag, &body, &args.answer)
+    snapshot::warm(context, Some(&image), &args.tag, &body, &args.answer)
 }
 
 /// Makes sure of the image alone.

@@ -1,34 +1,119 @@
 //! `forkd line`, and `exec`, `eval` and `ping` with `--target`: the line protocol.
 
 use std::io;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
+use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
 
+use super::events::Parser;
 use super::exec::status;
 use super::{Context, with_daemon};
 use crate::args::{LineArgs, LineTargetArgs};
-use crate::line::{self, Question, Relay};
+use crate::client::Streaming;
+use crate::line::{self, Question};
+use crate::process;
+use crate::relay::{Known, PREFIX, Relay, Target};
 use crate::signals::Forwarded;
 use crate::ui;
 
-/// Serves a port until a signal comes.
+/// How often it is looked whether sandboxes are still there, if no event says that one is not.
+const LOOK_EVERY: Duration = Duration::from_secs(60);
+/// The same, if there are no events.
+const LOOK_OFTEN: Duration = Duration::from_secs(2);
+/// How long the daemon may be away, as for a restart.
+const AWAY_LIMIT: Duration = Duration::from_secs(30);
+
+/// Serves ports until their sandboxes have ended, or a signal comes.
 pub(crate) fn line(context: &Context, args: &LineArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let mut signals = Forwarded::listen()?;
-        // Whether there is such a sandbox is said now, not to whoever connects.
-        let path = crate::api::sandbox_path(&args.sandbox.id);
-        daemon.ask(hyper::Method::GET, &path, None).await?;
-        let relay = Relay::serve(Relay::bind(args.listen).await?, daemon, &args.sandbox.id)?;
-        match args.answer.json {
-            true => ui::print_json(&json!({ "id": args.sandbox.id, "target": relay.target().to_string() }))?,
-            false => ui::print(&format!("FORKD_TARGET={}", relay.target()))?,
-        }
+        let known = Known::new(context, daemon);
+        let work = async {
+            let relays = open(&known, args).await?;
+            close_with(&known, relays).await
+        };
         tokio::select! {
             caught = signals.next() => Ok(caught.status()),
-            () = relay.ended() => Ok(1),
+            ended = work => ended.map(|()| 0),
         }
     })
+}
+
+/// Opens a port for each sandbox, and says where. Whether there are any is said now, not to whoever connects.
+async fn open(known: &Known, args: &LineArgs) -> Result<Vec<Relay>> {
+    let list = known.daemon()?.ask(Method::GET, "/v1/sandboxes", None).await?;
+    let (alive, gone): (Vec<&String>, Vec<&String>) = args.ids.iter().partition(|id| is_alive(&list, id));
+    if alive.is_empty() {
+        bail!("there is no sandbox {}; `forkd ls` shows those that run", gone[0]);
+    }
+    process::raise_file_limit();
+    let mut wanted = args.listen;
+    let mut relays = Vec::new();
+    for id in alive {
+        relays.push(Relay::serve(Relay::bind(wanted.take()).await?, known.clone(), id)?);
+    }
+    if args.answer.json {
+        let target = |relay: &Relay| Target { id: relay.id.clone(), target: relay.target.to_string() };
+        ui::print(&serde_json::to_string(&relays.iter().map(target).collect::<Vec<_>>())?)?;
+    } else {
+        for relay in &relays {
+            ui::print(&format!("{PREFIX}{}  # {}", relay.target, relay.id))?;
+        }
+    }
+    Ok(relays)
+}
+
+/// Closes each port when its sandbox has ended; returns when all have.
+async fn close_with(known: &Known, mut relays: Vec<Relay>) -> Result<()> {
+    let mut seen = Instant::now();
+    loop {
+        // First this: what ends after the look is told.
+        let events = async { known.daemon()?.follow("/v1/events?follow=true&kind=sandbox.ended").await };
+        let events = events.await;
+        let listed = async { known.daemon()?.call(Method::GET, "/v1/sandboxes", None).await };
+        match listed.await {
+            Ok((StatusCode::OK, list)) => {
+                relays.extract_if(.., |relay| !is_alive(&list, &relay.id)).for_each(Relay::close);
+                seen = Instant::now();
+            }
+            // Who may not ask any more cannot pass anything on, either.
+            Ok((status @ (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN), why)) => {
+                bail!("the daemon does not let these ports be served any more ({status}): {}", why["error"]);
+            }
+            Ok((status, why)) if seen.elapsed() > AWAY_LIMIT => bail!("the daemon says {status}: {why}"),
+            Err(error) if seen.elapsed() > AWAY_LIMIT => return Err(error),
+            _ => {}
+        }
+        if relays.is_empty() {
+            return Ok(());
+        }
+        if let Ok(events) = events {
+            let _ = tokio::time::timeout(LOOK_EVERY, one_ended(events, &relays)).await;
+        }
+        // Not more often than that, whatever happens.
+        tokio::time::sleep(LOOK_OFTEN).await;
+    }
+}
+
+/// Returns when the daemon says that one of these has ended, or says nothing any more.
+async fn one_ended(mut stream: Streaming, relays: &[Relay]) -> Result<()> {
+    let mut parser = Parser::default();
+    while let Some(bytes) = stream.next().await? {
+        let events = parser.feed(&bytes)?;
+        let is_ours = |data: &Value| relays.iter().any(|relay| data["sandbox"] == relay.id.as_str());
+        if events.iter().any(|(kind, data)| kind == "lagged" || is_ours(data)) {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Whether a sandbox is in the list, and has not ended.
+fn is_alive(list: &Value, id: &str) -> bool {
+    let sandboxes = list.as_array().into_iter().flatten();
+    sandboxes.filter(|sandbox| sandbox["id"] == id).any(|sandbox| sandbox["state"] != "ended")
 }
 
 /// Runs a command and returns its status.

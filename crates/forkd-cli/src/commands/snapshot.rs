@@ -28,19 +28,20 @@ pub(crate) fn snapshot(context: &Context, args: &SnapshotArgs) -> Result<u8> {
         let wanted = Wanted { id, tag: Some(&args.tag), mode, wait: !args.no_wait };
         return branch::keep(context, &wanted, &args.answer);
     }
-    let image = args.image.as_deref().context("an image is needed: give one with --image")?;
-    warm(context, image, &args.tag, &request(args), &args.answer)
+    warm(context, args.image.as_deref(), &args.tag, &request(args)?, &args.answer)
 }
 
-/// Boots and warms an image as `body` says, and keeps it under the tag.
+/// Boots and warms what `body` names, an image perhaps, and keeps it under the tag.
 pub(super) fn warm(
     context: &Context,
-    image: &str,
+    image: Option<&str>,
     tag: &str,
     body: &Value,
     answer: &AnswerArgs,
 ) -> Result<u8> {
-    prepare_image(context, &answer.daemon, image)?;
+    if let Some(image) = image {
+        prepare_image(context, &answer.daemon, image)?;
+    }
     with_daemon(context, &answer.daemon, async |daemon| {
         let begun = Instant::now();
         let made = make(&daemon, tag, body, context.ui).await?;
@@ -54,13 +55,22 @@ pub(super) fn warm(
 }
 
 /// The request's body: what was not asked for is left to the daemon.
-fn request(args: &SnapshotArgs) -> Value {
+fn request(args: &SnapshotArgs) -> Result<Value> {
     let mut body = json!({
         "tag": args.tag,
-        "image": args.image,
         "vcpus": args.guest.vcpus,
         "mem_size_mib": args.guest.mem_size_mib,
     });
+    if let Some(image) = &args.image {
+        body["image"] = json!(image);
+    }
+    for (name, file) in [("rootfs", &args.rootfs), ("kernel", &args.kernel)] {
+        if let Some(file) = file {
+            // The daemon has another working directory.
+            let path = std::path::absolute(file).with_context(|| format!("--{name}"))?;
+            body[name] = json!(path.to_str().with_context(|| format!("--{name}: the path is not text"))?);
+        }
+    }
     if let Some(line) = &args.warm {
         body["warm_command"] = json!(["sh", "-c", line]);
     }
@@ -70,7 +80,7 @@ fn request(args: &SnapshotArgs) -> Value {
     if args.guest.no_network {
         body["network"] = json!(false);
     }
-    body
+    Ok(body)
 }
 
 /// What came of it.
@@ -202,15 +212,28 @@ mod tests {
     fn a_warm_up_is_a_shell_command_line_and_defaults_are_left_to_the_daemon() {
         let line = ["forkd", "snapshot", "--tag", "t", "--image", "python", "--warm", "a && b"];
         let Command::Snapshot(args) = Cli::try_parse_from(line).unwrap().command else { panic!() };
-        let body = request(&args);
+        let body = request(&args).unwrap();
         assert_eq!(body["warm_command"], json!(["sh", "-c", "a && b"]));
         assert_eq!((&body["network"], &body["warm_python"]), (&Value::Null, &Value::Null));
         let line = [&line[..6], &["--no-network", "--warm-python", "import numpy"]].concat();
         let Command::Snapshot(args) = Cli::try_parse_from(line).unwrap().command else { panic!() };
-        let body = request(&args);
+        let body = request(&args).unwrap();
         assert_eq!(body["network"], json!(false));
         assert_eq!(body["warm_python"], json!("import numpy"));
         assert_eq!(body["warm_command"], Value::Null);
+    }
+
+    #[test]
+    fn a_disk_and_a_kernel_are_named_by_whole_paths_and_instead_of_an_image() {
+        let line = ["forkd", "snapshot", "--tag", "t", "--kernel", "/srv/vmlinux", "--rootfs", "root.ext4"];
+        let Command::Snapshot(args) = Cli::try_parse_from(line).unwrap().command else { panic!() };
+        let body = request(&args).unwrap();
+        let rootfs = std::env::current_dir().unwrap().join("root.ext4");
+        assert_eq!((&body["kernel"], &body["rootfs"]), (&json!("/srv/vmlinux"), &json!(rootfs)));
+        assert_eq!(body["image"], Value::Null);
+        for wrong in [&line[..4], &[&line[..], &["--image", "python"]].concat()] {
+            assert!(Cli::try_parse_from(wrong).is_err(), "{wrong:?}");
+        }
     }
 
     #[test]

@@ -3,6 +3,8 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::process::{Child, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -11,11 +13,12 @@ use crate::fake_daemon::FakeDaemon;
 use crate::{FORK, child};
 
 const LINE: &str = "POST /v1/sandboxes/sb1/line";
+const LIST: &str = "GET /v1/sandboxes";
 
 fn daemon() -> FakeDaemon {
     FakeDaemon::start(|line| match line {
         FORK => (201, json!({ "children": [child("sb1"), child("sb2")], "errors": [] })),
-        "GET /v1/sandboxes/sb1" => (200, child("sb1")),
+        LIST => (200, json!([child("sb1"), child("sb2")])),
         LINE => (200, json!({ "stdout": "hi\n", "stderr": "", "exit_code": 3 })),
         _ => (404, json!({ "error": "there is no such sandbox" })),
     })
@@ -71,6 +74,52 @@ fn lines_are_passed_on_to_the_daemon_and_nothing_else_is() {
 }
 
 #[test]
+fn a_port_is_served_as_long_as_its_sandbox_lives_and_for_one_user() {
+    let alive = Arc::new(AtomicBool::new(true));
+    let lives = alive.clone();
+    let daemon = FakeDaemon::start(move |line| match line {
+        LINE => (200, json!({ "pong": true })),
+        LIST if lives.load(Ordering::Relaxed) => (200, json!([child("sb1"), child("sb2")])),
+        LIST => (200, json!([child("sb2")])),
+        _ => (404, json!({ "error": "there is nothing like that" })),
+    });
+    let mut command = daemon.forkd(&["line", "sb1"]).spawn().unwrap();
+    let target = target(&mut command);
+    assert_eq!(say(&target, "{\"action\": \"ping\"}"), json!({ "pong": true }));
+    // Only root can become somebody else.
+    if rustix::process::geteuid().is_root() {
+        let (host, port) = target.split_once(':').unwrap();
+        let talk = format!("exec 3<>/dev/tcp/{host}/{port}; echo '{{\"action\": \"ping\"}}' >&3; cat <&3");
+        let mut other = std::process::Command::new("setpriv");
+        other.args(["--reuid=65534", "--regid=65534", "--clear-groups", "bash", "-c", &talk]);
+        let refused: Value = serde_json::from_slice(&other.output().unwrap().stdout).unwrap();
+        assert!(refused["error"].as_str().unwrap().contains("not for user 65534"), "{refused}");
+    }
+    alive.store(false, Ordering::Relaxed);
+    assert_eq!(command.wait().unwrap().code(), Some(0));
+    assert!(TcpStream::connect(&target).is_err());
+}
+
+#[test]
+fn a_port_ends_with_the_right_to_it_and_several_are_told_at_once() {
+    let may = Arc::new(AtomicBool::new(true));
+    let still = may.clone();
+    let daemon = FakeDaemon::start(move |line| match line {
+        LIST if still.load(Ordering::Relaxed) => (200, json!([child("sb1"), child("sb2")])),
+        _ => (401, json!({ "error": "this token is not known" })),
+    });
+    let mut command = daemon.forkd(&["line", "sb1", "sb9", "sb2", "--json"]).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(command.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    let told: Vec<Value> = serde_json::from_str(&line).unwrap();
+    assert_eq!((&told[0]["id"], &told[1]["id"], told.len()), (&json!("sb1"), &json!("sb2"), 2));
+    may.store(false, Ordering::Relaxed);
+    let said = command.wait_with_output().unwrap();
+    assert_eq!(said.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&said.stderr).contains("this token is not known"), "{said:?}");
+}
+
+#[test]
 fn a_fork_that_stays_serves_its_first_child_where_forkd_target_says() {
     let daemon = daemon();
     let wanted = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
@@ -94,7 +143,7 @@ fn what_is_not_on_loopback_or_not_there_is_refused_with_the_reason() {
     let daemon = daemon();
     for (args, why) in [
         (&["line", "sb1", "--listen", "0.0.0.0:0"][..], "not on loopback"),
-        (&["line", "sb9"], "no such sandbox"),
+        (&["line", "sb9"], "there is no sandbox sb9"),
         (&["ping", "--target", "nonsense"], "HOST:PORT"),
         (&["exec", "--target", "127.0.0.1:1", "--", "true"], "no answer from 127.0.0.1:1"),
     ] {

@@ -142,9 +142,15 @@ fn flags_that_lost_their_meaning_are_noted_and_those_that_meant_something_else_a
     let quiet = daemon.run(&[&["--quiet"], &line[..]].concat());
     assert_eq!((quiet.status, quiet.stderr.as_str()), (Some(0), ""), "{quiet:?}");
     let before = daemon.lines().len();
-    let refused = daemon.run(&["snapshot", "--tag", "t", "--image", "i", "--rootfs", "x.ext4"]);
-    assert_eq!(refused.status, Some(2), "{refused:?}");
-    assert!(refused.stderr.contains("forkd image build"), "{refused:?}");
+    for (line, instead) in [
+        (&["snapshot", "--tag", "t", "--image", "i", "--volume", "/a:/b"][..], "forkd image build"),
+        (&["run", "--image", "i", "--extra", "jq", "--", "true"], "forkd parent build"),
+        (&["run", "--image", "i", "--kernel", "k", "--", "true"], "forkd serve --kernel"),
+    ] {
+        let refused = daemon.run(line);
+        assert_eq!(refused.status, Some(2), "{refused:?}");
+        assert!(refused.stderr.contains(instead), "{refused:?}");
+    }
     assert_eq!(daemon.lines().len(), before, "something was asked of the daemon");
 }
 

@@ -116,8 +116,11 @@ fn children_that_run_are_printed_with_their_times_and_those_that_do_not_make_it_
     let spawned = daemon.run(&["spawn", "--tag", "t", "-n", "3", "--no-wait"]);
     assert_eq!((spawned.status, spawned.stdout.as_str()), (Some(1), "sb1\nsb2\n"));
     assert_eq!(daemon.lines(), [FORK; 3]);
-    assert_eq!(daemon.asked()[0].1, json!({ "snapshot_tag": "t", "n": 3 }));
-    assert_eq!(daemon.asked()[2].1["wait"], false);
+    // Somebody at the terminal may want to speak with them; a script asks for what it needs.
+    assert_eq!(daemon.asked()[0].1, json!({ "snapshot_tag": "t", "n": 3, "line_port": true }));
+    assert_eq!(daemon.asked()[2].1, json!({ "snapshot_tag": "t", "n": 3, "wait": false }));
+    daemon.run(&["fork", "--tag", "t", "-n", "3", "--no-line-port"]);
+    assert_eq!(daemon.asked()[3].1, json!({ "snapshot_tag": "t", "n": 3 }));
 }
 
 #[test]

@@ -31,12 +31,13 @@ pub struct RollbackRequest {
     responses(
         (status = 200, body = SandboxInfo, description = "It is paused, or was already"),
         (status = 404, body = ErrorBody),
-        (status = 409, body = ErrorBody, description = "The sandbox is starting, or has ended"),
+        (status = 409, body = ErrorBody, description = "The sandbox is starting, being put away, or has ended"),
     ),
 )]
 pub(super) async fn pause(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<SandboxInfo>> {
     let sandbox = app.registry.get(&id)?;
     let _turn = sandbox.take_turn().await?;
+    sandbox.not_put_away()?;
     if !matches!(awake(&sandbox)?, Phase::Paused) {
         sandbox.ask(Command::Pause).await?;
     }
@@ -51,13 +52,15 @@ pub(super) async fn pause(State(app): State<App>, Id(id): Id, _: Ignored) -> Res
     responses(
         (status = 200, body = SandboxInfo, description = "It runs, or did already"),
         (status = 404, body = ErrorBody),
-        (status = 409, body = ErrorBody, description = "The sandbox is starting, or has ended"),
+        (status = 409, body = ErrorBody, description = "The sandbox is starting, being put away, or has ended"),
     ),
 )]
 pub(super) async fn resume(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<SandboxInfo>> {
     let sandbox = app.registry.get(&id)?;
     let _turn = sandbox.take_turn().await?;
-    if matches!(awake(&sandbox)?, Phase::Paused) {
+    sandbox.not_put_away()?;
+    // One that does not answer may have been paused too late for anybody to hear of it.
+    if matches!(awake(&sandbox)?, Phase::Paused | Phase::Unresponsive) {
         sandbox.go_on().await?;
     }
     Ok(Json(info(&sandbox)))

@@ -16,8 +16,8 @@ use crate::line;
 /// A sandbox's port of loopback.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct LinePort {
-    /// Such as `127.0.0.1:40123`: what clients of the reference are given as `FORKD_TARGET`. Every user of
-    /// the daemon's host can use it.
+    /// Such as `127.0.0.1:40123`: what clients of the reference are given as `FORKD_TARGET`. It is for
+    /// users of the daemon's host who may use its unix socket.
     pub target: String,
 }
 

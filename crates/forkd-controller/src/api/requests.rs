@@ -246,7 +246,7 @@ fn taken_over(headers: &HeaderMap) -> Option<String> {
     ((1..=MAX_ID).contains(&id.len()) && id.bytes().all(fits)).then(|| id.to_owned())
 }
 
-fn made_up() -> String {
+pub(crate) fn made_up() -> String {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     format!("{:x}-{:x}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }

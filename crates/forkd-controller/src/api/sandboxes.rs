@@ -92,7 +92,10 @@ pub(super) async fn create(
     }
     if line_port {
         for sandbox in earlier.iter().chain(bound.iter().map(Bound::sandbox)) {
-            app.lines.open(sandbox)?;
+            // `guest_addr` tells which have one.
+            if let Err(error) = app.lines.open(sandbox) {
+                tracing::warn!(sandbox = sandbox.id, error = error.message, "it has no line port");
+            }
         }
     }
     let children: Vec<_> = earlier.into_iter().chain(bound.into_iter().map(Bound::release)).collect();

@@ -80,8 +80,8 @@ pub struct CreateRequest {
     /// Answer when every child has; else at once, while they are `starting`. True when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wait: Option<bool>,
-    /// Open a port of loopback that speaks the line protocol (`guest_addr` is that then). Every user of the
-    /// daemon's host can use it.
+    /// Open a port of loopback that speaks the line protocol (`guest_addr` is that then). It is for users of
+    /// the daemon's host who may use its unix socket.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub line_port: bool,
     /// Accepted, without meaning: every child has a network of its own.

@@ -2,6 +2,7 @@
 //! its network. A line is translated to calls of the agent; [`ports`] has the ports of loopback on which
 //! lines come in, and the API takes them over HTTP.
 
+mod door;
 pub(crate) mod ports;
 
 use std::time::Duration;
@@ -24,16 +25,23 @@ const ANSWER_TIME: Duration = Duration::from_secs(60);
 /// How long what nobody asked for is read on, so that the peer sees the answer and not a reset.
 const DISCARD_TIME: Duration = Duration::from_secs(1);
 
-/// Serves one connection: a line in, a line out.
+/// Serves one connection: a line in, a line out. Tells whether the request was done.
 pub(crate) async fn converse(
     mut stream: impl AsyncRead + AsyncWrite + Unpin,
     answer: impl AsyncFnOnce(Request) -> Reply,
-) -> std::io::Result<()> {
+) -> std::io::Result<bool> {
     let read = tokio::time::timeout(REQUEST_TIME, read_request(&mut stream)).await;
     let reply = match read.unwrap_or_else(|_| Ok(Err(Failure::new("the request took too long to come"))))? {
         Ok(request) => answer(request).await,
         Err(failure) => Reply::Failed(failure),
     };
+    let done = !matches!(reply, Reply::Failed(_));
+    say(&mut stream, &reply).await?;
+    Ok(done)
+}
+
+/// Says something, and ends the conversation.
+async fn say(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), reply: &Reply) -> std::io::Result<()> {
     let line = reply.to_line();
     let sent = async {
         stream.write_all(&line).await?;

@@ -1,9 +1,9 @@
 //! A port of loopback for each sandbox that is to have one: what the published `Sandbox` class of the
 //! reference connects to.
 //!
-//! Whoever may connect to loopback may use such a port: there is no token in the line protocol. So there
-//! is one only where somebody asked for it, of a sandbox or, with `--line-ports`, of all. Pages in a
-//! browser cannot: what they send is HTTP, which is refused at its first byte.
+//! There is no token in the line protocol, so it is the user who connects that counts ([`super::door`]); pages
+//! in a browser cannot use it: what they send is HTTP, which is refused at its first byte. A sandbox has a
+//! port if somebody asked for it, as `forkd fork` does; with `--line-ports`, all have one.
 //!
 //! A port stays the sandbox's through rollbacks, and through restarts of the daemon: its number is in the
 //! sandbox's record, and taken again if nobody else has it by then.
@@ -11,20 +11,26 @@
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::AbortHandle;
 
-use super::{answer, converse};
+use forkd_protocol::line::{Failure, Reply};
+
+use super::{answer, converse, door, say};
+use crate::api::requests::made_up;
 use crate::error::{Error, Result};
+use crate::identity::LOCAL;
 use crate::registry::Registry;
 use crate::sandbox::Sandbox;
 use crate::sandbox::Wish;
+use crate::telling::audit::Line;
 
-/// Connections at a time, to one sandbox's port.
+/// Connections at a time, to one sandbox's port; and those of which it is not known yet whose they are.
 const MAX_CONNECTIONS: usize = 64;
+const MAX_UNKNOWN: usize = 64;
 /// After a failed `accept`, and while a sandbox gives way to its successor.
 const PAUSE: Duration = Duration::from_millis(50);
 
@@ -95,9 +101,10 @@ impl Ports {
     /// Serves the port until the sandbox is deleted.
     async fn serve(self: Arc<Self>, id: String, listener: TcpListener) {
         let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        let door = Arc::new(Semaphore::new(MAX_UNKNOWN));
         // Looked up each time: a rollback puts another one in its place.
         while let Ok(sandbox) = self.registry.get(&id) {
-            let Ok(place) = room.clone().acquire_owned().await else { break };
+            let Ok(unknown) = door.clone().acquire_owned().await else { break };
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
                 wish = sandbox.dismissed() => {
@@ -109,17 +116,9 @@ impl Ports {
                 }
             };
             match accepted {
-                Ok((stream, _)) => {
-                    let config = self.registry.host.config.clone();
-                    tokio::spawn(async move {
-                        let _ = stream.set_nodelay(true);
-                        let conversation =
-                            converse(stream, async |request| answer(&sandbox, &config, request).await);
-                        if let Err(error) = conversation.await {
-                            tracing::debug!(sandbox = sandbox.id, %error, "a line was left without its answer");
-                        }
-                        drop(place);
-                    });
+                Ok((stream, from)) => {
+                    let (ports, room) = (self.clone(), room.clone());
+                    tokio::spawn(async move { ports.talk(&sandbox, stream, from, unknown, &room).await });
                 }
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a connection to a line port");
@@ -128,6 +127,58 @@ impl Ports {
             }
         }
         self.lock().remove(&id);
+    }
+
+    /// One connection, from who is there to what came of it.
+    async fn talk(
+        &self,
+        sandbox: &Sandbox,
+        mut stream: TcpStream,
+        from: SocketAddr,
+        unknown: OwnedSemaphorePermit,
+        room: &Semaphore,
+    ) {
+        let (begun, host) = (Instant::now(), &self.registry.host);
+        let _ = stream.set_nodelay(true);
+        let user = door::who(&stream).await;
+        let peer = match &user {
+            Ok(Some(uid)) => format!("{from} uid={uid}"),
+            _ => from.to_string(),
+        };
+        let admitted = door::admit(user, &host.config);
+        // Who is not let in holds up nobody.
+        drop(unknown);
+        let identity = admitted.is_ok().then(|| LOCAL.to_owned());
+        let outcome = match admitted {
+            Ok(()) => {
+                let _place = room.acquire().await;
+                match converse(stream, async |request| answer(sandbox, &host.config, request).await).await {
+                    Ok(true) => "ok",
+                    Ok(false) => "failed",
+                    Err(_) => "abandoned",
+                }
+            }
+            Err(why) => {
+                // Who is not let in need not listen to why.
+                let _ = say(&mut stream, &Reply::Failed(Failure::new(why))).await;
+                "refused"
+            }
+        };
+        host.telling.audit.write(Line {
+            ts: Line::now(),
+            request_id: made_up(),
+            owner: identity.clone(),
+            identity,
+            peer: Some(peer),
+            method: "LINE".into(),
+            path: format!("/v1/sandboxes/{}/line", sandbox.id),
+            route: Some("/v1/sandboxes/{id}/line".into()),
+            target: Some(sandbox.id.clone()),
+            status: None,
+            outcome,
+            latency_us: u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX),
+            ua: None,
+        });
     }
 }
 

@@ -232,6 +232,15 @@ fn say(target: &str, bytes: &str) -> Value {
     serde_json::from_str(&answer).unwrap()
 }
 
+/// The same, asked by another user.
+fn say_as_nobody(target: &str, line: &str) -> Value {
+    let (host, port) = target.split_once(':').unwrap();
+    let talk = format!("exec 3<>/dev/tcp/{host}/{port}; printf '%s\\n' '{line}' >&3; cat <&3");
+    let mut command = std::process::Command::new("setpriv");
+    command.args(["--reuid=65534", "--regid=65534", "--clear-groups", "bash", "-c", &talk]);
+    serde_json::from_slice(&command.output().unwrap().stdout).unwrap()
+}
+
 #[test]
 fn a_line_port_is_opened_when_asked_for_and_stays_through_rollback_and_restart_until_the_end() {
     let Some(mut daemon) = Daemon::spelling() else { return };
@@ -251,6 +260,10 @@ fn a_line_port_is_opened_when_asked_for_and_stays_through_rollback_and_restart_u
         assert_eq!(answer["exit_code"], 1);
     };
     no_agent(&target);
+    // Every user of this host can connect; who is neither root nor in the group forkd gets no further.
+    let refused = say_as_nobody(&target, "{\"action\": \"ping\"}");
+    let why = refused["error"].as_str().unwrap();
+    assert!(why.contains("user 65534 may not use this port") && why.contains("forkd line"), "{refused}");
     let post = say(&target, "POST / HTTP/1.1\r\nContent-Length: 19\r\n\r\n{\"action\": \"ping\"}\n");
     assert!(post["error"].as_str().unwrap().contains("not HTTP"), "{post}");
 
@@ -278,4 +291,15 @@ fn a_line_port_is_opened_when_asked_for_and_stays_through_rollback_and_restart_u
     no_agent(&target);
     daemon.done(204, "DELETE", &format!("/v1/sandboxes/{}", id(&child)), None);
     eventually("its port to close", || std::net::TcpStream::connect(&target).is_err());
+
+    let log = std::fs::read_to_string(daemon.path().join("audit.log")).unwrap();
+    let lines = log.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let talks: Vec<Value> = lines.filter(|line| line["method"] == "LINE").collect();
+    let by = |identity: Value, outcome: &str| {
+        talks.iter().filter(|talk| talk["identity"] == identity && talk["outcome"] == outcome).count()
+    };
+    assert_eq!((by(Value::Null, "refused"), by(json!("local"), "failed")), (1, talks.len() - 1), "{talks:?}");
+    let refused = talks.iter().find(|talk| talk["outcome"] == "refused").unwrap();
+    assert!(refused["peer"].as_str().unwrap().ends_with(" uid=65534"), "{refused}");
+    assert_eq!(refused["target"], child["id"]);
 }

@@ -1,0 +1,226 @@
+//! Ports of loopback that pass lines of the line protocol on to the daemon.
+//!
+//! This is how clients of the reference reach a sandbox wherever the daemon is: in the emulated machine only
+//! the daemon's own port can be reached. What needs the daemon's token outside needs none on such a port, so
+//! it is for the user whose process serves it.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::os::fd::AsFd;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use forkd_protocol::line::{Failure, Incoming, Reply};
+use hyper::Method;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::task::AbortHandle;
+
+use crate::api;
+use crate::client::Daemon;
+use crate::commands::Context;
+use crate::machine::Machine;
+use crate::paths::{Binaries, DataDir};
+use crate::process;
+use crate::settings;
+
+/// How long a line may take to come.
+const LINE_LIMIT: Duration = Duration::from_secs(30);
+/// How long what nobody asked for is read on, so that the peer sees the answer and not a reset.
+const DISCARD_LIMIT: Duration = Duration::from_secs(1);
+/// How long a process that is left behind may take until it serves.
+const START_LIMIT: Duration = Duration::from_secs(60);
+/// Connections at a time, to one port.
+const MAX_CONNECTIONS: usize = 64;
+/// Before the address, where one is printed.
+pub(crate) const PREFIX: &str = "FORKD_TARGET=";
+
+/// A port of loopback whose lines go to a sandbox of the daemon's.
+#[derive(Debug)]
+pub(crate) struct Relay {
+    pub(crate) id: String,
+    pub(crate) target: SocketAddr,
+    server: AbortHandle,
+}
+
+impl Relay {
+    /// Takes a port of loopback: the one that is wanted, or any.
+    pub(crate) async fn bind(wanted: Option<SocketAddr>) -> Result<TcpListener> {
+        let address = wanted.unwrap_or_else(|| (Ipv4Addr::LOCALHOST, 0).into());
+        ensure!(
+            address.ip().is_loopback(),
+            "{address} is not on loopback: the line protocol has no token, so it is not served to others"
+        );
+        let bound = TcpListener::bind(address).await;
+        bound.with_context(|| format!("cannot listen on {address}; choose another port, or none"))
+    }
+
+    /// Serves a port that was taken, until this process ends or the relay is closed. Whoever has connected to
+    /// it already is served, too.
+    pub(crate) fn serve(listener: TcpListener, daemon: Known, id: &str) -> Result<Relay> {
+        let target = listener.local_addr()?;
+        let path = format!("{}/line", api::sandbox_path(id));
+        let server = tokio::spawn(serve(listener, daemon, path)).abort_handle();
+        Ok(Relay { id: id.to_owned(), target, server })
+    }
+
+    /// Closes the port. Who is being answered is answered.
+    pub(crate) fn close(self) {
+        self.server.abort();
+    }
+
+    /// Has another process serve a port for each sandbox, as long as that lives. Gives the addresses.
+    pub(crate) fn leave_behind(
+        data: &DataDir,
+        daemon: &Daemon,
+        ids: &[&str],
+    ) -> Result<BTreeMap<String, String>> {
+        let mut command = Command::new(Binaries::find()?.forkd);
+        command.arg("--data-dir").arg(data.root()).args(["--quiet", "line", "--json"]).args(ids);
+        if let Some(file) = settings::path() {
+            command.arg("--config").arg(std::path::absolute(file)?);
+        }
+        // Not on its command line, which others can read.
+        command.env("FORKD_URL", daemon.url());
+        if let Some(token) = &daemon.token {
+            command.env("FORKD_TOKEN", token);
+        }
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut relay = process::detach(&mut command).spawn().context("cannot start a process for them")?;
+        let (tell, told) = std::sync::mpsc::channel();
+        let output = relay.stdout.take();
+        std::thread::spawn(move || {
+            let mut line = String::new();
+            let read = output.map(|output| BufReader::new(output).read_line(&mut line));
+            let _ = tell.send(read.map(|_| line));
+        });
+        let line = told.recv_timeout(START_LIMIT).ok().flatten().unwrap_or_default();
+        if let Ok(targets) = serde_json::from_str::<Vec<Target>>(&line) {
+            return Ok(targets.into_iter().map(|it| (it.id, it.target)).collect());
+        }
+        let _ = relay.kill();
+        let mut why = String::new();
+        if let Some(mut stderr) = relay.stderr.take() {
+            let _ = stderr.read_to_string(&mut why);
+        }
+        bail!("{}", if why.is_empty() { "the process for them did not start in time" } else { why.trim() })
+    }
+}
+
+/// A port, as it is told.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Target {
+    pub(crate) id: String,
+    pub(crate) target: String,
+}
+
+/// A daemon that is asked only while it is known to be the one that was meant: where the machine's was,
+/// somebody else may listen when that is gone, and is not to be shown its token.
+#[derive(Clone)]
+pub(crate) struct Known {
+    daemon: Daemon,
+    machine: Option<Arc<Machine>>,
+}
+
+impl Known {
+    pub(crate) fn new(context: &Context, daemon: Daemon) -> Self {
+        let machine = Arc::new(Machine::new(&context.data, context.ui));
+        let port = daemon.port();
+        Known { machine: Some(machine).filter(|it| port.is_some() && port_of(it) == port), daemon }
+    }
+
+    /// The daemon, if it is still there.
+    pub(crate) fn daemon(&self) -> Result<&Daemon> {
+        match &self.machine {
+            Some(machine) if port_of(machine) != self.daemon.port() => bail!("the machine is not running"),
+            _ => Ok(&self.daemon),
+        }
+    }
+}
+
+/// Where the daemon of a machine that runs is reached.
+fn port_of(machine: &Machine) -> Option<u16> {
+    machine.running().ok().flatten().map(|running| running.state.rest_port)
+}
+
+async fn serve(listener: TcpListener, daemon: Known, path: String) {
+    let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    while let Ok(place) = room.clone().acquire_owned().await {
+        let Ok((stream, _)) = listener.accept().await else {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            continue;
+        };
+        let (daemon, path) = (daemon.clone(), path.clone());
+        tokio::spawn(async move {
+            // A peer that left needs no answer.
+            let _ = pass_on(stream, &daemon, &path).await;
+            drop(place);
+        });
+    }
+}
+
+/// Whether whoever connected may use what this process may: its own user, the one who became root to run
+/// it, and root.
+async fn admit(stream: &TcpStream) -> std::io::Result<Result<(), Failure>> {
+    let peer = stream.as_fd().try_clone_to_owned()?;
+    let user = tokio::task::spawn_blocking(move || forkd_net::connected_user(peer)).await??;
+    let us = rustix::process::geteuid().as_raw();
+    let by_sudo = std::env::var("SUDO_UID").ok().filter(|_| us == 0).and_then(|uid| uid.parse().ok());
+    Ok(match user {
+        Some(uid) if uid == 0 || uid == us || Some(uid) == by_sudo => Ok(()),
+        Some(uid) => Err(Failure::new(format!(
+            "this port is for user {us}, not for user {uid}; have one of your own with `forkd line SANDBOX`"
+        ))),
+        None => Err(Failure::new("nobody is at the other end of this connection any more")),
+    })
+}
+
+/// One line to the daemon, its answer back.
+async fn pass_on(mut stream: TcpStream, daemon: &Known, path: &str) -> std::io::Result<()> {
+    let line = match admit(&stream).await? {
+        Ok(()) => tokio::time::timeout(LINE_LIMIT, read_line(&mut stream)).await??,
+        Err(failure) => Err(failure),
+    };
+    let answer = match line {
+        Ok(line) => {
+            let asked = async { daemon.daemon()?.ask(Method::POST, path, Some(&line)).await };
+            asked.await.map_err(|error| format!("{error:#}"))
+        }
+        Err(failure) => Err(failure.error),
+    };
+    let mut answer = match answer {
+        Ok(answer) => answer.to_string().into_bytes(),
+        Err(error) => Reply::Failed(Failure::new(error)).to_line(),
+    };
+    if !answer.ends_with(b"\n") {
+        answer.push(b'\n');
+    }
+    stream.write_all(&answer).await?;
+    stream.shutdown().await?;
+    let mut rest = [0; 4 << 10];
+    let discard = async { while matches!(stream.read(&mut rest).await, Ok(n) if n > 0) {} };
+    let _ = tokio::time::timeout(DISCARD_LIMIT, discard).await;
+    Ok(())
+}
+
+/// The line as JSON: what is none is refused here, HTTP at its first byte.
+async fn read_line(stream: &mut TcpStream) -> std::io::Result<Result<Value, Failure>> {
+    let mut incoming = Incoming::default();
+    let mut piece = [0; 8 << 10];
+    loop {
+        let n = stream.read(&mut piece).await?;
+        match incoming.push(&piece[..n]) {
+            Ok(complete) if complete || n == 0 => break,
+            Ok(_) => {}
+            Err(failure) => return Ok(Err(failure)),
+        }
+    }
+    Ok(serde_json::from_slice(incoming.line())
+        .map_err(|error| Failure::new(format!("a request is one JSON object on one line: {error}"))))
+}
