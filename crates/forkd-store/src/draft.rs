@@ -165,9 +165,11 @@ impl Draft {
             self.folder.sync()
         };
         write().map_err(Error::io::<io::Error>("write", &self.folder.path().join(MANIFEST)))?;
+        // Before it has its name: once it does it is there, and nobody may be told otherwise.
+        let snapshot = self.store.read_draft(&self.folder, &self.tag)?;
         self.store.publish(self.folder.path(), &self.tag)?;
         self.published = true;
-        self.store.get(&self.tag)
+        Ok(snapshot)
     }
 
     fn create(&mut self, name: &str) -> Result<File> {

@@ -25,7 +25,12 @@ impl Folder {
         Ok(Folder { fd: rustix::fs::open(path, flags, Mode::empty())?, path: path.to_owned() })
     }
 
-    /// The path it was opened by.
+    /// The same folder, to be known by another path: the one it is about to have.
+    pub(crate) fn known_as(&self, path: &Path) -> io::Result<Folder> {
+        Ok(Folder { fd: self.fd.try_clone()?, path: path.to_owned() })
+    }
+
+    /// The path it is known by.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }

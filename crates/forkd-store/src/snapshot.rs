@@ -5,6 +5,7 @@ use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::error::{Error, Result};
 use crate::folder::Folder;
@@ -22,6 +23,7 @@ struct Inner {
     manifest: Manifest,
     id: String,
     state: Size,
+    saved_at: SystemTime,
     parts: Vec<Layer>,
 }
 
@@ -103,9 +105,9 @@ impl Snapshot {
         let (manifest, id) = read_manifest(&folder, tag).map_err(|why| Error::unusable(tag, why))?;
         let unusable = |why| Error::unusable(tag, why);
         let (_, meta) = whole(&folder, STATE, manifest.state.size).map_err(unusable)?;
-        let state = size_of(&meta);
+        let (state, saved_at) = (size_of(&meta), meta.modified().unwrap_or(UNIX_EPOCH));
         let parts = measure(&manifest, layers).map_err(unusable)?;
-        Ok(Snapshot(Arc::new(Inner { folder, layers: layers.clone(), manifest, id, state, parts })))
+        Ok(Snapshot(Arc::new(Inner { folder, layers: layers.clone(), manifest, id, state, saved_at, parts })))
     }
 
     /// Its tag.
@@ -116,6 +118,11 @@ impl Snapshot {
     /// Its identity: BLAKE3 of its manifest, in hexadecimal.
     pub fn id(&self) -> &str {
         &self.0.id
+    }
+
+    /// When it was saved, as exactly as the file system knows: which of those made within a second came first.
+    pub fn saved_at(&self) -> SystemTime {
+        self.0.saved_at
     }
 
     /// Its folder.

@@ -195,6 +195,12 @@ impl Store {
         &self.layers
     }
 
+    /// The complete folder `draft` as the snapshot `tag` that it is about to be.
+    pub(crate) fn read_draft(&self, draft: &Folder, tag: &str) -> Result<Snapshot> {
+        let path = self.folder.join(tag);
+        Snapshot::read(draft.known_as(&path).map_err(Error::io("open", &path))?, tag, &self.layers)
+    }
+
     /// Makes the complete folder `draft` the snapshot `tag`, unless somebody else was faster.
     pub(crate) fn publish(&self, draft: &Path, tag: &str) -> Result<()> {
         let target = self.folder.join(tag);
