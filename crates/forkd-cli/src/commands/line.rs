@@ -31,7 +31,7 @@ pub(crate) fn line(context: &Context, args: &LineArgs) -> Result<u8> {
         let mut signals = Forwarded::listen()?;
         let known = Known::new(context, daemon);
         let work = async {
-            let relays = open(&known, args).await?;
+            let relays = open(context, &known, args).await?;
             close_with(&known, relays).await
         };
         tokio::select! {
@@ -42,11 +42,14 @@ pub(crate) fn line(context: &Context, args: &LineArgs) -> Result<u8> {
 }
 
 /// Opens a port for each sandbox, and says where. Whether there are any is said now, not to whoever connects.
-async fn open(known: &Known, args: &LineArgs) -> Result<Vec<Relay>> {
+async fn open(context: &Context, known: &Known, args: &LineArgs) -> Result<Vec<Relay>> {
     let list = known.daemon()?.ask(Method::GET, "/v1/sandboxes", None).await?;
     let (alive, gone): (Vec<&String>, Vec<&String>) = args.ids.iter().partition(|id| is_alive(&list, id));
     if alive.is_empty() {
         bail!("there is no sandbox {}; `forkd ls` shows those that run", gone[0]);
+    }
+    for id in gone {
+        context.ui.warn(&format!("there is no sandbox {id}: no port is served for it"));
     }
     process::raise_file_limit();
     let mut wanted = args.listen;

@@ -50,7 +50,8 @@ fn end(mut command: Child) {
 #[test]
 fn lines_are_passed_on_to_the_daemon_and_nothing_else_is() {
     let daemon = daemon();
-    let mut command = daemon.forkd(&["line", "sb1"]).spawn().unwrap();
+    let mut command = daemon.forkd(&["line", "sb1", "sbgone"]).stderr(Stdio::piped()).spawn().unwrap();
+    let mut warnings = command.stderr.take().unwrap();
     let target = target(&mut command);
     let line = "{\"action\": \"exec\", \"args\": [\"true\"]}\n";
     assert_eq!(say(&target, line), json!({ "stdout": "hi\n", "stderr": "", "exit_code": 3 }));
@@ -71,6 +72,9 @@ fn lines_are_passed_on_to_the_daemon_and_nothing_else_is() {
     assert_eq!(by_environment.output().unwrap().status.code(), Some(1), "that was no pong");
     end(command);
     assert!(TcpStream::connect(&target).is_err());
+    let mut text = String::new();
+    warnings.read_to_string(&mut text).unwrap();
+    assert!(text.contains("no sandbox sbgone"), "{text}");
 }
 
 #[test]
