@@ -141,6 +141,32 @@ fn out_of_descriptors_the_children_that_fit_run_and_the_others_are_told() {
 }
 
 #[test]
+fn a_daemon_that_may_open_too_few_files_for_what_runs_says_so_and_touches_nothing() {
+    if !can_run("a_daemon_that_may_open_too_few_files_for_what_runs_says_so_and_touches_nothing") {
+        return;
+    }
+    let mut daemon = daemon_with_tiny(&[]);
+    let children = ids(&spawn(&daemon, 40));
+    let before = census(&daemon);
+    daemon.kill();
+    // Enough to start with, and not for all of them: it must not take some for gone.
+    let mut command = std::process::Command::new("prlimit");
+    command.arg("--nofile=150").arg(forkd_tests::binary("forkd")).args([
+        "serve",
+        "--bind",
+        "127.0.0.1:0",
+        "--data-dir",
+    ]);
+    let output = command.arg(daemon.data_dir()).env("FORKD_SOCKET", daemon.socket()).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && text.contains("LimitNOFILE"), "{text}");
+    daemon.restart();
+    assert_eq!(daemon.sandboxes().len(), children.len(), "{}", daemon.log());
+    assert_eq!(census(&daemon), before);
+    daemon.delete(&children);
+}
+
+#[test]
 fn killed_with_nine_in_the_middle_of_a_fan_out_the_daemon_finds_or_ends_every_child() {
     if !can_run("killed_with_nine_in_the_middle_of_a_fan_out_the_daemon_finds_or_ends_every_child") {
         return;

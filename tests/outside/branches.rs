@@ -221,8 +221,6 @@ fn old_branches_go_when_there_are_more_than_may_be_kept_and_none_that_is_needed(
     for index in 0..3 {
         branch(&source, &format!("b{index}"));
     }
-    // Their age is known to the second.
-    std::thread::sleep(Duration::from_millis(1100));
     branch(&source, "b3");
     eventually("the oldest to go", || {
         let tags = pattern::tags(&daemon);

@@ -273,8 +273,15 @@ pub(crate) struct Disks {
     pub(crate) frozen: watch::Sender<usize>,
 }
 
-/// A sandbox a branch was taken of, and which generation of its disks' layers the branch has.
-pub(crate) type TakenFrom = (Arc<Sandbox>, u64);
+/// A sandbox a branch was taken of.
+#[derive(Debug)]
+pub(crate) struct TakenFrom {
+    pub(crate) sandbox: Arc<Sandbox>,
+    /// Which generation of its disks' layers the branch has.
+    pub(crate) generation: u64,
+    /// How many frozen layers it was believed to have right after.
+    pub(crate) frozen: usize,
+}
 
 impl Snapshots {
     /// Begins to branch `sandbox`. The work goes on whether or not anybody waits for it.
@@ -372,13 +379,13 @@ impl Snapshots {
             attributes: &[("forkd.sandbox", Some(&sandbox.id)), ("forkd.snapshot", Some(&branch.tag))],
         };
         self.host.telling.traces.work(trace::current(), over);
-        let (template, generation) = match taken {
+        let (template, source) = match taken {
             Ok(taken) => taken,
             Err(error) => {
                 tracing::warn!(tag = branch.tag, error = error.message, "a branch could not be taken");
                 self.host.telling.metrics.branches.add(metrics::Outcome::Failed, 1);
                 entry.failed(error.clone());
-                self.forget_owner(&branch.tag).await;
+                self.forget_owner(&entry).await;
                 self.vanish(&entry);
                 return branch.fail(error);
             }
@@ -400,7 +407,7 @@ impl Snapshots {
             true => drop(leaving),
             false => leaving.into_iter().for_each(Leaving::stay),
         }
-        self.persist(entry, branch, template, Some((sandbox, generation))).await;
+        self.persist(entry, branch, template, Some(source)).await;
     }
 }
 

@@ -40,7 +40,7 @@ impl Snapshots {
                     job.succeed(snapshot);
                 }
                 Err(error) => {
-                    snapshots.forget_owner(&made.tag).await;
+                    snapshots.forget_owner(&made).await;
                     snapshots.vanish(&made);
                     job.fail(error);
                 }

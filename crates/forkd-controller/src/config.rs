@@ -182,7 +182,7 @@ impl Default for Timing {
             unresponsive_after: Duration::from_secs(60),
             freeze: Duration::from_secs(1),
             stall: Duration::from_secs(30),
-            drain: Duration::from_secs(5),
+            drain: Duration::from_secs(30),
         }
     }
 }

@@ -19,7 +19,8 @@
 //!
 //! Who gets in: `auth` finds out who sent a request (`identity`, by `tokens`, slowed by `rate`), `access` what
 //! they may do; `ownership` is whose snapshots are, `quota` how much each may have, `allowed` which files
-//! requests may name, `tls` the certificate, and `refresh` reads again what is replaced.
+//! requests may name, `tls` the certificate, and `refresh` reads again what is replaced. `refusal` has words for
+//! what is no request at all; `descriptors` says for how many sandboxes there are files to open.
 
 mod access;
 mod adopt;
@@ -39,6 +40,7 @@ mod companion;
 mod config;
 mod console;
 mod count;
+mod descriptors;
 mod error;
 #[cfg(test)]
 mod fake_guest;
@@ -68,6 +70,7 @@ mod process;
 mod quota;
 mod rate;
 mod refresh;
+mod refusal;
 mod registry;
 mod retention;
 mod rollback;

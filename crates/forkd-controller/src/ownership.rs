@@ -68,21 +68,26 @@ impl Snapshots {
         .await
     }
 
-    /// Forgets whose a snapshot was. To be called while its tag is still taken.
-    pub(crate) async fn forget_owner(&self, tag: &str) {
-        if !lock(&self.owners).contains_key(tag) {
+    /// Forgets whose a snapshot was. To be called while its tag is still taken; if another one has its tag all
+    /// the same, that one's owner stays.
+    pub(crate) async fn forget_owner(self: &Arc<Self>, entry: &Arc<Entry>) {
+        if !lock(&self.owners).contains_key(&entry.tag) {
             return;
         }
-        let (owners, database, gone) = (self.owners.clone(), self.host.database.clone(), tag.to_owned());
+        let (snapshots, gone) = (self.clone(), entry.clone());
         let forgotten = blocking("forgetting whose a snapshot was", move || {
-            let mut owners = lock(&owners);
-            database.forget_snapshot_owner(&gone)?;
-            owners.remove(&gone);
+            // Another one is known before its owner is written down, for which it waits here.
+            let mut owners = lock(&snapshots.owners);
+            if snapshots.get(&gone.tag).is_ok_and(|now| !Arc::ptr_eq(&now, &gone)) {
+                return Ok(());
+            }
+            snapshots.host.database.forget_snapshot_owner(&gone.tag)?;
+            owners.remove(&gone.tag);
             Ok(())
         });
         if let Err(Error { message, .. }) = forgotten.await {
             // The next one with its tag says whose it is.
-            tracing::warn!(tag, error = message, "the owner of a snapshot is still written down");
+            tracing::warn!(tag = entry.tag, error = message, "the owner of a snapshot is still written down");
         }
     }
 }

@@ -95,7 +95,7 @@ impl Snapshots {
         tracing::warn!(tag = branch.tag, error = error.message, "a branch is not on disk");
         entry.failed(error.clone());
         if branch.waited_for {
-            self.forget_owner(&branch.tag).await;
+            self.forget_owner(&entry).await;
             self.vanish(&entry);
         }
         branch.fail(error);
@@ -353,10 +353,12 @@ async fn merge(snapshots: &Snapshots, source: Option<TakenFrom>, template: &Arc<
     let _alone = template.disks.lock().await;
     let counts: Vec<usize> = template.layers().await?.iter().map(Vec::len).collect();
     let most = counts.iter().copied().max().unwrap_or(0);
-    if let Some((sandbox, generation)) = &source
+    if let Some(TakenFrom { sandbox, generation, frozen: then }) = &source
         && *sandbox.disks.generation.lock().await == *generation
     {
-        sandbox.disks.frozen.send_modify(|frozen| *frozen = most.max(*frozen));
+        // As many as there were, and one for each branch since: what was believed may be wrong, after a merge
+        // nobody heard of.
+        sandbox.disks.frozen.send_modify(|frozen| *frozen = most + frozen.saturating_sub(*then));
     }
     if most < MERGE_FROM {
         return Ok(());
@@ -381,7 +383,7 @@ async fn merge(snapshots: &Snapshots, source: Option<TakenFrom>, template: &Arc<
     let ended = follow(asked, SAVE_WAIT, || {}).await;
     finish(template, &name, ended, "layers could not be merged")?;
     template.replace_layers(replacements(&files)?).await?;
-    let Some((sandbox, generation)) = source else { return Ok(()) };
+    let Some(TakenFrom { sandbox, generation, .. }) = source else { return Ok(()) };
     let mut now = sandbox.disks.generation.lock().await;
     // Somebody else merged some of them first: the next branch has what both left.
     if *now != generation {

@@ -9,12 +9,12 @@ use forkd_protocol::agent::WarmRequest;
 use forkd_protocol::control::MIN_MEM_MIB;
 use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
 use forkd_store::{Facts, Quota};
-use rustix::process::{Resource, getrlimit};
 use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
 
 use crate::config::Limits;
 use crate::count::Count;
+use crate::descriptors;
 use crate::error::{Error, Kind, Result};
 use crate::host::{Host, blocking, make_private_dir, new_id};
 use crate::identity::Identity;
@@ -22,12 +22,8 @@ use crate::keeper::Origin;
 use crate::ledger::Ledger;
 use crate::quota::{Claim, Usage};
 use crate::rollback::Succession;
+use crate::run_dir;
 use crate::sandbox::{End, Phase, Sandbox, Spec, Wish};
-
-/// What the daemon keeps open for one sandbox: control connection, pidfd, cgroup, line port, and a call.
-const FDS_EACH: usize = 5;
-/// What the daemon needs beside that.
-const FDS_RESERVED: usize = 128;
 
 /// All sandboxes of a daemon.
 #[derive(Debug)]
@@ -86,7 +82,7 @@ impl Drop for Seat {
 impl Registry {
     /// A registry on the host's data directory, which the caller holds the lock of.
     pub(crate) fn new(host: Arc<Host>) -> Result<Arc<Self>> {
-        let folder = host.config.run_dir.join("sandboxes");
+        let folder = run_dir::sandboxes(&host.config.run_dir);
         make_private_dir(&folder)
             .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
         let ledger = Arc::new(Ledger::new(host.database.clone()));
@@ -255,7 +251,7 @@ impl Registry {
         quota: &Quota,
     ) -> Result<(Vec<Seat>, Option<Error>)> {
         let busy = |text| Err(Error::new(Kind::Busy, text));
-        let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        let (carried, too_few) = descriptors::carried();
         let mut inner = self.lock();
         if inner.closed {
             return busy("the daemon is stopping".into());
@@ -267,19 +263,14 @@ impl Registry {
                 format!("there are {} sandboxes, and {max} is the limit; delete some first", inner.seated);
             return busy(text);
         }
-        let carried = usize::try_from(files).unwrap_or(usize::MAX).saturating_sub(FDS_RESERVED) / FDS_EACH;
         let fitting = carried.saturating_sub(inner.seated).min(n);
-        let text = format!(
-            "this daemon may have {files} open files, which is enough for {carried} sandboxes; raise its \
-             limit (`ulimit -n`, or LimitNOFILE of its service)"
-        );
         if fitting == 0 {
-            return busy(text);
+            return busy(too_few);
         }
         inner.usage.take(claim, n, fitting, quota)?;
         inner.seated += fitting;
         drop(inner);
-        let rest = (fitting < n).then(|| Error::new(Kind::Busy, text));
+        let rest = (fitting < n).then(|| Error::new(Kind::Busy, too_few));
         let seat = |_| Seat { registry: self.clone(), claim: Some(claim.clone()) };
         Ok(((0..fitting).map(seat).collect(), rest))
     }

@@ -3,12 +3,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use forkd_protocol::names::is_valid_sandbox_id;
 
 use crate::branch::Mode;
 use crate::config::Limits;
+use crate::error::Result;
 use crate::snapshots::{Entry, Removal, Snapshots, State};
 
 /// How often it is looked for branches that have become too old, or are not needed any more.
@@ -18,13 +19,15 @@ const EVERY: Duration = Duration::from_secs(30);
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Branch {
     created_at_unix: u64,
+    /// Many can be taken within a second.
+    saved_at: SystemTime,
     tag: String,
     owner: String,
 }
 
 /// Removes branches as the limits say, for ever. `needed` is asked for the tags that something uses: a
-/// sandbox, a workspace.
-pub(crate) async fn keep_few(snapshots: Arc<Snapshots>, needed: impl Fn() -> BTreeSet<String>) {
+/// sandbox, a workspace. If that cannot be said of one, nothing is removed.
+pub(crate) async fn keep_few(snapshots: Arc<Snapshots>, needed: impl Fn() -> Result<BTreeSet<String>>) {
     let limits = snapshots.host.config.limits.clone();
     let Some(every) = interval(&limits) else { return };
     loop {
@@ -35,8 +38,13 @@ pub(crate) async fn keep_few(snapshots: Arc<Snapshots>, needed: impl Fn() -> BTr
         let now = crate::guest::unix_nanos() / 1_000_000_000;
         for tag in surplus(&branches(&snapshots), &limits, now) {
             // Asked for each one: what was removed before may have been the last to need it.
-            if needed().contains(&tag) {
-                continue;
+            match needed() {
+                Ok(needed) if needed.contains(&tag) => continue,
+                Ok(_) => {}
+                Err(error) => {
+                    tracing::warn!(error = error.message, "old branches are not removed");
+                    break;
+                }
             }
             match snapshots.remove(&tag, Removal::Plain).await {
                 Ok(()) => tracing::info!(tag, "an old branch was removed"),
@@ -62,8 +70,12 @@ fn branches(snapshots: &Snapshots) -> Vec<Branch> {
             let manifest = snapshot.manifest();
             let of_a_sandbox = manifest.branched_from.as_deref().is_some_and(is_valid_sandbox_id);
             let put_away = manifest.measured.mode.as_deref() == Some(Mode::Suspend.name());
-            let (created_at_unix, tag) = (manifest.created_at_unix, snapshot.tag().to_owned());
-            (of_a_sandbox && !put_away).then(|| Branch { created_at_unix, tag, owner: entry.owner() })
+            (of_a_sandbox && !put_away).then(|| Branch {
+                created_at_unix: manifest.created_at_unix,
+                saved_at: snapshot.saved_at(),
+                tag: snapshot.tag().to_owned(),
+                owner: entry.owner(),
+            })
         }
         _ => None,
     };
@@ -95,7 +107,7 @@ mod tests {
     use super::*;
 
     fn branch(created_at_unix: u64, tag: &str) -> Branch {
-        Branch { created_at_unix, tag: tag.into(), owner: "ann".into() }
+        Branch { created_at_unix, saved_at: SystemTime::UNIX_EPOCH, tag: tag.into(), owner: "ann".into() }
     }
 
     #[test]

@@ -19,6 +19,16 @@ const LINK: &str = "run";
 /// The name under which it leads back, so that somebody who finds it knows whose it is.
 const BACK: &str = "data";
 
+/// Where in it each sandbox has its folder.
+pub(crate) fn sandboxes(place: &Path) -> PathBuf {
+    place.join("sandboxes")
+}
+
+/// Where in it each template has its folder.
+pub(crate) fn templates(place: &Path) -> PathBuf {
+    place.join("templates")
+}
+
 /// The place of `data_dir`: the one its link leads to, or a new one. Its name is drawn at random: one made
 /// of what identifies the data directory might be found by another daemon, after that one is gone.
 pub(crate) fn open(data_dir: &Path) -> Result<PathBuf> {

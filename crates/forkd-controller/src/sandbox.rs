@@ -5,9 +5,10 @@
 //! request that goes away leaves nothing half done, and a sandbox that ends tells everybody who
 //! waits for it at once.
 
-use std::collections::BTreeMap;
+mod record;
+
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -15,7 +16,6 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use forkd_net::Slot;
 use forkd_protocol::agent::AGENT_PORT;
 use forkd_protocol::control::CONSOLE_TAIL;
-use serde::{Deserialize, Serialize};
 use tokio::sync::{OwnedMutexGuard, mpsc, watch};
 
 use crate::agent::{self, Agent, Endpoint};
@@ -26,7 +26,7 @@ use crate::command::{self, Command};
 use crate::console;
 use crate::error::{Error, Kind, Result};
 use crate::host::Host;
-use crate::life::{Activity, IDLE, Life, SUSPENDED, TIMED_OUT};
+use crate::life::{Activity, Life};
 use crate::lineage::Lineage;
 use crate::network::chain;
 use crate::stats::Pauses;
@@ -34,112 +34,10 @@ use crate::telling::{Telling, trace};
 use crate::template::Template;
 use crate::timeouts::Attempt;
 
-/// The file in a forked sandbox's folder that says what it is.
-pub(crate) const RECORD: &str = "sandbox.json";
-/// The file in a forked sandbox's folder that says how it ended.
-pub(crate) const END: &str = "end.json";
-/// The reason of an end that is none of the sandbox, only of its process.
-pub(crate) const ROLLED_BACK: &str = "rolled_back";
+pub(crate) use record::{END, End, History, RECORD, ROLLED_BACK, Record, Spec, child_name};
+
 /// After a connection broke, how long to wait for the reason to become known.
 const REASON_WAIT: Duration = Duration::from_secs(2);
-
-/// What a sandbox is.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Spec {
-    /// Whose it is.
-    #[serde(default = "crate::identity::local_owner")]
-    pub(crate) owner: String,
-    /// The image it has; none for a bare guest, which has no agent, either.
-    pub(crate) image: Option<String>,
-    /// The snapshot it was forked from.
-    pub(crate) snapshot_tag: Option<String>,
-    pub(crate) vcpus: u8,
-    pub(crate) mem_mib: u64,
-    pub(crate) network: bool,
-    /// What its monitor may use; where the host has cgroups.
-    pub(crate) memory_limit_mib: u64,
-    /// All that a snapshot of it is to say; none for one that an older version made.
-    #[serde(default)]
-    pub(crate) guest: Option<forkd_store::Facts>,
-}
-
-impl Spec {
-    /// Whether only its kernel can say that it runs.
-    pub(crate) fn is_bare(&self) -> bool {
-        self.image.is_none()
-    }
-}
-
-/// What was done to a sandbox since it was made.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct History {
-    /// How many branches were taken of it.
-    pub(crate) branch_count: u64,
-    /// The last one.
-    pub(crate) last_branch_tag: Option<String>,
-    /// The snapshot it was last taken back to.
-    pub(crate) rolled_back_to: Option<String>,
-    /// The port of loopback that was opened for it (`line`).
-    #[serde(default)]
-    pub(crate) line_port: Option<u16>,
-}
-
-/// What the next daemon needs to know of a forked sandbox. Written before the fork is asked for.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Record {
-    /// Its template.
-    pub(crate) template: String,
-    /// The number of its lineage.
-    pub(crate) lineage: u32,
-    /// The name of its lineage's cgroup.
-    pub(crate) cgroup: String,
-    pub(crate) spec: Spec,
-    pub(crate) created_at_unix: u64,
-    /// The part of that second.
-    #[serde(default)]
-    pub(crate) created_nanos: u32,
-    /// When its time is over.
-    pub(crate) deadline_unix: Option<u64>,
-    /// Its network slot.
-    pub(crate) netns: Option<String>,
-    pub(crate) python: Option<bool>,
-    /// How often it was taken back: each time its process is another one.
-    #[serde(default)]
-    pub(crate) generation: u32,
-    #[serde(default)]
-    pub(crate) history: History,
-    /// What its agent is told beside its name: again, when it is taken back.
-    #[serde(default)]
-    pub(crate) envs: BTreeMap<String, String>,
-    /// The workspace it is the sandbox of.
-    #[serde(default)]
-    pub(crate) workspace: Option<String>,
-    #[serde(default)]
-    pub(crate) life: Life,
-}
-
-impl Record {
-    /// What the sandbox `id` is called in its template and in its lineage's cgroup: no two processes
-    /// have the same name there, and a sandbox that is taken back has one after the other.
-    pub(crate) fn child(&self, id: &str) -> String {
-        child_name(id, self.generation)
-    }
-
-    /// Writes it into `folder`, whole or not at all. Not synced: it need not outlive the host.
-    pub(crate) fn write(&self, folder: &Path) -> io::Result<()> {
-        let new = folder.join("sandbox.json.new");
-        std::fs::write(&new, serde_json::to_vec(self)?)?;
-        std::fs::rename(new, folder.join(RECORD))
-    }
-}
-
-/// See [`Record::child`].
-pub(crate) fn child_name(id: &str, generation: u32) -> String {
-    match generation {
-        0 => id.to_owned(),
-        generation => format!("{id}-{generation}"),
-    }
-}
 
 /// Where a sandbox stands.
 #[derive(Debug, Clone)]
@@ -154,47 +52,6 @@ pub(crate) enum Phase {
     Paused,
     /// There is no process any more.
     Ended(Arc<End>),
-}
-
-/// How a sandbox ended.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct End {
-    /// One word for programs.
-    pub(crate) reason: String,
-    /// One sentence for people.
-    pub(crate) detail: String,
-    /// The end of its console.
-    pub(crate) console_tail: String,
-}
-
-impl End {
-    pub(crate) fn new(reason: &str, detail: impl Into<String>, console_tail: String) -> Self {
-        End { reason: reason.into(), detail: detail.into(), console_tail }
-    }
-
-    pub(crate) fn deleted() -> Self {
-        End::new("deleted", "the sandbox was deleted", String::new())
-    }
-
-    /// Whether it is what somebody asked for, and leaves no trace in its folder.
-    pub(crate) fn is_wished(&self) -> bool {
-        matches!(self.reason.as_str(), "deleted" | TIMED_OUT | IDLE | SUSPENDED)
-    }
-
-    /// That which was written down in `folder`.
-    pub(crate) fn read(folder: &Path) -> Option<Self> {
-        serde_json::from_slice(&std::fs::read(folder.join(END)).ok()?).ok()
-    }
-
-    /// Writes it down in `folder`.
-    pub(crate) fn write(&self, folder: &Path) -> io::Result<()> {
-        std::fs::write(folder.join(END), serde_json::to_vec(self)?)
-    }
-
-    /// That of a process whose place another one takes.
-    pub(crate) fn rolled_back() -> Self {
-        End::new(ROLLED_BACK, "the sandbox was rolled back", String::new())
-    }
 }
 
 /// What is to become of a sandbox.

@@ -12,7 +12,6 @@ use forkd_store::Database;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::signal::unix::{SignalKind, signal};
@@ -26,6 +25,7 @@ use crate::auth::Gate;
 use crate::client_stream::{ClientStream, Patience};
 use crate::config::Config;
 use crate::count::Count;
+use crate::descriptors;
 use crate::error::{Error, Result};
 use crate::host::{Host, make_private_dir};
 use crate::line::ports::Ports;
@@ -33,6 +33,7 @@ use crate::lock::DataLock;
 use crate::peer::Peer;
 use crate::rate::Rates;
 use crate::refresh;
+use crate::refusal::{Asked, Worded};
 use crate::registry::Registry;
 use crate::retention;
 use crate::run_dir;
@@ -93,13 +94,15 @@ pub async fn serve_until(
     asked: impl Future<Output = ()>,
 ) -> Result<()> {
     check(&config)?;
-    raise_descriptor_limit();
+    descriptors::raise_limit();
     let made = |path: &Path| {
         make_private_dir(path).map_err(|e| Error::host(format!("cannot make {}", path.display()), e))
     };
     made(&config.data_dir)?;
     let _lock = DataLock::take(&config.data_dir)?;
     config.run_dir = run_dir::open(&config.data_dir)?;
+    let left = [run_dir::sandboxes(&config.run_dir), run_dir::templates(&config.run_dir)];
+    descriptors::check_for_all_in(&left)?;
     let tls = config.tls.clone().map(Tls::open).transpose()?.map(Arc::new);
     let (_named, unix) = unix_socket::listen(&config.socket)?;
     let listening = |error: std::io::Error| {
@@ -153,12 +156,12 @@ pub async fn serve_until(
     let (users, kept) = (app.registry.clone(), app.workspaces.clone());
     // Old branches stay as long as something needs them.
     let retention = retention::keep_few(app.snapshots.clone(), move || {
-        let mut needed = kept.tags();
+        let mut needed = kept.tags()?;
         for sandbox in users.list() {
             needed.extend(sandbox.spec.snapshot_tag.clone());
             needed.extend(sandbox.facts().history.rolled_back_to);
         }
-        needed
+        Ok(needed)
     });
     tokio::spawn(retention);
     let timeouts = Timeouts {
@@ -255,15 +258,6 @@ fn check(config: &Config) -> Result<()> {
     Ok(())
 }
 
-/// Every sandbox and every connection costs descriptors; the usual soft limit is far too low.
-fn raise_descriptor_limit() {
-    let limit = getrlimit(Resource::Nofile);
-    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
-    if let Err(error) = setrlimit(Resource::Nofile, raised) {
-        tracing::warn!(%error, "cannot raise the limit of open files");
-    }
-}
-
 /// Something to accept connections from.
 trait Accept: Send + 'static {
     type Stream: AsyncRead + AsyncWrite + Send + Unpin + 'static;
@@ -354,8 +348,11 @@ pub(crate) async fn connection<S>(
 ) where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
+    let asked = Asked::default();
+    let stream = Worded::new(stream, asked.clone());
     let service = router
         .map_request(move |mut request: hyper::Request<hyper::body::Incoming>| {
+            asked.note();
             request.extensions_mut().insert(peer);
             request
         })

@@ -4,12 +4,14 @@
 //! from making the snapshot. One that is current no more (unloaded, deleted, lost) lives on as long as
 //! its children do: see [`Template`].
 
+mod entry;
+
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
-use forkd_store::{Quota, Snapshot, Store};
+use forkd_protocol::names::{NAME_RULE, is_valid_name};
+use forkd_store::{Quota, Store};
 use tokio::sync::{Notify, Semaphore, watch};
 use tracing::Instrument;
 
@@ -19,9 +21,11 @@ use crate::host::{Host, blocking, make_private_dir};
 use crate::identity::{Identity, LOCAL};
 use crate::leftovers::Leftovers;
 use crate::quota::check_snapshots;
-use crate::telling::Telling;
-use crate::telling::events::{About, EventKind};
-use crate::template::{Standing, Template};
+use crate::run_dir;
+use crate::telling::events::EventKind;
+use crate::template::Template;
+
+pub(crate) use entry::{Entry, Making, State, Work};
 
 /// Savers at a time: more would only wait for each other's disk.
 const SAVERS: usize = 2;
@@ -44,80 +48,6 @@ pub(crate) struct Snapshots {
     pub(crate) retain: Notify,
 }
 
-/// One snapshot.
-#[derive(Debug)]
-pub(crate) struct Entry {
-    pub(crate) tag: String,
-    owner: Mutex<String>,
-    state: Mutex<State>,
-    current: Mutex<Option<Arc<Template>>>,
-    /// Held by whoever starts a template: one at a time.
-    starting: tokio::sync::Mutex<()>,
-    telling: Arc<Telling>,
-}
-
-/// Where a snapshot stands.
-#[derive(Debug, Clone)]
-pub(crate) enum State {
-    Writing(Work),
-    Ready(Box<Snapshot>),
-    /// It cannot be used, or was never finished: why.
-    Failed {
-        error: Error,
-        work: Option<Work>,
-    },
-}
-
-/// How a snapshot comes to be.
-#[derive(Debug, Clone)]
-pub(crate) enum Work {
-    /// A guest is booted and warmed up.
-    Making(Arc<Making>),
-    /// A sandbox is branched, or a snapshot compacted.
-    Branch(Arc<Branch>),
-}
-
-impl Work {
-    /// The memory of the guest it is made of.
-    fn mem_mib(&self) -> u64 {
-        match self {
-            Work::Making(making) => making.order.mem_mib,
-            Work::Branch(branch) => branch.guest.mem_size_mib,
-        }
-    }
-
-    /// Nobody wants it any more: returns when it is over.
-    async fn cancel(&self) {
-        match self {
-            Work::Making(making) => {
-                making.cancelled.send_replace(true);
-                let _ = making.done.subscribe().wait_for(|done| *done).await;
-            }
-            Work::Branch(branch) => {
-                branch.wish(Wish::Cancel);
-                let _ = branch.reached(Stage::Done).await;
-            }
-        }
-    }
-}
-
-/// A snapshot that is being made.
-#[derive(Debug)]
-pub(crate) struct Making {
-    pub(crate) order: crate::making::Order,
-    pub(crate) begun_at_unix: u64,
-    pub(crate) phase: watch::Sender<crate::making::Phase>,
-    cancelled: watch::Sender<bool>,
-    done: watch::Sender<bool>,
-}
-
-impl Making {
-    /// Returns when somebody does not want it any more.
-    pub(crate) async fn cancelled(&self) {
-        let _ = self.cancelled.subscribe().wait_for(|cancelled| *cancelled).await;
-    }
-}
-
 /// What is removed with a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Removal {
@@ -133,112 +63,12 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Entry {
-    fn new(tag: &str, owner: &str, state: State, telling: Arc<Telling>) -> Arc<Self> {
-        let (state, current, starting) = (Mutex::new(state), Mutex::default(), Default::default());
-        let owner = Mutex::new(owner.to_owned());
-        Arc::new(Entry { tag: tag.to_owned(), owner, state, current, starting, telling })
-    }
-
-    /// Whose it is.
-    pub(crate) fn owner(&self) -> String {
-        lock(&self.owner).clone()
-    }
-
-    /// Makes it somebody's; whose it was.
-    pub(crate) fn set_owner(&self, owner: &str) -> String {
-        std::mem::replace(&mut *lock(&self.owner), owner.to_owned())
-    }
-
-    /// What events say of it: its tag, and the sandbox it is being branched from.
-    fn about(&self) -> About {
-        let sandbox = self.branch().map(|branch| branch.source.clone());
-        let sandbox = sandbox.filter(|source| is_valid_sandbox_id(source));
-        About { snapshot: Some(self.tag.clone()), sandbox, owner: Some(self.owner()), ..About::default() }
-    }
-
-    fn tell(&self, kind: EventKind, about: About) {
-        self.telling.events.emit(kind, about);
-    }
-
-    pub(crate) fn state(&self) -> State {
-        lock(&self.state).clone()
-    }
-
-    /// Its live template.
-    pub(crate) fn current(&self) -> Option<Arc<Template>> {
-        lock(&self.current).clone().filter(|template| template.is_alive())
-    }
-
-    /// Lets go of its template: it ends with its last child.
-    pub(crate) fn unload(&self) {
-        lock(&self.current).take();
-    }
-
-    pub(crate) fn set_current(&self, template: Arc<Template>) {
-        *lock(&self.current) = Some(template);
-    }
-
-    /// It is on disk.
-    pub(crate) fn ready(&self, snapshot: Snapshot) {
-        let about = self.about();
-        *lock(&self.state) = State::Ready(Box::new(snapshot));
-        self.tell(EventKind::SnapshotReady, about);
-    }
-
-    /// It could not be made.
-    pub(crate) fn failed(&self, error: Error) {
-        let why = error.message.clone();
-        {
-            let mut state = lock(&self.state);
-            let State::Writing(work) = &*state else { return };
-            let work = Some(work.clone());
-            *state = State::Failed { error, work };
-        }
-        self.tell(EventKind::SnapshotFailed, About { detail: Some(why), ..self.about() });
-    }
-
-    /// The branch it is while that is being written, or if that failed.
-    pub(crate) fn branch(&self) -> Option<Arc<Branch>> {
-        match self.state() {
-            State::Writing(Work::Branch(branch)) => Some(branch),
-            State::Failed { work: Some(Work::Branch(branch)), .. } => Some(branch),
-            _ => None,
-        }
-    }
-
-    /// What is on disk, or why there is nothing.
-    pub(crate) fn snapshot(&self) -> Result<Snapshot> {
-        let conflict = |text| Err(Error::new(Kind::Conflict, text));
-        match self.state() {
-            State::Ready(snapshot) => Ok(*snapshot),
-            State::Writing(_) => {
-                conflict(format!("snapshot {} is still being made; try again later", self.tag))
-            }
-            State::Failed { error, work: Some(_) } => {
-                conflict(format!("snapshot {} was not finished ({}); make it again", self.tag, error.message))
-            }
-            State::Failed { error, work: None } => Err(error),
-        }
-    }
-
-    /// Lets go of its template for good: one that is not on disk will not be.
-    fn forget(&self) {
-        let Some(template) = lock(&self.current).take() else { return };
-        if self.branch().is_some()
-            && let Err(error) = template.record(Standing::Forgotten)
-        {
-            tracing::warn!(tag = self.tag, %error, "cannot record that a branch is gone");
-        }
-    }
-}
-
 impl Snapshots {
     /// The snapshots in the host's data directory, and the templates an earlier daemon left running,
     /// with what they say of their children.
     pub(crate) async fn open(host: Arc<Host>) -> Result<(Arc<Self>, Leftovers)> {
         let (data, telling) = (host.config.data_dir.clone(), host.telling.clone());
-        let folder = host.config.run_dir.join("templates");
+        let folder = run_dir::templates(&host.config.run_dir);
         make_private_dir(&folder)
             .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
         let database = host.database.clone();
@@ -394,7 +224,7 @@ impl Snapshots {
         }
         let on_disk = !matches!(entry.state(), State::Failed { work: Some(_), .. } | State::Writing(_));
         if !on_disk {
-            self.forget_owner(tag).await;
+            self.forget_owner(&entry).await;
             self.vanish(&entry);
             return Ok(());
         }
@@ -423,7 +253,7 @@ impl Snapshots {
         self.remove_one(&entry).await
     }
 
-    async fn remove_one(&self, entry: &Arc<Entry>) -> Result<()> {
+    async fn remove_one(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<()> {
         if let State::Writing(work) = entry.state() {
             work.cancel().await;
         }
@@ -438,7 +268,7 @@ impl Snapshots {
             Err(error) if error.kind == Kind::NotFound => {}
             Err(error) => return Err(error),
         }
-        self.forget_owner(&entry.tag).await;
+        self.forget_owner(entry).await;
         self.take_out(entry);
         entry.forget();
         Ok(())

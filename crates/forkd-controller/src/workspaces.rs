@@ -11,25 +11,24 @@
 //! sandbox that its workspace does not know of, ends it, and removes each tag nobody needs.
 
 mod record;
+mod suspend;
+mod sweep;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use forkd_protocol::names::NAME_RULE;
-use forkd_store::Quota;
 use tokio::sync::OwnedMutexGuard;
 
-use crate::branch::{self, Mode, Stage};
-use crate::command::Command;
 use crate::error::{Error, Kind, Result};
 use crate::guest;
 use crate::host::{blocking, new_id};
 use crate::identity::Identity;
-use crate::life::{Life, SUSPENDED};
+use crate::life::Life;
 use crate::registry::{Bound, Registry};
-use crate::sandbox::{End, Phase, Sandbox};
-use crate::snapshots::{Removal, Snapshots};
+use crate::sandbox::{Phase, Sandbox};
+use crate::snapshots::Snapshots;
 use crate::spawn::{self, spawn};
 use crate::telling::events::{About, EventKind};
 
@@ -108,22 +107,6 @@ fn no_workspace(name: &str) -> Error {
 
 fn now_unix() -> u64 {
     guest::unix_nanos() / 1_000_000_000
-}
-
-/// A sandbox that is being stored, to be ended then. Dropping it says that this is over.
-struct PutAway<'a>(&'a Sandbox);
-
-impl<'a> PutAway<'a> {
-    fn begin(sandbox: &'a Sandbox) -> Self {
-        sandbox.learn(|facts| facts.put_away = true);
-        PutAway(sandbox)
-    }
-}
-
-impl Drop for PutAway<'_> {
-    fn drop(&mut self) {
-        self.0.learn(|facts| facts.put_away = false);
-    }
 }
 
 impl Workspaces {
@@ -240,9 +223,19 @@ impl Workspaces {
 
     /// The snapshots that workspaces are resumed from, and those they deal with themselves: one that is being
     /// suspended has its next state among these.
-    pub(crate) fn tags(&self) -> BTreeSet<String> {
-        let records = self.list().into_iter().map(|(record, _)| record);
-        records.flat_map(|record| [vec![record.tag().to_owned()], record.retired].concat()).collect()
+    /// An error if one's file cannot be used: what it needs is not known.
+    pub(crate) fn tags(&self) -> Result<BTreeSet<String>> {
+        let mut tags = BTreeSet::new();
+        for name in self.names() {
+            let Ok(workspace) = self.get(&name) else { continue };
+            match (workspace.state(), self.record_of(&name, &workspace)) {
+                (_, Ok(record)) => tags.extend([vec![record.tag().to_owned()], record.retired].concat()),
+                (State::Broken(_), Err(error)) => return Err(error),
+                // What it is made of is used by its sandbox.
+                (_, Err(_)) => {}
+            }
+        }
+        Ok(tags)
     }
 
     /// The name of a workspace that would be lost, or could not be resumed, without the snapshot `tag`.
@@ -339,103 +332,6 @@ impl Workspaces {
         Ok(bound)
     }
 
-    /// Puts a workspace away: its sandbox is branched, on disk, and ended. With `diff` what is stored is
-    /// what differs from the snapshot the sandbox was forked from.
-    ///
-    /// Does nothing if its sandbox was used since `unused_since`, if that is given.
-    pub(crate) async fn suspend(
-        &self,
-        name: &str,
-        diff: bool,
-        who: &Identity,
-        unused_since: Option<(u64, usize)>,
-    ) -> Result<(Record, Status)> {
-        let (workspace, _turn) = self.take_turn(name).await?;
-        // Only now it is known which one it is.
-        self.check_owner(name, who)?;
-        let record = self.usable(name, &workspace)?;
-        let Some(sandbox) = self.live(&record) else {
-            let text = match self.status(&record) {
-                Status::Suspended => format!("workspace {name} is suspended already"),
-                _ => format!(
-                    "workspace {name} is not running: its sandbox is gone; `forkd workspace resume {name}` \
-                     starts it from its last state"
-                ),
-            };
-            return Err(Error::invalid(text));
-        };
-        // Nobody uses it from here on: what they did would be lost.
-        let _put_away = PutAway::begin(&sandbox);
-        if unused_since.is_some_and(|stamp| sandbox.activity.stamp() != stamp) {
-            return self.show(name);
-        }
-        let (number, tag) = self.next_tag(&record)?;
-        let mut begun = Record { states: number, ..record.clone() };
-        begun.retired.push(tag.clone());
-        self.keep(&workspace, begun.clone()).await?;
-        let mode = if diff { Mode::Diff } else { Mode::Full };
-        let mut quota = who.quota;
-        // The state it has goes when it has another.
-        let replaced = u64::from(record.current_state_tag.is_some());
-        quota.max_snapshots = quota.max_snapshots.map(|max| max.saturating_add(replaced));
-        if let Err(error) = self.save(&sandbox, &tag, mode, quota).await {
-            self.sweep_retired(name, &workspace).await;
-            return Err(error);
-        }
-        let mut suspended = Record {
-            current_state_tag: Some(tag.clone()),
-            live_sandbox_id: None,
-            last_active_unix: now_unix(),
-            ..begun
-        };
-        suspended.retired.retain(|retired| *retired != tag);
-        suspended.retired.extend(record.current_state_tag);
-        self.keep(&workspace, suspended.clone()).await?;
-        self.tell(EventKind::WorkspaceSuspended, &suspended);
-        let why = format!("workspace {name} was suspended; `forkd workspace resume {name}` goes on");
-        self.registry.end(&sandbox, End::new(SUSPENDED, why, String::new()));
-        self.sweep_retired(name, &workspace).await;
-        self.show(name)
-    }
-
-    /// A number and a tag for its next state that nobody has.
-    fn next_tag(&self, record: &Record) -> Result<(u64, String)> {
-        let mut number = record.states;
-        loop {
-            number += 1;
-            let Some(tag) = record.state_tag(number) else {
-                return Err(conflict(format!("workspace {} had too many states", record.name)));
-            };
-            match self.snapshots.get(&tag) {
-                Err(error) if error.kind == Kind::NotFound => return Ok((number, tag)),
-                other => drop(other?),
-            }
-        }
-    }
-
-    /// Branches `sandbox` and returns when the branch is on disk.
-    async fn save(&self, sandbox: &Arc<Sandbox>, tag: &str, mode: Mode, quota: Quota) -> Result<()> {
-        let order = branch::Order { tag: Some(tag.to_owned()), mode, wait: true, parent_tag: None, quota };
-        let (_, branch) = self.snapshots.branch(sandbox, order)?;
-        branch.reached(Stage::Saving).await?;
-        let stood_still = matches!(sandbox.phase(), Phase::Paused);
-        if !stood_still {
-            let _turn = sandbox.take_turn().await?;
-            // Whoever uses it has it go on, should this daemon be killed now.
-            let written = sandbox.amend(|life, _| life.dozing = true);
-            written.map_err(|error| Error::host("cannot write down that a sandbox stands still", error))?;
-            if let Err(error) = sandbox.ask(Command::Pause).await {
-                tracing::warn!(sandbox = sandbox.id, error = error.message, "it runs while it is stored");
-            }
-        }
-        let saved = branch.reached(Stage::Done).await;
-        if saved.is_err() && !stood_still && matches!(sandbox.phase(), Phase::Paused) {
-            let _turn = sandbox.take_turn().await?;
-            sandbox.go_on().await?;
-        }
-        saved
-    }
-
     /// Takes a workspace out again: a sandbox is forked from its last state.
     pub(crate) async fn resume(&self, name: &str, who: &Identity) -> Result<(Record, Status)> {
         let (workspace, _turn) = self.take_turn(name).await?;
@@ -530,64 +426,5 @@ impl Workspaces {
         .await?;
         *lock(&workspace.state) = State::Kept(record);
         Ok(())
-    }
-
-    /// Removes what a workspace has no use for any more, if nobody else has.
-    async fn sweep(&self, name: &str) {
-        if let Ok((workspace, _turn)) = self.take_turn(name).await {
-            self.sweep_retired(name, &workspace).await;
-        }
-    }
-
-    async fn sweep_retired(&self, name: &str, workspace: &Workspace) {
-        let Ok(record) = self.usable(name, workspace) else { return };
-        let mut kept = Vec::new();
-        for tag in &record.retired {
-            if self.is_needed(&record, tag).await {
-                kept.push(tag.clone());
-            } else if let Err(error) = self.remove_snapshot(tag, &record.owner).await {
-                tracing::warn!(name, tag, error = error.message, "an old state cannot be removed yet");
-                kept.push(tag.clone());
-            }
-        }
-        if kept != record.retired
-            && let Err(error) = self.keep(workspace, Record { retired: kept, ..record }).await
-        {
-            tracing::warn!(name, error = error.message, "a workspace's file is not up to date");
-        }
-    }
-
-    /// Whether somebody but the workspace's own states would miss an old state.
-    async fn is_needed(&self, record: &Record, tag: &str) -> bool {
-        let sandboxes = self.registry.list();
-        let forked = |sandbox: &Arc<Sandbox>| {
-            sandbox.spec.snapshot_tag.as_deref() == Some(tag)
-                || sandbox.facts().history.rolled_back_to.as_deref() == Some(tag)
-        };
-        if sandboxes
-            .iter()
-            .any(|sandbox| forked(sandbox) && record.live_sandbox_id.as_ref() != Some(&sandbox.id))
-        {
-            return true;
-        }
-        let own: BTreeSet<String> = record.retired.iter().chain(&record.current_state_tag).cloned().collect();
-        let (store, wanted) = (self.snapshots.store.clone(), tag.to_owned());
-        let dependents = blocking("looking for dependents", move || Ok(store.dependents(&wanted)?)).await;
-        match dependents {
-            Ok(dependents) => dependents.iter().any(|dependent| !own.contains(dependent)),
-            Err(error) => error.kind != Kind::NotFound,
-        }
-    }
-
-    /// Removes the name; layers stay as long as others are built on them. What was given to somebody else is
-    /// theirs.
-    async fn remove_snapshot(&self, tag: &str, owner: &str) -> Result<()> {
-        if self.snapshots.get(tag).is_ok_and(|entry| entry.owner() != owner) {
-            return Ok(());
-        }
-        match self.snapshots.remove(tag, Removal::Force).await {
-            Err(error) if error.kind == Kind::NotFound => Ok(()),
-            other => other,
-        }
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use forkd_protocol::control::{BranchConfig, Channel, FdRef};
 
 use super::freeze::freeze;
-use super::{Branch, Taken};
+use super::{Branch, Taken, TakenFrom};
 use crate::assets::reopen;
 use crate::boot;
 use crate::command::{Born, Command};
@@ -34,12 +34,12 @@ struct Prepared {
     control: Channel,
 }
 
-/// Takes the branch: the template, and the generation of the source's disks it shares.
+/// Takes the branch: the template, and what it shares with its source.
 pub(super) async fn take(
     snapshots: &Snapshots,
     sandbox: &Arc<Sandbox>,
     branch: &Branch,
-) -> Result<(Arc<Template>, u64)> {
+) -> Result<(Arc<Template>, TakenFrom)> {
     let folder = snapshots.folder.join(&branch.template);
     let taken = attempt(snapshots, sandbox, branch, &folder).await;
     if taken.is_err() {
@@ -53,7 +53,7 @@ async fn attempt(
     sandbox: &Arc<Sandbox>,
     branch: &Branch,
     folder: &Path,
-) -> Result<(Arc<Template>, u64)> {
+) -> Result<(Arc<Template>, TakenFrom)> {
     let timing = &snapshots.host.config.timing;
     if *sandbox.disks.frozen.borrow() >= CROWDED {
         let mut frozen = sandbox.disks.frozen.subscribe();
@@ -83,11 +83,12 @@ async fn attempt(
                 return Err(error);
             }
         };
-        let generation = *generation;
         // A guest without disks has no layers that could be merged.
         if !branched.layers.is_empty() {
             sandbox.disks.frozen.send_modify(|frozen| *frozen += 1);
         }
+        let frozen = *sandbox.disks.frozen.borrow();
+        let source = TakenFrom { sandbox: sandbox.clone(), generation: *generation, frozen };
         let (id, pid, pause) = (branch.template.clone(), branched.pid, branched.pause);
         let watched = Monitor::branched(id.clone(), folder.to_owned(), pid, branched.pidfd, control);
         let mut monitor = watched.map_err(|error| Error::host("cannot watch a branch", error))?;
@@ -114,10 +115,10 @@ async fn attempt(
         tokio::try_join!(sealed, source_sealed)?;
         let guest = branch.guest.clone();
         let plan = snapshots.plan(id, folder, &branch.tag, Source::Memory, guest, lineage);
-        Ok((Template::new(plan, monitor)?, pause, generation))
+        Ok((Template::new(plan, monitor)?, pause, source))
     };
     let (taken, thawed) = tokio::join!(taken, thawing);
-    let (template, pause, generation) = taken?;
+    let (template, pause, source) = taken?;
     let (frozen_ms, quiesced) = thawed.unwrap_or((None, false));
     let pause_ms = pause.as_micros() as f64 / 1e3;
     sandbox.pauses.add(pause_ms, frozen_ms, "branch");
@@ -125,7 +126,7 @@ async fn attempt(
     let recorded = template.record(Standing::Unsaved(Box::new(branch.record())));
     recorded.map_err(|error| Error::host("cannot record a branch", error))?;
     sandbox.branched(&branch.tag);
-    Ok((template, generation))
+    Ok((template, source))
 }
 
 /// Everything that takes time before the source stands still. Blocks.

@@ -155,6 +155,9 @@ async fn requests_that_two_readers_would_read_differently_are_refused() {
         let refused =
             answer.is_empty() || answer.starts_with("HTTP/1.1 4") || answer.starts_with("HTTP/1.0 4");
         assert!(refused, "{:.200}\n{answer}", bad);
+        if let Some((_, body)) = answer.split_once("\r\n\r\n") {
+            reason(body);
+        }
     }
     // Nobody's method but the one in the first line counts.
     let headers = "X-HTTP-Method-Override: DELETE\r\nX-Original-URL: /v1/sandboxes\r\n";

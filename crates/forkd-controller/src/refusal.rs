@@ -1,0 +1,166 @@
+//! Words for the refusals that the HTTP library makes by itself, of what is no request: those have no body, and
+//! every error of this daemon has one.
+
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, ready};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+/// A connection on which a bare refusal gets its words. Only until there was a request: from then on what is
+/// written may be anything, the contents of files included.
+#[derive(Debug)]
+pub(crate) struct Worded<S> {
+    stream: S,
+    asked: Asked,
+    /// What is written in the place of a refusal.
+    instead: Option<Instead>,
+}
+
+/// Whether there was a request on a connection.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Asked(Arc<AtomicBool>);
+
+impl Asked {
+    pub(crate) fn note(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+#[derive(Debug)]
+struct Instead {
+    bytes: Vec<u8>,
+    written: usize,
+    /// How long what it stands for is.
+    length: usize,
+}
+
+impl<S> Worded<S> {
+    pub(crate) fn new(stream: S, asked: Asked) -> Self {
+        Worded { stream, asked, instead: None }
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Worded<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buf)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Worded<S> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        let this = &mut *self;
+        if this.instead.is_none() && !this.asked.get() {
+            let bytes = with_words(buf);
+            this.instead = bytes.map(|bytes| Instead { bytes, written: 0, length: buf.len() });
+        }
+        let Some(instead) = &mut this.instead else { return Pin::new(&mut this.stream).poll_write(cx, buf) };
+        while let Some(rest) = instead.bytes.get(instead.written..).filter(|rest| !rest.is_empty()) {
+            match ready!(Pin::new(&mut this.stream).poll_write(cx, rest))? {
+                0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
+                count => instead.written += count,
+            }
+        }
+        let length = instead.length;
+        this.instead = None;
+        Poll::Ready(Ok(length))
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        if self.asked.get() && self.instead.is_none() {
+            return Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
+        }
+        let first = bufs.iter().find(|buf| !buf.is_empty());
+        self.poll_write(cx, first.map_or(&[], |buf| buf))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+/// A refusal without a body, with one; none for anything else.
+fn with_words(head: &[u8]) -> Option<Vec<u8>> {
+    const NO_BODY: &str = "content-length: 0\r\n";
+    let head = std::str::from_utf8(head).ok().filter(|head| head.ends_with("\r\n\r\n"))?;
+    let status = head.strip_prefix("HTTP/1.1 ").or_else(|| head.strip_prefix("HTTP/1.0 "))?.get(..3)?;
+    let why = match status {
+        "431" => "the headers of this request are too many or too long; send fewer and shorter ones",
+        "414" => "the address of this request is too long; send a shorter one",
+        _ if status.starts_with('4') => {
+            "this is no HTTP/1.1 request that can be understood; look at its first line and its headers"
+        }
+        _ => return None,
+    };
+    let body = serde_json::json!({ "error": why }).to_string();
+    let about = format!("content-type: application/json\r\ncontent-length: {}\r\n", body.len());
+    let (before, after) = head.split_once(NO_BODY)?;
+    Some([before, &about, after, &body].concat().into_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    const BARE: &str =
+        "HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
+
+    /// What arrives of `said`, on a connection that takes a few bytes at a time.
+    async fn heard(said: &str, asked: bool) -> String {
+        let (mut client, server) = tokio::io::duplex(7);
+        let heard = tokio::spawn(async move {
+            let mut text = String::new();
+            client.read_to_string(&mut text).await.unwrap();
+            text
+        });
+        let flag = Asked::default();
+        if asked {
+            flag.note();
+        }
+        let mut server = Worded::new(server, flag);
+        server.write_all(said.as_bytes()).await.unwrap();
+        server.shutdown().await.unwrap();
+        drop(server);
+        heard.await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_bare_refusal_gets_a_body_and_nothing_else_is_touched() {
+        let text = heard(BARE, false).await;
+        let (head, body) = text.split_once("\r\n\r\n").unwrap();
+        assert!(head.starts_with("HTTP/1.1 431 ") && head.contains("connection: close"), "{head}");
+        assert!(head.contains(&format!("content-length: {}", body.len())), "{text}");
+        assert!(serde_json::from_str::<serde_json::Value>(body).unwrap()["error"].is_string());
+
+        assert_eq!(heard(BARE, true).await, BARE, "it may be what somebody's file holds");
+        for other in [
+            "HTTP/1.1 204 No Content\r\ncontent-length: 0\r\n\r\n",
+            "HTTP/1.1 400 x\r\ncontent-length: 1\r\n\r\n!",
+        ] {
+            assert_eq!(heard(other, false).await, other);
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! One snapshot: where it stands, how it comes to be, and its template.
+
+use std::sync::{Arc, Mutex};
+
+use forkd_protocol::names::is_valid_sandbox_id;
+use forkd_store::Snapshot;
+use tokio::sync::watch;
+
+use super::lock;
+use crate::branch::{Branch, Stage, Wish};
+use crate::error::{Error, Kind, Result};
+use crate::telling::Telling;
+use crate::telling::events::{About, EventKind};
+use crate::template::{Standing, Template};
+
+/// One snapshot.
+#[derive(Debug)]
+pub(crate) struct Entry {
+    pub(crate) tag: String,
+    owner: Mutex<String>,
+    state: Mutex<State>,
+    pub(super) current: Mutex<Option<Arc<Template>>>,
+    /// Held by whoever starts a template: one at a time.
+    pub(super) starting: tokio::sync::Mutex<()>,
+    telling: Arc<Telling>,
+}
+
+/// Where a snapshot stands.
+#[derive(Debug, Clone)]
+pub(crate) enum State {
+    Writing(Work),
+    Ready(Box<Snapshot>),
+    /// It cannot be used, or was never finished: why.
+    Failed {
+        error: Error,
+        work: Option<Work>,
+    },
+}
+
+/// How a snapshot comes to be.
+#[derive(Debug, Clone)]
+pub(crate) enum Work {
+    /// A guest is booted and warmed up.
+    Making(Arc<Making>),
+    /// A sandbox is branched, or a snapshot compacted.
+    Branch(Arc<Branch>),
+}
+
+impl Work {
+    /// The memory of the guest it is made of.
+    pub(super) fn mem_mib(&self) -> u64 {
+        match self {
+            Work::Making(making) => making.order.mem_mib,
+            Work::Branch(branch) => branch.guest.mem_size_mib,
+        }
+    }
+
+    /// Nobody wants it any more: returns when it is over.
+    pub(super) async fn cancel(&self) {
+        match self {
+            Work::Making(making) => {
+                making.cancelled.send_replace(true);
+                let _ = making.done.subscribe().wait_for(|done| *done).await;
+            }
+            Work::Branch(branch) => {
+                branch.wish(Wish::Cancel);
+                let _ = branch.reached(Stage::Done).await;
+            }
+        }
+    }
+}
+
+/// A snapshot that is being made.
+#[derive(Debug)]
+pub(crate) struct Making {
+    pub(crate) order: crate::making::Order,
+    pub(crate) begun_at_unix: u64,
+    pub(crate) phase: watch::Sender<crate::making::Phase>,
+    pub(super) cancelled: watch::Sender<bool>,
+    pub(super) done: watch::Sender<bool>,
+}
+
+impl Making {
+    /// Returns when somebody does not want it any more.
+    pub(crate) async fn cancelled(&self) {
+        let _ = self.cancelled.subscribe().wait_for(|cancelled| *cancelled).await;
+    }
+}
+
+impl Entry {
+    pub(super) fn new(tag: &str, owner: &str, state: State, telling: Arc<Telling>) -> Arc<Self> {
+        let (state, current, starting) = (Mutex::new(state), Mutex::default(), Default::default());
+        let owner = Mutex::new(owner.to_owned());
+        Arc::new(Entry { tag: tag.to_owned(), owner, state, current, starting, telling })
+    }
+
+    /// Whose it is.
+    pub(crate) fn owner(&self) -> String {
+        lock(&self.owner).clone()
+    }
+
+    /// Makes it somebody's; whose it was.
+    pub(crate) fn set_owner(&self, owner: &str) -> String {
+        std::mem::replace(&mut *lock(&self.owner), owner.to_owned())
+    }
+
+    /// What events say of it: its tag, and the sandbox it is being branched from.
+    pub(super) fn about(&self) -> About {
+        let sandbox = self.branch().map(|branch| branch.source.clone());
+        let sandbox = sandbox.filter(|source| is_valid_sandbox_id(source));
+        About { snapshot: Some(self.tag.clone()), sandbox, owner: Some(self.owner()), ..About::default() }
+    }
+
+    pub(super) fn tell(&self, kind: EventKind, about: About) {
+        self.telling.events.emit(kind, about);
+    }
+
+    pub(crate) fn state(&self) -> State {
+        lock(&self.state).clone()
+    }
+
+    /// Its live template.
+    pub(crate) fn current(&self) -> Option<Arc<Template>> {
+        lock(&self.current).clone().filter(|template| template.is_alive())
+    }
+
+    /// Lets go of its template: it ends with its last child.
+    pub(crate) fn unload(&self) {
+        lock(&self.current).take();
+    }
+
+    pub(crate) fn set_current(&self, template: Arc<Template>) {
+        *lock(&self.current) = Some(template);
+    }
+
+    /// It is on disk.
+    pub(crate) fn ready(&self, snapshot: Snapshot) {
+        let about = self.about();
+        *lock(&self.state) = State::Ready(Box::new(snapshot));
+        self.tell(EventKind::SnapshotReady, about);
+    }
+
+    /// It could not be made.
+    pub(crate) fn failed(&self, error: Error) {
+        let why = error.message.clone();
+        {
+            let mut state = lock(&self.state);
+            let State::Writing(work) = &*state else { return };
+            let work = Some(work.clone());
+            *state = State::Failed { error, work };
+        }
+        self.tell(EventKind::SnapshotFailed, About { detail: Some(why), ..self.about() });
+    }
+
+    /// The branch it is while that is being written, or if that failed.
+    pub(crate) fn branch(&self) -> Option<Arc<Branch>> {
+        match self.state() {
+            State::Writing(Work::Branch(branch)) => Some(branch),
+            State::Failed { work: Some(Work::Branch(branch)), .. } => Some(branch),
+            _ => None,
+        }
+    }
+
+    /// What is on disk, or why there is nothing.
+    pub(crate) fn snapshot(&self) -> Result<Snapshot> {
+        let conflict = |text| Err(Error::new(Kind::Conflict, text));
+        match self.state() {
+            State::Ready(snapshot) => Ok(*snapshot),
+            State::Writing(_) => {
+                conflict(format!("snapshot {} is still being made; try again later", self.tag))
+            }
+            State::Failed { error, work: Some(_) } => {
+                conflict(format!("snapshot {} was not finished ({}); make it again", self.tag, error.message))
+            }
+            State::Failed { error, work: None } => Err(error),
+        }
+    }
+
+    /// Lets go of its template for good: one that is not on disk will not be.
+    pub(super) fn forget(&self) {
+        let Some(template) = lock(&self.current).take() else { return };
+        if self.branch().is_some()
+            && let Err(error) = template.record(Standing::Forgotten)
+        {
+            tracing::warn!(tag = self.tag, %error, "cannot record that a branch is gone");
+        }
+    }
+}

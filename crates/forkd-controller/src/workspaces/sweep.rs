@@ -1,0 +1,71 @@
+//! Removing the states that a workspace has no use for any more.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use super::{Record, Workspace, Workspaces};
+use crate::error::{Kind, Result};
+use crate::host::blocking;
+use crate::sandbox::Sandbox;
+use crate::snapshots::Removal;
+
+impl Workspaces {
+    /// Removes what a workspace has no use for any more, if nobody else has.
+    pub(super) async fn sweep(&self, name: &str) {
+        if let Ok((workspace, _turn)) = self.take_turn(name).await {
+            self.sweep_retired(name, &workspace).await;
+        }
+    }
+
+    pub(super) async fn sweep_retired(&self, name: &str, workspace: &Workspace) {
+        let Ok(record) = self.usable(name, workspace) else { return };
+        let mut kept = Vec::new();
+        for tag in &record.retired {
+            if self.is_needed(&record, tag).await {
+                kept.push(tag.clone());
+            } else if let Err(error) = self.remove_snapshot(tag, &record.owner).await {
+                tracing::warn!(name, tag, error = error.message, "an old state cannot be removed yet");
+                kept.push(tag.clone());
+            }
+        }
+        if kept != record.retired
+            && let Err(error) = self.keep(workspace, Record { retired: kept, ..record }).await
+        {
+            tracing::warn!(name, error = error.message, "a workspace's file is not up to date");
+        }
+    }
+
+    /// Whether somebody but the workspace's own states would miss an old state.
+    async fn is_needed(&self, record: &Record, tag: &str) -> bool {
+        let sandboxes = self.registry.list();
+        let forked = |sandbox: &Arc<Sandbox>| {
+            sandbox.spec.snapshot_tag.as_deref() == Some(tag)
+                || sandbox.facts().history.rolled_back_to.as_deref() == Some(tag)
+        };
+        if sandboxes
+            .iter()
+            .any(|sandbox| forked(sandbox) && record.live_sandbox_id.as_ref() != Some(&sandbox.id))
+        {
+            return true;
+        }
+        let own: BTreeSet<String> = record.retired.iter().chain(&record.current_state_tag).cloned().collect();
+        let (store, wanted) = (self.snapshots.store.clone(), tag.to_owned());
+        let dependents = blocking("looking for dependents", move || Ok(store.dependents(&wanted)?)).await;
+        match dependents {
+            Ok(dependents) => dependents.iter().any(|dependent| !own.contains(dependent)),
+            Err(error) => error.kind != Kind::NotFound,
+        }
+    }
+
+    /// Removes the name; layers stay as long as others are built on them. What was given to somebody else is
+    /// theirs.
+    pub(super) async fn remove_snapshot(&self, tag: &str, owner: &str) -> Result<()> {
+        if self.snapshots.get(tag).is_ok_and(|entry| entry.owner() != owner) {
+            return Ok(());
+        }
+        match self.snapshots.remove(tag, Removal::Force).await {
+            Err(error) if error.kind == Kind::NotFound => Ok(()),
+            other => other,
+        }
+    }
+}
