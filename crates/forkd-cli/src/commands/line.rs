@@ -49,7 +49,7 @@ async fn open(context: &Context, known: &Known, args: &LineArgs) -> Result<Vec<R
         bail!("there is no sandbox {}; `forkd ls` shows those that run", gone[0]);
     }
     for id in gone {
-        context.ui.warn(&format!("there is no sandbox {id}: no port is served for it"));
+        context.ui.warn(format!("there is no sandbox {id}: no port is served for it"));
     }
     process::raise_file_limit();
     let mut wanted = args.listen;
