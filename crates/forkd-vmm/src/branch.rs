@@ -9,7 +9,7 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -104,12 +104,13 @@ impl Newborn {
     /// The caller owns no descriptor of its own any more but the usual ones.
     pub(crate) fn settle(self, source: Running) -> Result<(Frozen, Controllers)> {
         let Newborn { saved, controllers, source: word } = self;
+        // Before anything else: until it is heard the guest stands still, and this would take its source's CPU.
+        hear(word)?;
         match freeze_copy(saved, source) {
             Ok(frozen) => {
                 let mut kept = frozen.descriptors();
-                kept.extend([controllers.listener(), word.as_raw_fd()]);
+                kept.push(controllers.listener());
                 close_all_but(kept)?;
-                hear(word)?;
                 Ok((frozen, controllers))
             }
             Err(error) => {
