@@ -75,9 +75,10 @@ pub(crate) async fn warm_up(agent: &Agent, request: &WarmRequest, timing: &Timin
     }
 }
 
-/// Gets the guest ready to be forked.
-pub(crate) async fn freeze(agent: &Agent) -> Result<()> {
-    let frozen = agent.freeze().await.map_err(|error| format!("the guest could not be frozen: {error}"))?;
+/// Gets the guest ready to be forked, if it can within `limit`.
+pub(crate) async fn freeze(agent: &Agent, limit: Duration) -> Result<()> {
+    let frozen =
+        agent.freeze(limit).await.map_err(|error| format!("the guest could not be frozen: {error}"))?;
     match frozen.frozen {
         true => Ok(()),
         false => Err("the guest could not be frozen: some of its processes do not stand still".into()),

@@ -105,7 +105,8 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
         making.phase.send_replace(Phase::Freezing);
         let config = &snapshots.host.config;
         if assets.image().is_some() {
-            let frozen = guest::freeze(&parent.agent).await;
+            // A warm-up may have written a lot, and all of it has to get to the disk.
+            let frozen = guest::freeze(&parent.agent, config.timing.boot).await;
             frozen.map_err(|why| complaint(&ground.folder, why))?;
         }
         parent.monitor.freeze(config.timing.boot).await?;
@@ -145,6 +146,7 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
             diff: false,
             merge: false,
             branched_from: None,
+            created_at_unix: None,
             measured: Measured::default(),
         };
         let unwanted = async {

@@ -131,7 +131,9 @@ impl Agent {
             "Eval" => rpc::unary(exchange, |request: EvalRequest, head| {
                 self.python.eval(&request.code, &self.user(None)?, rpc::timeout(head)?)
             }),
-            "Freeze" => rpc::unary(exchange, |request: FreezeRequest, _| Ok(self.forking.freeze(&request))),
+            "Freeze" => rpc::unary(exchange, |request: FreezeRequest, head| {
+                self.forking.freeze(&request, head.received)
+            }),
             "Thaw" => rpc::unary(exchange, |_: Value, _| self.forking.thaw().map(|()| json!({}))),
             "Become" => rpc::unary(exchange, |request: BecomeRequest, head| {
                 self.forking.become_child(request, head.received)

@@ -1,4 +1,4 @@
-//! What only a whole machine has: its clock, its name, its random numbers. Behind functions that can
+//! What only a whole machine has: its clock, its name, its random numbers, its file systems. Behind functions that can
 //! be replaced, so that a test of the rest does not change the machine it runs on.
 
 use std::{
@@ -21,6 +21,8 @@ pub struct Machine {
     pub set_clock: fn(Duration) -> io::Result<()>,
     /// Sets the host name.
     pub set_hostname: fn(&str) -> io::Result<()>,
+    /// Writes to the disk what is not there yet. Takes as long as that takes.
+    pub sync: fn(),
 }
 
 impl Machine {
@@ -31,6 +33,7 @@ impl Machine {
             reseed,
             set_clock,
             set_hostname: |name| Ok(rustix::system::sethostname(name.as_bytes())?),
+            sync: rustix::fs::sync,
         }
     }
 }

@@ -15,6 +15,7 @@ mod connections;
 mod hooks;
 mod identity;
 mod machine;
+mod sync;
 
 use std::{
     collections::BTreeMap,
@@ -32,6 +33,7 @@ use forkd_protocol::{
 pub(crate) use identity::{Names, write_resolv_conf};
 pub use machine::Machine;
 
+use self::sync::Syncing;
 use crate::{
     log,
     process::{self, Processes},
@@ -40,9 +42,9 @@ use crate::{
 
 /// The variable that tells a process which sandbox it is in.
 pub(crate) const SANDBOX_ID: &str = "FORKD_SANDBOX_ID";
-/// How long `Freeze` waits when it is not told.
+/// How long `Freeze` may take when it is not told.
 const FREEZE_TIME: Duration = Duration::from_secs(5);
-/// How long `Freeze` waits at most, whatever it is told.
+/// How long `Freeze` may take at most, whatever it is told.
 const MAX_FREEZE_TIME: Duration = Duration::from_secs(600);
 /// How long `Become` waits for processes that should be frozen already.
 const REFREEZE_TIME: Duration = Duration::from_secs(1);
@@ -59,6 +61,7 @@ pub(crate) struct Forking {
     run_dir: PathBuf,
     processes: Arc<Processes>,
     python: Arc<Python>,
+    syncing: Syncing,
     /// One freeze, thaw or change of identity at a time.
     turn: Mutex<()>,
 }
@@ -70,19 +73,25 @@ impl Forking {
         processes: Arc<Processes>,
         python: Arc<Python>,
     ) -> Self {
-        Forking { machine, run_dir, processes, python, turn: Mutex::new(()) }
+        let syncing = Syncing::new(machine.sync);
+        Forking { machine, run_dir, processes, python, syncing, turn: Mutex::new(()) }
     }
 
-    /// Stops all user processes and makes the file systems clean.
-    pub(crate) fn freeze(&self, request: &FreezeRequest) -> FreezeResponse {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Stops all user processes and makes the file systems clean, in the time that `request` gives from
+    /// when its first byte was read, at `received`. What takes longer is an error, and then nothing stands
+    /// still because of it: whoever asked has gone on without it, or will.
+    pub(crate) fn freeze(&self, request: &FreezeRequest, received: Instant) -> Result<FreezeResponse, Error> {
         let limit = match request.timeout_ms {
             0 => FREEZE_TIME,
             ms => Duration::from_millis(ms).min(MAX_FREEZE_TIME),
         };
+        // Of everything, the wait for its turn included.
+        let deadline = received + limit;
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         // Most of the writing while processes still run, so that they stand still for less long.
-        rustix::fs::sync();
-        let frozen = match self.processes.cgroups.freeze(limit) {
+        self.sync(deadline, limit)?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        let frozen = match self.processes.cgroups.freeze(left) {
             Ok(frozen) => frozen,
             Err(error) => {
                 log::error!("cannot freeze the user processes: {error}");
@@ -94,9 +103,22 @@ impl Forking {
             // have their place on the disk, and a child changes one page of each.
             self.names().rehearse();
             // What the processes, and the line above, wrote since the first time.
-            rustix::fs::sync();
+            if let Err(error) = self.sync(deadline, limit) {
+                self.processes.cgroups.thaw().map_err(cannot("let the user processes run"))?;
+                return Err(error);
+            }
         }
-        FreezeResponse { frozen }
+        Ok(FreezeResponse { frozen })
+    }
+
+    fn sync(&self, deadline: Instant, limit: Duration) -> Result<(), Error> {
+        match self.syncing.finish_by(deadline).map_err(cannot("start to sync its file systems"))? {
+            true => Ok(()),
+            false => {
+                let message = format!("the guest's file systems could not be synced within {limit:?}");
+                Err(Error::new(Code::DeadlineExceeded, message))
+            }
+        }
     }
 
     /// Lets user processes run on.

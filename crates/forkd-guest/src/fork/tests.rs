@@ -5,7 +5,10 @@ use std::{
     io::{Read, Write},
     net::TcpListener,
     os::unix::fs::PermissionsExt,
-    sync::Mutex,
+    sync::{
+        Condvar, Mutex, OnceLock,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
 };
 
@@ -39,6 +42,7 @@ pub(crate) fn machine(root: PathBuf) -> Machine {
             "refused" => Err(io::ErrorKind::PermissionDenied.into()),
             name => done(Done::Hostname(name.into())),
         },
+        sync: || (),
     }
 }
 
@@ -155,7 +159,8 @@ fn frozen_processes_stand_still_until_they_are_thawed_or_become_another_guests()
         eventually("ticks", || size() > before);
         assert_eq!(agent.call("/forkd.Agent/Freeze", json!({})).unwrap(), json!({"frozen": true}), "{how}");
         if how == "freeze twice" {
-            assert_eq!(agent.call("/forkd.Agent/Freeze", json!({"timeoutMs": 1})).unwrap()["frozen"], true);
+            let again = agent.call("/forkd.Agent/Freeze", json!({"timeoutMs": 60_000}));
+            assert_eq!(again.unwrap()["frozen"], true);
         }
         let frozen_at = size();
         thread::sleep(Duration::from_millis(300));
@@ -169,14 +174,127 @@ fn frozen_processes_stand_still_until_they_are_thawed_or_become_another_guests()
     }
 }
 
+/// The parts of a guest that is frozen in `cgroup`, if it has cgroups, and synced by `sync`.
+fn forking(folder: &Path, cgroup: Option<PathBuf>, sync: fn()) -> Forking {
+    let processes = Arc::new(Processes::new(process::Cgroups::new(cgroup), Arc::default()));
+    let python = Arc::new(Python::new(process::Cgroups::new(None), Arc::default()));
+    Forking::new(Machine { sync, ..machine(folder.into()) }, folder.into(), processes, python)
+}
+
+/// A folder that says of itself that all in it stands still.
+fn still(folder: &Path) -> Option<PathBuf> {
+    fs::write(folder.join("cgroup.events"), "populated 1\nfrozen 1\n").unwrap();
+    Some(folder.into())
+}
+
+/// What its processes were told last: `1` to stand still, `0` to go on.
+fn told(folder: &Path) -> String {
+    fs::read_to_string(folder.join("cgroup.freeze")).unwrap_or_default()
+}
+
+fn within(ms: u64) -> FreezeRequest {
+    FreezeRequest { timeout_ms: ms }
+}
+
 #[test]
 fn a_guest_without_cgroups_says_that_nothing_is_frozen() {
-    let processes = Arc::new(Processes::new(process::Cgroups::new(None), Arc::default()));
-    let python = Arc::new(Python::new(process::Cgroups::new(None), Arc::default()));
     let folder = tempfile::tempdir().unwrap();
-    let forking = Forking::new(machine(folder.path().into()), folder.path().into(), processes, python);
-    assert_eq!(forking.freeze(&FreezeRequest::default()), FreezeResponse { frozen: false });
+    let forking = forking(folder.path(), None, || ());
+    let answer = forking.freeze(&FreezeRequest::default(), Instant::now());
+    assert_eq!(answer, Ok(FreezeResponse { frozen: false }));
     assert!(forking.thaw().is_ok());
+}
+
+/// What a disk that takes its time lets through only when it is opened.
+struct Gate {
+    waiting: Mutex<usize>,
+    open: AtomicBool,
+    opened: Condvar,
+}
+
+impl Gate {
+    const fn new() -> Self {
+        Gate { waiting: Mutex::new(0), open: AtomicBool::new(false), opened: Condvar::new() }
+    }
+
+    fn pass(&self) {
+        let mut waiting = self.waiting.lock().unwrap();
+        if !self.open.load(Ordering::SeqCst) {
+            *waiting += 1;
+            drop(self.opened.wait_while(waiting, |_| !self.open.load(Ordering::SeqCst)).unwrap());
+        }
+    }
+
+    /// How many had to wait so far.
+    fn waiting(&self) -> usize {
+        *self.waiting.lock().unwrap()
+    }
+
+    fn open(&self) {
+        let _waiting = self.waiting.lock().unwrap();
+        self.open.store(true, Ordering::SeqCst);
+        self.opened.notify_all();
+    }
+}
+
+#[test]
+fn a_disk_too_slow_to_be_synced_in_time_freezes_nothing_and_holds_nothing_up() {
+    static GATE: Gate = Gate::new();
+    let folder = tempfile::tempdir().unwrap();
+    let forking = forking(folder.path(), still(folder.path()), || GATE.pass());
+    let fails = || {
+        let error = forking.freeze(&within(50), Instant::now()).unwrap_err();
+        assert_eq!(error.code, Code::DeadlineExceeded, "{error}");
+        assert_ne!(told(folder.path()), "1");
+        forking.thaw().unwrap();
+        GATE.waiting() == 1
+    };
+    eventually("a sync that takes long", fails);
+    assert!(fails() && fails(), "another one joined it");
+    GATE.open();
+    assert!(forking.freeze(&within(60_000), Instant::now()).unwrap().frozen);
+    assert_eq!(told(folder.path()), "1");
+}
+
+#[test]
+fn processes_go_on_when_what_they_wrote_last_cannot_be_synced_in_time() {
+    static GATE: Gate = Gate::new();
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    let kept = tempfile::tempdir().unwrap();
+    let folder = FOLDER.get_or_init(|| kept.path().into());
+    // Slow only once they stand still.
+    let sync = || {
+        if FOLDER.get().is_some_and(|folder| told(folder) == "1") {
+            GATE.pass();
+        }
+    };
+    let forking = forking(folder, still(folder), sync);
+    // A busy computer may not come that far at first.
+    let mut limit = 100;
+    while GATE.waiting() == 0 {
+        let error = forking.freeze(&within(limit), Instant::now()).unwrap_err();
+        assert_eq!(error.code, Code::DeadlineExceeded, "{error}");
+        assert_ne!(told(folder), "1");
+        limit *= 2;
+    }
+    assert_eq!(told(folder), "0");
+    GATE.open();
+    assert!(forking.freeze(&within(60_000), Instant::now()).unwrap().frozen);
+    assert_eq!(told(folder), "1");
+}
+
+#[test]
+fn a_freeze_whose_time_is_over_before_its_turn_comes_changes_nothing() {
+    static SYNCED: AtomicBool = AtomicBool::new(false);
+    let folder = tempfile::tempdir().unwrap();
+    let forking = forking(folder.path(), still(folder.path()), || SYNCED.store(true, Ordering::SeqCst));
+    // Somebody else's, who may have come first.
+    fs::write(folder.path().join("cgroup.freeze"), "1").unwrap();
+    let long_ago = Instant::now().checked_sub(Duration::from_secs(1)).unwrap();
+    let error = forking.freeze(&within(500), long_ago).unwrap_err();
+    assert_eq!(error.code, Code::DeadlineExceeded, "{error}");
+    assert!(error.message.contains("500ms"), "{error}");
+    assert_eq!((told(folder.path()).as_str(), SYNCED.load(Ordering::SeqCst)), ("1", false));
 }
 
 fn hook(agent: &TestAgent, name: &str, mode: u32, script: &str) {
