@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod bare;
+mod bench;
 mod branches;
 mod clients;
 mod faults;

@@ -312,9 +312,10 @@ impl Run<'_> {
             }
             server.call(Verb::POST, &format!("/v1/sandboxes/{}/resume", sandbox.id), None).await?;
         }
-        let cases = [("forkd", &pauses), ("live_call", &calls)];
-        for (case, attempts) in cases.into_iter().chain(bare.iter().map(|(method, all)| (method.name(), all)))
-        {
+        let cases = [("forkd", &pauses), ("live_call", &calls)].into_iter();
+        let cases = cases.chain(bare.iter().map(|(method, all)| (method.name(), all)));
+        let cases = cases.chain(firecracker.iter().map(|(kind, all)| (kind.name(), all)));
+        for (case, attempts) in cases {
             if !attempts.is_empty() {
                 results.add(Record::Line(Line::of(case, subject, attempts, self.conditions)))?;
             }

@@ -333,7 +333,11 @@ impl Workplace {
 
 impl Drop for Workplace {
     fn drop(&mut self) {
-        // What cannot be removed only takes room.
+        // What cannot be removed only takes room. What the daemon had in memory is elsewhere, and stays there
+        // if it ended before it was done with cleaning up.
+        if let Ok(place) = fs::read_link(self.0.join("run")) {
+            let _ = fs::remove_dir_all(place);
+        }
         let _ = fs::remove_dir_all(&self.0);
     }
 }
