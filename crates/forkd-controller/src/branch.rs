@@ -1,11 +1,12 @@
 //! Branching: forking a template off a running sandbox.
 //!
-//! A branch is a task of its own: whoever asked may go away. In order: the tag is reserved; everything the
-//! pause needs is prepared; the agent stands its processes still, for a bounded time; the monitor forks;
-//! the agent lets them go on, whatever happened; both processes lose the right to write to what is
-//! shared now; what the template is is written down. From then on children can be forked from it, also by
-//! the next daemon. How it comes to disk is `persist`'s.
+//! A branch is a task of its own: whoever asked may go away. In order: the tag is reserved; it waits until
+//! its source takes another one; everything the pause needs is prepared; the agent stands its processes
+//! still, for a bounded time; the monitor forks; the agent lets them go on, whatever happened; both processes
+//! lose the right to write to what is shared now; what the template is is written down. From then on children
+//! can be forked from it, also by the next daemon. How it comes to disk is `persist`'s.
 
+mod crowd;
 mod freeze;
 mod take;
 
@@ -16,7 +17,7 @@ use std::time::{Duration, Instant};
 use forkd_protocol::control::SaveProgress;
 use forkd_store::{Facts, Quota, Snapshot};
 use serde::{Deserialize, Serialize};
-use tokio::sync::{OwnedSemaphorePermit, watch};
+use tokio::sync::watch;
 use tracing::Instrument;
 
 use crate::cgroup::{Leaf, Leaving};
@@ -28,6 +29,8 @@ use crate::telling::metrics;
 use crate::telling::trace::{self, Over};
 use crate::template::Template;
 
+pub(crate) use crowd::Disks;
+use crowd::Place;
 pub(crate) use freeze::thaw_for_sure;
 pub(crate) use take::settle;
 use take::take;
@@ -264,15 +267,6 @@ impl Branch {
     }
 }
 
-/// What is known of a sandbox's disks.
-#[derive(Debug, Default)]
-pub(crate) struct Disks {
-    /// How often their frozen layers were replaced. Held by whoever adds to them or replaces them.
-    pub(crate) generation: tokio::sync::Mutex<u64>,
-    /// How many frozen layers the fullest one has, as far as is known.
-    pub(crate) frozen: watch::Sender<usize>,
-}
-
 /// A sandbox a branch was taken of.
 #[derive(Debug)]
 pub(crate) struct TakenFrom {
@@ -300,13 +294,7 @@ impl Snapshots {
             Some(tag) => tag,
             None => made_up(&sandbox.id)?,
         };
-        let permit = self.branching.clone().try_acquire_owned().map_err(|_| {
-            let text = format!(
-                "{} branches are being taken, the limit; try again in a moment",
-                self.host.config.limits.max_branches
-            );
-            Error::new(Kind::Busy, text)
-        })?;
+        let place = self.place(sandbox)?;
         let parent = origin.as_ref().filter(|origin| origin.snapshot.is_none()).and_then(|origin| {
             let branch = self.get(&origin.tag).ok()?.branch()?;
             (branch.template == origin.template).then_some(branch)
@@ -317,7 +305,7 @@ impl Snapshots {
         let entry = self.reserve(&branch.tag, work, owner, &order.quota)?;
         let (snapshots, sandbox, taken) = (self.clone(), sandbox.clone(), branch.clone());
         let reserved = entry.clone();
-        let run = async move { snapshots.run(sandbox, reserved, taken, permit).await };
+        let run = async move { snapshots.run(sandbox, reserved, taken, place).await };
         tokio::spawn(trace::carry(trace::current(), run.in_current_span()));
         Ok((entry, branch))
     }
@@ -362,16 +350,17 @@ impl Snapshots {
         sandbox: Arc<Sandbox>,
         entry: Arc<Entry>,
         branch: Arc<Branch>,
-        permit: OwnedSemaphorePermit,
+        place: Place,
     ) {
         let begun = Instant::now();
         // The branch is born in the source's cgroup, which goes with the source.
         let leaving = sandbox.belongings().leaf.as_ref().map(Leaf::leaving);
-        let taken = match self.record_owner(&entry).await {
-            Ok(()) => take(&self, &sandbox, &branch).await,
-            Err(error) => Err(error),
+        let taken = async {
+            self.record_owner(&entry).await?;
+            let _turn = self.turn(&sandbox, &branch, place).await?;
+            take(&self, &sandbox, &branch).await
         };
-        drop(permit);
+        let taken = taken.await;
         let over = Over {
             name: "branch",
             begun,

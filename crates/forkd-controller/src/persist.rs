@@ -49,6 +49,8 @@ pub(crate) struct Job {
     /// Whether each disk's layers become one.
     pub(crate) merge: bool,
     pub(crate) branched_from: Option<String>,
+    /// The instant it holds; none for what nobody can use before it is on disk.
+    pub(crate) created_at_unix: Option<u64>,
     pub(crate) measured: Measured,
 }
 
@@ -161,6 +163,7 @@ fn job(branch: &Branch, origin: Option<Snapshot>) -> Job {
         diff: fits && branch.mode.is_difference(),
         merge: !branch.mode.is_difference(),
         branched_from: Some(branch.source.clone()),
+        created_at_unix: Some(branch.begun_at_unix),
         measured: Measured {
             mode: (!compacted).then(|| branch.mode.name().into()),
             pause_ms: taken.pause_ms,
@@ -200,9 +203,15 @@ pub(crate) async fn save(
             true => (job.origin, None),
             false => (None, job.origin),
         };
-        let branched_from = job.branched_from;
-        let contents = Contents { parent, origin, branched_from, disks, measured, ..Contents::new(guest) };
-        Ok(draft.publish(contents)?)
+        Ok(draft.publish(Contents {
+            facts: guest,
+            parent,
+            origin,
+            branched_from: job.branched_from,
+            created_at_unix: job.created_at_unix,
+            disks,
+            measured,
+        })?)
     });
     let snapshot = published.await.inspect_err(failed)?;
     saves.add(metrics::Outcome::Ok, 1);
@@ -238,7 +247,7 @@ async fn write(
     let name = config.child.clone();
     let asked = template.save(config, fds).await;
     let ended = follow(asked, SAVE_WAIT, move || drop(alone)).await;
-    finish(template, &name, ended, "the snapshot could not be written")?;
+    finish(template, &name, ended, "the snapshot could not be written", Some(&told))?;
     let mut bytes = [0; SaveProgress::LENGTH];
     let read = std::os::unix::fs::FileExt::read_exact_at(&told, &mut bytes, 0);
     let bytes = read.ok().map(|()| SaveProgress::from_bytes(bytes).written);
@@ -326,13 +335,23 @@ async fn follow(asked: Asked, patience: Duration, forked: impl FnOnce()) -> Resu
     }
 }
 
-/// Takes note of how such a process ended; anything but success is an error.
-fn finish(template: &Template, name: &str, ended: Result<WaitStatus>, failed: &str) -> Result<()> {
+/// Takes note of how such a process ended; anything but success is an error. A saver has `told` why.
+fn finish(
+    template: &Template,
+    name: &str,
+    ended: Result<WaitStatus>,
+    failed: &str,
+    told: Option<&File>,
+) -> Result<()> {
     template.acknowledge(name);
     match ended {
         Ok(WaitStatus::Exited(0)) => Ok(()),
         Ok(status) => {
+            if let Some(why) = told.and_then(reason) {
+                return Err(Error::host(failed, why));
+            }
             let text = crate::monitor::describe(Some(status));
+            // Only the process that began a lineage has one of its own.
             let log = console::tail(&template.folder().join(crate::monitor::LOG), CONSOLE_TAIL as u64);
             let log = match log.trim() {
                 "" => String::new(),
@@ -342,6 +361,14 @@ fn finish(template: &Template, name: &str, ended: Result<WaitStatus>, failed: &s
         }
         Err(error) => Err(Error::host(failed, error.message)),
     }
+}
+
+/// Why a saver failed, if it could tell. It holds a guest's memory, so anything may be in there.
+fn reason(told: &File) -> Option<String> {
+    let mut bytes = [0; SaveProgress::MAX_REASON];
+    let read = std::os::unix::fs::FileExt::read_at(told, &mut bytes, SaveProgress::LENGTH as u64).ok()?;
+    let text = console::printable(bytes.get(..read)?).replace(['\n', '\t'], " ");
+    Some(text.trim().to_owned()).filter(|text| !text.is_empty())
 }
 
 /// Merges the frozen layers of a new branch, if its disks have many, and has its source use the same file:
@@ -381,7 +408,7 @@ async fn merge(snapshots: &Snapshots, source: Option<TakenFrom>, template: &Arc<
     let name = new_id("merge")?;
     let asked = template.merge(MergeConfig { child: name.clone(), disks }, fds).await;
     let ended = follow(asked, SAVE_WAIT, || {}).await;
-    finish(template, &name, ended, "layers could not be merged")?;
+    finish(template, &name, ended, "layers could not be merged", None)?;
     template.replace_layers(replacements(&files)?).await?;
     let Some(TakenFrom { sandbox, generation, .. }) = source else { return Ok(()) };
     let mut now = sandbox.disks.generation.lock().await;

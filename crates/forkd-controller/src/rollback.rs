@@ -126,16 +126,30 @@ async fn target(
         );
         return Err(Error::new(Kind::Conflict, text));
     };
-    match snapshots.usable(tag, who)?.state() {
-        State::Ready(snapshot) if snapshot.manifest().created_at_unix > old.created_at_unix() => {
-            let text = format!(
-                "the snapshot {tag} sandbox {} was forked from is gone, and {tag} is another one now; say \
-                 where to roll back to if you mean that",
-                old.id
-            );
-            Err(Error::new(Kind::Conflict, text))
-        }
-        _ => snapshots.template_for(tag, who).await,
+    let entry = snapshots.usable(tag, who)?;
+    if is_another(&entry, old) {
+        let text = format!(
+            "the snapshot {tag} sandbox {} was forked from is gone, and {tag} is another one now; say where to \
+             roll back to if you mean that",
+            old.id
+        );
+        return Err(Error::new(Kind::Conflict, text));
+    }
+    snapshots.template_for(tag, who).await
+}
+
+/// Whether `entry` is another snapshot than the one `sandbox` was forked from, which had the same tag.
+fn is_another(entry: &Entry, sandbox: &Sandbox) -> bool {
+    let (template, created) = (sandbox.belongings().template.clone(), sandbox.created_at_unix());
+    // It knows best, unless it is that of yet another one, to which the sandbox was taken back.
+    let template = template.filter(|template| template.about.tag == entry.tag);
+    match (entry.state(), template) {
+        (State::Ready(snapshot), Some(template)) => template.snapshot().as_deref() != Some(snapshot.id()),
+        (State::Ready(snapshot), None) => snapshot.manifest().created_at_unix > created,
+        (_, template) => entry.branch().is_some_and(|branch| match template {
+            Some(template) => branch.template != template.id,
+            None => branch.begun_at_unix > created,
+        }),
     }
 }
 

@@ -48,6 +48,9 @@ pub struct Contents {
     pub origin: Option<Snapshot>,
     /// A sandbox's id, or `compact:` and a tag.
     pub branched_from: Option<String>,
+    /// The instant it holds, in seconds since 1970: a branch is used before it is on disk. None if it was made
+    /// just now.
+    pub created_at_unix: Option<u64>,
     /// Each disk's layers, oldest first. A file that is a layer already stays it; a nameless one
     /// (`O_TMPFILE`) and one of [`Draft::create_disk`] become one; any other one is copied. Nobody may
     /// be writing to them any more.
@@ -64,6 +67,7 @@ impl Contents {
             parent: None,
             origin: None,
             branched_from: None,
+            created_at_unix: None,
             disks: Vec::new(),
             measured: Measured::default(),
         }
@@ -119,7 +123,7 @@ impl Draft {
     /// Makes it a snapshot: when this returns, it is on disk and will survive a crash. Nobody may be
     /// writing to its files any more.
     pub fn publish(mut self, contents: Contents) -> Result<Snapshot> {
-        let Contents { facts, parent, origin, branched_from, disks, measured } = contents;
+        let Contents { facts, parent, origin, branched_from, created_at_unix, disks, measured } = contents;
         if let Some(parent) = &parent {
             self.check_parent(parent, &facts)?;
             self.keep(parent)?;
@@ -136,7 +140,7 @@ impl Draft {
             format: String::new(),
             version: 0,
             tag: self.tag.clone(),
-            created_at_unix: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |age| age.as_secs()),
+            created_at_unix: created_at_unix.unwrap_or_else(now_unix),
             forkd: String::new(),
             facts,
             parent: parent.as_ref().map(named),
@@ -260,6 +264,10 @@ impl Drop for Draft {
             let _ = self.store.collect();
         }
     }
+}
+
+fn now_unix() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |age| age.as_secs())
 }
 
 fn named(snapshot: &Snapshot) -> Parent {

@@ -49,7 +49,7 @@ pub struct Manifest {
     pub(crate) version: u32,
     /// The snapshot's tag, and its folder's name.
     pub tag: String,
-    /// When it was made, in seconds since 1970.
+    /// When it was made, in seconds since 1970; of a branch when it was taken, not when it was on disk.
     pub created_at_unix: u64,
     /// The version of the forkd that made it, for people.
     pub forkd: String,

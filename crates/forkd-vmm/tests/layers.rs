@@ -285,14 +285,18 @@ fn layers_that_cannot_be_used_are_refused_and_nothing_starts() {
 fn a_saver_that_is_killed_half_way_leaves_the_template_well() {
     let Some(kvm) = open_kvm("a_saver_that_is_killed_half_way_leaves_the_template_well") else { return };
     let (monitor, mut template) = template(kvm);
-    let mut killed = 0;
-    for round in 0..5u64 {
+    let (mut killed, begun) = (0, Instant::now());
+    // At several moments, and on until one of them was half-way.
+    for round in 0u64.. {
+        if round >= 5 && (killed > 0 || begun.elapsed() > Duration::from_secs(60)) {
+            break;
+        }
         let save = Save::new(&[], None);
         let fds: Vec<_> = save.fds.iter().map(AsFd::as_fd).collect();
         template.channel.send(&Request::Save(save.config.clone()), &fds).unwrap();
         let (reply, fds) = template.reply_with_fds();
         assert!(matches!(reply, Reply::Forked { .. }), "{reply:?}");
-        std::thread::sleep(Duration::from_millis(round * 5));
+        std::thread::sleep(Duration::from_millis(round % 5 * 5));
         let _ = rustix::process::pidfd_send_signal(&fds[0], rustix::process::Signal::KILL);
         let status = end_of(&mut template, "saver");
         assert!(matches!(status, WaitStatus::Signaled(9) | WaitStatus::Exited(0)), "{status:?}");
@@ -305,6 +309,28 @@ fn a_saver_that_is_killed_half_way_leaves_the_template_well() {
     let (_monitor, mut loaded, reply) = load(&save.state, &[save.memory], &[]);
     assert_eq!(reply, Reply::Loaded);
     assert_eq!(fork(&mut loaded, "child").console(), "0\n");
+}
+
+#[test]
+fn a_saver_that_cannot_write_says_why_behind_its_progress() {
+    let Some(kvm) = open_kvm("a_saver_that_cannot_write_says_why_behind_its_progress") else { return };
+    let (_monitor, mut template) = template(kvm);
+    let mut save = Save::new(&[], None);
+    let full = File::options().read(true).write(true).open("/dev/full").unwrap();
+    save.fds[save.config.memory.0] = full.into();
+    let reply = save.send(&mut template);
+    assert!(matches!(reply, Reply::Forked { .. }), "{reply:?}");
+    assert_eq!(end_of(&mut template, "saver"), WaitStatus::Exited(1));
+    let mut why = vec![0; SaveProgress::MAX_REASON];
+    let length = save.progress.read_at(&mut why, SaveProgress::LENGTH as u64).unwrap();
+    let why = String::from_utf8(why[..length].to_vec()).unwrap();
+    assert!(why.starts_with("cannot write the memory layer: No space left on device"), "{why}");
+    assert_eq!((save.progress().looked_at, save.progress().total), (0, MIB << 20));
+
+    let save = Save::new(&[], None);
+    save.run(&mut template);
+    let length = save.progress.metadata().unwrap().len();
+    assert_eq!(length, SaveProgress::LENGTH as u64, "nothing behind it");
 }
 
 /// A frozen guest in this process.

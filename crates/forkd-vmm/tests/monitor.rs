@@ -16,7 +16,7 @@ use forkd_protocol::control::{
     DiskConfig, EndReason, Event, FdRef, MAX_VCPUS, NetConfig, Reply, Request, VERSION, VsockConfig,
 };
 use forkd_vmm::{guest_code, tiny};
-use support::{Boot, Controller, Monitor, file_with, open_kvm, status};
+use support::{Boot, Controller, Monitor, file_with, open_kvm, status, wait_until};
 
 fn monitor() -> Monitor {
     Monitor::start(Path::new(env!("CARGO_BIN_EXE_forkd-vmm")), &[])
@@ -286,17 +286,23 @@ fn a_jailed_monitor_has_no_files_no_network_and_no_privileges() {
     boot.config.vsock = Some(VsockConfig { cid: 3, listener, guest_ports: Vec::new() });
     assert_eq!(boot.send(&mut controller), Reply::Booted);
 
-    // The device thread may not have got so far yet.
-    std::thread::sleep(Duration::from_millis(200));
     let process = format!("/proc/{}", monitor.pid());
-    let mut threads = Vec::new();
-    for thread in std::fs::read_dir(format!("{process}/task")).unwrap() {
-        let text = std::fs::read_to_string(thread.unwrap().path().join("status")).unwrap();
+    let statuses = || -> Vec<String> {
+        let threads = std::fs::read_dir(format!("{process}/task")).unwrap();
+        // One of the kernel's own may be gone already.
+        threads.filter_map(|it| std::fs::read_to_string(it.unwrap().path().join("status")).ok()).collect()
+    };
+    // A thread has its name only when it has got so far.
+    wait_until("not every thread is there", || {
+        let statuses = statuses();
+        let is_there = |name: &str| statuses.iter().any(|text| text.starts_with(&format!("Name:\t{name}\n")));
+        ["forkd-sandbox", "devices", "vcpu0", "vcpu1"].into_iter().all(is_there)
+    });
+    for text in statuses() {
         let field = |name: &str| {
             let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(":"));
             line.unwrap_or_else(|| panic!("no {name}")).split_whitespace().collect::<Vec<_>>().join(" ")
         };
-        threads.push(field("Name"));
         // A worker of the kernel's own, which newer ones list here.
         if field("Name").starts_with("kvm") {
             continue;
@@ -309,9 +315,6 @@ fn a_jailed_monitor_has_no_files_no_network_and_no_privileges() {
         }
         assert_eq!(field("NoNewPrivs"), "1");
         assert_eq!(field("Seccomp"), "2", "filtered");
-    }
-    for name in ["forkd-sandbox", "devices", "vcpu0", "vcpu1"] {
-        assert!(threads.iter().any(|thread| thread == name), "no {name} in {threads:?}");
     }
     assert_eq!(std::fs::read_dir(format!("{process}/root/")).unwrap().count(), 0, "an empty root");
     let network = std::fs::read_to_string(format!("{process}/net/dev")).unwrap();

@@ -4,7 +4,6 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use forkd_protocol::control::{BranchConfig, Channel, FdRef};
 
@@ -20,11 +19,6 @@ use crate::monitor::Monitor;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::Snapshots;
 use crate::template::{Source, Standing, Template};
-
-/// From this many frozen layers on, a branch waits until they are merged: a monitor takes few more.
-const CROWDED: usize = 18;
-/// How long it waits for that.
-const MERGE_WAIT: Duration = Duration::from_secs(120);
 
 /// What a branch needs before the source stands still.
 struct Prepared {
@@ -55,10 +49,6 @@ async fn attempt(
     folder: &Path,
 ) -> Result<(Arc<Template>, TakenFrom)> {
     let timing = &snapshots.host.config.timing;
-    if *sandbox.disks.frozen.borrow() >= CROWDED {
-        let mut frozen = sandbox.disks.frozen.subscribe();
-        let _ = tokio::time::timeout(MERGE_WAIT, frozen.wait_for(|frozen| *frozen < CROWDED)).await;
-    }
     let (place, data, bare) =
         (folder.to_owned(), snapshots.host.config.data_dir.clone(), sandbox.spec.is_bare());
     let prepared = blocking("preparing a branch", move || prepare(&place, &data, bare)).await?;
@@ -70,6 +60,9 @@ async fn attempt(
     let _turn = sandbox.take_turn().await?;
     let generation = sandbox.disks.generation.lock().await;
     let Prepared { config, fds, control } = prepared;
+    let limit = sandbox.spec.memory_limit_mib << 20;
+    let room = sandbox.belongings().leaf.as_ref().map_or(Ok(()), |leaf| leaf.make_room(limit));
+    room.map_err(|error| Error::host("cannot raise the limit of a cgroup for a branch", error))?;
     let frozen = freeze(sandbox, timing.freeze).await;
     let born = sandbox.ask(|tell| Command::Branch(config, fds, tell)).await;
     // Before anything else, and whatever came of it.
@@ -80,7 +73,7 @@ async fn attempt(
             Err(error) => {
                 // If there is one all the same, it finds this first.
                 link::stop_unseen(control);
-                return Err(error);
+                return Err(advised(error, sandbox));
             }
         };
         // A guest without disks has no layers that could be merged.
@@ -127,6 +120,16 @@ async fn attempt(
     recorded.map_err(|error| Error::host("cannot record a branch", error))?;
     sandbox.branched(&branch.tag);
     Ok((template, source))
+}
+
+/// Why there is no branch, with what to do about it if layers that are not merged yet may be why.
+fn advised(error: Error, sandbox: &Sandbox) -> Error {
+    let ended = matches!(sandbox.phase(), Phase::Ended(_));
+    if error.kind != Kind::Conflict || ended || !sandbox.disks.are_crowded() {
+        return error;
+    }
+    let text = format!("{}; try again when the branches before it are on disk", error.message);
+    Error::new(Kind::Busy, text)
 }
 
 /// Everything that takes time before the source stands still. Blocks.

@@ -11,6 +11,7 @@ mod control;
 mod daemon;
 mod forks;
 mod life;
+mod saving;
 mod tells;
 mod tree;
 mod workspaces;

@@ -367,7 +367,8 @@ pub struct SaveConfig {
     /// or none to keep them as they are. The state tells of the disks as they are then. May be empty,
     /// which is none for each.
     pub disks: Vec<Option<FdRef>>,
-    /// A file that is told how far it is: [`SaveProgress`] at its beginning.
+    /// A file that is told how far it is: [`SaveProgress`] at its beginning and, if it fails, why: text
+    /// behind that, at most [`SaveProgress::MAX_REASON`] bytes.
     pub progress: Option<FdRef>,
 }
 
@@ -385,6 +386,8 @@ pub struct SaveProgress {
 impl SaveProgress {
     /// Its length in a file.
     pub const LENGTH: usize = 24;
+    /// How long the reason of a failure behind it can be.
+    pub const MAX_REASON: usize = 1024;
 
     /// As in a file.
     pub fn to_bytes(self) -> [u8; SaveProgress::LENGTH] {

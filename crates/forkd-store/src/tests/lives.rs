@@ -56,6 +56,14 @@ fn what_was_measured_is_remembered() {
 }
 
 #[test]
+fn a_branch_is_as_old_as_its_instant_however_long_it_took_to_store() {
+    let (_folder, store) = store();
+    let contents = Contents { created_at_unix: Some(1_234_567_890), ..contents(&store, 1) };
+    draft(&store, "warm", 1).publish(contents).unwrap();
+    assert_eq!(store.get("warm").unwrap().manifest().created_at_unix, 1_234_567_890);
+}
+
+#[test]
 fn nobody_else_can_read_a_snapshot_and_nobody_can_write_to_a_layer() {
     let (_folder, store) = store();
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;

@@ -2,22 +2,25 @@
 //!
 //! What it was given is looked at before there is a process, so that a refusal is an answer. From then on
 //! it depends on nobody, takes the last place in every queue, and says with its exit status whether all
-//! is safely on disk.
+//! is safely on disk. Why it is not it writes behind the progress: its standard error may be a file of
+//! whoever began the lineage.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
 
-use forkd_protocol::control::{FdRef, MergeConfig, ReplacedLayers, SaveConfig};
+use forkd_protocol::control::{FdRef, MergeConfig, ReplacedLayers, SaveConfig, SaveProgress};
 
 use super::{name_process, share_all};
-use crate::Result;
 use crate::config::{Access, Attached};
 use crate::seccomp::IOPRIO_WHO_PROCESS;
 use crate::state::{Frozen, MergedLayers, SaveFiles, Saving};
+use crate::{Error, Result};
 
 /// What a saver is forked for.
 pub(super) enum Job {
-    Save(Saving),
+    /// And where it is told why it failed.
+    Save(Saving, Option<File>),
     Merge(Vec<Option<MergedLayers>>),
 }
 
@@ -36,8 +39,10 @@ impl Job {
         }
         let progress = config.progress.map(|fd| fds.take("progress", fd, Access::Both)).transpose()?;
         let progress = progress.map(File::from);
+        let report = progress.as_ref().map(File::try_clone).transpose();
+        let report = report.map_err(Error::system("copy a descriptor"))?;
         let files = SaveFiles { state, memory, parent, pagemap, disks, progress };
-        frozen.prepare_save(files).map(Job::Save)
+        Ok(Job::Save(frozen.prepare_save(files)?, report))
     }
 
     /// Frozen layers are merged.
@@ -82,10 +87,19 @@ impl Saver {
         name_process(c"forkd-saver");
         step_back();
         match self.job {
-            Job::Save(saving) => self.frozen.save(saving),
+            Job::Save(saving, report) => {
+                self.frozen.save(saving).inspect_err(|error| tell_why(error, report.as_ref()))
+            }
             Job::Merge(disks) => self.frozen.merge_layers(disks),
         }
     }
+}
+
+/// Says behind the progress why there is nothing on disk. If even that cannot be, there is the exit status.
+fn tell_why(error: &Error, report: Option<&File>) {
+    let text = error.chain();
+    let text = &text.as_bytes()[..text.len().min(SaveProgress::MAX_REASON)];
+    let _ = report.map(|report| report.write_all_at(text, SaveProgress::LENGTH as u64));
 }
 
 /// Steps back in every queue: children are not to notice that somebody saves. Not to the last place for

@@ -44,7 +44,7 @@ pub enum DiskError {
 
 /// No child could write to it.
 fn full() -> DiskError {
-    DiskError::Mismatch(format!("it has {MAX_FILES} files already; none can be added"))
+    DiskError::Mismatch(format!("it has {MAX_FILES} files already; none can be added before some are merged"))
 }
 
 /// A disk. The default has no files and no size: what is left when a disk was taken.

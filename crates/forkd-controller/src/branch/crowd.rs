@@ -1,0 +1,172 @@
+//! Who may branch, and when: few at a time, and of a sandbox whose disks have many layers only those who waited.
+//!
+//! Every branch adds a layer to the disks of its source, and a monitor takes few. They are merged while earlier
+//! branches are saved, which takes a while; who comes meanwhile waits for that sandbox, in a queue of its own and
+//! without any of the places that all sandboxes share.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{Mutex, OwnedMutexGuard, OwnedSemaphorePermit, Semaphore, watch};
+use tokio::time::timeout;
+
+use super::{Branch, Wish};
+use crate::error::{Error, Kind, Result};
+use crate::sandbox::{Phase, Sandbox};
+use crate::snapshots::Snapshots;
+
+/// From this many frozen layers on, a branch waits until they are merged: a monitor takes few more.
+const CROWDED: usize = 18;
+/// How long it waits for that, and then for its place.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// How many wait for one sandbox.
+const MAX_WAITING: usize = 8;
+
+/// What is known of a sandbox's disks.
+#[derive(Debug)]
+pub(crate) struct Disks {
+    /// How often their frozen layers were replaced. Held by whoever adds to them or replaces them.
+    pub(crate) generation: Mutex<u64>,
+    /// How many frozen layers the fullest one has, as far as is known.
+    pub(crate) frozen: watch::Sender<usize>,
+    /// Held by branches that wait until they are fewer.
+    waiting: Arc<Semaphore>,
+    /// Held by the one among them whose turn it is, until it is taken and counted.
+    queue: Arc<Mutex<()>>,
+}
+
+impl Default for Disks {
+    fn default() -> Self {
+        let waiting = Arc::new(Semaphore::new(MAX_WAITING));
+        Disks { generation: Mutex::default(), frozen: watch::Sender::new(0), waiting, queue: Arc::default() }
+    }
+}
+
+impl Disks {
+    /// Whether they take hardly another layer.
+    pub(super) fn are_crowded(&self) -> bool {
+        *self.frozen.borrow() >= CROWDED
+    }
+
+    /// Returns when they take another layer, and it is nobody else's turn to add one.
+    async fn room(&self) -> OwnedMutexGuard<()> {
+        let turn = self.queue.clone().lock_owned().await;
+        let _ = self.frozen.subscribe().wait_for(|frozen| *frozen < CROWDED).await;
+        turn
+    }
+}
+
+/// A place among those who branch, or want to.
+#[derive(Debug)]
+pub(super) enum Place {
+    /// Among those who may.
+    Taking(OwnedSemaphorePermit),
+    /// Among those who wait for a sandbox.
+    Waiting(OwnedSemaphorePermit),
+}
+
+/// The right to take a branch now.
+#[derive(Debug)]
+pub(super) struct Turn {
+    _permit: OwnedSemaphorePermit,
+    _first: Option<OwnedMutexGuard<()>>,
+}
+
+impl Snapshots {
+    /// A place for a branch of `sandbox`, if there is one.
+    pub(super) fn place(&self, sandbox: &Sandbox) -> Result<Place> {
+        if !sandbox.disks.are_crowded() {
+            let permit = self.branching.clone().try_acquire_owned();
+            return permit.map(Place::Taking).map_err(|_| self.no_place());
+        }
+        let permit = sandbox.disks.waiting.clone().try_acquire_owned();
+        permit.map(Place::Waiting).map_err(|_| {
+            let text = format!(
+                "{MAX_WAITING} branches of sandbox {} wait for earlier ones, the limit; try again when those are \
+                 on disk",
+                sandbox.id
+            );
+            Error::new(Kind::Busy, text)
+        })
+    }
+
+    /// Returns when `branch`, which has that place, may be taken; an error if it is not wanted any more.
+    pub(super) async fn turn(&self, sandbox: &Sandbox, branch: &Branch, place: Place) -> Result<Turn> {
+        let _waiting = match place {
+            Place::Taking(_permit) => return Ok(Turn { _permit, _first: None }),
+            Place::Waiting(waiting) => waiting,
+        };
+        let come = async {
+            // A monitor takes a few more: whether it does is seen when it is asked.
+            let _first = timeout(PATIENCE, sandbox.disks.room()).await.ok();
+            match timeout(PATIENCE, self.branching.clone().acquire_owned()).await {
+                Ok(Ok(_permit)) => Ok(Turn { _permit, _first }),
+                _ => Err(self.no_place()),
+            }
+        };
+        let mut phases = sandbox.phase.subscribe();
+        tokio::select! {
+            biased;
+            wish = branch.dismissed() => Err(match wish {
+                Wish::Leave => Error::new(Kind::Busy, "the daemon is stopping; branch again when it runs"),
+                _ => Error::new(Kind::Conflict, "it was removed before it was taken"),
+            }),
+            Ok(_) = phases.wait_for(|phase| matches!(phase, Phase::Ended(_))) => Err(match sandbox.phase() {
+                Phase::Ended(end) => sandbox.ended(Kind::Conflict, &end),
+                _ => Error::new(Kind::Conflict, format!("sandbox {} ended meanwhile", sandbox.id)),
+            }),
+            turn = come => turn,
+        }
+    }
+
+    fn no_place(&self) -> Error {
+        let max = self.host.config.limits.max_branches;
+        let text = format!("{max} branches are being taken, the limit; try again in a moment");
+        Error::new(Kind::Busy, text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whether something that could be is not.
+    async fn waits<T>(work: &mut tokio::task::JoinHandle<T>) -> bool {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        !work.is_finished()
+    }
+
+    #[tokio::test]
+    async fn those_who_wait_come_one_after_the_other_as_layers_become_fewer() {
+        let disks = Arc::new(Disks::default());
+        disks.frozen.send_replace(CROWDED);
+        assert!(disks.are_crowded());
+        let come = || {
+            let disks = disks.clone();
+            tokio::spawn(async move { disks.room().await })
+        };
+        let (mut one, mut other) = (come(), come());
+        assert!(waits(&mut one).await && waits(&mut other).await);
+        disks.frozen.send_replace(CROWDED - 1);
+        let first = tokio::select! { first = &mut one => first, first = &mut other => first };
+        // It adds a layer before the next one is let in, for which there is no room then.
+        let mut next = if one.is_finished() { other } else { one };
+        assert!(waits(&mut next).await);
+        disks.frozen.send_modify(|frozen| *frozen += 1);
+        drop(first.unwrap());
+        assert!(waits(&mut next).await);
+        disks.frozen.send_replace(3);
+        next.await.unwrap();
+        assert!(!disks.are_crowded());
+    }
+
+    #[tokio::test]
+    async fn not_more_wait_for_one_sandbox_than_may() {
+        let disks = Disks::default();
+        let come = || disks.waiting.clone().try_acquire_owned();
+        let waiting: Vec<_> = (0..MAX_WAITING).map(|_| come().unwrap()).collect();
+        assert!(come().is_err());
+        drop(waiting);
+        assert!(come().is_ok());
+    }
+}

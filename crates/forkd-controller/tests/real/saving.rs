@@ -1,0 +1,144 @@
+//! Branches that take long to come to disk, or cannot: with guests of a few instructions, wherever `/dev/kvm`
+//! opens.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+
+use crate::asked::{id, route};
+use crate::daemon::{Daemon, launch, pid, within};
+
+/// Waits until `tag` is not being written any more.
+fn settled(daemon: &Daemon, tag: &str) -> Value {
+    let now = || daemon.done(200, "GET", &format!("/v1/snapshots/{tag}"), None);
+    // Savers come after everybody else, and these guests never rest.
+    within(Duration::from_secs(180), "what comes of a branch", || now()["status"] != "writing");
+    now()
+}
+
+/// The nodes of the tree that are gone.
+fn gone(daemon: &Daemon) -> Vec<Value> {
+    let tree = daemon.done(200, "GET", "/v1/tree", None);
+    tree["nodes"].as_array().unwrap().iter().filter(|node| node["gone"] == true).cloned().collect()
+}
+
+/// The template `branch` tells of, and whoever saves it: all it has forked but `child`.
+fn template_and_saver(branch: &Value, child: &Value) -> Vec<Pid> {
+    let template = branch["template"]["pid"].as_i64().unwrap() as i32;
+    let children = std::fs::read_to_string(format!("/proc/{template}/task/{template}/children")).unwrap();
+    let children = children.split_whitespace().map(|pid| pid.parse().unwrap()).filter(|it| *it != pid(child));
+    std::iter::once(template).chain(children).map(|pid| Pid::from_raw(pid).unwrap()).collect()
+}
+
+/// A saver may be done before it hears of it.
+fn tell(processes: &[Pid], signal: Signal) {
+    for process in processes {
+        let _ = kill_process(*process, signal);
+    }
+}
+
+#[test]
+fn a_child_forked_before_its_branch_was_on_disk_can_be_taken_back_to_it() {
+    let Some(daemon) = Daemon::spelling() else { return };
+    daemon.snapshot("root", "kernel");
+    let source = daemon.spawn("root", 1).remove(0);
+    let live = json!({"tag": "b", "mode": "live", "wait": false});
+    let branch = daemon.done(202, "POST", &route(&source, "branch"), Some(live));
+    let child = daemon.spawn("b", 1).remove(0);
+    // It comes to disk in a later second than the one the child was made in.
+    let stopped = template_and_saver(&branch, &child);
+    tell(&stopped, Signal::STOP);
+    std::thread::sleep(Duration::from_millis(1100));
+    tell(&stopped, Signal::CONT);
+    let info = settled(&daemon, "b");
+    assert_eq!(info["status"], "ready", "{info}");
+    assert_eq!(info["created_at_unix"], branch["created_at_unix"], "it is as old as its instant");
+
+    let letter = daemon.first_letter(&id(&child));
+    let back = |to: Value| daemon.done(200, "POST", &route(&child, "rollback"), Some(to));
+    assert_eq!(back(json!({}))["rolled_back_to"], "b");
+    assert_eq!(daemon.first_letter(&id(&child)), letter);
+    // Also from where its process tells nothing of where it came from.
+    assert_eq!(back(json!({"to": "root"}))["rolled_back_to"], "root");
+    assert_eq!(gone(&daemon), Vec::<Value>::new());
+    assert_eq!(back(json!({}))["rolled_back_to"], "b");
+    assert_eq!(daemon.first_letter(&id(&child)), letter);
+
+    // Another one with its tag is another one, if it was made in the same second.
+    daemon.done(204, "DELETE", "/v1/snapshots/b", None);
+    let full = json!({"tag": "b", "mode": "full"});
+    daemon.done(201, "POST", &route(&source, "branch"), Some(full));
+    daemon.refused(409, "another one now", "POST", &route(&child, "rollback"), None);
+    assert_eq!(gone(&daemon).len(), 1, "the one before");
+    assert_eq!(back(json!({"to": "b"}))["rolled_back_to"], "b");
+}
+
+/// A small file system in memory.
+struct Small(PathBuf);
+
+impl Small {
+    /// Mounts one. `None`, and said so, where that is not allowed.
+    fn mount(at: &Path) -> Option<Small> {
+        match mount("none", at, "tmpfs", MountFlags::empty(), c"size=8m,mode=700") {
+            Ok(()) => Some(Small(at.to_owned())),
+            Err(error) => {
+                let _ = writeln!(std::io::stderr(), "NOT RUN: a full disk needs a mount: {error}");
+                None
+            }
+        }
+    }
+
+    /// Fills it, as long as what is returned is open.
+    fn fill(&self) -> File {
+        let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+        let mut filler = File::from(rustix::fs::open(&self.0, flags, Mode::RUSR | Mode::WUSR).unwrap());
+        while filler.write(&[1; 4096]).is_ok() {}
+        filler
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = unmount(&self.0, UnmountFlags::DETACH);
+    }
+}
+
+#[test]
+fn a_branch_for_which_there_is_no_room_says_so_and_leaves_nothing() {
+    let Some(mut daemon) = Daemon::spelling() else { return };
+    daemon.kill();
+    let Some(disk) = Small::mount(&daemon.path().join("snapshots")) else { return };
+    daemon.child = launch(daemon.path());
+    daemon.up();
+    daemon.snapshot("root", "kernel");
+    let source = daemon.spawn("root", 1).remove(0);
+    let left = daemon.left("snapshots");
+    let why = "cannot write the memory layer: No space left on device";
+
+    let filler = disk.fill();
+    let live = json!({"tag": "b", "mode": "live", "wait": false});
+    daemon.done(202, "POST", &route(&source, "branch"), Some(live));
+    let info = settled(&daemon, "b");
+    assert_eq!((&info["status"], &info["bootable"]), (&json!("failed"), &json!(true)), "{info}");
+    assert!(info["error"].as_str().unwrap().contains(why), "{info}");
+    assert_eq!(daemon.left("snapshots"), left);
+    assert_eq!(daemon.spawn("b", 1).len(), 1, "its template lives");
+    // Who waits is told.
+    let diff = |tag: &str| Some(json!({"tag": tag, "mode": "diff"}));
+    daemon.refused(500, why, "POST", &route(&source, "branch"), diff("c"));
+    daemon.refused(404, "no snapshot c", "GET", "/v1/snapshots/c", None);
+    assert_eq!(daemon.left("snapshots"), left);
+
+    drop(filler);
+    for tag in ["b", "c"] {
+        daemon.done(201, "POST", &route(&source, "branch"), diff(tag));
+        daemon.done(204, "POST", &format!("/v1/snapshots/{tag}/unload"), None);
+        assert_eq!(daemon.spawn(tag, 1).len(), 1, "from disk");
+    }
+}
