@@ -174,9 +174,9 @@ fn a_guest_whose_agent_does_not_answer_is_branched_all_the_same() {
     daemon.eval(&source, "kept = 'in memory'");
     // A real-time loop on the only CPU, with the kernel's safety margin off: nothing else runs until it is
     // over, the agent included. It waits until the call that starts it has been answered.
-    let hog = "import os, time\nos.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(99))\ntime.sleep(2)\n\
+    let hog = "import os, time\nos.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(99))\ntime.sleep(4)\n\
                console = os.open('/dev/console', os.O_WRONLY)\nos.write(console, b'nobody else runs\\n')\n\
-               until = time.monotonic() + 8\nwhile time.monotonic() < until: pass";
+               until = time.monotonic() + 12\nwhile time.monotonic() < until: pass";
     daemon.sh(&source, "echo -1 > /proc/sys/kernel/sched_rt_runtime_us");
     let start = format!("import subprocess\nhog = subprocess.Popen(['python3', '-IS', '-c', {hog:?}])");
     daemon.eval(&source, &start);

@@ -25,6 +25,35 @@ fn a_child_that_takes_more_memory_than_it_may_is_ended_and_told_so() {
     daemon().delete(&ids);
 }
 
+#[test]
+fn what_branches_share_with_their_source_does_not_use_up_its_limit() {
+    let body = json!({"snapshot_tag": parent::TAG, "memory_limit_mib": 96});
+    let source = daemon().spawn(body)[0]["id"].as_str().unwrap().to_owned();
+    daemon().eval(&source, "held = numpy.ones(50 << 20, dtype='u1')");
+    for tag in ["shares-1", "shares-2"] {
+        daemon().branch(&source, json!({"tag": tag, "mode": "live", "wait": false}));
+        // Every page of it is copied now, and the branch keeps the old ones.
+        daemon().eval(&source, "held += 1");
+    }
+    assert_eq!(daemon().eval(&source, "int(held[0]) + int(held[-1])"), "6");
+    let child = daemon().fork("shares-1", 1).remove(0);
+    assert_eq!(daemon().eval(&child, "int(held[0]) + int(held[-1])"), "2");
+    // There is a limit all the same.
+    let body = json!({"code": "hog = b'x' * (200 << 20)", "timeout_secs": 100});
+    let response = daemon().request("POST", &format!("/v1/sandboxes/{source}/eval"), Some(body));
+    assert!(response.status >= 400, "{response:?}");
+    let info = eventually("the end of the greedy one", || {
+        let info = daemon().sandbox(&source);
+        (info["state"] == "ended").then_some(info)
+    });
+    assert_eq!(info["reason"], "out_of_memory", "{info}");
+    daemon().delete(&[source, child]);
+    for tag in ["shares-1", "shares-2"] {
+        daemon().when_ready(tag);
+        assert!(daemon().delete_snapshot(tag, "").status < 300);
+    }
+}
+
 /// The cgroup of a lineage, by its template.
 fn lineage(daemon: &Daemon) -> PathBuf {
     let template = eventually("its only template", || match daemon.templates()[..] {

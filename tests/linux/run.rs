@@ -98,7 +98,7 @@ fn a_command_killed_by_a_signal_and_one_out_of_time_say_so_by_their_status() {
     let output = daemon.forkd_output(&sh("kill -9 $$"), b"");
     assert_eq!(output.status.code(), Some(128 + 9));
 
-    let args = ["run", "--image", "python", "--timeout", "6", "--", "sh", "-c", "echo begun; sleep 600"];
+    let args = ["run", "--image", "python", "--timeout", "15", "--", "sh", "-c", "echo begun; sleep 600"];
     let output = daemon.forkd_output(&args, b"");
     assert_eq!(String::from_utf8_lossy(&output.stdout), "begun\n");
     assert_eq!(output.status.code(), Some(124));

@@ -119,6 +119,15 @@ impl Daemon {
         });
     }
 
+    /// Has the daemon stop, and waits until it has.
+    pub fn stop(&mut self) {
+        let Some(mut child) = self.child.take() else { return };
+        let pid = rustix::process::Pid::from_child(&child);
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        let status = child.wait().unwrap();
+        assert!(status.success(), "the daemon exited with {status}:\n{}", self.log());
+    }
+
     /// Kills the daemon with -9.
     pub fn kill(&mut self) {
         if let Some(mut child) = self.child.take() {

@@ -281,6 +281,13 @@ impl Leaf {
         read(&self.path, "memory.current").ok()?.trim().parse().ok()
     }
 
+    /// Makes room for a copy of what is in it, beside `limit` bytes: pages that a branch has in common with its
+    /// source stay counted here, and so are the copies of them that the source makes when it writes to them.
+    pub(crate) fn make_room(&self, limit: u64) -> io::Result<()> {
+        let shared = self.memory_current().unwrap_or(0).max(limit);
+        set(&self.path, "memory.max", shared.saturating_add(limit))
+    }
+
     /// How many microseconds of CPU time its processes have used, those that ended included.
     pub(crate) fn cpu_usec(&self) -> Option<u64> {
         value(&read(&self.path, "cpu.stat").ok()?, "usage_usec")

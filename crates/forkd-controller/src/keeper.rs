@@ -33,6 +33,8 @@ pub(crate) enum Origin {
         assets: Assets,
         /// The image's warm-up, if it is to run before the sandbox counts as running.
         warm: Option<WarmRequest>,
+        /// Whether it is to outlive this daemon.
+        lasting: bool,
     },
     /// From a template.
     Fork(Birth),
@@ -82,7 +84,13 @@ impl Sandbox {
             Origin::Rollback(_) | Origin::Adopted(_) => None,
         };
         let started = match origin {
-            Origin::Boot { assets, warm } => self.boot(&assets, warm.as_ref(), &config).await,
+            Origin::Boot { assets, warm, lasting } => {
+                let booted = self.boot(&assets, warm.as_ref(), &config).await;
+                match lasting {
+                    true => self.record_boot(booted).await,
+                    false => booted,
+                }
+            }
             Origin::Fork(birth) => self.be_born(birth, &config.timing).await,
             Origin::Rollback(succession) => self.succeed(*succession, &config).await,
             Origin::Adopted(monitor) => Ok(monitor),
@@ -139,9 +147,25 @@ impl Sandbox {
         !status.running
     }
 
-    /// Writes down how a forked one ended, so that its template may forget it.
+    /// Makes one that has booted one that the next daemon takes over. One that cannot be is ended.
+    async fn record_boot(&self, booted: Result<Monitor, Outcome>) -> Result<Monitor, Outcome> {
+        let mut monitor = booted?;
+        match self.outlive() {
+            Ok(()) => Ok(monitor),
+            Err(error) => {
+                monitor.end().await;
+                let text = Error::host("cannot write down what a sandbox is", error).message;
+                Err(Outcome::Ended(End::new("boot_failed", text, String::new())))
+            }
+        }
+    }
+
+    /// Writes down how one with a record ended, and lets its template forget it.
     fn record_end(&self, end: &End) {
-        let Some(template) = self.belongings().template.clone() else { return };
+        let template = self.belongings().template.clone();
+        if self.record().is_none() {
+            return;
+        }
         // What was deleted leaves no trace, and whoever takes its place has one of its own.
         if !end.is_wished()
             && end.reason != ROLLED_BACK
@@ -150,7 +174,9 @@ impl Sandbox {
             tracing::error!(sandbox = self.id, %error, "cannot write down how it ended");
             return;
         }
-        template.acknowledge(&self.child);
+        if let Some(template) = template {
+            template.acknowledge(&self.child);
+        }
     }
 
     async fn boot(

@@ -17,7 +17,7 @@ use utoipa::ToSchema;
 use crate::command::Command;
 use crate::error::{Error, Result};
 use crate::process;
-use crate::sandbox::{END, End, Phase, Sandbox};
+use crate::sandbox::{END, End, Phase, RECORD, Record, Sandbox};
 
 /// The longest time-out: 30 days.
 pub(crate) const MAX_TIMEOUT_SECS: u64 = 30 * 24 * 3600;
@@ -176,6 +176,22 @@ impl Drop for InUse {
     }
 }
 
+/// A sandbox that is being stored, to be ended then. Dropping it says that this is over.
+pub(crate) struct PutAway<'a>(&'a Sandbox);
+
+impl<'a> PutAway<'a> {
+    pub(crate) fn begin(sandbox: &'a Sandbox) -> Self {
+        sandbox.learn(|facts| facts.put_away = true);
+        PutAway(sandbox)
+    }
+}
+
+impl Drop for PutAway<'_> {
+    fn drop(&mut self) {
+        self.0.learn(|facts| facts.put_away = false);
+    }
+}
+
 impl Sandbox {
     /// To be held by whoever uses it: its idle time begins when nobody does.
     pub(crate) fn in_use(&self) -> InUse {
@@ -232,14 +248,20 @@ impl Sandbox {
     }
 
     /// Has the next daemon end it, should this one be killed before it has: whoever was told that it is deleted
-    /// does not find it again. Only what names its process makes it one to take over.
+    /// does not find it again. Only a record and what names its process make it one to take over.
     pub(crate) fn disown(&self) {
-        let record = self.lock_record();
+        let mut record = self.lock_record();
         self.disowned.store(true, Ordering::Relaxed);
-        if record.is_none() {
-            return;
-        }
-        for name in [END, process::RECORD] {
+        let gone = match record.as_ref().map(Record::is_booted) {
+            None => return,
+            Some(false) => [END, process::RECORD],
+            // Nobody but this file knows its process: that one has to be found to be ended.
+            Some(true) => {
+                record.take();
+                [END, RECORD]
+            }
+        };
+        for name in gone {
             match std::fs::remove_file(self.folder.join(name)) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
                     tracing::error!(sandbox = self.id, %error, "cannot write down that it is deleted");

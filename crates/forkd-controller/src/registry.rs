@@ -123,8 +123,14 @@ impl Registry {
     }
 
     /// Boots a sandbox. It is deleted when the returned [`Bound`] is dropped, until that is
-    /// [released](Bound::release).
-    pub(crate) async fn boot(self: &Arc<Self>, spec: Spec, warm: bool, quota: &Quota) -> Result<Bound> {
+    /// [released](Bound::release). One that is `lasting` outlives this daemon, once it has booted.
+    pub(crate) async fn boot(
+        self: &Arc<Self>,
+        spec: Spec,
+        warm: bool,
+        lasting: bool,
+        quota: &Quota,
+    ) -> Result<Bound> {
         let image = spec.image.clone().unwrap_or_default();
         check(&self.host.config.limits, spec.vcpus, spec.mem_mib)?;
         check_image(&image)?;
@@ -157,7 +163,7 @@ impl Registry {
         tracing::info!(sandbox = sandbox.id, image = sandbox.spec.image, "sandbox starts");
         let warm = warm.then(|| assets.image().map(|image| image.warm.clone()).unwrap_or_default());
         let seat = seats.pop().ok_or_else(|| Error::host("making a sandbox", "no room was reserved"))?;
-        Ok(self.add(seat, sandbox, Origin::Boot { assets, warm }))
+        Ok(self.add(seat, sandbox, Origin::Boot { assets, warm, lasting }))
     }
 
     /// Takes a sandbox in and starts its keeper.
@@ -350,7 +356,7 @@ impl Registry {
         tracing::debug!(sandbox = sandbox.id, "sandbox is gone");
     }
 
-    /// Lets nothing new start, ends what was booted, lets go of what was forked, and returns when
+    /// Lets nothing new start, lets go of what the next daemon takes over, ends the rest, and returns when
     /// that is done.
     pub(crate) async fn close(self: &Arc<Self>) {
         let entries: Vec<Entry> = {
@@ -359,12 +365,12 @@ impl Registry {
             inner.sandboxes.drain().map(|(_, entry)| entry).collect()
         };
         for entry in entries {
-            let forked = entry.sandbox.spec.snapshot_tag.is_some();
-            if !forked {
-                let why = "the daemon was stopped, and what was booted ends with it";
+            let lasting = entry.sandbox.record().is_some();
+            if !lasting {
+                let why = "the daemon was stopped before it had booted, or while its command ran";
                 let _ = entry.sandbox.farewell.set(End::new("deleted", why, String::new()));
             }
-            self.dismiss(entry, if forked { Wish::Leave } else { Wish::End });
+            self.dismiss(entry, if lasting { Wish::Leave } else { Wish::End });
         }
         self.leaving.none().await;
         self.ledger.flush().await;

@@ -7,9 +7,10 @@
 
 mod record;
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -237,7 +238,37 @@ impl Sandbox {
         self.record.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Its record, if it was forked.
+    /// Has the next daemon take over one that has booted, unless it was deleted meanwhile.
+    pub(crate) fn outlive(&self) -> io::Result<()> {
+        let lineage = self.belongings().lineage.clone();
+        let lineage = lineage.ok_or_else(|| io::Error::other("it has no user of its own"))?;
+        let mut record = self.lock_record();
+        if self.disowned.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let facts = self.facts();
+        let booted = Record {
+            template: String::new(),
+            lineage: lineage.slot,
+            cgroup: lineage.name.clone(),
+            spec: self.spec.clone(),
+            created_at_unix: self.created_at_unix(),
+            created_nanos: self.created_nanos(),
+            deadline_unix: facts.deadline_unix,
+            netns: facts.netns,
+            python: facts.python,
+            generation: 0,
+            history: facts.history,
+            envs: BTreeMap::new(),
+            workspace: None,
+            life: facts.life,
+        };
+        booted.write(&self.folder)?;
+        *record = Some(booted);
+        Ok(())
+    }
+
+    /// Its record: none of one that is bound to a connection, or has not booted yet.
     pub(crate) fn record(&self) -> Option<Record> {
         self.lock_record().clone()
     }
@@ -333,11 +364,11 @@ impl Sandbox {
         if !self.look(|facts| facts.put_away) {
             return Ok(());
         }
-        let text = format!(
-            "sandbox {} is being put away; `forkd workspace resume` goes on when that is done",
-            self.id
-        );
-        Err(Error::new(Kind::Conflict, text))
+        let then = match self.look(|facts| facts.workspace.clone()) {
+            Some(name) => format!("`forkd workspace resume {name}` goes on when that is done"),
+            None => "its time is over; fork the snapshot it is stored as (`forkd images`) to go on".into(),
+        };
+        Err(Error::new(Kind::Conflict, format!("sandbox {} is being put away; {then}", self.id)))
     }
 
     /// Fails unless it is running now and has an agent. One that was paused because nobody used it goes on.
@@ -345,6 +376,11 @@ impl Sandbox {
         self.not_put_away()?;
         self.activity.touch();
         self.wake().await?;
+        self.runs().await
+    }
+
+    /// As [`ready`](Sandbox::ready), and changes nothing.
+    pub(crate) async fn runs(&self) -> Result<()> {
         match self.phase() {
             Phase::Running if self.spec.is_bare() => {
                 let text =
@@ -370,6 +406,11 @@ impl Sandbox {
     /// that is the error. Meanwhile it is in use.
     pub(crate) async fn with_agent<T>(&self, work: impl Future<Output = agent::Result<T>>) -> Result<T> {
         let _in_use = self.in_use();
+        self.ask_agent(work).await
+    }
+
+    /// As [`with_agent`](Sandbox::with_agent), but it is not in use by that.
+    pub(crate) async fn ask_agent<T>(&self, work: impl Future<Output = agent::Result<T>>) -> Result<T> {
         let error = tokio::select! {
             done = work => match done {
                 Ok(value) => {
@@ -417,6 +458,7 @@ impl Sandbox {
                 _ => Kind::Guest,
             },
             agent::Error::Timeout(_) => Kind::Timeout,
+            agent::Error::NoRoom => Kind::Busy,
             agent::Error::DiskFull(_) => Kind::Http(axum::http::StatusCode::INSUFFICIENT_STORAGE),
             agent::Error::Unreachable(_) | agent::Error::Protocol(_) => Kind::Guest,
         };

@@ -13,7 +13,7 @@ use crate::clock;
 use crate::command::Command;
 use crate::error::{Error, Kind, Result};
 use crate::identity::Identity;
-use crate::life::{IDLE, OnTimeout, SUSPENDED, Suspending, TIMED_OUT, now_unix};
+use crate::life::{IDLE, OnTimeout, PutAway, SUSPENDED, Suspending, TIMED_OUT, now_unix};
 use crate::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshots::{Entry, Removal, Snapshots, State};
@@ -179,6 +179,8 @@ impl Timeouts {
     async fn suspend(&self, sandbox: &Arc<Sandbox>, due: Due) -> Result<()> {
         let idle = due != Due::Expired;
         let stamp = sandbox.activity.stamp();
+        // What is used goes on, unless its time is over: what is done in it then would be lost.
+        let _put_away = (!idle).then(|| PutAway::begin(sandbox));
         if let Some(name) = sandbox.look(|facts| facts.workspace.clone()) {
             let who = Identity { quota: self.tokens.quota_of(&sandbox.spec.owner), ..Identity::local() };
             self.workspaces.suspend(&name, false, &who, idle.then_some(stamp)).await?;

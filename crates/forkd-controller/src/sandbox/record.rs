@@ -56,10 +56,10 @@ pub(crate) struct History {
     pub(crate) line_port: Option<u16>,
 }
 
-/// What the next daemon needs to know of a forked sandbox. Written before the fork is asked for.
+/// What the next daemon needs to know of a sandbox. Written before a fork is asked for, and after a boot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
-    /// Its template.
+    /// Its template; empty for one that was booted.
     pub(crate) template: String,
     /// The number of its lineage.
     pub(crate) lineage: u32,
@@ -91,6 +91,11 @@ pub(crate) struct Record {
 }
 
 impl Record {
+    /// Whether no template forked it.
+    pub(crate) fn is_booted(&self) -> bool {
+        self.template.is_empty()
+    }
+
     /// What the sandbox `id` is called in its template and in its lineage's cgroup: no two processes
     /// have the same name there, and a sandbox that is taken back has one after the other.
     pub(crate) fn child(&self, id: &str) -> String {

@@ -64,7 +64,7 @@ impl Work for Run {
             guest: None,
         };
         // Bound to this future: when it is dropped, for whatever reason, the sandbox is deleted.
-        let bound = app.registry.boot(spec, false, &self.who.quota).await?;
+        let bound = app.registry.boot(spec, false, false, &self.who.quota).await?;
         wires.outgoing.event(&ServerEvent::Progress { message }).await;
         let sandbox = bound.sandbox();
         tokio::select! {

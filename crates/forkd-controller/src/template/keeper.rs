@@ -5,9 +5,11 @@ use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use forkd_protocol::control::{Event, FdRef, Message, Reply, Request, WaitStatus};
 use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::Instant;
 
 use super::Asked;
 use crate::console;
@@ -18,6 +20,9 @@ use crate::process::{Pidfd, child_pidfd};
 
 /// Ends acknowledged with one message.
 const ACKNOWLEDGE: usize = 256;
+/// How long a template may say nothing while it owes an answer. Everything it does takes milliseconds; one that
+/// hangs would hold up whoever wants a child of it for ever.
+pub(super) const SILENCE: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 60 });
 
 /// A request, and who waits for the answer.
 #[derive(Debug)]
@@ -67,6 +72,8 @@ pub(super) struct Keeper {
     /// Who waits for which child's end.
     pub(super) ends: HashMap<String, oneshot::Sender<WaitStatus>>,
     pub(super) acknowledged: Vec<String>,
+    /// Since when it owes an answer, or when it gave the last one.
+    pub(super) heard_at: Instant,
 }
 
 /// Why a keeper stops.
@@ -119,6 +126,7 @@ impl Keeper {
     async fn serve(&mut self) -> Over {
         loop {
             let (mut ask, mut acknowledge) = (None, false);
+            let owes = self.owes();
             tokio::select! {
                 biased;
                 message = self.link.recv() => {
@@ -141,6 +149,7 @@ impl Keeper {
                     None => return Over::Unneeded,
                 },
                 _ = self.pidfd.ended() => return Over::Broken("its process ended".into()),
+                () = silence(owes) => return Over::Broken(hangs()),
             }
             let sent = match ask {
                 Some(ask) => self.send_ask(ask).await,
@@ -159,14 +168,27 @@ impl Keeper {
         if let (Pending::Process(name, _), Some(ended)) = (&ask.pending, ask.ended) {
             self.ends.insert(name.clone(), ended);
         }
-        self.pending.push_back(ask.pending);
+        self.owe(ask.pending);
         self.send(&ask.request, &fds).await
+    }
+
+    /// An answer more is to come.
+    fn owe(&mut self, pending: Pending) {
+        if self.pending.is_empty() {
+            self.heard_at = Instant::now();
+        }
+        self.pending.push_back(pending);
+    }
+
+    /// Since when it has been silent, if it owes an answer.
+    fn owes(&self) -> Option<Instant> {
+        (!self.pending.is_empty()).then_some(self.heard_at)
     }
 
     async fn send_acknowledgement(&mut self) -> std::result::Result<(), String> {
         let rest = self.acknowledged.split_off(self.acknowledged.len().min(ACKNOWLEDGE));
         let children = std::mem::replace(&mut self.acknowledged, rest);
-        self.pending.push_back(Pending::Acknowledgement);
+        self.owe(Pending::Acknowledgement);
         self.send(&Request::Acknowledge { children }, &[]).await
     }
 
@@ -178,6 +200,7 @@ impl Keeper {
                 biased;
                 sent = self.link.send(request, fds) => return sent.map_err(|error| error.to_string()),
                 message = self.link.recv() => self.heard(message)?,
+                () = silence(self.owes()) => return Err(hangs()),
             }
         }
     }
@@ -186,6 +209,7 @@ impl Keeper {
         &mut self,
         message: io::Result<Option<crate::link::Received>>,
     ) -> std::result::Result<(), String> {
+        self.heard_at = Instant::now();
         match message {
             Ok(Some((Message::Reply(reply), fds))) => self.answered(reply, fds),
             Ok(Some((Message::Event(Event::ChildEnded { child, status }), _))) => {
@@ -244,6 +268,18 @@ impl Keeper {
             (_, reply) => Err(format!("it gave the wrong answer: {reply:?}")),
         }
     }
+}
+
+/// Returns when somebody who owes an answer has been silent for too long `since` then.
+async fn silence(since: Option<Instant>) {
+    match since {
+        Some(since) => tokio::time::sleep_until(since + SILENCE).await,
+        None => std::future::pending().await,
+    }
+}
+
+fn hangs() -> String {
+    format!("it did not answer for {} s", SILENCE.as_secs())
 }
 
 fn refused(message: &str) -> Error {

@@ -106,12 +106,13 @@ impl Shell {
 }
 
 /// Forks a `sleep` for each child; those called `refused…` are refused, those with `brief` in their names
-/// end at once, and `slow…` are answered late. `quit` hangs up.
+/// end at once, and `slow…` are answered late. `quit` hangs up, and `mute…` are never answered.
 fn play(channel: Channel, mut shell: Shell, acknowledged: std::sync::mpsc::Sender<String>) {
     let mut children = Vec::new();
     while let Ok(Some((request, _))) = channel.recv::<Request>() {
         match request {
             Request::Fork(config) if config.child == "quit" => break,
+            Request::Fork(config) if config.child.starts_with("mute") => {}
             Request::Fork(config) if config.child.starts_with("refused") => {
                 let message = format!("no {}", config.child);
                 channel.send(&Message::Reply(Reply::Error { message }), &[]).unwrap();
@@ -177,6 +178,18 @@ async fn a_refused_fork_is_an_error_for_that_child_alone() {
     assert!(runs(results[0].as_ref().unwrap().pid));
     assert!(results[1].as_ref().unwrap_err().message.contains("no refused-two"));
     assert!(runs(results[2].as_ref().unwrap().pid));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_template_that_owes_an_answer_for_too_long_is_ended_and_everybody_told() {
+    let fake = Fake::start();
+    // More than its queue takes: all of them are told.
+    let names: Vec<String> = (0..QUEUE + 8).map(|index| format!("mute-{index}")).collect();
+    for asked in futures_util::future::join_all(names.iter().map(|name| fake.fork(name))).await {
+        assert!(!matches!(asked.forked.await, Ok(Ok(_))));
+    }
+    assert!(!fake.template().is_alive());
+    eventually("its end", || !runs(fake.template().pid)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -9,25 +9,9 @@ use crate::branch::{self, Mode, Stage};
 use crate::command::Command;
 use crate::error::{Error, Kind, Result};
 use crate::identity::Identity;
-use crate::life::SUSPENDED;
+use crate::life::{PutAway, SUSPENDED};
 use crate::sandbox::{End, Phase, Sandbox};
 use crate::telling::events::EventKind;
-
-/// A sandbox that is being stored, to be ended then. Dropping it says that this is over.
-struct PutAway<'a>(&'a Sandbox);
-
-impl<'a> PutAway<'a> {
-    fn begin(sandbox: &'a Sandbox) -> Self {
-        sandbox.learn(|facts| facts.put_away = true);
-        PutAway(sandbox)
-    }
-}
-
-impl Drop for PutAway<'_> {
-    fn drop(&mut self) {
-        self.0.learn(|facts| facts.put_away = false);
-    }
-}
 
 impl Workspaces {
     /// Puts a workspace away: its sandbox is branched, on disk, and ended. With `diff` what is stored is
@@ -83,6 +67,8 @@ impl Workspaces {
         suspended.retired.extend(record.current_state_tag);
         self.keep(&workspace, suspended.clone()).await?;
         self.tell(EventKind::WorkspaceSuspended, &suspended);
+        // It is on disk: nothing of it needs to stay in memory.
+        let _ = self.snapshots.unload(&tag);
         let why = format!("workspace {name} was suspended; `forkd workspace resume {name}` goes on");
         self.registry.end(&sandbox, End::new(SUSPENDED, why, String::new()));
         self.sweep_retired(name, &workspace).await;
