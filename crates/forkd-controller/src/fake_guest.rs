@@ -29,7 +29,7 @@ use tokio::sync::mpsc;
 use crate::api::answers::Answers;
 use crate::api::{self, App};
 use crate::client_stream::ClientStream;
-use crate::config::Config;
+use crate::config::{Config, Timing};
 use crate::count::Count;
 use crate::host::Host;
 use crate::identity::LOCAL;
@@ -45,6 +45,10 @@ use crate::workspaces::Workspaces;
 
 /// The sandbox.
 pub(crate) const ID: &str = "sbfake";
+/// For answers that come, on a busy computer too.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// For those a test knows will not come.
+const LITTLE_PATIENCE: Duration = Duration::from_secs(1);
 
 /// A daemon on a socket of its own.
 pub(crate) struct FakeDaemon {
@@ -76,10 +80,24 @@ pub(crate) struct FakeGuest {
 
 impl FakeDaemon {
     pub(crate) async fn start() -> Self {
+        FakeDaemon::start_with(|_| {}).await
+    }
+
+    /// One that has little patience with guests that do not answer.
+    pub(crate) async fn impatient_with_guests() -> Self {
+        FakeDaemon::start_with(|timing| timing.call = LITTLE_PATIENCE).await
+    }
+
+    /// One that has little patience with clients that neither send nor take anything.
+    pub(crate) async fn impatient_with_clients() -> Self {
+        FakeDaemon::start_with(|timing| timing.stall = LITTLE_PATIENCE).await
+    }
+
+    async fn start_with(change: impl FnOnce(&mut Timing)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut config = Config::new(folder.path());
-        config.timing.call = Duration::from_millis(500);
-        config.timing.stall = Duration::from_millis(500);
+        (config.timing.call, config.timing.stall) = (PATIENCE, PATIENCE);
+        change(&mut config.timing);
         let config = Arc::new(config);
         let database = Arc::new(Database::open(&folder.path().join("forkd.db")).unwrap());
         let telling = Telling::open(&config).unwrap();
@@ -194,6 +212,7 @@ pub(crate) async fn eventually(what: &str, mut done: impl FnMut() -> bool) {
 async fn serve_guest(listener: UnixListener, guest: Arc<FakeGuest>) {
     let router = Router::new()
         .route("/files", get(read).post(write))
+        .route("/forkd.Agent/{method}", post(agent))
         .route("/process.Process/Start", post(start))
         .route("/process.Process/{method}", post(process))
         .route("/filesystem.Filesystem/{method}", post(filesystem))
@@ -292,6 +311,19 @@ async fn write(State(guest): State<Arc<FakeGuest>>, Query(asked): Asked, mut bod
     json!([{ "path": path, "name": "x", "type": "file", "whole": true }]).to_string().into_response()
 }
 
+/// How much a guest that says much says.
+pub(crate) const MUCH: usize = 8 << 20;
+
+async fn agent(State(guest): State<Arc<FakeGuest>>, Path(method): Path<String>, body: Bytes) -> Response {
+    let message: Value = serde_json::from_slice(&body).unwrap();
+    guest.calls.lock().unwrap().push((method.clone(), message));
+    let answer = match method.as_str() {
+        "Eval" => json!({ "stdout": "x".repeat(MUCH), "resultJson": { "b": 1, "a": [1e2] } }),
+        _ => json!({ "version": "fake" }),
+    };
+    answer.to_string().into_response()
+}
+
 async fn filesystem(
     State(guest): State<Arc<FakeGuest>>,
     Path(method): Path<String>,
@@ -310,6 +342,10 @@ async fn filesystem(
         "/full" => return refuse(429, "resource_exhausted"),
         "/crowded" => return refuse(400, "out_of_range"),
         "/there" => return refuse(409, "already_exists"),
+        "/much" => {
+            let entry = json!({ "name": "x".repeat(1 << 10), "path": "/much" }).to_string();
+            return format!("{{\"entries\":[{}]}}", vec![entry; MUCH >> 10].join(",")).into_response();
+        }
         "/nonempty" if method == "RemoveOne" => return refuse(400, "failed_precondition"),
         _ => {}
     }

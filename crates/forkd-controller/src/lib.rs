@@ -18,9 +18,10 @@
 //! [`frames`] is the wire of `forkd run` and `forkd shell`, shared with the command; `session` speaks it.
 //!
 //! Who gets in: `auth` finds out who sent a request (`identity`, by `tokens`, slowed by `rate`), `access` what
-//! they may do; `ownership` is whose snapshots are, `quota` how much each may have, `allowed` which files
-//! requests may name, `tls` the certificate, and `refresh` reads again what is replaced. `refusal` has words for
-//! what is no request at all; `descriptors` says for how many sandboxes there are files to open.
+//! they may do, and `visit` keeps who may only look from waking anything; `ownership` is whose snapshots are,
+//! `quota` how much each may have, `allowed` which files requests may name, `tls` the certificate, and `refresh`
+//! reads again what is replaced. `refusal` has words for what is no request at all; `descriptors` says for how
+//! many sandboxes there are files to open.
 
 mod access;
 mod adopt;
@@ -90,6 +91,7 @@ mod tokens;
 mod tree;
 mod undisturbed;
 mod unix_socket;
+mod visit;
 mod workspaces;
 
 pub use api::{

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use forkd_protocol::control::{DiskFiles, FdRef, LoadConfig};
-use forkd_store::{Facts, Snapshot};
+use forkd_store::{BaseImage, Facts, Snapshot};
 
 use crate::boot;
 use crate::error::{Error, Kind, Result};
@@ -94,16 +94,22 @@ impl Ground {
     }
 }
 
+/// Sees that what was found under its image's name is what the snapshot was made over.
+pub(crate) fn check_image(snapshot: &Snapshot, found: std::result::Result<&BaseImage, &Error>) -> Result<()> {
+    let base = found.map_err(|error| {
+        let text = format!("snapshot {} needs its image: {}", snapshot.tag(), error.message);
+        Error::new(Kind::Conflict, text)
+    })?;
+    Ok(snapshot.check_image(base)?)
+}
+
 /// Opens and checks everything a template of `snapshot` is loaded from. Blocks.
 fn open(host: &Host, snapshot: &Snapshot) -> Result<(LoadConfig, Vec<OwnedFd>)> {
     let image = match &snapshot.manifest().facts.image {
         Some(image) => {
-            let (disk, base) = host.finder.disk(&host.config, &image.name).map_err(|error| {
-                let text = format!("snapshot {} needs its image: {}", snapshot.tag(), error.message);
-                Error::new(Kind::Conflict, text)
-            })?;
-            snapshot.check_image(&base)?;
-            Some(disk)
+            let found = host.finder.disk(&host.config, &image.name);
+            check_image(snapshot, found.as_ref().map(|(_, base)| base))?;
+            found.ok().map(|(disk, _)| disk)
         }
         None => None,
     };

@@ -2,13 +2,17 @@
 //! network use pays nothing for it.
 //!
 //! A host that cannot have slots (no root, no kernel support) still runs sandboxes: theirs have no
-//! network, and the log says so once. Calls block.
+//! network, which their descriptions say, and the log says why. What was in the way may pass: it is tried
+//! again, but not for every sandbox. Calls block.
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use forkd_net::{Network, NetworkConfig, Pool, Slot};
+
+/// How long nothing is tried after it failed on a host that never had a slot.
+const PAUSE: Duration = Duration::from_secs(5);
 
 /// The daemon's network.
 #[derive(Debug)]
@@ -17,78 +21,79 @@ pub(crate) struct Slots {
     /// How many are kept ready.
     ahead: usize,
     state: Mutex<State>,
-    /// Whether a slot could ever be made.
-    proven: AtomicBool,
 }
 
-#[derive(Debug)]
-enum State {
-    Unused,
-    Open(Network, Option<std::sync::Arc<Pool>>),
-    Impossible,
+#[derive(Debug, Default)]
+struct State {
+    network: Option<Network>,
+    /// Begun when a slot could be made.
+    pool: Option<Arc<Pool>>,
+    attempts: Attempts,
+    /// Nobody is to have one any more.
+    closed: bool,
 }
 
 impl Slots {
     pub(crate) fn new(run_dir: PathBuf, ahead: usize) -> Self {
-        Slots { run_dir, ahead, state: Mutex::new(State::Unused), proven: AtomicBool::new(false) }
+        Slots { run_dir, ahead, state: Mutex::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A slot; `None` where there can be none.
+    /// A slot; `None` where there can be none, it seems.
     pub(crate) fn get(&self) -> forkd_net::Result<Option<Slot>> {
-        let pool = {
+        let (network, pool) = {
             let mut state = self.lock();
-            self.open(&mut state);
-            match &mut *state {
-                State::Open(network, pool) => match pool {
-                    Some(pool) => pool.clone(),
-                    None => match Pool::new(network.clone(), self.ahead) {
-                        Ok(made) => pool.insert(made.into()).clone(),
-                        Err(error) => {
-                            tracing::warn!(%error, "cannot make network slots ahead");
-                            return network.make().map(Some);
-                        }
-                    },
-                },
-                _ => return Ok(None),
+            if !state.attempts.may_try(Instant::now()) {
+                return Ok(None);
             }
+            let Some(network) = self.open(&mut state) else { return Ok(None) };
+            (network, state.pool.clone())
         };
-        match pool.get() {
+        let made = match pool {
+            Some(pool) => pool.get(),
+            None => network.make(),
+        };
+        let mut state = self.lock();
+        match made {
             Ok(slot) => {
-                self.proven.store(true, Ordering::Relaxed);
+                state.attempts.worked();
+                if state.pool.is_none() && !state.closed {
+                    match Pool::new(network, self.ahead) {
+                        Ok(pool) => state.pool = Some(pool.into()),
+                        Err(error) => tracing::warn!(%error, "cannot make network slots ahead"),
+                    }
+                }
                 Ok(Some(slot))
             }
             // The host is ready for slots, it seemed, and yet not even the first could be made.
-            Err(error) if !self.proven.load(Ordering::Relaxed) => {
-                tracing::warn!(error = chain(&error), "sandboxes have no network");
-                *self.lock() = State::Impossible;
+            Err(error) if !state.attempts.proven => {
+                state.attempts.failed(chain(&error), Instant::now());
                 Ok(None)
             }
             Err(error) => Err(error),
         }
     }
 
-    fn open(&self, state: &mut State) {
-        if !matches!(state, State::Unused) {
-            return;
+    /// The network, opened if it is not; `None` if it cannot be.
+    fn open(&self, state: &mut State) -> Option<Network> {
+        if state.closed || state.network.is_some() {
+            return state.network.clone();
         }
         let made = std::fs::create_dir_all(&self.run_dir).map_err(|error| error.to_string());
         let config = NetworkConfig::new(&self.run_dir);
-        *state = match made.and_then(|()| Network::open(config).map_err(|error| chain(&error))) {
+        match made.and_then(|()| Network::open(config).map_err(|error| chain(&error))) {
             Ok(network) => {
                 if let Err(why) = network.outbound() {
                     tracing::warn!(why, "sandboxes have a network, but no way out of it");
                 }
-                State::Open(network, None)
+                state.network = Some(network);
             }
-            Err(why) => {
-                tracing::warn!(why, "sandboxes have no network");
-                State::Impossible
-            }
-        };
+            Err(why) => state.attempts.failed(why, Instant::now()),
+        }
+        state.network.clone()
     }
 
     /// Whether an earlier daemon has left any.
@@ -99,10 +104,12 @@ impl Slots {
     /// The slot `name`, which a sandbox that an earlier daemon made still uses.
     pub(crate) fn adopt(&self, name: &str) -> Option<Slot> {
         let mut state = self.lock();
-        self.open(&mut state);
-        let State::Open(network, _) = &*state else { return None };
+        let network = self.open(&mut state)?;
         match network.adopt(name) {
-            Ok(slot) => Some(slot),
+            Ok(slot) => {
+                state.attempts.worked();
+                Some(slot)
+            }
             Err(error) => {
                 tracing::warn!(slot = name, error = chain(&error), "a sandbox's network is lost");
                 None
@@ -115,9 +122,7 @@ impl Slots {
         if !self.has_leftovers() {
             return;
         }
-        let mut state = self.lock();
-        self.open(&mut state);
-        let State::Open(network, _) = &*state else { return };
+        let Some(network) = self.open(&mut self.lock()) else { return };
         match network.sweep() {
             Ok(swept) if swept.is_empty() => {}
             Ok(swept) => tracing::info!(slots = swept.len(), "removed network slots nobody uses"),
@@ -127,13 +132,42 @@ impl Slots {
 
     /// Gives back to the host what only we need.
     pub(crate) fn close(&self) {
-        let state = std::mem::replace(&mut *self.lock(), State::Impossible);
-        if let State::Open(network, pool) = state {
-            drop(pool);
-            if let Err(error) = network.close() {
-                tracing::warn!(error = chain(&error), "cannot take back the network's rules");
-            }
+        let State { network, pool, .. } =
+            std::mem::replace(&mut *self.lock(), State { closed: true, ..State::default() });
+        drop(pool);
+        if let Some(Err(error)) = network.map(|network| network.close()) {
+            tracing::warn!(error = chain(&error), "cannot take back the network's rules");
         }
+    }
+}
+
+/// What is known of a host's ability to have slots.
+#[derive(Debug, Default)]
+struct Attempts {
+    /// Whether there ever was one.
+    proven: bool,
+    /// Why the last attempt of a host without failed, and when.
+    failed: Option<(String, Instant)>,
+}
+
+impl Attempts {
+    fn may_try(&self, now: Instant) -> bool {
+        self.proven || self.failed.as_ref().is_none_or(|(_, at)| now.duration_since(*at) >= PAUSE)
+    }
+
+    fn worked(&mut self) {
+        self.proven = true;
+        if self.failed.take().is_some() {
+            tracing::info!("sandboxes have a network from now on");
+        }
+    }
+
+    /// Notes that there is no slot; tells each reason once.
+    fn failed(&mut self, why: String, now: Instant) {
+        if self.failed.as_ref().is_none_or(|(before, _)| *before != why) {
+            tracing::warn!(why, "sandboxes have no network; it is tried again for later ones");
+        }
+        self.failed = Some((why, now));
     }
 }
 
@@ -142,5 +176,45 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     match error.source() {
         Some(cause) => format!("{error}: {}", chain(cause)),
         None => error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_failed_is_tried_again_a_while_later_and_never_given_up() {
+        let (mut attempts, begun) = (Attempts::default(), Instant::now());
+        let after = |secs: u64| begun + Duration::from_secs(secs);
+        for round in 0..100 {
+            assert!(attempts.may_try(after(round * 5)), "{round}");
+            attempts.failed("busy".into(), after(round * 5));
+            assert!(!attempts.may_try(after(round * 5 + 4)), "{round}");
+        }
+        attempts.worked();
+        assert!(attempts.may_try(after(0)) && attempts.failed.is_none());
+    }
+
+    #[test]
+    fn a_sandbox_has_no_network_where_it_cannot_be_opened_and_none_is_made_after_the_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let blocked = folder.path().join("file");
+        std::fs::write(&blocked, "").unwrap();
+        let slots = Slots::new(blocked.join("netns"), 1);
+        assert!(slots.get().unwrap().is_none());
+        let first = slots.lock().attempts.failed.clone().unwrap();
+        // Right after it, nothing is tried.
+        assert!(slots.get().unwrap().is_none());
+        assert_eq!(slots.lock().attempts.failed.as_ref(), Some(&first));
+        let longer = Instant::now() - PAUSE;
+        slots.lock().attempts.failed = Some((first.0, longer));
+        assert!(slots.get().unwrap().is_none());
+        assert!(
+            slots.lock().attempts.failed.as_ref().is_some_and(|(_, at)| *at > longer),
+            "it was tried again"
+        );
+        slots.close();
+        assert!(slots.get().unwrap().is_none());
     }
 }

@@ -27,6 +27,12 @@ impl Snapshots {
         }
     }
 
+    /// Whether they may be told the name of a snapshot that something else came from. Of one they may not use
+    /// nothing is told, and nothing of one that is gone: whose it was is forgotten with it.
+    pub(crate) fn may_name(&self, tag: &str, who: &Identity) -> bool {
+        who.is_admin() || self.usable(tag, who).is_ok()
+    }
+
     /// The template of a snapshot they may fork from.
     pub(crate) async fn template_for(self: &Arc<Self>, tag: &str, who: &Identity) -> Result<Arc<Template>> {
         self.usable(tag, who)?;

@@ -14,7 +14,9 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// Begins `branched_from` of a snapshot that another one was compacted into.
-const COMPACTED: &str = "compact:";
+pub(crate) const COMPACTED: &str = "compact:";
+/// In the place of a tag that is not told. None can be called so.
+const NAMELESS: &str = "?";
 /// How much of a snapshot's id tells it from another one that had the same tag.
 const SHORT_ID: usize = 12;
 
@@ -52,7 +54,7 @@ pub struct TreeNode {
     pub id: String,
     /// What it is.
     pub kind: TreeKind,
-    /// Its tag or its id.
+    /// Its tag or its id; `?` for a snapshot that is not to be seen by whoever asks.
     pub name: String,
     /// The node it came from; none for a root.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -100,6 +102,24 @@ pub(crate) struct SnapshotFact {
     pub(crate) diff: bool,
     /// The snapshots it is built on or came from, root first.
     pub(crate) ancestors: Vec<Named>,
+}
+
+impl SnapshotFact {
+    /// Takes the names away that are not to be told. Who they are of stays where it is in the tree.
+    pub(crate) fn hide(&mut self, told: impl Fn(&str) -> bool) {
+        self.ancestors.retain_mut(|ancestor| {
+            if told(&ancestor.tag) {
+                return true;
+            }
+            ancestor.tag = NAMELESS.into();
+            // Those of which nothing is known could be anybody.
+            ancestor.id.is_some()
+        });
+        let compacted = self.branched_from.as_deref().and_then(|source| source.strip_prefix(COMPACTED));
+        if compacted.is_some_and(|tag| !told(tag)) {
+            self.branched_from = Some(format!("{COMPACTED}{NAMELESS}"));
+        }
+    }
 }
 
 /// What is known of a sandbox that is listed.
@@ -457,6 +477,30 @@ mod tests {
         }
         assert_eq!(parents["sandbox:sblive"], Some("snapshot:py"), "what we saw counts more");
         assert_eq!(parents["snapshot:py"], None);
+    }
+
+    #[test]
+    fn what_is_not_told_has_its_place_and_no_name() {
+        let mut facts = vec![
+            snapshot("mine", 2, "sb1", &["secret@1", "other@2"]),
+            snapshot("flat", 3, "compact:secret", &["secret@1"]),
+            snapshot("writing", 4, "sb1", &["secret"]),
+        ];
+        for fact in &mut facts {
+            fact.hide(|tag| tag == "mine");
+        }
+        let lines = drawn(facts, vec![]);
+        assert_eq!(
+            lines,
+            [
+                "sandbox:sb1 gone Spawn snapshot:?",
+                "snapshot:? gone ? snapshot:?@1",
+                "snapshot:?@1 gone",
+                "snapshot:mine Branch sandbox:sb1",
+                "snapshot:flat Compact snapshot:?@1",
+                "snapshot:writing Branch sandbox:sb1",
+            ]
+        );
     }
 
     #[test]

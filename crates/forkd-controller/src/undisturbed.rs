@@ -6,10 +6,16 @@ use crate::sandbox::{Phase, Sandbox};
 
 impl Sandbox {
     /// Does `work` with the agent, unless the sandbox ends, hangs or is paused meanwhile: then that is the
-    /// error.
+    /// error. Meanwhile it is in use.
     pub(crate) async fn undisturbed<T>(&self, work: impl Future<Output = agent::Result<T>>) -> Result<T> {
+        let _in_use = self.in_use();
+        self.unnoticed(work).await
+    }
+
+    /// As [`undisturbed`](Sandbox::undisturbed), but it is not in use by that.
+    pub(crate) async fn unnoticed<T>(&self, work: impl Future<Output = agent::Result<T>>) -> Result<T> {
         tokio::select! {
-            done = self.with_agent(work) => done,
+            done = self.ask_agent(work) => done,
             error = self.paused() => Err(error),
         }
     }

@@ -14,7 +14,7 @@ use std::{
 };
 
 use forkd_protocol::{
-    agent::{EntryInfo, EntryList, EntryResponse, ListDirRequest, MoveRequest, PathRequest},
+    agent::{EntryInfo, EntryList, EntryResponse, ListDirRequest, MAX_ENTRIES, MoveRequest, PathRequest},
     connect::{Code, Error},
 };
 use rustix::{
@@ -29,8 +29,6 @@ use crate::{
     users::{self, Names, User},
 };
 
-/// The most entries one listing gives.
-const MAX_ENTRIES: usize = 20_000;
 /// How deep a folder can be and still be removed. Each level costs stack and a descriptor.
 const MAX_DEPTH: usize = 200;
 

@@ -31,6 +31,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::few::few;
+
 /// The vsock port the agent listens on in a guest.
 pub const AGENT_PORT: u32 = 1024;
 /// Header with the token an agent that listens on TCP asks for.
@@ -290,11 +292,16 @@ pub struct EntryResponse {
     pub entry: EntryInfo,
 }
 
+/// The most entries one listing gives.
+pub const MAX_ENTRIES: usize = 20_000;
+
 /// Entries of a folder (`ListDir`).
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct EntryList {
-    /// The entries, without the folder itself.
+    /// The entries, without the folder itself. More than [`MAX_ENTRIES`] are not read: each takes many times
+    /// the room that it has in a message.
+    #[serde(deserialize_with = "few::<_, _, MAX_ENTRIES>")]
     pub entries: Vec<EntryInfo>,
 }
 
@@ -371,11 +378,12 @@ pub enum WarmState {
 }
 
 /// `Agent/Freeze`: get ready to be forked. File systems are synced and user processes frozen. Only
-/// the agent itself runs on, until `Thaw` (in the source) or `Become` (in a child).
+/// the agent itself runs on, until `Thaw` (in the source) or `Become` (in a child). What is not done in
+/// time is an error, `deadline_exceeded`, and then nothing is frozen.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct FreezeRequest {
-    /// How long to wait for processes that cannot be frozen at once; 0 means 5 seconds.
+    /// How long all of it may take; 0 means 5 seconds.
     pub timeout_ms: u64,
 }
 
@@ -439,16 +447,17 @@ pub struct EvalRequest {
     pub code: String,
 }
 
-/// What an evaluation gave.
+/// What an evaluation gave. `Json` is what its value is kept as: who does not trust the agent keeps its text, as
+/// values take many times the room of that.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct EvalResponse {
+#[serde(rename_all = "camelCase", default, bound(deserialize = "Json: Deserialize<'de> + Default"))]
+pub struct EvalResponse<Json = serde_json::Value> {
     /// `repr` of the value; absent for statements and for `None`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub result: Option<String>,
     /// The value as JSON, when it is made of JSON's own types.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub result_json: Option<serde_json::Value>,
+    pub result_json: Option<Json>,
     /// What it printed.
     pub stdout: String,
     /// What it printed to standard error.

@@ -16,6 +16,7 @@
 pub mod agent;
 pub mod connect;
 pub mod control;
+mod few;
 pub mod init;
 pub mod line;
 pub mod names;

@@ -20,7 +20,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
 
 use super::wire::{Call, Connection, Outbound};
-use super::{Agent, Empty, Error, MAX_ANSWER, Result, basic, files_uri, parse, within};
+use super::{Agent, Empty, Error, MAX_SHORT_ANSWER, Result, Room, basic, files_uri, parse, within};
 use crate::companion::Companion;
 
 /// Pieces of an upload that wait for the guest.
@@ -56,7 +56,7 @@ impl Agent {
         let mut connection = within(self.patience, self.connect()).await?;
         let (pieces, queued) = mpsc::channel(QUEUE);
         let call = Call::send_body(&uri, "application/octet-stream", body_of(queued));
-        let answer = Companion::spawn(async move { connection.call(call, MAX_ANSWER).await });
+        let answer = Companion::spawn(async move { connection.call(call, MAX_SHORT_ANSWER).await });
         Ok(Upload { pieces, answer, patience: self.file_patience() })
     }
 
@@ -67,9 +67,16 @@ impl Agent {
     }
 
     /// What is in a folder, `depth` levels deep.
-    pub async fn list_dir(&self, path: &str, depth: u32, user: Option<&str>) -> Result<Vec<EntryInfo>> {
+    pub async fn list_dir(
+        &self,
+        path: &str,
+        depth: u32,
+        user: Option<&str>,
+    ) -> Result<(Vec<EntryInfo>, Room)> {
         let request = ListDirRequest { path: path.to_owned(), depth };
-        Ok(self.filesystem::<EntryList>("ListDir", &request, user).await?.entries)
+        let call = filesystem_call("ListDir", &request, user)?;
+        let (list, room) = self.long_answer::<EntryList>(call, self.file_patience()).await?;
+        Ok((list.entries, room))
     }
 
     /// Makes a folder and those it is in.
@@ -102,10 +109,7 @@ impl Agent {
         request: &impl Serialize,
         user: Option<&str>,
     ) -> Result<T> {
-        let mut call = Call::unary(&format!("/filesystem.Filesystem/{method}"), request)?;
-        if let Some(user) = user {
-            call = call.header(AUTHORIZATION.as_str(), basic(user));
-        }
+        let call = filesystem_call(method, request, user)?;
         self.answer(call, self.file_patience()).await.map_err(|error| match error {
             Error::Refused(refused) if refused.code == Code::ResourceExhausted => {
                 Error::DiskFull(refused.message)
@@ -113,6 +117,14 @@ impl Agent {
             other => other,
         })
     }
+}
+
+fn filesystem_call(method: &str, request: &impl Serialize, user: Option<&str>) -> Result<Call> {
+    let call = Call::unary(&format!("/filesystem.Filesystem/{method}"), request)?;
+    Ok(match user {
+        Some(user) => call.header(AUTHORIZATION.as_str(), basic(user)),
+        None => call,
+    })
 }
 
 /// A file that is being read.

@@ -6,9 +6,11 @@
 //! Every call opens its own connection, except where order matters ([`Input`]).
 
 mod files;
+mod room;
 mod wire;
 
 pub use files::{Download, Upload};
+pub use room::Room;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -29,11 +31,14 @@ use hyper::body::Incoming;
 use hyper::header::AUTHORIZATION;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
 
 use wire::{Call, Connection};
 
-/// The longest answer to a unary call: an evaluation's output is the longest honest one.
+/// The longest answer that counts: an evaluation's output is the longest honest one.
 const MAX_ANSWER: usize = 40 << 20;
+/// The longest of all others, which say in a few words what became of a call.
+const MAX_SHORT_ANSWER: usize = 1 << 20;
 /// How long reading or writing a whole file may take, beyond what any call may.
 const FILE_TIME: Duration = Duration::from_secs(30);
 
@@ -71,6 +76,12 @@ pub enum Error {
     /// What came back is not what an agent says.
     #[error("the agent does not speak its protocol: {0}")]
     Protocol(String),
+    /// What it said cannot be kept.
+    #[error(
+        "it was done, but there is no room for the answer: too much of what guests said is still on its way to \
+         clients that read slowly"
+    )]
+    NoRoom,
     /// It took too long.
     #[error("the agent did not answer within {0:?}")]
     Timeout(Duration),
@@ -124,16 +135,12 @@ impl Agent {
         self.unary("/forkd.Agent/Warm", request, self.patience).await
     }
 
-    /// Gets the guest ready to be forked.
-    pub async fn freeze(&self) -> Result<FreezeResponse> {
-        let request = FreezeRequest { timeout_ms: self.patience.as_millis() as u64 };
-        self.unary("/forkd.Agent/Freeze", &request, self.patience.saturating_mul(2)).await
-    }
-
-    /// Gets the guest ready to be forked, if it can within `limit`.
-    pub async fn freeze_within(&self, limit: Duration) -> Result<FreezeResponse> {
+    /// Gets the guest ready to be forked. If it cannot within `limit` the error
+    /// [is a deadline](Error::is_deadline), and nothing in it stands still.
+    pub async fn freeze(&self, limit: Duration) -> Result<FreezeResponse> {
         let request = FreezeRequest { timeout_ms: limit.as_millis().max(1) as u64 };
-        self.unary("/forkd.Agent/Freeze", &request, self.patience.saturating_mul(2).max(limit)).await
+        let patience = self.patience.saturating_mul(2).saturating_add(limit);
+        self.unary("/forkd.Agent/Freeze", &request, patience).await
     }
 
     /// Lets a guest that was frozen run on.
@@ -146,17 +153,21 @@ impl Agent {
         let answer = within(self.patience, async {
             let mut connection = self.connect().await?;
             request.unix_nanos = crate::guest::unix_nanos();
-            connection.call(Call::unary("/forkd.Agent/Become", &request)?, MAX_ANSWER).await
+            connection.call(Call::unary("/forkd.Agent/Become", &request)?, MAX_SHORT_ANSWER).await
         });
         parse(&answer.await?)
     }
 
     /// Evaluates Python. When `limit` is over the agent interrupts it and the error
     /// [is a deadline](Error::is_deadline).
-    pub async fn eval(&self, request: &EvalRequest, limit: Duration) -> Result<EvalResponse> {
+    pub async fn eval(
+        &self,
+        request: &EvalRequest,
+        limit: Duration,
+    ) -> Result<(EvalResponse<Box<RawValue>>, Room)> {
         let call = Call::unary("/forkd.Agent/Eval", request)?.header(TIMEOUT_HEADER, millis(limit));
         // The agent is the one to interrupt it, and needs its time to say so.
-        self.answer(call, limit.saturating_add(self.patience)).await
+        self.long_answer(call, limit.saturating_add(self.patience)).await
     }
 
     /// Asks the guest to power off.
@@ -244,8 +255,17 @@ impl Agent {
     }
 
     async fn answer<T: DeserializeOwned>(&self, call: Call, limit: Duration) -> Result<T> {
-        let answer = within(limit, async { self.connect().await?.call(call, MAX_ANSWER).await }).await?;
+        let answer =
+            within(limit, async { self.connect().await?.call(call, MAX_SHORT_ANSWER).await }).await?;
         parse(&answer)
+    }
+
+    /// An answer that may be long, and the room it takes.
+    async fn long_answer<T: DeserializeOwned>(&self, call: Call, limit: Duration) -> Result<(T, Room)> {
+        let mut room = Room::default();
+        let answer = async { self.connect().await?.call_counted(call, MAX_ANSWER, &mut room).await };
+        let answer = parse(&within(limit, answer).await?)?;
+        Ok((answer, room))
     }
 }
 
@@ -314,7 +334,7 @@ impl Input {
         };
         let request = SendInputRequest { process: by_pid(self.pid), input };
         let call = Call::unary("/process.Process/SendInput", &request)?;
-        self.connection.call(call, MAX_ANSWER).await?;
+        self.connection.call(call, MAX_SHORT_ANSWER).await?;
         Ok(())
     }
 
@@ -325,7 +345,7 @@ impl Input {
         }
         let request = ProcessRef { process: by_pid(self.pid) };
         let call = Call::unary("/process.Process/CloseStdin", &request)?;
-        within(self.patience, self.connection.call(call, MAX_ANSWER)).await?;
+        within(self.patience, self.connection.call(call, MAX_SHORT_ANSWER)).await?;
         Ok(())
     }
 }

@@ -7,7 +7,10 @@ use std::time::Instant;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{UnixListener, UnixStream};
 
-const PATIENCE: Duration = Duration::from_millis(600);
+/// For peers that answer, on a busy computer too.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// For those that never do.
+const LITTLE_PATIENCE: Duration = Duration::from_millis(600);
 
 /// What a peer does with a connection, after the line that asks for it.
 trait Behave: Fn(BufReader<UnixStream>) -> Self::Done + Send + Sync + 'static {
@@ -23,6 +26,10 @@ where
 
 /// A client of a peer that behaves so.
 fn agent_of(behave: impl Behave) -> (Agent, tempfile::TempDir) {
+    agent_with(PATIENCE, behave)
+}
+
+fn agent_with(patience: Duration, behave: impl Behave) -> (Agent, tempfile::TempDir) {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("vsock.sock");
     let listener = UnixListener::bind(&socket).unwrap();
@@ -35,7 +42,7 @@ fn agent_of(behave: impl Behave) -> (Agent, tempfile::TempDir) {
             let _ = behave(stream).await;
         }
     });
-    (Agent::new(Endpoint::Vsock { socket, port: 1024 }, PATIENCE), folder)
+    (Agent::new(Endpoint::Vsock { socket, port: 1024 }, patience), folder)
 }
 
 /// Says yes and reads a whole request.
@@ -134,12 +141,18 @@ async fn a_port_nobody_listens_on_is_unreachable() {
 #[tokio::test]
 async fn garbage_instead_of_ok_is_refused_without_reading_on() {
     for garbage in [&b"NO\n"[..], b"\n", b"OK", &[b'x'; 4096], &[0xff; 100]] {
-        let (agent, _folder) = agent_of(move |mut stream: BufReader<UnixStream>| async move {
+        // Only what could still become an answer is waited for.
+        let waits = garbage == b"OK";
+        let patience = if waits { LITTLE_PATIENCE } else { PATIENCE };
+        let (agent, _folder) = agent_with(patience, move |mut stream: BufReader<UnixStream>| async move {
             stream.write_all(garbage).await?;
             stream.read_u8().await.map(|_| ())
         });
         let error = agent.ping().await.unwrap_err();
-        assert!(matches!(error, Error::Protocol(_) | Error::Timeout(_)), "{error:?}");
+        match waits {
+            true => assert!(matches!(error, Error::Timeout(_)), "{error:?}"),
+            false => assert!(matches!(error, Error::Protocol(_)), "{error:?}"),
+        }
     }
 }
 
@@ -183,6 +196,36 @@ async fn an_endless_answer_is_cut_off() {
     assert!(matches!(error, Error::Protocol(_)), "{error:?}");
 }
 
+/// An agent that answers everything with `body`.
+fn answering(body: Vec<u8>) -> (Agent, tempfile::TempDir) {
+    agent_of(move |mut stream: BufReader<UnixStream>| {
+        let body = body.clone();
+        async move {
+            accept(&mut stream).await?;
+            respond(&mut stream, "200 OK", "application/json", &body).await
+        }
+    })
+}
+
+#[tokio::test]
+async fn a_long_answer_takes_its_room_and_where_few_words_are_due_there_is_none() {
+    let body = format!(r#"{{"stdout":"{}","resultJson":[{{"":0}}, 1]}}"#, "x".repeat(2 << 20)).into_bytes();
+    let (agent, _folder) = answering(body.clone());
+    let (answer, room) = agent.eval(&EvalRequest::default(), PATIENCE).await.unwrap();
+    assert_eq!((answer.stdout.len(), room.taken()), (2 << 20, body.len()));
+    assert_eq!(answer.result_json.unwrap().get(), r#"[{"":0}, 1]"#, "as it came, and no larger");
+    let error = agent.ping().await.unwrap_err();
+    assert!(matches!(&error, Error::Protocol(why) if why.contains("longer")), "{error:?}");
+}
+
+#[tokio::test]
+async fn a_listing_that_swells_when_it_is_read_is_refused() {
+    let entries = vec!["{}"; forkd_protocol::agent::MAX_ENTRIES + 1].join(",");
+    let (agent, _folder) = answering(format!(r#"{{"entries":[{entries}]}}"#).into_bytes());
+    let error = agent.list_dir("/", 1, None).await.unwrap_err();
+    assert!(matches!(&error, Error::Protocol(why) if why.contains("at most 20000")), "{error:?}");
+}
+
 #[tokio::test]
 async fn silence_ends_with_a_timeout_wherever_it_begins() {
     let told: [(&[u8], &[u8]); 4] = [
@@ -192,18 +235,19 @@ async fn silence_ends_with_a_timeout_wherever_it_begins() {
         (b"OK 1\n", b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n{"),
     ];
     for (line, answer) in told {
-        let (agent, _folder) = agent_of(move |mut stream: BufReader<UnixStream>| async move {
-            stream.write_all(line).await?;
-            request(&mut stream).await?;
-            stream.write_all(answer).await?;
-            std::future::pending().await
-        });
+        let (agent, _folder) =
+            agent_with(LITTLE_PATIENCE, move |mut stream: BufReader<UnixStream>| async move {
+                stream.write_all(line).await?;
+                request(&mut stream).await?;
+                stream.write_all(answer).await?;
+                std::future::pending().await
+            });
         let begun = Instant::now();
         assert!(matches!(agent.ping().await.unwrap_err(), Error::Timeout(_)));
-        assert!(begun.elapsed() < PATIENCE * 5);
+        assert!(begun.elapsed() < PATIENCE / 2);
     }
     // Starting a process waits for nothing but the head of the answer.
-    let (agent, _folder) = agent_of(|stream| async move {
+    let (agent, _folder) = agent_with(LITTLE_PATIENCE, |stream| async move {
         let _open = stream;
         std::future::pending().await
     });

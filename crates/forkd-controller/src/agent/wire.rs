@@ -2,11 +2,11 @@
 
 use std::io;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use forkd_protocol::agent::TOKEN_HEADER;
 use forkd_protocol::connect::{self, STREAM_TYPE, UNARY_TYPE};
 use http_body_util::combinators::UnsyncBoxBody;
-use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
+use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper::header::{CONTENT_TYPE, HOST};
@@ -18,7 +18,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::task::JoinHandle;
 
-use super::{Endpoint, Error, Result};
+use super::{Endpoint, Error, Result, Room};
 
 /// What hyper may buffer: bounds the head of an answer and the pieces of its body.
 const BUFFER: usize = 64 << 10;
@@ -117,7 +117,13 @@ impl Connection {
     /// One request and the whole of its answer, at most `max` bytes.
     pub(super) async fn call(&mut self, call: Call, max: usize) -> Result<Bytes> {
         let response = self.send(call).await?;
-        self.collect(response.into_body(), max).await
+        self.collect(response.into_body(), max, None).await
+    }
+
+    /// As [`call`](Connection::call), in `room`, which is taken as the answer comes.
+    pub(super) async fn call_counted(&mut self, call: Call, max: usize, room: &mut Room) -> Result<Bytes> {
+        let response = self.send(call).await?;
+        self.collect(response.into_body(), max, Some(room)).await
     }
 
     /// A request whose answer is a stream.
@@ -145,24 +151,28 @@ impl Connection {
         if status.is_success() {
             return Ok(response);
         }
-        let body = self.collect(response.into_body(), MAX_ERROR).await?;
+        let body = self.collect(response.into_body(), MAX_ERROR, None).await?;
         match serde_json::from_slice::<connect::Error>(&body) {
             Ok(error) => Err(error.into()),
             Err(_) => Err(plain_refusal(status, &body)),
         }
     }
 
-    async fn collect(&self, body: Incoming, max: usize) -> Result<Bytes> {
-        match Limited::new(body, max).collect().await {
-            Ok(collected) => Ok(collected.to_bytes()),
-            Err(error) if error.is::<LengthLimitError>() => {
-                Err(Error::Protocol(format!("an answer is longer than {max} bytes")))
+    async fn collect(&self, mut body: Incoming, max: usize, mut room: Option<&mut Room>) -> Result<Bytes> {
+        let mut collected = BytesMut::new();
+        while let Some(frame) = body.frame().await {
+            let frame = frame.map_err(|error| self.broken(&error))?;
+            // Trailers mean nothing here.
+            let Some(piece) = frame.data_ref() else { continue };
+            if piece.len() > max - collected.len() {
+                return Err(Error::Protocol(format!("an answer is longer than {max} bytes")));
             }
-            Err(error) => match error.downcast_ref::<hyper::Error>() {
-                Some(error) => Err(self.broken(error)),
-                None => Err(Error::Unreachable(error.to_string())),
-            },
+            if room.as_mut().is_some_and(|room| !room.take(piece.len())) {
+                return Err(Error::NoRoom);
+            }
+            collected.extend_from_slice(piece);
         }
+        Ok(collected.freeze())
     }
 
     /// A failure of the connection: garbage and a closed socket are different news.

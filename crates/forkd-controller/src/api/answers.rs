@@ -22,7 +22,9 @@ use axum::response::{IntoResponse, Response};
 use forkd_store::{Answer, Begun, Database};
 use tracing::Instrument;
 
+use super::bulk;
 use super::extract::in_time;
+use crate::agent::{self, Room};
 use crate::error::{Error, Kind, Result};
 use crate::host::blocking;
 use crate::identity::Identity;
@@ -224,6 +226,8 @@ async fn keep(answers: &Answers, key: &Key, response: Response) -> Result<Respon
         return Ok(response);
     }
     let (parts, body) = response.into_parts();
+    // It goes on to count as what a guest said, if it is that.
+    let room = parts.extensions.get::<Arc<Room>>().cloned();
     // All of it is in memory already.
     let body = to_bytes(body, usize::MAX).await.map_err(|error| Error::host("reading an answer", error))?;
     let kept = (body.len() <= MAX_BODY).then(|| body.to_vec());
@@ -232,7 +236,11 @@ async fn keep(answers: &Answers, key: &Key, response: Response) -> Result<Respon
     if answers.grown.fetch_add(length, Ordering::Relaxed) + length > LOOK_AFTER {
         answers.prune().await?;
     }
-    Ok(Response::from_parts(parts, Body::from(body)))
+    let body = match room {
+        Some(room) => bulk::in_pieces(body, room),
+        None => Body::from(body),
+    };
+    Ok(Response::from_parts(parts, body))
 }
 
 /// Whether an answer says what any other time would be said.
@@ -253,14 +261,17 @@ fn replay(answer: Answer) -> Result<Response> {
         let text = format!("this was done, and answered with {status}; that answer was too large to keep");
         return Err(Error::new(Kind::Conflict, text));
     };
-    let empty = body.is_empty();
-    let mut response = (status, body).into_response();
-    let headers = response.headers_mut();
-    match empty {
-        true => headers.remove(header::CONTENT_TYPE),
-        false => headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json")),
+    // Nobody knows any more whether a guest said it: who asks for it often, and reads it slowly, has no more room.
+    let mut room = Room::default();
+    if !room.take(body.len()) {
+        return Err(Error::new(Kind::Busy, agent::Error::NoRoom.to_string()));
+    }
+    let mut response = match body.is_empty() {
+        true => StatusCode::OK.into_response(),
+        false => bulk::response(body, room),
     };
-    headers.insert("idempotent-replayed", HeaderValue::from_static("true"));
+    *response.status_mut() = status;
+    response.headers_mut().insert("idempotent-replayed", HeaderValue::from_static("true"));
     Ok(response)
 }
 

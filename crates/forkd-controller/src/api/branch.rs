@@ -1,15 +1,15 @@
 //! Branching sandboxes.
 
+use axum::Extension;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use axum::{Extension, Json};
 
 use forkd_store::Quota;
 
 use super::extract::{Id, OptionalBody};
 use super::snapshot_types::{BranchRequest, SnapshotInfo};
-use super::{App, snapshots};
+use super::{App, snapshot_info};
 use crate::branch::{Mode, Order, Stage};
 use crate::error::{Error, ErrorBody, Result};
 use crate::identity::Identity;
@@ -42,7 +42,7 @@ pub(super) async fn branch(
     let (entry, branch) = app.snapshots.branch(&sandbox, order)?;
     branch.reached(if wait { Stage::Done } else { Stage::Saving }).await?;
     let status = if wait { StatusCode::CREATED } else { StatusCode::ACCEPTED };
-    Ok((status, Json(snapshots::info(&app, &entry))).into_response())
+    Ok((status, snapshot_info::info(&app, &who, entry).await?).into_response())
 }
 
 /// What was meant.

@@ -1,24 +1,16 @@
 //! Commands and evaluations that are waited for.
 
-use std::convert::Infallible;
-use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use axum::Json;
-use axum::body::Body as HttpBody;
 use axum::extract::State;
-use axum::http::{HeaderValue, header};
-use axum::response::{IntoResponse, Response};
-use bytes::Bytes;
+use axum::response::Response;
 use forkd_protocol::agent::{self as wire, End, Event, Output, ProcessConfig, StartRequest};
 use forkd_protocol::connect::Code;
-use futures_util::stream;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::App;
 use super::extract::{Body, Id};
 use super::types::{EvalReply, EvalRequest, ExecReply, ExecRequest};
-use crate::agent::{self, Agent, Process, StartOptions};
+use super::{App, bulk};
+use crate::agent::{self, Agent, Process, Room, StartOptions};
 use crate::companion::Companion;
 use crate::config::Config;
 use crate::error::{Error, ErrorBody, Result};
@@ -50,42 +42,22 @@ pub(super) async fn exec(
     check_args(&request.args)?;
     let sandbox = app.registry.get(&id)?;
     let (reply, room) = run_to_end(&sandbox, &app.config, request, limit).await?;
-    let body = serde_json::to_vec(&reply).map_err(|error| Error::host("writing an answer", error))?;
-    Ok(in_pieces(body.into(), room))
+    bulk::json(&reply, room)
 }
 
-/// All output that commands may have written and nobody has taken yet, of all sandboxes together.
-static OUTPUT: LazyLock<Arc<Semaphore>> = LazyLock::new(|| Arc::new(Semaphore::new(MAX_OUTPUT)));
-const MAX_OUTPUT: usize = 256 << 20;
-
-/// An answer that counts as output until it is taken: its pieces are asked for as the client takes them.
-fn in_pieces(body: Bytes, room: Option<OwnedSemaphorePermit>) -> Response {
-    const PIECE: usize = 64 << 10;
-    let length = body.len();
-    let pieces = stream::unfold((body, room), |(mut body, room)| async move {
-        let piece = body.split_to(body.len().min(PIECE));
-        (!piece.is_empty()).then_some((Ok::<_, Infallible>(piece), (body, room)))
-    });
-    let headers = [
-        (header::CONTENT_TYPE, HeaderValue::from_static("application/json")),
-        (header::CONTENT_LENGTH, HeaderValue::from(length)),
-    ];
-    (headers, HttpBody::from_stream(pieces)).into_response()
-}
-
-/// Runs a command within `limit`, which counts instead of the request's. What it wrote counts as output as
-/// long as what comes with the reply is kept.
+/// Runs a command within `limit`, which counts instead of the request's. The room that comes with the reply is
+/// to be kept until that is sent.
 pub(crate) async fn run_to_end(
     sandbox: &Sandbox,
     config: &Config,
     request: ExecRequest,
     limit: Duration,
-) -> Result<(ExecReply, Option<OwnedSemaphorePermit>)> {
+) -> Result<(ExecReply, Room)> {
     let start = start_request(request.args, request.env, request.cwd, request.stdin.is_some())?;
     sandbox.ready().await?;
     let options = StartOptions { user: request.user, timeout: Some(limit) };
     let mut counted = sandbox.telling.metrics.exec();
-    let mut collected = Collected::new(config.limits.max_output, OUTPUT.clone());
+    let mut collected = Collected::new(config.limits.max_output, Room::default());
     let run = async {
         let process = sandbox.agent.start(&start, &options).await?;
         collect(&sandbox.agent, process, request.stdin, &mut collected).await
@@ -100,8 +72,7 @@ pub(crate) async fn run_to_end(
         }
     });
     let finish = ran.await?;
-    let room = collected.room.take();
-    let reply = collected.reply(finish, limit);
+    let (reply, room) = collected.reply(finish, limit);
     counted.came_out(reply.exit_code, reply.timed_out);
     Ok((reply, room))
 }
@@ -114,6 +85,8 @@ pub(crate) async fn run_to_end(
         (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
         (status = 409, body = ErrorBody, description = "The sandbox is not running, or has no Python"),
         (status = 502, body = ErrorBody, description = "The sandbox ended, or its agent is broken"),
+        (status = 503, body = ErrorBody, description = "It was evaluated, but there is no room for the answer: \
+          too much is there that clients have not read yet"),
         (status = 504, body = ErrorBody, description = "The sandbox does not answer"),
     ),
 )]
@@ -121,14 +94,20 @@ pub(super) async fn eval(
     State(app): State<App>,
     Id(id): Id,
     Body(request): Body<EvalRequest>,
-) -> Result<Json<EvalReply>> {
+) -> Result<Response> {
     let limit = check_timeout(request.timeout_secs)?;
     let sandbox = app.registry.get(&id)?;
-    Ok(Json(evaluate(&sandbox, request, limit).await?))
+    let (reply, room) = evaluate(&sandbox, request, limit).await?;
+    bulk::json(&reply, room)
 }
 
-/// Evaluates within `limit`, which counts instead of the request's.
-pub(crate) async fn evaluate(sandbox: &Sandbox, request: EvalRequest, limit: Duration) -> Result<EvalReply> {
+/// Evaluates within `limit`, which counts instead of the request's. The room that comes with the reply is to be
+/// kept until that is sent.
+pub(crate) async fn evaluate(
+    sandbox: &Sandbox,
+    request: EvalRequest,
+    limit: Duration,
+) -> Result<(EvalReply, Room)> {
     sandbox.ready().await?;
     let mut counted = sandbox.telling.metrics.exec();
     let code = wire::EvalRequest { code: request.code };
@@ -138,20 +117,26 @@ pub(crate) async fn evaluate(sandbox: &Sandbox, request: EvalRequest, limit: Dur
             other => other.map(Some),
         }
     });
-    let reply = match evaluated.await? {
-        Some(answer) => EvalReply {
-            exit_code: i32::from(answer.error.is_some()),
-            result: answer.result,
-            error: answer.error,
-            stdout: answer.stdout,
-            stderr: answer.stderr,
-            traceback: answer.traceback,
-            result_json: answer.result_json,
-        },
-        None => EvalReply { error: Some(ran_out(limit)), exit_code: TIMED_OUT, ..EvalReply::default() },
+    let (reply, room) = match evaluated.await? {
+        Some((answer, room)) => {
+            let reply = EvalReply {
+                exit_code: i32::from(answer.error.is_some()),
+                result: answer.result,
+                error: answer.error,
+                stdout: answer.stdout,
+                stderr: answer.stderr,
+                traceback: answer.traceback,
+                result_json: answer.result_json,
+            };
+            (reply, room)
+        }
+        None => {
+            let error = Some(ran_out(limit));
+            (EvalReply { error, exit_code: TIMED_OUT, ..EvalReply::default() }, Room::default())
+        }
     };
     counted.came_out(reply.exit_code, reply.exit_code == TIMED_OUT);
-    Ok(reply)
+    Ok((reply, room))
 }
 
 /// A time limit as a request gave it.
@@ -262,9 +247,8 @@ fn ran_out(limit: Duration) -> String {
 /// Output, up to a limit.
 struct Collected {
     max: usize,
-    /// All that may be kept, in bytes, and what this has of it.
-    all: Arc<Semaphore>,
-    room: Option<OwnedSemaphorePermit>,
+    /// What it takes.
+    room: Room,
     stdout: Vec<u8>,
     stderr: Vec<u8>,
     stdout_truncated: bool,
@@ -272,11 +256,10 @@ struct Collected {
 }
 
 impl Collected {
-    fn new(max: usize, all: Arc<Semaphore>) -> Self {
+    fn new(max: usize, room: Room) -> Self {
         Collected {
             max,
-            all,
-            room: None,
+            room,
             stdout: Vec::new(),
             stderr: Vec::new(),
             stdout_truncated: false,
@@ -286,11 +269,11 @@ impl Collected {
 
     fn add(&mut self, output: Output) {
         // What is over the limit is dropped, not left unread: the command must be able to end.
-        let (max, all, room) = (self.max, &self.all, &mut self.room);
+        let (max, room) = (self.max, &mut self.room);
         let mut keep = |kept: &mut Vec<u8>, truncated: &mut bool, new: Option<Vec<u8>>| {
             let new = new.unwrap_or_default();
             let fitting = &new[..new.len().min(max - kept.len())];
-            let fits = take_room(all, room, fitting.len());
+            let fits = room.take(encoded_len(fitting));
             if fits {
                 kept.extend_from_slice(fitting);
             }
@@ -300,7 +283,7 @@ impl Collected {
         keep(&mut self.stderr, &mut self.stderr_truncated, output.stderr);
     }
 
-    fn reply(self, finish: Finish, limit: Duration) -> ExecReply {
+    fn reply(self, finish: Finish, limit: Duration) -> (ExecReply, Room) {
         let (exit_code, signal, error, timed_out) = match finish {
             Finish::Ended(end) => {
                 let (exit_code, signal) = exit_status(&end);
@@ -309,7 +292,7 @@ impl Collected {
             Finish::Unfinished(Unfinished::TimedOut) => (TIMED_OUT, None, Some(ran_out(limit)), true),
             Finish::Unfinished(Unfinished::NotStarted(code, why)) => (code, None, Some(why), false),
         };
-        ExecReply {
+        let reply = ExecReply {
             stdout: String::from_utf8_lossy(&self.stdout).into_owned(),
             stderr: String::from_utf8_lossy(&self.stderr).into_owned(),
             exit_code,
@@ -318,47 +301,56 @@ impl Collected {
             timed_out,
             stdout_truncated: self.stdout_truncated,
             stderr_truncated: self.stderr_truncated,
-        }
+        };
+        (reply, self.room)
     }
 }
 
-/// Adds as many bytes of `all` to `room`; false if there are none left.
-fn take_room(all: &Arc<Semaphore>, room: &mut Option<OwnedSemaphorePermit>, bytes: usize) -> bool {
-    let Ok(bytes) = u32::try_from(bytes) else { return false };
-    let Ok(more) = all.clone().try_acquire_many_owned(bytes) else { return false };
-    match room {
-        Some(room) => room.merge(more),
-        None => *room = Some(more),
-    }
-    true
+/// The most that output takes as a string of JSON, which is what is sent of it.
+fn encoded_len(output: &[u8]) -> usize {
+    let length = |byte: &u8| match byte {
+        b'"' | b'\\' | b'\n' | b'\r' | b'\t' | 0x08 | 0x0c => 2,
+        0..0x20 => r"\u0000".len(),
+        // What is no UTF-8 is replaced.
+        0x80.. => char::REPLACEMENT_CHARACTER.len_utf8(),
+        _ => 1,
+    };
+    output.iter().map(length).sum()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[tokio::test]
-    async fn output_that_nobody_takes_leaves_room_for_no_more() {
-        let all = Arc::new(Semaphore::new(1003));
-        let mut collected = Collected::new(MAX_OUTPUT, all.clone());
+    #[test]
+    fn output_that_nobody_takes_leaves_room_for_no_more() {
+        let mut collected = Collected::new(1 << 20, Room::of(1003));
         collected.add(Output { stdout: Some(vec![b'x'; 1000]), stderr: None, pty: None });
         collected.add(Output { stdout: Some(b"more".to_vec()), stderr: Some(b"yes".to_vec()), pty: None });
         assert!(collected.stdout_truncated && !collected.stderr_truncated);
         assert_eq!((collected.stdout.len(), collected.stderr.len()), (1000, 3));
-        // It counts until the last piece was asked for.
-        let response = in_pieces(vec![b'x'; 100 << 10].into(), collected.room.take());
-        assert_eq!(all.available_permits(), 0);
-        let body = axum::body::to_bytes(response.into_body(), usize::MAX).await.unwrap();
-        assert_eq!((body.len(), all.available_permits()), (100 << 10, 1003));
+        let (_, room) = collected.reply(Finish::Ended(End::default()), Duration::from_secs(1));
+        assert_eq!(room.left(), 0, "it counts as long as the reply is there");
+    }
+
+    #[test]
+    fn output_counts_as_what_is_sent_of_it() {
+        let every: Vec<u8> = (0..=255).collect();
+        for output in [&every[..], &[0; 100], &[0xff; 100], "Grüße \u{1f600}\n".as_bytes(), b"\"\\\x7f"] {
+            let text = String::from_utf8_lossy(output);
+            let sent = serde_json::to_vec(&text).unwrap().len() - 2;
+            assert!(encoded_len(output) >= sent, "{text:?}");
+        }
+        assert_eq!((encoded_len(&[0; 100]), encoded_len(b"plain")), (600, 5));
     }
 
     #[test]
     fn output_over_the_limit_is_cut_and_said_to_be() {
-        let mut collected = Collected::new(5, OUTPUT.clone());
+        let mut collected = Collected::new(5, Room::default());
         for piece in ["abc", "def", "ghi"] {
             collected.add(Output { stdout: Some(piece.into()), stderr: Some("x".into()), pty: None });
         }
-        let reply = collected.reply(Finish::Ended(End::default()), Duration::from_secs(1));
+        let (reply, _) = collected.reply(Finish::Ended(End::default()), Duration::from_secs(1));
         assert_eq!((reply.stdout.as_str(), reply.stdout_truncated), ("abcde", true));
         assert_eq!((reply.stderr.as_str(), reply.stderr_truncated), ("xxx", false));
     }

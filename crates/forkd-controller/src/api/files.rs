@@ -6,11 +6,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Json;
 use axum::body::{Body as HttpBody, Bytes};
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use forkd_protocol::agent::EntryInfo;
 use futures_util::StreamExt;
 use http_body_util::BodyExt;
@@ -18,11 +18,13 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 use utoipa::{IntoParams, ToSchema};
 
-use super::App;
 use super::extract::{Body, Id, Params};
+use super::{App, bulk};
 use crate::agent::{Download, Upload};
 use crate::error::{Error, ErrorBody, Kind, Result};
+use crate::identity::Identity;
 use crate::sandbox::Sandbox;
+use crate::visit::Visit;
 
 /// How long what a refused upload still sends is read, so that its client sees the answer, not a reset.
 const DISCARD: Duration = Duration::from_secs(2);
@@ -180,19 +182,21 @@ pub(super) struct MoveRequest {
 )]
 pub(super) async fn download(
     State(app): State<App>,
+    Extension(who): Extension<Identity>,
     Id(id): Id,
     Params(target): Params<Target>,
 ) -> Result<Response> {
     let path = absolute(&target.path)?;
-    let sandbox = ready(&app, &id).await?;
-    let download = sandbox.undisturbed(sandbox.agent.download(path, target.user.as_deref())).await?;
+    let visit = Visit::begin(app.registry.get(&id)?, &who).await?;
+    let opened = visit.sandbox.agent.download(path, target.user.as_deref());
+    let download = visit.undisturbed(opened).await?;
     let mut headers = HeaderMap::new();
     headers.insert(header::CONTENT_TYPE, header::HeaderValue::from_static("application/octet-stream"));
     if let Some(length) = download.length {
         headers.insert(header::CONTENT_LENGTH, length.into());
     }
     let (pieces, queued) = mpsc::channel(QUEUE);
-    tokio::spawn(relay(sandbox, download, pieces));
+    tokio::spawn(relay(visit, download, pieces));
     let queued = futures_util::stream::unfold(queued, |mut queued| async {
         queued.recv().await.map(|piece| (piece, queued))
     });
@@ -200,14 +204,14 @@ pub(super) async fn download(
 }
 
 /// Moves a file from the guest to a client, at the slower one's pace.
-async fn relay(sandbox: Arc<Sandbox>, mut download: Download, pieces: mpsc::Sender<std::io::Result<Bytes>>) {
+async fn relay(visit: Visit, mut download: Download, pieces: mpsc::Sender<std::io::Result<Bytes>>) {
     loop {
-        let piece = match sandbox.undisturbed(download.next()).await {
+        let piece = match visit.undisturbed(download.next()).await {
             Ok(None) => return,
             Ok(Some(piece)) => Ok(piece),
             // Too late for a status: a body that breaks off is the only way left to say it.
             Err(error) => {
-                tracing::info!(sandbox = sandbox.id, error = %error.message, "a download broke off");
+                tracing::info!(sandbox = visit.sandbox.id, error = %error.message, "a download broke off");
                 Err(std::io::Error::other(error.message))
             }
         };
@@ -338,22 +342,27 @@ pub(super) async fn remove(
         (status = 200, body = FileList),
         (status = 400, body = ErrorBody, description = "No folder, or too many entries: list a smaller one"),
         (status = 403, body = ErrorBody), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody),
-        (status = 502, body = ErrorBody), (status = 504, body = ErrorBody),
+        (status = 502, body = ErrorBody),
+        (status = 503, body = ErrorBody, description = "There is no room for the answer: too much is \
+          there that clients have not read yet"),
+        (status = 504, body = ErrorBody),
     ),
 )]
 pub(super) async fn list(
     State(app): State<App>,
+    Extension(who): Extension<Identity>,
     Id(id): Id,
     Params(target): Params<ListTarget>,
-) -> Result<Json<FileList>> {
+) -> Result<Response> {
     let path = absolute(&target.path)?;
     let depth = target.depth.unwrap_or(1);
     if !(1..=MAX_DEPTH).contains(&depth) {
         return Err(Error::invalid(format!("depth is {depth}; it must be 1 to {MAX_DEPTH}")));
     }
-    let sandbox = ready(&app, &id).await?;
-    let listed = sandbox.undisturbed(sandbox.agent.list_dir(path, depth, target.user.as_deref())).await?;
-    Ok(Json(FileList { entries: listed.into_iter().map(info).collect() }))
+    let visit = Visit::begin(app.registry.get(&id)?, &who).await?;
+    let listing = visit.sandbox.agent.list_dir(path, depth, target.user.as_deref());
+    let (listed, room) = visit.undisturbed(listing).await?;
+    bulk::json(&FileList { entries: listed.into_iter().map(info).collect() }, room)
 }
 
 /// Says what is known of a file. A link is not followed.
@@ -367,12 +376,13 @@ pub(super) async fn list(
 )]
 pub(super) async fn stat(
     State(app): State<App>,
+    Extension(who): Extension<Identity>,
     Id(id): Id,
     Params(target): Params<Target>,
 ) -> Result<Json<FileInfo>> {
     let path = absolute(&target.path)?;
-    let sandbox = ready(&app, &id).await?;
-    let entry = sandbox.undisturbed(sandbox.agent.stat(path, target.user.as_deref())).await?;
+    let visit = Visit::begin(app.registry.get(&id)?, &who).await?;
+    let entry = visit.undisturbed(visit.sandbox.agent.stat(path, target.user.as_deref())).await?;
     Ok(Json(info(entry)))
 }
 

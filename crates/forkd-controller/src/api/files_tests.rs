@@ -41,7 +41,6 @@ async fn what_a_guest_refuses_has_the_status_that_says_why() {
         (404, format!("GET {}", files("/missing")), None),
         (400, format!("GET {}", files("/folder")), None),
         (403, format!("GET {}", files("/secret")), None),
-        (504, format!("GET {}", files("/silent")), None),
         (502, format!("GET {}", files("/garbage")), None),
         (400, format!("GET {}", files("relative")), None),
         (400, format!("GET {}", files("")), None),
@@ -73,6 +72,10 @@ async fn what_a_guest_refuses_has_the_status_that_says_why() {
     for line in [format!("GET {}", files("/x")), format!("PUT {}", files("/x")), stat("/x")] {
         assert_eq!(daemon.json(&line, None).await.0, 409, "{line}");
     }
+    let daemon = FakeDaemon::impatient_with_guests().await;
+    let (status, answer) = daemon.json(&format!("GET {}", files("/silent")), None).await;
+    assert_eq!(status, 504, "{answer}");
+    assert!(answer["error"].as_str().is_some_and(|why| !why.is_empty()), "{answer}");
 }
 
 #[tokio::test]
@@ -98,8 +101,7 @@ async fn folders_are_listed_files_described_moved_and_removed() {
 
 #[tokio::test]
 async fn an_upload_that_breaks_off_or_stalls_is_never_taken_for_a_file() {
-    let daemon = FakeDaemon::start().await;
-    let begin = async |length: usize| {
+    let begin = async |daemon: &FakeDaemon, length: usize| {
         let mut stream = daemon.connect().await;
         let line = format!("PUT {} HTTP/1.1", files("/part"));
         let head = format!("{line}\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n");
@@ -107,24 +109,30 @@ async fn an_upload_that_breaks_off_or_stalls_is_never_taken_for_a_file() {
         stream.write_all(&[1; 1000]).await.unwrap();
         stream
     };
-    let leaving = begin(5000).await;
+    let daemon = FakeDaemon::start().await;
+    let leaving = begin(&daemon, 5000).await;
     eventually("the guest to get something", || *daemon.guest.begun.lock().unwrap() == 1).await;
     drop(leaving);
     eventually("the guest to see it break off", || *daemon.guest.broken.lock().unwrap() == 1).await;
-    let mut stalled = begin(5000).await;
+    assert!(daemon.guest.files.lock().unwrap().is_empty());
+
+    let daemon = FakeDaemon::impatient_with_clients().await;
+    let mut stalled = begin(&daemon, 5000).await;
     let mut answer = Vec::new();
     stalled.read_to_end(&mut answer).await.unwrap();
     let answer = String::from_utf8(answer).unwrap();
     assert!(answer.starts_with("HTTP/1.1 408 "), "{answer}");
-    eventually("the guest to see the other break off", || *daemon.guest.broken.lock().unwrap() == 2).await;
+    eventually("the guest to see the other break off", || *daemon.guest.broken.lock().unwrap() == 1).await;
     assert!(daemon.guest.files.lock().unwrap().is_empty());
 }
 
 #[tokio::test]
 async fn a_guest_that_is_full_or_stuck_is_told_while_the_client_still_sends() {
-    let daemon = FakeDaemon::start().await;
     let data = vec![7; 8 << 20];
-    for (path, status, why) in [("/full", 507, "disk is full"), ("/stuck", 504, "did not answer")] {
+    let (patient, impatient) = (FakeDaemon::start().await, FakeDaemon::impatient_with_guests().await);
+    for (daemon, path, status, why) in
+        [(patient, "/full", 507, "disk is full"), (impatient, "/stuck", 504, "did not answer")]
+    {
         let (got, _, body) = daemon.ask(&format!("PUT {}", files(path)), "", &data).await;
         let body = String::from_utf8(body).unwrap();
         assert_eq!(got, status, "{body}");
@@ -134,7 +142,7 @@ async fn a_guest_that_is_full_or_stuck_is_told_while_the_client_still_sends() {
 
 #[tokio::test]
 async fn a_client_that_does_not_take_its_file_is_hung_up_on_and_the_guest_is_free() {
-    let daemon = FakeDaemon::start().await;
+    let daemon = FakeDaemon::impatient_with_clients().await;
     let sending = || *daemon.guest.sending.lock().unwrap();
     let begin = async || {
         let mut stream = daemon.connect().await;

@@ -2,14 +2,15 @@
 
 use axum::Json;
 use axum::extract::State;
-use axum::http::{StatusCode, header};
-use axum::response::{IntoResponse, Response};
+use axum::http::StatusCode;
+use axum::response::Response;
 use forkd_protocol::line::{Reply, Request};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::App;
 use super::extract::{Id, Ignored, Raw};
+use super::{App, bulk};
+use crate::agent::Room;
 use crate::error::{ErrorBody, Result};
 use crate::line;
 
@@ -31,11 +32,11 @@ pub struct LinePort {
 )]
 pub(super) async fn line(State(app): State<App>, Id(id): Id, Raw(body): Raw) -> Result<Response> {
     let sandbox = app.registry.get(&id)?;
-    let reply = match Request::parse(&body) {
+    let (reply, room) = match Request::parse(&body) {
         Ok(request) => line::answer(&sandbox, &app.config, request).await,
-        Err(failure) => Reply::Failed(failure),
+        Err(failure) => (Reply::Failed(failure), Room::default()),
     };
-    Ok(([(header::CONTENT_TYPE, "application/json")], reply.to_line()).into_response())
+    Ok(bulk::response(reply.to_line(), room))
 }
 
 /// Opens a port of loopback that speaks the line protocol, or says which one is open.

@@ -2,8 +2,10 @@
 
 pub(crate) mod answers;
 mod branch;
+mod bulk;
 mod console;
 mod control;
+mod envs;
 mod events;
 pub(crate) mod exec;
 pub(crate) mod extract;
@@ -16,6 +18,7 @@ mod metrics;
 mod pages;
 pub(crate) mod requests;
 mod sandboxes;
+mod snapshot_info;
 mod snapshot_types;
 mod snapshots;
 mod tokens;

@@ -1,6 +1,5 @@
 //! Making, showing and deleting sandboxes.
 
-use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,6 +15,7 @@ use serde::Deserialize;
 
 use super::App;
 use super::answers::Asked;
+use super::envs::check_envs;
 use super::extract::{Body, Id, Params};
 use super::life::{self, Filter, UpdateRequest, check_tag, list_gone, place};
 use super::pages::Page;
@@ -31,6 +31,7 @@ use crate::registry::Bound;
 use crate::sandbox::{Phase, Sandbox, Spec};
 use crate::spawn::{Order, spawn};
 use crate::stats;
+use crate::visit::Visit;
 
 /// The most children of one request.
 const MAX_CHILDREN: u32 = 1000;
@@ -149,7 +150,7 @@ async fn boot(app: &App, who: &Identity, request: CreateRequest, life: Life) -> 
         guest: None,
     };
     // Bound to this request while it boots: a client that goes away leaves nothing behind.
-    let bound = app.registry.boot(spec, request.warm, &who.quota).await?;
+    let bound = app.registry.boot(spec, request.warm, true, &who.quota).await?;
     bound.sandbox().learn(|facts| {
         facts.life = life;
         facts.lifetime = lifetime;
@@ -239,17 +240,6 @@ async fn attempt(app: &App, order: Order, wait: bool) -> Result<(Vec<Bound>, Vec
         }
     }
     Ok((children, errors))
-}
-
-/// What an agent would refuse: found before a child is made.
-fn check_envs(envs: &BTreeMap<String, String>) -> Result<()> {
-    for (name, value) in envs {
-        if name.is_empty() || name.contains(['=', '\0']) || value.contains('\0') {
-            let text = format!("envs: {name:?} cannot be a variable: no `=` in its name and no NUL at all");
-            return Err(Error::invalid(text));
-        }
-    }
-    Ok(())
 }
 
 pub(super) fn memory_limit(mib: Option<u64>) -> Result<Option<u64>> {
@@ -423,10 +413,13 @@ pub(super) async fn stats(State(app): State<App>, Id(id): Id) -> Result<Json<Sta
         (status = 504, body = ErrorBody, description = "The sandbox does not answer"),
     ),
 )]
-pub(super) async fn ping(State(app): State<App>, Id(id): Id) -> Result<Json<PingReply>> {
-    let sandbox = app.registry.get(&id)?;
-    sandbox.ready().await?;
-    let pong = sandbox.with_agent(sandbox.agent.ping()).await?;
+pub(super) async fn ping(
+    State(app): State<App>,
+    Extension(who): Extension<Identity>,
+    Id(id): Id,
+) -> Result<Json<PingReply>> {
+    let visit = Visit::begin(app.registry.get(&id)?, &who).await?;
+    let pong = visit.undisturbed(visit.sandbox.agent.ping()).await?;
     let warm = match pong.warm.state {
         WarmState::Cold => "cold",
         WarmState::Warming => "warming",

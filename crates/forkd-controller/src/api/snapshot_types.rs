@@ -112,15 +112,15 @@ pub struct SnapshotInfo {
     pub disk_bytes: u64,
     /// Room the state of its devices takes, in bytes.
     pub state_bytes: u64,
-    /// Whether children can be forked from it.
+    /// Whether children can be forked from it, as far as can be seen without reading all of it.
     pub bootable: bool,
-    /// What to know before using it.
+    /// Why they cannot, or could not once it has no template any more: its image is gone, or another one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub warning: Option<String>,
     /// What it was branched from: a sandbox's id, or `compact:` and a tag.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub branched_from: Option<String>,
-    /// The snapshot its memory is stored as a difference to.
+    /// The snapshot its memory is stored as a difference to; absent if that is not to be seen by whoever asks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent_tag: Option<String>,
     /// How many snapshots its memory is built on.
@@ -252,7 +252,7 @@ pub struct SnapshotInfoDetail {
     pub own_memory_bytes: u64,
     /// Room the disk layers it added take on disk.
     pub own_disk_bytes: u64,
-    /// The snapshot its memory is stored as a difference to.
+    /// The snapshot its memory is stored as a difference to; absent if that is not to be seen by whoever asks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent_tag: Option<String>,
     /// What that is, whatever has its tag now.
@@ -260,9 +260,9 @@ pub struct SnapshotInfoDetail {
     pub parent_content_hash: Option<String>,
     /// How many snapshots its memory is built on.
     pub chain_depth: usize,
-    /// The snapshots built on it.
+    /// The snapshots built on it that whoever asks may see.
     pub dependents: Vec<String>,
-    /// The snapshots it came from, the farthest first.
+    /// The snapshots it came from that whoever asks may see, the farthest first.
     pub ancestors: Vec<String>,
     /// All files it is made of but its state.
     pub layers: Vec<LayerInfo>,

@@ -7,27 +7,24 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use forkd_protocol::names::{NAME_RULE, is_valid_name};
-use forkd_store::Facts;
 use serde::Deserialize;
 
 use super::App;
 use super::extract::{Body, Id, Params};
 use super::pages::Page;
 use super::requests::Target;
+use super::snapshot_info::{Look, info};
 use super::snapshot_types::{
-    CompactRequest, LayerInfo, OwnerRequest, Progress, SnapshotInfo, SnapshotInfoDetail, SnapshotPhase,
-    SnapshotRequest, SnapshotStatus, TemplateInfo,
+    CompactRequest, LayerInfo, OwnerRequest, SnapshotInfo, SnapshotInfoDetail, SnapshotRequest,
 };
 use crate::allowed;
-use crate::branch::Branch;
 use crate::error::{Error, ErrorBody, Kind, Result};
 use crate::host::blocking;
 use crate::identity::{EVERYBODY, Identity};
-use crate::making::{From, Order, Phase};
+use crate::making::{From, Order};
 use crate::quota::Claim;
 use crate::registry::{check, check_image};
-use crate::snapshots::{Entry, Making, Removal, State as Standing, Work};
-use crate::template::Source;
+use crate::snapshots::Removal;
 
 /// Whether to wait.
 #[derive(Debug, Default, Deserialize)]
@@ -71,10 +68,10 @@ pub(super) async fn create(
     let (entry, making) = app.snapshots.make(order, &who, seats)?;
     let target = Extension(Target(entry.tag.clone()));
     if params.wait == Some(false) {
-        return Ok((StatusCode::ACCEPTED, target, Json(info(&app, &entry))).into_response());
+        return Ok((StatusCode::ACCEPTED, target, info(&app, &who, entry).await?).into_response());
     }
     app.snapshots.made(&entry, &making).await?;
-    Ok((StatusCode::CREATED, target, Json(info(&app, &entry))).into_response())
+    Ok((StatusCode::CREATED, target, info(&app, &who, entry).await?).into_response())
 }
 
 fn order(app: &App, request: SnapshotRequest) -> Result<Order> {
@@ -142,10 +139,14 @@ pub(super) async fn list(
     State(app): State<App>,
     Extension(who): Extension<Identity>,
     page: Page,
-) -> Response {
+) -> Result<Response> {
     let mut all = app.snapshots.list();
     all.retain(|entry| who.may_use(&entry.owner()));
-    page.answer(all, |entry| entry.tag.clone(), |entry| info(&app, entry))
+    blocking("looking at snapshots", move || {
+        let look = Look::new(&app, &who);
+        Ok(page.answer(all, |entry| entry.tag.clone(), |entry| look.at(entry)))
+    })
+    .await
 }
 
 /// One snapshot.
@@ -153,9 +154,13 @@ pub(super) async fn list(
     get, path = "/v1/snapshots/{tag}", params(("tag" = String, Path)),
     responses((status = 200, body = SnapshotInfo), (status = 404, body = ErrorBody)),
 )]
-pub(super) async fn get(State(app): State<App>, Id(tag): Id) -> Result<Json<SnapshotInfo>> {
+pub(super) async fn get(
+    State(app): State<App>,
+    Extension(who): Extension<Identity>,
+    Id(tag): Id,
+) -> Result<Json<SnapshotInfo>> {
     let entry = app.snapshots.get(&tag)?;
-    Ok(Json(info(&app, &entry)))
+    info(&app, &who, entry).await
 }
 
 /// What is removed with a snapshot.
@@ -239,7 +244,7 @@ pub(super) async fn detail(
 ) -> Result<Json<SnapshotInfoDetail>> {
     let snapshot = app.snapshots.usable(&tag, &who)?.snapshot()?;
     let mut dependents = app.snapshots.dependents(&tag).await?;
-    dependents.retain(|tag| app.snapshots.usable(tag, &who).is_ok());
+    dependents.retain(|tag| app.snapshots.may_name(tag, &who));
     let store = app.snapshots.store.clone();
     let users = blocking("counting layers", move || Ok(store.layer_users()?)).await?;
     let (manifest, sizes) = (snapshot.manifest(), snapshot.sizes());
@@ -256,6 +261,9 @@ pub(super) async fn detail(
     // Those it is built on. A snapshot in full has ancestors, too, but needs none of them.
     let before = manifest.ancestors.len().saturating_sub(snapshot.depth());
     let chain = manifest.ancestors.get(before..).unwrap_or_default();
+    let mut ancestors: Vec<String> = chain.iter().map(|ancestor| ancestor.tag.clone()).collect();
+    ancestors.retain(|tag| app.snapshots.may_name(tag, &who));
+    let parent_tag = manifest.parent.as_ref().map(|parent| parent.tag.clone());
     Ok(Json(SnapshotInfoDetail {
         tag,
         dir: snapshot.folder().display().to_string(),
@@ -267,11 +275,11 @@ pub(super) async fn detail(
         disk_physical_bytes: sizes.disks.physical,
         own_memory_bytes: sizes.own_memory.physical,
         own_disk_bytes: sizes.own_disks.physical,
-        parent_tag: manifest.parent.as_ref().map(|parent| parent.tag.clone()),
+        parent_tag: parent_tag.filter(|tag| app.snapshots.may_name(tag, &who)),
         parent_content_hash: manifest.parent.as_ref().map(|parent| parent.id.clone()),
         chain_depth: snapshot.depth(),
         dependents,
-        ancestors: chain.iter().map(|ancestor| ancestor.tag.clone()).collect(),
+        ancestors,
         layers: layers.collect(),
     }))
 }
@@ -294,7 +302,7 @@ pub(super) async fn compact(
     Body(request): Body<CompactRequest>,
 ) -> Result<Json<SnapshotInfo>> {
     let entry = app.snapshots.compact(&tag, &request.to, &who).await?;
-    Ok(Json(info(&app, &entry)))
+    info(&app, &who, entry).await
 }
 
 /// Gives a snapshot to somebody. One of `*` can be used by all, and changed by admins only.
@@ -307,6 +315,7 @@ pub(super) async fn compact(
 )]
 pub(super) async fn give(
     State(app): State<App>,
+    Extension(who): Extension<Identity>,
     Id(tag): Id,
     Body(request): Body<OwnerRequest>,
 ) -> Result<Json<SnapshotInfo>> {
@@ -314,7 +323,7 @@ pub(super) async fn give(
         return Err(Error::invalid(format!("an owner must be `*`, for everybody, or {NAME_RULE}")));
     }
     let entry = app.snapshots.give(&tag, &request.owner).await?;
-    Ok(Json(info(&app, &entry)))
+    info(&app, &who, entry).await
 }
 
 /// Ends the process children are forked from, once its children are gone; the next ones get a new
@@ -329,167 +338,4 @@ pub(super) async fn give(
 pub(super) async fn unload(State(app): State<App>, Id(tag): Id) -> Result<StatusCode> {
     app.snapshots.unload(&tag)?;
     Ok(StatusCode::NO_CONTENT)
-}
-
-pub(super) fn info(app: &App, entry: &Entry) -> SnapshotInfo {
-    let current = entry.current();
-    let mut info = match entry.state() {
-        Standing::Ready(snapshot) => {
-            let (manifest, sizes) = (snapshot.manifest(), snapshot.sizes());
-            let (facts, measured) = (&manifest.facts, &manifest.measured);
-            let branched = manifest.branched_from.is_some();
-            SnapshotInfo {
-                created_at_unix: manifest.created_at_unix,
-                memory_bytes: sizes.memory.physical,
-                disk_bytes: sizes.disks.physical,
-                state_bytes: sizes.state.physical,
-                bootable: true,
-                branched_from: manifest.branched_from.clone(),
-                parent_tag: manifest.parent.as_ref().map(|parent| parent.tag.clone()),
-                chain_depth: snapshot.depth(),
-                mode: measured.mode.clone(),
-                pause_ms: measured.pause_ms,
-                frozen_ms: measured.frozen_ms,
-                quiesced: measured.quiesced,
-                diff_ms: measured.save_ms.filter(|_| branched),
-                diff_physical_bytes: branched.then_some(sizes.own_memory.physical),
-                diff_logical_bytes: branched.then_some(sizes.own_memory.logical),
-                bytes_written: measured.written_bytes.filter(|_| branched),
-                ..of_guest(facts, blank(&entry.tag, SnapshotStatus::Ready))
-            }
-        }
-        Standing::Writing(work) => SnapshotInfo {
-            phase: match &work {
-                Work::Making(making) => Some(phase(*making.phase.borrow())),
-                Work::Branch(_) => Some(SnapshotPhase::Saving),
-            },
-            bootable: current.is_some(),
-            ..worked(&work, SnapshotStatus::Writing)
-        },
-        Standing::Failed { error, work } => {
-            let status = SnapshotStatus::Failed;
-            let known = match work {
-                Some(work) => worked(&work, status),
-                None => blank(&entry.tag, status),
-            };
-            SnapshotInfo { error: Some(error.message), bootable: current.is_some(), ..known }
-        }
-    };
-    info.owner = entry.owner();
-    info.dir = app.snapshots.store.folder().join(&entry.tag).display().to_string();
-    info.template = current.map(|template| TemplateInfo {
-        pid: template.pid,
-        source: match template.about.source {
-            Source::Disk => "disk".into(),
-            Source::Memory => "memory".into(),
-        },
-        children: app.registry.children_of(&template.id),
-    });
-    info
-}
-
-fn phase(phase: Phase) -> SnapshotPhase {
-    match phase {
-        Phase::Booting => SnapshotPhase::Booting,
-        Phase::Warming => SnapshotPhase::Warming,
-        Phase::Freezing => SnapshotPhase::Freezing,
-        Phase::Saving => SnapshotPhase::Saving,
-    }
-}
-
-fn worked(work: &Work, status: SnapshotStatus) -> SnapshotInfo {
-    match work {
-        Work::Making(making) => planned(making, status),
-        Work::Branch(branch) => branched(branch, status),
-    }
-}
-
-/// What is known of a branch that is not on disk.
-fn branched(branch: &Branch, status: SnapshotStatus) -> SnapshotInfo {
-    let taken = branch.taken();
-    let progress = branch.progress().map(|progress| Progress {
-        looked_at: progress.looked_at,
-        total: progress.total,
-        written: progress.written,
-    });
-    // What it is being stored as the difference to.
-    let parent = branch.origin.as_ref().filter(|_| branch.mode.is_difference());
-    SnapshotInfo {
-        created_at_unix: branch.begun_at_unix,
-        branched_from: Some(branch.source.clone()),
-        parent_tag: parent.map(|origin| origin.tag.clone()),
-        mode: Some(branch.mode.name().into()),
-        pause_ms: taken.pause_ms,
-        frozen_ms: taken.frozen_ms,
-        quiesced: taken.quiesced,
-        progress,
-        ..of_guest(&branch.guest, blank(&branch.tag, status))
-    }
-}
-
-fn of_guest(facts: &Facts, info: SnapshotInfo) -> SnapshotInfo {
-    SnapshotInfo {
-        image: facts.image.as_ref().map(|image| image.name.clone()),
-        kernel: facts.kernel.clone(),
-        vcpus: facts.vcpus,
-        mem_size_mib: facts.mem_size_mib,
-        network: facts.network,
-        python: facts.python,
-        ..info
-    }
-}
-
-/// What was asked for.
-fn planned(making: &Making, status: SnapshotStatus) -> SnapshotInfo {
-    let order = &making.order;
-    let (image, kernel) = match &order.from {
-        From::Image(image) => (Some(image.clone()), None),
-        From::Disk { rootfs, .. } => (Some(rootfs.display().to_string()), None),
-        From::Kernel(kernel) => (None, Some(kernel.display().to_string())),
-    };
-    SnapshotInfo {
-        created_at_unix: making.begun_at_unix,
-        image,
-        kernel,
-        vcpus: order.vcpus,
-        mem_size_mib: order.mem_mib,
-        network: order.network,
-        ..blank(&order.tag, status)
-    }
-}
-
-fn blank(tag: &str, status: SnapshotStatus) -> SnapshotInfo {
-    SnapshotInfo {
-        owner: String::new(),
-        tag: tag.to_owned(),
-        status,
-        phase: None,
-        error: None,
-        created_at_unix: 0,
-        image: None,
-        kernel: None,
-        vcpus: 0,
-        mem_size_mib: 0,
-        network: false,
-        python: None,
-        memory_bytes: 0,
-        disk_bytes: 0,
-        state_bytes: 0,
-        bootable: false,
-        warning: None,
-        branched_from: None,
-        parent_tag: None,
-        chain_depth: 0,
-        mode: None,
-        pause_ms: None,
-        frozen_ms: None,
-        quiesced: None,
-        diff_ms: None,
-        diff_physical_bytes: None,
-        diff_logical_bytes: None,
-        bytes_written: None,
-        progress: None,
-        dir: String::new(),
-        template: None,
-    }
 }

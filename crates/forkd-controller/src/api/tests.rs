@@ -304,7 +304,8 @@ async fn stopping_does_not_wait_for_idle_clients() {
     let daemon = Daemon::start().await;
     let _idle = TcpStream::connect(daemon.ready.address).await.unwrap();
     let _waiting = websocket(&daemon.ready.socket).await;
-    tokio::time::timeout(Duration::from_secs(4), daemon.stop()).await.expect("it stops");
+    // Half of what requests under way are given.
+    tokio::time::timeout(Duration::from_secs(15), daemon.stop()).await.expect("it stops");
 }
 
 #[test]
@@ -339,6 +340,8 @@ async fn bodies_of_the_references_clients_are_understood() {
         (r#"{"snapshot_tag":"none","n":0}"#.into(), 400, "n is 0"),
         (r#"{"snapshot_tag":"none","n":1001}"#.into(), 400, "1000"),
         (r#"{"snapshot_tag":"../x"}"#.into(), 400, "tag"),
+        (spawn(&format!(r#","envs":{{"A":"{}"}}"#, "x".repeat(60 << 10))), 404, "none"),
+        (spawn(&format!(r#","envs":{{"A":"{}"}}"#, "x".repeat(64 << 10))), 400, "65536 is the limit"),
     ] {
         let (got, answer) = daemon.json("POST /v1/sandboxes", &body).await;
         assert_eq!(got, status, "{body}: {answer}");

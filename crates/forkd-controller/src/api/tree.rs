@@ -1,6 +1,6 @@
 //! The fork tree.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use axum::extract::State;
 use axum::{Extension, Json};
@@ -18,12 +18,18 @@ use crate::tree::{Named, SandboxFact, SnapshotFact, Tree, grow};
 pub(super) async fn tree(State(app): State<App>, Extension(who): Extension<Identity>) -> Json<Tree> {
     let snapshots = app.snapshots.list();
     let snapshots = snapshots.iter().filter(|entry| who.may_use(&entry.owner()));
-    let snapshots: Vec<SnapshotFact> = snapshots.map(|entry| snapshot(entry)).collect();
+    let mut snapshots: Vec<SnapshotFact> = snapshots.map(|entry| snapshot(entry)).collect();
     let made = snapshots.iter().filter_map(|fact| Some((fact.name.tag.clone(), fact.created_at_unix?)));
     let made: HashMap<String, u64> = made.collect();
     let sandboxes = app.registry.list();
     let sandboxes = sandboxes.iter().filter(|it| who.owns(&it.spec.owner));
-    let sandboxes = sandboxes.map(|it| sandbox(it, &made)).collect();
+    let sandboxes: Vec<SandboxFact> = sandboxes.map(|it| sandbox(it, &made)).collect();
+    // What they forked a sandbox of they know by name.
+    let used = sandboxes.iter().flat_map(|it| it.spawned_from.iter().chain(&it.rolled_back_to));
+    let used: HashSet<&str> = used.map(|named| named.tag.as_str()).collect();
+    for fact in &mut snapshots {
+        fact.hide(|tag| used.contains(tag) || app.snapshots.may_name(tag, &who));
+    }
     Json(grow(snapshots, sandboxes))
 }
 
@@ -75,7 +81,7 @@ fn branched(fact: SnapshotFact, branch: &Branch) -> SnapshotFact {
     }
 }
 
-/// `made` tells when the snapshot was made that has a tag now.
+/// `made` tells when the snapshot was made, or the branch taken, that has a tag now.
 fn sandbox(sandbox: &Sandbox, made: &HashMap<String, u64>) -> SandboxFact {
     let state = match sandbox.phase() {
         Phase::Starting => "starting",
@@ -87,17 +93,22 @@ fn sandbox(sandbox: &Sandbox, made: &HashMap<String, u64>) -> SandboxFact {
     let created_at_unix = sandbox.created_at_unix();
     let template = sandbox.belongings().template.clone();
     let named = |tag: String| {
-        // Its template knows best; that of an earlier life is gone, and a later snapshot may have the tag.
+        // Its template knows best; that of an earlier life is gone.
         let known = template.as_ref().filter(|template| template.about.tag == tag);
-        let later = made.get(&tag).is_some_and(|made| *made > created_at_unix);
-        let id = known.and_then(|template| template.snapshot()).or(later.then(|| "earlier".into()));
+        let id = known.and_then(|template| template.snapshot());
         Named { tag, id }
+    };
+    let spawned_from = |tag: String| {
+        // A later snapshot may have the tag. Of one it was taken back to, later, that tells nothing.
+        let later = made.get(&tag).is_some_and(|made| *made > created_at_unix);
+        let named = named(tag);
+        Named { id: named.id.or(later.then(|| "earlier".into())), ..named }
     };
     SandboxFact {
         id: sandbox.id.clone(),
         state: state.into(),
         created_at_unix,
-        spawned_from: sandbox.spec.snapshot_tag.clone().map(named),
+        spawned_from: sandbox.spec.snapshot_tag.clone().map(spawned_from),
         rolled_back_to: sandbox.facts().history.rolled_back_to.map(named),
     }
 }

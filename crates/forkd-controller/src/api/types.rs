@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
 use crate::life::OnTimeout;
@@ -57,7 +58,8 @@ pub struct CreateRequest {
     /// where the host has cgroups.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_limit_mib: Option<u64>,
-    /// Variables for every process started in the children: the place for secrets. Of a snapshot only.
+    /// Variables for every process started in the children: the place for secrets. Names and values take at most
+    /// 64 KiB together. Of a snapshot only.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub envs: BTreeMap<String, String>,
     /// Its time is over this many seconds after it was forked, or has booted; never when absent.
@@ -367,7 +369,7 @@ pub struct EvalRequest {
 }
 
 /// What an evaluation gave.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
 pub struct EvalReply {
     /// `repr` of the value; null for statements and for `None`.
     pub result: Option<String>,
@@ -383,7 +385,7 @@ pub struct EvalReply {
     pub traceback: Option<String>,
     /// The value as JSON, when it is made of JSON's own types.
     #[schema(value_type = Option<Object>)]
-    pub result_json: Option<serde_json::Value>,
+    pub result_json: Option<Box<RawValue>>,
 }
 
 fn default_timeout() -> u64 {

@@ -11,6 +11,7 @@ use forkd_protocol::agent::WarmState;
 use forkd_protocol::line::{Evaluated, Failure, Incoming, Pong, Ran, Reply, Request};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
+use crate::agent::Room;
 use crate::api::exec;
 use crate::api::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 use crate::config::Config;
@@ -28,13 +29,15 @@ const DISCARD_TIME: Duration = Duration::from_secs(1);
 /// Serves one connection: a line in, a line out. Tells whether the request was done.
 pub(crate) async fn converse(
     mut stream: impl AsyncRead + AsyncWrite + Unpin,
-    answer: impl AsyncFnOnce(Request) -> Reply,
+    answer: impl AsyncFnOnce(Request) -> (Reply, Room),
 ) -> std::io::Result<bool> {
     let read = tokio::time::timeout(REQUEST_TIME, read_request(&mut stream)).await;
-    let reply = match read.unwrap_or_else(|_| Ok(Err(Failure::new("the request took too long to come"))))? {
-        Ok(request) => answer(request).await,
-        Err(failure) => Reply::Failed(failure),
-    };
+    // What it takes is given back when it is sent.
+    let (reply, _room) =
+        match read.unwrap_or_else(|_| Ok(Err(Failure::new("the request took too long to come"))))? {
+            Ok(request) => answer(request).await,
+            Err(failure) => (Reply::Failed(failure), Room::default()),
+        };
     let done = !matches!(reply, Reply::Failed(_));
     say(&mut stream, &reply).await?;
     Ok(done)
@@ -69,20 +72,22 @@ async fn read_request(
     }
 }
 
-/// Does what a line asks of a sandbox.
-pub(crate) async fn answer(sandbox: &Sandbox, config: &Config, request: Request) -> Reply {
+/// Does what a line asks of a sandbox. The room that comes with the reply is to be kept until that is sent.
+pub(crate) async fn answer(sandbox: &Sandbox, config: &Config, request: Request) -> (Reply, Room) {
     let answered = match request {
-        Request::Ping => ping(sandbox).await,
+        Request::Ping => ping(sandbox).await.map(|reply| (reply, Room::default())),
         Request::Exec { args, timeout } => {
             let request = ExecRequest { args, timeout_secs: whole_secs(timeout), ..ExecRequest::default() };
-            exec::run_to_end(sandbox, config, request, timeout).await.map(|(reply, _)| ran(reply))
+            let done = exec::run_to_end(sandbox, config, request, timeout).await;
+            done.map(|(reply, room)| (ran(reply), room))
         }
         Request::Eval { code, timeout } => {
             let request = EvalRequest { code, timeout_secs: whole_secs(timeout) };
-            exec::evaluate(sandbox, request, timeout).await.map(evaluated)
+            let done = exec::evaluate(sandbox, request, timeout).await;
+            done.map(|(reply, room)| (evaluated(reply), room))
         }
     };
-    answered.unwrap_or_else(|error| Reply::Failed(Failure::new(error.message)))
+    answered.unwrap_or_else(|error| (Reply::Failed(Failure::new(error.message)), Room::default()))
 }
 
 async fn ping(sandbox: &Sandbox) -> Result<Reply> {

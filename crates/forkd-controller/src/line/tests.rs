@@ -10,7 +10,7 @@ async fn say(bytes: &[u8], half_close: bool) -> (String, Vec<Request>) {
     let mut asked = Vec::new();
     let conversation = converse(server, async |request| {
         asked.push(request);
-        Reply::Exec(Ran::default())
+        (Reply::Exec(Ran::default()), Room::default())
     });
     let talking = async {
         // It may be refused before all of it is read.
@@ -40,6 +40,24 @@ async fn a_line_is_answered_whether_or_not_the_client_closes_its_half() {
         assert_eq!(answer, "{\"stdout\":\"\",\"stderr\":\"\",\"exit_code\":0}\n");
         assert_eq!(asked, [Request::Ping]);
     }
+}
+
+#[tokio::test]
+async fn what_a_guest_said_counts_until_the_client_has_read_it() {
+    let (mut client, server) = duplex(64 << 10);
+    let watched = Room::of(7);
+    let mut theirs = watched.beside();
+    assert!(theirs.take(7));
+    let serving = tokio::spawn(converse(server, async move |_| {
+        (Reply::Exec(Ran { stdout: "x".repeat(1 << 20), ..Ran::default() }), theirs)
+    }));
+    client.write_all(b"{\"action\": \"ping\"}\n").await.unwrap();
+    client.read_exact(&mut [0; 1000]).await.unwrap();
+    assert_eq!(watched.left(), 0);
+    client.read_to_end(&mut Vec::new()).await.unwrap();
+    drop(client);
+    assert!(serving.await.unwrap().unwrap());
+    assert_eq!(watched.left(), 7);
 }
 
 #[tokio::test]
@@ -80,8 +98,8 @@ fn a_command_whose_time_ran_out_keeps_its_output_and_one_that_never_ran_has_none
 
 #[test]
 fn an_evaluation_gives_its_repr_and_never_json_which_clients_would_take_for_another_language() {
-    let value =
-        EvalReply { result: Some("[1]".into()), result_json: Some(json!([1])), ..EvalReply::default() };
+    let result_json = serde_json::value::to_raw_value(&[1]).ok();
+    let value = EvalReply { result: Some("[1]".into()), result_json, ..EvalReply::default() };
     assert_eq!(object(&evaluated(value)), json!({ "result": "[1]", "exit_code": 0 }));
     let raised = EvalReply {
         error: Some("E".into()),

@@ -8,7 +8,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -78,7 +78,8 @@ impl Audit {
             Error::host(format!("cannot open the audit log {}", path.display()), format!("{error}; {fix}"))
         })?;
         let (jobs, queue) = mpsc::channel(QUEUE);
-        let log = Log { path, file, torn: false, failing: 0, metrics: metrics.clone() };
+        let torn = is_torn(&path);
+        let log = Log { path, file, torn, failing: 0, metrics: metrics.clone() };
         let started = std::thread::Builder::new().name("audit".into()).spawn(move || log.write_all(queue));
         started.map_err(|error| Error::host("cannot start a thread", error))?;
         let reopen = jobs.downgrade();
@@ -126,6 +127,17 @@ impl Audit {
 
 fn open(path: &Path) -> io::Result<File> {
     OpenOptions::new().append(true).create(true).mode(0o600).open(path)
+}
+
+/// Whether the file ends in the middle of a line, as one does that its writer could not finish.
+fn is_torn(path: &Path) -> bool {
+    let last = || {
+        let length = std::fs::metadata(path).ok().filter(|meta| meta.is_file())?.len();
+        let mut last = [0];
+        File::open(path).ok()?.read_exact_at(&mut last, length.checked_sub(1)?).ok()?;
+        Some(last[0])
+    };
+    last().is_some_and(|last| last != b'\n')
 }
 
 /// The thread's side.
@@ -184,7 +196,7 @@ impl Log {
         match open(&self.path) {
             Ok(file) => {
                 self.file = file;
-                self.torn = false;
+                self.torn = is_torn(&self.path);
             }
             // What is open is better than nothing.
             Err(error) => {
@@ -270,6 +282,22 @@ mod tests {
         assert_eq!((paths(&moved), paths(&path)), (vec!["/one".into()], vec!["/three".to_owned()]));
         use std::os::unix::fs::PermissionsExt;
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+
+    #[tokio::test]
+    async fn a_line_that_an_earlier_daemon_could_not_finish_does_not_spoil_the_next() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("audit.log");
+        for (before, after) in [("", vec![]), ("{\"half\":", vec!["{\"half\":"]), ("{}\n", vec!["{}"])] {
+            std::fs::write(&path, before).unwrap();
+            let audit = Audit::open(path.clone(), Arc::new(Metrics::new())).unwrap();
+            audit.write(line("/next"));
+            audit.close().await;
+            let text = std::fs::read_to_string(&path).unwrap();
+            let mut lines: Vec<&str> = text.lines().collect();
+            let last: serde_json::Value = serde_json::from_str(lines.pop().unwrap()).expect(&text);
+            assert_eq!((last["path"].as_str(), lines), (Some("/next"), after));
+        }
     }
 
     #[tokio::test]

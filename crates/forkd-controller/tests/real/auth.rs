@@ -206,6 +206,55 @@ fn a_token_of_another_owner_sees_nothing_and_touches_nothing() {
     bob.done(204, "DELETE", "/v1/snapshots/mine", None);
 }
 
+#[test]
+fn what_a_snapshot_was_made_of_is_named_to_those_only_who_may_see_that() {
+    let Some(daemon) = start(json!({})) else { return };
+    daemon.snapshot("secret", "kernel");
+    let source = daemon.spawn("secret", 1).remove(0);
+    let branch = format!("/v1/sandboxes/{}/branch", source["id"].as_str().unwrap());
+    daemon.done(201, "POST", &branch, Some(json!({"tag": "layer", "mode": "diff"})));
+    daemon.done(200, "POST", "/v1/snapshots/secret/compact", Some(json!({"to": "flat"})));
+    let ann = add(&daemon, json!({"name": "ann"}));
+    daemon.done(200, "POST", "/v1/snapshots/layer/owner", Some(json!({"owner": "*"})));
+    daemon.done(200, "POST", "/v1/snapshots/flat/owner", Some(json!({"owner": "ann"})));
+    let id = ann.spawn("layer");
+    let own = json!({"tag": "own", "mode": "diff"});
+    ann.done(201, "POST", &format!("/v1/sandboxes/{id}/branch"), Some(own));
+
+    let everything = |ask: &dyn Fn(&str) -> Value| -> Vec<Value> {
+        let of = |tag: &str| [format!("/v1/snapshots/{tag}"), format!("/v1/snapshots/{tag}/info")];
+        let paths = ["layer", "flat", "own"].into_iter().flat_map(of);
+        paths.chain(["/v1/snapshots".into(), "/v1/tree".into()]).map(|path| ask(&path)).collect()
+    };
+    // Also when it is gone: it could have been anybody's.
+    for there in [true, false] {
+        let hers = everything(&|path| ann.done(200, "GET", path, None));
+        for answer in &hers {
+            assert!(!answer.to_string().contains("secret"), "{answer}");
+        }
+        let [layer, detail, flat, _, own, own_detail, ..] = &hers[..] else { panic!("{hers:?}") };
+        assert_eq!((&layer["parent_tag"], &layer["chain_depth"]), (&Value::Null, &json!(1)));
+        assert_eq!((&detail["parent_tag"], &detail["ancestors"]), (&Value::Null, &json!([])));
+        assert_eq!(flat["branched_from"], Value::Null);
+        // What she may see is named, and what she may not has its place.
+        assert_eq!((&own["parent_tag"], &own_detail["ancestors"]), (&json!("layer"), &json!(["layer"])));
+        let tree = hers.last().unwrap()["nodes"].as_array().unwrap();
+        let flat = tree.iter().find(|node| node["name"] == "flat").unwrap();
+        let nameless = tree.iter().find(|node| node["id"] == flat["parent"]).unwrap();
+        assert_eq!((&nameless["name"], &nameless["gone"]), (&json!("?"), &json!(true)));
+
+        let all = everything(&|path| daemon.done(200, "GET", path, None));
+        assert_eq!(
+            (&all[0]["parent_tag"], &all[2]["branched_from"]),
+            (&json!("secret"), &json!("compact:secret"))
+        );
+        assert_eq!(all[1]["ancestors"], json!(["secret"]));
+        if there {
+            daemon.done(204, "DELETE", "/v1/snapshots/secret?force=true", None);
+        }
+    }
+}
+
 impl Client {
     fn same(&self) -> Client {
         Client { address: self.address.clone(), token: self.token.clone() }

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use crate::asked::{id, route};
 use crate::daemon::{Daemon, eventually, pid, runs, within};
@@ -80,6 +80,17 @@ fn gone(daemon: &Daemon, sandbox: &Value) -> Option<String> {
     (status == 404).then(|| answer["error"].as_str().unwrap().to_owned())
 }
 
+/// When its time is up, in seconds since 1970.
+fn expires(sandbox: &Value) -> u64 {
+    sandbox["expires_at_unix"].as_u64().unwrap()
+}
+
+/// Waits until that many seconds since 1970, and one more, are over.
+fn wait_beyond(unix: u64) {
+    let until = SystemTime::UNIX_EPOCH + Duration::from_secs(unix + 1);
+    std::thread::sleep(until.duration_since(SystemTime::now()).unwrap_or_default());
+}
+
 fn tags(daemon: &Daemon) -> BTreeSet<String> {
     let list = daemon.done(200, "GET", "/v1/snapshots", None);
     list.as_array().unwrap().iter().map(|it| it["tag"].as_str().unwrap().to_owned()).collect()
@@ -89,12 +100,13 @@ fn tags(daemon: &Daemon) -> BTreeSet<String> {
 fn a_sandbox_whose_time_is_up_is_gone_and_whoever_asks_is_told_why() {
     let Some(mut daemon) = Daemon::spelling() else { return };
     daemon.snapshot("tiny", "kernel");
-    let short = make(&daemon, json!({"snapshot_tag": "tiny", "timeout_secs": 1, "labels": {"job": "7"}}));
+    let begun = Instant::now();
+    let short = make(&daemon, json!({"snapshot_tag": "tiny", "timeout_secs": 4, "labels": {"job": "7"}}));
     assert_eq!((&short["on_timeout"], &short["labels"]["job"]), (&json!("kill"), &json!("7")));
-    let (made, ends) =
-        (short["created_at_unix"].as_u64().unwrap(), short["expires_at_unix"].as_u64().unwrap());
-    assert!((1..=2).contains(&(ends - made)), "{short}");
-    let spared = make(&daemon, json!({"snapshot_tag": "tiny", "timeout_secs": 2}));
+    // Counted from a moment after it was made, in whole seconds: rounded up, and that rounded down.
+    let lives = expires(&short) - short["created_at_unix"].as_u64().unwrap();
+    assert!((4..=6 + begun.elapsed().as_secs()).contains(&lives), "{short}");
+    let spared = make(&daemon, json!({"snapshot_tag": "tiny", "timeout_secs": 8}));
     let path = format!("/v1/sandboxes/{}", id(&spared));
     let changed = daemon.done(200, "PATCH", &path, Some(json!({"timeout_secs": null, "labels": {"a": "b"}})));
     assert!(changed["expires_at_unix"].is_null() && changed["labels"] == json!({"a": "b"}), "{changed}");
@@ -121,10 +133,10 @@ fn a_sandbox_whose_time_is_up_is_gone_and_whoever_asks_is_told_why() {
     let labelled = daemon.done(200, "GET", "/v1/sandboxes?gone=true&label=job=7", None);
     assert_eq!(ids(&labelled), [id(&short)]);
 
-    // A deadline that passes while no daemon runs is kept by the next one.
-    let late = make(&daemon, json!({"snapshot_tag": "tiny", "timeout_secs": 1}));
+    // A deadline that passes while no daemon runs is kept by the next one. One that was taken back is none.
+    let late = make(&daemon, json!({"snapshot_tag": "tiny", "timeout_secs": 6}));
     daemon.kill();
-    std::thread::sleep(Duration::from_secs(2));
+    wait_beyond(expires(&spared).max(expires(&late)));
     assert!(runs(pid(&late)));
     daemon.child = crate::daemon::launch(daemon.path());
     daemon.up();
@@ -158,8 +170,8 @@ fn an_idle_sandbox_is_paused_and_goes_on_when_somebody_uses_it() {
     eventually("its next pause", || state(&daemon, "paused"));
 
     // To look at it is not to use it, and whoever paused it on purpose has to resume it.
-    daemon.done(200, "POST", &route(&child, "resume"), None);
     daemon.done(200, "PATCH", &format!("/v1/sandboxes/{name}"), Some(json!({"idle_timeout_secs": null})));
+    daemon.done(200, "POST", &route(&child, "resume"), None);
     daemon.done(200, "POST", &route(&child, "pause"), None);
     daemon.refused(409, &format!("forkd resume {name}"), "POST", &route(&child, "ping"), None);
     assert!(state(&daemon, "paused"));

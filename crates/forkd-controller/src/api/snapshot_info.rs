@@ -1,0 +1,277 @@
+//! What is told of a snapshot: as it is known, as it stands, and as much as whoever asks may see.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use axum::Json;
+use forkd_store::{BaseImage, Facts, Snapshot};
+
+use super::App;
+use super::snapshot_types::{Progress, SnapshotInfo, SnapshotPhase, SnapshotStatus, TemplateInfo};
+use crate::branch::Branch;
+use crate::error::Result;
+use crate::host::blocking;
+use crate::identity::Identity;
+use crate::loading::check_image;
+use crate::making::{From, Phase};
+use crate::snapshots::{Entry, Making, State as Standing, Work};
+use crate::template::Source;
+use crate::tree::COMPACTED;
+
+/// What is told of one snapshot to whoever asks.
+pub(super) async fn info(app: &App, who: &Identity, entry: Arc<Entry>) -> Result<Json<SnapshotInfo>> {
+    let (app, who) = (app.clone(), who.clone());
+    blocking("looking at a snapshot", move || Ok(Json(Look::new(&app, &who).at(&entry)))).await
+}
+
+/// A look at snapshots, for whoever asks.
+pub(super) struct Look<'a> {
+    app: &'a App,
+    who: &'a Identity,
+    /// Those looked at already, by name: many snapshots have the same.
+    images: RefCell<HashMap<String, Result<BaseImage>>>,
+}
+
+impl<'a> Look<'a> {
+    pub(super) fn new(app: &'a App, who: &'a Identity) -> Self {
+        Look { app, who, images: RefCell::default() }
+    }
+
+    /// What is told of a snapshot. Blocks.
+    pub(super) fn at(&self, entry: &Entry) -> SnapshotInfo {
+        let (app, current) = (self.app, entry.current());
+        let mut info = self.standing(entry, current.is_some());
+        info.owner = entry.owner();
+        info.dir = app.snapshots.store.folder().join(&entry.tag).display().to_string();
+        info.template = current.map(|template| TemplateInfo {
+            pid: template.pid,
+            source: match template.about.source {
+                Source::Disk => "disk".into(),
+                Source::Memory => "memory".into(),
+            },
+            children: app.registry.children_of(&template.id),
+        });
+        // What they may not see is not named either.
+        let named = |tag: &str| app.snapshots.may_name(tag, self.who);
+        info.parent_tag = info.parent_tag.filter(|tag| named(tag));
+        info.branched_from =
+            info.branched_from.filter(|source| source.strip_prefix(COMPACTED).is_none_or(named));
+        info
+    }
+
+    fn standing(&self, entry: &Entry, has_template: bool) -> SnapshotInfo {
+        match entry.state() {
+            Standing::Ready(snapshot) => {
+                let warning = self.in_the_way(&snapshot);
+                ready(entry, &snapshot, has_template || warning.is_none(), warning)
+            }
+            Standing::Writing(work) => SnapshotInfo {
+                phase: match &work {
+                    Work::Making(making) => Some(phase(*making.phase.borrow())),
+                    Work::Branch(_) => Some(SnapshotPhase::Saving),
+                },
+                bootable: has_template,
+                ..worked(&work, SnapshotStatus::Writing)
+            },
+            Standing::Failed { error, work } => {
+                let status = SnapshotStatus::Failed;
+                let known = match work {
+                    Some(work) => worked(&work, status),
+                    None => blank(&entry.tag, status),
+                };
+                SnapshotInfo { error: Some(error.message), bootable: has_template, ..known }
+            }
+        }
+    }
+
+    /// Why no template could be started from it, as far as can be seen without reading all of it.
+    fn in_the_way(&self, snapshot: &Snapshot) -> Option<String> {
+        let name = &snapshot.manifest().facts.image.as_ref()?.name;
+        let mut images = self.images.borrow_mut();
+        let found = images.entry(name.clone()).or_insert_with(|| {
+            let host = &self.app.snapshots.host;
+            host.finder.disk(&host.config, name).map(|(_, base)| base)
+        });
+        check_image(snapshot, found.as_ref()).err().map(|error| error.message)
+    }
+}
+
+/// What is known of one that is on disk.
+fn ready(entry: &Entry, snapshot: &Snapshot, bootable: bool, warning: Option<String>) -> SnapshotInfo {
+    let (manifest, sizes) = (snapshot.manifest(), snapshot.sizes());
+    let (facts, measured) = (&manifest.facts, &manifest.measured);
+    let branched = manifest.branched_from.is_some();
+    SnapshotInfo {
+        created_at_unix: manifest.created_at_unix,
+        memory_bytes: sizes.memory.physical,
+        disk_bytes: sizes.disks.physical,
+        state_bytes: sizes.state.physical,
+        bootable,
+        warning,
+        branched_from: manifest.branched_from.clone(),
+        parent_tag: manifest.parent.as_ref().map(|parent| parent.tag.clone()),
+        chain_depth: snapshot.depth(),
+        mode: measured.mode.clone(),
+        pause_ms: measured.pause_ms,
+        frozen_ms: measured.frozen_ms,
+        quiesced: measured.quiesced,
+        diff_ms: measured.save_ms.filter(|_| branched),
+        diff_physical_bytes: branched.then_some(sizes.own_memory.physical),
+        diff_logical_bytes: branched.then_some(sizes.own_memory.logical),
+        bytes_written: measured.written_bytes.filter(|_| branched),
+        ..of_guest(facts, blank(&entry.tag, SnapshotStatus::Ready))
+    }
+}
+
+fn phase(phase: Phase) -> SnapshotPhase {
+    match phase {
+        Phase::Booting => SnapshotPhase::Booting,
+        Phase::Warming => SnapshotPhase::Warming,
+        Phase::Freezing => SnapshotPhase::Freezing,
+        Phase::Saving => SnapshotPhase::Saving,
+    }
+}
+
+fn worked(work: &Work, status: SnapshotStatus) -> SnapshotInfo {
+    match work {
+        Work::Making(making) => planned(making, status),
+        Work::Branch(branch) => branched(branch, status),
+    }
+}
+
+/// What is known of a branch that is not on disk.
+fn branched(branch: &Branch, status: SnapshotStatus) -> SnapshotInfo {
+    let taken = branch.taken();
+    let progress = branch.progress().map(|progress| Progress {
+        looked_at: progress.looked_at,
+        total: progress.total,
+        written: progress.written,
+    });
+    // What it is being stored as the difference to.
+    let parent = branch.origin.as_ref().filter(|_| branch.mode.is_difference());
+    SnapshotInfo {
+        created_at_unix: branch.begun_at_unix,
+        branched_from: Some(branch.source.clone()),
+        parent_tag: parent.map(|origin| origin.tag.clone()),
+        mode: Some(branch.mode.name().into()),
+        pause_ms: taken.pause_ms,
+        frozen_ms: taken.frozen_ms,
+        quiesced: taken.quiesced,
+        progress,
+        ..of_guest(&branch.guest, blank(&branch.tag, status))
+    }
+}
+
+fn of_guest(facts: &Facts, info: SnapshotInfo) -> SnapshotInfo {
+    SnapshotInfo {
+        image: facts.image.as_ref().map(|image| image.name.clone()),
+        kernel: facts.kernel.clone(),
+        vcpus: facts.vcpus,
+        mem_size_mib: facts.mem_size_mib,
+        network: facts.network,
+        python: facts.python,
+        ..info
+    }
+}
+
+/// What was asked for.
+fn planned(making: &Making, status: SnapshotStatus) -> SnapshotInfo {
+    let order = &making.order;
+    let (image, kernel) = match &order.from {
+        From::Image(image) => (Some(image.clone()), None),
+        From::Disk { rootfs, .. } => (Some(rootfs.display().to_string()), None),
+        From::Kernel(kernel) => (None, Some(kernel.display().to_string())),
+    };
+    SnapshotInfo {
+        created_at_unix: making.begun_at_unix,
+        image,
+        kernel,
+        vcpus: order.vcpus,
+        mem_size_mib: order.mem_mib,
+        network: order.network,
+        ..blank(&order.tag, status)
+    }
+}
+
+fn blank(tag: &str, status: SnapshotStatus) -> SnapshotInfo {
+    SnapshotInfo {
+        owner: String::new(),
+        tag: tag.to_owned(),
+        status,
+        phase: None,
+        error: None,
+        created_at_unix: 0,
+        image: None,
+        kernel: None,
+        vcpus: 0,
+        mem_size_mib: 0,
+        network: false,
+        python: None,
+        memory_bytes: 0,
+        disk_bytes: 0,
+        state_bytes: 0,
+        bootable: false,
+        warning: None,
+        branched_from: None,
+        parent_tag: None,
+        chain_depth: 0,
+        mode: None,
+        pause_ms: None,
+        frozen_ms: None,
+        quiesced: None,
+        diff_ms: None,
+        diff_physical_bytes: None,
+        diff_logical_bytes: None,
+        bytes_written: None,
+        progress: None,
+        dir: String::new(),
+        template: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Write;
+
+    use forkd_store::Contents;
+
+    use super::*;
+    use crate::fake_guest::FakeDaemon;
+
+    #[tokio::test]
+    async fn an_image_that_is_gone_or_another_one_is_told_before_anybody_forks() {
+        let daemon = FakeDaemon::start().await;
+        let app = &daemon.app;
+        let images = app.config.library_dir.join("images");
+        std::fs::create_dir_all(&images).unwrap();
+        let path = images.join("disk.ext4");
+        std::fs::write(&path, [0; 512]).unwrap();
+        let name = path.display().to_string();
+        let image = BaseImage::of(&name, "", &File::open(&path).unwrap()).unwrap();
+        let facts = Facts {
+            image: Some(image),
+            kernel: None,
+            vcpus: 1,
+            mem_size_mib: 1,
+            network: false,
+            python: None,
+            guest_ports: Vec::new(),
+        };
+        let mut draft = app.snapshots.store.begin("x").unwrap();
+        draft.create_state().unwrap().write_all(b"state").unwrap();
+        draft.create_memory().unwrap().set_len(1 << 20).unwrap();
+        let mut layer = draft.create_disk(0).unwrap();
+        layer.write_all(&[1; 4096]).unwrap();
+        let snapshot = draft.publish(Contents { disks: vec![vec![layer]], ..Contents::new(facts) }).unwrap();
+
+        let who = Identity::local();
+        let why = || Look::new(app, &who).in_the_way(&snapshot);
+        assert_eq!(why(), None);
+        std::fs::write(&path, [0; 1024]).unwrap();
+        assert!(why().unwrap().contains("built again or edited"), "{:?}", why());
+        std::fs::remove_file(&path).unwrap();
+        assert!(why().unwrap().contains("snapshot x needs its image"), "{:?}", why());
+    }
+}

@@ -1,0 +1,52 @@
+//! Lists that are read only if they are short.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::{Deserialize, Deserializer, Error, SeqAccess, Visitor};
+
+/// Reads a list of at most `MAX`, and stops at one more: things may take many times the room here that they take
+/// in a message, and its length says little.
+pub(crate) fn few<'de, D, T, const MAX: usize>(list: D) -> Result<Vec<T>, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Deserialize<'de>,
+{
+    list.deserialize_seq(Few::<T, MAX>(PhantomData))
+}
+
+struct Few<T, const MAX: usize>(PhantomData<T>);
+
+impl<'de, T: Deserialize<'de>, const MAX: usize> Visitor<'de> for Few<T, MAX> {
+    type Value = Vec<T>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a list of at most {MAX}")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Vec<T>, A::Error> {
+        let mut read = Vec::new();
+        while let Some(next) = list.next_element()? {
+            if read.len() >= MAX {
+                return Err(A::Error::invalid_length(MAX + 1, &self));
+            }
+            read.push(next);
+        }
+        Ok(read)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_that_is_too_long_is_refused_at_the_first_one_too_many() {
+        let read = |text: &str| few::<_, u8, 3>(&mut serde_json::Deserializer::from_str(text));
+        assert!(read("[]").unwrap().is_empty());
+        assert_eq!(read("[1,2,3]").unwrap(), [1, 2, 3]);
+        // What follows is not even looked at.
+        let error = read("[1,2,3,4,what").unwrap_err().to_string();
+        assert!(error.contains("at most 3"), "{error}");
+    }
+}
