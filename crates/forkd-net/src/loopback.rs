@@ -121,6 +121,7 @@ fn canonical(address: SocketAddr) -> (IpAddr, u16) {
 mod tests {
     use super::*;
     use std::net::{Shutdown, TcpListener, TcpStream};
+    use std::os::fd::OwnedFd;
 
     /// Both ends of a connection.
     fn pair(listen: &str, connect: &str) -> Option<(TcpStream, TcpStream)> {
@@ -145,21 +146,31 @@ mod tests {
         assert_eq!(user(&server), None);
     }
 
-    #[test]
-    fn who_left_is_not_taken_for_who_comes_after_them_from_the_same_place() {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    /// A connection whose client is gone, and another one from where that was; `None` if its place is taken.
+    fn succession(listener: &TcpListener) -> Option<(TcpStream, SocketAddr, OwnedFd)> {
         let here = listener.local_addr().unwrap();
         let first = TcpStream::connect(here).unwrap();
         let (server, there) = listener.accept().unwrap();
         // Closed like this, it is gone at once, and its address is free.
-        let none = std::time::Duration::ZERO;
-        rustix::net::sockopt::set_socket_linger(&first, Some(none)).unwrap();
+        rustix::net::sockopt::set_socket_linger(&first, Some(Duration::ZERO)).unwrap();
         drop(first);
         let again =
             rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::STREAM, None);
         let again = again.unwrap();
-        rustix::net::bind(&again, &there).unwrap();
+        match rustix::net::bind(&again, &there) {
+            // Somebody else on this host got the port, or had it, too.
+            Err(Errno::ADDRINUSE) => return None,
+            bound => bound.unwrap(),
+        }
         rustix::net::connect(&again, &here).unwrap();
+        Some((server, there, again))
+    }
+
+    #[test]
+    fn who_left_is_not_taken_for_who_comes_after_them_from_the_same_place() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let here = listener.local_addr().unwrap();
+        let (server, there, _again) = (0..100).find_map(|_| succession(&listener)).expect("a free port");
         assert_eq!(find(here, there).unwrap().map(|it| it.uid), Some(rustix::process::geteuid().as_raw()));
         assert_eq!(user(&server), None);
     }
