@@ -63,11 +63,21 @@ impl Method {
     }
 }
 
+/// What [`serve`] is asked for: one line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Request {
+    /// Does this, and says how long it took.
+    Do(Method),
+    /// Writes all those pages again, as the guest does, and ends the child of the last fork after that.
+    Rewrite,
+}
+
 /// An answer of [`serve`]: one line.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
-    /// The memory is as it should be.
+    /// All pages are written, for the first time or again.
     Ready,
     /// It took this long.
     Ms(f64),
@@ -146,25 +156,29 @@ impl Memory {
         };
         self.dirty(1)?;
         tell(&Answer::Ready)?;
+        // The guest's branch lives until the guest has written everything again, and so does this.
+        let mut living: Option<Child> = None;
         for (turn, line) in (2..).zip(input.lines()) {
             let line = line.map_err(system("read what to do"))?;
-            let method: Method = serde_json::from_str(&line)
+            let request: Request = serde_json::from_str(&line)
                 .map_err(|error| Error::Invalid(format!("`{line}` is nothing that can be done: {error}")))?;
-            let mut living = None;
-            let took = match method {
-                Method::Fork => self.fork().map(|(took, child)| {
+            let took = match request {
+                Request::Do(Method::Fork) => self.fork().map(|(took, child)| {
                     living = Some(child);
                     took
                 }),
-                Method::UffdWp => self.write_protect(),
-                Method::Copy => self.copy(),
+                Request::Do(Method::UffdWp) => self.write_protect(),
+                Request::Do(Method::Copy) => self.copy(),
+                Request::Rewrite => {
+                    self.dirty(turn)?;
+                    living.take().map_or(Ok(()), Child::end)?;
+                    tell(&Answer::Ready)?;
+                    continue;
+                }
             };
-            // The guest keeps writing, too: the next turn finds all these pages written since this one.
-            self.dirty(turn)?;
-            living.map_or(Ok(()), Child::end)?;
             tell(&took.map_or_else(|error| Answer::Impossible(error.to_string()), Answer::Ms))?;
         }
-        Ok(())
+        living.map_or(Ok(()), Child::end)
     }
 
     /// Writes `value` to the pages the guest writes to.

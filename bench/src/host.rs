@@ -4,7 +4,10 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result, system};
 
 /// Of how many children of a burst the memory is looked at: walking page tables is slow, and they
 /// are alike.
@@ -103,6 +106,35 @@ fn parse_smaps(text: &str) -> Option<Memory> {
     })
 }
 
+/// The last of the CPUs this process may use.
+pub fn last_cpu() -> Result<usize> {
+    let allowed = sched_getaffinity(None).map_err(system("ask which CPUs there are"))?;
+    Ok((0..CpuSet::MAX_CPU).rev().find(|cpu| allowed.is_set(*cpu)).unwrap_or(0))
+}
+
+/// Keeps a thread, or the calling one, on one CPU, and so all that it forks.
+pub fn keep_on(cpu: usize, thread: Option<i32>) -> Result<()> {
+    let thread = match thread {
+        Some(id) => Some(Pid::from_raw(id).ok_or_else(|| Error::Invalid(format!("no thread: {id}")))?),
+        None => None,
+    };
+    if cpu >= CpuSet::MAX_CPU {
+        return Err(Error::Invalid(format!("there is no CPU {cpu}")));
+    }
+    let mut only = CpuSet::new();
+    only.set(cpu);
+    sched_setaffinity(thread, &only).map_err(system(format!("keep a thread on CPU {cpu}")))
+}
+
+/// The threads of a sandbox's process that run its guest.
+pub fn vcpu_threads(pid: i32) -> Vec<i32> {
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let is_vcpu = |thread: &fs::DirEntry| {
+        fs::read_to_string(thread.path().join("comm")).is_ok_and(|name| name.starts_with("vcpu"))
+    };
+    threads.filter(is_vcpu).filter_map(|thread| thread.file_name().to_str()?.parse().ok()).collect()
+}
+
 /// What the host could still give to new processes.
 pub fn available_kib() -> Option<u64> {
     meminfo("MemAvailable")
@@ -158,6 +190,31 @@ mod tests {
         assert_eq!(memory.len(), 1);
         assert!(memory[0].private_kib > 0 && memory[0].pss_kib >= memory[0].private_kib);
         assert!(Conditions::here().memory_mib > 0);
+    }
+
+    #[test]
+    fn a_thread_stays_where_it_is_kept() {
+        let cpu = last_cpu().unwrap();
+        let kept = std::thread::spawn(move || {
+            keep_on(cpu, None).unwrap();
+            let allowed = sched_getaffinity(None).unwrap();
+            assert_eq!((0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).collect::<Vec<_>>(), [cpu]);
+            assert!(keep_on(CpuSet::MAX_CPU, None).is_err() && keep_on(cpu, Some(0)).is_err());
+        });
+        kept.join().unwrap();
+    }
+
+    #[test]
+    fn the_threads_of_a_guest_have_their_names() {
+        let vcpu = std::thread::Builder::new().name("vcpu7".into());
+        let (told, waits) = std::sync::mpsc::channel::<()>();
+        let vcpu = vcpu.spawn(move || waits.recv()).unwrap();
+        // It names itself once it runs.
+        while vcpu_threads(std::process::id() as i32).len() != 1 {
+            std::thread::yield_now();
+        }
+        drop(told);
+        assert!(vcpu.join().unwrap().is_err());
     }
 
     #[test]

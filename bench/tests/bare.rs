@@ -30,14 +30,17 @@ fn ask(folder: &Path, kind: Kind, dirty_pct: u64, questions: &str) -> Vec<Answer
 }
 
 fn every_question_is_answered_in_its_turn(folder: &Path, kind: Kind) {
-    let answers = ask(folder, kind, 10, "\"fork\"\n\"copy\"\n\"fork\"\n");
-    assert_eq!(answers.len(), 4, "{answers:?}");
-    assert_eq!(answers[0], Answer::Ready);
-    assert!(answers[1..].iter().all(|answer| matches!(answer, Answer::Ms(ms) if *ms > 0.0)), "{answers:?}");
+    let answers =
+        ask(folder, kind, 10, "{\"do\":\"fork\"}\n\"rewrite\"\n{\"do\":\"copy\"}\n{\"do\":\"fork\"}\n");
+    assert_eq!(answers.len(), 5, "{answers:?}");
+    let ready: Vec<bool> = answers.iter().map(|answer| *answer == Answer::Ready).collect();
+    assert_eq!(ready, [true, false, true, false, false], "{answers:?}");
+    let times = answers.iter().filter(|answer| matches!(answer, Answer::Ms(ms) if *ms > 0.0));
+    assert_eq!(times.count(), 3, "{answers:?}");
 }
 
 fn memory_in_a_file_cannot_be_write_protected_and_that_is_said(folder: &Path) {
-    let answers = ask(folder, Kind::Layer, 100, "\"uffd_wp\"\n");
+    let answers = ask(folder, Kind::Layer, 100, "{\"do\":\"uffd_wp\"}\n");
     assert!(matches!(&answers[1], Answer::Impossible(why) if why.contains("cannot ")), "{answers:?}");
 }
 
@@ -46,7 +49,7 @@ fn nonsense_is_refused(folder: &Path) {
     let refused = |mib, dirty, text: &str| {
         serve(Kind::Layer, &memory, mib, dirty, Cursor::new(text.to_owned()), std::io::sink()).is_err()
     };
-    assert!(refused(MIB, 0, "\"melt\"\n"));
+    assert!(refused(MIB, 0, "{\"do\":\"melt\"}\n"));
     assert!(refused(MIB + 1, 0, ""), "a file shorter than the memory");
     assert!(refused(MIB, 33, "") && refused(0, 0, "") && refused(u64::MAX, 0, ""));
 }

@@ -17,7 +17,7 @@ use anyhow::{Context as _, Result};
 use clap::{Args, Subcommand, ValueEnum};
 use forkd_bench::bare::Kind;
 use forkd_bench::branch::Record;
-use forkd_bench::{bare, chart, floor, report, writer};
+use forkd_bench::{bare, chart, floor, host, report, writer};
 
 use self::results::Output;
 use super::Context;
@@ -241,6 +241,10 @@ pub(crate) struct BareArgs {
 
     #[arg(long)]
     dirty: u64,
+
+    /// The CPU it stays on.
+    #[arg(long)]
+    cpu: usize,
 }
 
 fn parse_percentage(text: &str) -> Result<u64, String> {
@@ -261,6 +265,7 @@ pub(crate) fn bench(context: &Context, args: BenchArgs) -> Result<u8> {
         BenchCommand::Spawn(args) => spawn::spawn(context, &args),
         BenchCommand::Branch(args) => branch::branch(context, &args),
         BenchCommand::Bare(args) => {
+            host::keep_on(args.cpu, None)?;
             let (input, output) = (std::io::stdin().lock(), std::io::stdout());
             bare::serve(args.memory.into(), &args.file, args.mem_size_mib, args.dirty, input, output)?;
             Ok(0)

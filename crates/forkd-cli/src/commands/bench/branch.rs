@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail};
 use forkd_bench::bare::{Kind, Method};
 use forkd_bench::branch::{self, Attempts, InRow, Line, Record, Subject};
+
 use forkd_bench::firecracker::{SnapshotKind, Writing};
-use forkd_bench::host::Conditions;
+use forkd_bench::host::{self, Conditions};
 use forkd_bench::report;
 use forkd_bench::writer::{self, HUGE_PAGE, PAGE, Writer};
 use hyper::Method as Verb;
@@ -144,6 +145,14 @@ pub(super) struct Run<'a> {
     folder: &'a Path,
 }
 
+/// What is compared.
+#[derive(Default)]
+struct Compared {
+    pauses: Attempts,
+    calls: Attempts,
+    forks: Attempts,
+}
+
 impl Run<'_> {
     async fn all(
         &self,
@@ -249,7 +258,7 @@ impl Run<'_> {
         let tag = self.prepare(server, subject, &name).await?;
         let (sandbox, _) = server.child(&tag, false).await?;
         // Gigabytes of dirty pages take seconds to be made so again.
-        let full = if subject.mem_mib * subject.dirty_pct > 100_000 { 9 } else { 15 };
+        let full = if subject.mem_mib * subject.dirty_pct > 100_000 { 9 } else { 21 };
         self.turns_of(server, subject, &sandbox, self.turns(full), results).await?;
         if (subject.mem_mib, subject.dirty_pct) == IN_ROW_SUBJECT {
             self.in_row(server, subject, &sandbox.id, results).await?;
@@ -268,41 +277,36 @@ impl Run<'_> {
         turns: usize,
         results: &mut Results<'_, Record>,
     ) -> Result<()> {
+        // Other work on a core of the host makes everything on it slower, for moments: so what is compared is
+        // done on one core, right after each other.
+        let cpu = host::last_cpu()?;
+        sandbox.keep_on(cpu)?;
         let file = self.folder.join("companion");
-        let mut companion = Companion::start(subject, &file).await?;
-        let (mut pauses, mut calls) = (Attempts::default(), Attempts::default());
-        let mut bare =
-            [Method::Fork, Method::UffdWp, Method::Copy].map(|method| (method, Attempts::default()));
+        let mut companion = Companion::start(subject, &file, cpu).await?;
+        let mut compared = Compared::default();
+        let mut others = [Method::UffdWp, Method::Copy].map(|method| (method, Attempts::default()));
         let mut firecracker =
             [SnapshotKind::Full, SnapshotKind::Diff].map(|kind| (kind, Attempts::default()));
         let other = self.firecracker(subject)?;
         let copies = if self.args.quick { 1 } else { COPIES };
         for turn in 0..turns {
             tokio::time::sleep(WRITES).await;
-            let tag = self.tag(&format!("branch-{turn}"));
             let own = sandbox.private_kib();
-            match server.branch(&sandbox.id, &tag, &json!({ "mode": "live", "wait": false })).await {
-                Ok((branch, took)) => {
-                    pauses.add(Ok::<_, String>(branch.pause_ms));
-                    calls.add(Ok::<_, String>(took));
-                    if subject.guest == "tiny" {
-                        rewritten(sandbox, own).await?;
-                    }
-                    server.remove(&tag).await?;
+            let tag = self.tag(&format!("branch-{turn}"));
+            if self.compare(server, sandbox, &mut companion, turn, &tag, &mut compared).await? {
+                if subject.guest == "tiny" {
+                    rewritten(sandbox, own).await?;
                 }
-                Err(error) => pauses.add(Err(format!("{error:#}"))),
+                server.remove(&tag).await?;
             }
-            // A branch is taken while its guest stands still, and so is this.
-            server.call(Verb::POST, &format!("/v1/sandboxes/{}/pause", sandbox.id), None).await?;
-            for (method, attempts) in &mut bare {
-                if *method != Method::Copy {
-                    attempts.add(companion.time(*method).await?);
-                } else if turn <= copies {
-                    let took = companion.time(*method).await?;
-                    // The first one takes memory the host may never have touched before.
-                    if turn > 0 {
-                        attempts.add(took);
-                    }
+            server.pause(sandbox).await?;
+            companion.rewrite().await?;
+            for (method, attempts) in others.iter_mut().filter(|_| turn <= copies) {
+                let took = companion.time(*method).await?;
+                companion.rewrite().await?;
+                // The first one may take memory the host never touched before.
+                if turn > 0 {
+                    attempts.add(took);
                 }
             }
             if let Some(other) = other.as_ref().filter(|_| turn < copies) {
@@ -310,10 +314,12 @@ impl Run<'_> {
                     attempts.add(other.snapshot(*kind));
                 }
             }
-            server.call(Verb::POST, &format!("/v1/sandboxes/{}/resume", sandbox.id), None).await?;
+            server.resume(sandbox).await?;
         }
+        let Compared { pauses, calls, forks } = compared;
         let cases = [("forkd", &pauses), ("live_call", &calls)].into_iter();
-        let cases = cases.chain(bare.iter().map(|(method, all)| (method.name(), all)));
+        let cases = cases.chain([(Method::Fork.name(), &forks)]);
+        let cases = cases.chain(others.iter().map(|(method, all)| (method.name(), all)));
         let cases = cases.chain(firecracker.iter().map(|(kind, all)| (kind.name(), all)));
         for (case, attempts) in cases {
             if !attempts.is_empty() {
@@ -322,6 +328,38 @@ impl Run<'_> {
         }
         drop(companion);
         fs::remove_file(&file).with_context(|| format!("cannot remove {}", file.display()))
+    }
+
+    /// A branch and a bare fork, one right after the other, each the first in every second turn. Whether
+    /// there is a branch now.
+    async fn compare(
+        &self,
+        server: &mut Server,
+        sandbox: &Child,
+        companion: &mut Companion,
+        turn: usize,
+        tag: &str,
+        compared: &mut Compared,
+    ) -> Result<bool> {
+        let mut branched = false;
+        for branches in [turn.is_multiple_of(2), !turn.is_multiple_of(2)] {
+            if branches {
+                match server.branch(&sandbox.id, tag, &json!({ "mode": "live", "wait": false })).await {
+                    Ok((branch, took)) => {
+                        compared.pauses.add(Ok::<_, String>(branch.pause_ms));
+                        compared.calls.add(Ok::<_, String>(took));
+                        branched = true;
+                    }
+                    Err(error) => compared.pauses.add(Err(format!("{error:#}"))),
+                }
+            } else {
+                // A branch is taken while its guest stands still, and so is this.
+                server.pause(sandbox).await?;
+                compared.forks.add(companion.time(Method::Fork).await?);
+                server.resume(sandbox).await?;
+            }
+        }
+        Ok(branched)
     }
 
     /// A guest like the subject in Firecracker, if there is one. It boots its guests, in small pages, and so

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Stdio;
 
 use anyhow::{Context as _, Result, bail};
-use forkd_bench::bare::{Answer, Kind, Method};
+use forkd_bench::bare::{Answer, Kind, Method, Request};
 use forkd_bench::branch::Subject;
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout};
@@ -22,32 +22,47 @@ pub(super) struct Companion {
 
 impl Companion {
     /// Starts one whose memory is like the subject's, and waits until it is. `file` is what memory from a
-    /// layer is mapped from, and is written for it.
-    pub(super) async fn start(subject: &Subject, file: &Path) -> Result<Companion> {
+    /// layer is mapped from, and is written for it. It stays on `cpu`.
+    pub(super) async fn start(subject: &Subject, file: &Path, cpu: usize) -> Result<Companion> {
         write_layer(subject, file).with_context(|| format!("cannot write {}", file.display()))?;
         let mut command = tokio::process::Command::new(Binaries::find()?.forkd);
         command.args(["bench", "bare", "--memory", Kind::name(subject.memory), "--file"]).arg(file);
         command.args(["--mem-size-mib", &subject.mem_mib.to_string()]);
-        command.args(["--dirty", &subject.dirty_pct.to_string()]);
+        command.args(["--dirty", &subject.dirty_pct.to_string(), "--cpu", &cpu.to_string()]);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true);
         let mut process = command.spawn().context("cannot start a process beside the sandbox")?;
         let questions = process.stdin.take().context("a process without input")?;
         let answers = BufReader::new(process.stdout.take().context("a process without output")?).lines();
         let mut companion = Companion { questions, answers, _process: process };
-        match companion.answer().await? {
-            Answer::Ready => Ok(companion),
-            other => bail!("the process beside the sandbox said {other:?} before it was asked"),
-        }
+        companion.ready().await?;
+        Ok(companion)
     }
 
     /// How long it takes, in milliseconds; or why it cannot be done.
     pub(super) async fn time(&mut self, method: Method) -> Result<Result<f64, String>> {
-        let question = serde_json::to_string(&method)? + "\n";
-        self.questions.write_all(question.as_bytes()).await.context("cannot ask it")?;
+        self.ask(Request::Do(method)).await?;
         match self.answer().await? {
             Answer::Ms(ms) => Ok(Ok(ms)),
             Answer::Impossible(why) => Ok(Err(why)),
             Answer::Ready => bail!("the process beside the sandbox did not answer what it was asked"),
+        }
+    }
+
+    /// Has it write its pages again, and waits until it has.
+    pub(super) async fn rewrite(&mut self) -> Result<()> {
+        self.ask(Request::Rewrite).await?;
+        self.ready().await
+    }
+
+    async fn ask(&mut self, request: Request) -> Result<()> {
+        let question = serde_json::to_string(&request)? + "\n";
+        self.questions.write_all(question.as_bytes()).await.context("cannot ask it")
+    }
+
+    async fn ready(&mut self) -> Result<()> {
+        match self.answer().await? {
+            Answer::Ready => Ok(()),
+            other => bail!("the process beside the sandbox said {other:?} instead of being ready"),
         }
     }
 

@@ -55,9 +55,19 @@ impl Child {
         Some(Child { id, pid: info.get("pid").and_then(Value::as_i64) })
     }
 
+    fn pid(&self) -> Option<i32> {
+        i32::try_from(self.pid?).ok()
+    }
+
+    /// Keeps its guest on one CPU.
+    pub(super) fn keep_on(&self, cpu: usize) -> Result<()> {
+        let threads = self.pid().map(host::vcpu_threads).unwrap_or_default();
+        threads.into_iter().try_for_each(|thread| Ok(host::keep_on(cpu, Some(thread))?))
+    }
+
     /// The memory its process has of its own.
     pub(super) fn private_kib(&self) -> Option<u64> {
-        let pid = i32::try_from(self.pid?).ok()?;
+        let pid = self.pid()?;
         host::memory_of([pid].into_iter()).first().map(|memory| memory.private_kib)
     }
 }
@@ -131,6 +141,14 @@ impl Server {
     /// The next children come from a template loaded from disk.
     pub(super) async fn unload(&self, tag: &str) -> Result<()> {
         self.call(Method::POST, &format!("/v1/snapshots/{tag}/unload"), None).await.map(drop)
+    }
+
+    pub(super) async fn pause(&self, sandbox: &Child) -> Result<()> {
+        self.call(Method::POST, &format!("/v1/sandboxes/{}/pause", sandbox.id), None).await.map(drop)
+    }
+
+    pub(super) async fn resume(&self, sandbox: &Child) -> Result<()> {
+        self.call(Method::POST, &format!("/v1/sandboxes/{}/resume", sandbox.id), None).await.map(drop)
     }
 
     /// Branches a sandbox; returns what the daemon says and how long the call took, in milliseconds.
