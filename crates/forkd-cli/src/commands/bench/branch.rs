@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail};
 use forkd_bench::bare::{Kind, Method};
 use forkd_bench::branch::{self, Attempts, InRow, Line, Record, Subject};
-
 use forkd_bench::firecracker::{SnapshotKind, Writing};
 use forkd_bench::host::{self, Conditions};
 use forkd_bench::report;
@@ -293,7 +292,7 @@ impl Run<'_> {
             tokio::time::sleep(WRITES).await;
             let own = sandbox.private_kib();
             let tag = self.tag(&format!("branch-{turn}"));
-            if self.compare(server, sandbox, &mut companion, turn, &tag, &mut compared).await? {
+            if compare(server, sandbox, &mut companion, turn, &tag, &mut compared).await? {
                 if subject.guest == "tiny" {
                     rewritten(sandbox, own).await?;
                 }
@@ -328,38 +327,6 @@ impl Run<'_> {
         }
         drop(companion);
         fs::remove_file(&file).with_context(|| format!("cannot remove {}", file.display()))
-    }
-
-    /// A branch and a bare fork, one right after the other, each the first in every second turn. Whether
-    /// there is a branch now.
-    async fn compare(
-        &self,
-        server: &mut Server,
-        sandbox: &Child,
-        companion: &mut Companion,
-        turn: usize,
-        tag: &str,
-        compared: &mut Compared,
-    ) -> Result<bool> {
-        let mut branched = false;
-        for branches in [turn.is_multiple_of(2), !turn.is_multiple_of(2)] {
-            if branches {
-                match server.branch(&sandbox.id, tag, &json!({ "mode": "live", "wait": false })).await {
-                    Ok((branch, took)) => {
-                        compared.pauses.add(Ok::<_, String>(branch.pause_ms));
-                        compared.calls.add(Ok::<_, String>(took));
-                        branched = true;
-                    }
-                    Err(error) => compared.pauses.add(Err(format!("{error:#}"))),
-                }
-            } else {
-                // A branch is taken while its guest stands still, and so is this.
-                server.pause(sandbox).await?;
-                compared.forks.add(companion.time(Method::Fork).await?);
-                server.resume(sandbox).await?;
-            }
-        }
-        Ok(branched)
     }
 
     /// A guest like the subject in Firecracker, if there is one. It boots its guests, in small pages, and so
@@ -458,6 +425,37 @@ impl Run<'_> {
         }
         Ok(())
     }
+}
+
+/// A branch and a bare fork, one right after the other, each the first in every second turn. Whether
+/// there is a branch now.
+async fn compare(
+    server: &mut Server,
+    sandbox: &Child,
+    companion: &mut Companion,
+    turn: usize,
+    tag: &str,
+    compared: &mut Compared,
+) -> Result<bool> {
+    let mut branched = false;
+    for branches in [turn.is_multiple_of(2), !turn.is_multiple_of(2)] {
+        if branches {
+            match server.branch(&sandbox.id, tag, &json!({ "mode": "live", "wait": false })).await {
+                Ok((branch, took)) => {
+                    compared.pauses.add(Ok::<_, String>(branch.pause_ms));
+                    compared.calls.add(Ok::<_, String>(took));
+                    branched = true;
+                }
+                Err(error) => compared.pauses.add(Err(format!("{error:#}"))),
+            }
+        } else {
+            // A branch is taken while its guest stands still, and so is this.
+            server.pause(sandbox).await?;
+            compared.forks.add(companion.time(Method::Fork).await?);
+            server.resume(sandbox).await?;
+        }
+    }
+    Ok(branched)
 }
 
 /// Starts a program in the guest that keeps writing to so much memory, and waits until it has written to
