@@ -34,6 +34,7 @@ pub struct Line {
     /// - `firecracker_full`, `firecracker_diff`: how long its guest stood still for a snapshot;
     /// - `live_call`: how long the call for a branch took that does not wait for the disk;
     /// - `first_child`: from the branch call to the first instruction of a child of that branch;
+    /// - `first_pause`: how long the guests of these branches stood still;
     /// - `spawn`: from asking for a child of a snapshot of the same size to its first instruction;
     /// - `chain_spawn`: the same, of a snapshot of `depth` layers over its base;
     /// - `layer_bytes`: nothing; how large a layer is.
@@ -309,7 +310,9 @@ pub fn verdicts(records: &[Record]) -> Vec<Verdict> {
     }
     verdicts.extend(rows(records).into_iter().filter_map(|(subject, row)| in_row(subject, &row)));
     for line in of("first_child") {
-        if let Some(((first, spawn), pause)) = line.p50_ms.zip(same("spawn", line)).zip(same("forkd", line)) {
+        // Results from before these pauses were kept have only those of other branches.
+        let pause = same("first_pause", line).or_else(|| same("forkd", line));
+        if let Some(((first, spawn), pause)) = line.p50_ms.zip(same("spawn", line)).zip(pause) {
             let goal = format!(
                 "{}: from branch to a child's first instruction at most two spawns and the pause",
                 name(&line.subject)

@@ -384,18 +384,19 @@ impl Snapshots {
         if let Some(pause_ms) = branch.taken().pause_ms {
             metrics.branch_pause.observe(Duration::from_secs_f64(pause_ms.max(0.0) / 1e3));
         }
-        tracing::info!(
-            tag = branch.tag,
-            sandbox = sandbox.id,
-            pause_ms = branch.taken().pause_ms,
-            "branched"
-        );
         entry.set_current(template.clone());
         branch.stage.send_replace(Stage::Saving);
         match settle(&template).await {
             true => drop(leaving),
             false => leaving.into_iter().for_each(Leaving::stay),
         }
+        // Whoever asked has their answer by now, and need not wait for the log.
+        tracing::info!(
+            tag = branch.tag,
+            sandbox = sandbox.id,
+            pause_ms = branch.taken().pause_ms,
+            "branched"
+        );
         self.persist(entry, branch, template, Some(source)).await;
     }
 }

@@ -69,6 +69,8 @@ pub(crate) fn branch(vm: &mut Running, config: BranchConfig, fds: Vec<OwnedFd>) 
     let Some(pid) = fork::fork_beside_threads().map_err(Error::system("fork a branch"))? else {
         // What it would do when dropped is for the threads of the source.
         std::mem::forget(paused);
+        // Now, while this CPU is free: once the guest has it again, the branch would wait for it to wait.
+        cpu::go_to(usual);
         return Ok(Branched::Branch(Box::new(Newborn { saved, controllers, source: branch })));
     };
     // Else the guest, which has waited, would have this CPU for itself for some milliseconds, and whoever waits

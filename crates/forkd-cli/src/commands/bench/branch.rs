@@ -381,7 +381,7 @@ impl Run<'_> {
         let (sandbox, _) = server.child(&tag, false).await?;
         let (warmed, _) = server.child(&plain, false).await?;
         server.delete(&[warmed]).await?;
-        let (mut firsts, mut spawns) = (Attempts::default(), Attempts::default());
+        let [mut firsts, mut spawns, mut pauses] = [(); 3].map(|()| Attempts::default());
         for turn in 0..self.turns(20) {
             tokio::time::sleep(WRITES).await;
             let (child, burst) = server.child(&plain, false).await?;
@@ -390,13 +390,15 @@ impl Run<'_> {
 
             let branch = self.tag(&format!("first-branch-{turn}"));
             let begin = Instant::now();
-            server.branch(&sandbox.id, &branch, &json!({ "mode": "live", "wait": false })).await?;
+            let order = json!({ "mode": "live", "wait": false });
+            let (taken, _) = server.branch(&sandbox.id, &branch, &order).await?;
             let (child, _) = server.child(&branch, false).await?;
             firsts.add(Ok::<_, String>(begin.elapsed().as_secs_f64() * 1e3));
+            pauses.add(Ok::<_, String>(taken.pause_ms));
             server.delete(&[child]).await?;
             server.remove(&branch).await?;
         }
-        for (case, attempts) in [("spawn", spawns), ("first_child", firsts)] {
+        for (case, attempts) in [("spawn", spawns), ("first_pause", pauses), ("first_child", firsts)] {
             results.add(Record::Line(Line::of(case, subject, &attempts, self.conditions)))?;
         }
         server.delete(&[sandbox]).await?;
