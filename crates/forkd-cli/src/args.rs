@@ -309,6 +309,10 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "FORKD_BRANCH_MAX_COUNT", value_name = "N")]
     pub(crate) branch_max_count: Option<usize>,
 
+    /// Free the memory of branches that are on disk after this many seconds without a new child; 0 never.
+    #[arg(long, env = "FORKD_BRANCH_UNLOAD_SECS", default_value_t = 600, value_name = "SECS")]
+    pub(crate) branch_unload_secs: u64,
+
     /// Branches taken at the same time; more are refused [default: 8].
     #[arg(long, env = "FORKD_BRANCH_CONCURRENCY", value_name = "N",
           value_parser = clap::value_parser!(u64).range(1..=1000))]

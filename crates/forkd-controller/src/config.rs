@@ -126,6 +126,8 @@ pub struct Limits {
     pub branch_max_age: Option<Duration>,
     /// If an owner has more branches, the oldest are removed, if nothing needs them.
     pub branch_max_count: Option<usize>,
+    /// After this long without a new child a branch on disk is let go of in memory.
+    pub branch_unload_after: Option<Duration>,
     /// Requests a second of one token that is no admin's, and twice as many at once; 0 is no limit.
     pub rate_limit: u32,
 }
@@ -144,6 +146,7 @@ impl Default for Limits {
             max_branches: 8,
             branch_max_age: None,
             branch_max_count: None,
+            branch_unload_after: Some(Duration::from_secs(600)),
             rate_limit: 200,
         }
     }

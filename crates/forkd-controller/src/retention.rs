@@ -1,11 +1,13 @@
-//! Removing old branches: by age and, of each owner, by number, oldest first; never one that something needs,
-//! and never what a sandbox was put away as.
+//! Letting go of old branches. On disk: by age and, of each owner, by number, oldest first; never one that
+//! something needs, and never what a sandbox was put away as. In memory, where each one holds all that its source
+//! has written since: those nobody forks from, which are started from disk the next time.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use forkd_protocol::names::is_valid_sandbox_id;
+use forkd_store::Snapshot;
 
 use crate::branch::Mode;
 use crate::config::Limits;
@@ -14,6 +16,8 @@ use crate::snapshots::{Entry, Removal, Snapshots, State};
 
 /// How often it is looked for branches that have become too old, or are not needed any more.
 const EVERY: Duration = Duration::from_secs(30);
+/// And how often at most.
+const SOON: Duration = Duration::from_millis(250);
 
 /// A branch on disk that may be removed.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -55,10 +59,29 @@ pub(crate) async fn keep_few(snapshots: Arc<Snapshots>, needed: impl Fn() -> Res
     }
 }
 
+/// Frees the memory of branches that are on disk and that nobody took a child of for as long as the limits say,
+/// for ever. Their children keep what they need.
+pub(crate) async fn unload_unused(snapshots: Arc<Snapshots>) {
+    let Some(after) = snapshots.host.config.limits.branch_unload_after else { return };
+    loop {
+        tokio::time::sleep((after / 4).clamp(SOON, EVERY)).await;
+        for entry in snapshots.list() {
+            let State::Ready(snapshot) = entry.state() else { continue };
+            if is_of_a_sandbox(&snapshot) && entry.unload_if_unused(after) {
+                tracing::info!(tag = entry.tag, "the memory of an unused branch was freed");
+            }
+        }
+    }
+}
+
+fn is_of_a_sandbox(snapshot: &Snapshot) -> bool {
+    snapshot.manifest().branched_from.as_deref().is_some_and(is_valid_sandbox_id)
+}
+
 fn interval(limits: &Limits) -> Option<Duration> {
     match (limits.branch_max_age, limits.branch_max_count) {
         (None, None) => None,
-        (Some(age), _) => Some((age / 4).clamp(Duration::from_millis(250), EVERY)),
+        (Some(age), _) => Some((age / 4).clamp(SOON, EVERY)),
         (None, Some(_)) => Some(EVERY),
     }
 }
@@ -68,9 +91,8 @@ fn branches(snapshots: &Snapshots) -> Vec<Branch> {
     let branch = |entry: &Arc<Entry>| match entry.state() {
         State::Ready(snapshot) => {
             let manifest = snapshot.manifest();
-            let of_a_sandbox = manifest.branched_from.as_deref().is_some_and(is_valid_sandbox_id);
             let put_away = manifest.measured.mode.as_deref() == Some(Mode::Suspend.name());
-            (of_a_sandbox && !put_away).then(|| Branch {
+            (is_of_a_sandbox(&snapshot) && !put_away).then(|| Branch {
                 created_at_unix: manifest.created_at_unix,
                 saved_at: snapshot.saved_at(),
                 tag: snapshot.tag().to_owned(),

@@ -164,6 +164,7 @@ pub async fn serve_until(
         Ok(needed)
     });
     tokio::spawn(retention);
+    tokio::spawn(retention::unload_unused(app.snapshots.clone()));
     let timeouts = Timeouts {
         registry: app.registry.clone(),
         snapshots: app.snapshots.clone(),

@@ -313,7 +313,7 @@ impl Snapshots {
     pub(crate) async fn template(self: &Arc<Self>, tag: &str) -> Result<Arc<Template>> {
         let entry = self.get(tag)?;
         // A branch's is there before anything is on disk.
-        if let Some(template) = entry.current() {
+        if let Some(template) = entry.use_current() {
             return Ok(template);
         }
         entry.snapshot()?;

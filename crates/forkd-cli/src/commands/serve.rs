@@ -48,6 +48,8 @@ fn configuration(context: &Context, args: ServeArgs) -> Result<Config> {
     config.line_ports = args.line_ports;
     config.limits.branch_max_age = args.branch_max_age.map(Duration::from_secs);
     config.limits.branch_max_count = args.branch_max_count;
+    let unload_after = (args.branch_unload_secs > 0).then_some(args.branch_unload_secs);
+    config.limits.branch_unload_after = unload_after.map(Duration::from_secs);
     if let Some(most) = args.branch_concurrency {
         config.limits.max_branches = most as usize;
     }

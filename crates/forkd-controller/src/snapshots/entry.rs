@@ -1,6 +1,7 @@
 //! One snapshot: where it stands, how it comes to be, and its template.
 
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use forkd_protocol::names::is_valid_sandbox_id;
 use forkd_store::Snapshot;
@@ -20,6 +21,8 @@ pub(crate) struct Entry {
     owner: Mutex<String>,
     state: Mutex<State>,
     pub(super) current: Mutex<Option<Arc<Template>>>,
+    /// When a template was last asked for, or came to be.
+    used: Mutex<Instant>,
     /// Held by whoever starts a template: one at a time.
     pub(super) starting: tokio::sync::Mutex<()>,
     telling: Arc<Telling>,
@@ -90,8 +93,8 @@ impl Making {
 impl Entry {
     pub(super) fn new(tag: &str, owner: &str, state: State, telling: Arc<Telling>) -> Arc<Self> {
         let (state, current, starting) = (Mutex::new(state), Mutex::default(), Default::default());
-        let owner = Mutex::new(owner.to_owned());
-        Arc::new(Entry { tag: tag.to_owned(), owner, state, current, starting, telling })
+        let (owner, used) = (Mutex::new(owner.to_owned()), Mutex::new(Instant::now()));
+        Arc::new(Entry { tag: tag.to_owned(), owner, state, current, used, starting, telling })
     }
 
     /// Whose it is.
@@ -129,7 +132,24 @@ impl Entry {
         lock(&self.current).take();
     }
 
+    /// The same if nobody has asked for it for so long. Whether there was one.
+    pub(crate) fn unload_if_unused(&self, for_this_long: Duration) -> bool {
+        if lock(&self.used).elapsed() < for_this_long {
+            return false;
+        }
+        // Whoever asks just now has it: it does not end before they are done with it.
+        let unloaded = lock(&self.current).take();
+        unloaded.is_some()
+    }
+
+    /// Its live template, for children.
+    pub(super) fn use_current(&self) -> Option<Arc<Template>> {
+        *lock(&self.used) = Instant::now();
+        self.current()
+    }
+
     pub(crate) fn set_current(&self, template: Arc<Template>) {
+        *lock(&self.used) = Instant::now();
         *lock(&self.current) = Some(template);
     }
 

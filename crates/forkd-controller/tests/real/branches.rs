@@ -553,6 +553,30 @@ fn old_branches_go_when_nothing_needs_them() {
 }
 
 #[test]
+fn a_branch_nobody_forks_from_takes_no_memory() {
+    let Some(mut daemon) = start() else { return };
+    std::fs::write(daemon.path().join("limits.json"), r#"{"branch_unload_secs": 3}"#).unwrap();
+    daemon.restart();
+    let source = daemon.one("root");
+    let branch = |tag: &str| {
+        let branch = daemon.branch(&source, json!({"tag": tag, "mode": "diff"}));
+        branch["template"]["pid"].as_i64().unwrap() as i32
+    };
+    let needed = branch("with-child");
+    let child = daemon.one("with-child");
+    let unused = branch("unused");
+    let unloaded =
+        |tag: &str| daemon.request("GET", &format!("/v1/snapshots/{tag}"), None).1["template"].is_null();
+    eventually("both to be let go of", || unloaded("unused") && unloaded("with-child"));
+    eventually("the end of a template", || !runs(unused));
+    assert!(runs(needed) && daemon.console(&child) == "2", "a child needs it");
+    assert!(!unloaded("root"), "that is no branch");
+    // From disk the same.
+    assert_eq!(daemon.console(&daemon.one("unused")), "2");
+    daemon.gone();
+}
+
+#[test]
 fn more_branches_at_a_time_than_allowed_are_told_to_come_later() {
     let Some(mut daemon) = start() else { return };
     std::fs::write(daemon.path().join("limits.json"), r#"{"max_branches": 0}"#).unwrap();

@@ -214,6 +214,9 @@ pub(crate) fn run() {
         .map_or(Value::Null, |bytes| serde_json::from_slice(&bytes).unwrap());
     config.limits.branch_max_count = wants["branch_max_count"].as_u64().map(|count| count as usize);
     config.limits.branch_max_age = wants["branch_max_age"].as_u64().map(Duration::from_secs);
+    if let Some(secs) = wants["branch_unload_secs"].as_u64() {
+        config.limits.branch_unload_after = Some(Duration::from_secs(secs));
+    }
     config.otlp_endpoint = wants["otlp_endpoint"].as_str().map(str::to_owned);
     if let Some(max) = wants["max_branches"].as_u64() {
         config.limits.max_branches = max as usize;
