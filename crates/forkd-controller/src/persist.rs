@@ -4,6 +4,7 @@
 //! to the snapshot a branch came from, where there is one; if that is being written itself, its turn
 //! comes first. A saver that fails is given a second chance.
 
+use std::convert::Infallible;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -21,7 +22,8 @@ use crate::command::Command;
 use crate::console;
 use crate::error::{Error, Kind, Result};
 use crate::host::{blocking, new_id};
-use crate::monitor::Replacement;
+use crate::monitor::{Forked, Replacement};
+use crate::process;
 use crate::snapshots::{Entry, Snapshots};
 use crate::telling::metrics;
 use crate::template::{self, Asked, Standing, Template};
@@ -33,6 +35,8 @@ const MERGE_FROM: usize = 8;
 /// How long a branch that nobody waits for is left to its first children: a saver is a fork of the template,
 /// which makes nothing else meanwhile, and then takes turns with them on the host's CPUs.
 const CHILDREN_FIRST: Duration = Duration::from_millis(100);
+/// How often it is looked whether a saver gets anything of the host's CPUs.
+const LOOK: Duration = Duration::from_millis(250);
 /// How often a save is tried.
 const TRIES: u32 = 2;
 /// The file in a template's folder by which its saver tells how far it is.
@@ -246,7 +250,7 @@ async fn write(
     progress(told.try_clone().map_err(|error| Error::host("cannot follow a saver", error))?);
     let name = config.child.clone();
     let asked = template.save(config, fds).await;
-    let ended = follow(asked, SAVE_WAIT, move || drop(alone)).await;
+    let ended = follow(template, asked, move || drop(alone)).await;
     finish(template, &name, ended, "the snapshot could not be written", Some(&told))?;
     let mut bytes = [0; SaveProgress::LENGTH];
     let read = std::os::unix::fs::FileExt::read_exact_at(&told, &mut bytes, 0);
@@ -322,16 +326,35 @@ impl Drop for Helper {
     }
 }
 
-/// Waits for a process a template was asked for; `forked` is called when it exists.
-async fn follow(asked: Asked, patience: Duration, forked: impl FnOnce()) -> Result<WaitStatus> {
-    let helper = Helper(asked.forked.await.unwrap_or_else(|_| Err(template::lost()))?.pidfd);
+/// Sees to it that a saver does its work, if slowly. It takes the last place for a CPU, and beside guests that
+/// never rest there is nothing left for it there.
+async fn keep_going(saver: i32, template: &Template) -> Infallible {
+    let mut had = Duration::ZERO;
+    loop {
+        tokio::time::sleep(LOOK).await;
+        let has = process::cpu_time(saver).unwrap_or(had);
+        // Its pid may be somebody else's already.
+        if has.saturating_sub(had) < LOOK / 10 && process::parent(saver) == Some(template.pid) {
+            process::give_share(saver);
+        }
+        had = has;
+    }
+}
+
+/// Waits for a process `template` was asked for; `forked` is called when it exists.
+async fn follow(template: &Template, asked: Asked, forked: impl FnOnce()) -> Result<WaitStatus> {
+    let Forked { pid, pidfd } = asked.forked.await.unwrap_or_else(|_| Err(template::lost()))?;
+    let helper = Helper(pidfd);
     forked();
-    let ended = tokio::time::timeout(patience, asked.ended).await;
+    let ended = tokio::select! {
+        ended = tokio::time::timeout(SAVE_WAIT, asked.ended) => ended,
+        never = keep_going(pid, template) => match never {},
+    };
     drop(helper);
     match ended {
         Ok(Ok(status)) => Ok(status),
         Ok(Err(_)) => Err(template::lost()),
-        Err(_) => Err(Error::host("gave up", format!("it took longer than {} s", patience.as_secs()))),
+        Err(_) => Err(Error::host("gave up", format!("it took longer than {} s", SAVE_WAIT.as_secs()))),
     }
 }
 
@@ -407,7 +430,7 @@ async fn merge(snapshots: &Snapshots, source: Option<TakenFrom>, template: &Arc<
     }
     let name = new_id("merge")?;
     let asked = template.merge(MergeConfig { child: name.clone(), disks }, fds).await;
-    let ended = follow(asked, SAVE_WAIT, || {}).await;
+    let ended = follow(template, asked, || {}).await;
     finish(template, &name, ended, "layers could not be merged", None)?;
     template.replace_layers(replacements(&files)?).await?;
     let Some(TakenFrom { sandbox, generation, .. }) = source else { return Ok(()) };

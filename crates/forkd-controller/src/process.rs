@@ -105,6 +105,19 @@ pub(crate) fn child_pidfd(pidfd: OwnedFd, pid: i32, parent: i32) -> io::Result<O
     Err(io::Error::other(format!("the descriptor sent for process {pid} is not one of a child of {parent}")))
 }
 
+/// How long process `pid`, which has one thread, ran on the host's CPUs.
+pub(crate) fn cpu_time(pid: i32) -> Option<Duration> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/schedstat")).ok()?;
+    text.split_whitespace().next()?.parse().ok().map(Duration::from_nanos)
+}
+
+/// Gives a process that has only what nobody else wants of the host's CPUs the share its priority stands for.
+pub(crate) fn give_share(pid: i32) {
+    let no_priority = libc::sched_param { sched_priority: 0 };
+    // SAFETY: the call reads a struct that lives as long. If there is no such process, there is nothing to give.
+    unsafe { libc::sched_setscheduler(pid, libc::SCHED_OTHER, &raw const no_priority) };
+}
+
 /// The start time in a `/proc/PID/stat`.
 fn start_time(stat: &[u8]) -> Option<u64> {
     field(stat, 22)

@@ -280,14 +280,18 @@ fn rules(kind: ThreadKind) -> std::result::Result<Rules, seccompiler::BackendErr
             let fcntl = fcntl.map(|command| when(1, SeccompCmpOp::Eq, command as u64));
             rules.insert(libc::SYS_fcntl, fcntl.into_iter().collect::<std::result::Result<_, _>>()?);
             // Savers step back, and nobody else: "process 0" is the caller.
-            let process = |kind: u32| -> std::result::Result<SeccompRule, seccompiler::BackendError> {
-                let is = |index, value| {
-                    SeccompCondition::new(index, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value)
+            let exactly = |first: u32, second: u32| {
+                let is = |index, value: u32| {
+                    SeccompCondition::new(index, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value.into())
                 };
-                SeccompRule::new(vec![is(0, kind.into())?, is(1, 0)?])
+                Ok::<_, seccompiler::BackendError>(vec![SeccompRule::new(vec![
+                    is(0, first)?,
+                    is(1, second)?,
+                ])?])
             };
-            rules.insert(libc::SYS_setpriority, vec![process(libc::PRIO_PROCESS)?]);
-            rules.insert(libc::SYS_ioprio_set, vec![process(IOPRIO_WHO_PROCESS)?]);
+            rules.insert(libc::SYS_setpriority, exactly(libc::PRIO_PROCESS, 0)?);
+            rules.insert(libc::SYS_sched_setscheduler, exactly(0, libc::SCHED_IDLE as u32)?);
+            rules.insert(libc::SYS_ioprio_set, exactly(IOPRIO_WHO_PROCESS, 0)?);
             // Who branches goes to the guest's CPU and back, and takes nobody else along: "thread 0" is the caller.
             rules.insert(libc::SYS_sched_setaffinity, vec![when(0, SeccompCmpOp::Eq, 0)?]);
         }

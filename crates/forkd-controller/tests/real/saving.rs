@@ -79,6 +79,51 @@ fn a_child_forked_before_its_branch_was_on_disk_can_be_taken_back_to_it() {
     assert_eq!(back(json!({"to": "b"}))["rolled_back_to"], "b");
 }
 
+/// How the kernel gives CPUs to a process, by its number in `sched.h`; none if it is gone.
+fn policy(process: Pid) -> Option<i32> {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero())).ok()?;
+    stat.rsplit_once(')')?.1.split_whitespace().nth(38)?.parse().ok()
+}
+
+/// Branches `source` until somebody who saves was seen, while it was in the last place for a CPU and before it
+/// was done. It stands still then.
+fn caught_saving(daemon: &Daemon, source: &Value) -> (String, Pid) {
+    for n in 0..50 {
+        let tag = format!("caught-{n}");
+        let live = json!({"tag": tag, "mode": "live", "wait": false});
+        let branch = daemon.done(202, "POST", &route(source, "branch"), Some(live));
+        let template = branch["template"]["pid"].as_i64().unwrap();
+        let children = format!("/proc/{template}/task/{template}/children");
+        let writing = || {
+            let info = daemon.done(200, "GET", &format!("/v1/snapshots/{tag}"), None);
+            info["status"] == "writing"
+        };
+        while writing() {
+            let seen = std::fs::read_to_string(&children).unwrap();
+            let Some(saver) = seen.split_whitespace().find_map(|pid| Pid::from_raw(pid.parse().ok()?)) else {
+                continue;
+            };
+            if policy(saver) == Some(libc::SCHED_IDLE) && kill_process(saver, Signal::STOP).is_ok() {
+                return (tag, saver);
+            }
+        }
+    }
+    panic!("never saw a saver in the last place");
+}
+
+#[test]
+fn a_saver_has_the_last_place_for_a_cpu_until_it_gets_nothing_there() {
+    let Some(daemon) = Daemon::spelling() else { return };
+    daemon.snapshot("root", "kernel");
+    // Guests that never rest.
+    let source = daemon.spawn("root", 1 + std::thread::available_parallelism().unwrap().get()).remove(0);
+    let (tag, saver) = caught_saving(&daemon, &source);
+    within(Duration::from_secs(20), "a share of the CPUs", || policy(saver) == Some(libc::SCHED_OTHER));
+    tell(&[saver], Signal::CONT);
+    let info = settled(&daemon, &tag);
+    assert_eq!(info["status"], "ready", "{info}");
+}
+
 /// A small file system in memory.
 struct Small(PathBuf);
 

@@ -1,7 +1,7 @@
 //! A process that writes a template, or layers of its disks, to files.
 //!
 //! What it was given is looked at before there is a process, so that a refusal is an answer. From then on
-//! it depends on nobody, takes the last place in every queue, and says with its exit status whether all
+//! it depends on nobody, begins in the last place of every queue, and says with its exit status whether all
 //! is safely on disk. Why it is not it writes behind the progress: its standard error may be a file of
 //! whoever began the lineage.
 
@@ -102,14 +102,18 @@ fn tell_why(error: &Error, report: Option<&File>) {
     let _ = report.map(|report| report.write_all_at(text, SaveProgress::LENGTH as u64));
 }
 
-/// Steps back in every queue: children are not to notice that somebody saves. Not to the last place for
-/// the CPU, where beside guests that never rest a save would take minutes.
+/// Steps back in every queue: nobody is to notice that somebody saves. A branch of a running guest, above all,
+/// takes a CPU away from a saver at once. Beside guests that never rest a save would take minutes like that: so
+/// the controller gives it a small share of the CPUs after a while, one of this priority.
 fn step_back() {
     const LITTLE: libc::c_int = 10;
     const IDLE: libc::c_long = 3 << 13;
-    // SAFETY: both calls take integers only. What they fail to do is missed by nobody.
+    let no_priority = libc::sched_param { sched_priority: 0 };
+    // SAFETY: the calls take integers, and one reads a struct that lives as long. What they fail to do is missed
+    // by nobody.
     unsafe {
         libc::setpriority(libc::PRIO_PROCESS, 0, LITTLE);
+        libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const no_priority);
         libc::syscall(libc::SYS_ioprio_set, IOPRIO_WHO_PROCESS, 0, IDLE);
     }
 }

@@ -31,19 +31,23 @@ const PAGE_BYTES: usize = PAGE as usize;
 const ZERO_PAGE: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
 /// How many pages are looked at, or moved, in one go: a mebibyte.
 const CHUNK: u32 = 256;
+/// How many bytes are written in one go. Some kernels let nobody else have the CPU until all of them are in the
+/// file's cache, and that may need memory first: more of them would hold up guests for milliseconds.
+const PIECE: usize = 64 << 10;
 
 /// What is wrong with a layer, and what to do about it. The oldest layer is number 0.
 fn damaged(layer: usize, what: &str) -> Error {
     Error::Config(format!("memory layer {layer} cannot be used: {what}; make the snapshot again"))
 }
 
-/// Writes the pages of `bytes` that are not zero to `file`, the first at `offset` and those in a row with
-/// one call; returns how many bytes that were.
+/// Writes the pages of `bytes` that are not zero to `file`, the first at `offset` and those in a row together;
+/// returns how many bytes that were.
 fn write_data(file: &std::fs::File, offset: u64, bytes: &[u8]) -> std::io::Result<u64> {
     use std::os::unix::fs::FileExt;
     let is_data: Vec<bool> = bytes.chunks(PAGE_BYTES).map(|page| page != ZERO_PAGE).collect();
     let (mut start, mut written) = (0, 0);
-    for run in is_data.chunk_by(|one, next| one == next) {
+    let pieces = is_data.chunks(PIECE / PAGE_BYTES);
+    for run in pieces.flat_map(|piece| piece.chunk_by(|one, next| one == next)) {
         let end = (start + run.len() * PAGE_BYTES).min(bytes.len());
         if run[0] {
             file.write_all_at(&bytes[start..end], offset + start as u64)?;

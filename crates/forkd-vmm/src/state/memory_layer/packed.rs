@@ -17,7 +17,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-use super::{PAGE_BYTES, damaged};
+use super::{PAGE_BYTES, PIECE, damaged};
 use crate::layout::PAGE;
 use crate::{Error, Result};
 
@@ -28,8 +28,6 @@ const ID: usize = 32;
 /// Without the id at its end.
 const FIELDS: usize = 8 + 4 + 4 + 8 + 8 + 8 + ID + ID;
 const FOOTER: usize = FIELDS + ID;
-/// Pages are gathered up to this many bytes before they are written.
-const BUFFER: usize = 1 << 20;
 
 /// Tells layers apart.
 pub(super) type Id = [u8; ID];
@@ -75,7 +73,7 @@ pub(super) struct Writer<'f> {
 impl<'f> Writer<'f> {
     /// Into the empty `file`.
     pub(super) fn new(file: &'f File) -> Writer<'f> {
-        let buffer = Vec::with_capacity(BUFFER);
+        let buffer = Vec::with_capacity(PIECE);
         Writer { file, runs: Vec::new(), length: 0, buffer, hasher: blake3::Hasher::new() }
     }
 
@@ -88,7 +86,7 @@ impl<'f> Writer<'f> {
         }
         for page in bytes.chunks_exact(PAGE_BYTES) {
             self.buffer.extend_from_slice(page);
-            if self.buffer.len() >= BUFFER {
+            if self.buffer.len() >= PIECE {
                 self.flush()?;
             }
         }

@@ -10,8 +10,8 @@ use rustix::fs::OFlags;
 
 use super::disk::{BLOCK, Disk, DiskError};
 
-/// How much is copied in one go.
-const CHUNK: u64 = 1 << 20;
+/// How much is copied in one go: little, as of memory that is saved.
+const CHUNK: u64 = 64 << 10;
 
 impl Disk {
     /// The layers nobody writes to any more, oldest first. The base is not among them.
