@@ -35,6 +35,11 @@ pub(crate) use freeze::thaw_for_sure;
 pub(crate) use take::settle;
 use take::take;
 
+/// How long a branch that nobody waits for is left to its first children. Moving it to a cgroup of its own holds
+/// up whoever forks then; so does a saver, which is a fork of the template, and it takes turns with children on
+/// the host's CPUs.
+const CHILDREN_FIRST: Duration = Duration::from_millis(100);
+
 /// How a branch is stored, and what a request for it waits for by default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -386,11 +391,14 @@ impl Snapshots {
         }
         entry.set_current(template.clone());
         branch.stage.send_replace(Stage::Saving);
+        // Whoever asked has their answer now. Nothing of what follows is to hold up their first children.
+        if !branch.waited_for {
+            let _ = tokio::time::timeout(CHILDREN_FIRST, branch.dismissed()).await;
+        }
         match settle(&template).await {
             true => drop(leaving),
             false => leaving.into_iter().for_each(Leaving::stay),
         }
-        // Whoever asked has their answer by now, and need not wait for the log.
         tracing::info!(
             tag = branch.tag,
             sandbox = sandbox.id,

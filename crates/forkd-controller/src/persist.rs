@@ -32,9 +32,6 @@ use crate::template::{self, Asked, Standing, Template};
 const SAVE_WAIT: Duration = Duration::from_secs(3600);
 /// From this many frozen layers on, a disk's are merged into one.
 const MERGE_FROM: usize = 8;
-/// How long a branch that nobody waits for is left to its first children: a saver is a fork of the template,
-/// which makes nothing else meanwhile, and then takes turns with them on the host's CPUs.
-const CHILDREN_FIRST: Duration = Duration::from_millis(100);
 /// How often it is looked whether a saver gets anything of the host's CPUs.
 const LOOK: Duration = Duration::from_millis(250);
 /// How often a save is tried.
@@ -67,16 +64,10 @@ impl Snapshots {
         template: Arc<Template>,
         source: Option<TakenFrom>,
     ) {
-        let prepared = async {
-            if !branch.waited_for {
-                tokio::time::sleep(CHILDREN_FIRST).await;
-            }
-            merge(self, source, &template).await
-        };
         let merged = tokio::select! {
             biased;
             _ = branch.dismissed() => Ok(()),
-            merged = prepared => merged,
+            merged = merge(self, source, &template) => merged,
         };
         if let Err(error) = merged {
             tracing::warn!(tag = branch.tag, error = error.message, "disk layers were not merged");

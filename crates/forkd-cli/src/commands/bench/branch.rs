@@ -149,6 +149,8 @@ pub(super) struct Run<'a> {
 struct Compared {
     pauses: Attempts,
     calls: Attempts,
+    /// How much longer than the pause each took.
+    beyond: Attempts,
     forks: Attempts,
 }
 
@@ -315,8 +317,8 @@ impl Run<'_> {
             }
             server.resume(sandbox).await?;
         }
-        let Compared { pauses, calls, forks } = compared;
-        let cases = [("forkd", &pauses), ("live_call", &calls)].into_iter();
+        let Compared { pauses, calls, beyond, forks } = compared;
+        let cases = [("forkd", &pauses), ("live_call", &calls), ("live_beyond", &beyond)].into_iter();
         let cases = cases.chain([(Method::Fork.name(), &forks)]);
         let cases = cases.chain(others.iter().map(|(method, all)| (method.name(), all)));
         let cases = cases.chain(firecracker.iter().map(|(kind, all)| (kind.name(), all)));
@@ -389,11 +391,10 @@ impl Run<'_> {
             server.delete(&[child]).await?;
 
             let branch = self.tag(&format!("first-branch-{turn}"));
-            let begin = Instant::now();
             let order = json!({ "mode": "live", "wait": false });
-            let (taken, _) = server.branch(&sandbox.id, &branch, &order).await?;
-            let (child, _) = server.child(&branch, false).await?;
-            firsts.add(Ok::<_, String>(begin.elapsed().as_secs_f64() * 1e3));
+            let (taken, took) = server.branch(&sandbox.id, &branch, &order).await?;
+            let (child, burst) = server.child(&branch, false).await?;
+            firsts.add(Ok::<_, String>(took + burst.all_ms));
             pauses.add(Ok::<_, String>(taken.pause_ms));
             server.delete(&[child]).await?;
             server.remove(&branch).await?;
@@ -446,6 +447,7 @@ async fn compare(
                 Ok((branch, took)) => {
                     compared.pauses.add(Ok::<_, String>(branch.pause_ms));
                     compared.calls.add(Ok::<_, String>(took));
+                    compared.beyond.add(Ok::<_, String>(took - branch.pause_ms));
                     branched = true;
                 }
                 Err(error) => compared.pauses.add(Err(format!("{error:#}"))),
