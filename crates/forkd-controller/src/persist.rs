@@ -33,7 +33,7 @@ const SAVE_WAIT: Duration = Duration::from_secs(3600);
 /// From this many frozen layers on, a disk's are merged into one.
 const MERGE_FROM: usize = 8;
 /// How often it is looked whether a saver gets anything of the host's CPUs.
-const LOOK: Duration = Duration::from_millis(250);
+const LOOK: Duration = Duration::from_millis(100);
 /// How often a save is tried.
 const TRIES: u32 = 2;
 /// The file in a template's folder by which its saver tells how far it is.

@@ -212,7 +212,7 @@ impl Run<'_> {
 
     /// How often something is done that is done `full` times by a run that is not quick.
     pub(super) fn turns(&self, full: usize) -> usize {
-        if self.args.quick { full.div_ceil(5) } else { full }
+        if self.args.quick { full.div_ceil(5).min(4) } else { full }
     }
 
     /// A name for a snapshot that nobody else has.
@@ -384,7 +384,7 @@ impl Run<'_> {
         let (warmed, _) = server.child(&plain, false).await?;
         server.delete(&[warmed]).await?;
         let [mut firsts, mut spawns, mut pauses] = [(); 3].map(|()| Attempts::default());
-        for turn in 0..self.turns(20) {
+        for turn in 0..self.turns(40) {
             tokio::time::sleep(WRITES).await;
             let (child, burst) = server.child(&plain, false).await?;
             spawns.add(Ok::<_, String>(burst.all_ms));

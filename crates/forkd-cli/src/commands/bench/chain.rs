@@ -56,7 +56,7 @@ pub(super) async fn measure(
         let (child, _) = server.child(tag, false).await?;
         server.delete(&[child]).await?;
     }
-    for _ in 0..run.turns(20) {
+    for _ in 0..run.turns(60) {
         for (_, tag, attempts) in &mut times {
             match server.child(tag, false).await {
                 Ok((child, burst)) => {
