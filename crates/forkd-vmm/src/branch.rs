@@ -46,7 +46,8 @@ pub(crate) struct Branch {
 pub(crate) struct Newborn {
     saved: KvmState,
     controllers: Controllers,
-    source: UnixStream,
+    /// Whether its source said that it is to live.
+    heard: Result<()>,
 }
 
 /// Branches `vm`, which goes on, with the next layers of its disks that `config` names. An error changes
@@ -71,7 +72,11 @@ pub(crate) fn branch(vm: &mut Running, config: BranchConfig, fds: Vec<OwnedFd>) 
         std::mem::forget(paused);
         // Now, while this CPU is free: once the guest has it again, the branch would wait for it to wait.
         cpu::go_to(usual);
-        return Ok(Branched::Branch(Box::new(Newborn { saved, controllers, source: branch })));
+        // Only the source itself is to keep its end open: the branch hears of its death by that.
+        drop(source);
+        // Before anything else: the guest stands still, and its source wants the CPU this would take.
+        let heard = hear(branch);
+        return Ok(Branched::Branch(Box::new(Newborn { saved, controllers, heard })));
     };
     // Else the guest, which has waited, would have this CPU for itself for some milliseconds, and whoever waits
     // for the branch would wait for that, too.
@@ -105,9 +110,8 @@ impl Newborn {
     ///
     /// The caller owns no descriptor of its own any more but the usual ones.
     pub(crate) fn settle(self, source: Running) -> Result<(Frozen, Controllers)> {
-        let Newborn { saved, controllers, source: word } = self;
-        // Before anything else: until it is heard the guest stands still, and this would take its source's CPU.
-        hear(word)?;
+        let Newborn { saved, controllers, heard } = self;
+        heard?;
         match freeze_copy(saved, source) {
             Ok(frozen) => {
                 let mut kept = frozen.descriptors();

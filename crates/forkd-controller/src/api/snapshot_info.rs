@@ -21,6 +21,11 @@ use crate::tree::COMPACTED;
 
 /// What is told of one snapshot to whoever asks.
 pub(super) async fn info(app: &App, who: &Identity, entry: Arc<Entry>) -> Result<Json<SnapshotInfo>> {
+    // Only of what is on disk there are files to be looked at. Whoever waits for a branch gets it at once.
+    let state = entry.state();
+    if !matches!(state, Standing::Ready(_)) {
+        return Ok(Json(Look::new(app, who).at_state(&entry, state)));
+    }
     let (app, who) = (app.clone(), who.clone());
     blocking("looking at a snapshot", move || Ok(Json(Look::new(&app, &who).at(&entry)))).await
 }
@@ -40,8 +45,13 @@ impl<'a> Look<'a> {
 
     /// What is told of a snapshot. Blocks.
     pub(super) fn at(&self, entry: &Entry) -> SnapshotInfo {
+        self.at_state(entry, entry.state())
+    }
+
+    /// The same, of one that was in this state; blocks if it was on disk.
+    fn at_state(&self, entry: &Entry, state: Standing) -> SnapshotInfo {
         let (app, current) = (self.app, entry.current());
-        let mut info = self.standing(entry, current.is_some());
+        let mut info = self.standing(entry, state, current.is_some());
         info.owner = entry.owner();
         info.dir = app.snapshots.store.folder().join(&entry.tag).display().to_string();
         info.template = current.map(|template| TemplateInfo {
@@ -60,8 +70,8 @@ impl<'a> Look<'a> {
         info
     }
 
-    fn standing(&self, entry: &Entry, has_template: bool) -> SnapshotInfo {
-        match entry.state() {
+    fn standing(&self, entry: &Entry, state: Standing, has_template: bool) -> SnapshotInfo {
+        match state {
             Standing::Ready(snapshot) => {
                 let warning = self.in_the_way(&snapshot);
                 ready(entry, &snapshot, has_template || warning.is_none(), warning)
