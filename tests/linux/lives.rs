@@ -1,9 +1,14 @@
 //! How long sandboxes with Linux in them live.
 
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+
+use forkd_protocol::agent::AGENT_PORT;
 use forkd_tests::eventually;
+use forkd_tests::monitor::connect_to_guest;
 use serde_json::json;
 
-use crate::parent::{TAG, daemon};
+use crate::parent::{TAG, daemon, fork};
 
 #[test]
 fn an_idle_sandbox_stands_still_and_the_next_command_finds_it_as_it_was() {
@@ -14,5 +19,40 @@ fn an_idle_sandbox_stands_still_and_the_next_command_finds_it_as_it_was() {
     assert_eq!(daemon.sh(&sandbox, "echo kept > /run/it; sleep 6; cat /run/it"), "kept\n");
     eventually("it stands still", || (daemon.sandbox(&sandbox)["state"] == "paused").then_some(()));
     assert_eq!(daemon.sh(&sandbox, "cat /run/it"), "kept\n");
+    daemon.delete(&[sandbox]);
+}
+
+#[test]
+fn a_freeze_that_is_read_after_its_caller_has_gone_leaves_nothing_frozen() {
+    let daemon = daemon();
+    let sandbox = fork(1).remove(0);
+    let folder = daemon.run_dir().join("sandboxes").join(&sandbox);
+    let mut caller = connect_to_guest(&folder, AGENT_PORT).unwrap();
+    let ask = |caller: &mut UnixStream, call: &str| {
+        let head = "HTTP/1.1\r\nhost: guest\r\ncontent-type: application/json\r\ncontent-length: 2";
+        write!(caller, "POST /forkd.Agent/{call} {head}\r\n\r\n{{}}").unwrap();
+    };
+    // This does freeze, as long as somebody waits for the answer.
+    for (call, answer) in [("Freeze", "{\"frozen\":true}"), ("Thaw", "{}")] {
+        ask(&mut caller, call);
+        let mut said = String::new();
+        while !said.ends_with(answer) {
+            let mut piece = [0; 1024];
+            let count = caller.read(&mut piece).unwrap();
+            assert_ne!(count, 0, "{said}");
+            said.push_str(std::str::from_utf8(&piece[..count]).unwrap());
+        }
+        assert!(said.starts_with("HTTP/1.1 200 "), "{said}");
+    }
+    // The guest gets no CPU: it reads what is sent now when nobody waits for the answer any more.
+    daemon.tell(&sandbox, "pause", json!({}));
+    ask(&mut caller, "Freeze");
+    drop(caller);
+    daemon.tell(&sandbox, "resume", json!({}));
+    // For longer than the freeze takes.
+    for word in 0..10 {
+        let args = json!({"args": ["sh", "-c", format!("sleep 0.2; echo {word}")], "timeout_secs": 60});
+        assert_eq!(daemon.exec(&sandbox, args)["stdout"], format!("{word}\n"));
+    }
     daemon.delete(&[sandbox]);
 }

@@ -227,16 +227,7 @@ impl Monitor {
 
     /// A connection to a vsock port in the guest.
     pub fn connect(&self, port: u32) -> std::io::Result<UnixStream> {
-        let stream = UnixStream::connect(self.folder.path().join("vsock.sock"))?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        writeln!(&stream, "CONNECT {port}")?;
-        let mut line = String::new();
-        // A one-byte buffer: what follows the line is not ours to read.
-        BufReader::with_capacity(1, &stream).read_line(&mut line)?;
-        match line.starts_with("OK ") {
-            true => Ok(stream),
-            false => Err(std::io::Error::other(format!("vsock port {port}: {line:?}"))),
-        }
+        connect_to_guest(self.folder.path(), port)
     }
 
     /// One HTTP request to the agent.
@@ -335,6 +326,20 @@ impl Monitor {
             Process::Started(child) => child.id(),
             Process::Forked(pid, _) => *pid,
         }
+    }
+}
+
+/// A connection to a vsock port in the guest whose monitor's sockets are in `folder`.
+pub fn connect_to_guest(folder: &Path, port: u32) -> std::io::Result<UnixStream> {
+    let stream = UnixStream::connect(folder.join("vsock.sock"))?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    writeln!(&stream, "CONNECT {port}")?;
+    let mut line = String::new();
+    // A one-byte buffer: what follows the line is not ours to read.
+    BufReader::with_capacity(1, &stream).read_line(&mut line)?;
+    match line.starts_with("OK ") {
+        true => Ok(stream),
+        false => Err(std::io::Error::other(format!("vsock port {port}: {line:?}"))),
     }
 }
 

@@ -131,8 +131,8 @@ impl Agent {
             "Eval" => rpc::unary(exchange, |request: EvalRequest, head| {
                 self.python.eval(&request.code, &self.user(None)?, rpc::timeout(head)?)
             }),
-            "Freeze" => rpc::unary(exchange, |request: FreezeRequest, head| {
-                self.forking.freeze(&request, head.received)
+            "Freeze" => rpc::watched(exchange, |request: FreezeRequest, exchange| {
+                self.forking.freeze(&request, exchange.head().received, || !exchange.peer_has_left())
             }),
             "Thaw" => rpc::unary(exchange, |_: Value, _| self.forking.thaw().map(|()| json!({}))),
             "Become" => rpc::unary(exchange, |request: BecomeRequest, head| {

@@ -15,9 +15,17 @@ pub(crate) fn unary<Q: DeserializeOwned, A: Serialize>(
     exchange: &mut Exchange,
     call: impl FnOnce(Q, &Head) -> Result<A, Error>,
 ) -> io::Result<()> {
+    watched(exchange, |request, exchange| call(request, exchange.head()))
+}
+
+/// Answers a unary call that looks whether anybody still waits for its answer.
+pub(crate) fn watched<Q: DeserializeOwned, A: Serialize>(
+    exchange: &mut Exchange,
+    call: impl FnOnce(Q, &Exchange) -> Result<A, Error>,
+) -> io::Result<()> {
     let answer = read_body(exchange, MAX_PAYLOAD)?
         .and_then(|body| parse(&body))
-        .and_then(|request| call(request, exchange.head()));
+        .and_then(|request| call(request, exchange));
     match answer {
         Ok(answer) => {
             let body = serde_json::to_vec(&answer).map_err(io::Error::other)?;

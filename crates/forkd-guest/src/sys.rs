@@ -14,6 +14,7 @@ use std::{
 use rustix::{
     event::{PollFd, PollFlags, Timespec},
     fs::{Mode, OFlags},
+    io::Errno,
     net::{RecvFlags, SendFlags},
 };
 
@@ -37,7 +38,15 @@ impl Socket {
     pub(crate) fn is_gone(&self) -> bool {
         let mut fds = [PollFd::new(&self.0, PollFlags::empty())];
         let polled = rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
-        polled.is_ok() && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
+        polled.is_ok() && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR) || self.has_left()
+    }
+
+    /// Whether the peer takes nothing any more. A connection that was cut, as all are in a copy of a guest, is
+    /// none that the peer has left.
+    pub(crate) fn has_left(&self) -> bool {
+        // A vsock says so only to whoever sends, if only nothing.
+        let sent = rustix::net::send(&self.0, &[], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+        matches!(sent, Err(Errno::PIPE))
     }
 
     /// Our address and the peer's, if this is TCP over IPv4.

@@ -79,8 +79,15 @@ impl Forking {
 
     /// Stops all user processes and makes the file systems clean, in the time that `request` gives from
     /// when its first byte was read, at `received`. What takes longer is an error, and then nothing stands
-    /// still because of it: whoever asked has gone on without it, or will.
-    pub(crate) fn freeze(&self, request: &FreezeRequest, received: Instant) -> Result<FreezeResponse, Error> {
+    /// still because of it: whoever asked has gone on without it, or will. So is what is not `wanted` any
+    /// more: in a guest that got no CPU for long, the request may be read after whoever sent it has left and
+    /// had everything thawed, and nobody would thaw again.
+    pub(crate) fn freeze(
+        &self,
+        request: &FreezeRequest,
+        received: Instant,
+        wanted: impl Fn() -> bool,
+    ) -> Result<FreezeResponse, Error> {
         let limit = match request.timeout_ms {
             0 => FREEZE_TIME,
             ms => Duration::from_millis(ms).min(MAX_FREEZE_TIME),
@@ -88,6 +95,12 @@ impl Forking {
         // Of everything, the wait for its turn included.
         let deadline = received + limit;
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let still_wanted = || match wanted() {
+            true => Ok(()),
+            false => Err(Error::new(Code::Canceled, "whoever asked for it does not wait any more")),
+        };
+        // Before anything is touched: what stands still may do so for somebody who came later.
+        still_wanted()?;
         // Most of the writing while processes still run, so that they stand still for less long.
         self.sync(deadline, limit)?;
         let left = deadline.saturating_duration_since(Instant::now());
@@ -103,7 +116,7 @@ impl Forking {
             // have their place on the disk, and a child changes one page of each.
             self.names().rehearse();
             // What the processes, and the line above, wrote since the first time.
-            if let Err(error) = self.sync(deadline, limit) {
+            if let Err(error) = self.sync(deadline, limit).and_then(|()| still_wanted()) {
                 self.processes.cgroups.thaw().map_err(cannot("let the user processes run"))?;
                 return Err(error);
             }

@@ -4,7 +4,10 @@ use std::{
     fs,
     io::{Read, Write},
     net::TcpListener,
-    os::unix::fs::PermissionsExt,
+    os::unix::{
+        fs::PermissionsExt,
+        net::{UnixListener, UnixStream},
+    },
     sync::{
         Condvar, Mutex, OnceLock,
         atomic::{AtomicBool, Ordering},
@@ -15,7 +18,10 @@ use std::{
 use serde_json::{Value, json};
 
 use super::*;
-use crate::agent::tests::{TestAgent, eventually};
+use crate::agent::{
+    Agent, Config,
+    tests::{TestAgent, eventually},
+};
 
 /// What was done to the machines of all tests.
 static DONE: Mutex<Vec<Done>> = Mutex::new(Vec::new());
@@ -200,7 +206,7 @@ fn within(ms: u64) -> FreezeRequest {
 fn a_guest_without_cgroups_says_that_nothing_is_frozen() {
     let folder = tempfile::tempdir().unwrap();
     let forking = forking(folder.path(), None, || ());
-    let answer = forking.freeze(&FreezeRequest::default(), Instant::now());
+    let answer = forking.freeze(&FreezeRequest::default(), Instant::now(), || true);
     assert_eq!(answer, Ok(FreezeResponse { frozen: false }));
     assert!(forking.thaw().is_ok());
 }
@@ -243,7 +249,7 @@ fn a_disk_too_slow_to_be_synced_in_time_freezes_nothing_and_holds_nothing_up() {
     let folder = tempfile::tempdir().unwrap();
     let forking = forking(folder.path(), still(folder.path()), || GATE.pass());
     let fails = || {
-        let error = forking.freeze(&within(50), Instant::now()).unwrap_err();
+        let error = forking.freeze(&within(50), Instant::now(), || true).unwrap_err();
         assert_eq!(error.code, Code::DeadlineExceeded, "{error}");
         assert_ne!(told(folder.path()), "1");
         forking.thaw().unwrap();
@@ -252,7 +258,7 @@ fn a_disk_too_slow_to_be_synced_in_time_freezes_nothing_and_holds_nothing_up() {
     eventually("a sync that takes long", fails);
     assert!(fails() && fails(), "another one joined it");
     GATE.open();
-    assert!(forking.freeze(&within(60_000), Instant::now()).unwrap().frozen);
+    assert!(forking.freeze(&within(60_000), Instant::now(), || true).unwrap().frozen);
     assert_eq!(told(folder.path()), "1");
 }
 
@@ -272,15 +278,49 @@ fn processes_go_on_when_what_they_wrote_last_cannot_be_synced_in_time() {
     // A busy computer may not come that far at first.
     let mut limit = 100;
     while GATE.waiting() == 0 {
-        let error = forking.freeze(&within(limit), Instant::now()).unwrap_err();
+        let error = forking.freeze(&within(limit), Instant::now(), || true).unwrap_err();
         assert_eq!(error.code, Code::DeadlineExceeded, "{error}");
         assert_ne!(told(folder), "1");
         limit *= 2;
     }
     assert_eq!(told(folder), "0");
     GATE.open();
-    assert!(forking.freeze(&within(60_000), Instant::now()).unwrap().frozen);
+    assert!(forking.freeze(&within(60_000), Instant::now(), || true).unwrap().frozen);
     assert_eq!(told(folder), "1");
+}
+
+#[test]
+fn a_freeze_whose_caller_is_gone_when_it_is_done_is_undone() {
+    static GATE: Gate = Gate::new();
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    let kept = tempfile::tempdir().unwrap();
+    let folder = FOLDER.get_or_init(|| kept.path().into());
+    let sync = || {
+        if FOLDER.get().is_some_and(|folder| told(folder) == "1") {
+            GATE.pass();
+        }
+    };
+    let agent = Agent::new(Config {
+        default_user: None,
+        token: None,
+        cgroup: still(folder),
+        run_dir: folder.join("run"),
+        machine: Machine { sync, ..machine(folder.join("root")) },
+        shut_down: || (),
+    });
+    let socket = folder.join("agent.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    thread::spawn(move || agent.serve(&listener.into()));
+
+    let body = serde_json::to_string(&within(60_000)).unwrap();
+    let head = "POST /forkd.Agent/Freeze HTTP/1.1\r\ncontent-type: application/json\r\n";
+    let mut caller = UnixStream::connect(&socket).unwrap();
+    write!(caller, "{head}content-length: {}\r\n\r\n{body}", body.len()).unwrap();
+    eventually("everything stands still", || GATE.waiting() == 1);
+    assert_eq!(told(folder), "1");
+    drop(caller);
+    GATE.open();
+    eventually("everything goes on", || told(folder) == "0");
 }
 
 #[test]
@@ -291,10 +331,20 @@ fn a_freeze_whose_time_is_over_before_its_turn_comes_changes_nothing() {
     // Somebody else's, who may have come first.
     fs::write(folder.path().join("cgroup.freeze"), "1").unwrap();
     let long_ago = Instant::now().checked_sub(Duration::from_secs(1)).unwrap();
-    let error = forking.freeze(&within(500), long_ago).unwrap_err();
+    let error = forking.freeze(&within(500), long_ago, || true).unwrap_err();
     assert_eq!(error.code, Code::DeadlineExceeded, "{error}");
     assert!(error.message.contains("500ms"), "{error}");
     assert_eq!((told(folder.path()).as_str(), SYNCED.load(Ordering::SeqCst)), ("1", false));
+}
+
+#[test]
+fn a_freeze_nobody_waits_for_when_its_turn_comes_undoes_nobody_elses() {
+    let folder = tempfile::tempdir().unwrap();
+    let forking = forking(folder.path(), still(folder.path()), || ());
+    fs::write(folder.path().join("cgroup.freeze"), "1").unwrap();
+    let error = forking.freeze(&within(60_000), Instant::now(), || false).unwrap_err();
+    assert_eq!(error.code, Code::Canceled, "{error}");
+    assert_eq!(told(folder.path()), "1");
 }
 
 fn hook(agent: &TestAgent, name: &str, mode: u32, script: &str) {

@@ -38,6 +38,8 @@ pub(crate) trait Transport: Read + Write {
     fn set_timeouts(&self, read: Option<Duration>, write: Option<Duration>) -> io::Result<()>;
     /// Whether the peer is gone for good.
     fn is_gone(&self) -> bool;
+    /// Whether it has left: not if the connection was cut.
+    fn has_left(&self) -> bool;
     /// Tells the peer that nothing more will come.
     fn shutdown_write(&self);
 }
@@ -231,6 +233,12 @@ impl<'e> Exchange<'e> {
     /// Whether the peer is gone for good.
     pub(crate) fn peer_is_gone(&self) -> bool {
         self.connection.transport().is_gone()
+    }
+
+    /// Whether whoever asked has left and takes no answer. In a copy of the guest, whose connections were all cut,
+    /// nobody has.
+    pub(crate) fn peer_has_left(&self) -> bool {
+        self.connection.transport().has_left()
     }
 
     /// Lets writes wait for ever: the peer of a stream may read as slowly as it likes.
@@ -432,6 +440,9 @@ pub fn fuzz_request(data: &[u8]) {
             Ok(())
         }
         fn is_gone(&self) -> bool {
+            false
+        }
+        fn has_left(&self) -> bool {
             false
         }
         fn shutdown_write(&self) {}

@@ -26,6 +26,10 @@ impl Transport for Socket {
         Socket::is_gone(self)
     }
 
+    fn has_left(&self) -> bool {
+        Socket::has_left(self)
+    }
+
     fn shutdown_write(&self) {
         Socket::shutdown_write(self);
     }

@@ -46,6 +46,10 @@ impl Transport for Peer<'_> {
         false
     }
 
+    fn has_left(&self) -> bool {
+        false
+    }
+
     fn shutdown_write(&self) {}
 }
 
