@@ -1,8 +1,9 @@
-//! The bare alternatives: the same memory, without a VM around it, forked, write-protected and copied.
+//! The bare alternatives: the same memory, with nothing of forkd around it, forked, write-protected and copied.
 //!
 //! A process of one thread holds memory as a sandbox's process does: mapped privately from a file
 //! ([`Kind::Layer`]), or anonymous in huge pages and inherited from a
-//! template ([`Kind::Huge`]); then it makes the same pages dirty. After that it does what it is asked
+//! template ([`Kind::Huge`]), and known to KVM as the memory of a VM, which has no vCPU and never runs; then it
+//! makes the same pages dirty. After that it does what it is asked
 //! for, one line at a time, so that whoever asks can take turns with other measurements: noise then
 //! hits all of them.
 
@@ -12,6 +13,9 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 use std::time::Instant;
 
+use forkd_vmm::memory;
+use kvm_bindings::kvm_userspace_memory_region;
+use kvm_ioctls::{Kvm, VmFd};
 use rustix::mm::{Advice, UserfaultfdFlags};
 use rustix::process::WaitOptions;
 use serde::{Deserialize, Serialize};
@@ -46,6 +50,8 @@ impl Kind {
 pub enum Method {
     /// `fork(2)`. Timed in the parent; the child lives until what it shares was written to again.
     Fork,
+    /// The same, of memory that is no VM's: what is missing is the kernel telling KVM of the fork.
+    ForkPlain,
     /// Write-protection of all pages by `userfaultfd`, registered before.
     UffdWp,
     /// A copy into fresh memory of huge pages. What is copied is mapped in before.
@@ -57,6 +63,7 @@ impl Method {
     pub fn name(self) -> &'static str {
         match self {
             Method::Fork => "fork",
+            Method::ForkPlain => "fork_plain",
             Method::UffdWp => "uffd_wp",
             Method::Copy => "copy",
         }
@@ -154,6 +161,8 @@ impl Memory {
             let line = serde_json::to_string(answer).unwrap_or_default() + "\n";
             output.write_all(line.as_bytes()).and_then(|()| output.flush()).map_err(system("answer"))
         };
+        // Here, and not when it was mapped: a VM belongs to the process that has made it.
+        let mut vm = Some(self.of_a_vm()?);
         self.dirty(1)?;
         tell(&Answer::Ready)?;
         // The guest's branch lives until the guest has written everything again, and so does this.
@@ -163,10 +172,21 @@ impl Memory {
             let request: Request = serde_json::from_str(&line)
                 .map_err(|error| Error::Invalid(format!("`{line}` is nothing that can be done: {error}")))?;
             let took = match request {
-                Request::Do(Method::Fork) => self.fork().map(|(took, child)| {
-                    living = Some(child);
-                    took
-                }),
+                Request::Do(method @ (Method::Fork | Method::ForkPlain)) => {
+                    // It has the VM open, too.
+                    living.take().map_or(Ok(()), Child::end)?;
+                    if method == Method::ForkPlain {
+                        vm = None;
+                    }
+                    let forked = self.fork();
+                    if vm.is_none() {
+                        vm = Some(self.of_a_vm()?);
+                    }
+                    forked.map(|(took, child)| {
+                        living = Some(child);
+                        took
+                    })
+                }
                 Request::Do(Method::UffdWp) => self.write_protect(),
                 Request::Do(Method::Copy) => self.copy(),
                 Request::Rewrite => {
@@ -179,6 +199,30 @@ impl Memory {
             tell(&took.map_or_else(|error| Answer::Impossible(error.to_string()), Answer::Ms))?;
         }
         living.map_or(Ok(()), Child::end)
+    }
+
+    /// Makes a VM that has this memory, laid out as a guest's is. KVM is told then whenever the kernel changes
+    /// how the memory is mapped, and where it has no nested paging, it looks at its notes of every page.
+    fn of_a_vm(&self) -> Result<VmFd> {
+        let kvm = |what: &str| {
+            let what = what.to_owned();
+            move |error: kvm_ioctls::Error| system(what)(std::io::Error::from(error))
+        };
+        let vm = Kvm::new().and_then(|kvm| kvm.create_vm()).map_err(kvm("make a VM"))?;
+        let mut address = self.region.as_ptr() as u64;
+        for (slot, (start, length)) in (0..).zip(memory::ranges(self.region.size() as u64 >> 20)) {
+            let region = kvm_userspace_memory_region {
+                slot,
+                guest_phys_addr: start,
+                memory_size: length,
+                userspace_addr: address,
+                flags: 0,
+            };
+            // SAFETY: the range is a part of the mapping, which outlives the VM; and that never runs.
+            unsafe { vm.set_user_memory_region(region) }.map_err(kvm("give memory to a VM"))?;
+            address += length;
+        }
+        Ok(vm)
     }
 
     /// Writes `value` to the pages the guest writes to.

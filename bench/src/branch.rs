@@ -30,7 +30,8 @@ pub struct Line {
     /// What was timed:
     ///
     /// - `forkd`: how long the vCPUs stood still for a branch;
-    /// - `fork`, `uffd_wp`, `copy`: see [`crate::bare::Method`];
+    /// - `fork`, `fork_plain`, `uffd_wp`, `copy`: see [`crate::bare::Method`];
+    /// - `over_fork`: how much longer a pause was than the fork right before or after it;
     /// - `firecracker_full`, `firecracker_diff`: how long its guest stood still for a snapshot;
     /// - `live_call`: how long the call for a branch took that does not wait for the disk;
     /// - `live_beyond`: how much of that was more than the pause of that branch;

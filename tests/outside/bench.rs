@@ -52,7 +52,7 @@ fn a_bench_of_branches_prints_a_line_for_every_case_and_leaves_nothing() {
     };
     let (in_row, at_once): (Vec<&Value>, Vec<&Value>) =
         lines.iter().filter(of_subject).partition(|line| line.get("index").is_some());
-    for case in ["forkd", "fork", "uffd_wp", "copy", "firecracker_full", "firecracker_diff"] {
+    for case in ["forkd", "fork", "fork_plain", "uffd_wp", "copy", "firecracker_full", "firecracker_diff"] {
         let found: Vec<&&Value> = at_once.iter().filter(|line| line["case"] == case).collect();
         let [line] = found[..] else { panic!("{} lines for {case}: {said}", found.len()) };
         assert!(line["n"].as_u64().unwrap() > 0, "{line}");

@@ -135,9 +135,10 @@ impl SpawnArgs {
 /// Measure branches: how long a running sandbox stands still for one, and what comes of it.
 ///
 /// Branches a tiny guest that keeps writing to its memory and, in turns with it, forks (fork),
-/// write-protects (uffd_wp) and copies (copy) the same memory without a VM. Then branches in a row, the
-/// first child of a branch, chains of layers; and the same with Linux, in the emulated machine where KVM
-/// cannot run it: only ratios mean anything there. Starts a daemon of its own. Judges what it finds.
+/// write-protects (uffd_wp) and copies (copy) the same memory, a VM's, with nothing of forkd around it, and
+/// forks it while it is no VM's (fork_plain). Then branches in a row, the first child of a branch, chains of
+/// layers; and the same with Linux, in the emulated machine where KVM cannot run it: only ratios mean
+/// anything there. Starts a daemon of its own. Judges what it finds.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   sudo forkd bench branch

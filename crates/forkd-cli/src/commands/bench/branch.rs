@@ -152,6 +152,8 @@ struct Compared {
     /// How much longer than the pause each took.
     beyond: Attempts,
     forks: Attempts,
+    /// How much longer each pause was than the fork of the same turn.
+    over: Attempts,
 }
 
 impl Run<'_> {
@@ -247,7 +249,7 @@ impl Run<'_> {
         Ok(tag)
     }
 
-    /// Branches of one sandbox, in turns with what is done to the same memory without a VM.
+    /// Branches of one sandbox, in turns with what is done to the same memory with nothing of forkd around it.
     async fn tiny(
         &self,
         server: &mut Server,
@@ -285,7 +287,8 @@ impl Run<'_> {
         let file = self.folder.join("companion");
         let mut companion = Companion::start(subject, &file, cpu).await?;
         let mut compared = Compared::default();
-        let mut others = [Method::UffdWp, Method::Copy].map(|method| (method, Attempts::default()));
+        let others = [Method::ForkPlain, Method::UffdWp, Method::Copy];
+        let mut others = others.map(|method| (method, Attempts::default()));
         let mut firecracker =
             [SnapshotKind::Full, SnapshotKind::Diff].map(|kind| (kind, Attempts::default()));
         let other = self.firecracker(subject)?;
@@ -317,9 +320,9 @@ impl Run<'_> {
             }
             server.resume(sandbox).await?;
         }
-        let Compared { pauses, calls, beyond, forks } = compared;
+        let Compared { pauses, calls, beyond, forks, over } = compared;
         let cases = [("forkd", &pauses), ("live_call", &calls), ("live_beyond", &beyond)].into_iter();
-        let cases = cases.chain([(Method::Fork.name(), &forks)]);
+        let cases = cases.chain([(Method::Fork.name(), &forks), ("over_fork", &over)]);
         let cases = cases.chain(others.iter().map(|(method, all)| (method.name(), all)));
         let cases = cases.chain(firecracker.iter().map(|(kind, all)| (kind.name(), all)));
         for (case, attempts) in cases {
@@ -440,7 +443,7 @@ async fn compare(
     tag: &str,
     compared: &mut Compared,
 ) -> Result<bool> {
-    let mut branched = false;
+    let (mut branched, mut pause, mut fork) = (false, None, None);
     for branches in [turn.is_multiple_of(2), !turn.is_multiple_of(2)] {
         if branches {
             match server.branch(&sandbox.id, tag, &json!({ "mode": "live", "wait": false })).await {
@@ -448,16 +451,21 @@ async fn compare(
                     compared.pauses.add(Ok::<_, String>(branch.pause_ms));
                     compared.calls.add(Ok::<_, String>(took));
                     compared.beyond.add(Ok::<_, String>(took - branch.pause_ms));
-                    branched = true;
+                    (branched, pause) = (true, Some(branch.pause_ms));
                 }
                 Err(error) => compared.pauses.add(Err(format!("{error:#}"))),
             }
         } else {
             // A branch is taken while its guest stands still, and so is this.
             server.pause(sandbox).await?;
-            compared.forks.add(companion.time(Method::Fork).await?);
+            let took = companion.time(Method::Fork).await?;
+            fork = took.as_ref().ok().copied();
+            compared.forks.add(took);
             server.resume(sandbox).await?;
         }
+    }
+    if let Some((pause, fork)) = pause.zip(fork) {
+        compared.over.add(Ok::<_, String>(pause - fork));
     }
     Ok(branched)
 }

@@ -1,4 +1,4 @@
-//! The process beside the sandbox: holds the same memory without a VM, and takes turns with it.
+//! The process beside the sandbox: holds the same memory with nothing of forkd, and takes turns with it.
 
 use std::fs::File;
 use std::io::{self, Write};
