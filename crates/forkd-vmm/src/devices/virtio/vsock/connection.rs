@@ -84,6 +84,9 @@ pub(super) struct Connection {
     writable: bool,
     /// The guest said that it will send no more.
     guest_sent_all: bool,
+    /// Whether the peer was told so. That wakes it, and what it does then may be news of the socket: told again
+    /// at every news, neither of the two would ever rest.
+    end_passed_on: bool,
     /// The socket's peer will take no more.
     host_takes_none: bool,
 
@@ -123,6 +126,7 @@ impl Connection {
             announced: Wrapping(0),
             writable: true,
             guest_sent_all: false,
+            end_passed_on: false,
             host_takes_none: false,
             sent: Wrapping(0),
             guest_buffer: 0,
@@ -259,7 +263,8 @@ impl Connection {
             if self.guest_sent_all && self.guest_takes_none {
                 return Fate::Resets;
             }
-            if self.guest_sent_all && !self.host_takes_none {
+            if self.guest_sent_all && !self.host_takes_none && !self.end_passed_on {
+                self.end_passed_on = true;
                 // It fails only if the peer is gone, which reading tells.
                 let _ = shutdown(&self.socket, Shutdown::Write);
             }

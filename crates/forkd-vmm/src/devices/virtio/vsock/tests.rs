@@ -12,6 +12,9 @@ use super::test_guest::{
 };
 use super::*;
 use crate::devices::virtio::driver::{BUFFERS, Descriptor, Driver};
+use rustix::buffer::spare_capacity;
+use rustix::event::Timespec;
+use rustix::event::epoll::{self, EventData, EventFlags};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 #[test]
@@ -358,6 +361,28 @@ fn a_socket_that_takes_little_at_a_time_gets_everything_in_order() {
         assert_eq!(connection.ready(room), Fate::Lives);
     }
     assert_eq!(seen, expected);
+}
+
+#[test]
+fn the_end_of_what_a_guest_sends_is_passed_on_once() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let mut connection = Connection::from_guest(ours.into(), &packet(Op::Request, (7, 5000)));
+    let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
+    let changes = EventFlags::IN | EventFlags::RDHUP | EventFlags::ET;
+    epoll::add(&epoll, &theirs, EventData::new_u64(0), changes).unwrap();
+    let is_told = || {
+        let mut events = Vec::with_capacity(1);
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        epoll::wait(&epoll, spare_capacity(&mut events), Some(&now)).unwrap() > 0
+    };
+    let end = Header { flags: SHUTDOWN_SEND, ..packet(Op::Shutdown, (7, 5000)) };
+    assert_eq!(connection.receive(&end, Buffers::default()), Fate::Lives);
+    assert!(is_told());
+    let news = Readiness { readable: true, writable: true, hung_up: false };
+    for _ in 0..3 {
+        assert_eq!(connection.ready(news), Fate::Lives);
+        assert!(!is_told());
+    }
 }
 
 #[test]
