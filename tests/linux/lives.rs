@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
-use forkd_protocol::agent::AGENT_PORT;
+use forkd_protocol::agent::{AGENT_PORT, FreezeRequest};
 use forkd_tests::eventually;
 use forkd_tests::monitor::connect_to_guest;
 use serde_json::json;
@@ -28,9 +28,11 @@ fn a_freeze_that_is_read_after_its_caller_has_gone_leaves_nothing_frozen() {
     let sandbox = fork(1).remove(0);
     let folder = daemon.run_dir().join("sandboxes").join(&sandbox);
     let mut caller = connect_to_guest(&folder, AGENT_PORT).unwrap();
+    // A busy computer gets its time.
+    let body = serde_json::to_string(&FreezeRequest { timeout_ms: 60_000 }).unwrap();
     let ask = |caller: &mut UnixStream, call: &str| {
-        let head = "HTTP/1.1\r\nhost: guest\r\ncontent-type: application/json\r\ncontent-length: 2";
-        write!(caller, "POST /forkd.Agent/{call} {head}\r\n\r\n{{}}").unwrap();
+        let head = "HTTP/1.1\r\nhost: guest\r\ncontent-type: application/json\r\ncontent-length:";
+        write!(caller, "POST /forkd.Agent/{call} {head} {}\r\n\r\n{body}", body.len()).unwrap();
     };
     // This does freeze, as long as somebody waits for the answer.
     for (call, answer) in [("Freeze", "{\"frozen\":true}"), ("Thaw", "{}")] {
