@@ -27,6 +27,12 @@ const IN_ROW_SUBJECT: (u64, u64) = (512, 10);
 const FIRST_CHILD_MIB: u64 = 512;
 /// How often memory is copied; once more before it counts.
 const COPIES: usize = 3;
+/// How often a sandbox is branched, and that where gigabytes are written again each time, which takes seconds.
+/// Multiples of six, so that nobody has the better half: who is measured first changes every turn; and the pages
+/// that are written go round between the guest, the process beside it and free memory every three turns, and
+/// pages that lie scattered take longer to fork.
+const TURNS: usize = 36;
+const LONG_TURNS: usize = 18;
 /// How long the guest writes between two turns.
 const WRITES: Duration = Duration::from_millis(200);
 /// How long it may take to write everything again, and how much of that may be missing, beside a hundredth:
@@ -260,8 +266,7 @@ impl Run<'_> {
         let name = format!("{}-{}-{}", subject.memory.name(), subject.mem_mib, subject.dirty_pct);
         let tag = self.prepare(server, subject, &name).await?;
         let (sandbox, _) = server.child(&tag, false).await?;
-        // Gigabytes of dirty pages take seconds to be made so again.
-        let full = if subject.mem_mib * subject.dirty_pct > 100_000 { 9 } else { 21 };
+        let full = if subject.mem_mib * subject.dirty_pct > 100_000 { LONG_TURNS } else { TURNS };
         self.turns_of(server, subject, &sandbox, self.turns(full), results).await?;
         if (subject.mem_mib, subject.dirty_pct) == IN_ROW_SUBJECT {
             self.in_row(server, subject, &sandbox.id, results).await?;
