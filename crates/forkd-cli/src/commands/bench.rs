@@ -8,6 +8,7 @@ mod quick;
 mod results;
 mod server;
 mod spawn;
+mod turns;
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -2,21 +2,19 @@
 
 use std::fs;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
-use forkd_bench::bare::{Kind, Method};
+use forkd_bench::bare::Kind;
 use forkd_bench::branch::{self, Attempts, InRow, Line, Record, Subject};
-use forkd_bench::firecracker::{SnapshotKind, Writing};
-use forkd_bench::host::{self, Conditions};
+use forkd_bench::host::Conditions;
 use forkd_bench::report;
 use forkd_bench::writer::{self, HUGE_PAGE, PAGE, Writer};
 use hyper::Method as Verb;
 use serde_json::{Value, json};
 
-use super::companion::Companion;
 use super::results::{Outcome, Results};
 use super::server::{Child, Server, Workplace, until_told_to_end};
+use super::turns::{Turns, WRITES};
 use super::{BranchArgs, Guest, chain, emulated, linux_elsewhere};
 use crate::commands::{Context, runtime};
 
@@ -27,21 +25,18 @@ const IN_ROW_SUBJECT: (u64, u64) = (512, 10);
 const FIRST_CHILD_MIB: u64 = 512;
 /// How often memory is copied; once more before it counts.
 const COPIES: usize = 3;
-/// How often a sandbox is branched, and that where gigabytes are written again each time, which takes seconds.
-/// Multiples of six, so that nobody has the better half: who is measured first changes every turn; and the pages
-/// that are written go round between the guest, the process beside it and free memory every three turns, and
-/// pages that lie scattered take longer to fork.
-const TURNS: usize = 36;
-const LONG_TURNS: usize = 18;
-/// How long the guest writes between two turns.
-const WRITES: Duration = Duration::from_millis(200);
-/// How long it may take to write everything again, and how much of that may be missing, beside a hundredth:
-/// what its process had of its own and need not write again.
-const REWRITE_LIMIT: Duration = Duration::from_secs(120);
-const REWRITE_SLACK_KIB: u64 = 4 << 10;
+/// In how many rounds guests are branched. Where a process's pages lie in the host's memory makes its forks
+/// slower or faster, for as long as it lives: so there are several of each.
+const ROUNDS: usize = 3;
+/// How often a sandbox is branched in a round, and that where gigabytes are written again each time, which takes
+/// seconds. Multiples of six, so that nobody has the better half: who is measured first changes every turn; and
+/// the pages that are written go round between the guest, the process beside it and free memory every three.
+const TURNS: usize = 12;
+const LONG_TURNS: usize = 6;
 /// Memory of the Linux guest, and how much of it its writer writes to.
 const LINUX_MIB: u64 = 512;
 const LINUX_DIRTY: [u64; 2] = [0, 10];
+const LINUX_TURNS: usize = 6;
 
 /// Measures, prints, and returns the status to exit with.
 pub(super) fn branch(context: &Context, args: &BranchArgs) -> Result<u8> {
@@ -150,18 +145,6 @@ pub(super) struct Run<'a> {
     folder: &'a Path,
 }
 
-/// What is compared.
-#[derive(Default)]
-struct Compared {
-    pauses: Attempts,
-    calls: Attempts,
-    /// How much longer than the pause each took.
-    beyond: Attempts,
-    forks: Attempts,
-    /// How much longer each pause was than the fork of the same turn.
-    over: Attempts,
-}
-
 impl Run<'_> {
     async fn all(
         &self,
@@ -220,7 +203,7 @@ impl Run<'_> {
 
     /// How often something is done that is done `full` times by a run that is not quick.
     pub(super) fn turns(&self, full: usize) -> usize {
-        if self.args.quick { full.div_ceil(5).min(4) } else { full }
+        if self.args.quick { full.div_ceil(5).next_multiple_of(2).min(4) } else { full }
     }
 
     /// A name for a snapshot that nobody else has.
@@ -265,89 +248,38 @@ impl Run<'_> {
         let progress = self.context.ui.progress(describe(subject));
         let name = format!("{}-{}-{}", subject.memory.name(), subject.mem_mib, subject.dirty_pct);
         let tag = self.prepare(server, subject, &name).await?;
-        let (sandbox, _) = server.child(&tag, false).await?;
         let full = if subject.mem_mib * subject.dirty_pct > 100_000 { LONG_TURNS } else { TURNS };
-        self.turns_of(server, subject, &sandbox, self.turns(full), results).await?;
-        if (subject.mem_mib, subject.dirty_pct) == IN_ROW_SUBJECT {
-            self.in_row(server, subject, &sandbox.id, results).await?;
+        let mut turns = self.new_turns(subject);
+        for _ in 0..if self.args.quick { 1 } else { ROUNDS } {
+            let (sandbox, _) = server.child(&tag, false).await?;
+            self.round(server, &sandbox, &mut turns, full).await?;
+            server.delete(&[sandbox]).await?;
         }
-        server.delete(&[sandbox]).await?;
+        turns.lines(self.conditions).into_iter().try_for_each(|line| results.add(line))?;
+        drop(turns);
+        if (subject.mem_mib, subject.dirty_pct) == IN_ROW_SUBJECT {
+            let (sandbox, _) = server.child(&tag, false).await?;
+            self.in_row(server, subject, &sandbox.id, results).await?;
+            server.delete(&[sandbox]).await?;
+        }
         server.remove(&tag).await?;
         progress.done(&describe(subject));
         Ok(())
     }
 
-    async fn turns_of(
-        &self,
-        server: &mut Server,
-        subject: &Subject,
-        sandbox: &Child,
-        turns: usize,
-        results: &mut Results<'_, Record>,
-    ) -> Result<()> {
-        // Other work on a core of the host makes everything on it slower, for moments: so what is compared is
-        // done on one core, right after each other.
-        let cpu = host::last_cpu()?;
-        sandbox.keep_on(cpu)?;
-        let file = self.folder.join("companion");
-        let mut companion = Companion::start(subject, &file, cpu).await?;
-        let mut compared = Compared::default();
-        let others = [Method::ForkPlain, Method::UffdWp, Method::Copy];
-        let mut others = others.map(|method| (method, Attempts::default()));
-        let mut firecracker =
-            [SnapshotKind::Full, SnapshotKind::Diff].map(|kind| (kind, Attempts::default()));
-        let other = self.firecracker(subject)?;
-        let copies = if self.args.quick { 1 } else { COPIES };
-        for turn in 0..turns {
-            tokio::time::sleep(WRITES).await;
-            let own = sandbox.private_kib();
-            let tag = self.tag(&format!("branch-{turn}"));
-            if compare(server, sandbox, &mut companion, turn, &tag, &mut compared).await? {
-                if subject.guest == "tiny" {
-                    rewritten(sandbox, own).await?;
-                }
-                server.remove(&tag).await?;
-            }
-            server.pause(sandbox).await?;
-            companion.rewrite().await?;
-            for (method, attempts) in others.iter_mut().filter(|_| turn <= copies) {
-                let took = companion.time(*method).await?;
-                companion.rewrite().await?;
-                // The first one may take memory the host never touched before.
-                if turn > 0 {
-                    attempts.add(took);
-                }
-            }
-            if let Some(other) = other.as_ref().filter(|_| turn < copies) {
-                for (kind, attempts) in &mut firecracker {
-                    attempts.add(other.snapshot(*kind));
-                }
-            }
-            server.resume(sandbox).await?;
-        }
-        let Compared { pauses, calls, beyond, forks, over } = compared;
-        let cases = [("forkd", &pauses), ("live_call", &calls), ("live_beyond", &beyond)].into_iter();
-        let cases = cases.chain([(Method::Fork.name(), &forks), ("over_fork", &over)]);
-        let cases = cases.chain(others.iter().map(|(method, all)| (method.name(), all)));
-        let cases = cases.chain(firecracker.iter().map(|(kind, all)| (kind.name(), all)));
-        for (case, attempts) in cases {
-            if !attempts.is_empty() {
-                results.add(Record::Line(Line::of(case, subject, attempts, self.conditions)))?;
-            }
-        }
-        drop(companion);
-        fs::remove_file(&file).with_context(|| format!("cannot remove {}", file.display()))
+    fn new_turns<'a>(&'a self, subject: &'a Subject) -> Turns<'a> {
+        Turns::new(subject, self.folder, if self.args.quick { 1 } else { COPIES })
     }
 
-    /// A guest like the subject in Firecracker, if there is one. It boots its guests, in small pages, and so
-    /// stands beside memory from a layer.
-    fn firecracker(&self, subject: &Subject) -> Result<Option<Writing>> {
-        let fits = subject.guest == "tiny" && subject.memory == Kind::Layer;
-        let Some(program) = self.args.firecracker.as_deref().filter(|_| fits) else { return Ok(None) };
-        let folder = self.folder.join(format!("firecracker-{}-{}", subject.mem_mib, subject.dirty_pct));
-        fs::create_dir(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
-        let distance = writer::distance(subject.dirty_pct)?;
-        Ok(Some(Writing::boot(program, &folder, subject.mem_mib, distance)?))
+    async fn round(
+        &self,
+        server: &mut Server,
+        sandbox: &Child,
+        turns: &mut Turns<'_>,
+        full: usize,
+    ) -> Result<()> {
+        let firecracker = self.args.firecracker.as_deref();
+        turns.round(server, sandbox, firecracker, &self.tag("branch"), self.turns(full)).await
     }
 
     /// Branches one after the other, all of them kept until the last, and saved meanwhile.
@@ -430,49 +362,14 @@ impl Run<'_> {
             if dirty_pct > 0 {
                 keep_writing(server, &sandbox.id, (LINUX_MIB << 20) / 100 * dirty_pct).await?;
             }
-            self.turns_of(server, &subject, &sandbox, self.turns(5), results).await?;
+            let mut turns = self.new_turns(&subject);
+            self.round(server, &sandbox, &mut turns, LINUX_TURNS).await?;
+            turns.lines(self.conditions).into_iter().try_for_each(|line| results.add(line))?;
             server.delete(&[sandbox]).await?;
             progress.done(&describe(&subject));
         }
         Ok(())
     }
-}
-
-/// A branch and a bare fork, one right after the other, each the first in every second turn. Whether
-/// there is a branch now.
-async fn compare(
-    server: &mut Server,
-    sandbox: &Child,
-    companion: &mut Companion,
-    turn: usize,
-    tag: &str,
-    compared: &mut Compared,
-) -> Result<bool> {
-    let (mut branched, mut pause, mut fork) = (false, None, None);
-    for branches in [turn.is_multiple_of(2), !turn.is_multiple_of(2)] {
-        if branches {
-            match server.branch(&sandbox.id, tag, &json!({ "mode": "live", "wait": false })).await {
-                Ok((branch, took)) => {
-                    compared.pauses.add(Ok::<_, String>(branch.pause_ms));
-                    compared.calls.add(Ok::<_, String>(took));
-                    compared.beyond.add(Ok::<_, String>(took - branch.pause_ms));
-                    (branched, pause) = (true, Some(branch.pause_ms));
-                }
-                Err(error) => compared.pauses.add(Err(format!("{error:#}"))),
-            }
-        } else {
-            // A branch is taken while its guest stands still, and so is this.
-            server.pause(sandbox).await?;
-            let took = companion.time(Method::Fork).await?;
-            fork = took.as_ref().ok().copied();
-            compared.forks.add(took);
-            server.resume(sandbox).await?;
-        }
-    }
-    if let Some((pause, fork)) = pause.zip(fork) {
-        compared.over.add(Ok::<_, String>(pause - fork));
-    }
-    Ok(branched)
 }
 
 /// Starts a program in the guest that keeps writing to so much memory, and waits until it has written to
@@ -493,21 +390,6 @@ async fn keep_writing(server: &Server, id: &str, bytes: u64) -> Result<()> {
     let answer = server.call(Verb::POST, &path, Some(&request)).await?;
     if answer["exit_code"] != 0 {
         bail!("the program that writes did not come to its end once: {answer}");
-    }
-    Ok(())
-}
-
-/// Waits until a guest has written again all that its process had of its own, `own`, when it was branched:
-/// the memory beside it was written again as well before it is forked next.
-async fn rewritten(sandbox: &Child, own: Option<u64>) -> Result<()> {
-    let begun = Instant::now();
-    while let (Some(own), Some(now)) = (own, sandbox.private_kib())
-        && now + own / 100 + REWRITE_SLACK_KIB < own
-    {
-        if begun.elapsed() > REWRITE_LIMIT {
-            bail!("the guest did not write its memory again within {} s", REWRITE_LIMIT.as_secs());
-        }
-        tokio::time::sleep(WRITES).await;
     }
     Ok(())
 }

@@ -22,7 +22,7 @@ pub(super) struct Companion {
 
 impl Companion {
     /// Starts one whose memory is like the subject's, and waits until it is. `file` is what memory from a
-    /// layer is mapped from, and is written for it. It stays on `cpu`.
+    /// layer is mapped from, and is written for it where it is missing. It stays on `cpu`.
     pub(super) async fn start(subject: &Subject, file: &Path, cpu: usize) -> Result<Companion> {
         write_layer(subject, file).with_context(|| format!("cannot write {}", file.display()))?;
         let mut command = tokio::process::Command::new(Binaries::find()?.forkd);
@@ -73,12 +73,14 @@ impl Companion {
 }
 
 /// A file as long as the subject's memory that holds something everywhere, and is on the disk: what is
-/// measured next is not to be disturbed by it.
+/// measured next is not to be disturbed by it. Nothing is done if there is one already.
 fn write_layer(subject: &Subject, file: &Path) -> io::Result<()> {
-    let mut file = File::create(file)?;
-    if subject.memory == Kind::Layer {
-        let something = vec![0xff; 1 << 20];
-        (0..subject.mem_mib).try_for_each(|_| file.write_all(&something))?;
+    let mib = if subject.memory == Kind::Layer { subject.mem_mib } else { 0 };
+    if file.metadata().is_ok_and(|found| found.len() == mib << 20) {
+        return Ok(());
     }
+    let mut file = File::create(file)?;
+    let something = vec![0xff; 1 << 20];
+    (0..mib).try_for_each(|_| file.write_all(&something))?;
     file.sync_all()
 }

@@ -1,0 +1,200 @@
+//! Branches of a sandbox, in turns with what is done to the same memory with nothing of forkd around it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+use forkd_bench::bare::{Kind, Method};
+use forkd_bench::branch::{Attempts, Line, Record, Subject};
+use forkd_bench::firecracker::{SnapshotKind, Writing};
+use forkd_bench::host::{self, Conditions};
+use forkd_bench::writer;
+use serde_json::json;
+
+use super::companion::Companion;
+use super::server::{Child, Server};
+
+/// How long the guest writes between two turns.
+pub(super) const WRITES: Duration = Duration::from_millis(200);
+/// How long it may take to write everything again, and how much of that may be missing, beside a hundredth:
+/// what its process had of its own and need not write again.
+const REWRITE_LIMIT: Duration = Duration::from_secs(120);
+const REWRITE_SLACK_KIB: u64 = 4 << 10;
+
+/// What was measured of one kind of guest.
+pub(super) struct Turns<'a> {
+    subject: &'a Subject,
+    folder: &'a Path,
+    /// How often the slow ones of the alternatives are measured; once more before it counts.
+    copies: usize,
+    turn: usize,
+    pauses: Attempts,
+    calls: Attempts,
+    /// How much longer than the pause each took.
+    beyond: Attempts,
+    forks: Attempts,
+    /// How much longer each pause was than the fork of the same turn.
+    over: Attempts,
+    others: [(Method, Attempts); 3],
+    firecracker: [(SnapshotKind, Attempts); 2],
+}
+
+impl<'a> Turns<'a> {
+    /// None yet. Files go to `folder`, and are gone when this is dropped.
+    pub(super) fn new(subject: &'a Subject, folder: &'a Path, copies: usize) -> Turns<'a> {
+        Turns {
+            subject,
+            folder,
+            copies,
+            turn: 0,
+            pauses: Attempts::default(),
+            calls: Attempts::default(),
+            beyond: Attempts::default(),
+            forks: Attempts::default(),
+            over: Attempts::default(),
+            others: [Method::ForkPlain, Method::UffdWp, Method::Copy].map(|one| (one, Attempts::default())),
+            firecracker: [SnapshotKind::Full, SnapshotKind::Diff].map(|one| (one, Attempts::default())),
+        }
+    }
+
+    /// Takes turns with branches of `sandbox`, whose tags begin with `tag`. The process beside it is a new one
+    /// each time; what is slow is done in the first round only.
+    pub(super) async fn round(
+        &mut self,
+        server: &mut Server,
+        sandbox: &Child,
+        firecracker: Option<&Path>,
+        tag: &str,
+        turns: usize,
+    ) -> Result<()> {
+        // Other work on a core of the host makes everything on it slower, for moments: so what is compared is
+        // done on one core, right after each other.
+        let cpu = host::last_cpu()?;
+        sandbox.keep_on(cpu)?;
+        let mut companion = Companion::start(self.subject, &self.layer(), cpu).await?;
+        let firecracker = if self.turn == 0 { self.firecracker(firecracker)? } else { None };
+        for _ in 0..turns {
+            tokio::time::sleep(WRITES).await;
+            let own = sandbox.private_kib();
+            let tag = format!("{tag}-{}", self.turn);
+            if self.compare(server, sandbox, &mut companion, &tag).await? {
+                if self.subject.guest == "tiny" {
+                    rewritten(sandbox, own).await?;
+                }
+                server.remove(&tag).await?;
+            }
+            server.pause(sandbox).await?;
+            companion.rewrite().await?;
+            self.slow_ones(&mut companion, firecracker.as_ref()).await?;
+            server.resume(sandbox).await?;
+            self.turn += 1;
+        }
+        Ok(())
+    }
+
+    /// A branch and a bare fork, one right after the other, each the first in every second turn. Whether
+    /// there is a branch now.
+    async fn compare(
+        &mut self,
+        server: &mut Server,
+        sandbox: &Child,
+        companion: &mut Companion,
+        tag: &str,
+    ) -> Result<bool> {
+        let (mut branched, mut pause, mut fork) = (false, None, None);
+        for branches in [self.turn.is_multiple_of(2), !self.turn.is_multiple_of(2)] {
+            if branches {
+                match server.branch(&sandbox.id, tag, &json!({ "mode": "live", "wait": false })).await {
+                    Ok((branch, took)) => {
+                        self.pauses.add(Ok::<_, String>(branch.pause_ms));
+                        self.calls.add(Ok::<_, String>(took));
+                        self.beyond.add(Ok::<_, String>(took - branch.pause_ms));
+                        (branched, pause) = (true, Some(branch.pause_ms));
+                    }
+                    Err(error) => self.pauses.add(Err(format!("{error:#}"))),
+                }
+            } else {
+                // A branch is taken while its guest stands still, and so is this.
+                server.pause(sandbox).await?;
+                let took = companion.time(Method::Fork).await?;
+                fork = took.as_ref().ok().copied();
+                self.forks.add(took);
+                server.resume(sandbox).await?;
+            }
+        }
+        if let Some((pause, fork)) = pause.zip(fork) {
+            self.over.add(Ok::<_, String>(pause - fork));
+        }
+        Ok(branched)
+    }
+
+    /// What takes too long to be done in every turn.
+    async fn slow_ones(&mut self, companion: &mut Companion, firecracker: Option<&Writing>) -> Result<()> {
+        if self.turn <= self.copies {
+            for (method, attempts) in &mut self.others {
+                let took = companion.time(*method).await?;
+                companion.rewrite().await?;
+                // The first one may take memory the host never touched before.
+                if self.turn > 0 {
+                    attempts.add(took);
+                }
+            }
+        }
+        if let Some(firecracker) = firecracker.filter(|_| self.turn < self.copies) {
+            for (kind, attempts) in &mut self.firecracker {
+                attempts.add(firecracker.snapshot(*kind));
+            }
+        }
+        Ok(())
+    }
+
+    /// A guest like the subject in Firecracker, if there is one. It boots its guests, in small pages, and so
+    /// stands beside memory from a layer.
+    fn firecracker(&self, program: Option<&Path>) -> Result<Option<Writing>> {
+        let Subject { mem_mib, dirty_pct, .. } = *self.subject;
+        let fits = self.subject.guest == "tiny" && self.subject.memory == Kind::Layer;
+        let Some(program) = program.filter(|_| fits) else { return Ok(None) };
+        let folder = self.folder.join(format!("firecracker-{mem_mib}-{dirty_pct}"));
+        fs::create_dir(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        Ok(Some(Writing::boot(program, &folder, mem_mib, writer::distance(dirty_pct)?)?))
+    }
+
+    /// What memory from a layer is mapped from, beside the sandbox.
+    fn layer(&self) -> PathBuf {
+        self.folder.join("companion")
+    }
+
+    /// One line for each case of which there was an attempt.
+    pub(super) fn lines(&self, conditions: &Conditions) -> Vec<Record> {
+        let cases = [("forkd", &self.pauses), ("live_call", &self.calls), ("live_beyond", &self.beyond)];
+        let cases = cases.into_iter().chain([(Method::Fork.name(), &self.forks), ("over_fork", &self.over)]);
+        let cases = cases.chain(self.others.iter().map(|(method, all)| (method.name(), all)));
+        let cases = cases.chain(self.firecracker.iter().map(|(kind, all)| (kind.name(), all)));
+        cases
+            .filter(|(_, attempts)| !attempts.is_empty())
+            .map(|(case, attempts)| Record::Line(Line::of(case, self.subject, attempts, conditions)))
+            .collect()
+    }
+}
+
+impl Drop for Turns<'_> {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(self.layer());
+    }
+}
+
+/// Waits until a guest has written again all that its process had of its own, `own`, when it was branched:
+/// the memory beside it was written again as well before it is forked next.
+async fn rewritten(sandbox: &Child, own: Option<u64>) -> Result<()> {
+    let begun = Instant::now();
+    while let (Some(own), Some(now)) = (own, sandbox.private_kib())
+        && now + own / 100 + REWRITE_SLACK_KIB < own
+    {
+        if begun.elapsed() > REWRITE_LIMIT {
+            bail!("the guest did not write its memory again within {} s", REWRITE_LIMIT.as_secs());
+        }
+        tokio::time::sleep(WRITES).await;
+    }
+    Ok(())
+}
