@@ -55,13 +55,14 @@ fn lines_are_passed_on_to_the_daemon_and_nothing_else_is() {
     let target = target(&mut command);
     let line = "{\"action\": \"exec\", \"args\": [\"true\"]}\n";
     assert_eq!(say(&target, line), json!({ "stdout": "hi\n", "stderr": "", "exit_code": 3 }));
-    assert_eq!(daemon.asked().last().unwrap(), &(LINE.into(), json!({ "action": "exec", "args": ["true"] })));
-    let asked = daemon.asked().len();
+    // Now and then it also looks whether the sandbox lives.
+    let passed_on = || daemon.asked().into_iter().filter(|(line, _)| line == LINE).collect::<Vec<_>>();
+    assert_eq!(passed_on(), [(LINE.into(), json!({ "action": "exec", "args": ["true"] }))]);
     for other in [format!("POST / HTTP/1.1\r\nContent-Length: {}\r\n\r\n{line}", line.len()), "{\n".into()] {
         let refused = say(&target, &other);
         assert!(refused["error"].is_string() && refused["exit_code"] == 1, "{refused}");
     }
-    assert_eq!(daemon.asked().len(), asked, "the daemon heard of what was refused");
+    assert_eq!(passed_on().len(), 1, "the daemon heard of what was refused");
 
     // The other commands speak with that port themselves.
     let said = daemon.run(&["exec", "--target", &target, "--child", "forkd-child-1", "--", "true"]);
