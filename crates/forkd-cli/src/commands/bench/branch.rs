@@ -13,7 +13,7 @@ use hyper::Method as Verb;
 use serde_json::{Value, json};
 
 use super::results::{Outcome, Results};
-use super::server::{Child, Server, Workplace, until_told_to_end};
+use super::server::{Server, Workplace, until_told_to_end};
 use super::turns::{Turns, WRITES};
 use super::{BranchArgs, Guest, chain, emulated, linux_elsewhere};
 use crate::commands::{Context, runtime};
@@ -249,10 +249,10 @@ impl Run<'_> {
         let name = format!("{}-{}-{}", subject.memory.name(), subject.mem_mib, subject.dirty_pct);
         let tag = self.prepare(server, subject, &name).await?;
         let full = if subject.mem_mib * subject.dirty_pct > 100_000 { LONG_TURNS } else { TURNS };
-        let mut turns = self.new_turns(subject);
+        let mut turns = self.turns_of(subject);
         for _ in 0..if self.args.quick { 1 } else { ROUNDS } {
             let (sandbox, _) = server.child(&tag, false).await?;
-            self.round(server, &sandbox, &mut turns, full).await?;
+            turns.round(server, &sandbox, self.turns(full)).await?;
             server.delete(&[sandbox]).await?;
         }
         turns.lines(self.conditions).into_iter().try_for_each(|line| results.add(line))?;
@@ -267,19 +267,10 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn new_turns<'a>(&'a self, subject: &'a Subject) -> Turns<'a> {
-        Turns::new(subject, self.folder, if self.args.quick { 1 } else { COPIES })
-    }
-
-    async fn round(
-        &self,
-        server: &mut Server,
-        sandbox: &Child,
-        turns: &mut Turns<'_>,
-        full: usize,
-    ) -> Result<()> {
-        let firecracker = self.args.firecracker.as_deref();
-        turns.round(server, sandbox, firecracker, &self.tag("branch"), self.turns(full)).await
+    /// No turns yet.
+    fn turns_of<'a>(&'a self, subject: &'a Subject) -> Turns<'a> {
+        let slow_turns = if self.args.quick { 1 } else { COPIES };
+        Turns::new(subject, self.folder, self.tag("branch"), slow_turns, self.args.firecracker.as_deref())
     }
 
     /// Branches one after the other, all of them kept until the last, and saved meanwhile.
@@ -362,8 +353,8 @@ impl Run<'_> {
             if dirty_pct > 0 {
                 keep_writing(server, &sandbox.id, (LINUX_MIB << 20) / 100 * dirty_pct).await?;
             }
-            let mut turns = self.new_turns(&subject);
-            self.round(server, &sandbox, &mut turns, LINUX_TURNS).await?;
+            let mut turns = self.turns_of(&subject);
+            turns.round(server, &sandbox, self.turns(LINUX_TURNS)).await?;
             turns.lines(self.conditions).into_iter().try_for_each(|line| results.add(line))?;
             server.delete(&[sandbox]).await?;
             progress.done(&describe(&subject));

@@ -25,9 +25,14 @@ const REWRITE_SLACK_KIB: u64 = 4 << 10;
 /// What was measured of one kind of guest.
 pub(super) struct Turns<'a> {
     subject: &'a Subject,
+    /// For files.
     folder: &'a Path,
-    /// How often the slow ones of the alternatives are measured; once more before it counts.
-    copies: usize,
+    /// What the tags of its branches begin with.
+    tag: String,
+    /// How often what is slow is measured.
+    slow_turns: usize,
+    /// The program that is measured, too.
+    firecracker_program: Option<&'a Path>,
     turn: usize,
     pauses: Attempts,
     calls: Attempts,
@@ -41,12 +46,20 @@ pub(super) struct Turns<'a> {
 }
 
 impl<'a> Turns<'a> {
-    /// None yet. Files go to `folder`, and are gone when this is dropped.
-    pub(super) fn new(subject: &'a Subject, folder: &'a Path, copies: usize) -> Turns<'a> {
+    /// None yet.
+    pub(super) fn new(
+        subject: &'a Subject,
+        folder: &'a Path,
+        tag: String,
+        slow_turns: usize,
+        firecracker_program: Option<&'a Path>,
+    ) -> Turns<'a> {
         Turns {
             subject,
             folder,
-            copies,
+            tag,
+            slow_turns,
+            firecracker_program,
             turn: 0,
             pauses: Attempts::default(),
             calls: Attempts::default(),
@@ -58,26 +71,19 @@ impl<'a> Turns<'a> {
         }
     }
 
-    /// Takes turns with branches of `sandbox`, whose tags begin with `tag`. The process beside it is a new one
-    /// each time; what is slow is done in the first round only.
-    pub(super) async fn round(
-        &mut self,
-        server: &mut Server,
-        sandbox: &Child,
-        firecracker: Option<&Path>,
-        tag: &str,
-        turns: usize,
-    ) -> Result<()> {
+    /// Takes turns with branches of `sandbox`. The process beside it is a new one in each round; what is slow is
+    /// done in the first one only.
+    pub(super) async fn round(&mut self, server: &mut Server, sandbox: &Child, turns: usize) -> Result<()> {
         // Other work on a core of the host makes everything on it slower, for moments: so what is compared is
         // done on one core, right after each other.
         let cpu = host::last_cpu()?;
         sandbox.keep_on(cpu)?;
         let mut companion = Companion::start(self.subject, &self.layer(), cpu).await?;
-        let firecracker = if self.turn == 0 { self.firecracker(firecracker)? } else { None };
+        let firecracker = if self.turn == 0 { self.boot_firecracker()? } else { None };
         for _ in 0..turns {
             tokio::time::sleep(WRITES).await;
             let own = sandbox.private_kib();
-            let tag = format!("{tag}-{}", self.turn);
+            let tag = format!("{}-{}", self.tag, self.turn);
             if self.compare(server, sandbox, &mut companion, &tag).await? {
                 if self.subject.guest == "tiny" {
                     rewritten(sandbox, own).await?;
@@ -131,7 +137,7 @@ impl<'a> Turns<'a> {
 
     /// What takes too long to be done in every turn.
     async fn slow_ones(&mut self, companion: &mut Companion, firecracker: Option<&Writing>) -> Result<()> {
-        if self.turn <= self.copies {
+        if self.turn <= self.slow_turns {
             for (method, attempts) in &mut self.others {
                 let took = companion.time(*method).await?;
                 companion.rewrite().await?;
@@ -141,7 +147,7 @@ impl<'a> Turns<'a> {
                 }
             }
         }
-        if let Some(firecracker) = firecracker.filter(|_| self.turn < self.copies) {
+        if let Some(firecracker) = firecracker.filter(|_| self.turn < self.slow_turns) {
             for (kind, attempts) in &mut self.firecracker {
                 attempts.add(firecracker.snapshot(*kind));
             }
@@ -151,10 +157,10 @@ impl<'a> Turns<'a> {
 
     /// A guest like the subject in Firecracker, if there is one. It boots its guests, in small pages, and so
     /// stands beside memory from a layer.
-    fn firecracker(&self, program: Option<&Path>) -> Result<Option<Writing>> {
+    fn boot_firecracker(&self) -> Result<Option<Writing>> {
         let Subject { mem_mib, dirty_pct, .. } = *self.subject;
         let fits = self.subject.guest == "tiny" && self.subject.memory == Kind::Layer;
-        let Some(program) = program.filter(|_| fits) else { return Ok(None) };
+        let Some(program) = self.firecracker_program.filter(|_| fits) else { return Ok(None) };
         let folder = self.folder.join(format!("firecracker-{mem_mib}-{dirty_pct}"));
         fs::create_dir(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
         Ok(Some(Writing::boot(program, &folder, mem_mib, writer::distance(dirty_pct)?)?))
@@ -178,6 +184,7 @@ impl<'a> Turns<'a> {
     }
 }
 
+/// The next subject may need gigabytes of disk, too.
 impl Drop for Turns<'_> {
     fn drop(&mut self) {
         let _ = fs::remove_file(self.layer());
