@@ -280,6 +280,7 @@ fn a_snapshot_that_needs_a_cpu_feature_this_host_lacks_is_refused_by_its_name() 
     forkd_vmm::state::file::write(&state, &draft.create_state().unwrap()).unwrap();
     let memory = draft.create_memory().unwrap();
     std::io::copy(&mut &files.memory[0], &mut &memory).unwrap();
+    drop(memory);
     draft.publish(forkd_store::Contents::new(tiny.manifest().facts.clone())).unwrap();
     daemon.restart();
 

@@ -13,13 +13,15 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use crate::digest::digest;
 use crate::error::{Error, Result};
 use crate::folder::{Folder, delete, reopen, sync_file};
-use crate::layers::{Hold, copy_sparse};
+use crate::layers::{Hold, WrittenBy, copy_sparse, is_given_back};
 use crate::manifest::{Facts, FileEntry, MANIFEST, MAX_DEPTH, Manifest, Measured, Parent, STATE};
 use crate::snapshot::Snapshot;
 use crate::steps::{Step, did};
 use crate::store::Store;
 
 const MEMORY: &str = "memory";
+/// The state's copy, until it has the state's name.
+const STATE_COPY: &str = "state.copy";
 
 /// A snapshot that is being made. Dropped before it is published, it leaves nothing.
 #[derive(Debug)]
@@ -52,8 +54,8 @@ pub struct Contents {
     /// just now.
     pub created_at_unix: Option<u64>,
     /// Each disk's layers, oldest first. A file that is a layer already stays it; a nameless one
-    /// (`O_TMPFILE`) and one of [`Draft::create_disk`] become one; any other one is copied. Nobody may
-    /// be writing to them any more.
+    /// (`O_TMPFILE`) and one of [`Draft::create_disk`] become one; any other one is copied, and so is one that
+    /// a process can still write to.
     pub disks: Vec<Vec<File>>,
     /// What was measured.
     pub measured: Measured,
@@ -120,10 +122,11 @@ impl Draft {
         held.map_err(|why| Error::unusable(snapshot.tag(), why))
     }
 
-    /// Makes it a snapshot: when this returns, it is on disk and will survive a crash. Nobody may be
-    /// writing to its files any more.
+    /// Makes it a snapshot: when this returns, it is on disk and will survive a crash. A file that a process
+    /// still has open for writing is copied: nothing that was published can be changed.
     pub fn publish(mut self, contents: Contents) -> Result<Snapshot> {
         let Contents { facts, parent, origin, branched_from, created_at_unix, disks, measured } = contents;
+        let disks = self.for_reading(disks)?;
         if let Some(parent) = &parent {
             self.check_parent(parent, &facts)?;
             self.keep(parent)?;
@@ -192,8 +195,22 @@ impl Draft {
         Ok(file)
     }
 
+    /// `file`, opened for reading: nothing here is to keep it from being given back.
     fn second(&self, file: &File, name: &str) -> Result<File> {
-        file.try_clone().map_err(Error::io("open", &self.folder.path().join(name)))
+        reopen(file).map_err(Error::io("open", &self.folder.path().join(name)))
+    }
+
+    /// The same files, opened for reading. The descriptors that came may be good for writing.
+    fn for_reading(&self, disks: Vec<Vec<File>>) -> Result<Vec<Vec<File>>> {
+        let failed = |error| Error::io::<io::Error>("read a layer for", self.folder.path())(error);
+        let reopen = |file: File| {
+            // Opening something else anew may do anything.
+            if !file.metadata().map_err(failed)?.is_file() {
+                return Err(Error::Invalid("a layer must be a regular file".into()));
+            }
+            reopen(&file).map_err(failed)
+        };
+        disks.into_iter().map(|disk| disk.into_iter().map(reopen).collect()).collect()
     }
 
     fn lacks(&self, what: &str) -> Error {
@@ -212,17 +229,12 @@ impl Draft {
         Err(Error::Invalid(format!("snapshot {} cannot be published: {why}", self.tag)))
     }
 
-    /// Makes `file` a layer, if it is none yet.
+    /// Makes `file`, opened for reading, a layer, if it is none yet.
     fn layer(&mut self, file: &File) -> Result<FileEntry> {
         let layers = self.store.layers().clone();
         let failed = |error| Error::io::<io::Error>("read a layer for", self.folder.path())(error);
         let meta = file.metadata().map_err(failed)?;
-        // Opening something else anew could wait for ever.
-        if !meta.is_file() {
-            return Err(Error::Invalid("a layer must be a regular file".into()));
-        }
-        let file = reopen(file).map_err(failed)?;
-        if let Some(entry) = layers.known(&file, &mut self.hold)? {
+        if let Some(entry) = layers.known(file, &mut self.hold)? {
             layers.verified(&entry).map_err(|why| {
                 Error::Unusable(format!("snapshot {} cannot be published: {why}", self.tag))
             })?;
@@ -230,20 +242,31 @@ impl Draft {
         }
         // Nobody can come to it by a name, to write to it later.
         let ours = meta.nlink() == 0 || self.layers.iter().any(|(_, inode)| *inode == meta.ino());
-        if ours && let Some(entry) = layers.put(&file, &mut self.hold)? {
+        if ours && let Some(entry) = layers.put(file, WrittenBy::Others, &mut self.hold)? {
             return Ok(entry);
         }
-        let copy = self.create_layer(&format!("copy.{}", self.layers.len()))?;
-        copy_sparse(&file, &copy).map_err(Error::io("copy a layer to", self.folder.path()))?;
-        let put = layers.put(&copy, &mut self.hold)?;
+        let name = format!("copy.{}", self.layers.len());
+        let copy = self.create_layer(&name)?;
+        copy_sparse(file, &copy).map_err(Error::io("copy a layer to", self.folder.path()))?;
+        let copy = self.second(&copy, &name)?;
+        let put = layers.put(&copy, WrittenBy::Us, &mut self.hold)?;
         put.ok_or_else(|| Error::Invalid(format!("{} is on two file systems", self.store.folder().display())))
     }
 
     /// Brings the state to disk and says what it is now.
     fn seal_state(&self) -> Result<FileEntry> {
         let file = self.state.as_ref().ok_or_else(|| self.lacks("state"))?;
+        let copied = || {
+            let copy = self.folder.create(STATE_COPY)?;
+            copy_sparse(file, &copy)?;
+            self.folder.rename(STATE_COPY, STATE)?;
+            reopen(&copy)
+        };
         let seal = || {
-            let file = reopen(file)?;
+            let file = match is_given_back(file, STATE)? {
+                true => reopen(file)?,
+                false => copied()?,
+            };
             sync_file(&file)?;
             let size = file.metadata()?.len();
             Ok(FileEntry { size, blake3: digest(&file, size)? })

@@ -68,6 +68,13 @@ impl Folder {
         Ok(())
     }
 
+    /// Gives the file `from` the name `to`, in the place of what has it.
+    pub(crate) fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        rustix::fs::renameat(&self.fd, from, &self.fd, to)?;
+        did(Step::Changed);
+        Ok(())
+    }
+
     /// Removes the file `name`, if it is there.
     pub(crate) fn unlink(&self, name: &str) -> io::Result<()> {
         match rustix::fs::unlinkat(&self.fd, name, AtFlags::empty()) {
@@ -101,7 +108,9 @@ pub(crate) fn sync_file(file: &File) -> io::Result<()> {
 /// The file behind `file`, opened anew for reading: with a place of its own to read from, because
 /// others may share that of `file`.
 pub(crate) fn reopen(file: &File) -> io::Result<File> {
-    File::open(proc_path(file))
+    // Non-blocking: it means nothing for regular files, and anything else must not hold us up.
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    Ok(rustix::fs::open(proc_path(file), flags, Mode::empty())?.into())
 }
 
 fn proc_path(file: &File) -> String {

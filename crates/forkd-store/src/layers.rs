@@ -19,6 +19,7 @@ use rustix::io::Errno;
 use crate::digest::{digest, next_data};
 use crate::error::{Error, Result};
 use crate::folder::{Folder, delete, sync_file};
+use crate::lease::{Writers, writers};
 use crate::manifest::{FileEntry, is_digest};
 use crate::steps::{Step, did};
 
@@ -45,6 +46,15 @@ pub(crate) struct Layers {
 }
 
 pub(crate) type Held = HashMap<String, usize>;
+
+/// Who had a file open for writing before it became a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum WrittenBy {
+    /// Only this process, which has closed it.
+    Us,
+    /// A monitor or a saver, too: it may have kept a descriptor.
+    Others,
+}
 
 /// What garbage collection did.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -110,9 +120,24 @@ impl Layers {
         whole(&self.folder, &entry.blake3, entry.size)
     }
 
-    /// The layer `entry`, open, with the contents it was written with. The error names the file.
+    /// The layer `entry`, open, with the contents it was written with, which no process can change. The error
+    /// names the file.
     pub(crate) fn verified(&self, entry: &FileEntry) -> std::result::Result<File, String> {
         let (file, meta) = self.whole(entry)?;
+        // Before its contents are looked at. A file system that does not say is believed: `put` copied there.
+        match writers(&file) {
+            Ok(Writers::None | Writers::Unknown(_)) => {}
+            Ok(Writers::Some) => {
+                let path = self.path(&entry.blake3);
+                let path = path.display();
+                return Err(format!(
+                    "{path} is open for writing: end the process that `fuser -v {path}` names"
+                ));
+            }
+            Err(error) => {
+                return Err(format!("{} cannot be read ({error})", self.path(&entry.blake3).display()));
+            }
+        }
         let seen = Seen::new(&entry.blake3, &meta);
         if lock(&self.good).contains(&seen) {
             return Ok(file);
@@ -157,21 +182,26 @@ impl Layers {
         Ok(None)
     }
 
-    /// Makes `file` itself a layer, held from here on; or, if there is one of the same contents, that
-    /// one. `None`, with nothing done, for a file that cannot get a name here. Nobody may be writing to
-    /// it any more.
-    pub(crate) fn put(&self, file: &File, hold: &mut Hold) -> Result<Option<FileEntry>> {
+    /// Makes `file`, opened for reading, itself a layer, held from here on; or, if there is one of the same
+    /// contents, that one. `None` for a file that cannot get a name here, and for one that a process can still
+    /// write to: a copy has to be made of it.
+    pub(crate) fn put(&self, file: &File, by: WrittenBy, hold: &mut Hold) -> Result<Option<FileEntry>> {
         let failed = |error| Error::io::<io::Error>("keep a layer in", self.folder.path())(error);
-        let meta = file.metadata().map_err(failed)?;
-        if meta.dev() != self.folder.device().map_err(failed)? {
+        if file.metadata().map_err(failed)?.dev() != self.folder.device().map_err(failed)? {
+            return Ok(None);
+        }
+        file.set_permissions(Permissions::from_mode(MODE)).map_err(failed)?;
+        did(Step::Changed);
+        // After the mode, which stops those who would open it now, and before the digest: what is published is
+        // what was digested.
+        if by == WrittenBy::Others && !is_given_back(file, "layer").map_err(failed)? {
             return Ok(None);
         }
         let seal = || {
-            file.set_permissions(Permissions::from_mode(MODE))?;
-            did(Step::Changed);
             // Its contents before its name: what has a name is whole.
             sync_file(file)?;
-            Ok(FileEntry { size: meta.len(), blake3: digest(file, meta.len())? })
+            let size = file.metadata()?.len();
+            Ok(FileEntry { size, blake3: digest(file, size)? })
         };
         let entry = seal().map_err(failed)?;
         hold.add(&mut lock(&self.held), &entry.blake3);
@@ -179,7 +209,7 @@ impl Layers {
             match self.folder.link(file, &entry.blake3) {
                 Ok(()) => return Ok(Some(entry)),
                 Err(Errno::EXIST) if self.verified(&entry).is_ok() => return Ok(Some(entry)),
-                // Damaged, and here are the contents it should have.
+                // Damaged, or open for writing, and here are the contents it should have.
                 Err(Errno::EXIST) => delete(&self.path(&entry.blake3))?,
                 // It had a name once, and lost it.
                 Err(Errno::NOENT | Errno::XDEV | Errno::PERM) => return Ok(None),
@@ -267,6 +297,24 @@ impl Drop for Hold {
     fn drop(&mut self) {
         self.release();
     }
+}
+
+/// Whether no process can write to `file` any more. If one can, or the file system does not say, the caller
+/// copies the file.
+pub(crate) fn is_given_back(file: &File, what: &str) -> io::Result<bool> {
+    match writers(file)? {
+        Writers::None => return Ok(true),
+        Writers::Some => {
+            tracing::warn!(
+                what,
+                "a monitor or a saver keeps a file open for writing; publishing a copy of it"
+            );
+        }
+        Writers::Unknown(why) => {
+            tracing::info!(what, why, "the file system grants no leases; publishing a copy of a file");
+        }
+    }
+    Ok(false)
 }
 
 /// The file `name` in `folder`, open, of length `size`. The error names the file.

@@ -28,6 +28,7 @@ mod draft;
 mod error;
 mod folder;
 mod layers;
+mod lease;
 mod manifest;
 mod snapshot;
 mod steps;
@@ -39,6 +40,7 @@ pub use database::{
 pub use draft::{Contents, Draft};
 pub use error::{Error, Result};
 pub use layers::Collected;
+pub use lease::{Writers, writers};
 pub use manifest::{
     BaseImage, Facts, FileEntry, MANIFEST, MAX_DEPTH, Manifest, Measured, Parent, STATE, VERSION,
 };

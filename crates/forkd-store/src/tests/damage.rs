@@ -181,6 +181,7 @@ fn a_layer_is_read_once_and_again_when_somebody_touched_it() {
     // Even if somebody sets the clock of the file back.
     let file = File::options().write(true).open(&path).unwrap();
     file.set_modified(before.modified().unwrap()).unwrap();
+    drop(file);
     assert!(parent.open().is_err() && child.open().is_err());
     flip(&path);
     child.open().unwrap();

@@ -17,6 +17,7 @@ mod crashes;
 mod damage;
 mod digests;
 mod disks;
+mod kept;
 mod lives;
 mod manifests;
 
