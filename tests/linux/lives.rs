@@ -29,7 +29,7 @@ fn a_freeze_that_is_read_after_its_caller_has_gone_leaves_nothing_frozen() {
     let folder = daemon.run_dir().join("sandboxes").join(&sandbox);
     let mut caller = connect_to_guest(&folder, AGENT_PORT).unwrap();
     // A busy computer gets its time.
-    let body = serde_json::to_string(&FreezeRequest { timeout_ms: 60_000 }).unwrap();
+    let body = serde_json::to_string(&FreezeRequest { timeout_ms: 60_000, ..Default::default() }).unwrap();
     let ask = |caller: &mut UnixStream, call: &str| {
         let head = "HTTP/1.1\r\nhost: guest\r\ncontent-type: application/json\r\ncontent-length:";
         write!(caller, "POST /forkd.Agent/{call} {head} {}\r\n\r\n{body}", body.len()).unwrap();

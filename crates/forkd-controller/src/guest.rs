@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use forkd_protocol::agent::{BecomeRequest, BecomeResponse, Pong, WarmRequest, WarmState};
+use forkd_protocol::agent::{BecomeRequest, BecomeResponse, FreezeSync, Pong, WarmRequest, WarmState};
 
 use crate::agent::{self, Agent};
 use crate::auth::fill_random;
@@ -75,10 +75,13 @@ pub(crate) async fn warm_up(agent: &Agent, request: &WarmRequest, timing: &Timin
     }
 }
 
-/// Gets the guest ready to be forked, if it can within `limit`.
+/// Gets the guest ready to be forked many times, if it can within `limit`.
 pub(crate) async fn freeze(agent: &Agent, limit: Duration) -> Result<()> {
-    let frozen =
-        agent.freeze(limit).await.map_err(|error| format!("the guest could not be frozen: {error}"))?;
+    // What it writes to its disk now, none of its children has to.
+    let frozen = agent
+        .freeze(limit, FreezeSync::Full)
+        .await
+        .map_err(|error| format!("the guest could not be frozen: {error}"))?;
     match frozen.frozen {
         true => Ok(()),
         false => Err("the guest could not be frozen: some of its processes do not stand still".into()),

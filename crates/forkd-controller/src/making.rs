@@ -105,7 +105,7 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
         making.phase.send_replace(Phase::Freezing);
         let config = &snapshots.host.config;
         if assets.image().is_some() {
-            // A warm-up may have written a lot, and all of it has to get to the disk.
+            // A warm-up may have written a lot, and getting it to the disk takes its time.
             let frozen = guest::freeze(&parent.agent, config.timing.boot).await;
             frozen.map_err(|why| complaint(&ground.folder, why))?;
         }

@@ -377,14 +377,31 @@ pub enum WarmState {
     Failed,
 }
 
-/// `Agent/Freeze`: get ready to be forked. File systems are synced and user processes frozen. Only
-/// the agent itself runs on, until `Thaw` (in the source) or `Become` (in a child). What is not done in
-/// time is an error, `deadline_exceeded`, and then nothing is frozen.
+/// `Agent/Freeze`: get ready to be forked. User processes are frozen; only the agent itself runs on, until
+/// `Thaw` (in the source) or `Become` (in a child). A freeze whose time is over before it begins is an error,
+/// `deadline_exceeded`, and then nothing is frozen.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct FreezeRequest {
     /// How long all of it may take; 0 means 5 seconds.
     pub timeout_ms: u64,
+    /// How much of that time may go to writing dirty file pages to the disk.
+    pub sync: FreezeSync,
+}
+
+/// Whether `Freeze` syncs the file systems as well. A copy of a guest is right without: its memory, dirty file
+/// pages included, and its disk are of one instant. What is on the disk already, the copies need not write.
+/// So the freeze never fails because of it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FreezeSync {
+    /// As much as a part of the time allows: for a guest that goes on at once.
+    #[default]
+    Quick,
+    /// As much as the whole time allows: for a guest with many children.
+    Full,
+    /// Not at all: for a guest that may have no copies.
+    Skip,
 }
 
 /// What came of a `Freeze`.

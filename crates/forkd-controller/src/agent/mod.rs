@@ -20,9 +20,9 @@ use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use bytes::Bytes;
 use forkd_protocol::agent::{
-    BecomeRequest, BecomeResponse, EvalRequest, EvalResponse, Event, FreezeRequest, FreezeResponse, Pong,
-    ProcessEvent, ProcessInput, ProcessList, ProcessRef, ProcessSelector, Pty, SendInputRequest,
-    SendSignalRequest, StartRequest, UpdateRequest, WarmRequest, WarmStatus, WrittenFile,
+    BecomeRequest, BecomeResponse, EvalRequest, EvalResponse, Event, FreezeRequest, FreezeResponse,
+    FreezeSync, Pong, ProcessEvent, ProcessInput, ProcessList, ProcessRef, ProcessSelector, Pty,
+    SendInputRequest, SendSignalRequest, StartRequest, UpdateRequest, WarmRequest, WarmStatus, WrittenFile,
 };
 use forkd_protocol::connect::{Code, Decoder, END_STREAM, EndStream, TIMEOUT_HEADER};
 use forkd_protocol::names::percent;
@@ -137,8 +137,8 @@ impl Agent {
 
     /// Gets the guest ready to be forked. If it cannot within `limit` the error
     /// [is a deadline](Error::is_deadline), and nothing in it stands still.
-    pub async fn freeze(&self, limit: Duration) -> Result<FreezeResponse> {
-        let request = FreezeRequest { timeout_ms: limit.as_millis().max(1) as u64 };
+    pub async fn freeze(&self, limit: Duration, sync: FreezeSync) -> Result<FreezeResponse> {
+        let request = FreezeRequest { timeout_ms: limit.as_millis().max(1) as u64, sync };
         let patience = self.patience.saturating_mul(2).saturating_add(limit);
         self.unary("/forkd.Agent/Freeze", &request, patience).await
     }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use forkd_protocol::agent::FreezeSync;
 use tokio::task::JoinHandle;
 
 use crate::agent;
@@ -25,7 +26,8 @@ pub(super) async fn freeze(sandbox: &Arc<Sandbox>, limit: Duration) -> Frozen {
     let source = sandbox.clone();
     // The guest gives up first: then it is known that nothing stands still in it.
     let within = limit - limit / 10;
-    let mut call = tokio::spawn(async move { source.agent.freeze(within).await.map(|it| it.frozen) });
+    let call = async move { source.agent.freeze(within, FreezeSync::Quick).await.map(|it| it.frozen) };
+    let mut call = tokio::spawn(call);
     match tokio::time::timeout(limit, &mut call).await {
         Ok(answer) => {
             let quiesced = matches!(answer, Ok(Ok(true)));

@@ -2,7 +2,7 @@
 //! be replaced, so that a test of the rest does not change the machine it runs on.
 
 use std::{
-    fs::OpenOptions,
+    fs::{self, OpenOptions},
     io,
     os::fd::{AsFd, AsRawFd},
     path::PathBuf,
@@ -23,6 +23,8 @@ pub struct Machine {
     pub set_hostname: fn(&str) -> io::Result<()>,
     /// Writes to the disk what is not there yet. Takes as long as that takes.
     pub sync: fn(),
+    /// How many bytes that would be; `None` if the machine does not say.
+    pub unsynced: fn() -> Option<u64>,
 }
 
 impl Machine {
@@ -34,6 +36,7 @@ impl Machine {
             set_clock,
             set_hostname: |name| Ok(rustix::system::sethostname(name.as_bytes())?),
             sync: rustix::fs::sync,
+            unsynced: || unsynced(&fs::read_to_string("/proc/meminfo").ok()?),
         }
     }
 }
@@ -73,4 +76,27 @@ fn set_clock(since_1970: Duration) -> io::Result<()> {
         tv_nsec: since_1970.subsec_nanos().into(),
     };
     Ok(rustix::time::clock_settime(ClockId::Realtime, time)?)
+}
+
+/// The dirty bytes of a machine with this `/proc/meminfo`, those on their way to the disk included.
+fn unsynced(meminfo: &str) -> Option<u64> {
+    let kib = |name: &str| {
+        let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
+        line.strip_prefix(':')?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
+    };
+    kib("Dirty")?.checked_add(kib("Writeback")?)?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dirty_bytes_are_those_that_wait_and_those_on_their_way() {
+        let table = "MemTotal:  1 kB\nDirty:    12 kB\nWriteback:     3 kB\nWritebackTmp:   9 kB\n";
+        assert_eq!(unsynced(table), Some(15 << 10));
+        assert_eq!(unsynced("Dirty: 12 kB\n"), None);
+        assert_eq!(unsynced("Dirty: many kB\nWriteback: 1 kB\n"), None);
+        assert!((Machine::guest().unsynced)().is_some());
+    }
 }

@@ -26,7 +26,7 @@ use std::{
 };
 
 use forkd_protocol::{
-    agent::{BecomeRequest, BecomeResponse, FORK_HOOKS, FreezeRequest, FreezeResponse},
+    agent::{BecomeRequest, BecomeResponse, FORK_HOOKS, FreezeRequest, FreezeResponse, FreezeSync},
     connect::{Code, Error},
 };
 
@@ -46,6 +46,10 @@ pub(crate) const SANDBOX_ID: &str = "FORKD_SANDBOX_ID";
 const FREEZE_TIME: Duration = Duration::from_secs(5);
 /// How long `Freeze` may take at most, whatever it is told.
 const MAX_FREEZE_TIME: Duration = Duration::from_secs(600);
+/// So few dirty bytes are on the disk in a moment, while user processes stand still.
+const LITTLE: u64 = 4 << 20;
+/// That moment.
+const LITTLE_TIME: Duration = Duration::from_millis(100);
 /// How long `Become` waits for processes that should be frozen already.
 const REFREEZE_TIME: Duration = Duration::from_secs(1);
 /// How long all hooks may take together.
@@ -77,11 +81,13 @@ impl Forking {
         Forking { machine, run_dir, processes, python, syncing, turn: Mutex::new(()) }
     }
 
-    /// Stops all user processes and makes the file systems clean, in the time that `request` gives from
-    /// when its first byte was read, at `received`. What takes longer is an error, and then nothing stands
-    /// still because of it: whoever asked has gone on without it, or will. So is what is not `wanted` any
-    /// more: in a guest that got no CPU for long, the request may be read after whoever sent it has left and
-    /// had everything thawed, and nobody would thaw again.
+    /// Stops all user processes in the time that `request` gives from when its first byte was read, at
+    /// `received`. A request whose time is over when its turn comes is an error and changes nothing. One
+    /// that is not `wanted` any more is undone: in a guest that got no CPU for long, the agent may read it
+    /// after its caller left and had everything thawed, and no thaw would follow.
+    ///
+    /// The freeze alone decides. A sync only saves the children writes, because their memory and their disk are of
+    /// one instant: it gets a part of the time, and what it does not manage is left to each child.
     pub(crate) fn freeze(
         &self,
         request: &FreezeRequest,
@@ -95,14 +101,21 @@ impl Forking {
         // Of everything, the wait for its turn included.
         let deadline = received + limit;
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let still_wanted = || match wanted() {
-            true => Ok(()),
-            false => Err(Error::new(Code::Canceled, "whoever asked for it does not wait any more")),
-        };
-        // Before anything is touched: what stands still may do so for somebody who came later.
-        still_wanted()?;
+        // Both before anything is touched: a later caller may need what stands still now.
+        if !wanted() {
+            return Err(Error::new(Code::Canceled, "the caller does not wait for the freeze any more"));
+        }
+        if Instant::now() >= deadline {
+            let message = format!("the guest got to the freeze only after the {limit:?} it may take");
+            return Err(Error::new(Code::DeadlineExceeded, message));
+        }
         // Most of the writing while processes still run, so that they stand still for less long.
-        self.sync(deadline, limit)?;
+        let full = request.sync == FreezeSync::Full;
+        match request.sync {
+            FreezeSync::Skip => {}
+            FreezeSync::Quick => self.sync(sooner(deadline, limit / 3), full),
+            FreezeSync::Full => self.sync(sooner(deadline, limit / 3 * 2), full),
+        }
         let left = deadline.saturating_duration_since(Instant::now());
         let frozen = match self.processes.cgroups.freeze(left) {
             Ok(frozen) => frozen,
@@ -116,21 +129,27 @@ impl Forking {
             // have their place on the disk, and a child changes one page of each.
             self.names().rehearse();
             // What the processes, and the line above, wrote since the first time.
-            if let Err(error) = self.sync(deadline, limit).and_then(|()| still_wanted()) {
+            let little = || (self.machine.unsynced)().is_some_and(|bytes| bytes <= LITTLE);
+            match request.sync {
+                FreezeSync::Full => self.sync(deadline, full),
+                FreezeSync::Quick if little() => self.sync(sooner(deadline, LITTLE_TIME), full),
+                FreezeSync::Quick | FreezeSync::Skip => {}
+            }
+            if !wanted() {
                 self.processes.cgroups.thaw().map_err(cannot("let the user processes run"))?;
-                return Err(error);
+                return Err(Error::new(
+                    Code::Canceled,
+                    "the caller left during the freeze, which was undone",
+                ));
             }
         }
         Ok(FreezeResponse { frozen })
     }
 
-    fn sync(&self, deadline: Instant, limit: Duration) -> Result<(), Error> {
-        match self.syncing.finish_by(deadline).map_err(cannot("start to sync its file systems"))? {
-            true => Ok(()),
-            false => {
-                let message = format!("the guest's file systems could not be synced within {limit:?}");
-                Err(Error::new(Code::DeadlineExceeded, message))
-            }
+    /// Makes the file systems clean, as far as that is done by `deadline`.
+    fn sync(&self, deadline: Instant, join: bool) {
+        if let Err(error) = self.syncing.finish_by(deadline, join) {
+            log::error!("cannot start to sync the file systems: {error}");
         }
     }
 
@@ -243,6 +262,11 @@ fn is_hostname(name: &str) -> bool {
         && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-')
         && !name.starts_with('-')
         && !name.ends_with('-')
+}
+
+/// The time in `part` from now, or `deadline` if that comes first.
+fn sooner(deadline: Instant, part: Duration) -> Instant {
+    deadline.min(Instant::now() + part)
 }
 
 fn cannot(what: &str) -> impl FnOnce(io::Error) -> Error {

@@ -1,6 +1,6 @@
-//! Making the file systems clean by a given time. Nobody can call a sync off, and how long it takes is up
-//! to the processes of the guest and to its disk: so it runs on a thread of its own, and is waited for only
-//! as long as there is time.
+//! Making the file systems clean by a given time. A sync cannot be called off, and how long it takes is up
+//! to the processes of the guest and to its disk. So it runs on a thread of its own, and the agent waits for
+//! it only as long as there is time.
 
 use std::{
     io,
@@ -17,7 +17,7 @@ pub(super) struct Syncing {
     under_way: Arc<UnderWay>,
 }
 
-/// Whether there is a thread, and who waits for it to end.
+/// Whether there is a thread, and the callers that wait for it to end.
 #[derive(Default)]
 struct UnderWay {
     running: Mutex<bool>,
@@ -29,11 +29,12 @@ impl Syncing {
         Syncing { sync, under_way: Arc::default() }
     }
 
-    /// Writes to the disk what is not there when this is called. `false` if that takes until `deadline`: it
-    /// goes on then, and whoever comes next waits for it to end, so that there is never more than one.
-    pub(super) fn finish_by(&self, deadline: Instant) -> io::Result<bool> {
+    /// Writes to the disk what is not there when this is called. `false` if that takes until `deadline`; it
+    /// goes on then. There is never more than one: with `join` the next call first waits for it to end, and
+    /// without it gives up at once, so that a sync that hangs holds up no later call.
+    pub(super) fn finish_by(&self, deadline: Instant, join: bool) -> io::Result<bool> {
         // One that is under way may have passed what was written since it began.
-        let mut running = self.under_way.wait(deadline);
+        let mut running = if join { self.under_way.wait(deadline) } else { self.under_way.lock() };
         if *running || Instant::now() >= deadline {
             return Ok(false);
         }
