@@ -309,9 +309,15 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "FORKD_BRANCH_MAX_COUNT", value_name = "N")]
     pub(crate) branch_max_count: Option<usize>,
 
-    /// Free the memory of branches that are on disk after this many seconds without a new child; 0 never.
+    /// Free the memory of branches after this many seconds without a new child; 0 never. Those that could not be
+    /// saved are lost then.
     #[arg(long, env = "FORKD_BRANCH_UNLOAD_SECS", default_value_t = 600, value_name = "SECS")]
     pub(crate) branch_unload_secs: u64,
+
+    /// Take no live branch while the disk of the data directory has less than this free.
+    #[arg(long, env = "FORKD_MIN_FREE_MIB", default_value_t = 256, value_name = "MIB",
+          value_parser = clap::value_parser!(u64).range(0..=1_000_000_000))]
+    pub(crate) min_free_mib: u64,
 
     /// Branches taken at the same time; more are refused [default: 8].
     #[arg(long, env = "FORKD_BRANCH_CONCURRENCY", value_name = "N",

@@ -156,6 +156,8 @@ pub(crate) struct Branch {
     error: OnceLock<Error>,
     stage: watch::Sender<Stage>,
     wish: watch::Sender<Wish>,
+    /// Why it is not being written now: the disk is full.
+    shortage: watch::Sender<Option<Error>>,
 }
 
 impl Branch {
@@ -176,6 +178,7 @@ impl Branch {
             error: OnceLock::new(),
             stage: watch::Sender::new(Stage::Branching),
             wish: watch::Sender::new(Wish::Keep),
+            shortage: watch::Sender::new(None),
         }
     }
 
@@ -243,6 +246,25 @@ impl Branch {
         wish.unwrap_or(Wish::Leave)
     }
 
+    /// There is no room for it on disk, or there is again.
+    pub(crate) fn wait_for_room(&self, shortage: Option<Error>) {
+        self.shortage.send_replace(shortage);
+    }
+
+    /// Why it waits for room on disk, if it does.
+    pub(crate) fn shortage(&self) -> Option<Error> {
+        self.shortage.borrow().clone()
+    }
+
+    /// Returns when it is on disk or failed, or waits for room on disk.
+    pub(crate) async fn held_up(&self) {
+        let mut shortage = self.shortage.subscribe();
+        tokio::select! {
+            _ = self.reached(Stage::Done) => {}
+            _ = shortage.wait_for(Option::is_some) => {}
+        }
+    }
+
     /// What it is on disk, once it is.
     pub(crate) fn published(&self) -> Option<&Snapshot> {
         self.published.get()
@@ -295,6 +317,9 @@ impl Snapshots {
 
     fn begin(self: &Arc<Self>, sandbox: &Arc<Sandbox>, order: Order) -> Result<(Arc<Entry>, Arc<Branch>)> {
         let (guest, origin) = self.check(sandbox, &order)?;
+        if order.mode == Mode::Live {
+            self.check_room()?;
+        }
         let tag = match order.tag {
             Some(tag) => tag,
             None => made_up(&sandbox.id)?,

@@ -128,6 +128,8 @@ pub struct Limits {
     pub branch_max_count: Option<usize>,
     /// After this long without a new child a branch on disk is let go of in memory.
     pub branch_unload_after: Option<Duration>,
+    /// No `live` branch is taken while the disk of the data directory has less than this free, in MiB.
+    pub min_free_mib: u64,
     /// Requests a second of one token that is no admin's, and twice as many at once; 0 is no limit.
     pub rate_limit: u32,
 }
@@ -147,6 +149,7 @@ impl Default for Limits {
             branch_max_age: None,
             branch_max_count: None,
             branch_unload_after: Some(Duration::from_secs(600)),
+            min_free_mib: 256,
             rate_limit: 200,
         }
     }

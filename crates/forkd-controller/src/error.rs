@@ -76,6 +76,16 @@ impl Error {
         Error::new(Kind::Http(StatusCode::TOO_MANY_REQUESTS), message)
     }
 
+    /// The host's disk is full.
+    pub fn no_room(message: impl Into<String>) -> Self {
+        Error::new(Kind::Http(StatusCode::INSUFFICIENT_STORAGE), message)
+    }
+
+    /// Whether it is one of [`Error::no_room`].
+    pub fn is_no_room(&self) -> bool {
+        self.kind == Kind::Http(StatusCode::INSUFFICIENT_STORAGE)
+    }
+
     /// The HTTP status that goes with it.
     pub fn status(&self) -> StatusCode {
         match self.kind {

@@ -42,6 +42,7 @@ mod config;
 mod console;
 mod count;
 mod descriptors;
+mod disk_space;
 mod error;
 #[cfg(test)]
 mod fake_guest;

@@ -2,7 +2,8 @@
 //!
 //! A save never holds up the template: it goes on forking children. What is written is the difference
 //! to the snapshot a branch came from, where there is one; if that is being written itself, its turn
-//! comes first. A saver that fails is given a second chance.
+//! comes first. A saver that fails is given a second chance. A branch for which the disk has no room waits
+//! for room, in memory, for as long as branches stay there unused.
 
 use std::convert::Infallible;
 use std::fs::File;
@@ -20,6 +21,7 @@ use crate::boot;
 use crate::branch::{Branch, TakenFrom, Wish};
 use crate::command::Command;
 use crate::console;
+use crate::disk_space::is_shortage;
 use crate::error::{Error, Kind, Result};
 use crate::host::{blocking, new_id};
 use crate::monitor::{Forked, Replacement};
@@ -72,7 +74,7 @@ impl Snapshots {
         if let Err(error) = merged {
             tracing::warn!(tag = branch.tag, error = error.message, "disk layers were not merged");
         }
-        let error = match (self.save_branch(&branch, &template).await, branch.wished()) {
+        let error = match (self.save_when_possible(&entry, &branch, &template).await, branch.wished()) {
             (Ok(snapshot), _) => {
                 if let Err(error) = template.record(Standing::Saved(snapshot.id().to_owned())) {
                     tracing::warn!(tag = branch.tag, %error, "cannot record that a branch is on disk");
@@ -96,6 +98,7 @@ impl Snapshots {
             self.vanish(&entry);
         }
         branch.fail(error);
+        self.retain.notify_one();
     }
 
     /// Has a branch written, with a second chance for the saver. An error if nobody wants it meanwhile.
@@ -114,7 +117,12 @@ impl Snapshots {
             let job = job(branch, origin);
             let progress = |file| branch.watch_progress(file);
             match save(self, template, job, progress, unwanted(branch)).await {
-                Err(error) if tries < TRIES && template.is_alive() && branch.wished() == Wish::Keep => {
+                Err(error)
+                    if tries < TRIES
+                        && !error.is_no_room()
+                        && template.is_alive()
+                        && branch.wished() == Wish::Keep =>
+                {
                     tracing::warn!(tag = branch.tag, error = error.message, "trying to save it once more");
                     tries += 1;
                 }
@@ -129,7 +137,7 @@ impl Snapshots {
         let id = match (&origin.snapshot, &branch.parent) {
             (Some(id), _) => id.clone(),
             (None, Some(parent)) => {
-                let _ = parent.reached(crate::branch::Stage::Done).await;
+                parent.held_up().await;
                 parent.published()?.id().to_owned()
             }
             (None, None) => return None,
@@ -362,7 +370,13 @@ fn finish(
         Ok(WaitStatus::Exited(0)) => Ok(()),
         Ok(status) => {
             if let Some(why) = told.and_then(reason) {
-                return Err(Error::host(failed, why));
+                return Err(match is_shortage(&why) {
+                    true => Error::no_room(format!(
+                        "{failed}: {why}; free space on the disk of the data directory, or remove snapshots \
+                         with `forkd rmi`"
+                    )),
+                    false => Error::host(failed, why),
+                });
             }
             let text = crate::monitor::describe(Some(status));
             // Only the process that began a lineage has one of its own.

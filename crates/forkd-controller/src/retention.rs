@@ -1,6 +1,7 @@
 //! Letting go of old branches. On disk: by age and, of each owner, by number, oldest first; never one that
 //! something needs, and never what a sandbox was put away as. In memory, where each one holds all that its source
-//! has written since: those nobody forks from, which are started from disk the next time.
+//! has written since: those nobody forks from, which are started from disk the next time. Branches that cannot be
+//! saved count like those on disk, and are lost when their memory is freed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -12,14 +13,14 @@ use forkd_store::Snapshot;
 use crate::branch::Mode;
 use crate::config::Limits;
 use crate::error::Result;
-use crate::snapshots::{Entry, Removal, Snapshots, State};
+use crate::snapshots::{Entry, Removal, Snapshots, State, Work};
 
 /// How often it is looked for branches that have become too old, or are not needed any more.
 const EVERY: Duration = Duration::from_secs(30);
 /// And how often at most.
 const SOON: Duration = Duration::from_millis(250);
 
-/// A branch on disk that may be removed.
+/// A branch, on disk or failed, that may be removed.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Branch {
     created_at_unix: u64,
@@ -59,16 +60,27 @@ pub(crate) async fn keep_few(snapshots: Arc<Snapshots>, needed: impl Fn() -> Res
     }
 }
 
-/// Frees the memory of branches that are on disk and that nobody took a child of for as long as the limits say,
-/// for ever. Their children keep what they need.
+/// Frees the memory of branches that are on disk, or failed, and that nobody took a child of for as long as the
+/// limits say, for ever. Their children keep what they need.
 pub(crate) async fn unload_unused(snapshots: Arc<Snapshots>) {
     let Some(after) = snapshots.host.config.limits.branch_unload_after else { return };
     loop {
         tokio::time::sleep((after / 4).clamp(SOON, EVERY)).await;
         for entry in snapshots.list() {
-            let State::Ready(snapshot) = entry.state() else { continue };
-            if is_of_a_sandbox(&snapshot) && entry.unload_if_unused(after) {
-                tracing::info!(tag = entry.tag, "the memory of an unused branch was freed");
+            match entry.state() {
+                State::Ready(snapshot) if is_of_a_sandbox(&snapshot) && entry.unload_if_unused(after) => {
+                    tracing::info!(tag = entry.tag, "the memory of an unused branch was freed");
+                }
+                State::Failed { work: Some(Work::Branch(_)), .. }
+                    if entry.current().is_some() && entry.is_unused(after) =>
+                {
+                    tracing::warn!(
+                        tag = entry.tag,
+                        "a branch that could not be saved is lost: nobody used it"
+                    );
+                    entry.forget();
+                }
+                _ => {}
             }
         }
     }
@@ -86,7 +98,7 @@ fn interval(limits: &Limits) -> Option<Duration> {
     }
 }
 
-/// All branches of sandboxes that are on disk, oldest first.
+/// All branches of sandboxes that are on disk, or could not be saved, oldest first.
 fn branches(snapshots: &Snapshots) -> Vec<Branch> {
     let branch = |entry: &Arc<Entry>| match entry.state() {
         State::Ready(snapshot) => {
@@ -99,11 +111,24 @@ fn branches(snapshots: &Snapshots) -> Vec<Branch> {
                 owner: entry.owner(),
             })
         }
+        State::Failed { work: Some(Work::Branch(branch)), .. } => unsaved(entry, &branch),
+        State::Writing(Work::Branch(branch)) if branch.shortage().is_some() => unsaved(entry, &branch),
         _ => None,
     };
     let mut all: Vec<Branch> = snapshots.list().iter().filter_map(branch).collect();
     all.sort();
     all
+}
+
+/// One that is in memory only.
+fn unsaved(entry: &Entry, branch: &crate::branch::Branch) -> Option<Branch> {
+    let put_away = branch.mode == Mode::Suspend;
+    (is_valid_sandbox_id(&branch.source) && !put_away).then(|| Branch {
+        created_at_unix: branch.begun_at_unix,
+        saved_at: SystemTime::UNIX_EPOCH,
+        tag: entry.tag.clone(),
+        owner: entry.owner(),
+    })
 }
 
 /// Those of `branches`, which are sorted, that are too old or too many, oldest first.

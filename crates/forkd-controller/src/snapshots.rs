@@ -7,6 +7,7 @@
 mod entry;
 
 use std::collections::{BTreeMap, HashMap};
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -371,6 +372,11 @@ impl From<forkd_store::Error> for Error {
             Store::Invalid(_) => Kind::Invalid,
             Store::NotFound(_) => Kind::NotFound,
             Store::Exists(_) | Store::Unusable(_) => Kind::Conflict,
+            Store::Io { source, .. }
+                if matches!(source.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) =>
+            {
+                return Error::no_room(crate::network::chain(&error));
+            }
             Store::Io { .. } | Store::Newer(_) | Store::Database { .. } => Kind::Internal,
         };
         Error::new(kind, crate::network::chain(&error))

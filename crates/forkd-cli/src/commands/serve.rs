@@ -50,6 +50,7 @@ fn configuration(context: &Context, args: ServeArgs) -> Result<Config> {
     config.limits.branch_max_count = args.branch_max_count;
     let unload_after = (args.branch_unload_secs > 0).then_some(args.branch_unload_secs);
     config.limits.branch_unload_after = unload_after.map(Duration::from_secs);
+    config.limits.min_free_mib = args.min_free_mib;
     if let Some(most) = args.branch_concurrency {
         config.limits.max_branches = most as usize;
     }

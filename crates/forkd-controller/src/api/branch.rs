@@ -27,6 +27,7 @@ use crate::identity::Identity;
         (status = 429, body = ErrorBody, description = "The owner may not have as many snapshots"),
         (status = 500, body = ErrorBody, description = "It could not be stored, and is gone"),
         (status = 503, body = ErrorBody, description = "Too many branches are being taken"),
+        (status = 507, body = ErrorBody, description = "The host's disk is full"),
     ),
 )]
 pub(super) async fn branch(

@@ -81,6 +81,10 @@ impl<'a> Look<'a> {
                     Work::Making(making) => Some(phase(*making.phase.borrow())),
                     Work::Branch(_) => Some(SnapshotPhase::Saving),
                 },
+                error: match &work {
+                    Work::Making(_) => None,
+                    Work::Branch(branch) => branch.shortage().map(|error| error.message),
+                },
                 bootable: has_template,
                 ..worked(&work, SnapshotStatus::Writing)
             },

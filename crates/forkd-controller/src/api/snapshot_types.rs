@@ -86,7 +86,7 @@ pub struct SnapshotInfo {
     /// How far it is, while it is being made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub phase: Option<SnapshotPhase>,
-    /// Why it failed.
+    /// Why it failed, or why it cannot be written yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     /// When it was made, in seconds since 1970.

@@ -134,12 +134,17 @@ impl Entry {
 
     /// The same if nobody has asked for it for so long. Whether there was one.
     pub(crate) fn unload_if_unused(&self, for_this_long: Duration) -> bool {
-        if lock(&self.used).elapsed() < for_this_long {
+        if !self.is_unused(for_this_long) {
             return false;
         }
         // Whoever asks just now has it: it does not end before they are done with it.
         let unloaded = lock(&self.current).take();
         unloaded.is_some()
+    }
+
+    /// Whether nobody has asked for a template of it for so long.
+    pub(crate) fn is_unused(&self, for_this_long: Duration) -> bool {
+        lock(&self.used).elapsed() >= for_this_long
     }
 
     /// Its live template, for children.
@@ -197,7 +202,7 @@ impl Entry {
     }
 
     /// Lets go of its template for good: one that is not on disk will not be.
-    pub(super) fn forget(&self) {
+    pub(crate) fn forget(&self) {
         let Some(template) = lock(&self.current).take() else { return };
         if self.branch().is_some()
             && let Err(error) = template.record(Standing::Forgotten)

@@ -217,6 +217,8 @@ pub(crate) fn run() {
     if let Some(secs) = wants["branch_unload_secs"].as_u64() {
         config.limits.branch_unload_after = Some(Duration::from_secs(secs));
     }
+    // Folders of tests may be on small disks.
+    config.limits.min_free_mib = wants["min_free_mib"].as_u64().unwrap_or(0);
     config.otlp_endpoint = wants["otlp_endpoint"].as_str().map(str::to_owned);
     if let Some(max) = wants["max_branches"].as_u64() {
         config.limits.max_branches = max as usize;

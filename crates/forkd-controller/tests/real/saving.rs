@@ -12,7 +12,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 use crate::asked::{id, route};
-use crate::daemon::{Daemon, launch, pid, within};
+use crate::daemon::{Daemon, eventually, launch, pid, runs, within};
 
 /// Waits until `tag` is not being written any more.
 fn settled(daemon: &Daemon, tag: &str) -> Value {
@@ -154,36 +154,132 @@ impl Drop for Small {
     }
 }
 
-#[test]
-fn a_branch_for_which_there_is_no_room_says_so_and_leaves_nothing() {
-    let Some(mut daemon) = Daemon::spelling() else { return };
+/// A daemon whose snapshots are on a small disk, with a sandbox to branch. `limits` are the daemon's.
+fn on_a_small_disk(limits: Value) -> Option<(Daemon, Small, Value)> {
+    let mut daemon = Daemon::spelling()?;
     daemon.kill();
-    let Some(disk) = Small::mount(&daemon.path().join("snapshots")) else { return };
+    let disk = Small::mount(&daemon.path().join("snapshots"))?;
+    std::fs::write(daemon.path().join("limits.json"), limits.to_string()).unwrap();
     daemon.child = launch(daemon.path());
     daemon.up();
     daemon.snapshot("root", "kernel");
     let source = daemon.spawn("root", 1).remove(0);
-    let left = daemon.left("snapshots");
-    let why = "cannot write the memory layer: No space left on device";
+    Some((daemon, disk, source))
+}
 
+/// Why nothing can be saved on a full disk.
+const FULL: &str = "cannot write the memory layer: No space left on device";
+
+fn info(daemon: &Daemon, tag: &str) -> Value {
+    daemon.done(200, "GET", &format!("/v1/snapshots/{tag}"), None)
+}
+
+/// Takes a live branch of `source` on a full disk, and waits until it waits for room; the branch.
+fn waiting(daemon: &Daemon, source: &Value, tag: &str) -> Value {
+    let live = json!({"tag": tag, "mode": "live", "wait": false});
+    let branch = daemon.done(202, "POST", &route(source, "branch"), Some(live));
+    waits(daemon, tag);
+    branch
+}
+
+fn waits(daemon: &Daemon, tag: &str) {
+    // Between two tries it says why it waits.
+    let waits = || info(daemon, tag)["error"].as_str().is_some_and(|why| why.contains(FULL));
+    within(Duration::from_secs(180), "a branch that waits for room", waits);
+    let info = info(daemon, tag);
+    assert_eq!((&info["status"], &info["bootable"]), (&json!("writing"), &json!(true)), "{info}");
+}
+
+fn template(branch: &Value) -> i32 {
+    branch["template"]["pid"].as_i64().unwrap() as i32
+}
+
+#[test]
+fn a_branch_for_which_there_is_no_room_waits_in_memory_until_there_is() {
+    let Some((mut daemon, disk, source)) = on_a_small_disk(json!({})) else { return };
+    let left = daemon.left("snapshots");
     let filler = disk.fill();
-    let live = json!({"tag": "b", "mode": "live", "wait": false});
-    daemon.done(202, "POST", &route(&source, "branch"), Some(live));
-    let info = settled(&daemon, "b");
-    assert_eq!((&info["status"], &info["bootable"]), (&json!("failed"), &json!(true)), "{info}");
-    assert!(info["error"].as_str().unwrap().contains(why), "{info}");
+    waiting(&daemon, &source, "b");
     assert_eq!(daemon.left("snapshots"), left);
-    assert_eq!(daemon.spawn("b", 1).len(), 1, "its template lives");
-    // Who waits is told.
+    let child = daemon.spawn("b", 1).remove(0);
+    // Who waits is told, also if what it came from is not on disk.
     let diff = |tag: &str| Some(json!({"tag": tag, "mode": "diff"}));
-    daemon.refused(500, why, "POST", &route(&source, "branch"), diff("c"));
-    daemon.refused(404, "no snapshot c", "GET", "/v1/snapshots/c", None);
+    for sandbox in [&source, &child] {
+        daemon.refused(507, FULL, "POST", &route(sandbox, "branch"), diff("c"));
+        daemon.refused(404, "no snapshot c", "GET", "/v1/snapshots/c", None);
+    }
+
+    // Neither a daemon that is killed nor one that stops loses it.
+    daemon.restart();
+    waits(&daemon, "b");
+    daemon.terminate();
+    daemon.child = launch(daemon.path());
+    daemon.up();
+    waits(&daemon, "b");
     assert_eq!(daemon.left("snapshots"), left);
 
     drop(filler);
+    let saved = settled(&daemon, "b");
+    assert_eq!((&saved["status"], &saved["error"]), (&json!("ready"), &Value::Null), "{saved}");
+    daemon.done(201, "POST", &route(&source, "branch"), diff("c"));
     for tag in ["b", "c"] {
-        daemon.done(201, "POST", &route(&source, "branch"), diff(tag));
         daemon.done(204, "POST", &format!("/v1/snapshots/{tag}/unload"), None);
         assert_eq!(daemon.spawn(tag, 1).len(), 1, "from disk");
     }
+}
+
+#[test]
+fn a_branch_that_waits_for_room_ends_when_it_is_removed_or_its_template_dies() {
+    let Some((daemon, disk, source)) = on_a_small_disk(json!({})) else { return };
+    let _filler = disk.fill();
+    let removed = template(&waiting(&daemon, &source, "removed"));
+    daemon.done(204, "DELETE", "/v1/snapshots/removed", None);
+    daemon.refused(404, "no snapshot", "GET", "/v1/snapshots/removed", None);
+    eventually("the end of its template", || !runs(removed));
+
+    let dead = template(&waiting(&daemon, &source, "dead"));
+    kill_process(Pid::from_raw(dead).unwrap(), Signal::KILL).unwrap();
+    let dead = settled(&daemon, "dead");
+    assert_eq!((&dead["status"], &dead["bootable"]), (&json!("failed"), &json!(false)), "{dead}");
+}
+
+#[test]
+fn branches_that_cannot_be_saved_are_counted_and_their_memory_is_freed() {
+    let limits = json!({"branch_max_count": 2, "branch_unload_secs": 5});
+    let Some((daemon, disk, source)) = on_a_small_disk(limits) else { return };
+    let _filler = disk.fill();
+    let mut templates = Vec::new();
+    for tag in ["a", "b", "c"] {
+        let live = json!({"tag": tag, "mode": "live", "wait": false});
+        let branch = daemon.done(202, "POST", &route(&source, "branch"), Some(live));
+        templates.push(template(&branch));
+    }
+    let there = |tag: &str| daemon.request("GET", &format!("/v1/snapshots/{tag}"), None).0 == 200;
+    within(Duration::from_secs(180), "the end of one that is too many", || {
+        ["a", "b", "c"].iter().filter(|tag| there(tag)).count() == 2
+    });
+    within(Duration::from_secs(180), "the end of all templates", || {
+        !templates.iter().any(|template| runs(*template))
+    });
+    for tag in ["a", "b", "c"].into_iter().filter(|tag| there(tag)) {
+        let failed = settled(&daemon, tag);
+        assert_eq!((&failed["status"], &failed["bootable"]), (&json!("failed"), &json!(false)), "{failed}");
+        assert!(failed["error"].as_str().unwrap().contains(FULL), "{failed}");
+    }
+}
+
+#[test]
+fn no_live_branch_is_taken_while_the_disk_has_less_free_than_it_must_have() {
+    let Some((daemon, disk, source)) = on_a_small_disk(json!({"min_free_mib": 1})) else { return };
+    let filler = disk.fill();
+    for wait in [false, true] {
+        let live = json!({"tag": "b", "mode": "live", "wait": wait});
+        let why = "remove snapshots with `forkd rmi`";
+        daemon.refused(507, why, "POST", &route(&source, "branch"), Some(live));
+    }
+    daemon.refused(404, "no snapshot b", "GET", "/v1/snapshots/b", None);
+    drop(filler);
+    let live = json!({"tag": "b", "mode": "live", "wait": false});
+    daemon.done(202, "POST", &route(&source, "branch"), Some(live));
+    assert_eq!(settled(&daemon, "b")["status"], "ready");
 }
