@@ -111,7 +111,6 @@ const RUNTIME: &[i64] = &[
     libc::SYS_getpid,
     libc::SYS_getrandom,
     libc::SYS_gettid,
-    libc::SYS_madvise,
     libc::SYS_mremap,
     libc::SYS_munmap,
     libc::SYS_read,
@@ -151,14 +150,12 @@ const CONTROL: &[i64] = &[
     libc::SYS_epoll_create1,
     libc::SYS_eventfd2,
     libc::SYS_fstat,
-    libc::SYS_getsockopt,
     libc::SYS_poll,
     libc::SYS_ppoll,
     libc::SYS_rseq,
     libc::SYS_rt_sigaction,
     libc::SYS_sched_getaffinity,
     libc::SYS_set_robust_list,
-    libc::SYS_setsockopt,
     libc::SYS_statx,
     // Timers signal threads of their own process only: the kernel sees to that.
     libc::SYS_timer_create,
@@ -171,9 +168,13 @@ const CONTROL: &[i64] = &[
 /// savers write files. Who branches looks up what it forked; nothing here can do anything with what is
 /// found that way.
 ///
-/// What `clone3` is to make stands in memory, where no filter sees it. But it gives nobody more than
-/// `fork` does: namespaces take privileges nobody in the jail has, and the user namespaces that would
-/// give them are refused to a process in a chroot, which the jail ends with.
+/// What `clone3` is to make stands in memory, where no filter sees it, and only `clone3` makes a process
+/// in a cgroup. Every sandbox can be branched, and its branch is a template: none of them can do without
+/// it. It gives no more than `fork` does: namespaces take privileges that no process in the jail has, and
+/// the user namespaces that would give them are refused to a process in a chroot, which the jail ends
+/// with. What remains is `CLONE_PARENT`: a broken monitor can make processes that are children of its
+/// template, or of the daemon, instead of its own. They have its walls, its user id and its cgroup, so its
+/// limits count them; a template reaps them and takes no notice.
 const FORK: &[i64] = &[
     libc::SYS_clone3,
     libc::SYS_close_range,
@@ -190,7 +191,6 @@ const FORK: &[i64] = &[
 /// The ioctls that build a VM, and save and restore its state.
 const BUILD_IOCTLS: &[u32] = &[
     0xae00,      // KVM_GET_API_VERSION
-    0xae01,      // KVM_CREATE_VM
     0xc004_ae02, // KVM_GET_MSR_INDEX_LIST
     0xae03,      // KVM_CHECK_EXTENSION
     0xae04,      // KVM_GET_VCPU_MMAP_SIZE
@@ -237,6 +237,20 @@ const BUILD_IOCTLS: &[u32] = &[
     0x5421,      // FIONBIO, how std makes sockets non-blocking
 ];
 const KVM_RUN: u32 = 0xae80;
+/// With one more argument: the kind of VM.
+const KVM_CREATE_VM: u32 = 0xae01;
+
+/// What is said about memory in any thread: that of a heap or a stack that is given back, and the guard of
+/// a new stack.
+const ADVICE: &[i32] = &[libc::MADV_DONTNEED, MADV_GUARD_INSTALL, MADV_GUARD_REMOVE];
+/// What the control thread says on top, about guest memory and what is shared with KVM.
+const CONTROL_ADVICE: &[i32] =
+    &[libc::MADV_DONTFORK, libc::MADV_HUGEPAGE, libc::MADV_NOHUGEPAGE, libc::MADV_POPULATE_READ];
+/// As in `linux/mman.h`, since Linux 6.13; newer C libraries use them for the stacks of threads.
+const MADV_GUARD_INSTALL: i32 = 102;
+const MADV_GUARD_REMOVE: i32 = 103;
+/// As in `asm/socket.h`: how long sending waits, in the form that is tried first.
+const SO_SNDTIMEO_NEW: i32 = 67;
 /// What `ioprio_set` is told the priority of: a process.
 pub(crate) const IOPRIO_WHO_PROCESS: u32 = 1;
 
@@ -255,14 +269,25 @@ fn rules(kind: ThreadKind) -> std::result::Result<Rules, seccompiler::BackendErr
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
         rules.insert(call, vec![when(2, no_code.clone(), 0)?]);
     }
-    // Connections of the guest to the host are pairs of unix sockets, never a network.
+    // Connections of the guest to the host are pairs of unix sockets, never a network; and streams: from
+    // others one could send to any name.
     if kind != ThreadKind::Vcpu {
-        rules.insert(libc::SYS_socketpair, vec![when(0, SeccompCmpOp::Eq, libc::AF_UNIX as u64)?]);
+        let stream = (libc::SOCK_STREAM | libc::SOCK_CLOEXEC) as u32;
+        rules.insert(libc::SYS_socketpair, vec![both((0, libc::AF_UNIX as u32), (1, stream))?]);
     }
+    let advice = ADVICE.iter().chain(if kind == ThreadKind::Control { CONTROL_ADVICE } else { &[] });
+    let advice = advice.map(|advice| when(2, SeccompCmpOp::Eq, *advice as u64));
+    rules.insert(libc::SYS_madvise, advice.collect::<std::result::Result<_, _>>()?);
     match kind {
         ThreadKind::Control => {
             let ioctls = BUILD_IOCTLS.iter().chain([&KVM_RUN]).map(|&request| ioctl(request));
+            // An ordinary VM: other kinds are more of KVM to attack.
+            let ioctls = ioctls.chain([both((1, KVM_CREATE_VM), (2, 0))]);
             rules.insert(libc::SYS_ioctl, ioctls.collect::<std::result::Result<_, _>>()?);
+            // Whether a socket listens, and how long a controller that does not read is waited for.
+            let socket = |option: i32| both((1, libc::SOL_SOCKET as u32), (2, option as u32));
+            rules.insert(libc::SYS_getsockopt, vec![socket(libc::SO_ACCEPTCONN)?]);
+            rules.insert(libc::SYS_setsockopt, vec![socket(libc::SO_SNDTIMEO)?, socket(SO_SNDTIMEO_NEW)?]);
             // How older C libraries make threads, and all of them fork. Else processes are made with `clone3`.
             let thread = libc::CLONE_THREAD as u64;
             let fork = (libc::CLONE_CHILD_SETTID | libc::CLONE_CHILD_CLEARTID | libc::SIGCHLD) as u64;
@@ -272,26 +297,16 @@ fn rules(kind: ThreadKind) -> std::result::Result<Rules, seccompiler::BackendErr
             let prctl = [libc::PR_SET_NAME, libc::PR_SET_NO_NEW_PRIVS];
             let prctl = prctl.map(|option| when(0, SeccompCmpOp::Eq, option as u64));
             rules.insert(libc::SYS_prctl, prctl.into_iter().collect::<std::result::Result<_, _>>()?);
-            let set_filter = u64::from(libc::SECCOMP_SET_MODE_FILTER);
-            rules.insert(libc::SYS_seccomp, vec![when(0, SeccompCmpOp::Eq, set_filter)?]);
+            rules.insert(libc::SYS_seccomp, vec![both((0, libc::SECCOMP_SET_MODE_FILTER), (1, 0))?]);
             // Flags are looked at and never set: those of a disk's base are its siblings' too, and with
             // `O_DIRECT` among them their reads would fail.
             let fcntl = [libc::F_GETFL, libc::F_GETFD, libc::F_DUPFD_CLOEXEC];
             let fcntl = fcntl.map(|command| when(1, SeccompCmpOp::Eq, command as u64));
             rules.insert(libc::SYS_fcntl, fcntl.into_iter().collect::<std::result::Result<_, _>>()?);
             // Savers step back, and nobody else: "process 0" is the caller.
-            let exactly = |first: u32, second: u32| {
-                let is = |index, value: u32| {
-                    SeccompCondition::new(index, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value.into())
-                };
-                Ok::<_, seccompiler::BackendError>(vec![SeccompRule::new(vec![
-                    is(0, first)?,
-                    is(1, second)?,
-                ])?])
-            };
-            rules.insert(libc::SYS_setpriority, exactly(libc::PRIO_PROCESS, 0)?);
-            rules.insert(libc::SYS_sched_setscheduler, exactly(0, libc::SCHED_IDLE as u32)?);
-            rules.insert(libc::SYS_ioprio_set, exactly(IOPRIO_WHO_PROCESS, 0)?);
+            rules.insert(libc::SYS_setpriority, vec![both((0, libc::PRIO_PROCESS), (1, 0))?]);
+            rules.insert(libc::SYS_sched_setscheduler, vec![both((0, 0), (1, libc::SCHED_IDLE as u32))?]);
+            rules.insert(libc::SYS_ioprio_set, vec![both((0, IOPRIO_WHO_PROCESS), (1, 0))?]);
             // Who branches goes to the guest's CPU and back, and takes nobody else along: "thread 0" is the caller.
             rules.insert(libc::SYS_sched_setaffinity, vec![when(0, SeccompCmpOp::Eq, 0)?]);
         }
@@ -314,4 +329,12 @@ fn when(
     value: u64,
 ) -> std::result::Result<SeccompRule, seccompiler::BackendError> {
     SeccompRule::new(vec![SeccompCondition::new(index, SeccompCmpArgLen::Dword, operator, value)?])
+}
+
+/// A rule: two arguments, by their index, have these lower halves.
+fn both(one: (u8, u32), other: (u8, u32)) -> std::result::Result<SeccompRule, seccompiler::BackendError> {
+    let is = |(index, value): (u8, u32)| {
+        SeccompCondition::new(index, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value.into())
+    };
+    SeccompRule::new(vec![is(one)?, is(other)?])
 }

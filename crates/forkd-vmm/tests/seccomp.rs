@@ -148,11 +148,40 @@ fn call(case: &str) {
             "signal_self" => drop(libc::syscall(libc::SYS_tgkill, libc::getpid(), libc::getpid(), 0)),
             "timer" => drop(libc::syscall(libc::SYS_timer_create, libc::CLOCK_MONOTONIC, 0, 0)),
             "accept" => drop(libc::accept4(-1, std::ptr::null_mut(), std::ptr::null_mut(), 0)),
+            "stream_pair" => drop(socket_pair(libc::SOCK_STREAM | libc::SOCK_CLOEXEC)),
+            "packet_pair" => drop(socket_pair(libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC)),
+            "datagram_pair" => drop(socket_pair(libc::SOCK_DGRAM | libc::SOCK_CLOEXEC)),
+            "socket_listens" => drop(socket_option(libc::SYS_getsockopt, libc::SO_ACCEPTCONN)),
+            "socket_peer" => drop(socket_option(libc::SYS_getsockopt, libc::SO_PEERCRED)),
+            "socket_patience" => drop(socket_option(libc::SYS_setsockopt, libc::SO_SNDTIMEO)),
+            "socket_filter" => drop(socket_option(libc::SYS_setsockopt, libc::SO_ATTACH_FILTER)),
+            "give_back" => drop(libc::madvise(std::ptr::null_mut(), 0, libc::MADV_DONTNEED)),
+            "huge_pages" => drop(libc::madvise(std::ptr::null_mut(), 0, libc::MADV_HUGEPAGE)),
+            "merge_pages" => drop(libc::madvise(std::ptr::null_mut(), 0, libc::MADV_MERGEABLE)),
+            "remove_pages" => drop(libc::madvise(std::ptr::null_mut(), 0, libc::MADV_REMOVE)),
+            "kvm_create" => drop(libc::ioctl(-1, 0xae01, 0)),
+            "kvm_create_other" => drop(libc::ioctl(-1, 0xae01, 1)),
+            "filter" => drop(libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, 0)),
+            "filter_listener" => {
+                let flags = libc::SECCOMP_FILTER_FLAG_NEW_LISTENER;
+                libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, flags, 0);
+            }
             "kvm_run" => drop(libc::ioctl(-1, 0xae80, 0)),
             "kvm_set_regs" => drop(libc::ioctl(-1, 0x4090_ae82, 0)),
             _ => panic!("no case {case}"),
         }
     }
+}
+
+fn socket_pair(kind: i32) -> i32 {
+    let mut pair = [0; 2];
+    // SAFETY: the call writes two numbers.
+    unsafe { libc::socketpair(libc::AF_UNIX, kind, 0, pair.as_mut_ptr()) }
+}
+
+fn socket_option(call: libc::c_long, option: i32) -> libc::c_long {
+    // SAFETY: there is no such descriptor, so no pointer is looked at.
+    unsafe { libc::syscall(call, -1, libc::SOL_SOCKET, option, 0, 0) }
 }
 
 fn every_kind_of_thread_can_allocate_sleep_print_and_panic() {
@@ -170,6 +199,9 @@ fn no_thread_opens_executes_connects_or_touches_other_processes() {
         let own =
             ["open", "exec", "vfork", "network", "code", "terminal", "unshare", "signal_self", "set_flags"];
         let others = ["kill", "ptrace", "pidfd_signal", "pidfd_getfd", "queue_signal"];
+        let arguments = ["packet_pair", "datagram_pair", "socket_peer", "socket_filter", "merge_pages"];
+        let others = others.into_iter().chain(arguments).chain(["remove_pages", "kvm_create_other"]);
+        let others = others.chain(["filter_listener"]);
         for case in own.into_iter().chain(others).chain(["read_memory", "prlimit", "nice_others"]) {
             assert_eq!(signal_of(kind, case, "kill"), Some(libc::SIGSYS), "{kind} {case}");
         }
@@ -183,7 +215,10 @@ fn each_kind_of_thread_has_what_it_is_for_and_no_more() {
             &["thread", "clone3", "fork", "pidfd_open", "accept", "kvm_run", "kvm_set_regs", "timer"][..],
             &[][..],
         ),
-        ("control", &["nice_self"], &[]),
+        ("control", &["nice_self", "stream_pair", "socket_listens", "socket_patience", "give_back"], &[]),
+        ("control", &["huge_pages", "kvm_create", "filter"], &[]),
+        ("device", &["stream_pair", "give_back"], &["huge_pages", "socket_listens", "kvm_create", "filter"]),
+        ("vcpu", &["give_back"], &["huge_pages", "stream_pair", "socket_listens", "kvm_create", "filter"]),
         ("device", &["accept"], &["kvm_run", "kvm_set_regs", "nice_self"]),
         ("vcpu", &["kvm_run"], &["accept", "kvm_set_regs", "nice_self"]),
         ("device", &[], &["thread", "clone3", "fork", "pidfd_open", "timer"]),
