@@ -48,4 +48,4 @@ pub mod vm;
 pub use error::{Error, Result};
 
 /// Guest memory as everything in this crate sees it: private mappings, no dirty tracking.
-pub type GuestMemory = vm_memory::GuestMemoryMmap<()>;
+pub type GuestMemory = vm_memory::GuestMemoryMmap<memory::Mapping>;

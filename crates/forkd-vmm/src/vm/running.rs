@@ -284,7 +284,7 @@ pub(crate) fn collect(
         disks.extend(disk);
     }
     let KvmState { vcpus, clock, interrupts } = saved;
-    let range = |region: &vm_memory::GuestRegionMmap| MemoryRange {
+    let range = |region: &vm_memory::GuestRegionMmap<crate::memory::Mapping>| MemoryRange {
         start: region.start_addr().0,
         length: region.len(),
     };

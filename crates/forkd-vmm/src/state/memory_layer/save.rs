@@ -16,6 +16,7 @@ use super::chain::Chain;
 use super::packed::Writer;
 use super::{CHUNK, PAGE_BYTES, write_data};
 use crate::layout::PAGE;
+use crate::memory::Mapping;
 use crate::{Error, GuestMemory, Result};
 
 /// How many bytes are looked at or written before the next report.
@@ -109,7 +110,7 @@ fn runs(flags: &[bool]) -> impl Iterator<Item = std::ops::Range<usize>> {
 
 /// Pages of one region, at most [`CHUNK`] of them.
 struct Chunk<'m> {
-    region: &'m GuestRegionMmap,
+    region: &'m GuestRegionMmap<Mapping>,
     /// Where in the region it is.
     offset: u64,
     /// How many pages it has.
