@@ -414,8 +414,9 @@ pub struct FreezeResponse {
 
 /// `Agent/Become`: the first call in a forked child. In this order: the kernel's random numbers are
 /// reseeded, the clock is set, host name, machine id and sandbox id become the child's own, inherited
-/// TCP connections are reset, warmed runtimes are told that they were forked, user processes thaw,
-/// hooks in [`FORK_HOOKS`] run. Asked again it does the same again.
+/// TCP connections are reset, hooks in [`FORK_HOOKS`] run, a warmed interpreter in which functions wait
+/// for it learns that it was forked, user processes thaw, hooks in [`FORK_HOOKS_AFTER`] run. Asked again it
+/// does the same again.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct BecomeRequest {
@@ -439,8 +440,12 @@ pub struct BecomeRequest {
     pub envs: BTreeMap<String, String>,
 }
 
-/// The folder of programs that are run in a child, in the order of their names, once it is its own.
+/// The folder of programs that are run in a child, in the order of their names, once it is its own and
+/// while its user processes are still frozen.
 pub const FORK_HOOKS: &str = "/etc/forkd/forked.d";
+
+/// The folder of those that run after user processes were thawed.
+pub const FORK_HOOKS_AFTER: &str = "/etc/forkd/forked.d/after";
 
 /// A child that is its own.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

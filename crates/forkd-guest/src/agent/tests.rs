@@ -119,9 +119,11 @@ impl TestAgent {
 
     /// Makes the guest another one, for sure with other random numbers.
     pub(crate) fn become_child(&self, id: &str, more: Value) -> Result<Value, Error> {
+        static FORKS: AtomicU32 = AtomicU32::new(0);
+        let entropy = FORKS.fetch_add(1, Ordering::SeqCst).to_ne_bytes().repeat(8);
         let mut request = json!({
             "sandboxId": id, "hostname": id, "machineId": "0123456789abcdef".repeat(2),
-            "unixNanos": "1700000000000000000", "entropy": BASE64_STANDARD.encode([7; 32]),
+            "unixNanos": "1700000000000000000", "entropy": BASE64_STANDARD.encode(entropy),
         });
         request.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         self.call("/forkd.Agent/Become", request)
@@ -151,15 +153,20 @@ impl Drop for TestAgent {
         let Some(cgroup) = &self.cgroup else { return };
         let _ = fs::write(cgroup.join("cgroup.kill"), "1");
         for _ in 0..100 {
-            for entry in fs::read_dir(cgroup).into_iter().flatten().flatten() {
-                let _ = fs::remove_dir(entry.path());
-            }
-            if fs::remove_dir(cgroup).is_ok() {
+            if remove_cgroup(cgroup).is_ok() {
                 return;
             }
             thread::sleep(Duration::from_millis(10));
         }
     }
+}
+
+/// Removes a cgroup and those below it.
+fn remove_cgroup(cgroup: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(cgroup)?.flatten().filter(|entry| entry.path().is_dir()) {
+        remove_cgroup(&entry.path())?;
+    }
+    fs::remove_dir(cgroup)
 }
 
 /// A cgroup for one test, where the machine's version 2 hierarchy is.

@@ -12,7 +12,7 @@ use std::{
 use forkd_protocol::agent::{ProcessConfig, StartRequest};
 
 use crate::{
-    process::{self, ExitStatus, Next, Outcome, Processes},
+    process::{self, ExitStatus, Next, Outcome, Part, Processes},
     users::User,
 };
 
@@ -20,24 +20,11 @@ use crate::{
 const TAIL: usize = 1 << 10;
 /// More files than this are not hooks.
 const MAX_HOOKS: usize = 256;
+/// How long a hook that was killed may take to be gone.
+const KILL_TIME: Duration = Duration::from_secs(1);
 
-/// Runs what can be executed in `folder`, in the order of names, one after the other, as root. All of
-/// them together have the time `limit`.
-pub(super) fn run(folder: &Path, limit: Duration, processes: &Processes, warnings: &mut Vec<String>) {
-    let until = Instant::now() + limit;
-    for hook in find(folder) {
-        let left = until.saturating_duration_since(Instant::now());
-        let done = match left {
-            Duration::ZERO => Err(format!("not run: the {limit:?} for all hooks are over")),
-            left => run_one(&hook, processes, left),
-        };
-        if let Err(why) = done {
-            warnings.push(format!("hook {}: {why}", hook.display()));
-        }
-    }
-}
-
-fn find(folder: &Path) -> Vec<PathBuf> {
+/// What can be executed in `folder`, in the order of names. Folders in it are not hooks.
+pub(super) fn find(folder: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
     let mut hooks: Vec<PathBuf> = entries
         .take(MAX_HOOKS)
@@ -51,16 +38,54 @@ fn find(folder: &Path) -> Vec<PathBuf> {
     hooks
 }
 
-fn run_one(hook: &Path, processes: &Processes, limit: Duration) -> Result<(), String> {
+/// Runs programs as root, one after the other, in a cgroup that is not frozen with the users'. All of
+/// them together have one limit of time.
+pub(super) struct Runner<'r> {
+    processes: &'r Processes,
+    limit: Duration,
+    left: Duration,
+}
+
+impl<'r> Runner<'r> {
+    pub(super) fn new(processes: &'r Processes, limit: Duration) -> Self {
+        Runner { processes, limit, left: limit }
+    }
+
+    /// Runs hooks; what is wrong with one is a warning.
+    pub(super) fn run_all(&mut self, hooks: &[PathBuf], warnings: &mut Vec<String>) {
+        for hook in hooks {
+            if let Err(why) = self.run(hook, &[]) {
+                warnings.push(format!("hook {}: {why}", hook.display()));
+            }
+        }
+    }
+
+    /// Runs one program to its end. One whose time is over is killed with everything it started.
+    pub(super) fn run(&mut self, program: &Path, args: &[&str]) -> Result<(), String> {
+        if self.left.is_zero() {
+            return Err(format!("not run: the {:?} for all hooks are over", self.limit));
+        }
+        let begun = Instant::now();
+        let done = run_one(program, args, self.processes, self.left);
+        self.left = self.left.saturating_sub(begun.elapsed());
+        done
+    }
+}
+
+fn run_one(program: &Path, args: &[&str], processes: &Processes, limit: Duration) -> Result<(), String> {
     // By number: an image need not have a user of that name.
     let root = User::find("0").map_err(|error| error.message)?;
-    let cmd = hook.to_str().ok_or("its name is not UTF-8")?;
-    let process = ProcessConfig { cmd: cmd.into(), ..ProcessConfig::default() };
+    let cmd = program.to_str().ok_or("its name is not UTF-8")?;
+    let args = args.iter().map(|arg| arg.to_string()).collect();
+    let process = ProcessConfig { cmd: cmd.into(), args, ..ProcessConfig::default() };
     let request = StartRequest { process, stdin: Some(false), ..StartRequest::default() };
-    let (_, listener) = processes.start(&request, &root, Some(limit)).map_err(|error| error.message)?;
+    let started = processes.start_in(Part::Hooks, &request, &root, Some(limit));
+    let (_, listener) = started.map_err(|error| error.message)?;
+    // User processes stand still meanwhile: they go on even if a killed hook does not end.
+    let until = Instant::now() + limit + KILL_TIME;
     let mut tail: Vec<u8> = Vec::new();
     let why: String = loop {
-        match listener.next(limit) {
+        match listener.next(until.saturating_duration_since(Instant::now())) {
             Next::Piece((_, bytes)) => {
                 tail.extend_from_slice(&bytes);
                 tail.drain(..tail.len().saturating_sub(TAIL));
@@ -68,6 +93,7 @@ fn run_one(hook: &Path, processes: &Processes, limit: Duration) -> Result<(), St
             Next::End(Outcome::Ended(ExitStatus::Code(0))) => return Ok(()),
             Next::End(Outcome::Ended(status)) => break process::describe(status),
             Next::End(Outcome::DeadlineExceeded) => break "killed: the time for all hooks is over".into(),
+            Next::Idle if Instant::now() >= until => break "killed, but it does not end".into(),
             Next::Idle => {}
         }
     };

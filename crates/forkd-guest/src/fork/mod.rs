@@ -3,7 +3,7 @@
 //! Two copies of a guest are the same machine until somebody makes them different, and only the
 //! guest itself can reach what its processes remember. This module owns the order in which that
 //! happens. Nothing of a user's runs in a child before its random numbers, its clock and its name
-//! are its own: user processes sit in a frozen cgroup from `Freeze` on and are thawed here.
+//! are its own: user processes sit in a frozen cgroup from `Freeze` on and are thawed in `wake`.
 //!
 //! What it does is paid for by every child, in time and in pages that are no longer shared. So it
 //! starts no program (but hooks, where there are any), waits for no process, and overwrites files
@@ -16,6 +16,7 @@ mod hooks;
 mod identity;
 mod machine;
 mod sync;
+mod wake;
 
 use std::{
     collections::BTreeMap,
@@ -26,7 +27,7 @@ use std::{
 };
 
 use forkd_protocol::{
-    agent::{BecomeRequest, BecomeResponse, FORK_HOOKS, FreezeRequest, FreezeResponse, FreezeSync},
+    agent::{BecomeRequest, BecomeResponse, FreezeRequest, FreezeResponse, FreezeSync},
     connect::{Code, Error},
 };
 
@@ -52,8 +53,6 @@ const LITTLE: u64 = 4 << 20;
 const LITTLE_TIME: Duration = Duration::from_millis(100);
 /// How long `Become` waits for processes that should be frozen already.
 const REFREEZE_TIME: Duration = Duration::from_secs(1);
-/// How long all hooks may take together.
-const HOOK_TIME: Duration = Duration::from_secs(10);
 /// Less entropy than this does not make two children different for sure; more is of no use.
 const ENTROPY: std::ops::RangeInclusive<usize> = 32..=4096;
 /// The most that names and values of variables may take together.
@@ -190,13 +189,7 @@ impl Forking {
         self.processes.variables.set(request.variables.clone());
         connections::reset(&self.processes.cgroups.pids(), frozen, &mut warnings);
 
-        // Before the thaw, so that it is the first thing an interpreter does.
-        if let Err(error) = self.python.forked(&request.variables) {
-            warnings.push(format!("the Python interpreter could not be told that it was forked: {error}"));
-        }
-        self.processes.cgroups.thaw().map_err(cannot("let the user processes run"))?;
-        hooks::run(&self.under_root(FORK_HOOKS), HOOK_TIME, &self.processes, &mut warnings);
-
+        self.wake(&request, frozen, &mut warnings)?;
         Ok(BecomeResponse { unix_nanos: unix_nanos(), python: Python::find().is_some(), warnings })
     }
 

@@ -4,10 +4,7 @@ use std::{
     fs,
     io::{Read, Write},
     net::TcpListener,
-    os::unix::{
-        fs::PermissionsExt,
-        net::{UnixListener, UnixStream},
-    },
+    os::unix::net::{UnixListener, UnixStream},
     sync::{
         Condvar, Mutex, OnceLock,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -54,7 +51,7 @@ pub(crate) fn machine(root: PathBuf) -> Machine {
 }
 
 /// An agent whose processes can be frozen, where this machine allows that.
-fn freezable() -> Option<TestAgent> {
+pub(super) fn freezable() -> Option<TestAgent> {
     let agent = TestAgent::new();
     if agent.cgroup.is_none() {
         let _ = writeln!(io::stderr(), "NOT RUN: freezing user processes: no cgroup v2 here");
@@ -62,7 +59,7 @@ fn freezable() -> Option<TestAgent> {
     agent.cgroup.is_some().then_some(agent)
 }
 
-fn warnings(answer: &Value) -> Vec<String> {
+pub(super) fn warnings(answer: &Value) -> Vec<String> {
     answer.get("warnings").map_or(Vec::new(), |list| serde_json::from_value(list.clone()).unwrap())
 }
 
@@ -371,55 +368,6 @@ fn a_freeze_nobody_waits_for_when_its_turn_comes_undoes_nobody_elses() {
     let error = forking.freeze(&within(60_000), Instant::now(), || false).unwrap_err();
     assert_eq!(error.code, Code::Canceled, "{error}");
     assert_eq!(told(folder.path()), "1");
-}
-
-fn hook(agent: &TestAgent, name: &str, mode: u32, script: &str) {
-    let folder = agent.path("root/etc/forkd/forked.d");
-    fs::create_dir_all(&folder).unwrap();
-    let path = folder.join(name);
-    fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
-    fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
-}
-
-#[test]
-fn hooks_run_in_the_order_of_their_names_and_know_who_they_are() {
-    let Some(agent) = freezable() else { return };
-    let log = agent.path("log");
-    for (name, mode) in [("20-b", 0o755), ("10-a", 0o700), ("30-data", 0o644), (".40-hidden", 0o755)] {
-        hook(&agent, name, mode, &format!("echo {name} $FORKD_SANDBOX_ID >> {}", log.display()));
-    }
-    let answer = agent.become_child("sbhooks", json!({})).unwrap();
-    assert_eq!(warnings(&answer), Vec::<String>::new());
-    assert_eq!(fs::read_to_string(&log).unwrap(), "10-a sbhooks\n20-b sbhooks\n");
-}
-
-#[test]
-fn a_hook_that_fails_is_a_warning_and_the_next_one_runs() {
-    let Some(agent) = freezable() else { return };
-    hook(&agent, "1", 0o755, "echo reason one; echo reason two >&2; exit 3");
-    hook(&agent, "2", 0o755, &format!("echo ran > {}", agent.path("second").display()));
-    let warnings = warnings(&agent.become_child("sbhooks", json!({})).unwrap());
-    assert_eq!(warnings.len(), 1, "{warnings:?}");
-    for part in ["forked.d/1", "exit status 3", "reason one", "reason two"] {
-        assert!(warnings[0].contains(part), "{part}: {warnings:?}");
-    }
-    assert!(agent.path("second").exists());
-}
-
-#[test]
-fn hooks_that_take_too_long_are_killed_and_the_rest_is_named() {
-    let agent = TestAgent::new();
-    hook(&agent, "1", 0o755, "sleep 1000");
-    hook(&agent, "2", 0o755, "true");
-    let processes = Processes::new(process::Cgroups::new(None), Arc::default());
-    let mut warnings = Vec::new();
-    let folder = agent.path("root/etc/forkd/forked.d");
-    let begun = Instant::now();
-    hooks::run(&folder, Duration::from_millis(300), &processes, &mut warnings);
-    assert!(begun.elapsed() < Duration::from_secs(30));
-    assert_eq!(warnings.len(), 2, "{warnings:?}");
-    assert!(warnings[0].contains("forked.d/1: killed"), "{warnings:?}");
-    assert!(warnings[1].contains("forked.d/2: not run"), "{warnings:?}");
 }
 
 /// Connects to `port`, listens with a connection waiting, and tells how each of them fares.

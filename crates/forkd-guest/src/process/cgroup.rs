@@ -1,7 +1,9 @@
-//! Cgroups (v2) for what the agent starts: one per command, all under one folder `user`.
+//! Cgroups (v2) for what the agent starts: one per command, each in a [`Part`] of one folder `user`.
 //!
 //! They exist so that a command can be killed with everything it started, whatever sessions and
 //! groups its descendants made, and so that all of them can be frozen together by freezing `user`.
+//! The parts let a child thaw in steps: the kernel keeps a cgroup frozen as long as one above it is,
+//! so for a step `user` is thawed while each cgroup that is to wait is frozen by itself.
 
 use std::{
     fs::{self, File},
@@ -9,7 +11,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -25,11 +27,36 @@ use crate::{log, sys};
 /// The most cgroups that are looked into for processes.
 const MAX_FOLDERS: usize = 10_000;
 
+/// Where below `user` a process is started.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Part {
+    /// What clients and the warm-up start.
+    Commands,
+    /// The warmed interpreter.
+    Python,
+    /// Programs that run in a child before its other processes do.
+    Hooks,
+}
+
+impl Part {
+    const ALL: [Part; 3] = [Part::Commands, Part::Python, Part::Hooks];
+
+    fn name(self) -> &'static str {
+        match self {
+            Part::Commands => "commands",
+            Part::Python => "python",
+            Part::Hooks => "hooks",
+        }
+    }
+}
+
 /// The folder `user`, if there are cgroups.
 #[derive(Debug)]
 pub(crate) struct Cgroups {
     user: Option<PathBuf>,
     next: AtomicU64,
+    /// Frozen by themselves, see [`Cgroups::hold`].
+    held: Mutex<Vec<PathBuf>>,
     /// Of commands that ended and left processes behind: removed when those are gone.
     outlived: Mutex<Vec<PathBuf>>,
 }
@@ -37,13 +64,25 @@ pub(crate) struct Cgroups {
 impl Cgroups {
     /// Works under `user`, which exists, or without cgroups.
     pub(crate) fn new(user: Option<PathBuf>) -> Arc<Self> {
-        Arc::new(Cgroups { user, next: AtomicU64::new(1), outlived: Mutex::new(Vec::new()) })
+        // Here and not where they are needed: no child has to make them.
+        for folder in user.iter().flat_map(|user| Part::ALL.map(|part| user.join(part.name()))) {
+            if let Err(error) = make_folder(&folder) {
+                log::error!("cannot create the cgroup {}: {error}", folder.display());
+            }
+        }
+        Arc::new(Cgroups {
+            user,
+            next: AtomicU64::new(1),
+            held: Mutex::default(),
+            outlived: Mutex::default(),
+        })
     }
 
     /// A fresh cgroup, `None` if there are none: then only the process group can be killed.
-    pub(crate) fn create(self: &Arc<Self>) -> Option<Cgroup> {
+    pub(crate) fn create(self: &Arc<Self>, part: Part) -> Option<Cgroup> {
         self.sweep();
-        let path = self.user.as_ref()?.join(format!("p{}", self.next.fetch_add(1, Ordering::Relaxed)));
+        let name = format!("p{}", self.next.fetch_add(1, Ordering::Relaxed));
+        let path = self.user.as_ref()?.join(part.name()).join(name);
         let made = fs::create_dir(&path).and_then(|()| {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
             Ok(rustix::fs::open(&path, flags, Mode::empty())?)
@@ -71,10 +110,35 @@ impl Cgroups {
 
     /// Lets every process run.
     pub(crate) fn thaw(&self) -> io::Result<()> {
-        match &self.user {
-            Some(user) => fs::write(user.join("cgroup.freeze"), "0"),
-            None => Ok(()),
+        let Some(user) = &self.user else { return Ok(()) };
+        let held = std::mem::take(&mut *self.held());
+        let thawed = fs::write(user.join("cgroup.freeze"), "0");
+        // All of them, whatever is wrong with one.
+        held.iter().map(|folder| set_frozen(folder, false)).fold(thawed, io::Result::and)
+    }
+
+    /// Makes room for hooks: what is frozen now stays so until [`thaw`](Self::thaw), but a process
+    /// started in [`Part::Hooks`] from here on runs. What earlier hooks left running waits like the rest.
+    pub(crate) fn hold(&self) -> io::Result<()> {
+        let Some(user) = &self.user else { return Ok(()) };
+        let hooks = user.join(Part::Hooks.name());
+        for folder in folders_in(user).filter(|folder| *folder != hooks).chain(folders_in(&hooks)) {
+            self.hold_one(folder)?;
         }
+        fs::write(user.join("cgroup.freeze"), "0")
+    }
+
+    fn hold_one(&self, folder: PathBuf) -> io::Result<()> {
+        let mut held = self.held();
+        if !held.contains(&folder) {
+            set_frozen(&folder, true)?;
+            held.push(folder);
+        }
+        Ok(())
+    }
+
+    fn held(&self) -> MutexGuard<'_, Vec<PathBuf>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Every process, in cgroups that users made below as well.
@@ -87,11 +151,8 @@ impl Cgroups {
             if seen > MAX_FOLDERS {
                 break;
             }
-            let list = fs::read_to_string(folder.join("cgroup.procs")).unwrap_or_default();
-            pids.extend(list.lines().filter_map(|pid| pid.parse::<i32>().ok()));
-            let entries = fs::read_dir(&folder).into_iter().flatten().flatten();
-            let below = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
-            folders.extend(below.map(|entry| entry.path()));
+            pids.extend(pids_in(&folder));
+            folders.extend(folders_in(&folder));
         }
         pids
     }
@@ -103,6 +164,34 @@ impl Cgroups {
     fn sweep(&self) {
         let mut outlived = self.outlived.lock().unwrap_or_else(PoisonError::into_inner);
         outlived.retain(is_busy);
+    }
+}
+
+/// The cgroups right below one.
+fn folders_in(folder: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let folders = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    folders.map(|entry| entry.path()).take(MAX_FOLDERS)
+}
+
+/// The processes right in a cgroup.
+fn pids_in(folder: &Path) -> Vec<i32> {
+    let list = fs::read_to_string(folder.join("cgroup.procs")).unwrap_or_default();
+    list.lines().filter_map(|pid| pid.parse().ok()).collect()
+}
+
+fn make_folder(path: &Path) -> io::Result<()> {
+    match fs::create_dir(path) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
+        made => made,
+    }
+}
+
+/// Freezes or thaws what is in one cgroup; one that is gone has no processes.
+fn set_frozen(folder: &Path, frozen: bool) -> io::Result<()> {
+    match fs::write(folder.join("cgroup.freeze"), if frozen { "1" } else { "0" }) {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV)) => Ok(()),
+        written => written,
     }
 }
 
@@ -163,6 +252,35 @@ impl Drop for Cgroup {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn told(folder: &Path) -> String {
+        fs::read_to_string(folder.join("cgroup.freeze")).unwrap_or_default()
+    }
+
+    #[test]
+    fn a_thaw_in_steps_lets_hooks_run_before_all_others() {
+        let kept = tempfile::tempdir().unwrap();
+        let user = kept.path();
+        let cgroups = Cgroups::new(Some(user.into()));
+        let of = |name: &str| {
+            fs::create_dir_all(user.join(name)).unwrap();
+            user.join(name)
+        };
+        let (commands, python, mine) = (of("commands"), of("python"), of("mine"));
+        let (hooks, left_behind) = (of("hooks"), of("hooks/p1"));
+        fs::write(user.join("cgroup.freeze"), "1").unwrap();
+
+        cgroups.hold().unwrap();
+        for waiting in [&commands, &python, &mine, &left_behind] {
+            assert_eq!(told(waiting), "1", "{}", waiting.display());
+        }
+        assert_eq!((told(user), told(&hooks)), ("0".into(), "".into()));
+
+        cgroups.thaw().unwrap();
+        for running in [&commands, &python, &mine, &left_behind] {
+            assert_eq!(told(running), "0", "{}", running.display());
+        }
+    }
 
     #[test]
     fn what_cannot_be_frozen_in_time_is_not_left_half_frozen() {

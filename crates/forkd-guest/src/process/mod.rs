@@ -23,7 +23,7 @@ use forkd_protocol::{
 };
 use serde_json::{Value, json};
 
-pub(crate) use cgroup::{Cgroup, Cgroups};
+pub(crate) use cgroup::{Cgroup, Cgroups, Part};
 pub(crate) use output::{Listener, Next, Outcome, Source};
 pub(crate) use reaper::ExitStatus;
 pub(crate) use running::{Launch, Process, explain};
@@ -88,6 +88,17 @@ impl Processes {
         user: &User,
         limit: Option<Duration>,
     ) -> Result<(Arc<Process>, Listener), Error> {
+        self.start_in(Part::Commands, request, user, limit)
+    }
+
+    /// Starts a process in one of the cgroups.
+    pub(crate) fn start_in(
+        &self,
+        part: Part,
+        request: &StartRequest,
+        user: &User,
+        limit: Option<Duration>,
+    ) -> Result<(Arc<Process>, Listener), Error> {
         if request.process.cmd.is_empty() {
             return Err(Error::new(
                 Code::InvalidArgument,
@@ -99,7 +110,7 @@ impl Processes {
             let message = format!("{MAX_RUNNING} processes are running: end some before starting others");
             return Err(Error::new(Code::ResourceExhausted, message));
         }
-        let launch = Launch { request, user, env, limit, cgroups: &self.cgroups };
+        let launch = Launch { request, user, env, limit, cgroups: &self.cgroups, part };
         let table = self.table.clone();
         Process::start(
             launch,

@@ -28,7 +28,7 @@ use rustix::{
 };
 
 use super::{
-    cgroup::{Cgroup, Cgroups},
+    cgroup::{Cgroup, Cgroups, Part},
     output::{Listener, Outcome, Output, PIECE, Source},
     reaper,
     spawn::{self, Child, Program, SpawnError},
@@ -74,6 +74,7 @@ pub(crate) struct Launch<'l> {
     pub(crate) env: BTreeMap<String, String>,
     pub(crate) limit: Option<Duration>,
     pub(crate) cgroups: &'l Arc<Cgroups>,
+    pub(crate) part: Part,
 }
 
 impl Process {
@@ -99,7 +100,7 @@ impl Process {
         let output = Output::new().map_err(no_resources)?;
         let listener = output.listen();
         let cwd = launch.user.resolve(config.cwd.as_deref().unwrap_or_default())?;
-        let cgroup = launch.cgroups.create();
+        let cgroup = launch.cgroups.create(launch.part);
         let child = spawn::spawn(Program {
             cmd: &config.cmd,
             args: &config.args,

@@ -426,7 +426,8 @@ fn cgroups_go_away_with_their_processes() {
     agent.sh("true");
     eventually("empty cgroups being removed", || {
         agent.sh("true");
-        let folders = fs::read_dir(&cgroup).unwrap().flatten().filter(|entry| entry.path().is_dir());
+        let folders =
+            fs::read_dir(cgroup.join("commands")).unwrap().flatten().filter(|entry| entry.path().is_dir());
         folders.count() == 0
     });
 }

@@ -23,7 +23,7 @@ use rustix::{
 use serde_json::{Value, json};
 
 use crate::{
-    process::{self, Cgroup, Cgroups, reaper, spawn},
+    process::{self, Cgroup, Cgroups, Part, reaper, spawn},
     sys,
     users::User,
 };
@@ -166,7 +166,7 @@ impl Interpreter {
             Error::new(Code::ResourceExhausted, format!("the guest cannot start an interpreter now: {error}"))
         };
         let pipes = Pipes::new().map_err(failed)?;
-        let cgroup = cgroups.create();
+        let cgroup = cgroups.create(Part::Python);
         let args = ["-u", "-X", "utf8", "-c", BOOTSTRAP].map(String::from);
         let home = user.resolve("")?;
         let child = spawn::spawn(spawn::Program {
