@@ -415,8 +415,8 @@ pub struct FreezeResponse {
 /// `Agent/Become`: the first call in a forked child. In this order: the kernel's random numbers are
 /// reseeded, the clock is set, host name, machine id and sandbox id become the child's own, inherited
 /// TCP connections are reset, hooks in [`FORK_HOOKS`] run, a warmed interpreter in which functions wait
-/// for it learns that it was forked, user processes thaw, hooks in [`FORK_HOOKS_AFTER`] run. Asked again it
-/// does the same again.
+/// for it learns that it was forked, user processes thaw, hooks in [`FORK_HOOKS_AFTER`] run. The same
+/// request again, with another time or not, changes nothing and gets the same warnings.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct BecomeRequest {

@@ -131,3 +131,19 @@ fn what_a_hook_leaves_running_is_frozen_with_all_others_and_waits_for_later_hook
     assert_eq!(fs::read_to_string(&answer).unwrap(), "still\n");
     eventually("ticks after the thaw", || size() > frozen_at);
 }
+
+#[test]
+fn a_request_sent_again_runs_no_hook_twice() {
+    let Some(agent) = freezable() else { return };
+    let log = agent.path("log");
+    hook(&agent, "1", 0o755, &format!("echo ran >> {}; exit 1", log.display()));
+    let entropy = base64::Engine::encode(&base64::prelude::BASE64_STANDARD, [9; 64]);
+    for time in ["1800000000000000001", "1800000000000000002"] {
+        let more = json!({"entropy": entropy, "unixNanos": time});
+        assert_eq!(warnings(&agent.become_child("sbagain", more).unwrap()).len(), 1);
+    }
+    assert_eq!(fs::read_to_string(&log).unwrap(), "ran\n");
+    // With other entropy it is another fork, of the same sandbox.
+    agent.become_child("sbagain", json!({})).unwrap();
+    assert_eq!(fs::read_to_string(&log).unwrap(), "ran\nran\n");
+}
