@@ -34,16 +34,22 @@
 //!       pool.reset()
 //!   ```
 //!
+//!   An interpreter with functions or threads does that before any other process runs, for five
+//!   seconds at most. One without is not woken for it: it does so when it evaluates next.
+//!
 //! - **For any other process** there are the programs in `/etc/forkd/forked.d`. Those that can be
-//!   executed run after the thaw, as root, in the order of their names and one after the other, with
-//!   `FORKD_SANDBOX_ID` in their environment; names that begin with a dot are left out. The child is
-//!   ready when they are done. All of them together have 10 seconds; what fails or takes longer is a
-//!   warning to whoever asked for the fork, with the end of its output. A server might be told with
+//!   executed run before any user process is thawed, as root, in the order of their names and one
+//!   after the other, with `FORKD_SANDBOX_ID` in their environment; names that begin with a dot are
+//!   left out. Those in the folder `after` there run after the thaw. The child is ready when they are
+//!   done. All of them together have 10 seconds; what fails or takes longer is a warning in the answer
+//!   to `Become`, with the end of its output. A server might be told with
 //!
 //!   ```sh
 //!   #!/bin/sh
 //!   exec kill -HUP "$(cat /run/server.pid)"
 //!   ```
+//!
+//!   and acts on it as soon as it thaws.
 //!
 //! An image without hooks pays nothing for them.
 //!

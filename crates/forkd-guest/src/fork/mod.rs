@@ -6,8 +6,8 @@
 //! are its own: user processes sit in a frozen cgroup from `Freeze` on and are thawed in `wake`.
 //!
 //! What it does is paid for by every child, in time and in pages that are no longer shared. So it
-//! starts no program (but hooks, where there are any), waits for no process, and overwrites files
-//! that exist instead of making new ones.
+//! starts no program and waits for no process (but hooks and `on_fork` functions, where there are
+//! any), and overwrites files that exist instead of making new ones.
 //!
 //! It knows nothing of the host: neither how a guest is copied nor how many copies there are.
 

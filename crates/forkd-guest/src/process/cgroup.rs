@@ -27,6 +27,9 @@ use crate::{log, sys};
 /// The most cgroups that are looked into for processes.
 const MAX_FOLDERS: usize = 10_000;
 
+/// In the cgroup of an interpreter: the processes that it started and that wait while it runs.
+const REST: &str = "rest";
+
 /// Where below `user` a process is started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Part {
@@ -128,6 +131,43 @@ impl Cgroups {
         fs::write(user.join("cgroup.freeze"), "0")
     }
 
+    /// Lets the process `pid` of [`Part::Python`] run, and only that one, after [`hold`](Self::hold): the
+    /// processes it started wait as well. `false` if it is not there.
+    pub(crate) fn thaw_alone(&self, pid: i32) -> io::Result<bool> {
+        let Some(user) = &self.user else { return Ok(true) };
+        let python = user.join(Part::Python.name());
+        let mut found = false;
+        for folder in folders_in(&python) {
+            let mut others = pids_in(&folder);
+            if !others.contains(&pid) {
+                self.hold_one(folder)?;
+                continue;
+            }
+            found = true;
+            for below in folders_in(&folder) {
+                self.hold_one(below)?;
+            }
+            others.retain(|other| *other != pid);
+            if others.is_empty() {
+                continue;
+            }
+            // Below the interpreter's cgroup, so that whoever kills that kills them too.
+            let rest = folder.join(REST);
+            make_folder(&rest)?;
+            self.hold_one(rest.clone())?;
+            for other in others {
+                match fs::write(rest.join("cgroup.procs"), other.to_string()) {
+                    // It was killed meanwhile.
+                    Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
+                    moved => moved?,
+                }
+            }
+        }
+        self.held().retain(|folder| *folder != python);
+        set_frozen(&python, false)?;
+        Ok(found)
+    }
+
     fn hold_one(&self, folder: PathBuf) -> io::Result<()> {
         let mut held = self.held();
         if !held.contains(&folder) {
@@ -214,7 +254,8 @@ fn wait_until_frozen(folder: &Path, until: Instant) -> io::Result<bool> {
 
 /// Removes a cgroup; `true` if it still has processes.
 fn is_busy(path: &PathBuf) -> bool {
-    fs::remove_dir(path).is_err_and(|error| error.kind() == ErrorKind::ResourceBusy)
+    let busy = || fs::remove_dir(path).is_err_and(|error| error.kind() == ErrorKind::ResourceBusy);
+    busy() && (fs::remove_dir(path.join(REST)).is_err() || busy())
 }
 
 /// The cgroup of one command.
@@ -258,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thaw_in_steps_lets_hooks_run_before_all_others() {
+    fn a_thaw_in_steps_lets_hooks_run_first_then_the_interpreter_then_the_rest() {
         let kept = tempfile::tempdir().unwrap();
         let user = kept.path();
         let cgroups = Cgroups::new(Some(user.into()));
@@ -268,6 +309,8 @@ mod tests {
         };
         let (commands, python, mine) = (of("commands"), of("python"), of("mine"));
         let (hooks, left_behind) = (of("hooks"), of("hooks/p1"));
+        let (interpreter, nested, earlier) = (of("python/p3"), of("python/p3/own"), of("python/p2"));
+        fs::write(interpreter.join("cgroup.procs"), "30\n31\n").unwrap();
         fs::write(user.join("cgroup.freeze"), "1").unwrap();
 
         cgroups.hold().unwrap();
@@ -276,10 +319,19 @@ mod tests {
         }
         assert_eq!((told(user), told(&hooks)), ("0".into(), "".into()));
 
+        assert!(cgroups.thaw_alone(30).unwrap());
+        assert_eq!((told(&python), told(&interpreter)), ("0".into(), "".into()));
+        let rest = interpreter.join(REST);
+        for waiting in [&commands, &mine, &left_behind, &nested, &earlier, &rest] {
+            assert_eq!(told(waiting), "1", "{}", waiting.display());
+        }
+        assert_eq!(fs::read_to_string(rest.join("cgroup.procs")).unwrap(), "31");
+
         cgroups.thaw().unwrap();
-        for running in [&commands, &python, &mine, &left_behind] {
+        for running in [&commands, &python, &mine, &left_behind, &nested, &earlier, &rest] {
             assert_eq!(told(running), "0", "{}", running.display());
         }
+        assert!(!cgroups.thaw_alone(99).unwrap(), "no such interpreter");
     }
 
     #[test]

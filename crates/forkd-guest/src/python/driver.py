@@ -5,14 +5,15 @@
 # pipes too, which the agent reads: so it also gets what child processes and C code print, and what
 # was printed before a crash. Standard input is empty.
 #
-#   {"op": "eval", "code": ...}  ->  {"result"?, "resultJson"?, "error"?, "traceback"?}
+#   {"op": "eval", "code": ...}  ->  {"result"?, "resultJson"?, "error"?, "traceback"?, "wakes"}
 #
 # In a forked guest the agent puts a notice into a third pipe, descriptor 6, and sends NOTICE while
 # the process is still frozen: so it is read first, in the middle of an evaluation too. A notice is a
 # length as above and that many bytes: variables for the environment, NAME=value, each ended by a NUL.
-# Nothing answers it. What it leads to is in `Forks`. An interpreter that only waits for a request, and
-# in which nobody else does anything, keeps the signal from itself until then: waking up just to hear
-# the news would cost every child a megabyte of copied memory.
+# What it leads to is in `Forks`. An interpreter that only waits for a request, with no thread and no
+# function that a fork concerns, keeps the signal from itself until then: waking up just to hear the
+# news would cost every child a megabyte of copied memory. "wakes" says that this is not so: then the
+# agent lets this process run before all others, until HEARD comes through descriptor 7.
 
 import sys
 
@@ -35,7 +36,9 @@ sys.path = path
 LIMIT = 1 << 20  # characters of a result, bytes of a result as JSON
 TRACEBACK_LIMIT = 64 << 10
 DRIVER = "<forkd>"  # the file name this program is compiled with
-NOTICE = 60  # the signal that comes with a notice; the agent knows it too
+NOTICE = 60  # the signal that comes with a notice; the agent knows it too, and the two below
+HEARD = b"h"  # all notices were read, and what they lead to is done
+REGISTERED = b"r"  # there is a function now
 
 
 def move_out_of_the_way(fd):
@@ -48,6 +51,7 @@ def move_out_of_the_way(fd):
 requests = move_out_of_the_way(3)
 responses = move_out_of_the_way(4)
 notices = move_out_of_the_way(6)
+replies = move_out_of_the_way(7)
 
 # Evaluated code lives in a module of its own that is found as `__main__`, so that classes defined
 # there can be pickled and inspected.
@@ -76,6 +80,7 @@ class Forks:
 
     def __init__(self):
         self.functions = []
+        self.reading = False
         module = types.ModuleType("forkd_guest", "What code in this interpreter can know of forks.")
         module.on_fork = self.on_fork
         sys.modules["forkd_guest"] = module
@@ -88,6 +93,8 @@ class Forks:
         if not callable(function):
             raise TypeError("on_fork takes a function, not %s" % type(function).__name__)
         self.functions.append(function)
+        if len(self.functions) == 1:
+            os.write(replies, REGISTERED)
         return function
 
     def can_wait(self):
@@ -95,6 +102,17 @@ class Forks:
         return not self.functions and len(sys._current_frames()) == 1
 
     def notice(self, number=NOTICE, frame=None):
+        # A signal may come while the last notice is read: then the loop below finds the next one.
+        if self.reading or not bytes_waiting(notices):
+            return
+        self.reading = True
+        try:
+            self.read_notices()
+        finally:
+            self.reading = False
+            os.write(replies, HEARD)
+
+    def read_notices(self):
         while bytes_waiting(notices):
             size = int.from_bytes(read_exactly(4, notices), "big")
             for variable in read_exactly(size, notices).split(b"\0"):
@@ -192,9 +210,12 @@ class Interpreter:
         return answer
 
     def serve(self):
+        answer = {}  # that this is ready
         while True:
-            if forks.can_wait():
+            answer["wakes"] = not forks.can_wait()
+            if not answer["wakes"]:
                 signal.pthread_sigmask(signal.SIG_BLOCK, [NOTICE])
+            write_message(answer)
             request = read_message()
             forks.notice()  # also if evaluated code has taken the signal for itself
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [NOTICE])
@@ -205,7 +226,6 @@ class Interpreter:
             if os.getpid() != self.pid:
                 # The code called fork and this is the child coming back: the parent answers.
                 os._exit(0)
-            write_message(answer)
 
 
 def remember(name, source):
@@ -337,5 +357,4 @@ def write_message(message):
 
 forks = Forks()
 interpreter = Interpreter()
-write_message({})
 interpreter.serve()

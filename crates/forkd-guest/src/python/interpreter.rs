@@ -2,11 +2,14 @@
 
 use std::{
     collections::BTreeMap,
-    fs::File,
+    fs::{self, File},
     io::{self, Seek, Write},
     os::fd::OwnedFd,
     path::Path,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -46,6 +49,12 @@ const NOTICES_SIZE: usize = 128 << 10;
 /// Tells the interpreter to read its notices. A real-time signal from the far end of their range,
 /// where nobody else looks; `driver.py` knows it too.
 const NOTICE_SIGNAL: i32 = 60;
+/// What the interpreter says when it has taken in all notices.
+const HEARD: u8 = b'h';
+/// What it says when the first function is registered.
+const REGISTERED: u8 = b'r';
+/// As much of that as its pipe holds.
+const MAX_REPLIES: usize = 64 << 10;
 
 /// Why an evaluation has no answer.
 pub(super) enum Stop {
@@ -78,12 +87,68 @@ pub(super) struct Interpreter {
 }
 
 /// The way to an interpreter that does not depend on whose turn it is.
-pub(super) struct Notices {
+pub(crate) struct Notices {
     pid: i32,
     pipe: OwnedFd,
+    /// Where it says [`HEARD`] and [`REGISTERED`].
+    replies: OwnedFd,
+    /// Whether it had functions or threads when it answered last.
+    wakes: AtomicBool,
+    /// Whether it does anything but wait for a request.
+    evaluating: AtomicBool,
 }
 
 impl Notices {
+    pub(crate) fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// Whether functions or threads of the interpreter are affected by a fork. To be asked before a
+    /// notice is sent.
+    pub(super) fn have_listeners(&self) -> bool {
+        // Replies to earlier notices, too, are read here.
+        let registered = self.read_replies().is_ok_and(|replies| replies.contains(&REGISTERED));
+        let has_threads =
+            || fs::read_dir(format!("/proc/{}/task", self.pid)).is_ok_and(|tasks| tasks.take(2).count() > 1);
+        self.wakes.load(Ordering::Relaxed)
+            || self.evaluating.load(Ordering::Relaxed) && (registered || has_threads())
+    }
+
+    /// Waits until the interpreter has taken in all notices, or is gone; `false` if that takes longer
+    /// than `limit`.
+    pub(crate) fn has_heard_within(&self, limit: Duration) -> bool {
+        let until = Instant::now() + limit;
+        loop {
+            match self.read_replies() {
+                Ok(replies) if !replies.contains(&HEARD) => {}
+                _ => return true,
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            if sys::poll(&mut [PollFd::new(&self.replies, PollFlags::IN)], Some(left)).is_err() {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        }
+    }
+
+    /// What it said since the last time; an error if it is gone.
+    fn read_replies(&self) -> io::Result<Vec<u8>> {
+        let mut replies = Vec::new();
+        let mut buf = [0; 256];
+        while replies.len() < MAX_REPLIES {
+            match rustix::io::read(&self.replies, &mut buf) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(n) => replies.extend_from_slice(&buf[..n]),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => break,
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(replies)
+    }
+
     /// Sends the news of a fork. A signal goes with it, because the interpreter may be evaluating.
     pub(super) fn send(&self, variables: &BTreeMap<String, String>) -> io::Result<()> {
         let mut notice = vec![0; 4];
@@ -182,7 +247,13 @@ impl Interpreter {
         })
         .map_err(|error| process::explain(error, python, Path::new(&home), user))?;
         let mut interpreter = Interpreter {
-            notices: Arc::new(Notices { pid: child.pid, pipe: pipes.notices }),
+            notices: Arc::new(Notices {
+                pid: child.pid,
+                pipe: pipes.notices,
+                replies: pipes.replies,
+                wakes: AtomicBool::new(false),
+                evaluating: AtomicBool::new(true),
+            }),
             child,
             cgroup,
             requests: pipes.requests,
@@ -227,6 +298,7 @@ impl Interpreter {
         let request = json!({ "op": "eval", "code": code }).to_string();
         let mut message = (request.len() as u32).to_be_bytes().to_vec();
         message.extend_from_slice(request.as_bytes());
+        self.notices.evaluating.store(true, Ordering::Relaxed);
         self.send(&message, deadline)?;
         let answer = self.wait_for_answer(deadline, grace)?;
         let mut response = match serde_json::from_value::<EvalResponse>(answer) {
@@ -284,6 +356,9 @@ impl Interpreter {
                 match self.read_answer() {
                     Ok(None) => {}
                     Ok(Some(answer)) => {
+                        let wakes = answer.get("wakes").and_then(Value::as_bool).unwrap_or(false);
+                        self.notices.wakes.store(wakes, Ordering::Relaxed);
+                        self.notices.evaluating.store(false, Ordering::Relaxed);
                         // All it printed before answering is in the pipes by now.
                         self.stdout.read();
                         self.stderr.read();
@@ -376,6 +451,7 @@ struct Pipes {
     requests: OwnedFd,
     responses: OwnedFd,
     notices: OwnedFd,
+    replies: OwnedFd,
     stdout: OwnedFd,
     stderr: OwnedFd,
 }
@@ -388,7 +464,8 @@ impl Pipes {
         let (their_requests, requests) = pipe()?;
         let (responses, their_responses) = pipe()?;
         let (their_notices, notices) = pipe()?;
-        for fd in [&stdout, &stderr, &requests, &responses, &notices] {
+        let (replies, their_replies) = pipe()?;
+        for fd in [&stdout, &stderr, &requests, &responses, &notices, &replies] {
             rustix::io::ioctl_fionbio(fd, true)?;
         }
         for fd in [&stdout, &stderr] {
@@ -408,7 +485,8 @@ impl Pipes {
             their_responses,
             driver.into(),
             their_notices,
+            their_replies,
         ];
-        Ok(Pipes { theirs, requests, responses, notices, stdout, stderr })
+        Ok(Pipes { theirs, requests, responses, notices, replies, stdout, stderr })
     }
 }

@@ -21,7 +21,8 @@ use forkd_protocol::{
     agent::EvalResponse,
     connect::{Code, Error},
 };
-use interpreter::{Ended, Interpreter, Notices, Stop};
+pub(crate) use interpreter::Notices;
+use interpreter::{Ended, Interpreter, Stop};
 
 use crate::{
     process::{Cgroups, DEFAULT_PATH, Variables},
@@ -74,10 +75,14 @@ impl Python {
     }
 
     /// Tells the interpreter, if there is one, that it was forked and which variables it has now. It
-    /// reads that before anything else when it runs again, and nobody waits for it.
-    pub(crate) fn forked(&self, variables: &BTreeMap<String, String>) -> io::Result<()> {
+    /// reads that before anything else when it runs again. Returned if it is to run before others do:
+    /// when it has functions to call or threads. One that sleeps is not woken for the news.
+    pub(crate) fn forked(&self, variables: &BTreeMap<String, String>) -> io::Result<Option<Arc<Notices>>> {
         let notices = self.notices.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
-        notices.map_or(Ok(()), |notices| notices.send(variables))
+        let Some(notices) = notices else { return Ok(None) };
+        let runs_first = notices.have_listeners();
+        notices.send(variables)?;
+        Ok(runs_first.then_some(notices))
     }
 
     /// Waits for the interpreter to be free.

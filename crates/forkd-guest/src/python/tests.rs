@@ -1,6 +1,10 @@
 //! Evaluations, in this machine's own Python.
 
 use std::{
+    collections::BTreeMap,
+    fs,
+    path::Path,
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
@@ -8,7 +12,12 @@ use std::{
 use forkd_protocol::connect::{Code, Error};
 use serde_json::{Value, json};
 
-use crate::agent::tests::{TestAgent, eventually};
+use super::Python;
+use crate::{
+    agent::tests::{TestAgent, eventually},
+    process::Cgroups,
+    users::User,
+};
 
 fn eval(agent: &TestAgent, code: &str) -> Value {
     agent.call("/forkd.Agent/Eval", json!({"code": code})).unwrap()
@@ -160,7 +169,7 @@ fn an_interpreter_that_died_between_evaluations_is_not_replaced_silently() {
         rustix::process::Signal::KILL,
     )
     .unwrap();
-    eventually("its death", || !std::path::Path::new(&format!("/proc/{pid}")).exists());
+    eventually("its death", || !Path::new(&format!("/proc/{pid}")).exists());
     let answer = eval(&agent, "kept");
     assert!(answer["error"].as_str().unwrap().contains("variables are lost"), "{answer}");
     assert_eq!(eval(&agent, "'kept' in globals()")["result"], "False");
@@ -252,7 +261,7 @@ fn an_evaluation_waits_for_others_no_longer_than_it_may() {
         let begun = Instant::now();
         let answer = eval_within(&agent, "300", "1");
         let took = begun.elapsed();
-        std::fs::write(&enough, "").unwrap();
+        fs::write(&enough, "").unwrap();
         let error = answer.unwrap_err();
         assert_eq!(error.code, Code::DeadlineExceeded);
         assert!(error.message.contains("other evaluations"), "{}", error.message);
@@ -382,4 +391,94 @@ fn code_that_takes_the_signal_for_itself_does_not_keep_the_news_away() {
     let agent = TestAgent::new();
     let answer = eval_within(&agent, "20000", "import os\nos.kill(os.getpid(), 60)\n'alive'").unwrap();
     assert_eq!(answer["result"], "'alive'");
+}
+
+/// What `on_fork` functions see of a file: its size, twice.
+const LOOKS: &str = "import forkd_guest, os, time\n\
+                     def looks(name, answer):\n    \
+                         before = os.path.getsize(name)\n    time.sleep(0.3)\n    \
+                         still = os.path.getsize(name) == before\n    \
+                         open(answer, 'a').write('still ' if still else 'moving ')\n";
+
+#[test]
+fn functions_run_in_a_fork_before_any_other_process_does() {
+    let agent = TestAgent::new();
+    if agent.cgroup.is_none() {
+        return;
+    }
+    let [other, own, answer] = ["other", "own", "answer"].map(|name| agent.path(name));
+    let tick = |file: &Path| format!("while :; do echo x >> {}; sleep 0.01; done", file.display());
+    let script = tick(&other);
+    let _running = agent.start(json!({"process": {"cmd": "sh", "args": ["-c", script]}, "stdin": false}));
+    // One that the interpreter started, outside its session.
+    let prepare = format!(
+        "{LOOKS}\nimport subprocess\n\
+         own = subprocess.Popen(['sh', '-c', {:?}], start_new_session=True, stderr=subprocess.DEVNULL)\n\
+         forkd_guest.on_fork(lambda: [looks(name, {answer:?}) for name in ({other:?}, {own:?})])",
+        tick(&own)
+    );
+    assert_eq!(eval(&agent, &prepare).get("error"), None);
+    let size = |path: &Path| fs::metadata(path).map_or(0, |known| known.len());
+    for (round, id) in ["sbone", "sbtwo"].into_iter().enumerate() {
+        let before = (size(&other), size(&own));
+        eventually("ticks", || size(&other) > before.0 && size(&own) > before.1);
+        assert_eq!(agent.call("/forkd.Agent/Freeze", json!({})).unwrap()["frozen"], true);
+        let frozen_at = (size(&other), size(&own));
+        let became = agent.become_child(id, json!({})).unwrap();
+        assert_eq!(became.get("warnings"), None, "{became}");
+        assert_eq!(fs::read_to_string(&answer).unwrap(), "still still ".repeat(round + 1));
+        eventually("both going on", || size(&other) > frozen_at.0 && size(&own) > frozen_at.1);
+    }
+    // Killed with the interpreter, wherever it was put meanwhile.
+    let _ = eval(&agent, "os._exit(1)");
+    eventually("the end of what it started", || {
+        let before = size(&own);
+        thread::sleep(Duration::from_millis(200));
+        size(&own) == before
+    });
+}
+
+#[test]
+fn functions_of_an_evaluation_that_goes_on_run_first_too() {
+    let agent = TestAgent::new();
+    let [marker, answer] = ["marker", "answer"].map(|name| agent.path(name));
+    let code = format!(
+        "{LOOKS}\nforkd_guest.on_fork(lambda: open({answer:?}, 'w').write('called'))\n\
+         open({marker:?}, 'w').close()\nwhile not os.path.exists({answer:?}): time.sleep(0.01)"
+    );
+    thread::scope(|scope| {
+        let evaluation = scope.spawn(|| eval_within(&agent, "30000", &code).unwrap());
+        eventually("the evaluation", || marker.exists());
+        agent.become_child("sbone", json!({})).unwrap();
+        assert_eq!(fs::read_to_string(&answer).unwrap(), "called");
+        assert_eq!(evaluation.join().unwrap().get("error"), None);
+    });
+}
+
+#[test]
+fn only_an_interpreter_with_functions_or_threads_is_woken_by_a_fork() {
+    let user = User::find("0").unwrap();
+    for (code, woken) in [
+        ("import random", false),
+        ("import forkd_guest; forkd_guest.on_fork(print)", true),
+        ("import threading, time; threading.Thread(target=time.sleep, args=[60], daemon=True).start()", true),
+    ] {
+        let python = Python::new(Cgroups::new(None), Arc::default());
+        for round in 0..2 {
+            assert_eq!(python.eval(code, &user, None).unwrap().error, None, "{code}");
+            let listener = python.forked(&BTreeMap::new()).unwrap();
+            assert_eq!(listener.is_some(), woken, "{code} {round}");
+            assert!(listener.is_none_or(|listener| listener.has_heard_within(Duration::from_secs(30))));
+        }
+    }
+}
+
+#[test]
+fn a_function_that_takes_too_long_holds_others_up_no_longer_than_it_may() {
+    let user = User::find("0").unwrap();
+    let python = Python::new(Cgroups::new(None), Arc::default());
+    let code = "import forkd_guest, time; forkd_guest.on_fork(lambda: time.sleep(1000))";
+    assert_eq!(python.eval(code, &user, None).unwrap().error, None);
+    let listener = python.forked(&BTreeMap::new()).unwrap().unwrap();
+    assert!(!listener.has_heard_within(Duration::from_millis(300)));
 }
