@@ -49,7 +49,8 @@
 //!   exec kill -HUP "$(cat /run/server.pid)"
 //!   ```
 //!
-//!   and acts on it as soon as it thaws.
+//!   and acts on it as soon as it thaws. Where there is an SSH server, its host keys are made new in
+//!   the same way, without a program in that folder.
 //!
 //! An image without hooks pays nothing for them.
 //!

@@ -15,6 +15,7 @@ mod connections;
 mod hooks;
 mod identity;
 mod machine;
+mod ssh;
 mod sync;
 mod wake;
 

@@ -14,6 +14,7 @@ use forkd_protocol::{
 use super::{
     Checked, Forking, cannot,
     hooks::{self, Runner},
+    ssh::HostKeys,
 };
 
 /// How long all hooks may take together.
@@ -31,6 +32,8 @@ impl Forking {
     ) -> Result<(), Error> {
         let cgroups = &self.processes.cgroups;
         let mut runner = Runner::new(&self.processes, HOOK_TIME);
+        let keys = HostKeys { root: &self.machine.root, run_dir: &self.run_dir };
+        let due = keys.due(&request.sandbox_id);
         let hooks = hooks::find(&self.under_root(FORK_HOOKS));
         // Before any thaw, so that it is the first thing an interpreter does.
         let listener = self.python.forked(&request.variables).unwrap_or_else(|error| {
@@ -39,7 +42,7 @@ impl Forking {
         });
 
         let mut held = false;
-        if frozen && (!hooks.is_empty() || listener.is_some()) {
+        if frozen && (!due.is_empty() || !hooks.is_empty() || listener.is_some()) {
             match cgroups.hold() {
                 Ok(()) => held = true,
                 Err(error) => {
@@ -47,6 +50,9 @@ impl Forking {
                     cgroups.thaw().map_err(cannot("let the user processes run"))?;
                 }
             }
+        }
+        if !due.is_empty() {
+            keys.renew(&due, &request.sandbox_id, &mut runner, warnings);
         }
         runner.run_all(&hooks, warnings);
         if let Some(listener) = listener {

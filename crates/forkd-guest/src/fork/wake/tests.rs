@@ -147,3 +147,64 @@ fn a_request_sent_again_runs_no_hook_twice() {
     agent.become_child("sbagain", json!({})).unwrap();
     assert_eq!(fs::read_to_string(&log).unwrap(), "ran\nran\n");
 }
+
+/// Makes keys that differ, and none of the kind `ecdsa`.
+const KEYGEN: &str = r#"
+while [ $# -gt 1 ]; do
+    case $1 in -t) kind=$2; shift ;; -f) file=$2; shift ;; -N) shift ;; esac
+    shift
+done
+[ $kind != ecdsa ] || { echo no luck; exit 1; }
+umask 077
+echo "$kind $(cat /proc/sys/kernel/random/uuid)" > $file
+echo public $(cat $file) > $file.pub
+"#;
+
+#[test]
+fn a_child_has_ssh_host_keys_of_its_own_and_keeps_them_as_long_as_it_has_its_id() {
+    let Some(agent) = freezable() else { return };
+    let root = agent.path("root");
+    let key = |name: &str| fs::read_to_string(root.join("etc/ssh").join(name)).unwrap_or_default();
+    let hup = agent.path("hup");
+    let become_one = |id: &str| warnings(&agent.become_child(id, json!({})).unwrap());
+    let kinds = ["ssh_host_ed25519_key", "ssh_host_rsa_key"];
+    fs::create_dir_all(root.join("etc/ssh")).unwrap();
+    for name in [kinds[0], kinds[1], "ssh_host_ecdsa_key"] {
+        fs::write(root.join("etc/ssh").join(name), "the image's").unwrap();
+    }
+    program(&root.join("usr/bin/ssh-keygen"), 0o755, KEYGEN);
+    assert_eq!(become_one("sbnone"), Vec::<String>::new());
+    assert_eq!(key(kinds[0]), "the image's", "no server, no new keys");
+
+    let pid_file = root.join("run/sshd.pid");
+    fs::create_dir_all(root.join("run")).unwrap();
+    let server = format!(
+        "trap 'echo hup >> {}' HUP; echo $$ > {}; while :; do sleep 0.02; done",
+        hup.display(),
+        pid_file.display()
+    );
+    let path = root.join("usr/sbin/sshd");
+    program(&path, 0o755, &server);
+    let _running = agent.start(json!({"process": {"cmd": path.to_str().unwrap()}, "stdin": false}));
+    eventually("the server", || fs::metadata(&pid_file).is_ok_and(|known| known.len() > 0));
+
+    let complaints = become_one("sbone");
+    assert_eq!(complaints.len(), 1, "{complaints:?}");
+    assert!(complaints[0].contains("ecdsa") && complaints[0].contains("no luck"), "{complaints:?}");
+    assert_eq!(key("ssh_host_ecdsa_key"), "", "a key that could not be renewed is nobody's proof");
+    let ones = kinds.map(key);
+    for (made, kind) in ones.iter().zip(["ed25519", "rsa"]) {
+        assert!(made.starts_with(kind), "{made}");
+    }
+    assert_eq!(key("ssh_host_rsa_key.pub"), format!("public {}", ones[1]));
+    eventually("the server being told", || fs::read_to_string(&hup).is_ok_and(|hup| hup == "hup\n"));
+    // Resumed or rolled back: the same sandbox.
+    assert_eq!(become_one("sbone"), Vec::<String>::new());
+    assert_eq!(kinds.map(key), ones);
+    assert_eq!(become_one("sbtwo"), Vec::<String>::new());
+    assert!(kinds.map(key).iter().zip(&ones).all(|(two, one)| two != one && !two.is_empty()));
+    let entries = fs::read_dir(root.join("etc/ssh")).unwrap();
+    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    assert_eq!(names, kinds.map(|kind| [kind.to_string(), format!("{kind}.pub")]).concat());
+}
