@@ -13,6 +13,9 @@
 //! nothing of slots. Every call blocks. This crate knows nothing of
 //! guests, sandboxes or monitors: whoever uses it says which slots are in use.
 
+mod attached;
+mod egress;
+mod leftovers;
 mod link;
 mod loopback;
 mod namespace;
@@ -26,8 +29,10 @@ mod tap;
 
 use std::net::Ipv4Addr;
 
+pub use egress::{FlowLimits, Opening};
+pub use leftovers::{Leftovers, leftovers, remove_namespace, remove_rules};
 pub use loopback::connected_user;
-pub use network::{Leftovers, Network, NetworkConfig, leftovers, remove_namespace, remove_rules};
+pub use network::{Network, NetworkConfig};
 pub use pool::Pool;
 pub use slot::{Slot, Traffic, traffic};
 pub use tap::Tap;
@@ -60,6 +65,16 @@ pub enum Error {
         "{0} cannot be the outer network of slots: give its first address and a length from 8 to 28, such as 10.43.0.0/16, apart from 10.42.0.0/24"
     )]
     BadOuterNetwork(String),
+    /// Nothing that can be opened for guests.
+    #[error(
+        "`{text}` cannot be opened for guests: {reason}; give a network and perhaps a port, such as 10.20.0.0/16 or 10.20.0.5/32:5432"
+    )]
+    BadOpening {
+        /// What was given.
+        text: String,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// Not root.
     #[error("network slots need root: run as root, or without network")]
     NotRoot,

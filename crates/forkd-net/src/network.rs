@@ -5,11 +5,14 @@ use std::fs::File;
 use std::io;
 use std::net::Ipv4Addr;
 use std::os::fd::AsFd;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::nft::{self, Nft};
-use crate::slot::{self, Outbound, PREFIX, Slot};
+use crate::attached::{self, Watch};
+use crate::egress::{FlowLimits, Opening};
+use crate::leftovers::links;
+use crate::nft::{self, Nft, Policy};
+use crate::slot::{self, Outbound, Slot};
 use crate::{Error, GATEWAY_ADDRESS, GUEST_PREFIX, Result, link, namespace, resolver};
 
 /// How often a name that another daemon took at the same moment is given up for the next.
@@ -28,13 +31,24 @@ pub struct NetworkConfig {
     pub outer_prefix: u8,
     /// The name server of guests; `None` takes this host's.
     pub resolver: Option<Ipv4Addr>,
+    /// What guests may reach although it is private, or this host is attached to it; never this host itself.
+    pub opened: Vec<Opening>,
+    /// How many flows each slot may have.
+    pub flows: FlowLimits,
 }
 
 impl NetworkConfig {
     /// The defaults: 10.43.0.0/16, room for 16,384 slots, and this host's name server.
     pub fn new(run_dir: impl Into<PathBuf>) -> Self {
         let outer = Ipv4Addr::new(10, 43, 0, 0);
-        NetworkConfig { run_dir: run_dir.into(), outer, outer_prefix: 16, resolver: None }
+        NetworkConfig {
+            run_dir: run_dir.into(),
+            outer,
+            outer_prefix: 16,
+            resolver: None,
+            opened: Vec::new(),
+            flows: FlowLimits::default(),
+        }
     }
 
     /// How many slots there can be.
@@ -76,12 +90,16 @@ struct Inner {
 struct Rules {
     nft: Nft,
     text: String,
+    /// Until the rules are taken back from the host.
+    watch: Mutex<Option<Watch>>,
 }
 
 #[derive(Debug, Default)]
 struct Indexes {
     /// Those of slots that somebody has a [`Slot`] for, or that are being made.
     used: HashSet<u32>,
+    /// Those among them whose slots have the rules of an earlier daemon.
+    outdated: Vec<u32>,
     /// Where to look for a free one. It goes round, so that a late answer to an ended sandbox does not
     /// find the next one at the same address.
     next: u32,
@@ -162,6 +180,9 @@ impl Network {
         let connected = link::exists(name).map_err(Error::system("looking for the link", name));
         match connected {
             Ok(connected) => {
+                if connected {
+                    self.indexes().outdated.push(index);
+                }
                 Ok(Slot::new(self.clone(), index, None, connected.then(|| self.outer(index, 2))))
             }
             Err(error) => {
@@ -169,6 +190,20 @@ impl Network {
                 Err(error)
             }
         }
+    }
+
+    /// Gives all slots that were adopted the rules of this network. One that cannot have them keeps those
+    /// it has; the errors say which and why.
+    pub fn renew(&self) -> Vec<Error> {
+        let Ok(rules) = &self.0.outbound else { return Vec::new() };
+        let outdated = std::mem::take(&mut self.indexes().outdated);
+        let renewed = in_parallel(outdated, |index| {
+            let name = slot::name(index);
+            namespace::inside(&self.file(&name), || rules.nft.load(&rules.text))
+                .map_err(Error::system("entering the network slot", &name))
+                .flatten()
+        });
+        renewed.into_iter().filter_map(Result::err).collect()
     }
 
     /// Removes all slots that nobody has, and says which they were.
@@ -195,7 +230,10 @@ impl Network {
     pub fn close(&self) -> Result<()> {
         let links = links().map_err(Error::system("listing", "links"))?;
         match &self.0.outbound {
-            Ok(rules) if links.is_empty() => rules.nft.remove_table(),
+            Ok(rules) if links.is_empty() => {
+                drop(rules.watch.lock().unwrap_or_else(PoisonError::into_inner).take());
+                rules.nft.remove_table()
+            }
             _ => Ok(()),
         }
     }
@@ -266,14 +304,19 @@ fn is_inner(address: u32) -> bool {
 /// Makes the host translate and forward what comes from slots.
 fn prepare_host(config: &NetworkConfig, resolver: Option<Ipv4Addr>) -> Result<Rules> {
     let nft = Nft::find().ok_or_else(|| Error::Nft("it is not installed (package nftables)".into()))?;
-    let text = nft::slot_rules(resolver);
+    let policy = Policy { resolver, opened: config.opened.clone(), flows: config.flows };
+    let text = nft::slot_rules(&policy);
     // Whether this kernel has all of it shows when it is loaded: once, where it does no harm.
     namespace::in_new(|| nft.load(&text)).map_err(Error::system("making", "a namespace"))??;
+    let networks = attached::networks().map_err(Error::system("reading", "the routing table"))?;
     // The rules first: forwarding without them would let guests anywhere.
-    nft.load(&nft::host_rules(&format!("{}/{}", config.outer, config.outer_prefix), resolver))?;
+    let outer = format!("{}/{}", config.outer, config.outer_prefix);
+    nft.load(&nft::host_rules(&outer, &policy, &networks))?;
+    let watch =
+        Watch::start(nft.clone(), networks).map_err(Error::system("watching", "the routing table"))?;
     namespace::set_parameter("ipv4/ip_forward", "1")
         .map_err(Error::system("switching on", "forwarding of IPv4"))?;
-    Ok(Rules { nft, text })
+    Ok(Rules { nft, text, watch: Mutex::new(Some(watch)) })
 }
 
 /// Does something to each, several at a time: removing a slot is mostly waiting for the kernel.
@@ -300,75 +343,10 @@ fn chain(error: &dyn std::error::Error) -> String {
     causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
 
-/// What there is of forkd in this host's network.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Leftovers {
-    /// The files that namespaces of slots are mounted on.
-    pub namespaces: Vec<String>,
-    /// The links of slots.
-    pub links: Vec<String>,
-    /// Our tables of packet filter rules.
-    pub tables: Vec<String>,
-}
-
-impl Leftovers {
-    /// Whether there is nothing.
-    pub fn is_empty(&self) -> bool {
-        *self == Leftovers::default()
-    }
-}
-
-/// Lists what there is of forkd in this host's network, of whatever daemon.
-pub fn leftovers() -> Result<Leftovers> {
-    let namespaces = namespaces().map_err(Error::system("listing", "mounts"))?;
-    let links = links().map_err(Error::system("listing", "links"))?;
-    let has_table = Nft::find().map_or(Ok(false), |nft| nft.has_table())?;
-    let tables = has_table.then(|| nft::TABLE.to_owned()).into_iter().collect();
-    Ok(Leftovers { namespaces, links, tables })
-}
-
-/// Removes the namespace of a slot that nobody has, and the link that leads to it. `file` is one of
-/// [`Leftovers::namespaces`].
-pub fn remove_namespace(file: &Path) -> Result<()> {
-    let name = file.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    if slot::index(name).is_none() {
-        return Err(Error::BadName(name.to_owned()));
-    }
-    slot::remove(name, file)
-}
-
-/// Removes our rules from this host, if no slot of any daemon is left that needs them.
-pub fn remove_rules() -> Result<()> {
-    let links = links().map_err(Error::system("listing", "links"))?;
-    match Nft::find() {
-        Some(nft) if links.is_empty() => nft.remove_table(),
-        _ => Ok(()),
-    }
-}
-
-/// The mount points of slots' namespaces.
-fn namespaces() -> io::Result<Vec<String>> {
-    let mounts = std::fs::read_to_string("/proc/thread-self/mountinfo")?;
-    Ok(mounts.lines().filter_map(namespace_in).map(str::to_owned).collect())
-}
-
-/// The mount point in a line of mountinfo, if a slot's namespace is mounted there.
-fn namespace_in(line: &str) -> Option<&str> {
-    let (mount, file_system) = line.split_once(" - ")?;
-    let point = mount.split(' ').nth(4)?;
-    let name = Path::new(point).file_name()?.to_str()?;
-    (file_system.starts_with("nsfs ") && slot::index(name).is_some()).then_some(point)
-}
-
-/// The links of slots in the calling thread's namespace.
-fn links() -> io::Result<Vec<String>> {
-    let devices = std::fs::read_to_string("/proc/thread-self/net/dev")?;
-    let names = devices.lines().filter_map(|line| Some(line.split_once(':')?.0.trim()));
-    Ok(names.filter(|name| name.starts_with(PREFIX)).map(str::to_owned).collect())
-}
-
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     fn config(outer: [u8; 4], outer_prefix: u8) -> NetworkConfig {
@@ -393,16 +371,6 @@ mod tests {
         ] {
             assert!(matches!(config(outer, prefix).capacity(), Err(Error::BadOuterNetwork(_))), "{prefix}");
         }
-    }
-
-    #[test]
-    fn namespaces_of_slots_are_told_from_other_mounts() {
-        let line =
-            |point: &str, kind: &str| format!("90 29 0:4 net:[402] {point} rw shared:3 - {kind} nsfs rw");
-        assert_eq!(namespace_in(&line("/run/forkd/netns/forkd-7", "nsfs")), Some("/run/forkd/netns/forkd-7"));
-        assert_eq!(namespace_in(&line("/run/netns/other", "nsfs")), None);
-        assert_eq!(namespace_in(&line("/mnt/forkd-7", "ext4")), None);
-        assert_eq!(namespace_in("garbage"), None);
     }
 
     fn without_host(run_dir: &Path, outer_prefix: u8) -> Network {
