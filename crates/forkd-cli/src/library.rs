@@ -145,7 +145,9 @@ pub(crate) fn ensure_guest_kernel(data: &DataDir, ui: Ui) -> Result<()> {
 }
 
 fn ensure_kernel(data: &DataDir, ui: Ui) -> Result<Kernel> {
-    if let Ok(kernel) = library(data).kernel(None) {
+    if let Ok(kernel) = library(data).kernel(None)
+        && kernel.is_complete()
+    {
         return Ok(kernel);
     }
     data.create()?;

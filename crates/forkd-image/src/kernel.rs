@@ -21,8 +21,9 @@ pub(crate) const MODULES: &str = "modules";
 /// How much of a kernel file is read to tell what it is: all headers lie within.
 const HEAD: u64 = 64 << 10;
 
-/// Modules a guest's initramfs loads: its devices and its root file system. ext4 finds its checksum
-/// by an alias that only depmod could resolve, so the module behind it is named here.
+/// Modules a guest's initramfs loads: its devices, its root file system, and what ends single sockets in a
+/// child (`tcp_diag`, `udp_diag`). ext4 finds its checksum by an alias that only depmod could resolve, so the
+/// module behind it is named here.
 pub const GUEST_MODULES: &[&str] = &[
     "virtio_mmio",
     "virtio_blk",
@@ -33,6 +34,8 @@ pub const GUEST_MODULES: &[&str] = &[
     "vmw_vsock_virtio_transport",
     "virtio_rng?",
     "vmgenid?",
+    "tcp_diag?",
+    "udp_diag?",
 ];
 
 /// Modules the emulated machine's initramfs loads: the host's files over 9p, KVM on the emulated
@@ -103,6 +106,16 @@ pub(crate) struct Manifest {
     pub(crate) source: String,
     pub(crate) vmlinux_bytes: u64,
     pub(crate) vmlinuz_bytes: u64,
+    /// Modules that were looked for when it was fetched, whether it has them or not. Older versions of forkd
+    /// did not write it.
+    #[serde(default)]
+    pub(crate) looked_for: Vec<String>,
+}
+
+/// Names of all modules that a library keeps of a kernel.
+pub(crate) fn kept_modules() -> Vec<String> {
+    let names = [GUEST_MODULES, MACHINE_MODULES, MORE_MODULES].concat();
+    names.iter().map(|name| name.trim_end_matches('?').to_owned()).collect()
 }
 
 /// A kernel.
@@ -118,6 +131,8 @@ pub struct Kernel {
     pub bzimage: Option<PathBuf>,
     /// Its modules; `None` if nobody knows, and it has to do with what is built in.
     modules: Option<ModuleSet>,
+    /// Whether it was fetched with every module that this version of forkd keeps.
+    complete: bool,
 }
 
 impl Kernel {
@@ -142,6 +157,7 @@ impl Kernel {
             image: folder.join(VMLINUX),
             bzimage: Some(folder.join(VMLINUZ)),
             modules: Some(ModuleSet::open(&folder.join(MODULES))?),
+            complete: kept_modules().iter().all(|name| manifest.looked_for.contains(name)),
         })
     }
 
@@ -178,7 +194,14 @@ impl Kernel {
             image: path.to_owned(),
             bzimage,
             modules,
+            complete: true,
         })
+    }
+
+    /// Whether the library has all of it. A kernel that an older version of forkd fetched may lack modules that
+    /// this one uses; [`crate::Library::ensure_kernel`] fetches it again.
+    pub fn is_complete(&self) -> bool {
+        self.complete
     }
 
     /// The modules in `wanted` with all they depend on, in load order; see

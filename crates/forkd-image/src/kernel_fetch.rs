@@ -9,8 +9,7 @@ use crate::bzimage;
 use crate::compress::read_all;
 use crate::error::{Error, Result};
 use crate::kernel::{
-    FORMAT, GUEST_MODULES, Kernel, MACHINE_MODULES, MANIFEST, MODULES, MORE_MODULES, Manifest, VMLINUX,
-    VMLINUZ, version_key,
+    FORMAT, Kernel, MANIFEST, MODULES, Manifest, VMLINUX, VMLINUZ, kept_modules, version_key,
 };
 use crate::library::{Library, publish, unfinished};
 use crate::modules::ModuleSet;
@@ -157,8 +156,8 @@ fn fill(folder: &Path, found: &Found, progress: &dyn Progress) -> Result<()> {
     let modules = folder.join(MODULES);
     fs::create_dir(&modules).map_err(Error::io("create", &modules))?;
     let set = ModuleSet::open(&found.modules)?;
-    let wanted = [GUEST_MODULES, MACHINE_MODULES, MORE_MODULES].concat();
-    let wanted: Vec<String> = wanted.iter().map(|name| format!("{}?", name.trim_end_matches('?'))).collect();
+    let looked_for = kept_modules();
+    let wanted: Vec<String> = looked_for.iter().map(|name| format!("{name}?")).collect();
     let wanted: Vec<&str> = wanted.iter().map(String::as_str).collect();
     for module in set.load_order(&wanted)? {
         write(modules.join(format!("{}.ko", module.name)), &module.bytes)?;
@@ -174,6 +173,7 @@ fn fill(folder: &Path, found: &Found, progress: &dyn Progress) -> Result<()> {
         source: found.source.clone(),
         vmlinux_bytes: vmlinux.len() as u64,
         vmlinuz_bytes: vmlinuz.len() as u64,
+        looked_for,
     };
     let text = serde_json::to_vec_pretty(&manifest).map_err(|error| Error::Invalid(error.to_string()))?;
     write(folder.join(MANIFEST), &text)

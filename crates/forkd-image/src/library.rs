@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::time::Duration;
 
 use forkd_protocol::names::{NAME_RULE, is_valid_name};
 use rustix::fs::{CWD, RenameFlags};
@@ -20,6 +21,11 @@ use crate::progress::Progress;
 
 /// The largest manifest that is read.
 const MAX_MANIFEST: u64 = 1 << 20;
+
+/// The file that tells, by its age, when a kernel was last fetched again.
+const TRIED: &str = ".tried";
+/// How long after that it is not tried once more.
+const RETRY: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// A folder of images and kernels.
 #[derive(Debug, Clone)]
@@ -140,17 +146,46 @@ impl Library {
         }
     }
 
-    /// The newest kernel of the library, fetched from the distribution if there is none.
+    /// The newest kernel of the library, fetched from the distribution if there is none. One that lacks
+    /// modules is fetched again; if that fails, it has to do, and the next try comes a day later.
     pub fn ensure_kernel(&self, progress: &dyn Progress) -> Result<Kernel> {
+        self.ensure_kernel_with(kernel_fetch::fetch, progress)
+    }
+
+    pub(crate) fn ensure_kernel_with(
+        &self,
+        fetch: fn(&Library, &dyn Progress) -> Result<Kernel>,
+        progress: &dyn Progress,
+    ) -> Result<Kernel> {
         match self.kernel(None) {
             Err(Error::NotFound(_)) => {}
+            Ok(kernel) if !kernel.is_complete() && !self.tried_lately() => {}
             other => return other,
         }
-        let _lock = Lock::take(&self.kernels_folder(), "kernel", "a kernel", progress)?;
+        let lock = Lock::take(&self.kernels_folder(), "kernel", "a kernel", progress);
         match self.kernel(None) {
-            Err(Error::NotFound(_)) => kernel_fetch::fetch(self, progress),
+            Err(Error::NotFound(_)) => lock.and_then(|_lock| fetch(self, progress)),
+            Ok(kernel) if !kernel.is_complete() && !self.tried_lately() => {
+                let again = lock.and_then(|_lock| {
+                    let mark = self.kernels_folder().join(TRIED);
+                    fs::write(&mark, b"").map_err(Error::io("write", &mark))?;
+                    fetch(self, progress)
+                });
+                again.or_else(|error| {
+                    let version = &kernel.version;
+                    progress
+                        .log(&format!("kernel {version} lacks modules and was not fetched again: {error}"));
+                    Ok(kernel)
+                })
+            }
             other => other,
         }
+    }
+
+    /// Whether a kernel was fetched again less than a day ago.
+    fn tried_lately(&self) -> bool {
+        let tried = fs::metadata(self.kernels_folder().join(TRIED)).and_then(|known| known.modified());
+        tried.is_ok_and(|tried| tried.elapsed().is_ok_and(|age| age < RETRY))
     }
 
     fn no_such_image(&self, name: &str) -> Error {

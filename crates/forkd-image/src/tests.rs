@@ -268,3 +268,47 @@ fn kernels_are_found_by_version_by_path_and_newest_first() {
         assert!(error.contains("is no kernel forkd can boot"), "{error}");
     }
 }
+
+#[test]
+fn a_kernel_that_an_older_forkd_fetched_is_fetched_again_and_does_if_that_fails() {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    static FETCHES: AtomicUsize = AtomicUsize::new(0);
+    fn write(library: &Library, looked_for: &[String]) {
+        let folder = library.root().join("kernels/6.1.0-54-amd64");
+        fs::create_dir_all(folder.join("modules")).unwrap();
+        for name in ["vmlinux", "vmlinuz"] {
+            fs::write(folder.join(name), b"x").unwrap();
+        }
+        let mut manifest = serde_json::json!({
+            "format": 1, "version": "6.1.0-54-amd64", "source": "test", "vmlinux_bytes": 1, "vmlinuz_bytes": 1,
+        });
+        if !looked_for.is_empty() {
+            manifest["looked_for"] = looked_for.into();
+        }
+        fs::write(folder.join("kernel.json"), manifest.to_string()).unwrap();
+    }
+    fn fail(_: &Library, _: &dyn crate::Progress) -> crate::Result<crate::Kernel> {
+        FETCHES.fetch_add(1, Ordering::SeqCst);
+        Err(Error::Host("there is no network".into()))
+    }
+    fn fetch(library: &Library, _: &dyn crate::Progress) -> crate::Result<crate::Kernel> {
+        FETCHES.fetch_add(1, Ordering::SeqCst);
+        write(library, &crate::kernel::kept_modules());
+        library.kernel(None)
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let library = Library::open(folder.path());
+    let ensure = |fetch| library.ensure_kernel_with(fetch, &Silent).unwrap().is_complete();
+    let fetches = || FETCHES.load(Ordering::SeqCst);
+    write(&library, &[]);
+    assert!(!ensure(fail));
+    assert_eq!(fetches(), 1);
+    // Not at every start.
+    assert!(!ensure(fetch));
+    assert_eq!(fetches(), 1);
+    // A day later.
+    fs::remove_file(folder.path().join("kernels/.tried")).unwrap();
+    assert!(ensure(fetch));
+    assert!(ensure(fail));
+    assert_eq!(fetches(), 2);
+}
