@@ -292,7 +292,7 @@ fn prepare(
     let told = told.map_err(|error| Error::host("cannot follow a saver", error))?;
     let copy = told.try_clone().map_err(|error| Error::host("cannot follow a saver", error))?;
     // The saver looks at all memory if it cannot be told where to look.
-    let pagemap = File::open(format!("/proc/{pid}/pagemap")).ok();
+    let pagemap = process::pagemap(pid).ok();
     let mut config = SaveConfig {
         child: new_id("saver")?,
         state: attach(draft.create_state()?.into()),

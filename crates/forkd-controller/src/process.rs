@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::thread::CapabilitySet;
 use serde::{Deserialize, Serialize};
 use tokio::io::unix::AsyncFd;
 
@@ -103,6 +104,20 @@ pub(crate) fn child_pidfd(pidfd: OwnedFd, pid: i32, parent: i32) -> io::Result<O
         }
     }
     Err(io::Error::other(format!("the descriptor sent for process {pid} is not one of a child of {parent}")))
+}
+
+/// The page map of process `pid`, to be handed into the jail: it says which pages are there, not where in the
+/// host's memory. The kernel shows that to readers of a file that CAP_SYS_ADMIN has opened, whoever they are. So a
+/// thread opens it that has given up this capability, and ends. Blocks.
+pub(crate) fn pagemap(pid: i32) -> io::Result<std::fs::File> {
+    let open = move || {
+        let mut own = rustix::thread::capabilities(None)?;
+        own.effective.remove(CapabilitySet::SYS_ADMIN);
+        rustix::thread::set_capabilities(None, own)?;
+        std::fs::File::open(format!("/proc/{pid}/pagemap"))
+    };
+    let thread = std::thread::Builder::new().spawn(open)?;
+    thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread that opens a page map failed")))
 }
 
 /// How long process `pid`, which has one thread, ran on the host's CPUs.
@@ -222,6 +237,37 @@ mod tests {
         child.wait().unwrap();
         assert!(Identity::of_child(pid, us).is_err());
         child_pidfd(last, pid, us).unwrap();
+    }
+
+    #[test]
+    fn a_page_map_for_the_jail_shows_pages_and_not_where_they_are() {
+        use std::os::unix::fs::FileExt;
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let pid = child.id() as i32;
+        // The stack of a process that runs has pages.
+        let entries = |map: &std::fs::File| -> Vec<u64> {
+            let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+            let stack = maps.lines().find(|line| line.ends_with("[stack]")).unwrap();
+            let (start, rest) = stack.split_once('-').unwrap();
+            let address = |text| u64::from_str_radix(text, 16).unwrap();
+            let (start, end) = (address(start), address(rest.split_once(' ').unwrap().0));
+            let mut bytes = vec![0; ((end - start) / 4096 * 8) as usize];
+            map.read_exact_at(&mut bytes, start / 4096 * 8).unwrap();
+            bytes.chunks_exact(8).map(|entry| u64::from_le_bytes(entry.try_into().unwrap())).collect()
+        };
+        let (present, frame) = (1 << 63, (1 << 55) - 1);
+        let shown = entries(&std::fs::File::open(format!("/proc/{pid}/pagemap")).unwrap());
+        if shown.iter().all(|entry| entry & frame == 0) {
+            eprintln!("NOT RUN: frame numbers are not shown to this user anyway");
+        }
+        let handed = entries(&pagemap(pid).unwrap());
+        assert!(handed.iter().all(|entry| entry & frame == 0), "{handed:x?}");
+        assert!(handed.iter().any(|entry| entry & present != 0), "{handed:x?}");
+        let still = rustix::thread::capabilities(None).unwrap();
+        let root = rustix::process::geteuid().is_root();
+        assert!(!root || still.effective.contains(still.permitted), "the calling thread keeps what it has");
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 
     #[test]
