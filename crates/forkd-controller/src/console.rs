@@ -7,6 +7,9 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 
+/// How many bytes of what a process said an error repeats.
+const BRIEF: usize = 200;
+
 /// The last `max` bytes of a file as printable text. A file that cannot be read is an empty one:
 /// this decorates errors and must not cause one.
 pub(crate) fn tail(path: &Path, max: u64) -> String {
@@ -37,6 +40,27 @@ pub(crate) fn printable(bytes: &[u8]) -> String {
     text
 }
 
+/// The beginning of what a process said, for a line in a log or an error.
+pub(crate) fn brief(said: &impl std::fmt::Debug) -> String {
+    struct Begin(String);
+    impl std::fmt::Write for Begin {
+        fn write_str(&mut self, text: &str) -> std::fmt::Result {
+            for c in text.chars() {
+                if self.0.len() >= BRIEF {
+                    return Err(std::fmt::Error);
+                }
+                self.0.push(c);
+            }
+            Ok(())
+        }
+    }
+    let mut begin = Begin(String::new());
+    if std::fmt::write(&mut begin, format_args!("{said:?}")).is_err() {
+        begin.0.push('…');
+    }
+    printable(begin.0.as_bytes())
+}
+
 /// `message`, followed by the console's end if there is any.
 pub(crate) fn with_tail(message: &str, tail: &str) -> String {
     match tail.trim() {
@@ -48,6 +72,13 @@ pub(crate) fn with_tail(message: &str, tail: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn of_what_a_process_says_only_the_beginning_is_repeated() {
+        assert_eq!(brief(&Some("x")), "Some(\"x\")");
+        let text = brief(&"é".repeat(1 << 20));
+        assert!(text.len() < 300 && text.ends_with('…'), "{text}");
+    }
 
     #[test]
     fn a_console_cannot_send_escape_sequences_to_the_reader() {

@@ -68,6 +68,8 @@ pub(crate) struct Monitor {
     pidfd: Arc<Pidfd>,
     control: Option<Link>,
     vm_end: Option<VmEnd>,
+    /// Why the daemon ended it, if it broke the rules.
+    distrusted: Option<String>,
     /// How many answers are still to come. From the start one, to the greeting.
     owed: u32,
     /// Whether its guest has written to the ready port.
@@ -167,6 +169,7 @@ impl Monitor {
             pidfd: Arc::new(pidfd),
             control: Some(control),
             vm_end: None,
+            distrusted: None,
             owed: 1,
             ready: false,
             left: false,
@@ -207,23 +210,25 @@ impl Monitor {
                     note(&mut self.vm_end, &mut self.ready, event, fds);
                 }
                 Ok(Some((Message::Reply(reply), fds))) => {
-                    if self.owed == 0 {
-                        tracing::warn!(sandbox = self.id, ?reply, "a reply nobody asked for");
-                    }
+                    let said = (self.owed == 0).then(|| console::brief(&reply));
                     self.owed = self.owed.saturating_sub(1);
                     requests::discard(self.pid, reply, fds);
+                    if let Some(said) = said {
+                        self.distrust(&format!("it gave an answer without a question: {said}"));
+                    }
                 }
                 Ok(None) => self.control = None,
-                Err(error) => self.distrust(&error),
+                Err(error) => self.distrust(&error.to_string()),
             },
             _ = self.pidfd.ended() => return Some(self.collect().await),
         }
         None
     }
 
-    /// Whatever it is now, it is not a monitor of ours: does not let it run on.
-    fn distrust(&mut self, error: &io::Error) {
-        tracing::error!(sandbox = self.id, %error, "the monitor talks nonsense; ending it");
+    /// Ends a monitor that breaks the rules, because of `why`: its guest may have broken into it.
+    pub(crate) fn distrust(&mut self, why: &str) {
+        tracing::error!(sandbox = self.id, why, "the daemon ends a monitor that breaks the rules");
+        self.distrusted.get_or_insert_with(|| why.to_owned());
         self.control = None;
         let _ = self.pidfd.kill();
     }
@@ -255,6 +260,10 @@ impl Monitor {
             Parent::Nobody => (None, lost.into()),
         };
         self.parent = Parent::Nobody;
+        if let Some(why) = &self.distrusted {
+            // What it said of its VM counts no more.
+            return MonitorEnd { vm: None, status, process: format!("the daemon ended the monitor: {why}") };
+        }
         MonitorEnd { vm: self.vm_end.take(), status, process: process + &self.log_tail() }
     }
 

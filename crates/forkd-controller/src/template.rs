@@ -152,6 +152,7 @@ impl Template {
             pending: VecDeque::new(),
             ends,
             acknowledged: Vec::new(),
+            strays: 0,
             heard_at: tokio::time::Instant::now(),
         };
         let (folder, janitor, lineage) = (plan.folder.clone(), plan.janitor, plan.lineage.clone());

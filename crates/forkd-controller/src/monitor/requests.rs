@@ -193,8 +193,9 @@ impl Monitor {
             Ok(Ok(Some(answer))) => return Ok(answer),
             Ok(Ok(None)) => return Err(Error::new(Kind::Conflict, "the sandbox ended meanwhile")),
             Ok(Err(error)) => {
+                let error = error.to_string();
                 self.distrust(&error);
-                error.to_string()
+                error
             }
             Err(_) => format!("no answer within {patience:?}"),
         };
@@ -287,5 +288,5 @@ fn refused(message: &str) -> Error {
 }
 
 fn unexpected(reply: &Reply) -> Error {
-    Error::host("the monitor gave the wrong answer", format!("{reply:?}"))
+    Error::host("the monitor gave the wrong answer", console::brief(reply))
 }

@@ -97,3 +97,24 @@ async fn a_killed_monitor_is_noticed_at_once() {
     assert!(end.describe().contains("killed by signal 9"), "{}", end.describe());
     gone(folder.path()).await;
 }
+
+#[tokio::test]
+async fn a_monitor_that_answers_without_a_question_is_ended_and_the_reason_told() {
+    use forkd_protocol::control::{Reply, VERSION};
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+    let (launch, folder) = launch_of("exec sleep 1000");
+    let (child, _) = spawn(&launch).unwrap();
+    let (ours, theirs) =
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    rustix::io::ioctl_fionbio(&ours, true).unwrap();
+    let theirs = Channel::new(theirs);
+    let hello = Reply::Hello { version: VERSION, monitor: "m".into() };
+    theirs.send(&Message::Reply(hello), &[]).unwrap();
+    let mut monitor = Monitor::started(launch, child, Channel::new(ours)).unwrap();
+    monitor.hello(PATIENCE).await.unwrap();
+    let unasked = Reply::Error { message: "x".repeat(100_000) };
+    theirs.send(&Message::Reply(unasked), &[]).unwrap();
+    let end = tokio::time::timeout(PATIENCE, monitor.wait()).await.unwrap().describe();
+    assert!(end.contains("an answer without a question") && end.len() < 500, "{end}");
+    gone(folder.path()).await;
+}

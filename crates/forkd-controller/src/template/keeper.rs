@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use forkd_protocol::control::{Event, FdRef, Message, Reply, Request, WaitStatus};
+use forkd_protocol::control::{Event, FdRef, MAX_CHILD_NAME, Message, Reply, Request, WaitStatus};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 
@@ -23,6 +23,10 @@ const ACKNOWLEDGE: usize = 256;
 /// How long a template may say nothing while it owes an answer. Everything it does takes milliseconds; one that
 /// hangs would hold up whoever wants a child of it for ever.
 pub(super) const SILENCE: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 60 });
+
+/// How many events that mean nothing to the daemon a template may send. A daemon that took it over may hear of
+/// children that the daemon before asked for and never saw: no more than fit into a socket.
+pub(super) const MAX_STRAYS: usize = 512;
 
 /// A request, and who waits for the answer.
 #[derive(Debug)]
@@ -72,7 +76,9 @@ pub(super) struct Keeper {
     /// Who waits for which child's end.
     pub(super) ends: HashMap<String, oneshot::Sender<WaitStatus>>,
     pub(super) acknowledged: Vec<String>,
-    /// Since when it owes an answer, or when it gave the last one.
+    /// How many events came that mean nothing to the daemon.
+    pub(super) strays: usize,
+    /// Since when it owes an answer, or when it gave the last one. Events are no answers.
     pub(super) heard_at: Instant,
 }
 
@@ -126,7 +132,10 @@ impl Keeper {
     async fn serve(&mut self) -> Over {
         loop {
             let (mut ask, mut acknowledge) = (None, false);
-            let owes = self.owes();
+            let owes = match self.owes() {
+                Ok(owes) => owes,
+                Err(why) => return Over::Broken(why),
+            };
             tokio::select! {
                 biased;
                 message = self.link.recv() => {
@@ -180,9 +189,14 @@ impl Keeper {
         self.pending.push_back(pending);
     }
 
-    /// Since when it has been silent, if it owes an answer.
-    fn owes(&self) -> Option<Instant> {
-        (!self.pending.is_empty()).then_some(self.heard_at)
+    /// Since when it has been silent, if it owes an answer. An error if that is too long: one that sends events
+    /// without end leaves no time for a timer.
+    fn owes(&self) -> std::result::Result<Option<Instant>, String> {
+        let since = (!self.pending.is_empty()).then_some(self.heard_at);
+        match since.is_some_and(|since| since.elapsed() > SILENCE) {
+            true => Err(hangs()),
+            false => Ok(since),
+        }
     }
 
     async fn send_acknowledgement(&mut self) -> std::result::Result<(), String> {
@@ -196,11 +210,12 @@ impl Keeper {
     /// takes no requests.
     async fn send(&mut self, request: &Request, fds: &[BorrowedFd<'_>]) -> std::result::Result<(), String> {
         loop {
+            let owes = self.owes()?;
             tokio::select! {
                 biased;
                 sent = self.link.send(request, fds) => return sent.map_err(|error| error.to_string()),
                 message = self.link.recv() => self.heard(message)?,
-                () = silence(self.owes()) => return Err(hangs()),
+                () = silence(owes) => return Err(hangs()),
             }
         }
     }
@@ -209,23 +224,39 @@ impl Keeper {
         &mut self,
         message: io::Result<Option<crate::link::Received>>,
     ) -> std::result::Result<(), String> {
-        self.heard_at = Instant::now();
         match message {
-            Ok(Some((Message::Reply(reply), fds))) => self.answered(reply, fds),
+            Ok(Some((Message::Reply(reply), fds))) => {
+                self.heard_at = Instant::now();
+                self.answered(reply, fds)
+            }
+            Ok(Some((Message::Event(Event::ChildEnded { child, .. }), _)))
+                if child.len() > MAX_CHILD_NAME =>
+            {
+                Err(format!("it told of a child with a name of {} bytes", child.len()))
+            }
             Ok(Some((Message::Event(Event::ChildEnded { child, status }), _))) => {
-                let told = self.ends.remove(&child).is_some_and(|waiting| waiting.send(status).is_ok());
-                // Nobody waits for it, or not any more: nobody would say that it may be forgotten.
-                if !told {
+                let waiting = match self.ends.remove(&child) {
+                    Some(waiting) => waiting.send(status),
+                    None => self.stray().map(|()| Err(status))?,
+                };
+                // The daemon does not wait for it, or not any more, and would never say that it may be forgotten.
+                if waiting.is_err() {
                     self.acknowledged.push(child);
                 }
                 Ok(())
             }
-            Ok(Some((Message::Event(event), _))) => {
-                tracing::debug!(template = self.id, ?event, "not an event of a template");
-                Ok(())
-            }
+            Ok(Some((Message::Event(_), _))) => self.stray(),
             Ok(None) => Err("it hung up".into()),
             Err(error) => Err(error.to_string()),
+        }
+    }
+
+    /// Takes an event that means nothing to the daemon.
+    fn stray(&mut self) -> std::result::Result<(), String> {
+        self.strays += 1;
+        match self.strays > MAX_STRAYS {
+            true => Err(format!("it sent more than {MAX_STRAYS} events of things the daemon does not know")),
+            false => Ok(()),
         }
     }
 
@@ -265,7 +296,7 @@ impl Keeper {
                 Ok(())
             }
             (Some(Pending::Acknowledgement), Reply::Acknowledged | Reply::Error { .. }) => Ok(()),
-            (_, reply) => Err(format!("it gave the wrong answer: {reply:?}")),
+            (_, reply) => Err(format!("it gave the wrong answer: {}", console::brief(&reply))),
         }
     }
 }

@@ -106,13 +106,34 @@ impl Shell {
 }
 
 /// Forks a `sleep` for each child; those called `refused…` are refused, those with `brief` in their names
-/// end at once, and `slow…` are answered late. `quit` hangs up, and `mute…` are never answered.
+/// end at once, and `slow…` are answered late. `quit` hangs up, and `mute…` are never answered. More names make it
+/// tell of children that are none.
 fn play(channel: Channel, mut shell: Shell, acknowledged: std::sync::mpsc::Sender<String>) {
     let mut children = Vec::new();
     while let Ok(Some((request, _))) = channel.recv::<Request>() {
         match request {
             Request::Fork(config) if config.child == "quit" => break,
             Request::Fork(config) if config.child.starts_with("mute") => {}
+            Request::Fork(config) if config.child == "long-name" => {
+                let _ = channel.send(&end_of("x".repeat(10_000)), &[]);
+            }
+            // Tells of children that do not exist for as long as anybody listens, and reads nothing.
+            Request::Fork(config) if config.child == "flood" => {
+                let mut number = 0u64..;
+                while channel.send(&end_of(format!("stray-{:?}", number.next())), &[]).is_ok() {}
+            }
+            // The same, but slowly.
+            Request::Fork(config) if config.child == "drip" => {
+                while channel.send(&end_of("stray".into()), &[]).is_ok() {
+                    std::thread::sleep(Duration::from_millis(100));
+                }
+            }
+            Request::Fork(config) if config.child == "forgotten" => {
+                for number in 0..100 {
+                    channel.send(&end_of(format!("stray-{number}")), &[]).unwrap();
+                }
+                channel.send(&Message::Reply(Reply::Error { message: "no".into() }), &[]).unwrap();
+            }
             Request::Fork(config) if config.child.starts_with("refused") => {
                 let message = format!("no {}", config.child);
                 channel.send(&Message::Reply(Reply::Error { message }), &[]).unwrap();
@@ -150,6 +171,11 @@ fn play(channel: Channel, mut shell: Shell, acknowledged: std::sync::mpsc::Sende
     }
     // It would end with its input, but is to end only when it is told to.
     std::mem::forget(shell);
+}
+
+/// The news that the child `child` has ended.
+fn end_of(child: String) -> Message {
+    Message::Event(Event::ChildEnded { child, status: WaitStatus::Exited(0) })
 }
 
 async fn eventually(what: &str, mut check: impl FnMut() -> bool) {
@@ -229,6 +255,27 @@ async fn how_a_child_ended_is_told_and_forgotten_only_when_it_is_recorded() {
     // One that nobody waits for any more when it ends need not be kept.
     drop(fake.fork("slow-brief").await);
     assert_eq!(fake.acknowledged.recv_timeout(Duration::from_secs(10)).unwrap(), "slow-brief");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_template_that_tells_of_children_without_end_is_ended() {
+    for how in ["long-name", "flood", "drip"] {
+        let fake = Fake::start();
+        assert!(fake.fork(how).await.forked.await.is_err(), "{how}");
+        let template = fake.template();
+        eventually("its end", || !template.is_alive() && !runs(template.pid)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ends_of_children_the_daemon_does_not_know_are_acknowledged() {
+    let fake = Fake::start();
+    assert!(fake.fork("forgotten").await.forked.await.unwrap().is_err());
+    for number in 0..100 {
+        let next = fake.acknowledged.recv_timeout(Duration::from_secs(10));
+        assert_eq!(next.unwrap(), format!("stray-{number}"));
+    }
+    assert!(fake.fork("one").await.forked.await.unwrap().is_ok(), "it goes on");
 }
 
 #[tokio::test(flavor = "multi_thread")]
