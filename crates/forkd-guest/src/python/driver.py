@@ -80,6 +80,7 @@ class Forks:
 
     def __init__(self):
         self.functions = []
+        self.news = False  # the signal came, and its notice was not looked for yet
         self.reading = False
         module = types.ModuleType("forkd_guest", "What code in this interpreter can know of forks.")
         module.on_fork = self.on_fork
@@ -102,27 +103,34 @@ class Forks:
         return not self.functions and len(sys._current_frames()) == 1
 
     def notice(self, number=NOTICE, frame=None):
-        # A signal may come while the last notice is read: then the loop below finds the next one.
-        if self.reading or not bytes_waiting(notices):
-            return
-        self.reading = True
+        # The signal may come at any point below, too. Then this runs inside itself, and must neither read
+        # what is half read nor leave a notice behind.
+        self.news = True
+        heard = False
         try:
-            self.read_notices()
+            while self.news and not self.reading:
+                self.reading = True
+                try:
+                    self.news = False
+                    while bytes_waiting(notices):
+                        heard = True
+                        self.read_notice()
+                finally:
+                    self.reading = False
         finally:
-            self.reading = False
-            os.write(replies, HEARD)
+            if heard:
+                os.write(replies, HEARD)
 
-    def read_notices(self):
-        while bytes_waiting(notices):
-            size = int.from_bytes(read_exactly(4, notices), "big")
-            for variable in read_exactly(size, notices).split(b"\0"):
-                name, equals, value = variable.partition(b"=")
-                if equals:
-                    os.environb[name] = value
-            for function in [reseed_random, reseed_numpy, reseed_openssl, renew_uuid, renew_tempfile]:
-                attempt(function)
-            for function in list(self.functions):
-                attempt(function)
+    def read_notice(self):
+        size = int.from_bytes(read_exactly(4, notices), "big")
+        for variable in read_exactly(size, notices).split(b"\0"):
+            name, equals, value = variable.partition(b"=")
+            if equals:
+                os.environb[name] = value
+        for function in [reseed_random, reseed_numpy, reseed_openssl, renew_uuid, renew_tempfile]:
+            attempt(function)
+        for function in list(self.functions):
+            attempt(function)
 
 
 def attempt(function):
