@@ -18,6 +18,9 @@ pub(crate) const CONSOLE: &str = "console.log";
 pub(crate) const VSOCK: &str = "vsock.sock";
 /// The guest's own vsock address. Every guest has the same: each has its own transport.
 const GUEST_CID: u32 = 3;
+/// Ports of the host that guests may call, whatever they were booted or loaded from: the daemon waits for no
+/// calls.
+pub(crate) const GUEST_PORTS: &[u32] = &[];
 
 /// A VM to boot.
 #[derive(Debug)]
@@ -64,8 +67,8 @@ pub(crate) fn prepare(plan: Plan, assets: &Assets) -> Result<(BootConfig, Vec<Ow
         config.initramfs = Some(attach(root.initramfs));
         let base = attach(root.disk);
         config.disks = vec![DiskConfig { base, layer: plan.layer.map(&mut attach) }];
-        // Nothing here waits for calls of a guest.
-        config.vsock = Some(VsockConfig { cid: GUEST_CID, listener: attach(vsock), guest_ports: Vec::new() });
+        let guest_ports = GUEST_PORTS.into();
+        config.vsock = Some(VsockConfig { cid: GUEST_CID, listener: attach(vsock), guest_ports });
     }
     Ok((config, fds))
 }

@@ -105,7 +105,18 @@ pub(crate) fn check_image(snapshot: &Snapshot, found: std::result::Result<&BaseI
 
 /// Opens and checks everything a template of `snapshot` is loaded from. Blocks.
 fn open(host: &Host, snapshot: &Snapshot) -> Result<(LoadConfig, Vec<OwnedFd>)> {
-    let image = match &snapshot.manifest().facts.image {
+    let facts = &snapshot.manifest().facts;
+    if facts.guest_ports != boot::GUEST_PORTS {
+        return Err(Error::new(
+            Kind::Conflict,
+            format!(
+                "snapshot {} lets its guest call the host's ports {:?}, which no guest may; make it again",
+                snapshot.tag(),
+                facts.guest_ports
+            ),
+        ));
+    }
+    let image = match &facts.image {
         Some(image) => {
             let found = host.finder.disk(&host.config, &image.name);
             check_image(snapshot, found.as_ref().map(|(_, base)| base))?;
@@ -124,6 +135,10 @@ fn open(host: &Host, snapshot: &Snapshot) -> Result<(LoadConfig, Vec<OwnedFd>)> 
         state: attach(files.state.into()),
         memory: files.memory.into_iter().map(|layer| attach(layer.into())).collect(),
         disks: Vec::new(),
+        // Limits and quotas count these.
+        vcpus: Some(facts.vcpus),
+        mem_mib: Some(facts.mem_size_mib),
+        guest_ports: boot::GUEST_PORTS.into(),
     };
     if let (Some(base), Some(disk)) = (image, files.disks.into_iter().next()) {
         let layers = disk.layers.into_iter().map(|layer| attach(layer.into())).collect();

@@ -10,7 +10,7 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use forkd_protocol::control::{Event, FdRef, LoadConfig, Reply, Request, SaveConfig};
+use forkd_protocol::control::{Event, FdRef, Reply, Request, SaveConfig};
 use forkd_vmm::state::{Frozen, SaveFiles, file};
 use forkd_vmm::{tiny, vm};
 use support::{Boot, Controller, Fork, Monitor, sleeps_once_forked};
@@ -139,7 +139,7 @@ fn save_here(mut frozen: Frozen, parent: &[File]) -> File {
 fn load(monitor: &Monitor, state: &File, layers: &[File]) -> Controller {
     let mut template = monitor.attach();
     let memory = (2..2 + layers.len()).map(FdRef).collect();
-    let config = LoadConfig { kvm: FdRef(0), state: FdRef(1), memory, disks: Vec::new() };
+    let config = support::load_config(memory, Vec::new());
     let kvm = kvm();
     let fds: Vec<_> = [&kvm, state].into_iter().chain(layers).map(AsFd::as_fd).collect();
     assert_eq!(template.request(&Request::Load(config), &fds), Reply::Loaded);

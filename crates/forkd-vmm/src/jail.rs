@@ -130,13 +130,20 @@ fn empty_root() -> Result<()> {
 /// The folder that ends up as the root.
 const CELL: &str = "cell";
 
+/// Lets the process map no more than `bytes` from now on. For one that reads what may be any bytes and has
+/// no cgroup of its own.
+pub fn limit_memory(bytes: u64) -> Result<()> {
+    set(Resource::As, bytes)
+}
+
+fn set(resource: Resource, most: u64) -> Result<()> {
+    // Where less is allowed, only root could have more.
+    let most = rustix::process::getrlimit(resource).maximum.map_or(most, |limit| limit.min(most));
+    rustix::process::setrlimit(resource, Rlimit { current: Some(most), maximum: Some(most) })
+        .map_err(Error::system("set resource limits"))
+}
+
 fn set_limits(jailed: bool) -> Result<()> {
-    let set = |resource, most: u64| {
-        // Where less is allowed, only root could have more.
-        let most = rustix::process::getrlimit(resource).maximum.map_or(most, |limit| limit.min(most));
-        rustix::process::setrlimit(resource, Rlimit { current: Some(most), maximum: Some(most) })
-            .map_err(Error::system("set resource limits"))
-    };
     // Guest memory is nobody's business.
     set(Resource::Core, 0)?;
     set(Resource::Nofile, MAX_DESCRIPTORS)?;

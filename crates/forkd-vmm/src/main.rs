@@ -1,11 +1,11 @@
 //! The monitor's process: puts up the walls, then serves its controller.
 //!
 //! `forkd-vmm [--uid N --gid N] [--seccomp kill|log]` with the listening control socket as descriptor
-//! 3; `forkd-vmm probe` with `/dev/kvm` as descriptor 3; `forkd-vmm check` with `/dev/kvm` as descriptor 3
-//! and a snapshot's state as standard input.
+//! 3; `forkd-vmm probe` with `/dev/kvm` as descriptor 3; `forkd-vmm check [--uid N --gid N] [--seccomp
+//! kill|log]` with `/dev/kvm` as descriptor 3 and a snapshot's state as standard input.
 
 use std::io::Write;
-use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::process::ExitCode;
 
 use forkd_protocol::control::LISTENER_FD;
@@ -16,14 +16,21 @@ use forkd_vmm::{Error, Result, probe};
 
 const USAGE: &str = "usage: forkd-vmm [--uid N --gid N] [--seccomp kill|log], with the listening control \
                      socket as descriptor 3; or: forkd-vmm probe, with /dev/kvm as descriptor 3; or: forkd-vmm \
-                     check, with that and a snapshot's state as standard input";
+                     check [the same options], with that and a snapshot's state as standard input";
+
+/// The most memory a check takes. An honest state takes a few MiB, that of a disk of many GiB which was
+/// written all over some hundred.
+const CHECK_MEMORY: u64 = 1 << 30;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     if arguments == ["probe"] {
         return run_probe();
     }
-    let done = if arguments == ["check"] { run_check() } else { parse(&arguments).and_then(run) };
+    let done = match arguments.split_first() {
+        Some((first, options)) if first == "check" => parse(options).and_then(run_check),
+        _ => parse(&arguments).and_then(run),
+    };
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -90,10 +97,14 @@ fn run_probe() -> ExitCode {
     std::process::exit(0)
 }
 
-/// Whether this host could restore the state on standard input.
-fn run_check() -> Result<()> {
-    let state = std::io::stdin().as_fd().try_clone_to_owned().map_err(Error::system("open the state"))?;
-    forkd_vmm::state::frozen::check_state(inherited(probe::KVM_FD)?, &state.into())
+/// Whether this host could restore the state on standard input, which may be any bytes: behind the same
+/// walls as a VM, and in little memory.
+fn run_check(options: Options) -> Result<()> {
+    let (state, kvm) = (inherited(libc::STDIN_FILENO)?, inherited(probe::KVM_FD)?);
+    jail::enter(options.identity)?;
+    jail::limit_memory(CHECK_MEMORY)?;
+    seccomp::install(ThreadKind::Control, options.seccomp)?;
+    forkd_vmm::state::frozen::check_state(kvm, &state.into())
 }
 
 /// Writes a line for people. Nobody may be left to read it: that is no reason to fail.

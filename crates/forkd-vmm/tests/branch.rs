@@ -15,8 +15,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use forkd_protocol::control::{
-    BranchConfig, DiskConfig, EndReason, Event, FdRef, LoadConfig, Message, NetConfig, ReplacedLayers, Reply,
-    Request, Role, SaveConfig, Status, VERSION, VmEnd, VsockConfig, WaitStatus,
+    BranchConfig, DiskConfig, EndReason, Event, FdRef, Message, NetConfig, ReplacedLayers, Reply, Request,
+    Role, SaveConfig, Status, VERSION, VmEnd, VsockConfig, WaitStatus,
 };
 use forkd_vmm::{guest_code, tiny};
 use support::{Boot, Controller, Fork, Forked, Monitor, file_with, open_kvm, status, wait_until};
@@ -404,7 +404,7 @@ fn a_vm_whose_memory_comes_from_files_is_branched_too() {
     let (state, memory) = save(&mut saved.controller);
     let monitor = start(&[]);
     let mut template = monitor.attach();
-    let load = LoadConfig { kvm: FdRef(0), state: FdRef(1), memory: vec![FdRef(2)], disks: Vec::new() };
+    let load = support::load_config(vec![FdRef(2)], Vec::new());
     let kvm = open_kvm(test).unwrap();
     let fds = [kvm.as_fd(), state.as_fd(), memory.as_fd()];
     assert_eq!(template.request(&Request::Load(load), &fds), Reply::Loaded);

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forkd_protocol::control::{
-    DiskFiles, Event, FdRef, LoadConfig, MergeConfig, ReplacedLayers, Reply, Request, SaveConfig,
-    SaveProgress, WaitStatus,
+    DiskFiles, Event, FdRef, MergeConfig, ReplacedLayers, Reply, Request, SaveConfig, SaveProgress,
+    WaitStatus,
 };
 use forkd_vmm::boot::BootSource;
 use forkd_vmm::devices::serial::ConsoleLog;
@@ -168,7 +168,7 @@ fn load(state: &File, layers: &[File], disks: &[(&File, &[File])]) -> (Monitor, 
         layers: layers.iter().map(&mut add).collect(),
     };
     let disks = disks.iter().map(&mut disk).collect();
-    let config = LoadConfig { kvm: FdRef(0), state: FdRef(1), memory, disks };
+    let config = support::load_config(memory, disks);
     let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
     let reply = template.request(&Request::Load(config), &fds);
     (monitor, template, reply)

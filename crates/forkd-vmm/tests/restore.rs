@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forkd_vmm::boot::BootSource;
+use forkd_vmm::boot::cpuid::{self, Grant};
 use forkd_vmm::devices::serial::ConsoleLog;
 use forkd_vmm::devices::virtio::VirtioDevice;
 use forkd_vmm::devices::virtio::block::{Block, Disk};
@@ -19,10 +20,12 @@ use forkd_vmm::devices::virtio::net::Net;
 use forkd_vmm::devices::virtio::rng::Rng;
 use forkd_vmm::devices::virtio::vsock::Vsock;
 use forkd_vmm::layout::{GENERATION_GSI, GENERATION_ID, SERIAL_GSI};
+use forkd_vmm::memory::HUGE_PAGE;
 use forkd_vmm::state::{ChildParts, Frozen, MachineState, MemoryRange, SaveFiles, file};
 use forkd_vmm::vm::{self, Running, Vm, VmParts};
 use forkd_vmm::{GuestMemory, guest_code, seccomp, tiny};
-use vm_memory::{Bytes, GuestAddress};
+use kvm_bindings::kvm_cpuid_entry2;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 /// A VM that is about to run `code`.
 fn parts(kvm: File, code: &[u8]) -> VmParts {
@@ -198,11 +201,20 @@ guest_code! {
     "jmp 4b",
 }
 
+/// KVM maps no huge pages where guest and host do not agree on where they begin.
+fn can_have_huge_pages(memory: &GuestMemory) {
+    for region in memory.iter() {
+        let (guest, host) = (region.start_addr().0, region.as_ptr() as u64);
+        assert_eq!(guest % HUGE_PAGE as u64, host % HUGE_PAGE as u64, "{guest:#x} is at {host:#x}");
+    }
+}
+
 #[test]
 fn two_vcpus_and_two_memory_slots_go_on_and_a_large_guest_takes_no_room() {
     let name = "two_vcpus_and_two_memory_slots_go_on_and_a_large_guest_takes_no_room";
     let Some(kvm) = support::open_kvm(name) else { return };
     let vm = Vm::build(VmParts { vcpus: 2, mem_mib: 4096, ..parts(kvm, two_counters()) }).unwrap();
+    can_have_huge_pages(vm.memory());
     let mut running = start(vm);
     const LOW: u64 = 0x20_0000;
     const HIGH: u64 = 4 << 30;
@@ -223,9 +235,12 @@ fn two_vcpus_and_two_memory_slots_go_on_and_a_large_guest_takes_no_room() {
             assert_eq!(files.memory.metadata().unwrap().len(), 4 << 30);
             assert!(files.memory.metadata().unwrap().blocks() * 512 < 1 << 20, "holes are holes");
             frozen = files.load();
+            can_have_huge_pages(frozen.memory());
             saved = Some(files);
         }
-        running = start(frozen.thaw(nothing()).unwrap());
+        let vm = frozen.thaw(nothing()).unwrap();
+        can_have_huge_pages(vm.memory());
+        running = start(vm);
     }
     running.stop();
     drop(saved);
@@ -339,6 +354,85 @@ fn what_cannot_be_restored_is_refused_with_the_reason() {
     saved.state.read_exact_at(&mut byte, 1000).unwrap();
     saved.state.write_all_at(&[byte[0] ^ 1], 1000).unwrap();
     assert!(saved.refusal(|_| {}).contains("was changed"));
+}
+
+/// The first entry of a CPUID leaf, which is made if there is none.
+fn leaf(state: &mut MachineState, function: u32) -> &mut kvm_cpuid_entry2 {
+    let cpuid = &mut state.vcpus[0].cpuid;
+    let at = cpuid.iter().position(|entry| entry.function == function).unwrap_or_else(|| {
+        cpuid.push(kvm_cpuid_entry2 { function, ..Default::default() });
+        cpuid.len() - 1
+    });
+    &mut cpuid[at]
+}
+
+#[test]
+fn an_edited_state_gets_its_guest_no_more_than_a_boot_does() {
+    let Some(kvm) = support::open_kvm("an_edited_state_gets_its_guest_no_more_than_a_boot_does") else {
+        return;
+    };
+    let saved = Saved::new(&mut frozen_counter(kvm));
+    // What KVM would take, and what no guest gets. Which of the two sentences it is depends on this host.
+    let named = |name: &str, text: String| {
+        assert!(text.contains(name) && (text.contains("gives to none") || text.contains("lacks")), "{text}");
+    };
+    named("vmx", saved.refusal(|state| leaf(state, 1).ecx |= 1 << 5));
+    named("svm", saved.refusal(|state| leaf(state, 0x8000_0001).ecx |= 1 << 2));
+    named("shstk", saved.refusal(|state| leaf(state, 7).ecx |= 1 << 7));
+    named("8000000a", saved.refusal(|state| leaf(state, 0x8000_000a).edx |= 1));
+    named("hypervisor leaf 40000100", saved.refusal(|state| leaf(state, 0x4000_0100).eax = 1));
+    // Hidden where KVM finds it all the same.
+    let hidden = saved.refusal(|state| {
+        let cpuid = &mut state.vcpus[0].cpuid;
+        let basic = cpuid.iter_mut().find(|entry| entry.function == 1).unwrap();
+        let other = kvm_cpuid_entry2 { index: 7, ecx: basic.ecx | 1 << 5, ..*basic };
+        cpuid.insert(0, other);
+    });
+    assert!(hidden.contains("CPUID leaf 1"), "{hidden}");
+
+    for (index, data) in [(0x3a, 5), (0x480, 1), (0x8000_0000, 0)] {
+        let text = saved.refusal(|state| {
+            state.vcpus[0].msrs.push(kvm_bindings::kvm_msr_entry { index, data, ..Default::default() });
+        });
+        assert!(text.contains(&format!("MSR {index:#x}")), "{text}");
+    }
+    let text = saved.refusal(|state| state.vcpus[0].sregs.efer |= 1 << 12);
+    assert!(text.contains("virtualization of its own"), "{text}");
+    let text = saved.refusal(|state| state.vcpus[0].sregs.cr4 |= 1 << 13);
+    assert!(text.contains("virtualization of its own"), "{text}");
+}
+
+#[test]
+fn a_guest_of_an_older_version_keeps_its_counters_and_goes_on() {
+    let name = "a_guest_of_an_older_version_keeps_its_counters_and_goes_on";
+    let Some(kvm) = support::open_kvm(name) else { return };
+    let mut saved = Saved::new(&mut frozen_counter(kvm));
+    let kvm = vm::open_kvm(support::open_kvm("").unwrap()).unwrap();
+    let older = cpuid::granted(&cpuid::supported(&kvm).unwrap(), 0, 1, Grant::Older).unwrap();
+    let mut state = file::read(&saved.state).unwrap();
+    state.vcpus[0].cpuid = older.as_slice().to_vec();
+    // Not every host has counters: these say nothing, and KVM takes them everywhere.
+    if leaf(&mut state, 0xa).eax == 0 {
+        leaf(&mut state, 0xa).edx = 1 << 15;
+    }
+    saved.state = tempfile::tempfile().unwrap();
+    file::write(&state, &saved.state).unwrap();
+    let version = |file: &File| {
+        let mut version = [0; 4];
+        file.read_exact_at(&mut version, file::MAGIC.len() as u64).unwrap();
+        u32::from_le_bytes(version)
+    };
+    assert_eq!(version(&saved.state), 1);
+    let frozen = saved.load();
+    let before = read(frozen.memory(), 0x20_0000);
+    let running = start(frozen.thaw(nothing()).unwrap());
+    wait_for_more(&running, 0x20_0000, before);
+    // Saved from there, it is what it was, and is loaded again.
+    let again = Saved::new(&mut running.freeze().unwrap());
+    assert_eq!(version(&again.state), 1);
+    counts_on(again.load(), 0x20_0000);
+    // Virtualization is not for older guests, either.
+    assert!(again.refusal(|state| leaf(state, 1).ecx |= 1 << 5).contains("vmx"));
 }
 
 #[test]

@@ -164,9 +164,20 @@ fn a_saved_template_forks_in_another_process() {
 
     let loaded = start(&[]);
     let mut template = loaded.attach();
-    let load = LoadConfig { kvm: FdRef(0), state: FdRef(1), memory: vec![FdRef(2)], disks: Vec::new() };
+    let load = support::load_config(vec![FdRef(2)], Vec::new());
     let kvm = open_kvm(test).unwrap();
     let fds = [kvm.as_fd(), state.as_fd(), memory.as_fd()];
+    // What limits are counted by is what the state is of, or nothing is loaded.
+    let load = LoadConfig { vcpus: Some(1), mem_mib: Some(64), ..load };
+    for (wrong, why) in [
+        (LoadConfig { vcpus: Some(2), ..load.clone() }, "1 vCPUs, its manifest 2"),
+        (LoadConfig { mem_mib: Some(32), ..load.clone() }, "64 MiB of memory, its manifest 32"),
+    ] {
+        match template.request(&Request::Load(wrong), &fds) {
+            Reply::Error { message } => assert!(message.contains(why), "{message}"),
+            other => panic!("{other:?}"),
+        }
+    }
     assert_eq!(template.request(&Request::Load(load.clone()), &fds), Reply::Loaded);
     assert_eq!(status(&mut template).role, Role::Template);
     for name in ["a", "b"] {
@@ -290,8 +301,14 @@ fn children_of_a_vm_with_every_device_run_also_from_files() {
         DiskFiles { base: FdRef(3), layers: Vec::new() },
         DiskFiles { base: FdRef(3), layers: vec![FdRef(4)] },
     ];
-    let load = LoadConfig { kvm: FdRef(0), state: FdRef(1), memory: vec![FdRef(2)], disks };
+    let load = support::load_config(vec![FdRef(2)], disks);
     let fds = [kvm.as_fd(), state.as_fd(), memory.as_fd(), base.as_fd(), layer.as_fd()];
+    // What the guest may call is for the controller to say, not for the file.
+    match template.request(&Request::Load(load.clone()), &fds) {
+        Reply::Error { message } => assert!(message.contains("ports [1024], allowed are []"), "{message}"),
+        other => panic!("{other:?}"),
+    }
+    let load = LoadConfig { guest_ports: vec![1024], ..load };
     assert_eq!(template.request(&Request::Load(load), &fds), Reply::Loaded);
     check(&mut template);
 }

@@ -57,6 +57,7 @@ fn children_are_forked_from_memory_and_from_disk_and_leave_nothing() {
     // From here on, from disk: the old template goes with its last child.
     let old = snapshot["template"]["pid"].as_i64().unwrap() as i32;
     assert_eq!(daemon.request("POST", "/v1/snapshots/tiny/unload", None).0, 204);
+    refuses_a_manifest_that_its_state_does_not_fit(&daemon);
     let from_disk = daemon.spawn("tiny", 5);
     assert_eq!(from_disk.len(), 5);
     let (_, info) = daemon.request("GET", "/v1/snapshots/tiny", None);
@@ -74,6 +75,29 @@ fn children_are_forked_from_memory_and_from_disk_and_leave_nothing() {
         ["sandboxes", "templates", "snapshots"].iter().all(|it| daemon.left(it) == 0)
     });
     assert!(children.iter().chain(&from_disk).all(|child| !runs(pid(child))));
+}
+
+/// Limits and quotas are counted by the manifest: the guest that runs must be the one it tells of.
+fn refuses_a_manifest_that_its_state_does_not_fit(daemon: &Daemon) {
+    let path = daemon.path().join("snapshots/tiny/manifest.json");
+    let whole = std::fs::read(&path).unwrap();
+    let elsewhere = json!({"name": "/etc/hostname", "digest": "0", "size": 1, "modified_ns": 1});
+    for (fact, value, why) in [
+        ("vcpus", json!(2), "1 vCPUs, its manifest 2"),
+        ("mem_size_mib", json!(65), "of memory, its manifest 65"),
+        ("guest_ports", json!([7]), "ports [7]"),
+        // A disk by path comes from where any disk by path may come from.
+        ("image", elsewhere, "files can only come from"),
+    ] {
+        let mut manifest: Value = serde_json::from_slice(&whole).unwrap();
+        manifest["facts"][fact] = value;
+        std::fs::write(&path, manifest.to_string()).unwrap();
+        let body = json!({"snapshot_tag": "tiny", "n": 1});
+        let (status, error) = daemon.request("POST", "/v1/sandboxes", Some(body));
+        assert_eq!(status, 409, "{fact}: {error}");
+        assert!(error["error"].as_str().unwrap().contains(why), "{fact}: {error}");
+    }
+    std::fs::write(&path, whole).unwrap();
 }
 
 #[test]

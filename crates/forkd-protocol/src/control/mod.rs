@@ -308,6 +308,16 @@ pub struct LoadConfig {
     pub memory: Vec<FdRef>,
     /// The files of each disk, in the order of `/dev/vda`, `/dev/vdb`, …
     pub disks: Vec<DiskFiles>,
+    /// How many vCPUs the state must have: what limits and quotas are counted by. A controller of an older
+    /// version does not say.
+    #[serde(default)]
+    pub vcpus: Option<u8>,
+    /// How much memory the state must have, in MiB, for the same reason.
+    #[serde(default)]
+    pub mem_mib: Option<u64>,
+    /// Ports of the host the guest may call, as in [`VsockConfig`]. A state with others is refused.
+    #[serde(default)]
+    pub guest_ports: Vec<u32>,
 }
 
 /// The files of a frozen disk.

@@ -1,6 +1,7 @@
 //! Which CPU a guest sees: what KVM supports here, with the topology of this VM instead of the
-//! host's (one socket, one thread per core, a core per vCPU, APIC id = vCPU index) and without
-//! virtualization of its own.
+//! host's (one socket, one thread per core, a core per vCPU, APIC id = vCPU index), without
+//! virtualization of its own, without performance counters, and without instructions that hold a core
+//! while they wait.
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::Kvm;
@@ -16,14 +17,40 @@ pub fn supported(kvm: &Kvm) -> Result<CpuId> {
     kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(Error::kvm("KVM_GET_SUPPORTED_CPUID"))
 }
 
-/// The answers vCPU `index` of `vcpus` gives.
+/// Which features guests of a forkd get.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Grant {
+    /// What every guest gets that boots now.
+    Fresh,
+    /// What guests of older versions of forkd got: the same with performance counters and WAITPKG.
+    Older,
+}
+
+impl Grant {
+    /// The one that a guest got which was told by `cpuid` what its CPU is.
+    pub fn of(cpuid: &[kvm_cpuid_entry2]) -> Grant {
+        let has_more = |entry: &kvm_cpuid_entry2| {
+            let [eax, ebx, ecx, edx] = only_older(entry.function, entry.index);
+            entry.eax & eax | entry.ebx & ebx | entry.ecx & ecx | entry.edx & edx != 0
+        };
+        if cpuid.iter().any(has_more) { Grant::Older } else { Grant::Fresh }
+    }
+}
+
+/// The answers vCPU `index` of `vcpus` gives in a guest that boots now.
 pub fn for_vcpu(supported: &CpuId, index: u8, vcpus: u8) -> Result<CpuId> {
+    granted(supported, index, vcpus, Grant::Fresh)
+}
+
+/// The answers vCPU `index` of `vcpus` gives in a guest with that `grant`.
+pub fn granted(supported: &CpuId, index: u8, vcpus: u8, grant: Grant) -> Result<CpuId> {
     let highest = supported.as_slice().iter().find(|entry| entry.function == 0).map_or(0, |entry| entry.eax);
     let apic_id = u32::from(index);
     let mut entries = Vec::new();
     for entry in supported.as_slice() {
         if !matches!(entry.function, TOPOLOGY | TOPOLOGY_V2 | SVM_FEATURES) {
-            entries.push(adjust(*entry, apic_id, u32::from(vcpus)));
+            let entry = adjust(*entry, apic_id, u32::from(vcpus));
+            entries.push(if grant == Grant::Older { entry } else { take_away(entry) });
         }
     }
     if highest >= TOPOLOGY {
@@ -72,6 +99,43 @@ fn adjust(mut entry: kvm_cpuid_entry2, apic_id: u32, vcpus: u32) -> kvm_cpuid_en
     entry
 }
 
+/// The bits of a leaf's eax, ebx, ecx and edx that only [`Grant::Older`] has.
+///
+/// Performance counters are state that every fork saves and restores, an event in the host's kernel for
+/// each that a guest's watchdog takes, and a reason why another host cannot restore a snapshot. WAITPKG
+/// lets a guest hold a core while it waits.
+fn only_older(function: u32, index: u32) -> [u32; 4] {
+    const DTES64: u32 = 1 << 2;
+    const DS_CPL: u32 = 1 << 4;
+    const PDCM: u32 = 1 << 15;
+    const DS: u32 = 1 << 21;
+    const WAITPKG: u32 = 1 << 5;
+    const ARCH_LBR: u32 = 1 << 19;
+    const ARCH_PERFMON_EXT: u32 = 1 << 8;
+    // AMD's: of a core, of its north bridge, of its last cache.
+    const PERFCTR: u32 = 1 << 23 | 1 << 24 | 1 << 28;
+    match (function, index) {
+        (1, _) => [0, 0, DTES64 | DS_CPL | PDCM, DS],
+        (7, 0) => [0, 0, WAITPKG, ARCH_LBR],
+        (7, 1) => [ARCH_PERFMON_EXT, 0, 0, 0],
+        (0x8000_0001, _) => [0, 0, PERFCTR, 0],
+        // Intel's counters, its records of branches, its counters again, AMD's counters.
+        (0xa | 0x1c | 0x23 | 0x8000_0022, _) => [u32::MAX; 4],
+        _ => [0; 4],
+    }
+}
+
+fn take_away(entry: kvm_cpuid_entry2) -> kvm_cpuid_entry2 {
+    let [eax, ebx, ecx, edx] = only_older(entry.function, entry.index);
+    kvm_cpuid_entry2 {
+        eax: entry.eax & !eax,
+        ebx: entry.ebx & !ebx,
+        ecx: entry.ecx & !ecx,
+        edx: entry.edx & !edx,
+        ..entry
+    }
+}
+
 /// Leaf 0xb: level 0 is threads (one per core), level 1 is cores, level 2 ends the list.
 fn topology_leaf(apic_id: u32, vcpus: u32) -> impl Iterator<Item = kvm_cpuid_entry2> {
     const THREADS: u32 = 1 << 8;
@@ -111,5 +175,48 @@ mod tests {
         assert!(topology.iter().all(|entry| entry.edx == 2));
         assert_eq!((topology[1].eax, topology[1].ebx, topology[1].ecx), (2, 3, 0x201));
         assert!(cpuid.as_slice().iter().all(|entry| entry.function != TOPOLOGY_V2));
+    }
+
+    #[test]
+    fn a_guest_that_boots_gets_no_performance_counters_and_no_waiting_instructions() {
+        let all = |function, index| kvm_cpuid_entry2 {
+            function,
+            index,
+            flags: KVM_CPUID_FLAG_SIGNIFCANT_INDEX,
+            eax: !0,
+            ebx: !0,
+            ecx: !0,
+            edx: !0,
+            ..Default::default()
+        };
+        let leaves = [(1, 0), (7, 0), (7, 1), (0xa, 0), (0x23, 0), (0x8000_0001, 0), (0x8000_0022, 0)];
+        let host = CpuId::from_entries(&leaves.map(|(function, index)| all(function, index))).unwrap();
+        let cpuid = for_vcpu(&host, 0, 1).unwrap();
+        let leaf = |function, index| {
+            let found = |entry: &&kvm_cpuid_entry2| (entry.function, entry.index) == (function, index);
+            *cpuid.as_slice().iter().find(found).unwrap()
+        };
+        assert_eq!(leaf(1, 0).ecx & (1 << 15 | 1 << 2 | 1 << 4), 0, "PDCM, DTES64, DS_CPL");
+        assert_eq!(leaf(1, 0).edx & 1 << 21, 0, "DS");
+        assert_eq!(leaf(7, 0).ecx & 1 << 5, 0, "WAITPKG");
+        assert_eq!(leaf(7, 1).eax & 1 << 8, 0, "ArchPerfmonExt");
+        assert_eq!(leaf(0x8000_0001, 0).ecx & (1 << 23 | 1 << 24 | 1 << 28), 0, "PERFCTR");
+        for (function, index) in [(0xa, 0), (0x23, 0), (0x8000_0022, 0)] {
+            let entry = leaf(function, index);
+            assert_eq!([entry.eax, entry.ebx, entry.ecx, entry.edx], [0; 4], "{function:#x}");
+        }
+        // And nothing else is lost: SSE3, AVX2, NX.
+        assert!(
+            leaf(1, 0).ecx & 1 != 0
+                && leaf(7, 0).ebx & 1 << 5 != 0
+                && leaf(0x8000_0001, 0).edx >> 20 & 1 != 0
+        );
+
+        assert_eq!(Grant::of(cpuid.as_slice()), Grant::Fresh);
+        let older = granted(&host, 0, 1, Grant::Older).unwrap();
+        assert_eq!(Grant::of(older.as_slice()), Grant::Older);
+        // Virtualization and shadow stacks were never given.
+        let basic = older.as_slice().iter().find(|entry| entry.function == 1).unwrap();
+        assert_eq!(basic.ecx & 1 << 5, 0, "VMX");
     }
 }

@@ -18,20 +18,30 @@ use serde::de::DeserializeOwned;
 
 use super::{
     ClockState, DeviceState, GenerationState, InterruptState, MachineState, MemoryRange, SerialState,
-    VcpuState,
+    VcpuState, msrs,
 };
+use crate::boot::cpuid::Grant;
 use crate::layout::MAX_VIRTIO;
 use crate::{Error, Result};
 
 /// How every state file begins.
 pub const MAGIC: [u8; 8] = *b"forkdvm\0";
-/// The version of the file's frame. Sections have versions of their own.
-pub const FORMAT_VERSION: u32 = 1;
+/// The version of the file's frame, and of what its guest was given. Sections have versions of their own.
+pub const FORMAT_VERSION: u32 = 2;
+/// The version of guests that were booted with performance counters and WAITPKG. They are saved as what
+/// they are: only in this version a state may have them.
+const OLDER_GUEST: u32 = 1;
 
 const HEADER: usize = 8 + 4 + 8 + 32;
 const SECTION_HEADER: usize = 4 + 4 + 8;
 /// The longest payload. Nearly all of a long one is the map of a disk that was written all over.
 const MAX_PAYLOAD: u64 = 256 << 20;
+/// The longest payload without the maps of disks: 32 vCPUs of some 16 KiB take most of it.
+const MAX_BESIDE_MAPS: u64 = 4 << 20;
+/// A map's entry takes at most this for each of these it tells of: a run of one block takes two bytes, and
+/// longer runs take less for each.
+const BYTES_PER_RUN: u64 = 2;
+const BYTES_PER_BLOCK: u64 = 4096;
 const MAX_VCPUS: usize = forkd_protocol::control::MAX_VCPUS as usize;
 /// One below the hole, one above.
 const MAX_RANGES: usize = 2;
@@ -84,10 +94,21 @@ impl Kind {
 /// Writes `state` into `file`, from its beginning.
 pub fn write(state: &MachineState, file: &File) -> Result<()> {
     let payload = payload(state)?;
-    let bytes = [header(FORMAT_VERSION, &payload), payload].concat();
+    let bytes = [header(version(state), &payload), payload].concat();
     file.write_all_at(&bytes, 0)
         .and_then(|()| file.set_len(bytes.len() as u64))
         .map_err(Error::system("write the state file"))
+}
+
+/// The version of the file that `state` is written to.
+fn version(state: &MachineState) -> u32 {
+    if grant(state) == Grant::Older { OLDER_GUEST } else { FORMAT_VERSION }
+}
+
+/// What its guest was given when it booted.
+pub(super) fn grant(state: &MachineState) -> Grant {
+    let older = state.vcpus.iter().any(|vcpu| Grant::of(&vcpu.cpuid) == Grant::Older);
+    if older { Grant::Older } else { Grant::Fresh }
 }
 
 fn payload(state: &MachineState) -> Result<Vec<u8>> {
@@ -137,9 +158,20 @@ fn push<T: Serialize>(payload: &mut Vec<u8>, kind: Kind, part: &T) -> Result<()>
 
 /// Reads a state from `file`.
 pub fn read(file: &File) -> Result<MachineState> {
+    read_bounded(file, MAX_PAYLOAD)
+}
+
+/// Reads the state of a VM whose disks have `disk_bytes` in all. What is read takes some sixteen times the
+/// memory it takes in the file, so no file is read that is longer than such a VM's can be.
+pub fn read_for_disks(file: &File, disk_bytes: u64) -> Result<MachineState> {
+    let maps = (disk_bytes / BYTES_PER_BLOCK).saturating_mul(BYTES_PER_RUN);
+    read_bounded(file, MAX_PAYLOAD.min(maps.saturating_add(MAX_BESIDE_MAPS)))
+}
+
+fn read_bounded(file: &File, most: u64) -> Result<MachineState> {
     let size = file.metadata().map_err(Error::system("look at the state file"))?.len();
-    if size > MAX_PAYLOAD + HEADER as u64 {
-        return Err(damaged(format!("it is {size} bytes long, more than any state")));
+    if size > most + HEADER as u64 {
+        return Err(damaged(format!("it is {size} bytes long, more than any state of such a VM")));
     }
     // Bounded by the check above.
     let mut bytes = vec![0; size as usize];
@@ -167,10 +199,10 @@ pub fn parse(bytes: &[u8]) -> Result<MachineState> {
     let mut fields = Input(&head[MAGIC.len()..]);
     let (version, length) = (fields.u32().unwrap_or_default(), fields.u64().unwrap_or_default());
     // Before the checksum: another version may compute it in another way.
-    if version != FORMAT_VERSION {
+    if ![OLDER_GUEST, FORMAT_VERSION].contains(&version) {
         return Err(damaged(format!(
             "it was made by another version of forkd: it has format {version}, and this one reads \
-             {FORMAT_VERSION}"
+             {OLDER_GUEST} and {FORMAT_VERSION}"
         )));
     }
     let payload = input.0;
@@ -184,7 +216,15 @@ pub fn parse(bytes: &[u8]) -> Result<MachineState> {
     if fields.0 != checksum(&head[..HEADER - 32], payload) {
         return Err(damaged("it was changed: its checksum does not fit its contents".into()));
     }
-    sections(payload)
+    let mut state = sections(payload)?;
+    if version == OLDER_GUEST {
+        state.vcpus.iter_mut().for_each(msrs::drop_leftovers);
+    } else if grant(&state) == Grant::Older {
+        return Err(damaged(
+            "it gives its guest performance counters or WAITPKG, which forkd gives to none".into(),
+        ));
+    }
+    Ok(state)
 }
 
 /// The parts found so far.
@@ -317,155 +357,5 @@ pub(crate) fn check_any_bytes(data: &[u8]) {
 }
 
 #[cfg(test)]
-mod tests {
-    use kvm_bindings::{kvm_clock_data, kvm_irqchip, kvm_msr_entry};
-
-    use super::super::{DevicePart, NetState, QueuePosition, QueueState, TransportState};
-    use super::*;
-
-    fn vcpu() -> VcpuState {
-        VcpuState {
-            mp_state: Default::default(),
-            regs: Default::default(),
-            sregs: Default::default(),
-            xsave: Default::default(),
-            xcrs: Default::default(),
-            debug_regs: Default::default(),
-            lapic: Default::default(),
-            tsc_khz: 1_000_000,
-            cpuid: vec![Default::default(); 3],
-            msrs: vec![kvm_msr_entry { index: 0x10, data: 99, ..Default::default() }],
-            events: Default::default(),
-        }
-    }
-
-    fn state() -> MachineState {
-        let queue = QueueState {
-            size: 64,
-            descriptors: 0x1000,
-            available: 0x2000,
-            used: 0x3000,
-            position: Some(QueuePosition { next_available: 5, next_used: 5 }),
-        };
-        let net = DeviceState {
-            transport: TransportState { status: 15, queues: vec![queue, queue], ..Default::default() },
-            part: DevicePart::Net(NetState { mac: [1, 2, 3, 4, 5, 6], link_up: true }),
-        };
-        let rng = DeviceState { transport: TransportState::default(), part: DevicePart::Rng };
-        MachineState {
-            memory: vec![MemoryRange { start: 0, length: 16 << 20 }],
-            vcpus: vec![vcpu(), vcpu()],
-            interrupts: InterruptState { chips: [kvm_irqchip::default(); 3] },
-            clock: ClockState { clock: kvm_clock_data { clock: 12345, ..Default::default() } },
-            serial: SerialState { scratch: 7, input: vec![1, 2], ..Default::default() },
-            generation: GenerationState { id: [9; 16] },
-            devices: vec![net, rng],
-        }
-    }
-
-    fn good() -> Vec<u8> {
-        let payload = payload(&state()).unwrap();
-        [header(FORMAT_VERSION, &payload), payload].concat()
-    }
-
-    /// Under a checksum that fits.
-    fn with_payload(payload: &[u8]) -> Vec<u8> {
-        [&header(FORMAT_VERSION, payload), payload].concat()
-    }
-
-    fn refusal(bytes: &[u8]) -> String {
-        parse(bytes).unwrap_err().to_string()
-    }
-
-    #[test]
-    fn what_is_written_is_read_again() {
-        let file = tempfile::tempfile().unwrap();
-        // What was in the file before does not matter.
-        file.write_all_at(&[1; 100_000], 0).unwrap();
-        write(&state(), &file).unwrap();
-        let read = read(&file).unwrap();
-        assert_eq!(payload(&read).unwrap(), payload(&state()).unwrap());
-        assert_eq!(read.devices, state().devices);
-        assert_eq!((read.vcpus.len(), read.vcpus[1].msrs[0].data, read.clock.clock.clock), (2, 99, 12345));
-    }
-
-    #[test]
-    fn a_truncated_file_is_refused_at_every_length() {
-        let good = good();
-        for length in 0..good.len() {
-            let text = refusal(&good[..length]);
-            assert!(length == 0 || text.contains("truncated"), "{length}: {text}");
-        }
-        let longer = [&good[..], b"x"].concat();
-        assert!(refusal(&longer).contains("1 bytes follow its end"));
-    }
-
-    #[test]
-    fn a_single_changed_byte_is_noticed_wherever_it_is() {
-        let good = good();
-        assert!(parse(&good).is_ok());
-        for position in 0..good.len() {
-            let mut changed = good.clone();
-            changed[position] ^= 0x40;
-            let text = refusal(&changed);
-            if position >= HEADER {
-                assert!(text.contains("was changed"), "{position}: {text}");
-            }
-        }
-    }
-
-    #[test]
-    fn what_another_version_made_is_refused_by_its_version() {
-        let payload = payload(&state()).unwrap();
-        let other = [header(7, &payload), payload.clone()].concat();
-        assert!(refusal(&other).contains("format 7"), "{}", refusal(&other));
-        let mut newer = payload.clone();
-        newer[4] = 9;
-        let text = refusal(&with_payload(&newer));
-        assert!(text.contains("\"memory ranges\" has version 9"), "{text}");
-        let mut unknown = payload;
-        unknown[0] = 200;
-        let text = refusal(&with_payload(&unknown));
-        assert!(text.contains("unknown kind 200"), "{text}");
-    }
-
-    #[test]
-    fn every_part_is_there_once_and_no_list_is_endless() {
-        let state = state();
-        let whole = payload(&state).unwrap();
-        let mut twice = whole.clone();
-        push(&mut twice, Kind::Clock, &state.clock).unwrap();
-        assert!(refusal(&with_payload(&twice)).contains("\"clock\" twice"));
-        let mut crowd = whole.clone();
-        (0..MAX_VIRTIO).for_each(|_| push(&mut crowd, Kind::Device, &state.devices[1]).unwrap());
-        assert!(refusal(&with_payload(&crowd)).contains("more than 18"));
-        let mut clock_only = Vec::new();
-        push(&mut clock_only, Kind::Clock, &state.clock).unwrap();
-        assert!(refusal(&with_payload(&clock_only)).contains("\"memory ranges\" is missing"));
-        let without_vcpus = payload(&MachineState { vcpus: Vec::new(), ..state }).unwrap();
-        assert!(refusal(&with_payload(&without_vcpus)).contains("\"vCPU\" is missing"));
-        assert!(refusal(&with_payload(&whole[..whole.len() - 1])).contains("incomplete"));
-    }
-
-    #[test]
-    fn something_else_is_not_a_state_file() {
-        assert!(refusal(b"").contains("not a state file"));
-        assert!(refusal(b"\x7fELF and so on").contains("not a state file"));
-        let huge = tempfile::tempfile().unwrap();
-        huge.set_len(1 << 40).unwrap();
-        assert!(read(&huge).unwrap_err().to_string().contains("more than any state"));
-    }
-
-    #[test]
-    fn damage_under_a_fitting_checksum_ends_without_a_panic() {
-        let whole = payload(&state()).unwrap();
-        for position in 0..whole.len() {
-            for value in [0, 1, 0x7f, 0x80, 0xff] {
-                let mut damaged = whole.clone();
-                damaged[position] = value;
-                check_any_bytes(&damaged);
-            }
-        }
-        check_any_bytes(&whole);
-    }
-}
+#[path = "file_tests.rs"]
+mod tests;

@@ -14,7 +14,9 @@ use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use super::vcpu::{self, Prepared};
-use super::{DevicePart, DeviceState, InterruptState, MachineState, MemoryRange, features, memory_layer};
+use super::{
+    DevicePart, DeviceState, InterruptState, MachineState, MemoryRange, features, memory_layer, msrs,
+};
 use crate::boot::cpuid;
 use crate::devices::serial::{ConsoleLog, Serial};
 use crate::devices::virtio::VirtioDevice;
@@ -76,7 +78,7 @@ impl Frozen {
         disks: Vec<(File, Vec<File>)>,
     ) -> Result<Frozen> {
         vm::check_host(&kvm, state.vcpus.len())?;
-        check_features(&kvm, &state)?;
+        check_cpus(&kvm, &state)?;
         let disks = load_disks(&state.devices, disks)?;
         let memory = load_memory(&state.memory, memory)?;
         check_devices(&state.devices, &memory)?;
@@ -172,13 +174,20 @@ pub(crate) fn save_interrupts(fd: &VmFd) -> Result<InterruptState> {
 pub fn check_state(kvm: OwnedFd, file: &File) -> Result<()> {
     // SAFETY: the descriptor is open, and given away here.
     let kvm = unsafe { Kvm::from_raw_fd(kvm.into_raw_fd()) };
-    check_features(&kvm, &super::file::read(file)?)
+    check_cpus(&kvm, &super::file::read(file)?)
 }
 
-fn check_features(kvm: &Kvm, state: &MachineState) -> Result<()> {
+/// Compares the state's CPUs with those of a VM that boots here.
+fn check_cpus(kvm: &Kvm, state: &MachineState) -> Result<()> {
     let supported = cpuid::supported(kvm)?;
+    let grant = super::file::grant(state);
+    let fresh = |index| cpuid::granted(&supported, index, state.vcpus.len() as u8, grant);
     // All vCPUs are alike, but a file may say otherwise.
-    state.vcpus.iter().try_for_each(|vcpu| features::check(&vcpu.cpuid, supported.as_slice()))
+    for (index, vcpu) in (0..).zip(&state.vcpus) {
+        features::check(&vcpu.cpuid, fresh(index)?.as_slice(), supported.as_slice())?;
+    }
+    let allowed = vcpu::find_msrs(kvm, &fresh(0)?)?;
+    state.vcpus.iter().try_for_each(|vcpu| msrs::check(vcpu, &allowed))
 }
 
 fn load_memory(ranges: &[MemoryRange], layers: Vec<File>) -> Result<GuestMemory> {

@@ -6,6 +6,8 @@
 //! - [`file`]: that as a file;
 //! - [`vcpu`]: a vCPU's state, out of KVM and into it;
 //! - [`features`]: whether this host's CPU can go on where another one stopped;
+//! - `expected`: what its controller says a state is of;
+//! - `msrs`: which model-specific registers a state may set;
 //! - `memory_layer`: guest memory as files;
 //! - [`frozen`]: a stopped VM as a whole: made by [`Running::freeze`](crate::vm::Running::freeze) or
 //!   from files, thawed in a child;
@@ -13,10 +15,12 @@
 //!
 //! Nothing here knows about processes: who forks, and when, is not its business.
 
+mod expected;
 pub mod features;
 pub mod file;
 pub mod frozen;
 mod memory_layer;
+mod msrs;
 mod persist;
 pub mod vcpu;
 
@@ -25,6 +29,7 @@ use std::fmt;
 use kvm_bindings::{kvm_clock_data, kvm_irqchip};
 use serde::{Deserialize, Serialize};
 
+pub use expected::Expected;
 pub use frozen::{ChildParts, Frozen};
 pub(crate) use memory_layer::check_any_bytes as check_any_memory_layer;
 pub use persist::{MergedLayers, SaveFiles, Saving};

@@ -13,6 +13,8 @@ use kvm_bindings::{
 use kvm_ioctls::{Kvm, VcpuFd};
 use serde::{Deserialize, Serialize};
 
+use super::msrs;
+use crate::boot::cpuid::Grant;
 use crate::{Error, Result};
 
 const IA32_TSC: u32 = 0x10;
@@ -66,7 +68,12 @@ pub fn find_msrs(kvm: &Kvm, cpuid: &CpuId) -> Result<Vec<u32>> {
     vcpu.set_cpuid2(cpuid).map_err(Error::kvm("KVM_SET_CPUID2"))?;
     let list = kvm.get_msr_index_list().map_err(Error::kvm("KVM_GET_MSR_INDEX_LIST"))?;
     let unlisted = MTRRS.into_iter().flatten().filter(|index| !list.as_slice().contains(index));
-    let indices: Vec<u32> = list.as_slice().iter().copied().chain(unlisted).collect();
+    // Some KVMs read and set registers of what the guest does not have, as long as they are zero.
+    let grant = Grant::of(cpuid.as_slice());
+    let unneeded =
+        |index: &u32| msrs::is_for_no_guest(*index) || grant == Grant::Fresh && msrs::is_only_older(*index);
+    let indices = list.as_slice().iter().copied().chain(unlisted).filter(|index| !unneeded(index));
+    let indices: Vec<u32> = indices.collect();
     // KVM lists more than it reads, and reads more than it sets.
     let readable = get_msrs(&vcpu, &readable(&vcpu, &indices)?)?;
     settable(&vcpu, &in_order(readable))

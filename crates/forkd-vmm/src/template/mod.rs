@@ -25,7 +25,7 @@ use crate::config::{Access, Attached};
 use crate::control::Controllers;
 use crate::devices::serial::ConsoleLog;
 use crate::devices::virtio::vsock::GuestConnections;
-use crate::state::{ChildParts, Frozen};
+use crate::state::{ChildParts, Expected, Frozen};
 use crate::{Error, Result};
 use children::{ChildSignal, Children};
 use fork::Forked;
@@ -270,6 +270,8 @@ pub(crate) fn load(config: LoadConfig, fds: Vec<OwnedFd>) -> Result<Frozen> {
     let mut fds = Attached::new(fds);
     let kvm = fds.take("kvm", config.kvm, Access::Both)?;
     let kvm = crate::vm::open_kvm(kvm.into())?;
+    let expected =
+        Expected { vcpus: config.vcpus, mem_mib: config.mem_mib, guest_ports: config.guest_ports.clone() };
     let state = File::from(fds.share("state", config.state)?);
     let memory = share_all(&mut fds, "memory", &config.memory)?;
     let mut disks = Vec::new();
@@ -277,7 +279,11 @@ pub(crate) fn load(config: LoadConfig, fds: Vec<OwnedFd>) -> Result<Frozen> {
         let base = File::from(fds.share(&format!("disks[{index}].base"), disk.base)?);
         disks.push((base, share_all(&mut fds, &format!("disks[{index}].layers"), &disk.layers)?));
     }
-    Frozen::load(kvm, crate::state::file::read(&state)?, memory, disks)
+    let sizes = disks.iter().map(|(base, _): &(File, _)| base.metadata().map(|meta| meta.len()));
+    let disk_bytes = sizes.sum::<std::io::Result<u64>>().map_err(Error::system("look at a disk"))?;
+    let state = crate::state::file::read_for_disks(&state, disk_bytes)?;
+    expected.check(&state)?;
+    Frozen::load(kvm, state, memory, disks)
 }
 
 /// Files that are only read from.

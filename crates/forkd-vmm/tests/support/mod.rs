@@ -18,7 +18,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use forkd_protocol::control::{
-    BootConfig, Channel, Event, FdRef, ForkConfig, LISTENER_FD, Message, Reply, Request, Status, VERSION,
+    BootConfig, Channel, DiskFiles, Event, FdRef, ForkConfig, LISTENER_FD, LoadConfig, Message, Reply,
+    Request, Status, VERSION,
 };
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -274,6 +275,20 @@ impl Boot {
     pub fn send(&self, controller: &mut Controller) -> Reply {
         let fds: Vec<_> = self.fds.iter().map(|fd| fd.as_fd()).collect();
         controller.request(&Request::Boot(self.config.clone()), &fds)
+    }
+}
+
+/// A request to load `/dev/kvm` (0) and a state (1) with `memory` and `disks`, by a controller that does not
+/// know more about it.
+pub fn load_config(memory: Vec<FdRef>, disks: Vec<DiskFiles>) -> LoadConfig {
+    LoadConfig {
+        kvm: FdRef(0),
+        state: FdRef(1),
+        memory,
+        disks,
+        vcpus: None,
+        mem_mib: None,
+        guest_ports: Vec::new(),
     }
 }
 
