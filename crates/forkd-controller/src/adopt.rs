@@ -8,6 +8,7 @@ use std::time::Duration;
 use forkd_protocol::control::WaitStatus;
 use forkd_protocol::names::is_valid_sandbox_id;
 
+use crate::cgroup::Limits;
 use crate::error::{Error, Result};
 use crate::keeper::Origin;
 use crate::leftovers::{self, Leftovers, STOP_WAIT};
@@ -116,6 +117,11 @@ async fn take_over(
     let lineage = host.lineages.resume(record.lineage, &record.cgroup);
     leftovers.lineages.extend(lineage.clone());
     let leaf = lineage.as_ref().and_then(|lineage| lineage.cgroup.as_ref()?.existing(&name).ok());
+    if let (Some(leaf), Some(max)) = (&leaf, Limits::of_sandbox(record.spec.vcpus, 0).pids_max)
+        && let Err(error) = leaf.limit_tasks(max)
+    {
+        tracing::warn!(sandbox = id, %error, "its processes are not limited");
+    }
     let slot = record.netns.as_deref().and_then(|name| host.slots.adopt(name));
     let belongings = Belongings { lineage, template: template.clone(), slot, leaf };
     let mut sandbox = Sandbox::new(id.clone(), record.spec.clone(), folder.to_owned(), belongings, host);

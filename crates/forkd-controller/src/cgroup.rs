@@ -17,16 +17,22 @@
 //! Hosts without the v2 controllers get [`Cgroups::reason`] and no limits. Knows nothing of
 //! sandboxes beyond their ids. Calls block, shortly; only removing may wait.
 
+mod leaving;
+mod limits;
+
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use forkd_protocol::names::is_valid_name;
 use rustix::fs::{AtFlags, Mode, OFlags, Uid};
+
+pub(crate) use leaving::Leaving;
+use leaving::Tasks;
+pub(crate) use limits::{Limits, memory_mib};
 
 /// Without these there are no limits worth the name.
 const NEEDED: &[&str] = &["memory", "pids"];
@@ -42,8 +48,6 @@ const DAEMON: &str = "forkd.daemon";
 const TEMPLATE: &str = "template";
 /// The most threads of a whole lineage: a thousand children of common size.
 const LINEAGE_PIDS: u32 = 32 << 10;
-/// The most threads of a template: what it had as the largest sandbox, and savers.
-const TEMPLATE_PIDS: u32 = 64;
 /// The largest file of a cgroup that is read.
 const MAX_FILE: u64 = 64 << 10;
 /// How long removing waits for processes that were killed: this often, each wait twice the last,
@@ -58,17 +62,6 @@ const LEAVE_STEP: Duration = Duration::from_millis(1);
 pub(crate) struct Cgroups {
     /// `<base>/forkd`, or why there is none.
     forkd: Result<PathBuf, String>,
-}
-
-/// What a leaf may use; without a figure, as much as there is.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Limits {
-    /// Bytes of memory, the monitor's and its share of the kernel's included.
-    pub(crate) memory_max: Option<u64>,
-    /// Threads.
-    pub(crate) pids_max: Option<u32>,
-    /// CPU time in percent of one CPU. Ignored where the host has no `cpu` controller.
-    pub(crate) cpu_percent: Option<u32>,
 }
 
 impl Cgroups {
@@ -122,20 +115,29 @@ impl Lineage {
     }
 
     /// Makes the leaf of the template it begins with.
-    pub(crate) fn template(&self) -> io::Result<Leaf> {
-        self.branch(TEMPLATE)
+    pub(crate) fn template(&self, limits: &Limits) -> io::Result<Leaf> {
+        self.leaf(TEMPLATE, limits)
     }
 
-    /// Makes the leaf of template `id`, a branch.
-    pub(crate) fn branch(&self, id: &str) -> io::Result<Leaf> {
-        let leaf = self.make(id, &Limits::default())?;
-        set_if_there(&leaf.path, "pids.max", TEMPLATE_PIDS)?;
-        Ok(leaf)
-    }
-
-    /// Makes the leaf of sandbox `id`.
+    /// Makes the leaf of sandbox `id`, or of template `id`, a branch.
     pub(crate) fn leaf(&self, id: &str, limits: &Limits) -> io::Result<Leaf> {
-        self.make(id, limits)
+        let path = child(&self.path, id)?;
+        let made = fs::create_dir(&path).or_else(|error| {
+            if error.kind() != io::ErrorKind::AlreadyExists {
+                return Err(error);
+            }
+            // Left by somebody who has ended; its counts are not ours. Refused if still in use.
+            fs::remove_dir(&path)?;
+            fs::create_dir(&path)
+        });
+        made.map_err(naming("create", &path))?;
+        let prepared = limits.apply(&path).and_then(|()| give(&path, self.uid));
+        let opened = prepared.and_then(|()| Leaf::open(path.clone()));
+        let limited = opened.and_then(|leaf| {
+            limits.pids_max.map_or(Ok(()), |max| leaf.limit_tasks(max))?;
+            Ok(leaf)
+        });
+        limited.inspect_err(|_| drop(fs::remove_dir(&path)))
     }
 
     /// The leaf called `name` that is already there, for a daemon that finds its sandboxes again.
@@ -161,47 +163,6 @@ impl Lineage {
         }
         remove(&self.path)
     }
-
-    fn make(&self, name: &str, limits: &Limits) -> io::Result<Leaf> {
-        let path = child(&self.path, name)?;
-        let made = fs::create_dir(&path).or_else(|error| {
-            if error.kind() != io::ErrorKind::AlreadyExists {
-                return Err(error);
-            }
-            // Left by somebody who has ended; its counts are not ours. Refused if still in use.
-            fs::remove_dir(&path)?;
-            fs::create_dir(&path)
-        });
-        made.map_err(naming("create", &path))?;
-        let prepared = limits.apply(&path).and_then(|()| give(&path, self.uid));
-        match prepared.and_then(|()| Leaf::open(path.clone())) {
-            Ok(leaf) => Ok(leaf),
-            Err(error) => {
-                let _ = fs::remove_dir(&path);
-                Err(error)
-            }
-        }
-    }
-}
-
-impl Limits {
-    /// Nothing that was asked for is left out silently, but CPU time.
-    fn apply(&self, leaf: &Path) -> io::Result<()> {
-        if let Some(bytes) = self.memory_max {
-            set(leaf, "memory.max", bytes)?;
-            // A limit that lets a sandbox swap instead would be the others' loss.
-            set_if_there(leaf, "memory.swap.max", 0)?;
-        }
-        if let Some(pids) = self.pids_max {
-            set(leaf, "pids.max", pids)?;
-        }
-        if let Some(percent) = self.cpu_percent {
-            // Microseconds of each tenth of a second; the kernel takes no less than one thousand.
-            let micros = (u64::from(percent) * 1000).max(1000);
-            set_if_there(leaf, "cpu.max", format_args!("{micros} 100000"))?;
-        }
-        Ok(())
-    }
 }
 
 /// The cgroup of one process: a template or a sandbox. Dropping it removes nothing.
@@ -209,24 +170,7 @@ impl Limits {
 pub(crate) struct Leaf {
     path: PathBuf,
     folder: OwnedFd,
-    leaving: Arc<AtomicUsize>,
-}
-
-/// That a process in a leaf is to be moved to one of its own; it is forgotten when it has been, or is gone.
-#[derive(Debug)]
-pub(crate) struct Leaving(Arc<AtomicUsize>);
-
-impl Leaving {
-    /// It stays where it is, for good.
-    pub(crate) fn stay(self) {
-        std::mem::forget(self);
-    }
-}
-
-impl Drop for Leaving {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Release);
-    }
+    tasks: Arc<Tasks>,
 }
 
 impl Leaf {
@@ -234,19 +178,25 @@ impl Leaf {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let folder = rustix::fs::open(&path, flags, Mode::empty())
             .map_err(|error| naming("open", &path)(error.into()))?;
-        Ok(Leaf { path, folder, leaving: Arc::default() })
+        let tasks = Tasks::new(path.clone());
+        Ok(Leaf { path, folder, tasks })
     }
 
-    /// Says that a process which begins in here is to leave: it is not to be killed with the others.
+    /// Limits the tasks in it, beside those of branches that have not left yet.
+    pub(crate) fn limit_tasks(&self, max: u32) -> io::Result<()> {
+        self.tasks.limit(max)
+    }
+
+    /// Says that a branch which begins in here is to leave: there is room for it, and it is not to be killed
+    /// with the others.
     pub(crate) fn leaving(&self) -> Leaving {
-        self.leaving.fetch_add(1, Ordering::Acquire);
-        Leaving(self.leaving.clone())
+        Leaving::new(self.tasks.clone())
     }
 
     /// Waits for those that are to leave; whether they have. Blocks.
     pub(crate) fn is_left(&self) -> bool {
         let begun = Instant::now();
-        while self.leaving.load(Ordering::Acquire) > 0 {
+        while self.tasks.leaving() > 0 {
             if begun.elapsed() > LEAVE_WAIT {
                 return false;
             }

@@ -19,9 +19,6 @@ use crate::sandbox::Belongings;
 use crate::telling::Telling;
 use crate::template::Template;
 
-/// What a monitor needs beside its guest's memory: its own code, devices' buffers, page tables.
-const OVERHEAD_MIB: u64 = 64;
-
 /// The host.
 #[derive(Debug)]
 pub(crate) struct Host {
@@ -59,12 +56,11 @@ impl Host {
         template: Option<Arc<Template>>,
         id: &str,
         network: bool,
-        memory_limit_mib: u64,
+        limits: &Limits,
     ) -> Result<Belongings> {
         let mut belongings = Belongings { slot: self.slot(network)?, ..Belongings::default() };
         if let Some(cgroup) = &lineage.cgroup {
-            let limits = Limits { memory_max: Some(memory_limit_mib << 20), ..Limits::default() };
-            match cgroup.leaf(id, &limits) {
+            match cgroup.leaf(id, limits) {
                 Ok(leaf) => belongings.leaf = Some(leaf),
                 Err(error) => {
                     belongings.discard(id);
@@ -83,11 +79,6 @@ impl Host {
             return Ok(None);
         }
         self.slots.get().map_err(|error| Error::host("cannot make a network slot", chain(&error)))
-    }
-
-    /// The memory a sandbox may use when nobody says otherwise.
-    pub(crate) fn memory_limit_mib(mem_mib: u64) -> u64 {
-        mem_mib.saturating_add(OVERHEAD_MIB)
     }
 }
 

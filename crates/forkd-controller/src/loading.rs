@@ -8,6 +8,7 @@ use forkd_protocol::control::{DiskFiles, FdRef, LoadConfig};
 use forkd_store::{BaseImage, Facts, Snapshot};
 
 use crate::boot;
+use crate::cgroup::Limits;
 use crate::error::{Error, Kind, Result};
 use crate::host::{Host, blocking, make_private_dir, new_id};
 use crate::lineage::Lineage;
@@ -27,7 +28,7 @@ impl Snapshots {
         // Everything that can be wrong with the files is found here, before anything starts.
         let opened = blocking("opening a snapshot", move || {
             let (config, fds) = open(&host, &known)?;
-            let (lineage, launch) = ground.prepare(&host)?;
+            let (lineage, launch) = ground.prepare(&host, known.manifest().facts.mem_size_mib)?;
             Ok((config, fds, lineage, launch))
         });
         let (config, fds, lineage, launch) = opened.await?;
@@ -76,11 +77,15 @@ pub(crate) struct Ground {
 }
 
 impl Ground {
-    /// Makes folder, lineage and cgroup. Blocks.
-    pub(crate) fn prepare(&self, host: &Host) -> Result<(Arc<Lineage>, Launch)> {
+    /// Makes folder, lineage and cgroup, for a guest with `mem_mib` MiB. Blocks.
+    pub(crate) fn prepare(&self, host: &Host, mem_mib: u64) -> Result<(Arc<Lineage>, Launch)> {
         let lineage = host.lineages.begin(&self.id)?;
-        let leaf = lineage.cgroup.as_ref().map(|cgroup| cgroup.template().and_then(|leaf| leaf.door()));
-        let door = leaf.transpose().map_err(|error| Error::host("cannot make a cgroup", error))?;
+        let limits = Limits::of_template(mem_mib);
+        let leaf = lineage.cgroup.as_ref().map(|cgroup| cgroup.template(&limits));
+        let door = leaf
+            .map(|leaf| leaf.and_then(|leaf| leaf.door()))
+            .transpose()
+            .map_err(|error| Error::host("cannot make a cgroup", error))?;
         make_private_dir(&self.folder)
             .map_err(|error| Error::host(format!("cannot make {}", self.folder.display()), error))?;
         let launch = Launch {

@@ -88,7 +88,7 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
         };
         // A bare kernel has no use for a network interface.
         let slot = host.slot(order.network && assets.image().is_some())?;
-        match place.prepare(&host) {
+        match place.prepare(&host, order.mem_mib) {
             Ok((lineage, launch)) => Ok((assets, slot, lineage, launch)),
             Err(error) => {
                 drop(slot.map(|mut slot| slot.destroy()));

@@ -12,6 +12,7 @@ use forkd_store::{Facts, Quota};
 use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
 
+use crate::cgroup;
 use crate::config::Limits;
 use crate::count::Count;
 use crate::descriptors;
@@ -144,7 +145,8 @@ impl Registry {
             let lineage = host.lineages.begin(&id)?;
             make_private_dir(&folder)
                 .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
-            let belongings = host.equip(lineage, None, &id, spec.network, spec.memory_limit_mib);
+            let limits = cgroup::Limits::of_sandbox(spec.vcpus, spec.memory_limit_mib);
+            let belongings = host.equip(lineage, None, &id, spec.network, &limits);
             let mut belongings = belongings.inspect_err(|_| drop(std::fs::remove_dir(&folder)))?;
             let network = belongings.slot.is_some();
             let guest = Facts {

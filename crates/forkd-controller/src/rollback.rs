@@ -21,6 +21,7 @@ use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
 
 use crate::boot;
+use crate::cgroup::Limits;
 use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::host::{Host, blocking, make_private_dir};
@@ -184,8 +185,9 @@ fn conceive(
     let generation = before.as_ref().map_or(0, |record| record.generation).saturating_add(1);
     let child = child_name(&old.id, generation);
     let limit = old.spec.memory_limit_mib;
+    let limits = Limits::of_sandbox(about.guest.vcpus, limit);
     // The network slot stays with the old process as long as there is one.
-    let equipped = host.equip(template.lineage.clone(), Some(template.clone()), &child, false, limit);
+    let equipped = host.equip(template.lineage.clone(), Some(template.clone()), &child, false, &limits);
     let mut belongings = equipped?;
     let attached = attach(&belongings, &child, next, about.guest.image.is_none(), &host.config);
     let attached = attached.inspect_err(|_| belongings.discard(&child))?;

@@ -19,6 +19,7 @@ use forkd_store::Quota;
 use tokio::sync::mpsc;
 
 use crate::boot;
+use crate::cgroup::{self, Limits};
 use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::host::{Host, new_id};
@@ -136,9 +137,10 @@ fn prepare(registry: &Arc<Registry>, order: &Order, seat: Seat) -> Result<Bound>
 /// Prepares one child in `folder` and asks its template for it.
 fn conceive(host: &Host, order: &Order, id: String, folder: &Path) -> Result<(Sandbox, Birth)> {
     let (template, guest) = (&order.template, &order.template.about.guest);
-    let limit = order.memory_limit_mib.unwrap_or_else(|| Host::memory_limit_mib(guest.mem_size_mib));
+    let limit = order.memory_limit_mib.unwrap_or_else(|| cgroup::memory_mib(guest.mem_size_mib));
+    let limits = Limits::of_sandbox(guest.vcpus, limit);
     let network = order.network && guest.network;
-    let equipped = host.equip(template.lineage.clone(), Some(template.clone()), &id, network, limit);
+    let equipped = host.equip(template.lineage.clone(), Some(template.clone()), &id, network, &limits);
     let mut belongings = equipped?;
     let attached = attach(&belongings, &id, folder, guest.image.is_none(), &host.config);
     let tapped = attached.and_then(|mut attached| {

@@ -28,8 +28,8 @@ pub struct Identity {
 /// needs no more: it closes its copies of what a child gets as soon as the child exists.
 const MAX_DESCRIPTORS: u64 = 4096;
 /// Processes and threads of a lineage, which is counted by its user id: thousands of children of a
-/// handful of threads each. A child that falls can fill this up, for its lineage only; its cgroup, where
-/// there is one, stops it earlier.
+/// handful of threads each. A child that falls can fill this up, for its lineage only. Where the host has
+/// cgroups, the child's own stops it earlier: it has room for the child's threads and its branches.
 const MAX_THREADS: u64 = 32 << 10;
 
 /// Puts up the walls. Without an identity (not started by root: tests, development) only those that

@@ -21,9 +21,10 @@ use super::life::{self, Filter, UpdateRequest, check_tag, list_gone, place};
 use super::pages::Page;
 use super::requests::Target;
 use super::types::{CreateRequest, PingReply, SandboxInfo, SandboxState, SpawnError, SpawnReply, Stats};
+use crate::cgroup;
 use crate::console::printable;
 use crate::error::{Error, ErrorBody, Kind, Result};
-use crate::host::{Host, blocking};
+use crate::host::blocking;
 use crate::identity::Identity;
 use crate::life::{Life, check_labels, check_secs};
 use crate::line;
@@ -146,7 +147,7 @@ async fn boot(app: &App, who: &Identity, request: CreateRequest, life: Life) -> 
         mem_mib,
         network: request.network.unwrap_or(true),
         memory_limit_mib: memory_limit(request.memory_limit_mib)?
-            .unwrap_or_else(|| Host::memory_limit_mib(mem_mib)),
+            .unwrap_or_else(|| cgroup::memory_mib(mem_mib)),
         guest: None,
     };
     // Bound to this request while it boots: a client that goes away leaves nothing behind.

@@ -54,8 +54,9 @@ pub struct CreateRequest {
     /// Whether it has a network; it has when absent, if its snapshot has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<bool>,
-    /// Memory each may use on the host, in MiB; the guest's and 64 more when absent. Has an effect
-    /// where the host has cgroups.
+    /// Memory each may use on the host, in MiB. When absent: the guest's, a 128th of it for page tables, 64 for
+    /// the monitor, and for the page cache a 16th of it, but at least 64. Has an effect where the host has
+    /// cgroups.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_limit_mib: Option<u64>,
     /// Variables for every process started in the children: the place for secrets. Names and values take at most

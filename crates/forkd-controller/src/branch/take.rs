@@ -11,6 +11,7 @@ use super::freeze::freeze;
 use super::{Branch, Taken, TakenFrom};
 use crate::assets::reopen;
 use crate::boot;
+use crate::cgroup::Limits;
 use crate::command::{Born, Command};
 use crate::error::{Error, Kind, Result};
 use crate::host::{blocking, make_private_dir};
@@ -154,9 +155,10 @@ fn for_reading(layers: &[Option<OwnedFd>]) -> Result<Vec<Option<OwnedFd>>> {
 /// Moves a branch out of its source's cgroup, which may go, into its own. Whether it is there then.
 pub(crate) async fn settle(template: &Arc<Template>) -> bool {
     let (lineage, id, pid) = (template.lineage.clone(), template.id.clone(), template.pid);
+    let limits = Limits::of_template(template.about.guest.mem_size_mib);
     let moved = blocking("moving a branch", move || {
         let Some(cgroup) = &lineage.cgroup else { return Ok(()) };
-        let own = cgroup.existing(&id).or_else(|_| cgroup.branch(&id));
+        let own = cgroup.existing(&id).or_else(|_| cgroup.leaf(&id, &limits));
         let moved = own.and_then(|leaf| leaf.admit(pid));
         moved.map_err(|error| Error::host("cannot move a branch to its own cgroup", error))
     });

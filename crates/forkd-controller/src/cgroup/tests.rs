@@ -164,7 +164,7 @@ fn a_process_is_born_in_its_leaf_and_dies_with_it() {
 fn removing_what_is_in_use_fails_in_the_end() {
     let Some(real) = real("busy") else { return };
     let lineage = real.cgroups.lineage("t1", UID).unwrap().unwrap();
-    let mut sleep = start(&lineage.template().unwrap(), "sleep", &["60"]);
+    let mut sleep = start(&lineage.template(&Limits::default()).unwrap(), "sleep", &["60"]);
     let begun = std::time::Instant::now();
     assert_eq!(lineage.remove().unwrap_err().kind(), io::ErrorKind::ResourceBusy);
     assert!(begun.elapsed() < Duration::from_secs(10));
@@ -179,7 +179,7 @@ fn a_new_daemon_finds_lineages_and_leaves_again() {
     let Some(real) = real("again") else { return };
     let lineage = real.cgroups.lineage("t1", UID).unwrap().unwrap();
     let mut sleep = start(&lineage.leaf("sb1", &Limits::default()).unwrap(), "sleep", &["60"]);
-    lineage.template().unwrap();
+    lineage.template(&Limits::default()).unwrap();
     drop(lineage);
 
     assert_eq!(real.cgroups.lineages(), ["t1"]);
@@ -230,7 +230,7 @@ fn fork_as_template(door: BorrowedFd<'_>, target: BorrowedFd<'_>) -> i32 {
 fn a_template_forks_into_its_own_leaves_and_no_others() {
     let Some(real) = real("clone") else { return };
     let lineage = real.cgroups.lineage("t1", UID).unwrap().unwrap();
-    let door = lineage.template().unwrap().door().unwrap();
+    let door = lineage.template(&Limits::default()).unwrap().door().unwrap();
     let leaf =
         lineage.leaf("sb1", &Limits { pids_max: real.limits.then_some(8), ..Limits::default() }).unwrap();
     assert_eq!(fork_as_template(door.as_fd(), leaf.fd()), 0);
@@ -250,7 +250,8 @@ fn what_uses_more_than_its_memory_is_killed_and_counted() {
         return;
     };
     let lineage = real.cgroups.lineage("t1", UID).unwrap().unwrap();
-    let limits = Limits { memory_max: Some(16 << 20), pids_max: Some(8), cpu_percent: Some(50) };
+    let limits =
+        Limits { memory_max: Some(16 << 20), swap_max: None, pids_max: Some(8), cpu_percent: Some(50) };
     let leaf = lineage.leaf("sb1", &limits).unwrap();
     assert_eq!(read(&leaf.path, "memory.max").unwrap().trim(), (16 << 20).to_string());
     assert_eq!(read(&leaf.path, "pids.max").unwrap().trim(), "8");
@@ -274,5 +275,53 @@ fn what_starts_more_threads_than_it_may_is_refused_them() {
     let leaf = lineage.leaf("sb1", &Limits { pids_max: Some(1), ..Limits::default() }).unwrap();
     let mut shell = start(&leaf, "sh", &["-c", "sleep 60 & wait"]);
     assert!(!shell.wait().unwrap().success());
+    leaf.remove().unwrap();
+}
+
+#[test]
+fn a_leaf_has_room_for_each_branch_that_has_not_left_it_and_no_more() {
+    let folder = tempfile::tempdir().unwrap();
+    let max = || fs::read_to_string(folder.path().join("pids.max")).unwrap();
+    fs::write(folder.path().join("pids.max"), "max").unwrap();
+    let leaf = Leaf::open(folder.path().to_owned()).unwrap();
+    drop(leaf.leaving());
+    assert_eq!(max(), "max", "a leaf without a limit stays without one");
+    fs::write(folder.path().join("pids.max"), "00").unwrap();
+    leaf.limit_tasks(10).unwrap();
+    assert_eq!(max(), "10");
+    let (one, other) = (leaf.leaving(), leaf.leaving());
+    assert_eq!(max(), "14");
+    drop(one);
+    assert_eq!(max(), "12");
+    other.stay();
+    drop(leaf.leaving());
+    assert_eq!(max(), "12", "one that stays for good keeps its room");
+    drop(folder);
+    drop(leaf.leaving());
+}
+
+#[test]
+fn a_train_of_branches_fits_into_the_leaf_of_its_source() {
+    let Some(real) = real("train").filter(|real| real.limits) else {
+        eprintln!("NOT RUN: needs the pids controller");
+        return;
+    };
+    let lineage = real.cgroups.lineage("t1", UID).unwrap().unwrap();
+    let leaf = lineage.leaf("sb1", &Limits::of_sandbox(1, 64)).unwrap();
+    let mut born: Vec<_> = (0..20)
+        .map(|_| {
+            let leaving = leaf.leaving();
+            // As many as a branch that is being saved.
+            (start(&leaf, "sleep", &["60"]), start(&leaf, "sleep", &["60"]), leaving)
+        })
+        .collect();
+    assert_eq!(pids(&leaf).len(), 40);
+    leaf.kill().unwrap();
+    for (template, saver, _) in &mut born {
+        template.wait().unwrap();
+        saver.wait().unwrap();
+    }
+    drop(born);
+    assert_eq!(read(&leaf.path, "pids.max").unwrap().trim(), "9");
     leaf.remove().unwrap();
 }

@@ -10,9 +10,9 @@ use super::{Upgrade, Wires, Work, begin};
 use crate::api::App;
 use crate::api::exec;
 use crate::api::requests::Session;
+use crate::cgroup;
 use crate::error::{ErrorBody, Result};
 use crate::frames::{ClientMessage, RunRequest, ServerEvent};
-use crate::host::Host;
 use crate::identity::Identity;
 use crate::sandbox::Spec;
 
@@ -60,7 +60,7 @@ impl Work for Run {
             vcpus: request.vcpus.unwrap_or(1),
             mem_mib,
             network: request.network.unwrap_or(true),
-            memory_limit_mib: Host::memory_limit_mib(mem_mib),
+            memory_limit_mib: cgroup::memory_mib(mem_mib),
             guest: None,
         };
         // Bound to this future: when it is dropped, for whatever reason, the sandbox is deleted.

@@ -1,0 +1,125 @@
+//! What a leaf may use.
+
+use std::io;
+use std::path::Path;
+
+use super::{set, set_if_there};
+
+/// What a monitor needs beside its guest's memory: its code, its threads and the devices' buffers.
+const OVERHEAD_MIB: u64 = 64;
+/// Tables with an entry of 8 bytes for each page of 4 KiB, at most: the host's page tables, KVM's, KVM's
+/// reverse map, and one in reserve. The kernel charges all of them to the leaf.
+const TABLES: u64 = 4;
+/// How many bytes of guest memory one byte of such a table stands for.
+const TABLE_REACH: u64 = 512;
+/// Room for the page cache, at least. A leaf without any writes to its disk layer at a crawl.
+const CACHE_MIB: u64 = 64;
+/// The part of guest memory that a large guest gets as page cache.
+const CACHE_PART: u64 = 16;
+/// Tasks of a sandbox beside its vCPUs: the control thread, the device thread, a task of KVM's own (which
+/// recovers huge pages), and a reserve.
+const TASKS_BESIDE_VCPUS: u32 = 8;
+/// Tasks of a template: what it had as the largest sandbox, and its savers.
+const TEMPLATE_TASKS: u32 = 64;
+
+/// What a leaf may use; without a figure, as much as there is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Limits {
+    /// Bytes of memory, the monitor's and its share of the kernel's included.
+    pub(crate) memory_max: Option<u64>,
+    /// Bytes of memory that may be swapped out beside those; none where there is a limit of memory.
+    pub(crate) swap_max: Option<u64>,
+    /// Tasks: processes and threads.
+    pub(crate) pids_max: Option<u32>,
+    /// CPU time in percent of one CPU. Ignored where the host has no `cpu` controller.
+    pub(crate) cpu_percent: Option<u32>,
+}
+
+impl Limits {
+    /// Those of a sandbox that may use `memory_mib` MiB.
+    pub(crate) fn of_sandbox(vcpus: u8, memory_mib: u64) -> Limits {
+        let memory_max = Some(bytes(memory_mib));
+        let pids_max = Some(TASKS_BESIDE_VCPUS + u32::from(vcpus));
+        Limits { memory_max, pids_max, ..Limits::default() }
+    }
+
+    /// Those of a template whose guest has `guest_mib` MiB, and of the guest that is booted and warmed up to
+    /// become it.
+    ///
+    /// Beside what any sandbox holds, there is room for a copy of its memory: a saver writes one, and a data
+    /// directory may be in memory. A template is cold, so all of it may be swapped out. What a branch
+    /// inherits stays charged to its source.
+    pub(crate) fn of_template(guest_mib: u64) -> Limits {
+        let max = Some(bytes(memory_mib(guest_mib).saturating_add(guest_mib)));
+        Limits { memory_max: max, swap_max: max, pids_max: Some(TEMPLATE_TASKS), cpu_percent: None }
+    }
+
+    /// Sets all but the tasks, which [`Leaf::limit_tasks`](super::Leaf::limit_tasks) does. An error leaves
+    /// nothing out silently, but CPU time.
+    pub(super) fn apply(&self, leaf: &Path) -> io::Result<()> {
+        if let Some(bytes) = self.memory_max {
+            set(leaf, "memory.max", bytes)?;
+            // A limit that lets a sandbox swap instead would be the others' loss.
+            set_if_there(leaf, "memory.swap.max", self.swap_max.unwrap_or(0))?;
+        }
+        if let Some(percent) = self.cpu_percent {
+            // Microseconds of each tenth of a second; the kernel takes no less than one thousand.
+            let micros = (u64::from(percent) * 1000).max(1000);
+            set_if_there(leaf, "cpu.max", format_args!("{micros} 100000"))?;
+        }
+        Ok(())
+    }
+}
+
+/// The memory that a sandbox with a guest of `guest_mib` MiB may use on the host when nothing else is asked for.
+pub(crate) fn memory_mib(guest_mib: u64) -> u64 {
+    let tables = guest_mib.div_ceil(TABLE_REACH / TABLES);
+    let cache = CACHE_MIB.max(guest_mib.div_ceil(CACHE_PART));
+    [OVERHEAD_MIB, tables, cache].into_iter().fold(guest_mib, u64::saturating_add)
+}
+
+fn bytes(mib: u64) -> u64 {
+    mib.saturating_mul(1 << 20)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: u64 = 4096;
+
+    /// Bytes of a tree of page tables that maps `bytes` in pages of 4 KiB.
+    fn page_tables(bytes: u64) -> u64 {
+        let mut entries = bytes.div_ceil(PAGE);
+        let mut tables = 0;
+        while entries > 1 {
+            entries = entries.div_ceil(PAGE / 8);
+            tables += entries;
+        }
+        tables * PAGE
+    }
+
+    #[test]
+    fn a_guest_of_any_size_can_use_all_of_its_memory() {
+        for guest_mib in [1, 128, 512, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20] {
+            let guest = guest_mib << 20;
+            // Both tables map the guest at an offset, so each level may have a table more.
+            let tables = 2 * (page_tables(guest) + 4 * PAGE);
+            let reverse_map = guest / PAGE * 8;
+            let left = (memory_mib(guest_mib) << 20) - guest - tables - reverse_map;
+            assert!(left >= (OVERHEAD_MIB + CACHE_MIB) << 20, "{guest_mib} MiB: {} KiB are left", left >> 10);
+            assert!(left >= guest / CACHE_PART, "{guest_mib} MiB: {} MiB are left", left >> 20);
+        }
+        assert_eq!(memory_mib(512), 512 + 64 + 4 + 64);
+        assert_eq!(memory_mib(16 << 10), (16 << 10) + 64 + 128 + 1024);
+        assert_eq!(memory_mib(u64::MAX), u64::MAX);
+    }
+
+    #[test]
+    fn a_template_has_room_for_what_it_was_as_a_sandbox_and_for_the_copy_that_a_saver_writes() {
+        let (sandbox, template) = (Limits::of_sandbox(32, memory_mib(512)), Limits::of_template(512));
+        assert_eq!(template.memory_max, sandbox.memory_max.map(|max| max + (512 << 20)));
+        assert!(template.pids_max > sandbox.pids_max);
+        assert_eq!(Limits::of_template(u64::MAX).memory_max, Some(u64::MAX));
+    }
+}
