@@ -110,6 +110,8 @@ impl Sandbox {
                     (false, true) => self.runs_again(),
                     (false, false) => self.turn_to(Phase::Running),
                 }
+                // Forked, it still has the score of its template. Those who wait for it have their answer.
+                monitor.rank_as_sandbox();
                 self.watch(monitor, &config.timing).await
             }
             Err(outcome) => outcome,

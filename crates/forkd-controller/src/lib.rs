@@ -13,7 +13,7 @@
 //! end in time; `ledger` remembers those that are gone. `adopt` takes over what an earlier daemon left. Below
 //! them `monitor` is a process of a VM, `link` the connection to
 //! one, [`agent`] the client of the inside, `guest` what is asked of it; and `host` holds what all share:
-//! user ids and cgroups (`lineage`, `cgroup`), `network`, the `janitor` who takes things away, and what is
+//! user ids and cgroups (`lineage`, `cgroup`), who is killed first (`oom`), `network`, the `janitor` who takes things away, and what is
 //! told about all of it (`telling`).
 //! [`frames`] is the wire of `forkd run` and `forkd shell`, shared with the command; `session` speaks it.
 //!
@@ -64,6 +64,7 @@ mod lock;
 mod making;
 mod monitor;
 mod network;
+mod oom;
 mod ownership;
 mod peer;
 mod persist;

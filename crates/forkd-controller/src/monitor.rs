@@ -21,6 +21,7 @@ use tokio::sync::oneshot;
 use crate::console;
 use crate::error::{Error, Result};
 use crate::link::{self, Link, Received};
+use crate::oom;
 use crate::process::Pidfd;
 
 pub(crate) use launch::Launch;
@@ -178,6 +179,11 @@ impl Monitor {
 
     pub(crate) fn pid(&self) -> i32 {
         self.pid
+    }
+
+    /// Has the kernel kill it before the daemon and the templates when the host has no memory left.
+    pub(crate) fn rank_as_sandbox(&self) {
+        oom::set(self.pid, self.pidfd.as_fd(), oom::Role::Sandbox);
     }
 
     /// Returns when the process has ended, with what it said before. Cancel-safe.

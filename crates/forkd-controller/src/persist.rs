@@ -25,6 +25,7 @@ use crate::disk_space::is_shortage;
 use crate::error::{Error, Kind, Result};
 use crate::host::{blocking, new_id};
 use crate::monitor::{Forked, Replacement};
+use crate::oom;
 use crate::process;
 use crate::snapshots::{Entry, Snapshots};
 use crate::telling::metrics;
@@ -343,6 +344,7 @@ async fn keep_going(saver: i32, template: &Template) -> Infallible {
 /// Waits for a process `template` was asked for; `forked` is called when it exists.
 async fn follow(template: &Template, asked: Asked, forked: impl FnOnce()) -> Result<WaitStatus> {
     let Forked { pid, pidfd } = asked.forked.await.unwrap_or_else(|_| Err(template::lost()))?;
+    oom::set(pid, pidfd.as_fd(), oom::Role::Saver);
     let helper = Helper(pidfd);
     forked();
     let ended = tokio::select! {

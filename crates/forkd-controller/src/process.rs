@@ -162,8 +162,13 @@ impl Pidfd {
         Ok(Pidfd(unsafe { AsyncFd::register(pidfd) }?))
     }
 
+    /// The process, for calls that take a descriptor.
+    pub(crate) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.get_ref().as_fd()
+    }
+
     pub(crate) fn kill(&self) -> io::Result<()> {
-        match pidfd_send_signal(self.0.get_ref().as_fd(), Signal::KILL) {
+        match pidfd_send_signal(self.as_fd(), Signal::KILL) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
             Err(error) => Err(error.into()),
         }

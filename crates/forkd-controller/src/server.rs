@@ -30,6 +30,7 @@ use crate::error::{Error, Result};
 use crate::host::{Host, make_private_dir};
 use crate::line::ports::Ports;
 use crate::lock::DataLock;
+use crate::oom;
 use crate::peer::Peer;
 use crate::rate::Rates;
 use crate::refresh;
@@ -100,6 +101,7 @@ pub async fn serve_until(
     };
     made(&config.data_dir)?;
     let _lock = DataLock::take(&config.data_dir)?;
+    oom::spare_daemon();
     config.run_dir = run_dir::open(&config.data_dir)?;
     let left = [run_dir::sandboxes(&config.run_dir), run_dir::templates(&config.run_dir)];
     descriptors::check_for_all_in(&left)?;

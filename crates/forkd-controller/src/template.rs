@@ -23,6 +23,7 @@ use crate::error::{Error, Kind, Result};
 use crate::janitor::Janitor;
 use crate::lineage::Lineage;
 use crate::monitor::{Forked, Monitor, Parts, Replacement, replace_request};
+use crate::oom;
 use crate::process::Identity;
 
 use keeper::{Ask, Keeper, Note, Pending, process};
@@ -158,6 +159,8 @@ impl Template {
         let (folder, janitor, lineage) = (plan.folder.clone(), plan.janitor, plan.lineage.clone());
         let id = plan.id.clone();
         tokio::spawn(async move {
+            // Until here it has the score of a sandbox. Not before the spawn: a branch's client waits for that.
+            oom::set(keeper.pid, keeper.pidfd.as_fd(), oom::Role::Template);
             if keeper.keep(child, tell_gone).await {
                 // A branch has a leaf of its own; any other template's goes with its lineage.
                 if let Some(leaf) = lineage.cgroup.as_ref().and_then(|cgroup| cgroup.existing(&id).ok()) {

@@ -15,6 +15,7 @@ use super::LOG;
 use crate::boot::create;
 use crate::cgroup;
 use crate::link;
+use crate::oom;
 use crate::process;
 
 /// What to start a monitor with.
@@ -56,6 +57,8 @@ pub(super) fn spawn(launch: &Launch) -> io::Result<(Child, Channel)> {
         if let Some(door) = &door {
             cgroup::join(door.as_fd())?;
         }
+        // Else it would be spared as the daemon is. A score too low is no reason to do without it.
+        let _ = oom::join_sandboxes();
         // Ours are all closed by `exec`; what whoever started us left open must be, too.
         close_others_on_exec()?;
         place(&listener, LISTENER_FD)?;
