@@ -34,9 +34,14 @@ pub fn allocate(mib: u64) -> Result<GuestMemory> {
         return Err(Error::Config(format!("{mib} MiB of memory: it must be between 1 and {MAX_MEM_MIB}")));
     }
     let memory = map(mib, |_| Ok(None))?;
-    // What a fork costs is copying page tables: huge pages have hardly any.
-    advise(&memory, Advice::LinuxHugepage);
+    use_huge_pages(&memory);
     Ok(memory)
+}
+
+/// What is touched from now on gets huge pages, where they fit. For a VM that was booted: what a fork costs is
+/// copying page tables, and huge pages have hardly any.
+pub fn use_huge_pages(memory: &GuestMemory) {
+    advise(memory, Advice::LinuxHugepage);
 }
 
 /// What is touched from now on gets small pages. For a VM that is to be forked: a child would pay for a

@@ -428,7 +428,8 @@ fn many_branches_in_a_row_cost_the_source_nothing_it_keeps() {
     let Some((monitor, mut source)) = run(test, sleeper()) else { return };
     let own = descriptors(monitor.pid() as i32).map(|all| all.len());
     let mut branches: Vec<_> = (0..10).map(|_| branch(&mut source)).collect();
-    comes_back_to(monitor.pid(), own);
+    // One for each that lives: the source hears by that when it ends.
+    comes_back_to(monitor.pid(), own.map(|own| own + branches.len()));
     for branch in &mut branches {
         assert_eq!(branch.controller.request(&Request::Stop, &[]), Reply::Stopped);
     }
@@ -437,9 +438,58 @@ fn many_branches_in_a_row_cost_the_source_nothing_it_keeps() {
         let process = format!("/proc/{}", branch.pid);
         wait_until("a branch that was stopped is still there", || !Path::new(&process).exists());
     }
+    comes_back_to(monitor.pid(), own);
     assert!(status(&mut source).running);
     let mut last = branch(&mut source);
     assert_eq!(status(&mut last.controller).role, Role::Template);
+}
+
+/// What a process asks for its largest mapping, the guest's memory: huge pages (`hg`) or small ones (`nh`); nothing
+/// where the kernel has no huge pages.
+fn page_size(pid: u32) -> Option<String> {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+    let mut largest = (0, None);
+    let mut size = 0;
+    for line in maps.lines() {
+        if let Some(text) = line.strip_prefix("Size:") {
+            size = text.trim().trim_end_matches(" kB").parse::<u64>().unwrap();
+        } else if let Some(flags) = line.strip_prefix("VmFlags:").filter(|_| size > largest.0) {
+            let asked = flags.split_whitespace().find(|flag| ["hg", "nh"].contains(flag));
+            largest = (size, asked.map(str::to_owned));
+        }
+    }
+    largest.1
+}
+
+#[test]
+fn a_vm_asks_for_huge_pages_only_as_long_as_it_has_no_branches() {
+    let test = "a_vm_asks_for_huge_pages_only_as_long_as_it_has_no_branches";
+    if !rustix::process::geteuid().is_root() {
+        support::not_run(test, "needs root");
+        return;
+    }
+    let Some((monitor, mut source)) = run(test, counter()) else { return };
+    if page_size(monitor.pid()).is_none() {
+        support::not_run(test, "this kernel has no huge pages");
+        return;
+    }
+    let asks_for = |pid: u32, flag: &str| page_size(pid).as_deref() == Some(flag);
+    assert!(asks_for(monitor.pid(), "hg"));
+    let mut first = branch(&mut source);
+    wait_until("a branched VM asks for huge pages", || asks_for(monitor.pid(), "nh"));
+    let second = branch(&mut source);
+    // A child never had them, with branches or without.
+    let mut child = fork(&mut first.controller, "child");
+    let grandchild = branch(&mut child.controller);
+    drop(grandchild);
+    drop(first);
+    status(&mut source);
+    assert!(asks_for(monitor.pid(), "nh"), "one branch lives");
+    drop(second);
+    wait_until("a VM without branches does not ask for huge pages", || asks_for(monitor.pid(), "hg"));
+    status(&mut child.controller);
+    assert!(asks_for(child.pid as u32, "nh"), "a child asks for huge pages");
+    assert!(status(&mut source).running);
 }
 
 /// What the descriptors of a process are; `None` if this user may not look.
@@ -556,8 +606,8 @@ fn a_branch_holds_nothing_of_its_source_but_what_it_needs() {
     for line in ["Threads:\t1", "NoNewPrivs:\t1", "Seccomp:\t2"] {
         assert!(status.contains(line), "{status}");
     }
-    // The source has its next layer, and nothing else.
-    comes_back_to(vm.monitor.pid(), Some(before + 1));
+    // The source has its next layer and hold of the branch, and nothing else.
+    comes_back_to(vm.monitor.pid(), Some(before + 2));
     // And a child of it has what any child has.
     let (child, _folder) = fork_with_devices(&mut branch.controller, "child");
     let links = descriptors(child.pid).unwrap();
@@ -638,7 +688,8 @@ fn a_branch_that_cannot_be_changes_nothing() {
     };
     assert!(message.contains("fork a branch"), "{message}");
     assert!(status(&mut vm.source).running);
-    comes_back_to(pid as u32, Some(before + branches.len()));
+    // For each its layer, and hold of it.
+    comes_back_to(pid as u32, Some(before + 2 * branches.len()));
     // Room again, and another one fits.
     drop(branches.remove(0));
     let mut late = None;

@@ -11,6 +11,7 @@
 //! the next connection is accepted. What cannot be understood closes its connection and nothing else. A
 //! controller that connects while another one is served waits in the socket's queue.
 
+mod branches;
 mod guest_connections;
 mod peer;
 
@@ -27,6 +28,7 @@ use crate::state::Frozen;
 use crate::template::{self, Newborn, Template};
 use crate::vm::{Paused, Running, Vm};
 use crate::{Error, Result, seccomp};
+use branches::Branches;
 use guest_connections::{Inbox, Outbox};
 pub(crate) use peer::Controllers;
 
@@ -73,6 +75,7 @@ struct Monitor {
     controllers: Controllers,
     seccomp: seccomp::Mode,
     running: Option<Running>,
+    branches: Branches,
     /// Whether the controller that is attached was told that the guest is ready.
     ready_told: bool,
     outbox: Outbox,
@@ -82,7 +85,8 @@ struct Monitor {
 impl Monitor {
     fn idle(controllers: Controllers, seccomp: seccomp::Mode) -> Result<Monitor> {
         let (outbox, inbox) = guest_connections::queue()?;
-        Ok(Monitor { controllers, seccomp, running: None, ready_told: false, outbox, inbox })
+        let branches = Branches::default();
+        Ok(Monitor { controllers, seccomp, running: None, branches, ready_told: false, outbox, inbox })
     }
 
     /// The monitor of a child that was just forked. Its guest runs when this returns: only then is there
@@ -118,6 +122,11 @@ impl Monitor {
             if ready.guest_connections {
                 self.pass_guest_connections();
             }
+            if ready.branches.contains(&true)
+                && let Some(running) = &self.running
+            {
+                self.branches.forget(&ready.branches, running.memory());
+            }
             if ready.control {
                 let request = self.controllers.step();
                 self.inbox.set_attached(self.controllers.attached());
@@ -145,10 +154,13 @@ impl Monitor {
 
     fn wait(&self) -> Result<Ready> {
         let mut others = vec![as_fd(self.inbox.event())];
+        // Only a VM has branches, so they come after its news.
         others.extend(self.running.as_ref().map(|running| as_fd(running.news())));
-        let ready = self.controllers.wait(&others)?;
-        let ready = |index: usize| ready.get(index).copied().unwrap_or(false);
-        Ok(Ready { control: ready(0), guest_connections: ready(1), news: ready(2) })
+        others.extend(self.branches.watched());
+        let all = self.controllers.wait(&others)?;
+        let ready = |index: usize| all.get(index).copied().unwrap_or(false);
+        let branches = all.get(3..).unwrap_or_default().to_vec();
+        Ok(Ready { control: ready(0), guest_connections: ready(1), news: ready(2), branches })
     }
 
     /// Looks at what the VM's threads have to tell. Returns the VM's end, if it has come.
@@ -227,7 +239,13 @@ impl Monitor {
     fn branch(&mut self, config: BranchConfig, fds: Vec<OwnedFd>) -> Option<Next> {
         let branched = self.vm().and_then(|vm| branch::branch(vm, config, fds));
         match branched {
-            Ok(Branched::Source(branch)) => self.answer_branched(&branch),
+            Ok(Branched::Source(branch)) => {
+                self.answer_branched(&branch);
+                // The VM runs and the controller has its answer: this holds up neither.
+                if let Some(vm) = &self.running {
+                    self.branches.add(branch.pidfd, vm.memory());
+                }
+            }
             // This is another process now.
             Ok(Branched::Branch(newborn)) => {
                 return self.running.take().map(|source| Next::Branch(newborn, Box::new(source)));
@@ -254,6 +272,7 @@ impl Monitor {
         let parts = config::resolve(config, fds, Box::new(move |port, fd| outbox.offer(port, fd)))?;
         template::name_process(c"forkd-sandbox");
         self.running = Some(Vm::build(parts)?.start(self.seccomp)?);
+        self.branches = Branches::of_booted();
         Ok(())
     }
 
@@ -310,6 +329,8 @@ struct Ready {
     control: bool,
     guest_connections: bool,
     news: bool,
+    /// For each branch that is watched, whether it has ended.
+    branches: Vec<bool>,
 }
 
 /// What a request makes of the process.
