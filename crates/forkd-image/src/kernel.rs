@@ -63,6 +63,7 @@ pub const MACHINE_MODULES: &[&str] = &[
     "nft_nat?",
     "nft_masq",
     "nft_limit?",
+    "nft_connlimit?",
     "nft_reject_inet?",
     "nft_fib_inet?",
     "nft_log?",
