@@ -301,6 +301,26 @@ pub(crate) struct ServeArgs {
           value_parser = clap::value_parser!(u64).range(0..=1000))]
     pub(crate) network_pool: u64,
 
+    /// Private network that guests may reach, such as 10.20.0.0/16, or one port of it, TCP and UDP, such as
+    /// 10.20.0.5/32:5432; may be given several times. This host itself stays out of reach [default: none].
+    #[arg(long, env = "FORKD_EGRESS_PRIVATE", value_delimiter = ',', value_name = "CIDR[:PORT]")]
+    pub(crate) egress_private: Vec<forkd_net::Opening>,
+
+    /// Network flows of one guest at the same time; more are dropped.
+    #[arg(long, env = "FORKD_SLOT_MAX_FLOWS", default_value_t = 4096, value_name = "N",
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub(crate) slot_max_flows: u32,
+
+    /// New network flows of one guest in a second.
+    #[arg(long, env = "FORKD_SLOT_NEW_FLOWS_PER_SEC", default_value_t = 500, value_name = "N",
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub(crate) slot_new_flows_per_sec: u32,
+
+    /// New network flows of one guest at once, after a rest.
+    #[arg(long, env = "FORKD_SLOT_NEW_FLOWS_BURST", default_value_t = 2000, value_name = "N",
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub(crate) slot_new_flows_burst: u32,
+
     /// Remove branches of sandboxes after this many seconds, if nothing needs them [default: never].
     #[arg(long, env = "FORKD_BRANCH_MAX_AGE", value_name = "SECS")]
     pub(crate) branch_max_age: Option<u64>,

@@ -49,6 +49,10 @@ pub struct Config {
     pub jail_uid_base: u32,
     /// How many network slots are kept ready, once the first was used.
     pub network_pool: usize,
+    /// What guests may reach although it is private, or the host is attached to it. Tokens cannot say this.
+    pub egress_private: Vec<forkd_net::Opening>,
+    /// How many flows each network slot may have.
+    pub slot_flows: forkd_net::FlowLimits,
     /// Whether every sandbox has a port of loopback for the line protocol; else those have one for which it is
     /// asked for. Whoever may use the unix socket may use such a port.
     pub line_ports: bool,
@@ -83,6 +87,8 @@ impl Config {
             kernel: None,
             jail_uid_base: 1_000_000,
             network_pool: 4,
+            egress_private: Vec::new(),
+            slot_flows: forkd_net::FlowLimits::default(),
             line_ports: false,
             limits: Limits::default(),
             timing: Timing::default(),

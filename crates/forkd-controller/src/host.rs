@@ -40,7 +40,7 @@ impl Host {
         Arc::new(Host {
             finder: Finder::new(&config),
             lineages: Lineages::new(max, config.jail_uid_base, janitor.clone()),
-            slots: Slots::new(config.run_dir.join("netns"), config.network_pool),
+            slots: Slots::of(&config),
             janitor,
             telling,
             database,

@@ -5,11 +5,12 @@
 //! network, which their descriptions say, and the log says why. What was in the way may pass: it is tried
 //! again, but not for every sandbox. Calls block.
 
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use forkd_net::{Network, NetworkConfig, Pool, Slot};
+
+use crate::config::Config;
 
 /// How long nothing is tried after it failed on a host that never had a slot.
 const PAUSE: Duration = Duration::from_secs(5);
@@ -17,7 +18,7 @@ const PAUSE: Duration = Duration::from_secs(5);
 /// The daemon's network.
 #[derive(Debug)]
 pub(crate) struct Slots {
-    run_dir: PathBuf,
+    config: NetworkConfig,
     /// How many are kept ready.
     ahead: usize,
     state: Mutex<State>,
@@ -34,8 +35,18 @@ struct State {
 }
 
 impl Slots {
-    pub(crate) fn new(run_dir: PathBuf, ahead: usize) -> Self {
-        Slots { run_dir, ahead, state: Mutex::default() }
+    /// As the daemon is configured.
+    pub(crate) fn of(config: &Config) -> Self {
+        let network = NetworkConfig {
+            opened: config.egress_private.clone(),
+            flows: config.slot_flows,
+            ..NetworkConfig::new(config.run_dir.join("netns"))
+        };
+        Slots::new(network, config.network_pool)
+    }
+
+    fn new(config: NetworkConfig, ahead: usize) -> Self {
+        Slots { config, ahead, state: Mutex::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -82,9 +93,7 @@ impl Slots {
         if state.closed || state.network.is_some() {
             return state.network.clone();
         }
-        let made = std::fs::create_dir_all(&self.run_dir).map_err(|error| error.to_string());
-        let config = NetworkConfig::new(&self.run_dir);
-        match made.and_then(|()| Network::open(config).map_err(|error| chain(&error))) {
+        match Network::open(self.config.clone()).map_err(|error| chain(&error)) {
             Ok(network) => {
                 if let Err(why) = network.outbound() {
                     tracing::warn!(why, "sandboxes have a network, but no way out of it");
@@ -98,7 +107,7 @@ impl Slots {
 
     /// Whether an earlier daemon has left any.
     fn has_leftovers(&self) -> bool {
-        std::fs::read_dir(&self.run_dir).is_ok_and(|mut entries| entries.next().is_some())
+        std::fs::read_dir(&self.config.run_dir).is_ok_and(|mut entries| entries.next().is_some())
     }
 
     /// The slot `name`, which a sandbox that an earlier daemon made still uses.
@@ -117,12 +126,17 @@ impl Slots {
         }
     }
 
-    /// Removes what an earlier daemon left and nobody has adopted.
+    /// Gives what was adopted the rules of this daemon, and removes what an earlier one left and nobody has
+    /// adopted.
     pub(crate) fn sweep(&self) {
         if !self.has_leftovers() {
             return;
         }
         let Some(network) = self.open(&mut self.lock()) else { return };
+        for error in network.renew() {
+            let error = chain(&error);
+            tracing::warn!(error, "a sandbox keeps the packet filter rules of an earlier daemon");
+        }
         match network.sweep() {
             Ok(swept) if swept.is_empty() => {}
             Ok(swept) => tracing::info!(slots = swept.len(), "removed network slots nobody uses"),
@@ -201,7 +215,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let blocked = folder.path().join("file");
         std::fs::write(&blocked, "").unwrap();
-        let slots = Slots::new(blocked.join("netns"), 1);
+        let slots = Slots::new(NetworkConfig::new(blocked.join("netns")), 1);
         assert!(slots.get().unwrap().is_none());
         let first = slots.lock().attempts.failed.clone().unwrap();
         // Right after it, nothing is tried.

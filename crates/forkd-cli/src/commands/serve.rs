@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use forkd_controller::{Config, Timing, TlsFiles};
+use forkd_net::FlowLimits;
 use tokio::net::{TcpListener, TcpStream};
 use tracing_subscriber::EnvFilter;
 
@@ -45,6 +46,12 @@ fn configuration(context: &Context, args: ServeArgs) -> Result<Config> {
     config.kernel = args.kernel;
     config.timing = Timing::new(args.boot_timeout_secs, args.unresponsive_secs);
     config.network_pool = args.network_pool as usize;
+    config.egress_private = args.egress_private;
+    config.slot_flows = FlowLimits {
+        at_once: args.slot_max_flows,
+        per_sec: args.slot_new_flows_per_sec,
+        burst: args.slot_new_flows_burst,
+    };
     config.line_ports = args.line_ports;
     config.limits.branch_max_age = args.branch_max_age.map(Duration::from_secs);
     config.limits.branch_max_count = args.branch_max_count;

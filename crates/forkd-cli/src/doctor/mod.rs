@@ -158,7 +158,8 @@ pub(crate) async fn examine(data: &DataDir, daemon: &DaemonArgs, ui: Ui) -> Repo
     let found = ours::find_daemon(data, daemon, ui).await;
     let mut checks = vec![host::platform(), host::virtualization(), host::kvm(&kvm), host::machine(will_use)];
     checks.extend([host::cgroups(will_use), host::huge_pages(), kernel::same_page_merging()]);
-    checks.extend([kernel::userfaultfd(), kernel::forwarding(will_use), host::nftables(), host::ip()]);
+    checks.extend([kernel::userfaultfd(), kernel::forwarding(will_use)]);
+    checks.extend([kernel::connection_tracking(will_use), host::nftables(), host::ip()]);
     checks.extend([host::e2fsprogs(), host::image_tools(), host::data_dir(data), disk::features(data)]);
     checks.extend([ours::binaries(&binaries), ours::images(data), ours::kernel(data)]);
     checks.extend([ours::daemon(&found).await, ours::snapshots(&found, data, &binaries, will_use).await]);
@@ -215,6 +216,7 @@ mod tests {
                 "ksm",
                 "userfaultfd",
                 "ip-forward",
+                "conntrack",
                 "nftables",
                 "ip",
                 "e2fsprogs",
