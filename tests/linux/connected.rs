@@ -9,7 +9,10 @@ use forkd_tests::daemon::Daemon;
 use rustix::thread::{UnshareFlags, gettid, unshare_unsafe};
 use serde_json::json;
 
-const SERVER: &str = "198.51.100.1";
+/// The server, with an ordinary address, and the router on the way to it: the networks a host is attached to
+/// are out of reach.
+const SERVER: &str = "55.7.0.1";
+const ROUTER: &str = "55.1.0.1";
 const PORT: u16 = 9000;
 
 fn ip(arguments: &str) {
@@ -26,12 +29,16 @@ impl Outside {
     /// It lives in a network namespace of its own, and goes with this process.
     fn start() -> Outside {
         let host = gettid().as_raw_nonzero();
+        // Before and after there is a server, nothing that looks for it leaves this host.
+        ip("route add unreachable 55.0.0.0/8 metric 4000");
         let (ready, wait) = std::sync::mpsc::channel();
         let serving = std::thread::spawn(move || {
             // SAFETY: a new network namespace takes no descriptor and no memory from anybody.
             unsafe { unshare_unsafe(UnshareFlags::NEWNET) }.expect("run as root");
             ip(&format!("link add lan type veth peer name fwan netns {host}"));
-            ip(&format!("address add {SERVER}/24 dev lan"));
+            ip(&format!("address add {ROUTER}/24 dev lan"));
+            ip(&format!("address add {SERVER}/32 dev lo"));
+            ip("link set lo up");
             ip("link set lan up");
             let listener = TcpListener::bind((SERVER, PORT)).unwrap();
             ready.send(()).unwrap();
@@ -40,8 +47,9 @@ impl Outside {
             }
         });
         wait.recv().unwrap();
-        ip("address add 198.51.100.2/24 dev fwan");
+        ip("address add 55.1.0.2/24 dev fwan");
         ip("link set fwan up");
+        ip(&format!("route add {SERVER}/32 via {ROUTER}"));
         Outside { _serving: serving }
     }
 }
@@ -49,6 +57,7 @@ impl Outside {
 impl Drop for Outside {
     fn drop(&mut self) {
         ip("link delete fwan");
+        ip("route delete unreachable 55.0.0.0/8 metric 4000");
     }
 }
 
@@ -63,7 +72,7 @@ fn echo(stream: TcpStream) {
 const WARM: &str = "
 import socket
 def outside():
-    connection = socket.create_connection(('198.51.100.1', 9000), timeout=60)
+    connection = socket.create_connection(('55.7.0.1', 9000), timeout=60)
     return connection
 def say(connection, word):
     connection.sendall(word.encode() + b'\\n')
@@ -140,7 +149,7 @@ fn children_reach_the_network_at_once_and_inherited_connections_fail_at_once() {
     let cut_off = daemon.spawn(json!({"snapshot_tag": "net", "n": 1, "network": false}));
     let cut_off = cut_off[0]["id"].as_str().unwrap().to_owned();
     assert_eq!(daemon.sh(&cut_off, "cat /sys/class/net/eth0/carrier").trim(), "0");
-    let code = "try:\n    socket.create_connection(('198.51.100.1', 9000), timeout=5)\n    reached = True\n\
+    let code = "try:\n    socket.create_connection(('55.7.0.1', 9000), timeout=5)\n    reached = True\n\
                 except OSError:\n    reached = False";
     daemon.eval(&cut_off, code);
     assert_eq!(daemon.eval(&cut_off, "reached"), "False");

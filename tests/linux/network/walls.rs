@@ -143,6 +143,9 @@ fn networks_the_host_is_attached_to_are_out_of_reach_even_if_it_joins_them_later
         };
         assert!(is_reached());
         ip("address add 55.7.0.2/24 dev wan");
+        // The host reaches it, and knows its hardware address: no probe waits for that and comes late.
+        UdpSocket::bind("0.0.0.0:0").unwrap().send_to(b"own", (SERVER, PORT)).unwrap();
+        assert_eq!(internet.receive().0, "own");
         eventually("the new network is out of reach", || (!is_reached()).then_some(()));
         // And when it leaves, all is as before.
         ip("address delete 55.7.0.2/24 dev wan");
