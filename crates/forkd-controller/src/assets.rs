@@ -12,7 +12,7 @@ use forkd_protocol::agent::WarmRequest;
 use forkd_protocol::init::{InitPlan, InterfacePlan};
 use forkd_protocol::line::LINE_PORT;
 use forkd_store::BaseImage;
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 
 use crate::allowed;
 use crate::config::Config;
@@ -81,9 +81,11 @@ impl Assets {
 
 /// Another descriptor of the same file, for reading.
 pub(crate) fn reopen(fd: impl AsFd) -> Result<OwnedFd> {
-    let fd = fd.as_fd();
-    let file = File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()));
-    Ok(file.map_err(|error| Error::host("cannot open a boot file again", error))?.into())
+    // Non-blocking: it means nothing for regular files, and anything else must not hold the daemon up.
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let path = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
+    rustix::fs::open(path, flags, Mode::empty())
+        .map_err(|error| Error::host("cannot open a file again", error))
 }
 
 /// Finds images and kernels. All calls block.

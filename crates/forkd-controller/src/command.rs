@@ -31,6 +31,8 @@ pub(crate) enum Command {
     Resume(Tell<()>),
     /// Let go of the right to write to the topmost frozen layer of each disk.
     Seal(Vec<Option<OwnedFd>>, Tell<()>),
+    /// End the monitor, because it broke the rules: how.
+    Distrust(String),
     /// Use one file in the place of several layers.
     ReplaceLayers(Vec<Option<Replacement>>, Tell<()>),
 }
@@ -78,6 +80,7 @@ impl Command {
                 let _ = tell.send(resumed);
             }
             Command::Seal(layers, tell) => drop(tell.send(monitor.seal(&layers, patience).await)),
+            Command::Distrust(why) => monitor.distrust(&why),
             Command::ReplaceLayers(disks, tell) => {
                 let _ = tell.send(monitor.replace_layers(disks, patience).await);
             }
@@ -90,6 +93,11 @@ fn kill(branched: &Branched) {
 }
 
 impl Sandbox {
+    /// Has its keeper end its monitor, which broke the rules: `why`.
+    pub(crate) async fn distrust(&self, why: &str) {
+        let _ = self.commands.send(Command::Distrust(why.to_owned())).await;
+    }
+
     /// Asks its keeper for a command and waits for the answer.
     pub(crate) async fn ask<T>(&self, command: impl FnOnce(Tell<T>) -> Command) -> Result<T> {
         let ended = || Error::new(Kind::Conflict, format!("sandbox {} ended meanwhile", self.id));

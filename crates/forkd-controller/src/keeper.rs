@@ -1,6 +1,7 @@
 //! The keeper of a sandbox: brings it up, watches it, and accounts for its end.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -265,6 +266,14 @@ impl Sandbox {
         })
     }
 
+    /// An empty disk layer for its monitor.
+    fn layer(&self, config: &Config) -> crate::error::Result<OwnedFd> {
+        match &self.belongings().lineage {
+            Some(lineage) => lineage.layer(&config.data_dir),
+            None => boot::layer(&config.data_dir),
+        }
+    }
+
     async fn bring_up(
         &self,
         monitor: &mut Monitor,
@@ -280,7 +289,7 @@ impl Sandbox {
             mem_mib: self.spec.mem_mib,
             console_limit: config.limits.console_limit,
             tap,
-            layer: Some(boot::layer(&config.data_dir).map_err(Failure::Host)?),
+            layer: Some(self.layer(config).map_err(Failure::Host)?),
         };
         let assets = assets.clone();
         let prepared = tokio::task::spawn_blocking(move || boot::prepare(plan, &assets)).await;

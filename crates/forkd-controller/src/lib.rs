@@ -48,6 +48,7 @@ mod error;
 mod fake_guest;
 pub mod frames;
 mod guest;
+mod handed;
 
 mod host;
 mod identity;

@@ -3,10 +3,12 @@
 //! no two lineages ever do.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::cgroup::{self, Cgroups};
 use crate::error::{Error, Kind, Result};
+use crate::handed::Handed;
 use crate::janitor::Janitor;
 
 /// All lineages.
@@ -32,6 +34,8 @@ pub(crate) struct Lineage {
     pub(crate) name: String,
     /// Where its processes live; `None` on hosts without cgroups.
     pub(crate) cgroup: Option<cgroup::Lineage>,
+    /// The disk layers its processes were handed.
+    pub(crate) layers: Handed,
     /// Whether the cgroup is left to the next daemon.
     left: std::sync::atomic::AtomicBool,
 }
@@ -67,7 +71,7 @@ impl Lineages {
             used.insert(slot, Weak::new());
             slot
         };
-        self.lineage(slot, id).map_err(|error| Error::host("cannot make a cgroup", error))
+        self.lineage(slot, id, Handed::nothing()).map_err(|error| Error::host("cannot make a cgroup", error))
     }
 
     /// The one with number `slot` and that name, which an earlier daemon began: the same for all that are
@@ -81,7 +85,7 @@ impl Lineages {
         if slot >= self.max || self.lock().insert(slot, Weak::new()).is_some() {
             return None;
         }
-        self.lineage(slot, name).ok()
+        self.lineage(slot, name, Handed::unknown()).ok()
     }
 
     /// The one of that name, if somebody holds it.
@@ -110,9 +114,9 @@ impl Lineages {
         }
     }
 
-    fn lineage(self: &Arc<Self>, slot: u32, name: &str) -> std::io::Result<Arc<Lineage>> {
+    fn lineage(self: &Arc<Self>, slot: u32, name: &str, layers: Handed) -> std::io::Result<Arc<Lineage>> {
         let (all, name) = (self.clone(), name.to_owned());
-        let mut lineage = Lineage { all, slot, name, cgroup: None, left: false.into() };
+        let mut lineage = Lineage { all, slot, name, cgroup: None, layers, left: false.into() };
         if let Some(uid) = lineage.uid() {
             lineage.cgroup = self.cgroups.lineage(&lineage.name, uid)?;
         }
@@ -126,6 +130,13 @@ impl Lineage {
     /// The user its processes run as, when they have one of their own.
     pub(crate) fn uid(&self) -> Option<u32> {
         self.all.uid_base.map(|base| base + self.slot)
+    }
+
+    /// An empty disk layer for one of its processes, on the file system of `folder`.
+    pub(crate) fn layer(&self, folder: &std::path::Path) -> Result<OwnedFd> {
+        let layer = crate::boot::layer(folder)?;
+        self.layers.add(&layer)?;
+        Ok(layer)
     }
 
     /// The next daemon takes it over.

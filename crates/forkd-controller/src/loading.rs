@@ -29,6 +29,9 @@ impl Snapshots {
         let opened = blocking("opening a snapshot", move || {
             let (config, fds) = open(&host, &known)?;
             let (lineage, launch) = ground.prepare(&host, known.manifest().facts.mem_size_mib)?;
+            for FdRef(layer) in config.disks.iter().flat_map(|disk: &DiskFiles| &disk.layers) {
+                fds.get(*layer).map_or(Ok(()), |layer: &OwnedFd| lineage.layers.add(layer))?;
+            }
             Ok((config, fds, lineage, launch))
         });
         let (config, fds, lineage, launch) = opened.await?;

@@ -5,7 +5,7 @@
 //! whoever cancels it, nothing is left.
 
 use std::fs::File;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -20,6 +20,7 @@ use crate::config::Config;
 use crate::console;
 use crate::error::{Error, Kind, Result};
 use crate::guest;
+use crate::handed::are_kept;
 use crate::host::{blocking, new_id};
 use crate::loading::Ground;
 use crate::monitor::{Launch, Monitor};
@@ -111,9 +112,15 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
         }
         parent.monitor.freeze(config.timing.boot).await?;
         // From here on the layer is the snapshot's: no child may be able to write to it.
-        if let Some(layer) = &parent.layer {
-            let sealed = crate::assets::reopen(layer.as_fd())?;
+        if let Some(layer) = parent.layer.take() {
+            lineage.layers.add(&layer)?;
+            let (sealed, frozen) = (crate::assets::reopen(&layer)?, [crate::assets::reopen(&layer)?]);
             parent.monitor.seal(&[Some(sealed)], config.timing.call).await?;
+            drop(layer);
+            if are_kept(&frozen).await? {
+                let text = "its monitor kept the right to write to its frozen disk; make it again";
+                return Err(Error::host("the guest cannot become a snapshot", text));
+            }
         }
         making.phase.send_replace(Phase::Saving);
         let order = &making.order;

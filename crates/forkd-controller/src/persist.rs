@@ -23,6 +23,7 @@ use crate::command::Command;
 use crate::console;
 use crate::disk_space::is_shortage;
 use crate::error::{Error, Kind, Result};
+use crate::handed::are_kept;
 use crate::host::{blocking, new_id};
 use crate::monitor::{Forked, Replacement};
 use crate::oom;
@@ -422,7 +423,8 @@ async fn merge(snapshots: &Snapshots, source: Option<TakenFrom>, template: &Arc<
     }
     let mut files = Vec::with_capacity(counts.len());
     for count in counts {
-        let file = (count > 1).then(|| boot::layer(&snapshots.host.config.data_dir)).transpose()?;
+        let file =
+            (count > 1).then(|| template.lineage.layer(&snapshots.host.config.data_dir)).transpose()?;
         files.push(file.zip(u8::try_from(count).ok()).map(|(file, count)| (count, file)));
     }
     let (mut fds, mut disks) = (Vec::new(), Vec::with_capacity(files.len()));
@@ -439,6 +441,7 @@ async fn merge(snapshots: &Snapshots, source: Option<TakenFrom>, template: &Arc<
     let asked = template.merge(MergeConfig { child: name.clone(), disks }, fds).await;
     let ended = follow(template, asked, || {}).await;
     finish(template, &name, ended, "layers could not be merged", None)?;
+    let files = given_back(files).await?;
     template.replace_layers(replacements(&files)?).await?;
     let Some(TakenFrom { sandbox, generation, .. }) = source else { return Ok(()) };
     let mut now = sandbox.disks.generation.lock().await;
@@ -454,6 +457,22 @@ async fn merge(snapshots: &Snapshots, source: Option<TakenFrom>, template: &Arc<
     sandbox.disks.frozen.send_modify(|frozen| *frozen = frozen.saturating_sub(most.saturating_sub(1)));
     tracing::debug!(sandbox = sandbox.id, layers = most, "disk layers were merged");
     Ok(())
+}
+
+/// The same files, opened for reading, when no process can write to them any more.
+async fn given_back(files: Vec<Option<(u8, OwnedFd)>>) -> Result<Vec<Option<(u8, OwnedFd)>>> {
+    let for_reading = |(count, file): (u8, OwnedFd)| Ok((count, reopen(file)?));
+    let files = files.into_iter().map(|file| file.map(for_reading).transpose());
+    let files = files.collect::<Result<Vec<_>>>()?;
+    for (_, file) in files.iter().flatten() {
+        if are_kept(std::slice::from_ref(file)).await? {
+            return Err(Error::host(
+                "layers could not be merged",
+                "a process kept the right to write to the result",
+            ));
+        }
+    }
+    Ok(files)
 }
 
 /// `files` as they replace layers: opened for reading.

@@ -205,7 +205,11 @@ pub(crate) fn attach(
         cgroup: None,
     };
     if !bare {
-        config.layers = vec![Some(attach(boot::layer(&host.data_dir)?))];
+        let layer = match &belongings.lineage {
+            Some(lineage) => lineage.layer(&host.data_dir)?,
+            None => boot::layer(&host.data_dir)?,
+        };
+        config.layers = vec![Some(attach(layer))];
         config.vsock = Some(attach(boot::listener(folder)?));
     }
     if let Some(leaf) = &belongings.leaf {

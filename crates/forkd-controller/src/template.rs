@@ -146,6 +146,7 @@ impl Template {
         let keeper = Keeper {
             id: plan.id.clone(),
             pid,
+            lineage: plan.lineage.clone(),
             link: control,
             pidfd,
             asks,

@@ -10,16 +10,20 @@ use forkd_protocol::control::{BranchConfig, Channel, FdRef};
 use super::freeze::freeze;
 use super::{Branch, Taken, TakenFrom};
 use crate::assets::reopen;
-use crate::boot;
 use crate::cgroup::Limits;
 use crate::command::{Born, Command};
 use crate::error::{Error, Kind, Result};
+use crate::handed::are_kept;
 use crate::host::{blocking, make_private_dir};
+use crate::lineage::Lineage;
 use crate::link;
 use crate::monitor::Monitor;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::Snapshots;
 use crate::template::{Source, Standing, Template};
+
+/// How often the daemon looks, for seconds each time, whether a source has given back a layer.
+const LOOKS: usize = 5;
 
 /// What a branch needs before the source stands still.
 struct Prepared {
@@ -52,10 +56,11 @@ async fn attempt(
     let timing = &snapshots.host.config.timing;
     let (place, data, bare) =
         (folder.to_owned(), snapshots.host.config.data_dir.clone(), sandbox.spec.is_bare());
-    let prepared = blocking("preparing a branch", move || prepare(&place, &data, bare)).await?;
     let Some(lineage) = sandbox.belongings().lineage.clone() else {
         return Err(Error::new(Kind::Conflict, format!("sandbox {} is being deleted", sandbox.id)));
     };
+    let family = lineage.clone();
+    let prepared = blocking("preparing a branch", move || prepare(&place, &data, bare, &family)).await?;
 
     // Nobody may pause it, or take it back, between the freeze and the thaw.
     let _turn = sandbox.take_turn().await?;
@@ -88,25 +93,40 @@ async fn attempt(
         let mut monitor = watched.map_err(|error| Error::host("cannot watch a branch", error))?;
         // Until it is recorded below, the next daemon would end it, and needs to know which one it is.
         identity.write(folder).map_err(|error| Error::host("cannot record a branch", error))?;
+        let layers = match returned(&lineage, branched.layers) {
+            Ok(layers) => layers,
+            Err(why) => {
+                sandbox.distrust(&why).await;
+                return Err(Error::host("the sandbox was ended", why));
+            }
+        };
         let sealed = async {
             monitor.hello(timing.call).await?;
-            if !branched.layers.is_empty() {
-                monitor.seal(&for_reading(&branched.layers)?, timing.call).await?;
+            if !layers.is_empty() {
+                monitor.seal(&for_reading(&layers)?, timing.call).await?;
             }
             Ok::<_, Error>(())
         };
         let source_sealed = async {
-            if branched.layers.is_empty() {
+            if layers.is_empty() {
                 return Ok(());
             }
-            let layers = for_reading(&branched.layers)?;
+            let layers = for_reading(&layers)?;
             match sandbox.ask(|tell| Command::Seal(layers, tell)).await {
                 // Who has ended writes nothing.
                 Err(_) if matches!(sandbox.phase(), Phase::Ended(_)) => Ok(()),
                 other => other,
             }
         };
-        tokio::try_join!(sealed, source_sealed)?;
+        if let Err(error) = tokio::try_join!(sealed, source_sealed) {
+            // The next branch must not find the source's layers open in this one.
+            monitor.end().await;
+            return Err(error);
+        }
+        let frozen: Vec<OwnedFd> = layers.into_iter().flatten().collect();
+        if are_kept(&frozen).await? {
+            return Err(not_given_back(sandbox, monitor, &frozen).await);
+        }
         let guest = branch.guest.clone();
         let plan = snapshots.plan(id, folder, &branch.tag, Source::Memory, guest, lineage);
         Ok((Template::new(plan, monitor)?, pause, source))
@@ -134,17 +154,42 @@ fn advised(error: Error, sandbox: &Sandbox) -> Error {
 }
 
 /// Everything that takes time before the source stands still. Blocks.
-fn prepare(folder: &Path, data: &Path, bare: bool) -> Result<Prepared> {
+fn prepare(folder: &Path, data: &Path, bare: bool, lineage: &Lineage) -> Result<Prepared> {
     let failed = |error: io::Error| Error::host("cannot prepare a branch", error);
     make_private_dir(folder).map_err(failed)?;
     let (listener, control) = link::pair(&folder.join(link::CONTROL)).map_err(failed)?;
     let mut fds = vec![listener];
     let mut config = BranchConfig { control: FdRef(0), layers: Vec::new() };
     if !bare {
-        fds.push(boot::layer(data)?);
+        fds.push(lineage.layer(data)?);
         config.layers = vec![Some(FdRef(1))];
     }
     Ok(Prepared { config, fds, control })
+}
+
+/// The layers that the source says were frozen, opened for reading, or why it is not believed.
+fn returned(
+    lineage: &Lineage,
+    layers: Vec<Option<OwnedFd>>,
+) -> std::result::Result<Vec<Option<OwnedFd>>, String> {
+    layers.into_iter().map(|layer| layer.map(|layer| lineage.layers.returned(layer)).transpose()).collect()
+}
+
+/// Ends a branch that shares a layer with a process that can still write to it; and the source, if that is the
+/// process.
+async fn not_given_back(sandbox: &Sandbox, mut branch: Monitor, frozen: &[OwnedFd]) -> Error {
+    let why = "a monitor kept the right to write to a frozen disk layer";
+    let error = Error::host("the branch was ended", why);
+    branch.end().await;
+    // A branch that failed before may take a while to end, and has the source's layers open until then.
+    for _ in 0..LOOKS {
+        if matches!(are_kept(frozen).await, Ok(false)) {
+            tracing::error!(sandbox = sandbox.id, why, "the daemon ended a branch");
+            return error;
+        }
+    }
+    sandbox.distrust(why).await;
+    error
 }
 
 /// The same files, opened for reading.

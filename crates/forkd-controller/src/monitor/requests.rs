@@ -95,7 +95,8 @@ impl Monitor {
         let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
         match self.command(&Request::Branch(config), &fds, patience).await? {
             (Reply::Branched { pid, pause_us, layers }, fds) if pid > 0 => {
-                branched(self.pid, pid, pause_us, &layers, fds)
+                let branched = branched(self.pid, pid, pause_us, &layers, fds);
+                branched.inspect_err(|error| self.distrust(&error.message))
             }
             (other, _) => Err(unexpected(&other)),
         }

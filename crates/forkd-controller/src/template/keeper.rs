@@ -14,6 +14,7 @@ use tokio::time::Instant;
 use super::Asked;
 use crate::console;
 use crate::error::{Error, Result};
+use crate::lineage::Lineage;
 use crate::link::Link;
 use crate::monitor::Forked;
 use crate::process::{Pidfd, child_pidfd};
@@ -68,6 +69,7 @@ pub(super) fn process(name: String, request: Request, fds: Vec<OwnedFd>) -> (Ask
 pub(super) struct Keeper {
     pub(super) id: String,
     pub(super) pid: i32,
+    pub(super) lineage: Arc<Lineage>,
     pub(super) link: Link,
     pub(super) pidfd: Arc<Pidfd>,
     pub(super) asks: mpsc::Receiver<Ask>,
@@ -280,7 +282,10 @@ impl Keeper {
                 Ok(())
             }
             (Some(Pending::Layers(tell)), Reply::Layers { disks }) => {
-                drop(tell.send(Ok(sorted(disks, fds)?)));
+                let returned = |fd| self.lineage.layers.returned(fd);
+                let disks = sorted(disks, fds)?.into_iter();
+                let disks = disks.map(|layers| layers.into_iter().map(returned).collect());
+                drop(tell.send(Ok(disks.collect::<std::result::Result<_, String>>()?)));
                 Ok(())
             }
             (Some(Pending::Layers(tell)), Reply::Error { message }) => {

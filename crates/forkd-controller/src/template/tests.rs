@@ -21,6 +21,8 @@ struct Fake {
     folder: tempfile::TempDir,
     /// What was acknowledged.
     acknowledged: std::sync::mpsc::Receiver<String>,
+    /// What it sends as the layers of its disk.
+    layers: Arc<Mutex<Vec<OwnedFd>>>,
 }
 
 impl Fake {
@@ -46,7 +48,9 @@ impl Fake {
             orders: process.stdin.take().unwrap(),
             pids: BufReader::new(process.stdout.take().unwrap()),
         };
-        std::thread::spawn(move || play(Channel::new(theirs), shell, tell));
+        let layers = Arc::new(Mutex::new(Vec::new()));
+        let sent = layers.clone();
+        std::thread::spawn(move || play(Channel::new(theirs), shell, tell, &sent));
         let monitor = Monitor::started(launch, process, Channel::new(ours)).unwrap();
         let janitor = Janitor::new();
         let lineages = Lineages::new(4, u32::MAX - 10, janitor.clone());
@@ -63,7 +67,7 @@ impl Fake {
         let cgroup = lineage.name.clone();
         let about = About { tag: "t".into(), source: Source::Memory, lineage: lineage.slot, cgroup, guest };
         let plan = Plan { id: "tp".into(), folder: place, about, lineage, janitor };
-        Fake { template: Some(Template::new(plan, monitor).unwrap()), folder, acknowledged }
+        Fake { template: Some(Template::new(plan, monitor).unwrap()), folder, acknowledged, layers }
     }
 
     fn template(&self) -> Arc<Template> {
@@ -108,7 +112,12 @@ impl Shell {
 /// Forks a `sleep` for each child; those called `refused…` are refused, those with `brief` in their names
 /// end at once, and `slow…` are answered late. `quit` hangs up, and `mute…` are never answered. More names make it
 /// tell of children that are none.
-fn play(channel: Channel, mut shell: Shell, acknowledged: std::sync::mpsc::Sender<String>) {
+fn play(
+    channel: Channel,
+    mut shell: Shell,
+    acknowledged: std::sync::mpsc::Sender<String>,
+    layers: &Mutex<Vec<OwnedFd>>,
+) {
     let mut children = Vec::new();
     while let Ok(Some((request, _))) = channel.recv::<Request>() {
         match request {
@@ -162,6 +171,12 @@ fn play(channel: Channel, mut shell: Shell, acknowledged: std::sync::mpsc::Sende
             Request::Acknowledge { children } => {
                 children.into_iter().for_each(|child| drop(acknowledged.send(child)));
                 channel.send(&Message::Reply(Reply::Acknowledged), &[]).unwrap();
+            }
+            Request::Layers => {
+                let layers = layers.lock().unwrap();
+                let disks = vec![(0..layers.len()).map(FdRef).collect()];
+                let fds: Vec<_> = layers.iter().map(AsFd::as_fd).collect();
+                channel.send(&Message::Reply(Reply::Layers { disks }), &fds).unwrap();
             }
             other => panic!("{other:?}"),
         }
@@ -242,6 +257,24 @@ async fn a_template_that_sends_another_process_as_its_child_is_not_believed() {
     assert!(asked.forked.await.is_err(), "nothing came of it");
     let template = fake.template();
     eventually("the end of the template", || !template.is_alive()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_template_that_sends_something_it_was_not_handed_as_its_disk_is_ended() {
+    let pipe = |_: &Fake| OwnedFd::from(std::io::pipe().unwrap().0);
+    let foreign = |fake: &Fake| crate::boot::layer(fake.folder.path()).unwrap();
+    for wrong in [pipe, foreign] {
+        let fake = Fake::start();
+        let template = fake.template();
+        let handed = template.lineage.layer(fake.folder.path()).unwrap();
+        fake.layers.lock().unwrap().push(handed);
+        let sent = template.layers().await.unwrap();
+        let mode = rustix::fs::fcntl_getfl(&sent[0][0]).unwrap() & rustix::fs::OFlags::RWMODE;
+        assert_eq!(mode, rustix::fs::OFlags::RDONLY);
+        fake.layers.lock().unwrap().push(wrong(&fake));
+        assert!(template.layers().await.is_err());
+        eventually("its end", || !template.is_alive() && !runs(template.pid)).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
