@@ -4,11 +4,12 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
 use forkd_protocol::agent::{AGENT_PORT, FreezeRequest};
+use forkd_tests::daemon::Daemon;
 use forkd_tests::eventually;
 use forkd_tests::monitor::connect_to_guest;
 use serde_json::json;
 
-use crate::parent::{TAG, daemon, fork};
+use crate::parent::{SMALL, TAG, alone, daemon, fork};
 
 #[test]
 fn an_idle_sandbox_stands_still_and_the_next_command_finds_it_as_it_was() {
@@ -57,4 +58,39 @@ fn a_freeze_that_is_read_after_its_caller_has_gone_leaves_nothing_frozen() {
         assert_eq!(daemon.exec(&sandbox, args)["stdout"], format!("{word}\n"));
     }
     daemon.delete(&[sandbox]);
+}
+
+#[test]
+fn a_paused_sandbox_is_quiesced_for_the_next_daemon_too_which_lets_its_processes_go_on() {
+    let mut daemon = alone();
+    let source = daemon.fork(SMALL, 1).remove(0);
+    daemon.sh(&source, "setsid sh -c 'while :; do echo x >> /run/ticks; sleep 0.1; done' >/dev/null 2>&1 &");
+    let goes_on = |daemon: &Daemon, id: &str| {
+        let ticks = || daemon.sh(id, "cat /run/ticks 2>/dev/null | wc -l").trim().parse::<u64>().unwrap();
+        let before = ticks();
+        eventually("its program to go on", || (ticks() > before).then_some(()));
+    };
+    goes_on(&daemon, &source);
+    let branch =
+        |daemon: &Daemon| daemon.branch(&source, json!({"tag": "still", "mode": "live", "wait": false}));
+    // A busy computer may not have them stand still in time.
+    eventually("a pause before which its processes stood still", || {
+        daemon.tell(&source, "pause", json!({}));
+        let quiesced = branch(&daemon)["quiesced"] == true;
+        assert_eq!(daemon.delete_snapshot("still", "").status, 204);
+        if !quiesced {
+            daemon.tell(&source, "resume", json!({}));
+        }
+        quiesced.then_some(())
+    });
+    daemon.restart();
+    assert_eq!(daemon.sandbox(&source)["state"], "paused");
+    let info = branch(&daemon);
+    assert_eq!(info["quiesced"], true, "{info}");
+    let child = daemon.fork("still", 1).remove(0);
+    goes_on(&daemon, &child);
+    daemon.tell(&source, "resume", json!({}));
+    goes_on(&daemon, &source);
+    daemon.delete(&[source, child]);
+    assert_eq!(daemon.delete_snapshot("still", "").status, 204);
 }

@@ -10,6 +10,7 @@ use forkd_protocol::names::is_valid_sandbox_id;
 
 use crate::cgroup::Limits;
 use crate::error::{Error, Result};
+use crate::freeze::Owed;
 use crate::keeper::Origin;
 use crate::leftovers::{self, Leftovers, STOP_WAIT};
 use crate::monitor::{self, Monitor};
@@ -154,9 +155,8 @@ async fn take_over(
             sandbox.learn(|facts| facts.pid = u32::try_from(monitor.pid()).ok());
             let sandbox = registry.add(seat, sandbox, Origin::Adopted(monitor)).release();
             if !sandbox.spec.is_bare() {
-                // The last daemon may have been killed in the middle of a branch.
-                let sandbox = sandbox.clone();
-                tokio::spawn(async move { crate::branch::thaw_for_sure(&sandbox).await });
+                // The last daemon may have been killed in the middle of a branch or a pause.
+                drop(Owed::to(&sandbox));
             }
             Some(sandbox)
         }

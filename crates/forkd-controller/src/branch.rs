@@ -7,7 +7,6 @@
 //! can be forked from it, also by the next daemon. How it comes to disk is `persist`'s.
 
 mod crowd;
-mod freeze;
 mod take;
 
 use std::fs::File;
@@ -31,7 +30,6 @@ use crate::template::Template;
 
 pub(crate) use crowd::Disks;
 use crowd::Place;
-pub(crate) use freeze::thaw_for_sure;
 pub(crate) use take::settle;
 use take::take;
 

@@ -74,6 +74,10 @@ pub(crate) struct FakeGuest {
     pub(crate) break_now: tokio::sync::Notify,
     /// How many bodies of `/endless` are being sent.
     pub(crate) sending: Mutex<usize>,
+    /// The call to the agent that it does not answer.
+    pub(crate) ignores: Mutex<Option<String>>,
+    /// Lets it answer that one after all.
+    pub(crate) answers: tokio::sync::Notify,
     /// The process that runs.
     process: Mutex<Option<mpsc::Sender<Event>>>,
 }
@@ -85,7 +89,10 @@ impl FakeDaemon {
 
     /// One that has little patience with guests that do not answer.
     pub(crate) async fn impatient_with_guests() -> Self {
-        FakeDaemon::start_with(|timing| timing.call = LITTLE_PATIENCE).await
+        FakeDaemon::start_with(|timing| {
+            (timing.call, timing.freeze) = (LITTLE_PATIENCE, LITTLE_PATIENCE);
+        })
+        .await
     }
 
     /// One that has little patience with clients that neither send nor take anything.
@@ -96,7 +103,7 @@ impl FakeDaemon {
     async fn start_with(change: impl FnOnce(&mut Timing)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut config = Config::new(folder.path());
-        (config.timing.call, config.timing.stall) = (PATIENCE, PATIENCE);
+        (config.timing.call, config.timing.stall, config.timing.freeze) = (PATIENCE, PATIENCE, PATIENCE);
         change(&mut config.timing);
         let config = Arc::new(config);
         let database = Arc::new(Database::open(&folder.path().join("forkd.db")).unwrap());
@@ -317,7 +324,12 @@ pub(crate) const MUCH: usize = 8 << 20;
 async fn agent(State(guest): State<Arc<FakeGuest>>, Path(method): Path<String>, body: Bytes) -> Response {
     let message: Value = serde_json::from_slice(&body).unwrap();
     guest.calls.lock().unwrap().push((method.clone(), message));
+    let ignored = guest.ignores.lock().unwrap().as_ref() == Some(&method);
+    if ignored {
+        guest.answers.notified().await;
+    }
     let answer = match method.as_str() {
+        "Freeze" => json!({ "frozen": true }),
         "Eval" => json!({ "stdout": "x".repeat(MUCH), "resultJson": { "b": 1, "a": [1e2] } }),
         _ => json!({ "version": "fake" }),
     };

@@ -47,6 +47,7 @@ mod error;
 #[cfg(test)]
 mod fake_guest;
 pub mod frames;
+mod freeze;
 mod guest;
 mod handed;
 

@@ -14,7 +14,6 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::command::Command;
 use crate::error::{Error, Result};
 use crate::process;
 use crate::sandbox::{END, End, Phase, RECORD, Record, Sandbox};
@@ -62,6 +61,8 @@ pub(crate) struct Life {
     pub(crate) request: Option<String>,
     /// It was paused because nobody used it: whoever uses it lets it go on.
     pub(crate) dozing: bool,
+    /// It is paused, and its processes were frozen before.
+    pub(crate) frozen: bool,
     /// The snapshot it is being stored as.
     pub(crate) suspending: Option<Suspending>,
 }
@@ -220,14 +221,6 @@ impl Sandbox {
             tracing::info!(sandbox = self.id, "somebody uses it; it goes on");
             self.go_on().await?;
         }
-        Ok(())
-    }
-
-    /// Lets a paused one go on. Whoever calls has the turn.
-    pub(crate) async fn go_on(&self) -> Result<()> {
-        self.activity.touch();
-        self.ask(Command::Resume).await?;
-        self.forget_pause();
         Ok(())
     }
 

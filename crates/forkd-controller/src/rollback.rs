@@ -217,7 +217,7 @@ fn conceive(
         history,
         envs: before.as_ref().map(|record| record.envs.clone()).unwrap_or_default(),
         workspace: before.and_then(|record| record.workspace),
-        life: Life { dozing: false, suspending: None, ..facts.life },
+        life: Life { dozing: false, frozen: false, suspending: None, ..facts.life },
     };
     let mut sandbox = Sandbox::new(old.id.clone(), spec, old.folder.clone(), belongings, host);
     sandbox.created = old.created;

@@ -25,6 +25,7 @@ use crate::branch::Disks;
 use crate::cgroup::Leaf;
 use crate::command::{self, Command};
 use crate::console;
+use crate::count::Count;
 use crate::error::{Error, Kind, Result};
 use crate::host::Host;
 use crate::life::{Activity, Life};
@@ -130,6 +131,10 @@ pub(crate) struct Sandbox {
     pub(crate) farewell: OnceLock<End>,
     /// How long to wait for whoever has its turn.
     pub(crate) patience: Duration,
+    /// How long its processes may take to stand still, or to go on, when it is paused or resumed.
+    pub(crate) freeze_limit: Duration,
+    /// Thaws of its processes that its agent is yet to do.
+    pub(crate) thaws: Count,
     /// Of a forked one: as it is on disk.
     record: Mutex<Option<Record>>,
     /// Whether the next daemon is to end it. Changed with `record` locked.
@@ -190,6 +195,8 @@ impl Sandbox {
             activity: Activity::new(),
             farewell: OnceLock::new(),
             patience: host.config.timing.call,
+            freeze_limit: host.config.timing.freeze,
+            thaws: Count::new(),
             record: Mutex::default(),
             belongings: Mutex::new(belongings),
         }
@@ -329,6 +336,11 @@ impl Sandbox {
     /// What is to become of it.
     pub(crate) fn wished(&self) -> Wish {
         *self.wish.borrow()
+    }
+
+    /// Tells when that changes.
+    pub(crate) fn wishes(&self) -> watch::Receiver<Wish> {
+        self.wish.subscribe()
     }
 
     /// Ends it, or lets go of it.

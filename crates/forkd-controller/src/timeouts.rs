@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 
 use crate::branch::{Mode, Order, Stage};
 use crate::clock;
-use crate::command::Command;
 use crate::error::{Error, Kind, Result};
 use crate::identity::Identity;
 use crate::life::{IDLE, OnTimeout, PutAway, SUSPENDED, Suspending, TIMED_OUT, now_unix};
@@ -160,7 +159,7 @@ impl Timeouts {
         if !matches!(sandbox.phase(), Phase::Paused) {
             // Before it is: the next daemon is to know why it stands still.
             amend(sandbox, |life, _| life.dozing = idle)?;
-            sandbox.ask(Command::Pause).await?;
+            sandbox.pause().await?;
         }
         if !idle {
             // It was given its time once; whoever wants more resumes it.
@@ -249,7 +248,7 @@ impl Timeouts {
         let _turn = sandbox.take_turn().await?;
         if !used() && !matches!(sandbox.phase(), Phase::Paused) {
             amend(sandbox, |life, _| life.dozing = idle)?;
-            sandbox.ask(Command::Pause).await?;
+            sandbox.pause().await?;
         }
         if !used() {
             amend(sandbox, |life, _| life.suspending = suspending(true))?;

@@ -9,7 +9,6 @@ use super::App;
 use super::extract::{Id, Ignored, OptionalBody};
 use super::sandboxes::info;
 use super::types::SandboxInfo;
-use crate::command::Command;
 use crate::error::{Error, ErrorBody, Kind, Result};
 use crate::identity::Identity;
 use crate::rollback::roll_back;
@@ -39,7 +38,7 @@ pub(super) async fn pause(State(app): State<App>, Id(id): Id, _: Ignored) -> Res
     let _turn = sandbox.take_turn().await?;
     sandbox.not_put_away()?;
     if !matches!(awake(&sandbox)?, Phase::Paused) {
-        sandbox.ask(Command::Pause).await?;
+        sandbox.pause().await?;
     }
     // Whoever pauses it means it: it does not go on by itself.
     sandbox.forget_pause();

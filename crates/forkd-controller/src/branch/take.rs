@@ -5,14 +5,15 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 
+use forkd_protocol::agent::FreezeSync;
 use forkd_protocol::control::{BranchConfig, Channel, FdRef};
 
-use super::freeze::freeze;
 use super::{Branch, Taken, TakenFrom};
 use crate::assets::reopen;
 use crate::cgroup::Limits;
 use crate::command::{Born, Command};
 use crate::error::{Error, Kind, Result};
+use crate::freeze::freeze;
 use crate::handed::are_kept;
 use crate::host::{blocking, make_private_dir};
 use crate::lineage::Lineage;
@@ -69,10 +70,10 @@ async fn attempt(
     let limit = sandbox.spec.memory_limit_mib << 20;
     let room = sandbox.belongings().leaf.as_ref().map_or(Ok(()), |leaf| leaf.make_room(limit));
     room.map_err(|error| Error::host("cannot raise the limit of a cgroup for a branch", error))?;
-    let frozen = freeze(sandbox, timing.freeze).await;
+    let frozen = freeze(sandbox, timing.freeze, FreezeSync::Quick).await;
     let born = sandbox.ask(|tell| Command::Branch(config, fds, tell)).await;
     // Before anything else, and whatever came of it.
-    let thawing = tokio::spawn(frozen.thaw(sandbox.clone(), timing.call));
+    let thawing = tokio::spawn(frozen.thaw(timing.call));
     let taken = async {
         let Born { branched, identity } = match born {
             Ok(born) => born,

@@ -6,7 +6,6 @@ use forkd_store::Quota;
 
 use super::{Record, Status, Workspaces, conflict, now_unix};
 use crate::branch::{self, Mode, Stage};
-use crate::command::Command;
 use crate::error::{Error, Kind, Result};
 use crate::identity::Identity;
 use crate::life::{PutAway, SUSPENDED};
@@ -101,7 +100,7 @@ impl Workspaces {
             // Whoever uses it has it go on, should this daemon be killed now.
             let written = sandbox.amend(|life, _| life.dozing = true);
             written.map_err(|error| Error::host("cannot write down that a sandbox stands still", error))?;
-            if let Err(error) = sandbox.ask(Command::Pause).await {
+            if let Err(error) = sandbox.pause().await {
                 tracing::warn!(sandbox = sandbox.id, error = error.message, "it runs while it is stored");
             }
         }

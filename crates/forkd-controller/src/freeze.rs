@@ -1,0 +1,309 @@
+//! Having a guest's processes stand still for a branch or a pause, and having them go on, whatever happens.
+
+use std::time::{Duration, Instant};
+
+use forkd_protocol::agent::FreezeSync;
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+use crate::agent::{self, Agent};
+use crate::command::Command;
+use crate::count::Counted;
+use crate::error::Result;
+use crate::sandbox::{Phase, Sandbox, Wish};
+
+/// Between two attempts to thaw a guest.
+const AGAIN: Duration = Duration::from_secs(1);
+
+/// User processes that may stand still.
+pub(crate) struct Frozen {
+    quiesced: bool,
+    /// Since when, and that they are to go on; nothing for those of a paused guest, and where there is no agent.
+    standing: Option<(Instant, Owed)>,
+}
+
+/// Has the agent of `sandbox` stand its processes still, if it has one and does so within `limit`. The caller
+/// has the turn. Those of a paused one do since before it was paused, or never will.
+pub(crate) async fn freeze(sandbox: &Sandbox, limit: Duration, sync: FreezeSync) -> Frozen {
+    let paused = matches!(sandbox.phase(), Phase::Paused);
+    if sandbox.spec.is_bare() || paused {
+        let quiesced = paused && sandbox.look(|facts| facts.life.frozen);
+        return Frozen { quiesced, standing: None };
+    }
+    // A thaw that is under way would undo this. One that stays under way means that the agent is silent.
+    let begun = Instant::now();
+    let free = tokio::time::timeout(limit, sandbox.thaws.none()).await.is_ok();
+    let mut owed = Owed::to(sandbox);
+    let left = limit.saturating_sub(begun.elapsed());
+    let quiesced = free && owed.after_freeze(limit, sync, left).await;
+    Frozen { quiesced, standing: Some((begun, owed)) }
+}
+
+impl Frozen {
+    /// Lets them go on. How long they stood still, if they did, and whether they did at the fork.
+    pub(crate) async fn thaw(self, patience: Duration) -> (Option<f64>, bool) {
+        let Some((since, owed)) = self.standing else { return (None, self.quiesced) };
+        let thawed = owed.settle(patience).await;
+        ((thawed && self.quiesced).then(|| since.elapsed().as_secs_f64() * 1e3), self.quiesced)
+    }
+}
+
+/// A thaw that a guest is owed. If it is dropped before the agent has done it, a task has the agent do it, however
+/// long that takes: once the guest runs, if it is paused.
+#[derive(Debug)]
+pub(crate) struct Owed(Option<Thaw>);
+
+#[derive(Debug)]
+struct Thaw {
+    agent: Agent,
+    /// What it undoes, as long as that is not answered and may still be done.
+    freeze: Option<JoinHandle<agent::Result<bool>>>,
+    phases: watch::Receiver<Phase>,
+    wishes: watch::Receiver<Wish>,
+    /// No freeze begins as long as there is one.
+    _counted: Counted,
+}
+
+impl Owed {
+    pub(crate) fn to(sandbox: &Sandbox) -> Self {
+        let (phases, wishes) = (sandbox.phase.subscribe(), sandbox.wishes());
+        let (agent, _counted) = (sandbox.agent.clone(), sandbox.thaws.enter());
+        Owed(Some(Thaw { agent, freeze: None, phases, wishes, _counted }))
+    }
+
+    /// Has the agent freeze its processes; whether it did within `patience`.
+    async fn after_freeze(&mut self, limit: Duration, sync: FreezeSync, patience: Duration) -> bool {
+        let Some(thaw) = &mut self.0 else { return false };
+        // The guest gives up first: then it is known that nothing stands still in it.
+        let (agent, within) = (thaw.agent.clone(), limit - limit / 10);
+        let call = tokio::spawn(async move { agent.freeze(within, sync).await.map(|it| it.frozen) });
+        let answer = tokio::time::timeout(patience, thaw.freeze.insert(call)).await;
+        if answer.is_ok() {
+            thaw.freeze = None;
+        }
+        matches!(answer, Ok(Ok(Ok(true))))
+    }
+
+    /// Takes back a freeze that is not answered: its connection ends, and a guest that reads it later does not freeze.
+    async fn take_back_freeze(&mut self) {
+        if let Some(call) = self.0.as_mut().and_then(|thaw| thaw.freeze.take()) {
+            call.abort();
+            let _ = call.await;
+        }
+    }
+
+    /// Has the agent thaw its processes; whether it did within `patience`. If not it is still to.
+    pub(crate) async fn settle(mut self, patience: Duration) -> bool {
+        let Some(thaw) = &self.0 else { return true };
+        let thawed = matches!(tokio::time::timeout(patience, thaw.agent.thaw()).await, Ok(Ok(())));
+        // A freeze that is not answered may yet be done: once more when that is known.
+        if thawed && thaw.freeze.is_none() {
+            self.forgo();
+        }
+        thawed
+    }
+
+    /// It is done, or not to be done now.
+    fn forgo(&mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Owed {
+    fn drop(&mut self) {
+        // Without a runtime the daemon is ending, and the next one thaws what it takes over.
+        if let (Some(thaw), Ok(runtime)) = (self.0.take(), Handle::try_current()) {
+            runtime.spawn(thaw.insist());
+        }
+    }
+}
+
+impl Thaw {
+    async fn insist(mut self) {
+        if let Some(freeze) = self.freeze.take() {
+            let _ = freeze.await;
+        }
+        loop {
+            let moves = self.phases.wait_for(|phase| !matches!(phase, Phase::Starting | Phase::Paused));
+            let dismissed = self.wishes.wait_for(|wish| *wish != Wish::Run);
+            let ended = tokio::select! {
+                phase = moves => phase.is_ok_and(|phase| matches!(*phase, Phase::Ended(_))),
+                _ = dismissed => true,
+            };
+            if ended || self.agent.thaw().await.is_ok() {
+                return;
+            }
+            tokio::time::sleep(AGAIN).await;
+        }
+    }
+}
+
+impl Sandbox {
+    /// Pauses it, its processes first: then none of them runs in a child of a branch before that child is its
+    /// own. A guest that does not answer is paused all the same. The caller has the turn.
+    pub(crate) async fn pause(&self) -> Result<()> {
+        // It keeps its memory: nothing has to get to its disk.
+        let mut frozen = freeze(self, self.freeze_limit, FreezeSync::Skip).await;
+        if let Some((_, owed)) = &mut frozen.standing {
+            owed.take_back_freeze().await;
+        }
+        self.ask(Command::Pause).await?;
+        if let Some((_, mut owed)) = frozen.standing {
+            owed.forgo();
+        }
+        self.note_frozen(frozen.quiesced);
+        Ok(())
+    }
+
+    /// Lets a paused one go on, its processes too. The caller has the turn.
+    pub(crate) async fn go_on(&self) -> Result<()> {
+        self.activity.touch();
+        // First: a record that says so is of one that is paused.
+        self.note_frozen(false);
+        // Always, whatever is recorded: an earlier daemon may have been killed before it was.
+        let owed = (!self.spec.is_bare()).then(|| Owed::to(self));
+        self.ask(Command::Resume).await?;
+        self.forget_pause();
+        if let Some(owed) = owed {
+            owed.settle(self.freeze_limit).await;
+        }
+        Ok(())
+    }
+
+    /// Notes whether its processes were frozen when it was paused, for the next daemon, too.
+    fn note_frozen(&self, frozen: bool) {
+        if self.look(|facts| facts.life.frozen == frozen) {
+            return;
+        }
+        if let Err(error) = self.amend(|life, _| life.frozen = frozen) {
+            tracing::error!(sandbox = self.id, %error, frozen, "cannot record whether its processes are frozen");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::error::{Error, Kind};
+    use crate::fake_guest::{FakeDaemon, eventually};
+
+    /// Commands to a keeper, each with how often the guest had been asked to freeze and to thaw by then.
+    type Done = Arc<Mutex<Vec<(&'static str, usize, usize)>>>;
+
+    /// Does what the sandbox's keeper would, which may refuse to pause it.
+    fn keep(daemon: &FakeDaemon, refuses: bool) -> Done {
+        let (sandbox, guest) = (daemon.sandbox.clone(), daemon.guest.clone());
+        let done = Done::default();
+        let (mut commands, log) = (sandbox.take_commands().unwrap(), done.clone());
+        tokio::spawn(async move {
+            while let Some(command) = commands.recv().await {
+                let (what, phase, tell) = match command {
+                    Command::Pause(tell) => ("pause", Phase::Paused, tell),
+                    Command::Resume(tell) => ("resume", Phase::Running, tell),
+                    other => panic!("{other:?}"),
+                };
+                let asked = |method: &str| guest.calls_of(method).len();
+                log.lock().unwrap().push((what, asked("Freeze"), asked("Thaw")));
+                if refuses && what == "pause" {
+                    let _ = tell.send(Err(Error::new(Kind::Timeout, "the monitor does not answer")));
+                    continue;
+                }
+                sandbox.turn_to(phase);
+                let _ = tell.send(Ok(()));
+            }
+        });
+        done
+    }
+
+    fn is_frozen(sandbox: &Sandbox) -> bool {
+        sandbox.look(|facts| facts.life.frozen)
+    }
+
+    #[tokio::test]
+    async fn processes_freeze_before_a_pause_and_thaw_after_it() {
+        let daemon = FakeDaemon::start().await;
+        let (sandbox, done) = (&daemon.sandbox, keep(&daemon, false));
+        sandbox.pause().await.unwrap();
+        assert!(is_frozen(sandbox));
+        assert_eq!(daemon.guest.calls_of("Freeze")[0]["sync"], json!("skip"));
+        // A branch of it is quiesced, and thaws nothing.
+        let branch = freeze(sandbox, Duration::from_secs(60), FreezeSync::Quick).await;
+        assert_eq!(branch.thaw(Duration::from_secs(60)).await, (None, true));
+        sandbox.go_on().await.unwrap();
+        assert!(!is_frozen(sandbox));
+        assert_eq!(*done.lock().unwrap(), [("pause", 1, 0), ("resume", 1, 0)]);
+        assert_eq!(daemon.guest.calls_of("Thaw").len(), 1);
+        // A branch of one that runs has its own freeze and thaw.
+        let branch = freeze(sandbox, Duration::from_secs(60), FreezeSync::Quick).await;
+        let (frozen_ms, quiesced) = branch.thaw(Duration::from_secs(60)).await;
+        assert!(frozen_ms.is_some() && quiesced);
+        assert_eq!((daemon.guest.calls_of("Freeze").len(), daemon.guest.calls_of("Thaw").len()), (2, 2));
+    }
+
+    #[tokio::test]
+    async fn a_guest_that_does_not_answer_the_freeze_is_paused_all_the_same() {
+        let daemon = FakeDaemon::impatient_with_guests().await;
+        let (sandbox, done) = (&daemon.sandbox, keep(&daemon, false));
+        *daemon.guest.ignores.lock().unwrap() = Some("Freeze".into());
+        sandbox.pause().await.unwrap();
+        assert!(matches!(sandbox.phase(), Phase::Paused) && !is_frozen(sandbox));
+        let branch = freeze(sandbox, Duration::from_secs(60), FreezeSync::Quick).await;
+        assert_eq!(branch.thaw(Duration::from_secs(60)).await, (None, false));
+        sandbox.go_on().await.unwrap();
+        assert_eq!(*done.lock().unwrap(), [("pause", 1, 0), ("resume", 1, 0)]);
+        eventually("the thaw", || daemon.guest.calls_of("Thaw").len() == 1).await;
+    }
+
+    #[tokio::test]
+    async fn processes_go_on_when_the_pause_fails_or_its_caller_leaves() {
+        let daemon = FakeDaemon::start().await;
+        let done = keep(&daemon, true);
+        assert!(daemon.sandbox.pause().await.is_err());
+        assert!(!is_frozen(&daemon.sandbox));
+        eventually("the thaw", || daemon.guest.calls_of("Thaw").len() == 1).await;
+        assert_eq!(*done.lock().unwrap(), [("pause", 1, 0)]);
+
+        // The keeper is busy, and the caller does not wait for it.
+        let daemon = FakeDaemon::start().await;
+        let _busy = daemon.sandbox.take_commands();
+        let sandbox = daemon.sandbox.clone();
+        let caller = tokio::spawn(async move { sandbox.pause().await });
+        eventually("the freeze", || daemon.guest.calls_of("Freeze").len() == 1).await;
+        caller.abort();
+        eventually("the thaw", || daemon.guest.calls_of("Thaw").len() == 1).await;
+
+        // It leaves before the guest has answered: the thaw comes after the freeze.
+        let daemon = FakeDaemon::impatient_with_guests().await;
+        *daemon.guest.ignores.lock().unwrap() = Some("Freeze".into());
+        let sandbox = daemon.sandbox.clone();
+        let caller =
+            tokio::spawn(async move { freeze(&sandbox, Duration::from_secs(60), FreezeSync::Skip).await });
+        eventually("the freeze", || daemon.guest.calls_of("Freeze").len() == 1).await;
+        caller.abort();
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert!(daemon.guest.calls_of("Thaw").is_empty(), "the guest may yet freeze");
+        daemon.guest.answers.notify_one();
+        eventually("the thaw", || daemon.guest.calls_of("Thaw").len() == 1).await;
+    }
+
+    #[tokio::test]
+    async fn a_thaw_that_is_owed_waits_for_a_paused_guest_and_holds_up_the_next_freeze() {
+        let daemon = FakeDaemon::start().await;
+        let sandbox = &daemon.sandbox;
+        sandbox.turn_to(Phase::Paused);
+        drop(Owed::to(sandbox));
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert!(daemon.guest.calls_of("Thaw").is_empty(), "it cannot hear that");
+        sandbox.turn_to(Phase::Running);
+        let frozen = freeze(sandbox, Duration::from_secs(60), FreezeSync::Quick).await;
+        assert!(frozen.quiesced);
+        let calls: Vec<String> =
+            daemon.guest.calls.lock().unwrap().iter().map(|(method, _)| method.clone()).collect();
+        assert_eq!(calls, ["Thaw", "Freeze"]);
+    }
+}
