@@ -110,11 +110,21 @@ fn what_has_booted_outlives_its_daemon_and_what_had_not_is_ended() {
     daemon.branch(&id, json!({"tag": "later", "mode": "live", "wait": false}));
     let child = daemon.fork("later", 1).remove(0);
     assert_eq!(daemon.sh(&child, "cat /dev/shm/kept"), "memory\n");
+    // Rolled back it is the same sandbox, in the same boot; its child is not.
+    let boot_id = |id: &str| daemon.sh(id, "cat /proc/sys/kernel/random/boot_id");
+    let own = boot_id(&id);
+    assert_eq!(daemon.sh(&id, "cat /run/forkd/sandbox-id; echo -$FORKD_SANDBOX_ID"), format!("{id}-{id}\n"));
+    daemon.tell(&id, "rollback", json!({}));
+    assert_eq!(boot_id(&id), own);
+    assert_ne!(boot_id(&child), own);
+    let monitors = daemon.monitors();
     daemon.when_ready("later");
     daemon.delete(&[child, id.clone()]);
     daemon.restart();
     assert!(daemon.sandboxes().is_empty(), "{}", daemon.log());
-    eventually("the monitor to go", || (!is_monitor(monitors[0]) && daemon.folders() == 0).then_some(()));
+    eventually("the monitors to go", || {
+        (!monitors.iter().any(|pid| is_monitor(*pid)) && daemon.folders() == 0).then_some(())
+    });
 }
 
 #[test]

@@ -32,7 +32,8 @@ with open('/root/note', 'w') as file:
 fn a_source_does_not_notice_its_branch_whose_children_are_their_own() {
     let daemon = daemon();
     let source = fork(1).remove(0);
-    let name = daemon.sh(&source, "hostname; cat /etc/machine-id");
+    let names = "hostname; cat /etc/machine-id /proc/sys/kernel/random/boot_id";
+    let name = daemon.sh(&source, names);
     daemon.eval(&source, CONNECTED);
     let counting =
         "i=0; while [ ! -e /run/enough ]; do echo $i; i=$((i + 1)); echo $i > /run/ticks; sleep 0.1; done";
@@ -76,10 +77,12 @@ fn a_source_does_not_notice_its_branch_whose_children_are_their_own() {
         let drawn: BTreeSet<String> = everybody.iter().map(|id| daemon.eval(id, code)).collect();
         assert_eq!(drawn.len(), everybody.len(), "{code}: {drawn:?}");
     }
-    assert_eq!(daemon.sh(&source, "hostname; cat /etc/machine-id"), name, "the source was renamed");
-    let names: BTreeSet<String> =
-        everybody.iter().map(|id| daemon.sh(id, "hostname; cat /etc/machine-id")).collect();
-    assert_eq!(names.len(), everybody.len(), "{names:?}");
+    assert_eq!(daemon.sh(&source, names), name, "the source was renamed");
+    for line in 1..=3 {
+        let one = format!("({names}) | sed -n {line}p");
+        let told: BTreeSet<String> = everybody.iter().map(|id| daemon.sh(id, &one)).collect();
+        assert_eq!(told.len(), everybody.len(), "{told:?}");
+    }
 
     // What they have in common, and that it is nobody else's from then on.
     for id in &everybody {
@@ -256,6 +259,8 @@ fn rolled_back_a_sandbox_goes_on_from_its_branch_under_the_same_name() {
         daemon.sh(&source, &format!("echo {stage} > /root/stage"));
     };
     let before = daemon.sandbox(&source);
+    let boot_id = || daemon.sh(&source, "cat /proc/sys/kernel/random/boot_id");
+    let boot = boot_id();
     reach("one");
     daemon.branch(&source, json!({"tag": "one", "mode": "live", "wait": false}));
     reach("two");
@@ -270,6 +275,7 @@ fn rolled_back_a_sandbox_goes_on_from_its_branch_under_the_same_name() {
         assert_eq!(rolled[field], before[field], "{field}: {rolled}");
     }
     assert_eq!(state(&source), at("two"));
+    assert_eq!(boot_id(), boot, "the same sandbox, the same boot");
     assert_eq!(daemon.sh(&source, "ls /root/three 2>/dev/null | wc -l").trim(), "0");
     let rolled = daemon.tell(&source, "rollback", json!({"to": "one"}));
     assert_eq!(rolled["rolled_back_to"], "one", "{rolled}");

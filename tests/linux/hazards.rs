@@ -16,6 +16,9 @@ fn all_differ(ids: &[String], what: &str, ask: impl Fn(&Daemon, &str) -> String)
     answers
 }
 
+/// Where the kernel says which boot this is.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
 #[test]
 fn random_numbers_differ_in_every_child_whoever_makes_them() {
     let children = fork(3);
@@ -45,11 +48,23 @@ fn random_numbers_differ_in_every_child_whoever_makes_them() {
 #[test]
 fn identity_is_the_childs_own_in_every_place_it_is_kept() {
     let children = fork(3);
-    let boot_ids = all_differ(&children, "machine-id", |daemon, id| daemon.sh(id, "cat /etc/machine-id"));
-    for machine_id in boot_ids {
+    let machine_ids = all_differ(&children, "machine-id", |daemon, id| daemon.sh(id, "cat /etc/machine-id"));
+    for machine_id in machine_ids {
         let id = machine_id.trim();
         assert!(id.len() == 32 && id.bytes().all(|b| b.is_ascii_hexdigit()), "{id}");
     }
+    let boot_ids = all_differ(&children, "boot id", |daemon, id| daemon.sh(id, &format!("cat {BOOT_ID}")));
+    for (id, boot_id) in children.iter().zip(&boot_ids) {
+        let written = format!("str(uuid.UUID(open('{BOOT_ID}').read().strip())) + chr(10)");
+        assert_eq!(daemon().eval(id, &format!("{written} == open('{BOOT_ID}').read()")), "True", "{boot_id}");
+        // It stays when the sandbox stands still for a while.
+        daemon().tell(id, "pause", json!({}));
+        daemon().tell(id, "resume", json!({}));
+        assert_eq!(daemon().sh(id, &format!("cat {BOOT_ID}")), *boot_id);
+    }
+    // What is mounted over it keeps no user from having a `/proc` in a namespace of its own.
+    let own_proc = format!("setpriv --reuid 1000 --clear-groups unshare -Urpf --mount-proc cat {BOOT_ID}");
+    assert_eq!(daemon().sh(&children[0], &own_proc).len(), 37);
     for id in &children {
         assert_eq!(daemon().sh(id, "hostname; cat /etc/hostname"), format!("{id}\n{id}\n"));
         assert_eq!(daemon().sh(id, "cat /run/forkd/sandbox-id").trim(), id);

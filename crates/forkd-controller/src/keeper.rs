@@ -299,6 +299,10 @@ impl Sandbox {
         drop(fds);
         let up = async {
             let pong = guest::up(&self.agent, &config.timing).await?;
+            // It runs without, as those whose agent is older do.
+            if let Err(error) = self.agent.name(&self.id).await {
+                tracing::debug!(sandbox = self.id, %error, "the guest does not know which sandbox it is");
+            }
             if let Some(warm) = warm {
                 guest::warm_up(&self.agent, warm, &config.timing).await?;
             }

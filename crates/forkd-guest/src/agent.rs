@@ -3,7 +3,7 @@
 use std::{io, net::Ipv4Addr, os::fd::OwnedFd, path::PathBuf, sync::Arc, thread};
 
 use forkd_protocol::{
-    agent::{BecomeRequest, EvalRequest, FreezeRequest, Pong, TOKEN_HEADER, WarmRequest},
+    agent::{BecomeRequest, EvalRequest, FreezeRequest, NameRequest, Pong, TOKEN_HEADER, WarmRequest},
     connect::{Code, Error},
 };
 use serde_json::{Value, json};
@@ -135,6 +135,9 @@ impl Agent {
                 self.forking.freeze(&request, exchange.head().received, || !exchange.peer_has_left())
             }),
             "Thaw" => rpc::unary(exchange, |_: Value, _| self.forking.thaw().map(|()| json!({}))),
+            "Name" => rpc::unary(exchange, |request: NameRequest, _| {
+                self.forking.name(&request).map(|()| json!({}))
+            }),
             "Become" => rpc::unary(exchange, |request: BecomeRequest, head| {
                 self.forking.become_child(request, head.received)
             }),

@@ -18,6 +18,7 @@
 //! | `/forkd.Agent/Eval` | unary | [`EvalRequest`] → [`EvalResponse`] |
 //! | `/forkd.Agent/Freeze` | unary | [`FreezeRequest`] → [`FreezeResponse`] |
 //! | `/forkd.Agent/Thaw` | unary | `{}` → `{}` |
+//! | `/forkd.Agent/Name` | unary | [`NameRequest`] → `{}` |
 //! | `/forkd.Agent/Become` | unary | [`BecomeRequest`] → [`BecomeResponse`] |
 //! | `/forkd.Agent/Shutdown` | unary | `{}` → `{}`, then a clean power-off |
 //!
@@ -412,9 +413,19 @@ pub struct FreezeResponse {
     pub frozen: bool,
 }
 
+/// `Agent/Name`: the first call in a guest that was booted, before any user process runs. Its boot id becomes
+/// its own, as `Become` has it: a later `Become` with the same sandbox id, after a rollback, leaves that as it is.
+/// Agents of earlier versions do not know it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct NameRequest {
+    /// As in [`BecomeRequest::sandbox_id`].
+    pub sandbox_id: String,
+}
+
 /// `Agent/Become`: the first call in a forked child. In this order: the kernel's random numbers are
-/// reseeded, the clock is set, host name, machine id and sandbox id become the child's own, inherited
-/// TCP connections are reset, hooks in [`FORK_HOOKS`] run, a warmed interpreter in which functions wait
+/// reseeded, the clock is set, host name, machine id, boot id and sandbox id become the child's own,
+/// inherited TCP connections are reset, hooks in [`FORK_HOOKS`] run, a warmed interpreter in which functions wait
 /// for it learns that it was forked, user processes thaw, hooks in [`FORK_HOOKS_AFTER`] run. The same
 /// request again, with another time or not, changes nothing and gets the same warnings.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

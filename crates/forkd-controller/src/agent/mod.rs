@@ -21,7 +21,7 @@ use base64::prelude::BASE64_STANDARD;
 use bytes::Bytes;
 use forkd_protocol::agent::{
     BecomeRequest, BecomeResponse, EvalRequest, EvalResponse, Event, FreezeRequest, FreezeResponse,
-    FreezeSync, Pong, ProcessEvent, ProcessInput, ProcessList, ProcessRef, ProcessSelector, Pty,
+    FreezeSync, NameRequest, Pong, ProcessEvent, ProcessInput, ProcessList, ProcessRef, ProcessSelector, Pty,
     SendInputRequest, SendSignalRequest, StartRequest, UpdateRequest, WarmRequest, WarmStatus, WrittenFile,
 };
 use forkd_protocol::connect::{Code, Decoder, END_STREAM, EndStream, TIMEOUT_HEADER};
@@ -146,6 +146,12 @@ impl Agent {
     /// Lets a guest that was frozen run on.
     pub async fn thaw(&self) -> Result<()> {
         self.unary::<serde_json::Value>("/forkd.Agent/Thaw", &Empty {}, self.patience).await.map(drop)
+    }
+
+    /// Tells a guest that was booted which sandbox it is.
+    pub async fn name(&self, sandbox_id: &str) -> Result<()> {
+        let request = NameRequest { sandbox_id: sandbox_id.to_owned() };
+        self.unary::<serde_json::Value>("/forkd.Agent/Name", &request, self.patience).await.map(drop)
     }
 
     /// Makes a forked guest its own. The time in `request` is set right before it is sent.

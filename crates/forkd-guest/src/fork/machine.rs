@@ -11,10 +11,14 @@ use std::{
 
 use rustix::time::{ClockId, Timespec};
 
+use super::BootId;
+
 /// Access to the machine itself.
 pub struct Machine {
     /// The root of the file system with `etc` in it.
     pub root: PathBuf,
+    /// The boot id that programs read; `None` leaves them the kernel's.
+    pub boot_id: Option<BootId>,
     /// Makes the kernel's random numbers depend on these bytes from now on.
     pub reseed: fn(&[u8]) -> io::Result<()>,
     /// Sets the wall clock to a time since 1970.
@@ -32,6 +36,7 @@ impl Machine {
     pub fn guest() -> Self {
         Machine {
             root: "/".into(),
+            boot_id: None,
             reseed,
             set_clock,
             set_hostname: |name| Ok(rustix::system::sethostname(name.as_bytes())?),

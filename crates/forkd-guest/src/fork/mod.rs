@@ -11,6 +11,7 @@
 //!
 //! It knows nothing of the host: neither how a guest is copied nor how many copies there are.
 
+mod boot_id;
 mod connections;
 mod hooks;
 mod identity;
@@ -28,10 +29,11 @@ use std::{
 };
 
 use forkd_protocol::{
-    agent::{BecomeRequest, BecomeResponse, FreezeRequest, FreezeResponse, FreezeSync},
+    agent::{BecomeRequest, BecomeResponse, FreezeRequest, FreezeResponse, FreezeSync, NameRequest},
     connect::{Code, Error},
 };
 
+pub use boot_id::BootId;
 pub(crate) use identity::{Names, write_resolv_conf};
 pub use machine::Machine;
 
@@ -202,12 +204,33 @@ impl Forking {
         let names = self.names();
         names.write(&request.hostname, &request.machine_id, &mut warnings);
         names.write_sandbox_id(&request.sandbox_id, &mut warnings);
+        self.write_boot_id(&request.sandbox_id, &mut warnings);
         self.processes.variables.set(request.variables.clone());
         connections::reset(&self.processes.cgroups.pids(), frozen, &mut warnings);
 
         self.wake(&request, frozen, &mut warnings)?;
         *done = Some(Done { request: asked, warnings: warnings.clone() });
         Ok(became(warnings))
+    }
+
+    /// Tells a guest that was booted which sandbox it is. No user process runs yet.
+    pub(crate) fn name(&self, request: &NameRequest) -> Result<(), Error> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        check_sandbox_id(&request.sandbox_id)?;
+        let mut warnings = Vec::new();
+        self.names().write_sandbox_id(&request.sandbox_id, &mut warnings);
+        self.write_boot_id(&request.sandbox_id, &mut warnings);
+        for warning in warnings {
+            log::error!("{warning}");
+        }
+        self.processes.variables.set([(SANDBOX_ID.into(), request.sandbox_id.clone())].into());
+        Ok(())
+    }
+
+    fn write_boot_id(&self, sandbox_id: &str, warnings: &mut Vec<String>) {
+        if let Some(Err(error)) = self.machine.boot_id.as_ref().map(|id| id.become_that_of(sandbox_id)) {
+            warnings.push(format!("the boot id could not be written: {error}"));
+        }
     }
 
     fn names(&self) -> Names<'_> {
@@ -237,9 +260,7 @@ impl Checked {
         let BecomeRequest { sandbox_id, hostname, machine_id, unix_nanos, entropy, envs: mut variables } =
             request;
         let wrong = |message: String| Err(Error::new(Code::InvalidArgument, message));
-        if !forkd_protocol::names::is_valid_sandbox_id(&sandbox_id) {
-            return wrong(format!("{sandbox_id:?} is not a sandbox id: \"sb\", then letters and digits"));
-        }
+        check_sandbox_id(&sandbox_id)?;
         if !is_hostname(&hostname) {
             let rule = "1 to 63 letters, digits and hyphens, with no hyphen at either end";
             return wrong(format!("{hostname:?} is not a host name: {rule}"));
@@ -264,6 +285,14 @@ impl Checked {
         let sent_at = Duration::from_nanos(unix_nanos);
         Ok(Checked { sandbox_id, hostname, machine_id, sent_at, entropy, variables })
     }
+}
+
+fn check_sandbox_id(id: &str) -> Result<(), Error> {
+    if forkd_protocol::names::is_valid_sandbox_id(id) {
+        return Ok(());
+    }
+    let message = format!("{id:?} is not a sandbox id: \"sb\", then letters and digits");
+    Err(Error::new(Code::InvalidArgument, message))
 }
 
 /// A single label: such a name is safe in every file it is written to.

@@ -39,6 +39,7 @@ fn done(what: Done) -> io::Result<()> {
 pub(crate) fn machine(root: PathBuf) -> Machine {
     Machine {
         root,
+        boot_id: None,
         reseed: |entropy| done(Done::Reseeded(entropy.to_vec())),
         set_clock: |time| done(Done::Clock(time)),
         set_hostname: |name| match name {
@@ -99,6 +100,37 @@ fn a_child_is_who_it_is_told_to_be() {
     // Once more, as somebody else: nothing of the first is left.
     agent.become_child("sbother", json!({})).unwrap();
     assert_eq!(agent.sh("echo $FORKD_SANDBOX_ID $SECRET").out(), "sbother\n");
+}
+
+#[test]
+fn a_guest_that_was_booted_is_told_which_sandbox_it_is_and_keeps_its_boot_id_as_long_as_it_is_that() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut forking = forking(folder.path(), None, || ());
+    let path = folder.path().join("boot-id");
+    forking.machine.boot_id = Some(BootId::new("c3075f7e-701a-47dd-9b34-fb4ecf34ccf2", &path).unwrap());
+    let name = |id: &str| forking.name(&NameRequest { sandbox_id: id.into() });
+    let boot_id = || fs::read_to_string(&path).unwrap();
+    let kernels = boot_id();
+    assert_eq!(name("../sb").unwrap_err().code, Code::InvalidArgument);
+    assert_eq!(boot_id(), kernels);
+    name("sbbooted").unwrap();
+    assert_eq!(fs::read_to_string(folder.path().join("sandbox-id")).unwrap(), "sbbooted");
+    let first = boot_id();
+    assert_ne!(first, kernels);
+    let become_that = |id: &str| {
+        let request = BecomeRequest {
+            sandbox_id: id.into(),
+            hostname: id.into(),
+            machine_id: "0".repeat(32),
+            unix_nanos: 1,
+            entropy: Some(vec![1; 32]),
+            envs: BTreeMap::new(),
+        };
+        forking.become_child(request, Instant::now()).unwrap();
+        boot_id()
+    };
+    assert_ne!(become_that("sbchild"), first);
+    assert_eq!(become_that("sbbooted"), first, "rolled back, it has another one");
 }
 
 #[test]

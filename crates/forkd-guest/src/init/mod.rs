@@ -25,7 +25,7 @@ use forkd_protocol::init::{InitPlan, InterfacePlan, ListenPlan};
 
 use crate::{
     agent::{Agent, Config},
-    fork::{self, Machine},
+    fork::{self, BootId, Machine},
     log,
     process::reaper,
     sys,
@@ -86,6 +86,9 @@ fn start() -> Result<std::convert::Infallible, Fatal> {
         log::error!("cannot set the host name {:?}: {errno}", plan.hostname);
     }
     name_things(&plan);
+    let boot_id = BootId::take_over(Path::new(RUN_DIR))
+        .inspect_err(|error| log::error!("children have the same boot id: {error}"))
+        .ok();
     network::configure(&plan.network);
     reaper::start();
 
@@ -95,7 +98,7 @@ fn start() -> Result<std::convert::Infallible, Fatal> {
         token,
         cgroup,
         run_dir: PathBuf::from(RUN_DIR),
-        machine: Machine::guest(),
+        machine: Machine { boot_id, ..Machine::guest() },
         shut_down: shutdown::shut_down,
     };
     let agent = Agent::new(config);
