@@ -8,6 +8,7 @@ mod branches;
 mod branching;
 mod connected;
 mod devices;
+mod disk_full;
 mod ends;
 mod forks;
 mod hazards;

@@ -66,6 +66,7 @@ impl Command {
             Command::Pause(tell) => {
                 let paused = monitor.pause(patience).await;
                 if paused.is_ok() {
+                    sandbox.learn(|facts| facts.disk_full = false);
                     sandbox.pauses.begin();
                     sandbox.turn_to(Phase::Paused);
                 }
@@ -74,6 +75,7 @@ impl Command {
             Command::Resume(tell) => {
                 let resumed = monitor.resume(patience).await;
                 if resumed.is_ok() {
+                    sandbox.learn(|facts| facts.disk_full = false);
                     sandbox.pauses.end();
                     sandbox.turn_to(Phase::Running);
                 }

@@ -9,10 +9,22 @@ use std::time::{Duration, Instant};
 use forkd_store::Snapshot;
 
 use crate::branch::Branch;
+use crate::command::Command;
 use crate::error::{Error, Result};
+use crate::registry::Registry;
+use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::{Entry, Snapshots};
+use crate::stopping::Stopping;
 use crate::template::Template;
 
+/// Why a sandbox is paused that nobody paused, in one word and in one sentence.
+pub(crate) const DISK_FULL: &str = "host_disk_full";
+pub(crate) const DISK_FULL_DETAIL: &str =
+    "the host's disk is full; it goes on by itself when there is room: free space, or remove snapshots";
+/// So much must be free before guests that wait for room go on, or they would soon wait again.
+const ROOM_FOR_GUESTS: u64 = 64 << 20;
+/// How long a guest stays paused at least: a quota may be used up where the disk has room.
+const SHORTEST_PAUSE: Duration = Duration::from_secs(5);
 /// How long a branch without room on disk is left alone after a save has failed; then twice as long, up to
 /// `LONGEST_PAUSE`.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
@@ -30,6 +42,62 @@ pub(crate) fn free(folder: &Path) -> io::Result<u64> {
 pub(crate) fn is_shortage(text: &str) -> bool {
     let errors = [rustix::io::Errno::NOSPC, rustix::io::Errno::DQUOT];
     errors.iter().any(|error| text.contains(&format!("(os error {})", error.raw_os_error())))
+}
+
+impl Sandbox {
+    /// Whether it is paused because its guest writes and the host's disk is full.
+    pub(crate) fn waits_for_room(&self) -> bool {
+        matches!(self.phase(), Phase::Paused) && self.look(|facts| facts.disk_full)
+    }
+
+    /// Its monitor has paused it, because the host's disk is full.
+    pub(crate) fn paused_for_room(&self) {
+        tracing::warn!(
+            sandbox = self.id,
+            "the host's disk is full; the sandbox is paused until there is room"
+        );
+        self.learn(|facts| facts.disk_full = true);
+        self.pauses.begin();
+        self.turn_to(Phase::Paused);
+    }
+
+    /// Lets it go on if it still waits for room: what its guest writes is tried again.
+    async fn try_again(&self) -> Result<()> {
+        let _turn = self.take_turn().await?;
+        // What it did while it is being stored would be lost.
+        if !self.waits_for_room() || self.not_put_away().is_err() {
+            return Ok(());
+        }
+        tracing::info!(sandbox = self.id, "there is room on the host's disk; the sandbox goes on");
+        // Not a use of it: nobody asked for anything.
+        self.ask(Command::Resume).await?;
+        self.forget_pause();
+        Ok(())
+    }
+}
+
+/// Lets sandboxes that wait for room on the disk go on when there is some, until the daemon stops.
+pub(crate) async fn resume_waiting(registry: Arc<Registry>, mut stopping: Stopping) {
+    let data = registry.host.config.data_dir.clone();
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(LOOK_FOR_ROOM) => {}
+            () = stopping.asked() => return,
+        }
+        let is_due = |sandbox: &Arc<Sandbox>| {
+            sandbox.waits_for_room() && sandbox.pauses.lasts().is_none_or(|time| time >= SHORTEST_PAUSE)
+        };
+        let waiting: Vec<_> = registry.list().into_iter().filter(is_due).collect();
+        // Where it cannot be found out, the write itself tells.
+        if waiting.is_empty() || free(&data).is_ok_and(|free| free < ROOM_FOR_GUESTS) {
+            continue;
+        }
+        for sandbox in waiting {
+            if let Err(error) = sandbox.try_again().await {
+                tracing::warn!(sandbox = sandbox.id, error = error.message, "the sandbox stays paused");
+            }
+        }
+    }
 }
 
 impl Snapshots {

@@ -147,6 +147,9 @@ impl Sandbox {
         let Ok(status) = monitor.status(timing.call).await else { return false };
         // It lives: a rollback that was cut off had not come to its end.
         let _ = std::fs::remove_file(self.folder.join(END));
+        // It has told why before it answered.
+        let disk_full = monitor.take_disk_full();
+        self.learn(|facts| facts.disk_full = disk_full);
         !status.running
     }
 
@@ -427,10 +430,16 @@ impl Sandbox {
         let mut commands = self.take_commands();
         let mut watchdog = std::pin::pin!(self.watchdog(timing));
         let wish = loop {
+            if monitor.take_disk_full() {
+                self.paused_for_room();
+            }
             let command = tokio::select! {
                 biased;
                 wish = self.dismissed() => break wish,
-                end = monitor.wait() => return Outcome::Ended(self.account(end).await),
+                happened = monitor.next() => match happened {
+                    Some(end) => return Outcome::Ended(self.account(end).await),
+                    None => continue,
+                },
                 Some(command) = next_command(&mut commands) => command,
                 () = &mut watchdog => break Wish::End,
             };

@@ -75,6 +75,8 @@ pub(crate) struct Monitor {
     owed: u32,
     /// Whether its guest has written to the ready port.
     ready: bool,
+    /// Whether it has paused its VM because the host's disk is full, and nobody here has looked.
+    disk_full: bool,
     left: bool,
 }
 
@@ -173,6 +175,7 @@ impl Monitor {
             distrusted: None,
             owed: 1,
             ready: false,
+            disk_full: false,
             left: false,
         }
     }
@@ -206,14 +209,19 @@ impl Monitor {
         Ok(())
     }
 
+    /// Whether it has paused its VM because the host's disk is full, since the last call.
+    pub(crate) fn take_disk_full(&mut self) -> bool {
+        std::mem::take(&mut self.disk_full)
+    }
+
     /// Takes note of one thing that happens; the end of the process is returned. Cancel-safe.
-    async fn next(&mut self) -> Option<MonitorEnd> {
+    pub(crate) async fn next(&mut self) -> Option<MonitorEnd> {
         tokio::select! {
             // Messages first, so that the last one is read before the end is noticed.
             biased;
             message = next_message(&self.control) => match message {
                 Ok(Some((Message::Event(event), fds))) => {
-                    note(&mut self.vm_end, &mut self.ready, event, fds);
+                    note(&mut self.vm_end, &mut self.ready, &mut self.disk_full, event, fds);
                 }
                 Ok(Some((Message::Reply(reply), fds))) => {
                     let said = (self.owed == 0).then(|| console::brief(&reply));
@@ -346,10 +354,11 @@ async fn next_message(control: &Option<Link>) -> io::Result<Option<Received>> {
     }
 }
 
-fn note(vm_end: &mut Option<VmEnd>, ready: &mut bool, event: Event, fds: Vec<OwnedFd>) {
+fn note(vm_end: &mut Option<VmEnd>, ready: &mut bool, disk_full: &mut bool, event: Event, fds: Vec<OwnedFd>) {
     match event {
         Event::Ended(end) => *vm_end = Some(end),
         Event::Ready => *ready = true,
+        Event::DiskFull => *disk_full = true,
         // Only templates have children, and those are not listened to here.
         Event::ChildEnded { .. } => {}
         // Nothing on the host listens for guests yet: closing the descriptor is the reset.

@@ -4,6 +4,7 @@
 use std::sync::atomic::Ordering;
 
 use crate::clock;
+use crate::disk_space::{DISK_FULL, DISK_FULL_DETAIL};
 use crate::sandbox::{Phase, ROLLED_BACK, Sandbox};
 use crate::telling::events::{About, EventKind};
 
@@ -62,13 +63,14 @@ impl Sandbox {
             Phase::Ended(end) => Some(end.clone()),
             _ => None,
         };
+        let disk_full = kind == EventKind::SandboxPaused && facts.disk_full;
         let about = About {
             sandbox: Some(self.id.clone()),
             snapshot,
             owner: Some(self.spec.owner.clone()),
             workspace: facts.workspace,
-            reason: end.as_ref().map(|end| end.reason.clone()),
-            detail: end.map(|end| end.detail.clone()),
+            reason: end.as_ref().map(|end| end.reason.clone()).or(disk_full.then(|| DISK_FULL.into())),
+            detail: end.map(|end| end.detail.clone()).or(disk_full.then(|| DISK_FULL_DETAIL.into())),
             ready_ms: facts.ready_ms.filter(|_| kind == EventKind::SandboxRunning),
         };
         self.telling.events.emit(kind, about);

@@ -26,6 +26,7 @@ use crate::cgroup::Leaf;
 use crate::command::{self, Command};
 use crate::console;
 use crate::count::Count;
+use crate::disk_space::DISK_FULL_DETAIL;
 use crate::error::{Error, Kind, Result};
 use crate::host::Host;
 use crate::life::{Activity, Life};
@@ -162,6 +163,8 @@ pub(crate) struct Facts {
     /// The workspace it is the sandbox of.
     pub(crate) workspace: Option<String>,
     pub(crate) life: Life,
+    /// Whether its monitor paused it because the host's disk is full.
+    pub(crate) disk_full: bool,
     /// What is being done because its time is over.
     pub(crate) attempt: Attempt,
     /// Whether it is being stored, to be ended then: what is done in it would be lost.
@@ -406,6 +409,10 @@ impl Sandbox {
                 Err(Error::new(Kind::Conflict, text))
             }
             Phase::Unresponsive => Err(self.unresponsive().await),
+            Phase::Paused if self.waits_for_room() => {
+                let text = format!("sandbox {} is paused: {DISK_FULL_DETAIL}", self.id);
+                Err(Error::new(Kind::Conflict, text))
+            }
             Phase::Paused => {
                 let text = format!("sandbox {id} is paused; `forkd resume {id}` lets it go on", id = self.id);
                 Err(Error::new(Kind::Conflict, text))

@@ -26,6 +26,7 @@ use crate::client_stream::{ClientStream, Patience};
 use crate::config::Config;
 use crate::count::Count;
 use crate::descriptors;
+use crate::disk_space;
 use crate::error::{Error, Result};
 use crate::host::{Host, make_private_dir};
 use crate::line::ports::Ports;
@@ -167,6 +168,7 @@ pub async fn serve_until(
     });
     tokio::spawn(retention);
     tokio::spawn(retention::unload_unused(app.snapshots.clone()));
+    tokio::spawn(disk_space::resume_waiting(app.registry.clone(), stopping.clone()));
     let timeouts = Timeouts {
         registry: app.registry.clone(),
         snapshots: app.snapshots.clone(),

@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::api::{PauseInfo, Stats};
 use crate::clock;
@@ -90,6 +90,11 @@ impl Pauses {
     /// It stands still until it is resumed.
     pub(crate) fn begin(&self) {
         self.lock().now = Some((clock::now_ms(), Instant::now()));
+    }
+
+    /// How long it has stood still; none if that is not known, or it does not.
+    pub(crate) fn lasts(&self) -> Option<Duration> {
+        self.lock().now.map(|(_, since)| since.elapsed())
     }
 
     /// It was resumed. When it was paused is not known if an earlier daemon did.

@@ -156,7 +156,7 @@ impl Timeouts {
         if used() || matches!(sandbox.phase(), Phase::Ended(_)) {
             return Ok(());
         }
-        if !matches!(sandbox.phase(), Phase::Paused) {
+        if !matches!(sandbox.phase(), Phase::Paused) || sandbox.waits_for_room() {
             // Before it is: the next daemon is to know why it stands still.
             amend(sandbox, |life, _| life.dozing = idle)?;
             sandbox.pause().await?;

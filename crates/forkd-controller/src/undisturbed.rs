@@ -20,10 +20,12 @@ impl Sandbox {
         }
     }
 
-    /// Returns when it is paused, with that as an error.
+    /// Returns when it is paused, with that as an error. One that waits for room on the host's disk goes on by
+    /// itself, and so does what streams.
     async fn paused(&self) -> Error {
         let mut phases = self.phase.subscribe();
-        if phases.wait_for(|phase| matches!(phase, Phase::Paused)).await.is_err() {
+        let paused = |phase: &Phase| matches!(phase, Phase::Paused) && !self.look(|facts| facts.disk_full);
+        if phases.wait_for(paused).await.is_err() {
             // Would mean that `self` is gone.
             std::future::pending::<()>().await;
         }

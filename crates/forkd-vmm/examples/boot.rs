@@ -61,7 +61,7 @@ fn main() {
             match event {
                 Event::Ended(_) => break,
                 Event::GuestConnection { .. } => fds.into_iter().for_each(echo),
-                Event::Ready | Event::ChildEnded { .. } => {}
+                Event::Ready | Event::DiskFull | Event::ChildEnded { .. } => {}
             }
         }
     });

@@ -1,4 +1,5 @@
-//! What a VM's threads tell the control thread: that the guest is ready, that the VM has ended and why.
+//! What a VM's threads tell the control thread: that the guest is ready, that the host's disk is full, that the VM
+//! has ended and why.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -12,6 +13,7 @@ use crate::{Error, Result};
 #[derive(Debug)]
 pub struct Ending {
     ready: AtomicBool,
+    disk_full: AtomicBool,
     first: Mutex<Option<(EndReason, String)>>,
     event: EventFd,
 }
@@ -20,7 +22,12 @@ impl Ending {
     /// Nothing has happened yet.
     pub fn new() -> Result<Ending> {
         let event = EventFd::new(EFD_NONBLOCK).map_err(Error::system("create an eventfd"))?;
-        Ok(Ending { ready: AtomicBool::new(false), first: Mutex::new(None), event })
+        Ok(Ending {
+            ready: AtomicBool::new(false),
+            disk_full: AtomicBool::new(false),
+            first: Mutex::new(None),
+            event,
+        })
     }
 
     /// Says that the VM ended. The first report counts: the others follow from it.
@@ -40,6 +47,17 @@ impl Ending {
     /// Whether the guest has said that it runs.
     pub fn is_ready(&self) -> bool {
         self.ready.load(Ordering::SeqCst)
+    }
+
+    /// A write of the guest waits for room on the host's disk.
+    pub fn report_disk_full(&self) {
+        self.disk_full.store(true, Ordering::SeqCst);
+        let _ = self.event.write(1);
+    }
+
+    /// Whether a write waits for room, as was reported since the last call.
+    pub fn take_disk_full(&self) -> bool {
+        self.disk_full.swap(false, Ordering::SeqCst)
     }
 
     /// Readable once there is news; who has read the news reads the event.

@@ -20,6 +20,7 @@ use rustix::io::Errno;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::devices::virtio::mmio::MmioDevice;
+use crate::ending::Ending;
 use crate::gate::{Gate, Order};
 
 /// How many events are taken from the kernel at once.
@@ -116,6 +117,8 @@ pub struct EventLoop {
     gate: Arc<Gate>,
     wake: EventFd,
     devices: Vec<Arc<Mutex<MmioDevice>>>,
+    /// Who is told that a device waits for room on the host's disk.
+    ending: Option<Arc<Ending>>,
 }
 
 impl EventLoop {
@@ -127,7 +130,7 @@ impl EventLoop {
         let gate = Arc::new(Gate::new(Order::Run));
         // Left when the loop is dropped.
         gate.enter();
-        Ok(EventLoop { epoll: Arc::new(epoll), gate, wake, devices: Vec::new() })
+        Ok(EventLoop { epoll: Arc::new(epoll), gate, wake, devices: Vec::new(), ending: None })
     }
 
     /// Serves `device` from now on: its queues and the descriptors it registers.
@@ -143,6 +146,11 @@ impl EventLoop {
         }
         self.devices.push(device);
         Ok(())
+    }
+
+    /// Tells `ending` from now on when a device waits for room on the host's disk.
+    pub(crate) fn report_to(&mut self, ending: Arc<Ending>) {
+        self.ending = Some(ending);
     }
 
     /// To tell the loop what to do once another thread runs it.
@@ -187,6 +195,11 @@ impl EventLoop {
         let token = key as u32;
         if key & QUEUE != 0 {
             device.queue_event(token as usize);
+            if device.take_disk_full()
+                && let Some(ending) = &self.ending
+            {
+                ending.report_disk_full();
+            }
         } else {
             let broken = flags.intersects(EventFlags::HUP | EventFlags::ERR);
             let readiness = Readiness {

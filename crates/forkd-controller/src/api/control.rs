@@ -37,7 +37,7 @@ pub(super) async fn pause(State(app): State<App>, Id(id): Id, _: Ignored) -> Res
     let sandbox = app.registry.get(&id)?;
     let _turn = sandbox.take_turn().await?;
     sandbox.not_put_away()?;
-    if !matches!(awake(&sandbox)?, Phase::Paused) {
+    if !matches!(awake(&sandbox)?, Phase::Paused) || sandbox.waits_for_room() {
         sandbox.pause().await?;
     }
     // Whoever pauses it means it: it does not go on by itself.

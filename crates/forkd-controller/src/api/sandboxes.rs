@@ -23,6 +23,7 @@ use super::requests::Target;
 use super::types::{CreateRequest, PingReply, SandboxInfo, SandboxState, SpawnError, SpawnReply, Stats};
 use crate::cgroup;
 use crate::console::printable;
+use crate::disk_space::{DISK_FULL, DISK_FULL_DETAIL};
 use crate::error::{Error, ErrorBody, Kind, Result};
 use crate::host::blocking;
 use crate::identity::Identity;
@@ -453,6 +454,7 @@ fn state(phase: &Phase) -> SandboxState {
 pub(super) fn info(sandbox: &Sandbox) -> SandboxInfo {
     let phase = sandbox.phase();
     let state = state(&phase);
+    let disk_full = sandbox.waits_for_room();
     let end = match phase {
         Phase::Ended(end) => Some(end),
         _ => None,
@@ -464,8 +466,8 @@ pub(super) fn info(sandbox: &Sandbox) -> SandboxInfo {
         image: spec.image.clone(),
         snapshot_tag: spec.snapshot_tag.clone(),
         state,
-        reason: end.as_ref().map(|end| end.reason.clone()),
-        detail: end.as_ref().map(|end| end.detail.clone()),
+        reason: end.as_ref().map(|end| end.reason.clone()).or(disk_full.then(|| DISK_FULL.into())),
+        detail: end.as_ref().map(|end| end.detail.clone()).or(disk_full.then(|| DISK_FULL_DETAIL.into())),
         console_tail: end.map(|end| end.console_tail.clone()),
         vcpus: spec.vcpus,
         mem_size_mib: spec.mem_mib,

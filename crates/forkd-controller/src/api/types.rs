@@ -226,10 +226,11 @@ pub struct SandboxInfo {
     pub state: SandboxState,
     /// How it ended, in one word: `powered_off`, `reset`, `panicked`, `failed`, `out_of_memory`,
     /// `monitor_died`, `boot_failed`, `fork_failed`, `rollback_failed`, `timed_out`, `idle_timed_out`,
-    /// `suspended`, `deleted` or `unknown`.
+    /// `suspended`, `deleted` or `unknown`. Of a paused one: `host_disk_full` if it waits for room on the host's
+    /// disk, and goes on by itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// How it ended, in one sentence.
+    /// The same in one sentence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,
     /// The end of its console, once it has ended.

@@ -105,7 +105,11 @@ impl Monitor {
     /// Has its vCPUs and devices stand still.
     pub(crate) async fn pause(&mut self, patience: Duration) -> Result<()> {
         match self.command(&Request::Pause, &[], patience).await?.0 {
-            Reply::Paused => Ok(()),
+            // What it told before is over.
+            Reply::Paused => {
+                self.disk_full = false;
+                Ok(())
+            }
             other => Err(unexpected(&other)),
         }
     }
@@ -113,7 +117,10 @@ impl Monitor {
     /// Lets a paused VM go on.
     pub(crate) async fn resume(&mut self, patience: Duration) -> Result<()> {
         match self.command(&Request::Resume, &[], patience).await?.0 {
-            Reply::Resumed => Ok(()),
+            Reply::Resumed => {
+                self.disk_full = false;
+                Ok(())
+            }
             other => Err(unexpected(&other)),
         }
     }
@@ -227,7 +234,9 @@ impl Monitor {
                     // Of a question that was given up: the answers come in order.
                     discard(self.pid, reply, fds);
                 }
-                Some((Message::Event(event), fds)) => note(&mut self.vm_end, &mut self.ready, event, fds),
+                Some((Message::Event(event), fds)) => {
+                    note(&mut self.vm_end, &mut self.ready, &mut self.disk_full, event, fds);
+                }
                 None => return Ok(None),
             }
         }

@@ -175,6 +175,10 @@ pub enum Event {
     /// The guest wrote to the ready port for the first time since it was booted or forked: what
     /// guests without an agent do to say that they run.
     Ready,
+    /// The guest wrote to a disk, and the host's disk has no room for that. The monitor has paused the VM.
+    /// [`Request::Resume`] tries the write again; [`Request::Pause`] makes it an ordinary pause. Until then every
+    /// controller that connects is told, right after its hello.
+    DiskFull,
     /// A child of this template ended. Kept, and told by [`Request::Children`], until it is
     /// acknowledged.
     ChildEnded {

@@ -78,6 +78,10 @@ struct Monitor {
     branches: Branches,
     /// Whether the controller that is attached was told that the guest is ready.
     ready_told: bool,
+    /// Whether the monitor itself paused the VM, because the host's disk is full.
+    disk_full: bool,
+    /// Whether the controller that is attached was told so.
+    disk_full_told: bool,
     outbox: Outbox,
     inbox: Inbox,
 }
@@ -85,8 +89,17 @@ struct Monitor {
 impl Monitor {
     fn idle(controllers: Controllers, seccomp: seccomp::Mode) -> Result<Monitor> {
         let (outbox, inbox) = guest_connections::queue()?;
-        let branches = Branches::default();
-        Ok(Monitor { controllers, seccomp, running: None, branches, ready_told: false, outbox, inbox })
+        Ok(Monitor {
+            controllers,
+            seccomp,
+            running: None,
+            branches: Branches::default(),
+            ready_told: false,
+            disk_full: false,
+            disk_full_told: false,
+            outbox,
+            inbox,
+        })
     }
 
     /// The monitor of a child that was just forked. Its guest runs when this returns: only then is there
@@ -131,8 +144,10 @@ impl Monitor {
                 let request = self.controllers.step();
                 self.inbox.set_attached(self.controllers.attached());
                 self.ready_told &= self.controllers.attached();
-                // It may have come before the hello.
+                self.disk_full_told &= self.controllers.attached();
+                // They may have come before the hello.
                 self.tell_ready();
+                self.tell_disk_full();
                 if let Some((request, fds)) = request
                     && let Some(next) = self.answer(request, fds)
                 {
@@ -169,8 +184,30 @@ impl Monitor {
         // Read before looking: what is told in between is told again.
         let _ = running.news().read();
         let end = running.end();
+        let disk_full = running.take_disk_full();
         self.tell_ready();
+        if disk_full && end.is_none() {
+            self.pause_for_room();
+        }
         end
+    }
+
+    /// Pauses the VM until there is room for what the guest writes; the controller decides when. One that is
+    /// paused stays so: resuming it tries the write again.
+    fn pause_for_room(&mut self) {
+        let Some(vm) = self.running.as_mut().filter(|vm| !vm.is_paused()) else { return };
+        // A VM that has ended meanwhile needs no pause: its end is the next news.
+        if vm.pause().map(Paused::keep).is_ok() {
+            self.disk_full = true;
+            self.disk_full_told = false;
+            self.tell_disk_full();
+        }
+    }
+
+    fn tell_disk_full(&mut self) {
+        if self.disk_full && !self.disk_full_told {
+            self.disk_full_told = self.controllers.tell(Event::DiskFull, &[]);
+        }
     }
 
     fn tell_ready(&mut self) {
@@ -191,8 +228,14 @@ impl Monitor {
                 Err(error) => Err(error),
             },
             Request::Branch(config) => return self.branch(config, fds),
-            Request::Pause => self.vm().and_then(|vm| vm.pause().map(Paused::keep)).map(|()| Reply::Paused),
-            Request::Resume => self.vm().and_then(Running::resume).map(|()| Reply::Resumed),
+            Request::Pause => self.vm().and_then(|vm| vm.pause().map(Paused::keep)).map(|()| {
+                self.disk_full = false;
+                Reply::Paused
+            }),
+            Request::Resume => self.vm().and_then(Running::resume).map(|()| {
+                self.disk_full = false;
+                Reply::Resumed
+            }),
             Request::Seal { layers } => {
                 self.vm().and_then(|vm| branch::seal(vm, &layers, fds)).map(|()| Reply::Sealed)
             }

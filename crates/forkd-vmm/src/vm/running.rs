@@ -36,11 +36,12 @@ pub(crate) struct DeviceThread {
 
 impl DeviceThread {
     pub(super) fn spawn(
-        event_loop: EventLoop,
+        mut event_loop: EventLoop,
         ending: Arc<Ending>,
         seccomp: seccomp::Mode,
     ) -> Result<DeviceThread> {
         let control = event_loop.control().map_err(Error::system("control the event loop"))?;
+        event_loop.report_to(Arc::clone(&ending));
         let body = move || {
             let outcome = seccomp::install(ThreadKind::Device, seccomp)
                 .and_then(|()| event_loop.run().map_err(Error::system("serve the devices")));
@@ -80,7 +81,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Readable when the guest became ready or the VM has ended by itself, until it is read.
+    /// Readable when the guest became ready, the host's disk is full or the VM has ended by itself, until it is read.
     pub fn news(&self) -> &EventFd {
         self.ending.event()
     }
@@ -88,6 +89,11 @@ impl Running {
     /// Whether the guest has said that it runs.
     pub fn is_ready(&self) -> bool {
         self.ending.is_ready()
+    }
+
+    /// Whether a write of the guest waits for room on the host's disk, as was found since the last call.
+    pub fn take_disk_full(&self) -> bool {
+        self.ending.take_disk_full()
     }
 
     /// How the VM ended, if it has.
@@ -124,13 +130,17 @@ impl Running {
         self.paused
     }
 
-    /// Lets a VM that was [kept paused](Paused::keep) go on.
+    /// Lets a VM that was [kept paused](Paused::keep) go on. Requests that found the host's disk full are tried
+    /// again.
     pub fn resume(&mut self) -> Result<()> {
         if !self.paused {
             return Ok(());
         }
         self.vcpus.parked().iter().try_for_each(|vcpu| vcpu::tell_of_pause(vcpu))?;
         self.paused = false;
+        for device in self.bus.virtio() {
+            device.lock().unwrap_or_else(PoisonError::into_inner).look_again();
+        }
         self.go_on();
         Ok(())
     }

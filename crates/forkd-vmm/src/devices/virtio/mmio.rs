@@ -225,6 +225,16 @@ impl MmioDevice {
         }
     }
 
+    /// Whether a request waits for room on the host's disk, as the device found since the last call.
+    pub fn take_disk_full(&mut self) -> bool {
+        self.device.take_disk_full()
+    }
+
+    /// Has the device thread look at all queues again.
+    pub fn look_again(&self) {
+        self.notifiers.iter().for_each(signal);
+    }
+
     /// Whether driver and device are both at work.
     fn is_running(&self) -> bool {
         self.status & (DRIVER_OK | NEEDS_RESET | FAILED) == DRIVER_OK

@@ -102,6 +102,12 @@ pub trait VirtioDevice: Send {
         false
     }
 
+    /// Whether the device left a request in its queue, since the last call, because the host's disk is full. The
+    /// next `queue_event` tries it again.
+    fn take_disk_full(&mut self) -> bool {
+        false
+    }
+
     /// The disk behind the device, if it has one. Called at any time between two events.
     fn disk(&mut self) -> Option<&mut Disk> {
         None

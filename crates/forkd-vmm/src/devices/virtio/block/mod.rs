@@ -9,6 +9,8 @@ mod tests;
 
 pub use disk::{Disk, DiskError};
 
+use std::io::ErrorKind;
+
 use virtio_bindings::virtio_blk;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 
@@ -38,16 +40,24 @@ pub struct Block {
     disk: Disk,
     id: [u8; ID_SIZE],
     config: [u8; 60],
+    /// Whether a write waits in the queue because the host's disk is full, and nobody has been told.
+    disk_full: bool,
 }
 
 /// Why a request was not done; what the driver gets to know of it.
 enum Refusal {
     IoError,
     Unsupported,
+    /// The host's disk, or the monitor's quota of it, is full. The driver gets to know nothing: the request is
+    /// tried again. An error would have the guest's file system give up for good.
+    DiskFull,
 }
 
 impl From<std::io::Error> for Refusal {
-    fn from(_: std::io::Error) -> Self {
+    fn from(error: std::io::Error) -> Self {
+        if matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) {
+            return Refusal::DiskFull;
+        }
         // A driver can make any read or write fail by asking for what is not there: saying more
         // than it is told anyway would let it fill somebody's log.
         Refusal::IoError
@@ -72,7 +82,7 @@ impl Block {
         config[20..24].copy_from_slice(&(SECTOR as u32).to_le_bytes());
         // A guest that knows our block size writes whole blocks, and nothing has to be copied first.
         config[24] = (BLOCK / SECTOR).trailing_zeros() as u8;
-        Block { disk, id, config }
+        Block { disk, id, config, disk_full: false }
     }
 
     /// The features of a disk that can be written to, or not.
@@ -88,8 +98,9 @@ impl Block {
     /// A disk has one queue.
     pub const QUEUE_SIZES: &'static [u16] = &[QUEUE_SIZE];
 
-    /// Serves one request. Returns how many bytes were written into it, and how many it was about.
-    fn serve(&mut self, chain: &mut Chain<'_>) -> Result<(usize, usize), Malformed> {
+    /// Serves one request. Returns how many bytes were written into it, and how many it was about; nothing if the
+    /// request is to be put back, to be served once more as if it never was.
+    fn serve(&mut self, chain: &mut Chain<'_>) -> Result<Option<(usize, usize)>, Malformed> {
         let mut header = [0; HEADER_SIZE];
         let head = chain.readable.split_to(HEADER_SIZE).ok_or(Malformed("a request without header"))?;
         let fits = head.copy_to(&mut header);
@@ -102,6 +113,7 @@ impl Block {
         let (status, written) = match self.transfer(&header, readable, writable) {
             Ok(written) => (virtio_blk::VIRTIO_BLK_S_OK, written),
             Err(Refusal::IoError) => (virtio_blk::VIRTIO_BLK_S_IOERR, 0),
+            Err(Refusal::DiskFull) => return Ok(None),
             Err(Refusal::Unsupported) => (virtio_blk::VIRTIO_BLK_S_UNSUPP, 0),
         };
         if !fits || !chain.writable.copy_from(&[status as u8]) {
@@ -109,7 +121,7 @@ impl Block {
         }
         // The length reported is what was written without a gap: the status counts only if nothing
         // before it is missing.
-        Ok((if written == data_len { written + 1 } else { written }, moved))
+        Ok(Some((if written == data_len { written + 1 } else { written }, moved)))
     }
 
     /// Does what the header asks for and returns how many bytes were written for the guest.
@@ -167,6 +179,10 @@ impl VirtioDevice for Block {
         Self::QUEUE_SIZES
     }
 
+    fn take_disk_full(&mut self) -> bool {
+        std::mem::take(&mut self.disk_full)
+    }
+
     fn disk(&mut self) -> Option<&mut Disk> {
         Some(&mut self.disk)
     }
@@ -200,7 +216,11 @@ impl VirtioDevice for Block {
                 break;
             }
             let Some(mut chain) = queue.pop(memory)? else { return Ok(()) };
-            let (written, bytes) = self.serve(&mut chain)?;
+            let Some((written, bytes)) = self.serve(&mut chain)? else {
+                queue.put_back(chain);
+                self.disk_full = true;
+                return Ok(());
+            };
             moved += bytes;
             queue.finish(memory, chain, written)?;
         }

@@ -75,6 +75,11 @@ impl Machine {
         self.driver.peek(DATA, len as usize)
     }
 
+    /// Has `layer` take what is written; what did so far.
+    fn set_layer(&mut self, layer: File) -> File {
+        std::mem::replace(self.driver.lock().disk().unwrap().files.last_mut().unwrap(), layer)
+    }
+
     fn write(&mut self, sector: u64, bytes: &[u8]) {
         self.driver.poke(DATA, bytes);
         assert_eq!(self.request(OUT, sector, &[(DATA, bytes.len() as u32)]), (OK, 1));
@@ -283,4 +288,57 @@ fn the_configuration_tells_size_and_limits() {
     assert_eq!(machine.driver.read(0x108), 64 << 10);
     assert_eq!(machine.driver.read(0x10c), 254);
     assert_eq!(machine.driver.read(0x114), 512);
+}
+
+#[test]
+fn a_write_for_which_the_host_has_no_room_waits_and_is_done_when_there_is() {
+    let mut machine = machine(32);
+    let mut expected = machine.original.clone();
+    machine.write(0, &[0xaa; 512]);
+    expected[..512].fill(0xaa);
+    // All that is written to this file finds its disk full.
+    let full = File::options().read(true).write(true).open("/dev/full").unwrap();
+    let layer = machine.set_layer(full);
+
+    let writes =
+        [(HEADER, STATUS, DATA, 9u64, 0xbb), (HEADER + 0x40, STATUS + 0x40, DATA + 0x1000, 16, 0xcc)];
+    for (header, status, data, sector, byte) in writes {
+        let mut request = OUT.to_le_bytes().to_vec();
+        request.extend([0; 4]);
+        request.extend(sector.to_le_bytes());
+        machine.driver.poke(header, &request);
+        machine.driver.poke(status, &[0xee]);
+        machine.driver.poke(data, &[byte; 1024]);
+        machine.driver.add(0, &[(header, 16, false), (data, 1024, false), (status, 1, true)]);
+        expected[(sector * SECTOR) as usize..][..1024].fill(byte);
+    }
+    // As often as it is tried.
+    for _ in 0..2 {
+        machine.driver.kick(0);
+        assert!(machine.driver.lock().take_disk_full() && !machine.driver.lock().take_disk_full());
+        assert!(machine.driver.finished(0).is_empty() && !machine.driver.needs_reset());
+        assert_eq!(machine.driver.peek(STATUS, 1), [0xee], "the guest is told nothing");
+    }
+
+    machine.set_layer(layer);
+    machine.driver.kick(0);
+    assert_eq!(machine.driver.finished(0).len(), 2, "each once");
+    assert_eq!((machine.driver.peek(STATUS, 1), machine.driver.peek(STATUS + 0x40, 1)), (vec![OK], vec![OK]));
+    assert!(!machine.driver.lock().take_disk_full());
+    assert_eq!(machine.read(0, 32), expected);
+    assert_eq!(contents(&machine.base), machine.original);
+}
+
+#[test]
+fn a_disk_saved_while_a_write_waits_for_room_has_the_write_in_its_queue() {
+    let mut machine = machine(16);
+    let full = File::options().read(true).write(true).open("/dev/full").unwrap();
+    machine.set_layer(full);
+    let request: Vec<u8> = OUT.to_le_bytes().into_iter().chain([0; 12]).collect();
+    machine.driver.poke(HEADER, &request);
+    machine.driver.add(0, &[(HEADER, 16, false), (DATA, 512, false), (STATUS, 1, true)]);
+    machine.driver.kick(0);
+    let (state, _) = machine.driver.lock().freeze();
+    let position = state.transport.queues[0].position.unwrap();
+    assert_eq!((position.next_available, position.next_used), (0, 0), "a copy takes it from the queue again");
 }
