@@ -4,6 +4,7 @@ use forkd_tests::daemon::{Daemon, is_monitor};
 use forkd_tests::eventually;
 use serde_json::json;
 
+use crate::limits::oom_score;
 use crate::parent;
 
 #[test]
@@ -96,6 +97,7 @@ fn what_has_booted_outlives_its_daemon_and_what_had_not_is_ended() {
     });
     let check = |daemon: &Daemon| {
         assert_eq!(daemon.monitors(), monitors, "{}", daemon.log());
+        assert_eq!(oom_score(monitors[0]), 300);
         let info = daemon.sandbox(&id);
         assert_eq!((&info["state"], &info["labels"]["keep"]), (&json!("running"), &json!("me")), "{info}");
         assert!(info["expires_at_unix"].as_u64().is_some(), "{info}");
@@ -119,6 +121,11 @@ fn what_has_booted_outlives_its_daemon_and_what_had_not_is_ended() {
     assert_ne!(boot_id(&child), own);
     let monitors = daemon.monitors();
     daemon.when_ready("later");
+    // Each inherited the score of another role.
+    assert_eq!(daemon.templates().into_iter().map(oom_score).collect::<Vec<_>>(), [-500], "the branch");
+    eventually("the score of a sandbox", || {
+        daemon.monitors().into_iter().all(|pid| oom_score(pid) == 300).then_some(())
+    });
     daemon.delete(&[child, id.clone()]);
     daemon.restart();
     assert!(daemon.sandboxes().is_empty(), "{}", daemon.log());

@@ -1,8 +1,8 @@
 //! What a child may use of the host, and what happens when there is no more.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use forkd_tests::daemon::Daemon;
+use forkd_tests::daemon::{Daemon, is_monitor};
 use forkd_tests::eventually;
 use serde_json::json;
 
@@ -54,22 +54,93 @@ fn what_branches_share_with_their_source_does_not_use_up_its_limit() {
     }
 }
 
-/// The cgroup of a lineage, by its template.
-fn lineage(daemon: &Daemon) -> PathBuf {
-    let template = eventually("its only template", || match daemon.templates()[..] {
+/// The cgroup of a process.
+fn leaf(pid: u32) -> PathBuf {
+    let line = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
+    PathBuf::from("/sys/fs/cgroup").join(line.trim().strip_prefix("0::/").unwrap())
+}
+
+/// The only template of a daemon.
+fn template(daemon: &Daemon) -> u32 {
+    eventually("its only template", || match daemon.templates()[..] {
         [template] => Some(template),
         _ => None,
+    })
+}
+
+/// A limit of a cgroup; `None` if there is none.
+fn limit(leaf: &Path, file: &str) -> Option<u64> {
+    std::fs::read_to_string(leaf.join(file)).unwrap().trim().parse().ok()
+}
+
+/// How soon the kernel kills a process when the host has no memory left: the higher, the sooner.
+pub(crate) fn oom_score(pid: u32) -> i32 {
+    std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap().trim().parse().unwrap()
+}
+
+#[test]
+fn twenty_branches_in_a_row_fit_the_limits_of_their_source() {
+    let daemon = alone();
+    let source = daemon.fork(SMALL, 1).remove(0);
+    let (first, monitor) = (template(&daemon), daemon.monitors()[0]);
+    let leaves = (leaf(first), leaf(monitor));
+    // One vCPU, and what every monitor has beside.
+    assert_eq!(limit(&leaves.1, "pids.max"), Some(9));
+    assert_eq!(limit(&leaves.1, "memory.max"), Some((256 + 64 + 2 + 64) << 20));
+    assert_eq!(limit(&leaves.0, "pids.max"), Some(64));
+    assert_eq!(limit(&leaves.0, "memory.max"), Some((256 + 64 + 2 + 64 + 256) << 20));
+    let tags: Vec<String> = (0..20).map(|index| format!("train-{index}")).collect();
+    std::thread::scope(|scope| {
+        for tags in tags.chunks(5) {
+            let (daemon, source) = (&daemon, &source);
+            scope.spawn(move || {
+                for tag in tags {
+                    daemon.branch(source, json!({"tag": tag, "mode": "live", "wait": false}));
+                }
+            });
+        }
     });
-    let line = std::fs::read_to_string(format!("/proc/{template}/cgroup")).unwrap();
-    let path = line.trim().strip_prefix("0::/").unwrap();
-    PathBuf::from("/sys/fs/cgroup").join(path).parent().unwrap().to_path_buf()
+    // The room that was made for them goes with them.
+    eventually("all branches to leave", || (limit(&leaves.1, "pids.max") == Some(9)).then_some(()));
+    let branches: Vec<u32> = daemon.templates().into_iter().filter(|pid| *pid != first).collect();
+    assert!(!branches.is_empty());
+    for branch in branches.into_iter().filter(|pid| is_monitor(*pid)) {
+        let own = leaf(branch);
+        assert!(own != leaves.1 && own.parent() == leaves.1.parent(), "{}", own.display());
+        assert_eq!(limit(&own, "memory.max"), limit(&leaves.0, "memory.max"));
+        assert_eq!(limit(&own, "pids.max"), Some(64));
+    }
+    assert_eq!(daemon.sh(&source, "echo fine"), "fine\n");
+    daemon.delete(&[source]);
+    tags.iter().rev().for_each(|tag| assert!(daemon.delete_snapshot(tag, "").status < 300));
+    template(&daemon);
+}
+
+#[test]
+fn the_kernel_is_told_to_kill_sandboxes_before_templates_and_the_daemon() {
+    let mut daemon = alone();
+    let child = daemon.fork(SMALL, 1).remove(0);
+    let (template, monitor) = (template(&daemon), daemon.monitors()[0]);
+    assert_eq!(oom_score(daemon.pid()), -900);
+    assert_eq!(oom_score(template), -500);
+    eventually("the score of a sandbox", || (oom_score(monitor) == 300).then_some(()));
+    // As if an earlier daemon had not known of scores.
+    for pid in [template, monitor] {
+        std::fs::write(format!("/proc/{pid}/oom_score_adj"), "0").unwrap();
+    }
+    daemon.restart();
+    assert_eq!(oom_score(daemon.pid()), -900);
+    eventually("the scores of what was taken over", || {
+        ((oom_score(template), oom_score(monitor)) == (-500, 300)).then_some(())
+    });
+    daemon.delete(&[child]);
 }
 
 #[test]
 fn out_of_processes_the_children_that_fit_run_and_the_others_are_told() {
     let daemon = alone();
     daemon.delete(&daemon.fork(SMALL, 1));
-    let folder = lineage(&daemon);
+    let folder = leaf(template(&daemon)).parent().unwrap().to_path_buf();
     let now: u64 = std::fs::read_to_string(folder.join("pids.current")).unwrap().trim().parse().unwrap();
     std::fs::write(folder.join("pids.max"), (now + 9).to_string()).unwrap();
 
