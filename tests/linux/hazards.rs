@@ -73,6 +73,45 @@ fn identity_is_the_childs_own_in_every_place_it_is_kept() {
     daemon().delete(&children);
 }
 
+/// Hooks that note whether user processes stand still, and an SSH server with a key, as far as a child can tell.
+const HOOKS: &str = r#"
+set -e
+mkdir -p /etc/forkd/forked.d/after /etc/ssh
+program() { cat > $1; chmod 755 $1; }
+note() { echo "cat /sys/fs/cgroup/user/commands/cgroup.events > /root/$1.noted"; }
+(echo '#!/bin/sh'; note before) | program /etc/forkd/forked.d/10-note
+(echo '#!/bin/sh'; note after) | program /etc/forkd/forked.d/after/10-note
+program /usr/sbin/sshd < /dev/null
+program /usr/bin/ssh-keygen << 'END'
+#!/bin/sh
+for file; do :; done
+od -An -N8 -tx1 /dev/urandom > $file
+echo > $file.pub
+END
+echo old > /etc/ssh/ssh_host_ed25519_key
+"#;
+
+#[test]
+fn hooks_and_functions_run_while_user_processes_are_frozen_and_ssh_keys_are_new() {
+    let source = fork(1);
+    daemon().sh(&source[0], HOOKS);
+    let noted =
+        "open('/root/python.noted', 'w').write(open('/sys/fs/cgroup/user/commands/cgroup.events').read())";
+    daemon().eval(&source[0], &format!("import forkd_guest; forkd_guest.on_fork(lambda: {noted})"));
+    daemon().branch(&source[0], json!({"tag": "hooked", "mode": "live", "wait": false}));
+    let children = daemon().fork("hooked", 2);
+    for id in &children {
+        let frozen = |name: &str| daemon().sh(id, &format!("grep frozen /root/{name}.noted"));
+        assert_eq!(["before", "python", "after"].map(frozen), ["frozen 1\n", "frozen 1\n", "frozen 0\n"]);
+    }
+    let key = |daemon: &Daemon, id: &str| daemon.sh(id, "cat /etc/ssh/ssh_host_ed25519_key");
+    let keys = all_differ(&children, "SSH host key", key);
+    assert!(keys.iter().all(|key| key.len() > 20), "{keys:?}");
+    assert_eq!(key(daemon(), &source[0]), "old\n", "a source keeps its own");
+    daemon().delete(&[source, children].concat());
+    assert_eq!(daemon().delete_snapshot("hooked", "").status, 204);
+}
+
 #[test]
 fn secrets_given_to_one_child_are_not_in_its_siblings() {
     let spawn = |envs| daemon().spawn(json!({"snapshot_tag": parent::TAG, "n": 1, "envs": envs}));
