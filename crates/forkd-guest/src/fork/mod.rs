@@ -37,7 +37,7 @@ pub use boot_id::BootId;
 pub(crate) use identity::{Names, write_resolv_conf};
 pub use machine::Machine;
 
-use self::sync::Syncing;
+use self::{ssh::HostKeys, sync::Syncing};
 use crate::{
     log,
     process::{self, Processes},
@@ -220,6 +220,8 @@ impl Forking {
         let mut warnings = Vec::new();
         self.names().write_sandbox_id(&request.sandbox_id, &mut warnings);
         self.write_boot_id(&request.sandbox_id, &mut warnings);
+        // A rollback to a branch of this boot keeps the keys.
+        self.host_keys().belong_to(&request.sandbox_id, &mut warnings);
         for warning in warnings {
             log::error!("{warning}");
         }
@@ -235,6 +237,10 @@ impl Forking {
 
     fn names(&self) -> Names<'_> {
         Names { root: &self.machine.root, run_dir: &self.run_dir }
+    }
+
+    fn host_keys(&self) -> HostKeys<'_> {
+        HostKeys { root: &self.machine.root, run_dir: &self.run_dir }
     }
 
     fn under_root(&self, path: &str) -> PathBuf {

@@ -66,11 +66,16 @@ impl HostKeys<'_> {
                 warnings.push(format!("{} could not be removed: {error}", path.display()));
             }
         }
-        if let Err(error) = fs::write(self.owner_file(), sandbox_id) {
-            complain(warnings, &self.owner_file(), &error);
-        }
+        self.belong_to(sandbox_id, warnings);
         if let Err(error) = self.tell_server() {
             warnings.push(format!("the SSH server could not be told of its new host keys: {error}"));
+        }
+    }
+
+    /// Notes that the keys are those of a sandbox: it keeps them.
+    pub(super) fn belong_to(&self, sandbox_id: &str, warnings: &mut Vec<String>) {
+        if let Err(error) = fs::write(self.owner_file(), sandbox_id) {
+            complain(warnings, &self.owner_file(), &error);
         }
     }
 

@@ -115,6 +115,7 @@ fn a_guest_that_was_booted_is_told_which_sandbox_it_is_and_keeps_its_boot_id_as_
     assert_eq!(boot_id(), kernels);
     name("sbbooted").unwrap();
     assert_eq!(fs::read_to_string(folder.path().join("sandbox-id")).unwrap(), "sbbooted");
+    assert_eq!(fs::read_to_string(folder.path().join("ssh-host-keys-of")).unwrap(), "sbbooted");
     let first = boot_id();
     assert_ne!(first, kernels);
     let become_that = |id: &str| {

@@ -14,7 +14,6 @@ use forkd_protocol::{
 use super::{
     Checked, Forking, cannot,
     hooks::{self, Runner},
-    ssh::HostKeys,
 };
 
 /// How long all hooks may take together.
@@ -32,7 +31,7 @@ impl Forking {
     ) -> Result<(), Error> {
         let cgroups = &self.processes.cgroups;
         let mut runner = Runner::new(&self.processes, HOOK_TIME);
-        let keys = HostKeys { root: &self.machine.root, run_dir: &self.run_dir };
+        let keys = self.host_keys();
         let due = keys.due(&request.sandbox_id);
         let hooks = hooks::find(&self.under_root(FORK_HOOKS));
         // Before any thaw, so that it is the first thing an interpreter does.
