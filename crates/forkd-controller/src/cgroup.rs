@@ -126,7 +126,7 @@ impl Lineage {
             if error.kind() != io::ErrorKind::AlreadyExists {
                 return Err(error);
             }
-            // Left by somebody who has ended; its counts are not ours. Refused if still in use.
+            // Left by a sandbox that has ended; its counts are not ours. Refused if still in use.
             fs::remove_dir(&path)?;
             fs::create_dir(&path)
         });

@@ -17,7 +17,7 @@ use crate::snapshots::{Entry, Snapshots};
 use crate::stopping::Stopping;
 use crate::template::Template;
 
-/// Why a sandbox is paused that nobody paused, in one word and in one sentence.
+/// Why a sandbox is paused that no client paused, in one word and in one sentence.
 pub(crate) const DISK_FULL: &str = "host_disk_full";
 pub(crate) const DISK_FULL_DETAIL: &str =
     "the host's disk is full; it goes on by itself when there is room: free space, or remove snapshots";
@@ -69,7 +69,7 @@ impl Sandbox {
             return Ok(());
         }
         tracing::info!(sandbox = self.id, "there is room on the host's disk; the sandbox goes on");
-        // Not a use of it: nobody asked for anything.
+        // Not a use of it: no client asked for anything.
         self.ask(Command::Resume).await?;
         self.forget_pause();
         Ok(())
@@ -121,7 +121,7 @@ impl Snapshots {
         )))
     }
 
-    /// Has a branch written, as often as the disk is full; nobody waits for it. An error also once the branch
+    /// Has a branch written, as often as the disk is full; no client waits for it. An error also once the branch
     /// was unused for so long that its memory is to be freed.
     pub(crate) async fn save_when_possible(
         &self,
@@ -152,7 +152,7 @@ impl Snapshots {
     }
 
     /// Returns when a save that found the disk full is worth another try, not before `pause` is over. Not so if
-    /// there is nothing to save any more, or nobody used it for long.
+    /// there is nothing to save any more, or no client used it for long.
     async fn room_again(&self, entry: &Entry, branch: &Branch, template: &Template, pause: Duration) -> bool {
         // At least what was written before the disk was full.
         let needed = branch.progress().map_or(0, |progress| progress.written);

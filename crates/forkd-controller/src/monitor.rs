@@ -75,7 +75,7 @@ pub(crate) struct Monitor {
     owed: u32,
     /// Whether its guest has written to the ready port.
     ready: bool,
-    /// Whether it has paused its VM because the host's disk is full, and nobody here has looked.
+    /// Whether it has paused its VM because the host's disk is full, and the daemon has not looked yet.
     disk_full: bool,
     left: bool,
 }

@@ -126,7 +126,7 @@ impl Slots {
         }
     }
 
-    /// Gives what was adopted the rules of this daemon, and removes what an earlier one left and nobody has
+    /// Gives what was adopted the rules of this daemon, and removes what an earlier one left and no sandbox has
     /// adopted.
     pub(crate) fn sweep(&self) {
         if !self.has_leftovers() {

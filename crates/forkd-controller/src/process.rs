@@ -107,7 +107,7 @@ pub(crate) fn child_pidfd(pidfd: OwnedFd, pid: i32, parent: i32) -> io::Result<O
 }
 
 /// The page map of process `pid`, to be handed into the jail: it says which pages are there, not where in the
-/// host's memory. The kernel shows that to readers of a file that CAP_SYS_ADMIN has opened, whoever they are. So a
+/// host's memory. The kernel shows that to readers of a file that CAP_SYS_ADMIN has opened, whatever they may do. So a
 /// thread opens it that has given up this capability, and ends. Blocks.
 pub(crate) fn pagemap(pid: i32) -> io::Result<std::fs::File> {
     let open = move || {

@@ -1,6 +1,6 @@
 //! Letting go of old branches. On disk: by age and, of each owner, by number, oldest first; never one that
 //! something needs, and never what a sandbox was put away as. In memory, where each one holds all that its source
-//! has written since: those nobody forks from, which are started from disk the next time. Branches that cannot be
+//! has written since: those without new children, which are started from disk the next time. Branches that cannot be
 //! saved count like those on disk, and are lost when their memory is freed.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -60,7 +60,7 @@ pub(crate) async fn keep_few(snapshots: Arc<Snapshots>, needed: impl Fn() -> Res
     }
 }
 
-/// Frees the memory of branches that are on disk, or failed, and that nobody took a child of for as long as the
+/// Frees the memory of branches that are on disk, or failed, and that no client took a child of for as long as the
 /// limits say, for ever. Their children keep what they need.
 pub(crate) async fn unload_unused(snapshots: Arc<Snapshots>) {
     let Some(after) = snapshots.host.config.limits.branch_unload_after else { return };
@@ -76,7 +76,7 @@ pub(crate) async fn unload_unused(snapshots: Arc<Snapshots>) {
                 {
                     tracing::warn!(
                         tag = entry.tag,
-                        "a branch that could not be saved is lost: nobody used it"
+                        "a branch that could not be saved is lost: no client used it"
                     );
                     entry.forget();
                 }

@@ -34,7 +34,7 @@ pub fn leftovers() -> Result<Leftovers> {
     Ok(Leftovers { namespaces, links, tables })
 }
 
-/// Removes the namespace of a slot that nobody has, and the link that leads to it. `file` is one of
+/// Removes the namespace of a slot that no sandbox has, and the link that leads to it. `file` is one of
 /// [`Leftovers::namespaces`].
 pub fn remove_namespace(file: &Path) -> Result<()> {
     let name = file.file_name().and_then(|name| name.to_str()).unwrap_or_default();

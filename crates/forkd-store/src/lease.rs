@@ -1,6 +1,6 @@
 //! Whether a process still has a file open for writing.
 //!
-//! A mode stops whoever opens a file later, not a process that has it open. The kernel grants a read lease
+//! A mode stops a process that opens a file later, not one that has it open. The kernel grants a read lease
 //! only on a file that no process has open, or mapped, for writing: asking for one is the question.
 
 use std::fs::File;

@@ -240,7 +240,7 @@ const KVM_RUN: u32 = 0xae80;
 /// With one more argument: the kind of VM.
 const KVM_CREATE_VM: u32 = 0xae01;
 
-/// What is said about memory in any thread: that of a heap or a stack that is given back, and the guard of
+/// What any thread tells the kernel about memory: that of a heap or a stack that is given back, and the guard of
 /// a new stack.
 const ADVICE: &[i32] = &[libc::MADV_DONTNEED, MADV_GUARD_INSTALL, MADV_GUARD_REMOVE];
 /// What the control thread says on top, about guest memory and what is shared with KVM.

@@ -25,7 +25,7 @@ pub(crate) const HOST: Ipv4Addr = Ipv4Addr::new(55, 1, 0, 2);
 pub(crate) const RESOLVER: Ipv4Addr = Ipv4Addr::new(10, 255, 0, 53);
 /// Where the internet listens, and the host.
 pub(crate) const PORT: u16 = 9000;
-/// Addresses that lead to the internet's socket, if somebody lets a packet go there.
+/// Addresses that lead to the internet's socket, if a rule lets a packet go there.
 pub(crate) const FORBIDDEN: [Ipv4Addr; 19] = [
     Ipv4Addr::new(10, 0, 2, 2),
     Ipv4Addr::new(10, 200, 0, 1),
@@ -60,7 +60,7 @@ pub(crate) fn in_new_namespace<T: Send>(work: impl FnOnce() -> T + Send) -> T {
 /// Does `work` on a thread with namespaces of its own.
 pub(crate) fn in_new<T: Send>(namespaces: UnshareFlags, work: impl FnOnce() -> T + Send) -> T {
     on_own_thread(|| {
-        // SAFETY: new network and mount namespaces take no descriptor and no memory from anybody.
+        // SAFETY: new network and mount namespaces take no descriptor and no memory from another thread.
         unsafe { unshare_unsafe(namespaces) }.expect("run as root");
         work()
     })

@@ -142,7 +142,7 @@ impl Entry {
         unloaded.is_some()
     }
 
-    /// Whether nobody has asked for a template of it for so long.
+    /// Whether no client has asked for a template of it for so long.
     pub(crate) fn is_unused(&self, for_this_long: Duration) -> bool {
         lock(&self.used).elapsed() >= for_this_long
     }

@@ -126,7 +126,7 @@ fn play(
             Request::Fork(config) if config.child == "long-name" => {
                 let _ = channel.send(&end_of("x".repeat(10_000)), &[]);
             }
-            // Tells of children that do not exist for as long as anybody listens, and reads nothing.
+            // Tells of children that do not exist for as long as the daemon listens, and reads nothing.
             Request::Fork(config) if config.child == "flood" => {
                 let mut number = 0u64..;
                 while channel.send(&end_of(format!("stray-{:?}", number.next())), &[]).is_ok() {}

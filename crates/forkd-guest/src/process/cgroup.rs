@@ -151,7 +151,7 @@ impl Cgroups {
             if others.is_empty() {
                 continue;
             }
-            // Below the interpreter's cgroup, so that whoever kills that kills them too.
+            // Below the interpreter's cgroup, so that a kill of that one kills them too.
             let rest = folder.join(REST);
             make_folder(&rest)?;
             self.hold_one(rest.clone())?;

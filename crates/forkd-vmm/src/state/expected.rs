@@ -22,7 +22,7 @@ impl Expected {
         if let Some(expected) = self.vcpus.filter(|expected| usize::from(*expected) != vcpus) {
             return Err(differs(&format!("{vcpus} vCPUs, its manifest {expected}")));
         }
-        // Every length is that of some VM only if it is a number of MiB: whoever maps it looks at that.
+        // Every length is that of some VM only if it is a number of MiB: the code that maps it looks at that.
         let bytes = state.memory.iter().fold(0u64, |sum, range| sum.saturating_add(range.length));
         if let Some(expected) = self.mem_mib.filter(|expected| expected.checked_mul(1 << 20) != Some(bytes)) {
             let found = bytes >> 20;

@@ -191,7 +191,7 @@ fn a_child_has_ssh_host_keys_of_its_own_and_keeps_them_as_long_as_it_has_its_id(
     let complaints = become_one("sbone");
     assert_eq!(complaints.len(), 1, "{complaints:?}");
     assert!(complaints[0].contains("ecdsa") && complaints[0].contains("no luck"), "{complaints:?}");
-    assert_eq!(key("ssh_host_ecdsa_key"), "", "a key that could not be renewed is nobody's proof");
+    assert_eq!(key("ssh_host_ecdsa_key"), "", "a key that could not be renewed proves nothing");
     let ones = kinds.map(key);
     for (made, kind) in ones.iter().zip(["ed25519", "rsa"]) {
         assert!(made.starts_with(kind), "{made}");

@@ -40,7 +40,7 @@ pub struct Block {
     disk: Disk,
     id: [u8; ID_SIZE],
     config: [u8; 60],
-    /// Whether a write waits in the queue because the host's disk is full, and nobody has been told.
+    /// Whether a write waits in the queue because the host's disk is full, and the event loop does not know yet.
     disk_full: bool,
 }
 
