@@ -57,10 +57,10 @@ fn a_source_does_not_notice_its_branch_whose_children_are_their_own() {
     let lines: Vec<u64> = printed.lines().map(|line| line.parse().unwrap()).collect();
     assert_eq!(lines, (0..lines.len() as u64).collect::<Vec<_>>(), "lost or twice");
 
-    // Connections of the source go on; a child's are reset at once, whoever listened listens on.
+    // Connections inside the guest go on, in the source and in the children; sockets that listen do, too.
     assert_eq!(daemon.eval(&source, "say(b'on')"), "b'on'");
     for id in &children {
-        assert_eq!(daemon.eval(id, "say(b'on')"), "'failed'");
+        assert_eq!(daemon.eval(id, "say(b'on')"), "b'on'");
         let again = "again = socket.create_connection(('127.0.0.1', 7100)); server.accept()[1][0]";
         assert_eq!(daemon.eval(id, again), "'127.0.0.1'");
     }
