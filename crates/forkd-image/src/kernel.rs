@@ -64,6 +64,7 @@ pub const MACHINE_MODULES: &[&str] = &[
     "nft_masq",
     "nft_limit?",
     "nft_connlimit?",
+    "nft_objref?",
     "nft_reject_inet?",
     "nft_fib_inet?",
     "nft_log?",

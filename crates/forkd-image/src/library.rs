@@ -22,7 +22,7 @@ use crate::progress::Progress;
 /// The largest manifest that is read.
 const MAX_MANIFEST: u64 = 1 << 20;
 
-/// The file that tells, by its age, when a kernel was last fetched again.
+/// The file that tells, by its age, when fetching a kernel again last failed.
 const TRIED: &str = ".tried";
 /// How long after that it is not tried once more.
 const RETRY: Duration = Duration::from_secs(24 * 60 * 60);
@@ -169,7 +169,10 @@ impl Library {
                 let again = lock.and_then(|_lock| {
                     let mark = self.kernels_folder().join(TRIED);
                     fs::write(&mark, b"").map_err(Error::io("write", &mark))?;
-                    fetch(self, progress)
+                    let kernel = fetch(self, progress)?;
+                    // The next version of forkd may look for more.
+                    let _ = fs::remove_file(&mark);
+                    Ok(kernel)
                 });
                 again.or_else(|error| {
                     let version = &kernel.version;
@@ -182,7 +185,7 @@ impl Library {
         }
     }
 
-    /// Whether a kernel was fetched again less than a day ago.
+    /// Whether fetching a kernel again failed less than a day ago.
     fn tried_lately(&self) -> bool {
         let tried = fs::metadata(self.kernels_folder().join(TRIED)).and_then(|known| known.modified());
         tried.is_ok_and(|tried| tried.elapsed().is_ok_and(|age| age < RETRY))
