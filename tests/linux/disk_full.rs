@@ -1,5 +1,5 @@
 //! Guests that write to their disks while the host's disk is full. The data directory of the daemon here is a small
-//! file system in memory.
+//! ext4 in a file.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -8,13 +8,16 @@ use std::process::Command;
 use forkd_tests::daemon::Daemon;
 use forkd_tests::{eventually, library_path};
 use rustix::fs::{FallocateFlags, statvfs};
-use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use rustix::mount::{UnmountFlags, unmount};
 use serde_json::json;
+use tempfile::NamedTempFile;
 
 use crate::parent::{SMALL, alone};
 
 /// What guests that wait for room need before they go on, and what the test's guest writes, in all.
 const ROOM: u64 = 128 << 20;
+/// What ext4 itself needs, and the daemon's database and logs.
+const BESIDE: u64 = 64 << 20;
 /// Room there is when the guest begins to write.
 const LEFT: u64 = 8 << 20;
 /// The guest writes more than that: this many MiB, each with another byte.
@@ -48,7 +51,8 @@ struct Small {
     disk: Disk,
 }
 
-struct Disk(PathBuf);
+/// A file system, and where it is mounted.
+struct Disk(PathBuf, NamedTempFile);
 
 impl Drop for Disk {
     fn drop(&mut self) {
@@ -57,6 +61,16 @@ impl Drop for Disk {
 }
 
 impl Disk {
+    /// Makes an ext4 of `size` bytes and mounts it on `place`. Not a file system in memory: there, a guest that
+    /// only reads a hole of its memory's file needs room.
+    fn mount(size: u64, place: &Path) -> Disk {
+        let image = NamedTempFile::new().unwrap();
+        image.as_file().set_len(size).unwrap();
+        run(Command::new("mke2fs").args(["-q", "-F", "-t", "ext4", "-m", "0"]).arg(image.path()));
+        run(Command::new("mount").args(["-o", "loop"]).arg(image.path()).arg(place));
+        Disk(place.to_owned(), image)
+    }
+
     fn free(&self) -> u64 {
         let stat = statvfs(&self.0).unwrap();
         stat.f_bavail * stat.f_frsize
@@ -71,18 +85,19 @@ impl Small {
         daemon.kill();
         let place = daemon.data_dir().to_owned();
         let snapshots = parent.data_dir().join("snapshots");
-        let size = allocated(&snapshots) + ROOM + (16 << 20);
-        let options = std::ffi::CString::new(format!("size={size},mode=700")).unwrap();
-        mount("none", &place, "tmpfs", MountFlags::empty(), options.as_c_str()).unwrap();
-        let disk = Disk(place.clone());
+        let disk = Disk::mount(allocated(&snapshots) + ROOM + BESIDE, &place);
         for part in ["images", "kernels"] {
             std::os::unix::fs::symlink(library_path().join(part), place.join(part)).unwrap();
         }
-        let copied = Command::new("cp").args(["-a", "--sparse=always"]).arg(&snapshots).arg(&place).status();
-        assert!(copied.unwrap().success());
+        run(Command::new("cp").args(["-a", "--sparse=always"]).arg(&snapshots).arg(&place));
         daemon.restart();
         Small { daemon, disk }
     }
+}
+
+fn run(command: &mut Command) {
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
 /// Bytes that the files in a folder take.

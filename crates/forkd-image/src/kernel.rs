@@ -39,7 +39,7 @@ pub const GUEST_MODULES: &[&str] = &[
 ];
 
 /// Modules the emulated machine's initramfs loads: the host's files over 9p, KVM on the emulated
-/// (AMD) processor, its data disk, and what network slots are made of.
+/// (AMD) processor, its data disk, disks in files, and what network slots are made of.
 pub const MACHINE_MODULES: &[&str] = &[
     "virtio_pci",
     "9pnet_virtio",
@@ -49,6 +49,7 @@ pub const MACHINE_MODULES: &[&str] = &[
     "crc32c_generic?",
     "crc32c_intel?",
     "ext4",
+    "loop?",
     "virtio_net",
     "virtio_rng?",
     "kvm_amd",
@@ -81,7 +82,6 @@ pub(crate) const MORE_MODULES: &[&str] = &[
     "btrfs?",
     "fuse?",
     "virtiofs?",
-    "loop?",
     "dm_mod?",
     "dummy?",
     "macvlan?",
