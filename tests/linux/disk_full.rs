@@ -51,12 +51,16 @@ struct Small {
     disk: Disk,
 }
 
-/// A file system, and where it is mounted.
-struct Disk(PathBuf, NamedTempFile);
+/// A file system.
+struct Disk {
+    /// Where it is mounted.
+    place: PathBuf,
+    _image: NamedTempFile,
+}
 
 impl Drop for Disk {
     fn drop(&mut self) {
-        let _ = unmount(&self.0, UnmountFlags::DETACH);
+        let _ = unmount(&self.place, UnmountFlags::DETACH);
     }
 }
 
@@ -68,11 +72,18 @@ impl Disk {
         image.as_file().set_len(size).unwrap();
         run(Command::new("mke2fs").args(["-q", "-F", "-t", "ext4", "-m", "0"]).arg(image.path()));
         run(Command::new("mount").args(["-o", "loop"]).arg(image.path()).arg(place));
-        Disk(place.to_owned(), image)
+        Disk { place: place.to_owned(), _image: image }
+    }
+
+    /// Takes `bytes` of it with a file of that name.
+    fn fill(&self, name: &str, bytes: u64) -> PathBuf {
+        let path = self.place.join(name);
+        rustix::fs::fallocate(File::create(&path).unwrap(), FallocateFlags::empty(), 0, bytes).unwrap();
+        path
     }
 
     fn free(&self) -> u64 {
-        let stat = statvfs(&self.0).unwrap();
+        let stat = statvfs(&self.place).unwrap();
         stat.f_bavail * stat.f_frsize
     }
 }
@@ -115,9 +126,9 @@ fn a_guest_that_finds_the_hosts_disk_full_is_paused_and_its_write_is_done_when_t
     for child in &children {
         daemon.sh(child, "sync");
     }
-    let place = disk.0.join("filler");
-    let filler = File::create(&place).unwrap();
-    rustix::fs::fallocate(&filler, FallocateFlags::empty(), 0, disk.free() - LEFT).unwrap();
+    // A daemon needs a little room to start.
+    let reserve = disk.fill("reserve", 4 << 20);
+    let filler = disk.fill("filler", disk.free() - LEFT);
 
     daemon.eval(&writer, WRITE);
     let waits = |daemon: &Daemon| {
@@ -132,6 +143,7 @@ fn a_guest_that_finds_the_hosts_disk_full_is_paused_and_its_write_is_done_when_t
     let response = daemon.request("POST", &format!("/v1/sandboxes/{writer}/eval"), Some(body));
     assert_eq!(response.status, 409, "{response:?}");
     // The next daemon knows, too.
+    std::fs::remove_file(reserve).unwrap();
     daemon.restart();
     waits(&daemon);
     // It can be tried at once, and finds no room.
@@ -139,8 +151,7 @@ fn a_guest_that_finds_the_hosts_disk_full_is_paused_and_its_write_is_done_when_t
     waits(&daemon);
     assert_eq!(daemon.sandbox(&sibling)["state"], "running");
 
-    std::fs::remove_file(place).unwrap();
-    drop(filler);
+    std::fs::remove_file(filler).unwrap();
     eventually("room", || (daemon.sandbox(&writer)["state"] == "running").then_some(()));
     eventually("all that was to be written", || {
         let state = daemon.eval(&writer, "state");
