@@ -19,9 +19,9 @@ use crate::config::{Access, Attached};
 use crate::control::{self, Controllers};
 use crate::cpu;
 use crate::devices::virtio::block::{Disk, DiskError};
+use crate::fork::{self, SingleThreaded};
 use crate::state::Frozen;
-use crate::template::fork;
-use crate::vm::{self, KvmState, Paused, Running};
+use crate::vm::{self, ForkedBeside, KvmState, Paused, Running};
 use crate::{Error, Result, memory};
 
 /// Who is who after [`branch`].
@@ -67,9 +67,7 @@ pub(crate) fn branch(vm: &mut Running, config: BranchConfig, fds: Vec<OwnedFd>) 
     let usual = cpu::current();
     paused.go_near();
     let saved = paused.save()?;
-    let Some(pid) = fork::fork_beside_threads().map_err(Error::system("fork a branch"))? else {
-        // What it would do when dropped is for the threads of the source.
-        std::mem::forget(paused);
+    let ForkedBeside::Parent { pid, paused } = paused.fork()? else {
         // Now, while this CPU is free: once the guest has it again, the branch would wait for it to wait.
         cpu::go_to(usual);
         // Only the source itself is to keep its end open: the branch hears of its death by that.
@@ -109,15 +107,16 @@ impl Newborn {
     /// waits is told.
     ///
     /// The caller owns no descriptor of its own any more but the usual ones.
-    pub(crate) fn settle(self, source: Running) -> Result<(Frozen, Controllers)> {
+    pub(crate) fn settle(self, source: Running) -> Result<(SingleThreaded, Frozen, Controllers)> {
         let Newborn { saved, controllers, heard } = self;
         heard?;
-        match freeze_copy(saved, source) {
-            Ok(frozen) => {
+        let alone = SingleThreaded::check();
+        match alone.and_then(|alone| Ok((alone, freeze_copy(saved, source)?))) {
+            Ok((alone, frozen)) => {
                 let mut kept = frozen.descriptors();
                 kept.push(controllers.listener());
                 close_all_but(kept)?;
-                Ok((frozen, controllers))
+                Ok((alone, frozen, controllers))
             }
             Err(error) => {
                 controllers.tell_unasked(Event::Ended(control::failure(&error)));

@@ -11,7 +11,7 @@
 //! - [`vcpu`]: the threads that run the guest; [`bus`]: what the guest's register accesses reach;
 //!   [`event_loop`]: the thread that serves the devices; [`gate`]: where both wait when told to;
 //!   [`ending`]: who notices the end says why;
-//! - `branch`: forks a template off a VM, which goes on;
+//! - `branch`: forks a template off a VM, which goes on; [`fork`]: `fork(2)`, and the proofs it asks for;
 //! - [`devices`]: virtio, serial console, VM generation id, power;
 //! - [`state`]: a stopped VM: frozen, saved, loaded, thawed;
 //! - [`boot`]: kernel, boot parameters, ACPI tables, CPUID, registers;
@@ -32,6 +32,7 @@ pub mod devices;
 pub mod ending;
 mod error;
 pub mod event_loop;
+pub mod fork;
 pub mod fuzz;
 pub mod gate;
 pub mod jail;

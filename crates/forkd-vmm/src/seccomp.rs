@@ -307,6 +307,15 @@ fn rules(kind: ThreadKind) -> std::result::Result<Rules, seccompiler::BackendErr
             rules.insert(libc::SYS_setpriority, vec![both((0, libc::PRIO_PROCESS), (1, 0))?]);
             rules.insert(libc::SYS_sched_setscheduler, vec![both((0, 0), (1, libc::SCHED_IDLE as u32))?]);
             rules.insert(libc::SYS_ioprio_set, vec![both((0, IOPRIO_WHO_PROCESS), (1, 0))?]);
+            // How a template asks whether it has one thread, which it must before it forks. With exactly this flag
+            // the call changes nothing.
+            let alone = SeccompCondition::new(
+                0,
+                SeccompCmpArgLen::Qword,
+                SeccompCmpOp::Eq,
+                libc::CLONE_THREAD as u64,
+            )?;
+            rules.insert(libc::SYS_unshare, vec![SeccompRule::new(vec![alone])?]);
             // Who branches goes to the guest's CPU and back, and takes nobody else along: "thread 0" is the caller.
             rules.insert(libc::SYS_sched_setaffinity, vec![when(0, SeccompCmpOp::Eq, 0)?]);
         }

@@ -135,6 +135,8 @@ fn call(case: &str) {
                 assert_eq!(libc::WTERMSIG(status), libc::SIGSYS);
             }
             "unshare" => drop(libc::unshare(libc::CLONE_NEWUSER)),
+            "count_threads" => drop(libc::unshare(libc::CLONE_THREAD)),
+            "unshare_more" => drop(libc::unshare(libc::CLONE_THREAD | libc::CLONE_FILES)),
             "pidfd_signal" => drop(libc::syscall(libc::SYS_pidfd_send_signal, -1, 0, 0, 0)),
             "pidfd_open" => drop(libc::syscall(libc::SYS_pidfd_open, OTHER, 0)),
             "pidfd_getfd" => drop(libc::syscall(libc::SYS_pidfd_getfd, -1, 0, 0)),
@@ -198,11 +200,12 @@ fn no_thread_opens_executes_connects_or_touches_other_processes() {
     for kind in ["control", "device", "vcpu"] {
         let own =
             ["open", "exec", "vfork", "network", "code", "terminal", "unshare", "signal_self", "set_flags"];
+        let own = own.into_iter().chain(["unshare_more"]);
         let others = ["kill", "ptrace", "pidfd_signal", "pidfd_getfd", "queue_signal"];
         let arguments = ["packet_pair", "datagram_pair", "socket_peer", "socket_filter", "merge_pages"];
         let others = others.into_iter().chain(arguments).chain(["remove_pages", "kvm_create_other"]);
         let others = others.chain(["filter_listener"]);
-        for case in own.into_iter().chain(others).chain(["read_memory", "prlimit", "nice_others"]) {
+        for case in own.chain(others).chain(["read_memory", "prlimit", "nice_others"]) {
             assert_eq!(signal_of(kind, case, "kill"), Some(libc::SIGSYS), "{kind} {case}");
         }
     }
@@ -216,13 +219,13 @@ fn each_kind_of_thread_has_what_it_is_for_and_no_more() {
             &[][..],
         ),
         ("control", &["nice_self", "stream_pair", "socket_listens", "socket_patience", "give_back"], &[]),
-        ("control", &["huge_pages", "kvm_create", "filter"], &[]),
+        ("control", &["huge_pages", "kvm_create", "filter", "count_threads"], &[]),
         ("device", &["stream_pair", "give_back"], &["huge_pages", "socket_listens", "kvm_create", "filter"]),
         ("vcpu", &["give_back"], &["huge_pages", "stream_pair", "socket_listens", "kvm_create", "filter"]),
         ("device", &["accept"], &["kvm_run", "kvm_set_regs", "nice_self"]),
         ("vcpu", &["kvm_run"], &["accept", "kvm_set_regs", "nice_self"]),
-        ("device", &[], &["thread", "clone3", "fork", "pidfd_open", "timer"]),
-        ("vcpu", &[], &["thread", "clone3", "fork", "pidfd_open", "timer"]),
+        ("device", &[], &["thread", "clone3", "fork", "pidfd_open", "timer", "count_threads"]),
+        ("vcpu", &[], &["thread", "clone3", "fork", "pidfd_open", "timer", "count_threads"]),
     ] {
         for case in allowed {
             assert_eq!(signal_of(kind, case, "kill"), None, "{kind} {case}");

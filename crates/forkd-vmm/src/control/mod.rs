@@ -24,6 +24,7 @@ use forkd_protocol::control::{
 use crate::branch::{self, Branch, Branched};
 use crate::config;
 use crate::event_loop::as_fd;
+use crate::fork::SingleThreaded;
 use crate::state::Frozen;
 use crate::template::{self, Newborn, Template};
 use crate::vm::{Paused, Running, Vm};
@@ -48,12 +49,12 @@ pub enum Finish {
 pub fn serve(listener: OwnedFd, seccomp: seccomp::Mode) -> Result<Finish> {
     let mut monitor = Monitor::idle(Controllers::new(listener)?, seccomp)?;
     loop {
-        let (frozen, controllers) = match monitor.serve()? {
+        let (alone, frozen, controllers) = match monitor.serve()? {
             Outcome::Finish(finish) => return Ok(finish),
-            Outcome::Template(frozen, controllers) => (*frozen, controllers),
+            Outcome::Template(alone, frozen, controllers) => (alone, *frozen, controllers),
             Outcome::Branch(newborn, source) => newborn.settle(*source)?,
         };
-        let template = Template::new(frozen, controllers)?;
+        let template = Template::new(alone, frozen, controllers)?;
         monitor = match template.serve()? {
             template::Outcome::Stopped => return Ok(Finish::Stopped),
             template::Outcome::Saver(saver) => return saver.save().map(|()| Finish::Saved),
@@ -65,7 +66,7 @@ pub fn serve(listener: OwnedFd, seccomp: seccomp::Mode) -> Result<Finish> {
 /// What comes after [`Monitor::serve`].
 enum Outcome {
     Finish(Finish),
-    Template(Box<Frozen>, Controllers),
+    Template(SingleThreaded, Box<Frozen>, Controllers),
     /// This is a new process, and the VM its source's.
     Branch(Box<branch::Newborn>, Box<Running>),
 }
@@ -153,7 +154,9 @@ impl Monitor {
                 {
                     return match next {
                         Next::Finish(finish) => Ok(Outcome::Finish(finish)),
-                        Next::Template(frozen) => Ok(Outcome::Template(frozen, self.controllers)),
+                        Next::Template(alone, frozen) => {
+                            Ok(Outcome::Template(alone, frozen, self.controllers))
+                        }
                         Next::Branch(newborn, source) => {
                             // All of it is still the source's.
                             std::mem::forget(self);
@@ -221,9 +224,9 @@ impl Monitor {
             Request::Boot(config) => self.boot(config, fds).map(|()| Reply::Booted),
             Request::Freeze => return self.freeze(),
             Request::Load(config) => match self.load(config, fds) {
-                Ok(frozen) => {
+                Ok((alone, frozen)) => {
                     self.controllers.reply(Reply::Loaded);
-                    return Some(Next::Template(Box::new(frozen)));
+                    return Some(Next::Template(alone, Box::new(frozen)));
                 }
                 Err(error) => Err(error),
             },
@@ -319,9 +322,10 @@ impl Monitor {
         Ok(())
     }
 
-    fn load(&self, config: LoadConfig, fds: Vec<OwnedFd>) -> Result<Frozen> {
+    fn load(&self, config: LoadConfig, fds: Vec<OwnedFd>) -> Result<(SingleThreaded, Frozen)> {
         self.must_be_idle()?;
-        template::load(config, fds)
+        let frozen = template::load(config, fds)?;
+        Ok((SingleThreaded::check()?, frozen))
     }
 
     fn must_be_idle(&self) -> Result<()> {
@@ -337,10 +341,10 @@ impl Monitor {
             self.controllers.reply_error(&error);
             return None;
         };
-        match running.freeze() {
-            Ok(frozen) => {
+        match running.freeze().and_then(|frozen| Ok((SingleThreaded::check()?, frozen))) {
+            Ok((alone, frozen)) => {
                 self.controllers.reply(Reply::Frozen);
-                Some(Next::Template(Box::new(frozen)))
+                Some(Next::Template(alone, Box::new(frozen)))
             }
             // The VM is neither running nor frozen: there is nothing to go on with.
             Err(error) => {
@@ -379,7 +383,7 @@ struct Ready {
 /// What a request makes of the process.
 enum Next {
     Finish(Finish),
-    Template(Box<Frozen>),
+    Template(SingleThreaded, Box<Frozen>),
     Branch(Box<branch::Newborn>, Box<Running>),
     Failed(Error),
 }

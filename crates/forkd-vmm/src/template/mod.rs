@@ -8,7 +8,6 @@
 //! goes wrong with one child is an answer to that request; the template goes on.
 
 mod children;
-pub(crate) mod fork;
 mod saver;
 
 use std::ffi::CStr;
@@ -25,15 +24,17 @@ use crate::config::{Access, Attached};
 use crate::control::Controllers;
 use crate::devices::serial::ConsoleLog;
 use crate::devices::virtio::vsock::GuestConnections;
+use crate::fork::{Forked, SingleThreaded};
 use crate::state::{ChildParts, Expected, Frozen};
 use crate::{Error, Result};
 use children::{ChildSignal, Children};
-use fork::Forked;
 use saver::Job;
 pub(crate) use saver::Saver;
 
 /// The control thread, and only thread, of a template.
 pub(crate) struct Template {
+    /// The proof that it is, which a fork asks for.
+    alone: SingleThreaded,
     frozen: Frozen,
     controllers: Controllers,
     children: Children,
@@ -58,10 +59,10 @@ pub(crate) struct Newborn {
 }
 
 impl Template {
-    pub(crate) fn new(frozen: Frozen, controllers: Controllers) -> Result<Template> {
+    pub(crate) fn new(alone: SingleThreaded, frozen: Frozen, controllers: Controllers) -> Result<Template> {
         name_process(c"forkd-template");
         let signal = ChildSignal::new()?;
-        Ok(Template { frozen, controllers, children: Children::default(), signal })
+        Ok(Template { alone, frozen, controllers, children: Children::default(), signal })
     }
 
     /// Serves controllers until one says stop. Also returns in every process forked here, with the
@@ -167,8 +168,8 @@ impl Template {
         let name = config.child.clone();
         let checked = self.children.check_name(&name).and_then(|()| Parts::resolve(config, &mut fds));
         let forked = checked.and_then(|(controllers, cgroup, parts)| {
-            let forked =
-                fork::fork(cgroup.as_ref().map(AsFd::as_fd)).map_err(Error::system("fork a child"))?;
+            let forked = self.alone.fork(cgroup.as_ref().map(AsFd::as_fd));
+            let forked = forked.map_err(Error::system("fork a child"))?;
             Ok((forked, controllers, parts))
         });
         match forked {
@@ -183,8 +184,7 @@ impl Template {
     fn fork_saver(&mut self, name: String, prepare: impl FnOnce(&Frozen) -> Result<Job>) -> Next {
         let forked = self.children.check_name(&name).and_then(|()| {
             let job = prepare(&self.frozen)?;
-            let forked = fork::fork(None).map_err(Error::system("fork a saver"))?;
-            Ok((forked, job))
+            Ok((self.alone.fork(None).map_err(Error::system("fork a saver"))?, job))
         });
         match forked {
             Ok((Forked::Child, job)) => Next::BeSaver(Box::new(job)),

@@ -31,8 +31,8 @@ use crate::state::{SerialState, TransportState, vcpu};
 use crate::vcpu::VcpuThreads;
 use crate::{Error, GuestMemory, Result, memory};
 use running::DeviceThread;
+pub use running::{ForkedBeside, Paused, Running};
 pub(crate) use running::{KvmState, collect};
-pub use running::{Paused, Running};
 
 /// Stack of a device or vCPU thread: plenty for either. The usual 2 MiB would become one huge page on
 /// hosts that hand those out freely, and every child would pay for all of it.

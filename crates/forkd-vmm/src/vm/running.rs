@@ -1,7 +1,7 @@
 //! A VM that runs: its threads, made to stand still, to go on, to end.
 //!
-//! Knows nothing of how a VM is built, and nothing of processes: who forks while one stands still is not
-//! its business.
+//! Knows nothing of how a VM is built, and of processes only that one can be copied while the VM stands still:
+//! what the copy is for is not its business.
 
 use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
@@ -20,6 +20,7 @@ use crate::devices::serial::ConsoleLog;
 use crate::devices::virtio::block::Disk;
 use crate::ending::Ending;
 use crate::event_loop::{EventLoop, LoopControl};
+use crate::fork;
 use crate::seccomp::{self, ThreadKind};
 use crate::state::frozen::save_interrupts;
 use crate::state::{
@@ -209,12 +210,69 @@ impl Running {
 }
 
 /// A VM that stands still, as long as this lives.
+///
+/// Its threads wait at their gates, and the monitor has no others but the one that holds this. So this is what
+/// a fork beside them takes:
+///
+/// ```no_run
+/// # fn f(vm: &mut forkd_vmm::vm::Running) -> forkd_vmm::Result<()> {
+/// let forked = vm.pause()?.fork()?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// A VM that runs cannot be forked:
+///
+/// ```compile_fail,E0599
+/// # fn f(vm: &mut forkd_vmm::vm::Running) -> forkd_vmm::Result<()> {
+/// let forked = vm.fork()?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Nor can one that goes on again:
+///
+/// ```compile_fail,E0382
+/// # fn f(vm: &mut forkd_vmm::vm::Running) -> forkd_vmm::Result<()> {
+/// let paused = vm.pause()?;
+/// drop(paused);
+/// let forked = paused.fork()?;
+/// # Ok(())
+/// # }
+/// ```
 pub struct Paused<'a> {
     pub(crate) vm: &'a mut Running,
     since: Instant,
 }
 
-impl Paused<'_> {
+/// Who is who after [`Paused::fork`].
+pub enum ForkedBeside<'a> {
+    /// The new process. Only the calling thread is here: nothing of the VM may be told to go on.
+    Child,
+    /// The old one, whose VM still stands still.
+    Parent {
+        /// The child's process id.
+        pid: i32,
+        /// The VM, as before.
+        paused: Paused<'a>,
+    },
+}
+
+impl<'a> Paused<'a> {
+    /// Forks the process beside the threads of the VM. Where that fails, the VM goes on.
+    pub fn fork(self) -> Result<ForkedBeside<'a>> {
+        // SAFETY: the monitor has no threads but this one and those of its VM, which wait at their gates with no
+        // lock held and nothing half done. They do not go on as long as `self` lives.
+        match unsafe { fork::fork_beside_threads() }.map_err(Error::system("fork a branch"))? {
+            None => {
+                // What it would do when dropped is for the threads of the source.
+                std::mem::forget(self);
+                Ok(ForkedBeside::Child)
+            }
+            Some(pid) => Ok(ForkedBeside::Parent { pid, paused: self }),
+        }
+    }
+
     /// The guest's memory, which nobody changes now.
     pub fn memory(&self) -> &GuestMemory {
         &self.vm.memory
