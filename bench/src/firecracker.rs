@@ -6,6 +6,7 @@
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
@@ -25,30 +26,46 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// Threads that only wait need little.
 const STACK: usize = 64 << 10;
 
+/// Where the guest looks for the flag: its address, which is also the place in the snapshot's memory file. Nothing
+/// else of the guest or of Firecracker lies there.
+pub const FLAG: u64 = 0x20_0000;
+
 guest_code! {
-    /// Says a byte and watches the end of the reserved memory below 1 MiB, where Firecracker keeps
-    /// what it changes in every clone; says it again when that has happened, and sleeps.
+    /// Says a byte and waits for the flag, which only the snapshot's memory file has: so only children
+    /// come to its end, where they say the byte again and sleep. Firecracker changes the generation id of a child,
+    /// too, but not at an address that holds for every version.
     fn byte_again_in_every_clone,
     "mov edx, 0x3f8",
     "mov al, 7",
-    "xor ebx, ebx",
-    "mov esi, 0xfc000",
-    "2: add rbx, qword ptr [rsi]",
-    "add esi, 8",
-    "cmp esi, 0x100000",
-    "jne 2b",
     "out dx, al",
-    "3: mov esi, 0xfc000",
-    "xor edi, edi",
-    "4: add rdi, qword ptr [rsi]",
-    "add esi, 8",
-    "cmp esi, 0x100000",
-    "jne 4b",
-    "cmp rdi, rbx",
-    "je 3b",
+    "2: pause",
+    "cmp qword ptr [0x200000], 0",
+    "je 2b",
     "out dx, al",
-    "5: hlt",
-    "jmp 5b",
+    "3: hlt",
+    "jmp 3b",
+}
+
+// The code above spells it out.
+const _: () = assert!(FLAG == 0x20_0000 && WORD == 7);
+
+/// The guest as a kernel file.
+pub fn kernel() -> Vec<u8> {
+    tiny::elf_kernel(byte_again_in_every_clone())
+}
+
+/// Writes the flag into a snapshot's memory file: every guest that is loaded from it finds the flag.
+pub fn raise_flag(memory: &Path) -> Result<()> {
+    let failed = || format!("write the flag into {}", memory.display());
+    let file = File::options().write(true).open(memory).map_err(system(failed()))?;
+    let length = file.metadata().map_err(system(failed()))?.len();
+    if length < FLAG + 8 {
+        return Err(Error::Invalid(format!(
+            "{} has {length} bytes, fewer than the guest's memory: this Firecracker writes another kind of file",
+            memory.display()
+        )));
+    }
+    file.write_all_at(&1u64.to_le_bytes(), FLAG).map_err(system(failed()))
 }
 
 guest_code! {
@@ -172,8 +189,7 @@ impl Firecracker {
     pub fn snapshot(program: &Path, folder: &Path, mem_mib: u64) -> Result<Firecracker> {
         let snapshot = Firecracker { program: program.to_owned(), folder: folder.to_owned() };
         let kernel = folder.join("kernel");
-        fs::write(&kernel, tiny::elf_kernel(byte_again_in_every_clone()))
-            .map_err(system(format!("write {}", kernel.display())))?;
+        fs::write(&kernel, self::kernel()).map_err(system(format!("write {}", kernel.display())))?;
         let mut parent = snapshot.process("parent")?;
         parent.request("PUT", "/boot-source", &json!({ "kernel_image_path": kernel, "boot_args": "" }))?;
         parent.request("PUT", "/machine-config", &json!({ "vcpu_count": 1, "mem_size_mib": mem_mib }))?;
@@ -184,6 +200,8 @@ impl Firecracker {
             "snapshot_type": "Full", "snapshot_path": snapshot.state(), "mem_file_path": snapshot.memory(),
         });
         parent.request("PUT", "/snapshot/create", &files)?;
+        // The parent does not see it: its memory is not the file.
+        raise_flag(&snapshot.memory())?;
         Ok(snapshot)
     }
 
@@ -354,9 +372,11 @@ mod tests {
         }
     }
 
-    /// A program that speaks as little of Firecracker's API as the burst needs.
+    /// A program that speaks as little of Firecracker's API as the burst needs. Its guest has a memory file and
+    /// answers in a child only when it finds the flag there.
     const STAND_IN: &str = r#"#!/usr/bin/env python3
 import os, socket, sys
+memory = os.path.join(os.path.dirname(sys.argv[2]), "memory")
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(sys.argv[2])
 listener.listen()
@@ -364,13 +384,13 @@ while True:
     stream = listener.accept()[0]
     request = stream.recv(65536).decode()
     if "/snapshot/create" in request:
-        folder = os.path.dirname(sys.argv[2])
-        [open(os.path.join(folder, name), "w") for name in ("state", "memory")]
+        os.truncate(os.open(memory, os.O_CREAT | os.O_WRONLY), 512 << 20)
     if "/snapshot/load" in request and "child-1." in sys.argv[2]:
         stream.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         continue
     stream.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
-    if "/actions" in request or "/snapshot/load" in request:
+    flagged = "/snapshot/load" in request and any(os.pread(os.open(memory, os.O_RDONLY), 8, 0x200000))
+    if "/actions" in request or flagged:
         os.write(1, b"a log line\n\x07")
 "#;
 
@@ -383,6 +403,30 @@ while True:
             assert!(writing.snapshot(kind).unwrap() > 0.0);
         }
         assert!(!folder.path().join("writing-state").exists());
+    }
+
+    #[test]
+    fn the_flag_is_in_the_file_where_the_guest_looks_and_nothing_else_changes() {
+        let folder = tempfile::tempdir().unwrap();
+        let memory = folder.path().join("memory");
+        let before = vec![7u8; (FLAG + 4096) as usize];
+        fs::write(&memory, &before).unwrap();
+        raise_flag(&memory).unwrap();
+        let after = fs::read(&memory).unwrap();
+        let flag = FLAG as usize..FLAG as usize + 8;
+        assert_eq!(after[flag.clone()], 1u64.to_le_bytes());
+        assert!(after.len() == before.len() && after[..flag.start] == before[..flag.start]);
+        assert!(after[flag.end..] == before[flag.end..]);
+    }
+
+    #[test]
+    fn a_memory_file_without_room_for_the_flag_is_refused_and_not_grown() {
+        let folder = tempfile::tempdir().unwrap();
+        let memory = folder.path().join("memory");
+        fs::write(&memory, "short").unwrap();
+        assert!(matches!(raise_flag(&memory), Err(Error::Invalid(_))));
+        assert_eq!(fs::read(&memory).unwrap(), b"short");
+        assert!(matches!(raise_flag(&folder.path().join("none")), Err(Error::System { .. })));
     }
 
     fn stand_in(folder: &Path) -> PathBuf {
