@@ -168,37 +168,84 @@ pub fn memory(lines: &[Line]) -> String {
     };
     let rows: Vec<(&Line, &str)> =
         CASES.iter().filter_map(|(case, colour)| Some((largest(case)?, *colour))).collect();
-    let most =
-        rows.iter().flat_map(|(line, _)| [line.private_kib, line.pss_kib]).flatten().max().unwrap_or(0);
+    let rows = rows.into_iter().map(|(line, colour)| Row {
+        label: format!("{}, n = {}", line.case, line.n),
+        colour,
+        bars: [(line.private_kib, "private"), (line.pss_kib, "PSS")]
+            .into_iter()
+            .filter_map(|(kib, name)| kib.map(|kib| (kib as f64, format!("{name} {kib} KiB"))))
+            .collect(),
+    });
+    bars("Memory per child, right after its first answer", &rows.collect::<Vec<_>>())
+}
+
+/// How long a guest stood still for a branch and, with another monitor, for a snapshot: for each subject that was
+/// measured with both. None if none was.
+pub fn standstills(records: &[Record]) -> Option<String> {
+    const SHOWN: [(&str, &str); 4] = [
+        ("forkd", "#0072b2"),
+        ("firecracker_diff", "#009e73"),
+        ("firecracker_full", "#009e73"),
+        ("copy", "#7f7f7f"),
+    ];
+    let others = branch::lines(records).filter(|line| line.case == "firecracker_full");
+    let mut rows = Vec::new();
+    for Subject { guest, memory, mem_mib, dirty_pct } in others.map(|line| &line.subject) {
+        for (case, colour) in SHOWN {
+            let of_case = branch::lines(records).find(|line| {
+                let of = &line.subject;
+                line.case == case
+                    && (&of.guest, &of.memory, of.mem_mib, of.dirty_pct)
+                        == (guest, memory, *mem_mib, *dirty_pct)
+            });
+            let Some(ms) = of_case.and_then(|line| line.p50_ms).filter(|ms| ms.is_finite() && *ms >= 0.0)
+            else {
+                continue;
+            };
+            let text = format!("{}, {mem_mib} MiB, {dirty_pct} % written", milliseconds(ms));
+            rows.push(Row { label: case.into(), colour, bars: vec![(ms, text)] });
+        }
+    }
+    (!rows.is_empty()).then(|| bars("How long the guest stood still", &rows))
+}
+
+/// Bars with one label.
+struct Row {
+    label: String,
+    colour: &'static str,
+    /// How long each is, and what stands beside it.
+    bars: Vec<(f64, String)>,
+}
+
+/// Rows of horizontal bars, all to one scale; those of a row are of one colour, and paler from bar to bar.
+fn bars(title: &str, rows: &[Row]) -> String {
+    const HEIGHT: f64 = 20.0;
+    const STEP: f64 = 24.0;
+    const GAP: f64 = 22.0;
+    let most = rows.iter().flat_map(|row| &row.bars).map(|(value, _)| *value).fold(1.0, f64::max);
     let (left, top, right, _) = PLOT;
-    let left = left + 80.0;
-    let width = |kib: u64| kib as f64 / most.max(1) as f64 * (right - left);
-    let mut svg = open("Memory per child, right after its first answer");
-    for (index, (line, colour)) in rows.iter().enumerate() {
-        let y = top + index as f64 * 70.0;
+    // Room for the longest label on one side, and for the longest text on the other.
+    let (left, right) = (left + 100.0, right - 60.0);
+    let mut svg = open(title);
+    let mut y = top;
+    for Row { label, colour, bars } in rows {
+        let middle = y + (bars.len() as f64 * STEP - (STEP - HEIGHT)) / 2.0;
         let _ = writeln!(
             svg,
-            r#"<text x="{:.1}" y="{:.1}" text-anchor="end">{}, n = {}</text>"#,
+            r#"<text x="{:.1}" y="{:.1}" text-anchor="end">{label}</text>"#,
             left - 10.0,
-            y + 27.0,
-            line.case,
-            line.n
+            middle + 5.0
         );
-        let bars = [(line.private_kib, "private", 1.0), (line.pss_kib, "PSS", 0.45)];
-        for (offset, (kib, name, opacity)) in (0..).zip(bars) {
-            let Some(kib) = kib else { continue };
-            let (wide, at) = (width(kib), y + 24.0 * f64::from(offset));
+        for ((value, text), opacity) in bars.iter().zip([1.0, 0.45]) {
+            let wide = value / most * (right - left);
             let _ = writeln!(
                 svg,
-                r#"<rect x="{left}" y="{at:.1}" width="{wide:.1}" height="20" fill="{colour}" fill-opacity="{opacity}"/>"#
+                r#"<rect x="{left}" y="{y:.1}" width="{wide:.1}" height="{HEIGHT}" fill="{colour}" fill-opacity="{opacity}"/>"#
             );
-            let _ = writeln!(
-                svg,
-                r#"<text x="{:.1}" y="{:.1}">{name} {kib} KiB</text>"#,
-                left + wide + 8.0,
-                at + 15.0
-            );
+            let _ = writeln!(svg, r#"<text x="{:.1}" y="{:.1}">{text}</text>"#, left + wide + 8.0, y + 15.0);
+            y += STEP;
         }
+        y += GAP;
     }
     close(svg)
 }
@@ -340,6 +387,41 @@ mod tests {
         let subject = Subject { guest: "tiny".into(), memory: Kind::Layer, mem_mib, dirty_pct: 10 };
         let attempts = branch::Attempts { times_ms: vec![ms], errors: Vec::new() };
         Record::Line(branch::Line::of(case, &subject, &attempts, &Default::default()))
+    }
+
+    #[test]
+    fn a_branch_is_drawn_beside_the_snapshot_of_another_monitor_of_the_same_guest() {
+        let mut records = vec![branched("forkd", 1536, 5.9), branched("forkd", 512, 2.0)];
+        assert!(standstills(&records).is_none());
+        records
+            .extend([branched("firecracker_full", 1536, 823.0), branched("firecracker_diff", 1536, 530.0)]);
+        let svg = standstills(&records).unwrap();
+        assert_eq!(svg.matches("fill-opacity").count(), 3, "{svg}");
+        assert!(svg.contains(">5.9 ms, 1536 MiB, 10 % written<"), "{svg}");
+        records.push(branched("copy", 1536, f64::INFINITY));
+        assert!(!standstills(&records).unwrap().contains("inf"));
+    }
+
+    #[test]
+    fn labels_and_texts_of_bars_stay_inside_the_picture() {
+        let row = |label: &str, value, text: &str| Row {
+            label: label.into(),
+            colour: "#000",
+            bars: vec![(value, text.into())],
+        };
+        let svg = bars(
+            "x",
+            &[row("firecracker, n = 1000", 1.0, "a"), row("b", 9000.0, "1.5 s, 1536 MiB, 100 % written")],
+        );
+        let number = |text: &str| text.split('"').nth(1).unwrap().parse::<f64>().unwrap();
+        // A generous width for a character of this size.
+        const CHARACTER: f64 = 7.5;
+        for line in svg.lines().filter(|line| line.starts_with("<text") && !line.contains("font-weight")) {
+            let width = line.split(['>', '<']).nth(2).unwrap().chars().count() as f64 * CHARACTER;
+            let x = number(line.split(" x=").nth(1).unwrap());
+            let (begin, end) = if line.contains("anchor") { (x - width, x) } else { (x, x + width) };
+            assert!(begin >= 0.0 && end <= WIDTH, "{line}");
+        }
     }
 
     #[test]

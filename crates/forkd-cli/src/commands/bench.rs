@@ -336,6 +336,7 @@ fn draw(folder: &Path, lines: &[report::Line], records: &[Record]) -> Result<()>
             ("branch-huge", chart::pauses(records, Kind::Huge)),
             ("branch-rows", chart::rows(records)),
         ]);
+        charts.extend(chart::standstills(records).map(|svg| ("branch-firecracker", svg)));
     }
     for (name, svg) in charts {
         let path = folder.join(name).with_extension("svg");
