@@ -6,7 +6,7 @@ GUEST_BINARY := target/guest/$(GUEST_TARGET)/release/forkd-guest
 # Where rustup puts cargo: shells know it only after the next login.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test lint soak clean
+.PHONY: help setup build demo test lint advisories soak clean
 
 help: ## Show this help
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' Makefile
@@ -33,6 +33,11 @@ lint: ## Formatting, clippy, dependencies
 	cargo clippy --release --locked --workspace --test linux --test outside -- -D warnings
 	@if command -v cargo-deny >/dev/null; then cargo deny --offline check licenses bans sources; \
 	else echo "NOT RUN: cargo deny (not installed; cargo install cargo-deny)"; fi
+	@echo "NOT RUN: advisories (make advisories needs the network)"
+
+advisories: ## Look up known vulnerabilities of the dependencies (needs the network)
+	@command -v cargo-deny >/dev/null || { echo "cargo-deny is missing: cargo install --locked cargo-deny" >&2; exit 1; }
+	cargo deny check advisories
 
 soak: build ## Run the long campaigns (fuzzing and more); results go to bench/RESULTS.md
 	@scripts/soak.sh

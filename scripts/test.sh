@@ -6,6 +6,7 @@
 #   scripts/test.sh native          unit tests, tiny guests, fuzz bodies over their corpora
 #   scripts/test.sh linux [NAME…]   Linux guests; NAME selects tests as cargo test does
 #   scripts/test.sh outside         the emulated machine, from outside
+#   scripts/test.sh list LOG…       what did not run, by logs of the above
 set -euo pipefail
 cd "$(dirname "$0")/.."
 forkd=$PWD/target/release/forkd
@@ -136,6 +137,11 @@ groups() {
   echo
 }
 
+# Lists what did not run, by what these logs have.
+list() {
+  cat "$@" | grep -o 'NOT RUN: .*' | sort -u || echo "nothing: every test ran"
+}
+
 what=${1:-all}
 shift || true
 case $what in
@@ -156,8 +162,10 @@ case $what in
     ;;
   linux) prepare && linux "$@" ;;
   native | outside) "$what" "$@" ;;
-  *) echo "unknown: $what (native, linux or outside)" >&2; exit 2 ;;
+  list) list "$@"; exit ;;
+  *) echo "unknown: $what (native, linux, outside or list)" >&2; exit 2 ;;
 esac
 
 step "Not run"
-grep -ho 'NOT RUN: .*' "$log" | sort -u || echo "nothing: every test ran"
+# All of them: `make lint` and what else ran beside the Linux tests have a log of their own.
+list "$log"*

@@ -12,6 +12,7 @@ mod faults;
 mod kills;
 mod load;
 mod machine;
+mod make;
 mod natively;
 mod pattern;
 mod pip;
