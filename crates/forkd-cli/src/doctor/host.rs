@@ -31,7 +31,7 @@ pub(super) fn platform() -> Check {
     }
 }
 
-fn kernel_version(release: &str) -> Option<(u32, u32)> {
+pub(super) fn kernel_version(release: &str) -> Option<(u32, u32)> {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit());
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }

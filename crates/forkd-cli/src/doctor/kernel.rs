@@ -59,42 +59,10 @@ pub(super) fn forwarding(will_use: Runs) -> Check {
     }
 }
 
-/// The flows of all guests and of the host itself are in one table.
-pub(super) fn connection_tracking(will_use: Runs) -> Check {
-    if will_use == Runs::Machine {
-        return Check::skip(TRACKING, "not needed: the emulated machine tracks connections for itself");
-    }
-    judge_tracking(fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_max").ok().as_deref())
-}
-
-const TRACKING: &str = "conntrack";
-/// What Linux gives itself with a GiB of memory: room for the limits of 64 guests.
-const ENOUGH_FLOWS: u64 = 262_144;
-
-fn judge_tracking(most: Option<&str>) -> Check {
-    match most.map(|most| most.trim().parse::<u64>()) {
-        None => Check::skip(TRACKING, "not loaded yet; the first network loads it"),
-        Some(Ok(most)) if most >= ENOUGH_FLOWS => Check::pass(TRACKING, format!("room for {most} flows")),
-        Some(Ok(most)) => Check::warn(
-            TRACKING,
-            format!("room for {most} flows: a few guests with many connections fill it, and stop the host's"),
-            format!("sysctl -w net.netfilter.nf_conntrack_max={ENOUGH_FLOWS}, or lower --slot-max-flows"),
-        ),
-        Some(Err(_)) => Check::warn(TRACKING, "nf_conntrack_max is not a number", "look at the kernel"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::Status;
     use super::*;
-
-    #[test]
-    fn a_small_table_of_connections_is_warned_of() {
-        assert_eq!(judge_tracking(Some("65536\n")).status, Status::Warn);
-        assert_eq!(judge_tracking(Some("262144\n")).status, Status::Pass);
-        assert_eq!(judge_tracking(None).status, Status::Skip);
-    }
 
     #[test]
     fn merging_pages_is_warned_of_and_nothing_else_is() {

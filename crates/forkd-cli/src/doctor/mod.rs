@@ -1,11 +1,14 @@
 //! What this computer can do, check by check. [`host`] looks at the computer, [`kernel`] at how its
-//! kernel is set, [`disk`] at what the data directory's file system can do, [`ours`] at what belongs to
-//! forkd. Looking changes nothing.
+//! kernel is set, [`tuning`] at what makes it fast, [`limits`] at what it allows, [`disk`] at what the data
+//! directory's file system can do, [`ours`] at what belongs to forkd. Looking changes nothing.
 
 mod disk;
 mod host;
 mod kernel;
+mod limits;
 mod ours;
+mod root;
+mod tuning;
 
 use serde::Serialize;
 
@@ -13,6 +16,7 @@ use crate::args::DaemonArgs;
 use crate::kvm::Kvm;
 use crate::paths::{Binaries, DataDir};
 use crate::ui::Ui;
+use root::Root;
 
 /// How a check went.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -159,12 +163,30 @@ pub(crate) async fn examine(data: &DataDir, daemon: &DaemonArgs, ui: Ui) -> Repo
     let mut checks = vec![host::platform(), host::virtualization(), host::kvm(&kvm), host::machine(will_use)];
     checks.extend([host::cgroups(will_use), host::huge_pages(), kernel::same_page_merging()]);
     checks.extend([kernel::userfaultfd(), kernel::forwarding(will_use)]);
-    checks.extend([kernel::connection_tracking(will_use), host::nftables(), host::ip()]);
+    let root = Root::host();
+    checks.extend([limits::connection_tracking(&root, will_use), host::nftables(), host::ip()]);
+    checks.extend(of_a_kvm_host(&root, will_use));
     checks.extend([host::e2fsprogs(), host::image_tools(), host::data_dir(data), disk::features(data)]);
     checks.extend([ours::binaries(&binaries), ours::images(data), ours::kernel(data)]);
     checks.extend([ours::daemon(&found).await, ours::snapshots(&found, data, &binaries, will_use).await]);
     checks.extend([ours::token(data), ours::machine_shutdown(data), ours::leftovers(data)]);
     Report::new(checks, will_use)
+}
+
+/// What matters only where guests run on this computer's KVM.
+fn of_a_kvm_host(root: &Root, will_use: Runs) -> Vec<Check> {
+    let checks = [limits::overcommit, limits::process_ids, limits::task_limit, tuning::favordynmods];
+    let checks =
+        checks.into_iter().chain([tuning::nx_huge_pages, tuning::halt_polling, tuning::numa_balancing]);
+    let checks = checks.chain([tuning::debugfs, tuning::grace_periods]).map(|check| check(root));
+    match will_use {
+        Runs::Kvm => checks.collect(),
+        Runs::Machine => {
+            let skip =
+                |check: Check| Check::skip(check.name, "not needed: guests run in the emulated machine");
+            checks.map(skip).collect()
+        }
+    }
 }
 
 #[cfg(test)]
@@ -198,6 +220,19 @@ mod tests {
         assert!(!report(vec![Check::fail("x", "y", "z").essential()]).usable());
     }
 
+    #[test]
+    fn how_a_host_is_tuned_matters_only_where_guests_run_on_it() {
+        let host = root::FakeHost::new().with("/proc/sys/vm/overcommit_memory", "2");
+        let on_kvm = of_a_kvm_host(&host.root(), Runs::Kvm);
+        let emulated = of_a_kvm_host(&host.root(), Runs::Machine);
+        assert_eq!(on_kvm.iter().filter(|check| check.status == Status::Fail).count(), 1);
+        assert!(emulated.iter().all(|check| check.status == Status::Skip && check.fix.is_none()));
+        let names = |checks: &[Check]| checks.iter().map(|check| check.name).collect::<Vec<_>>();
+        assert_eq!(names(&on_kvm), names(&emulated));
+        let json = serde_json::to_value(Report::new(on_kvm, Runs::Kvm)).unwrap();
+        assert_eq!(json["checks"][0]["fix"], "sysctl -w vm.overcommit_memory=0");
+    }
+
     #[tokio::test]
     async fn an_examination_makes_every_check_once_and_every_problem_has_a_fix() {
         let folder = tempfile::tempdir().unwrap();
@@ -219,6 +254,15 @@ mod tests {
                 "conntrack",
                 "nftables",
                 "ip",
+                "overcommit",
+                "process-ids",
+                "task-limit",
+                "favordynmods",
+                "nx-huge-pages",
+                "halt-polling",
+                "numa-balancing",
+                "debugfs",
+                "srcu",
                 "e2fsprogs",
                 "image-tools",
                 "data-dir",
