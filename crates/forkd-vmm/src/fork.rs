@@ -37,8 +37,9 @@ pub enum Forked {
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 
 /// How long threads that have ended are waited for. Joining a thread returns when it is done with its memory:
-/// the kernel counts it a moment longer. So it does with KVM's own thread of a VM that is gone.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// the kernel counts it a moment longer. KVM's own thread of a VM is in the process, too, and stays until the last
+/// descriptor of the VM is closed: a branch that was just forked has copies of them for a moment.
+const PATIENCE: Duration = Duration::from_secs(10);
 /// How long to wait before the kernel is asked again.
 const BREATH: Duration = Duration::from_millis(1);
 
