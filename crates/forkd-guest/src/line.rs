@@ -25,7 +25,7 @@ use std::{
 
 use forkd_protocol::{
     agent::{ProcessConfig, StartRequest, WarmState},
-    connect::{Code, Error},
+    connect::{Code, Error, exit_code},
     line::{Evaluated, Failure, Incoming, Pong, Ran, Reply, Request},
 };
 
@@ -191,10 +191,10 @@ impl Kept {
 }
 
 fn failure(error: Error) -> Failure {
-    let exit_code = match error.code {
-        Code::InvalidArgument if error.message.contains("not found") => 127,
-        Code::InvalidArgument => 126,
-        _ => 1,
+    let exit_code = match (error.exit_code, error.code) {
+        (Some(exit_code), _) => exit_code,
+        (None, Code::InvalidArgument) => exit_code::CANNOT_EXECUTE,
+        (None, _) => 1,
     };
     Failure { error: error.message, exit_code, ..Failure::default() }
 }

@@ -26,7 +26,9 @@
 //! call acts as comes as `Authorization: Basic base64("user:")` on process and filesystem calls and
 //! as `username` in the query of `/files`; absent means the agent's default user. The time a
 //! command may run comes in `Connect-Timeout-Ms`; when it is over the process is killed and the
-//! stream ends with `deadline_exceeded`. A client that goes away does not end its process.
+//! stream ends with `deadline_exceeded`. A command that cannot start ends it with `invalid_argument` and
+//! `exitCode`: 127 if there is no such program, else 126. Agents of earlier versions send no `exitCode`. A client
+//! that goes away does not end its process.
 
 use std::collections::BTreeMap;
 

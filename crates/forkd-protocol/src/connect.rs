@@ -85,13 +85,30 @@ pub struct Error {
     /// What happened and what to do about it.
     #[serde(default)]
     pub message: String,
+    /// Of a command that did not start: the exit status a shell gives for that. See [`exit_code`].
+    #[serde(default, rename = "exitCode", skip_serializing_if = "Option::is_none")]
+    pub exit_code: Option<i32>,
 }
 
 impl Error {
     /// An error with `code` and `message`.
     pub fn new(code: Code, message: impl Into<String>) -> Self {
-        Error { code, message: message.into() }
+        Error { code, message: message.into(), exit_code: None }
     }
+
+    /// The same error, of a command that did not start.
+    #[must_use]
+    pub fn with_exit_code(self, exit_code: i32) -> Self {
+        Error { exit_code: Some(exit_code), ..self }
+    }
+}
+
+/// Exit statuses of commands that did not start, as shells have them.
+pub mod exit_code {
+    /// The program is there and cannot be executed, or the request for it cannot be fulfilled.
+    pub const CANNOT_EXECUTE: i32 = 126;
+    /// There is no such program.
+    pub const NOT_FOUND: i32 = 127;
 }
 
 /// The payload of an end-of-stream envelope.
@@ -216,6 +233,19 @@ mod tests {
             assert_eq!(seen[1], Envelope { flags: END_STREAM, payload: b"{}".to_vec() });
             assert!(decoder.is_empty());
         }
+    }
+
+    #[test]
+    fn an_error_carries_the_exit_status_of_a_command_that_did_not_start() {
+        let plain = Error::new(Code::InvalidArgument, "no");
+        assert_eq!(serde_json::to_string(&plain).unwrap(), r#"{"code":"invalid_argument","message":"no"}"#);
+        let refused = plain.with_exit_code(exit_code::NOT_FOUND);
+        let text = serde_json::to_string(&refused).unwrap();
+        assert_eq!(text, r#"{"code":"invalid_argument","message":"no","exitCode":127}"#);
+        assert_eq!(serde_json::from_str::<Error>(&text).unwrap(), refused);
+        // An agent of an earlier version does not send it.
+        let old: Error = serde_json::from_str(r#"{"code":"invalid_argument","message":"no"}"#).unwrap();
+        assert_eq!(old.exit_code, None);
     }
 
     #[test]

@@ -19,7 +19,7 @@ use forkd_protocol::{
         End, Event, Output as OutputMessage, ProcessEvent, ProcessList, ProcessRef, ProcessSelector,
         SendInputRequest, SendSignalRequest, StartRequest, UpdateRequest,
     },
-    connect::{Code, Error},
+    connect::{Code, Error, exit_code},
 };
 use serde_json::{Value, json};
 
@@ -91,8 +91,23 @@ impl Processes {
         self.start_in(Part::Commands, request, user, limit)
     }
 
-    /// Starts a process in one of the cgroups.
+    /// Starts a process in one of the cgroups. An error that is about the command has its exit status.
     pub(crate) fn start_in(
+        &self,
+        part: Part,
+        request: &StartRequest,
+        user: &User,
+        limit: Option<Duration>,
+    ) -> Result<(Arc<Process>, Listener), Error> {
+        self.attempt(part, request, user, limit).map_err(|error| match error {
+            Error { code: Code::InvalidArgument, exit_code: None, .. } => {
+                error.with_exit_code(exit_code::CANNOT_EXECUTE)
+            }
+            error => error,
+        })
+    }
+
+    fn attempt(
         &self,
         part: Part,
         request: &StartRequest,

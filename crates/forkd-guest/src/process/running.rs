@@ -16,7 +16,7 @@ use std::{
 
 use forkd_protocol::{
     agent::{ProcessInfo, PtySize, StartRequest},
-    connect::{Code, Error},
+    connect::{Code, Error, exit_code},
 };
 use rustix::{
     event::{PollFd, PollFlags},
@@ -261,28 +261,34 @@ fn wire_pipes(with_stdin: bool) -> io::Result<Wiring> {
     })
 }
 
-/// Says why a program did not start, and what to do about it.
+/// Says why a program did not start, what to do about it, and which exit status that is.
 pub(crate) fn explain(error: SpawnError, cmd: &str, cwd: &Path, user: &User) -> Error {
-    let message = match error {
-        SpawnError::Nul => error.to_string(),
+    let cannot = |message: String| (exit_code::CANNOT_EXECUTE, message);
+    let (exit_code, message) = match error {
+        SpawnError::Nul => cannot(error.to_string()),
         SpawnError::Cwd(cause) => {
-            format!("cannot use {} as the working directory of {}: {cause}", cwd.display(), user.name)
+            cannot(format!("cannot use {} as the working directory of {}: {cause}", cwd.display(), user.name))
         }
         SpawnError::Exec(cause) => match cause.raw_os_error() {
             Some(libc::ENOENT) if cmd.contains('/') && Path::new(cmd).exists() => {
-                format!("{cmd}: the interpreter or loader it names is not in this image")
+                cannot(format!("{cmd}: the interpreter or loader it names is not in this image"))
             }
-            Some(libc::ENOENT | libc::ENOTDIR) => format!("{cmd}: not found in this image"),
-            Some(libc::EACCES) => format!("{cmd}: {} may not execute it (permission denied)", user.name),
+            // Daemons of earlier versions look for these words: they do not know the exit status.
+            Some(libc::ENOENT | libc::ENOTDIR) => {
+                (exit_code::NOT_FOUND, format!("{cmd}: not found in this image"))
+            }
+            Some(libc::EACCES) => {
+                cannot(format!("{cmd}: {} may not execute it (permission denied)", user.name))
+            }
             Some(libc::ENOEXEC) => {
-                format!("{cmd}: not a program; a script needs a first line such as #!/bin/sh")
+                cannot(format!("{cmd}: not a program; a script needs a first line such as #!/bin/sh"))
             }
-            Some(libc::E2BIG) => format!("{cmd}: its arguments and environment are too long"),
-            _ => format!("{cmd}: cannot be executed: {cause}"),
+            Some(libc::E2BIG) => cannot(format!("{cmd}: its arguments and environment are too long")),
+            _ => cannot(format!("{cmd}: cannot be executed: {cause}")),
         },
         SpawnError::System(cause) => return no_resources(cause),
     };
-    Error::new(Code::InvalidArgument, message)
+    Error::new(Code::InvalidArgument, message).with_exit_code(exit_code)
 }
 
 /// The thread of a process: moves output, keeps the deadline, notices the end.

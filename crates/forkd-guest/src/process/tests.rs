@@ -86,22 +86,25 @@ fn what_cannot_be_executed_is_explained() {
         fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
         path.to_string_lossy().into_owned()
     };
-    for (cmd, expected) in [
-        ("no-such-program".to_string(), "no-such-program: not found in this image"),
-        ("/no/such/program".to_string(), "not found in this image"),
-        (write("plain", "#!/bin/sh\n", 0o644), "permission denied"),
-        (write("shebangless", "echo hi\n", 0o755), "#!/bin/sh"),
-        (write("lost", "#!/no/such/interpreter\n", 0o755), "interpreter"),
-        ("/etc".to_string(), "permission denied"),
-        (String::new(), "process.cmd is empty"),
-        ("a\0b".to_string(), "NUL"),
+    for (cmd, exit_code, expected) in [
+        ("no-such-program".to_string(), 127, "no-such-program: not found in this image"),
+        ("/no/such/program".to_string(), 127, "not found in this image"),
+        (write("plain", "#!/bin/sh\n", 0o644), 126, "permission denied"),
+        // What its name says does not matter.
+        (write("not found in this image", "#!/bin/sh\n", 0o644), 126, "permission denied"),
+        (write("shebangless", "echo hi\n", 0o755), 126, "#!/bin/sh"),
+        (write("lost", "#!/no/such/interpreter\n", 0o755), 126, "interpreter"),
+        ("/etc".to_string(), 126, "permission denied"),
+        (String::new(), 126, "process.cmd is empty"),
+        ("a\0b".to_string(), 126, "NUL"),
     ] {
         let error = agent.start(json!({"process": {"cmd": cmd}})).collect().failure();
-        assert_eq!(error.code, Code::InvalidArgument, "{cmd}");
+        assert_eq!((error.code, error.exit_code), (Code::InvalidArgument, Some(exit_code)), "{cmd}");
         assert!(error.message.contains(expected), "{cmd}: {}", error.message);
     }
     let bad_name = json!({"process": {"cmd": "true", "envs": {"A=B": "c"}}});
-    assert_eq!(agent.start(bad_name).collect().failure().code, Code::InvalidArgument);
+    let error = agent.start(bad_name).collect().failure();
+    assert_eq!((error.code, error.exit_code), (Code::InvalidArgument, Some(126)));
     let too_long = json!({"process": {"cmd": "true", "args": ["x".repeat(3 << 20)]}});
     assert!(agent.start(too_long).collect().failure().message.contains("too long"));
 }
