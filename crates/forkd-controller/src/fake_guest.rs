@@ -15,7 +15,7 @@ use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use bytes::Bytes;
 use forkd_protocol::agent::{End, Event, Output, ProcessEvent};
-use forkd_protocol::connect::{self, STREAM_TYPE};
+use forkd_protocol::connect::{self, Code, END_STREAM, EndStream, STREAM_TYPE};
 use forkd_store::Database;
 use futures_util::StreamExt;
 use http_body_util::BodyExt;
@@ -83,6 +83,21 @@ pub(crate) struct FakeGuest {
 }
 
 impl FakeDaemon {
+    /// How often commands came out each way, as `/metrics` has it: those that did.
+    pub(crate) async fn execs(&self) -> BTreeMap<String, u64> {
+        let (status, _, page) = self.ask("GET /metrics", "", b"").await;
+        assert_eq!(status, 200);
+        let page = String::from_utf8(page).unwrap();
+        let outcome = |line: &str| {
+            let (outcome, count) = line.strip_prefix("forkd_execs_total{outcome=\"")?.split_once("\"} ")?;
+            Some((outcome.to_owned(), count.parse::<u64>().ok().filter(|count| *count > 0)?))
+        };
+        let mut execs: BTreeMap<String, u64> = page.lines().filter_map(outcome).collect();
+        let seconds = page.lines().find_map(|line| line.strip_prefix("forkd_exec_seconds_count "));
+        execs.insert("all".into(), seconds.unwrap().parse().unwrap());
+        execs
+    }
+
     pub(crate) async fn start() -> Self {
         FakeDaemon::start_with(|_| {}).await
     }
@@ -371,10 +386,30 @@ async fn filesystem(
     answer.to_string().into_response()
 }
 
+/// Why a program of that name does not start, or is killed at once.
+fn refusal(cmd: &str) -> Option<connect::Error> {
+    let refused = |message: &str| connect::Error::new(Code::InvalidArgument, message);
+    match cmd {
+        "missing" => Some(refused("gone").with_exit_code(127)),
+        "broken" => Some(refused("not found in this image").with_exit_code(126)),
+        // As an agent of an earlier version has it.
+        "missing-of-old" => Some(refused("missing-of-old: not found in this image")),
+        "broken-of-old" => Some(refused("not found: root may not execute it")),
+        "late" => Some(connect::Error::new(Code::DeadlineExceeded, "its time is over")),
+        "crowded" => Some(connect::Error::new(Code::ResourceExhausted, "too many")),
+        _ => None,
+    }
+}
+
 /// A process that writes what it reads, until its input ends.
 async fn start(State(guest): State<Arc<FakeGuest>>, body: Bytes) -> Response {
     let message: Value = serde_json::from_slice(&body[connect::HEADER_LEN..]).unwrap();
+    let refused = refusal(message["process"]["cmd"].as_str().unwrap_or_default());
     guest.calls.lock().unwrap().push(("Start".into(), message));
+    if refused.is_some() {
+        let last = connect::encode(END_STREAM, &EndStream { error: refused });
+        return ([("content-type", STREAM_TYPE)], last).into_response();
+    }
     let (events, queued) = mpsc::channel(4);
     events.send(Event::Start { pid: 7 }).await.unwrap();
     *guest.process.lock().unwrap() = Some(events);

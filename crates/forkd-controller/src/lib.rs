@@ -44,6 +44,7 @@ mod count;
 mod descriptors;
 mod disk_space;
 mod error;
+mod exec;
 #[cfg(test)]
 mod fake_guest;
 pub mod frames;

@@ -5,7 +5,6 @@ use std::time::Duration;
 use axum::extract::State;
 use axum::response::Response;
 use forkd_protocol::agent::{self as wire, End, Event, Output, ProcessConfig, StartRequest};
-use forkd_protocol::connect::Code;
 
 use super::extract::{Body, Id};
 use super::types::{EvalReply, EvalRequest, ExecReply, ExecRequest};
@@ -14,11 +13,10 @@ use crate::agent::{self, Agent, Process, Room, StartOptions};
 use crate::companion::Companion;
 use crate::config::Config;
 use crate::error::{Error, ErrorBody, Result};
+use crate::exec::{Finish, TIMED_OUT, counted};
 use crate::frames::MAX_CHUNK;
 use crate::sandbox::Sandbox;
 
-/// Exit status of a command whose time ran out, as `timeout(1)` has it.
-pub(crate) const TIMED_OUT: i32 = 124;
 /// The longest time limit: 30 days.
 const MAX_TIMEOUT_SECS: u64 = 30 * 24 * 3600;
 
@@ -56,7 +54,6 @@ pub(crate) async fn run_to_end(
     let start = start_request(request.args, request.env, request.cwd, request.stdin.is_some())?;
     sandbox.ready().await?;
     let options = StartOptions { user: request.user, timeout: Some(limit) };
-    let mut counted = sandbox.telling.metrics.exec();
     let mut collected = Collected::new(config.limits.max_output, Room::default());
     let run = async {
         let process = sandbox.agent.start(&start, &options).await?;
@@ -66,15 +63,13 @@ pub(crate) async fn run_to_end(
     let patience = limit.saturating_add(config.timing.call);
     let ran = sandbox.with_agent(async {
         match tokio::time::timeout(patience, run).await {
-            Ok(Err(error)) => unfinished(error).map(Finish::Unfinished),
-            Ok(Ok(end)) => Ok(Finish::Ended(end)),
-            Err(_) => Ok(Finish::Unfinished(Unfinished::TimedOut)),
+            Ok(Err(error)) => Finish::failed(error),
+            Ok(Ok(end)) => Ok(Finish::ended(&end)),
+            Err(_) => Ok(Finish::TimedOut),
         }
     });
-    let finish = ran.await?;
-    let (reply, room) = collected.reply(finish, limit);
-    counted.came_out(reply.exit_code, reply.timed_out);
-    Ok((reply, room))
+    let finish = counted(sandbox, ran).await?;
+    Ok(collected.reply(finish, limit))
 }
 
 /// Evaluates Python in the sandbox's warmed interpreter.
@@ -109,7 +104,6 @@ pub(crate) async fn evaluate(
     limit: Duration,
 ) -> Result<(EvalReply, Room)> {
     sandbox.ready().await?;
-    let mut counted = sandbox.telling.metrics.exec();
     let code = wire::EvalRequest { code: request.code };
     let evaluated = sandbox.with_agent(async {
         match sandbox.agent.eval(&code, limit).await {
@@ -117,7 +111,11 @@ pub(crate) async fn evaluate(
             other => other.map(Some),
         }
     });
-    let (reply, room) = match evaluated.await? {
+    let came_out = |evaluated: &Option<(wire::EvalResponse<_>, Room)>| match evaluated {
+        Some((answer, _)) => (i32::from(answer.error.is_some()), false),
+        None => (TIMED_OUT, true),
+    };
+    Ok(match sandbox.telling.metrics.exec(evaluated, came_out).await? {
         Some((answer, room)) => {
             let reply = EvalReply {
                 exit_code: i32::from(answer.error.is_some()),
@@ -134,9 +132,7 @@ pub(crate) async fn evaluate(
             let error = Some(ran_out(limit));
             (EvalReply { error, exit_code: TIMED_OUT, ..EvalReply::default() }, Room::default())
         }
-    };
-    counted.came_out(reply.exit_code, reply.exit_code == TIMED_OUT);
-    Ok((reply, room))
+    })
 }
 
 /// A time limit as a request gave it.
@@ -166,42 +162,6 @@ pub(crate) fn start_request(
     let cmd = args.next().unwrap_or_default();
     let process = ProcessConfig { cmd, args: args.collect(), envs, cwd };
     Ok(StartRequest { process, stdin: Some(stdin), ..StartRequest::default() })
-}
-
-/// The exit status a shell would give, and the signal if there was one.
-pub(crate) fn exit_status(end: &End) -> (i32, Option<i32>) {
-    match end.signal {
-        Some(signal @ 1..=64) => (128 + signal, Some(signal)),
-        _ => (end.exit_code, None),
-    }
-}
-
-/// Why a command did not come to an end of its own.
-pub(crate) enum Unfinished {
-    TimedOut,
-    /// It could not be started: the status a shell gives for that, and why.
-    NotStarted(i32, String),
-}
-
-/// Tells failures that are about the command from failures of the agent.
-pub(crate) fn unfinished(error: agent::Error) -> agent::Result<Unfinished> {
-    match error {
-        agent::Error::Refused(refused) => match refused.code {
-            Code::DeadlineExceeded => Ok(Unfinished::TimedOut),
-            // The agent refuses a program that is not there and one that is none with one code.
-            Code::InvalidArgument if refused.message.contains("not found") => {
-                Ok(Unfinished::NotStarted(127, refused.message))
-            }
-            Code::InvalidArgument => Ok(Unfinished::NotStarted(126, refused.message)),
-            _ => Err(refused.into()),
-        },
-        other => Err(other),
-    }
-}
-
-enum Finish {
-    Ended(End),
-    Unfinished(Unfinished),
 }
 
 async fn collect(
@@ -284,13 +244,11 @@ impl Collected {
     }
 
     fn reply(self, finish: Finish, limit: Duration) -> (ExecReply, Room) {
-        let (exit_code, signal, error, timed_out) = match finish {
-            Finish::Ended(end) => {
-                let (exit_code, signal) = exit_status(&end);
-                (exit_code, signal, None, false)
-            }
-            Finish::Unfinished(Unfinished::TimedOut) => (TIMED_OUT, None, Some(ran_out(limit)), true),
-            Finish::Unfinished(Unfinished::NotStarted(code, why)) => (code, None, Some(why), false),
+        let exit_code = finish.exit_code();
+        let (signal, error, timed_out) = match finish {
+            Finish::Ended { signal, .. } => (signal, None, false),
+            Finish::TimedOut => (None, Some(ran_out(limit)), true),
+            Finish::NotStarted { why, .. } => (None, Some(why), false),
         };
         let reply = ExecReply {
             stdout: String::from_utf8_lossy(&self.stdout).into_owned(),
@@ -329,7 +287,7 @@ mod tests {
         collected.add(Output { stdout: Some(b"more".to_vec()), stderr: Some(b"yes".to_vec()), pty: None });
         assert!(collected.stdout_truncated && !collected.stderr_truncated);
         assert_eq!((collected.stdout.len(), collected.stderr.len()), (1000, 3));
-        let (_, room) = collected.reply(Finish::Ended(End::default()), Duration::from_secs(1));
+        let (_, room) = collected.reply(Finish::ended(&End::default()), Duration::from_secs(1));
         assert_eq!(room.left(), 0, "it counts as long as the reply is there");
     }
 
@@ -350,17 +308,8 @@ mod tests {
         for piece in ["abc", "def", "ghi"] {
             collected.add(Output { stdout: Some(piece.into()), stderr: Some("x".into()), pty: None });
         }
-        let (reply, _) = collected.reply(Finish::Ended(End::default()), Duration::from_secs(1));
+        let (reply, _) = collected.reply(Finish::ended(&End::default()), Duration::from_secs(1));
         assert_eq!((reply.stdout.as_str(), reply.stdout_truncated), ("abcde", true));
         assert_eq!((reply.stderr.as_str(), reply.stderr_truncated), ("xxx", false));
-    }
-
-    #[test]
-    fn a_killed_command_has_the_status_a_shell_gives() {
-        let end = End { exit_code: -1, signal: Some(9), ..End::default() };
-        assert_eq!(exit_status(&end), (137, Some(9)));
-        assert_eq!(exit_status(&End { exit_code: 7, exited: true, ..End::default() }), (7, None));
-        // What only a hostile agent says must not overflow.
-        assert_eq!(exit_status(&End { exit_code: 3, signal: Some(i32::MAX), ..End::default() }), (3, None));
     }
 }

@@ -13,7 +13,7 @@ use axum::extract::State;
 use axum::response::Response;
 use forkd_protocol::connect::Code;
 
-use super::follow::{Command, follow};
+use super::follow::{Command, follow, last_event};
 use super::{Upgrade, Wires, Work, begin};
 use crate::agent;
 use crate::api::App;
@@ -22,6 +22,7 @@ use crate::api::extract::Id;
 use crate::api::requests::Session;
 use crate::count::Counted;
 use crate::error::{ErrorBody, Result};
+use crate::exec::counted;
 use crate::frames::{ExecStreamRequest, ServerEvent};
 use crate::identity::Identity;
 use crate::sandbox::{Phase, Sandbox};
@@ -79,10 +80,11 @@ impl Work for Exec {
             doomed.spare();
         }
         let outgoing = wires.outgoing;
-        let last = sandbox.undisturbed(follow(&sandbox, command, wires, app.config.timing.call)).await?;
+        let followed = follow(&sandbox, command, wires, app.config.timing.call);
+        let finish = counted(&sandbox, sandbox.undisturbed(followed)).await?;
         // It has ended by itself, or its agent has ended it.
         doomed.spare();
-        last.tell(outgoing).await
+        Ok(last_event(finish, outgoing).await)
     }
 }
 

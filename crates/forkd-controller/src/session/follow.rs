@@ -9,9 +9,8 @@ use tokio::sync::mpsc;
 use super::Wires;
 use super::wire::{Client, Input, Outgoing};
 use crate::agent::{self, Agent, Process, StartOptions};
-use crate::api::exec::{self, TIMED_OUT, Unfinished};
 use crate::companion::Companion;
-use crate::error::Result;
+use crate::exec::Finish;
 use crate::frames::{Channel, ClientMessage, ServerEvent, TtySize};
 use crate::sandbox::Sandbox;
 
@@ -24,27 +23,20 @@ pub(super) struct Command {
     pub(super) tty: Option<TtySize>,
 }
 
-/// How a command came to its end.
-pub(super) enum Last {
-    Ended(ServerEvent),
-    Unfinished(Unfinished),
-}
-
-impl Last {
-    /// The last event; whoever waits for a command that never ran is told why where it would have
-    /// complained itself.
-    pub(super) async fn tell(self, outgoing: &Outgoing) -> Result<ServerEvent> {
-        let (exit_code, timed_out) = match self {
-            Last::Ended(event) => return Ok(event),
-            Last::Unfinished(Unfinished::TimedOut) => (TIMED_OUT, true),
-            Last::Unfinished(Unfinished::NotStarted(exit_code, why)) => {
-                let why = crate::console::printable(format!("forkd: {why}\n").as_bytes());
-                outgoing.data(Channel::Stderr, why.as_bytes()).await;
-                (exit_code, false)
-            }
-        };
-        Ok(ServerEvent::Exit { exit_code, signal: None, timed_out })
-    }
+/// The last event of a command. Whoever waits for one that never ran is told why where it would have complained
+/// itself.
+pub(super) async fn last_event(finish: Finish, outgoing: &Outgoing) -> ServerEvent {
+    let exit_code = finish.exit_code();
+    let (signal, timed_out) = match finish {
+        Finish::Ended { signal, .. } => (signal, false),
+        Finish::TimedOut => (None, true),
+        Finish::NotStarted { why, .. } => {
+            let why = crate::console::printable(format!("forkd: {why}\n").as_bytes());
+            outgoing.data(Channel::Stderr, why.as_bytes()).await;
+            (None, false)
+        }
+    };
+    ServerEvent::Exit { exit_code, signal, timed_out }
 }
 
 /// Starts a command and moves what it reads and writes until it ends. `grace` is how much longer than the
@@ -54,7 +46,7 @@ pub(super) async fn follow(
     command: Command,
     wires: Wires<'_>,
     grace: Duration,
-) -> agent::Result<Last> {
+) -> agent::Result<Finish> {
     let Command { mut start, user, limit, tty } = command;
     start.pty = tty.map(|size| terminal(size.cols, size.rows));
     let options = StartOptions { user, timeout: limit };
@@ -64,10 +56,7 @@ pub(super) async fn follow(
         let process = sandbox.agent.start(&start, &options).await?;
         following.pump(&sandbox.id, process, limit, controls).await
     };
-    match followed.await {
-        Ok(event) => Ok(Last::Ended(event)),
-        Err(error) => exec::unfinished(error).map(Last::Unfinished),
-    }
+    followed.await.or_else(Finish::failed)
 }
 
 /// A command and its client.
@@ -89,7 +78,7 @@ impl Following<'_> {
         mut process: Process,
         limit: Option<Duration>,
         controls: mpsc::Receiver<ClientMessage>,
-    ) -> agent::Result<ServerEvent> {
+    ) -> agent::Result<Finish> {
         let deadline = limit.map(|limit| Instant::now() + limit);
         let mut controls = Some(controls);
         let mut companions = Vec::new();
@@ -113,10 +102,7 @@ impl Following<'_> {
                 }
                 Event::Data(output) => self.outgoing.output(output).await,
                 Event::Keepalive {} => {}
-                Event::End(end) => {
-                    let (exit_code, signal) = exec::exit_status(&end);
-                    return Ok(ServerEvent::Exit { exit_code, signal, timed_out: false });
-                }
+                Event::End(end) => return Ok(Finish::ended(&end)),
             }
         }
     }

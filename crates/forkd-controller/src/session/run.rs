@@ -5,13 +5,14 @@ use axum::extract::State;
 use axum::response::Response;
 use tokio::sync::mpsc;
 
-use super::follow::{Command, follow};
+use super::follow::{Command, follow, last_event};
 use super::{Upgrade, Wires, Work, begin};
 use crate::api::App;
 use crate::api::exec;
 use crate::api::requests::Session;
 use crate::cgroup;
 use crate::error::{ErrorBody, Result};
+use crate::exec::counted;
 use crate::frames::{ClientMessage, RunRequest, ServerEvent};
 use crate::identity::Identity;
 use crate::sandbox::Spec;
@@ -76,7 +77,8 @@ impl Work for Run {
         }
         let outgoing = wires.outgoing;
         let followed = follow(sandbox, command, wires, app.config.timing.call);
-        sandbox.with_agent(followed).await?.tell(outgoing).await
+        let finish = counted(sandbox, sandbox.with_agent(followed)).await?;
+        Ok(last_event(finish, outgoing).await)
     }
 }
 

@@ -1,5 +1,6 @@
 //! Commands in a sandbox over a WebSocket, with a fake guest behind a real socket.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -175,4 +176,78 @@ async fn a_client_that_sends_more_than_its_window_loses_its_command() {
     drop(socket);
     daemon.app.sessions.none().await;
     assert_eq!(daemon.guest.calls_of("SendSignal").len(), 1);
+}
+
+/// What `/metrics` is to say.
+fn execs(outcomes: &[(&str, u64)]) -> BTreeMap<String, u64> {
+    let all = outcomes.iter().map(|(_, count)| count).sum();
+    outcomes.iter().chain(&[("all", all)]).map(|(name, count)| ((*name).to_owned(), *count)).collect()
+}
+
+#[tokio::test]
+async fn streamed_commands_count_like_others_whatever_comes_of_them() {
+    let daemon = FakeDaemon::start().await;
+    let mut socket = begin(&daemon, json!({"args": ["cat"]})).await;
+    socket.send(Message::text(r#"{"type":"stdin_eof"}"#)).await.unwrap();
+    assert_eq!(event(&mut socket).await["exit_code"], 0);
+    assert_eq!(daemon.execs().await, execs(&[("ok", 1)]));
+    // Killed by a signal.
+    let mut socket = begin(&daemon, json!({"args": ["cat"]})).await;
+    socket.send(Message::text(r#"{"type":"signal","signal":"SIGTERM"}"#)).await.unwrap();
+    assert_eq!(event(&mut socket).await["exit_code"], 143);
+    assert_eq!(daemon.execs().await, execs(&[("ok", 1), ("nonzero", 1)]));
+    // Its client goes away.
+    for keep in [true, false] {
+        drop(begin(&daemon, json!({"args": ["sleep"], "keep": keep})).await);
+        daemon.app.sessions.none().await;
+    }
+    let cancelled = [("ok", 1), ("nonzero", 1), ("cancelled", 2)];
+    assert_eq!(daemon.execs().await, execs(&cancelled));
+    // Its sandbox ends.
+    let mut socket = begin(&daemon, json!({"args": ["sleep"]})).await;
+    daemon.sandbox.phase.send_replace(Phase::Ended(Arc::new(End::deleted())));
+    assert_eq!(event(&mut socket).await["event"], "error");
+    assert_eq!(daemon.execs().await, execs(&[&cancelled[..], &[("failed", 1)]].concat()));
+    // A request that is refused began no command.
+    daemon.sandbox.phase.send_replace(Phase::Running);
+    let mut socket = open(&daemon, ID).await.unwrap();
+    socket.send(Message::text(r#"{"args":[]}"#)).await.unwrap();
+    assert_eq!(event(&mut socket).await["event"], "error");
+    assert_eq!(daemon.execs().await["all"], 5);
+}
+
+#[tokio::test]
+async fn a_command_that_does_not_start_or_is_late_has_its_status_streamed_or_not() {
+    let daemon = FakeDaemon::start().await;
+    for (cmd, exit_code, timed_out) in [
+        ("missing", 127, false),
+        ("broken", 126, false),
+        ("missing-of-old", 127, false),
+        ("broken-of-old", 126, false),
+        ("late", 124, true),
+    ] {
+        let mut socket = open(&daemon, ID).await.unwrap();
+        socket.send(Message::text(json!({"args": [cmd]}).to_string())).await.unwrap();
+        let last = loop {
+            match socket.next().await.unwrap().unwrap() {
+                Message::Text(text) => break serde_json::from_str::<Value>(&text).unwrap(),
+                Message::Binary(_) | Message::Ping(_) => {}
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!((&last["event"], &last["exit_code"]), (&json!("exit"), &json!(exit_code)), "{cmd} {last}");
+        assert_eq!(last["timed_out"].as_bool().unwrap_or(false), timed_out, "{cmd} {last}");
+        let body = json!({"args": [cmd]}).to_string();
+        let (status, _, reply) = daemon
+            .ask("POST /v1/sandboxes/sbfake/exec", "Content-Type: application/json\r\n", body.as_bytes())
+            .await;
+        let reply: Value = serde_json::from_slice(&reply).unwrap();
+        assert_eq!((status, &reply["exit_code"]), (200, &json!(exit_code)), "{cmd} {reply}");
+        assert_eq!(reply["timed_out"].as_bool().unwrap_or(false), timed_out, "{cmd} {reply}");
+    }
+    assert_eq!(daemon.execs().await, execs(&[("nonzero", 8), ("timed_out", 2)]));
+    let mut socket = open(&daemon, ID).await.unwrap();
+    socket.send(Message::text(r#"{"args":["crowded"]}"#)).await.unwrap();
+    assert_eq!(event(&mut socket).await["status"], 503);
+    assert_eq!(daemon.execs().await["failed"], 1);
 }

@@ -153,7 +153,7 @@ impl Metrics {
             spawns: Outcomes::of(&[Ok, Failed, Refused, Cancelled]),
             boots: Outcomes::of(&[Ok, Failed, Cancelled]),
             branches: Outcomes::of(&[Ok, Failed, Refused]),
-            execs: Outcomes::of(&[Ok, Nonzero, TimedOut, Failed]),
+            execs: Outcomes::of(&[Ok, Nonzero, TimedOut, Failed, Cancelled]),
             saves: Outcomes::of(&[Ok, Failed, Cancelled]),
             auth_failures: Counter::default(),
             events_dropped: Counter::default(),
@@ -171,9 +171,22 @@ impl Metrics {
         histogram.observe(took);
     }
 
-    /// A command begins: it failed unless somebody says otherwise before this is dropped.
-    pub(crate) fn exec(self: &Arc<Self>) -> Exec {
-        Exec { metrics: self.clone(), begun: Instant::now(), outcome: Outcome::Failed }
+    /// Runs a command or an evaluation to its end and counts it: the only place that does. `came_out` gives the
+    /// exit status, and whether its time ran out. One that is dropped before its end counts as cancelled.
+    pub(crate) async fn exec<T, E>(
+        &self,
+        run: impl Future<Output = Result<T, E>>,
+        came_out: impl FnOnce(&T) -> (i32, bool),
+    ) -> Result<T, E> {
+        let mut exec = Exec { metrics: self, begun: Instant::now(), outcome: Outcome::Cancelled };
+        let ran = run.await;
+        exec.outcome = match ran.as_ref().map(came_out) {
+            Ok((_, true)) => Outcome::TimedOut,
+            Ok((0, false)) => Outcome::Ok,
+            Ok((_, false)) => Outcome::Nonzero,
+            Err(_) => Outcome::Failed,
+        };
+        ran
     }
 
     /// Shows all of it.
@@ -221,24 +234,13 @@ impl Metrics {
 
 /// A command under way; see [`Metrics::exec`].
 #[derive(Debug)]
-pub(crate) struct Exec {
-    metrics: Arc<Metrics>,
+struct Exec<'m> {
+    metrics: &'m Metrics,
     begun: Instant,
     outcome: Outcome,
 }
 
-impl Exec {
-    /// How it came out.
-    pub(crate) fn came_out(&mut self, exit_code: i32, timed_out: bool) {
-        self.outcome = match (timed_out, exit_code) {
-            (true, _) => Outcome::TimedOut,
-            (false, 0) => Outcome::Ok,
-            (false, _) => Outcome::Nonzero,
-        };
-    }
-}
-
-impl Drop for Exec {
+impl Drop for Exec<'_> {
     fn drop(&mut self) {
         self.metrics.exec.observe(self.begun.elapsed());
         self.metrics.execs.add(self.outcome, 1);
@@ -275,16 +277,27 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_command_that_nobody_says_anything_of_has_failed() {
-        let metrics = Arc::new(Metrics::new());
-        drop(metrics.exec());
+    #[tokio::test]
+    async fn a_command_counts_once_whatever_comes_of_it() {
+        let metrics = Metrics::new();
         for (exit_code, timed_out) in [(0, false), (3, false), (124, true)] {
-            metrics.exec().came_out(exit_code, timed_out);
+            let ran = metrics.exec(async { Ok::<_, ()>(exit_code) }, |code| (*code, timed_out)).await;
+            assert_eq!(ran, Ok(exit_code));
         }
+        assert_eq!(metrics.exec(async { Err::<i32, _>(()) }, |code| (*code, false)).await, Err(()));
+        // Its caller goes away.
+        let endless = std::future::pending::<Result<i32, ()>>();
+        tokio::select! {
+            biased;
+            _ = metrics.exec(endless, |code| (*code, false)) => {}
+            () = std::future::ready(()) => {}
+        }
+        // One that never began.
+        drop(metrics.exec(std::future::pending::<Result<i32, ()>>(), |code| (*code, false)));
         let text = shown(&metrics);
-        for outcome in ["ok", "nonzero", "timed_out", "failed"] {
+        for outcome in ["ok", "nonzero", "timed_out", "failed", "cancelled"] {
             assert!(text.contains(&format!("forkd_execs_total{{outcome=\"{outcome}\"}} 1\n")), "{text}");
         }
+        assert!(text.contains("forkd_exec_seconds_count 5\n"), "{text}");
     }
 }
