@@ -15,7 +15,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forkd_protocol::control::{Channel, FdRef, ForkConfig};
-use forkd_store::Quota;
 use tokio::sync::mpsc;
 
 use crate::boot;
@@ -23,24 +22,29 @@ use crate::cgroup::{self, Limits};
 use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::host::{Host, new_id};
+use crate::identity::Identity;
 use crate::keeper::{Birth, Origin};
 use crate::life::{Life, deadline};
 use crate::link;
 use crate::quota::Claim;
 use crate::registry::{Bound, Registry, Seat};
 use crate::sandbox::{Belongings, History, RECORD, Record, Sandbox, Spec};
+use crate::snapshots::Snapshots;
 use crate::telling::{metrics, trace};
 use crate::template::Template;
 
 /// What is asked for.
 #[derive(Debug, Clone)]
 pub(crate) struct Order {
-    pub(crate) template: Arc<Template>,
+    /// The snapshot they are forked from.
+    pub(crate) tag: String,
+    /// Who asks, and has to see the snapshot; with the most the owner may have.
+    pub(crate) who: Identity,
     /// Whose they will be.
     pub(crate) owner: String,
-    /// The most the owner may have.
-    pub(crate) quota: Quota,
     pub(crate) n: usize,
+    /// Whether one counts as forked only when it runs.
+    pub(crate) wait: bool,
     pub(crate) network: bool,
     pub(crate) memory_limit_mib: Option<u64>,
     pub(crate) envs: BTreeMap<String, String>,
@@ -53,24 +57,94 @@ pub(crate) struct Order {
     pub(crate) arrived: Instant,
 }
 
-/// Forks children. Each comes out, or why it does not, in the order of their indexes, when it was
-/// asked for; it is deleted when its [`Bound`] is dropped.
-pub(crate) fn spawn(
+/// What came of it.
+#[derive(Debug)]
+pub(crate) struct Spawned {
+    /// Each is deleted when its [`Bound`] is dropped.
+    pub(crate) children: Vec<Bound>,
+    /// Why the others are not there, by their indexes.
+    pub(crate) errors: Vec<(usize, Error)>,
+}
+
+/// Children of one template.
+#[derive(Debug, Clone)]
+struct Batch {
+    order: Arc<Order>,
+    template: Arc<Template>,
+    n: usize,
+}
+
+/// Forks children of a snapshot.
+///
+/// A template may be killed at any moment, by the kernel for want of memory, say. The snapshot is still there: what
+/// that template did not fork is asked of the next one, once.
+pub(crate) async fn spawn(
     registry: &Arc<Registry>,
+    snapshots: &Arc<Snapshots>,
     order: Order,
-) -> Result<mpsc::UnboundedReceiver<Result<Bound>>> {
+) -> Result<Spawned> {
+    let order = Arc::new(order);
+    let batch = async |n| {
+        let template = snapshots.template_for(&order.tag, &order.who).await?;
+        Ok::<_, Error>(Batch { order: order.clone(), template, n })
+    };
+    let first = batch(order.n).await?;
+    let Spawned { mut children, mut errors } = attempt(registry, first.clone()).await?;
+    if !errors.is_empty() && !first.template.is_alive() {
+        let lost = std::mem::take(&mut errors);
+        let again = async { attempt(registry, batch(lost.len()).await?).await };
+        match again.await {
+            Ok(more) => {
+                children.extend(more.children);
+                errors.extend(more.errors.into_iter().map(|(index, error)| (lost[index].0, error)));
+            }
+            Err(error) => errors.extend(lost.into_iter().map(|(index, _)| (index, error.clone()))),
+        }
+    }
+    Ok(Spawned { children, errors })
+}
+
+/// Forks children of one template.
+async fn attempt(registry: &Arc<Registry>, batch: Batch) -> Result<Spawned> {
+    let wait = batch.order.wait;
+    let mut given = begin(registry, batch)?;
+    let mut asked = Vec::new();
+    while let Some(bound) = given.recv().await {
+        asked.push(bound);
+    }
+    let (mut children, mut errors) = (Vec::with_capacity(asked.len()), Vec::new());
+    for (index, bound) in asked.into_iter().enumerate() {
+        let started = async {
+            let bound = bound?;
+            if wait {
+                bound.sandbox().started().await?;
+            }
+            Ok(bound)
+        };
+        match started.await {
+            Ok(bound) => children.push(bound),
+            Err(error) => errors.push((index, error)),
+        }
+    }
+    Ok(Spawned { children, errors })
+}
+
+/// Begins to fork. Each comes out, or why it does not, in the order of their indexes, when it was
+/// asked for; it is deleted when its [`Bound`] is dropped.
+fn begin(registry: &Arc<Registry>, batch: Batch) -> Result<mpsc::UnboundedReceiver<Result<Bound>>> {
+    let n = batch.n;
     let refused = |count: usize| {
         registry.host.telling.metrics.spawns.add(metrics::Outcome::Refused, count as u64);
     };
-    let mem_mib = order.template.about.guest.mem_size_mib;
-    let claim = Claim { owner: order.owner.clone(), mem_mib };
-    let reserved = registry.reserve(order.n, &claim, &order.quota).inspect_err(|_| refused(order.n));
+    let guest = &batch.template.about.guest;
+    let claim = Claim { owner: batch.order.owner.clone(), mem_mib: guest.mem_size_mib };
+    let reserved = registry.reserve(n, &claim, &batch.order.who.quota).inspect_err(|_| refused(n));
     let (mut seats, mut reason) = reserved?;
-    if let Err((fitting, error)) = check_threads(order.n, order.template.about.guest.vcpus) {
+    if let Err((fitting, error)) = check_threads(n, guest.vcpus) {
         seats.truncate(fitting);
         reason = Some(error);
     }
-    let missing = order.n - seats.len();
+    let missing = n - seats.len();
     refused(missing);
     let reason = match (missing, seats.is_empty()) {
         (0, _) => None,
@@ -83,7 +157,7 @@ pub(crate) fn spawn(
         let _entered = span.entered();
         for seat in seats {
             // Whoever asked may be gone: the rest is not made, and what was made is deleted.
-            if give.send(trace::carry_blocking(context, || prepare(&registry, &order, seat))).is_err() {
+            if give.send(trace::carry_blocking(context, || prepare(&registry, &batch, seat))).is_err() {
                 return;
             }
         }
@@ -119,12 +193,12 @@ fn threads(loadavg: &str) -> Option<u64> {
     loadavg.split(' ').nth(3)?.split_once('/')?.1.parse().ok()
 }
 
-fn prepare(registry: &Arc<Registry>, order: &Order, seat: Seat) -> Result<Bound> {
+fn prepare(registry: &Arc<Registry>, batch: &Batch, seat: Seat) -> Result<Bound> {
     let id = new_id("sb")?;
     let folder = registry.folder.join(&id);
     let made = std::fs::DirBuilder::new().mode(0o700).create(&folder);
     made.map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
-    match conceive(&registry.host, order, id, &folder) {
+    match conceive(&registry.host, batch, id, &folder) {
         Ok((sandbox, birth)) => Ok(registry.add(seat, sandbox, Origin::Fork(birth))),
         Err(error) => {
             registry.host.telling.metrics.spawns.add(metrics::Outcome::Failed, 1);
@@ -135,8 +209,8 @@ fn prepare(registry: &Arc<Registry>, order: &Order, seat: Seat) -> Result<Bound>
 }
 
 /// Prepares one child in `folder` and asks its template for it.
-fn conceive(host: &Host, order: &Order, id: String, folder: &Path) -> Result<(Sandbox, Birth)> {
-    let (template, guest) = (&order.template, &order.template.about.guest);
+fn conceive(host: &Host, batch: &Batch, id: String, folder: &Path) -> Result<(Sandbox, Birth)> {
+    let (order, template, guest) = (&batch.order, &batch.template, &batch.template.about.guest);
     let limit = order.memory_limit_mib.unwrap_or_else(|| cgroup::memory_mib(guest.mem_size_mib));
     let limits = Limits::of_sandbox(guest.vcpus, limit);
     let network = order.network && guest.network;
@@ -159,7 +233,7 @@ fn conceive(host: &Host, order: &Order, id: String, folder: &Path) -> Result<(Sa
         guest: Some(guest.clone()),
     };
     let sandbox = Sandbox::new(id, spec, folder.to_owned(), belongings, host);
-    record(&sandbox, order).map_err(|error| {
+    record(&sandbox, order, template).map_err(|error| {
         sandbox.belongings().discard(&sandbox.id);
         Error::host("cannot write down what a sandbox is", error)
     })?;
@@ -230,17 +304,17 @@ impl Attached {
 }
 
 /// Writes down what the next daemon needs to know. Not synced: it need not outlive the host.
-fn record(sandbox: &Sandbox, order: &Order) -> io::Result<()> {
+fn record(sandbox: &Sandbox, order: &Order, template: &Template) -> io::Result<()> {
     let record = Record {
-        template: order.template.id.clone(),
-        lineage: order.template.about.lineage,
-        cgroup: order.template.about.cgroup.clone(),
+        template: template.id.clone(),
+        lineage: template.about.lineage,
+        cgroup: template.about.cgroup.clone(),
         spec: sandbox.spec.clone(),
         created_at_unix: sandbox.created_at_unix(),
         created_nanos: sandbox.created_nanos(),
         deadline_unix: order.lifetime.map(deadline),
         netns: sandbox.facts().netns,
-        python: order.template.about.guest.python,
+        python: template.about.guest.python,
         generation: 0,
         history: History::default(),
         envs: order.envs.clone(),

@@ -313,11 +313,12 @@ impl Workspaces {
 
     async fn fork(&self, record: &Record, who: &Identity) -> Result<Bound> {
         let order = spawn::Order {
+            tag: record.tag().to_owned(),
             // Somebody else's may have its tag by now.
-            template: self.snapshots.template_for(record.tag(), who).await?,
+            who: who.clone(),
             owner: record.owner.clone(),
-            quota: who.quota,
             n: 1,
+            wait: true,
             network: record.network,
             memory_limit_mib: record.memory_limit_mib,
             envs: BTreeMap::new(),
@@ -326,10 +327,10 @@ impl Workspaces {
             life: Life::default(),
             arrived: Instant::now(),
         };
-        let forked = spawn(&self.registry, order)?.recv().await;
-        let bound = forked.unwrap_or_else(|| Err(Error::host("forking", "nothing came of it")))?;
-        bound.sandbox().started().await?;
-        Ok(bound)
+        let mut spawned = spawn(&self.registry, &self.snapshots, order).await?;
+        let error = spawned.errors.pop().map(|(_, error)| error);
+        let bound = spawned.children.pop();
+        bound.ok_or_else(|| error.unwrap_or_else(|| Error::host("forking", "nothing came of it")))
     }
 
     /// Takes a workspace out again: a sandbox is forked from its last state.

@@ -31,7 +31,7 @@ use crate::life::{Life, check_labels, check_secs};
 use crate::line;
 use crate::registry::Bound;
 use crate::sandbox::{Phase, Sandbox, Spec};
-use crate::spawn::{Order, spawn};
+use crate::spawn::{Order, Spawned, spawn};
 use crate::stats;
 use crate::visit::Visit;
 
@@ -84,9 +84,10 @@ pub(super) async fn create(
     };
     let line_port = request.line_port || app.config.line_ports;
     // Bound to this request until they can be told of: a client that goes away leaves nothing behind.
-    let (bound, mut errors) = match (&request.image, &request.snapshot_tag) {
-        _ if !earlier.is_empty() => (Vec::new(), Vec::new()),
-        (Some(_), None) => (vec![boot(&app, &who, request, life).await?], Vec::new()),
+    let only = |children| Spawned { children, errors: Vec::new() };
+    let Spawned { children: bound, mut errors } = match (&request.image, &request.snapshot_tag) {
+        _ if !earlier.is_empty() => only(Vec::new()),
+        (Some(_), None) => only(vec![boot(&app, &who, request, life).await?]),
         (None, Some(_)) => fork(&app, &who, request, life, arrived).await?,
         _ => return Err(Error::invalid("give either `image` or `snapshot_tag`")),
     };
@@ -165,14 +166,13 @@ async fn boot(app: &App, who: &Identity, request: CreateRequest, life: Life) -> 
     Ok(bound)
 }
 
-/// The children that run, and why the others do not.
 async fn fork(
     app: &App,
     who: &Identity,
     request: CreateRequest,
     life: Life,
     arrived: Instant,
-) -> Result<(Vec<Bound>, Vec<(usize, Error)>)> {
+) -> Result<Spawned> {
     let n = request.n.unwrap_or(1);
     if !(1..=MAX_CHILDREN).contains(&n) {
         return Err(Error::invalid(format!("n is {n}; it must be 1 to {MAX_CHILDREN}")));
@@ -185,12 +185,12 @@ async fn fork(
     check_envs(&request.envs)?;
     let lifetime = request.timeout_secs.map(|secs| check_secs("timeout_secs", secs)).transpose()?;
     let memory_limit_mib = memory_limit(request.memory_limit_mib)?;
-    let tag = request.snapshot_tag.as_deref().unwrap_or_default();
-    let mut order = Order {
-        template: app.snapshots.template_for(tag, who).await?,
+    let order = Order {
+        tag: request.snapshot_tag.unwrap_or_default(),
+        who: who.clone(),
         owner: who.owner.clone(),
-        quota: who.quota,
         n: n as usize,
+        wait: request.wait.unwrap_or(true),
         network: request.network.unwrap_or(true),
         memory_limit_mib,
         envs: request.envs,
@@ -199,49 +199,7 @@ async fn fork(
         life,
         arrived,
     };
-    let wait = request.wait.unwrap_or(true);
-    let (mut children, mut errors) = attempt(app, order.clone(), wait).await?;
-    // A template may be killed at any moment, by the kernel for want of memory, say. The snapshot is still
-    // there: who got nothing of the one gets a child of the next.
-    if !errors.is_empty() && !order.template.is_alive() {
-        let lost = std::mem::take(&mut errors);
-        order.n = lost.len();
-        let again = async {
-            order.template = app.snapshots.template_for(tag, who).await?;
-            attempt(app, order, wait).await
-        };
-        match again.await {
-            Ok((more, still)) => {
-                children.extend(more);
-                errors.extend(still.into_iter().map(|(index, error)| (lost[index].0, error)));
-            }
-            Err(error) => errors.extend(lost.into_iter().map(|(index, _)| (index, error.clone()))),
-        }
-    }
-    Ok((children, errors))
-}
-
-async fn attempt(app: &App, order: Order, wait: bool) -> Result<(Vec<Bound>, Vec<(usize, Error)>)> {
-    let mut given = spawn(&app.registry, order)?;
-    let mut asked = Vec::new();
-    while let Some(bound) = given.recv().await {
-        asked.push(bound);
-    }
-    let (mut children, mut errors) = (Vec::with_capacity(asked.len()), Vec::new());
-    for (index, bound) in asked.into_iter().enumerate() {
-        let started = async {
-            let bound = bound?;
-            if wait {
-                bound.sandbox().started().await?;
-            }
-            Ok(bound)
-        };
-        match started.await {
-            Ok(bound) => children.push(bound),
-            Err(error) => errors.push((index, error)),
-        }
-    }
-    Ok((children, errors))
+    spawn(&app.registry, &app.snapshots, order).await
 }
 
 pub(super) fn memory_limit(mib: Option<u64>) -> Result<Option<u64>> {

@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use crate::asked::{children_of, id};
 use crate::daemon::{Daemon, eventually, pid, runs};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 fn workspace(daemon: &Daemon, name: &str) -> Value {
@@ -75,6 +76,30 @@ fn a_workspace_is_put_away_and_taken_out_again_also_by_another_daemon() {
     eventually("its sandbox's end", || !runs(pid(&live)));
     assert_eq!(tags(&daemon), ["tiny"]);
     assert_eq!(std::fs::read_dir(daemon.path().join("workspaces")).unwrap().count(), 0);
+}
+
+#[test]
+fn a_workspace_is_resumed_also_if_its_template_is_killed_meanwhile() {
+    let Some(daemon) = Daemon::spelling() else { return };
+    daemon.snapshot("tiny", "kernel");
+    create(&daemon, "box");
+    change(&daemon, "box", "suspend", json!({}));
+    // Its state gets a template, which stands still: it forks nothing before it is killed.
+    daemon.spawn("ws-box-1", 1);
+    let template = Pid::from_raw(daemon.template_of("ws-box-1")).unwrap();
+    kill_process(template, Signal::STOP).unwrap();
+    let resumed = std::thread::scope(|scope| {
+        let asked = scope.spawn(|| change(&daemon, "box", "resume", json!({})));
+        eventually("one that starts", || daemon.list().iter().any(|it| it["state"] == "starting"));
+        kill_process(template, Signal::KILL).unwrap();
+        asked.join().unwrap()
+    });
+    assert_eq!(resumed["status"], "running", "{resumed}");
+    let sandbox = daemon.sandbox(resumed["live_sandbox_id"].as_str().unwrap());
+    assert_eq!((&sandbox["state"], &sandbox["workspace"]), (&json!("running"), &json!("box")));
+    assert!(runs(pid(&sandbox)));
+    let of_it = daemon.list().into_iter().filter(|it| it["workspace"] == "box").count();
+    assert_eq!(of_it, 1, "nothing is left of the one that was not forked");
 }
 
 #[test]
