@@ -60,6 +60,9 @@ pub struct Config {
     pub limits: Limits,
     /// How long to wait.
     pub timing: Timing,
+    /// For tests: called with the name of each step of a suspend, so that a daemon can be killed there.
+    #[doc(hidden)]
+    pub at_step: Option<fn(&'static str)>,
 }
 
 impl Config {
@@ -92,6 +95,7 @@ impl Config {
             line_ports: false,
             limits: Limits::default(),
             timing: Timing::default(),
+            at_step: None,
             run_dir: data_dir.clone(),
             data_dir,
         }

@@ -67,13 +67,14 @@ pub(crate) struct Life {
     pub(crate) suspending: Option<Suspending>,
 }
 
-/// How far a sandbox is put away.
+/// A suspend that is not finished: `suspend` says what the next daemon does about it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Suspending {
-    /// The branch that was begun for it.
+    /// The snapshot it is being stored as.
     pub(crate) tag: String,
-    /// Whether that is all of it: it stands still since.
-    pub(crate) complete: bool,
+    /// Whether the suspend pauses it. Earlier versions have the same field: the snapshot is all of it then.
+    #[serde(rename = "complete")]
+    pub(crate) paused: bool,
 }
 
 /// Whether labels are what they may be.
@@ -232,7 +233,7 @@ impl Sandbox {
         let written = self.amend(|life, _| {
             life.dozing = false;
             if let Some(suspending) = &mut life.suspending {
-                suspending.complete = false;
+                suspending.paused = false;
             }
         });
         if let Err(error) = written {

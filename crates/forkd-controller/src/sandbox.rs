@@ -118,6 +118,8 @@ pub(crate) struct Sandbox {
     asked: Mutex<Option<mpsc::Receiver<Command>>>,
     /// Held by whoever must not find it paused, or frozen, in the middle of what it does.
     turn: Arc<tokio::sync::Mutex<()>>,
+    /// Held by the suspend of it: there is one at a time.
+    pub(crate) suspends: Arc<tokio::sync::Mutex<()>>,
     pub(crate) disks: Disks,
     pub(crate) pauses: Pauses,
     /// When its agent last answered, in milliseconds since 1970; 0 if it never did.
@@ -188,6 +190,7 @@ impl Sandbox {
             commands,
             asked: Mutex::new(Some(asked)),
             turn: Arc::default(),
+            suspends: Arc::default(),
             disowned: AtomicBool::default(),
             disks: Disks::default(),
             pauses: Pauses::default(),

@@ -41,6 +41,7 @@ use crate::retention;
 use crate::run_dir;
 use crate::snapshots::Snapshots;
 use crate::stopping::{Stop, Stopping};
+use crate::suspend;
 use crate::telling::Telling;
 use crate::timeouts::Timeouts;
 use crate::tls::Tls;
@@ -131,7 +132,9 @@ pub async fn serve_until(
     let registry = Registry::new(host.clone())?;
     let taken_over = async {
         adopt::adopt(&registry, leftovers).await?;
-        Workspaces::open(registry.clone(), snapshots.clone()).await
+        let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await?;
+        suspend::undo_unfinished(&registry, &snapshots, &workspaces).await;
+        Ok(workspaces)
     };
     let workspaces = match taken_over.await {
         Ok(workspaces) => workspaces,

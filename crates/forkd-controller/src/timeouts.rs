@@ -1,22 +1,22 @@
 //! What is done when a sandbox's time is over: one task that looks at all of them every second.
 //!
-//! To delete one is a matter of a moment. To pause it, or to store it and then delete it, is done in a task of
-//! its own; what fails is tried again later, and the sandbox goes on meanwhile: nothing is lost because a
-//! disk was full. Nor is anything that somebody does to an idle sandbox while it is put away: then it is
-//! not idle, and what was stored of it is removed.
+//! To delete one is a matter of a moment. To pause it, or to suspend it (`suspend`), is done in a task of its own;
+//! what fails is tried again later, and the sandbox goes on meanwhile: nothing is lost because a disk was full. A
+//! client that uses an idle sandbox while it is being suspended cancels the suspend.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::branch::{Mode, Order, Stage};
+use crate::branch::Mode;
 use crate::clock;
 use crate::error::{Error, Kind, Result};
 use crate::identity::Identity;
-use crate::life::{IDLE, OnTimeout, PutAway, SUSPENDED, Suspending, TIMED_OUT, now_unix};
+use crate::life::{IDLE, OnTimeout, PutAway, SUSPENDED, TIMED_OUT, now_unix};
 use crate::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
-use crate::snapshots::{Entry, Removal, Snapshots, State};
+use crate::snapshots::Snapshots;
 use crate::stopping::Stopping;
+use crate::suspend::{self, Suspend};
 use crate::tokens::Tokens;
 use crate::workspaces::Workspaces;
 
@@ -177,95 +177,22 @@ impl Timeouts {
 
     async fn suspend(&self, sandbox: &Arc<Sandbox>, due: Due) -> Result<()> {
         let idle = due != Due::Expired;
-        let stamp = sandbox.activity.stamp();
+        let unused_since = idle.then(|| sandbox.activity.stamp());
         // What is used goes on, unless its time is over: what is done in it then would be lost.
         let _put_away = (!idle).then(|| PutAway::begin(sandbox));
-        if let Some(name) = sandbox.look(|facts| facts.workspace.clone()) {
-            let who = Identity { quota: self.tokens.quota_of(&sandbox.spec.owner), ..Identity::local() };
-            self.workspaces.suspend(&name, false, &who, idle.then_some(stamp)).await?;
-            return Ok(());
-        }
-        let used = || idle && sandbox.activity.stamp() != stamp;
-        let stood_still = matches!(sandbox.phase(), Phase::Paused);
-        let tag = match self.begun(sandbox).await? {
-            Some(tag) => tag,
-            None => self.store(sandbox, idle, &used).await?,
-        };
-        let stored = self.stored(&tag).await;
-        let _turn = sandbox.take_turn().await?;
-        let still = matches!(sandbox.phase(), Phase::Paused);
-        if stored.is_ok() && still && !used() {
-            // It is on disk: nothing of it needs to stay in memory.
-            let _ = self.snapshots.unload(&tag);
-            let text = format!("{}, and it was stored as snapshot {tag}; fork that to go on", due.because());
-            self.registry.end(sandbox, End::new(SUSPENDED, text, String::new()));
-            return Ok(());
-        }
-        // It goes on, and what was stored of it is not what it is.
-        if still && (!stood_still || sandbox.dozes()) {
-            sandbox.go_on().await?;
-        }
-        self.take_back(sandbox, &tag).await?;
-        stored
-    }
-
-    /// Returns when the snapshot `tag` is on disk, or why it never will be.
-    async fn stored(&self, tag: &str) -> Result<()> {
-        let entry = self.snapshots.get(tag)?;
-        match entry.branch() {
-            Some(branch) => branch.reached(Stage::Done).await,
-            None => entry.snapshot().map(drop),
-        }
-    }
-
-    /// The branch an earlier attempt, perhaps of an earlier daemon, stored all of it in.
-    async fn begun(&self, sandbox: &Sandbox) -> Result<Option<String>> {
-        let Some(Suspending { tag, complete }) = sandbox.look(|facts| facts.life.suspending.clone()) else {
-            return Ok(None);
-        };
-        let ours = self.snapshots.get(&tag).is_ok_and(|entry| is_of(&entry, &sandbox.id));
-        if ours && complete && matches!(sandbox.phase(), Phase::Paused) {
-            return Ok(Some(tag));
-        }
-        if ours {
-            self.take_back(sandbox, &tag).await?;
-        }
-        Ok(None)
-    }
-
-    /// Branches it, and has it stand still from then on.
-    async fn store(&self, sandbox: &Arc<Sandbox>, idle: bool, used: &impl Fn() -> bool) -> Result<String> {
-        let tag = self.free_tag(sandbox)?;
-        let suspending = |complete| Some(Suspending { tag: tag.clone(), complete });
-        // Before there is one: the next daemon removes what it finds incomplete.
-        amend(sandbox, |life, _| life.suspending = suspending(false))?;
-        // While it runs: its agent stands its processes still for the branch.
         let quota = self.tokens.quota_of(&sandbox.spec.owner);
-        let order =
-            Order { tag: Some(tag.clone()), mode: Mode::Suspend, wait: true, parent_tag: None, quota };
-        let (_, branch) = self.snapshots.branch(sandbox, order)?;
-        branch.reached(Stage::Saving).await?;
-        let _turn = sandbox.take_turn().await?;
-        if !used() && !matches!(sandbox.phase(), Phase::Paused) {
-            amend(sandbox, |life, _| life.dozing = idle)?;
-            sandbox.pause().await?;
+        if let Some(name) = sandbox.look(|facts| facts.workspace.clone()) {
+            let who = Identity { quota, ..Identity::local() };
+            self.workspaces.suspend(&name, false, &who, unused_since).await?;
+            return Ok(());
         }
-        if !used() {
-            amend(sandbox, |life, _| life.suspending = suspending(true))?;
-        }
-        Ok(tag)
-    }
-
-    /// Removes what was stored of a sandbox that goes on.
-    async fn take_back(&self, sandbox: &Sandbox, tag: &str) -> Result<()> {
-        // Somebody may have removed it, and called another one so.
-        if self.snapshots.get(tag).is_ok_and(|entry| is_of(&entry, &sandbox.id)) {
-            match self.snapshots.remove(tag, Removal::Force).await {
-                Err(error) if error.kind != Kind::NotFound => return Err(error),
-                _ => {}
-            }
-        }
-        amend(sandbox, |life, _| life.suspending = None)
+        let suspend = Suspend::begin(&self.registry, &self.snapshots, sandbox).await?;
+        let tag = self.free_tag(sandbox)?;
+        let text = format!("{}, and it was stored as snapshot {tag}; fork that to go on", due.because());
+        let end = End::new(SUSPENDED, text, String::new());
+        let order = suspend::Order { tag, mode: Mode::Suspend, quota, unused_since, end };
+        // Its end is the commit.
+        suspend.run(order, async { Ok(()) }).await.map(drop)
     }
 
     /// What to store it as: the name it was given, or one of its own, if that is taken.
@@ -281,14 +208,6 @@ impl Timeouts {
         }
         let text = format!("there are too many snapshots called {own}; remove some (`forkd rmi`)");
         Err(Error::new(Kind::Conflict, text))
-    }
-}
-
-/// Whether a snapshot is a branch of the sandbox `id`.
-fn is_of(entry: &Entry, id: &str) -> bool {
-    match entry.state() {
-        State::Ready(snapshot) => snapshot.manifest().branched_from.as_deref() == Some(id),
-        _ => entry.branch().is_some_and(|branch| branch.source == id),
     }
 }
 

@@ -1,9 +1,9 @@
 //! Workspaces: sandboxes with a name, that can be put away and taken out again.
 //!
 //! A workspace is a record on disk (`record`) and, while it runs, a sandbox like any other. To suspend it is
-//! to branch that sandbox, wait until the branch is on disk, and end it; to resume it is to fork a sandbox
-//! from there. So it outlives the daemon and the host; a sandbox that was lost with them leaves it `stale`,
-//! to be resumed from its last state.
+//! to suspend that sandbox (`crate::suspend`, with its crash rules); to resume it is to fork a sandbox from there.
+//! So it outlives the daemon and the host; a sandbox that was lost with them leaves it `stale`, to be resumed from
+//! its last state.
 //!
 //! What is on disk counts, in this order. A state's tag is in the record, as one to be removed, before it is
 //! made, and becomes the current one with the same write that takes the sandbox out. A sandbox's own record
@@ -190,6 +190,11 @@ impl Workspaces {
             State::Making | State::Broken(_) => who.is_admin(),
         };
         if theirs { Ok(()) } else { Err(no_workspace(name)) }
+    }
+
+    /// Whether its file cannot be used.
+    pub(crate) fn is_broken(&self, name: &str) -> bool {
+        self.get(name).is_ok_and(|workspace| matches!(workspace.state(), State::Broken(_)))
     }
 
     fn record_of(&self, name: &str, workspace: &Workspace) -> Result<Record> {

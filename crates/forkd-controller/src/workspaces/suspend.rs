@@ -1,15 +1,12 @@
 //! Putting a workspace away.
 
-use std::sync::Arc;
-
-use forkd_store::Quota;
-
 use super::{Record, Status, Workspaces, conflict, now_unix};
-use crate::branch::{self, Mode, Stage};
+use crate::branch::Mode;
 use crate::error::{Error, Kind, Result};
 use crate::identity::Identity;
 use crate::life::{PutAway, SUSPENDED};
-use crate::sandbox::{End, Phase, Sandbox};
+use crate::sandbox::End;
+use crate::suspend::{self, Suspend};
 use crate::telling::events::EventKind;
 
 impl Workspaces {
@@ -43,7 +40,9 @@ impl Workspaces {
         if unused_since.is_some_and(|stamp| sandbox.activity.stamp() != stamp) {
             return self.show(name);
         }
+        let suspend = Suspend::begin(&self.registry, &self.snapshots, &sandbox).await?;
         let (number, tag) = self.next_tag(&record)?;
+        // Until it is the current state: retention leaves it alone, and a sweep removes it.
         let mut begun = Record { states: number, ..record.clone() };
         begun.retired.push(tag.clone());
         self.keep(&workspace, begun.clone()).await?;
@@ -52,25 +51,22 @@ impl Workspaces {
         // The state it has goes when it has another.
         let replaced = u64::from(record.current_state_tag.is_some());
         quota.max_snapshots = quota.max_snapshots.map(|max| max.saturating_add(replaced));
-        if let Err(error) = self.save(&sandbox, &tag, mode, quota).await {
-            self.sweep_retired(name, &workspace).await;
-            return Err(error);
-        }
-        let mut suspended = Record {
-            current_state_tag: Some(tag.clone()),
-            live_sandbox_id: None,
-            last_active_unix: now_unix(),
-            ..begun
-        };
+        let why = format!("workspace {name} was suspended; `forkd workspace resume {name}` goes on");
+        let end = End::new(SUSPENDED, why, String::new());
+        let mut suspended = Record { current_state_tag: Some(tag.clone()), live_sandbox_id: None, ..begun };
         suspended.retired.retain(|retired| *retired != tag);
         suspended.retired.extend(record.current_state_tag);
-        self.keep(&workspace, suspended.clone()).await?;
-        self.tell(EventKind::WorkspaceSuspended, &suspended);
-        // It is on disk: nothing of it needs to stay in memory.
-        let _ = self.snapshots.unload(&tag);
-        let why = format!("workspace {name} was suspended; `forkd workspace resume {name}` goes on");
-        self.registry.end(&sandbox, End::new(SUSPENDED, why, String::new()));
+        let order = suspend::Order { tag, mode, quota, unused_since: None, end };
+        let commit = async {
+            let record = Record { last_active_unix: now_unix(), ..suspended.clone() };
+            self.keep(&workspace, record).await
+        };
+        let done = suspend.run(order, commit).await;
+        if matches!(done, Ok(true)) {
+            self.tell(EventKind::WorkspaceSuspended, &suspended);
+        }
         self.sweep_retired(name, &workspace).await;
+        done?;
         self.show(name)
     }
 
@@ -87,28 +83,5 @@ impl Workspaces {
                 other => drop(other?),
             }
         }
-    }
-
-    /// Branches `sandbox` and returns when the branch is on disk.
-    async fn save(&self, sandbox: &Arc<Sandbox>, tag: &str, mode: Mode, quota: Quota) -> Result<()> {
-        let order = branch::Order { tag: Some(tag.to_owned()), mode, wait: true, parent_tag: None, quota };
-        let (_, branch) = self.snapshots.branch(sandbox, order)?;
-        branch.reached(Stage::Saving).await?;
-        let stood_still = matches!(sandbox.phase(), Phase::Paused);
-        if !stood_still {
-            let _turn = sandbox.take_turn().await?;
-            // Whoever uses it has it go on, should this daemon be killed now.
-            let written = sandbox.amend(|life, _| life.dozing = true);
-            written.map_err(|error| Error::host("cannot write down that a sandbox stands still", error))?;
-            if let Err(error) = sandbox.pause().await {
-                tracing::warn!(sandbox = sandbox.id, error = error.message, "it runs while it is stored");
-            }
-        }
-        let saved = branch.reached(Stage::Done).await;
-        if saved.is_err() && !stood_still && matches!(sandbox.phase(), Phase::Paused) {
-            let _turn = sandbox.take_turn().await?;
-            sandbox.go_on().await?;
-        }
-        saved
     }
 }

@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use forkd_controller::{Config, TlsFiles, serve};
@@ -227,6 +228,10 @@ pub(crate) fn run() {
         config.limits.rate_limit = rate as u32;
     }
     config.insecure_loopback = wants["insecure_loopback"] == true;
+    if !wants["kill_at"].is_null() || !wants["hold_at"].is_null() {
+        AT_STEP.set((wants.clone(), folder.clone())).unwrap();
+        config.at_step = Some(at_step);
+    }
     if wants["abroad"] == true {
         config.bind.set_ip(std::net::Ipv4Addr::UNSPECIFIED.into());
         config.tls = Some(TlsFiles { cert: folder.join("cert.pem"), key: folder.join("key.pem") });
@@ -235,6 +240,26 @@ pub(crate) fn run() {
     tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(false).init();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     runtime.block_on(serve(config, |_| {})).unwrap();
+}
+
+/// The steps `kill_at`, at which the daemon kills itself, and `hold_at`, at which it waits for as long as there is a
+/// file `held` in the folder.
+static AT_STEP: OnceLock<(Value, PathBuf)> = OnceLock::new();
+
+fn at_step(step: &'static str) {
+    let Some((wants, folder)) = AT_STEP.get() else { return };
+    if wants["kill_at"] == step {
+        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    }
+    if wants["hold_at"] == step {
+        let held = folder.join("held");
+        std::fs::write(&held, step).unwrap();
+        tokio::task::block_in_place(|| {
+            while held.exists() {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        });
+    }
 }
 
 fn processes() -> Vec<i32> {

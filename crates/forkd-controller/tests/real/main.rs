@@ -12,6 +12,7 @@ mod daemon;
 mod forks;
 mod life;
 mod saving;
+mod suspends;
 mod tells;
 mod tree;
 mod workspaces;

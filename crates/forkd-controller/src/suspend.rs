@@ -1,0 +1,225 @@
+//! Suspending a sandbox: the daemon stores it as a snapshot, then ends it. Time-outs and workspaces both do it here.
+//!
+//! # Crash rules
+//!
+//! The first step writes a note into the sandbox's record: [`Suspending`], with the snapshot's tag. The last step is
+//! one write, the commit: for a workspace its record, which names the snapshot and no sandbox any more; for any other
+//! sandbox its end. A daemon that finds a note in the record of a sandbox that is not ended undoes that suspend: it
+//! resumes the sandbox if the suspend paused it, removes the snapshot, then removes the note. Each of these can be
+//! done again, so a daemon that is killed meanwhile changes nothing.
+//!
+//! | killed after | on disk | the next daemon |
+//! |---|---|---|
+//! | the note | the tag | removes the note |
+//! | the branch | and a snapshot, or a template that is being saved | removes both |
+//! | the pause, which is noted before it | and that the suspend paused it | resumes the sandbox, removes both |
+//! | the save | the same, and the snapshot is on disk | the same |
+//! | the commit | the workspace names the snapshot | ends the sandbox, keeps the snapshot |
+//! | the end | nothing of the sandbox that could be taken over | ends its process, keeps the snapshot |
+//!
+//! A daemon does the same when a suspend fails, and when a client uses an idle sandbox meanwhile. A sandbox that dies
+//! by itself while it stands still is the exception: its snapshot is all that is left of it, and stays.
+
+use std::sync::Arc;
+
+use forkd_store::Quota;
+use tokio::sync::OwnedMutexGuard;
+use tokio::task::JoinSet;
+
+use crate::branch::{self, Mode, Stage};
+use crate::error::{Error, Kind, Result};
+use crate::life::{Life, Suspending};
+use crate::registry::Registry;
+use crate::sandbox::{End, Phase, Sandbox};
+use crate::snapshots::{Entry, Removal, Snapshots, State};
+use crate::workspaces::Workspaces;
+
+/// What is asked for.
+#[derive(Debug)]
+pub(crate) struct Order {
+    /// The snapshot to store it as; no other may have the tag.
+    pub(crate) tag: String,
+    pub(crate) mode: Mode,
+    /// The most the sandbox's owner may have.
+    pub(crate) quota: Quota,
+    /// If given, a use of the sandbox since then cancels the suspend.
+    pub(crate) unused_since: Option<(u64, usize)>,
+    /// How the sandbox ends.
+    pub(crate) end: End,
+}
+
+/// The right to suspend a sandbox: one at a time.
+pub(crate) struct Suspend {
+    registry: Arc<Registry>,
+    snapshots: Arc<Snapshots>,
+    sandbox: Arc<Sandbox>,
+    _alone: OwnedMutexGuard<()>,
+}
+
+impl Suspend {
+    /// Waits for its turn, and undoes what an earlier suspend left.
+    pub(crate) async fn begin(
+        registry: &Arc<Registry>,
+        snapshots: &Arc<Snapshots>,
+        sandbox: &Arc<Sandbox>,
+    ) -> Result<Self> {
+        let _alone = sandbox.suspends.clone().lock_owned().await;
+        let (registry, snapshots, sandbox) = (registry.clone(), snapshots.clone(), sandbox.clone());
+        let suspend = Suspend { registry, snapshots, sandbox, _alone };
+        suspend.undo().await?;
+        Ok(suspend)
+    }
+
+    /// Suspends the sandbox. `commit` runs when the snapshot is on disk and the sandbox stands still; from its
+    /// success on the sandbox is suspended. `false`: a client uses the sandbox, and it goes on.
+    pub(crate) async fn run(self, order: Order, commit: impl Future<Output = Result<()>>) -> Result<bool> {
+        let suspended = self.attempt(order, commit).await;
+        if matches!(suspended, Ok(true)) {
+            return suspended;
+        }
+        let undone = self.undo().await;
+        // Why it failed matters more than what could not be undone yet.
+        let suspended = suspended?;
+        undone.map(|()| suspended)
+    }
+
+    async fn attempt(&self, order: Order, commit: impl Future<Output = Result<()>>) -> Result<bool> {
+        let Order { tag, mode, quota, unused_since, end } = order;
+        let sandbox = &self.sandbox;
+        let used = || unused_since.is_some_and(|stamp| sandbox.activity.stamp() != stamp);
+        let noted = Suspending { tag: tag.clone(), paused: false };
+        self.amend(|life| life.suspending = Some(noted))?;
+        self.at("noted");
+        // While it runs: its agent stands its processes still for the branch.
+        let order = branch::Order { tag: Some(tag.clone()), mode, wait: true, parent_tag: None, quota };
+        let (_, branch) = self.snapshots.branch(sandbox, order)?;
+        branch.reached(Stage::Saving).await?;
+        self.at("branched");
+        {
+            let _turn = sandbox.take_turn().await?;
+            if used() {
+                return Ok(false);
+            }
+            if !matches!(sandbox.phase(), Phase::Paused) {
+                // Before it is: the next daemon is to know why it stands still. A use of one that dozes wakes it.
+                self.amend(|life| {
+                    life.dozing = unused_since.is_some();
+                    life.suspending.iter_mut().for_each(|noted| noted.paused = true);
+                })?;
+                self.at("pausing");
+                sandbox.pause().await?;
+            }
+        }
+        self.at("paused");
+        branch.reached(Stage::Done).await?;
+        self.at("stored");
+        let _turn = sandbox.take_turn().await?;
+        match sandbox.phase() {
+            _ if used() => return Ok(false),
+            Phase::Paused => {}
+            // What it was when it stood still is on disk.
+            Phase::Ended(end) if !end.is_wished() => {}
+            Phase::Ended(end) => return Err(sandbox.ended(Kind::Conflict, &end)),
+            _ => return Ok(false),
+        }
+        commit.await?;
+        self.at("committed");
+        // It is on disk: nothing of it needs to stay in memory.
+        let _ = self.snapshots.unload(&tag);
+        self.registry.end(sandbox, end);
+        self.at("ended");
+        Ok(true)
+    }
+
+    /// Undoes a suspend that is not committed. See the module's page.
+    async fn undo(&self) -> Result<()> {
+        let sandbox = &self.sandbox;
+        let noted = || sandbox.look(|facts| facts.life.suspending.clone());
+        let Some(Suspending { tag, .. }) = noted() else { return Ok(()) };
+        let died = {
+            let _turn = sandbox.take_turn().await?;
+            let paused = noted().is_some_and(|noted| noted.paused);
+            match sandbox.phase() {
+                Phase::Paused | Phase::Unresponsive if paused => {
+                    sandbox.go_on().await?;
+                    false
+                }
+                Phase::Ended(end) => paused && !end.is_wished(),
+                _ => false,
+            }
+        };
+        self.at("resumed");
+        if !died {
+            self.remove(&tag).await?;
+        }
+        self.at("removed");
+        self.amend(|life| {
+            let paused = life.suspending.take().is_some_and(|noted| noted.paused);
+            life.dozing &= !paused;
+        })
+    }
+
+    /// Removes the snapshot of a sandbox that goes on.
+    async fn remove(&self, tag: &str) -> Result<()> {
+        // A client may have removed it, and given its tag to another.
+        if !self.snapshots.get(tag).is_ok_and(|entry| is_of(&entry, &self.sandbox.id)) {
+            return Ok(());
+        }
+        match self.snapshots.remove(tag, Removal::Force).await {
+            Err(error) if error.kind == Kind::NotFound => Ok(()),
+            other => other,
+        }
+    }
+
+    fn amend(&self, change: impl FnOnce(&mut Life)) -> Result<()> {
+        let written = self.sandbox.amend(|life, _| change(life));
+        written.map_err(|error| Error::host("cannot write down what becomes of a sandbox", error))
+    }
+
+    fn at(&self, step: &'static str) {
+        if let Some(at_step) = self.registry.host.config.at_step {
+            at_step(step);
+        }
+    }
+}
+
+/// Undoes the suspends that an earlier daemon began and did not commit. Workspaces end first the sandboxes whose
+/// suspends are committed. One that cannot be undone now is undone before its sandbox is suspended again.
+pub(crate) async fn undo_unfinished(
+    registry: &Arc<Registry>,
+    snapshots: &Arc<Snapshots>,
+    workspaces: &Workspaces,
+) {
+    let mut undoing = JoinSet::new();
+    for sandbox in registry.list() {
+        let (noted, workspace) =
+            sandbox.look(|facts| (facts.life.suspending.is_some(), facts.workspace.clone()));
+        // The record that cannot be read may name the snapshot.
+        if !noted || workspace.is_some_and(|name| workspaces.is_broken(&name)) {
+            continue;
+        }
+        let (registry, snapshots) = (registry.clone(), snapshots.clone());
+        undoing.spawn(async move {
+            // Until then it is not known whether it stands still.
+            let _ = sandbox.started().await;
+            match Suspend::begin(&registry, &snapshots, &sandbox).await {
+                Ok(_) => tracing::info!(sandbox = sandbox.id, "an unfinished suspend is undone"),
+                Err(error) => {
+                    let error = error.message;
+                    tracing::warn!(sandbox = sandbox.id, error, "an unfinished suspend is not undone yet");
+                }
+            }
+        });
+    }
+    let all = async { while undoing.join_next().await.is_some() {} };
+    let _ = tokio::time::timeout(registry.host.config.timing.call, all).await;
+    undoing.detach_all();
+}
+
+/// Whether a snapshot is a branch of the sandbox `id`.
+fn is_of(entry: &Entry, id: &str) -> bool {
+    match entry.state() {
+        State::Ready(snapshot) => snapshot.manifest().branched_from.as_deref() == Some(id),
+        _ => entry.branch().is_some_and(|branch| branch.source == id),
+    }
+}
