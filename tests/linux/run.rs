@@ -19,6 +19,10 @@ fn a_command_has_its_output_input_and_exit_status() {
     assert_eq!(output.status.code(), Some(7), "{}", String::from_utf8_lossy(&output.stderr));
     assert_eq!(String::from_utf8_lossy(&output.stdout), "hello from outside\n");
     assert!(String::from_utf8_lossy(&output.stderr).contains("oops\n"));
+    // It counts like any command.
+    let metrics = daemon.request("GET", "/metrics", None);
+    let metrics = String::from_utf8_lossy(&metrics.body);
+    assert!(metrics.lines().any(|line| line == "forkd_execs_total{outcome=\"nonzero\"} 1"), "{metrics}");
     eventually("its sandbox to go", || (daemon.folders() == 0 && daemon.monitors().is_empty()).then_some(()));
 }
 
