@@ -2,8 +2,9 @@
 
 use std::collections::HashSet;
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -12,13 +13,17 @@ use crate::folder::Folder;
 use crate::layers::{Layers, verify, whole};
 use crate::manifest::{BaseImage, FileEntry, MANIFEST, Manifest, STATE, Unfit};
 
-/// A snapshot. It stays what it is when its tag is removed or given to another one.
+/// A snapshot. It stays what it is when its tag is removed or given to another one: its files can no longer be
+/// opened then, and never are another one's. Keeps no file open.
 #[derive(Debug, Clone)]
 pub struct Snapshot(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    folder: Folder,
+    /// Where its folder is, or was.
+    path: PathBuf,
+    /// The inode of its state.
+    inode: u64,
     layers: Arc<Layers>,
     manifest: Manifest,
     id: String,
@@ -107,7 +112,8 @@ impl Snapshot {
         let (_, meta) = whole(&folder, STATE, manifest.state.size).map_err(unusable)?;
         let (state, saved_at) = (size_of(&meta), meta.modified().unwrap_or(UNIX_EPOCH));
         let parts = measure(&manifest, layers).map_err(unusable)?;
-        Ok(Snapshot(Arc::new(Inner { folder, layers: layers.clone(), manifest, id, state, saved_at, parts })))
+        let (path, inode, layers) = (folder.path().to_owned(), meta.ino(), layers.clone());
+        Ok(Snapshot(Arc::new(Inner { path, inode, layers, manifest, id, state, saved_at, parts })))
     }
 
     /// Its tag.
@@ -127,7 +133,7 @@ impl Snapshot {
 
     /// Its folder.
     pub fn folder(&self) -> &Path {
-        self.0.folder.path()
+        &self.0.path
     }
 
     /// What is known about it.
@@ -167,16 +173,33 @@ impl Snapshot {
     /// was before and nobody touched it since. For as long as somebody has them open they can be used,
     /// whatever happens to the snapshot.
     pub fn open(&self) -> Result<Files> {
-        let Inner { folder, layers, manifest, .. } = &*self.0;
+        let Inner { layers, manifest, .. } = &*self.0;
         let unusable = |why| Error::unusable(self.tag(), why);
         let open = |entries: &[FileEntry]| {
             entries.iter().map(|entry| layers.verified(entry)).collect::<std::result::Result<Vec<_>, _>>()
         };
-        let (state, _) = whole(folder, STATE, manifest.state.size).map_err(unusable)?;
+        let (folder, state) = self.own_files().map_err(unusable)?;
         verify(&state, &manifest.state, &folder.path().join(STATE)).map_err(unusable)?;
         let memory = open(&manifest.memory).map_err(unusable)?;
         let disks = manifest.disks.iter().map(|disk| Ok(DiskFiles { layers: open(disk).map_err(unusable)? }));
         Ok(Files { state, memory, disks: disks.collect::<Result<_>>()? })
+    }
+
+    /// Its folder and its state, open. An error if the folder is gone, or holds another snapshot by now.
+    fn own_files(&self) -> std::result::Result<(Folder, File), String> {
+        let Inner { path, inode, manifest, id, saved_at, .. } = &*self.0;
+        let folder = match Folder::open(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Err("it was removed".into()),
+            other => other.map_err(|error| format!("{} cannot be opened ({error})", path.display()))?,
+        };
+        // From here on the open folder counts, whatever its name is given to.
+        let (_, found) = read_manifest(&folder, self.tag()).map_err(|why| why.to_string())?;
+        let (state, meta) = whole(&folder, STATE, manifest.state.size)?;
+        // Its manifest names its contents; the file tells it from one that was made equal.
+        if found != *id || meta.ino() != *inode || meta.modified().ok() != Some(*saved_at) {
+            return Err("it was removed, and another snapshot has its tag".into());
+        }
+        Ok((folder, state))
     }
 
     /// Checks that `now` is the image this snapshot was made over.

@@ -165,6 +165,45 @@ fn who_has_a_snapshot_open_goes_on_when_it_is_removed() {
 }
 
 #[test]
+fn a_snapshot_that_is_known_keeps_no_file_open() {
+    let (_folder, store) = quick_store();
+    let mut known = vec![made(&store, "first", 1)];
+    known.push(over(&store, &known[0], "child", 2));
+    known.extend((3..30).map(|seed| made(&store, &format!("s{seed}"), seed)));
+    known.extend(store.list().unwrap().into_iter().map(|(_, snapshot)| snapshot.unwrap()));
+    let again = Store::open(store.folder()).unwrap();
+    known.extend(again.list().unwrap().into_iter().map(|(_, snapshot)| snapshot.unwrap()));
+    let open = || {
+        let files = fs::read_dir("/proc/self/fd").unwrap().flatten();
+        let paths = files.filter_map(|file| fs::read_link(file.path()).ok());
+        paths.filter(|path| path.starts_with(store.folder())).count()
+    };
+    assert_eq!(open(), 2, "each store's folder of layers");
+    for snapshot in &known {
+        snapshot.open().unwrap();
+    }
+    assert_eq!(open(), 2);
+}
+
+#[test]
+fn a_folder_that_was_replaced_is_not_taken_for_the_snapshot() {
+    let (_folder, store) = store();
+    let (snapshot, other) = (made(&store, "warm", 1), made(&store, "other", 2));
+    let aside = store.folder().join(".aside");
+    fs::rename(snapshot.folder(), &aside).unwrap();
+    assert!(matches!(snapshot.open(), Err(Error::Unusable(_))), "it is gone");
+    fs::rename(other.folder(), snapshot.folder()).unwrap();
+    assert!(matches!(snapshot.open(), Err(Error::Unusable(_))), "its manifest is another one's");
+    fs::rename(snapshot.folder(), other.folder()).unwrap();
+    symlink(&aside, snapshot.folder()).unwrap();
+    assert!(matches!(snapshot.open(), Err(Error::Unusable(_))), "no link is followed");
+    fs::remove_file(snapshot.folder()).unwrap();
+    fs::rename(&aside, snapshot.folder()).unwrap();
+    snapshot.open().unwrap();
+    other.open().unwrap();
+}
+
+#[test]
 fn left_overs_that_are_links_are_not_followed() {
     let (folder, store) = store();
     let precious = folder.path().join("precious");
