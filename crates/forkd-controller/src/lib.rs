@@ -49,6 +49,7 @@ mod exec;
 mod fake_guest;
 pub mod frames;
 mod freeze;
+mod groups;
 mod guest;
 mod handed;
 

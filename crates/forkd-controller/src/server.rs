@@ -28,7 +28,7 @@ use crate::count::Count;
 use crate::descriptors;
 use crate::disk_space;
 use crate::error::{Error, Result};
-use crate::host::{Host, make_private_dir};
+use crate::host::{Host, blocking, make_private_dir};
 use crate::line::ports::Ports;
 use crate::lock::DataLock;
 use crate::oom;
@@ -108,7 +108,8 @@ pub async fn serve_until(
     let left = [run_dir::sandboxes(&config.run_dir), run_dir::templates(&config.run_dir)];
     descriptors::check_for_all_in(&left)?;
     let tls = config.tls.clone().map(Tls::open).transpose()?.map(Arc::new);
-    let (_named, unix) = unix_socket::listen(&config.socket)?;
+    let socket = config.socket.clone();
+    let (_named, unix) = blocking("making the socket", move || unix_socket::listen(&socket)).await?;
     let listening = |error: std::io::Error| {
         let fix = match error.kind() {
             std::io::ErrorKind::AddrInUse => {

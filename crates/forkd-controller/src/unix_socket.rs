@@ -7,6 +7,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Kind, Result};
+use crate::groups;
 use crate::host::make_private_dir;
 
 /// Members of this group may use the socket.
@@ -19,7 +20,7 @@ pub(crate) struct NamedSocket {
     inode: u64,
 }
 
-/// Listens at `path`.
+/// Listens at `path`. Blocks.
 pub(crate) fn listen(path: &Path) -> Result<(NamedSocket, UnixListener)> {
     refuse_if_taken(path)?;
     let failed = |error: io::Error| Error::host(format!("cannot listen on {}", path.display()), error);
@@ -41,7 +42,12 @@ fn make(temporary: &Path, path: &Path) -> io::Result<(NamedSocket, UnixListener)
     let listener = UnixListener::bind(temporary)?;
     listener.set_nonblocking(true)?;
     std::fs::set_permissions(temporary, std::fs::Permissions::from_mode(0o660))?;
-    if let Some(group) = group_id(&read("/etc/group"), GROUP) {
+    // A look-up that fails is no reason not to start: root can use the socket.
+    let group = groups::id_of(GROUP).unwrap_or_else(|error| {
+        tracing::warn!(%error, "cannot look up group {GROUP}: only root may use the socket");
+        None
+    });
+    if let Some(group) = group {
         match std::os::unix::fs::chown(temporary, None, Some(group)) {
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                 tracing::warn!("cannot give the socket to group {GROUP}: only root or a member can");
@@ -70,37 +76,9 @@ fn refuse_if_taken(path: &Path) -> Result<()> {
     }
 }
 
-fn read(file: &str) -> String {
-    std::fs::read_to_string(file).unwrap_or_default()
-}
-
-/// Whether a user is a member of the group, as far as this host's own files tell.
-pub(crate) fn has_member(uid: u32) -> bool {
-    is_member(&read("/etc/passwd"), &read("/etc/group"), GROUP, uid)
-}
-
-/// Whether one of the user's names in `passwd` has `group` as its own, or is listed in it.
-fn is_member(passwd: &str, groups: &str, group: &str, uid: u32) -> bool {
-    let Some(id) = group_id(groups, group) else { return false };
-    let members = groups.lines().find(|line| line.split(':').next() == Some(group));
-    let members: Vec<&str> = members
-        .and_then(|line| line.split(':').nth(3))
-        .map(|names| names.split(',').collect())
-        .unwrap_or_default();
-    passwd.lines().any(|line| {
-        let fields: Vec<&str> = line.split(':').collect();
-        let [name, _, user, own, ..] = fields[..] else { return false };
-        user.parse() == Ok(uid) && !name.is_empty() && (own.parse() == Ok(id) || members.contains(&name))
-    })
-}
-
-/// The number of `group` in a group file.
-fn group_id(groups: &str, group: &str) -> Option<u32> {
-    groups.lines().find_map(|line| {
-        let mut fields = line.split(':');
-        (fields.next()? == group).then_some(())?;
-        fields.nth(1)?.parse().ok()
-    })
+/// Whether a user is a member of the group. Blocks.
+pub(crate) fn has_member(uid: u32) -> io::Result<bool> {
+    groups::has_member(GROUP, uid)
 }
 
 impl Drop for NamedSocket {
@@ -137,23 +115,5 @@ mod tests {
         std::fs::write(&path, "precious").unwrap();
         assert!(listen(&path).is_err());
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
-    }
-
-    #[test]
-    fn a_group_is_found_by_its_whole_name() {
-        let groups = "root:x:0:\nforkd-users:x:7:\nforkd:x:42:me\n";
-        assert_eq!(group_id(groups, "forkd"), Some(42));
-        assert_eq!(group_id(groups, "fork"), None);
-        assert_eq!(group_id("forkd", "forkd"), None);
-    }
-
-    #[test]
-    fn members_are_those_listed_and_those_whose_own_group_it_is() {
-        let groups = "root:x:0:\nforkd:x:42:ann,bob\nforkd2:x:43:eve\n";
-        let passwd = "root:x:0:0:root:/root:/bin/sh\nann:x:1000:1000::/:/bin/sh\nbob:x:1001:1001::/:/bin/sh\n\
-                      carl:x:1002:42::/:/bin/sh\neve:x:1003:1003::/:/bin/sh\nbroken:x:1004\n:x:1005:1005::/:\n";
-        let members: Vec<u32> = (0..2000).filter(|&uid| is_member(passwd, groups, "forkd", uid)).collect();
-        assert_eq!(members, [1000, 1001, 1002]);
-        assert!(!is_member(passwd, "root:x:0:\n", "forkd", 1000), "there is no such group");
     }
 }

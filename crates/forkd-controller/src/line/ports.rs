@@ -145,7 +145,7 @@ impl Ports {
             Ok(Some(uid)) => format!("{from} uid={uid}"),
             _ => from.to_string(),
         };
-        let admitted = door::admit(user, &host.config);
+        let admitted = door::admit(user, &host.config).await;
         // Who is not let in holds up nobody.
         drop(unknown);
         let identity = admitted.is_ok().then(|| LOCAL.to_owned());
