@@ -19,6 +19,7 @@ use forkd_store::Facts;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, oneshot, watch};
 
+use crate::descriptors::TemplateFiles;
 use crate::error::{Error, Kind, Result};
 use crate::janitor::Janitor;
 use crate::lineage::Lineage;
@@ -158,7 +159,7 @@ impl Template {
             heard_at: tokio::time::Instant::now(),
         };
         let (folder, janitor, lineage) = (plan.folder.clone(), plan.janitor, plan.lineage.clone());
-        let id = plan.id.clone();
+        let (id, files) = (plan.id.clone(), TemplateFiles::count());
         tokio::spawn(async move {
             // Until here it has the score of a sandbox. Not before the spawn: a branch's client waits for that.
             oom::set(keeper.pid, keeper.pidfd.as_fd(), oom::Role::Template);
@@ -171,7 +172,7 @@ impl Template {
                 janitor.remove_folder(folder).await;
             }
             // Only now may its user id be somebody else's.
-            drop(lineage);
+            drop((lineage, files));
         });
         Ok(Arc::new(Template {
             id: plan.id,
