@@ -168,8 +168,9 @@ fn begin(registry: &Arc<Registry>, batch: Batch) -> Result<mpsc::UnboundedReceiv
     Ok(given)
 }
 
-/// Threads of a monitor beside its vCPUs: control and devices.
-const THREADS_EACH: u64 = 2;
+/// Threads of a monitor beside its vCPUs: control, devices, and the task by which KVM recovers huge pages. That one
+/// belongs to the process, or to the kernel before Linux 6.13; the host's limits count it either way.
+const THREADS_EACH: u64 = 3;
 
 /// If the kernel cannot have as many more threads: for how many children it can, and what to do.
 fn check_threads(n: usize, vcpus: u8) -> std::result::Result<(), (usize, Error)> {
@@ -177,7 +178,7 @@ fn check_threads(n: usize, vcpus: u8) -> std::result::Result<(), (usize, Error)>
     let limits = ["/proc/sys/kernel/threads-max", "/proc/sys/kernel/pid_max"].map(number);
     let now = std::fs::read_to_string("/proc/loadavg").ok().and_then(|text| threads(&text));
     let (Some(max), Some(now)) = (limits.into_iter().flatten().min(), now) else { return Ok(()) };
-    let fitting = max.saturating_sub(now) / (u64::from(vcpus) + THREADS_EACH);
+    let fitting = fitting(max, now, vcpus);
     if fitting >= n as u64 {
         return Ok(());
     }
@@ -186,6 +187,11 @@ fn check_threads(n: usize, vcpus: u8) -> std::result::Result<(), (usize, Error)>
          kernel.threads-max and kernel.pid_max, or delete some first"
     );
     Err((fitting as usize, Error::new(Kind::Busy, text)))
+}
+
+/// For how many children there is room, on a host with `now` threads that allows `max`.
+fn fitting(max: u64, now: u64, vcpus: u8) -> u64 {
+    max.saturating_sub(now) / (u64::from(vcpus) + THREADS_EACH)
 }
 
 /// The number of all threads in a `/proc/loadavg`.
@@ -329,6 +335,15 @@ fn record(sandbox: &Sandbox, order: &Order, template: &Template) -> io::Result<(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_child_counts_its_vcpus_two_threads_and_a_task_of_kvm() {
+        assert_eq!(fitting(1000, 600, 1), 100);
+        assert_eq!(fitting(1003, 600, 1), 100);
+        assert_eq!(fitting(1000, 600, 5), 50);
+        assert_eq!(fitting(1000, 997, 1), 0);
+        assert_eq!(fitting(1000, 2000, 1), 0);
+    }
 
     #[test]
     fn more_threads_than_the_kernel_can_have_are_refused_with_the_fix() {
