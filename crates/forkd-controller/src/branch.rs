@@ -24,6 +24,7 @@ use crate::error::{Error, Kind, Result};
 use crate::host::new_id;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::{Entry, Snapshots, Work};
+use crate::task::{self, Task};
 use crate::telling::metrics;
 use crate::telling::trace::{self, Over};
 use crate::template::Template;
@@ -334,7 +335,12 @@ impl Snapshots {
         let (snapshots, sandbox, taken) = (self.clone(), sandbox.clone(), branch.clone());
         let reserved = entry.clone();
         let run = async move { snapshots.run(sandbox, reserved, taken, place).await };
-        tokio::spawn(trace::carry(trace::current(), run.in_current_span()));
+        let (failed, over) = (entry.clone(), branch.clone());
+        let run = trace::carry(trace::current(), run.in_current_span());
+        task::spawn_or(Task::Branch, run, move |error| {
+            failed.failed(error.clone());
+            over.fail(error);
+        });
         Ok((entry, branch))
     }
 

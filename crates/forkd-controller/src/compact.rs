@@ -6,6 +6,7 @@ use crate::branch::{Branch, Stage};
 use crate::error::{Error, Kind, Result};
 use crate::identity::{EVERYBODY, Identity};
 use crate::snapshots::{Entry, Snapshots, Work};
+use crate::task::{self, Task};
 
 impl Snapshots {
     /// Makes `to`, which has all of `tag` in one layer each.
@@ -21,7 +22,8 @@ impl Snapshots {
         let branch = Arc::new(Branch::compacting(&snapshot, to));
         let entry = self.reserve(to, Work::Branch(branch.clone()), &owner, &who.quota)?;
         let (snapshots, job, made) = (self.clone(), branch.clone(), entry.clone());
-        tokio::spawn(async move {
+        let (lost, waiting, stuck) = (self.clone(), branch.clone(), entry.clone());
+        let work = async move {
             let saved = async {
                 snapshots.record_owner(&made).await?;
                 let template = snapshots.template(&from.tag).await?;
@@ -45,6 +47,10 @@ impl Snapshots {
                     job.fail(error);
                 }
             }
+        };
+        task::spawn_or(Task::Compact, work, move |error| {
+            lost.vanish(&stuck);
+            waiting.fail(error);
         });
         branch.reached(Stage::Done).await?;
         Ok(entry)

@@ -2,13 +2,15 @@
 
 use tokio::task::JoinHandle;
 
+use crate::task::{self, Task};
+
 /// A task that is ended when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Companion<T = ()>(JoinHandle<T>);
 
 impl<T: Send + 'static> Companion<T> {
     pub(crate) fn spawn(work: impl Future<Output = T> + Send + 'static) -> Self {
-        Companion(tokio::spawn(work))
+        Companion(task::spawn(Task::Companion, work))
     }
 
     /// What it returned, when it does; `None` if it failed. Cancel-safe; not to be called again

@@ -12,6 +12,7 @@ use crate::command::Command;
 use crate::count::Counted;
 use crate::error::Result;
 use crate::sandbox::{Phase, Sandbox, Wish};
+use crate::task::{self, Task};
 
 /// Between two attempts to thaw a guest.
 const AGAIN: Duration = Duration::from_secs(1);
@@ -77,7 +78,8 @@ impl Owed {
         let Some(thaw) = &mut self.0 else { return false };
         // The guest gives up first: then it is known that nothing stands still in it.
         let (agent, within) = (thaw.agent.clone(), limit - limit / 10);
-        let call = tokio::spawn(async move { agent.freeze(within, sync).await.map(|it| it.frozen) });
+        let freeze = async move { agent.freeze(within, sync).await.map(|it| it.frozen) };
+        let call = task::spawn(Task::Freeze, freeze);
         let answer = tokio::time::timeout(patience, thaw.freeze.insert(call)).await;
         if answer.is_ok() {
             thaw.freeze = None;

@@ -16,6 +16,7 @@ use crate::janitor::Janitor;
 use crate::lineage::{Lineage, Lineages};
 use crate::network::{Slots, chain};
 use crate::sandbox::Belongings;
+use crate::task::{self, Task};
 use crate::telling::Telling;
 use crate::template::Template;
 
@@ -90,7 +91,7 @@ pub(crate) async fn blocking<T: Send + 'static>(
     // What it logs belongs to whoever asked for it.
     let span = tracing::Span::current();
     let work = move || span.in_scope(work);
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(Error::host(doing, error)))
+    task::spawn_blocking(Task::Blocking, work).await.unwrap_or_else(|error| Err(Error::host(doing, error)))
 }
 
 /// `prefix` and 16 random letters and digits.

@@ -5,9 +5,12 @@
 
 use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
+
+use crate::task::{self, Task};
 
 /// How many jobs one thread does before another one may.
 const BATCH: usize = 64;
@@ -24,17 +27,9 @@ pub(crate) struct Janitor(mpsc::UnboundedSender<Job>);
 impl Janitor {
     /// Must be called in a runtime.
     pub(crate) fn new() -> Self {
-        let (sender, mut jobs) = mpsc::unbounded_channel::<Job>();
-        tokio::spawn(async move {
-            let mut batch = Vec::with_capacity(BATCH);
-            while jobs.recv_many(&mut batch, BATCH).await > 0 {
-                let work = std::mem::replace(&mut batch, Vec::with_capacity(BATCH));
-                let done = tokio::task::spawn_blocking(move || work.into_iter().for_each(|job| job())).await;
-                if let Err(error) = done {
-                    tracing::error!(%error, "cleaning up failed; the next start removes what is left");
-                }
-            }
-        });
+        let (sender, jobs) = mpsc::unbounded_channel::<Job>();
+        let jobs = Arc::new(tokio::sync::Mutex::new(jobs));
+        task::keep_running(Task::Janitor, move || work(jobs.clone()));
         Janitor(sender)
     }
 
@@ -65,6 +60,26 @@ impl Janitor {
                 }
             }
         }
+    }
+}
+
+/// Does all jobs that come.
+async fn work(jobs: Arc<tokio::sync::Mutex<mpsc::UnboundedReceiver<Job>>>) {
+    // Only after a panic is there another one to come.
+    let (mut jobs, mut batch) = (jobs.lock().await, Vec::with_capacity(BATCH));
+    while jobs.recv_many(&mut batch, BATCH).await > 0 {
+        let work = std::mem::replace(&mut batch, Vec::with_capacity(BATCH));
+        let done = task::spawn_blocking(Task::Janitor, move || work.into_iter().for_each(attempt)).await;
+        if let Err(error) = done {
+            tracing::error!(%error, "cleaning up failed; the next start removes what is left");
+        }
+    }
+}
+
+/// Does a job. One that panics does not take the others with it.
+fn attempt(job: Job) {
+    if let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(job)) {
+        task::note(Task::Janitor, &*panic, "the next start removes what is left");
     }
 }
 

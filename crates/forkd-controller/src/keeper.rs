@@ -129,6 +129,14 @@ impl Sandbox {
         self.turn_to(Phase::Ended(Arc::new(end)));
     }
 
+    /// Its keeper panicked: what it held was dropped, so the process is ended. Nothing more is known of it.
+    pub(crate) fn lose_keeper(&self, error: Error) {
+        let end = End::new("failed", error.message, String::new());
+        self.record_end(&end);
+        self.learn(|facts| facts.pid = None);
+        self.turn_to(Phase::Ended(Arc::new(end)));
+    }
+
     fn trace_start(&self, begun: Instant, how: metrics::Outcome) {
         let (name, attributes) = (
             if self.spec.snapshot_tag.is_some() { "spawn" } else { "boot" },

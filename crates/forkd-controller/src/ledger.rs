@@ -15,6 +15,7 @@ use crate::host::blocking;
 use crate::life::now_unix;
 use crate::process::boot_id;
 use crate::sandbox::{End, Phase, ROLLED_BACK, Sandbox};
+use crate::task::{self, Task};
 
 /// How long it waits for more to write with the first.
 const GATHER: Duration = Duration::from_millis(100);
@@ -45,7 +46,8 @@ impl Ledger {
     /// Must be called in a runtime.
     pub(crate) fn new(database: Arc<Database>) -> Self {
         let (queue, queued) = mpsc::channel(QUEUE);
-        tokio::spawn(write(database.clone(), queued));
+        let (written, queued) = (database.clone(), Arc::new(tokio::sync::Mutex::new(queued)));
+        task::keep_running(Task::Ledger, move || write(written.clone(), queued.clone()));
         Ledger { database, boot_id: boot_id(), queue }
     }
 
@@ -136,7 +138,9 @@ impl Ledger {
 }
 
 /// Writes what is queued, until nobody can queue any more.
-async fn write(database: Arc<Database>, mut queued: mpsc::Receiver<Message>) {
+async fn write(database: Arc<Database>, queued: Arc<tokio::sync::Mutex<mpsc::Receiver<Message>>>) {
+    // Only after a panic is there another one to come.
+    let mut queued = queued.lock().await;
     while let Some(first) = queued.recv().await {
         let (mut changes, mut waiting) = (Vec::new(), Vec::new());
         take(first, &mut changes, &mut waiting);

@@ -17,6 +17,7 @@ use crate::lineage::Lineage;
 use crate::link::{self, Link};
 use crate::process::Identity;
 use crate::snapshots::{Entry, Snapshots, Work, lock};
+use crate::task::{self, Task};
 use crate::template::{Adopted, Plan, Record, Standing, Template};
 
 /// How long a half-made process has to obey.
@@ -156,7 +157,12 @@ impl Snapshots {
         for (entry, branch, template) in jobs {
             tracing::info!(tag = branch.tag, "a branch was not on disk yet; writing it");
             let snapshots = self.clone();
-            tokio::spawn(async move { snapshots.persist(entry, branch, template, None).await });
+            let (failed, over) = (entry.clone(), branch.clone());
+            let work = async move { snapshots.persist(entry, branch, template, None).await };
+            task::spawn_or(Task::Save, work, move |error| {
+                failed.failed(error.clone());
+                over.fail(error);
+            });
         }
     }
 }

@@ -90,6 +90,7 @@ mod spawn;
 mod stats;
 mod stopping;
 mod suspend;
+mod task;
 mod telling;
 mod template;
 mod timeouts;

@@ -14,6 +14,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use crate::boot::remove_stale;
+use crate::task::{self, Task};
 
 /// The file in a process's folder by which it is controlled.
 pub(crate) const CONTROL: &str = "control.sock";
@@ -61,7 +62,7 @@ impl AsRawFd for Socket {
 /// nobody was told. Must be called in a runtime.
 pub(crate) fn stop_unseen(control: Channel) {
     let _ = control.send(&Request::Stop, &[]);
-    tokio::spawn(async move {
+    task::spawn(Task::StopUnseen, async move {
         // Held until it is gone: what it has not read yet would be lost with the connection.
         let Ok(link) = Link::new(control) else { return };
         let gone = async { while let Ok(Some(_)) = link.recv().await {} };

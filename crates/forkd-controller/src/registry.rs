@@ -25,6 +25,7 @@ use crate::quota::{Claim, Usage};
 use crate::rollback::Succession;
 use crate::run_dir;
 use crate::sandbox::{End, Phase, Sandbox, Spec, Wish};
+use crate::task::{self, Task};
 
 /// All sandboxes of a daemon.
 #[derive(Debug)]
@@ -183,9 +184,14 @@ impl Registry {
     fn keep(&self, sandbox: &Arc<Sandbox>, origin: Origin) -> JoinHandle<()> {
         self.ledger.made(sandbox);
         let (sandbox, ledger, config) = (sandbox.clone(), self.ledger.clone(), self.host.config.clone());
-        tokio::spawn(async move {
+        let (lost, noted) = (sandbox.clone(), ledger.clone());
+        let work = async move {
             sandbox.clone().keep(origin, config).await;
             ledger.note_phase(&sandbox);
+        };
+        task::spawn_or(Task::Sandbox, work, move |error| {
+            lost.lose_keeper(error);
+            noted.note_phase(&lost);
         })
     }
 
@@ -193,7 +199,7 @@ impl Registry {
     pub(crate) fn add_ended(self: &Arc<Self>, seat: Seat, sandbox: Sandbox) {
         self.ledger.made(&sandbox);
         self.ledger.note_phase(&sandbox);
-        self.insert(Entry { sandbox: Arc::new(sandbox), keeper: tokio::spawn(async {}), seat });
+        self.insert(Entry { sandbox: Arc::new(sandbox), keeper: task::spawn(Task::Sandbox, async {}), seat });
     }
 
     /// Puts `new` into the place of `old`, under the same id, and starts its keeper, which is to end
@@ -228,7 +234,7 @@ impl Registry {
                 return Err(error);
             }
         };
-        let keeper = std::mem::replace(&mut entry.keeper, tokio::spawn(async {}));
+        let keeper = std::mem::replace(&mut entry.keeper, task::spawn(Task::Sandbox, async {}));
         let origin = Origin::Rollback(Box::new(succession(old.clone(), keeper)));
         entry.keeper = self.keep(&new, origin);
         entry.sandbox = new.clone();
@@ -323,7 +329,7 @@ impl Registry {
         }
         entry.sandbox.wish(wish);
         let registry = self.clone();
-        tokio::spawn(async move {
+        task::spawn(Task::TearDown, async move {
             registry.tear_down(entry, wish).await;
             drop(leaving);
         });

@@ -42,6 +42,7 @@ use crate::run_dir;
 use crate::snapshots::Snapshots;
 use crate::stopping::{Stop, Stopping};
 use crate::suspend;
+use crate::task::{self, Task, Vital};
 use crate::telling::Telling;
 use crate::timeouts::Timeouts;
 use crate::tls::Tls;
@@ -162,17 +163,20 @@ pub async fn serve_until(
     };
     let (users, kept) = (app.registry.clone(), app.workspaces.clone());
     // Old branches stay as long as something needs them.
-    let retention = retention::keep_few(app.snapshots.clone(), move || {
+    let needed = move || {
         let mut needed = kept.tags()?;
         for sandbox in users.list() {
             needed.extend(sandbox.spec.snapshot_tag.clone());
             needed.extend(sandbox.facts().history.rolled_back_to);
         }
         Ok(needed)
-    });
-    tokio::spawn(retention);
-    tokio::spawn(retention::unload_unused(app.snapshots.clone()));
-    tokio::spawn(disk_space::resume_waiting(app.registry.clone(), stopping.clone()));
+    };
+    let snapshots = app.snapshots.clone();
+    task::keep_running(Task::Retention, move || retention::keep_few(snapshots.clone(), needed.clone()));
+    let snapshots = app.snapshots.clone();
+    task::keep_running(Task::Unload, move || retention::unload_unused(snapshots.clone()));
+    let (waiting, until) = (app.registry.clone(), stopping.clone());
+    task::keep_running(Task::DiskSpace, move || disk_space::resume_waiting(waiting.clone(), until.clone()));
     let timeouts = Timeouts {
         registry: app.registry.clone(),
         snapshots: app.snapshots.clone(),
@@ -180,13 +184,17 @@ pub async fn serve_until(
         tokens: tokens.clone(),
     };
     let (ledger, answers) = (app.registry.ledger.clone(), app.answers.clone());
-    tokio::spawn(timeouts.enforce(stopping.clone(), async move || {
-        for pruned in [ledger.prune().await, answers.prune().await] {
-            if let Err(error) = pruned {
-                tracing::warn!(error = error.message, "what is old is not forgotten yet");
+    let until = stopping.clone();
+    task::keep_running(Task::TimeOuts, move || {
+        let (ledger, answers) = (ledger.clone(), answers.clone());
+        timeouts.clone().enforce(until.clone(), async move || {
+            for pruned in [ledger.prune().await, answers.prune().await] {
+                if let Err(error) = pruned {
+                    tracing::warn!(error = error.message, "what is old is not forgotten yet");
+                }
             }
-        }
-    }));
+        })
+    });
     let connections = Connections {
         stopping,
         count: Count::new(),
@@ -201,14 +209,21 @@ pub async fn serve_until(
         insecure: config.insecure_loopback,
     };
     let routers = (api::for_tcp(app.clone(), gate), api::for_unix(app.clone()));
-    let fresh = tokio::spawn(refresh::keep_fresh(tokens, tls.clone()));
-    tokio::spawn(connections.clone().accept(tcp, routers.0, tls));
-    tokio::spawn(connections.clone().accept(unix, routers.1, None));
+    let certificate = tls.clone();
+    let fresh =
+        task::keep_running(Task::Refresh, move || refresh::keep_fresh(tokens.clone(), certificate.clone()));
+    // A daemon that cannot be reached is none, and whoever watches it is to start another one.
+    let (vital, mut failed) = Vital::new();
+    vital.spawn(Task::Accept, connections.clone().accept(tcp, routers.0, tls));
+    vital.spawn(Task::Accept, connections.clone().accept(unix, routers.1, None));
 
     tracing::info!(%address, socket = %config.socket.display(), data = %config.data_dir.display(), "forkd is ready");
     ready(&Ready { address, socket: config.socket.clone(), token_file: config.token_file.clone() });
 
-    asked.await;
+    let failure = tokio::select! {
+        () = asked => None,
+        error = failed.next() => Some(error),
+    };
     tracing::info!("stopping");
     stop.ask();
     let drained = async {
@@ -233,7 +248,7 @@ pub async fn serve_until(
     telling.close().await;
     run_dir::close(&config.data_dir, &config.run_dir);
     tracing::info!("stopped");
-    Ok(())
+    failure.map_or(Ok(()), Err)
 }
 
 fn check(config: &Config) -> Result<()> {
@@ -277,6 +292,8 @@ impl Accept for TcpListener {
     type Stream = TcpStream;
     async fn next(&self) -> std::io::Result<(TcpStream, Peer)> {
         let (stream, address) = self.accept().await?;
+        #[cfg(test)]
+        assert!(!tests::breaks(self), "a test asked for this");
         stream.set_nodelay(true)?;
         // One whose computer is gone says nothing more, not even goodbye.
         rustix::net::sockopt::set_socket_keepalive(&stream, true)?;
@@ -322,7 +339,7 @@ impl Connections {
                     let tls = tls.clone();
                     let stream = ClientStream::new(stream, self.stall, Some(room));
                     let patience = stream.patience();
-                    tokio::spawn(async move {
+                    task::spawn(Task::Connection, async move {
                         match tls {
                             None => connection(stream, patience, peer, router, stopping).await,
                             Some(tls) => {
@@ -386,5 +403,35 @@ pub(crate) async fn connection<S>(
     };
     if let Err(error) = served {
         tracing::debug!(%error, "a connection broke");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::{Mutex, PoisonError};
+
+    /// Addresses whose listeners panic at the next connection.
+    static BROKEN: Mutex<Vec<SocketAddr>> = Mutex::new(Vec::new());
+
+    pub(super) fn breaks(listener: &TcpListener) -> bool {
+        let broken = BROKEN.lock().unwrap_or_else(PoisonError::into_inner);
+        listener.local_addr().is_ok_and(|address| broken.contains(&address))
+    }
+
+    /// A daemon that can be reached no more would look alive for ever.
+    #[tokio::test]
+    async fn a_daemon_whose_listener_panics_ends_with_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut config = Config::new(folder.path());
+        config.bind.set_port(0);
+        let ready = |ready: &Ready| {
+            BROKEN.lock().unwrap().push(ready.address);
+            drop(std::net::TcpStream::connect(ready.address).unwrap());
+        };
+        let error = serve_until(config, ready, std::future::pending()).await.unwrap_err();
+        assert_eq!(error.status(), 500);
+        assert!(error.message.contains("accept"), "{error}");
+        assert!(!folder.path().join("forkd.sock").exists(), "it stopped in order");
     }
 }

@@ -23,6 +23,7 @@ use crate::identity::{Identity, LOCAL};
 use crate::leftovers::Leftovers;
 use crate::quota::check_snapshots;
 use crate::run_dir;
+use crate::task::{self, Task};
 use crate::telling::events::EventKind;
 use crate::template::Template;
 
@@ -185,7 +186,11 @@ impl Snapshots {
             snapshots.finish(made, job).await;
             drop(room);
         };
-        tokio::spawn(work.in_current_span());
+        let (failed, over) = (entry.clone(), making.clone());
+        task::spawn_or(Task::Making, work.in_current_span(), move |error| {
+            failed.failed(error);
+            over.done.send_replace(true);
+        });
         Ok((entry, making))
     }
 
@@ -320,7 +325,7 @@ impl Snapshots {
         entry.snapshot()?;
         let snapshots = self.clone();
         // In a task of its own: others may wait for it when whoever asked first is gone.
-        let started = tokio::spawn(async move {
+        let started = task::spawn(Task::LoadTemplate, async move {
             let _alone = entry.starting.lock().await;
             if let Some(template) = entry.current() {
                 return Ok(template);

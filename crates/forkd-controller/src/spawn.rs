@@ -30,6 +30,7 @@ use crate::quota::Claim;
 use crate::registry::{Bound, Registry, Seat};
 use crate::sandbox::{Belongings, History, RECORD, Record, Sandbox, Spec};
 use crate::snapshots::Snapshots;
+use crate::task::{self, Task};
 use crate::telling::{metrics, trace};
 use crate::template::Template;
 
@@ -153,7 +154,7 @@ fn begin(registry: &Arc<Registry>, batch: Batch) -> Result<mpsc::UnboundedReceiv
     };
     let (give, given) = mpsc::unbounded_channel();
     let (registry, span, context) = (registry.clone(), tracing::Span::current(), trace::current());
-    tokio::task::spawn_blocking(move || {
+    task::spawn_blocking(Task::Blocking, move || {
         let _entered = span.entered();
         for seat in seats {
             // Whoever asked may be gone: the rest is not made, and what was made is deleted.

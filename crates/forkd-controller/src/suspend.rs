@@ -24,7 +24,6 @@ use std::sync::Arc;
 
 use forkd_store::Quota;
 use tokio::sync::OwnedMutexGuard;
-use tokio::task::JoinSet;
 
 use crate::branch::{self, Mode, Stage};
 use crate::error::{Error, Kind, Result};
@@ -32,6 +31,7 @@ use crate::life::{Life, Suspending};
 use crate::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshots::{Entry, Removal, Snapshots, State};
+use crate::task::{self, Task};
 use crate::workspaces::Workspaces;
 
 /// What is asked for.
@@ -190,7 +190,7 @@ pub(crate) async fn undo_unfinished(
     snapshots: &Arc<Snapshots>,
     workspaces: &Workspaces,
 ) {
-    let mut undoing = JoinSet::new();
+    let mut undoing = Vec::new();
     for sandbox in registry.list() {
         let (noted, workspace) =
             sandbox.look(|facts| (facts.life.suspending.is_some(), facts.workspace.clone()));
@@ -199,7 +199,7 @@ pub(crate) async fn undo_unfinished(
             continue;
         }
         let (registry, snapshots) = (registry.clone(), snapshots.clone());
-        undoing.spawn(async move {
+        undoing.push(task::spawn(Task::Suspend, async move {
             // Until then it is not known whether it stands still.
             let _ = sandbox.started().await;
             match Suspend::begin(&registry, &snapshots, &sandbox).await {
@@ -209,11 +209,15 @@ pub(crate) async fn undo_unfinished(
                     tracing::warn!(sandbox = sandbox.id, error, "an unfinished suspend is not undone yet");
                 }
             }
-        });
+        }));
     }
-    let all = async { while undoing.join_next().await.is_some() {} };
+    let all = async {
+        for undone in undoing {
+            let _ = undone.await;
+        }
+    };
+    // Those that take longer go on.
     let _ = tokio::time::timeout(registry.host.config.timing.call, all).await;
-    undoing.detach_all();
 }
 
 /// Whether a snapshot is a branch of the sandbox `id`.

@@ -26,6 +26,7 @@ use crate::lineage::Lineage;
 use crate::monitor::{Forked, Monitor, Parts, Replacement, replace_request};
 use crate::oom;
 use crate::process::Identity;
+use crate::task::{self, Task};
 
 use keeper::{Ask, Keeper, Note, Pending, process};
 
@@ -160,7 +161,7 @@ impl Template {
         };
         let (folder, janitor, lineage) = (plan.folder.clone(), plan.janitor, plan.lineage.clone());
         let (id, files) = (plan.id.clone(), TemplateFiles::count());
-        tokio::spawn(async move {
+        task::spawn(Task::Template, async move {
             // Until here it has the score of a sandbox. Not before the spawn: a branch's client waits for that.
             oom::set(keeper.pid, keeper.pidfd.as_fd(), oom::Role::Template);
             if keeper.keep(child, tell_gone).await {
@@ -315,7 +316,8 @@ impl Template {
 
     /// Whether the process was still there a moment ago.
     pub(crate) fn is_alive(&self) -> bool {
-        !*self.gone.borrow()
+        // Without its task nothing can be asked of it.
+        !*self.gone.borrow() && self.gone.has_changed().is_ok()
     }
 }
 

@@ -17,6 +17,7 @@ use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshots::Snapshots;
 use crate::stopping::Stopping;
 use crate::suspend::{self, Suspend};
+use crate::task::{self, Task};
 use crate::tokens::Tokens;
 use crate::workspaces::Workspaces;
 
@@ -131,8 +132,8 @@ impl Timeouts {
             return;
         }
         sandbox.learn(|facts| facts.attempt = Attempt::UnderWay);
-        let timeouts = self.clone();
-        tokio::spawn(async move {
+        let (timeouts, waiting) = (self.clone(), sandbox.clone());
+        let work = async move {
             let acted = match action {
                 OnTimeout::Pause => timeouts.pause(&sandbox, due).await,
                 _ => timeouts.suspend(&sandbox, due).await,
@@ -145,6 +146,9 @@ impl Timeouts {
                 }
             };
             sandbox.learn(|facts| facts.attempt = attempt);
+        };
+        task::spawn_or(Task::TimeOut, work, move |_| {
+            waiting.learn(|facts| facts.attempt = Attempt::Failed(Instant::now()));
         });
     }
 

@@ -30,6 +30,7 @@ use crate::registry::{Bound, Registry};
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::Snapshots;
 use crate::spawn::{self, spawn};
+use crate::task::{self, Task};
 use crate::telling::events::{About, EventKind};
 
 pub(crate) use record::Record;
@@ -138,7 +139,7 @@ impl Workspaces {
                 doomed.push(name.clone());
             }
         }
-        tokio::spawn(async move {
+        task::spawn(Task::WorkspaceSweep, async move {
             for name in doomed {
                 if let Err(error) = sweeper.delete(&name).await {
                     tracing::warn!(name, error = error.message, "a workspace is not deleted yet");

@@ -19,6 +19,7 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::task::JoinHandle;
 
 use super::{Endpoint, Error, Result, Room};
+use crate::task::{self, Task};
 
 /// What hyper may buffer: bounds the head of an answer and the pieces of its body.
 const BUFFER: usize = 64 << 10;
@@ -108,7 +109,7 @@ impl Connection {
         let handshake = http1::Builder::new().max_buf_size(BUFFER).handshake(TokioIo::new(stream)).await;
         let (sender, connection) = handshake.map_err(unreachable)?;
         // Its errors also come out of the request that is under way.
-        let driver = tokio::spawn(async {
+        let driver = task::spawn(Task::AgentConnection, async {
             let _ = connection.await;
         });
         Ok(Connection { sender, driver, token })

@@ -29,6 +29,7 @@ use crate::error::{Error, Kind, Result};
 use crate::host::blocking;
 use crate::identity::Identity;
 use crate::life::now_unix;
+use crate::task::{self, Task};
 
 /// The header a key comes in.
 const KEY: &str = "idempotency-key";
@@ -170,7 +171,7 @@ async fn answer(answers: Answers, owner: String, request: Request, next: Next) -
     })?;
     // In a task of its own: what is begun is finished, and its answer kept, whether or not anybody waits.
     let work = answer_once(answers, key, parts, body, next);
-    let answered = tokio::spawn(work.in_current_span()).await;
+    let answered = task::spawn(Task::Answer, work.in_current_span()).await;
     answered.unwrap_or_else(|error| Err(Error::host("answering a request", error)))
 }
 

@@ -13,6 +13,7 @@ use crate::error::{Error, ErrorBody, Kind, Result};
 use crate::identity::Identity;
 use crate::rollback::roll_back;
 use crate::sandbox::{Phase, Sandbox};
+use crate::task::{self, Task};
 
 /// Where to take a sandbox back to.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
@@ -98,8 +99,8 @@ pub(super) async fn rollback(
 ) -> Result<Json<SandboxInfo>> {
     // In a task of its own: half-way there is no stopping, whether or not the client waits.
     let (registry, snapshots) = (app.registry.clone(), app.snapshots.clone());
-    let taken =
-        tokio::spawn(async move { roll_back(&registry, &snapshots, &id, request.to.as_deref(), &who).await });
+    let work = async move { roll_back(&registry, &snapshots, &id, request.to.as_deref(), &who).await };
+    let taken = task::spawn(Task::Rollback, work);
     let sandbox = taken.await.unwrap_or_else(|error| Err(Error::host("rolling back", error)))?;
     Ok(Json(info(&sandbox)))
 }

@@ -24,6 +24,7 @@ use crate::agent::{Download, Upload};
 use crate::error::{Error, ErrorBody, Kind, Result};
 use crate::identity::Identity;
 use crate::sandbox::Sandbox;
+use crate::task::{self, Task};
 use crate::visit::Visit;
 
 /// How long what a refused upload still sends is read, so that its client sees the answer, not a reset.
@@ -196,7 +197,7 @@ pub(super) async fn download(
         headers.insert(header::CONTENT_LENGTH, length.into());
     }
     let (pieces, queued) = mpsc::channel(QUEUE);
-    tokio::spawn(relay(visit, download, pieces));
+    task::spawn(Task::Download, relay(visit, download, pieces));
     let queued = futures_util::stream::unfold(queued, |mut queued| async {
         queued.recv().await.map(|piece| (piece, queued))
     });

@@ -14,6 +14,7 @@ use super::requests::Target;
 use super::sandboxes::memory_limit;
 use crate::error::{Error, ErrorBody, Result};
 use crate::identity::Identity;
+use crate::task::{self, Task};
 use crate::workspaces::{Order, Record, Status};
 
 /// A workspace to make.
@@ -225,5 +226,6 @@ pub(super) async fn resume(
 
 /// Does `work` in a task of its own: what was begun is finished, whether or not the client waits.
 async fn to_its_end<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
-    tokio::spawn(work).await.unwrap_or_else(|error| Err(Error::host("changing a workspace", error)))
+    let done = task::spawn(Task::Workspace, work).await;
+    done.unwrap_or_else(|error| Err(Error::host("changing a workspace", error)))
 }

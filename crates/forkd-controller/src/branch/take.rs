@@ -21,6 +21,7 @@ use crate::link;
 use crate::monitor::Monitor;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::Snapshots;
+use crate::task::{self, Task};
 use crate::template::{Source, Standing, Template};
 
 /// How often the daemon looks, for seconds each time, whether a source has given back a layer.
@@ -73,7 +74,7 @@ async fn attempt(
     let frozen = freeze(sandbox, timing.freeze, FreezeSync::Quick).await;
     let born = sandbox.ask(|tell| Command::Branch(config, fds, tell)).await;
     // Before anything else, and whatever came of it.
-    let thawing = tokio::spawn(frozen.thaw(timing.call));
+    let thawing = task::spawn(Task::Thaw, frozen.thaw(timing.call));
     let taken = async {
         let Born { branched, identity } = match born {
             Ok(born) => born,

@@ -26,6 +26,7 @@ use crate::identity::LOCAL;
 use crate::registry::Registry;
 use crate::sandbox::Sandbox;
 use crate::sandbox::Wish;
+use crate::task::{self, Task};
 use crate::telling::audit::Line;
 
 /// Connections at a time, to one sandbox's port; and those of which it is not known yet whose they are.
@@ -84,7 +85,10 @@ impl Ports {
             .map_err(|error| Error::host("cannot open a port of loopback", error))?;
         let address = listener.local_addr().map_err(|error| Error::host("a port without a number", error))?;
         let serving = self.clone().serve(sandbox.id.clone(), listener);
-        let server = tokio::spawn(serving).abort_handle();
+        let (ports, id) = (self.clone(), sandbox.id.clone());
+        // It can be opened again.
+        let server = task::spawn_or(Task::LinePort, serving, move |_| drop(ports.lock().remove(&id)));
+        let server = server.abort_handle();
         open.insert(sandbox.id.clone(), Port { address, server });
         sandbox.remember(|history| history.line_port = Some(address.port()));
         Ok(address)
@@ -118,7 +122,8 @@ impl Ports {
             match accepted {
                 Ok((stream, from)) => {
                     let (ports, room) = (self.clone(), room.clone());
-                    tokio::spawn(async move { ports.talk(&sandbox, stream, from, unknown, &room).await });
+                    let talk = async move { ports.talk(&sandbox, stream, from, unknown, &room).await };
+                    task::spawn(Task::LineConnection, talk);
                 }
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a connection to a line port");

@@ -20,6 +20,7 @@ use tokio::sync::{mpsc, oneshot};
 use super::metrics::Metrics;
 use crate::clock;
 use crate::error::{Error, Result};
+use crate::task::{self, Task};
 
 /// Lines that wait to be written.
 const QUEUE: usize = 8192;
@@ -83,12 +84,16 @@ impl Audit {
         let started = std::thread::Builder::new().name("audit".into()).spawn(move || log.write_all(queue));
         started.map_err(|error| Error::host("cannot start a thread", error))?;
         let reopen = jobs.downgrade();
-        let mut hangups =
+        let hangups =
             signal(SignalKind::hangup()).map_err(|error| Error::host("cannot catch signals", error))?;
-        tokio::spawn(async move {
-            while hangups.recv().await.is_some() {
-                let Some(jobs) = reopen.upgrade() else { return };
-                let _ = jobs.send(Job::Reopen).await;
+        let hangups = Arc::new(tokio::sync::Mutex::new(hangups));
+        task::keep_running(Task::AuditReopen, move || {
+            let (hangups, reopen) = (hangups.clone(), reopen.clone());
+            async move {
+                while hangups.lock().await.recv().await.is_some() {
+                    let Some(jobs) = reopen.upgrade() else { return };
+                    let _ = jobs.send(Job::Reopen).await;
+                }
             }
         });
         Ok(Audit { jobs, metrics })
@@ -103,12 +108,14 @@ impl Audit {
         };
         let (jobs, metrics) = (self.jobs.clone(), self.metrics.clone());
         // Not on the request's path: it may have been dropped already.
-        tokio::spawn(async move {
+        let lost = metrics.clone();
+        let work = async move {
             if jobs.send_timeout(full, PATIENCE).await.is_err() {
                 metrics.audit_lost.add(1);
                 tracing::error!("the audit log is too slow: a line is lost");
             }
-        });
+        };
+        task::spawn_or(Task::AuditLine, work, move |_| lost.audit_lost.add(1));
     }
 
     /// Returns when everything so far is on disk.

@@ -229,6 +229,7 @@ impl Metrics {
         ] {
             page.single(name, "counter", help, counter.get());
         }
+        crate::task::show(page);
     }
 }
 

@@ -20,6 +20,7 @@ use tokio::sync::{mpsc, oneshot};
 use super::metrics::Metrics;
 use crate::auth::fill_random;
 use crate::error::{Error, Result};
+use crate::task::{self, Task};
 
 /// The header that names a trace and a span in it.
 pub(crate) const TRACEPARENT: &str = "traceparent";
@@ -158,7 +159,9 @@ impl Traces {
         let Some(endpoint) = endpoint else { return Ok(Traces { jobs: None, metrics }) };
         let collector = Collector::new(endpoint)?;
         let (jobs, queue) = mpsc::channel(QUEUE);
-        tokio::spawn(post(collector, queue, metrics.clone()));
+        let (collector, queue) = (Arc::new(collector), Arc::new(tokio::sync::Mutex::new(queue)));
+        let lost = metrics.clone();
+        task::keep_running(Task::Traces, move || post(collector.clone(), queue.clone(), lost.clone()));
         Ok(Traces { jobs: Some(jobs), metrics })
     }
 
@@ -282,7 +285,13 @@ impl Collector {
     }
 }
 
-async fn post(collector: Collector, mut queue: mpsc::Receiver<Job>, metrics: Arc<Metrics>) {
+async fn post(
+    collector: Arc<Collector>,
+    queue: Arc<tokio::sync::Mutex<mpsc::Receiver<Job>>>,
+    metrics: Arc<Metrics>,
+) {
+    // Only after a panic is there another one to come.
+    let mut queue = queue.lock().await;
     let (mut jobs, mut failing) = (Vec::with_capacity(BATCH), false);
     while queue.recv_many(&mut jobs, BATCH).await > 0 {
         if !jobs.iter().any(|job| matches!(job, Job::Flush(_))) {

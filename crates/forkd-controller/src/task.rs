@@ -1,0 +1,229 @@
+//! The daemon's background tasks: each has a name, and a rule for a panic.
+//!
+//! A panic is a bug. The daemon logs it, counts it (`forkd_task_panics_total`), and then follows the rule:
+//!
+//! - [`spawn`]: a request or an object waits for this work. The waiter gets the panic through the handle.
+//! - [`spawn_or`]: the same, where the waiter has no handle: a last word tells it.
+//! - [`keep_running`]: a loop that serves the whole daemon. It starts again, after a pause that doubles.
+//! - [`Vital::spawn`]: without it the daemon breaks its promises, and it cannot start again. The daemon stops, with
+//!   an error.
+//!
+//! Nothing else in the daemon calls `tokio::spawn`.
+
+use std::any::Any;
+use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use crate::error::Error;
+use crate::telling::exposition::Page;
+
+/// The pause before a loop starts again for the first time.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+/// The longest pause.
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// A loop that ran for so long starts again after the first pause.
+const CALM: Duration = Duration::from_secs(60);
+
+macro_rules! tasks {
+    ($($task:ident $name:literal,)*) => {
+        /// What a task does.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub(crate) enum Task {
+            $($task,)*
+        }
+
+        impl Task {
+            /// All of them, in the order of their numbers.
+            const ALL: &[Task] = &[$(Task::$task),*];
+
+            /// The name in logs and metrics.
+            pub(crate) fn name(self) -> &'static str {
+                match self {
+                    $(Task::$task => $name,)*
+                }
+            }
+        }
+    };
+}
+
+tasks! {
+    Accept "accept",
+    AgentConnection "agent_connection",
+    Answer "answer",
+    AuditLine "audit_line",
+    AuditReopen "audit_reopen",
+    Blocking "blocking",
+    Branch "branch",
+    Companion "companion",
+    Compact "compact",
+    Connection "connection",
+    DiskSpace "disk_space",
+    Download "download",
+    Freeze "freeze",
+    Janitor "janitor",
+    Ledger "ledger",
+    LineConnection "line_connection",
+    LinePort "line_port",
+    LoadTemplate "load_template",
+    Making "making",
+    Owners "owners",
+    Refresh "refresh",
+    Retention "retention",
+    Rollback "rollback",
+    Sandbox "sandbox",
+    Save "save",
+    StopUnseen "stop_unseen",
+    Suspend "suspend",
+    TearDown "tear_down",
+    Template "template",
+    Thaw "thaw",
+    TimeOut "time_out",
+    TimeOuts "time_outs",
+    Traces "traces",
+    Unload "unload",
+    Workspace "workspace",
+    WorkspaceSweep "workspace_sweep",
+}
+
+/// Panics of each task. Of the process, as panics are.
+static PANICS: [AtomicU64; Task::ALL.len()] = [const { AtomicU64::new(0) }; Task::ALL.len()];
+
+fn panics(task: Task) -> &'static AtomicU64 {
+    &PANICS[task as usize]
+}
+
+/// Shows how often each task panicked.
+pub(crate) fn show(page: &mut Page) {
+    let name = "forkd_task_panics_total";
+    page.family(name, "counter", "Panics of the daemon's background tasks: each is a bug of forkd.");
+    for task in Task::ALL {
+        page.sample(name, &[("task", task.name())], panics(*task).load(Relaxed));
+    }
+}
+
+/// Logs and counts a panic. Its text.
+pub(crate) fn note(task: Task, panic: &(dyn Any + Send), then: &str) -> String {
+    panics(task).fetch_add(1, Relaxed);
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no text".into());
+    tracing::error!(task = task.name(), panic = text, then, "a task panicked: report this bug of forkd");
+    text
+}
+
+/// Starts work that somebody waits for: the handle gives what it returns, or its panic.
+pub(crate) fn spawn<T: Send + 'static>(
+    task: Task,
+    work: impl Future<Output = T> + Send + 'static,
+) -> JoinHandle<T> {
+    tokio::spawn(async move {
+        AssertUnwindSafe(work).catch_unwind().await.unwrap_or_else(|panic| {
+            note(task, &*panic, "its waiter gets an error");
+            std::panic::resume_unwind(panic)
+        })
+    })
+}
+
+/// Starts work that waits for the disk or the like, on a thread of its own. See [`spawn`].
+pub(crate) fn spawn_blocking<T: Send + 'static>(
+    task: Task,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> JoinHandle<T> {
+    tokio::task::spawn_blocking(move || {
+        std::panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+            note(task, &*panic, "its waiter gets an error");
+            std::panic::resume_unwind(panic)
+        })
+    })
+}
+
+/// Starts work whose waiter does not hold the handle. After a panic `last_word` tells the waiter.
+pub(crate) fn spawn_or(
+    task: Task,
+    work: impl Future<Output = ()> + Send + 'static,
+    last_word: impl FnOnce(Error) + Send + 'static,
+) -> JoinHandle<()> {
+    tokio::spawn(async move {
+        if let Err(panic) = AssertUnwindSafe(work).catch_unwind().await {
+            let text = note(task, &*panic, "its waiter gets an error");
+            last_word(panicked(task, &text));
+        }
+    })
+}
+
+/// Starts a loop, and starts it again whenever it panics. It is over when it returns.
+pub(crate) fn keep_running<W>(task: Task, mut start: impl FnMut() -> W + Send + 'static) -> JoinHandle<()>
+where
+    W: Future<Output = ()> + Send + 'static,
+{
+    tokio::spawn(async move {
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let begun = Instant::now();
+            let Err(panic) = AssertUnwindSafe(async { start().await }).catch_unwind().await else { return };
+            if begun.elapsed() >= CALM {
+                pause = FIRST_PAUSE;
+            }
+            note(task, &*panic, "it starts again");
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    })
+}
+
+/// Starts tasks the daemon cannot do without.
+#[derive(Debug, Clone)]
+pub(crate) struct Vital(watch::Sender<Option<Error>>);
+
+/// Hears when one of them panicked.
+#[derive(Debug)]
+pub(crate) struct Failed(watch::Receiver<Option<Error>>);
+
+impl Vital {
+    pub(crate) fn new() -> (Self, Failed) {
+        let (tell, told) = watch::channel(None);
+        (Vital(tell), Failed(told))
+    }
+
+    /// Starts work. After a panic the daemon stops.
+    pub(crate) fn spawn(
+        &self,
+        task: Task,
+        work: impl Future<Output = ()> + Send + 'static,
+    ) -> JoinHandle<()> {
+        let tell = self.0.clone();
+        tokio::spawn(async move {
+            if let Err(panic) = AssertUnwindSafe(work).catch_unwind().await {
+                let text = note(task, &*panic, "the daemon stops");
+                tell.send_replace(Some(panicked(task, &text)));
+            }
+        })
+    }
+}
+
+impl Failed {
+    /// Returns when a vital task panicked.
+    pub(crate) async fn next(&mut self) -> Error {
+        let failed = self.0.wait_for(Option::is_some).await.ok().and_then(|failed| failed.clone());
+        match failed {
+            Some(error) => error,
+            // None is left that could.
+            None => std::future::pending().await,
+        }
+    }
+}
+
+fn panicked(task: Task, text: &str) -> Error {
+    Error::host(
+        format!("the task {} of the daemon panicked", task.name()),
+        format!("{text}; report this bug"),
+    )
+}
+
+#[cfg(test)]
+mod tests;
