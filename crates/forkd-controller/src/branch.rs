@@ -3,8 +3,8 @@
 //! A branch is a task of its own: whoever asked may go away. In order: the tag is reserved; it waits until
 //! its source takes another one; everything the pause needs is prepared; the agent stands its processes
 //! still, for a bounded time; the monitor forks; the agent lets them go on, whatever happened; both processes
-//! lose the right to write to what is shared now; what the template is is written down. From then on children
-//! can be forked from it, also by the next daemon. How it comes to disk is `persist`'s.
+//! lose the right to write to what is shared now; what the template is is written down, and then whose it is. From
+//! then on children can be forked from it, also by the next daemon. How it comes to disk is `persist`'s.
 
 mod crowd;
 mod take;
@@ -27,7 +27,7 @@ use crate::snapshots::{Entry, Snapshots, Work};
 use crate::task::{self, Task};
 use crate::telling::metrics;
 use crate::telling::trace::{self, Over};
-use crate::template::Template;
+use crate::template::{Standing, Template};
 
 pub(crate) use crowd::Disks;
 use crowd::Place;
@@ -110,6 +110,9 @@ pub(crate) struct Record {
     pub(crate) begun_at_unix: u64,
     pub(crate) origin: Option<Origin>,
     pub(crate) taken: Taken,
+    /// Whose it is; none if the database says so.
+    #[serde(default)]
+    pub(crate) owner: Option<String>,
 }
 
 /// How far a branch is.
@@ -141,6 +144,8 @@ pub(crate) struct Branch {
     pub(crate) template: String,
     /// A sandbox's id, or `compact:` and a tag.
     pub(crate) source: String,
+    /// Whose it was when it was asked for.
+    owner: Option<String>,
     pub(crate) guest: Facts,
     pub(crate) mode: Mode,
     pub(crate) begun_at_unix: u64,
@@ -165,6 +170,7 @@ impl Branch {
             tag,
             template,
             source,
+            owner: None,
             guest,
             mode,
             begun_at_unix: crate::guest::unix_nanos() / 1_000_000_000,
@@ -196,13 +202,14 @@ impl Branch {
         let branch = Branch::new(
             about.tag.clone(),
             template.id.clone(),
-            record.source,
+            record.source.clone(),
             about.guest.clone(),
             record.mode,
         );
-        let _ = branch.taken.set(record.taken);
+        let _ = branch.taken.set(record.taken.clone());
         branch.stage.send_replace(Stage::Saving);
-        Branch { begun_at_unix: record.begun_at_unix, origin: record.origin, parent, ..branch }
+        let Record { begun_at_unix, origin, owner, .. } = record;
+        Branch { begun_at_unix, origin, owner, parent, ..branch }
     }
 
     /// For the next daemon.
@@ -213,6 +220,7 @@ impl Branch {
             begun_at_unix: self.begun_at_unix,
             origin: self.origin.clone(),
             taken: self.taken(),
+            owner: self.owner.clone(),
         }
     }
 
@@ -329,7 +337,8 @@ impl Snapshots {
             (branch.template == origin.template).then_some(branch)
         });
         let branch = Branch::new(tag, new_id("tp")?, sandbox.id.clone(), guest, order.mode);
-        let branch = Arc::new(Branch { origin, parent, waited_for: order.wait, ..branch });
+        let owner = Some(sandbox.spec.owner.clone());
+        let branch = Arc::new(Branch { origin, parent, owner, waited_for: order.wait, ..branch });
         let (work, owner) = (Work::Branch(branch.clone()), &sandbox.spec.owner);
         let entry = self.reserve(&branch.tag, work, owner, &order.quota)?;
         let (snapshots, sandbox, taken) = (self.clone(), sandbox.clone(), branch.clone());
@@ -390,9 +399,19 @@ impl Snapshots {
         // The branch is born in the source's cgroup, which goes with the source.
         let leaving = sandbox.belongings().leaf.as_ref().map(Leaf::leaving);
         let taken = async {
-            self.record_owner(&entry).await?;
-            let _turn = self.turn(&sandbox, &branch, place).await?;
-            take(&self, &sandbox, &branch).await
+            let turn = self.turn(&sandbox, &branch, place).await?;
+            let (template, source) = take(&self, &sandbox, &branch).await?;
+            drop(turn);
+            // After the fork, so that the source does not wait for the database, and before anybody hears of the
+            // branch. Until here its record says whose it is.
+            if let Err(error) = self.record_owner(&entry).await {
+                if let Err(error) = template.record(Standing::Forgotten) {
+                    tracing::warn!(tag = branch.tag, %error, "cannot record that a branch is gone");
+                }
+                return Err(error);
+            }
+            sandbox.branched(&branch.tag);
+            Ok((template, source))
         };
         let taken = taken.await;
         let over = Over {

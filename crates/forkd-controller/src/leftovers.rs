@@ -16,7 +16,7 @@ use crate::identity::local_owner;
 use crate::lineage::Lineage;
 use crate::link::{self, Link};
 use crate::process::Identity;
-use crate::snapshots::{Entry, Snapshots, Work, lock};
+use crate::snapshots::{Entry, Snapshots, Work};
 use crate::task::{self, Task};
 use crate::template::{Adopted, Plan, Record, Standing, Template};
 
@@ -138,9 +138,11 @@ impl Snapshots {
                     let known = leftovers.templates.get(&origin.template);
                     origin.snapshot = known.and_then(|(template, _)| template.snapshot());
                 }
+                // Its daemon may have been killed before it told the database.
+                let known = || self.owners.of(&template.about.tag).unwrap_or_else(local_owner);
+                let owner = record.owner.clone().unwrap_or_else(known);
                 let branch = Arc::new(Branch::adopted(&template, record, parent));
                 branches.insert(template.id.clone(), branch.clone());
-                let owner = lock(&self.owners).get(&branch.tag).cloned().unwrap_or_else(local_owner);
                 let work = Work::Branch(branch.clone());
                 match self.reserve(&branch.tag, work, &owner, &Quota::default()) {
                     Ok(entry) => {
@@ -158,7 +160,16 @@ impl Snapshots {
             tracing::info!(tag = branch.tag, "a branch was not on disk yet; writing it");
             let snapshots = self.clone();
             let (failed, over) = (entry.clone(), branch.clone());
-            let work = async move { snapshots.persist(entry, branch, template, None).await };
+            let work = async move {
+                match snapshots.record_owner(&entry).await {
+                    Ok(()) => snapshots.persist(entry, branch, template, None).await,
+                    Err(error) => {
+                        tracing::error!(tag = branch.tag, error = error.message, "a branch is not on disk");
+                        entry.failed(error.clone());
+                        branch.fail(error);
+                    }
+                }
+            };
             task::spawn_or(Task::Save, work, move |error| {
                 failed.failed(error.clone());
                 over.fail(error);

@@ -69,6 +69,7 @@ mod making;
 mod monitor;
 mod network;
 mod oom;
+mod owners;
 mod ownership;
 mod peer;
 mod persist;

@@ -2,13 +2,17 @@
 //!
 //! The database is told before anything of a snapshot is on disk, and forgets after nothing is left, so that
 //! no snapshot is ever found without its owner. What is not in the database is the host owner's.
+//!
+//! A branch is forked first: its source does not wait for the database. Its template's record, which the fork comes
+//! with, says whose it is. The database is told next, and then the client. A daemon that is killed in between leaves
+//! a record, and the next one tells the database before the branch is on disk.
 
 use std::sync::Arc;
 
+use crate::branch::Stage;
 use crate::error::{Error, Result};
-use crate::host::blocking;
-use crate::identity::{Identity, LOCAL};
-use crate::snapshots::{Entry, Snapshots, lock, no_snapshot};
+use crate::identity::{Identity, local_owner};
+use crate::snapshots::{Entry, Snapshots, no_snapshot};
 use crate::template::Template;
 
 impl Snapshots {
@@ -42,58 +46,87 @@ impl Snapshots {
 
     /// Gives a snapshot to somebody.
     pub(crate) async fn give(&self, tag: &str, owner: &str) -> Result<Arc<Entry>> {
+        // A branch has the owner that its record says until it is taken.
+        if let Some(branch) = self.get(tag)?.branch().filter(|branch| !branch.template.is_empty()) {
+            let _ = branch.reached(Stage::Saving).await;
+        }
         let entry = self.get(tag)?;
         let before = entry.set_owner(owner);
         if let Err(error) = self.record_owner(&entry).await {
             entry.set_owner(&before);
             return Err(error);
         }
+        // The record of a branch that is not on disk says whose it is, too, and counts.
+        entry.record_owner().map_err(|error| Error::host("cannot record whose a branch is", error))?;
         Ok(entry)
     }
 
     /// Writes down whose a snapshot is.
-    pub(crate) async fn record_owner(&self, entry: &Arc<Entry>) -> Result<()> {
-        // The host owner's are the most, and need nothing.
-        if entry.owner() == LOCAL && !lock(&self.owners).contains_key(&entry.tag) {
-            return Ok(());
-        }
-        let (owners, database, entry) = (self.owners.clone(), self.host.database.clone(), entry.clone());
-        blocking("writing down whose a snapshot is", move || {
-            // Held while it is written: what is known here is what is known there.
-            let mut owners = lock(&owners);
-            let owner = entry.owner();
-            if owner == LOCAL {
-                database.forget_snapshot_owner(&entry.tag)?;
-                owners.remove(&entry.tag);
-            } else if owners.get(&entry.tag) != Some(&owner) {
-                database.set_snapshot_owner(&entry.tag, &owner)?;
-                owners.insert(entry.tag.clone(), owner);
-            }
-            Ok(())
-        })
-        .await
+    pub(crate) async fn record_owner(&self, entry: &Entry) -> Result<()> {
+        self.owners.set(&entry.tag, || Some(entry.owner())).written().await
     }
 
     /// Forgets whose a snapshot was. To be called while its tag is still taken; if another one has its tag all
     /// the same, that one's owner stays.
     pub(crate) async fn forget_owner(self: &Arc<Self>, entry: &Arc<Entry>) {
-        if !lock(&self.owners).contains_key(&entry.tag) {
-            return;
-        }
-        let (snapshots, gone) = (self.clone(), entry.clone());
-        let forgotten = blocking("forgetting whose a snapshot was", move || {
-            // Another one is known before its owner is written down, for which it waits here.
-            let mut owners = lock(&snapshots.owners);
-            if snapshots.get(&gone.tag).is_ok_and(|now| !Arc::ptr_eq(&now, &gone)) {
-                return Ok(());
-            }
-            snapshots.host.database.forget_snapshot_owner(&gone.tag)?;
-            owners.remove(&gone.tag);
-            Ok(())
-        });
-        if let Err(Error { message, .. }) = forgotten.await {
+        // Another one is known before its owner is written down: if it is not now, that comes after this.
+        let is_gone = || self.get(&entry.tag).map_or(true, |now| Arc::ptr_eq(&now, entry));
+        let forgotten = self.owners.set(&entry.tag, || is_gone().then(local_owner));
+        if let Err(Error { message, .. }) = forgotten.written().await {
             // The next one with its tag says whose it is.
             tracing::warn!(tag = entry.tag, error = message, "the owner of a snapshot is still written down");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use crate::fake_guest::FakeDaemon;
+
+    /// The runtime has one thread: a request that waited for the database on it would panic here, and stop all
+    /// others on a slow disk.
+    #[tokio::test]
+    async fn no_request_waits_for_the_database_on_a_thread_that_serves_others() {
+        let daemon = FakeDaemon::start().await;
+        forkd_store::deny_waiting_here();
+        let made = daemon.json("POST /v1/tokens", Some(json!({"name": "ann"}))).await;
+        assert_eq!(made.0, 201, "{made:?}");
+        assert_eq!(daemon.json("POST /v1/tokens/ann/rotate", None).await.0, 200);
+        assert_eq!(daemon.json("GET /v1/tokens", None).await.0, 200);
+        assert_eq!(daemon.json("DELETE /v1/tokens/ann", None).await.0, 204);
+        assert_eq!(daemon.json("GET /v1/sandboxes?gone=true", None).await.0, 200);
+        assert_eq!(daemon.json("GET /v1/sandboxes/sb0", None).await.0, 404);
+        let key = "Idempotency-Key: k\r\nContent-Type: application/json\r\n";
+        let body = br#"{"snapshot_tag": "none"}"#;
+        for _ in 0..2 {
+            assert_eq!(daemon.ask("POST /v1/sandboxes", key, body).await.0, 404);
+        }
+        assert_eq!(daemon.json("DELETE /v1/snapshots/none", None).await.0, 404);
+    }
+
+    #[tokio::test]
+    async fn while_the_database_does_not_write_all_other_requests_are_answered() {
+        let daemon = FakeDaemon::start().await;
+        let database = daemon.app.registry.host.database.clone();
+        let (release, released) = std::sync::mpsc::channel::<()>();
+        let (tell, told) = tokio::sync::oneshot::channel();
+        let holder = std::thread::spawn(move || {
+            let _still = database.stop();
+            tell.send(()).unwrap();
+            released.recv().unwrap();
+        });
+        told.await.unwrap();
+        let making = daemon.json("POST /v1/tokens", Some(json!({"name": "ann"})));
+        let others = async {
+            for path in ["/healthz", "/v1/snapshots", "/v1/tokens", "/metrics", "/healthz"] {
+                assert_eq!(daemon.ask(&format!("GET {path}"), "", b"").await.0, 200, "{path}");
+            }
+            release.send(()).unwrap();
+        };
+        let (made, ()) = tokio::join!(making, others);
+        assert_eq!(made.0, 201, "{made:?}");
+        holder.join().unwrap();
     }
 }

@@ -126,8 +126,12 @@ pub async fn serve_until(
 
     let config = Arc::new(config);
     let (stop, stopping) = Stop::new();
-    let database = Arc::new(Database::open(&config.data_dir.join(DATABASE))?);
-    let tokens = Arc::new(Tokens::open(database.clone(), config.token_file.clone())?);
+    let (path, token_file) = (config.data_dir.join(DATABASE), config.token_file.clone());
+    let opened = blocking("opening the database", move || {
+        let database = Arc::new(Database::open(&path)?);
+        Ok((database.clone(), Arc::new(Tokens::open(database, token_file)?)))
+    });
+    let (database, tokens) = opened.await?;
     let telling = Telling::open(&config)?;
     let host = Host::new(config.clone(), database, telling.clone());
     let (snapshots, leftovers) = Snapshots::open(host.clone()).await?;

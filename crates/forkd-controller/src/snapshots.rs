@@ -6,7 +6,7 @@
 
 mod entry;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,6 +21,7 @@ use crate::error::{Error, Kind, Result};
 use crate::host::{Host, blocking, make_private_dir};
 use crate::identity::{Identity, LOCAL};
 use crate::leftovers::Leftovers;
+use crate::owners::Owners;
 use crate::quota::check_snapshots;
 use crate::run_dir;
 use crate::task::{self, Task};
@@ -40,8 +41,8 @@ pub(crate) struct Snapshots {
     /// Where each template has its folder.
     pub(crate) folder: PathBuf,
     entries: Mutex<BTreeMap<String, Arc<Entry>>>,
-    /// By tag, as the database has them. See `ownership`.
-    pub(crate) owners: Arc<Mutex<HashMap<String, String>>>,
+    /// As the database has them. See `ownership`.
+    pub(crate) owners: Owners,
     /// Held by branches that are being taken.
     pub(crate) branching: Arc<Semaphore>,
     /// Held by saves.
@@ -89,13 +90,14 @@ impl Snapshots {
             Ok((store, entries, owners))
         };
         let (store, entries, owners) = blocking("reading the snapshots", read).await?;
+        let owners = Owners::new(host.database.clone(), owners);
         let branching = Arc::new(Semaphore::new(host.config.limits.max_branches));
         let snapshots = Arc::new(Snapshots {
             host,
             store,
             folder,
             entries: Mutex::new(entries),
-            owners: Arc::new(Mutex::new(owners)),
+            owners,
             branching,
             saving: Semaphore::new(SAVERS),
             retain: Notify::new(),

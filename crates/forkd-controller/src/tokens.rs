@@ -8,6 +8,7 @@ use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
@@ -42,8 +43,10 @@ pub(crate) struct Tokens {
     /// The file of the first one.
     path: PathBuf,
     known: RwLock<Known>,
-    /// Held by whoever changes something: what is in memory is what is on disk.
-    changing: Mutex<()>,
+    /// How often the tokens in the database were read.
+    reads: AtomicU64,
+    /// Held while the file of the first one is read or replaced.
+    file: Mutex<()>,
 }
 
 #[derive(Default)]
@@ -53,6 +56,8 @@ struct Known {
     /// What its file looked like when it was last read.
     stamp: Option<Stamp>,
     named: Vec<(Token, TokenHash)>,
+    /// Which read of the database they are from.
+    read: u64,
 }
 
 impl std::fmt::Debug for Known {
@@ -97,7 +102,7 @@ impl Tokens {
         }
         let named = database.tokens()?;
         let known = RwLock::new(Known { named, ..Known::default() });
-        let tokens = Tokens { database, path, known, changing: Mutex::default() };
+        let tokens = Tokens { database, path, known, reads: AtomicU64::new(0), file: Mutex::default() };
         tokens.refresh()?;
         Ok(tokens)
     }
@@ -177,7 +182,7 @@ impl Tokens {
     /// Makes a token: what is known of it, and itself, which nobody will ever be told again.
     pub(crate) fn add(&self, order: Order, now_unix: u64) -> Result<(Token, String)> {
         let token = order.check(now_unix)?;
-        let _alone = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        // Those who make some at the same moment may make a few more: no lock is held while the database writes.
         if self.known().named.len() >= MAX_NAMED {
             let text = format!("there are {MAX_NAMED} tokens, the limit; remove some first");
             return Err(Error::new(Kind::Conflict, text));
@@ -190,7 +195,6 @@ impl Tokens {
 
     /// Removes a token: from here on it is refused.
     pub(crate) fn remove(&self, name: &str) -> Result<()> {
-        let _alone = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
         if name == FIRST_TOKEN {
             let text = format!("the token {FIRST_TOKEN} cannot be removed; `forkd token rotate` replaces it");
             return Err(Error::new(Kind::Conflict, text));
@@ -201,10 +205,10 @@ impl Tokens {
 
     /// Gives a token another secret: from here on the old one is refused.
     pub(crate) fn rotate(&self, name: &str) -> Result<(Token, String)> {
-        let _alone = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
         let first = name == FIRST_TOKEN;
         let secret = fresh(if first { "" } else { "fk_" })?;
         if first {
+            let _alone = self.file.lock().unwrap_or_else(PoisonError::into_inner);
             write(&self.path, &secret, true)
                 .map_err(|error| Error::host(format!("cannot write {}", self.path.display()), error))?;
             self.read()?;
@@ -218,7 +222,7 @@ impl Tokens {
 
     /// Reads the first token again if its file is another one now. An error is told once for every file.
     pub(crate) fn refresh(&self) -> Result<()> {
-        let _alone = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         let now = std::fs::metadata(&self.path).ok().as_ref().map(stamp);
         if now.is_some() && now == self.known().stamp {
             return Ok(());
@@ -243,10 +247,15 @@ impl Tokens {
         Ok(())
     }
 
-    /// Reads what is in the database again.
+    /// Reads what is in the database again. Of two reads at the same time the later one counts.
     fn reload(&self) -> Result<()> {
+        // Taken after the change that it is called for: a later read knows of that change.
+        let read = self.reads.fetch_add(1, Ordering::SeqCst) + 1;
         let named = self.database.tokens()?;
-        self.change().named = named;
+        let mut known = self.change();
+        if read > known.read {
+            (known.named, known.read) = (named, read);
+        }
         Ok(())
     }
 }

@@ -33,6 +33,7 @@ mod manifest;
 mod snapshot;
 mod steps;
 mod store;
+mod waits;
 
 pub use database::{
     Answer, Begun, Change, Database, GoneSandbox, MadeSandbox, Quota, Scope, Token, TokenHash,
@@ -46,6 +47,8 @@ pub use manifest::{
 };
 pub use snapshot::{DiskFiles, Files, Kind, Layer, Size, Sizes, Snapshot};
 pub use store::Store;
+#[doc(hidden)]
+pub use waits::deny_waiting_here;
 
 #[cfg(test)]
 mod tests;

@@ -141,7 +141,6 @@ async fn attempt(
     let _ = branch.taken.set(Taken { pause_ms: Some(pause_ms), frozen_ms, quiesced: Some(quiesced) });
     let recorded = template.record(Standing::Unsaved(Box::new(branch.record())));
     recorded.map_err(|error| Error::host("cannot record a branch", error))?;
-    sandbox.branched(&branch.tag);
     Ok((template, source))
 }
 

@@ -201,6 +201,17 @@ impl Entry {
         }
     }
 
+    /// Writes whose it is into the record of its template, if it is a branch that is not on disk yet.
+    pub(crate) fn record_owner(&self) -> std::io::Result<()> {
+        // Held meanwhile: what is forgotten is not recorded as wanted again.
+        let current = lock(&self.current);
+        let (Some(template), State::Writing(Work::Branch(branch))) = (&*current, self.state()) else {
+            return Ok(());
+        };
+        let record = crate::branch::Record { owner: Some(self.owner()), ..branch.record() };
+        template.record(Standing::Unsaved(Box::new(record)))
+    }
+
     /// Lets go of its template for good: one that is not on disk will not be.
     pub(crate) fn forget(&self) {
         let Some(template) = lock(&self.current).take() else { return };

@@ -555,3 +555,84 @@ fn a_kernel_comes_from_an_allowed_folder_or_not_at_all() {
     daemon.refused(400, "without `..`", "POST", "/v1/snapshots", Some(body));
     daemon.snapshot("x", "kernel");
 }
+
+/// Whether the template of the branch `tag` is there, and the next daemon would take it over.
+fn is_forked(daemon: &Daemon, tag: &str) -> bool {
+    let folders = std::fs::read_dir(daemon.place("templates")).unwrap().flatten();
+    let records = folders.filter_map(|folder| std::fs::read(folder.path().join("template.json")).ok());
+    let is_it = |record: &Value| record["about"]["tag"] == tag;
+    records.filter_map(|record| serde_json::from_slice(&record).ok()).any(|record: Value| is_it(&record))
+}
+
+/// A daemon in which ann has a sandbox, and the database is held by another process, so that nothing is written.
+fn with_held_database() -> Option<(Daemon, Client, String, rusqlite::Connection)> {
+    let daemon = start(json!({}))?;
+    daemon.snapshot("tiny", "kernel");
+    daemon.done(200, "POST", "/v1/snapshots/tiny/owner", Some(json!({"owner": "*"})));
+    let ann = add(&daemon, json!({"name": "ann"}));
+    let source = ann.spawn("tiny");
+    // Asks the ledger, which writes all it has before.
+    daemon.done(404, "GET", "/v1/sandboxes/sb0", None);
+    let database = rusqlite::Connection::open(daemon.path().join("forkd.db")).unwrap();
+    database.busy_timeout(Duration::from_secs(30)).unwrap();
+    database.execute_batch("BEGIN IMMEDIATE").unwrap();
+    Some((daemon, ann, source, database))
+}
+
+#[test]
+fn a_branch_is_forked_and_others_are_served_while_the_database_does_not_write() {
+    let Some((daemon, ann, source, database)) = with_held_database() else { return };
+    let path = format!("/v1/sandboxes/{source}/branch");
+    let order = json!({"tag": "b", "mode": "live", "wait": false});
+    std::thread::scope(|scope| {
+        let branch = scope.spawn(|| ann.ask("POST", &path, Some(order)));
+        eventually("the fork", || is_forked(&daemon, "b") || branch.is_finished());
+        assert!(!branch.is_finished(), "it is acknowledged only when its owner is on disk");
+        assert_eq!(daemon.request("GET", "/healthz", None).0, 200);
+        assert_eq!(ann.done(200, "GET", &format!("/v1/sandboxes/{source}"), None)["state"], "running");
+        ann.done(409, "POST", "/v1/sandboxes", Some(json!({"snapshot_tag": "b"})));
+        database.execute_batch("ROLLBACK").unwrap();
+        let (status, answer) = branch.join().unwrap();
+        assert_eq!((status, &answer["owner"]), (202, &json!("ann")), "{answer}");
+    });
+    ann.spawn("b");
+    add(&daemon, json!({"name": "bob"})).done(404, "GET", "/v1/snapshots/b", None);
+}
+
+#[test]
+fn a_branch_whose_daemon_was_killed_before_it_wrote_the_owner_has_that_owner() {
+    let Some((mut daemon, ann, source, database)) = with_held_database() else { return };
+    let path = format!("/v1/sandboxes/{source}/branch");
+    std::thread::scope(|scope| {
+        let order = json!({"tag": "b", "mode": "live", "wait": false});
+        let request = format!(
+            "POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {}\r\nConnection: close\r\n\
+             Content-Type: application/json\r\nContent-Length: {}\r\n\r\n{order}",
+            ann.token,
+            order.to_string().len()
+        );
+        let address = ann.address.clone();
+        let answer = scope.spawn(move || raw(&address, request.as_bytes()));
+        eventually("the fork", || is_forked(&daemon, "b") || answer.is_finished());
+        assert!(!answer.is_finished(), "it is acknowledged only when its owner is on disk");
+        daemon.kill();
+        assert_eq!(answer.join().unwrap(), "", "nobody was told of it");
+    });
+    // What an earlier snapshot of that tag left does not count.
+    database.execute_batch("INSERT OR REPLACE INTO snapshot_owners VALUES ('b', 'eve'); COMMIT").unwrap();
+    drop(database);
+    for round in 0..2 {
+        daemon.restart();
+        eventually("it is on disk", || ann_sees(&daemon, &ann)["status"] == "ready");
+        let info = ann_sees(&daemon, &ann);
+        assert_eq!(info["owner"], "ann", "after restart {round}: {info}");
+        let eve = add(&daemon, json!({"name": format!("eve{round}"), "owner": "eve"}));
+        eve.done(404, "GET", "/v1/snapshots/b", None);
+    }
+}
+
+/// The branch as ann sees it, wherever the daemon listens now.
+fn ann_sees(daemon: &Daemon, ann: &Client) -> Value {
+    let ann = Client { address: address(daemon), token: ann.token.clone() };
+    ann.done(200, "GET", "/v1/snapshots/b", None)
+}

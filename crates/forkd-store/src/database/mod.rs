@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use rusqlite::{Connection, OpenFlags};
 
+use crate::waits::waits;
 use crate::{Error, Result};
 
 pub use answers::{Answer, Begun};
@@ -80,12 +81,19 @@ impl Database {
         Ok(())
     }
 
+    /// For tests: as long as the answer lives, no other call goes on.
+    #[doc(hidden)]
+    pub fn stop(&self) -> impl Sized + '_ {
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Does something with the database; `what` is for the error.
     pub(crate) fn call<T>(
         &self,
         what: &'static str,
         work: impl FnOnce(&mut Connection) -> rusqlite::Result<T>,
     ) -> Result<T> {
+        waits(what);
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         work(&mut connection).map_err(failed(what))
     }

@@ -14,20 +14,24 @@ impl Database {
         })
     }
 
-    /// Says whose a snapshot is.
-    pub fn set_snapshot_owner(&self, tag: &str, owner: &str) -> Result<()> {
-        self.call("write whose a snapshot is", |connection| {
-            let text = "INSERT INTO snapshot_owners VALUES (?1, ?2) \
-                        ON CONFLICT (tag) DO UPDATE SET owner = excluded.owner";
-            connection.prepare_cached(text)?.execute((tag, owner)).map(drop)
-        })
-    }
-
-    /// Forgets whose a snapshot was.
-    pub fn forget_snapshot_owner(&self, tag: &str) -> Result<()> {
-        self.call("forget whose a snapshot was", |connection| {
-            let mut query = connection.prepare_cached("DELETE FROM snapshot_owners WHERE tag = ?1")?;
-            query.execute((tag,)).map(drop)
+    /// Writes whose snapshots are, in this order and all or nothing; none: forgets whose a snapshot was.
+    pub fn change_snapshot_owners(&self, changes: &[(String, Option<String>)]) -> Result<()> {
+        self.call("write whose snapshots are", |connection| {
+            let transaction = connection.transaction()?;
+            for (tag, owner) in changes {
+                match owner {
+                    Some(owner) => {
+                        let text = "INSERT INTO snapshot_owners VALUES (?1, ?2) \
+                                    ON CONFLICT (tag) DO UPDATE SET owner = excluded.owner";
+                        transaction.prepare_cached(text)?.execute((tag, owner))?
+                    }
+                    None => {
+                        let text = "DELETE FROM snapshot_owners WHERE tag = ?1";
+                        transaction.prepare_cached(text)?.execute((tag,))?
+                    }
+                };
+            }
+            transaction.commit()
         })
     }
 }
@@ -40,11 +44,11 @@ mod tests {
     fn a_snapshot_has_one_owner_at_a_time() {
         let folder = tempfile::tempdir().unwrap();
         let database = Database::open(&folder.path().join("forkd.db")).unwrap();
-        database.set_snapshot_owner("py", "ann").unwrap();
-        database.set_snapshot_owner("py", "*").unwrap();
-        database.set_snapshot_owner("numpy", "bob").unwrap();
-        database.forget_snapshot_owner("numpy").unwrap();
-        database.forget_snapshot_owner("numpy").unwrap();
+        let change = |tag: &str, owner: Option<&str>| (tag.to_owned(), owner.map(str::to_owned));
+        database.change_snapshot_owners(&[change("py", Some("ann")), change("numpy", Some("bob"))]).unwrap();
+        let forget = change("numpy", None);
+        database.change_snapshot_owners(&[change("py", Some("*")), forget.clone(), forget]).unwrap();
+        database.change_snapshot_owners(&[]).unwrap();
         assert_eq!(database.snapshot_owners().unwrap(), HashMap::from([("py".into(), "*".into())]));
     }
 }
