@@ -42,6 +42,7 @@ mod config;
 mod console;
 mod count;
 mod descriptors;
+mod discard;
 mod disk_space;
 mod error;
 mod exec;

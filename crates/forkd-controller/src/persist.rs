@@ -21,6 +21,8 @@ use crate::boot;
 use crate::branch::{Branch, TakenFrom, Wish};
 use crate::command::Command;
 use crate::console;
+use crate::count::Count;
+use crate::discard::HeldDraft;
 use crate::disk_space::is_shortage;
 use crate::error::{Error, Kind, Result};
 use crate::handed::are_kept;
@@ -190,13 +192,22 @@ pub(crate) async fn save(
 ) -> Result<Snapshot> {
     let (begun, saves) = (Instant::now(), &snapshots.host.telling.metrics.saves);
     let failed = |_: &Error| saves.add(metrics::Outcome::Failed, 1);
+    let drafts = Count::new();
     let written = tokio::select! {
         biased;
         error = unwanted => {
             saves.add(metrics::Outcome::Cancelled, 1);
+            Err(error)
+        }
+        written = write(snapshots, template, job, progress, &drafts) => written.inspect_err(failed),
+    };
+    let written = match written {
+        Ok(written) => written,
+        Err(error) => {
+            // Whoever tries again needs the room.
+            drafts.none().await;
             return Err(error);
         }
-        written = write(snapshots, template, job, progress) => written.inspect_err(failed)?,
     };
     // From here on to the end: nobody could tell whether it was published.
     let Written { draft, job, disks, bytes } = written;
@@ -208,6 +219,7 @@ pub(crate) async fn save(
             true => (job.origin, None),
             false => (None, job.origin),
         };
+        let draft = draft.take().ok_or_else(|| Error::host("publishing a snapshot", "there is no draft"))?;
         Ok(draft.publish(Contents {
             facts: guest,
             parent,
@@ -225,7 +237,7 @@ pub(crate) async fn save(
 
 /// What a saver has written.
 struct Written {
-    draft: Draft,
+    draft: HeldDraft,
     job: Job,
     disks: Vec<Vec<File>>,
     bytes: Option<u64>,
@@ -237,17 +249,22 @@ async fn write(
     template: &Arc<Template>,
     job: Job,
     progress: impl FnOnce(File),
+    drafts: &Count,
 ) -> Result<Written> {
     // What the saver writes down of the disks and what is published must be the same layers.
     let alone = template.disks.lock().await;
     let has_disk = template.about.guest.image.is_some();
     let layers = if has_disk { template.layers().await? } else { Vec::new() };
     let (store, folder, pid) = (snapshots.store.clone(), template.folder().to_owned(), template.pid);
+    let drafts = drafts.clone();
     let prepared = blocking("preparing to save", move || {
-        let draft = store.begin(&job.tag)?;
-        prepare(draft, job, layers, &folder, pid)
+        let mut draft = store.begin(&job.tag)?;
+        let prepared = prepare(&mut draft, job, layers, &folder, pid);
+        // In here: nobody may be there to take it.
+        let draft = HeldDraft::new(draft, &drafts);
+        Ok((draft, prepared?))
     });
-    let Prepared { draft, job, config, fds, disks, told } = prepared.await?;
+    let (draft, Prepared { job, config, fds, disks, told }) = prepared.await?;
     progress(told.try_clone().map_err(|error| Error::host("cannot follow a saver", error))?);
     let name = config.child.clone();
     let asked = template.save(config, fds).await;
@@ -261,7 +278,6 @@ async fn write(
 
 /// A save that can begin.
 struct Prepared {
-    draft: Draft,
     job: Job,
     config: SaveConfig,
     fds: Vec<OwnedFd>,
@@ -272,7 +288,7 @@ struct Prepared {
 }
 
 fn prepare(
-    mut draft: Draft,
+    draft: &mut Draft,
     job: Job,
     layers: Vec<Vec<OwnedFd>>,
     folder: &std::path::Path,
@@ -315,7 +331,7 @@ fn prepare(
             None => layers.into_iter().map(File::from).collect(),
         });
     }
-    Ok(Prepared { draft, job, config, fds, disks, told })
+    Ok(Prepared { job, config, fds, disks, told })
 }
 
 /// A process that does not outlive the wish for what it does.
@@ -480,4 +496,48 @@ fn replacements(files: &[Option<(u8, OwnedFd)>]) -> Result<Vec<Option<Replacemen
     let replacement =
         |(count, file): &(u8, OwnedFd)| Ok(Replacement { count: *count, layer: reopen(file.as_fd())? });
     files.iter().map(|file| file.as_ref().map(replacement).transpose()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake_guest::FakeDaemon;
+    use crate::template::tests::Fake;
+    use tokio::sync::oneshot;
+
+    /// The runtime has one thread, which must not wait for the disk.
+    #[tokio::test]
+    async fn a_save_that_is_cancelled_leaves_nothing_and_holds_up_no_other_task() {
+        let (daemon, fake) = (FakeDaemon::start().await, Fake::start());
+        forkd_store::deny_waiting_here();
+        let (snapshots, template) = (daemon.app.snapshots.clone(), fake.template());
+        let drafts = || {
+            let names = std::fs::read_dir(snapshots.store.folder()).unwrap().flatten();
+            names.filter(|entry| entry.file_name().to_string_lossy().starts_with(".new-")).count()
+        };
+        let job = Job {
+            tag: "b".into(),
+            origin: None,
+            diff: false,
+            merge: false,
+            branched_from: None,
+            created_at_unix: None,
+            measured: Measured::default(),
+        };
+        let (tell, begun) = oneshot::channel();
+        let (cancel, cancelled) = oneshot::channel::<()>();
+        let unwanted = async {
+            let _ = cancelled.await;
+            Error::new(Kind::Conflict, "it was removed")
+        };
+        let saving = save(&snapshots, &template, job, |_| tell.send(()).unwrap(), unwanted);
+        let cancelling = async {
+            begun.await.unwrap();
+            assert_eq!(drafts(), 1);
+            cancel.send(()).unwrap();
+        };
+        let (saved, ()) = tokio::join!(saving, cancelling);
+        assert_eq!(saved.unwrap_err().status(), 409);
+        assert_eq!(drafts(), 0);
+    }
 }

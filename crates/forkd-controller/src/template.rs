@@ -335,4 +335,4 @@ pub(crate) fn lost() -> Error {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

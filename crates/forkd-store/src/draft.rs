@@ -18,12 +18,13 @@ use crate::manifest::{Facts, FileEntry, MANIFEST, MAX_DEPTH, Manifest, Measured,
 use crate::snapshot::Snapshot;
 use crate::steps::{Step, did};
 use crate::store::Store;
+use crate::waits::waits;
 
 const MEMORY: &str = "memory";
 /// The state's copy, until it has the state's name.
 const STATE_COPY: &str = "state.copy";
 
-/// A snapshot that is being made. Dropped before it is published, it leaves nothing.
+/// A snapshot that is being made. Dropped before it is published, it leaves nothing; that waits for the disk.
 #[derive(Debug)]
 pub struct Draft {
     store: Store,
@@ -280,6 +281,7 @@ impl Drop for Draft {
         if self.published {
             return;
         }
+        waits("remove a draft");
         // What cannot be removed now is removed by `Store::open`.
         let _ = delete(self.folder.path());
         if !self.hold.is_empty() {

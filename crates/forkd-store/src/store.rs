@@ -24,6 +24,7 @@ use crate::layers::{Collected, Hold, Layers};
 use crate::manifest::{MANIFEST, Manifest, Unfit};
 use crate::snapshot::{Found, Snapshot, read_manifest};
 use crate::steps::{Step, did};
+use crate::waits::waits;
 
 const LAYERS: &str = ".layers";
 const NEW: &str = ".new-";
@@ -67,6 +68,7 @@ impl Store {
     /// Begins a snapshot.
     pub fn begin(&self, tag: &str) -> Result<Draft> {
         check_tag(tag)?;
+        waits("begin a draft");
         let target = self.folder.join(tag);
         if is_there(&target) {
             return Err(exists(tag));
@@ -151,6 +153,7 @@ impl Store {
     /// goes on with them, and no other snapshot is touched.
     pub fn remove(&self, tag: &str) -> Result<Collected> {
         check_tag(tag)?;
+        waits("remove a snapshot");
         let path = self.folder.join(tag);
         let gone = self.own_name(GONE);
         // Gone in one step, for good; the contents follow, if need be when the store is opened again.
@@ -169,6 +172,7 @@ impl Store {
     /// Removes the layers that no snapshot uses and no draft is about to. Removes nothing as long as
     /// there is a manifest that cannot be read, since nobody knows what it uses.
     pub fn collect(&self) -> Result<Collected> {
+        waits("collect garbage");
         let held = self.layers.stop();
         let manifests = self.manifests()?;
         // A name that is gone is off the disk before its layers are: what has a name is whole. It may

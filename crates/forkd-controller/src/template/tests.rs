@@ -16,7 +16,7 @@ use crate::monitor::Launch;
 
 /// A template of the test's own: a shell as its process, which starts a `sleep` for each line it reads
 /// and writes its pid, and a thread that speaks for it.
-struct Fake {
+pub(crate) struct Fake {
     template: Option<Arc<Template>>,
     folder: tempfile::TempDir,
     /// What was acknowledged.
@@ -26,7 +26,7 @@ struct Fake {
 }
 
 impl Fake {
-    fn start() -> Fake {
+    pub(crate) fn start() -> Fake {
         let folder = tempfile::tempdir().unwrap();
         let place = folder.path().join("tp");
         std::fs::create_dir(&place).unwrap();
@@ -70,7 +70,7 @@ impl Fake {
         Fake { template: Some(Template::new(plan, monitor).unwrap()), folder, acknowledged, layers }
     }
 
-    fn template(&self) -> Arc<Template> {
+    pub(crate) fn template(&self) -> Arc<Template> {
         self.template.clone().unwrap()
     }
 
@@ -111,7 +111,7 @@ impl Shell {
 
 /// Forks a `sleep` for each child; those called `refused…` are refused, those with `brief` in their names
 /// end at once, and `slow…` are answered late. `quit` hangs up, and `mute…` are never answered. More names make it
-/// tell of children that are none.
+/// tell of children that are none. Savers are never answered, either.
 fn play(
     channel: Channel,
     mut shell: Shell,
@@ -123,6 +123,7 @@ fn play(
         match request {
             Request::Fork(config) if config.child == "quit" => break,
             Request::Fork(config) if config.child.starts_with("mute") => {}
+            Request::Save(_) => {}
             Request::Fork(config) if config.child == "long-name" => {
                 let _ = channel.send(&end_of("x".repeat(10_000)), &[]);
             }

@@ -1,0 +1,32 @@
+//! A draft of a snapshot that is given up somewhere in a task: it goes on a thread that may wait for the disk.
+
+use forkd_store::Draft;
+
+use crate::count::{Count, Counted};
+use crate::task::{self, Task};
+
+/// A draft in the hands of tasks. Dropping it removes the draft, in the background.
+#[derive(Debug)]
+pub(crate) struct HeldDraft(Option<(Draft, Counted)>);
+
+impl HeldDraft {
+    /// Counted by `count` until nothing is left of it.
+    pub(crate) fn new(draft: Draft, count: &Count) -> Self {
+        HeldDraft(Some((draft, count.enter())))
+    }
+
+    /// The draft, for a thread that may wait.
+    pub(crate) fn take(mut self) -> Option<Draft> {
+        self.0.take().map(|(draft, _)| draft)
+    }
+}
+
+impl Drop for HeldDraft {
+    fn drop(&mut self) {
+        let Some(held) = self.0.take() else { return };
+        // Removing it collects garbage, too: all manifests are read. Outside a runtime no task is held up.
+        if tokio::runtime::Handle::try_current().is_ok() {
+            task::spawn_blocking(Task::Blocking, move || drop(held));
+        }
+    }
+}
