@@ -9,7 +9,7 @@ use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 
-use kvm_bindings::{kvm_clock_data, kvm_irqchip};
+use kvm_bindings::{CpuId, kvm_clock_data, kvm_irqchip};
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
@@ -179,15 +179,21 @@ pub fn check_state(kvm: OwnedFd, file: &File) -> Result<()> {
 
 /// Compares the state's CPUs with those of a VM that boots here.
 fn check_cpus(kvm: &Kvm, state: &MachineState) -> Result<()> {
-    let supported = cpuid::supported(kvm)?;
+    let fresh = check_features(&cpuid::supported(kvm)?, state)?;
+    let allowed = vcpu::find_msrs(kvm, &fresh)?;
+    state.vcpus.iter().try_for_each(|vcpu| msrs::check(vcpu, &allowed))
+}
+
+/// Compares what the state's CPUs say they can do with what they would say in a guest that boots on a host that
+/// has `supported`; what the first one would say.
+fn check_features(supported: &CpuId, state: &MachineState) -> Result<CpuId> {
     let grant = super::file::grant(state);
-    let fresh = |index| cpuid::granted(&supported, index, state.vcpus.len() as u8, grant);
+    let fresh = |index| cpuid::granted(supported, index, state.vcpus.len() as u8, grant);
     // All vCPUs are alike, but a file may say otherwise.
     for (index, vcpu) in (0..).zip(&state.vcpus) {
         features::check(&vcpu.cpuid, fresh(index)?.as_slice(), supported.as_slice())?;
     }
-    let allowed = vcpu::find_msrs(kvm, &fresh(0)?)?;
-    state.vcpus.iter().try_for_each(|vcpu| msrs::check(vcpu, &allowed))
+    fresh(0)
 }
 
 fn load_memory(ranges: &[MemoryRange], layers: Vec<File>) -> Result<GuestMemory> {
@@ -289,4 +295,32 @@ fn thaw_devices(
         });
     }
     Ok(devices)
+}
+
+#[cfg(test)]
+mod tests {
+    use kvm_bindings::kvm_cpuid_entry2;
+
+    use super::*;
+
+    /// On any host, whatever its own KVM offers.
+    #[test]
+    fn a_state_may_have_what_a_guest_that_boots_gets_and_not_all_that_kvm_offers() {
+        let vmx = 1 << 5;
+        let host = |ecx| {
+            let leaves = [
+                kvm_cpuid_entry2 { function: 0, eax: 1, ebx: 0x756e_6547, ..Default::default() },
+                kvm_cpuid_entry2 { function: 1, ecx, ..Default::default() },
+            ];
+            CpuId::from_entries(&leaves).unwrap()
+        };
+        let mut state =
+            super::super::file::parse(include_bytes!("../../../../fuzz/corpus/state_file/file")).unwrap();
+        state.vcpus.truncate(1);
+        state.vcpus[0].cpuid = host(1).as_slice().to_vec();
+        check_features(&host(1 | vmx), &state).unwrap();
+        state.vcpus[0].cpuid = host(1 | vmx).as_slice().to_vec();
+        let text = check_features(&host(1 | vmx), &state).unwrap_err().to_string();
+        assert!(text.contains("vmx"), "{text}");
+    }
 }

@@ -81,3 +81,27 @@ pub(super) fn check(state: &VcpuState, allowed: &[u32]) -> Result<()> {
         ))),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::state::file;
+
+    #[test]
+    fn only_registers_of_a_guest_that_boots_here_may_be_set() {
+        let mut state = file::parse(include_bytes!("../../../../fuzz/corpus/state_file/file")).unwrap();
+        let state = &mut state.vcpus[0];
+        let mut check_with = |index, data, allowed: &[u32]| {
+            state.msrs = vec![kvm_msr_entry { index, data, ..Default::default() }];
+            check(state, allowed)
+        };
+        check_with(0x10, 1, &[0x10]).unwrap();
+        check_with(EFER, 0x500, &[EFER]).unwrap();
+        assert!(check_with(0x11, 0, &[0x10]).unwrap_err().to_string().contains("MSR 0x11"));
+        // Whatever KVM lists.
+        for index in [FEAT_CTL, *VMX.start(), *VMX.end()] {
+            assert!(check_with(index, 0, &[index]).is_err(), "{index:#x}");
+        }
+        assert!(check_with(EFER, SVME, &[EFER]).is_err());
+    }
+}
