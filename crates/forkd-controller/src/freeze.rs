@@ -301,8 +301,17 @@ mod tests {
         drop(Owed::to(sandbox));
         tokio::time::sleep(Duration::from_millis(50)).await;
         assert!(daemon.guest.calls_of("Thaw").is_empty(), "it cannot hear that");
+        *daemon.guest.ignores.lock().unwrap() = Some("Thaw".into());
         sandbox.turn_to(Phase::Running);
-        let frozen = freeze(sandbox, Duration::from_secs(60), FreezeSync::Quick).await;
+        eventually("the thaw", || daemon.guest.calls_of("Thaw").len() == 1).await;
+        let frozen = sandbox.clone();
+        let frozen =
+            tokio::spawn(async move { freeze(&frozen, Duration::from_secs(60), FreezeSync::Quick).await });
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert!(daemon.guest.calls_of("Freeze").is_empty(), "the thaw would undo it");
+        *daemon.guest.ignores.lock().unwrap() = None;
+        daemon.guest.answers.notify_one();
+        let frozen = frozen.await.unwrap();
         assert!(frozen.quiesced);
         let calls: Vec<String> =
             daemon.guest.calls.lock().unwrap().iter().map(|(method, _)| method.clone()).collect();

@@ -119,6 +119,7 @@ mod tests {
     fn a_template_has_room_for_what_it_was_as_a_sandbox_and_for_the_copy_that_a_saver_writes() {
         let (sandbox, template) = (Limits::of_sandbox(32, memory_mib(512)), Limits::of_template(512));
         assert_eq!(template.memory_max, sandbox.memory_max.map(|max| max + (512 << 20)));
+        assert_eq!(sandbox.pids_max, Some(TASKS_BESIDE_VCPUS + 32), "a sandbox is limited, too");
         assert!(template.pids_max > sandbox.pids_max);
         assert_eq!(Limits::of_template(u64::MAX).memory_max, Some(u64::MAX));
     }
