@@ -464,3 +464,6 @@ fn made_up(sandbox: &str) -> Result<String> {
     let now = crate::guest::unix_nanos() / 1_000_000_000;
     Ok(format!("branch-{sandbox}-{now}-{:02x}{:02x}", random[0], random[1]))
 }
+
+#[cfg(test)]
+mod tests;

@@ -48,6 +48,8 @@ mod error;
 mod exec;
 #[cfg(test)]
 mod fake_guest;
+#[cfg(test)]
+mod fake_process;
 pub mod frames;
 mod freeze;
 mod groups;

@@ -2,15 +2,15 @@
 //! template does is tested with real guests.
 
 use super::*;
-use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
-use std::process::{ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use forkd_protocol::control::{Channel, Event, FdRef, Message, Reply};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
+use crate::fake_process::{Shell, runs};
 use crate::lineage::Lineages;
 use crate::monitor::Launch;
 
@@ -23,6 +23,8 @@ pub(crate) struct Fake {
     acknowledged: std::sync::mpsc::Receiver<String>,
     /// What it sends as the layers of its disk.
     layers: Arc<Mutex<Vec<OwnedFd>>>,
+    /// How many events of its flood were taken.
+    flooded: Arc<AtomicUsize>,
 }
 
 impl Fake {
@@ -36,21 +38,11 @@ impl Fake {
         let (tell, acknowledged) = std::sync::mpsc::channel();
         let launch =
             Launch { id: "tp".into(), folder: place.clone(), vmm: PathBuf::new(), uid: None, door: None };
-        let script = "while read line; do sleep 1000 >&2 & echo $!; done";
-        let mut process = Command::new("sh")
-            .args(["-c", script])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let shell = Shell {
-            orders: process.stdin.take().unwrap(),
-            pids: BufReader::new(process.stdout.take().unwrap()),
-        };
+        let (process, shell) = Shell::start();
         let layers = Arc::new(Mutex::new(Vec::new()));
-        let sent = layers.clone();
-        std::thread::spawn(move || play(Channel::new(theirs), shell, tell, &sent));
+        let flooded = Arc::new(AtomicUsize::new(0));
+        let (sent, taken) = (layers.clone(), flooded.clone());
+        std::thread::spawn(move || play(Channel::new(theirs), shell, tell, &sent, &taken));
         let monitor = Monitor::started(launch, process, Channel::new(ours)).unwrap();
         let janitor = Janitor::new();
         let lineages = Lineages::new(4, u32::MAX - 10, janitor.clone());
@@ -67,7 +59,8 @@ impl Fake {
         let cgroup = lineage.name.clone();
         let about = About { tag: "t".into(), source: Source::Memory, lineage: lineage.slot, cgroup, guest };
         let plan = Plan { id: "tp".into(), folder: place, about, lineage, janitor };
-        Fake { template: Some(Template::new(plan, monitor).unwrap()), folder, acknowledged, layers }
+        let template = Some(Template::new(plan, monitor).unwrap());
+        Fake { template, folder, acknowledged, layers, flooded }
     }
 
     pub(crate) fn template(&self) -> Arc<Template> {
@@ -94,21 +87,6 @@ impl Fake {
     }
 }
 
-/// What forks.
-struct Shell {
-    orders: ChildStdin,
-    pids: BufReader<ChildStdout>,
-}
-
-impl Shell {
-    fn fork(&mut self) -> Pid {
-        let mut pid = String::new();
-        self.orders.write_all(b"\n").unwrap();
-        self.pids.read_line(&mut pid).unwrap();
-        Pid::from_raw(pid.trim().parse().unwrap()).unwrap()
-    }
-}
-
 /// Forks a `sleep` for each child; those called `refused…` are refused, those with `brief` in their names
 /// end at once, and `slow…` are answered late. `quit` hangs up, and `mute…` are never answered. More names make it
 /// tell of children that are none. Savers are never answered, either.
@@ -117,24 +95,38 @@ fn play(
     mut shell: Shell,
     acknowledged: std::sync::mpsc::Sender<String>,
     layers: &Mutex<Vec<OwnedFd>>,
+    flooded: &AtomicUsize,
 ) {
+    // For as long as the daemon listens, and reading nothing.
+    let flood = |event: &dyn Fn(usize) -> Message| {
+        while channel.send(&event(flooded.load(Ordering::SeqCst)), &[]).is_ok() {
+            flooded.fetch_add(1, Ordering::SeqCst);
+        }
+    };
     let mut children = Vec::new();
     while let Ok(Some((request, _))) = channel.recv::<Request>() {
         match request {
             Request::Fork(config) if config.child == "quit" => break,
             Request::Fork(config) if config.child.starts_with("mute") => {}
             Request::Save(_) => {}
+            // Gives the answer that it owes, so that it is not ended for silence.
             Request::Fork(config) if config.child == "long-name" => {
+                channel.send(&Message::Reply(Reply::Error { message: "no".into() }), &[]).unwrap();
                 let _ = channel.send(&end_of("x".repeat(10_000)), &[]);
             }
-            // Tells of children that do not exist for as long as the daemon listens, and reads nothing.
+            // Tells of children that do not exist.
             Request::Fork(config) if config.child == "flood" => {
-                let mut number = 0u64..;
-                while channel.send(&end_of(format!("stray-{:?}", number.next())), &[]).is_ok() {}
+                flood(&|number| end_of(format!("stray-{number}")));
+            }
+            // Gives the answer that it owes, and then tells of what only sandboxes tell.
+            Request::Fork(config) if config.child == "answered-flood" => {
+                channel.send(&Message::Reply(Reply::Error { message: "no".into() }), &[]).unwrap();
+                flood(&|_| Message::Event(Event::Ready));
             }
             // The same, but slowly.
             Request::Fork(config) if config.child == "drip" => {
                 while channel.send(&end_of("stray".into()), &[]).is_ok() {
+                    flooded.fetch_add(1, Ordering::SeqCst);
                     std::thread::sleep(Duration::from_millis(100));
                 }
             }
@@ -200,10 +192,6 @@ async fn eventually(what: &str, mut check: impl FnMut() -> bool) {
         assert!(begun.elapsed() < Duration::from_secs(20), "gave up waiting: {what}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-}
-
-fn runs(pid: i32) -> bool {
-    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -293,11 +281,16 @@ async fn how_a_child_ended_is_told_and_forgotten_only_when_it_is_recorded() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_template_that_tells_of_children_without_end_is_ended() {
-    for how in ["long-name", "flood", "drip"] {
+    for how in ["long-name", "flood", "answered-flood", "drip"] {
         let fake = Fake::start();
-        assert!(fake.fork(how).await.forked.await.is_err(), "{how}");
+        assert!(!matches!(fake.fork(how).await.forked.await, Ok(Ok(_))), "{how}");
         let template = fake.template();
         eventually("its end", || !template.is_alive() && !runs(template.pid)).await;
+        let flooded = fake.flooded.load(Ordering::SeqCst);
+        // A flood is ended for its number: what the daemon takes, and what fits into the socket. One that drips is
+        // ended before that, for its silence: events are no answers.
+        let most = if how == "drip" { keeper::MAX_STRAYS } else { 8 * keeper::MAX_STRAYS };
+        assert!(flooded < most, "{how}: {flooded} events were taken");
     }
 }
 
