@@ -313,3 +313,20 @@ fn a_kernel_that_an_older_forkd_fetched_is_fetched_again_and_does_if_that_fails(
     assert!(ensure(fail));
     assert_eq!(fetches(), 2);
 }
+
+#[test]
+fn manifests_are_written_as_in_their_golden_files() {
+    fn is_golden<T: serde::de::DeserializeOwned + serde::Serialize>(name: &str, format: u32) {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+        let path = folder.join(format!("{name}.v{format}.json"));
+        let manifest: T = crate::library::read_manifest(&path, format, "mend it").unwrap();
+        let golden: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        assert_eq!(
+            serde_json::to_value(&manifest).unwrap(),
+            golden,
+            "{name}: add the line, or mend the format"
+        );
+    }
+    is_golden::<crate::image::Manifest>("image", crate::image::FORMAT);
+    is_golden::<crate::kernel::Manifest>("kernel", crate::kernel::FORMAT);
+}

@@ -176,3 +176,13 @@ fn a_manifest_with_any_byte_changed_is_refused_or_harmless() {
     assert_eq!(layers(&store), before);
     assert_eq!(store.get("warm").unwrap().id(), snapshot.id());
 }
+
+#[test]
+fn a_manifest_is_written_as_in_its_golden_file() {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join(format!("tests/golden/manifest.v{VERSION}.json"));
+    let golden = fs::read(path).unwrap();
+    let manifest = Manifest::parse(&golden, "numpy").unwrap();
+    let value = |bytes: &[u8]| serde_json::from_slice::<Value>(bytes).unwrap();
+    assert_eq!(value(&manifest.bytes().unwrap()), value(&golden), "add the line, or mend the format");
+}
