@@ -5,9 +5,9 @@ use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use rustix::fs::FlockOperation;
-use serde::{Serialize, de::DeserializeOwned};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 /// The longest file of ours that is read whole.
 const MAX_SMALL_FILE: u64 = 1 << 20;
@@ -32,9 +32,25 @@ pub(crate) fn write_private(path: &Path, bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Writes `value` as JSON, as [`write_private`] does.
-pub(crate) fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<()> {
-    write_private(path, &serde_json::to_vec_pretty(value)?)
+/// What a command writes for later ones. A new field needs `serde(default)`: `tests/golden` has every version.
+pub(crate) trait Record: Serialize + DeserializeOwned {
+    /// The version that is written. It is read, and so are all earlier ones. A file without a version is 0.
+    const VERSION: u32 = 1;
+}
+
+/// Writes a record, as [`write_private`] does.
+pub(crate) fn write_record<T: Record>(path: &Path, record: &T) -> Result<()> {
+    write_private(path, &record_bytes(record)?)
+}
+
+fn record_bytes<T: Record>(record: &T) -> Result<Vec<u8>> {
+    #[derive(Serialize)]
+    struct Versioned<'a, T> {
+        version: u32,
+        #[serde(flatten)]
+        record: &'a T,
+    }
+    Ok(serde_json::to_vec_pretty(&Versioned { version: T::VERSION, record })?)
 }
 
 /// Reads a small file; `None` if there is none.
@@ -51,9 +67,45 @@ pub(crate) fn read_small(path: &Path) -> Result<Option<Vec<u8>>> {
     Ok(Some(bytes))
 }
 
-/// Reads JSON; `None` if there is no file, or one that some other version wrote.
-pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>> {
-    Ok(read_small(path)?.and_then(|bytes| serde_json::from_slice(&bytes).ok()))
+/// Reads a record; `None` if there is no file. One that cannot be read is an error: it is damaged, or a newer forkd
+/// wrote it, and what it tells of may be there.
+pub(crate) fn read_record<T: Record>(path: &Path) -> Result<Option<T>> {
+    let fix = || {
+        format!(
+            "{} cannot be read; use the version of forkd that wrote it, or remove the file if nothing of it runs",
+            path.display()
+        )
+    };
+    read_small(path)?.map(|bytes| parse_record(&bytes).with_context(fix)).transpose()
+}
+
+fn parse_record<T: Record>(bytes: &[u8]) -> Result<T> {
+    #[derive(Deserialize)]
+    struct Header {
+        #[serde(default)]
+        version: u64,
+    }
+    let Header { version } = serde_json::from_slice(bytes)?;
+    // Before the rest: a newer version may have anything else in it.
+    if version > u64::from(T::VERSION) {
+        bail!("it has version {version}, and this forkd reads versions up to {}", T::VERSION);
+    }
+    Ok(serde_json::from_slice(bytes)?)
+}
+
+/// That `name` in `tests/golden` is what is written when it was read, in every version.
+#[cfg(test)]
+pub(crate) fn assert_golden<T: Record>(name: &str) {
+    let golden = |version: u32| {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+        fs::read(folder.join(format!("{name}.v{version}.json"))).unwrap()
+    };
+    let value = |bytes: &[u8]| serde_json::from_slice::<serde_json::Value>(bytes).unwrap();
+    for version in 0..=T::VERSION {
+        let record: T = parse_record(&golden(version)).unwrap();
+        let written = value(&record_bytes(&record).unwrap());
+        assert_eq!(written, value(&golden(T::VERSION)), "{name} version {version}");
+    }
 }
 
 /// A lock on a file, held until it is dropped or its process dies.
@@ -113,24 +165,39 @@ mod tests {
     use super::*;
     use std::os::unix::fs::PermissionsExt;
 
+    #[derive(Debug, PartialEq, Serialize, Deserialize)]
+    struct Note {
+        text: String,
+    }
+
+    impl Record for Note {}
+
+    fn note(text: &str) -> Note {
+        Note { text: text.into() }
+    }
+
     #[test]
     fn a_written_file_is_private_and_whole() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("state.json");
-        write_json(&path, &vec![1, 2]).unwrap();
-        write_json(&path, &vec![3]).unwrap();
-        assert_eq!(read_json::<Vec<i32>>(&path).unwrap(), Some(vec![3]));
+        write_record(&path, &note("one")).unwrap();
+        write_record(&path, &note("two")).unwrap();
+        assert_eq!(read_record(&path).unwrap(), Some(note("two")));
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 
     #[test]
-    fn a_file_of_another_version_counts_as_missing() {
+    fn a_record_that_cannot_be_read_is_not_a_missing_one() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x");
-        assert_eq!(read_json::<Vec<i32>>(&path).unwrap(), None);
-        fs::write(&path, "{").unwrap();
-        assert_eq!(read_json::<Vec<i32>>(&path).unwrap(), None);
+        assert_eq!(read_record::<Note>(&path).unwrap(), None);
+        fs::write(&path, r#"{"text":"old"}"#).unwrap();
+        assert_eq!(read_record(&path).unwrap(), Some(note("old")));
+        for bad in ["", "{", r#"{"version":2,"text":"new"}"#, r#"{"version":1}"#] {
+            fs::write(&path, bad).unwrap();
+            assert!(read_record::<Note>(&path).is_err(), "{bad}");
+        }
     }
 
     #[test]

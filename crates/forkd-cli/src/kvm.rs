@@ -55,10 +55,12 @@ struct Cached {
     kvm: Kvm,
 }
 
+impl files::Record for Cached {}
+
 /// Looks at KVM, or at what an earlier look gave in this boot. `cache` may be impossible to write.
 pub(crate) fn look(vmm: &Path, cache: &Path) -> Result<Kvm> {
     let monitor = identity(vmm)?;
-    if let Ok(Some(cached)) = files::read_json::<Cached>(cache)
+    if let Ok(Some(cached)) = files::read_record::<Cached>(cache)
         && cached.boot_id == boot_id()
         && cached.monitor == monitor
         // Whoever was not allowed to open it may be allowed by now.
@@ -67,7 +69,7 @@ pub(crate) fn look(vmm: &Path, cache: &Path) -> Result<Kvm> {
         return Ok(cached.kvm);
     }
     let kvm = look_now(vmm)?;
-    let _ = files::write_json(cache, &Cached { boot_id: boot_id(), monitor, kvm: kvm.clone() });
+    let _ = files::write_record(cache, &Cached { boot_id: boot_id(), monitor, kvm: kvm.clone() });
     Ok(kvm)
 }
 
@@ -168,6 +170,11 @@ mod tests {
         fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
         path
+    }
+
+    #[test]
+    fn a_cached_look_of_every_version_is_read_and_the_newest_is_written() {
+        files::assert_golden::<Cached>("kvm");
     }
 
     #[test]

@@ -240,7 +240,11 @@ pub(super) fn machine_shutdown(data: &DataDir) -> Check {
             Check::warn(NAME, detail, "nothing to do: what was saved is on the disk")
         }
         Ok(Some(_)) => Check::pass(NAME, "the emulated machine runs, or was shut down"),
-        _ => Check::skip(NAME, "there is no emulated machine"),
+        Ok(None) => Check::skip(NAME, "there is no emulated machine"),
+        Err(error) => {
+            let fix = "stop the machine with the version of forkd that started it (`forkd machine stop`)";
+            Check::warn(NAME, format!("{error:#}"), fix)
+        }
     }
 }
 

@@ -79,19 +79,19 @@ impl Folder {
     }
 
     pub(crate) fn plan(&self) -> Result<Option<Plan>> {
-        files::read_json(&self.plan_file())
+        files::read_record(&self.plan_file())
     }
 
     pub(crate) fn write_plan(&self, plan: &Plan) -> Result<()> {
-        files::write_json(&self.plan_file(), plan)
+        files::write_record(&self.plan_file(), plan)
     }
 
     pub(crate) fn state(&self) -> Result<Option<State>> {
-        files::read_json(&self.state_file())
+        files::read_record(&self.state_file())
     }
 
     pub(crate) fn write_state(&self, state: &State) -> Result<()> {
-        files::write_json(&self.state_file(), state)
+        files::write_record(&self.state_file(), state)
     }
 
     /// The state, if its supervisor is alive.
@@ -140,6 +140,8 @@ pub(crate) struct Plan {
     pub(crate) watchdog_secs: u64,
 }
 
+impl files::Record for Plan {}
+
 /// A set of forkd's programs, named by what is in them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Build {
@@ -172,6 +174,8 @@ pub(crate) struct State {
     /// How often a machine that hung or died was replaced.
     pub(crate) restarts: u32,
 }
+
+impl files::Record for State {}
 
 /// How far the machine is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -227,6 +231,20 @@ mod tests {
         child.wait().unwrap();
         assert!(folder.live_state().unwrap().is_none());
         assert!(folder.state().unwrap().is_some());
+    }
+
+    #[test]
+    fn the_files_of_every_version_are_read_and_the_newest_is_written() {
+        files::assert_golden::<Plan>("machine-plan");
+        files::assert_golden::<State>("machine-state");
+    }
+
+    #[test]
+    fn a_state_that_cannot_be_read_is_no_machine_that_does_not_run() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = Folder::new(temporary.path().to_path_buf());
+        std::fs::write(folder.state_file(), "{").unwrap();
+        assert!(folder.state().is_err() && folder.live_state().is_err());
     }
 
     #[test]
