@@ -170,6 +170,8 @@ pub(crate) enum SnapshotStatus {
     Writing,
     Ready,
     Failed,
+    /// The daemon cannot read the record of its template.
+    Unknown,
 }
 
 /// The process that forks the children of a snapshot.
@@ -198,6 +200,9 @@ pub(crate) struct Sandbox {
     /// How it ended, in one word.
     #[serde(default)]
     pub(crate) reason: Option<String>,
+    /// The same, or why it is in state `unknown`, in one sentence.
+    #[serde(default)]
+    pub(crate) detail: Option<String>,
     #[serde(default)]
     pub(crate) pid: Option<u32>,
     pub(crate) vcpus: u8,

@@ -1,5 +1,6 @@
 //! Taking over what an earlier daemon left: forked sandboxes that were complete go on, or are listed
-//! with how they ended; what was half-made, or bound to a request, is ended and removed.
+//! with how they ended; what was half-made, or bound to a request, is ended and removed. What has a record that
+//! cannot be read is kept (`unknown`).
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,14 +16,17 @@ use crate::keeper::Origin;
 use crate::leftovers::{self, Leftovers, STOP_WAIT};
 use crate::monitor::{self, Monitor};
 use crate::process::{self, Identity, Pidfd};
+use crate::records::Found;
 use crate::registry::{Registry, time};
 use crate::rollback;
-use crate::sandbox::{Belongings, END, End, Phase, RECORD, Record, Sandbox};
+use crate::sandbox::{Belongings, END, End, Phase, Record, Sandbox};
 use crate::template::Adopted;
+use crate::unknown::{self, Unread};
 
 /// Takes over the sandboxes in the registry's folder.
 pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) -> Result<()> {
     let (folder, mut adopted) = (&registry.folder, Vec::new());
+    let (mut unread, mut half_made) = (Vec::new(), Vec::new());
     let read = |error| Error::host(format!("cannot read {}", folder.display()), error);
     for entry in std::fs::read_dir(folder).map_err(read)? {
         let path = entry.map_err(read)?.path();
@@ -31,17 +35,28 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
             tracing::warn!(path = %path.display(), "not a sandbox's folder; left alone");
             continue;
         }
+        let (record, identity) = (Record::read(&path), Identity::read(&path));
+        if let Some(why) = unreadable(&path, &record, &identity) {
+            unread.push(Unread { id, folder: path, why, identity: identity.read() });
+            continue;
+        }
         // Nobody has begun to use it.
         let _ = rollback::clear(&path.join(rollback::NEXT));
-        let record: Option<Record> = read_json(&path.join(RECORD));
-        let identity = Identity::read(&path);
-        let record = match record {
+        let (record, identity) = (record.read(), identity.read());
+        match record {
             Some(record) if identity.is_some() => {
                 adopted.extend(take_over(registry, &mut leftovers, id, &path, record, identity).await);
-                continue;
             }
-            record => record,
-        };
+            record => half_made.push((id, path, record, identity)),
+        }
+    }
+    // After those that can be read: what they know of a lineage is certain.
+    leftovers.unknown.iter().for_each(|template| template.claim(&registry.host.lineages));
+    for unread in unread {
+        unknown::keep(registry, &mut leftovers, unread).await;
+    }
+    // Last of all: with the last of a lineage go its cgroup and all that is in there.
+    for (id, path, record, identity) in half_made {
         let template = record.as_ref().and_then(|record| {
             let (template, children) = leftovers.templates.get_mut(&record.template)?;
             let child = record.child(&id);
@@ -97,8 +112,18 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
     Ok(())
 }
 
-fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Option<T> {
-    serde_json::from_slice(&std::fs::read(path).ok()?).ok()
+/// Why the records of a sandbox cannot all be read, if they cannot. Without a record of what it is, it is half-made.
+fn unreadable(folder: &Path, record: &Found<Record>, identity: &Found<Identity>) -> Option<String> {
+    match (record, identity) {
+        (Found::Missing, _) => None,
+        (Found::Unreadable(why), _) | (_, Found::Unreadable(why)) => Some(why.clone()),
+        (Found::Read(_), Found::Read(identity)) if identity.open().is_some() => None,
+        // It has no process: how it ended is all there is to know.
+        (Found::Read(_), _) => match End::read(folder) {
+            Found::Unreadable(why) => Some(why),
+            Found::Missing | Found::Read(_) => None,
+        },
+    }
 }
 
 /// Takes over one that was complete, or what is left of one; the sandbox if it runs.
@@ -124,7 +149,7 @@ async fn take_over(
         tracing::warn!(sandbox = id, %error, "its processes are not limited");
     }
     let slot = record.netns.as_deref().and_then(|name| host.slots.adopt(name));
-    let belongings = Belongings { lineage, template: template.clone(), slot, leaf };
+    let belongings = Belongings { lineage, template: template.clone(), slot, leaf, any_slot: None };
     let mut sandbox = Sandbox::new(id.clone(), record.spec.clone(), folder.to_owned(), belongings, host);
     sandbox.created = time(record.created_at_unix) + Duration::from_nanos(record.created_nanos.into());
     sandbox.child = name.clone();
@@ -164,7 +189,7 @@ async fn take_over(
             if let Some(Err(error)) = failed {
                 tracing::warn!(sandbox = id, %error, "a sandbox could not be reached; it was ended");
             }
-            let end = End::read(folder).unwrap_or_else(|| lost(folder, status));
+            let end = End::read(folder).read().unwrap_or_else(|| lost(folder, status));
             if end.write(folder).is_ok()
                 && let Some(template) = &template
             {

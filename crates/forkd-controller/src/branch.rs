@@ -362,6 +362,7 @@ impl Snapshots {
                 return conflict(format!("sandbox {} is still starting; branch it later", sandbox.id));
             }
             Phase::Ended(end) => return Err(sandbox.ended(Kind::Conflict, &end)),
+            Phase::Unknown(_) => sandbox.known()?,
         }
         let Some(mut guest) = sandbox.spec.guest.clone() else {
             return conflict(format!("sandbox {} was made by an older version; make it again", sandbox.id));

@@ -93,6 +93,18 @@ impl Cgroups {
         Ok(Some(lineage))
     }
 
+    /// The id of the lineage that process `pid` is in a leaf of.
+    pub(crate) fn lineage_of(&self, pid: i32) -> Option<String> {
+        let forkd = self.forkd.as_ref().ok()?;
+        let text = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+        let place = Path::new(text.lines().find_map(|line| line.strip_prefix("0::"))?);
+        let (leaf, lineage) = (place.file_name()?, place.parent()?.file_name()?);
+        let id = lineage.to_str().filter(|id| is_valid_name(id))?;
+        // Our own, and not one that only ends alike.
+        let procs = fs::read_to_string(forkd.join(id).join(leaf).join(PROCS)).ok()?;
+        procs.lines().any(|line| line.parse() == Ok(pid)).then(|| id.to_owned())
+    }
+
     /// The ids of all lineages that have a folder. Several daemons may share a host: some may be
     /// another one's, so nothing may be done to an id our own data does not know.
     pub(crate) fn lineages(&self) -> Vec<String> {

@@ -102,6 +102,7 @@ impl Sandbox {
 
     /// Asks its keeper for a command and waits for the answer.
     pub(crate) async fn ask<T>(&self, command: impl FnOnce(Tell<T>) -> Command) -> Result<T> {
+        self.known()?;
         let ended = || Error::new(Kind::Conflict, format!("sandbox {} ended meanwhile", self.id));
         if let Phase::Ended(end) = self.phase() {
             return Err(self.ended(Kind::Conflict, &end));

@@ -27,7 +27,7 @@ pub(crate) struct Host {
     pub(crate) database: Arc<Database>,
     pub(crate) finder: Finder,
     pub(crate) lineages: Arc<Lineages>,
-    pub(crate) slots: Slots,
+    pub(crate) slots: Arc<Slots>,
     pub(crate) janitor: Janitor,
     pub(crate) telling: Arc<Telling>,
 }
@@ -41,7 +41,7 @@ impl Host {
         Arc::new(Host {
             finder: Finder::new(&config),
             lineages: Lineages::new(max, config.jail_uid_base, janitor.clone()),
-            slots: Slots::of(&config),
+            slots: Arc::new(Slots::of(&config)),
             janitor,
             telling,
             database,

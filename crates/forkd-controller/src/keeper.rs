@@ -492,7 +492,7 @@ impl Sandbox {
 
     async fn account(&self, end: MonitorEnd) -> End {
         // An earlier daemon wrote it down, and ended it.
-        if let Some(noted) = End::read(&self.folder) {
+        if let Some(noted) = End::read(&self.folder).read() {
             return noted;
         }
         if let Some(detail) = self.out_of_memory(end.status) {

@@ -1,5 +1,5 @@
 //! Taking over the templates an earlier daemon left running, and going on to save the branches among
-//! them; what was half-made is ended and removed.
+//! them; what was half-made is ended and removed, and what has a record that cannot be read is kept (`unknown`).
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -16,9 +16,11 @@ use crate::identity::local_owner;
 use crate::lineage::Lineage;
 use crate::link::{self, Link};
 use crate::process::Identity;
+use crate::records::Found;
 use crate::snapshots::{Entry, Snapshots, Work};
 use crate::task::{self, Task};
 use crate::template::{Adopted, Plan, Record, Standing, Template};
+use crate::unknown::{UnknownTemplate, Unread};
 
 /// How long a half-made process has to obey.
 pub(crate) const STOP_WAIT: Duration = Duration::from_secs(5);
@@ -30,6 +32,8 @@ pub(crate) struct Leftovers {
     pub(crate) templates: HashMap<String, (Arc<Template>, HashMap<String, Adopted>)>,
     /// All lineages that something is left of, held until everything of theirs is taken over.
     pub(crate) lineages: Vec<Arc<Lineage>>,
+    /// Templates whose records cannot be read.
+    pub(crate) unknown: Vec<Arc<UnknownTemplate>>,
 }
 
 /// A branch that is not on disk.
@@ -47,7 +51,21 @@ impl Snapshots {
                 tracing::warn!(path = %folder.display(), "not a template's folder; left alone");
                 continue;
             }
-            if let Err(error) = self.take_over(&id, &folder, &mut leftovers, &mut unsaved).await {
+            let (record, identity) = (Record::read(&folder), Identity::read(&folder));
+            let unreadable = match (&record, &identity) {
+                // Half-made.
+                (Found::Missing, _) => None,
+                (Found::Unreadable(why), _) | (_, Found::Unreadable(why)) => Some(why.clone()),
+                (Found::Read(_), _) => None,
+            };
+            if let Some(why) = unreadable {
+                let unread = Unread { id, folder, why, identity: identity.read() };
+                leftovers.unknown.push(UnknownTemplate::new(unread, &self.host.lineages));
+                continue;
+            }
+            if let Err(error) =
+                self.take_over(&id, &folder, record.read(), &mut leftovers, &mut unsaved).await
+            {
                 let error = error.message;
                 tracing::warn!(template = id, error, "a template is not taken over; ending it");
                 end(&id, &folder).await;
@@ -55,6 +73,8 @@ impl Snapshots {
                 self.host.janitor.remove_folder(folder).await;
             }
         }
+        // Before branches take their tags: none of them has the tag of another.
+        leftovers.unknown.iter().for_each(|template| self.list_unknown(template));
         self.resume_saving(unsaved, &leftovers).await;
         Ok(leftovers)
     }
@@ -63,11 +83,12 @@ impl Snapshots {
         &self,
         id: &str,
         folder: &Path,
+        record: Option<Record>,
         leftovers: &mut Leftovers,
         unsaved: &mut Vec<Unsaved>,
     ) -> Result<()> {
         let half_made = |why| Err(Error::host("it is half-made", why));
-        let Some(Record { about, standing }) = Record::read(folder) else {
+        let Some(Record { about, standing }) = record else {
             return half_made("it has no record");
         };
         let Some(lineage) = self.host.lineages.resume(about.lineage, &about.cgroup) else {
@@ -180,7 +201,7 @@ impl Snapshots {
 
 /// Ends a template that is not taken over.
 async fn end(id: &str, folder: &Path) {
-    match Identity::read(folder).and_then(|identity| identity.open()) {
+    match Identity::read(folder).read().and_then(|identity| identity.open()) {
         Some(process) => process.end(id).await,
         // It may have been forked and not recorded: its socket leads to it.
         None => {

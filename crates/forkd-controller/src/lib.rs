@@ -10,7 +10,8 @@
 //! `spawn` forks. `branch` forks a template off a sandbox, and `persist` brings it to disk; `rollback` takes
 //! a sandbox back; `line` is how clients of the reference speak with one; `workspaces` are sandboxes with a
 //! name, and `tree` says who came from whom. `life` is what is asked of a sandbox's life and `timeouts` has it
-//! end in time; `suspend` stores one and ends it; `ledger` remembers those that are gone. `adopt` takes over what an earlier daemon left. Below
+//! end in time; `suspend` stores one and ends it; `ledger` remembers those that are gone. `adopt` takes over what an
+//! earlier daemon left, by `records`, and `unknown` keeps what it cannot read. Below
 //! them `monitor` is a process of a VM, `link` the connection to
 //! one, [`agent`] the client of the inside, `guest` what is asked of it; and `host` holds what all share:
 //! user ids and cgroups (`lineage`, `cgroup`), who is killed first (`oom`), `network`, the `janitor` who takes things away, and what is
@@ -80,6 +81,7 @@ mod phases;
 mod process;
 mod quota;
 mod rate;
+mod records;
 mod refresh;
 mod refusal;
 mod registry;
@@ -103,6 +105,7 @@ mod tokens;
 mod tree;
 mod undisturbed;
 mod unix_socket;
+mod unknown;
 mod visit;
 mod workspaces;
 

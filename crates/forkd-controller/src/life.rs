@@ -247,6 +247,8 @@ impl Sandbox {
         let mut record = self.lock_record();
         self.disowned.store(true, Ordering::Relaxed);
         let gone = match record.as_ref().map(Record::is_booted) {
+            // What it is is not known, and a sandbox without a record is ended.
+            None if matches!(self.phase(), Phase::Unknown(_)) => [END, RECORD],
             None => return,
             Some(false) => [END, process::RECORD],
             // Nobody but this file knows its process: that one has to be found to be ended.

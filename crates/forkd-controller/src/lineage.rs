@@ -10,6 +10,7 @@ use crate::cgroup::{self, Cgroups};
 use crate::error::{Error, Kind, Result};
 use crate::handed::Handed;
 use crate::janitor::Janitor;
+use crate::process;
 
 /// All lineages.
 #[derive(Debug)]
@@ -86,6 +87,19 @@ impl Lineages {
             return None;
         }
         self.lineage(slot, name, Handed::unknown()).ok()
+    }
+
+    /// The one that process `pid` is of, by its user and its cgroup: for a process whose record cannot be read.
+    /// `guess` is its name if no cgroup tells it; without a guess there is none then.
+    pub(crate) fn of_process(self: &Arc<Self>, pid: i32, guess: Option<&str>) -> Option<Arc<Lineage>> {
+        let slot = process::uid(pid)?.checked_sub(self.uid_base?)?;
+        // Never dropped while the lock is held, as in `resume`.
+        let known = self.lock().get(&slot).map(Weak::upgrade);
+        if let Some(known) = known {
+            return known;
+        }
+        let told = self.cgroups.lineage_of(pid);
+        self.resume(slot, told.as_deref().or(guess)?)
     }
 
     /// The one of that name, if somebody holds it.

@@ -5,6 +5,7 @@
 //! network, which their descriptions say, and the log says why. What was in the way may pass: it is tried
 //! again, but not for every sandbox. Calls block.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -22,6 +23,21 @@ pub(crate) struct Slots {
     /// How many are kept ready.
     ahead: usize,
     state: Mutex<State>,
+    /// How many sandboxes may have any of the slots that an earlier daemon left.
+    held: AtomicUsize,
+}
+
+/// Keeps all slots that an earlier daemon left: a sandbox has one of them, and it is not known which. One that is
+/// dropped keeps them until this daemon ends.
+#[derive(Debug)]
+pub(crate) struct Hold(Arc<Slots>);
+
+impl Hold {
+    /// The sandbox is gone: removes the slots that no sandbox has, if no other hold keeps them. Blocks.
+    pub(crate) fn release(self) {
+        self.0.held.fetch_sub(1, Ordering::SeqCst);
+        self.0.sweep();
+    }
 }
 
 #[derive(Debug, Default)]
@@ -46,7 +62,13 @@ impl Slots {
     }
 
     fn new(config: NetworkConfig, ahead: usize) -> Self {
-        Slots { config, ahead, state: Mutex::default() }
+        Slots { config, ahead, state: Mutex::default(), held: AtomicUsize::new(0) }
+    }
+
+    /// For a sandbox that may have any slot.
+    pub(crate) fn hold(self: &Arc<Self>) -> Hold {
+        self.held.fetch_add(1, Ordering::SeqCst);
+        Hold(self.clone())
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -137,6 +159,12 @@ impl Slots {
             let error = chain(&error);
             tracing::warn!(error, "a sandbox keeps the packet filter rules of an earlier daemon");
         }
+        if self.held.load(Ordering::SeqCst) > 0 {
+            tracing::warn!(
+                "no network slot is removed: it is not known which one a sandbox in state unknown has"
+            );
+            return;
+        }
         match network.sweep() {
             Ok(swept) if swept.is_empty() => {}
             Ok(swept) => tracing::info!(slots = swept.len(), "removed network slots nobody uses"),
@@ -208,6 +236,36 @@ mod tests {
         }
         attempts.worked();
         assert!(attempts.may_try(after(0)) && attempts.failed.is_none());
+    }
+
+    #[test]
+    fn no_slot_is_removed_while_it_is_not_known_which_one_a_sandbox_has() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("NOT RUN: only root has network slots");
+            return;
+        }
+        // In a network of its own: the rules of a host are none of a test's business.
+        let alone = std::thread::spawn(|| {
+            // SAFETY: the call changes which network this thread is in, and touches no memory.
+            if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
+                return eprintln!("NOT RUN: no network namespaces here");
+            }
+            let folder = tempfile::tempdir().unwrap();
+            let left = folder.path().join("forkd-1");
+            std::fs::write(&left, "").unwrap();
+            let slots = Arc::new(Slots::new(NetworkConfig::new(folder.path()), 0));
+            let holds = [slots.hold(), slots.hold()];
+            slots.sweep();
+            assert!(left.exists());
+            let mut still = holds.len();
+            for hold in holds {
+                hold.release();
+                still -= 1;
+                assert_eq!(left.exists(), still > 0);
+            }
+            slots.close();
+        });
+        alone.join().unwrap();
     }
 
     #[test]

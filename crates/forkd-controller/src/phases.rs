@@ -20,7 +20,8 @@ impl Sandbox {
                 // Another process takes its place; that it runs is the event.
                 (_, Phase::Ended(end)) if end.reason == ROLLED_BACK => None,
                 (_, Phase::Ended(_)) => Some(EventKind::SandboxEnded),
-                (_, Phase::Starting) => None,
+                // The daemon that can read its record tells.
+                (_, Phase::Starting | Phase::Unknown(_)) => None,
             };
             Some((phase.clone(), kind))
         });

@@ -13,6 +13,8 @@ use rustix::thread::CapabilitySet;
 use serde::{Deserialize, Serialize};
 use tokio::io::unix::AsyncFd;
 
+use crate::records::{self, Found, Kept};
+
 /// The file in a sandbox's folder that names its process.
 pub(crate) const RECORD: &str = "process.json";
 
@@ -27,10 +29,9 @@ pub(crate) struct Identity {
 }
 
 impl Identity {
-    /// The process recorded in `folder`; `None` if none is.
-    pub(crate) fn read(folder: &Path) -> Option<Self> {
-        let bytes = std::fs::read(folder.join(RECORD)).ok()?;
-        serde_json::from_slice(&bytes).ok()
+    /// The process recorded in `folder`.
+    pub(crate) fn read(folder: &Path) -> Found<Self> {
+        records::read(folder)
     }
 
     /// The process `pid`, if `parent` forked it and it was not waited for.
@@ -44,9 +45,9 @@ impl Identity {
         Ok(Identity { boot: BOOT.clone(), pid, start_time })
     }
 
-    /// Records it in `folder`.
+    /// Records it in `folder`, whole or not at all.
     pub(crate) fn write(&self, folder: &Path) -> io::Result<()> {
-        std::fs::write(folder.join(RECORD), serde_json::to_vec(self)?)
+        records::write(self, folder)
     }
 
     /// A pidfd of the process if it still runs. Whatever happens to its pid later, the pidfd means
@@ -61,6 +62,10 @@ impl Identity {
         let stat = std::fs::read(format!("/proc/{}/stat", self.pid)).ok()?;
         (start_time(&stat)? == self.start_time).then_some(pidfd)
     }
+}
+
+impl Kept for Identity {
+    const FILE: &'static str = RECORD;
 }
 
 /// The host's current boot.
@@ -78,7 +83,8 @@ pub(crate) fn record_self(boot: &str, record: BorrowedFd<'_>) -> io::Result<()> 
     let pid = rustix::process::getpid().as_raw_nonzero();
     let mut text = [0u8; 160];
     let mut rest = &mut text[..];
-    write!(rest, r#"{{"boot":"{boot}","pid":{pid},"start_time":{start}}}"#)?;
+    let version = Identity::VERSION;
+    write!(rest, r#"{{"version":{version},"boot":"{boot}","pid":{pid},"start_time":{start}}}"#)?;
     let unused = rest.len();
     let used = text.len() - unused;
     rustix::io::write(record, &text[..used])?;
@@ -104,6 +110,13 @@ pub(crate) fn child_pidfd(pidfd: OwnedFd, pid: i32, parent: i32) -> io::Result<O
         }
     }
     Err(io::Error::other(format!("the descriptor sent for process {pid} is not one of a child of {parent}")))
+}
+
+/// The user that process `pid` runs as.
+pub(crate) fn uid(pid: i32) -> Option<u32> {
+    // Not the owner of its folder: that is root for processes that cannot be dumped.
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("Uid:")?.split_whitespace().next()?.parse().ok())
 }
 
 /// The page map of process `pid`, to be handed into the jail: it says which pages are there, not where in the
@@ -216,7 +229,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let record = std::fs::File::create(folder.path().join(RECORD)).unwrap();
         record_self(&boot_id(), record.as_fd()).unwrap();
-        let identity = Identity::read(folder.path()).unwrap();
+        let identity = Identity::read(folder.path()).read().unwrap();
         assert_eq!(identity.pid, std::process::id() as i32);
         assert!(identity.open().is_some());
         let other = Identity { start_time: identity.start_time + 1, ..identity.clone() };
@@ -278,8 +291,8 @@ mod tests {
     #[test]
     fn a_damaged_record_names_nobody() {
         let folder = tempfile::tempdir().unwrap();
-        assert_eq!(Identity::read(folder.path()), None);
+        assert_eq!(Identity::read(folder.path()), Found::Missing);
         std::fs::write(folder.path().join(RECORD), b"{\"pid\":").unwrap();
-        assert_eq!(Identity::read(folder.path()), None);
+        assert!(matches!(Identity::read(folder.path()), Found::Unreadable(_)));
     }
 }

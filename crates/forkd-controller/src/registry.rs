@@ -26,6 +26,7 @@ use crate::rollback::Succession;
 use crate::run_dir;
 use crate::sandbox::{End, Phase, Sandbox, Spec, Wish};
 use crate::task::{self, Task};
+use crate::unknown::Remains;
 
 /// All sandboxes of a daemon.
 #[derive(Debug)]
@@ -98,6 +99,13 @@ impl Registry {
     pub(crate) fn get(&self, id: &str) -> Result<Arc<Sandbox>> {
         let found = self.lock().sandboxes.get(id).map(|entry| entry.sandbox.clone());
         found.ok_or_else(|| no_sandbox(id))
+    }
+
+    /// One whose record can be read.
+    pub(crate) fn known(&self, id: &str) -> Result<Arc<Sandbox>> {
+        let sandbox = self.get(id)?;
+        sandbox.known()?;
+        Ok(sandbox)
     }
 
     /// Whether a sandbox is theirs; if not, it is none.
@@ -202,6 +210,13 @@ impl Registry {
         self.insert(Entry { sandbox: Arc::new(sandbox), keeper: task::spawn(Task::Sandbox, async {}), seat });
     }
 
+    /// Takes in a sandbox whose record cannot be read. The ledger keeps what it knows of it.
+    pub(crate) fn add_unknown(self: &Arc<Self>, seat: Seat, sandbox: Sandbox, remains: Remains) {
+        let sandbox = Arc::new(sandbox);
+        let keeper = task::spawn(Task::Sandbox, sandbox.clone().keep_unknown(remains));
+        self.insert(Entry { sandbox, keeper, seat });
+    }
+
     /// Puts `new` into the place of `old`, under the same id, and starts its keeper, which is to end
     /// `old`. Fails if `old` is not there any more, or `new` is larger than its owner may have.
     pub(crate) fn replace(
@@ -248,7 +263,7 @@ impl Registry {
     /// A sandbox and its turn: whoever had that before may have taken the sandbox back.
     pub(crate) async fn turn_of(&self, id: &str) -> Result<(Arc<Sandbox>, OwnedMutexGuard<()>)> {
         loop {
-            let sandbox = self.get(id)?;
+            let sandbox = self.known(id)?;
             let turn = sandbox.take_turn().await?;
             if self.get(id).is_ok_and(|now| Arc::ptr_eq(&now, &sandbox)) {
                 return Ok((sandbox, turn));
@@ -373,7 +388,8 @@ impl Registry {
             inner.sandboxes.drain().map(|(_, entry)| entry).collect()
         };
         for entry in entries {
-            let lasting = entry.sandbox.record().is_some();
+            let unknown = matches!(entry.sandbox.phase(), Phase::Unknown(_));
+            let lasting = unknown || entry.sandbox.record().is_some();
             if !lasting {
                 let why = "the daemon was stopped before it had booted, or while its command ran";
                 let _ = entry.sandbox.farewell.set(End::new("deleted", why, String::new()));

@@ -31,7 +31,7 @@ use crate::error::{Error, Kind, Result};
 use crate::host::Host;
 use crate::life::{Activity, Life};
 use crate::lineage::Lineage;
-use crate::network::chain;
+use crate::network::{Hold, chain};
 use crate::stats::Pauses;
 use crate::telling::{Telling, trace};
 use crate::template::Template;
@@ -55,6 +55,8 @@ pub(crate) enum Phase {
     Paused,
     /// There is no process any more.
     Ended(Arc<End>),
+    /// Its record cannot be read: why. See `unknown`.
+    Unknown(Arc<str>),
 }
 
 /// What is to become of a sandbox.
@@ -77,6 +79,8 @@ pub(crate) struct Belongings {
     /// Who forked it.
     pub(crate) template: Option<Arc<Template>>,
     pub(crate) slot: Option<Slot>,
+    /// Of one that may have a slot, and it is not known which.
+    pub(crate) any_slot: Option<Hold>,
     pub(crate) leaf: Option<Leaf>,
 }
 
@@ -86,6 +90,7 @@ impl Belongings {
         if let Some(Err(error)) = self.slot.take().map(|mut slot| slot.destroy()) {
             tracing::error!(sandbox = id, error = chain(&error), "its network slot is left behind");
         }
+        self.any_slot.take().into_iter().for_each(Hold::release);
         let removed = self.leaf.take().map(|leaf| {
             // A process nobody knew of may be in there; a branch must not be.
             if leaf.is_left() {
@@ -379,6 +384,7 @@ impl Sandbox {
 
     /// Fails while it is being put away: what is done to it then would be lost.
     pub(crate) fn not_put_away(&self) -> Result<()> {
+        self.known()?;
         if !self.look(|facts| facts.put_away) {
             return Ok(());
         }
@@ -421,6 +427,7 @@ impl Sandbox {
                 Err(Error::new(Kind::Conflict, text))
             }
             Phase::Ended(end) => Err(self.ended(Kind::Conflict, &end)),
+            Phase::Unknown(_) => self.known(),
         }
     }
 

@@ -19,7 +19,7 @@ use tracing::Instrument;
 use crate::branch::{Branch, Stage, Wish};
 use crate::error::{Error, Kind, Result};
 use crate::host::{Host, blocking, make_private_dir};
-use crate::identity::{Identity, LOCAL};
+use crate::identity::{Identity, LOCAL, local_owner};
 use crate::leftovers::Leftovers;
 use crate::owners::Owners;
 use crate::quota::check_snapshots;
@@ -27,6 +27,7 @@ use crate::run_dir;
 use crate::task::{self, Task};
 use crate::telling::events::EventKind;
 use crate::template::Template;
+use crate::unknown::UnknownTemplate;
 
 pub(crate) use entry::{Entry, Making, State, Work};
 
@@ -227,8 +228,10 @@ impl Snapshots {
     /// Removes a snapshot, or stops making it. Children that run go on.
     pub(crate) async fn remove(self: &Arc<Self>, tag: &str, how: Removal) -> Result<()> {
         let entry = self.get(tag)?;
-        if let State::Writing(work) = entry.state() {
-            work.cancel().await;
+        match entry.state() {
+            State::Writing(work) => work.cancel().await,
+            State::Unknown(_) => return self.remove_one(&entry).await,
+            State::Ready(_) | State::Failed { .. } => {}
         }
         let on_disk = !matches!(entry.state(), State::Failed { work: Some(_), .. } | State::Writing(_));
         if !on_disk {
@@ -262,8 +265,10 @@ impl Snapshots {
     }
 
     async fn remove_one(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<()> {
-        if let State::Writing(work) = entry.state() {
-            work.cancel().await;
+        match entry.state() {
+            State::Writing(work) => work.cancel().await,
+            State::Unknown(template) => return self.end_unknown(entry, template).await,
+            State::Ready(_) | State::Failed { .. } => {}
         }
         let (store, tag) = (self.store.clone(), entry.tag.clone());
         let removed = blocking("removing a snapshot", move || Ok(store.remove(&tag)?)).await;
@@ -282,6 +287,28 @@ impl Snapshots {
         Ok(())
     }
 
+    /// Lists a template whose record cannot be read: under its tag, so that no other snapshot gets that, or, if
+    /// that is taken or cannot be read either, under its own id.
+    pub(crate) fn list_unknown(&self, template: &Arc<UnknownTemplate>) {
+        let mut entries = lock(&self.entries);
+        let tag = template.tag().filter(|tag| !entries.contains_key(tag));
+        let tag = tag.unwrap_or_else(|| template.id().to_owned());
+        let owner = self.owners.of(&tag).unwrap_or_else(local_owner);
+        let state = State::Unknown(template.clone());
+        entries.insert(tag.clone(), Entry::new(&tag, &owner, state, self.host.telling.clone()));
+    }
+
+    /// Ends a template whose record cannot be read, and forgets it. Its children go on.
+    async fn end_unknown(self: &Arc<Self>, entry: &Arc<Entry>, template: Arc<UnknownTemplate>) -> Result<()> {
+        let failed = |error| Error::host("cannot write down that a template is to end", error);
+        template.disown().map_err(failed)?;
+        self.forget_owner(entry).await;
+        self.take_out(entry);
+        let janitor = self.host.janitor.clone();
+        task::spawn(Task::TearDown, async move { template.end(&janitor).await });
+        Ok(())
+    }
+
     /// The snapshots that are built on `tag`, those that are being written included.
     pub(crate) async fn dependents(&self, tag: &str) -> Result<Vec<String>> {
         let (store, wanted) = (self.store.clone(), tag.to_owned());
@@ -290,6 +317,11 @@ impl Snapshots {
             Err(error) if error.kind == Kind::NotFound => Vec::new(),
             other => other?,
         };
+        let unknown = self.list().into_iter().filter(|entry| match entry.state() {
+            State::Unknown(template) => entry.tag != tag && template.may_need(tag),
+            _ => false,
+        });
+        dependents.extend(unknown.map(|entry| entry.tag.clone()));
         let writing = self.list().into_iter().filter_map(|entry| match entry.state() {
             State::Writing(Work::Branch(branch)) if branch.mode.is_difference() => Some(branch),
             _ => None,
@@ -349,6 +381,7 @@ impl Snapshots {
                     let _ = branch.reached(Stage::Done).await;
                 }
                 State::Writing(work) => work.cancel().await,
+                State::Unknown(template) => template.leave(),
                 _ => {}
             }
             if let Some(template) = lock(&entry.current).take() {

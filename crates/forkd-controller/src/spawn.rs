@@ -28,7 +28,7 @@ use crate::life::{Life, deadline};
 use crate::link;
 use crate::quota::Claim;
 use crate::registry::{Bound, Registry, Seat};
-use crate::sandbox::{Belongings, History, RECORD, Record, Sandbox, Spec};
+use crate::sandbox::{Belongings, History, Record, Sandbox, Spec};
 use crate::snapshots::Snapshots;
 use crate::task::{self, Task};
 use crate::telling::{metrics, trace};
@@ -328,7 +328,7 @@ fn record(sandbox: &Sandbox, order: &Order, template: &Template) -> io::Result<(
         workspace: order.workspace.clone(),
         life: order.life.clone(),
     };
-    std::fs::write(sandbox.folder.join(RECORD), serde_json::to_vec(&record)?)?;
+    record.write(&sandbox.folder)?;
     sandbox.recorded(record);
     Ok(())
 }

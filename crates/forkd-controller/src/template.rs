@@ -26,6 +26,7 @@ use crate::lineage::Lineage;
 use crate::monitor::{Forked, Monitor, Parts, Replacement, replace_request};
 use crate::oom;
 use crate::process::Identity;
+use crate::records::{self, Found, Kept};
 use crate::task::{self, Task};
 
 use keeper::{Ask, Keeper, Note, Pending, process};
@@ -80,10 +81,14 @@ pub(crate) enum Standing {
 }
 
 impl Record {
-    /// That of the template in `folder`, if it is complete.
-    pub(crate) fn read(folder: &Path) -> Option<Self> {
-        serde_json::from_slice(&std::fs::read(folder.join(RECORD)).ok()?).ok()
+    /// That of the template in `folder`. One that is not complete has none.
+    pub(crate) fn read(folder: &Path) -> Found<Self> {
+        records::read(folder)
     }
+}
+
+impl Kept for Record {
+    const FILE: &'static str = RECORD;
 }
 
 /// A handle on a template.
@@ -208,7 +213,7 @@ impl Template {
         plan: Plan,
         patience: Duration,
     ) -> Result<(Arc<Self>, HashMap<String, Adopted>)> {
-        let identity = Identity::read(&plan.folder);
+        let identity = Identity::read(&plan.folder).read();
         let process = identity.as_ref().and_then(|identity| Some((identity.pid, identity.open()?)));
         let Some((pid, pidfd)) = process else {
             return Err(Error::new(Kind::NotFound, "its process is gone"));
@@ -240,10 +245,7 @@ impl Template {
         if let Standing::Saved(id) = &standing {
             self.is_of(id);
         }
-        let record = Record { about: self.about.clone(), standing };
-        let temporary = self.folder.join("template.json.new");
-        std::fs::write(&temporary, serde_json::to_vec(&record)?)?;
-        std::fs::rename(temporary, self.folder.join(RECORD))
+        records::write(&Record { about: self.about.clone(), standing }, &self.folder)
     }
 
     /// It is the template of the snapshot `id`.

@@ -35,6 +35,8 @@ use crate::telling::events::{About, EventKind};
 
 pub(crate) use record::Record;
 use record::{Folder, MAX_NAME, is_valid_workspace};
+#[cfg(test)]
+pub(crate) use record::{VERSION, read_and_write};
 
 /// All workspaces of a daemon.
 #[derive(Debug)]

@@ -111,7 +111,7 @@ pub(crate) struct LsArgs {
     pub(crate) filter: FilterArgs,
 
     /// In this state.
-    #[arg(long, value_parser = ["starting", "running", "unresponsive", "paused", "ended"], value_name = "STATE")]
+    #[arg(long, value_parser = ["starting", "running", "unresponsive", "paused", "ended", "unknown"], value_name = "STATE")]
     pub(crate) state: Option<String>,
 
     /// Those that ended and are gone, for a day, and why.

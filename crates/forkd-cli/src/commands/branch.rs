@@ -109,7 +109,7 @@ async fn saved(daemon: &Daemon, mut answer: Value, progress: Option<&Progress>) 
         let tag = &snapshot.tag;
         match snapshot.status {
             SnapshotStatus::Ready => return Ok(answer),
-            SnapshotStatus::Failed => {
+            SnapshotStatus::Failed | SnapshotStatus::Unknown => {
                 let why = snapshot.error.as_deref().unwrap_or("the daemon does not say why; see its log");
                 bail!("branch {tag} could not be saved: {why}. Remove it with `forkd rmi {tag}`");
             }

@@ -106,6 +106,10 @@ async fn ensure_snapshot(
                     return Ok(Some(answer));
                 }
                 SnapshotStatus::Writing => bail!("snapshot {tag} is being made; try again when it is ready"),
+                SnapshotStatus::Unknown => {
+                    let why = snapshot.error.unwrap_or_default();
+                    bail!("snapshot {tag} is in state unknown: {why}");
+                }
                 SnapshotStatus::Failed => {
                     daemon.ask(Method::DELETE, &api::snapshot_path(tag), None).await?;
                 }

@@ -24,7 +24,12 @@ pub(crate) fn list(context: &Context, args: &LsArgs) -> Result<u8> {
         } else if args.gone {
             ui::print(&render_gone(&api::read::<Vec<Gone>>(&answer)?, clock::now()))?;
         } else {
-            ui::print(&render(&api::read::<Vec<Sandbox>>(&answer)?, clock::now()))?;
+            let sandboxes: Vec<Sandbox> = api::read(&answer)?;
+            ui::print(&render(&sandboxes, clock::now()))?;
+            for sandbox in sandboxes.iter().filter(|sandbox| sandbox.state == "unknown") {
+                let why = sandbox.detail.as_deref().unwrap_or("the daemon does not say why; see its log");
+                context.ui.warn(format!("sandbox {}: {why}", sandbox.id));
+            }
         }
         Ok(0)
     })
@@ -213,18 +218,22 @@ mod tests {
         ended["state"] = json!("ended");
         ended["reason"] = json!("panicked");
         ended["pid"] = Value::Null;
+        let mut unknown = sandbox("sb5", Some("numpy"));
+        unknown["state"] = json!("unknown");
+        unknown["reason"] = json!("record_unreadable");
         let bare = json!({ "id": "sb4", "state": "running", "vcpus": 2, "mem_size_mib": 64,
                            "created_at_unix": 220, "image": null });
         let mut branched = sandbox("sb1", Some("numpy"));
         branched["branch_count"] = json!(3);
         branched["rolled_back_to"] = json!("fixed");
-        let list = json!([branched, sandbox("sb2", None), ended, bare]);
+        let list = json!([branched, sandbox("sb2", None), ended, bare, unknown]);
         let expected = "\
-ID   FROM                           STATE             PID  AGE    CPUS  MEMORY   BRANCHES
-sb1  snapshot numpy, back at fixed  running           7    2 min  1     512 MiB  3
-sb2  image python                   running           7    2 min  1     512 MiB  0
-sb3  snapshot numpy                 ended (panicked)  -    2 min  1     512 MiB  0
-sb4  -                              running           -    0 s    2     64 MiB   0";
+ID   FROM                           STATE                        PID  AGE    CPUS  MEMORY   BRANCHES
+sb1  snapshot numpy, back at fixed  running                      7    2 min  1     512 MiB  3
+sb2  image python                   running                      7    2 min  1     512 MiB  0
+sb3  snapshot numpy                 ended (panicked)             -    2 min  1     512 MiB  0
+sb4  -                              running                      -    0 s    2     64 MiB   0
+sb5  snapshot numpy                 unknown (record_unreadable)  7    2 min  1     512 MiB  0";
         assert_eq!(render(&api::read::<Vec<Sandbox>>(&list).unwrap(), 220), expected);
     }
 

@@ -120,7 +120,7 @@ pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Re
                 }
                 return Ok(Made::Ready(answer));
             }
-            SnapshotStatus::Failed => {
+            SnapshotStatus::Failed | SnapshotStatus::Unknown => {
                 let why = snapshot.error.as_deref().unwrap_or("the daemon does not say why; see its log");
                 bail!("snapshot {tag} could not be made: {why}");
             }

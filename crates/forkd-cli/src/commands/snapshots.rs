@@ -140,6 +140,7 @@ fn status(snapshot: &Snapshot) -> String {
         },
         (SnapshotStatus::Ready, _) => "ready".to_owned(),
         (SnapshotStatus::Failed, _) => "failed".to_owned(),
+        (SnapshotStatus::Unknown, _) => "unknown".to_owned(),
     }
 }
 

@@ -36,7 +36,7 @@ pub(super) async fn branch(
     Id(id): Id,
     OptionalBody(request): OptionalBody<BranchRequest>,
 ) -> Result<Response> {
-    let sandbox = app.registry.get(&id)?;
+    let sandbox = app.registry.known(&id)?;
     let _in_use = sandbox.in_use();
     let order = Order { quota: who.quota, ..order(request)? };
     let wait = order.wait;

@@ -55,7 +55,7 @@ pub(super) async fn console(
     Id(id): Id,
     Params(wanted): Params<Wanted>,
 ) -> Result<Response> {
-    let (path, limit) = (app.registry.get(&id)?.console_path(), app.config.limits.console_limit);
+    let (path, limit) = (app.registry.known(&id)?.console_path(), app.config.limits.console_limit);
     let kind = [(header::CONTENT_TYPE, "text/plain; charset=utf-8")];
     if wanted.follow != Some(true) {
         let text = blocking("reading the console", move || Ok(console::tail(&path, limit))).await?;

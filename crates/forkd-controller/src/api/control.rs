@@ -35,7 +35,7 @@ pub struct RollbackRequest {
     ),
 )]
 pub(super) async fn pause(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<SandboxInfo>> {
-    let sandbox = app.registry.get(&id)?;
+    let sandbox = app.registry.known(&id)?;
     let _turn = sandbox.take_turn().await?;
     sandbox.not_put_away()?;
     if !matches!(awake(&sandbox)?, Phase::Paused) || sandbox.waits_for_room() {
@@ -56,7 +56,7 @@ pub(super) async fn pause(State(app): State<App>, Id(id): Id, _: Ignored) -> Res
     ),
 )]
 pub(super) async fn resume(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<SandboxInfo>> {
-    let sandbox = app.registry.get(&id)?;
+    let sandbox = app.registry.known(&id)?;
     let _turn = sandbox.take_turn().await?;
     sandbox.not_put_away()?;
     // One that does not answer may have been paused too late for anybody to hear of it.
@@ -75,6 +75,7 @@ fn awake(sandbox: &Sandbox) -> Result<Phase> {
             Err(Error::new(Kind::Conflict, text))
         }
         Phase::Ended(end) => Err(sandbox.ended(Kind::Conflict, &end)),
+        phase @ Phase::Unknown(_) => sandbox.known().map(|()| phase),
         phase => Ok(phase),
     }
 }

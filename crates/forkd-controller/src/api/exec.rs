@@ -38,7 +38,7 @@ pub(super) async fn exec(
 ) -> Result<Response> {
     let limit = check_timeout(request.timeout_secs)?;
     check_args(&request.args)?;
-    let sandbox = app.registry.get(&id)?;
+    let sandbox = app.registry.known(&id)?;
     let (reply, room) = run_to_end(&sandbox, &app.config, request, limit).await?;
     bulk::json(&reply, room)
 }
@@ -91,7 +91,7 @@ pub(super) async fn eval(
     Body(request): Body<EvalRequest>,
 ) -> Result<Response> {
     let limit = check_timeout(request.timeout_secs)?;
-    let sandbox = app.registry.get(&id)?;
+    let sandbox = app.registry.known(&id)?;
     let (reply, room) = evaluate(&sandbox, request, limit).await?;
     bulk::json(&reply, room)
 }

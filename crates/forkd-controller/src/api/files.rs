@@ -188,7 +188,7 @@ pub(super) async fn download(
     Params(target): Params<Target>,
 ) -> Result<Response> {
     let path = absolute(&target.path)?;
-    let visit = Visit::begin(app.registry.get(&id)?, &who).await?;
+    let visit = Visit::begin(app.registry.known(&id)?, &who).await?;
     let opened = visit.sandbox.agent.download(path, target.user.as_deref());
     let download = visit.undisturbed(opened).await?;
     let mut headers = HeaderMap::new();
@@ -360,7 +360,7 @@ pub(super) async fn list(
     if !(1..=MAX_DEPTH).contains(&depth) {
         return Err(Error::invalid(format!("depth is {depth}; it must be 1 to {MAX_DEPTH}")));
     }
-    let visit = Visit::begin(app.registry.get(&id)?, &who).await?;
+    let visit = Visit::begin(app.registry.known(&id)?, &who).await?;
     let listing = visit.sandbox.agent.list_dir(path, depth, target.user.as_deref());
     let (listed, room) = visit.undisturbed(listing).await?;
     bulk::json(&FileList { entries: listed.into_iter().map(info).collect() }, room)
@@ -382,7 +382,7 @@ pub(super) async fn stat(
     Params(target): Params<Target>,
 ) -> Result<Json<FileInfo>> {
     let path = absolute(&target.path)?;
-    let visit = Visit::begin(app.registry.get(&id)?, &who).await?;
+    let visit = Visit::begin(app.registry.known(&id)?, &who).await?;
     let entry = visit.undisturbed(visit.sandbox.agent.stat(path, target.user.as_deref())).await?;
     Ok(Json(info(entry)))
 }
@@ -431,7 +431,7 @@ pub(super) async fn rename(
 }
 
 async fn ready(app: &App, id: &str) -> Result<Arc<Sandbox>> {
-    let sandbox = app.registry.get(id)?;
+    let sandbox = app.registry.known(id)?;
     sandbox.ready().await?;
     Ok(sandbox)
 }

@@ -133,7 +133,7 @@ impl Filter {
         let state = page.one("state")?.map(|text| {
             let known = serde_json::from_value(serde_json::Value::String(text.to_owned()));
             known.map_err(|_| {
-                let all = "starting, running, unresponsive, paused or ended";
+                let all = "starting, running, unresponsive, paused, ended or unknown";
                 Error::invalid(format!("state can be {all}"))
             })
         });

@@ -31,7 +31,7 @@ pub struct LinePort {
     responses((status = 200, body = Object), (status = 404, body = ErrorBody)),
 )]
 pub(super) async fn line(State(app): State<App>, Id(id): Id, Raw(body): Raw) -> Result<Response> {
-    let sandbox = app.registry.get(&id)?;
+    let sandbox = app.registry.known(&id)?;
     let (reply, room) = match Request::parse(&body) {
         Ok(request) => line::answer(&sandbox, &app.config, request).await,
         Err(failure) => (Reply::Failed(failure), Room::default()),
@@ -45,7 +45,7 @@ pub(super) async fn line(State(app): State<App>, Id(id): Id, Raw(body): Raw) -> 
     responses((status = 200, body = LinePort), (status = 404, body = ErrorBody)),
 )]
 pub(super) async fn open_port(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<LinePort>> {
-    let sandbox = app.registry.get(&id)?;
+    let sandbox = app.registry.known(&id)?;
     Ok(Json(LinePort { target: app.lines.open(&sandbox)?.to_string() }))
 }
 
@@ -55,7 +55,7 @@ pub(super) async fn open_port(State(app): State<App>, Id(id): Id, _: Ignored) ->
     responses((status = 204), (status = 404, body = ErrorBody)),
 )]
 pub(super) async fn close_port(State(app): State<App>, Id(id): Id) -> Result<StatusCode> {
-    let sandbox = app.registry.get(&id)?;
+    let sandbox = app.registry.known(&id)?;
     app.lines.close(&sandbox);
     Ok(StatusCode::NO_CONTENT)
 }

@@ -45,8 +45,8 @@ pub(super) async fn metrics(State(app): State<App>) -> Result<Response> {
 }
 
 fn sandboxes(app: &App, page: &mut Page) {
-    let names = ["starting", "running", "unresponsive", "paused", "ended"];
-    let mut counts = [0; 5];
+    let names = ["starting", "running", "unresponsive", "paused", "ended", "unknown"];
+    let mut counts = [0; 6];
     for sandbox in app.registry.list() {
         counts[match sandbox.phase() {
             Phase::Starting => 0,
@@ -54,9 +54,10 @@ fn sandboxes(app: &App, page: &mut Page) {
             Phase::Unresponsive => 2,
             Phase::Paused => 3,
             Phase::Ended(_) => 4,
+            Phase::Unknown(_) => 5,
         }] += 1;
     }
-    let active: usize = counts[..4].iter().sum();
+    let active = counts.iter().sum::<usize>() - counts[4];
     page.single("forkd_sandboxes_active", "gauge", "Sandboxes that have a process.", active);
     page.family("forkd_sandboxes", "gauge", "Sandboxes, by where they stand.");
     for (name, count) in names.iter().zip(counts) {

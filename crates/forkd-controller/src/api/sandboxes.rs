@@ -33,6 +33,7 @@ use crate::registry::Bound;
 use crate::sandbox::{Phase, Sandbox, Spec};
 use crate::spawn::{Order, Spawned, spawn};
 use crate::stats;
+use crate::unknown::{self, UNREADABLE};
 use crate::visit::Visit;
 
 /// The most children of one request.
@@ -335,7 +336,7 @@ pub(super) async fn delete(State(app): State<App>, Id(id): Id) -> Result<StatusC
     ),
 )]
 pub(super) async fn stats(State(app): State<App>, Id(id): Id) -> Result<Json<Stats>> {
-    let sandbox = app.registry.get(&id)?;
+    let sandbox = app.registry.known(&id)?;
     let data = app.config.data_dir.clone();
     let stats = blocking("reading what a sandbox uses", move || {
         let pid = sandbox.facts().pid;
@@ -378,7 +379,7 @@ pub(super) async fn ping(
     Extension(who): Extension<Identity>,
     Id(id): Id,
 ) -> Result<Json<PingReply>> {
-    let visit = Visit::begin(app.registry.get(&id)?, &who).await?;
+    let visit = Visit::begin(app.registry.known(&id)?, &who).await?;
     let pong = visit.undisturbed(visit.sandbox.agent.ping()).await?;
     let warm = match pong.warm.state {
         WarmState::Cold => "cold",
@@ -406,6 +407,7 @@ fn state(phase: &Phase) -> SandboxState {
         Phase::Unresponsive => SandboxState::Unresponsive,
         Phase::Paused => SandboxState::Paused,
         Phase::Ended(_) => SandboxState::Ended,
+        Phase::Unknown(_) => SandboxState::Unknown,
     }
 }
 
@@ -413,9 +415,16 @@ pub(super) fn info(sandbox: &Sandbox) -> SandboxInfo {
     let phase = sandbox.phase();
     let state = state(&phase);
     let disk_full = sandbox.waits_for_room();
-    let end = match phase {
-        Phase::Ended(end) => Some(end),
-        _ => None,
+    let mut console_tail = None;
+    let (reason, detail) = match phase {
+        Phase::Ended(end) => {
+            console_tail = Some(end.console_tail.clone());
+            (Some(end.reason.clone()), Some(end.detail.clone()))
+        }
+        Phase::Unknown(why) => {
+            (Some(UNREADABLE.into()), Some(unknown::advice(&why, &sandbox.kill_command())))
+        }
+        _ => (disk_full.then(|| DISK_FULL.into()), disk_full.then(|| DISK_FULL_DETAIL.into())),
     };
     let (facts, spec) = (sandbox.facts(), &sandbox.spec);
     SandboxInfo {
@@ -424,9 +433,9 @@ pub(super) fn info(sandbox: &Sandbox) -> SandboxInfo {
         image: spec.image.clone(),
         snapshot_tag: spec.snapshot_tag.clone(),
         state,
-        reason: end.as_ref().map(|end| end.reason.clone()).or(disk_full.then(|| DISK_FULL.into())),
-        detail: end.as_ref().map(|end| end.detail.clone()).or(disk_full.then(|| DISK_FULL_DETAIL.into())),
-        console_tail: end.map(|end| end.console_tail.clone()),
+        reason,
+        detail,
+        console_tail,
         vcpus: spec.vcpus,
         mem_size_mib: spec.mem_mib,
         pid: facts.pid,

@@ -18,6 +18,7 @@ use crate::making::{From, Phase};
 use crate::snapshots::{Entry, Making, State as Standing, Work};
 use crate::template::Source;
 use crate::tree::COMPACTED;
+use crate::unknown;
 
 /// What is told of one snapshot to whoever asks.
 pub(super) async fn info(app: &App, who: &Identity, entry: Arc<Entry>) -> Result<Json<SnapshotInfo>> {
@@ -54,7 +55,7 @@ impl<'a> Look<'a> {
         let mut info = self.standing(entry, state, current.is_some());
         info.owner = entry.owner();
         info.dir = app.snapshots.store.folder().join(&entry.tag).display().to_string();
-        info.template = current.map(|template| TemplateInfo {
+        let loaded = current.map(|template| TemplateInfo {
             pid: template.pid,
             source: match template.about.source {
                 Source::Disk => "disk".into(),
@@ -62,6 +63,7 @@ impl<'a> Look<'a> {
             },
             children: app.registry.children_of(&template.id),
         });
+        info.template = loaded.or(info.template);
         // What they may not see is not named either.
         let named = |tag: &str| app.snapshots.may_name(tag, self.who);
         info.parent_tag = info.parent_tag.filter(|tag| named(tag));
@@ -96,6 +98,17 @@ impl<'a> Look<'a> {
                 };
                 SnapshotInfo { error: Some(error.message), bootable: has_template, ..known }
             }
+            Standing::Unknown(template) => SnapshotInfo {
+                error: Some(unknown::advice(&template.why, &entry.remove_command())),
+                vcpus: template.vcpus(),
+                mem_size_mib: template.mem_mib(),
+                template: template.pid().map(|pid| TemplateInfo {
+                    pid,
+                    source: "unknown".into(),
+                    children: self.app.registry.children_of(template.id()),
+                }),
+                ..blank(&entry.tag, SnapshotStatus::Unknown)
+            },
         }
     }
 

@@ -57,6 +57,10 @@ pub enum SnapshotStatus {
     Ready,
     /// It was not finished, or is damaged.
     Failed,
+    /// It is a template whose record the daemon cannot read: damaged, or written by a newer daemon. `error` says why.
+    /// The process goes on; it can be looked at and deleted, and nothing else. It has the template's id as its tag
+    /// if the tag cannot be read, or belongs to a snapshot on disk.
+    Unknown,
 }
 
 /// How far the making of a snapshot is.
@@ -165,7 +169,8 @@ pub struct SnapshotInfo {
 pub struct TemplateInfo {
     /// Its process on the host.
     pub pid: i32,
-    /// Where its memory comes from: `disk`, or `memory` if it is the guest the snapshot was made of.
+    /// Where its memory comes from: `disk`, or `memory` if it is the guest the snapshot was made of; `unknown` if its
+    /// record cannot be read.
     pub source: String,
     /// How many sandboxes it has forked that are still listed.
     pub children: usize,

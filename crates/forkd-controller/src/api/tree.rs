@@ -57,6 +57,7 @@ fn snapshot(entry: &Entry) -> SnapshotFact {
         }
         Standing::Writing(work) => ("writing", Some(work)),
         Standing::Failed { work, .. } => ("failed", work),
+        Standing::Unknown(_) => ("unknown", None),
     };
     let fact = SnapshotFact { state: state.into(), ..fact };
     match work {
@@ -89,6 +90,7 @@ fn sandbox(sandbox: &Sandbox, made: &HashMap<String, u64>) -> SandboxFact {
         Phase::Unresponsive => "unresponsive",
         Phase::Paused => "paused",
         Phase::Ended(_) => "ended",
+        Phase::Unknown(_) => "unknown",
     };
     let created_at_unix = sandbox.created_at_unix();
     let template = sandbox.belongings().template.clone();

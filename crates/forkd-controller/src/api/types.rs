@@ -208,6 +208,9 @@ pub enum SandboxState {
     Paused,
     /// It is over; only its description is left, until it is deleted.
     Ended,
+    /// The daemon cannot read its record: it is damaged, or a newer daemon wrote it. `detail` says why. Its process
+    /// goes on and it counts as before; it can be looked at and deleted, and nothing else.
+    Unknown,
 }
 
 /// What is known of a sandbox.
@@ -227,7 +230,7 @@ pub struct SandboxInfo {
     /// How it ended, in one word: `powered_off`, `reset`, `panicked`, `failed`, `out_of_memory`,
     /// `monitor_died`, `boot_failed`, `fork_failed`, `rollback_failed`, `timed_out`, `idle_timed_out`,
     /// `suspended`, `deleted` or `unknown`. Of a paused one: `host_disk_full` if it waits for room on the host's
-    /// disk, and goes on by itself.
+    /// disk, and goes on by itself. Of one in state `unknown`: `record_unreadable`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
     /// The same in one sentence.

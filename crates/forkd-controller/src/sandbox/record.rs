@@ -7,6 +7,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::life::{IDLE, Life, SUSPENDED, TIMED_OUT};
+use crate::records::{self, Found, Kept};
 
 /// The file in a forked sandbox's folder that says what it is.
 pub(crate) const RECORD: &str = "sandbox.json";
@@ -102,12 +103,19 @@ impl Record {
         child_name(id, self.generation)
     }
 
-    /// Writes it into `folder`, whole or not at all. Not synced: it need not outlive the host.
-    pub(crate) fn write(&self, folder: &Path) -> io::Result<()> {
-        let new = folder.join("sandbox.json.new");
-        std::fs::write(&new, serde_json::to_vec(self)?)?;
-        std::fs::rename(new, folder.join(RECORD))
+    /// That of the sandbox in `folder`.
+    pub(crate) fn read(folder: &Path) -> Found<Self> {
+        records::read(folder)
     }
+
+    /// Writes it into `folder`, whole or not at all.
+    pub(crate) fn write(&self, folder: &Path) -> io::Result<()> {
+        records::write(self, folder)
+    }
+}
+
+impl Kept for Record {
+    const FILE: &'static str = RECORD;
 }
 
 /// See [`Record::child`].
@@ -144,17 +152,21 @@ impl End {
     }
 
     /// That which was written down in `folder`.
-    pub(crate) fn read(folder: &Path) -> Option<Self> {
-        serde_json::from_slice(&std::fs::read(folder.join(END)).ok()?).ok()
+    pub(crate) fn read(folder: &Path) -> Found<Self> {
+        records::read(folder)
     }
 
-    /// Writes it down in `folder`.
+    /// Writes it down in `folder`, whole or not at all.
     pub(crate) fn write(&self, folder: &Path) -> io::Result<()> {
-        std::fs::write(folder.join(END), serde_json::to_vec(self)?)
+        records::write(self, folder)
     }
 
     /// That of a process whose place another one takes.
     pub(crate) fn rolled_back() -> Self {
         End::new(ROLLED_BACK, "the sandbox was rolled back", String::new())
     }
+}
+
+impl Kept for End {
+    const FILE: &'static str = END;
 }

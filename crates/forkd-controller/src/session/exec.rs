@@ -55,7 +55,7 @@ pub(crate) async fn exec_stream(
     talk: Session,
     upgrade: Upgrade,
 ) -> Result<Response> {
-    let sandbox = app.registry.get(&id)?;
+    let sandbox = app.registry.known(&id)?;
     sandbox.ready().await?;
     begin(upgrade, app, who, talk, Exec { sandbox })
 }

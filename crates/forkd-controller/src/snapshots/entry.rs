@@ -13,6 +13,7 @@ use crate::error::{Error, Kind, Result};
 use crate::telling::Telling;
 use crate::telling::events::{About, EventKind};
 use crate::template::{Standing, Template};
+use crate::unknown::{self, UnknownTemplate};
 
 /// One snapshot.
 #[derive(Debug)]
@@ -38,6 +39,8 @@ pub(crate) enum State {
         error: Error,
         work: Option<Work>,
     },
+    /// It is a template whose record cannot be read. Nothing is known of what is on disk.
+    Unknown(Arc<UnknownTemplate>),
 }
 
 /// How a snapshot comes to be.
@@ -198,6 +201,10 @@ impl Entry {
                 conflict(format!("snapshot {} was not finished ({}); make it again", self.tag, error.message))
             }
             State::Failed { error, work: None } => Err(error),
+            State::Unknown(template) => {
+                let what = format!("snapshot {}", self.tag);
+                Err(unknown::refused(&what, &template.why, &self.remove_command()))
+            }
         }
     }
 
@@ -210,6 +217,11 @@ impl Entry {
         };
         let record = crate::branch::Record { owner: Some(self.owner()), ..branch.record() };
         template.record(Standing::Unsaved(Box::new(record)))
+    }
+
+    /// What removes it, for people.
+    pub(crate) fn remove_command(&self) -> String {
+        format!("forkd rmi {}", self.tag)
     }
 
     /// Lets go of its template for good: one that is not on disk will not be.

@@ -337,7 +337,7 @@ async fn the_last_handle_ends_the_process_unless_it_was_left() {
         if left {
             tokio::time::sleep(Duration::from_millis(300)).await;
             assert!(runs(pid) && folder.exists());
-            assert_eq!(Record::read(&folder).unwrap().about.tag, "t");
+            assert_eq!(Record::read(&folder).read().unwrap().about.tag, "t");
             rustix::process::kill_process(Pid::from_raw(pid).unwrap(), rustix::process::Signal::KILL)
                 .unwrap();
         } else {

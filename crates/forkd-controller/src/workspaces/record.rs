@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::host::make_private_dir;
 
 /// The version of records this daemon writes and reads.
-const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 1;
 /// The largest file that is read. An honest one has less than a KiB.
 const MAX_FILE: u64 = 64 << 10;
 /// The longest name of a workspace: its tags are longer than it, and have a limit, too.
@@ -121,6 +121,12 @@ impl Record {
         }
         Ok(())
     }
+}
+
+/// What is written of a record that `bytes` are.
+#[cfg(test)]
+pub(crate) fn read_and_write(bytes: &[u8], name: &str) -> Vec<u8> {
+    serde_json::to_vec_pretty(&Record::parse(bytes, name).unwrap()).unwrap()
 }
 
 /// Whether a workspace can have this name.

@@ -20,7 +20,7 @@ fn start(wants: Value) -> Option<Daemon> {
     Some(daemon)
 }
 
-fn address(daemon: &Daemon) -> String {
+pub(crate) fn address(daemon: &Daemon) -> String {
     daemon.done(200, "GET", "/version", None)["address"].as_str().unwrap().to_owned()
 }
 
@@ -39,8 +39,8 @@ fn status(answer: &str) -> u16 {
 }
 
 /// Somebody with a token.
-struct Client {
-    address: String,
+pub(crate) struct Client {
+    pub(crate) address: String,
     token: String,
 }
 
@@ -58,7 +58,7 @@ impl Client {
         (status(&answer), serde_json::from_str(body).unwrap_or(Value::Null))
     }
 
-    fn done(&self, status: u16, method: &str, path: &str, body: Option<Value>) -> Value {
+    pub(crate) fn done(&self, status: u16, method: &str, path: &str, body: Option<Value>) -> Value {
         let (got, answer) = self.ask(method, path, body);
         assert_eq!(got, status, "{method} {path}: {answer}");
         answer
@@ -75,7 +75,7 @@ impl Client {
     }
 }
 
-fn add(daemon: &Daemon, order: Value) -> Client {
+pub(crate) fn add(daemon: &Daemon, order: Value) -> Client {
     let made = daemon.done(201, "POST", "/v1/tokens", Some(order));
     Client { address: address(daemon), token: made["token"].as_str().unwrap().to_owned() }
 }

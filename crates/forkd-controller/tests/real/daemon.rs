@@ -224,6 +224,9 @@ pub(crate) fn run() {
     if let Some(max) = wants["max_branches"].as_u64() {
         config.limits.max_branches = max as usize;
     }
+    if let Some(max) = wants["max_sandboxes"].as_u64() {
+        config.limits.max_sandboxes = max as usize;
+    }
     if let Some(rate) = wants["rate_limit"].as_u64() {
         config.limits.rate_limit = rate as u32;
     }

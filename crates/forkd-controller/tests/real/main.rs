@@ -11,6 +11,7 @@ mod control;
 mod daemon;
 mod forks;
 mod life;
+mod records;
 mod saving;
 mod suspends;
 mod tells;

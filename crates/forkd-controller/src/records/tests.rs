@@ -1,0 +1,88 @@
+//! Golden files: one example of every record on disk, in every version that is read. They prove that a change of
+//! code changes no format. Who adds a field adds its line to the newest example, and with a new version keeps
+//! the old example beside a new one.
+
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+
+use super::*;
+use crate::process::{self, Identity};
+use crate::sandbox::{End, Record};
+use crate::template;
+use crate::workspaces;
+
+fn golden(name: &str, version: u32) -> Vec<u8> {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let path = folder.join(format!("{name}.v{version}.json"));
+    std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn value(bytes: &[u8]) -> Value {
+    serde_json::from_slice(bytes).unwrap()
+}
+
+/// The newest example is what is written when it was read, and the older ones are read as the same.
+fn is_golden<T: Kept>(name: &str) {
+    let newest = value(&golden(name, T::VERSION));
+    for version in 0..=T::VERSION {
+        let record: T = parse(&golden(name, version)).unwrap_or_else(|why| panic!("{name} {version}: {why}"));
+        let written = value(&to_vec(&record).unwrap());
+        assert_eq!(written, newest, "{name} version {version}: add the line, or mend the format");
+    }
+}
+
+#[test]
+fn every_record_is_written_as_in_its_golden_file_and_every_version_is_read() {
+    is_golden::<Record>("sandbox");
+    is_golden::<template::Record>("template-saved");
+    is_golden::<template::Record>("template-unsaved");
+    is_golden::<template::Record>("template-forgotten");
+    is_golden::<Identity>("process");
+    is_golden::<End>("end");
+    // A monitor writes it itself, without the code above.
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join(Identity::FILE);
+    let file = std::fs::File::create(&path).unwrap();
+    process::record_self("0f8fad5b-d9cb-469f-a165-70867728950e", file.as_fd()).unwrap();
+    let own = value(&std::fs::read(path).unwrap());
+    let names = |record: &Value| record.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+    assert_eq!(names(&own), names(&value(&golden("process", Identity::VERSION))));
+    assert_eq!(own["version"], Identity::VERSION);
+    let workspace = golden("workspace", workspaces::VERSION);
+    assert_eq!(value(&workspaces::read_and_write(&workspace, "box")), value(&workspace));
+}
+
+#[test]
+fn a_record_is_missing_or_unreadable_or_read_and_never_half_written() {
+    let folder = tempfile::tempdir().unwrap();
+    assert_eq!(read::<End>(folder.path()), Found::Missing);
+    let end = End::new("panicked", "so it was", String::new());
+    write(&end, folder.path()).unwrap();
+    assert_eq!(read(folder.path()), Found::Read(end.clone()));
+    let path = folder.path().join(End::FILE);
+    let whole = std::fs::read(&path).unwrap();
+    for length in 0..whole.len() {
+        // What a write that was cut off leaves is not at the record's place.
+        std::fs::write(folder.path().join("end.json.new"), &whole[..length]).unwrap();
+        assert_eq!(read(folder.path()), Found::Read(end.clone()));
+        assert!(parse::<End>(&whole[..length]).is_err(), "{length}");
+    }
+    let unreadable =
+        || matches!(read::<End>(folder.path()), Found::Unreadable(why) if why.contains("end.json"));
+    for text in ["", "null", "[]", "7", "\0", r#"{"version":1}"#, r#"{"version":"1"}"#, r#"{"version":-1}"#] {
+        std::fs::write(&path, text).unwrap();
+        assert!(unreadable(), "{text}");
+    }
+    let newer = |version: u64| {
+        let mut record = value(&whole);
+        record["version"] = version.into();
+        record.to_string()
+    };
+    std::fs::write(&path, newer(u64::from(End::VERSION) + 1)).unwrap();
+    assert!(unreadable());
+    std::fs::write(&path, newer(u64::MAX)).unwrap();
+    assert!(unreadable());
+    std::fs::remove_file(&path).unwrap();
+    std::fs::create_dir(&path).unwrap();
+    assert!(unreadable(), "a folder");
+}
