@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use forkd_protocol::control::{Channel, FdRef, Message, Reply, Request, Role, Status, VERSION};
 use rustix::fs::{CWD, Mode as Bits, OFlags};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, accept, socketpair};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open};
 
 use super::*;
 use crate::fake_guest::{FakeDaemon, eventually};
@@ -155,21 +155,24 @@ fn fifo(folder: &Path) -> (PathBuf, OwnedFd) {
 
 /// Has a source that sends `sent` branched, and looks at what becomes of it.
 async fn is_refused(what: &str, daemon: &FakeDaemon, sent: Sent) {
+    let lies_about_process = sent.process.is_some();
     let source = Source::start(daemon, |_| sent).await;
     let branched = source.branch(daemon).await;
     let error = branched.unwrap_or_else(|_| panic!("{what}: the daemon waits")).unwrap_err();
     assert_eq!(error.kind, Kind::Internal, "{what}: {error}");
-    // Its monitor is ended, and so is its branch.
+    // Its monitor is ended, and so is its branch. One that the daemon was not shown goes with the cgroup of its
+    // source, which this one has not.
     let ended = || match source.sandbox.phase() {
         Phase::Ended(end) => Some(end),
         _ => None,
     };
     eventually("the end of the source", || ended().is_some()).await;
     assert_eq!(ended().unwrap().reason, "monitor_died", "{what}");
-    eventually("the end of both processes", || {
-        !runs(source.pid) && !runs(source.branch.load(Ordering::SeqCst))
-    })
-    .await;
+    let branch = source.branch.load(Ordering::SeqCst);
+    if lies_about_process {
+        let _ = rustix::process::kill_process(Pid::from_raw(branch).unwrap(), Signal::KILL);
+    }
+    eventually(what, || !runs(source.pid) && !runs(branch)).await;
     // Nothing is left of it, and the daemon goes on.
     assert_eq!(daemon.app.snapshots.get("b").unwrap_err().kind, Kind::NotFound, "{what}");
     let folder = crate::run_dir::templates(&daemon.app.config.run_dir);
