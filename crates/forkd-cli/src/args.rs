@@ -232,7 +232,10 @@ Every option can be in the configuration file (`forkd config`), with `_` for `-`
 Environment:
   RUST_LOG  how much is logged, such as debug [default: info]
 
-Exit status: 0 asked to stop, 1 failed, 2 wrong usage.")]
+SIGTERM and SIGINT stop the daemon. Requests under way have 30 seconds to end, then its sandboxes have 30
+seconds to go away; a second signal ends it at once.
+
+Exit status: 0 asked to stop, 1 failed, 128+N ended by a second signal N, 2 wrong usage.")]
 pub(crate) struct ServeArgs {
     /// Read images and kernels from here [default: the data directory].
     #[arg(long, value_name = "DIR")]

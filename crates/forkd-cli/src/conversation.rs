@@ -75,7 +75,7 @@ impl Conversation {
         let text = serde_json::to_string(request)?;
         self.outgoing.send(Message::text(text)).await.context(BROKE_OFF)?;
         let output = Output::start();
-        let mut signals = Forwarded::listen()?;
+        let mut signals = Forwarded::pass_on()?;
         let outcome = self.talk(&output, &mut signals).await;
         self.progress = None;
         let status = output.conclude(outcome, &mut signals).await;

@@ -1,32 +1,58 @@
-//! Signals meant for a command that runs elsewhere.
+//! Signals that ask this process to end: the one place where commands catch them.
+//!
+//! A command that catches none dies of them at once, as the kernel has it. A command with something to
+//! clean up calls [`Forwarded::listen`]. From then on the [watch](watch) counts: the process ends within two
+//! seconds of the first signal, whatever the command waits for. `forkd run`, `exec` and `shell` call
+//! [`Forwarded::pass_on`]: their signals belong to the command in the guest.
+
+mod watch;
 
 use anyhow::Result;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// SIGINT, SIGQUIT, SIGTERM and SIGHUP of this process, to be passed on.
+pub(crate) use watch::{AtEnd, drain, tidy};
+use watch::{Listening, Saving};
+
+/// Who ends when a signal comes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Conduct {
+    /// This process, in two seconds.
+    Ends,
+    /// A command elsewhere. This process ends with it.
+    PassesOn,
+    /// This process, when its requests are done; a second signal ends it at once.
+    Drains,
+}
+
+/// SIGINT, SIGQUIT, SIGTERM and SIGHUP of this process.
 #[derive(Debug)]
 pub(crate) struct Forwarded {
-    interrupt: Signal,
-    quit: Signal,
-    terminate: Signal,
-    hangup: Signal,
+    signals: Signals,
+    conduct: Conduct,
     interrupts: u32,
+    all: u32,
+    _listening: Listening,
 }
 
 impl Forwarded {
-    /// From now on these signals do not end this process.
+    /// Signals tell the command to clean up, for which it has two seconds.
     pub(crate) fn listen() -> Result<Self> {
-        Ok(Forwarded {
-            interrupt: signal(SignalKind::interrupt())?,
-            quit: signal(SignalKind::quit())?,
-            terminate: signal(SignalKind::terminate())?,
-            hangup: signal(SignalKind::hangup())?,
-            interrupts: 0,
-        })
+        Self::open(Conduct::Ends)
     }
 
-    /// Waits for work that must not be cut off half way, and gives it with the signal that came
-    /// meanwhile. Only who insists leaves without it.
+    /// Signals belong to a command elsewhere, and do not end this process.
+    pub(crate) fn pass_on() -> Result<Self> {
+        Self::open(Conduct::PassesOn)
+    }
+
+    fn open(conduct: Conduct) -> Result<Self> {
+        // The watch first: it keeps the signals that were ignored when the process began ignored.
+        let listening = Listening::begin(conduct)?;
+        Ok(Forwarded { signals: Signals::open()?, conduct, interrupts: 0, all: 0, _listening: listening })
+    }
+
+    /// Waits for work that must not be cut off half way, and gives it with the signal that came meanwhile.
+    /// A second signal leaves without it. The watch ends the process if it takes too long.
     pub(crate) async fn finish<T>(
         &mut self,
         work: impl Future<Output = T>,
@@ -46,17 +72,66 @@ impl Forwarded {
         }
     }
 
+    /// The same for a save under way, which may take as long as it needs. A second signal leaves without it.
+    pub(crate) async fn finish_save<T>(
+        &mut self,
+        work: impl Future<Output = T>,
+    ) -> std::result::Result<(T, Option<Caught>), Caught> {
+        let _saving = Saving::begin();
+        self.finish(work).await
+    }
+
     /// The next signal. Safe to cancel.
     pub(crate) async fn next(&mut self) -> Caught {
-        tokio::select! {
-            _ = self.interrupt.recv() => {
-                self.interrupts += 1;
-                Caught { name: "SIGINT", number: libc::SIGINT as u8, insists: self.interrupts > 1 }
+        let mut caught = self.signals.next().await;
+        self.all += 1;
+        self.interrupts += u32::from(caught.name == "SIGINT");
+        caught.insists = match self.conduct {
+            // Signals other than ^C are the command's own, however many come.
+            Conduct::PassesOn => self.interrupts > 1,
+            Conduct::Ends | Conduct::Drains => self.all > 1,
+        };
+        caught
+    }
+}
+
+/// The signals themselves.
+#[derive(Debug)]
+struct Signals {
+    interrupt: Signal,
+    quit: Signal,
+    terminate: Signal,
+    /// Not there if the process was started with `nohup`.
+    hangup: Option<Signal>,
+}
+
+impl Signals {
+    /// From now on these signals do not end this process by themselves.
+    fn open() -> Result<Self> {
+        let hangup = if watch::survives_hangup() { None } else { Some(signal(SignalKind::hangup())?) };
+        Ok(Signals {
+            interrupt: signal(SignalKind::interrupt())?,
+            quit: signal(SignalKind::quit())?,
+            terminate: signal(SignalKind::terminate())?,
+            hangup,
+        })
+    }
+
+    /// The next one. Safe to cancel.
+    async fn next(&mut self) -> Caught {
+        let hangup = async {
+            match &mut self.hangup {
+                Some(hangup) => hangup.recv().await,
+                None => std::future::pending().await,
             }
-            _ = self.quit.recv() => Caught { name: "SIGQUIT", number: libc::SIGQUIT as u8, insists: false },
-            _ = self.terminate.recv() => Caught { name: "SIGTERM", number: libc::SIGTERM as u8, insists: false },
-            _ = self.hangup.recv() => Caught { name: "SIGHUP", number: libc::SIGHUP as u8, insists: false },
-        }
+        };
+        let (name, number) = tokio::select! {
+            _ = self.interrupt.recv() => ("SIGINT", libc::SIGINT),
+            _ = self.quit.recv() => ("SIGQUIT", libc::SIGQUIT),
+            _ = self.terminate.recv() => ("SIGTERM", libc::SIGTERM),
+            _ = hangup => ("SIGHUP", libc::SIGHUP),
+        };
+        Caught { name, number: number as u8, insists: false }
     }
 }
 
@@ -65,7 +140,7 @@ impl Forwarded {
 pub(crate) struct Caught {
     pub(crate) name: &'static str,
     pub(crate) number: u8,
-    /// A second ^C, of someone who wants to leave.
+    /// A second one: the user wants to leave now.
     pub(crate) insists: bool,
 }
 

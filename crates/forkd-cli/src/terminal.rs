@@ -57,7 +57,8 @@ impl Drop for RawTerminal {
     }
 }
 
-fn put_back() {
+/// Puts the terminal back, if it is otherwise.
+pub(crate) fn put_back() {
     if let Some(before) = BEFORE.lock().unwrap_or_else(PoisonError::into_inner).take() {
         let _ = rustix::termios::tcsetattr(std::io::stdin(), OptionalActions::Flush, &before);
     }

@@ -10,6 +10,8 @@ use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
+use crate::signals;
+
 /// How much to say, and to whom.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ui {
@@ -43,6 +45,7 @@ impl Ui {
     pub(crate) fn progress(&self, title: impl Into<String>) -> Progress {
         let title = title.into();
         let bar = (self.terminal && !self.quiet).then(|| {
+            signals::tidy();
             let bar = ProgressBar::new_spinner();
             if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} ({elapsed})") {
                 bar.set_style(style);

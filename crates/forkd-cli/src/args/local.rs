@@ -107,9 +107,10 @@ pub(crate) struct WhereArgs {
     pub(crate) output: JsonArgs,
 }
 
-/// Find what daemons that died left behind, and remove it.
+/// Find what daemons and benches that died left behind, and remove it.
 ///
-/// Processes of guests, folders, network namespaces, links and cgroups that nobody owns any more. Shows
+/// Processes of guests, folders, network namespaces, links and cgroups without an owner. The folder of a
+/// `forkd bench` that was killed is one of them. Shows
 /// what would be done unless --yes is given. What belongs to a daemon that runs is never touched: such a
 /// daemon cleans up after itself.
 #[derive(Debug, Args)]

@@ -177,7 +177,12 @@ fn with_daemon(
     args: &DaemonArgs,
     work: impl AsyncFnOnce(Daemon) -> Result<u8>,
 ) -> Result<u8> {
-    runtime()?.block_on(async { work(daemon::ensure(&context.data, args, context.ui).await?).await })
+    let runtime = runtime()?;
+    let result =
+        runtime.block_on(async { work(daemon::ensure(&context.data, args, context.ui).await?).await });
+    // A thread may still look up an address or read a file; it ends with the process.
+    runtime.shutdown_background();
+    result
 }
 
 /// Makes sure that there is an image to boot, and a kernel. A daemon somewhere else has images of its

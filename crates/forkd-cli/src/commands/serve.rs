@@ -13,6 +13,10 @@ use crate::args::{LogFormat, ServeArgs};
 use crate::log_format::Json;
 use crate::machine::qemu;
 use crate::paths::Binaries;
+use crate::signals;
+
+/// How long threads of a daemon that has stopped may go on.
+const LAST_THREADS: Duration = Duration::from_secs(10);
 
 /// Runs the daemon until it is asked to stop.
 pub(crate) fn serve(context: &Context, args: ServeArgs) -> Result<()> {
@@ -25,13 +29,17 @@ pub(crate) fn serve(context: &Context, args: ServeArgs) -> Result<()> {
     let from_machine = args.in_machine;
     let config = configuration(context, args)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(async {
+    signals::drain()?;
+    let served = runtime.block_on(async {
         if from_machine {
             relay(config.bind).await?;
         }
         forkd_controller::serve(config, |_| {}).await?;
         Ok(())
-    })
+    });
+    // What a thread does longer than that, such as removing files, is left to the next start.
+    runtime.shutdown_timeout(LAST_THREADS);
+    served
 }
 
 fn configuration(context: &Context, args: ServeArgs) -> Result<Config> {

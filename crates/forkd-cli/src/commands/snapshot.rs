@@ -155,7 +155,7 @@ pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Re
 /// Takes the request back.
 async fn cancel(daemon: &Daemon, tag: &str, caught: Caught, signals: &mut Forwarded, ui: Ui) -> Result<Made> {
     let path = api::snapshot_path(tag);
-    match signals.finish(daemon.ask(Method::DELETE, &path, None)).await {
+    match signals.finish_save(daemon.ask(Method::DELETE, &path, None)).await {
         Ok((Err(error), _)) if !Refused::is_not_found(&error) => {
             return Err(error)
                 .with_context(|| format!("snapshot {tag} could not be cancelled: try `forkd rmi {tag}`"));

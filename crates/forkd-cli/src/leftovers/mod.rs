@@ -1,9 +1,10 @@
-//! What daemons that died left on this computer, and how to take it away.
+//! What daemons and benches that died left on this computer, and how to take it away.
 //!
 //! Whatever has an owner is left alone: what belongs to a daemon that runs, and what the next daemon on
 //! the same data directory will take over. Looking changes nothing. [`owners`] tells whose a run folder
-//! is, [`processes`] which one a guest's process belongs to.
+//! is, [`processes`] which one a guest's process belongs to, [`benches`] whose the folder of a bench is.
 
+mod benches;
 mod owners;
 mod processes;
 
@@ -14,6 +15,7 @@ use anyhow::{Context, Result};
 use rustix::process::Signal;
 use serde::Serialize;
 
+pub(crate) use self::benches::{bench_folder, claim_bench, remove_bench};
 use self::owners::{Owner, RunFolder};
 use crate::paths::DataDir;
 use crate::process::ProcessId;
@@ -26,6 +28,8 @@ pub(crate) enum Kind {
     Namespace,
     Link,
     Folder,
+    /// The folder of a run of `forkd bench`.
+    Bench,
     Cgroup,
     Rules,
 }
@@ -77,6 +81,13 @@ impl Leftover {
             // It goes with its namespace: the kernel takes both ends of a cable.
             Kind::Link => Ok(()),
             Kind::Folder => fs::remove_dir_all(path).with_context(|| format!("cannot remove {}", self.path)),
+            Kind::Bench => {
+                remove_bench(path);
+                if path.exists() {
+                    anyhow::bail!("cannot remove {}: `sudo` may help", self.path);
+                }
+                Ok(())
+            }
             Kind::Cgroup => remove_cgroup(path).with_context(|| format!("cannot remove {}", self.path)),
             Kind::Rules => Ok(forkd_net::remove_rules()?),
         }
@@ -97,6 +108,10 @@ pub(crate) fn find(data: &DataDir) -> Vec<Leftover> {
         }),
     );
     found.extend(cgroups(Path::new("/sys/fs/cgroup"), daemons > 0));
+    let benches = benches::find(data.root()).into_iter();
+    found.extend(
+        benches.map(|(folder, owner)| Leftover::new(Kind::Bench, folder.display().to_string(), owner)),
+    );
     found
 }
 

@@ -6,7 +6,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::folders_in;
+use super::{benches, folders_in};
 use crate::paths::DataDir;
 
 /// Who needs something.
@@ -90,6 +90,8 @@ fn owner(folder: &Path, data: &Path, locks: &str) -> Owner {
     };
     if is_locked(&data.join("daemon.lock"), locks) {
         Owner::Runs(data)
+    } else if let Some(owner) = benches::owner(&data).filter(|_| leads_here(&data)) {
+        owner
     } else if leads_here(&data) {
         Owner::Next(data)
     } else {

@@ -30,6 +30,19 @@ pub(super) fn find(folders: &[RunFolder], daemon_runs: bool) -> Vec<Leftover> {
     found
 }
 
+/// Every other process that has a socket in one of these folders.
+pub(super) fn with_sockets_in(places: &[&Path]) -> Vec<ProcessId> {
+    let sockets = sockets(&fs::read_to_string("/proc/net/unix").unwrap_or_default());
+    let inside = |path: &PathBuf| places.iter().any(|place| path.starts_with(place));
+    let sockets: HashMap<u64, PathBuf> = sockets.into_iter().filter(|(_, path)| inside(path)).collect();
+    if sockets.is_empty() {
+        return Vec::new();
+    }
+    let me = std::process::id() as i32;
+    let has_one = |pid: &i32| *pid != me && paths(*pid, &sockets).is_some_and(|paths| !paths.is_empty());
+    pids().filter(has_one).filter_map(ProcessId::of).collect()
+}
+
 /// How many daemons run, of whomever.
 pub(super) fn daemons() -> usize {
     let is_daemon = |pid: &i32| {

@@ -58,7 +58,7 @@ async fn piped(agent: &Agent, program: &str, arguments: &[String]) -> Result<u8>
 async fn follow(agent: &Agent, request: &StartRequest, tty: bool) -> Result<u8> {
     let process = agent.start(request, &StartOptions::default()).await?;
     let output = Output::start();
-    let mut signals = Forwarded::listen()?;
+    let mut signals = Forwarded::pass_on()?;
     let outcome = accompany(agent, process, tty, &output, &mut signals).await;
     output.conclude(outcome, &mut signals).await
 }

@@ -42,6 +42,16 @@ impl FakeDaemon {
         command
     }
 
+    /// Where it listens.
+    pub(crate) fn socket(&self) -> std::path::PathBuf {
+        socket(self.folder.path())
+    }
+
+    /// The data directory of the commands.
+    pub(crate) fn data(&self) -> &Path {
+        self.folder.path()
+    }
+
     /// Runs the command to its end.
     pub(crate) fn run(&self, args: &[&str]) -> Said {
         Said::from(self.forkd(args).output().unwrap())

@@ -5,6 +5,7 @@
 mod branches;
 mod chains;
 mod copies;
+mod endings;
 mod fake_daemon;
 mod lines;
 mod local;

@@ -13,7 +13,7 @@ use hyper::Method as Verb;
 use serde_json::{Value, json};
 
 use super::results::{Outcome, Results};
-use super::server::{Server, Workplace, until_told_to_end};
+use super::server::{End, Place, Server, in_workplace};
 use super::turns::{Turns, WRITES};
 use super::{BranchArgs, Guest, chain, emulated, linux_elsewhere};
 use crate::commands::{Context, runtime};
@@ -54,7 +54,10 @@ pub(super) fn branch(context: &Context, args: &BranchArgs) -> Result<u8> {
     let here = guests.iter().copied().filter(|guest| elsewhere.is_none() || *guest != Guest::Linux);
     let here: Vec<Guest> = here.collect();
     if !here.is_empty() {
-        runtime()?.block_on(measure(context, args, &here, &conditions, &mut results))?;
+        let measured = measure(context, args, &here, &conditions, &mut results);
+        if let End::Caught(caught) = runtime()?.block_on(measured)? {
+            return Ok(caught.status());
+        }
     }
     if let Some(why) = elsewhere {
         let inside = ["branch", "--guest", "linux"].into_iter().chain(args.quick.then_some("--quick"));
@@ -127,13 +130,13 @@ async fn measure(
     guests: &[Guest],
     conditions: &Conditions,
     results: &mut Results<'_, Record>,
-) -> Result<()> {
-    let workplace = Workplace::make(context)?;
-    let run = Run { context, args, conditions, folder: workplace.path() };
-    let mut server = Server::open(context, args.socket.as_deref(), workplace.path()).await?;
-    let outcome = until_told_to_end(run.all(guests, &mut server, results)).await;
-    server.stop().await;
-    outcome
+) -> Result<End> {
+    let place = Place::Daemon(args.socket.as_deref());
+    in_workplace(context, place, async |server, folder| {
+        let server = server.context("there is no daemon to measure")?;
+        Run { context, args, conditions, folder }.all(guests, server, results).await
+    })
+    .await
 }
 
 /// What is measured on this host.

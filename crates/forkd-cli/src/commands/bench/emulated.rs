@@ -4,11 +4,13 @@
 use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, bail};
+use rustix::process::{Pid, Signal};
 
 use crate::commands::Context;
 use crate::machine::Machine;
 use crate::machine::qemu::{MACHINE_DATA, SHARE};
 use crate::paths::Binaries;
+use crate::signals::AtEnd;
 
 /// Runs `forkd bench` in the machine with these arguments; returns the lines it printed and whether
 /// everything could be measured. Its notes go to standard error as ours do.
@@ -25,8 +27,15 @@ pub(super) fn measure(context: &Context, args: &[String], why: &str) -> Result<(
     // By way of the command people use: it passes signals on and ends what it started in there.
     let mut command = Command::new(Binaries::find()?.forkd);
     command.arg("--data-dir").arg(context.data.root()).args(["machine", "shell", "--"]).args(&inside);
-    let output = command.stdin(Stdio::null()).stderr(Stdio::inherit()).output();
-    let output = output.context("cannot run `forkd machine shell`")?;
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::inherit());
+    let shell = command.spawn().context("cannot run `forkd machine shell`")?;
+    // It passes the signal on to the bench in there, and ends with it.
+    let pid = Pid::from_child(&shell);
+    let _at_end = AtEnd::new(move || {
+        // It may have ended by itself.
+        let _ = rustix::process::kill_process(pid, Signal::TERM);
+    })?;
+    let output = shell.wait_with_output().context("cannot read what `forkd machine shell` prints")?;
     let printed = String::from_utf8_lossy(&output.stdout).into_owned();
     if printed.trim().is_empty() {
         bail!("`forkd bench` in the emulated machine measured nothing ({})", output.status);

@@ -12,13 +12,13 @@ use futures_util::StreamExt;
 use hyper::Method;
 use rustix::process::{Pid, Signal};
 use serde_json::{Value, json};
-use tokio::signal::unix::{SignalKind, signal};
 
 use crate::client::Daemon;
 use crate::commands::Context;
 use crate::paths::{self, Binaries};
-use crate::process;
+use crate::signals::{AtEnd, Caught, Forwarded};
 use crate::ui::Ui;
+use crate::{leftovers, process};
 
 /// How long the daemon may take to start, to stop, and processes to end.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -78,7 +78,7 @@ impl Server {
     }
 
     /// The daemon behind `socket`, or a new one that keeps everything in `folder`.
-    pub(super) async fn open(context: &Context, socket: Option<&Path>, folder: &Path) -> Result<Server> {
+    async fn open(context: &Context, socket: Option<&Path>, folder: &Path) -> Result<Server> {
         match socket {
             Some(socket) => Ok(Server::existing(socket.to_owned(), context.ui)),
             None if !paths::is_root() => bail!("the daemon that is measured needs root: use `sudo`"),
@@ -99,7 +99,9 @@ impl Server {
         process::die_with_parent(&mut command);
         // A Ctrl-C is for us: we end the daemon once its children are gone.
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
-        let mut child = tokio::process::Command::from(command).spawn().context("cannot start the daemon")?;
+        // A signal may come before it listens anywhere, so before it is found by its sockets.
+        let mut command = tokio::process::Command::from(command);
+        let mut child = command.kill_on_drop(true).spawn().context("cannot start the daemon")?;
         let daemon = Daemon::unix(socket);
         let begin = Instant::now();
         while !daemon.is_healthy(Duration::from_secs(5)).await {
@@ -314,15 +316,55 @@ async fn gone(pid: Option<i64>, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// Works until it is done or somebody says to stop.
-pub(super) async fn until_told_to_end(work: impl Future<Output = Result<()>>) -> Result<()> {
-    let mut interrupted = signal(SignalKind::interrupt())?;
-    let mut terminated = signal(SignalKind::terminate())?;
-    tokio::select! {
-        outcome = work => outcome,
-        _ = interrupted.recv() => Err(anyhow::anyhow!("interrupted")),
-        _ = terminated.recv() => Err(anyhow::anyhow!("terminated")),
+/// How a measurement came to its end.
+pub(super) enum End {
+    /// It is over.
+    Done,
+    /// A signal cut it off.
+    Caught(Caught),
+}
+
+/// Measures with a daemon, in a folder of its own, until that is done or a signal comes. `work` gets the daemon
+/// and the folder. What was made is gone afterwards; what is left of it `forkd cleanup` finds.
+pub(super) async fn in_workplace(
+    context: &Context,
+    place: Place<'_>,
+    work: impl AsyncFnOnce(Option<&mut Server>, &Path) -> Result<()>,
+) -> Result<End> {
+    // Before there is anything to remove.
+    let mut signals = Forwarded::listen()?;
+    let workplace = Workplace::make(context)?;
+    let mut server = match place {
+        Place::Nothing => None,
+        Place::Daemon(socket) => {
+            tokio::select! {
+                opened = Server::open(context, socket, workplace.path()) => Some(opened?),
+                caught = signals.next() => return Ok(End::Caught(caught)),
+            }
+        }
+    };
+    let (outcome, caught) = tokio::select! {
+        outcome = work(server.as_mut(), workplace.path()) => (outcome, None),
+        caught = signals.next() => (Ok(()), Some(caught)),
+    };
+    match (server, caught) {
+        // It goes with the folder, and all its sandboxes: there is no time to ask it to end them.
+        (Some(server), Some(_)) if server.child.is_some() => drop(server),
+        (Some(server), _) => server.stop().await,
+        (None, _) => {}
     }
+    match caught {
+        Some(caught) => Ok(End::Caught(caught)),
+        None => outcome.map(|()| End::Done),
+    }
+}
+
+/// What a measurement needs.
+pub(super) enum Place<'a> {
+    /// No daemon.
+    Nothing,
+    /// The daemon behind this socket, or one of its own.
+    Daemon(Option<&'a Path>),
 }
 
 /// Why the daemon refused.
@@ -333,30 +375,32 @@ fn reason(status: hyper::StatusCode, answer: &Value) -> String {
     }
 }
 
-/// A folder for one run; removed at its end.
-pub(super) struct Workplace(PathBuf);
+/// A folder for one run; removed at its end, with the daemon that was started in it and its sandboxes.
+struct Workplace {
+    path: PathBuf,
+    _at_end: AtEnd,
+}
 
 impl Workplace {
-    pub(super) fn make(context: &Context) -> Result<Workplace> {
+    fn make(context: &Context) -> Result<Workplace> {
         context.data.create()?;
-        let path = context.data.root().join(format!("bench-{}", std::process::id()));
+        let path = leftovers::bench_folder(context.data.root());
         fs::create_dir(&path).with_context(|| format!("cannot make {}", path.display()))?;
-        Ok(Workplace(path))
+        let place = path.clone();
+        let at_end = AtEnd::new(move || leftovers::remove_bench(&place))?;
+        let made = Workplace { path, _at_end: at_end };
+        leftovers::claim_bench(&made.path)?;
+        Ok(made)
     }
 
-    pub(super) fn path(&self) -> &Path {
-        &self.0
+    fn path(&self) -> &Path {
+        &self.path
     }
 }
 
 impl Drop for Workplace {
     fn drop(&mut self) {
-        // What cannot be removed only takes room. What the daemon had in memory is elsewhere, and stays there
-        // if it ended before it was done with cleaning up.
-        if let Ok(place) = fs::read_link(self.0.join("run")) {
-            let _ = fs::remove_dir_all(place);
-        }
-        let _ = fs::remove_dir_all(&self.0);
+        leftovers::remove_bench(&self.path);
     }
 }
 

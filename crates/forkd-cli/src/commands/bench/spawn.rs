@@ -14,7 +14,7 @@ use hyper::Method;
 use serde_json::json;
 
 use super::results::{Outcome, Results};
-use super::server::{Server, Workplace, until_told_to_end};
+use super::server::{End, Place, Server, in_workplace};
 use super::{Case, SpawnArgs, emulated, linux_elsewhere, summary};
 use crate::commands::{Context, runtime};
 use crate::paths::Binaries;
@@ -44,7 +44,9 @@ pub(super) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
     let here: Vec<Case> = here.collect();
     if !here.is_empty() {
         let run = Run { context, args, cases: &here, conditions: &conditions };
-        runtime()?.block_on(run.measure(&mut results))?;
+        if let End::Caught(caught) = runtime()?.block_on(run.measure(&mut results))? {
+            return Ok(caught.status());
+        }
     }
     if let Some(why) = elsewhere {
         match in_machine(context, args, &linux, &why) {
@@ -96,19 +98,14 @@ impl Run<'_> {
         self.cases.contains(&case)
     }
 
-    async fn measure(&self, results: &mut Results<'_, Line>) -> Result<()> {
-        let workplace = Workplace::make(self.context)?;
+    async fn measure(&self, results: &mut Results<'_, Line>) -> Result<End> {
         let needed = |case: &Case| matches!(case, Case::Tiny | Case::Linux | Case::Eval);
-        let socket = self.args.socket.as_deref();
-        let mut server = match self.cases.iter().any(needed) {
-            true => Some(Server::open(self.context, socket, workplace.path()).await?),
-            false => None,
+        let place = match self.cases.iter().any(needed) {
+            true => Place::Daemon(self.args.socket.as_deref()),
+            false => Place::Nothing,
         };
-        let outcome = until_told_to_end(self.all(server.as_mut(), workplace.path(), results)).await;
-        if let Some(server) = server {
-            server.stop().await;
-        }
-        outcome
+        in_workplace(self.context, place, async |server, folder| self.all(server, folder, results).await)
+            .await
     }
 
     async fn all(
