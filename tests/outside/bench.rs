@@ -76,6 +76,75 @@ fn a_bench_of_branches_prints_a_line_for_every_case_and_leaves_nothing() {
     assert_eq!(kept.chain(run_dirs(&data)).collect::<Vec<_>>(), [""; 0].map(PathBuf::from));
 }
 
+/// A bench with a daemon of its own that has children.
+fn busy_bench(data: &Path) -> std::process::Child {
+    let mut command = std::process::Command::new(forkd_tests::binary("forkd"));
+    command.env("FORKD_DATA_DIR", data).stdin(std::process::Stdio::null());
+    command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null());
+    command.args(["bench", "spawn", "--case", "tiny", "--n", "500,500,500,500,500,500"]);
+    let mut bench = command.spawn().unwrap();
+    let begun = std::time::Instant::now();
+    let has_children = || {
+        let folders = bench_folders(data).into_iter().map(|folder| folder.join("run/sandboxes"));
+        folders.flat_map(fs::read_dir).flatten().count() > 10
+    };
+    while !has_children() {
+        assert!(bench.try_wait().unwrap().is_none(), "it ended");
+        assert!(begun.elapsed().as_secs() < 120, "it has no children");
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    bench
+}
+
+fn bench_folders(data: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(data).into_iter().flatten().flatten().map(|entry| entry.path());
+    entries.filter(|path| path.file_name().unwrap().to_string_lossy().starts_with("bench-")).collect()
+}
+
+#[test]
+fn a_bench_that_is_told_to_end_takes_its_daemon_and_its_sandboxes_with_it() {
+    if !can_run("a_bench_that_is_told_to_end_takes_its_daemon_and_its_sandboxes_with_it") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let mut bench = busy_bench(folder.path());
+    rustix::process::kill_process(rustix::process::Pid::from_child(&bench), rustix::process::Signal::TERM)
+        .unwrap();
+    assert_eq!(bench.wait().unwrap().code(), Some(128 + 15));
+    // What did not go in two seconds, on a busy host, is found.
+    let cleaned = forkd(Some(folder.path()), &["cleanup", "--yes", "--json"]);
+    assert!(cleaned.status.success(), "{}", text(&cleaned.stdout));
+    assert_eq!((bench_folders(folder.path()), run_dirs(folder.path())), (Vec::new(), Vec::new()));
+}
+
+#[test]
+fn what_a_killed_bench_leaves_is_found_and_removed() {
+    if !can_run("what_a_killed_bench_leaves_is_found_and_removed") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let mut bench = busy_bench(folder.path());
+    let place = bench_folders(folder.path()).remove(0);
+    let look = |args: &[&str]| -> Vec<Value> {
+        let told = forkd(Some(folder.path()), &[&["cleanup", "--json"], args].concat());
+        let told: Value = serde_json::from_slice(&told.stdout).unwrap();
+        told["leftovers"].as_array().unwrap().clone()
+    };
+    let of = |found: &[Value], path: &Path| {
+        found.iter().find(|one| one["path"] == path.to_str().unwrap()).map(|one| one["action"].clone())
+    };
+    assert_eq!(of(&look(&[]), &place), Some(json!("skip")));
+    bench.kill().unwrap();
+    bench.wait().unwrap();
+    let run = fs::read_link(place.join("run")).unwrap();
+    let found = look(&[]);
+    assert_eq!(of(&found, &place), Some(json!("delete")));
+    assert_eq!(of(&found, &run), Some(json!("delete")));
+    look(&["--yes"]);
+    assert_eq!((bench_folders(folder.path()), run.exists()), (Vec::new(), false));
+    assert_eq!(look(&[]).iter().filter(|one| of(&[(*one).clone()], &place).is_some()).count(), 0);
+}
+
 /// What daemons with data below `data` had in memory, and is still there.
 fn run_dirs(data: &Path) -> Vec<PathBuf> {
     let entries = ["/run", "/dev/shm"].into_iter().flat_map(fs::read_dir).flatten().flatten();

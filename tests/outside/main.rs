@@ -19,4 +19,5 @@ mod pip;
 mod power;
 mod readme;
 mod schema;
+mod signals;
 mod upgrade;
