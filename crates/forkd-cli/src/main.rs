@@ -9,6 +9,7 @@ mod api;
 mod args;
 mod client;
 mod clock;
+mod columns;
 mod command_line;
 mod commands;
 mod conversation;

@@ -118,6 +118,28 @@ pub(crate) struct LsArgs {
     #[arg(long, conflicts_with = "state")]
     pub(crate) gone: bool,
 
+    /// All columns, and names as long as they are. Without it a terminal's width is kept to.
+    #[arg(long, conflicts_with = "json")]
+    pub(crate) wide: bool,
+
+    #[command(flatten)]
+    pub(crate) answer: AnswerArgs,
+}
+
+/// Show all there is to know of one sandbox.
+///
+/// What it is and where it came from, its limits, its network, when it ends, what it uses and the branches
+/// taken of it.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd inspect sb4k2n
+  forkd inspect sb4k2n --json | jq -r '.branches[].tag'
+
+Exit status: 0 shown, 1 failed, 2 wrong usage.")]
+pub(crate) struct InspectArgs {
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
+
     #[command(flatten)]
     pub(crate) answer: AnswerArgs,
 }

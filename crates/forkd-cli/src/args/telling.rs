@@ -56,6 +56,10 @@ pub(crate) struct TopArgs {
     #[arg(long)]
     pub(crate) once: bool,
 
+    /// All columns, and names as long as they are. Without it a terminal's width is kept to.
+    #[arg(long, conflicts_with = "json")]
+    pub(crate) wide: bool,
+
     #[command(flatten)]
     pub(crate) answer: AnswerArgs,
 }

@@ -10,6 +10,7 @@ use super::{Context, life, report, with_daemon};
 use crate::api::{self, Gone, Sandbox};
 use crate::args::{FilterArgs, KillArgs, LsArgs, PingArgs, RollbackArgs, SandboxesArgs};
 use crate::client::{Daemon, Refused};
+use crate::columns::{self, Column};
 use crate::{clock, ui};
 
 /// Lists sandboxes.
@@ -19,13 +20,14 @@ pub(crate) fn list(context: &Context, args: &LsArgs) -> Result<u8> {
         let gone = args.gone.then_some(("gone", "true"));
         let others: Vec<_> = state.chain(gone).collect();
         let answer = daemon.ask(Method::GET, &life::list_path(&args.filter, &others), None).await?;
+        let width = columns::width(args.wide);
         if args.answer.json {
             ui::print_json(&answer)?;
         } else if args.gone {
-            ui::print(&render_gone(&api::read::<Vec<Gone>>(&answer)?, clock::now()))?;
+            ui::print(&render_gone(&api::read::<Vec<Gone>>(&answer)?, clock::now(), width))?;
         } else {
             let sandboxes: Vec<Sandbox> = api::read(&answer)?;
-            ui::print(&render(&sandboxes, clock::now()))?;
+            ui::print(&render(&sandboxes, clock::now(), width))?;
             for sandbox in sandboxes.iter().filter(|sandbox| sandbox.state == "unknown") {
                 let why = sandbox.detail.as_deref().unwrap_or("the daemon does not say why; see its log");
                 context.ui.warn(format!("sandbox {}: {why}", sandbox.id));
@@ -35,7 +37,7 @@ pub(crate) fn list(context: &Context, args: &LsArgs) -> Result<u8> {
     })
 }
 
-fn render(sandboxes: &[Sandbox], now: u64) -> String {
+fn render(sandboxes: &[Sandbox], now: u64, width: Option<usize>) -> String {
     let row = |sandbox: &Sandbox| {
         let from = match (&sandbox.snapshot_tag, &sandbox.image) {
             (Some(tag), _) => match &sandbox.rolled_back_to {
@@ -60,17 +62,33 @@ fn render(sandboxes: &[Sandbox], now: u64) -> String {
             sandbox.branch_count.to_string(),
         ]
     };
-    let header = ["ID", "FROM", "STATE", "PID", "AGE", "CPUS", "MEMORY", "BRANCHES"];
-    ui::table(&header, &sandboxes.iter().map(row).collect::<Vec<_>>())
+    let columns = [
+        Column::key("ID"),
+        Column::text("FROM"),
+        Column::text("STATE"),
+        Column::extra("PID", 3),
+        Column::extra("AGE", 1),
+        Column::extra("CPUS", 4),
+        Column::extra("MEMORY", 2),
+        Column::extra("BRANCHES", 5),
+    ];
+    columns::table(&columns, &sandboxes.iter().map(row).collect::<Vec<_>>(), width)
 }
 
-fn render_gone(gone: &[Gone], now: u64) -> String {
+fn render_gone(gone: &[Gone], now: u64, width: Option<usize>) -> String {
     let row = |it: &Gone| {
         let from = it.snapshot_tag.as_ref().map_or_else(|| "-".to_owned(), |tag| format!("snapshot {tag}"));
         let ended = format!("{} ago", ui::age(now.saturating_sub(it.ended_at_unix)));
         vec![it.id.clone(), from, ended, it.reason.clone(), it.detail.clone()]
     };
-    ui::table(&["ID", "FROM", "ENDED", "REASON", "WHY"], &gone.iter().map(row).collect::<Vec<_>>())
+    let columns = [
+        Column::key("ID"),
+        Column::text("FROM"),
+        Column::extra("ENDED", 1),
+        Column::key("REASON"),
+        Column::text("WHY"),
+    ];
+    columns::table(&columns, &gone.iter().map(row).collect::<Vec<_>>(), width)
 }
 
 /// Asks agents whether they are there; the status says whether all are.
@@ -234,7 +252,13 @@ sb2  image python                   running                      7    2 min  1  
 sb3  snapshot numpy                 ended (panicked)             -    2 min  1     512 MiB  0
 sb4  -                              running                      -    0 s    2     64 MiB   0
 sb5  snapshot numpy                 unknown (record_unreadable)  7    2 min  1     512 MiB  0";
-        assert_eq!(render(&api::read::<Vec<Sandbox>>(&list).unwrap(), 220), expected);
+        assert_eq!(render(&api::read::<Vec<Sandbox>>(&list).unwrap(), 220, None), expected);
+        for width in [40, 80, 200] {
+            let text = render(&api::read::<Vec<Sandbox>>(&list).unwrap(), 220, Some(width));
+            assert!(text.lines().all(|line| line.chars().count() <= width), "{width}: {text}");
+            assert!(text.starts_with("ID "), "{width}: {text}");
+            assert_eq!(text.contains("BRANCHES"), width > 80, "{width}: {text}");
+        }
     }
 
     #[test]

@@ -12,6 +12,7 @@ use super::{Context, with_daemon};
 use crate::api;
 use crate::args::{LogsArgs, TopArgs};
 use crate::client::Daemon;
+use crate::columns::{self, Column};
 use crate::{clock, ui};
 
 /// Between two looks.
@@ -33,7 +34,7 @@ pub(crate) fn top(context: &Context, args: &TopArgs) -> Result<u8> {
                 ui::print(&serde_json::to_string(&rows)?)?;
             } else {
                 let clear = if !args.once && stdout().is_terminal() { CLEAR } else { "" };
-                ui::print(&format!("{clear}{}", render(&rows, clock::now())))?;
+                ui::print(&format!("{clear}{}", render(&rows, clock::now(), columns::width(args.wide))))?;
             }
             if args.once {
                 return Ok(0);
@@ -84,7 +85,7 @@ async fn look(daemon: &Daemon, earlier: &mut Earlier) -> Result<Vec<Value>> {
     Ok(rows)
 }
 
-fn render(rows: &[Value], now: u64) -> String {
+fn render(rows: &[Value], now: u64, width: Option<usize>) -> String {
     let text = |row: &Value, key: &str| row[key].as_str().unwrap_or("-").to_owned();
     let size = |value: Option<u64>| value.map_or_else(|| "-".to_owned(), ui::bytes);
     let line = |row: &Value| {
@@ -103,8 +104,17 @@ fn render(rows: &[Value], now: u64) -> String {
             ui::age(now.saturating_sub(row["created_at_unix"].as_u64().unwrap_or(now))),
         ]
     };
-    let header = ["ID", "SNAPSHOT", "STATE", "CPU %", "PRIVATE", "SHARED", "NET", "AGE"];
-    ui::table(&header, &rows.iter().map(line).collect::<Vec<_>>())
+    let columns = [
+        Column::key("ID"),
+        Column::text("SNAPSHOT"),
+        Column::extra("STATE", 2),
+        Column::key("CPU %"),
+        Column::extra("PRIVATE", 1),
+        Column::extra("SHARED", 4),
+        Column::extra("NET", 5),
+        Column::extra("AGE", 3),
+    ];
+    columns::table(&columns, &rows.iter().map(line).collect::<Vec<_>>(), width)
 }
 
 /// Shows a console.
@@ -139,6 +149,11 @@ mod tests {
 ID   SNAPSHOT  STATE    CPU %  PRIVATE  SHARED   NET                   AGE
 sb1  numpy     running  100.0  2.0 MiB  1.0 KiB  10 B out, 2.0 KiB in  1 min
 sb2  -         ended    -      -        -        -                     1 s";
-        assert_eq!(render(&rows, 70), expected);
+        assert_eq!(render(&rows, 70, None), expected);
+        let narrow = "\
+ID   SNAPSHOT  STATE    CPU %  PRIVATE
+sb1  numpy     running  100.0  2.0 MiB
+sb2  -         ended    -      -";
+        assert_eq!(render(&rows, 70, Some(40)), narrow);
     }
 }
