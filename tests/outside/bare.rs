@@ -122,6 +122,30 @@ fn a_thousand_children_come_and_go_and_leave_nothing() {
 }
 
 #[test]
+fn one_sandbox_is_inspected_with_its_origin_its_figures_and_its_branches() {
+    if !can_run("one_sandbox_is_inspected_with_its_origin_its_figures_and_its_branches") {
+        return;
+    }
+    let daemon = daemon_with_tiny(&[]);
+    let id = ids(&spawn(&daemon, 1)).remove(0);
+    let branched = daemon.request("POST", &format!("/v1/sandboxes/{id}/branch"), Some(json!({"tag": "b1"})));
+    assert_eq!(branched.status, 201, "{}", String::from_utf8_lossy(&branched.body));
+    let forkd = |args: &[&str]| {
+        let output = daemon.forkd(&[&["inspect", &id], args].concat()).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let told: Value = serde_json::from_str(&forkd(&["--json"])).unwrap();
+    assert_eq!((&told["sandbox"]["id"], &told["sandbox"]["branch_count"]), (&json!(id), &json!(1)));
+    assert_eq!((&told["snapshot"]["tag"], &told["branches"][0]["tag"]), (&json!("tiny"), &json!("b1")));
+    assert!(told["stats"]["private_kib"].as_u64() > Some(0), "{told}");
+    let shown = forkd(&[]);
+    assert!(shown.lines().any(|line| line.starts_with("id ") && line.ends_with(&id)), "{shown}");
+    assert!(shown.lines().all(|line| !line.contains("null")), "{shown}");
+    daemon.delete(&[id]);
+}
+
+#[test]
 fn out_of_descriptors_the_children_that_fit_run_and_the_others_are_told() {
     if !can_run("out_of_descriptors_the_children_that_fit_run_and_the_others_are_told") {
         return;

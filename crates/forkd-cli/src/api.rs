@@ -261,6 +261,11 @@ pub(crate) fn snapshot_path(tag: &str) -> String {
     format!("/v1/snapshots/{tag}")
 }
 
+/// The path of a workspace.
+pub(crate) fn workspace_path(name: &str) -> String {
+    format!("/v1/workspaces/{name}")
+}
+
 /// The path of a sandbox.
 pub(crate) fn sandbox_path(id: &str) -> String {
     format!("/v1/sandboxes/{id}")

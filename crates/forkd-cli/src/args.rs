@@ -29,8 +29,8 @@ pub(crate) use local::{
     FromImageArgs, ManArgs, ParentBuildArgs, ParentCommand, QuickBenchArgs, QuickstartArgs, Shell, WhereArgs,
 };
 pub(crate) use sandboxes::{
-    ChildrenArgs, CpArgs, EvalArgs, ExecArgs, ForkArgs, KillArgs, LineArgs, LsArgs, PingArgs, ShellArgs,
-    SpawnArgs, StreamArgs,
+    ChildrenArgs, CpArgs, EvalArgs, ExecArgs, ForkArgs, InspectArgs, KillArgs, LineArgs, LsArgs, PingArgs,
+    ShellArgs, SpawnArgs, StreamArgs,
 };
 pub(crate) use snapshots::{
     ImagesArgs, RmiArgs, SnapshotArgs, SnapshotCompactArgs, SnapshotInfoArgs, TagsArgs,
@@ -119,6 +119,7 @@ Exit status: 0 all go on, 1 one or more could not be resumed, 2 wrong usage.")]
     #[command(subcommand)]
     Workspace(WorkspaceCommand),
     Ls(LsArgs),
+    Inspect(InspectArgs),
     Exec(ExecArgs),
     Shell(ShellArgs),
     Cp(CpArgs),

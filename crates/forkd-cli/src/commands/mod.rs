@@ -12,6 +12,7 @@ mod exec;
 mod fork;
 mod from_image;
 mod image;
+mod inspect;
 mod layer;
 mod life;
 mod line;
@@ -132,6 +133,7 @@ fn dispatch(cli: Cli) -> Result<u8> {
         Command::Tree(args) => tree::tree(context, &args),
         Command::Workspace(command) => workspaces::workspace(context, &command),
         Command::Ls(args) => sandboxes::list(context, &args),
+        Command::Inspect(args) => inspect::inspect(context, &args),
         Command::Exec(args) => exec::exec(context, args),
         Command::Shell(args) => exec::shell(context, args),
         Command::Cp(args) => cp::cp(context, &args),

@@ -40,6 +40,7 @@ const LINES: &[&[&str]] = &[
     &["workspace", "resume", "w"],
     &["workspace", "rm", "w"],
     &["ls"],
+    &["inspect", "sb1"],
     &["exec", "sb1", "--", "true"],
     &["exec", "-i", "sb1", "--", "true"],
     &["shell", "sb1", "--", "true"],

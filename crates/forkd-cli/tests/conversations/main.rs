@@ -259,6 +259,41 @@ fn lists_are_tables_for_people_and_the_daemons_own_words_for_programs() {
 }
 
 #[test]
+fn one_sandbox_is_shown_with_all_that_the_daemon_knows_of_it() {
+    let daemon = FakeDaemon::start(|line| match line {
+        "GET /v1/sandboxes/sb1" => {
+            let mut sandbox = child("sb1");
+            sandbox["workspace"] = json!("desk");
+            sandbox["branch_count"] = json!(2);
+            (200, sandbox)
+        }
+        "GET /v1/sandboxes/sb1/stats" => (200, json!({ "private_kib": 2048 })),
+        "GET /v1/snapshots/t" => (200, snapshot("ready", None)),
+        "GET /v1/workspaces/desk" => (403, json!({ "error": "not for this token" })),
+        "GET /v1/tree" => {
+            let nodes = json!([
+                { "id": "sandbox:sb1", "kind": "sandbox", "name": "sb1" },
+                { "id": "snapshot:b", "kind": "snapshot", "name": "b", "parent": "sandbox:sb1", "gone": false },
+            ]);
+            (200, json!({ "nodes": nodes }))
+        }
+        _ => (404, json!({ "error": "there is no sandbox sb2" })),
+    });
+    let told = daemon.run(&["inspect", "sb1", "--json"]).json();
+    assert_eq!((&told["sandbox"]["id"], &told["stats"]["private_kib"]), (&json!("sb1"), &json!(2048)));
+    assert_eq!((&told["snapshot"]["tag"], &told["branches"][0]["tag"]), (&json!("t"), &json!("b")));
+    assert_eq!(told["workspace"], Value::Null, "what is refused is left out");
+    let shown = daemon.run(&["inspect", "sb1"]);
+    assert_eq!(shown.status, Some(0), "{shown:?}");
+    let says = |name: &str, value: &str| {
+        shown.stdout.lines().any(|line| line.starts_with(name) && line.ends_with(value))
+    };
+    assert!(says("id ", " sb1") && says("private ", " 2.0 MiB") && says("branches ", " b"), "{shown:?}");
+    let gone = daemon.run(&["inspect", "sb2"]);
+    assert_eq!((gone.status, gone.stdout.as_str()), (Some(1), ""), "{gone:?}");
+}
+
+#[test]
 fn wrong_usage_asks_the_daemon_nothing() {
     let daemon = FakeDaemon::start(|_| (500, Value::Null));
     for args in [

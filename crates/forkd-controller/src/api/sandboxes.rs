@@ -138,7 +138,7 @@ fn earlier(app: &App, mark: &str) -> Vec<Arc<Sandbox>> {
 
 async fn boot(app: &App, who: &Identity, request: CreateRequest, life: Life) -> Result<Bound> {
     if request.n.is_some_and(|n| n != 1) || !request.envs.is_empty() {
-        return Err(Error::invalid("n and envs are for children of a snapshot"));
+        return Err(Error::invalid("n and env are for children of a snapshot"));
     }
     let lifetime = request.timeout_secs.map(|secs| check_secs("timeout_secs", secs)).transpose()?;
     let mem_mib = request.mem_size_mib.unwrap_or(app.config.limits.default_mem_mib);
@@ -293,7 +293,9 @@ pub(super) async fn get(
         }
         Some(_) => return Err(Error::invalid("wait can only be `ready`")),
     }
-    Ok(Json(info(&sandbox)))
+    let egress = || app.config.egress_private.iter().map(ToString::to_string).collect();
+    let info = info(&sandbox);
+    Ok(Json(SandboxInfo { egress: info.network.then(egress), ..info }))
 }
 
 /// Changes how long a sandbox lives, what is done when its time is over, and its labels. Times count from now.
@@ -444,6 +446,7 @@ pub(super) fn info(sandbox: &Sandbox) -> SandboxInfo {
         ready_ms: facts.ready_ms.or(facts.boot_ms.map(|ms| ms as f64)),
         network: spec.network,
         netns: facts.netns,
+        egress: None,
         guest_addr: match facts.history.line_port {
             Some(port) => format!("{}:{port}", Ipv4Addr::LOCALHOST),
             None => format!("{}:{LINE_PORT}", forkd_net::GUEST_ADDRESS),

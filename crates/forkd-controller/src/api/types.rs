@@ -261,6 +261,10 @@ pub struct SandboxInfo {
     /// The name of its network slot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub netns: Option<String>,
+    /// Private networks that it may reach beside all public addresses. Told of one sandbox, not in lists; absent
+    /// without a network.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub egress: Option<Vec<String>>,
     /// Where it speaks the line protocol: its port of loopback if it has one, else its address in its
     /// network slot.
     pub guest_addr: String,
