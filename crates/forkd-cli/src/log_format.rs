@@ -135,6 +135,38 @@ mod tests {
         }
     }
 
+    /// What readers of the log rely on: a line's fields, their order and their spelling. Only the time is not
+    /// compared.
+    #[test]
+    fn a_line_is_as_it_was() {
+        let kept = Kept::default();
+        let writer = kept.clone();
+        let subscriber = tracing_subscriber::fmt()
+            .with_writer(move || writer.clone())
+            .event_format(Json)
+            .fmt_fields(Json)
+            .finish();
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::info!(target: "forkd", count = 3u64, share = 0.5, ok = true, "alone");
+            // As the daemon's API opens it for every request.
+            let span = tracing::info_span!("request", id = "r1", method = %"GET", path = "/v1/sandboxes");
+            span.in_scope(
+                || tracing::warn!(target: "forkd", sandbox = "sb1", error = ?"x\ny", "it \"broke\""),
+            );
+        });
+        let text = String::from_utf8(kept.0.lock().unwrap().clone()).unwrap();
+        let masked: String = text
+            .lines()
+            .map(|line| {
+                let (before, rest) = line.split_once("\"ts\":\"").expect(line);
+                let (time, after) = rest.split_once('"').expect(line);
+                assert!(time.len() == "2026-01-01T00:00:00.000Z".len() && time.ends_with('Z'), "{time}");
+                format!("{before}\"ts\":\"TIME\"{after}\n")
+            })
+            .collect();
+        assert_eq!(masked, include_str!("log_format.golden.jsonl"));
+    }
+
     #[test]
     fn every_line_is_an_object_and_says_whose_request_it_is_about() {
         let kept = Kept::default();

@@ -626,3 +626,43 @@ fn requests_spawns_and_branches_are_traced_as_part_of_the_clients_trace() {
     assert!(spawn["attributes"].as_array().unwrap().contains(&value), "{spawn}");
     assert!(!spans.iter().any(|span| span["name"] == "GET /version" && span["traceId"] == trace));
 }
+
+/// What scrapers rely on: names, kinds, help and labels of all metrics. `FORKD_WRITE_GOLDEN=1` writes the file
+/// anew.
+#[test]
+fn metrics_are_called_as_they_were() {
+    let Some(daemon) = Daemon::start(&[]) else { return };
+    // So that there are requests to be told of.
+    daemon.done(200, "GET", "/v1/sandboxes", None);
+    let mut shape = Vec::new();
+    for line in daemon.text("/metrics").lines() {
+        let line = match line.starts_with('#') {
+            true => line.to_owned(),
+            false => masked(line.rsplit_once(' ').unwrap().0),
+        };
+        // Requests of every kind look the same.
+        if !shape.contains(&line) {
+            shape.push(line);
+        }
+    }
+    let shape = shape.join("\n") + "\n";
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/metrics.txt");
+    if std::env::var_os("FORKD_WRITE_GOLDEN").is_some() {
+        std::fs::write(file, &shape).unwrap();
+    }
+    let golden = std::fs::read_to_string(file).unwrap_or_default();
+    assert_eq!(shape, golden, "docs/metrics.txt: FORKD_WRITE_GOLDEN=1 writes what is there now");
+}
+
+/// A sample without the values of labels that depend on what the daemon was asked, or on its version.
+fn masked(sample: &str) -> String {
+    let Some((name, labels)) = sample.split_once('{') else { return sample.to_owned() };
+    let labels = labels.trim_end_matches('}').split(',').map(|label| {
+        let (name, _) = label.split_once('=').unwrap();
+        match ["version", "method", "route", "status"].contains(&name) {
+            true => format!("{name}=\"…\""),
+            false => label.to_owned(),
+        }
+    });
+    format!("{name}{{{}}}", labels.collect::<Vec<_>>().join(","))
+}
