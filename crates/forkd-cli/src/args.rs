@@ -10,6 +10,8 @@ mod sandboxes;
 mod snapshots;
 mod telling;
 mod tokens;
+#[cfg(test)]
+mod vocabulary;
 mod workspaces;
 
 use std::net::SocketAddr;
@@ -178,10 +180,10 @@ pub(crate) fn grammar() -> clap::Command {
   forkd run --image python -- python3 -c 'import numpy; print(numpy.zeros(5).tolist())'
   echo hello | forkd run --image python -- tr a-z A-Z
   forkd run -it --image python -- bash
-  forkd run --image python --vcpus 2 --mem-size-mib 1024 --env LANG=C.UTF-8 --timeout 60 -- sh -c 'nproc'
+  forkd run --image python --vcpus 2 --mem-size-mib 1024 --env LANG=C.UTF-8 --timeout-secs 60 -- sh -c 'nproc'
 
 Exit status: the command's own, or
-  124    its --timeout was over
+  124    its --timeout-secs were over
   125    forkd itself failed
   126    the command was found but could not be run
   127    the command was not found in the image
@@ -199,7 +201,8 @@ pub(crate) struct RunArgs {
     pub(crate) process: ProcessArgs,
 
     /// End the command after this many seconds, at most 30 days.
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=MAX_SECS), value_name = "SECS")]
+    #[arg(long = "timeout-secs", alias = "timeout", value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
+          value_name = "SECS")]
     pub(crate) timeout: Option<u64>,
 
     #[command(flatten)]
@@ -409,7 +412,7 @@ Exit status: 0 all removed, 1 one or more could not be, 2 wrong usage.")]
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd image build python
-  forkd image build tools --packages git,curl,jq
+  forkd image build tools --extra git,curl,jq
   forkd image build mine --tar rootfs.tar --size-mib 4096
 
 Exit status: 0 built, 1 failed, 2 wrong usage.")]
@@ -419,7 +422,7 @@ pub(crate) struct ImageBuildArgs {
     pub(crate) name: String,
 
     /// Debian packages, in addition to the essential ones.
-    #[arg(long, value_delimiter = ',', group = "source", value_name = "PKG,…")]
+    #[arg(long = "extra", alias = "packages", value_delimiter = ',', group = "source", value_name = "PKG,…")]
     pub(crate) packages: Vec<String>,
 
     /// A tar of a root file system, compressed or not.

@@ -69,7 +69,7 @@ impl BranchMode {
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd snapshot-diff --from numpy --tag pandas --exec 'pip install pandas'
-  forkd snapshot-diff --from pandas --tag data --exec 'cd /srv && ./fetch.sh' --exec-timeout-secs 3600
+  forkd snapshot-diff --from pandas --tag data --exec 'cd /srv && ./fetch.sh' --timeout-secs 3600
 
 Exit status: 0 made, 1 failed, also if the command did (its status is told and no snapshot is made), 130
 ended by ^C, 2 wrong usage.")]
@@ -87,8 +87,8 @@ pub(crate) struct SnapshotDiffArgs {
     pub(crate) exec: String,
 
     /// End the command after this many seconds, at most 30 days.
-    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
-          value_name = "SECS")]
+    #[arg(long = "timeout-secs", alias = "exec-timeout-secs", default_value_t = 600,
+          value_parser = clap::value_parser!(u64).range(1..=MAX_SECS), value_name = "SECS")]
     pub(crate) exec_timeout_secs: u64,
 
     #[command(flatten)]

@@ -80,7 +80,7 @@ pub(crate) struct ProcessArgs {
 #[derive(Debug, Args)]
 pub(crate) struct LimitArgs {
     /// End it after this many seconds, at most 30 days.
-    #[arg(long, alias = "timeout-secs", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
+    #[arg(long = "timeout-secs", alias = "timeout", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
           value_name = "SECS")]
     pub(crate) timeout: u64,
 }

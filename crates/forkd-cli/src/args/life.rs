@@ -34,11 +34,13 @@ pub(crate) struct LifeArgs {
     pub(crate) label: Vec<(String, String)>,
 
     /// Their time is over after this many seconds, at most 30 days.
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=MAX_SECS), value_name = "SECS")]
+    #[arg(long = "timeout-secs", alias = "ttl", value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
+          value_name = "SECS")]
     pub(crate) ttl: Option<u64>,
 
     /// Their time is over when nobody used them for this many seconds.
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=MAX_SECS), value_name = "SECS")]
+    #[arg(long = "idle-timeout-secs", alias = "idle",
+          value_parser = clap::value_parser!(u64).range(1..=MAX_SECS), value_name = "SECS")]
     pub(crate) idle: Option<u64>,
 
     /// What becomes of them then [default: kill].
@@ -71,8 +73,8 @@ pub(crate) struct FilterArgs {
 /// Times count from now. What is not given stays as it is; labels are replaced, all of them.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
-  forkd set sb4k2n --ttl 3600
-  forkd set sb4k2n --ttl none --idle 600 --on-timeout suspend
+  forkd set sb4k2n --timeout-secs 3600
+  forkd set sb4k2n --timeout-secs none --idle-timeout-secs 600 --on-timeout suspend
   forkd set sb4k2n sb7x1q --label job=7 --label team=red
   forkd set sb4k2n --no-labels
 
@@ -85,11 +87,11 @@ pub(crate) struct SetArgs {
     pub(crate) ids: Vec<String>,
 
     /// Their time is over in this many seconds, at most 30 days; `none`: never.
-    #[arg(long, value_parser = parse_secs, value_name = "SECS")]
+    #[arg(long = "timeout-secs", alias = "ttl", value_parser = parse_secs, value_name = "SECS")]
     pub(crate) ttl: Option<Secs>,
 
     /// Their time is over when nobody used them for this many seconds; `none`: never.
-    #[arg(long, value_parser = parse_secs, value_name = "SECS")]
+    #[arg(long = "idle-timeout-secs", alias = "idle", value_parser = parse_secs, value_name = "SECS")]
     pub(crate) idle: Option<Secs>,
 
     /// What becomes of them then.

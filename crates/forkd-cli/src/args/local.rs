@@ -141,7 +141,7 @@ pub(crate) struct CleanupArgs {
 Exit status: 0 all children answer, 1 something failed or was not wanted, 2 wrong usage.")]
 pub(crate) struct QuickstartArgs {
     /// How many children, 1 to 1000.
-    #[arg(short = 'n', long = "n", default_value_t = 10,
+    #[arg(short = 'n', long = "n", alias = "count", default_value_t = 10,
           value_parser = clap::value_parser!(u16).range(1..=1000), value_name = "N")]
     pub(crate) count: u16,
 
@@ -196,7 +196,7 @@ pub(crate) struct FromImageArgs {
 #[derive(Debug, Args)]
 pub(crate) struct ExtraArgs {
     /// Debian package to add; may be given several times.
-    #[arg(long, value_name = "PKG")]
+    #[arg(long, value_delimiter = ',', value_name = "PKG")]
     pub(crate) extra: Vec<String>,
 
     /// Size of the disk in MiB [default: what it holds and room to write].
@@ -240,7 +240,7 @@ pub(crate) struct QuickBenchArgs {
     pub(crate) tag: Option<String>,
 
     /// Children of the fan-out, 1 to 1000.
-    #[arg(long = "n", short = 'n', default_value_t = 5,
+    #[arg(long = "n", short = 'n', alias = "count", default_value_t = 5,
           value_parser = clap::value_parser!(u16).range(1..=1000), value_name = "N")]
     pub(crate) count: u16,
 

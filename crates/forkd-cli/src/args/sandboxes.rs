@@ -18,7 +18,7 @@ pub(crate) struct ChildrenArgs {
     pub(crate) tag: String,
 
     /// How many children, 1 to 1000.
-    #[arg(short = 'n', long = "count", default_value_t = 1,
+    #[arg(short = 'n', long = "n", alias = "count", default_value_t = 1,
           value_parser = clap::value_parser!(u16).range(1..=MAX_CHILDREN), value_name = "N")]
     pub(crate) count: u16,
 
@@ -76,7 +76,7 @@ pub(crate) struct ForkArgs {
   ID=$(forkd spawn --tag numpy)
   forkd spawn --tag numpy -n 20 --env API_KEY=secret > ids
   forkd spawn --tag numpy -n 500 --no-wait
-  forkd spawn --tag numpy --label job=7 --idle 600 --on-timeout suspend
+  forkd spawn --tag numpy --label job=7 --idle-timeout-secs 600 --on-timeout suspend
 
 Exit status: 0 all children started, 1 some or all failed (those that started are printed and go on
 running), 2 wrong usage.")]
@@ -152,14 +152,14 @@ pub(crate) struct InspectArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd exec sb4k2n -- uname -a
-  forkd exec sb4k2n --env LANG=C.UTF-8 --cwd /tmp --user nobody --timeout 10 -- sh -c 'pwd; id'
+  forkd exec sb4k2n --env LANG=C.UTF-8 --cwd /tmp --user nobody --timeout-secs 10 -- sh -c 'pwd; id'
   forkd exec sb4k2n --json -- hostname | jq -r .stdout
   tar c src | forkd exec -i sb4k2n --cwd /root -- tar x
   forkd exec -it sb4k2n -- python3
   forkd exec --target 127.0.0.1:40123 -- hostname
 
 Exit status: the command's own, with --json too, or
-  124    its --timeout was over
+  124    its --timeout-secs were over
   125    forkd itself failed
   126    the command was found but could not be run
   127    the command was not found in the sandbox
@@ -176,7 +176,7 @@ pub(crate) struct ExecArgs {
     pub(crate) streams: StreamArgs,
 
     /// End it after this many seconds, at most 30 days [default: 600; with -i or -t none].
-    #[arg(long, alias = "timeout-secs", value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
+    #[arg(long = "timeout-secs", alias = "timeout", value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
           value_name = "SECS")]
     pub(crate) timeout: Option<u64>,
 
@@ -269,8 +269,8 @@ pub(crate) struct CpArgs {
   forkd eval sb4k2n -- 'import numpy; numpy.random.rand(3).tolist()'
   forkd eval sb4k2n --json -- '[1, 2]' | jq .result_json
 
-Exit status: 0 evaluated, 1 the code raised (its traceback is on standard error), 124 its --timeout was
-over, 125 forkd itself failed, 2 wrong usage.")]
+Exit status: 0 evaluated, 1 the code raised (its traceback is on standard error), 124 its --timeout-secs
+were over, 125 forkd itself failed, 2 wrong usage.")]
 pub(crate) struct EvalArgs {
     #[command(flatten)]
     pub(crate) sandbox: TargetArgs,
@@ -312,7 +312,7 @@ pub(crate) struct PingArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd line sb4k2n
-  forkd line sb4k2n --listen 127.0.0.1:8888
+  forkd line sb4k2n --bind 127.0.0.1:8888
   forkd line sb4k2n sb7x1q --json
 
 Exit status: 0 the sandboxes have ended, 130 ended by ^C, 1 failed, 2 wrong usage.")]
@@ -322,7 +322,7 @@ pub(crate) struct LineArgs {
     pub(crate) ids: Vec<String>,
 
     /// The port to serve, of the first sandbox [default: any].
-    #[arg(long, value_name = "ADDRESS:PORT")]
+    #[arg(long = "bind", alias = "listen", value_name = "ADDRESS:PORT")]
     pub(crate) listen: Option<std::net::SocketAddr>,
 
     #[command(flatten)]

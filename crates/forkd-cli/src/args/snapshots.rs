@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{AnswerArgs, DaemonArgs, GuestArgs, parse_id, parse_name};
+use super::{AnswerArgs, BranchMode, DaemonArgs, GuestArgs, parse_id, parse_name};
 
 /// Warm a guest once and keep it as a snapshot, to fork children from.
 ///
@@ -13,7 +13,7 @@ use super::{AnswerArgs, DaemonArgs, GuestArgs, parse_id, parse_name};
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd snapshot --tag numpy --image python --warm-python 'import numpy'
-  forkd snapshot --tag app --image tools --warm 'cd /srv && ./prepare.sh' --vcpus 2 --mem-size-mib 1024
+  forkd snapshot --tag app --image tools --warm-command 'cd /srv && ./prepare.sh' --vcpus 2 --mem-size-mib 1024
   forkd snapshot --tag numpy --image python --warm-python 'import numpy' --json | jq -r .dir
   forkd snapshot --tag before-deploy --from-sandbox sb4k2n
   forkd snapshot --tag mine --kernel /srv/vmlinux --rootfs /srv/root.ext4
@@ -47,20 +47,25 @@ pub(crate) struct SnapshotArgs {
           value_name = "ID")]
     pub(crate) from_sandbox: Option<String>,
 
-    /// With --from-sandbox: store what differs, and wait until it is on disk.
-    #[arg(long, requires = "from_sandbox", conflicts_with_all = ["live", "image"])]
+    /// With --from-sandbox: what is stored [default: full].
+    #[arg(long, value_enum, requires = "from_sandbox", conflicts_with_all = ["diff", "live", "image"],
+          value_name = "MODE")]
+    pub(crate) mode: Option<BranchMode>,
+
+    /// The same as --mode diff.
+    #[arg(long, requires = "from_sandbox", conflicts_with_all = ["live", "image"], hide = true)]
     pub(crate) diff: bool,
 
-    /// With --from-sandbox: the same, while the sandbox runs.
-    #[arg(long, requires = "from_sandbox", conflicts_with = "image")]
+    /// The same as --mode live.
+    #[arg(long, requires = "from_sandbox", conflicts_with = "image", hide = true)]
     pub(crate) live: bool,
 
-    /// With --live: do not wait until it is on disk.
-    #[arg(long, requires = "live")]
+    /// With --mode live: do not wait until it is on disk.
+    #[arg(long, requires = "from_sandbox")]
     pub(crate) no_wait: bool,
 
     /// Shell command line that warms the guest.
-    #[arg(long, value_name = "CMD")]
+    #[arg(long = "warm-command", alias = "warm", value_name = "CMD")]
     pub(crate) warm: Option<String>,
 
     /// Python statements for the interpreter that `forkd eval` talks to.

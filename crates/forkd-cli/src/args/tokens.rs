@@ -45,7 +45,7 @@ pub(crate) struct TokenPrintArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd token add ci --max-sandboxes 20 --max-memory-mib 16384
-  forkd token add dashboard --scope read --owner ci --expires-in 86400
+  forkd token add dashboard --scope read --owner ci --expires-in-secs 86400
 
 Exit status: 0 made, 1 failed, 2 wrong usage.")]
 pub(crate) struct TokenAddArgs {
@@ -74,7 +74,8 @@ pub(crate) struct TokenAddArgs {
     pub(crate) max_snapshots: Option<u64>,
 
     /// Refuse it after this many seconds [default: never].
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..), value_name = "SECS")]
+    #[arg(long = "expires-in-secs", alias = "expires-in",
+          value_parser = clap::value_parser!(u64).range(1..), value_name = "SECS")]
     pub(crate) expires_in: Option<u64>,
 
     #[command(flatten)]

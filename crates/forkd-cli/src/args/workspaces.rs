@@ -38,8 +38,8 @@ Exit status: 0 all removed, 1 one or more could not be, 2 wrong usage."
 /// Make a workspace: a sandbox under a name.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
-  forkd workspace create alice --snapshot numpy
-  forkd workspace create bob --snapshot numpy --memory-limit-mib 1024
+  forkd workspace create alice --tag numpy
+  forkd workspace create bob --tag numpy --memory-limit-mib 1024
 
 Exit status: 0 it runs, 1 failed, 2 wrong usage.")]
 pub(crate) struct WorkspaceCreateArgs {
@@ -47,7 +47,7 @@ pub(crate) struct WorkspaceCreateArgs {
     pub(crate) workspace: WorkspaceArgs,
 
     /// Snapshot to begin with (`forkd images`).
-    #[arg(long, value_parser = parse_name, value_name = "TAG")]
+    #[arg(long = "tag", alias = "snapshot", value_parser = parse_name, value_name = "TAG")]
     pub(crate) snapshot: String,
 
     #[command(flatten)]

@@ -51,7 +51,7 @@ pub(crate) fn exec(context: &Context, args: ExecArgs) -> Result<u8> {
         if args.answer.json {
             ui::print_json(&answer)?;
         } else {
-            show_exec(&reply, &mut io::stdout().lock(), "--timeout", context.ui)?;
+            show_exec(&reply, &mut io::stdout().lock(), "--timeout-secs", context.ui)?;
         }
         Ok(status(reply.exit_code))
     })

@@ -200,7 +200,7 @@ fn request(args: &ChildrenArgs) -> Value {
         body["memory_limit_mib"] = json!(limit);
     }
     if !args.env.is_empty() {
-        body["envs"] = json!(args.env.iter().cloned().collect::<BTreeMap<_, _>>());
+        body["env"] = json!(args.env.iter().cloned().collect::<BTreeMap<_, _>>());
     }
     life::ask_for(&mut body, &args.life);
     body
@@ -311,7 +311,7 @@ mod tests {
         let Command::Fork(args) = Cli::try_parse_from(more.concat()).unwrap().command else { panic!() };
         let body = request(&args.children);
         assert_eq!((&body["network"], &body["memory_limit_mib"]), (&json!(false), &json!(64)));
-        assert_eq!(body["envs"], json!({ "A": "1", "B": "2" }));
+        assert_eq!(body["env"], json!({ "A": "1", "B": "2" }));
     }
 
     #[test]

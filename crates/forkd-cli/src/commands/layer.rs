@@ -88,9 +88,9 @@ async fn change_and_keep(daemon: &Daemon, id: &str, args: &SnapshotDiffArgs, ui:
     drop(running);
     if args.answer.json {
         // Standard output is for the JSON alone.
-        exec::show_exec(&reply, &mut io::stderr().lock(), "--exec-timeout-secs", ui)?;
+        exec::show_exec(&reply, &mut io::stderr().lock(), "--timeout-secs", ui)?;
     } else {
-        exec::show_exec(&reply, &mut io::stdout().lock(), "--exec-timeout-secs", ui)?;
+        exec::show_exec(&reply, &mut io::stdout().lock(), "--timeout-secs", ui)?;
     }
     if reply.exit_code != 0 {
         bail!("the command ended with status {}: no snapshot {} was made", reply.exit_code, args.tag);

@@ -7,7 +7,7 @@ use hyper::Method;
 use serde_json::{Value, json};
 
 use super::branch::{self, Wanted};
-use super::{Context, prepare_image, with_daemon};
+use super::{Context, WrongUsage, prepare_image, with_daemon};
 use crate::api::{self, Snapshot, SnapshotStatus};
 use crate::args::{AnswerArgs, BranchMode, SnapshotArgs};
 use crate::client::{Daemon, Refused};
@@ -20,11 +20,17 @@ const POLL: Duration = Duration::from_millis(200);
 /// Makes a snapshot and returns the status to exit with.
 pub(crate) fn snapshot(context: &Context, args: &SnapshotArgs) -> Result<u8> {
     if let Some(id) = &args.from_sandbox {
-        let mode = match (args.diff, args.live) {
-            (true, _) => BranchMode::Diff,
-            (_, true) => BranchMode::Live,
+        let mode = match (args.mode, args.diff, args.live) {
+            (Some(mode), ..) => mode,
+            (None, true, _) => BranchMode::Diff,
+            (None, _, true) => BranchMode::Live,
             _ => BranchMode::Full,
         };
+        if args.no_wait && mode != BranchMode::Live {
+            return Err(
+                WrongUsage::new("--no-wait goes with --mode live: the others are done when stored").into()
+            );
+        }
         let wanted = Wanted { id, tag: Some(&args.tag), mode, wait: !args.no_wait };
         return branch::keep(context, &wanted, &args.answer);
     }

@@ -15,13 +15,13 @@ pub(super) fn check_envs(envs: &BTreeMap<String, String>) -> Result<()> {
     let length = envs.iter().map(|(name, value)| name.len() + value.len() + 2).sum::<usize>() + OWN_ENV;
     if length > MAX_ENVS {
         let text = format!(
-            "envs take {length} bytes, and {MAX_ENVS} is the limit; what is larger can be a file (`forkd cp`)"
+            "env takes {length} bytes, and {MAX_ENVS} is the limit; what is larger can be a file (`forkd cp`)"
         );
         return Err(Error::invalid(text));
     }
     for (name, value) in envs {
         if name.is_empty() || name.contains(['=', '\0']) || value.contains('\0') {
-            let text = format!("envs: {name:?} cannot be a variable: no `=` in its name and no NUL at all");
+            let text = format!("env: {name:?} cannot be a variable: no `=` in its name and no NUL at all");
             return Err(Error::invalid(text));
         }
     }

@@ -340,6 +340,9 @@ async fn bodies_of_the_references_clients_are_understood() {
         (r#"{"snapshot_tag":"none","n":0}"#.into(), 400, "n is 0"),
         (r#"{"snapshot_tag":"none","n":1001}"#.into(), 400, "1000"),
         (r#"{"snapshot_tag":"../x"}"#.into(), 400, "tag"),
+        (spawn(&format!(r#","env":{{"A":"{}"}}"#, "x".repeat(60 << 10))), 404, "none"),
+        (spawn(&format!(r#","env":{{"A":"{}"}}"#, "x".repeat(64 << 10))), 400, "65536 is the limit"),
+        // As it was called before.
         (spawn(&format!(r#","envs":{{"A":"{}"}}"#, "x".repeat(60 << 10))), 404, "none"),
         (spawn(&format!(r#","envs":{{"A":"{}"}}"#, "x".repeat(64 << 10))), 400, "65536 is the limit"),
     ] {

@@ -61,7 +61,7 @@ pub struct CreateRequest {
     pub memory_limit_mib: Option<u64>,
     /// Variables for every process started in the children: the place for secrets. Names and values take at most
     /// 64 KiB together. Of a snapshot only.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(default, rename = "env", alias = "envs", skip_serializing_if = "BTreeMap::is_empty")]
     pub envs: BTreeMap<String, String>,
     /// Its time is over this many seconds after it was forked, or has booted; never when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
