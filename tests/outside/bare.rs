@@ -277,6 +277,7 @@ fn a_damaged_snapshot_is_refused_by_name_and_nothing_starts() {
         let body = json!({"snapshot_tag": "tiny", "n": 2});
         let response = daemon.request("POST", "/v1/sandboxes", Some(body));
         assert_eq!(response.status, 409, "{name}: {response:?}");
+        assert_eq!(response.json()["code"], "snapshot_unusable", "{name}: {response:?}");
         let text = response.json()["error"].as_str().unwrap().to_owned();
         assert!(words.iter().all(|word| text.contains(word)), "{name}: {text}");
         assert!(daemon.templates().is_empty() && daemon.folders() == 0, "{name}: something started");
@@ -310,7 +311,12 @@ fn a_snapshot_that_needs_a_cpu_feature_this_host_lacks_is_refused_by_its_name() 
 
     let response =
         daemon.request("POST", "/v1/sandboxes", Some(json!({"snapshot_tag": "foreign", "network": false})));
-    assert_eq!(response.status, 409, "{response:?}");
+    assert_eq!(
+        (response.status, &response.json()["code"]),
+        (409, &json!("snapshot_unusable")),
+        "{response:?}"
+    );
+    // The operator reads which.
     let text = response.json()["error"].as_str().unwrap().to_owned();
     assert!(text.contains("foreign") && text.contains("lacks") && text.contains("edx bit 0"), "{text}");
     assert_eq!(daemon.folders(), 0);

@@ -61,21 +61,23 @@ fn every_way_to_branch_gives_children_of_one_instant_and_leaves_nothing_behind()
     assert_eq!(tags.iter().collect::<BTreeSet<_>>().len(), tags.len());
     assert_eq!(daemon.sandbox(&source)["branch_count"], tags.len());
 
-    for (id, body, status, word) in [
-        (source.as_str(), json!({"mode": "diff", "live": true}), 400, "mode"),
-        (&source, json!({"diff": true, "live": true}), 400, ""),
-        (&source, json!({"mode": "sideways"}), 400, ""),
-        (&source, json!({"mode": "diff", "wait": false}), 400, "wait"),
-        (&source, json!({"wait": false}), 400, "wait"),
-        (&source, json!({"mode": "diff", "parent_tag": "somebody"}), 400, "parent_tag"),
-        (&source, json!({"mode": "live", "tag": "../x"}), 400, "tag"),
-        (&source, json!({"mode": "live", "tag": pattern::TAG}), 409, pattern::TAG),
-        ("sbnobody", json!({"mode": "live"}), 404, "sbnobody"),
+    for (id, body, status, code) in [
+        (source.as_str(), json!({"mode": "diff", "live": true}), 400, "invalid_request"),
+        (&source, json!({"diff": true, "live": true}), 400, "invalid_request"),
+        (&source, json!({"mode": "sideways"}), 400, "invalid_request"),
+        (&source, json!({"mode": "diff", "wait": false}), 400, "invalid_request"),
+        (&source, json!({"wait": false}), 400, "invalid_request"),
+        (&source, json!({"mode": "diff", "parent_tag": "somebody"}), 400, "invalid_request"),
+        (&source, json!({"mode": "live", "tag": "../x"}), 400, "invalid_request"),
+        (&source, json!({"mode": "live", "tag": pattern::TAG}), 409, "tag_taken"),
+        ("sbnobody", json!({"mode": "live"}), 404, "sandbox_not_found"),
     ] {
         let response = daemon.try_branch(id, body.clone());
-        let right = response.status == status || (status == 400 && response.status == 422);
-        assert!(right, "{body}: {response:?}");
-        assert!(error(&response).contains(word), "{body}: {response:?}");
+        assert_eq!(
+            (response.status, &response.json()["code"]),
+            (status, &json!(code)),
+            "{body}: {response:?}"
+        );
     }
     daemon.delete(&[source]);
     delete_all(&daemon, &tags);
@@ -135,7 +137,8 @@ fn a_chain_is_whole_at_every_depth_and_no_name_can_go_that_another_needs() {
     // Named by those that need it; by force the name alone goes; with cascade all that need it.
     let response = daemon.delete_snapshot(&tags[7], "");
     assert_eq!(response.status, 409, "{response:?}");
-    assert!(error(&response).contains(&tags[8]), "{response:?}");
+    assert_eq!(response.json()["code"], "snapshot_in_use", "{response:?}");
+    assert!(error(&response).contains(&tags[8]), "it names those that need it: {response:?}");
     assert_eq!(daemon.delete_snapshot(&tags[7], "?cascade=true&force=true").status, 400);
     assert_eq!(daemon.delete_snapshot(&tags[7], "?force=true").status, 204);
     assert!(find(&daemon, &tags[7]).is_none());

@@ -13,7 +13,6 @@ use forkd_tests::{eventually, number};
 use serde_json::{Value, json};
 
 use crate::bare::{can_run, census, daemon_with_tiny, descriptors, ids, spawn};
-use crate::pattern::error;
 
 /// The most sandboxes and branches a client has at a time.
 const MOST: usize = 6;
@@ -39,7 +38,9 @@ impl Client<'_> {
                 *self.done.entry(what).or_insert(0) += 1;
                 return response;
             }
-            assert!(error(&response).contains("limit"), "{what}: {response:?}");
+            let code = response.json()["code"].clone();
+            let limits = ["limit_reached", "daemon_busy", "quota_exceeded", "rate_limited"];
+            assert!(limits.iter().any(|limit| code == *limit), "{what}: {response:?}");
             *self.done.entry("later").or_insert(0) += 1;
             std::thread::sleep(Duration::from_millis(20));
         }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use bytes::Bytes;
+use forkd_controller::{Code, ErrorBody};
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
@@ -188,7 +189,7 @@ impl Daemon {
         if status.is_success() {
             return Ok(answer);
         }
-        Err(Refused { status, reason: reason(status, Some(&answer)) }.into())
+        Err(Refused::new(status, Some(&answer)).into())
     }
 
     /// One request whose body, or answer, is too long to hold; a daemon that says no is [`Refused`].
@@ -200,7 +201,7 @@ impl Daemon {
         }
         let bytes = streaming.collect().await?;
         let answer: Option<Value> = serde_json::from_slice(&bytes).ok();
-        Err(Refused { status, reason: reason(status, answer.as_ref()) }.into())
+        Err(Refused::new(status, answer.as_ref()).into())
     }
 
     /// Opens a WebSocket.
@@ -222,7 +223,7 @@ impl Daemon {
             Ok((socket, _)) => Ok(socket),
             Err(Error::Http(response)) => {
                 let body = serde_json::from_slice(response.body().as_deref().unwrap_or_default()).ok();
-                bail!("the daemon refused: {}", reason(response.status(), body.as_ref()));
+                Err(Refused::new(response.status(), body.as_ref())).context("the daemon refused")
             }
             Err(error) => {
                 Err(error).with_context(|| format!("no conversation with the daemon at {}", self.url()))
@@ -310,45 +311,72 @@ impl Drop for Streaming {
 }
 
 /// What a daemon says that does not do what it was asked.
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Refused {
-    pub(crate) status: StatusCode,
+    status: u16,
     /// What happened and what to do, in the daemon's words.
     reason: String,
+    /// Why, for programs; empty if the daemon is of an older version.
+    code: String,
+    /// The id of the request, under which the daemon's log has more.
+    request_id: String,
 }
 
 impl Refused {
-    /// Whether `error` says that there is no such thing.
-    pub(crate) fn is_not_found(error: &anyhow::Error) -> bool {
-        Refused::is(error, StatusCode::NOT_FOUND)
+    /// What an error's body says, or its status alone.
+    fn new(status: StatusCode, body: Option<&Value>) -> Self {
+        let text = |name| body.and_then(|body| body.get(name)).and_then(Value::as_str).map(str::to_owned);
+        Refused {
+            status: status.as_u16(),
+            reason: text("error").unwrap_or_else(|| bare(status)),
+            code: text("code").unwrap_or_default(),
+            request_id: text("request_id").unwrap_or_default(),
+        }
     }
 
-    /// Whether `error` says that something is in the way.
-    pub(crate) fn is_conflict(error: &anyhow::Error) -> bool {
-        Refused::is(error, StatusCode::CONFLICT)
+    /// What the last event of a conversation says.
+    pub(crate) fn in_conversation(status: u16, body: ErrorBody) -> Self {
+        let ErrorBody { error: reason, code, request_id } = body;
+        Refused { status, reason, code, request_id }
     }
 
-    fn is(error: &anyhow::Error, status: StatusCode) -> bool {
-        error.downcast_ref::<Refused>().is_some_and(|refused| refused.status == status)
+    /// Whether `error` is a refusal for that reason. An older daemon says only its status.
+    pub(crate) fn is(error: &anyhow::Error, code: Code) -> bool {
+        error.downcast_ref::<Refused>().is_some_and(|refused| match refused.code.as_str() {
+            "" => refused.status == code.status(),
+            name => name == code.name(),
+        })
+    }
+
+    /// As the daemon would have answered it.
+    pub(crate) fn body(&self) -> ErrorBody {
+        ErrorBody { error: self.reason.clone(), code: self.code.clone(), request_id: self.request_id.clone() }
     }
 }
 
 impl std::fmt::Display for Refused {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.write_str(&self.reason)
+        formatter.write_str(&self.reason)?;
+        // With it, the operator finds the cause in the log.
+        if self.status == Code::Internal.status()
+            && !self.request_id.is_empty()
+            && !self.reason.contains(&self.request_id)
+        {
+            write!(formatter, " (request id {})", self.request_id)?;
+        }
+        Ok(())
     }
 }
 
 impl std::error::Error for Refused {}
 
-/// The reason in an error's body, or the status alone.
-fn reason(status: StatusCode, body: Option<&Value>) -> String {
-    match body.and_then(|body| body.get("error")).and_then(Value::as_str) {
-        Some(reason) => reason.to_owned(),
-        None if status == StatusCode::UNAUTHORIZED => {
+/// The reason of an answer that has only a status.
+fn bare(status: StatusCode) -> String {
+    match status {
+        StatusCode::UNAUTHORIZED => {
             "the daemon's token is missing or wrong: give it with FORKD_TOKEN".to_owned()
         }
-        None => format!("the daemon answers with status {status}; `forkd doctor` tells how it is"),
+        _ => format!("the daemon answers with status {status}; `forkd doctor` tells how it is"),
     }
 }
 
@@ -384,10 +412,26 @@ mod tests {
 
     #[test]
     fn a_refusal_gives_the_daemons_reason() {
-        let body = serde_json::json!({ "error": "no image" });
-        assert_eq!(reason(StatusCode::NOT_FOUND, Some(&body)), "no image");
-        assert!(reason(StatusCode::UNAUTHORIZED, None).contains("token is missing or wrong"));
-        assert!(reason(StatusCode::BAD_GATEWAY, Some(&Value::Null)).contains("502 Bad Gateway"));
+        let refused =
+            |status: StatusCode, body: Value| anyhow::Error::from(Refused::new(status, Some(&body)));
+        let body = serde_json::json!({ "error": "no image", "code": "image_not_found", "request_id": "r1" });
+        let error = refused(StatusCode::NOT_FOUND, body);
+        assert_eq!(error.to_string(), "no image");
+        assert!(Refused::is(&error, Code::ImageNotFound) && !Refused::is(&error, Code::SandboxNotFound));
+        let older = refused(StatusCode::NOT_FOUND, serde_json::json!({ "error": "no image" }));
+        assert!(Refused::is(&older, Code::ImageNotFound) && !Refused::is(&older, Code::TagTaken));
+        let bare = refused(StatusCode::BAD_GATEWAY, Value::Null);
+        assert!(Refused::is(&bare, Code::GuestFailed) && bare.to_string().contains("502"));
+    }
+
+    #[test]
+    fn an_internal_error_is_shown_with_its_request_id_once() {
+        let shown = |text: &str| {
+            let body = serde_json::json!({ "error": text, "code": "internal", "request_id": "r-17" });
+            Refused::new(StatusCode::INTERNAL_SERVER_ERROR, Some(&body)).to_string()
+        };
+        assert_eq!(shown("cannot open x").matches("r-17").count(), 1);
+        assert_eq!(shown("internal error; give r-17").matches("r-17").count(), 1);
     }
 
     #[tokio::test]

@@ -18,6 +18,8 @@ pub(crate) struct Line {
     pub(crate) settings: Result<File>,
     /// Settings that were typed, with their values.
     pub(crate) typed: Vec<(String, String)>,
+    /// Whether a program reads what it prints: `--json`.
+    pub(crate) json: bool,
     /// Flags that were typed and have no meaning.
     pub(crate) obsolete: Vec<&'static Obsolete>,
 }
@@ -36,7 +38,8 @@ pub(crate) fn read() -> Line {
     let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let ids = options.iter().map(|(key, setting)| (key.clone(), setting.arg.get_id().to_string()));
     let typed = ids.filter_map(|(key, id)| Some((key, typed(&matches, &id)?))).collect();
-    Line { cli, settings, typed, obsolete: obsolete::typed(&matches) }
+    let json = self::typed(&matches, "json").is_some();
+    Line { cli, settings, typed, json, obsolete: obsolete::typed(&matches) }
 }
 
 /// What was typed for an option, before or after the command's name.

@@ -6,6 +6,7 @@
 
 use anyhow::{Context as _, Result, bail};
 use bytes::Bytes;
+use forkd_controller::ErrorBody;
 use forkd_controller::frames::{self, Channel, ClientMessage, MAX_CHUNK, STDIN_WINDOW, ServerEvent, TtySize};
 use futures_util::stream::{SplitSink, SplitStream};
 use futures_util::{SinkExt, StreamExt};
@@ -13,7 +14,7 @@ use serde::Serialize;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_tungstenite::tungstenite::Message;
 
-use crate::client::Socket;
+use crate::client::{Refused, Socket};
 use crate::signals::Forwarded;
 use crate::stdio::{self, Outcome, Output, Target};
 use crate::terminal::RawTerminal;
@@ -175,7 +176,10 @@ impl Conversation {
                 }
                 return Ok(Some(u8::try_from(exit_code).unwrap_or(u8::MAX)));
             }
-            ServerEvent::Error { message, .. } => bail!(message),
+            ServerEvent::Error { message, status, code, request_id } => {
+                let body = ErrorBody { error: message, code, request_id };
+                return Err(Refused::in_conversation(status, body).into());
+            }
         }
         Ok(None)
     }

@@ -206,6 +206,12 @@ pub(crate) fn fail(error: &anyhow::Error, status: u8) -> ExitCode {
     ExitCode::from(status)
 }
 
+/// Reports what the daemon refused, for programs.
+pub(crate) fn fail_json<T: Serialize>(body: &T, status: u8) -> ExitCode {
+    complain(&serde_json::to_string(body).unwrap_or_default());
+    ExitCode::from(status)
+}
+
 fn complain(line: &str) {
     // Standard error may be closed; there is nobody left to tell.
     let _ = writeln!(io::stderr().lock(), "{}", harmless(line));

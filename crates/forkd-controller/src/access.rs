@@ -10,7 +10,7 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
 use crate::api::App;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::identity::{EVERYBODY, Identity, Scope};
 
 /// The scope a route needs. One that nobody has decided about is for admins.
@@ -74,7 +74,7 @@ pub(crate) async fn check(
         Some(who) if who.is_admin() => Ok(()),
         Some(who) => allow(&app, who, request.method(), path.as_str(), params.ok().as_ref()),
         None if is_open(path.as_str()) => Ok(()),
-        None => Err(Error::new(Kind::Unauthorized, "nobody knows who you are")),
+        None => Err(Error::new(Code::Unauthorized, "the request has no known sender")),
     };
     match allowed {
         Ok(()) => next.run(request).await,
@@ -98,7 +98,7 @@ fn allow(
             who.scope.name(),
             needed.name()
         );
-        return Err(Error::new(Kind::Forbidden, text));
+        return Err(Error::new(Code::Forbidden, text));
     }
     let Some(params) = params else {
         return Err(Error::invalid("the path is not text"));
@@ -113,7 +113,7 @@ fn allow(
         let looks = [Method::GET, Method::HEAD].contains(method);
         if entry.owner() == EVERYBODY && !looks {
             let text = format!("snapshot {name} is everybody's: only an admin may change it");
-            return Err(Error::new(Kind::Forbidden, text));
+            return Err(Error::new(Code::Forbidden, text));
         }
         Ok(())
     } else if path.starts_with("/v1/workspaces/") {

@@ -107,7 +107,7 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
     let there = registry.list().iter().map(|sandbox| sandbox.id.clone()).collect();
     // For people who ask later: no reason to do without those that are there.
     if let Err(error) = registry.ledger.compare(there).await {
-        tracing::error!(error = error.message, "the ledger of sandboxes is not up to date");
+        tracing::error!(%error, "the ledger of sandboxes is not up to date");
     }
     Ok(())
 }

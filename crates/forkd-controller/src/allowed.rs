@@ -7,7 +7,7 @@ use std::path::{Component, Path, PathBuf};
 use rustix::fs::{Mode, OFlags};
 
 use crate::config::Config;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 
 /// Opens a kernel for reading. Blocks.
 pub(crate) fn kernel(config: &Config, path: &Path) -> Result<File> {
@@ -31,11 +31,12 @@ fn open(what: &str, path: &Path, own: &[PathBuf], config: &Config) -> Result<Fil
     }
     let refused = || {
         let folders: Vec<String> = folders.iter().map(|it| it.display().to_string()).collect();
-        Err(Error::invalid(format!(
-            "{what} {}: files can only come from {}; start the daemon with --allow-path to add a folder",
-            path.display(),
-            folders.join(", ")
-        )))
+        let text = format!(
+            "the daemon does not open {what} {} for clients; start it with --allow-path to add a folder",
+            path.display()
+        );
+        let cause = format!("files can only come from {}", folders.join(", "));
+        Err(Error::new(Code::PathNotAllowed, text).because(cause))
     };
     // Of what is elsewhere it is not even told whether it exists.
     let elsewhere = !folders.iter().any(|folder| path.starts_with(folder));
@@ -43,8 +44,11 @@ fn open(what: &str, path: &Path, own: &[PathBuf], config: &Config) -> Result<Fil
         return refused();
     }
     let failed = |error: std::io::Error| {
-        let kind = if error.kind() == std::io::ErrorKind::NotFound { Kind::NotFound } else { Kind::Invalid };
-        Error::new(kind, format!("cannot open {what} {}: {error}", path.display()))
+        let code = match error.kind() {
+            std::io::ErrorKind::NotFound => Code::PathNotFound,
+            _ => Code::InvalidRequest,
+        };
+        Error::new(code, format!("cannot open {what} {}", path.display())).because(error)
     };
     let found = match rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) {
         Err(_) if elsewhere => return refused(),
@@ -105,18 +109,17 @@ mod tests {
             "data/../data/kernel",
         ] {
             let error = open(bad).unwrap_err();
-            assert_eq!(error.kind, Kind::Invalid, "{bad}: {error}");
-            assert!(error.message.contains("--allow-path"), "{bad}: {error}");
+            assert_eq!(error.code(), Code::PathNotAllowed, "{bad}: {error}");
         }
         for bad in ["data/none", "data/dangling"] {
-            assert_eq!(open(bad).unwrap_err().kind, Kind::NotFound, "{bad}");
+            assert_eq!(open(bad).unwrap_err().code(), Code::PathNotFound, "{bad}");
         }
-        assert!(open("data/folder").unwrap_err().message.contains("regular file"));
+        assert!(open("data/folder").unwrap_err().public().contains("regular file"));
         assert!(kernel(&config, Path::new("kernel")).is_err());
         // A folder whose name begins like one that is allowed is another one.
         std::fs::create_dir(at("data-too")).unwrap();
         std::fs::write(at("data-too/kernel"), "").unwrap();
-        assert_eq!(open("data-too/kernel").unwrap_err().kind, Kind::Invalid);
+        assert_eq!(open("data-too/kernel").unwrap_err().code(), Code::PathNotAllowed);
     }
 
     #[test]
@@ -136,7 +139,7 @@ mod tests {
         }
         for bad in ["data/forkd.db", "data/token", "more/link", "data/images/../forkd.db"] {
             let error = disk(&config, &at(bad)).unwrap_err();
-            assert!(error.kind == Kind::Invalid && error.message.contains("--allow-path"), "{bad}: {error}");
+            assert_eq!(error.code(), Code::PathNotAllowed, "{bad}: {error}");
         }
     }
 }

@@ -16,7 +16,7 @@ use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 
 use crate::allowed;
 use crate::config::Config;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 
 /// Everything a guest is booted from, opened.
 #[derive(Debug, Clone)]
@@ -127,7 +127,7 @@ impl Finder {
     pub(crate) fn find_disk(&self, config: &Config, kernel: Option<&Path>, rootfs: &Path) -> Result<Assets> {
         let named = kernel.map(|kernel| allowed::kernel(config, kernel)).transpose()?;
         let kernel = match kernel.or(self.kernel.as_deref()) {
-            Some(path) => kernel_at(path).map_err(|error| Error::invalid(error.message))?,
+            Some(path) => kernel_at(path).map_err(|error| error.with_code(Code::InvalidRequest))?,
             None => self.library.kernel(None)?,
         };
         let disk = check_rootfs(rootfs, allowed::disk(config, rootfs)?)?;
@@ -258,13 +258,10 @@ fn sealed(bytes: &[u8]) -> std::io::Result<OwnedFd> {
 
 impl From<forkd_image::Error> for Error {
     fn from(error: forkd_image::Error) -> Self {
-        let kind = match &error {
-            forkd_image::Error::NotFound(_) => Kind::NotFound,
-            _ => Kind::Internal,
-        };
-        // The crate's texts leave out their source, for those who print the chain.
-        let cause = std::error::Error::source(&error).map(|cause| format!(": {cause}")).unwrap_or_default();
-        Error::new(kind, format!("{error}{cause}"))
+        match error {
+            forkd_image::Error::NotFound(text) => Error::new(Code::ImageNotFound, text),
+            error => Error::host("the library of images failed", error),
+        }
     }
 }
 
@@ -293,7 +290,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let finder = Finder::new(&Config::new(dir.path()));
         let error = finder.find("python").unwrap_err();
-        assert_eq!(error.kind, Kind::NotFound);
-        assert!(error.message.contains("forkd image build python"), "{error}");
+        assert_eq!(error.code(), Code::ImageNotFound);
+        assert!(error.public().contains("forkd image build python"), "{error}");
     }
 }

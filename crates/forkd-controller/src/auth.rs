@@ -21,7 +21,7 @@ use axum::response::{IntoResponse, Response};
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::access;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::identity::Identity;
 use crate::peer::Peer;
 use crate::rate::{Failures, Rates};
@@ -80,7 +80,7 @@ pub(crate) async fn check(State(gate): State<Gate>, mut request: Request, next: 
 
 impl Gate {
     fn authenticate(&self, headers: &HeaderMap) -> Result<Identity> {
-        let unauthorized = |text| Err(Error::new(Kind::Unauthorized, text));
+        let unauthorized = |text| Err(Error::new(Code::Unauthorized, text));
         let mut all = headers.get_all(AUTHORIZATION).iter();
         let Some(header) = all.next() else {
             if self.insecure {
@@ -109,7 +109,8 @@ impl Gate {
                 unauthorized("the token is wrong; `forkd token print` shows the right one")
             }
             Err(Refusal::Expired) => {
-                unauthorized("the token has expired; ask whoever gave it to you for another")
+                let text = "the token has expired; ask the operator of the daemon for another";
+                Err(Error::new(Code::TokenExpired, text))
             }
         }
     }
@@ -130,7 +131,7 @@ impl Gate {
 
 /// Says when to come back.
 fn too_many(text: &str, wait: Duration) -> Response {
-    let mut response = Error::too_many(text).into_response();
+    let mut response = Error::new(Code::RateLimited, text).into_response();
     let secs = wait.as_secs().saturating_add(1);
     response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(secs));
     response
@@ -143,7 +144,7 @@ pub(crate) async fn let_in(mut request: Request, next: Next) -> Response {
 }
 
 fn check_source(headers: &HeaderMap, uri: &Uri, abroad: bool) -> Result<()> {
-    let forbidden = |text: &str| Err(Error::new(Kind::Forbidden, text));
+    let forbidden = |text: &str| Err(Error::new(Code::OriginForbidden, text));
     let mut hosts = headers.get_all(HOST).iter();
     let host = hosts.next().and_then(|value| value.to_str().ok());
     let Some(host) = host.filter(|_| hosts.next().is_none()) else {

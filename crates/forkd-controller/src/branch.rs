@@ -20,7 +20,7 @@ use tokio::sync::watch;
 use tracing::Instrument;
 
 use crate::cgroup::{Leaf, Leaving};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::host::new_id;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::{Entry, Snapshots, Work};
@@ -355,17 +355,18 @@ impl Snapshots {
 
     /// What the branch's guest is like, and which snapshot its source came from.
     fn check(&self, sandbox: &Sandbox, order: &Order) -> Result<(Facts, Option<Origin>)> {
-        let conflict = |text: String| Err(Error::new(Kind::Conflict, text));
         match sandbox.phase() {
             Phase::Running | Phase::Unresponsive | Phase::Paused => {}
             Phase::Starting => {
-                return conflict(format!("sandbox {} is still starting; branch it later", sandbox.id));
+                let text = format!("sandbox {} is still starting; branch it later", sandbox.id);
+                return Err(Error::new(Code::SandboxStarting, text));
             }
-            Phase::Ended(end) => return Err(sandbox.ended(Kind::Conflict, &end)),
+            Phase::Ended(end) => return Err(sandbox.ended(Code::SandboxEnded, &end)),
             Phase::Unknown(_) => sandbox.known()?,
         }
         let Some(mut guest) = sandbox.spec.guest.clone() else {
-            return conflict(format!("sandbox {} was made by an older version; make it again", sandbox.id));
+            let text = format!("sandbox {} was made by an older version; make it again", sandbox.id);
+            return Err(Error::new(Code::SandboxUnfit, text));
         };
         guest.python = sandbox.facts().python.or(guest.python);
         let template = sandbox.belongings().template.clone();
@@ -425,7 +426,7 @@ impl Snapshots {
         let (template, source) = match taken {
             Ok(taken) => taken,
             Err(error) => {
-                tracing::warn!(tag = branch.tag, error = error.message, "a branch could not be taken");
+                tracing::warn!(tag = branch.tag, %error, "a branch could not be taken");
                 self.host.telling.metrics.branches.add(metrics::Outcome::Failed, 1);
                 entry.failed(error.clone());
                 self.forget_owner(&entry).await;

@@ -9,7 +9,7 @@ use std::time::Duration;
 use forkd_protocol::control::BranchConfig;
 use tokio::sync::oneshot;
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::monitor::{Branched, Monitor, Replacement};
 use crate::process::Identity;
 use crate::sandbox::{Phase, Sandbox};
@@ -103,9 +103,9 @@ impl Sandbox {
     /// Asks its keeper for a command and waits for the answer.
     pub(crate) async fn ask<T>(&self, command: impl FnOnce(Tell<T>) -> Command) -> Result<T> {
         self.known()?;
-        let ended = || Error::new(Kind::Conflict, format!("sandbox {} ended meanwhile", self.id));
+        let ended = || Error::new(Code::SandboxEnded, format!("sandbox {} ended meanwhile", self.id));
         if let Phase::Ended(end) = self.phase() {
-            return Err(self.ended(Kind::Conflict, &end));
+            return Err(self.ended(Code::SandboxEnded, &end));
         }
         let (tell, told) = oneshot::channel();
         self.commands.send(command(tell)).await.map_err(|_| ended())?;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::branch::{Branch, Stage};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::identity::{EVERYBODY, Identity};
 use crate::snapshots::{Entry, Snapshots, Work};
 use crate::task::{self, Task};
@@ -28,7 +28,7 @@ impl Snapshots {
                 snapshots.record_owner(&made).await?;
                 let template = snapshots.template(&from.tag).await?;
                 if template.snapshot().as_deref() != Some(snapshot.id()) {
-                    return Err(Error::new(Kind::Conflict, "the snapshot was made again meanwhile"));
+                    return Err(Error::new(Code::SnapshotReplaced, "the snapshot was made again meanwhile"));
                 }
                 snapshots.save_branch(&job, &template).await
             };

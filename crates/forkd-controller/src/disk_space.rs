@@ -94,7 +94,7 @@ pub(crate) async fn resume_waiting(registry: Arc<Registry>, mut stopping: Stoppi
         }
         for sandbox in waiting {
             if let Err(error) = sandbox.try_again().await {
-                tracing::warn!(sandbox = sandbox.id, error = error.message, "the sandbox stays paused");
+                tracing::warn!(sandbox = sandbox.id, %error, "the sandbox stays paused");
             }
         }
     }
@@ -135,7 +135,7 @@ impl Snapshots {
                 Err(error) if error.is_no_room() && !branch.waited_for => error,
                 other => return other,
             };
-            tracing::warn!(tag = branch.tag, error = error.message, "a branch waits for room on the disk");
+            tracing::warn!(tag = branch.tag, %error, "a branch waits for room on the disk");
             branch.wait_for_room(Some(error.clone()));
             self.retain.notify_one();
             let room = tokio::select! {

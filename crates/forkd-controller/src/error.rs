@@ -1,119 +1,168 @@
-//! Errors as callers see them.
+//! The daemon's errors.
 //!
-//! Who reads them: a person in front of `forkd`, or a program that looks at the status. So an
-//! error is a kind, which decides the HTTP status, and one sentence that says what happened and
-//! what to do. What only the operator should know goes to the log, not in here.
+//! Two readers: a program, which reads the [`Code`], and a person, who reads one sentence with the fix. What
+//! only the operator may read (a path of the host, an errno, the output of a monitor) is the *cause*: logs,
+//! the unix socket and admins get it, no other client does. `api::error` makes the bodies.
 
-use axum::Json;
-use axum::http::StatusCode;
-use axum::response::{IntoResponse, Response};
-use serde::{Deserialize, Serialize};
-use utoipa::ToSchema;
+use std::borrow::Cow;
+use std::error::Error as StdError;
+use std::fmt;
+use std::sync::Arc;
+
+pub use crate::code::{Code, Retry};
 
 /// Result with the daemon's [`enum@Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What a caller would treat differently.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
-    /// The request is wrong; asking again will not help.
-    Invalid,
-    /// No token, or the wrong one.
-    Unauthorized,
-    /// Not from there.
-    Forbidden,
-    /// There is no such thing.
-    NotFound,
-    /// It is there, but not in a state in which this can be done.
-    Conflict,
-    /// A limit is reached, or the daemon is stopping; later it may work.
-    Busy,
-    /// The guest did not do its part: its agent is gone, broken or hostile.
-    Guest,
-    /// The guest did not answer in time.
-    Timeout,
-    /// Our fault, or the host's.
-    Internal,
-    /// What the HTTP framework refuses by itself, with its own status (405, 413, 415, …).
-    Http(StatusCode),
-}
-
-/// A failure, in words for the caller.
-#[derive(Debug, Clone, thiserror::Error)]
-#[error("{message}")]
+/// A failure.
+///
+/// [`Display`](fmt::Display) writes the sentence and all causes in one line: for logs, and for those who may
+/// read causes.
+#[derive(Debug, Clone)]
 pub struct Error {
-    /// What kind.
-    pub kind: Kind,
-    /// What happened and what to do.
-    pub message: String,
-}
-
-/// The body of every answer that is an error.
-#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
-pub struct ErrorBody {
-    /// What happened and what to do.
-    pub error: String,
+    code: Code,
+    text: String,
+    cause: Option<Arc<dyn StdError + Send + Sync>>,
 }
 
 impl Error {
-    /// An error of `kind`.
-    pub fn new(kind: Kind, message: impl Into<String>) -> Self {
-        Error { kind, message: message.into() }
+    /// An error with a sentence for all clients: what happened and what to do.
+    pub fn new(code: Code, text: impl Into<String>) -> Self {
+        Error { code, text: text.into(), cause: None }
     }
 
-    /// [`Kind::Invalid`].
-    pub fn invalid(message: impl Into<String>) -> Self {
-        Error::new(Kind::Invalid, message)
+    /// [`Code::InvalidRequest`].
+    pub fn invalid(text: impl Into<String>) -> Self {
+        Error::new(Code::InvalidRequest, text)
     }
 
-    /// [`Kind::Internal`], for a failed operation on the host: what was tried, and why it failed.
-    pub fn host(tried: impl std::fmt::Display, cause: impl std::fmt::Display) -> Self {
-        Error::new(Kind::Internal, format!("{tried}: {cause}"))
-    }
-
-    /// A quota or a rate is used up.
-    pub fn too_many(message: impl Into<String>) -> Self {
-        Error::new(Kind::Http(StatusCode::TOO_MANY_REQUESTS), message)
+    /// [`Code::Internal`], for a failed operation on the host: what was tried, and why it failed. Both are for
+    /// the operator.
+    pub fn host(tried: impl fmt::Display, cause: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        Error::new(Code::Internal, tried.to_string()).because(cause)
     }
 
     /// The host's disk is full.
-    pub fn no_room(message: impl Into<String>) -> Self {
-        Error::new(Kind::Http(StatusCode::INSUFFICIENT_STORAGE), message)
+    pub fn no_room(cause: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        let text =
+            "the disk of the data directory is full; free space there, or remove snapshots with `forkd rmi`";
+        Error::new(Code::DiskFull, text).because(cause)
+    }
+
+    /// The same with its cause, which not every client may read.
+    pub fn because(self, cause: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        Error { cause: Some(Arc::from(cause.into())), ..self }
+    }
+
+    /// The same as the reason of something larger, `text`, that failed with `code`.
+    pub fn within(self, code: Code, text: impl fmt::Display) -> Self {
+        match self.code {
+            Code::Internal => Error::new(code, text.to_string()).because(self.to_string()),
+            _ => Error { code, text: format!("{text}: {}", self.text), cause: self.cause },
+        }
+    }
+
+    /// The same with another code.
+    pub fn with_code(self, code: Code) -> Self {
+        match self.code {
+            Code::Internal if code != Code::Internal => {
+                Error::new(code, code.meaning()).because(self.to_string())
+            }
+            _ => Error { code, ..self },
+        }
+    }
+
+    /// What a program reads.
+    pub fn code(&self) -> Code {
+        self.code
+    }
+
+    /// What a client reads who may not read causes.
+    pub fn public(&self) -> Cow<'_, str> {
+        match self.code {
+            Code::Internal => "internal error; ask the operator of the daemon".into(),
+            _ => Cow::Borrowed(&self.text),
+        }
+    }
+
+    /// All there is to read, if that is more than [`Error::public`].
+    pub fn private(&self) -> Option<String> {
+        (self.code == Code::Internal || self.cause.is_some()).then(|| self.to_string())
+    }
+
+    /// What a client reads.
+    pub fn shown(&self, with_cause: bool) -> String {
+        if with_cause { self.to_string() } else { self.public().into_owned() }
+    }
+
+    /// Why it happened.
+    pub fn cause(&self) -> Option<&(dyn StdError + Send + Sync + 'static)> {
+        self.cause.as_deref()
     }
 
     /// Whether it is one of [`Error::no_room`].
     pub fn is_no_room(&self) -> bool {
-        self.kind == Kind::Http(StatusCode::INSUFFICIENT_STORAGE)
-    }
-
-    /// The HTTP status that goes with it.
-    pub fn status(&self) -> StatusCode {
-        match self.kind {
-            Kind::Invalid => StatusCode::BAD_REQUEST,
-            Kind::Unauthorized => StatusCode::UNAUTHORIZED,
-            Kind::Forbidden => StatusCode::FORBIDDEN,
-            Kind::NotFound => StatusCode::NOT_FOUND,
-            Kind::Conflict => StatusCode::CONFLICT,
-            Kind::Busy => StatusCode::SERVICE_UNAVAILABLE,
-            Kind::Guest => StatusCode::BAD_GATEWAY,
-            Kind::Timeout => StatusCode::GATEWAY_TIMEOUT,
-            Kind::Internal => StatusCode::INTERNAL_SERVER_ERROR,
-            Kind::Http(status) => status,
-        }
+        self.code == Code::DiskFull
     }
 }
 
-impl IntoResponse for Error {
-    fn into_response(self) -> Response {
-        let status = self.status();
-        if status.is_server_error() {
-            tracing::warn!(status = status.as_u16(), error = %self.message, "request failed");
+impl fmt::Display for Error {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.text)?;
+        let mut next = self.cause.as_deref().map(|cause| cause as &dyn StdError);
+        while let Some(cause) = next {
+            write!(formatter, ": {cause}")?;
+            next = cause.source();
         }
-        let mut response = (status, Json(ErrorBody { error: self.message })).into_response();
-        if status == StatusCode::UNAUTHORIZED {
-            let scheme = axum::http::HeaderValue::from_static("Bearer");
-            response.headers_mut().insert(axum::http::header::WWW_AUTHENTICATE, scheme);
-        }
-        response
+        Ok(())
+    }
+}
+
+// Its text has the causes already: who prints the chain must not print them twice.
+impl StdError for Error {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn denied() -> std::io::Error {
+        std::io::Error::from_raw_os_error(13)
+    }
+
+    #[test]
+    fn the_public_text_has_no_path_and_no_errno() {
+        let error = Error::host("cannot open /srv/forkd/x", denied());
+        assert_eq!(error.code(), Code::Internal);
+        assert!(error.to_string().contains("/srv/forkd/x") && error.to_string().contains("os error 13"));
+        assert!(!error.public().contains("/srv") && !error.public().contains("os error"));
+        assert_eq!(error.shown(true), error.private().unwrap());
+
+        let full = Error::no_room(error.clone());
+        assert!(!full.public().contains("/srv") && full.to_string().contains("/srv/forkd/x"), "{full}");
+        assert_eq!(full.code(), Code::DiskFull);
+        assert!(full.cause().is_some());
+    }
+
+    #[test]
+    fn an_inner_error_keeps_what_may_be_read_and_hides_the_rest() {
+        let inner = Error::new(Code::ImageNotFound, "there is no image x").because(denied());
+        let outer = inner.within(Code::SnapshotUnusable, "snapshot a needs its image");
+        assert_eq!(outer.code(), Code::SnapshotUnusable);
+        assert_eq!(outer.public(), "snapshot a needs its image: there is no image x");
+        assert!(outer.to_string().contains("os error 13"));
+
+        let outer = Error::host("cannot open /srv/x", denied()).within(Code::SnapshotFailed, "it failed");
+        assert_eq!(outer.public(), "it failed");
+        assert!(outer.to_string().starts_with("it failed: cannot open /srv/x: "), "{outer}");
+
+        let outer = Error::host("cannot open /srv/x", denied()).with_code(Code::GuestFailed);
+        assert!(!outer.public().contains("/srv"), "{outer:?}");
+    }
+
+    #[test]
+    fn what_all_may_read_has_nothing_private() {
+        let error = Error::invalid("n must be 1 to 1000");
+        assert_eq!(error.private(), None);
+        assert_eq!(error.shown(false), error.shown(true));
     }
 }

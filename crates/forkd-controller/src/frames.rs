@@ -23,6 +23,8 @@ use bytes::{BufMut, Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::code::Code;
+
 /// How many bytes of input a client may have sent that were not acknowledged yet.
 pub const STDIN_WINDOW: usize = 256 << 10;
 /// The most bytes in one binary frame, the channel byte not counted.
@@ -170,6 +172,14 @@ pub enum ServerEvent {
         message: String,
         /// The HTTP status that goes with it: 404 for an image that is not there.
         status: u16,
+        /// Why, for programs.
+        #[serde(default)]
+        #[schema(value_type = Code, required = true)]
+        code: String,
+        /// The id of the request that began the conversation: the daemon's log has the cause under it.
+        #[serde(default)]
+        #[schema(required = true)]
+        request_id: String,
     },
 }
 

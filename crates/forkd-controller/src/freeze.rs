@@ -191,7 +191,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::error::{Error, Kind};
+    use crate::error::{Code, Error};
     use crate::fake_guest::{FakeDaemon, eventually};
 
     /// Commands to a keeper, each with how often the guest had been asked to freeze and to thaw by then.
@@ -212,7 +212,7 @@ mod tests {
                 let asked = |method: &str| guest.calls_of(method).len();
                 log.lock().unwrap().push((what, asked("Freeze"), asked("Thaw")));
                 if refuses && what == "pause" {
-                    let _ = tell.send(Err(Error::new(Kind::Timeout, "the monitor does not answer")));
+                    let _ = tell.send(Err(Error::new(Code::MonitorTimeout, "the monitor does not answer")));
                     continue;
                 }
                 sandbox.turn_to(phase);

@@ -96,7 +96,7 @@ pub(crate) async fn become_sandbox(
     timing: &Timing,
 ) -> Result<BecomeResponse> {
     let mut random = [0u8; ENTROPY + 16];
-    fill_random(&mut random).map_err(|error| error.message)?;
+    fill_random(&mut random).map_err(|error| error.to_string())?;
     let (entropy, machine_id) = random.split_at(ENTROPY);
     let request = BecomeRequest {
         sandbox_id: id.to_owned(),

@@ -64,7 +64,7 @@ impl Handed {
         if !is_ours {
             return Err("it sent a file as a disk layer that it was not handed as one".into());
         }
-        reopen(&sent).map_err(|error| error.message)
+        reopen(&sent).map_err(|error| error.to_string())
     }
 }
 

@@ -131,7 +131,7 @@ impl Sandbox {
 
     /// Its keeper panicked: what it held was dropped, so the process is ended. Nothing more is known of it.
     pub(crate) fn lose_keeper(&self, error: Error) {
-        let end = End::new("failed", error.message, String::new());
+        let end = End::failed("failed", &error, String::new());
         self.record_end(&end);
         self.learn(|facts| facts.pid = None);
         self.turn_to(Phase::Ended(Arc::new(end)));
@@ -168,8 +168,8 @@ impl Sandbox {
             Ok(()) => Ok(monitor),
             Err(error) => {
                 monitor.end().await;
-                let text = Error::host("cannot write down what a sandbox is", error).message;
-                Err(Outcome::Ended(End::new("boot_failed", text, String::new())))
+                let error = Error::host("cannot write down what a sandbox is", error);
+                Err(Outcome::Ended(End::failed("boot_failed", &error, String::new())))
             }
         }
     }
@@ -201,14 +201,16 @@ impl Sandbox {
     ) -> Result<Monitor, Outcome> {
         let mut retried = false;
         loop {
-            let (failure, process) = match self.attempt(assets, warm, config).await {
+            let (failure, ended) = match self.attempt(assets, warm, config).await {
                 Ok(monitor) => return Ok(monitor),
                 Err(failed) => failed,
             };
+            let process = ended.as_ref().map(MonitorEnd::account).unwrap_or_default();
             let (detail, told) = match failure {
                 Failure::Dismissed => return Err(Outcome::Ended(self.farewell())),
                 Failure::Host(error) => {
-                    let end = End::new("boot_failed", error.message, self.tail().await);
+                    tracing::warn!(sandbox = self.id, %error, process, "boot failed");
+                    let end = End::failed("boot_failed", &error, self.tail().await);
                     return Err(Outcome::Ended(end));
                 }
                 Failure::Guest(detail, told) => (detail, told),
@@ -229,7 +231,8 @@ impl Sandbox {
                 continue;
             }
             tracing::warn!(sandbox = self.id, detail, process, "boot failed");
-            return Err(Outcome::Ended(End::new("boot_failed", detail, console_tail)));
+            let cause = ended.and_then(|ended| ended.cause());
+            return Err(Outcome::Ended(End { cause, ..End::new("boot_failed", detail, console_tail) }));
         }
     }
 
@@ -239,9 +242,9 @@ impl Sandbox {
         assets: &Assets,
         warm: Option<&WarmRequest>,
         config: &Config,
-    ) -> Result<Monitor, (Failure, String)> {
+    ) -> Result<Monitor, (Failure, Option<MonitorEnd>)> {
         let begun = Instant::now();
-        let host = |error| (Failure::Host(error), String::new());
+        let host = |error| (Failure::Host(error), None);
         let launch = self.launch(config).map_err(host)?;
         let mut monitor = Monitor::launch(launch, config.timing.call).await.map_err(host)?;
         self.learn(|facts| facts.pid = u32::try_from(monitor.pid()).ok());
@@ -261,7 +264,7 @@ impl Sandbox {
                 });
                 Ok(monitor)
             }
-            Err(failure) => Err((failure, monitor.end().await.process)),
+            Err(failure) => Err((failure, Some(monitor.end().await))),
         }
     }
 
@@ -332,7 +335,6 @@ impl Sandbox {
     /// From the template's answer to the child's first.
     pub(crate) async fn be_born(&self, birth: Birth, timing: &Timing) -> Result<Monitor, Outcome> {
         let Birth { asked, control, arrived, envs } = birth;
-        let failed = |detail: String, tail: String| Outcome::Ended(End::new("fork_failed", detail, tail));
         let forked = tokio::select! {
             biased;
             forked = asked.forked => forked.unwrap_or_else(|_| Err(lost())),
@@ -346,14 +348,15 @@ impl Sandbox {
             Err(error) => {
                 // A template that was killed may have forked it before.
                 link::stop_unseen(control);
-                return Err(failed(error.message, String::new()));
+                return Err(Outcome::Ended(self.fork_failed(&error)));
             }
         };
         self.telling.metrics.spawn.observe(arrived.elapsed());
         let pid = forked.pid;
         let monitor = Monitor::forked(self.id.clone(), self.folder.clone(), forked, control, asked.ended);
-        let mut monitor =
-            monitor.map_err(|error| failed(format!("cannot watch its process: {error}"), String::new()))?;
+        let monitor =
+            monitor.map_err(|error| self.fork_failed(&Error::host("cannot watch its process", error)));
+        let mut monitor = monitor.map_err(Outcome::Ended)?;
         self.learn(|facts| facts.pid = u32::try_from(pid).ok());
 
         let answered = tokio::select! {
@@ -383,14 +386,17 @@ impl Sandbox {
                 let process = monitor.end().await;
                 Err(match failure {
                     Failure::Dismissed => Outcome::Ended(self.farewell()),
-                    Failure::Host(error) => failed(error.message, String::new()),
+                    Failure::Host(error) => Outcome::Ended(self.fork_failed(&error)),
                     Failure::Guest(detail, told) => {
                         let detail = self.out_of_memory(process.status).unwrap_or(detail);
                         let tail = match told {
                             Some(tail) => tail,
                             None => self.tail().await,
                         };
-                        failed(detail, tail)
+                        Outcome::Ended(End {
+                            cause: process.cause(),
+                            ..End::new("fork_failed", detail, tail)
+                        })
                     }
                 })
             }
@@ -498,10 +504,10 @@ impl Sandbox {
         if let Some(detail) = self.out_of_memory(end.status) {
             return End::new("out_of_memory", detail, self.tail().await);
         }
-        let detail = end.describe();
+        let (detail, cause) = (end.describe(), end.cause());
         let Some(vm) = end.vm else {
             let reason = if end.status.is_some() { "monitor_died" } else { "unknown" };
-            return End::new(reason, detail, self.tail().await);
+            return End { cause, ..End::new(reason, detail, self.tail().await) };
         };
         let reason = match vm.reason {
             EndReason::PoweredOff => "powered_off",
@@ -513,7 +519,12 @@ impl Sandbox {
             true => self.tail().await,
             false => console::printable(vm.console_tail.as_bytes()),
         };
-        End::new(reason, detail, console_tail)
+        End { cause, ..End::new(reason, detail, console_tail) }
+    }
+
+    fn fork_failed(&self, error: &Error) -> End {
+        tracing::warn!(sandbox = self.id, %error, "a fork failed");
+        End::failed("fork_failed", error, String::new())
     }
 
     /// What to say if the kernel killed it because its memory was used up.

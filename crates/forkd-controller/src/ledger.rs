@@ -156,7 +156,7 @@ async fn write(database: Arc<Database>, queued: Arc<tokio::sync::Mutex<mpsc::Rec
             let database = database.clone();
             let written = blocking("writing the ledger", move || Ok(database.note_sandboxes(&changes)?));
             if let Err(error) = written.await {
-                tracing::error!(error = error.message, "the ledger of sandboxes cannot be written");
+                tracing::error!(%error, "the ledger of sandboxes cannot be written");
             }
         }
         for tell in waiting {

@@ -66,8 +66,7 @@ impl Snapshots {
             if let Err(error) =
                 self.take_over(&id, &folder, record.read(), &mut leftovers, &mut unsaved).await
             {
-                let error = error.message;
-                tracing::warn!(template = id, error, "a template is not taken over; ending it");
+                tracing::warn!(template = id, %error, "a template is not taken over; ending it");
                 end(&id, &folder).await;
                 self.host.lineages.forget(&id);
                 self.host.janitor.remove_folder(folder).await;
@@ -171,7 +170,7 @@ impl Snapshots {
                         jobs.push((entry, branch, template));
                     }
                     Err(error) => {
-                        tracing::warn!(tag = branch.tag, error = error.message, "a branch is not saved");
+                        tracing::warn!(tag = branch.tag, %error, "a branch is not saved");
                         branch.fail(error);
                     }
                 }
@@ -185,7 +184,7 @@ impl Snapshots {
                 match snapshots.record_owner(&entry).await {
                     Ok(()) => snapshots.persist(entry, branch, template, None).await,
                     Err(error) => {
-                        tracing::error!(tag = branch.tag, error = error.message, "a branch is not on disk");
+                        tracing::error!(tag = branch.tag, %error, "a branch is not on disk");
                         entry.failed(error.clone());
                         branch.fail(error);
                     }

@@ -36,6 +36,7 @@ mod branch;
 mod cgroup;
 mod client_stream;
 pub mod clock;
+mod code;
 mod command;
 mod compact;
 mod companion;
@@ -109,6 +110,7 @@ mod unknown;
 mod visit;
 mod workspaces;
 
+pub use api::error::ErrorBody;
 pub use api::{
     BranchRequest, CompactRequest, CreateRequest, EvalReply, EvalRequest, ExecReply, ExecRequest, FileInfo,
     FileKind, FileList, FileWritten, GoneInfo, Health, LayerInfo, LinePort, NewToken, OwnerRequest,
@@ -118,7 +120,7 @@ pub use api::{
     UpdateRequest, VersionInfo, WorkspaceInfo, WorkspaceRequest, WorkspaceStatus, openapi,
 };
 pub use config::{Config, DEFAULT_DATA_DIR, DEFAULT_PORT, DEFAULT_SOCKET, Limits, Timing, TlsFiles};
-pub use error::{Error, ErrorBody, Kind, Result};
+pub use error::{Code, Error, Result, Retry};
 pub use life::OnTimeout;
 pub use server::{Ready, serve, serve_until};
 pub use telling::events::{About, Event, EventKind};

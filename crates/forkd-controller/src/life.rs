@@ -334,7 +334,7 @@ mod tests {
         }
         let many = |n: usize| (0..n).map(|i| (format!("k{i}"), String::new())).collect();
         check_labels(&many(32)).unwrap();
-        assert!(check_labels(&many(33)).unwrap_err().message.contains("33"));
+        assert!(check_labels(&many(33)).unwrap_err().public().contains("33"));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::cgroup::{self, Cgroups};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::handed::Handed;
 use crate::janitor::Janitor;
 use crate::process;
@@ -67,7 +67,7 @@ impl Lineages {
                     "there are {} booted guests and templates, the limit; delete some first",
                     self.max
                 );
-                return Err(Error::new(Kind::Busy, text));
+                return Err(Error::new(Code::LimitReached, text));
             };
             used.insert(slot, Weak::new());
             slot
@@ -193,7 +193,7 @@ mod tests {
         let child = first.clone();
         let second = lineages.begin("b").unwrap();
         assert_eq!((first.slot, second.slot), (0, 1));
-        assert_eq!(lineages.begin("c").unwrap_err().kind, Kind::Busy);
+        assert_eq!(lineages.begin("c").unwrap_err().code(), Code::LimitReached);
         drop(first);
         assert!(lineages.begin("c").is_err());
         assert!(lineages.resume(0, "c").is_none(), "somebody else's");

@@ -9,7 +9,7 @@ use forkd_store::{BaseImage, Facts, Snapshot};
 
 use crate::boot;
 use crate::cgroup::Limits;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::host::{Host, blocking, make_private_dir, new_id};
 use crate::lineage::Lineage;
 use crate::monitor::{Launch, Monitor};
@@ -41,8 +41,11 @@ impl Snapshots {
             let plan = self.plan(id, &folder, snapshot.tag(), Source::Disk, guest, lineage);
             let template = Template::load(plan, monitor, config, fds, self.host.config.timing.boot).await;
             let template = template.map_err(|error| {
-                let text = format!("snapshot {} cannot be used here: {}", snapshot.tag(), error.message);
-                Error::new(error.kind, text)
+                let code = match error.code() {
+                    Code::MonitorRefused => Code::SnapshotUnusable,
+                    other => other,
+                };
+                error.within(code, format!("snapshot {} cannot be used here", snapshot.tag()))
             })?;
             template
                 .record(Standing::Saved(snapshot.id().to_owned()))
@@ -105,10 +108,11 @@ impl Ground {
 /// Sees that what was found under its image's name is what the snapshot was made over.
 pub(crate) fn check_image(snapshot: &Snapshot, found: std::result::Result<&BaseImage, &Error>) -> Result<()> {
     let base = found.map_err(|error| {
-        let text = format!("snapshot {} needs its image: {}", snapshot.tag(), error.message);
-        Error::new(Kind::Conflict, text)
+        let text = format!("snapshot {} needs its image", snapshot.tag());
+        error.clone().within(Code::SnapshotUnusable, text)
     })?;
-    Ok(snapshot.check_image(base)?)
+    // It names images, no files.
+    snapshot.check_image(base).map_err(|error| Error::new(Code::SnapshotUnusable, error.to_string()))
 }
 
 /// Opens and checks everything a template of `snapshot` is loaded from. Blocks.
@@ -116,7 +120,7 @@ fn open(host: &Host, snapshot: &Snapshot) -> Result<(LoadConfig, Vec<OwnedFd>)> 
     let facts = &snapshot.manifest().facts;
     if facts.guest_ports != boot::GUEST_PORTS {
         return Err(Error::new(
-            Kind::Conflict,
+            Code::SnapshotUnusable,
             format!(
                 "snapshot {} lets its guest call the host's ports {:?}, which no guest may; make it again",
                 snapshot.tag(),

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use rustix::fs::{FlockOperation, flock};
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 
 /// Holds a data directory. The kernel lets go of it when the daemon ends, however it ends.
 #[derive(Debug)]
@@ -39,7 +39,7 @@ impl DataLock {
                      data directory",
                     data_dir.display()
                 );
-                return Err(Error::new(Kind::Conflict, text));
+                return Err(Error::new(Code::AddressInUse, text));
             }
             Err(error) => return Err(failed(error.into())),
         }
@@ -59,8 +59,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let first = DataLock::take(dir.path()).unwrap();
         let error = DataLock::take(dir.path()).unwrap_err();
-        assert_eq!(error.kind, Kind::Conflict);
-        assert!(error.message.contains(&format!("(pid {})", std::process::id())), "{error}");
+        assert_eq!(error.code(), Code::AddressInUse);
+        assert!(error.public().contains(&format!("(pid {})", std::process::id())), "{error}");
         drop(first);
         DataLock::take(dir.path()).unwrap();
     }

@@ -18,7 +18,7 @@ use crate::assets::Assets;
 use crate::boot;
 use crate::config::Config;
 use crate::console;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::guest;
 use crate::handed::are_kept;
 use crate::host::{blocking, new_id};
@@ -108,7 +108,7 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
         if assets.image().is_some() {
             // A warm-up may have written a lot, and getting it to the disk takes its time.
             let frozen = guest::freeze(&parent.agent, config.timing.boot).await;
-            frozen.map_err(|why| complaint(&ground.folder, why))?;
+            frozen.map_err(|why| complaint(&ground.folder, why, None))?;
         }
         parent.monitor.freeze(config.timing.boot).await?;
         // From here on the layer is the snapshot's: no child may be able to write to it.
@@ -140,7 +140,7 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
         let plan = snapshots.plan(id, folder, &order.tag, Source::Memory, guest, lineage);
         Template::new(plan, parent.monitor)
     };
-    let cancelled = || Error::new(Kind::Conflict, "it was cancelled");
+    let cancelled = || Error::new(Code::Cancelled, "it was cancelled");
     let made = async {
         let template = tokio::select! {
             biased;
@@ -195,12 +195,12 @@ async fn boot_and_warm(
     let folder = launch.folder.clone();
     match attempt(config, making, launch.clone(), assets, tap).await {
         Err(error)
-            if error.kind == Kind::Guest
+            if error.code() == Code::GuestFailed
                 && *making.phase.borrow() == Phase::Booting
                 && console::tail(&folder.join(boot::CONSOLE), 64).trim().is_empty()
                 && assets.image().is_some() =>
         {
-            tracing::warn!(error = error.message, "the boot ended with an empty console; trying once more");
+            tracing::warn!(%error, "the boot ended with an empty console; trying once more");
             attempt(config, making, launch, assets, again).await
         }
         other => other,
@@ -235,12 +235,14 @@ async fn attempt(
     let agent = Agent::new(endpoint, timing.call);
     let Some(image) = assets.image() else {
         let ready = tokio::time::timeout(timing.boot, monitor.ready()).await;
-        let why = match ready {
+        let (why, cause) = match ready {
             Ok(Ok(())) => return Ok(Parent { monitor, layer, agent, python: None }),
-            Ok(Err(end)) => end.describe(),
-            Err(_) => format!("it did not write to the ready port within {} s", timing.boot.as_secs()),
+            Ok(Err(end)) => (end.describe(), end.cause()),
+            Err(_) => {
+                (format!("it did not write to the ready port within {} s", timing.boot.as_secs()), None)
+            }
         };
-        return Err(complaint(&folder, why));
+        return Err(complaint(&folder, why, cause));
     };
     let mut warm = combine(&image.warm, order.warm_command.clone(), order.warm_python.clone());
     let up = async {
@@ -255,20 +257,24 @@ async fn attempt(
     };
     let up = tokio::select! {
         biased;
-        end = monitor.wait() => Err(end.describe()),
-        up = up => up,
+        end = monitor.wait() => Err((end.describe(), end.cause())),
+        up = up => up.map_err(|why| (why, None)),
     };
     match up {
         Ok(pong) => Ok(Parent { monitor, layer, agent, python: Some(pong.python) }),
-        Err(why) => {
+        Err((why, cause)) => {
             monitor.end().await;
-            Err(complaint(&folder, why))
+            Err(complaint(&folder, why, cause))
         }
     }
 }
 
 /// A guest's failure, with the end of its console.
-fn complaint(folder: &Path, why: String) -> Error {
+fn complaint(folder: &Path, why: String, cause: Option<String>) -> Error {
     let tail = console::tail(&folder.join(boot::CONSOLE), CONSOLE_TAIL as u64);
-    Error::new(Kind::Guest, console::with_tail(&why, &tail))
+    let error = Error::new(Code::GuestFailed, console::with_tail(&why, &tail));
+    match cause {
+        Some(cause) => error.because(cause),
+        None => error,
+    }
 }

@@ -14,7 +14,7 @@ use std::process::{Child, ExitStatus};
 use std::sync::Arc;
 use std::time::Duration;
 
-use forkd_protocol::control::{Channel, Event, Message, VmEnd, WaitStatus};
+use forkd_protocol::control::{Channel, EndReason, Event, Message, VmEnd, WaitStatus};
 use rustix::process::Pid;
 use tokio::sync::oneshot;
 
@@ -44,6 +44,8 @@ pub(crate) struct MonitorEnd {
     pub(crate) status: Option<WaitStatus>,
     /// The same in words.
     pub(crate) process: String,
+    /// What else is known of it: the end of its log. For the operator.
+    pub(crate) log: String,
 }
 
 /// Who learns how a monitor's process ended.
@@ -276,9 +278,10 @@ impl Monitor {
         self.parent = Parent::Nobody;
         if let Some(why) = &self.distrusted {
             // What it said of its VM counts no more.
-            return MonitorEnd { vm: None, status, process: format!("the daemon ended the monitor: {why}") };
+            let process = "the daemon ended the monitor, which broke the rules".to_owned();
+            return MonitorEnd { vm: None, status, process, log: format!("; {why}") };
         }
-        MonitorEnd { vm: self.vm_end.take(), status, process: process + &self.log_tail() }
+        MonitorEnd { vm: self.vm_end.take(), status, process, log: self.log_tail() }
     }
 
     fn log_tail(&self) -> String {
@@ -337,14 +340,33 @@ impl Drop for Monitor {
 }
 
 impl MonitorEnd {
-    /// In one sentence.
+    /// In one sentence, for all who may read of its sandbox.
     pub(crate) fn describe(&self) -> String {
         match &self.vm {
+            Some(vm) if is_the_hosts(vm) => "the virtual machine failed on the host".into(),
             Some(vm) if !vm.detail.is_empty() => console::printable(vm.detail.as_bytes()),
             Some(vm) => format!("{:?}", vm.reason),
             None => self.process.clone(),
         }
     }
+
+    /// What only the operator may read of it.
+    pub(crate) fn cause(&self) -> Option<String> {
+        match &self.vm {
+            Some(vm) => is_the_hosts(vm).then(|| console::printable(vm.detail.as_bytes())),
+            None => (!self.log.is_empty()).then(|| self.account()),
+        }
+    }
+
+    /// What became of the process, for the operator.
+    pub(crate) fn account(&self) -> String {
+        format!("{}{}", self.process, self.log)
+    }
+}
+
+/// Whether a VM's end has an error number of the host in it.
+fn is_the_hosts(vm: &VmEnd) -> bool {
+    vm.reason == EndReason::Failed && vm.detail.contains("os error")
 }
 
 async fn next_message(control: &Option<Link>) -> io::Result<Option<Received>> {

@@ -72,9 +72,9 @@ impl Snapshots {
         // Another one is known before its owner is written down: if it is not now, that comes after this.
         let is_gone = || self.get(&entry.tag).map_or(true, |now| Arc::ptr_eq(&now, entry));
         let forgotten = self.owners.set(&entry.tag, || is_gone().then(local_owner));
-        if let Err(Error { message, .. }) = forgotten.written().await {
+        if let Err(error) = forgotten.written().await {
             // The next one with its tag says whose it is.
-            tracing::warn!(tag = entry.tag, error = message, "the owner of a snapshot is still written down");
+            tracing::warn!(tag = entry.tag, %error, "the owner of a snapshot is still written down");
         }
     }
 }

@@ -24,7 +24,7 @@ use crate::console;
 use crate::count::Count;
 use crate::discard::HeldDraft;
 use crate::disk_space::is_shortage;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::handed::are_kept;
 use crate::host::{blocking, new_id};
 use crate::monitor::{Forked, Replacement};
@@ -76,7 +76,7 @@ impl Snapshots {
             merged = merge(self, source, &template) => merged,
         };
         if let Err(error) = merged {
-            tracing::warn!(tag = branch.tag, error = error.message, "disk layers were not merged");
+            tracing::warn!(tag = branch.tag, %error, "disk layers were not merged");
         }
         let error = match (self.save_when_possible(&entry, &branch, &template).await, branch.wished()) {
             (Ok(snapshot), _) => {
@@ -91,11 +91,11 @@ impl Snapshots {
             }
             (Err(_), Wish::Leave) => {
                 let text = "the daemon is stopping; the next one finishes the branch";
-                return branch.fail(Error::new(Kind::Busy, text));
+                return branch.fail(Error::new(Code::ShuttingDown, text));
             }
             (Err(error), _) => error,
         };
-        tracing::warn!(tag = branch.tag, error = error.message, "a branch is not on disk");
+        tracing::warn!(tag = branch.tag, %error, "a branch is not on disk");
         entry.failed(error.clone());
         if branch.waited_for {
             self.forget_owner(&entry).await;
@@ -127,7 +127,7 @@ impl Snapshots {
                         && template.is_alive()
                         && branch.wished() == Wish::Keep =>
                 {
-                    tracing::warn!(tag = branch.tag, error = error.message, "trying to save it once more");
+                    tracing::warn!(tag = branch.tag, %error, "trying to save it once more");
                     tries += 1;
                 }
                 other => return other,
@@ -153,7 +153,7 @@ impl Snapshots {
 /// Returns when nobody wants `branch` any more.
 async fn unwanted(branch: &Branch) -> Error {
     branch.dismissed().await;
-    Error::new(Kind::Conflict, "it was removed before it was on disk")
+    Error::new(Code::Cancelled, "it was removed before it was on disk")
 }
 
 /// How a branch is stored.
@@ -390,10 +390,7 @@ fn finish(
         Ok(status) => {
             if let Some(why) = told.and_then(reason) {
                 return Err(match is_shortage(&why) {
-                    true => Error::no_room(format!(
-                        "{failed}: {why}; free space on the disk of the data directory, or remove snapshots \
-                         with `forkd rmi`"
-                    )),
+                    true => Error::no_room(format!("{failed}: {why}")),
                     false => Error::host(failed, why),
                 });
             }
@@ -406,7 +403,7 @@ fn finish(
             };
             Err(Error::host(failed, text + &log))
         }
-        Err(error) => Err(Error::host(failed, error.message)),
+        Err(error) => Err(Error::host(failed, error)),
     }
 }
 
@@ -528,7 +525,7 @@ mod tests {
         let (cancel, cancelled) = oneshot::channel::<()>();
         let unwanted = async {
             let _ = cancelled.await;
-            Error::new(Kind::Conflict, "it was removed")
+            Error::new(Code::Cancelled, "it was removed")
         };
         let saving = save(&snapshots, &template, job, |_| tell.send(()).unwrap(), unwanted);
         let cancelling = async {
@@ -537,7 +534,7 @@ mod tests {
             cancel.send(()).unwrap();
         };
         let (saved, ()) = tokio::join!(saving, cancelling);
-        assert_eq!(saved.unwrap_err().status(), 409);
+        assert_eq!(saved.unwrap_err().code(), Code::Cancelled);
         assert_eq!(drafts(), 0);
     }
 }

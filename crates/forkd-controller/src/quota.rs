@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use forkd_store::Quota;
 
-use crate::error::{Error, Result};
+use crate::error::{Code, Error, Result};
 use crate::sandbox::Spec;
 
 /// What one sandbox counts.
@@ -72,17 +72,23 @@ impl Usage {
 fn check(owner: &str, used: Used, after: Used, quota: &Quota) -> Result<()> {
     if let Some(max) = quota.max_sandboxes.filter(|max| after.sandboxes > *max) {
         let (have, want) = (used.sandboxes, after.sandboxes - used.sandboxes);
-        return Err(Error::too_many(format!(
-            "{owner} has {have} sandboxes and may have {max} (max_sandboxes), so there is no room for {want} \
+        return Err(Error::new(
+            Code::QuotaExceeded,
+            format!(
+                "{owner} has {have} sandboxes and may have {max} (max_sandboxes), so there is no room for {want} \
              more; delete some, or have the token's limit raised"
-        )));
+            ),
+        ));
     }
     if let Some(max) = quota.max_memory_mib.filter(|max| after.mem_mib > *max) {
         let (have, want) = (used.mem_mib, after.mem_mib.saturating_sub(used.mem_mib));
-        return Err(Error::too_many(format!(
-            "the sandboxes of {owner} have {have} MiB and may have {max} (max_memory_mib), so there is no room \
+        return Err(Error::new(
+            Code::QuotaExceeded,
+            format!(
+                "the sandboxes of {owner} have {have} MiB and may have {max} (max_memory_mib), so there is no room \
              for {want} MiB more; delete some, or have the token's limit raised"
-        )));
+            ),
+        ));
     }
     Ok(())
 }
@@ -90,16 +96,22 @@ fn check(owner: &str, used: Used, after: Used, quota: &Quota) -> Result<()> {
 /// Whether somebody with `have` snapshots may have another one, of a guest with so much memory.
 pub(crate) fn check_snapshots(owner: &str, have: usize, mem_mib: u64, quota: &Quota) -> Result<()> {
     if let Some(max) = quota.max_snapshots.filter(|max| have as u64 >= *max) {
-        return Err(Error::too_many(format!(
-            "{owner} has {have} snapshots and may have {max} (max_snapshots); remove some with `forkd rmi`, or \
+        return Err(Error::new(
+            Code::QuotaExceeded,
+            format!(
+                "{owner} has {have} snapshots and may have {max} (max_snapshots); remove some with `forkd rmi`, or \
              have the token's limit raised"
-        )));
+            ),
+        ));
     }
     if let Some(max) = quota.max_memory_mib.filter(|max| mem_mib > *max) {
-        return Err(Error::too_many(format!(
-            "a guest of {mem_mib} MiB is more than {owner} may have, {max} MiB (max_memory_mib); ask for a \
+        return Err(Error::new(
+            Code::QuotaExceeded,
+            format!(
+                "a guest of {mem_mib} MiB is more than {owner} may have, {max} MiB (max_memory_mib); ask for a \
              smaller one, or have the token's limit raised"
-        )));
+            ),
+        ));
     }
     Ok(())
 }
@@ -115,10 +127,10 @@ mod tests {
         let mut claim = Claim { owner: "ann".into(), mem_mib: 100 };
         usage.take(&claim, 2, 2, &quota).unwrap();
         let error = usage.take(&claim, 2, 2, &quota).unwrap_err();
-        assert!(error.status() == 429 && error.message.contains("max_sandboxes"), "{error}");
+        assert!(error.code() == Code::QuotaExceeded && error.public().contains("max_sandboxes"), "{error}");
         let large = Claim { mem_mib: 101, ..claim.clone() };
         let error = usage.take(&large, 1, 1, &quota).unwrap_err();
-        assert!(error.message.contains("max_memory_mib") && error.message.contains("200"), "{error}");
+        assert!(error.public().contains("max_memory_mib") && error.public().contains("200"), "{error}");
         let other = Claim { owner: "bob".into(), ..claim.clone() };
         usage.take(&other, 3, 3, &quota).unwrap();
         // Only what fits the host is taken of what fits the quota.

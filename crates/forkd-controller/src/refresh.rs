@@ -52,6 +52,6 @@ pub(crate) async fn keep_fresh(tokens: Arc<Tokens>, tls: Option<Arc<Tls>>) {
 
 fn tell(what: &str, done: Result<()>) {
     if let Err(error) = done {
-        tracing::error!(error = error.message, "cannot use {what}");
+        tracing::error!(%error, "cannot use {what}");
     }
 }

@@ -9,6 +9,10 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+use crate::api::error::Reader;
+use crate::api::requests::made_up;
+use crate::error::{Code, Error};
+
 /// A connection on which a bare refusal gets its words. Only until there was a request: from then on what is
 /// written may be anything, the contents of files included.
 #[derive(Debug)]
@@ -106,16 +110,22 @@ fn with_words(head: &[u8]) -> Option<Vec<u8>> {
     const NO_BODY: &str = "content-length: 0\r\n";
     let head = std::str::from_utf8(head).ok().filter(|head| head.ends_with("\r\n\r\n"))?;
     let status = head.strip_prefix("HTTP/1.1 ").or_else(|| head.strip_prefix("HTTP/1.0 "))?.get(..3)?;
-    let why = match status {
-        "431" => "the headers of this request are too many or too long; send fewer and shorter ones",
-        "414" => "the address of this request is too long; send a shorter one",
-        _ if status.starts_with('4') => {
-            "this is no HTTP/1.1 request that can be understood; look at its first line and its headers"
+    let code = Code::of_status(status.parse().ok().filter(|status| (400..500).contains(status))?);
+    let why = match code {
+        Code::HeadersTooLarge => {
+            "the headers of this request are too many or too long; send fewer and shorter ones"
         }
-        _ => return None,
+        Code::UriTooLong => "the address of this request is too long; send a shorter one",
+        _ => "this is no HTTP/1.1 request that can be understood; look at its first line and its headers",
     };
-    let body = serde_json::json!({ "error": why }).to_string();
-    let about = format!("content-type: application/json\r\ncontent-length: {}\r\n", body.len());
+    // No request was read that could have an id of its own.
+    let request_id = made_up();
+    tracing::debug!(request_id, code = code.name(), "a connection was refused");
+    let body = Reader { request_id, reads_causes: false }.body(&Error::new(code, why));
+    let id = body.request_id.clone();
+    let body = serde_json::to_string(&body).ok()?;
+    let about =
+        format!("content-type: application/json\r\nx-request-id: {id}\r\ncontent-length: {}\r\n", body.len());
     let (before, after) = head.split_once(NO_BODY)?;
     Some([before, &about, after, &body].concat().into_bytes())
 }
@@ -153,7 +163,9 @@ mod tests {
         let (head, body) = text.split_once("\r\n\r\n").unwrap();
         assert!(head.starts_with("HTTP/1.1 431 ") && head.contains("connection: close"), "{head}");
         assert!(head.contains(&format!("content-length: {}", body.len())), "{text}");
-        assert!(serde_json::from_str::<serde_json::Value>(body).unwrap()["error"].is_string());
+        let body: crate::ErrorBody = serde_json::from_str(body).unwrap();
+        assert_eq!(body.code, "headers_too_large");
+        assert!(head.contains(&format!("x-request-id: {}", body.request_id)), "{head}");
 
         assert_eq!(heard(BARE, true).await, BARE, "it may be what somebody's file holds");
         for other in [

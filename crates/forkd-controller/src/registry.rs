@@ -16,7 +16,7 @@ use crate::cgroup;
 use crate::config::Limits;
 use crate::count::Count;
 use crate::descriptors;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::host::{Host, blocking, make_private_dir, new_id};
 use crate::identity::Identity;
 use crate::keeper::Origin;
@@ -232,8 +232,9 @@ impl Registry {
         let closed = inner.closed;
         let entry = inner.sandboxes.get_mut(&old.id);
         let entry = entry.filter(|entry| !closed && Arc::ptr_eq(&entry.sandbox, old));
-        let entry = entry
-            .ok_or_else(|| Error::new(Kind::Conflict, format!("sandbox {} was deleted meanwhile", old.id)));
+        let entry = entry.ok_or_else(|| {
+            Error::new(Code::SandboxEnded, format!("sandbox {} was deleted meanwhile", old.id))
+        });
         let fitting = entry.and_then(|entry| {
             if let Some(claim) = &mut entry.seat.claim {
                 inner.usage.resize(claim, new.spec.mem_mib, quota)?;
@@ -279,27 +280,27 @@ impl Registry {
         claim: &Claim,
         quota: &Quota,
     ) -> Result<(Vec<Seat>, Option<Error>)> {
-        let busy = |text| Err(Error::new(Kind::Busy, text));
+        let full = |text| Err(Error::new(Code::LimitReached, text));
         let (carried, too_few) = descriptors::carried();
         let mut inner = self.lock();
         if inner.closed {
-            return busy("the daemon is stopping".into());
+            return Err(Error::new(Code::ShuttingDown, "the daemon is stopping"));
         }
         let max = self.host.config.limits.max_sandboxes;
         // Those that are being deleted still have their processes.
         if inner.seated.saturating_add(n) > max {
             let text =
                 format!("there are {} sandboxes, and {max} is the limit; delete some first", inner.seated);
-            return busy(text);
+            return full(text);
         }
         let fitting = carried.saturating_sub(inner.seated).min(n);
         if fitting == 0 {
-            return busy(too_few);
+            return full(too_few);
         }
         inner.usage.take(claim, n, fitting, quota)?;
         inner.seated += fitting;
         drop(inner);
-        let rest = (fitting < n).then(|| Error::new(Kind::Busy, too_few));
+        let rest = (fitting < n).then(|| Error::new(Code::LimitReached, too_few));
         let seat = |_| Seat { registry: self.clone(), claim: Some(claim.clone()) };
         Ok(((0..fitting).map(seat).collect(), rest))
     }
@@ -403,7 +404,7 @@ impl Registry {
 
 fn no_sandbox(id: &str) -> Error {
     let shown = if is_valid_sandbox_id(id) { id } else { "with that id" };
-    Error::new(Kind::NotFound, format!("there is no sandbox {shown}"))
+    Error::new(Code::SandboxNotFound, format!("there is no sandbox {shown}"))
 }
 
 /// Whether a guest of that size may be.

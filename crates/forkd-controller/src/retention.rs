@@ -47,14 +47,14 @@ pub(crate) async fn keep_few(snapshots: Arc<Snapshots>, needed: impl Fn() -> Res
                 Ok(needed) if needed.contains(&tag) => continue,
                 Ok(_) => {}
                 Err(error) => {
-                    tracing::warn!(error = error.message, "old branches are not removed");
+                    tracing::warn!(%error, "old branches are not removed");
                     break;
                 }
             }
             match snapshots.remove(&tag, Removal::Plain).await {
                 Ok(()) => tracing::info!(tag, "an old branch was removed"),
                 // Something depends on it, or it is gone.
-                Err(error) => tracing::debug!(tag, error = error.message, "an old branch stays"),
+                Err(error) => tracing::debug!(tag, %error, "an old branch stays"),
             }
         }
     }

@@ -23,7 +23,7 @@ use tokio::task::JoinHandle;
 use crate::boot;
 use crate::cgroup::Limits;
 use crate::config::Config;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::host::{Host, blocking, make_private_dir};
 use crate::identity::Identity;
 use crate::keeper::{Birth, Outcome};
@@ -76,7 +76,7 @@ pub(crate) async fn roll_back(
     old.not_put_away()?;
     if matches!(old.phase(), Phase::Starting) {
         let text = format!("sandbox {id} is still starting; wait for its state to be `running`");
-        return Err(Error::new(Kind::Conflict, text));
+        return Err(Error::new(Code::SandboxStarting, text));
     }
     let template = target(snapshots, &old, to, who).await?;
     let (host, source, from) = (registry.host.clone(), old.clone(), template.clone());
@@ -113,8 +113,8 @@ async fn target(
         && snapshots.get(&tag).is_ok_and(|entry| source(&entry).as_deref() == Some(&old.id))
     {
         match snapshots.template_for(&tag, who).await {
-            Err(error) if matches!(error.kind, Kind::NotFound | Kind::Conflict) => {
-                tracing::info!(sandbox = old.id, error = error.message, "its latest branch cannot be used");
+            Err(error) if error.code().is_not_found() || error.code().is_conflict() => {
+                tracing::info!(sandbox = old.id, %error, "its latest branch cannot be used");
             }
             other => return other,
         }
@@ -125,7 +125,7 @@ async fn target(
              branch of it first (`forkd branch {id}`)",
             id = old.id
         );
-        return Err(Error::new(Kind::Conflict, text));
+        return Err(Error::new(Code::NoRollbackTarget, text));
     };
     let entry = snapshots.usable(tag, who)?;
     if is_another(&entry, old) {
@@ -134,7 +134,7 @@ async fn target(
              roll back to if you mean that",
             old.id
         );
-        return Err(Error::new(Kind::Conflict, text));
+        return Err(Error::new(Code::NoRollbackTarget, text));
     }
     snapshots.template_for(tag, who).await
 }
@@ -255,7 +255,7 @@ impl Sandbox {
         }
         let born = match self.step_in(succession).await {
             Ok(birth) => self.be_born(birth, &config.timing).await,
-            Err(error) => Err(Outcome::Ended(End::new(FAILED, error.message, String::new()))),
+            Err(error) => Err(Outcome::Ended(End::failed(FAILED, &error, String::new()))),
         };
         match born {
             Ok(monitor) => {
@@ -265,7 +265,7 @@ impl Sandbox {
             }
             Err(Outcome::Ended(end)) if !end.is_wished() => {
                 let text = format!("it could not be rolled back to {tag}: {}", end.detail);
-                Err(Outcome::Ended(End::new(FAILED, again(&text), end.console_tail)))
+                Err(Outcome::Ended(End { reason: FAILED.into(), detail: again(&text), ..end }))
             }
             // Half-made, it cannot be left to the next daemon; but what is left of it can.
             Err(_) if self.wished() == Wish::Leave => {

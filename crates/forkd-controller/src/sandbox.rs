@@ -27,7 +27,7 @@ use crate::command::{self, Command};
 use crate::console;
 use crate::count::Count;
 use crate::disk_space::DISK_FULL_DETAIL;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::host::Host;
 use crate::life::{Activity, Life};
 use crate::lineage::Lineage;
@@ -340,7 +340,7 @@ impl Sandbox {
     pub(crate) async fn take_turn(&self) -> Result<OwnedMutexGuard<()>> {
         tokio::time::timeout(self.patience, self.turn.clone().lock_owned()).await.map_err(|_| {
             let text = format!("sandbox {} is being branched, paused or rolled back; try again", self.id);
-            Error::new(Kind::Conflict, text)
+            Error::new(Code::SandboxBusy, text)
         })
     }
 
@@ -376,7 +376,7 @@ impl Sandbox {
             Ok(Phase::Ended(end)) => {
                 let text = format!("sandbox {} did not start: {}", self.id, end.detail);
                 let text = if self.spec.is_bare() { text } else { with_console(&text, &end) };
-                Err(Error::new(Kind::Guest, text))
+                Err(end.because(Error::new(Code::GuestFailed, text)))
             }
             _ => Ok(()),
         }
@@ -392,7 +392,7 @@ impl Sandbox {
             Some(name) => format!("`forkd workspace resume {name}` goes on when that is done"),
             None => "its time is over; fork the snapshot it is stored as (`forkd images`) to go on".into(),
         };
-        Err(Error::new(Kind::Conflict, format!("sandbox {} is being put away; {then}", self.id)))
+        Err(Error::new(Code::SandboxSuspending, format!("sandbox {} is being put away; {then}", self.id)))
     }
 
     /// Fails unless it is running now and has an agent. One that was paused because nobody used it goes on.
@@ -409,24 +409,24 @@ impl Sandbox {
             Phase::Running if self.spec.is_bare() => {
                 let text =
                     format!("sandbox {} is a bare kernel: it has no agent that could do that", self.id);
-                Err(Error::new(Kind::Conflict, text))
+                Err(Error::new(Code::SandboxUnfit, text))
             }
             Phase::Running => Ok(()),
             Phase::Starting => {
                 let text =
                     format!("sandbox {} is still starting; wait for its state to be `running`", self.id);
-                Err(Error::new(Kind::Conflict, text))
+                Err(Error::new(Code::SandboxStarting, text))
             }
             Phase::Unresponsive => Err(self.unresponsive().await),
             Phase::Paused if self.waits_for_room() => {
                 let text = format!("sandbox {} is paused: {DISK_FULL_DETAIL}", self.id);
-                Err(Error::new(Kind::Conflict, text))
+                Err(Error::new(Code::SandboxWaitsForDisk, text))
             }
             Phase::Paused => {
                 let text = format!("sandbox {id} is paused; `forkd resume {id}` lets it go on", id = self.id);
-                Err(Error::new(Kind::Conflict, text))
+                Err(Error::new(Code::SandboxPaused, text))
             }
-            Phase::Ended(end) => Err(self.ended(Kind::Conflict, &end)),
+            Phase::Ended(end) => Err(self.ended(Code::SandboxEnded, &end)),
             Phase::Unknown(_) => self.known(),
         }
     }
@@ -467,45 +467,49 @@ impl Sandbox {
         let bad = |phase: &Phase| matches!(phase, Phase::Ended(_) | Phase::Unresponsive);
         let phase = phases.wait_for(bad).await.map(|phase| phase.clone());
         match phase {
-            Ok(Phase::Ended(end)) => self.ended(Kind::Guest, &end),
+            Ok(Phase::Ended(end)) => self.ended(Code::SandboxLost, &end),
             _ => self.unresponsive().await,
         }
     }
 
     /// An agent's failure in words for the caller.
     pub(crate) fn agent_error(&self, error: agent::Error) -> Error {
-        use forkd_protocol::connect::Code;
-        let kind = match &error {
+        use forkd_protocol::connect::Code as Guest;
+        let code = match &error {
             agent::Error::Refused(error) => match error.code {
                 // A user the image does not have is a wrong request, not a missing token.
-                Code::InvalidArgument | Code::OutOfRange | Code::Unauthenticated => Kind::Invalid,
-                Code::NotFound => Kind::NotFound,
-                Code::FailedPrecondition | Code::AlreadyExists | Code::Aborted => Kind::Conflict,
-                Code::PermissionDenied => Kind::Forbidden,
-                Code::DeadlineExceeded => Kind::Timeout,
-                Code::ResourceExhausted | Code::Unavailable => Kind::Busy,
-                _ => Kind::Guest,
+                Guest::InvalidArgument | Guest::OutOfRange | Guest::Unauthenticated => Code::InvalidRequest,
+                Guest::NotFound => Code::GuestNotFound,
+                Guest::FailedPrecondition | Guest::AlreadyExists | Guest::Aborted => Code::GuestConflict,
+                Guest::PermissionDenied => Code::GuestForbidden,
+                Guest::DeadlineExceeded => Code::GuestTimeout,
+                Guest::ResourceExhausted | Guest::Unavailable => Code::GuestBusy,
+                _ => Code::GuestFailed,
             },
-            agent::Error::Timeout(_) => Kind::Timeout,
-            agent::Error::NoRoom => Kind::Busy,
-            agent::Error::DiskFull(_) => Kind::Http(axum::http::StatusCode::INSUFFICIENT_STORAGE),
-            agent::Error::Unreachable(_) | agent::Error::Protocol(_) => Kind::Guest,
+            agent::Error::Timeout(_) => Code::GuestTimeout,
+            agent::Error::NoRoom => Code::DaemonBusy,
+            agent::Error::DiskFull(_) => Code::GuestDiskFull,
+            // Why there is no connection is the host's matter.
+            agent::Error::Unreachable(why) => {
+                return Error::new(Code::GuestFailed, "the agent cannot be reached").because(why.clone());
+            }
+            agent::Error::Protocol(_) => Code::GuestFailed,
         };
-        Error::new(kind, console::printable(error.to_string().as_bytes()))
+        Error::new(code, console::printable(error.to_string().as_bytes()))
     }
 
-    pub(super) fn ended(&self, kind: Kind, end: &End) -> Error {
+    pub(super) fn ended(&self, code: Code, end: &End) -> Error {
         if end.reason == ROLLED_BACK {
             let text = format!("sandbox {} was rolled back meanwhile; ask again", self.id);
-            return Error::new(Kind::Conflict, text);
+            return Error::new(Code::SandboxReplaced, text);
         }
         let text = format!("sandbox {} has ended: {}", self.id, end.detail);
-        Error::new(kind, with_console(&text, end))
+        end.because(Error::new(code, with_console(&text, end)))
     }
 
     async fn unresponsive(&self) -> Error {
         let text = format!("sandbox {} does not answer any more; delete it if it stays so", self.id);
-        Error::new(Kind::Timeout, console::with_tail(&text, &self.tail().await))
+        Error::new(Code::SandboxUnresponsive, console::with_tail(&text, &self.tail().await))
     }
 
     /// The end of its console.

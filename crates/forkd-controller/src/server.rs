@@ -194,7 +194,7 @@ pub async fn serve_until(
         timeouts.clone().enforce(until.clone(), async move || {
             for pruned in [ledger.prune().await, answers.prune().await] {
                 if let Err(error) = pruned {
-                    tracing::warn!(error = error.message, "what is old is not forgotten yet");
+                    tracing::warn!(%error, "what is old is not forgotten yet");
                 }
             }
         })
@@ -434,8 +434,8 @@ mod tests {
             drop(std::net::TcpStream::connect(ready.address).unwrap());
         };
         let error = serve_until(config, ready, std::future::pending()).await.unwrap_err();
-        assert_eq!(error.status(), 500);
-        assert!(error.message.contains("accept"), "{error}");
+        assert_eq!(error.code(), crate::Code::Internal);
+        assert!(error.to_string().contains("accept"), "{error}");
         assert!(!folder.path().join("forkd.sock").exists(), "it stopped in order");
     }
 }

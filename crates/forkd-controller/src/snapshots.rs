@@ -17,7 +17,7 @@ use tokio::sync::{Notify, Semaphore, watch};
 use tracing::Instrument;
 
 use crate::branch::{Branch, Stage, Wish};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::host::{Host, blocking, make_private_dir};
 use crate::identity::{Identity, LOCAL, local_owner};
 use crate::leftovers::Leftovers;
@@ -136,7 +136,7 @@ impl Snapshots {
                 Some(_) => Some(format!("snapshot {tag} exists; remove it first, or choose another tag")),
             };
             if let Some(text) = text {
-                return Err(Error::new(Kind::Conflict, text));
+                return Err(Error::new(Code::TagTaken, text));
             }
             let have = entries.values().filter(|it| it.tag != tag && it.owner() == owner).count();
             check_snapshots(owner, have, mem_mib, quota)?;
@@ -209,7 +209,7 @@ impl Snapshots {
                 entry.ready(snapshot);
             }
             Err(error) => {
-                tracing::warn!(tag = entry.tag, error = error.message, "a snapshot could not be made");
+                tracing::warn!(tag = entry.tag, %error, "a snapshot could not be made");
                 entry.failed(error);
             }
         }
@@ -246,7 +246,7 @@ impl Snapshots {
                  only its name with force (`--force`)",
                 gone.join(", ")
             );
-            return Err(Error::new(Kind::Conflict, text));
+            return Err(Error::new(Code::SnapshotInUse, text));
         }
         if how == Removal::Force {
             gone.clear();
@@ -278,7 +278,7 @@ impl Snapshots {
                     tracing::warn!("{why}");
                 }
             }
-            Err(error) if error.kind == Kind::NotFound => {}
+            Err(error) if error.code().is_not_found() => {}
             Err(error) => return Err(error),
         }
         self.forget_owner(entry).await;
@@ -314,7 +314,7 @@ impl Snapshots {
         let (store, wanted) = (self.store.clone(), tag.to_owned());
         let found = blocking("looking for dependents", move || Ok(store.dependents(&wanted)?)).await;
         let mut dependents = match found {
-            Err(error) if error.kind == Kind::NotFound => Vec::new(),
+            Err(error) if error.code().is_not_found() => Vec::new(),
             other => other?,
         };
         let unknown = self.list().into_iter().filter(|entry| match entry.state() {
@@ -395,7 +395,7 @@ impl Snapshots {
 /// What is told of a snapshot that is not there, or not for whoever asks.
 pub(crate) fn no_snapshot(tag: &str) -> Error {
     let text = format!("there is no snapshot {tag}; `forkd images` lists them, `forkd snapshot` makes one");
-    Error::new(Kind::NotFound, text)
+    Error::new(Code::SnapshotNotFound, text)
 }
 
 fn check_tag(tag: &str) -> Result<()> {
@@ -408,17 +408,24 @@ fn check_tag(tag: &str) -> Result<()> {
 impl From<forkd_store::Error> for Error {
     fn from(error: forkd_store::Error) -> Self {
         use forkd_store::Error as Store;
-        let kind = match &error {
-            Store::Invalid(_) => Kind::Invalid,
-            Store::NotFound(_) => Kind::NotFound,
-            Store::Exists(_) | Store::Unusable(_) => Kind::Conflict,
+        match &error {
+            Store::Invalid(text) => Error::invalid(text),
+            Store::NotFound(text) => Error::new(Code::SnapshotNotFound, text),
+            Store::Exists(text) => Error::new(Code::TagTaken, text),
+            // Its text names files of the host.
+            Store::Unusable(_) => {
+                let text = "the snapshot cannot be used: a file of it is missing or damaged, or of another \
+                            version; remove it and make it again";
+                Error::new(Code::SnapshotUnusable, text).because(error)
+            }
             Store::Io { source, .. }
                 if matches!(source.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) =>
             {
-                return Error::no_room(crate::network::chain(&error));
+                Error::no_room(error)
             }
-            Store::Io { .. } | Store::Newer(_) | Store::Database { .. } => Kind::Internal,
-        };
-        Error::new(kind, crate::network::chain(&error))
+            Store::Io { .. } | Store::Newer(_) | Store::Database { .. } => {
+                Error::host("the store of snapshots failed", crate::network::chain(&error))
+            }
+        }
     }
 }

@@ -20,7 +20,7 @@ use tokio::sync::mpsc;
 use crate::boot;
 use crate::cgroup::{self, Limits};
 use crate::config::Config;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::host::{Host, new_id};
 use crate::identity::Identity;
 use crate::keeper::{Birth, Origin};
@@ -187,7 +187,7 @@ fn check_threads(n: usize, vcpus: u8) -> std::result::Result<(), (usize, Error)>
         "this host has {now} threads and allows {max}, enough for {fitting} more sandboxes: raise \
          kernel.threads-max and kernel.pid_max, or delete some first"
     );
-    Err((fitting as usize, Error::new(Kind::Busy, text)))
+    Err((fitting as usize, Error::new(Code::LimitReached, text)))
 }
 
 /// For how many children there is room, on a host with `now` threads that allows `max`.
@@ -353,7 +353,7 @@ mod tests {
         check_threads(1, 1).unwrap();
         let (fitting, error) = check_threads(usize::MAX, 32).unwrap_err();
         assert!(fitting < 1 << 22);
-        assert_eq!(error.kind, Kind::Busy);
-        assert!(error.message.contains("threads-max"), "{error}");
+        assert_eq!(error.code(), Code::LimitReached);
+        assert!(error.public().contains("threads-max"), "{error}");
     }
 }

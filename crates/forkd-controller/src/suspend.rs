@@ -26,7 +26,7 @@ use forkd_store::Quota;
 use tokio::sync::OwnedMutexGuard;
 
 use crate::branch::{self, Mode, Stage};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::life::{Life, Suspending};
 use crate::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
@@ -119,7 +119,7 @@ impl Suspend {
             Phase::Paused => {}
             // What it was when it stood still is on disk.
             Phase::Ended(end) if !end.is_wished() => {}
-            Phase::Ended(end) => return Err(sandbox.ended(Kind::Conflict, &end)),
+            Phase::Ended(end) => return Err(sandbox.ended(Code::SandboxEnded, &end)),
             _ => return Ok(false),
         }
         commit.await?;
@@ -166,7 +166,7 @@ impl Suspend {
             return Ok(());
         }
         match self.snapshots.remove(tag, Removal::Force).await {
-            Err(error) if error.kind == Kind::NotFound => Ok(()),
+            Err(error) if error.code().is_not_found() => Ok(()),
             other => other,
         }
     }
@@ -205,8 +205,7 @@ pub(crate) async fn undo_unfinished(
             match Suspend::begin(&registry, &snapshots, &sandbox).await {
                 Ok(_) => tracing::info!(sandbox = sandbox.id, "an unfinished suspend is undone"),
                 Err(error) => {
-                    let error = error.message;
-                    tracing::warn!(sandbox = sandbox.id, error, "an unfinished suspend is not undone yet");
+                    tracing::warn!(sandbox = sandbox.id, %error, "an unfinished suspend is not undone yet");
                 }
             }
         }));

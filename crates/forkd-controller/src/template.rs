@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::descriptors::TemplateFiles;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::janitor::Janitor;
 use crate::lineage::Lineage;
 use crate::monitor::{Forked, Monitor, Parts, Replacement, replace_request};
@@ -216,7 +216,7 @@ impl Template {
         let identity = Identity::read(&plan.folder).read();
         let process = identity.as_ref().and_then(|identity| Some((identity.pid, identity.open()?)));
         let Some((pid, pidfd)) = process else {
-            return Err(Error::new(Kind::NotFound, "its process is gone"));
+            return Err(Error::host("cannot take it over", "its process is gone"));
         };
         let failed = |error| Error::host("cannot reach it", error);
         let mut monitor =
@@ -333,7 +333,7 @@ pub(crate) enum Adopted {
 
 /// The error of everybody who asked a template that went away.
 pub(crate) fn lost() -> Error {
-    Error::host("the template ended", "ask again: a new one is started from the snapshot")
+    Error::new(Code::TemplateEnded, "the template ended; ask again: a new one is started from the snapshot")
 }
 
 #[cfg(test)]

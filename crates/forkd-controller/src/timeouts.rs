@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::branch::Mode;
 use crate::clock;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::identity::Identity;
 use crate::life::{IDLE, OnTimeout, PutAway, SUSPENDED, TIMED_OUT, now_unix};
 use crate::registry::Registry;
@@ -110,7 +110,7 @@ impl Timeouts {
                 if let Some(secs) = step
                     && let Err(error) = move_deadline(&sandbox, secs)
                 {
-                    tracing::warn!(sandbox = sandbox.id, error = error.message, "its time did not move");
+                    tracing::warn!(sandbox = sandbox.id, %error, "its time did not move");
                 }
                 if let Some(due) = sandbox.due(now) {
                     self.act(sandbox, due);
@@ -141,7 +141,7 @@ impl Timeouts {
             let attempt = match acted {
                 Ok(()) => Attempt::None,
                 Err(error) => {
-                    tracing::warn!(sandbox = sandbox.id, error = error.message, "trying again later");
+                    tracing::warn!(sandbox = sandbox.id, %error, "trying again later");
                     Attempt::Failed(Instant::now())
                 }
             };
@@ -206,12 +206,12 @@ impl Timeouts {
         let numbered = (2..MAX_NAMES).map(|number| format!("{own}-{number}"));
         for tag in wanted.into_iter().chain([own.clone()]).chain(numbered) {
             match self.snapshots.get(&tag) {
-                Err(error) if error.kind == Kind::NotFound => return Ok(tag),
+                Err(error) if error.code().is_not_found() => return Ok(tag),
                 _ => {}
             }
         }
         let text = format!("there are too many snapshots called {own}; remove some (`forkd rmi`)");
-        Err(Error::new(Kind::Conflict, text))
+        Err(Error::new(Code::TagTaken, text))
     }
 }
 

@@ -17,7 +17,7 @@ use forkd_store::{Database, Quota, Token, TokenHash};
 use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
 use crate::auth::fill_random;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::identity::{FIRST_TOKEN, Identity, LOCAL, Proof, Scope};
 use crate::life::now_unix;
 
@@ -185,10 +185,10 @@ impl Tokens {
         // Those who make some at the same moment may make a few more: no lock is held while the database writes.
         if self.known().named.len() >= MAX_NAMED {
             let text = format!("there are {MAX_NAMED} tokens, the limit; remove some first");
-            return Err(Error::new(Kind::Conflict, text));
+            return Err(Error::new(Code::TooManyTokens, text));
         }
         let secret = fresh("fk_")?;
-        self.database.add_token(&token, &hash(&secret))?;
+        self.database.add_token(&token, &hash(&secret)).map_err(of_token)?;
         self.reload()?;
         Ok((token, secret))
     }
@@ -197,9 +197,9 @@ impl Tokens {
     pub(crate) fn remove(&self, name: &str) -> Result<()> {
         if name == FIRST_TOKEN {
             let text = format!("the token {FIRST_TOKEN} cannot be removed; `forkd token rotate` replaces it");
-            return Err(Error::new(Kind::Conflict, text));
+            return Err(Error::new(Code::NameReserved, text));
         }
-        self.database.remove_token(name)?;
+        self.database.remove_token(name).map_err(of_token)?;
         self.reload()
     }
 
@@ -213,7 +213,7 @@ impl Tokens {
                 .map_err(|error| Error::host(format!("cannot write {}", self.path.display()), error))?;
             self.read()?;
         } else {
-            self.database.replace_token(name, &hash(&secret))?;
+            self.database.replace_token(name, &hash(&secret)).map_err(of_token)?;
             self.reload()?;
         }
         let token = self.list().into_iter().find(|token| token.name == name);
@@ -270,7 +270,7 @@ impl Order {
         }
         if [FIRST_TOKEN, LOCAL].contains(&self.name.as_str()) {
             return Err(Error::new(
-                Kind::Conflict,
+                Code::NameReserved,
                 format!("the name {} is taken; choose another", self.name),
             ));
         }
@@ -356,6 +356,16 @@ fn write(path: &Path, text: &str, over: bool) -> io::Result<()> {
     }
 }
 
+/// What the database says of a token.
+fn of_token(error: forkd_store::Error) -> Error {
+    let error = Error::from(error);
+    match error.code() {
+        Code::SnapshotNotFound => error.with_code(Code::TokenNotFound),
+        Code::TagTaken => error.with_code(Code::NameTaken),
+        _ => error,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -402,7 +412,7 @@ mod tests {
         ] {
             std::fs::write(&path, bad).unwrap();
             let error = open(folder.path()).unwrap_err();
-            assert!(error.message.contains("remove"), "{error}");
+            assert!(error.public().contains("remove"), "{error}");
         }
     }
 
@@ -456,29 +466,29 @@ mod tests {
         assert_eq!(tokens.list().iter().map(|it| it.name.as_str()).collect::<Vec<_>>(), ["default", "ci"]);
         tokens.remove("ci").unwrap();
         assert_eq!(tokens.find(&other, 0), Err(Refusal::Unknown));
-        assert_eq!(tokens.remove("ci").unwrap_err().kind, Kind::NotFound);
-        assert_eq!(tokens.remove("default").unwrap_err().kind, Kind::Conflict);
+        assert_eq!(tokens.remove("ci").unwrap_err().code(), Code::TokenNotFound);
+        assert_eq!(tokens.remove("default").unwrap_err().code(), Code::NameReserved);
     }
 
     #[test]
     fn names_and_numbers_nobody_could_mean_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let tokens = open(folder.path()).unwrap();
-        for (bad, kind) in [
-            (order("../x"), Kind::Invalid),
-            (order("local"), Kind::Conflict),
-            (order("default"), Kind::Conflict),
-            (Order { owner: Some("*".into()), ..order("a") }, Kind::Invalid),
-            (Order { expires_in_secs: Some(0), ..order("a") }, Kind::Invalid),
-            (Order { expires_in_secs: Some(u64::MAX), ..order("a") }, Kind::Invalid),
+        for (bad, code) in [
+            (order("../x"), Code::InvalidRequest),
+            (order("local"), Code::NameReserved),
+            (order("default"), Code::NameReserved),
+            (Order { owner: Some("*".into()), ..order("a") }, Code::InvalidRequest),
+            (Order { expires_in_secs: Some(0), ..order("a") }, Code::InvalidRequest),
+            (Order { expires_in_secs: Some(u64::MAX), ..order("a") }, Code::InvalidRequest),
             (
                 Order { quota: Quota { max_snapshots: Some(u64::MAX), ..Quota::default() }, ..order("a") },
-                Kind::Invalid,
+                Code::InvalidRequest,
             ),
         ] {
-            assert_eq!(tokens.add(bad, 0).unwrap_err().kind, kind);
+            assert_eq!(tokens.add(bad, 0).unwrap_err().code(), code);
         }
         tokens.add(order("a"), 0).unwrap();
-        assert_eq!(tokens.add(order("a"), 0).unwrap_err().kind, Kind::Conflict);
+        assert_eq!(tokens.add(order("a"), 0).unwrap_err().code(), Code::NameTaken);
     }
 }

@@ -1,7 +1,7 @@
 //! Work with a sandbox's agent that a pause ends, too: what streams, and would only stand still.
 
 use crate::agent;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::sandbox::{Phase, Sandbox};
 
 impl Sandbox {
@@ -31,6 +31,6 @@ impl Sandbox {
         }
         let text =
             format!("sandbox {id} was paused meanwhile; `forkd resume {id}` lets it go on", id = self.id);
-        Error::new(Kind::Conflict, text)
+        Error::new(Code::SandboxPaused, text)
     }
 }

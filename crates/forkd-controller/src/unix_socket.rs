@@ -6,7 +6,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::groups;
 use crate::host::make_private_dir;
 
@@ -64,13 +64,13 @@ fn refuse_if_taken(path: &Path) -> Result<()> {
     let Ok(metadata) = std::fs::symlink_metadata(path) else { return Ok(()) };
     if !metadata.file_type().is_socket() {
         let text = format!("{} exists and is not a socket; name another, or remove it", path.display());
-        return Err(Error::new(Kind::Conflict, text));
+        return Err(Error::new(Code::AddressInUse, text));
     }
     match UnixStream::connect(path) {
         Ok(_) => {
             let text =
                 format!("another daemon listens on {}; stop it, or name another socket", path.display());
-            Err(Error::new(Kind::Conflict, text))
+            Err(Error::new(Code::AddressInUse, text))
         }
         Err(_) => Ok(()),
     }
@@ -103,7 +103,7 @@ mod tests {
         drop(UnixListener::bind(half_made.join("s")).unwrap());
         let (named, listener) = listen(&path).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o660);
-        assert!(listen(&path).unwrap_err().message.contains("another daemon"));
+        assert!(listen(&path).unwrap_err().code() == Code::AddressInUse);
         drop((named, listener));
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left");
     }

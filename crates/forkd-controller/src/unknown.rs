@@ -14,7 +14,7 @@ use forkd_protocol::names::is_valid_name;
 use serde_json::Value;
 use tokio::sync::oneshot;
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::identity::local_owner;
 use crate::leftovers::{self, Leftovers};
 use crate::life::Life;
@@ -29,6 +29,9 @@ use crate::template::{self, Adopted, Template};
 /// Why a sandbox is in state `unknown`, in one word.
 pub(crate) const UNREADABLE: &str = "record_unreadable";
 
+/// The same for clients that may not read causes.
+pub(crate) const UNREAD: &str = "the daemon cannot read its record";
+
 /// The same in one sentence, with what to do; `end` is the command that ends it.
 pub(crate) fn advice(why: &str, end: &str) -> String {
     format!("{why}; end it (`{end}`), or start the version of the daemon that wrote it")
@@ -36,7 +39,8 @@ pub(crate) fn advice(why: &str, end: &str) -> String {
 
 /// The error of everything but looking at it and ending it.
 pub(crate) fn refused(what: &str, why: &str, end: &str) -> Error {
-    Error::new(Kind::Conflict, format!("the state of {what} is unknown: {}", advice(why, end)))
+    let text = format!("the state of {what} is unknown: {}", advice(UNREAD, end));
+    Error::new(Code::StateUnknown, text).because(why.to_owned())
 }
 
 /// The folder of a sandbox or a template with a record that cannot be read.

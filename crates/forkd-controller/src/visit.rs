@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use crate::agent;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::identity::{Identity, Scope};
 use crate::sandbox::{Phase, Sandbox};
 
@@ -27,7 +27,7 @@ impl Visit {
                     "sandbox {} is paused, and token {} may only look: one of scope use lets it go on",
                     sandbox.id, who.name
                 );
-                return Err(Error::new(Kind::Conflict, text));
+                return Err(Error::new(Code::SandboxPaused, text));
             }
             _ if only_looks => sandbox.runs().await?,
             _ => sandbox.ready().await?,
@@ -73,7 +73,7 @@ mod tests {
         daemon.sandbox.phase.send_replace(Phase::Paused);
         let before = daemon.sandbox.activity.stamp();
         let error = Visit::begin(daemon.sandbox.clone(), &who(Scope::Read)).await.unwrap_err();
-        assert!(error.kind == Kind::Conflict && error.message.contains("scope use"), "{error}");
+        assert_eq!(error.code(), Code::SandboxPaused, "{error}");
         assert_eq!(daemon.sandbox.activity.stamp(), before);
         assert!(daemon.sandbox.dozes());
     }

@@ -21,7 +21,7 @@ use std::time::Instant;
 use forkd_protocol::names::NAME_RULE;
 use tokio::sync::OwnedMutexGuard;
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::guest;
 use crate::host::{blocking, new_id};
 use crate::identity::Identity;
@@ -99,13 +99,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn conflict(text: String) -> Error {
-    Error::new(Kind::Conflict, text)
+fn being_made(name: &str) -> Error {
+    Error::new(Code::WorkspaceBusy, format!("workspace {name} is being made; try again"))
 }
 
 fn no_workspace(name: &str) -> Error {
     let text = format!("there is no workspace {name}; `forkd workspace create {name}` makes one");
-    Error::new(Kind::NotFound, text)
+    Error::new(Code::WorkspaceNotFound, text)
 }
 
 fn now_unix() -> u64 {
@@ -144,7 +144,7 @@ impl Workspaces {
         task::spawn(Task::WorkspaceSweep, async move {
             for name in doomed {
                 if let Err(error) = sweeper.delete(&name).await {
-                    tracing::warn!(name, error = error.message, "a workspace is not deleted yet");
+                    tracing::warn!(name, %error, "a workspace is not deleted yet");
                 }
             }
             for name in sweeper.names() {
@@ -203,15 +203,14 @@ impl Workspaces {
     fn record_of(&self, name: &str, workspace: &Workspace) -> Result<Record> {
         match workspace.state() {
             State::Kept(record) => Ok(record),
-            State::Making => Err(conflict(format!("workspace {name} is being made; try again"))),
+            State::Making => Err(being_made(name)),
             State::Broken(why) => {
-                let path = self.folder.path(name);
                 let text = format!(
-                    "the file of workspace {name}, {}, cannot be used ({why}): mend it and restart the \
-                     daemon, or delete the workspace",
-                    path.display()
+                    "the record of workspace {name} cannot be used: the operator mends its file and restarts \
+                     the daemon, or you delete the workspace"
                 );
-                Err(conflict(text))
+                let path = self.folder.path(name);
+                Err(Error::new(Code::WorkspaceUnusable, text).because(format!("{}: {why}", path.display())))
             }
         }
     }
@@ -274,10 +273,11 @@ impl Workspaces {
     pub(crate) async fn create(&self, order: Order) -> Result<(Record, Status)> {
         let name = &order.name;
         match self.get(name) {
-            Err(error) if error.kind == Kind::NotFound => {}
+            Err(error) if error.code().is_not_found() => {}
             Err(error) => return Err(error),
             Ok(_) => {
-                return Err(conflict(format!("workspace {name} exists; delete it, or choose another name")));
+                let text = format!("workspace {name} exists; delete it, or choose another name");
+                return Err(Error::new(Code::NameTaken, text));
             }
         }
         self.snapshots.usable(&order.snapshot_tag, &order.who)?;
@@ -285,7 +285,7 @@ impl Workspaces {
         {
             let mut all = lock(&self.all);
             if all.contains_key(name) {
-                return Err(conflict(format!("workspace {name} is being made")));
+                return Err(being_made(name));
             }
             all.insert(name.clone(), workspace.clone());
         }
@@ -348,7 +348,7 @@ impl Workspaces {
         let record = self.usable(name, &workspace)?;
         if let Some(sandbox) = self.live(&record) {
             let text = format!("workspace {name} is running already, in sandbox {}", sandbox.id);
-            return Err(Error::invalid(text));
+            return Err(Error::new(Code::WorkspaceRunning, text));
         }
         let lost = record.live_sandbox_id.clone();
         let resumed = self.start(&workspace, record, who).await?;
@@ -403,8 +403,10 @@ impl Workspaces {
 
     /// The right to change it, for as long as what is returned lives.
     async fn take_turn(&self, name: &str) -> Result<(Arc<Workspace>, OwnedMutexGuard<()>)> {
-        let busy =
-            || conflict(format!("workspace {name} is being made, suspended, resumed or deleted; try again"));
+        let busy = || {
+            let text = format!("workspace {name} is being made, suspended, resumed or deleted; try again");
+            Error::new(Code::WorkspaceBusy, text)
+        };
         let workspace = self.get(name)?;
         let patience = self.registry.host.config.timing.call;
         let turn = tokio::time::timeout(patience, workspace.turn.clone().lock_owned()).await;
@@ -419,7 +421,10 @@ impl Workspaces {
     fn usable(&self, name: &str, workspace: &Workspace) -> Result<Record> {
         let record = self.record_of(name, workspace)?;
         match record.deleted {
-            true => Err(conflict(format!("workspace {name} is half deleted; delete it again"))),
+            true => {
+                let text = format!("workspace {name} is half deleted; delete it again");
+                Err(Error::new(Code::WorkspaceUnusable, text))
+            }
             false => Ok(record),
         }
     }

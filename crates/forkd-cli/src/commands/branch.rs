@@ -7,6 +7,8 @@ use hyper::Method;
 use serde_json::{Value, json};
 
 use super::{Context, WrongUsage, with_daemon};
+use forkd_controller::Code;
+
 use crate::api::{self, Saving, Snapshot, SnapshotStatus};
 use crate::args::{AnswerArgs, BranchArgs, BranchMode};
 use crate::client::{Daemon, Refused};
@@ -117,7 +119,7 @@ async fn saved(daemon: &Daemon, mut answer: Value, progress: Option<&Progress>) 
         }
         tokio::time::sleep(POLL).await;
         answer = match daemon.ask(Method::GET, &api::snapshot_path(tag), None).await {
-            Err(error) if Refused::is_not_found(&error) => {
+            Err(error) if Refused::is(&error, Code::SnapshotNotFound) => {
                 bail!("branch {tag} was removed while it was saved, perhaps by `forkd rmi`")
             }
             other => {

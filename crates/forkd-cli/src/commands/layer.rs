@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io;
 
 use anyhow::{Context as _, Result, bail};
-use forkd_controller::{ExecReply, ExecRequest};
+use forkd_controller::{Code, ExecReply, ExecRequest};
 use hyper::Method;
 use serde_json::{Value, json};
 
@@ -56,7 +56,7 @@ pub(crate) fn snapshot_diff(context: &Context, args: &SnapshotDiffArgs) -> Resul
 /// Says no before anything was done for nothing.
 async fn refuse_taken(daemon: &Daemon, tag: &str) -> Result<()> {
     match daemon.ask(Method::GET, &api::snapshot_path(tag), None).await {
-        Err(error) if Refused::is_not_found(&error) => Ok(()),
+        Err(error) if Refused::is(&error, Code::SnapshotNotFound) => Ok(()),
         Err(error) => Err(error),
         Ok(_) => bail!("there is a snapshot {tag}: choose another tag, or remove it with `forkd rmi {tag}`"),
     }

@@ -36,7 +36,7 @@ use crate::args::obsolete::Fate;
 use crate::args::{
     Cli, Command, ConfigCommand, DaemonArgs, DocsCommand, ImageCommand, MachineCommand, ParentCommand,
 };
-use crate::client::Daemon;
+use crate::client::{Daemon, Refused};
 use crate::command_line::Line;
 use crate::paths::DataDir;
 use crate::ui::{self, Ui};
@@ -63,10 +63,16 @@ pub(crate) fn execute(line: Line) -> ExitCode {
         | Command::Machine(MachineCommand::Shell(_)) => FORKD_FAILED,
         _ => 1,
     };
+    let json = line.json;
     match understood(line) {
         Ok(status) => ExitCode::from(status),
-        Err(error) if error.is::<WrongUsage>() => ui::fail(&error, 2),
-        Err(error) => ui::fail(&error, failure),
+        Err(error) => {
+            let status = if error.is::<WrongUsage>() { 2 } else { failure };
+            match error.downcast_ref::<Refused>().filter(|_| json) {
+                Some(refused) => ui::fail_json(&refused.body(), status),
+                None => ui::fail(&error, status),
+            }
+        }
     }
 }
 

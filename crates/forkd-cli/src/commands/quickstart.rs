@@ -9,6 +9,8 @@ use serde_json::{Value, json};
 use super::fork::{self, Times};
 use super::snapshot::{self, Made};
 use super::{Context, prepare_image, runtime, with_daemon};
+use forkd_controller::Code;
+
 use crate::api::{self, Snapshot, SnapshotStatus, Spawned};
 use crate::args::QuickstartArgs;
 use crate::client::{Daemon, Refused};
@@ -115,7 +117,7 @@ async fn ensure_snapshot(
                 }
             }
         }
-        Err(error) if Refused::is_not_found(&error) => {}
+        Err(error) if Refused::is(&error, Code::SnapshotNotFound) => {}
         Err(error) => return Err(error),
     }
     match snapshot::make(daemon, tag, &json!({ "tag": tag, "image": image }), context.ui).await? {

@@ -7,6 +7,8 @@ use hyper::Method;
 use serde_json::{Value, json};
 
 use super::{Context, life, report, with_daemon};
+use forkd_controller::Code;
+
 use crate::api::{self, Gone, Sandbox};
 use crate::args::{FilterArgs, KillArgs, LsArgs, PingArgs, RollbackArgs, SandboxesArgs};
 use crate::client::{Daemon, Refused};
@@ -216,7 +218,7 @@ pub(super) async fn end_all(daemon: &Daemon, ids: &[String]) -> Vec<String> {
 
 async fn end(daemon: &Daemon, id: &str) -> Result<()> {
     match daemon.ask(Method::DELETE, &api::sandbox_path(id), None).await {
-        Err(error) if !Refused::is_not_found(&error) => Err(error),
+        Err(error) if !Refused::is(&error, Code::SandboxNotFound) => Err(error),
         _ => Ok(()),
     }
 }

@@ -8,6 +8,8 @@ use serde_json::{Value, json};
 
 use super::branch::{self, Wanted};
 use super::{Context, WrongUsage, prepare_image, with_daemon};
+use forkd_controller::Code;
+
 use crate::api::{self, Snapshot, SnapshotStatus};
 use crate::args::{AnswerArgs, BranchMode, SnapshotArgs};
 use crate::client::{Daemon, Refused};
@@ -148,7 +150,7 @@ pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Re
             }
         };
         answer = match polled {
-            Err(error) if Refused::is_not_found(&error) => {
+            Err(error) if Refused::is(&error, Code::SnapshotNotFound) => {
                 bail!("snapshot {tag} was removed while it was made, perhaps by `forkd rmi`")
             }
             other => {
@@ -162,7 +164,7 @@ pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Re
 async fn cancel(daemon: &Daemon, tag: &str, caught: Caught, signals: &mut Forwarded, ui: Ui) -> Result<Made> {
     let path = api::snapshot_path(tag);
     match signals.finish_save(daemon.ask(Method::DELETE, &path, None)).await {
-        Ok((Err(error), _)) if !Refused::is_not_found(&error) => {
+        Ok((Err(error), _)) if !Refused::is(&error, Code::SnapshotNotFound) => {
             return Err(error)
                 .with_context(|| format!("snapshot {tag} could not be cancelled: try `forkd rmi {tag}`"));
         }

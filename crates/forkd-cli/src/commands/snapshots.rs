@@ -4,6 +4,8 @@ use anyhow::Result;
 use hyper::Method;
 
 use super::{Context, report, with_daemon};
+use forkd_controller::Code;
+
 use crate::api::{self, Snapshot, SnapshotStatus};
 use crate::args::{ImagesArgs, RmiArgs, TagsArgs};
 use crate::client::{Daemon, Refused};
@@ -49,7 +51,7 @@ async fn remove_all<'a>(daemon: &Daemon, tags: &'a [String], query: &str) -> Vec
         let (mut needed, mut removed) = (Vec::new(), false);
         for tag in waiting {
             match remove_one(daemon, tag, query).await {
-                Err(error) if Refused::is_conflict(&error) => needed.push((tag, Err(error))),
+                Err(error) if Refused::is(&error, Code::SnapshotInUse) => needed.push((tag, Err(error))),
                 other => {
                     removed |= other.is_ok();
                     results.push((tag, other));
@@ -74,7 +76,11 @@ async fn remove_with_dependents<'a>(
     let mut results = Vec::new();
     for tag in tags {
         let removed = match remove_one(daemon, tag, "?cascade=true").await {
-            Err(error) if Refused::is_not_found(&error) && known.iter().any(|one| one.tag == *tag) => Ok(()),
+            Err(error)
+                if Refused::is(&error, Code::SnapshotNotFound) && known.iter().any(|one| one.tag == *tag) =>
+            {
+                Ok(())
+            }
             other => other,
         };
         results.push((tag.as_str(), removed));

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use bytes::Bytes;
-use forkd_controller::{FileInfo, FileKind, FileList};
+use forkd_controller::{Code, FileInfo, FileKind, FileList};
 use futures_util::StreamExt;
 use http_body_util::{BodyExt, Empty, StreamBody};
 use hyper::Method;
@@ -37,7 +37,7 @@ impl<'d> Remote<'d> {
     pub(crate) async fn stat(&self, path: &str) -> Result<Option<FileInfo>> {
         match self.daemon.ask(Method::GET, &self.route("/stat", path), None).await {
             Ok(answer) => Ok(Some(api::read(&answer)?)),
-            Err(error) if Refused::is_not_found(&error) => Ok(None),
+            Err(error) if Refused::is(&error, Code::GuestNotFound) => Ok(None),
             Err(error) => Err(error),
         }
     }
@@ -62,7 +62,7 @@ impl<'d> Remote<'d> {
             request["user"] = json!(user);
         }
         match self.daemon.ask(Method::POST, &route, Some(&request)).await {
-            Err(error) if Refused::is_conflict(&error) && self.is_folder(path).await? => Ok(()),
+            Err(error) if Refused::is(&error, Code::GuestConflict) && self.is_folder(path).await? => Ok(()),
             other => other.map(drop),
         }
     }

@@ -23,9 +23,10 @@ use forkd_store::{Answer, Begun, Database};
 use tracing::Instrument;
 
 use super::bulk;
+use super::error::ErrorBody;
 use super::extract::in_time;
 use crate::agent::{self, Room};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::host::blocking;
 use crate::identity::Identity;
 use crate::life::now_unix;
@@ -115,7 +116,7 @@ impl Answers {
             Some(other) if other != question => return Err(another_question()),
             Some(_) => {
                 let text = "a request with this Idempotency-Key is under way; ask again in a moment";
-                return Err(Error::new(Kind::Conflict, text));
+                return Err(Error::new(Code::IdempotencyInProgress, text));
             }
         }
         running.insert(key.clone(), question.clone());
@@ -167,7 +168,7 @@ async fn answer(answers: Answers, owner: String, request: Request, next: Next) -
     let key = Key { owner, key: read_key(parts.headers.get_all(KEY).iter())? };
     let body = in_time(to_bytes(body, answers.max_request)).await?.map_err(|_| {
         let text = format!("the body is larger than {} bytes, the limit, or broke off", answers.max_request);
-        Error::new(Kind::Http(StatusCode::PAYLOAD_TOO_LARGE), text)
+        Error::new(Code::BodyTooLarge, text)
     })?;
     // In a task of its own: what is begun is finished, and its answer kept, whether or not anybody waits.
     let work = answer_once(answers, key, parts, body, next);
@@ -194,7 +195,7 @@ async fn answer_once(
         let text = "the daemon was stopped while a request with this Idempotency-Key was under way, and what \
                     came of it is not known: look for it (GET /v1/sandboxes, /v1/snapshots, /v1/workspaces), \
                     then ask again with a new key if it was not done";
-        return Err(Error::new(Kind::Conflict, text));
+        return Err(Error::new(Code::IdempotencyOutcomeUnknown, text));
     }
     parts.extensions.insert(Asked { mark: format!("{} {}", key.owner, key.key), before });
     let response = next.run(Request::from_parts(parts, Body::from(body))).await;
@@ -203,7 +204,7 @@ async fn answer_once(
 
 fn another_question() -> Error {
     let text = "this Idempotency-Key came with another request before; use a new one for each";
-    Error::new(Kind::Http(StatusCode::UNPROCESSABLE_ENTITY), text)
+    Error::new(Code::IdempotencyKeyReused, text)
 }
 
 /// The one key of a request.
@@ -260,14 +261,15 @@ fn replay(answer: Answer) -> Result<Response> {
         .map_err(|error| Error::host("reading an answer that was kept", error))?;
     let Some(body) = answer.body else {
         let text = format!("this was done, and answered with {status}; that answer was too large to keep");
-        return Err(Error::new(Kind::Conflict, text));
+        return Err(Error::new(Code::IdempotencyAnswerLost, text));
     };
     // Nobody knows any more whether a guest said it: who asks for it often, and reads it slowly, has no more room.
     let mut room = Room::default();
     if !room.take(body.len()) {
-        return Err(Error::new(Kind::Busy, agent::Error::NoRoom.to_string()));
+        return Err(Error::new(Code::DaemonBusy, agent::Error::NoRoom.to_string()));
     }
     let mut response = match body.is_empty() {
+        _ if status.is_client_error() => refused_before(status, &body).into_response(),
         true => StatusCode::OK.into_response(),
         false => bulk::response(body, room),
     };
@@ -276,9 +278,35 @@ fn replay(answer: Answer) -> Result<Response> {
     Ok(response)
 }
 
+/// The error in an answer that was kept: its body gets the id of the request that asks now.
+fn refused_before(status: StatusCode, body: &[u8]) -> Error {
+    let body = serde_json::from_slice(body);
+    // An older daemon kept a text alone.
+    let body = body.unwrap_or_else(|_| ErrorBody {
+        error: "the request was refused before".into(),
+        code: String::new(),
+        request_id: String::new(),
+    });
+    let code = Code::named(&body.code).filter(|code| code.status() == status.as_u16());
+    Error::new(code.unwrap_or(Code::of_status(status.as_u16())), body.error)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_error_that_was_kept_is_one_again() {
+        let kept = |status: u16, body: &str| {
+            let error = refused_before(StatusCode::from_u16(status).unwrap(), body.as_bytes());
+            (error.code(), error.public().into_owned())
+        };
+        let body = r#"{"error":"too long","code":"body_too_large"}"#;
+        assert_eq!(kept(413, body), (Code::BodyTooLarge, "too long".into()));
+        assert_eq!(kept(400, r#"{"error":"bad"}"#), (Code::InvalidRequest, "bad".into()));
+        assert_eq!(kept(422, r#"{"error":"x","code":"later_version"}"#).0, Code::IdempotencyKeyReused);
+        assert_eq!(kept(400, "not json").0, Code::InvalidRequest);
+    }
 
     #[test]
     fn a_key_is_one_and_visible() {

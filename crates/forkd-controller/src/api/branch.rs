@@ -10,8 +10,9 @@ use forkd_store::Quota;
 use super::extract::{Id, OptionalBody};
 use super::snapshot_types::{BranchRequest, SnapshotInfo};
 use super::{App, snapshot_info};
+use crate::api::error::ErrorBody;
 use crate::branch::{Mode, Order, Stage};
-use crate::error::{Error, ErrorBody, Result};
+use crate::error::{Error, Result};
 use crate::identity::Identity;
 
 /// Branches a running sandbox: it goes on, and children can be forked from the branch at once. Answers when
@@ -102,7 +103,7 @@ mod tests {
             json!({"mode": "live", "parent_tag": "x"}),
             json!({"parent_tag": "x"}),
         ] {
-            assert_eq!(ask(body.clone()).unwrap_err().kind, crate::error::Kind::Invalid, "{body}");
+            assert_eq!(ask(body.clone()).unwrap_err().code(), crate::error::Code::InvalidRequest, "{body}");
         }
     }
 }

@@ -16,8 +16,9 @@ use serde::Deserialize;
 
 use super::App;
 use super::extract::{Id, Params};
+use crate::api::error::ErrorBody;
 use crate::console::{self, printable};
-use crate::error::{ErrorBody, Result};
+use crate::error::Result;
 use crate::host::blocking;
 use crate::identity::Identity;
 use crate::sandbox::Phase;

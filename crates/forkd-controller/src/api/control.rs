@@ -9,7 +9,8 @@ use super::App;
 use super::extract::{Id, Ignored, OptionalBody};
 use super::sandboxes::info;
 use super::types::SandboxInfo;
-use crate::error::{Error, ErrorBody, Kind, Result};
+use crate::api::error::ErrorBody;
+use crate::error::{Code, Error, Result};
 use crate::identity::Identity;
 use crate::rollback::roll_back;
 use crate::sandbox::{Phase, Sandbox};
@@ -72,9 +73,9 @@ fn awake(sandbox: &Sandbox) -> Result<Phase> {
         Phase::Starting => {
             let text =
                 format!("sandbox {} is still starting; wait for its state to be `running`", sandbox.id);
-            Err(Error::new(Kind::Conflict, text))
+            Err(Error::new(Code::SandboxStarting, text))
         }
-        Phase::Ended(end) => Err(sandbox.ended(Kind::Conflict, &end)),
+        Phase::Ended(end) => Err(sandbox.ended(Code::SandboxEnded, &end)),
         phase @ Phase::Unknown(_) => sandbox.known().map(|()| phase),
         phase => Ok(phase),
     }

@@ -16,7 +16,8 @@ use serde_json::json;
 
 use super::App;
 use super::extract::Params;
-use crate::error::{Error, ErrorBody, Result};
+use crate::api::error::ErrorBody;
+use crate::error::{Error, Result};
 use crate::identity::{Identity, Scope};
 use crate::stopping::Stopping;
 use crate::telling::events::{Event, EventKind, News, Since, Subscription};

@@ -10,16 +10,21 @@ use axum::http::request::Parts;
 use axum::http::{StatusCode, header};
 use serde::de::DeserializeOwned;
 
-use crate::error::{Error, Kind};
+use crate::error::{Code, Error};
 
 /// A client must have sent its body by then: these are small.
 const BODY_WAIT: Duration = Duration::from_secs(30);
+
+/// What the HTTP library found wrong with a request.
+fn refused(status: StatusCode, text: String) -> Error {
+    Error::new(Code::of_status(status.as_u16()), text)
+}
 
 /// What was read, or that it took too long.
 pub(crate) async fn in_time<T>(read: impl Future<Output = T>) -> Result<T, Error> {
     tokio::time::timeout(BODY_WAIT, read).await.map_err(|_| {
         let text = format!("the request's body did not come within {} s", BODY_WAIT.as_secs());
-        Error::new(Kind::Http(StatusCode::REQUEST_TIMEOUT), text)
+        Error::new(Code::RequestTimeout, text)
     })
 }
 
@@ -34,11 +39,13 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
         match in_time(Json::from_request(request, state)).await? {
             Ok(Json(value)) => Ok(Body(value)),
             Err(rejection) => {
-                let kind = match &rejection {
-                    JsonRejection::JsonDataError(_) | JsonRejection::JsonSyntaxError(_) => Kind::Invalid,
-                    other => Kind::Http(other.status()),
+                let code = match &rejection {
+                    JsonRejection::JsonDataError(_) | JsonRejection::JsonSyntaxError(_) => {
+                        Code::InvalidRequest
+                    }
+                    other => Code::of_status(other.status().as_u16()),
                 };
-                Err(Error::new(kind, rejection.body_text()))
+                Err(Error::new(code, rejection.body_text()))
             }
         }
     }
@@ -84,7 +91,7 @@ impl<S: Send + Sync> FromRequest<S> for Raw {
     async fn from_request(request: Request, state: &S) -> Result<Self, Error> {
         match in_time(Bytes::from_request(request, state)).await? {
             Ok(bytes) => Ok(Raw(bytes)),
-            Err(rejection) => Err(Error::new(Kind::Http(rejection.status()), rejection.body_text())),
+            Err(rejection) => Err(refused(rejection.status(), rejection.body_text())),
         }
     }
 }
@@ -99,7 +106,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Id {
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Error> {
         match Path::<String>::from_request_parts(parts, state).await {
             Ok(Path(id)) => Ok(Id(id)),
-            Err(rejection) => Err(Error::new(Kind::Http(rejection.status()), rejection.body_text())),
+            Err(rejection) => Err(refused(rejection.status(), rejection.body_text())),
         }
     }
 }

@@ -21,7 +21,8 @@ use utoipa::{IntoParams, ToSchema};
 use super::extract::{Body, Id, Params};
 use super::{App, bulk};
 use crate::agent::{Download, Upload};
-use crate::error::{Error, ErrorBody, Kind, Result};
+use crate::api::error::ErrorBody;
+use crate::error::{Code, Error, Result};
 use crate::identity::Identity;
 use crate::sandbox::Sandbox;
 use crate::task::{self, Task};
@@ -212,8 +213,8 @@ async fn relay(visit: Visit, mut download: Download, pieces: mpsc::Sender<std::i
             Ok(Some(piece)) => Ok(piece),
             // Too late for a status: a body that breaks off is the only way left to say it.
             Err(error) => {
-                tracing::info!(sandbox = visit.sandbox.id, error = %error.message, "a download broke off");
-                Err(std::io::Error::other(error.message))
+                tracing::info!(sandbox = visit.sandbox.id, %error, "a download broke off");
+                Err(std::io::Error::other(error))
             }
         };
         let last = piece.is_err();
@@ -271,7 +272,7 @@ impl Source {
         loop {
             let timeout = |_| {
                 let text = format!("nothing came for {} s; the file was not written", self.stall.as_secs());
-                Error::new(Kind::Http(StatusCode::REQUEST_TIMEOUT), text)
+                Error::new(Code::RequestTimeout, text)
             };
             match tokio::time::timeout(self.stall, self.body.frame()).await.map_err(timeout)? {
                 None => return Ok(None),

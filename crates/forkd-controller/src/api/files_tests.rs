@@ -130,13 +130,14 @@ async fn an_upload_that_breaks_off_or_stalls_is_never_taken_for_a_file() {
 async fn a_guest_that_is_full_or_stuck_is_told_while_the_client_still_sends() {
     let data = vec![7; 8 << 20];
     let (patient, impatient) = (FakeDaemon::start().await, FakeDaemon::impatient_with_guests().await);
-    for (daemon, path, status, why) in
-        [(patient, "/full", 507, "disk is full"), (impatient, "/stuck", 504, "did not answer")]
+    for (daemon, path, status, code) in
+        [(patient, "/full", 507, "guest_disk_full"), (impatient, "/stuck", 504, "guest_timeout")]
     {
         let (got, _, body) = daemon.ask(&format!("PUT {}", files(path)), "", &data).await;
         let body = String::from_utf8(body).unwrap();
         assert_eq!(got, status, "{body}");
-        assert!(body.contains(why), "{body}");
+        let body: crate::ErrorBody = serde_json::from_str(&body).expect(&body);
+        assert_eq!(body.code, code, "{body:?}");
     }
 }
 

@@ -45,7 +45,11 @@ The daemon listens on a unix socket (`/run/forkd/forkd.sock`), where whoever may
 `127.0.0.1:8889`, where every request but `/healthz` carries `Authorization: Bearer TOKEN`.
 [SECURITY.md](SECURITY.md) shows how to get one, and [RUNBOOK.md](RUNBOOK.md) how to ask with `curl`.
 
-- **Errors.** Every answer that is not 2xx has a body `{\"error\": \"…\"}` that says what is wrong and what to do.
+- **Errors.** Every answer that is not 2xx has a body `{\"error\": \"…\", \"code\": \"…\", \"request_id\": \"…\"}`. `error`
+  is a sentence for people: what is wrong and what to do. `code` is for programs, and does not change when the
+  sentence does: [ErrorCode](#errorcode) lists all of them, with whether asking again helps. The daemon's log has
+  more under the `request_id`, which is also in `X-Request-Id`. Causes on the host (paths, error numbers) are
+  shown to clients of the unix socket and to admins only.
 - **Scopes.** A token may `read`, `use` (which includes reading) or be `admin`; what each route needs is said
   below. What belongs to somebody else does not exist: 404.
 - **Once.** A POST with an `Idempotency-Key` (1 to 255 visible characters) is done once; the same request with

@@ -15,7 +15,7 @@ use super::App;
 use super::pages::Page;
 use super::types::SandboxState;
 use crate::clock::timestamp;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::identity::{Identity, Scope};
 use crate::life::{OnTimeout, check_labels, check_secs, deadline};
 use crate::sandbox::Sandbox;
@@ -233,7 +233,7 @@ pub(super) async fn explain(State(app): State<App>, request: Request, next: Next
         }
         None => format!("there is no sandbox {id} any more: it is just ending"),
     };
-    Error::new(Kind::NotFound, text).into_response()
+    Error::new(Code::SandboxNotFound, text).into_response()
 }
 
 #[cfg(test)]

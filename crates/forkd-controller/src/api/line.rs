@@ -11,7 +11,8 @@ use utoipa::ToSchema;
 use super::extract::{Id, Ignored, Raw};
 use super::{App, bulk};
 use crate::agent::Room;
-use crate::error::{ErrorBody, Result};
+use crate::api::error::ErrorBody;
+use crate::error::Result;
 use crate::line;
 
 /// A sandbox's port of loopback.

@@ -6,6 +6,7 @@ mod bulk;
 mod console;
 mod control;
 mod envs;
+pub(crate) mod error;
 mod events;
 pub(crate) mod exec;
 pub(crate) mod extract;
@@ -30,7 +31,6 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use axum::extract::{DefaultBodyLimit, State};
-use axum::http::StatusCode;
 use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
@@ -41,10 +41,11 @@ use utoipa_axum::routes;
 
 use self::answers::Answers;
 use crate::access;
+use crate::api::error::ErrorBody;
 use crate::auth::{self, Gate};
 use crate::config::Config;
 use crate::count::Count;
-use crate::error::{Error, ErrorBody, Kind};
+use crate::error::{Code, Error};
 use crate::frames::{ClientMessage, ExecStreamRequest, RunRequest, ServerEvent};
 use crate::line::ports::Ports;
 use crate::registry::Registry;
@@ -93,8 +94,8 @@ pub(crate) struct App {
 #[openapi(
     info(
         title = "forkd",
-        description = "Sandboxes that are KVM virtual machines. Every error's body is an object with one \
-                       string, `error`. Over TCP every request but `/healthz` carries `Authorization: Bearer \
+        description = "Sandboxes that are KVM virtual machines. Every error's body is an `ErrorBody`: a \
+                       sentence (`error`), a `code` for programs and the `request_id`. Over TCP every request but `/healthz` carries `Authorization: Bearer \
                        TOKEN`; over the unix socket none is needed. Every POST may carry an \
                        `Idempotency-Key` of 1 to 255 visible characters: the same request with the same key is \
                        done once, and answered again as the first time (`Idempotent-Replayed: true`).",
@@ -102,6 +103,7 @@ pub(crate) struct App {
     ),
     components(schemas(
         ErrorBody,
+        Code,
         SpawnReply,
         RunRequest,
         ExecStreamRequest,
@@ -228,12 +230,12 @@ fn served(app: App) -> Router {
 }
 
 async fn no_route() -> Response {
-    Error::new(Kind::NotFound, "there is no such route; /openapi.json lists them").into_response()
+    Error::new(Code::RouteNotFound, "there is no such route; /openapi.json lists them").into_response()
 }
 
 async fn no_method() -> Response {
-    let kind = Kind::Http(StatusCode::METHOD_NOT_ALLOWED);
-    Error::new(kind, "this route does not know that method; /openapi.json lists them").into_response()
+    let text = "this route does not know that method; /openapi.json lists them";
+    Error::new(Code::MethodNotAllowed, text).into_response()
 }
 
 /// Whether the daemon is up. Needs no token.

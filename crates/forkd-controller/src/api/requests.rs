@@ -19,6 +19,7 @@ use axum::middleware::{self, Next};
 use axum::response::Response;
 use tracing::Instrument;
 
+use super::error::{self, Reader};
 use crate::identity::Identity;
 use crate::peer::Peer;
 use crate::telling::Telling;
@@ -89,6 +90,7 @@ async fn watch(State(telling): State<Arc<Telling>>, mut request: Request, next: 
     let answer = trace::carry(asked.0.trace, next.run(request));
     let mut response = answer.instrument(span.clone()).await;
     span.in_scope(|| asked.0.answered(&response));
+    response = span.in_scope(|| error::finish(response, &asked.0.reader()));
     if let Ok(id) = HeaderValue::from_str(&asked.0.id) {
         response.headers_mut().insert(REQUEST_ID, id);
     }
@@ -130,6 +132,12 @@ impl Noted {
             answered: AtomicBool::new(false),
             begun_talking: AtomicBool::new(false),
         }
+    }
+
+    /// Who reads the answer.
+    fn reader(&self) -> Reader {
+        let reads_causes = self.identity.get().is_some_and(Identity::is_admin);
+        Reader { request_id: self.id.clone(), reads_causes }
     }
 
     fn route(&self) -> &str {
@@ -214,6 +222,14 @@ impl Drop for Asked {
         if !self.0.answered.load(Ordering::Relaxed) {
             self.0.audit(None, "abandoned", self.0.begun.elapsed());
         }
+    }
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for Reader {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+        Ok(parts.extensions.get::<Arc<Noted>>().map_or_else(Reader::default, |noted| noted.reader()))
     }
 }
 

@@ -21,10 +21,11 @@ use super::life::{self, Filter, UpdateRequest, check_tag, list_gone, place};
 use super::pages::Page;
 use super::requests::Target;
 use super::types::{CreateRequest, PingReply, SandboxInfo, SandboxState, SpawnError, SpawnReply, Stats};
+use crate::api::error::{ErrorBody, Reader};
 use crate::cgroup;
 use crate::console::printable;
 use crate::disk_space::{DISK_FULL, DISK_FULL_DETAIL};
-use crate::error::{Error, ErrorBody, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::host::blocking;
 use crate::identity::Identity;
 use crate::life::{Life, check_labels, check_secs};
@@ -67,6 +68,7 @@ pub(super) struct Results {
 pub(super) async fn create(
     State(app): State<App>,
     Extension(who): Extension<Identity>,
+    reader: Reader,
     Params(params): Params<Results>,
     asked: Option<Extension<Asked>>,
     Body(mut request): Body<CreateRequest>,
@@ -99,7 +101,7 @@ pub(super) async fn create(
         for sandbox in earlier.iter().chain(bound.iter().map(Bound::sandbox)) {
             // `guest_addr` tells which have one.
             if let Err(error) = app.lines.open(sandbox) {
-                tracing::warn!(sandbox = sandbox.id, error = error.message, "it has no line port");
+                tracing::warn!(sandbox = sandbox.id, %error, "it has no line port");
             }
         }
     }
@@ -110,7 +112,7 @@ pub(super) async fn create(
         return Ok((StatusCode::CREATED, target, Json(children)).into_response());
     }
     let errors =
-        errors.into_iter().map(|(index, error)| SpawnError { index, error: error.message }).collect();
+        errors.into_iter().map(|(index, error)| SpawnError::new(index, reader.logged(&error))).collect();
     Ok((StatusCode::CREATED, target, Json(SpawnReply { children, errors })).into_response())
 }
 
@@ -344,7 +346,7 @@ pub(super) async fn stats(State(app): State<App>, Id(id): Id) -> Result<Json<Sta
         let pid = sandbox.facts().pid;
         let read = pid.and_then(|pid| Some((pid, stats::read(pid).ok()?)));
         let Some((pid, mut stats)) = read else {
-            return Err(Error::new(Kind::Conflict, format!("sandbox {} has no process", sandbox.id)));
+            return Err(Error::new(Code::SandboxUnfit, format!("sandbox {} has no process", sandbox.id)));
         };
         stats.disk_bytes = stats::disk_bytes(pid, &data).unwrap_or(0);
         let namespace = {

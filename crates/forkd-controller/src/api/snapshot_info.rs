@@ -10,7 +10,7 @@ use forkd_store::{BaseImage, Facts, Snapshot};
 use super::App;
 use super::snapshot_types::{Progress, SnapshotInfo, SnapshotPhase, SnapshotStatus, TemplateInfo};
 use crate::branch::Branch;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::host::blocking;
 use crate::identity::Identity;
 use crate::loading::check_image;
@@ -78,25 +78,24 @@ impl<'a> Look<'a> {
                 let warning = self.in_the_way(&snapshot);
                 ready(entry, &snapshot, has_template || warning.is_none(), warning)
             }
-            Standing::Writing(work) => SnapshotInfo {
-                phase: match &work {
-                    Work::Making(making) => Some(phase(*making.phase.borrow())),
-                    Work::Branch(_) => Some(SnapshotPhase::Saving),
+            Standing::Writing(work) => self.with_error(
+                SnapshotInfo {
+                    phase: match &work {
+                        Work::Making(making) => Some(phase(*making.phase.borrow())),
+                        Work::Branch(_) => Some(SnapshotPhase::Saving),
+                    },
+                    bootable: has_template,
+                    ..worked(&work, SnapshotStatus::Writing)
                 },
-                error: match &work {
-                    Work::Making(_) => None,
-                    Work::Branch(branch) => branch.shortage().map(|error| error.message),
-                },
-                bootable: has_template,
-                ..worked(&work, SnapshotStatus::Writing)
-            },
+                shortage(&work).as_ref(),
+            ),
             Standing::Failed { error, work } => {
                 let status = SnapshotStatus::Failed;
                 let known = match work {
                     Some(work) => worked(&work, status),
                     None => blank(&entry.tag, status),
                 };
-                SnapshotInfo { error: Some(error.message), bootable: has_template, ..known }
+                self.with_error(SnapshotInfo { bootable: has_template, ..known }, Some(&error))
             }
             Standing::Unknown(template) => SnapshotInfo {
                 error: Some(unknown::advice(&template.why, &entry.remove_command())),
@@ -120,7 +119,23 @@ impl<'a> Look<'a> {
             let host = &self.app.snapshots.host;
             host.finder.disk(&host.config, name).map(|(_, base)| base)
         });
-        check_image(snapshot, found.as_ref()).err().map(|error| error.message)
+        check_image(snapshot, found.as_ref()).err().map(|error| error.shown(self.who.is_admin()))
+    }
+
+    fn with_error(&self, info: SnapshotInfo, error: Option<&Error>) -> SnapshotInfo {
+        SnapshotInfo {
+            error: error.map(|error| error.shown(self.who.is_admin())),
+            error_code: error.map(|error| error.code().name().into()),
+            ..info
+        }
+    }
+}
+
+/// Why it cannot be written yet.
+fn shortage(work: &Work) -> Option<Error> {
+    match work {
+        Work::Making(_) => None,
+        Work::Branch(branch) => branch.shortage(),
     }
 }
 
@@ -228,6 +243,7 @@ fn blank(tag: &str, status: SnapshotStatus) -> SnapshotInfo {
         status,
         phase: None,
         error: None,
+        error_code: None,
         created_at_unix: 0,
         image: None,
         kernel: None,

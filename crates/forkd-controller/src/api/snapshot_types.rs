@@ -3,6 +3,8 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::code::Code;
+
 /// A snapshot to make: a guest is booted, warmed up, frozen and saved.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -93,6 +95,10 @@ pub struct SnapshotInfo {
     /// Why it failed, or why it cannot be written yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+    /// The same for programs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Code>)]
+    pub error_code: Option<String>,
     /// When it was made, in seconds since 1970.
     pub created_at_unix: u64,
     /// Its image.

@@ -18,7 +18,8 @@ use super::snapshot_types::{
     CompactRequest, LayerInfo, OwnerRequest, SnapshotInfo, SnapshotInfoDetail, SnapshotRequest,
 };
 use crate::allowed;
-use crate::error::{Error, ErrorBody, Kind, Result};
+use crate::api::error::ErrorBody;
+use crate::error::{Code, Error, Result};
 use crate::host::blocking;
 use crate::identity::{EVERYBODY, Identity};
 use crate::making::{From, Order};
@@ -205,7 +206,7 @@ pub(super) async fn delete(
     // Neither may they be removed, nor named.
     if doomed.iter().any(|tag| app.snapshots.get(tag).is_ok_and(|it| !who.owns(&it.owner()))) {
         let text = format!("others need snapshot {tag}; remove only its name with force (`--force`)");
-        return Err(Error::new(Kind::Conflict, text));
+        return Err(Error::new(Code::SnapshotInUse, text));
     }
     if how == Removal::Plain {
         doomed.clear();
@@ -214,16 +215,16 @@ pub(super) async fn delete(
     if let Some((tag, name)) = doomed.iter().find_map(|tag| Some((tag, app.workspaces.user_of(tag)?))) {
         if app.workspaces.check_owner(&name, &who).is_err() {
             let text = format!("somebody else's workspace is resumed from snapshot {tag}");
-            return Err(Error::new(Kind::Conflict, text));
+            return Err(Error::new(Code::SnapshotInUse, text));
         }
         let text = format!(
             "workspace {name} is resumed from snapshot {tag}; delete it first (`forkd workspace rm {name}`)"
         );
-        return Err(Error::new(Kind::Conflict, text));
+        return Err(Error::new(Code::SnapshotInUse, text));
     }
     // What was looked at is what is removed.
     if !app.snapshots.get(&tag).is_ok_and(|now| std::sync::Arc::ptr_eq(&now, &entry)) {
-        return Err(Error::new(Kind::Conflict, format!("snapshot {tag} was removed meanwhile")));
+        return Err(Error::new(Code::SnapshotReplaced, format!("snapshot {tag} was removed meanwhile")));
     }
     app.snapshots.remove(&tag, how).await?;
     Ok(StatusCode::NO_CONTENT)

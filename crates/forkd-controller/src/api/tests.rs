@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio_tungstenite::tungstenite::Message;
 
-use crate::{Config, Kind, Ready, Result, serve_until};
+use crate::{Code, Config, Ready, Result, serve_until};
 
 struct Daemon {
     folder: tempfile::TempDir,
@@ -84,13 +84,15 @@ async fn exchange(mut stream: impl AsyncRead + AsyncWrite + Unpin, request: Stri
     (status, body.to_owned())
 }
 
-/// The sentence in an error's body, which must be an object with nothing else.
-fn reason(body: &str) -> String {
-    let body: serde_json::Map<String, Value> = serde_json::from_str(body).expect(body);
-    assert_eq!(body.len(), 1, "{body:?}");
-    let reason = body["error"].as_str().unwrap().to_owned();
-    assert!(!reason.is_empty());
-    reason
+/// An error's body: an object with a sentence, a code that is known, a request id, and nothing else.
+fn refused(status: u16, body: &str) -> crate::ErrorBody {
+    let fields: serde_json::Map<String, Value> = serde_json::from_str(body).expect(body);
+    assert_eq!(fields.len(), 3, "{fields:?}");
+    let refused: crate::ErrorBody = serde_json::from_str(body).expect(body);
+    assert!(!refused.error.is_empty() && !refused.request_id.is_empty(), "{refused:?}");
+    let code = Code::named(&refused.code).unwrap_or_else(|| panic!("{refused:?}"));
+    assert_eq!(code.status(), status, "{refused:?}");
+    refused
 }
 
 #[tokio::test]
@@ -100,18 +102,15 @@ async fn tcp_needs_the_token_except_for_health() {
         let health = daemon.tcp(&format!("GET {path}"), "", "").await;
         assert_eq!(health, (200, r#"{"ok":true}"#.into()));
     }
-    for (headers, why) in [
-        ("", "token"),
-        ("Authorization: Bearer wrong\r\n", "wrong"),
-        ("Authorization: Bearer \r\n", "token"),
-        ("Authorization: Basic abc\r\n", "wrong"),
-    ] {
+    for headers in
+        ["", "Authorization: Bearer wrong\r\n", "Authorization: Bearer \r\n", "Authorization: Basic abc\r\n"]
+    {
         for route in
             ["GET /version", "GET /v1/sandboxes", "GET /openapi.json", "GET /nothing", "DELETE /version"]
         {
             let (status, body) = daemon.tcp(route, headers, "").await;
             assert_eq!(status, 401, "{route}");
-            assert!(reason(&body).contains(why), "{body}");
+            assert_eq!(refused(status, &body).code, "unauthorized", "{body}");
         }
     }
     let (status, body) = daemon.authorized("GET /version", "", "").await;
@@ -159,7 +158,7 @@ async fn a_web_page_cannot_reach_the_daemon() {
     ] {
         let (status, body) = send(bad).await;
         assert_eq!(status, 403, "{bad}: {body}");
-        reason(&body);
+        assert_eq!(refused(status, &body).code, "origin_forbidden", "{bad}");
     }
     daemon.stop().await;
 }
@@ -169,50 +168,51 @@ async fn every_error_has_the_same_shape() {
     let daemon = Daemon::start().await;
     let create = "POST /v1/sandboxes";
     let big = format!(r#"{{"image":"{}"}}"#, "x".repeat(2 << 20));
-    for (status, route, body, why) in [
-        (404, "GET /v1/nothing", "", "no such route"),
-        (404, "GET /v1/sandboxes/sb1", "", "no sandbox sb1"),
-        (404, "GET /v1/sandboxes/%2e%2e", "", "no sandbox"),
-        (404, "DELETE /v1/sandboxes/sb1", "", "no sandbox sb1"),
-        (404, "GET /v1/sandboxes/sb1/console", "", "no sandbox sb1"),
-        (404, "POST /v1/sandboxes/sb1/exec", r#"{"args":["true"]}"#, "no sandbox sb1"),
-        (404, "POST /v1/sandboxes/sb1/eval", r#"{"code":"1"}"#, "no sandbox sb1"),
-        (404, "POST /v1/sandboxes/sb1/pause", "", "no sandbox sb1"),
-        (404, "POST /v1/sandboxes/sb1/resume", "{}", "no sandbox sb1"),
-        (404, "POST /v1/sandboxes/sb1/rollback", "", "no sandbox sb1"),
-        (400, "POST /v1/sandboxes/sb1/rollback", r#"{"where":"x"}"#, "where"),
-        (404, "GET /v1/workspaces/x", "", "no workspace x"),
-        (404, "DELETE /v1/workspaces/x", "", "no workspace x"),
-        (404, "POST /v1/workspaces/x/suspend", r#"{"diff":true}"#, "no workspace x"),
-        (404, "POST /v1/workspaces/x/resume", "{}", "no workspace x"),
-        (400, "GET /v1/workspaces/%2e%2e", "", "name"),
-        (404, "POST /v1/workspaces", r#"{"name":"x","snapshot_tag":"none"}"#, "no snapshot none"),
-        (405, "PUT /v1/sandboxes", "", "method"),
-        (405, "POST /healthz", "", "method"),
-        (400, create, "{", "JSON"),
-        (400, create, "{}", "image"),
-        (400, create, r#"{"image":7}"#, "image"),
-        (400, create, r#"{"image":"x","surprise":1}"#, "surprise"),
-        (400, create, r#"{"image":"../x"}"#, "name"),
-        (400, create, r#"{"image":"x","vcpus":0}"#, "vcpus"),
-        (400, create, r#"{"image":"x","vcpus":200}"#, "vcpus"),
-        (400, create, r#"{"image":"x","mem_size_mib":1}"#, "mem_size_mib"),
-        (400, create, r#"{"image":"x","mem_size_mib":1000000000}"#, "mem_size_mib"),
-        (400, create, r#"{"image":"x","timeout_secs":0}"#, "timeout_secs"),
-        (404, create, r#"{"image":"python"}"#, "forkd image build python"),
-        (413, create, big.as_str(), "limit"),
-        (400, "POST /v1/sandboxes/sb1/exec", r#"{"args":[]}"#, "args"),
-        (400, "POST /v1/sandboxes/sb1/exec", r#"{"args":["x"],"timeout_secs":0}"#, "timeout_secs"),
-        (400, "GET /v1/run", "", "upgrade"),
+    for (status, route, body, code) in [
+        (404, "GET /v1/nothing", "", "route_not_found"),
+        (404, "GET /v1/sandboxes/sb1", "", "sandbox_not_found"),
+        (404, "GET /v1/sandboxes/%2e%2e", "", "sandbox_not_found"),
+        (404, "DELETE /v1/sandboxes/sb1", "", "sandbox_not_found"),
+        (404, "GET /v1/sandboxes/sb1/console", "", "sandbox_not_found"),
+        (404, "POST /v1/sandboxes/sb1/exec", r#"{"args":["true"]}"#, "sandbox_not_found"),
+        (404, "POST /v1/sandboxes/sb1/eval", r#"{"code":"1"}"#, "sandbox_not_found"),
+        (404, "POST /v1/sandboxes/sb1/pause", "", "sandbox_not_found"),
+        (404, "POST /v1/sandboxes/sb1/resume", "{}", "sandbox_not_found"),
+        (404, "POST /v1/sandboxes/sb1/rollback", "", "sandbox_not_found"),
+        (400, "POST /v1/sandboxes/sb1/rollback", r#"{"where":"x"}"#, "invalid_request"),
+        (404, "GET /v1/workspaces/x", "", "workspace_not_found"),
+        (404, "DELETE /v1/workspaces/x", "", "workspace_not_found"),
+        (404, "POST /v1/workspaces/x/suspend", r#"{"diff":true}"#, "workspace_not_found"),
+        (404, "POST /v1/workspaces/x/resume", "{}", "workspace_not_found"),
+        (400, "GET /v1/workspaces/%2e%2e", "", "invalid_request"),
+        (404, "POST /v1/workspaces", r#"{"name":"x","snapshot_tag":"none"}"#, "snapshot_not_found"),
+        (405, "PUT /v1/sandboxes", "", "method_not_allowed"),
+        (405, "POST /healthz", "", "method_not_allowed"),
+        (400, create, "{", "invalid_request"),
+        (400, create, "{}", "invalid_request"),
+        (400, create, r#"{"image":7}"#, "invalid_request"),
+        (400, create, r#"{"image":"x","surprise":1}"#, "invalid_request"),
+        (400, create, r#"{"image":"../x"}"#, "invalid_request"),
+        (400, create, r#"{"image":"x","vcpus":0}"#, "invalid_request"),
+        (400, create, r#"{"image":"x","vcpus":200}"#, "invalid_request"),
+        (400, create, r#"{"image":"x","mem_size_mib":1}"#, "invalid_request"),
+        (400, create, r#"{"image":"x","mem_size_mib":1000000000}"#, "invalid_request"),
+        (400, create, r#"{"image":"x","timeout_secs":0}"#, "invalid_request"),
+        (404, create, r#"{"image":"python"}"#, "image_not_found"),
+        (413, create, big.as_str(), "body_too_large"),
+        (400, "POST /v1/sandboxes/sb1/exec", r#"{"args":[]}"#, "invalid_request"),
+        (400, "POST /v1/sandboxes/sb1/exec", r#"{"args":["x"],"timeout_secs":0}"#, "invalid_request"),
+        (400, "GET /v1/run", "", "invalid_request"),
     ] {
         let (got, body) = daemon.json(route, body).await;
         assert_eq!(got, status, "{route}: {body}");
-        let reason = reason(&body);
-        assert!(reason.to_lowercase().contains(&why.to_lowercase()), "{route}: {reason}");
+        assert_eq!(refused(status, &body).code, code, "{route}: {body}");
     }
     let (status, body) = daemon.authorized(create, "Content-Type: text/plain\r\n", r#"{"image":"x"}"#).await;
-    assert_eq!(status, 415);
-    reason(&body);
+    assert_eq!((status, refused(415, &body).code.as_str()), (415, "unsupported_media_type"));
+    let (status, body) =
+        daemon.authorized("GET /version", &format!("X: {}\r\n", "x".repeat(1 << 20)), "").await;
+    assert_eq!((status, refused(431, &body).code.as_str()), (431, "headers_too_large"));
     daemon.stop().await;
 }
 
@@ -224,12 +224,12 @@ async fn websocket(socket: &PathBuf) -> tokio_tungstenite::WebSocketStream<UnixS
 #[tokio::test]
 async fn a_run_that_cannot_be_says_why_and_closes() {
     let daemon = Daemon::start().await;
-    for (first, status, why) in [
-        (Message::text(r#"{"image":"python","args":["true"]}"#), 404, "forkd image build python"),
-        (Message::text(r#"{"image":"python","args":[]}"#), 400, "args"),
-        (Message::text(r#"{"image":"python","args":["x"],"timeout_secs":0}"#), 400, "timeout_secs"),
-        (Message::text("nonsense"), 400, "run request"),
-        (Message::binary(vec![0, 1, 2]), 400, "run request"),
+    for (first, status, code) in [
+        (Message::text(r#"{"image":"python","args":["true"]}"#), 404, "image_not_found"),
+        (Message::text(r#"{"image":"python","args":[]}"#), 400, "invalid_request"),
+        (Message::text(r#"{"image":"python","args":["x"],"timeout_secs":0}"#), 400, "invalid_request"),
+        (Message::text("nonsense"), 400, "invalid_request"),
+        (Message::binary(vec![0, 1, 2]), 400, "invalid_request"),
     ] {
         let mut socket = websocket(&daemon.ready.socket).await;
         socket.send(first).await.unwrap();
@@ -242,7 +242,8 @@ async fn a_run_that_cannot_be_says_why_and_closes() {
         };
         assert_eq!(event["event"], "error", "{event}");
         assert_eq!(event["status"], status, "{event}");
-        assert!(event["message"].as_str().unwrap().contains(why), "{event}");
+        assert_eq!(event["code"], code, "{event}");
+        assert!(event["request_id"].as_str().is_some_and(|id| !id.is_empty()), "{event}");
         while let Some(Ok(message)) = socket.next().await {
             assert!(matches!(message, Message::Ping(_) | Message::Close(_)), "{message:?}");
         }
@@ -255,8 +256,8 @@ async fn a_second_daemon_on_the_same_data_is_refused() {
     let daemon = Daemon::start().await;
     let error = serve_until(config(daemon.folder.path()), |_| panic!("it must not start"), async {}).await;
     let error = error.unwrap_err();
-    assert_eq!(error.kind, Kind::Conflict);
-    assert!(error.message.contains(&format!("pid {}", std::process::id())), "{error}");
+    assert_eq!(error.code(), Code::AddressInUse);
+    assert!(error.public().contains(&format!("pid {}", std::process::id())), "{error}");
     assert_eq!(daemon.tcp("GET /healthz", "", "").await.0, 200, "the first one does not notice");
     daemon.stop().await;
 }
@@ -267,12 +268,12 @@ async fn an_address_others_can_reach_is_refused() {
     let mut config = config(folder.path());
     config.bind = "0.0.0.0:0".parse().unwrap();
     let error = serve_until(config, |_| panic!("it must not start"), async {}).await.unwrap_err();
-    assert!(error.message.contains("--tls-cert"), "{error}");
+    assert!(error.public().contains("--tls-cert"), "{error}");
     let mut config = self::config(folder.path());
     config.bind = "0.0.0.0:0".parse().unwrap();
     config.insecure_loopback = true;
     let error = serve_until(config, |_| panic!("it must not start"), async {}).await.unwrap_err();
-    assert!(error.message.contains("--insecure-loopback"), "{error}");
+    assert!(error.public().contains("--insecure-loopback"), "{error}");
 }
 
 #[tokio::test]
@@ -337,33 +338,34 @@ async fn bodies_of_the_references_clients_are_understood() {
         (spawn(r#","line_port":true"#), 404, "none"),
         (spawn(r#","memory_limit_mib":-1"#), 400, "memory_limit_mib"),
         (spawn(r#","prewarm":"yes""#), 400, "prewarm"),
-        (r#"{"snapshot_tag":"none","n":0}"#.into(), 400, "n is 0"),
+        (r#"{"snapshot_tag":"none","n":0}"#.into(), 400, "n "),
         (r#"{"snapshot_tag":"none","n":1001}"#.into(), 400, "1000"),
         (r#"{"snapshot_tag":"../x"}"#.into(), 400, "tag"),
         (spawn(&format!(r#","env":{{"A":"{}"}}"#, "x".repeat(60 << 10))), 404, "none"),
         (spawn(&format!(r#","env":{{"A":"{}"}}"#, "x".repeat(64 << 10))), 400, "65536 is the limit"),
         // As it was called before.
         (spawn(&format!(r#","envs":{{"A":"{}"}}"#, "x".repeat(60 << 10))), 404, "none"),
-        (spawn(&format!(r#","envs":{{"A":"{}"}}"#, "x".repeat(64 << 10))), 400, "65536 is the limit"),
+        (spawn(&format!(r#","envs":{{"A":"{}"}}"#, "x".repeat(64 << 10))), 400, "65536"),
     ] {
         let (got, answer) = daemon.json("POST /v1/sandboxes", &body).await;
         assert_eq!(got, status, "{body}: {answer}");
-        assert!(reason(&answer).contains(why), "{body}: {answer}");
+        // Fields and tags are names, not words.
+        assert!(refused(status, &answer).error.contains(why), "{body}: {answer}");
     }
     let snapshot = |extra: &str| format!(r#"{{"tag":"t","rw":false,"boot_wait_secs":10{extra}}}"#);
-    for (extra, why) in [
-        (r#","kernel":"/no/kernel","rootfs":"/no/disk","tap":null"#, "/no/kernel"),
-        (r#","rootfs":"/no/disk.ext4","tap":"forkd-tap0""#, "/no/disk.ext4"),
-        (r#","kernel":"kernel","rootfs":"/no/disk""#, "absolute"),
-        (r#","kernel":"/a/../kernel","rootfs":"/no/disk""#, "absolute"),
-        (r#","image":"python","rootfs":"/no/disk""#, "either"),
-        (r#","boot_wait_secs":61,"kernel":"/k","rootfs":"/no/disk""#, "duplicate field"),
+    for (extra, code) in [
+        (r#","kernel":"/no/kernel","rootfs":"/no/disk","tap":null"#, "path_not_allowed"),
+        (r#","rootfs":"/no/disk.ext4","tap":"forkd-tap0""#, "path_not_allowed"),
+        (r#","kernel":"kernel","rootfs":"/no/disk""#, "invalid_request"),
+        (r#","kernel":"/a/../kernel","rootfs":"/no/disk""#, "invalid_request"),
+        (r#","image":"python","rootfs":"/no/disk""#, "invalid_request"),
+        (r#","boot_wait_secs":61,"kernel":"/k","rootfs":"/no/disk""#, "invalid_request"),
     ] {
         let (got, answer) = daemon.json("POST /v1/snapshots", &snapshot(extra)).await;
-        assert!((400..=404).contains(&got), "{extra}: {got} {answer}");
-        assert!(reason(&answer).contains(why), "{extra}: {answer}");
+        assert_eq!(refused(got, &answer).code, code, "{extra}: {answer}");
     }
     let long = r#"{"tag":"t","kernel":"/k","rootfs":"/r","boot_wait_secs":61}"#;
-    assert!(reason(&daemon.json("POST /v1/snapshots", long).await.1).contains("60"));
+    let (got, answer) = daemon.json("POST /v1/snapshots", long).await;
+    assert!(refused(got, &answer).error.contains("boot_wait_secs"), "{answer}");
     daemon.stop().await;
 }

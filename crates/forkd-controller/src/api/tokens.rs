@@ -9,7 +9,8 @@ use utoipa::ToSchema;
 
 use super::App;
 use super::extract::{Body, Id, Ignored};
-use crate::error::{ErrorBody, Result};
+use crate::api::error::ErrorBody;
+use crate::error::Result;
 use crate::host::blocking;
 use crate::tokens::Order;
 

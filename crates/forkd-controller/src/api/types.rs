@@ -6,6 +6,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
+use super::error::ErrorBody;
+use crate::code::Code;
+
 use crate::life::OnTimeout;
 
 /// `GET /healthz`.
@@ -117,6 +120,21 @@ pub struct SpawnError {
     pub index: usize,
     /// What happened and what to do.
     pub error: String,
+    /// Why, for programs.
+    #[serde(default)]
+    #[schema(value_type = Code, required = true)]
+    pub code: String,
+    /// The id of the request: the daemon's log has the cause under it.
+    #[serde(default)]
+    #[schema(required = true)]
+    pub request_id: String,
+}
+
+impl SpawnError {
+    pub(super) fn new(index: usize, body: ErrorBody) -> Self {
+        let ErrorBody { error, code, request_id } = body;
+        SpawnError { index, error, code, request_id }
+    }
 }
 
 /// What a sandbox's process uses on the host.

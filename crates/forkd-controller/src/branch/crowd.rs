@@ -11,7 +11,7 @@ use tokio::sync::{Mutex, OwnedMutexGuard, OwnedSemaphorePermit, Semaphore, watch
 use tokio::time::timeout;
 
 use super::{Branch, Wish};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::Snapshots;
 
@@ -86,7 +86,7 @@ impl Snapshots {
                  on disk",
                 sandbox.id
             );
-            Error::new(Kind::Busy, text)
+            Error::new(Code::LimitReached, text)
         })
     }
 
@@ -108,12 +108,12 @@ impl Snapshots {
         tokio::select! {
             biased;
             wish = branch.dismissed() => Err(match wish {
-                Wish::Leave => Error::new(Kind::Busy, "the daemon is stopping; branch again when it runs"),
-                _ => Error::new(Kind::Conflict, "it was removed before it was taken"),
+                Wish::Leave => Error::new(Code::ShuttingDown, "the daemon is stopping; branch again when it runs"),
+                _ => Error::new(Code::Cancelled, "it was removed before it was taken"),
             }),
             Ok(_) = phases.wait_for(|phase| matches!(phase, Phase::Ended(_))) => Err(match sandbox.phase() {
-                Phase::Ended(end) => sandbox.ended(Kind::Conflict, &end),
-                _ => Error::new(Kind::Conflict, format!("sandbox {} ended meanwhile", sandbox.id)),
+                Phase::Ended(end) => sandbox.ended(Code::SandboxEnded, &end),
+                _ => Error::new(Code::SandboxEnded, format!("sandbox {} ended meanwhile", sandbox.id)),
             }),
             turn = come => turn,
         }
@@ -122,7 +122,7 @@ impl Snapshots {
     fn no_place(&self) -> Error {
         let max = self.host.config.limits.max_branches;
         let text = format!("{max} branches are being taken, the limit; try again in a moment");
-        Error::new(Kind::Busy, text)
+        Error::new(Code::DaemonBusy, text)
     }
 }
 

@@ -12,7 +12,7 @@ use super::{Branch, Taken, TakenFrom};
 use crate::assets::reopen;
 use crate::cgroup::Limits;
 use crate::command::{Born, Command};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::freeze::freeze;
 use crate::handed::are_kept;
 use crate::host::{blocking, make_private_dir};
@@ -59,7 +59,7 @@ async fn attempt(
     let (place, data, bare) =
         (folder.to_owned(), snapshots.host.config.data_dir.clone(), sandbox.spec.is_bare());
     let Some(lineage) = sandbox.belongings().lineage.clone() else {
-        return Err(Error::new(Kind::Conflict, format!("sandbox {} is being deleted", sandbox.id)));
+        return Err(Error::new(Code::SandboxEnded, format!("sandbox {} is being deleted", sandbox.id)));
     };
     let family = lineage.clone();
     let prepared = blocking("preparing a branch", move || prepare(&place, &data, bare, &family)).await?;
@@ -147,11 +147,11 @@ async fn attempt(
 /// Why there is no branch, with what to do about it if layers that are not merged yet may be why.
 fn advised(error: Error, sandbox: &Sandbox) -> Error {
     let ended = matches!(sandbox.phase(), Phase::Ended(_));
-    if error.kind != Kind::Conflict || ended || !sandbox.disks.are_crowded() {
+    if !error.code().is_conflict() || ended || !sandbox.disks.are_crowded() {
         return error;
     }
-    let text = format!("{}; try again when the branches before it are on disk", error.message);
-    Error::new(Kind::Busy, text)
+    let text = "there is no branch now; try again when the branches before it are on disk";
+    error.within(Code::DaemonBusy, text)
 }
 
 /// Everything that takes time before the source stands still. Blocks.
@@ -210,7 +210,7 @@ pub(crate) async fn settle(template: &Arc<Template>) -> bool {
     });
     let moved = moved.await;
     if let Err(error) = &moved {
-        tracing::warn!(template = template.id, error = error.message, "it is counted with its source");
+        tracing::warn!(template = template.id, %error, "it is counted with its source");
     }
     moved.is_ok()
 }

@@ -159,7 +159,7 @@ async fn is_refused(what: &str, daemon: &FakeDaemon, sent: Sent) {
     let source = Source::start(daemon, |_| sent).await;
     let branched = source.branch(daemon).await;
     let error = branched.unwrap_or_else(|_| panic!("{what}: the daemon waits")).unwrap_err();
-    assert_eq!(error.kind, Kind::Internal, "{what}: {error}");
+    assert_eq!(error.code(), Code::Internal, "{what}: {error}");
     // Its monitor is ended, and so is its branch. One that the daemon was not shown goes with the cgroup of its
     // source, which this one has not.
     let ended = || match source.sandbox.phase() {
@@ -174,7 +174,7 @@ async fn is_refused(what: &str, daemon: &FakeDaemon, sent: Sent) {
     }
     eventually(what, || !runs(source.pid) && !runs(branch)).await;
     // Nothing is left of it, and the daemon goes on.
-    assert_eq!(daemon.app.snapshots.get("b").unwrap_err().kind, Kind::NotFound, "{what}");
+    assert_eq!(daemon.app.snapshots.get("b").unwrap_err().code(), Code::SnapshotNotFound, "{what}");
     let folder = crate::run_dir::templates(&daemon.app.config.run_dir);
     eventually("the folder of the branch to go", || std::fs::read_dir(&folder).unwrap().count() == 0).await;
     assert_eq!(daemon.json("GET /v1/sandboxes", None).await.0, 200, "{what}");

@@ -87,7 +87,12 @@ pub(crate) async fn answer(sandbox: &Sandbox, config: &Config, request: Request)
             done.map(|(reply, room)| (evaluated(reply), room))
         }
     };
-    answered.unwrap_or_else(|error| (Reply::Failed(Failure::new(error.message)), Room::default()))
+    answered.unwrap_or_else(|error| {
+        if error.private().is_some() {
+            tracing::warn!(sandbox = sandbox.id, code = error.code().name(), %error, "a line failed");
+        }
+        (Reply::Failed(Failure::new(error.public())), Room::default())
+    })
 }
 
 async fn ping(sandbox: &Sandbox) -> Result<Reply> {

@@ -15,7 +15,7 @@ use forkd_protocol::control::{
 
 use super::{Monitor, note};
 use crate::console;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::link;
 use crate::process::child_pidfd;
 
@@ -96,7 +96,7 @@ impl Monitor {
         match self.command(&Request::Branch(config), &fds, patience).await? {
             (Reply::Branched { pid, pause_us, layers }, fds) if pid > 0 => {
                 let branched = branched(self.pid, pid, pause_us, &layers, fds);
-                branched.inspect_err(|error| self.distrust(&error.message))
+                branched.inspect_err(|error| self.distrust(&error.to_string()))
             }
             (other, _) => Err(unexpected(&other)),
         }
@@ -181,7 +181,10 @@ impl Monitor {
                     Ok(end) => end,
                     Err(_) => self.end().await,
                 };
-                return Err(Error::host("the monitor ended before its VM ran", end.describe()));
+                return Err(Error::host(
+                    "the monitor ended before its VM ran",
+                    end.cause().unwrap_or_else(|| end.describe()),
+                ));
             }
             Ok(Err(error)) => error.to_string(),
             Err(_) => format!("no answer within {patience:?}"),
@@ -199,7 +202,7 @@ impl Monitor {
         let cause = match tokio::time::timeout(patience, self.exchange(Some(request), fds)).await {
             Ok(Ok(Some((Reply::Error { message }, _)))) => return Err(refused(&message)),
             Ok(Ok(Some(answer))) => return Ok(answer),
-            Ok(Ok(None)) => return Err(Error::new(Kind::Conflict, "the sandbox ended meanwhile")),
+            Ok(Ok(None)) => return Err(Error::new(Code::SandboxEnded, "the sandbox ended meanwhile")),
             Ok(Err(error)) => {
                 let error = error.to_string();
                 self.distrust(&error);
@@ -294,7 +297,7 @@ fn branched(
 
 fn refused(message: &str) -> Error {
     let message = console::printable(message.as_bytes());
-    Error::new(Kind::Conflict, format!("the monitor refused: {message}"))
+    Error::new(Code::MonitorRefused, "the monitor refused").because(message)
 }
 
 fn unexpected(reply: &Reply) -> Error {

@@ -23,7 +23,7 @@ async fn failure_of(launch: Launch) -> String {
 }
 
 async fn failure_within(patience: Duration, launch: Launch) -> String {
-    Monitor::launch(launch, patience).await.unwrap_err().message
+    Monitor::launch(launch, patience).await.unwrap_err().to_string()
 }
 
 /// Waits until the process that was recorded in `folder` is gone, reaped and all.
@@ -114,7 +114,7 @@ async fn a_monitor_that_answers_without_a_question_is_ended_and_the_reason_told(
     monitor.hello(PATIENCE).await.unwrap();
     let unasked = Reply::Error { message: "x".repeat(100_000) };
     theirs.send(&Message::Reply(unasked), &[]).unwrap();
-    let end = tokio::time::timeout(PATIENCE, monitor.wait()).await.unwrap().describe();
+    let end = tokio::time::timeout(PATIENCE, monitor.wait()).await.unwrap().account();
     assert!(end.contains("an answer without a question") && end.len() < 500, "{end}");
     gone(folder.path()).await;
 }

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::Error;
 use crate::life::{IDLE, Life, SUSPENDED, TIMED_OUT};
 use crate::records::{self, Found, Kept};
 
@@ -135,11 +136,27 @@ pub(crate) struct End {
     pub(crate) detail: String,
     /// The end of its console.
     pub(crate) console_tail: String,
+    /// What only the operator may read of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) cause: Option<String>,
 }
 
 impl End {
     pub(crate) fn new(reason: &str, detail: impl Into<String>, console_tail: String) -> Self {
-        End { reason: reason.into(), detail: detail.into(), console_tail }
+        End { reason: reason.into(), detail: detail.into(), console_tail, cause: None }
+    }
+
+    /// One that `error` is the reason for.
+    pub(crate) fn failed(reason: &str, error: &Error, console_tail: String) -> Self {
+        End { cause: error.private(), ..End::new(reason, error.public(), console_tail) }
+    }
+
+    /// `error` with the cause of this end.
+    pub(crate) fn because(&self, error: Error) -> Error {
+        match &self.cause {
+            Some(cause) => error.because(cause.clone()),
+            None => error,
+        }
     }
 
     pub(crate) fn deleted() -> Self {

@@ -17,11 +17,12 @@ use super::follow::{Command, follow, last_event};
 use super::{Upgrade, Wires, Work, begin};
 use crate::agent;
 use crate::api::App;
+use crate::api::error::{ErrorBody, Reader};
 use crate::api::exec;
 use crate::api::extract::Id;
 use crate::api::requests::Session;
 use crate::count::Counted;
-use crate::error::{ErrorBody, Result};
+use crate::error::Result;
 use crate::exec::counted;
 use crate::frames::{ExecStreamRequest, ServerEvent};
 use crate::identity::Identity;
@@ -53,11 +54,12 @@ pub(crate) async fn exec_stream(
     Id(id): Id,
     Extension(who): Extension<Identity>,
     talk: Session,
+    reader: Reader,
     upgrade: Upgrade,
 ) -> Result<Response> {
     let sandbox = app.registry.known(&id)?;
     sandbox.ready().await?;
-    begin(upgrade, app, who, talk, Exec { sandbox })
+    begin(upgrade, app, who, (talk, reader), Exec { sandbox })
 }
 
 struct Exec {

@@ -20,11 +20,13 @@ use futures_util::stream::SplitStream;
 use futures_util::{SinkExt, StreamExt};
 use serde::de::DeserializeOwned;
 use tokio::sync::{mpsc, oneshot};
+use tracing::Instrument;
 
 use crate::api::App;
+use crate::api::error::{ErrorBody, Reader};
 use crate::api::requests::Session;
 use crate::companion::Companion;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::frames::{ClientMessage, MAX_TEXT, ServerEvent};
 use crate::identity::Identity;
 use wire::{Client, Outgoing, read, text, write};
@@ -70,24 +72,36 @@ struct Wires<'w> {
 type Upgrade = std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>;
 
 /// Answers the beginning of a session and holds it.
-fn begin(upgrade: Upgrade, app: App, who: Identity, talk: Session, work: impl Work) -> Result<Response> {
-    let upgrade =
-        upgrade.map_err(|rejection| Error::new(Kind::Http(rejection.status()), rejection.body_text()))?;
+fn begin(
+    upgrade: Upgrade,
+    app: App,
+    who: Identity,
+    (talk, reader): (Session, Reader),
+    work: impl Work,
+) -> Result<Response> {
+    let upgrade = upgrade.map_err(|rejection| {
+        Error::new(Code::of_status(rejection.status().as_u16()), rejection.body_text())
+    })?;
     let upgrade = upgrade.max_message_size(MAX_TEXT).max_frame_size(MAX_TEXT);
     // In the audit log, it ends with the conversation.
-    Ok(upgrade.on_upgrade(async move |socket| {
-        session(socket, app, who, work).await;
-        drop(talk);
+    let span = tracing::Span::current();
+    Ok(upgrade.on_upgrade(move |socket| {
+        let held = async move {
+            session(socket, app, who, &reader, work).await;
+            drop(talk);
+        };
+        held.instrument(span)
     }))
 }
 
-async fn session<W: Work>(socket: WebSocket, app: App, who: Identity, work: W) {
+async fn session<W: Work>(socket: WebSocket, app: App, who: Identity, reader: &Reader, work: W) {
+    let failed = |error| failed(reader, &error);
     let _counted = app.sessions.enter();
     let mut stopping = app.stopping.clone();
     let (mut sink, mut stream) = socket.split();
     let first = tokio::select! {
         first = first_message(&mut stream, W::REQUEST) => first,
-        () = stopping.asked() => Err(Error::new(Kind::Busy, STOPPING)),
+        () = stopping.asked() => Err(Error::new(Code::ShuttingDown, STOPPING)),
     };
     let request = match first {
         Ok(Some(request)) => request,
@@ -116,10 +130,10 @@ async fn session<W: Work>(socket: WebSocket, app: App, who: Identity, work: W) {
         Ok(why) = complaint => (failed(Error::invalid(why)), true),
         _ = reader.ended() => return,
         _ = writer.ended() => return,
-        () = stopping.asked() => (failed(Error::new(Kind::Busy, STOPPING)), true),
+        () = stopping.asked() => (failed(Error::new(Code::ShuttingDown, STOPPING)), true),
         () = app.tokens.revoked(&who) => {
             let text = "the token this began with was removed, made anew, or has expired; begin again with a good one";
-            (failed(Error::new(Kind::Unauthorized, text)), true)
+            (failed(Error::new(Code::Unauthorized, text)), true)
         }
     };
     // The work was dropped, and what was made for it goes. What is left is to tell the client, however
@@ -145,8 +159,9 @@ async fn session<W: Work>(socket: WebSocket, app: App, who: Identity, work: W) {
     }
 }
 
-fn failed(error: Error) -> ServerEvent {
-    ServerEvent::Error { status: error.status().as_u16(), message: error.message }
+fn failed(reader: &Reader, error: &Error) -> ServerEvent {
+    let ErrorBody { error: message, code, request_id } = reader.logged(error);
+    ServerEvent::Error { status: error.code().status(), message, code, request_id }
 }
 
 /// The request; `None` if the client went away instead.

@@ -8,10 +8,11 @@ use tokio::sync::mpsc;
 use super::follow::{Command, follow, last_event};
 use super::{Upgrade, Wires, Work, begin};
 use crate::api::App;
+use crate::api::error::{ErrorBody, Reader};
 use crate::api::exec;
 use crate::api::requests::Session;
 use crate::cgroup;
-use crate::error::{ErrorBody, Result};
+use crate::error::Result;
 use crate::exec::counted;
 use crate::frames::{ClientMessage, RunRequest, ServerEvent};
 use crate::identity::Identity;
@@ -35,9 +36,10 @@ pub(crate) async fn run(
     State(app): State<App>,
     Extension(who): Extension<Identity>,
     talk: Session,
+    reader: Reader,
     upgrade: Upgrade,
 ) -> Result<Response> {
-    begin(upgrade, app, who.clone(), talk, Run { who })
+    begin(upgrade, app, who.clone(), (talk, reader), Run { who })
 }
 
 struct Run {

@@ -9,7 +9,7 @@ use tokio::sync::watch;
 
 use super::lock;
 use crate::branch::{Branch, Stage, Wish};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::telling::Telling;
 use crate::telling::events::{About, EventKind};
 use crate::template::{Standing, Template};
@@ -170,7 +170,7 @@ impl Entry {
 
     /// It could not be made.
     pub(crate) fn failed(&self, error: Error) {
-        let why = error.message.clone();
+        let why = error.public().into_owned();
         {
             let mut state = lock(&self.state);
             let State::Writing(work) = &*state else { return };
@@ -191,14 +191,15 @@ impl Entry {
 
     /// What is on disk, or why there is nothing.
     pub(crate) fn snapshot(&self) -> Result<Snapshot> {
-        let conflict = |text| Err(Error::new(Kind::Conflict, text));
         match self.state() {
             State::Ready(snapshot) => Ok(*snapshot),
             State::Writing(_) => {
-                conflict(format!("snapshot {} is still being made; try again later", self.tag))
+                let text = format!("snapshot {} is still being made; try again later", self.tag);
+                Err(Error::new(Code::SnapshotNotReady, text))
             }
             State::Failed { error, work: Some(_) } => {
-                conflict(format!("snapshot {} was not finished ({}); make it again", self.tag, error.message))
+                let text = format!("snapshot {} was not finished; make it again", self.tag);
+                Err(error.within(Code::SnapshotFailed, text))
             }
             State::Failed { error, work: None } => Err(error),
             State::Unknown(template) => {

@@ -335,6 +335,6 @@ mod tests {
     #[tokio::test]
     async fn a_log_that_cannot_be_is_an_error_with_the_fix() {
         let error = Audit::open("/nonexistent/audit.log".into(), Arc::new(Metrics::new())).unwrap_err();
-        assert!(error.message.contains("--audit-log"), "{error}");
+        assert!(error.to_string().contains("--audit-log"), "{error}");
     }
 }

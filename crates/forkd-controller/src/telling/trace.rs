@@ -357,7 +357,7 @@ mod tests {
             assert_eq!((collector.authority.as_str(), collector.path.as_str()), (authority, path));
         }
         for bad in ["", "nonsense", "https://x", "http://", "http://u:p@x", "unix:/x"] {
-            assert!(Collector::new(bad).unwrap_err().message.contains("127.0.0.1:4318"), "{bad}");
+            assert!(Collector::new(bad).unwrap_err().public().contains("127.0.0.1:4318"), "{bad}");
         }
     }
 }

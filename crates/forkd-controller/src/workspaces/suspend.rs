@@ -1,8 +1,8 @@
 //! Putting a workspace away.
 
-use super::{Record, Status, Workspaces, conflict, now_unix};
+use super::{Record, Status, Workspaces, now_unix};
 use crate::branch::Mode;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Code, Error, Result};
 use crate::identity::Identity;
 use crate::life::{PutAway, SUSPENDED};
 use crate::sandbox::End;
@@ -33,7 +33,7 @@ impl Workspaces {
                      starts it from its last state"
                 ),
             };
-            return Err(Error::invalid(text));
+            return Err(Error::new(Code::WorkspaceNotRunning, text));
         };
         // Nobody uses it from here on: what they did would be lost.
         let _put_away = PutAway::begin(&sandbox);
@@ -76,10 +76,13 @@ impl Workspaces {
         loop {
             number += 1;
             let Some(tag) = record.state_tag(number) else {
-                return Err(conflict(format!("workspace {} had too many states", record.name)));
+                return Err(Error::new(
+                    Code::WorkspaceUnusable,
+                    format!("workspace {} had too many states", record.name),
+                ));
             };
             match self.snapshots.get(&tag) {
-                Err(error) if error.kind == Kind::NotFound => return Ok((number, tag)),
+                Err(error) if error.code().is_not_found() => return Ok((number, tag)),
                 other => drop(other?),
             }
         }

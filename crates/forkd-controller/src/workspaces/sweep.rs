@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::{Record, Workspace, Workspaces};
-use crate::error::{Kind, Result};
+use crate::error::Result;
 use crate::host::blocking;
 use crate::sandbox::Sandbox;
 use crate::snapshots::Removal;
@@ -24,14 +24,14 @@ impl Workspaces {
             if self.is_needed(&record, tag).await {
                 kept.push(tag.clone());
             } else if let Err(error) = self.remove_snapshot(tag, &record.owner).await {
-                tracing::warn!(name, tag, error = error.message, "an old state cannot be removed yet");
+                tracing::warn!(name, tag, %error, "an old state cannot be removed yet");
                 kept.push(tag.clone());
             }
         }
         if kept != record.retired
             && let Err(error) = self.keep(workspace, Record { retired: kept, ..record }).await
         {
-            tracing::warn!(name, error = error.message, "a workspace's file is not up to date");
+            tracing::warn!(name, %error, "a workspace's file is not up to date");
         }
     }
 
@@ -53,7 +53,7 @@ impl Workspaces {
         let dependents = blocking("looking for dependents", move || Ok(store.dependents(&wanted)?)).await;
         match dependents {
             Ok(dependents) => dependents.iter().any(|dependent| !own.contains(dependent)),
-            Err(error) => error.kind != Kind::NotFound,
+            Err(error) => !error.code().is_not_found(),
         }
     }
 
@@ -64,7 +64,7 @@ impl Workspaces {
             return Ok(());
         }
         match self.snapshots.remove(tag, Removal::Force).await {
-            Err(error) if error.kind == Kind::NotFound => Ok(()),
+            Err(error) if error.code().is_not_found() => Ok(()),
             other => other,
         }
     }

@@ -65,11 +65,20 @@ impl Daemon {
         answer
     }
 
-    /// Asks for something that must fail with this status and say this.
-    pub(crate) fn refused(&self, status: u16, why: &str, method: &str, path: &str, body: Option<Value>) {
+    /// Asks for something that must fail with this status and this code.
+    pub(crate) fn refused(
+        &self,
+        status: u16,
+        code: &str,
+        method: &str,
+        path: &str,
+        body: Option<Value>,
+    ) -> Value {
         let (got, answer) = self.request(method, path, body);
         assert_eq!(got, status, "{method} {path}: {answer}\n{}", self.log());
-        assert!(answer["error"].as_str().unwrap().contains(why), "{answer}");
+        assert_eq!(answer["code"], code, "{method} {path}: {answer}");
+        assert!(answer["request_id"].as_str().is_some_and(|id| !id.is_empty()), "{answer}");
+        answer
     }
 
     pub(crate) fn sandbox(&self, id: &str) -> Value {

@@ -25,7 +25,7 @@ pub(crate) fn address(daemon: &Daemon) -> String {
 }
 
 /// Sends bytes as they are; the whole answer.
-fn raw(address: &str, request: &[u8]) -> String {
+pub(crate) fn raw(address: &str, request: &[u8]) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     let _ = stream.write_all(request);
@@ -41,11 +41,11 @@ fn status(answer: &str) -> u16 {
 /// Somebody with a token.
 pub(crate) struct Client {
     pub(crate) address: String,
-    token: String,
+    pub(crate) token: String,
 }
 
 impl Client {
-    fn ask(&self, method: &str, path: &str, body: Option<Value>) -> (u16, Value) {
+    pub(crate) fn ask(&self, method: &str, path: &str, body: Option<Value>) -> (u16, Value) {
         let body = body.map(|body| body.to_string()).unwrap_or_default();
         let request = format!(
             "{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {}\r\nConnection: close\r\n\
@@ -64,9 +64,18 @@ impl Client {
         answer
     }
 
-    fn refused(&self, status: u16, why: &str, method: &str, path: &str, body: Option<Value>) {
+    pub(crate) fn refused(
+        &self,
+        status: u16,
+        code: &str,
+        method: &str,
+        path: &str,
+        body: Option<Value>,
+    ) -> Value {
         let answer = self.done(status, method, path, body);
-        assert!(answer["error"].as_str().unwrap().contains(why), "{method} {path}: {answer}");
+        assert_eq!(answer["code"], code, "{method} {path}: {answer}");
+        assert!(answer["request_id"].as_str().is_some_and(|id| !id.is_empty()), "{answer}");
+        answer
     }
 
     fn spawn(&self, tag: &str) -> String {
@@ -80,7 +89,7 @@ pub(crate) fn add(daemon: &Daemon, order: Value) -> Client {
     Client { address: address(daemon), token: made["token"].as_str().unwrap().to_owned() }
 }
 
-fn first(daemon: &Daemon) -> Client {
+pub(crate) fn first(daemon: &Daemon) -> Client {
     let token = std::fs::read_to_string(daemon.path().join("token")).unwrap().trim().to_owned();
     Client { address: address(daemon), token }
 }
@@ -110,14 +119,14 @@ fn a_token_of_another_owner_sees_nothing_and_touches_nothing() {
     daemon.snapshot("tiny", "kernel");
     let (ann, bob) = (add(&daemon, json!({"name": "ann"})), add(&daemon, json!({"name": "bob"})));
     // What is the host owner's is nobody else's, until it is everybody's.
-    ann.refused(404, "no snapshot tiny", "GET", "/v1/snapshots/tiny", None);
-    ann.refused(404, "no snapshot tiny", "POST", "/v1/sandboxes", Some(json!({"snapshot_tag": "tiny"})));
+    ann.refused(404, "snapshot_not_found", "GET", "/v1/snapshots/tiny", None);
+    ann.refused(404, "snapshot_not_found", "POST", "/v1/sandboxes", Some(json!({"snapshot_tag": "tiny"})));
     assert_eq!(ann.done(200, "GET", "/v1/snapshots", None), json!([]));
     let shared = daemon.done(200, "POST", "/v1/snapshots/tiny/owner", Some(json!({"owner": "*"})));
     assert_eq!(shared["owner"], "*");
     ann.done(200, "GET", "/v1/snapshots/tiny/info", None);
     for (method, path) in [("DELETE", "/v1/snapshots/tiny"), ("POST", "/v1/snapshots/tiny/unload")] {
-        ann.refused(403, "everybody's", method, path, None);
+        ann.refused(403, "forbidden", method, path, None);
     }
 
     let id = ann.spawn("tiny");
@@ -140,7 +149,6 @@ fn a_token_of_another_owner_sees_nothing_and_touches_nothing() {
     for _ in 0..2 {
         let bob = Client { address: address(&daemon), ..bob.same() };
         let ann = Client { address: address(&daemon), ..ann.same() };
-        let gone = |who: &str, path: &str| format!("there is no {who} {path}");
         for (method, path, body) in [
             ("GET", "", None),
             ("DELETE", "", None),
@@ -154,7 +162,7 @@ fn a_token_of_another_owner_sees_nothing_and_touches_nothing() {
             ("POST", "/exec", Some(json!({"args": ["true"]}))),
             ("POST", "/eval", Some(json!({"code": "1"}))),
         ] {
-            bob.refused(404, &gone("sandbox", &id), method, &format!("{sandbox}{path}"), body);
+            bob.refused(404, "sandbox_not_found", method, &format!("{sandbox}{path}"), body);
         }
         for (method, path, body) in [
             ("GET", "", None),
@@ -163,15 +171,21 @@ fn a_token_of_another_owner_sees_nothing_and_touches_nothing() {
             ("POST", "/unload", None),
             ("POST", "/compact", Some(json!({"to": "stolen"}))),
         ] {
-            bob.refused(404, &gone("snapshot", "mine"), method, &format!("/v1/snapshots/mine{path}"), body);
+            bob.refused(404, "snapshot_not_found", method, &format!("/v1/snapshots/mine{path}"), body);
         }
         for (method, path) in [("GET", ""), ("DELETE", ""), ("POST", "/suspend"), ("POST", "/resume")] {
             let path = format!("/v1/workspaces/desk{path}");
-            bob.refused(404, &gone("workspace", "desk"), method, &path, None);
+            bob.refused(404, "workspace_not_found", method, &path, None);
         }
-        bob.refused(404, "no snapshot mine", "POST", "/v1/sandboxes", Some(json!({"snapshot_tag": "mine"})));
+        bob.refused(
+            404,
+            "snapshot_not_found",
+            "POST",
+            "/v1/sandboxes",
+            Some(json!({"snapshot_tag": "mine"})),
+        );
         let body = json!({"name": "other", "snapshot_tag": "mine"});
-        bob.refused(404, "no snapshot mine", "POST", "/v1/workspaces", Some(body));
+        bob.refused(404, "snapshot_not_found", "POST", "/v1/workspaces", Some(body));
         assert_eq!(bob.done(200, "GET", "/v1/sandboxes", None), json!([]));
         assert_eq!(bob.done(200, "GET", "/v1/workspaces", None), json!([]));
         assert_eq!(names(&bob.done(200, "GET", "/v1/snapshots", None), "tag"), ["tiny"]);
@@ -190,18 +204,24 @@ fn a_token_of_another_owner_sees_nothing_and_touches_nothing() {
     let bob = Client { address: address(&daemon), ..bob.same() };
     let own = bob.spawn("tiny");
     let body = json!({"tag": "mine"});
-    bob.refused(409, "the tag mine is taken", "POST", &format!("/v1/sandboxes/{own}/branch"), Some(body));
+    bob.refused(409, "tag_taken", "POST", &format!("/v1/sandboxes/{own}/branch"), Some(body));
     let rollback = format!("/v1/sandboxes/{own}/rollback");
-    bob.refused(404, "no snapshot mine", "POST", &rollback, Some(json!({"to": "mine"})));
+    bob.refused(404, "snapshot_not_found", "POST", &rollback, Some(json!({"to": "mine"})));
     bob.done(200, "POST", &rollback, Some(json!({"to": "tiny"})));
-    bob.refused(403, "needs admin", "POST", "/v1/snapshots/mine/owner", Some(json!({"owner": "bob"})));
+    bob.refused(403, "forbidden", "POST", "/v1/snapshots/mine/owner", Some(json!({"owner": "bob"})));
     daemon.done(200, "POST", "/v1/snapshots/mine/owner", Some(json!({"owner": "bob"})));
-    daemon.refused(400, "owner", "POST", "/v1/snapshots/mine/owner", Some(json!({"owner": "../x"})));
+    daemon.refused(
+        400,
+        "invalid_request",
+        "POST",
+        "/v1/snapshots/mine/owner",
+        Some(json!({"owner": "../x"})),
+    );
     bob.done(200, "GET", "/v1/snapshots/mine", None);
     let ann = Client { address: address(&daemon), ..ann.same() };
-    ann.refused(404, "no snapshot mine", "GET", "/v1/snapshots/mine", None);
+    ann.refused(404, "snapshot_not_found", "GET", "/v1/snapshots/mine", None);
     // Ann's workspace is resumed from it: bob is told that, and nothing else.
-    bob.refused(409, "somebody else's workspace", "DELETE", "/v1/snapshots/mine", None);
+    bob.refused(409, "snapshot_in_use", "DELETE", "/v1/snapshots/mine", None);
     ann.done(204, "DELETE", "/v1/workspaces/desk", None);
     bob.done(204, "DELETE", "/v1/snapshots/mine", None);
 }
@@ -280,19 +300,19 @@ fn a_scope_is_no_larger_than_it_says() {
         )), 200);
     }
     let spawn = Some(json!({"snapshot_tag": "tiny"}));
-    reader.refused(403, "needs use", "POST", "/v1/sandboxes", spawn);
-    reader.refused(403, "needs use", "DELETE", "/v1/snapshots/tiny", None);
-    reader.refused(403, "needs use", "GET", "/v1/run", None);
+    reader.refused(403, "forbidden", "POST", "/v1/sandboxes", spawn);
+    reader.refused(403, "forbidden", "DELETE", "/v1/snapshots/tiny", None);
+    reader.refused(403, "forbidden", "GET", "/v1/run", None);
     let id = user.spawn("tiny");
-    reader.refused(409, "bare", "POST", &format!("/v1/sandboxes/{id}/ping"), None);
-    reader.refused(403, "needs use", "POST", &format!("/v1/sandboxes/{id}/pause"), None);
+    reader.refused(409, "sandbox_unfit", "POST", &format!("/v1/sandboxes/{id}/ping"), None);
+    reader.refused(403, "forbidden", "POST", &format!("/v1/sandboxes/{id}/pause"), None);
     for who in [&reader, &user] {
-        who.refused(403, "needs admin", "GET", "/v1/tokens", None);
-        who.refused(403, "needs admin", "POST", "/v1/tokens", Some(json!({"name": "x"})));
-        who.refused(403, "needs admin", "POST", "/v1/tokens/boss/rotate", None);
-        who.refused(403, "needs admin", "DELETE", "/v1/tokens/boss", None);
+        who.refused(403, "forbidden", "GET", "/v1/tokens", None);
+        who.refused(403, "forbidden", "POST", "/v1/tokens", Some(json!({"name": "x"})));
+        who.refused(403, "forbidden", "POST", "/v1/tokens/boss/rotate", None);
+        who.refused(403, "forbidden", "DELETE", "/v1/tokens/boss", None);
         // A method nobody has decided about.
-        who.refused(403, "needs admin", "PUT", "/v1/sandboxes", None);
+        who.refused(403, "forbidden", "PUT", "/v1/sandboxes", None);
     }
     user.done(204, "DELETE", &format!("/v1/sandboxes/{id}"), None);
     let listed = admin.done(200, "GET", "/v1/tokens", None);
@@ -306,22 +326,22 @@ fn a_rotated_removed_or_expired_token_is_refused_at_once_and_no_restart_is_neede
     let ci = add(&daemon, json!({"name": "ci"}));
     ci.done(200, "GET", "/v1/sandboxes", None);
     let rotated = first(&daemon).done(200, "POST", "/v1/tokens/ci/rotate", None);
-    ci.refused(401, "wrong", "GET", "/v1/sandboxes", None);
+    ci.refused(401, "unauthorized", "GET", "/v1/sandboxes", None);
     let ci = Client { token: rotated["token"].as_str().unwrap().into(), ..ci };
     ci.done(200, "GET", "/v1/sandboxes", None);
     daemon.restart();
     let ci = Client { address: address(&daemon), ..ci };
     ci.done(200, "GET", "/v1/sandboxes", None);
     daemon.done(204, "DELETE", "/v1/tokens/ci", None);
-    ci.refused(401, "wrong", "GET", "/v1/sandboxes", None);
+    ci.refused(401, "unauthorized", "GET", "/v1/sandboxes", None);
     let brief = add(&daemon, json!({"name": "brief", "expires_in_secs": 1}));
     eventually("its end", || brief.ask("GET", "/v1/sandboxes", None).0 == 401);
-    brief.refused(401, "expired", "GET", "/v1/sandboxes", None);
+    brief.refused(401, "token_expired", "GET", "/v1/sandboxes", None);
 
     // The daemon's own: through the API, and by hand.
     let old = first(&daemon);
     old.done(200, "POST", "/v1/tokens/default/rotate", None);
-    old.refused(401, "wrong", "GET", "/v1/sandboxes", None);
+    old.refused(401, "unauthorized", "GET", "/v1/sandboxes", None);
     let old = first(&daemon);
     old.done(200, "GET", "/v1/sandboxes", None);
     let (new, path) = ("by-hand-0123456789abcdef", daemon.path().join("token"));
@@ -332,7 +352,7 @@ fn a_rotated_removed_or_expired_token_is_refused_at_once_and_no_restart_is_neede
     // Asked with the old one, which is good until then: failures are counted.
     eventually("the end of the old token", || old.ask("GET", "/v1/sandboxes", None).0 == 401);
     new.done(200, "GET", "/v1/sandboxes", None);
-    daemon.refused(409, "rotate", "DELETE", "/v1/tokens/default", None);
+    daemon.refused(409, "name_reserved", "DELETE", "/v1/tokens/default", None);
 }
 
 #[test]
@@ -345,7 +365,7 @@ fn quotas_hold_however_many_ask_at_once() {
         client.ask("POST", "/v1/sandboxes", Some(json!({"snapshot_tag": "tiny", "n": n})))
     };
     let (status, answer) = spawn(&ann, 4);
-    assert!(status == 429 && answer["error"].as_str().unwrap().contains("max_sandboxes"), "{answer}");
+    assert_eq!((status, &answer["code"]), (429, &json!("quota_exceeded")), "{answer}");
     let made: usize = std::thread::scope(|scope| {
         let asked: Vec<_> = (0..12).map(|_| scope.spawn(|| spawn(&ann, 1).0)).collect();
         let answers: Vec<u16> = asked.into_iter().map(|it| it.join().unwrap()).collect();
@@ -376,13 +396,13 @@ fn quotas_hold_however_many_ask_at_once() {
     daemon.done(200, "POST", "/v1/snapshots/large/owner", Some(json!({"owner": "*"})));
     let id = names(&bob.done(200, "GET", "/v1/sandboxes", None), "id")[0].clone();
     let rollback = format!("/v1/sandboxes/{id}/rollback");
-    bob.refused(429, "max_memory_mib", "POST", &rollback, Some(json!({"to": "large"})));
+    bob.refused(429, "quota_exceeded", "POST", &rollback, Some(json!({"to": "large"})));
     bob.done(200, "POST", &rollback, Some(json!({"to": "tiny"})));
     let body = json!({"tag": "huge", "kernel": daemon.path().join("kernel"), "mem_size_mib": 256});
-    bob.refused(429, "max_memory_mib", "POST", "/v1/snapshots", Some(body));
+    bob.refused(429, "quota_exceeded", "POST", "/v1/snapshots", Some(body));
     // The guest a snapshot is made of is one more, while it runs.
     let body = json!({"tag": "small", "kernel": daemon.path().join("kernel"), "mem_size_mib": 64});
-    bob.refused(429, "max_memory_mib", "POST", "/v1/snapshots", Some(body.clone()));
+    bob.refused(429, "quota_exceeded", "POST", "/v1/snapshots", Some(body.clone()));
     bob.done(204, "DELETE", &format!("/v1/sandboxes/{id}"), None);
     bob.done(201, "POST", "/v1/snapshots", Some(body));
     assert_eq!((spawn(&bob, 1).0, spawn(&bob, 1).0), (201, 429), "its room is given back, and no more");
@@ -403,6 +423,8 @@ fn whoever_asks_too_often_or_guesses_is_told_to_wait() {
     assert!(guesses[..20].iter().all(|answer| status(answer) == 401), "{guesses:?}");
     let last = guesses.last().unwrap();
     assert!(status(last) == 429 && last.to_lowercase().contains("\r\nretry-after: "), "{last}");
+    let body: Value = serde_json::from_str(last.split_once("\r\n\r\n").unwrap().1).unwrap();
+    assert_eq!(body["code"], "rate_limited", "{body}");
     // Nobody is locked out by somebody else's guesses.
     admin.done(200, "GET", "/version", None);
 }
@@ -549,10 +571,10 @@ fn a_kernel_comes_from_an_allowed_folder_or_not_at_all() {
     std::os::unix::fs::symlink(&kernel, daemon.path().join("link")).unwrap();
     for path in [kernel, daemon.path().join("link"), "/etc/shadow".into()] {
         let body = json!({"tag": "x", "kernel": path, "mem_size_mib": 64});
-        daemon.refused(400, "--allow-path", "POST", "/v1/snapshots", Some(body));
+        daemon.refused(400, "path_not_allowed", "POST", "/v1/snapshots", Some(body));
     }
     let body = json!({"tag": "x", "kernel": daemon.path().join("../x"), "mem_size_mib": 64});
-    daemon.refused(400, "without `..`", "POST", "/v1/snapshots", Some(body));
+    daemon.refused(400, "invalid_request", "POST", "/v1/snapshots", Some(body));
     daemon.snapshot("x", "kernel");
 }
 

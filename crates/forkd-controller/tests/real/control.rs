@@ -30,14 +30,8 @@ fn a_paused_sandbox_stands_still_until_it_is_resumed_also_across_a_restart() {
         assert_eq!((&paused["state"], &paused["pid"]), (&json!("paused"), &child["pid"]));
     }
     assert!(still(&daemon));
-    daemon.refused(409, &format!("forkd resume {name}"), "POST", &route(&child, "ping"), None);
-    daemon.refused(
-        409,
-        &format!("forkd resume {name}"),
-        "POST",
-        &route(&child, "exec"),
-        Some(json!({"args": ["true"]})),
-    );
+    daemon.refused(409, "sandbox_paused", "POST", &route(&child, "ping"), None);
+    daemon.refused(409, "sandbox_paused", "POST", &route(&child, "exec"), Some(json!({"args": ["true"]})));
 
     daemon.restart();
     assert_eq!(daemon.sandbox(&name)["state"], "paused");
@@ -52,13 +46,13 @@ fn a_paused_sandbox_stands_still_until_it_is_resumed_also_across_a_restart() {
     daemon.done(200, "POST", &route(&child, "pause"), None);
     daemon.done(204, "DELETE", &format!("/v1/sandboxes/{name}"), None);
     eventually("its end", || !runs(pid(&child)));
-    daemon.refused(404, "no sandbox", "POST", &route(&child, "pause"), None);
+    daemon.refused(404, "sandbox_not_found", "POST", &route(&child, "pause"), None);
     let other = daemon.spawn("tiny", 1).remove(0);
     let process = rustix::process::Pid::from_raw(pid(&other)).unwrap();
     rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
     eventually("its end", || daemon.sandbox(&id(&other))["state"] == "ended");
-    daemon.refused(409, "has ended", "POST", &route(&other, "pause"), None);
-    daemon.refused(409, "has ended", "POST", &route(&other, "resume"), None);
+    daemon.refused(409, "sandbox_ended", "POST", &route(&other, "pause"), None);
+    daemon.refused(409, "sandbox_ended", "POST", &route(&other, "resume"), None);
 }
 
 #[test]
@@ -125,16 +119,16 @@ fn a_rollback_that_cannot_be_leaves_the_sandbox_alone_and_one_that_fails_ends_it
     daemon.snapshot("mute", "mute");
     let child = daemon.spawn("tiny", 1).remove(0);
     let back = |body: Value| (route(&child, "rollback"), Some(body));
-    for (status, why, body) in [
-        (404, "no snapshot nope", json!({"to": "nope"})),
-        (400, "tag must be", json!({"to": "../x"})),
-        (400, "surprise", json!({"surprise": 1})),
+    for (status, code, body) in [
+        (404, "snapshot_not_found", json!({"to": "nope"})),
+        (400, "invalid_request", json!({"to": "../x"})),
+        (400, "invalid_request", json!({"surprise": 1})),
     ] {
         let (path, body) = back(body);
-        daemon.refused(status, why, "POST", &path, body);
+        daemon.refused(status, code, "POST", &path, body);
         assert!(runs(pid(&child)));
     }
-    daemon.refused(404, "no sandbox", "POST", "/v1/sandboxes/sb1/rollback", None);
+    daemon.refused(404, "sandbox_not_found", "POST", "/v1/sandboxes/sb1/rollback", None);
     assert_eq!(daemon.sandbox(&id(&child))["pid"], child["pid"]);
     let left = std::fs::read_dir(daemon.place("sandboxes").join(id(&child))).unwrap();
     let left: Vec<_> = left.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -142,7 +136,7 @@ fn a_rollback_that_cannot_be_leaves_the_sandbox_alone_and_one_that_fails_ends_it
 
     // A guest that never says a word: the sandbox has ended, with the reason, and can be taken back again.
     let (path, body) = back(json!({"to": "mute"}));
-    daemon.refused(502, "could not be rolled back to mute", "POST", &path, body);
+    daemon.refused(502, "guest_failed", "POST", &path, body);
     let ended = daemon.sandbox(&id(&child));
     assert_eq!((&ended["state"], &ended["reason"]), (&json!("ended"), &json!("rollback_failed")));
     eventually("no process", || children_of(daemon.template_of("mute")) == 0);
@@ -276,7 +270,13 @@ fn a_line_port_is_opened_when_asked_for_and_stays_through_rollback_and_restart_u
     let (status, over_http) = daemon.request("POST", &route(&child, "line"), Some(json!({"action": "ping"})));
     assert_eq!(status, 200);
     assert!(over_http["error"].as_str().unwrap().contains("bare kernel"), "{over_http}");
-    daemon.refused(404, "no sandbox", "POST", "/v1/sandboxes/sb0/line", Some(json!({"action": "ping"})));
+    daemon.refused(
+        404,
+        "sandbox_not_found",
+        "POST",
+        "/v1/sandboxes/sb0/line",
+        Some(json!({"action": "ping"})),
+    );
 
     // Asked for later, as often as one likes.
     let opened = daemon.done(200, "PUT", &route(&plain, "line-port"), None);

@@ -9,6 +9,7 @@ mod auth;
 mod branches;
 mod control;
 mod daemon;
+mod errors;
 mod forks;
 mod life;
 mod records;

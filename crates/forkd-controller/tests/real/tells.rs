@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 /// Sends a request as it is and reads the answer: head and body. HTTP/1.0, so that nothing is chunked.
-fn exchange(
+pub(crate) fn exchange(
     mut stream: impl Read + Write,
     method_and_path: &str,
     headers: &str,
@@ -30,7 +30,7 @@ fn exchange(
 }
 
 impl Daemon {
-    fn unix(&self) -> UnixStream {
+    pub(crate) fn unix(&self) -> UnixStream {
         let stream = UnixStream::connect(self.path().join("forkd.sock")).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         stream
@@ -185,10 +185,16 @@ fn the_metrics_are_what_prometheus_reads_and_count_what_was_done() {
     daemon.snapshot("tiny", "kernel");
     let children = daemon.spawn("tiny", 3);
     daemon.done(201, "POST", &route(&children[0], "branch"), Some(json!({"tag": "branched"})));
-    daemon.refused(409, "exists", "POST", &route(&children[0], "branch"), Some(json!({"tag": "branched"})));
+    daemon.refused(
+        409,
+        "tag_taken",
+        "POST",
+        &route(&children[0], "branch"),
+        Some(json!({"tag": "branched"})),
+    );
     daemon.done(200, "POST", &route(&children[1], "pause"), None);
     for name in ["sbone", "sbtwo", "sb%22three"] {
-        daemon.refused(404, "no sandbox", "GET", &format!("/v1/sandboxes/{name}"), None);
+        daemon.refused(404, "sandbox_not_found", "GET", &format!("/v1/sandboxes/{name}"), None);
     }
     exchange(daemon.unix(), "BREW /some/where", "", "");
     exchange(daemon.tcp(), "GET /v1/sandboxes", "Authorization: Bearer wrong\r\n", "");
@@ -433,7 +439,7 @@ fn events_tell_what_happens_in_order_and_go_on_where_a_client_left_off() {
     let (_, body) = exchange(daemon.unix(), "GET /v1/events?follow=false", &header, "");
     assert_eq!(events(&body), all[4..]);
     for bad in ["since=x", "kind=nonsense", "sandbox=..", "follow=maybe", "surprise=1"] {
-        daemon.refused(400, "", "GET", &format!("/v1/events?{bad}"), None);
+        daemon.refused(400, "invalid_request", "GET", &format!("/v1/events?{bad}"), None);
     }
 
     // The one who followed heard the same, as it happened; and does not keep the daemon from stopping.

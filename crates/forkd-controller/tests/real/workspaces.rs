@@ -35,7 +35,7 @@ fn a_workspace_is_put_away_and_taken_out_again_also_by_another_daemon() {
     assert!(made["current_state_tag"].is_null() && made["id"].as_str().unwrap().starts_with("ws"), "{made}");
     let first = daemon.sandbox(made["live_sandbox_id"].as_str().unwrap());
     assert_eq!((&first["state"], &first["workspace"]), (&json!("running"), &json!("box")));
-    daemon.refused(400, "running already", "POST", "/v1/workspaces/box/resume", Some(json!({})));
+    daemon.refused(400, "workspace_running", "POST", "/v1/workspaces/box/resume", Some(json!({})));
 
     // All of it first, then what differs, twice; the older states go.
     let mut last = first;
@@ -47,8 +47,8 @@ fn a_workspace_is_put_away_and_taken_out_again_also_by_another_daemon() {
         eventually("its sandbox's end", || !runs(pid(&last)));
         assert!(daemon.list().is_empty());
         eventually("the older state's end", || tags(&daemon) == ["tiny", &tag]);
-        daemon.refused(400, "suspended already", "POST", "/v1/workspaces/box/suspend", None);
-        daemon.refused(409, "workspace box", "DELETE", &format!("/v1/snapshots/{tag}?force=true"), None);
+        daemon.refused(400, "workspace_not_running", "POST", "/v1/workspaces/box/suspend", None);
+        daemon.refused(409, "snapshot_in_use", "DELETE", &format!("/v1/snapshots/{tag}?force=true"), None);
 
         daemon.restart();
         // From disk: nothing in memory is needed.
@@ -64,7 +64,7 @@ fn a_workspace_is_put_away_and_taken_out_again_also_by_another_daemon() {
     // Its sandbox is lost: it can be resumed from its last state.
     daemon.done(204, "DELETE", &format!("/v1/sandboxes/{}", id(&last)), None);
     assert_eq!(workspace(&daemon, "box")["status"], "stale");
-    daemon.refused(400, "not running", "POST", "/v1/workspaces/box/suspend", None);
+    daemon.refused(400, "workspace_not_running", "POST", "/v1/workspaces/box/suspend", None);
     daemon.restart();
     assert_eq!(workspace(&daemon, "box")["status"], "stale");
     let out = change(&daemon, "box", "resume", json!({}));
@@ -72,7 +72,7 @@ fn a_workspace_is_put_away_and_taken_out_again_also_by_another_daemon() {
 
     let live = daemon.sandbox(out["live_sandbox_id"].as_str().unwrap());
     daemon.done(204, "DELETE", "/v1/workspaces/box", None);
-    daemon.refused(404, "no workspace box", "GET", "/v1/workspaces/box", None);
+    daemon.refused(404, "workspace_not_found", "GET", "/v1/workspaces/box", None);
     eventually("its sandbox's end", || !runs(pid(&live)));
     assert_eq!(tags(&daemon), ["tiny"]);
     assert_eq!(std::fs::read_dir(daemon.path().join("workspaces")).unwrap().count(), 0);
@@ -106,20 +106,20 @@ fn a_workspace_is_resumed_also_if_its_template_is_killed_meanwhile() {
 fn bad_requests_and_hostile_files_are_refused_by_name() {
     let Some(mut daemon) = Daemon::spelling() else { return };
     daemon.snapshot("tiny", "kernel");
-    let ask = |status: u16, why: &str, body: Value| {
-        daemon.refused(status, why, "POST", "/v1/workspaces", Some(body));
+    let ask = |status: u16, code: &str, body: Value| {
+        daemon.refused(status, code, "POST", "/v1/workspaces", Some(body));
     };
-    ask(400, "name must be", json!({"name": "../x", "snapshot_tag": "tiny"}));
-    ask(400, "name must be", json!({"name": "x".repeat(49), "snapshot_tag": "tiny"}));
-    ask(400, "memory_limit_mib", json!({"name": "x", "snapshot_tag": "tiny", "memory_limit_mib": 0}));
-    ask(400, "surprise", json!({"name": "x", "snapshot_tag": "tiny", "surprise": 1}));
-    ask(404, "no snapshot nope", json!({"name": "x", "snapshot_tag": "nope"}));
+    ask(400, "invalid_request", json!({"name": "../x", "snapshot_tag": "tiny"}));
+    ask(400, "invalid_request", json!({"name": "x".repeat(49), "snapshot_tag": "tiny"}));
+    ask(400, "invalid_request", json!({"name": "x", "snapshot_tag": "tiny", "memory_limit_mib": 0}));
+    ask(400, "invalid_request", json!({"name": "x", "snapshot_tag": "tiny", "surprise": 1}));
+    ask(404, "snapshot_not_found", json!({"name": "x", "snapshot_tag": "nope"}));
     // What could not be made is not there.
-    daemon.refused(404, "no workspace x", "GET", "/v1/workspaces/x", None);
+    daemon.refused(404, "workspace_not_found", "GET", "/v1/workspaces/x", None);
     create(&daemon, "x");
-    ask(409, "exists", json!({"name": "x", "snapshot_tag": "tiny"}));
-    daemon.refused(404, "no workspace y", "POST", "/v1/workspaces/y/suspend", None);
-    daemon.refused(404, "no workspace y", "DELETE", "/v1/workspaces/y", None);
+    ask(409, "name_taken", json!({"name": "x", "snapshot_tag": "tiny"}));
+    daemon.refused(404, "workspace_not_found", "POST", "/v1/workspaces/y/suspend", None);
+    daemon.refused(404, "workspace_not_found", "DELETE", "/v1/workspaces/y", None);
 
     let file = |name: &str| daemon.path().join("workspaces").join(name);
     let honest = std::fs::read_to_string(file("x.json")).unwrap();
@@ -129,9 +129,9 @@ fn bad_requests_and_hostile_files_are_refused_by_name() {
     let list = daemon.done(200, "GET", "/v1/workspaces", None);
     assert_eq!(list, json!([]));
     for name in ["bad", "x"] {
-        daemon.refused(409, &format!("{name}.json"), "GET", &format!("/v1/workspaces/{name}"), None);
+        daemon.refused(409, "workspace_unusable", "GET", &format!("/v1/workspaces/{name}"), None);
         let resume = format!("/v1/workspaces/{name}/resume");
-        daemon.refused(409, "cannot be used", "POST", &resume, None);
+        daemon.refused(409, "workspace_unusable", "POST", &resume, None);
     }
     assert_eq!(daemon.list().len(), 1, "whoever mends the file may want its sandbox");
     daemon.done(204, "DELETE", "/v1/workspaces/bad", None);

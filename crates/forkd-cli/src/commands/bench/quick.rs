@@ -133,7 +133,7 @@ async fn clean(daemon: &Daemon, made: &Made) -> Vec<String> {
     if let Some(tag) = &made.branch {
         let removed = daemon.ask(Method::DELETE, &api::snapshot_path(tag), None).await;
         match removed {
-            Err(error) if !crate::client::Refused::is_not_found(&error) => {
+            Err(error) if !crate::client::Refused::is(&error, forkd_controller::Code::SnapshotNotFound) => {
                 left.push(format!("{tag}: {error:#}"))
             }
             _ => {}

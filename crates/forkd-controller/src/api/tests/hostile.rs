@@ -3,7 +3,7 @@
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use super::{Daemon, reason};
+use super::{Daemon, refused};
 
 /// Names that mean another place to somebody who is not careful.
 const PLACES: [&str; 8] = [
@@ -47,12 +47,12 @@ async fn a_name_that_is_a_path_leads_nowhere() {
             let route = route.replace("{}", place);
             let (status, answer) = daemon.json(&route, body).await;
             assert!([400, 404].contains(&status), "{route}: {status} {answer}");
-            reason(&answer);
+            refused(status, &answer);
         }
         let long = route.replace("{}", &"x".repeat(4000));
         let (status, answer) = daemon.json(&long, body).await;
         assert!([400, 404].contains(&status), "{status} {answer}");
-        assert!(reason(&answer).len() < 5000);
+        assert!(refused(status, &answer).error.len() < 5000);
     }
     for bad in ["..", "../canary", "/etc", "a/b", "", ".layers", "-x", "a\\u0000b", "ä"] {
         for (route, body) in [
@@ -63,7 +63,7 @@ async fn a_name_that_is_a_path_leads_nowhere() {
         ] {
             let (status, answer) = daemon.json(route, &body).await;
             assert!([400, 404].contains(&status), "{route} {body}: {status} {answer}");
-            reason(&answer);
+            refused(status, &answer);
         }
     }
     assert_eq!(std::fs::read(canary.join("manifest.json")).unwrap(), b"{}");
@@ -100,7 +100,7 @@ async fn json_that_says_two_things_too_much_or_the_wrong_thing_is_refused() {
     ] {
         let (status, answer) = daemon.json(route, body).await;
         assert!([400, 404].contains(&status), "{route} {:.80}: {status} {answer}", body);
-        assert!(reason(&answer).len() < 1000, "it does not repeat all of it: {answer}");
+        assert!(refused(status, &answer).error.len() < 1000, "it does not repeat all of it: {answer}");
     }
     for route in [
         "POST /v1/sandboxes",
@@ -113,7 +113,7 @@ async fn json_that_says_two_things_too_much_or_the_wrong_thing_is_refused() {
         for body in ["null", "[]", "\"x\"", "7", "true", "", "{", "{}x", "\u{feff}{}"] {
             let (status, answer) = daemon.json(route, body).await;
             assert_eq!(status, 400, "{route} {body:?}: {answer}");
-            reason(&answer);
+            refused(status, &answer);
         }
     }
     daemon.stop().await;
@@ -152,11 +152,10 @@ async fn requests_that_two_readers_would_read_differently_are_refused() {
         let mut answer = Vec::new();
         let _ = stream.read_to_end(&mut answer).await;
         let answer = String::from_utf8_lossy(&answer).into_owned();
-        let refused =
-            answer.is_empty() || answer.starts_with("HTTP/1.1 4") || answer.starts_with("HTTP/1.0 4");
-        assert!(refused, "{:.200}\n{answer}", bad);
+        let fine = answer.is_empty() || answer.starts_with("HTTP/1.1 4") || answer.starts_with("HTTP/1.0 4");
+        assert!(fine, "{:.200}\n{answer}", bad);
         if let Some((_, body)) = answer.split_once("\r\n\r\n") {
-            reason(body);
+            refused(answer.split(' ').nth(1).unwrap().parse().unwrap(), body);
         }
     }
     // Nobody's method but the one in the first line counts.

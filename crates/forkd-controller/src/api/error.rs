@@ -1,0 +1,192 @@
+//! Bodies of errors.
+//!
+//! An [`Error`] that becomes a response rides in its extensions. The outermost middleware ([`requests`]
+//! (super::requests)) knows the request's id and who asked, and writes the body there, in one place
+//! ([`finish`]): whatever refused a request, its body has the same three fields.
+
+use std::borrow::Cow;
+
+use axum::Json;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+use utoipa::openapi::RefOr;
+use utoipa::openapi::extensions::ExtensionsBuilder;
+use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
+use utoipa::{PartialSchema, ToSchema};
+
+use crate::code::Code;
+use crate::error::Error;
+
+/// The body of every answer that is an error.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ErrorBody {
+    /// What happened and what to do, for people. The wording may change.
+    pub error: String,
+    /// Why, for programs.
+    #[serde(default)]
+    #[schema(value_type = Code, required = true)]
+    pub code: String,
+    /// The id of the request: the daemon's log has the cause under it. Also in the header `X-Request-Id`.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[schema(required = true)]
+    pub request_id: String,
+}
+
+/// Who reads an error.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Reader {
+    /// The id of their request; empty if it is not known yet.
+    pub(crate) request_id: String,
+    /// Whether they may read causes: clients of the unix socket and admins.
+    pub(crate) reads_causes: bool,
+}
+
+impl Reader {
+    /// What they read of `error`. What they may not read goes to the log.
+    pub(crate) fn body(&self, error: &Error) -> ErrorBody {
+        let code = error.code();
+        let text = match code {
+            Code::Internal if !self.reads_causes && !self.request_id.is_empty() => {
+                format!("{}, and give the request id {}", error.public(), self.request_id)
+            }
+            _ => error.shown(self.reads_causes),
+        };
+        ErrorBody { error: text, code: code.name().into(), request_id: self.request_id.clone() }
+    }
+
+    /// The same, and a line in the log if the operator may want to know.
+    pub(crate) fn logged(&self, error: &Error) -> ErrorBody {
+        let (code, status) = (error.code().name(), error.code().status());
+        let request_id = &self.request_id;
+        if status >= 500 {
+            tracing::warn!(request_id, code, status, %error, "request failed");
+        } else if error.private().is_some() {
+            tracing::info!(request_id, code, status, %error, "request refused");
+        }
+        self.body(error)
+    }
+}
+
+impl IntoResponse for Error {
+    fn into_response(self) -> Response {
+        let status = StatusCode::from_u16(self.code().status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        // For all: who reads it is found out further out.
+        let mut response = (status, Json(Reader::default().body(&self))).into_response();
+        if status == StatusCode::UNAUTHORIZED {
+            let scheme = HeaderValue::from_static("Bearer");
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, scheme);
+        }
+        response.extensions_mut().insert(self);
+        response
+    }
+}
+
+/// Writes the body of a response that is an error.
+pub(super) fn finish(mut response: Response, reader: &Reader) -> Response {
+    let status = response.status();
+    if !status.is_client_error() && !status.is_server_error() {
+        return response;
+    }
+    // What a layer of the HTTP library refuses by itself has no error of ours.
+    let error = response.extensions_mut().remove::<Error>().unwrap_or_else(|| {
+        let reason = status.canonical_reason().unwrap_or("refused").to_lowercase();
+        Error::new(Code::of_status(status.as_u16()), reason)
+    });
+    let (mut parts, _) = response.into_parts();
+    parts.headers.remove(header::CONTENT_LENGTH);
+    parts.headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    let body = Json(reader.logged(&error)).into_response().into_body();
+    Response::from_parts(parts, body)
+}
+
+impl PartialSchema for Code {
+    fn schema() -> RefOr<Schema> {
+        let all = |of: fn(&Code) -> serde_json::Value| Code::ALL.iter().map(of).collect::<Vec<_>>();
+        let extensions = ExtensionsBuilder::new()
+            .add("x-enum-descriptions", all(|code| code.meaning().into()))
+            .add("x-enum-statuses", all(|code| code.status().into()))
+            .add("x-enum-retry", all(|code| code.retry().name().into()))
+            .build();
+        ObjectBuilder::new()
+            .schema_type(Type::String)
+            .enum_values(Some(Code::ALL.iter().map(|code| code.name())))
+            .description(Some(described()))
+            .extensions(Some(extensions))
+            .into()
+    }
+}
+
+impl ToSchema for Code {
+    fn name() -> Cow<'static, str> {
+        "ErrorCode".into()
+    }
+}
+
+/// All codes, in a table.
+fn described() -> String {
+    let mut text = String::from(
+        "Why a request failed. Later versions may add codes: treat one that is not known as its status says. \
+         *Again* tells whether the same request can succeed: `no`, `later` (wait a moment), or `after a change` \
+         (of something else than the request).\n\n\
+         | code | status | again | meaning |\n|---|---|---|---|\n",
+    );
+    for code in Code::ALL {
+        let (name, status, retry) = (code.name(), code.status(), code.retry().name());
+        text += &format!("| `{name}` | {status} | {retry} | {} |\n", code.meaning());
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    fn reader(reads_causes: bool) -> Reader {
+        Reader { request_id: "r-1".into(), reads_causes }
+    }
+
+    #[test]
+    fn only_those_who_may_read_causes_do() {
+        let error = Error::host("cannot open /srv/forkd/x", std::io::Error::from_raw_os_error(13));
+        let body = reader(false).body(&error);
+        assert_eq!((body.code.as_str(), body.request_id.as_str()), ("internal", "r-1"));
+        assert!(body.error.contains("r-1"), "{body:?}");
+        assert!(!body.error.contains("/srv") && !body.error.contains("os error"), "{body:?}");
+        let body = reader(true).body(&error);
+        assert!(body.error.contains("/srv/forkd/x") && body.error.contains("os error 13"), "{body:?}");
+    }
+
+    #[tokio::test]
+    async fn a_refusal_without_an_error_gets_a_body_too() {
+        let bare = StatusCode::PAYLOAD_TOO_LARGE.into_response();
+        let finished = finish(bare, &reader(false));
+        assert_eq!(finished.status(), 413);
+        assert_eq!(finished.headers()[header::CONTENT_TYPE], "application/json");
+        let bytes = axum::body::to_bytes(finished.into_body(), 1 << 16).await.unwrap();
+        let body: ErrorBody = serde_json::from_slice(&bytes).unwrap();
+        assert_eq!((body.code.as_str(), body.request_id.as_str()), ("body_too_large", "r-1"));
+        let fine = finish((StatusCode::CREATED, "made").into_response(), &reader(false));
+        assert_eq!(axum::body::to_bytes(fine.into_body(), 1 << 16).await.unwrap(), "made");
+    }
+
+    #[test]
+    fn every_code_is_in_the_document_with_its_meaning() {
+        let document: Value = serde_json::from_str(&crate::api::openapi()).unwrap();
+        let schema = &document["components"]["schemas"]["ErrorCode"];
+        let names: Vec<_> = Code::ALL.iter().map(|code| code.name()).collect();
+        assert_eq!(schema["enum"], serde_json::json!(names));
+        assert_eq!(schema["x-enum-descriptions"].as_array().unwrap().len(), names.len());
+        let table = schema["description"].as_str().unwrap();
+        for code in Code::ALL {
+            let row = format!("| `{code}` | {} | {} |", code.status(), code.retry().name());
+            assert!(table.contains(&row), "{row}");
+        }
+        let body = &document["components"]["schemas"]["ErrorBody"];
+        assert_eq!(body["required"], serde_json::json!(["error", "code", "request_id"]));
+        assert_eq!(body["properties"]["code"]["$ref"], "#/components/schemas/ErrorCode");
+        let event = document["components"]["schemas"]["ServerEvent"].to_string();
+        assert!(event.contains("#/components/schemas/ErrorCode"), "{event}");
+    }
+}
