@@ -354,7 +354,15 @@ impl MonitorEnd {
     pub(crate) fn cause(&self) -> Option<String> {
         match &self.vm {
             Some(vm) => is_the_hosts(vm).then(|| console::printable(vm.detail.as_bytes())),
-            None => (!self.log.is_empty()).then(|| self.account()),
+            None => (!self.log.is_empty()).then(|| self.log.trim_start_matches("; ").to_owned()),
+        }
+    }
+
+    /// Both, for the operator.
+    pub(crate) fn full(&self) -> String {
+        match self.cause() {
+            Some(cause) => format!("{}: {cause}", self.describe()),
+            None => self.describe(),
         }
     }
 

@@ -135,6 +135,27 @@ fn when_no_child_starts_the_reason_is_all_that_is_said() {
 }
 
 #[test]
+fn a_refusal_is_a_sentence_for_people_and_an_object_for_programs() {
+    let refusal =
+        json!({ "error": "there is no snapshot t", "code": "snapshot_not_found", "request_id": "r-1" });
+    let failure = json!({ "error": "cannot open x", "code": "internal", "request_id": "r-2" });
+    let (refused, failed) = (refusal.clone(), failure.clone());
+    let daemon = FakeDaemon::start(move |line| match line {
+        FORK => (404, refused.clone()),
+        _ => (500, failed.clone()),
+    });
+    let said = daemon.run(&["fork", "--tag", "t"]);
+    assert_eq!((said.status, said.stderr.as_str()), (Some(1), "forkd: there is no snapshot t\n"));
+    let said = daemon.run(&["images"]);
+    assert_eq!((said.status, said.stderr.as_str()), (Some(1), "forkd: cannot open x (request id r-2)\n"));
+    for (args, body) in [(&["fork", "--tag", "t", "--json"][..], refusal), (&["images", "--json"], failure)] {
+        let said = daemon.run(args);
+        assert_eq!((said.status, said.stdout.as_str()), (Some(1), ""), "{said:?}");
+        assert_eq!(serde_json::from_str::<Value>(&said.stderr).unwrap(), body, "{said:?}");
+    }
+}
+
+#[test]
 fn children_that_settle_end_with_the_command_however_it_ends() {
     let answer = |line: &str| match line {
         FORK => (201, json!({ "children": [child("sb1"), child("sb2")], "errors": [] })),

@@ -244,7 +244,7 @@ pub(super) async fn list(
     sandboxes
         .retain(|sandbox| who.owns(&sandbox.spec.owner) && filter.takes(sandbox, state(&sandbox.phase())));
     let place = |it: &Arc<Sandbox>| place(it.created_at_unix(), it.created_nanos(), &it.id);
-    Ok(page.answer(sandboxes, place, |sandbox| info(sandbox)))
+    Ok(page.answer(sandboxes, place, |sandbox| info_for(sandbox, who.is_admin())))
 }
 
 /// How long to wait for a sandbox.
@@ -276,6 +276,7 @@ const MAX_WAIT_SECS: u64 = 600;
 pub(super) async fn get(
     State(app): State<App>,
     Id(id): Id,
+    reader: Reader,
     Params(waiting): Params<Waiting>,
 ) -> Result<Json<SandboxInfo>> {
     let secs = waiting.timeout_secs.unwrap_or(WAIT_SECS);
@@ -296,7 +297,7 @@ pub(super) async fn get(
         Some(_) => return Err(Error::invalid("wait can only be `ready`")),
     }
     let egress = || app.config.egress_private.iter().map(ToString::to_string).collect();
-    let info = info(&sandbox);
+    let info = info_for(&sandbox, reader.reads_causes);
     Ok(Json(SandboxInfo { egress: info.network.then(egress), ..info }))
 }
 
@@ -413,6 +414,18 @@ fn state(phase: &Phase) -> SandboxState {
         Phase::Ended(_) => SandboxState::Ended,
         Phase::Unknown(_) => SandboxState::Unknown,
     }
+}
+
+/// As [`info`], with the cause of its end for those who may read it.
+fn info_for(sandbox: &Sandbox, reads_causes: bool) -> SandboxInfo {
+    let mut shown = info(sandbox);
+    if reads_causes
+        && let Phase::Ended(end) = sandbox.phase()
+        && let (Some(detail), Some(cause)) = (&mut shown.detail, &end.cause)
+    {
+        detail.push_str(&format!(": {cause}"));
+    }
+    shown
 }
 
 pub(super) fn info(sandbox: &Sandbox) -> SandboxInfo {

@@ -181,10 +181,7 @@ impl Monitor {
                     Ok(end) => end,
                     Err(_) => self.end().await,
                 };
-                return Err(Error::host(
-                    "the monitor ended before its VM ran",
-                    end.cause().unwrap_or_else(|| end.describe()),
-                ));
+                return Err(Error::host("the monitor ended before its VM ran", end.full()));
             }
             Ok(Err(error)) => error.to_string(),
             Err(_) => format!("no answer within {patience:?}"),

@@ -97,9 +97,6 @@ fn whatever_refuses_a_request_gives_a_code_and_the_id_the_client_chose() {
     let Some(daemon) = Daemon::spelling() else { return };
     let user = add(&daemon, json!({"name": "ann", "scope": "read"}));
     let token = format!("Authorization: Bearer {}\r\n", user.token);
-    let plain = "Content-Type: text/plain\r\n";
-    let json = "Content-Type: application/json\r\n";
-    let big = "x".repeat(2 << 20);
     for (status, code, line, headers, body) in [
         (401, "unauthorized", "GET /v1/sandboxes", "", ""),
         (403, "forbidden", "POST /v1/sandboxes", &*token, "{}"),
@@ -117,16 +114,12 @@ fn whatever_refuses_a_request_gives_a_code_and_the_id_the_client_chose() {
         let body = body_of(&answer);
         assert_eq!((&body["code"], &body["request_id"]), (&json!(code), &json!(format!("mine-{status}"))));
     }
-    for (status, code, headers, body) in
-        [(415, "unsupported_media_type", plain, "{}"), (413, "body_too_large", json, big.as_str())]
-    {
-        let (head, body) = exchange(daemon.unix(), "POST /v1/sandboxes", headers, body);
-        assert!(head.contains(&format!(" {status} ")), "{head}");
-        let body: Value = serde_json::from_str(&body).unwrap();
-        assert_eq!(body["code"], code, "{body}");
-        let id = body["request_id"].as_str().unwrap();
-        assert!(head.to_lowercase().contains(&format!("x-request-id: {id}")), "{head}");
-    }
+    let (head, body) = exchange(daemon.unix(), "POST /v1/sandboxes", "Content-Type: text/plain\r\n", "{}");
+    assert!(head.contains(" 415 "), "{head}");
+    let body: Value = serde_json::from_str(&body).unwrap();
+    assert_eq!(body["code"], "unsupported_media_type", "{body}");
+    let id = body["request_id"].as_str().unwrap();
+    assert!(head.to_lowercase().contains(&format!("x-request-id: {id}")), "{head}");
     // Before there is a request, there is an id all the same.
     let long = format!("GET /version HTTP/1.1\r\nHost: localhost\r\nX: {}\r\n\r\n", "x".repeat(1 << 20));
     let body = body_of(&raw(&user.address, long.as_bytes()));
