@@ -127,7 +127,9 @@ impl Finder {
     pub(crate) fn find_disk(&self, config: &Config, kernel: Option<&Path>, rootfs: &Path) -> Result<Assets> {
         let named = kernel.map(|kernel| allowed::kernel(config, kernel)).transpose()?;
         let kernel = match kernel.or(self.kernel.as_deref()) {
-            Some(path) => kernel_at(path).map_err(|error| error.with_code(Code::InvalidRequest))?,
+            Some(path) => {
+                kernel_at(path).map_err(|error| Error::invalid("the kernel cannot be used").because(error))?
+            }
             None => self.library.kernel(None)?,
         };
         let disk = check_rootfs(rootfs, allowed::disk(config, rootfs)?)?;

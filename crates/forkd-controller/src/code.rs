@@ -197,8 +197,6 @@ codes! {
         "The guest's agent did not answer in time."
     SandboxUnresponsive "sandbox_unresponsive" 504 Later
         "The sandbox does not answer any more; delete it if that lasts."
-    MonitorTimeout "monitor_timeout" 504 Later
-        "The sandbox's monitor did not answer in time."
     DiskFull "disk_full" 507 AfterChange
         "The disk of the daemon's data directory is full."
     GuestDiskFull "guest_disk_full" 507 AfterChange

@@ -212,7 +212,7 @@ mod tests {
                 let asked = |method: &str| guest.calls_of(method).len();
                 log.lock().unwrap().push((what, asked("Freeze"), asked("Thaw")));
                 if refuses && what == "pause" {
-                    let _ = tell.send(Err(Error::new(Code::MonitorTimeout, "the monitor does not answer")));
+                    let _ = tell.send(Err(Error::new(Code::Internal, "the monitor does not answer")));
                     continue;
                 }
                 sandbox.turn_to(phase);

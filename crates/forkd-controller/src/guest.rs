@@ -38,7 +38,10 @@ async fn knock<T, F: Future<Output = agent::Result<T>>>(
                 Ok(Err(agent::Error::Refused(error))) => {
                     return Err(console::printable(error.to_string().as_bytes()));
                 }
-                Ok(Err(error)) => last = error.to_string(),
+                Ok(Err(error)) => {
+                    tracing::trace!(%error, "the agent is not up yet");
+                    last = error.public();
+                }
                 Err(_) => {
                     last = format!("no answer within {patience:?}");
                     patience = (patience * 2).min(timing.call);
@@ -59,7 +62,7 @@ pub(crate) async fn warm_up(agent: &Agent, request: &WarmRequest, timing: &Timin
     let deadline = Instant::now() + timing.warm;
     loop {
         let status = agent.warm(request).await;
-        let status = status.map_err(|error| format!("the warm-up failed: {error}"))?;
+        let status = status.map_err(|error| format!("the warm-up failed: {}", error.public()))?;
         match status.state {
             WarmState::Ready => return Ok(()),
             WarmState::Failed => {
@@ -81,7 +84,7 @@ pub(crate) async fn freeze(agent: &Agent, limit: Duration) -> Result<()> {
     let frozen = agent
         .freeze(limit, FreezeSync::Full)
         .await
-        .map_err(|error| format!("the guest could not be frozen: {error}"))?;
+        .map_err(|error| format!("the guest could not be frozen: {}", error.public()))?;
     match frozen.frozen {
         true => Ok(()),
         false => Err("the guest could not be frozen: some of its processes do not stand still".into()),

@@ -23,6 +23,9 @@
 //! `quota` how much each may have, `allowed` which files requests may name, `tls` the certificate, and `refresh`
 //! reads again what is replaced. `refusal` has words for what is no request at all; `descriptors` says for how
 //! many sandboxes there are files to open.
+//!
+//! What goes wrong: `error` is a failure with its cause, `code` what a program reads of it, and `api::error` the
+//! body a client gets.
 
 mod access;
 mod adopt;

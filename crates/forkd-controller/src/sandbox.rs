@@ -489,9 +489,8 @@ impl Sandbox {
             agent::Error::Timeout(_) => Code::GuestTimeout,
             agent::Error::NoRoom => Code::DaemonBusy,
             agent::Error::DiskFull(_) => Code::GuestDiskFull,
-            // Why there is no connection is the host's matter.
             agent::Error::Unreachable(why) => {
-                return Error::new(Code::GuestFailed, "the agent cannot be reached").because(why.clone());
+                return Error::new(Code::GuestFailed, error.public()).because(why.clone());
             }
             agent::Error::Protocol(_) => Code::GuestFailed,
         };

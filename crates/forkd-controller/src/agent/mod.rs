@@ -88,6 +88,14 @@ pub enum Error {
 }
 
 impl Error {
+    /// For all clients: why there is no connection is the host's matter.
+    pub(crate) fn public(&self) -> String {
+        match self {
+            Error::Unreachable(_) => "the agent cannot be reached".into(),
+            other => other.to_string(),
+        }
+    }
+
     /// Whether the agent said that the call's own time ran out.
     pub fn is_deadline(&self) -> bool {
         matches!(self, Error::Refused(error) if error.code == Code::DeadlineExceeded)

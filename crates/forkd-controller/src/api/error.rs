@@ -1,8 +1,8 @@
 //! Bodies of errors.
 //!
-//! An [`Error`] that becomes a response rides in its extensions. The outermost middleware ([`requests`]
-//! (super::requests)) knows the request's id and who asked, and writes the body there, in one place
-//! ([`finish`]): whatever refused a request, its body has the same three fields.
+//! An [`Error`] that becomes a response travels in its extensions. The outermost middleware (`requests`) knows the
+//! request's id and who asked. It writes the body, in one place ([`finish`]): whichever part of the daemon refused
+//! a request, the body has the same three fields.
 
 use std::borrow::Cow;
 
@@ -10,6 +10,7 @@ use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use utoipa::openapi::RefOr;
 use utoipa::openapi::extensions::ExtensionsBuilder;
 use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
@@ -102,12 +103,12 @@ pub(super) fn finish(mut response: Response, reader: &Reader) -> Response {
 
 impl PartialSchema for Code {
     fn schema() -> RefOr<Schema> {
-        let all = |of: fn(&Code) -> serde_json::Value| Code::ALL.iter().map(of).collect::<Vec<_>>();
-        let extensions = ExtensionsBuilder::new()
-            .add("x-enum-descriptions", all(|code| code.meaning().into()))
-            .add("x-enum-statuses", all(|code| code.status().into()))
-            .add("x-enum-retry", all(|code| code.retry().name().into()))
-            .build();
+        let all = Code::ALL.iter().map(|code| {
+            let (status, retry) = (code.status(), code.retry().name());
+            json!({ "code": code.name(), "status": status, "retry": retry, "meaning": code.meaning() })
+        });
+        // One only: several would come in any order, and the document is compared.
+        let extensions = ExtensionsBuilder::new().add("x-error-codes", all.collect::<Vec<_>>()).build();
         ObjectBuilder::new()
             .schema_type(Type::String)
             .enum_values(Some(Code::ALL.iter().map(|code| code.name())))
@@ -140,7 +141,11 @@ fn described() -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::fake_guest::{FakeDaemon, ID};
+    use crate::sandbox::{End, Phase};
     use serde_json::Value;
 
     fn reader(reads_causes: bool) -> Reader {
@@ -171,13 +176,40 @@ mod tests {
         assert_eq!(axum::body::to_bytes(fine.into_body(), 1 << 16).await.unwrap(), "made");
     }
 
+    #[tokio::test]
+    async fn each_state_a_sandbox_cannot_be_used_in_has_a_code() {
+        let daemon = FakeDaemon::start().await;
+        let line = format!("POST /v1/sandboxes/{ID}/exec");
+        let ask = async || {
+            let headers = "Content-Type: application/json\r\n";
+            let (status, _, body) = daemon.ask(&line, headers, br#"{"args":["true"]}"#).await;
+            let body: ErrorBody = serde_json::from_slice(&body).unwrap();
+            assert_eq!(Code::named(&body.code).unwrap().status(), status, "{body:?}");
+            body.code
+        };
+        for (phase, code) in [
+            (Phase::Starting, "sandbox_starting"),
+            (Phase::Paused, "sandbox_paused"),
+            (Phase::Unresponsive, "sandbox_unresponsive"),
+            (Phase::Ended(Arc::new(End::deleted())), "sandbox_ended"),
+            (Phase::Ended(Arc::new(End::rolled_back())), "sandbox_replaced"),
+        ] {
+            daemon.sandbox.phase.send_replace(phase);
+            assert_eq!(ask().await, code);
+        }
+        daemon.sandbox.phase.send_replace(Phase::Running);
+        daemon.sandbox.learn(|facts| facts.put_away = true);
+        assert_eq!(ask().await, "sandbox_suspending");
+    }
+
     #[test]
     fn every_code_is_in_the_document_with_its_meaning() {
         let document: Value = serde_json::from_str(&crate::api::openapi()).unwrap();
         let schema = &document["components"]["schemas"]["ErrorCode"];
         let names: Vec<_> = Code::ALL.iter().map(|code| code.name()).collect();
         assert_eq!(schema["enum"], serde_json::json!(names));
-        assert_eq!(schema["x-enum-descriptions"].as_array().unwrap().len(), names.len());
+        let described = schema["x-error-codes"].as_array().unwrap();
+        assert!(described.iter().map(|one| &one["code"]).eq(&names), "{described:?}");
         let table = schema["description"].as_str().unwrap();
         for code in Code::ALL {
             let row = format!("| `{code}` | {} | {} |", code.status(), code.retry().name());

@@ -248,3 +248,19 @@ async fn a_command_that_does_not_start_or_is_late_has_its_status_streamed_or_not
     assert_eq!(event(&mut socket).await["status"], 503);
     assert_eq!(daemon.execs().await["failed"], 1);
 }
+
+#[test]
+fn the_last_event_hides_the_cause_from_those_who_may_not_read_it() {
+    let error = crate::error::Error::host("cannot open /srv/x", std::io::Error::from_raw_os_error(13));
+    for reads_causes in [false, true] {
+        let reader = crate::api::error::Reader { request_id: "r-1".into(), reads_causes };
+        let crate::frames::ServerEvent::Error { message, status, code, request_id } =
+            super::failed(&reader, &error)
+        else {
+            panic!()
+        };
+        assert_eq!((status, code.as_str(), request_id.as_str()), (500, "internal", "r-1"));
+        assert_eq!(message.contains("/srv/x") && message.contains("os error"), reads_causes, "{message}");
+        assert_eq!(message.contains("/srv") || message.contains("os error"), reads_causes, "{message}");
+    }
+}
