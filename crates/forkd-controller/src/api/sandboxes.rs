@@ -419,10 +419,12 @@ fn state(phase: &Phase) -> SandboxState {
 /// As [`info`], with the cause of its end for those who may read it.
 fn info_for(sandbox: &Sandbox, reads_causes: bool) -> SandboxInfo {
     let mut shown = info(sandbox);
-    if reads_causes
-        && let Phase::Ended(end) = sandbox.phase()
-        && let (Some(detail), Some(cause)) = (&mut shown.detail, &end.cause)
-    {
+    let cause = match sandbox.phase() {
+        Phase::Ended(end) => end.cause.clone(),
+        Phase::Unknown(why) => Some(why.to_string()),
+        _ => None,
+    };
+    if let (true, Some(detail), Some(cause)) = (reads_causes, &mut shown.detail, cause) {
         detail.push_str(&format!(": {cause}"));
     }
     shown
@@ -438,8 +440,8 @@ pub(super) fn info(sandbox: &Sandbox) -> SandboxInfo {
             console_tail = Some(end.console_tail.clone());
             (Some(end.reason.clone()), Some(end.detail.clone()))
         }
-        Phase::Unknown(why) => {
-            (Some(UNREADABLE.into()), Some(unknown::advice(&why, &sandbox.kill_command())))
+        Phase::Unknown(_) => {
+            (Some(UNREADABLE.into()), Some(unknown::advice(unknown::UNREAD, &sandbox.kill_command())))
         }
         _ => (disk_full.then(|| DISK_FULL.into()), disk_full.then(|| DISK_FULL_DETAIL.into())),
     };

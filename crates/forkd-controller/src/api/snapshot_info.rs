@@ -18,7 +18,6 @@ use crate::making::{From, Phase};
 use crate::snapshots::{Entry, Making, State as Standing, Work};
 use crate::template::Source;
 use crate::tree::COMPACTED;
-use crate::unknown;
 
 /// What is told of one snapshot to whoever asks.
 pub(super) async fn info(app: &App, who: &Identity, entry: Arc<Entry>) -> Result<Json<SnapshotInfo>> {
@@ -97,17 +96,19 @@ impl<'a> Look<'a> {
                 };
                 self.with_error(SnapshotInfo { bootable: has_template, ..known }, Some(&error))
             }
-            Standing::Unknown(template) => SnapshotInfo {
-                error: Some(unknown::advice(&template.why, &entry.remove_command())),
-                vcpus: template.vcpus(),
-                mem_size_mib: template.mem_mib(),
-                template: template.pid().map(|pid| TemplateInfo {
-                    pid,
-                    source: "unknown".into(),
-                    children: self.app.registry.children_of(template.id()),
-                }),
-                ..blank(&entry.tag, SnapshotStatus::Unknown)
-            },
+            Standing::Unknown(template) => self.with_error(
+                SnapshotInfo {
+                    vcpus: template.vcpus(),
+                    mem_size_mib: template.mem_mib(),
+                    template: template.pid().map(|pid| TemplateInfo {
+                        pid,
+                        source: "unknown".into(),
+                        children: self.app.registry.children_of(template.id()),
+                    }),
+                    ..blank(&entry.tag, SnapshotStatus::Unknown)
+                },
+                entry.snapshot().err().as_ref(),
+            ),
         }
     }
 
