@@ -130,7 +130,7 @@ fn a_sandbox_whose_record_cannot_be_read_is_kept_until_a_client_ends_it() {
         assert_eq!(status, 409, "{verb}: {answer}");
     }
     let path = format!("/v1/sandboxes/{}", id(child));
-    daemon.refused(409, "forkd kill", "PATCH", &path, Some(json!({"timeout_secs": 60})));
+    daemon.refused(409, "state_unknown", "PATCH", &path, Some(json!({"timeout_secs": 60})));
     assert_eq!(daemon.unknown(&id(child))["pid"], child["pid"]);
 
     // Half of them can be read again: they go on. The others are ended.
@@ -265,12 +265,12 @@ fn a_template_whose_record_cannot_be_read_is_kept_and_its_children_go_on() {
         assert_eq!(info["template"]["pid"].as_i64(), known.then_some(i64::from(process)), "{info}");
         assert_eq!(daemon.sandbox(&id(&child))["state"], "running");
         assert!(runs(process));
-        daemon.refused(409, "forkd rmi", "POST", &format!("{tag}/unload"), None);
+        daemon.refused(409, "state_unknown", "POST", &format!("{tag}/unload"), None);
         let (status, _) = daemon.request("POST", "/v1/sandboxes", Some(json!({"snapshot_tag": template})));
         assert_eq!(status, 409);
         // Nobody knows what it needs, so nothing goes by accident.
         if name == "template.json" {
-            daemon.refused(409, &template, "DELETE", "/v1/snapshots/tiny", None);
+            daemon.refused(409, "snapshot_in_use", "DELETE", "/v1/snapshots/tiny", None);
         }
         // There are others, from disk, and of another user: its own is its own also when it is the last of its lineage.
         daemon.done(204, "DELETE", &format!("/v1/sandboxes/{}", id(&child)), None);
@@ -339,8 +339,8 @@ fn a_branch_that_is_nowhere_else_keeps_its_tag_and_what_it_is_stored_over() {
     let tree = daemon.done(200, "GET", "/v1/tree", None);
     let node = tree["nodes"].as_array().unwrap().iter().find(|node| node["name"] == "ghost").unwrap();
     assert_eq!(node["state"], "unknown");
-    daemon.refused(409, "ghost", "POST", &route(&child, "branch"), Some(json!({"tag": "ghost"})));
-    daemon.refused(409, "ghost", "DELETE", "/v1/snapshots/tiny", None);
+    daemon.refused(409, "tag_taken", "POST", &route(&child, "branch"), Some(json!({"tag": "ghost"})));
+    daemon.refused(409, "snapshot_in_use", "DELETE", "/v1/snapshots/tiny", None);
     daemon.done(204, "DELETE", "/v1/snapshots/other", None);
     assert!(runs(process));
     // It goes with what it is stored over, or by itself.
