@@ -37,7 +37,7 @@ impl Column {
     }
 }
 
-/// How many columns of text a table may take: all that it wants if `wide`, or if nobody sees it on a terminal.
+/// The columns of text that a table may take: all that it wants if `wide`, or if the output is no terminal.
 pub(crate) fn width(wide: bool) -> Option<usize> {
     if wide || !std::io::stdout().is_terminal() {
         return None;

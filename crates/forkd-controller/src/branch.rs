@@ -404,7 +404,7 @@ impl Snapshots {
             let turn = self.turn(&sandbox, &branch, place).await?;
             let (template, source) = take(&self, &sandbox, &branch).await?;
             drop(turn);
-            // After the fork, so that the source does not wait for the database, and before anybody hears of the
+            // After the fork, so that the source does not wait for the database, and before a client hears of the
             // branch. Until here its record says whose it is.
             if let Err(error) = self.record_owner(&entry).await {
                 if let Err(error) = template.record(Standing::Forgotten) {

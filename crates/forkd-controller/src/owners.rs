@@ -82,7 +82,7 @@ impl Owners {
         }
         *known.waiting.entry(tag.to_owned()).or_default() += 1;
         let (done, told) = oneshot::channel();
-        // If the task is gone, so is `done`, and whoever waits hears of it.
+        // If the task is gone, so is `done`, and the waiter hears of it.
         let _ = self.queue.send(Change { tag: tag.to_owned(), owner, done });
         Asked(Some(told))
     }

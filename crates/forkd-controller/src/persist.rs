@@ -204,7 +204,7 @@ pub(crate) async fn save(
     let written = match written {
         Ok(written) => written,
         Err(error) => {
-            // Whoever tries again needs the room.
+            // The next try needs the room.
             drafts.none().await;
             return Err(error);
         }
@@ -260,7 +260,7 @@ async fn write(
     let prepared = blocking("preparing to save", move || {
         let mut draft = store.begin(&job.tag)?;
         let prepared = prepare(&mut draft, job, layers, &folder, pid);
-        // In here: nobody may be there to take it.
+        // In here: the caller may be gone.
         let draft = HeldDraft::new(draft, &drafts);
         Ok((draft, prepared?))
     });

@@ -216,7 +216,7 @@ pub async fn serve_until(
     let certificate = tls.clone();
     let fresh =
         task::keep_running(Task::Refresh, move || refresh::keep_fresh(tokens.clone(), certificate.clone()));
-    // A daemon that cannot be reached is none, and whoever watches it is to start another one.
+    // A daemon that no client can reach must end, so that its supervisor starts another one.
     let (vital, mut failed) = Vital::new();
     vital.spawn(Task::Accept, connections.clone().accept(tcp, routers.0, tls));
     vital.spawn(Task::Accept, connections.clone().accept(unix, routers.1, None));

@@ -116,7 +116,7 @@ pub(crate) fn note(task: Task, panic: &(dyn Any + Send), then: &str) -> String {
     text
 }
 
-/// Starts work that somebody waits for: the handle gives what it returns, or its panic.
+/// Starts work that a caller waits for: the handle gives what it returns, or its panic.
 pub(crate) fn spawn<T: Send + 'static>(
     task: Task,
     work: impl Future<Output = T> + Send + 'static,

@@ -33,7 +33,7 @@ fn many_branches_in_a_row_cost_the_source_nothing_it_keeps() {
     for branch in &mut branches {
         assert_eq!(branch.controller.request(&Request::Stop, &[]), Reply::Stopped);
     }
-    // Nobody waits for them: no process is left, not even a dead one.
+    // The kernel reaps them: no process is left, not even a dead one.
     for branch in &branches {
         let process = format!("/proc/{}", branch.pid);
         wait_until("a branch that was stopped is still there", || !Path::new(&process).exists());

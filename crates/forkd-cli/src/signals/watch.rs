@@ -91,7 +91,7 @@ fn last_to_do() -> std::sync::MutexGuard<'static, Last> {
     LAST_TO_DO.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whoever draws on the terminal leaves it tidy: a signal ends the process at once, but not before that.
+/// A command that draws on the terminal leaves it tidy: a signal ends the process only after that.
 pub(crate) fn tidy() {
     // Without it the kernel ends the process just as well.
     let _ = start();

@@ -42,7 +42,7 @@ impl Daemon {
     }
 }
 
-/// Changes a record as somebody who knows what is in it.
+/// Changes a record as a program that knows its fields.
 fn edit(path: &PathBuf, change: impl FnOnce(&mut Value)) {
     let mut record = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
     change(&mut record);
@@ -268,7 +268,7 @@ fn a_template_whose_record_cannot_be_read_is_kept_and_its_children_go_on() {
         daemon.refused(409, "state_unknown", "POST", &format!("{tag}/unload"), None);
         let (status, _) = daemon.request("POST", "/v1/sandboxes", Some(json!({"snapshot_tag": template})));
         assert_eq!(status, 409);
-        // Nobody knows what it needs, so nothing goes by accident.
+        // The daemon does not know what it needs, so it removes nothing.
         if name == "template.json" {
             daemon.refused(409, "snapshot_in_use", "DELETE", "/v1/snapshots/tiny", None);
         }
