@@ -47,7 +47,7 @@ def refused(status, call, *args, **kwargs):
         answer = call(*args, **kwargs)
     except ControllerError as error:
         expect(error.status == status, error.status, status, error.body)
-        expect(list(error.body) == ["error"] and error.body["error"], error.body)
+        expect(set(error.body) == {"error", "code", "request_id"} and all(error.body.values()), error.body)
         return error.body["error"]
     raise AssertionError(("not refused", call, args, answer))
 
