@@ -88,10 +88,11 @@ fn owner(folder: &Path, data: &Path, locks: &str) -> Owner {
         Err(_) if leads_here(data) => data.to_owned(),
         Err(_) => return Owner::Unknown,
     };
-    if is_locked(&data.join("daemon.lock"), locks) {
-        Owner::Runs(data)
-    } else if let Some(owner) = benches::owner(&data).filter(|_| leads_here(&data)) {
+    // First: the daemon of a bench that was killed may hold its lock for a moment, until the kernel has ended it, too.
+    if let Some(owner) = benches::owner(&data).filter(|_| leads_here(&data)) {
         owner
+    } else if is_locked(&data.join("daemon.lock"), locks) {
+        Owner::Runs(data)
     } else if leads_here(&data) {
         Owner::Next(data)
     } else {
