@@ -392,7 +392,7 @@ impl Sandbox {
             Some(name) => format!("`forkd workspace resume {name}` goes on when that is done"),
             None => "its time is over; fork the snapshot it is stored as (`forkd images`) to go on".into(),
         };
-        Err(Error::new(Code::SandboxSuspending, format!("sandbox {} is being put away; {then}", self.id)))
+        Err(Error::new(Code::SandboxSuspending, format!("sandbox {} is being suspended; {then}", self.id)))
     }
 
     /// Fails unless it is running now and has an agent. One that was paused because nobody used it goes on.

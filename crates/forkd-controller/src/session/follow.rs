@@ -23,8 +23,8 @@ pub(super) struct Command {
     pub(super) tty: Option<TtySize>,
 }
 
-/// The last event of a command. Whoever waits for one that never ran is told why where it would have complained
-/// itself.
+/// The last event of a command. The client of one that never ran reads the reason where the command would have
+/// written its own errors.
 pub(super) async fn last_event(finish: Finish, outgoing: &Outgoing) -> ServerEvent {
     let exit_code = finish.exit_code();
     let (signal, timed_out) = match finish {

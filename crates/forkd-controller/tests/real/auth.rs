@@ -638,7 +638,7 @@ fn a_branch_whose_daemon_was_killed_before_it_wrote_the_owner_has_that_owner() {
         eventually("the fork", || is_forked(&daemon, "b") || answer.is_finished());
         assert!(!answer.is_finished(), "it is acknowledged only when its owner is on disk");
         daemon.kill();
-        assert_eq!(answer.join().unwrap(), "", "nobody was told of it");
+        assert_eq!(answer.join().unwrap(), "", "the killed daemon gave no answer");
     });
     // What an earlier snapshot of that tag left does not count.
     database.execute_batch("INSERT OR REPLACE INTO snapshot_owners VALUES ('b', 'eve'); COMMIT").unwrap();

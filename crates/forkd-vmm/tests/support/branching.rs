@@ -19,7 +19,7 @@ use forkd_vmm::{guest_code, tiny};
 use crate::support::{Boot, Controller, Fork, Forked, Monitor, file_with, listen, open_kvm, wait_until};
 
 guest_code! {
-    /// Counts for ever, and says that it is ready at first and whenever it has become somebody else.
+    /// Counts for ever, and reports ready at first and after each change of its generation id.
     pub fn counter,
     "mov rbx, qword ptr [0xe8000]",
     "mov dx, 0x602",
