@@ -16,12 +16,12 @@ use crate::keeper::Origin;
 use crate::leftovers::{self, Leftovers, STOP_WAIT};
 use crate::monitor::{self, Monitor};
 use crate::process::{self, Identity, Pidfd};
-use crate::records::Found;
 use crate::registry::{Registry, time};
 use crate::rollback;
 use crate::sandbox::{Belongings, END, End, Phase, Record, Sandbox};
 use crate::template::Adopted;
 use crate::unknown::{self, Unread};
+use crate::util::records::Found;
 
 /// Takes over the sandboxes in the registry's folder.
 pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) -> Result<()> {

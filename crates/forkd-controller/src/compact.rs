@@ -6,7 +6,7 @@ use crate::branch::{Branch, Stage};
 use crate::error::{Code, Error, Result};
 use crate::identity::{EVERYBODY, Identity};
 use crate::snapshots::{Entry, Snapshots, Work};
-use crate::task::{self, Task};
+use crate::util::task::{self, Task};
 
 impl Snapshots {
     /// Makes `to`, which has all of `tag` in one layer each.

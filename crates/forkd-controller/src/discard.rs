@@ -2,8 +2,8 @@
 
 use forkd_store::Draft;
 
-use crate::count::{Count, Counted};
-use crate::task::{self, Task};
+use crate::util::count::{Count, Counted};
+use crate::util::task::{self, Task};
 
 /// A draft in the hands of tasks. Dropping it removes the draft, in the background.
 #[derive(Debug)]

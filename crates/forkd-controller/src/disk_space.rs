@@ -14,8 +14,8 @@ use crate::error::{Error, Result};
 use crate::registry::Registry;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::{Entry, Snapshots};
-use crate::stopping::Stopping;
 use crate::template::Template;
+use crate::util::stopping::Stopping;
 
 /// Why a sandbox is paused that no client paused, in one word and in one sentence.
 pub(crate) const DISK_FULL: &str = "host_disk_full";

@@ -30,7 +30,6 @@ use crate::api::answers::Answers;
 use crate::api::{self, App};
 use crate::client_stream::ClientStream;
 use crate::config::{Config, Timing};
-use crate::count::Count;
 use crate::host::Host;
 use crate::identity::LOCAL;
 use crate::line::ports::Ports;
@@ -38,9 +37,10 @@ use crate::peer::Peer;
 use crate::registry::Registry;
 use crate::sandbox::{Belongings, Phase, Sandbox, Spec};
 use crate::snapshots::Snapshots;
-use crate::stopping::{Stop, Stopping};
 use crate::telling::Telling;
 use crate::tokens::Tokens;
+use crate::util::count::Count;
+use crate::util::stopping::{Stop, Stopping};
 use crate::workspaces::Workspaces;
 
 /// The sandbox.

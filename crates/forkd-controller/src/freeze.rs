@@ -9,10 +9,10 @@ use tokio::task::JoinHandle;
 
 use crate::agent::{self, Agent};
 use crate::command::Command;
-use crate::count::Counted;
 use crate::error::Result;
 use crate::sandbox::{Phase, Sandbox, Wish};
-use crate::task::{self, Task};
+use crate::util::count::Counted;
+use crate::util::task::{self, Task};
 
 /// Between two attempts to thaw a guest.
 const AGAIN: Duration = Duration::from_secs(1);

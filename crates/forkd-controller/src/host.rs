@@ -16,9 +16,9 @@ use crate::janitor::Janitor;
 use crate::lineage::{Lineage, Lineages};
 use crate::network::{Slots, chain};
 use crate::sandbox::Belongings;
-use crate::task::{self, Task};
 use crate::telling::Telling;
 use crate::template::Template;
+use crate::util::task::{self, Task};
 
 /// The host.
 #[derive(Debug)]

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 
-use crate::task::{self, Task};
+use crate::util::task::{self, Task};
 
 /// How many jobs one thread does before another one may.
 const BATCH: usize = 64;

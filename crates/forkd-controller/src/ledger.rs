@@ -15,7 +15,7 @@ use crate::host::blocking;
 use crate::life::now_unix;
 use crate::process::boot_id;
 use crate::sandbox::{End, Phase, ROLLED_BACK, Sandbox};
-use crate::task::{self, Task};
+use crate::util::task::{self, Task};
 
 /// How long it waits for more to write with the first.
 const GATHER: Duration = Duration::from_millis(100);

@@ -16,11 +16,11 @@ use crate::identity::local_owner;
 use crate::lineage::Lineage;
 use crate::link::{self, Link};
 use crate::process::Identity;
-use crate::records::Found;
 use crate::snapshots::{Entry, Snapshots, Work};
-use crate::task::{self, Task};
 use crate::template::{Adopted, Plan, Record, Standing, Template};
 use crate::unknown::{UnknownTemplate, Unread};
+use crate::util::records::Found;
+use crate::util::task::{self, Task};
 
 /// How long a half-made process has to obey.
 pub(crate) const STOP_WAIT: Duration = Duration::from_secs(5);

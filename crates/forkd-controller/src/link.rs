@@ -14,7 +14,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use crate::boot::remove_stale;
-use crate::task::{self, Task};
+use crate::util::task::{self, Task};
 
 /// The file in a process's folder by which it is controlled.
 pub(crate) const CONTROL: &str = "control.sock";

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::host::blocking;
 use crate::identity::LOCAL;
 use crate::snapshots::lock;
-use crate::task::{self, Task};
+use crate::util::task::{self, Task};
 
 /// As many changes are written at once.
 const BATCH: usize = 256;

@@ -21,7 +21,6 @@ use crate::boot;
 use crate::branch::{Branch, TakenFrom, Wish};
 use crate::command::Command;
 use crate::console;
-use crate::count::Count;
 use crate::discard::HeldDraft;
 use crate::disk_space::is_shortage;
 use crate::error::{Code, Error, Result};
@@ -33,6 +32,7 @@ use crate::process;
 use crate::snapshots::{Entry, Snapshots};
 use crate::telling::metrics;
 use crate::template::{self, Asked, Standing, Template};
+use crate::util::count::Count;
 
 /// How long writing a snapshot may take: a slow disk takes a minute for some GiB.
 const SAVE_WAIT: Duration = Duration::from_secs(3600);

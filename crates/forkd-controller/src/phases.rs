@@ -3,10 +3,10 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::clock;
 use crate::disk_space::{DISK_FULL, DISK_FULL_DETAIL};
 use crate::sandbox::{Phase, ROLLED_BACK, Sandbox};
 use crate::telling::events::{About, EventKind};
+use crate::util::time;
 
 impl Sandbox {
     /// It stands somewhere else now.
@@ -89,7 +89,7 @@ impl Sandbox {
 
     /// Its agent answered just now.
     pub(crate) fn heard(&self) {
-        self.heard.store(clock::now_ms(), Ordering::Relaxed);
+        self.heard.store(time::now_ms(), Ordering::Relaxed);
     }
 
     /// When its agent last answered, in milliseconds since 1970.

@@ -13,7 +13,7 @@ use rustix::thread::CapabilitySet;
 use serde::{Deserialize, Serialize};
 use tokio::io::unix::AsyncFd;
 
-use crate::records::{self, Found, Kept};
+use crate::util::records::{self, Found, Kept};
 
 /// The file in a sandbox's folder that names its process.
 pub(crate) const RECORD: &str = "process.json";

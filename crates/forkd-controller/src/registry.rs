@@ -14,7 +14,6 @@ use tokio::task::JoinHandle;
 
 use crate::cgroup;
 use crate::config::Limits;
-use crate::count::Count;
 use crate::descriptors;
 use crate::error::{Code, Error, Result};
 use crate::host::{Host, blocking, make_private_dir, new_id};
@@ -25,8 +24,9 @@ use crate::quota::{Claim, Usage};
 use crate::rollback::Succession;
 use crate::run_dir;
 use crate::sandbox::{End, Phase, Sandbox, Spec, Wish};
-use crate::task::{self, Task};
 use crate::unknown::Remains;
+use crate::util::count::Count;
+use crate::util::task::{self, Task};
 
 /// All sandboxes of a daemon.
 #[derive(Debug)]

@@ -24,7 +24,6 @@ use crate::api::{self, App};
 use crate::auth::Gate;
 use crate::client_stream::{ClientStream, Patience};
 use crate::config::Config;
-use crate::count::Count;
 use crate::descriptors;
 use crate::disk_space;
 use crate::error::{Error, Result};
@@ -40,14 +39,15 @@ use crate::registry::Registry;
 use crate::retention;
 use crate::run_dir;
 use crate::snapshots::Snapshots;
-use crate::stopping::{Stop, Stopping};
 use crate::suspend;
-use crate::task::{self, Task, Vital};
 use crate::telling::Telling;
 use crate::timeouts::Timeouts;
 use crate::tls::Tls;
 use crate::tokens::Tokens;
 use crate::unix_socket;
+use crate::util::count::Count;
+use crate::util::stopping::{Stop, Stopping};
+use crate::util::task::{self, Task, Vital};
 use crate::workspaces::Workspaces;
 
 /// After how long without a word it is asked whether a client is still there.

@@ -30,9 +30,9 @@ use crate::quota::Claim;
 use crate::registry::{Bound, Registry, Seat};
 use crate::sandbox::{Belongings, History, Record, Sandbox, Spec};
 use crate::snapshots::Snapshots;
-use crate::task::{self, Task};
 use crate::telling::{metrics, trace};
 use crate::template::Template;
+use crate::util::task::{self, Task};
 
 /// What is asked for.
 #[derive(Debug, Clone)]

@@ -8,8 +8,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::api::{PauseInfo, Stats};
-use crate::clock;
 use crate::process::field;
+use crate::util::time;
 
 /// Clock ticks of `/proc` per second: fixed by the kernel for user space on x86.
 const TICKS_PER_SEC: u64 = 100;
@@ -89,7 +89,7 @@ impl Pauses {
 
     /// It stands still until it is resumed.
     pub(crate) fn begin(&self) {
-        self.lock().now = Some((clock::now_ms(), Instant::now()));
+        self.lock().now = Some((time::now_ms(), Instant::now()));
     }
 
     /// How long it has stood still; none if that is not known, or it does not.
@@ -111,7 +111,7 @@ impl Pauses {
         if kept.over.len() == PAUSES {
             kept.over.pop_front();
         }
-        let at_unix_ms = clock::now_ms();
+        let at_unix_ms = time::now_ms();
         kept.over.push_back(PauseInfo { at_unix_ms, pause_ms: Some(pause_ms), frozen_ms, why: why.into() });
     }
 

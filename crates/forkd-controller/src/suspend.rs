@@ -31,7 +31,7 @@ use crate::life::{Life, Suspending};
 use crate::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshots::{Entry, Removal, Snapshots, State};
-use crate::task::{self, Task};
+use crate::util::task::{self, Task};
 use crate::workspaces::Workspaces;
 
 /// What is asked for.

@@ -8,17 +8,17 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::branch::Mode;
-use crate::clock;
 use crate::error::{Code, Error, Result};
 use crate::identity::Identity;
 use crate::life::{IDLE, OnTimeout, PutAway, SUSPENDED, TIMED_OUT, now_unix};
 use crate::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshots::Snapshots;
-use crate::stopping::Stopping;
 use crate::suspend::{self, Suspend};
-use crate::task::{self, Task};
 use crate::tokens::Tokens;
+use crate::util::stopping::Stopping;
+use crate::util::task::{self, Task};
+use crate::util::time;
 use crate::workspaces::Workspaces;
 
 /// How often it looks.
@@ -99,7 +99,7 @@ impl Timeouts {
         let mut every = tokio::time::interval(EVERY);
         every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut pruned: Option<Instant> = None;
-        let mut steps = clock::Steps::new();
+        let mut steps = time::Steps::new();
         loop {
             tokio::select! {
                 _ = every.tick() => {}

@@ -20,11 +20,11 @@ use crate::leftovers::{self, Leftovers};
 use crate::life::Life;
 use crate::lineage::{Lineage, Lineages};
 use crate::process::{self, Identity, Pidfd};
-use crate::records::{self, Kept};
 use crate::registry::{Registry, time};
 use crate::sandbox::{Belongings, Phase, Record, Sandbox, Spec, Wish, child_name};
 use crate::snapshots::lock;
 use crate::template::{self, Adopted, Template};
+use crate::util::records::{self, Kept};
 
 /// Why a sandbox is in state `unknown`, in one word.
 pub(crate) const UNREADABLE: &str = "record_unreadable";

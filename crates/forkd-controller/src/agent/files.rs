@@ -21,7 +21,7 @@ use tokio::sync::mpsc;
 
 use super::wire::{Call, Connection, Outbound};
 use super::{Agent, Empty, Error, MAX_SHORT_ANSWER, Result, Room, basic, files_uri, parse, within};
-use crate::companion::Companion;
+use crate::util::companion::Companion;
 
 /// Pieces of an upload that wait for the guest.
 const QUEUE: usize = 2;

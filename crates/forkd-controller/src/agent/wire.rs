@@ -19,7 +19,7 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::task::JoinHandle;
 
 use super::{Endpoint, Error, Result, Room};
-use crate::task::{self, Task};
+use crate::util::task::{self, Task};
 
 /// What hyper may buffer: bounds the head of an answer and the pieces of its body.
 const BUFFER: usize = 64 << 10;

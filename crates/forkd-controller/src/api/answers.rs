@@ -30,7 +30,7 @@ use crate::error::{Code, Error, Result};
 use crate::host::blocking;
 use crate::identity::Identity;
 use crate::life::now_unix;
-use crate::task::{self, Task};
+use crate::util::task::{self, Task};
 
 /// The header a key comes in.
 const KEY: &str = "idempotency-key";

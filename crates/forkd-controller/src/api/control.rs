@@ -14,7 +14,7 @@ use crate::error::{Code, Error, Result};
 use crate::identity::Identity;
 use crate::rollback::roll_back;
 use crate::sandbox::{Phase, Sandbox};
-use crate::task::{self, Task};
+use crate::util::task::{self, Task};
 
 /// Where to take a sandbox back to.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]

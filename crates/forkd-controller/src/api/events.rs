@@ -19,9 +19,9 @@ use super::extract::Params;
 use crate::api::error::ErrorBody;
 use crate::error::{Error, Result};
 use crate::identity::{Identity, Scope};
-use crate::stopping::Stopping;
 use crate::telling::events::{Event, EventKind, News, Since, Subscription};
 use crate::tokens::Tokens;
+use crate::util::stopping::Stopping;
 
 /// How often a client hears that we are still there.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);

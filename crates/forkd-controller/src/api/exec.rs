@@ -11,12 +11,12 @@ use super::types::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 use super::{App, bulk};
 use crate::agent::{self, Agent, Process, Room, StartOptions};
 use crate::api::error::ErrorBody;
-use crate::companion::Companion;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::exec::{Finish, TIMED_OUT, counted};
 use crate::frames::MAX_CHUNK;
 use crate::sandbox::Sandbox;
+use crate::util::companion::Companion;
 
 /// The longest time limit: 30 days.
 const MAX_TIMEOUT_SECS: u64 = 30 * 24 * 3600;

@@ -25,7 +25,7 @@ use crate::api::error::ErrorBody;
 use crate::error::{Code, Error, Result};
 use crate::identity::Identity;
 use crate::sandbox::Sandbox;
-use crate::task::{self, Task};
+use crate::util::task::{self, Task};
 use crate::visit::Visit;
 
 /// How long what a refused upload still sends is read, so that its client sees the answer, not a reset.

@@ -14,11 +14,11 @@ use utoipa::ToSchema;
 use super::App;
 use super::pages::Page;
 use super::types::SandboxState;
-use crate::clock::timestamp;
 use crate::error::{Code, Error, Result};
 use crate::identity::{Identity, Scope};
 use crate::life::{OnTimeout, check_labels, check_secs, deadline};
 use crate::sandbox::Sandbox;
+use crate::util::time::timestamp;
 
 /// What is to be changed about a sandbox. What is absent stays.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]

@@ -44,15 +44,15 @@ use crate::access;
 use crate::api::error::ErrorBody;
 use crate::auth::{self, Gate};
 use crate::config::Config;
-use crate::count::Count;
 use crate::error::{Code, Error};
 use crate::frames::{ClientMessage, ExecStreamRequest, RunRequest, ServerEvent};
 use crate::line::ports::Ports;
 use crate::registry::Registry;
 use crate::session;
 use crate::snapshots::Snapshots;
-use crate::stopping::Stopping;
 use crate::tokens::Tokens;
+use crate::util::count::Count;
+use crate::util::stopping::Stopping;
 use crate::workspaces::Workspaces;
 
 pub use crate::tree::{Tree, TreeHow, TreeKind, TreeNode};

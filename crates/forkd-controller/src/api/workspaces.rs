@@ -15,7 +15,7 @@ use super::sandboxes::memory_limit;
 use crate::api::error::ErrorBody;
 use crate::error::{Error, Result};
 use crate::identity::Identity;
-use crate::task::{self, Task};
+use crate::util::task::{self, Task};
 use crate::workspaces::{Order, Record, Status};
 
 /// A workspace to make.

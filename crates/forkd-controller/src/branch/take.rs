@@ -21,8 +21,8 @@ use crate::link;
 use crate::monitor::Monitor;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::Snapshots;
-use crate::task::{self, Task};
 use crate::template::{Source, Standing, Template};
+use crate::util::task::{self, Task};
 
 /// How often the daemon looks, for seconds each time, whether a source has given back a layer.
 const LOOKS: usize = 5;

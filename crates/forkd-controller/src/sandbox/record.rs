@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 use crate::life::{IDLE, Life, SUSPENDED, TIMED_OUT};
-use crate::records::{self, Found, Kept};
+use crate::util::records::{self, Found, Kept};
 
 /// The file in a forked sandbox's folder that says what it is.
 pub(crate) const RECORD: &str = "sandbox.json";

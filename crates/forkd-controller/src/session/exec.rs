@@ -21,12 +21,12 @@ use crate::api::error::{ErrorBody, Reader};
 use crate::api::exec;
 use crate::api::extract::Id;
 use crate::api::requests::Session;
-use crate::count::Counted;
 use crate::error::Result;
 use crate::exec::counted;
 use crate::frames::{ExecStreamRequest, ServerEvent};
 use crate::identity::Identity;
 use crate::sandbox::{Phase, Sandbox};
+use crate::util::count::Counted;
 
 /// How often a process is looked for that is to be ended: its start may still be under way.
 const LOOKS: usize = 10;

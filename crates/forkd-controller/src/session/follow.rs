@@ -9,10 +9,10 @@ use tokio::sync::mpsc;
 use super::Wires;
 use super::wire::{Client, Input, Outgoing};
 use crate::agent::{self, Agent, Process, StartOptions};
-use crate::companion::Companion;
 use crate::exec::Finish;
 use crate::frames::{Channel, ClientMessage, ServerEvent, TtySize};
 use crate::sandbox::Sandbox;
+use crate::util::companion::Companion;
 
 /// What is to be run.
 pub(super) struct Command {

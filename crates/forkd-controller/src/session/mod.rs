@@ -25,10 +25,10 @@ use tracing::Instrument;
 use crate::api::App;
 use crate::api::error::{ErrorBody, Reader};
 use crate::api::requests::Session;
-use crate::companion::Companion;
 use crate::error::{Code, Error, Result};
 use crate::frames::{ClientMessage, MAX_TEXT, ServerEvent};
 use crate::identity::Identity;
+use crate::util::companion::Companion;
 use wire::{Client, Outgoing, read, text, write};
 
 /// What clients hear when the daemon stops under them.

@@ -18,9 +18,9 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 
 use super::metrics::Metrics;
-use crate::clock;
 use crate::error::{Error, Result};
-use crate::task::{self, Task};
+use crate::util::task::{self, Task};
+use crate::util::time;
 
 /// Lines that wait to be written.
 const QUEUE: usize = 8192;
@@ -240,7 +240,7 @@ impl Log {
 impl Line {
     /// The time of a line that is written now.
     pub(crate) fn now() -> String {
-        clock::timestamp_ms(clock::now_ms())
+        time::timestamp_ms(time::now_ms())
     }
 }
 

@@ -12,9 +12,9 @@ use tokio::sync::broadcast::{self, error::RecvError};
 use utoipa::ToSchema;
 
 use super::metrics::Metrics;
-use crate::clock;
 use crate::error::{Error, Result};
 use crate::host::new_id;
+use crate::util::time;
 
 /// How many events are kept for those who come later, and for those who are slow.
 const KEPT: usize = 1000;
@@ -214,7 +214,7 @@ impl Events {
         {
             detail.truncate(end);
         }
-        let ts = clock::timestamp_ms(clock::now_ms());
+        let ts = time::timestamp_ms(time::now_ms());
         let mut ring = self.ring();
         ring.last += 1;
         let id = format!("{}-{}", self.run, ring.last);

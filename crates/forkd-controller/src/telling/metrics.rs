@@ -229,7 +229,7 @@ impl Metrics {
         ] {
             page.single(name, "counter", help, counter.get());
         }
-        crate::task::show(page);
+        crate::util::task::show(page);
     }
 }
 

@@ -20,7 +20,7 @@ use tokio::sync::{mpsc, oneshot};
 use super::metrics::Metrics;
 use crate::auth::fill_random;
 use crate::error::{Error, Result};
-use crate::task::{self, Task};
+use crate::util::task::{self, Task};
 
 /// The header that names a trace and a span in it.
 pub(crate) const TRACEPARENT: &str = "traceparent";

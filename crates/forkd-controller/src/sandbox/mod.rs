@@ -25,7 +25,6 @@ use crate::branch::Disks;
 use crate::cgroup::Leaf;
 use crate::command::{self, Command};
 use crate::console;
-use crate::count::Count;
 use crate::disk_space::DISK_FULL_DETAIL;
 use crate::error::{Code, Error, Result};
 use crate::host::Host;
@@ -36,6 +35,7 @@ use crate::stats::Pauses;
 use crate::telling::{Telling, trace};
 use crate::template::Template;
 use crate::timeouts::Attempt;
+use crate::util::count::Count;
 
 pub(crate) use record::{END, End, History, RECORD, ROLLED_BACK, Record, Spec, child_name};
 

@@ -30,8 +30,8 @@ use crate::registry::{Bound, Registry};
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::Snapshots;
 use crate::spawn::{self, spawn};
-use crate::task::{self, Task};
 use crate::telling::events::{About, EventKind};
+use crate::util::task::{self, Task};
 
 pub(crate) use record::Record;
 use record::{Folder, MAX_NAME, is_valid_workspace};

@@ -24,10 +24,10 @@ use crate::leftovers::Leftovers;
 use crate::owners::Owners;
 use crate::quota::check_snapshots;
 use crate::run_dir;
-use crate::task::{self, Task};
 use crate::telling::events::EventKind;
 use crate::template::Template;
 use crate::unknown::UnknownTemplate;
+use crate::util::task::{self, Task};
 
 pub(crate) use entry::{Entry, Making, State, Work};
 

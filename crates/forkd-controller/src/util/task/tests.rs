@@ -111,5 +111,5 @@ fn nothing_else_starts_tasks() {
     let mut found = Vec::new();
     look(&std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
     found.retain(|line| !line.contains("fake_guest.rs"));
-    assert!(found.is_empty(), "start these with crate::task:\n{}", found.join("\n"));
+    assert!(found.is_empty(), "start these with crate::util::task:\n{}", found.join("\n"));
 }

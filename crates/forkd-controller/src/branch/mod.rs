@@ -24,10 +24,10 @@ use crate::error::{Code, Error, Result};
 use crate::host::new_id;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::{Entry, Snapshots, Work};
-use crate::task::{self, Task};
 use crate::telling::metrics;
 use crate::telling::trace::{self, Over};
 use crate::template::{Standing, Template};
+use crate::util::task::{self, Task};
 
 pub(crate) use crowd::Disks;
 use crowd::Place;

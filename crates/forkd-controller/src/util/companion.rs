@@ -2,7 +2,7 @@
 
 use tokio::task::JoinHandle;
 
-use crate::task::{self, Task};
+use crate::util::task::{self, Task};
 
 /// A task that is ended when this is dropped.
 #[derive(Debug)]

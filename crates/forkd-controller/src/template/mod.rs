@@ -26,8 +26,8 @@ use crate::lineage::Lineage;
 use crate::monitor::{Forked, Monitor, Parts, Replacement, replace_request};
 use crate::oom;
 use crate::process::Identity;
-use crate::records::{self, Found, Kept};
-use crate::task::{self, Task};
+use crate::util::records::{self, Found, Kept};
+use crate::util::task::{self, Task};
 
 use keeper::{Ask, Keeper, Note, Pending, process};
 
