@@ -23,7 +23,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::code::Code;
+use crate::error::code::Code;
 
 /// How many bytes of input a client may have sent that were not acknowledged yet.
 pub const STDIN_WINDOW: usize = 256 << 10;

@@ -38,7 +38,6 @@ mod boot;
 mod branch;
 mod cgroup;
 mod client_stream;
-mod code;
 mod command;
 mod compact;
 mod config;

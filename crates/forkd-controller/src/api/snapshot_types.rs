@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::code::Code;
+use crate::error::code::Code;
 
 /// A snapshot to make: a guest is booted, warmed up, frozen and saved.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]

@@ -7,7 +7,7 @@ use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
 use super::error::ErrorBody;
-use crate::code::Code;
+use crate::error::code::Code;
 
 use crate::life::OnTimeout;
 
