@@ -37,7 +37,7 @@ use crate::peer::Peer;
 use crate::registry::Registry;
 use crate::sandbox::{Belongings, Phase, Sandbox, Spec};
 use crate::snapshots::Snapshots;
-use crate::telling::Telling;
+use crate::telemetry::Telling;
 use crate::tokens::Tokens;
 use crate::util::count::Count;
 use crate::util::stopping::{Stop, Stopping};

@@ -16,7 +16,7 @@ use crate::janitor::Janitor;
 use crate::lineage::{Lineage, Lineages};
 use crate::network::{Slots, chain};
 use crate::sandbox::Belongings;
-use crate::telling::Telling;
+use crate::telemetry::Telling;
 use crate::template::Template;
 use crate::util::task::{self, Task};
 

@@ -22,8 +22,8 @@ use crate::monitor::{Launch, Monitor, MonitorEnd};
 use crate::process::Identity;
 use crate::rollback::Succession;
 use crate::sandbox::{END, End, Phase, ROLLED_BACK, Sandbox, Wish};
-use crate::telling::metrics;
-use crate::telling::trace::Over;
+use crate::telemetry::metrics;
+use crate::telemetry::otlp::Over;
 use crate::template::{Asked, lost};
 
 /// How a sandbox comes to be.

@@ -94,7 +94,7 @@ mod snapshots;
 mod spawn;
 mod stats;
 mod suspend;
-mod telling;
+mod telemetry;
 mod template;
 mod timeouts;
 mod tls;
@@ -120,7 +120,7 @@ pub use config::{Config, DEFAULT_DATA_DIR, DEFAULT_PORT, DEFAULT_SOCKET, Limits,
 pub use error::{Code, Error, Result, Retry};
 pub use life::OnTimeout;
 pub use server::{Ready, serve, serve_until};
-pub use telling::events::{About, Event, EventKind};
+pub use telemetry::events::{About, Event, EventKind};
 pub use util::time as clock;
 
 /// The version of this daemon.

@@ -290,7 +290,7 @@ impl Sandbox {
         use crate::config::Config;
         use crate::host::Host;
         use crate::sandbox::{Belongings, Spec};
-        use crate::telling::Telling;
+        use crate::telemetry::Telling;
         let folder = tempfile::tempdir().unwrap();
         let config = Arc::new(Config::new(folder.path()));
         let database = forkd_store::Database::open(&folder.path().join("forkd.db")).unwrap();

@@ -30,7 +30,7 @@ use crate::monitor::{Forked, Replacement};
 use crate::oom;
 use crate::process;
 use crate::snapshots::{Entry, Snapshots};
-use crate::telling::metrics;
+use crate::telemetry::metrics;
 use crate::template::{self, Asked, Standing, Template};
 use crate::util::count::Count;
 

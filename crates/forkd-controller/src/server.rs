@@ -40,7 +40,7 @@ use crate::retention;
 use crate::run_dir;
 use crate::snapshots::Snapshots;
 use crate::suspend;
-use crate::telling::Telling;
+use crate::telemetry::Telling;
 use crate::timeouts::Timeouts;
 use crate::tls::Tls;
 use crate::tokens::Tokens;

@@ -30,7 +30,9 @@ use crate::quota::Claim;
 use crate::registry::{Bound, Registry, Seat};
 use crate::sandbox::{Belongings, History, Record, Sandbox, Spec};
 use crate::snapshots::Snapshots;
-use crate::telling::{metrics, trace};
+
+use crate::telemetry::metrics;
+use crate::telemetry::otlp;
 use crate::template::Template;
 use crate::util::task::{self, Task};
 
@@ -153,12 +155,12 @@ fn begin(registry: &Arc<Registry>, batch: Batch) -> Result<mpsc::UnboundedReceiv
         (_, false) => reason,
     };
     let (give, given) = mpsc::unbounded_channel();
-    let (registry, span, context) = (registry.clone(), tracing::Span::current(), trace::current());
+    let (registry, span, context) = (registry.clone(), tracing::Span::current(), otlp::current());
     task::spawn_blocking(Task::Blocking, move || {
         let _entered = span.entered();
         for seat in seats {
             // Whoever asked may be gone: the rest is not made, and what was made is deleted.
-            if give.send(trace::carry_blocking(context, || prepare(&registry, &batch, seat))).is_err() {
+            if give.send(otlp::carry_blocking(context, || prepare(&registry, &batch, seat))).is_err() {
                 return;
             }
         }

@@ -19,7 +19,7 @@ use super::extract::Params;
 use crate::api::error::ErrorBody;
 use crate::error::{Error, Result};
 use crate::identity::{Identity, Scope};
-use crate::telling::events::{Event, EventKind, News, Since, Subscription};
+use crate::telemetry::events::{Event, EventKind, News, Since, Subscription};
 use crate::tokens::Tokens;
 use crate::util::stopping::Stopping;
 
@@ -165,8 +165,8 @@ impl Place {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::telling::events::{About, Events};
-    use crate::telling::metrics::Metrics;
+    use crate::telemetry::events::{About, Events};
+    use crate::telemetry::metrics::Metrics;
 
     fn event(kind: EventKind, about: About) -> Event {
         let events = Events::new(std::sync::Arc::new(Metrics::new())).unwrap();

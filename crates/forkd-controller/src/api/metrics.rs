@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::host::blocking;
 use crate::sandbox::Phase;
 use crate::stats;
-use crate::telling::exposition::{self, Page};
+use crate::telemetry::prometheus::{self, Page};
 
 /// Figures for Prometheus.
 #[utoipa::path(
@@ -41,7 +41,7 @@ pub(super) async fn metrics(State(app): State<App>) -> Result<Response> {
         ourselves(&mut page);
         Ok(page.finish())
     });
-    Ok(([(CONTENT_TYPE, exposition::CONTENT_TYPE)], text.await?).into_response())
+    Ok(([(CONTENT_TYPE, prometheus::CONTENT_TYPE)], text.await?).into_response())
 }
 
 fn sandboxes(app: &App, page: &mut Page) {

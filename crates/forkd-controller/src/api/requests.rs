@@ -22,9 +22,9 @@ use tracing::Instrument;
 use super::error::{self, Reader};
 use crate::identity::Identity;
 use crate::peer::Peer;
-use crate::telling::Telling;
-use crate::telling::audit::Line;
-use crate::telling::trace::{self, Context, Over};
+use crate::telemetry::Telling;
+use crate::telemetry::audit::Line;
+use crate::telemetry::otlp::{self, Context, Over};
 
 /// The header a request's id is in, in both directions.
 const REQUEST_ID: &str = "x-request-id";
@@ -87,7 +87,7 @@ async fn watch(State(telling): State<Arc<Telling>>, mut request: Request, next: 
         tracing::info_span!("request", id = noted.id, method = %noted.method, path = request.uri().path());
     // Dropped without an answer if the client goes away.
     let asked = Asked(noted);
-    let answer = trace::carry(asked.0.trace, next.run(request));
+    let answer = otlp::carry(asked.0.trace, next.run(request));
     let mut response = answer.instrument(span.clone()).await;
     span.in_scope(|| asked.0.answered(&response));
     response = span.in_scope(|| error::finish(response, &asked.0.reader()));
@@ -95,7 +95,7 @@ async fn watch(State(telling): State<Arc<Telling>>, mut request: Request, next: 
         response.headers_mut().insert(REQUEST_ID, id);
     }
     if let Some(Ok(context)) = asked.0.trace.map(|context| HeaderValue::from_str(&context.header())) {
-        response.headers_mut().insert(trace::TRACEPARENT, context);
+        response.headers_mut().insert(otlp::TRACEPARENT, context);
     }
     response
 }

@@ -24,8 +24,8 @@ use crate::error::{Code, Error, Result};
 use crate::host::new_id;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::{Entry, Snapshots, Work};
-use crate::telling::metrics;
-use crate::telling::trace::{self, Over};
+use crate::telemetry::metrics;
+use crate::telemetry::otlp::{self, Over};
 use crate::template::{Standing, Template};
 use crate::util::task::{self, Task};
 
@@ -345,7 +345,7 @@ impl Snapshots {
         let reserved = entry.clone();
         let run = async move { snapshots.run(sandbox, reserved, taken, place).await };
         let (failed, over) = (entry.clone(), branch.clone());
-        let run = trace::carry(trace::current(), run.in_current_span());
+        let run = otlp::carry(otlp::current(), run.in_current_span());
         task::spawn_or(Task::Branch, run, move |error| {
             failed.failed(error.clone());
             over.fail(error);
@@ -422,7 +422,7 @@ impl Snapshots {
             failed: taken.is_err(),
             attributes: &[("forkd.sandbox", Some(&sandbox.id)), ("forkd.snapshot", Some(&branch.tag))],
         };
-        self.host.telling.traces.work(trace::current(), over);
+        self.host.telling.traces.work(otlp::current(), over);
         let (template, source) = match taken {
             Ok(taken) => taken,
             Err(error) => {

@@ -26,7 +26,7 @@ use crate::identity::LOCAL;
 use crate::registry::Registry;
 use crate::sandbox::Sandbox;
 use crate::sandbox::Wish;
-use crate::telling::audit::Line;
+use crate::telemetry::audit::Line;
 use crate::util::task::{self, Task};
 
 /// Connections at a time, to one sandbox's port; and those of which it is not known yet whose they are.

@@ -32,7 +32,8 @@ use crate::life::{Activity, Life};
 use crate::lineage::Lineage;
 use crate::network::{Hold, chain};
 use crate::stats::Pauses;
-use crate::telling::{Telling, trace};
+use crate::telemetry::Telling;
+use crate::telemetry::otlp;
 use crate::template::Template;
 use crate::timeouts::Attempt;
 use crate::util::count::Count;
@@ -131,7 +132,7 @@ pub(crate) struct Sandbox {
     pub(crate) heard: AtomicU64,
     pub(crate) telling: Arc<Telling>,
     /// What it was made for.
-    pub(crate) trace: Option<trace::Context>,
+    pub(crate) trace: Option<otlp::Context>,
     facts: Mutex<Facts>,
     /// Who uses it, and when somebody last did.
     pub(crate) activity: Arc<Activity>,
@@ -201,7 +202,7 @@ impl Sandbox {
             pauses: Pauses::default(),
             heard: AtomicU64::new(0),
             telling: host.telling.clone(),
-            trace: trace::current(),
+            trace: otlp::current(),
             facts: Mutex::new(Facts { netns, ..Facts::default() }),
             activity: Activity::new(),
             farewell: OnceLock::new(),

@@ -10,8 +10,8 @@ use tokio::sync::watch;
 use super::lock;
 use crate::branch::{Branch, Stage, Wish};
 use crate::error::{Code, Error, Result};
-use crate::telling::Telling;
-use crate::telling::events::{About, EventKind};
+use crate::telemetry::Telling;
+use crate::telemetry::events::{About, EventKind};
 use crate::template::{Standing, Template};
 use crate::unknown::{self, UnknownTemplate};
 

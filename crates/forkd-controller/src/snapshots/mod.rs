@@ -24,7 +24,7 @@ use crate::leftovers::Leftovers;
 use crate::owners::Owners;
 use crate::quota::check_snapshots;
 use crate::run_dir;
-use crate::telling::events::EventKind;
+use crate::telemetry::events::EventKind;
 use crate::template::Template;
 use crate::unknown::UnknownTemplate;
 use crate::util::task::{self, Task};

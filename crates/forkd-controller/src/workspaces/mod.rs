@@ -30,7 +30,7 @@ use crate::registry::{Bound, Registry};
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::Snapshots;
 use crate::spawn::{self, spawn};
-use crate::telling::events::{About, EventKind};
+use crate::telemetry::events::{About, EventKind};
 use crate::util::task::{self, Task};
 
 pub(crate) use record::Record;

@@ -7,7 +7,7 @@ use crate::identity::Identity;
 use crate::life::{PutAway, SUSPENDED};
 use crate::sandbox::End;
 use crate::suspend::{self, Suspend};
-use crate::telling::events::EventKind;
+use crate::telemetry::events::EventKind;
 
 impl Workspaces {
     /// Puts a workspace away: its sandbox is branched, on disk, and ended. With `diff` what is stored is

@@ -21,7 +21,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::error::Error;
-use crate::telling::exposition::Page;
+use crate::telemetry::prometheus::Page;
 
 /// The pause before a loop starts again for the first time.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);

@@ -6,19 +6,19 @@
 
 pub(crate) mod audit;
 pub(crate) mod events;
-pub(crate) mod exposition;
 pub(crate) mod metrics;
-pub(crate) mod trace;
+pub(crate) mod otlp;
+pub(crate) mod prometheus;
 pub(crate) mod usage;
 
 use std::sync::Arc;
 
 use crate::config::Config;
 use crate::error::Result;
+use crate::telemetry::otlp::Traces;
 use audit::Audit;
 use events::Events;
 use metrics::Metrics;
-use trace::Traces;
 use usage::Usage;
 
 /// Everything that is told about.

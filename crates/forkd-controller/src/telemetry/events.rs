@@ -11,9 +11,9 @@ use serde::Serialize;
 use tokio::sync::broadcast::{self, error::RecvError};
 use utoipa::ToSchema;
 
-use super::metrics::Metrics;
 use crate::error::{Error, Result};
 use crate::host::new_id;
+use crate::telemetry::metrics::Metrics;
 use crate::util::time;
 
 /// How many events are kept for those who come later, and for those who are slow.

@@ -17,8 +17,8 @@ use serde::Serialize;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 
-use super::metrics::Metrics;
 use crate::error::{Error, Result};
+use crate::telemetry::metrics::Metrics;
 use crate::util::task::{self, Task};
 use crate::util::time;
 
@@ -327,7 +327,7 @@ mod tests {
             audit.write(line("/lost"));
             audit.close().await;
         }
-        let mut page = crate::telling::exposition::Page::default();
+        let mut page = crate::telemetry::prometheus::Page::default();
         metrics.show(&mut page);
         assert!(page.finish().contains("\nforkd_audit_lost_total 3\n"));
     }

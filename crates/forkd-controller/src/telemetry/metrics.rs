@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::exposition::Page;
+use crate::telemetry::prometheus::Page;
 
 /// Upper bounds in seconds: from a fork of a small guest to a boot under emulation.
 const BOUNDS: [f64; 17] =
