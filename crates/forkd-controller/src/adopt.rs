@@ -9,13 +9,13 @@ use std::time::Duration;
 use forkd_protocol::control::WaitStatus;
 use forkd_protocol::names::is_valid_sandbox_id;
 
-use crate::cgroup::Limits;
 use crate::error::{Error, Result};
 use crate::freeze::Owed;
+use crate::host::cgroup::Limits;
+use crate::host::process::{self, Identity, Pidfd};
 use crate::keeper::Origin;
 use crate::leftovers::{self, Leftovers, STOP_WAIT};
 use crate::monitor::{self, Monitor};
-use crate::process::{self, Identity, Pidfd};
 use crate::registry::{Registry, time};
 use crate::rollback;
 use crate::sandbox::{Belongings, END, End, Phase, Record, Sandbox};

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 
 use forkd_protocol::control::{BootConfig, DiskConfig, FdRef, NetConfig, VsockConfig};
 
-use crate::assets::Assets;
 use crate::error::{Error, Result};
+use crate::host::images::Assets;
 
 /// The file in a sandbox's folder that its console goes to.
 pub(crate) const CONSOLE: &str = "console.log";

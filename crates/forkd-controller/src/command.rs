@@ -10,8 +10,8 @@ use forkd_protocol::control::BranchConfig;
 use tokio::sync::oneshot;
 
 use crate::error::{Code, Error, Result};
+use crate::host::process::Identity;
 use crate::monitor::{Branched, Monitor, Replacement};
-use crate::process::Identity;
 use crate::sandbox::{Phase, Sandbox};
 
 /// How whoever asked is told.

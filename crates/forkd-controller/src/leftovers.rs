@@ -12,10 +12,10 @@ use forkd_store::Quota;
 
 use crate::branch::{self, Branch, settle};
 use crate::error::{Error, Result};
+use crate::host::lineage::Lineage;
+use crate::host::process::Identity;
 use crate::identity::local_owner;
-use crate::lineage::Lineage;
 use crate::link::{self, Link};
-use crate::process::Identity;
 use crate::snapshots::{Entry, Snapshots, Work};
 use crate::template::{Adopted, Plan, Record, Standing, Template};
 use crate::unknown::{UnknownTemplate, Unread};

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::error::{Error, Result};
-use crate::process;
+use crate::host::process;
 use crate::sandbox::{END, End, Phase, RECORD, Record, Sandbox};
 
 /// The longest time-out: 30 days.

@@ -8,10 +8,10 @@ use forkd_protocol::control::{DiskFiles, FdRef, LoadConfig};
 use forkd_store::{BaseImage, Facts, Snapshot};
 
 use crate::boot;
-use crate::cgroup::Limits;
 use crate::error::{Code, Error, Result};
+use crate::host::cgroup::Limits;
+use crate::host::lineage::Lineage;
 use crate::host::{Host, blocking, make_private_dir, new_id};
-use crate::lineage::Lineage;
 use crate::monitor::{Launch, Monitor};
 use crate::snapshots::Snapshots;
 use crate::template::{About, Plan, Source, Standing, Template};

@@ -14,13 +14,13 @@ use forkd_protocol::control::CONSOLE_TAIL;
 use forkd_store::{Facts, Measured, Snapshot};
 
 use crate::agent::{Agent, Endpoint};
-use crate::assets::Assets;
 use crate::boot;
 use crate::config::Config;
 use crate::console;
 use crate::error::{Code, Error, Result};
 use crate::guest;
-use crate::handed::are_kept;
+use crate::host::handed_layers::are_kept;
+use crate::host::images::Assets;
 use crate::host::{blocking, new_id};
 use crate::loading::Ground;
 use crate::monitor::{Launch, Monitor};
@@ -114,7 +114,8 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
         // From here on the layer is the snapshot's: no child may be able to write to it.
         if let Some(layer) = parent.layer.take() {
             lineage.layers.add(&layer)?;
-            let (sealed, frozen) = (crate::assets::reopen(&layer)?, [crate::assets::reopen(&layer)?]);
+            let (sealed, frozen) =
+                (crate::host::images::reopen(&layer)?, [crate::host::images::reopen(&layer)?]);
             parent.monitor.seal(&[Some(sealed)], config.timing.call).await?;
             drop(layer);
             if are_kept(&frozen).await? {

@@ -16,7 +16,6 @@ use forkd_protocol::control::{
 };
 use forkd_store::{Contents, Draft, MAX_DEPTH, Measured, Snapshot};
 
-use crate::assets::reopen;
 use crate::boot;
 use crate::branch::{Branch, TakenFrom, Wish};
 use crate::command::Command;
@@ -24,11 +23,12 @@ use crate::console;
 use crate::discard::HeldDraft;
 use crate::disk_space::is_shortage;
 use crate::error::{Code, Error, Result};
-use crate::handed::are_kept;
+use crate::host::handed_layers::are_kept;
+use crate::host::images::reopen;
+use crate::host::oom;
+use crate::host::process;
 use crate::host::{blocking, new_id};
 use crate::monitor::{Forked, Replacement};
-use crate::oom;
-use crate::process;
 use crate::snapshots::{Entry, Snapshots};
 use crate::telemetry::metrics;
 use crate::template::{self, Asked, Standing, Template};

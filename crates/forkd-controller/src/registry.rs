@@ -12,17 +12,17 @@ use forkd_store::{Facts, Quota};
 use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
 
-use crate::cgroup;
 use crate::config::Limits;
-use crate::descriptors;
 use crate::error::{Code, Error, Result};
+use crate::host::cgroup;
+use crate::host::fd_limit;
+use crate::host::run_dir;
 use crate::host::{Host, blocking, make_private_dir, new_id};
 use crate::identity::Identity;
 use crate::keeper::Origin;
 use crate::ledger::Ledger;
 use crate::quota::{Claim, Usage};
 use crate::rollback::Succession;
-use crate::run_dir;
 use crate::sandbox::{End, Phase, Sandbox, Spec, Wish};
 use crate::unknown::Remains;
 use crate::util::count::Count;
@@ -281,7 +281,7 @@ impl Registry {
         quota: &Quota,
     ) -> Result<(Vec<Seat>, Option<Error>)> {
         let full = |text| Err(Error::new(Code::LimitReached, text));
-        let (carried, too_few) = descriptors::carried();
+        let (carried, too_few) = fd_limit::carried();
         let mut inner = self.lock();
         if inner.closed {
             return Err(Error::new(Code::ShuttingDown, "the daemon is stopping"));

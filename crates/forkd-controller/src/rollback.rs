@@ -21,16 +21,16 @@ use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
 
 use crate::boot;
-use crate::cgroup::Limits;
 use crate::config::Config;
 use crate::error::{Code, Error, Result};
+use crate::host::cgroup::Limits;
+use crate::host::process;
 use crate::host::{Host, blocking, make_private_dir};
 use crate::identity::Identity;
 use crate::keeper::{Birth, Outcome};
 use crate::life::Life;
 use crate::link;
 use crate::monitor::Monitor;
-use crate::process;
 use crate::registry::Registry;
 use crate::sandbox::{END, End, Phase, RECORD, Record, Sandbox, Spec, Wish, child_name};
 use crate::snapshots::{Entry, Snapshots, State};

@@ -24,27 +24,27 @@ use crate::api::{self, App};
 use crate::auth::Gate;
 use crate::client_stream::{ClientStream, Patience};
 use crate::config::Config;
-use crate::descriptors;
 use crate::disk_space;
 use crate::error::{Error, Result};
+use crate::host::fd_limit;
+use crate::host::oom;
+use crate::host::run_dir;
+use crate::host::unix_socket;
 use crate::host::{Host, blocking, make_private_dir};
 use crate::line::ports::Ports;
 use crate::lock::DataLock;
-use crate::oom;
 use crate::peer::Peer;
 use crate::rate::Rates;
 use crate::refresh;
 use crate::refusal::{Asked, Worded};
 use crate::registry::Registry;
 use crate::retention;
-use crate::run_dir;
 use crate::snapshots::Snapshots;
 use crate::suspend;
 use crate::telemetry::Telling;
 use crate::timeouts::Timeouts;
 use crate::tls::Tls;
 use crate::tokens::Tokens;
-use crate::unix_socket;
 use crate::util::count::Count;
 use crate::util::stopping::{Stop, Stopping};
 use crate::util::task::{self, Task, Vital};
@@ -98,7 +98,7 @@ pub async fn serve_until(
     asked: impl Future<Output = ()>,
 ) -> Result<()> {
     check(&config)?;
-    descriptors::raise_limit();
+    fd_limit::raise_limit();
     let made = |path: &Path| {
         make_private_dir(path).map_err(|e| Error::host(format!("cannot make {}", path.display()), e))
     };
@@ -107,7 +107,7 @@ pub async fn serve_until(
     oom::spare_daemon();
     config.run_dir = run_dir::open(&config.data_dir)?;
     let left = [run_dir::sandboxes(&config.run_dir), run_dir::templates(&config.run_dir)];
-    descriptors::check_for_all_in(&left)?;
+    fd_limit::check_for_all_in(&left)?;
     let tls = config.tls.clone().map(Tls::open).transpose()?.map(Arc::new);
     let socket = config.socket.clone();
     let (_named, unix) = blocking("making the socket", move || unix_socket::listen(&socket)).await?;

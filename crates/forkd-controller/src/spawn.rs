@@ -18,9 +18,9 @@ use forkd_protocol::control::{Channel, FdRef, ForkConfig};
 use tokio::sync::mpsc;
 
 use crate::boot;
-use crate::cgroup::{self, Limits};
 use crate::config::Config;
 use crate::error::{Code, Error, Result};
+use crate::host::cgroup::{self, Limits};
 use crate::host::{Host, new_id};
 use crate::identity::Identity;
 use crate::keeper::{Birth, Origin};

@@ -15,11 +15,11 @@ use serde_json::Value;
 use tokio::sync::oneshot;
 
 use crate::error::{Code, Error, Result};
+use crate::host::lineage::{Lineage, Lineages};
+use crate::host::process::{self, Identity, Pidfd};
 use crate::identity::local_owner;
 use crate::leftovers::{self, Leftovers};
 use crate::life::Life;
-use crate::lineage::{Lineage, Lineages};
-use crate::process::{self, Identity, Pidfd};
 use crate::registry::{Registry, time};
 use crate::sandbox::{Belongings, Phase, Record, Sandbox, Spec, Wish, child_name};
 use crate::snapshots::lock;
@@ -167,7 +167,7 @@ pub(crate) async fn keep(registry: &Arc<Registry>, leftovers: &mut Leftovers, un
         network: slot.is_some(),
         memory_limit_mib: seen
             .number("/spec/memory_limit_mib")
-            .unwrap_or_else(|| crate::cgroup::memory_mib(mem_mib)),
+            .unwrap_or_else(|| crate::host::cgroup::memory_mib(mem_mib)),
         guest: None,
     };
     let belongings = Belongings { lineage, template, slot, any_slot, leaf };
@@ -321,7 +321,7 @@ impl UnknownTemplate {
     }
 
     /// Ends it and removes what it has. Its children go on.
-    pub(crate) async fn end(&self, janitor: &crate::janitor::Janitor) {
+    pub(crate) async fn end(&self, janitor: &crate::host::cleanup::Janitor) {
         let lineage = lock(&self.lineage).clone();
         let cgroup = lineage.as_ref().and_then(|lineage| lineage.cgroup.as_ref());
         // Only that of a branch is its own; the leaf of any other goes with its lineage.

@@ -9,8 +9,8 @@ use axum::response::{IntoResponse, Response};
 use super::App;
 use crate::error::Result;
 use crate::host::blocking;
+use crate::host::process_stats;
 use crate::sandbox::Phase;
-use crate::stats;
 use crate::telemetry::prometheus::{self, Page};
 
 /// Figures for Prometheus.
@@ -67,7 +67,7 @@ fn sandboxes(app: &App, page: &mut Page) {
 
 /// The daemon's own process, under the names every exporter uses. Blocks.
 fn ourselves(page: &mut Page) {
-    if let Ok(own) = stats::memory(std::process::id()) {
+    if let Ok(own) = process_stats::memory(std::process::id()) {
         let help = "Memory of the daemon itself.";
         page.single("process_resident_memory_bytes", "gauge", help, own.rss_kib << 10);
     }

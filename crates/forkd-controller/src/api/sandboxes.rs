@@ -22,18 +22,18 @@ use super::pages::Page;
 use super::requests::Target;
 use super::types::{CreateRequest, PingReply, SandboxInfo, SandboxState, SpawnError, SpawnReply, Stats};
 use crate::api::error::{ErrorBody, Reader};
-use crate::cgroup;
 use crate::console::printable;
 use crate::disk_space::{DISK_FULL, DISK_FULL_DETAIL};
 use crate::error::{Code, Error, Result};
 use crate::host::blocking;
+use crate::host::cgroup;
+use crate::host::process_stats;
 use crate::identity::Identity;
 use crate::life::{Life, check_labels, check_secs};
 use crate::line;
 use crate::registry::Bound;
 use crate::sandbox::{Phase, Sandbox, Spec};
 use crate::spawn::{Order, Spawned, spawn};
-use crate::stats;
 use crate::unknown::{self, UNREADABLE};
 use crate::visit::Visit;
 
@@ -345,11 +345,11 @@ pub(super) async fn stats(State(app): State<App>, Id(id): Id) -> Result<Json<Sta
     let data = app.config.data_dir.clone();
     let stats = blocking("reading what a sandbox uses", move || {
         let pid = sandbox.facts().pid;
-        let read = pid.and_then(|pid| Some((pid, stats::read(pid).ok()?)));
+        let read = pid.and_then(|pid| Some((pid, process_stats::read(pid).ok()?)));
         let Some((pid, mut stats)) = read else {
             return Err(Error::new(Code::SandboxUnfit, format!("sandbox {} has no process", sandbox.id)));
         };
-        stats.disk_bytes = stats::disk_bytes(pid, &data).unwrap_or(0);
+        stats.disk_bytes = process_stats::disk_bytes(pid, &data).unwrap_or(0);
         let namespace = {
             let belongings = sandbox.belongings();
             if let Some(leaf) = &belongings.leaf {

@@ -17,9 +17,9 @@ use super::snapshot_info::{Look, info};
 use super::snapshot_types::{
     CompactRequest, LayerInfo, OwnerRequest, SnapshotInfo, SnapshotInfoDetail, SnapshotRequest,
 };
-use crate::allowed;
 use crate::api::error::ErrorBody;
 use crate::error::{Code, Error, Result};
+use crate::host::allowed_paths;
 use crate::host::blocking;
 use crate::identity::{EVERYBODY, Identity};
 use crate::making::{From, Order};
@@ -59,8 +59,8 @@ pub(super) async fn create(
     };
     let config = app.config.clone();
     blocking("looking for what to boot", move || {
-        kernel.map(|kernel| allowed::kernel(&config, &kernel)).transpose()?;
-        rootfs.map(|rootfs| allowed::disk(&config, &rootfs)).transpose()
+        kernel.map(|kernel| allowed_paths::kernel(&config, &kernel)).transpose()?;
+        rootfs.map(|rootfs| allowed_paths::disk(&config, &rootfs)).transpose()
     })
     .await?;
     // The guest it is made of counts as a sandbox while it runs.

@@ -19,8 +19,8 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tracing::Instrument;
 
-use crate::cgroup::{Leaf, Leaving};
 use crate::error::{Code, Error, Result};
+use crate::host::cgroup::{Leaf, Leaving};
 use crate::host::new_id;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::{Entry, Snapshots, Work};

@@ -9,14 +9,14 @@ use forkd_protocol::agent::FreezeSync;
 use forkd_protocol::control::{BranchConfig, Channel, FdRef};
 
 use super::{Branch, Taken, TakenFrom};
-use crate::assets::reopen;
-use crate::cgroup::Limits;
 use crate::command::{Born, Command};
 use crate::error::{Code, Error, Result};
 use crate::freeze::freeze;
-use crate::handed::are_kept;
+use crate::host::cgroup::Limits;
+use crate::host::handed_layers::are_kept;
+use crate::host::images::reopen;
+use crate::host::lineage::Lineage;
 use crate::host::{blocking, make_private_dir};
-use crate::lineage::Lineage;
 use crate::link;
 use crate::monitor::Monitor;
 use crate::sandbox::{Phase, Sandbox};

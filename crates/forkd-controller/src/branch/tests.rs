@@ -175,7 +175,7 @@ async fn is_refused(what: &str, daemon: &FakeDaemon, sent: Sent) {
     eventually(what, || !runs(source.pid) && !runs(branch)).await;
     // Nothing is left of it, and the daemon goes on.
     assert_eq!(daemon.app.snapshots.get("b").unwrap_err().code(), Code::SnapshotNotFound, "{what}");
-    let folder = crate::run_dir::templates(&daemon.app.config.run_dir);
+    let folder = crate::host::run_dir::templates(&daemon.app.config.run_dir);
     eventually("the folder of the branch to go", || std::fs::read_dir(&folder).unwrap().count() == 0).await;
     assert_eq!(daemon.json("GET /v1/sandboxes", None).await.0, 200, "{what}");
 }

@@ -9,7 +9,7 @@ use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 
 use crate::config::Config;
-use crate::unix_socket;
+use crate::host::unix_socket;
 
 /// Lets a user enter; else it is what to tell them.
 pub(super) async fn admit(user: std::io::Result<Option<u32>>, config: &Config) -> Result<(), String> {

@@ -13,10 +13,10 @@ use rustix::io::{dup2, fcntl_dupfd_cloexec};
 
 use super::LOG;
 use crate::boot::create;
-use crate::cgroup;
+use crate::host::cgroup;
+use crate::host::oom;
+use crate::host::process;
 use crate::link;
-use crate::oom;
-use crate::process;
 
 /// What to start a monitor with.
 #[derive(Debug, Clone)]
@@ -29,7 +29,7 @@ pub(crate) struct Launch {
     pub(crate) vmm: PathBuf,
     /// The user it becomes; `None` when we are not root and it stays who we are.
     pub(crate) uid: Option<u32>,
-    /// The cgroup it goes into: [`Leaf::door`](crate::cgroup::Leaf::door).
+    /// The cgroup it goes into: [`Leaf::door`](crate::host::cgroup::Leaf::door).
     pub(crate) door: Option<Arc<OwnedFd>>,
 }
 

@@ -20,9 +20,9 @@ use tokio::sync::oneshot;
 
 use crate::console;
 use crate::error::{Error, Result};
+use crate::host::oom;
+use crate::host::process::Pidfd;
 use crate::link::{self, Link, Received};
-use crate::oom;
-use crate::process::Pidfd;
 
 pub(crate) use launch::Launch;
 use launch::spawn;

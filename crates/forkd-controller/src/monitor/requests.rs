@@ -16,8 +16,8 @@ use forkd_protocol::control::{
 use super::{Monitor, note};
 use crate::console;
 use crate::error::{Code, Error, Result};
+use crate::host::process::child_pidfd;
 use crate::link;
-use crate::process::child_pidfd;
 
 /// A template that was forked off a running sandbox.
 #[derive(Debug)]

@@ -11,10 +11,10 @@ use crate::api::App;
 use crate::api::error::{ErrorBody, Reader};
 use crate::api::exec;
 use crate::api::requests::Session;
-use crate::cgroup;
 use crate::error::Result;
 use crate::exec::counted;
 use crate::frames::{ClientMessage, RunRequest, ServerEvent};
+use crate::host::cgroup;
 use crate::identity::Identity;
 use crate::sandbox::Spec;
 

@@ -18,12 +18,12 @@ use tracing::Instrument;
 
 use crate::branch::{Branch, Stage, Wish};
 use crate::error::{Code, Error, Result};
+use crate::host::run_dir;
 use crate::host::{Host, blocking, make_private_dir};
 use crate::identity::{Identity, LOCAL, local_owner};
 use crate::leftovers::Leftovers;
 use crate::owners::Owners;
 use crate::quota::check_snapshots;
-use crate::run_dir;
 use crate::telemetry::events::EventKind;
 use crate::template::Template;
 use crate::unknown::UnknownTemplate;

@@ -9,17 +9,16 @@ pub(crate) mod events;
 pub(crate) mod metrics;
 pub(crate) mod otlp;
 pub(crate) mod prometheus;
-pub(crate) mod usage;
 
 use std::sync::Arc;
 
 use crate::config::Config;
 use crate::error::Result;
+use crate::host::memory_usage::Usage;
 use crate::telemetry::otlp::Traces;
 use audit::Audit;
 use events::Events;
 use metrics::Metrics;
-use usage::Usage;
 
 /// Everything that is told about.
 #[derive(Debug)]

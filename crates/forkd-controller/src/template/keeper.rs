@@ -14,10 +14,10 @@ use tokio::time::Instant;
 use super::Asked;
 use crate::console;
 use crate::error::{Error, Result};
-use crate::lineage::Lineage;
+use crate::host::lineage::Lineage;
+use crate::host::process::{Pidfd, child_pidfd};
 use crate::link::Link;
 use crate::monitor::Forked;
-use crate::process::{Pidfd, child_pidfd};
 
 /// Ends acknowledged with one message.
 const ACKNOWLEDGE: usize = 256;

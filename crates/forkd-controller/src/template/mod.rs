@@ -19,13 +19,13 @@ use forkd_store::Facts;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, oneshot, watch};
 
-use crate::descriptors::TemplateFiles;
 use crate::error::{Code, Error, Result};
-use crate::janitor::Janitor;
-use crate::lineage::Lineage;
+use crate::host::cleanup::Janitor;
+use crate::host::fd_limit::TemplateFiles;
+use crate::host::lineage::Lineage;
+use crate::host::oom;
+use crate::host::process::Identity;
 use crate::monitor::{Forked, Monitor, Parts, Replacement, replace_request};
-use crate::oom;
-use crate::process::Identity;
 use crate::util::records::{self, Found, Kept};
 use crate::util::task::{self, Task};
 

@@ -11,7 +11,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::fake_process::{Shell, runs};
-use crate::lineage::Lineages;
+use crate::host::lineage::Lineages;
 use crate::monitor::Launch;
 
 /// A template of the test's own: a shell as its process, which starts a `sleep` for each line it reads
@@ -232,7 +232,7 @@ async fn a_child_nobody_waits_for_is_killed_when_it_comes() {
     eventually("the unwanted child's end", || {
         let unwanted = std::fs::read_dir("/proc").unwrap().flatten().filter(|entry| {
             let pid = entry.file_name().to_string_lossy().parse::<i32>().unwrap_or(0);
-            pid != next.pid && runs(pid) && crate::process::parent(pid) == Some(template)
+            pid != next.pid && runs(pid) && crate::host::process::parent(pid) == Some(template)
         });
         unwanted.count() == 0
     })

@@ -279,7 +279,7 @@ async fn an_address_others_can_reach_is_refused() {
 #[tokio::test]
 async fn what_a_killed_daemon_left_is_ended_and_removed() {
     let folder = tempfile::tempdir().unwrap();
-    let sandboxes = crate::run_dir::open(folder.path()).unwrap().join("sandboxes");
+    let sandboxes = crate::host::run_dir::open(folder.path()).unwrap().join("sandboxes");
     let [left, empty, foreign] = ["sbleft", "sbempty", "not-ours"].map(|name| sandboxes.join(name));
     for path in [&left, &empty, &foreign] {
         std::fs::create_dir_all(path).unwrap();
@@ -287,8 +287,8 @@ async fn what_a_killed_daemon_left_is_ended_and_removed() {
     let mut process = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.id())).unwrap();
     let start_time = stat.rsplit_once(") ").unwrap().1.split(' ').nth(19).unwrap().parse().unwrap();
-    let boot = crate::process::boot_id();
-    let identity = crate::process::Identity { boot, pid: process.id() as i32, start_time };
+    let boot = crate::host::process::boot_id();
+    let identity = crate::host::process::Identity { boot, pid: process.id() as i32, start_time };
     std::fs::write(left.join("process.json"), serde_json::to_vec(&identity).unwrap()).unwrap();
 
     let daemon = Daemon::start_in(folder).await;

@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 
 use super::*;
-use crate::process::{self, Identity};
+use crate::host::process::{self, Identity};
 use crate::sandbox::{End, Record};
 use crate::template;
 use crate::workspaces;

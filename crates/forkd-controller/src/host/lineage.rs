@@ -6,11 +6,11 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use crate::cgroup::{self, Cgroups};
 use crate::error::{Code, Error, Result};
-use crate::handed::Handed;
-use crate::janitor::Janitor;
-use crate::process;
+use crate::host::cgroup::{self, Cgroups};
+use crate::host::cleanup::Janitor;
+use crate::host::handed_layers::Handed;
+use crate::host::process;
 
 /// All lineages.
 #[derive(Debug)]

@@ -4,7 +4,7 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::stats;
+use crate::host::process_stats;
 
 /// It is never read more often than this.
 const FRESH: Duration = Duration::from_secs(5);
@@ -53,7 +53,7 @@ impl Usage {
 fn sum(pids: &[u32]) -> Memory {
     let mut memory = Memory::default();
     // One that is gone uses nothing.
-    for stats in pids.iter().filter_map(|pid| stats::memory(*pid).ok()) {
+    for stats in pids.iter().filter_map(|pid| process_stats::memory(*pid).ok()) {
         memory.private = memory.private.saturating_add(stats.private_kib << 10);
         memory.shared = memory.shared.saturating_add(stats.shared_kib << 10);
     }

@@ -14,9 +14,9 @@ use forkd_protocol::line::LINE_PORT;
 use forkd_store::BaseImage;
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 
-use crate::allowed;
 use crate::config::Config;
 use crate::error::{Code, Error, Result};
+use crate::host::allowed_paths;
 
 /// Everything a guest is booted from, opened.
 #[derive(Debug, Clone)]
@@ -51,7 +51,7 @@ pub(crate) struct RootFiles {
 impl Assets {
     /// A kernel alone.
     pub(crate) fn bare(config: &Config, kernel: &Path) -> Result<Self> {
-        let kernel = allowed::kernel(config, kernel)?;
+        let kernel = allowed_paths::kernel(config, kernel)?;
         Ok(Assets { kernel: Arc::new(kernel.into()), root: None })
     }
 
@@ -125,14 +125,14 @@ impl Finder {
 
     /// Opens what a guest with a disk that is in no library is booted from.
     pub(crate) fn find_disk(&self, config: &Config, kernel: Option<&Path>, rootfs: &Path) -> Result<Assets> {
-        let named = kernel.map(|kernel| allowed::kernel(config, kernel)).transpose()?;
+        let named = kernel.map(|kernel| allowed_paths::kernel(config, kernel)).transpose()?;
         let kernel = match kernel.or(self.kernel.as_deref()) {
             Some(path) => {
                 kernel_at(path).map_err(|error| Error::invalid("the kernel cannot be used").because(error))?
             }
             None => self.library.kernel(None)?,
         };
-        let disk = check_rootfs(rootfs, allowed::disk(config, rootfs)?)?;
+        let disk = check_rootfs(rootfs, allowed_paths::disk(config, rootfs)?)?;
         let image = Manifest {
             format: IMAGE_FORMAT,
             name: rootfs.display().to_string(),
@@ -158,7 +158,7 @@ impl Finder {
     pub(crate) fn disk(&self, config: &Config, image: &str) -> Result<(OwnedFd, BaseImage)> {
         if image.starts_with('/') {
             let path = Path::new(image);
-            let disk = check_rootfs(path, allowed::disk(config, path)?)?;
+            let disk = check_rootfs(path, allowed_paths::disk(config, path)?)?;
             let base = BaseImage::of(image, NO_DIGEST, &disk)
                 .map_err(|error| Error::host(format!("cannot read {image}"), error))?;
             return Ok((disk.into(), base));

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::api::{PauseInfo, Stats};
-use crate::process::field;
+use crate::host::process::field;
 use crate::util::time;
 
 /// Clock ticks of `/proc` per second: fixed by the kernel for user space on x86.

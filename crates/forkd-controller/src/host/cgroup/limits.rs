@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 
-use super::{set, set_if_there};
+use crate::host::cgroup::{set, set_if_there};
 
 /// What a monitor needs beside its guest's memory: its code, its threads and the devices' buffers.
 const OVERHEAD_MIB: u64 = 64;
@@ -54,9 +54,9 @@ impl Limits {
         Limits { memory_max: max, swap_max: max, pids_max: Some(TEMPLATE_TASKS), cpu_percent: None }
     }
 
-    /// Sets all but the tasks, which [`Leaf::limit_tasks`](super::Leaf::limit_tasks) does. An error leaves
+    /// Sets all but the tasks, which [`Leaf::limit_tasks`](crate::host::cgroup::Leaf::limit_tasks) does. An error leaves
     /// nothing out silently, but CPU time.
-    pub(super) fn apply(&self, leaf: &Path) -> io::Result<()> {
+    pub(crate) fn apply(&self, leaf: &Path) -> io::Result<()> {
         if let Some(bytes) = self.memory_max {
             set(leaf, "memory.max", bytes)?;
             // A limit that lets a sandbox swap instead would be the others' loss.

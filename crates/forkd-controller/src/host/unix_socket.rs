@@ -7,7 +7,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 use crate::error::{Code, Error, Result};
-use crate::groups;
+use crate::host::groups;
 use crate::host::make_private_dir;
 
 /// Members of this group may use the socket.

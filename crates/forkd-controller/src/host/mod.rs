@@ -1,6 +1,21 @@
 //! What sandboxes and snapshots share of the host: images, user ids, cgroups, network, and somebody
 //! who takes things away.
 
+pub(crate) mod allowed_paths;
+pub(crate) mod cgroup;
+pub(crate) mod cleanup;
+pub(crate) mod fd_limit;
+pub(crate) mod groups;
+pub(crate) mod handed_layers;
+pub(crate) mod images;
+pub(crate) mod lineage;
+pub(crate) mod memory_usage;
+pub(crate) mod oom;
+pub(crate) mod process;
+pub(crate) mod process_stats;
+pub(crate) mod run_dir;
+pub(crate) mod unix_socket;
+
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -8,12 +23,12 @@ use std::sync::Arc;
 use forkd_net::Slot;
 use forkd_store::Database;
 
-use crate::assets::Finder;
-use crate::cgroup::Limits;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::janitor::Janitor;
-use crate::lineage::{Lineage, Lineages};
+use crate::host::cgroup::Limits;
+use crate::host::cleanup::Janitor;
+use crate::host::images::Finder;
+use crate::host::lineage::{Lineage, Lineages};
 use crate::network::{Slots, chain};
 use crate::sandbox::Belongings;
 use crate::telemetry::Telling;

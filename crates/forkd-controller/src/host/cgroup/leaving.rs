@@ -8,14 +8,14 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::set_if_there;
+use crate::host::cgroup::set_if_there;
 
 /// Tasks of a branch that has not left yet: the template, and a saver.
 const TASKS_OF_BRANCH: u32 = 2;
 
 /// The tasks of a leaf.
 #[derive(Debug)]
-pub(super) struct Tasks {
+pub(crate) struct Tasks {
     leaf: PathBuf,
     counted: Mutex<Counted>,
 }
@@ -29,17 +29,17 @@ struct Counted {
 }
 
 impl Tasks {
-    pub(super) fn new(leaf: PathBuf) -> Arc<Tasks> {
+    pub(crate) fn new(leaf: PathBuf) -> Arc<Tasks> {
         Arc::new(Tasks { leaf, counted: Mutex::default() })
     }
 
     /// Limits them to `own`, beside those of branches.
-    pub(super) fn limit(&self, own: u32) -> io::Result<()> {
+    pub(crate) fn limit(&self, own: u32) -> io::Result<()> {
         self.change(|counted| counted.own = Some(own))
     }
 
     /// How many branches have not left yet.
-    pub(super) fn leaving(&self) -> u32 {
+    pub(crate) fn leaving(&self) -> u32 {
         self.counted.lock().unwrap_or_else(PoisonError::into_inner).leaving
     }
 
@@ -58,7 +58,7 @@ impl Tasks {
 pub(crate) struct Leaving(Arc<Tasks>);
 
 impl Leaving {
-    pub(super) fn new(tasks: Arc<Tasks>) -> Leaving {
+    pub(crate) fn new(tasks: Arc<Tasks>) -> Leaving {
         if let Err(error) = tasks.change(|counted| counted.leaving = counted.leaving.saturating_add(1)) {
             // The fork fails then, and the client hears of it.
             tracing::warn!(%error, "a cgroup has no more room for a branch");

@@ -92,7 +92,7 @@ fn note(file: io::Result<File>, role: Role) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::process::Pidfd;
+    use crate::host::process::Pidfd;
     use std::process::Command;
 
     fn score(pid: u32) -> String {
