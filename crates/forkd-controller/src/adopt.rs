@@ -204,8 +204,8 @@ async fn take_over(
 
 /// The end of one that ended while no daemon watched.
 fn lost(folder: &Path, status: Option<WaitStatus>) -> End {
-    let tail = crate::console::tail(
-        &folder.join(crate::boot::CONSOLE),
+    let tail = crate::monitor::console::tail(
+        &folder.join(crate::monitor::boot_files::CONSOLE),
         forkd_protocol::control::CONSOLE_TAIL as u64,
     );
     let detail = match status {

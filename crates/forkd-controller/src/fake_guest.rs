@@ -149,7 +149,7 @@ impl FakeDaemon {
         let inside = folder.path().join(ID);
         std::fs::create_dir(&inside).unwrap();
         let guest = Arc::new(FakeGuest::default());
-        let listener = UnixListener::bind(inside.join(crate::boot::VSOCK)).unwrap();
+        let listener = UnixListener::bind(inside.join(crate::monitor::boot_files::VSOCK)).unwrap();
         tokio::spawn(serve_guest(listener, guest.clone()));
         let spec = Spec {
             owner: LOCAL.into(),

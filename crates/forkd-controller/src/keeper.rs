@@ -9,16 +9,16 @@ use forkd_protocol::agent::{Pong, WarmRequest};
 use forkd_protocol::control::{Channel, EndReason, WaitStatus};
 use tokio::sync::mpsc;
 
-use crate::boot;
 use crate::command::Command;
 use crate::config::{Config, Timing};
-use crate::console;
 use crate::error::Error;
 use crate::guest;
 use crate::host::images::Assets;
 use crate::host::process::Identity;
 use crate::life::deadline;
-use crate::link;
+use crate::monitor::boot_files;
+use crate::monitor::console;
+use crate::monitor::control_socket;
 use crate::monitor::{Launch, Monitor, MonitorEnd};
 use crate::rollback::Succession;
 use crate::sandbox::{END, End, Phase, ROLLED_BACK, Sandbox, Wish};
@@ -284,7 +284,7 @@ impl Sandbox {
     fn layer(&self, config: &Config) -> crate::error::Result<OwnedFd> {
         match &self.belongings().lineage {
             Some(lineage) => lineage.layer(&config.data_dir),
-            None => boot::layer(&config.data_dir),
+            None => boot_files::layer(&config.data_dir),
         }
     }
 
@@ -297,7 +297,7 @@ impl Sandbox {
     ) -> Result<Pong, Failure> {
         let tap = self.belongings().slot.as_mut().map(|slot| slot.take_tap()).transpose();
         let tap = tap.map_err(|error| Failure::Host(Error::host("cannot use a network slot", error)))?;
-        let plan = boot::Plan {
+        let plan = boot_files::Plan {
             folder: self.folder.clone(),
             vcpus: self.spec.vcpus,
             mem_mib: self.spec.mem_mib,
@@ -306,7 +306,7 @@ impl Sandbox {
             layer: Some(self.layer(config).map_err(Failure::Host)?),
         };
         let assets = assets.clone();
-        let prepared = tokio::task::spawn_blocking(move || boot::prepare(plan, &assets)).await;
+        let prepared = tokio::task::spawn_blocking(move || boot_files::prepare(plan, &assets)).await;
         let prepared = prepared.unwrap_or_else(|error| Err(Error::host("preparing a boot", error)));
         let (boot, fds) = prepared.map_err(Failure::Host)?;
         monitor.boot(boot, &fds, config.timing.boot).await.map_err(Failure::Host)?;
@@ -339,7 +339,7 @@ impl Sandbox {
             biased;
             forked = asked.forked => forked.unwrap_or_else(|_| Err(lost())),
             _ = self.dismissed() => {
-                link::stop_unseen(control);
+                control_socket::stop_unseen(control);
                 return Err(Outcome::Ended(self.farewell()));
             }
         };
@@ -347,7 +347,7 @@ impl Sandbox {
             Ok(forked) => forked,
             Err(error) => {
                 // A template that was killed may have forked it before.
-                link::stop_unseen(control);
+                control_socket::stop_unseen(control);
                 return Err(Outcome::Ended(self.fork_failed(&error)));
             }
         };

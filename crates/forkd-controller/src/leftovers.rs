@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::host::lineage::Lineage;
 use crate::host::process::Identity;
 use crate::identity::local_owner;
-use crate::link::{self, Link};
+use crate::monitor::control_socket::{self, Link};
 use crate::snapshots::{Entry, Snapshots, Work};
 use crate::template::{Adopted, Plan, Record, Standing, Template};
 use crate::unknown::{UnknownTemplate, Unread};
@@ -214,7 +214,7 @@ async fn end(id: &str, folder: &Path) {
 /// Asks whoever listens on the control socket in `folder` to end; an error if it does not in time.
 pub(crate) async fn stop(folder: &Path) -> std::result::Result<(), tokio::time::error::Elapsed> {
     let stopped = async {
-        let link = Link::new(link::open(&folder.join(link::CONTROL)).ok()?).ok()?;
+        let link = Link::new(control_socket::open(&folder.join(control_socket::CONTROL)).ok()?).ok()?;
         link.send(&Request::Stop, &[]).await.ok()?;
         while let Ok(Some(_)) = link.recv().await {}
         Some(())

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use forkd_protocol::control::{DiskFiles, FdRef, LoadConfig};
 use forkd_store::{BaseImage, Facts, Snapshot};
 
-use crate::boot;
 use crate::error::{Code, Error, Result};
 use crate::host::cgroup::Limits;
 use crate::host::lineage::Lineage;
 use crate::host::{Host, blocking, make_private_dir, new_id};
+use crate::monitor::boot_files;
 use crate::monitor::{Launch, Monitor};
 use crate::snapshots::Snapshots;
 use crate::template::{About, Plan, Source, Standing, Template};
@@ -118,7 +118,7 @@ pub(crate) fn check_image(snapshot: &Snapshot, found: std::result::Result<&BaseI
 /// Opens and checks everything a template of `snapshot` is loaded from. Blocks.
 fn open(host: &Host, snapshot: &Snapshot) -> Result<(LoadConfig, Vec<OwnedFd>)> {
     let facts = &snapshot.manifest().facts;
-    if facts.guest_ports != boot::GUEST_PORTS {
+    if facts.guest_ports != boot_files::GUEST_PORTS {
         return Err(Error::new(
             Code::SnapshotUnusable,
             format!(
@@ -143,14 +143,14 @@ fn open(host: &Host, snapshot: &Snapshot) -> Result<(LoadConfig, Vec<OwnedFd>)> 
         FdRef(fds.len() - 1)
     };
     let mut config = LoadConfig {
-        kvm: attach(boot::kvm()?),
+        kvm: attach(boot_files::kvm()?),
         state: attach(files.state.into()),
         memory: files.memory.into_iter().map(|layer| attach(layer.into())).collect(),
         disks: Vec::new(),
         // Limits and quotas count these.
         vcpus: Some(facts.vcpus),
         mem_mib: Some(facts.mem_size_mib),
-        guest_ports: boot::GUEST_PORTS.into(),
+        guest_ports: boot_files::GUEST_PORTS.into(),
     };
     if let (Some(base), Some(disk)) = (image, files.disks.into_iter().next()) {
         let layers = disk.layers.into_iter().map(|layer| attach(layer.into())).collect();

@@ -14,15 +14,15 @@ use forkd_protocol::control::CONSOLE_TAIL;
 use forkd_store::{Facts, Measured, Snapshot};
 
 use crate::agent::{Agent, Endpoint};
-use crate::boot;
 use crate::config::Config;
-use crate::console;
 use crate::error::{Code, Error, Result};
 use crate::guest;
 use crate::host::handed_layers::are_kept;
 use crate::host::images::Assets;
 use crate::host::{blocking, new_id};
 use crate::loading::Ground;
+use crate::monitor::boot_files;
+use crate::monitor::console;
 use crate::monitor::{Launch, Monitor};
 use crate::persist::{self, Job};
 use crate::registry::combine;
@@ -166,7 +166,7 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
             tracing::warn!(tag = making.order.tag, %error, "cannot record a template");
         }
         // What only a running guest has.
-        for name in [boot::VSOCK, boot::CONSOLE] {
+        for name in [boot_files::VSOCK, boot_files::CONSOLE] {
             let _ = std::fs::remove_file(ground.folder.join(name));
         }
         Ok((snapshot, template))
@@ -198,7 +198,7 @@ async fn boot_and_warm(
         Err(error)
             if error.code() == Code::GuestFailed
                 && *making.phase.borrow() == Phase::Booting
-                && console::tail(&folder.join(boot::CONSOLE), 64).trim().is_empty()
+                && console::tail(&folder.join(boot_files::CONSOLE), 64).trim().is_empty()
                 && assets.image().is_some() =>
         {
             tracing::warn!(%error, "the boot ended with an empty console; trying once more");
@@ -217,10 +217,10 @@ async fn attempt(
 ) -> Result<Parent> {
     let (timing, order, folder) = (&config.timing, &making.order, launch.folder.clone());
     let mut monitor = Monitor::launch(launch, timing.call).await?;
-    let layer = assets.image().map(|_| boot::layer(&config.data_dir)).transpose()?.map(File::from);
+    let layer = assets.image().map(|_| boot_files::layer(&config.data_dir)).transpose()?.map(File::from);
     let copy = layer.as_ref().map(|layer| layer.try_clone()).transpose();
     let copy = copy.map_err(|error| Error::host("cannot use a disk layer", error))?;
-    let plan = boot::Plan {
+    let plan = boot_files::Plan {
         folder: folder.clone(),
         vcpus: order.vcpus,
         mem_mib: order.mem_mib,
@@ -229,10 +229,10 @@ async fn attempt(
         layer: copy.map(OwnedFd::from),
     };
     let files = assets.clone();
-    let (boot, fds) = blocking("preparing a boot", move || boot::prepare(plan, &files)).await?;
+    let (boot, fds) = blocking("preparing a boot", move || boot_files::prepare(plan, &files)).await?;
     monitor.boot(boot, &fds, timing.boot).await?;
     drop(fds);
-    let endpoint = Endpoint::Vsock { socket: folder.join(boot::VSOCK), port: AGENT_PORT };
+    let endpoint = Endpoint::Vsock { socket: folder.join(boot_files::VSOCK), port: AGENT_PORT };
     let agent = Agent::new(endpoint, timing.call);
     let Some(image) = assets.image() else {
         let ready = tokio::time::timeout(timing.boot, monitor.ready()).await;
@@ -272,7 +272,7 @@ async fn attempt(
 
 /// A guest's failure, with the end of its console.
 fn complaint(folder: &Path, why: String, cause: Option<String>) -> Error {
-    let tail = console::tail(&folder.join(boot::CONSOLE), CONSOLE_TAIL as u64);
+    let tail = console::tail(&folder.join(boot_files::CONSOLE), CONSOLE_TAIL as u64);
     let error = Error::new(Code::GuestFailed, console::with_tail(&why, &tail));
     match cause {
         Some(cause) => error.because(cause),

@@ -16,10 +16,8 @@ use forkd_protocol::control::{
 };
 use forkd_store::{Contents, Draft, MAX_DEPTH, Measured, Snapshot};
 
-use crate::boot;
 use crate::branch::{Branch, TakenFrom, Wish};
 use crate::command::Command;
-use crate::console;
 use crate::discard::HeldDraft;
 use crate::disk_space::is_shortage;
 use crate::error::{Code, Error, Result};
@@ -28,6 +26,8 @@ use crate::host::images::reopen;
 use crate::host::oom;
 use crate::host::process;
 use crate::host::{blocking, new_id};
+use crate::monitor::boot_files;
+use crate::monitor::console;
 use crate::monitor::{Forked, Replacement};
 use crate::snapshots::{Entry, Snapshots};
 use crate::telemetry::metrics;
@@ -306,7 +306,7 @@ fn prepare(
         }
         _ => Vec::new(),
     };
-    let told = boot::create(&folder.join(PROGRESS));
+    let told = boot_files::create(&folder.join(PROGRESS));
     let told = told.map_err(|error| Error::host("cannot follow a saver", error))?;
     let copy = told.try_clone().map_err(|error| Error::host("cannot follow a saver", error))?;
     // The saver looks at all memory if it cannot be told where to look.

@@ -20,7 +20,6 @@ use std::time::Instant;
 use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
 
-use crate::boot;
 use crate::config::Config;
 use crate::error::{Code, Error, Result};
 use crate::host::cgroup::Limits;
@@ -29,8 +28,9 @@ use crate::host::{Host, blocking, make_private_dir};
 use crate::identity::Identity;
 use crate::keeper::{Birth, Outcome};
 use crate::life::Life;
-use crate::link;
 use crate::monitor::Monitor;
+use crate::monitor::boot_files;
+use crate::monitor::control_socket;
 use crate::registry::Registry;
 use crate::sandbox::{END, End, Phase, RECORD, Record, Sandbox, Spec, Wish, child_name};
 use crate::snapshots::{Entry, Snapshots, State};
@@ -316,9 +316,9 @@ fn switch(folder: &Path) -> io::Result<()> {
     absent(std::fs::remove_file(folder.join(process::RECORD)))?;
     let into = |name: &str| -> (PathBuf, PathBuf) { (next.join(name), folder.join(name)) };
     // A bare guest has none.
-    let (from, to) = into(boot::VSOCK);
+    let (from, to) = into(boot_files::VSOCK);
     absent(std::fs::rename(from, to))?;
-    for name in [link::CONTROL, boot::CONSOLE, RECORD] {
+    for name in [control_socket::CONTROL, boot_files::CONSOLE, RECORD] {
         let (from, to) = into(name);
         std::fs::rename(from, to)?;
     }
@@ -338,14 +338,15 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let (folder, next) = (place.path(), place.path().join(NEXT));
         std::fs::create_dir(&next).unwrap();
-        for name in [process::RECORD, link::CONTROL, boot::CONSOLE, boot::VSOCK, RECORD] {
+        for name in [process::RECORD, control_socket::CONTROL, boot_files::CONSOLE, boot_files::VSOCK, RECORD]
+        {
             std::fs::write(folder.join(name), "old").unwrap();
         }
-        for name in [link::CONTROL, boot::CONSOLE, RECORD] {
+        for name in [control_socket::CONTROL, boot_files::CONSOLE, RECORD] {
             std::fs::write(next.join(name), "new").unwrap();
         }
         switch(folder).unwrap();
-        for name in [link::CONTROL, boot::CONSOLE, RECORD] {
+        for name in [control_socket::CONTROL, boot_files::CONSOLE, RECORD] {
             assert_eq!(std::fs::read_to_string(folder.join(name)).unwrap(), "new", "{name}");
         }
         assert!(!folder.join(process::RECORD).exists() && !next.exists());

@@ -17,7 +17,6 @@ use std::time::{Duration, Instant};
 use forkd_protocol::control::{Channel, FdRef, ForkConfig};
 use tokio::sync::mpsc;
 
-use crate::boot;
 use crate::config::Config;
 use crate::error::{Code, Error, Result};
 use crate::host::cgroup::{self, Limits};
@@ -25,7 +24,8 @@ use crate::host::{Host, new_id};
 use crate::identity::Identity;
 use crate::keeper::{Birth, Origin};
 use crate::life::{Life, deadline};
-use crate::link;
+use crate::monitor::boot_files;
+use crate::monitor::control_socket;
 use crate::quota::Claim;
 use crate::registry::{Bound, Registry, Seat};
 use crate::sandbox::{Belongings, History, Record, Sandbox, Spec};
@@ -271,7 +271,7 @@ pub(crate) fn attach(
     host: &Config,
 ) -> Result<Attached> {
     let failed = |error: io::Error| Error::host("cannot prepare a fork", error);
-    let (listener, control) = link::pair(&folder.join(link::CONTROL)).map_err(failed)?;
+    let (listener, control) = control_socket::pair(&folder.join(control_socket::CONTROL)).map_err(failed)?;
     let mut fds = Vec::with_capacity(6);
     let mut attach = |fd: OwnedFd| {
         fds.push(fd);
@@ -280,7 +280,7 @@ pub(crate) fn attach(
     let mut config = ForkConfig {
         child: name.to_owned(),
         control: attach(listener),
-        console: attach(boot::file(folder, boot::CONSOLE)?),
+        console: attach(boot_files::file(folder, boot_files::CONSOLE)?),
         console_limit: host.limits.console_limit,
         layers: Vec::new(),
         tap: None,
@@ -290,10 +290,10 @@ pub(crate) fn attach(
     if !bare {
         let layer = match &belongings.lineage {
             Some(lineage) => lineage.layer(&host.data_dir)?,
-            None => boot::layer(&host.data_dir)?,
+            None => boot_files::layer(&host.data_dir)?,
         };
         config.layers = vec![Some(attach(layer))];
-        config.vsock = Some(attach(boot::listener(folder)?));
+        config.vsock = Some(attach(boot_files::listener(folder)?));
     }
     if let Some(leaf) = &belongings.leaf {
         config.cgroup = Some(attach(leaf.fd().try_clone_to_owned().map_err(failed)?));

@@ -17,10 +17,10 @@ use serde::Deserialize;
 use super::App;
 use super::extract::{Id, Params};
 use crate::api::error::ErrorBody;
-use crate::console::{self, printable};
 use crate::error::Result;
 use crate::host::blocking;
 use crate::identity::Identity;
+use crate::monitor::console::{self, printable};
 use crate::sandbox::Phase;
 
 /// How often a console that is followed is looked at.

@@ -17,8 +17,8 @@ use crate::host::handed_layers::are_kept;
 use crate::host::images::reopen;
 use crate::host::lineage::Lineage;
 use crate::host::{blocking, make_private_dir};
-use crate::link;
 use crate::monitor::Monitor;
+use crate::monitor::control_socket;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::Snapshots;
 use crate::template::{Source, Standing, Template};
@@ -80,7 +80,7 @@ async fn attempt(
             Ok(born) => born,
             Err(error) => {
                 // If there is one all the same, it finds this first.
-                link::stop_unseen(control);
+                control_socket::stop_unseen(control);
                 return Err(advised(error, sandbox));
             }
         };
@@ -158,7 +158,7 @@ fn advised(error: Error, sandbox: &Sandbox) -> Error {
 fn prepare(folder: &Path, data: &Path, bare: bool, lineage: &Lineage) -> Result<Prepared> {
     let failed = |error: io::Error| Error::host("cannot prepare a branch", error);
     make_private_dir(folder).map_err(failed)?;
-    let (listener, control) = link::pair(&folder.join(link::CONTROL)).map_err(failed)?;
+    let (listener, control) = control_socket::pair(&folder.join(control_socket::CONTROL)).map_err(failed)?;
     let mut fds = vec![listener];
     let mut config = BranchConfig { control: FdRef(0), layers: Vec::new() };
     if !bare {

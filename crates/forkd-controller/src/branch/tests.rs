@@ -192,13 +192,13 @@ async fn a_source_that_sends_what_it_was_not_handed_is_ended_and_its_branch_refu
         ("a socket", OwnedFd::from(socket)),
         ("a directory", open(folder.path())),
         ("a device", open(Path::new("/dev/null"))),
-        ("a layer of another lineage", crate::boot::layer(folder.path()).unwrap()),
+        ("a layer of another lineage", crate::monitor::boot_files::layer(folder.path()).unwrap()),
         ("a file of the host", open(Path::new("/etc/hostname"))),
     ] {
         is_refused(what, &daemon, Sent { layer: Some(layer), process: None }).await;
     }
     is_refused("nothing", &daemon, Sent { layer: None, process: None }).await;
-    let layer = Some(crate::boot::layer(folder.path()).unwrap());
+    let layer = Some(crate::monitor::boot_files::layer(folder.path()).unwrap());
     let process = Some(rustix::process::getpid());
     is_refused("the daemon as the branch", &daemon, Sent { layer, process }).await;
 }

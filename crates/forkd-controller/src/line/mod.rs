@@ -15,8 +15,8 @@ use crate::agent::Room;
 use crate::api::exec;
 use crate::api::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 use crate::config::Config;
-use crate::console::printable;
 use crate::error::Result;
+use crate::monitor::console::printable;
 use crate::sandbox::Sandbox;
 
 /// How long a request may take to come.

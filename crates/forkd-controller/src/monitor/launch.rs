@@ -12,11 +12,11 @@ use forkd_protocol::control::{Channel, LISTENER_FD};
 use rustix::io::{dup2, fcntl_dupfd_cloexec};
 
 use super::LOG;
-use crate::boot::create;
 use crate::host::cgroup;
 use crate::host::oom;
 use crate::host::process;
-use crate::link;
+use crate::monitor::boot_files::create;
+use crate::monitor::control_socket;
 
 /// What to start a monitor with.
 #[derive(Debug, Clone)]
@@ -35,7 +35,7 @@ pub(crate) struct Launch {
 
 /// Binds the control socket, starts the process with it and connects.
 pub(super) fn spawn(launch: &Launch) -> io::Result<(Child, Channel)> {
-    let (listener, control) = link::pair(&launch.folder.join(link::CONTROL))?;
+    let (listener, control) = control_socket::pair(&launch.folder.join(control_socket::CONTROL))?;
     let log = create(&launch.folder.join(LOG))?;
     let record = create(&launch.folder.join(process::RECORD))?;
     let boot = process::boot_id();

@@ -3,6 +3,9 @@
 //! The monitor is the process a guest would have to break into first. What it says is checked
 //! like anything else from outside, and it gets nothing but the descriptors it needs.
 
+pub(crate) mod boot_files;
+pub(crate) mod console;
+pub(crate) mod control_socket;
 mod launch;
 mod requests;
 
@@ -18,11 +21,10 @@ use forkd_protocol::control::{Channel, EndReason, Event, Message, VmEnd, WaitSta
 use rustix::process::Pid;
 use tokio::sync::oneshot;
 
-use crate::console;
 use crate::error::{Error, Result};
 use crate::host::oom;
 use crate::host::process::Pidfd;
-use crate::link::{self, Link, Received};
+use crate::monitor::control_socket::{Link, Received};
 
 pub(crate) use launch::Launch;
 use launch::spawn;
@@ -160,7 +162,7 @@ impl Monitor {
         pidfd: Pidfd,
         ended: &mut Option<oneshot::Receiver<WaitStatus>>,
     ) -> io::Result<Self> {
-        let control = Link::new(link::open(&folder.join(link::CONTROL))?)?;
+        let control = Link::new(control_socket::open(&folder.join(control_socket::CONTROL))?)?;
         let parent = ended.take().map_or(Parent::Nobody, Parent::Template);
         Ok(Monitor::new(id, folder, pid, parent, pidfd, control))
     }

@@ -14,10 +14,10 @@ use forkd_protocol::control::{
 };
 
 use super::{Monitor, note};
-use crate::console;
 use crate::error::{Code, Error, Result};
 use crate::host::process::child_pidfd;
-use crate::link;
+use crate::monitor::console;
+use crate::monitor::control_socket;
 
 /// A template that was forked off a running sandbox.
 #[derive(Debug)]
@@ -219,7 +219,7 @@ impl Monitor {
         let Some(control) = &self.control else { return Ok(None) };
         if let Some(request) = request {
             match control.send(request, fds).await {
-                Err(error) if link::is_gone(&error) => {}
+                Err(error) if control_socket::is_gone(&error) => {}
                 other => other?,
             }
             self.owed += 1;

@@ -20,10 +20,8 @@ use forkd_protocol::control::CONSOLE_TAIL;
 use tokio::sync::{OwnedMutexGuard, mpsc, watch};
 
 use crate::agent::{self, Agent, Endpoint};
-use crate::boot;
 use crate::branch::Disks;
 use crate::command::{self, Command};
-use crate::console;
 use crate::disk_space::DISK_FULL_DETAIL;
 use crate::error::{Code, Error, Result};
 use crate::host::Host;
@@ -31,6 +29,8 @@ use crate::host::cgroup::Leaf;
 use crate::host::lineage::Lineage;
 use crate::host::process_stats::Pauses;
 use crate::life::{Activity, Life};
+use crate::monitor::boot_files;
+use crate::monitor::console;
 use crate::network::{Hold, chain};
 use crate::telemetry::Telling;
 use crate::telemetry::otlp;
@@ -181,7 +181,7 @@ pub(crate) struct Facts {
 
 impl Sandbox {
     pub(crate) fn new(id: String, spec: Spec, folder: PathBuf, belongings: Belongings, host: &Host) -> Self {
-        let endpoint = Endpoint::Vsock { socket: folder.join(boot::VSOCK), port: AGENT_PORT };
+        let endpoint = Endpoint::Vsock { socket: folder.join(boot_files::VSOCK), port: AGENT_PORT };
         let netns = belongings.slot.as_ref().map(|slot| slot.name().to_owned());
         let (commands, asked) = mpsc::channel(command::QUEUE);
         Sandbox {
@@ -333,7 +333,7 @@ impl Sandbox {
     }
 
     pub(crate) fn console_path(&self) -> PathBuf {
-        self.folder.join(boot::CONSOLE)
+        self.folder.join(boot_files::CONSOLE)
     }
 
     /// Waits until nobody else branches it, pauses it or takes it back. The turn is over when what is

@@ -31,7 +31,7 @@ pub(super) async fn last_event(finish: Finish, outgoing: &Outgoing) -> ServerEve
         Finish::Ended { signal, .. } => (signal, false),
         Finish::TimedOut => (None, true),
         Finish::NotStarted { why, .. } => {
-            let why = crate::console::printable(format!("forkd: {why}\n").as_bytes());
+            let why = crate::monitor::console::printable(format!("forkd: {why}\n").as_bytes());
             outgoing.data(Channel::Stderr, why.as_bytes()).await;
             (None, false)
         }

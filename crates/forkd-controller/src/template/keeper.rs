@@ -12,12 +12,12 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 
 use super::Asked;
-use crate::console;
 use crate::error::{Error, Result};
 use crate::host::lineage::Lineage;
 use crate::host::process::{Pidfd, child_pidfd};
-use crate::link::Link;
 use crate::monitor::Forked;
+use crate::monitor::console;
+use crate::monitor::control_socket::Link;
 
 /// Ends acknowledged with one message.
 const ACKNOWLEDGE: usize = 256;
@@ -224,7 +224,7 @@ impl Keeper {
 
     fn heard(
         &mut self,
-        message: io::Result<Option<crate::link::Received>>,
+        message: io::Result<Option<crate::monitor::control_socket::Received>>,
     ) -> std::result::Result<(), String> {
         match message {
             Ok(Some((Message::Reply(reply), fds))) => {

@@ -251,7 +251,7 @@ async fn a_template_that_sends_another_process_as_its_child_is_not_believed() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_template_that_sends_something_it_was_not_handed_as_its_disk_is_ended() {
     let pipe = |_: &Fake| OwnedFd::from(std::io::pipe().unwrap().0);
-    let foreign = |fake: &Fake| crate::boot::layer(fake.folder.path()).unwrap();
+    let foreign = |fake: &Fake| crate::monitor::boot_files::layer(fake.folder.path()).unwrap();
     for wrong in [pipe, foreign] {
         let fake = Fake::start();
         let template = fake.template();

@@ -10,7 +10,7 @@ use forkd_protocol::agent::{BecomeRequest, BecomeResponse, FreezeSync, Pong, War
 use crate::agent::{self, Agent};
 use crate::auth::fill_random;
 use crate::config::Timing;
-use crate::console;
+use crate::monitor::console;
 
 type Result<T> = std::result::Result<T, String>;
 

@@ -13,7 +13,7 @@ use rustix::net::{
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-use crate::boot::remove_stale;
+use crate::monitor::boot_files::remove_stale;
 use crate::util::task::{self, Task};
 
 /// The file in a process's folder by which it is controlled.
