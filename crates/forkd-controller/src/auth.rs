@@ -95,7 +95,7 @@ impl Gate {
         let shown = header.to_str().ok().and_then(|value| value.split_once(' '));
         let found = match shown {
             Some((scheme, shown)) if scheme.eq_ignore_ascii_case("bearer") => {
-                self.tokens.find(shown.trim(), crate::guest::unix_nanos() / 1_000_000_000)
+                self.tokens.find(shown.trim(), crate::agent::bringup::unix_nanos() / 1_000_000_000)
             }
             Some(_) => Err(Refusal::Unknown),
             None => {

@@ -9,10 +9,10 @@ use forkd_protocol::agent::{Pong, WarmRequest};
 use forkd_protocol::control::{Channel, EndReason, WaitStatus};
 use tokio::sync::mpsc;
 
+use crate::agent::bringup;
 use crate::command::Command;
 use crate::config::{Config, Timing};
 use crate::error::Error;
-use crate::guest;
 use crate::host::images::Assets;
 use crate::host::process::Identity;
 use crate::life::deadline;
@@ -312,13 +312,13 @@ impl Sandbox {
         monitor.boot(boot, &fds, config.timing.boot).await.map_err(Failure::Host)?;
         drop(fds);
         let up = async {
-            let pong = guest::up(&self.agent, &config.timing).await?;
+            let pong = bringup::up(&self.agent, &config.timing).await?;
             // It runs without, as those whose agent is older do.
             if let Err(error) = self.agent.name(&self.id).await {
                 tracing::debug!(sandbox = self.id, %error, "the guest does not know which sandbox it is");
             }
             if let Some(warm) = warm {
-                guest::warm_up(&self.agent, warm, &config.timing).await?;
+                bringup::warm_up(&self.agent, warm, &config.timing).await?;
             }
             Ok(pong)
         };
@@ -426,7 +426,7 @@ impl Sandbox {
         tokio::select! {
             biased;
             end = monitor.wait() => Err(told(end)),
-            became = guest::become_sandbox(&self.agent, &self.id, envs, timing) => {
+            became = bringup::become_sandbox(&self.agent, &self.id, envs, timing) => {
                 let became = became.map_err(|detail| Failure::Guest(detail, None))?;
                 for warning in &became.warnings {
                     let warning = console::printable(warning.as_bytes());

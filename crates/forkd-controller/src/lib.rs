@@ -47,7 +47,6 @@ mod fake_guest;
 mod fake_process;
 pub mod frames;
 mod freeze;
-mod guest;
 
 mod host;
 mod identity;

@@ -13,10 +13,10 @@ use forkd_protocol::agent::AGENT_PORT;
 use forkd_protocol::control::CONSOLE_TAIL;
 use forkd_store::{Facts, Measured, Snapshot};
 
+use crate::agent::bringup;
 use crate::agent::{Agent, Endpoint};
 use crate::config::Config;
 use crate::error::{Code, Error, Result};
-use crate::guest;
 use crate::host::handed_layers::are_kept;
 use crate::host::images::Assets;
 use crate::host::{blocking, new_id};
@@ -107,7 +107,7 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
         let config = &snapshots.host.config;
         if assets.image().is_some() {
             // A warm-up may have written a lot, and getting it to the disk takes its time.
-            let frozen = guest::freeze(&parent.agent, config.timing.boot).await;
+            let frozen = bringup::freeze(&parent.agent, config.timing.boot).await;
             frozen.map_err(|why| complaint(&ground.folder, why, None))?;
         }
         parent.monitor.freeze(config.timing.boot).await?;
@@ -247,13 +247,13 @@ async fn attempt(
     };
     let mut warm = combine(&image.warm, order.warm_command.clone(), order.warm_python.clone());
     let up = async {
-        let pong = guest::up(&agent, timing).await?;
+        let pong = bringup::up(&agent, timing).await?;
         making.phase.send_replace(Phase::Warming);
         if !pong.python && order.warm_python.is_none() && matches!(order.from, From::Disk { .. }) {
             // Nobody asked for Python, and nothing is known of a disk before it runs.
             warm.python = None;
         }
-        guest::warm_up(&agent, &warm, timing).await?;
+        bringup::warm_up(&agent, &warm, timing).await?;
         Ok::<_, String>(pong)
     };
     let up = tokio::select! {

@@ -18,7 +18,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::task::JoinHandle;
 
-use super::{Endpoint, Error, Result, Room};
+use crate::agent::{Endpoint, Error, Result, Room};
 use crate::util::task::{self, Task};
 
 /// What hyper may buffer: bounds the head of an answer and the pieces of its body.
@@ -29,11 +29,11 @@ const MAX_ERROR: usize = 64 << 10;
 const MAX_OK_LINE: usize = 32;
 
 /// What a request carries: bytes that are there, or that come.
-pub(super) type Outbound = UnsyncBoxBody<Bytes, io::Error>;
+pub(crate) type Outbound = UnsyncBoxBody<Bytes, io::Error>;
 
 /// A request to an agent.
 #[derive(Debug)]
-pub(super) struct Call {
+pub(crate) struct Call {
     builder: request::Builder,
     body: Outbound,
 }
@@ -43,30 +43,30 @@ fn there(bytes: Bytes) -> Outbound {
 }
 
 impl Call {
-    pub(super) fn get(uri: &str) -> Self {
+    pub(crate) fn get(uri: &str) -> Self {
         Call { builder: Request::builder().method(Method::GET).uri(uri), body: there(Bytes::new()) }
     }
 
-    pub(super) fn post(uri: &str, content_type: &str, body: Bytes) -> Self {
+    pub(crate) fn post(uri: &str, content_type: &str, body: Bytes) -> Self {
         Call::send_body(uri, content_type, there(body))
     }
 
     /// With a body that comes while it is sent.
-    pub(super) fn send_body(uri: &str, content_type: &str, body: Outbound) -> Self {
+    pub(crate) fn send_body(uri: &str, content_type: &str, body: Outbound) -> Self {
         let builder = Request::builder().method(Method::POST).uri(uri).header(CONTENT_TYPE, content_type);
         Call { builder, body }
     }
 
-    pub(super) fn unary(path: &str, message: &impl Serialize) -> Result<Self> {
+    pub(crate) fn unary(path: &str, message: &impl Serialize) -> Result<Self> {
         let body = serde_json::to_vec(message).map_err(|error| Error::Protocol(error.to_string()))?;
         Ok(Call::post(path, UNARY_TYPE, body.into()))
     }
 
-    pub(super) fn stream(path: &str, message: &impl Serialize) -> Self {
+    pub(crate) fn stream(path: &str, message: &impl Serialize) -> Self {
         Call::post(path, STREAM_TYPE, connect::encode(0, message).into())
     }
 
-    pub(super) fn header(mut self, name: &str, value: String) -> Self {
+    pub(crate) fn header(mut self, name: &str, value: String) -> Self {
         self.builder = self.builder.header(name, value);
         self
     }
@@ -74,7 +74,7 @@ impl Call {
 
 /// A connection. Dropping it closes the socket, whatever the peer does.
 #[derive(Debug)]
-pub(super) struct Connection {
+pub(crate) struct Connection {
     sender: SendRequest<Outbound>,
     driver: JoinHandle<()>,
     token: Option<String>,
@@ -87,7 +87,7 @@ impl Drop for Connection {
 }
 
 impl Connection {
-    pub(super) async fn open(endpoint: &Endpoint) -> Result<Self> {
+    pub(crate) async fn open(endpoint: &Endpoint) -> Result<Self> {
         match endpoint {
             Endpoint::Vsock { socket, port } => {
                 let mut stream = UnixStream::connect(socket).await.map_err(unreachable)?;
@@ -116,19 +116,19 @@ impl Connection {
     }
 
     /// One request and the whole of its answer, at most `max` bytes.
-    pub(super) async fn call(&mut self, call: Call, max: usize) -> Result<Bytes> {
+    pub(crate) async fn call(&mut self, call: Call, max: usize) -> Result<Bytes> {
         let response = self.send(call).await?;
         self.collect(response.into_body(), max, None).await
     }
 
     /// As [`call`](Connection::call), in `room`, which is taken as the answer comes.
-    pub(super) async fn call_counted(&mut self, call: Call, max: usize, room: &mut Room) -> Result<Bytes> {
+    pub(crate) async fn call_counted(&mut self, call: Call, max: usize, room: &mut Room) -> Result<Bytes> {
         let response = self.send(call).await?;
         self.collect(response.into_body(), max, Some(room)).await
     }
 
     /// A request whose answer is a stream.
-    pub(super) async fn open_stream(&mut self, call: Call) -> Result<Incoming> {
+    pub(crate) async fn open_stream(&mut self, call: Call) -> Result<Incoming> {
         let response = self.send(call).await?;
         let content_type = response.headers().get(CONTENT_TYPE);
         if content_type.is_none_or(|value| value != STREAM_TYPE) {
@@ -138,7 +138,7 @@ impl Connection {
     }
 
     /// A request and the head of its answer, which is no error.
-    pub(super) async fn send(&mut self, call: Call) -> Result<Response<Incoming>> {
+    pub(crate) async fn send(&mut self, call: Call) -> Result<Response<Incoming>> {
         let mut builder = call.builder.header(HOST, "agent");
         if let Some(token) = &self.token {
             builder = builder.header(TOKEN_HEADER, token);
@@ -177,7 +177,7 @@ impl Connection {
     }
 
     /// A failure of the connection: garbage and a closed socket are different news.
-    pub(super) fn broken(&self, error: &hyper::Error) -> Error {
+    pub(crate) fn broken(&self, error: &hyper::Error) -> Error {
         let cause = std::error::Error::source(error).map(|cause| format!(": {cause}")).unwrap_or_default();
         match error.is_parse() || error.is_parse_too_large() {
             true => Error::Protocol(format!("{error}{cause}")),

@@ -19,7 +19,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
 
-use super::wire::{Call, Connection, Outbound};
+use super::connection::{Call, Connection, Outbound};
 use super::{Agent, Empty, Error, MAX_SHORT_ANSWER, Result, Room, basic, files_uri, parse, within};
 use crate::util::companion::Companion;
 

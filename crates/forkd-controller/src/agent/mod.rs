@@ -5,12 +5,13 @@
 //! limit, every answer a size limit, and whatever comes back instead of an answer is an error.
 //! Every call opens its own connection, except where order matters ([`Input`]).
 
+pub(crate) mod bringup;
+pub(crate) mod budget;
+pub(crate) mod connection;
 mod files;
-mod room;
-mod wire;
 
+pub use crate::agent::budget::Room;
 pub use files::{Download, Upload};
-pub use room::Room;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -33,7 +34,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use wire::{Call, Connection};
+use crate::agent::connection::{Call, Connection};
 
 /// The longest answer that counts: an evaluation's output is the longest honest one.
 const MAX_ANSWER: usize = 40 << 20;
@@ -166,7 +167,7 @@ impl Agent {
     pub async fn become_sandbox(&self, mut request: BecomeRequest) -> Result<BecomeResponse> {
         let answer = within(self.patience, async {
             let mut connection = self.connect().await?;
-            request.unix_nanos = crate::guest::unix_nanos();
+            request.unix_nanos = crate::agent::bringup::unix_nanos();
             connection.call(Call::unary("/forkd.Agent/Become", &request)?, MAX_SHORT_ANSWER).await
         });
         parse(&answer.await?)

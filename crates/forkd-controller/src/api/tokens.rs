@@ -128,7 +128,7 @@ pub(super) async fn add(
         },
         expires_in_secs: request.expires_in_secs,
     };
-    let now = crate::guest::unix_nanos() / 1_000_000_000;
+    let now = crate::agent::bringup::unix_nanos() / 1_000_000_000;
     let made = blocking("making a token", move || app.tokens.add(order, now)).await?;
     Ok((StatusCode::CREATED, Json(new(made))))
 }

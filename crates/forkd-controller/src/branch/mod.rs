@@ -173,7 +173,7 @@ impl Branch {
             owner: None,
             guest,
             mode,
-            begun_at_unix: crate::guest::unix_nanos() / 1_000_000_000,
+            begun_at_unix: crate::agent::bringup::unix_nanos() / 1_000_000_000,
             origin: None,
             parent: None,
             waited_for: false,
@@ -463,7 +463,7 @@ impl Snapshots {
 fn made_up(sandbox: &str) -> Result<String> {
     let mut random = [0u8; 2];
     crate::auth::fill_random(&mut random)?;
-    let now = crate::guest::unix_nanos() / 1_000_000_000;
+    let now = crate::agent::bringup::unix_nanos() / 1_000_000_000;
     Ok(format!("branch-{sandbox}-{now}-{:02x}{:02x}", random[0], random[1]))
 }
 

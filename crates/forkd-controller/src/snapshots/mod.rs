@@ -176,7 +176,7 @@ impl Snapshots {
         room: impl Send + 'static,
     ) -> Result<(Arc<Entry>, Arc<Making>)> {
         let making = Arc::new(Making {
-            begun_at_unix: crate::guest::unix_nanos() / 1_000_000_000,
+            begun_at_unix: crate::agent::bringup::unix_nanos() / 1_000_000_000,
             phase: watch::Sender::new(crate::making::Phase::Booting),
             cancelled: watch::Sender::new(false),
             done: watch::Sender::new(false),

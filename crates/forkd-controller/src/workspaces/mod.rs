@@ -21,8 +21,8 @@ use std::time::Instant;
 use forkd_protocol::names::NAME_RULE;
 use tokio::sync::OwnedMutexGuard;
 
+use crate::agent::bringup;
 use crate::error::{Code, Error, Result};
-use crate::guest;
 use crate::host::{blocking, new_id};
 use crate::identity::Identity;
 use crate::life::Life;
@@ -109,7 +109,7 @@ fn no_workspace(name: &str) -> Error {
 }
 
 fn now_unix() -> u64 {
-    guest::unix_nanos() / 1_000_000_000
+    bringup::unix_nanos() / 1_000_000_000
 }
 
 impl Workspaces {
