@@ -26,7 +26,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::mpsc;
 
-use crate::api::answers::Answers;
+use crate::api::middleware::idempotency::Answers;
 use crate::api::{self, App};
 use crate::client_stream::ClientStream;
 use crate::config::{Config, Timing};

@@ -31,7 +31,6 @@ mod access;
 mod adopt;
 pub mod agent;
 mod api;
-mod auth;
 mod branch;
 mod client_stream;
 mod command;

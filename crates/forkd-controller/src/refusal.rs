@@ -10,7 +10,7 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::api::error::Reader;
-use crate::api::requests::made_up;
+use crate::api::middleware::request_log::made_up;
 use crate::error::{Code, Error};
 
 /// A connection on which a bare refusal gets its words. Only until there was a request: from then on what is

@@ -19,9 +19,9 @@ use tokio::sync::Semaphore;
 use tower::ServiceExt;
 
 use crate::adopt;
-use crate::api::answers::Answers;
+use crate::api::middleware::authenticate::Gate;
+use crate::api::middleware::idempotency::Answers;
 use crate::api::{self, App};
-use crate::auth::Gate;
 use crate::client_stream::{ClientStream, Patience};
 use crate::config::Config;
 use crate::disk_space;

@@ -16,7 +16,7 @@ use forkd_protocol::names::{NAME_RULE, is_valid_name};
 use forkd_store::{Database, Quota, Token, TokenHash};
 use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
-use crate::auth::fill_random;
+use crate::api::middleware::authenticate::fill_random;
 use crate::error::{Code, Error, Result};
 use crate::identity::{FIRST_TOKEN, Identity, LOCAL, Proof, Scope};
 use crate::life::now_unix;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use forkd_protocol::agent::{BecomeRequest, BecomeResponse, FreezeSync, Pong, WarmRequest, WarmState};
 
 use crate::agent::{self, Agent};
-use crate::auth::fill_random;
+use crate::api::middleware::authenticate::fill_random;
 use crate::config::Timing;
 use crate::monitor::console;
 

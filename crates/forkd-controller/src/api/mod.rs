@@ -1,27 +1,16 @@
 //! The REST API: routes, middleware, and the document that describes them.
 
-pub(crate) mod answers;
-mod branch;
-mod bulk;
-mod console;
-mod control;
-mod envs;
 pub(crate) mod error;
 mod events;
-pub(crate) mod exec;
 pub(crate) mod extract;
-mod files;
-#[cfg(test)]
-mod handbook;
-mod life;
-mod line;
 mod metrics;
-mod pages;
-pub(crate) mod requests;
-mod sandboxes;
-mod snapshot_info;
-mod snapshot_types;
-mod snapshots;
+pub(crate) mod middleware;
+#[cfg(test)]
+pub(crate) mod openapi_markdown;
+pub(crate) mod pagination;
+pub(crate) mod response;
+pub(crate) mod sandboxes;
+pub(crate) mod snapshots;
 mod tokens;
 mod tree;
 mod types;
@@ -31,7 +20,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use axum::extract::{DefaultBodyLimit, State};
-use axum::middleware;
+use axum::middleware::{from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
 use utoipa::OpenApi;
@@ -39,10 +28,12 @@ use utoipa::openapi::{Content, Ref, ResponseBuilder};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use self::answers::Answers;
 use crate::access;
 use crate::api::error::ErrorBody;
-use crate::auth::{self, Gate};
+use crate::api::middleware::authenticate::{self, Gate};
+use crate::api::middleware::idempotency::{self, Answers};
+use crate::api::middleware::request_log;
+use crate::api::sandboxes::update;
 use crate::config::Config;
 use crate::error::{Code, Error};
 use crate::frames::{ClientMessage, ExecStreamRequest, RunRequest, ServerEvent};
@@ -55,15 +46,15 @@ use crate::util::count::Count;
 use crate::util::stopping::Stopping;
 use crate::workspaces::Workspaces;
 
-pub use crate::tree::{Tree, TreeHow, TreeKind, TreeNode};
-pub use control::RollbackRequest;
-pub use files::{FileInfo, FileKind, FileList, FileWritten};
-pub use life::{GoneInfo, UpdateRequest};
-pub use line::LinePort;
-pub use snapshot_types::{
+pub use crate::api::sandboxes::agent_port::LinePort;
+pub use crate::api::sandboxes::files::{FileInfo, FileKind, FileList, FileWritten};
+pub use crate::api::sandboxes::pause::RollbackRequest;
+pub use crate::api::sandboxes::update::{GoneInfo, UpdateRequest};
+pub use crate::api::snapshots::types::{
     BranchRequest, CompactRequest, LayerInfo, OwnerRequest, Progress, SnapshotInfo, SnapshotInfoDetail,
     SnapshotPhase, SnapshotRequest, SnapshotStatus, TemplateInfo,
 };
+pub use crate::tree::{Tree, TreeHow, TreeKind, TreeNode};
 pub use tokens::{NewToken, TokenInfo, TokenRequest, TokenScope};
 pub use types::{
     CreateRequest, EvalReply, EvalRequest, ExecReply, ExecRequest, Health, PauseInfo, PingReply, SandboxInfo,
@@ -122,28 +113,35 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(events::events))
         .routes(routes!(sandboxes::list, sandboxes::create))
         .routes(routes!(sandboxes::get, sandboxes::update, sandboxes::delete))
-        .routes(routes!(console::console))
+        .routes(routes!(crate::api::sandboxes::console::console))
         .routes(routes!(sandboxes::stats))
         .routes(routes!(sandboxes::ping))
-        .routes(routes!(control::pause))
-        .routes(routes!(control::resume))
-        .routes(routes!(control::rollback))
-        .routes(routes!(exec::exec))
-        .routes(routes!(exec::eval))
+        .routes(routes!(crate::api::sandboxes::pause::pause))
+        .routes(routes!(crate::api::sandboxes::pause::resume))
+        .routes(routes!(crate::api::sandboxes::pause::rollback))
+        .routes(routes!(crate::api::sandboxes::exec::exec))
+        .routes(routes!(crate::api::sandboxes::exec::eval))
         .routes(routes!(session::exec::exec_stream))
-        .routes(routes!(files::download, files::upload, files::remove))
-        .routes(routes!(files::list))
-        .routes(routes!(files::stat))
-        .routes(routes!(files::mkdir))
-        .routes(routes!(files::rename))
-        .routes(routes!(line::line))
-        .routes(routes!(line::open_port, line::close_port))
+        .routes(routes!(
+            crate::api::sandboxes::files::download,
+            crate::api::sandboxes::files::upload,
+            crate::api::sandboxes::files::remove
+        ))
+        .routes(routes!(crate::api::sandboxes::files::list))
+        .routes(routes!(crate::api::sandboxes::files::stat))
+        .routes(routes!(crate::api::sandboxes::files::mkdir))
+        .routes(routes!(crate::api::sandboxes::files::rename))
+        .routes(routes!(crate::api::sandboxes::agent_port::line))
+        .routes(routes!(
+            crate::api::sandboxes::agent_port::open_port,
+            crate::api::sandboxes::agent_port::close_port
+        ))
         .routes(routes!(snapshots::list, snapshots::create))
         .routes(routes!(snapshots::get, snapshots::delete))
         .routes(routes!(snapshots::unload))
         .routes(routes!(snapshots::detail))
         .routes(routes!(snapshots::compact))
-        .routes(routes!(branch::branch))
+        .routes(routes!(crate::api::sandboxes::branch::branch))
         .routes(routes!(workspaces::list, workspaces::create))
         .routes(routes!(workspaces::get, workspaces::delete))
         .routes(routes!(workspaces::suspend))
@@ -202,13 +200,13 @@ pub fn openapi() -> String {
 /// The API for clients that `gate` lets in.
 pub(crate) fn for_tcp(app: App, gate: Gate) -> Router {
     let telling = app.registry.host.telling.clone();
-    requests::watched(served(app).layer(middleware::from_fn_with_state(gate, auth::check)), telling)
+    request_log::watched(served(app).layer(from_fn_with_state(gate, authenticate::check)), telling)
 }
 
 /// The API for clients that the socket's permissions let in.
 pub(crate) fn for_unix(app: App) -> Router {
     let telling = app.registry.host.telling.clone();
-    requests::watched(served(app).layer(middleware::from_fn(auth::let_in)), telling)
+    request_log::watched(served(app).layer(from_fn(authenticate::let_in)), telling)
 }
 
 fn served(app: App) -> Router {
@@ -221,11 +219,11 @@ fn served(app: App) -> Router {
         .route("/openapi.json", axum::routing::get(move || async move { Json(document.as_ref().clone()) }))
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
-        .layer(middleware::from_fn_with_state(app.clone(), life::explain))
-        .layer(middleware::from_fn_with_state(app.answers.clone(), answers::once))
+        .layer(from_fn_with_state(app.clone(), update::explain))
+        .layer(from_fn_with_state(app.answers.clone(), idempotency::once))
         .layer(DefaultBodyLimit::max(max_body))
-        .layer(middleware::from_fn_with_state(app.clone(), access::check))
-        .layer(middleware::from_fn(requests::note))
+        .layer(from_fn_with_state(app.clone(), access::check))
+        .layer(from_fn(request_log::note))
         .with_state(app)
 }
 

@@ -9,10 +9,10 @@ use utoipa::ToSchema;
 
 use super::App;
 use super::extract::{Body, Id, Ignored, OptionalBody};
-use super::pages::Page;
-use super::requests::Target;
+use super::pagination::Page;
 use super::sandboxes::memory_limit;
 use crate::api::error::ErrorBody;
+use crate::api::middleware::request_log::Target;
 use crate::error::{Error, Result};
 use crate::identity::Identity;
 use crate::util::task::{self, Task};

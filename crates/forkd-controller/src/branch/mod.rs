@@ -462,7 +462,7 @@ impl Snapshots {
 /// A tag for a branch of `sandbox`.
 fn made_up(sandbox: &str) -> Result<String> {
     let mut random = [0u8; 2];
-    crate::auth::fill_random(&mut random)?;
+    crate::api::middleware::authenticate::fill_random(&mut random)?;
     let now = crate::agent::bringup::unix_nanos() / 1_000_000_000;
     Ok(format!("branch-{sandbox}-{now}-{:02x}{:02x}", random[0], random[1]))
 }

@@ -112,7 +112,7 @@ pub(crate) async fn blocking<T: Send + 'static>(
 /// `prefix` and 16 random letters and digits.
 pub(crate) fn new_id(prefix: &str) -> Result<String> {
     let mut random = [0u8; 16];
-    crate::auth::fill_random(&mut random)?;
+    crate::api::middleware::authenticate::fill_random(&mut random)?;
     let digit = |byte: &u8| char::from_digit(u32::from(*byte) % 36, 36).unwrap_or('0');
     Ok(prefix.chars().chain(random.iter().map(digit)).collect())
 }

@@ -12,7 +12,7 @@ use forkd_protocol::line::{Evaluated, Failure, Incoming, Pong, Ran, Reply, Reque
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use crate::agent::Room;
-use crate::api::exec;
+use crate::api::sandboxes::exec;
 use crate::api::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 use crate::config::Config;
 use crate::error::Result;

@@ -20,7 +20,7 @@ use tokio::task::AbortHandle;
 use forkd_protocol::line::{Failure, Reply};
 
 use super::{answer, converse, door, say};
-use crate::api::requests::made_up;
+use crate::api::middleware::request_log::made_up;
 use crate::error::{Error, Result};
 use crate::identity::LOCAL;
 use crate::registry::Registry;

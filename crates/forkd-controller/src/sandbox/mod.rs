@@ -5,6 +5,7 @@
 //! request that goes away leaves nothing half done, and a sandbox that ends tells everybody who
 //! waits for it at once.
 
+pub(crate) mod envs;
 mod record;
 
 use std::collections::BTreeMap;

@@ -24,7 +24,7 @@ use tracing::Instrument;
 
 use crate::api::App;
 use crate::api::error::{ErrorBody, Reader};
-use crate::api::requests::Session;
+use crate::api::middleware::request_log::Session;
 use crate::error::{Code, Error, Result};
 use crate::frames::{ClientMessage, MAX_TEXT, ServerEvent};
 use crate::identity::Identity;

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use tokio::net::TcpStream;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::auth::fill_random;
+use crate::api::middleware::authenticate::fill_random;
 use crate::error::{Error, Result};
 use crate::telemetry::metrics::Metrics;
 use crate::util::task::{self, Task};

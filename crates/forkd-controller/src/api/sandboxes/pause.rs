@@ -5,11 +5,11 @@ use axum::{Extension, Json};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::App;
-use super::extract::{Id, Ignored, OptionalBody};
-use super::sandboxes::info;
-use super::types::SandboxInfo;
+use crate::api::App;
 use crate::api::error::ErrorBody;
+use crate::api::extract::{Id, Ignored, OptionalBody};
+use crate::api::sandboxes::info;
+use crate::api::types::SandboxInfo;
 use crate::error::{Code, Error, Result};
 use crate::identity::Identity;
 use crate::rollback::roll_back;
@@ -35,7 +35,7 @@ pub struct RollbackRequest {
         (status = 409, body = ErrorBody, description = "The sandbox is starting, being put away, or has ended"),
     ),
 )]
-pub(super) async fn pause(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<SandboxInfo>> {
+pub(crate) async fn pause(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<SandboxInfo>> {
     let sandbox = app.registry.known(&id)?;
     let _turn = sandbox.take_turn().await?;
     sandbox.not_put_away()?;
@@ -56,7 +56,7 @@ pub(super) async fn pause(State(app): State<App>, Id(id): Id, _: Ignored) -> Res
         (status = 409, body = ErrorBody, description = "The sandbox is starting, being put away, or has ended"),
     ),
 )]
-pub(super) async fn resume(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<SandboxInfo>> {
+pub(crate) async fn resume(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<SandboxInfo>> {
     let sandbox = app.registry.known(&id)?;
     let _turn = sandbox.take_turn().await?;
     sandbox.not_put_away()?;
@@ -93,7 +93,7 @@ fn awake(sandbox: &Sandbox) -> Result<Phase> {
         (status = 502, body = ErrorBody, description = "It did not go on, and has ended"),
     ),
 )]
-pub(super) async fn rollback(
+pub(crate) async fn rollback(
     State(app): State<App>,
     Extension(who): Extension<Identity>,
     Id(id): Id,

@@ -1,5 +1,13 @@
 //! Making, showing and deleting sandboxes.
 
+pub(crate) mod agent_port;
+pub(crate) mod branch;
+pub(crate) mod console;
+pub(crate) mod exec;
+pub(crate) mod files;
+pub(crate) mod pause;
+pub(crate) mod update;
+
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,14 +22,13 @@ use forkd_protocol::line::LINE_PORT;
 use serde::Deserialize;
 
 use super::App;
-use super::answers::Asked;
-use super::envs::check_envs;
 use super::extract::{Body, Id, Params};
-use super::life::{self, Filter, UpdateRequest, check_tag, list_gone, place};
-use super::pages::Page;
-use super::requests::Target;
+use super::pagination::Page;
 use super::types::{CreateRequest, PingReply, SandboxInfo, SandboxState, SpawnError, SpawnReply, Stats};
 use crate::api::error::{ErrorBody, Reader};
+use crate::api::middleware::idempotency::Asked;
+use crate::api::middleware::request_log::Target;
+use crate::api::sandboxes::update::{Filter, UpdateRequest, check_tag, list_gone, place};
 use crate::disk_space::{DISK_FULL, DISK_FULL_DETAIL};
 use crate::error::{Code, Error, Result};
 use crate::host::blocking;
@@ -32,6 +39,7 @@ use crate::life::{Life, check_labels, check_secs};
 use crate::line;
 use crate::monitor::console::printable;
 use crate::registry::Bound;
+use crate::sandbox::envs::check_envs;
 use crate::sandbox::{Phase, Sandbox, Spec};
 use crate::spawn::{Order, Spawned, spawn};
 use crate::unknown::{self, UNREADABLE};
@@ -315,7 +323,7 @@ pub(super) async fn update(
 ) -> Result<Json<SandboxInfo>> {
     // While it is taken back, it would not be clear which one is changed.
     let (sandbox, _turn) = app.registry.turn_of(&id).await?;
-    life::update(&sandbox, request)?;
+    update::update(&sandbox, request)?;
     if !matches!(sandbox.phase(), Phase::Ended(_)) {
         app.registry.ledger.made(&sandbox);
     }

@@ -6,11 +6,12 @@ use axum::extract::State;
 use axum::response::Response;
 use forkd_protocol::agent::{self as wire, End, Event, Output, ProcessConfig, StartRequest};
 
-use super::extract::{Body, Id};
-use super::types::{EvalReply, EvalRequest, ExecReply, ExecRequest};
-use super::{App, bulk};
 use crate::agent::{self, Agent, Process, Room, StartOptions};
+use crate::api::App;
 use crate::api::error::ErrorBody;
+use crate::api::extract::{Body, Id};
+use crate::api::response;
+use crate::api::types::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::exec::{Finish, TIMED_OUT, counted};
@@ -32,7 +33,7 @@ const MAX_TIMEOUT_SECS: u64 = 30 * 24 * 3600;
         (status = 504, body = ErrorBody, description = "The sandbox does not answer"),
     ),
 )]
-pub(super) async fn exec(
+pub(crate) async fn exec(
     State(app): State<App>,
     Id(id): Id,
     Body(request): Body<ExecRequest>,
@@ -41,7 +42,7 @@ pub(super) async fn exec(
     check_args(&request.args)?;
     let sandbox = app.registry.known(&id)?;
     let (reply, room) = run_to_end(&sandbox, &app.config, request, limit).await?;
-    bulk::json(&reply, room)
+    response::json(&reply, room)
 }
 
 /// Runs a command within `limit`, which counts instead of the request's. The room that comes with the reply is
@@ -86,7 +87,7 @@ pub(crate) async fn run_to_end(
         (status = 504, body = ErrorBody, description = "The sandbox does not answer"),
     ),
 )]
-pub(super) async fn eval(
+pub(crate) async fn eval(
     State(app): State<App>,
     Id(id): Id,
     Body(request): Body<EvalRequest>,
@@ -94,7 +95,7 @@ pub(super) async fn eval(
     let limit = check_timeout(request.timeout_secs)?;
     let sandbox = app.registry.known(&id)?;
     let (reply, room) = evaluate(&sandbox, request, limit).await?;
-    bulk::json(&reply, room)
+    response::json(&reply, room)
 }
 
 /// Evaluates within `limit`, which counts instead of the request's. The room that comes with the reply is to be

@@ -234,13 +234,13 @@ fn line(value: &Value) -> String {
 
 #[test]
 fn the_committed_page_is_what_the_document_says() {
-    let made = page(&serde_json::from_str(&super::openapi()).unwrap());
-    super::tests::is_committed("docs/API.md", &made);
+    let made = page(&serde_json::from_str(&crate::api::openapi()).unwrap());
+    crate::api::tests::is_committed("docs/API.md", &made);
 }
 
 #[test]
 fn every_route_and_type_is_on_the_page() {
-    let document: Value = serde_json::from_str(&super::openapi()).unwrap();
+    let document: Value = serde_json::from_str(&crate::api::openapi()).unwrap();
     let page = page(&document);
     for (path, methods) in object(&document["paths"]) {
         for (method, _) in object(methods) {
@@ -259,7 +259,7 @@ fn every_route_and_type_is_on_the_page() {
 
 #[test]
 fn every_operation_has_a_name_of_its_own() {
-    let document: Value = serde_json::from_str(&super::openapi()).unwrap();
+    let document: Value = serde_json::from_str(&crate::api::openapi()).unwrap();
     let operations = object(&document["paths"]).flat_map(|(_, methods)| object(methods));
     let mut names: Vec<_> = operations.map(|(_, operation)| text(&operation["operationId"])).collect();
     let all = names.len();

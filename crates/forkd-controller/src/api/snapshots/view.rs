@@ -7,8 +7,8 @@ use std::sync::Arc;
 use axum::Json;
 use forkd_store::{BaseImage, Facts, Snapshot};
 
-use super::App;
-use super::snapshot_types::{Progress, SnapshotInfo, SnapshotPhase, SnapshotStatus, TemplateInfo};
+use crate::api::App;
+use crate::api::snapshots::types::{Progress, SnapshotInfo, SnapshotPhase, SnapshotStatus, TemplateInfo};
 use crate::branch::Branch;
 use crate::error::{Error, Result};
 use crate::host::blocking;
@@ -20,7 +20,7 @@ use crate::template::Source;
 use crate::tree::COMPACTED;
 
 /// What is told of one snapshot to whoever asks.
-pub(super) async fn info(app: &App, who: &Identity, entry: Arc<Entry>) -> Result<Json<SnapshotInfo>> {
+pub(crate) async fn info(app: &App, who: &Identity, entry: Arc<Entry>) -> Result<Json<SnapshotInfo>> {
     // Only of what is on disk there are files to be looked at. Whoever waits for a branch gets it at once.
     let state = entry.state();
     if !matches!(state, Standing::Ready(_)) {
@@ -31,7 +31,7 @@ pub(super) async fn info(app: &App, who: &Identity, entry: Arc<Entry>) -> Result
 }
 
 /// A look at snapshots, for whoever asks.
-pub(super) struct Look<'a> {
+pub(crate) struct Look<'a> {
     app: &'a App,
     who: &'a Identity,
     /// Those looked at already, by name: many snapshots have the same.
@@ -39,12 +39,12 @@ pub(super) struct Look<'a> {
 }
 
 impl<'a> Look<'a> {
-    pub(super) fn new(app: &'a App, who: &'a Identity) -> Self {
+    pub(crate) fn new(app: &'a App, who: &'a Identity) -> Self {
         Look { app, who, images: RefCell::default() }
     }
 
     /// What is told of a snapshot. Blocks.
-    pub(super) fn at(&self, entry: &Entry) -> SnapshotInfo {
+    pub(crate) fn at(&self, entry: &Entry) -> SnapshotInfo {
         self.at_state(entry, entry.state())
     }
 

@@ -7,10 +7,11 @@ use axum::response::{IntoResponse, Response};
 
 use forkd_store::Quota;
 
-use super::extract::{Id, OptionalBody};
-use super::snapshot_types::{BranchRequest, SnapshotInfo};
-use super::{App, snapshot_info};
+use crate::api::App;
 use crate::api::error::ErrorBody;
+use crate::api::extract::{Id, OptionalBody};
+use crate::api::snapshots::types::{BranchRequest, SnapshotInfo};
+use crate::api::snapshots::view;
 use crate::branch::{Mode, Order, Stage};
 use crate::error::{Error, Result};
 use crate::identity::Identity;
@@ -31,7 +32,7 @@ use crate::identity::Identity;
         (status = 507, body = ErrorBody, description = "The host's disk is full"),
     ),
 )]
-pub(super) async fn branch(
+pub(crate) async fn branch(
     State(app): State<App>,
     Extension(who): Extension<Identity>,
     Id(id): Id,
@@ -44,7 +45,7 @@ pub(super) async fn branch(
     let (entry, branch) = app.snapshots.branch(&sandbox, order)?;
     branch.reached(if wait { Stage::Done } else { Stage::Saving }).await?;
     let status = if wait { StatusCode::CREATED } else { StatusCode::ACCEPTED };
-    Ok((status, snapshot_info::info(&app, &who, entry).await?).into_response())
+    Ok((status, view::info(&app, &who, entry).await?).into_response())
 }
 
 /// What was meant.

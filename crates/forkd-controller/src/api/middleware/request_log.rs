@@ -19,7 +19,7 @@ use axum::middleware::{self, Next};
 use axum::response::Response;
 use tracing::Instrument;
 
-use super::error::{self, Reader};
+use crate::api::error::{self, Reader};
 use crate::identity::Identity;
 use crate::peer::Peer;
 use crate::telemetry::Telling;
@@ -36,7 +36,7 @@ const MAX_TEXT: usize = 256;
 const NO_ROUTE: &str = "none";
 
 /// `router`, with every request watched.
-pub(super) fn watched(router: Router, telling: Arc<Telling>) -> Router {
+pub(crate) fn watched(router: Router, telling: Arc<Telling>) -> Router {
     router.layer(middleware::from_fn_with_state(telling, watch))
 }
 
@@ -101,7 +101,7 @@ async fn watch(State(telling): State<Arc<Telling>>, mut request: Request, next: 
 }
 
 /// Takes note of who sent a request. Goes between `auth` and the routes.
-pub(super) async fn note(request: Request, next: Next) -> Response {
+pub(crate) async fn note(request: Request, next: Next) -> Response {
     let extensions = request.extensions();
     if let (Some(noted), Some(identity)) = (extensions.get::<Arc<Noted>>(), extensions.get::<Identity>()) {
         let _ = noted.identity.set(identity.clone());

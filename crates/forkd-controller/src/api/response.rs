@@ -17,13 +17,13 @@ use crate::error::{Error, Result};
 const PIECE: usize = 64 << 10;
 
 /// `answer` as JSON.
-pub(super) fn json(answer: &impl Serialize, room: Room) -> Result<Response> {
+pub(crate) fn json(answer: &impl Serialize, room: Room) -> Result<Response> {
     let body = serde_json::to_vec(answer).map_err(|error| Error::host("writing an answer", error))?;
     Ok(response(body, room))
 }
 
 /// An answer that is JSON already.
-pub(super) fn response(body: Vec<u8>, room: Room) -> Response {
+pub(crate) fn response(body: Vec<u8>, room: Room) -> Response {
     let headers = [
         (header::CONTENT_TYPE, HeaderValue::from_static("application/json")),
         (header::CONTENT_LENGTH, HeaderValue::from(body.len())),
@@ -36,7 +36,7 @@ pub(super) fn response(body: Vec<u8>, room: Room) -> Response {
 }
 
 /// A body whose pieces are asked for as the client takes them; `room` is kept until the last one is.
-pub(super) fn in_pieces(body: Bytes, room: Arc<Room>) -> Body {
+pub(crate) fn in_pieces(body: Bytes, room: Arc<Room>) -> Body {
     Body::from_stream(stream::unfold((body, room), |(mut body, room)| async move {
         let piece = body.split_to(body.len().min(PIECE));
         (!piece.is_empty()).then_some((Ok::<_, Infallible>(piece), (body, room)))

@@ -22,10 +22,10 @@ use axum::response::{IntoResponse, Response};
 use forkd_store::{Answer, Begun, Database};
 use tracing::Instrument;
 
-use super::bulk;
-use super::error::ErrorBody;
-use super::extract::in_time;
 use crate::agent::{self, Room};
+use crate::api::error::ErrorBody;
+use crate::api::extract::in_time;
+use crate::api::response;
 use crate::error::{Code, Error, Result};
 use crate::host::blocking;
 use crate::identity::Identity;
@@ -239,7 +239,7 @@ async fn keep(answers: &Answers, key: &Key, response: Response) -> Result<Respon
         answers.prune().await?;
     }
     let body = match room {
-        Some(room) => bulk::in_pieces(body, room),
+        Some(room) => response::in_pieces(body, room),
         None => Body::from(body),
     };
     Ok(Response::from_parts(parts, body))
@@ -271,7 +271,7 @@ fn replay(answer: Answer) -> Result<Response> {
     let mut response = match body.is_empty() {
         _ if status.is_client_error() => refused_before(status, &body).into_response(),
         true => StatusCode::OK.into_response(),
-        false => bulk::response(body, room),
+        false => response::response(body, room),
     };
     *response.status_mut() = status;
     response.headers_mut().insert("idempotent-replayed", HeaderValue::from_static("true"));

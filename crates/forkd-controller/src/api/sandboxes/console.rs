@@ -14,9 +14,9 @@ use bytes::Bytes;
 use futures_util::stream;
 use serde::Deserialize;
 
-use super::App;
-use super::extract::{Id, Params};
+use crate::api::App;
 use crate::api::error::ErrorBody;
+use crate::api::extract::{Id, Params};
 use crate::error::Result;
 use crate::host::blocking;
 use crate::identity::Identity;
@@ -32,7 +32,7 @@ const CUT: &str = "\n[forkd: some of the console was cut]\n";
 
 /// How much of a console.
 #[derive(Debug, Default, Deserialize)]
-pub(super) struct Wanted {
+pub(crate) struct Wanted {
     tail: Option<usize>,
     follow: Option<bool>,
 }
@@ -50,7 +50,7 @@ pub(super) struct Wanted {
         (status = 404, body = ErrorBody),
     ),
 )]
-pub(super) async fn console(
+pub(crate) async fn console(
     State(app): State<App>,
     Extension(who): Extension<Identity>,
     Id(id): Id,

@@ -18,10 +18,11 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 use utoipa::{IntoParams, ToSchema};
 
-use super::extract::{Body, Id, Params};
-use super::{App, bulk};
 use crate::agent::{Download, Upload};
+use crate::api::App;
 use crate::api::error::ErrorBody;
+use crate::api::extract::{Body, Id, Params};
+use crate::api::response;
 use crate::error::{Code, Error, Result};
 use crate::identity::Identity;
 use crate::sandbox::Sandbox;
@@ -101,7 +102,7 @@ pub struct FileWritten {
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-pub(super) struct Target {
+pub(crate) struct Target {
     /// Absolute path in the guest.
     path: String,
     /// User whose permissions count; the image's default when absent.
@@ -112,7 +113,7 @@ pub(super) struct Target {
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-pub(super) struct UploadTarget {
+pub(crate) struct UploadTarget {
     /// Absolute path in the guest.
     path: String,
     /// User whose permissions count, and who owns a new file; the image's default when absent.
@@ -125,7 +126,7 @@ pub(super) struct UploadTarget {
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-pub(super) struct RemoveTarget {
+pub(crate) struct RemoveTarget {
     /// Absolute path in the guest.
     path: String,
     /// User whose permissions count; the image's default when absent.
@@ -139,7 +140,7 @@ pub(super) struct RemoveTarget {
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-pub(super) struct ListTarget {
+pub(crate) struct ListTarget {
     /// Absolute path in the guest.
     path: String,
     /// User whose permissions count; the image's default when absent.
@@ -151,7 +152,7 @@ pub(super) struct ListTarget {
 /// A folder to make.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(super) struct MkdirRequest {
+pub(crate) struct MkdirRequest {
     /// Absolute path in the guest. Folders on the way are made, too.
     path: String,
     /// User who makes and owns it; the image's default when absent.
@@ -161,7 +162,7 @@ pub(super) struct MkdirRequest {
 /// A file to move.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(super) struct MoveRequest {
+pub(crate) struct MoveRequest {
     /// Absolute path in the guest.
     from: String,
     /// Absolute path in the guest. Folders on the way are made; a file that is there is replaced.
@@ -182,7 +183,7 @@ pub(super) struct MoveRequest {
         (status = 502, body = ErrorBody), (status = 504, body = ErrorBody, description = "The sandbox does not answer"),
     ),
 )]
-pub(super) async fn download(
+pub(crate) async fn download(
     State(app): State<App>,
     Extension(who): Extension<Identity>,
     Id(id): Id,
@@ -240,7 +241,7 @@ async fn relay(visit: Visit, mut download: Download, pieces: mpsc::Sender<std::i
         (status = 507, body = ErrorBody, description = "The guest's disk is full"),
     ),
 )]
-pub(super) async fn upload(
+pub(crate) async fn upload(
     State(app): State<App>,
     Id(id): Id,
     Params(target): Params<UploadTarget>,
@@ -315,7 +316,7 @@ async fn receive(app: &App, id: &str, target: UploadTarget, source: &mut Source)
         (status = 502, body = ErrorBody), (status = 504, body = ErrorBody),
     ),
 )]
-pub(super) async fn remove(
+pub(crate) async fn remove(
     State(app): State<App>,
     Id(id): Id,
     Params(target): Params<RemoveTarget>,
@@ -350,7 +351,7 @@ pub(super) async fn remove(
         (status = 504, body = ErrorBody),
     ),
 )]
-pub(super) async fn list(
+pub(crate) async fn list(
     State(app): State<App>,
     Extension(who): Extension<Identity>,
     Id(id): Id,
@@ -364,7 +365,7 @@ pub(super) async fn list(
     let visit = Visit::begin(app.registry.known(&id)?, &who).await?;
     let listing = visit.sandbox.agent.list_dir(path, depth, target.user.as_deref());
     let (listed, room) = visit.undisturbed(listing).await?;
-    bulk::json(&FileList { entries: listed.into_iter().map(info).collect() }, room)
+    response::json(&FileList { entries: listed.into_iter().map(info).collect() }, room)
 }
 
 /// Says what is known of a file. A link is not followed.
@@ -376,7 +377,7 @@ pub(super) async fn list(
         (status = 504, body = ErrorBody),
     ),
 )]
-pub(super) async fn stat(
+pub(crate) async fn stat(
     State(app): State<App>,
     Extension(who): Extension<Identity>,
     Id(id): Id,
@@ -398,7 +399,7 @@ pub(super) async fn stat(
         (status = 502, body = ErrorBody), (status = 504, body = ErrorBody), (status = 507, body = ErrorBody),
     ),
 )]
-pub(super) async fn mkdir(
+pub(crate) async fn mkdir(
     State(app): State<App>,
     Id(id): Id,
     Body(request): Body<MkdirRequest>,
@@ -420,7 +421,7 @@ pub(super) async fn mkdir(
         (status = 502, body = ErrorBody), (status = 504, body = ErrorBody), (status = 507, body = ErrorBody),
     ),
 )]
-pub(super) async fn rename(
+pub(crate) async fn rename(
     State(app): State<App>,
     Id(id): Id,
     Body(request): Body<MoveRequest>,
@@ -477,5 +478,4 @@ fn info(entry: EntryInfo) -> FileInfo {
 }
 
 #[cfg(test)]
-#[path = "files_tests.rs"]
 mod tests;

@@ -11,9 +11,9 @@ use forkd_store::GoneSandbox;
 use serde::{Deserialize, Deserializer, Serialize};
 use utoipa::ToSchema;
 
-use super::App;
-use super::pages::Page;
-use super::types::SandboxState;
+use crate::api::App;
+use crate::api::pagination::Page;
+use crate::api::types::SandboxState;
 use crate::error::{Code, Error, Result};
 use crate::identity::{Identity, Scope};
 use crate::life::{OnTimeout, check_labels, check_secs, deadline};
@@ -75,7 +75,7 @@ pub struct GoneInfo {
 }
 
 /// Whether a snapshot could be called that.
-pub(super) fn check_tag(name: &str, tag: Option<&str>) -> Result<()> {
+pub(crate) fn check_tag(name: &str, tag: Option<&str>) -> Result<()> {
     match tag {
         Some(tag) if !is_valid_name(tag) => Err(Error::invalid(format!("{name} must be {NAME_RULE}"))),
         _ => Ok(()),
@@ -83,7 +83,7 @@ pub(super) fn check_tag(name: &str, tag: Option<&str>) -> Result<()> {
 }
 
 /// Changes a sandbox as asked; all of it or nothing.
-pub(super) fn update(sandbox: &Sandbox, request: UpdateRequest) -> Result<()> {
+pub(crate) fn update(sandbox: &Sandbox, request: UpdateRequest) -> Result<()> {
     let lifetime = request.timeout_secs.flatten().map(|secs| check_secs("timeout_secs", secs)).transpose()?;
     let idle = request.idle_timeout_secs.flatten();
     idle.map(|secs| check_secs("idle_timeout_secs", secs)).transpose()?;
@@ -114,18 +114,18 @@ pub(super) fn update(sandbox: &Sandbox, request: UpdateRequest) -> Result<()> {
 
 /// Which sandboxes are asked for.
 #[derive(Debug)]
-pub(super) struct Filter {
+pub(crate) struct Filter {
     /// A label's name and, if that matters, its value.
     labels: Vec<(String, Option<String>)>,
     snapshot_tag: Option<String>,
     owner: Option<String>,
     state: Option<SandboxState>,
     /// Those that are no more.
-    pub(super) gone: bool,
+    pub(crate) gone: bool,
 }
 
 impl Filter {
-    pub(super) fn of(page: &Page) -> Result<Self> {
+    pub(crate) fn of(page: &Page) -> Result<Self> {
         let labels = page.all("label").map(|text| match text.split_once('=') {
             Some((name, value)) => (name.to_owned(), Some(value.to_owned())),
             None => (text.to_owned(), None),
@@ -151,7 +151,7 @@ impl Filter {
         Ok(Filter { labels: labels.collect(), snapshot_tag, owner, state, gone })
     }
 
-    pub(super) fn takes(&self, sandbox: &Sandbox, state: SandboxState) -> bool {
+    pub(crate) fn takes(&self, sandbox: &Sandbox, state: SandboxState) -> bool {
         self.state.is_none_or(|wanted| wanted == state)
             && self.takes_tag(sandbox.spec.snapshot_tag.as_deref())
             && self.takes_owner(&sandbox.spec.owner)
@@ -176,7 +176,7 @@ impl Filter {
 }
 
 /// The place of a sandbox in a list: by age, and by id among those of the same instant.
-pub(super) fn place(secs: u64, nanos: u32, id: &str) -> String {
+pub(crate) fn place(secs: u64, nanos: u32, id: &str) -> String {
     format!("{secs:010x}.{nanos:08x}-{id}")
 }
 
@@ -186,7 +186,7 @@ fn may_know(identity: &Identity, gone: &GoneSandbox) -> bool {
 }
 
 /// Those that are gone.
-pub(super) async fn list_gone(
+pub(crate) async fn list_gone(
     app: &App,
     identity: &Identity,
     page: &Page,
@@ -215,7 +215,7 @@ pub(super) async fn list_gone(
 }
 
 /// Middleware: whoever asks for a sandbox that is gone is told when and why.
-pub(super) async fn explain(State(app): State<App>, request: Request, next: Next) -> Response {
+pub(crate) async fn explain(State(app): State<App>, request: Request, next: Next) -> Response {
     let id = request.uri().path().strip_prefix("/v1/sandboxes/").and_then(|rest| rest.split('/').next());
     let asked = id.filter(|id| is_valid_sandbox_id(id)).map(str::to_owned);
     let identity = request.extensions().get::<Identity>().cloned();

@@ -11,7 +11,7 @@ const OWN_ENV: usize = "FORKD_SANDBOX_ID=sb0123456789abcdef\0".len();
 
 /// What an agent would refuse: found before a child is made. Every child keeps its own, and there may be a
 /// thousand.
-pub(super) fn check_envs(envs: &BTreeMap<String, String>) -> Result<()> {
+pub(crate) fn check_envs(envs: &BTreeMap<String, String>) -> Result<()> {
     let length = envs.iter().map(|(name, value)| name.len() + value.len() + 2).sum::<usize>() + OWN_ENV;
     if length > MAX_ENVS {
         let text = format!(

@@ -1,5 +1,8 @@
 //! Making, showing and deleting snapshots.
 
+pub(crate) mod types;
+pub(crate) mod view;
+
 use std::path::PathBuf;
 
 use axum::extract::State;
@@ -9,15 +12,15 @@ use axum::{Extension, Json};
 use forkd_protocol::names::{NAME_RULE, is_valid_name};
 use serde::Deserialize;
 
-use super::App;
-use super::extract::{Body, Id, Params};
-use super::pages::Page;
-use super::requests::Target;
-use super::snapshot_info::{Look, info};
-use super::snapshot_types::{
+use crate::api::App;
+use crate::api::error::ErrorBody;
+use crate::api::extract::{Body, Id, Params};
+use crate::api::middleware::request_log::Target;
+use crate::api::pagination::Page;
+use crate::api::snapshots::types::{
     CompactRequest, LayerInfo, OwnerRequest, SnapshotInfo, SnapshotInfoDetail, SnapshotRequest,
 };
-use crate::api::error::ErrorBody;
+use crate::api::snapshots::view::{Look, info};
 use crate::error::{Code, Error, Result};
 use crate::host::allowed_paths;
 use crate::host::blocking;
@@ -29,7 +32,7 @@ use crate::snapshots::Removal;
 
 /// Whether to wait.
 #[derive(Debug, Default, Deserialize)]
-pub(super) struct Wait {
+pub(crate) struct Wait {
     wait: Option<bool>,
 }
 
@@ -45,7 +48,7 @@ pub(super) struct Wait {
         (status = 502, body = ErrorBody, description = "The guest failed; the end of its console is told"),
     ),
 )]
-pub(super) async fn create(
+pub(crate) async fn create(
     State(app): State<App>,
     Extension(who): Extension<Identity>,
     Params(params): Params<Wait>,
@@ -136,7 +139,7 @@ fn absolute(what: &str, path: String) -> Result<PathBuf> {
     ),
     responses((status = 200, body = Vec<SnapshotInfo>), (status = 400, body = ErrorBody)),
 )]
-pub(super) async fn list(
+pub(crate) async fn list(
     State(app): State<App>,
     Extension(who): Extension<Identity>,
     page: Page,
@@ -155,7 +158,7 @@ pub(super) async fn list(
     get, path = "/v1/snapshots/{tag}", params(("tag" = String, Path)),
     responses((status = 200, body = SnapshotInfo), (status = 404, body = ErrorBody)),
 )]
-pub(super) async fn get(
+pub(crate) async fn get(
     State(app): State<App>,
     Extension(who): Extension<Identity>,
     Id(tag): Id,
@@ -166,7 +169,7 @@ pub(super) async fn get(
 
 /// What is removed with a snapshot.
 #[derive(Debug, Default, Deserialize)]
-pub(super) struct With {
+pub(crate) struct With {
     #[serde(default)]
     cascade: bool,
     #[serde(default)]
@@ -186,7 +189,7 @@ pub(super) struct With {
         (status = 409, body = ErrorBody, description = "Other snapshots are built on it, or a workspace needs it; they are named"),
     ),
 )]
-pub(super) async fn delete(
+pub(crate) async fn delete(
     State(app): State<App>,
     Extension(who): Extension<Identity>,
     Id(tag): Id,
@@ -238,7 +241,7 @@ pub(super) async fn delete(
         (status = 409, body = ErrorBody, description = "It is not on disk, or damaged"),
     ),
 )]
-pub(super) async fn detail(
+pub(crate) async fn detail(
     State(app): State<App>,
     Extension(who): Extension<Identity>,
     Id(tag): Id,
@@ -296,7 +299,7 @@ pub(super) async fn detail(
         (status = 429, body = ErrorBody, description = "The owner may not have as many"),
     ),
 )]
-pub(super) async fn compact(
+pub(crate) async fn compact(
     State(app): State<App>,
     Extension(who): Extension<Identity>,
     Id(tag): Id,
@@ -314,7 +317,7 @@ pub(super) async fn compact(
         (status = 403, body = ErrorBody, description = "Only an admin may"), (status = 404, body = ErrorBody),
     ),
 )]
-pub(super) async fn give(
+pub(crate) async fn give(
     State(app): State<App>,
     Extension(who): Extension<Identity>,
     Id(tag): Id,
@@ -336,7 +339,7 @@ pub(super) async fn give(
         (status = 409, body = ErrorBody, description = "It is not ready"),
     ),
 )]
-pub(super) async fn unload(State(app): State<App>, Id(tag): Id) -> Result<StatusCode> {
+pub(crate) async fn unload(State(app): State<App>, Id(tag): Id) -> Result<StatusCode> {
     app.snapshots.unload(&tag)?;
     Ok(StatusCode::NO_CONTENT)
 }

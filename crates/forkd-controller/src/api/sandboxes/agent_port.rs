@@ -8,10 +8,11 @@ use forkd_protocol::line::{Reply, Request};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::extract::{Id, Ignored, Raw};
-use super::{App, bulk};
 use crate::agent::Room;
+use crate::api::App;
 use crate::api::error::ErrorBody;
+use crate::api::extract::{Id, Ignored, Raw};
+use crate::api::response;
 use crate::error::Result;
 use crate::line;
 
@@ -31,13 +32,13 @@ pub struct LinePort {
     request_body(content = Object, content_type = "application/json"),
     responses((status = 200, body = Object), (status = 404, body = ErrorBody)),
 )]
-pub(super) async fn line(State(app): State<App>, Id(id): Id, Raw(body): Raw) -> Result<Response> {
+pub(crate) async fn line(State(app): State<App>, Id(id): Id, Raw(body): Raw) -> Result<Response> {
     let sandbox = app.registry.known(&id)?;
     let (reply, room) = match Request::parse(&body) {
         Ok(request) => line::answer(&sandbox, &app.config, request).await,
         Err(failure) => (Reply::Failed(failure), Room::default()),
     };
-    Ok(bulk::response(reply.to_line(), room))
+    Ok(response::response(reply.to_line(), room))
 }
 
 /// Opens a port of loopback that speaks the line protocol, or says which one is open.
@@ -45,7 +46,7 @@ pub(super) async fn line(State(app): State<App>, Id(id): Id, Raw(body): Raw) -> 
     put, path = "/v1/sandboxes/{id}/line-port", params(("id" = String, Path)),
     responses((status = 200, body = LinePort), (status = 404, body = ErrorBody)),
 )]
-pub(super) async fn open_port(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<LinePort>> {
+pub(crate) async fn open_port(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<LinePort>> {
     let sandbox = app.registry.known(&id)?;
     Ok(Json(LinePort { target: app.lines.open(&sandbox)?.to_string() }))
 }
@@ -55,7 +56,7 @@ pub(super) async fn open_port(State(app): State<App>, Id(id): Id, _: Ignored) ->
     delete, path = "/v1/sandboxes/{id}/line-port", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = ErrorBody)),
 )]
-pub(super) async fn close_port(State(app): State<App>, Id(id): Id) -> Result<StatusCode> {
+pub(crate) async fn close_port(State(app): State<App>, Id(id): Id) -> Result<StatusCode> {
     let sandbox = app.registry.known(&id)?;
     app.lines.close(&sandbox);
     Ok(StatusCode::NO_CONTENT)
