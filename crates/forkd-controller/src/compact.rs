@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use crate::auth::principal::{EVERYBODY, Identity};
 use crate::branch::{Branch, Stage};
 use crate::error::{Code, Error, Result};
-use crate::identity::{EVERYBODY, Identity};
 use crate::snapshots::{Entry, Snapshots, Work};
 use crate::util::task::{self, Task};
 

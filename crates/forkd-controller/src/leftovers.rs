@@ -10,11 +10,11 @@ use forkd_protocol::control::Request;
 use forkd_protocol::names::is_valid_name;
 use forkd_store::Quota;
 
+use crate::auth::principal::local_owner;
 use crate::branch::{self, Branch, settle};
 use crate::error::{Error, Result};
 use crate::host::lineage::Lineage;
 use crate::host::process::Identity;
-use crate::identity::local_owner;
 use crate::monitor::control_socket::{self, Link};
 use crate::snapshots::{Entry, Snapshots, Work};
 use crate::template::{Adopted, Plan, Record, Standing, Template};

@@ -27,10 +27,10 @@
 //! What goes wrong: `error` is a failure with its cause, `code` what a program reads of it, and `api::error` the
 //! body a client gets.
 
-mod access;
 mod adopt;
 pub mod agent;
 mod api;
+mod auth;
 mod branch;
 mod client_stream;
 mod command;
@@ -48,7 +48,6 @@ pub mod frames;
 mod freeze;
 
 mod host;
-mod identity;
 mod keeper;
 mod ledger;
 mod leftovers;
@@ -61,11 +60,8 @@ mod monitor;
 mod network;
 mod owners;
 mod ownership;
-mod peer;
 mod persist;
 mod phases;
-mod quota;
-mod rate;
 mod refresh;
 mod refusal;
 mod registry;
@@ -81,7 +77,6 @@ mod telemetry;
 mod template;
 mod timeouts;
 mod tls;
-mod tokens;
 mod tree;
 mod undisturbed;
 mod unknown;

@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex};
 use forkd_store::Database;
 use tokio::sync::{mpsc, oneshot};
 
+use crate::auth::principal::LOCAL;
 use crate::error::{Error, Result};
 use crate::host::blocking;
-use crate::identity::LOCAL;
 use crate::snapshots::lock;
 use crate::util::task::{self, Task};
 

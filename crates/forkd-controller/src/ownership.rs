@@ -9,9 +9,9 @@
 
 use std::sync::Arc;
 
+use crate::auth::principal::{Identity, local_owner};
 use crate::branch::Stage;
 use crate::error::{Error, Result};
-use crate::identity::{Identity, local_owner};
 use crate::snapshots::{Entry, Snapshots, no_snapshot};
 use crate::template::Template;
 

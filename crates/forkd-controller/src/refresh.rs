@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::auth::tokens::Tokens;
 use crate::error::Result;
 use crate::host::blocking;
 use crate::tls::Tls;
-use crate::tokens::Tokens;
 
 /// How often it is looked.
 const EVERY: Duration = Duration::from_secs(1);

@@ -12,16 +12,16 @@ use forkd_store::{Facts, Quota};
 use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
 
+use crate::auth::principal::Identity;
+use crate::auth::quota::{Claim, Usage};
 use crate::config::Limits;
 use crate::error::{Code, Error, Result};
 use crate::host::cgroup;
 use crate::host::fd_limit;
 use crate::host::run_dir;
 use crate::host::{Host, blocking, make_private_dir, new_id};
-use crate::identity::Identity;
 use crate::keeper::Origin;
 use crate::ledger::Ledger;
-use crate::quota::{Claim, Usage};
 use crate::rollback::Succession;
 use crate::sandbox::{End, Phase, Sandbox, Spec, Wish};
 use crate::unknown::Remains;

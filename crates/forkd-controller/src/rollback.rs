@@ -20,12 +20,12 @@ use std::time::Instant;
 use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
 
+use crate::auth::principal::Identity;
 use crate::config::Config;
 use crate::error::{Code, Error, Result};
 use crate::host::cgroup::Limits;
 use crate::host::process;
 use crate::host::{Host, blocking, make_private_dir};
-use crate::identity::Identity;
 use crate::keeper::{Birth, Outcome};
 use crate::life::Life;
 use crate::monitor::Monitor;

@@ -17,16 +17,16 @@ use std::time::{Duration, Instant};
 use forkd_protocol::control::{Channel, FdRef, ForkConfig};
 use tokio::sync::mpsc;
 
+use crate::auth::principal::Identity;
+use crate::auth::quota::Claim;
 use crate::config::Config;
 use crate::error::{Code, Error, Result};
 use crate::host::cgroup::{self, Limits};
 use crate::host::{Host, new_id};
-use crate::identity::Identity;
 use crate::keeper::{Birth, Origin};
 use crate::life::{Life, deadline};
 use crate::monitor::boot_files;
 use crate::monitor::control_socket;
-use crate::quota::Claim;
 use crate::registry::{Bound, Registry, Seat};
 use crate::sandbox::{Belongings, History, Record, Sandbox, Spec};
 use crate::snapshots::Snapshots;

@@ -7,15 +7,15 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::auth::principal::Identity;
+use crate::auth::tokens::Tokens;
 use crate::branch::Mode;
 use crate::error::{Code, Error, Result};
-use crate::identity::Identity;
 use crate::life::{IDLE, OnTimeout, PutAway, SUSPENDED, TIMED_OUT, now_unix};
 use crate::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshots::Snapshots;
 use crate::suspend::{self, Suspend};
-use crate::tokens::Tokens;
 use crate::util::stopping::Stopping;
 use crate::util::task::{self, Task};
 use crate::util::time;

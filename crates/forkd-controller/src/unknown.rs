@@ -14,10 +14,10 @@ use forkd_protocol::names::is_valid_name;
 use serde_json::Value;
 use tokio::sync::oneshot;
 
+use crate::auth::principal::local_owner;
 use crate::error::{Code, Error, Result};
 use crate::host::lineage::{Lineage, Lineages};
 use crate::host::process::{self, Identity, Pidfd};
-use crate::identity::local_owner;
 use crate::leftovers::{self, Leftovers};
 use crate::life::Life;
 use crate::registry::{Registry, time};

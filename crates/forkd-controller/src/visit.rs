@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use crate::agent;
+use crate::auth::principal::{Identity, Scope};
 use crate::error::{Code, Error, Result};
-use crate::identity::{Identity, Scope};
 use crate::sandbox::{Phase, Sandbox};
 
 /// Somebody who may talk with the agent of a sandbox.

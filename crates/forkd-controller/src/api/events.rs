@@ -17,10 +17,10 @@ use serde_json::json;
 use super::App;
 use super::extract::Params;
 use crate::api::error::ErrorBody;
+use crate::auth::principal::{Identity, Scope};
+use crate::auth::tokens::Tokens;
 use crate::error::{Error, Result};
-use crate::identity::{Identity, Scope};
 use crate::telemetry::events::{Event, EventKind, News, Since, Subscription};
-use crate::tokens::Tokens;
 use crate::util::stopping::Stopping;
 
 /// How often a client hears that we are still there.

@@ -28,12 +28,13 @@ use utoipa::openapi::{Content, Ref, ResponseBuilder};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::access;
 use crate::api::error::ErrorBody;
 use crate::api::middleware::authenticate::{self, Gate};
 use crate::api::middleware::idempotency::{self, Answers};
 use crate::api::middleware::request_log;
 use crate::api::sandboxes::update;
+use crate::auth::policy;
+use crate::auth::tokens::Tokens;
 use crate::config::Config;
 use crate::error::{Code, Error};
 use crate::frames::{ClientMessage, ExecStreamRequest, RunRequest, ServerEvent};
@@ -41,7 +42,6 @@ use crate::line::ports::Ports;
 use crate::registry::Registry;
 use crate::session;
 use crate::snapshots::Snapshots;
-use crate::tokens::Tokens;
 use crate::util::count::Count;
 use crate::util::stopping::Stopping;
 use crate::workspaces::Workspaces;
@@ -222,7 +222,7 @@ fn served(app: App) -> Router {
         .layer(from_fn_with_state(app.clone(), update::explain))
         .layer(from_fn_with_state(app.answers.clone(), idempotency::once))
         .layer(DefaultBodyLimit::max(max_body))
-        .layer(from_fn_with_state(app.clone(), access::check))
+        .layer(from_fn_with_state(app.clone(), policy::check))
         .layer(from_fn(request_log::note))
         .with_state(app)
 }

@@ -8,8 +8,8 @@ use std::fmt::Write;
 use axum::http::Method;
 use serde_json::Value;
 
-use crate::access;
-use crate::identity::Scope;
+use crate::auth::policy;
+use crate::auth::principal::Scope;
 
 /// The parts of the page, each with how its paths begin; the first that fits has it.
 const PARTS: [(&str, &[&str]); 9] = [
@@ -205,10 +205,10 @@ fn anchor(title: &str) -> String {
 }
 
 fn needs(method: &str, path: &str) -> &'static str {
-    if access::is_open(path) {
+    if policy::is_open(path) {
         return "nothing";
     }
-    match access::needed(&Method::from_bytes(method.as_bytes()).unwrap(), path) {
+    match policy::needed(&Method::from_bytes(method.as_bytes()).unwrap(), path) {
         Scope::Read => "read",
         Scope::Use => "use",
         Scope::Admin => "admin",

@@ -10,9 +10,9 @@ use utoipa::ToSchema;
 use super::App;
 use super::extract::{Body, Id, Ignored};
 use crate::api::error::ErrorBody;
+use crate::auth::tokens::Order;
 use crate::error::Result;
 use crate::host::blocking;
-use crate::tokens::Order;
 
 /// How much somebody may do. Each includes the ones before it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

@@ -6,8 +6,8 @@ use axum::extract::State;
 use axum::{Extension, Json};
 
 use super::App;
+use crate::auth::principal::Identity;
 use crate::branch::{Branch, Mode};
-use crate::identity::Identity;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshots::{Entry, State as Standing, Work};
 use crate::tree::{Named, SandboxFact, SnapshotFact, Tree, grow};

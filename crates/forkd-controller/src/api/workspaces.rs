@@ -13,8 +13,8 @@ use super::pagination::Page;
 use super::sandboxes::memory_limit;
 use crate::api::error::ErrorBody;
 use crate::api::middleware::request_log::Target;
+use crate::auth::principal::Identity;
 use crate::error::{Error, Result};
-use crate::identity::Identity;
 use crate::util::task::{self, Task};
 use crate::workspaces::{Order, Record, Status};
 

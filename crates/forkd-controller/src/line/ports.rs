@@ -21,8 +21,8 @@ use forkd_protocol::line::{Failure, Reply};
 
 use super::{answer, converse, door, say};
 use crate::api::middleware::request_log::made_up;
+use crate::auth::principal::LOCAL;
 use crate::error::{Error, Result};
-use crate::identity::LOCAL;
 use crate::registry::Registry;
 use crate::sandbox::Sandbox;
 use crate::sandbox::Wish;

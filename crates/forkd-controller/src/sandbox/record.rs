@@ -21,7 +21,7 @@ pub(crate) const ROLLED_BACK: &str = "rolled_back";
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Spec {
     /// Whose it is.
-    #[serde(default = "crate::identity::local_owner")]
+    #[serde(default = "crate::auth::principal::local_owner")]
     pub(crate) owner: String,
     /// The image it has; none for a bare guest, which has no agent, either.
     pub(crate) image: Option<String>,

@@ -21,10 +21,10 @@ use crate::api::error::{ErrorBody, Reader};
 use crate::api::extract::Id;
 use crate::api::middleware::request_log::Session;
 use crate::api::sandboxes::exec;
+use crate::auth::principal::Identity;
 use crate::error::Result;
 use crate::exec::counted;
 use crate::frames::{ExecStreamRequest, ServerEvent};
-use crate::identity::Identity;
 use crate::sandbox::{Phase, Sandbox};
 use crate::util::count::Counted;
 

@@ -25,9 +25,9 @@ use tracing::Instrument;
 use crate::api::App;
 use crate::api::error::{ErrorBody, Reader};
 use crate::api::middleware::request_log::Session;
+use crate::auth::principal::Identity;
 use crate::error::{Code, Error, Result};
 use crate::frames::{ClientMessage, MAX_TEXT, ServerEvent};
-use crate::identity::Identity;
 use crate::util::companion::Companion;
 use wire::{Client, Outgoing, read, text, write};
 

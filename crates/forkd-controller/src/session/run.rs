@@ -11,11 +11,11 @@ use crate::api::App;
 use crate::api::error::{ErrorBody, Reader};
 use crate::api::middleware::request_log::Session;
 use crate::api::sandboxes::exec;
+use crate::auth::principal::Identity;
 use crate::error::Result;
 use crate::exec::counted;
 use crate::frames::{ClientMessage, RunRequest, ServerEvent};
 use crate::host::cgroup;
-use crate::identity::Identity;
 use crate::sandbox::Spec;
 
 /// Runs a command in a sandbox of its own, over a WebSocket. The sandbox lives as long as the

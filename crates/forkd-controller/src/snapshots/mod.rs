@@ -16,14 +16,14 @@ use forkd_store::{Quota, Store};
 use tokio::sync::{Notify, Semaphore, watch};
 use tracing::Instrument;
 
+use crate::auth::principal::{Identity, LOCAL, local_owner};
+use crate::auth::quota::check_snapshots;
 use crate::branch::{Branch, Stage, Wish};
 use crate::error::{Code, Error, Result};
 use crate::host::run_dir;
 use crate::host::{Host, blocking, make_private_dir};
-use crate::identity::{Identity, LOCAL, local_owner};
 use crate::leftovers::Leftovers;
 use crate::owners::Owners;
-use crate::quota::check_snapshots;
 use crate::telemetry::events::EventKind;
 use crate::template::Template;
 use crate::unknown::UnknownTemplate;

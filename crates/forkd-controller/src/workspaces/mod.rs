@@ -22,9 +22,9 @@ use forkd_protocol::names::NAME_RULE;
 use tokio::sync::OwnedMutexGuard;
 
 use crate::agent::bringup;
+use crate::auth::principal::Identity;
 use crate::error::{Code, Error, Result};
 use crate::host::{blocking, new_id};
-use crate::identity::Identity;
 use crate::life::Life;
 use crate::registry::{Bound, Registry};
 use crate::sandbox::{Phase, Sandbox};

@@ -30,7 +30,7 @@ pub(crate) struct Record {
     pub(super) version: u32,
     pub(crate) id: String,
     pub(crate) name: String,
-    #[serde(default = "crate::identity::local_owner")]
+    #[serde(default = "crate::auth::principal::local_owner")]
     pub(crate) owner: String,
     /// What its first sandbox was forked from.
     pub(crate) source_snapshot_tag: String,
@@ -57,7 +57,7 @@ impl Record {
             version: VERSION,
             id,
             name: name.to_owned(),
-            owner: crate::identity::local_owner(),
+            owner: crate::auth::principal::local_owner(),
             source_snapshot_tag: source_snapshot_tag.to_owned(),
             current_state_tag: None,
             live_sandbox_id: None,

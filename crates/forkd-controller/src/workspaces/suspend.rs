@@ -1,9 +1,9 @@
 //! Putting a workspace away.
 
 use super::{Record, Status, Workspaces, now_unix};
+use crate::auth::principal::Identity;
 use crate::branch::Mode;
 use crate::error::{Code, Error, Result};
-use crate::identity::Identity;
 use crate::life::{PutAway, SUSPENDED};
 use crate::sandbox::End;
 use crate::suspend::{self, Suspend};

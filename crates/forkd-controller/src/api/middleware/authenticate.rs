@@ -20,12 +20,12 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-use crate::access;
+use crate::auth::peer::Peer;
+use crate::auth::policy;
+use crate::auth::principal::Identity;
+use crate::auth::rate_limit::{Failures, Rates};
+use crate::auth::tokens::{Refusal, Tokens};
 use crate::error::{Code, Error, Result};
-use crate::identity::Identity;
-use crate::peer::Peer;
-use crate::rate::{Failures, Rates};
-use crate::tokens::{Refusal, Tokens};
 
 /// Who is let in over TCP.
 #[derive(Debug, Clone)]
@@ -54,7 +54,7 @@ pub(crate) fn fill_random(bytes: &mut [u8]) -> Result<()> {
 
 /// Middleware for TCP: lets a request pass, or answers it with the reason why not.
 pub(crate) async fn check(State(gate): State<Gate>, mut request: Request, next: Next) -> Response {
-    let open = access::is_open(request.uri().path());
+    let open = policy::is_open(request.uri().path());
     if let Err(error) = check_source(request.headers(), request.uri(), gate.abroad) {
         return error.into_response();
     }

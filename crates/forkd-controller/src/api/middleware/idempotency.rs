@@ -26,9 +26,9 @@ use crate::agent::{self, Room};
 use crate::api::error::ErrorBody;
 use crate::api::extract::in_time;
 use crate::api::response;
+use crate::auth::principal::Identity;
 use crate::error::{Code, Error, Result};
 use crate::host::blocking;
-use crate::identity::Identity;
 use crate::life::now_unix;
 use crate::util::task::{self, Task};
 

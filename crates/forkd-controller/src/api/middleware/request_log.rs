@@ -20,8 +20,8 @@ use axum::response::Response;
 use tracing::Instrument;
 
 use crate::api::error::{self, Reader};
-use crate::identity::Identity;
-use crate::peer::Peer;
+use crate::auth::peer::Peer;
+use crate::auth::principal::Identity;
 use crate::telemetry::Telling;
 use crate::telemetry::audit::Line;
 use crate::telemetry::otlp::{self, Context, Over};

@@ -17,9 +17,9 @@ use serde::Deserialize;
 use crate::api::App;
 use crate::api::error::ErrorBody;
 use crate::api::extract::{Id, Params};
+use crate::auth::principal::Identity;
 use crate::error::Result;
 use crate::host::blocking;
-use crate::identity::Identity;
 use crate::monitor::console::{self, printable};
 use crate::sandbox::Phase;
 

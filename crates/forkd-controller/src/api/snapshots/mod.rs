@@ -21,12 +21,12 @@ use crate::api::snapshots::types::{
     CompactRequest, LayerInfo, OwnerRequest, SnapshotInfo, SnapshotInfoDetail, SnapshotRequest,
 };
 use crate::api::snapshots::view::{Look, info};
+use crate::auth::principal::{EVERYBODY, Identity};
+use crate::auth::quota::Claim;
 use crate::error::{Code, Error, Result};
 use crate::host::allowed_paths;
 use crate::host::blocking;
-use crate::identity::{EVERYBODY, Identity};
 use crate::making::{From, Order};
-use crate::quota::Claim;
 use crate::registry::{check, check_image};
 use crate::snapshots::Removal;
 

@@ -9,10 +9,10 @@ use forkd_store::{BaseImage, Facts, Snapshot};
 
 use crate::api::App;
 use crate::api::snapshots::types::{Progress, SnapshotInfo, SnapshotPhase, SnapshotStatus, TemplateInfo};
+use crate::auth::principal::Identity;
 use crate::branch::Branch;
 use crate::error::{Error, Result};
 use crate::host::blocking;
-use crate::identity::Identity;
 use crate::loading::check_image;
 use crate::making::{From, Phase};
 use crate::snapshots::{Entry, Making, State as Standing, Work};

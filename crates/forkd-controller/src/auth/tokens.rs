@@ -17,8 +17,8 @@ use forkd_store::{Database, Quota, Token, TokenHash};
 use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
 use crate::api::middleware::authenticate::fill_random;
+use crate::auth::principal::{FIRST_TOKEN, Identity, LOCAL, Proof, Scope};
 use crate::error::{Code, Error, Result};
-use crate::identity::{FIRST_TOKEN, Identity, LOCAL, Proof, Scope};
 use crate::life::now_unix;
 
 /// The longest token.

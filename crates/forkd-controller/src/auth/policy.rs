@@ -10,8 +10,8 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
 use crate::api::App;
+use crate::auth::principal::{EVERYBODY, Identity, Scope};
 use crate::error::{Code, Error, Result};
-use crate::identity::{EVERYBODY, Identity, Scope};
 
 /// The scope a route needs. One that nobody has decided about is for admins.
 pub(crate) fn needed(method: &Method, path: &str) -> Scope {
