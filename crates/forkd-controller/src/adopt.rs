@@ -14,12 +14,12 @@ use crate::freeze::Owed;
 use crate::host::cgroup::Limits;
 use crate::host::process::{self, Identity, Pidfd};
 use crate::keeper::Origin;
-use crate::leftovers::{self, Leftovers, STOP_WAIT};
 use crate::monitor::{self, Monitor};
 use crate::registry::{Registry, time};
 use crate::rollback;
 use crate::sandbox::{Belongings, END, End, Phase, Record, Sandbox};
-use crate::template::Adopted;
+use crate::snapshot::adopt::{self, Leftovers, STOP_WAIT};
+use crate::snapshot::template::Adopted;
 use crate::unknown::{self, Unread};
 use crate::util::records::Found;
 
@@ -224,7 +224,7 @@ async fn end(id: &str, folder: &Path, identity: Option<Identity>, child: Option<
     }
     tracing::info!(sandbox = id, "left behind by a daemon that was killed; removing it");
     // It may have been forked and not recorded: its socket leads to it.
-    let stopped = leftovers::stop(folder).await;
+    let stopped = adopt::stop(folder).await;
     if let (Err(_), Some((template, Adopted::Alive(pid, _told)))) = (stopped, child) {
         kill(pid, template);
     }

@@ -13,8 +13,8 @@ use crate::command::Command;
 use crate::error::{Error, Result};
 use crate::registry::Registry;
 use crate::sandbox::{Phase, Sandbox};
-use crate::snapshots::{Entry, Snapshots};
-use crate::template::Template;
+use crate::snapshot::registry::{Entry, Snapshots};
+use crate::snapshot::template::Template;
 use crate::util::stopping::Stopping;
 
 /// Why a sandbox is paused that no client paused, in one word and in one sentence.

@@ -37,7 +37,7 @@ use crate::host::Host;
 use crate::line::ports::Ports;
 use crate::registry::Registry;
 use crate::sandbox::{Belongings, Phase, Sandbox, Spec};
-use crate::snapshots::Snapshots;
+use crate::snapshot::registry::Snapshots;
 use crate::telemetry::Telling;
 use crate::util::count::Count;
 use crate::util::stopping::{Stop, Stopping};

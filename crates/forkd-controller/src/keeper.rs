@@ -22,9 +22,9 @@ use crate::monitor::control_socket;
 use crate::monitor::{Launch, Monitor, MonitorEnd};
 use crate::rollback::Succession;
 use crate::sandbox::{END, End, Phase, ROLLED_BACK, Sandbox, Wish};
+use crate::snapshot::template::{Asked, lost};
 use crate::telemetry::metrics;
 use crate::telemetry::otlp::Over;
-use crate::template::{Asked, lost};
 
 /// How a sandbox comes to be.
 #[derive(Debug)]

@@ -33,9 +33,9 @@ use crate::monitor::boot_files;
 use crate::monitor::control_socket;
 use crate::registry::Registry;
 use crate::sandbox::{END, End, Phase, RECORD, Record, Sandbox, Spec, Wish, child_name};
-use crate::snapshots::{Entry, Snapshots, State};
+use crate::snapshot::registry::{Entry, Snapshots, State};
+use crate::snapshot::template::Template;
 use crate::spawn::{Attached, attach};
-use crate::template::Template;
 
 /// The folder within a sandbox's in which its next process is prepared.
 pub(crate) const NEXT: &str = "next";

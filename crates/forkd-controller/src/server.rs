@@ -39,8 +39,8 @@ use crate::lock::DataLock;
 use crate::refresh;
 use crate::refusal::{Asked, Worded};
 use crate::registry::Registry;
-use crate::retention;
-use crate::snapshots::Snapshots;
+use crate::snapshot::gc;
+use crate::snapshot::registry::Snapshots;
 use crate::suspend;
 use crate::telemetry::Telling;
 use crate::timeouts::Timeouts;
@@ -176,9 +176,9 @@ pub async fn serve_until(
         Ok(needed)
     };
     let snapshots = app.snapshots.clone();
-    task::keep_running(Task::Retention, move || retention::keep_few(snapshots.clone(), needed.clone()));
+    task::keep_running(Task::Retention, move || gc::keep_few(snapshots.clone(), needed.clone()));
     let snapshots = app.snapshots.clone();
-    task::keep_running(Task::Unload, move || retention::unload_unused(snapshots.clone()));
+    task::keep_running(Task::Unload, move || gc::unload_unused(snapshots.clone()));
     let (waiting, until) = (app.registry.clone(), stopping.clone());
     task::keep_running(Task::DiskSpace, move || disk_space::resume_waiting(waiting.clone(), until.clone()));
     let timeouts = Timeouts {

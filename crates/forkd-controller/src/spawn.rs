@@ -29,11 +29,11 @@ use crate::monitor::boot_files;
 use crate::monitor::control_socket;
 use crate::registry::{Bound, Registry, Seat};
 use crate::sandbox::{Belongings, History, Record, Sandbox, Spec};
-use crate::snapshots::Snapshots;
+use crate::snapshot::registry::Snapshots;
 
+use crate::snapshot::template::Template;
 use crate::telemetry::metrics;
 use crate::telemetry::otlp;
-use crate::template::Template;
 use crate::util::task::{self, Task};
 
 /// What is asked for.

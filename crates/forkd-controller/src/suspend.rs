@@ -30,7 +30,7 @@ use crate::error::{Code, Error, Result};
 use crate::life::{Life, Suspending};
 use crate::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
-use crate::snapshots::{Entry, Removal, Snapshots, State};
+use crate::snapshot::registry::{Entry, Removal, Snapshots, State};
 use crate::util::task::{self, Task};
 use crate::workspaces::Workspaces;
 

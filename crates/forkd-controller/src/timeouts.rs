@@ -14,7 +14,7 @@ use crate::error::{Code, Error, Result};
 use crate::life::{IDLE, OnTimeout, PutAway, SUSPENDED, TIMED_OUT, now_unix};
 use crate::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
-use crate::snapshots::Snapshots;
+use crate::snapshot::registry::Snapshots;
 use crate::suspend::{self, Suspend};
 use crate::util::stopping::Stopping;
 use crate::util::task::{self, Task};

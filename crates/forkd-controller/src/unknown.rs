@@ -18,12 +18,12 @@ use crate::auth::principal::local_owner;
 use crate::error::{Code, Error, Result};
 use crate::host::lineage::{Lineage, Lineages};
 use crate::host::process::{self, Identity, Pidfd};
-use crate::leftovers::{self, Leftovers};
 use crate::life::Life;
 use crate::registry::{Registry, time};
 use crate::sandbox::{Belongings, Phase, Record, Sandbox, Spec, Wish, child_name};
-use crate::snapshots::lock;
-use crate::template::{self, Adopted, Template};
+use crate::snapshot::adopt::{self, Leftovers};
+use crate::snapshot::registry::lock;
+use crate::snapshot::template::{self, Adopted, Template};
 use crate::util::records::{self, Kept};
 
 /// Why a sandbox is in state `unknown`, in one word.
@@ -93,7 +93,7 @@ impl Remains {
         if let Some((_, process)) = &self.process {
             return process.end(&self.id).await;
         }
-        while leftovers::stop(&self.folder).await.is_err() {
+        while adopt::stop(&self.folder).await.is_err() {
             tracing::error!(
                 id = self.id,
                 "a process whose record cannot be read does not stop; trying again"

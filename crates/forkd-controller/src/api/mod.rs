@@ -41,7 +41,7 @@ use crate::frames::{ClientMessage, ExecStreamRequest, RunRequest, ServerEvent};
 use crate::line::ports::Ports;
 use crate::registry::Registry;
 use crate::session;
-use crate::snapshots::Snapshots;
+use crate::snapshot::registry::Snapshots;
 use crate::util::count::Count;
 use crate::util::stopping::Stopping;
 use crate::workspaces::Workspaces;
@@ -54,7 +54,7 @@ pub use crate::api::snapshots::types::{
     BranchRequest, CompactRequest, LayerInfo, OwnerRequest, Progress, SnapshotInfo, SnapshotInfoDetail,
     SnapshotPhase, SnapshotRequest, SnapshotStatus, TemplateInfo,
 };
-pub use crate::tree::{Tree, TreeHow, TreeKind, TreeNode};
+pub use crate::snapshot::tree::{Tree, TreeHow, TreeKind, TreeNode};
 pub use tokens::{NewToken, TokenInfo, TokenRequest, TokenScope};
 pub use types::{
     CreateRequest, EvalReply, EvalRequest, ExecReply, ExecRequest, Health, PauseInfo, PingReply, SandboxInfo,

@@ -9,8 +9,8 @@ use super::App;
 use crate::auth::principal::Identity;
 use crate::branch::{Branch, Mode};
 use crate::sandbox::{Phase, Sandbox};
-use crate::snapshots::{Entry, State as Standing, Work};
-use crate::tree::{Named, SandboxFact, SnapshotFact, Tree, grow};
+use crate::snapshot::registry::{Entry, State as Standing, Work};
+use crate::snapshot::tree::{Named, SandboxFact, SnapshotFact, Tree, grow};
 
 /// Who came from whom: all snapshots and sandboxes there are for whoever asks, and those that are gone but were
 /// above them.

@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use super::{Branch, Wish};
 use crate::error::{Code, Error, Result};
 use crate::sandbox::{Phase, Sandbox};
-use crate::snapshots::Snapshots;
+use crate::snapshot::registry::Snapshots;
 
 /// From this many frozen layers on, a branch waits until they are merged: a monitor takes few more.
 const CROWDED: usize = 18;

@@ -23,10 +23,10 @@ use crate::error::{Code, Error, Result};
 use crate::host::cgroup::{Leaf, Leaving};
 use crate::host::new_id;
 use crate::sandbox::{Phase, Sandbox};
-use crate::snapshots::{Entry, Snapshots, Work};
+use crate::snapshot::registry::{Entry, Snapshots, Work};
+use crate::snapshot::template::{Standing, Template};
 use crate::telemetry::metrics;
 use crate::telemetry::otlp::{self, Over};
-use crate::template::{Standing, Template};
 use crate::util::task::{self, Task};
 
 pub(crate) use crowd::Disks;

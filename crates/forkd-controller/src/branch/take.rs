@@ -20,8 +20,8 @@ use crate::host::{blocking, make_private_dir};
 use crate::monitor::Monitor;
 use crate::monitor::control_socket;
 use crate::sandbox::{Phase, Sandbox};
-use crate::snapshots::Snapshots;
-use crate::template::{Source, Standing, Template};
+use crate::snapshot::registry::Snapshots;
+use crate::snapshot::template::{Source, Standing, Template};
 use crate::util::task::{self, Task};
 
 /// How often the daemon looks, for seconds each time, whether a source has given back a layer.

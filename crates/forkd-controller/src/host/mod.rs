@@ -31,8 +31,8 @@ use crate::host::images::Finder;
 use crate::host::lineage::{Lineage, Lineages};
 use crate::network::{Slots, chain};
 use crate::sandbox::Belongings;
+use crate::snapshot::template::Template;
 use crate::telemetry::Telling;
-use crate::template::Template;
 use crate::util::task::{self, Task};
 
 /// The host.

@@ -33,9 +33,9 @@ use crate::life::{Activity, Life};
 use crate::monitor::boot_files;
 use crate::monitor::console;
 use crate::network::{Hold, chain};
+use crate::snapshot::template::Template;
 use crate::telemetry::Telling;
 use crate::telemetry::otlp;
-use crate::template::Template;
 use crate::timeouts::Attempt;
 use crate::util::count::Count;
 

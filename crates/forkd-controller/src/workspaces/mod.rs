@@ -28,7 +28,7 @@ use crate::host::{blocking, new_id};
 use crate::life::Life;
 use crate::registry::{Bound, Registry};
 use crate::sandbox::{Phase, Sandbox};
-use crate::snapshots::Snapshots;
+use crate::snapshot::registry::Snapshots;
 use crate::spawn::{self, spawn};
 use crate::telemetry::events::{About, EventKind};
 use crate::util::task::{self, Task};

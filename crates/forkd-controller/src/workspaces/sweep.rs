@@ -7,7 +7,7 @@ use super::{Record, Workspace, Workspaces};
 use crate::error::Result;
 use crate::host::blocking;
 use crate::sandbox::Sandbox;
-use crate::snapshots::Removal;
+use crate::snapshot::registry::Removal;
 
 impl Workspaces {
     /// Removes what a workspace has no use for any more, if nobody else has.

@@ -26,9 +26,9 @@ use crate::auth::quota::Claim;
 use crate::error::{Code, Error, Result};
 use crate::host::allowed_paths;
 use crate::host::blocking;
-use crate::making::{From, Order};
 use crate::registry::{check, check_image};
-use crate::snapshots::Removal;
+use crate::snapshot::create::{From, Order};
+use crate::snapshot::registry::Removal;
 
 /// Whether to wait.
 #[derive(Debug, Default, Deserialize)]

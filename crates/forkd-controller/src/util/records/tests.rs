@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use super::*;
 use crate::host::process::{self, Identity};
 use crate::sandbox::{End, Record};
-use crate::template;
+use crate::snapshot::template;
 use crate::workspaces;
 
 fn golden(name: &str, version: u32) -> Vec<u8> {

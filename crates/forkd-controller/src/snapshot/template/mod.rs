@@ -5,8 +5,6 @@
 //! they end. When the last handle is dropped the process is ended and its folder removed. A task of
 //! its own owns the connection: requests are pipelined, replies come in their order.
 
-mod keeper;
-
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -29,7 +27,7 @@ use crate::monitor::{Forked, Monitor, Parts, Replacement, replace_request};
 use crate::util::records::{self, Found, Kept};
 use crate::util::task::{self, Task};
 
-use keeper::{Ask, Keeper, Note, Pending, process};
+use crate::snapshot::template::connection::{Ask, Keeper, Note, Pending, process};
 
 /// The file in a template's folder that says whose it is. Written when the template is complete.
 pub(crate) const RECORD: &str = "template.json";
@@ -336,5 +334,6 @@ pub(crate) fn lost() -> Error {
     Error::new(Code::TemplateEnded, "the template ended; ask again: a new one is started from the snapshot")
 }
 
+pub(crate) mod connection;
 #[cfg(test)]
 pub(crate) mod tests;

@@ -13,8 +13,8 @@ use crate::host::lineage::Lineage;
 use crate::host::{Host, blocking, make_private_dir, new_id};
 use crate::monitor::boot_files;
 use crate::monitor::{Launch, Monitor};
-use crate::snapshots::Snapshots;
-use crate::template::{About, Plan, Source, Standing, Template};
+use crate::snapshot::registry::Snapshots;
+use crate::snapshot::template::{About, Plan, Source, Standing, Template};
 
 impl Snapshots {
     pub(crate) async fn load(&self, tag: &str) -> Result<Arc<Template>> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::auth::principal::{EVERYBODY, Identity};
 use crate::branch::{Branch, Stage};
 use crate::error::{Code, Error, Result};
-use crate::snapshots::{Entry, Snapshots, Work};
+use crate::snapshot::registry::{Entry, Snapshots, Work};
 use crate::util::task::{self, Task};
 
 impl Snapshots {

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use crate::auth::principal::{Identity, local_owner};
 use crate::branch::Stage;
 use crate::error::{Error, Result};
-use crate::snapshots::{Entry, Snapshots, no_snapshot};
-use crate::template::Template;
+use crate::snapshot::registry::{Entry, Snapshots, no_snapshot};
+use crate::snapshot::template::Template;
 
 impl Snapshots {
     /// A snapshot they may look at and fork from; one they may not is none.

@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, oneshot};
 use crate::auth::principal::LOCAL;
 use crate::error::{Error, Result};
 use crate::host::blocking;
-use crate::snapshots::lock;
+use crate::snapshot::registry::lock;
 use crate::util::task::{self, Task};
 
 /// As many changes are written at once.

@@ -4,8 +4,6 @@
 //! from making the snapshot. One that is current no more (unloaded, deleted, lost) lives on as long as
 //! its children do: see [`Template`].
 
-mod entry;
-
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -22,14 +20,14 @@ use crate::branch::{Branch, Stage, Wish};
 use crate::error::{Code, Error, Result};
 use crate::host::run_dir;
 use crate::host::{Host, blocking, make_private_dir};
-use crate::leftovers::Leftovers;
-use crate::owners::Owners;
+use crate::snapshot::adopt::Leftovers;
+use crate::snapshot::owner_records::Owners;
+use crate::snapshot::template::Template;
 use crate::telemetry::events::EventKind;
-use crate::template::Template;
 use crate::unknown::UnknownTemplate;
 use crate::util::task::{self, Task};
 
-pub(crate) use entry::{Entry, Making, State, Work};
+pub(crate) use crate::snapshot::entry::{Entry, Making, State, Work};
 
 /// Savers at a time: more would only wait for each other's disk.
 const SAVERS: usize = 2;
@@ -171,13 +169,13 @@ impl Snapshots {
     /// when it is over.
     pub(crate) fn make(
         self: &Arc<Self>,
-        order: crate::making::Order,
+        order: crate::snapshot::create::Order,
         who: &Identity,
         room: impl Send + 'static,
     ) -> Result<(Arc<Entry>, Arc<Making>)> {
         let making = Arc::new(Making {
             begun_at_unix: crate::agent::bringup::unix_nanos() / 1_000_000_000,
-            phase: watch::Sender::new(crate::making::Phase::Booting),
+            phase: watch::Sender::new(crate::snapshot::create::Phase::Booting),
             cancelled: watch::Sender::new(false),
             done: watch::Sender::new(false),
             order,
@@ -199,7 +197,7 @@ impl Snapshots {
 
     async fn finish(&self, entry: Arc<Entry>, making: Arc<Making>) {
         let made = match self.record_owner(&entry).await {
-            Ok(()) => crate::making::make(self, &making).await,
+            Ok(()) => crate::snapshot::create::make(self, &making).await,
             Err(error) => Err(error),
         };
         match made {

@@ -13,7 +13,7 @@ use forkd_store::Snapshot;
 use crate::branch::Mode;
 use crate::config::Limits;
 use crate::error::Result;
-use crate::snapshots::{Entry, Removal, Snapshots, State, Work};
+use crate::snapshot::registry::{Entry, Removal, Snapshots, State, Work};
 
 /// How often it is looked for branches that have become too old, or are not needed any more.
 const EVERY: Duration = Duration::from_secs(30);

@@ -11,36 +11,36 @@ use forkd_protocol::control::{Event, FdRef, MAX_CHILD_NAME, Message, Reply, Requ
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 
-use super::Asked;
 use crate::error::{Error, Result};
 use crate::host::lineage::Lineage;
 use crate::host::process::{Pidfd, child_pidfd};
 use crate::monitor::Forked;
 use crate::monitor::console;
 use crate::monitor::control_socket::Link;
+use crate::snapshot::template::Asked;
 
 /// Ends acknowledged with one message.
 const ACKNOWLEDGE: usize = 256;
 /// How long a template may say nothing while it owes an answer. Everything it does takes milliseconds; one that
 /// hangs would hold up whoever wants a child of it for ever.
-pub(super) const SILENCE: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 60 });
+pub(crate) const SILENCE: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 60 });
 
 /// How many events that mean nothing to the daemon a template may send. A daemon that took it over may hear of
 /// children that the daemon before asked for and never saw: no more than fit into a socket.
-pub(super) const MAX_STRAYS: usize = 512;
+pub(crate) const MAX_STRAYS: usize = 512;
 
 /// A request, and who waits for the answer.
 #[derive(Debug)]
-pub(super) struct Ask {
-    pub(super) request: Request,
-    pub(super) fds: Vec<OwnedFd>,
-    pub(super) pending: Pending,
+pub(crate) struct Ask {
+    pub(crate) request: Request,
+    pub(crate) fds: Vec<OwnedFd>,
+    pub(crate) pending: Pending,
     /// Of a process: who waits for its end.
-    pub(super) ended: Option<oneshot::Sender<WaitStatus>>,
+    pub(crate) ended: Option<oneshot::Sender<WaitStatus>>,
 }
 
 #[derive(Debug)]
-pub(super) enum Note {
+pub(crate) enum Note {
     /// The end of this child is recorded.
     Acknowledge(String),
     /// The daemon stops: let the process run on.
@@ -49,7 +49,7 @@ pub(super) enum Note {
 
 /// What a reply is the answer to, and who waits for it.
 #[derive(Debug)]
-pub(super) enum Pending {
+pub(crate) enum Pending {
     Process(String, oneshot::Sender<Result<Forked>>),
     Layers(oneshot::Sender<Result<Vec<Vec<OwnedFd>>>>),
     Replaced(oneshot::Sender<Result<()>>),
@@ -57,7 +57,7 @@ pub(super) enum Pending {
 }
 
 /// A request for a process.
-pub(super) fn process(name: String, request: Request, fds: Vec<OwnedFd>) -> (Ask, Asked) {
+pub(crate) fn process(name: String, request: Request, fds: Vec<OwnedFd>) -> (Ask, Asked) {
     let (reply, forked) = oneshot::channel();
     let (tell_end, ended) = oneshot::channel();
     let ask = Ask { request, fds, pending: Pending::Process(name, reply), ended: Some(tell_end) };
@@ -66,22 +66,22 @@ pub(super) fn process(name: String, request: Request, fds: Vec<OwnedFd>) -> (Ask
 
 /// The task that owns the connection.
 #[derive(Debug)]
-pub(super) struct Keeper {
-    pub(super) id: String,
-    pub(super) pid: i32,
-    pub(super) lineage: Arc<Lineage>,
-    pub(super) link: Link,
-    pub(super) pidfd: Arc<Pidfd>,
-    pub(super) asks: mpsc::Receiver<Ask>,
-    pub(super) noted: mpsc::UnboundedReceiver<Note>,
-    pub(super) pending: VecDeque<Pending>,
+pub(crate) struct Keeper {
+    pub(crate) id: String,
+    pub(crate) pid: i32,
+    pub(crate) lineage: Arc<Lineage>,
+    pub(crate) link: Link,
+    pub(crate) pidfd: Arc<Pidfd>,
+    pub(crate) asks: mpsc::Receiver<Ask>,
+    pub(crate) noted: mpsc::UnboundedReceiver<Note>,
+    pub(crate) pending: VecDeque<Pending>,
     /// Who waits for which child's end.
-    pub(super) ends: HashMap<String, oneshot::Sender<WaitStatus>>,
-    pub(super) acknowledged: Vec<String>,
+    pub(crate) ends: HashMap<String, oneshot::Sender<WaitStatus>>,
+    pub(crate) acknowledged: Vec<String>,
     /// How many events came that mean nothing to the daemon.
-    pub(super) strays: usize,
+    pub(crate) strays: usize,
     /// Since when it owes an answer, or when it gave the last one. Events are no answers.
-    pub(super) heard_at: Instant,
+    pub(crate) heard_at: Instant,
 }
 
 /// Why a keeper stops.
@@ -96,7 +96,7 @@ enum Over {
 
 impl Keeper {
     /// Returns when nobody needs the process any more; whether it is gone.
-    pub(super) async fn keep(
+    pub(crate) async fn keep(
         mut self,
         child: Option<std::process::Child>,
         gone: watch::Sender<bool>,

@@ -18,7 +18,6 @@ use forkd_store::{Contents, Draft, MAX_DEPTH, Measured, Snapshot};
 
 use crate::branch::{Branch, TakenFrom, Wish};
 use crate::command::Command;
-use crate::discard::HeldDraft;
 use crate::disk_space::is_shortage;
 use crate::error::{Code, Error, Result};
 use crate::host::handed_layers::are_kept;
@@ -29,9 +28,10 @@ use crate::host::{blocking, new_id};
 use crate::monitor::boot_files;
 use crate::monitor::console;
 use crate::monitor::{Forked, Replacement};
-use crate::snapshots::{Entry, Snapshots};
+use crate::snapshot::held_draft::HeldDraft;
+use crate::snapshot::registry::{Entry, Snapshots};
+use crate::snapshot::template::{self, Asked, Standing, Template};
 use crate::telemetry::metrics;
-use crate::template::{self, Asked, Standing, Template};
 use crate::util::count::Count;
 
 /// How long writing a snapshot may take: a slow disk takes a minute for some GiB.
@@ -499,7 +499,7 @@ fn replacements(files: &[Option<(u8, OwnedFd)>]) -> Result<Vec<Option<Replacemen
 mod tests {
     use super::*;
     use crate::fake_guest::FakeDaemon;
-    use crate::template::tests::Fake;
+    use crate::snapshot::template::tests::Fake;
     use tokio::sync::oneshot;
 
     /// The runtime has one thread, which must not wait for the disk.

@@ -289,7 +289,7 @@ async fn a_template_that_tells_of_children_without_end_is_ended() {
         let flooded = fake.flooded.load(Ordering::SeqCst);
         // A flood is ended for its number: what the daemon takes, and what fits into the socket. One that drips is
         // ended before that, for its silence: events are no answers.
-        let most = if how == "drip" { keeper::MAX_STRAYS } else { 8 * keeper::MAX_STRAYS };
+        let most = if how == "drip" { connection::MAX_STRAYS } else { 8 * connection::MAX_STRAYS };
         assert!(flooded < most, "{how}: {flooded} events were taken");
     }
 }

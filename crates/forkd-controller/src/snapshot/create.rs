@@ -20,14 +20,14 @@ use crate::error::{Code, Error, Result};
 use crate::host::handed_layers::are_kept;
 use crate::host::images::Assets;
 use crate::host::{blocking, new_id};
-use crate::loading::Ground;
 use crate::monitor::boot_files;
 use crate::monitor::console;
 use crate::monitor::{Launch, Monitor};
-use crate::persist::{self, Job};
 use crate::registry::combine;
-use crate::snapshots::{Making, Snapshots};
-use crate::template::{Source, Standing, Template};
+use crate::snapshot::load::Ground;
+use crate::snapshot::registry::{Making, Snapshots};
+use crate::snapshot::save::{self, Job};
+use crate::snapshot::template::{Source, Standing, Template};
 
 /// What a snapshot is made of.
 #[derive(Debug, Clone)]
@@ -161,7 +161,7 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
             making.cancelled().await;
             cancelled()
         };
-        let snapshot = persist::save(snapshots, &template, job, drop, unwanted).await?;
+        let snapshot = save::save(snapshots, &template, job, drop, unwanted).await?;
         if let Err(error) = template.record(Standing::Saved(snapshot.id().to_owned())) {
             tracing::warn!(tag = making.order.tag, %error, "cannot record a template");
         }

@@ -7,12 +7,12 @@ use forkd_protocol::names::is_valid_sandbox_id;
 use forkd_store::Snapshot;
 use tokio::sync::watch;
 
-use super::lock;
 use crate::branch::{Branch, Stage, Wish};
 use crate::error::{Code, Error, Result};
+use crate::snapshot::registry::lock;
+use crate::snapshot::template::{Standing, Template};
 use crate::telemetry::Telling;
 use crate::telemetry::events::{About, EventKind};
-use crate::template::{Standing, Template};
 use crate::unknown::{self, UnknownTemplate};
 
 /// One snapshot.
@@ -21,11 +21,11 @@ pub(crate) struct Entry {
     pub(crate) tag: String,
     owner: Mutex<String>,
     state: Mutex<State>,
-    pub(super) current: Mutex<Option<Arc<Template>>>,
+    pub(crate) current: Mutex<Option<Arc<Template>>>,
     /// When a template was last asked for, or came to be.
     used: Mutex<Instant>,
     /// Held by whoever starts a template: one at a time.
-    pub(super) starting: tokio::sync::Mutex<()>,
+    pub(crate) starting: tokio::sync::Mutex<()>,
     telling: Arc<Telling>,
 }
 
@@ -54,7 +54,7 @@ pub(crate) enum Work {
 
 impl Work {
     /// The memory of the guest it is made of.
-    pub(super) fn mem_mib(&self) -> u64 {
+    pub(crate) fn mem_mib(&self) -> u64 {
         match self {
             Work::Making(making) => making.order.mem_mib,
             Work::Branch(branch) => branch.guest.mem_size_mib,
@@ -62,7 +62,7 @@ impl Work {
     }
 
     /// Nobody wants it any more: returns when it is over.
-    pub(super) async fn cancel(&self) {
+    pub(crate) async fn cancel(&self) {
         match self {
             Work::Making(making) => {
                 making.cancelled.send_replace(true);
@@ -79,11 +79,11 @@ impl Work {
 /// A snapshot that is being made.
 #[derive(Debug)]
 pub(crate) struct Making {
-    pub(crate) order: crate::making::Order,
+    pub(crate) order: crate::snapshot::create::Order,
     pub(crate) begun_at_unix: u64,
-    pub(crate) phase: watch::Sender<crate::making::Phase>,
-    pub(super) cancelled: watch::Sender<bool>,
-    pub(super) done: watch::Sender<bool>,
+    pub(crate) phase: watch::Sender<crate::snapshot::create::Phase>,
+    pub(crate) cancelled: watch::Sender<bool>,
+    pub(crate) done: watch::Sender<bool>,
 }
 
 impl Making {
@@ -94,7 +94,7 @@ impl Making {
 }
 
 impl Entry {
-    pub(super) fn new(tag: &str, owner: &str, state: State, telling: Arc<Telling>) -> Arc<Self> {
+    pub(crate) fn new(tag: &str, owner: &str, state: State, telling: Arc<Telling>) -> Arc<Self> {
         let (state, current, starting) = (Mutex::new(state), Mutex::default(), Default::default());
         let (owner, used) = (Mutex::new(owner.to_owned()), Mutex::new(Instant::now()));
         Arc::new(Entry { tag: tag.to_owned(), owner, state, current, used, starting, telling })
@@ -111,13 +111,13 @@ impl Entry {
     }
 
     /// What events say of it: its tag, and the sandbox it is being branched from.
-    pub(super) fn about(&self) -> About {
+    pub(crate) fn about(&self) -> About {
         let sandbox = self.branch().map(|branch| branch.source.clone());
         let sandbox = sandbox.filter(|source| is_valid_sandbox_id(source));
         About { snapshot: Some(self.tag.clone()), sandbox, owner: Some(self.owner()), ..About::default() }
     }
 
-    pub(super) fn tell(&self, kind: EventKind, about: About) {
+    pub(crate) fn tell(&self, kind: EventKind, about: About) {
         self.telling.events.emit(kind, about);
     }
 
@@ -151,7 +151,7 @@ impl Entry {
     }
 
     /// Its live template, for children.
-    pub(super) fn use_current(&self) -> Option<Arc<Template>> {
+    pub(crate) fn use_current(&self) -> Option<Arc<Template>> {
         *lock(&self.used) = Instant::now();
         self.current()
     }
