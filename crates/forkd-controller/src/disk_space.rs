@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use forkd_store::Snapshot;
 
 use crate::branch::Branch;
-use crate::command::Command;
 use crate::error::{Error, Result};
-use crate::registry::Registry;
+use crate::sandbox::command::Command;
+use crate::sandbox::registry::Registry;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshot::registry::{Entry, Snapshots};
 use crate::snapshot::template::Template;

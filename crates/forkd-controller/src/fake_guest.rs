@@ -35,7 +35,7 @@ use crate::client_stream::ClientStream;
 use crate::config::{Config, Timing};
 use crate::host::Host;
 use crate::line::ports::Ports;
-use crate::registry::Registry;
+use crate::sandbox::registry::Registry;
 use crate::sandbox::{Belongings, Phase, Sandbox, Spec};
 use crate::snapshot::registry::Snapshots;
 use crate::telemetry::Telling;

@@ -27,13 +27,11 @@
 //! What goes wrong: `error` is a failure with its cause, `code` what a program reads of it, and `api::error` the
 //! body a client gets.
 
-mod adopt;
 pub mod agent;
 mod api;
 mod auth;
 mod branch;
 mod client_stream;
-mod command;
 mod config;
 mod disk_space;
 mod error;
@@ -43,34 +41,23 @@ mod fake_guest;
 #[cfg(test)]
 mod fake_process;
 pub mod frames;
-mod freeze;
 
 mod host;
-mod keeper;
-mod ledger;
-mod life;
 mod line;
 mod lock;
 mod monitor;
 mod network;
-mod phases;
 mod refresh;
 mod refusal;
-mod registry;
-mod rollback;
 mod sandbox;
 mod server;
 mod session;
 mod snapshot;
-mod spawn;
 mod suspend;
 mod telemetry;
 mod timeouts;
 mod tls;
-mod undisturbed;
-mod unknown;
 mod util;
-mod visit;
 mod workspaces;
 
 pub use api::error::ErrorBody;
@@ -84,7 +71,7 @@ pub use api::{
 };
 pub use config::{Config, DEFAULT_DATA_DIR, DEFAULT_PORT, DEFAULT_SOCKET, Limits, Timing, TlsFiles};
 pub use error::{Code, Error, Result, Retry};
-pub use life::OnTimeout;
+pub use sandbox::lifetime::OnTimeout;
 pub use server::{Ready, serve, serve_until};
 pub use telemetry::events::{About, Event, EventKind};
 pub use util::time as clock;

@@ -18,7 +18,6 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Semaphore;
 use tower::ServiceExt;
 
-use crate::adopt;
 use crate::api::middleware::authenticate::Gate;
 use crate::api::middleware::idempotency::Answers;
 use crate::api::{self, App};
@@ -38,7 +37,8 @@ use crate::line::ports::Ports;
 use crate::lock::DataLock;
 use crate::refresh;
 use crate::refusal::{Asked, Worded};
-use crate::registry::Registry;
+use crate::sandbox::adopt;
+use crate::sandbox::registry::Registry;
 use crate::snapshot::gc;
 use crate::snapshot::registry::Snapshots;
 use crate::suspend;

@@ -27,8 +27,8 @@ use tokio::sync::OwnedMutexGuard;
 
 use crate::branch::{self, Mode, Stage};
 use crate::error::{Code, Error, Result};
-use crate::life::{Life, Suspending};
-use crate::registry::Registry;
+use crate::sandbox::lifetime::{Life, Suspending};
+use crate::sandbox::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshot::registry::{Entry, Removal, Snapshots, State};
 use crate::util::task::{self, Task};

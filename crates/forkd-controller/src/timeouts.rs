@@ -11,8 +11,8 @@ use crate::auth::principal::Identity;
 use crate::auth::tokens::Tokens;
 use crate::branch::Mode;
 use crate::error::{Code, Error, Result};
-use crate::life::{IDLE, OnTimeout, PutAway, SUSPENDED, TIMED_OUT, now_unix};
-use crate::registry::Registry;
+use crate::sandbox::lifetime::{IDLE, OnTimeout, PutAway, SUSPENDED, TIMED_OUT, now_unix};
+use crate::sandbox::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshot::registry::Snapshots;
 use crate::suspend::{self, Suspend};
@@ -223,7 +223,10 @@ fn move_deadline(sandbox: &Sandbox, secs: i64) -> Result<()> {
     amend(sandbox, |_, deadline| *deadline = deadline.map(|at| at.saturating_add_signed(secs)))
 }
 
-fn amend(sandbox: &Sandbox, change: impl FnOnce(&mut crate::life::Life, &mut Option<u64>)) -> Result<()> {
+fn amend(
+    sandbox: &Sandbox,
+    change: impl FnOnce(&mut crate::sandbox::lifetime::Life, &mut Option<u64>),
+) -> Result<()> {
     sandbox.amend(change).map_err(|error| Error::host("cannot write down what becomes of a sandbox", error))
 }
 

@@ -39,7 +39,7 @@ use crate::config::Config;
 use crate::error::{Code, Error};
 use crate::frames::{ClientMessage, ExecStreamRequest, RunRequest, ServerEvent};
 use crate::line::ports::Ports;
-use crate::registry::Registry;
+use crate::sandbox::registry::Registry;
 use crate::session;
 use crate::snapshot::registry::Snapshots;
 use crate::util::count::Count;

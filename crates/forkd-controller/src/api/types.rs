@@ -9,7 +9,7 @@ use utoipa::ToSchema;
 use super::error::ErrorBody;
 use crate::error::code::Code;
 
-use crate::life::OnTimeout;
+use crate::sandbox::lifetime::OnTimeout;
 
 /// `GET /healthz`.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]

@@ -19,7 +19,7 @@ use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 use crate::api::middleware::authenticate::fill_random;
 use crate::auth::principal::{FIRST_TOKEN, Identity, LOCAL, Proof, Scope};
 use crate::error::{Code, Error, Result};
-use crate::life::now_unix;
+use crate::sandbox::lifetime::now_unix;
 
 /// The longest token.
 const MAX_TOKEN: usize = 4096;

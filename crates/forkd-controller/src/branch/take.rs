@@ -9,9 +9,7 @@ use forkd_protocol::agent::FreezeSync;
 use forkd_protocol::control::{BranchConfig, Channel, FdRef};
 
 use super::{Branch, Taken, TakenFrom};
-use crate::command::{Born, Command};
 use crate::error::{Code, Error, Result};
-use crate::freeze::freeze;
 use crate::host::cgroup::Limits;
 use crate::host::handed_layers::are_kept;
 use crate::host::images::reopen;
@@ -19,6 +17,8 @@ use crate::host::lineage::Lineage;
 use crate::host::{blocking, make_private_dir};
 use crate::monitor::Monitor;
 use crate::monitor::control_socket;
+use crate::sandbox::command::{Born, Command};
+use crate::sandbox::quiesce::freeze;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshot::registry::Snapshots;
 use crate::snapshot::template::{Source, Standing, Template};

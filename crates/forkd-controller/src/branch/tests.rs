@@ -15,8 +15,8 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open};
 use super::*;
 use crate::fake_guest::{FakeDaemon, eventually};
 use crate::fake_process::{Shell, runs};
-use crate::keeper::Origin as Came;
 use crate::monitor::{Launch, Monitor};
+use crate::sandbox::supervisor::Origin as Came;
 use crate::sandbox::{Belongings, Spec};
 
 /// For what comes by itself, on a busy computer too.

@@ -23,9 +23,9 @@ use super::{answer, converse, door, say};
 use crate::api::middleware::request_log::made_up;
 use crate::auth::principal::LOCAL;
 use crate::error::{Error, Result};
-use crate::registry::Registry;
 use crate::sandbox::Sandbox;
 use crate::sandbox::Wish;
+use crate::sandbox::registry::Registry;
 use crate::telemetry::audit::Line;
 use crate::util::task::{self, Task};
 

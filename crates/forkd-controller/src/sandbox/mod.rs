@@ -5,8 +5,21 @@
 //! request that goes away leaves nothing half done, and a sandbox that ends tells everybody who
 //! waits for it at once.
 
+pub(crate) mod adopt;
+pub(crate) mod agent_call;
+pub(crate) mod archive;
+pub(crate) mod command;
 pub(crate) mod envs;
+pub(crate) mod lifetime;
+pub(crate) mod quiesce;
 mod record;
+pub(crate) mod registry;
+pub(crate) mod rollback;
+pub(crate) mod spawn;
+pub(crate) mod state;
+pub(crate) mod supervisor;
+pub(crate) mod unknown;
+pub(crate) mod visit;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -22,17 +35,17 @@ use tokio::sync::{OwnedMutexGuard, mpsc, watch};
 
 use crate::agent::{self, Agent, Endpoint};
 use crate::branch::Disks;
-use crate::command::{self, Command};
 use crate::disk_space::DISK_FULL_DETAIL;
 use crate::error::{Code, Error, Result};
 use crate::host::Host;
 use crate::host::cgroup::Leaf;
 use crate::host::lineage::Lineage;
 use crate::host::process_stats::Pauses;
-use crate::life::{Activity, Life};
 use crate::monitor::boot_files;
 use crate::monitor::console;
 use crate::network::{Hold, chain};
+use crate::sandbox::command::Command;
+use crate::sandbox::lifetime::{Activity, Life};
 use crate::snapshot::template::Template;
 use crate::telemetry::Telling;
 use crate::telemetry::otlp;

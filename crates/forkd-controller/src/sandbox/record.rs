@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
-use crate::life::{IDLE, Life, SUSPENDED, TIMED_OUT};
+use crate::sandbox::lifetime::{IDLE, Life, SUSPENDED, TIMED_OUT};
 use crate::util::records::{self, Found, Kept};
 
 /// The file in a forked sandbox's folder that says what it is.

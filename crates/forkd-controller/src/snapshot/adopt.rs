@@ -16,9 +16,9 @@ use crate::error::{Error, Result};
 use crate::host::lineage::Lineage;
 use crate::host::process::Identity;
 use crate::monitor::control_socket::{self, Link};
+use crate::sandbox::unknown::{UnknownTemplate, Unread};
 use crate::snapshot::registry::{Entry, Snapshots, Work};
 use crate::snapshot::template::{Adopted, Plan, Record, Standing, Template};
-use crate::unknown::{UnknownTemplate, Unread};
 use crate::util::records::Found;
 use crate::util::task::{self, Task};
 

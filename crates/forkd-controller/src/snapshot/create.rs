@@ -23,7 +23,7 @@ use crate::host::{blocking, new_id};
 use crate::monitor::boot_files;
 use crate::monitor::console;
 use crate::monitor::{Launch, Monitor};
-use crate::registry::combine;
+use crate::sandbox::registry::combine;
 use crate::snapshot::load::Ground;
 use crate::snapshot::registry::{Making, Snapshots};
 use crate::snapshot::save::{self, Job};

@@ -9,11 +9,11 @@ use tokio::sync::watch;
 
 use crate::branch::{Branch, Stage, Wish};
 use crate::error::{Code, Error, Result};
+use crate::sandbox::unknown::{self, UnknownTemplate};
 use crate::snapshot::registry::lock;
 use crate::snapshot::template::{Standing, Template};
 use crate::telemetry::Telling;
 use crate::telemetry::events::{About, EventKind};
-use crate::unknown::{self, UnknownTemplate};
 
 /// One snapshot.
 #[derive(Debug)]

@@ -20,11 +20,11 @@ use crate::branch::{Branch, Stage, Wish};
 use crate::error::{Code, Error, Result};
 use crate::host::run_dir;
 use crate::host::{Host, blocking, make_private_dir};
+use crate::sandbox::unknown::UnknownTemplate;
 use crate::snapshot::adopt::Leftovers;
 use crate::snapshot::owner_records::Owners;
 use crate::snapshot::template::Template;
 use crate::telemetry::events::EventKind;
-use crate::unknown::UnknownTemplate;
 use crate::util::task::{self, Task};
 
 pub(crate) use crate::snapshot::entry::{Entry, Making, State, Work};

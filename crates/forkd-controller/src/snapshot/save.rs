@@ -17,7 +17,6 @@ use forkd_protocol::control::{
 use forkd_store::{Contents, Draft, MAX_DEPTH, Measured, Snapshot};
 
 use crate::branch::{Branch, TakenFrom, Wish};
-use crate::command::Command;
 use crate::disk_space::is_shortage;
 use crate::error::{Code, Error, Result};
 use crate::host::handed_layers::are_kept;
@@ -28,6 +27,7 @@ use crate::host::{blocking, new_id};
 use crate::monitor::boot_files;
 use crate::monitor::console;
 use crate::monitor::{Forked, Replacement};
+use crate::sandbox::command::Command;
 use crate::snapshot::held_draft::HeldDraft;
 use crate::snapshot::registry::{Entry, Snapshots};
 use crate::snapshot::template::{self, Asked, Standing, Template};

@@ -25,11 +25,11 @@ use crate::agent::bringup;
 use crate::auth::principal::Identity;
 use crate::error::{Code, Error, Result};
 use crate::host::{blocking, new_id};
-use crate::life::Life;
-use crate::registry::{Bound, Registry};
+use crate::sandbox::lifetime::Life;
+use crate::sandbox::registry::{Bound, Registry};
+use crate::sandbox::spawn::{self, spawn};
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshot::registry::Snapshots;
-use crate::spawn::{self, spawn};
 use crate::telemetry::events::{About, EventKind};
 use crate::util::task::{self, Task};
 

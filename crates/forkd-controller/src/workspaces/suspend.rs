@@ -4,8 +4,8 @@ use super::{Record, Status, Workspaces, now_unix};
 use crate::auth::principal::Identity;
 use crate::branch::Mode;
 use crate::error::{Code, Error, Result};
-use crate::life::{PutAway, SUSPENDED};
 use crate::sandbox::End;
+use crate::sandbox::lifetime::{PutAway, SUSPENDED};
 use crate::suspend::{self, Suspend};
 use crate::telemetry::events::EventKind;
 

@@ -29,7 +29,7 @@ use crate::api::response;
 use crate::auth::principal::Identity;
 use crate::error::{Code, Error, Result};
 use crate::host::blocking;
-use crate::life::now_unix;
+use crate::sandbox::lifetime::now_unix;
 use crate::util::task::{self, Task};
 
 /// The header a key comes in.

@@ -35,15 +35,15 @@ use crate::error::{Code, Error, Result};
 use crate::host::blocking;
 use crate::host::cgroup;
 use crate::host::process_stats;
-use crate::life::{Life, check_labels, check_secs};
 use crate::line;
 use crate::monitor::console::printable;
-use crate::registry::Bound;
 use crate::sandbox::envs::check_envs;
+use crate::sandbox::lifetime::{Life, check_labels, check_secs};
+use crate::sandbox::registry::Bound;
+use crate::sandbox::spawn::{Order, Spawned, spawn};
+use crate::sandbox::unknown::{self, UNREADABLE};
+use crate::sandbox::visit::Visit;
 use crate::sandbox::{Phase, Sandbox, Spec};
-use crate::spawn::{Order, Spawned, spawn};
-use crate::unknown::{self, UNREADABLE};
-use crate::visit::Visit;
 
 /// The most children of one request.
 const MAX_CHILDREN: u32 = 1000;

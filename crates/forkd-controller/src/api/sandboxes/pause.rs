@@ -12,7 +12,7 @@ use crate::api::sandboxes::info;
 use crate::api::types::SandboxInfo;
 use crate::auth::principal::Identity;
 use crate::error::{Code, Error, Result};
-use crate::rollback::roll_back;
+use crate::sandbox::rollback::roll_back;
 use crate::sandbox::{Phase, Sandbox};
 use crate::util::task::{self, Task};
 

@@ -16,8 +16,8 @@ use crate::api::pagination::Page;
 use crate::api::types::SandboxState;
 use crate::auth::principal::{Identity, Scope};
 use crate::error::{Code, Error, Result};
-use crate::life::{OnTimeout, check_labels, check_secs, deadline};
 use crate::sandbox::Sandbox;
+use crate::sandbox::lifetime::{OnTimeout, check_labels, check_secs, deadline};
 use crate::util::time::timestamp;
 
 /// What is to be changed about a sandbox. What is absent stays.

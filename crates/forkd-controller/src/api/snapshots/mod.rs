@@ -26,7 +26,7 @@ use crate::auth::quota::Claim;
 use crate::error::{Code, Error, Result};
 use crate::host::allowed_paths;
 use crate::host::blocking;
-use crate::registry::{check, check_image};
+use crate::sandbox::registry::{check, check_image};
 use crate::snapshot::create::{From, Order};
 use crate::snapshot::registry::Removal;
 

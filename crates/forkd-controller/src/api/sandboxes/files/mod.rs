@@ -26,8 +26,8 @@ use crate::api::response;
 use crate::auth::principal::Identity;
 use crate::error::{Code, Error, Result};
 use crate::sandbox::Sandbox;
+use crate::sandbox::visit::Visit;
 use crate::util::task::{self, Task};
-use crate::visit::Visit;
 
 /// How long what a refused upload still sends is read, so that its client sees the answer, not a reset.
 const DISCARD: Duration = Duration::from_secs(2);

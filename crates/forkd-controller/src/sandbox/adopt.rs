@@ -10,17 +10,17 @@ use forkd_protocol::control::WaitStatus;
 use forkd_protocol::names::is_valid_sandbox_id;
 
 use crate::error::{Error, Result};
-use crate::freeze::Owed;
 use crate::host::cgroup::Limits;
 use crate::host::process::{self, Identity, Pidfd};
-use crate::keeper::Origin;
 use crate::monitor::{self, Monitor};
-use crate::registry::{Registry, time};
-use crate::rollback;
+use crate::sandbox::quiesce::Owed;
+use crate::sandbox::registry::{Registry, time};
+use crate::sandbox::rollback;
+use crate::sandbox::supervisor::Origin;
+use crate::sandbox::unknown::{self, Unread};
 use crate::sandbox::{Belongings, END, End, Phase, Record, Sandbox};
 use crate::snapshot::adopt::{self, Leftovers, STOP_WAIT};
 use crate::snapshot::template::Adopted;
-use crate::unknown::{self, Unread};
 use crate::util::records::Found;
 
 /// Takes over the sandboxes in the registry's folder.

@@ -8,8 +8,8 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use crate::agent::{self, Agent};
-use crate::command::Command;
 use crate::error::Result;
+use crate::sandbox::command::Command;
 use crate::sandbox::{Phase, Sandbox, Wish};
 use crate::util::count::Counted;
 use crate::util::task::{self, Task};

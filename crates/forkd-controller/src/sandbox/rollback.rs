@@ -26,16 +26,16 @@ use crate::error::{Code, Error, Result};
 use crate::host::cgroup::Limits;
 use crate::host::process;
 use crate::host::{Host, blocking, make_private_dir};
-use crate::keeper::{Birth, Outcome};
-use crate::life::Life;
 use crate::monitor::Monitor;
 use crate::monitor::boot_files;
 use crate::monitor::control_socket;
-use crate::registry::Registry;
+use crate::sandbox::lifetime::Life;
+use crate::sandbox::registry::Registry;
+use crate::sandbox::spawn::{Attached, attach};
+use crate::sandbox::supervisor::{Birth, Outcome};
 use crate::sandbox::{END, End, Phase, RECORD, Record, Sandbox, Spec, Wish, child_name};
 use crate::snapshot::registry::{Entry, Snapshots, State};
 use crate::snapshot::template::Template;
-use crate::spawn::{Attached, attach};
 
 /// The folder within a sandbox's in which its next process is prepared.
 pub(crate) const NEXT: &str = "next";

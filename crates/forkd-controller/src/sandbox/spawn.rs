@@ -23,11 +23,11 @@ use crate::config::Config;
 use crate::error::{Code, Error, Result};
 use crate::host::cgroup::{self, Limits};
 use crate::host::{Host, new_id};
-use crate::keeper::{Birth, Origin};
-use crate::life::{Life, deadline};
 use crate::monitor::boot_files;
 use crate::monitor::control_socket;
-use crate::registry::{Bound, Registry, Seat};
+use crate::sandbox::lifetime::{Life, deadline};
+use crate::sandbox::registry::{Bound, Registry, Seat};
+use crate::sandbox::supervisor::{Birth, Origin};
 use crate::sandbox::{Belongings, History, Record, Sandbox, Spec};
 use crate::snapshot::registry::Snapshots;
 

@@ -13,7 +13,7 @@ use tokio::sync::{mpsc, oneshot};
 use crate::error::Result;
 use crate::host::blocking;
 use crate::host::process::boot_id;
-use crate::life::now_unix;
+use crate::sandbox::lifetime::now_unix;
 use crate::sandbox::{End, Phase, ROLLED_BACK, Sandbox};
 use crate::util::task::{self, Task};
 

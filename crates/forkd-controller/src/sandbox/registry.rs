@@ -20,11 +20,11 @@ use crate::host::cgroup;
 use crate::host::fd_limit;
 use crate::host::run_dir;
 use crate::host::{Host, blocking, make_private_dir, new_id};
-use crate::keeper::Origin;
-use crate::ledger::Ledger;
-use crate::rollback::Succession;
+use crate::sandbox::archive::Ledger;
+use crate::sandbox::rollback::Succession;
+use crate::sandbox::supervisor::Origin;
+use crate::sandbox::unknown::Remains;
 use crate::sandbox::{End, Phase, Sandbox, Spec, Wish};
-use crate::unknown::Remains;
 use crate::util::count::Count;
 use crate::util::task::{self, Task};
 
