@@ -41,7 +41,7 @@ use crate::snapshot::registry::Snapshots;
 use crate::telemetry::Telling;
 use crate::util::count::Count;
 use crate::util::stopping::{Stop, Stopping};
-use crate::workspaces::Workspaces;
+use crate::workspace::Workspaces;
 
 /// The sandbox.
 pub(crate) const ID: &str = "sbfake";

@@ -33,7 +33,6 @@ mod auth;
 mod branch;
 mod client_stream;
 mod config;
-mod disk_space;
 mod error;
 mod exec;
 #[cfg(test)]
@@ -43,6 +42,7 @@ mod fake_process;
 pub mod frames;
 
 mod host;
+mod lifecycle;
 mod line;
 mod lock;
 mod monitor;
@@ -53,12 +53,10 @@ mod sandbox;
 mod server;
 mod session;
 mod snapshot;
-mod suspend;
 mod telemetry;
-mod timeouts;
 mod tls;
 mod util;
-mod workspaces;
+mod workspace;
 
 pub use api::error::ErrorBody;
 pub use api::{

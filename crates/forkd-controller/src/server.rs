@@ -24,15 +24,17 @@ use crate::api::{self, App};
 use crate::auth::peer::Peer;
 use crate::auth::rate_limit::Rates;
 use crate::auth::tokens::Tokens;
+use crate::branch::suspend;
 use crate::client_stream::{ClientStream, Patience};
 use crate::config::Config;
-use crate::disk_space;
 use crate::error::{Error, Result};
 use crate::host::fd_limit;
 use crate::host::oom;
 use crate::host::run_dir;
 use crate::host::unix_socket;
 use crate::host::{Host, blocking, make_private_dir};
+use crate::lifecycle::disk_full;
+use crate::lifecycle::timeouts::Timeouts;
 use crate::line::ports::Ports;
 use crate::lock::DataLock;
 use crate::refresh;
@@ -41,14 +43,12 @@ use crate::sandbox::adopt;
 use crate::sandbox::registry::Registry;
 use crate::snapshot::gc;
 use crate::snapshot::registry::Snapshots;
-use crate::suspend;
 use crate::telemetry::Telling;
-use crate::timeouts::Timeouts;
 use crate::tls::Tls;
 use crate::util::count::Count;
 use crate::util::stopping::{Stop, Stopping};
 use crate::util::task::{self, Task, Vital};
-use crate::workspaces::Workspaces;
+use crate::workspace::Workspaces;
 
 /// After how long without a word it is asked whether a client is still there.
 const KEEP_ALIVE: Duration = Duration::from_secs(60);
@@ -180,7 +180,7 @@ pub async fn serve_until(
     let snapshots = app.snapshots.clone();
     task::keep_running(Task::Unload, move || gc::unload_unused(snapshots.clone()));
     let (waiting, until) = (app.registry.clone(), stopping.clone());
-    task::keep_running(Task::DiskSpace, move || disk_space::resume_waiting(waiting.clone(), until.clone()));
+    task::keep_running(Task::DiskSpace, move || disk_full::resume_waiting(waiting.clone(), until.clone()));
     let timeouts = Timeouts {
         registry: app.registry.clone(),
         snapshots: app.snapshots.clone(),

@@ -44,7 +44,7 @@ use crate::session;
 use crate::snapshot::registry::Snapshots;
 use crate::util::count::Count;
 use crate::util::stopping::Stopping;
-use crate::workspaces::Workspaces;
+use crate::workspace::Workspaces;
 
 pub use crate::api::sandboxes::agent_port::LinePort;
 pub use crate::api::sandboxes::files::{FileInfo, FileKind, FileList, FileWritten};

@@ -16,7 +16,7 @@ use crate::api::middleware::request_log::Target;
 use crate::auth::principal::Identity;
 use crate::error::{Error, Result};
 use crate::util::task::{self, Task};
-use crate::workspaces::{Order, Record, Status};
+use crate::workspace::{Order, Record, Status};
 
 /// A workspace to make.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]

@@ -6,9 +6,6 @@
 //! lose the right to write to what is shared now; what the template is is written down, and then whose it is. From
 //! then on children can be forked from it, also by the next daemon. How it comes to disk is `persist`'s.
 
-mod crowd;
-mod take;
-
 use std::fs::File;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -29,10 +26,10 @@ use crate::telemetry::metrics;
 use crate::telemetry::otlp::{self, Over};
 use crate::util::task::{self, Task};
 
-pub(crate) use crowd::Disks;
-use crowd::Place;
-pub(crate) use take::settle;
-use take::take;
+pub(crate) use crate::branch::admission::Disks;
+use crate::branch::admission::Place;
+pub(crate) use crate::branch::capture::settle;
+use crate::branch::capture::take;
 
 /// How long a branch that nobody waits for is left to its first children. Moving it to a cgroup of its own holds
 /// up whoever forks then; so does a saver, which is a fork of the template, and it takes turns with children on
@@ -467,5 +464,8 @@ fn made_up(sandbox: &str) -> Result<String> {
     Ok(format!("branch-{sandbox}-{now}-{:02x}{:02x}", random[0], random[1]))
 }
 
+pub(crate) mod admission;
+pub(crate) mod capture;
+pub(crate) mod suspend;
 #[cfg(test)]
 mod tests;

@@ -35,12 +35,13 @@ use tokio::sync::{OwnedMutexGuard, mpsc, watch};
 
 use crate::agent::{self, Agent, Endpoint};
 use crate::branch::Disks;
-use crate::disk_space::DISK_FULL_DETAIL;
 use crate::error::{Code, Error, Result};
 use crate::host::Host;
 use crate::host::cgroup::Leaf;
 use crate::host::lineage::Lineage;
 use crate::host::process_stats::Pauses;
+use crate::lifecycle::disk_full::DISK_FULL_DETAIL;
+use crate::lifecycle::timeouts::Attempt;
 use crate::monitor::boot_files;
 use crate::monitor::console;
 use crate::network::{Hold, chain};
@@ -49,7 +50,6 @@ use crate::sandbox::lifetime::{Activity, Life};
 use crate::snapshot::template::Template;
 use crate::telemetry::Telling;
 use crate::telemetry::otlp;
-use crate::timeouts::Attempt;
 use crate::util::count::Count;
 
 pub(crate) use record::{END, End, History, RECORD, ROLLED_BACK, Record, Spec, child_name};

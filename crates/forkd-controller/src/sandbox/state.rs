@@ -3,7 +3,7 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::disk_space::{DISK_FULL, DISK_FULL_DETAIL};
+use crate::lifecycle::disk_full::{DISK_FULL, DISK_FULL_DETAIL};
 use crate::sandbox::{Phase, ROLLED_BACK, Sandbox};
 use crate::telemetry::events::{About, EventKind};
 use crate::util::time;

@@ -17,13 +17,13 @@ use forkd_protocol::control::{
 use forkd_store::{Contents, Draft, MAX_DEPTH, Measured, Snapshot};
 
 use crate::branch::{Branch, TakenFrom, Wish};
-use crate::disk_space::is_shortage;
 use crate::error::{Code, Error, Result};
 use crate::host::handed_layers::are_kept;
 use crate::host::images::reopen;
 use crate::host::oom;
 use crate::host::process;
 use crate::host::{blocking, new_id};
+use crate::lifecycle::disk_full::is_shortage;
 use crate::monitor::boot_files;
 use crate::monitor::console;
 use crate::monitor::{Forked, Replacement};

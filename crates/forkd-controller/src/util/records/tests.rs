@@ -9,7 +9,7 @@ use super::*;
 use crate::host::process::{self, Identity};
 use crate::sandbox::{End, Record};
 use crate::snapshot::template;
-use crate::workspaces;
+use crate::workspace;
 
 fn golden(name: &str, version: u32) -> Vec<u8> {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
@@ -48,8 +48,8 @@ fn every_record_is_written_as_in_its_golden_file_and_every_version_is_read() {
     let names = |record: &Value| record.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
     assert_eq!(names(&own), names(&value(&golden("process", Identity::VERSION))));
     assert_eq!(own["version"], Identity::VERSION);
-    let workspace = golden("workspace", workspaces::VERSION);
-    assert_eq!(value(&workspaces::read_and_write(&workspace, "box")), value(&workspace));
+    let workspace = golden("workspace", workspace::VERSION);
+    assert_eq!(value(&workspace::read_and_write(&workspace, "box")), value(&workspace));
 }
 
 #[test]

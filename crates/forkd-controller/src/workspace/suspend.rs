@@ -1,13 +1,13 @@
 //! Putting a workspace away.
 
-use super::{Record, Status, Workspaces, now_unix};
 use crate::auth::principal::Identity;
 use crate::branch::Mode;
+use crate::branch::suspend::{self, Suspend};
 use crate::error::{Code, Error, Result};
 use crate::sandbox::End;
 use crate::sandbox::lifetime::{PutAway, SUSPENDED};
-use crate::suspend::{self, Suspend};
 use crate::telemetry::events::EventKind;
+use crate::workspace::{Record, Status, Workspaces, now_unix};
 
 impl Workspaces {
     /// Puts a workspace away: its sandbox is branched, on disk, and ended. With `diff` what is stored is

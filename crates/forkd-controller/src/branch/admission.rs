@@ -10,7 +10,7 @@ use std::time::Duration;
 use tokio::sync::{Mutex, OwnedMutexGuard, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::timeout;
 
-use super::{Branch, Wish};
+use crate::branch::{Branch, Wish};
 use crate::error::{Code, Error, Result};
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshot::registry::Snapshots;
@@ -44,7 +44,7 @@ impl Default for Disks {
 
 impl Disks {
     /// Whether they take hardly another layer.
-    pub(super) fn are_crowded(&self) -> bool {
+    pub(crate) fn are_crowded(&self) -> bool {
         *self.frozen.borrow() >= CROWDED
     }
 
@@ -58,7 +58,7 @@ impl Disks {
 
 /// A place among those who branch, or want to.
 #[derive(Debug)]
-pub(super) enum Place {
+pub(crate) enum Place {
     /// Among those who may.
     Taking(OwnedSemaphorePermit),
     /// Among those who wait for a sandbox.
@@ -67,14 +67,14 @@ pub(super) enum Place {
 
 /// The right to take a branch now.
 #[derive(Debug)]
-pub(super) struct Turn {
+pub(crate) struct Turn {
     _permit: OwnedSemaphorePermit,
     _first: Option<OwnedMutexGuard<()>>,
 }
 
 impl Snapshots {
     /// A place for a branch of `sandbox`, if there is one.
-    pub(super) fn place(&self, sandbox: &Sandbox) -> Result<Place> {
+    pub(crate) fn place(&self, sandbox: &Sandbox) -> Result<Place> {
         if !sandbox.disks.are_crowded() {
             let permit = self.branching.clone().try_acquire_owned();
             return permit.map(Place::Taking).map_err(|_| self.no_place());
@@ -91,7 +91,7 @@ impl Snapshots {
     }
 
     /// Returns when `branch`, which has that place, may be taken; an error if it is not wanted any more.
-    pub(super) async fn turn(&self, sandbox: &Sandbox, branch: &Branch, place: Place) -> Result<Turn> {
+    pub(crate) async fn turn(&self, sandbox: &Sandbox, branch: &Branch, place: Place) -> Result<Turn> {
         let _waiting = match place {
             Place::Taking(_permit) => return Ok(Turn { _permit, _first: None }),
             Place::Waiting(waiting) => waiting,

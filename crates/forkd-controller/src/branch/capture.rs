@@ -8,7 +8,7 @@ use std::sync::Arc;
 use forkd_protocol::agent::FreezeSync;
 use forkd_protocol::control::{BranchConfig, Channel, FdRef};
 
-use super::{Branch, Taken, TakenFrom};
+use crate::branch::{Branch, Taken, TakenFrom};
 use crate::error::{Code, Error, Result};
 use crate::host::cgroup::Limits;
 use crate::host::handed_layers::are_kept;
@@ -36,7 +36,7 @@ struct Prepared {
 }
 
 /// Takes the branch: the template, and what it shares with its source.
-pub(super) async fn take(
+pub(crate) async fn take(
     snapshots: &Snapshots,
     sandbox: &Arc<Sandbox>,
     branch: &Branch,

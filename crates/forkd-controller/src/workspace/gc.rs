@@ -3,21 +3,21 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::{Record, Workspace, Workspaces};
 use crate::error::Result;
 use crate::host::blocking;
 use crate::sandbox::Sandbox;
 use crate::snapshot::registry::Removal;
+use crate::workspace::{Record, Workspace, Workspaces};
 
 impl Workspaces {
     /// Removes what a workspace has no use for any more, if nobody else has.
-    pub(super) async fn sweep(&self, name: &str) {
+    pub(crate) async fn sweep(&self, name: &str) {
         if let Ok((workspace, _turn)) = self.take_turn(name).await {
             self.sweep_retired(name, &workspace).await;
         }
     }
 
-    pub(super) async fn sweep_retired(&self, name: &str, workspace: &Workspace) {
+    pub(crate) async fn sweep_retired(&self, name: &str, workspace: &Workspace) {
         let Ok(record) = self.usable(name, workspace) else { return };
         let mut kept = Vec::new();
         for tag in &record.retired {
@@ -59,7 +59,7 @@ impl Workspaces {
 
     /// Removes the name; layers stay as long as others are built on them. What was given to somebody else is
     /// theirs.
-    pub(super) async fn remove_snapshot(&self, tag: &str, owner: &str) -> Result<()> {
+    pub(crate) async fn remove_snapshot(&self, tag: &str, owner: &str) -> Result<()> {
         if self.snapshots.get(tag).is_ok_and(|entry| entry.owner() != owner) {
             return Ok(());
         }

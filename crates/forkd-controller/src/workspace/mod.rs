@@ -1,7 +1,7 @@
 //! Workspaces: sandboxes with a name, that can be put away and taken out again.
 //!
 //! A workspace is a record on disk (`record`) and, while it runs, a sandbox like any other. To suspend it is
-//! to suspend that sandbox (`crate::suspend`, with its crash rules); to resume it is to fork a sandbox from there.
+//! to suspend that sandbox (`crate::branch::suspend`, with its crash rules); to resume it is to fork a sandbox from there.
 //! So it outlives the daemon and the host; a sandbox that was lost with them leaves it `stale`, to be resumed from
 //! its last state.
 //!
@@ -10,9 +10,9 @@
 //! names its workspace before it is forked. So whatever is cut off when, the next daemon finds each
 //! sandbox that its workspace does not know of, ends it, and removes each tag nobody needs.
 
+pub(crate) mod gc;
 mod record;
 mod suspend;
-mod sweep;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -32,7 +32,7 @@ use crate::sandbox::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshot::registry::{Entry, Removal, Snapshots, State};
 use crate::util::task::{self, Task};
-use crate::workspaces::Workspaces;
+use crate::workspace::Workspaces;
 
 /// What is asked for.
 #[derive(Debug)]

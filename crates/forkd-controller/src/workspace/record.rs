@@ -27,7 +27,7 @@ const MAX_STATES: u64 = 999_999_999_999;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Record {
-    pub(super) version: u32,
+    pub(crate) version: u32,
     pub(crate) id: String,
     pub(crate) name: String,
     #[serde(default = "crate::auth::principal::local_owner")]
