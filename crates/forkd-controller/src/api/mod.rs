@@ -35,12 +35,12 @@ use crate::api::middleware::request_log;
 use crate::api::sandboxes::update;
 use crate::auth::policy;
 use crate::auth::tokens::Tokens;
+use crate::compat::json_lines::ports::Ports;
 use crate::config::Config;
 use crate::error::{Code, Error};
+use crate::exec::stream;
 use crate::frames::{ClientMessage, ExecStreamRequest, RunRequest, ServerEvent};
-use crate::line::ports::Ports;
 use crate::sandbox::registry::Registry;
-use crate::session;
 use crate::snapshot::registry::Snapshots;
 use crate::util::count::Count;
 use crate::util::stopping::Stopping;
@@ -121,7 +121,7 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(crate::api::sandboxes::pause::rollback))
         .routes(routes!(crate::api::sandboxes::exec::exec))
         .routes(routes!(crate::api::sandboxes::exec::eval))
-        .routes(routes!(session::exec::exec_stream))
+        .routes(routes!(stream::exec::exec_stream))
         .routes(routes!(
             crate::api::sandboxes::files::download,
             crate::api::sandboxes::files::upload,
@@ -151,7 +151,7 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(tokens::list, tokens::add))
         .routes(routes!(tokens::remove))
         .routes(routes!(tokens::rotate))
-        .routes(routes!(session::run::run))
+        .routes(routes!(stream::run::run))
 }
 
 /// The routes and the document that describes them. Whatever else is wrong with a request, the answer is an

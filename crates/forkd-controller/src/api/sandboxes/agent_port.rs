@@ -13,8 +13,8 @@ use crate::api::App;
 use crate::api::error::ErrorBody;
 use crate::api::extract::{Id, Ignored, Raw};
 use crate::api::response;
+use crate::compat::json_lines;
 use crate::error::Result;
-use crate::line;
 
 /// A sandbox's port of loopback.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
@@ -35,7 +35,7 @@ pub struct LinePort {
 pub(crate) async fn line(State(app): State<App>, Id(id): Id, Raw(body): Raw) -> Result<Response> {
     let sandbox = app.registry.known(&id)?;
     let (reply, room) = match Request::parse(&body) {
-        Ok(request) => line::answer(&sandbox, &app.config, request).await,
+        Ok(request) => json_lines::answer(&sandbox, &app.config, request).await,
         Err(failure) => (Reply::Failed(failure), Room::default()),
     };
     Ok(response::response(reply.to_line(), room))

@@ -30,12 +30,12 @@ use crate::api::middleware::idempotency::Asked;
 use crate::api::middleware::request_log::Target;
 use crate::api::sandboxes::update::{Filter, UpdateRequest, check_tag, list_gone, place};
 use crate::auth::principal::Identity;
+use crate::compat::json_lines;
 use crate::error::{Code, Error, Result};
 use crate::host::blocking;
 use crate::host::cgroup;
 use crate::host::process_stats;
 use crate::lifecycle::disk_full::{DISK_FULL, DISK_FULL_DETAIL};
-use crate::line;
 use crate::monitor::console::printable;
 use crate::sandbox::envs::check_envs;
 use crate::sandbox::lifetime::{Life, check_labels, check_secs};
@@ -408,8 +408,8 @@ pub(super) async fn ping(
         warm: warm.into(),
         warmup_ready: pong.warm.state == WarmState::Ready,
         numpy_version: pong.numpy_version.map(|version| printable(version.as_bytes())),
-        pid: line::AGENT_PID,
-        agent_lang: line::language(pong.python).into(),
+        pid: json_lines::AGENT_PID,
+        agent_lang: json_lines::language(pong.python).into(),
     }))
 }
 

@@ -13,8 +13,6 @@ use axum::extract::State;
 use axum::response::Response;
 use forkd_protocol::connect::Code;
 
-use super::follow::{Command, follow, last_event};
-use super::{Upgrade, Wires, Work, begin};
 use crate::agent;
 use crate::api::App;
 use crate::api::error::{ErrorBody, Reader};
@@ -24,6 +22,8 @@ use crate::api::sandboxes::exec;
 use crate::auth::principal::Identity;
 use crate::error::Result;
 use crate::exec::counted;
+use crate::exec::stream::pump::{Command, follow, last_event};
+use crate::exec::stream::{Upgrade, Wires, Work, begin};
 use crate::frames::{ExecStreamRequest, ServerEvent};
 use crate::sandbox::{Phase, Sandbox};
 use crate::util::count::Counted;

@@ -12,7 +12,7 @@ use crate::config::Config;
 use crate::host::unix_socket;
 
 /// Lets a user enter; else it is what to tell them.
-pub(super) async fn admit(user: std::io::Result<Option<u32>>, config: &Config) -> Result<(), String> {
+pub(crate) async fn admit(user: std::io::Result<Option<u32>>, config: &Config) -> Result<(), String> {
     let uid = match user {
         Ok(Some(uid)) => uid,
         Ok(None) => return Err("nobody is at the other end of this connection any more".into()),
@@ -45,7 +45,7 @@ async fn is_member(uid: u32) -> std::io::Result<bool> {
 
 /// Whose the other end is; `None` if nobody has it open. A few are looked for at a time: it means reading the
 /// list of all connections, and everybody can connect.
-pub(super) async fn who(stream: &TcpStream) -> std::io::Result<Option<u32>> {
+pub(crate) async fn who(stream: &TcpStream) -> std::io::Result<Option<u32>> {
     static LOOKS: Semaphore = Semaphore::const_new(4);
     let stream = stream.as_fd().try_clone_to_owned()?;
     let look = LOOKS.acquire().await.map_err(std::io::Error::other)?;

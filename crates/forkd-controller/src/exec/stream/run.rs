@@ -5,8 +5,6 @@ use axum::extract::State;
 use axum::response::Response;
 use tokio::sync::mpsc;
 
-use super::follow::{Command, follow, last_event};
-use super::{Upgrade, Wires, Work, begin};
 use crate::api::App;
 use crate::api::error::{ErrorBody, Reader};
 use crate::api::middleware::request_log::Session;
@@ -14,6 +12,8 @@ use crate::api::sandboxes::exec;
 use crate::auth::principal::Identity;
 use crate::error::Result;
 use crate::exec::counted;
+use crate::exec::stream::pump::{Command, follow, last_event};
+use crate::exec::stream::{Upgrade, Wires, Work, begin};
 use crate::frames::{ClientMessage, RunRequest, ServerEvent};
 use crate::host::cgroup;
 use crate::sandbox::Spec;

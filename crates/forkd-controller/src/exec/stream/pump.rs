@@ -6,26 +6,26 @@ use std::time::{Duration, Instant};
 use forkd_protocol::agent::{Event, Pty, PtySize, StartRequest};
 use tokio::sync::mpsc;
 
-use super::Wires;
-use super::wire::{Client, Input, Outgoing};
 use crate::agent::{self, Agent, Process, StartOptions};
 use crate::exec::Finish;
+use crate::exec::stream::Wires;
+use crate::exec::stream::client::{Client, Input, Outgoing};
 use crate::frames::{Channel, ClientMessage, ServerEvent, TtySize};
 use crate::sandbox::Sandbox;
 use crate::util::companion::Companion;
 
 /// What is to be run.
-pub(super) struct Command {
-    pub(super) start: StartRequest,
-    pub(super) user: Option<String>,
-    pub(super) limit: Option<Duration>,
+pub(crate) struct Command {
+    pub(crate) start: StartRequest,
+    pub(crate) user: Option<String>,
+    pub(crate) limit: Option<Duration>,
     /// On a terminal of this size.
-    pub(super) tty: Option<TtySize>,
+    pub(crate) tty: Option<TtySize>,
 }
 
 /// The last event of a command. The client of one that never ran reads the reason where the command would have
 /// written its own errors.
-pub(super) async fn last_event(finish: Finish, outgoing: &Outgoing) -> ServerEvent {
+pub(crate) async fn last_event(finish: Finish, outgoing: &Outgoing) -> ServerEvent {
     let exit_code = finish.exit_code();
     let (signal, timed_out) = match finish {
         Finish::Ended { signal, .. } => (signal, false),
@@ -41,7 +41,7 @@ pub(super) async fn last_event(finish: Finish, outgoing: &Outgoing) -> ServerEve
 
 /// Starts a command and moves what it reads and writes until it ends. `grace` is how much longer than the
 /// agent we wait before we give the command up ourselves. An error is one of the agent's.
-pub(super) async fn follow(
+pub(crate) async fn follow(
     sandbox: &Sandbox,
     command: Command,
     wires: Wires<'_>,

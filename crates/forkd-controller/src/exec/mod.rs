@@ -1,5 +1,7 @@
 //! Commands in a sandbox: how they come out, which exit status that is, and the one place that counts them.
 
+pub(crate) mod stream;
+
 use forkd_protocol::agent::End;
 use forkd_protocol::connect::{self, Code, exit_code};
 

@@ -5,10 +5,10 @@
 //! [`exec`]: its process): it does not matter whether the command ended, the client hung up, its
 //! machine died, or the daemon stops.
 
+pub(crate) mod client;
 pub(crate) mod exec;
-mod follow;
+pub(crate) mod pump;
 pub(crate) mod run;
-mod wire;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,9 +27,9 @@ use crate::api::error::{ErrorBody, Reader};
 use crate::api::middleware::request_log::Session;
 use crate::auth::principal::Identity;
 use crate::error::{Code, Error, Result};
+use crate::exec::stream::client::{Client, Outgoing, read, text, write};
 use crate::frames::{ClientMessage, MAX_TEXT, ServerEvent};
 use crate::util::companion::Companion;
-use wire::{Client, Outgoing, read, text, write};
 
 /// What clients hear when the daemon stops under them.
 const STOPPING: &str = "the daemon is stopping";

@@ -18,13 +18,13 @@ const PING_EVERY: Duration = Duration::from_secs(20);
 const SILENCE: Duration = Duration::from_secs(90);
 
 /// An event as a message.
-pub(super) fn text(event: &ServerEvent) -> Message {
+pub(crate) fn text(event: &ServerEvent) -> Message {
     // Plain data: it always serialises.
     Message::Text(serde_json::to_string(event).unwrap_or_default().into())
 }
 
 /// What reader, writer and work know of the client.
-pub(super) struct Client {
+pub(crate) struct Client {
     state: Mutex<ClientState>,
     /// Told when there is input.
     arrived: Notify,
@@ -41,13 +41,13 @@ struct ClientState {
 }
 
 /// A piece of input.
-pub(super) enum Input {
+pub(crate) enum Input {
     Bytes(Bytes),
     Eof,
 }
 
 impl Client {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let state =
             ClientState { input: BytesMut::new(), eof: false, unacknowledged: 0, heard: Instant::now() };
         Client { state: Mutex::new(state), arrived: Notify::new() }
@@ -77,7 +77,7 @@ impl Client {
     }
 
     /// The next piece for the command. For one caller only.
-    pub(super) async fn input(&self) -> Input {
+    pub(crate) async fn input(&self) -> Input {
         loop {
             {
                 let mut state = self.lock();
@@ -93,7 +93,7 @@ impl Client {
         }
     }
 
-    pub(super) fn acknowledge(&self, bytes: usize) {
+    pub(crate) fn acknowledge(&self, bytes: usize) {
         let mut state = self.lock();
         state.unacknowledged = state.unacknowledged.saturating_sub(bytes);
     }
@@ -102,7 +102,7 @@ impl Client {
 /// Takes what the client sends, always at once, so that a hang-up is never behind anything. Returns
 /// when the client is gone. One that breaks the rules is complained about, and not listened to any
 /// more.
-pub(super) async fn read(
+pub(crate) async fn read(
     mut stream: SplitStream<WebSocket>,
     client: Arc<Client>,
     controls: mpsc::Sender<ClientMessage>,
@@ -157,7 +157,7 @@ fn take(
 ///
 /// While a client does not take what we send, it is not pinged: it may just be slow (its output
 /// goes to a pager), and TCP itself notices when its machine is gone.
-pub(super) async fn write(
+pub(crate) async fn write(
     mut sink: SplitSink<WebSocket, Message>,
     mut queued: mpsc::Receiver<Message>,
     client: Arc<Client>,
@@ -193,21 +193,21 @@ pub(super) async fn write(
 
 /// The way to the client. Waiting here is what slows a command down to its reader's speed.
 #[derive(Clone)]
-pub(super) struct Outgoing(pub(super) mpsc::Sender<Message>);
+pub(crate) struct Outgoing(pub(crate) mpsc::Sender<Message>);
 
 impl Outgoing {
     /// Failure means that the writer has ended, which ends the session.
-    pub(super) async fn event(&self, event: &ServerEvent) {
+    pub(crate) async fn event(&self, event: &ServerEvent) {
         let _ = self.0.send(text(event)).await;
     }
 
-    pub(super) async fn data(&self, channel: Channel, data: &[u8]) {
+    pub(crate) async fn data(&self, channel: Channel, data: &[u8]) {
         for piece in data.chunks(MAX_CHUNK) {
             let _ = self.0.send(Message::Binary(pack(channel, piece))).await;
         }
     }
 
-    pub(super) async fn output(&self, output: Output) {
+    pub(crate) async fn output(&self, output: Output) {
         // A command on a terminal writes to that alone.
         for data in [output.stdout, output.pty].into_iter().flatten() {
             self.data(Channel::Stdout, &data).await;

@@ -1,7 +1,7 @@
 //! A port of loopback for each sandbox that is to have one: what the published `Sandbox` class of the
 //! reference connects to.
 //!
-//! There is no token in the line protocol, so it is the user who connects that counts ([`super::door`]); pages
+//! There is no token in the line protocol, so it is the user who connects that counts ([`crate::compat::json_lines::peer_check`]); pages
 //! in a browser cannot use it: what they send is HTTP, which is refused at its first byte. A sandbox has a
 //! port if somebody asked for it, as `forkd fork` does; with `--line-ports`, all have one.
 //!
@@ -19,9 +19,10 @@ use tokio::task::AbortHandle;
 
 use forkd_protocol::line::{Failure, Reply};
 
-use super::{answer, converse, door, say};
 use crate::api::middleware::request_log::made_up;
 use crate::auth::principal::LOCAL;
+use crate::compat::json_lines::peer_check;
+use crate::compat::json_lines::{answer, converse, say};
 use crate::error::{Error, Result};
 use crate::sandbox::Sandbox;
 use crate::sandbox::Wish;
@@ -145,12 +146,12 @@ impl Ports {
     ) {
         let (begun, host) = (Instant::now(), &self.registry.host);
         let _ = stream.set_nodelay(true);
-        let user = door::who(&stream).await;
+        let user = peer_check::who(&stream).await;
         let peer = match &user {
             Ok(Some(uid)) => format!("{from} uid={uid}"),
             _ => from.to_string(),
         };
-        let admitted = door::admit(user, &host.config).await;
+        let admitted = peer_check::admit(user, &host.config).await;
         // Who is not let in holds up nobody.
         drop(unknown);
         let identity = admitted.is_ok().then(|| LOCAL.to_owned());

@@ -1,0 +1,3 @@
+//! TODO front page of compat.
+
+pub(crate) mod json_lines;
