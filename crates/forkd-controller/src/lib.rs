@@ -2,58 +2,50 @@
 //!
 //! It owns the data directory, starts monitor processes and hands them descriptors, talks to the
 //! agents inside, and ends what it started. It knows no KVM and no device, builds no image, and
-//! believes nothing a guest or a monitor says.
+//! trusts nothing that a guest or a monitor sends.
 //!
-//! From top to bottom: [`serve`] listens; `api` and `session` are what clients see. `registry` knows all
-//! sandboxes, `sandbox` is one as requests see it, and `keeper` its life. `snapshots` knows all
-//! snapshots and the template each has, `making` makes one, `template` is one process to fork from, and
-//! `spawn` forks. `branch` forks a template off a sandbox, and `persist` brings it to disk; `rollback` takes
-//! a sandbox back; `line` is how clients of the reference speak with one; `workspaces` are sandboxes with a
-//! name, and `tree` says who came from whom. `life` is what is asked of a sandbox's life and `timeouts` has it
-//! end in time; `suspend` stores one and ends it; `ledger` remembers those that are gone. `adopt` takes over what an
-//! earlier daemon left, by `records`, and `unknown` keeps what it cannot read. Below
-//! them `monitor` is a process of a VM, `link` the connection to
-//! one, [`agent`] the client of the inside, `guest` what is asked of it; and `host` holds what all share:
-//! user ids and cgroups (`lineage`, `cgroup`), who is killed first (`oom`), `network`, the `janitor` who takes things away, and what is
-//! told about all of it (`telling`).
-//! [`frames`] is the wire of `forkd run` and `forkd shell`, shared with the command; `session` speaks it.
+//! Each folder is a room with one subject. Imports go down this list only; `scripts/layers.py` checks it.
 //!
-//! Who gets in: `auth` finds out who sent a request (`identity`, by `tokens`, slowed by `rate`), `access` what
-//! they may do, and `visit` keeps who may only look from waking anything; `ownership` is whose snapshots are,
-//! `quota` how much each may have, `allowed` which files requests may name, `tls` the certificate, and `refresh`
-//! reads again what is replaced. `refusal` has words for what is no request at all; `descriptors` says for how
-//! many sandboxes there are files to open.
-//!
-//! What goes wrong: `error` is a failure with its cause, `code` what a program reads of it, and `api::error` the
-//! body a client gets.
+//! | room | what is in it |
+//! |---|---|
+//! | [`config`](Config), `error` | what the daemon is started with; errors with their codes |
+//! | `daemon` | start, stop, listeners, TLS, reload |
+//! | `api` | HTTP only: routes, middleware, the OpenAPI document |
+//! | `compat` | other wire protocols: the JSON lines of the reference's agent |
+//! | `exec` | commands in a sandbox: run, eval, streams |
+//! | `lifecycle` | what happens without a request: time-outs, suspends, a full disk |
+//! | `workspace` | sandboxes with a name that outlive a reboot |
+//! | `branch` | forking a template off a running sandbox, and suspending one |
+//! | `sandbox` | one sandbox and all sandboxes: state, supervisor, spawn, rollback, adoption |
+//! | `snapshot` | all snapshots and their templates: create, load, save, compact, gc |
+//! | `auth` | principals, tokens, policy, quotas, rate limits |
+//! | [`agent`] | the client of the agent in a guest |
+//! | `monitor` | one monitor process and its control socket |
+//! | `network` | network slots of sandboxes |
+//! | `host` | images, user ids, cgroups, files and processes of this machine |
+//! | `telemetry` | metrics, events, the audit log, traces |
+//! | `util` | tasks, time, random numbers, records on disk |
+//! | `testing` | a fake guest and a fake monitor, for unit tests |
 
 pub mod agent;
 mod api;
 mod auth;
 mod branch;
-mod client_stream;
 mod compat;
 mod config;
+mod daemon;
 mod error;
 mod exec;
-#[cfg(test)]
-mod fake_guest;
-#[cfg(test)]
-mod fake_process;
 pub mod frames;
-
 mod host;
 mod lifecycle;
-mod lock;
 mod monitor;
 mod network;
-mod refresh;
-mod refusal;
 mod sandbox;
-mod server;
 mod snapshot;
 mod telemetry;
-mod tls;
+#[cfg(test)]
+mod testing;
 mod util;
 mod workspace;
 
@@ -67,9 +59,9 @@ pub use api::{
     UpdateRequest, VersionInfo, WorkspaceInfo, WorkspaceRequest, WorkspaceStatus, openapi,
 };
 pub use config::{Config, DEFAULT_DATA_DIR, DEFAULT_PORT, DEFAULT_SOCKET, Limits, Timing, TlsFiles};
+pub use daemon::{Ready, serve, serve_until};
 pub use error::{Code, Error, Result, Retry};
 pub use sandbox::lifetime::OnTimeout;
-pub use server::{Ready, serve, serve_until};
 pub use telemetry::events::{About, Event, EventKind};
 pub use util::time as clock;
 

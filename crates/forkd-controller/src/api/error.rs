@@ -144,8 +144,8 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::fake_guest::{FakeDaemon, ID};
     use crate::sandbox::{End, Phase};
+    use crate::testing::fake_guest::{FakeDaemon, ID};
     use serde_json::Value;
 
     fn reader(reads_causes: bool) -> Reader {

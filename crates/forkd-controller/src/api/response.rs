@@ -49,7 +49,7 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     use super::*;
-    use crate::fake_guest::{FakeDaemon, ID, MUCH, eventually};
+    use crate::testing::fake_guest::{FakeDaemon, ID, MUCH, eventually};
 
     #[tokio::test]
     async fn an_answer_counts_until_its_last_piece_is_taken() {

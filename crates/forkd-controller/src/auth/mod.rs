@@ -1,4 +1,4 @@
-//! TODO front page of auth.
+//! Clients: which principal sends a request, what it may do, and how much it may have.
 
 pub(crate) mod peer;
 pub(crate) mod policy;

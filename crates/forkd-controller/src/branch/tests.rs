@@ -13,11 +13,11 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, accept, socketpair};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open};
 
 use super::*;
-use crate::fake_guest::{FakeDaemon, eventually};
-use crate::fake_process::{Shell, runs};
 use crate::monitor::{Launch, Monitor};
 use crate::sandbox::supervisor::Origin as Came;
 use crate::sandbox::{Belongings, Spec};
+use crate::testing::fake_guest::{FakeDaemon, eventually};
+use crate::testing::fake_process::{Shell, runs};
 
 /// For what comes by itself, on a busy computer too.
 const PATIENCE: Duration = Duration::from_secs(60);

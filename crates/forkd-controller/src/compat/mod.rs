@@ -1,3 +1,3 @@
-//! TODO front page of compat.
+//! Wire protocols of other systems. `json_lines` is the protocol of the reference's agent.
 
 pub(crate) mod json_lines;

@@ -192,7 +192,7 @@ mod tests {
 
     use super::*;
     use crate::error::{Code, Error};
-    use crate::fake_guest::{FakeDaemon, eventually};
+    use crate::testing::fake_guest::{FakeDaemon, eventually};
 
     /// Commands to a keeper, each with how often the guest had been asked to freeze and to thaw by then.
     type Done = Arc<Mutex<Vec<(&'static str, usize, usize)>>>;

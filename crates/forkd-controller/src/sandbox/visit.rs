@@ -48,7 +48,7 @@ impl Visit {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fake_guest::FakeDaemon;
+    use crate::testing::fake_guest::FakeDaemon;
 
     fn who(scope: Scope) -> Identity {
         Identity { name: "ann".into(), scope, ..Identity::local() }

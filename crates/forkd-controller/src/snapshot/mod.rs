@@ -1,4 +1,7 @@
-//! TODO front page of snapshot.
+//! Snapshots: the ones on disk, the ones being written, and the template each has while it is in use.
+//!
+//! `registry` knows all of them and `entry` is one. `create` boots and freezes a new one, `load` starts a template
+//! from disk, `save` writes a template to disk, `compact` merges layers, and `gc` removes what is over its limits.
 
 pub(crate) mod adopt;
 pub(crate) mod compact;

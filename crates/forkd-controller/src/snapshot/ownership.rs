@@ -83,7 +83,7 @@ impl Snapshots {
 mod tests {
     use serde_json::json;
 
-    use crate::fake_guest::FakeDaemon;
+    use crate::testing::fake_guest::FakeDaemon;
 
     /// The runtime has one thread: a request that waited for the database on it would panic here, and stop all
     /// others on a slow disk.

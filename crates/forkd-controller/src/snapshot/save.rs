@@ -498,8 +498,8 @@ fn replacements(files: &[Option<(u8, OwnedFd)>]) -> Result<Vec<Option<Replacemen
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fake_guest::FakeDaemon;
     use crate::snapshot::template::tests::Fake;
+    use crate::testing::fake_guest::FakeDaemon;
     use tokio::sync::oneshot;
 
     /// The runtime has one thread, which must not wait for the disk.

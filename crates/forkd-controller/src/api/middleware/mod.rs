@@ -1,4 +1,4 @@
-//! TODO front page of api::middleware.
+//! What every request passes through: the request log, authentication and idempotency keys.
 
 pub(crate) mod authenticate;
 pub(crate) mod idempotency;

@@ -282,7 +282,7 @@ mod tests {
     use forkd_store::Contents;
 
     use super::*;
-    use crate::fake_guest::FakeDaemon;
+    use crate::testing::fake_guest::FakeDaemon;
 
     #[tokio::test]
     async fn an_image_that_is_gone_or_another_one_is_told_before_anybody_forks() {

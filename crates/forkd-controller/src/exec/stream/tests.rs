@@ -10,9 +10,9 @@ use tokio::net::UnixStream;
 use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::{Error, Message};
 
-use crate::fake_guest::{FakeDaemon, ID, eventually};
 use crate::frames::{Channel, MAX_CHUNK, STDIN_WINDOW, pack, unpack};
 use crate::sandbox::{End, Phase};
+use crate::testing::fake_guest::{FakeDaemon, ID, eventually};
 
 type Socket = WebSocketStream<UnixStream>;
 

@@ -10,9 +10,9 @@ use forkd_protocol::control::{Channel, Event, FdRef, Message, Reply};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use crate::fake_process::{Shell, runs};
 use crate::host::lineage::Lineages;
 use crate::monitor::Launch;
+use crate::testing::fake_process::{Shell, runs};
 
 /// A template of the test's own: a shell as its process, which starts a `sleep` for each line it reads
 /// and writes its pid, and a thread that speaks for it.

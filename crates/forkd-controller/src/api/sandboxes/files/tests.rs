@@ -3,8 +3,8 @@
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use crate::fake_guest::{FakeDaemon, ID, eventually};
 use crate::sandbox::Phase;
+use crate::testing::fake_guest::{FakeDaemon, ID, eventually};
 
 fn files(path: &str) -> String {
     format!("/v1/sandboxes/{ID}/files?path={path}")

@@ -1,5 +1,11 @@
 //! Listening, serving connections, and stopping in order.
 
+pub(crate) mod bad_request_body;
+pub(crate) mod lock;
+pub(crate) mod reload;
+pub(crate) mod stall_timeout;
+pub(crate) mod tls;
+
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -25,9 +31,12 @@ use crate::auth::peer::Peer;
 use crate::auth::rate_limit::Rates;
 use crate::auth::tokens::Tokens;
 use crate::branch::suspend;
-use crate::client_stream::{ClientStream, Patience};
 use crate::compat::json_lines::ports::Ports;
 use crate::config::Config;
+use crate::daemon::bad_request_body::{Asked, Worded};
+use crate::daemon::lock::DataLock;
+use crate::daemon::stall_timeout::{ClientStream, Patience};
+use crate::daemon::tls::Tls;
 use crate::error::{Error, Result};
 use crate::host::fd_limit;
 use crate::host::oom;
@@ -36,15 +45,11 @@ use crate::host::unix_socket;
 use crate::host::{Host, blocking, make_private_dir};
 use crate::lifecycle::disk_full;
 use crate::lifecycle::timeouts::Timeouts;
-use crate::lock::DataLock;
-use crate::refresh;
-use crate::refusal::{Asked, Worded};
 use crate::sandbox::adopt;
 use crate::sandbox::registry::Registry;
 use crate::snapshot::gc;
 use crate::snapshot::registry::Snapshots;
 use crate::telemetry::Telling;
-use crate::tls::Tls;
 use crate::util::count::Count;
 use crate::util::stopping::{Stop, Stopping};
 use crate::util::task::{self, Task, Vital};
@@ -215,7 +220,7 @@ pub async fn serve_until(
     let routers = (api::for_tcp(app.clone(), gate), api::for_unix(app.clone()));
     let certificate = tls.clone();
     let fresh =
-        task::keep_running(Task::Refresh, move || refresh::keep_fresh(tokens.clone(), certificate.clone()));
+        task::keep_running(Task::Refresh, move || reload::keep_fresh(tokens.clone(), certificate.clone()));
     // A daemon that no client can reach must end, so that its supervisor starts another one.
     let (vital, mut failed) = Vital::new();
     vital.spawn(Task::Accept, connections.clone().accept(tcp, routers.0, tls));

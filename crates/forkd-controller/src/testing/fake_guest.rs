@@ -31,9 +31,9 @@ use crate::api::{self, App};
 use crate::auth::peer::Peer;
 use crate::auth::principal::LOCAL;
 use crate::auth::tokens::Tokens;
-use crate::client_stream::ClientStream;
 use crate::compat::json_lines::ports::Ports;
 use crate::config::{Config, Timing};
+use crate::daemon::stall_timeout::ClientStream;
 use crate::host::Host;
 use crate::sandbox::registry::Registry;
 use crate::sandbox::{Belongings, Phase, Sandbox, Spec};
@@ -210,7 +210,7 @@ async fn serve_api(listener: UnixListener, app: App) {
     while let Ok((stream, _)) = listener.accept().await {
         let stream = ClientStream::new(stream, app.config.timing.stall, None);
         let patience = stream.patience();
-        tokio::spawn(crate::server::connection(
+        tokio::spawn(crate::daemon::connection(
             stream,
             patience,
             Peer::Unix { uid: 0 },
