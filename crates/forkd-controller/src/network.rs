@@ -5,6 +5,7 @@
 //! network, which their descriptions say, and the log says why. What was in the way may pass: it is tried
 //! again, but not for every sandbox. Calls block.
 
+use crate::error::chain;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -210,14 +211,6 @@ impl Attempts {
             tracing::warn!(why, "sandboxes have no network; it is tried again for later ones");
         }
         self.failed = Some((why, now));
-    }
-}
-
-/// An error with its causes, in one line.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    match error.source() {
-        Some(cause) => format!("{error}: {}", chain(cause)),
-        None => error.to_string(),
     }
 }
 

@@ -3,14 +3,14 @@
 //! Failures are one sentence each; who asked adds the console.
 
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use forkd_protocol::agent::{BecomeRequest, BecomeResponse, FreezeSync, Pong, WarmRequest, WarmState};
 
 use crate::agent::{self, Agent};
-use crate::api::middleware::authenticate::fill_random;
 use crate::config::Timing;
 use crate::monitor::console;
+use crate::util::random::fill_random;
 
 type Result<T> = std::result::Result<T, String>;
 
@@ -110,10 +110,4 @@ pub(crate) async fn become_sandbox(
         envs: envs.clone(),
     };
     knock(timing, || agent.become_sandbox(request.clone())).await
-}
-
-/// The host's clock, as guests are told it.
-pub(crate) fn unix_nanos() -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }

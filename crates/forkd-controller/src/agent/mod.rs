@@ -167,7 +167,7 @@ impl Agent {
     pub async fn become_sandbox(&self, mut request: BecomeRequest) -> Result<BecomeResponse> {
         let answer = within(self.patience, async {
             let mut connection = self.connect().await?;
-            request.unix_nanos = crate::agent::bringup::unix_nanos();
+            request.unix_nanos = crate::util::time::unix_nanos();
             connection.call(Call::unary("/forkd.Agent/Become", &request)?, MAX_SHORT_ANSWER).await
         });
         parse(&answer.await?)

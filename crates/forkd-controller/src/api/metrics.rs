@@ -8,10 +8,10 @@ use axum::response::{IntoResponse, Response};
 
 use super::App;
 use crate::error::Result;
-use crate::host::blocking;
 use crate::host::process_stats;
 use crate::sandbox::Phase;
 use crate::telemetry::prometheus::{self, Page};
+use crate::util::task::blocking;
 
 /// Figures for Prometheus.
 #[utoipa::path(

@@ -12,7 +12,7 @@ use super::extract::{Body, Id, Ignored};
 use crate::api::error::ErrorBody;
 use crate::auth::tokens::Order;
 use crate::error::Result;
-use crate::host::blocking;
+use crate::util::task::blocking;
 
 /// How much somebody may do. Each includes the ones before it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -128,7 +128,7 @@ pub(super) async fn add(
         },
         expires_in_secs: request.expires_in_secs,
     };
-    let now = crate::agent::bringup::unix_nanos() / 1_000_000_000;
+    let now = crate::util::time::now_unix();
     let made = blocking("making a token", move || app.tokens.add(order, now)).await?;
     Ok((StatusCode::CREATED, Json(new(made))))
 }

@@ -4,7 +4,9 @@
 //! Looked up in memory, by hash, at the same cost whichever it is and whether or not there is one. Knows no
 //! HTTP.
 
-use std::fs::{File, Metadata, OpenOptions};
+use crate::util::fs::Stamp;
+use crate::util::fs::stamp;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -16,10 +18,10 @@ use forkd_protocol::names::{NAME_RULE, is_valid_name};
 use forkd_store::{Database, Quota, Token, TokenHash};
 use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
-use crate::api::middleware::authenticate::fill_random;
 use crate::auth::principal::{FIRST_TOKEN, Identity, LOCAL, Proof, Scope};
 use crate::error::{Code, Error, Result};
-use crate::sandbox::lifetime::now_unix;
+use crate::util::random::fill_random;
+use crate::util::time::now_unix;
 
 /// The longest token.
 const MAX_TOKEN: usize = 4096;
@@ -64,15 +66,6 @@ impl std::fmt::Debug for Known {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} tokens", self.named.len() + 1)
     }
-}
-
-/// Which file it is, and which contents: device, inode, length, times.
-pub(crate) type Stamp = (u64, u64, u64, (i64, i64), (i64, i64));
-
-/// See [`Stamp`].
-pub(crate) fn stamp(metadata: &Metadata) -> Stamp {
-    let changed = ((metadata.mtime(), metadata.mtime_nsec()), (metadata.ctime(), metadata.ctime_nsec()));
-    (metadata.dev(), metadata.ino(), metadata.len(), changed.0, changed.1)
 }
 
 /// A token to be made.

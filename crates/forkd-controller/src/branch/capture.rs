@@ -14,7 +14,6 @@ use crate::host::cgroup::Limits;
 use crate::host::handed_layers::are_kept;
 use crate::host::images::reopen;
 use crate::host::lineage::Lineage;
-use crate::host::{blocking, make_private_dir};
 use crate::monitor::Monitor;
 use crate::monitor::control_socket;
 use crate::sandbox::command::{Born, Command};
@@ -22,6 +21,8 @@ use crate::sandbox::quiesce::freeze;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshot::registry::Snapshots;
 use crate::snapshot::template::{Source, Standing, Template};
+use crate::util::fs::make_private_dir;
+use crate::util::task::blocking;
 use crate::util::task::{self, Task};
 
 /// How often the daemon looks, for seconds each time, whether a source has given back a layer.

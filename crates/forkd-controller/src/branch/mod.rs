@@ -18,12 +18,12 @@ use tracing::Instrument;
 
 use crate::error::{Code, Error, Result};
 use crate::host::cgroup::{Leaf, Leaving};
-use crate::host::new_id;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshot::registry::{Entry, Snapshots, Work};
 use crate::snapshot::template::{Standing, Template};
 use crate::telemetry::metrics;
 use crate::telemetry::otlp::{self, Over};
+use crate::util::random::new_id;
 use crate::util::task::{self, Task};
 
 pub(crate) use crate::branch::admission::Disks;
@@ -170,7 +170,7 @@ impl Branch {
             owner: None,
             guest,
             mode,
-            begun_at_unix: crate::agent::bringup::unix_nanos() / 1_000_000_000,
+            begun_at_unix: crate::util::time::now_unix(),
             origin: None,
             parent: None,
             waited_for: false,
@@ -459,8 +459,8 @@ impl Snapshots {
 /// A tag for a branch of `sandbox`.
 fn made_up(sandbox: &str) -> Result<String> {
     let mut random = [0u8; 2];
-    crate::api::middleware::authenticate::fill_random(&mut random)?;
-    let now = crate::agent::bringup::unix_nanos() / 1_000_000_000;
+    crate::util::random::fill_random(&mut random)?;
+    let now = crate::util::time::now_unix();
     Ok(format!("branch-{sandbox}-{now}-{:02x}{:02x}", random[0], random[1]))
 }
 

@@ -9,7 +9,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::auth::tokens::Tokens;
 use crate::daemon::tls::Tls;
 use crate::error::Result;
-use crate::host::blocking;
+use crate::util::task::blocking;
 
 /// How often it is looked.
 const EVERY: Duration = Duration::from_secs(1);

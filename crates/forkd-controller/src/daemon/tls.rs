@@ -13,9 +13,10 @@ use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::server::TlsStream;
 
-use crate::auth::tokens::{Stamp, stamp};
 use crate::config::TlsFiles;
 use crate::error::{Error, Result};
+use crate::util::fs::Stamp;
+use crate::util::fs::stamp;
 
 /// A client must have agreed on keys by then.
 const HANDSHAKE_WAIT: Duration = Duration::from_secs(10);

@@ -123,6 +123,14 @@ impl fmt::Display for Error {
 // Its text has the causes already: who prints the chain must not print them twice.
 impl StdError for Error {}
 
+/// An error with its causes, in one line.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(cause) => format!("{error}: {}", chain(cause)),
+        None => error.to_string(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

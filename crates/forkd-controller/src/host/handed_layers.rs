@@ -13,8 +13,8 @@ use std::sync::{Mutex, PoisonError};
 use forkd_store::{Writers, writers};
 
 use crate::error::{Error, Result};
-use crate::host::blocking;
 use crate::host::images::reopen;
+use crate::util::task::blocking;
 
 /// How many layers of one lineage are remembered. File systems use the numbers of removed files again, so most
 /// lineages stay far below.

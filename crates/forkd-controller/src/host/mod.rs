@@ -16,24 +16,22 @@ pub(crate) mod process_stats;
 pub(crate) mod run_dir;
 pub(crate) mod unix_socket;
 
-use std::io;
-use std::path::Path;
 use std::sync::Arc;
 
 use forkd_net::Slot;
 use forkd_store::Database;
 
 use crate::config::Config;
+use crate::error::chain;
 use crate::error::{Error, Result};
 use crate::host::cgroup::Limits;
 use crate::host::cleanup::Janitor;
 use crate::host::images::Finder;
 use crate::host::lineage::{Lineage, Lineages};
-use crate::network::{Slots, chain};
+use crate::network::Slots;
 use crate::sandbox::Belongings;
 use crate::snapshot::template::Template;
 use crate::telemetry::Telling;
-use crate::util::task::{self, Task};
 
 /// The host.
 #[derive(Debug)]
@@ -95,44 +93,5 @@ impl Host {
             return Ok(None);
         }
         self.slots.get().map_err(|error| Error::host("cannot make a network slot", chain(&error)))
-    }
-}
-
-/// Does blocking work on a thread of its own.
-pub(crate) async fn blocking<T: Send + 'static>(
-    doing: &'static str,
-    work: impl FnOnce() -> Result<T> + Send + 'static,
-) -> Result<T> {
-    // What it logs belongs to whoever asked for it.
-    let span = tracing::Span::current();
-    let work = move || span.in_scope(work);
-    task::spawn_blocking(Task::Blocking, work).await.unwrap_or_else(|error| Err(Error::host(doing, error)))
-}
-
-/// `prefix` and 16 random letters and digits.
-pub(crate) fn new_id(prefix: &str) -> Result<String> {
-    let mut random = [0u8; 16];
-    crate::api::middleware::authenticate::fill_random(&mut random)?;
-    let digit = |byte: &u8| char::from_digit(u32::from(*byte) % 36, 36).unwrap_or('0');
-    Ok(prefix.chars().chain(random.iter().map(digit)).collect())
-}
-
-/// Makes a folder for us alone, and those above it.
-pub(crate) fn make_private_dir(path: &Path) -> io::Result<()> {
-    use std::os::unix::fs::DirBuilderExt;
-    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use forkd_protocol::names::is_valid_sandbox_id;
-    use std::collections::BTreeSet;
-
-    #[test]
-    fn ids_follow_the_rule_and_differ() {
-        let ids: BTreeSet<String> = (0..100).map(|_| new_id("sb").unwrap()).collect();
-        assert_eq!(ids.len(), 100);
-        assert!(ids.iter().all(|id| is_valid_sandbox_id(id)));
     }
 }

@@ -12,7 +12,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
-use crate::host::new_id;
+use crate::util::random::new_id;
 
 /// The name under which the data directory leads there.
 const LINK: &str = "run";

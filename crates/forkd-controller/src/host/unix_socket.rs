@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Code, Error, Result};
 use crate::host::groups;
-use crate::host::make_private_dir;
+use crate::util::fs::make_private_dir;
 
 /// Members of this group may use the socket.
 pub(crate) const GROUP: &str = "forkd";

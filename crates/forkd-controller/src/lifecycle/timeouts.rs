@@ -12,13 +12,14 @@ use crate::auth::tokens::Tokens;
 use crate::branch::Mode;
 use crate::branch::suspend::{self, Suspend};
 use crate::error::{Code, Error, Result};
-use crate::sandbox::lifetime::{IDLE, OnTimeout, PutAway, SUSPENDED, TIMED_OUT, now_unix};
+use crate::sandbox::lifetime::{IDLE, OnTimeout, PutAway, SUSPENDED, TIMED_OUT};
 use crate::sandbox::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshot::registry::Snapshots;
 use crate::util::stopping::Stopping;
 use crate::util::task::{self, Task};
 use crate::util::time;
+use crate::util::time::now_unix;
 use crate::workspace::Workspaces;
 
 /// How often it looks.

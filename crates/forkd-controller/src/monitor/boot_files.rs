@@ -98,7 +98,7 @@ pub(crate) fn layer(folder: &Path) -> Result<OwnedFd> {
         Ok(layer) => Ok(layer),
         // A file system without such files: one that loses its name at once.
         Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::ISDIR) => {
-            let name = crate::host::new_id(".layer-")?;
+            let name = crate::util::random::new_id(".layer-")?;
             let layer = file(folder, &name)?;
             let _ = std::fs::remove_file(folder.join(name));
             Ok(layer)

@@ -92,7 +92,7 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
         }
     }
     let slots = registry.clone();
-    crate::host::blocking("sweeping the network", move || {
+    crate::util::task::blocking("sweeping the network", move || {
         slots.host.slots.sweep();
         Ok(())
     })

@@ -11,11 +11,11 @@ use forkd_store::{Change, Database, GoneSandbox, MadeSandbox};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::error::Result;
-use crate::host::blocking;
 use crate::host::process::boot_id;
-use crate::sandbox::lifetime::now_unix;
 use crate::sandbox::{End, Phase, ROLLED_BACK, Sandbox};
+use crate::util::task::blocking;
 use crate::util::task::{self, Task};
+use crate::util::time::now_unix;
 
 /// How long it waits for more to write with the first.
 const GATHER: Duration = Duration::from_millis(100);

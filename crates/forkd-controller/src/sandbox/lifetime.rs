@@ -4,6 +4,7 @@
 //! it was last used is in [`Activity`], in memory only: while no daemon runs nobody can use a sandbox, and
 //! the next one counts from its own start. What is done when a time is over is `timeouts`'.
 
+use crate::util::time::now_unix;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
@@ -114,10 +115,6 @@ pub(crate) fn deadline(lifetime: Duration) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let at = now.saturating_add(lifetime);
     at.as_secs().saturating_add(u64::from(at.subsec_nanos() > 0))
-}
-
-pub(crate) fn now_unix() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
 /// Milliseconds on a clock nobody can set.

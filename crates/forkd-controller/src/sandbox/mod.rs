@@ -35,6 +35,7 @@ use tokio::sync::{OwnedMutexGuard, mpsc, watch};
 
 use crate::agent::{self, Agent, Endpoint};
 use crate::branch::Disks;
+use crate::error::chain;
 use crate::error::{Code, Error, Result};
 use crate::host::Host;
 use crate::host::cgroup::Leaf;
@@ -44,7 +45,7 @@ use crate::lifecycle::disk_full::DISK_FULL_DETAIL;
 use crate::lifecycle::timeouts::Attempt;
 use crate::monitor::boot_files;
 use crate::monitor::console;
-use crate::network::{Hold, chain};
+use crate::network::Hold;
 use crate::sandbox::command::Command;
 use crate::sandbox::lifetime::{Activity, Life};
 use crate::snapshot::template::Template;

@@ -16,16 +16,19 @@ use crate::auth::principal::Identity;
 use crate::auth::quota::{Claim, Usage};
 use crate::config::Limits;
 use crate::error::{Code, Error, Result};
+use crate::host::Host;
 use crate::host::cgroup;
 use crate::host::fd_limit;
 use crate::host::run_dir;
-use crate::host::{Host, blocking, make_private_dir, new_id};
 use crate::sandbox::archive::Ledger;
 use crate::sandbox::rollback::Succession;
 use crate::sandbox::supervisor::Origin;
 use crate::sandbox::unknown::Remains;
 use crate::sandbox::{End, Phase, Sandbox, Spec, Wish};
 use crate::util::count::Count;
+use crate::util::fs::make_private_dir;
+use crate::util::random::new_id;
+use crate::util::task::blocking;
 use crate::util::task::{self, Task};
 
 /// All sandboxes of a daemon.

@@ -23,9 +23,9 @@ use tokio::task::JoinHandle;
 use crate::auth::principal::Identity;
 use crate::config::Config;
 use crate::error::{Code, Error, Result};
+use crate::host::Host;
 use crate::host::cgroup::Limits;
 use crate::host::process;
-use crate::host::{Host, blocking, make_private_dir};
 use crate::monitor::Monitor;
 use crate::monitor::boot_files;
 use crate::monitor::control_socket;
@@ -36,6 +36,8 @@ use crate::sandbox::supervisor::{Birth, Outcome};
 use crate::sandbox::{END, End, Phase, RECORD, Record, Sandbox, Spec, Wish, child_name};
 use crate::snapshot::registry::{Entry, Snapshots, State};
 use crate::snapshot::template::Template;
+use crate::util::fs::make_private_dir;
+use crate::util::task::blocking;
 
 /// The folder within a sandbox's in which its next process is prepared.
 pub(crate) const NEXT: &str = "next";

@@ -21,8 +21,8 @@ use crate::auth::principal::Identity;
 use crate::auth::quota::Claim;
 use crate::config::Config;
 use crate::error::{Code, Error, Result};
+use crate::host::Host;
 use crate::host::cgroup::{self, Limits};
-use crate::host::{Host, new_id};
 use crate::monitor::boot_files;
 use crate::monitor::control_socket;
 use crate::sandbox::lifetime::{Life, deadline};
@@ -30,6 +30,7 @@ use crate::sandbox::registry::{Bound, Registry, Seat};
 use crate::sandbox::supervisor::{Birth, Origin};
 use crate::sandbox::{Belongings, History, Record, Sandbox, Spec};
 use crate::snapshot::registry::Snapshots;
+use crate::util::random::new_id;
 
 use crate::snapshot::template::Template;
 use crate::telemetry::metrics;

@@ -19,7 +19,6 @@ use crate::config::Config;
 use crate::error::{Code, Error, Result};
 use crate::host::handed_layers::are_kept;
 use crate::host::images::Assets;
-use crate::host::{blocking, new_id};
 use crate::monitor::boot_files;
 use crate::monitor::console;
 use crate::monitor::{Launch, Monitor};
@@ -28,6 +27,8 @@ use crate::snapshot::load::Ground;
 use crate::snapshot::registry::{Making, Snapshots};
 use crate::snapshot::save::{self, Job};
 use crate::snapshot::template::{Source, Standing, Template};
+use crate::util::random::new_id;
+use crate::util::task::blocking;
 
 /// What a snapshot is made of.
 #[derive(Debug, Clone)]

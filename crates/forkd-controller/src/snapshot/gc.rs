@@ -40,7 +40,7 @@ pub(crate) async fn keep_few(snapshots: Arc<Snapshots>, needed: impl Fn() -> Res
             () = tokio::time::sleep(every) => {}
             () = snapshots.retain.notified() => {}
         }
-        let now = crate::agent::bringup::unix_nanos() / 1_000_000_000;
+        let now = crate::util::time::now_unix();
         for tag in surplus(&branches(&snapshots), &limits, now) {
             // Asked for each one: what was removed before may have been the last to need it.
             match needed() {

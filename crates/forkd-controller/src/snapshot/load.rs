@@ -8,13 +8,16 @@ use forkd_protocol::control::{DiskFiles, FdRef, LoadConfig};
 use forkd_store::{BaseImage, Facts, Snapshot};
 
 use crate::error::{Code, Error, Result};
+use crate::host::Host;
 use crate::host::cgroup::Limits;
 use crate::host::lineage::Lineage;
-use crate::host::{Host, blocking, make_private_dir, new_id};
 use crate::monitor::boot_files;
 use crate::monitor::{Launch, Monitor};
 use crate::snapshot::registry::Snapshots;
 use crate::snapshot::template::{About, Plan, Source, Standing, Template};
+use crate::util::fs::make_private_dir;
+use crate::util::random::new_id;
+use crate::util::task::blocking;
 
 impl Snapshots {
     pub(crate) async fn load(&self, tag: &str) -> Result<Arc<Template>> {

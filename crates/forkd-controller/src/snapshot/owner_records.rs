@@ -11,8 +11,8 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::auth::principal::LOCAL;
 use crate::error::{Error, Result};
-use crate::host::blocking;
 use crate::snapshot::registry::lock;
+use crate::util::task::blocking;
 use crate::util::task::{self, Task};
 
 /// As many changes are written at once.

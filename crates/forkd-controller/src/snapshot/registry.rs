@@ -18,13 +18,15 @@ use crate::auth::principal::{Identity, LOCAL, local_owner};
 use crate::auth::quota::check_snapshots;
 use crate::branch::{Branch, Stage, Wish};
 use crate::error::{Code, Error, Result};
+use crate::host::Host;
 use crate::host::run_dir;
-use crate::host::{Host, blocking, make_private_dir};
 use crate::sandbox::unknown::UnknownTemplate;
 use crate::snapshot::adopt::Leftovers;
 use crate::snapshot::owner_records::Owners;
 use crate::snapshot::template::Template;
 use crate::telemetry::events::EventKind;
+use crate::util::fs::make_private_dir;
+use crate::util::task::blocking;
 use crate::util::task::{self, Task};
 
 pub(crate) use crate::snapshot::entry::{Entry, Making, State, Work};
@@ -174,7 +176,7 @@ impl Snapshots {
         room: impl Send + 'static,
     ) -> Result<(Arc<Entry>, Arc<Making>)> {
         let making = Arc::new(Making {
-            begun_at_unix: crate::agent::bringup::unix_nanos() / 1_000_000_000,
+            begun_at_unix: crate::util::time::now_unix(),
             phase: watch::Sender::new(crate::snapshot::create::Phase::Booting),
             cancelled: watch::Sender::new(false),
             done: watch::Sender::new(false),
@@ -422,7 +424,7 @@ impl From<forkd_store::Error> for Error {
                 Error::no_room(error)
             }
             Store::Io { .. } | Store::Newer(_) | Store::Database { .. } => {
-                Error::host("the store of snapshots failed", crate::network::chain(&error))
+                Error::host("the store of snapshots failed", crate::error::chain(&error))
             }
         }
     }

@@ -22,7 +22,6 @@ use crate::host::handed_layers::are_kept;
 use crate::host::images::reopen;
 use crate::host::oom;
 use crate::host::process;
-use crate::host::{blocking, new_id};
 use crate::lifecycle::disk_full::is_shortage;
 use crate::monitor::boot_files;
 use crate::monitor::console;
@@ -33,6 +32,8 @@ use crate::snapshot::registry::{Entry, Snapshots};
 use crate::snapshot::template::{self, Asked, Standing, Template};
 use crate::telemetry::metrics;
 use crate::util::count::Count;
+use crate::util::random::new_id;
+use crate::util::task::blocking;
 
 /// How long writing a snapshot may take: a slow disk takes a minute for some GiB.
 const SAVE_WAIT: Duration = Duration::from_secs(3600);

@@ -12,8 +12,8 @@ use tokio::sync::broadcast::{self, error::RecvError};
 use utoipa::ToSchema;
 
 use crate::error::{Error, Result};
-use crate::host::new_id;
 use crate::telemetry::metrics::Metrics;
+use crate::util::random::new_id;
 use crate::util::time;
 
 /// How many events are kept for those who come later, and for those who are slow.

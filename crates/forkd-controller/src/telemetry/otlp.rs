@@ -17,9 +17,9 @@ use serde_json::{Value, json};
 use tokio::net::TcpStream;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::api::middleware::authenticate::fill_random;
 use crate::error::{Error, Result};
 use crate::telemetry::metrics::Metrics;
+use crate::util::random::fill_random;
 use crate::util::task::{self, Task};
 
 /// The header that names a trace and a span in it.

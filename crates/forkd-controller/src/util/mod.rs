@@ -2,6 +2,8 @@
 
 pub(crate) mod companion;
 pub(crate) mod count;
+pub(crate) mod fs;
+pub(crate) mod random;
 pub(crate) mod records;
 pub(crate) mod stopping;
 pub(crate) mod task;

@@ -75,6 +75,16 @@ fn ahead_ms() -> i64 {
     now_ms() as i64 - (boot.tv_sec * 1000 + boot.tv_nsec / 1_000_000)
 }
 
+/// The host's clock, as guests are told it.
+pub(crate) fn unix_nanos() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
+}
+
+pub(crate) fn now_unix() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

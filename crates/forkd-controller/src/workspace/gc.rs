@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::error::Result;
-use crate::host::blocking;
 use crate::sandbox::Sandbox;
 use crate::snapshot::registry::Removal;
+use crate::util::task::blocking;
 use crate::workspace::{Record, Workspace, Workspaces};
 
 impl Workspaces {

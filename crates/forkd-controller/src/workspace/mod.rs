@@ -21,17 +21,18 @@ use std::time::Instant;
 use forkd_protocol::names::NAME_RULE;
 use tokio::sync::OwnedMutexGuard;
 
-use crate::agent::bringup;
 use crate::auth::principal::Identity;
 use crate::error::{Code, Error, Result};
-use crate::host::{blocking, new_id};
 use crate::sandbox::lifetime::Life;
 use crate::sandbox::registry::{Bound, Registry};
 use crate::sandbox::spawn::{self, spawn};
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshot::registry::Snapshots;
 use crate::telemetry::events::{About, EventKind};
+use crate::util::random::new_id;
+use crate::util::task::blocking;
 use crate::util::task::{self, Task};
+use crate::util::time::now_unix;
 
 pub(crate) use record::Record;
 use record::{Folder, MAX_NAME, is_valid_workspace};
@@ -49,7 +50,7 @@ pub(crate) struct Workspaces {
 
 /// One workspace.
 #[derive(Debug)]
-struct Workspace {
+pub(crate) struct Workspace {
     /// Held by whoever changes it: one at a time.
     turn: Arc<tokio::sync::Mutex<()>>,
     state: Mutex<State>,
@@ -106,10 +107,6 @@ fn being_made(name: &str) -> Error {
 fn no_workspace(name: &str) -> Error {
     let text = format!("there is no workspace {name}; `forkd workspace create {name}` makes one");
     Error::new(Code::WorkspaceNotFound, text)
-}
-
-fn now_unix() -> u64 {
-    bringup::unix_nanos() / 1_000_000_000
 }
 
 impl Workspaces {

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use forkd_protocol::names::{is_valid_name, is_valid_sandbox_id};
 use serde::{Deserialize, Serialize};
 
-use crate::host::make_private_dir;
+use crate::util::fs::make_private_dir;
 
 /// The version of records this daemon writes and reads.
 pub(crate) const VERSION: u32 = 1;

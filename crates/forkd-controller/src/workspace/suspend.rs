@@ -7,7 +7,8 @@ use crate::error::{Code, Error, Result};
 use crate::sandbox::End;
 use crate::sandbox::lifetime::{PutAway, SUSPENDED};
 use crate::telemetry::events::EventKind;
-use crate::workspace::{Record, Status, Workspaces, now_unix};
+use crate::util::time::now_unix;
+use crate::workspace::{Record, Status, Workspaces};
 
 impl Workspaces {
     /// Puts a workspace away: its sandbox is branched, on disk, and ended. With `diff` what is stored is

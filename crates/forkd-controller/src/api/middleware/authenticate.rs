@@ -18,7 +18,6 @@ use axum::http::header::{AUTHORIZATION, HOST, ORIGIN, RETRY_AFTER};
 use axum::http::{HeaderMap, HeaderValue, Uri};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::auth::peer::Peer;
 use crate::auth::policy;
@@ -37,19 +36,6 @@ pub(crate) struct Gate {
     pub(crate) abroad: bool,
     /// Whether whoever shows no token owns the host.
     pub(crate) insecure: bool,
-}
-
-/// Fills `bytes` with the kernel's random numbers.
-pub(crate) fn fill_random(bytes: &mut [u8]) -> Result<()> {
-    let mut filled = 0;
-    while filled < bytes.len() {
-        match getrandom(&mut bytes[filled..], GetRandomFlags::empty()) {
-            Ok(count) => filled += count,
-            Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(Error::host("no random numbers", error)),
-        }
-    }
-    Ok(())
 }
 
 /// Middleware for TCP: lets a request pass, or answers it with the reason why not.
@@ -95,7 +81,7 @@ impl Gate {
         let shown = header.to_str().ok().and_then(|value| value.split_once(' '));
         let found = match shown {
             Some((scheme, shown)) if scheme.eq_ignore_ascii_case("bearer") => {
-                self.tokens.find(shown.trim(), crate::agent::bringup::unix_nanos() / 1_000_000_000)
+                self.tokens.find(shown.trim(), crate::util::time::now_unix())
             }
             Some(_) => Err(Refusal::Unknown),
             None => {

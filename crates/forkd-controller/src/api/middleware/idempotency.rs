@@ -28,9 +28,9 @@ use crate::api::extract::in_time;
 use crate::api::response;
 use crate::auth::principal::Identity;
 use crate::error::{Code, Error, Result};
-use crate::host::blocking;
-use crate::sandbox::lifetime::now_unix;
+use crate::util::task::blocking;
 use crate::util::task::{self, Task};
+use crate::util::time::now_unix;
 
 /// The header a key comes in.
 const KEY: &str = "idempotency-key";

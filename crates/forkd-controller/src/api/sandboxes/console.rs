@@ -19,9 +19,9 @@ use crate::api::error::ErrorBody;
 use crate::api::extract::{Id, Params};
 use crate::auth::principal::Identity;
 use crate::error::Result;
-use crate::host::blocking;
 use crate::monitor::console::{self, printable};
 use crate::sandbox::Phase;
+use crate::util::task::blocking;
 
 /// How often a console that is followed is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(250);

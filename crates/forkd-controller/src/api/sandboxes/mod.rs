@@ -32,7 +32,6 @@ use crate::api::sandboxes::update::{Filter, UpdateRequest, check_tag, list_gone,
 use crate::auth::principal::Identity;
 use crate::compat::json_lines;
 use crate::error::{Code, Error, Result};
-use crate::host::blocking;
 use crate::host::cgroup;
 use crate::host::process_stats;
 use crate::lifecycle::disk_full::{DISK_FULL, DISK_FULL_DETAIL};
@@ -44,6 +43,7 @@ use crate::sandbox::spawn::{Order, Spawned, spawn};
 use crate::sandbox::unknown::{self, UNREADABLE};
 use crate::sandbox::visit::Visit;
 use crate::sandbox::{Phase, Sandbox, Spec};
+use crate::util::task::blocking;
 
 /// The most children of one request.
 const MAX_CHILDREN: u32 = 1000;

@@ -25,10 +25,10 @@ use crate::auth::principal::{EVERYBODY, Identity};
 use crate::auth::quota::Claim;
 use crate::error::{Code, Error, Result};
 use crate::host::allowed_paths;
-use crate::host::blocking;
 use crate::sandbox::registry::{check, check_image};
 use crate::snapshot::create::{From, Order};
 use crate::snapshot::registry::Removal;
+use crate::util::task::blocking;
 
 /// Whether to wait.
 #[derive(Debug, Default, Deserialize)]

@@ -12,12 +12,12 @@ use crate::api::snapshots::types::{Progress, SnapshotInfo, SnapshotPhase, Snapsh
 use crate::auth::principal::Identity;
 use crate::branch::Branch;
 use crate::error::{Error, Result};
-use crate::host::blocking;
 use crate::snapshot::create::{From, Phase};
 use crate::snapshot::load::check_image;
 use crate::snapshot::registry::{Entry, Making, State as Standing, Work};
 use crate::snapshot::template::Source;
 use crate::snapshot::tree::COMPACTED;
+use crate::util::task::blocking;
 
 /// What is told of one snapshot to whoever asks.
 pub(crate) async fn info(app: &App, who: &Identity, entry: Arc<Entry>) -> Result<Json<SnapshotInfo>> {

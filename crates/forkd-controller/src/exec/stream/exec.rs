@@ -94,7 +94,7 @@ impl Work for Exec {
 fn unique_tag() -> String {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    format!("forkd-stream-{}-{number}", crate::agent::bringup::unix_nanos())
+    format!("forkd-stream-{}-{number}", crate::util::time::unix_nanos())
 }
 
 /// A process that is ended when this is dropped.

@@ -59,7 +59,7 @@ trait Work: Send + 'static {
 }
 
 /// The client, as the work sees it.
-struct Wires<'w> {
+pub(crate) struct Wires<'w> {
     /// What it sends to the command.
     client: &'w Arc<Client>,
     /// Signals and the like.

@@ -20,7 +20,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::telemetry::prometheus::Page;
 
 /// The pause before a loop starts again for the first time.
@@ -223,6 +223,17 @@ fn panicked(task: Task, text: &str) -> Error {
         format!("the task {} of the daemon panicked", task.name()),
         format!("{text}; report this bug"),
     )
+}
+
+/// Does blocking work on a thread of its own.
+pub(crate) async fn blocking<T: Send + 'static>(
+    doing: &'static str,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    // What it logs belongs to whoever asked for it.
+    let span = tracing::Span::current();
+    let work = move || span.in_scope(work);
+    spawn_blocking(Task::Blocking, work).await.unwrap_or_else(|error| Err(Error::host(doing, error)))
 }
 
 #[cfg(test)]
