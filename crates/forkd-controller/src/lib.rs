@@ -36,7 +36,6 @@ mod config;
 mod daemon;
 mod error;
 mod exec;
-pub mod frames;
 mod host;
 mod lifecycle;
 mod monitor;
@@ -49,21 +48,17 @@ mod testing;
 mod util;
 mod workspace;
 
-pub use api::error::ErrorBody;
-pub use api::{
-    BranchRequest, CompactRequest, CreateRequest, EvalReply, EvalRequest, ExecReply, ExecRequest, FileInfo,
-    FileKind, FileList, FileWritten, GoneInfo, Health, LayerInfo, LinePort, NewToken, OwnerRequest,
-    PauseInfo, PingReply, Progress, RollbackRequest, SandboxInfo, SandboxState, SnapshotInfo,
-    SnapshotInfoDetail, SnapshotPhase, SnapshotRequest, SnapshotStatus, SpawnError, SpawnReply, Stats,
-    SuspendRequest, TemplateInfo, TokenInfo, TokenRequest, TokenScope, Tree, TreeHow, TreeKind, TreeNode,
-    UpdateRequest, VersionInfo, WorkspaceInfo, WorkspaceRequest, WorkspaceStatus, openapi,
-};
+pub use api::openapi;
 pub use config::{Config, DEFAULT_DATA_DIR, DEFAULT_PORT, DEFAULT_SOCKET, Limits, Timing, TlsFiles};
 pub use daemon::{Ready, serve, serve_until};
-pub use error::{Code, Error, Result, Retry};
-pub use sandbox::lifetime::OnTimeout;
-pub use telemetry::events::{About, Event, EventKind};
+pub use error::{Error, Result};
 pub use util::time as clock;
 
 /// The version of this daemon.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+// Until the clients import them from forkd_api themselves.
+pub use forkd_api::stream as frames;
+pub use forkd_api::{
+    Code, ErrorBody, EvalReply, EvalRequest, ExecReply, ExecRequest, FileInfo, FileKind, FileList, Retry,
+};

@@ -4,35 +4,13 @@
 //! request's id and who asked. It writes the body, in one place ([`finish`]): whichever part of the daemon refused
 //! a request, the body has the same three fields.
 
-use std::borrow::Cow;
-
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use serde::{Deserialize, Serialize};
-use serde_json::json;
-use utoipa::openapi::RefOr;
-use utoipa::openapi::extensions::ExtensionsBuilder;
-use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
-use utoipa::{PartialSchema, ToSchema};
 
 use crate::error::Error;
-use crate::error::code::Code;
-
-/// The body of every answer that is an error.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct ErrorBody {
-    /// What happened and what to do, for people. The wording may change.
-    pub error: String,
-    /// Why, for programs.
-    #[serde(default)]
-    #[schema(value_type = Code, required = true)]
-    pub code: String,
-    /// The id of the request: the daemon's log has the cause under it. Also in the header `X-Request-Id`.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    #[schema(required = true)]
-    pub request_id: String,
-}
+use forkd_api::Code;
+use forkd_api::ErrorBody;
 
 /// Who reads an error.
 #[derive(Debug, Clone, Default)]
@@ -99,44 +77,6 @@ pub(super) fn finish(mut response: Response, reader: &Reader) -> Response {
     parts.headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     let body = Json(reader.logged(&error)).into_response().into_body();
     Response::from_parts(parts, body)
-}
-
-impl PartialSchema for Code {
-    fn schema() -> RefOr<Schema> {
-        let all = Code::ALL.iter().map(|code| {
-            let (status, retry) = (code.status(), code.retry().name());
-            json!({ "code": code.name(), "status": status, "retry": retry, "meaning": code.meaning() })
-        });
-        // One only: several would come in any order, and the document is compared.
-        let extensions = ExtensionsBuilder::new().add("x-error-codes", all.collect::<Vec<_>>()).build();
-        ObjectBuilder::new()
-            .schema_type(Type::String)
-            .enum_values(Some(Code::ALL.iter().map(|code| code.name())))
-            .description(Some(described()))
-            .extensions(Some(extensions))
-            .into()
-    }
-}
-
-impl ToSchema for Code {
-    fn name() -> Cow<'static, str> {
-        "ErrorCode".into()
-    }
-}
-
-/// All codes, in a table.
-fn described() -> String {
-    let mut text = String::from(
-        "Why a request failed. Later versions may add codes: treat one that is not known as its status says. \
-         *Again* tells whether the same request can succeed: `no`, `later` (wait a moment), or `after a change` \
-         (of something else than the request).\n\n\
-         | code | status | again | meaning |\n|---|---|---|---|\n",
-    );
-    for code in Code::ALL {
-        let (name, status, retry) = (code.name(), code.status(), code.retry().name());
-        text += &format!("| `{name}` | {status} | {retry} | {} |\n", code.meaning());
-    }
-    text
 }
 
 #[cfg(test)]

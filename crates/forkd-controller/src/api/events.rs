@@ -16,12 +16,12 @@ use serde_json::json;
 
 use super::App;
 use super::extract::Params;
-use crate::api::error::ErrorBody;
 use crate::auth::principal::{Identity, Scope};
 use crate::auth::tokens::Tokens;
 use crate::error::{Error, Result};
-use crate::telemetry::events::{Event, EventKind, News, Since, Subscription};
+use crate::telemetry::events::{News, Since, Subscription};
 use crate::util::stopping::Stopping;
+use forkd_api::{ErrorBody, Event, EventKind};
 
 /// How often a client hears that we are still there.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
@@ -165,10 +165,11 @@ impl Place {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::telemetry::events::{About, Events};
+    use crate::telemetry::events::Events;
     use crate::telemetry::metrics::Metrics;
+    use forkd_api::EventSubject;
 
-    fn event(kind: EventKind, about: About) -> Event {
+    fn event(kind: EventKind, about: EventSubject) -> Event {
         let events = Events::new(std::sync::Arc::new(Metrics::new())).unwrap();
         events.emit(kind, about);
         match events.subscribe(Since::Number(0)).past() {
@@ -179,9 +180,13 @@ mod tests {
 
     #[test]
     fn a_filter_lets_through_what_it_names_and_only_what_is_the_clients_own() {
-        let about = About { sandbox: Some("sb1".into()), owner: Some("anna".into()), ..About::default() };
+        let about = EventSubject {
+            sandbox: Some("sb1".into()),
+            owner: Some("anna".into()),
+            ..EventSubject::default()
+        };
         let ended = event(EventKind::SandboxEnded, about);
-        let nobodys = event(EventKind::SnapshotReady, About::default());
+        let nobodys = event(EventKind::SnapshotReady, EventSubject::default());
         let passes = |identity: &Identity, sandbox: Option<&str>, kinds: Option<&str>, event: &Event| {
             Filter::new(identity.clone(), sandbox.map(Into::into), kinds).unwrap().passes(event)
         };

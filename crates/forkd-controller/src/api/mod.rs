@@ -13,7 +13,6 @@ pub(crate) mod sandboxes;
 pub(crate) mod snapshots;
 mod tokens;
 mod tree;
-mod types;
 mod workspaces;
 
 use std::net::SocketAddr;
@@ -28,7 +27,6 @@ use utoipa::openapi::{Content, Ref, ResponseBuilder};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::api::error::ErrorBody;
 use crate::api::middleware::authenticate::{self, Gate};
 use crate::api::middleware::idempotency::{self, Answers};
 use crate::api::middleware::request_log;
@@ -39,28 +37,13 @@ use crate::compat::json_lines::ports::Ports;
 use crate::config::Config;
 use crate::error::{Code, Error};
 use crate::exec::stream;
-use crate::frames::{ClientMessage, ExecStreamRequest, RunRequest, ServerEvent};
 use crate::sandbox::registry::Registry;
 use crate::snapshot::registry::Snapshots;
 use crate::util::count::Count;
 use crate::util::stopping::Stopping;
 use crate::workspace::Workspaces;
-
-pub use crate::api::sandboxes::agent_port::LinePort;
-pub use crate::api::sandboxes::files::{FileInfo, FileKind, FileList, FileWritten};
-pub use crate::api::sandboxes::pause::RollbackRequest;
-pub use crate::api::sandboxes::update::{GoneInfo, UpdateRequest};
-pub use crate::api::snapshots::types::{
-    BranchRequest, CompactRequest, LayerInfo, OwnerRequest, Progress, SnapshotInfo, SnapshotInfoDetail,
-    SnapshotPhase, SnapshotRequest, SnapshotStatus, TemplateInfo,
-};
-pub use crate::snapshot::tree::{Tree, TreeHow, TreeKind, TreeNode};
-pub use tokens::{NewToken, TokenInfo, TokenRequest, TokenScope};
-pub use types::{
-    CreateRequest, EvalReply, EvalRequest, ExecReply, ExecRequest, Health, PauseInfo, PingReply, SandboxInfo,
-    SandboxState, SpawnError, SpawnReply, Stats, VersionInfo,
-};
-pub use workspaces::{SuspendRequest, WorkspaceInfo, WorkspaceRequest, WorkspaceStatus};
+use forkd_api::stream::{ClientMessage, ExecStreamRequest, RunRequest, ServerEvent};
+use forkd_api::{ErrorBody, GoneInfo, Health, SpawnReply, VersionInfo};
 
 /// What handlers work with.
 #[derive(Debug, Clone)]

@@ -10,7 +10,8 @@ use crate::auth::principal::Identity;
 use crate::branch::{Branch, Mode};
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshot::registry::{Entry, State as Standing, Work};
-use crate::snapshot::tree::{Named, SandboxFact, SnapshotFact, Tree, grow};
+use crate::snapshot::tree::{Named, SandboxFact, SnapshotFact, grow};
+use forkd_api::Tree;
 
 /// Who came from whom: all snapshots and sandboxes there are for whoever asks, and those that are gone but were
 /// above them.

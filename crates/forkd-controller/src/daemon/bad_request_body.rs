@@ -163,7 +163,7 @@ mod tests {
         let (head, body) = text.split_once("\r\n\r\n").unwrap();
         assert!(head.starts_with("HTTP/1.1 431 ") && head.contains("connection: close"), "{head}");
         assert!(head.contains(&format!("content-length: {}", body.len())), "{text}");
-        let body: crate::ErrorBody = serde_json::from_str(body).unwrap();
+        let body: forkd_api::ErrorBody = serde_json::from_str(body).unwrap();
         assert_eq!(body.code, "headers_too_large");
         assert!(head.contains(&format!("x-request-id: {}", body.request_id)), "{head}");
 

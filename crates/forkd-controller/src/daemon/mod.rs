@@ -441,7 +441,7 @@ mod tests {
             drop(std::net::TcpStream::connect(ready.address).unwrap());
         };
         let error = serve_until(config, ready, std::future::pending()).await.unwrap_err();
-        assert_eq!(error.code(), crate::Code::Internal);
+        assert_eq!(error.code(), forkd_api::Code::Internal);
         assert!(error.to_string().contains("accept"), "{error}");
         assert!(!folder.path().join("forkd.sock").exists(), "it stopped in order");
     }

@@ -12,7 +12,7 @@ use crate::auth::tokens::Tokens;
 use crate::branch::Mode;
 use crate::branch::suspend::{self, Suspend};
 use crate::error::{Code, Error, Result};
-use crate::sandbox::lifetime::{IDLE, OnTimeout, PutAway, SUSPENDED, TIMED_OUT};
+use crate::sandbox::lifetime::{IDLE, PutAway, SUSPENDED, TIMED_OUT};
 use crate::sandbox::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshot::registry::Snapshots;
@@ -21,6 +21,7 @@ use crate::util::task::{self, Task};
 use crate::util::time;
 use crate::util::time::now_unix;
 use crate::workspace::Workspaces;
+use forkd_api::OnTimeout;
 
 /// How often it looks.
 const EVERY: Duration = Duration::from_secs(1);

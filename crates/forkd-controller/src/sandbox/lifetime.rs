@@ -5,6 +5,7 @@
 //! the next one counts from its own start. What is done when a time is over is `timeouts`'.
 
 use crate::util::time::now_unix;
+use forkd_api::OnTimeout;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
@@ -13,7 +14,6 @@ use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
-use utoipa::ToSchema;
 
 use crate::error::{Error, Result};
 use crate::host::process;
@@ -34,19 +34,6 @@ pub(crate) const TIMED_OUT: &str = "timed_out";
 pub(crate) const IDLE: &str = "idle_timed_out";
 /// The reason of a sandbox that was put away.
 pub(crate) const SUSPENDED: &str = "suspended";
-
-/// What becomes of a sandbox whose time is over.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum OnTimeout {
-    /// It is deleted.
-    #[default]
-    Kill,
-    /// It is paused. One that nobody used goes on by itself when somebody does.
-    Pause,
-    /// It is stored as a snapshot, then deleted. The sandbox of a workspace: the workspace is suspended.
-    Suspend,
-}
 
 /// What its maker wants of a sandbox's life, and how far that is. A part of its record.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -5,8 +5,8 @@ use std::sync::atomic::Ordering;
 
 use crate::lifecycle::disk_full::{DISK_FULL, DISK_FULL_DETAIL};
 use crate::sandbox::{Phase, ROLLED_BACK, Sandbox};
-use crate::telemetry::events::{About, EventKind};
 use crate::util::time;
+use forkd_api::{EventKind, EventSubject};
 
 impl Sandbox {
     /// It stands somewhere else now.
@@ -65,7 +65,7 @@ impl Sandbox {
             _ => None,
         };
         let disk_full = kind == EventKind::SandboxPaused && facts.disk_full;
-        let about = About {
+        let about = EventSubject {
             sandbox: Some(self.id.clone()),
             snapshot,
             owner: Some(self.spec.owner.clone()),

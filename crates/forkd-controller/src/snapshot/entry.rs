@@ -13,7 +13,7 @@ use crate::sandbox::unknown::{self, UnknownTemplate};
 use crate::snapshot::registry::lock;
 use crate::snapshot::template::{Standing, Template};
 use crate::telemetry::Telling;
-use crate::telemetry::events::{About, EventKind};
+use forkd_api::{EventKind, EventSubject};
 
 /// One snapshot.
 #[derive(Debug)]
@@ -111,13 +111,18 @@ impl Entry {
     }
 
     /// What events say of it: its tag, and the sandbox it is being branched from.
-    pub(crate) fn about(&self) -> About {
+    pub(crate) fn about(&self) -> EventSubject {
         let sandbox = self.branch().map(|branch| branch.source.clone());
         let sandbox = sandbox.filter(|source| is_valid_sandbox_id(source));
-        About { snapshot: Some(self.tag.clone()), sandbox, owner: Some(self.owner()), ..About::default() }
+        EventSubject {
+            snapshot: Some(self.tag.clone()),
+            sandbox,
+            owner: Some(self.owner()),
+            ..EventSubject::default()
+        }
     }
 
-    pub(crate) fn tell(&self, kind: EventKind, about: About) {
+    pub(crate) fn tell(&self, kind: EventKind, about: EventSubject) {
         self.telling.events.emit(kind, about);
     }
 
@@ -177,7 +182,7 @@ impl Entry {
             let work = Some(work.clone());
             *state = State::Failed { error, work };
         }
-        self.tell(EventKind::SnapshotFailed, About { detail: Some(why), ..self.about() });
+        self.tell(EventKind::SnapshotFailed, EventSubject { detail: Some(why), ..self.about() });
     }
 
     /// The branch it is while that is being written, or if that failed.

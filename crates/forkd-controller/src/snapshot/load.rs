@@ -14,7 +14,7 @@ use crate::host::lineage::Lineage;
 use crate::monitor::boot_files;
 use crate::monitor::{Launch, Monitor};
 use crate::snapshot::registry::Snapshots;
-use crate::snapshot::template::{About, Plan, Source, Standing, Template};
+use crate::snapshot::template::{Plan, Source, Standing, Template, TemplateSpec};
 use crate::util::fs::make_private_dir;
 use crate::util::random::new_id;
 use crate::util::task::blocking;
@@ -73,7 +73,7 @@ impl Snapshots {
         lineage: Arc<Lineage>,
     ) -> Plan {
         let (tag, cgroup) = (tag.to_owned(), lineage.name.clone());
-        let about = About { tag, source, lineage: lineage.slot, cgroup, guest };
+        let about = TemplateSpec { tag, source, lineage: lineage.slot, cgroup, guest };
         Plan { id, folder: folder.to_owned(), about, lineage, janitor: self.host.janitor.clone() }
     }
 }

@@ -24,10 +24,10 @@ use crate::sandbox::unknown::UnknownTemplate;
 use crate::snapshot::adopt::Leftovers;
 use crate::snapshot::owner_records::Owners;
 use crate::snapshot::template::Template;
-use crate::telemetry::events::EventKind;
 use crate::util::fs::make_private_dir;
 use crate::util::task::blocking;
 use crate::util::task::{self, Task};
+use forkd_api::EventKind;
 
 pub(crate) use crate::snapshot::entry::{Entry, Making, State, Work};
 

@@ -28,11 +28,11 @@ use crate::sandbox::registry::{Bound, Registry};
 use crate::sandbox::spawn::{self, spawn};
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshot::registry::Snapshots;
-use crate::telemetry::events::{About, EventKind};
 use crate::util::random::new_id;
 use crate::util::task::blocking;
 use crate::util::task::{self, Task};
 use crate::util::time::now_unix;
+use forkd_api::{EventKind, EventSubject};
 
 pub(crate) use record::Record;
 use record::{Folder, MAX_NAME, is_valid_workspace};
@@ -382,18 +382,18 @@ impl Workspaces {
         })
         .await?;
         lock(&self.all).remove(name);
-        let about = About { workspace: Some(name.to_owned()), owner, ..About::default() };
+        let about = EventSubject { workspace: Some(name.to_owned()), owner, ..EventSubject::default() };
         self.registry.host.telling.events.emit(EventKind::WorkspaceRemoved, about);
         Ok(())
     }
 
     fn tell(&self, kind: EventKind, record: &Record) {
-        let about = About {
+        let about = EventSubject {
             workspace: Some(record.name.clone()),
             sandbox: record.live_sandbox_id.clone(),
             snapshot: Some(record.tag().to_owned()),
             owner: Some(record.owner.clone()),
-            ..About::default()
+            ..EventSubject::default()
         };
         self.registry.host.telling.events.emit(kind, about);
     }

@@ -23,7 +23,6 @@ use forkd_store::{Answer, Begun, Database};
 use tracing::Instrument;
 
 use crate::agent::{self, Room};
-use crate::api::error::ErrorBody;
 use crate::api::extract::in_time;
 use crate::api::response;
 use crate::auth::principal::Identity;
@@ -31,6 +30,7 @@ use crate::error::{Code, Error, Result};
 use crate::util::task::blocking;
 use crate::util::task::{self, Task};
 use crate::util::time::now_unix;
+use forkd_api::ErrorBody;
 
 /// The header a key comes in.
 const KEY: &str = "idempotency-key";

@@ -5,24 +5,14 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
 use forkd_protocol::line::{Reply, Request};
-use serde::{Deserialize, Serialize};
-use utoipa::ToSchema;
 
 use crate::agent::Room;
 use crate::api::App;
-use crate::api::error::ErrorBody;
 use crate::api::extract::{Id, Ignored, Raw};
 use crate::api::response;
 use crate::compat::json_lines;
 use crate::error::Result;
-
-/// A sandbox's port of loopback.
-#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
-pub struct LinePort {
-    /// Such as `127.0.0.1:40123`: what clients of the reference are given as `FORKD_TARGET`. It is for
-    /// users of the daemon's host who may use its unix socket.
-    pub target: String,
-}
+use forkd_api::{ErrorBody, LinePort};
 
 /// One request of the line protocol: `{"action": "ping"}`, `{"action": "exec", "args": […], "timeout": 30}`
 /// or `{"action": "eval", "code": "…"}`. The answer is what the guest's port 8888 would give; what goes wrong

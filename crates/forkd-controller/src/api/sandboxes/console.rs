@@ -15,13 +15,13 @@ use futures_util::stream;
 use serde::Deserialize;
 
 use crate::api::App;
-use crate::api::error::ErrorBody;
 use crate::api::extract::{Id, Params};
 use crate::auth::principal::Identity;
 use crate::error::Result;
 use crate::monitor::console::{self, printable};
 use crate::sandbox::Phase;
 use crate::util::task::blocking;
+use forkd_api::ErrorBody;
 
 /// How often a console that is followed is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(250);

@@ -8,16 +8,15 @@ use forkd_protocol::agent::{self as wire, End, Event, Output, ProcessConfig, Sta
 
 use crate::agent::{self, Agent, Process, Room, StartOptions};
 use crate::api::App;
-use crate::api::error::ErrorBody;
 use crate::api::extract::{Body, Id};
 use crate::api::response;
-use crate::api::types::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::exec::{Finish, TIMED_OUT, counted};
-use crate::frames::MAX_CHUNK;
 use crate::sandbox::Sandbox;
 use crate::util::companion::Companion;
+use forkd_api::stream::MAX_CHUNK;
+use forkd_api::{ErrorBody, EvalReply, EvalRequest, ExecReply, ExecRequest};
 
 /// The longest time limit: 30 days.
 const MAX_TIMEOUT_SECS: u64 = 30 * 24 * 3600;

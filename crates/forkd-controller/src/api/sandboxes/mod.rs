@@ -24,11 +24,10 @@ use serde::Deserialize;
 use super::App;
 use super::extract::{Body, Id, Params};
 use super::pagination::Page;
-use super::types::{CreateRequest, PingReply, SandboxInfo, SandboxState, SpawnError, SpawnReply, Stats};
-use crate::api::error::{ErrorBody, Reader};
+use crate::api::error::Reader;
 use crate::api::middleware::idempotency::Asked;
 use crate::api::middleware::request_log::Target;
-use crate::api::sandboxes::update::{Filter, UpdateRequest, check_tag, list_gone, place};
+use crate::api::sandboxes::update::{Filter, check_tag, list_gone, place};
 use crate::auth::principal::Identity;
 use crate::compat::json_lines;
 use crate::error::{Code, Error, Result};
@@ -44,6 +43,10 @@ use crate::sandbox::unknown::{self, UNREADABLE};
 use crate::sandbox::visit::Visit;
 use crate::sandbox::{Phase, Sandbox, Spec};
 use crate::util::task::blocking;
+use forkd_api::{
+    CreateRequest, ErrorBody, PingReply, SandboxInfo, SandboxState, SpawnError, SpawnReply, Stats,
+    UpdateRequest,
+};
 
 /// The most children of one request.
 const MAX_CHILDREN: u32 = 1000;

@@ -2,29 +2,16 @@
 
 use axum::extract::State;
 use axum::{Extension, Json};
-use serde::{Deserialize, Serialize};
-use utoipa::ToSchema;
 
 use crate::api::App;
-use crate::api::error::ErrorBody;
 use crate::api::extract::{Id, Ignored, OptionalBody};
 use crate::api::sandboxes::info;
-use crate::api::types::SandboxInfo;
 use crate::auth::principal::Identity;
 use crate::error::{Code, Error, Result};
 use crate::sandbox::rollback::roll_back;
 use crate::sandbox::{Phase, Sandbox};
 use crate::util::task::{self, Task};
-
-/// Where to take a sandbox back to.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct RollbackRequest {
-    /// The snapshot to go on from. When absent, the latest branch of the sandbox; if that cannot be used,
-    /// or there is none, the snapshot it was forked from.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub to: Option<String>,
-}
+use forkd_api::{ErrorBody, RollbackRequest, SandboxInfo};
 
 /// Has a sandbox stand still: its vCPUs and its devices. Time goes on in it when it is resumed.
 #[utoipa::path(

@@ -8,71 +8,15 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
 use forkd_store::GoneSandbox;
-use serde::{Deserialize, Deserializer, Serialize};
-use utoipa::ToSchema;
 
 use crate::api::App;
 use crate::api::pagination::Page;
-use crate::api::types::SandboxState;
 use crate::auth::principal::{Identity, Scope};
 use crate::error::{Code, Error, Result};
 use crate::sandbox::Sandbox;
-use crate::sandbox::lifetime::{OnTimeout, check_labels, check_secs, deadline};
+use crate::sandbox::lifetime::{check_labels, check_secs, deadline};
 use crate::util::time::timestamp;
-
-/// What is to be changed about a sandbox. What is absent stays.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct UpdateRequest {
-    /// Its time is over this many seconds from now; never if null.
-    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<u64>)]
-    pub timeout_secs: Option<Option<u64>>,
-    /// Its time is over when nobody used it for this many seconds, counted from now; never if null.
-    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<u64>)]
-    pub idle_timeout_secs: Option<Option<u64>>,
-    /// What is done when its time is over.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub on_timeout: Option<OnTimeout>,
-    /// The snapshot it is stored as, with `suspend`; one called `idle-` and its id if null.
-    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<String>)]
-    pub suspend_as: Option<Option<String>>,
-    /// All its labels.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub labels: Option<BTreeMap<String, String>>,
-}
-
-/// Tells null from nothing.
-fn given<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
-    deserializer: D,
-) -> std::result::Result<Option<Option<T>>, D::Error> {
-    Option::deserialize(deserializer).map(Some)
-}
-
-/// A sandbox that is gone.
-#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
-pub struct GoneInfo {
-    /// Its id.
-    pub id: String,
-    /// `gone`.
-    pub state: String,
-    /// The snapshot it was forked from.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub snapshot_tag: Option<String>,
-    /// Its labels.
-    #[serde(default)]
-    pub labels: BTreeMap<String, String>,
-    /// When it was created, in seconds since 1970.
-    pub created_at_unix: u64,
-    /// When it ended, in seconds since 1970.
-    pub ended_at_unix: u64,
-    /// How it ended, in one word: those of a sandbox, or `host_rebooted`.
-    pub reason: String,
-    /// How it ended, in one sentence.
-    pub detail: String,
-}
+use forkd_api::{GoneInfo, SandboxState, UpdateRequest};
 
 /// Whether a snapshot could be called that.
 pub(crate) fn check_tag(name: &str, tag: Option<&str>) -> Result<()> {

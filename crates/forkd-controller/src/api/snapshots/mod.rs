@@ -1,6 +1,5 @@
 //! Making, showing and deleting snapshots.
 
-pub(crate) mod types;
 pub(crate) mod view;
 
 use std::path::PathBuf;
@@ -13,13 +12,9 @@ use forkd_protocol::names::{NAME_RULE, is_valid_name};
 use serde::Deserialize;
 
 use crate::api::App;
-use crate::api::error::ErrorBody;
 use crate::api::extract::{Body, Id, Params};
 use crate::api::middleware::request_log::Target;
 use crate::api::pagination::Page;
-use crate::api::snapshots::types::{
-    CompactRequest, LayerInfo, OwnerRequest, SnapshotInfo, SnapshotInfoDetail, SnapshotRequest,
-};
 use crate::api::snapshots::view::{Look, info};
 use crate::auth::principal::{EVERYBODY, Identity};
 use crate::auth::quota::Claim;
@@ -29,6 +24,9 @@ use crate::sandbox::registry::{check, check_image};
 use crate::snapshot::create::{From, Order};
 use crate::snapshot::registry::Removal;
 use crate::util::task::blocking;
+use forkd_api::{
+    CompactRequest, ErrorBody, LayerInfo, OwnerRequest, SnapshotInfo, SnapshotInfoDetail, SnapshotRequest,
+};
 
 /// Whether to wait.
 #[derive(Debug, Default, Deserialize)]

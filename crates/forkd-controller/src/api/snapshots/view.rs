@@ -8,7 +8,6 @@ use axum::Json;
 use forkd_store::{BaseImage, Facts, Snapshot};
 
 use crate::api::App;
-use crate::api::snapshots::types::{Progress, SnapshotInfo, SnapshotPhase, SnapshotStatus, TemplateInfo};
 use crate::auth::principal::Identity;
 use crate::branch::Branch;
 use crate::error::{Error, Result};
@@ -18,6 +17,7 @@ use crate::snapshot::registry::{Entry, Making, State as Standing, Work};
 use crate::snapshot::template::Source;
 use crate::snapshot::tree::COMPACTED;
 use crate::util::task::blocking;
+use forkd_api::{Progress, SnapshotInfo, SnapshotPhase, SnapshotStatus, TemplateInfo};
 
 /// What is told of one snapshot to whoever asks.
 pub(crate) async fn info(app: &App, who: &Identity, entry: Arc<Entry>) -> Result<Json<SnapshotInfo>> {

@@ -85,10 +85,10 @@ async fn exchange(mut stream: impl AsyncRead + AsyncWrite + Unpin, request: Stri
 }
 
 /// An error's body: an object with a sentence, a code that is known, a request id, and nothing else.
-fn refused(status: u16, body: &str) -> crate::ErrorBody {
+fn refused(status: u16, body: &str) -> forkd_api::ErrorBody {
     let fields: serde_json::Map<String, Value> = serde_json::from_str(body).expect(body);
     assert_eq!(fields.len(), 3, "{fields:?}");
-    let refused: crate::ErrorBody = serde_json::from_str(body).expect(body);
+    let refused: forkd_api::ErrorBody = serde_json::from_str(body).expect(body);
     assert!(!refused.error.is_empty() && !refused.request_id.is_empty(), "{refused:?}");
     let code = Code::named(&refused.code).unwrap_or_else(|| panic!("{refused:?}"));
     assert_eq!(code.status(), status, "{refused:?}");

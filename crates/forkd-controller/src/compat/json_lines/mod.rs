@@ -13,11 +13,11 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use crate::agent::Room;
 use crate::api::sandboxes::exec;
-use crate::api::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 use crate::config::Config;
 use crate::error::Result;
 use crate::monitor::console::printable;
 use crate::sandbox::Sandbox;
+use forkd_api::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 
 /// How long a request may take to come.
 const REQUEST_TIME: Duration = Duration::from_secs(30);

@@ -1,6 +1,7 @@
 //! Conversations without a sandbox, and what becomes of an agent's answers.
 
 use super::*;
+use forkd_api::{EvalReply, ExecReply};
 use serde_json::{Value, json};
 use tokio::io::duplex;
 

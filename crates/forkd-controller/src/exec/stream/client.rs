@@ -10,7 +10,7 @@ use futures_util::stream::{SplitSink, SplitStream};
 use futures_util::{SinkExt, StreamExt};
 use tokio::sync::{Notify, mpsc, oneshot};
 
-use crate::frames::{Channel, ClientMessage, MAX_CHUNK, STDIN_WINDOW, ServerEvent, pack, unpack};
+use forkd_api::stream::{Channel, ClientMessage, MAX_CHUNK, STDIN_WINDOW, ServerEvent, pack, unpack};
 
 /// Between two pings to the client.
 const PING_EVERY: Duration = Duration::from_secs(20);

@@ -15,7 +15,7 @@ use forkd_protocol::connect::Code;
 
 use crate::agent;
 use crate::api::App;
-use crate::api::error::{ErrorBody, Reader};
+use crate::api::error::Reader;
 use crate::api::extract::Id;
 use crate::api::middleware::request_log::Session;
 use crate::api::sandboxes::exec;
@@ -24,9 +24,10 @@ use crate::error::Result;
 use crate::exec::counted;
 use crate::exec::stream::pump::{Command, follow, last_event};
 use crate::exec::stream::{Upgrade, Wires, Work, begin};
-use crate::frames::{ExecStreamRequest, ServerEvent};
 use crate::sandbox::{Phase, Sandbox};
 use crate::util::count::Counted;
+use forkd_api::ErrorBody;
+use forkd_api::stream::{ExecStreamRequest, ServerEvent};
 
 /// How often a process is looked for that is to be ended: its start may still be under way.
 const LOOKS: usize = 10;

@@ -23,13 +23,14 @@ use tokio::sync::{mpsc, oneshot};
 use tracing::Instrument;
 
 use crate::api::App;
-use crate::api::error::{ErrorBody, Reader};
+use crate::api::error::Reader;
 use crate::api::middleware::request_log::Session;
 use crate::auth::principal::Identity;
 use crate::error::{Code, Error, Result};
 use crate::exec::stream::client::{Client, Outgoing, read, text, write};
-use crate::frames::{ClientMessage, MAX_TEXT, ServerEvent};
 use crate::util::companion::Companion;
+use forkd_api::ErrorBody;
+use forkd_api::stream::{ClientMessage, MAX_TEXT, ServerEvent};
 
 /// What clients hear when the daemon stops under them.
 const STOPPING: &str = "the daemon is stopping";

@@ -10,9 +10,9 @@ use crate::agent::{self, Agent, Process, StartOptions};
 use crate::exec::Finish;
 use crate::exec::stream::Wires;
 use crate::exec::stream::client::{Client, Input, Outgoing};
-use crate::frames::{Channel, ClientMessage, ServerEvent, TtySize};
 use crate::sandbox::Sandbox;
 use crate::util::companion::Companion;
+use forkd_api::stream::{Channel, ClientMessage, ServerEvent, TtySize};
 
 /// What is to be run.
 pub(crate) struct Command {

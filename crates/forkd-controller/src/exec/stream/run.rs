@@ -6,7 +6,7 @@ use axum::response::Response;
 use tokio::sync::mpsc;
 
 use crate::api::App;
-use crate::api::error::{ErrorBody, Reader};
+use crate::api::error::Reader;
 use crate::api::middleware::request_log::Session;
 use crate::api::sandboxes::exec;
 use crate::auth::principal::Identity;
@@ -14,9 +14,10 @@ use crate::error::Result;
 use crate::exec::counted;
 use crate::exec::stream::pump::{Command, follow, last_event};
 use crate::exec::stream::{Upgrade, Wires, Work, begin};
-use crate::frames::{ClientMessage, RunRequest, ServerEvent};
 use crate::host::cgroup;
 use crate::sandbox::Spec;
+use forkd_api::ErrorBody;
+use forkd_api::stream::{ClientMessage, RunRequest, ServerEvent};
 
 /// Runs a command in a sandbox of its own, over a WebSocket. The sandbox lives as long as the
 /// connection.

@@ -10,9 +10,9 @@ use tokio::net::UnixStream;
 use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::{Error, Message};
 
-use crate::frames::{Channel, MAX_CHUNK, STDIN_WINDOW, pack, unpack};
 use crate::sandbox::{End, Phase};
 use crate::testing::fake_guest::{FakeDaemon, ID, eventually};
+use forkd_api::stream::{Channel, MAX_CHUNK, STDIN_WINDOW, pack, unpack};
 
 type Socket = WebSocketStream<UnixStream>;
 
@@ -254,7 +254,7 @@ fn the_last_event_hides_the_cause_from_those_who_may_not_read_it() {
     let error = crate::error::Error::host("cannot open /srv/x", std::io::Error::from_raw_os_error(13));
     for reads_causes in [false, true] {
         let reader = crate::api::error::Reader { request_id: "r-1".into(), reads_causes };
-        let crate::frames::ServerEvent::Error { message, status, code, request_id } =
+        let forkd_api::stream::ServerEvent::Error { message, status, code, request_id } =
             super::failed(&reader, &error)
         else {
             panic!()

@@ -47,7 +47,7 @@ pub(crate) enum Source {
 
 /// What the next daemon needs to know of a template.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct About {
+pub(crate) struct TemplateSpec {
     pub(crate) tag: String,
     pub(crate) source: Source,
     /// The number of its lineage.
@@ -61,7 +61,7 @@ pub(crate) struct About {
 /// What is in [`RECORD`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Record {
-    pub(crate) about: About,
+    pub(crate) about: TemplateSpec,
     pub(crate) standing: Standing,
 }
 
@@ -95,7 +95,7 @@ pub(crate) struct Template {
     pub(crate) id: String,
     pub(crate) pid: i32,
     folder: PathBuf,
-    pub(crate) about: About,
+    pub(crate) about: TemplateSpec,
     pub(crate) lineage: Arc<Lineage>,
     /// The id of the snapshot it is the template of, once there is one.
     snapshot: Mutex<Option<String>>,
@@ -120,7 +120,7 @@ pub(crate) struct Asked {
 pub(crate) struct Plan {
     pub(crate) id: String,
     pub(crate) folder: PathBuf,
-    pub(crate) about: About,
+    pub(crate) about: TemplateSpec,
     pub(crate) lineage: Arc<Lineage>,
     pub(crate) janitor: Janitor,
 }

@@ -57,7 +57,8 @@ impl Fake {
         };
         let lineage = lineages.begin("template-tests").unwrap();
         let cgroup = lineage.name.clone();
-        let about = About { tag: "t".into(), source: Source::Memory, lineage: lineage.slot, cgroup, guest };
+        let about =
+            TemplateSpec { tag: "t".into(), source: Source::Memory, lineage: lineage.slot, cgroup, guest };
         let plan = Plan { id: "tp".into(), folder: place, about, lineage, janitor };
         let template = Some(Template::new(plan, monitor).unwrap());
         Fake { template, folder, acknowledged, layers, flooded }

@@ -64,7 +64,7 @@ async fn the_waiter_of_a_task_that_panics_hears_of_it() {
     let work = async { panic!("a bug") };
     spawn_or(Task::Rollback, work, move |error| drop(tell.send(error))).await.unwrap();
     let error = told.recv().await.unwrap();
-    assert_eq!(error.code(), crate::Code::Internal);
+    assert_eq!(error.code(), forkd_api::Code::Internal);
     assert_eq!(count(Task::Rollback) - before, 2);
     assert_eq!(spawn(Task::Rollback, async { 7 }).await.unwrap(), 7);
 }
@@ -75,7 +75,7 @@ async fn a_vital_task_that_panics_is_fatal_and_one_that_ends_is_not() {
     vital.spawn(Task::StopUnseen, async {}).await.unwrap();
     assert!(failed.next().now_or_never().is_none());
     vital.spawn(Task::StopUnseen, async { panic!("a bug") }).await.unwrap();
-    assert_eq!(failed.next().await.code(), crate::Code::Internal);
+    assert_eq!(failed.next().await.code(), forkd_api::Code::Internal);
 }
 
 #[test]

@@ -136,7 +136,7 @@ async fn a_guest_that_is_full_or_stuck_is_told_while_the_client_still_sends() {
         let (got, _, body) = daemon.ask(&format!("PUT {}", files(path)), "", &data).await;
         let body = String::from_utf8(body).unwrap();
         assert_eq!(got, status, "{body}");
-        let body: crate::ErrorBody = serde_json::from_str(&body).expect(&body);
+        let body: forkd_api::ErrorBody = serde_json::from_str(&body).expect(&body);
         assert_eq!(body.code, code, "{body:?}");
     }
 }

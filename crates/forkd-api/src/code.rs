@@ -284,3 +284,54 @@ mod tests {
         }
     }
 }
+
+#[cfg(feature = "openapi")]
+mod schema {
+    use std::borrow::Cow;
+
+    use serde_json::json;
+    use utoipa::openapi::RefOr;
+    use utoipa::openapi::extensions::ExtensionsBuilder;
+    use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
+    use utoipa::{PartialSchema, ToSchema};
+
+    use super::Code;
+
+    impl PartialSchema for Code {
+        fn schema() -> RefOr<Schema> {
+            let all = Code::ALL.iter().map(|code| {
+                let (status, retry) = (code.status(), code.retry().name());
+                json!({ "code": code.name(), "status": status, "retry": retry, "meaning": code.meaning() })
+            });
+            // One only: several would come in any order, and the document is compared.
+            let extensions = ExtensionsBuilder::new().add("x-error-codes", all.collect::<Vec<_>>()).build();
+            ObjectBuilder::new()
+                .schema_type(Type::String)
+                .enum_values(Some(Code::ALL.iter().map(|code| code.name())))
+                .description(Some(described()))
+                .extensions(Some(extensions))
+                .into()
+        }
+    }
+
+    impl ToSchema for Code {
+        fn name() -> Cow<'static, str> {
+            "ErrorCode".into()
+        }
+    }
+
+    /// All codes, in a table.
+    fn described() -> String {
+        let mut text = String::from(
+            "Why a request failed. Later versions may add codes: treat one that is not known as its status says. \
+         *Again* tells whether the same request can succeed: `no`, `later` (wait a moment), or `after a change` \
+         (of something else than the request).\n\n\
+         | code | status | again | meaning |\n|---|---|---|---|\n",
+        );
+        for code in Code::ALL {
+            let (name, status, retry) = (code.name(), code.status(), code.retry().name());
+            text += &format!("| `{name}` | {status} | {retry} | {} |\n", code.meaning());
+        }
+        text
+    }
+}

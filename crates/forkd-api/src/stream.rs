@@ -21,9 +21,6 @@ use std::collections::BTreeMap;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
-use utoipa::ToSchema;
-
-use crate::error::code::Code;
 
 /// How many bytes of input a client may have sent that were not acknowledged yet.
 pub const STDIN_WINDOW: usize = 256 << 10;
@@ -64,7 +61,8 @@ pub fn unpack(mut frame: Bytes) -> Option<(Channel, Bytes)> {
 }
 
 /// What to run, and in what.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RunRequest {
     /// Name of an image (`forkd image ls`).
@@ -98,7 +96,8 @@ pub struct RunRequest {
 }
 
 /// What to run in a sandbox that is there.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct ExecStreamRequest {
     /// Program and arguments; no shell is involved.
@@ -124,7 +123,8 @@ pub struct ExecStreamRequest {
 }
 
 /// Size of a terminal in characters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct TtySize {
     /// Columns.
@@ -134,7 +134,8 @@ pub struct TtySize {
 }
 
 /// A text message of the server.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum ServerEvent {
     /// For people who wait.
@@ -174,17 +175,18 @@ pub enum ServerEvent {
         status: u16,
         /// Why, for programs.
         #[serde(default)]
-        #[schema(value_type = Code, required = true)]
+        #[cfg_attr(feature = "openapi", schema(value_type = crate::Code, required = true))]
         code: String,
         /// The id of the request that began the conversation: the daemon's log has the cause under it.
         #[serde(default)]
-        #[schema(required = true)]
+        #[cfg_attr(feature = "openapi", schema(required = true))]
         request_id: String,
     },
 }
 
 /// A text message of the client, after the first.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
 pub enum ClientMessage {
     /// No more input.

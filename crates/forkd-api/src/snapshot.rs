@@ -1,12 +1,10 @@
 //! What the REST API's bodies hold of snapshots and branches.
 
 use serde::{Deserialize, Serialize};
-use utoipa::ToSchema;
-
-use crate::error::code::Code;
 
 /// A snapshot to make: a guest is booted, warmed up, frozen and saved.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct SnapshotRequest {
     /// Its name.
@@ -50,7 +48,8 @@ pub struct SnapshotRequest {
 }
 
 /// Where a snapshot stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum SnapshotStatus {
     /// It is being made.
@@ -66,7 +65,8 @@ pub enum SnapshotStatus {
 }
 
 /// How far the making of a snapshot is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum SnapshotPhase {
     /// The guest boots.
@@ -80,7 +80,8 @@ pub enum SnapshotPhase {
 }
 
 /// What is known of a snapshot.
-#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SnapshotInfo {
     /// Whose it is; `*` for one that all may use.
     #[serde(default)]
@@ -97,7 +98,7 @@ pub struct SnapshotInfo {
     pub error: Option<String>,
     /// The same for programs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<Code>)]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<crate::Code>))]
     pub error_code: Option<String>,
     /// When it was made, in seconds since 1970.
     pub created_at_unix: u64,
@@ -171,7 +172,8 @@ pub struct SnapshotInfo {
 }
 
 /// A process children are forked from.
-#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct TemplateInfo {
     /// Its process on the host.
     pub pid: i32,
@@ -183,7 +185,8 @@ pub struct TemplateInfo {
 }
 
 /// How far a saver is, in bytes.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Progress {
     /// Guest memory it has looked at.
     pub looked_at: u64,
@@ -194,7 +197,8 @@ pub struct Progress {
 }
 
 /// A branch to take. Everything else a client may send is ignored.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct BranchRequest {
     /// Its tag; `branch-`, the sandbox's id, the time and four digits when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -226,14 +230,16 @@ pub struct BranchRequest {
 }
 
 /// A snapshot to make of another one.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct CompactRequest {
     /// Its tag.
     pub to: String,
 }
 
 /// Whose a snapshot is to be.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct OwnerRequest {
     /// The owner of a token, `local`, or `*` for everybody.
@@ -241,7 +247,8 @@ pub struct OwnerRequest {
 }
 
 /// A snapshot on disk, in detail.
-#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SnapshotInfoDetail {
     /// Its name.
     pub tag: String,
@@ -280,7 +287,8 @@ pub struct SnapshotInfoDetail {
 }
 
 /// A file snapshots are made of.
-#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct LayerInfo {
     /// `memory` or `disk`.
     pub kind: String,

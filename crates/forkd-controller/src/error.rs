@@ -4,14 +4,12 @@
 //! only the operator may read (a path of the host, an errno, the output of a monitor) is the *cause*: logs,
 //! the unix socket and admins get it, no other client does. `api::error` makes the bodies.
 
-pub(crate) mod code;
-
 use std::borrow::Cow;
 use std::error::Error as StdError;
 use std::fmt;
 use std::sync::Arc;
 
-pub use crate::error::code::{Code, Retry};
+pub(crate) use forkd_api::Code;
 
 /// Result with the daemon's [`enum@Error`].
 pub type Result<T> = std::result::Result<T, Error>;

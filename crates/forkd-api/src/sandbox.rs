@@ -2,38 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
-use serde_json::value::RawValue;
-use utoipa::ToSchema;
+use serde::{Deserialize, Deserializer, Serialize};
 
-use super::error::ErrorBody;
-use crate::error::code::Code;
-
-use crate::sandbox::lifetime::OnTimeout;
-
-/// `GET /healthz`.
-#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
-pub struct Health {
-    /// True.
-    pub ok: bool,
-}
-
-/// `GET /version`.
-#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
-pub struct VersionInfo {
-    /// The daemon's version.
-    pub version: String,
-    /// The API's version: the first part of its paths.
-    pub api: String,
-    /// Where the daemon itself listens for TCP clients, such as `127.0.0.1:8889`.
-    pub address: String,
-    /// Whether that is with TLS.
-    #[serde(default)]
-    pub tls: bool,
-}
+use crate::ErrorBody;
 
 /// Sandboxes to make: one booted from an image, or children forked from a snapshot.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct CreateRequest {
     /// Boot this image (`forkd image ls`). Either this or `snapshot_tag`.
@@ -105,7 +80,8 @@ pub struct CreateRequest {
 }
 
 /// What came of a request for several children, with `?results=each`.
-#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SpawnReply {
     /// The children that run.
     pub children: Vec<SandboxInfo>,
@@ -114,7 +90,8 @@ pub struct SpawnReply {
 }
 
 /// Why one child does not run.
-#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SpawnError {
     /// Which of the `n`, counted from 0.
     pub index: usize,
@@ -122,23 +99,25 @@ pub struct SpawnError {
     pub error: String,
     /// Why, for programs.
     #[serde(default)]
-    #[schema(value_type = Code, required = true)]
+    #[cfg_attr(feature = "openapi", schema(value_type = crate::Code, required = true))]
     pub code: String,
     /// The id of the request: the daemon's log has the cause under it.
     #[serde(default)]
-    #[schema(required = true)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub request_id: String,
 }
 
 impl SpawnError {
-    pub(super) fn new(index: usize, body: ErrorBody) -> Self {
+    /// The child with this index failed for the reason in `body`.
+    pub fn new(index: usize, body: ErrorBody) -> Self {
         let ErrorBody { error, code, request_id } = body;
         SpawnError { index, error, code, request_id }
     }
 }
 
 /// What a sandbox's process uses on the host.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Stats {
     /// Memory that only it has.
     pub private_kib: u64,
@@ -176,7 +155,8 @@ pub struct Stats {
 }
 
 /// A time a sandbox stood still.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct PauseInfo {
     /// When it went on, in milliseconds since 1970; of one that still stands still, when that began.
     pub at_unix_ms: u64,
@@ -190,7 +170,8 @@ pub struct PauseInfo {
 }
 
 /// An agent's sign of life.
-#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct PingReply {
     /// True.
     pub pong: bool,
@@ -213,7 +194,8 @@ pub struct PingReply {
 }
 
 /// Where a sandbox stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum SandboxState {
     /// It boots.
@@ -232,7 +214,8 @@ pub enum SandboxState {
 }
 
 /// What is known of a sandbox.
-#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SandboxInfo {
     /// Whose it is.
     pub owner: String,
@@ -332,89 +315,92 @@ pub struct SandboxInfo {
     pub workspace: Option<String>,
 }
 
-/// A command to run to its end.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+/// What is to be changed about a sandbox. What is absent stays.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
-pub struct ExecRequest {
-    /// Program and arguments; no shell is involved.
-    pub args: Vec<String>,
-    /// Seconds after which it is killed; 30 when absent.
-    #[serde(default = "default_timeout")]
-    pub timeout_secs: u64,
-    /// Variables added to the user's basic environment.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub env: BTreeMap<String, String>,
-    /// Working directory; the user's home when absent.
+pub struct UpdateRequest {
+    /// Its time is over this many seconds from now; never if null.
+    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<u64>))]
+    pub timeout_secs: Option<Option<u64>>,
+    /// Its time is over when nobody used it for this many seconds, counted from now; never if null.
+    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<u64>))]
+    pub idle_timeout_secs: Option<Option<u64>>,
+    /// What is done when its time is over.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cwd: Option<String>,
-    /// User it runs as; the image's default when absent.
+    pub on_timeout: Option<OnTimeout>,
+    /// The snapshot it is stored as, with `suspend`; one called `idle-` and its id if null.
+    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    pub suspend_as: Option<Option<String>>,
+    /// All its labels.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub user: Option<String>,
-    /// Its standard input; empty when absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub stdin: Option<String>,
+    pub labels: Option<BTreeMap<String, String>>,
 }
 
-/// How a command ended. One that was killed because its time ran out also gets this answer, with
-/// what it had written until then.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct ExecReply {
-    /// Standard output; bytes that are not UTF-8 are replaced.
-    pub stdout: String,
-    /// Standard error; bytes that are not UTF-8 are replaced.
-    pub stderr: String,
-    /// What a shell would say: the exit status; 128 and the signal's number; 124 when its time ran
-    /// out; 126 or 127 when it could not be started.
-    pub exit_code: i32,
-    /// The signal that ended it.
+/// A sandbox that is gone.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct GoneInfo {
+    /// Its id.
+    pub id: String,
+    /// `gone`.
+    pub state: String,
+    /// The snapshot it was forked from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub signal: Option<i32>,
-    /// Why it did not run, or not to its own end.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub error: Option<String>,
-    /// Whether it was killed because its time ran out.
+    pub snapshot_tag: Option<String>,
+    /// Its labels.
     #[serde(default)]
-    pub timed_out: bool,
-    /// Whether there was more standard output than is kept.
-    #[serde(default)]
-    pub stdout_truncated: bool,
-    /// Whether there was more standard error than is kept.
-    #[serde(default)]
-    pub stderr_truncated: bool,
+    pub labels: BTreeMap<String, String>,
+    /// When it was created, in seconds since 1970.
+    pub created_at_unix: u64,
+    /// When it ended, in seconds since 1970.
+    pub ended_at_unix: u64,
+    /// How it ended, in one word: those of a sandbox, or `host_rebooted`.
+    pub reason: String,
+    /// How it ended, in one sentence.
+    pub detail: String,
 }
 
-/// Python to evaluate.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+/// Where to take a sandbox back to.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
-pub struct EvalRequest {
-    /// An expression, or statements; a last expression's value is the result. The namespace lasts
-    /// as long as the sandbox.
-    pub code: String,
-    /// Seconds after which it is interrupted; 30 when absent.
-    #[serde(default = "default_timeout")]
-    pub timeout_secs: u64,
+pub struct RollbackRequest {
+    /// The snapshot to go on from. When absent, the latest branch of the sandbox; if that cannot be used,
+    /// or there is none, the snapshot it was forked from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub to: Option<String>,
 }
 
-/// What an evaluation gave.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
-pub struct EvalReply {
-    /// `repr` of the value; null for statements and for `None`.
-    pub result: Option<String>,
-    /// `NameError: name 'x' is not defined`, or that its time ran out; null if all went well.
-    pub error: Option<String>,
-    /// 0, 1 if there is an error, 124 when its time ran out.
-    pub exit_code: i32,
-    /// What it printed.
-    pub stdout: String,
-    /// What it printed to standard error.
-    pub stderr: String,
-    /// The traceback that goes with `error`.
-    pub traceback: Option<String>,
-    /// The value as JSON, when it is made of JSON's own types.
-    #[schema(value_type = Option<Object>)]
-    pub result_json: Option<Box<RawValue>>,
+/// A sandbox's port of loopback.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct LinePort {
+    /// Such as `127.0.0.1:40123`: what clients of the reference are given as `FORKD_TARGET`. It is for
+    /// users of the daemon's host who may use its unix socket.
+    pub target: String,
 }
 
-fn default_timeout() -> u64 {
-    30
+/// What becomes of a sandbox whose time is over.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum OnTimeout {
+    /// It is deleted.
+    #[default]
+    Kill,
+    /// It is paused. One that nobody used goes on by itself when somebody does.
+    Pause,
+    /// It is stored as a snapshot, then deleted. The sandbox of a workspace: the workspace is suspended.
+    Suspend,
+}
+
+/// Tells null from nothing.
+fn given<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
+    deserializer: D,
+) -> std::result::Result<Option<Option<T>>, D::Error> {
+    Option::deserialize(deserializer).map(Some)
 }

@@ -1,0 +1,69 @@
+//! The fork tree: which snapshot and which sandbox came from which.
+
+use serde::{Deserialize, Serialize};
+
+/// What a node of the fork tree is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum TreeKind {
+    /// A snapshot.
+    Snapshot,
+    /// A sandbox.
+    Sandbox,
+}
+
+/// How a node came from its parent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum TreeHow {
+    /// A sandbox that was forked from a snapshot.
+    Spawn,
+    /// A snapshot of a running sandbox.
+    Branch,
+    /// A snapshot stored as a layer on its parent.
+    Diff,
+    /// A snapshot that another one was flattened into.
+    Compact,
+    /// A sandbox that was taken back to a snapshot.
+    Rollback,
+}
+
+/// A snapshot or a sandbox in the fork tree.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct TreeNode {
+    /// `snapshot:TAG` or `sandbox:ID`. A snapshot that is gone and whose tag another one has now is
+    /// `snapshot:TAG@` and the beginning of its content's id.
+    pub id: String,
+    /// What it is.
+    pub kind: TreeKind,
+    /// Its tag or its id; `?` for a snapshot that is not to be seen by whoever asks.
+    pub name: String,
+    /// The node it came from; none for a root.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<String>,
+    /// Where it stands: the status of a snapshot, the state of a sandbox, or `gone`.
+    pub state: String,
+    /// Whether it exists no more, and is here because others came from it.
+    pub gone: bool,
+    /// When it was made, in seconds since 1970.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub created_at_unix: Option<u64>,
+    /// How it came from its parent, if that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub how: Option<TreeHow>,
+    /// For a sandbox that was taken back: the node it continued from. It is the parent, too, unless it
+    /// came from the sandbox itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rolled_back_to: Option<String>,
+}
+
+/// `GET /v1/tree`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Tree {
+    /// All nodes, oldest first.
+    pub nodes: Vec<TreeNode>,
+}
