@@ -9,6 +9,8 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::sync::Arc;
 
+use forkd_api::ErrorBody;
+
 pub(crate) use forkd_api::Code;
 
 /// Result with the daemon's [`enum@Error`].
@@ -126,6 +128,41 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     match error.source() {
         Some(cause) => format!("{error}: {}", chain(cause)),
         None => error.to_string(),
+    }
+}
+
+/// Who reads an error.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Reader {
+    /// The id of their request; empty if it is not known yet.
+    pub(crate) request_id: String,
+    /// Whether they may read causes: clients of the unix socket and admins.
+    pub(crate) reads_causes: bool,
+}
+
+impl Reader {
+    /// What they read of `error`. What they may not read goes to the log.
+    pub(crate) fn body(&self, error: &Error) -> ErrorBody {
+        let code = error.code();
+        let text = match code {
+            Code::Internal if !self.reads_causes && !self.request_id.is_empty() => {
+                format!("{}, and give the request id {}", error.public(), self.request_id)
+            }
+            _ => error.shown(self.reads_causes),
+        };
+        ErrorBody { error: text, code: code.name().into(), request_id: self.request_id.clone() }
+    }
+
+    /// The same, and a line in the log if the operator may want to know.
+    pub(crate) fn logged(&self, error: &Error) -> ErrorBody {
+        let (code, status) = (error.code().name(), error.code().status());
+        let request_id = &self.request_id;
+        if status >= 500 {
+            tracing::warn!(request_id, code, status, %error, "request failed");
+        } else if error.private().is_some() {
+            tracing::info!(request_id, code, status, %error, "request refused");
+        }
+        self.body(error)
     }
 }
 

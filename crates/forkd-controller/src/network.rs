@@ -5,7 +5,6 @@
 //! network, which their descriptions say, and the log says why. What was in the way may pass: it is tried
 //! again, but not for every sandbox. Calls block.
 
-use crate::error::chain;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -13,6 +12,7 @@ use std::time::{Duration, Instant};
 use forkd_net::{Network, NetworkConfig, Pool, Slot};
 
 use crate::config::Config;
+use crate::error::chain;
 
 /// How long nothing is tried after it failed on a host that never had a slot.
 const PAUSE: Duration = Duration::from_secs(5);

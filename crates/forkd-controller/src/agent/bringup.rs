@@ -111,3 +111,13 @@ pub(crate) async fn become_sandbox(
     };
     knock(timing, || agent.become_sandbox(request.clone())).await
 }
+
+/// What a warm-up is made of: the image's own, then what the user adds.
+pub(crate) fn combine(image: &WarmRequest, command: Vec<String>, python: Option<String>) -> WarmRequest {
+    let python = match (&image.python, python) {
+        (Some(first), Some(then)) => Some(format!("{first}\n{then}")),
+        (first, then) => then.or_else(|| first.clone()),
+    };
+    let command = if command.is_empty() { image.command.clone() } else { command };
+    WarmRequest { command, python }
+}

@@ -10,9 +10,6 @@ pub(crate) mod budget;
 pub(crate) mod connection;
 mod files;
 
-pub use crate::agent::budget::Room;
-pub use files::{Download, Upload};
-
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,6 +32,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use crate::agent::connection::{Call, Connection};
+
+pub use crate::agent::budget::Room;
+pub use files::{Download, Upload};
 
 /// The longest answer that counts: an evaluation's output is the longest honest one.
 const MAX_ANSWER: usize = 40 << 20;

@@ -1,11 +1,13 @@
 //! The client against peers that misbehave. Each is a real socket with a real, hostile, peer.
 
-use super::*;
+use std::time::Instant;
+
 use forkd_protocol::agent::Output;
 use forkd_protocol::connect::{self, STREAM_TYPE};
-use std::time::Instant;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{UnixListener, UnixStream};
+
+use super::*;
 
 /// For peers that answer, on a busy computer too.
 const PATIENCE: Duration = Duration::from_secs(60);

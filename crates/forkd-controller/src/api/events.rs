@@ -9,6 +9,7 @@ use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
+use forkd_api::{ErrorBody, Event, EventKind};
 use forkd_protocol::names::is_valid_sandbox_id;
 use futures_util::stream;
 use serde::Deserialize;
@@ -21,7 +22,6 @@ use crate::auth::tokens::Tokens;
 use crate::error::{Error, Result};
 use crate::telemetry::events::{News, Since, Subscription};
 use crate::util::stopping::Stopping;
-use forkd_api::{ErrorBody, Event, EventKind};
 
 /// How often a client hears that we are still there.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);

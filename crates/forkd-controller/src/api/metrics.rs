@@ -31,7 +31,7 @@ pub(super) async fn metrics(State(app): State<App>) -> Result<Response> {
 
     let telling = &app.registry.host.telling;
     let pids = app.registry.list().iter().filter_map(|sandbox| sandbox.facts().pid).collect();
-    let memory = telling.usage.memory(pids).await;
+    let memory = app.registry.host.usage.memory(pids).await;
     let help = "Memory of all sandboxes that only one of them has; a few seconds old.";
     page.single("forkd_sandbox_memory_private_bytes", "gauge", help, memory.private);
     let help = "Memory of all sandboxes that other processes have too, counted for each; a few seconds old.";

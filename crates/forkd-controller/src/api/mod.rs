@@ -22,6 +22,8 @@ use axum::extract::{DefaultBodyLimit, State};
 use axum::middleware::{from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
+use forkd_api::stream::{ClientMessage, ExecStreamRequest, RunRequest, ServerEvent};
+use forkd_api::{ErrorBody, GoneInfo, Health, SpawnReply, VersionInfo};
 use utoipa::OpenApi;
 use utoipa::openapi::{Content, Ref, ResponseBuilder};
 use utoipa_axum::router::OpenApiRouter;
@@ -29,21 +31,17 @@ use utoipa_axum::routes;
 
 use crate::api::middleware::authenticate::{self, Gate};
 use crate::api::middleware::idempotency::{self, Answers};
-use crate::api::middleware::request_log;
+use crate::api::middleware::{authorize, request_log};
 use crate::api::sandboxes::update;
-use crate::auth::policy;
 use crate::auth::tokens::Tokens;
 use crate::compat::json_lines::ports::Ports;
 use crate::config::Config;
 use crate::error::{Code, Error};
-use crate::exec::stream;
 use crate::sandbox::registry::Registry;
 use crate::snapshot::registry::Snapshots;
 use crate::util::count::Count;
 use crate::util::stopping::Stopping;
 use crate::workspace::Workspaces;
-use forkd_api::stream::{ClientMessage, ExecStreamRequest, RunRequest, ServerEvent};
-use forkd_api::{ErrorBody, GoneInfo, Health, SpawnReply, VersionInfo};
 
 /// What handlers work with.
 #[derive(Debug, Clone)]
@@ -104,7 +102,7 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(crate::api::sandboxes::pause::rollback))
         .routes(routes!(crate::api::sandboxes::exec::exec))
         .routes(routes!(crate::api::sandboxes::exec::eval))
-        .routes(routes!(stream::exec::exec_stream))
+        .routes(routes!(crate::api::sandboxes::exec_stream::exec_stream))
         .routes(routes!(
             crate::api::sandboxes::files::download,
             crate::api::sandboxes::files::upload,
@@ -134,7 +132,7 @@ fn routes() -> OpenApiRouter<App> {
         .routes(routes!(tokens::list, tokens::add))
         .routes(routes!(tokens::remove))
         .routes(routes!(tokens::rotate))
-        .routes(routes!(stream::run::run))
+        .routes(routes!(crate::api::sandboxes::exec_stream::run))
 }
 
 /// The routes and the document that describes them. Whatever else is wrong with a request, the answer is an
@@ -205,7 +203,7 @@ fn served(app: App) -> Router {
         .layer(from_fn_with_state(app.clone(), update::explain))
         .layer(from_fn_with_state(app.answers.clone(), idempotency::once))
         .layer(DefaultBodyLimit::max(max_body))
-        .layer(from_fn_with_state(app.clone(), policy::check))
+        .layer(from_fn_with_state(app.clone(), authorize::check))
         .layer(from_fn(request_log::note))
         .with_state(app)
 }

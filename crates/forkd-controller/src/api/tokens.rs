@@ -3,6 +3,7 @@
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
+use forkd_api::{ErrorBody, NewToken, TokenInfo, TokenRequest, TokenScope};
 use forkd_store::{Quota, Scope, Token};
 
 use super::App;
@@ -10,7 +11,6 @@ use super::extract::{Body, Id, Ignored};
 use crate::auth::tokens::Order;
 use crate::error::Result;
 use crate::util::task::blocking;
-use forkd_api::{ErrorBody, NewToken, TokenInfo, TokenRequest, TokenScope};
 
 /// All tokens, `default` first, then by name; not themselves.
 #[utoipa::path(

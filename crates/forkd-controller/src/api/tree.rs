@@ -4,14 +4,14 @@ use std::collections::{HashMap, HashSet};
 
 use axum::extract::State;
 use axum::{Extension, Json};
+use forkd_api::Tree;
 
 use super::App;
 use crate::auth::principal::Identity;
-use crate::branch::{Branch, Mode};
 use crate::sandbox::{Phase, Sandbox};
+use crate::snapshot::branch_job::{Branch, Mode};
 use crate::snapshot::registry::{Entry, State as Standing, Work};
 use crate::snapshot::tree::{Named, SandboxFact, SnapshotFact, grow};
-use forkd_api::Tree;
 
 /// Who came from whom: all snapshots and sandboxes there are for whoever asks, and those that are gone but were
 /// above them.

@@ -4,6 +4,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
 use axum::{Extension, Json};
+use forkd_api::{ErrorBody, SuspendRequest, WorkspaceInfo, WorkspaceRequest, WorkspaceStatus};
 
 use super::App;
 use super::extract::{Body, Id, Ignored, OptionalBody};
@@ -14,7 +15,6 @@ use crate::auth::principal::Identity;
 use crate::error::{Error, Result};
 use crate::util::task::{self, Task};
 use crate::workspace::{Order, Record, Status};
-use forkd_api::{ErrorBody, SuspendRequest, WorkspaceInfo, WorkspaceRequest, WorkspaceStatus};
 
 fn info((record, status): (Record, Status)) -> Json<WorkspaceInfo> {
     Json(plain((record, status)))

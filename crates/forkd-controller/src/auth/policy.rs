@@ -4,14 +4,9 @@
 //! from, say) is the handler's to check, and lists are its to filter. What belongs to somebody else does not
 //! exist: nothing about it is told.
 
-use axum::extract::{MatchedPath, RawPathParams, Request, State};
 use axum::http::Method;
-use axum::middleware::Next;
-use axum::response::{IntoResponse, Response};
 
-use crate::api::App;
-use crate::auth::principal::{EVERYBODY, Identity, Scope};
-use crate::error::{Code, Error, Result};
+use crate::auth::principal::Scope;
 
 /// The scope a route needs. One that nobody has decided about is for admins.
 pub(crate) fn needed(method: &Method, path: &str) -> Scope {
@@ -59,70 +54,6 @@ pub(crate) fn is_open(path: &str) -> bool {
     path.strip_suffix('/').unwrap_or(path) == "/healthz"
 }
 
-/// Middleware behind `auth`: lets those pass who may.
-pub(crate) async fn check(
-    State(app): State<App>,
-    path: Option<MatchedPath>,
-    params: std::result::Result<RawPathParams, axum::extract::rejection::RawPathParamsRejection>,
-    request: Request,
-    next: Next,
-) -> Response {
-    // Without a route there is nothing to be had.
-    let Some(path) = path else { return next.run(request).await };
-    let who = request.extensions().get::<Identity>();
-    let allowed = match who {
-        Some(who) if who.is_admin() => Ok(()),
-        Some(who) => allow(&app, who, request.method(), path.as_str(), params.ok().as_ref()),
-        None if is_open(path.as_str()) => Ok(()),
-        None => Err(Error::new(Code::Unauthorized, "the request has no known sender")),
-    };
-    match allowed {
-        Ok(()) => next.run(request).await,
-        Err(error) => error.into_response(),
-    }
-}
-
-fn allow(
-    app: &App,
-    who: &Identity,
-    method: &Method,
-    path: &str,
-    params: Option<&RawPathParams>,
-) -> Result<()> {
-    let needed = needed(method, path);
-    if who.scope < needed {
-        let text = format!(
-            "token {} has the scope {}, and this needs {}; ask for a token with that (`forkd token add \
-             --scope {2}`)",
-            who.name,
-            who.scope.name(),
-            needed.name()
-        );
-        return Err(Error::new(Code::Forbidden, text));
-    }
-    let Some(params) = params else {
-        return Err(Error::invalid("the path is not text"));
-    };
-    let Some((_, name)) = params.iter().next() else { return Ok(()) };
-    if path.starts_with("/v1/sandboxes/") {
-        // Ids are never used again: what is not there now never will be somebody else's.
-        app.registry.get(name).map_or(Ok(()), |sandbox| app.registry.check_owner(&sandbox, who))
-    } else if path.starts_with("/v1/snapshots/") {
-        let Ok(entry) = app.snapshots.get(name) else { return Ok(()) };
-        app.snapshots.check_use(&entry, who)?;
-        let looks = [Method::GET, Method::HEAD].contains(method);
-        if entry.owner() == EVERYBODY && !looks {
-            let text = format!("snapshot {name} is everybody's: only an admin may change it");
-            return Err(Error::new(Code::Forbidden, text));
-        }
-        Ok(())
-    } else if path.starts_with("/v1/workspaces/") {
-        app.workspaces.check_owner(name, who)
-    } else {
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -135,7 +66,10 @@ mod tests {
         for (path, methods) in document["paths"].as_object().unwrap() {
             for method in methods.as_object().unwrap().keys() {
                 let method: Method = method.to_uppercase().parse().unwrap();
-                assert!(decided(&method, path).is_some(), "decide who may {method} {path}, in access.rs");
+                assert!(
+                    decided(&method, path).is_some(),
+                    "decide who may {method} {path}, in auth/policy.rs"
+                );
                 routes += 1;
             }
         }

@@ -3,8 +3,9 @@
 //! `auth` finds out and puts an [`Identity`] into the request's extensions; whoever needs it takes it
 //! from there.
 
-pub(crate) use forkd_store::Scope;
 use forkd_store::{Quota, TokenHash};
+
+pub(crate) use forkd_store::Scope;
 
 /// Whoever owns the host, and everything that nobody else owns.
 pub(crate) const LOCAL: &str = "local";

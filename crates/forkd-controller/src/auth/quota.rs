@@ -5,19 +5,12 @@ use std::collections::HashMap;
 use forkd_store::Quota;
 
 use crate::error::{Code, Error, Result};
-use crate::sandbox::Spec;
 
 /// What one sandbox counts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Claim {
     pub(crate) owner: String,
     pub(crate) mem_mib: u64,
-}
-
-impl Claim {
-    pub(crate) fn of(spec: &Spec) -> Self {
-        Claim { owner: spec.owner.clone(), mem_mib: spec.mem_mib }
-    }
 }
 
 /// What all owners have.

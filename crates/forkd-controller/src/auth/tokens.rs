@@ -4,8 +4,6 @@
 //! Looked up in memory, by hash, at the same cost whichever it is and whether or not there is one. Knows no
 //! HTTP.
 
-use crate::util::fs::Stamp;
-use crate::util::fs::stamp;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -20,6 +18,7 @@ use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
 use crate::auth::principal::{FIRST_TOKEN, Identity, LOCAL, Proof, Scope};
 use crate::error::{Code, Error, Result};
+use crate::util::fs::{Stamp, stamp};
 use crate::util::random::fill_random;
 use crate::util::time::now_unix;
 

@@ -4,57 +4,19 @@
 //! branches are saved, which takes a while; who comes meanwhile waits for that sandbox, in a queue of its own and
 //! without any of the places that all sandboxes share.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{Mutex, OwnedMutexGuard, OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::{OwnedMutexGuard, OwnedSemaphorePermit};
 use tokio::time::timeout;
 
-use crate::branch::{Branch, Wish};
 use crate::error::{Code, Error, Result};
+use crate::sandbox::disks::MAX_WAITING;
 use crate::sandbox::{Phase, Sandbox};
+use crate::snapshot::branch_job::{Branch, Wish};
 use crate::snapshot::registry::Snapshots;
 
-/// From this many frozen layers on, a branch waits until they are merged: a monitor takes few more.
-const CROWDED: usize = 18;
 /// How long it waits for that, and then for its place.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// How many wait for one sandbox.
-const MAX_WAITING: usize = 8;
-
-/// What is known of a sandbox's disks.
-#[derive(Debug)]
-pub(crate) struct Disks {
-    /// How often their frozen layers were replaced. Held by whoever adds to them or replaces them.
-    pub(crate) generation: Mutex<u64>,
-    /// How many frozen layers the fullest one has, as far as is known.
-    pub(crate) frozen: watch::Sender<usize>,
-    /// Held by branches that wait until they are fewer.
-    waiting: Arc<Semaphore>,
-    /// Held by the one among them whose turn it is, until it is taken and counted.
-    queue: Arc<Mutex<()>>,
-}
-
-impl Default for Disks {
-    fn default() -> Self {
-        let waiting = Arc::new(Semaphore::new(MAX_WAITING));
-        Disks { generation: Mutex::default(), frozen: watch::Sender::new(0), waiting, queue: Arc::default() }
-    }
-}
-
-impl Disks {
-    /// Whether they take hardly another layer.
-    pub(crate) fn are_crowded(&self) -> bool {
-        *self.frozen.borrow() >= CROWDED
-    }
-
-    /// Returns when they take another layer, and it is nobody else's turn to add one.
-    async fn room(&self) -> OwnedMutexGuard<()> {
-        let turn = self.queue.clone().lock_owned().await;
-        let _ = self.frozen.subscribe().wait_for(|frozen| *frozen < CROWDED).await;
-        turn
-    }
-}
 
 /// A place among those who branch, or want to.
 #[derive(Debug)]
@@ -129,6 +91,9 @@ impl Snapshots {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sandbox::disks::CROWDED;
+    use crate::sandbox::disks::Disks;
+    use std::sync::Arc;
 
     /// Whether something that could be is not.
     async fn waits<T>(work: &mut tokio::task::JoinHandle<T>) -> bool {

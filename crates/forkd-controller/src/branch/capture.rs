@@ -8,22 +8,20 @@ use std::sync::Arc;
 use forkd_protocol::agent::FreezeSync;
 use forkd_protocol::control::{BranchConfig, Channel, FdRef};
 
-use crate::branch::{Branch, Taken, TakenFrom};
+use crate::branch::merge::TakenFrom;
 use crate::error::{Code, Error, Result};
-use crate::host::cgroup::Limits;
 use crate::host::handed_layers::are_kept;
 use crate::host::images::reopen;
 use crate::host::lineage::Lineage;
-use crate::monitor::Monitor;
-use crate::monitor::control_socket;
+use crate::monitor::{Monitor, control_socket};
 use crate::sandbox::command::{Born, Command};
 use crate::sandbox::quiesce::freeze;
 use crate::sandbox::{Phase, Sandbox};
+use crate::snapshot::branch_job::{Branch, Taken};
 use crate::snapshot::registry::Snapshots;
 use crate::snapshot::template::{Source, Standing, Template};
 use crate::util::fs::make_private_dir;
-use crate::util::task::blocking;
-use crate::util::task::{self, Task};
+use crate::util::task::{self, Task, blocking};
 
 /// How often the daemon looks, for seconds each time, whether a source has given back a layer.
 const LOOKS: usize = 5;
@@ -139,7 +137,7 @@ async fn attempt(
     let (frozen_ms, quiesced) = thawed.unwrap_or((None, false));
     let pause_ms = pause.as_micros() as f64 / 1e3;
     sandbox.pauses.add(pause_ms, frozen_ms, "branch");
-    let _ = branch.taken.set(Taken { pause_ms: Some(pause_ms), frozen_ms, quiesced: Some(quiesced) });
+    branch.note_taken(Taken { pause_ms: Some(pause_ms), frozen_ms, quiesced: Some(quiesced) });
     let recorded = template.record(Standing::Unsaved(Box::new(branch.record())));
     recorded.map_err(|error| Error::host("cannot record a branch", error))?;
     Ok((template, source))
@@ -197,21 +195,4 @@ async fn not_given_back(sandbox: &Sandbox, mut branch: Monitor, frozen: &[OwnedF
 /// The same files, opened for reading.
 fn for_reading(layers: &[Option<OwnedFd>]) -> Result<Vec<Option<OwnedFd>>> {
     layers.iter().map(|layer| layer.as_ref().map(|layer| reopen(layer.as_fd())).transpose()).collect()
-}
-
-/// Moves a branch out of its source's cgroup, which may go, into its own. Whether it is there then.
-pub(crate) async fn settle(template: &Arc<Template>) -> bool {
-    let (lineage, id, pid) = (template.lineage.clone(), template.id.clone(), template.pid);
-    let limits = Limits::of_template(template.about.guest.mem_size_mib);
-    let moved = blocking("moving a branch", move || {
-        let Some(cgroup) = &lineage.cgroup else { return Ok(()) };
-        let own = cgroup.existing(&id).or_else(|_| cgroup.leaf(&id, &limits));
-        let moved = own.and_then(|leaf| leaf.admit(pid));
-        moved.map_err(|error| Error::host("cannot move a branch to its own cgroup", error))
-    });
-    let moved = moved.await;
-    if let Err(error) = &moved {
-        tracing::warn!(template = template.id, %error, "it is counted with its source");
-    }
-    moved.is_ok()
 }

@@ -25,14 +25,14 @@ use std::sync::Arc;
 use forkd_store::Quota;
 use tokio::sync::OwnedMutexGuard;
 
-use crate::branch::{self, Mode, Stage};
+use crate::branch;
 use crate::error::{Code, Error, Result};
 use crate::sandbox::lifetime::{Life, Suspending};
 use crate::sandbox::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
+use crate::snapshot::branch_job::{Mode, Stage};
 use crate::snapshot::registry::{Entry, Removal, Snapshots, State};
 use crate::util::task::{self, Task};
-use crate::workspace::Workspaces;
 
 /// What is asked for.
 #[derive(Debug)]
@@ -188,14 +188,14 @@ impl Suspend {
 pub(crate) async fn undo_unfinished(
     registry: &Arc<Registry>,
     snapshots: &Arc<Snapshots>,
-    workspaces: &Workspaces,
+    is_kept: impl Fn(&str) -> bool,
 ) {
     let mut undoing = Vec::new();
     for sandbox in registry.list() {
         let (noted, workspace) =
             sandbox.look(|facts| (facts.life.suspending.is_some(), facts.workspace.clone()));
         // The record that cannot be read may name the snapshot.
-        if !noted || workspace.is_some_and(|name| workspaces.is_broken(&name)) {
+        if !noted || workspace.is_some_and(|name| is_kept(&name)) {
             continue;
         }
         let (registry, snapshots) = (registry.clone(), snapshots.clone());

@@ -2,6 +2,7 @@
 //! handed. A thread plays the monitor; its process and that of the branch are real ones. What honest monitors do is
 //! tested with real guests.
 
+use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -14,8 +15,10 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open};
 
 use super::*;
 use crate::monitor::{Launch, Monitor};
+use crate::sandbox::Spec;
+use crate::sandbox::resources::Belongings;
 use crate::sandbox::supervisor::Origin as Came;
-use crate::sandbox::{Belongings, Spec};
+use crate::snapshot::branch_job::Stage;
 use crate::testing::fake_guest::{FakeDaemon, eventually};
 use crate::testing::fake_process::{Shell, runs};
 
@@ -192,13 +195,13 @@ async fn a_source_that_sends_what_it_was_not_handed_is_ended_and_its_branch_refu
         ("a socket", OwnedFd::from(socket)),
         ("a directory", open(folder.path())),
         ("a device", open(Path::new("/dev/null"))),
-        ("a layer of another lineage", crate::monitor::boot_files::layer(folder.path()).unwrap()),
+        ("a layer of another lineage", crate::host::disk_layer::layer(folder.path()).unwrap()),
         ("a file of the host", open(Path::new("/etc/hostname"))),
     ] {
         is_refused(what, &daemon, Sent { layer: Some(layer), process: None }).await;
     }
     is_refused("nothing", &daemon, Sent { layer: None, process: None }).await;
-    let layer = Some(crate::monitor::boot_files::layer(folder.path()).unwrap());
+    let layer = Some(crate::host::disk_layer::layer(folder.path()).unwrap());
     let process = Some(rustix::process::getpid());
     is_refused("the daemon as the branch", &daemon, Sent { layer, process }).await;
 }

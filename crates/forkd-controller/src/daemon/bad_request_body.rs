@@ -9,9 +9,8 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use crate::api::error::Reader;
-use crate::api::middleware::request_log::made_up;
-use crate::error::{Code, Error};
+use crate::error::{Code, Error, Reader};
+use crate::util::random::request_id;
 
 /// A connection on which a bare refusal gets its words. Only until there was a request: from then on what is
 /// written may be anything, the contents of files included.
@@ -119,7 +118,7 @@ fn with_words(head: &[u8]) -> Option<Vec<u8>> {
         _ => "this is no HTTP/1.1 request that can be understood; look at its first line and its headers",
     };
     // No request was read that could have an id of its own.
-    let request_id = made_up();
+    let request_id = request_id();
     tracing::debug!(request_id, code = code.name(), "a connection was refused");
     let body = Reader { request_id, reads_causes: false }.body(&Error::new(code, why));
     let id = body.request_id.clone();

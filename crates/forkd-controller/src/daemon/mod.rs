@@ -38,11 +38,7 @@ use crate::daemon::lock::DataLock;
 use crate::daemon::stall_timeout::{ClientStream, Patience};
 use crate::daemon::tls::Tls;
 use crate::error::{Error, Result};
-use crate::host::Host;
-use crate::host::fd_limit;
-use crate::host::oom;
-use crate::host::run_dir;
-use crate::host::unix_socket;
+use crate::host::{Host, fd_limit, oom, run_dir, unix_socket};
 use crate::lifecycle::disk_full;
 use crate::lifecycle::timeouts::Timeouts;
 use crate::sandbox::adopt;
@@ -53,8 +49,7 @@ use crate::telemetry::Telling;
 use crate::util::count::Count;
 use crate::util::fs::make_private_dir;
 use crate::util::stopping::{Stop, Stopping};
-use crate::util::task::blocking;
-use crate::util::task::{self, Task, Vital};
+use crate::util::task::{self, Task, Vital, blocking};
 use crate::workspace::Workspaces;
 
 /// After how long without a word it is asked whether a client is still there.
@@ -146,7 +141,7 @@ pub async fn serve_until(
     let taken_over = async {
         adopt::adopt(&registry, leftovers).await?;
         let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await?;
-        suspend::undo_unfinished(&registry, &snapshots, &workspaces).await;
+        suspend::undo_unfinished(&registry, &snapshots, |name| workspaces.is_broken(name)).await;
         Ok(workspaces)
     };
     let workspaces = match taken_over.await {

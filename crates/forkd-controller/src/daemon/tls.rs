@@ -15,8 +15,7 @@ use tokio_rustls::server::TlsStream;
 
 use crate::config::TlsFiles;
 use crate::error::{Error, Result};
-use crate::util::fs::Stamp;
-use crate::util::fs::stamp;
+use crate::util::fs::{Stamp, stamp};
 
 /// A client must have agreed on keys by then.
 const HANDSHAKE_WAIT: Duration = Duration::from_secs(10);

@@ -1,5 +1,7 @@
 //! Commands in a sandbox: how they come out, which exit status that is, and the one place that counts them.
 
+pub(crate) mod eval;
+pub(crate) mod run;
 pub(crate) mod stream;
 
 use forkd_protocol::agent::End;

@@ -100,8 +100,8 @@ mod tests {
     fn only_files_that_were_handed_out_are_opened_again_and_only_for_reading() {
         let folder = tempfile::tempdir().unwrap();
         let handed = Handed::nothing();
-        let layer = crate::monitor::boot_files::layer(folder.path()).unwrap();
-        let foreign = crate::monitor::boot_files::layer(folder.path()).unwrap();
+        let layer = crate::host::disk_layer::layer(folder.path()).unwrap();
+        let foreign = crate::host::disk_layer::layer(folder.path()).unwrap();
         handed.add(&layer).unwrap();
         let mut returned = File::from(handed.returned(layer).unwrap());
         assert!(returned.write_all(b"x").is_err());
@@ -131,14 +131,14 @@ mod tests {
     fn after_a_restart_what_looks_like_a_layer_is_taken_and_nothing_else() {
         let folder = tempfile::tempdir().unwrap();
         let handed = Handed::unknown();
-        handed.returned(crate::monitor::boot_files::layer(folder.path()).unwrap()).unwrap();
-        handed.returned(crate::monitor::boot_files::file(folder.path(), "console.log").unwrap()).unwrap_err();
+        handed.returned(crate::host::disk_layer::layer(folder.path()).unwrap()).unwrap();
+        handed.returned(crate::host::disk_layer::file(folder.path(), "console.log").unwrap()).unwrap_err();
     }
 
     #[tokio::test]
     async fn the_right_to_write_to_a_layer_is_gone_when_no_process_has_it() {
         let folder = tempfile::tempdir().unwrap();
-        let layer = crate::monitor::boot_files::layer(folder.path()).unwrap();
+        let layer = crate::host::disk_layer::layer(folder.path()).unwrap();
         let sealed = [reopen(&layer).unwrap()];
         match writers(&File::from(reopen(&layer).unwrap())).unwrap() {
             Writers::Unknown(why) => return eprintln!("NOT RUN: no leases here ({why})"),

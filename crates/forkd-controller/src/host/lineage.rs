@@ -148,7 +148,7 @@ impl Lineage {
 
     /// An empty disk layer for one of its processes, on the file system of `folder`.
     pub(crate) fn layer(&self, folder: &std::path::Path) -> Result<OwnedFd> {
-        let layer = crate::monitor::boot_files::layer(folder)?;
+        let layer = crate::host::disk_layer::layer(folder)?;
         self.layers.add(&layer)?;
         Ok(layer)
     }

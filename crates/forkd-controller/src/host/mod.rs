@@ -4,6 +4,8 @@
 pub(crate) mod allowed_paths;
 pub(crate) mod cgroup;
 pub(crate) mod cleanup;
+pub(crate) mod disk_layer;
+pub(crate) mod disk_space;
 pub(crate) mod fd_limit;
 pub(crate) mod groups;
 pub(crate) mod handed_layers;
@@ -22,15 +24,12 @@ use forkd_net::Slot;
 use forkd_store::Database;
 
 use crate::config::Config;
-use crate::error::chain;
-use crate::error::{Error, Result};
-use crate::host::cgroup::Limits;
+use crate::error::{Error, Result, chain};
 use crate::host::cleanup::Janitor;
 use crate::host::images::Finder;
-use crate::host::lineage::{Lineage, Lineages};
+use crate::host::lineage::Lineages;
+use crate::host::memory_usage::Usage;
 use crate::network::Slots;
-use crate::sandbox::Belongings;
-use crate::snapshot::template::Template;
 use crate::telemetry::Telling;
 
 /// The host.
@@ -43,6 +42,8 @@ pub(crate) struct Host {
     pub(crate) slots: Arc<Slots>,
     pub(crate) janitor: Janitor,
     pub(crate) telling: Arc<Telling>,
+    /// Memory of all sandboxes.
+    pub(crate) usage: Usage,
 }
 
 impl Host {
@@ -57,34 +58,10 @@ impl Host {
             slots: Arc::new(Slots::of(&config)),
             janitor,
             telling,
+            usage: Usage::default(),
             database,
             config,
         })
-    }
-
-    /// What the sandbox `id` of `lineage` needs of the host: a network slot, if it is to have one and
-    /// the host can have any, and a cgroup, likewise. Blocks.
-    pub(crate) fn equip(
-        &self,
-        lineage: Arc<Lineage>,
-        template: Option<Arc<Template>>,
-        id: &str,
-        network: bool,
-        limits: &Limits,
-    ) -> Result<Belongings> {
-        let mut belongings = Belongings { slot: self.slot(network)?, ..Belongings::default() };
-        if let Some(cgroup) = &lineage.cgroup {
-            match cgroup.leaf(id, limits) {
-                Ok(leaf) => belongings.leaf = Some(leaf),
-                Err(error) => {
-                    belongings.discard(id);
-                    return Err(Error::host("cannot make a cgroup", error));
-                }
-            }
-        }
-        belongings.lineage = Some(lineage);
-        belongings.template = template;
-        Ok(belongings)
     }
 
     /// A network slot, if one is wanted and the host can have any. Blocks.

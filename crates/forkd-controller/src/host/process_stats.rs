@@ -7,9 +7,10 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use forkd_api::{PauseInfo, Stats};
+
 use crate::host::process::field;
 use crate::util::time;
-use forkd_api::{PauseInfo, Stats};
 
 /// Clock ticks of `/proc` per second: fixed by the kernel for user space on x86.
 const TICKS_PER_SEC: u64 = 100;

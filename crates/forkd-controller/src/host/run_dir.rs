@@ -6,10 +6,9 @@
 //! worth anything after the host has gone down. What is worth something, a guest's disk, stays in the
 //! data directory.
 
-use std::fs;
-use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use crate::error::{Error, Result};
 use crate::util::random::new_id;

@@ -7,21 +7,21 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use forkd_api::OnTimeout;
+
 use crate::auth::principal::Identity;
 use crate::auth::tokens::Tokens;
-use crate::branch::Mode;
 use crate::branch::suspend::{self, Suspend};
 use crate::error::{Code, Error, Result};
-use crate::sandbox::lifetime::{IDLE, PutAway, SUSPENDED, TIMED_OUT};
+use crate::sandbox::lifetime::{Attempt, IDLE, PutAway, SUSPENDED, TIMED_OUT};
 use crate::sandbox::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
+use crate::snapshot::branch_job::Mode;
 use crate::snapshot::registry::Snapshots;
 use crate::util::stopping::Stopping;
 use crate::util::task::{self, Task};
-use crate::util::time;
-use crate::util::time::now_unix;
+use crate::util::time::{self, now_unix};
 use crate::workspace::Workspaces;
-use forkd_api::OnTimeout;
 
 /// How often it looks.
 const EVERY: Duration = Duration::from_secs(1);
@@ -49,16 +49,6 @@ impl Due {
             Due::Idle(secs) => format!("nobody used it for {secs} s (idle_timeout_secs)"),
         }
     }
-}
-
-/// Whether something is being done about a sandbox whose time is over.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) enum Attempt {
-    #[default]
-    None,
-    UnderWay,
-    /// It failed; not to be tried again before.
-    Failed(Instant),
 }
 
 /// What acts on sandboxes whose time is over.

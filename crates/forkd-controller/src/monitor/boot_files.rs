@@ -1,15 +1,15 @@
 //! Preparing a boot: the files in a sandbox's folder, and the descriptors a monitor gets.
 
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use forkd_protocol::control::{BootConfig, DiskConfig, FdRef, NetConfig, VsockConfig};
 
 use crate::error::{Error, Result};
+use crate::host::disk_layer::file;
 use crate::host::images::Assets;
 
 /// The file in a sandbox's folder that its console goes to.
@@ -82,31 +82,6 @@ pub(crate) fn kvm() -> Result<OwnedFd> {
     kvm.map(OwnedFd::from)
 }
 
-/// The empty file `name` in `folder`.
-pub(crate) fn file(folder: &Path, name: &str) -> Result<OwnedFd> {
-    let path = folder.join(name);
-    let made = create(&path).map_err(|error| Error::host(format!("cannot create {}", path.display()), error));
-    made.map(OwnedFd::from)
-}
-
-/// An empty file on the file system of `folder` for what a guest writes to its disk. It has no name:
-/// whatever happens to us, it goes with the last process that has it open.
-pub(crate) fn layer(folder: &Path) -> Result<OwnedFd> {
-    use rustix::fs::{Mode, OFlags};
-    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-    match rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR) {
-        Ok(layer) => Ok(layer),
-        // A file system without such files: one that loses its name at once.
-        Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::ISDIR) => {
-            let name = crate::util::random::new_id(".layer-")?;
-            let layer = file(folder, &name)?;
-            let _ = std::fs::remove_file(folder.join(name));
-            Ok(layer)
-        }
-        Err(error) => Err(Error::host(format!("cannot create a disk layer in {}", folder.display()), error)),
-    }
-}
-
 /// A listening socket in `folder` by which the guest is reached.
 pub(crate) fn listener(folder: &Path) -> Result<OwnedFd> {
     stream_listener(&folder.join(VSOCK)).map_err(|error| Error::host("cannot listen for the guest", error))
@@ -129,9 +104,4 @@ pub(crate) fn remove_stale(path: &Path) -> io::Result<()> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),
     }
-}
-
-/// An empty file for us alone.
-pub(crate) fn create(path: &Path) -> io::Result<File> {
-    OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path)
 }

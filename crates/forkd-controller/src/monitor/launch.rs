@@ -12,11 +12,9 @@ use forkd_protocol::control::{Channel, LISTENER_FD};
 use rustix::io::{dup2, fcntl_dupfd_cloexec};
 
 use super::LOG;
-use crate::host::cgroup;
-use crate::host::oom;
-use crate::host::process;
-use crate::monitor::boot_files::create;
+use crate::host::{cgroup, oom, process};
 use crate::monitor::control_socket;
+use crate::util::fs::create;
 
 /// What to start a monitor with.
 #[derive(Debug, Clone)]

@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use forkd_protocol::control::{Channel, EndReason, Event, Message, VmEnd, WaitStatus};
+use launch::spawn;
 use rustix::process::Pid;
 use tokio::sync::oneshot;
 
@@ -27,7 +28,6 @@ use crate::host::process::Pidfd;
 use crate::monitor::control_socket::{Link, Received};
 
 pub(crate) use launch::Launch;
-use launch::spawn;
 pub(crate) use requests::{Branched, Replacement, replace_request};
 
 /// The file in a sandbox's folder that its monitor complains into.

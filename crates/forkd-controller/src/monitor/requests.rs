@@ -16,8 +16,7 @@ use forkd_protocol::control::{
 use super::{Monitor, note};
 use crate::error::{Code, Error, Result};
 use crate::host::process::child_pidfd;
-use crate::monitor::console;
-use crate::monitor::control_socket;
+use crate::monitor::{console, control_socket};
 
 /// A template that was forked off a running sandbox.
 #[derive(Debug)]

@@ -1,10 +1,11 @@
 //! Starting processes that are not monitors, or not for long. Those are real processes; what a real
 //! monitor does is tested with real guests.
 
-use super::*;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Instant;
+
+use super::*;
 
 /// For what comes by itself, on a busy computer too.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -15,12 +15,13 @@ use crate::host::process::{self, Identity, Pidfd};
 use crate::monitor::{self, Monitor};
 use crate::sandbox::quiesce::Owed;
 use crate::sandbox::registry::{Registry, time};
-use crate::sandbox::rollback;
+use crate::sandbox::resources::Belongings;
 use crate::sandbox::supervisor::Origin;
-use crate::sandbox::unknown::{self, Unread};
-use crate::sandbox::{Belongings, END, End, Phase, Record, Sandbox};
+use crate::sandbox::unknown;
+use crate::sandbox::{END, End, Phase, Record, Sandbox, rollback};
 use crate::snapshot::adopt::{self, Leftovers, STOP_WAIT};
 use crate::snapshot::template::Adopted;
+use crate::snapshot::unknown::Unread;
 use crate::util::records::Found;
 
 /// Takes over the sandboxes in the registry's folder.

@@ -13,8 +13,7 @@ use tokio::sync::{mpsc, oneshot};
 use crate::error::Result;
 use crate::host::process::boot_id;
 use crate::sandbox::{End, Phase, ROLLED_BACK, Sandbox};
-use crate::util::task::blocking;
-use crate::util::task::{self, Task};
+use crate::util::task::{self, Task, blocking};
 use crate::util::time::now_unix;
 
 /// How long it waits for more to write with the first.

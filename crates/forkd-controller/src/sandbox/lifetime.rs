@@ -4,8 +4,6 @@
 //! it was last used is in [`Activity`], in memory only: while no daemon runs nobody can use a sandbox, and
 //! the next one counts from its own start. What is done when a time is over is `timeouts`'.
 
-use crate::util::time::now_unix;
-use forkd_api::OnTimeout;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
@@ -13,11 +11,13 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use forkd_api::OnTimeout;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::host::process;
 use crate::sandbox::{END, End, Phase, RECORD, Record, Sandbox};
+use crate::util::time::now_unix;
 
 /// The longest time-out: 30 days.
 pub(crate) const MAX_TIMEOUT_SECS: u64 = 30 * 24 * 3600;
@@ -273,7 +273,8 @@ impl Sandbox {
     pub(crate) fn bare(id: &str) -> Self {
         use crate::config::Config;
         use crate::host::Host;
-        use crate::sandbox::{Belongings, Spec};
+        use crate::sandbox::Spec;
+        use crate::sandbox::resources::Belongings;
         use crate::telemetry::Telling;
         let folder = tempfile::tempdir().unwrap();
         let config = Arc::new(Config::new(folder.path()));
@@ -291,6 +292,16 @@ impl Sandbox {
         };
         Sandbox::new(id.into(), spec, "/nonexistent".into(), Belongings::default(), &host)
     }
+}
+
+/// Whether something is being done about a sandbox whose time is over.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) enum Attempt {
+    #[default]
+    None,
+    UnderWay,
+    /// It failed; not to be tried again before.
+    Failed(Instant),
 }
 
 #[cfg(test)]

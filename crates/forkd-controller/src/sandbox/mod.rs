@@ -9,11 +9,14 @@ pub(crate) mod adopt;
 pub(crate) mod agent_call;
 pub(crate) mod archive;
 pub(crate) mod command;
+pub(crate) mod disk_full;
+pub(crate) mod disks;
 pub(crate) mod envs;
 pub(crate) mod lifetime;
 pub(crate) mod quiesce;
 mod record;
 pub(crate) mod registry;
+pub(crate) mod resources;
 pub(crate) mod rollback;
 pub(crate) mod spawn;
 pub(crate) mod state;
@@ -28,29 +31,21 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use forkd_net::Slot;
 use forkd_protocol::agent::AGENT_PORT;
 use forkd_protocol::control::CONSOLE_TAIL;
 use tokio::sync::{OwnedMutexGuard, mpsc, watch};
 
 use crate::agent::{self, Agent, Endpoint};
-use crate::branch::Disks;
-use crate::error::chain;
 use crate::error::{Code, Error, Result};
 use crate::host::Host;
-use crate::host::cgroup::Leaf;
-use crate::host::lineage::Lineage;
 use crate::host::process_stats::Pauses;
-use crate::lifecycle::disk_full::DISK_FULL_DETAIL;
-use crate::lifecycle::timeouts::Attempt;
-use crate::monitor::boot_files;
-use crate::monitor::console;
-use crate::network::Hold;
+use crate::monitor::{boot_files, console};
 use crate::sandbox::command::Command;
-use crate::sandbox::lifetime::{Activity, Life};
-use crate::snapshot::template::Template;
-use crate::telemetry::Telling;
-use crate::telemetry::otlp;
+use crate::sandbox::disk_full::DISK_FULL_DETAIL;
+use crate::sandbox::disks::Disks;
+use crate::sandbox::lifetime::{Activity, Attempt, Life};
+use crate::sandbox::resources::Belongings;
+use crate::telemetry::{Telling, otlp};
 use crate::util::count::Count;
 
 pub(crate) use record::{END, End, History, RECORD, ROLLED_BACK, Record, Spec, child_name};
@@ -86,38 +81,6 @@ pub(crate) enum Wish {
     Leave,
     /// To make room for another process: its keeper kills this one and finishes.
     GiveWay,
-}
-
-/// What a sandbox has that others could have after it.
-#[derive(Debug, Default)]
-pub(crate) struct Belongings {
-    pub(crate) lineage: Option<Arc<Lineage>>,
-    /// Who forked it.
-    pub(crate) template: Option<Arc<Template>>,
-    pub(crate) slot: Option<Slot>,
-    /// Of one that may have a slot, and it is not known which.
-    pub(crate) any_slot: Option<Hold>,
-    pub(crate) leaf: Option<Leaf>,
-}
-
-impl Belongings {
-    /// Gives the host back what is the sandbox's alone. Its process must be gone. Blocks.
-    pub(crate) fn discard(&mut self, id: &str) {
-        if let Some(Err(error)) = self.slot.take().map(|mut slot| slot.destroy()) {
-            tracing::error!(sandbox = id, error = chain(&error), "its network slot is left behind");
-        }
-        self.any_slot.take().into_iter().for_each(Hold::release);
-        let removed = self.leaf.take().map(|leaf| {
-            // A process nobody knew of may be in there; a branch must not be.
-            if leaf.is_left() {
-                let _ = leaf.kill();
-            }
-            leaf.remove()
-        });
-        if let Some(Err(error)) = removed {
-            tracing::error!(sandbox = id, %error, "its cgroup is left behind");
-        }
-    }
 }
 
 /// A sandbox.

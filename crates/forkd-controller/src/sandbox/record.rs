@@ -6,6 +6,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use crate::auth::quota::Claim;
 use crate::error::Error;
 use crate::sandbox::lifetime::{IDLE, Life, SUSPENDED, TIMED_OUT};
 use crate::util::records::{self, Found, Kept};
@@ -56,6 +57,13 @@ pub(crate) struct History {
     /// The port of loopback that was opened for it (`line`).
     #[serde(default)]
     pub(crate) line_port: Option<u16>,
+}
+
+impl Spec {
+    /// What it counts towards its owner's quota.
+    pub(crate) fn claim(&self) -> Claim {
+        Claim { owner: self.owner.clone(), mem_mib: self.mem_mib }
+    }
 }
 
 /// What the next daemon needs to know of a sandbox. Written before a fork is asked for, and after a boot.

@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use forkd_protocol::agent::WarmRequest;
 use forkd_protocol::control::MIN_MEM_MIB;
 use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
 use forkd_store::{Facts, Quota};
@@ -16,20 +15,16 @@ use crate::auth::principal::Identity;
 use crate::auth::quota::{Claim, Usage};
 use crate::config::Limits;
 use crate::error::{Code, Error, Result};
-use crate::host::Host;
-use crate::host::cgroup;
-use crate::host::fd_limit;
-use crate::host::run_dir;
+use crate::host::{Host, cgroup, fd_limit, run_dir};
 use crate::sandbox::archive::Ledger;
 use crate::sandbox::rollback::Succession;
 use crate::sandbox::supervisor::Origin;
-use crate::sandbox::unknown::Remains;
-use crate::sandbox::{End, Phase, Sandbox, Spec, Wish};
+use crate::sandbox::{Belongings, End, Phase, Sandbox, Spec, Wish};
+use crate::snapshot::unknown::Remains;
 use crate::util::count::Count;
 use crate::util::fs::make_private_dir;
 use crate::util::random::new_id;
-use crate::util::task::blocking;
-use crate::util::task::{self, Task};
+use crate::util::task::{self, Task, blocking};
 
 /// All sandboxes of a daemon.
 #[derive(Debug)]
@@ -147,7 +142,7 @@ impl Registry {
         let image = spec.image.clone().unwrap_or_default();
         check(&self.host.config.limits, spec.vcpus, spec.mem_mib)?;
         check_image(&image)?;
-        let (mut seats, _) = self.reserve(1, &Claim::of(&spec), quota)?;
+        let (mut seats, _) = self.reserve(1, &spec.claim(), quota)?;
         let id = new_id("sb")?;
         let folder = self.folder.join(&id);
         let registry = self.clone();
@@ -158,7 +153,7 @@ impl Registry {
             make_private_dir(&folder)
                 .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
             let limits = cgroup::Limits::of_sandbox(spec.vcpus, spec.memory_limit_mib);
-            let belongings = host.equip(lineage, None, &id, spec.network, &limits);
+            let belongings = Belongings::equip(&host, lineage, None, &id, spec.network, &limits);
             let mut belongings = belongings.inspect_err(|_| drop(std::fs::remove_dir(&folder)))?;
             let network = belongings.slot.is_some();
             let guest = Facts {
@@ -310,7 +305,7 @@ impl Registry {
 
     /// Room for a sandbox that is there already.
     pub(crate) fn seat(self: &Arc<Self>, spec: &Spec) -> Seat {
-        let claim = Claim::of(spec);
+        let claim = spec.claim();
         let mut inner = self.lock();
         inner.seated += 1;
         // It was allowed when it was made.
@@ -462,14 +457,4 @@ impl Drop for Bound {
 /// For [`Sandbox::created`] of one an earlier daemon made.
 pub(crate) fn time(unix: u64) -> SystemTime {
     SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(unix)).unwrap_or(SystemTime::UNIX_EPOCH)
-}
-
-/// What a warm-up is made of: the image's own, then what the user adds.
-pub(crate) fn combine(image: &WarmRequest, command: Vec<String>, python: Option<String>) -> WarmRequest {
-    let python = match (&image.python, python) {
-        (Some(first), Some(then)) => Some(format!("{first}\n{then}")),
-        (first, then) => then.or_else(|| first.clone()),
-    };
-    let command = if command.is_empty() { image.command.clone() } else { command };
-    WarmRequest { command, python }
 }

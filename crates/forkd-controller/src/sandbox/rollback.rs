@@ -23,17 +23,14 @@ use tokio::task::JoinHandle;
 use crate::auth::principal::Identity;
 use crate::config::Config;
 use crate::error::{Code, Error, Result};
-use crate::host::Host;
 use crate::host::cgroup::Limits;
-use crate::host::process;
-use crate::monitor::Monitor;
-use crate::monitor::boot_files;
-use crate::monitor::control_socket;
+use crate::host::{Host, process};
+use crate::monitor::{Monitor, boot_files, control_socket};
 use crate::sandbox::lifetime::Life;
 use crate::sandbox::registry::Registry;
 use crate::sandbox::spawn::{Attached, attach};
 use crate::sandbox::supervisor::{Birth, Outcome};
-use crate::sandbox::{END, End, Phase, RECORD, Record, Sandbox, Spec, Wish, child_name};
+use crate::sandbox::{Belongings, END, End, Phase, RECORD, Record, Sandbox, Spec, Wish, child_name};
 use crate::snapshot::registry::{Entry, Snapshots, State};
 use crate::snapshot::template::Template;
 use crate::util::fs::make_private_dir;
@@ -189,7 +186,8 @@ fn conceive(
     let limit = old.spec.memory_limit_mib;
     let limits = Limits::of_sandbox(about.guest.vcpus, limit);
     // The network slot stays with the old process as long as there is one.
-    let equipped = host.equip(template.lineage.clone(), Some(template.clone()), &child, false, &limits);
+    let equipped =
+        Belongings::equip(host, template.lineage.clone(), Some(template.clone()), &child, false, &limits);
     let mut belongings = equipped?;
     let attached = attach(&belongings, &child, next, about.guest.image.is_none(), &host.config);
     let attached = attached.inspect_err(|_| belongings.discard(&child))?;

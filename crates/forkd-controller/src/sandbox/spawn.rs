@@ -21,20 +21,18 @@ use crate::auth::principal::Identity;
 use crate::auth::quota::Claim;
 use crate::config::Config;
 use crate::error::{Code, Error, Result};
-use crate::host::Host;
 use crate::host::cgroup::{self, Limits};
-use crate::monitor::boot_files;
-use crate::monitor::control_socket;
+use crate::host::{Host, disk_layer};
+use crate::monitor::{boot_files, control_socket};
 use crate::sandbox::lifetime::{Life, deadline};
 use crate::sandbox::registry::{Bound, Registry, Seat};
+use crate::sandbox::resources::Belongings;
 use crate::sandbox::supervisor::{Birth, Origin};
-use crate::sandbox::{Belongings, History, Record, Sandbox, Spec};
+use crate::sandbox::{History, Record, Sandbox, Spec};
 use crate::snapshot::registry::Snapshots;
-use crate::util::random::new_id;
-
 use crate::snapshot::template::Template;
-use crate::telemetry::metrics;
-use crate::telemetry::otlp;
+use crate::telemetry::{metrics, otlp};
+use crate::util::random::new_id;
 use crate::util::task::{self, Task};
 
 /// What is asked for.
@@ -224,7 +222,8 @@ fn conceive(host: &Host, batch: &Batch, id: String, folder: &Path) -> Result<(Sa
     let limit = order.memory_limit_mib.unwrap_or_else(|| cgroup::memory_mib(guest.mem_size_mib));
     let limits = Limits::of_sandbox(guest.vcpus, limit);
     let network = order.network && guest.network;
-    let equipped = host.equip(template.lineage.clone(), Some(template.clone()), &id, network, &limits);
+    let equipped =
+        Belongings::equip(host, template.lineage.clone(), Some(template.clone()), &id, network, &limits);
     let mut belongings = equipped?;
     let attached = attach(&belongings, &id, folder, guest.image.is_none(), &host.config);
     let tapped = attached.and_then(|mut attached| {
@@ -281,7 +280,7 @@ pub(crate) fn attach(
     let mut config = ForkConfig {
         child: name.to_owned(),
         control: attach(listener),
-        console: attach(boot_files::file(folder, boot_files::CONSOLE)?),
+        console: attach(disk_layer::file(folder, boot_files::CONSOLE)?),
         console_limit: host.limits.console_limit,
         layers: Vec::new(),
         tap: None,
@@ -291,7 +290,7 @@ pub(crate) fn attach(
     if !bare {
         let layer = match &belongings.lineage {
             Some(lineage) => lineage.layer(&host.data_dir)?,
-            None => boot_files::layer(&host.data_dir)?,
+            None => disk_layer::layer(&host.data_dir)?,
         };
         config.layers = vec![Some(attach(layer))];
         config.vsock = Some(attach(boot_files::listener(folder)?));

@@ -3,10 +3,11 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::lifecycle::disk_full::{DISK_FULL, DISK_FULL_DETAIL};
+use forkd_api::{EventKind, EventSubject};
+
+use crate::sandbox::disk_full::{DISK_FULL, DISK_FULL_DETAIL};
 use crate::sandbox::{Phase, ROLLED_BACK, Sandbox};
 use crate::util::time;
-use forkd_api::{EventKind, EventSubject};
 
 impl Sandbox {
     /// It stands somewhere else now.

@@ -12,12 +12,10 @@ use tokio::sync::mpsc;
 use crate::agent::bringup;
 use crate::config::{Config, Timing};
 use crate::error::Error;
+use crate::host::disk_layer;
 use crate::host::images::Assets;
 use crate::host::process::Identity;
-use crate::monitor::boot_files;
-use crate::monitor::console;
-use crate::monitor::control_socket;
-use crate::monitor::{Launch, Monitor, MonitorEnd};
+use crate::monitor::{Launch, Monitor, MonitorEnd, boot_files, console, control_socket};
 use crate::sandbox::command::Command;
 use crate::sandbox::lifetime::deadline;
 use crate::sandbox::rollback::Succession;
@@ -284,7 +282,7 @@ impl Sandbox {
     fn layer(&self, config: &Config) -> crate::error::Result<OwnedFd> {
         match &self.belongings().lineage {
             Some(lineage) => lineage.layer(&config.data_dir),
-            None => boot_files::layer(&config.data_dir),
+            None => disk_layer::layer(&config.data_dir),
         }
     }
 

@@ -11,14 +11,16 @@ use forkd_protocol::names::is_valid_name;
 use forkd_store::Quota;
 
 use crate::auth::principal::local_owner;
-use crate::branch::{self, Branch, settle};
 use crate::error::{Error, Result};
 use crate::host::lineage::Lineage;
 use crate::host::process::Identity;
 use crate::monitor::control_socket::{self, Link};
-use crate::sandbox::unknown::{UnknownTemplate, Unread};
+use crate::snapshot::branch_job::Branch;
+use crate::snapshot::merge::NoSource;
 use crate::snapshot::registry::{Entry, Snapshots, Work};
+use crate::snapshot::template::cgroup::move_to_own_cgroup;
 use crate::snapshot::template::{Adopted, Plan, Record, Standing, Template};
+use crate::snapshot::unknown::{UnknownTemplate, Unread};
 use crate::util::records::Found;
 use crate::util::task::{self, Task};
 
@@ -37,7 +39,7 @@ pub(crate) struct Leftovers {
 }
 
 /// A branch that is not on disk.
-type Unsaved = (Arc<Template>, branch::Record);
+type Unsaved = (Arc<Template>, crate::snapshot::branch_job::Record);
 
 impl Snapshots {
     /// Takes over the templates an earlier daemon left running, and ends what was half-made.
@@ -121,7 +123,7 @@ impl Snapshots {
     async fn resume_saving(self: &Arc<Self>, mut unsaved: Vec<Unsaved>, leftovers: &Leftovers) {
         // Their daemon may have been killed before it could: they would go with the sandboxes they came from.
         for (template, _) in &unsaved {
-            settle(template).await;
+            move_to_own_cgroup(template).await;
         }
         // Those that came from others among them after those: their tags tell when they began.
         unsaved.sort_by(|(a, x), (b, y)| (x.begun_at_unix, &a.id).cmp(&(y.begun_at_unix, &b.id)));
@@ -182,7 +184,7 @@ impl Snapshots {
             let (failed, over) = (entry.clone(), branch.clone());
             let work = async move {
                 match snapshots.record_owner(&entry).await {
-                    Ok(()) => snapshots.persist(entry, branch, template, None).await,
+                    Ok(()) => snapshots.persist(entry, branch, template, NoSource).await,
                     Err(error) => {
                         tracing::error!(tag = branch.tag, %error, "a branch is not on disk");
                         entry.failed(error.clone());

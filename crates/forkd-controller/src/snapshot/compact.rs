@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use crate::auth::principal::{EVERYBODY, Identity};
-use crate::branch::{Branch, Stage};
 use crate::error::{Code, Error, Result};
+use crate::snapshot::branch_job::{Branch, Stage};
 use crate::snapshot::registry::{Entry, Snapshots, Work};
 use crate::util::task::{self, Task};
 

@@ -13,16 +13,14 @@ use forkd_protocol::agent::AGENT_PORT;
 use forkd_protocol::control::CONSOLE_TAIL;
 use forkd_store::{Facts, Measured, Snapshot};
 
-use crate::agent::bringup;
+use crate::agent::bringup::{self, combine};
 use crate::agent::{Agent, Endpoint};
 use crate::config::Config;
 use crate::error::{Code, Error, Result};
+use crate::host::disk_layer;
 use crate::host::handed_layers::are_kept;
 use crate::host::images::Assets;
-use crate::monitor::boot_files;
-use crate::monitor::console;
-use crate::monitor::{Launch, Monitor};
-use crate::sandbox::registry::combine;
+use crate::monitor::{Launch, Monitor, boot_files, console};
 use crate::snapshot::load::Ground;
 use crate::snapshot::registry::{Making, Snapshots};
 use crate::snapshot::save::{self, Job};
@@ -218,7 +216,7 @@ async fn attempt(
 ) -> Result<Parent> {
     let (timing, order, folder) = (&config.timing, &making.order, launch.folder.clone());
     let mut monitor = Monitor::launch(launch, timing.call).await?;
-    let layer = assets.image().map(|_| boot_files::layer(&config.data_dir)).transpose()?.map(File::from);
+    let layer = assets.image().map(|_| disk_layer::layer(&config.data_dir)).transpose()?.map(File::from);
     let copy = layer.as_ref().map(|layer| layer.try_clone()).transpose();
     let copy = copy.map_err(|error| Error::host("cannot use a disk layer", error))?;
     let plan = boot_files::Plan {

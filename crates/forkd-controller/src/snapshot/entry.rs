@@ -3,17 +3,17 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use forkd_api::{EventKind, EventSubject};
 use forkd_protocol::names::is_valid_sandbox_id;
 use forkd_store::Snapshot;
 use tokio::sync::watch;
 
-use crate::branch::{Branch, Stage, Wish};
 use crate::error::{Code, Error, Result};
-use crate::sandbox::unknown::{self, UnknownTemplate};
+use crate::snapshot::branch_job::{Branch, Stage, Wish};
 use crate::snapshot::registry::lock;
 use crate::snapshot::template::{Standing, Template};
+use crate::snapshot::unknown::{self, UnknownTemplate};
 use crate::telemetry::Telling;
-use forkd_api::{EventKind, EventSubject};
 
 /// One snapshot.
 #[derive(Debug)]
@@ -221,7 +221,7 @@ impl Entry {
         let (Some(template), State::Writing(Work::Branch(branch))) = (&*current, self.state()) else {
             return Ok(());
         };
-        let record = crate::branch::Record { owner: Some(self.owner()), ..branch.record() };
+        let record = crate::snapshot::branch_job::Record { owner: Some(self.owner()), ..branch.record() };
         template.record(Standing::Unsaved(Box::new(record)))
     }
 

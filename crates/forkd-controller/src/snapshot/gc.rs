@@ -10,9 +10,9 @@ use std::time::{Duration, SystemTime};
 use forkd_protocol::names::is_valid_sandbox_id;
 use forkd_store::Snapshot;
 
-use crate::branch::Mode;
 use crate::config::Limits;
 use crate::error::Result;
+use crate::snapshot::branch_job::Mode;
 use crate::snapshot::registry::{Entry, Removal, Snapshots, State, Work};
 
 /// How often it is looked for branches that have become too old, or are not needed any more.
@@ -121,7 +121,7 @@ fn branches(snapshots: &Snapshots) -> Vec<Branch> {
 }
 
 /// One that is in memory only.
-fn unsaved(entry: &Entry, branch: &crate::branch::Branch) -> Option<Branch> {
+fn unsaved(entry: &Entry, branch: &crate::snapshot::branch_job::Branch) -> Option<Branch> {
     let put_away = branch.mode == Mode::Suspend;
     (is_valid_sandbox_id(&branch.source) && !put_away).then(|| Branch {
         created_at_unix: branch.begun_at_unix,

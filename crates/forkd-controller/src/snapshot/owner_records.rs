@@ -12,8 +12,7 @@ use tokio::sync::{mpsc, oneshot};
 use crate::auth::principal::LOCAL;
 use crate::error::{Error, Result};
 use crate::snapshot::registry::lock;
-use crate::util::task::blocking;
-use crate::util::task::{self, Task};
+use crate::util::task::{self, Task, blocking};
 
 /// As many changes are written at once.
 const BATCH: usize = 256;

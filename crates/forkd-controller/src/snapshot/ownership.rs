@@ -10,8 +10,8 @@
 use std::sync::Arc;
 
 use crate::auth::principal::{Identity, local_owner};
-use crate::branch::Stage;
 use crate::error::{Error, Result};
+use crate::snapshot::branch_job::Stage;
 use crate::snapshot::registry::{Entry, Snapshots, no_snapshot};
 use crate::snapshot::template::Template;
 

@@ -9,6 +9,7 @@ use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use forkd_api::EventKind;
 use forkd_protocol::names::{NAME_RULE, is_valid_name};
 use forkd_store::{Quota, Store};
 use tokio::sync::{Notify, Semaphore, watch};
@@ -16,18 +17,15 @@ use tracing::Instrument;
 
 use crate::auth::principal::{Identity, LOCAL, local_owner};
 use crate::auth::quota::check_snapshots;
-use crate::branch::{Branch, Stage, Wish};
 use crate::error::{Code, Error, Result};
-use crate::host::Host;
-use crate::host::run_dir;
-use crate::sandbox::unknown::UnknownTemplate;
+use crate::host::{Host, run_dir};
 use crate::snapshot::adopt::Leftovers;
+use crate::snapshot::branch_job::{Branch, Stage, Wish};
 use crate::snapshot::owner_records::Owners;
 use crate::snapshot::template::Template;
+use crate::snapshot::unknown::UnknownTemplate;
 use crate::util::fs::make_private_dir;
-use crate::util::task::blocking;
-use crate::util::task::{self, Task};
-use forkd_api::EventKind;
+use crate::util::task::{self, Task, blocking};
 
 pub(crate) use crate::snapshot::entry::{Entry, Making, State, Work};
 

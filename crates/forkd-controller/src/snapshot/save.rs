@@ -11,34 +11,26 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forkd_protocol::control::{
-    CONSOLE_TAIL, FdRef, MergeConfig, ReplacedLayers, SaveConfig, SaveProgress, WaitStatus,
-};
+use forkd_protocol::control::{CONSOLE_TAIL, FdRef, SaveConfig, SaveProgress, WaitStatus};
 use forkd_store::{Contents, Draft, MAX_DEPTH, Measured, Snapshot};
 
-use crate::branch::{Branch, TakenFrom, Wish};
 use crate::error::{Code, Error, Result};
-use crate::host::handed_layers::are_kept;
-use crate::host::images::reopen;
-use crate::host::oom;
-use crate::host::process;
-use crate::lifecycle::disk_full::is_shortage;
-use crate::monitor::boot_files;
-use crate::monitor::console;
-use crate::monitor::{Forked, Replacement};
-use crate::sandbox::command::Command;
+use crate::host::disk_space::is_shortage;
+use crate::host::{oom, process};
+use crate::monitor::{Forked, console};
+use crate::snapshot::branch_job::{Branch, Wish};
 use crate::snapshot::held_draft::HeldDraft;
+use crate::snapshot::merge::{LayerSource, merge};
 use crate::snapshot::registry::{Entry, Snapshots};
 use crate::snapshot::template::{self, Asked, Standing, Template};
 use crate::telemetry::metrics;
 use crate::util::count::Count;
+use crate::util::fs::create;
 use crate::util::random::new_id;
 use crate::util::task::blocking;
 
 /// How long writing a snapshot may take: a slow disk takes a minute for some GiB.
 const SAVE_WAIT: Duration = Duration::from_secs(3600);
-/// From this many frozen layers on, a disk's are merged into one.
-const MERGE_FROM: usize = 8;
 /// How often it is looked whether a saver gets anything of the host's CPUs.
 const LOOK: Duration = Duration::from_millis(100);
 /// How often a save is tried.
@@ -69,7 +61,7 @@ impl Snapshots {
         entry: Arc<Entry>,
         branch: Arc<Branch>,
         template: Arc<Template>,
-        source: Option<TakenFrom>,
+        source: impl LayerSource,
     ) {
         let merged = tokio::select! {
             biased;
@@ -307,7 +299,7 @@ fn prepare(
         }
         _ => Vec::new(),
     };
-    let told = boot_files::create(&folder.join(PROGRESS));
+    let told = create(&folder.join(PROGRESS));
     let told = told.map_err(|error| Error::host("cannot follow a saver", error))?;
     let copy = told.try_clone().map_err(|error| Error::host("cannot follow a saver", error))?;
     // The saver looks at all memory if it cannot be told where to look.
@@ -360,7 +352,7 @@ async fn keep_going(saver: i32, template: &Template) -> Infallible {
 }
 
 /// Waits for a process `template` was asked for; `forked` is called when it exists.
-async fn follow(template: &Template, asked: Asked, forked: impl FnOnce()) -> Result<WaitStatus> {
+pub(crate) async fn follow(template: &Template, asked: Asked, forked: impl FnOnce()) -> Result<WaitStatus> {
     let Forked { pid, pidfd } = asked.forked.await.unwrap_or_else(|_| Err(template::lost()))?;
     oom::set(pid, pidfd.as_fd(), oom::Role::Saver);
     let helper = Helper(pidfd);
@@ -378,7 +370,7 @@ async fn follow(template: &Template, asked: Asked, forked: impl FnOnce()) -> Res
 }
 
 /// Takes note of how such a process ended; anything but success is an error. A saver has `told` why.
-fn finish(
+pub(crate) fn finish(
     template: &Template,
     name: &str,
     ended: Result<WaitStatus>,
@@ -414,86 +406,6 @@ fn reason(told: &File) -> Option<String> {
     let read = std::os::unix::fs::FileExt::read_at(told, &mut bytes, SaveProgress::LENGTH as u64).ok()?;
     let text = console::printable(bytes.get(..read)?).replace(['\n', '\t'], " ");
     Some(text.trim().to_owned()).filter(|text| !text.is_empty())
-}
-
-/// Merges the frozen layers of a new branch, if its disks have many, and has its source use the same file:
-/// it has the same layers, and maybe newer ones.
-async fn merge(snapshots: &Snapshots, source: Option<TakenFrom>, template: &Arc<Template>) -> Result<()> {
-    if template.about.guest.image.is_none() {
-        return Ok(());
-    }
-    let _alone = template.disks.lock().await;
-    let counts: Vec<usize> = template.layers().await?.iter().map(Vec::len).collect();
-    let most = counts.iter().copied().max().unwrap_or(0);
-    if let Some(TakenFrom { sandbox, generation, frozen: then }) = &source
-        && *sandbox.disks.generation.lock().await == *generation
-    {
-        // As many as there were, and one for each branch since: what was believed may be wrong, after a merge
-        // nobody heard of.
-        sandbox.disks.frozen.send_modify(|frozen| *frozen = most + frozen.saturating_sub(*then));
-    }
-    if most < MERGE_FROM {
-        return Ok(());
-    }
-    let mut files = Vec::with_capacity(counts.len());
-    for count in counts {
-        let file =
-            (count > 1).then(|| template.lineage.layer(&snapshots.host.config.data_dir)).transpose()?;
-        files.push(file.zip(u8::try_from(count).ok()).map(|(file, count)| (count, file)));
-    }
-    let (mut fds, mut disks) = (Vec::new(), Vec::with_capacity(files.len()));
-    for file in &files {
-        disks.push(match file {
-            Some((count, file)) => {
-                fds.push(file.try_clone().map_err(|error| Error::host("cannot use a disk layer", error))?);
-                Some(ReplacedLayers { count: *count, layer: FdRef(fds.len() - 1) })
-            }
-            None => None,
-        });
-    }
-    let name = new_id("merge")?;
-    let asked = template.merge(MergeConfig { child: name.clone(), disks }, fds).await;
-    let ended = follow(template, asked, || {}).await;
-    finish(template, &name, ended, "layers could not be merged", None)?;
-    let files = given_back(files).await?;
-    template.replace_layers(replacements(&files)?).await?;
-    let Some(TakenFrom { sandbox, generation, .. }) = source else { return Ok(()) };
-    let mut now = sandbox.disks.generation.lock().await;
-    // Somebody else merged some of them first: the next branch has what both left.
-    if *now != generation {
-        return Ok(());
-    }
-    let replacements = replacements(&files)?;
-    // Before it is asked: it may do so without anybody hearing of it, and counts that others know are wrong
-    // then. If it does not, they only merge later.
-    *now += 1;
-    sandbox.ask(|tell| Command::ReplaceLayers(replacements, tell)).await?;
-    sandbox.disks.frozen.send_modify(|frozen| *frozen = frozen.saturating_sub(most.saturating_sub(1)));
-    tracing::debug!(sandbox = sandbox.id, layers = most, "disk layers were merged");
-    Ok(())
-}
-
-/// The same files, opened for reading, when no process can write to them any more.
-async fn given_back(files: Vec<Option<(u8, OwnedFd)>>) -> Result<Vec<Option<(u8, OwnedFd)>>> {
-    let for_reading = |(count, file): (u8, OwnedFd)| Ok((count, reopen(file)?));
-    let files = files.into_iter().map(|file| file.map(for_reading).transpose());
-    let files = files.collect::<Result<Vec<_>>>()?;
-    for (_, file) in files.iter().flatten() {
-        if are_kept(std::slice::from_ref(file)).await? {
-            return Err(Error::host(
-                "layers could not be merged",
-                "a process kept the right to write to the result",
-            ));
-        }
-    }
-    Ok(files)
-}
-
-/// `files` as they replace layers: opened for reading.
-fn replacements(files: &[Option<(u8, OwnedFd)>]) -> Result<Vec<Option<Replacement>>> {
-    let replacement =
-        |(count, file): &(u8, OwnedFd)| Ok(Replacement { count: *count, layer: reopen(file.as_fd())? });
-    files.iter().map(|file| file.as_ref().map(replacement).transpose()).collect()
 }
 
 #[cfg(test)]

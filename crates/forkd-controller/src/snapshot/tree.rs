@@ -7,9 +7,9 @@
 //! Manifests come from outside: what they say may be wrong, and go round in circles. A tree comes out of
 //! anything: every node has at most one parent, and no node is above itself. Knows no store and no process.
 
-use forkd_api::{Tree, TreeHow, TreeKind, TreeNode};
 use std::collections::HashMap;
 
+use forkd_api::{Tree, TreeHow, TreeKind, TreeNode};
 use forkd_protocol::names::is_valid_sandbox_id;
 
 /// Begins `branched_from` of a snapshot that another one was compacted into.

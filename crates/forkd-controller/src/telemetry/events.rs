@@ -7,13 +7,13 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use forkd_api::{Event, EventKind, EventSubject};
 use tokio::sync::broadcast::{self, error::RecvError};
 
 use crate::error::{Error, Result};
 use crate::telemetry::metrics::Metrics;
 use crate::util::random::new_id;
 use crate::util::time;
-use forkd_api::{Event, EventKind, EventSubject};
 
 /// How many events are kept for those who come later, and for those who are slow.
 const KEPT: usize = 1000;

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::telemetry::prometheus::Page;
+use crate::util::task;
 
 /// Upper bounds in seconds: from a fork of a small guest to a boot under emulation.
 const BOUNDS: [f64; 17] =
@@ -229,7 +230,11 @@ impl Metrics {
         ] {
             page.single(name, "counter", help, counter.get());
         }
-        crate::util::task::show(page);
+        let name = "forkd_task_panics_total";
+        page.family(name, "counter", "Panics of the daemon's background tasks: each is a bug of forkd.");
+        for (task, count) in task::panic_counts() {
+            page.sample(name, &[("task", task)], count);
+        }
     }
 }
 

@@ -12,13 +12,13 @@ pub(crate) mod prometheus;
 
 use std::sync::Arc;
 
-use crate::config::Config;
-use crate::error::Result;
-use crate::host::memory_usage::Usage;
-use crate::telemetry::otlp::Traces;
 use audit::Audit;
 use events::Events;
 use metrics::Metrics;
+
+use crate::config::Config;
+use crate::error::Result;
+use crate::telemetry::otlp::Traces;
 
 /// Everything that is told about.
 #[derive(Debug)]
@@ -27,7 +27,6 @@ pub(crate) struct Telling {
     pub(crate) audit: Audit,
     pub(crate) events: Events,
     pub(crate) traces: Traces,
-    pub(crate) usage: Usage,
 }
 
 impl Telling {
@@ -39,7 +38,6 @@ impl Telling {
             audit: Audit::open(path, metrics.clone())?,
             events: Events::new(metrics.clone())?,
             traces: Traces::open(config.otlp_endpoint.as_deref(), metrics.clone())?,
-            usage: Usage::default(),
             metrics,
         }))
     }

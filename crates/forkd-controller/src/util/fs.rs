@@ -1,8 +1,8 @@
 //! Folders and files.
 
-use std::fs::Metadata;
+use std::fs::{File, Metadata, OpenOptions};
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 /// Makes a folder for us alone, and those above it.
@@ -19,3 +19,8 @@ pub(crate) fn stamp(metadata: &Metadata) -> Stamp {
 
 /// Which file it is, and which contents: device, inode, length, times.
 pub(crate) type Stamp = (u64, u64, u64, (i64, i64), (i64, i64));
+
+/// An empty file for us alone.
+pub(crate) fn create(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path)
+}

@@ -1,5 +1,7 @@
 //! Random numbers of the kernel, and ids made of them.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::error::{Error, Result};
@@ -23,6 +25,11 @@ pub(crate) fn new_id(prefix: &str) -> Result<String> {
     crate::util::random::fill_random(&mut random)?;
     let digit = |byte: &u8| char::from_digit(u32::from(*byte) % 36, 36).unwrap_or('0');
     Ok(prefix.chars().chain(random.iter().map(digit)).collect())
+}
+
+pub(crate) fn request_id() -> String {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    format!("{:x}-{:x}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
 #[cfg(test)]

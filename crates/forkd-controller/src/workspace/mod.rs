@@ -18,7 +18,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use forkd_api::{EventKind, EventSubject};
 use forkd_protocol::names::NAME_RULE;
+use record::{Folder, MAX_NAME, is_valid_workspace};
 use tokio::sync::OwnedMutexGuard;
 
 use crate::auth::principal::Identity;
@@ -29,13 +31,11 @@ use crate::sandbox::spawn::{self, spawn};
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshot::registry::Snapshots;
 use crate::util::random::new_id;
-use crate::util::task::blocking;
-use crate::util::task::{self, Task};
+use crate::util::task::{self, Task, blocking};
 use crate::util::time::now_unix;
-use forkd_api::{EventKind, EventSubject};
 
 pub(crate) use record::Record;
-use record::{Folder, MAX_NAME, is_valid_workspace};
+
 #[cfg(test)]
 pub(crate) use record::{VERSION, read_and_write};
 

@@ -1,14 +1,15 @@
 //! Putting a workspace away.
 
+use forkd_api::EventKind;
+
 use crate::auth::principal::Identity;
-use crate::branch::Mode;
 use crate::branch::suspend::{self, Suspend};
 use crate::error::{Code, Error, Result};
 use crate::sandbox::End;
 use crate::sandbox::lifetime::{PutAway, SUSPENDED};
+use crate::snapshot::branch_job::Mode;
 use crate::util::time::now_unix;
 use crate::workspace::{Record, Status, Workspaces};
-use forkd_api::EventKind;
 
 impl Workspaces {
     /// Puts a workspace away: its sandbox is branched, on disk, and ended. With `diff` what is stored is

@@ -19,6 +19,7 @@ use axum::http::request::Parts;
 use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
+use forkd_api::ErrorBody;
 use forkd_store::{Answer, Begun, Database};
 use tracing::Instrument;
 
@@ -27,10 +28,8 @@ use crate::api::extract::in_time;
 use crate::api::response;
 use crate::auth::principal::Identity;
 use crate::error::{Code, Error, Result};
-use crate::util::task::blocking;
-use crate::util::task::{self, Task};
+use crate::util::task::{self, Task, blocking};
 use crate::util::time::now_unix;
-use forkd_api::ErrorBody;
 
 /// The header a key comes in.
 const KEY: &str = "idempotency-key";

@@ -6,7 +6,7 @@
 //! in is in the extensions of the answer.
 
 use std::convert::Infallible;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -19,12 +19,14 @@ use axum::middleware::{self, Next};
 use axum::response::Response;
 use tracing::Instrument;
 
-use crate::api::error::{self, Reader};
+use crate::api::error;
 use crate::auth::peer::Peer;
 use crate::auth::principal::Identity;
+use crate::error::Reader;
 use crate::telemetry::Telling;
 use crate::telemetry::audit::Line;
 use crate::telemetry::otlp::{self, Context, Over};
+use crate::util::random::request_id;
 
 /// The header a request's id is in, in both directions.
 const REQUEST_ID: &str = "x-request-id";
@@ -120,7 +122,7 @@ impl Noted {
         Noted {
             trace: telling.traces.begin(headers),
             telling,
-            id: taken_over(headers).unwrap_or_else(made_up),
+            id: taken_over(headers).unwrap_or_else(request_id),
             peer: extensions.get().copied(),
             method: request.method().clone(),
             path: bounded(path),
@@ -260,11 +262,6 @@ fn taken_over(headers: &HeaderMap) -> Option<String> {
     let id = headers.get(REQUEST_ID)?.to_str().ok()?;
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
     ((1..=MAX_ID).contains(&id.len()) && id.bytes().all(fits)).then(|| id.to_owned())
-}
-
-pub(crate) fn made_up() -> String {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    format!("{:x}-{:x}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
 /// The first parameter of `route` in `path`.

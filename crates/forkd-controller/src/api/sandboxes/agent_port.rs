@@ -4,15 +4,14 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
+use forkd_api::{ErrorBody, LinePort};
 use forkd_protocol::line::{Reply, Request};
 
 use crate::agent::Room;
-use crate::api::App;
 use crate::api::extract::{Id, Ignored, Raw};
-use crate::api::response;
+use crate::api::{App, response};
 use crate::compat::json_lines;
 use crate::error::Result;
-use forkd_api::{ErrorBody, LinePort};
 
 /// One request of the line protocol: `{"action": "ping"}`, `{"action": "exec", "args": […], "timeout": 30}`
 /// or `{"action": "eval", "code": "…"}`. The answer is what the guest's port 8888 would give; what goes wrong

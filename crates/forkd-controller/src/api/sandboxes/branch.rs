@@ -4,16 +4,16 @@ use axum::Extension;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-
+use forkd_api::{BranchRequest, ErrorBody, SnapshotInfo};
 use forkd_store::Quota;
 
 use crate::api::App;
 use crate::api::extract::{Id, OptionalBody};
 use crate::api::snapshots::view;
 use crate::auth::principal::Identity;
-use crate::branch::{Mode, Order, Stage};
+use crate::branch::Order;
 use crate::error::{Error, Result};
-use forkd_api::{BranchRequest, ErrorBody, SnapshotInfo};
+use crate::snapshot::branch_job::{Mode, Stage};
 
 /// Branches a running sandbox: it goes on, and children can be forked from the branch at once. Answers when
 /// it is on disk, or, with `live` and `wait: false`, as soon as the sandbox runs again. The work goes on

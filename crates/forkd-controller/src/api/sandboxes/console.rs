@@ -11,6 +11,7 @@ use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
+use forkd_api::ErrorBody;
 use futures_util::stream;
 use serde::Deserialize;
 
@@ -21,7 +22,6 @@ use crate::error::Result;
 use crate::monitor::console::{self, printable};
 use crate::sandbox::Phase;
 use crate::util::task::blocking;
-use forkd_api::ErrorBody;
 
 /// How often a console that is followed is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(250);

@@ -4,6 +4,7 @@ pub(crate) mod agent_port;
 pub(crate) mod branch;
 pub(crate) mod console;
 pub(crate) mod exec;
+pub(crate) mod exec_stream;
 pub(crate) mod files;
 pub(crate) mod pause;
 pub(crate) mod update;
@@ -16,7 +17,10 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
-
+use forkd_api::{
+    CreateRequest, ErrorBody, PingReply, SandboxInfo, SandboxState, SpawnError, SpawnReply, Stats,
+    UpdateRequest,
+};
 use forkd_protocol::agent::WarmState;
 use forkd_protocol::line::LINE_PORT;
 use serde::Deserialize;
@@ -24,29 +28,23 @@ use serde::Deserialize;
 use super::App;
 use super::extract::{Body, Id, Params};
 use super::pagination::Page;
-use crate::api::error::Reader;
 use crate::api::middleware::idempotency::Asked;
 use crate::api::middleware::request_log::Target;
 use crate::api::sandboxes::update::{Filter, check_tag, list_gone, place};
 use crate::auth::principal::Identity;
 use crate::compat::json_lines;
-use crate::error::{Code, Error, Result};
-use crate::host::cgroup;
-use crate::host::process_stats;
-use crate::lifecycle::disk_full::{DISK_FULL, DISK_FULL_DETAIL};
+use crate::error::{Code, Error, Reader, Result};
+use crate::host::{cgroup, process_stats};
 use crate::monitor::console::printable;
+use crate::sandbox::disk_full::{DISK_FULL, DISK_FULL_DETAIL};
 use crate::sandbox::envs::check_envs;
 use crate::sandbox::lifetime::{Life, check_labels, check_secs};
 use crate::sandbox::registry::Bound;
 use crate::sandbox::spawn::{Order, Spawned, spawn};
-use crate::sandbox::unknown::{self, UNREADABLE};
 use crate::sandbox::visit::Visit;
 use crate::sandbox::{Phase, Sandbox, Spec};
+use crate::snapshot::unknown::{UNREAD, UNREADABLE, advice};
 use crate::util::task::blocking;
-use forkd_api::{
-    CreateRequest, ErrorBody, PingReply, SandboxInfo, SandboxState, SpawnError, SpawnReply, Stats,
-    UpdateRequest,
-};
 
 /// The most children of one request.
 const MAX_CHILDREN: u32 = 1000;
@@ -451,9 +449,7 @@ pub(super) fn info(sandbox: &Sandbox) -> SandboxInfo {
             console_tail = Some(end.console_tail.clone());
             (Some(end.reason.clone()), Some(end.detail.clone()))
         }
-        Phase::Unknown(_) => {
-            (Some(UNREADABLE.into()), Some(unknown::advice(unknown::UNREAD, &sandbox.kill_command())))
-        }
+        Phase::Unknown(_) => (Some(UNREADABLE.into()), Some(advice(UNREAD, &sandbox.kill_command()))),
         _ => (disk_full.then(|| DISK_FULL.into()), disk_full.then(|| DISK_FULL_DETAIL.into())),
     };
     let (facts, spec) = (sandbox.facts(), &sandbox.spec);

@@ -2,6 +2,7 @@
 
 use axum::extract::State;
 use axum::{Extension, Json};
+use forkd_api::{ErrorBody, RollbackRequest, SandboxInfo};
 
 use crate::api::App;
 use crate::api::extract::{Id, Ignored, OptionalBody};
@@ -11,7 +12,6 @@ use crate::error::{Code, Error, Result};
 use crate::sandbox::rollback::roll_back;
 use crate::sandbox::{Phase, Sandbox};
 use crate::util::task::{self, Task};
-use forkd_api::{ErrorBody, RollbackRequest, SandboxInfo};
 
 /// Has a sandbox stand still: its vCPUs and its devices. Time goes on in it when it is resumed.
 #[utoipa::path(

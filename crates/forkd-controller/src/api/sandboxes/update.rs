@@ -6,6 +6,7 @@ use axum::extract::{Request, State};
 use axum::http::StatusCode;
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
+use forkd_api::{GoneInfo, SandboxState, UpdateRequest};
 use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
 use forkd_store::GoneSandbox;
 
@@ -16,7 +17,6 @@ use crate::error::{Code, Error, Result};
 use crate::sandbox::Sandbox;
 use crate::sandbox::lifetime::{check_labels, check_secs, deadline};
 use crate::util::time::timestamp;
-use forkd_api::{GoneInfo, SandboxState, UpdateRequest};
 
 /// Whether a snapshot could be called that.
 pub(crate) fn check_tag(name: &str, tag: Option<&str>) -> Result<()> {

@@ -8,6 +8,9 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
+use forkd_api::{
+    CompactRequest, ErrorBody, LayerInfo, OwnerRequest, SnapshotInfo, SnapshotInfoDetail, SnapshotRequest,
+};
 use forkd_protocol::names::{NAME_RULE, is_valid_name};
 use serde::Deserialize;
 
@@ -24,9 +27,6 @@ use crate::sandbox::registry::{check, check_image};
 use crate::snapshot::create::{From, Order};
 use crate::snapshot::registry::Removal;
 use crate::util::task::blocking;
-use forkd_api::{
-    CompactRequest, ErrorBody, LayerInfo, OwnerRequest, SnapshotInfo, SnapshotInfoDetail, SnapshotRequest,
-};
 
 /// Whether to wait.
 #[derive(Debug, Default, Deserialize)]

@@ -5,19 +5,19 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use axum::Json;
+use forkd_api::{Progress, SnapshotInfo, SnapshotPhase, SnapshotStatus, TemplateInfo};
 use forkd_store::{BaseImage, Facts, Snapshot};
 
 use crate::api::App;
 use crate::auth::principal::Identity;
-use crate::branch::Branch;
 use crate::error::{Error, Result};
+use crate::snapshot::branch_job::Branch;
 use crate::snapshot::create::{From, Phase};
 use crate::snapshot::load::check_image;
 use crate::snapshot::registry::{Entry, Making, State as Standing, Work};
 use crate::snapshot::template::Source;
 use crate::snapshot::tree::COMPACTED;
 use crate::util::task::blocking;
-use forkd_api::{Progress, SnapshotInfo, SnapshotPhase, SnapshotStatus, TemplateInfo};
 
 /// What is told of one snapshot to whoever asks.
 pub(crate) async fn info(app: &App, who: &Identity, entry: Arc<Entry>) -> Result<Json<SnapshotInfo>> {

@@ -7,17 +7,17 @@ pub(crate) mod ports;
 
 use std::time::Duration;
 
+use forkd_api::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 use forkd_protocol::agent::WarmState;
 use forkd_protocol::line::{Evaluated, Failure, Incoming, Pong, Ran, Reply, Request};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use crate::agent::Room;
-use crate::api::sandboxes::exec;
 use crate::config::Config;
 use crate::error::Result;
+use crate::exec::{eval, run};
 use crate::monitor::console::printable;
 use crate::sandbox::Sandbox;
-use forkd_api::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 
 /// How long a request may take to come.
 const REQUEST_TIME: Duration = Duration::from_secs(30);
@@ -78,12 +78,12 @@ pub(crate) async fn answer(sandbox: &Sandbox, config: &Config, request: Request)
         Request::Ping => ping(sandbox).await.map(|reply| (reply, Room::default())),
         Request::Exec { args, timeout } => {
             let request = ExecRequest { args, timeout_secs: whole_secs(timeout), ..ExecRequest::default() };
-            let done = exec::run_to_end(sandbox, config, request, timeout).await;
+            let done = run::run_to_end(sandbox, config, request, timeout).await;
             done.map(|(reply, room)| (ran(reply), room))
         }
         Request::Eval { code, timeout } => {
             let request = EvalRequest { code, timeout_secs: whole_secs(timeout) };
-            let done = exec::evaluate(sandbox, request, timeout).await;
+            let done = eval::evaluate(sandbox, request, timeout).await;
             done.map(|(reply, room)| (evaluated(reply), room))
         }
     };

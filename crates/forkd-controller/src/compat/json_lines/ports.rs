@@ -13,21 +13,18 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use forkd_protocol::line::{Failure, Reply};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::AbortHandle;
 
-use forkd_protocol::line::{Failure, Reply};
-
-use crate::api::middleware::request_log::made_up;
 use crate::auth::principal::LOCAL;
-use crate::compat::json_lines::peer_check;
-use crate::compat::json_lines::{answer, converse, say};
+use crate::compat::json_lines::{answer, converse, peer_check, say};
 use crate::error::{Error, Result};
-use crate::sandbox::Sandbox;
-use crate::sandbox::Wish;
 use crate::sandbox::registry::Registry;
+use crate::sandbox::{Sandbox, Wish};
 use crate::telemetry::audit::Line;
+use crate::util::random::request_id;
 use crate::util::task::{self, Task};
 
 /// Connections at a time, to one sandbox's port; and those of which it is not known yet whose they are.
@@ -172,7 +169,7 @@ impl Ports {
         };
         host.telling.audit.write(Line {
             ts: Line::now(),
-            request_id: made_up(),
+            request_id: request_id(),
             owner: identity.clone(),
             identity,
             peer: Some(peer),

@@ -1,9 +1,10 @@
 //! Conversations without a sandbox, and what becomes of an agent's answers.
 
-use super::*;
 use forkd_api::{EvalReply, ExecReply};
 use serde_json::{Value, json};
 use tokio::io::duplex;
+
+use super::*;
 
 /// What comes back for `bytes`, and which requests got through.
 async fn say(bytes: &[u8], half_close: bool) -> (String, Vec<Request>) {

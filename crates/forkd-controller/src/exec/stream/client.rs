@@ -5,12 +5,11 @@ use std::time::{Duration, Instant};
 
 use axum::extract::ws::{Message, WebSocket};
 use bytes::{Bytes, BytesMut};
+use forkd_api::stream::{Channel, ClientMessage, MAX_CHUNK, STDIN_WINDOW, ServerEvent, pack, unpack};
 use forkd_protocol::agent::Output;
 use futures_util::stream::{SplitSink, SplitStream};
 use futures_util::{SinkExt, StreamExt};
 use tokio::sync::{Notify, mpsc, oneshot};
-
-use forkd_api::stream::{Channel, ClientMessage, MAX_CHUNK, STDIN_WINDOW, ServerEvent, pack, unpack};
 
 /// Between two pings to the client.
 const PING_EVERY: Duration = Duration::from_secs(20);

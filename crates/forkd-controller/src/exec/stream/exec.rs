@@ -8,82 +8,50 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use axum::Extension;
-use axum::extract::State;
-use axum::response::Response;
+use forkd_api::stream::{ExecStreamRequest, ServerEvent};
 use forkd_protocol::connect::Code;
 
 use crate::agent;
-use crate::api::App;
-use crate::api::error::Reader;
-use crate::api::extract::Id;
-use crate::api::middleware::request_log::Session;
-use crate::api::sandboxes::exec;
-use crate::auth::principal::Identity;
 use crate::error::Result;
 use crate::exec::counted;
+use crate::exec::run::{check_timeout, start_request};
 use crate::exec::stream::pump::{Command, follow, last_event};
-use crate::exec::stream::{Upgrade, Wires, Work, begin};
+use crate::exec::stream::{StreamContext, Wires, Work};
 use crate::sandbox::{Phase, Sandbox};
 use crate::util::count::Counted;
-use forkd_api::ErrorBody;
-use forkd_api::stream::{ExecStreamRequest, ServerEvent};
 
 /// How often a process is looked for that is to be ended: its start may still be under way.
 const LOOKS: usize = 10;
 /// Between two of them.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// Runs a command in a sandbox, over a WebSocket: with input, output as it comes, signals, and a terminal
-/// if wanted.
-///
-/// The first message is text, an `ExecStreamRequest`; the rest is as in `/v1/run`. When the client goes
-/// away, for whatever reason, the command is killed, unless the request has `keep`. A sandbox that ends,
-/// is paused or rolled back under it gives a last event `error`.
-#[utoipa::path(
-    get, path = "/v1/sandboxes/{id}/exec/stream", params(("id" = String, Path)),
-    responses(
-        (status = 101, description = "Speak WebSocket"),
-        (status = 400, body = ErrorBody, description = "Not the beginning of a WebSocket"),
-        (status = 404, body = ErrorBody),
-        (status = 409, body = ErrorBody, description = "The sandbox is not running"),
-        (status = 504, body = ErrorBody, description = "The sandbox does not answer"),
-    ),
-)]
-pub(crate) async fn exec_stream(
-    State(app): State<App>,
-    Id(id): Id,
-    Extension(who): Extension<Identity>,
-    talk: Session,
-    reader: Reader,
-    upgrade: Upgrade,
-) -> Result<Response> {
-    let sandbox = app.registry.known(&id)?;
-    sandbox.ready().await?;
-    begin(upgrade, app, who, (talk, reader), Exec { sandbox })
-}
-
-struct Exec {
-    sandbox: Arc<Sandbox>,
+/// A command in a sandbox that exists.
+pub(crate) struct Exec {
+    pub(crate) sandbox: Arc<Sandbox>,
 }
 
 impl Work for Exec {
     type Request = ExecStreamRequest;
     const REQUEST: &'static str = "a request to run a command";
 
-    async fn work(self, app: &App, request: ExecStreamRequest, wires: Wires<'_>) -> Result<ServerEvent> {
+    async fn work(
+        self,
+        context: &StreamContext,
+        request: ExecStreamRequest,
+        wires: Wires<'_>,
+    ) -> Result<ServerEvent> {
         let sandbox = self.sandbox;
-        let limit = request.timeout_secs.map(exec::check_timeout).transpose()?;
-        let mut start = exec::start_request(request.args, request.env, request.cwd, true)?;
+        let limit = request.timeout_secs.map(check_timeout).transpose()?;
+        let mut start = start_request(request.args, request.env, request.cwd, true)?;
         let tag = unique_tag();
         start.tag = Some(tag.clone());
         let command = Command { start, user: request.user, limit, tty: request.pty };
-        let mut doomed = Doomed { sandbox: sandbox.clone(), tag, counted: Some(app.sessions.enter()) };
+        let mut doomed = Doomed { sandbox: sandbox.clone(), tag, counted: Some(context.sessions.enter()) };
         if request.keep {
             doomed.spare();
         }
         let outgoing = wires.outgoing;
-        let followed = follow(&sandbox, command, wires, app.config.timing.call);
+        let followed = follow(&sandbox, command, wires, context.config.timing.call);
         let finish = counted(&sandbox, sandbox.undisturbed(followed)).await?;
         // It has ended by itself, or its agent has ended it.
         doomed.spare();

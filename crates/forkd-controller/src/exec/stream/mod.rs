@@ -13,24 +13,23 @@ pub(crate) mod run;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::ws::rejection::WebSocketUpgradeRejection;
-use axum::extract::ws::{Message, WebSocket, WebSocketUpgrade};
-use axum::response::Response;
+use axum::extract::ws::{Message, WebSocket};
+use forkd_api::ErrorBody;
+use forkd_api::stream::{ClientMessage, ServerEvent};
 use futures_util::stream::SplitStream;
 use futures_util::{SinkExt, StreamExt};
 use serde::de::DeserializeOwned;
 use tokio::sync::{mpsc, oneshot};
-use tracing::Instrument;
 
-use crate::api::App;
-use crate::api::error::Reader;
-use crate::api::middleware::request_log::Session;
 use crate::auth::principal::Identity;
-use crate::error::{Code, Error, Result};
+use crate::auth::tokens::Tokens;
+use crate::config::Config;
+use crate::error::{Code, Error, Reader, Result};
 use crate::exec::stream::client::{Client, Outgoing, read, text, write};
+use crate::sandbox::registry::Registry;
 use crate::util::companion::Companion;
-use forkd_api::ErrorBody;
-use forkd_api::stream::{ClientMessage, MAX_TEXT, ServerEvent};
+use crate::util::count::Count;
+use crate::util::stopping::Stopping;
 
 /// What clients hear when the daemon stops under them.
 const STOPPING: &str = "the daemon is stopping";
@@ -44,7 +43,7 @@ const OUTGOING: usize = 4;
 const CONTROLS: usize = 16;
 
 /// What a session is for.
-trait Work: Send + 'static {
+pub(crate) trait Work: Send + 'static {
     /// The client's first message.
     type Request: DeserializeOwned + Send;
     /// What that is, in words.
@@ -53,7 +52,7 @@ trait Work: Send + 'static {
     /// From the request to the last event. Dropped when the client goes away.
     fn work(
         self,
-        app: &App,
+        context: &StreamContext,
         request: Self::Request,
         wires: Wires<'_>,
     ) -> impl Future<Output = Result<ServerEvent>> + Send;
@@ -69,36 +68,29 @@ pub(crate) struct Wires<'w> {
     outgoing: &'w Outgoing,
 }
 
-/// What the beginning of a session was found to be.
-type Upgrade = std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>;
-
-/// Answers the beginning of a session and holds it.
-fn begin(
-    upgrade: Upgrade,
-    app: App,
-    who: Identity,
-    (talk, reader): (Session, Reader),
-    work: impl Work,
-) -> Result<Response> {
-    let upgrade = upgrade.map_err(|rejection| {
-        Error::new(Code::of_status(rejection.status().as_u16()), rejection.body_text())
-    })?;
-    let upgrade = upgrade.max_message_size(MAX_TEXT).max_frame_size(MAX_TEXT);
-    // In the audit log, it ends with the conversation.
-    let span = tracing::Span::current();
-    Ok(upgrade.on_upgrade(move |socket| {
-        let held = async move {
-            session(socket, app, who, &reader, work).await;
-            drop(talk);
-        };
-        held.instrument(span)
-    }))
+/// What a conversation needs of the daemon.
+#[derive(Debug, Clone)]
+pub(crate) struct StreamContext {
+    pub(crate) registry: Arc<Registry>,
+    pub(crate) tokens: Arc<Tokens>,
+    pub(crate) config: Arc<Config>,
+    /// Becomes true when the daemon is asked to stop.
+    pub(crate) stopping: Stopping,
+    /// Conversations under way: a daemon that stops waits for them.
+    pub(crate) sessions: Count,
 }
 
-async fn session<W: Work>(socket: WebSocket, app: App, who: Identity, reader: &Reader, work: W) {
+/// Holds a conversation, from the client's first message to the last event.
+pub(crate) async fn session<W: Work>(
+    socket: WebSocket,
+    context: StreamContext,
+    who: Identity,
+    reader: &Reader,
+    work: W,
+) {
     let failed = |error| failed(reader, &error);
-    let _counted = app.sessions.enter();
-    let mut stopping = app.stopping.clone();
+    let _counted = context.sessions.enter();
+    let mut stopping = context.stopping.clone();
     let (mut sink, mut stream) = socket.split();
     let first = tokio::select! {
         first = first_message(&mut stream, W::REQUEST) => first,
@@ -127,12 +119,12 @@ async fn session<W: Work>(socket: WebSocket, app: App, who: Identity, reader: &R
 
     let wires = Wires { client: &client, controls: control, outgoing: &outgoing };
     let (last, hurry) = tokio::select! {
-        last = work.work(&app, request, wires) => (last.unwrap_or_else(failed), false),
+        last = work.work(&context, request, wires) => (last.unwrap_or_else(failed), false),
         Ok(why) = complaint => (failed(Error::invalid(why)), true),
         _ = reader.ended() => return,
         _ = writer.ended() => return,
         () = stopping.asked() => (failed(Error::new(Code::ShuttingDown, STOPPING)), true),
-        () = app.tokens.revoked(&who) => {
+        () = context.tokens.revoked(&who) => {
             let text = "the token this began with was removed, made anew, or has expired; begin again with a good one";
             (failed(Error::new(Code::Unauthorized, text)), true)
         }

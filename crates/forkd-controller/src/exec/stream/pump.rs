@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use forkd_api::stream::{Channel, ClientMessage, ServerEvent, TtySize};
 use forkd_protocol::agent::{Event, Pty, PtySize, StartRequest};
 use tokio::sync::mpsc;
 
@@ -12,7 +13,6 @@ use crate::exec::stream::Wires;
 use crate::exec::stream::client::{Client, Input, Outgoing};
 use crate::sandbox::Sandbox;
 use crate::util::companion::Companion;
-use forkd_api::stream::{Channel, ClientMessage, ServerEvent, TtySize};
 
 /// What is to be run.
 pub(crate) struct Command {

@@ -1,62 +1,37 @@
 //! `GET /v1/run`: one command in a sandbox of its own.
 
-use axum::Extension;
-use axum::extract::State;
-use axum::response::Response;
+use forkd_api::stream::{ClientMessage, RunRequest, ServerEvent};
 use tokio::sync::mpsc;
 
-use crate::api::App;
-use crate::api::error::Reader;
-use crate::api::middleware::request_log::Session;
-use crate::api::sandboxes::exec;
 use crate::auth::principal::Identity;
 use crate::error::Result;
 use crate::exec::counted;
+use crate::exec::run::{check_timeout, start_request};
 use crate::exec::stream::pump::{Command, follow, last_event};
-use crate::exec::stream::{Upgrade, Wires, Work, begin};
+use crate::exec::stream::{StreamContext, Wires, Work};
 use crate::host::cgroup;
 use crate::sandbox::Spec;
-use forkd_api::ErrorBody;
-use forkd_api::stream::{ClientMessage, RunRequest, ServerEvent};
 
-/// Runs a command in a sandbox of its own, over a WebSocket. The sandbox lives as long as the
-/// connection.
-///
-/// The first message is text, a `RunRequest`. Then the server sends `ServerEvent`s as text and
-/// output as binary frames, whose first byte is 1 for standard output and 2 for standard error; the
-/// client sends `ClientMessage`s as text and input as binary frames, whose first byte is 0. At most
-/// 262144 bytes of input may be under way; a `stdin_ack` gives room back.
-#[utoipa::path(
-    get, path = "/v1/run",
-    responses(
-        (status = 101, description = "Speak WebSocket"),
-        (status = 400, body = ErrorBody, description = "Not the beginning of a WebSocket"),
-    ),
-)]
-pub(crate) async fn run(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
-    talk: Session,
-    reader: Reader,
-    upgrade: Upgrade,
-) -> Result<Response> {
-    begin(upgrade, app, who.clone(), (talk, reader), Run { who })
-}
-
-struct Run {
-    who: Identity,
+/// A command in a sandbox that is made for it.
+pub(crate) struct Run {
+    pub(crate) who: Identity,
 }
 
 impl Work for Run {
     type Request = RunRequest;
     const REQUEST: &'static str = "a run request";
 
-    async fn work(self, app: &App, request: RunRequest, mut wires: Wires<'_>) -> Result<ServerEvent> {
-        let limit = request.timeout_secs.map(exec::check_timeout).transpose()?;
-        let start = exec::start_request(request.args, request.env, request.cwd, true)?;
+    async fn work(
+        self,
+        context: &StreamContext,
+        request: RunRequest,
+        mut wires: Wires<'_>,
+    ) -> Result<ServerEvent> {
+        let limit = request.timeout_secs.map(check_timeout).transpose()?;
+        let start = start_request(request.args, request.env, request.cwd, true)?;
         let command = Command { start, user: request.user, limit, tty: request.tty };
         let message = format!("booting a sandbox of {}", request.image);
-        let mem_mib = request.mem_size_mib.unwrap_or(app.config.limits.default_mem_mib);
+        let mem_mib = request.mem_size_mib.unwrap_or(context.config.limits.default_mem_mib);
         let spec = Spec {
             owner: self.who.owner.clone(),
             image: Some(request.image),
@@ -68,7 +43,7 @@ impl Work for Run {
             guest: None,
         };
         // Bound to this future: when it is dropped, for whatever reason, the sandbox is deleted.
-        let bound = app.registry.boot(spec, false, false, &self.who.quota).await?;
+        let bound = context.registry.boot(spec, false, false, &self.who.quota).await?;
         wires.outgoing.event(&ServerEvent::Progress { message }).await;
         let sandbox = bound.sandbox();
         tokio::select! {
@@ -79,7 +54,7 @@ impl Work for Run {
             }
         }
         let outgoing = wires.outgoing;
-        let followed = follow(sandbox, command, wires, app.config.timing.call);
+        let followed = follow(sandbox, command, wires, context.config.timing.call);
         let finish = counted(sandbox, sandbox.with_agent(followed)).await?;
         Ok(last_event(finish, outgoing).await)
     }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use forkd_api::stream::{Channel, MAX_CHUNK, STDIN_WINDOW, pack, unpack};
 use futures_util::{SinkExt, StreamExt};
 use serde_json::{Value, json};
 use tokio::net::UnixStream;
@@ -12,7 +13,6 @@ use tokio_tungstenite::tungstenite::{Error, Message};
 
 use crate::sandbox::{End, Phase};
 use crate::testing::fake_guest::{FakeDaemon, ID, eventually};
-use forkd_api::stream::{Channel, MAX_CHUNK, STDIN_WINDOW, pack, unpack};
 
 type Socket = WebSocketStream<UnixStream>;
 
@@ -253,7 +253,7 @@ async fn a_command_that_does_not_start_or_is_late_has_its_status_streamed_or_not
 fn the_last_event_hides_the_cause_from_those_who_may_not_read_it() {
     let error = crate::error::Error::host("cannot open /srv/x", std::io::Error::from_raw_os_error(13));
     for reads_causes in [false, true] {
-        let reader = crate::api::error::Reader { request_id: "r-1".into(), reads_causes };
+        let reader = crate::error::Reader { request_id: "r-1".into(), reads_causes };
         let forkd_api::stream::ServerEvent::Error { message, status, code, request_id } =
             super::failed(&reader, &error)
         else {

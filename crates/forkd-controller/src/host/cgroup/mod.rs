@@ -28,10 +28,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forkd_protocol::names::is_valid_name;
+use leaving::Tasks;
 use rustix::fs::{AtFlags, Mode, OFlags, Uid};
 
 pub(crate) use leaving::Leaving;
-use leaving::Tasks;
 pub(crate) use limits::{Limits, memory_mib};
 
 /// Without these there are no limits worth the name.

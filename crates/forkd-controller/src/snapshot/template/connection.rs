@@ -14,9 +14,8 @@ use tokio::time::Instant;
 use crate::error::{Error, Result};
 use crate::host::lineage::Lineage;
 use crate::host::process::{Pidfd, child_pidfd};
-use crate::monitor::Forked;
-use crate::monitor::console;
 use crate::monitor::control_socket::Link;
+use crate::monitor::{Forked, console};
 use crate::snapshot::template::Asked;
 
 /// Ends acknowledged with one message.

@@ -24,10 +24,9 @@ use crate::host::lineage::Lineage;
 use crate::host::oom;
 use crate::host::process::Identity;
 use crate::monitor::{Forked, Monitor, Parts, Replacement, replace_request};
+use crate::snapshot::template::connection::{Ask, Keeper, Note, Pending, process};
 use crate::util::records::{self, Found, Kept};
 use crate::util::task::{self, Task};
-
-use crate::snapshot::template::connection::{Ask, Keeper, Note, Pending, process};
 
 /// The file in a template's folder that says whose it is. Written when the template is complete.
 pub(crate) const RECORD: &str = "template.json";
@@ -73,7 +72,7 @@ pub(crate) enum Standing {
     /// same tag.
     Saved(String),
     /// It is a branch that is not on disk yet.
-    Unsaved(Box<crate::branch::Record>),
+    Unsaved(Box<crate::snapshot::branch_job::Record>),
     /// Nobody wants it on disk: it lives as long as its children.
     Forgotten,
 }
@@ -334,6 +333,7 @@ pub(crate) fn lost() -> Error {
     Error::new(Code::TemplateEnded, "the template ended; ask again: a new one is started from the snapshot")
 }
 
+pub(crate) mod cgroup;
 pub(crate) mod connection;
 #[cfg(test)]
 pub(crate) mod tests;

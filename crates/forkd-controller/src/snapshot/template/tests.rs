@@ -1,7 +1,6 @@
 //! Templates played by a thread over a real socket, with real processes as children. What a real
 //! template does is tested with real guests.
 
-use super::*;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
@@ -10,6 +9,7 @@ use forkd_protocol::control::{Channel, Event, FdRef, Message, Reply};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
+use super::*;
 use crate::host::lineage::Lineages;
 use crate::monitor::Launch;
 use crate::testing::fake_process::{Shell, runs};
@@ -252,7 +252,7 @@ async fn a_template_that_sends_another_process_as_its_child_is_not_believed() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_template_that_sends_something_it_was_not_handed_as_its_disk_is_ended() {
     let pipe = |_: &Fake| OwnedFd::from(std::io::pipe().unwrap().0);
-    let foreign = |fake: &Fake| crate::monitor::boot_files::layer(fake.folder.path()).unwrap();
+    let foreign = |fake: &Fake| crate::host::disk_layer::layer(fake.folder.path()).unwrap();
     for wrong in [pipe, foreign] {
         let fake = Fake::start();
         let template = fake.template();

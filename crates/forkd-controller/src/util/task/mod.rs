@@ -21,7 +21,6 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::error::{Error, Result};
-use crate::telemetry::prometheus::Page;
 
 /// The pause before a loop starts again for the first time.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -98,13 +97,9 @@ fn panics(task: Task) -> &'static AtomicU64 {
     &PANICS[task as usize]
 }
 
-/// Shows how often each task panicked.
-pub(crate) fn show(page: &mut Page) {
-    let name = "forkd_task_panics_total";
-    page.family(name, "counter", "Panics of the daemon's background tasks: each is a bug of forkd.");
-    for task in Task::ALL {
-        page.sample(name, &[("task", task.name())], panics(*task).load(Relaxed));
-    }
+/// Every task with the number of its panics.
+pub(crate) fn panic_counts() -> impl Iterator<Item = (&'static str, u64)> {
+    Task::ALL.iter().map(|task| (task.name(), panics(*task).load(Relaxed)))
 }
 
 /// Logs and counts a panic. Its text.

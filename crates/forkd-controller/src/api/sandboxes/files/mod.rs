@@ -11,6 +11,7 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
+use forkd_api::{ErrorBody, FileInfo, FileKind, FileList, FileWritten};
 use forkd_protocol::agent::EntryInfo;
 use futures_util::StreamExt;
 use http_body_util::BodyExt;
@@ -19,15 +20,13 @@ use tokio::sync::mpsc;
 use utoipa::{IntoParams, ToSchema};
 
 use crate::agent::{Download, Upload};
-use crate::api::App;
 use crate::api::extract::{Body, Id, Params};
-use crate::api::response;
+use crate::api::{App, response};
 use crate::auth::principal::Identity;
 use crate::error::{Code, Error, Result};
 use crate::sandbox::Sandbox;
 use crate::sandbox::visit::Visit;
 use crate::util::task::{self, Task};
-use forkd_api::{ErrorBody, FileInfo, FileKind, FileList, FileWritten};
 
 /// How long what a refused upload still sends is read, so that its client sees the answer, not a reset.
 const DISCARD: Duration = Duration::from_secs(2);

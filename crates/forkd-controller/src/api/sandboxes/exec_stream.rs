@@ -1,0 +1,105 @@
+//! Commands over a WebSocket: `/v1/run` and `/v1/sandboxes/{id}/exec/stream`. The conversation is in `exec::stream`.
+
+use axum::Extension;
+use axum::extract::State;
+use axum::extract::ws::WebSocketUpgrade;
+use axum::extract::ws::rejection::WebSocketUpgradeRejection;
+use axum::response::Response;
+use forkd_api::ErrorBody;
+use forkd_api::stream::MAX_TEXT;
+use tracing::Instrument;
+
+use crate::api::App;
+use crate::api::extract::Id;
+use crate::api::middleware::request_log::Session;
+use crate::auth::principal::Identity;
+use crate::error::{Code, Error, Reader, Result};
+use crate::exec::stream::exec::Exec;
+use crate::exec::stream::run::Run;
+use crate::exec::stream::{StreamContext, Work, session};
+
+/// The request for a WebSocket, or why it is none.
+type Upgrade = std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>;
+
+/// Runs a command in a sandbox of its own, over a WebSocket. The sandbox lives as long as the
+/// connection.
+///
+/// The first message is text, a `RunRequest`. Then the server sends `ServerEvent`s as text and
+/// output as binary frames, whose first byte is 1 for standard output and 2 for standard error; the
+/// client sends `ClientMessage`s as text and input as binary frames, whose first byte is 0. At most
+/// 262144 bytes of input may be under way; a `stdin_ack` gives room back.
+#[utoipa::path(
+    get, path = "/v1/run",
+    responses(
+        (status = 101, description = "Speak WebSocket"),
+        (status = 400, body = ErrorBody, description = "Not the beginning of a WebSocket"),
+    ),
+)]
+pub(crate) async fn run(
+    State(app): State<App>,
+    Extension(who): Extension<Identity>,
+    talk: Session,
+    reader: Reader,
+    upgrade: Upgrade,
+) -> Result<Response> {
+    begin(upgrade, app, who.clone(), (talk, reader), Run { who })
+}
+
+/// Runs a command in a sandbox, over a WebSocket: with input, output as it comes, signals, and a terminal
+/// if wanted.
+///
+/// The first message is text, an `ExecStreamRequest`; the rest is as in `/v1/run`. When the client goes
+/// away, for whatever reason, the command is killed, unless the request has `keep`. A sandbox that ends,
+/// is paused or rolled back under it gives a last event `error`.
+#[utoipa::path(
+    get, path = "/v1/sandboxes/{id}/exec/stream", params(("id" = String, Path)),
+    responses(
+        (status = 101, description = "Speak WebSocket"),
+        (status = 400, body = ErrorBody, description = "Not the beginning of a WebSocket"),
+        (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "The sandbox is not running"),
+        (status = 504, body = ErrorBody, description = "The sandbox does not answer"),
+    ),
+)]
+pub(crate) async fn exec_stream(
+    State(app): State<App>,
+    Id(id): Id,
+    Extension(who): Extension<Identity>,
+    talk: Session,
+    reader: Reader,
+    upgrade: Upgrade,
+) -> Result<Response> {
+    let sandbox = app.registry.known(&id)?;
+    sandbox.ready().await?;
+    begin(upgrade, app, who, (talk, reader), Exec { sandbox })
+}
+
+/// Answers the request for a WebSocket and holds the conversation on it.
+fn begin(
+    upgrade: Upgrade,
+    app: App,
+    who: Identity,
+    (talk, reader): (Session, Reader),
+    work: impl Work,
+) -> Result<Response> {
+    let upgrade = upgrade.map_err(|rejection| {
+        Error::new(Code::of_status(rejection.status().as_u16()), rejection.body_text())
+    })?;
+    let upgrade = upgrade.max_message_size(MAX_TEXT).max_frame_size(MAX_TEXT);
+    let context = StreamContext {
+        registry: app.registry,
+        tokens: app.tokens,
+        config: app.config,
+        stopping: app.stopping,
+        sessions: app.sessions,
+    };
+    // In the audit log, it ends with the conversation.
+    let span = tracing::Span::current();
+    Ok(upgrade.on_upgrade(move |socket| {
+        let held = async move {
+            session(socket, context, who, &reader, work).await;
+            drop(talk);
+        };
+        held.instrument(span)
+    }))
+}

@@ -1,0 +1,91 @@
+//! Room on the disk for snapshots: what is refused while there is none, and branches that wait for it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use forkd_store::Snapshot;
+
+use crate::error::{Error, Result};
+use crate::host::disk_space::free;
+use crate::snapshot::branch_job::Branch;
+use crate::snapshot::registry::{Entry, Snapshots};
+use crate::snapshot::template::Template;
+
+/// How often a branch that waits looks whether there is room.
+const LOOK_FOR_ROOM: Duration = Duration::from_secs(1);
+
+/// How long a branch without room on disk is left alone after a save has failed; then twice as long, up to
+/// `LONGEST_PAUSE`.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+
+impl Snapshots {
+    /// Whether `bytes` fit on the disk and leave as much free as the limits say. Yes where that cannot be found
+    /// out: the write itself tells then.
+    pub(crate) fn has_room(&self, bytes: u64) -> bool {
+        let needed = (self.host.config.limits.min_free_mib << 20).saturating_add(bytes);
+        free(self.store.folder()).map_or(true, |free| free >= needed)
+    }
+
+    /// Refuses what fills memory while the disk that is to take it is full.
+    pub(crate) fn check_room(&self) -> Result<()> {
+        if self.has_room(0) {
+            return Ok(());
+        }
+        let free = free(self.store.folder()).unwrap_or_default() >> 20;
+        let floor = self.host.config.limits.min_free_mib;
+        Err(Error::no_room(format!(
+            "the disk of the data directory has {free} MiB free, and a live branch needs {floor} MiB \
+             (`forkd serve --min-free-mib`); free space there, or remove snapshots with `forkd rmi`"
+        )))
+    }
+
+    /// Has a branch written, as often as the disk is full; no client waits for it. An error also once the branch
+    /// was unused for so long that its memory is to be freed.
+    pub(crate) async fn save_when_possible(
+        &self,
+        entry: &Entry,
+        branch: &Branch,
+        template: &Arc<Template>,
+    ) -> Result<Snapshot> {
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let error = match self.save_branch(branch, template).await {
+                Err(error) if error.is_no_room() && !branch.waited_for => error,
+                other => return other,
+            };
+            tracing::warn!(tag = branch.tag, %error, "a branch waits for room on the disk");
+            branch.wait_for_room(Some(error.clone()));
+            self.retain.notify_one();
+            let room = tokio::select! {
+                biased;
+                _ = branch.dismissed() => false,
+                room = self.room_again(entry, branch, template, pause) => room,
+            };
+            branch.wait_for_room(None);
+            if !room {
+                return Err(error);
+            }
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    /// Returns when a save that found the disk full is worth another try, not before `pause` is over. Not so if
+    /// there is nothing to save any more, or no client used it for long.
+    async fn room_again(&self, entry: &Entry, branch: &Branch, template: &Template, pause: Duration) -> bool {
+        // At least what was written before the disk was full.
+        let needed = branch.progress().map_or(0, |progress| progress.written);
+        let patience = self.host.config.limits.branch_unload_after;
+        let begun = Instant::now();
+        loop {
+            tokio::time::sleep(LOOK_FOR_ROOM.min(pause)).await;
+            if !template.is_alive() || patience.is_some_and(|after| entry.is_unused(after)) {
+                return false;
+            }
+            if begun.elapsed() >= pause && self.has_room(needed) {
+                return true;
+            }
+        }
+    }
+}
