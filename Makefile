@@ -31,7 +31,7 @@ lint: ## Formatting, clippy, dependencies
 	cargo fmt --all --check
 	@scripts/layers.py
 	cargo clippy --release --locked --workspace --all-targets -- -D warnings
-	cargo clippy --release --locked --workspace --test linux --test outside -- -D warnings
+	cargo clippy --release --locked --workspace --test guest --test host -- -D warnings
 	@if command -v cargo-deny >/dev/null; then cargo deny --offline check licenses bans sources; \
 	else echo "NOT RUN: cargo deny (not installed; cargo install cargo-deny)"; fi
 	@echo "NOT RUN: advisories (make advisories needs the network)"

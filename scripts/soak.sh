@@ -16,8 +16,8 @@ seconds=${FORKD_FUZZ_SECS:-300}
 rounds=${FORKD_FORK_ROUNDS:-20}
 for round in $(seq "$rounds"); do
   printf '\n==> forking and killing, round %s of %s\n' "$round" "$rounds"
-  FORKD_TEST_BIN=$PWD/target/release cargo test --release --locked -q --workspace --test outside -- \
-    --test-threads=1 bare::
+  FORKD_TEST_BIN=$PWD/target/release cargo test --release --locked -q --workspace --test host -- \
+    --test-threads=1 fanout::
 done
 
 branches=${FORKD_BRANCH_ROUNDS:-200}
@@ -28,15 +28,15 @@ summary=$(mktemp)
 trap 'rm -f "$kills" "$summary"' EXIT
 campaign() {
   FORKD_BRANCH_ROUNDS=$1 FORKD_TEST_BIN=$PWD/target/release cargo test --release --locked -q \
-    --workspace --test outside -- --test-threads=1 --nocapture "$2" 2>&1 | tee -a "$kills"
+    --workspace --test host -- --test-threads=1 --nocapture "$2" 2>&1 | tee -a "$kills"
 }
 printf '\n==> savers and daemons killed while branches are written, %s times each\n' "$branches"
 campaign "$branches" kills::
-printf '\n==> anybody killed at random, 100 times\n'
+printf '\n==> a random process killed, 100 times\n'
 campaign 100 faults::
 printf '\n==> many clients at once\n'
 FORKD_LOAD_SECS=${FORKD_LOAD_SECS:-300} FORKD_LOAD_CLIENTS=${FORKD_LOAD_CLIENTS:-200} campaign 1 load::
-FORKD_LOAD_SECS=${FORKD_LOAD_SECS:-300} FORKD_LOAD_CLIENTS=8 scripts/test.sh linux --nocapture load:: 2>&1 | tee -a "$kills"
+FORKD_LOAD_SECS=${FORKD_LOAD_SECS:-300} FORKD_LOAD_CLIENTS=8 scripts/test.sh guest --nocapture load:: 2>&1 | tee -a "$kills"
 printf '\n==> the API, fuzzed from its document\n'
 FORKD_SCHEMA_SECS=${FORKD_SCHEMA_SECS:-600} campaign 1 schema::
 printf '\n==> the previous build upgraded to this one\n'
@@ -50,7 +50,7 @@ git worktree remove --force target/previous
 printf '\n==> the plug of a machine pulled while branches are written, %s times\n' "$few"
 campaign "$few" power::
 printf '\n==> %s branches in a row of a Linux guest that writes\n' "$few"
-FORKD_BRANCH_ROUNDS=$few scripts/test.sh linux branching::
+FORKD_BRANCH_ROUNDS=$few scripts/test.sh guest branch_consistency::
 
 command -v cargo-fuzz >/dev/null || cargo install cargo-fuzz --locked
 

@@ -4,9 +4,11 @@
 #
 #   scripts/test.sh                 everything
 #   scripts/test.sh native          unit tests, tiny guests, fuzz bodies over their corpora
-#   scripts/test.sh linux [NAME…]   Linux guests; NAME selects tests as cargo test does
-#   scripts/test.sh outside         the emulated machine, from outside
+#   scripts/test.sh guest [NAME…]   Linux guests (tests/guest); NAME selects tests as cargo test does
+#   scripts/test.sh host            the daemon on this host and the emulated machine (tests/host)
 #   scripts/test.sh list LOG…       what did not run, by logs of the above
+#
+# `linux` and `outside` are the old names of `guest` and `host`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 forkd=$PWD/target/release/forkd
@@ -35,9 +37,9 @@ prepare() {
   "$forkd" run --image python -- true
 }
 
-linux() {
+guest() {
   local test uses
-  test=${linux_test:-$(executable linux)}
+  test=${guest_test:-$(executable guest)}
   uses=$("$forkd" doctor --json | python3 -c 'import json,sys; print(json.load(sys.stdin)["will_use"])')
   if [ "$uses" = kvm ]; then
     step "Linux guests, on this host's KVM"
@@ -51,7 +53,7 @@ linux() {
     if ! in_machine "$test" "$@"; then
       # An emulated machine may hang; its watchdog replaces it. That is not the tests' failure.
       [ "$(machine_restarts)" != "$before" ] || return 1
-      step "THE MACHINE HUNG OR DIED AND WAS REPLACED: running the Linux tests once more"
+      step "THE MACHINE HUNG OR DIED AND WAS REPLACED: running the guest tests once more"
       "$forkd" machine start
       in_machine "$test" "$@"
     fi
@@ -70,7 +72,7 @@ in_machine() {
   # machine sees the host's files through a share, which is slow to run programs from.
   name=tests-$(cat "$test" target/release/forkd{,-vmm,-guest} | sha256sum | cut -c1-16)
   mkdir -p "$FORKD_DATA_DIR/machine/bin/$name"
-  cp "$test" "$FORKD_DATA_DIR/machine/bin/$name/linux-tests"
+  cp "$test" "$FORKD_DATA_DIR/machine/bin/$name/guest-tests"
   cp target/release/forkd{,-vmm,-guest} "$FORKD_DATA_DIR/machine/bin/$name/"
   # A test that hangs must not hang everything.
   # shellcheck disable=SC2016
@@ -83,7 +85,7 @@ in_machine() {
       cp -r "/forkd-share/machine/bin/$name" "/run/$name.part"
       mv "/run/$name.part" "/run/$name"
     fi
-    FORKD_TEST_BIN=/run/$name exec "/run/$name/linux-tests" --test-threads=1 "$@"
+    FORKD_TEST_BIN=/run/$name exec "/run/$name/guest-tests" --test-threads=1 "$@"
   ' sh "$name" "$@" 2>&1 | tee -a "$log" || status=$?
   rm -rf "${FORKD_DATA_DIR:?}/machine/bin/$name"
   return "$status"
@@ -100,37 +102,38 @@ another_machine() (
   "$@"
 )
 
-# Runs groups of Linux tests until none is left.
-linux_groups() {
+# Runs groups of guest tests until none is left.
+guest_groups() {
   local group status=0
   prepare || return
   while group=$(next_group); do
     # shellcheck disable=SC2086
-    linux $group || status=$?
+    guest $group || status=$?
   done
   return "$status"
 }
 
-# Takes the next group, which nobody else gets then.
+# Takes the next group. The lock keeps the other runner from taking the same one.
 next_group() {
   # shellcheck disable=SC2016
   flock "$log.lock" sh -c '[ -s "$1" ] && head -n 1 "$1" && sed -i 1d "$1"' sh "$log.groups"
 }
 
-outside() {
-  step "The emulated machine, from outside"
-  FORKD_TEST_BIN=$PWD/target/release "$(executable outside)" --test-threads=1 2>&1 | tee -a "$log"
+host() {
+  step "The daemon on this host, and the emulated machine"
+  FORKD_TEST_BIN=$PWD/target/release "$(executable host)" --test-threads=1 2>&1 | tee -a "$log"
 }
 
 others() {
-  outside && linux_groups
+  host && guest_groups
 }
 
-# The tests with Linux guests in groups of some minutes; those of a group share a warmed parent. The last has
-# whatever is in none of the others.
+# The guest tests in groups of some minutes; those of a group share a warmed parent. The last group has the tests
+# of all modules that no other group names. A name selects every test that contains it: no module's name may end
+# with that of another.
 groups() {
-  local named=(branching:: "branches:: layers:: lives::" "api:: streams:: workspaces::" "forks:: hazards:: limits:: load::"
-    "devices:: ends::" "run:: window::")
+  local named=(branch_consistency:: "branch_and_rollback:: layers:: pause::" "api:: streams:: workspaces::"
+    "forks:: hazards:: limits:: load::" "devices:: exit::" "run:: fork_isolation::")
   printf '%s\n' "${named[@]}"
   # shellcheck disable=SC2048,SC2086
   printf -- '--skip=%s ' ${named[*]}
@@ -147,25 +150,26 @@ shift || true
 case $what in
   all)
     # Looked up once: cargo would wait for the builds below.
-    linux_test=$(executable linux)
+    guest_test=$(executable guest)
     groups >"$log.groups"
     # A machine is one emulated CPU: the tests inside it have one core, all others the other, with a second
-    # machine for those that need one. Who is done with the others helps with the first.
+    # machine for those that need one. The runner that finishes the others takes groups from the first.
     (nice make lint && nice cargo test --release --locked --workspace --no-run && native &&
-      prepare && another_machine others) >"$log.outside" 2>&1 &
+      prepare && another_machine others) >"$log.others" 2>&1 &
     others=$!
     status=0
-    linux_groups || status=$?
+    guest_groups || status=$?
     wait "$others" || status=$?
-    cat "$log.outside"
+    cat "$log.others"
     [ "$status" = 0 ] || exit "$status"
     ;;
-  linux) prepare && linux "$@" ;;
-  native | outside) "$what" "$@" ;;
+  guest | linux) prepare && guest "$@" ;;
+  host | outside) host "$@" ;;
+  native) native "$@" ;;
   list) list "$@"; exit ;;
-  *) echo "unknown: $what (native, linux, outside or list)" >&2; exit 2 ;;
+  *) echo "unknown: $what (native, guest, host or list)" >&2; exit 2 ;;
 esac
 
 step "Not run"
-# All of them: `make lint` and what else ran beside the Linux tests have a log of their own.
+# All of them: `make lint` and what else ran beside the guest tests have a log of their own.
 list "$log"*

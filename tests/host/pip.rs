@@ -5,7 +5,7 @@ use std::process::{Command, Output};
 
 use forkd_tests::binary;
 
-use crate::natively::text;
+use crate::cli::text;
 
 /// The output of something that must succeed.
 pub(crate) fn must(output: Output, what: &str) -> Output {

@@ -7,12 +7,12 @@ use std::process::Command;
 use forkd_tests::{binary, library_path};
 use serde_json::Value;
 
+use crate::cli::{forkd, text};
 use crate::machine::machine_is_used;
-use crate::natively::{forkd, text};
 use crate::pip::{environment, must};
 
-const REQUIREMENTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/outside/clients/requirements.txt");
-const DRIVE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/outside/clients/drive.py");
+const REQUIREMENTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/host/clients/requirements.txt");
+const DRIVE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/host/clients/drive.py");
 /// What the snapshots made here are called.
 const TAG: &str = "forkd-clients";
 

@@ -11,7 +11,7 @@ use forkd_tests::random::{Random, rounds};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
-use crate::bare::{can_run, census};
+use crate::fanout::{can_run, census};
 use crate::kills::savers;
 use crate::pattern::{self, daemon_with_pattern, delete_all, error, find, store_is_tidy};
 

@@ -4,16 +4,16 @@
 //! On a host whose KVM runs Linux there is no machine to test; that is listed as not run.
 #![allow(clippy::unwrap_used)]
 
-mod bare;
 mod bench;
-mod branches;
+mod branch_api;
+mod cli;
 mod clients;
+mod fanout;
 mod faults;
 mod kills;
 mod load;
 mod machine;
 mod make;
-mod natively;
 mod pattern;
 mod pip;
 mod power;

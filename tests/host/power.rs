@@ -12,8 +12,8 @@ use forkd_tests::{PATIENCE, eventually};
 use rustix::process::{Signal, kill_process, test_kill_process};
 use serde_json::{Value, json};
 
+use crate::cli::{forkd, text};
 use crate::machine::{Stop, machine_is_used, own_data_dir, pid, shell, status};
-use crate::natively::{forkd, text};
 use crate::pattern::{self, writes_pages};
 
 /// The daemon in a machine, over its forwarded port.

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use crate::bare::can_run;
-use crate::natively::{forkd, text};
+use crate::cli::{forkd, text};
+use crate::fanout::can_run;
 
 /// A program that speaks as little of Firecracker's API as snapshots need, and whose guest says its word.
 const STAND_IN: &str = r#"#!/usr/bin/env python3

@@ -12,7 +12,7 @@ use forkd_tests::random::Random;
 use forkd_tests::{eventually, number};
 use serde_json::{Value, json};
 
-use crate::bare::{can_run, census, daemon_with_tiny, descriptors, ids, spawn};
+use crate::fanout::{can_run, census, daemon_with_tiny, descriptors, ids, spawn};
 
 /// The most sandboxes and branches a client has at a time.
 const MOST: usize = 6;

@@ -8,7 +8,7 @@ use forkd_tests::{binary, eventually};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::bare::can_run;
+use crate::fanout::can_run;
 
 /// `forkd serve` with a data directory of its own.
 struct Served {

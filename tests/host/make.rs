@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use crate::natively::text;
+use crate::cli::text;
 
 /// What a command in the project's folder prints.
 fn output(program: &str, args: &[&str]) -> String {

@@ -11,7 +11,7 @@ use forkd_tests::random::{Random, rounds};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
-use crate::bare::can_run;
+use crate::fanout::can_run;
 use crate::pattern::{self, check, child, daemon_with_pattern, delete_all, find, store_is_tidy};
 
 /// Processes that templates forked and that are no sandboxes.

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use forkd_tests::binary;
 use serde_json::Value;
 
-use crate::natively::{forkd, text};
+use crate::cli::{forkd, text};
 
 const README: &str = include_str!("../../README.md");
 const SECURITY: &str = include_str!("../../docs/SECURITY.md");

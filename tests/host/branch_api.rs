@@ -7,7 +7,7 @@ use std::time::Duration;
 use forkd_tests::eventually;
 use serde_json::{Value, json};
 
-use crate::bare::{can_run, census, descriptors};
+use crate::fanout::{can_run, census, descriptors};
 use crate::pattern::{self, check, child, daemon_with_pattern, delete_all, error, find, store_is_tidy};
 
 fn strings(value: &Value) -> Vec<String> {

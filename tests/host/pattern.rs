@@ -9,7 +9,7 @@ use forkd_tests::eventually;
 use forkd_tests::http::Response;
 use serde_json::{Value, json};
 
-use crate::bare::no_library;
+use crate::fanout::no_library;
 
 forkd_vmm::guest_code! {
     /// Writes the number of the round and of the page at both ends of each of 4096 pages, over and over, and

@@ -10,7 +10,7 @@ use forkd_tests::{eventually, library_path};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::Value;
 
-use crate::natively::{forkd, text};
+use crate::cli::{forkd, text};
 
 /// Whether there is a machine to test here; says so if not.
 pub(crate) fn machine_is_used() -> bool {

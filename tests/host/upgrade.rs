@@ -10,7 +10,7 @@ use forkd_tests::binary;
 use forkd_tests::daemon::Daemon;
 use serde_json::json;
 
-use crate::bare::{can_run, no_library};
+use crate::fanout::{can_run, no_library};
 use crate::pattern::{self, check, child, delete_all, make_pattern, store_is_tidy};
 
 /// The programs of another build, in a folder that lives as long as what is returned.

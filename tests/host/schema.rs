@@ -5,11 +5,11 @@
 use std::path::Path;
 use std::process::Command;
 
-use crate::bare::{can_run, daemon_with_tiny, ids, spawn};
-use crate::natively::text;
+use crate::cli::text;
+use crate::fanout::{can_run, daemon_with_tiny, ids, spawn};
 use crate::pip::environment;
 
-const REQUIREMENTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/outside/schema/requirements.txt");
+const REQUIREMENTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/host/schema/requirements.txt");
 
 #[test]
 fn nothing_the_api_document_allows_or_forbids_makes_the_daemon_fail() {
