@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use forkd_vmm::{guest_code, tiny};
+use forkd_vmm::{asm_guest, guest_code};
 use serde_json::{Value, json};
 
 use crate::burst::Burst;
@@ -51,7 +51,7 @@ const _: () = assert!(FLAG == 0x20_0000 && WORD == 7);
 
 /// The guest as a kernel file.
 pub fn kernel() -> Vec<u8> {
-    tiny::elf_kernel(byte_again_in_every_clone())
+    asm_guest::elf_kernel(byte_again_in_every_clone())
 }
 
 /// Writes the flag into a snapshot's memory file: every guest that is loaded from it finds the flag.
@@ -148,7 +148,8 @@ impl Writing {
         let firecracker = Firecracker { program: program.to_owned(), folder: folder.to_owned() };
         let kernel = folder.join("writer");
         let code = crate::writer::with_numbers(byte_and_writes_on(), mem_mib, &[distance]);
-        fs::write(&kernel, tiny::elf_kernel(&code)).map_err(system(format!("write {}", kernel.display())))?;
+        fs::write(&kernel, asm_guest::elf_kernel(&code))
+            .map_err(system(format!("write {}", kernel.display())))?;
         let mut process = firecracker.process("writing")?;
         process.request("PUT", "/boot-source", &json!({ "kernel_image_path": kernel, "boot_args": "" }))?;
         let machine = json!({ "vcpu_count": 1, "mem_size_mib": mem_mib, "track_dirty_pages": true });

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use forkd_vmm::boot::{cpuid, registers};
 use forkd_vmm::layout::{KVM_TSS, MMIO_HOLE_START, READY_PORT, virtio_base, virtio_gsi};
-use forkd_vmm::{Error as VmmError, tiny, vm};
+use forkd_vmm::{Error as VmmError, asm_guest, vm};
 use kvm_bindings::{
     CpuId, Msrs, kvm_clock_data, kvm_debugregs, kvm_irqchip, kvm_lapic_state, kvm_mp_state, kvm_msr_entry,
     kvm_regs, kvm_sregs, kvm_userspace_memory_region, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
@@ -250,7 +250,7 @@ impl State {
         let cpuid = cpuid::for_vcpu(&cpuid::supported(kvm)?, 0, 1)?;
         vcpu.set_cpuid2(&cpuid).map_err(VmmError::kvm("KVM_SET_CPUID2"))?;
         registers::set_common_state(&vcpu)?;
-        registers::set_boot_state(&vcpu, tiny::CODE)?;
+        registers::set_boot_state(&vcpu, asm_guest::CODE)?;
         let chip = |chip_id| {
             let mut chip = kvm_irqchip { chip_id, ..Default::default() };
             vm.get_irqchip(&mut chip).map(|()| chip).map_err(VmmError::kvm("KVM_GET_IRQCHIP"))

@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use forkd_vmm::boot::registers;
-use forkd_vmm::{guest_code, memory, tiny};
+use forkd_vmm::{asm_guest, guest_code, memory};
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::{Error, Result, system};
@@ -31,7 +31,7 @@ const _: () = assert!(forkd_vmm::layout::READY_PORT == 0x602 && forkd_vmm::layou
 
 /// The guest as a kernel file for the real path.
 pub fn kernel() -> Vec<u8> {
-    tiny::elf_kernel(ready_again_in_every_child())
+    asm_guest::elf_kernel(ready_again_in_every_child())
 }
 
 /// Everything the guest needs is below this.
@@ -44,7 +44,7 @@ pub fn write_memory_file(path: &Path, mib: u64) -> Result<()> {
     let memory = memory::allocate(USED as u64 >> 20)?;
     registers::write_boot_tables(&memory)?;
     let image = |error: vm_memory::GuestMemoryError| Error::Invalid(error.to_string());
-    memory.write_slice(ready_again_in_every_child(), GuestAddress(tiny::CODE)).map_err(image)?;
+    memory.write_slice(ready_again_in_every_child(), GuestAddress(asm_guest::CODE)).map_err(image)?;
     let mut bytes = vec![0; USED];
     memory.read_slice(&mut bytes, GuestAddress(0)).map_err(image)?;
 

@@ -6,7 +6,7 @@
 //! that one, children of its branches, say at once that they run; whether they write then is chosen.
 
 use forkd_vmm::layout::{GENERATION_ID, HIGH_RAM, MMIO_HOLE_END, MMIO_HOLE_START, READY_PORT};
-use forkd_vmm::{guest_code, tiny};
+use forkd_vmm::{asm_guest, guest_code};
 
 use crate::{Error, Result};
 
@@ -120,7 +120,7 @@ guest_code! {
 const _: () = assert!(READY_PORT == 0x602 && GENERATION_ID == 0xe_8000 && FIRST == 0x20_0000);
 const _: () =
     assert!(forkd_vmm::layout::BOOT_PAGE_TABLES == 0x9000 && forkd_vmm::layout::CMDLINE >= 0x1_0000);
-const _: () = assert!(tiny::CODE == HIGH_RAM);
+const _: () = assert!(asm_guest::CODE == HIGH_RAM);
 
 /// What a writing guest writes. Distances are in bytes, multiples of a page, and 0 for no page at all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -148,7 +148,7 @@ impl Writer {
             return Err(Error::Invalid("distances between written pages are whole pages".into()));
         }
         let numbers = [self.booted, self.value, self.dirty, self.each];
-        Ok(tiny::elf_kernel(&with_numbers(writes_and_says_when_it_is_forked(), self.mem_mib, &numbers)))
+        Ok(asm_guest::elf_kernel(&with_numbers(writes_and_says_when_it_is_forked(), self.mem_mib, &numbers)))
     }
 
     /// How many pages each generation writes once.

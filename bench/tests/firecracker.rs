@@ -10,7 +10,7 @@ use std::path::Path;
 use forkd_bench::firecracker::{self, Firecracker};
 use forkd_vmm::boot::{cpuid, registers};
 use forkd_vmm::layout::KVM_TSS;
-use forkd_vmm::{GuestMemory, memory, tiny, vm};
+use forkd_vmm::{GuestMemory, asm_guest, memory, vm};
 use kvm_bindings::{
     KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, kvm_guest_debug, kvm_regs, kvm_userspace_memory_region,
 };
@@ -50,7 +50,7 @@ impl Guest {
         let vcpu = vm.create_vcpu(0).unwrap();
         vcpu.set_cpuid2(&cpuid::for_vcpu(&cpuid::supported(kvm).unwrap(), 0, 1).unwrap()).unwrap();
         registers::set_common_state(&vcpu).unwrap();
-        registers::set_boot_state(&vcpu, tiny::CODE).unwrap();
+        registers::set_boot_state(&vcpu, asm_guest::CODE).unwrap();
         let control = KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP;
         let debug = kvm_guest_debug { control, ..Default::default() };
         vcpu.set_guest_debug(&debug).unwrap();
@@ -60,7 +60,7 @@ impl Guest {
     fn boot(kvm: &Kvm) -> Guest {
         let memory = memory::allocate(MEM_MIB).unwrap();
         registers::write_boot_tables(&memory).unwrap();
-        memory.write_slice(&firecracker::kernel()[HEADERS..], GuestAddress(tiny::CODE)).unwrap();
+        memory.write_slice(&firecracker::kernel()[HEADERS..], GuestAddress(asm_guest::CODE)).unwrap();
         Guest::new(kvm, memory)
     }
 

@@ -7,7 +7,7 @@ use std::fs::File;
 use forkd_bench::writer::{FIRST, PAGE, Writer};
 use forkd_vmm::boot::{cpuid, registers};
 use forkd_vmm::layout::{GENERATION_ID, KVM_TSS, MMIO_HOLE_END, READY_PORT};
-use forkd_vmm::{GuestMemory, memory, tiny, vm};
+use forkd_vmm::{GuestMemory, asm_guest, memory, vm};
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::{VcpuExit, VcpuFd, VmFd};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
@@ -29,7 +29,7 @@ impl Guest {
         let kvm = vm::open_kvm(device).unwrap();
         let memory = memory::allocate(writer.mem_mib).unwrap();
         registers::write_boot_tables(&memory).unwrap();
-        memory.write_slice(&writer.kernel().unwrap()[HEADERS..], GuestAddress(tiny::CODE)).unwrap();
+        memory.write_slice(&writer.kernel().unwrap()[HEADERS..], GuestAddress(asm_guest::CODE)).unwrap();
         let vm = kvm.create_vm().unwrap();
         vm.set_tss_address(KVM_TSS).unwrap();
         for (slot, region) in (0..).zip(memory.iter()) {
@@ -47,7 +47,7 @@ impl Guest {
         let vcpu = vm.create_vcpu(0).unwrap();
         vcpu.set_cpuid2(&cpuid::for_vcpu(&cpuid::supported(&kvm).unwrap(), 0, 1).unwrap()).unwrap();
         registers::set_common_state(&vcpu).unwrap();
-        registers::set_boot_state(&vcpu, tiny::CODE).unwrap();
+        registers::set_boot_state(&vcpu, asm_guest::CODE).unwrap();
         Some(Guest { vcpu, _vm: vm, memory })
     }
 

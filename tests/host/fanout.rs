@@ -55,7 +55,7 @@ pub(crate) fn daemon_with_tiny(env: &[(&str, &str)]) -> Daemon {
 
 fn make_tiny(daemon: &Daemon) {
     let kernel = daemon.data_dir().join("tiny.elf");
-    std::fs::write(&kernel, forkd_vmm::tiny::elf_kernel(says_ready())).unwrap();
+    std::fs::write(&kernel, forkd_vmm::asm_guest::elf_kernel(says_ready())).unwrap();
     let body = json!({"tag": "tiny", "kernel": kernel, "network": false, "mem_size_mib": 512});
     let info = daemon.snapshot(body);
     assert_eq!(info["status"], "ready", "{info}");

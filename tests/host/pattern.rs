@@ -90,7 +90,7 @@ pub(crate) fn daemon_with_pattern(serve: &[&str]) -> Daemon {
 /// Makes a snapshot of the guest.
 pub(crate) fn make_pattern(daemon: &Daemon) {
     let kernel = daemon.data_dir().join("pattern.elf");
-    std::fs::write(&kernel, forkd_vmm::tiny::elf_kernel(writes_pages())).unwrap();
+    std::fs::write(&kernel, forkd_vmm::asm_guest::elf_kernel(writes_pages())).unwrap();
     let body = json!({"tag": TAG, "kernel": kernel, "network": false, "mem_size_mib": MEM_MIB});
     assert_eq!(daemon.snapshot(body)["status"], "ready");
 }

@@ -103,7 +103,7 @@ fn with_its_plug_pulled_a_machine_keeps_every_acknowledged_snapshot_and_nothing_
     let data = own_data_dir();
     let data = data.path();
     let _stop = Stop(data);
-    std::fs::write(data.join("pattern.elf"), forkd_vmm::tiny::elf_kernel(writes_pages())).unwrap();
+    std::fs::write(data.join("pattern.elf"), forkd_vmm::asm_guest::elf_kernel(writes_pages())).unwrap();
     let mut random = Random::start("power");
     let mut remote = Remote::of(data);
     let kernel = "/forkd-share/pattern.elf";

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use forkd_protocol::control::{Event, FdRef, Reply, Request, SaveConfig};
 use forkd_vmm::state::{Frozen, SaveFiles, file};
-use forkd_vmm::{tiny, vm};
+use forkd_vmm::{asm_guest, vm};
 use support::{Boot, Controller, Fork, Monitor, sleeps_once_forked};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -63,7 +63,7 @@ fn kvm() -> File {
 /// The state and the layers of a guest that sleeps.
 fn make_chain(monitor: &Monitor, depth: u64, scattered: u64, mib: u64) -> (File, Vec<File>) {
     let mut template = monitor.attach();
-    let mut boot = Boot::new(kvm(), support::file_with(&tiny::elf_kernel(sleeps_once_forked())));
+    let mut boot = Boot::new(kvm(), support::file_with(&asm_guest::elf_kernel(sleeps_once_forked())));
     boot.config.mem_mib = mib;
     assert_eq!(boot.send(&mut template), Reply::Booted);
     assert_eq!(template.event().0, Event::Ready);

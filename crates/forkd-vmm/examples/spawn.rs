@@ -9,7 +9,7 @@ use std::os::fd::AsFd;
 use std::time::Instant;
 
 use forkd_protocol::control::{Channel, Event, Reply, Request};
-use forkd_vmm::tiny;
+use forkd_vmm::asm_guest;
 use support::{Boot, Fork, Monitor, sleeps_once_forked};
 
 fn main() {
@@ -23,7 +23,7 @@ fn main() {
     let monitor = Monitor::start(&binary, &walls);
     let mut template = monitor.attach();
     let kvm = support::open_kvm("spawn").expect("/dev/kvm opens");
-    let mut boot = Boot::new(kvm, support::file_with(&tiny::elf_kernel(sleeps_once_forked())));
+    let mut boot = Boot::new(kvm, support::file_with(&asm_guest::elf_kernel(sleeps_once_forked())));
     boot.config.mem_mib = mib;
     assert_eq!(boot.send(&mut template), Reply::Booted);
     assert_eq!(template.event().0, Event::Ready);

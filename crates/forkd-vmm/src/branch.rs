@@ -15,9 +15,9 @@ use std::time::Duration;
 
 use forkd_protocol::control::{BranchConfig, Event, FdRef, ReplacedLayers};
 
+use crate::affinity;
 use crate::config::{Access, Attached};
 use crate::control::{self, Controllers};
-use crate::cpu;
 use crate::devices::virtio::block::{Disk, DiskError};
 use crate::fork::{self, SingleThreaded};
 use crate::state::Frozen;
@@ -64,12 +64,12 @@ pub(crate) fn branch(vm: &mut Running, config: BranchConfig, fds: Vec<OwnedFd>) 
     let (source, branch) = UnixStream::pair().map_err(Error::system("connect a branch with its source"))?;
 
     let paused = vm.pause()?;
-    let usual = cpu::current();
+    let usual = affinity::current();
     paused.go_near();
     let saved = paused.save()?;
     let ForkedBeside::Parent { pid, paused } = paused.fork()? else {
         // Now, while this CPU is free: once the guest has it again, the branch would wait for it to wait.
-        cpu::go_to(usual);
+        affinity::go_to(usual);
         // Only the source itself is to keep its end open: the branch hears of its death by that.
         drop(source);
         // Before anything else: the guest stands still, and its source wants the CPU this would take.
@@ -78,7 +78,7 @@ pub(crate) fn branch(vm: &mut Running, config: BranchConfig, fds: Vec<OwnedFd>) 
     };
     // Else the guest, which has waited, would have this CPU for itself for some milliseconds, and whoever waits
     // for the branch would wait for that, too.
-    cpu::go_to(usual);
+    affinity::go_to(usual);
     let pause = paused.run_vcpus();
     // Without the word of its source the branch goes away again, which it does when `source` is closed.
     let pidfd = fork::let_go(pid).map_err(Error::system("get hold of a branch"))?;

@@ -20,7 +20,7 @@ use rustix::io::Errno;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::devices::virtio::mmio::MmioDevice;
-use crate::ending::Ending;
+use crate::exit::Ending;
 use crate::gate::{Gate, Order};
 
 /// How many events are taken from the kernel at once.

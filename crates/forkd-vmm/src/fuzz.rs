@@ -20,11 +20,11 @@ use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::devices::virtio::VirtioDevice;
 use crate::devices::virtio::block::{Block, Disk};
-use crate::devices::virtio::driver::{
-    BUFFERS, Descriptor, Driver, INDIRECT, MEMORY, QUEUE_SIZE, WRITE, table_at, used_at,
-};
 use crate::devices::virtio::net::Net;
 use crate::devices::virtio::rng::Rng;
+use crate::devices::virtio::test_driver::{
+    BUFFERS, Descriptor, Driver, INDIRECT, MEMORY, QUEUE_SIZE, WRITE, table_at, used_at,
+};
 use crate::devices::virtio::vsock::Vsock;
 use crate::event_loop::EventLoop;
 use crate::state::{QueuePosition, TransportState};

@@ -10,28 +10,29 @@
 //! - [`vm`]: builds a VM from its parts, starts, pauses and ends it;
 //! - [`vcpu`]: the threads that run the guest; [`bus`]: what the guest's register accesses reach;
 //!   [`event_loop`]: the thread that serves the devices; [`gate`]: where both wait when told to;
-//!   [`ending`]: who notices the end says why;
+//!   [`exit`]: who notices the end says why;
 //! - `branch`: forks a template off a VM, which goes on; [`fork`]: `fork(2)`, and the proofs it asks for;
 //! - [`devices`]: virtio, serial console, VM generation id, power;
 //! - [`state`]: a stopped VM: frozen, saved, loaded, thawed;
 //! - [`boot`]: kernel, boot parameters, ACPI tables, CPUID, registers;
 //! - [`memory`], [`layout`]: guest memory, and what is where in it;
-//! - [`probe`], [`tiny`]: does this `/dev/kvm` run Linux? Asked with guests of a few instructions;
+//! - [`probe`], [`asm_guest`]: does this `/dev/kvm` run Linux? Asked with guests of a few instructions;
 //! - [`fuzz`]: the bodies of the fuzz targets.
 //!
 //! Threads: one per vCPU, one for all devices, the main thread for control. No async runtime: the
 //! process is made to `fork`.
 
+mod affinity;
+pub mod asm_guest;
 pub mod boot;
 mod branch;
 pub mod bus;
 pub mod config;
 pub mod control;
-mod cpu;
 pub mod devices;
-pub mod ending;
 mod error;
 pub mod event_loop;
+pub mod exit;
 pub mod fork;
 pub mod fuzz;
 pub mod gate;
@@ -42,7 +43,6 @@ pub mod probe;
 pub mod seccomp;
 pub mod state;
 mod template;
-pub mod tiny;
 pub mod vcpu;
 pub mod vm;
 

@@ -15,7 +15,7 @@ use serde::Serialize;
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::boot::{cpuid, registers};
-use crate::{Error, GuestMemory, Result, guest_code, memory, tiny, vcpu, vm};
+use crate::{Error, GuestMemory, Result, asm_guest, guest_code, memory, vcpu, vm};
 
 /// The number under which the probe finds `/dev/kvm`.
 pub const KVM_FD: i32 = 3;
@@ -236,9 +236,9 @@ fn run_loop(kvm: &Kvm) -> Result<u64> {
 /// A [`tiny_vm`] that stands at the first instruction of `code`, in 64-bit mode.
 fn tiny_vm_64(kvm: &Kvm, code: &[u8]) -> Result<(VmFd, VcpuFd, GuestMemory)> {
     let (vm, vcpu, memory) = tiny_vm(kvm)?;
-    load(&memory, code, tiny::CODE)?;
+    load(&memory, code, asm_guest::CODE)?;
     registers::write_boot_tables(&memory)?;
-    registers::set_boot_state(&vcpu, tiny::CODE)?;
+    registers::set_boot_state(&vcpu, asm_guest::CODE)?;
     Ok((vm, vcpu, memory))
 }
 

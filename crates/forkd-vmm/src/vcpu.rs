@@ -19,9 +19,9 @@ use forkd_protocol::control::EndReason;
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
 
+use crate::affinity;
 use crate::bus::{Bus, Effect};
-use crate::cpu;
-use crate::ending::Ending;
+use crate::exit::Ending;
 use crate::gate::{Gate, Order};
 use crate::seccomp::{self, ThreadKind};
 use crate::vm::THREAD_STACK;
@@ -181,7 +181,7 @@ impl VcpuThreads {
     /// Takes the calling thread to where the first vCPU ran until it was parked.
     pub fn go_near(&self) {
         if let Some(first) = self.threads.first() {
-            cpu::go_to(first.cpu.load(Ordering::Relaxed));
+            affinity::go_to(first.cpu.load(Ordering::Relaxed));
         }
     }
 
@@ -282,7 +282,7 @@ impl Runner {
                 Err(error) if is_retry(&error) => {
                     if self.kick.flag().swap(0, Ordering::SeqCst) == 1 {
                         drop(vcpu);
-                        self.cpu.store(cpu::current(), Ordering::Relaxed);
+                        self.cpu.store(affinity::current(), Ordering::Relaxed);
                         if !self.gate.pass() {
                             return;
                         }

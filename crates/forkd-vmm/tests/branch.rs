@@ -16,7 +16,7 @@ use branching::{
     save, sleeper, start,
 };
 use forkd_protocol::control::{EndReason, Event, FdRef, Message, Reply, Request, Role, Status, VmEnd};
-use forkd_vmm::{guest_code, tiny};
+use forkd_vmm::{asm_guest, guest_code};
 use support::{Boot, Controller, Fork, file_with, open_kvm, status, wait_until};
 
 guest_code! {
@@ -180,7 +180,7 @@ fn whatever_two_vcpus_write_meanwhile_every_branch_is_of_one_instant() {
     let Some(kvm) = open_kvm(test) else { return };
     let monitor = start(&[]);
     let mut source = monitor.attach();
-    let mut boot = Boot::new(kvm, file_with(&tiny::elf_kernel(writers())));
+    let mut boot = Boot::new(kvm, file_with(&asm_guest::elf_kernel(writers())));
     boot.config.vcpus = 2;
     // A little of it is above 4 GiB, in a memory slot of its own.
     boot.config.mem_mib = (3 << 10) + 32;
@@ -210,7 +210,7 @@ fn a_branch_of_a_branch_of_a_branch_is_of_one_instant_too() {
     let Some(kvm) = open_kvm(test) else { return };
     let monitor = start(&[]);
     let mut source = monitor.attach();
-    let mut boot = Boot::new(kvm, file_with(&tiny::elf_kernel(writers())));
+    let mut boot = Boot::new(kvm, file_with(&asm_guest::elf_kernel(writers())));
     boot.config.vcpus = 2;
     boot.config.mem_mib = (3 << 10) + 32;
     boot_ready(&boot, &mut source);

@@ -19,7 +19,7 @@ use branching::{Branching, boot_ready, branch, counter, fork, run, sleeper};
 use forkd_protocol::control::{
     DiskConfig, FdRef, NetConfig, ReplacedLayers, Reply, Request, Role, VsockConfig,
 };
-use forkd_vmm::tiny;
+use forkd_vmm::asm_guest;
 use support::{Boot, Controller, Fork, Forked, Monitor, file_with, open_kvm, status, wait_until};
 
 #[test]
@@ -121,7 +121,7 @@ impl Devices {
         let kvm = open_kvm(test)?;
         let monitor = Monitor::start_with(command, arguments);
         let mut source = monitor.attach();
-        let mut boot = Boot::new(kvm, file_with(&tiny::elf_kernel(counter())));
+        let mut boot = Boot::new(kvm, file_with(&asm_guest::elf_kernel(counter())));
         boot.config.vcpus = 2;
         let layer = tempfile::tempfile().unwrap();
         let base = file_with(&[7; 1 << 20]);

@@ -24,7 +24,7 @@ use forkd_vmm::devices::virtio::block::{Block, Disk};
 use forkd_vmm::devices::virtio::buffers::Buffers;
 use forkd_vmm::state::{BlockState, DevicePart, Frozen, SaveFiles, file};
 use forkd_vmm::vm::{self, Vm, VmParts};
-use forkd_vmm::{guest_code, seccomp, tiny};
+use forkd_vmm::{asm_guest, guest_code, seccomp};
 use support::{Boot, Controller, Fork, Forked, Monitor, file_with, open_kvm};
 use vm_memory::{Bytes, GuestAddress, VolatileSlice};
 
@@ -76,7 +76,7 @@ fn pagemap(pid: u32) -> File {
 fn template(kvm: File) -> (Monitor, Controller) {
     let monitor = start();
     let mut controller = monitor.attach();
-    let boot = Boot::new(kvm, file_with(&tiny::elf_kernel(ancestor())));
+    let boot = Boot::new(kvm, file_with(&asm_guest::elf_kernel(ancestor())));
     assert_eq!(boot.send(&mut controller), Reply::Booted);
     assert_eq!(controller.event().0, Event::Ready);
     assert_eq!(controller.request(&Request::Freeze, &[]), Reply::Frozen);
@@ -335,7 +335,7 @@ fn a_saver_that_cannot_write_says_why_behind_its_progress() {
 
 /// A frozen guest in this process.
 fn frozen_here(kvm: File, devices: Vec<Box<dyn VirtioDevice>>) -> Frozen {
-    let kernel = file_with(&tiny::elf_kernel(ancestor()));
+    let kernel = file_with(&asm_guest::elf_kernel(ancestor()));
     let vm = Vm::build(VmParts {
         kvm,
         vcpus: 1,

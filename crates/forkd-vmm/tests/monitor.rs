@@ -15,7 +15,7 @@ use std::time::Duration;
 use forkd_protocol::control::{
     DiskConfig, EndReason, Event, FdRef, MAX_VCPUS, NetConfig, Reply, Request, VERSION, VsockConfig,
 };
-use forkd_vmm::{guest_code, tiny};
+use forkd_vmm::{asm_guest, guest_code};
 use support::{Boot, Controller, Monitor, file_with, open_kvm, status, wait_until};
 
 fn monitor() -> Monitor {
@@ -45,7 +45,7 @@ guest_code! {
 }
 
 fn kernel(code: &[u8]) -> File {
-    file_with(&tiny::elf_kernel(code))
+    file_with(&asm_guest::elf_kernel(code))
 }
 
 /// A monitor with a guest that spins, or `None` where there is no KVM.
@@ -168,7 +168,7 @@ fn a_refused_boot_says_why_changes_nothing_and_another_may_follow() {
 
     refused(boot(file_with(b"#!/bin/sh\necho not a kernel\n")), "not a Linux kernel");
     refused(boot(file_with(b"")), "not a Linux kernel");
-    refused(boot(file_with(&tiny::elf_kernel(greet())[..100])), "not a Linux kernel");
+    refused(boot(file_with(&asm_guest::elf_kernel(greet())[..100])), "not a Linux kernel");
     refused(boot(File::open(std::env::current_exe().unwrap()).unwrap()), "not a Linux kernel");
     refused(Boot::new(tempfile::tempfile().unwrap(), kernel(greet())), "not KVM");
 

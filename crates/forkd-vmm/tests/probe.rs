@@ -14,7 +14,7 @@ use forkd_vmm::boot::BootSource;
 use forkd_vmm::devices::serial::ConsoleLog;
 use forkd_vmm::state::file;
 use forkd_vmm::vm::{Vm, VmParts};
-use forkd_vmm::{seccomp, tiny};
+use forkd_vmm::{asm_guest, seccomp};
 
 fn probe(kvm: File) -> serde_json::Value {
     let mut command = Command::new(env!("CARGO_BIN_EXE_forkd-vmm"));
@@ -67,7 +67,7 @@ fn a_state_is_checked_behind_the_walls_and_in_little_memory() {
         vcpus: 1,
         mem_mib: 16,
         source: BootSource {
-            kernel: support::file_with(&tiny::elf_kernel(support::sleeps_once_forked())),
+            kernel: support::file_with(&asm_guest::elf_kernel(support::sleeps_once_forked())),
             initramfs: None,
             cmdline: String::new(),
         },

@@ -23,13 +23,13 @@ use forkd_vmm::layout::{GENERATION_GSI, GENERATION_ID, SERIAL_GSI};
 use forkd_vmm::memory::HUGE_PAGE;
 use forkd_vmm::state::{ChildParts, Frozen, MachineState, MemoryRange, SaveFiles, file};
 use forkd_vmm::vm::{self, Running, Vm, VmParts};
-use forkd_vmm::{GuestMemory, guest_code, seccomp, tiny};
+use forkd_vmm::{GuestMemory, asm_guest, guest_code, seccomp};
 use kvm_bindings::kvm_cpuid_entry2;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 /// A VM that is about to run `code`.
 fn parts(kvm: File, code: &[u8]) -> VmParts {
-    let kernel = support::file_with(&tiny::elf_kernel(code));
+    let kernel = support::file_with(&asm_guest::elf_kernel(code));
     VmParts {
         kvm,
         vcpus: 1,

@@ -17,7 +17,7 @@ use forkd_protocol::control::{
     DiskConfig, DiskFiles, EndReason, Event, FdRef, LoadConfig, NetConfig, Reply, Request, Role, SaveConfig,
     Status, VsockConfig, WaitStatus,
 };
-use forkd_vmm::{guest_code, tiny};
+use forkd_vmm::{asm_guest, guest_code};
 use support::{
     Boot, Controller, Fork, Forked, Monitor, file_with, open_kvm, sleeps_once_forked, status, wait_until,
 };
@@ -68,7 +68,7 @@ fn start(arguments: &[&str]) -> Monitor {
 /// Boots `code` in `monitor`, waits until it is ready, and freezes it.
 fn freeze(kvm: File, monitor: &Monitor, code: &[u8]) -> Controller {
     let mut controller = monitor.attach();
-    let boot = Boot::new(kvm, file_with(&tiny::elf_kernel(code)));
+    let boot = Boot::new(kvm, file_with(&asm_guest::elf_kernel(code)));
     assert_eq!(boot.send(&mut controller), Reply::Booted);
     assert_eq!(controller.event().0, Event::Ready);
     assert_eq!(controller.request(&Request::Freeze, &[]), Reply::Frozen);
@@ -220,7 +220,7 @@ fn children_of_a_vm_with_every_device_run_also_from_files() {
     let Some(kvm) = open_kvm(test) else { return };
     let monitor = start(&[]);
     let mut template = monitor.attach();
-    let mut boot = Boot::new(kvm.try_clone().unwrap(), file_with(&tiny::elf_kernel(ancestor())));
+    let mut boot = Boot::new(kvm.try_clone().unwrap(), file_with(&asm_guest::elf_kernel(ancestor())));
     boot.config.vcpus = 2;
     let base = file_with(&[7; 1 << 20]);
     let layer = tempfile::tempfile().unwrap();
@@ -320,7 +320,7 @@ fn a_guest_that_says_ready_without_end_is_told_of_once() {
     let monitor = start(&[]);
     let mut controller = monitor.attach();
     assert!(!status(&mut controller).ready);
-    let boot = Boot::new(kvm, file_with(&tiny::elf_kernel(chatter())));
+    let boot = Boot::new(kvm, file_with(&asm_guest::elf_kernel(chatter())));
     assert_eq!(boot.send(&mut controller), Reply::Booted);
     // Nobody is there to be told: the next one is.
     drop(controller);
@@ -456,7 +456,7 @@ fn a_child_that_cannot_be_restored_says_why_and_exits() {
     let Some(kvm) = open_kvm(test) else { return };
     let monitor = start(&[]);
     let mut template = monitor.attach();
-    let mut boot = Boot::new(kvm, file_with(&tiny::elf_kernel(ancestor())));
+    let mut boot = Boot::new(kvm, file_with(&asm_guest::elf_kernel(ancestor())));
     let (listener, _folder) = vsock_listener();
     let listener = boot.add(listener);
     boot.config.vsock = Some(VsockConfig { cid: 3, listener, guest_ports: Vec::new() });

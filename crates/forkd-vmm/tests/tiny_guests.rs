@@ -18,12 +18,12 @@ use forkd_vmm::devices::virtio::block::{Block, Disk};
 use forkd_vmm::devices::virtio::rng::Rng;
 use forkd_vmm::devices::virtio::vsock::Vsock;
 use forkd_vmm::vm::{Running, Vm, VmParts};
-use forkd_vmm::{GuestMemory, guest_code, seccomp, tiny};
+use forkd_vmm::{GuestMemory, asm_guest, guest_code, seccomp};
 use vm_memory::{Bytes, GuestAddress};
 
 /// A VM that is about to run `code`.
 fn parts(kvm: File, code: &[u8]) -> VmParts {
-    let kernel = support::file_with(&tiny::elf_kernel(code));
+    let kernel = support::file_with(&asm_guest::elf_kernel(code));
     VmParts {
         kvm,
         vcpus: 1,

@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use forkd_controller::{Config, TlsFiles, serve};
-use forkd_vmm::tiny;
+use forkd_vmm::asm_guest;
 use serde_json::{Value, json};
 
 /// Names the data directory in the environment of the process that is the daemon.
@@ -34,7 +34,7 @@ impl Daemon {
         }
         let folder = tempfile::tempdir().unwrap();
         for (name, code) in kernels {
-            std::fs::write(folder.path().join(name), tiny::elf_kernel(code)).unwrap();
+            std::fs::write(folder.path().join(name), asm_guest::elf_kernel(code)).unwrap();
         }
         let daemon = Daemon { child: launch(folder.path()), folder };
         daemon.up();

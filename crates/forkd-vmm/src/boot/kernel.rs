@@ -172,7 +172,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tiny;
+    use crate::asm_guest;
     use std::io::Write;
 
     fn load_bytes(bytes: &[u8]) -> Result<Kernel> {
@@ -190,15 +190,15 @@ mod tests {
 
     /// `elf_kernel` with the byte at `at` changed to `value`.
     fn changed(at: usize, value: u8) -> Vec<u8> {
-        let mut elf = tiny::elf_kernel(&[0xf4; 64]);
+        let mut elf = asm_guest::elf_kernel(&[0xf4; 64]);
         elf[at] = value;
         elf
     }
 
     #[test]
     fn an_elf_kernel_is_put_where_it_asks_to_be() {
-        let kernel = load_bytes(&tiny::elf_kernel(&[0xf4; 64])).unwrap();
-        assert_eq!((kernel.entry, kernel.end), (tiny::CODE, tiny::CODE + 64));
+        let kernel = load_bytes(&asm_guest::elf_kernel(&[0xf4; 64])).unwrap();
+        assert_eq!((kernel.entry, kernel.end), (asm_guest::CODE, asm_guest::CODE + 64));
         assert!(kernel.setup_header.is_none());
     }
 
@@ -207,9 +207,9 @@ mod tests {
         assert_refused(b"", "shorter");
         assert_refused(b"#!/bin/sh\n", "neither an ELF file nor long enough");
         assert_refused(&[0; 4096], "neither an ELF file nor a bzImage");
-        assert_refused(&tiny::elf_kernel(&[0xf4; 64])[..40], "cut short");
-        assert_refused(&tiny::elf_kernel(&[0xf4; 64])[..100], "cut short");
-        assert_refused(&tiny::elf_kernel(&[0xf4; 64])[..150], "cut short");
+        assert_refused(&asm_guest::elf_kernel(&[0xf4; 64])[..40], "cut short");
+        assert_refused(&asm_guest::elf_kernel(&[0xf4; 64])[..100], "cut short");
+        assert_refused(&asm_guest::elf_kernel(&[0xf4; 64])[..150], "cut short");
         assert_refused(&changed(4, 1), "not for x86-64");
         assert_refused(&changed(18, 183), "not for x86-64");
         assert_refused(&changed(16, 3), "position-independent");
@@ -222,9 +222,9 @@ mod tests {
 
     #[test]
     fn the_same_bytes_are_not_loaded_again_and_again() {
-        let segment = tiny::elf_kernel(&[0xf4; 200])[64..120].to_vec();
+        let segment = asm_guest::elf_kernel(&[0xf4; 200])[64..120].to_vec();
         // The code begins with a second program header, the same as the first.
-        let mut elf = tiny::elf_kernel(&[segment, vec![0xf4; 144]].concat());
+        let mut elf = asm_guest::elf_kernel(&[segment, vec![0xf4; 144]].concat());
         load_bytes(&elf).unwrap();
         elf[56] = 2;
         assert_refused(&elf, "overlap");
@@ -270,7 +270,7 @@ mod tests {
 
     #[test]
     fn no_changed_byte_makes_the_loader_panic() {
-        for original in [tiny::elf_kernel(&[0xf4; 64]), bzimage(1024)] {
+        for original in [asm_guest::elf_kernel(&[0xf4; 64]), bzimage(1024)] {
             for at in 0..original.len().min(0x280) {
                 for value in [0, 1, 0x7f, 0x80, 0xff] {
                     let mut bytes = original.clone();

@@ -12,8 +12,8 @@
 //! controller that connects while another one is served waits in the socket's queue.
 
 mod branches;
+mod connection;
 mod guest_connections;
-mod peer;
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -30,8 +30,8 @@ use crate::template::{self, Newborn, Template};
 use crate::vm::{Paused, Running, Vm};
 use crate::{Error, Result, seccomp};
 use branches::Branches;
+pub(crate) use connection::Controllers;
 use guest_connections::{Inbox, Outbox};
-pub(crate) use peer::Controllers;
 
 /// How serving ended.
 #[derive(Debug, PartialEq, Eq)]

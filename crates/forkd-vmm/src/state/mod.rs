@@ -11,7 +11,7 @@
 //! - `memory_layer`: guest memory as files;
 //! - [`frozen`]: a stopped VM as a whole: made by [`Running::freeze`](crate::vm::Running::freeze) or
 //!   from files, thawed in a child;
-//! - `persist`: that saved to files, and what becomes of its disks' layers.
+//! - `save`: that saved to files, and what becomes of its disks' layers.
 //!
 //! Nothing here knows about processes: who forks, and when, is not its business.
 
@@ -21,7 +21,7 @@ pub mod file;
 pub mod frozen;
 mod memory_layer;
 mod msrs;
-mod persist;
+mod save;
 pub mod vcpu;
 
 use std::fmt;
@@ -32,7 +32,7 @@ use serde::{Deserialize, Serialize};
 pub use expected::Expected;
 pub use frozen::{ChildParts, Frozen};
 pub(crate) use memory_layer::check_any_bytes as check_any_memory_layer;
-pub use persist::{MergedLayers, SaveFiles, Saving};
+pub use save::{MergedLayers, SaveFiles, Saving};
 pub use vcpu::VcpuState;
 
 /// A VM without its memory and its disks.

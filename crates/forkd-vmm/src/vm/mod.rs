@@ -21,8 +21,8 @@ use crate::devices::generation_id::GenerationId;
 use crate::devices::serial::{ConsoleLog, Serial};
 use crate::devices::virtio::VirtioDevice;
 use crate::devices::virtio::mmio::{MmioDevice, NOTIFY_OFFSET};
-use crate::ending::Ending;
 use crate::event_loop::EventLoop;
+use crate::exit::Ending;
 use crate::layout::{
     GENERATION_GSI, GENERATION_ID, KVM_TSS, MAX_VIRTIO, SERIAL_GSI, virtio_base, virtio_gsi,
 };

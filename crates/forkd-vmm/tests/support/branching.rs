@@ -14,7 +14,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use forkd_protocol::control::{BranchConfig, Event, FdRef, Reply, Request, SaveConfig, VERSION, WaitStatus};
-use forkd_vmm::{guest_code, tiny};
+use forkd_vmm::{asm_guest, guest_code};
 
 use crate::support::{Boot, Controller, Fork, Forked, Monitor, file_with, listen, open_kvm, wait_until};
 
@@ -51,7 +51,7 @@ pub fn start(arguments: &[&str]) -> Monitor {
 /// A running guest, or `None` where there is no KVM.
 pub fn run(test: &str, code: &[u8]) -> Option<(Monitor, Controller)> {
     let monitor = start(&[]);
-    let boot = Boot::new(open_kvm(test)?, file_with(&tiny::elf_kernel(code)));
+    let boot = Boot::new(open_kvm(test)?, file_with(&asm_guest::elf_kernel(code)));
     let mut controller = monitor.attach();
     boot_ready(&boot, &mut controller);
     Some((monitor, controller))

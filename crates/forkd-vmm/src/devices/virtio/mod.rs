@@ -17,10 +17,10 @@ pub mod rng;
 pub mod vsock;
 
 // The fuzz bodies use only part of it.
-#[cfg_attr(not(test), allow(dead_code))]
-pub(crate) mod driver;
 #[cfg(test)]
 mod restore_tests;
+#[cfg_attr(not(test), allow(dead_code))]
+pub(crate) mod test_driver;
 #[cfg(test)]
 mod tests;
 

@@ -194,7 +194,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::devices::virtio::driver::{BUFFERS, Driver};
+    use crate::devices::virtio::test_driver::{BUFFERS, Driver};
 
     const MAC: [u8; 6] = [2, 0, 0, 1, 2, 3];
 

@@ -10,10 +10,10 @@ use std::time::Duration;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::block::{Block, Disk};
-use super::driver::{BUFFERS, Driver, MEMORY, QUEUE_SIZE, available_at, table_at, used_at};
 use super::mmio::{MmioDevice, restore_queues};
 use super::net::Net;
 use super::rng::Rng;
+use super::test_driver::{BUFFERS, Driver, MEMORY, QUEUE_SIZE, available_at, table_at, used_at};
 use super::vsock::Vsock;
 use crate::GuestMemory;
 use crate::event_loop::EventLoop;

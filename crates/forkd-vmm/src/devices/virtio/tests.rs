@@ -4,10 +4,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::driver::{
+use super::rng::Rng;
+use super::test_driver::{
     BUFFERS, Descriptor, Driver, INDIRECT, MEMORY, NEXT, WRITE, available_at, table_at, used_at,
 };
-use super::rng::Rng;
 use crate::event_loop::EventLoop;
 
 const STATUS: u64 = 0x70;

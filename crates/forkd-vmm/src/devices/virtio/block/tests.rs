@@ -2,7 +2,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use super::*;
-use crate::devices::virtio::driver::{BUFFERS, Driver};
+use crate::devices::virtio::test_driver::{BUFFERS, Driver};
 
 const IN: u32 = 0;
 const OUT: u32 = 1;
@@ -198,7 +198,7 @@ fn a_request_larger_than_announced_is_an_error() {
     let table = DATA;
     let count = 255 + 2;
     let piece = |address: u64, len: u32, flags: u16, next: u16| {
-        crate::devices::virtio::driver::Descriptor { address, len, flags, next }.to_bytes()
+        crate::devices::virtio::test_driver::Descriptor { address, len, flags, next }.to_bytes()
     };
     machine.driver.poke(HEADER, &[0; 16]);
     machine.driver.poke(table, &piece(HEADER, 16, 1, 1));
@@ -206,7 +206,7 @@ fn a_request_larger_than_announced_is_an_error() {
         machine.driver.poke(table + u64::from(index) * 16, &piece(BUFFERS + 0x8000, 0x1_0000, 3, index + 1));
     }
     machine.driver.poke(table + u64::from(count - 1) * 16, &piece(STATUS, 1, 2, 0));
-    let indirect = crate::devices::virtio::driver::Descriptor {
+    let indirect = crate::devices::virtio::test_driver::Descriptor {
         address: table,
         len: u32::from(count) * 16,
         flags: 4,

@@ -14,8 +14,8 @@
 //! drops its ends; until it has taken the event, callers of the host wait, because it would drop a new
 //! connection with the old ones.
 
-mod callers;
 mod connection;
+mod listener;
 mod packet;
 #[cfg(test)]
 mod test_guest;
@@ -38,8 +38,8 @@ use super::{VirtioDevice, read_config_bytes};
 use crate::GuestMemory;
 use crate::event_loop::{Poller, Readiness};
 use crate::state::{DevicePart, VsockState};
-use callers::Callers;
 use connection::{Connection, Fate, State};
+use listener::Callers;
 use packet::{HEADER_SIZE, HOST_CID, Header, Op, TYPE_STREAM};
 
 const RX: usize = 0;
@@ -441,8 +441,8 @@ impl VirtioDevice for Vsock {
         memory: &GuestMemory,
     ) -> Result<(), Malformed> {
         match token {
-            callers::LISTENER => self.callers.called(),
-            callers::TIMER => self.sweep(Instant::now()),
+            listener::LISTENER => self.callers.called(),
+            listener::TIMER => self.sweep(Instant::now()),
             _ => match self.connections.get_mut(&token) {
                 Some(connection) => {
                     let fate = connection.ready(readiness);

@@ -13,7 +13,7 @@ use vm_memory::{GuestAddress, GuestMemoryBackend};
 use super::packet::{HEADER_SIZE, HOST_CID, Header, Op, TYPE_STREAM};
 use super::{RX, TX, Vsock};
 use crate::devices::virtio::buffers::Buffers;
-use crate::devices::virtio::driver::{BUFFERS, Descriptor, Driver, WRITE};
+use crate::devices::virtio::test_driver::{BUFFERS, Descriptor, Driver, WRITE};
 use crate::event_loop::{EventLoop, LoopControl};
 
 const CID: u64 = 42;

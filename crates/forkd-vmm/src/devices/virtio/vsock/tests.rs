@@ -11,7 +11,7 @@ use super::test_guest::{
     Guest, PATIENCE, ROOM, SLOTS, device, guest, guest_without_buffers, is_closed, packet,
 };
 use super::*;
-use crate::devices::virtio::driver::{BUFFERS, Descriptor, Driver};
+use crate::devices::virtio::test_driver::{BUFFERS, Descriptor, Driver};
 use rustix::buffer::spare_capacity;
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
