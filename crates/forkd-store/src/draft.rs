@@ -10,13 +10,13 @@ use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use crate::crash_points::{Step, did};
 use crate::digest::digest;
+use crate::dir::{Folder, delete, reopen, sync_file};
 use crate::error::{Error, Result};
-use crate::folder::{Folder, delete, reopen, sync_file};
 use crate::layers::{Hold, WrittenBy, copy_sparse, is_given_back};
 use crate::manifest::{Facts, FileEntry, MANIFEST, MAX_DEPTH, Manifest, Measured, Parent, STATE};
 use crate::snapshot::Snapshot;
-use crate::steps::{Step, did};
 use crate::store::Store;
 use crate::waits::waits;
 

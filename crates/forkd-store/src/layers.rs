@@ -16,12 +16,12 @@ use std::time::{Duration, SystemTime};
 
 use rustix::io::Errno;
 
+use crate::crash_points::{Step, did};
 use crate::digest::{digest, next_data};
+use crate::dir::{Folder, delete, sync_file};
 use crate::error::{Error, Result};
-use crate::folder::{Folder, delete, sync_file};
 use crate::lease::{Writers, writers};
 use crate::manifest::{FileEntry, is_digest};
-use crate::steps::{Step, did};
 
 /// What a layer may be used for: reading, by us.
 const MODE: u32 = 0o400;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use crate::folder::reopen;
+use crate::dir::reopen;
 
 /// How long a writer that is about to close the file may take: a process that ends, or one that has just
 /// answered. Anything longer is no accident.

@@ -22,16 +22,16 @@
 //! laid out in a layer, nor where base images are: it only remembers which one belongs to a snapshot.
 //! Calls block.
 
+mod crash_points;
 mod database;
 mod digest;
+mod dir;
 mod draft;
 mod error;
-mod folder;
 mod layers;
 mod lease;
 mod manifest;
 mod snapshot;
-mod steps;
 mod store;
 mod waits;
 

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use crate::dir::Folder;
 use crate::error::{Error, Result};
-use crate::folder::Folder;
 use crate::layers::{Layers, verify, whole};
 use crate::manifest::{BaseImage, FileEntry, MANIFEST, Manifest, STATE, Unfit};
 

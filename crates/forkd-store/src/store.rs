@@ -17,13 +17,13 @@ use forkd_protocol::names::{NAME_RULE, is_valid_name};
 use rustix::fs::{CWD, RenameFlags};
 use rustix::io::Errno;
 
+use crate::crash_points::{Step, did};
+use crate::dir::{Folder, delete};
 use crate::draft::Draft;
 use crate::error::{Error, Result};
-use crate::folder::{Folder, delete};
 use crate::layers::{Collected, Hold, Layers};
 use crate::manifest::{MANIFEST, Manifest, Unfit};
 use crate::snapshot::{Found, Snapshot, read_manifest};
-use crate::steps::{Step, did};
 use crate::waits::waits;
 
 const LAYERS: &str = ".layers";

@@ -3,7 +3,7 @@
 //! One SQLite file in WAL mode, brought up to date when it is opened. What a call returned from is on
 //! disk. Every table has a module here that says what can be done with it; nobody else knows SQL.
 
-mod answers;
+mod idempotency;
 mod owners;
 mod sandboxes;
 mod tokens;
@@ -17,7 +17,7 @@ use rusqlite::{Connection, OpenFlags};
 use crate::waits::waits;
 use crate::{Error, Result};
 
-pub use answers::{Answer, Begun};
+pub use idempotency::{Answer, Begun};
 pub use sandboxes::{Change, GoneSandbox, MadeSandbox};
 pub use tokens::{Quota, Scope, Token, TokenHash};
 

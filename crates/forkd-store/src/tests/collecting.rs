@@ -1,7 +1,7 @@
 //! Removing snapshots and collecting what nobody uses: never more, also at the same time.
 
 use super::*;
-use crate::steps::listen;
+use crate::crash_points::listen;
 use std::cell::Cell;
 use std::os::unix::fs::symlink;
 use std::rc::Rc;

@@ -7,7 +7,7 @@
 //! and the contents of files. All sixteen pictures are looked at for every step.
 
 use super::*;
-use crate::steps::{Step, listen};
+use crate::crash_points::{Step, listen};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::OsString;

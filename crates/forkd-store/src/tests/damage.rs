@@ -1,7 +1,7 @@
 //! Files that are not what was written.
 
 use super::*;
-use crate::steps::{Step, listen};
+use crate::crash_points::{Step, listen};
 use std::cell::Cell;
 use std::os::unix::fs::symlink;
 use std::rc::Rc;

@@ -13,7 +13,7 @@ fn a_nameless_file_stays_the_file_that_others_have_open() {
     let (folder, store) = store();
     let open = nameless(folder.path(), b"blocks");
     // As after sealing: only a descriptor to read from is left.
-    let sealed = crate::folder::reopen(&open).unwrap();
+    let sealed = crate::dir::reopen(&open).unwrap();
     drop(open);
     let files = with_disk(&store, "warm", vec![sealed.try_clone().unwrap()]).unwrap().open().unwrap();
     assert_eq!(inode(&files.disks[0].layers[0]), inode(&sealed));

@@ -27,7 +27,7 @@ fn overwrite(kept: &[File]) {
 
 /// Whether the file system of `store` says who has a file open for writing.
 fn has_leases(store: &Store) -> bool {
-    let file = crate::folder::reopen(&disk(store, 0)).unwrap();
+    let file = crate::dir::reopen(&disk(store, 0)).unwrap();
     match writers(&file).unwrap() {
         Writers::Unknown(why) => {
             eprintln!("NOT RUN: the file system of the tests has no leases ({why})");

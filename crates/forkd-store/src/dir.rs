@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use rustix::io::Errno;
 
+use crate::crash_points::{Step, did};
 use crate::error::{Error, Result};
-use crate::steps::{Step, did};
 
 /// An open folder. It stays what it is when something else gets its name.
 #[derive(Debug)]
