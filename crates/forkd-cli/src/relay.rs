@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use forkd_protocol::line::{Failure, Incoming, Reply};
+use forkd_protocol::json_lines::{Failure, Incoming, Reply};
 use hyper::Method;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

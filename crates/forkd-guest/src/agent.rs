@@ -9,10 +9,10 @@ use forkd_protocol::{
 use serde_json::{Value, json};
 
 use crate::{
-    files, filesystem,
+    files,
     fork::{Forking, Machine},
     http::{self, Exchange, Head},
-    line,
+    json_lines,
     process::{Cgroups, Processes, Variables},
     python::Python,
     rpc, sys,
@@ -70,7 +70,7 @@ impl Agent {
     /// Serves the line protocol to those who may have it, on a listening TCP socket; `gateway` is the
     /// host's address in the guest's network. Returns only if the socket is broken.
     pub fn serve_lines(self: &Arc<Self>, listener: &OwnedFd, gateway: Option<Ipv4Addr>) -> io::Error {
-        line::serve(listener, self.clone(), gateway)
+        json_lines::serve(listener, self.clone(), gateway)
     }
 
     fn answer(&self, exchange: &mut Exchange) -> io::Result<()> {
@@ -84,7 +84,7 @@ impl Agent {
             return rpc::fail(exchange, &Error::new(Code::Unauthenticated, message));
         }
         if path == "/files" {
-            return files::call(exchange, &|name| self.user(name));
+            return files::content::call(exchange, &|name| self.user(name));
         }
         let Some((service, method)) = path.trim_start_matches('/').split_once('/') else {
             return rpc::fail(exchange, &Error::new(Code::NotFound, format!("there is nothing at {path}")));
@@ -95,7 +95,7 @@ impl Agent {
         let user = |head: &Head| self.user(head.basic_user().as_deref());
         let answered = match service {
             "process.Process" => self.processes.call(method, &user, exchange),
-            "filesystem.Filesystem" => filesystem::call(method, &user, exchange),
+            "filesystem.Filesystem" => files::service::call(method, &user, exchange),
             "forkd.Agent" => self.call(method, exchange),
             _ => None,
         };

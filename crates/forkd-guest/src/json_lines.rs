@@ -1,4 +1,4 @@
-//! The [line protocol](forkd_protocol::line), on TCP port 8888 of the guest: what clients of the
+//! The [line protocol](forkd_protocol::json_lines), on TCP port 8888 of the guest: what clients of the
 //! reference speak. It does what the other services do, with their code.
 //!
 //! # Who may use it
@@ -26,12 +26,12 @@ use std::{
 use forkd_protocol::{
     agent::{ProcessConfig, StartRequest, WarmState},
     connect::{Code, Error, exit_code},
-    line::{Evaluated, Failure, Incoming, Pong, Ran, Reply, Request},
+    json_lines::{Evaluated, Failure, Incoming, Pong, Ran, Reply, Request},
 };
 
 use crate::{
-    accept::{BACK_OFF, Service, accept_all},
     agent::Agent,
+    listener::{BACK_OFF, Service, accept_all},
     process::{ExitStatus, Next, Outcome, Source},
     sys::{self, Socket},
 };

@@ -4,7 +4,7 @@
 //! - [`agent`] serves the host afterwards: it runs commands, reads and writes files, and keeps a
 //!   warmed Python interpreter.
 //! - [`fork`] makes a guest ready to be copied, and makes each copy a machine of its own.
-//! - `line` serves clients of the reference, on TCP, with what the agent does.
+//! - `json_lines` serves clients of the reference, on TCP, with what the agent does.
 //! - [`http`] is the small HTTP server underneath; it knows no service.
 //!
 //! # What runs in a fork, and what can be hooked into it
@@ -61,14 +61,13 @@
 //! up whatever the processes of the guest do. What comes from the network, from those processes and
 //! from the image is hostile: it may get an error, never a panic or memory without bound.
 
-mod accept;
 pub mod agent;
 mod files;
-mod filesystem;
 pub mod fork;
 pub mod http;
 pub mod init;
-mod line;
+mod json_lines;
+mod listener;
 mod log;
 mod process;
 mod python;

@@ -34,7 +34,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::few::few;
+use crate::bounded::few;
 
 /// The vsock port the agent listens on in a guest.
 pub const AGENT_PORT: u32 = 1024;

@@ -10,7 +10,7 @@ use std::time::SystemTime;
 use forkd_image::{GUEST_MODULES, IMAGE_FORMAT, Kernel, Library, Manifest, build_initramfs};
 use forkd_protocol::agent::WarmRequest;
 use forkd_protocol::init::{InitPlan, InterfacePlan};
-use forkd_protocol::line::LINE_PORT;
+use forkd_protocol::json_lines::LINE_PORT;
 use forkd_store::BaseImage;
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 

@@ -5,8 +5,6 @@
 //! shell's `>`. The price: a write that breaks off leaves the part that came. Asked for it (`whole=true`)
 //! a write goes into a [`Draft`] instead, which takes the file's place when all of it has come.
 
-mod draft;
-
 use std::{
     fs::{self, File, Permissions},
     io::{self, Read, Write},
@@ -14,7 +12,7 @@ use std::{
     path::Path,
 };
 
-use draft::Draft;
+use super::draft::Draft;
 
 use forkd_protocol::{agent::WrittenFile, connect::Error};
 use rustix::fs::{Mode, OFlags};
@@ -71,7 +69,7 @@ fn refusal(path: &Path, error: &io::Error) -> Refusal {
 }
 
 /// Opens a regular file; nothing else is a file here, and a pipe or a device could block for ever.
-fn open_regular(path: &Path, flags: OFlags) -> io::Result<File> {
+pub(super) fn open_regular(path: &Path, flags: OFlags) -> io::Result<File> {
     let flags = flags | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
     let file = File::from(rustix::fs::open(path, flags, Mode::from_raw_mode(0o666))?);
     let kind = file.metadata()?.file_type();

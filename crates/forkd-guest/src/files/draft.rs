@@ -14,7 +14,7 @@ use std::{
 
 use rustix::fs::{AtFlags, Mode, OFlags};
 
-use super::open_regular;
+use super::content::open_regular;
 use crate::sys;
 
 /// What a file that is written over keeps of its mode: as the kernel has it, whoever changes a file takes its

@@ -15,9 +15,9 @@ mod boot_id;
 mod connections;
 mod hooks;
 mod identity;
-mod machine;
 mod ssh;
 mod sync;
+mod system;
 mod wake;
 
 use std::{
@@ -35,7 +35,7 @@ use forkd_protocol::{
 
 pub use boot_id::BootId;
 pub(crate) use identity::{Names, write_resolv_conf};
-pub use machine::Machine;
+pub use system::Machine;
 
 use self::{ssh::HostKeys, sync::Syncing};
 use crate::{

@@ -10,7 +10,7 @@ use std::{
 
 use super::{Connection, Exchange, Transport};
 use crate::{
-    accept::{BACK_OFF, Service, accept_all},
+    listener::{BACK_OFF, Service, accept_all},
     sys::Socket,
 };
 

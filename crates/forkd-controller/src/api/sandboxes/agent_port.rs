@@ -5,7 +5,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
 use forkd_api::{ErrorBody, LinePort};
-use forkd_protocol::line::{Reply, Request};
+use forkd_protocol::json_lines::{Reply, Request};
 
 use crate::agent::Room;
 use crate::api::extract::{Id, Ignored, Raw};

@@ -22,7 +22,7 @@ use forkd_api::{
     UpdateRequest,
 };
 use forkd_protocol::agent::WarmState;
-use forkd_protocol::line::LINE_PORT;
+use forkd_protocol::json_lines::LINE_PORT;
 use serde::Deserialize;
 
 use super::App;

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use forkd_api::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 use forkd_protocol::agent::WarmState;
-use forkd_protocol::line::{Evaluated, Failure, Incoming, Pong, Ran, Reply, Request};
+use forkd_protocol::json_lines::{Evaluated, Failure, Incoming, Pong, Ran, Reply, Request};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use crate::agent::Room;
