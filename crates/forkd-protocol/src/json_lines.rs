@@ -313,7 +313,7 @@ mod tests {
 
     #[test]
     fn the_fuzz_body_holds_on_its_corpus() {
-        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/line");
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/json_lines");
         let inputs: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
         assert!(!inputs.is_empty());
         inputs.iter().for_each(|path| fuzz_line(&std::fs::read(path).unwrap()));
