@@ -11,7 +11,7 @@ pub(crate) fn current() -> usize {
 
 /// Takes the calling thread to `cpu`, in whose caches is what another thread has just used there. The
 /// scheduler is free to take it elsewhere afterwards, and nothing is lost where it cannot be taken there.
-pub(crate) fn go_to(cpu: usize) {
+pub(crate) fn move_to(cpu: usize) {
     if cpu == current() || cpu >= CpuSet::MAX_CPU {
         return;
     }
@@ -33,7 +33,7 @@ mod tests {
         let allowed: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| before.is_set(*cpu)).collect();
         for cpu in allowed {
             let arrives = || {
-                go_to(cpu);
+                move_to(cpu);
                 current() == cpu
             };
             // The scheduler may take it elsewhere at once, but not every time.
@@ -41,8 +41,8 @@ mod tests {
             assert_eq!(sched_getaffinity(None).unwrap(), before);
         }
         // None of these is there.
-        go_to(CpuSet::MAX_CPU - 1);
-        go_to(usize::MAX);
+        move_to(CpuSet::MAX_CPU - 1);
+        move_to(usize::MAX);
         assert_eq!(sched_getaffinity(None).unwrap(), before);
     }
 }

@@ -17,7 +17,7 @@ use forkd_protocol::control::{BranchConfig, Event, FdRef, ReplacedLayers};
 
 use crate::affinity;
 use crate::config::{Access, Attached};
-use crate::control::{self, Controllers};
+use crate::control::{self, ControlSocket};
 use crate::devices::virtio::block::{Disk, DiskError};
 use crate::fork::{self, SingleThreaded};
 use crate::state::Frozen;
@@ -29,7 +29,7 @@ pub(crate) enum Branched {
     /// The VM, which goes on.
     Source(Branch),
     /// The new process.
-    Branch(Box<Newborn>),
+    Branch(Box<ForkedBranch>),
 }
 
 /// A branch, as its source sees it.
@@ -43,18 +43,18 @@ pub(crate) struct Branch {
 }
 
 /// A branch right after the fork, with everything of its source around it.
-pub(crate) struct Newborn {
+pub(crate) struct ForkedBranch {
     saved: KvmState,
-    controllers: Controllers,
+    control: ControlSocket,
     /// Whether its source said that it is to live.
-    heard: Result<()>,
+    confirmed: Result<()>,
 }
 
 /// Branches `vm`, which goes on, with the next layers of its disks that `config` names. An error changes
 /// nothing.
 pub(crate) fn branch(vm: &mut Running, config: BranchConfig, fds: Vec<OwnedFd>) -> Result<Branched> {
     let mut fds = Attached::new(fds);
-    let controllers = Controllers::new(fds.take_listener("control", config.control)?)?;
+    let control = ControlSocket::new(fds.take_listener("control", config.control)?)?;
     let next = take_layers(&mut fds, &config.layers, Access::Both)?;
     // What can fail is done before anything stands still.
     let layers = vm.with_disks(|disks| {
@@ -65,23 +65,23 @@ pub(crate) fn branch(vm: &mut Running, config: BranchConfig, fds: Vec<OwnedFd>) 
 
     let paused = vm.pause()?;
     let usual = affinity::current();
-    paused.go_near();
+    paused.move_to_vcpu();
     let saved = paused.save()?;
     let ForkedBeside::Parent { pid, paused } = paused.fork()? else {
         // Now, while this CPU is free: once the guest has it again, the branch would wait for it to wait.
-        affinity::go_to(usual);
+        affinity::move_to(usual);
         // Only the source itself is to keep its end open: the branch hears of its death by that.
         drop(source);
         // Before anything else: the guest stands still, and its source wants the CPU this would take.
-        let heard = hear(branch);
-        return Ok(Branched::Branch(Box::new(Newborn { saved, controllers, heard })));
+        let confirmed = await_source(branch);
+        return Ok(Branched::Branch(Box::new(ForkedBranch { saved, control, confirmed })));
     };
     // Else the guest, which has waited, would have this CPU for itself for some milliseconds, and whoever waits
     // for the branch would wait for that, too.
-    affinity::go_to(usual);
+    affinity::move_to(usual);
     let pause = paused.run_vcpus();
     // Without the word of its source the branch goes away again, which it does when `source` is closed.
-    let pidfd = fork::let_go(pid).map_err(Error::system("get hold of a branch"))?;
+    let pidfd = fork::detach(pid).map_err(Error::system("get hold of a branch"))?;
     add_layers(&paused, next)?;
     drop(paused);
     let _ = (&source).write_all(&[1]);
@@ -102,24 +102,24 @@ fn top_layer(disk: &Disk) -> Result<Option<File>> {
     top.map(File::try_clone).transpose().map_err(Error::system("copy a descriptor"))
 }
 
-impl Newborn {
+impl ForkedBranch {
     /// Makes a template of the copy of `source` in this process. Where that fails, the controller that
     /// waits is told.
     ///
     /// The caller owns no descriptor of its own any more but the usual ones.
-    pub(crate) fn settle(self, source: Running) -> Result<(SingleThreaded, Frozen, Controllers)> {
-        let Newborn { saved, controllers, heard } = self;
-        heard?;
+    pub(crate) fn become_template(self, source: Running) -> Result<(SingleThreaded, Frozen, ControlSocket)> {
+        let ForkedBranch { saved, control, confirmed } = self;
+        confirmed?;
         let alone = SingleThreaded::check();
         match alone.and_then(|alone| Ok((alone, freeze_copy(saved, source)?))) {
             Ok((alone, frozen)) => {
                 let mut kept = frozen.descriptors();
-                kept.push(controllers.listener());
+                kept.push(control.listener());
                 close_all_but(kept)?;
-                Ok((alone, frozen, controllers))
+                Ok((alone, frozen, control))
             }
             Err(error) => {
-                controllers.tell_unasked(Event::Ended(control::failure(&error)));
+                control.send_to_waiting(Event::Ended(control::failure(&error)));
                 Err(error)
             }
         }
@@ -127,7 +127,7 @@ impl Newborn {
 }
 
 /// Waits until the source has said that the branch is to live.
-fn hear(mut word: UnixStream) -> Result<()> {
+fn await_source(mut word: UnixStream) -> Result<()> {
     word.read_exact(&mut [0]).map_err(Error::system("become a branch: its source is gone"))
 }
 
@@ -139,7 +139,7 @@ fn freeze_copy(saved: KvmState, source: Running) -> Result<Frozen> {
         paused: _,
         bus,
         console,
-        ending,
+        report,
         generation,
         fd,
         kvm,
@@ -150,7 +150,7 @@ fn freeze_copy(saved: KvmState, source: Running) -> Result<Frozen> {
     } = source;
     let collected = vm::collect(saved, &bus, &generation, &memory);
     // The threads are not here, and the rest is shared with the source.
-    std::mem::forget((vcpus, devices, bus, console, ending, generation, fd));
+    std::mem::forget((vcpus, devices, bus, console, report, generation, fd));
     let (state, disks) = collected?;
     memory::use_small_pages(&memory);
     Frozen::new(kvm, host_tsc_khz, state, memory, disks)

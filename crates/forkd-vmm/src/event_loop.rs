@@ -20,8 +20,8 @@ use rustix::io::Errno;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::devices::virtio::mmio::MmioDevice;
-use crate::exit::Ending;
-use crate::gate::{Gate, Order};
+use crate::exit::VmReport;
+use crate::gate::{Order, ParkGate};
 
 /// How many events are taken from the kernel at once.
 const BATCH: usize = 32;
@@ -81,7 +81,7 @@ impl Poller {
 /// Tells a loop what to do, from another thread.
 #[derive(Debug)]
 pub struct LoopControl {
-    gate: Arc<Gate>,
+    gate: Arc<ParkGate>,
     wake: EventFd,
 }
 
@@ -114,11 +114,11 @@ impl LoopControl {
 #[derive(Debug)]
 pub struct EventLoop {
     epoll: Arc<OwnedFd>,
-    gate: Arc<Gate>,
+    gate: Arc<ParkGate>,
     wake: EventFd,
     devices: Vec<Arc<Mutex<MmioDevice>>>,
     /// Who is told that a device waits for room on the host's disk.
-    ending: Option<Arc<Ending>>,
+    report: Option<Arc<VmReport>>,
 }
 
 impl EventLoop {
@@ -127,10 +127,10 @@ impl EventLoop {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let wake = EventFd::new(EFD_NONBLOCK)?;
         epoll::add(&epoll, as_fd(&wake), EventData::new_u64(ORDERS), EventFlags::IN)?;
-        let gate = Arc::new(Gate::new(Order::Run));
+        let gate = Arc::new(ParkGate::new(Order::Run));
         // Left when the loop is dropped.
         gate.enter();
-        Ok(EventLoop { epoll: Arc::new(epoll), gate, wake, devices: Vec::new(), ending: None })
+        Ok(EventLoop { epoll: Arc::new(epoll), gate, wake, devices: Vec::new(), report: None })
     }
 
     /// Serves `device` from now on: its queues and the descriptors it registers.
@@ -149,8 +149,8 @@ impl EventLoop {
     }
 
     /// Tells `ending` from now on when a device waits for room on the host's disk.
-    pub(crate) fn report_to(&mut self, ending: Arc<Ending>) {
-        self.ending = Some(ending);
+    pub(crate) fn report_to(&mut self, report: Arc<VmReport>) {
+        self.report = Some(report);
     }
 
     /// To tell the loop what to do once another thread runs it.
@@ -196,9 +196,9 @@ impl EventLoop {
         if key & QUEUE != 0 {
             device.queue_event(token as usize);
             if device.take_disk_full()
-                && let Some(ending) = &self.ending
+                && let Some(report) = &self.report
             {
-                ending.report_disk_full();
+                report.report_disk_full();
             }
         } else {
             let broken = flags.intersects(EventFlags::HUP | EventFlags::ERR);

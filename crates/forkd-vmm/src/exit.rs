@@ -11,18 +11,18 @@ use crate::{Error, Result};
 
 /// How far a VM has come: made anew whenever one is built, so that a fork starts with nothing reported.
 #[derive(Debug)]
-pub struct Ending {
+pub struct VmReport {
     ready: AtomicBool,
     disk_full: AtomicBool,
     first: Mutex<Option<(EndReason, String)>>,
     event: EventFd,
 }
 
-impl Ending {
+impl VmReport {
     /// Nothing has happened yet.
-    pub fn new() -> Result<Ending> {
+    pub fn new() -> Result<VmReport> {
         let event = EventFd::new(EFD_NONBLOCK).map_err(Error::system("create an eventfd"))?;
-        Ok(Ending {
+        Ok(VmReport {
             ready: AtomicBool::new(false),
             disk_full: AtomicBool::new(false),
             first: Mutex::new(None),

@@ -39,9 +39,9 @@ const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 /// How long threads that have ended are waited for. Joining a thread returns when it is done with its memory:
 /// the kernel counts it a moment longer. KVM's own thread of a VM is in the process, too, and stays until the last
 /// descriptor of the VM is closed: a branch that was just forked has copies of them for a moment.
-const PATIENCE: Duration = Duration::from_secs(10);
+const THREAD_EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long to wait before the kernel is asked again.
-const BREATH: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Proof that this process has one thread: the one that holds this.
 ///
@@ -77,7 +77,7 @@ pub struct SingleThreaded(PhantomData<*const ()>);
 impl SingleThreaded {
     /// Asks the kernel how many threads the process has. More than one, and staying so, is an error.
     pub fn check() -> Result<SingleThreaded> {
-        SingleThreaded::check_within(PATIENCE)
+        SingleThreaded::check_within(THREAD_EXIT_TIMEOUT)
     }
 
     fn check_within(patience: Duration) -> Result<SingleThreaded> {
@@ -85,7 +85,7 @@ impl SingleThreaded {
         loop {
             match is_single_threaded() {
                 Ok(true) => return Ok(SingleThreaded(PhantomData)),
-                Ok(false) if Instant::now() < deadline => std::thread::sleep(BREATH),
+                Ok(false) if Instant::now() < deadline => std::thread::sleep(POLL_INTERVAL),
                 Ok(false) => return Err(Error::system("become a template")(several_threads())),
                 Err(error) => return Err(Error::system("count the threads of this process")(error)),
             }
@@ -152,7 +152,7 @@ unsafe fn clone(cgroup: Option<BorrowedFd<'_>>) -> io::Result<Forked> {
 /// the calling thread exists. [`Paused::fork`](crate::vm::Paused::fork) is the way here.
 ///
 /// This is the C library's `fork`: with threads there is something to repair, if only its list of their
-/// stacks. The child is to be [let go](let_go) of.
+/// stacks. The child is to be [let go](detach) of.
 ///
 /// # Safety
 ///
@@ -167,7 +167,7 @@ pub(crate) unsafe fn fork_beside_threads() -> io::Result<Option<i32>> {
         pid @ 1.. => Ok(Some(pid)),
         _ => {
             let error = io::Error::last_os_error();
-            forget_children();
+            let_kernel_reap();
             Err(error)
         }
     }
@@ -175,17 +175,17 @@ pub(crate) unsafe fn fork_beside_threads() -> io::Result<Option<i32>> {
 
 /// Opens the pidfd of the child that was just forked. How it ends, and how those before it did, is for the
 /// owner of the pidfd: the kernel reaps them.
-pub(crate) fn let_go(pid: i32) -> io::Result<OwnedFd> {
+pub(crate) fn detach(pid: i32) -> io::Result<OwnedFd> {
     let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput);
     let opened = pid
         .map_err(io::Error::from)
         .and_then(|pid| Ok(rustix::process::pidfd_open(pid, PidfdFlags::empty())?));
-    forget_children();
+    let_kernel_reap();
     opened
 }
 
 /// Has children reaped by the kernel, also those that have ended before this.
-fn forget_children() {
+fn let_kernel_reap() {
     set_child_signal(libc::SIG_IGN);
     while matches!(rustix::process::wait(WaitOptions::NOHANG), Ok(Some(_))) {}
 }

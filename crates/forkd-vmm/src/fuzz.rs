@@ -37,7 +37,7 @@ const GUEST_CID: u32 = 3;
 
 /// Accesses of any width to any register of any device, in any order.
 pub fn fuzz_mmio_registers(data: &[u8]) {
-    let mut input = Input(data);
+    let mut input = FuzzInput(data);
     let device = any_device(input.byte());
     let Ok(driver) = device.and_then(Driver::new) else { return };
     for _ in 0..MAX_STEPS {
@@ -73,7 +73,7 @@ fn any_device(kind: u8) -> io::Result<Box<dyn VirtioDevice>> {
 /// A device restored from registers somebody changed, as a state file may have them: refused, or good
 /// for any further access.
 pub fn fuzz_device_state(data: &[u8]) {
-    let mut input = Input(data);
+    let mut input = FuzzInput(data);
     let kind = input.byte();
     let (Ok(mut driver), Ok(copy)) = (any_device(kind).and_then(Driver::started), any_device(kind)) else {
         return;
@@ -181,7 +181,7 @@ pub fn fuzz_vsock_queue(data: &[u8]) {
 }
 
 /// Plays a driver that does what `data` says; `host` does what it says on the other side.
-fn play(data: &[u8], device: Box<dyn VirtioDevice>, mut host: impl FnMut(&Driver, &mut Input<'_>)) {
+fn play(data: &[u8], device: Box<dyn VirtioDevice>, mut host: impl FnMut(&Driver, &mut FuzzInput<'_>)) {
     let queues = device.queue_sizes().len();
     let Ok(mut driver) = Driver::started(device) else { return };
     let Ok(mut event_loop) = EventLoop::new() else { return };
@@ -190,7 +190,7 @@ fn play(data: &[u8], device: Box<dyn VirtioDevice>, mut host: impl FnMut(&Driver
     }
     let mut events = Vec::with_capacity(16);
     let mut before = vec![0; MEMORY as usize];
-    let mut input = Input(data);
+    let mut input = FuzzInput(data);
     for _ in 0..MAX_STEPS {
         if input.is_empty() {
             break;
@@ -317,9 +317,9 @@ fn call(address: &SocketAddr, line: &[u8]) -> io::Result<UnixStream> {
 }
 
 /// An input, read piece by piece; zeros when it is over.
-struct Input<'a>(&'a [u8]);
+struct FuzzInput<'a>(&'a [u8]);
 
-impl Input<'_> {
+impl FuzzInput<'_> {
     fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

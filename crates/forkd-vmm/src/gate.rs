@@ -19,13 +19,13 @@ pub enum Order {
 
 /// Where threads wait and are told to run or to end.
 #[derive(Debug)]
-pub struct Gate {
-    state: Mutex<State>,
+pub struct ParkGate {
+    state: Mutex<GateState>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct State {
+struct GateState {
     order: Order,
     /// Threads that wait here.
     waiting: usize,
@@ -33,13 +33,13 @@ struct State {
     alive: usize,
 }
 
-impl Gate {
+impl ParkGate {
     /// A gate for nobody yet.
-    pub fn new(order: Order) -> Gate {
-        Gate { state: Mutex::new(State { order, waiting: 0, alive: 0 }), changed: Condvar::new() }
+    pub fn new(order: Order) -> ParkGate {
+        ParkGate { state: Mutex::new(GateState { order, waiting: 0, alive: 0 }), changed: Condvar::new() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, GateState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -17,7 +17,7 @@ use crate::{Error, Result};
 
 /// Who the monitor becomes. The controller picks one pair per lineage of VMs, used by nobody else.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Identity {
+pub struct JailIds {
     /// User id; not 0.
     pub uid: u32,
     /// Group id; not 0.
@@ -34,12 +34,12 @@ const MAX_THREADS: u64 = 32 << 10;
 
 /// Puts up the walls. Without an identity (not started by root: tests, development) only those that
 /// need no privileges.
-pub fn enter(identity: Option<Identity>) -> Result<()> {
+pub fn enter(ids: Option<JailIds>) -> Result<()> {
     close_inherited()?;
-    if let Some(identity) = identity {
-        leave_the_host(identity)?;
+    if let Some(ids) = ids {
+        unshare_namespaces(ids)?;
     }
-    set_limits(identity.is_some())?;
+    set_limits(ids.is_some())?;
     // No set-user-id program may give back what was given up; also what seccomp filters ask for.
     rustix::thread::set_no_new_privs(true).map_err(Error::system("set no_new_privs"))?;
     // After the change of user, which resets it: nobody of the same lineage may trace this process or
@@ -61,8 +61,8 @@ fn close_inherited() -> Result<()> {
 }
 
 /// Everything that takes root, ending with not being root.
-fn leave_the_host(identity: Identity) -> Result<()> {
-    if identity.uid == 0 || identity.gid == 0 {
+fn unshare_namespaces(ids: JailIds) -> Result<()> {
+    if ids.uid == 0 || ids.gid == 0 {
         return Err(Error::Config(
             "--uid and --gid must not be 0: the jail is there to stop being root".into(),
         ));
@@ -83,7 +83,7 @@ fn leave_the_host(identity: Identity) -> Result<()> {
 
     drop_bounding_set()?;
     rustix::thread::set_thread_groups(&[]).map_err(Error::system("drop supplementary groups"))?;
-    let (uid, gid) = (Uid::from_raw(identity.uid), Gid::from_raw(identity.gid));
+    let (uid, gid) = (Uid::from_raw(ids.uid), Gid::from_raw(ids.gid));
     // The group first: it takes a privilege that goes with the user. All three of each kind, so that
     // there is no saved id to go back to.
     rustix::thread::set_thread_res_gid(gid, gid, gid).map_err(Error::system("become the lineage's group"))?;

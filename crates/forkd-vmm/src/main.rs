@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 use forkd_protocol::control::LISTENER_FD;
 use forkd_vmm::control::{self, Finish};
-use forkd_vmm::jail::{self, Identity};
+use forkd_vmm::jail::{self, JailIds};
 use forkd_vmm::seccomp::{self, Mode, ThreadKind};
 use forkd_vmm::{Error, Result, probe};
 
@@ -42,7 +42,7 @@ fn main() -> ExitCode {
 
 /// How the process was started.
 struct Options {
-    identity: Option<Identity>,
+    ids: Option<JailIds>,
     seccomp: Mode,
 }
 
@@ -59,12 +59,12 @@ fn parse(arguments: &[String]) -> Result<Options> {
             _ => return Err(usage()),
         }
     }
-    let identity = match (uid, gid) {
-        (Some(uid), Some(gid)) => Some(Identity { uid, gid }),
+    let ids = match (uid, gid) {
+        (Some(uid), Some(gid)) => Some(JailIds { uid, gid }),
         (None, None) => None,
         _ => return Err(usage()),
     };
-    Ok(Options { identity, seccomp })
+    Ok(Options { ids, seccomp })
 }
 
 fn run(options: Options) -> Result<()> {
@@ -75,7 +75,7 @@ fn run(options: Options) -> Result<()> {
         std::process::exit(101);
     }));
     let listener = inherited(LISTENER_FD)?;
-    jail::enter(options.identity)?;
+    jail::enter(options.ids)?;
     seccomp::install(ThreadKind::Control, options.seccomp)?;
     match control::serve(listener, options.seccomp)? {
         Finish::Stopped | Finish::Saved => {}
@@ -101,7 +101,7 @@ fn run_probe() -> ExitCode {
 /// walls as a VM, and in little memory.
 fn run_check(options: Options) -> Result<()> {
     let (state, kvm) = (inherited(libc::STDIN_FILENO)?, inherited(probe::KVM_FD)?);
-    jail::enter(options.identity)?;
+    jail::enter(options.ids)?;
     jail::limit_memory(CHECK_MEMORY)?;
     seccomp::install(ThreadKind::Control, options.seccomp)?;
     forkd_vmm::state::frozen::check_state(kvm, &state.into())

@@ -1,6 +1,6 @@
 //! vCPU threads: run the guest, serve its register accesses, stop when told.
 //!
-//! All vCPUs of a VM listen to one [`Gate`]: it says whether they run, are parked or end. A parked
+//! All vCPUs of a VM listen to one [`ParkGate`]: it says whether they run, are parked or end. A parked
 //! thread waits at the gate holding no lock, not even that of its vCPU, with no half-done register
 //! access, so that its vCPU can be saved and the process can fork.
 //!
@@ -21,14 +21,14 @@ use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
 
 use crate::affinity;
 use crate::bus::{Bus, Effect};
-use crate::exit::Ending;
-use crate::gate::{Gate, Order};
+use crate::exit::VmReport;
+use crate::gate::{Order, ParkGate};
 use crate::seccomp::{self, ThreadKind};
 use crate::vm::THREAD_STACK;
 use crate::{Error, Result};
 
 /// How long to wait before trying again what could fail again at once.
-const BREATH: Duration = Duration::from_millis(1);
+const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
 /// How often in a row KVM may say that it cannot run a vCPU just now.
 const MAX_REFUSALS: u32 = 1000;
@@ -110,7 +110,7 @@ struct VcpuThread {
 /// The vCPU threads of a VM.
 #[derive(Debug)]
 pub struct VcpuThreads {
-    gate: Arc<Gate>,
+    gate: Arc<ParkGate>,
     threads: Vec<VcpuThread>,
 }
 
@@ -119,7 +119,7 @@ impl VcpuThreads {
     pub fn spawn(
         vcpus: Vec<VcpuFd>,
         bus: Arc<Bus>,
-        ending: Arc<Ending>,
+        report: Arc<VmReport>,
         seccomp: seccomp::Mode,
     ) -> Result<VcpuThreads> {
         // The signal only has to interrupt; its handler has nothing to do.
@@ -127,7 +127,7 @@ impl VcpuThreads {
         register_signal_handler(SIGRTMIN(), interrupt)
             .map_err(|error| Error::system("set up a signal")(std::io::Error::from(error)))?;
 
-        let mut all = VcpuThreads { gate: Arc::new(Gate::new(Order::Park)), threads: Vec::new() };
+        let mut all = VcpuThreads { gate: Arc::new(ParkGate::new(Order::Park)), threads: Vec::new() };
         for (index, mut vcpu) in vcpus.into_iter().enumerate() {
             let kick = Kick::new(&mut vcpu);
             let id = Arc::new(AtomicI32::new(0));
@@ -139,7 +139,7 @@ impl VcpuThreads {
                 vcpu: vcpu.clone(),
                 cpu: cpu.clone(),
                 bus: bus.clone(),
-                ending: ending.clone(),
+                report: report.clone(),
                 gate: all.gate.clone(),
             };
             all.gate.enter();
@@ -151,7 +151,7 @@ impl VcpuThreads {
                     // A kick that came before the thread had an id is not lost: the gate comes first.
                     Ok(()) if runner.gate.pass() => runner.run(),
                     Ok(()) => {}
-                    Err(error) => runner.ending.report(EndReason::Failed, error.chain()),
+                    Err(error) => runner.report.report(EndReason::Failed, error.chain()),
                 }
                 runner.gate.leave();
             });
@@ -179,9 +179,9 @@ impl VcpuThreads {
     }
 
     /// Takes the calling thread to where the first vCPU ran until it was parked.
-    pub fn go_near(&self) {
+    pub fn move_to_vcpu(&self) {
         if let Some(first) = self.threads.first() {
-            affinity::go_to(first.cpu.load(Ordering::Relaxed));
+            affinity::move_to(first.cpu.load(Ordering::Relaxed));
         }
     }
 
@@ -216,7 +216,9 @@ impl VcpuThreads {
             // waiting are in use.
             loop {
                 match Alarm::ring(id.load(Ordering::SeqCst)) {
-                    Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => std::thread::sleep(BREATH),
+                    Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => {
+                        std::thread::sleep(RETRY_INTERVAL)
+                    }
                     result => return result.ok(),
                 }
             }
@@ -231,8 +233,8 @@ struct Runner {
     cpu: Arc<AtomicUsize>,
     kick: Kick,
     bus: Arc<Bus>,
-    ending: Arc<Ending>,
-    gate: Arc<Gate>,
+    report: Arc<VmReport>,
+    gate: Arc<ParkGate>,
 }
 
 impl Runner {
@@ -248,10 +250,10 @@ impl Runner {
                 refused += 1;
                 if refused > MAX_REFUSALS {
                     let detail = "KVM has no room to run the vCPU; are there too many processes?";
-                    return self.ending.report(EndReason::Failed, detail.into());
+                    return self.report.report(EndReason::Failed, detail.into());
                 }
                 if refused > 1 {
-                    std::thread::sleep(BREATH);
+                    std::thread::sleep(RETRY_INTERVAL);
                 }
             } else {
                 refused = 0;
@@ -260,9 +262,9 @@ impl Runner {
                 Ok(VcpuExit::IoIn(port, data)) => self.bus.read_port(port, data),
                 Ok(VcpuExit::IoOut(port, data)) => match self.bus.write_port(port, data) {
                     None => {}
-                    Some(Effect::Ready) => self.ending.report_ready(),
+                    Some(Effect::Ready) => self.report.report_ready(),
                     Some(Effect::End(reason, detail)) => {
-                        return self.ending.report(reason, detail.into());
+                        return self.report.report(reason, detail.into());
                     }
                 },
                 Ok(VcpuExit::MmioRead(address, data)) => self.bus.read_memory(address, data),
@@ -270,12 +272,12 @@ impl Runner {
                 Ok(VcpuExit::Intr) => {}
                 Ok(VcpuExit::Shutdown) => {
                     let detail = "the guest ran into a triple fault, where a real machine resets itself";
-                    return self.ending.report(EndReason::Failed, detail.into());
+                    return self.report.report(EndReason::Failed, detail.into());
                 }
                 Ok(exit) => {
                     let exit = format!("{exit:?}");
                     let detail = explain_exit(&mut vcpu, &exit);
-                    return self.ending.report(EndReason::Failed, detail);
+                    return self.report.report(EndReason::Failed, detail);
                 }
                 // KVM comes back with this only when it has finished the guest's last register
                 // access: the place to wait, if told to.
@@ -290,7 +292,7 @@ impl Runner {
                     }
                 }
                 Err(error) => {
-                    return self.ending.report(EndReason::Failed, Error::kvm("KVM_RUN")(error).chain());
+                    return self.report.report(EndReason::Failed, Error::kvm("KVM_RUN")(error).chain());
                 }
             }
         }

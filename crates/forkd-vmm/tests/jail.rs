@@ -6,7 +6,7 @@ mod support;
 
 use std::process::Command;
 
-use forkd_vmm::jail::{self, Identity};
+use forkd_vmm::jail::{self, JailIds};
 
 const CASE: &str = "FORKD_JAIL_CASE";
 
@@ -17,7 +17,7 @@ const TESTS: [(&str, fn()); 2] = [
 
 fn main() {
     if let Ok(case) = std::env::var(CASE) {
-        jail::enter(Some(Identity { uid: 23456, gid: 34567 })).unwrap();
+        jail::enter(Some(JailIds { uid: 23456, gid: 34567 })).unwrap();
         return run_case(&case);
     }
     for (name, test) in TESTS {

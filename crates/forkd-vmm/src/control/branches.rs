@@ -46,7 +46,7 @@ impl Branches {
     }
 
     /// Forgets the branches that have ended: for each that is [watched](Branches::watched), whether it has.
-    pub(super) fn forget(&mut self, ended: &[bool], memory: &GuestMemory) {
+    pub(super) fn remove_ended(&mut self, ended: &[bool], memory: &GuestMemory) {
         let mut ended = ended.iter();
         let before = self.pidfds.len();
         self.pidfds.retain(|_| !ended.next().is_some_and(|ended| *ended));

@@ -15,30 +15,30 @@ use crate::{Error, Result};
 
 /// How long a peer may take to say hello, and to take a message out of a full socket. A peer that is
 /// slower is taken for dead.
-const PATIENCE: Duration = Duration::from_secs(5);
+const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long to wait before trying again what could fail again at once.
-const BREATH: Duration = Duration::from_millis(20);
+const ACCEPT_RETRY: Duration = Duration::from_millis(20);
 
 /// Where controllers connect, and the one that has.
-pub(crate) struct Controllers {
+pub(crate) struct ControlSocket {
     listener: OwnedFd,
-    peer: Option<Peer>,
+    connection: Option<ControllerConnection>,
 }
 
 /// The connected controller.
-struct Peer {
+struct ControllerConnection {
     channel: Channel,
     connected: Instant,
     greeted: bool,
 }
 
-impl Controllers {
+impl ControlSocket {
     /// Nobody is connected yet.
-    pub(crate) fn new(listener: OwnedFd) -> Result<Controllers> {
+    pub(crate) fn new(listener: OwnedFd) -> Result<ControlSocket> {
         if !rustix::net::sockopt::socket_acceptconn(&listener).unwrap_or(false) {
             return Err(Error::Config("the control descriptor is not a listening socket".into()));
         }
-        Ok(Controllers { listener, peer: None })
+        Ok(ControlSocket { listener, connection: None })
     }
 
     /// Where controllers connect.
@@ -48,16 +48,17 @@ impl Controllers {
 
     /// Whether a controller is connected and has said hello.
     pub(crate) fn attached(&self) -> bool {
-        self.peer.as_ref().is_some_and(|peer| peer.greeted)
+        self.connection.as_ref().is_some_and(|connection| connection.greeted)
     }
 
     /// Waits until something happens: on the connection if there is one, else on the listener; or on one
     /// of `others`. Returns what did, the controller first.
     pub(crate) fn wait(&self, others: &[BorrowedFd<'_>]) -> Result<Vec<bool>> {
-        let control = self.peer.as_ref().map_or(self.listener.as_fd(), |peer| peer.channel.as_fd());
+        let control =
+            self.connection.as_ref().map_or(self.listener.as_fd(), |connection| connection.channel.as_fd());
         let all = std::iter::once(&control).chain(others);
         let mut fds: Vec<_> = all.map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
-        let silent = self.peer.as_ref().is_some_and(|peer| !peer.greeted);
+        let silent = self.connection.as_ref().is_some_and(|connection| !connection.greeted);
         let timeout = silent.then_some(Timespec { tv_sec: 1, tv_nsec: 0 });
         match rustix::event::poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -66,18 +67,18 @@ impl Controllers {
         Ok(fds.iter().map(|fd| !fd.revents().is_empty()).collect())
     }
 
-    /// One step with whoever is there, to be called when [`Controllers::wait`] says so: a connection, a
+    /// One step with whoever is there, to be called when [`ControlSocket::wait`] says so: a connection, a
     /// hello, or a request, which is returned.
     pub(crate) fn step(&mut self) -> Option<(Request, Vec<OwnedFd>)> {
-        let Some(peer) = &self.peer else {
+        let Some(connection) = &self.connection else {
             self.accept();
             return None;
         };
-        match peer.channel.recv::<Request>() {
+        match connection.channel.recv::<Request>() {
             Ok(Some((Request::Hello { version }, _))) => self.greet(version),
-            Ok(Some((request, fds))) if peer.greeted => return Some((request, fds)),
+            Ok(Some((request, fds))) if connection.greeted => return Some((request, fds)),
             Ok(Some(_)) => self.refuse("the first request on a connection must be hello".into()),
-            Ok(None) => self.peer = None,
+            Ok(None) => self.connection = None,
             Err(error) => self.refuse(format!("that was no request: {error}")),
         }
         None
@@ -86,11 +87,11 @@ impl Controllers {
     fn accept(&mut self) {
         let Ok(socket) = rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC) else {
             // A peer that is gone again, or no descriptor left: the next turn tries again, in a while.
-            return std::thread::sleep(BREATH);
+            return std::thread::sleep(ACCEPT_RETRY);
         };
-        let _ = rustix::net::sockopt::set_socket_timeout(&socket, Timeout::Send, Some(PATIENCE));
+        let _ = rustix::net::sockopt::set_socket_timeout(&socket, Timeout::Send, Some(HELLO_TIMEOUT));
         let channel = Channel::new(socket);
-        self.peer = Some(Peer { channel, connected: Instant::now(), greeted: false });
+        self.connection = Some(ControllerConnection { channel, connected: Instant::now(), greeted: false });
     }
 
     fn greet(&mut self, version: u32) {
@@ -99,16 +100,20 @@ impl Controllers {
                 format!("this monitor speaks version {VERSION} of the control protocol, not {version}");
             return self.refuse(text);
         }
-        if let Some(peer) = &mut self.peer {
-            peer.greeted = true;
+        if let Some(connection) = &mut self.connection {
+            connection.greeted = true;
         }
         self.reply(Reply::Hello { version: VERSION, monitor: env!("CARGO_PKG_VERSION").into() });
     }
 
     /// Hangs up on a peer that never said hello.
     pub(crate) fn drop_silent(&mut self) {
-        if self.peer.as_ref().is_some_and(|peer| !peer.greeted && peer.connected.elapsed() > PATIENCE) {
-            self.peer = None;
+        if self
+            .connection
+            .as_ref()
+            .is_some_and(|connection| !connection.greeted && connection.connected.elapsed() > HELLO_TIMEOUT)
+        {
+            self.connection = None;
         }
     }
 
@@ -129,14 +134,14 @@ impl Controllers {
 
     /// Tells an event to the controller, if there is one that has said hello. Returns whether it was
     /// told.
-    pub(crate) fn tell(&mut self, event: Event, fds: &[BorrowedFd<'_>]) -> bool {
+    pub(crate) fn send_event(&mut self, event: Event, fds: &[BorrowedFd<'_>]) -> bool {
         self.attached() && self.send(Message::Event(event), fds)
     }
 
     /// Tells the controller that waits in the listener's queue why there will be no hello.
-    pub(crate) fn tell_unasked(mut self, event: Event) {
+    pub(crate) fn send_to_waiting(mut self, event: Event) {
         // Who waits has connected before: there is nothing to wait for.
-        if self.peer.is_none() && rustix::io::ioctl_fionbio(&self.listener, true).is_ok() {
+        if self.connection.is_none() && rustix::io::ioctl_fionbio(&self.listener, true).is_ok() {
             self.accept();
         }
         self.send(Message::Event(event), &[]);
@@ -144,14 +149,14 @@ impl Controllers {
 
     fn refuse(&mut self, message: String) {
         self.reply(Reply::Error { message });
-        self.peer = None;
+        self.connection = None;
     }
 
     fn send(&mut self, message: Message, fds: &[BorrowedFd<'_>]) -> bool {
-        let Some(peer) = &self.peer else { return false };
-        let sent: io::Result<()> = peer.channel.send(&message, fds);
+        let Some(connection) = &self.connection else { return false };
+        let sent: io::Result<()> = connection.channel.send(&message, fds);
         if sent.is_err() {
-            self.peer = None;
+            self.connection = None;
         }
         sent.is_ok()
     }

@@ -26,11 +26,11 @@ use crate::config;
 use crate::event_loop::as_fd;
 use crate::fork::SingleThreaded;
 use crate::state::Frozen;
-use crate::template::{self, Newborn, Template};
+use crate::template::{self, ForkedChild, Template, TemplateOutcome};
 use crate::vm::{Paused, Running, Vm};
 use crate::{Error, Result, seccomp};
 use branches::Branches;
-pub(crate) use connection::Controllers;
+pub(crate) use connection::ControlSocket;
 use guest_connections::{Inbox, Outbox};
 
 /// How serving ended.
@@ -47,57 +47,57 @@ pub enum Finish {
 /// Serves controllers that connect to `listener` until the VM has ended, or the template was stopped.
 /// In a process that a template forks this goes on as whatever was forked.
 pub fn serve(listener: OwnedFd, seccomp: seccomp::Mode) -> Result<Finish> {
-    let mut monitor = Monitor::idle(Controllers::new(listener)?, seccomp)?;
+    let mut monitor = Monitor::idle(ControlSocket::new(listener)?, seccomp)?;
     loop {
-        let (alone, frozen, controllers) = match monitor.serve()? {
-            Outcome::Finish(finish) => return Ok(finish),
-            Outcome::Template(alone, frozen, controllers) => (alone, *frozen, controllers),
-            Outcome::Branch(newborn, source) => newborn.settle(*source)?,
+        let (alone, frozen, control) = match monitor.serve()? {
+            MonitorOutcome::Finish(finish) => return Ok(finish),
+            MonitorOutcome::Template(alone, frozen, control) => (alone, *frozen, control),
+            MonitorOutcome::Branch(branch, source) => branch.become_template(*source)?,
         };
-        let template = Template::new(alone, frozen, controllers)?;
+        let template = Template::new(alone, frozen, control)?;
         monitor = match template.serve()? {
-            template::Outcome::Stopped => return Ok(Finish::Stopped),
-            template::Outcome::Saver(saver) => return saver.save().map(|()| Finish::Saved),
-            template::Outcome::Child(newborn) => Monitor::born(*newborn, seccomp)?,
+            TemplateOutcome::Stopped => return Ok(Finish::Stopped),
+            TemplateOutcome::Saver(saver) => return saver.save().map(|()| Finish::Saved),
+            TemplateOutcome::Child(child) => Monitor::start_child(*child, seccomp)?,
         };
     }
 }
 
 /// What comes after [`Monitor::serve`].
-enum Outcome {
+enum MonitorOutcome {
     Finish(Finish),
-    Template(SingleThreaded, Box<Frozen>, Controllers),
+    Template(SingleThreaded, Box<Frozen>, ControlSocket),
     /// This is a new process, and the VM its source's.
-    Branch(Box<branch::Newborn>, Box<Running>),
+    Branch(Box<branch::ForkedBranch>, Box<Running>),
 }
 
 /// The control thread of a process that waits for its VM, or runs it.
 struct Monitor {
-    controllers: Controllers,
+    control: ControlSocket,
     seccomp: seccomp::Mode,
     running: Option<Running>,
     branches: Branches,
     /// Whether the controller that is attached was told that the guest is ready.
-    ready_told: bool,
+    ready_sent: bool,
     /// Whether the monitor itself paused the VM, because the host's disk is full.
     disk_full: bool,
     /// Whether the controller that is attached was told so.
-    disk_full_told: bool,
+    disk_full_sent: bool,
     outbox: Outbox,
     inbox: Inbox,
 }
 
 impl Monitor {
-    fn idle(controllers: Controllers, seccomp: seccomp::Mode) -> Result<Monitor> {
+    fn idle(control: ControlSocket, seccomp: seccomp::Mode) -> Result<Monitor> {
         let (outbox, inbox) = guest_connections::queue()?;
         Ok(Monitor {
-            controllers,
+            control,
             seccomp,
             running: None,
             branches: Branches::default(),
-            ready_told: false,
+            ready_sent: false,
             disk_full: false,
-            disk_full_told: false,
+            disk_full_sent: false,
             outbox,
             inbox,
         })
@@ -105,12 +105,12 @@ impl Monitor {
 
     /// The monitor of a child that was just forked. Its guest runs when this returns: only then is there
     /// time for the controller, who waits in the socket's queue.
-    fn born(newborn: Newborn, seccomp: seccomp::Mode) -> Result<Monitor> {
+    fn start_child(child: ForkedChild, seccomp: seccomp::Mode) -> Result<Monitor> {
         template::name_process(c"forkd-sandbox");
-        let mut monitor = Monitor::idle(newborn.controllers, seccomp)?;
+        let mut monitor = Monitor::idle(child.control, seccomp)?;
         let outbox = monitor.outbox.clone();
-        let parts = newborn.parts.with(Box::new(move |port, fd| outbox.offer(port, fd)));
-        let vm = parts.and_then(|parts| newborn.frozen.thaw(parts));
+        let parts = child.parts.with(Box::new(move |port, fd| outbox.offer(port, fd)));
+        let vm = parts.and_then(|parts| child.frozen.thaw(parts));
         match vm.and_then(|vm| vm.start(seccomp)) {
             Ok(running) => {
                 monitor.running = Some(running);
@@ -118,20 +118,20 @@ impl Monitor {
             }
             Err(error) => {
                 let end = failure(&error);
-                monitor.controllers.tell_unasked(Event::Ended(end));
+                monitor.control.send_to_waiting(Event::Ended(end));
                 Err(error)
             }
         }
     }
 
-    fn serve(mut self) -> Result<Outcome> {
+    fn serve(mut self) -> Result<MonitorOutcome> {
         loop {
             let ready = self.wait()?;
             // The end first: nothing said now can change it.
-            if ready.news
-                && let Some(end) = self.look_at_news()
+            if ready.report_event
+                && let Some(end) = self.read_report()
             {
-                return Ok(Outcome::Finish(self.finish(end)));
+                return Ok(MonitorOutcome::Finish(self.finish(end)));
             }
             if ready.guest_connections {
                 self.pass_guest_connections();
@@ -139,56 +139,56 @@ impl Monitor {
             if ready.branches.contains(&true)
                 && let Some(running) = &self.running
             {
-                self.branches.forget(&ready.branches, running.memory());
+                self.branches.remove_ended(&ready.branches, running.memory());
             }
             if ready.control {
-                let request = self.controllers.step();
-                self.inbox.set_attached(self.controllers.attached());
-                self.ready_told &= self.controllers.attached();
-                self.disk_full_told &= self.controllers.attached();
+                let request = self.control.step();
+                self.inbox.set_attached(self.control.attached());
+                self.ready_sent &= self.control.attached();
+                self.disk_full_sent &= self.control.attached();
                 // They may have come before the hello.
-                self.tell_ready();
-                self.tell_disk_full();
+                self.send_ready();
+                self.send_disk_full();
                 if let Some((request, fds)) = request
                     && let Some(next) = self.answer(request, fds)
                 {
                     return match next {
-                        Next::Finish(finish) => Ok(Outcome::Finish(finish)),
-                        Next::Template(alone, frozen) => {
-                            Ok(Outcome::Template(alone, frozen, self.controllers))
+                        MonitorTransition::Finish(finish) => Ok(MonitorOutcome::Finish(finish)),
+                        MonitorTransition::Template(alone, frozen) => {
+                            Ok(MonitorOutcome::Template(alone, frozen, self.control))
                         }
-                        Next::Branch(newborn, source) => {
+                        MonitorTransition::Branch(branch, source) => {
                             // All of it is still the source's.
                             std::mem::forget(self);
-                            Ok(Outcome::Branch(newborn, source))
+                            Ok(MonitorOutcome::Branch(branch, source))
                         }
-                        Next::Failed(error) => Err(error),
+                        MonitorTransition::Failed(error) => Err(error),
                     };
                 }
             }
-            self.controllers.drop_silent();
+            self.control.drop_silent();
         }
     }
 
     fn wait(&self) -> Result<Ready> {
         let mut others = vec![as_fd(self.inbox.event())];
         // Only a VM has branches, so they come after its news.
-        others.extend(self.running.as_ref().map(|running| as_fd(running.news())));
+        others.extend(self.running.as_ref().map(|running| as_fd(running.report_event())));
         others.extend(self.branches.watched());
-        let all = self.controllers.wait(&others)?;
+        let all = self.control.wait(&others)?;
         let ready = |index: usize| all.get(index).copied().unwrap_or(false);
         let branches = all.get(3..).unwrap_or_default().to_vec();
-        Ok(Ready { control: ready(0), guest_connections: ready(1), news: ready(2), branches })
+        Ok(Ready { control: ready(0), guest_connections: ready(1), report_event: ready(2), branches })
     }
 
     /// Looks at what the VM's threads have to tell. Returns the VM's end, if it has come.
-    fn look_at_news(&mut self) -> Option<VmEnd> {
+    fn read_report(&mut self) -> Option<VmEnd> {
         let running = self.running.as_ref()?;
         // Read before looking: what is told in between is told again.
-        let _ = running.news().read();
+        let _ = running.report_event().read();
         let end = running.end();
         let disk_full = running.take_disk_full();
-        self.tell_ready();
+        self.send_ready();
         if disk_full && end.is_none() {
             self.pause_for_room();
         }
@@ -202,31 +202,31 @@ impl Monitor {
         // A VM that has ended meanwhile needs no pause: its end is the next news.
         if vm.pause().map(Paused::keep).is_ok() {
             self.disk_full = true;
-            self.disk_full_told = false;
-            self.tell_disk_full();
+            self.disk_full_sent = false;
+            self.send_disk_full();
         }
     }
 
-    fn tell_disk_full(&mut self) {
-        if self.disk_full && !self.disk_full_told {
-            self.disk_full_told = self.controllers.tell(Event::DiskFull, &[]);
+    fn send_disk_full(&mut self) {
+        if self.disk_full && !self.disk_full_sent {
+            self.disk_full_sent = self.control.send_event(Event::DiskFull, &[]);
         }
     }
 
-    fn tell_ready(&mut self) {
-        if !self.ready_told && self.running.as_ref().is_some_and(Running::is_ready) {
-            self.ready_told = self.controllers.tell(Event::Ready, &[]);
+    fn send_ready(&mut self) {
+        if !self.ready_sent && self.running.as_ref().is_some_and(Running::is_ready) {
+            self.ready_sent = self.control.send_event(Event::Ready, &[]);
         }
     }
 
-    fn answer(&mut self, request: Request, fds: Vec<OwnedFd>) -> Option<Next> {
+    fn answer(&mut self, request: Request, fds: Vec<OwnedFd>) -> Option<MonitorTransition> {
         let reply = match request {
             Request::Boot(config) => self.boot(config, fds).map(|()| Reply::Booted),
             Request::Freeze => return self.freeze(),
             Request::Load(config) => match self.load(config, fds) {
                 Ok((alone, frozen)) => {
-                    self.controllers.reply(Reply::Loaded);
-                    return Some(Next::Template(alone, Box::new(frozen)));
+                    self.control.reply(Reply::Loaded);
+                    return Some(MonitorTransition::Template(alone, Box::new(frozen)));
                 }
                 Err(error) => Err(error),
             },
@@ -259,13 +259,13 @@ impl Monitor {
                 if let Some(running) = self.running.take() {
                     running.stop();
                 }
-                self.controllers.reply(Reply::Stopped);
-                return Some(Next::Finish(Finish::Stopped));
+                self.control.reply(Reply::Stopped);
+                return Some(MonitorTransition::Finish(Finish::Stopped));
             }
         };
         match reply {
-            Ok(reply) => self.controllers.reply(reply),
-            Err(error) => self.controllers.reply_error(&error),
+            Ok(reply) => self.control.reply(reply),
+            Err(error) => self.control.reply_error(&error),
         }
         None
     }
@@ -282,7 +282,7 @@ impl Monitor {
         self.running.as_mut().ok_or_else(|| Error::Config("there is no VM; boot one".into()))
     }
 
-    fn branch(&mut self, config: BranchConfig, fds: Vec<OwnedFd>) -> Option<Next> {
+    fn branch(&mut self, config: BranchConfig, fds: Vec<OwnedFd>) -> Option<MonitorTransition> {
         let branched = self.vm().and_then(|vm| branch::branch(vm, config, fds));
         match branched {
             Ok(Branched::Source(branch)) => {
@@ -293,10 +293,10 @@ impl Monitor {
                 }
             }
             // This is another process now.
-            Ok(Branched::Branch(newborn)) => {
-                return self.running.take().map(|source| Next::Branch(newborn, Box::new(source)));
+            Ok(Branched::Branch(branch)) => {
+                return self.running.take().map(|source| MonitorTransition::Branch(branch, Box::new(source)));
             }
-            Err(error) => self.controllers.reply_error(&error),
+            Err(error) => self.control.reply_error(&error),
         }
         None
     }
@@ -309,7 +309,7 @@ impl Monitor {
             fds.extend(layer.as_ref().map(AsFd::as_fd));
         }
         let pause_us = u64::try_from(branch.pause.as_micros()).unwrap_or(u64::MAX);
-        self.controllers.reply_with(Reply::Branched { pid: branch.pid, pause_us, layers }, &fds);
+        self.control.reply_with(Reply::Branched { pid: branch.pid, pause_us, layers }, &fds);
     }
 
     fn boot(&mut self, config: BootConfig, fds: Vec<OwnedFd>) -> Result<()> {
@@ -335,22 +335,22 @@ impl Monitor {
         Err(Error::Config("this monitor runs a VM already; start another monitor".into()))
     }
 
-    fn freeze(&mut self) -> Option<Next> {
+    fn freeze(&mut self) -> Option<MonitorTransition> {
         let Some(running) = self.running.take() else {
             let error = Error::Config("there is no VM to freeze; boot one".into());
-            self.controllers.reply_error(&error);
+            self.control.reply_error(&error);
             return None;
         };
         match running.freeze().and_then(|frozen| Ok((SingleThreaded::check()?, frozen))) {
             Ok((alone, frozen)) => {
-                self.controllers.reply(Reply::Frozen);
-                Some(Next::Template(alone, Box::new(frozen)))
+                self.control.reply(Reply::Frozen);
+                Some(MonitorTransition::Template(alone, Box::new(frozen)))
             }
             // The VM is neither running nor frozen: there is nothing to go on with.
             Err(error) => {
-                self.controllers.reply_error(&error);
-                self.controllers.tell(Event::Ended(failure(&error)), &[]);
-                Some(Next::Failed(error))
+                self.control.reply_error(&error);
+                self.control.send_event(Event::Ended(failure(&error)), &[]);
+                Some(MonitorTransition::Failed(error))
             }
         }
     }
@@ -358,7 +358,7 @@ impl Monitor {
     /// Passes on what the guest connected to. With no controller to take it, a connection is closed.
     fn pass_guest_connections(&mut self) {
         for (port, fd) in self.inbox.take() {
-            self.controllers.tell(Event::GuestConnection { port }, &[fd.as_fd()]);
+            self.control.send_event(Event::GuestConnection { port }, &[fd.as_fd()]);
         }
     }
 
@@ -366,7 +366,7 @@ impl Monitor {
         if let Some(running) = self.running.take() {
             running.stop();
         }
-        self.controllers.tell(Event::Ended(end.clone()), &[]);
+        self.control.send_event(Event::Ended(end.clone()), &[]);
         Finish::Ended(end)
     }
 }
@@ -375,16 +375,16 @@ impl Monitor {
 struct Ready {
     control: bool,
     guest_connections: bool,
-    news: bool,
+    report_event: bool,
     /// For each branch that is watched, whether it has ended.
     branches: Vec<bool>,
 }
 
 /// What a request makes of the process.
-enum Next {
+enum MonitorTransition {
     Finish(Finish),
     Template(SingleThreaded, Box<Frozen>),
-    Branch(Box<branch::Newborn>, Box<Running>),
+    Branch(Box<branch::ForkedBranch>, Box<Running>),
     Failed(Error),
 }
 

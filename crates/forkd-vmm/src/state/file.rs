@@ -192,11 +192,11 @@ pub fn parse(bytes: &[u8]) -> Result<MachineState> {
     if !bytes.starts_with(&MAGIC[..bytes.len().min(MAGIC.len())]) || bytes.is_empty() {
         return Err(damaged("it is not a state file".into()));
     }
-    let mut input = Input(bytes);
+    let mut input = Reader(bytes);
     let head = input
         .take(HEADER)
         .ok_or_else(|| damaged(format!("it is truncated: {} bytes are not even its header", bytes.len())))?;
-    let mut fields = Input(&head[MAGIC.len()..]);
+    let mut fields = Reader(&head[MAGIC.len()..]);
     let (version, length) = (fields.u32().unwrap_or_default(), fields.u64().unwrap_or_default());
     // Before the checksum: another version may compute it in another way.
     if ![OLDER_GUEST, FORMAT_VERSION].contains(&version) {
@@ -229,7 +229,7 @@ pub fn parse(bytes: &[u8]) -> Result<MachineState> {
 
 /// The parts found so far.
 #[derive(Default)]
-struct Parts {
+struct PartialState {
     memory: Option<Vec<MemoryRange>>,
     vcpus: Vec<VcpuState>,
     interrupts: Option<InterruptState>,
@@ -240,8 +240,8 @@ struct Parts {
 }
 
 fn sections(payload: &[u8]) -> Result<MachineState> {
-    let mut input = Input(payload);
-    let mut parts = Parts::default();
+    let mut input = Reader(payload);
+    let mut parts = PartialState::default();
     while !input.0.is_empty() {
         let (kind, bytes) = section(&mut input)?;
         match kind {
@@ -273,10 +273,10 @@ fn sections(payload: &[u8]) -> Result<MachineState> {
 }
 
 /// The next section's kind and bytes.
-fn section<'a>(input: &mut Input<'a>) -> Result<(Kind, &'a [u8])> {
+fn section<'a>(input: &mut Reader<'a>) -> Result<(Kind, &'a [u8])> {
     let cut = || damaged("its last section is incomplete".into());
     let head = input.take(SECTION_HEADER).ok_or_else(cut)?;
-    let mut fields = Input(head);
+    let mut fields = Reader(head);
     let (Some(number), Some(version), Some(length)) = (fields.u32(), fields.u32(), fields.u64()) else {
         return Err(cut());
     };
@@ -328,9 +328,9 @@ fn missing(kind: Kind) -> Error {
 }
 
 /// Bytes that are taken from the front.
-struct Input<'a>(&'a [u8]);
+struct Reader<'a>(&'a [u8]);
 
-impl<'a> Input<'a> {
+impl<'a> Reader<'a> {
     fn take(&mut self, count: usize) -> Option<&'a [u8]> {
         let (taken, rest) = self.0.split_at_checked(count)?;
         self.0 = rest;

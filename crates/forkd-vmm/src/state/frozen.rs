@@ -205,7 +205,7 @@ fn load_memory(ranges: &[MemoryRange], layers: Vec<File>) -> Result<GuestMemory>
             "the state's memory ranges are none a VM has; make the snapshot again".into(),
         ));
     }
-    memory_layer::map(&memory_layer::Chain::open(layers, mib << 20)?)
+    memory_layer::map(&memory_layer::LayerChain::open(layers, mib << 20)?)
 }
 
 fn load_disks(devices: &[DeviceState], files: Vec<(File, Vec<File>)>) -> Result<Vec<Disk>> {

@@ -6,7 +6,7 @@
 use std::fs::File;
 use std::io;
 
-use super::memory_layer::{self, Chain, Progress};
+use super::memory_layer::{self, LayerChain, Progress};
 use super::{DevicePart, Frozen, file};
 use crate::devices::virtio::block::DiskError;
 use crate::{Error, Result};
@@ -35,7 +35,7 @@ pub struct SaveFiles {
 #[derive(Debug)]
 pub struct Saving {
     files: SaveFiles,
-    parent: Option<Chain>,
+    parent: Option<LayerChain>,
 }
 
 /// Frozen layers of a disk that become one.
@@ -66,7 +66,7 @@ impl Frozen {
         let layers = std::mem::take(&mut files.parent);
         let parent = match layers.is_empty() {
             true => None,
-            false => Some(Chain::open(layers, self.memory_bytes())?),
+            false => Some(LayerChain::open(layers, self.memory_bytes())?),
         };
         Ok(Saving { files, parent })
     }
@@ -77,7 +77,7 @@ impl Frozen {
         let Saving { files, parent } = saving;
         let reporting = || Error::system::<io::Error>("report progress");
         let mut progress = Progress::new(files.progress, self.memory_bytes());
-        progress.tell().map_err(reporting())?;
+        progress.report().map_err(reporting())?;
         let pagemap = files.pagemap.as_ref();
         memory_layer::save(&self.memory, &files.memory, parent.as_ref(), pagemap, &mut progress)?;
         let mut merged = Vec::new();
@@ -88,7 +88,7 @@ impl Frozen {
             merged.push(layer.try_clone().map_err(Error::system("copy a descriptor"))?);
             disk.replace(count, layer);
         }
-        self.tell_of_disks();
+        self.report_disk_progress();
         file::write(&self.state, &files.state)?;
 
         let to_disk = Error::system::<io::Error>;
@@ -97,7 +97,7 @@ impl Frozen {
         }
         files.memory.sync_all().map_err(to_disk("write the memory layer to the disk"))?;
         files.state.sync_all().map_err(to_disk("write the state file to the disk"))?;
-        progress.tell().map_err(reporting())
+        progress.report().map_err(reporting())
     }
 
     /// Whether [`Frozen::merge_layers`] can do this.
@@ -136,7 +136,7 @@ impl Frozen {
                 disk.replace(merged.count, merged.layer);
             }
         }
-        self.tell_of_disks();
+        self.report_disk_progress();
         Ok(())
     }
 
@@ -167,7 +167,7 @@ impl Frozen {
     }
 
     /// Has the state say of the disks what they are now.
-    fn tell_of_disks(&mut self) {
+    fn report_disk_progress(&mut self) {
         let states = self.state.devices.iter_mut().filter_map(|device| match &mut device.part {
             DevicePart::Block(state) => Some(state),
             _ => None,

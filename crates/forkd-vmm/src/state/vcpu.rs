@@ -270,12 +270,12 @@ pub fn restore(vcpu: &VcpuFd, state: &VcpuState, prepared: &Prepared) -> Result<
     }
     // Last: setting registers clears pending exceptions.
     vcpu.set_vcpu_events(&state.events).map_err(Error::kvm("KVM_SET_VCPU_EVENTS"))?;
-    tell_of_pause(vcpu)
+    notify_pause(vcpu)
 }
 
 /// Tells the guest, when it goes on, that it was stopped, so that its watchdogs do not wonder about the
 /// gap. A guest without KVM's clock has no place for that.
-pub fn tell_of_pause(vcpu: &VcpuFd) -> Result<()> {
+pub fn notify_pause(vcpu: &VcpuFd) -> Result<()> {
     match vcpu.kvmclock_ctrl() {
         Err(error) if error.errno() != libc::EINVAL => Err(Error::kvm("KVM_KVMCLOCK_CTRL")(error)),
         _ => Ok(()),

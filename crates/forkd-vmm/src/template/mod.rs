@@ -21,7 +21,7 @@ use forkd_protocol::control::{
 };
 
 use crate::config::{Access, Attached};
-use crate::control::Controllers;
+use crate::control::ControlSocket;
 use crate::devices::serial::ConsoleLog;
 use crate::devices::virtio::vsock::GuestConnections;
 use crate::fork::{Forked, SingleThreaded};
@@ -36,71 +36,71 @@ pub(crate) struct Template {
     /// The proof that it is, which a fork asks for.
     alone: SingleThreaded,
     frozen: Frozen,
-    controllers: Controllers,
+    control: ControlSocket,
     children: Children,
     signal: ChildSignal,
 }
 
 /// How [`Template::serve`] ends: by a stop, or because this is not the template any more.
-pub(crate) enum Outcome {
+pub(crate) enum TemplateOutcome {
     Stopped,
-    Child(Box<Newborn>),
+    Child(Box<ForkedChild>),
     Saver(Box<Saver>),
 }
 
 /// A child, right after the fork.
-pub(crate) struct Newborn {
+pub(crate) struct ForkedChild {
     /// The frozen VM, which is the child's own now.
     pub(crate) frozen: Frozen,
     /// Where its controller waits.
-    pub(crate) controllers: Controllers,
+    pub(crate) control: ControlSocket,
     /// What it was given.
-    pub(crate) parts: Parts,
+    pub(crate) parts: ForkResources,
 }
 
 impl Template {
-    pub(crate) fn new(alone: SingleThreaded, frozen: Frozen, controllers: Controllers) -> Result<Template> {
+    pub(crate) fn new(alone: SingleThreaded, frozen: Frozen, control: ControlSocket) -> Result<Template> {
         name_process(c"forkd-template");
         let signal = ChildSignal::new()?;
-        Ok(Template { alone, frozen, controllers, children: Children::default(), signal })
+        Ok(Template { alone, frozen, control, children: Children::default(), signal })
     }
 
     /// Serves controllers until one says stop. Also returns in every process forked here, with the
     /// template's own descriptors closed.
-    pub(crate) fn serve(mut self) -> Result<Outcome> {
+    pub(crate) fn serve(mut self) -> Result<TemplateOutcome> {
         loop {
-            let ready = self.controllers.wait(&[self.signal.as_fd()])?;
+            let ready = self.control.wait(&[self.signal.as_fd()])?;
             let ready = |index: usize| ready.get(index).copied().unwrap_or(false);
             if ready(1) {
                 self.reap();
             }
             if ready(0)
-                && let Some((request, fds)) = self.controllers.step()
+                && let Some((request, fds)) = self.control.step()
             {
                 match self.answer(request, fds) {
-                    Next::Serve => {}
-                    Next::Stop => return Ok(Outcome::Stopped),
-                    Next::BeChild(controllers, parts) => {
+                    TemplateTransition::Serve => {}
+                    TemplateTransition::Stop => return Ok(TemplateOutcome::Stopped),
+                    TemplateTransition::BeChild(control, parts) => {
                         let frozen = self.frozen;
-                        return Ok(Outcome::Child(Box::new(Newborn { frozen, controllers, parts })));
+                        return Ok(TemplateOutcome::Child(Box::new(ForkedChild { frozen, control, parts })));
                     }
-                    Next::BeSaver(job) => {
-                        return Ok(Outcome::Saver(Box::new(Saver::new(self.frozen, *job))));
+                    TemplateTransition::BeSaver(job) => {
+                        return Ok(TemplateOutcome::Saver(Box::new(Saver::new(self.frozen, *job))));
                     }
                 }
             }
-            self.controllers.drop_silent();
+            self.control.drop_silent();
         }
     }
 
     fn reap(&mut self) {
         self.signal.clear();
         for (child, status) in self.children.reap() {
-            self.controllers.tell(Event::ChildEnded { child, status }, &[]);
+            self.control.send_event(Event::ChildEnded { child, status }, &[]);
         }
     }
 
-    fn answer(&mut self, request: Request, fds: Vec<OwnedFd>) -> Next {
+    fn answer(&mut self, request: Request, fds: Vec<OwnedFd>) -> TemplateTransition {
         let reply = match request {
             Request::Fork(config) => return self.fork_child(config, fds),
             Request::Save(config) => {
@@ -140,12 +140,12 @@ impl Template {
                 Reply::Error { message: "this is a template already; start another monitor".into() }
             }
             Request::Stop => {
-                self.controllers.reply(Reply::Stopped);
-                return Next::Stop;
+                self.control.reply(Reply::Stopped);
+                return TemplateTransition::Stop;
             }
         };
-        self.controllers.reply(reply);
-        Next::Serve
+        self.control.reply(reply);
+        TemplateTransition::Serve
     }
 
     fn seal(&mut self, layers: &[Option<FdRef>], fds: Vec<OwnedFd>) -> Result<()> {
@@ -163,37 +163,41 @@ impl Template {
         self.frozen.replace_layers(saver::merged_layers(disks, &mut fds, Access::Read)?)
     }
 
-    fn fork_child(&mut self, config: ForkConfig, fds: Vec<OwnedFd>) -> Next {
+    fn fork_child(&mut self, config: ForkConfig, fds: Vec<OwnedFd>) -> TemplateTransition {
         let mut fds = Attached::new(fds);
         let name = config.child.clone();
-        let checked = self.children.check_name(&name).and_then(|()| Parts::resolve(config, &mut fds));
-        let forked = checked.and_then(|(controllers, cgroup, parts)| {
+        let checked = self.children.check_name(&name).and_then(|()| ForkResources::resolve(config, &mut fds));
+        let forked = checked.and_then(|(control, cgroup, parts)| {
             let forked = self.alone.fork(cgroup.as_ref().map(AsFd::as_fd));
             let forked = forked.map_err(Error::system("fork a child"))?;
-            Ok((forked, controllers, parts))
+            Ok((forked, control, parts))
         });
         match forked {
             // The other descriptors of the message go with this function's end, in both processes.
-            Ok((Forked::Child, controllers, parts)) => Next::BeChild(controllers, parts),
+            Ok((Forked::Child, control, parts)) => TemplateTransition::BeChild(control, parts),
             Ok((Forked::Parent { pid, pidfd }, ..)) => self.answer_forked(name, pid, &pidfd),
             Err(error) => self.answer_error(&error),
         }
     }
 
     /// Forks a process that does what `prepare` finds nothing to speak against.
-    fn fork_saver(&mut self, name: String, prepare: impl FnOnce(&Frozen) -> Result<Job>) -> Next {
+    fn fork_saver(
+        &mut self,
+        name: String,
+        prepare: impl FnOnce(&Frozen) -> Result<Job>,
+    ) -> TemplateTransition {
         let forked = self.children.check_name(&name).and_then(|()| {
             let job = prepare(&self.frozen)?;
             Ok((self.alone.fork(None).map_err(Error::system("fork a saver"))?, job))
         });
         match forked {
-            Ok((Forked::Child, job)) => Next::BeSaver(Box::new(job)),
+            Ok((Forked::Child, job)) => TemplateTransition::BeSaver(Box::new(job)),
             Ok((Forked::Parent { pid, pidfd }, _)) => self.answer_forked(name, pid, &pidfd),
             Err(error) => self.answer_error(&error),
         }
     }
 
-    fn answer_layers(&mut self) -> Next {
+    fn answer_layers(&mut self) -> TemplateTransition {
         let mut fds = Vec::new();
         let mut disks = Vec::new();
         for disk in self.frozen.disks() {
@@ -203,35 +207,35 @@ impl Template {
         }
         if fds.len() > MAX_FDS {
             let text = format!("{} layers do not fit into an answer; merge some of them first", fds.len());
-            self.controllers.reply(Reply::Error { message: text });
+            self.control.reply(Reply::Error { message: text });
         } else {
-            self.controllers.reply_with(Reply::Layers { disks }, &fds);
+            self.control.reply_with(Reply::Layers { disks }, &fds);
         }
-        Next::Serve
+        TemplateTransition::Serve
     }
 
-    fn answer_forked(&mut self, name: String, pid: i32, pidfd: &OwnedFd) -> Next {
+    fn answer_forked(&mut self, name: String, pid: i32, pidfd: &OwnedFd) -> TemplateTransition {
         self.children.add(name, pid);
-        self.controllers.reply_with(Reply::Forked { pid }, &[pidfd.as_fd()]);
-        Next::Serve
+        self.control.reply_with(Reply::Forked { pid }, &[pidfd.as_fd()]);
+        TemplateTransition::Serve
     }
 
-    fn answer_error(&mut self, error: &Error) -> Next {
-        self.controllers.reply_error(error);
-        Next::Serve
+    fn answer_error(&mut self, error: &Error) -> TemplateTransition {
+        self.control.reply_error(error);
+        TemplateTransition::Serve
     }
 }
 
 /// What a request makes of the process.
-enum Next {
+enum TemplateTransition {
     Serve,
     Stop,
-    BeChild(Controllers, Parts),
+    BeChild(ControlSocket, ForkResources),
     BeSaver(Box<Job>),
 }
 
 /// What a child gets of its own, looked at before there is a child.
-pub(crate) struct Parts {
+pub(crate) struct ForkResources {
     console: File,
     console_limit: u64,
     layers: Vec<Option<File>>,
@@ -239,9 +243,12 @@ pub(crate) struct Parts {
     vsock: Option<OwnedFd>,
 }
 
-impl Parts {
-    fn resolve(config: ForkConfig, fds: &mut Attached) -> Result<(Controllers, Option<OwnedFd>, Parts)> {
-        let controllers = Controllers::new(fds.take_listener("control", config.control)?)?;
+impl ForkResources {
+    fn resolve(
+        config: ForkConfig,
+        fds: &mut Attached,
+    ) -> Result<(ControlSocket, Option<OwnedFd>, ForkResources)> {
+        let control = ControlSocket::new(fds.take_listener("control", config.control)?)?;
         let console = fds.take("console", config.console, Access::Both)?.into();
         let mut layers = Vec::new();
         for (index, layer) in config.layers.into_iter().enumerate() {
@@ -251,13 +258,13 @@ impl Parts {
         let tap = config.tap.map(|fd| fds.take_tap("tap", fd)).transpose()?;
         let vsock = config.vsock.map(|fd| fds.take_listener("vsock", fd)).transpose()?;
         let cgroup = config.cgroup.map(|fd| fds.take("cgroup", fd, Access::Read)).transpose()?;
-        let parts = Parts { console, console_limit: config.console_limit, layers, tap, vsock };
-        Ok((controllers, cgroup, parts))
+        let parts = ForkResources { console, console_limit: config.console_limit, layers, tap, vsock };
+        Ok((control, cgroup, parts))
     }
 
     /// In the child: with its way to tell connections of its guest.
     pub(crate) fn with(self, guest_connections: GuestConnections) -> Result<ChildParts> {
-        let Parts { console, console_limit, layers, tap, vsock } = self;
+        let ForkResources { console, console_limit, layers, tap, vsock } = self;
         let console = ConsoleLog::new(console, console_limit)
             .map_err(|error| Error::Config(format!("console: {error}")))?;
         let vsock = vsock.map(UnixListener::from);

@@ -85,10 +85,10 @@ impl Saver {
     /// Writes all files. When this returns without an error they are safely on disk.
     pub(crate) fn save(mut self) -> Result<()> {
         name_process(c"forkd-saver");
-        step_back();
+        lower_priority();
         match self.job {
             Job::Save(saving, report) => {
-                self.frozen.save(saving).inspect_err(|error| tell_why(error, report.as_ref()))
+                self.frozen.save(saving).inspect_err(|error| report_failure(error, report.as_ref()))
             }
             Job::Merge(disks) => self.frozen.merge_layers(disks),
         }
@@ -96,7 +96,7 @@ impl Saver {
 }
 
 /// Says behind the progress why there is nothing on disk. If even that cannot be, there is the exit status.
-fn tell_why(error: &Error, report: Option<&File>) {
+fn report_failure(error: &Error, report: Option<&File>) {
     let text = error.chain();
     let text = &text.as_bytes()[..text.len().min(SaveProgress::MAX_REASON)];
     let _ = report.map(|report| report.write_all_at(text, SaveProgress::LENGTH as u64));
@@ -105,7 +105,7 @@ fn tell_why(error: &Error, report: Option<&File>) {
 /// Steps back in every queue: nobody is to notice that somebody saves. A branch of a running guest, above all,
 /// takes a CPU away from a saver at once. Beside guests that never rest a save would take minutes like that: so
 /// the controller gives it a small share of the CPUs after a while, one of this priority.
-fn step_back() {
+fn lower_priority() {
     const LITTLE: libc::c_int = 10;
     const IDLE: libc::c_long = 3 << 13;
     let no_priority = libc::sched_param { sched_priority: 0 };

@@ -22,7 +22,7 @@ use crate::devices::serial::{ConsoleLog, Serial};
 use crate::devices::virtio::VirtioDevice;
 use crate::devices::virtio::mmio::{MmioDevice, NOTIFY_OFFSET};
 use crate::event_loop::EventLoop;
-use crate::exit::Ending;
+use crate::exit::VmReport;
 use crate::layout::{
     GENERATION_GSI, GENERATION_ID, KVM_TSS, MAX_VIRTIO, SERIAL_GSI, virtio_base, virtio_gsi,
 };
@@ -154,9 +154,9 @@ impl Vm {
     pub fn start(self, seccomp: seccomp::Mode) -> Result<Running> {
         let Vm { machine, bus, event_loop, console, generation } = self;
         let Machine { vcpus, fd, kvm, host_tsc_khz, cpuids, msrs, memory } = machine;
-        let ending = Arc::new(Ending::new()?);
-        let vcpus = VcpuThreads::spawn(vcpus, bus.clone(), ending.clone(), seccomp)?;
-        let devices = match DeviceThread::spawn(event_loop, ending.clone(), seccomp) {
+        let report = Arc::new(VmReport::new()?);
+        let vcpus = VcpuThreads::spawn(vcpus, bus.clone(), report.clone(), seccomp)?;
+        let devices = match DeviceThread::spawn(event_loop, report.clone(), seccomp) {
             Ok(devices) => devices,
             Err(error) => {
                 vcpus.stop();
@@ -170,7 +170,7 @@ impl Vm {
             paused: false,
             bus,
             console,
-            ending,
+            report,
             generation,
             fd,
             kvm,

@@ -19,7 +19,7 @@ use crate::devices::generation_id::GenerationId;
 use crate::devices::serial::ConsoleLog;
 use crate::devices::virtio::block::Disk;
 use crate::event_loop::{EventLoop, LoopControl};
-use crate::exit::Ending;
+use crate::exit::VmReport;
 use crate::fork;
 use crate::seccomp::{self, ThreadKind};
 use crate::state::frozen::save_interrupts;
@@ -38,16 +38,16 @@ pub(crate) struct DeviceThread {
 impl DeviceThread {
     pub(super) fn spawn(
         mut event_loop: EventLoop,
-        ending: Arc<Ending>,
+        report: Arc<VmReport>,
         seccomp: seccomp::Mode,
     ) -> Result<DeviceThread> {
         let control = event_loop.control().map_err(Error::system("control the event loop"))?;
-        event_loop.report_to(Arc::clone(&ending));
+        event_loop.report_to(Arc::clone(&report));
         let body = move || {
             let outcome = seccomp::install(ThreadKind::Device, seccomp)
                 .and_then(|()| event_loop.run().map_err(Error::system("serve the devices")));
             if let Err(error) = outcome {
-                ending.report(EndReason::Failed, error.chain());
+                report.report(EndReason::Failed, error.chain());
             }
         };
         let builder = std::thread::Builder::new().name("devices".into()).stack_size(THREAD_STACK);
@@ -70,7 +70,7 @@ pub struct Running {
     pub(crate) paused: bool,
     pub(crate) bus: Arc<Bus>,
     pub(crate) console: Arc<ConsoleLog>,
-    pub(crate) ending: Arc<Ending>,
+    pub(crate) report: Arc<VmReport>,
     pub(crate) generation: GenerationId,
     // Alive as long as anything may use it, and dropped before the memory it maps.
     pub(crate) fd: VmFd,
@@ -83,23 +83,23 @@ pub struct Running {
 
 impl Running {
     /// Readable when the guest became ready, the host's disk is full or the VM has ended by itself, until it is read.
-    pub fn news(&self) -> &EventFd {
-        self.ending.event()
+    pub fn report_event(&self) -> &EventFd {
+        self.report.event()
     }
 
     /// Whether the guest has said that it runs.
     pub fn is_ready(&self) -> bool {
-        self.ending.is_ready()
+        self.report.is_ready()
     }
 
     /// Whether a write of the guest waits for room on the host's disk, as was found since the last call.
     pub fn take_disk_full(&self) -> bool {
-        self.ending.take_disk_full()
+        self.report.take_disk_full()
     }
 
     /// How the VM ended, if it has.
     pub fn end(&self) -> Option<VmEnd> {
-        let (mut reason, mut detail) = self.ending.get()?;
+        let (mut reason, mut detail) = self.report.get()?;
         // A kernel that panics resets the machine; only the console knows why.
         if reason == EndReason::Reset
             && let Some(message) = self.console.panic_message()
@@ -120,7 +120,7 @@ impl Running {
             self.vcpus.park();
         }
         let paused = Paused { vm: self, since };
-        match paused.vm.ending.get() {
+        match paused.vm.report.get() {
             None => Ok(paused),
             Some((_, detail)) => Err(Error::Config(format!("the VM has ended ({detail})"))),
         }
@@ -137,7 +137,7 @@ impl Running {
         if !self.paused {
             return Ok(());
         }
-        self.vcpus.parked().iter().try_for_each(|vcpu| vcpu::tell_of_pause(vcpu))?;
+        self.vcpus.parked().iter().try_for_each(|vcpu| vcpu::notify_pause(vcpu))?;
         self.paused = false;
         for device in self.bus.virtio() {
             device.lock().unwrap_or_else(PoisonError::into_inner).look_again();
@@ -165,7 +165,7 @@ impl Running {
             vcpus,
             devices,
             bus,
-            ending,
+            report,
             generation,
             fd,
             kvm,
@@ -181,7 +181,7 @@ impl Running {
         // Then the device thread, between two events: what it took from a queue is finished, and what it
         // did not take is found again after the thaw.
         let joined = devices.stop();
-        if let Some((_, detail)) = ending.get() {
+        if let Some((_, detail)) = report.get() {
             return Err(Error::Config(format!("the VM has ended ({detail}): there is nothing to freeze")));
         }
         if !joined {
@@ -285,8 +285,8 @@ impl<'a> Paused<'a> {
 
     /// Takes the calling thread to where the guest ran. The page tables and the kernel's notes of the pages
     /// it wrote are in the caches there, and all of them are needed to copy its memory.
-    pub(crate) fn go_near(&self) {
-        self.vm.vcpus.go_near();
+    pub(crate) fn move_to_vcpu(&self) {
+        self.vm.vcpus.move_to_vcpu();
     }
 
     /// What KVM has of the VM.

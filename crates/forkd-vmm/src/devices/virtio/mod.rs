@@ -1,6 +1,6 @@
 //! Virtio devices and what they share.
 //!
-//! Bottom up: a [`queue::VirtQueue`] is a ring in guest memory, a [`queue::Chain`] one request taken
+//! Bottom up: a [`queue::VirtQueue`] is a ring in guest memory, a [`queue::DescriptorChain`] one request taken
 //! from it, [`buffers::Buffers`] the guest memory that request points to. A [`VirtioDevice`] serves
 //! requests; [`mmio::MmioDevice`] is the register file through which the driver finds, configures
 //! and resets it.

@@ -64,7 +64,7 @@ pub struct VirtQueue {
 
 /// One request: memory the device reads, then memory it writes.
 #[derive(Debug)]
-pub struct Chain<'m> {
+pub struct DescriptorChain<'m> {
     head: u16,
     /// What the driver wrote.
     pub readable: Buffers<'m>,
@@ -151,13 +151,13 @@ impl VirtQueue {
     }
 
     /// The next request. `None` also means that the driver will notify when it adds one.
-    pub fn pop<'m>(&mut self, memory: &'m GuestMemory) -> Result<Option<Chain<'m>>, Malformed> {
+    pub fn pop<'m>(&mut self, memory: &'m GuestMemory) -> Result<Option<DescriptorChain<'m>>, Malformed> {
         if !self.live || !self.queue.ready() {
             return Ok(None);
         }
         let broken = |_| Malformed("its available ring");
         if let Some(chain) = self.queue.iter(memory).map_err(broken)?.next() {
-            return Chain::gather(chain, memory).map(Some);
+            return DescriptorChain::gather(chain, memory).map(Some);
         }
         // Ask for a notification, then look once more: the driver may have added a request between
         // the first look and the wish.
@@ -165,14 +165,14 @@ impl VirtQueue {
             return Ok(None);
         }
         match self.queue.iter(memory).map_err(broken)?.next() {
-            Some(chain) => Chain::gather(chain, memory).map(Some),
+            Some(chain) => DescriptorChain::gather(chain, memory).map(Some),
             None => Ok(None),
         }
     }
 
     /// Undoes the last `pop`: the device cannot serve this request now. Nothing may have been
     /// finished in between.
-    pub fn put_back(&mut self, chain: Chain<'_>) {
+    pub fn put_back(&mut self, chain: DescriptorChain<'_>) {
         drop(chain);
         self.queue.go_to_previous_position();
     }
@@ -181,7 +181,7 @@ impl VirtQueue {
     pub fn finish(
         &mut self,
         memory: &GuestMemory,
-        chain: Chain<'_>,
+        chain: DescriptorChain<'_>,
         written: usize,
     ) -> Result<(), Malformed> {
         let written = u32::try_from(written).map_err(|_| Malformed("a length"))?;
@@ -209,14 +209,14 @@ impl VirtQueue {
     }
 }
 
-impl<'m> Chain<'m> {
+impl<'m> DescriptorChain<'m> {
     /// Collects a chain's memory. A chain that loops, leaves its table, points outside memory, puts
     /// readable memory after writable or is longer than any honest one is refused as a whole.
     fn gather(
         descriptors: virtio_queue::DescriptorChain<&'m GuestMemory>,
         memory: &'m GuestMemory,
-    ) -> Result<Chain<'m>, Malformed> {
-        let mut chain = Chain {
+    ) -> Result<DescriptorChain<'m>, Malformed> {
+        let mut chain = DescriptorChain {
             head: descriptors.head_index(),
             readable: Buffers::default(),
             writable: Buffers::default(),

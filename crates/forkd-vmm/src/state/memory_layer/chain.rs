@@ -37,7 +37,7 @@ impl Extent {
 
 /// The layers of a memory, looked at and found to fit each other.
 #[derive(Debug)]
-pub(crate) struct Chain {
+pub(crate) struct LayerChain {
     /// The oldest first.
     files: Vec<File>,
     pages: u32,
@@ -47,9 +47,9 @@ pub(crate) struct Chain {
     top: Below,
 }
 
-impl Chain {
+impl LayerChain {
     /// The memory of `bytes` bytes that is in `files`, the oldest first.
-    pub(crate) fn open(files: Vec<File>, bytes: u64) -> Result<Chain> {
+    pub(crate) fn open(files: Vec<File>, bytes: u64) -> Result<LayerChain> {
         let pages = u32::try_from(bytes / PAGE).ok().filter(|_| bytes.is_multiple_of(PAGE));
         let pages = pages.ok_or_else(|| Error::Config(format!("{bytes} bytes of memory are too many")))?;
         let Some(base) = files.first() else {
@@ -67,7 +67,7 @@ impl Chain {
             extents = lay_over(&extents, &index.runs, top.layers);
             top = Below { layers: top.layers + 1, id: index.id, pages };
         }
-        Ok(Chain { files, pages, extents, top })
+        Ok(LayerChain { files, pages, extents, top })
     }
 
     /// Bytes of memory.

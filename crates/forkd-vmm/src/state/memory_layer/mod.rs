@@ -19,7 +19,7 @@ mod save;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use chain::Chain;
+pub(crate) use chain::LayerChain;
 pub(crate) use packed::check_any_bytes;
 pub(crate) use restore::map;
 pub(crate) use save::{Progress, check_pagemap, save};

@@ -18,7 +18,7 @@ use std::ops::Range;
 
 use rustix::fs::{MemfdFlags, memfd_create};
 
-use super::chain::{Chain, Extent};
+use super::chain::{Extent, LayerChain};
 use super::{CHUNK, PAGE_BYTES, write_data};
 use crate::layout::PAGE;
 use crate::memory::{self, Piece};
@@ -44,7 +44,7 @@ pub(super) enum Cover {
 }
 
 /// Maps `chain` as guest memory.
-pub(crate) fn map(chain: &Chain) -> Result<GuestMemory> {
+pub(crate) fn map(chain: &LayerChain) -> Result<GuestMemory> {
     let base = chain.file(0);
     let memory = memory::map_file(chain.bytes() >> 20, base)?;
     let covers = plan(chain.extents());
@@ -121,7 +121,7 @@ fn assembled(group: &[Extent]) -> Cover {
 }
 
 /// A file with what is to be assembled, each page where it is in memory, with holes where it is zero.
-fn assemble(chain: &Chain, covers: &[Cover]) -> Result<File> {
+fn assemble(chain: &LayerChain, covers: &[Cover]) -> Result<File> {
     let failed = Error::system::<std::io::Error>;
     let file = memfd_create("memory", MemfdFlags::CLOEXEC).map_err(Error::system("make a file in memory"))?;
     let file = File::from(file);

@@ -12,7 +12,7 @@ use std::os::unix::fs::FileExt;
 use forkd_protocol::control::SaveProgress;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress};
 
-use super::chain::Chain;
+use super::chain::LayerChain;
 use super::packed::Writer;
 use super::{CHUNK, PAGE_BYTES, write_data};
 use crate::layout::PAGE;
@@ -27,7 +27,7 @@ const REPORT: u64 = 16 << 20;
 pub(crate) fn save(
     memory: &GuestMemory,
     file: &File,
-    parent: Option<&Chain>,
+    parent: Option<&LayerChain>,
     pagemap: Option<&File>,
     progress: &mut Progress,
 ) -> Result<()> {
@@ -63,7 +63,7 @@ fn save_plain(memory: &GuestMemory, file: &File, progress: &mut Progress) -> Res
 fn save_packed(
     memory: &GuestMemory,
     file: &File,
-    parent: &Chain,
+    parent: &LayerChain,
     mut pagemap: Option<Pagemap<'_>>,
     progress: &mut Progress,
 ) -> Result<()> {
@@ -188,27 +188,28 @@ impl<'f> Pagemap<'f> {
 pub(crate) struct Progress {
     file: Option<File>,
     now: SaveProgress,
-    told: SaveProgress,
+    reported: SaveProgress,
 }
 
 impl Progress {
     /// At the beginning of saving `total` bytes of memory; told to `file`.
     pub(crate) fn new(file: Option<File>, total: u64) -> Progress {
         let now = SaveProgress { total, ..Default::default() };
-        Progress { file, now, told: now }
+        Progress { file, now, reported: now }
     }
 
     /// So many more bytes were looked at and written.
     pub(crate) fn add(&mut self, looked_at: u64, written: u64) -> io::Result<()> {
         self.now.looked_at += looked_at;
         self.now.written += written;
-        let news = (self.now.looked_at - self.told.looked_at) + (self.now.written - self.told.written);
-        if news >= REPORT { self.tell() } else { Ok(()) }
+        let progress =
+            (self.now.looked_at - self.reported.looked_at) + (self.now.written - self.reported.written);
+        if progress >= REPORT { self.report() } else { Ok(()) }
     }
 
     /// Tells what was not told yet.
-    pub(crate) fn tell(&mut self) -> io::Result<()> {
-        self.told = self.now;
+    pub(crate) fn report(&mut self) -> io::Result<()> {
+        self.reported = self.now;
         match &self.file {
             Some(file) => file.write_all_at(&self.now.to_bytes(), 0),
             None => Ok(()),

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
-use super::chain::{Chain, Extent};
+use super::chain::{Extent, LayerChain};
 use super::restore::{Cover, MAX_MAPPINGS, map, plan};
 use super::{CHUNK, PAGE_BYTES, Progress, save};
 use crate::layout::PAGE;
@@ -49,12 +49,12 @@ fn bytes(number: u64) -> [u8; PAGE_BYTES] {
     bytes
 }
 
-fn chain(layers: &[File], mib: u64) -> Chain {
+fn chain(layers: &[File], mib: u64) -> LayerChain {
     try_chain(layers, mib).unwrap()
 }
 
-fn try_chain(layers: &[File], mib: u64) -> crate::Result<Chain> {
-    Chain::open(layers.iter().map(|file| file.try_clone().unwrap()).collect(), mib << 20)
+fn try_chain(layers: &[File], mib: u64) -> crate::Result<LayerChain> {
+    LayerChain::open(layers.iter().map(|file| file.try_clone().unwrap()).collect(), mib << 20)
 }
 
 fn pagemap() -> File {

@@ -15,7 +15,7 @@ use virtio_bindings::virtio_blk;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 
 use super::buffers::Buffers;
-use super::queue::{Chain, Malformed, VirtQueue};
+use super::queue::{DescriptorChain, Malformed, VirtQueue};
 use super::{VirtioDevice, read_config_bytes};
 use crate::GuestMemory;
 use crate::state::{BlockState, DevicePart};
@@ -100,7 +100,7 @@ impl Block {
 
     /// Serves one request. Returns how many bytes were written into it, and how many it was about; nothing if the
     /// request is to be put back, to be served once more as if it never was.
-    fn serve(&mut self, chain: &mut Chain<'_>) -> Result<Option<(usize, usize)>, Malformed> {
+    fn serve(&mut self, chain: &mut DescriptorChain<'_>) -> Result<Option<(usize, usize)>, Malformed> {
         let mut header = [0; HEADER_SIZE];
         let head = chain.readable.split_to(HEADER_SIZE).ok_or(Malformed("a request without header"))?;
         let fits = head.copy_to(&mut header);

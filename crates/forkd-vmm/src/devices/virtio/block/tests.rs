@@ -35,22 +35,22 @@ fn contents(file: &File) -> Vec<u8> {
     bytes
 }
 
-struct Machine {
+struct BlockMachine {
     driver: Driver,
     base: File,
     layer: File,
     original: Vec<u8>,
 }
 
-fn machine(sectors: u64) -> Machine {
+fn machine(sectors: u64) -> BlockMachine {
     let (base, layer) = (base(sectors), tempfile::tempfile().unwrap());
     let disk = Disk::new(base.try_clone().unwrap(), Some(layer.try_clone().unwrap())).unwrap();
     let driver = Driver::started(Box::new(Block::new(disk, "a-name"))).unwrap();
     let original = contents(&base);
-    Machine { driver, base, layer, original }
+    BlockMachine { driver, base, layer, original }
 }
 
-impl Machine {
+impl BlockMachine {
     /// Runs a request whose data is `pieces` (address, length) and returns status and length.
     fn request(&mut self, kind: u32, sector: u64, pieces: &[(u64, u32)]) -> (u8, u32) {
         let mut header = kind.to_le_bytes().to_vec();
@@ -227,7 +227,7 @@ fn a_disk_without_layer_says_that_it_is_read_only_and_means_it() {
     let layer = tempfile::tempfile().unwrap();
     let driver = Driver::started(Box::new(block)).unwrap();
     let original = contents(&file);
-    let mut machine = Machine { driver, base: file, layer, original };
+    let mut machine = BlockMachine { driver, base: file, layer, original };
     assert_eq!(machine.request(OUT, 0, &[(DATA, 512)]).0, IOERR);
     assert_eq!(contents(&machine.base), machine.original);
     let expected = machine.original.clone();

@@ -29,7 +29,7 @@ const MAX_DATA: usize = 64 << 10;
 
 /// How far a connection is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum ConnectionState {
     /// The guest was asked, and has until then to answer.
     Requested(Instant),
     /// Both sides talk.
@@ -60,7 +60,7 @@ pub(super) struct Connection {
     pub(super) socket: OwnedFd,
     pub(super) host_port: u32,
     pub(super) guest_port: u32,
-    pub(super) state: State,
+    pub(super) state: ConnectionState,
     /// It stands in the line of connections that may have a packet for the guest.
     pub(super) in_line: bool,
 
@@ -106,11 +106,17 @@ pub(super) struct Connection {
     /// The guest said that it will take no more.
     guest_takes_none: bool,
     /// Which directions the guest knows the host to have left, as the flags of a shutdown.
-    told: u32,
+    shutdown_sent: u32,
 }
 
 impl Connection {
-    fn new(socket: OwnedFd, host_port: u32, guest_port: u32, state: State, opening: Op) -> Connection {
+    fn new(
+        socket: OwnedFd,
+        host_port: u32,
+        guest_port: u32,
+        state: ConnectionState,
+        opening: Op,
+    ) -> Connection {
         Connection {
             socket,
             host_port,
@@ -135,19 +141,20 @@ impl Connection {
             readable: true,
             host_sent_all: false,
             guest_takes_none: false,
-            told: 0,
+            shutdown_sent: 0,
         }
     }
 
     /// Somebody on the host wants to talk to a port in the guest, which has until `deadline`.
     pub(super) fn from_host(socket: OwnedFd, host_port: u32, guest_port: u32, deadline: Instant) -> Self {
-        Connection::new(socket, host_port, guest_port, State::Requested(deadline), Op::Request)
+        Connection::new(socket, host_port, guest_port, ConnectionState::Requested(deadline), Op::Request)
     }
 
     /// The guest wants to talk to a port on the host, and may.
     pub(super) fn from_guest(socket: OwnedFd, request: &Header) -> Self {
         let (host_port, guest_port) = (request.dst_port, request.src_port);
-        let mut connection = Connection::new(socket, host_port, guest_port, State::Open, Op::Response);
+        let mut connection =
+            Connection::new(socket, host_port, guest_port, ConnectionState::Open, Op::Response);
         connection.take_credit(request);
         connection
     }
@@ -157,7 +164,7 @@ impl Connection {
         self.readable |= readiness.readable;
         self.writable |= readiness.writable;
         if readiness.hung_up {
-            if self.state != State::Open {
+            if self.state != ConnectionState::Open {
                 return Fate::Resets;
             }
             self.lose_receiver();
@@ -170,11 +177,11 @@ impl Connection {
         self.take_credit(header);
         match (header.op, self.state) {
             (Some(Op::Reset), _) => Fate::Ends,
-            (Some(Op::Response), State::Requested(_)) => self.open(),
-            (Some(Op::Data), State::Open) => self.receive_data(data),
-            (Some(Op::Shutdown), State::Open) => self.receive_shutdown(header.flags),
-            (Some(Op::CreditUpdate), State::Open) => Fate::Lives,
-            (Some(Op::CreditRequest), State::Open) => {
+            (Some(Op::Response), ConnectionState::Requested(_)) => self.open(),
+            (Some(Op::Data), ConnectionState::Open) => self.receive_data(data),
+            (Some(Op::Shutdown), ConnectionState::Open) => self.receive_shutdown(header.flags),
+            (Some(Op::CreditUpdate), ConnectionState::Open) => Fate::Lives,
+            (Some(Op::CreditRequest), ConnectionState::Open) => {
                 self.credit_update = true;
                 Fate::Lives
             }
@@ -194,7 +201,7 @@ impl Connection {
 
     /// The guest accepted: tell who asked for it.
     fn open(&mut self) -> Fate {
-        self.state = State::Open;
+        self.state = ConnectionState::Open;
         let line = format!("OK {}\n", self.host_port);
         let sent = send(&self.socket, line.as_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         // The first bytes into an empty socket: if they do not fit, its peer is gone.
@@ -299,7 +306,7 @@ impl Connection {
     }
 
     fn can_read(&self) -> bool {
-        self.state == State::Open && self.readable && !self.host_sent_all
+        self.state == ConnectionState::Open && self.readable && !self.host_sent_all
     }
 
     /// Whether there may be a packet for the guest.
@@ -308,7 +315,7 @@ impl Connection {
             || self.credit_update
             || self.credit_request
             || self.can_read() && !self.asked_for_credit
-            || self.state == State::Open && self.left() != self.told
+            || self.state == ConnectionState::Open && self.left() != self.shutdown_sent
     }
 
     /// The next packet for the guest, if there is one. Its data is read into `room`.
@@ -333,9 +340,9 @@ impl Connection {
                 return Some(Outgoing { op: Op::Data, flags: 0, data_len });
             }
         }
-        if self.state == State::Open && self.left() != self.told {
-            self.told = self.left();
-            return control(Op::Shutdown, self.told);
+        if self.state == ConnectionState::Open && self.left() != self.shutdown_sent {
+            self.shutdown_sent = self.left();
+            return control(Op::Shutdown, self.shutdown_sent);
         }
         None
     }
@@ -362,7 +369,7 @@ impl Connection {
 
     /// Whether the guest has been told that the host has left in both directions: all is said.
     pub(super) fn is_over(&self) -> bool {
-        self.told == SHUTDOWN_SEND | SHUTDOWN_RECEIVE
+        self.shutdown_sent == SHUTDOWN_SEND | SHUTDOWN_RECEIVE
     }
 
     /// What goes into every header to the guest: the receive buffer's size and how much was passed

@@ -23,15 +23,15 @@ pub(super) const LISTENER: u32 = 0;
 pub(super) const TIMER: u32 = 1;
 const FIRST_TOKEN: u32 = 2;
 /// The most callers that have not said yet what they want; the others wait in the listening socket.
-const MAX_CALLERS: usize = 64;
+const MAX_PENDING: usize = 64;
 /// How long a caller has to say it.
-const PATIENCE: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest line, with its end: `CONNECT 4294967295\n` and a little.
 const MAX_LINE: usize = 32;
 /// How often, in seconds, it is checked who has waited for too long, while anybody waits at all.
 const TICK: i64 = 1;
 
-struct Caller {
+struct PendingConnect {
     socket: OwnedFd,
     deadline: Instant,
 }
@@ -43,22 +43,28 @@ struct Watch {
     timer_runs: bool,
 }
 
-pub(super) struct Callers {
+pub(super) struct HostListener {
     listener: UnixListener,
-    callers: HashMap<u32, Caller>,
+    pending: HashMap<u32, PendingConnect>,
     next_token: u32,
     /// Somebody may wait in the listening socket.
     waiting: bool,
     watch: Option<Watch>,
 }
 
-impl Callers {
-    pub(super) fn new(listener: UnixListener) -> Callers {
-        Callers { listener, callers: HashMap::new(), next_token: FIRST_TOKEN, waiting: true, watch: None }
+impl HostListener {
+    pub(super) fn new(listener: UnixListener) -> HostListener {
+        HostListener {
+            listener,
+            pending: HashMap::new(),
+            next_token: FIRST_TOKEN,
+            waiting: true,
+            watch: None,
+        }
     }
 
     pub(super) fn len(&self) -> usize {
-        self.callers.len()
+        self.pending.len()
     }
 
     pub(super) fn attach(&mut self, poller: Poller) -> io::Result<()> {
@@ -76,7 +82,7 @@ impl Callers {
         loop {
             let token = self.next_token;
             self.next_token = token.wrapping_add(1).max(FIRST_TOKEN);
-            if !taken(token) && !self.callers.contains_key(&token) {
+            if !taken(token) && !self.pending.contains_key(&token) {
                 return token;
             }
         }
@@ -93,19 +99,19 @@ impl Callers {
     }
 
     /// The listening socket became ready.
-    pub(super) fn called(&mut self) {
+    pub(super) fn accept_ready(&mut self) {
         self.waiting = true;
     }
 
     /// Lets callers in, until there are `room` of them. While the guest has no driver they are
     /// turned away at once: whoever calls too early can call again.
     pub(super) fn accept(&mut self, room: usize, active: bool, taken: impl Fn(u32) -> bool) {
-        for _ in 0..MAX_CALLERS {
-            if !self.waiting || self.callers.len() >= room.min(MAX_CALLERS) {
+        for _ in 0..MAX_PENDING {
+            if !self.waiting || self.pending.len() >= room.min(MAX_PENDING) {
                 return;
             }
             match retry_on_intr(|| accept_with(&self.listener, SocketFlags::CLOEXEC)) {
-                Ok(socket) if active => self.let_in(socket, &taken),
+                Ok(socket) if active => self.add_pending(socket, &taken),
                 Ok(_) | Err(Errno::CONNABORTED) => {}
                 Err(Errno::AGAIN) => self.waiting = false,
                 // Out of descriptors or memory: the timer tries again.
@@ -115,22 +121,22 @@ impl Callers {
         self.start_timer();
     }
 
-    fn let_in(&mut self, socket: OwnedFd, taken: impl Fn(u32) -> bool) {
+    fn add_pending(&mut self, socket: OwnedFd, taken: impl Fn(u32) -> bool) {
         let token = self.new_token(taken);
         if self.watch(socket.as_fd(), token).is_ok() {
-            self.callers.insert(token, Caller { socket, deadline: Instant::now() + PATIENCE });
+            self.pending.insert(token, PendingConnect { socket, deadline: Instant::now() + CONNECT_TIMEOUT });
             self.start_timer();
         }
     }
 
     /// A caller's socket became ready. Once it has said which port it wants, it is no caller any
     /// more: its socket and the port are returned. One that says anything else is turned away.
-    pub(super) fn hear(&mut self, token: u32) -> Option<(OwnedFd, u32)> {
-        let caller = self.callers.get(&token)?;
+    pub(super) fn read_port(&mut self, token: u32) -> Option<(OwnedFd, u32)> {
+        let connect = self.pending.get(&token)?;
         let mut line = [0; MAX_LINE];
         // Looked at first and taken then, so that what follows the line stays in the socket.
         let len =
-            match retry_on_intr(|| recv(&caller.socket, &mut line, RecvFlags::PEEK | RecvFlags::DONTWAIT)) {
+            match retry_on_intr(|| recv(&connect.socket, &mut line, RecvFlags::PEEK | RecvFlags::DONTWAIT)) {
                 Err(Errno::AGAIN) => return None,
                 other => other.map_or(0, |(len, _)| len),
             };
@@ -138,15 +144,16 @@ impl Callers {
         if end.is_none() && (1..MAX_LINE).contains(&len) {
             return None;
         }
-        let caller = self.callers.remove(&token)?;
+        let connect = self.pending.remove(&token)?;
         let port = end.and_then(|end| parse(&line[..end]));
         let taken = end.map(|end| {
-            retry_on_intr(|| recv(&caller.socket, &mut line[..=end], RecvFlags::DONTWAIT)).map(|(len, _)| len)
+            retry_on_intr(|| recv(&connect.socket, &mut line[..=end], RecvFlags::DONTWAIT))
+                .map(|(len, _)| len)
         });
         match port {
-            Some(port) if taken == end.map(|end| Ok(end + 1)) => Some((caller.socket, port)),
+            Some(port) if taken == end.map(|end| Ok(end + 1)) => Some((connect.socket, port)),
             _ => {
-                self.unwatch(caller.socket.as_fd());
+                self.unwatch(connect.socket.as_fd());
                 None
             }
         }
@@ -155,14 +162,14 @@ impl Callers {
     /// The timer ticked: turns away who has not said in time what it wants. `others` says whether
     /// somebody else needs the next tick.
     pub(super) fn sweep(&mut self, now: Instant, others: bool) {
-        let late = self.callers.extract_if(|_, caller| caller.deadline <= now);
-        for (_, caller) in late.collect::<Vec<_>>() {
-            self.unwatch(caller.socket.as_fd());
+        let late = self.pending.extract_if(|_, connect| connect.deadline <= now);
+        for (_, connect) in late.collect::<Vec<_>>() {
+            self.unwatch(connect.socket.as_fd());
         }
         let Some(watch) = &mut self.watch else { return };
         // How often it has ticked does not matter.
         let _ = read(&watch.timer, &mut [0u8; 8]);
-        if !others && self.callers.is_empty() && !self.waiting {
+        if !others && self.pending.is_empty() && !self.waiting {
             watch.set_timer(false);
         }
     }
@@ -176,8 +183,8 @@ impl Callers {
 
     /// Turns everybody away.
     pub(super) fn clear(&mut self) {
-        for (_, caller) in std::mem::take(&mut self.callers) {
-            self.unwatch(caller.socket.as_fd());
+        for (_, connect) in std::mem::take(&mut self.pending) {
+            self.unwatch(connect.socket.as_fd());
         }
     }
 }

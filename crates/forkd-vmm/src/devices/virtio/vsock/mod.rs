@@ -38,8 +38,8 @@ use super::{VirtioDevice, read_config_bytes};
 use crate::GuestMemory;
 use crate::event_loop::{Poller, Readiness};
 use crate::state::{DevicePart, VsockState};
-use connection::{Connection, Fate, State};
-use listener::Callers;
+use connection::{Connection, ConnectionState, Fate};
+use listener::HostListener;
 use packet::{HEADER_SIZE, HOST_CID, Header, Op, TYPE_STREAM};
 
 const RX: usize = 0;
@@ -68,7 +68,7 @@ pub struct Vsock {
     /// The ports of the host the guest may call; none means all.
     guest_ports: Option<Vec<u32>>,
     guest_connections: GuestConnections,
-    callers: Callers,
+    listener: HostListener,
     connections: HashMap<u32, Connection>,
     /// Finds a connection's token by host port and guest port.
     by_ports: HashMap<(u32, u32), u32>,
@@ -93,7 +93,7 @@ impl Vsock {
             cid: cid.into(),
             guest_ports: None,
             guest_connections,
-            callers: Callers::new(listener),
+            listener: HostListener::new(listener),
             connections: HashMap::new(),
             by_ports: HashMap::new(),
             line: VecDeque::new(),
@@ -210,8 +210,8 @@ impl Vsock {
         if !(self.guest_connections)(request.dst_port, theirs) {
             return false;
         }
-        let token = self.callers.new_token(|token| self.connections.contains_key(&token));
-        if self.callers.watch(ours.as_fd(), token).is_err() {
+        let token = self.listener.new_token(|token| self.connections.contains_key(&token));
+        if self.listener.watch(ours.as_fd(), token).is_err() {
             return false;
         }
         self.insert(token, Connection::from_guest(ours, request));
@@ -227,7 +227,7 @@ impl Vsock {
         self.next_host_port = host_port.wrapping_add(1).max(FIRST_HOST_PORT);
         let deadline = Instant::now() + REQUEST_TIMEOUT;
         self.insert(token, Connection::from_host(socket, host_port, guest_port, deadline));
-        self.callers.start_timer();
+        self.listener.start_timer();
     }
 
     fn insert(&mut self, token: u32, connection: Connection) {
@@ -256,7 +256,7 @@ impl Vsock {
     fn remove(&mut self, token: u32) {
         if let Some(connection) = self.connections.remove(&token) {
             self.by_ports.remove(&(connection.host_port, connection.guest_port));
-            self.callers.unwatch(connection.socket.as_fd());
+            self.listener.unwatch(connection.socket.as_fd());
             // The line moves only when the guest has buffers: a guest that opens and closes without
             // ever offering one must not make it grow.
             if connection.in_line {
@@ -272,7 +272,7 @@ impl Vsock {
     }
 
     fn is_full(&self) -> bool {
-        self.connections.len() + self.callers.len() >= MAX_CONNECTIONS
+        self.connections.len() + self.listener.len() >= MAX_CONNECTIONS
     }
 
     /// Gives the guest what there is for it, as long as it has buffers.
@@ -315,8 +315,8 @@ impl Vsock {
     }
 
     /// A caller's socket became ready: it may have said what it wants.
-    fn hear(&mut self, token: u32) {
-        if let Some((socket, port)) = self.callers.hear(token) {
+    fn read_port(&mut self, token: u32) {
+        if let Some((socket, port)) = self.listener.read_port(token) {
             self.call(token, socket, port);
         }
     }
@@ -327,22 +327,22 @@ impl Vsock {
         let mut others_wait = false;
         for (token, connection) in &self.connections {
             match connection.state {
-                State::Requested(deadline) if deadline <= now => late.push(*token),
-                State::Requested(_) => others_wait = true,
-                State::Open => {}
+                ConnectionState::Requested(deadline) if deadline <= now => late.push(*token),
+                ConnectionState::Requested(_) => others_wait = true,
+                ConnectionState::Open => {}
             }
         }
         for token in late {
             self.settle(token, Fate::Resets);
         }
-        self.callers.sweep(now, others_wait);
+        self.listener.sweep(now, others_wait);
     }
 
     /// At the end of every event: there may be room for callers, and packets for the guest.
     fn conclude(&mut self, queues: &mut [VirtQueue], memory: &GuestMemory) -> Result<(), Malformed> {
         if !self.active || !self.holds_callers(&queues[EVENTS], memory)? {
             let room = MAX_CONNECTIONS.saturating_sub(self.connections.len());
-            self.callers.accept(room, self.active, |token| self.connections.contains_key(&token));
+            self.listener.accept(room, self.active, |token| self.connections.contains_key(&token));
         }
         self.deliver(&mut queues[RX], memory)
     }
@@ -383,7 +383,7 @@ impl VirtioDevice for Vsock {
     }
 
     fn attach(&mut self, poller: Poller) -> io::Result<()> {
-        self.callers.attach(poller)
+        self.listener.attach(poller)
     }
 
     fn activate(&mut self, _features: u64) {
@@ -410,9 +410,9 @@ impl VirtioDevice for Vsock {
         self.active = false;
         self.reset_due = false;
         self.told_at = None;
-        self.callers.clear();
+        self.listener.clear();
         for (_, connection) in self.connections.drain() {
-            self.callers.unwatch(connection.socket.as_fd());
+            self.listener.unwatch(connection.socket.as_fd());
         }
         self.by_ports.clear();
         self.line.clear();
@@ -441,14 +441,14 @@ impl VirtioDevice for Vsock {
         memory: &GuestMemory,
     ) -> Result<(), Malformed> {
         match token {
-            listener::LISTENER => self.callers.called(),
+            listener::LISTENER => self.listener.accept_ready(),
             listener::TIMER => self.sweep(Instant::now()),
             _ => match self.connections.get_mut(&token) {
                 Some(connection) => {
                     let fate = connection.ready(readiness);
                     self.settle(token, fate);
                 }
-                None => self.hear(token),
+                None => self.read_port(token),
             },
         }
         self.conclude(queues, memory)

@@ -554,17 +554,17 @@ fn whoever_takes_too_long_is_dropped() {
     let mut silent = UnixStream::connect(&path).unwrap();
     let mut unanswered = UnixStream::connect(&path).unwrap();
     unanswered.write_all(b"CONNECT 5\n").unwrap();
-    vsock.callers.accept(MAX_CONNECTIONS, true, |_| false);
-    assert_eq!(vsock.callers.len(), 2);
-    (2..4).for_each(|token| vsock.hear(token));
-    assert_eq!((vsock.callers.len(), vsock.connections.len()), (1, 1));
+    vsock.listener.accept(MAX_CONNECTIONS, true, |_| false);
+    assert_eq!(vsock.listener.len(), 2);
+    (2..4).for_each(|token| vsock.read_port(token));
+    assert_eq!((vsock.listener.len(), vsock.connections.len()), (1, 1));
     vsock.sweep(Instant::now());
-    assert_eq!((vsock.callers.len(), vsock.connections.len()), (1, 1));
+    assert_eq!((vsock.listener.len(), vsock.connections.len()), (1, 1));
     vsock.sweep(Instant::now() + Duration::from_secs(6));
-    assert_eq!((vsock.callers.len(), vsock.connections.len()), (0, 1));
+    assert_eq!((vsock.listener.len(), vsock.connections.len()), (0, 1));
     assert!(is_closed(&mut silent));
     vsock.sweep(Instant::now() + Duration::from_secs(11));
-    assert_eq!((vsock.callers.len(), vsock.connections.len()), (0, 0));
+    assert_eq!((vsock.listener.len(), vsock.connections.len()), (0, 0));
     assert!(is_closed(&mut unanswered));
     assert_eq!(vsock.resets.len(), 1);
 }
