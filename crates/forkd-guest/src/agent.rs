@@ -10,14 +10,14 @@ use serde_json::{Value, json};
 
 use crate::{
     files,
-    fork::{Forking, Machine},
+    fork::{ForkService, System},
     http::{self, Exchange, Head},
     json_lines,
     process::{Cgroups, Processes, Variables},
     python::Python,
     rpc, sys,
     users::User,
-    warm::{Warm, Workplace},
+    warm::{Warm, WarmContext},
 };
 
 /// What an agent is told at its start.
@@ -31,7 +31,7 @@ pub struct Config {
     /// A folder for the agent's own files.
     pub run_dir: PathBuf,
     /// The machine that becomes another when it is forked.
-    pub machine: Machine,
+    pub system: System,
     /// Ends the guest.
     pub shut_down: fn(),
 }
@@ -44,19 +44,19 @@ pub struct Agent {
     shut_down: fn(),
     pub(crate) processes: Arc<Processes>,
     pub(crate) python: Arc<Python>,
-    forking: Forking,
+    forking: ForkService,
     warm: Warm,
 }
 
 impl Agent {
     /// An agent that does nothing yet.
     pub fn new(config: Config) -> Arc<Agent> {
-        let Config { default_user, token, cgroup, run_dir, machine, shut_down } = config;
+        let Config { default_user, token, cgroup, run_dir, system, shut_down } = config;
         let cgroups = Cgroups::new(cgroup);
         let variables = Arc::<Variables>::default();
         let processes = Arc::new(Processes::new(cgroups.clone(), variables.clone()));
         let python = Arc::new(Python::new(cgroups, variables));
-        let forking = Forking::new(machine, run_dir.clone(), processes.clone(), python.clone());
+        let forking = ForkService::new(system, run_dir.clone(), processes.clone(), python.clone());
         let warm = Warm::default();
         Arc::new(Agent { default_user, token, run_dir, shut_down, processes, python, forking, warm })
     }
@@ -120,7 +120,7 @@ impl Agent {
         Some(match method {
             "Ping" => rpc::unary(exchange, |_: Value, _| Ok(self.ping())),
             "Warm" => rpc::unary(exchange, |request: WarmRequest, _| {
-                let workplace = Workplace {
+                let workplace = WarmContext {
                     processes: self.processes.clone(),
                     python: self.python.clone(),
                     user: self.user(None)?,

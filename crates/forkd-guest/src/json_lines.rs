@@ -147,7 +147,7 @@ impl Agent {
         let request = StartRequest { process, stdin: Some(false), ..StartRequest::default() };
         let user = self.user(None).map_err(failure)?;
         let (_, listener) = self.processes.start(&request, &user, Some(timeout)).map_err(failure)?;
-        let (mut stdout, mut stderr) = (Kept::default(), Kept::default());
+        let (mut stdout, mut stderr) = (CappedOutput::default(), CappedOutput::default());
         let outcome = loop {
             match listener.next(PEER_TICK) {
                 Next::Piece((Source::Stderr, bytes)) => stderr.add(&bytes),
@@ -177,12 +177,12 @@ impl Agent {
 
 /// Output up to a limit. What is over it is dropped, not left unread: the command must be able to end.
 #[derive(Default)]
-struct Kept {
+struct CappedOutput {
     bytes: Vec<u8>,
     truncated: bool,
 }
 
-impl Kept {
+impl CappedOutput {
     fn add(&mut self, new: &[u8]) {
         let room = MAX_OUTPUT - self.bytes.len();
         self.bytes.extend_from_slice(&new[..new.len().min(room)]);

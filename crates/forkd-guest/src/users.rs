@@ -59,14 +59,14 @@ impl User {
 }
 
 /// Names for the ids of files, read once for a whole listing.
-pub(crate) struct Names {
+pub(crate) struct IdNames {
     passwd: String,
     group: String,
 }
 
-impl Names {
+impl IdNames {
     pub(crate) fn load() -> Self {
-        Names { passwd: read_lossy("/etc/passwd"), group: read_lossy("/etc/group") }
+        IdNames { passwd: read_lossy("/etc/passwd"), group: read_lossy("/etc/group") }
     }
 
     /// Name of a user; the number itself when it has none.

@@ -40,7 +40,7 @@ pub(crate) struct Warm {
 }
 
 /// What a warm-up works with.
-pub(crate) struct Workplace {
+pub(crate) struct WarmContext {
     pub(crate) processes: Arc<Processes>,
     pub(crate) python: Arc<Python>,
     pub(crate) user: User,
@@ -65,7 +65,7 @@ impl Warm {
     }
 
     /// Starts the warm-up, unless it was started before, and tells how far it is.
-    pub(crate) fn start(&self, request: WarmRequest, workplace: Workplace) -> WarmStatus {
+    pub(crate) fn start(&self, request: WarmRequest, workplace: WarmContext) -> WarmStatus {
         {
             let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
             if status.state != WarmState::Cold {
@@ -96,7 +96,7 @@ impl Warm {
     }
 }
 
-impl Workplace {
+impl WarmContext {
     /// The command first, the interpreter after it: the command may install what is imported.
     /// Gives the version of numpy, if that was imported.
     fn warm(&self, request: &WarmRequest) -> Result<Option<String>, String> {

@@ -50,7 +50,7 @@ impl TestAgent {
             token: token.map(String::from),
             cgroup: cgroup.clone(),
             run_dir: folder.path().join("run"),
-            machine: crate::fork::tests::machine(folder.path().join("root")),
+            system: crate::fork::tests::system(folder.path().join("root")),
             shut_down: || _ = SHUT_DOWN.fetch_add(1, Ordering::SeqCst),
         });
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -27,7 +27,7 @@ use crate::{
 const PIECE: usize = 64 << 10;
 
 /// An HTTP error: status and message.
-type Refusal = (u16, String);
+type HttpError = (u16, String);
 
 /// Answers `/files`. `user` finds who the caller wants to be.
 pub(crate) fn call(
@@ -46,13 +46,13 @@ pub(crate) fn call(
     }
 }
 
-fn refuse(exchange: &mut Exchange, (status, message): Refusal) -> io::Result<()> {
+fn refuse(exchange: &mut Exchange, (status, message): HttpError) -> io::Result<()> {
     let body = json!({ "code": status, "message": message }).to_string();
     exchange.respond(status, &[("content-type", "application/json")], body.as_bytes())
 }
 
 /// What a failed file operation is to an HTTP client.
-fn refusal(path: &Path, error: &io::Error) -> Refusal {
+fn refusal(path: &Path, error: &io::Error) -> HttpError {
     let status = match error.raw_os_error() {
         Some(libc::ENOENT) => 404,
         Some(libc::EBUSY) => 409,
@@ -151,7 +151,7 @@ fn upload(exchange: &mut Exchange, user: &User) -> io::Result<()> {
         }
         (whole, mode) => (whole == Some("true"), mode.flatten()),
     };
-    let mut place = match users::act_as(user).and_then(|_acting| Place::open(&path, whole, mode)) {
+    let mut place = match users::act_as(user).and_then(|_acting| UploadTarget::open(&path, whole, mode)) {
         Ok(place) => place,
         Err(error) => return refuse(exchange, refusal(&path, &error)),
     };
@@ -169,7 +169,7 @@ fn upload(exchange: &mut Exchange, user: &User) -> io::Result<()> {
             return refuse(exchange, refusal(&path, &error));
         }
     }
-    let whole = whole.then_some(matches!(place, Place::Draft(_)));
+    let whole = whole.then_some(matches!(place, UploadTarget::Draft(_)));
     if let Err(error) = place.close(user) {
         return refuse(exchange, refusal(&path, &error));
     }
@@ -187,38 +187,38 @@ fn parse_mode(text: &str) -> Option<u32> {
 }
 
 /// Where an upload goes.
-enum Place {
+enum UploadTarget {
     InPlace(File),
     Draft(Draft),
 }
 
-impl Place {
+impl UploadTarget {
     /// Acts as whoever the thread acts as.
-    fn open(path: &Path, whole: bool, mode: Option<u32>) -> io::Result<Place> {
+    fn open(path: &Path, whole: bool, mode: Option<u32>) -> io::Result<UploadTarget> {
         if let Some(parent) = path.parent() {
             fs::create_dir_all(parent)?;
         }
         if whole && let Some(draft) = Draft::begin(path, mode)? {
-            return Ok(Place::Draft(draft));
+            return Ok(UploadTarget::Draft(draft));
         }
         let file = open_regular(path, OFlags::WRONLY | OFlags::CREATE)?;
         if let Some(mode) = mode {
             file.set_permissions(Permissions::from_mode(mode))?;
         }
         file.set_len(0)?;
-        Ok(Place::InPlace(file))
+        Ok(UploadTarget::InPlace(file))
     }
 
     fn file(&mut self) -> &mut File {
         match self {
-            Place::InPlace(file) | Place::Draft(Draft { file, .. }) => file,
+            UploadTarget::InPlace(file) | UploadTarget::Draft(Draft { file, .. }) => file,
         }
     }
 
     fn close(self, user: &User) -> io::Result<()> {
         match self {
-            Place::InPlace(_) => Ok(()),
-            Place::Draft(draft) => {
+            UploadTarget::InPlace(_) => Ok(()),
+            UploadTarget::Draft(draft) => {
                 draft.dress()?;
                 let _acting = users::act_as(user)?;
                 draft.place()

@@ -26,7 +26,7 @@ use serde_json::json;
 use crate::{
     http::{Exchange, Head},
     rpc,
-    users::{self, Names, User},
+    users::{self, IdNames, User},
 };
 
 /// How deep a folder can be and still be removed. Each level costs stack and a descriptor.
@@ -98,7 +98,7 @@ fn failed(path: &Path, error: &io::Error) -> Error {
 
 fn entry_response(path: &Path) -> Result<EntryResponse, Error> {
     let metadata = fs::symlink_metadata(path).map_err(|error| failed(path, &error))?;
-    Ok(EntryResponse { entry: entry(path, &metadata, &Names::load()) })
+    Ok(EntryResponse { entry: entry(path, &metadata, &IdNames::load()) })
 }
 
 fn make_dir(path: &Path) -> Result<EntryResponse, Error> {
@@ -138,7 +138,7 @@ fn rename(from: &Path, to: &Path) -> Result<EntryResponse, Error> {
 }
 
 fn list(path: &Path, depth: u32) -> Result<EntryList, Error> {
-    let names = Names::load();
+    let names = IdNames::load();
     let mut entries = Vec::new();
     let mut folders: Vec<(PathBuf, u32)> = vec![(path.to_path_buf(), 1)];
     while let Some((folder, level)) = folders.pop() {
@@ -239,7 +239,7 @@ fn remove_entry(at: BorrowedFd, name: &CStr, depth: usize) -> Result<(), Errno> 
 
 /// What is known of a file. A link has its own facts, but the type of what it leads to, as clients
 /// expect that list folders to open them.
-fn entry(path: &Path, metadata: &Metadata, names: &Names) -> EntryInfo {
+fn entry(path: &Path, metadata: &Metadata, names: &IdNames) -> EntryInfo {
     let link = metadata.is_symlink();
     let target = if link { fs::metadata(path).ok() } else { None };
     let mode = metadata.mode();

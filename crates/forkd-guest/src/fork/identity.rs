@@ -16,14 +16,14 @@ const LIMIT: u64 = 64 << 10;
 const MARK: &str = "# forkd";
 
 /// Where the names of a machine are kept.
-pub(crate) struct Names<'n> {
+pub(crate) struct IdentityFiles<'n> {
     /// The root of the file system with `etc` in it.
     pub(crate) root: &'n Path,
     /// The agent's own folder.
     pub(crate) run_dir: &'n Path,
 }
 
-impl Names<'_> {
+impl IdentityFiles<'_> {
     fn etc(&self, name: &str) -> PathBuf {
         self.root.join("etc").join(name)
     }
@@ -168,7 +168,7 @@ mod tests {
 
     fn write(root: &Path) -> Vec<String> {
         let mut warnings = Vec::new();
-        Names { root, run_dir: root }.write("child-1", &"0a".repeat(16), &mut warnings);
+        IdentityFiles { root, run_dir: root }.write("child-1", &"0a".repeat(16), &mut warnings);
         warnings
     }
 

@@ -34,8 +34,8 @@ use forkd_protocol::{
 };
 
 pub use boot_id::BootId;
-pub(crate) use identity::{Names, write_resolv_conf};
-pub use system::Machine;
+pub(crate) use identity::{IdentityFiles, write_resolv_conf};
+pub use system::System;
 
 use self::{ssh::HostKeys, sync::Syncing};
 use crate::{
@@ -51,9 +51,9 @@ const FREEZE_TIME: Duration = Duration::from_secs(5);
 /// How long `Freeze` may take at most, whatever it is told.
 const MAX_FREEZE_TIME: Duration = Duration::from_secs(600);
 /// So few dirty bytes are on the disk in a moment, while user processes stand still.
-const LITTLE: u64 = 4 << 20;
+const QUICK_SYNC_BYTES: u64 = 4 << 20;
 /// That moment.
-const LITTLE_TIME: Duration = Duration::from_millis(100);
+const QUICK_SYNC_TIME: Duration = Duration::from_millis(100);
 /// How long `Become` waits for processes that should be frozen already.
 const REFREEZE_TIME: Duration = Duration::from_secs(1);
 /// Less entropy than this does not make two children different for sure; more is of no use.
@@ -62,8 +62,8 @@ const ENTROPY: std::ops::RangeInclusive<usize> = 32..=4096;
 const MAX_VARIABLES: usize = 64 << 10;
 
 /// The parts of a guest that a fork touches.
-pub(crate) struct Forking {
-    machine: Machine,
+pub(crate) struct ForkService {
+    system: System,
     run_dir: PathBuf,
     processes: Arc<Processes>,
     python: Arc<Python>,
@@ -71,25 +71,33 @@ pub(crate) struct Forking {
     /// One freeze, thaw or change of identity at a time.
     turn: Mutex<()>,
     /// What this guest became last.
-    done: Mutex<Option<Done>>,
+    done: Mutex<Option<LastBecome>>,
 }
 
 /// A request that was obeyed. Entropy tells it from any other, in a copy of this guest too.
-struct Done {
+struct LastBecome {
     /// Without the time, which is another one whenever it is sent.
     request: BecomeRequest,
     warnings: Vec<String>,
 }
 
-impl Forking {
+impl ForkService {
     pub(crate) fn new(
-        machine: Machine,
+        system: System,
         run_dir: PathBuf,
         processes: Arc<Processes>,
         python: Arc<Python>,
     ) -> Self {
-        let syncing = Syncing::new(machine.sync);
-        Forking { machine, run_dir, processes, python, syncing, turn: Mutex::new(()), done: Mutex::default() }
+        let syncing = Syncing::new(system.sync);
+        ForkService {
+            system,
+            run_dir,
+            processes,
+            python,
+            syncing,
+            turn: Mutex::new(()),
+            done: Mutex::default(),
+        }
     }
 
     /// Stops all user processes in the time that `request` gives from when its first byte was read, at
@@ -140,10 +148,10 @@ impl Forking {
             // have their place on the disk, and a child changes one page of each.
             self.names().rehearse();
             // What the processes, and the line above, wrote since the first time.
-            let little = || (self.machine.unsynced)().is_some_and(|bytes| bytes <= LITTLE);
+            let little = || (self.system.unsynced)().is_some_and(|bytes| bytes <= QUICK_SYNC_BYTES);
             match request.sync {
                 FreezeSync::Full => self.sync(deadline, full),
-                FreezeSync::Quick if little() => self.sync(sooner(deadline, LITTLE_TIME), full),
+                FreezeSync::Quick if little() => self.sync(sooner(deadline, QUICK_SYNC_TIME), full),
                 FreezeSync::Quick | FreezeSync::Skip => {}
             }
             if !wanted() {
@@ -179,7 +187,7 @@ impl Forking {
     ) -> Result<BecomeResponse, Error> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let asked = BecomeRequest { unix_nanos: 0, ..request.clone() };
-        let request = Checked::new(request)?;
+        let request = CheckedBecome::new(request)?;
         // A caller that lost patience asks again: hooks and functions run once all the same.
         let mut done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(done) = done.as_ref().filter(|done| done.request == asked) {
@@ -196,9 +204,9 @@ impl Forking {
         }
 
         // First: whatever comes after it may need random numbers.
-        (self.machine.reseed)(&request.entropy).map_err(cannot("reseed the kernel's random numbers"))?;
-        (self.machine.set_clock)(request.sent_at + received.elapsed()).map_err(cannot("set the clock"))?;
-        if let Err(error) = (self.machine.set_hostname)(&request.hostname) {
+        (self.system.reseed)(&request.entropy).map_err(cannot("reseed the kernel's random numbers"))?;
+        (self.system.set_clock)(request.sent_at + received.elapsed()).map_err(cannot("set the clock"))?;
+        if let Err(error) = (self.system.set_hostname)(&request.hostname) {
             warnings.push(format!("the host name could not be set: {error}"));
         }
         let names = self.names();
@@ -209,7 +217,7 @@ impl Forking {
         connections::reset(&self.processes.cgroups.pids(), frozen, &mut warnings);
 
         self.wake(&request, frozen, &mut warnings)?;
-        *done = Some(Done { request: asked, warnings: warnings.clone() });
+        *done = Some(LastBecome { request: asked, warnings: warnings.clone() });
         Ok(became(warnings))
     }
 
@@ -230,27 +238,27 @@ impl Forking {
     }
 
     fn write_boot_id(&self, sandbox_id: &str, warnings: &mut Vec<String>) {
-        if let Some(Err(error)) = self.machine.boot_id.as_ref().map(|id| id.become_that_of(sandbox_id)) {
+        if let Some(Err(error)) = self.system.boot_id.as_ref().map(|id| id.become_that_of(sandbox_id)) {
             warnings.push(format!("the boot id could not be written: {error}"));
         }
     }
 
-    fn names(&self) -> Names<'_> {
-        Names { root: &self.machine.root, run_dir: &self.run_dir }
+    fn names(&self) -> IdentityFiles<'_> {
+        IdentityFiles { root: &self.system.root, run_dir: &self.run_dir }
     }
 
     fn host_keys(&self) -> HostKeys<'_> {
-        HostKeys { root: &self.machine.root, run_dir: &self.run_dir }
+        HostKeys { root: &self.system.root, run_dir: &self.run_dir }
     }
 
     fn under_root(&self, path: &str) -> PathBuf {
-        self.machine.root.join(path.trim_start_matches('/'))
+        self.system.root.join(path.trim_start_matches('/'))
     }
 }
 
 /// A request whose every field can be used as it is.
 #[derive(Debug)]
-struct Checked {
+struct CheckedBecome {
     sandbox_id: String,
     hostname: String,
     machine_id: String,
@@ -261,7 +269,7 @@ struct Checked {
     variables: BTreeMap<String, String>,
 }
 
-impl Checked {
+impl CheckedBecome {
     fn new(request: BecomeRequest) -> Result<Self, Error> {
         let BecomeRequest { sandbox_id, hostname, machine_id, unix_nanos, entropy, envs: mut variables } =
             request;
@@ -289,7 +297,7 @@ impl Checked {
             return wrong(format!("envs take more than {MAX_VARIABLES} bytes"));
         }
         let sent_at = Duration::from_nanos(unix_nanos);
-        Ok(Checked { sandbox_id, hostname, machine_id, sent_at, entropy, variables })
+        Ok(CheckedBecome { sandbox_id, hostname, machine_id, sent_at, entropy, variables })
     }
 }
 

@@ -14,7 +14,7 @@ use rustix::time::{ClockId, Timespec};
 use super::BootId;
 
 /// Access to the machine itself.
-pub struct Machine {
+pub struct System {
     /// The root of the file system with `etc` in it.
     pub root: PathBuf,
     /// The boot id that programs read; `None` leaves them the kernel's.
@@ -31,10 +31,10 @@ pub struct Machine {
     pub unsynced: fn() -> Option<u64>,
 }
 
-impl Machine {
+impl System {
     /// The guest this program is PID 1 of.
     pub fn guest() -> Self {
-        Machine {
+        System {
             root: "/".into(),
             boot_id: None,
             reseed,
@@ -102,6 +102,6 @@ mod tests {
         assert_eq!(unsynced(table), Some(15 << 10));
         assert_eq!(unsynced("Dirty: 12 kB\n"), None);
         assert_eq!(unsynced("Dirty: many kB\nWriteback: 1 kB\n"), None);
-        assert!((Machine::guest().unsynced)().is_some());
+        assert!((System::guest().unsynced)().is_some());
     }
 }

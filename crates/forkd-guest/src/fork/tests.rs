@@ -36,8 +36,8 @@ fn done(what: Done) -> io::Result<()> {
 }
 
 /// A machine that only remembers what is done to it.
-pub(crate) fn machine(root: PathBuf) -> Machine {
-    Machine {
+pub(crate) fn system(root: PathBuf) -> System {
+    System {
         root,
         boot_id: None,
         reseed: |entropy| done(Done::Reseeded(entropy.to_vec())),
@@ -107,7 +107,7 @@ fn a_guest_that_was_booted_is_told_which_sandbox_it_is_and_keeps_its_boot_id_as_
     let folder = tempfile::tempdir().unwrap();
     let mut forking = forking(folder.path(), None, || ());
     let path = folder.path().join("boot-id");
-    forking.machine.boot_id = Some(BootId::new("c3075f7e-701a-47dd-9b34-fb4ecf34ccf2", &path).unwrap());
+    forking.system.boot_id = Some(BootId::new("c3075f7e-701a-47dd-9b34-fb4ecf34ccf2", &path).unwrap());
     let name = |id: &str| forking.name(&NameRequest { sandbox_id: id.into() });
     let boot_id = || fs::read_to_string(&path).unwrap();
     let kernels = boot_id();
@@ -212,10 +212,10 @@ fn frozen_processes_stand_still_until_they_are_thawed_or_become_another_guests()
 }
 
 /// The parts of a guest that is frozen in `cgroup`, if it has cgroups, and synced by `sync`.
-fn forking(folder: &Path, cgroup: Option<PathBuf>, sync: fn()) -> Forking {
+fn forking(folder: &Path, cgroup: Option<PathBuf>, sync: fn()) -> ForkService {
     let processes = Arc::new(Processes::new(process::Cgroups::new(cgroup), Arc::default()));
     let python = Arc::new(Python::new(process::Cgroups::new(None), Arc::default()));
-    Forking::new(Machine { sync, ..machine(folder.into()) }, folder.into(), processes, python)
+    ForkService::new(System { sync, ..system(folder.into()) }, folder.into(), processes, python)
 }
 
 /// A folder that says of itself that all in it stands still.
@@ -323,7 +323,7 @@ fn how_much_is_synced_depends_on_the_request_and_on_what_is_dirty() {
     let mut forking = forking(folder.path(), still(folder.path()), || {
         SYNCS.fetch_add(1, Ordering::SeqCst);
     });
-    forking.machine.unsynced = || *DIRTY.lock().unwrap();
+    forking.system.unsynced = || *DIRTY.lock().unwrap();
     let syncs = |sync, dirty| {
         *DIRTY.lock().unwrap() = dirty;
         SYNCS.store(0, Ordering::SeqCst);
@@ -334,14 +334,14 @@ fn how_much_is_synced_depends_on_the_request_and_on_what_is_dirty() {
     };
     for (sync, dirty, expected) in [
         (FreezeSync::Skip, Some(0), 0),
-        (FreezeSync::Quick, Some(LITTLE + 1), 1),
+        (FreezeSync::Quick, Some(QUICK_SYNC_BYTES + 1), 1),
         (FreezeSync::Quick, None, 1),
-        (FreezeSync::Full, Some(LITTLE + 1), 2),
+        (FreezeSync::Full, Some(QUICK_SYNC_BYTES + 1), 2),
     ] {
         assert_eq!(syncs(sync, dirty), expected, "{sync:?} {dirty:?}");
     }
     // The second one has so little time that a busy computer may not see it.
-    eventually("a second sync of a little", || syncs(FreezeSync::Quick, Some(LITTLE)) == 2);
+    eventually("a second sync of a little", || syncs(FreezeSync::Quick, Some(QUICK_SYNC_BYTES)) == 2);
 }
 
 #[test]
@@ -360,7 +360,7 @@ fn a_freeze_whose_caller_is_gone_when_it_is_done_is_undone() {
         token: None,
         cgroup: still(folder),
         run_dir: folder.join("run"),
-        machine: Machine { sync, ..machine(folder.join("root")) },
+        system: System { sync, ..system(folder.join("root")) },
         shut_down: || (),
     });
     let socket = folder.join("agent.sock");

@@ -12,7 +12,7 @@ use forkd_protocol::{
 };
 
 use super::{
-    Checked, Forking, cannot,
+    CheckedBecome, ForkService, cannot,
     hooks::{self, Runner},
 };
 
@@ -21,11 +21,11 @@ const HOOK_TIME: Duration = Duration::from_secs(10);
 /// How long other processes wait for the interpreter to take the news in.
 const NEWS_TIME: Duration = Duration::from_secs(5);
 
-impl Forking {
+impl ForkService {
     /// Lets the user's code run in a child that is its own. Processes are `frozen` until then.
     pub(super) fn wake(
         &self,
-        request: &Checked,
+        request: &CheckedBecome,
         frozen: bool,
         warnings: &mut Vec<String>,
     ) -> Result<(), Error> {

@@ -7,7 +7,7 @@ use base64::{Engine, prelude::BASE64_STANDARD};
 use super::MAX_HEADERS;
 
 /// Status and message for a peer whose request cannot be read.
-pub(crate) type Refusal = (u16, String);
+pub(crate) type BadRequest = (u16, String);
 
 /// A parsed request head. Header names are in lower case.
 #[derive(Debug)]
@@ -26,7 +26,7 @@ pub(crate) struct Head {
 impl Head {
     /// Parses the head at the start of `input`: `None` if it is not all there yet, else the head and
     /// its length.
-    pub(super) fn parse(input: &[u8], received: Instant) -> Result<Option<(Head, usize)>, Refusal> {
+    pub(super) fn parse(input: &[u8], received: Instant) -> Result<Option<(Head, usize)>, BadRequest> {
         let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
         let mut request = httparse::Request::new(&mut headers);
         let len = match request.parse(input) {

@@ -187,20 +187,20 @@ enum Sent {
 pub(crate) struct Exchange<'e> {
     head: Head,
     /// Without its own lifetime, which would show in every service's signature.
-    connection: &'e mut dyn Peer,
+    connection: &'e mut dyn ExchangeIo,
     framing: Framing,
     continue_due: bool,
     sent: Sent,
 }
 
 /// The parts of a connection that an exchange uses.
-trait Peer {
+trait ExchangeIo {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize>;
     fn write_all(&mut self, bytes: &[u8]) -> io::Result<()>;
     fn transport(&self) -> &dyn Transport;
 }
 
-impl Peer for Connection<'_> {
+impl ExchangeIo for Connection<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         Connection::read(self, buf)
     }
@@ -215,7 +215,7 @@ impl Peer for Connection<'_> {
 }
 
 impl<'e> Exchange<'e> {
-    fn new(connection: &'e mut dyn Peer, head: Head, framing: Framing) -> Self {
+    fn new(connection: &'e mut dyn ExchangeIo, head: Head, framing: Framing) -> Self {
         let continue_due = head.expects_continue() && framing != Framing::Empty;
         Exchange { head, connection, framing, continue_due, sent: Sent::Nothing }
     }

@@ -25,7 +25,7 @@ use forkd_protocol::init::{InitPlan, InterfacePlan, ListenPlan};
 
 use crate::{
     agent::{Agent, Config},
-    fork::{self, BootId, Machine},
+    fork::{self, BootId, System},
     log,
     process::reaper,
     sys,
@@ -98,7 +98,7 @@ fn start() -> Result<std::convert::Infallible, Fatal> {
         token,
         cgroup,
         run_dir: PathBuf::from(RUN_DIR),
-        machine: Machine { boot_id, ..Machine::guest() },
+        system: System { boot_id, ..System::guest() },
         shut_down: shutdown::shut_down,
     };
     let agent = Agent::new(config);
@@ -111,7 +111,7 @@ fn start() -> Result<std::convert::Infallible, Fatal> {
 /// Writes the files that name this machine and those that know other names. A root that cannot be
 /// written to keeps its own.
 fn name_things(plan: &InitPlan) {
-    let names = fork::Names { root: Path::new("/"), run_dir: Path::new(RUN_DIR) };
+    let names = fork::IdentityFiles { root: Path::new("/"), run_dir: Path::new(RUN_DIR) };
     if let Err(error) = names.complete(&plan.hostname) {
         log::info!("the image keeps its names: {error}");
     }

@@ -55,10 +55,10 @@ pub(crate) enum Next {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct OutputState {
     listeners: Vec<Queue>,
     next_id: u64,
-    kept: Kept,
+    kept: OutputTail,
     end: Option<Outcome>,
 }
 
@@ -89,9 +89,9 @@ impl Queue {
 
 /// The end of each stream's output while nobody listens.
 #[derive(Debug, Default)]
-struct Kept(Vec<(Source, VecDeque<u8>)>);
+struct OutputTail(Vec<(Source, VecDeque<u8>)>);
 
-impl Kept {
+impl OutputTail {
     fn add(&mut self, (source, bytes): &Piece) {
         let at = self.0.iter().position(|(known, _)| known == source).unwrap_or_else(|| {
             self.0.push((*source, VecDeque::new()));
@@ -115,7 +115,7 @@ impl Kept {
 /// The hub between one process and its listeners.
 #[derive(Debug)]
 pub(crate) struct Output {
-    state: Mutex<State>,
+    state: Mutex<OutputState>,
     /// Listeners wait here.
     arrived: Condvar,
     /// Readable when there may be room again: the reading side polls it.
@@ -128,7 +128,7 @@ impl Output {
         Ok(Arc::new(Output { state: Mutex::default(), arrived: Condvar::new(), room }))
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, OutputState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -34,7 +34,7 @@ const GRACE: Duration = Duration::from_secs(2);
 
 /// The image's interpreter, running or not.
 pub(crate) struct Python {
-    state: Mutex<State>,
+    state: Mutex<InterpreterSlot>,
     /// Those whose turn it is not yet wait here.
     free: Condvar,
     /// Of the interpreter that runs: reachable also while somebody evaluates.
@@ -43,22 +43,22 @@ pub(crate) struct Python {
     variables: Arc<Variables>,
 }
 
-enum State {
+enum InterpreterSlot {
     Free(Option<Interpreter>),
-    /// Somebody has it, see [`Turn`].
+    /// Somebody has it, see [`InterpreterGuard`].
     Taken,
 }
 
 /// One caller's time with the interpreter, which goes back when this is dropped.
-struct Turn<'p> {
+struct InterpreterGuard<'p> {
     python: &'p Python,
     interpreter: Option<Interpreter>,
 }
 
-impl Drop for Turn<'_> {
+impl Drop for InterpreterGuard<'_> {
     fn drop(&mut self) {
         let mut state = self.python.state.lock().unwrap_or_else(PoisonError::into_inner);
-        *state = State::Free(self.interpreter.take());
+        *state = InterpreterSlot::Free(self.interpreter.take());
         self.python.free.notify_one();
     }
 }
@@ -66,7 +66,7 @@ impl Drop for Turn<'_> {
 impl Python {
     pub(crate) fn new(cgroups: Arc<Cgroups>, variables: Arc<Variables>) -> Self {
         Python {
-            state: Mutex::new(State::Free(None)),
+            state: Mutex::new(InterpreterSlot::Free(None)),
             free: Condvar::new(),
             notices: Mutex::default(),
             cgroups,
@@ -86,11 +86,12 @@ impl Python {
     }
 
     /// Waits for the interpreter to be free.
-    fn take_turn(&self, deadline: Option<Instant>) -> Result<Turn<'_>, Error> {
+    fn lock_interpreter(&self, deadline: Option<Instant>) -> Result<InterpreterGuard<'_>, Error> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
-            if let State::Free(interpreter) = std::mem::replace(&mut *state, State::Taken) {
-                return Ok(Turn { python: self, interpreter });
+            if let InterpreterSlot::Free(interpreter) = std::mem::replace(&mut *state, InterpreterSlot::Taken)
+            {
+                return Ok(InterpreterGuard { python: self, interpreter });
             }
             state = match deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())) {
                 None => self.free.wait(state).unwrap_or_else(PoisonError::into_inner),
@@ -108,7 +109,7 @@ impl Python {
 
     /// Starts the interpreter if it does not run.
     pub(crate) fn start(&self, user: &User) -> Result<(), Error> {
-        let mut turn = self.take_turn(None)?;
+        let mut turn = self.lock_interpreter(None)?;
         self.ensure_running(&mut turn.interpreter, user, None)?;
         Ok(())
     }
@@ -121,7 +122,7 @@ impl Python {
         limit: Option<Duration>,
     ) -> Result<EvalResponse, Error> {
         let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
-        let mut turn = self.take_turn(deadline)?;
+        let mut turn = self.lock_interpreter(deadline)?;
         let running = &mut turn.interpreter;
         if let Some(ended) = running.as_ref().and_then(Interpreter::ended) {
             // Code that relies on what earlier code left must not run without it.

@@ -37,12 +37,12 @@ pub(super) struct Network {
 struct Namespace {
     addresses: BTreeSet<IpAddr>,
     /// Connections that are open or being opened.
-    connections: Vec<Connection>,
+    connections: Vec<TcpEntry>,
 }
 
 /// A line of the kernel's table of TCP sockets.
 #[derive(Debug, PartialEq)]
-struct Connection {
+struct TcpEntry {
     ends: Ends,
     state: u8,
     /// Zero if no process has it.
@@ -181,12 +181,12 @@ fn inode(path: &Path) -> io::Result<u64> {
 }
 
 /// A line of `/proc/net/tcp` or `tcp6`; `None` for the first, which has titles.
-fn parse(line: &str) -> Option<Connection> {
+fn parse(line: &str) -> Option<TcpEntry> {
     let mut fields = line.split_ascii_whitespace().skip(1);
     let ends = Ends { local: parse_end(fields.next()?)?, remote: parse_end(fields.next()?)? };
     let state = u8::from_str_radix(fields.next()?, 16).ok()?;
     let inode = fields.nth(5)?.parse().ok()?;
-    Some(Connection { ends, state, inode })
+    Some(TcpEntry { ends, state, inode })
 }
 
 /// `0100007F:1B58`: words as this machine has them in memory, and a port as people write it.
@@ -252,11 +252,11 @@ mod tests {
         let line = "   1: 0100007F:1B58 0200A8C0:D431 01 00000000:00000000 00:00000000 00000000  1000 \
                     0 43251 1 00000000a3b5c7d9 20 4 30 10 -1";
         let ends = Ends { local: end("127.0.0.1:7000"), remote: end("192.168.0.2:54321") };
-        assert_eq!(parse(line), Some(Connection { ends, state: ESTABLISHED, inode: 43251 }));
+        assert_eq!(parse(line), Some(TcpEntry { ends, state: ESTABLISHED, inode: 43251 }));
         let line = "  12: 0000000000000000FFFF00000100007F:0050 B80D0120000000000000000001000000:0051 08 \
                     00000000:00000000 00:00000000 00000000     0        0 0 1 0000000000000000 20 4 0 10 -1";
         let ends = Ends { local: end("127.0.0.1:80"), remote: end("[2001:db8::1]:81") };
-        assert_eq!(parse(line), Some(Connection { ends, state: CLOSE_WAIT, inode: 0 }));
+        assert_eq!(parse(line), Some(TcpEntry { ends, state: CLOSE_WAIT, inode: 0 }));
         for other in ["  sl  local_address rem_address   st tx_queue", "", "0: é:1 2:3 01 0 0 0 0 0 0"] {
             assert_eq!(parse(other), None, "{other}");
         }

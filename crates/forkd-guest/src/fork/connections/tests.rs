@@ -63,20 +63,20 @@ for line in sys.stdin:
     print(answer, flush=True)
 "#;
 
-struct Program {
+struct TestProgram {
     child: Child,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
 }
 
-impl Program {
-    fn start() -> Program {
+impl TestProgram {
+    fn start() -> TestProgram {
         assert!(rustix::process::geteuid().is_root(), "the agent runs as root, and so do its tests");
         let mut command = Command::new("unshare");
         command.args(["--net", "python3", "-u", "-c", PROGRAM]);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let (input, output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
-        let mut program = Program { child, input, output };
+        let mut program = TestProgram { child, input, output };
         // From here on it is in its namespace.
         assert_eq!(program.ask("1"), "1");
         program
@@ -103,7 +103,7 @@ impl Program {
     }
 
     /// Joins its network with another's: this one is 198.51.100.2, the other 198.51.100.1.
-    fn join(&mut self, other: &mut Program) {
+    fn join(&mut self, other: &mut TestProgram) {
         self.run(&format!("ip('link add eth0 type veth peer name eth0 netns {}')", other.pid()));
         for (program, host) in [(&mut *self, 2), (&mut *other, 1)] {
             program.run(&format!("ip('address add 198.51.100.{host}/24 dev eth0')"));
@@ -116,7 +116,7 @@ impl Program {
     }
 }
 
-impl Drop for Program {
+impl Drop for TestProgram {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -125,11 +125,11 @@ impl Drop for Program {
 
 /// As in a child whose user processes these are. Programs that wait for input stand as still as frozen ones.
 #[track_caller]
-fn forked(programs: &[&Program]) {
+fn forked(programs: &[&TestProgram]) {
     assert_eq!(forked_with(Diag::open, programs), Vec::<String>::new());
 }
 
-fn forked_with(open: fn() -> io::Result<Diag>, programs: &[&Program]) -> Vec<String> {
+fn forked_with(open: fn() -> io::Result<Diag>, programs: &[&TestProgram]) -> Vec<String> {
     let pids: Vec<i32> = programs.iter().map(|program| program.pid()).collect();
     let mut warnings = Vec::new();
     reset_with(open, &pids, true, &mut warnings);
@@ -143,7 +143,7 @@ fn no_diag() -> io::Result<Diag> {
 
 /// Whether this machine's kernel can end single sockets.
 fn can_end_sockets() -> bool {
-    let mut program = Program::start();
+    let mut program = TestProgram::start();
     program.run("ip('link add eth0 type veth peer name eth1')");
     program.run("ip('address add 198.51.100.2/24 dev eth0')");
     program.run("ip('link set eth0 up')");
@@ -157,7 +157,7 @@ fn can_end_sockets() -> bool {
 
 #[test]
 fn connections_inside_a_guest_go_on_and_those_to_the_outside_fail_at_once() {
-    let (mut guest, mut outside) = (Program::start(), Program::start());
+    let (mut guest, mut outside) = (TestProgram::start(), TestProgram::start());
     guest.join(&mut outside);
     outside.run("s, peers = server(('', 9000)), []");
     outside.run("s6 = server(('2001:db8::1', 9000))");
@@ -210,7 +210,7 @@ fn connections_inside_a_guest_go_on_and_those_to_the_outside_fail_at_once() {
 
 #[test]
 fn connections_between_network_namespaces_of_a_guest_go_on() {
-    let (mut one, mut other) = (Program::start(), Program::start());
+    let (mut one, mut other) = (TestProgram::start(), TestProgram::start());
     one.join(&mut other);
     other.run("s, u = server(('198.51.100.1', 7000)), datagrams(('198.51.100.1', 7001), None)");
     one.run("c = connect(('198.51.100.1', 7000))");
@@ -250,8 +250,8 @@ fn connections_between_network_namespaces_of_a_guest_go_on() {
 }
 
 /// A guest that listens on all addresses, with connections from the inside and from outside waiting.
-fn mixed_queue() -> (Program, Program) {
-    let (mut guest, mut outside) = (Program::start(), Program::start());
+fn mixed_queue() -> (TestProgram, TestProgram) {
+    let (mut guest, mut outside) = (TestProgram::start(), TestProgram::start());
     guest.join(&mut outside);
     guest.run("s = server(('::', 9000), dualstack_ipv6=True)");
     guest.run("mine = [connect(('127.0.0.1', 9000))]");
@@ -297,7 +297,7 @@ fn a_kernel_that_cannot_end_single_connections_ends_no_inside_one_and_says_so() 
 
 #[test]
 fn a_queue_of_connections_from_outside_is_emptied_on_every_kernel() {
-    let (mut guest, mut outside) = (Program::start(), Program::start());
+    let (mut guest, mut outside) = (TestProgram::start(), TestProgram::start());
     guest.join(&mut outside);
     guest.run("s = server(('', 9000))");
     outside.run("theirs = [connect(('198.51.100.2', 9000)) for _ in range(3)]");
@@ -308,8 +308,8 @@ fn a_queue_of_connections_from_outside_is_emptied_on_every_kernel() {
 }
 
 /// A guest with UDP sockets of every kind.
-fn datagrams() -> (Program, Program) {
-    let (mut guest, mut outside) = (Program::start(), Program::start());
+fn datagrams() -> (TestProgram, TestProgram) {
+    let (mut guest, mut outside) = (TestProgram::start(), TestProgram::start());
     guest.join(&mut outside);
     outside.run("peer = datagrams(('198.51.100.1', 9000), None)");
     for host in ["127.0.0.1", "::1", "198.51.100.2", "2001:db8::2"] {
@@ -330,7 +330,7 @@ fn datagrams() -> (Program, Program) {
     (guest, outside)
 }
 
-fn inside_datagrams_go_on(guest: &mut Program, outside: &mut Program) {
+fn inside_datagrams_go_on(guest: &mut TestProgram, outside: &mut TestProgram) {
     guest.run("for a, b, c, d in inside: got = get(b); assert got == b'on its way', got");
     guest.run("for a, b, c, d in inside: goes_on(a, b); c.send(b'1'); assert get(d) == b'1'");
     // One that is connected to nothing may be a server: it is left as it is.
@@ -369,7 +369,7 @@ fn a_kernel_that_cannot_end_udp_sockets_disconnects_them_and_says_so() {
 
 #[test]
 fn a_guest_that_talks_only_to_itself_over_loopback_reads_no_tables() {
-    let mut guest = Program::start();
+    let mut guest = TestProgram::start();
     guest.run("a = pair('127.0.0.1'); u = datagrams(('::1', 7000), ('::1', 7000)); s = server(('', 7000))");
     for (fd, _) in sockets(guest.pid()).unwrap() {
         assert!(kind(&take(guest.pid(), fd).unwrap()).unwrap().is_none());
