@@ -13,21 +13,21 @@ use crate::error::{Error, Result};
 
 /// An open folder. It stays what it is when something else gets its name.
 #[derive(Debug)]
-pub(crate) struct Folder {
+pub(crate) struct Dir {
     fd: OwnedFd,
     path: PathBuf,
 }
 
-impl Folder {
+impl Dir {
     /// Opens the folder at `path`, whose last part must not be a link.
-    pub(crate) fn open(path: &Path) -> io::Result<Folder> {
+    pub(crate) fn open(path: &Path) -> io::Result<Dir> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        Ok(Folder { fd: rustix::fs::open(path, flags, Mode::empty())?, path: path.to_owned() })
+        Ok(Dir { fd: rustix::fs::open(path, flags, Mode::empty())?, path: path.to_owned() })
     }
 
     /// The same folder, to be known by another path: the one it is about to have.
-    pub(crate) fn known_as(&self, path: &Path) -> io::Result<Folder> {
-        Ok(Folder { fd: self.fd.try_clone()?, path: path.to_owned() })
+    pub(crate) fn known_as(&self, path: &Path) -> io::Result<Dir> {
+        Ok(Dir { fd: self.fd.try_clone()?, path: path.to_owned() })
     }
 
     /// The path it is known by.

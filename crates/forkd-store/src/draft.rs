@@ -12,10 +12,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::crash_points::{Step, did};
 use crate::digest::digest;
-use crate::dir::{Folder, delete, reopen, sync_file};
+use crate::dir::{Dir, delete, reopen, sync_file};
 use crate::error::{Error, Result};
 use crate::layers::{Hold, WrittenBy, copy_sparse, is_given_back};
-use crate::manifest::{Facts, FileEntry, MANIFEST, MAX_DEPTH, Manifest, Measured, Parent, STATE};
+use crate::manifest::{FileEntry, GuestSpec, MANIFEST, MAX_DEPTH, Manifest, Measured, Parent, STATE};
 use crate::snapshot::Snapshot;
 use crate::store::Store;
 use crate::waits::waits;
@@ -29,7 +29,7 @@ const STATE_COPY: &str = "state.copy";
 pub struct Draft {
     store: Store,
     tag: String,
-    folder: Folder,
+    folder: Dir,
     state: Option<File>,
     memory: Option<File>,
     /// The names in the folder that are layers' or to become layers', and their inodes.
@@ -43,7 +43,7 @@ pub struct Draft {
 #[derive(Debug)]
 pub struct Contents {
     /// What is known about it.
-    pub facts: Facts,
+    pub facts: GuestSpec,
     /// The snapshot its memory is a difference to: that one's memory layers come before its own.
     /// None if its memory is complete.
     pub parent: Option<Snapshot>,
@@ -64,7 +64,7 @@ pub struct Contents {
 
 impl Contents {
     /// Those of a snapshot that came from nowhere and has no disk.
-    pub fn new(facts: Facts) -> Contents {
+    pub fn new(facts: GuestSpec) -> Contents {
         Contents {
             facts,
             parent: None,
@@ -78,7 +78,7 @@ impl Contents {
 }
 
 impl Draft {
-    pub(crate) fn new(store: Store, tag: &str, folder: Folder, hold: Hold) -> Draft {
+    pub(crate) fn new(store: Store, tag: &str, folder: Dir, hold: Hold) -> Draft {
         Draft {
             store,
             tag: tag.to_owned(),
@@ -218,7 +218,7 @@ impl Draft {
         Error::Invalid(format!("snapshot {} cannot be published: it has no {what}", self.tag))
     }
 
-    fn check_parent(&self, parent: &Snapshot, facts: &Facts) -> Result<()> {
+    fn check_parent(&self, parent: &Snapshot, facts: &GuestSpec) -> Result<()> {
         let (theirs, ours) = (parent.manifest().facts.mem_size_mib, facts.mem_size_mib);
         let why = if parent.depth() >= MAX_DEPTH {
             format!("the chain of {} is as long as one can be ({MAX_DEPTH}); store all of it", parent.tag())

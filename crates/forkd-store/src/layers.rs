@@ -18,7 +18,7 @@ use rustix::io::Errno;
 
 use crate::crash_points::{Step, did};
 use crate::digest::{digest, next_data};
-use crate::dir::{Folder, delete, sync_file};
+use crate::dir::{Dir, delete, sync_file};
 use crate::error::{Error, Result};
 use crate::lease::{Writers, writers};
 use crate::manifest::{FileEntry, is_digest};
@@ -38,7 +38,7 @@ const MAX_REMEMBERED: usize = 1 << 16;
 /// The folder of all layers.
 #[derive(Debug)]
 pub(crate) struct Layers {
-    folder: Folder,
+    folder: Dir,
     /// Who is held, and how often.
     held: Mutex<Held>,
     /// What was read and found good, by everything that would show a change.
@@ -106,7 +106,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Layers {
     pub(crate) fn open(path: &Path) -> Result<Layers> {
-        let folder = Folder::open(path).map_err(Error::io("open", path))?;
+        let folder = Dir::open(path).map_err(Error::io("open", path))?;
         Ok(Layers { folder, held: Mutex::default(), good: Mutex::default() })
     }
 
@@ -318,7 +318,7 @@ pub(crate) fn is_given_back(file: &File, what: &str) -> io::Result<bool> {
 }
 
 /// The file `name` in `folder`, open, of length `size`. The error names the file.
-pub(crate) fn whole(folder: &Folder, name: &str, size: u64) -> std::result::Result<(File, Metadata), String> {
+pub(crate) fn whole(folder: &Dir, name: &str, size: u64) -> std::result::Result<(File, Metadata), String> {
     let path = folder.path().join(name);
     let file = folder.read(name).map_err(|why| format!("{} {why}", path.display()))?;
     let meta = file.metadata().map_err(|error| format!("{} cannot be read ({error})", path.display()))?;

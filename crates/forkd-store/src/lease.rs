@@ -14,9 +14,9 @@ use crate::dir::reopen;
 
 /// How long a writer that is about to close the file may take: a process that ends, or one that has just
 /// answered. Anything longer is no accident.
-const PATIENCE: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 2000 });
+const WRITER_TIMEOUT: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 2000 });
 /// How often the kernel is asked meanwhile.
-const PAUSE: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Chooses the signal of a lease. The `libc` crate does not have it.
 const F_SETSIG: libc::c_int = 10;
 
@@ -39,7 +39,7 @@ pub fn writers(file: &File) -> io::Result<Writers> {
     loop {
         match lease(&file) {
             Ok(()) => return Ok(Writers::None),
-            Err(Errno::AGAIN) if begun.elapsed() < PATIENCE => std::thread::sleep(PAUSE),
+            Err(Errno::AGAIN) if begun.elapsed() < WRITER_TIMEOUT => std::thread::sleep(POLL_INTERVAL),
             Err(Errno::AGAIN) => return Ok(Writers::Some),
             Err(error) => return Ok(Writers::Unknown(io::Error::from(error).to_string())),
         }

@@ -43,8 +43,11 @@ pub use error::{Error, Result};
 pub use layers::Collected;
 pub use lease::{Writers, writers};
 pub use manifest::{
-    BaseImage, Facts, FileEntry, MANIFEST, MAX_DEPTH, Manifest, Measured, Parent, STATE, VERSION,
+    BaseImage, FileEntry, GuestSpec, MANIFEST, MAX_DEPTH, Manifest, Measured, Parent, STATE, VERSION,
 };
+// The name that the controller still uses.
+#[doc(hidden)]
+pub use manifest::GuestSpec as Facts;
 pub use snapshot::{DiskFiles, Files, Kind, Layer, Size, Sizes, Snapshot};
 pub use store::Store;
 #[doc(hidden)]

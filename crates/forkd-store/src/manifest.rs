@@ -54,7 +54,7 @@ pub struct Manifest {
     /// The version of the forkd that made it, for people.
     pub forkd: String,
     /// What its maker said about it.
-    pub facts: Facts,
+    pub facts: GuestSpec,
     /// The snapshot whose memory layers come before its own one; none if it has all of its memory
     /// itself.
     pub parent: Option<Parent>,
@@ -112,7 +112,7 @@ pub struct Measured {
 /// What the maker of a snapshot knows about it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Facts {
+pub struct GuestSpec {
     /// The image under its first disk; none for a bare guest.
     pub image: Option<BaseImage>,
     /// The kernel it booted: a path, or a version of the library. For people, and for bare guests

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use crate::dir::Folder;
+use crate::dir::Dir;
 use crate::error::{Error, Result};
 use crate::layers::{Layers, verify, whole};
 use crate::manifest::{BaseImage, FileEntry, MANIFEST, Manifest, STATE, Unfit};
@@ -106,7 +106,7 @@ pub struct DiskFiles {
 impl Snapshot {
     /// Reads the snapshot `tag` in `folder`: its manifest, and that its files are there in their
     /// size. Their contents are looked at by [`Snapshot::open`].
-    pub(crate) fn read(folder: Folder, tag: &str, layers: &Arc<Layers>) -> Result<Snapshot> {
+    pub(crate) fn read(folder: Dir, tag: &str, layers: &Arc<Layers>) -> Result<Snapshot> {
         let (manifest, id) = read_manifest(&folder, tag).map_err(|why| Error::unusable(tag, why))?;
         let unusable = |why| Error::unusable(tag, why);
         let (_, meta) = whole(&folder, STATE, manifest.state.size).map_err(unusable)?;
@@ -186,9 +186,9 @@ impl Snapshot {
     }
 
     /// Its folder and its state, open. An error if the folder is gone, or holds another snapshot by now.
-    fn own_files(&self) -> std::result::Result<(Folder, File), String> {
+    fn own_files(&self) -> std::result::Result<(Dir, File), String> {
         let Inner { path, inode, manifest, id, saved_at, .. } = &*self.0;
-        let folder = match Folder::open(path) {
+        let folder = match Dir::open(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Err("it was removed".into()),
             other => other.map_err(|error| format!("{} cannot be opened ({error})", path.display()))?,
         };
@@ -224,7 +224,7 @@ impl Snapshot {
 pub(crate) type Found = std::result::Result<(Manifest, String), Unfit>;
 
 /// The manifest in `folder` and its id. The error names the file.
-pub(crate) fn read_manifest(folder: &Folder, tag: &str) -> Found {
+pub(crate) fn read_manifest(folder: &Dir, tag: &str) -> Found {
     let path = folder.path().join(MANIFEST);
     let file = folder.read(MANIFEST).map_err(|why| Unfit::Other(format!("{} {why}", path.display())))?;
     let read = Manifest::read(&file).and_then(|bytes| {

@@ -18,7 +18,7 @@ use rustix::fs::{CWD, RenameFlags};
 use rustix::io::Errno;
 
 use crate::crash_points::{Step, did};
-use crate::dir::{Folder, delete};
+use crate::dir::{Dir, delete};
 use crate::draft::Draft;
 use crate::error::{Error, Result};
 use crate::layers::{Collected, Hold, Layers};
@@ -48,7 +48,7 @@ impl Store {
         let store = Store { folder: folder.to_owned(), layers: Arc::new(Layers::open(&layers)?) };
         // The folder's own name, too: it may be new.
         if let Some(above) = folder.canonicalize().ok().as_deref().and_then(Path::parent) {
-            Folder::open(above).and_then(|above| above.sync()).map_err(Error::io("write", above))?;
+            Dir::open(above).and_then(|above| above.sync()).map_err(Error::io("write", above))?;
         }
         for name in store.names()? {
             let text = name.to_string_lossy();
@@ -76,7 +76,7 @@ impl Store {
         let path = self.own_name(NEW);
         DirBuilder::new().mode(0o700).create(&path).map_err(Error::io("create", &path))?;
         did(Step::Changed);
-        let folder = Folder::open(&path).map_err(Error::io("open", &path))?;
+        let folder = Dir::open(&path).map_err(Error::io("open", &path))?;
         Ok(Draft::new(self.clone(), tag, folder, Hold::new(self.layers.clone())))
     }
 
@@ -85,7 +85,7 @@ impl Store {
     pub fn get(&self, tag: &str) -> Result<Snapshot> {
         check_tag(tag)?;
         let path = self.folder.join(tag);
-        match Folder::open(&path) {
+        match Dir::open(&path) {
             Ok(folder) => match Snapshot::read(folder, tag, &self.layers) {
                 // Removed while we looked.
                 Err(_) if !is_there(&path) => Err(self.no_such(tag)),
@@ -200,7 +200,7 @@ impl Store {
     }
 
     /// The complete folder `draft` as the snapshot `tag` that it is about to be.
-    pub(crate) fn read_draft(&self, draft: &Folder, tag: &str) -> Result<Snapshot> {
+    pub(crate) fn read_draft(&self, draft: &Dir, tag: &str) -> Result<Snapshot> {
         let path = self.folder.join(tag);
         Snapshot::read(draft.known_as(&path).map_err(Error::io("open", &path))?, tag, &self.layers)
     }
@@ -230,7 +230,7 @@ impl Store {
             if tag.starts_with('.') {
                 continue;
             }
-            let found = match Folder::open(&path) {
+            let found = match Dir::open(&path) {
                 Ok(folder) => read_manifest(&folder, &tag),
                 Err(error) => Err(Unfit::Other(format!("{} cannot be opened ({error})", path.display()))),
             };
@@ -251,7 +251,7 @@ impl Store {
     }
 
     fn sync(&self) -> Result<()> {
-        Folder::open(&self.folder).and_then(|folder| folder.sync()).map_err(Error::io("write", &self.folder))
+        Dir::open(&self.folder).and_then(|folder| folder.sync()).map_err(Error::io("write", &self.folder))
     }
 
     /// Everything in the folder.

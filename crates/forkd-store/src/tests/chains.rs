@@ -153,7 +153,7 @@ fn a_chain_has_an_end() {
 fn a_difference_to_a_memory_of_another_size_is_refused() {
     let (_folder, store) = store();
     let parent = made(&store, "warm", 1);
-    let facts = Facts { mem_size_mib: 16, ..facts() };
+    let facts = GuestSpec { mem_size_mib: 16, ..facts() };
     let contents = Contents { parent: Some(parent), ..Contents::new(facts) };
     let error = draft(&store, "child", 2).publish(contents).unwrap_err();
     assert!(matches!(&error, Error::Invalid(why) if why.contains("16 MiB")), "{error}");

@@ -34,7 +34,7 @@ fn what_was_published_is_found_again_by_another_process() {
 #[test]
 fn a_bare_guest_has_no_disk() {
     let (_folder, store) = store();
-    let facts = Facts { image: None, kernel: Some("/boot/tiny".into()), python: None, ..facts() };
+    let facts = GuestSpec { image: None, kernel: Some("/boot/tiny".into()), python: None, ..facts() };
     let snapshot = draft(&store, "bare", 1).publish(Contents::new(facts)).unwrap();
     assert!(snapshot.open().unwrap().disks.is_empty());
 }
@@ -226,7 +226,7 @@ fn an_image_that_was_built_again_is_noticed() {
     fs::write(&disk, b"image").unwrap();
     let image = |digest| BaseImage::of("python", digest, &File::open(&disk).unwrap()).unwrap();
     let then = image("d1");
-    let known = Facts { image: Some(then.clone()), ..facts() };
+    let known = GuestSpec { image: Some(then.clone()), ..facts() };
     let snapshot = draft(&store, "warm", 1).publish(Contents::new(known)).unwrap();
     snapshot.check_image(&then).unwrap();
     store.get("warm").unwrap().check_image(&image("d1")).unwrap();

@@ -21,8 +21,8 @@ mod kept;
 mod lives;
 mod manifests;
 
-fn facts() -> Facts {
-    Facts {
+fn facts() -> GuestSpec {
+    GuestSpec {
         image: Some(BaseImage {
             name: "python".into(),
             digest: "d".into(),
