@@ -106,13 +106,13 @@ fn report_failure(error: &Error, report: Option<&File>) {
 /// takes a CPU away from a saver at once. Beside guests that never rest a save would take minutes like that: so
 /// the controller gives it a small share of the CPUs after a while, one of this priority.
 fn lower_priority() {
-    const LITTLE: libc::c_int = 10;
+    const LOW_PRIORITY: libc::c_int = 10;
     const IDLE: libc::c_long = 3 << 13;
     let no_priority = libc::sched_param { sched_priority: 0 };
     // SAFETY: the calls take integers, and one reads a struct that lives as long. What they fail to do is missed
     // by nobody.
     unsafe {
-        libc::setpriority(libc::PRIO_PROCESS, 0, LITTLE);
+        libc::setpriority(libc::PRIO_PROCESS, 0, LOW_PRIORITY);
         libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const no_priority);
         libc::syscall(libc::SYS_ioprio_set, IOPRIO_WHO_PROCESS, 0, IDLE);
     }

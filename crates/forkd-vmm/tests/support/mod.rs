@@ -41,7 +41,7 @@ forkd_vmm::guest_code! {
 }
 
 /// No answer of a monitor takes longer, whatever the machine is busy with.
-const PATIENCE: Duration = Duration::from_secs(60);
+const GUEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Says that a test did not run, past the harness, which swallows what passing tests print.
 pub fn not_run(test: &str, why: &str) {
@@ -123,7 +123,7 @@ impl Monitor {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status;
             }
-            assert!(start.elapsed() < PATIENCE, "the monitor does not exit");
+            assert!(start.elapsed() < GUEST_TIMEOUT, "the monitor does not exit");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -176,7 +176,7 @@ impl Controller {
     pub fn connect(path: &Path) -> Controller {
         let socket = seqpacket();
         rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
-        set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE)).unwrap();
+        set_socket_timeout(&socket, Timeout::Recv, Some(GUEST_TIMEOUT)).unwrap();
         Controller { channel: Channel::new(socket), events: VecDeque::new() }
     }
 

@@ -62,7 +62,7 @@ pub(super) struct Connection {
     pub(super) guest_port: u32,
     pub(super) state: ConnectionState,
     /// It stands in the line of connections that may have a packet for the guest.
-    pub(super) in_line: bool,
+    pub(super) queued: bool,
 
     // Control packets the guest is to get. One of each kind is enough, so a guest that takes none
     // makes nothing grow.
@@ -122,7 +122,7 @@ impl Connection {
             host_port,
             guest_port,
             state,
-            in_line: false,
+            queued: false,
             opening: Some(opening),
             credit_update: false,
             credit_request: false,

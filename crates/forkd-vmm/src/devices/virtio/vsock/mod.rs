@@ -73,7 +73,7 @@ pub struct Vsock {
     /// Finds a connection's token by host port and guest port.
     by_ports: HashMap<(u32, u32), u32>,
     /// Tokens of the connections that may have a packet for the guest, in their order.
-    line: VecDeque<u32>,
+    queue: VecDeque<u32>,
     resets: VecDeque<Header>,
     next_host_port: u32,
     active: bool,
@@ -96,7 +96,7 @@ impl Vsock {
             listener: HostListener::new(listener),
             connections: HashMap::new(),
             by_ports: HashMap::new(),
-            line: VecDeque::new(),
+            queue: VecDeque::new(),
             resets: VecDeque::new(),
             next_host_port: FIRST_HOST_PORT,
             active: false,
@@ -239,9 +239,9 @@ impl Vsock {
     fn settle(&mut self, token: u32, fate: Fate) {
         let Some(connection) = self.connections.get_mut(&token) else { return };
         match fate {
-            Fate::Lives if connection.has_work() && !connection.in_line => {
-                connection.in_line = true;
-                self.line.push_back(token);
+            Fate::Lives if connection.has_work() && !connection.queued => {
+                connection.queued = true;
+                self.queue.push_back(token);
             }
             Fate::Lives => {}
             Fate::Ends => self.remove(token),
@@ -259,8 +259,8 @@ impl Vsock {
             self.listener.unwatch(connection.socket.as_fd());
             // The line moves only when the guest has buffers: a guest that opens and closes without
             // ever offering one must not make it grow.
-            if connection.in_line {
-                self.line.retain(|standing| *standing != token);
+            if connection.queued {
+                self.queue.retain(|standing| *standing != token);
             }
         }
     }
@@ -278,7 +278,7 @@ impl Vsock {
     /// Gives the guest what there is for it, as long as it has buffers.
     fn deliver(&mut self, queue: &mut VirtQueue, memory: &GuestMemory) -> Result<(), Malformed> {
         for _ in 0..MAX_PACKETS_PER_EVENT {
-            if self.resets.is_empty() && self.line.is_empty() {
+            if self.resets.is_empty() && self.queue.is_empty() {
                 return Ok(());
             }
             let Some(mut chain) = queue.pop(memory)? else { return Ok(()) };
@@ -302,9 +302,9 @@ impl Vsock {
             return Some(reset);
         }
         // A connection that turns out to have nothing leaves the line.
-        while let Some(token) = self.line.pop_front() {
+        while let Some(token) = self.queue.pop_front() {
             let Some(connection) = self.connections.get_mut(&token) else { continue };
-            connection.in_line = false;
+            connection.queued = false;
             let Some(packet) = connection.next_packet(room) else { continue };
             let header = header(self.cid, connection, packet.op, packet.flags, packet.data_len);
             let fate = if connection.is_over() { Fate::Ends } else { Fate::Lives };
@@ -415,7 +415,7 @@ impl VirtioDevice for Vsock {
             self.listener.unwatch(connection.socket.as_fd());
         }
         self.by_ports.clear();
-        self.line.clear();
+        self.queue.clear();
         self.resets.clear();
     }
 

@@ -20,7 +20,7 @@ const CID: u64 = 42;
 const SLOT: u64 = 0x1100;
 pub(super) const SLOTS: u16 = 16;
 pub(super) const ROOM: u32 = 4096;
-pub(super) const PATIENCE: Duration = Duration::from_secs(20);
+pub(super) const GUEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 pub(super) type Arrivals = Arc<Mutex<Vec<(u32, UnixStream)>>>;
 
@@ -139,7 +139,7 @@ impl Guest {
     }
 
     pub(super) fn send(&mut self, header: &Header, data: &[u8]) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + GUEST_TIMEOUT;
         while !self.try_send(header, data) {
             assert!(Instant::now() < deadline, "the device takes no packets");
             std::thread::yield_now();
@@ -169,7 +169,7 @@ impl Guest {
 
     /// The next packet, which must be of this kind.
     pub(super) fn expect(&mut self, op: Op) -> (Header, Vec<u8>) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + GUEST_TIMEOUT;
         loop {
             let packets = self.poll();
             self.inbox.extend(packets);
@@ -189,7 +189,7 @@ impl Guest {
 
     pub(super) fn call(&self, line: &str) -> UnixStream {
         let mut stream = UnixStream::connect(&self.listener_path).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(GUEST_TIMEOUT)).unwrap();
         stream.write_all(line.as_bytes()).unwrap();
         stream
     }
@@ -212,7 +212,7 @@ impl Guest {
         self.expect(Op::Response);
         let (port, stream) = self.arrivals.lock().unwrap().pop().unwrap();
         assert_eq!(port, 7);
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(GUEST_TIMEOUT)).unwrap();
         (stream, ports)
     }
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::packet::{SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
 use super::test_guest::{
-    Guest, PATIENCE, ROOM, SLOTS, device, guest, guest_without_buffers, is_closed, packet,
+    GUEST_TIMEOUT, Guest, ROOM, SLOTS, device, guest, guest_without_buffers, is_closed, packet,
 };
 use super::*;
 use crate::devices::virtio::test_driver::{BUFFERS, Descriptor, Driver};
@@ -267,7 +267,7 @@ fn a_reset_of_the_device_closes_everything_and_callers_are_turned_away() {
     guest.driver.write(0x70, 0);
     assert!(is_closed(&mut stream));
     let mut early = UnixStream::connect(&guest.listener_path).unwrap();
-    early.set_read_timeout(Some(PATIENCE)).unwrap();
+    early.set_read_timeout(Some(GUEST_TIMEOUT)).unwrap();
     assert!(is_closed(&mut early));
     guest.driver.start(u64::MAX);
     guest.free_slots = (0..SLOTS).collect();
@@ -288,7 +288,7 @@ fn data_waits_in_its_socket_while_the_guest_has_no_buffers() {
         }
     }
     guest.add_buffers();
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + GUEST_TIMEOUT;
     let mut requests = 0;
     while requests < 3 {
         for (header, _) in guest.poll() {
@@ -331,7 +331,7 @@ fn what_the_host_does_not_read_waits_and_arrives_in_order() {
             }));
             last_progress = Instant::now();
         }
-        assert!(last_progress.elapsed() < PATIENCE, "stalled after {sent} bytes");
+        assert!(last_progress.elapsed() < GUEST_TIMEOUT, "stalled after {sent} bytes");
     }
     let seen = reader.expect("the guest ran out of credit").join().unwrap();
     assert!((0..).zip(&seen).all(|(place, byte)| *byte == expected_byte(3, place)));
@@ -511,7 +511,7 @@ fn much_data_in_both_directions_at_once_arrives_whole() {
         }
         let done = progress.load(Ordering::Relaxed);
         assert!(
-            last_progress.elapsed() < PATIENCE,
+            last_progress.elapsed() < GUEST_TIMEOUT,
             "stalled: {sent} sent, {done} of them read, {received} received, credit {free}"
         );
     }
@@ -579,5 +579,5 @@ fn a_guest_that_never_takes_a_packet_makes_nothing_grow() {
         }
         arrivals.lock().unwrap().clear();
     }
-    assert_eq!((vsock.connections.len(), vsock.by_ports.len(), vsock.line.len()), (0, 0, 0));
+    assert_eq!((vsock.connections.len(), vsock.by_ports.len(), vsock.queue.len()), (0, 0, 0));
 }
