@@ -101,7 +101,7 @@ pub(crate) const MORE_MODULES: &[&str] = &[
 
 /// What is known about a kernel of a library; `kernel.json` in its folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Manifest {
+pub(crate) struct KernelManifest {
     pub(crate) format: u32,
     pub(crate) version: String,
     /// Where it came from, for people.
@@ -141,7 +141,7 @@ impl Kernel {
     /// The kernel in a library's folder.
     pub(crate) fn read(folder: &Path) -> Result<Kernel> {
         let fix = format!("remove {} and forkd fetches it again", folder.display());
-        let manifest: Manifest = read_manifest(&folder.join(MANIFEST), FORMAT, &fix)?;
+        let manifest: KernelManifest = read_manifest(&folder.join(MANIFEST), FORMAT, &fix)?;
         let files = [(VMLINUX, manifest.vmlinux_bytes), (VMLINUZ, manifest.vmlinuz_bytes)];
         for (name, bytes) in files {
             let path = folder.join(name);

@@ -9,7 +9,7 @@ use crate::bzimage;
 use crate::compress::read_all;
 use crate::error::{Error, Result};
 use crate::kernel::{
-    FORMAT, Kernel, MANIFEST, MODULES, Manifest, VMLINUX, VMLINUZ, kept_modules, version_key,
+    FORMAT, Kernel, KernelManifest, MANIFEST, MODULES, VMLINUX, VMLINUZ, kept_modules, version_key,
 };
 use crate::library::{Library, publish, unfinished};
 use crate::modules::ModuleSet;
@@ -167,7 +167,7 @@ fn fill(folder: &Path, found: &Found, progress: &dyn Progress) -> Result<()> {
         let target = modules.join("modules.builtin");
         fs::copy(&builtin, &target).map_err(Error::io("write", &target))?;
     }
-    let manifest = Manifest {
+    let manifest = KernelManifest {
         format: FORMAT,
         version: found.version.clone(),
         source: found.source.clone(),

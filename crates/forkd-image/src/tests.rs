@@ -328,5 +328,5 @@ fn manifests_are_written_as_in_their_golden_files() {
         );
     }
     is_golden::<crate::image::Manifest>("image", crate::image::FORMAT);
-    is_golden::<crate::kernel::Manifest>("kernel", crate::kernel::FORMAT);
+    is_golden::<crate::kernel::KernelManifest>("kernel", crate::kernel::FORMAT);
 }

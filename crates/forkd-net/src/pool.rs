@@ -10,7 +10,7 @@ use crate::network::in_parallel;
 use crate::{Network, Result, Slot};
 
 /// How long nothing is made ahead after it failed.
-const PAUSE: Duration = Duration::from_secs(5);
+const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Keeps a number of slots ready. Dropped, it destroys those that nobody asked for.
 #[derive(Debug)]
@@ -93,7 +93,8 @@ impl Shared {
                 Ok(slot) => state.ready.push_back(slot),
                 Err(error) => {
                     tracing::warn!(%error, "a network slot could not be made ahead");
-                    let waited = self.changed.wait_timeout_while(state, PAUSE, |state| !state.ending);
+                    let waited =
+                        self.changed.wait_timeout_while(state, RETRY_INTERVAL, |state| !state.ending);
                     state = waited.unwrap_or_else(PoisonError::into_inner).0;
                 }
             }

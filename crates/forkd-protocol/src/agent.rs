@@ -34,7 +34,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::bounded::few;
+use crate::bounded::bounded_vec;
 
 /// The vsock port the agent listens on in a guest.
 pub const AGENT_PORT: u32 = 1024;
@@ -304,7 +304,7 @@ pub const MAX_ENTRIES: usize = 20_000;
 pub struct EntryList {
     /// The entries, without the folder itself. More than [`MAX_ENTRIES`] are not read: each takes many times
     /// the room that it has in a message.
-    #[serde(deserialize_with = "few::<_, _, MAX_ENTRIES>")]
+    #[serde(deserialize_with = "bounded_vec::<_, _, MAX_ENTRIES>")]
     pub entries: Vec<EntryInfo>,
 }
 

@@ -7,17 +7,17 @@ use serde::de::{Deserialize, Deserializer, Error, SeqAccess, Visitor};
 
 /// Reads a list of at most `MAX`, and stops at one more: things may take many times the room here that they take
 /// in a message, and its length says little.
-pub(crate) fn few<'de, D, T, const MAX: usize>(list: D) -> Result<Vec<T>, D::Error>
+pub(crate) fn bounded_vec<'de, D, T, const MAX: usize>(list: D) -> Result<Vec<T>, D::Error>
 where
     D: Deserializer<'de>,
     T: Deserialize<'de>,
 {
-    list.deserialize_seq(Few::<T, MAX>(PhantomData))
+    list.deserialize_seq(BoundedVec::<T, MAX>(PhantomData))
 }
 
-struct Few<T, const MAX: usize>(PhantomData<T>);
+struct BoundedVec<T, const MAX: usize>(PhantomData<T>);
 
-impl<'de, T: Deserialize<'de>, const MAX: usize> Visitor<'de> for Few<T, MAX> {
+impl<'de, T: Deserialize<'de>, const MAX: usize> Visitor<'de> for BoundedVec<T, MAX> {
     type Value = Vec<T>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -42,7 +42,7 @@ mod tests {
 
     #[test]
     fn a_list_that_is_too_long_is_refused_at_the_first_one_too_many() {
-        let read = |text: &str| few::<_, u8, 3>(&mut serde_json::Deserializer::from_str(text));
+        let read = |text: &str| bounded_vec::<_, u8, 3>(&mut serde_json::Deserializer::from_str(text));
         assert!(read("[]").unwrap().is_empty());
         assert_eq!(read("[1,2,3]").unwrap(), [1, 2, 3]);
         // What follows is not even looked at.
