@@ -104,7 +104,7 @@ pub fn serve(
     output: impl Write,
 ) -> Result<()> {
     crate::floor::must_have_one_thread()?;
-    let memory = Memory::map(kind, file, mem_mib, distance(dirty_pct)?)?;
+    let memory = TestMemory::map(kind, file, mem_mib, distance(dirty_pct)?)?;
     if kind == Kind::Layer {
         return memory.serve(input, output);
     }
@@ -130,13 +130,13 @@ pub fn serve(
 }
 
 /// Memory, and which of its pages are dirty.
-struct Memory {
+struct TestMemory {
     region: MmapRegion,
     distance: u64,
 }
 
-impl Memory {
-    fn map(kind: Kind, file: &Path, mem_mib: u64, distance: u64) -> Result<Memory> {
+impl TestMemory {
+    fn map(kind: Kind, file: &Path, mem_mib: u64, distance: u64) -> Result<TestMemory> {
         let length = mem_mib
             .checked_mul(1 << 20)
             .and_then(|length| usize::try_from(length).ok())
@@ -153,7 +153,7 @@ impl Memory {
                 mapping(length, Some(file), 0)?
             }
         };
-        Ok(Memory { region, distance })
+        Ok(TestMemory { region, distance })
     }
 
     fn serve(&self, input: impl BufRead, mut output: impl Write) -> Result<()> {

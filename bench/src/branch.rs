@@ -140,7 +140,7 @@ pub struct InRow {
 
 /// A goal, and what became of it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Verdict {
+pub struct BranchVerdict {
     /// `verdict`.
     pub case: String,
     /// Which goal: `pause_fork`, `pause_copy`, `in_row`, `first_child`, `chain_spawn`, `layer_bytes` or
@@ -169,7 +169,7 @@ pub enum Bound {
     AtLeast,
 }
 
-impl std::fmt::Display for Verdict {
+impl std::fmt::Display for BranchVerdict {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let word = if self.met { "met" } else { "NOT MET" };
         let bound = if self.bound == Bound::AtMost { "at most" } else { "at least" };
@@ -183,7 +183,7 @@ impl std::fmt::Display for Verdict {
 #[serde(untagged)]
 #[allow(missing_docs, reason = "documented at their types")]
 pub enum Record {
-    Verdict(Verdict),
+    Verdict(BranchVerdict),
     InRow(InRow),
     Line(Line),
 }
@@ -285,7 +285,7 @@ const LAYER_RATIO: f64 = 1.1;
 const CALL_OVER_PAUSE_MS: f64 = 5.0;
 
 /// What the records say about the goals; nothing about goals they do not speak of.
-pub fn verdicts(records: &[Record]) -> Vec<Verdict> {
+pub fn verdicts(records: &[Record]) -> Vec<BranchVerdict> {
     let judged: Vec<&Line> = lines(records).filter(|line| !line.conditions.emulated).collect();
     let same = |case: &str, line: &Line| {
         let found = judged.iter().find(|other| other.case == case && other.subject == line.subject);
@@ -356,8 +356,8 @@ fn name(subject: &Subject) -> String {
 }
 
 /// A goal is not met by attempts that failed.
-fn at_most(line: &Line, figure: &str, goal: String, measured: f64, limit: f64, unit: &str) -> Verdict {
-    Verdict {
+fn at_most(line: &Line, figure: &str, goal: String, measured: f64, limit: f64, unit: &str) -> BranchVerdict {
+    BranchVerdict {
         case: "verdict".into(),
         figure: figure.into(),
         goal,
@@ -369,14 +369,14 @@ fn at_most(line: &Line, figure: &str, goal: String, measured: f64, limit: f64, u
     }
 }
 
-fn in_row(subject: &Subject, row: &[&InRow]) -> Option<Verdict> {
+fn in_row(subject: &Subject, row: &[&InRow]) -> Option<BranchVerdict> {
     if row.len() < 2 * ROW_ENDS || row.iter().any(|one| one.conditions.emulated) {
         return None;
     }
     let middle = |part: &[&InRow]| median(&part.iter().map(|one| one.pause_ms).collect::<Vec<_>>());
     let first = middle(&row[..ROW_ENDS]).filter(|ms| *ms > 0.0)?;
     let ratio = middle(&row[row.len() - ROW_ENDS..])? / first;
-    Some(Verdict {
+    Some(BranchVerdict {
         case: "verdict".into(),
         figure: "in_row".into(),
         goal: format!(

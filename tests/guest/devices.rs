@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 
 use forkd_protocol::control::Event;
 use forkd_tests::monitor::{GUEST_CALL_PORT, Guest, Monitor};
-use forkd_tests::{PATIENCE, eventually};
+use forkd_tests::{TIMEOUT, eventually};
 
 use crate::assets::assets;
 
@@ -97,7 +97,7 @@ print(len(s.makefile('rb').read()))\" > /root/answer 2>&1";
     let (event, fds) = monitor.event();
     assert_eq!(event, Event::GuestConnection { port: GUEST_CALL_PORT });
     let mut stream = UnixStream::from(fds.into_iter().next().unwrap());
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
     let mut received = Vec::new();
     stream.read_to_end(&mut received).unwrap();
     assert_eq!(received.len(), 3_000_000);
@@ -121,7 +121,7 @@ fn a_tap_connects_a_guest_to_the_network() {
          (python3 -m http.server 8000 >/dev/null 2>&1 &) ; md5sum blob > /root/sum");
     let response = eventually("the guest's server", || {
         let stream = TcpStream::connect("10.42.0.2:8000").ok()?;
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         forkd_tests::http::request(stream, "GET", "/blob", &[], b"").ok()
     });
     assert_eq!(response.body.len(), 4_000_000);

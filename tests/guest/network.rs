@@ -85,7 +85,7 @@ fn the_host_is_out_of_reach() {
         let mut slot = network.make().unwrap();
         let mut guest = Guest::of(&mut slot);
         let host = UdpSocket::bind(("0.0.0.0", PORT)).unwrap();
-        host.set_read_timeout(Some(FRAME_PATIENCE)).unwrap();
+        host.set_read_timeout(Some(FRAME_TIMEOUT)).unwrap();
         let outer = slot.outer_address().unwrap();
         let cable = Ipv4Addr::from(u32::from(outer) - 1);
         for address in [HOST, cable, outer, GATEWAY_ADDRESS, Ipv4Addr::LOCALHOST] {
@@ -120,7 +120,7 @@ fn other_slots_are_out_of_reach() {
             assert!(Command::new("nft").args(["flush", "ruleset"]).status().unwrap().success());
             UdpSocket::bind((outer, PORT)).unwrap()
         });
-        socket.set_read_timeout(Some(FRAME_PATIENCE)).unwrap();
+        socket.set_read_timeout(Some(FRAME_TIMEOUT)).unwrap();
         one.say((outer, PORT), "to a sibling");
         one.exchange(internet, "marker");
         UdpSocket::bind("0.0.0.0:0").unwrap().send_to(b"own", (outer, PORT)).unwrap();

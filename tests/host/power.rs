@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use forkd_tests::http::{self, Response};
 use forkd_tests::random::{Random, rounds};
-use forkd_tests::{PATIENCE, eventually};
+use forkd_tests::{TIMEOUT, eventually};
 use rustix::process::{Signal, kill_process, test_kill_process};
 use serde_json::{Value, json};
 
@@ -37,7 +37,7 @@ impl Remote {
 
     fn try_request(&self, method: &str, path: &str, body: Option<Value>) -> std::io::Result<Response> {
         let stream = TcpStream::connect(&self.address)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(TIMEOUT))?;
         let headers = [("authorization", self.bearer.as_str()), ("content-type", "application/json")];
         let body = body.map(|body| body.to_string()).unwrap_or_default();
         http::request(stream, method, path, &headers, body.as_bytes())

@@ -11,7 +11,7 @@ use std::sync::Mutex;
 use serde_json::Value;
 
 use crate::http::{self, Response};
-use crate::{PATIENCE, binary, eventually, library_path};
+use crate::{TIMEOUT, binary, eventually, library_path};
 
 /// A running daemon. Dropped, it is killed with -9, as is everything it started.
 pub struct Daemon {
@@ -192,7 +192,7 @@ impl Daemon {
     /// One request over the unix socket, of a daemon that may be killed meanwhile.
     pub fn try_request(&self, method: &str, path: &str, body: Option<Value>) -> std::io::Result<Response> {
         let stream = UnixStream::connect(self.socket())?;
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(TIMEOUT))?;
         let body = body.map(|body| body.to_string()).unwrap_or_default();
         http::request(stream, method, path, &[("content-type", "application/json")], body.as_bytes())
     }
@@ -200,7 +200,7 @@ impl Daemon {
     /// One request over TCP, with these headers only.
     pub fn tcp_request(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Response {
         let stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         http::request(stream, method, path, headers, body).unwrap()
     }
 

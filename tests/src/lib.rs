@@ -38,7 +38,7 @@ pub fn library_path() -> PathBuf {
 
 /// How long anything may take before a test gives up. Guests under emulation are slow; a test that
 /// waits this long has failed.
-pub const PATIENCE: Duration = Duration::from_secs(300);
+pub const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A number from the environment, or the usual one.
 pub fn number(name: &str, usual: u64) -> u64 {
@@ -55,7 +55,7 @@ pub fn eventually<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
         if let Some(value) = check() {
             return value;
         }
-        assert!(start.elapsed() < PATIENCE, "gave up waiting for {what}");
+        assert!(start.elapsed() < TIMEOUT, "gave up waiting for {what}");
         std::thread::sleep(Duration::from_millis(50));
     }
 }

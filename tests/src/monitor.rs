@@ -17,7 +17,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::Signal;
 
 use crate::http::{self, Response};
-use crate::{PATIENCE, binary, eventually};
+use crate::{TIMEOUT, binary, eventually};
 
 /// A monitor process and the test's connection to it.
 pub struct Monitor {
@@ -332,7 +332,7 @@ impl Monitor {
 /// A connection to a vsock port in the guest whose monitor's sockets are in `folder`.
 pub fn connect_to_guest(folder: &Path, port: u32) -> std::io::Result<UnixStream> {
     let stream = UnixStream::connect(folder.join("vsock.sock"))?;
-    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(TIMEOUT))?;
     writeln!(&stream, "CONNECT {port}")?;
     let mut line = String::new();
     // A one-byte buffer: what follows the line is not ours to read.

@@ -29,7 +29,7 @@ fn container() -> UdpSocket {
         ip("link set eth0 up");
         ip("route add default via 172.17.0.1");
         let socket = UdpSocket::bind((CONTAINER, PORT)).unwrap();
-        socket.set_read_timeout(Some(FRAME_PATIENCE)).unwrap();
+        socket.set_read_timeout(Some(FRAME_TIMEOUT)).unwrap();
         socket
     });
     ip("address add 172.17.0.1/16 dev bridge");
@@ -164,7 +164,7 @@ fn an_operator_opens_networks_and_ports_but_never_the_host() {
     };
     with_network_of(config, |network, internet, _| {
         let host = UdpSocket::bind((HOST, PORT)).unwrap();
-        host.set_read_timeout(Some(FRAME_PATIENCE)).unwrap();
+        host.set_read_timeout(Some(FRAME_TIMEOUT)).unwrap();
         let mut slots = [network.make().unwrap(), network.make().unwrap()];
         let mut guest = Guest::of(&mut slots[0]);
         for address in [whole, one, ROUTER] {

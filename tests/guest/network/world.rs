@@ -15,7 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::thread::{LinkNameSpaceType, UnshareFlags, gettid, move_into_link_name_space, unshare_unsafe};
 
 /// How long a frame that must come may take.
-pub(crate) const FRAME_PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const FRAME_TIMEOUT: Duration = Duration::from_secs(30);
 /// Two servers of the internet's, with ordinary addresses: nothing here leaves the test's namespaces.
 pub(crate) const SERVER: Ipv4Addr = Ipv4Addr::new(55, 7, 0, 1);
 pub(crate) const FARTHER: Ipv4Addr = Ipv4Addr::new(55, 8, 0, 1);
@@ -108,7 +108,7 @@ impl Internet {
             ip(&format!("route replace 55.1.0.0/24 dev lan src {SERVER}"));
             let listen = |address: Ipv4Addr, port| {
                 let socket = UdpSocket::bind((address, port)).unwrap();
-                socket.set_read_timeout(Some(FRAME_PATIENCE)).unwrap();
+                socket.set_read_timeout(Some(FRAME_TIMEOUT)).unwrap();
                 socket
             };
             // Without routes of its own to the slots: only what is translated finds its way back.
@@ -161,7 +161,7 @@ impl Guest {
     pub(crate) fn receive(&mut self) -> (u16, Vec<u8>) {
         let start = Instant::now();
         loop {
-            let left = FRAME_PATIENCE.checked_sub(start.elapsed()).expect("no frame came");
+            let left = FRAME_TIMEOUT.checked_sub(start.elapsed()).expect("no frame came");
             let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
             poll(&mut [PollFd::new(&self.tap, PollFlags::IN)], Some(&timeout)).unwrap();
             let mut buffer = [0; 4096];
