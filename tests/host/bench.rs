@@ -1,5 +1,6 @@
 //! `forkd bench branch`, natively: the lines that programs read, and that nothing of it stays.
 
+use forkd_tests::test_name;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -29,7 +30,7 @@ const DIRTY_PCT: u64 = 10;
 
 #[test]
 fn a_bench_of_branches_prints_a_line_for_every_case_and_leaves_nothing() {
-    if !can_run("a_bench_of_branches_prints_a_line_for_every_case_and_leaves_nothing") {
+    if !can_run(test_name!()) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -103,7 +104,7 @@ fn bench_folders(data: &Path) -> Vec<PathBuf> {
 
 #[test]
 fn a_bench_that_is_told_to_end_takes_its_daemon_and_its_sandboxes_with_it() {
-    if !can_run("a_bench_that_is_told_to_end_takes_its_daemon_and_its_sandboxes_with_it") {
+    if !can_run(test_name!()) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -119,7 +120,7 @@ fn a_bench_that_is_told_to_end_takes_its_daemon_and_its_sandboxes_with_it() {
 
 #[test]
 fn what_a_killed_bench_leaves_is_found_and_removed() {
-    if !can_run("what_a_killed_bench_leaves_is_found_and_removed") {
+    if !can_run(test_name!()) {
         return;
     }
     let folder = tempfile::tempdir().unwrap();

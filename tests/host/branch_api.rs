@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use forkd_tests::eventually;
+use forkd_tests::{eventually, test_name};
 use serde_json::{Value, json};
 
 use crate::fanout::{can_run, census, descriptors};
@@ -16,7 +16,7 @@ fn strings(value: &Value) -> Vec<String> {
 
 #[test]
 fn every_way_to_branch_gives_children_of_one_instant_and_leaves_nothing_behind() {
-    if !can_run("every_way_to_branch_gives_children_of_one_instant_and_leaves_nothing_behind") {
+    if !can_run(test_name!()) {
         return;
     }
     let daemon = daemon_with_pattern(&[]);
@@ -90,7 +90,7 @@ fn every_way_to_branch_gives_children_of_one_instant_and_leaves_nothing_behind()
 
 #[test]
 fn a_chain_is_whole_at_every_depth_and_no_name_can_go_that_another_needs() {
-    if !can_run("a_chain_is_whole_at_every_depth_and_no_name_can_go_that_another_needs") {
+    if !can_run(test_name!()) {
         return;
     }
     let daemon = daemon_with_pattern(&[]);
@@ -166,7 +166,7 @@ fn a_chain_is_whole_at_every_depth_and_no_name_can_go_that_another_needs() {
 
 #[test]
 fn the_tree_tells_who_came_from_whom_and_from_those_that_are_gone() {
-    if !can_run("the_tree_tells_who_came_from_whom_and_from_those_that_are_gone") {
+    if !can_run(test_name!()) {
         return;
     }
     let mut daemon = daemon_with_pattern(&[]);
@@ -208,7 +208,7 @@ fn the_tree_tells_who_came_from_whom_and_from_those_that_are_gone() {
 
 #[test]
 fn old_branches_go_when_there_are_more_than_may_be_kept_and_none_that_is_needed() {
-    if !can_run("old_branches_go_when_there_are_more_than_may_be_kept_and_none_that_is_needed") {
+    if !can_run(test_name!()) {
         return;
     }
     let daemon = daemon_with_pattern(&["--branch-max-count", "2"]);
@@ -249,7 +249,7 @@ fn old_branches_go_when_there_are_more_than_may_be_kept_and_none_that_is_needed(
 
 #[test]
 fn a_guest_without_an_agent_is_paused_rolled_back_and_put_to_sleep_like_any_other() {
-    if !can_run("a_guest_without_an_agent_is_paused_rolled_back_and_put_to_sleep_like_any_other") {
+    if !can_run(test_name!()) {
         return;
     }
     let mut daemon = daemon_with_pattern(&[]);

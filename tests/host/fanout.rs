@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use forkd_tests::daemon::{Daemon, is_monitor};
-use forkd_tests::{binary, eventually};
+use forkd_tests::{binary, eventually, test_name};
 use serde_json::{Value, json};
 
 forkd_vmm::guest_code! {
@@ -101,7 +101,7 @@ pub(crate) fn descriptors(daemon: &Daemon) -> usize {
 
 #[test]
 fn a_thousand_children_come_and_go_and_leave_nothing() {
-    if !can_run("a_thousand_children_come_and_go_and_leave_nothing") {
+    if !can_run(test_name!()) {
         return;
     }
     let daemon = daemon_with_tiny(&[]);
@@ -123,7 +123,7 @@ fn a_thousand_children_come_and_go_and_leave_nothing() {
 
 #[test]
 fn one_sandbox_is_inspected_with_its_origin_its_figures_and_its_branches() {
-    if !can_run("one_sandbox_is_inspected_with_its_origin_its_figures_and_its_branches") {
+    if !can_run(test_name!()) {
         return;
     }
     let daemon = daemon_with_tiny(&[]);
@@ -147,7 +147,7 @@ fn one_sandbox_is_inspected_with_its_origin_its_figures_and_its_branches() {
 
 #[test]
 fn out_of_descriptors_the_children_that_fit_run_and_the_others_are_told() {
-    if !can_run("out_of_descriptors_the_children_that_fit_run_and_the_others_are_told") {
+    if !can_run(test_name!()) {
         return;
     }
     let daemon = Daemon::start_limited(libc::RLIMIT_NOFILE, 400);
@@ -166,7 +166,7 @@ fn out_of_descriptors_the_children_that_fit_run_and_the_others_are_told() {
 
 #[test]
 fn a_daemon_that_may_open_too_few_files_for_what_runs_says_so_and_touches_nothing() {
-    if !can_run("a_daemon_that_may_open_too_few_files_for_what_runs_says_so_and_touches_nothing") {
+    if !can_run(test_name!()) {
         return;
     }
     let mut daemon = daemon_with_tiny(&[]);
@@ -192,7 +192,7 @@ fn a_daemon_that_may_open_too_few_files_for_what_runs_says_so_and_touches_nothin
 
 #[test]
 fn killed_with_nine_in_the_middle_of_a_fan_out_the_daemon_finds_or_ends_every_child() {
-    if !can_run("killed_with_nine_in_the_middle_of_a_fan_out_the_daemon_finds_or_ends_every_child") {
+    if !can_run(test_name!()) {
         return;
     }
     let mut daemon = daemon_with_tiny(&[]);
@@ -235,7 +235,7 @@ type Damage = (&'static str, fn(&std::path::Path), &'static [&'static str]);
 
 #[test]
 fn a_damaged_snapshot_is_refused_by_name_and_nothing_starts() {
-    if !can_run("a_damaged_snapshot_is_refused_by_name_and_nothing_starts") {
+    if !can_run(test_name!()) {
         return;
     }
     let daemon = daemon_with_tiny(&[]);
@@ -289,7 +289,7 @@ fn a_damaged_snapshot_is_refused_by_name_and_nothing_starts() {
 
 #[test]
 fn a_snapshot_that_needs_a_cpu_feature_this_host_lacks_is_refused_by_its_name() {
-    if !can_run("a_snapshot_that_needs_a_cpu_feature_this_host_lacks_is_refused_by_its_name") {
+    if !can_run(test_name!()) {
         return;
     }
     let mut daemon = daemon_with_tiny(&[]);
@@ -330,7 +330,7 @@ fn flip_byte(path: &std::path::Path, at: usize) {
 
 #[test]
 fn a_stats_call_tells_what_a_child_costs() {
-    if !can_run("a_stats_call_tells_what_a_child_costs") {
+    if !can_run(test_name!()) {
         return;
     }
     let daemon = daemon_with_tiny(&[]);
@@ -346,7 +346,7 @@ fn a_stats_call_tells_what_a_child_costs() {
 
 #[test]
 fn what_a_dead_daemon_left_is_the_next_ones_and_is_removed_when_there_can_be_none() {
-    if !can_run("what_a_dead_daemon_left_is_the_next_ones_and_is_removed_when_there_can_be_none") {
+    if !can_run(test_name!()) {
         return;
     }
     let mut daemon = daemon_with_tiny(&[]);

@@ -8,6 +8,7 @@ use std::time::Duration;
 use forkd_tests::daemon::Daemon;
 use forkd_tests::eventually;
 use forkd_tests::random::{Random, rounds};
+use forkd_tests::test_name;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
@@ -145,7 +146,7 @@ fn nobody_is_unknown(daemon: &Daemon) {
 
 #[test]
 fn whoever_is_killed_what_was_acknowledged_goes_on_and_nothing_leaks() {
-    if !can_run("whoever_is_killed_what_was_acknowledged_goes_on_and_nothing_leaks") {
+    if !can_run(test_name!()) {
         return;
     }
     let mut daemon = daemon_with_pattern(&[]);

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use forkd_tests::daemon::{Daemon, is_monitor};
 use forkd_tests::eventually;
 use forkd_tests::random::{Random, rounds};
+use forkd_tests::test_name;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
@@ -47,7 +48,7 @@ fn hunt(daemon: &Daemon, random: &mut Random, most: u64, over: impl Fn() -> bool
 
 #[test]
 fn a_branch_whose_saver_is_killed_is_whole_or_gone_and_says_so() {
-    if !can_run("a_branch_whose_saver_is_killed_is_whole_or_gone_and_says_so") {
+    if !can_run(test_name!()) {
         return;
     }
     let daemon = daemon_with_pattern(&[]);
@@ -103,7 +104,7 @@ fn a_branch_whose_saver_is_killed_is_whole_or_gone_and_says_so() {
 
 #[test]
 fn killed_with_nine_while_branches_are_made_the_daemon_keeps_what_it_acknowledged() {
-    if !can_run("killed_with_nine_while_branches_are_made_the_daemon_keeps_what_it_acknowledged") {
+    if !can_run(test_name!()) {
         return;
     }
     let mut daemon = daemon_with_pattern(&[]);

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use forkd_tests::daemon::Daemon;
 use forkd_tests::http::Response;
 use forkd_tests::random::Random;
-use forkd_tests::{eventually, number};
+use forkd_tests::{eventually, number, test_name};
 use serde_json::{Value, json};
 
 use crate::fanout::{can_run, census, daemon_with_tiny, descriptors, ids, spawn};
@@ -163,7 +163,7 @@ fn memory_kib(daemon: &Daemon) -> u64 {
 
 #[test]
 fn many_clients_at_once_get_right_answers_and_leave_nothing() {
-    if !can_run("many_clients_at_once_get_right_answers_and_leave_nothing") {
+    if !can_run(test_name!()) {
         return;
     }
     let (seconds, clients) = (number("FORKD_LOAD_SECS", 6), number("FORKD_LOAD_CLIENTS", 24));

@@ -2,6 +2,7 @@
 //! the shape the document says, and goes on. Half a minute here, longer in `make soak`
 //! (`FORKD_SCHEMA_SECS`).
 
+use forkd_tests::test_name;
 use std::path::Path;
 use std::process::Command;
 
@@ -13,7 +14,7 @@ const REQUIREMENTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/host/schema/req
 
 #[test]
 fn nothing_the_api_document_allows_or_forbids_makes_the_daemon_fail() {
-    if !can_run("nothing_the_api_document_allows_or_forbids_makes_the_daemon_fail") {
+    if !can_run(test_name!()) {
         return;
     }
     let programs = environment("schemathesis", Path::new(REQUIREMENTS), &[]);

@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
 
-use forkd_tests::{binary, eventually};
+use forkd_tests::{binary, eventually, test_name};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -64,7 +64,7 @@ impl Drop for Served {
 
 #[test]
 fn a_second_signal_ends_a_daemon_that_drains() {
-    if !can_run("a_second_signal_ends_a_daemon_that_drains") {
+    if !can_run(test_name!()) {
         return;
     }
     for signal in [Signal::TERM, Signal::INT] {
@@ -81,7 +81,7 @@ fn a_second_signal_ends_a_daemon_that_drains() {
 
 #[test]
 fn every_line_of_the_log_has_the_fields_that_readers_know() {
-    if !can_run("every_line_of_the_log_has_the_fields_that_readers_know") {
+    if !can_run(test_name!()) {
         return;
     }
     let mut served = Served::start();

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 
 use forkd_tests::binary;
 use forkd_tests::daemon::Daemon;
+use forkd_tests::test_name;
 use serde_json::json;
 
 use crate::fanout::{can_run, no_library};
@@ -30,7 +31,7 @@ fn other_build() -> (tempfile::TempDir, PathBuf) {
 
 #[test]
 fn a_new_daemon_forks_and_branches_what_the_previous_build_made() {
-    if !can_run("a_new_daemon_forks_and_branches_what_the_previous_build_made") {
+    if !can_run(test_name!()) {
         return;
     }
     let (_folder, programs) = other_build();

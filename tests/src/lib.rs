@@ -16,6 +16,20 @@ pub mod random;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+/// The name of the test function around it, for the lines that list what did not run.
+#[macro_export]
+macro_rules! test_name {
+    () => {{
+        fn here() {}
+        $crate::outer_function(here)
+    }};
+}
+
+/// The name of the function in which `inner` is defined.
+pub fn outer_function<F>(_inner: F) -> &'static str {
+    std::any::type_name::<F>().rsplit("::").nth(1).unwrap_or("a test")
+}
+
 /// One of the binaries under test. They lie in the folder named by `FORKD_TEST_BIN`, or above the
 /// test's own executable.
 pub fn binary(name: &str) -> PathBuf {

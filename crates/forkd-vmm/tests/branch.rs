@@ -17,7 +17,7 @@ use branching::{
 };
 use forkd_protocol::control::{EndReason, Event, FdRef, Message, Reply, Request, Role, Status, VmEnd};
 use forkd_vmm::{asm_guest, guest_code};
-use support::{Boot, Controller, Fork, file_with, open_kvm, status, wait_until};
+use support::{Boot, Controller, Fork, file_with, open_kvm, status, test_name, wait_until};
 
 guest_code! {
     /// Two vCPUs that write for ever. The first fills 64 pages, every other one above 4 GiB, with the number
@@ -159,7 +159,7 @@ guest_code! {
 
 #[test]
 fn a_branch_stays_at_its_instant_its_children_go_on_from_it_and_so_does_the_source() {
-    let test = "a_branch_stays_at_its_instant_its_children_go_on_from_it_and_so_does_the_source";
+    let test = test_name!();
     let Some((_monitor, mut source)) = run(test, counter()) else { return };
     let mut first = branch_beyond(&mut source, 0);
     let expected = Status { role: Role::Template, running: false, ready: false };
@@ -176,7 +176,7 @@ fn a_branch_stays_at_its_instant_its_children_go_on_from_it_and_so_does_the_sour
 
 #[test]
 fn whatever_two_vcpus_write_meanwhile_every_branch_is_of_one_instant() {
-    let test = "whatever_two_vcpus_write_meanwhile_every_branch_is_of_one_instant";
+    let test = test_name!();
     let Some(kvm) = open_kvm(test) else { return };
     let monitor = start(&[]);
     let mut source = monitor.attach();
@@ -206,7 +206,7 @@ fn whatever_two_vcpus_write_meanwhile_every_branch_is_of_one_instant() {
 
 #[test]
 fn a_branch_of_a_branch_of_a_branch_is_of_one_instant_too() {
-    let test = "a_branch_of_a_branch_of_a_branch_is_of_one_instant_too";
+    let test = test_name!();
     let Some(kvm) = open_kvm(test) else { return };
     let monitor = start(&[]);
     let mut source = monitor.attach();
@@ -232,7 +232,7 @@ fn a_branch_of_a_branch_of_a_branch_is_of_one_instant_too() {
 
 #[test]
 fn a_vm_whose_memory_comes_from_files_is_branched_too() {
-    let test = "a_vm_whose_memory_comes_from_files_is_branched_too";
+    let test = test_name!();
     let Some((_monitor, mut source)) = run(test, counter()) else { return };
     let mut saved = branch(&mut source);
     assert_eq!(source.request(&Request::Stop, &[]), Reply::Stopped);
@@ -259,7 +259,7 @@ fn a_vm_whose_memory_comes_from_files_is_branched_too() {
 
 #[test]
 fn source_and_branch_do_not_need_each_other() {
-    let test = "source_and_branch_do_not_need_each_other";
+    let test = test_name!();
     let Some((mut monitor, mut source)) = run(test, counter()) else { return };
     let mut lives = branch(&mut source);
     let dies = branch(&mut source);
@@ -276,7 +276,7 @@ fn source_and_branch_do_not_need_each_other() {
 
 #[test]
 fn a_paused_vm_stands_still_can_be_branched_and_goes_on() {
-    let test = "a_paused_vm_stands_still_can_be_branched_and_goes_on";
+    let test = test_name!();
     let Some((mut monitor, mut source)) = run(test, counter()) else { return };
     for _ in 0..2 {
         assert_eq!(source.request(&Request::Pause, &[]), Reply::Paused);
@@ -318,7 +318,7 @@ fn a_paused_vm_stands_still_can_be_branched_and_goes_on() {
 
 #[test]
 fn a_vm_that_sleeps_is_branched_like_any_other() {
-    let test = "a_vm_that_sleeps_is_branched_like_any_other";
+    let test = test_name!();
     let Some((_monitor, mut source)) = run(test, sleeper()) else { return };
     let mut first = branch(&mut source);
     let mut child = Fork::new("child").run(&mut first.controller).unwrap();
@@ -330,7 +330,7 @@ fn a_vm_that_sleeps_is_branched_like_any_other() {
 
 #[test]
 fn a_vm_that_ends_while_it_is_branched_or_paused_ends_as_ever() {
-    let test = "a_vm_that_ends_while_it_is_branched_or_paused_ends_as_ever";
+    let test = test_name!();
     for round in 0..20 {
         let Some((mut monitor, mut source)) = run(test, short_lived()) else { return };
         std::thread::sleep(Duration::from_micros(50 * round));
@@ -366,7 +366,7 @@ fn end_of(source: &mut Controller) -> VmEnd {
 
 #[test]
 fn only_a_vm_is_branched_paused_and_resumed() {
-    let test = "only_a_vm_is_branched_paused_and_resumed";
+    let test = test_name!();
     let monitor = start(&[]);
     let mut idle = monitor.attach();
     assert!(Branching::new().run(&mut idle).is_err_and(|message| message.contains("no VM")));

@@ -20,11 +20,11 @@ use forkd_protocol::control::{
     DiskConfig, FdRef, NetConfig, ReplacedLayers, Reply, Request, Role, VsockConfig,
 };
 use forkd_vmm::asm_guest;
-use support::{Boot, Controller, Fork, Forked, Monitor, file_with, open_kvm, status, wait_until};
+use support::{Boot, Controller, Fork, Forked, Monitor, file_with, open_kvm, status, test_name, wait_until};
 
 #[test]
 fn many_branches_in_a_row_cost_the_source_nothing_it_keeps() {
-    let test = "many_branches_in_a_row_cost_the_source_nothing_it_keeps";
+    let test = test_name!();
     let Some((monitor, mut source)) = run(test, sleeper()) else { return };
     let own = descriptors(monitor.pid() as i32).map(|all| all.len());
     let mut branches: Vec<_> = (0..10).map(|_| branch(&mut source)).collect();
@@ -63,7 +63,7 @@ fn page_size(pid: u32) -> Option<String> {
 
 #[test]
 fn a_vm_asks_for_huge_pages_only_as_long_as_it_has_no_branches() {
-    let test = "a_vm_asks_for_huge_pages_only_as_long_as_it_has_no_branches";
+    let test = test_name!();
     if !rustix::process::geteuid().is_root() {
         support::not_run(test, "needs root");
         return;
@@ -180,7 +180,7 @@ fn fork_with_devices(template: &mut Controller, name: &str) -> (Forked, tempfile
 
 #[test]
 fn a_branch_holds_nothing_of_its_source_but_what_it_needs() {
-    let test = "a_branch_holds_nothing_of_its_source_but_what_it_needs";
+    let test = test_name!();
     if !rustix::process::geteuid().is_root() {
         support::not_run(test, "needs root");
         return;
@@ -216,7 +216,7 @@ fn a_branch_holds_nothing_of_its_source_but_what_it_needs() {
 
 #[test]
 fn frozen_layers_are_handed_out_sealed_and_replaced() {
-    let test = "frozen_layers_are_handed_out_sealed_and_replaced";
+    let test = test_name!();
     let Some(mut vm) = Devices::boot(test, monitor_binary(), &[]) else { return };
     let seal = Request::Seal { layers: vec![None, Some(FdRef(0))] };
     let refused = |reply: &Reply| matches!(reply, Reply::Error { .. });
@@ -253,7 +253,7 @@ fn frozen_layers_are_handed_out_sealed_and_replaced() {
 
 #[test]
 fn a_branch_that_cannot_be_changes_nothing() {
-    let test = "a_branch_that_cannot_be_changes_nothing";
+    let test = test_name!();
     if !rustix::process::geteuid().is_root() {
         support::not_run(test, "needs root");
         return;

@@ -25,7 +25,7 @@ use forkd_vmm::devices::virtio::buffers::Buffers;
 use forkd_vmm::state::{BlockState, DevicePart, Frozen, SaveFiles, file};
 use forkd_vmm::vm::{self, Vm, VmParts};
 use forkd_vmm::{asm_guest, guest_code, seccomp};
-use support::{Boot, Controller, Fork, Forked, Monitor, file_with, open_kvm};
+use support::{Boot, Controller, Fork, Forked, Monitor, file_with, open_kvm, test_name};
 use vm_memory::{Bytes, GuestAddress, VolatileSlice};
 
 const PAGE: u64 = 4096;
@@ -182,7 +182,7 @@ fn fork(template: &mut Controller, name: &str) -> Forked {
 
 #[test]
 fn generations_are_saved_as_layers_and_each_comes_back() {
-    let Some(kvm) = open_kvm("generations_are_saved_as_layers_and_each_comes_back") else { return };
+    let Some(kvm) = open_kvm(test_name!()) else { return };
     let (monitor, mut root) = template(kvm);
     let base = Save::new(&[], Some(pagemap(monitor.pid())));
     base.run(&mut root);
@@ -240,7 +240,7 @@ fn generations_are_saved_as_layers_and_each_comes_back() {
 
 #[test]
 fn layers_that_cannot_be_used_are_refused_and_nothing_starts() {
-    let Some(kvm) = open_kvm("layers_that_cannot_be_used_are_refused_and_nothing_starts") else { return };
+    let Some(kvm) = open_kvm(test_name!()) else { return };
     let (monitor, mut root) = template(kvm);
     let base = Save::new(&[], None);
     base.run(&mut root);
@@ -283,7 +283,7 @@ fn layers_that_cannot_be_used_are_refused_and_nothing_starts() {
 
 #[test]
 fn a_saver_that_is_killed_half_way_leaves_the_template_well() {
-    let Some(kvm) = open_kvm("a_saver_that_is_killed_half_way_leaves_the_template_well") else { return };
+    let Some(kvm) = open_kvm(test_name!()) else { return };
     let (monitor, mut template) = template(kvm);
     let (mut killed, begun) = (0, Instant::now());
     // At several moments, and on until one of them was half-way.
@@ -313,7 +313,7 @@ fn a_saver_that_is_killed_half_way_leaves_the_template_well() {
 
 #[test]
 fn a_saver_that_cannot_write_says_why_behind_its_progress() {
-    let Some(kvm) = open_kvm("a_saver_that_cannot_write_says_why_behind_its_progress") else { return };
+    let Some(kvm) = open_kvm(test_name!()) else { return };
     let (_monitor, mut template) = template(kvm);
     let mut save = Save::new(&[], None);
     let full = File::options().read(true).write(true).open("/dev/full").unwrap();
@@ -372,7 +372,7 @@ fn save_here(frozen: &mut Frozen, parent: &[File]) -> (File, File) {
 
 #[test]
 fn a_template_of_thousands_of_scattered_pages_has_few_mappings_and_forks() {
-    let test = "a_template_of_thousands_of_scattered_pages_has_few_mappings_and_forks";
+    let test = test_name!();
     let Some(kvm) = open_kvm(test) else { return };
     let (mut state, base) = save_here(&mut frozen_here(kvm, Vec::new()), &[]);
     let mut layers = vec![base];
@@ -429,7 +429,7 @@ fn disk_state(state: &File) -> BlockState {
 
 #[test]
 fn a_templates_disk_reads_the_same_when_its_layers_are_merged() {
-    let test = "a_templates_disk_reads_the_same_when_its_layers_are_merged";
+    let test = test_name!();
     let Some(kvm) = open_kvm(test) else { return };
     let base = file_with(&(0..DISK).map(|at| (at % 249) as u8).collect::<Vec<_>>());
     let layers: Vec<File> = (0..5).map(|_| temporary()).collect();
@@ -518,7 +518,7 @@ fn a_templates_disk_reads_the_same_when_its_layers_are_merged() {
 
 #[test]
 fn whether_a_state_fits_this_host_can_be_asked_without_loading_it() {
-    let test = "whether_a_state_fits_this_host_can_be_asked_without_loading_it";
+    let test = test_name!();
     let Some(kvm) = open_kvm(test) else { return };
     let (state, _) = save_here(&mut frozen_here(kvm, Vec::new()), &[]);
     let ask = |kvm: File, state: &File| {

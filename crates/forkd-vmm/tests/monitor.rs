@@ -16,7 +16,7 @@ use forkd_protocol::control::{
     DiskConfig, EndReason, Event, FdRef, MAX_VCPUS, NetConfig, Reply, Request, VERSION, VsockConfig,
 };
 use forkd_vmm::{asm_guest, guest_code};
-use support::{Boot, Controller, Monitor, file_with, open_kvm, status, wait_until};
+use support::{Boot, Controller, Monitor, file_with, open_kvm, status, test_name, wait_until};
 
 fn monitor() -> Monitor {
     Monitor::start(Path::new(env!("CARGO_BIN_EXE_forkd-vmm")), &[])
@@ -67,7 +67,7 @@ fn assert_refused(reply: Reply, expected: &str) {
 
 #[test]
 fn a_guest_runs_and_its_end_is_told_with_its_last_words() {
-    let Some(kvm) = open_kvm("a_guest_runs_and_its_end_is_told_with_its_last_words") else { return };
+    let Some(kvm) = open_kvm(test_name!()) else { return };
     let mut monitor = monitor();
     let mut controller = monitor.attach();
     assert!(!status(&mut controller).running);
@@ -81,7 +81,7 @@ fn a_guest_runs_and_its_end_is_told_with_its_last_words() {
 
 #[test]
 fn stop_ends_a_guest_that_spins_and_the_process() {
-    let Some((mut monitor, mut controller)) = spinning("stop_ends_a_guest_that_spins_and_the_process") else {
+    let Some((mut monitor, mut controller)) = spinning(test_name!()) else {
         return;
     };
     assert!(status(&mut controller).running);
@@ -125,7 +125,7 @@ fn a_silent_connection_does_not_keep_others_out() {
 
 #[test]
 fn garbage_closes_its_connection_and_nothing_else() {
-    let Some((monitor, mut controller)) = spinning("garbage_closes_its_connection_and_nothing_else") else {
+    let Some((monitor, mut controller)) = spinning(test_name!()) else {
         return;
     };
     let flags = rustix::net::SendFlags::empty();
@@ -140,7 +140,7 @@ fn garbage_closes_its_connection_and_nothing_else() {
 
 #[test]
 fn the_vm_goes_on_without_a_controller_and_the_next_one_finds_it_running() {
-    let test = "the_vm_goes_on_without_a_controller_and_the_next_one_finds_it_running";
+    let test = test_name!();
     let Some((mut monitor, controller)) = spinning(test) else { return };
     drop(controller);
     std::thread::sleep(Duration::from_millis(50));
@@ -158,7 +158,7 @@ fn the_vm_goes_on_without_a_controller_and_the_next_one_finds_it_running() {
 
 #[test]
 fn a_refused_boot_says_why_changes_nothing_and_another_may_follow() {
-    let Some(kvm) = open_kvm("a_refused_boot_says_why_changes_nothing_and_another_may_follow") else {
+    let Some(kvm) = open_kvm(test_name!()) else {
         return;
     };
     let mut monitor = monitor();
@@ -232,7 +232,7 @@ fn a_refused_boot_says_why_changes_nothing_and_another_may_follow() {
 
 #[test]
 fn a_vm_that_ends_unattended_ends_its_process() {
-    let Some(kvm) = open_kvm("a_vm_that_ends_unattended_ends_its_process") else { return };
+    let Some(kvm) = open_kvm(test_name!()) else { return };
     let mut monitor = monitor();
     let mut controller = monitor.attach();
     Boot::new(kvm, kernel(greet())).send(&mut controller);
@@ -270,7 +270,7 @@ fn a_monitor_not_started_by_root_has_the_walls_that_need_no_privileges() {
 
 #[test]
 fn a_jailed_monitor_has_no_files_no_network_and_no_privileges() {
-    let test = "a_jailed_monitor_has_no_files_no_network_and_no_privileges";
+    let test = test_name!();
     if !rustix::process::geteuid().is_root() {
         support::not_run(test, "needs root");
         return;

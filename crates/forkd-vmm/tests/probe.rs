@@ -15,6 +15,7 @@ use forkd_vmm::devices::serial::ConsoleLog;
 use forkd_vmm::state::file;
 use forkd_vmm::vm::{Vm, VmParts};
 use forkd_vmm::{asm_guest, seccomp};
+use support::test_name;
 
 fn probe(kvm: File) -> serde_json::Value {
     let mut command = Command::new(env!("CARGO_BIN_EXE_forkd-vmm"));
@@ -29,7 +30,7 @@ fn probe(kvm: File) -> serde_json::Value {
 
 #[test]
 fn a_kvm_that_opens_runs_at_least_a_tiny_guest_and_the_verdict_has_a_reason() {
-    let test = "a_kvm_that_opens_runs_at_least_a_tiny_guest_and_the_verdict_has_a_reason";
+    let test = test_name!();
     let Some(kvm) = support::open_kvm(test) else { return };
     let report = probe(kvm);
     assert_eq!(report["opens"], true);
@@ -59,7 +60,7 @@ fn check(kvm: File, mut state: File, options: &[&str]) -> Output {
 
 #[test]
 fn a_state_is_checked_behind_the_walls_and_in_little_memory() {
-    let test = "a_state_is_checked_behind_the_walls_and_in_little_memory";
+    let test = test_name!();
     let Some(kvm) = support::open_kvm(test) else { return };
     let device = || kvm.try_clone().unwrap();
     let vm = Vm::build(VmParts {

@@ -25,6 +25,7 @@ use forkd_vmm::state::{ChildParts, Frozen, MachineState, MemoryRange, SaveFiles,
 use forkd_vmm::vm::{self, Running, Vm, VmParts};
 use forkd_vmm::{GuestMemory, asm_guest, guest_code, seccomp};
 use kvm_bindings::kvm_cpuid_entry2;
+use support::test_name;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 /// A VM that is about to run `code`.
@@ -106,7 +107,7 @@ fn memory_type(frozen: &Frozen) -> Option<u64> {
 
 #[test]
 fn a_thawed_guest_goes_on_exactly_where_it_was() {
-    let Some(kvm) = support::open_kvm("a_thawed_guest_goes_on_exactly_where_it_was") else { return };
+    let Some(kvm) = support::open_kvm(test_name!()) else { return };
     let running = start(Vm::build(parts(kvm, count())).unwrap());
     wait_for_more(&running, 0x20_0000, 1000);
     counts_on(running.freeze().unwrap(), 0x20_0000);
@@ -159,7 +160,7 @@ fn frozen_counter(kvm: File) -> Frozen {
 
 #[test]
 fn a_guest_survives_being_saved_and_loaded() {
-    let Some(kvm) = support::open_kvm("a_guest_survives_being_saved_and_loaded") else { return };
+    let Some(kvm) = support::open_kvm(test_name!()) else { return };
     let saved = Saved::new(&mut frozen_counter(kvm));
     // Twice: the files are not changed by what runs from them.
     for _ in 0..2 {
@@ -211,7 +212,7 @@ fn can_have_huge_pages(memory: &GuestMemory) {
 
 #[test]
 fn two_vcpus_and_two_memory_slots_go_on_and_a_large_guest_takes_no_room() {
-    let name = "two_vcpus_and_two_memory_slots_go_on_and_a_large_guest_takes_no_room";
+    let name = test_name!();
     let Some(kvm) = support::open_kvm(name) else { return };
     let vm = Vm::build(VmParts { vcpus: 2, mem_mib: 4096, ..parts(kvm, two_counters()) }).unwrap();
     can_have_huge_pages(vm.memory());
@@ -248,7 +249,7 @@ fn two_vcpus_and_two_memory_slots_go_on_and_a_large_guest_takes_no_room() {
 
 #[test]
 fn every_copy_is_another_generation() {
-    let Some(kvm) = support::open_kvm("every_copy_is_another_generation") else { return };
+    let Some(kvm) = support::open_kvm(test_name!()) else { return };
     let mut frozen = frozen_counter(kvm);
     let saved = Saved::new(&mut frozen);
     let id = |memory: &GuestMemory| memory.read_obj::<[u8; 16]>(GuestAddress(GENERATION_ID)).unwrap();
@@ -272,7 +273,7 @@ guest_code! {
 
 #[test]
 fn the_serial_port_keeps_its_registers() {
-    let Some(kvm) = support::open_kvm("the_serial_port_keeps_its_registers") else { return };
+    let Some(kvm) = support::open_kvm(test_name!()) else { return };
     let running = start(Vm::build(parts(kvm, serial_mark())).unwrap());
     wait_for_more(&running, 0x20_0000, 10);
     let saved = Saved::new(&mut running.freeze().unwrap());
@@ -293,8 +294,7 @@ fn lines(state: &mut MachineState) -> &mut u32 {
 
 #[test]
 fn a_line_that_was_up_for_a_moment_does_not_swallow_the_next_interrupt() {
-    let Some(kvm) = support::open_kvm("a_line_that_was_up_for_a_moment_does_not_swallow_the_next_interrupt")
-    else {
+    let Some(kvm) = support::open_kvm(test_name!()) else {
         return;
     };
     let saved = Saved::new(&mut frozen_counter(kvm));
@@ -307,7 +307,7 @@ fn a_line_that_was_up_for_a_moment_does_not_swallow_the_next_interrupt() {
 
 #[test]
 fn what_cannot_be_restored_is_refused_with_the_reason() {
-    let Some(kvm) = support::open_kvm("what_cannot_be_restored_is_refused_with_the_reason") else { return };
+    let Some(kvm) = support::open_kvm(test_name!()) else { return };
     let saved = Saved::new(&mut frozen_counter(kvm));
     assert!(saved.try_load(|_| {}).is_ok());
 
@@ -368,7 +368,7 @@ fn leaf(state: &mut MachineState, function: u32) -> &mut kvm_cpuid_entry2 {
 
 #[test]
 fn an_edited_state_gets_its_guest_no_more_than_a_boot_does() {
-    let Some(kvm) = support::open_kvm("an_edited_state_gets_its_guest_no_more_than_a_boot_does") else {
+    let Some(kvm) = support::open_kvm(test_name!()) else {
         return;
     };
     let saved = Saved::new(&mut frozen_counter(kvm));
@@ -404,7 +404,7 @@ fn an_edited_state_gets_its_guest_no_more_than_a_boot_does() {
 
 #[test]
 fn a_guest_of_an_older_version_keeps_its_counters_and_goes_on() {
-    let name = "a_guest_of_an_older_version_keeps_its_counters_and_goes_on";
+    let name = test_name!();
     let Some(kvm) = support::open_kvm(name) else { return };
     let mut saved = Saved::new(&mut frozen_counter(kvm));
     let kvm = vm::open_kvm(support::open_kvm("").unwrap()).unwrap();
@@ -437,7 +437,7 @@ fn a_guest_of_an_older_version_keeps_its_counters_and_goes_on() {
 
 #[test]
 fn a_vm_that_has_ended_is_not_frozen() {
-    let Some(kvm) = support::open_kvm("a_vm_that_has_ended_is_not_frozen") else { return };
+    let Some(kvm) = support::open_kvm(test_name!()) else { return };
     let running = start(Vm::build(parts(kvm, power_off())).unwrap());
     let start = Instant::now();
     while running.end().is_none() {
@@ -459,7 +459,7 @@ guest_code! {
 
 #[test]
 fn a_guest_with_every_device_is_thawed_with_what_it_needs_and_refused_without() {
-    let name = "a_guest_with_every_device_is_thawed_with_what_it_needs_and_refused_without";
+    let name = test_name!();
     let Some(kvm) = support::open_kvm(name) else { return };
     let folder = tempfile::tempdir().unwrap();
     let listener = |name: &str| UnixListener::bind(folder.path().join(name)).unwrap();

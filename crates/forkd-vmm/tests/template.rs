@@ -19,7 +19,8 @@ use forkd_protocol::control::{
 };
 use forkd_vmm::{asm_guest, guest_code};
 use support::{
-    Boot, Controller, Fork, Forked, Monitor, file_with, open_kvm, sleeps_once_forked, status, wait_until,
+    Boot, Controller, Fork, Forked, Monitor, file_with, open_kvm, sleeps_once_forked, status, test_name,
+    wait_until,
 };
 
 guest_code! {
@@ -99,7 +100,7 @@ fn children(template: &mut Controller) -> Vec<(String, Option<WaitStatus>)> {
 
 #[test]
 fn children_go_on_from_one_state_each_in_memory_of_its_own() {
-    let test = "children_go_on_from_one_state_each_in_memory_of_its_own";
+    let test = test_name!();
     let Some((_monitor, mut template)) = template(test) else { return };
     assert_eq!(status(&mut template), Status { role: Role::Template, running: false, ready: false });
     let mut children: Vec<_> = ["a", "b", "c"].iter().map(|name| fork(&mut template, name)).collect();
@@ -122,7 +123,7 @@ fn children_go_on_from_one_state_each_in_memory_of_its_own() {
 
 #[test]
 fn a_child_becomes_a_template_and_has_children() {
-    let test = "a_child_becomes_a_template_and_has_children";
+    let test = test_name!();
     let Some((_monitor, mut template)) = template(test) else { return };
     let mut child = fork(&mut template, "child");
     child.ready();
@@ -141,7 +142,7 @@ fn a_child_becomes_a_template_and_has_children() {
 
 #[test]
 fn a_saved_template_forks_in_another_process() {
-    let test = "a_saved_template_forks_in_another_process";
+    let test = test_name!();
     let Some((monitor, mut template)) = template(test) else { return };
     let (state, memory) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
     let save = SaveConfig {
@@ -216,7 +217,7 @@ fn vsock_listener() -> (UnixListener, tempfile::TempDir) {
 
 #[test]
 fn children_of_a_vm_with_every_device_run_also_from_files() {
-    let test = "children_of_a_vm_with_every_device_run_also_from_files";
+    let test = test_name!();
     let Some(kvm) = open_kvm(test) else { return };
     let monitor = start(&[]);
     let mut template = monitor.attach();
@@ -315,7 +316,7 @@ fn children_of_a_vm_with_every_device_run_also_from_files() {
 
 #[test]
 fn a_guest_that_says_ready_without_end_is_told_of_once() {
-    let test = "a_guest_that_says_ready_without_end_is_told_of_once";
+    let test = test_name!();
     let Some(kvm) = open_kvm(test) else { return };
     let monitor = start(&[]);
     let mut controller = monitor.attach();
@@ -335,7 +336,7 @@ fn a_guest_that_says_ready_without_end_is_told_of_once() {
 
 #[test]
 fn the_ends_of_children_are_kept_until_they_are_acknowledged() {
-    let test = "the_ends_of_children_are_kept_until_they_are_acknowledged";
+    let test = test_name!();
     let Some((monitor, mut template)) = template(test) else { return };
     let killed = fork(&mut template, "killed");
     let mut stopped = fork(&mut template, "stopped");
@@ -364,7 +365,7 @@ fn the_ends_of_children_are_kept_until_they_are_acknowledged() {
 
 #[test]
 fn the_end_of_a_child_is_told_also_where_such_signals_were_ignored() {
-    let Some(kvm) = open_kvm("the_end_of_a_child_is_told_also_where_such_signals_were_ignored") else {
+    let Some(kvm) = open_kvm(test_name!()) else {
         return;
     };
     let mut command = Command::new(env!("CARGO_BIN_EXE_forkd-vmm"));
@@ -384,7 +385,7 @@ fn the_end_of_a_child_is_told_also_where_such_signals_were_ignored() {
 
 #[test]
 fn children_outlive_their_template() {
-    let test = "children_outlive_their_template";
+    let test = test_name!();
     let Some((mut monitor, mut template)) = template(test) else { return };
     let mut first = fork(&mut template, "first");
     first.ready();
@@ -405,7 +406,7 @@ fn children_outlive_their_template() {
 
 #[test]
 fn a_bad_request_harms_nobody() {
-    let test = "a_bad_request_harms_nobody";
+    let test = test_name!();
     let Some((mut monitor, mut template)) = template(test) else { return };
     let _one = fork(&mut template, "one");
     let mut refused = |change: &dyn Fn(&mut Fork), expected: &str| {
@@ -452,7 +453,7 @@ fn a_bad_request_harms_nobody() {
 
 #[test]
 fn a_child_that_cannot_be_restored_says_why_and_exits() {
-    let test = "a_child_that_cannot_be_restored_says_why_and_exits";
+    let test = test_name!();
     let Some(kvm) = open_kvm(test) else { return };
     let monitor = start(&[]);
     let mut template = monitor.attach();
@@ -475,7 +476,7 @@ fn a_child_that_cannot_be_restored_says_why_and_exits() {
 
 #[test]
 fn a_child_holds_nothing_of_its_template_or_its_siblings() {
-    let test = "a_child_holds_nothing_of_its_template_or_its_siblings";
+    let test = test_name!();
     if !rustix::process::geteuid().is_root() {
         support::not_run(test, "needs root");
         return;
@@ -540,7 +541,7 @@ impl Drop for Cgroups {
 
 #[test]
 fn a_jailed_template_forks_straight_into_a_cgroup_of_its_lineage() {
-    let test = "a_jailed_template_forks_straight_into_a_cgroup_of_its_lineage";
+    let test = test_name!();
     const USER: u32 = 23458;
     let Some(kvm) = open_kvm(test) else { return };
     let Some(cgroups) = Cgroups::new(USER) else {
@@ -565,7 +566,7 @@ fn a_jailed_template_forks_straight_into_a_cgroup_of_its_lineage() {
 
 #[test]
 fn two_hundred_children_at_once_all_run() {
-    let test = "two_hundred_children_at_once_all_run";
+    let test = test_name!();
     let Some(kvm) = open_kvm(test) else { return };
     let monitor = start(&[]);
     let mut template = freeze(kvm, &monitor, sleeps_once_forked());
@@ -611,7 +612,7 @@ fn limited(resource: libc::__rlimit_resource_t, limit: u64) -> Command {
 
 #[test]
 fn out_of_processes_those_that_fit_run_and_the_others_get_an_error() {
-    let test = "out_of_processes_those_that_fit_run_and_the_others_get_an_error";
+    let test = test_name!();
     if !rustix::process::geteuid().is_root() {
         support::not_run(test, "needs root");
         return;
@@ -665,7 +666,7 @@ fn out_of_processes_those_that_fit_run_and_the_others_get_an_error() {
 
 #[test]
 fn out_of_descriptors_a_child_fails_and_the_template_goes_on() {
-    let test = "out_of_descriptors_a_child_fails_and_the_template_goes_on";
+    let test = test_name!();
     let Some(kvm) = open_kvm(test) else { return };
     let mut monitor = Monitor::start_with(limited(libc::RLIMIT_NOFILE, 32), &[]);
     let mut template = freeze(kvm, &monitor, sleeps_once_forked());

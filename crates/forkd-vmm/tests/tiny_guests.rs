@@ -19,6 +19,7 @@ use forkd_vmm::devices::virtio::rng::Rng;
 use forkd_vmm::devices::virtio::vsock::Vsock;
 use forkd_vmm::vm::{Running, Vm, VmParts};
 use forkd_vmm::{GuestMemory, asm_guest, guest_code, seccomp};
+use support::test_name;
 use vm_memory::{Bytes, GuestAddress};
 
 /// A VM that is about to run `code`.
@@ -79,7 +80,7 @@ guest_code! {
 
 #[test]
 fn what_a_guest_writes_reaches_memory_and_the_console() {
-    let Some(kvm) = support::open_kvm("what_a_guest_writes_reaches_memory_and_the_console") else { return };
+    let Some(kvm) = support::open_kvm(test_name!()) else { return };
     let (end, memory) = end_of(start(parts(kvm, hello())));
     assert_eq!(end.reason, EndReason::PoweredOff);
     assert_eq!(end.console_tail, "hello\n");
@@ -106,7 +107,7 @@ guest_code! {
 
 #[test]
 fn memory_above_the_hole_is_reachable_to_its_last_byte() {
-    let Some(kvm) = support::open_kvm("memory_above_the_hole_is_reachable_to_its_last_byte") else { return };
+    let Some(kvm) = support::open_kvm(test_name!()) else { return };
     let (end, memory) = end_of(start(VmParts { mem_mib: 4096, ..parts(kvm, high_memory()) }));
     assert_eq!(end.reason, EndReason::PoweredOff, "{}", end.detail);
     assert_eq!(read(&memory, 4 << 30), 0x1111);
@@ -148,7 +149,7 @@ guest_code! {
 
 #[test]
 fn every_vcpu_runs() {
-    let Some(kvm) = support::open_kvm("every_vcpu_runs") else { return };
+    let Some(kvm) = support::open_kvm(test_name!()) else { return };
     let (end, memory) = end_of(start(VmParts { vcpus: 4, ..parts(kvm, wake_everyone()) }));
     assert_eq!(end.reason, EndReason::PoweredOff, "{}", end.detail);
     assert_eq!(read(&memory, 0x2000), 3);
@@ -185,7 +186,7 @@ guest_code! {
 
 #[test]
 fn every_end_has_its_reason() {
-    if support::open_kvm("every_end_has_its_reason").is_none() {
+    if support::open_kvm(test_name!()).is_none() {
         return;
     }
     let run = |code| end_of(start(parts(support::open_kvm("").unwrap(), code))).0;
@@ -260,7 +261,7 @@ guest_code! {
 
 #[test]
 fn garbage_in_every_register_leaves_the_monitor_alive() {
-    let Some(kvm) = support::open_kvm("garbage_in_every_register_leaves_the_monitor_alive") else { return };
+    let Some(kvm) = support::open_kvm(test_name!()) else { return };
     let folder = tempfile::tempdir().unwrap();
     let listener = UnixListener::bind(folder.path().join("vsock")).unwrap();
     let disk = |layer| Disk::new(support::file_with(&[0; 1 << 20]), layer).unwrap();
@@ -283,7 +284,7 @@ guest_code! {
 
 #[test]
 fn a_paused_guest_stands_still_and_goes_on_where_it_was() {
-    let Some(kvm) = support::open_kvm("a_paused_guest_stands_still_and_goes_on_where_it_was") else { return };
+    let Some(kvm) = support::open_kvm(test_name!()) else { return };
     let mut running = start(parts(kvm, count()));
     let counter = |memory: &GuestMemory| read(memory, 0x20_0000);
     for _ in 0..20 {
@@ -303,7 +304,7 @@ fn a_paused_guest_stands_still_and_goes_on_where_it_was() {
 
 #[test]
 fn a_guest_that_spins_is_stopped_at_once() {
-    let Some(kvm) = support::open_kvm("a_guest_that_spins_is_stopped_at_once") else { return };
+    let Some(kvm) = support::open_kvm(test_name!()) else { return };
     let running = start(VmParts { vcpus: 2, ..parts(kvm, count()) });
     let start = Instant::now();
     running.stop();

@@ -5,6 +5,8 @@
     dead_code,
     unreachable_pub,
     missing_docs,
+    unused_imports,
+    unused_macros,
     reason = "each test binary uses a part of this"
 )]
 
@@ -43,7 +45,21 @@ forkd_vmm::guest_code! {
 /// No answer of a monitor takes longer, whatever the machine is busy with.
 const GUEST_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Says that a test did not run, past the harness, which swallows what passing tests print.
+/// The name of the test function around it, for [`not_run`].
+macro_rules! test_name {
+    () => {{
+        fn here() {}
+        $crate::support::outer_function(here)
+    }};
+}
+pub(crate) use test_name;
+
+/// The name of the function in which `inner` is defined.
+pub fn outer_function<F>(_inner: F) -> &'static str {
+    std::any::type_name::<F>().rsplit("::").nth(1).unwrap_or("a test")
+}
+
+/// Reports that a test did not run, past the harness, which swallows what passing tests print.
 pub fn not_run(test: &str, why: &str) {
     let _ = writeln!(std::io::stderr(), "NOT RUN: {test}: {why}");
 }
