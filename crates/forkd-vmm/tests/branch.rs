@@ -6,6 +6,8 @@
 #[path = "support/branching.rs"]
 mod branching;
 mod support;
+#[path = "support/templates.rs"]
+mod templates;
 
 use std::os::fd::AsFd;
 use std::path::Path;

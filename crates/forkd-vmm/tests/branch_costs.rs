@@ -6,9 +6,11 @@
 #[path = "support/branching.rs"]
 mod branching;
 mod support;
+#[path = "support/templates.rs"]
+mod templates;
 
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::os::unix::process::CommandExt;
@@ -21,6 +23,7 @@ use forkd_protocol::control::{
 };
 use forkd_vmm::asm_guest;
 use support::{Boot, Controller, Fork, Forked, Monitor, file_with, open_kvm, status, test_name, wait_until};
+use templates::read_only;
 
 #[test]
 fn many_branches_in_a_row_cost_the_source_nothing_it_keeps() {
@@ -159,11 +162,6 @@ fn monitor_binary() -> Command {
 fn is_same_file(one: &File, other: &File) -> bool {
     let key = |file: &File| file.metadata().map(|found| (found.dev(), found.ino())).unwrap();
     key(one) == key(other)
-}
-
-/// The same file, opened for reading only.
-fn read_only(file: &File) -> File {
-    File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap()
 }
 
 fn fork_with_devices(template: &mut Controller, name: &str) -> (Forked, tempfile::TempDir) {

@@ -4,11 +4,12 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod support;
+#[path = "support/templates.rs"]
+mod templates;
 
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,7 +26,8 @@ use forkd_vmm::devices::virtio::buffers::Buffers;
 use forkd_vmm::state::{BlockState, DevicePart, Frozen, SaveFiles, file};
 use forkd_vmm::vm::{self, Vm, VmParts};
 use forkd_vmm::{asm_guest, guest_code, seccomp};
-use support::{Boot, Controller, Fork, Forked, Monitor, file_with, open_kvm, test_name};
+use support::{Controller, Fork, Forked, Monitor, file_with, open_kvm, test_name};
+use templates::{fork, freeze, read_only, start};
 use vm_memory::{Bytes, GuestAddress, VolatileSlice};
 
 const PAGE: u64 = 4096;
@@ -52,16 +54,8 @@ guest_code! {
     "jmp 2b",
 }
 
-fn start() -> Monitor {
-    Monitor::start(Path::new(env!("CARGO_BIN_EXE_forkd-vmm")), &[])
-}
-
 fn temporary() -> File {
     tempfile::tempfile().unwrap()
-}
-
-fn read_only(file: &File) -> File {
-    File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap()
 }
 
 fn clones(files: &[File]) -> Vec<File> {
@@ -74,12 +68,8 @@ fn pagemap(pid: u32) -> File {
 
 /// A template of the guest `ancestor`.
 fn template(kvm: File) -> (Monitor, Controller) {
-    let monitor = start();
-    let mut controller = monitor.attach();
-    let boot = Boot::new(kvm, file_with(&asm_guest::elf_kernel(ancestor())));
-    assert_eq!(boot.send(&mut controller), Reply::Booted);
-    assert_eq!(controller.event().0, Event::Ready);
-    assert_eq!(controller.request(&Request::Freeze, &[]), Reply::Frozen);
+    let monitor = start(&[]);
+    let controller = freeze(kvm, &monitor, ancestor());
     (monitor, controller)
 }
 
@@ -155,7 +145,7 @@ fn finished(template: &mut Controller, child: &str) {
 
 /// Asks a new monitor to become a template of these files.
 fn load(state: &File, layers: &[File], disks: &[(&File, &[File])]) -> (Monitor, Controller, Reply) {
-    let monitor = start();
+    let monitor = start(&[]);
     let mut template = monitor.attach();
     let mut fds: Vec<OwnedFd> = vec![open_kvm("").unwrap().into(), read_only(state).into()];
     let mut add = |file: &File| {
@@ -172,12 +162,6 @@ fn load(state: &File, layers: &[File], disks: &[(&File, &[File])]) -> (Monitor, 
     let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
     let reply = template.request(&Request::Load(config), &fds);
     (monitor, template, reply)
-}
-
-fn fork(template: &mut Controller, name: &str) -> Forked {
-    let mut child = Fork::new(name).run(template).unwrap();
-    child.ready();
-    child
 }
 
 #[test]

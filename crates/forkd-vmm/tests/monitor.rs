@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod support;
+#[path = "support/templates.rs"]
+mod templates;
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -17,10 +19,7 @@ use forkd_protocol::control::{
 };
 use forkd_vmm::{asm_guest, guest_code};
 use support::{Boot, Controller, Monitor, file_with, open_kvm, status, test_name, wait_until};
-
-fn monitor() -> Monitor {
-    Monitor::start(Path::new(env!("CARGO_BIN_EXE_forkd-vmm")), &[])
-}
+use templates::start;
 
 guest_code! {
     /// Says hello on the console and powers off.
@@ -51,7 +50,7 @@ fn kernel(code: &[u8]) -> File {
 /// A monitor with a guest that spins, or `None` where there is no KVM.
 fn spinning(test: &str) -> Option<(Monitor, Controller)> {
     let kvm = open_kvm(test)?;
-    let monitor = monitor();
+    let monitor = start(&[]);
     let mut controller = monitor.attach();
     assert_eq!(Boot::new(kvm, kernel(spin())).send(&mut controller), Reply::Booted);
     Some((monitor, controller))
@@ -68,7 +67,7 @@ fn assert_refused(reply: Reply, expected: &str) {
 #[test]
 fn a_guest_runs_and_its_end_is_told_with_its_last_words() {
     let Some(kvm) = open_kvm(test_name!()) else { return };
-    let mut monitor = monitor();
+    let mut monitor = start(&[]);
     let mut controller = monitor.attach();
     assert!(!status(&mut controller).running);
     assert_eq!(Boot::new(kvm, kernel(greet())).send(&mut controller), Reply::Booted);
@@ -91,14 +90,14 @@ fn stop_ends_a_guest_that_spins_and_the_process() {
 
 #[test]
 fn stop_before_boot_ends_the_process() {
-    let mut monitor = monitor();
+    let mut monitor = start(&[]);
     assert_eq!(monitor.attach().request(&Request::Stop, &[]), Reply::Stopped);
     assert!(monitor.wait().success());
 }
 
 #[test]
 fn another_version_is_refused_with_a_sentence_and_the_next_controller_is_served() {
-    let monitor = monitor();
+    let monitor = start(&[]);
     let mut stranger = monitor.connect();
     assert_refused(stranger.request(&Request::Hello { version: VERSION + 1 }, &[]), "version");
     assert!(stranger.is_closed());
@@ -107,7 +106,7 @@ fn another_version_is_refused_with_a_sentence_and_the_next_controller_is_served(
 
 #[test]
 fn whoever_does_not_say_hello_first_is_sent_away() {
-    let mut monitor = monitor();
+    let mut monitor = start(&[]);
     let mut stranger = monitor.connect();
     assert_refused(stranger.request(&Request::Stop, &[]), "hello");
     assert!(stranger.is_closed());
@@ -117,7 +116,7 @@ fn whoever_does_not_say_hello_first_is_sent_away() {
 
 #[test]
 fn a_silent_connection_does_not_keep_others_out() {
-    let monitor = monitor();
+    let monitor = start(&[]);
     let silent = monitor.connect();
     monitor.attach();
     assert!(silent.is_closed());
@@ -161,7 +160,7 @@ fn a_refused_boot_says_why_changes_nothing_and_another_may_follow() {
     let Some(kvm) = open_kvm(test_name!()) else {
         return;
     };
-    let mut monitor = monitor();
+    let mut monitor = start(&[]);
     let mut controller = monitor.attach();
     let boot = |kernel: File| Boot::new(kvm.try_clone().unwrap(), kernel);
     let mut refused = |boot: Boot, expected: &str| assert_refused(boot.send(&mut controller), expected);
@@ -233,7 +232,7 @@ fn a_refused_boot_says_why_changes_nothing_and_another_may_follow() {
 #[test]
 fn a_vm_that_ends_unattended_ends_its_process() {
     let Some(kvm) = open_kvm(test_name!()) else { return };
-    let mut monitor = monitor();
+    let mut monitor = start(&[]);
     let mut controller = monitor.attach();
     Boot::new(kvm, kernel(greet())).send(&mut controller);
     drop(controller);
@@ -256,7 +255,7 @@ fn a_monitor_started_wrongly_says_so_and_exits() {
 
 #[test]
 fn a_monitor_not_started_by_root_has_the_walls_that_need_no_privileges() {
-    let monitor = monitor();
+    let monitor = start(&[]);
     let _controller = monitor.attach();
     let process = format!("/proc/{}", monitor.pid());
     let limits = std::fs::read_to_string(format!("{process}/limits")).unwrap();

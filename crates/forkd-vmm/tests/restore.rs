@@ -3,17 +3,16 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+#[path = "support/in_process.rs"]
+mod in_process;
 mod support;
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::{UnixDatagram, UnixListener};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forkd_vmm::boot::BootSource;
 use forkd_vmm::boot::cpuid::{self, Grant};
-use forkd_vmm::devices::serial::ConsoleLog;
 use forkd_vmm::devices::virtio::VirtioDevice;
 use forkd_vmm::devices::virtio::block::{Block, Disk};
 use forkd_vmm::devices::virtio::net::Net;
@@ -23,27 +22,11 @@ use forkd_vmm::layout::{GENERATION_GSI, GENERATION_ID, SERIAL_GSI};
 use forkd_vmm::memory::HUGE_PAGE;
 use forkd_vmm::state::{ChildParts, Frozen, MachineState, MemoryRange, SaveFiles, file};
 use forkd_vmm::vm::{self, Running, Vm, VmParts};
-use forkd_vmm::{GuestMemory, asm_guest, guest_code, seccomp};
+use forkd_vmm::{GuestMemory, guest_code};
+use in_process::{console, parts, read, start};
 use kvm_bindings::kvm_cpuid_entry2;
 use support::test_name;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
-
-/// A VM that is about to run `code`.
-fn parts(kvm: File, code: &[u8]) -> VmParts {
-    let kernel = support::file_with(&asm_guest::elf_kernel(code));
-    VmParts {
-        kvm,
-        vcpus: 1,
-        mem_mib: 16,
-        source: BootSource { kernel, initramfs: None, cmdline: String::new() },
-        console: console(),
-        devices: Vec::new(),
-    }
-}
-
-fn console() -> Arc<ConsoleLog> {
-    Arc::new(ConsoleLog::new(tempfile::tempfile().unwrap(), 4096).unwrap())
-}
 
 /// What a child without devices gets.
 fn nothing() -> ChildParts {
@@ -54,15 +37,6 @@ fn nothing() -> ChildParts {
         vsock: None,
         guest_connections: Box::new(|_, _| false),
     }
-}
-
-fn start(vm: Vm) -> Running {
-    // The process of a test has threads and heaps of its own, so its calls are not the monitor's.
-    vm.start(seccomp::Mode::Log).unwrap()
-}
-
-fn read(memory: &GuestMemory, address: u64) -> u64 {
-    memory.read_obj(GuestAddress(address)).unwrap()
 }
 
 /// Waits until the number at `address` is more than `than`.

@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod support;
+#[path = "support/templates.rs"]
+mod templates;
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
@@ -22,6 +24,7 @@ use support::{
     Boot, Controller, Fork, Forked, Monitor, file_with, open_kvm, sleeps_once_forked, status, test_name,
     wait_until,
 };
+use templates::{freeze, start};
 
 guest_code! {
     /// Says that it is ready, then waits for its generation id to change: then it is somebody else. It
@@ -60,20 +63,6 @@ guest_code! {
     "mov dx, 0x602",
     "2: out dx, al",
     "jmp 2b",
-}
-
-fn start(arguments: &[&str]) -> Monitor {
-    Monitor::start(Path::new(env!("CARGO_BIN_EXE_forkd-vmm")), arguments)
-}
-
-/// Boots `code` in `monitor`, waits until it is ready, and freezes it.
-fn freeze(kvm: File, monitor: &Monitor, code: &[u8]) -> Controller {
-    let mut controller = monitor.attach();
-    let boot = Boot::new(kvm, file_with(&asm_guest::elf_kernel(code)));
-    assert_eq!(boot.send(&mut controller), Reply::Booted);
-    assert_eq!(controller.event().0, Event::Ready);
-    assert_eq!(controller.request(&Request::Freeze, &[]), Reply::Frozen);
-    controller
 }
 
 /// A template of the guest `ancestor`, or `None` where there is no KVM.

@@ -3,43 +3,22 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+#[path = "support/in_process.rs"]
+mod in_process;
 mod support;
 
-use std::fs::File;
 use std::os::unix::net::UnixListener;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forkd_protocol::control::{EndReason, VmEnd};
-use forkd_vmm::boot::BootSource;
-use forkd_vmm::devices::serial::ConsoleLog;
 use forkd_vmm::devices::virtio::VirtioDevice;
 use forkd_vmm::devices::virtio::block::{Block, Disk};
 use forkd_vmm::devices::virtio::rng::Rng;
 use forkd_vmm::devices::virtio::vsock::Vsock;
-use forkd_vmm::vm::{Running, Vm, VmParts};
-use forkd_vmm::{GuestMemory, asm_guest, guest_code, seccomp};
+use forkd_vmm::vm::{Running, VmParts};
+use forkd_vmm::{GuestMemory, guest_code};
+use in_process::{boot, parts, read};
 use support::test_name;
-use vm_memory::{Bytes, GuestAddress};
-
-/// A VM that is about to run `code`.
-fn parts(kvm: File, code: &[u8]) -> VmParts {
-    let kernel = support::file_with(&asm_guest::elf_kernel(code));
-    VmParts {
-        kvm,
-        vcpus: 1,
-        mem_mib: 16,
-        source: BootSource { kernel, initramfs: None, cmdline: String::new() },
-        console: Arc::new(ConsoleLog::new(tempfile::tempfile().unwrap(), 4096).unwrap()),
-        devices: Vec::new(),
-    }
-}
-
-fn start(parts: VmParts) -> Running {
-    // The process of a test has threads and heaps of its own, so its calls are not the monitor's: the
-    // filters are tested on the real process.
-    Vm::build(parts).unwrap().start(seccomp::Mode::Log).unwrap()
-}
 
 /// Waits for the VM's end and stops it.
 fn end_of(running: Running) -> (VmEnd, GuestMemory) {
@@ -53,10 +32,6 @@ fn end_of(running: Running) -> (VmEnd, GuestMemory) {
         assert!(start.elapsed() < Duration::from_secs(30), "the guest does not end");
         std::thread::sleep(Duration::from_millis(1));
     }
-}
-
-fn read(memory: &GuestMemory, address: u64) -> u64 {
-    memory.read_obj(GuestAddress(address)).unwrap()
 }
 
 guest_code! {
@@ -81,7 +56,7 @@ guest_code! {
 #[test]
 fn what_a_guest_writes_reaches_memory_and_the_console() {
     let Some(kvm) = support::open_kvm(test_name!()) else { return };
-    let (end, memory) = end_of(start(parts(kvm, hello())));
+    let (end, memory) = end_of(boot(parts(kvm, hello())));
     assert_eq!(end.reason, EndReason::PoweredOff);
     assert_eq!(end.console_tail, "hello\n");
     assert_eq!(read(&memory, 0x20_0000), 0x1122_3344_5566_7788);
@@ -108,7 +83,7 @@ guest_code! {
 #[test]
 fn memory_above_the_hole_is_reachable_to_its_last_byte() {
     let Some(kvm) = support::open_kvm(test_name!()) else { return };
-    let (end, memory) = end_of(start(VmParts { mem_mib: 4096, ..parts(kvm, high_memory()) }));
+    let (end, memory) = end_of(boot(VmParts { mem_mib: 4096, ..parts(kvm, high_memory()) }));
     assert_eq!(end.reason, EndReason::PoweredOff, "{}", end.detail);
     assert_eq!(read(&memory, 4 << 30), 0x1111);
     assert_eq!(read(&memory, (5 << 30) - 8), 0x2222);
@@ -150,7 +125,7 @@ guest_code! {
 #[test]
 fn every_vcpu_runs() {
     let Some(kvm) = support::open_kvm(test_name!()) else { return };
-    let (end, memory) = end_of(start(VmParts { vcpus: 4, ..parts(kvm, wake_everyone()) }));
+    let (end, memory) = end_of(boot(VmParts { vcpus: 4, ..parts(kvm, wake_everyone()) }));
     assert_eq!(end.reason, EndReason::PoweredOff, "{}", end.detail);
     assert_eq!(read(&memory, 0x2000), 3);
 }
@@ -189,7 +164,7 @@ fn every_end_has_its_reason() {
     if support::open_kvm(test_name!()).is_none() {
         return;
     }
-    let run = |code| end_of(start(parts(support::open_kvm("").unwrap(), code))).0;
+    let run = |code| end_of(boot(parts(support::open_kvm("").unwrap(), code))).0;
     assert_eq!(run(reset()).reason, EndReason::Reset);
     let end = run(panic_and_reset());
     assert_eq!(end.reason, EndReason::Panicked);
@@ -271,7 +246,7 @@ fn garbage_in_every_register_leaves_the_monitor_alive() {
         Box::new(Vsock::new(3, listener, Box::new(|_, _| false)).unwrap()),
         Box::new(Rng::new()),
     ];
-    let (end, _) = end_of(start(VmParts { devices, ..parts(kvm, register_garbage()) }));
+    let (end, _) = end_of(boot(VmParts { devices, ..parts(kvm, register_garbage()) }));
     assert_eq!(end.reason, EndReason::PoweredOff, "{}", end.detail);
 }
 
@@ -285,7 +260,7 @@ guest_code! {
 #[test]
 fn a_paused_guest_stands_still_and_goes_on_where_it_was() {
     let Some(kvm) = support::open_kvm(test_name!()) else { return };
-    let mut running = start(parts(kvm, count()));
+    let mut running = boot(parts(kvm, count()));
     let counter = |memory: &GuestMemory| read(memory, 0x20_0000);
     for _ in 0..20 {
         let paused = running.pause().unwrap();
@@ -305,7 +280,7 @@ fn a_paused_guest_stands_still_and_goes_on_where_it_was() {
 #[test]
 fn a_guest_that_spins_is_stopped_at_once() {
     let Some(kvm) = support::open_kvm(test_name!()) else { return };
-    let running = start(VmParts { vcpus: 2, ..parts(kvm, count()) });
+    let running = boot(VmParts { vcpus: 2, ..parts(kvm, count()) });
     let start = Instant::now();
     running.stop();
     assert!(start.elapsed() < Duration::from_secs(5));

@@ -11,12 +11,12 @@
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 
 use forkd_protocol::control::{BranchConfig, Event, FdRef, Reply, Request, SaveConfig, VERSION, WaitStatus};
 use forkd_vmm::{asm_guest, guest_code};
 
-use crate::support::{Boot, Controller, Fork, Forked, Monitor, file_with, listen, open_kvm, wait_until};
+use crate::support::{Boot, Controller, Monitor, file_with, listen, open_kvm, wait_until};
+pub use crate::templates::{boot_ready, fork, start};
 
 guest_code! {
     /// Counts for ever, and reports ready at first and after each change of its generation id.
@@ -44,10 +44,6 @@ guest_code! {
 /// Where [`counter`] counts.
 pub const COUNTER: u64 = 0x20_0000;
 
-pub fn start(arguments: &[&str]) -> Monitor {
-    Monitor::start(Path::new(env!("CARGO_BIN_EXE_forkd-vmm")), arguments)
-}
-
 /// A running guest, or `None` where there is no KVM.
 pub fn run(test: &str, code: &[u8]) -> Option<(Monitor, Controller)> {
     let monitor = start(&[]);
@@ -55,11 +51,6 @@ pub fn run(test: &str, code: &[u8]) -> Option<(Monitor, Controller)> {
     let mut controller = monitor.attach();
     boot_ready(&boot, &mut controller);
     Some((monitor, controller))
-}
-
-pub fn boot_ready(boot: &Boot, controller: &mut Controller) {
-    assert_eq!(boot.send(controller), Reply::Booted);
-    assert_eq!(controller.event().0, Event::Ready);
 }
 
 /// A request to branch, with the descriptors it names and the connection that waits for the branch.
@@ -126,12 +117,6 @@ impl Drop for Branch {
 
 pub fn branch(source: &mut Controller) -> Branch {
     Branching::new().run(source).unwrap()
-}
-
-pub fn fork(template: &mut Controller, name: &str) -> Forked {
-    let mut child = Fork::new(name).run(template).unwrap();
-    child.ready();
-    child
 }
 
 /// The memory of a template, as a file.
