@@ -1,9 +1,9 @@
-//! Where tests look on: every change to the disk and every wait for it is told here, so that a test
-//! can cut the power between any two of them. Nothing of it exists outside tests.
+//! Points at which tests simulate a crash: every change to the disk and every sync is reported here, so that
+//! a test can cut the power between any two of them. Outside tests it compiles to nothing.
 
 use std::path::Path;
 
-/// What has just been done, by this thread.
+/// The step that this thread has just done.
 #[derive(Debug, Clone, Copy)]
 #[cfg_attr(not(test), allow(dead_code))]
 pub(crate) enum Step<'p> {
@@ -17,7 +17,7 @@ pub(crate) enum Step<'p> {
     Verified,
 }
 
-/// Tells whoever listens.
+/// Reports a step to the test that listens.
 #[cfg(not(test))]
 #[inline]
 pub(crate) fn did(_step: Step) {}
@@ -37,7 +37,7 @@ mod listening {
     }
 
     pub(crate) fn did(step: Step) {
-        // Taken away meanwhile: what a listener does itself is told to nobody.
+        // Taken away meanwhile: a listener's own steps are not reported.
         if let Some(mut listener) = LISTENER.take() {
             listener(step);
             LISTENER.set(Some(listener));

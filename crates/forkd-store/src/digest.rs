@@ -1,8 +1,8 @@
 //! The identity of a sparse file's contents.
 //!
-//! Guest memory and disk layers are mostly holes. The digest reads only what is there, and yet says
-//! nothing about where the file system put holes: a 4 KiB page of zeros and a hole are the same, so a
-//! file copied by any tool keeps its digest.
+//! Guest memory and disk layers are mostly holes. The digest reads only the data, and does not depend on
+//! where the file system put holes: a 4 KiB page of zeros and a hole are the same, so a file copied by any
+//! tool keeps its digest.
 //!
 //! Exactly: with `pages` = BLAKE3 of all pages that are not all zero, one after the other, and
 //! `places` = BLAKE3 of each longest run of such pages as first page's number and count of pages
@@ -30,7 +30,7 @@ pub(crate) fn digest(file: &File, len: u64) -> io::Result<String> {
     let mut buffer = vec![0; CHUNK];
     let mut at = 0;
     while let Some(data) = next_data(file, at, len)? {
-        // Pages, not the file system's blocks, are what is counted.
+        // It counts pages, not the file system's blocks.
         at = (data.start / PAGE as u64 * PAGE as u64).max(at);
         while at < data.end {
             let want = (CHUNK as u64).min(len - at) as usize;
@@ -57,7 +57,7 @@ pub(crate) fn next_data(file: &File, at: u64, len: u64) -> io::Result<Option<Ran
         Err(error) => return Err(error.into()),
     };
     let end = rustix::fs::seek(file, SeekFrom::Hole(start))?;
-    // Progress even if somebody changes the file under our hands.
+    // Progress even if another process changes the file meanwhile.
     Ok(Some(start..end.clamp(start + 1, len)))
 }
 

@@ -35,9 +35,9 @@ impl Dir {
         &self.path
     }
 
-    /// Opens the regular file `name` for reading. The error says what is there instead.
+    /// Opens the regular file `name` for reading. The error names what is there instead.
     pub(crate) fn read(&self, name: &str) -> std::result::Result<File, String> {
-        // Non-blocking: somebody may have put a pipe there. It means nothing for regular files.
+        // Non-blocking: the name may be a pipe. For regular files the flag means nothing.
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = match rustix::fs::openat(&self.fd, name, flags, Mode::empty()) {
             Ok(fd) => File::from(fd),
@@ -68,7 +68,7 @@ impl Dir {
         Ok(())
     }
 
-    /// Gives the file `from` the name `to`, in the place of what has it.
+    /// Renames the file `from` to `to` and replaces what has that name.
     pub(crate) fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         rustix::fs::renameat(&self.fd, from, &self.fd, to)?;
         did(Step::Changed);

@@ -1,9 +1,9 @@
 //! A snapshot that is being made: files are collected in a folder of its own, its layers are put among
 //! the others, and one rename makes it a snapshot.
 //!
-//! The order in [`Draft::publish`] is what makes it safe against a crash: everything a manifest names
-//! is on disk before the rename, so a tag either leads to a whole snapshot or does not exist. What a
-//! crash leaves are layers nobody names and a folder nobody looks at; both go when the store is opened.
+//! The order in [`Draft::publish`] is what makes it safe against a crash: everything a manifest names is on
+//! disk before the rename, so a tag either leads to a whole snapshot or does not exist. A crash leaves
+//! unnamed layers and an unused folder; opening the store removes both.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -39,10 +39,10 @@ pub struct Draft {
     published: bool,
 }
 
-/// What a snapshot is made of, beside the files of its draft.
+/// The parts of a snapshot beside the files of its draft.
 #[derive(Debug)]
 pub struct Contents {
-    /// What is known about it.
+    /// The guest's properties.
     pub facts: GuestSpec,
     /// The snapshot its memory is a difference to: that one's memory layers come before its own.
     /// None if its memory is complete.
@@ -58,7 +58,7 @@ pub struct Contents {
     /// (`O_TMPFILE`) and one of [`Draft::create_disk`] become one; any other one is copied, and so is one that
     /// a process can still write to.
     pub disks: Vec<Vec<File>>,
-    /// What was measured.
+    /// Figures measured while it was made.
     pub measured: Measured,
 }
 
@@ -173,7 +173,7 @@ impl Draft {
             self.folder.sync()
         };
         write().map_err(Error::io::<io::Error>("write", &self.folder.path().join(MANIFEST)))?;
-        // Before it has its name: once it does it is there, and nobody may be told otherwise.
+        // Before it has its name: from then on it exists, and no call may report otherwise.
         let snapshot = self.store.read_draft(&self.folder, &self.tag)?;
         self.store.publish(self.folder.path(), &self.tag)?;
         self.published = true;
@@ -241,7 +241,7 @@ impl Draft {
             })?;
             return Ok(entry);
         }
-        // Nobody can come to it by a name, to write to it later.
+        // The file has no name through which a process could open it later and write.
         let ours = meta.nlink() == 0 || self.layers.iter().any(|(_, inode)| *inode == meta.ino());
         if ours && let Some(entry) = layers.put(file, WrittenBy::Others, &mut self.hold)? {
             return Ok(entry);
@@ -254,7 +254,7 @@ impl Draft {
         put.ok_or_else(|| Error::Invalid(format!("{} is on two file systems", self.store.folder().display())))
     }
 
-    /// Brings the state to disk and says what it is now.
+    /// Syncs the state to disk and returns its entry.
     fn seal_state(&self) -> Result<FileEntry> {
         let file = self.state.as_ref().ok_or_else(|| self.lacks("state"))?;
         let copied = || {

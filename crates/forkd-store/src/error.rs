@@ -1,4 +1,4 @@
-//! What can go wrong, sorted by what a caller would do about it.
+//! Errors, one variant for each way a caller reacts.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 /// `Result` with this crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// A snapshot could not be found, made or used. Every message says what happened and, where there is
-/// one, what to do about it.
+/// A snapshot could not be found, made or used. Every message names the failure and, where there is one, the
+/// remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// What was given cannot be used: a bad tag, a bad file name, facts that contradict each other.
+    /// Invalid input: a bad tag, a bad file name, properties that contradict each other.
     #[error("{0}")]
     Invalid(String),
     /// There is no snapshot of that tag.
@@ -26,7 +26,7 @@ pub enum Error {
     /// Reading or writing failed.
     #[error("cannot {doing} {}{}", path.display(), hint(source))]
     Io {
-        /// What was tried, as in "cannot …".
+        /// The failed step, to follow "cannot".
         doing: &'static str,
         /// On which file or folder.
         path: PathBuf,
@@ -39,7 +39,7 @@ pub enum Error {
     /// The database failed.
     #[error("cannot {what}: {source}")]
     Database {
-        /// What was tried, as in "cannot …".
+        /// The failed step, to follow "cannot".
         what: &'static str,
         /// Why it failed.
         source: rusqlite::Error,

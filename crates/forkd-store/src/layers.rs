@@ -1,8 +1,7 @@
 //! The folder of all layers: immutable files, each named by the digest of its contents.
 //!
-//! A layer stays as long as a manifest names it or somebody *holds* it, as a draft does with those it
-//! is about to name. Both are looked at under one lock, so a layer is never removed between being
-//! found and being named.
+//! A layer stays as long as a manifest names it or a draft *holds* it, because the draft is about to name it.
+//! Both are checked under one lock, so a layer is never removed between being found and being named.
 //!
 //! Knows files and digests, and neither tags nor manifests.
 
@@ -29,8 +28,8 @@ const MODE: u32 = 0o400;
 const ATTEMPTS: usize = 3;
 /// How much of a file is copied at once.
 const COPY: usize = 1 << 20;
-/// How long a file must have been left alone before it is remembered as good: a change within the
-/// grain of the file system's clock could not be told from none.
+/// How long a file must be unchanged before it is recorded as verified: a change within the grain of the file
+/// system's clock could not be told from none.
 const SETTLED: Duration = Duration::from_secs(2);
 /// How many files are remembered as good. More than one daemon's worth; a bound all the same.
 const MAX_REMEMBERED: usize = 1 << 16;
@@ -39,15 +38,15 @@ const MAX_REMEMBERED: usize = 1 << 16;
 #[derive(Debug)]
 pub(crate) struct Layers {
     folder: Dir,
-    /// Who is held, and how often.
+    /// The layers that are held, and how often.
     held: Mutex<Held>,
-    /// What was read and found good, by everything that would show a change.
+    /// Verified files, identified by everything that would show a change.
     good: Mutex<HashSet<Seen>>,
 }
 
 pub(crate) type Held = HashMap<String, usize>;
 
-/// Who had a file open for writing before it became a layer.
+/// The writer of a file before it became a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum WrittenBy {
     /// Only this process, which has closed it.
@@ -124,7 +123,8 @@ impl Layers {
     /// names the file.
     pub(crate) fn verified(&self, entry: &FileEntry) -> std::result::Result<File, String> {
         let (file, meta) = self.whole(entry)?;
-        // Before its contents are looked at. A file system that does not say is believed: `put` copied there.
+        // Before its contents are looked at. A file system that cannot answer is trusted: `put` copied the
+        // file there.
         match writers(&file) {
             Ok(Writers::None | Writers::Unknown(_)) => {}
             Ok(Writers::Some) => {
@@ -168,7 +168,7 @@ impl Layers {
         if meta.nlink() == 0 {
             return Ok(None);
         }
-        // One step with the look at the names: nobody can remove it in between.
+        // One step with the check of the names: no other thread can remove it in between.
         let mut held = lock(&self.held);
         for found in fs::read_dir(self.folder.path()).map_err(failed)? {
             let found = found.map_err(failed)?;
@@ -192,13 +192,13 @@ impl Layers {
         }
         file.set_permissions(Permissions::from_mode(MODE)).map_err(failed)?;
         did(Step::Changed);
-        // After the mode, which stops those who would open it now, and before the digest: what is published is
-        // what was digested.
+        // After the mode, which stops processes that would open it now, and before the digest: so the
+        // published bytes are the digested ones.
         if by == WrittenBy::Others && !is_given_back(file, "layer").map_err(failed)? {
             return Ok(None);
         }
         let seal = || {
-            // Its contents before its name: what has a name is whole.
+            // Its contents before its name: a file with a name is complete.
             sync_file(file)?;
             let size = file.metadata()?.len();
             Ok(FileEntry { size, blake3: digest(file, size)? })
@@ -299,7 +299,7 @@ impl Drop for Hold {
     }
 }
 
-/// Whether no process can write to `file` any more. If one can, or the file system does not say, the caller
+/// Whether no process can write to `file` any more. If one can, or the file system cannot answer, the caller
 /// copies the file.
 pub(crate) fn is_given_back(file: &File, what: &str) -> io::Result<bool> {
     match writers(file)? {

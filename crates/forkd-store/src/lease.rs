@@ -20,18 +20,19 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Chooses the signal of a lease. The `libc` crate does not have it.
 const F_SETSIG: libc::c_int = 10;
 
-/// Who can write to a file through a descriptor or a mapping.
+/// Whether a process can write to a file through a descriptor or a mapping.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Writers {
     /// No process.
     None,
     /// At least one process: maybe the caller itself.
     Some,
-    /// The file system does not say: why.
+    /// The file system cannot answer; the reason.
     Unknown(String),
 }
 
-/// Who can write to `file`, which must be a regular file. Waits a moment for those that are about to close it.
+/// Whether a process can write to `file`, a regular file. Waits a moment for writers that are about to close
+/// it.
 pub fn writers(file: &File) -> io::Result<Writers> {
     // The lease, and the signal chosen for it, go with this descriptor.
     let file = reopen(file)?;

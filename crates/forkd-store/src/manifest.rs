@@ -1,4 +1,4 @@
-//! `manifest.json`: what is known about a snapshot, and which files it needs.
+//! `manifest.json`: a snapshot's description and the files it needs.
 //!
 //! Written once, read with suspicion: bounded, versioned, and with no name in it that could lead
 //! anywhere but to a layer.
@@ -29,8 +29,8 @@ const MAX_MANIFEST: usize = 256 << 10;
 const MAX_DISKS: usize = 16;
 /// The most layers of a disk. A monitor takes fewer.
 const MAX_DISK_LAYERS: usize = 64;
-/// How many ancestors are remembered; the farthest are forgotten first. More than [`MAX_DEPTH`], so
-/// those whose layers are used are always among them.
+/// How many ancestors a manifest lists; the farthest are dropped first. More than [`MAX_DEPTH`], so those
+/// whose layers are used are always among them.
 const MAX_ANCESTORS: usize = 128;
 /// The largest file a manifest may claim. What a file system can hold fits into an `i64`.
 const MAX_FILE: u64 = i64::MAX as u64;
@@ -53,7 +53,7 @@ pub struct Manifest {
     pub created_at_unix: u64,
     /// The version of the forkd that made it, for people.
     pub forkd: String,
-    /// What its maker said about it.
+    /// The guest's properties, from the maker of the snapshot.
     pub facts: GuestSpec,
     /// The snapshot whose memory layers come before its own one; none if it has all of its memory
     /// itself.
@@ -61,7 +61,7 @@ pub struct Manifest {
     /// The snapshots it came from, the farthest first, its parent last. One that has all of its
     /// memory itself can have ancestors too.
     pub ancestors: Vec<Parent>,
-    /// What it was made from: a sandbox's id, or `compact:` and a tag. None if it was booted.
+    /// Its source: a sandbox's id, or `compact:` and a tag. None if it was booted.
     pub branched_from: Option<String>,
     /// The state of vCPUs and devices.
     pub state: FileEntry,
@@ -71,7 +71,7 @@ pub struct Manifest {
     pub disks: Vec<Vec<FileEntry>>,
     /// How many of each disk's layers, from the newest, the snapshot it came from did not have.
     pub own_disk_layers: Vec<usize>,
-    /// What was measured when it was made.
+    /// Figures measured while it was made.
     pub measured: Measured,
 }
 
@@ -85,7 +85,7 @@ pub struct Parent {
     pub id: String,
 }
 
-/// What was measured when a snapshot was made.
+/// Figures measured while a snapshot was made.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Measured {
@@ -109,14 +109,14 @@ pub struct Measured {
     pub written_bytes: Option<u64>,
 }
 
-/// What the maker of a snapshot knows about it.
+/// Properties of a snapshot's guest, as its maker gave them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GuestSpec {
     /// The image under its first disk; none for a bare guest.
     pub image: Option<BaseImage>,
-    /// The kernel it booted: a path, or a version of the library. For people, and for bare guests
-    /// the only thing that says what they are.
+    /// The kernel it booted: a path, or a version of the library. For people; of bare guests it is the only
+    /// description.
     pub kernel: Option<String>,
     /// Number of vCPUs.
     pub vcpus: u8,
@@ -140,7 +140,7 @@ const MAX_PATH: usize = 4096;
 pub struct BaseImage {
     /// The image's name, or the absolute path of a disk that is in no library.
     pub name: String,
-    /// The identity of its contents, as its own manifest says.
+    /// The identity of its contents, from its own manifest.
     pub digest: String,
     /// Its size in bytes.
     pub size: u64,
@@ -158,7 +158,7 @@ impl BaseImage {
         is_path || is_valid_name(&self.name)
     }
 
-    /// The image `name` as it is now: `disk` is its file, `digest` what its manifest says of it.
+    /// The image `name` as it is now: `disk` is its file, `digest` comes from its manifest.
     pub fn of(name: &str, digest: &str, disk: &File) -> std::io::Result<BaseImage> {
         let meta = disk.metadata()?;
         Ok(BaseImage {
@@ -170,14 +170,14 @@ impl BaseImage {
     }
 }
 
-/// What a file must be like.
+/// The required size and contents of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileEntry {
     /// Its length in bytes, holes included.
     pub size: u64,
-    /// Identity of its contents, in hexadecimal: BLAKE3 of its non-zero pages and where they are
-    /// (the front page of `digest.rs` says exactly).
+    /// Identity of its contents, in hexadecimal: BLAKE3 of its non-zero pages and where they are (defined on
+    /// the front page of `digest.rs`).
     pub blake3: String,
 }
 
@@ -189,7 +189,7 @@ pub(crate) fn is_digest(text: &str) -> bool {
 /// Why a manifest cannot be used.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Unfit {
-    /// It is of a version that had no layers: it refers to none, whatever else it says.
+    /// It is of a version that had no layers: it refers to none, whatever else it contains.
     Old(String),
     Other(String),
 }

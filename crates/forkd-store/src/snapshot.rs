@@ -1,4 +1,4 @@
-//! A snapshot that is there: what it is, how large, and its files, checked.
+//! An existing snapshot: its description, its size, and its verified files.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -63,7 +63,7 @@ pub struct Sizes {
     pub own_disks: Size,
 }
 
-/// What is in a layer.
+/// The contents of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Guest memory.
@@ -75,7 +75,7 @@ pub enum Kind {
 /// One layer of a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layer {
-    /// What is in it.
+    /// Memory, or a disk.
     pub kind: Kind,
     /// The digest of its contents, and its name.
     pub digest: String,
@@ -96,7 +96,7 @@ pub struct Files {
     pub disks: Vec<DiskFiles>,
 }
 
-/// What is over the base image of one disk.
+/// The layers over the base image of one disk.
 #[derive(Debug)]
 pub struct DiskFiles {
     /// Frozen layers, oldest first.
@@ -136,7 +136,7 @@ impl Snapshot {
         &self.0.path
     }
 
-    /// What is known about it.
+    /// Its manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.0.manifest
     }
@@ -169,9 +169,8 @@ impl Snapshot {
         sizes
     }
 
-    /// Opens its files, read-only, and sees that they are what was written: each is read, unless it
-    /// was before and nobody touched it since. For as long as somebody has them open they can be used,
-    /// whatever happens to the snapshot.
+    /// Opens its files, read-only, and verifies that they are what was written: each is read, unless it was
+    /// read before and has not changed since. Open files stay usable, whatever happens to the snapshot.
     pub fn open(&self) -> Result<Files> {
         let Inner { layers, manifest, .. } = &*self.0;
         let unusable = |why| Error::unusable(self.tag(), why);

@@ -129,7 +129,7 @@ impl Store {
                 manifest.ancestors.iter().any(|it| it.tag == tag && it.id == *id)
                     && wanted.memory.last().is_some_and(|top| manifest.memory.contains(top))
             }
-            // What it was cannot be known: whoever names it may need it.
+            // Its contents are unknown: a snapshot that names it may need it.
             Err(_) => manifest.parent.is_some() && manifest.ancestors.iter().any(|it| it.tag == tag),
         };
         let dependents = all.iter().filter_map(|(name, found)| match found {
@@ -149,8 +149,8 @@ impl Store {
         Ok(users)
     }
 
-    /// Removes the snapshot `tag`, whole or not, and the layers only it used. Who has its files open
-    /// goes on with them, and no other snapshot is touched.
+    /// Removes the snapshot `tag`, complete or not, and the layers only it used. Processes that have its
+    /// files open keep them, and no other snapshot is touched.
     pub fn remove(&self, tag: &str) -> Result<Collected> {
         check_tag(tag)?;
         waits("remove a snapshot");
@@ -169,14 +169,14 @@ impl Store {
         Ok(collected)
     }
 
-    /// Removes the layers that no snapshot uses and no draft is about to. Removes nothing as long as
-    /// there is a manifest that cannot be read, since nobody knows what it uses.
+    /// Removes the layers that no snapshot uses and no draft is about to. Removes nothing while a manifest
+    /// cannot be read, since the layers it uses are unknown.
     pub fn collect(&self) -> Result<Collected> {
         waits("collect garbage");
         let held = self.layers.stop();
         let manifests = self.manifests()?;
-        // A name that is gone is off the disk before its layers are: what has a name is whole. It may
-        // be somebody else who just removed it, or a daemon that was killed.
+        // The name is off the disk before its layers are: a snapshot with a name is complete. Another thread
+        // may have just removed it, or a daemon that was killed.
         self.sync()?;
         let mut used = HashSet::new();
         for (name, found) in manifests {
@@ -205,7 +205,7 @@ impl Store {
         Snapshot::read(draft.known_as(&path).map_err(Error::io("open", &path))?, tag, &self.layers)
     }
 
-    /// Makes the complete folder `draft` the snapshot `tag`, unless somebody else was faster.
+    /// Makes the complete folder `draft` the snapshot `tag`, unless another draft was faster.
     pub(crate) fn publish(&self, draft: &Path, tag: &str) -> Result<()> {
         let target = self.folder.join(tag);
         match rustix::fs::renameat_with(CWD, draft, CWD, &target, RenameFlags::NOREPLACE) {
@@ -215,7 +215,7 @@ impl Store {
         }
         let synced = self.sync();
         if synced.is_err() {
-            // Nobody was told that it exists, and nobody can be sure that it does.
+            // No caller knows that it exists, and a crash may still undo it.
             let _ = self.remove(tag);
         }
         synced
@@ -260,7 +260,7 @@ impl Store {
         entries.map(|entry| Ok(entry.map_err(Error::io("read", &self.folder))?.file_name())).collect()
     }
 
-    /// A name nobody else uses: the store has one process, and `open` removes what others left.
+    /// An unused name: the store has one process, and `open` removes the leftovers of earlier ones.
     fn own_name(&self, prefix: &str) -> PathBuf {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);

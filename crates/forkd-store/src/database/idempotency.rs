@@ -1,4 +1,4 @@
-//! The table `answers`: what was answered to requests that came with an idempotency key.
+//! The table `answers`: the stored responses to requests with an idempotency key.
 
 use rusqlite::{OptionalExtension, params};
 
@@ -14,7 +14,7 @@ pub struct Answer {
     pub body: Option<Vec<u8>>,
 }
 
-/// What is known of a request when it comes.
+/// The state of a request's key when the request comes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Begun {
     /// Nothing: it was noted now.
@@ -85,7 +85,7 @@ impl Database {
         })
     }
 
-    /// Forgets a request: the next one with that key is a new one.
+    /// Deletes a request's entry: the next request with that key is a new one.
     pub fn forget_answer(&self, owner: &str, key: &str) -> Result<()> {
         self.call("forget a request", |connection| {
             connection.execute("DELETE FROM answers WHERE owner = ?1 AND key = ?2", params![owner, key])?;
@@ -93,8 +93,8 @@ impl Database {
         })
     }
 
-    /// Forgets what came before `since`, and of each owner the oldest answers beyond `max_count` or
-    /// `max_bytes` of bodies; not what is under way.
+    /// Deletes entries from before `since`, and of each owner the oldest responses beyond `max_count` or
+    /// `max_bytes` of bodies. Requests under way stay.
     pub fn prune_answers(&self, since: u64, max_count: u64, max_bytes: u64) -> Result<usize> {
         self.call("forget old answers", |connection| {
             let old = connection.execute("DELETE FROM answers WHERE created_at_unix < ?1", params![since])?;

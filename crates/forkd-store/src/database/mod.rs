@@ -1,7 +1,7 @@
-//! The database: what the daemon has to remember and no folder says.
+//! The database: state of the daemon that no folder holds.
 //!
-//! One SQLite file in WAL mode, brought up to date when it is opened. What a call returned from is on
-//! disk. Every table has a module here that says what can be done with it; nobody else knows SQL.
+//! One SQLite file in WAL mode, brought up to date when it is opened. When a call returns, its change is on
+//! disk. Every table has a module with its operations; no other code knows SQL.
 
 mod idempotency;
 mod owners;
@@ -23,7 +23,7 @@ pub use tokens::{Quota, Scope, Token, TokenHash};
 
 /// What brings the database from one version to the next: the first from nothing to version 1.
 const MIGRATIONS: &[&str] = &[include_str!("schema-1.sql")];
-/// For a reader beside the daemon, `sqlite3` say.
+/// For a reader beside the daemon, such as `sqlite3`.
 const BUSY_WAIT: Duration = Duration::from_secs(5);
 
 /// The daemon's memory. Calls block.
@@ -50,7 +50,7 @@ impl Database {
         let connection = self.connection.get_mut().unwrap_or_else(PoisonError::into_inner);
         connection.busy_timeout(BUSY_WAIT)?;
         connection.pragma_update(None, "journal_mode", "wal")?;
-        // What was acknowledged survives a power cut.
+        // Acknowledged changes survive a power cut.
         connection.pragma_update(None, "synchronous", "full")?;
         connection.pragma_update(None, "foreign_keys", true)
     }

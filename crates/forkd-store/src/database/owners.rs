@@ -6,7 +6,7 @@ use super::Database;
 use crate::Result;
 
 impl Database {
-    /// Who owns what, by tag; what is not here belongs to whoever owns the host.
+    /// The owner of each snapshot, by tag. A snapshot without an entry belongs to the owner of the host.
     pub fn snapshot_owners(&self) -> Result<HashMap<String, String>> {
         self.call("read whose snapshots are", |connection| {
             let mut query = connection.prepare_cached("SELECT tag, owner FROM snapshot_owners")?;
@@ -14,7 +14,7 @@ impl Database {
         })
     }
 
-    /// Writes whose snapshots are, in this order and all or nothing; none: forgets whose a snapshot was.
+    /// Writes the owners of snapshots, in this order and all or nothing; `None` deletes a snapshot's entry.
     pub fn change_snapshot_owners(&self, changes: &[(String, Option<String>)]) -> Result<()> {
         self.call("write whose snapshots are", |connection| {
             let transaction = connection.transaction()?;

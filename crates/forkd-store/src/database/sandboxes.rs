@@ -1,7 +1,7 @@
 //! The table `sandboxes`: those there are, and those that were not long ago.
 //!
-//! It is no source of truth for what runs, the folders of sandboxes are; it is what is left to say when
-//! such a folder is gone, or all of them with the host's memory.
+//! The folders of sandboxes are the source of truth for what runs. This table remains when such a folder is
+//! gone, or all of them with the host's memory.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -17,7 +17,7 @@ pub struct MadeSandbox {
     pub id: String,
     /// Whose it is.
     pub owner: String,
-    /// Which boot of the host it lives in.
+    /// The boot of the host in which it runs.
     pub boot_id: String,
     /// The snapshot it was forked from.
     pub snapshot_tag: Option<String>,
@@ -32,7 +32,7 @@ pub struct MadeSandbox {
 pub struct GoneSandbox {
     /// What it was.
     pub made: MadeSandbox,
-    /// When it ended; none if nobody has said so yet.
+    /// When it ended; `None` if no end is recorded yet.
     pub ended_at_unix: Option<u64>,
     /// How, in one word.
     pub reason: String,
@@ -93,7 +93,7 @@ impl Database {
         })
     }
 
-    /// What is known of the sandbox `id`.
+    /// The record of the sandbox `id`.
     pub fn sandbox(&self, id: &str) -> Result<Option<GoneSandbox>> {
         self.call("look for a sandbox", |connection| {
             connection
@@ -113,8 +113,8 @@ impl Database {
         })
     }
 
-    /// Has those that are not `alive`, and of which nobody wrote down an end, end now: because the host was
-    /// rebooted, or for a reason nobody knows. How many of each.
+    /// Records an end, now, for sandboxes that are not `alive` and have none: by a reboot of the host, or for
+    /// an unknown reason. Returns how many of each.
     pub fn end_absent_sandboxes(
         &self,
         alive: &HashSet<String>,
@@ -149,7 +149,7 @@ impl Database {
         })
     }
 
-    /// Forgets those that ended before `since`, and those that ended first beyond `max` of them.
+    /// Deletes records of sandboxes that ended before `since`, and the oldest beyond `max`.
     pub fn prune_sandboxes(&self, since: u64, max: u64) -> Result<usize> {
         self.call("forget sandboxes", |connection| {
             let old = connection.execute("DELETE FROM sandboxes WHERE ended_at_unix < ?1", params![since])?;

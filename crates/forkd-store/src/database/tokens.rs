@@ -1,5 +1,5 @@
-//! The table `tokens`: who may come in over TCP. Of a token only its hash is here, from which nobody can
-//! make the token.
+//! The table `tokens`: access over TCP. It holds only the hash of a token, from which the token cannot be
+//! computed.
 
 use rusqlite::types::{FromSql, FromSqlError, FromSqlResult, ValueRef};
 use rusqlite::{ErrorCode, Row};
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::Database;
 use crate::{Error, Result};
 
-/// How much somebody may do. Each includes the ones before it.
+/// What a token allows. Each scope includes the ones before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scope {
@@ -42,7 +42,7 @@ impl FromSql for Scope {
 /// The most an owner may have; no limit where there is none.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Quota {
-    /// Sandboxes, the ended ones that nobody deleted included.
+    /// Sandboxes, including ended ones that were not deleted.
     pub max_sandboxes: Option<u64>,
     /// Memory of all their sandboxes together, in MiB.
     pub max_memory_mib: Option<u64>,
@@ -56,9 +56,9 @@ pub type TokenHash = [u8; 32];
 /// All that is known of a token but itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Token {
-    /// What it is called.
+    /// Its name.
     pub name: String,
-    /// What whoever shows it may do.
+    /// What its bearer may do.
     pub scope: Scope,
     /// Whose what they make is.
     pub owner: String,

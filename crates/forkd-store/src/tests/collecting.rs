@@ -1,4 +1,4 @@
-//! Removing snapshots and collecting what nobody uses: never more, also at the same time.
+//! Removing snapshots and collecting unused layers: never more, also at the same time.
 
 use super::*;
 use crate::crash_points::listen;
@@ -105,7 +105,7 @@ fn a_draft_keeps_the_layers_it_is_built_on() {
     assert_eq!(store.collect().unwrap().layers, 1);
     assert_tidy(&store);
 
-    // Given up, it leaves what it kept to the collector.
+    // Dropped, a draft leaves its layers to the collector.
     let mut other = draft(&store, "other", 3);
     other.keep(&child).unwrap();
     store.remove("child").unwrap();

@@ -1,5 +1,5 @@
-//! The power goes, at every step, in every way the disk may then look: only what is acknowledged and
-//! what was just being done can be there, whole, and nothing else is.
+//! Power cuts at every step, with every possible picture of the disk: only acknowledged snapshots and the one
+//! under way may exist, complete, and nothing else.
 //!
 //! After a power cut a file has at least what was in it when it was last synced, and a folder at least
 //! the names it had then; newer ones may be there or not. Four such things can have newer contents or
@@ -139,7 +139,7 @@ impl Disk {
     }
 }
 
-/// What somebody was told: snapshots that are there, by tag, and the one something is being done to.
+/// What a caller knows: snapshots that exist, by tag, and the one that an operation is changing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 struct Told {
     there: BTreeMap<String, String>,
@@ -189,7 +189,7 @@ impl Witness {
         self.during(tag, || (assert_eq!(store.remove(tag).unwrap().held_back, None), None));
     }
 
-    /// Starts a daemon after each power cut. Says how many there were.
+    /// Starts a daemon after each power cut. Returns how many there were.
     fn judge(self) -> usize {
         listen(None);
         let pictures = self.pictures.take();
@@ -264,7 +264,7 @@ fn a_power_cut_at_any_step_leaves_whole_snapshots_and_nothing_else() {
     witness.remove(&store, "base");
     drop(given_up);
     witness.remove(&store, "child");
-    // Somebody builds on what is removed meanwhile.
+    // A draft builds on the snapshot that is removed meanwhile.
     let twin = store.get("twin").unwrap();
     let mut late_child = small_draft(&store, "late-child", 7);
     late_child.keep(&twin).unwrap();

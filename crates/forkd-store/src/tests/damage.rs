@@ -1,4 +1,4 @@
-//! Files that are not what was written.
+//! Damaged files.
 
 use super::*;
 use crate::crash_points::{Step, listen};
@@ -18,7 +18,7 @@ const FILES: [Which; 4] = [
     |snapshot| layer_path(snapshot, &snapshot.manifest().disks[0][1].blake3),
 ];
 
-/// What the error says after `damage` to that file of a snapshot over another one.
+/// The error text after `damage` to that file of a snapshot over another one.
 fn damaged(which: Which, damage: impl FnOnce(&Path)) -> String {
     let (_folder, store) = quick_store();
     let parent = made(&store, "parent", 1);
@@ -31,7 +31,7 @@ fn damaged(which: Which, damage: impl FnOnce(&Path)) -> String {
     let message = error.to_string();
     assert!(message.contains("forkd rmi warm"), "no way out: {message}");
     assert!(message.contains(&path.display().to_string()), "which file? {message}");
-    // Nobody else notices, unless it is theirs, too.
+    // Other snapshots are not affected, unless they share the file.
     store.get("other").unwrap().open().unwrap();
     let shared = parent.layers().iter().any(|layer| path.ends_with(&layer.digest));
     assert_eq!(store.get("parent").and_then(|parent| parent.open()).is_err(), shared);
@@ -77,7 +77,7 @@ fn every_kind_of_damage_is_told_with_the_name_of_the_file() {
         });
         assert!(message.contains("is not a regular file"), "{message}");
 
-        // A pipe nobody writes to: waiting for it would hang the daemon.
+        // A pipe without a writer: waiting for it would hang the daemon.
         let message = damaged(which, |path| {
             fs::remove_file(path).unwrap();
             let (fifo, device) = (rustix::fs::FileType::Fifo, rustix::fs::makedev(0, 0));
@@ -178,7 +178,7 @@ fn a_layer_is_read_once_and_again_when_somebody_touched_it() {
     let path = memory_path(&parent);
     let before = fs::metadata(&path).unwrap();
     flip(&path);
-    // Even if somebody sets the clock of the file back.
+    // Even if a process sets the file's times back.
     let file = File::options().write(true).open(&path).unwrap();
     file.set_modified(before.modified().unwrap()).unwrap();
     drop(file);

@@ -25,7 +25,7 @@ fn overwrite(kept: &[File]) {
     }
 }
 
-/// Whether the file system of `store` says who has a file open for writing.
+/// Whether the file system of `store` reports files that are open for writing.
 fn has_leases(store: &Store) -> bool {
     let file = crate::dir::reopen(&disk(store, 0)).unwrap();
     match writers(&file).unwrap() {

@@ -1,9 +1,9 @@
-//! Manifests nobody honest wrote.
+//! Manifests that no honest daemon wrote.
 
 use super::*;
 use serde_json::json;
 
-/// What the error says after `damage` to the manifest of a snapshot over another one.
+/// The error text after `damage` to the manifest of a snapshot over another one.
 fn damaged(damage: impl FnOnce(&Snapshot)) -> String {
     let (_folder, store) = quick_store();
     let parent = made(&store, "parent", 1);
@@ -16,7 +16,7 @@ fn damaged(damage: impl FnOnce(&Snapshot)) -> String {
     assert!(message.contains("forkd rmi warm"), "no way out: {message}");
     assert!(message.contains(MANIFEST), "which file? {message}");
     store.get("parent").unwrap().open().unwrap();
-    // Nothing it may have used is lost, whoever collects.
+    // Nothing it may have used is lost, whatever is collected.
     let store = Store::open(store.folder()).unwrap();
     store.collect().unwrap();
     if !message.contains("older forkd") {

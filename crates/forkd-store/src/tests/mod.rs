@@ -1,4 +1,4 @@
-//! Whole lives of snapshots and their layers; crashes, damage and hostile manifests.
+//! Life cycles of snapshots and their layers; crashes, damage and hostile manifests.
 
 use std::fs::{self, File};
 use std::io::Write;
