@@ -9,9 +9,9 @@
 //! A [`Network`] makes slots and recognises those a killed process left behind; a [`Pool`] makes them
 //! before they are asked for. [`Tap`] is the interface alone, without a namespace.
 //!
-//! All of this needs root; what it hands out does not, and neither does [`connected_user`], which knows
-//! nothing of slots. Every call blocks. This crate knows nothing of
-//! guests, sandboxes or monitors: whoever uses it says which slots are in use.
+//! All of this needs root, except the taps it hands out and [`connected_user`], which knows nothing of slots.
+//! Every call blocks. This crate knows nothing of guests, sandboxes or monitors: its caller names the slots
+//! in use.
 
 mod attached;
 mod egress;
@@ -70,7 +70,7 @@ pub enum Error {
         "`{text}` cannot be opened for guests: {reason}; give a network and perhaps a port, such as 10.20.0.0/16 or 10.20.0.5/32:5432"
     )]
     BadOpening {
-        /// What was given.
+        /// The given text.
         text: String,
         /// What is wrong with it.
         reason: String,
@@ -95,7 +95,7 @@ pub enum Error {
     /// The kernel refused.
     #[error("{doing} {name} failed{hint}", hint = hint(.doing, .source))]
     System {
-        /// What was tried.
+        /// The failed step.
         doing: &'static str,
         /// On what.
         name: String,
@@ -114,7 +114,7 @@ impl Error {
     }
 }
 
-/// What is being done when a kernel without taps says so.
+/// The step that fails on a kernel without taps.
 pub(crate) const MAKING_A_TAP: &str = "making the tap";
 
 /// The fix for the failures that have a common one.

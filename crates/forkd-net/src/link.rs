@@ -106,7 +106,7 @@ impl Links {
         self.request(RouteNetlinkMessage::NewRoute(route), NLM_F_CREATE | NLM_F_REPLACE)
     }
 
-    /// Says once and for all which hardware address a neighbour has.
+    /// Adds a permanent entry with a neighbour's hardware address.
     pub(crate) fn set_neighbour(&self, name: &str, address: Ipv4Addr, mac: [u8; 6]) -> io::Result<()> {
         let mut neighbour = NeighbourMessage::default();
         neighbour.header.family = AddressFamily::Inet;

@@ -1,4 +1,5 @@
-//! Whose a connection over loopback is: the user who owns the socket at its other end, as the kernel lists it.
+//! The user behind a connection over loopback: the owner of the socket at its other end, as the kernel lists
+//! it.
 //!
 //! The list is `/proc/net/tcp` of this process's network namespace, and `tcp6`, where a socket of IPv6 is that
 //! speaks IPv4.
@@ -10,8 +11,8 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 
-/// What a socket that may still ask for something is in: ESTABLISHED, FIN_WAIT1, FIN_WAIT2. In the last two it
-/// has closed its own half.
+/// States of a socket whose process may still wait for an answer: ESTABLISHED, FIN_WAIT1, FIN_WAIT2. In the
+/// last two it has closed its own half.
 const STATES: [&str; 3] = ["01", "04", "05"];
 
 /// Before a connection that is not in the list is looked for again: the list is not made at one instant, and may
@@ -26,7 +27,7 @@ struct Socket {
     inode: u64,
 }
 
-/// The user at the other end of a connection; `None` if nobody has it open there. Blocks, for milliseconds.
+/// The user at the other end of a connection; `None` if that end is closed. Blocks, for milliseconds.
 pub fn connected_user(stream: impl AsFd) -> io::Result<Option<u32>> {
     let stream = stream.as_fd();
     let user = look(stream)?;
@@ -40,10 +41,11 @@ pub fn connected_user(stream: impl AsFd) -> io::Result<Option<u32>> {
 fn look(stream: BorrowedFd<'_>) -> io::Result<Option<u32>> {
     let (Some(here), Some(there)) = (local_address(stream)?, peer_address(stream)?) else { return Ok(None) };
     let Some(first) = find(here, there)? else { return Ok(None) };
-    // A socket that is closed becomes root's. It stays closed: who still has it now had it a moment ago.
+    // A socket that is closed becomes root's. It stays closed: a user that still has it now had it a moment
+    // ago.
     let second = find(here, there)?;
-    // As long as our end is connected, nobody else can be between these two addresses. Without this look,
-    // somebody who connects anew from there could be taken for one who is gone, and whose request is still here.
+    // As long as our end is connected, no other connection can use these two addresses. Without this check, a
+    // user that connects anew from there could be taken for the one before, whose request is still here.
     let is_connected = peer_address(stream)? == Some(there);
     Ok((second == Some(first) && is_connected).then_some(first.uid))
 }
@@ -158,7 +160,7 @@ mod tests {
             rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::STREAM, None);
         let again = again.unwrap();
         match rustix::net::bind(&again, &there) {
-            // Somebody else on this host got the port, or had it, too.
+            // Another process on this host got the port, or had it, too.
             Err(Errno::ADDRINUSE) => return None,
             bound => bound.unwrap(),
         }

@@ -1,8 +1,8 @@
 //! Network namespaces that have a name: a file somewhere that the namespace is mounted on.
 //!
-//! The mount keeps a namespace alive when nobody is in it, and is how it is found again after a crash.
-//! A namespace is only ever entered by a thread that ends in it, so that no other work can happen in
-//! the wrong one.
+//! The mount keeps a namespace alive without processes in it, and is how it is found again after a crash. A
+//! namespace is only ever entered by a thread that ends in it, so that no other work can happen in the wrong
+//! one.
 
 use std::fs::File;
 use std::io;
@@ -15,7 +15,7 @@ use rustix::thread::{LinkNameSpaceType, UnshareFlags};
 
 /// The calling thread's network namespace.
 const CURRENT: &str = "/proc/thread-self/ns/net";
-/// What `fstatfs` says of a file that a namespace is mounted on.
+/// The type that `fstatfs` returns for a file on which a namespace is mounted.
 const NSFS_MAGIC: i64 = 0x6e73_6673;
 
 /// The calling thread's network namespace.
@@ -26,8 +26,8 @@ pub(crate) fn current() -> io::Result<File> {
 /// Does `work` in a new namespace, which goes when nothing refers to it any more.
 pub(crate) fn in_new<T: Send>(work: impl FnOnce() -> T + Send) -> io::Result<T> {
     on_own_thread(|| {
-        // SAFETY: a new network namespace takes no descriptor and no memory from anybody; it concerns
-        // this thread alone.
+        // SAFETY: a new network namespace takes no descriptor and no memory away; it concerns this thread
+        // alone.
         unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNET) }?;
         Ok(work())
     })

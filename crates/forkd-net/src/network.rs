@@ -1,4 +1,4 @@
-//! The host's side of all slots: which there are, who has them, and what was left behind.
+//! The host's side of all slots: which exist, which are taken, and which an earlier daemon left behind.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -78,14 +78,14 @@ pub struct Network(Arc<Inner>);
 struct Inner {
     config: NetworkConfig,
     capacity: u32,
-    /// The namespace of the far ends of all cables: that of whoever opened this.
+    /// The namespace of the far ends of all cables: the one in which the network was opened.
     host: File,
     outbound: std::result::Result<Rules, String>,
     resolver: Option<Ipv4Addr>,
     indexes: Mutex<Indexes>,
 }
 
-/// What a slot needs for its way out.
+/// Outbound access of slots.
 #[derive(Debug)]
 struct Rules {
     nft: Nft,
@@ -96,7 +96,7 @@ struct Rules {
 
 #[derive(Debug, Default)]
 struct Indexes {
-    /// Those of slots that somebody has a [`Slot`] for, or that are being made.
+    /// Those of slots with a live [`Slot`], or that are being made.
     used: HashSet<u32>,
     /// Those among them whose slots have the rules of an earlier daemon.
     outdated: Vec<u32>,
@@ -106,8 +106,8 @@ struct Indexes {
 }
 
 impl Network {
-    /// Prepares the host: packet filter rules and forwarding of IPv4, which stays on. Where that
-    /// cannot be, slots have no way out, and [`outbound`](Network::outbound) says why.
+    /// Prepares the host: packet filter rules and forwarding of IPv4, which stays on. Where that fails, slots
+    /// have no outbound access, and [`outbound`](Network::outbound) returns the reason.
     pub fn open(config: NetworkConfig) -> Result<Self> {
         if !rustix::process::geteuid().is_root() {
             return Err(Error::NotRoot);
@@ -192,8 +192,8 @@ impl Network {
         }
     }
 
-    /// Gives all slots that were adopted the rules of this network. One that cannot have them keeps those
-    /// it has; the errors say which and why.
+    /// Gives all slots that were adopted the rules of this network. A slot that cannot take them keeps its
+    /// rules; the errors name it and the reason.
     pub fn renew(&self) -> Vec<Error> {
         let Ok(rules) = &self.0.outbound else { return Vec::new() };
         let outdated = std::mem::take(&mut self.indexes().outdated);
@@ -206,16 +206,16 @@ impl Network {
         renewed.into_iter().filter_map(Result::err).collect()
     }
 
-    /// Removes all slots that nobody has, and says which they were.
+    /// Removes all slots without an owner, and returns them.
     pub fn sweep(&self) -> Result<Vec<String>> {
         let folder = self.0.config.run_dir.display().to_string();
         let failed = |error: io::Error| Error::system("reading the folder", &folder)(error);
-        // Whoever makes a slot at this moment has its index in `used` before there is a file.
+        // A slot that is being made at this moment has its index in `used` before there is a file.
         let names: Vec<String> = std::fs::read_dir(&self.0.config.run_dir)
             .map_err(failed)?
             .map(|entry| Ok(entry.map_err(failed)?.file_name().into_string().unwrap_or_default()))
             .collect::<Result<_>>()?;
-        // Reserved while they are removed, so that nobody gets one that is half removed.
+        // Reserved while they are removed, so that no caller gets one that is half removed.
         let left = names.into_iter().filter_map(|name| Some((slot::index(&name)?, name)));
         let left: Vec<_> = left.filter(|(index, _)| self.indexes().used.insert(*index)).collect();
         let removed = in_parallel(left, |(index, name)| {

@@ -22,7 +22,7 @@ pub(crate) const TABLE: &str = "inet forkd";
 /// The host's set of networks that it is attached to.
 const ATTACHED: &str = "attached";
 
-/// What rules say of guests' traffic, besides what is always so.
+/// The configurable part of the rules for guests' traffic.
 #[derive(Debug, Clone)]
 pub(crate) struct Policy {
     /// The name server that guests are led to.
@@ -195,7 +195,7 @@ fn asked_for(network: &str, port: Option<u16>) -> String {
     }
 }
 
-/// The text that tells the host's table which networks the host is attached to, in place of those it knew.
+/// The nft script that replaces the host table's list of attached networks.
 pub(crate) fn attached_networks(networks: &BTreeSet<Prefix>) -> String {
     let flush = format!("flush set {TABLE} {ATTACHED}\n");
     match list(networks) {
@@ -221,7 +221,7 @@ pub(crate) struct Nft(PathBuf);
 impl Nft {
     /// `None` if it is not installed.
     pub(crate) fn find() -> Option<Self> {
-        // Daemons often have no sbin in their path, and that is where it lives.
+        // `nft` is often in an sbin folder, which daemons may not have in their path.
         let path = std::env::var_os("PATH").unwrap_or_default();
         std::env::split_paths(&path)
             .chain(["/usr/sbin", "/sbin", "/usr/local/sbin"].map(PathBuf::from))
@@ -237,7 +237,7 @@ impl Nft {
             return Ok(());
         }
         let said = String::from_utf8_lossy(&output.stderr);
-        // What is wrong, and the rule it is about: one that this kernel does not know, most likely.
+        // The error and its rule: most likely one that this kernel does not support.
         let said: Vec<&str> = said.lines().take(2).map(str::trim).collect();
         Err(Error::Nft(if said.is_empty() { "it said nothing".into() } else { said.join(": ") }))
     }
@@ -263,7 +263,7 @@ fn run(program: &Path, arguments: &[&str], input: &str) -> std::io::Result<Outpu
         .stderr(Stdio::piped())
         .spawn()?;
     if let Some(mut stdin) = child.stdin.take() {
-        // A program that ends without reading says why on stderr.
+        // A program that ends without reading prints the reason to stderr.
         let _ = stdin.write_all(input.as_bytes());
     }
     child.wait_with_output()

@@ -12,7 +12,7 @@ use crate::{Network, Result, Slot};
 /// How long nothing is made ahead after it failed.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Keeps a number of slots ready. Dropped, it destroys those that nobody asked for.
+/// Keeps a number of slots ready. On drop it destroys the unused ones.
 #[derive(Debug)]
 pub struct Pool {
     shared: Arc<Shared>,
@@ -24,7 +24,7 @@ struct Shared {
     network: Network,
     size: usize,
     state: Mutex<State>,
-    /// Somebody took a slot, or it is time to end.
+    /// A caller took a slot, or it is time to end.
     changed: Condvar,
 }
 
@@ -65,7 +65,7 @@ impl Drop for Pool {
         self.shared.state().ending = true;
         self.shared.changed.notify_all();
         if let Some(thread) = self.thread.take() {
-            // It does not panic; and if it did, what it made can still be destroyed.
+            // It does not panic; and if it did, its slots can still be destroyed.
             let _ = thread.join();
         }
         let unused = std::mem::take(&mut self.shared.state().ready);

@@ -11,7 +11,7 @@ use crate::{
     Error, GATEWAY_ADDRESS, GATEWAY_MAC, GUEST_ADDRESS, GUEST_MAC, GUEST_PREFIX, Result, Tap, namespace,
 };
 
-/// What the names of slots begin with, and so those of their files and links.
+/// Prefix of the names of slots, and so of their files and links.
 pub(crate) const PREFIX: &str = "forkd-";
 /// The tap, in its slot.
 pub(crate) const TAP: &str = "tap0";
@@ -52,7 +52,7 @@ pub struct Slot {
     network: Network,
     index: u32,
     name: String,
-    /// Until somebody takes it.
+    /// Until a caller takes it.
     tap: Option<OwnedFd>,
     outer: Option<Ipv4Addr>,
     destroyed: bool,
@@ -88,8 +88,8 @@ impl Slot {
         }
     }
 
-    /// Removes all of it: link, namespace and name. Whoever still has the tap has one without a
-    /// network. After a failure it can be tried again; after success it does nothing.
+    /// Removes all of it: link, namespace and name. A tap that is still open has no network any more. After a
+    /// failure it can be tried again; after success it does nothing.
     pub fn destroy(&mut self) -> Result<()> {
         if !self.destroyed {
             self.tap = None;
@@ -101,8 +101,8 @@ impl Slot {
     }
 }
 
-/// Makes what the slot `name` consists of and gives its tap. `file` exists and is empty. What was
-/// made before a failure stays.
+/// Makes the parts of slot `name` and returns its tap. `file` exists and is empty. After a failure the parts
+/// made so far stay.
 pub(crate) fn make(name: &str, file: &Path, outbound: Option<&Outbound<'_>>) -> Result<OwnedFd> {
     let tap = namespace::in_new(|| {
         // The name first: a crash after this leaves nothing that cannot be found.
@@ -156,17 +156,16 @@ fn make_tap() -> Result<OwnedFd> {
 /// The host's end of a slot's cable; the host's namespace is the calling thread's.
 fn connect(name: &str, outbound: &Outbound<'_>) -> std::io::Result<()> {
     namespace::disable_ipv6(name)?;
-    // Besides the rules: what comes from the slot must be from its own address.
+    // Besides the rules: packets from the slot must have its own address.
     namespace::set_parameter(&format!("ipv4/conf/{name}/rp_filter"), "1")?;
     Links::open()?.bring_up(name, outbound.gateway, CABLE_PREFIX)
 }
 
-/// Removes what the slot consists of, whatever there is of it. The file goes last: it is the record
-/// that there may be something left.
+/// Removes all parts of the slot that exist. The file goes last: it records that parts may be left.
 pub(crate) fn remove(name: &str, file: &Path) -> Result<()> {
     if namespace::is_mounted(file).map_err(Error::system("looking at the namespace", name))? {
-        // By hand: while somebody holds the tap, the namespace and what is in it lives on. And from
-        // inside: a link on the host that has the slot's name may be another daemon's.
+        // By hand: an open tap keeps the namespace and its contents alive. And from inside: a link on the
+        // host that has the slot's name may be another daemon's.
         namespace::inside(file, || Links::open()?.remove(UPLINK))
             .and_then(|removed| removed)
             .map_err(Error::system("removing the link", name))?;
@@ -174,7 +173,7 @@ pub(crate) fn remove(name: &str, file: &Path) -> Result<()> {
     namespace::remove(file).map_err(Error::system("removing the namespace", name))
 }
 
-/// What a slot's tap has counted, in bytes, seen from the host: what the guest sent was received.
+/// The byte counters of a slot's tap, seen from the host: bytes the guest sent are received ones.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// From the guest.
@@ -189,7 +188,7 @@ pub fn traffic(file: &Path) -> std::io::Result<Traffic> {
     counted(&table, TAP).ok_or_else(|| std::io::Error::other("the slot has no tap"))
 }
 
-/// What the kernel's table of links says of one.
+/// One entry of the kernel's table of links.
 fn counted(table: &str, link: &str) -> Option<Traffic> {
     let row = table.lines().find_map(|line| line.trim_start().strip_prefix(link)?.strip_prefix(':'))?;
     let mut columns = row.split_whitespace();

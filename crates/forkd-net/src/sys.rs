@@ -69,7 +69,7 @@ pub(crate) fn set_header_size(tap: BorrowedFd<'_>, size: libc::c_int) -> io::Res
     check(unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETVNETHDRSZ as libc::c_ulong, &raw const size) })
 }
 
-/// Says which offloads the reader of a tap understands: none.
+/// Declares the offloads that the reader of a tap supports: none.
 pub(crate) fn clear_offloads(tap: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: the ioctl takes its argument by value.
     check(unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETOFFLOAD as libc::c_ulong, 0 as libc::c_ulong) })

@@ -34,7 +34,7 @@ impl Tap {
         let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let made =
             rustix::fs::open("/dev/net/tun", flags, Mode::empty()).map_err(io::Error::from).and_then(|fd| {
-                // Exclusive: never a second queue of somebody else's interface.
+                // Exclusive: never a second queue of an interface that another process made.
                 let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | libc::IFF_TUN_EXCL;
                 request.flags(flags as u16 as i16).perform(&fd, InterfaceIoctl::TunSet)?;
                 set_header_size(fd.as_fd(), HEADER_SIZE)?;
