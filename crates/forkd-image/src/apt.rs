@@ -37,7 +37,7 @@ pub(crate) struct Distribution {
 }
 
 impl Distribution {
-    /// As `/etc/os-release` tells it.
+    /// As in `/etc/os-release`.
     pub(crate) fn of_host() -> Result<Distribution> {
         let text = fs::read_to_string("/etc/os-release").unwrap_or_default();
         Distribution::parse(&text).ok_or_else(|| {
@@ -73,7 +73,7 @@ pub(crate) struct Source {
     /// Such as `bookworm-updates`.
     pub(crate) suite: String,
     pub(crate) components: Vec<String>,
-    /// Options of its entry that say whom to trust, as lines of a deb822 file.
+    /// The trust options of its entry, as lines of a deb822 file.
     trust: String,
 }
 
@@ -215,9 +215,8 @@ fn parse_targets(text: &str, distribution: &Distribution) -> Vec<[String; 4]> {
     for line in text.lines() {
         let fields: Vec<&str> = line.split('|').collect();
         let [origin, codename, uri, release, component, entry] = fields[..] else { continue };
-        // The release is the name in the source entry. It may be an alias such as `stable`, and then
-        // the code name tells; where it is none it counts, because Ubuntu's code name does not tell
-        // updates from backports.
+        // The release is the name in the source entry. For an alias such as `stable` the code name is used.
+        // Otherwise the name counts, because Ubuntu's code name does not distinguish updates from backports.
         let host = distribution.codename.as_str();
         let name = if release.starts_with(host) { release } else { codename };
         let own = matches!(name.strip_prefix(host), Some("" | "-updates" | "-security"));
@@ -230,8 +229,8 @@ fn parse_targets(text: &str, distribution: &Distribution) -> Vec<[String; 4]> {
     targets
 }
 
-/// The options of the source entry at `place` (`file:number`) that say whom to trust. The number
-/// counts lines in a `.list` file and paragraphs in a `.sources` file.
+/// The trust options of the source entry at `place` (`file:number`). The number counts lines in a `.list`
+/// file and paragraphs in a `.sources` file.
 fn trust_of_entry(place: &str) -> String {
     let Some((file, number)) = place.rsplit_once(':') else { return String::new() };
     let (Ok(text), Ok(number)) = (fs::read_to_string(file), number.parse::<usize>()) else {

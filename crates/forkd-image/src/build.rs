@@ -17,13 +17,13 @@ use crate::progress::Progress;
 use crate::tree::Tree;
 use crate::unpack;
 
-/// Size of a disk when nobody says otherwise. Only what is used takes room.
+/// Default size of a disk. Only used blocks take room on the host.
 pub const DEFAULT_SIZE_MIB: u64 = 4096;
 const MIN_SIZE_MIB: u64 = 64;
 const MAX_SIZE_MIB: u64 = 4 << 20;
 /// Names of the images forkd knows how to build by itself.
 pub const PREDEFINED: &[&str] = &["python"];
-/// What the host needs free to build an image from packages.
+/// Free space that building an image from packages needs on the host.
 const PACKAGES_NEED: u64 = 1500 << 20;
 
 /// What an image is made from.
@@ -47,7 +47,7 @@ pub enum ImageSource {
 pub struct ImageSpec {
     /// Its name.
     pub name: String,
-    /// What it is made from.
+    /// The source of its files.
     pub source: ImageSource,
     /// Size of its disk.
     pub size_mib: u64,
@@ -169,7 +169,7 @@ fn from_tar(path: &Path, root: &Path, size: u64, progress: &dyn Progress) -> Res
     Ok(tree)
 }
 
-/// Refuses to start what the disk has no room for.
+/// Refuses a build that the host's disk has no room for.
 fn check_space(folder: &Path, needed: u64) -> Result<()> {
     let stat = rustix::fs::statvfs(folder).map_err(Error::io("read", folder))?;
     let free = stat.f_bavail.saturating_mul(stat.f_frsize);
@@ -185,7 +185,7 @@ fn check_space(folder: &Path, needed: u64) -> Result<()> {
     )))
 }
 
-/// A reader that tells how far it is.
+/// A reader that reports its progress.
 struct Counted<'a, R> {
     inner: R,
     done: u64,

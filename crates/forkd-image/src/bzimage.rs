@@ -16,7 +16,7 @@ use crate::elf;
 /// Offset of the boot protocol's magic.
 const MAGIC_AT: usize = 0x202;
 const MAGIC: &[u8] = b"HdrS";
-/// Since boot protocol 2.08 the header tells where the payload is.
+/// Since boot protocol 2.08 the header holds the payload's position.
 const FIRST_WITH_PAYLOAD: usize = 0x0208;
 /// A generic vmlinux has 60 MiB; debugging builds a few hundred.
 const MAX_VMLINUX: u64 = 1 << 30;
@@ -37,7 +37,7 @@ pub(crate) fn vmlinux(data: &[u8]) -> Result<Vec<u8>, String> {
     Ok(vmlinux)
 }
 
-/// The kernel's release, such as `6.1.0-54-amd64`, as the header tells it.
+/// The kernel's release, such as `6.1.0-54-amd64`, from the header.
 pub(crate) fn release(data: &[u8]) -> Option<String> {
     let offset = usize::from(u16::from_le_bytes(data.get(0x20e..0x210)?.try_into().ok()?));
     let text = data.get(offset.checked_add(0x200)?..)?.get(..256)?;

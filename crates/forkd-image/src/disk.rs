@@ -1,11 +1,11 @@
 //! From a [`Tree`] to an ext4 disk, without root and without mounting.
 //!
-//! `mke2fs -d` copies the tree into the new file system. It is the reference implementation, makes a
-//! journal and checksums, and e2fsck is there to check its work; the ext4 writers on crates.io were
-//! looked at and have neither journal nor device nodes. It runs under `fakeroot`, given a list of
-//! what each file is to be ([`crate::tree::Node`]): so a tar's owners, setuid bits and device nodes
-//! reach the image without ever having existed on the host, whoever builds it. Extended attributes
-//! follow through debugfs, for the same reason.
+//! `mke2fs -d` copies the tree into the new file system. It is the reference implementation, makes a journal
+//! and checksums, and e2fsck is there to check its work; the ext4 writers on crates.io have neither journal
+//! nor device nodes. It runs under `fakeroot`, given a list of what each file is to be
+//! ([`crate::tree::Node`]): so a tar's owners, setuid bits and device nodes reach the image without ever
+//! having existed on the host, whatever user runs the build. Extended attributes follow through debugfs, for
+//! the same reason.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -77,8 +77,8 @@ fn inodes(tree: &Tree, size: u64) -> u64 {
     (size / INODE_RATIO).max(needed + needed / 4 + 1024)
 }
 
-/// How mke2fs is told that the file is new and full of zeroes. If it does not know that, it has to
-/// write them: a guest that found them missing would write them itself, into its own layer.
+/// The option of mke2fs for a new file that is full of zeroes. Without it mke2fs would have to write the
+/// zeroes: otherwise the guest would write them itself, into its own layer.
 fn zeroed_option() -> Result<&'static str> {
     let mut command = tools::command("mke2fs", "e2fsprogs")?;
     let mut version = Vec::new();

@@ -1,5 +1,5 @@
-//! The little of ELF this crate needs: is it for this architecture, can it be booted, what does a
-//! module say about itself. Reads hostile files: every offset is checked.
+//! The part of ELF this crate needs: the architecture, whether a kernel can be booted, and a module's
+//! description of itself. Reads hostile files: every offset is checked.
 
 /// `e_machine` of x86-64.
 const MACHINE_X86_64: u16 = 62;

@@ -1,4 +1,4 @@
-//! What can go wrong, sorted by what a caller would do about it.
+//! Errors, one variant for each way a caller reacts.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 /// `Result` with this crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// An image, a kernel or an initramfs could not be found or made. Every message says what happened
-/// and, where there is one, what to do about it.
+/// An image, a kernel or an initramfs could not be found or made. Every message names the failure and, where
+/// there is one, the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Nothing of that name is in the library.
     #[error("{0}")]
     NotFound(String),
-    /// What was given cannot be used: a bad name, a broken tar, a file that is no kernel.
+    /// Invalid input: a bad name, a broken tar, a file that is no kernel.
     #[error("{0}")]
     Invalid(String),
     /// The host lacks something: a program, a permission, a package source.
@@ -25,7 +25,7 @@ pub enum Error {
     /// Reading or writing failed.
     #[error("cannot {doing} {}{}", path.display(), hint(source))]
     Io {
-        /// What was tried, as in "cannot …".
+        /// The failed step, to follow "cannot".
         doing: &'static str,
         /// On which file or folder.
         path: PathBuf,

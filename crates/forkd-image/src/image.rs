@@ -1,4 +1,4 @@
-//! An image: a root disk and what is known about it.
+//! An image: a root disk and its manifest.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ pub(crate) const MANIFEST: &str = "image.json";
 /// File in an image's folder with its disk.
 pub(crate) const DISK: &str = "disk.ext4";
 
-/// What is known about an image; `image.json` in its folder.
+/// An image's manifest; `image.json` in its folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
     /// [`FORMAT`] when it was built.
@@ -25,7 +25,7 @@ pub struct Manifest {
     pub name: String,
     /// When it was built, in seconds since 1970.
     pub created: u64,
-    /// What it was built from, for people.
+    /// Its source, for people.
     pub source: String,
     /// What its programs run on: `x86_64`.
     pub architecture: String,
@@ -43,7 +43,7 @@ pub struct Manifest {
 /// An image in a library.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Image {
-    /// What is known about it.
+    /// Its manifest.
     pub manifest: Manifest,
     /// Its disk: ext4, never written after it was built.
     pub disk: PathBuf,

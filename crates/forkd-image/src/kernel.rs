@@ -18,7 +18,7 @@ pub(crate) const MANIFEST: &str = "kernel.json";
 pub(crate) const VMLINUX: &str = "vmlinux";
 pub(crate) const VMLINUZ: &str = "vmlinuz";
 pub(crate) const MODULES: &str = "modules";
-/// How much of a kernel file is read to tell what it is: all headers lie within.
+/// How much of a kernel file is read to recognise its kind: all headers lie within.
 const HEAD: u64 = 64 << 10;
 
 /// Modules a guest's initramfs loads: its devices, its root file system, and what ends single sockets in a
@@ -99,7 +99,7 @@ pub(crate) const MORE_MODULES: &[&str] = &[
     "configs?",
 ];
 
-/// What is known about a kernel of a library; `kernel.json` in its folder.
+/// The manifest of a library's kernel; `kernel.json` in its folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct KernelManifest {
     pub(crate) format: u32,
@@ -131,7 +131,7 @@ pub struct Kernel {
     pub image: PathBuf,
     /// The same kernel as a bzImage, if there is one.
     pub bzimage: Option<PathBuf>,
-    /// Its modules; `None` if nobody knows, and it has to do with what is built in.
+    /// Its modules. `None` if they are unknown; such a kernel has only what is built in.
     modules: Option<ModuleSet>,
     /// Whether it was fetched with every module that this version of forkd keeps.
     complete: bool,
@@ -206,8 +206,8 @@ impl Kernel {
         self.complete
     }
 
-    /// The modules in `wanted` with all they depend on, in load order; see
-    /// [`ModuleSet::load_order`]. None for a kernel whose modules nobody knows.
+    /// The modules in `wanted` with all they depend on, in load order; see [`ModuleSet::load_order`]. Empty
+    /// for a kernel whose modules are unknown.
     pub fn load_order(&self, wanted: &[&str]) -> Result<Vec<Module>> {
         self.modules.as_ref().map_or(Ok(Vec::new()), |modules| modules.load_order(wanted))
     }

@@ -151,8 +151,8 @@ fn fill(folder: &Path, found: &Found, progress: &dyn Progress) -> Result<()> {
     write(folder.join(VMLINUZ), &vmlinuz)?;
     write(folder.join(VMLINUX), &vmlinux)?;
 
-    // A few MiB of the several hundred a distribution ships: what guests and the emulated machine
-    // load. What this kernel does not have is noticed when somebody asks for it.
+    // A few MiB of the several hundred a distribution ships: what guests and the emulated machine load. A
+    // module that this kernel lacks is an error only when a caller asks for it.
     let modules = folder.join(MODULES);
     fs::create_dir(&modules).map_err(Error::io("create", &modules))?;
     let set = ModuleSet::open(&found.modules)?;

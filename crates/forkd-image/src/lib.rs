@@ -3,9 +3,8 @@
 //! - A **library** ([`Library`]) is a folder that holds them: `images/<name>/{image.json,disk.ext4}`
 //!   and `kernels/<version>/{kernel.json,vmlinux,vmlinuz,modules/}`. It may be read-only: then it can
 //!   be looked at, and nothing else.
-//! - An **image** ([`Image`]) is a root disk and what is known about it. It is built from
-//!   distribution packages, a tar or a folder ([`ImageSource`]), without mounting anything and
-//!   without root where the host allows it.
+//! - An **image** ([`Image`]) is a root disk and its manifest. It is built from distribution packages, a tar
+//!   or a folder ([`ImageSource`]), without mounting anything and without root where the host allows it.
 //! - A **kernel** ([`Kernel`]) is an ELF vmlinux or a bzImage with the modules that go with it.
 //! - An **initramfs** ([`build_initramfs`]) holds the guest's init, the modules it loads, in order,
 //!   and its plan.

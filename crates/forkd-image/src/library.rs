@@ -22,7 +22,7 @@ use crate::progress::Progress;
 /// The largest manifest that is read.
 const MAX_MANIFEST: u64 = 1 << 20;
 
-/// The file that tells, by its age, when fetching a kernel again last failed.
+/// The age of this file is the time since fetching a kernel last failed.
 const TRIED: &str = ".tried";
 /// How long after that it is not tried once more.
 const RETRY: Duration = Duration::from_secs(24 * 60 * 60);
@@ -84,7 +84,7 @@ impl Library {
         self.image(name)
     }
 
-    /// Builds an image. One that exists is replaced only when `spec.force` says so.
+    /// Builds an image. An existing one is replaced only with `spec.force`.
     pub fn build_image(&self, spec: &ImageSpec, progress: &dyn Progress) -> Result<Image> {
         let name = &spec.name;
         check_name(name)?;
@@ -293,8 +293,8 @@ impl Lock {
     }
 }
 
-/// Path of the unfinished entry `name` in `folder`; what a killed process left there is removed. The
-/// caller holds the lock for `name`, so nobody is working on it.
+/// Path of the unfinished entry `name` in `folder`; leftovers of a killed process are removed. The caller
+/// holds the lock for `name`, so no other process works on it.
 pub(crate) fn unfinished(folder: &Path, name: &str) -> Result<PathBuf> {
     let path = folder.join(format!(".unfinished-{name}"));
     remove(&path)?;

@@ -96,8 +96,8 @@ impl ModuleSet {
         self.builtin.contains(name) || self.files.contains_key(name)
     }
 
-    /// Adds `name` behind what it depends on. Depth first with a stack of its own: what depends on
-    /// what comes from files.
+    /// Adds `name` after its dependencies. Depth first with a stack of its own: the dependencies come from
+    /// files, so recursion would have no bound.
     fn add(&self, name: String, order: &mut Vec<Module>, done: &mut BTreeSet<String>) -> Result<()> {
         let mut stack: Vec<(Module, Vec<String>)> = Vec::new();
         let mut next = Some((name, None::<String>));
@@ -150,7 +150,7 @@ fn read_module(name: &str, path: &Path) -> Result<Module> {
     Ok(Module { name: name.to_owned(), bytes })
 }
 
-/// What the module in `bytes` depends on, last first.
+/// The dependencies of the module in `bytes`, last first.
 fn depends(bytes: &[u8]) -> Option<Vec<String>> {
     let info = elf::section(bytes, ".modinfo")?;
     let mut names: Vec<String> = info

@@ -13,7 +13,7 @@ use crate::tools;
 use crate::tree::Tree;
 use crate::unpack;
 
-/// Nobody reads manuals in a sandbox. Licences stay.
+/// Sandboxes need no manuals. Licences stay.
 const LEFT_OUT: &[&str] = &[
     "path-exclude=/usr/share/man/*",
     "path-exclude=/usr/share/info/*",

@@ -69,8 +69,8 @@ pub(crate) fn output(command: Command) -> Result<String> {
 /// Runs `command`, gives its standard output to `consume` and each line of its standard error to
 /// `line`. When both the program and `consume` fail, the program is the one to blame.
 ///
-/// What `consume` leaves is read to the end all the same: mmdebstrap, when nobody reads on, sends a
-/// hang-up to its whole process group, and that is ours.
+/// Output that `consume` leaves is still read to the end: mmdebstrap sends a hang-up to its whole process
+/// group, which is ours, when its output is not read.
 pub(crate) fn stream<T>(
     mut command: Command,
     consume: impl FnOnce(&mut ChildStdout) -> Result<T>,
@@ -97,7 +97,7 @@ pub(crate) fn stream<T>(
     })
 }
 
-/// For [`stream`]: nobody wants the output, but the program must be able to write it.
+/// For [`stream`]: discards the output, which the program must still be able to write.
 pub(crate) fn drain(stdout: &mut ChildStdout) -> Result<()> {
     std::io::copy(stdout, &mut std::io::sink())
         .map_err(Error::io("read the output of", Path::new("a program")))?;

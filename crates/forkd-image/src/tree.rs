@@ -1,5 +1,5 @@
-//! A file tree on its way into an image: the files lie in a folder of the host, what the host could
-//! not give them without root (owner, mode, device number) is remembered beside them.
+//! A file tree on its way into an image. The files lie in a folder of the host; the attributes that need root
+//! there (owner, mode, device number) are kept beside them.
 //!
 //! Nothing here ever changes an owner, makes a device node or sets a setuid bit on the host: a
 //! hostile tar gets plain files of the caller's, readable by him alone.
@@ -29,7 +29,7 @@ pub(crate) const TYPE_FIFO: u32 = 0o010_000;
 /// The blocks of our ext4 disks.
 pub(crate) const BLOCK: u64 = 4096;
 
-/// What a file is to be in the image.
+/// A file's attributes in the image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Node {
     /// Type and permissions.
@@ -73,8 +73,8 @@ impl Tree {
         Ok(tree)
     }
 
-    /// The files that are already in folder `path`, as they are. What belongs to a caller who is not
-    /// root becomes root's: he could not have unpacked it as anything else.
+    /// The existing files in folder `path`. Files of a caller without root become root's: such a caller could
+    /// not have unpacked them with another owner.
     pub(crate) fn scan(path: &Path, limit: u64) -> Result<Tree> {
         let mut tree = Tree::empty(path)?;
         let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
@@ -112,7 +112,7 @@ impl Tree {
         Ok(tree)
     }
 
-    /// Remembers what the file behind `meta` is to be; whether it was known before.
+    /// Records the attributes of the file behind `meta`. Returns whether it was known before.
     pub(crate) fn set(&mut self, meta: &fs::Metadata, node: Node) -> bool {
         self.nodes.insert((meta.dev(), meta.ino()), node).is_some()
     }
@@ -187,7 +187,7 @@ fn open_folder(path: &Path) -> Result<OwnedFd> {
 pub(crate) fn open_inside(root: &OwnedFd, path: &[u8], flags: OFlags) -> rustix::io::Result<OwnedFd> {
     let path = if path.is_empty() { b"." } else { path };
     let path = Path::new(std::ffi::OsStr::from_bytes(path));
-    // The kernel says EAGAIN when anything on the system was renamed while it looked at a `..`.
+    // The kernel returns EAGAIN when anything on the system was renamed while it looked at a `..`.
     for _ in 0..100 {
         let flags = flags | OFlags::CLOEXEC;
         match rustix::fs::openat2(root, path, flags, Mode::empty(), ResolveFlags::IN_ROOT) {

@@ -83,7 +83,7 @@ impl<R: Read> Read for EndWatch<R> {
     }
 }
 
-/// What headers before a file's own say about it.
+/// Attributes of a file from the headers before its own.
 #[derive(Default)]
 struct Extension {
     path: Option<Vec<u8>>,
@@ -103,7 +103,7 @@ impl Extension {
             let Ok(key) = record.key() else { continue };
             let value = record.value_bytes();
             let number = || {
-                // Times have a fraction; nobody needs it.
+                // Times have a fraction, which is dropped.
                 let text = std::str::from_utf8(value).ok()?;
                 text.split('.').next()?.parse::<u64>().ok()
             };
@@ -150,7 +150,7 @@ struct Entry {
     kind: EntryType,
     /// Where, inside the tree.
     path: Vec<u8>,
-    /// The same as the tar says it, for messages.
+    /// The same as in the tar, for messages.
     shown: String,
     node: Node,
     size: u64,
@@ -209,7 +209,7 @@ impl Unpacker<'_> {
         let bytes = self.make(entry, parent, name, data)?;
         set_time(parent, name, entry.mtime).map_err(at)?;
         let meta = rustix::fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW).map_err(at)?;
-        // A hard link's header repeats what its target's said; the target's counts.
+        // A hard link's header repeats the attributes of its target; the target's count.
         if entry.kind != EntryType::Link {
             self.tree.nodes.insert((meta.st_dev, meta.st_ino), entry.node);
         }
@@ -322,7 +322,7 @@ fn refused(path: &str, why: &str) -> Error {
     Error::Invalid(format!("{path:?} in the tar {why}"))
 }
 
-/// What a failed system call means for the entry at `path`.
+/// The error for a failed system call at entry `path`.
 fn place(path: &str, error: Errno) -> Error {
     match error {
         Errno::NOTDIR => refused(path, "lies below something that is not a folder"),
@@ -357,7 +357,7 @@ fn split(path: &[u8]) -> (&[u8], &[u8]) {
     }
 }
 
-/// What the entry is to be in the image; `None` for kinds that are no files.
+/// The entry's attributes in the image; `None` for kinds that are no files.
 fn node(
     header: &Header,
     kind: EntryType,
