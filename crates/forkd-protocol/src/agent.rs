@@ -158,7 +158,7 @@ pub struct UpdateRequest {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ProcessInfo {
-    /// What it runs.
+    /// Program, arguments and environment.
     pub config: ProcessConfig,
     /// Its pid.
     pub pid: u32,
@@ -260,7 +260,7 @@ pub struct ListDirRequest {
     pub depth: u32,
 }
 
-/// What is known of a file.
+/// A file's metadata.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct EntryInfo {
@@ -341,7 +341,7 @@ pub struct Pong {
     pub numpy_version: Option<String>,
 }
 
-/// `Agent/Warm`: start the image's warm-up. Asked again, it only tells how far it is.
+/// `Agent/Warm`: start the image's warm-up. A repeated request only returns the progress.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct WarmRequest {
@@ -369,7 +369,7 @@ pub struct WarmStatus {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WarmState {
-    /// Nobody asked for it.
+    /// No warm-up was requested.
     #[default]
     Cold,
     /// Under way.
@@ -433,8 +433,8 @@ pub struct NameRequest {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct BecomeRequest {
-    /// Who it is now: in `/run/forkd/sandbox-id`, and in `FORKD_SANDBOX_ID` of every process
-    /// started from now on.
+    /// The sandbox's id: in `/run/forkd/sandbox-id`, and in `FORKD_SANDBOX_ID` of every process started from
+    /// now on.
     pub sandbox_id: String,
     /// Its host name.
     pub hostname: String,
@@ -482,8 +482,8 @@ pub struct EvalRequest {
     pub code: String,
 }
 
-/// What an evaluation gave. `Json` is what its value is kept as: who does not trust the agent keeps its text, as
-/// values take many times the room of that.
+/// What an evaluation gave. `Json` is the type of its value: a caller that does not trust the agent keeps the
+/// text, because parsed values take many times its room.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default, bound(deserialize = "Json: Deserialize<'de> + Default"))]
 pub struct EvalResponse<Json = serde_json::Value> {
@@ -493,9 +493,9 @@ pub struct EvalResponse<Json = serde_json::Value> {
     /// The value as JSON, when it is made of JSON's own types.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub result_json: Option<Json>,
-    /// What it printed.
+    /// Its standard output.
     pub stdout: String,
-    /// What it printed to standard error.
+    /// Its standard error.
     pub stderr: String,
     /// `NameError: name 'x' is not defined`.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -5,8 +5,8 @@ use std::marker::PhantomData;
 
 use serde::de::{Deserialize, Deserializer, Error, SeqAccess, Visitor};
 
-/// Reads a list of at most `MAX`, and stops at one more: things may take many times the room here that they take
-/// in a message, and its length says little.
+/// Reads a list of at most `MAX` items and stops at the first one more. Items may take many times the room in
+/// memory that they take in a message, so a limit on the message's length is not enough.
 pub(crate) fn bounded_vec<'de, D, T, const MAX: usize>(list: D) -> Result<Vec<T>, D::Error>
 where
     D: Deserializer<'de>,

@@ -53,7 +53,7 @@ pub enum Code {
     Unavailable,
     /// Data is gone.
     DataLoss,
-    /// Who are you?
+    /// The caller is not authenticated.
     Unauthenticated,
 }
 

@@ -1,11 +1,11 @@
-//! The plan that init follows: what whoever builds an initramfs puts into it for the guest side.
+//! The plan that init follows: the builder of an initramfs puts it there for the guest side.
 
 use serde::{Deserialize, Serialize};
 
 use crate::agent::AGENT_PORT;
 
-/// What the init in an initramfs is to do, read from `/forkd/init.json` there. The same binary
-/// starts a guest and the emulated machine; only this plan differs.
+/// The steps of an initramfs's init, read from `/forkd/init.json` there. The same binary starts a guest and
+/// the emulated machine; only this plan differs.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct InitPlan {
@@ -15,7 +15,7 @@ pub struct InitPlan {
     pub root: RootPlan,
     /// More file systems, mounted in this order under the new root. A missing mount point is made.
     pub mounts: Vec<MountPlan>,
-    /// Host name until somebody sets another.
+    /// Host name at boot.
     pub hostname: String,
     /// Interfaces to configure, if they exist. `lo` always is.
     pub network: Vec<InterfacePlan>,

@@ -1,8 +1,7 @@
 //! The line protocol: one JSON object and a newline in, one out, then the connection is closed.
 //!
-//! It is what clients of the reference speak with a guest, so its words are theirs. The agent serves it
-//! in the guest, the daemon on a port of loopback and over HTTP; all three read and answer with what is
-//! here. There are three actions:
+//! Clients of the reference use it to talk to a guest, so its words are theirs. The agent serves it in the
+//! guest, the daemon on a loopback port and over HTTP; all three use this module. There are three actions:
 //!
 //! ```text
 //! {"action": "ping"}                                   {"pong": true, "numpy_version": null, "pid": 1, …}
@@ -10,8 +9,8 @@
 //! {"action": "eval", "code": "6 * 7"}                  {"result": "42", "exit_code": 0}
 //! ```
 //!
-//! Whatever goes wrong is `error`, with an `exit_code` that is not 0. Clients look whether a key is there
-//! at all: one that has nothing to say is left out.
+//! Whatever goes wrong is `error`, with an `exit_code` that is not 0. Clients check whether a key is present:
+//! a key without a value is left out.
 
 use std::time::Duration;
 
@@ -22,12 +21,12 @@ use serde_json::Value;
 pub const LINE_PORT: u16 = 8888;
 /// The longest request.
 pub const MAX_LINE: usize = 1 << 20;
-/// How long a command or an evaluation may take when the request does not say.
+/// The default time limit of a command or an evaluation.
 const DEFAULT_TIME: Duration = Duration::from_secs(30);
 /// The longest it can ask for: 30 days.
 const MAX_SECS: f64 = 30.0 * 24.0 * 3600.0;
 
-/// What is asked.
+/// A request.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Request {
     /// Whether the agent is there.
@@ -49,7 +48,7 @@ pub enum Request {
 }
 
 impl Request {
-    /// Reads a request. What it does not know is ignored, but an action is not.
+    /// Reads a request. Unknown keys are ignored, an unknown action is an error.
     pub fn parse(line: &[u8]) -> Result<Request, Failure> {
         let object = match serde_json::from_slice::<Value>(line) {
             Ok(Value::Object(object)) => object,
@@ -116,7 +115,7 @@ impl Incoming {
         }
     }
 
-    /// What it asks, once it is complete or nothing more comes.
+    /// The request, once its line is complete or the connection is at its end.
     pub fn request(&self) -> Result<Request, Failure> {
         Request::parse(&self.0)
     }
@@ -127,7 +126,7 @@ impl Incoming {
     }
 }
 
-/// What is answered.
+/// A reply.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum Reply {
@@ -199,10 +198,10 @@ pub struct Evaluated {
     pub result: Option<String>,
     /// 0.
     pub exit_code: i32,
-    /// What it printed.
+    /// Its standard output.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub stdout: String,
-    /// What it printed to standard error.
+    /// Its standard error.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub stderr: String,
 }
@@ -217,10 +216,10 @@ pub struct Failure {
     /// Where in the evaluated code.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub traceback: Option<String>,
-    /// What it had printed until then.
+    /// Its standard output until then.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub stdout: String,
-    /// What it had printed to standard error.
+    /// Its standard error until then.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub stderr: String,
 }

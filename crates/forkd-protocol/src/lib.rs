@@ -1,6 +1,6 @@
-//! What the parts of forkd say to each other.
+//! The protocols between the parts of forkd.
 //!
-//! Three conversations live here:
+//! There are three:
 //!
 //! - [`control`]: controller ⇄ monitor, over a unix `SEQPACKET` socket. One JSON message per
 //!   packet, descriptors attached to it, a version handshake first.

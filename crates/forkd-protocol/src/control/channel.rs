@@ -52,7 +52,7 @@ impl Channel {
         self.take(length)
     }
 
-    /// Waits for the next message and says how long it is.
+    /// Waits for the next message and returns its length.
     fn next_length(&self) -> io::Result<usize> {
         let flags = RecvFlags::PEEK | RecvFlags::TRUNC;
         let (_, length) = past_reset(|| rustix::net::recv(&self.socket, &mut [0u8; 0], flags))?;
@@ -88,8 +88,8 @@ impl AsFd for Channel {
     }
 }
 
-/// Receives past the error of a peer that closed without having read everything: what it said before is
-/// still there, and was only overtaken by that error, which the kernel tells once.
+/// Receives past the error of a peer that closed without having read everything: its earlier messages are
+/// still in the queue, behind that error, which the kernel reports once.
 fn past_reset<T>(mut receive: impl FnMut() -> rustix::io::Result<T>) -> rustix::io::Result<T> {
     match rustix::io::retry_on_intr(&mut receive) {
         Err(rustix::io::Errno::CONNRESET) => rustix::io::retry_on_intr(receive),
@@ -104,8 +104,8 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> io::Result<T> {
     serde_json::from_slice(bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
-/// Fuzz body: parsing either side's messages ends without a panic, and what parses as a request
-/// says the same after a round trip.
+/// Fuzz body: parsing either side's messages ends without a panic, and a parsed request is equal after a
+/// round trip.
 pub fn fuzz_messages(data: &[u8]) {
     if let Ok(request) = parse::<Request>(data) {
         let bytes = serde_json::to_vec(&request).unwrap_or_default();

@@ -33,7 +33,7 @@ pub const CONSOLE_TAIL: usize = 4 << 10;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FdRef(pub usize);
 
-/// What the controller asks of a monitor.
+/// A request of the controller to a monitor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Request {
@@ -47,8 +47,8 @@ pub enum Request {
     /// Turn the running VM into a template, for good: vCPUs and devices stop, their state is kept
     /// in memory beside the guest's, one thread stays and forks children when asked.
     Freeze,
-    /// Let go of the right to write to frozen layers. What a template can write, so can all its
-    /// children, and a frozen layer is everybody's.
+    /// Give up write access to frozen layers. All children of a template inherit its descriptors, and they
+    /// share the frozen layers.
     Seal {
         /// For each disk its topmost frozen layer, the same file opened for reading only; none for a
         /// disk that has none.
@@ -63,7 +63,7 @@ pub enum Request {
     Resume,
     /// Use one file in the place of several frozen layers, which hold the same blocks.
     ReplaceLayers {
-        /// For each disk what is replaced, if anything.
+        /// For each disk the layers to replace, if any.
         disks: Vec<Option<ReplacedLayers>>,
     },
     /// Templates only: the frozen layers of all disks.
@@ -80,7 +80,7 @@ pub enum Request {
     Merge(MergeConfig),
     /// Templates only: all children that are alive or whose end was not acknowledged.
     Children,
-    /// Templates only: forget the ends of these children.
+    /// Templates only: drop the recorded ends of these children.
     Acknowledge {
         /// Their names.
         children: Vec<String>,
@@ -91,7 +91,7 @@ pub enum Request {
     Stop,
 }
 
-/// What a monitor sends.
+/// A message of a monitor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Message {
@@ -152,7 +152,7 @@ pub enum Reply {
         /// In the order they were forked.
         children: Vec<Child>,
     },
-    /// Their ends are forgotten.
+    /// Their recorded ends are dropped.
     Acknowledged,
     /// As of now.
     Status(Status),
@@ -172,15 +172,15 @@ pub enum Event {
     /// The VM ended by itself, or a child could not be restored (then this comes without a hello);
     /// the process exits next.
     Ended(VmEnd),
-    /// The guest wrote to the ready port for the first time since it was booted or forked: what
-    /// guests without an agent do to say that they run.
+    /// The guest wrote to the ready port for the first time since it was booted or forked: the ready signal
+    /// of guests without an agent.
     Ready,
     /// The guest wrote to a disk, and the host's disk has no room for that. The monitor has paused the VM.
-    /// [`Request::Resume`] tries the write again; [`Request::Pause`] makes it an ordinary pause. Until then every
-    /// controller that connects is told, right after its hello.
+    /// [`Request::Resume`] tries the write again; [`Request::Pause`] makes it an ordinary pause. Until then
+    /// every controller that connects gets this event right after its hello.
     DiskFull,
-    /// A child of this template ended. Kept, and told by [`Request::Children`], until it is
-    /// acknowledged.
+    /// A child of this template ended. The template keeps the status, and lists it in [`Reply::Children`],
+    /// until it is acknowledged.
     ChildEnded {
         /// Its name.
         child: String,
@@ -198,7 +198,7 @@ pub enum Event {
 /// How a VM is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
-    /// What the process is by now.
+    /// The current role of the process.
     pub role: Role,
     /// Whether a VM's vCPUs run: those of a paused one do not.
     pub running: bool,
@@ -206,7 +206,7 @@ pub struct Status {
     pub ready: bool,
 }
 
-/// What a monitor's process is.
+/// The role of a monitor's process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
@@ -223,7 +223,7 @@ pub enum Role {
 pub struct Child {
     /// The name it was given.
     pub name: String,
-    /// Its process id; may be somebody else's once it has ended.
+    /// Its process id; the kernel may give it to another process once this one has ended.
     pub pid: i32,
     /// How it ended, if it has.
     pub status: Option<WaitStatus>,
@@ -246,7 +246,7 @@ pub struct VmEnd {
     pub reason: EndReason,
     /// A sentence about it.
     pub detail: String,
-    /// The last of what the guest wrote to its console, at most [`CONSOLE_TAIL`] bytes.
+    /// The end of the guest's console output, at most [`CONSOLE_TAIL`] bytes.
     pub console_tail: String,
 }
 
@@ -298,7 +298,7 @@ pub const MAX_VCPUS: u8 = 32;
 /// The least memory a Linux guest is given.
 pub const MIN_MEM_MIB: u64 = 64;
 
-/// A snapshot on disk: what a template is loaded from.
+/// A snapshot on disk, from which a template is loaded.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LoadConfig {
@@ -312,8 +312,8 @@ pub struct LoadConfig {
     pub memory: Vec<FdRef>,
     /// The files of each disk, in the order of `/dev/vda`, `/dev/vdb`, …
     pub disks: Vec<DiskFiles>,
-    /// How many vCPUs the state must have: what limits and quotas are counted by. A controller of an older
-    /// version does not say.
+    /// How many vCPUs the state must have, because limits and quotas count them. A controller of an older
+    /// version sends none.
     #[serde(default)]
     pub vcpus: Option<u8>,
     /// How much memory the state must have, in MiB, for the same reason.
@@ -334,7 +334,7 @@ pub struct DiskFiles {
     pub layers: Vec<FdRef>,
 }
 
-/// What a child gets of its own.
+/// A child's own resources.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ForkConfig {
@@ -353,7 +353,7 @@ pub struct ForkConfig {
     pub tap: Option<FdRef>,
     /// Its vsock listener, as in [`VsockConfig`]; needed if the guest has the socket device.
     pub vsock: Option<FdRef>,
-    /// The cgroup it is born into: a folder of the cgroup file system, opened.
+    /// The cgroup that the child starts in: a folder of the cgroup file system, opened.
     pub cgroup: Option<FdRef>,
 }
 
@@ -370,18 +370,17 @@ pub struct SaveConfig {
     pub state: FdRef,
     /// An empty file opened for reading and writing, for the memory.
     pub memory: FdRef,
-    /// The memory layers of the parent, the oldest first, as in [`LoadConfig`]: what is in them is not
-    /// written again. The template must come from this parent, directly or not. Empty: everything is
-    /// written.
+    /// The memory layers of the parent, the oldest first, as in [`LoadConfig`]: their contents are not
+    /// written again. The template must come from this parent, directly or not. Empty: everything is written.
     pub parent: Vec<FdRef>,
-    /// The `pagemap` of the template's process, opened for reading: tells which pages may differ from
-    /// the parent. Without it all are looked at.
+    /// The `pagemap` of the template's process, opened for reading: it shows which pages may differ from the
+    /// parent. Without it the saver compares all pages.
     pub pagemap: Option<FdRef>,
-    /// For each disk an empty file opened for reading and writing that takes all frozen layers as one,
-    /// or none to keep them as they are. The state tells of the disks as they are then. May be empty,
-    /// which is none for each.
+    /// For each disk an empty file opened for reading and writing that takes all frozen layers as one, or
+    /// none to keep them as they are. The saved state describes the merged disks. May be empty, which is none
+    /// for each.
     pub disks: Vec<Option<FdRef>>,
-    /// A file that is told how far it is: [`SaveProgress`] at its beginning and, if it fails, why: text
+    /// A file for the progress: [`SaveProgress`] at its beginning and, after a failure, the reason as text
     /// behind that, at most [`SaveProgress::MAX_REASON`] bytes.
     pub progress: Option<FdRef>,
 }
@@ -423,7 +422,7 @@ impl SaveProgress {
     }
 }
 
-/// What a branch and its source get.
+/// The resources of a branch and its source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BranchConfig {
@@ -445,13 +444,13 @@ pub struct ReplacedLayers {
     pub layer: FdRef,
 }
 
-/// What is merged.
+/// The layers to merge.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MergeConfig {
     /// A name for the process, as for any child.
     pub child: String,
-    /// For each disk what is merged, if anything.
+    /// For each disk the layers to merge, if any.
     pub disks: Vec<Option<ReplacedLayers>>,
 }
 
@@ -482,10 +481,10 @@ pub struct NetConfig {
 pub struct VsockConfig {
     /// The guest's address, 3 or more.
     pub cid: u32,
-    /// A listening unix stream socket. Who connects writes `CONNECT port\n`, reads `OK n\n`, and is
-    /// then connected to that port in the guest.
+    /// A listening unix stream socket. A client writes `CONNECT port\n`, reads `OK n\n`, and is then
+    /// connected to that port in the guest.
     pub listener: FdRef,
-    /// Ports of the host the guest may call. A call to any other is refused by the monitor alone: a
-    /// guest cannot keep the controller busy with calls nobody waits for.
+    /// Ports of the host the guest may call. A call to any other is refused by the monitor alone: a guest
+    /// cannot keep the controller busy with unwanted calls.
     pub guest_ports: Vec<u32>,
 }
