@@ -1,4 +1,4 @@
-//! The agent: which path is which service, who may call, and who a call acts as.
+//! The agent: routes a path to its service, authorises the caller, and chooses the user a call acts as.
 
 use std::{io, net::Ipv4Addr, os::fd::OwnedFd, path::PathBuf, sync::Arc, thread};
 
@@ -22,9 +22,9 @@ use crate::{
 
 /// What an agent is told at its start.
 pub struct Config {
-    /// Who a call acts as when it does not say; root when absent.
+    /// The user a call acts as by default; root when absent.
     pub default_user: Option<String>,
-    /// What every request but `/health` must carry, when anybody can connect.
+    /// The token that every request but `/health` must carry, when any host can connect.
     pub token: Option<String>,
     /// The cgroup (v2) folder under which all started processes live; absent if there are none.
     pub cgroup: Option<PathBuf>,
@@ -67,8 +67,8 @@ impl Agent {
         http::serve(listener, Arc::new(move |exchange: &mut Exchange| agent.answer(exchange)))
     }
 
-    /// Serves the line protocol to those who may have it, on a listening TCP socket; `gateway` is the
-    /// host's address in the guest's network. Returns only if the socket is broken.
+    /// Serves the line protocol to permitted clients, on a listening TCP socket; `gateway` is the host's
+    /// address in the guest's network. Returns only if the socket is broken.
     pub fn serve_lines(self: &Arc<Self>, listener: &OwnedFd, gateway: Option<Ipv4Addr>) -> io::Error {
         json_lines::serve(listener, self.clone(), gateway)
     }
@@ -111,7 +111,7 @@ impl Agent {
         })
     }
 
-    /// Whoever is named, or the default user.
+    /// The named user, or the default user.
     pub(crate) fn user(&self, name: Option<&str>) -> Result<User, Error> {
         User::find(name.or(self.default_user.as_deref()).unwrap_or("root"))
     }

@@ -3,13 +3,12 @@
 //!
 //! # Who may use it
 //!
-//! It needs no token and acts as the image's default user, so it is only for those who could do that
-//! anyway:
+//! It needs no token and acts as the image's default user, so it only serves peers that could do that anyway:
 //!
-//! - the host: the gateway of the guest's network, which is the sandbox's own. Nobody else is in that
-//!   network, and nobody outside of it can open a connection into it.
-//! - processes of this guest that are root's or the default user's. The kernel's table of connections
-//!   says whose they are; a process that closes its end before it is looked at is nobody's.
+//! - the host: the gateway of the guest's network, which is the sandbox's own. No other machine is in that
+//!   network, and none outside of it can open a connection into it.
+//! - processes of this guest that are root's or the default user's. The kernel's table of connections has the
+//!   owner; a connection that the process has closed before the lookup has none.
 //!
 //! Everybody else's connection is closed without an answer.
 
@@ -42,7 +41,7 @@ const MAX_CONNECTIONS: usize = 64;
 const REQUEST_TIME: Duration = Duration::from_secs(30);
 /// How long the peer may take to read its answer.
 const ANSWER_TIME: Duration = Duration::from_secs(60);
-/// How long what nobody asked for is read on, so that the peer sees the answer and not a reset.
+/// How long unexpected input is read on, so that the peer sees the answer and not a reset.
 const DISCARD_TIME: Duration = Duration::from_secs(1);
 /// How much of each stream of a command's output is kept.
 const MAX_OUTPUT: usize = 4 << 20;
@@ -225,7 +224,7 @@ fn owner(table: &str, local: SocketAddrV4, remote: SocketAddrV4) -> Option<u32> 
         let columns: Vec<&str> = row.split_ascii_whitespace().collect();
         let &[_, from, to, _, _, _, _, uid, _, inode, ..] = columns.as_slice() else { return None };
         let is_it = local.iter().any(|name| name == from) && remote.iter().any(|name| name == to);
-        // Without a file it is nobody's any more, and the kernel says 0, which would be root.
+        // Without a file it has no owner any more, and the kernel reports 0, which would be root.
         if is_it && inode != "0" { uid.parse().ok() } else { None }
     })
 }

@@ -19,12 +19,12 @@
 //! What a process keeps in its own memory is the same in all copies, unless it changes it. There are
 //! two places to do that:
 //!
-//! - **In the warmed Python interpreter** the generators that belong to nobody in particular are
-//!   reseeded before anything else runs: `random`, `numpy.random`'s global one, OpenSSL's, the names
-//!   of `tempfile`; `uuid.uuid1` gets a random node. `os.environ` gets the new variables. Functions
-//!   registered with `forkd_guest.on_fork(function)` run next, in that order; one that raises is
-//!   reported on standard error and harms nothing. A generator that was made with a seed, such as
-//!   `numpy.random.default_rng(42)`, is left alone, and so is the seed of `hash`.
+//! - **In the warmed Python interpreter** the shared generators are reseeded before anything else runs:
+//!   `random`, `numpy.random`'s global one, OpenSSL's, the names of `tempfile`; `uuid.uuid1` gets a random
+//!   node. `os.environ` gets the new variables. Functions registered with `forkd_guest.on_fork(function)` run
+//!   next, in that order; one that raises is reported on standard error and harms nothing. A generator that
+//!   was made with a seed, such as `numpy.random.default_rng(42)`, is left alone, and so is the seed of
+//!   `hash`.
 //!
 //!   ```python
 //!   import forkd_guest

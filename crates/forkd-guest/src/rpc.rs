@@ -18,7 +18,7 @@ pub(crate) fn unary<Q: DeserializeOwned, A: Serialize>(
     watched(exchange, |request, exchange| call(request, exchange.head()))
 }
 
-/// Answers a unary call that looks whether anybody still waits for its answer.
+/// Answers a unary call that checks whether its caller still waits.
 pub(crate) fn watched<Q: DeserializeOwned, A: Serialize>(
     exchange: &mut Exchange,
     call: impl FnOnce(Q, &Exchange) -> Result<A, Error>,

@@ -44,7 +44,7 @@ impl Socket {
     /// Whether the peer takes nothing any more. A connection that was cut, as all are in a copy of a guest, is
     /// none that the peer has left.
     pub(crate) fn has_left(&self) -> bool {
-        // A vsock says so only to whoever sends, if only nothing.
+        // A vsock reports that only to a sender, even one that sends nothing.
         let sent = rustix::net::send(&self.0, &[], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
         matches!(sent, Err(Errno::PIPE))
     }
@@ -93,7 +93,7 @@ pub(crate) fn listen_vsock(port: u32) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: `fd` was just returned by socket(2) and nobody else owns it.
+    // SAFETY: `fd` was just returned by socket(2) and nothing else owns it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     // SAFETY: sockaddr_vm is plain data for which all zeroes is a valid value.
     let mut address: libc::sockaddr_vm = unsafe { mem::zeroed() };
@@ -128,7 +128,7 @@ pub(crate) fn accept(listener: BorrowedFd) -> io::Result<Socket> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: `fd` was just returned by accept4(2) and nobody else owns it.
+    // SAFETY: `fd` was just returned by accept4(2) and nothing else owns it.
     let socket = Socket(unsafe { OwnedFd::from_raw_fd(fd) });
     match i32::from(address.ss_family) {
         libc::AF_VSOCK => {
@@ -188,7 +188,7 @@ pub(crate) fn read_small_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
 /// Waits until one of `fds` is ready or `wait` is over; a signal ends the wait early.
 pub(crate) fn poll(fds: &mut [PollFd], wait: Option<Duration>) -> io::Result<()> {
     let wait = wait.map(|wait| Timespec {
-        // Nobody waits for a century; the cast must not wrap into the past.
+        // No timeout is a century long; the cast must not wrap into the past.
         tv_sec: wait.as_secs().min(1 << 31) as i64,
         tv_nsec: wait.subsec_nanos().into(),
     });

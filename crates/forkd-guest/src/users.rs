@@ -18,7 +18,7 @@ const FILE_LIMIT: u64 = 4 << 20;
 /// As many supplementary groups as the kernel takes without complaint everywhere.
 const MAX_GROUPS: usize = 1024;
 
-/// Somebody a command can run as.
+/// A user that a command can run as.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct User {
     pub(crate) name: String,

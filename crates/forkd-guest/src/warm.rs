@@ -132,7 +132,7 @@ impl WarmContext {
         wait_until_ready(&listener, &ready).map_err(|error| format!("{cmd}: {error}"))
     }
 
-    /// A path the user can create, in a folder that nobody else can.
+    /// A path that the user can create, in a folder where no other user can.
     fn ready_file(&self) -> std::io::Result<PathBuf> {
         let folder = self.run_dir.join("warm");
         std::fs::create_dir_all(&folder)?;

@@ -1,4 +1,4 @@
-//! An agent to test against, over TCP as the emulated machine has it, and tests of who may call.
+//! An agent to test against, over TCP as the emulated machine has it, and tests of its access rules.
 
 use std::{
     fs,

@@ -1,9 +1,9 @@
 //! Whole files over HTTP: `GET` and `POST /files`.
 //!
-//! A write goes straight into the file, which is truncated first, and not into a temporary file that
-//! takes its place: the file keeps its owner, its mode, its links and whoever has it open, as with a
-//! shell's `>`. The price: a write that breaks off leaves the part that came. Asked for it (`whole=true`)
-//! a write goes into a [`Draft`] instead, which takes the file's place when all of it has come.
+//! A write goes straight into the file, which is truncated first, and not into a temporary file that takes
+//! its place: the file keeps its owner, its mode, its links and the processes that have it open, as with a
+//! shell's `>`. The price: a write that breaks off leaves the part that came. With `whole=true` a write goes
+//! into a [`Draft`] instead, which takes the file's place when all of it has come.
 
 use std::{
     fs::{self, File, Permissions},
@@ -29,7 +29,7 @@ const PIECE: usize = 64 << 10;
 /// An HTTP error: status and message.
 type HttpError = (u16, String);
 
-/// Answers `/files`. `user` finds who the caller wants to be.
+/// Answers `/files`. `user` looks up the user that the caller names.
 pub(crate) fn call(
     exchange: &mut Exchange,
     user: &dyn Fn(Option<&str>) -> Result<User, Error>,
@@ -193,7 +193,7 @@ enum UploadTarget {
 }
 
 impl UploadTarget {
-    /// Acts as whoever the thread acts as.
+    /// Acts with the permissions of the thread's current user.
     fn open(path: &Path, whole: bool, mode: Option<u32>) -> io::Result<UploadTarget> {
         if let Some(parent) = path.parent() {
             fs::create_dir_all(parent)?;

@@ -17,8 +17,8 @@ use rustix::fs::{AtFlags, Mode, OFlags};
 use super::content::open_regular;
 use crate::sys;
 
-/// What a file that is written over keeps of its mode: as the kernel has it, whoever changes a file takes its
-/// set-id bits away.
+/// The part of its mode that an overwritten file keeps: as in the kernel, a change of a file clears its
+/// set-id bits.
 const KEPT_MODE: u32 = 0o777;
 
 /// A file under way.
@@ -35,8 +35,8 @@ pub(super) struct Draft {
 }
 
 impl Draft {
-    /// Begins a file for `path`, with the permissions of whoever the thread acts as; `None` if `path` is a
-    /// file that can only be written in place: its folder takes no other.
+    /// Begins a file for `path`, with the permissions of the thread's current user; `None` if `path` is a
+    /// file that can only be written in place, because its folder takes no other.
     pub(super) fn begin(path: &Path, mode: Option<u32>) -> io::Result<Option<Draft>> {
         // A link stays one: what it leads to is replaced.
         let path = match fs::canonicalize(path) {
@@ -62,7 +62,7 @@ impl Draft {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let temporary = OsString::from(format!(".forkd-{}-{number}", sys::uptime_ms()));
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        // Nobody else may read what was private before.
+        // Other users must not read a file that was private before.
         let first = Mode::from_raw_mode(if before.is_some() || mode.is_some() { 0o600 } else { 0o666 });
         match rustix::fs::openat(&folder, &temporary, flags, first) {
             Ok(file) => {
@@ -85,7 +85,7 @@ impl Draft {
         }
     }
 
-    /// Puts it into its place, with the permissions of whoever the thread acts as.
+    /// Renames it into place, with the permissions of the thread's current user.
     pub(super) fn place(mut self) -> io::Result<()> {
         if let Some(name) = &self.name {
             rustix::fs::renameat(&self.folder, &self.temporary, &self.folder, name)?;

@@ -58,7 +58,7 @@ impl IdentityFiles<'_> {
     pub(crate) fn rehearse(&self) {
         for name in ["hostname", "machine-id", "hosts"] {
             let path = self.etc(name);
-            // Whatever is wrong shows in the child, where somebody reads warnings.
+            // Any failure shows again in the child, which reports warnings to the daemon.
             if let (Ok(content), Some(mut file)) = (read(&path), open_own(&path)) {
                 let _ = file.write_all(&content);
             }
@@ -124,8 +124,8 @@ pub(crate) fn write_resolv_conf(root: &Path, servers: &[String]) -> io::Result<(
 /// Makes `path` a plain file with this content, whatever was there.
 fn write_file(path: &Path, content: &[u8]) -> io::Result<()> {
     match open_own(path) {
-        // In place: a new file would cost every child an inode, a block and the journal's records of
-        // them. Nobody sees it half written, because user processes are frozen meanwhile.
+        // In place: a new file would cost every child an inode, a block and the journal's records of them. No
+        // process sees it half written, because user processes are frozen meanwhile.
         Some(mut file) => {
             file.write_all(content)?;
             file.set_len(content.len() as u64)

@@ -1,9 +1,9 @@
 //! Being forked: `Freeze` and `Thaw` in the guest that is copied, `Become` in each copy.
 //!
-//! Two copies of a guest are the same machine until somebody makes them different, and only the
-//! guest itself can reach what its processes remember. This module owns the order in which that
-//! happens. Nothing of a user's runs in a child before its random numbers, its clock and its name
-//! are its own: user processes sit in a frozen cgroup from `Freeze` on and are thawed in `wake`.
+//! Two copies of a guest are identical until they are made different, and only the guest itself can reach the
+//! memory of its processes. This module owns the order of the steps. No user process runs in a child before
+//! its random numbers, its clock and its name are its own: user processes sit in a frozen cgroup from
+//! `Freeze` on and are thawed in `wake`.
 //!
 //! What it does is paid for by every child, in time and in pages that are no longer shared. So it
 //! starts no program and waits for no process (but hooks and `on_fork` functions, where there are

@@ -59,7 +59,7 @@ impl HostKeys<'_> {
             warnings.push("the SSH host keys are those of the snapshot, as in every child of it".into());
             return;
         }
-        // The server can do without them, but a shared key is no proof of who it is.
+        // The server can do without them, but a shared key does not prove its identity.
         for path in failed.iter().map(|kind| self.key(kind)) {
             let _ = fs::remove_file(public(&path));
             if let Err(error) = fs::remove_file(&path) {

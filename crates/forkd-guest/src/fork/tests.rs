@@ -97,7 +97,7 @@ fn a_child_is_who_it_is_told_to_be() {
     let request =
         json!({"process": {"cmd": "sh", "args": ["-c", "echo $SECRET"], "envs": {"SECRET": "mine"}}});
     assert_eq!(agent.start(request).collect().out(), "mine\n");
-    // Once more, as somebody else: nothing of the first is left.
+    // Once more, as another sandbox: nothing of the first is left.
     agent.become_child("sbother", json!({})).unwrap();
     assert_eq!(agent.sh("echo $FORKD_SANDBOX_ID $SECRET").out(), "sbother\n");
 }
@@ -384,7 +384,7 @@ fn a_freeze_whose_time_is_over_before_its_turn_comes_changes_nothing() {
     static SYNCED: AtomicBool = AtomicBool::new(false);
     let folder = tempfile::tempdir().unwrap();
     let forking = forking(folder.path(), still(folder.path()), || SYNCED.store(true, Ordering::SeqCst));
-    // Somebody else's, who may have come first.
+    // Another test's, which may have come first.
     fs::write(folder.path().join("cgroup.freeze"), "1").unwrap();
     let long_ago = Instant::now().checked_sub(Duration::from_secs(1)).unwrap();
     let error = forking.freeze(&within(500), long_ago, || true).unwrap_err();

@@ -91,8 +91,8 @@ impl Head {
         self.header("content-type").map(|value| value.split(';').next().unwrap_or_default().trim())
     }
 
-    /// The user named by `Authorization: Basic`; the password does not matter, whoever reaches the
-    /// agent may act as anybody.
+    /// The user named by `Authorization: Basic`; the password does not matter: a caller that reaches the
+    /// agent may act as any user.
     pub(crate) fn basic_user(&self) -> Option<String> {
         let (scheme, rest) = self.header("authorization")?.split_once(' ')?;
         if !scheme.eq_ignore_ascii_case("basic") {

@@ -1,8 +1,8 @@
 //! A small HTTP/1.1 server over any byte stream. It knows requests and responses, no service.
 //!
-//! [`Connection`] reads one request head after the other; each becomes an [`Exchange`]: the head,
-//! the body as it arrives ([`Read`]), and the one response. Everything is bounded: heads by
-//! [`MAX_HEAD`] and [`MAX_HEADERS`], bodies by whoever reads them, waiting by time-outs.
+//! [`Connection`] reads one request head after the other; each becomes an [`Exchange`]: the head, the body as
+//! it arrives ([`Read`]), and the one response. Everything is bounded: heads by [`MAX_HEAD`] and
+//! [`MAX_HEADERS`], bodies by their reader, waiting by timeouts.
 
 mod body;
 mod head;
@@ -27,7 +27,7 @@ const IDLE: Duration = Duration::from_secs(600);
 const HEAD_TIME: Duration = Duration::from_secs(15);
 /// How long one read of a body, or one write of an ordinary response, may take.
 const IO_TIME: Duration = Duration::from_secs(60);
-/// How long a body nobody wanted is read on, so that the peer sees the answer and not a reset.
+/// How long an unused body is read on, so that the peer sees the answer and not a reset.
 const DISCARD_TIME: Duration = Duration::from_secs(3);
 /// Bytes taken from a peer at once, when fewer are wanted.
 const READ_AHEAD: usize = 8 << 10;
@@ -52,7 +52,7 @@ enum NoRequest {
     Bad(u16, String),
 }
 
-/// One connection and the bytes read from it that nobody has used yet.
+/// One connection and the bytes read from it but not used yet.
 pub(crate) struct Connection<'t> {
     transport: &'t mut dyn Transport,
     input: Vec<u8>,
@@ -235,8 +235,8 @@ impl<'e> Exchange<'e> {
         self.connection.transport().is_gone()
     }
 
-    /// Whether whoever asked has left and takes no answer. In a copy of the guest, whose connections were all cut,
-    /// nobody has.
+    /// Whether the caller has left and takes no answer. In a copy of the guest, whose connections were all
+    /// cut, this is `false`.
     pub(crate) fn peer_has_left(&self) -> bool {
         self.connection.transport().has_left()
     }
@@ -354,8 +354,8 @@ impl<'e> Exchange<'e> {
         if self.sent != Sent::All {
             return false;
         }
-        // A peer that waits for "continue" may send its body or, having the answer, another request:
-        // nobody can tell, so this is the end.
+        // A peer that waits for "continue" may send its body or, having the answer, another request. The two
+        // cannot be told apart, so the connection ends.
         let reusable = self.head.keep_alive && !self.continue_due;
         if reusable && self.framing.is_done() {
             return true;

@@ -52,7 +52,7 @@ pub(crate) struct Processes {
     pub(crate) variables: Arc<Variables>,
 }
 
-/// Variables that every process started from now on gets, whoever starts it.
+/// Variables that every process started from now on gets, whatever starts it.
 #[derive(Debug, Default)]
 pub(crate) struct Variables(Mutex<BTreeMap<String, String>>);
 
@@ -163,7 +163,7 @@ impl Processes {
         Ok(process)
     }
 
-    /// Answers one call; `None` if there is no such method. `user` is who the caller wants to be.
+    /// Answers one call; `None` if there is no such method. `user` looks up the user that the caller names.
     pub(crate) fn call(
         &self,
         method: &str,

@@ -1,9 +1,8 @@
-//! What a process writes, on its way to those who listen.
+//! The output of a process, on its way to listeners.
 //!
-//! Listeners have bounded queues. While one of them is full nothing more is read from the process,
-//! which then blocks on its own pipe: a slow reader slows the process down and costs no memory.
-//! While nobody listens, the process runs on and only the end of its output is kept for the next
-//! listener.
+//! Listeners have bounded queues. While one of them is full nothing more is read from the process, which then
+//! blocks on its own pipe: a slow reader slows the process down and costs no memory. Without a listener the
+//! process runs on, and only the end of its output is kept for the next listener.
 
 use std::{
     collections::VecDeque,
@@ -23,7 +22,7 @@ pub(crate) const PIECE: usize = 32 << 10;
 const QUEUE_LIMIT: usize = 256 << 10;
 /// What a piece costs besides its bytes: a process may write them one by one.
 const PIECE_COST: usize = 64;
-/// How much of each stream is kept while nobody listens.
+/// How much of each stream is kept without a listener.
 const KEPT_LIMIT: usize = 64 << 10;
 
 /// Where output comes from.
@@ -37,7 +36,7 @@ pub(crate) enum Source {
 /// A piece of output, shared by all listeners.
 pub(crate) type Piece = (Source, Arc<[u8]>);
 
-/// How a process ended, for those who listen.
+/// How a process ended, for listeners.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
     Ended(ExitStatus),
@@ -87,7 +86,7 @@ impl Queue {
     }
 }
 
-/// The end of each stream's output while nobody listens.
+/// The end of each stream's output while there is no listener.
 #[derive(Debug, Default)]
 struct OutputTail(Vec<(Source, VecDeque<u8>)>);
 
@@ -186,7 +185,7 @@ impl Output {
     }
 }
 
-/// One who listens. Dropping it stops that.
+/// One listener. Dropping it unsubscribes.
 #[derive(Debug)]
 pub(crate) struct Listener {
     output: Arc<Output>,
@@ -226,7 +225,7 @@ impl Drop for Listener {
         let mut state = self.output.lock();
         if let Some(at) = state.listeners.iter().position(|queue| queue.id == self.id) {
             let queue = state.listeners.swap_remove(at);
-            // What nobody has seen is for the next listener, like all output while nobody listens.
+            // Output that no listener has seen is for the next one, like all output without a listener.
             if state.listeners.is_empty() {
                 queue.pieces.iter().for_each(|piece| state.kept.add(piece));
             }

@@ -1,8 +1,8 @@
 //! The one place where children are waited for.
 //!
-//! PID 1 inherits every orphan of the guest and has to reap it, but must not take the status of a
-//! process somebody here is waiting for. So one thread waits for everything and hands each status
-//! to whoever registered that pid; nobody else in this program calls wait.
+//! PID 1 inherits every orphan of the guest and has to reap it, but must not take the status of a process
+//! that another thread waits for. So one thread waits for all children and hands each status to the thread
+//! that registered the pid; no other code in this program calls wait.
 
 use std::{
     collections::HashMap,
@@ -47,7 +47,7 @@ impl Exit {
     }
 }
 
-/// Who waits for whom. Its lock is held while a child is made or reaped, so that a child can
+/// The registered waiters, by pid. Its lock is held while a child is made or reaped, so that a child can
 /// neither end before it is registered nor be signalled after its pid is free for another.
 #[derive(Default)]
 struct Children {

@@ -35,11 +35,11 @@ use super::{
 };
 use crate::{sys, users::User};
 
-/// How long after the end of a process its output is awaited, when somebody else still holds it open.
+/// How long after the end of a process its output is awaited, when another process still holds it open.
 const DRAIN_TIME: Duration = Duration::from_millis(200);
 /// How often a blocked write looks whether it still makes sense.
 const INPUT_TICK: Duration = Duration::from_millis(200);
-/// Nobody has a larger terminal.
+/// No terminal is larger.
 const MAX_TERMINAL: u32 = 10_000;
 /// Small: these threads only copy.
 const STACK: usize = 128 << 10;
@@ -55,7 +55,7 @@ pub(crate) struct Process {
     cgroup: Mutex<Option<Cgroup>>,
     pid: i32,
     timed_out: AtomicBool,
-    /// Set when the process itself is gone, before anybody else hears of it.
+    /// Set when the process itself is gone, before any listener gets the event.
     gone: AtomicBool,
 }
 
@@ -85,7 +85,7 @@ impl Process {
         started: impl FnOnce(&Arc<Process>),
         ended: impl FnOnce(&Arc<Process>) + Send + 'static,
     ) -> Result<(Arc<Process>, Listener), Error> {
-        // The thread first: a process that nobody looks after could not be undone.
+        // The thread first: without it, a started process could not be undone.
         let (hand_over, pump) = mpsc::sync_channel::<Pump>(1);
         let looks_after = move || {
             if let Ok(pump) = pump.recv() {
@@ -169,7 +169,7 @@ impl Process {
                 Ok(n) => left = left.get(n..).unwrap_or_default(),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => {
-                    // Somebody in the background may hold the pipe open and never read it.
+                    // A background process may hold the pipe open and never read it.
                     if self.gone.load(Ordering::Relaxed) {
                         return Err(Error::new(Code::NotFound, "the process has ended"));
                     }
@@ -304,7 +304,7 @@ struct Draining {
     /// Bytes that were in each pipe at the end, and so may be the process's own: these are never
     /// given up. In the order of the outputs.
     owed: Vec<u64>,
-    /// When to stop waiting for those who still hold the pipes.
+    /// When to stop waiting for processes that still hold the pipes.
     until: Instant,
 }
 
@@ -411,8 +411,8 @@ impl Pump {
     }
 }
 
-/// Reads on, for nobody, what processes in the background write: without a reader they would die of
-/// it or block.
+/// Reads and discards the output of background processes: without a reader SIGPIPE would kill them, or they
+/// would block.
 fn discard(mut outputs: Vec<(Source, OwnedFd)>) {
     let mut buf = [0; PIECE];
     while !outputs.is_empty() {

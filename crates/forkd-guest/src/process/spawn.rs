@@ -109,8 +109,8 @@ pub(crate) fn spawn(program: Program) -> Result<Child, SpawnError> {
     let mut message = [0; 5];
     let n = rustix::io::retry_on_intr(|| rustix::io::read(&failure, &mut message)).map_err(system)?;
     if n < message.len() {
-        // The pipe closed with the successful execve, or with the death of the child, which is then
-        // for whoever waits.
+        // The pipe closed with the successful execve, or with the death of the child, which its waiter then
+        // reports.
         return Ok(Child { pid, pidfd, exit });
     }
     exit.wait();

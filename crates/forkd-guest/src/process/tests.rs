@@ -70,7 +70,7 @@ fn a_command_starts_where_it_should() {
     assert_eq!(pwd(json!(null), "root").out(), "/root\n");
     assert_eq!(pwd(json!("/usr/lib"), "root").out(), "/usr/lib\n");
     assert_eq!(pwd(json!("."), "root").out(), "/root\n");
-    // A home that is not there, as nobody's.
+    // A home that does not exist, as that of the user `nobody`.
     assert_eq!(pwd(json!(null), "nobody").out(), "/\n");
     assert_eq!(pwd(json!("/no/such/folder"), "root").failure().code, Code::InvalidArgument);
     assert_eq!(pwd(json!("/root"), "nobody").failure().code, Code::InvalidArgument);

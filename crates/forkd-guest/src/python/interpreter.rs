@@ -46,8 +46,8 @@ const PIPE_SIZE: usize = 1 << 20;
 
 /// What the notices pipe holds: two notices of the greatest length.
 const NOTICES_SIZE: usize = 128 << 10;
-/// Tells the interpreter to read its notices. A real-time signal from the far end of their range,
-/// where nobody else looks; `driver.py` knows it too.
+/// Tells the interpreter to read its notices. A real-time signal from the far end of their range, which
+/// programs rarely use; `driver.py` knows it too.
 const NOTICE_SIGNAL: i32 = 60;
 /// What the interpreter says when it has taken in all notices.
 const HEARD: u8 = b'h';
@@ -164,7 +164,7 @@ impl Notices {
             match rustix::io::write(&self.pipe, rest) {
                 Ok(n) => rest = rest.get(n..).unwrap_or_default(),
                 Err(Errno::INTR) => {}
-                // It ended: whoever evaluates next hears of that.
+                // It ended: the next evaluation reports that.
                 Err(Errno::PIPE) => return Ok(()),
                 Err(errno) => return Err(errno.into()),
             }
@@ -190,7 +190,7 @@ impl Captured {
     /// Reads all that is there, and keeps the beginning.
     fn read(&mut self) {
         let mut buf = [0; 16 << 10];
-        // As much as the pipe holds and no more: somebody may be writing without end.
+        // As much as the pipe holds and no more: a process may be writing without end.
         let mut left = PIPE_SIZE + buf.len();
         while self.open && left > 0 {
             match rustix::io::read(&self.pipe, &mut buf) {
@@ -396,8 +396,8 @@ impl Interpreter {
         ready
     }
 
-    /// Reads what is there of an answer; `None` if more is to come. An error means that whoever
-    /// writes there is not our driver any more.
+    /// Reads what is there of an answer; `None` if more is to come. An error means that the writer is not our
+    /// driver any more.
     fn read_answer(&mut self) -> io::Result<Option<Value>> {
         let mut buf = [0; 16 << 10];
         match rustix::io::read(&self.responses, &mut buf) {

@@ -37,7 +37,7 @@ pub(crate) struct Python {
     state: Mutex<InterpreterSlot>,
     /// Those whose turn it is not yet wait here.
     free: Condvar,
-    /// Of the interpreter that runs: reachable also while somebody evaluates.
+    /// Of the interpreter that runs: reachable also during an evaluation.
     notices: Mutex<Weak<Notices>>,
     cgroups: Arc<Cgroups>,
     variables: Arc<Variables>,
@@ -45,7 +45,7 @@ pub(crate) struct Python {
 
 enum InterpreterSlot {
     Free(Option<Interpreter>),
-    /// Somebody has it, see [`InterpreterGuard`].
+    /// In use, see [`InterpreterGuard`].
     Taken,
 }
 

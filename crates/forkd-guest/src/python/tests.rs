@@ -250,7 +250,7 @@ fn an_evaluation_waits_for_others_no_longer_than_it_may() {
     let agent = TestAgent::new();
     eval(&agent, "import os, time");
     let (runs, enough) = (agent.path("runs"), agent.path("enough"));
-    // Until it is told that it is enough, which whoever waits for its end cannot do.
+    // It runs until `enough` exists, which a caller that waits for its end cannot create.
     let other = format!(
         "open({runs:?}, 'w').close()\nuntil = time.monotonic() + 50\n\
          while not os.path.exists({enough:?}) and time.monotonic() < until: time.sleep(0.05)"

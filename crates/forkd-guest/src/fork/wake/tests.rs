@@ -1,4 +1,4 @@
-//! Who runs first in a child, shown with this machine's own cgroups where it has some.
+//! The order in which processes of a child run, tested with this machine's own cgroups where it has some.
 
 use std::{
     fs,
