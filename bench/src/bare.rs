@@ -1,11 +1,10 @@
 //! The bare alternatives: the same memory, with nothing of forkd around it, forked, write-protected and copied.
 //!
 //! A process of one thread holds memory as a sandbox's process does: mapped privately from a file
-//! ([`Kind::Layer`]), or anonymous in huge pages and inherited from a
-//! template ([`Kind::Huge`]), and known to KVM as the memory of a VM, which has no vCPU and never runs; then it
-//! makes the same pages dirty. After that it does what it is asked
-//! for, one line at a time, so that whoever asks can take turns with other measurements: noise then
-//! hits all of them.
+//! ([`Kind::Layer`]), or anonymous in huge pages and inherited from a template ([`Kind::Huge`]), and known to
+//! KVM as the memory of a VM, which has no vCPU and never runs; then it makes the same pages dirty. After
+//! that it serves requests, one line at a time, so that the benchmark can interleave it with other
+//! measurements: noise then hits all of them.
 
 use std::fs::File;
 use std::io::{BufRead, Read, Write};
@@ -402,7 +401,7 @@ impl Uffd {
         self.call(UFFDIO_REGISTER, &mut request, "register memory of this kind for write-protection")
     }
 
-    /// Nobody may write before this is dropped: there is nobody who would answer.
+    /// No thread may write before this is dropped: no thread would handle the fault.
     fn write_protect(&self, region: &MmapRegion) -> Result<()> {
         let (start, length) = (region.as_ptr() as u64, region.size() as u64);
         let mut request = UffdWriteProtect { start, length, mode: UFFDIO_WRITEPROTECT_MODE_WP };

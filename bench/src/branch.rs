@@ -35,8 +35,8 @@ pub struct Line {
     /// - `firecracker_full`, `firecracker_diff`: how long its guest stood still for a snapshot;
     /// - `live_call`: how long the call for a branch took that does not wait for the disk;
     /// - `live_beyond`: how much of that was more than the pause of that branch;
-    /// - `first_child`: from the branch call to the first instruction of a child of that branch, without what
-    ///   whoever calls does between the two calls it takes;
+    /// - `first_child`: from the branch call to the first instruction of a child of that branch, without the
+    ///   caller's own work between its two calls;
     /// - `first_pause`: how long the guests of these branches stood still;
     /// - `spawn`: from asking for a child of a snapshot of the same size to its first instruction;
     /// - `chain_spawn`: the same, of a snapshot of `depth` layers over its base;

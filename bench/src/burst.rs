@@ -15,7 +15,7 @@ pub struct Burst {
     pub asked: usize,
     /// For each child that answered, milliseconds from the moment of asking until it had.
     pub times_ms: Vec<f64>,
-    /// Milliseconds until whoever asked knew of all of them.
+    /// Milliseconds until the caller knew of all of them.
     pub all_ms: f64,
     /// What some of the children took, looked at right after the last answer.
     pub memory: Vec<Memory>,

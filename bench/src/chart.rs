@@ -11,7 +11,7 @@ const HEIGHT: f64 = 400.0;
 /// The plot, inside the picture: left, top, right, bottom.
 const PLOT: (f64, f64, f64, f64) = (70.0, 60.0, 590.0, 340.0);
 
-/// Cases in the order they are drawn, with their colours: told apart also by who sees no red.
+/// Cases in the order they are drawn, with their colours, which differ also for people with red blindness.
 const CASES: [(&str, &str); 4] =
     [("floor", "#7f7f7f"), ("tiny", "#0072b2"), ("linux", "#d55e00"), ("firecracker", "#009e73")];
 

@@ -121,7 +121,7 @@ fn collect(mut answers: &File, n: usize) -> Result<Vec<Option<f64>>> {
     }
 }
 
-/// Waits for a child, which is told to end now or, if nobody knows what it does, is killed.
+/// Waits for a child, after it was asked to end or, in an unknown state, killed.
 fn reap(pid: libc::pid_t, kill: bool) {
     let Some(pid) = rustix::process::Pid::from_raw(pid) else { return };
     if kill {

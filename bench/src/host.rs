@@ -84,7 +84,7 @@ pub fn date(seconds: u64) -> String {
 /// What a process takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Memory {
-    /// Pages nobody else has.
+    /// Private pages.
     pub private_kib: u64,
     /// Those, and its share of the pages others have too.
     pub pss_kib: u64,
@@ -140,8 +140,8 @@ pub fn available_kib() -> Option<u64> {
     meminfo("MemAvailable")
 }
 
-/// What the host gave away between two looks, for each of `n` children. Negative when somebody else
-/// gave back more meanwhile.
+/// The memory that the host lost between two samples, for each of `n` children. Negative when other processes
+/// freed more meanwhile.
 pub fn difference_per_child(before: Option<u64>, after: Option<u64>, n: usize) -> Option<f64> {
     if n == 0 {
         return None;

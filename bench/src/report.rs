@@ -21,7 +21,7 @@ pub struct Line {
     pub p99_ms: Option<f64>,
     /// Time until all had answered, in the median run.
     pub all_ms: Option<f64>,
-    /// Memory of one child that nobody shares, right after its answer.
+    /// Private memory of one child, right after its answer.
     pub private_kib: Option<u64>,
     /// The same with its part of what it shares.
     pub pss_kib: Option<u64>,

@@ -1,9 +1,9 @@
 //! The tiny guest that keeps writing: what is branched.
 //!
-//! Booted, it writes to some of its pages and says that it is ready. Whoever is forked from it sees
-//! another VM generation id, before its first instruction. The first to see one, the sandbox under
-//! measurement, makes its pages dirty, says so, and goes on rewriting them for good. Those forked from
-//! that one, children of its branches, say at once that they run; whether they write then is chosen.
+//! Booted, it writes to some of its pages and reports ready. A VM that is forked from it sees another VM
+//! generation id before its first instruction. The first to see one, the sandbox under measurement, makes its
+//! pages dirty, reports that, and goes on rewriting them for good. VMs forked from that one, children of its
+//! branches, report at once that they run; whether they write then is an option.
 
 use forkd_vmm::layout::{GENERATION_ID, HIGH_RAM, MMIO_HOLE_END, MMIO_HOLE_START, READY_PORT};
 use forkd_vmm::{asm_guest, guest_code};
