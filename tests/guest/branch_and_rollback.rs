@@ -84,7 +84,7 @@ fn a_source_does_not_notice_its_branch_whose_children_are_their_own() {
         assert_eq!(told.len(), everybody.len(), "{told:?}");
     }
 
-    // What they have in common, and that it is nobody else's from then on.
+    // They share one state, and from then on each changes only its own.
     for id in &everybody {
         assert_eq!(daemon.eval(id, "thought"), "'half'");
         assert_eq!(daemon.sh(id, "cat /root/note /root/parent.txt"), "never syncedof the parent");

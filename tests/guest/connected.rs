@@ -33,7 +33,7 @@ impl Outside {
         ip("route add unreachable 55.0.0.0/8 metric 4000");
         let (ready, wait) = std::sync::mpsc::channel();
         let serving = std::thread::spawn(move || {
-            // SAFETY: a new network namespace takes no descriptor and no memory from anybody.
+            // SAFETY: a new network namespace takes no descriptor and no memory away.
             unsafe { unshare_unsafe(UnshareFlags::NEWNET) }.expect("run as root");
             ip(&format!("link add lan type veth peer name fwan netns {host}"));
             ip(&format!("address add {ROUTER}/24 dev lan"));

@@ -76,7 +76,7 @@ fn vsock_carries_megabytes_both_ways_and_guests_may_call() {
     let read = monitor.agent("GET", "/files?path=/root/data", &[], b"").unwrap();
     assert!(read.body == data, "{} bytes of {} came back, or others", read.body.len(), data.len());
 
-    // A port nobody listens on is refused, not left hanging.
+    // A port without a listener is refused, not left hanging.
     assert!(monitor.connect(9999).is_err());
 
     // Guest-initiated: the other end of the guest's connection comes over the control socket; calls to

@@ -126,7 +126,7 @@ fn a_child_that_dies_tells_how_and_its_siblings_do_not_care() {
     daemon.delete(&children);
 }
 
-/// What the guest's own port says to who is at the host's end of its network.
+/// The answer of the guest's own port to a client at the host's end of its network.
 fn in_network(daemon: &Daemon, id: &str, line: &Value) -> Value {
     let talk = "import socket, sys\n\
                 s = socket.create_connection(('10.42.0.2', 8888), timeout=60)\n\

@@ -55,7 +55,7 @@ fn a_layer_on_a_layer_has_memory_and_disk_of_both_and_outlives_the_names_below_i
     daemon.unload("lib-2");
     check(daemon, "lib-2", "2");
 
-    // Who came from whom, and what it takes.
+    // The tree of snapshots, and the room they take.
     let info: Value = serde_json::from_str(&ok(forkd(&["snapshot-info", "lib-2", "--json"]))).unwrap();
     assert_eq!((&info["chain_depth"], &info["parent_tag"]), (&json!(2), &json!("lib")), "{info}");
     assert_eq!(info["ancestors"], json!([parent::TAG, "lib"]), "{info}");
@@ -78,7 +78,7 @@ fn a_layer_on_a_layer_has_memory_and_disk_of_both_and_outlives_the_names_below_i
     assert_eq!(daemon.when_ready("flat")["branched_from"], "compact:lib-2");
     check(daemon, "flat", "2");
 
-    // A name goes only if nobody needs it, or by force; and then what is needed stays.
+    // A name is removed only if no snapshot needs it, or by force; then the needed layers stay.
     let refused = forkd(&["rmi", "lib"]);
     assert!(!refused.status.success() && text(&refused.stderr).contains("lib-2"), "{refused:?}");
     assert_eq!(daemon.delete_snapshot("lib", "?cascade=true&force=true").status, 400);

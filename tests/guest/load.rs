@@ -1,5 +1,5 @@
-//! Several clients at once, with Linux guests: each finds in its sandboxes, and in the children of its branches,
-//! what it wrote there, and nothing of anybody else's. Some seconds here; the campaign is `make soak`
+//! Several clients at once, with Linux guests: each finds in its sandboxes, and in the children of its
+//! branches, its own data and nothing of another client's. Some seconds here; the campaign is `make soak`
 //! (`FORKD_LOAD_SECS`, `FORKD_LOAD_CLIENTS`).
 
 use std::collections::BTreeMap;

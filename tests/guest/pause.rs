@@ -35,7 +35,7 @@ fn a_freeze_that_is_read_after_its_caller_has_gone_leaves_nothing_frozen() {
         let head = "HTTP/1.1\r\nhost: guest\r\ncontent-type: application/json\r\ncontent-length:";
         write!(caller, "POST /forkd.Agent/{call} {head} {}\r\n\r\n{body}", body.len()).unwrap();
     };
-    // This does freeze, as long as somebody waits for the answer.
+    // This does freeze, as long as the caller waits for the answer.
     for (call, answer) in [("Freeze", "{\"frozen\":true}"), ("Thaw", "{}")] {
         ask(&mut caller, call);
         let mut said = String::new();
@@ -47,7 +47,7 @@ fn a_freeze_that_is_read_after_its_caller_has_gone_leaves_nothing_frozen() {
         }
         assert!(said.starts_with("HTTP/1.1 200 "), "{said}");
     }
-    // The guest gets no CPU: it reads what is sent now when nobody waits for the answer any more.
+    // The guest gets no CPU: it reads this request only after the caller has left.
     daemon.tell(&sandbox, "pause", json!({}));
     ask(&mut caller, "Freeze");
     drop(caller);

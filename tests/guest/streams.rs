@@ -192,7 +192,7 @@ fn files_and_folders_go_in_and_come_out_as_they_are_and_nothing_hostile_gets_out
     let ours = String::from_utf8(ours.unwrap().stdout).unwrap();
     assert_eq!(sum, format!("{ours}755\na b\nempty\nnone\n"));
 
-    // What a guest can do to whoever copies out of it.
+    // Attacks of a guest on a client that copies out of it.
     sh("cd /srv/tree; ln -s / up; ln -s /etc/shadow secret; mkfifo pipe; mkdir ..evil; touch '..evil/-rf'");
     std::fs::create_dir(path("out")).unwrap();
     let output = cp(&["-r", &there("/srv/tree"), &path("out")], b"");

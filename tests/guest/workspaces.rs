@@ -87,7 +87,7 @@ fn a_workspace_sleeps_on_the_disk_and_wakes_up_after_its_daemon_was_killed() {
     let second = live(&workspace(&daemon, "resume", json!({})));
     assert_eq!(daemon.sh(&second, STATE), "memory\ndisk\n1\n");
 
-    // Whoever sleeps again has one state, the new one; all of it, too.
+    // A workspace that is suspended again has one state, the new one, and it is complete.
     daemon.sh(&second, "echo memory 2 > /run/memory; echo disk 2 > /root/disk");
     let (asleep, done) = while_busy(&daemon, &second, || workspace(&daemon, "suspend", json!({})));
     let newer = asleep["current_state_tag"].as_str().unwrap().to_owned();

@@ -144,7 +144,7 @@ fn a_chain_is_whole_at_every_depth_and_no_name_can_go_that_another_needs() {
     assert!(find(&daemon, &tags[7]).is_none());
     daemon.unload(&tags[8]);
     check(&daemon, &tags[8]);
-    // A new snapshot under the old name is nobody's parent.
+    // A new snapshot under the old name has no children.
     let source = child(&daemon, pattern::TAG);
     daemon.branch(&source, json!({"tag": tags[7], "mode": "full"}));
     daemon.delete(&[source]);
@@ -155,7 +155,7 @@ fn a_chain_is_whole_at_every_depth_and_no_name_can_go_that_another_needs() {
     assert_eq!(daemon.delete_snapshot(&tags[3], "?cascade=true").status, 204);
     let left: Vec<String> = tags[..3].iter().cloned().chain(["flat".into()]).collect();
     assert_eq!(pattern::tags(&daemon), left.into_iter().collect());
-    // Children always go on, and what was made one is nobody's.
+    // Children always go on, and a compacted snapshot has no parent.
     assert_eq!(daemon.sandbox(&running)["state"], "running");
     daemon.delete(&[running]);
     store_is_tidy(&daemon);

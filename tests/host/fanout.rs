@@ -78,7 +78,7 @@ pub(crate) fn census(daemon: &Daemon) -> BTreeSet<String> {
     let monitor = binary("forkd-vmm").canonicalize().unwrap();
     let mut found = BTreeSet::new();
     for entry in std::fs::read_dir("/proc").unwrap().flatten() {
-        // Whoever has built another copy may test it at the same time.
+        // Another build may be under test at the same time.
         let program = std::fs::read_link(entry.path().join("exe")).unwrap_or_default();
         if program == monitor {
             found.insert(format!("process {}", entry.file_name().to_string_lossy()));
@@ -218,7 +218,7 @@ fn killed_with_nine_in_the_middle_of_a_fan_out_the_daemon_finds_or_ends_every_ch
     assert_eq!(daemon.templates(), templates, "the template outlives its daemon");
     let found = daemon.sandboxes();
     assert!(kept.iter().all(|id| found.contains(id)), "what was acknowledged is lost: {}", daemon.log());
-    // Whoever was not acknowledged is either a sandbox like any other, or gone without a trace.
+    // A sandbox that was not acknowledged is either like any other, or gone without a trace.
     daemon.delete(&found);
     eventually("half-made children to go", || (daemon.folders() == 0).then_some(()));
     let more = ids(&spawn(&daemon, 10));

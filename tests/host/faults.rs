@@ -1,6 +1,6 @@
-//! Daemon, template, sandbox and saver killed at random, one at a time, while work goes on. After each, what
-//! must hold is checked: what was acknowledged is there and works, what is gone is said to be, and nothing
-//! is left that nobody knows. A few times here, a hundred in `make soak`.
+//! Daemon, template, sandbox and saver killed at random, one at a time, while work goes on. After each kill
+//! the invariants are checked: acknowledged objects exist and work, lost ones are reported as such, and no
+//! unknown process or file is left. A few times here, a hundred in `make soak`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -83,7 +83,7 @@ fn strike(daemon: &mut Daemon, victim: Victim, random: &mut Random, known: &mut 
     fallen
 }
 
-/// Forks a child. Whoever asks a template that was just killed is told to ask again.
+/// Forks a child. A request to a template that was just killed fails with an error that asks for a retry.
 fn forked(daemon: &Daemon, tag: &str) -> String {
     let body = json!({"snapshot_tag": tag, "network": false});
     let id = eventually("a child", || {
@@ -121,7 +121,7 @@ fn holds(daemon: &Daemon, known: &mut Known, fallen: Option<String>) {
     // What was on its way is saved, or failed and says so; a failed one is taken away.
     for tag in pattern::tags(daemon) {
         if !known.snapshots.contains(&tag) {
-            // One that nobody could be told of may also be gone any moment.
+            // A branch that was never acknowledged may also be gone any moment.
             eventually("a branch to be saved, or not", || {
                 find(daemon, &tag).is_none_or(|info| info["status"] != "writing").then_some(())
             });

@@ -175,7 +175,7 @@ fn killed_with_nine_while_branches_are_made_the_daemon_keeps_what_it_acknowledge
         "campaign: | daemon | {} | {kept} acknowledged, none lost; {others} others, whole or gone |",
         rounds(5)
     );
-    // Both sources go on, and no process is left that nobody knows.
+    // Both sources go on, and no unknown process is left.
     for (index, id) in sources.iter().enumerate() {
         daemon.branch(id, json!({"tag": format!("last-{index}"), "mode": "live"}));
         check(&daemon, &format!("last-{index}"));

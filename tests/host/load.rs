@@ -85,7 +85,7 @@ impl Client<'_> {
         let Some(id) = self.pick() else { return };
         let info = self.ask("get", "GET", &format!("/v1/sandboxes/{id}"), None).json();
         assert_eq!((&info["id"], &info["state"]), (&json!(id), &json!("running")), "{info}");
-        // A guest of a few instructions has nobody who could run a command, and the answer says so.
+        // A guest of a few instructions has no agent to run a command, and the error says that.
         let exec = json!({"args": ["true"]});
         let response = self.ask("exec", "POST", &format!("/v1/sandboxes/{id}/exec"), Some(exec));
         assert_eq!(response.status, 409, "{response:?}");

@@ -162,7 +162,7 @@ fn with_its_plug_pulled_a_machine_keeps_every_acknowledged_snapshot_and_nothing_
         "campaign: | machine (power) | {} | {kept} acknowledged, none lost; {unasked} more, whole |",
         rounds(2)
     );
-    // Whoever slept through all that wakes up.
+    // A workspace that was suspended through all of it resumes.
     let info = remote.ask("GET", "/v1/workspaces/dev", None, 200);
     assert_eq!(info["status"], "suspended", "{info}");
     let info = remote.ask("POST", "/v1/workspaces/dev/resume", Some(json!({})), 200);

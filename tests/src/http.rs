@@ -38,7 +38,7 @@ pub fn request(
         head.push_str(&format!("{name}: {value}\r\n"));
     }
     head.push_str("\r\n");
-    // At once: who answers without having read a body that comes late resets the connection.
+    // At once: a server that answers without having read a late body resets the connection.
     stream.write_all(&[head.as_bytes(), body].concat())?;
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer)?;

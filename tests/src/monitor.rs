@@ -29,7 +29,7 @@ pub struct Monitor {
     disks: Vec<bool>,
 }
 
-/// Who made the process.
+/// The parent of the process.
 enum Process {
     /// The test.
     Started(Child),
@@ -87,8 +87,8 @@ impl Monitor {
         // close-on-exec set.
         let listener = rustix::io::fcntl_dupfd_cloexec(&listener, LISTENER_FD + 1).unwrap();
         let inherited = listener.as_raw_fd();
-        // SAFETY: between fork and exec only dup2 is called, which is async-signal-safe; the
-        // descriptors borrowed there are open, and the one written over belongs to nobody after exec.
+        // SAFETY: between fork and exec only dup2 is called, which is async-signal-safe; the descriptors
+        // borrowed there are open, and after exec nothing owns the one written over.
         unsafe {
             command.pre_exec(move || {
                 let mut target =
@@ -122,7 +122,7 @@ impl Monitor {
     pub fn fork(&mut self, name: &str) -> Monitor {
         let folder = tempfile::tempdir().unwrap();
         let (listener, channel) = control_pair(folder.path());
-        // Said before there is anybody to hear it: a child needs no round trip to start.
+        // Sent before the child exists: a child needs no round trip to start.
         channel.send(&Request::Hello { version: VERSION }, &[]).unwrap();
         let console = new_file(&folder.path().join("console.log"));
         let vsock = UnixListener::bind(folder.path().join("vsock.sock")).unwrap();

@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// A source of numbers nobody has to guess.
+/// A source of pseudo-random numbers; they need not be secret.
 pub struct Random(u64);
 
 impl Random {
@@ -19,7 +19,7 @@ impl Random {
         Random(seed | 1)
     }
 
-    /// Another source, for somebody else.
+    /// Another source, for another user.
     pub fn another(&mut self) -> Random {
         Random(self.below(u64::MAX) | 1)
     }

@@ -177,7 +177,7 @@ impl Guest {
         }
     }
 
-    /// Asks who has an address.
+    /// Asks for the owner of an address.
     pub(crate) fn ask_for(&mut self, target: Ipv4Addr) {
         let question = [0, 1, 8, 0, 6, 4, 0, 1];
         let addresses = [&GUEST_MAC[..], &GUEST_ADDRESS.octets(), &[0; 6], &target.octets()].concat();
