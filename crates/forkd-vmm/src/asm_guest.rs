@@ -20,7 +20,7 @@
 /// }
 /// ```
 ///
-/// Lines are assembled for 64-bit mode unless they say `.code16`. The code must not depend on where
+/// Lines are assembled for 64-bit mode, or for real mode after `.code16`. The code must not depend on where
 /// it is linked: address its own parts relative to `rip`. Names must be unique in a program.
 #[macro_export]
 macro_rules! guest_code {

@@ -1,11 +1,11 @@
-//! Forks a template off a VM that goes on; and what becomes of the layers of its disks by that.
+//! Forks a template off a VM that goes on, and moves the layers of its disks.
 //!
-//! The VM stands still while what KVM has of it is saved and the process is copied, and for nothing else.
-//! In the copy only the control thread exists. Everything else of the source lies in its memory as it was
-//! at that instant: the threads at their gates with no lock held, the devices between two events. So the
-//! devices can be looked at; but their descriptors are still the source's own, and so is all that drops
-//! them: threads, sockets, what is watched. None of that is dropped in the copy. It is forgotten, and the
-//! descriptors are closed by their numbers.
+//! The VM stands still while its KVM state is saved and the process is copied, and for nothing else. In the
+//! copy only the control thread exists. Everything else of the source lies in its memory as it was at that
+//! instant: the threads at their gates with no lock held, the devices between two events. So the devices can
+//! be read. But their descriptors are still the source's own, and so is everything whose drop would act on
+//! them: threads, sockets, watches. The copy drops none of these. It leaks them with `forget`, and closes the
+//! descriptors by their numbers.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -24,7 +24,7 @@ use crate::state::Frozen;
 use crate::vm::{self, ForkedBeside, KvmState, Paused, Running};
 use crate::{Error, Result, memory};
 
-/// Who is who after [`branch`].
+/// Which process this is after [`branch`].
 pub(crate) enum Branched {
     /// The VM, which goes on.
     Source(Branch),
@@ -46,7 +46,7 @@ pub(crate) struct Branch {
 pub(crate) struct ForkedBranch {
     saved: KvmState,
     control: ControlSocket,
-    /// Whether its source said that it is to live.
+    /// Whether its source confirmed the branch.
     confirmed: Result<()>,
 }
 
@@ -68,19 +68,19 @@ pub(crate) fn branch(vm: &mut Running, config: BranchConfig, fds: Vec<OwnedFd>) 
     paused.move_to_vcpu();
     let saved = paused.save()?;
     let ForkedBeside::Parent { pid, paused } = paused.fork()? else {
-        // Now, while this CPU is free: once the guest has it again, the branch would wait for it to wait.
+        // Now, while this CPU is free: once the guest has it again, the branch would have to wait for it.
         affinity::move_to(usual);
-        // Only the source itself is to keep its end open: the branch hears of its death by that.
+        // Only the source itself keeps its end open: by its closing the branch notices the source's death.
         drop(source);
         // Before anything else: the guest stands still, and its source wants the CPU this would take.
         let confirmed = await_source(branch);
         return Ok(Branched::Branch(Box::new(ForkedBranch { saved, control, confirmed })));
     };
-    // Else the guest, which has waited, would have this CPU for itself for some milliseconds, and whoever waits
-    // for the branch would wait for that, too.
+    // Otherwise the guest, which has waited, would have this CPU for itself for some milliseconds, and the
+    // caller of the branch would wait for that, too.
     affinity::move_to(usual);
     let pause = paused.run_vcpus();
-    // Without the word of its source the branch goes away again, which it does when `source` is closed.
+    // Without its source's confirmation the branch exits, which it also does when `source` is closed.
     let pidfd = fork::detach(pid).map_err(Error::system("get hold of a branch"))?;
     add_layers(&paused, next)?;
     drop(paused);
@@ -103,8 +103,8 @@ fn top_layer(disk: &Disk) -> Result<Option<File>> {
 }
 
 impl ForkedBranch {
-    /// Makes a template of the copy of `source` in this process. Where that fails, the controller that
-    /// waits is told.
+    /// Makes a template of the copy of `source` in this process. On failure it sends the reason to the
+    /// controller that waits.
     ///
     /// The caller owns no descriptor of its own any more but the usual ones.
     pub(crate) fn become_template(self, source: Running) -> Result<(SingleThreaded, Frozen, ControlSocket)> {
@@ -126,7 +126,7 @@ impl ForkedBranch {
     }
 }
 
-/// Waits until the source has said that the branch is to live.
+/// Waits until the source has confirmed the branch.
 fn await_source(mut word: UnixStream) -> Result<()> {
     word.read_exact(&mut [0]).map_err(Error::system("become a branch: its source is gone"))
 }
@@ -166,7 +166,7 @@ fn close_all_but(mut kept: Vec<RawFd>) -> Result<()> {
         if first > last {
             continue;
         }
-        // SAFETY: what owned these descriptors was forgotten and is not used again.
+        // SAFETY: the owners of these descriptors were leaked with `forget` and are not used again.
         if unsafe { libc::close_range(first, last, 0) } != 0 {
             return Err(Error::system("close what belongs to the source")(io::Error::last_os_error()));
         }

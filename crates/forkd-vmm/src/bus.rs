@@ -15,7 +15,7 @@ use crate::state::SerialState;
 /// What a write to a port does beyond its device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effect {
-    /// The guest says that it runs.
+    /// The guest signals that it runs.
     Ready,
     /// The VM ends.
     End(EndReason, &'static str),
@@ -38,7 +38,7 @@ impl Bus {
         lock(&self.serial).state()
     }
 
-    /// The virtio devices, in order, for whoever serves or stops the VM as a whole.
+    /// The virtio devices, in order, for serving or stopping the VM as a whole.
     pub fn virtio(&self) -> &[Arc<Mutex<MmioDevice>>] {
         &self.virtio
     }

@@ -1,5 +1,5 @@
-//! From what the controller asks for to the parts of a VM: every number and descriptor is looked at
-//! before anything is built, so that a refusal changes nothing and says what was wrong.
+//! From a controller's request to the parts of a VM. Every number and descriptor is checked before anything
+//! is built, so that a refusal changes nothing and names the mistake.
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -125,7 +125,7 @@ impl Attached {
         })
     }
 
-    /// A descriptor nobody else uses.
+    /// A descriptor with one user.
     pub(crate) fn take(&mut self, name: &str, fd: FdRef, access: Access) -> Result<OwnedFd> {
         let entry = self.entry(name, fd)?;
         match std::mem::replace(entry, AttachedFd::Taken) {
@@ -134,7 +134,7 @@ impl Attached {
         }
     }
 
-    /// A listening socket nobody else uses.
+    /// A listening socket with one user.
     pub(crate) fn take_listener(&mut self, name: &str, fd: FdRef) -> Result<OwnedFd> {
         let listener = self.take(name, fd, Access::Both)?;
         if rustix::net::sockopt::socket_acceptconn(&listener).unwrap_or(false) {
@@ -143,7 +143,7 @@ impl Attached {
         Err(Error::Config(format!("{name}: the descriptor is not a listening socket")))
     }
 
-    /// A tap nobody else uses.
+    /// A tap with one user.
     pub(crate) fn take_tap(&mut self, name: &str, fd: FdRef) -> Result<OwnedFd> {
         let tap = self.take(name, fd, Access::Both)?;
         let flags = rustix::fs::fcntl_getfl(&tap).map_err(Error::system("look at a descriptor"))?;

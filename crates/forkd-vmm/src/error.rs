@@ -1,13 +1,13 @@
-//! What can go wrong in a monitor, as far as a caller would treat it differently.
+//! Errors of a monitor, one variant for each way a caller reacts.
 
 use std::error::Error as _;
 use std::fmt::Write as _;
 use std::io;
 
-/// Why a VM could not be built or run. Texts say what to do about it; causes are chained.
+/// Why a VM could not be built or run. Texts name the remedy; causes are chained.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// What was asked for cannot be: another request may do better.
+    /// The request cannot be met: another one may be.
     #[error("{0}")]
     Config(String),
     /// The kernel's file does not hold a kernel this monitor can start.

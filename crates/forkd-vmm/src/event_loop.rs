@@ -3,9 +3,9 @@
 //! One thread serves all devices of a VM, one event at a time. Devices do a bounded amount of work
 //! per call, so everyone gets a turn and a stop is never far away.
 //!
-//! Between two events the thread holds no lock and no half-done request: that is where it waits while
-//! its VM stands still, and stops before it is frozen. What the kernel has told it of and it has not
-//! served yet it serves when it goes on. Nothing it needs is hidden: a thawed VM gets a new loop, and its
+//! Between two events the thread holds no lock and no half-done request: that is where it waits while its VM
+//! stands still, and stops before it is frozen. Events that the kernel has reported and that are not served
+//! yet are served when the thread goes on. Nothing it needs is hidden: a thawed VM gets a new loop, and its
 //! devices are added again.
 
 use std::io;
@@ -52,8 +52,8 @@ pub struct Readiness {
 
 /// A device's way to have its own descriptors watched, also while the loop runs.
 ///
-/// A change is told once (edge-triggered): a device remembers that a descriptor is ready until the
-/// kernel says it would block. So there is nothing to switch off while the guest has no buffers.
+/// A change is reported once (edge-triggered): a device remembers that a descriptor is ready until a call
+/// would block. So there is nothing to switch off while the guest has no buffers.
 #[derive(Debug, Clone)]
 pub struct Poller {
     epoll: Arc<OwnedFd>,
@@ -78,7 +78,7 @@ impl Poller {
     }
 }
 
-/// Tells a loop what to do, from another thread.
+/// Controls a loop from another thread.
 #[derive(Debug)]
 pub struct LoopControl {
     gate: Arc<ParkGate>,
@@ -103,7 +103,7 @@ impl LoopControl {
     }
 
     fn give(&self, order: Order) {
-        // The order first: who is woken looks at it.
+        // The order first: the woken thread reads it.
         self.gate.order(order);
         // It fails only when it is set already.
         let _ = self.wake.write(1);
@@ -117,7 +117,7 @@ pub struct EventLoop {
     gate: Arc<ParkGate>,
     wake: EventFd,
     devices: Vec<Arc<Mutex<MmioDevice>>>,
-    /// Who is told that a device waits for room on the host's disk.
+    /// Gets the report that a device waits for room on the host's disk.
     report: Option<Arc<VmReport>>,
 }
 
@@ -148,12 +148,12 @@ impl EventLoop {
         Ok(())
     }
 
-    /// Tells `ending` from now on when a device waits for room on the host's disk.
+    /// Reports to `report` from now on when a device waits for room on the host's disk.
     pub(crate) fn report_to(&mut self, report: Arc<VmReport>) {
         self.report = Some(report);
     }
 
-    /// To tell the loop what to do once another thread runs it.
+    /// The control of the loop once another thread runs it.
     pub fn control(&self) -> io::Result<LoopControl> {
         Ok(LoopControl { gate: Arc::clone(&self.gate), wake: self.wake.try_clone()? })
     }

@@ -1,5 +1,5 @@
-//! What a VM's threads tell the control thread: that the guest is ready, that the host's disk is full, that the VM
-//! has ended and why.
+//! Reports of a VM's threads to the control thread: the guest is ready, the host's disk is full, the VM has
+//! ended and why.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -30,26 +30,26 @@ impl VmReport {
         })
     }
 
-    /// Says that the VM ended. The first report counts: the others follow from it.
+    /// Reports that the VM ended. The first report counts: the others follow from it.
     pub fn report(&self, reason: EndReason, detail: String) {
         self.first.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert((reason, detail));
         // It fails only when it is already set 2⁶⁴-1 times.
         let _ = self.event.write(1);
     }
 
-    /// The guest says that it runs. Only the first time counts, and only that costs a system call.
+    /// Reports that the guest runs. Only the first time counts, and only that costs a system call.
     pub fn report_ready(&self) {
         if !self.ready.load(Ordering::Relaxed) && !self.ready.swap(true, Ordering::SeqCst) {
             let _ = self.event.write(1);
         }
     }
 
-    /// Whether the guest has said that it runs.
+    /// Whether the guest has signalled that it runs.
     pub fn is_ready(&self) -> bool {
         self.ready.load(Ordering::SeqCst)
     }
 
-    /// A write of the guest waits for room on the host's disk.
+    /// Reports that a write of the guest waits for room on the host's disk.
     pub fn report_disk_full(&self) {
         self.disk_full.store(true, Ordering::SeqCst);
         let _ = self.event.write(1);
@@ -60,7 +60,7 @@ impl VmReport {
         self.disk_full.swap(false, Ordering::SeqCst)
     }
 
-    /// Readable once there is news; who has read the news reads the event.
+    /// Readable once there is a report. Reading the event resets it.
     pub fn event(&self) -> &EventFd {
         &self.event
     }

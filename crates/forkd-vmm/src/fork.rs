@@ -19,7 +19,7 @@ use rustix::process::{Pid, PidfdFlags, WaitOptions};
 
 use crate::{Error, Result};
 
-/// Who is who after a fork.
+/// Which process this is after a fork.
 #[derive(Debug)]
 pub enum Forked {
     /// The new process.
@@ -97,8 +97,8 @@ impl SingleThreaded {
         if !is_single_threaded()? {
             return Err(several_threads());
         }
-        // SAFETY: the kernel has just said that this thread is the only one, and only this one could start
-        // another.
+        // SAFETY: the kernel has just confirmed that this thread is the only one, and only this one could
+        // start another.
         unsafe { clone(cgroup) }
     }
 }
@@ -152,7 +152,7 @@ unsafe fn clone(cgroup: Option<BorrowedFd<'_>>) -> io::Result<Forked> {
 /// the calling thread exists. [`Paused::fork`](crate::vm::Paused::fork) is the way here.
 ///
 /// This is the C library's `fork`: with threads there is something to repair, if only its list of their
-/// stacks. The child is to be [let go](detach) of.
+/// stacks. The child is to be [detached](detach).
 ///
 /// # Safety
 ///

@@ -1,9 +1,8 @@
 //! Fuzz bodies of the devices: plain functions that take bytes and must return.
 //!
-//! Each plays a driver that does what the bytes say, against a real device, and checks what must
-//! hold whatever they say: no panic, no write outside the memory offered for writing, no change to a
-//! disk's base. The tests run them over the corpus in `fuzz/corpus`; `cargo fuzz` drives the same
-//! functions from `fuzz/`.
+//! Each plays a driver that follows the input bytes, against a real device, and checks what must always hold:
+//! no panic, no write outside the memory offered for writing, no change to a disk's base. The tests run them
+//! over the corpus in `fuzz/corpus`; `cargo fuzz` drives the same functions from `fuzz/`.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -70,8 +69,8 @@ fn any_device(kind: u8) -> io::Result<Box<dyn VirtioDevice>> {
     }
 }
 
-/// A device restored from registers somebody changed, as a state file may have them: refused, or good
-/// for any further access.
+/// A device restored from arbitrary registers, as a state file may have them: refused, or good for any
+/// further access.
 pub fn fuzz_device_state(data: &[u8]) {
     let mut input = FuzzInput(data);
     let kind = input.byte();
@@ -138,7 +137,7 @@ pub fn fuzz_net_queue(data: &[u8]) {
     let Ok((device, network)) = network() else { return };
     play(data, device, |_, input| {
         let len = usize::from(input.u16() % 2048);
-        // What does not fit is dropped, and so is what nobody reads.
+        // Data that does not fit or is not read is dropped.
         let _ = network.send(&input.bytes(len));
         while network.recv(&mut [0; 1]).is_ok() {}
     });
@@ -180,7 +179,7 @@ pub fn fuzz_vsock_queue(data: &[u8]) {
     });
 }
 
-/// Plays a driver that does what `data` says; `host` does what it says on the other side.
+/// Plays a driver that follows `data`; `host` plays the other side.
 fn play(data: &[u8], device: Box<dyn VirtioDevice>, mut host: impl FnMut(&Driver, &mut FuzzInput<'_>)) {
     let queues = device.queue_sizes().len();
     let Ok(mut driver) = Driver::started(device) else { return };

@@ -1,8 +1,8 @@
-//! Where the threads of a VM wait when they are told to.
+//! The gate at which the threads of a VM park.
 //!
-//! A thread that waits here holds no lock and has nothing half done: its vCPU can be saved, its devices
-//! looked at, and the process can fork. In a fork, where the threads are no more, nobody may touch their
-//! gate: one of them may have been about to look at it.
+//! A thread that waits here holds no lock and has nothing half done: its vCPU can be saved, its devices read,
+//! and the process can fork. In a fork, where the threads do not exist, the gate must not be touched: a
+//! thread may have been about to take its lock.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -17,7 +17,7 @@ pub enum Order {
     Stop,
 }
 
-/// Where threads wait and are told to run or to end.
+/// Parks threads, and orders them to run or to end.
 #[derive(Debug)]
 pub struct ParkGate {
     state: Mutex<GateState>,
@@ -29,12 +29,12 @@ struct GateState {
     order: Order,
     /// Threads that wait here.
     waiting: usize,
-    /// Threads that will come here when told to.
+    /// Threads that will come here on an order.
     alive: usize,
 }
 
 impl ParkGate {
-    /// A gate for nobody yet.
+    /// A gate without threads yet.
     pub fn new(order: Order) -> ParkGate {
         ParkGate { state: Mutex::new(GateState { order, waiting: 0, alive: 0 }), changed: Condvar::new() }
     }
@@ -54,7 +54,7 @@ impl ParkGate {
         self.changed.notify_all();
     }
 
-    /// Gives the order. A thread that is at work has to be made to look.
+    /// Gives the order. A thread at work has to be woken to see it.
     pub fn order(&self, order: Order) {
         self.lock().order = order;
         self.changed.notify_all();

@@ -1,8 +1,8 @@
 //! The walls around a monitor, put up before it reads its first byte.
 //!
-//! What runs a hostile guest must be worth nothing when it falls: no file system, no network, no
-//! other process's secrets, no way to privileges. Everything the monitor needs afterwards comes as
-//! descriptors over its control socket. What it forks later is born inside the same walls.
+//! What runs a hostile guest must be worth nothing when it falls: no file system, no network, no other
+//! process's secrets, no way to privileges. Everything the monitor needs afterwards comes as descriptors over
+//! its control socket. Processes it forks later inherit the jail.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -15,7 +15,8 @@ use rustix::thread::{Gid, Uid, UnshareFlags};
 
 use crate::{Error, Result};
 
-/// Who the monitor becomes. The controller picks one pair per lineage of VMs, used by nobody else.
+/// The user and group of a jailed monitor. The controller picks one pair per lineage of VMs, and nothing else
+/// uses it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct JailIds {
     /// User id; not 0.
@@ -42,7 +43,7 @@ pub fn enter(ids: Option<JailIds>) -> Result<()> {
     set_limits(ids.is_some())?;
     // No set-user-id program may give back what was given up; also what seccomp filters ask for.
     rustix::thread::set_no_new_privs(true).map_err(Error::system("set no_new_privs"))?;
-    // After the change of user, which resets it: nobody of the same lineage may trace this process or
+    // After the change of user, which resets it: no process of the same lineage may trace this process or
     // read its memory through /proc, and no core file may hold guest memory.
     rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable)
         .map_err(Error::system("become undumpable"))
@@ -105,7 +106,7 @@ fn empty_root() -> Result<()> {
         | MountAttrFlags::MOUNT_ATTR_NOEXEC;
     let root = m::fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)
         .map_err(step("mount an empty root"))?;
-    // Nobody but root may even look into it.
+    // Only root may look into it.
     rustix::fs::mkdirat(&root, CELL, Mode::empty()).map_err(step("create an empty root"))?;
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     m::move_mount(root.as_fd(), "", rustix::fs::CWD, "/", flags).map_err(step("mount an empty root"))?;
@@ -117,7 +118,7 @@ fn empty_root() -> Result<()> {
         // The old root is now on top of the new one; without it no host file system is held busy.
         Ok(()) => m::unmount(".", UnmountFlags::DETACH).map_err(step("leave the host's root"))?,
         // A host that runs from its initial RAM file system, or in a chroot, cannot pivot. Without
-        // capabilities and open folders nobody comes out of a chroot either.
+        // capabilities and open folders a process cannot leave a chroot either.
         Err(rustix::io::Errno::INVAL) => {}
         Err(error) => return Err(step("leave the host's root")(error)),
     }
@@ -144,11 +145,11 @@ fn set(resource: Resource, most: u64) -> Result<()> {
 }
 
 fn set_limits(jailed: bool) -> Result<()> {
-    // Guest memory is nobody's business.
+    // Core files would hold guest memory.
     set(Resource::Core, 0)?;
     set(Resource::Nofile, MAX_DESCRIPTORS)?;
     if jailed {
-        // Not for a user who runs other things too: they would count.
+        // Not for a shared user: its other processes would count.
         set(Resource::Nproc, MAX_THREADS)?;
     }
     // Nothing here locks memory or plays with message queues.

@@ -64,12 +64,12 @@ pub const SLEEP_CONTROL_PORT: u16 = 0x600;
 /// ACPI's sleep status register.
 pub const SLEEP_STATUS_PORT: u16 = 0x601;
 
-/// A guest without an agent writes here, any byte, to say that it runs.
+/// A guest without an agent writes any byte here to signal that it runs.
 pub const READY_PORT: u16 = 0x602;
 
 /// Interrupt of the serial console.
 pub const SERIAL_GSI: u32 = 4;
-/// Interrupt that says the VM generation id has changed.
+/// Interrupt for a change of the VM generation id.
 pub const GENERATION_GSI: u32 = 5;
 /// Interrupt of the first virtio device.
 pub const VIRTIO_GSI: u32 = 6;

@@ -68,8 +68,8 @@ fn parse(arguments: &[String]) -> Result<Options> {
 }
 
 fn run(options: Options) -> Result<()> {
-    // A thread that fails takes the VM with it: half a monitor would be a hang nobody notices. No
-    // backtrace: it would open files, which the filters forbid.
+    // A thread that fails takes the VM with it: half a monitor would be an unnoticed hang. No backtrace: it
+    // would open files, which the filters forbid.
     std::panic::set_hook(Box::new(|info| {
         say(&info.to_string());
         std::process::exit(101);
@@ -107,12 +107,12 @@ fn run_check(options: Options) -> Result<()> {
     forkd_vmm::state::frozen::check_state(kvm, &state.into())
 }
 
-/// Writes a line for people. Nobody may be left to read it: that is no reason to fail.
+/// Writes a line for people. Standard error may be closed: that is no reason to fail.
 fn say(text: &str) {
     let _ = writeln!(std::io::stderr(), "forkd-vmm: {text}");
 }
 
-/// Takes over descriptor `number`, which whoever started the process left open.
+/// Takes over descriptor `number`, which the parent process left open.
 fn inherited(number: i32) -> Result<OwnedFd> {
     // SAFETY: `fcntl` with this command only looks, also at a number that is not open.
     if unsafe { libc::fcntl(number, libc::F_GETFD) } < 0 {

@@ -51,7 +51,7 @@ pub fn use_small_pages(memory: &GuestMemory) {
     advise(memory, Advice::LinuxNoHugepage);
 }
 
-/// Tells the kernel how memory will be used. It may know no such advice.
+/// Advises the kernel on the use of memory. A kernel that does not know the advice ignores it.
 fn advise(memory: &GuestMemory, advice: Advice) {
     for region in memory.iter() {
         // SAFETY: the range is the region, which is mapped. The advice changes none of its bytes.
@@ -85,8 +85,8 @@ pub(crate) struct Piece<'f> {
 /// Maps `piece`, a number of whole pages, privately in the place of what is there.
 pub(crate) fn cover(memory: &GuestMemory, piece: Piece<'_>) -> Result<()> {
     for (address, piece) in parts(memory, piece) {
-        // SAFETY: the range lies in a region, which is mapped and which nothing else is in. Nobody refers
-        // to its bytes but through the region's address, which stays.
+        // SAFETY: the range lies in a region, which is mapped and which nothing else is in. Nothing refers to
+        // its bytes but through the region's address, which stays.
         let mapped = unsafe {
             rustix::mm::mmap(
                 address.cast(),
@@ -141,7 +141,7 @@ fn parts<'f>(memory: &GuestMemory, piece: Piece<'f>) -> Vec<(*mut u8, Piece<'f>)
     parts
 }
 
-/// Maps the ranges of `mib` MiB; `source` says for each where in which file it is.
+/// Maps the ranges of `mib` MiB; `source` gives file and offset of each.
 fn map(mib: u64, source: impl Fn(u64) -> Result<Option<FileOffset>>) -> Result<GuestMemory> {
     let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_NORESERVE);
     let mut offset = 0;

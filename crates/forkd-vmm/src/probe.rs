@@ -91,7 +91,7 @@ fn probe(kvm: OwnedFd, report: &Mutex<Report>) -> Result<()> {
 }
 
 guest_code! {
-    /// Real mode: writes memory, reads it back, tells and stops.
+    /// Real mode: writes memory, reads it back, reports and stops.
     fn real_mode,
     ".code16",
     "mov word ptr [0x2000], 0x1234",
@@ -101,7 +101,7 @@ guest_code! {
 }
 
 guest_code! {
-    /// What Linux does early, a stage after the other, each told by its number.
+    /// What Linux does early, a stage after the other, each reported by its number.
     fn long_mode,
     "mov al, 0",
     "out 0x80, al",
@@ -168,7 +168,7 @@ guest_code! {
 }
 
 guest_code! {
-    /// Goes round for ever and tells of every [`ROUND`] instructions.
+    /// Loops for ever and reports every [`ROUND`] instructions.
     fn endless_loop,
     "4: mov ecx, 10000",
     "5: add qword ptr [0x200000], rax",
@@ -258,7 +258,7 @@ fn load(memory: &GuestMemory, code: &[u8], address: u64) -> Result<()> {
     memory.write_slice(code, GuestAddress(address)).map_err(|error| Error::Config(error.to_string()))
 }
 
-/// Runs until the guest tells something, or stops for another reason, which is said.
+/// Runs until the guest reports, or stops for another reason, which is returned.
 fn next_report(vcpu: &mut VcpuFd) -> Result<std::result::Result<u64, String>> {
     loop {
         match vcpu.run() {

@@ -164,9 +164,8 @@ const CONTROL: &[i64] = &[
     libc::SYS_timerfd_create,
 ];
 
-/// What a template does on top: it assembles its memory, forks, waits for what it forked, and its
-/// savers write files. Who branches looks up what it forked; nothing here can do anything with what is
-/// found that way.
+/// What a template does on top: it assembles its memory, forks, waits for what it forked, and its savers
+/// write files. A process that branches looks up its child; nothing here can act on what it finds that way.
 ///
 /// What `clone3` is to make stands in memory, where no filter sees it, and only `clone3` makes a process
 /// in a cgroup. Every sandbox can be branched, and its branch is a template: none of them can do without
@@ -240,10 +239,9 @@ const KVM_RUN: u32 = 0xae80;
 /// With one more argument: the kind of VM.
 const KVM_CREATE_VM: u32 = 0xae01;
 
-/// What any thread tells the kernel about memory: that of a heap or a stack that is given back, and the guard of
-/// a new stack.
+/// Memory advice of any thread: for a heap or a stack that is given back, and for the guard of a new stack.
 const ADVICE: &[i32] = &[libc::MADV_DONTNEED, MADV_GUARD_INSTALL, MADV_GUARD_REMOVE];
-/// What the control thread says on top, about guest memory and what is shared with KVM.
+/// Further advice of the control thread, for guest memory and memory shared with KVM.
 const CONTROL_ADVICE: &[i32] =
     &[libc::MADV_DONTFORK, libc::MADV_HUGEPAGE, libc::MADV_NOHUGEPAGE, libc::MADV_POPULATE_READ];
 /// As in `linux/mman.h`, since Linux 6.13; newer C libraries use them for the stacks of threads.
@@ -251,7 +249,7 @@ const MADV_GUARD_INSTALL: i32 = 102;
 const MADV_GUARD_REMOVE: i32 = 103;
 /// As in `asm/socket.h`: how long sending waits, in the form that is tried first.
 const SO_SNDTIMEO_NEW: i32 = 67;
-/// What `ioprio_set` is told the priority of: a process.
+/// The target of `ioprio_set`: a process.
 pub(crate) const IOPRIO_WHO_PROCESS: u32 = 1;
 
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
@@ -303,7 +301,7 @@ fn rules(kind: ThreadKind) -> std::result::Result<Rules, seccompiler::BackendErr
             let fcntl = [libc::F_GETFL, libc::F_GETFD, libc::F_DUPFD_CLOEXEC];
             let fcntl = fcntl.map(|command| when(1, SeccompCmpOp::Eq, command as u64));
             rules.insert(libc::SYS_fcntl, fcntl.into_iter().collect::<std::result::Result<_, _>>()?);
-            // Savers step back, and nobody else: "process 0" is the caller.
+            // Only savers lower their priority: "process 0" is the caller.
             rules.insert(libc::SYS_setpriority, vec![both((0, libc::PRIO_PROCESS), (1, 0))?]);
             rules.insert(libc::SYS_sched_setscheduler, vec![both((0, 0), (1, libc::SCHED_IDLE as u32))?]);
             rules.insert(libc::SYS_ioprio_set, vec![both((0, IOPRIO_WHO_PROCESS), (1, 0))?]);
@@ -316,7 +314,8 @@ fn rules(kind: ThreadKind) -> std::result::Result<Rules, seccompiler::BackendErr
                 libc::CLONE_THREAD as u64,
             )?;
             rules.insert(libc::SYS_unshare, vec![SeccompRule::new(vec![alone])?]);
-            // Who branches goes to the guest's CPU and back, and takes nobody else along: "thread 0" is the caller.
+            // A thread that branches moves itself to the guest's CPU and back, and no other thread: "thread
+            // 0" is the caller.
             rules.insert(libc::SYS_sched_setaffinity, vec![when(0, SeccompCmpOp::Eq, 0)?]);
         }
         ThreadKind::Device => {}

@@ -1,13 +1,13 @@
-//! vCPU threads: run the guest, serve its register accesses, stop when told.
+//! vCPU threads: run the guest, serve its register accesses, stop on an order.
 //!
-//! All vCPUs of a VM listen to one [`ParkGate`]: it says whether they run, are parked or end. A parked
-//! thread waits at the gate holding no lock, not even that of its vCPU, with no half-done register
-//! access, so that its vCPU can be saved and the process can fork.
+//! All vCPUs of a VM obey one [`ParkGate`]: it orders them to run, park or end. A parked thread waits at the
+//! gate holding no lock, not even that of its vCPU, with no half-done register access, so that its vCPU can
+//! be saved and the process can fork.
 //!
-//! A vCPU that is in the guest comes out when its thread gets a signal. The signals come from POSIX
-//! timers that point at the thread: the kernel lets a timer signal threads of its own process only.
-//! So the filters need to allow no call that could signal anybody else, a sibling with the same user
-//! id for example, and nothing in them depends on a process id, which a fork changes.
+//! A vCPU that is in the guest comes out when its thread gets a signal. The signals come from POSIX timers
+//! that point at the thread: the kernel lets a timer signal threads of its own process only. So the filters
+//! need to allow no call that could signal another process, a sibling with the same user id for example, and
+//! nothing in them depends on a process id, which a fork changes.
 
 use std::io;
 use std::sync::atomic::{AtomicI32, AtomicU8, AtomicUsize, Ordering};
@@ -27,10 +27,10 @@ use crate::seccomp::{self, ThreadKind};
 use crate::vm::THREAD_STACK;
 use crate::{Error, Result};
 
-/// How long to wait before trying again what could fail again at once.
+/// Pause before an attempt that may fail again at once.
 const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
-/// How often in a row KVM may say that it cannot run a vCPU just now.
+/// How often in a row KVM may refuse to run a vCPU just now.
 const MAX_REFUSALS: u32 = 1000;
 
 /// Makes a vCPU come out of the guest: sets a flag in the memory it shares with KVM, so that it does
@@ -50,8 +50,8 @@ impl Kick {
     }
 
     fn flag(&self) -> &AtomicU8 {
-        // SAFETY: the byte lies in memory shared with KVM that stays mapped as long as the vCPU's
-        // `VcpuFd` lives; whoever has a `Kick` keeps that alive beside it.
+        // SAFETY: the byte lies in memory shared with KVM that stays mapped as long as the vCPU's `VcpuFd`
+        // lives; the owner of a `Kick` keeps that alive beside it.
         unsafe { &*self.immediate_exit }
     }
 }
@@ -238,7 +238,7 @@ struct Runner {
 }
 
 impl Runner {
-    /// Runs the vCPU until the gate says stop or the VM ends.
+    /// Runs the vCPU until the gate orders a stop or the VM ends.
     fn run(&self) {
         let mut refused = 0;
         let mut vcpu = lock(&self.vcpu);
@@ -279,8 +279,8 @@ impl Runner {
                     let detail = explain_exit(&mut vcpu, &exit);
                     return self.report.report(EndReason::Failed, detail);
                 }
-                // KVM comes back with this only when it has finished the guest's last register
-                // access: the place to wait, if told to.
+                // KVM comes back with this only when it has finished the guest's last register access: the
+                // place to park, if ordered to.
                 Err(error) if is_retry(&error) => {
                     if self.kick.flag().swap(0, Ordering::SeqCst) == 1 {
                         drop(vcpu);
@@ -308,7 +308,7 @@ pub(crate) fn is_retry(error: &kvm_ioctls::Error) -> bool {
     matches!(error.errno(), libc::EINTR | libc::EAGAIN)
 }
 
-/// A sentence about an exit with which KVM says that it cannot go on, `exit` being its name.
+/// A sentence about an exit after which KVM cannot go on, `exit` being its name.
 pub(crate) fn explain_exit(vcpu: &mut VcpuFd, exit: &str) -> String {
     const INTERNAL_ERROR: u32 = 17;
     const EMULATION: u32 = 1;
@@ -316,7 +316,7 @@ pub(crate) fn explain_exit(vcpu: &mut VcpuFd, exit: &str) -> String {
     if run.exit_reason != INTERNAL_ERROR {
         return format!("KVM stopped the guest with {exit}");
     }
-    // SAFETY: the exit reason says that this is the part of the union KVM filled in; it holds numbers.
+    // SAFETY: by the exit reason this is the part of the union KVM filled in; it holds numbers.
     let suberror = unsafe { run.__bindgen_anon_1.internal.suberror };
     if suberror == EMULATION {
         "KVM cannot emulate an instruction the guest used".into()

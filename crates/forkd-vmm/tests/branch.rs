@@ -25,8 +25,8 @@ guest_code! {
     /// Two vCPUs that write for ever. The first fills 64 pages, every other one above 4 GiB, with the number
     /// of the round; after each round it hands a token to the second and waits until it comes back. The
     /// second counts the tokens, and fills a page with their number before it gives one back. When the first
-    /// has become somebody else, it compares every byte with the round and the page it is at, and prints a V,
-    /// or an X. Prints a T when the token or the second's page is wrong.
+    /// finds a new generation id, it compares every byte with the round and the page it is at, and prints a
+    /// V, or an X. Prints a T when the token or the second's page is wrong.
     fn writers,
     "lea rsi, [rip + 9f]",
     "mov edi, 0x10000",
@@ -51,7 +51,7 @@ guest_code! {
     "wrmsr",
     "mov dx, 0x602",
     "out dx, al",
-    // One page, then a look at who one is.
+    // One page, then a check of the generation id.
     "2: cmp qword ptr [0xe8000], rbx",
     "jne 4f",
     "mov r11, r9",
@@ -77,7 +77,7 @@ guest_code! {
     "repe scasw",
     "jne 7f",
     "jmp 2b",
-    // Somebody else: every byte is looked at.
+    // A new generation id: every byte is checked.
     "4: mov rbx, qword ptr [0xe8000]",
     "xor r10d, r10d",
     "5: mov r11, r10",

@@ -27,10 +27,9 @@ use support::{
 use templates::{freeze, start};
 
 guest_code! {
-    /// Says that it is ready, then waits for its generation id to change: then it is somebody else. It
-    /// prints how many there were before it in its memory, counts itself, writes its id to memory and
-    /// looks for a while whether it stays what it is (prints an X if not), says that it is ready, and
-    /// waits again.
+    /// Reports ready, then waits for its generation id to change. It prints the number of its ancestors from
+    /// memory, counts itself, writes its id to memory and checks for a while whether that stays (prints an X
+    /// if not), reports ready, and waits again.
     fn ancestor,
     "mov rbx, qword ptr [0xe8000]",
     "mov qword ptr [0x200000], 0",
@@ -98,7 +97,7 @@ fn children_go_on_from_one_state_each_in_memory_of_its_own() {
         let expected = Status { role: Role::Sandbox, running: true, ready: true };
         assert_eq!(status(&mut child.controller), expected);
     }
-    // The first ones have written by now: the template, and who is forked from it next, see none of it.
+    // The first children have written by now: the template, and its next children, see none of it.
     children.push(fork(&mut template, "d"));
     children[3].ready();
     for child in &children {
@@ -312,7 +311,7 @@ fn a_guest_that_says_ready_without_end_is_told_of_once() {
     assert!(!status(&mut controller).ready);
     let boot = Boot::new(kvm, file_with(&asm_guest::elf_kernel(chatter())));
     assert_eq!(boot.send(&mut controller), Reply::Booted);
-    // Nobody is there to be told: the next one is.
+    // No controller is connected: the next one gets the event.
     drop(controller);
     std::thread::sleep(Duration::from_millis(100));
     let mut controller = monitor.attach();

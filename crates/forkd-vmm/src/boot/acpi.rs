@@ -131,7 +131,7 @@ fn serial_console(code: &mut Vec<u8>) {
     .to_aml_bytes(code);
 }
 
-/// The VM generation id, and the generic event device that tells of its change.
+/// The VM generation id, and the generic event device that signals its change.
 fn generation_id(code: &mut Vec<u8>) {
     let address = aml::Package::new(vec![&(GENERATION_ID as u32), &aml::ZERO]);
     aml::Device::new(

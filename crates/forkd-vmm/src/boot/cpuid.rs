@@ -27,7 +27,7 @@ pub enum Grant {
 }
 
 impl Grant {
-    /// The one that a guest got which was told by `cpuid` what its CPU is.
+    /// The grant of a guest whose CPUID is `cpuid`.
     pub fn of(cpuid: &[kvm_cpuid_entry2]) -> Grant {
         let has_more = |entry: &kvm_cpuid_entry2| {
             let [eax, ebx, ecx, edx] = only_older(entry.function, entry.index);

@@ -1,7 +1,7 @@
 //! A kernel's file into guest memory.
 //!
-//! Two formats, told apart by their first bytes: an ELF vmlinux is entered at its entry address, a
-//! bzImage at its 64-bit entry, where it unpacks itself.
+//! Two formats, which differ in their first bytes: an ELF vmlinux is entered at its entry address, a bzImage
+//! at its 64-bit entry, where it unpacks itself.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -113,7 +113,7 @@ fn load_elf(memory: &GuestMemory, file: &File) -> Result<Kernel> {
 const SETUP_HEADER: u64 = 0x1f1;
 /// "HdrS"
 const SETUP_MAGIC: u32 = 0x5372_6448;
-/// First version of the boot protocol that says whether there is a 64-bit entry.
+/// First version of the boot protocol with a flag for the 64-bit entry.
 const PROTOCOL_2_12: u16 = 0x020c;
 /// `loadflags`: the kernel belongs above 1 MiB.
 const LOADED_HIGH: u8 = 1;
@@ -139,7 +139,7 @@ fn load_bzimage(memory: &GuestMemory, file: &File) -> Result<Kernel> {
         .checked_sub(offset)
         .filter(|&length| length > ENTRY_64)
         .ok_or_else(|| not_a_kernel("the bzImage is cut short"))?;
-    // The image says how long it is, in units of 16 bytes: a truncated one would only hang later.
+    // The header has the image's length, in units of 16 bytes: a truncated image would only hang later.
     let declared = u64::from(header.syssize) * 16;
     if length + 16 <= declared {
         return Err(not_a_kernel("the bzImage is cut short"));

@@ -15,7 +15,7 @@ use crate::{Error, GuestMemory, Result};
 /// The start of every guest's command line.
 ///
 /// - `console=ttyS0`: the serial console is all there is;
-/// - `reboot=k panic=-1`: reset at once, through the keyboard controller, which the monitor hears;
+/// - `reboot=k panic=-1`: reset at once, through the keyboard controller, which the monitor emulates;
 /// - `quiet`: every character on the console is a trip out of the guest;
 /// - `pci=off`: there is none, and looking for it costs time;
 /// - `clocksource=kvm-clock`: the one clock that stays right in a fork or an old snapshot.

@@ -72,7 +72,7 @@ pub fn set_common_state(vcpu: &VcpuFd) -> Result<()> {
     set_local_interrupts(vcpu)
 }
 
-/// What firmware would have set: fast string operations on, and memory cached unless told otherwise.
+/// The firmware's settings: fast string operations on, and memory cached by default.
 fn set_msrs(vcpu: &VcpuFd) -> Result<()> {
     const IA32_MISC_ENABLE: u32 = 0x1a0;
     const IA32_MTRR_DEF_TYPE: u32 = 0x2ff;

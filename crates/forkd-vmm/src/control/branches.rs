@@ -25,7 +25,7 @@ impl Branches {
         Branches { huge_pages: true, pidfds: Vec::new() }
     }
 
-    /// Takes note of a branch of the VM with that memory.
+    /// Records a branch of the VM with that memory.
     pub(super) fn add(&mut self, pidfd: OwnedFd, memory: &GuestMemory) {
         if !self.huge_pages {
             return;
@@ -45,7 +45,7 @@ impl Branches {
         self.pidfds.iter().map(OwnedFd::as_fd)
     }
 
-    /// Forgets the branches that have ended: for each that is [watched](Branches::watched), whether it has.
+    /// Removes the branches that have ended. `ended` has a flag for each [watched](Branches::watched) one.
     pub(super) fn remove_ended(&mut self, ended: &[bool], memory: &GuestMemory) {
         let mut ended = ended.iter();
         let before = self.pidfds.len();

@@ -1,6 +1,6 @@
 //! The listening control socket and the controller connected to it, one at a time.
 //!
-//! Knows the handshake and the manners of a connection, not what the requests mean.
+//! Knows the handshake and the time limits of a connection, not the meaning of requests.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -13,13 +13,13 @@ use rustix::net::sockopt::Timeout;
 
 use crate::{Error, Result};
 
-/// How long a peer may take to say hello, and to take a message out of a full socket. A peer that is
-/// slower is taken for dead.
+/// How long a controller may take to send `Hello`, and to take a message out of a full socket. A slower one
+/// counts as dead.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long to wait before trying again what could fail again at once.
+/// Pause between two attempts to accept a connection.
 const ACCEPT_RETRY: Duration = Duration::from_millis(20);
 
-/// Where controllers connect, and the one that has.
+/// The listening socket for controllers, and the connected one.
 pub(crate) struct ControlSocket {
     listener: OwnedFd,
     connection: Option<ControllerConnection>,
@@ -33,7 +33,7 @@ struct ControllerConnection {
 }
 
 impl ControlSocket {
-    /// Nobody is connected yet.
+    /// No controller is connected yet.
     pub(crate) fn new(listener: OwnedFd) -> Result<ControlSocket> {
         if !rustix::net::sockopt::socket_acceptconn(&listener).unwrap_or(false) {
             return Err(Error::Config("the control descriptor is not a listening socket".into()));
@@ -41,18 +41,18 @@ impl ControlSocket {
         Ok(ControlSocket { listener, connection: None })
     }
 
-    /// Where controllers connect.
+    /// The listening socket.
     pub(crate) fn listener(&self) -> RawFd {
         self.listener.as_raw_fd()
     }
 
-    /// Whether a controller is connected and has said hello.
+    /// Whether a controller is connected and has sent `Hello`.
     pub(crate) fn attached(&self) -> bool {
         self.connection.as_ref().is_some_and(|connection| connection.greeted)
     }
 
-    /// Waits until something happens: on the connection if there is one, else on the listener; or on one
-    /// of `others`. Returns what did, the controller first.
+    /// Waits until something happens: on the connection if there is one, else on the listener; or on one of
+    /// `others`. Returns a flag for each, the controller first.
     pub(crate) fn wait(&self, others: &[BorrowedFd<'_>]) -> Result<Vec<bool>> {
         let control =
             self.connection.as_ref().map_or(self.listener.as_fd(), |connection| connection.channel.as_fd());
@@ -67,8 +67,8 @@ impl ControlSocket {
         Ok(fds.iter().map(|fd| !fd.revents().is_empty()).collect())
     }
 
-    /// One step with whoever is there, to be called when [`ControlSocket::wait`] says so: a connection, a
-    /// hello, or a request, which is returned.
+    /// One step, to be called when [`ControlSocket::wait`] flags the controller: accepts a connection,
+    /// answers a `Hello`, or returns a request.
     pub(crate) fn step(&mut self) -> Option<(Request, Vec<OwnedFd>)> {
         let Some(connection) = &self.connection else {
             self.accept();
@@ -86,7 +86,7 @@ impl ControlSocket {
 
     fn accept(&mut self) {
         let Ok(socket) = rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC) else {
-            // A peer that is gone again, or no descriptor left: the next turn tries again, in a while.
+            // The peer is gone again, or no descriptor is left: the next step tries again.
             return std::thread::sleep(ACCEPT_RETRY);
         };
         let _ = rustix::net::sockopt::set_socket_timeout(&socket, Timeout::Send, Some(HELLO_TIMEOUT));
@@ -106,7 +106,7 @@ impl ControlSocket {
         self.reply(Reply::Hello { version: VERSION, monitor: env!("CARGO_PKG_VERSION").into() });
     }
 
-    /// Hangs up on a peer that never said hello.
+    /// Hangs up on a controller that never sent `Hello`.
     pub(crate) fn drop_silent(&mut self) {
         if self
             .connection
@@ -132,15 +132,16 @@ impl ControlSocket {
         self.reply(Reply::Error { message: error.chain() });
     }
 
-    /// Tells an event to the controller, if there is one that has said hello. Returns whether it was
-    /// told.
+    /// Sends an event to the controller, if one is connected and has sent `Hello`. Returns whether it was
+    /// sent.
     pub(crate) fn send_event(&mut self, event: Event, fds: &[BorrowedFd<'_>]) -> bool {
         self.attached() && self.send(Message::Event(event), fds)
     }
 
-    /// Tells the controller that waits in the listener's queue why there will be no hello.
+    /// Sends an event to the controller in the listener's queue, as the reason why its `Hello` gets no
+    /// answer.
     pub(crate) fn send_to_waiting(mut self, event: Event) {
-        // Who waits has connected before: there is nothing to wait for.
+        // That controller has connected before: accepting need not wait.
         if self.connection.is_none() && rustix::io::ioctl_fionbio(&self.listener, true).is_ok() {
             self.accept();
         }

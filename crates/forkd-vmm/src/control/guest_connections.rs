@@ -27,7 +27,7 @@ pub(super) struct Inbox {
     event: Arc<EventFd>,
 }
 
-/// An empty queue, with nobody attached.
+/// An empty queue, with no controller attached.
 pub(super) fn queue() -> Result<(Outbox, Inbox)> {
     let event = Arc::new(EventFd::new(EFD_NONBLOCK).map_err(Error::system("create an eventfd"))?);
     let (sender, receiver) = sync_channel(WAITING_CONNECTIONS);
@@ -37,7 +37,7 @@ pub(super) fn queue() -> Result<(Outbox, Inbox)> {
 }
 
 impl Outbox {
-    /// Hands over a connection if there is somebody to take it and room.
+    /// Hands over a connection if a controller is attached and the queue has room.
     pub(super) fn offer(&self, port: u32, fd: OwnedFd) -> bool {
         let taken = self.attached.load(Ordering::SeqCst) && self.connections.try_send((port, fd)).is_ok();
         // It fails only when it is set already.
@@ -47,7 +47,7 @@ impl Outbox {
 }
 
 impl Inbox {
-    /// Says whether there is a controller that takes connections.
+    /// Sets whether a controller is there to take connections.
     pub(super) fn set_attached(&self, attached: bool) {
         self.attached.store(attached, Ordering::SeqCst);
     }
@@ -57,8 +57,8 @@ impl Inbox {
         &self.event
     }
 
-    /// Takes what waits: so many and no more, because a guest that never stops connecting must not keep
-    /// the controller, or the VM's end, waiting. What is left is told again.
+    /// Takes what waits: so many and no more, because a guest that never stops connecting must not keep the
+    /// controller, or the VM's end, waiting. The event is set again for the rest.
     pub(super) fn take(&self) -> Vec<(u32, OwnedFd)> {
         let _ = self.event.read();
         let taken: Vec<_> = self.connections.try_iter().take(WAITING_CONNECTIONS).collect();

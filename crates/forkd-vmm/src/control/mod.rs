@@ -1,5 +1,4 @@
-//! The control thread: serves the controller, one connection after the other, whatever the process is
-//! by now.
+//! The control thread: serves the controller, one connection after the other, in every role of the process.
 //!
 //! ```text
 //! idle ──Boot──► sandbox ──Freeze──► template ──fork──► sandbox  (in a new process)
@@ -7,9 +6,9 @@
 //!                sandbox ──Branch─────────────────────► template (in a new process)
 //! ```
 //!
-//! A VM does not depend on the controller. When a connection ends, however it ends, the VM goes on and
-//! the next connection is accepted. What cannot be understood closes its connection and nothing else. A
-//! controller that connects while another one is served waits in the socket's queue.
+//! A VM does not depend on the controller. When a connection ends, however it ends, the VM goes on and the
+//! next connection is accepted. An invalid message closes its connection and nothing else. A controller that
+//! connects while another one is served waits in the socket's queue.
 
 mod branches;
 mod connection;
@@ -36,7 +35,7 @@ use guest_connections::{Inbox, Outbox};
 /// How serving ended.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Finish {
-    /// The controller said stop.
+    /// The controller sent a stop request.
     Stopped,
     /// The VM ended by itself.
     Ended(VmEnd),
@@ -63,7 +62,7 @@ pub fn serve(listener: OwnedFd, seccomp: seccomp::Mode) -> Result<Finish> {
     }
 }
 
-/// What comes after [`Monitor::serve`].
+/// The result of [`Monitor::serve`].
 enum MonitorOutcome {
     Finish(Finish),
     Template(SingleThreaded, Box<Frozen>, ControlSocket),
@@ -77,11 +76,11 @@ struct Monitor {
     seccomp: seccomp::Mode,
     running: Option<Running>,
     branches: Branches,
-    /// Whether the controller that is attached was told that the guest is ready.
+    /// Whether the attached controller was sent the `Ready` event.
     ready_sent: bool,
     /// Whether the monitor itself paused the VM, because the host's disk is full.
     disk_full: bool,
-    /// Whether the controller that is attached was told so.
+    /// Whether the attached controller was sent the `DiskFull` event.
     disk_full_sent: bool,
     outbox: Outbox,
     inbox: Inbox,
@@ -103,8 +102,8 @@ impl Monitor {
         })
     }
 
-    /// The monitor of a child that was just forked. Its guest runs when this returns: only then is there
-    /// time for the controller, who waits in the socket's queue.
+    /// The monitor of a child that was just forked. Its guest runs when this returns: only then does it serve
+    /// the controller, which waits in the socket's queue.
     fn start_child(child: ForkedChild, seccomp: seccomp::Mode) -> Result<Monitor> {
         template::name_process(c"forkd-sandbox");
         let mut monitor = Monitor::idle(child.control, seccomp)?;
@@ -127,7 +126,7 @@ impl Monitor {
     fn serve(mut self) -> Result<MonitorOutcome> {
         loop {
             let ready = self.wait()?;
-            // The end first: nothing said now can change it.
+            // The end first: no request can change it now.
             if ready.report_event
                 && let Some(end) = self.read_report()
             {
@@ -172,7 +171,7 @@ impl Monitor {
 
     fn wait(&self) -> Result<Ready> {
         let mut others = vec![as_fd(self.inbox.event())];
-        // Only a VM has branches, so they come after its news.
+        // Only a VM has branches, so they come after its event.
         others.extend(self.running.as_ref().map(|running| as_fd(running.report_event())));
         others.extend(self.branches.watched());
         let all = self.control.wait(&others)?;
@@ -181,10 +180,10 @@ impl Monitor {
         Ok(Ready { control: ready(0), guest_connections: ready(1), report_event: ready(2), branches })
     }
 
-    /// Looks at what the VM's threads have to tell. Returns the VM's end, if it has come.
+    /// Reads the reports of the VM's threads. Returns the VM's end, if it has come.
     fn read_report(&mut self) -> Option<VmEnd> {
         let running = self.running.as_ref()?;
-        // Read before looking: what is told in between is told again.
+        // Read before the check: a report in between sets the event again.
         let _ = running.report_event().read();
         let end = running.end();
         let disk_full = running.take_disk_full();
@@ -199,7 +198,7 @@ impl Monitor {
     /// paused stays so: resuming it tries the write again.
     fn pause_for_room(&mut self) {
         let Some(vm) = self.running.as_mut().filter(|vm| !vm.is_paused()) else { return };
-        // A VM that has ended meanwhile needs no pause: its end is the next news.
+        // A VM that has ended meanwhile needs no pause: its end is the next report.
         if vm.pause().map(Paused::keep).is_ok() {
             self.disk_full = true;
             self.disk_full_sent = false;
@@ -380,7 +379,7 @@ struct Ready {
     branches: Vec<bool>,
 }
 
-/// What a request makes of the process.
+/// The effect of a request on the process.
 enum MonitorTransition {
     Finish(Finish),
     Template(SingleThreaded, Box<Frozen>),

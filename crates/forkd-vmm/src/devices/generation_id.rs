@@ -1,7 +1,7 @@
 //! The VM generation id: sixteen bytes in guest memory that differ in every copy of a VM.
 //!
-//! A guest that sees them change knows that it is a copy and that its random numbers are another
-//! VM's too. ACPI tells the guest where they are and which interrupt says that they changed.
+//! A guest that sees them change knows that it is a copy and that its random numbers are another VM's too.
+//! ACPI has their address and the interrupt that signals a change.
 
 use std::io;
 
@@ -37,7 +37,7 @@ impl GenerationId {
         GenerationId { memory, address, interrupt }
     }
 
-    /// The id the guest was last told.
+    /// The id that the guest has now.
     pub fn id(&self) -> io::Result<[u8; ID_SIZE]> {
         self.memory.read_obj(self.address).map_err(io::Error::other)
     }

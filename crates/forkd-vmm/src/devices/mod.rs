@@ -1,8 +1,8 @@
 //! The devices of a microVM, all of them in user space.
 //!
-//! [`virtio`] holds the block, network, random-number and socket devices and their MMIO transport;
-//! the rest are small devices of their own. A device is given descriptors and guest memory, and
-//! nothing else: it knows no KVM, opens no path and does not know who controls the VM.
+//! [`virtio`] holds the block, network, random-number and socket devices and their MMIO transport; the rest
+//! are small devices of their own. A device is given descriptors and guest memory, and nothing else: it knows
+//! no KVM and no controller, and opens no path.
 //!
 //! The guest is hostile. Whatever it writes into registers, rings and buffers, a device never
 //! panics, never touches memory outside the buffers it was given, does a bounded amount of work per

@@ -1,7 +1,7 @@
 //! The serial console: a 16550 whose output goes to a log with a size limit.
 //!
-//! [`ConsoleLog`] is what is left of a guest that has died: its last words are reported, and a
-//! kernel's panic message is picked out of them.
+//! [`ConsoleLog`] keeps the last output of a guest that has ended: it is reported, and a kernel's panic
+//! message is picked out of it.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -21,7 +21,7 @@ const LINE: usize = 512;
 const INPUT: usize = 64;
 /// How much is moved at once when the log makes room.
 const CHUNK: usize = 64 << 10;
-/// How a Linux kernel begins to say that it cannot go on.
+/// The beginning of a Linux kernel's panic message.
 const PANIC: &str = "Kernel panic - not syncing: ";
 
 /// The console's output, in a file that is never longer than its limit: when it is full, its newer
@@ -71,7 +71,7 @@ impl ConsoleLog {
         text.split_off(start)
     }
 
-    /// The line with which the guest's kernel said that it cannot go on, if it did.
+    /// The line of the guest kernel's panic message, if there is one.
     pub fn panic_message(&self) -> Option<String> {
         let inner = self.lock();
         inner.panic.clone().or_else(|| panic_in(&inner.line))

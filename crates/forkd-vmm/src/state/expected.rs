@@ -1,5 +1,5 @@
-//! What the controller says a state is of. It counts limits and quotas by that, so a state that says
-//! otherwise is refused.
+//! The controller's expectations of a state. It counts limits and quotas by them, so a state that differs is
+//! refused.
 
 use super::{DevicePart, MachineState};
 use crate::{Error, Result};

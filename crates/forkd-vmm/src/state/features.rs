@@ -42,7 +42,7 @@ const FEATURES: [(u32, u32, Register, u32); 17] = [
     (0x8000_001f, 0, Eax, 0),
     (0x4000_0001, 0, Eax, 0),
 ];
-/// Where hypervisors tell of themselves. KVM behaves like the one whose leaves it finds there.
+/// The leaves in which hypervisors identify themselves. KVM behaves like the one whose leaves it finds there.
 const HYPERVISOR_LEAVES: std::ops::RangeInclusive<u32> = 0x4000_0000..=0x4fff_ffff;
 
 /// Names people know, as Linux has them in `/proc/cpuinfo`.
@@ -111,8 +111,8 @@ const NAMES: [(u32, u32, Register, u32, &str); 62] = [
     (0x8000_0001, 0, Edx, 29, "lm"),
 ];
 
-/// Refuses a guest that was told by `saved` that its CPU can do what the CPU of a guest that boots here,
-/// by `fresh`, cannot. `supported` is what KVM could give it.
+/// Refuses a guest whose CPUID `saved` has features that `fresh`, the CPUID of a guest that boots here,
+/// lacks. `supported` is what KVM could give it.
 pub fn check(
     saved: &[kvm_cpuid_entry2],
     fresh: &[kvm_cpuid_entry2],

@@ -38,8 +38,8 @@ const SECTION_HEADER: usize = 4 + 4 + 8;
 const MAX_PAYLOAD: u64 = 256 << 20;
 /// The longest payload without the maps of disks: 32 vCPUs of some 16 KiB take most of it.
 const MAX_BESIDE_MAPS: u64 = 4 << 20;
-/// A map's entry takes at most this for each of these it tells of: a run of one block takes two bytes, and
-/// longer runs take less for each.
+/// A disk's map takes at most so many bytes for each block of the disk: a run of one block takes two bytes,
+/// and longer runs take less for each block.
 const BYTES_PER_RUN: u64 = 2;
 const BYTES_PER_BLOCK: u64 = 4096;
 const MAX_VCPUS: usize = forkd_protocol::control::MAX_VCPUS as usize;

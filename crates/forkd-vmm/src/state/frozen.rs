@@ -1,4 +1,4 @@
-//! A stopped VM: its state, its memory, its disks. Nothing of it runs, and KVM has forgotten it.
+//! A stopped VM: its state, its memory, its disks. Nothing of it runs, and its KVM VM is closed.
 //!
 //! Wherever it comes from, there is one way back: [`Frozen::thaw`] makes a new VM over the memory that
 //! is here. It is called in a process that was forked for it, whose copy of everything is its own; so it
@@ -50,7 +50,7 @@ pub struct ChildParts {
     pub tap: Option<OwnedFd>,
     /// Its vsock listener; needed if the guest has the socket device.
     pub vsock: Option<UnixListener>,
-    /// Who takes the guest's connections to the host.
+    /// Takes the guest's connections to the host.
     pub guest_connections: GuestConnections,
 }
 
@@ -170,7 +170,7 @@ pub(crate) fn save_interrupts(fd: &VmFd) -> Result<InterruptState> {
     Ok(InterruptState { chips })
 }
 
-/// Whether this host could go on where the guest in a state file stopped; the error says why not.
+/// Whether this host could resume the guest in a state file; the error has the reason why not.
 pub fn check_state(kvm: OwnedFd, file: &File) -> Result<()> {
     // SAFETY: the descriptor is open, and given away here.
     let kvm = unsafe { Kvm::from_raw_fd(kvm.into_raw_fd()) };
@@ -184,12 +184,12 @@ fn check_cpus(kvm: &Kvm, state: &MachineState) -> Result<()> {
     state.vcpus.iter().try_for_each(|vcpu| msrs::check(vcpu, &allowed))
 }
 
-/// Compares what the state's CPUs say they can do with what they would say in a guest that boots on a host that
-/// has `supported`; what the first one would say.
+/// Compares the CPUIDs in the state with those of a guest that boots on a host with `supported`. Returns the
+/// CPUID that the first vCPU would have.
 fn check_features(supported: &CpuId, state: &MachineState) -> Result<CpuId> {
     let grant = super::file::grant(state);
     let fresh = |index| cpuid::granted(supported, index, state.vcpus.len() as u8, grant);
-    // All vCPUs are alike, but a file may say otherwise.
+    // All vCPUs are alike, but a file may differ.
     for (index, vcpu) in (0..).zip(&state.vcpus) {
         features::check(&vcpu.cpuid, fresh(index)?.as_slice(), supported.as_slice())?;
     }
@@ -256,7 +256,7 @@ fn check_devices(devices: &[DeviceState], memory: &GuestMemory) -> Result<()> {
     Ok(())
 }
 
-/// The devices of a child: what the state says, over what the child got.
+/// The devices of a child: from the state, over the child's own resources.
 fn thaw_devices(
     states: &[DeviceState],
     disks: Vec<Disk>,

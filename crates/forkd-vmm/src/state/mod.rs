@@ -1,19 +1,19 @@
 //! What a stopped VM is, and how it becomes one that runs.
 //!
-//! - [`MachineState`]: everything about a VM except the contents of its memory and its disks, as
-//!   plain data; every part of it may come from a file that somebody edited, so whoever restores a
-//!   part looks at every number in it;
+//! - [`MachineState`]: everything about a VM except the contents of its memory and its disks, as plain data;
+//!   every part of it may come from an edited file, so the code that restores a part checks every number in
+//!   it;
 //! - [`file`]: that as a file;
 //! - [`vcpu`]: a vCPU's state, out of KVM and into it;
 //! - [`features`]: whether this host's CPU can go on where another one stopped;
-//! - `expected`: what its controller says a state is of;
+//! - `expected`: what its controller expects of a state;
 //! - `msrs`: which model-specific registers a state may set;
 //! - `memory_layer`: guest memory as files;
 //! - [`frozen`]: a stopped VM as a whole: made by [`Running::freeze`](crate::vm::Running::freeze) or
 //!   from files, thawed in a child;
 //! - `save`: that saved to files, and what becomes of its disks' layers.
 //!
-//! Nothing here knows about processes: who forks, and when, is not its business.
+//! Nothing here knows about processes and forks.
 
 mod expected;
 pub mod features;
@@ -104,7 +104,7 @@ pub struct SerialState {
     pub input: Vec<u8>,
 }
 
-/// The generation id the guest was last told. For people and tests: a child gets another one.
+/// The generation id that the guest has. For people and tests: a child gets another one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GenerationState {
     /// The id.
@@ -198,7 +198,7 @@ pub struct BlockState {
 pub struct NetState {
     /// Its hardware address.
     pub mac: [u8; 6],
-    /// Whether the guest was told that it has a link.
+    /// Whether the guest was notified that its link is up.
     pub link_up: bool,
 }
 

@@ -46,8 +46,8 @@ pub(super) fn is_only_older(index: u32) -> bool {
     )
 }
 
-/// Drops what older versions of forkd saved and no guest needs: registers that tell of what the guest
-/// does not have.
+/// Drops registers that older versions of forkd saved and no guest needs: they describe features that the
+/// guest does not have.
 pub(super) fn drop_leftovers(state: &mut VcpuState) {
     let grant = Grant::of(&state.cpuid);
     state.msrs.retain(|msr| {
@@ -61,7 +61,7 @@ pub(super) fn drop_leftovers(state: &mut VcpuState) {
 }
 
 /// Refuses a vCPU with registers that are not in `allowed`, or that has virtualization of its own switched
-/// on: KVM looks at that alone, and not at what the guest was told.
+/// on: KVM looks at that alone, and not at the guest's CPUID.
 pub(super) fn check(state: &VcpuState, allowed: &[u32]) -> Result<()> {
     let virtualization = |msr: &kvm_msr_entry| msr.index == EFER && msr.data & SVME != 0;
     if state.sregs.efer & SVME != 0 || state.sregs.cr4 & VMXE != 0 || state.msrs.iter().any(virtualization) {

@@ -27,11 +27,11 @@ pub struct SaveFiles {
     /// For each disk an empty file that takes all its frozen layers as one, or none to keep them as they
     /// are. May be empty, which is none for each.
     pub disks: Vec<Option<File>>,
-    /// Is told how far it is.
+    /// Gets the progress.
     pub progress: Option<File>,
 }
 
-/// A save that nothing speaks against.
+/// A save that passed all checks.
 #[derive(Debug)]
 pub struct Saving {
     files: SaveFiles,
@@ -166,7 +166,7 @@ impl Frozen {
         self.state.memory.iter().map(|range| range.length).sum()
     }
 
-    /// Has the state say of the disks what they are now.
+    /// Updates the disks' part of the state.
     fn report_disk_progress(&mut self) {
         let states = self.state.devices.iter_mut().filter_map(|device| match &mut device.part {
             DevicePart::Block(state) => Some(state),

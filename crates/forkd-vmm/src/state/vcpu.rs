@@ -1,7 +1,7 @@
 //! A vCPU's state: out of KVM, into KVM.
 //!
-//! The order of the calls is not free, in either direction: reading one part makes KVM settle
-//! another, and setting one part resets another. Every step that has to be where it is says why.
+//! The order of the calls is not free, in either direction: reading one part makes KVM settle another, and
+//! setting one part resets another. Every step that has to be where it is has a comment with the reason.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -57,9 +57,8 @@ pub struct VcpuState {
     pub events: kvm_vcpu_events,
 }
 
-/// Finds the model-specific registers that make up a vCPU that was told to be `cpuid`: those KVM reads
-/// and sets. Asked of a vCPU made for it, once for each VM that is built: one by one they take longer than
-/// all else that is saved.
+/// Finds the model-specific registers that make up a vCPU with `cpuid`: those KVM reads and sets. Asked of a
+/// vCPU made for it, once for each VM that is built: one by one they take longer than all else that is saved.
 pub fn find_msrs(kvm: &Kvm, cpuid: &CpuId) -> Result<Vec<u32>> {
     let vm = kvm.create_vm().map_err(Error::kvm("KVM_CREATE_VM"))?;
     // It gives the vCPU its local APIC.
@@ -79,9 +78,9 @@ pub fn find_msrs(kvm: &Kvm, cpuid: &CpuId) -> Result<Vec<u32>> {
     settable(&vcpu, &in_order(readable))
 }
 
-/// Saves all vCPUs of a VM, which have come out of `KVM_RUN` with nothing half done and may go on
-/// afterwards. `cpuids` are the CPUs they were told to be (some KVMs, asked for them, answer with the
-/// host's), `msrs` what [`find_msrs`] has found.
+/// Saves all vCPUs of a VM, which have come out of `KVM_RUN` with nothing half done and may go on afterwards.
+/// `cpuids` are their CPUIDs (some KVMs, asked for them, answer with the host's), `msrs` what [`find_msrs`]
+/// has found.
 pub fn save_all(vcpus: &[&VcpuFd], cpuids: &[CpuId], msrs: &[u32]) -> Result<Vec<VcpuState>> {
     if vcpus.is_empty() || vcpus.len() != cpuids.len() {
         return Err(Error::Config("a vCPU's thread has failed: the VM cannot be saved".into()));
@@ -119,7 +118,7 @@ fn save(vcpu: &VcpuFd, cpuid: &CpuId, msr_indices: &[u32]) -> Result<VcpuState> 
     let xcrs = vcpu.get_xcrs().map_err(Error::kvm("KVM_GET_XCRS"))?;
     let debug_regs = vcpu.get_debug_regs().map_err(Error::kvm("KVM_GET_DEBUGREGS"))?;
     let lapic = vcpu.get_lapic().map_err(Error::kvm("KVM_GET_LAPIC"))?;
-    // A KVM that cannot say has an unstable TSC, which guests do not use.
+    // A KVM without this call has an unstable TSC, which guests do not use.
     let tsc_khz = vcpu.get_tsc_khz().unwrap_or(0);
     let msrs = get_msrs(vcpu, msr_indices)?;
     // Last: everything before may still turn something pending into an event.
@@ -184,10 +183,10 @@ fn get_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>> {
     Ok(all)
 }
 
-/// The deadline timer is relative to the TSC: the TSC has to be set before. And a deadline of zero may
-/// be one that has passed, whose interrupt KVM had not delivered yet and does not tell us of: it is set
-/// to now, so that the guest gets an interrupt too many rather than none at all. (A guest that does not
-/// use the deadline mode gets nothing: KVM ignores the register then.)
+/// The deadline timer is relative to the TSC: the TSC has to be set before. And a deadline of zero may be one
+/// that has passed, whose interrupt KVM had not delivered yet and does not report: it is set to now, so that
+/// the guest gets an interrupt too many rather than none at all. (A guest that does not use the deadline mode
+/// gets nothing: KVM ignores the register then.)
 fn in_order(mut msrs: Vec<kvm_msr_entry>) -> Vec<kvm_msr_entry> {
     let now = msrs.iter().find(|msr| msr.index == IA32_TSC).map_or(0, |msr| msr.data);
     for msr in &mut msrs {
@@ -220,7 +219,7 @@ impl Prepared {
         Ok(Prepared { cpuid, msrs, tsc_khz: scaled(state.tsc_khz, host_tsc_khz) })
     }
 
-    /// The CPU the vCPU is told to be.
+    /// The vCPU's CPUID.
     pub fn into_cpuid(self) -> CpuId {
         self.cpuid
     }
@@ -273,8 +272,8 @@ pub fn restore(vcpu: &VcpuFd, state: &VcpuState, prepared: &Prepared) -> Result<
     notify_pause(vcpu)
 }
 
-/// Tells the guest, when it goes on, that it was stopped, so that its watchdogs do not wonder about the
-/// gap. A guest without KVM's clock has no place for that.
+/// Notifies the guest, when it goes on, that it was stopped, so that its watchdogs ignore the gap. A guest
+/// without KVM's clock has no place for that.
 pub fn notify_pause(vcpu: &VcpuFd) -> Result<()> {
     match vcpu.kvmclock_ctrl() {
         Err(error) if error.errno() != libc::EINVAL => Err(Error::kvm("KVM_KVMCLOCK_CTRL")(error)),

@@ -1,4 +1,4 @@
-//! What a template has forked: who is alive, how the others ended.
+//! The children of a template: the living ones, and how the others ended.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -52,12 +52,12 @@ impl Children {
         &self.list
     }
 
-    /// Forgets those of `names` that have ended.
+    /// Removes those of `names` that have ended.
     pub(super) fn acknowledge(&mut self, names: &[String]) {
         self.list.retain(|child| child.status.is_none() || !names.contains(&child.name));
     }
 
-    /// Takes the status of every child that has ended since the last time; returns who and how.
+    /// Takes the status of every child that has ended since the last time; returns its name and status.
     pub(super) fn reap(&mut self) -> Vec<(String, WaitStatus)> {
         let mut ended = Vec::new();
         // It fails when there are no children left.
@@ -79,7 +79,7 @@ impl Children {
     }
 }
 
-/// Tells when a child has ended, as a descriptor. While this lives the signal that says so is blocked.
+/// A descriptor that is readable when a child has ended. While this exists, SIGCHLD is blocked.
 #[derive(Debug)]
 pub(super) struct ChildSignal {
     fd: OwnedFd,
@@ -89,8 +89,8 @@ pub(super) struct ChildSignal {
 impl ChildSignal {
     pub(super) fn new() -> Result<ChildSignal> {
         let failed = || Error::system("watch for the ends of children")(io::Error::last_os_error());
-        // Whoever started the process may have had it ignored, which is inherited: then nobody would be told
-        // of an end, and how it ended would be lost.
+        // The parent of this process may have ignored it, which is inherited: then no signal would come, and
+        // the exit status would be lost.
         // SAFETY: the default action replaces no handler of this process, which has none for this signal.
         if unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) } == libc::SIG_ERR {
             return Err(failed());
@@ -110,12 +110,12 @@ impl ChildSignal {
         if fd < 0 {
             return Err(failed());
         }
-        // SAFETY: the descriptor was just opened and nobody else owns it; the set was filled in above.
+        // SAFETY: the descriptor was just opened and nothing else owns it; the set was filled in above.
         Ok(unsafe { ChildSignal { fd: OwnedFd::from_raw_fd(fd), previous: previous.assume_init() } })
     }
 
-    /// Forgets the signals so far. To be called before the children are looked at: who ends in between
-    /// is told again.
+    /// Clears the signals so far. To be called before the children are reaped: a child that ends in between
+    /// signals again.
     pub(super) fn clear(&self) {
         let mut buffer = [0u8; size_of::<libc::signalfd_siginfo>()];
         while rustix::io::read(&self.fd, &mut buffer).is_ok_and(|count| count > 0) {}

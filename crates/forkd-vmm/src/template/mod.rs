@@ -1,8 +1,8 @@
-//! A template: a frozen VM in a process with one thread, which forks whatever is asked for.
+//! A template: a frozen VM in a process with one thread, which forks children and savers.
 //!
-//! A child goes on from the frozen state in memory it shares with the template until one of the two
-//! writes. A saver writes the template to files while everybody else goes on. Both are born inside the
-//! template's walls, and neither needs it any more: when it ends, they live on.
+//! A child goes on from the frozen state in memory it shares with the template until one of the two writes. A
+//! saver writes the template to files while all other processes go on. Both inherit the template's jail, and
+//! neither needs it any more: when it ends, they go on.
 //!
 //! The template reaps what it forked and keeps each end until a controller has acknowledged it. Whatever
 //! goes wrong with one child is an answer to that request; the template goes on.
@@ -33,7 +33,7 @@ pub(crate) use saver::Saver;
 
 /// The control thread, and only thread, of a template.
 pub(crate) struct Template {
-    /// The proof that it is, which a fork asks for.
+    /// The proof that it is the only one, which a fork requires.
     alone: SingleThreaded,
     frozen: Frozen,
     control: ControlSocket,
@@ -54,7 +54,7 @@ pub(crate) struct ForkedChild {
     pub(crate) frozen: Frozen,
     /// Where its controller waits.
     pub(crate) control: ControlSocket,
-    /// What it was given.
+    /// Its own resources.
     pub(crate) parts: ForkResources,
 }
 
@@ -65,7 +65,7 @@ impl Template {
         Ok(Template { alone, frozen, control, children: Children::default(), signal })
     }
 
-    /// Serves controllers until one says stop. Also returns in every process forked here, with the
+    /// Serves controllers until one sends a stop request. Also returns in every process forked here, with the
     /// template's own descriptors closed.
     pub(crate) fn serve(mut self) -> Result<TemplateOutcome> {
         loop {
@@ -119,7 +119,7 @@ impl Template {
                 Err(error) => Reply::Error { message: error.chain() },
             },
             Request::Children => {
-                // One that is over must not be listed as alive, whatever is looked at first.
+                // A child that has ended must not be listed as alive, whichever event is read first.
                 self.reap();
                 Reply::Children { children: self.children.list().to_vec() }
             }
@@ -180,7 +180,7 @@ impl Template {
         }
     }
 
-    /// Forks a process that does what `prepare` finds nothing to speak against.
+    /// Forks a process for the job that `prepare` has checked.
     fn fork_saver(
         &mut self,
         name: String,
@@ -226,7 +226,7 @@ impl Template {
     }
 }
 
-/// What a request makes of the process.
+/// The effect of a request on the process.
 enum TemplateTransition {
     Serve,
     Stop,
@@ -234,7 +234,7 @@ enum TemplateTransition {
     BeSaver(Box<Job>),
 }
 
-/// What a child gets of its own, looked at before there is a child.
+/// A child's own resources, checked before there is a child.
 pub(crate) struct ForkResources {
     console: File,
     console_limit: u64,
@@ -262,7 +262,7 @@ impl ForkResources {
         Ok((control, cgroup, parts))
     }
 
-    /// In the child: with its way to tell connections of its guest.
+    /// In the child: adds the way for connections of its guest.
     pub(crate) fn with(self, guest_connections: GuestConnections) -> Result<ChildParts> {
         let ForkResources { console, console_limit, layers, tap, vsock } = self;
         let console = ConsoleLog::new(console, console_limit)
@@ -299,7 +299,7 @@ fn share_all(fds: &mut Attached, name: &str, files: &[FdRef]) -> Result<Vec<File
     files.iter().enumerate().map(share).collect()
 }
 
-/// Names the process, for people who look at lists of them.
+/// Names the process, for process listings.
 pub(crate) fn name_process(name: &CStr) {
     // It fails for no name that is a string.
     let _ = rustix::thread::set_name(name);

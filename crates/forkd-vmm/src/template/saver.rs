@@ -1,9 +1,9 @@
 //! A process that writes a template, or layers of its disks, to files.
 //!
-//! What it was given is looked at before there is a process, so that a refusal is an answer. From then on
-//! it depends on nobody, begins in the last place of every queue, and says with its exit status whether all
-//! is safely on disk. Why it is not it writes behind the progress: its standard error may be a file of
-//! whoever began the lineage.
+//! Its job is checked before there is a process, so that a refusal is an answer. From then on it depends on
+//! no other process, begins at the lowest priority, and reports with its exit status whether all is safely on
+//! disk. It writes the reason of a failure behind the progress: its standard error may be a file of the
+//! process that began the lineage.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -19,7 +19,7 @@ use crate::{Error, Result};
 
 /// What a saver is forked for.
 pub(super) enum Job {
-    /// And where it is told why it failed.
+    /// And where it writes why it failed.
     Save(Saving, Option<File>),
     Merge(Vec<Option<MergedLayers>>),
 }
@@ -95,22 +95,22 @@ impl Saver {
     }
 }
 
-/// Says behind the progress why there is nothing on disk. If even that cannot be, there is the exit status.
+/// Writes the reason of a failure behind the progress. If even that cannot be, there is the exit status.
 fn report_failure(error: &Error, report: Option<&File>) {
     let text = error.chain();
     let text = &text.as_bytes()[..text.len().min(SaveProgress::MAX_REASON)];
     let _ = report.map(|report| report.write_all_at(text, SaveProgress::LENGTH as u64));
 }
 
-/// Steps back in every queue: nobody is to notice that somebody saves. A branch of a running guest, above all,
-/// takes a CPU away from a saver at once. Beside guests that never rest a save would take minutes like that: so
-/// the controller gives it a small share of the CPUs after a while, one of this priority.
+/// Lowers its priority everywhere: a save must not slow down other processes. A branch of a running guest,
+/// above all, takes a CPU away from a saver at once. Beside guests that never rest a save would take minutes
+/// like that: so the controller gives it a small share of the CPUs after a while, one of this priority.
 fn lower_priority() {
     const LOW_PRIORITY: libc::c_int = 10;
     const IDLE: libc::c_long = 3 << 13;
     let no_priority = libc::sched_param { sched_priority: 0 };
-    // SAFETY: the calls take integers, and one reads a struct that lives as long. What they fail to do is missed
-    // by nobody.
+    // SAFETY: the calls take integers, and one reads a struct that lives as long. A failure has no effect but
+    // a higher priority.
     unsafe {
         libc::setpriority(libc::PRIO_PROCESS, 0, LOW_PRIORITY);
         libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const no_priority);

@@ -65,7 +65,7 @@ pub(crate) struct Machine {
     pub(crate) kvm: Kvm,
     /// Frequency of the host's TSC; 0 if KVM does not know.
     pub(crate) host_tsc_khz: u32,
-    /// The CPUs the vCPUs were told to be.
+    /// The CPUIDs of the vCPUs.
     pub(crate) cpuids: Vec<CpuId>,
     /// The model-specific registers that make them up.
     pub(crate) msrs: Vec<u32>,
@@ -142,7 +142,7 @@ impl Vm {
         let serial = Serial::restore(interrupt(fd, SERIAL_GSI)?, console.clone(), serial)
             .map_err(Error::system("restore the serial port"))?;
         // A new id and its interrupt before the first instruction, so that the guest cannot use a random
-        // number twice without having been told.
+        // number twice without a notice.
         let changed = interrupt(fd, GENERATION_GSI)?;
         let generation = GenerationId::restore(memory.clone(), GuestAddress(GENERATION_ID), changed);
         generation.renew().map_err(Error::system("write the VM generation id"))?;
@@ -223,9 +223,9 @@ pub(crate) fn tsc_khz(vcpu: &VcpuFd) -> u32 {
 
 /// Creates a VM over `memory` with `count` vCPUs.
 ///
-/// The order matters. Memory slots come before the interrupt chip and the vCPUs: each slot set later
-/// waits for the grace periods those start (6.8 ms instead of 0.4 ms). The interrupt chip comes before
-/// the vCPUs, which get their local APICs from it. There is no PIT: ACPI tells the guest so.
+/// The order matters. Memory slots come before the interrupt chip and the vCPUs: each slot set later waits
+/// for the grace periods those start (6.8 ms instead of 0.4 ms). The interrupt chip comes before the vCPUs,
+/// which get their local APICs from it. There is no PIT: the ACPI tables declare none.
 pub fn create(kvm: &Kvm, memory: &GuestMemory, count: u8) -> Result<(VmFd, Vec<VcpuFd>)> {
     let vm = kvm.create_vm().map_err(Error::kvm("KVM_CREATE_VM"))?;
     vm.set_tss_address(KVM_TSS).map_err(Error::kvm("KVM_SET_TSS_ADDR"))?;
@@ -237,8 +237,8 @@ pub fn create(kvm: &Kvm, memory: &GuestMemory, count: u8) -> Result<(VmFd, Vec<V
             userspace_addr: region.as_ptr() as u64,
             flags: 0,
         };
-        // SAFETY: the region is mapped for as long as `memory` or a clone of it lives, and whoever
-        // owns the VM keeps one and drops it last. Guest memory is only accessed as volatile here.
+        // SAFETY: the region is mapped for as long as `memory` or a clone of it lives, and the owner of the
+        // VM keeps one and drops it last. Guest memory is only accessed as volatile here.
         unsafe { vm.set_user_memory_region(slot) }.map_err(Error::kvm("KVM_SET_USER_MEMORY_REGION"))?;
     }
     vm.create_irq_chip().map_err(Error::kvm("KVM_CREATE_IRQCHIP"))?;

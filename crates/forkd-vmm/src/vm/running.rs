@@ -87,7 +87,7 @@ impl Running {
         self.report.event()
     }
 
-    /// Whether the guest has said that it runs.
+    /// Whether the guest has signalled that it runs.
     pub fn is_ready(&self) -> bool {
         self.report.is_ready()
     }
@@ -157,9 +157,9 @@ impl Running {
         self.devices.stop();
     }
 
-    /// Stops everything and keeps it as it is. Afterwards the VM has no threads, KVM has forgotten it, and
-    /// all that is left of it is data. A VM that has ended, or ends while it is stopped, is refused; like
-    /// after every error, nothing of it is left then.
+    /// Stops everything and keeps it as it is. Afterwards the VM has no threads, its KVM VM is closed, and
+    /// only its data is left. A VM that has ended, or ends while it is stopped, is refused; like after every
+    /// error, nothing of it is left then.
     pub fn freeze(self) -> Result<Frozen> {
         let Running {
             vcpus,
@@ -175,8 +175,7 @@ impl Running {
             memory,
             ..
         } = self;
-        // vCPUs first: nobody gives the devices anything to do any more. They come back with their last
-        // register access done.
+        // vCPUs first: then the devices get no new work. They come back with their last register access done.
         let vcpus = vcpus.stop();
         // Then the device thread, between two events: what it took from a queue is finished, and what it
         // did not take is found again after the thaw.
@@ -245,9 +244,9 @@ pub struct Paused<'a> {
     since: Instant,
 }
 
-/// Who is who after [`Paused::fork`].
+/// Which process this is after [`Paused::fork`].
 pub enum ForkedBeside<'a> {
-    /// The new process. Only the calling thread is here: nothing of the VM may be told to go on.
+    /// The new process. Only the calling thread is here: nothing of the VM may be resumed.
     Child,
     /// The old one, whose VM still stands still.
     Parent {
@@ -273,7 +272,7 @@ impl<'a> Paused<'a> {
         }
     }
 
-    /// The guest's memory, which nobody changes now.
+    /// The guest's memory, which does not change now.
     pub fn memory(&self) -> &GuestMemory {
         &self.vm.memory
     }
@@ -343,7 +342,8 @@ pub(crate) fn collect(
     let mut devices = Vec::new();
     let mut disks = Vec::new();
     for device in bus.virtio() {
-        // Nobody uses them any more. In a fork waiting for one who does would be waiting for ever.
+        // No thread uses them any more. In a fork, waiting for a lock that is taken would be waiting for
+        // ever.
         let Ok(mut device) = device.try_lock() else {
             return Err(Error::Config("a device has failed: the VM cannot be frozen".into()));
         };

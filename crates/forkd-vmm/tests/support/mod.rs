@@ -27,8 +27,8 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 forkd_vmm::guest_code! {
-    /// Says that it is ready, and once more when it has become somebody else; then it sleeps for ever, so
-    /// that what a child costs is the fork.
+    /// Reports ready, and once more after a change of its generation id. Then it sleeps for ever, so that the
+    /// cost of a child is the fork.
     pub fn sleeps_once_forked,
     "mov rbx, qword ptr [0xe8000]",
     "mov dx, 0x602",

@@ -30,7 +30,7 @@ const EVENT_INDEX: u64 = 1 << virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 /// "virt", little-endian.
 const MAGIC: u32 = 0x7472_6976;
 const VERSION: u32 = 2;
-/// Nobody gave us a number; drivers show it and do not care.
+/// No number is assigned to us; drivers show it and do not use it.
 const VENDOR: u32 = 0x646b_7266;
 
 const ACKNOWLEDGE: u32 = virtio_config::VIRTIO_CONFIG_S_ACKNOWLEDGE;
@@ -97,7 +97,7 @@ impl MmioDevice {
         })
     }
 
-    /// Puts `device` behind the registers that `state` describes, which may be anybody's invention.
+    /// Puts `device` behind the registers that `state` describes, which is untrusted.
     pub fn restore(
         device: Box<dyn VirtioDevice>,
         memory: GuestMemory,
@@ -128,8 +128,8 @@ impl MmioDevice {
         Ok(device)
     }
 
-    /// In a copy of a VM, when interrupts and notifications are connected: tells the driver what is
-    /// new, and looks at everything that may have been on its way when the VM was stopped.
+    /// In a copy of a VM, when interrupts and notifications are connected: notifies the driver of changes,
+    /// and processes everything that may have been on its way when the VM was stopped.
     pub fn resume(&mut self) {
         if self.device.config_changed() {
             self.config_generation = self.config_generation.wrapping_add(1);
@@ -208,7 +208,7 @@ impl MmioDevice {
     /// A queue's notifier was signalled. Called on the device thread.
     pub fn queue_event(&mut self, index: usize) {
         let Some(notifier) = self.notifiers.get(index) else { return };
-        // Empty if somebody was faster; the queue itself says what there is to do.
+        // Empty if another thread was faster; the queue itself holds the requests.
         let _ = notifier.read();
         if !self.is_running() {
             return;
@@ -240,8 +240,7 @@ impl MmioDevice {
         self.status & (DRIVER_OK | NEEDS_RESET | FAILED) == DRIVER_OK
     }
 
-    /// After every call of the device: tells the driver what was finished, or that it broke
-    /// something.
+    /// After every call of the device: notifies the driver of finished requests, or of its error.
     fn conclude(&mut self, result: Result<(), Malformed>) {
         let told = result.and_then(|()| self.announce());
         if told.is_err() {

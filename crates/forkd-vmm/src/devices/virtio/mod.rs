@@ -62,8 +62,8 @@ pub trait VirtioDevice: Send {
         Ok(())
     }
 
-    /// Called when the driver has set up its queues and said that it is ready. `features` are those
-    /// both sides agreed on.
+    /// Called when the driver has set up its queues and set DRIVER_OK. `features` are those both sides agreed
+    /// on.
     fn activate(&mut self, _features: u64) {}
 
     /// Called when the driver resets the device (also when it never was active): everything that
@@ -79,8 +79,8 @@ pub trait VirtioDevice: Send {
         memory: &GuestMemory,
     ) -> Result<(), Malformed>;
 
-    /// Called on the device thread when a descriptor registered with `token` became ready. It is
-    /// told once per change, so the device remembers what it could not use up yet.
+    /// Called on the device thread when a descriptor registered with `token` became ready. It is called once
+    /// per change, so the device remembers what it could not use up yet.
     fn ready(
         &mut self,
         _token: u32,
@@ -91,8 +91,8 @@ pub trait VirtioDevice: Send {
         Ok(())
     }
 
-    /// Called once in a copy of the VM whose driver is at work, before the VM runs: the time to tell
-    /// the driver what is different now.
+    /// Called once in a copy of the VM whose driver is at work, before the VM runs: the place to notify the
+    /// driver of changes.
     fn resume(&mut self, _queues: &mut [VirtQueue], _memory: &GuestMemory) -> Result<(), Malformed> {
         Ok(())
     }

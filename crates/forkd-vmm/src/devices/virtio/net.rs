@@ -24,7 +24,7 @@ const TX: usize = 1;
 const TAP: u32 = 0;
 /// The header before every packet, here and on the tap (`TUNSETVNETHDRSZ`).
 const HEADER_SIZE: usize = 12;
-/// A header that says: nothing left to do for the receiver.
+/// A header without offloads: nothing is left to do for the receiver.
 const PLAIN_HEADER: [u8; HEADER_SIZE] = [0; HEADER_SIZE];
 /// Where in the header of a received packet the number of buffers stands. It is always one; the
 /// tap leaves these bytes alone.
@@ -41,7 +41,7 @@ pub struct Net {
     mac: [u8; 6],
     /// Whether the guest has read, in the VM this one is a copy of, that there is a link.
     known_link: bool,
-    /// The tap may have packets: true until reading it says otherwise.
+    /// The tap may have packets: true until a read finds none.
     readable: bool,
 }
 
@@ -90,8 +90,8 @@ impl Net {
         if buffer.len() <= HEADER_SIZE {
             return Err(Malformed("a receive buffer too small for a header"));
         }
-        // Nothing there, or a tap that is down or gone: in each case there is nothing to read until
-        // its state changes, and that will be told.
+        // Nothing there, or a tap that is down or gone: in each case there is nothing to read until its state
+        // changes, and the poller reports that.
         let Some(Ok(len)) = self.tap.as_ref().map(|tap| buffer.read_from(tap.as_fd())) else {
             return Ok(None);
         };

@@ -56,7 +56,7 @@ pub struct VirtQueue {
     queue: Queue,
     /// The driver is ready too: between setting queues up and saying so it wants nothing done.
     live: bool,
-    /// Something was put into the used ring since the driver was last told.
+    /// Entries were put into the used ring since the driver was last notified.
     unannounced: bool,
     /// The device stopped before the queue was empty and wants to be called again.
     again: bool,
@@ -112,8 +112,8 @@ impl VirtQueue {
         self.queue.ready()
     }
 
-    /// Puts the queue where the driver wants it; `event_index` says whether both sides agreed on
-    /// notification by index. On an error it stays empty.
+    /// Puts the queue where the driver wants it; `event_index` is whether both sides agreed on notification
+    /// by index. On an error it stays empty.
     pub fn set_up(
         &mut self,
         setup: &QueueSetup,
@@ -195,7 +195,7 @@ impl VirtQueue {
         self.again = true;
     }
 
-    /// Whether the device asked to be called again; forgets it.
+    /// Whether the device asked to be called again; clears the request.
     pub fn take_again(&mut self) -> bool {
         std::mem::take(&mut self.again)
     }
@@ -229,8 +229,8 @@ impl<'m> DescriptorChain<'m> {
             if count > MAX_PIECES {
                 return Err(Malformed("a chain without end"));
             }
-            // The iterator ends both where the chain ends and where it breaks; only the last
-            // descriptor tells which of the two it was.
+            // The iterator ends both where the chain ends and where it breaks; only the last descriptor
+            // distinguishes the two.
             unfinished = descriptor.has_next();
             let writable = descriptor.is_write_only();
             if writing && !writable {

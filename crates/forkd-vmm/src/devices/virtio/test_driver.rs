@@ -81,7 +81,7 @@ struct Position {
     size: u16,
     next_descriptor: u16,
     available: u16,
-    /// `available` when the device was last told, or did not want to be.
+    /// `available` when the device was last notified, or did not want to be.
     announced: u16,
     used: u16,
 }
@@ -128,7 +128,7 @@ impl Driver {
         self.thawed_after(|_| {}, make)
     }
 
-    /// The same after somebody changed what was saved of the transport.
+    /// The same after a change of the saved transport.
     pub(crate) fn thawed_after(
         self,
         change: impl FnOnce(&mut TransportState),
@@ -273,8 +273,8 @@ impl Driver {
         head
     }
 
-    /// Notifies the device through its register if it wants to know, as it says in its used ring: a
-    /// driver that agreed on notification by index tells nothing else.
+    /// Notifies the device through its register if the used ring asks for it: a driver that agreed on
+    /// notification by index sends no other.
     pub(crate) fn notify(&mut self, queue: usize) {
         let Position { size, available, announced, .. } = self.positions[queue];
         self.positions[queue].announced = available;
@@ -308,7 +308,7 @@ impl Driver {
         finished
     }
 
-    /// Whether the device said that it cannot go on.
+    /// Whether the device reported that it cannot go on.
     pub(crate) fn needs_reset(&self) -> bool {
         self.read(0x70) & 0x40 != 0
     }

@@ -187,7 +187,7 @@ fn lay_over(below: &[Extent], runs: &[Run], layer: u32) -> Vec<Extent> {
 mod tests {
     use super::*;
 
-    /// Layers of random runs against one list that says for each page who holds it.
+    /// Layers of random runs against one list with the layer that holds each page.
     #[test]
     fn the_newest_layer_that_has_a_page_is_the_one_that_holds_it() {
         const PAGES: u32 = 200;

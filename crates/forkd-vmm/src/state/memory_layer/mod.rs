@@ -1,16 +1,16 @@
 //! Guest memory as files: a chain of layers.
 //!
 //! Memory is counted in pages of 4 KiB, all ranges one after the other; guest addresses do not occur here.
-//! The oldest layer of a chain is a plain file with all of memory and holes where it is zero. Every other
-//! one is [packed](packed): the pages that differ from what is below, and an index that says which.
+//! The oldest layer of a chain is a plain file with all of memory and holes where it is zero. Every other one
+//! is [packed](packed): the pages that differ from what is below, and an index of them.
 //!
 //! - [`packed`]: one packed layer as a file, written and read;
 //! - [`chain`]: several layers as one memory: which page is in which file;
 //! - [`restore`]: a chain mapped as guest memory;
 //! - [`save`]: guest memory written as the next layer of a chain, or as the first one of another.
 //!
-//! Every byte of a layer may have been written by anybody. What is looked at before a guest is made is
-//! whether the files make sense, not whether they are the right ones: digests are the store's.
+//! Every byte of a layer is untrusted. Before a guest is made the files are checked for consistency, not for
+//! identity: digests are the store's.
 
 mod chain;
 mod packed;
@@ -31,8 +31,8 @@ const PAGE_BYTES: usize = PAGE as usize;
 const ZERO_PAGE: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
 /// How many pages are looked at, or moved, in one go: a mebibyte.
 const CHUNK: u32 = 256;
-/// How many bytes are written in one go. Some kernels let nobody else have the CPU until all of them are in the
-/// file's cache, and that may need memory first: more of them would hold up guests for milliseconds.
+/// How many bytes are written in one go. Some kernels give up the CPU only when all of them are in the file's
+/// cache, and that may need memory first: more of them would hold up guests for milliseconds.
 const PIECE: usize = 64 << 10;
 
 /// What is wrong with a layer, and what to do about it. The oldest layer is number 0.

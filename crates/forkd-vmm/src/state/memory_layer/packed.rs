@@ -8,10 +8,10 @@
 //!         BLAKE3 of index and footer up to here (32), which is this layer's id
 //! ```
 //!
-//! All numbers are little-endian. Pages come first so that they can be mapped. Where a page is in the
-//! file follows from the order. The id tells layers apart, so that those of a chain are not taken in
-//! another order; the plain layer at the bottom has none, which is all zeros. Reading an index does not
-//! read the pages.
+//! All numbers are little-endian. Pages come first so that they can be mapped. Where a page is in the file
+//! follows from the order. The id identifies a layer, so that those of a chain are not taken in another
+//! order; the plain layer at the bottom has none, which is all zeros. Reading an index does not read the
+//! pages.
 
 use std::fs::File;
 use std::io;
@@ -29,7 +29,7 @@ const ID: usize = 32;
 const FIELDS: usize = 8 + 4 + 4 + 8 + 8 + 8 + ID + ID;
 const FOOTER: usize = FIELDS + ID;
 
-/// Tells layers apart.
+/// Identifies a layer.
 pub(super) type Id = [u8; ID];
 
 /// What a layer lies on.
@@ -101,7 +101,7 @@ impl<'f> Writer<'f> {
         Ok(())
     }
 
-    /// Writes what says what was written. The layer lies on `below`.
+    /// Writes the index. The layer lies on `below`.
     pub(super) fn finish(mut self, below: Below) -> io::Result<()> {
         self.flush()?;
         let pages = self.length / PAGE;
@@ -147,7 +147,7 @@ pub(super) fn read(file: &File, below: Below) -> Result<Index> {
     let footer = Footer::parse(&bytes).map_err(|what| damaged(layer, what))?;
     let index_length = footer.check(length, below).map_err(|what| damaged(layer, &what))?;
 
-    // Bounded: the footer was found to tell of no more runs than there are pages of memory.
+    // Bounded: the footer was found to list no more runs than there are pages of memory.
     let mut index = vec![0; index_length];
     file.read_exact_at(&mut index, footer_at - index_length as u64).map_err(failed)?;
     let id = blake3::Hasher::new().update(&index).update(&bytes[..FIELDS]).finalize();
@@ -287,7 +287,7 @@ mod tests {
 
     const BELOW: Below = Below { layers: 1, id: [0; ID], pages: 100 };
 
-    /// A layer whose checksum fits, whatever it says.
+    /// A layer whose checksum fits, with any contents.
     fn layer(runs: &[(u32, u32)], pages: u64, below: Below) -> File {
         let runs: Vec<Run> = runs.iter().map(|(first, count)| Run { first: *first, count: *count }).collect();
         let file = tempfile::tempfile().unwrap();

@@ -28,7 +28,7 @@ use crate::{Error, GuestMemory, Result};
 const MAX_MAPPED: usize = 24;
 /// Extents of fewer pages are assembled with their neighbours, once there are many.
 const LONG: u32 = 64;
-/// The most places where what is assembled is cut in two to leave out what nobody needs in between.
+/// The most places where an assembled file is split to leave out unneeded pages in between.
 const MAX_CUTS: usize = 16;
 /// The most mappings over the oldest layer: each that is mapped may cut what is assembled in two.
 #[cfg(test)]

@@ -143,7 +143,7 @@ impl Chunk<'_> {
     }
 }
 
-/// Says of every page of a process whether it is anonymous.
+/// Shows for every page of a process whether it is anonymous.
 struct Pagemap<'f> {
     file: &'f File,
     /// Whether the process is still there.
@@ -183,7 +183,7 @@ impl<'f> Pagemap<'f> {
     }
 }
 
-/// Tells how far a saver is.
+/// Reports the progress of a saver.
 #[derive(Debug)]
 pub(crate) struct Progress {
     file: Option<File>,
@@ -192,7 +192,7 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// At the beginning of saving `total` bytes of memory; told to `file`.
+    /// At the beginning of saving `total` bytes of memory; reported to `file`.
     pub(crate) fn new(file: Option<File>, total: u64) -> Progress {
         let now = SaveProgress { total, ..Default::default() };
         Progress { file, now, reported: now }
@@ -207,7 +207,7 @@ impl Progress {
         if progress >= REPORT { self.report() } else { Ok(()) }
     }
 
-    /// Tells what was not told yet.
+    /// Reports what was not reported yet.
     pub(crate) fn report(&mut self) -> io::Result<()> {
         self.reported = self.now;
         match &self.file {

@@ -42,7 +42,7 @@ fn read(memory: &GuestMemory, page: u64) -> [u8; PAGE_BYTES] {
     bytes
 }
 
-/// Bytes nobody else has.
+/// Unique bytes.
 fn bytes(number: u64) -> [u8; PAGE_BYTES] {
     let mut bytes = [number as u8 | 1; PAGE_BYTES];
     bytes[..8].copy_from_slice(&number.to_le_bytes());

@@ -15,7 +15,7 @@ use crate::state::BlockState;
 
 /// The unit in which drivers address a disk.
 pub(super) const SECTOR: u64 = 512;
-/// The unit in which the map tells base and layers apart.
+/// The unit in which the map distinguishes base and layers.
 pub(super) const BLOCK: u64 = 4096;
 /// The largest disk: its map takes 512 MiB of address space, of which only what is written to is
 /// ever touched.
@@ -34,7 +34,7 @@ pub enum DiskError {
          most 2 TiB; a truncated image has to be built or copied again"
     )]
     Size(u64),
-    /// Its files are not those its state tells of.
+    /// Its files do not match its state.
     #[error("{0}")]
     Mismatch(String),
     /// It cannot be looked at.
@@ -77,8 +77,8 @@ impl Disk {
         Ok(Disk { files, frozen: 1, map, size, writable })
     }
 
-    /// A disk as it was when its VM was stopped, from its files and a state that anybody may have
-    /// written. It cannot be written to before it is given a layer.
+    /// A disk as it was when its VM was stopped, from its files and an untrusted state. It cannot be written
+    /// to before it is given a layer.
     pub fn frozen(base: File, layers: Vec<File>, state: &BlockState) -> Result<Disk, DiskError> {
         let mut disk = Disk::new(base, None)?;
         if disk.size != state.size {

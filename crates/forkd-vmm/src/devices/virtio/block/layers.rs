@@ -14,7 +14,7 @@ use super::disk::{BLOCK, Disk, DiskError};
 const CHUNK: u64 = 64 << 10;
 
 impl Disk {
-    /// The layers nobody writes to any more, oldest first. The base is not among them.
+    /// The layers that are not written to any more, oldest first. The base is not among them.
     pub fn frozen_layers(&self) -> &[File] {
         self.files.get(1..self.frozen).unwrap_or(&[])
     }
@@ -44,10 +44,10 @@ impl Disk {
         }
     }
 
-    /// Copies what this disk has in its oldest `count` layers, all of them frozen, into the empty
-    /// `target`, where each block is at the offset it has on the disk. Blocks that newer layers hold are
-    /// left out: the result is good for this disk and those that came from it, not for those it came
-    /// from. `wrote` is told of all that is written, in pieces of at most a mebibyte.
+    /// Copies what this disk has in its oldest `count` layers, all of them frozen, into the empty `target`,
+    /// where each block is at the offset it has on the disk. Blocks that newer layers hold are left out: the
+    /// result is good for this disk and those that came from it, not for those it came from. `wrote` is
+    /// called for each written piece of at most a mebibyte.
     pub fn merge_into(
         &self,
         count: usize,
@@ -75,8 +75,8 @@ impl Disk {
         Ok(())
     }
 
-    /// Whether `layer` can take the place of the oldest `count` layers: a file nobody here can write to,
-    /// as long as what it must hold. That it holds the right bytes is the word of who made it.
+    /// Whether `layer` can take the place of the oldest `count` layers: a read-only file of the right length.
+    /// That it holds the right bytes is guaranteed by its maker alone.
     pub fn check_replace(&self, count: usize, layer: &File) -> Result<(), DiskError> {
         self.check_count(count)?;
         let found = layer.metadata()?;

@@ -58,8 +58,8 @@ impl From<std::io::Error> for Refusal {
         if matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) {
             return Refusal::DiskFull;
         }
-        // A driver can make any read or write fail by asking for what is not there: saying more
-        // than it is told anyway would let it fill somebody's log.
+        // A driver can make any read or write fail by asking for missing sectors. The status is its answer; a
+        // log line for each would let it fill the host's log.
         Refusal::IoError
     }
 }
@@ -150,9 +150,9 @@ impl Block {
                 self.disk.write(offset.ok_or(Refusal::IoError)?, readable)?;
                 Ok(0)
             }
-            // Nothing to wait for: what was written is in the page cache, which outlives this
-            // process but not the host, and nobody reads a sandbox's layer after the host went
-            // down. Saving a snapshot syncs the layer itself.
+            // Nothing to wait for: written data is in the page cache, which outlives this process but not the
+            // host, and a sandbox's layer is not used after the host went down. Saving a snapshot syncs the
+            // layer itself.
             virtio_blk::VIRTIO_BLK_T_FLUSH => Ok(0),
             virtio_blk::VIRTIO_BLK_T_GET_ID => {
                 let shown = len.min(ID_SIZE);

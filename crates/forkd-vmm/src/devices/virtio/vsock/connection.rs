@@ -4,9 +4,8 @@
 //! to it holds, and gets no more than it announced. What cannot be sent to the guest stays in the
 //! socket; what the socket does not take waits in `outgoing`.
 //!
-//! Each direction ends on its own, from either side. A stream that both directions of the guest
-//! have left is answered with a reset, as its driver expects; one that the host has left is told so
-//! and forgotten.
+//! Each direction ends on its own, from either side. A stream that both directions of the guest have left is
+//! answered with a reset, as its driver expects; one that the host has left gets a shutdown and is dropped.
 
 use std::collections::VecDeque;
 use std::io;
@@ -23,8 +22,8 @@ use crate::event_loop::Readiness;
 
 /// The receive buffer announced to the guest: the most bytes of one connection held here.
 pub(super) const RECEIVE_BUFFER: u32 = 128 << 10;
-/// The most data in one packet to the guest, however large its buffer is: nobody waits long behind
-/// another connection's packet.
+/// The most data in one packet to the guest, however large its buffer is: no connection waits long behind
+/// another one's packet.
 const MAX_DATA: usize = 64 << 10;
 
 /// How far a connection is.
@@ -43,7 +42,7 @@ pub(super) enum Fate {
     Lives,
     /// It is over, and the guest knows.
     Ends,
-    /// It is over, and the guest is to be told by a reset.
+    /// It is over, and the guest is to get a reset.
     Resets,
 }
 
@@ -61,7 +60,7 @@ pub(super) struct Connection {
     pub(super) host_port: u32,
     pub(super) guest_port: u32,
     pub(super) state: ConnectionState,
-    /// It stands in the line of connections that may have a packet for the guest.
+    /// It is in the queue of connections that may have a packet for the guest.
     pub(super) queued: bool,
 
     // Control packets the guest is to get. One of each kind is enough, so a guest that takes none
@@ -82,10 +81,10 @@ pub(super) struct Connection {
     announced: Wrapping<u32>,
     /// The socket takes bytes, as far as we know.
     writable: bool,
-    /// The guest said that it will send no more.
+    /// The guest will send no more, by its shutdown.
     guest_sent_all: bool,
-    /// Whether the peer was told so. That wakes it, and what it does then may be news of the socket: told again
-    /// at every news, neither of the two would ever rest.
+    /// Whether the socket was shut down for that. It wakes the peer, which may then cause another event of
+    /// the socket: repeated at every event, neither of the two would ever rest.
     end_passed_on: bool,
     /// The socket's peer will take no more.
     host_takes_none: bool,
@@ -95,7 +94,7 @@ pub(super) struct Connection {
     sent: Wrapping<u32>,
     /// The guest's receive buffer.
     guest_buffer: u32,
-    /// Bytes the guest has passed on, as far as it told us.
+    /// Bytes the guest has passed on, by its last credit update.
     guest_forwarded: Wrapping<u32>,
     /// The guest was asked for credit because there was none, and there still is none.
     asked_for_credit: bool,
@@ -103,7 +102,7 @@ pub(super) struct Connection {
     readable: bool,
     /// The socket's peer will send no more.
     host_sent_all: bool,
-    /// The guest said that it will take no more.
+    /// The guest will take no more, by its shutdown.
     guest_takes_none: bool,
     /// Which directions the guest knows the host to have left, as the flags of a shutdown.
     shutdown_sent: u32,
@@ -145,7 +144,7 @@ impl Connection {
         }
     }
 
-    /// Somebody on the host wants to talk to a port in the guest, which has until `deadline`.
+    /// A client on the host connects to a port in the guest, which must answer until `deadline`.
     pub(super) fn from_host(socket: OwnedFd, host_port: u32, guest_port: u32, deadline: Instant) -> Self {
         Connection::new(socket, host_port, guest_port, ConnectionState::Requested(deadline), Op::Request)
     }
@@ -172,7 +171,7 @@ impl Connection {
         self.flush()
     }
 
-    /// A packet came from the guest; `data` is exactly what its header says it holds.
+    /// A packet came from the guest; `data` has exactly the length in its header.
     pub(super) fn receive(&mut self, header: &Header, data: Buffers<'_>) -> Fate {
         self.take_credit(header);
         match (header.op, self.state) {
@@ -199,7 +198,7 @@ impl Connection {
         }
     }
 
-    /// The guest accepted: tell who asked for it.
+    /// The guest accepted: answers the client.
     fn open(&mut self) -> Fate {
         self.state = ConnectionState::Open;
         let line = format!("OK {}\n", self.host_port);
@@ -237,7 +236,7 @@ impl Connection {
         self.guest_sent_all |= flags & SHUTDOWN_SEND != 0;
         if flags & SHUTDOWN_RECEIVE != 0 && !self.guest_takes_none {
             self.guest_takes_none = true;
-            // The peer learns by an error that nobody reads what it writes.
+            // The peer gets an error when it writes what is not read.
             let _ = shutdown(&self.socket, Shutdown::Read);
             self.host_sent_all = true;
         }
@@ -272,7 +271,7 @@ impl Connection {
             }
             if self.guest_sent_all && !self.host_takes_none && !self.end_passed_on {
                 self.end_passed_on = true;
-                // It fails only if the peer is gone, which reading tells.
+                // It fails only if the peer is gone, which a read reports.
                 let _ = shutdown(&self.socket, Shutdown::Write);
             }
         }
@@ -285,8 +284,8 @@ impl Connection {
         Fate::Lives
     }
 
-    /// Nobody takes what the guest sends. What the peer wrote before can still be read, so reading
-    /// goes on to its end.
+    /// The peer takes no more from the guest. What it wrote before can still be read, so reading goes on to
+    /// its end.
     fn lose_receiver(&mut self) {
         self.host_takes_none = true;
         self.readable = true;
@@ -367,7 +366,7 @@ impl Connection {
         0
     }
 
-    /// Whether the guest has been told that the host has left in both directions: all is said.
+    /// Whether the guest got the host's shutdown of both directions: nothing is left to send.
     pub(super) fn is_over(&self) -> bool {
         self.shutdown_sent == SHUTDOWN_SEND | SHUTDOWN_RECEIVE
     }

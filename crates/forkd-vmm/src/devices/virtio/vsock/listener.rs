@@ -1,7 +1,7 @@
-//! Those on the host who want a connection to the guest, until they have said to which port.
+//! The listening socket for clients on the host, and their connections until they have sent a port.
 //!
-//! Also the descriptors the device has watched: the listening socket, the timer and every caller's
-//! and connection's socket. A socket keeps its token from here when it becomes a connection.
+//! Also the descriptors the device has watched: the listening socket, the timer and the socket of every
+//! client and connection. A socket keeps its token from here when it becomes a connection.
 
 use std::collections::HashMap;
 use std::io;
@@ -22,13 +22,13 @@ pub(super) const LISTENER: u32 = 0;
 /// Token of the timer.
 pub(super) const TIMER: u32 = 1;
 const FIRST_TOKEN: u32 = 2;
-/// The most callers that have not said yet what they want; the others wait in the listening socket.
+/// The most clients that have not sent a port yet; the others wait in the listening socket.
 const MAX_PENDING: usize = 64;
-/// How long a caller has to say it.
+/// How long a client has to send it.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest line, with its end: `CONNECT 4294967295\n` and a little.
 const MAX_LINE: usize = 32;
-/// How often, in seconds, it is checked who has waited for too long, while anybody waits at all.
+/// Period, in seconds, of the check for expired deadlines, while there are any.
 const TICK: i64 = 1;
 
 struct PendingConnect {
@@ -47,7 +47,7 @@ pub(super) struct HostListener {
     listener: UnixListener,
     pending: HashMap<u32, PendingConnect>,
     next_token: u32,
-    /// Somebody may wait in the listening socket.
+    /// Clients may wait in the listening socket.
     waiting: bool,
     watch: Option<Watch>,
 }
@@ -103,8 +103,8 @@ impl HostListener {
         self.waiting = true;
     }
 
-    /// Lets callers in, until there are `room` of them. While the guest has no driver they are
-    /// turned away at once: whoever calls too early can call again.
+    /// Accepts clients, until there are `room` of them. While the guest has no driver they are turned away at
+    /// once: a client that is too early can try again.
     pub(super) fn accept(&mut self, room: usize, active: bool, taken: impl Fn(u32) -> bool) {
         for _ in 0..MAX_PENDING {
             if !self.waiting || self.pending.len() >= room.min(MAX_PENDING) {
@@ -129,8 +129,8 @@ impl HostListener {
         }
     }
 
-    /// A caller's socket became ready. Once it has said which port it wants, it is no caller any
-    /// more: its socket and the port are returned. One that says anything else is turned away.
+    /// A client's socket became ready. Once it has sent its port, it is not pending any more: its socket and
+    /// the port are returned. A client that sends anything else is turned away.
     pub(super) fn read_port(&mut self, token: u32) -> Option<(OwnedFd, u32)> {
         let connect = self.pending.get(&token)?;
         let mut line = [0; MAX_LINE];
@@ -159,8 +159,8 @@ impl HostListener {
         }
     }
 
-    /// The timer ticked: turns away who has not said in time what it wants. `others` says whether
-    /// somebody else needs the next tick.
+    /// The timer ticked: turns away clients that have not sent a port in time. `others` is whether a
+    /// connection needs the next tick.
     pub(super) fn sweep(&mut self, now: Instant, others: bool) {
         let late = self.pending.extract_if(|_, connect| connect.deadline <= now);
         for (_, connect) in late.collect::<Vec<_>>() {
@@ -174,7 +174,7 @@ impl HostListener {
         }
     }
 
-    /// Makes the timer tick: somebody has a deadline.
+    /// Makes the timer tick: there is a deadline.
     pub(super) fn start_timer(&mut self) {
         if let Some(watch) = &mut self.watch {
             watch.set_timer(true);

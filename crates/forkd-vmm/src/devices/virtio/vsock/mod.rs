@@ -1,18 +1,17 @@
 //! virtio-vsock in user space: streams between sockets of the host and ports of the guest.
 //!
-//! Somebody on the host connects to the device's listening socket, writes `CONNECT port\n`, reads
-//! `OK n\n` and is connected to that port in the guest; a connection that is closed before the `OK`
-//! was refused. For a connection that the guest begins, a socket pair is made and one end offered to
-//! whoever runs the VM.
+//! A client on the host connects to the device's listening socket, writes `CONNECT port\n`, reads `OK n\n`
+//! and is connected to that port in the guest; a connection that is closed before the `OK` was refused. For a
+//! connection that the guest begins, a socket pair is made and one end offered to the monitor.
 //!
-//! What keeps it from standing still: packets of the guest are always taken, whatever the state of
-//! the other direction, because credit bounds the data and one flag of each kind the control packets
-//! of a connection. Packets to the guest wait for its buffers in their sockets. Connections that
-//! have something for the guest stand in one line and take turns.
+//! What keeps it from standing still: packets of the guest are always taken, whatever the state of the other
+//! direction, because credit bounds the data and one flag of each kind the control packets of a connection.
+//! Packets to the guest wait for its buffers in their sockets. Connections that have something for the guest
+//! are in one queue and take turns.
 //!
-//! No connection survives into a copy of a VM. The copy's guest is told so by an event, upon which it
-//! drops its ends; until it has taken the event, callers of the host wait, because it would drop a new
-//! connection with the old ones.
+//! No connection survives into a copy of a VM. The copy's guest gets an event, upon which it drops its ends.
+//! Until it has taken the event, clients on the host wait, because it would drop a new connection with the
+//! old ones.
 
 mod connection;
 mod listener;
@@ -45,7 +44,7 @@ use packet::{HEADER_SIZE, HOST_CID, Header, Op, TYPE_STREAM};
 const RX: usize = 0;
 const TX: usize = 1;
 const EVENTS: usize = 2;
-/// The event that says: all your connections are gone.
+/// The event "transport reset": all connections are gone.
 const TRANSPORT_RESET: [u8; 4] = [0; 4];
 /// The most connections at a time, those being made included.
 const MAX_CONNECTIONS: usize = 1023;
@@ -77,10 +76,10 @@ pub struct Vsock {
     resets: VecDeque<Header>,
     next_host_port: u32,
     active: bool,
-    /// The guest has to be told that its connections are gone.
+    /// The guest must get the transport reset.
     reset_due: bool,
-    /// It was told; callers wait until it has offered more event buffers than this, for which it has to
-    /// take the event.
+    /// The event was sent; clients wait until the guest has offered more event buffers than this, for which
+    /// it has to take the event.
     told_at: Option<u16>,
 }
 
@@ -126,7 +125,7 @@ impl Vsock {
     /// Receive, transmit, events.
     pub const QUEUE_SIZES: &'static [u16] = &[256, 256, 16];
 
-    /// Tells the guest that its connections are gone, once it has a buffer for that.
+    /// Sends the guest the transport reset, once it has a buffer for that.
     fn tell_of_reset(&mut self, queue: &mut VirtQueue, memory: &GuestMemory) -> Result<(), Malformed> {
         if !self.reset_due {
             return Ok(());
@@ -196,7 +195,7 @@ impl Vsock {
         }
     }
 
-    /// The guest wants a connection: makes one if somebody takes the other end.
+    /// The guest wants a connection: makes one if the controller takes the other end.
     fn offer(&mut self, request: &Header) -> bool {
         let may_call = self.guest_ports.as_ref().is_none_or(|ports| ports.contains(&request.dst_port));
         if self.is_full() || !may_call {
@@ -218,7 +217,7 @@ impl Vsock {
         true
     }
 
-    /// Somebody on the host said which port it wants.
+    /// A client on the host sent its port.
     fn call(&mut self, token: u32, socket: OwnedFd, guest_port: u32) {
         while self.by_ports.contains_key(&(self.next_host_port, guest_port)) {
             self.next_host_port = self.next_host_port.wrapping_add(1).max(FIRST_HOST_PORT);
@@ -257,8 +256,8 @@ impl Vsock {
         if let Some(connection) = self.connections.remove(&token) {
             self.by_ports.remove(&(connection.host_port, connection.guest_port));
             self.listener.unwatch(connection.socket.as_fd());
-            // The line moves only when the guest has buffers: a guest that opens and closes without
-            // ever offering one must not make it grow.
+            // The queue moves only when the guest has buffers: a guest that opens and closes without ever
+            // offering one must not make it grow.
             if connection.queued {
                 self.queue.retain(|standing| *standing != token);
             }
@@ -301,7 +300,7 @@ impl Vsock {
         if let Some(reset) = self.resets.pop_front() {
             return Some(reset);
         }
-        // A connection that turns out to have nothing leaves the line.
+        // A connection that turns out to have nothing leaves the queue.
         while let Some(token) = self.queue.pop_front() {
             let Some(connection) = self.connections.get_mut(&token) else { continue };
             connection.queued = false;
@@ -314,7 +313,7 @@ impl Vsock {
         None
     }
 
-    /// A caller's socket became ready: it may have said what it wants.
+    /// A client's socket became ready: it may have sent its port.
     fn read_port(&mut self, token: u32) {
         if let Some((socket, port)) = self.listener.read_port(token) {
             self.call(token, socket, port);
@@ -391,7 +390,7 @@ impl VirtioDevice for Vsock {
     }
 
     fn resume(&mut self, queues: &mut [VirtQueue], memory: &GuestMemory) -> Result<(), Malformed> {
-        // A driver that never set the queue up cannot be told: it would keep callers waiting for ever.
+        // A driver that never set the queue up cannot get the event: it would keep clients waiting for ever.
         self.reset_due = queues[EVENTS].is_ready();
         self.tell_of_reset(&mut queues[EVENTS], memory)
     }

@@ -26,7 +26,7 @@ pub(super) enum Op {
     Shutdown,
     /// Carries data.
     Data,
-    /// Tells how much room there is.
+    /// Announces how much room there is.
     CreditUpdate,
     /// Asks how much room there is.
     CreditRequest,
@@ -60,7 +60,7 @@ pub(super) struct Header {
     pub(super) len: u32,
     /// Type of socket.
     pub(super) socket_type: u16,
-    /// What it is for; `None` for what nobody has defined.
+    /// Its operation; `None` for an undefined one.
     pub(super) op: Option<Op>,
     /// For [`Op::Shutdown`].
     pub(super) flags: u32,

@@ -44,7 +44,7 @@ impl Drop for Guest {
     }
 }
 
-/// A device that offers the guest's connections to everybody who asks, except for port 99.
+/// A device that accepts all connections of the guest, except to port 99.
 pub(super) fn device() -> (Vsock, std::path::PathBuf, tempfile::TempDir, Arrivals) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("vsock");

@@ -199,7 +199,8 @@ fn a_guest_never_gets_more_than_it_has_room_for() {
 fn a_guest_that_sends_more_than_there_is_room_for_is_reset() {
     let mut guest = guest();
     let (mut stream, ports) = guest.open();
-    // Nobody reads: first the socket fills up, then the receive buffer, and an honest guest stops.
+    // The client does not read: first the socket fills up, then the receive buffer, and an honest guest
+    // stops.
     let mut sent = 0;
     loop {
         guest.send(&packet(Op::Data, ports), &[1; ROOM as usize]);
@@ -228,7 +229,7 @@ fn packets_that_belong_to_nobody_are_reset_and_resets_are_not_answered() {
     }
     guest.send(&packet(Op::Reset, (1, 2)), &[]);
     guest.expect_nothing();
-    // A datagram, a stranger's address, somebody else's packet, an operation nobody knows.
+    // A datagram, an unknown address, a packet for another guest, an undefined operation.
     guest.send(&Header { socket_type: 3, ..packet(Op::Request, (1, 2)) }, &[]);
     guest.expect(Op::Reset);
     guest.send(&Header { src_cid: 43, ..packet(Op::Request, (1, 2)) }, &[]);
@@ -321,7 +322,7 @@ fn what_the_host_does_not_read_waits_and_arrives_in_order() {
             sent += len;
             last_progress = Instant::now();
         }
-        // Nobody reads until the guest has been without credit for a while.
+        // The client does not read until the guest has been without credit for a while.
         if reader.is_none() && last_progress.elapsed() > Duration::from_millis(200) {
             let mut stream = stream.try_clone().unwrap();
             reader = Some(std::thread::spawn(move || {
