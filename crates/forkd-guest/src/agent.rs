@@ -20,7 +20,7 @@ use crate::{
     warm::{Warm, WarmContext},
 };
 
-/// What an agent is told at its start.
+/// The agent's configuration at its start.
 pub struct Config {
     /// The user a call acts as by default; root when absent.
     pub default_user: Option<String>,

@@ -1,7 +1,7 @@
 //! The [line protocol](forkd_protocol::json_lines), on TCP port 8888 of the guest: what clients of the
 //! reference speak. It does what the other services do, with their code.
 //!
-//! # Who may use it
+//! # Access
 //!
 //! It needs no token and acts as the image's default user, so it only serves peers that could do that anyway:
 //!

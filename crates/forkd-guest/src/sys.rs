@@ -56,7 +56,7 @@ impl Socket {
         Some((here.try_into().ok()?, there.try_into().ok()?))
     }
 
-    /// Tells the peer that nothing more will come.
+    /// Shuts down the sending direction.
     pub(crate) fn shutdown_write(&self) {
         let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Write);
     }
@@ -132,14 +132,14 @@ pub(crate) fn accept(listener: BorrowedFd) -> io::Result<Socket> {
     let socket = Socket(unsafe { OwnedFd::from_raw_fd(fd) });
     match i32::from(address.ss_family) {
         libc::AF_VSOCK => {
-            // SAFETY: the kernel filled in a sockaddr_vm, as the family says; it fits the storage.
+            // SAFETY: the kernel filled in a sockaddr_vm, by its family; it fits the storage.
             let peer = unsafe { *(&raw const address).cast::<libc::sockaddr_vm>() };
             if peer.svm_cid != HOST_CID {
                 return Err(io::Error::from(io::ErrorKind::PermissionDenied));
             }
         }
         libc::AF_INET | libc::AF_INET6 => {
-            // On a connection that is reset already these may fail: reading it will tell.
+            // On a connection that is reset already these may fail: a read will report it.
             let _ = rustix::net::sockopt::set_tcp_nodelay(&socket.0, true);
             // A peer whose machine vanished is noticed only this way.
             let _ = rustix::net::sockopt::set_socket_keepalive(&socket.0, true);
@@ -204,7 +204,7 @@ pub(crate) fn uptime_ms() -> u64 {
     (now.tv_sec.max(0) as u64).saturating_mul(1000).saturating_add(now.tv_nsec.max(0) as u64 / 1_000_000)
 }
 
-/// Whether two secrets are equal, in a time that tells nothing about where they differ.
+/// Whether two secrets are equal, in a time that does not depend on where they differ.
 pub(crate) fn equal_secrets(a: &[u8], b: &[u8]) -> bool {
     let differences = a.iter().zip(b).fold(0, |acc, (a, b)| std::hint::black_box(acc | (a ^ b)));
     a.len() == b.len() && std::hint::black_box(differences) == 0

@@ -24,7 +24,7 @@ const TAIL: usize = 4 << 10;
 /// How often the ready file is looked for.
 const TICK: Duration = Duration::from_millis(25);
 
-/// Says which numpy is loaded, without loading one.
+/// Prints the version of a loaded numpy, without loading one.
 const NUMPY_VERSION: &str = "getattr(__import__('sys').modules.get('numpy'), '__version__', None)";
 /// How long that may take.
 const VERSION_TIME: Duration = Duration::from_secs(5);
@@ -64,7 +64,7 @@ impl Warm {
         *self.status.lock().unwrap_or_else(PoisonError::into_inner) = WarmStatus { state, error };
     }
 
-    /// Starts the warm-up, unless it was started before, and tells how far it is.
+    /// Starts the warm-up, unless it was started before, and returns its progress.
     pub(crate) fn start(&self, request: WarmRequest, workplace: WarmContext) -> WarmStatus {
         {
             let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);

@@ -424,7 +424,7 @@ fn a_warm_up_is_ready_when_its_command_and_its_imports_are_done() {
     assert!(marker.exists());
     let response = agent.call("/forkd.Agent/Eval", json!({"code": "warmed + 1"})).unwrap();
     assert_eq!(response["result"], "42");
-    // Asked again, it only tells.
+    // A repeated request only returns the progress.
     let again = agent.call("/forkd.Agent/Warm", json!({"command": ["false"]})).unwrap();
     assert_eq!(again["state"], "ready");
 }

@@ -99,12 +99,12 @@ fn download(exchange: &mut Exchange, user: &User) -> io::Result<()> {
     let headers = [("content-type", "application/octet-stream")];
     if len > 0 {
         exchange.begin(200, &headers, Some(len))?;
-        // What grows meanwhile is cut at the announced length; what shrinks breaks the connection,
-        // which is the only way left to say so.
+        // A file that grows meanwhile is cut at the announced length. One that shrinks breaks the connection,
+        // which is the only way left to report it.
         copy(&mut file.take(len), exchange, &mut buf)?;
         return exchange.finish();
     }
-    // Files of /proc and the like say that they are empty and are not.
+    // Files of /proc and the like have length 0 and are not empty.
     let first = match file.read(&mut buf) {
         Ok(first) => first,
         Err(error) => return refuse(exchange, refusal(&path, &error)),

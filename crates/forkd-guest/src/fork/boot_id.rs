@@ -25,14 +25,14 @@ const PROC: MountFlags = MountFlags::NOSUID.union(MountFlags::NODEV).union(Mount
 /// The boot id of this machine.
 #[derive(Debug)]
 pub struct BootId {
-    /// What the kernel says.
+    /// The kernel's own id.
     kernels: String,
     /// What programs read.
     file: File,
 }
 
 impl BootId {
-    /// Has programs read a file in `run_dir` where the kernel's id was. It says the same until a sandbox id is known.
+    /// Mounts a file in `run_dir` over the kernel's id. It holds the same id until a sandbox id is known.
     pub(crate) fn take_over(run_dir: &Path) -> io::Result<Self> {
         let (kernels, path) = (fs::read_to_string(KERNELS)?, run_dir.join("boot-id"));
         let id = BootId::new(kernels.trim(), &path)?;

@@ -1,4 +1,4 @@
-//! The files that say which machine this is, and the one that says whom to ask for names.
+//! The files with the machine's identity, and the one with its name servers.
 
 use std::{
     fs::{self, File, OpenOptions, Permissions},

@@ -44,11 +44,11 @@ use crate::{
     python::Python,
 };
 
-/// The variable that tells a process which sandbox it is in.
+/// The variable with the id of a process's sandbox.
 pub(crate) const SANDBOX_ID: &str = "FORKD_SANDBOX_ID";
-/// How long `Freeze` may take when it is not told.
+/// Default time limit of `Freeze`.
 const FREEZE_TIME: Duration = Duration::from_secs(5);
-/// How long `Freeze` may take at most, whatever it is told.
+/// Upper bound of the time limit of `Freeze`.
 const MAX_FREEZE_TIME: Duration = Duration::from_secs(600);
 /// So few dirty bytes are on the disk in a moment, while user processes stand still.
 const QUICK_SYNC_BYTES: u64 = 4 << 20;
@@ -74,7 +74,7 @@ pub(crate) struct ForkService {
     done: Mutex<Option<LastBecome>>,
 }
 
-/// A request that was obeyed. Entropy tells it from any other, in a copy of this guest too.
+/// The last request that was done. Its entropy distinguishes it from any other, in a copy of this guest too.
 struct LastBecome {
     /// Without the time, which is another one whenever it is sent.
     request: BecomeRequest,
@@ -221,7 +221,7 @@ impl ForkService {
         Ok(became(warnings))
     }
 
-    /// Tells a guest that was booted which sandbox it is. No user process runs yet.
+    /// Sets the sandbox id of a guest that was booted. No user process runs yet.
     pub(crate) fn name(&self, request: &NameRequest) -> Result<(), Error> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         check_sandbox_id(&request.sandbox_id)?;
@@ -335,7 +335,7 @@ fn unix_nanos() -> u64 {
     (now.tv_sec.max(0) as u64).saturating_mul(1_000_000_000).saturating_add(now.tv_nsec.max(0) as u64)
 }
 
-/// Says which file could not be written.
+/// A warning with the file that could not be written.
 fn complain(warnings: &mut Vec<String>, path: &Path, error: &io::Error) {
     warnings.push(format!("{} could not be written: {error}", path.display()));
 }

@@ -40,7 +40,7 @@ impl HostKeys<'_> {
         }
     }
 
-    /// Makes keys of these `kinds` and tells the server, which acts on it when it is thawed.
+    /// Makes keys of these `kinds` and signals the server, which reloads when it is thawed.
     pub(super) fn renew(
         &self,
         kinds: &[&str],

@@ -1,5 +1,5 @@
-//! What only a whole machine has: its clock, its name, its random numbers, its file systems. Behind functions that can
-//! be replaced, so that a test of the rest does not change the machine it runs on.
+//! The machine-wide state: clock, host name, random numbers, file systems. Behind functions that can be
+//! replaced, so that a test of the rest does not change the machine it runs on.
 
 use std::{
     fs::{self, OpenOptions},
@@ -27,7 +27,7 @@ pub struct System {
     pub set_hostname: fn(&str) -> io::Result<()>,
     /// Writes to the disk what is not there yet. Takes as long as that takes.
     pub sync: fn(),
-    /// How many bytes that would be; `None` if the machine does not say.
+    /// How many bytes that would be; `None` if unknown.
     pub unsynced: fn() -> Option<u64>,
 }
 
@@ -69,8 +69,8 @@ fn reseed(entropy: &[u8]) -> io::Result<()> {
 }
 
 fn ioctl(device: impl AsFd, number: u32, argument: *mut libc::c_void) -> io::Result<()> {
-    // SAFETY: one caller passes a structure that is as long as its second word says, in memory of its
-    // own that lives through the call; the other request takes no argument.
+    // SAFETY: one caller passes a structure with its length in the second word, in memory of its own that
+    // lives through the call; the other request takes no argument.
     let done = unsafe { libc::ioctl(device.as_fd().as_raw_fd(), number as _, argument) };
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

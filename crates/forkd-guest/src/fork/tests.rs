@@ -218,13 +218,13 @@ fn forking(folder: &Path, cgroup: Option<PathBuf>, sync: fn()) -> ForkService {
     ForkService::new(System { sync, ..system(folder.into()) }, folder.into(), processes, python)
 }
 
-/// A folder that says of itself that all in it stands still.
+/// A fake cgroup folder that reports itself as frozen.
 fn still(folder: &Path) -> Option<PathBuf> {
     fs::write(folder.join("cgroup.events"), "populated 1\nfrozen 1\n").unwrap();
     Some(folder.into())
 }
 
-/// What its processes were told last: `1` to stand still, `0` to go on.
+/// The last order to its processes: `1` to freeze, `0` to go on.
 fn told(folder: &Path) -> String {
     fs::read_to_string(folder.join("cgroup.freeze")).unwrap_or_default()
 }
@@ -403,8 +403,8 @@ fn a_freeze_nobody_waits_for_when_its_turn_comes_undoes_nobody_elses() {
     assert_eq!(told(folder.path()), "1");
 }
 
-/// Connects to `port`, begins to connect to an address that does not answer, listens with a connection waiting,
-/// and tells how each of them fares.
+/// Connects to `port`, begins to connect to an address that does not answer, listens with a connection
+/// waiting, and reports the state of each.
 const CLIENT: &str = r#"
 import ctypes, errno, os, socket, subprocess, sys
 def named(call):

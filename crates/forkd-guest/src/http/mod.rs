@@ -40,15 +40,15 @@ pub(crate) trait Transport: Read + Write {
     fn is_gone(&self) -> bool;
     /// Whether it has left: not if the connection was cut.
     fn has_left(&self) -> bool;
-    /// Tells the peer that nothing more will come.
+    /// Shuts down the sending direction.
     fn shutdown_write(&self);
 }
 
 /// Why there is no further request.
 enum NoRequest {
-    /// The peer left, or sent nothing for too long: nothing to say.
+    /// The peer left, or sent nothing for too long: no response.
     Gone,
-    /// It sent something that is not a request: say so and close.
+    /// It sent something that is not a request: respond with the error and close.
     Bad(u16, String),
 }
 

@@ -1,8 +1,8 @@
 //! PID 1: from the kernel's first user process to a guest that serves its host.
 //!
-//! What to do is in `/forkd/init.json` ([`InitPlan`]); the same binary starts a guest and the
-//! emulated machine. Whatever fails is said in one line on the console and, if the guest cannot be
-//! used without it, ends the guest: a host that waits for the agent must not wait in vain.
+//! The plan is in `/forkd/init.json` ([`InitPlan`]); the same binary starts a guest and the emulated machine.
+//! Any failure is one line on the console and, if the guest cannot be used without that step, ends the guest:
+//! a host that waits for the agent must not wait in vain.
 
 mod limits;
 mod modules;
@@ -50,7 +50,7 @@ pub(crate) struct Fatal {
     cause: io::Error,
 }
 
-/// Says what was attempted when something failed.
+/// Adds the attempted step to an error.
 fn attempt<T, E: Into<io::Error>>(result: Result<T, E>, what: impl FnOnce() -> String) -> Result<T, Fatal> {
     result.map_err(|cause| Fatal { what: what(), cause: cause.into() })
 }

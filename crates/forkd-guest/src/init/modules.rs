@@ -14,8 +14,8 @@ const FOLDER: &str = "/forkd/modules";
 /// `MODULE_INIT_COMPRESSED_FILE`: the kernel unpacks.
 const COMPRESSED: i32 = 4;
 
-/// Loads modules in the order given. One that fails is only said: whether it was needed shows when
-/// its device is, and then the reason stands above.
+/// Loads modules in the order given. A failure is only logged: if the module's device is needed, that fails
+/// later, and the log has the reason.
 pub(super) fn load_all(names: &[String]) {
     for name in names {
         if let Err(error) = load(name) {

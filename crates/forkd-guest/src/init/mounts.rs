@@ -21,7 +21,7 @@ const NEW_ROOT: &str = "/newroot";
 const LOWER: &str = "/lower";
 const UPPER: &str = "/upper";
 
-/// Mounts what is needed to see devices and to say anything.
+/// Mounts the file systems needed for devices and for the console.
 pub(super) fn mount_early() -> Result<(), Fatal> {
     mount("proc", "/proc", "proc", "nosuid,nodev,noexec")?;
     mount("sysfs", "/sys", "sysfs", "nosuid,nodev,noexec")?;

@@ -17,7 +17,7 @@ const KILL_TIME: Duration = Duration::from_secs(2);
 
 /// Ends all processes, puts the file systems in order and powers off.
 pub(super) fn shut_down() {
-    // Frozen processes hear nothing.
+    // Frozen processes do not get signals.
     let _ = fs::write("/sys/fs/cgroup/user/cgroup.freeze", "0");
     signal_all(libc::SIGTERM);
     signal_all(libc::SIGCONT);

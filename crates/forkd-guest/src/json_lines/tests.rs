@@ -84,7 +84,7 @@ fn a_program_that_is_not_there_is_an_error_without_output() {
     assert!(answer["error"].as_str().unwrap().contains("no-such-program"), "{answer}");
     assert_eq!(answer["exit_code"], 127);
     assert!(answer.get("stdout").is_none(), "a client would take the error for output: {answer}");
-    // A program that cannot be executed, whatever its name says.
+    // A program that cannot be executed, whatever its name.
     let path = agent.path("not found");
     std::fs::write(&path, "#!/bin/sh\n").unwrap();
     let answer = ask(&agent, json!({ "action": "exec", "args": [path] }));

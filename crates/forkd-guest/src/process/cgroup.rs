@@ -235,7 +235,7 @@ fn set_frozen(folder: &Path, frozen: bool) -> io::Result<()> {
     }
 }
 
-/// Waits for the kernel to say that everything under `folder` stands still.
+/// Waits until the kernel reports everything under `folder` as frozen.
 fn wait_until_frozen(folder: &Path, until: Instant) -> io::Result<bool> {
     let events = File::open(folder.join("cgroup.events"))?;
     let mut text = [0; 256];

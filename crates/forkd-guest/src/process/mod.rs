@@ -34,13 +34,13 @@ use crate::{
     users::User,
 };
 
-/// Where programs are looked for when the caller does not say.
+/// The default search path for programs.
 pub(crate) const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// As many processes as the agent looks after at once.
 const MAX_RUNNING: usize = 512;
 /// As many ended ones as it still knows.
 const MAX_ENDED: usize = 32;
-/// After how much silence a stream says that it is alive, when the caller does not say.
+/// Default interval of keepalive messages on a silent stream.
 const KEEPALIVE: Duration = Duration::from_secs(90);
 /// How often a silent stream looks whether its peer is still there.
 const PEER_TICK: Duration = Duration::from_secs(2);

@@ -162,7 +162,7 @@ impl Output {
         self.arrived.notify_all();
     }
 
-    /// Says how it ended. Nothing is published afterwards.
+    /// Publishes how it ended. Nothing is published afterwards.
     pub(crate) fn finish(&self, outcome: Outcome) {
         self.lock().end = Some(outcome);
         self.arrived.notify_all();

@@ -78,8 +78,8 @@ pub(crate) struct Launch<'l> {
 }
 
 impl Process {
-    /// Starts a process, with a first listener. `started` is called before anything else happens to
-    /// it, `ended` once it is over and before listeners hear of it.
+    /// Starts a process, with a first listener. `started` is called before anything else happens to it,
+    /// `ended` once it is over and before listeners get the event.
     pub(crate) fn start(
         launch: Launch,
         started: impl FnOnce(&Arc<Process>),
@@ -261,7 +261,7 @@ fn wire_pipes(with_stdin: bool) -> io::Result<Wiring> {
     })
 }
 
-/// Says why a program did not start, what to do about it, and which exit status that is.
+/// The reason why a program did not start, the remedy, and the exit status for it.
 pub(crate) fn explain(error: SpawnError, cmd: &str, cwd: &Path, user: &User) -> Error {
     let cannot = |message: String| (exit_code::CANNOT_EXECUTE, message);
     let (exit_code, message) = match error {
@@ -383,7 +383,7 @@ impl Pump {
         (exited, readable)
     }
 
-    /// Reads a piece from each readable output, and forgets those that have ended.
+    /// Reads a piece from each readable output, and removes those that have ended.
     fn move_output(&mut self, readable: &[bool], mut draining: Option<&mut Draining>) {
         let mut buf = [0; PIECE];
         let mut index = 0;

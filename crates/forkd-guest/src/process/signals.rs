@@ -1,6 +1,6 @@
 //! Signals by name and in words.
 
-/// Names, numbers, and what one says of a process that died of it.
+/// Names, numbers, and the text for a process that a signal has ended.
 const SIGNALS: &[(&str, i32, &str)] = &[
     ("HUP", libc::SIGHUP, "hangup"),
     ("INT", libc::SIGINT, "interrupt"),

@@ -173,7 +173,7 @@ fn clone_child(prepared: &Prepared, cgroup: Option<BorrowedFd>) -> io::Result<(i
     args.pidfd = (&raw mut pidfd) as u64;
     args.exit_signal = libc::SIGCHLD as u64;
     if let Some(cgroup) = cgroup {
-        // Born there: moving a process afterwards waits for every CPU of the guest.
+        // The child starts in the cgroup: moving a process afterwards waits for every CPU of the guest.
         args.flags |= CLONE_INTO_CGROUP;
         args.cgroup = cgroup.as_raw_fd() as u64;
     }

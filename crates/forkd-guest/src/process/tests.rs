@@ -90,7 +90,7 @@ fn what_cannot_be_executed_is_explained() {
         ("no-such-program".to_string(), 127, "no-such-program: not found in this image"),
         ("/no/such/program".to_string(), 127, "not found in this image"),
         (write("plain", "#!/bin/sh\n", 0o644), 126, "permission denied"),
-        // What its name says does not matter.
+        // Its name does not matter.
         (write("not found in this image", "#!/bin/sh\n", 0o644), 126, "permission denied"),
         (write("shebangless", "echo hi\n", 0o755), 126, "#!/bin/sh"),
         (write("lost", "#!/no/such/interpreter\n", 0o755), 126, "interpreter"),

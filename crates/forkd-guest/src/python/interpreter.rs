@@ -46,19 +46,19 @@ const PIPE_SIZE: usize = 1 << 20;
 
 /// What the notices pipe holds: two notices of the greatest length.
 const NOTICES_SIZE: usize = 128 << 10;
-/// Tells the interpreter to read its notices. A real-time signal from the far end of their range, which
-/// programs rarely use; `driver.py` knows it too.
+/// Makes the interpreter read its notices. A real-time signal from the far end of their range, which programs
+/// rarely use; `driver.py` knows it too.
 const NOTICE_SIGNAL: i32 = 60;
-/// What the interpreter says when it has taken in all notices.
+/// The interpreter's reply when it has read all notices.
 const HEARD: u8 = b'h';
-/// What it says when the first function is registered.
+/// Its message when the first function is registered.
 const REGISTERED: u8 = b'r';
 /// As much of that as its pipe holds.
 const MAX_REPLIES: usize = 64 << 10;
 
 /// Why an evaluation has no answer.
 pub(super) enum Stop {
-    /// The time was over; it stopped when told to.
+    /// The time was over; it stopped on the interrupt.
     Interrupted,
     /// The time was over; it did not stop.
     Killed,
@@ -90,7 +90,7 @@ pub(super) struct Interpreter {
 pub(crate) struct Notices {
     pid: i32,
     pipe: OwnedFd,
-    /// Where it says [`HEARD`] and [`REGISTERED`].
+    /// The pipe for [`HEARD`] and [`REGISTERED`].
     replies: OwnedFd,
     /// Whether it had functions or threads when it answered last.
     wakes: AtomicBool,
@@ -133,7 +133,7 @@ impl Notices {
         }
     }
 
-    /// What it said since the last time; an error if it is gone.
+    /// Its messages since the last call; an error if it is gone.
     fn read_replies(&self) -> io::Result<Vec<u8>> {
         let mut replies = Vec::new();
         let mut buf = [0; 256];
@@ -419,7 +419,7 @@ impl Interpreter {
         Ok(Some(answer))
     }
 
-    /// Ends it, if it has not ended already, and tells how.
+    /// Ends it, if it has not ended already, and returns its exit status.
     fn end(&mut self) -> Ended {
         // Its pipes close a little before it is gone.
         let by_itself = self.ended_within(END_TIME);

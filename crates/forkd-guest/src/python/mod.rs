@@ -1,11 +1,11 @@
 //! The warmed Python interpreter: one process of the image's `python3` that stays, and evaluates
 //! what it is sent in one namespace.
 //!
-//! It starts with the first evaluation or with the warm-up, runs as the default user like any other
-//! command, and does one evaluation at a time; others wait. In a forked guest it is told so, idle or
-//! in the middle of an evaluation, and reseeds what it can. `driver.py` is what runs in it, and says
-//! how the two speak. Everything that comes out of it is as hostile as any output: evaluated code
-//! can write whatever it likes into any descriptor.
+//! It starts with the first evaluation or with the warm-up, runs as the default user like any other command,
+//! and does one evaluation at a time; others wait. In a forked guest it gets a notice, idle or in the middle
+//! of an evaluation, and reseeds what it can. `driver.py` runs in it, and documents the protocol between the
+//! two. Everything that comes out of it is as hostile as any output: evaluated code can write whatever it
+//! likes into any descriptor.
 
 mod interpreter;
 
@@ -74,9 +74,9 @@ impl Python {
         }
     }
 
-    /// Tells the interpreter, if there is one, that it was forked and which variables it has now. It
-    /// reads that before anything else when it runs again. Returned if it is to run before others do:
-    /// when it has functions to call or threads. One that sleeps is not woken for the news.
+    /// Sends the interpreter, if there is one, a notice of the fork with its new variables. It reads that
+    /// before anything else when it runs again. Returned if it is to run before others do: when it has
+    /// functions to call or threads. A sleeping one is not woken for the notice.
     pub(crate) fn forked(&self, variables: &BTreeMap<String, String>) -> io::Result<Option<Arc<Notices>>> {
         let notices = self.notices.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
         let Some(notices) = notices else { return Ok(None) };

@@ -60,8 +60,8 @@ impl Diag {
         }
     }
 
-    /// Sends a request about one socket. Returns what the kernel says to it, which is nothing for one that
-    /// was only done.
+    /// Sends a request about one socket. Returns the kernel's answer, which is empty for a request without
+    /// data.
     fn ask(
         &self,
         kind: u16,

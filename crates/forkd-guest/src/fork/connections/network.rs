@@ -115,7 +115,7 @@ impl Network {
         address.is_loopback() || self.known.values().any(|known| known.addresses.contains(&address))
     }
 
-    /// The ends of a TCP connection that does not say so itself.
+    /// The ends of a TCP connection whose socket does not have them any more.
     pub(super) fn ends_of(&self, namespace: u64, inode: u64) -> Option<Ends> {
         let connections = &self.known.get(&namespace)?.connections;
         connections.iter().find(|known| known.inode == inode).map(|known| known.ends)
@@ -225,11 +225,11 @@ fn addresses() -> io::Result<BTreeSet<IpAddr>> {
         // SAFETY: an entry's address is null or begins with its family.
         let family = unsafe { entry.ifa_addr.as_ref() }.map(|address| i32::from(address.sa_family));
         if family == Some(libc::AF_INET) {
-            // SAFETY: the family says that this is what the address is.
+            // SAFETY: by its family this is the type of the address.
             let address = unsafe { entry.ifa_addr.cast::<libc::sockaddr_in>().read_unaligned() };
             addresses.insert(Ipv4Addr::from(address.sin_addr.s_addr.to_ne_bytes()).into());
         } else if family == Some(libc::AF_INET6) {
-            // SAFETY: the family says that this is what the address is.
+            // SAFETY: by its family this is the type of the address.
             let address = unsafe { entry.ifa_addr.cast::<libc::sockaddr_in6>().read_unaligned() };
             addresses.insert(IpAddr::from(Ipv6Addr::from(address.sin6_addr.s6_addr)).to_canonical());
         }

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use super::*;
 
-/// Does what its standard input says, line by line, and answers each with a line.
+/// Executes its standard input line by line, and answers each with a line.
 const PROGRAM: &str = r#"
 import ctypes, errno, os, select, socket, subprocess, sys, time
 def ip(line): subprocess.run(["ip", *line.split()], check=True)
@@ -177,7 +177,7 @@ fn connections_inside_a_guest_go_on_and_those_to_the_outside_fail_at_once() {
     // The other end is closed by the time of the fork; what it sent is not read yet.
     guest.run("g = pair('198.51.100.2')");
     guest.run("g[1].sendall(b'last words'); g[1].close()");
-    // And one whose other end the kernel has forgotten by then: it has no mirror.
+    // And one whose other end the kernel has removed by then: it has no mirror.
     guest.run("h = pair('198.51.100.2'); port = '%04X' % h[1].getpeername()[1]");
     guest.run("open('/proc/sys/net/ipv4/tcp_fin_timeout', 'w').write('1')");
     guest.run("h[1].sendall(b'last words'); h[1].close()");
@@ -204,7 +204,7 @@ fn connections_inside_a_guest_go_on_and_those_to_the_outside_fail_at_once() {
         assert_eq!(guest.ask(&format!("get({name})")), "ECONNRESET", "{name}");
     }
     assert_eq!(guest.ask("put(out, b'x')"), "EPIPE");
-    // In a fork of a VM the peers hear nothing. Here they do; one had read the end before.
+    // In a fork of a VM the peers get nothing. Here they do; one had read the end before.
     assert_eq!(outside.ask("[get(peer) for peer in peers].count('ECONNRESET')"), "3");
 }
 

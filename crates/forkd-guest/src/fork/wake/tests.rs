@@ -30,7 +30,7 @@ fn program(path: &Path, mode: u32, script: &str) {
     fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
 }
 
-/// A script that says whether `file` stands still, in `answer`.
+/// A script that writes to `answer` whether `file` stops changing.
 fn looks_at(file: &Path, answer: &Path) -> String {
     let (file, answer) = (file.display(), answer.display());
     format!(
