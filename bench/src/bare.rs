@@ -73,7 +73,7 @@ impl Method {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Request {
-    /// Does this, and says how long it took.
+    /// Does this, and reports how long it took.
     Do(Method),
     /// Writes all those pages again, as the guest does, and ends the child of the last fork after that.
     Rewrite,
@@ -91,7 +91,7 @@ pub enum Answer {
     Impossible(String),
 }
 
-/// Makes memory of this kind, says [`Answer::Ready`], and then does what each line of `input` asks for,
+/// Makes memory of this kind, sends [`Answer::Ready`], and then serves the request in each line of `input`,
 /// until there are no more. `file` is as long as the memory; only [`Kind::Layer`] maps it. Refused in a
 /// process with more than one thread.
 pub fn serve(
@@ -200,8 +200,9 @@ impl TestMemory {
         living.map_or(Ok(()), Child::end)
     }
 
-    /// Makes a VM that has this memory, laid out as a guest's is. KVM is told then whenever the kernel changes
-    /// how the memory is mapped, and where it has no nested paging, it looks at its notes of every page.
+    /// Makes a VM that has this memory, laid out as a guest's is. From then on the kernel notifies KVM of
+    /// each change of the memory's mappings, and where it has no nested paging, it looks at its notes of
+    /// every page.
     fn of_a_vm(&self) -> Result<VmFd> {
         let kvm = |what: &str| {
             let what = what.to_owned();

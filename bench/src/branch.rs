@@ -1,4 +1,4 @@
-//! Results of branching: lines for programs, a table for people, and what they say about the goals.
+//! Results of branching: lines for programs, a table for people, and verdicts on the goals.
 //!
 //! Goals compare lines of one run on one host, and are judged on real hosts only: times in an emulated
 //! machine mean nothing by themselves.
@@ -178,7 +178,7 @@ impl std::fmt::Display for BranchVerdict {
     }
 }
 
-/// A line of results: told apart by the fields they have.
+/// A line of results; the variants differ in their fields.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 #[allow(missing_docs, reason = "documented at their types")]
@@ -284,7 +284,7 @@ const LAYER_RATIO: f64 = 1.1;
 /// A call that does not wait for the disk may take this much longer than the pause.
 const CALL_OVER_PAUSE_MS: f64 = 5.0;
 
-/// What the records say about the goals; nothing about goals they do not speak of.
+/// The verdicts on the goals that the records cover.
 pub fn verdicts(records: &[Record]) -> Vec<BranchVerdict> {
     let judged: Vec<&Line> = lines(records).filter(|line| !line.conditions.emulated).collect();
     let same = |case: &str, line: &Line| {

@@ -85,7 +85,7 @@ struct Series {
     name: String,
     colour: &'static str,
     dashed: bool,
-    /// Times of another world: drawn, but said to be.
+    /// Times under other conditions: drawn, but marked.
     emulated: bool,
     points: Vec<(f64, f64)>,
 }

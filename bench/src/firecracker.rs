@@ -1,8 +1,8 @@
 //! The same fan-out with Firecracker, for comparison: one snapshot, `n` processes that each load it.
 //!
-//! A child's time is counted as everywhere else: from the moment of asking for all of them until that
-//! child's guest has said something, here on its serial console. Firecracker is driven over its API
-//! sockets, as its documentation has it; the processes run without its jailer.
+//! A child's time is counted as everywhere else: from the moment of asking for all of them until that child's
+//! guest has written to its serial console. Firecracker is driven over its API sockets, as its documentation
+//! has it; the processes run without its jailer.
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -19,7 +19,7 @@ use crate::burst::Burst;
 use crate::host::{self, MEMORY_SAMPLE};
 use crate::{Error, Result, system};
 
-/// What the guest says, and nothing in a log does.
+/// The guest's output, which is in no log.
 const WORD: u8 = 0x07;
 /// How long one process may take for everything.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -31,9 +31,9 @@ const STACK: usize = 64 << 10;
 pub const FLAG: u64 = 0x20_0000;
 
 guest_code! {
-    /// Says a byte and waits for the flag, which only the snapshot's memory file has: so only children
-    /// come to its end, where they say the byte again and sleep. Firecracker changes the generation id of a child,
-    /// too, but not at an address that holds for every version.
+    /// Writes a byte and waits for the flag, which only the snapshot's memory file has. So only children come
+    /// to its end, where they write the byte again and sleep. Firecracker changes the generation id of a
+    /// child, too, but not at an address that holds for every version.
     fn byte_again_in_every_clone,
     "mov edx, 0x3f8",
     "mov al, 7",
@@ -69,7 +69,7 @@ pub fn raise_flag(memory: &Path) -> Result<()> {
 }
 
 guest_code! {
-    /// Makes its pages dirty, says a byte, and goes on rewriting them; steered by the numbers that follow
+    /// Makes its pages dirty, writes a byte, and goes on rewriting them; steered by the numbers that follow
     /// the code, see [`crate::writer`]. Its monitor puts boot tables where forkd's are, and the hole for
     /// devices, too.
     fn byte_and_writes_on,
@@ -310,12 +310,12 @@ impl Process {
         }
     }
 
-    /// Waits until the guest has said its word.
+    /// Waits until the guest has written its byte.
     fn await_word(&mut self) -> Result<()> {
         let mut bytes = [0; 512];
         loop {
             let silent =
-                || Error::Invalid(format!("the guest in Firecracker says nothing for {} s", LIMIT.as_secs()));
+                || Error::Invalid(format!("the guest in Firecracker is silent for {} s", LIMIT.as_secs()));
             let left = LIMIT.checked_sub(self.begin.elapsed()).ok_or_else(silent)?;
             let patience = rustix::event::Timespec { tv_sec: left.as_secs() as i64 + 1, tv_nsec: 0 };
             let mut ready = [rustix::event::PollFd::new(&self.output, rustix::event::PollFlags::IN)];
@@ -342,7 +342,7 @@ impl Drop for Process {
     }
 }
 
-/// Whether an answer's status says that it was done.
+/// Whether an answer's status is a success.
 fn check(path: &str, answer: &[u8]) -> Result<()> {
     let text = String::from_utf8_lossy(answer);
     let status = text.strip_prefix("HTTP/1.1 ").and_then(|rest| rest.get(..3));

@@ -1,10 +1,9 @@
 //! The floor: what a fan-out costs with nothing around it.
 //!
-//! One single-threaded process maps the guest's memory privately from a file, takes a vCPU's state
-//! once, and forks. Each child makes a VM over the memory it inherited, with the calls a complete
-//! restore needs and no others, runs it to the guest's first `out` and tells when that was. No
-//! daemon, no jail, no seccomp, no control socket, no threads: the real path is measured by how near
-//! it comes to this.
+//! One single-threaded process maps the guest's memory privately from a file, takes a vCPU's state once, and
+//! forks. Each child makes a VM over the memory it inherited, with the calls a complete restore needs and no
+//! others, runs it to the guest's first `out` and reports the time. No daemon, no jail, no seccomp, no
+//! control socket, no threads: the real path is measured by how near it comes to this.
 
 use std::fs::File;
 use std::io::Read;
@@ -31,7 +30,7 @@ use crate::{Error, Result, system};
 const DEVICES: usize = 4;
 /// No burst takes this long; a child that hangs is not waited for for ever.
 const LIMIT: Duration = Duration::from_secs(120);
-/// What a child tells: its index and the nanoseconds since the burst was asked for.
+/// A child's report: its index and the nanoseconds since the start of the burst.
 const WORD: usize = 12;
 
 /// Forks `n` children that all stay alive until the last has answered, each over a private mapping
@@ -197,7 +196,7 @@ impl Template {
         Ok(Template { kvm, memory, state })
     }
 
-    /// Builds the VM and runs it until the guest has said that it runs.
+    /// Builds the VM and runs it until the guest has reported ready.
     fn run(&self) -> std::result::Result<(VmFd, VcpuFd, Vec<EventFd>), VmmError> {
         let vm = self.kvm.create_vm().map_err(VmmError::kvm("KVM_CREATE_VM"))?;
         vm.set_tss_address(KVM_TSS).map_err(VmmError::kvm("KVM_SET_TSS_ADDR"))?;

@@ -1,4 +1,4 @@
-//! The tiny guest: says that it runs, and says it again in every copy of itself.
+//! The tiny guest: reports ready, and again in every copy of itself.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

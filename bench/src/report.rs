@@ -149,7 +149,7 @@ const LINUX_PRIVATE_KIB: u64 = 4096;
 /// How many times faster than a new Python a warmed evaluation is.
 const EVAL_RATIO: f64 = 20.0;
 
-/// What the lines say about the goals; nothing about goals they do not speak of.
+/// The verdicts on the goals that the lines cover.
 pub fn verdicts(lines: &[Line]) -> Vec<Verdict> {
     let mut verdicts = Vec::new();
     for (n, limit) in TINY_GOALS {

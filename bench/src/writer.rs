@@ -20,8 +20,8 @@ pub const FIRST: u64 = 2 << 20;
 pub const MAX_MEM_MIB: u64 = 4096;
 
 guest_code! {
-    /// What the front page says, steered by the numbers that follow the code: see [`Writer::kernel`].
-    /// r12: the numbers. rbx: the generation. r13: how many generations were seen. rax: what is written.
+    /// The guest of the front page, steered by the numbers that follow the code: see [`Writer::kernel`]. r12:
+    /// the numbers. rbx: the generation. r13: how many generations were seen. rax: what is written.
     fn writes_and_says_when_it_is_forked,
     // The boot tables map one GiB: four more, in huge pages, in the pages after the boot tables.
     "mov edi, 0xa008",

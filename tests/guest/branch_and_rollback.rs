@@ -44,7 +44,7 @@ fn a_source_does_not_notice_its_branch_whose_children_are_their_own() {
         eventually("the command to count", || ticks(&source).filter(|ticks| *ticks > 2));
         let info = daemon.branch(&source, json!({"tag": "mid", "mode": "live", "wait": false}));
         assert!(["writing", "ready"].contains(&info["status"].as_str().unwrap()), "{info}");
-        // Whether its processes stood still in time is a question of load; whether it says so is not.
+        // Whether its processes froze in time depends on load; the report of it does not.
         let (pause, quiesced) = (info["pause_ms"].as_f64().unwrap(), info["quiesced"].as_bool().unwrap());
         let frozen = info["frozen_ms"].as_f64();
         assert!(if quiesced { frozen.is_none_or(|ms| ms >= pause) } else { frozen.is_none() }, "{info}");

@@ -78,7 +78,7 @@ def say(connection, word):
     connection.sendall(word.encode() + b'\\n')
     return connection.makefile().readline().split()[0]
 def fails_soon(connection):
-    # A peer that is not told would keep this waiting for many minutes.
+    # A peer without a reset would keep this waiting for many minutes.
     connection.settimeout(60)
     try:
         connection.sendall(b'still there?\\n')

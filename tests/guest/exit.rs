@@ -1,4 +1,4 @@
-//! How guests end, and what is told of it.
+//! How guests end, and how that is reported.
 
 use forkd_protocol::control::EndReason;
 use forkd_tests::daemon::Daemon;
@@ -72,7 +72,7 @@ fn a_guest_that_panics_fails_the_command_with_the_reason() {
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(stderr.contains("panic") && stderr.contains("sysrq triggered crash"), "{stderr}");
 
-    // Through the API: the sandbox says how it ended until it is deleted.
+    // Through the API: the sandbox shows how it ended until it is deleted.
     let id = daemon.create(json!({"image": "python"}));
     let body = json!({"args": ["sh", "-c", "echo c > /proc/sysrq-trigger; sleep 100"], "timeout_secs": 100});
     let response = daemon.request("POST", &format!("/v1/sandboxes/{id}/exec"), Some(body));

@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::parent::{self, daemon, fork};
 
-/// What each of `ids` says to `ask`; all answers differ.
+/// The answer of each of `ids` to `ask`; all differ.
 fn all_differ(ids: &[String], what: &str, ask: impl Fn(&Daemon, &str) -> String) -> Vec<String> {
     let answers: Vec<String> = ids.iter().map(|id| ask(daemon(), id)).collect();
     let distinct: BTreeSet<_> = answers.iter().collect();
@@ -17,7 +17,7 @@ fn all_differ(ids: &[String], what: &str, ask: impl Fn(&Daemon, &str) -> String)
     answers
 }
 
-/// Where the kernel says which boot this is.
+/// The kernel's boot id.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 #[test]
@@ -74,7 +74,7 @@ fn identity_is_the_childs_own_in_every_place_it_is_kept() {
     daemon().delete(&children);
 }
 
-/// Hooks that note whether user processes stand still, and an SSH server with a key, as far as a child can tell.
+/// Hooks that note whether user processes stand still, and an SSH server with a key, as seen from a child.
 const HOOKS: &str = r#"
 set -e
 mkdir -p /etc/forkd/forked.d/after /etc/ssh
@@ -92,7 +92,8 @@ END
 echo old > /etc/ssh/ssh_host_ed25519_key
 "#;
 
-/// A child of `tag` whose hooks and functions had their time. On a busy computer they may not, and the daemon says so.
+/// A child of `tag` whose hooks and functions had their time. On a busy computer they may not, and the daemon
+/// reports that.
 fn fork_in_time(tag: &str) -> String {
     eventually("a child whose hooks are in time", || {
         let id = daemon().fork(tag, 1).remove(0);

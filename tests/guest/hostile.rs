@@ -98,7 +98,7 @@ fn a_guest_that_writes_garbage_into_its_devices_hurts_only_itself() {
     let guest = || Guest { disks: vec![(&assets.disk, true)], ..assets.guest() };
     let (mut neighbour, mut culprit) = (Monitor::start(), Monitor::start());
     neighbour.boot_to_agent(guest());
-    // Stock kernels keep even root from the registers of a device in use, unless told not to.
+    // Stock kernels keep even root from the registers of a device in use, unless configured otherwise.
     culprit.boot_to_agent(Guest { cmdline: "iomem=relaxed", ..guest() });
     let headers = [("content-type", "application/octet-stream")];
     let code = include_bytes!("garbage.py");

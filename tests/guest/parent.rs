@@ -55,7 +55,7 @@ pub(crate) fn alone() -> MutexGuard<'static, Daemon> {
         daemon.snapshot(json!({"tag": SMALL, "image": "python", "mem_size_mib": 256}));
         Mutex::new(daemon)
     });
-    // A test that failed has said so itself.
+    // A test that failed has reported that itself.
     daemon.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -77,12 +77,12 @@ fn a_shell_has_a_terminal_its_size_its_keys_and_its_status() {
     control.write_all(b"stty size\r").unwrap();
     expect(&mut control, "33 91");
     size(&control, 60, 20);
-    // It is not this process's terminal, so the kernel does not tell by itself.
+    // It is not this process's terminal, so the kernel sends no signal by itself.
     signal(&shell, rustix::process::Signal::WINCH);
     control.write_all(b"while [ \"$(stty size)\" != '20 60' ]; do sleep 0.1; done; echo si''zed\r").unwrap();
     expect(&mut control, "sized");
-    // A key that stops what runs, and not the shell. What runs says itself that it does: the shell is done
-    // with starting it then.
+    // A key that stops what runs, and not the shell. The program itself reports that it runs: by then the
+    // shell has started it.
     control.write_all(b"sh -c 'echo sta\"\"rted; exec sleep 600'\r").unwrap();
     expect(&mut control, "started");
     control.write_all(b"\x03").unwrap();

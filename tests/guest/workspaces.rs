@@ -95,11 +95,11 @@ fn a_workspace_sleeps_on_the_disk_and_wakes_up_after_its_daemon_was_killed() {
     assert_eq!(daemon.request("GET", &format!("/v1/snapshots/{state}"), None).status, 404);
     let third = live(&workspace(&daemon, "resume", json!({})));
     assert_eq!(daemon.sh(&third, STATE), "memory 2\ndisk 2\n1\n");
-    // What was said to be done while it fell asleep was done before.
+    // Commands acknowledged during the suspend were done before it.
     let kept = daemon.sh(&third, "wc -l < /root/busy").trim().parse::<u32>().unwrap();
     assert!(done > 0 && kept >= done, "{done} were done, {kept} are there");
 
-    // One whose sandbox is gone says so, and goes on from where it last slept.
+    // A workspace whose sandbox is gone reports that, and resumes from its last suspend.
     daemon.delete(std::slice::from_ref(&third));
     eventually("the workspace to be stale", || (seen(&daemon)["status"] == "stale").then_some(()));
     let fourth = live(&workspace(&daemon, "resume", json!({})));

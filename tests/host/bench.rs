@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use crate::cli::{forkd, text};
 use crate::fanout::can_run;
 
-/// A program that speaks as little of Firecracker's API as snapshots need, and whose guest says its word.
+/// A program with the part of Firecracker's API that snapshots need, and whose guest writes its byte.
 const STAND_IN: &str = r#"#!/usr/bin/env python3
 import os, socket, sys
 listener = socket.socket(socket.AF_UNIX)
@@ -57,7 +57,7 @@ fn a_bench_of_branches_prints_a_line_for_every_case_and_leaves_nothing() {
         let found: Vec<&&Value> = at_once.iter().filter(|line| line["case"] == case).collect();
         let [line] = found[..] else { panic!("{} lines for {case}: {said}", found.len()) };
         assert!(line["n"].as_u64().unwrap() > 0, "{line}");
-        // Kernels that cannot write-protect memory from a file say so, and have no times.
+        // Kernels that cannot write-protect memory from a file report that, and have no times.
         if case == "uffd_wp" && line["ok"] == 0 {
             assert!(!line["errors"].as_array().unwrap().is_empty(), "{line}");
             assert_eq!((line.get("p50_ms"), line.get("p99_ms")), (Some(&Value::Null), Some(&Value::Null)));

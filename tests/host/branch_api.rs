@@ -1,5 +1,5 @@
-//! Branches natively: a guest that writes through all its memory is branched, and every child of every
-//! branch finds its memory to be of one instant before it says that it runs (`pattern`).
+//! Branches natively: a guest that writes through all its memory is branched, and every child of every branch
+//! finds its memory to be of one instant before it reports ready (`pattern`).
 
 use std::collections::BTreeSet;
 use std::time::Duration;

@@ -11,7 +11,7 @@ use forkd_tests::{binary, eventually, test_name};
 use serde_json::{Value, json};
 
 forkd_vmm::guest_code! {
-    /// Says that it runs; and once more when its generation id has changed, which makes it a child.
+    /// Reports ready, and once more when its generation id has changed, which makes it a child.
     fn says_ready,
     "mov rbx, qword ptr [0xe8000]",
     "mov rcx, qword ptr [0xe8008]",
@@ -32,7 +32,7 @@ pub(crate) fn no_library() -> PathBuf {
     PathBuf::from("/nonexistent")
 }
 
-/// Whether this computer can run these tests; says so if not.
+/// Whether this computer can run these tests; prints a line if not.
 pub(crate) fn can_run(test: &str) -> bool {
     let missing = if !rustix::process::geteuid().is_root() {
         "needs root"
@@ -230,7 +230,7 @@ fn killed_with_nine_in_the_middle_of_a_fan_out_the_daemon_finds_or_ends_every_ch
     daemon.delete(&more);
 }
 
-/// Damages a file of the snapshot, and says what the error about it must name.
+/// Damages a file of the snapshot, and returns the text that the error must have.
 type Damage = (&'static str, fn(&std::path::Path), &'static [&'static str]);
 
 #[test]
@@ -293,7 +293,7 @@ fn a_snapshot_that_needs_a_cpu_feature_this_host_lacks_is_refused_by_its_name() 
         return;
     }
     let mut daemon = daemon_with_tiny(&[]);
-    // Made on another host: everything in order, but its guest was told of a CPU no host has.
+    // Made on another host: everything in order, but its guest's CPUID has a feature that no host has.
     daemon.kill();
     let store = forkd_store::Store::open(&daemon.data_dir().join("snapshots")).unwrap();
     let tiny = store.get("tiny").unwrap();

@@ -118,7 +118,7 @@ fn holds(daemon: &Daemon, known: &mut Known, fallen: Option<String>) {
         let child = forked(daemon, tag);
         daemon.delete(&[child]);
     }
-    // What was on its way is saved, or failed and says so; a failed one is taken away.
+    // Branches under way are saved, or failed with a reason; failed ones are deleted.
     for tag in pattern::tags(daemon) {
         if !known.snapshots.contains(&tag) {
             // A branch that was never acknowledged may also be gone any moment.

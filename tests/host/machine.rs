@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::cli::{forkd, text};
 
-/// Whether there is a machine to test here; says so if not.
+/// Whether there is a machine to test here; prints a line if not.
 pub(crate) fn machine_is_used() -> bool {
     static USED: OnceLock<bool> = OnceLock::new();
     *USED.get_or_init(|| {
@@ -59,7 +59,7 @@ pub(crate) fn status(data: &Path) -> Value {
     serde_json::from_slice(&forkd(Some(data), &["machine", "status", "--json"]).stdout).unwrap()
 }
 
-/// A pid that a machine's status tells.
+/// A pid from a machine's status.
 pub(crate) fn pid(data: &Path, name: &str) -> Pid {
     let pid = status(data)["running"][name].as_i64().unwrap();
     Pid::from_raw(pid as i32).unwrap()
@@ -113,7 +113,7 @@ fn a_machine_comes_by_itself_survives_a_pulled_plug_and_a_hang_and_goes_when_tol
     let _stop = Stop(data);
     assert_eq!(status(data)["state"], "stopped");
 
-    // It comes by itself when a command needs it, and says so.
+    // It starts by itself when a command needs it, and reports that.
     let output = forkd(Some(data), &["run", "--image", "python", "--", "echo", "hello"]);
     assert_eq!(text(&output.stdout), "hello\n", "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("emulated machine"), "{}", text(&output.stderr));
@@ -143,7 +143,7 @@ fn a_machine_comes_by_itself_survives_a_pulled_plug_and_a_hang_and_goes_when_tol
     eventually("QEMU to end with its supervisor", || test_kill_process(qemu).is_err().then_some(()));
     assert_eq!(shell(data, &format!("cat {folder}/note")), "kept again\n");
 
-    // And it goes when told, cleanly.
+    // And it stops on request, cleanly.
     shell(data, &format!("echo unsynced > {folder}/note"));
     let output = forkd(Some(data), &["machine", "stop"]);
     assert!(output.status.success(), "{}", text(&output.stderr));

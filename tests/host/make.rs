@@ -1,4 +1,4 @@
-//! What `make` runs, and what it says did not run.
+//! The parts of `make`, and its list of what did not run.
 
 use std::path::Path;
 use std::process::Command;
@@ -16,7 +16,7 @@ fn output(program: &str, args: &[&str]) -> String {
 #[test]
 fn advisories_have_a_command_and_are_listed_as_not_run() {
     assert!(output("make", &["--dry-run", "advisories"]).contains("cargo deny check advisories"));
-    // CI has no network, and says so.
+    // CI has no network, and reports that.
     let lint = output("make", &["--dry-run", "lint"]);
     assert!(lint.contains("NOT RUN: advisories"), "{lint}");
     assert!(!lint.contains("cargo deny check advisories"), "{lint}");

@@ -13,9 +13,9 @@ use crate::fanout::no_library;
 
 forkd_vmm::guest_code! {
     /// Writes the number of the round and of the page at both ends of each of 4096 pages, over and over, and
-    /// says that it runs after the first round. When its generation id changes, which makes it a child, it
-    /// looks at all of them: those before the page it is at are of this round, all others of the one before.
-    /// Only if that is so does it say that it runs, and writes on.
+    /// reports ready after the first round. When its generation id changes, which makes it a child, it checks
+    /// all of them: those before the page it is at are of this round, all others of the one before. Only if
+    /// that holds does it report ready and go on writing.
     pub(crate) fn writes_pages,
     "mov rbx, qword ptr [0xe8000]",
     "mov rcx, qword ptr [0xe8008]",

@@ -1,5 +1,5 @@
-//! The API, fuzzed from its own document by schemathesis: whatever is sent, the daemon never fails, answers in
-//! the shape the document says, and goes on. Half a minute here, longer in `make soak`
+//! The API, fuzzed from its own document by schemathesis: whatever the request, the daemon never fails,
+//! answers in the documented shape, and goes on. Half a minute here, longer in `make soak`
 //! (`FORKD_SCHEMA_SECS`).
 
 use forkd_tests::test_name;

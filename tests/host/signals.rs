@@ -1,4 +1,4 @@
-//! A daemon that is told to stop while a request is under way; and its log, as programs read it.
+//! A daemon that is stopped while a request is under way; and its log, as programs read it.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

@@ -169,7 +169,7 @@ impl Monitor {
         self.reply(&format!("{request:?}")).0
     }
 
-    /// Boots `guest`; the reply says whether that was done.
+    /// Boots `guest`; returns the reply.
     pub fn try_boot(&mut self, guest: Guest<'_>) -> Reply {
         self.disks = guest.disks.iter().map(|(_, writable)| *writable).collect();
         let mut fds: Vec<OwnedFd> = Vec::new();

@@ -1,4 +1,5 @@
-//! Random numbers for tests that kill at any moment: told at the start, so that a run can be repeated.
+//! Random numbers for tests that kill at any moment. The seed is printed at the start, so that a run can be
+//! repeated.
 
 use std::io::Write;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

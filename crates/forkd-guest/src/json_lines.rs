@@ -152,7 +152,7 @@ impl Agent {
                 Next::Piece((Source::Stderr, bytes)) => stderr.add(&bytes),
                 Next::Piece((_, bytes)) => stdout.add(&bytes),
                 Next::End(outcome) => break outcome,
-                Next::Idle if socket.is_gone() => return Err(Failure::new("nobody waits for it")),
+                Next::Idle if socket.is_gone() => return Err(Failure::new("the caller has left")),
                 Next::Idle => {}
             }
         };

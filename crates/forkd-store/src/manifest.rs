@@ -335,14 +335,14 @@ impl Manifest {
         if self.own_disk_layers.len() != self.disks.len()
             || !self.own_disk_layers.iter().zip(&self.disks).all(possible)
         {
-            return Err("it says of layers its disks do not have that they are its own".into());
+            return Err("it counts more layers as its own than its disks have".into());
         }
         for entry in self.layers().chain([&self.state]) {
             if !is_digest(&entry.blake3) {
                 return Err(format!("{:?} is no digest", entry.blake3));
             }
             if entry.size > MAX_FILE {
-                return Err(format!("it says that {} has {} bytes", entry.blake3, entry.size));
+                return Err(format!("{} cannot have {} bytes", entry.blake3, entry.size));
             }
         }
         Ok(())

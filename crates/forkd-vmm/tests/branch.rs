@@ -145,7 +145,7 @@ guest_code! {
 }
 
 guest_code! {
-    /// Says that it is ready, counts for a moment and powers off.
+    /// Reports ready, counts for a moment and powers off.
     fn short_lived,
     "mov dx, 0x602",
     "out dx, al",

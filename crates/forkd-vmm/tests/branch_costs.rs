@@ -31,7 +31,7 @@ fn many_branches_in_a_row_cost_the_source_nothing_it_keeps() {
     let Some((monitor, mut source)) = run(test, sleeper()) else { return };
     let own = descriptors(monitor.pid() as i32).map(|all| all.len());
     let mut branches: Vec<_> = (0..10).map(|_| branch(&mut source)).collect();
-    // One for each that lives: the source hears by that when it ends.
+    // One for each living branch: by it the source notices its end.
     comes_back_to(monitor.pid(), own.map(|own| own + branches.len()));
     for branch in &mut branches {
         assert_eq!(branch.controller.request(&Request::Stop, &[]), Reply::Stopped);
@@ -103,8 +103,7 @@ fn descriptors(pid: i32) -> Option<Vec<String>> {
     Some(links.map(|link| link.to_string_lossy().into_owned()).collect())
 }
 
-/// Waits until a process has so many descriptors: a source closes those of a branch just after it has told
-/// of it.
+/// Waits until a process has so many descriptors: a source closes those of a branch just after its reply.
 fn comes_back_to(pid: u32, count: Option<usize>) {
     wait_until("a source keeps descriptors of its branches", || {
         descriptors(pid as i32).map(|all| all.len()) == count

@@ -30,7 +30,7 @@ fn main() {
     }
 }
 
-/// What `case` says in a jailed process.
+/// The output of `case` in a jailed process.
 fn said(case: &str) -> String {
     let mut command = Command::new(std::env::current_exe().unwrap());
     // The jail closes what is above 3.

@@ -34,8 +34,8 @@ const PAGE: u64 = 4096;
 const MIB: u64 = 64;
 
 guest_code! {
-    /// Says that it is ready, then waits for its generation id to change. Prints how many there were before
-    /// it, counts itself, says that it is ready, and waits again.
+    /// Reports ready, then waits for its generation id to change. Prints the number of its ancestors, counts
+    /// itself, reports ready, and waits again.
     fn ancestor,
     "mov rbx, qword ptr [0xe8000]",
     "mov qword ptr [0x200000], 0",
@@ -108,7 +108,7 @@ impl Save {
         template.request(&Request::Save(self.config.clone()), &fds)
     }
 
-    /// Saves, waits for the end, and looks at the progress that was told.
+    /// Saves, waits for the end, and checks the reported progress.
     fn run(&self, template: &mut Controller) {
         let reply = self.send(template);
         assert!(matches!(reply, Reply::Forked { .. }), "{reply:?}");
@@ -124,7 +124,7 @@ impl Save {
     }
 }
 
-/// Waits until `child` has ended and forgets it.
+/// Waits until `child` has ended and acknowledges it.
 fn end_of(template: &mut Controller, child: &str) -> WaitStatus {
     let status = loop {
         if let Event::ChildEnded { child: ended, status } = template.event().0

@@ -22,7 +22,7 @@ use support::{Boot, Controller, Monitor, file_with, open_kvm, status, test_name,
 use templates::start;
 
 guest_code! {
-    /// Says hello on the console and powers off.
+    /// Prints a greeting on the console and powers off.
     fn greet,
     "lea rsi, [rip + 3f]",
     "mov dx, 0x3f8",

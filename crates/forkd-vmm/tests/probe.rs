@@ -49,7 +49,7 @@ fn what_is_not_kvm_is_said_not_to_be() {
     assert!(report["reason"].as_str().unwrap().contains("not KVM"));
 }
 
-/// What the check says of a state.
+/// The check's verdict on a state.
 fn check(kvm: File, mut state: File, options: &[&str]) -> Output {
     state.rewind().unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_forkd-vmm"));

@@ -385,7 +385,7 @@ fn a_guest_of_an_older_version_keeps_its_counters_and_goes_on() {
     let older = cpuid::granted(&cpuid::supported(&kvm).unwrap(), 0, 1, Grant::Older).unwrap();
     let mut state = file::read(&saved.state).unwrap();
     state.vcpus[0].cpuid = older.as_slice().to_vec();
-    // Not every host has counters: these say nothing, and KVM takes them everywhere.
+    // Not every host has counters: these values have no effect, and KVM takes them everywhere.
     if leaf(&mut state, 0xa).eax == 0 {
         leaf(&mut state, 0xa).edx = 1 << 15;
     }

@@ -57,7 +57,7 @@ guest_code! {
 }
 
 guest_code! {
-    /// Says that it is ready for ever.
+    /// Reports ready for ever.
     fn chatter,
     "mov dx, 0x602",
     "2: out dx, al",
@@ -292,7 +292,7 @@ fn children_of_a_vm_with_every_device_run_also_from_files() {
     ];
     let load = support::load_config(vec![FdRef(2)], disks);
     let fds = [kvm.as_fd(), state.as_fd(), memory.as_fd(), base.as_fd(), layer.as_fd()];
-    // What the guest may call is for the controller to say, not for the file.
+    // The controller decides which ports the guest may call, not the file.
     match template.request(&Request::Load(load.clone()), &fds) {
         Reply::Error { message } => assert!(message.contains("ports [1024], allowed are []"), "{message}"),
         other => panic!("{other:?}"),
@@ -610,7 +610,7 @@ fn out_of_processes_those_that_fit_run_and_the_others_get_an_error() {
     let walls = ["--uid", "23457", "--gid", "23457"];
     let mut monitor = Monitor::start_with(limited(libc::RLIMIT_NPROC, 20), &walls);
     let mut template = freeze(kvm, &monitor, sleeps_once_forked());
-    // One that runs already: of a burst, so many may be born at once that none has room for its threads.
+    // One that runs already: of a burst, so many may start at once that none has room for its threads.
     let mut first = fork(&mut template, "first");
     first.ready();
     let (mut born, mut refused, mut failed) = (Vec::new(), 0, 0);
@@ -625,7 +625,7 @@ fn out_of_processes_those_that_fit_run_and_the_others_get_an_error() {
     }
     let mut running = vec![first];
     for mut child in born {
-        // One that found no room for its threads says so instead of hello.
+        // A child without room for its threads sends the reason instead of `Hello`.
         match child.controller.next() {
             forkd_protocol::control::Message::Event(Event::Ended(end)) => {
                 assert!(end.detail.contains("thread"), "{}", end.detail);

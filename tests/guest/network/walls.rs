@@ -221,7 +221,7 @@ fn a_guest_with_too_many_flows_gets_no_more_while_old_ones_and_siblings_go_on() 
     with_network_of(config, |network, internet, _| {
         let mut slots = [network.make().unwrap(), network.make().unwrap()];
         let [mut greedy, mut sibling] = [Guest::of(&mut slots[0]), Guest::of(&mut slots[1])];
-        // However slow this computer is, none is forgotten meanwhile.
+        // However slow this computer is, none expires meanwhile.
         inside(&slots[0], || {
             std::fs::write("/proc/sys/net/netfilter/nf_conntrack_udp_timeout", "3000").unwrap()
         });

@@ -121,7 +121,7 @@ impl Internet {
         internet
     }
 
-    /// The next datagram, and where it says it is from.
+    /// The next datagram and its source address.
     pub(crate) fn receive(&self) -> (String, std::net::SocketAddr) {
         receive(&self.socket)
     }

@@ -68,7 +68,8 @@ impl HostKeys<'_> {
         }
         self.belong_to(sandbox_id, warnings);
         if let Err(error) = self.tell_server() {
-            warnings.push(format!("the SSH server could not be told of its new host keys: {error}"));
+            warnings
+                .push(format!("the SSH server could not be signalled to load its new host keys: {error}"));
         }
     }
 

@@ -36,7 +36,7 @@ impl ForkService {
         let hooks = hooks::find(&self.under_root(FORK_HOOKS));
         // Before any thaw, so that it is the first thing an interpreter does.
         let listener = self.python.forked(&request.variables).unwrap_or_else(|error| {
-            warnings.push(format!("the Python interpreter could not be told that it was forked: {error}"));
+            warnings.push(format!("the Python interpreter could not be notified of the fork: {error}"));
             None
         });
 

@@ -32,7 +32,7 @@ guest_code! {
 }
 
 guest_code! {
-    /// Says that it is ready and sleeps for ever.
+    /// Reports ready and sleeps for ever.
     pub fn sleeper,
     "mov dx, 0x602",
     "out dx, al",

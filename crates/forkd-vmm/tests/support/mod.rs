@@ -64,7 +64,7 @@ pub fn not_run(test: &str, why: &str) {
     let _ = writeln!(std::io::stderr(), "NOT RUN: {test}: {why}");
 }
 
-/// `/dev/kvm`, or `None` with a line that says what does not run without it.
+/// `/dev/kvm`, or `None` with a line that names the test that does not run.
 pub fn open_kvm(test: &str) -> Option<File> {
     match File::options().read(true).write(true).open("/dev/kvm") {
         Ok(file) => Some(file),
@@ -106,12 +106,12 @@ impl Monitor {
         Monitor { child, socket, _folder: folder }
     }
 
-    /// A connection that has not said hello.
+    /// A connection that has not sent `Hello`.
     pub fn connect(&self) -> Controller {
         Controller::connect(&self.socket)
     }
 
-    /// A connection that has said hello.
+    /// A connection that has sent `Hello`.
     pub fn attach(&self) -> Controller {
         Controller::attach(&self.socket)
     }
@@ -188,7 +188,7 @@ pub struct Controller {
 }
 
 impl Controller {
-    /// A connection that has not said hello.
+    /// A connection that has not sent `Hello`.
     pub fn connect(path: &Path) -> Controller {
         let socket = seqpacket();
         rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
@@ -196,7 +196,7 @@ impl Controller {
         Controller { channel: Channel::new(socket), events: VecDeque::new() }
     }
 
-    /// A connection that has said hello.
+    /// A connection that has sent `Hello`.
     pub fn attach(path: &Path) -> Controller {
         let mut controller = Controller::connect(path);
         let reply = controller.request(&Request::Hello { version: VERSION }, &[]);
@@ -319,7 +319,7 @@ pub struct Fork {
 }
 
 impl Fork {
-    /// A child without devices. The controller has connected and said hello before there is a child.
+    /// A child without devices. The controller has connected and sent `Hello` before there is a child.
     pub fn new(name: &str) -> Fork {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("control.sock");
@@ -378,14 +378,14 @@ impl Fork {
 pub struct Forked {
     pub pid: i32,
     pub pidfd: OwnedFd,
-    /// Has said hello; the answer was not read yet.
+    /// Has sent `Hello`; the answer was not read yet.
     pub controller: Controller,
     pub console: File,
     folder: tempfile::TempDir,
 }
 
 impl Forked {
-    /// Reads the answer to the hello and waits until the guest says that it runs.
+    /// Reads the answer to `Hello` and waits until the guest reports ready.
     pub fn ready(&mut self) {
         let reply = self.controller.reply();
         assert!(matches!(reply, Reply::Hello { version: VERSION, .. }), "{reply:?}");

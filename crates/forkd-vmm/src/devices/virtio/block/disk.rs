@@ -93,7 +93,7 @@ impl Disk {
         let count = disk.files.len();
         if count != usize::from(state.files) || count > MAX_FILES {
             return Err(DiskError::Mismatch(format!(
-                "it has {count} files, but the snapshot says {} (of at most {MAX_FILES})",
+                "it has {count} files, but the snapshot has {} (of at most {MAX_FILES})",
                 state.files
             )));
         }

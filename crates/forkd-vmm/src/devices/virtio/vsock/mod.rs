@@ -168,7 +168,7 @@ impl Vsock {
             let packet = &mut chain.readable;
             let header = Header::take_from(packet).ok_or(Malformed("a packet without header"))?;
             let data =
-                packet.split_to(header.len as usize).ok_or(Malformed("a packet shorter than it says"))?;
+                packet.split_to(header.len as usize).ok_or(Malformed("a packet shorter than its header"))?;
             self.receive(&header, data);
             queue.finish(memory, chain, 0)?;
         }
