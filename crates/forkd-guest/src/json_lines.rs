@@ -1,5 +1,5 @@
-//! The [line protocol](forkd_protocol::json_lines), on TCP port 8888 of the guest: what clients of the
-//! reference speak. It does what the other services do, with their code.
+//! The [line protocol](forkd_protocol::json_lines), on TCP port 8888 of the guest, for clients of the
+//! reference. It uses the code of the other services.
 //!
 //! # Access
 //!
@@ -35,7 +35,7 @@ use crate::{
     sys::{self, Socket},
 };
 
-/// As many peers as are served at once.
+/// The most peers served at once.
 const MAX_CONNECTIONS: usize = 64;
 /// How long a request may take to come.
 const REQUEST_TIME: Duration = Duration::from_secs(30);
@@ -174,7 +174,7 @@ impl Agent {
     }
 }
 
-/// Output up to a limit. What is over it is dropped, not left unread: the command must be able to end.
+/// Output up to a limit. The rest is read and dropped: the command must be able to end.
 #[derive(Default)]
 struct CappedOutput {
     bytes: Vec<u8>,
@@ -212,7 +212,7 @@ fn may_come_in(socket: &Socket, agent: &Agent, gateway: Option<Ipv4Addr>) -> boo
     owner.is_some_and(|uid| uid == 0 || agent.user(None).is_ok_and(|user| user.uid == uid))
 }
 
-/// Whose end of a connection `local` is, in a table as `/proc/net/tcp` or `tcp6` has it.
+/// The owner of the connection's end `local`, from a table such as `/proc/net/tcp` or `tcp6`.
 fn owner(table: &str, local: SocketAddrV4, remote: SocketAddrV4) -> Option<u32> {
     let names = |address: SocketAddrV4| {
         let ip = u32::from_ne_bytes(address.ip().octets());

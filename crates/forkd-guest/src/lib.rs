@@ -16,8 +16,8 @@
 //! started from then on have `FORKD_SANDBOX_ID`, and whatever variables were given, in their
 //! environment.
 //!
-//! What a process keeps in its own memory is the same in all copies, unless it changes it. There are
-//! two places to do that:
+//! A process's own memory is the same in all copies, unless the process changes it. There are two places to
+//! do that:
 //!
 //! - **In the warmed Python interpreter** the shared generators are reseeded before anything else runs:
 //!   `random`, `numpy.random`'s global one, OpenSSL's, the names of `tempfile`; `uuid.uuid1` gets a random
@@ -56,10 +56,10 @@
 //!
 //! # What it does not know
 //!
-//! The messages are `forkd-protocol`'s. This crate knows nothing of KVM, of the controller or of
-//! how many siblings a guest has. Plain threads, no async: PID 1 must stay small, and it must stay
-//! up whatever the processes of the guest do. What comes from the network, from those processes and
-//! from the image is hostile: it may get an error, never a panic or memory without bound.
+//! The messages are `forkd-protocol`'s. This crate knows nothing of KVM, of the controller or of how many
+//! siblings a guest has. Plain threads, no async: PID 1 must stay small, and it must stay up whatever the
+//! processes of the guest do. Input from the network, from those processes and from the image is hostile: it
+//! may get an error, never a panic or memory without bound.
 
 pub mod agent;
 mod files;

@@ -22,11 +22,11 @@ const STACK: usize = 512 << 10;
 /// away.
 pub(crate) const BACK_OFF: Duration = Duration::from_millis(100);
 
-/// What is done with connections.
+/// How connections are served.
 pub(crate) struct Service {
-    /// What its threads are called.
+    /// The name of its threads.
     pub(crate) name: &'static str,
-    /// As many peers as are served at once.
+    /// The most peers served at once.
     pub(crate) max: usize,
     /// For those beyond: on the accepting thread, so it must not wait for the peer.
     pub(crate) turn_away: fn(Socket),

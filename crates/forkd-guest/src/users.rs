@@ -15,7 +15,7 @@ use crate::sys;
 
 /// The most that is read of a user or group file.
 const FILE_LIMIT: u64 = 4 << 20;
-/// As many supplementary groups as the kernel takes without complaint everywhere.
+/// The most supplementary groups that every kernel takes.
 const MAX_GROUPS: usize = 1024;
 
 /// A user that a command can run as.

@@ -1,4 +1,4 @@
-//! The warm-up of an image: what is done once in a parent, so that its children need not.
+//! The warm-up of an image: work that a parent does once, so that its children need not.
 
 use std::{
     path::{Path, PathBuf},
@@ -39,7 +39,7 @@ pub(crate) struct Warm {
     numpy: Arc<OnceLock<String>>,
 }
 
-/// What a warm-up works with.
+/// The resources of a warm-up.
 pub(crate) struct WarmContext {
     pub(crate) processes: Arc<Processes>,
     pub(crate) python: Arc<Python>,

@@ -56,7 +56,7 @@ pub(crate) fn branch(vm: &mut Running, config: BranchConfig, fds: Vec<OwnedFd>) 
     let mut fds = Attached::new(fds);
     let control = ControlSocket::new(fds.take_listener("control", config.control)?)?;
     let next = take_layers(&mut fds, &config.layers, Access::Both)?;
-    // What can fail is done before anything stands still.
+    // Steps that can fail come before the pause.
     let layers = vm.with_disks(|disks| {
         check_each(&disks, &next, |disk, layer| disk.check_layer(layer.as_ref()))?;
         disks.iter().map(|disk| top_layer(disk)).collect::<Result<Vec<_>>>()

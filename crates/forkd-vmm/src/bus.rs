@@ -1,4 +1,4 @@
-//! What a guest's port and memory accesses reach.
+//! Dispatches a guest's port and memory accesses to devices.
 //!
 //! Addresses with nothing behind them read as all ones, as on a real bus, and swallow writes.
 
@@ -12,7 +12,7 @@ use crate::devices::virtio::mmio::MmioDevice;
 use crate::layout::{READY_PORT, SERIAL_PORT, virtio_register};
 use crate::state::SerialState;
 
-/// What a write to a port does beyond its device.
+/// The effect of a port write beyond its device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effect {
     /// The guest signals that it runs.

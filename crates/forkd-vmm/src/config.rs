@@ -101,8 +101,8 @@ pub(crate) enum Access {
     Both,
 }
 
-/// The descriptors of a message. Those that are written to belong to one device only: each can be
-/// taken once, and what was taken cannot be shared.
+/// The descriptors of a message. A descriptor that is written to belongs to one device only: it can be taken
+/// once, and a taken one cannot be shared.
 pub(crate) struct Attached {
     fds: Vec<AttachedFd>,
 }

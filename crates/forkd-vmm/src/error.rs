@@ -24,7 +24,7 @@ pub enum Error {
     /// The operating system refused something.
     #[error("cannot {what}")]
     System {
-        /// What, to follow "cannot".
+        /// The failed step, to follow "cannot".
         what: &'static str,
         /// Why.
         source: io::Error,

@@ -30,7 +30,7 @@ const ORDERS: u64 = 0;
 /// Set in the key of a queue notification.
 const QUEUE: u64 = 1 << 32;
 
-/// What a descriptor is watched for.
+/// The events that a descriptor is watched for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Interest {
     /// Something to read.
@@ -39,7 +39,7 @@ pub enum Interest {
     ReadWrite,
 }
 
-/// What changed on a descriptor.
+/// The changes of a descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Readiness {
     /// There is something to read, perhaps an end or an error.

@@ -1,8 +1,8 @@
 //! The walls around a monitor, put up before it reads its first byte.
 //!
-//! What runs a hostile guest must be worth nothing when it falls: no file system, no network, no other
-//! process's secrets, no way to privileges. Everything the monitor needs afterwards comes as descriptors over
-//! its control socket. Processes it forks later inherit the jail.
+//! The process that runs a hostile guest must be worth nothing to an attacker who takes it over: no file
+//! system, no network, no other process's secrets, no way to privileges. Everything the monitor needs
+//! afterwards comes as descriptors over its control socket. Processes it forks later inherit the jail.
 
 use std::io;
 use std::os::fd::AsFd;

@@ -24,7 +24,7 @@ pub const BOOT_STACK: u64 = 0x8ff0;
 pub const BOOT_PAGE_TABLES: u64 = 0x9000;
 /// The kernel's command line.
 pub const CMDLINE: u64 = 0x2_0000;
-/// Longest command line, with its final zero: what x86 kernels keep.
+/// Longest command line that x86 kernels keep, with its final zero.
 pub const CMDLINE_MAX: usize = 2048;
 /// End of the memory below 1 MiB that the kernel may use. From here to [`HIGH_RAM`] is reserved,
 /// so that the kernel leaves alone what we put there.
@@ -76,7 +76,7 @@ pub const VIRTIO_GSI: u32 = 6;
 /// How many virtio devices fit: KVM's I/O APIC has 24 inputs.
 pub const MAX_VIRTIO: usize = 18;
 
-/// The most guest memory, in MiB: what every 64-bit CPU can address, with room to spare.
+/// The most guest memory, in MiB: every 64-bit CPU can address it, with room to spare.
 pub const MAX_MEM_MIB: u64 = 256 << 10;
 
 /// Base address of the registers of virtio device `index`.

@@ -38,15 +38,14 @@ pub fn allocate(mib: u64) -> Result<GuestMemory> {
     Ok(memory)
 }
 
-/// What is touched from now on gets huge pages, where they fit. For a VM that was booted: what a fork costs is
-/// copying page tables, and huge pages have hardly any.
+/// Memory touched from now on gets huge pages, where they fit. For a VM that was booted: the cost of a fork
+/// is copying page tables, and huge pages have hardly any.
 pub fn use_huge_pages(memory: &GuestMemory) {
     advise(memory, Advice::LinuxHugepage);
 }
 
-/// What is touched from now on gets small pages. For a VM that is to be forked: a child would pay for a
-/// huge page, and count for one, wherever it touches memory its template has not. Huge pages that are there
-/// stay.
+/// Memory touched from now on gets small pages. For a VM that is to be forked: a child would pay for a huge
+/// page, and count for one, wherever it touches memory its template has not. Huge pages that are there stay.
 pub fn use_small_pages(memory: &GuestMemory) {
     advise(memory, Advice::LinuxNoHugepage);
 }

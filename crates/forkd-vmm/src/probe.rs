@@ -27,7 +27,7 @@ const TIME_LIMIT: Duration = Duration::from_secs(10);
 /// How long the timed loop goes on at least.
 const TIMED: Duration = Duration::from_millis(50);
 
-/// What the probe found.
+/// The result of the probe.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Report {
     /// Whether the descriptor answers as KVM.
@@ -38,7 +38,7 @@ pub struct Report {
     pub tiny_guest: bool,
     /// Whether a guest that does what Linux does ran, fast enough.
     pub runs_linux: bool,
-    /// A sentence: what is missing, or that nothing is.
+    /// A sentence: the missing feature, or that none is missing.
     pub reason: String,
     /// How fast a guest's loop went; 0 if it never came so far.
     pub instructions_per_second: u64,
@@ -101,7 +101,7 @@ guest_code! {
 }
 
 guest_code! {
-    /// What Linux does early, a stage after the other, each reported by its number.
+    /// The early steps of Linux, a stage after the other, each reported by its number.
     fn long_mode,
     "mov al, 0",
     "out 0x80, al",
@@ -178,7 +178,7 @@ guest_code! {
     "jmp 4b",
 }
 
-/// What [`long_mode`] does on the way to the stage of that number.
+/// The step of [`long_mode`] before the stage of that number.
 const STAGES: [&str; 4] =
     ["its first instruction", "`cmpxchg16b`", "`xsave` and `xrstor`", "an exception handler (`int3`)"];
 /// Instructions between two reports of [`endless_loop`].

@@ -18,7 +18,7 @@ use seccompiler::{
 
 use crate::{Error, Result};
 
-/// What a thread is for.
+/// The purpose of a thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ThreadKind {
     /// Talks to the controller, builds the VM and starts the other threads.
@@ -29,7 +29,7 @@ pub enum ThreadKind {
     Vcpu,
 }
 
-/// What happens to a call that is not listed.
+/// The action for a call that is not listed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Mode {
     /// The process ends.
@@ -97,7 +97,7 @@ fn use_one_heap() {
     unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
 }
 
-/// What Rust and the C library do by themselves in any thread: memory, locks, signals, ending, and
+/// Calls that Rust and the C library make by themselves in any thread: memory, locks, signals, ending, and
 /// the message of a panic.
 const RUNTIME: &[i64] = &[
     libc::SYS_brk,
@@ -123,11 +123,11 @@ const RUNTIME: &[i64] = &[
     libc::SYS_writev,
 ];
 
-/// What devices do when a register is written: the console's file, and a device that is reset lets go
-/// of its connections.
+/// Calls of devices when a register is written: the console's file, and a device that is reset lets go of its
+/// connections.
 const REGISTERS: &[i64] = &[libc::SYS_epoll_ctl, libc::SYS_ftruncate, libc::SYS_pread64, libc::SYS_pwrite64];
 
-/// What devices do with what they were given: disks, the tap, sockets.
+/// Calls of devices on their descriptors: disks, the tap, sockets.
 const QUEUES: &[i64] = &[
     libc::SYS_accept4,
     libc::SYS_epoll_pwait,
@@ -143,8 +143,8 @@ const QUEUES: &[i64] = &[
     libc::SYS_timerfd_settime,
 ];
 
-/// What the control thread does on top: its socket, looking at descriptors, starting threads and
-/// getting their vCPUs out of the guest.
+/// Further calls of the control thread: its socket, looking at descriptors, starting threads and getting
+/// their vCPUs out of the guest.
 const CONTROL: &[i64] = &[
     libc::SYS_dup,
     libc::SYS_epoll_create1,
@@ -164,16 +164,16 @@ const CONTROL: &[i64] = &[
     libc::SYS_timerfd_create,
 ];
 
-/// What a template does on top: it assembles its memory, forks, waits for what it forked, and its savers
-/// write files. A process that branches looks up its child; nothing here can act on what it finds that way.
+/// Further calls of a template: it assembles its memory, forks, waits for its children, and its savers write
+/// files. A process that branches looks up its child; nothing here can act on what it finds that way.
 ///
-/// What `clone3` is to make stands in memory, where no filter sees it, and only `clone3` makes a process
-/// in a cgroup. Every sandbox can be branched, and its branch is a template: none of them can do without
-/// it. It gives no more than `fork` does: namespaces take privileges that no process in the jail has, and
-/// the user namespaces that would give them are refused to a process in a chroot, which the jail ends
-/// with. What remains is `CLONE_PARENT`: a broken monitor can make processes that are children of its
-/// template, or of the daemon, instead of its own. They have its walls, its user id and its cgroup, so its
-/// limits count them; a template reaps them and takes no notice.
+/// The arguments of `clone3` are in memory, where no filter sees them, and only `clone3` makes a process in a
+/// cgroup. Every sandbox can be branched, and its branch is a template: none of them can do without it. It
+/// gives no more than `fork` does: namespaces take privileges that no process in the jail has, and the user
+/// namespaces that would give them are refused to a process in a chroot, which the jail ends with. What
+/// remains is `CLONE_PARENT`: a broken monitor can make processes that are children of its template, or of
+/// the daemon, instead of its own. They have its walls, its user id and its cgroup, so its limits count them;
+/// a template reaps them and takes no notice.
 const FORK: &[i64] = &[
     libc::SYS_clone3,
     libc::SYS_close_range,
@@ -262,7 +262,7 @@ fn rules(kind: ThreadKind) -> std::result::Result<Rules, seccompiler::BackendErr
     };
     let mut rules: Rules = lists.iter().copied().flatten().map(|&call| (call, Vec::new())).collect();
 
-    // Memory, but never code: what is written here must not be run here.
+    // Memory, but never code: written memory must not be executable.
     let no_code = SeccompCmpOp::MaskedEq(libc::PROT_EXEC as u64);
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
         rules.insert(call, vec![when(2, no_code.clone(), 0)?]);

@@ -227,7 +227,7 @@ impl VcpuThreads {
     }
 }
 
-/// What a vCPU's thread holds.
+/// The state of a vCPU's thread.
 struct Runner {
     vcpu: Arc<Mutex<VcpuFd>>,
     cpu: Arc<AtomicUsize>,

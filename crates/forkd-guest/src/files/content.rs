@@ -51,7 +51,7 @@ fn refuse(exchange: &mut Exchange, (status, message): HttpError) -> io::Result<(
     exchange.respond(status, &[("content-type", "application/json")], body.as_bytes())
 }
 
-/// What a failed file operation is to an HTTP client.
+/// The HTTP error for a failed file operation.
 fn refusal(path: &Path, error: &io::Error) -> HttpError {
     let status = match error.raw_os_error() {
         Some(libc::ENOENT) => 404,

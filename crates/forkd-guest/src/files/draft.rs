@@ -38,7 +38,7 @@ impl Draft {
     /// Begins a file for `path`, with the permissions of the thread's current user; `None` if `path` is a
     /// file that can only be written in place, because its folder takes no other.
     pub(super) fn begin(path: &Path, mode: Option<u32>) -> io::Result<Option<Draft>> {
-        // A link stays one: what it leads to is replaced.
+        // A link stays one: its target is replaced.
         let path = match fs::canonicalize(path) {
             Ok(path) => path,
             Err(_) if fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink()) => return Ok(None),

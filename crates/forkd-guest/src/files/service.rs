@@ -79,7 +79,7 @@ fn acting<A>(
     act(&user)
 }
 
-/// What a failed file operation is to a caller.
+/// The Connect error for a failed file operation.
 fn failed(path: &Path, error: &io::Error) -> Error {
     let code = match error.raw_os_error() {
         Some(libc::ENOENT) => Code::NotFound,
@@ -237,8 +237,8 @@ fn remove_entry(at: BorrowedFd, name: &CStr, depth: usize) -> Result<(), Errno> 
     rustix::fs::unlinkat(at, name, AtFlags::REMOVEDIR)
 }
 
-/// What is known of a file. A link has its own facts, but the type of what it leads to, as clients
-/// expect that list folders to open them.
+/// A file's metadata. A link has its own, but the type of its target, as clients expect that list folders to
+/// open them.
 fn entry(path: &Path, metadata: &Metadata, names: &IdNames) -> EntryInfo {
     let link = metadata.is_symlink();
     let target = if link { fs::metadata(path).ok() } else { None };
@@ -299,7 +299,7 @@ fn permissions(metadata: &Metadata) -> String {
 
 /// A time in seconds since 1970 as `2026-11-15T06:15:18.048202000Z`.
 fn rfc3339(seconds: i64, nanos: i64) -> String {
-    // A file may claim any time at all; what no calendar holds is shown as the nearest that fits.
+    // A file may claim any time at all; a time beyond the calendar is shown as the nearest that fits.
     let seconds = seconds.clamp(-62_135_596_800, 253_402_300_799);
     let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
     // Days are counted from 1 March of a year 0, so that leap days come last; eras are 400 years.

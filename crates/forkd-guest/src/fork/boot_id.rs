@@ -1,5 +1,5 @@
-//! `/proc/sys/kernel/random/boot_id`: what programs take for the name of this run of this machine. The kernel
-//! draws it once a boot, so all copies of a guest would have the same.
+//! `/proc/sys/kernel/random/boot_id`: programs use it as the id of this boot. The kernel draws it once a
+//! boot, so all copies of a guest would have the same.
 //!
 //! A file of the agent is bound over it, once, before there are copies: a copy overwrites the file's one page.
 //! The id is made of the kernel's own and the sandbox's id. So each child has another one, and a sandbox that is
@@ -27,7 +27,7 @@ const PROC: MountFlags = MountFlags::NOSUID.union(MountFlags::NODEV).union(Mount
 pub struct BootId {
     /// The kernel's own id.
     kernels: String,
-    /// What programs read.
+    /// The file that programs read.
     file: File,
 }
 

@@ -23,7 +23,7 @@ const MAX_HOOKS: usize = 256;
 /// How long a hook that was killed may take to be gone.
 const KILL_TIME: Duration = Duration::from_secs(1);
 
-/// What can be executed in `folder`, in the order of names. Folders in it are not hooks.
+/// The executable files in `folder`, in the order of names. Folders in it are not hooks.
 pub(super) fn find(folder: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
     let mut hooks: Vec<PathBuf> = entries
@@ -51,7 +51,7 @@ impl<'r> Runner<'r> {
         Runner { processes, limit, left: limit }
     }
 
-    /// Runs hooks; what is wrong with one is a warning.
+    /// Runs hooks; a failure is a warning.
     pub(super) fn run_all(&mut self, hooks: &[PathBuf], warnings: &mut Vec<String>) {
         for hook in hooks {
             if let Err(why) = self.run(hook, &[]) {

@@ -31,7 +31,7 @@ impl IdentityFiles<'_> {
     /// Writes host name and machine id where programs look for them.
     pub(crate) fn write(&self, hostname: &str, machine_id: &str, warnings: &mut Vec<String>) {
         let hosts = self.etc("hosts");
-        // What cannot be read is left as it is.
+        // An unreadable file is left as it is.
         let with_us = read(&hosts).map(|known| with_entry(&known, hostname));
         for (path, content) in [
             (self.etc("hostname"), Ok(format!("{hostname}\n").into_bytes())),
@@ -53,8 +53,8 @@ impl IdentityFiles<'_> {
         }
     }
 
-    /// Writes what is there already, once more: what a child writes is in memory afterwards, and has
-    /// its place on the disk.
+    /// Rewrites the files with their present contents. So the pages that a child writes are in memory
+    /// afterwards, and have their blocks on the disk.
     pub(crate) fn rehearse(&self) {
         for name in ["hostname", "machine-id", "hosts"] {
             let path = self.etc(name);

@@ -5,9 +5,9 @@
 //! its random numbers, its clock and its name are its own: user processes sit in a frozen cgroup from
 //! `Freeze` on and are thawed in `wake`.
 //!
-//! What it does is paid for by every child, in time and in pages that are no longer shared. So it
-//! starts no program and waits for no process (but hooks and `on_fork` functions, where there are
-//! any), and overwrites files that exist instead of making new ones.
+//! Every child pays for each step, in time and in pages that are no longer shared. So it starts no program
+//! and waits for no process (but hooks and `on_fork` functions, where there are any), and overwrites files
+//! that exist instead of making new ones.
 //!
 //! It knows nothing of the host: neither how a guest is copied nor how many copies there are.
 
@@ -70,7 +70,7 @@ pub(crate) struct ForkService {
     syncing: Syncing,
     /// One freeze, thaw or change of identity at a time.
     turn: Mutex<()>,
-    /// What this guest became last.
+    /// The last `Become` that was done.
     done: Mutex<Option<LastBecome>>,
 }
 
@@ -147,7 +147,7 @@ impl ForkService {
             // The files that every child writes first: written once here, they are in memory and
             // have their place on the disk, and a child changes one page of each.
             self.names().rehearse();
-            // What the processes, and the line above, wrote since the first time.
+            // Data that the processes, and the line above, wrote since the first sync.
             let little = || (self.system.unsynced)().is_some_and(|bytes| bytes <= QUICK_SYNC_BYTES);
             match request.sync {
                 FreezeSync::Full => self.sync(deadline, full),

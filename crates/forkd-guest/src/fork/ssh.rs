@@ -83,7 +83,7 @@ impl HostKeys<'_> {
     /// Makes one key beside the old one and puts it in its place.
     fn make(&self, kind: &str, runner: &mut Runner) -> Result<(), String> {
         let (key, new) = (self.key(kind), self.root.join("etc/ssh/.forkd-host-key"));
-        // What is there already makes the program ask, or fail.
+        // An existing file makes the program ask, or fail.
         let _ = (fs::remove_file(&new), fs::remove_file(public(&new)));
         let place = new.to_str().ok_or("its path is not UTF-8")?;
         let made =

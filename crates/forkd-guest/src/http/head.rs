@@ -119,8 +119,7 @@ fn parse_query(query: &str) -> Vec<(String, String)> {
         .collect()
 }
 
-/// Decodes `%41`, and `+` in a query; what is not a valid escape stays as it is. `None` if the
-/// result is not UTF-8.
+/// Decodes `%41`, and `+` in a query; an invalid escape stays as it is. `None` if the result is not UTF-8.
 fn percent_decode(text: &str, plus: bool) -> Option<String> {
     let mut out = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();

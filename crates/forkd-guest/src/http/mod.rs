@@ -32,7 +32,7 @@ const DISCARD_TIME: Duration = Duration::from_secs(3);
 /// Bytes taken from a peer at once, when fewer are wanted.
 const READ_AHEAD: usize = 8 << 10;
 
-/// What a connection runs over.
+/// The byte stream under a connection.
 pub(crate) trait Transport: Read + Write {
     /// Limits each read and write; `None` waits for ever.
     fn set_timeouts(&self, read: Option<Duration>, write: Option<Duration>) -> io::Result<()>;
@@ -418,8 +418,7 @@ fn reason(status: u16) -> &'static str {
     }
 }
 
-/// Fuzz body: whatever a peer sends, the connection ends, nothing panics, and no body is longer than
-/// what was sent.
+/// Fuzz body: for any input the connection ends, nothing panics, and no body is longer than the input.
 pub fn fuzz_request(data: &[u8]) {
     struct Memory<'d>(&'d [u8]);
     impl Read for Memory<'_> {

@@ -14,7 +14,7 @@ use crate::{
     sys::Socket,
 };
 
-/// As many peers as are served at once.
+/// The most peers served at once.
 const MAX_CONNECTIONS: usize = 256;
 
 impl Transport for Socket {

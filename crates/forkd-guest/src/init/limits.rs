@@ -1,4 +1,4 @@
-//! What keeps the agent alive when the processes of the guest take all they can get.
+//! Limits that keep the agent alive when the processes of the guest take all resources.
 
 use std::{fs, path::PathBuf};
 
@@ -49,7 +49,7 @@ pub(super) fn make_user_cgroup() -> Option<PathBuf> {
     Some(USER_CGROUP.into())
 }
 
-/// As many threads as the kernel allows.
+/// The kernel's limit of threads.
 fn most_threads() -> Option<u64> {
     let read = |name| fs::read_to_string(format!("/proc/sys/kernel/{name}")).ok()?.trim().parse().ok();
     let (threads, pids): (Option<u64>, Option<u64>) = (read("threads-max"), read("pid_max"));

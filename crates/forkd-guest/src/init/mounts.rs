@@ -17,7 +17,7 @@ use crate::log;
 
 /// Where the new root is put together, in the initramfs.
 const NEW_ROOT: &str = "/newroot";
-/// What an overlay root is made of.
+/// The parts of an overlay root.
 const LOWER: &str = "/lower";
 const UPPER: &str = "/upper";
 
@@ -47,8 +47,8 @@ pub(super) fn mount_root(plan: &RootPlan) -> Result<(), Fatal> {
     }
 }
 
-/// Makes [`NEW_ROOT`] the root. What the initramfs had is out of reach afterwards; this program runs
-/// on from a file that has no name any more.
+/// Makes [`NEW_ROOT`] the root. The files of the initramfs are out of reach afterwards; this program runs on
+/// from a file that has no name any more.
 pub(super) fn switch_root() -> Result<(), Fatal> {
     for name in ["proc", "sys", "dev"] {
         let target = Path::new(NEW_ROOT).join(name);
@@ -136,7 +136,7 @@ fn mount(source: &str, target: &str, fstype: &str, options: &str) -> Result<(), 
     }
 }
 
-/// What the two errors that every damaged or foreign disk gives mean.
+/// The cause of the two errors that every damaged or foreign disk gives.
 fn explain(errno: Errno, fstype: &str) -> io::Error {
     let hint = match errno {
         Errno::INVAL => format!("it holds no valid {fstype}, or the options are wrong"),

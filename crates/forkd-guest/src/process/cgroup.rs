@@ -33,7 +33,7 @@ const REST: &str = "rest";
 /// Where below `user` a process is started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Part {
-    /// What clients and the warm-up start.
+    /// Processes that clients and the warm-up start.
     Commands,
     /// The warmed interpreter.
     Python,
@@ -120,8 +120,8 @@ impl Cgroups {
         held.iter().map(|folder| set_frozen(folder, false)).fold(thawed, io::Result::and)
     }
 
-    /// Makes room for hooks: what is frozen now stays so until [`thaw`](Self::thaw), but a process
-    /// started in [`Part::Hooks`] from here on runs. What earlier hooks left running waits like the rest.
+    /// Makes room for hooks: frozen processes stay so until [`thaw`](Self::thaw), but a process started in
+    /// [`Part::Hooks`] from here on runs. Processes left by earlier hooks wait like the rest.
     pub(crate) fn hold(&self) -> io::Result<()> {
         let Some(user) = &self.user else { return Ok(()) };
         let hooks = user.join(Part::Hooks.name());

@@ -36,9 +36,9 @@ use crate::{
 
 /// The default search path for programs.
 pub(crate) const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-/// As many processes as the agent looks after at once.
+/// The most processes that the agent runs at once.
 const MAX_RUNNING: usize = 512;
-/// As many ended ones as it still knows.
+/// The most ended ones that it still lists.
 const MAX_ENDED: usize = 32;
 /// Default interval of keepalive messages on a silent stream.
 const KEEPALIVE: Duration = Duration::from_secs(90);
@@ -342,7 +342,7 @@ impl Variables {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = variables;
     }
 
-    /// The environment of a user's process. What its caller gives goes before what a fork gave.
+    /// The environment of a user's process. The caller's variables override those of a fork.
     pub(crate) fn environment(
         &self,
         user: &User,

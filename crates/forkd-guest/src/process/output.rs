@@ -20,7 +20,7 @@ use super::reaper::ExitStatus;
 pub(crate) const PIECE: usize = 32 << 10;
 /// How much may wait for one listener.
 const QUEUE_LIMIT: usize = 256 << 10;
-/// What a piece costs besides its bytes: a process may write them one by one.
+/// The overhead of a piece besides its bytes: a process may write them one by one.
 const PIECE_COST: usize = 64;
 /// How much of each stream is kept without a listener.
 const KEPT_LIMIT: usize = 64 << 10;
@@ -44,7 +44,7 @@ pub(crate) enum Outcome {
     DeadlineExceeded,
 }
 
-/// What a listener gets.
+/// An item for a listener.
 #[derive(Debug)]
 pub(crate) enum Next {
     Piece(Piece),
@@ -65,7 +65,7 @@ struct OutputState {
 struct Queue {
     id: u64,
     pieces: VecDeque<Piece>,
-    /// What they take, with [`PIECE_COST`].
+    /// Their size, with [`PIECE_COST`].
     size: usize,
 }
 

@@ -299,7 +299,7 @@ struct Pump {
     deadline: Option<Instant>,
 }
 
-/// What is left to do once the process has ended.
+/// The remaining output once the process has ended.
 struct Draining {
     /// Bytes that were in each pipe at the end, and so may be the process's own: these are never
     /// given up. In the order of the outputs.

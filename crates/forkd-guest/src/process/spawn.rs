@@ -27,7 +27,7 @@ const FIRST_FREE: RawFd = 16;
 /// Bit 33 of `clone3`'s flags: too wide for libc's constant.
 const CLONE_INTO_CGROUP: u64 = 1 << 33;
 
-/// What to start.
+/// The program to start.
 pub(crate) struct Program<'p> {
     pub(crate) cmd: &'p str,
     pub(crate) args: &'p [String],
@@ -69,7 +69,7 @@ pub(crate) enum SpawnError {
     System(io::Error),
 }
 
-/// Where in the child something failed: what it reports together with the error number.
+/// The step that failed in the child, which it reports together with the error number.
 #[derive(Clone, Copy)]
 #[repr(u8)]
 enum Step {
@@ -84,7 +84,7 @@ struct Prepared {
     candidates: Vec<CString>,
     argv: Vec<*const libc::c_char>,
     envp: Vec<*const libc::c_char>,
-    /// What `argv` and `envp` point into.
+    /// The strings that `argv` and `envp` point into.
     _strings: Vec<CString>,
     cwd: CString,
     cwd_may_be_missing: bool,

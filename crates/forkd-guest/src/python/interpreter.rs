@@ -31,7 +31,7 @@ use crate::{
     users::User,
 };
 
-/// What runs in the interpreter.
+/// The script that runs in the interpreter.
 const DRIVER: &str = include_str!("driver.py");
 /// How it is started: descriptor 5 holds [`DRIVER`].
 const BOOTSTRAP: &str = "exec(compile(open(5).read(), '<forkd>', 'exec'), {'__name__': 'forkd'})";
@@ -41,10 +41,10 @@ const MAX_MESSAGE: usize = 8 << 20;
 const MAX_OUTPUT: usize = 1 << 20;
 /// How long it may take to be gone when it has closed its pipes.
 const END_TIME: Duration = Duration::from_secs(1);
-/// What its output pipes hold while nothing is evaluated: threads may go on printing.
+/// The size of its output pipes, which fill while nothing is evaluated: threads may go on printing.
 const PIPE_SIZE: usize = 1 << 20;
 
-/// What the notices pipe holds: two notices of the greatest length.
+/// The size of the notices pipe: two notices of the greatest length.
 const NOTICES_SIZE: usize = 128 << 10;
 /// Makes the interpreter read its notices. A real-time signal from the far end of their range, which programs
 /// rarely use; `driver.py` knows it too.

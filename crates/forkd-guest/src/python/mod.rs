@@ -35,7 +35,7 @@ const GRACE: Duration = Duration::from_secs(2);
 /// The image's interpreter, running or not.
 pub(crate) struct Python {
     state: Mutex<InterpreterSlot>,
-    /// Those whose turn it is not yet wait here.
+    /// Callers wait here for their turn.
     free: Condvar,
     /// Of the interpreter that runs: reachable also during an evaluation.
     notices: Mutex<Weak<Notices>>,

@@ -1,7 +1,6 @@
-//! Which CPU a guest sees: what KVM supports here, with the topology of this VM instead of the
-//! host's (one socket, one thread per core, a core per vCPU, APIC id = vCPU index), without
-//! virtualization of its own, without performance counters, and without instructions that hold a core
-//! while they wait.
+//! The CPU of a guest: the features that KVM supports here, with the topology of this VM instead of the
+//! host's (one socket, one thread per core, a core per vCPU, APIC id = vCPU index), without virtualization of
+//! its own, without performance counters, and without instructions that hold a core while they wait.
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::Kvm;
@@ -12,7 +11,7 @@ const TOPOLOGY: u32 = 0xb;
 const TOPOLOGY_V2: u32 = 0x1f;
 const SVM_FEATURES: u32 = 0x8000_000a;
 
-/// What KVM supports on this host; the same for every vCPU, and slow to ask for.
+/// The features that KVM supports on this host; the same for every vCPU, and slow to query.
 pub fn supported(kvm: &Kvm) -> Result<CpuId> {
     kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(Error::kvm("KVM_GET_SUPPORTED_CPUID"))
 }
@@ -20,9 +19,9 @@ pub fn supported(kvm: &Kvm) -> Result<CpuId> {
 /// Which features guests of a forkd get.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Grant {
-    /// What every guest gets that boots now.
+    /// For every guest that boots now.
     Fresh,
-    /// What guests of older versions of forkd got: the same with performance counters and WAITPKG.
+    /// For guests of older versions of forkd: the same with performance counters and WAITPKG.
     Older,
 }
 

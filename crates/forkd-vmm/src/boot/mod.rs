@@ -22,7 +22,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 use crate::{Error, GuestMemory, Result};
 
-/// What is put into guest memory before the first instruction.
+/// The contents of guest memory before the first instruction.
 #[derive(Debug)]
 pub struct BootSource {
     /// ELF vmlinux or bzImage.

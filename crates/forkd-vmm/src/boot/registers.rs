@@ -64,7 +64,7 @@ pub fn set_boot_state(vcpu: &VcpuFd, entry: u64) -> Result<()> {
     vcpu.set_regs(&general).map_err(Error::kvm("KVM_SET_REGS"))
 }
 
-/// What every vCPU starts with, the first and the others.
+/// The registers that every vCPU starts with, the first and the others.
 pub fn set_common_state(vcpu: &VcpuFd) -> Result<()> {
     let fpu = kvm_fpu { fcw: 0x37f, mxcsr: 0x1f80, ..Default::default() };
     vcpu.set_fpu(&fpu).map_err(Error::kvm("KVM_SET_FPU"))?;

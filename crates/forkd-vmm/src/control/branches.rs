@@ -20,7 +20,7 @@ pub(super) struct Branches {
 }
 
 impl Branches {
-    /// Those of a VM that was booted. A forked one has small pages anyway.
+    /// The branches of a VM that was booted. A forked one has small pages anyway.
     pub(super) fn of_booted() -> Branches {
         Branches { huge_pages: true, pidfds: Vec::new() }
     }
@@ -40,7 +40,7 @@ impl Branches {
         self.pidfds.push(pidfd);
     }
 
-    /// What to wait for: readable when a branch has ended.
+    /// The descriptors to wait for: readable when a branch has ended.
     pub(super) fn watched(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.pidfds.iter().map(OwnedFd::as_fd)
     }

@@ -370,7 +370,7 @@ impl Monitor {
     }
 }
 
-/// What woke the control thread.
+/// The reasons why the control thread woke up.
 struct Ready {
     control: bool,
     guest_connections: bool,

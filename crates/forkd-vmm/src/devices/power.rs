@@ -15,7 +15,7 @@ const SLEEP_ENABLE: u8 = 1 << 5;
 const SLEEP_TYPE_SHIFT: u8 = 2;
 const SLEEP_TYPE_MASK: u8 = 7;
 
-/// What the guest asks for.
+/// The guest's request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PowerEvent {
     /// To be powered off.
@@ -24,7 +24,7 @@ pub enum PowerEvent {
     Reset,
 }
 
-/// What a write of `value` to `port` asks for; `None` for every other port and value.
+/// The request in a write of `value` to `port`; `None` for every other port and value.
 pub fn port_write(port: u16, value: u8) -> Option<PowerEvent> {
     let sleep_type = value >> SLEEP_TYPE_SHIFT & SLEEP_TYPE_MASK;
     match port {
@@ -36,7 +36,7 @@ pub fn port_write(port: u16, value: u8) -> Option<PowerEvent> {
     }
 }
 
-/// What a read of `port` gives; `None` if the port is not one of these.
+/// The result of a read of `port`; `None` if the port is not one of these.
 pub fn port_read(port: u16) -> Option<u8> {
     match port {
         // Awake, with nothing to report; a keyboard controller that is never busy, so that a guest

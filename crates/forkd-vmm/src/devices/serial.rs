@@ -222,7 +222,7 @@ impl Serial {
 
     /// The guest writes a register.
     pub fn write(&mut self, offset: u8, value: u8) {
-        // What can fail is raising the interrupt, whose counter is then full and raised already.
+        // Only raising the interrupt can fail: its counter is then full and raised already.
         let _ = self.uart.write(offset, value);
     }
 }

@@ -39,7 +39,7 @@ impl Mapping {
             unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), reserved, ProtFlags::empty(), flags)? };
         let before = (guest_start as usize).wrapping_sub(base as usize) % HUGE_PAGE;
         let start = base.wrapping_byte_add(before);
-        // What is too much on both sides. Less than a huge page is before, so something is behind.
+        // Unmaps the excess on both sides. Less than a huge page is before, so some is behind.
         for (at, count) in [(base, before), (start.wrapping_byte_add(length), HUGE_PAGE - before)] {
             if count > 0 {
                 // SAFETY: the range is a part of what was just mapped, which nothing refers to.

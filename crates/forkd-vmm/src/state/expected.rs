@@ -4,7 +4,7 @@
 use super::{DevicePart, MachineState};
 use crate::{Error, Result};
 
-/// What a state must be of.
+/// The required properties of a state.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Expected {
     /// Number of vCPUs; none if the controller does not know.

@@ -105,7 +105,7 @@ fn version(state: &MachineState) -> u32 {
     if grant(state) == Grant::Older { OLDER_GUEST } else { FORMAT_VERSION }
 }
 
-/// What its guest was given when it booted.
+/// The features that its guest got when it booted.
 pub(super) fn grant(state: &MachineState) -> Grant {
     let older = state.vcpus.iter().any(|vcpu| Grant::of(&vcpu.cpuid) == Grant::Older);
     if older { Grant::Older } else { Grant::Fresh }
@@ -161,8 +161,8 @@ pub fn read(file: &File) -> Result<MachineState> {
     read_bounded(file, MAX_PAYLOAD)
 }
 
-/// Reads the state of a VM whose disks have `disk_bytes` in all. What is read takes some sixteen times the
-/// memory it takes in the file, so no file is read that is longer than such a VM's can be.
+/// Reads the state of a VM whose disks have `disk_bytes` in all. The parsed state takes some sixteen times
+/// its size in the file, so no file is read that is longer than such a VM's can be.
 pub fn read_for_disks(file: &File, disk_bytes: u64) -> Result<MachineState> {
     let maps = (disk_bytes / BYTES_PER_BLOCK).saturating_mul(BYTES_PER_RUN);
     read_bounded(file, MAX_PAYLOAD.min(maps.saturating_add(MAX_BESIDE_MAPS)))
@@ -182,7 +182,7 @@ fn read_bounded(file: &File, most: u64) -> Result<MachineState> {
     parse(&bytes)
 }
 
-/// What is wrong with a state file, and what to do about it.
+/// The error for a damaged state file, with the remedy.
 fn damaged(what: String) -> Error {
     Error::Config(format!("the state file cannot be used: {what}; make the snapshot again"))
 }
@@ -346,8 +346,8 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Fuzz body: any bytes, as a whole file and as a payload under a fitting checksum, end without a panic;
-/// what is a state is written and read again alike.
+/// Fuzz body: any bytes, as a whole file and as a payload under a fitting checksum, end without a panic; a
+/// valid state is written and read again alike.
 pub(crate) fn check_any_bytes(data: &[u8]) {
     let _ = parse(data);
     let Ok(state) = sections(data) else { return };

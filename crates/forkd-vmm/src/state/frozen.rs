@@ -40,7 +40,7 @@ pub struct Frozen {
     pub(super) disks: Vec<Disk>,
 }
 
-/// What a child gets of its own.
+/// A child's own resources.
 pub struct ChildParts {
     /// Where its console's output goes.
     pub console: Arc<ConsoleLog>,
@@ -55,7 +55,7 @@ pub struct ChildParts {
 }
 
 impl Frozen {
-    /// What [`Running::freeze`](vm::Running::freeze) has collected.
+    /// Made by [`Running::freeze`](vm::Running::freeze).
     pub(crate) fn new(
         kvm: Kvm,
         host_tsc_khz: u32,
@@ -68,9 +68,9 @@ impl Frozen {
         Ok(Frozen { kvm, host_tsc_khz, state, prepared, memory, disks })
     }
 
-    /// A VM from files: `state` as read by [`file::read`](super::file::read), the memory layers, the
-    /// oldest first, and for each disk its base and its layers. What could not be thawed is refused here,
-    /// with the reason.
+    /// A VM from files: `state` as read by [`file::read`](super::file::read), the memory layers, the oldest
+    /// first, and for each disk its base and its layers. A VM that could not be thawed is refused here, with
+    /// the reason.
     pub fn load(
         kvm: Kvm,
         state: MachineState,

@@ -1,4 +1,4 @@
-//! What a stopped VM is, and how it becomes one that runs.
+//! The state of a stopped VM, and how it becomes one that runs.
 //!
 //! - [`MachineState`]: everything about a VM except the contents of its memory and its disks, as plain data;
 //!   every part of it may come from an edited file, so the code that restores a part checks every number in
@@ -100,7 +100,7 @@ pub struct SerialState {
     pub modem: (u8, u8),
     /// The scratch register.
     pub scratch: u8,
-    /// What the guest has not read yet.
+    /// Input that the guest has not read yet.
     pub input: Vec<u8>,
 }
 
@@ -114,9 +114,9 @@ pub struct GenerationState {
 /// A virtio device: its registers, its queues, and what is special about it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceState {
-    /// What the transport knows.
+    /// The transport's state.
     pub transport: TransportState,
-    /// What the device knows.
+    /// The device's own state.
     pub part: DevicePart,
 }
 
@@ -165,7 +165,7 @@ pub struct QueuePosition {
     pub next_used: u16,
 }
 
-/// What is special about a device.
+/// The part of a device's state that depends on its kind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DevicePart {
     /// A disk.

@@ -11,7 +11,7 @@ use crate::{Error, Result};
 
 /// Which features the guest may switch on: virtualization, enclaves.
 const FEAT_CTL: u32 = 0x3a;
-/// What the guest's own virtualization can do.
+/// The features of nested virtualization.
 const VMX: std::ops::RangeInclusive<u32> = 0x480..=0x493;
 const EFER: u32 = 0xc000_0080;
 /// In [`EFER`]: AMD's virtualization is on.

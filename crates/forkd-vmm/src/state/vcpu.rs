@@ -26,8 +26,7 @@ const MTRRS: [std::ops::RangeInclusive<u32>; 5] =
 const MSRS_PER_CALL: usize = 256;
 /// The most registers a state may have.
 const MAX_MSRS: usize = 4096;
-/// How far a TSC's frequency may be off without being noticed, in parts per million: what KVM itself
-/// takes for equal.
+/// How far a TSC's frequency may be off without being noticed, in parts per million: KVM's own tolerance.
 const TSC_TOLERANCE_PPM: u64 = 250;
 
 /// One vCPU.
@@ -198,8 +197,7 @@ fn in_order(mut msrs: Vec<kvm_msr_entry>) -> Vec<kvm_msr_entry> {
     msrs
 }
 
-/// What is needed to set a vCPU's state, in the shape the calls want it: made once, used for every
-/// child.
+/// A vCPU's state in the form that the ioctls take: made once, used for every child.
 pub struct Prepared {
     cpuid: CpuId,
     msrs: Vec<Msrs>,

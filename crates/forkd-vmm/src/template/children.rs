@@ -9,7 +9,7 @@ use rustix::process::WaitOptions;
 
 use crate::{Error, Result};
 
-/// What an entry of the list takes in a message, besides its name: more than the longest there is.
+/// The size of an entry of the list in a message, besides its name: more than the longest there is.
 const ENTRY: usize = 64;
 
 /// The children that are alive or whose end was not acknowledged, in the order they were forked.

@@ -4,8 +4,8 @@
 //! saver writes the template to files while all other processes go on. Both inherit the template's jail, and
 //! neither needs it any more: when it ends, they go on.
 //!
-//! The template reaps what it forked and keeps each end until a controller has acknowledged it. Whatever
-//! goes wrong with one child is an answer to that request; the template goes on.
+//! The template reaps its children and keeps each exit status until a controller has acknowledged it. A
+//! failure with one child is an answer to that request; the template goes on.
 
 mod children;
 mod saver;

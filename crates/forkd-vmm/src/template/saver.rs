@@ -17,7 +17,7 @@ use crate::seccomp::IOPRIO_WHO_PROCESS;
 use crate::state::{Frozen, MergedLayers, SaveFiles, Saving};
 use crate::{Error, Result};
 
-/// What a saver is forked for.
+/// The job of a saver.
 pub(super) enum Job {
     /// And where it writes why it failed.
     Save(Saving, Option<File>),

@@ -57,7 +57,7 @@ pub struct VmParts {
     pub devices: Vec<Box<dyn VirtioDevice>>,
 }
 
-/// What KVM has of a VM, and the memory under it.
+/// A VM's KVM objects, and the memory under it.
 pub(crate) struct Machine {
     // Fields drop in this order: vCPUs before their VM, and the VM before the memory it maps.
     pub(crate) vcpus: Vec<VcpuFd>,
@@ -261,7 +261,7 @@ fn keep_from_forks(vcpu: &mut VcpuFd, size: usize) -> Result<()> {
         .map_err(Error::system("keep a vCPU's memory out of forks"))
 }
 
-/// What is needed of KVM; Linux 6.1 has all of it on any x86-64 host.
+/// The required KVM capabilities; Linux 6.1 has all of them on any x86-64 host.
 const NEEDED: [(Cap, &str); 7] = [
     (Cap::Irqchip, "an interrupt chip"),
     (Cap::Irqfd, "interrupts by eventfd"),

@@ -1,7 +1,7 @@
 //! A VM that runs: its threads, made to stand still, to go on, to end.
 //!
-//! Knows nothing of how a VM is built, and of processes only that one can be copied while the VM stands still:
-//! what the copy is for is not its business.
+//! Knows nothing of how a VM is built, and of processes only that one can be copied while the VM stands
+//! still. It does not know the purpose of the copy.
 
 use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
@@ -177,8 +177,8 @@ impl Running {
         } = self;
         // vCPUs first: then the devices get no new work. They come back with their last register access done.
         let vcpus = vcpus.stop();
-        // Then the device thread, between two events: what it took from a queue is finished, and what it
-        // did not take is found again after the thaw.
+        // Then the device thread, between two events: requests taken from a queue are finished, and the
+        // others are found again after the thaw.
         let joined = devices.stop();
         if let Some((_, detail)) = report.get() {
             return Err(Error::Config(format!("the VM has ended ({detail}): there is nothing to freeze")));
@@ -264,7 +264,7 @@ impl<'a> Paused<'a> {
         // lock held and nothing half done. They do not go on as long as `self` lives.
         match unsafe { fork::fork_beside_threads() }.map_err(Error::system("fork a branch"))? {
             None => {
-                // What it would do when dropped is for the threads of the source.
+                // Its drop would act on the threads of the source.
                 std::mem::forget(self);
                 Ok(ForkedBeside::Child)
             }
@@ -288,7 +288,7 @@ impl<'a> Paused<'a> {
         self.vm.vcpus.move_to_vcpu();
     }
 
-    /// What KVM has of the VM.
+    /// The VM's state in KVM.
     pub(crate) fn save(&self) -> Result<KvmState> {
         let Running { vcpus, fd, cpuids, msrs, .. } = &*self.vm;
         let vcpus = vcpus.parked();
@@ -315,7 +315,7 @@ impl Drop for Paused<'_> {
     }
 }
 
-/// What KVM has of a VM that stands still.
+/// The state in KVM of a VM that stands still.
 pub(crate) struct KvmState {
     vcpus: Vec<VcpuState>,
     clock: ClockState,
@@ -332,7 +332,7 @@ impl KvmState {
     }
 }
 
-/// Puts the state of a VM together: what KVM had, and its devices, which end by that.
+/// Puts the state of a VM together: the state from KVM, and its devices, which end by that.
 pub(crate) fn collect(
     saved: KvmState,
     bus: &Bus,

@@ -111,7 +111,7 @@ fn reset_with(open: fn() -> io::Result<Diag>, pids: &[i32], frozen: bool, warnin
         // One that is gone has no connections.
         let Ok(sockets) = sockets(pid) else { continue };
         for (fd, inode) in sockets {
-            // Those that were found still have to be ended.
+            // The connections found still have to be ended.
             if late(LIMIT / 2, warnings) {
                 break 'look;
             }
@@ -241,7 +241,7 @@ fn take(pid: i32, fd: ForeignRawFd) -> io::Result<OwnedFd> {
     Ok(rustix::process::pidfd_getfd(process, fd, PidfdGetfdFlags::empty())?)
 }
 
-/// What `socket` is; `None` if it can have no peer outside.
+/// The kind of `socket`; `None` if it can have no peer outside.
 fn kind(socket: &OwnedFd) -> io::Result<Option<Kind>> {
     if !matches!(sockopt::socket_domain(socket)?, AddressFamily::INET | AddressFamily::INET6) {
         return Ok(None);

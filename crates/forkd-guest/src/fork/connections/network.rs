@@ -1,4 +1,4 @@
-//! What the guest's network namespaces know: their addresses and their TCP connections.
+//! The state of the guest's network namespaces: their addresses and their TCP connections.
 //!
 //! Connections are read from `/proc`, which every kernel has. A thread visits each namespace but the agent's:
 //! one that no process is in any more still has sockets.
@@ -32,7 +32,7 @@ pub(super) struct Network {
     open_diag: fn() -> io::Result<Diag>,
 }
 
-/// What one of them knows.
+/// The state of one namespace.
 #[derive(Default)]
 struct Namespace {
     addresses: BTreeSet<IpAddr>,
@@ -85,7 +85,7 @@ impl Network {
         }
     }
 
-    /// Reads all namespaces. What cannot be read counts as outside.
+    /// Reads all namespaces. Unreadable ones count as outside.
     pub(super) fn read(&mut self, until: Instant, warnings: &mut Vec<String>) {
         for inode in [self.own].into_iter().chain(self.others.keys().copied()) {
             if Instant::now() >= until {
@@ -124,7 +124,7 @@ impl Network {
     /// Connections that wait in the queue of the socket that listens at `local`, or are about to.
     pub(super) fn queue(&self, namespace: u64, local: End) -> Vec<Ends> {
         let connections = self.known.get(&namespace).into_iter().flat_map(|known| &known.connections);
-        // What a process closed is in none of these states.
+        // A connection that a process closed is in none of these states.
         let waits = connections.filter(|known| {
             known.inode == 0 && matches!(known.state, ESTABLISHED | SYN_RECEIVED | CLOSE_WAIT)
         });
@@ -159,7 +159,7 @@ impl Network {
 }
 
 impl Namespace {
-    /// What the namespace of this thread knows.
+    /// The state of this thread's namespace.
     fn read() -> io::Result<Namespace> {
         let mut connections = Vec::new();
         for table in ["tcp", "tcp6"] {

@@ -1,9 +1,8 @@
 //! The virtio-mmio transport, version 2: a page of registers in front of a device.
 //!
-//! The driver may read and write any of it at any time, in any order and width. What makes no sense
-//! in the device's present state has no effect: queues are set up between FEATURES_OK and DRIVER_OK
-//! and nowhere else, features are settled before, and a device that asked for a reset does nothing
-//! but wait for it.
+//! The driver may read and write any of it at any time, in any order and width. An access that is invalid in
+//! the device's present state has no effect: queues are set up between FEATURES_OK and DRIVER_OK and nowhere
+//! else, features are settled before, and a device that asked for a reset does nothing but wait for it.
 
 use std::fmt;
 use std::io;
@@ -53,7 +52,7 @@ pub struct MmioDevice {
     /// Why the line was raised, until the driver acknowledges it.
     interrupt_status: u32,
     queues: Vec<VirtQueue>,
-    /// What the driver wrote about each queue and has not made final yet.
+    /// The driver's settings of each queue that are not final yet.
     setups: Vec<QueueSetup>,
     /// Signalled by KVM, or by [`MmioDevice::write`], when the driver notifies a queue.
     notifiers: Vec<EventFd>,
@@ -172,8 +171,7 @@ impl MmioDevice {
         (DeviceState { transport, part }, disk)
     }
 
-    /// What signals each queue, to be connected to writes of the queue's number at
-    /// [`NOTIFY_OFFSET`].
+    /// The eventfd of each queue, to be connected to writes of the queue's number at [`NOTIFY_OFFSET`].
     pub fn queue_notifiers(&self) -> &[EventFd] {
         &self.notifiers
     }
@@ -412,7 +410,7 @@ impl MmioDevice {
             self.status |= DRIVER_OK;
             self.queues.iter_mut().for_each(|queue| queue.set_live(true));
             self.device.activate(self.driver_features);
-            // The driver may have notified before; what it put into its queues is found now.
+            // The driver may have notified before; its requests are found now.
             self.notifiers.iter().for_each(signal);
         }
     }

@@ -32,7 +32,7 @@ use crate::state::DevicePart;
 use block::Disk;
 use queue::{Malformed, VirtQueue};
 
-/// What a device does behind its transport.
+/// A device behind its transport.
 ///
 /// The order of calls: `attach` once, before the VM runs; in a copy of a VM, `activate` and `resume` if
 /// the driver was at work, before that; then, for each life of the driver,
@@ -50,10 +50,9 @@ pub trait VirtioDevice: Send {
     /// The largest size of each queue; powers of two. Asked once, when the transport is built.
     fn queue_sizes(&self) -> &'static [u16];
 
-    /// Fills `data` from the configuration space at `offset`. Called for any register access of
-    /// the driver at any time, with any offset and length; what lies outside reads as zero
-    /// (`data` comes zeroed). No device here has a writable configuration: writes end in the
-    /// transport.
+    /// Fills `data` from the configuration space at `offset`. Called for any register access of the driver at
+    /// any time, with any offset and length; bytes outside read as zero (`data` comes zeroed). No device here
+    /// has a writable configuration: writes end in the transport.
     fn read_config(&self, offset: u64, data: &mut [u8]);
 
     /// Called once, by the event loop that takes the device over: the time to register descriptors
@@ -113,9 +112,9 @@ pub trait VirtioDevice: Send {
         None
     }
 
-    /// The end of this device: what it knows, and the disk behind it, if it has one. Called between
-    /// two events, when everything it took from its queues is finished. Also called in a fork of the
-    /// process, where its descriptors are another VM's: it must not use them.
+    /// Takes the device's state, and the disk behind it, if it has one. Called between two events, when every
+    /// request it took from its queues is finished. Also called in a fork of the process, where its
+    /// descriptors are another VM's: it must not use them.
     fn freeze(&mut self) -> (DevicePart, Option<Disk>);
 }
 

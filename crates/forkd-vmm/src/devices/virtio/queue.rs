@@ -19,7 +19,7 @@ use crate::state::{QueuePosition, QueueState};
 #[error("the driver broke a queue ({0}); the device waits for a reset")]
 pub struct Malformed(pub &'static str);
 
-/// What the driver wrote into the transport's registers about one queue.
+/// The driver's settings of one queue, from the transport's registers.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct QueueSetup {
     /// Number of descriptors.
@@ -33,7 +33,7 @@ pub struct QueueSetup {
 }
 
 impl QueueSetup {
-    /// What the driver wrote before the VM was stopped.
+    /// The driver's settings before the VM was stopped.
     pub fn from_state(state: &QueueState) -> QueueSetup {
         let QueueState { size, descriptors, available, used, .. } = *state;
         QueueSetup { size, descriptors, available, used }
@@ -66,7 +66,7 @@ pub struct VirtQueue {
 #[derive(Debug)]
 pub struct DescriptorChain<'m> {
     head: u16,
-    /// What the driver wrote.
+    /// Buffers that the driver wrote.
     pub readable: Buffers<'m>,
     /// Where the device writes.
     pub writable: Buffers<'m>,

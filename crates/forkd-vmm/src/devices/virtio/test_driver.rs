@@ -90,7 +90,7 @@ struct Position {
 pub(crate) struct Driver {
     pub(crate) memory: GuestMemory,
     pub(crate) device: Arc<Mutex<MmioDevice>>,
-    /// What the device raises.
+    /// The device's interrupt.
     pub(crate) interrupt: EventFd,
     positions: Vec<Position>,
 }
@@ -196,7 +196,7 @@ impl Driver {
             self.write(register + 4, (address >> 32) as u32);
         }
         self.write(0x44, 1);
-        // What an earlier life left in the rings does not count.
+        // Entries of an earlier driver in the rings do not count.
         if available <= MEMORY - 4 && used <= MEMORY - 4 {
             self.poke(available, &[0; 4]);
             self.poke(used, &[0; 4]);
@@ -278,7 +278,7 @@ impl Driver {
     pub(crate) fn notify(&mut self, queue: usize) {
         let Position { size, available, announced, .. } = self.positions[queue];
         self.positions[queue].announced = available;
-        // What was made available must be seen before the wish is read.
+        // The device must see the available entries before the notification flag is read.
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
         let wish = self.peek_u16(used_at(queue) + 4 + u64::from(size) * 8);
         if available.wrapping_sub(wish).wrapping_sub(1) < available.wrapping_sub(announced) {

@@ -41,9 +41,9 @@ pub(crate) struct LayerChain {
     /// The oldest first.
     files: Vec<File>,
     pages: u32,
-    /// What is not in the oldest layer: ascending, not overlapping.
+    /// The extents outside the oldest layer: ascending, not overlapping.
     extents: Vec<Extent>,
-    /// What another layer would lie on.
+    /// The base for another layer.
     top: Below,
 }
 
@@ -84,7 +84,7 @@ impl LayerChain {
         &self.files[layer as usize]
     }
 
-    /// What is not in the oldest layer: ascending, not overlapping.
+    /// The extents outside the oldest layer: ascending, not overlapping.
     pub(super) fn extents(&self) -> &[Extent] {
         &self.extents
     }
@@ -117,7 +117,7 @@ impl LayerChain {
     pub(super) fn read(&self, first: u32, wanted: &[bool], bytes: &mut [u8]) -> Result<()> {
         let end = first + wanted.len() as u32;
         let is_wanted = |page: u32| wanted[(page - first) as usize];
-        // What is read of each file: places of pages.
+        // The part of each file that is read: places of pages.
         let mut places: Vec<Range<u32>> = vec![0..0; self.files.len()];
         let mut pieces = self.pieces(first..end);
         for piece in &mut pieces {
@@ -153,11 +153,11 @@ impl LayerChain {
     }
 }
 
-/// What is where when a layer with `runs` lies on `below`.
+/// The extents when a layer with `runs` lies on `below`.
 fn lay_over(below: &[Extent], runs: &[Run], layer: u32) -> Vec<Extent> {
     let mut result: Vec<Extent> = Vec::with_capacity(below.len() + runs.len());
     let mut below = below.iter().copied().peekable();
-    // What is left of the extent that was looked at last.
+    // The rest of the last extent.
     let mut rest: Option<Extent> = None;
     let mut place = 0;
     for run in runs {

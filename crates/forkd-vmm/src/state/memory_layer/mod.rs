@@ -35,7 +35,7 @@ const CHUNK: u32 = 256;
 /// cache, and that may need memory first: more of them would hold up guests for milliseconds.
 const PIECE: usize = 64 << 10;
 
-/// What is wrong with a layer, and what to do about it. The oldest layer is number 0.
+/// The error for a damaged layer, with the remedy. The oldest layer is number 0.
 fn damaged(layer: usize, what: &str) -> Error {
     Error::Config(format!("memory layer {layer} cannot be used: {what}; make the snapshot again"))
 }

@@ -32,7 +32,7 @@ const FOOTER: usize = FIELDS + ID;
 /// Identifies a layer.
 pub(super) type Id = [u8; ID];
 
-/// What a layer lies on.
+/// The layer below.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Below {
     /// How many layers.
@@ -237,8 +237,8 @@ fn runs(index: &[u8], pages: u64, memory: u32) -> std::result::Result<Vec<Run>, 
     Ok(runs)
 }
 
-/// For fuzzing: whatever the bytes of a layer are, reading it ends with an error or with an index that
-/// keeps its promises; also when the checksum fits.
+/// For fuzzing: reading any bytes as a layer ends with an error or with a consistent index; also when the
+/// checksum fits.
 pub(crate) fn check_any_bytes(data: &[u8]) {
     use rustix::fs::{MemfdFlags, memfd_create};
     let Ok(file) = memfd_create("layer", MemfdFlags::CLOEXEC).map(File::from) else { return };

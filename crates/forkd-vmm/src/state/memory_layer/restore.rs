@@ -34,7 +34,7 @@ const MAX_CUTS: usize = 16;
 #[cfg(test)]
 pub(super) const MAX_MAPPINGS: usize = MAX_MAPPED + (MAX_MAPPED + 1) + MAX_CUTS;
 
-/// What is mapped over the oldest layer.
+/// A mapping over the oldest layer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Cover {
     /// An extent, from its layer.
@@ -58,7 +58,7 @@ pub(crate) fn map(chain: &LayerChain) -> Result<GuestMemory> {
         let piece = piece(&range, file, place);
         memory::cover(&memory, piece)?;
         memory::hold_data(&memory, self::piece(&(at..range.start), base, at));
-        // What was assembled is in memory already.
+        // The assembled file is in memory already.
         if matches!(cover, Cover::Mapped(_)) {
             memory::hold_data(&memory, piece);
         }
@@ -74,7 +74,7 @@ fn piece<'f>(range: &Range<u32>, file: &'f File, place: u32) -> Piece<'f> {
     Piece { start: bytes(range.start), length: bytes(range.end - range.start), file, offset: bytes(place) }
 }
 
-/// What to map, in order and not overlapping: all of `extents`, and as little else as few mappings allow.
+/// The mappings, in order and not overlapping: all of `extents`, and as little else as few mappings allow.
 pub(super) fn plan(extents: &[Extent]) -> Vec<Cover> {
     if extents.len() <= MAX_MAPPED {
         return extents.iter().copied().map(Cover::Mapped).collect();
@@ -138,7 +138,7 @@ fn assemble(chain: &LayerChain, covers: &[Cover]) -> Result<File> {
         }
         end = u64::from(range.end) * PAGE;
     }
-    // What is zero at the end was not written, and there is no mapping beyond the end of a file.
+    // Zeros at the end were not written, and there is no mapping beyond the end of a file.
     let length = file.metadata().map_err(failed("assemble memory layers"))?.len();
     if length < end {
         file.set_len(end).map_err(failed("assemble memory layers"))?;

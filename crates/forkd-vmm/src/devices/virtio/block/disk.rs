@@ -47,7 +47,7 @@ fn full() -> DiskError {
     DiskError::Mismatch(format!("it has {MAX_FILES} files already; none can be added before some are merged"))
 }
 
-/// A disk. The default has no files and no size: what is left when a disk was taken.
+/// A disk. The default has no files and no size: the placeholder for a disk that was taken.
 #[derive(Debug, Default)]
 pub struct Disk {
     /// The base, then its layers from the oldest to the newest.

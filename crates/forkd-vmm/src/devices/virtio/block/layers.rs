@@ -1,6 +1,6 @@
 //! The frozen layers of a disk, as files: sealed, merged, replaced.
 //!
-//! What a guest sees of its disk is the same before and after each of these.
+//! The contents of a guest's disk are the same before and after each of these.
 
 use std::fs::File;
 use std::io;

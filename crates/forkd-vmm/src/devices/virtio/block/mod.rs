@@ -44,7 +44,7 @@ pub struct Block {
     disk_full: bool,
 }
 
-/// Why a request was not done; what the driver gets to know of it.
+/// Why a request was not done, as far as the driver's status shows it.
 enum Refusal {
     IoError,
     Unsupported,
@@ -104,7 +104,7 @@ impl Block {
         let mut header = [0; HEADER_SIZE];
         let head = chain.readable.split_to(HEADER_SIZE).ok_or(Malformed("a request without header"))?;
         let fits = head.copy_to(&mut header);
-        // The status is the last writable byte; what comes before it is data.
+        // The status is the last writable byte; the bytes before it are data.
         let data_len = chain.writable.len().checked_sub(1).ok_or(Malformed("a request without status"))?;
         let writable = chain.writable.split_to(data_len).ok_or(Malformed("a request without status"))?;
         let readable = std::mem::take(&mut chain.readable);

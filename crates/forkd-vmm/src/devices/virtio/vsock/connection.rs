@@ -1,8 +1,8 @@
 //! One stream between a socket on the host and a port in the guest.
 //!
-//! Credit keeps both directions bounded: the guest sends no more than the receive buffer announced
-//! to it holds, and gets no more than it announced. What cannot be sent to the guest stays in the
-//! socket; what the socket does not take waits in `outgoing`.
+//! Credit keeps both directions bounded: the guest sends no more than the receive buffer announced to it
+//! holds, and gets no more than it announced. Data that cannot be sent to the guest stays in the socket; data
+//! that the socket does not take waits in `outgoing`.
 //!
 //! Each direction ends on its own, from either side. A stream that both directions of the guest have left is
 //! answered with a reset, as its driver expects; one that the host has left gets a shutdown and is dropped.
@@ -35,7 +35,7 @@ pub(super) enum ConnectionState {
     Open,
 }
 
-/// What is to become of a connection after an event.
+/// The fate of a connection after an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fate {
     /// It goes on.
@@ -46,7 +46,7 @@ pub(super) enum Fate {
     Resets,
 }
 
-/// What a packet for the guest is about; its data is in the buffer already.
+/// The header of a packet for the guest; its data is in the buffer already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Outgoing {
     pub(super) op: Op,
@@ -71,7 +71,7 @@ pub(super) struct Connection {
     credit_request: bool,
 
     // From the guest to the socket.
-    /// What the socket has not taken yet; at most [`RECEIVE_BUFFER`] bytes.
+    /// Data that the socket has not taken yet; at most [`RECEIVE_BUFFER`] bytes.
     outgoing: VecDeque<u8>,
     /// Bytes the guest has sent.
     received: Wrapping<u32>,
@@ -214,7 +214,7 @@ impl Connection {
             return Fate::Resets;
         }
         self.received += data.len() as u32;
-        // Straight into the socket if nothing waits before it; what it does not take waits.
+        // Straight into the socket if nothing waits before it; the rest waits.
         if self.outgoing.is_empty() && self.writable && !data.is_empty() {
             match data.send_to(self.socket.as_fd()) {
                 Ok(taken) => {
@@ -371,8 +371,8 @@ impl Connection {
         self.shutdown_sent == SHUTDOWN_SEND | SHUTDOWN_RECEIVE
     }
 
-    /// What goes into every header to the guest: the receive buffer's size and how much was passed
-    /// on from it. From now on the guest knows it.
+    /// The credit fields of every header to the guest: the receive buffer's size and how much was passed on
+    /// from it. From now on the guest knows it.
     pub(super) fn announce(&mut self) -> (u32, u32) {
         self.announced = self.forwarded;
         (RECEIVE_BUFFER, self.forwarded.0)

@@ -36,7 +36,7 @@ struct PendingConnect {
     deadline: Instant,
 }
 
-/// What is watched, once a loop serves the device.
+/// The watched descriptors, once a loop serves the device.
 struct Watch {
     poller: Poller,
     timer: OwnedFd,

@@ -4,10 +4,10 @@
 //! and is connected to that port in the guest; a connection that is closed before the `OK` was refused. For a
 //! connection that the guest begins, a socket pair is made and one end offered to the monitor.
 //!
-//! What keeps it from standing still: packets of the guest are always taken, whatever the state of the other
-//! direction, because credit bounds the data and one flag of each kind the control packets of a connection.
-//! Packets to the guest wait for its buffers in their sockets. Connections that have something for the guest
-//! are in one queue and take turns.
+//! To avoid a deadlock, packets of the guest are always taken, whatever the state of the other direction,
+//! because credit bounds the data and one flag of each kind the control packets of a connection. Packets to
+//! the guest wait for its buffers in their sockets. Connections that have something for the guest are in one
+//! queue and take turns.
 //!
 //! No connection survives into a copy of a VM. The copy's guest gets an event, upon which it drops its ends.
 //! Until it has taken the event, clients on the host wait, because it would drop a new connection with the

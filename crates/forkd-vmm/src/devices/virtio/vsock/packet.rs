@@ -13,7 +13,7 @@ pub(super) const SHUTDOWN_RECEIVE: u32 = 1;
 /// In the flags of [`Op::Shutdown`]: the sender will send no more data.
 pub(super) const SHUTDOWN_SEND: u32 = 2;
 
-/// What a packet is for.
+/// The operation of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Op {
     /// Asks for a connection.
