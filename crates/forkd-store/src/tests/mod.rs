@@ -17,9 +17,9 @@ mod crashes;
 mod damage;
 mod digests;
 mod disks;
-mod kept;
-mod lives;
+mod lifecycle;
 mod manifests;
+mod open_writers;
 
 fn facts() -> GuestSpec {
     GuestSpec {
