@@ -1,17 +1,17 @@
-//! Benchmarks: what forkd claims to be fast and small at, measured to the moment a user cares about.
+//! Benchmarks of forkd's claims on speed and memory, measured to the moment a user cares about.
 //!
-//! One definition of time holds in every case: from the moment of asking for `n` children until that
-//! child has answered. Numbers are compared within one run on one host, as ratios to the floor.
+//! One definition of time holds in every case: from the request for `n` children until that child has
+//! answered. Numbers are compared within one run on one host, as ratios to the floor.
 //!
 //! - [`floor`]: the least a host can do: `fork(2)`, a VM built by bare KVM calls, its first `out`;
 //! - [`guest`]: the tiny guest the floor and the real path run;
 //! - [`firecracker`]: the same fan-out with another monitor;
-//! - [`host`]: under which conditions, and how much memory processes take;
-//! - [`burst`]: what one fan-out gave, and what several of them amount to;
+//! - [`host`]: the conditions of a run, and the memory of processes;
+//! - [`burst`]: the figures of one fan-out, and of several together;
 //! - [`report`]: lines, table, and whether the goals are met; [`chart`]: pictures of the same lines.
 //!
-//! The `forkd bench` command drives it. What needs the daemon is there, not here: this crate knows
-//! nothing of HTTP, tags or the emulated machine.
+//! The `forkd bench` command drives it. Cases that need the daemon are there: this crate knows nothing of
+//! HTTP, tags or the emulated machine.
 
 pub mod bare;
 pub mod branch;

@@ -1,9 +1,8 @@
-//! What the end-to-end tests share.
+//! Helpers of the end-to-end tests.
 //!
-//! The tests drive the release binaries from outside, as users do: [`daemon`] starts a `forkd serve`
-//! of its own with its own data directory, [`monitor`] plays the controller towards one `forkd-vmm`,
-//! [`http`] speaks to daemons and agents with no client library in between, and [`random`] picks the moments
-//! at which something is killed.
+//! The tests drive the release binaries from outside, as users do: [`daemon`] starts a `forkd serve` of its
+//! own with its own data directory, [`monitor`] plays the controller towards one `forkd-vmm`, [`http`] talks
+//! to daemons and agents without a client library, and [`random`] picks the moments of kills.
 //!
 //! Failures panic: everything here runs in tests only.
 #![allow(clippy::unwrap_used)]

@@ -1,8 +1,8 @@
 //! Images, kernels and initial RAM file systems: everything a VM boots from.
 //!
-//! - A **library** ([`Library`]) is a folder that holds them: `images/<name>/{image.json,disk.ext4}`
-//!   and `kernels/<version>/{kernel.json,vmlinux,vmlinuz,modules/}`. It may be read-only: then it can
-//!   be looked at, and nothing else.
+//! - A **library** ([`Library`]) is a folder that holds them: `images/<name>/{image.json,disk.ext4}` and
+//!   `kernels/<version>/{kernel.json,vmlinux,vmlinuz,modules/}`. It may be read-only: then its entries can
+//!   only be read.
 //! - An **image** ([`Image`]) is a root disk and its manifest. It is built from distribution packages, a tar
 //!   or a folder ([`ImageSource`]), without mounting anything and without root where the host allows it.
 //! - A **kernel** ([`Kernel`]) is an ELF vmlinux or a bzImage with the modules that go with it.

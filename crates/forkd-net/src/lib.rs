@@ -1,13 +1,12 @@
 //! The host's end of a guest's network.
 //!
-//! A [`Slot`] is what one sandbox needs: a network namespace of its own with a tap in it, whose other
-//! end is a descriptor that a monitor can be given. All slots look the same from inside (the guest is
-//! always [`GUEST_ADDRESS`], its gateway and name server always [`GATEWAY_ADDRESS`]), so that a forked
-//! guest need not be reconfigured; each has an outer address of its own, which its traffic is
-//! translated to.
+//! A [`Slot`] is the network of one sandbox: a namespace of its own with a tap in it, whose other end is a
+//! descriptor for a monitor. All slots look the same from inside (the guest is always [`GUEST_ADDRESS`], its
+//! gateway and name server always [`GATEWAY_ADDRESS`]), so that a forked guest need not be reconfigured; each
+//! has an outer address of its own, which its traffic is translated to.
 //!
-//! A [`Network`] makes slots and recognises those a killed process left behind; a [`Pool`] makes them
-//! before they are asked for. [`Tap`] is the interface alone, without a namespace.
+//! A [`Network`] makes slots and recognises those a killed process left behind; a [`Pool`] makes them in
+//! advance. [`Tap`] is the interface alone, without a namespace.
 //!
 //! All of this needs root, except the taps it hands out and [`connected_user`], which knows nothing of slots.
 //! Every call blocks. This crate knows nothing of guests, sandboxes or monitors: its caller names the slots

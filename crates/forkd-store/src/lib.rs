@@ -16,10 +16,9 @@
 //! a digest, no link is followed, and before a file is handed out its contents are compared with the digest
 //! taken when it was written.
 //!
-//! Owns everything under a daemon's `snapshots` folder; one process at a time (the daemon's lock on
-//! its data directory sees to that). Knows nothing of KVM, of processes or of HTTP, nor how memory is
-//! laid out in a layer, nor where base images are: it only remembers which one belongs to a snapshot.
-//! Calls block.
+//! Owns everything under a daemon's `snapshots` folder; one process at a time (the daemon's lock on its data
+//! directory sees to that). Knows nothing of KVM, of processes or of HTTP, nor how memory is laid out in a
+//! layer, nor where base images are: it only records which one belongs to a snapshot. Calls block.
 
 mod crash_points;
 mod database;

@@ -1,12 +1,11 @@
 //! Which system calls each kind of thread may make.
 //!
-//! Allow-lists, installed by each thread on itself before it looks at anything a guest or a peer
-//! sent. Threads inherit the filter of the thread that starts them and can only tighten it: the
-//! control thread installs its own first, and the lists of the others are subsets of it. Forks inherit
-//! it too: a template's list is its children's, so nothing in it depends on a process id, and no call
-//! that could reach into another process is in it: the children of a lineage share a user id. A call that
-//! is not listed ends the process; `--seccomp log` lets it pass and writes it to the kernel's log
-//! instead, to find out what a list lacks.
+//! Allow-lists, installed by each thread on itself before it reads any input of a guest or a peer. Threads
+//! inherit the filter of the thread that starts them and can only tighten it: the control thread installs its
+//! own first, and the lists of the others are subsets of it. Forks inherit it too: a template's list is its
+//! children's, so nothing in it depends on a process id, and no call that could reach into another process is
+//! in it: the children of a lineage share a user id. A call that is not listed ends the process; `--seccomp
+//! log` lets it pass and writes it to the kernel's log instead, to find out what a list lacks.
 
 use std::collections::BTreeMap;
 use std::env::consts::ARCH;

@@ -1,13 +1,13 @@
-//! Being forked: `Freeze` and `Thaw` in the guest that is copied, `Become` in each copy.
+//! The guest's side of a fork: `Freeze` and `Thaw` in the guest that is copied, `Become` in each copy.
 //!
 //! Two copies of a guest are identical until they are made different, and only the guest itself can reach the
 //! memory of its processes. This module owns the order of the steps. No user process runs in a child before
 //! its random numbers, its clock and its name are its own: user processes sit in a frozen cgroup from
 //! `Freeze` on and are thawed in `wake`.
 //!
-//! Every child pays for each step, in time and in pages that are no longer shared. So it starts no program
-//! and waits for no process (but hooks and `on_fork` functions, where there are any), and overwrites files
-//! that exist instead of making new ones.
+//! Every child pays for each step, in time and in pages that are no longer shared. So this module starts no
+//! program and waits for no process (but hooks and `on_fork` functions, where there are any), and overwrites
+//! files that exist instead of making new ones.
 //!
 //! It knows nothing of the host: neither how a guest is copied nor how many copies there are.
 

@@ -1,4 +1,4 @@
-//! PID 1: from the kernel's first user process to a guest that serves its host.
+//! PID 1: brings the guest up until it serves its host.
 //!
 //! The plan is in `/forkd/init.json` ([`InitPlan`]); the same binary starts a guest and the emulated machine.
 //! Any failure is one line on the console and, if the guest cannot be used without that step, ends the guest:

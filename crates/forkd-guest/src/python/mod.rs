@@ -1,5 +1,5 @@
-//! The warmed Python interpreter: one process of the image's `python3` that stays, and evaluates
-//! what it is sent in one namespace.
+//! The warmed Python interpreter: one long-lived process of the image's `python3`, which evaluates all
+//! requests in one namespace.
 //!
 //! It starts with the first evaluation or with the warm-up, runs as the default user like any other command,
 //! and does one evaluation at a time; others wait. In a forked guest it gets a notice, idle or in the middle

@@ -1,11 +1,11 @@
 //! Controller ⇄ monitor: messages over a unix `SEQPACKET` socket, descriptors attached.
 //!
-//! One packet is one JSON message. The controller sends a [`Request`] and gets one
-//! [`Message::Reply`] for it; [`Message::Event`]s come whenever something happens, also between a
-//! request and its reply. Requests may be sent without waiting for the reply to the one before:
-//! replies come in the order of the requests. The first request on a connection is [`Request::Hello`]; a monitor that
-//! does not speak the version offered says so and closes. A monitor serves one connection at a
-//! time and goes on running its VM when the controller goes away.
+//! One packet is one JSON message. The controller sends a [`Request`] and gets one [`Message::Reply`] for it;
+//! [`Message::Event`]s come whenever something happens, also between a request and its reply. Requests may be
+//! sent without waiting for the reply to the one before: replies come in the order of the requests. The first
+//! request on a connection is [`Request::Hello`]; a monitor without the offered version answers with an error
+//! and closes. A monitor serves one connection at a time and goes on running its VM when the controller goes
+//! away.
 //!
 //! Descriptors travel with the message that names them: a [`FdRef`] is an index into the list
 //! attached to it. The monitor never opens anything by name.

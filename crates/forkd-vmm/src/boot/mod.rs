@@ -1,10 +1,10 @@
-//! From a kernel's file to a vCPU that stands at its first instruction.
+//! From a kernel's file to a vCPU at its first instruction.
 //!
 //! - [`kernel`]: an ELF vmlinux or a bzImage into guest memory;
 //! - [`params`]: command line, initramfs, memory map: the "zero page" of Linux's boot protocol;
 //! - [`acpi`]: the tables by which a stock kernel finds its CPUs, devices and the off switch;
-//! - [`cpuid`]: which CPU each vCPU claims to be;
-//! - [`registers`]: the state the 64-bit boot protocol asks of the first vCPU.
+//! - [`cpuid`]: the CPUID of each vCPU;
+//! - [`registers`]: the state of the first vCPU in the 64-bit boot protocol.
 //!
 //! Nothing here knows about threads or devices beyond their addresses. The files come from the
 //! controller, but their contents come from users: every number in them is checked.

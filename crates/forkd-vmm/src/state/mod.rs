@@ -1,17 +1,17 @@
-//! The state of a stopped VM, and how it becomes one that runs.
+//! The state of a stopped VM, and how it becomes a running one.
 //!
 //! - [`MachineState`]: everything about a VM except the contents of its memory and its disks, as plain data;
 //!   every part of it may come from an edited file, so the code that restores a part checks every number in
 //!   it;
-//! - [`file`]: that as a file;
+//! - [`file`]: the machine state as a file;
 //! - [`vcpu`]: a vCPU's state, out of KVM and into it;
-//! - [`features`]: whether this host's CPU can go on where another one stopped;
+//! - [`features`]: whether this host's CPU has the features of the one where the guest stopped;
 //! - `expected`: what its controller expects of a state;
 //! - `msrs`: which model-specific registers a state may set;
 //! - `memory_layer`: guest memory as files;
 //! - [`frozen`]: a stopped VM as a whole: made by [`Running::freeze`](crate::vm::Running::freeze) or
 //!   from files, thawed in a child;
-//! - `save`: that saved to files, and what becomes of its disks' layers.
+//! - `save`: a stopped VM saved to files, and its disks' layers merged and sealed.
 //!
 //! Nothing here knows about processes and forks.
 

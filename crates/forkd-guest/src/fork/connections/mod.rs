@@ -7,12 +7,13 @@
 //! A connection is *inside* if its peer has an address of the same network namespace (its packets never leave
 //! that), or if its mirror, the same two addresses the other way round, is in any network namespace of the
 //! guest. A handshake may have no mirror yet and a UDP socket needs none: for them it is enough that the
-//! peer's address belongs to the guest. [`network`] finds that out, and only where a socket has a peer
-//! beyond loopback: the tables of the kernel take each child time.
+//! peer's address belongs to the guest. [`network`] reads the kernel's tables for that, and only where a
+//! socket has a peer beyond loopback: reading them takes each child time.
 //!
-//! The sockets are taken from the user's processes, so the agent's own are never touched. Disconnecting a
-//! TCP socket resets its connection and gives its owner `ECONNRESET`. [`diag`] ends what that cannot: single
-//! connections in the queue of a listening socket, and UDP sockets, whose readers would wait on.
+//! The sockets are taken from the user's processes, so the agent's own are never touched. Disconnecting a TCP
+//! socket resets its connection and gives its owner `ECONNRESET`. [`diag`] ends the sockets that this does
+//! not reach: single connections in the queue of a listening socket, and UDP sockets, whose readers would
+//! wait on.
 
 mod diag;
 mod network;

@@ -1,4 +1,4 @@
-//! Virtio devices and what they share.
+//! Virtio devices and their common parts.
 //!
 //! Bottom up: a [`queue::VirtQueue`] is a ring in guest memory, a [`queue::DescriptorChain`] one request taken
 //! from it, [`buffers::Buffers`] the guest memory that request points to. A [`VirtioDevice`] serves
