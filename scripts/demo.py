@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The main job, with times: warm one Linux guest, fork children from it, show that each is its own; branch
-one in the middle of a computation, send children of that moment different ways, show who came from whom.
+one in the middle of a computation, send children of that moment different ways, show the tree.
 
 Expects `make build` to have run. Needs nothing but the standard library.
 """
@@ -14,7 +14,7 @@ import time
 
 FORKD = str(pathlib.Path(__file__).resolve().parent.parent / "target/release/forkd")
 CHILDREN = 10
-# A name of its own: somebody's snapshot may be called `demo`.
+# A name of its own: the user may have a snapshot called `demo`.
 TAG = f"demo-{os.getpid()}"
 BRANCH = f"{TAG}-midway"
 
@@ -27,7 +27,7 @@ inherited = numpy.arange(1_000_000)
 random.random(), numpy.random.random()
 """
 
-# Runs in every child, before any is looked at.
+# Runs in every child, before the demo looks at any.
 WRITE = """
 me = open('/run/forkd/sandbox-id').read().strip()
 open(f'/root/written-by-{me}', 'w').write(me)
@@ -46,8 +46,8 @@ dict(
 )
 """
 
-# Runs in the sandbox that is branched: a computation that goes on by itself, and notes how long it was ever
-# kept from doing so. What it collects is a decision that can be changed while it runs.
+# Runs in the sandbox that is branched: a computation that goes on by itself, and notes its longest gap. The
+# demo changes `keep`, the decision what to collect, while it runs.
 COMPUTE = """
 import threading, time
 
@@ -65,7 +65,7 @@ def compute():
             if keep(n):
                 found.append(n)
         reached += 20
-        # Others want the CPU, too.
+        # Other guests need the CPU too.
         time.sleep(0.01)
         now = time.monotonic()
         gap, last = max(gap, now - last), now
@@ -75,14 +75,14 @@ threading.Thread(target=compute, daemon=True).start()
 
 PROGRESS = "dict(reached=reached, found=len(found), gap_ms=gap * 1000, token=token)"
 
-# What becomes of the same state: another decision in each child.
+# The same state, another decision in each child.
 DECISIONS = {
     "keep palindromes": "lambda n: str(n) == str(n)[::-1]",
     "keep squares": "lambda n: int(n ** 0.5) ** 2 == n",
     "keep multiples of 1000": "lambda n: n % 1000 == 0",
 }
 
-# Steers a child: what it found until now it has from its parent.
+# Steers a child: it has all finds until now from its parent.
 STEER = """
 keep = {decision}
 inherited = len(found)
@@ -95,7 +95,7 @@ steps = []
 
 
 def step(name, action):
-    """Runs action, says how long it took, gives what it gave."""
+    """Runs action, prints how long it took, and returns its result."""
     print(f"\n\033[1m{name}\033[0m" if sys.stdout.isatty() else f"\n{name}", flush=True)
     start = time.monotonic()
     result = action()
@@ -106,7 +106,7 @@ def step(name, action):
 
 
 def forkd(*args):
-    """Runs forkd; its progress and its errors are seen, its result is returned."""
+    """Runs forkd with its progress and errors on the terminal; returns its output."""
     done = subprocess.run([FORKD, *args], text=True, stdout=subprocess.PIPE)
     if done.returncode != 0:
         sys.exit(f"{done.stdout}\nforkd {args[0]} failed with status {done.returncode}")
@@ -114,7 +114,7 @@ def forkd(*args):
 
 
 def in_each(children, code):
-    """Evaluates code in every child, one after the other, and says how far it is."""
+    """Evaluates code in every child, one after the other, and prints its progress."""
     answers = []
     for number, child in enumerate(children, start=1):
         answers.append(json.loads(forkd("eval", child, "--json", "--", code))["result_json"])
@@ -130,7 +130,7 @@ def table(rows):
 
 
 def show(forked, answers):
-    """Prints what each child says of itself; complains if two of them are not different people."""
+    """Prints each child's answer; exits with an error if two children are the same anywhere."""
     rows = [("CHILD", "ANSWERED", "HOSTNAME", "RANDOM", "NUMPY.RANDOM", "URANDOM", "FILES IT SEES")]
     for child, answer in zip(forked["children"], answers):
         rows.append((child["id"], f"{child['ready_ms']:.1f} ms", answer["hostname"], f"{answer['random']:.6f}",
@@ -139,7 +139,7 @@ def show(forked, answers):
     table(rows)
     for child, answer in zip(forked["children"], answers):
         if answer["id"] != child["id"]:
-            sys.exit(f"{child['id']} takes itself for {answer['id']}")
+            sys.exit(f"{child['id']} has the identity of {answer['id']}")
         if answer["file"] != child["id"]:
             sys.exit(f"{child['id']} does not see its own file alone, but: {answer['file']}")
     for what in ("hostname", "random", "numpy", "urandom"):
@@ -152,7 +152,7 @@ def show(forked, answers):
 
 def branch_midway():
     """Branches a sandbox that computes, steers three children of it differently, shows the tree."""
-    # The children of the first part have shown what they had to.
+    # The children of the first part are done.
     forkd("kill", "--tag", TAG)
     parent = forkd("spawn", "--tag", TAG).strip()
     step(f"Start a computation in {parent}", lambda: forkd("eval", parent, "--", COMPUTE))
@@ -161,19 +161,19 @@ def branch_midway():
         "branch", parent, "--tag", BRANCH, "--json")))
     after = in_each([parent], PROGRESS)[0]
     frozen = f"{branch['frozen_ms']:.1f} ms" if branch.get("quiesced") else "not at all"
-    print(f"  vCPUs stood still for {branch['pause_ms']:.1f} ms, processes for {frozen}; "
+    print(f"  vCPUs stood still for {branch['pause_ms']:.1f} ms, processes {frozen}; "
           f"{branch['bytes_written'] / 2**20:.1f} MiB written")
-    print(f"  before the branch it had reached {before['reached']}, now {after['reached']}; "
-          f"it never stood still for longer than {after['gap_ms']:.0f} ms")
+    print(f"  before the branch the computation had reached {before['reached']}, now {after['reached']}; "
+          f"its longest gap was {after['gap_ms']:.0f} ms")
     if after["reached"] <= before["reached"]:
-        sys.exit("the parent does not compute any more")
+        sys.exit("the parent has stopped computing")
 
-    forked = step("Fork three children of that moment, and tell each something else", lambda: json.loads(forkd(
+    forked = step("Fork three children of that moment, and give each another decision", lambda: json.loads(forkd(
         "fork", "--tag", BRANCH, "-n", str(len(DECISIONS)), "--json")))
     children = [child["id"] for child in forked["children"]]
     for child, decision in zip(children, DECISIONS.values()):
         forkd("eval", child, "--", STEER.format(decision=decision))
-    answers = step("See where it took them", lambda: [until_found(child) for child in children])
+    answers = step("Wait for three finds of each", lambda: [until_found(child) for child in children])
     rows = [("CHILD", "DECISION", "TOKEN", "FOUND UNTIL THEN", "WENT ON FROM", "FOUND SINCE")]
     for child, decision, answer in zip(children, DECISIONS, answers):
         rows.append((child, decision, answer["token"], f"{answer['inherited']} primes", str(answer["began"]),
@@ -183,17 +183,17 @@ def branch_midway():
     if any(answer["token"] != before["token"] or answer["first"] != [2, 3, 5] for answer in answers):
         sys.exit("a child does not have its parent's state")
     if any(answer["began"] < before["reached"] for answer in answers):
-        sys.exit("a child went back to before the branch")
+        sys.exit("a child started before the branch")
     if len({tuple(answer["since"]) for answer in answers}) != len(answers):
         sys.exit("two children found the same")
     if in_each([parent], PROGRESS)[0]["reached"] <= after["reached"]:
-        sys.exit("the parent does not compute any more")
-    print("\n  One state, three ways on; and the parent still counts.")
+        sys.exit("the parent has stopped computing")
+    print("\n  One state, three ways on; and the parent still computes.")
     print("\n" + forkd("tree"), end="")
 
 
 def until_found(child):
-    """What a child says once it has found three numbers by its own decision."""
+    """The answer of a child once it has found three numbers by its own decision."""
     deadline = time.monotonic() + 120
     while True:
         answer = in_each([child], STEERED)[0]
@@ -221,11 +221,11 @@ def main():
         print(f"  first answer after {times['first_ms']:.1f} ms, half of them after {times['p50_ms']:.1f} ms, "
               f"all after {times['all_ms']:.1f} ms")
         step("Each writes a file", lambda: in_each(children, WRITE))
-        answers = step("Ask each who it is, and what it sees", lambda: in_each(children, LOOK))
+        answers = step("Ask each for its identity, and the files it sees", lambda: in_each(children, LOOK))
         show(forked, answers)
         branch_midway()
     finally:
-        # By tag, so that the children of a fork that failed half way go, too.
+        # By tag, so that it also ends the children of a fork that failed half way.
         step("Clean up: kill the children, remove the snapshots", lambda: [
             subprocess.run([FORKD, *args]) for args in
             (("kill", "--tag", TAG), ("kill", "--tag", BRANCH), ("rmi", "--cascade", TAG))])
