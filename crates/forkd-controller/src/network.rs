@@ -23,7 +23,7 @@ pub(crate) struct Slots {
     config: NetworkConfig,
     /// How many are kept ready.
     ahead: usize,
-    state: Mutex<State>,
+    state: Mutex<SlotState>,
     /// How many sandboxes may have any of the slots that an earlier daemon left.
     held: AtomicUsize,
 }
@@ -42,7 +42,7 @@ impl Hold {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct SlotState {
     network: Option<Network>,
     /// Begun when a slot could be made.
     pool: Option<Arc<Pool>>,
@@ -72,7 +72,7 @@ impl Slots {
         Hold(self.clone())
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, SlotState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -112,7 +112,7 @@ impl Slots {
     }
 
     /// The network, opened if it is not; `None` if it cannot be.
-    fn open(&self, state: &mut State) -> Option<Network> {
+    fn open(&self, state: &mut SlotState) -> Option<Network> {
         if state.closed || state.network.is_some() {
             return state.network.clone();
         }
@@ -175,8 +175,8 @@ impl Slots {
 
     /// Gives back to the host what only we need.
     pub(crate) fn close(&self) {
-        let State { network, pool, .. } =
-            std::mem::replace(&mut *self.lock(), State { closed: true, ..State::default() });
+        let SlotState { network, pool, .. } =
+            std::mem::replace(&mut *self.lock(), SlotState { closed: true, ..SlotState::default() });
         drop(pool);
         if let Some(Err(error)) = network.map(|network| network.close()) {
             tracing::warn!(error = chain(&error), "cannot take back the network's rules");

@@ -45,7 +45,6 @@ pub use manifest::{
 };
 // The name that the controller still uses.
 #[doc(hidden)]
-pub use manifest::GuestSpec as Facts;
 pub use snapshot::{DiskFiles, Files, Kind, Layer, Size, Sizes, Snapshot};
 pub use store::Store;
 #[doc(hidden)]

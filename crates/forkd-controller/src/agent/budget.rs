@@ -12,21 +12,21 @@ static ALL: LazyLock<Arc<Semaphore>> = LazyLock::new(|| Arc::new(Semaphore::new(
 /// The room that something a guest said takes. It is given back when this is dropped: to be kept until the last
 /// byte is on its way.
 #[derive(Debug)]
-pub struct Room {
+pub struct ResponseBudget {
     all: Arc<Semaphore>,
     taken: Option<OwnedSemaphorePermit>,
 }
 
-impl Default for Room {
+impl Default for ResponseBudget {
     /// None yet.
     fn default() -> Self {
-        Room::in_all(ALL.clone())
+        ResponseBudget::in_all(ALL.clone())
     }
 }
 
-impl Room {
+impl ResponseBudget {
     fn in_all(all: Arc<Semaphore>) -> Self {
-        Room { all, taken: None }
+        ResponseBudget { all, taken: None }
     }
 
     /// Takes as many bytes more; false if so many are not left. It never waits: who has some room must not wait
@@ -43,13 +43,13 @@ impl Room {
 }
 
 #[cfg(test)]
-impl Room {
+impl ResponseBudget {
     /// How much there is for all.
     pub(crate) const ALL: usize = MAX;
 
     /// In a world of its own, of as many bytes.
     pub(crate) fn of(bytes: usize) -> Self {
-        Room::in_all(Arc::new(Semaphore::new(bytes)))
+        ResponseBudget::in_all(Arc::new(Semaphore::new(bytes)))
     }
 
     /// How much is left for others.
@@ -59,7 +59,7 @@ impl Room {
 
     /// Another one in the same world.
     pub(crate) fn beside(&self) -> Self {
-        Room::in_all(self.all.clone())
+        ResponseBudget::in_all(self.all.clone())
     }
 
     pub(crate) fn taken(&self) -> usize {

@@ -18,7 +18,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::task::JoinHandle;
 
-use crate::agent::{Endpoint, Error, Result, Room};
+use crate::agent::{Endpoint, Error, ResponseBudget, Result};
 use crate::util::task::{self, Task};
 
 /// What hyper may buffer: bounds the head of an answer and the pieces of its body.
@@ -122,7 +122,12 @@ impl Connection {
     }
 
     /// As [`call`](Connection::call), in `room`, which is taken as the answer comes.
-    pub(crate) async fn call_counted(&mut self, call: Call, max: usize, room: &mut Room) -> Result<Bytes> {
+    pub(crate) async fn call_counted(
+        &mut self,
+        call: Call,
+        max: usize,
+        room: &mut ResponseBudget,
+    ) -> Result<Bytes> {
         let response = self.send(call).await?;
         self.collect(response.into_body(), max, Some(room)).await
     }
@@ -159,7 +164,12 @@ impl Connection {
         }
     }
 
-    async fn collect(&self, mut body: Incoming, max: usize, mut room: Option<&mut Room>) -> Result<Bytes> {
+    async fn collect(
+        &self,
+        mut body: Incoming,
+        max: usize,
+        mut room: Option<&mut ResponseBudget>,
+    ) -> Result<Bytes> {
         let mut collected = BytesMut::new();
         while let Some(frame) = body.frame().await {
             let frame = frame.map_err(|error| self.broken(&error))?;

@@ -20,7 +20,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
 
 use super::connection::{Call, Connection, Outbound};
-use super::{Agent, Empty, Error, MAX_SHORT_ANSWER, Result, Room, basic, files_uri, parse, within};
+use super::{Agent, Empty, Error, MAX_SHORT_ANSWER, ResponseBudget, Result, basic, files_uri, parse, within};
 use crate::util::companion::Companion;
 
 /// Pieces of an upload that wait for the guest.
@@ -72,7 +72,7 @@ impl Agent {
         path: &str,
         depth: u32,
         user: Option<&str>,
-    ) -> Result<(Vec<EntryInfo>, Room)> {
+    ) -> Result<(Vec<EntryInfo>, ResponseBudget)> {
         let request = ListDirRequest { path: path.to_owned(), depth };
         let call = filesystem_call("ListDir", &request, user)?;
         let (list, room) = self.long_answer::<EntryList>(call, self.file_patience()).await?;

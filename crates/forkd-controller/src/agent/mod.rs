@@ -33,7 +33,7 @@ use serde_json::value::RawValue;
 
 use crate::agent::connection::{Call, Connection};
 
-pub use crate::agent::budget::Room;
+pub use crate::agent::budget::ResponseBudget;
 pub use files::{Download, Upload};
 
 /// The longest answer that counts: an evaluation's output is the longest honest one.
@@ -179,7 +179,7 @@ impl Agent {
         &self,
         request: &EvalRequest,
         limit: Duration,
-    ) -> Result<(EvalResponse<Box<RawValue>>, Room)> {
+    ) -> Result<(EvalResponse<Box<RawValue>>, ResponseBudget)> {
         let call = Call::unary("/forkd.Agent/Eval", request)?.header(TIMEOUT_HEADER, millis(limit));
         // The agent is the one to interrupt it, and needs its time to say so.
         self.long_answer(call, limit.saturating_add(self.patience)).await
@@ -276,8 +276,12 @@ impl Agent {
     }
 
     /// An answer that may be long, and the room it takes.
-    async fn long_answer<T: DeserializeOwned>(&self, call: Call, limit: Duration) -> Result<(T, Room)> {
-        let mut room = Room::default();
+    async fn long_answer<T: DeserializeOwned>(
+        &self,
+        call: Call,
+        limit: Duration,
+    ) -> Result<(T, ResponseBudget)> {
+        let mut room = ResponseBudget::default();
         let answer = async { self.connect().await?.call_counted(call, MAX_ANSWER, &mut room).await };
         let answer = parse(&within(limit, answer).await?)?;
         Ok((answer, room))

@@ -103,7 +103,7 @@ mod tests {
             assert_eq!(ask().await, code);
         }
         daemon.sandbox.phase.send_replace(Phase::Running);
-        daemon.sandbox.learn(|facts| facts.put_away = true);
+        daemon.sandbox.update_runtime(|facts| facts.is_suspending = true);
         assert_eq!(ask().await, "sandbox_suspending");
     }
 

@@ -15,9 +15,9 @@ use futures_util::stream;
 use serde::Deserialize;
 use serde_json::json;
 
-use super::App;
+use super::ApiContext;
 use super::extract::Params;
-use crate::auth::principal::{Identity, Scope};
+use crate::auth::principal::{Principal, Scope};
 use crate::auth::tokens::Tokens;
 use crate::error::{Error, Result};
 use crate::telemetry::events::{News, Since, Subscription};
@@ -58,20 +58,20 @@ pub(super) struct Wanted {
     ),
 )]
 pub(super) async fn events(
-    State(app): State<App>,
-    Extension(identity): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(identity): Extension<Principal>,
     headers: HeaderMap,
     Params(wanted): Params<Wanted>,
 ) -> Result<Response> {
     let follow = wanted.follow.unwrap_or(true);
-    let events = &app.registry.host.telling.events;
+    let events = &app.registry.host.telemetry.events;
     let last = headers.get("last-event-id").and_then(|value| value.to_str().ok());
     let since = match wanted.since.as_deref().or(last) {
         Some(id) => events.since(id)?,
         None if follow => Since::Now,
         None => Since::Number(0),
     };
-    let filter = Filter::new(identity, wanted.sandbox, wanted.kind.as_deref())?;
+    let filter = EventFilter::new(identity, wanted.sandbox, wanted.kind.as_deref())?;
     let place = Place {
         subscription: events.subscribe(since),
         filter,
@@ -88,14 +88,14 @@ pub(super) async fn events(
 
 /// What a client wants to hear of, and may.
 #[derive(Debug)]
-struct Filter {
-    identity: Identity,
+struct EventFilter {
+    identity: Principal,
     sandbox: Option<String>,
     kinds: Option<Vec<EventKind>>,
 }
 
-impl Filter {
-    fn new(identity: Identity, sandbox: Option<String>, kinds: Option<&str>) -> Result<Self> {
+impl EventFilter {
+    fn new(identity: Principal, sandbox: Option<String>, kinds: Option<&str>) -> Result<Self> {
         if sandbox.as_deref().is_some_and(|id| !is_valid_sandbox_id(id)) {
             return Err(Error::invalid("sandbox must be the id of a sandbox"));
         }
@@ -113,7 +113,7 @@ impl Filter {
             }
             Ok(wanted)
         });
-        Ok(Filter { identity, sandbox, kinds: kinds.transpose()? })
+        Ok(EventFilter { identity, sandbox, kinds: kinds.transpose()? })
     }
 
     fn passes(&self, event: &Event) -> bool {
@@ -128,7 +128,7 @@ impl Filter {
 /// How far a client is.
 struct Place {
     subscription: Subscription,
-    filter: Filter,
+    filter: EventFilter,
     follow: bool,
     stopping: Stopping,
     tokens: Arc<Tokens>,
@@ -187,20 +187,20 @@ mod tests {
         };
         let ended = event(EventKind::SandboxEnded, about);
         let nobodys = event(EventKind::SnapshotReady, EventSubject::default());
-        let passes = |identity: &Identity, sandbox: Option<&str>, kinds: Option<&str>, event: &Event| {
-            Filter::new(identity.clone(), sandbox.map(Into::into), kinds).unwrap().passes(event)
+        let passes = |identity: &Principal, sandbox: Option<&str>, kinds: Option<&str>, event: &Event| {
+            EventFilter::new(identity.clone(), sandbox.map(Into::into), kinds).unwrap().passes(event)
         };
-        let admin = Identity::local();
+        let admin = Principal::local();
         assert!(passes(&admin, None, None, &ended) && passes(&admin, None, None, &nobodys));
         assert!(passes(&admin, Some("sb1"), Some("sandbox.ended,snapshot"), &ended));
         assert!(passes(&admin, None, Some("sandbox"), &ended));
         assert!(!passes(&admin, Some("sb2"), None, &ended));
         assert!(!passes(&admin, None, Some("snapshot,sandbox.paused"), &ended));
-        let other = |owner: &str| Identity { owner: owner.into(), scope: Scope::Read, ..Identity::local() };
+        let other = |owner: &str| Principal { owner: owner.into(), scope: Scope::Read, ..Principal::local() };
         assert!(passes(&other("anna"), None, None, &ended));
         assert!(!passes(&other("bert"), None, None, &ended) && !passes(&other("anna"), None, None, &nobodys));
         for (sandbox, kinds) in [(Some("../x"), None), (None, Some("nonsense")), (None, Some(""))] {
-            assert!(Filter::new(admin.clone(), sandbox.map(Into::into), kinds).is_err());
+            assert!(EventFilter::new(admin.clone(), sandbox.map(Into::into), kinds).is_err());
         }
     }
 }

@@ -6,7 +6,7 @@ use axum::extract::State;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 
-use super::App;
+use super::ApiContext;
 use crate::error::Result;
 use crate::host::process_stats;
 use crate::sandbox::Phase;
@@ -18,7 +18,7 @@ use crate::util::task::blocking;
     get, path = "/metrics",
     responses((status = 200, body = String, content_type = "text/plain; version=0.0.4; charset=utf-8")),
 )]
-pub(super) async fn metrics(State(app): State<App>) -> Result<Response> {
+pub(super) async fn metrics(State(app): State<ApiContext>) -> Result<Response> {
     let mut page = Page::default();
     page.family("forkd_build_info", "gauge", "1, with the version of the daemon.");
     page.sample("forkd_build_info", &[("version", crate::VERSION)], 1);
@@ -29,14 +29,14 @@ pub(super) async fn metrics(State(app): State<App>) -> Result<Response> {
     page.single("forkd_branches_in_flight", "gauge", "Branches that are being taken.", branching);
     page.single("forkd_branch_concurrency_cap", "gauge", "How many may be taken at a time.", cap);
 
-    let telling = &app.registry.host.telling;
+    let telemetry = &app.registry.host.telemetry;
     let pids = app.registry.list().iter().filter_map(|sandbox| sandbox.facts().pid).collect();
     let memory = app.registry.host.usage.memory(pids).await;
     let help = "Memory of all sandboxes that only one of them has; a few seconds old.";
     page.single("forkd_sandbox_memory_private_bytes", "gauge", help, memory.private);
     let help = "Memory of all sandboxes that other processes have too, counted for each; a few seconds old.";
     page.single("forkd_sandbox_memory_shared_bytes", "gauge", help, memory.shared);
-    telling.metrics.show(&mut page);
+    telemetry.metrics.show(&mut page);
     let text = blocking("looking at our own process", move || {
         ourselves(&mut page);
         Ok(page.finish())
@@ -44,7 +44,7 @@ pub(super) async fn metrics(State(app): State<App>) -> Result<Response> {
     Ok(([(CONTENT_TYPE, prometheus::CONTENT_TYPE)], text.await?).into_response())
 }
 
-fn sandboxes(app: &App, page: &mut Page) {
+fn sandboxes(app: &ApiContext, page: &mut Page) {
     let names = ["starting", "running", "unresponsive", "paused", "ended", "unknown"];
     let mut counts = [0; 6];
     for sandbox in app.registry.list() {

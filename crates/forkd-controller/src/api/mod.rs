@@ -29,8 +29,8 @@ use utoipa::openapi::{Content, Ref, ResponseBuilder};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::api::middleware::authenticate::{self, Gate};
-use crate::api::middleware::idempotency::{self, Answers};
+use crate::api::middleware::authenticate::{self, Authenticator};
+use crate::api::middleware::idempotency::{self, IdempotencyStore};
 use crate::api::middleware::{authorize, request_log};
 use crate::api::sandboxes::update;
 use crate::auth::tokens::Tokens;
@@ -38,16 +38,16 @@ use crate::compat::json_lines::ports::Ports;
 use crate::config::Config;
 use crate::error::{Code, Error};
 use crate::sandbox::registry::Registry;
-use crate::snapshot::registry::Snapshots;
+use crate::snapshot::registry::SnapshotRegistry;
 use crate::util::count::Count;
 use crate::util::stopping::Stopping;
 use crate::workspace::Workspaces;
 
 /// What handlers work with.
 #[derive(Debug, Clone)]
-pub(crate) struct App {
+pub(crate) struct ApiContext {
     pub(crate) registry: Arc<Registry>,
-    pub(crate) snapshots: Arc<Snapshots>,
+    pub(crate) snapshots: Arc<SnapshotRegistry>,
     pub(crate) workspaces: Arc<Workspaces>,
     pub(crate) lines: Arc<Ports>,
     pub(crate) tokens: Arc<Tokens>,
@@ -57,7 +57,7 @@ pub(crate) struct App {
     /// Where TCP clients are served.
     pub(crate) address: SocketAddr,
     /// What was answered to requests with an idempotency key.
-    pub(crate) answers: Answers,
+    pub(crate) answers: IdempotencyStore,
     /// `forkd run`s under way.
     pub(crate) sessions: Count,
 }
@@ -86,7 +86,7 @@ pub(crate) struct App {
 )]
 struct Document;
 
-fn routes() -> OpenApiRouter<App> {
+fn routes() -> OpenApiRouter<ApiContext> {
     OpenApiRouter::with_openapi(Document::openapi())
         .routes(routes!(health))
         .routes(routes!(version))
@@ -137,7 +137,7 @@ fn routes() -> OpenApiRouter<App> {
 
 /// The routes and the document that describes them. Whatever else is wrong with a request, the answer is an
 /// error: that is said once for all of them. And so is how operations are called: no two the same.
-fn documented() -> (Router<App>, utoipa::openapi::OpenApi) {
+fn documented() -> (Router<ApiContext>, utoipa::openapi::OpenApi) {
     let (router, mut document) = routes().split_for_parts();
     let content = Content::new(Some(Ref::from_schema_name("ErrorBody")));
     let error = ResponseBuilder::new()
@@ -179,18 +179,18 @@ pub fn openapi() -> String {
 }
 
 /// The API for clients that `gate` lets in.
-pub(crate) fn for_tcp(app: App, gate: Gate) -> Router {
-    let telling = app.registry.host.telling.clone();
-    request_log::watched(served(app).layer(from_fn_with_state(gate, authenticate::check)), telling)
+pub(crate) fn for_tcp(app: ApiContext, gate: Authenticator) -> Router {
+    let telemetry = app.registry.host.telemetry.clone();
+    request_log::watched(served(app).layer(from_fn_with_state(gate, authenticate::check)), telemetry)
 }
 
 /// The API for clients that the socket's permissions let in.
-pub(crate) fn for_unix(app: App) -> Router {
-    let telling = app.registry.host.telling.clone();
-    request_log::watched(served(app).layer(from_fn(authenticate::let_in)), telling)
+pub(crate) fn for_unix(app: ApiContext) -> Router {
+    let telemetry = app.registry.host.telemetry.clone();
+    request_log::watched(served(app).layer(from_fn(authenticate::trust_unix_peer)), telemetry)
 }
 
-fn served(app: App) -> Router {
+fn served(app: ApiContext) -> Router {
     let (router, document) = documented();
     let document = Arc::new(document);
     let max_body = app.config.limits.max_body;
@@ -225,7 +225,7 @@ async fn health() -> Json<Health> {
 
 /// Version of the daemon and of its API.
 #[utoipa::path(get, path = "/version", responses((status = 200, body = VersionInfo)))]
-async fn version(State(app): State<App>) -> Json<VersionInfo> {
+async fn version(State(app): State<ApiContext>) -> Json<VersionInfo> {
     let address = app.address.to_string();
     let tls = app.config.tls.is_some();
     Json(VersionInfo { version: crate::VERSION.into(), api: "v1".into(), address, tls })

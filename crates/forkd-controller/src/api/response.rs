@@ -10,20 +10,20 @@ use bytes::Bytes;
 use futures_util::stream;
 use serde::Serialize;
 
-use crate::agent::Room;
+use crate::agent::ResponseBudget;
 use crate::error::{Error, Result};
 
 /// What is sent at once.
 const PIECE: usize = 64 << 10;
 
 /// `answer` as JSON.
-pub(crate) fn json(answer: &impl Serialize, room: Room) -> Result<Response> {
+pub(crate) fn json(answer: &impl Serialize, room: ResponseBudget) -> Result<Response> {
     let body = serde_json::to_vec(answer).map_err(|error| Error::host("writing an answer", error))?;
     Ok(response(body, room))
 }
 
 /// An answer that is JSON already.
-pub(crate) fn response(body: Vec<u8>, room: Room) -> Response {
+pub(crate) fn response(body: Vec<u8>, room: ResponseBudget) -> Response {
     let headers = [
         (header::CONTENT_TYPE, HeaderValue::from_static("application/json")),
         (header::CONTENT_LENGTH, HeaderValue::from(body.len())),
@@ -36,7 +36,7 @@ pub(crate) fn response(body: Vec<u8>, room: Room) -> Response {
 }
 
 /// A body whose pieces are asked for as the client takes them; `room` is kept until the last one is.
-pub(crate) fn in_pieces(body: Bytes, room: Arc<Room>) -> Body {
+pub(crate) fn in_pieces(body: Bytes, room: Arc<ResponseBudget>) -> Body {
     Body::from_stream(stream::unfold((body, room), |(mut body, room)| async move {
         let piece = body.split_to(body.len().min(PIECE));
         (!piece.is_empty()).then_some((Ok::<_, Infallible>(piece), (body, room)))
@@ -53,10 +53,10 @@ mod tests {
 
     #[tokio::test]
     async fn an_answer_counts_until_its_last_piece_is_taken() {
-        let mut room = Room::of(1000);
+        let mut room = ResponseBudget::of(1000);
         assert!(room.take(1000) && !room.take(1));
         let mut response = response(vec![b'x'; 100 << 10], room);
-        let room = response.extensions_mut().remove::<Arc<Room>>().unwrap();
+        let room = response.extensions_mut().remove::<Arc<ResponseBudget>>().unwrap();
         // As one does who reads it to keep it.
         let body = axum::body::to_bytes(response.into_body(), usize::MAX).await.unwrap();
         let left = room.clone();
@@ -88,10 +88,13 @@ mod tests {
             let mut answer = vec![0; 1000];
             stream.read_exact(&mut answer).await.unwrap();
             assert!(answer.starts_with(b"HTTP/1.1 200 "), "{request}: {}", String::from_utf8_lossy(&answer));
-            assert!(Room::default().left() + MUCH <= Room::ALL, "{request}");
+            assert!(ResponseBudget::default().left() + MUCH <= ResponseBudget::ALL, "{request}");
             stream.read_to_end(&mut answer).await.unwrap();
             assert!(answer.len() > MUCH, "{request}");
-            eventually("the room to be free again", || Room::default().left() + MUCH > Room::ALL).await;
+            eventually("the room to be free again", || {
+                ResponseBudget::default().left() + MUCH > ResponseBudget::ALL
+            })
+            .await;
         }
         let (_, reply) =
             daemon.json(&format!("POST /v1/sandboxes/{ID}/eval"), Some(json!({"code": "1"}))).await;

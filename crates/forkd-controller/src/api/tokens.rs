@@ -6,9 +6,9 @@ use axum::http::StatusCode;
 use forkd_api::{ErrorBody, NewToken, TokenInfo, TokenRequest, TokenScope};
 use forkd_store::{Quota, Scope, Token};
 
-use super::App;
+use super::ApiContext;
 use super::extract::{Body, Id, Ignored};
-use crate::auth::tokens::Order;
+use crate::auth::tokens::TokenSpec;
 use crate::error::Result;
 use crate::util::task::blocking;
 
@@ -20,7 +20,7 @@ use crate::util::task::blocking;
         (status = 403, body = ErrorBody, description = "Only an admin may"),
     ),
 )]
-pub(super) async fn list(State(app): State<App>) -> Json<Vec<TokenInfo>> {
+pub(super) async fn list(State(app): State<ApiContext>) -> Json<Vec<TokenInfo>> {
     Json(app.tokens.list().into_iter().map(info).collect())
 }
 
@@ -34,10 +34,10 @@ pub(super) async fn list(State(app): State<App>) -> Json<Vec<TokenInfo>> {
     ),
 )]
 pub(super) async fn add(
-    State(app): State<App>,
+    State(app): State<ApiContext>,
     Body(request): Body<TokenRequest>,
 ) -> Result<(StatusCode, Json<NewToken>)> {
-    let order = Order {
+    let order = TokenSpec {
         name: request.name,
         scope: match request.scope {
             TokenScope::Read => Scope::Read,
@@ -66,7 +66,7 @@ pub(super) async fn add(
         (status = 409, body = ErrorBody, description = "`default` can only be rotated"),
     ),
 )]
-pub(super) async fn remove(State(app): State<App>, Id(name): Id) -> Result<StatusCode> {
+pub(super) async fn remove(State(app): State<ApiContext>, Id(name): Id) -> Result<StatusCode> {
     blocking("removing a token", move || app.tokens.remove(&name)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
@@ -79,7 +79,11 @@ pub(super) async fn remove(State(app): State<App>, Id(name): Id) -> Result<Statu
         (status = 404, body = ErrorBody),
     ),
 )]
-pub(super) async fn rotate(State(app): State<App>, Id(name): Id, _: Ignored) -> Result<Json<NewToken>> {
+pub(super) async fn rotate(
+    State(app): State<ApiContext>,
+    Id(name): Id,
+    _: Ignored,
+) -> Result<Json<NewToken>> {
     let made = blocking("rotating a token", move || app.tokens.rotate(&name)).await?;
     Ok(Json(new(made)))
 }

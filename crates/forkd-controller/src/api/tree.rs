@@ -6,17 +6,17 @@ use axum::extract::State;
 use axum::{Extension, Json};
 use forkd_api::Tree;
 
-use super::App;
-use crate::auth::principal::Identity;
+use super::ApiContext;
+use crate::auth::principal::Principal;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshot::branch_job::{Branch, Mode};
-use crate::snapshot::registry::{Entry, State as Standing, Work};
+use crate::snapshot::registry::{Entry, SnapshotJob, SnapshotState};
 use crate::snapshot::tree::{Named, SandboxFact, SnapshotFact, grow};
 
 /// Who came from whom: all snapshots and sandboxes there are for whoever asks, and those that are gone but were
 /// above them.
 #[utoipa::path(get, path = "/v1/tree", responses((status = 200, body = Tree)))]
-pub(super) async fn tree(State(app): State<App>, Extension(who): Extension<Identity>) -> Json<Tree> {
+pub(super) async fn tree(State(app): State<ApiContext>, Extension(who): Extension<Principal>) -> Json<Tree> {
     let snapshots = app.snapshots.list();
     let snapshots = snapshots.iter().filter(|entry| who.may_use(&entry.owner()));
     let mut snapshots: Vec<SnapshotFact> = snapshots.map(|entry| snapshot(entry)).collect();
@@ -44,7 +44,7 @@ fn snapshot(entry: &Entry) -> SnapshotFact {
         ancestors: Vec::new(),
     };
     let (state, work) = match entry.state() {
-        Standing::Ready(snapshot) => {
+        SnapshotState::Ready(snapshot) => {
             let manifest = snapshot.manifest();
             let named = |tag: &str, id: &str| Named { tag: tag.into(), id: Some(id.into()) };
             return SnapshotFact {
@@ -56,14 +56,16 @@ fn snapshot(entry: &Entry) -> SnapshotFact {
                 ancestors: manifest.ancestors.iter().map(|it| named(&it.tag, &it.id)).collect(),
             };
         }
-        Standing::Writing(work) => ("writing", Some(work)),
-        Standing::Failed { work, .. } => ("failed", work),
-        Standing::Unknown(_) => ("unknown", None),
+        SnapshotState::Writing(work) => ("writing", Some(work)),
+        SnapshotState::Failed { work, .. } => ("failed", work),
+        SnapshotState::Unknown(_) => ("unknown", None),
     };
     let fact = SnapshotFact { state: state.into(), ..fact };
     match work {
-        Some(Work::Branch(branch)) => branched(fact, &branch),
-        Some(Work::Making(making)) => SnapshotFact { created_at_unix: Some(making.begun_at_unix), ..fact },
+        Some(SnapshotJob::Branch(branch)) => branched(fact, &branch),
+        Some(SnapshotJob::CreateJob(making)) => {
+            SnapshotFact { created_at_unix: Some(making.begun_at_unix), ..fact }
+        }
         None => fact,
     }
 }
@@ -94,7 +96,7 @@ fn sandbox(sandbox: &Sandbox, made: &HashMap<String, u64>) -> SandboxFact {
         Phase::Unknown(_) => "unknown",
     };
     let created_at_unix = sandbox.created_at_unix();
-    let template = sandbox.belongings().template.clone();
+    let template = sandbox.resources().template.clone();
     let named = |tag: String| {
         // Its template knows best; that of an earlier life is gone.
         let known = template.as_ref().filter(|template| template.about.tag == tag);

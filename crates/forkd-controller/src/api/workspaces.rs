@@ -6,21 +6,21 @@ use axum::response::Response;
 use axum::{Extension, Json};
 use forkd_api::{ErrorBody, SuspendRequest, WorkspaceInfo, WorkspaceRequest, WorkspaceStatus};
 
-use super::App;
+use super::ApiContext;
 use super::extract::{Body, Id, Ignored, OptionalBody};
 use super::pagination::Page;
 use super::sandboxes::memory_limit;
-use crate::api::middleware::request_log::Target;
-use crate::auth::principal::Identity;
+use crate::api::middleware::request_log::AuditTarget;
+use crate::auth::principal::Principal;
 use crate::error::{Error, Result};
 use crate::util::task::{self, Task};
-use crate::workspace::{Order, Record, Status};
+use crate::workspace::{Status, WorkspaceRecord, WorkspaceSpec};
 
-fn info((record, status): (Record, Status)) -> Json<WorkspaceInfo> {
+fn info((record, status): (WorkspaceRecord, Status)) -> Json<WorkspaceInfo> {
     Json(plain((record, status)))
 }
 
-fn plain((record, status): (Record, Status)) -> WorkspaceInfo {
+fn plain((record, status): (WorkspaceRecord, Status)) -> WorkspaceInfo {
     let (status, live) = match status {
         Status::Running => (WorkspaceStatus::Running, record.live_sandbox_id),
         Status::Suspended => (WorkspaceStatus::Suspended, None),
@@ -49,8 +49,8 @@ fn plain((record, status): (Record, Status)) -> WorkspaceInfo {
     responses((status = 200, body = Vec<WorkspaceInfo>), (status = 400, body = ErrorBody)),
 )]
 pub(super) async fn list(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     page: Page,
 ) -> Response {
     let all = app.workspaces.list().into_iter().filter(|(record, _)| who.owns(&record.owner));
@@ -70,11 +70,11 @@ pub(super) async fn list(
     ),
 )]
 pub(super) async fn create(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     Body(request): Body<WorkspaceRequest>,
-) -> Result<(StatusCode, Extension<Target>, Json<WorkspaceInfo>)> {
-    let order = Order {
+) -> Result<(StatusCode, Extension<AuditTarget>, Json<WorkspaceInfo>)> {
+    let order = WorkspaceSpec {
         name: request.name,
         snapshot_tag: request.snapshot_tag,
         network: request.network.unwrap_or(true),
@@ -83,7 +83,7 @@ pub(super) async fn create(
     };
     let workspaces = app.workspaces.clone();
     let made = to_its_end(async move { workspaces.create(order).await }).await?;
-    Ok((StatusCode::CREATED, Extension(Target(made.0.name.clone())), info(made)))
+    Ok((StatusCode::CREATED, Extension(AuditTarget(made.0.name.clone())), info(made)))
 }
 
 /// One workspace.
@@ -94,7 +94,7 @@ pub(super) async fn create(
         (status = 409, body = ErrorBody, description = "Its file cannot be used"),
     ),
 )]
-pub(super) async fn get(State(app): State<App>, Id(name): Id) -> Result<Json<WorkspaceInfo>> {
+pub(super) async fn get(State(app): State<ApiContext>, Id(name): Id) -> Result<Json<WorkspaceInfo>> {
     app.workspaces.show(&name).map(info)
 }
 
@@ -106,7 +106,7 @@ pub(super) async fn get(State(app): State<App>, Id(name): Id) -> Result<Json<Wor
         (status = 409, body = ErrorBody, description = "It is being changed"),
     ),
 )]
-pub(super) async fn delete(State(app): State<App>, Id(name): Id) -> Result<StatusCode> {
+pub(super) async fn delete(State(app): State<ApiContext>, Id(name): Id) -> Result<StatusCode> {
     let workspaces = app.workspaces.clone();
     to_its_end(async move { workspaces.delete(&name).await }).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -126,8 +126,8 @@ pub(super) async fn delete(State(app): State<App>, Id(name): Id) -> Result<Statu
     ),
 )]
 pub(super) async fn suspend(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     Id(name): Id,
     OptionalBody(request): OptionalBody<SuspendRequest>,
 ) -> Result<Json<WorkspaceInfo>> {
@@ -147,8 +147,8 @@ pub(super) async fn suspend(
     ),
 )]
 pub(super) async fn resume(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     Id(name): Id,
     _: Ignored,
 ) -> Result<Json<WorkspaceInfo>> {

@@ -1,6 +1,6 @@
 //! Who sent a request, and what they may do.
 //!
-//! `auth` finds out and puts an [`Identity`] into the request's extensions; whoever needs it takes it
+//! `auth` finds out and puts an [`Principal`] into the request's extensions; whoever needs it takes it
 //! from there.
 
 use forkd_store::{Quota, TokenHash};
@@ -10,11 +10,11 @@ pub(crate) use forkd_store::Scope;
 /// Whoever owns the host, and everything that nobody else owns.
 pub(crate) const LOCAL: &str = "local";
 /// The owner of a snapshot that all may use, and only admins may change.
-pub(crate) const EVERYBODY: &str = "*";
+pub(crate) const SHARED: &str = "*";
 
 /// Who sent a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Identity {
+pub(crate) struct Principal {
     /// The name of the token; `local` for the unix socket.
     pub(crate) name: String,
     /// Whose what they make is.
@@ -36,16 +36,16 @@ impl std::fmt::Debug for Proof {
     }
 }
 
-impl Identity {
+impl Principal {
     /// Whoever may open the unix socket, and the daemon itself.
     pub(crate) fn local() -> Self {
         let (name, owner) = (LOCAL.into(), LOCAL.into());
-        Identity { name, owner, scope: Scope::Admin, quota: Quota::default(), proof: None }
+        Principal { name, owner, scope: Scope::Admin, quota: Quota::default(), proof: None }
     }
 
     /// Whoever shows the token the daemon made itself.
     pub(crate) fn first_token() -> Self {
-        Identity { name: FIRST_TOKEN.into(), ..Identity::local() }
+        Principal { name: FIRST_TOKEN.into(), ..Principal::local() }
     }
 
     pub(crate) fn is_admin(&self) -> bool {
@@ -59,7 +59,7 @@ impl Identity {
 
     /// Whether what `owner` has is theirs to look at and to fork from.
     pub(crate) fn may_use(&self, owner: &str) -> bool {
-        self.owns(owner) || owner == EVERYBODY
+        self.owns(owner) || owner == SHARED
     }
 }
 

@@ -15,7 +15,7 @@ pub(crate) struct Claim {
 
 /// What all owners have.
 #[derive(Debug, Default)]
-pub(crate) struct Usage(HashMap<String, Used>);
+pub(crate) struct QuotaUsage(HashMap<String, Used>);
 
 #[derive(Debug, Default, Clone, Copy)]
 struct Used {
@@ -23,7 +23,7 @@ struct Used {
     mem_mib: u64,
 }
 
-impl Usage {
+impl QuotaUsage {
     /// Counts `fitting` sandboxes, if the quota has room for `wanted`.
     pub(crate) fn take(&mut self, claim: &Claim, wanted: usize, fitting: usize, quota: &Quota) -> Result<()> {
         let used = self.0.get(&claim.owner).copied().unwrap_or_default();
@@ -115,7 +115,7 @@ mod tests {
 
     #[test]
     fn what_is_taken_is_never_more_than_may_be_and_comes_back() {
-        let mut usage = Usage::default();
+        let mut usage = QuotaUsage::default();
         let quota = Quota { max_sandboxes: Some(3), max_memory_mib: Some(300), max_snapshots: None };
         let mut claim = Claim { owner: "ann".into(), mem_mib: 100 };
         usage.take(&claim, 2, 2, &quota).unwrap();

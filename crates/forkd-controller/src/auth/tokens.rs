@@ -16,7 +16,7 @@ use forkd_protocol::names::{NAME_RULE, is_valid_name};
 use forkd_store::{Database, Quota, Token, TokenHash};
 use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
-use crate::auth::principal::{FIRST_TOKEN, Identity, LOCAL, Proof, Scope};
+use crate::auth::principal::{FIRST_TOKEN, LOCAL, Principal, Proof, Scope};
 use crate::error::{Code, Error, Result};
 use crate::util::fs::{Stamp, stamp};
 use crate::util::random::fill_random;
@@ -69,7 +69,7 @@ impl std::fmt::Debug for Known {
 
 /// A token to be made.
 #[derive(Debug)]
-pub(crate) struct Order {
+pub(crate) struct TokenSpec {
     pub(crate) name: String,
     pub(crate) scope: Scope,
     /// Whose what its bearer makes is; as the token is called, when nobody says otherwise.
@@ -108,7 +108,7 @@ impl Tokens {
     }
 
     /// Who it is that shows `secret`.
-    pub(crate) fn find(&self, secret: &str, now_unix: u64) -> std::result::Result<Identity, Refusal> {
+    pub(crate) fn find(&self, secret: &str, now_unix: u64) -> std::result::Result<Principal, Refusal> {
         if secret.len() > MAX_TOKEN {
             return Err(Refusal::Unknown);
         }
@@ -119,7 +119,7 @@ impl Tokens {
             found.conditional_assign(&(index as u64), named.ct_eq(&hash));
         }
         if first.unwrap_or(Choice::from(0)).into() {
-            return Ok(Identity { proof: Some(Proof(hash)), ..Identity::first_token() });
+            return Ok(Principal { proof: Some(Proof(hash)), ..Principal::first_token() });
         }
         let found = usize::try_from(found).ok().and_then(|index| known.named.get(index));
         let (token, _) = found.ok_or(Refusal::Unknown)?;
@@ -127,11 +127,11 @@ impl Tokens {
             return Err(Refusal::Expired);
         }
         let Token { name, owner, scope, quota, .. } = token.clone();
-        Ok(Identity { name, owner, scope, quota, proof: Some(Proof(hash)) })
+        Ok(Principal { name, owner, scope, quota, proof: Some(Proof(hash)) })
     }
 
     /// Whether what somebody was let in with is still good.
-    fn is_good(&self, who: &Identity, now_unix: u64) -> bool {
+    fn is_good(&self, who: &Principal, now_unix: u64) -> bool {
         let Some(Proof(shown)) = who.proof else { return true };
         let known = self.known();
         let lives = |token: &Token| token.expires_at_unix.is_none_or(|at| at > now_unix);
@@ -140,7 +140,7 @@ impl Tokens {
     }
 
     /// Returns when the token somebody showed is good no more: what they still do with it is to end.
-    pub(crate) async fn revoked(&self, who: &Identity) {
+    pub(crate) async fn revoked(&self, who: &Principal) {
         while self.is_good(who, now_unix()) {
             tokio::time::sleep(LOOK_EVERY).await;
         }
@@ -172,7 +172,7 @@ impl Tokens {
     }
 
     /// Makes a token: what is known of it, and itself, which nobody will ever be told again.
-    pub(crate) fn add(&self, order: Order, now_unix: u64) -> Result<(Token, String)> {
+    pub(crate) fn add(&self, order: TokenSpec, now_unix: u64) -> Result<(Token, String)> {
         let token = order.check(now_unix)?;
         // Those who make some at the same moment may make a few more: no lock is held while the database writes.
         if self.known().named.len() >= MAX_NAMED {
@@ -252,7 +252,7 @@ impl Tokens {
     }
 }
 
-impl Order {
+impl TokenSpec {
     fn check(self, now_unix: u64) -> Result<Token> {
         let owner = self.owner.unwrap_or_else(|| self.name.clone());
         for (what, name) in [("name", &self.name), ("owner", &owner)] {
@@ -285,7 +285,7 @@ impl Order {
 }
 
 fn first_token(created_at_unix: u64) -> Token {
-    let Identity { name, owner, scope, quota, .. } = Identity::first_token();
+    let Principal { name, owner, scope, quota, .. } = Principal::first_token();
     Token { name, owner, scope, quota, created_at_unix, expires_at_unix: None }
 }
 
@@ -367,9 +367,9 @@ mod tests {
         Tokens::open(database, folder.join("token"))
     }
 
-    fn order(name: &str) -> Order {
+    fn order(name: &str) -> TokenSpec {
         let quota = Quota { max_sandboxes: Some(2), ..Quota::default() };
-        Order { name: name.into(), scope: Scope::Use, owner: None, quota, expires_in_secs: Some(10) }
+        TokenSpec { name: name.into(), scope: Scope::Use, owner: None, quota, expires_in_secs: Some(10) }
     }
 
     fn shown(folder: &Path) -> String {
@@ -385,7 +385,7 @@ mod tests {
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         let who = tokens.find(&first, 0).unwrap();
         assert!(who.proof.is_some() && tokens.is_good(&who, 0));
-        assert_eq!(Identity { proof: None, ..who }, Identity::first_token());
+        assert_eq!(Principal { proof: None, ..who }, Principal::first_token());
         assert_eq!(open(folder.path()).unwrap().find(&first, 0).unwrap().name, "default");
         assert!(!folder.path().join(format!("token.new-{}", std::process::id())).exists());
         assert!(!format!("{tokens:?}").contains(&first));
@@ -470,11 +470,14 @@ mod tests {
             (order("../x"), Code::InvalidRequest),
             (order("local"), Code::NameReserved),
             (order("default"), Code::NameReserved),
-            (Order { owner: Some("*".into()), ..order("a") }, Code::InvalidRequest),
-            (Order { expires_in_secs: Some(0), ..order("a") }, Code::InvalidRequest),
-            (Order { expires_in_secs: Some(u64::MAX), ..order("a") }, Code::InvalidRequest),
+            (TokenSpec { owner: Some("*".into()), ..order("a") }, Code::InvalidRequest),
+            (TokenSpec { expires_in_secs: Some(0), ..order("a") }, Code::InvalidRequest),
+            (TokenSpec { expires_in_secs: Some(u64::MAX), ..order("a") }, Code::InvalidRequest),
             (
-                Order { quota: Quota { max_snapshots: Some(u64::MAX), ..Quota::default() }, ..order("a") },
+                TokenSpec {
+                    quota: Quota { max_snapshots: Some(u64::MAX), ..Quota::default() },
+                    ..order("a")
+                },
                 Code::InvalidRequest,
             ),
         ] {

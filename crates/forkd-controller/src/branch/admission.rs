@@ -12,15 +12,15 @@ use tokio::time::timeout;
 use crate::error::{Code, Error, Result};
 use crate::sandbox::disks::MAX_WAITING;
 use crate::sandbox::{Phase, Sandbox};
-use crate::snapshot::branch_job::{Branch, Wish};
-use crate::snapshot::registry::Snapshots;
+use crate::snapshot::branch_job::{Branch, Disposition};
+use crate::snapshot::registry::SnapshotRegistry;
 
 /// How long it waits for that, and then for its place.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A place among those who branch, or want to.
 #[derive(Debug)]
-pub(crate) enum Place {
+pub(crate) enum Admission {
     /// Among those who may.
     Taking(OwnedSemaphorePermit),
     /// Among those who wait for a sandbox.
@@ -29,20 +29,20 @@ pub(crate) enum Place {
 
 /// The right to take a branch now.
 #[derive(Debug)]
-pub(crate) struct Turn {
+pub(crate) struct AdmissionTurn {
     _permit: OwnedSemaphorePermit,
     _first: Option<OwnedMutexGuard<()>>,
 }
 
-impl Snapshots {
+impl SnapshotRegistry {
     /// A place for a branch of `sandbox`, if there is one.
-    pub(crate) fn place(&self, sandbox: &Sandbox) -> Result<Place> {
+    pub(crate) fn place(&self, sandbox: &Sandbox) -> Result<Admission> {
         if !sandbox.disks.are_crowded() {
             let permit = self.branching.clone().try_acquire_owned();
-            return permit.map(Place::Taking).map_err(|_| self.no_place());
+            return permit.map(Admission::Taking).map_err(|_| self.no_place());
         }
         let permit = sandbox.disks.waiting.clone().try_acquire_owned();
-        permit.map(Place::Waiting).map_err(|_| {
+        permit.map(Admission::Waiting).map_err(|_| {
             let text = format!(
                 "{MAX_WAITING} branches of sandbox {} wait for earlier ones, the limit; try again when those are \
                  on disk",
@@ -53,16 +53,21 @@ impl Snapshots {
     }
 
     /// Returns when `branch`, which has that place, may be taken; an error if it is not wanted any more.
-    pub(crate) async fn turn(&self, sandbox: &Sandbox, branch: &Branch, place: Place) -> Result<Turn> {
+    pub(crate) async fn turn(
+        &self,
+        sandbox: &Sandbox,
+        branch: &Branch,
+        place: Admission,
+    ) -> Result<AdmissionTurn> {
         let _waiting = match place {
-            Place::Taking(_permit) => return Ok(Turn { _permit, _first: None }),
-            Place::Waiting(waiting) => waiting,
+            Admission::Taking(_permit) => return Ok(AdmissionTurn { _permit, _first: None }),
+            Admission::Waiting(waiting) => waiting,
         };
         let come = async {
             // A monitor takes a few more: whether it does is seen when it is asked.
             let _first = timeout(PATIENCE, sandbox.disks.room()).await.ok();
             match timeout(PATIENCE, self.branching.clone().acquire_owned()).await {
-                Ok(Ok(_permit)) => Ok(Turn { _permit, _first }),
+                Ok(Ok(_permit)) => Ok(AdmissionTurn { _permit, _first }),
                 _ => Err(self.no_place()),
             }
         };
@@ -70,7 +75,7 @@ impl Snapshots {
         tokio::select! {
             biased;
             wish = branch.dismissed() => Err(match wish {
-                Wish::Leave => Error::new(Code::ShuttingDown, "the daemon is stopping; branch again when it runs"),
+                Disposition::Leave => Error::new(Code::ShuttingDown, "the daemon is stopping; branch again when it runs"),
                 _ => Error::new(Code::Cancelled, "it was removed before it was taken"),
             }),
             Ok(_) = phases.wait_for(|phase| matches!(phase, Phase::Ended(_))) => Err(match sandbox.phase() {

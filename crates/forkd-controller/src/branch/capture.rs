@@ -8,18 +8,18 @@ use std::sync::Arc;
 use forkd_protocol::agent::FreezeSync;
 use forkd_protocol::control::{BranchConfig, Channel, FdRef};
 
-use crate::branch::merge::TakenFrom;
+use crate::branch::merge::BranchSource;
 use crate::error::{Code, Error, Result};
 use crate::host::handed_layers::are_kept;
 use crate::host::images::reopen;
 use crate::host::lineage::Lineage;
 use crate::monitor::{Monitor, control_socket};
-use crate::sandbox::command::{Born, Command};
+use crate::sandbox::command::{ForkedBranch, MonitorCommand};
 use crate::sandbox::quiesce::freeze;
 use crate::sandbox::{Phase, Sandbox};
-use crate::snapshot::branch_job::{Branch, Taken};
-use crate::snapshot::registry::Snapshots;
-use crate::snapshot::template::{Source, Standing, Template};
+use crate::snapshot::branch_job::{Branch, CaptureStats};
+use crate::snapshot::registry::SnapshotRegistry;
+use crate::snapshot::template::{MemorySource, PersistState, Template};
 use crate::util::fs::make_private_dir;
 use crate::util::task::{self, Task, blocking};
 
@@ -36,10 +36,10 @@ struct Prepared {
 
 /// Takes the branch: the template, and what it shares with its source.
 pub(crate) async fn take(
-    snapshots: &Snapshots,
+    snapshots: &SnapshotRegistry,
     sandbox: &Arc<Sandbox>,
     branch: &Branch,
-) -> Result<(Arc<Template>, TakenFrom)> {
+) -> Result<(Arc<Template>, BranchSource)> {
     let folder = snapshots.folder.join(&branch.template);
     let taken = attempt(snapshots, sandbox, branch, &folder).await;
     if taken.is_err() {
@@ -49,33 +49,33 @@ pub(crate) async fn take(
 }
 
 async fn attempt(
-    snapshots: &Snapshots,
+    snapshots: &SnapshotRegistry,
     sandbox: &Arc<Sandbox>,
     branch: &Branch,
     folder: &Path,
-) -> Result<(Arc<Template>, TakenFrom)> {
+) -> Result<(Arc<Template>, BranchSource)> {
     let timing = &snapshots.host.config.timing;
     let (place, data, bare) =
         (folder.to_owned(), snapshots.host.config.data_dir.clone(), sandbox.spec.is_bare());
-    let Some(lineage) = sandbox.belongings().lineage.clone() else {
+    let Some(lineage) = sandbox.resources().lineage.clone() else {
         return Err(Error::new(Code::SandboxEnded, format!("sandbox {} is being deleted", sandbox.id)));
     };
     let family = lineage.clone();
     let prepared = blocking("preparing a branch", move || prepare(&place, &data, bare, &family)).await?;
 
     // Nobody may pause it, or take it back, between the freeze and the thaw.
-    let _turn = sandbox.take_turn().await?;
+    let _turn = sandbox.lock_exclusive().await?;
     let generation = sandbox.disks.generation.lock().await;
     let Prepared { config, fds, control } = prepared;
     let limit = sandbox.spec.memory_limit_mib << 20;
-    let room = sandbox.belongings().leaf.as_ref().map_or(Ok(()), |leaf| leaf.make_room(limit));
+    let room = sandbox.resources().leaf.as_ref().map_or(Ok(()), |leaf| leaf.make_room(limit));
     room.map_err(|error| Error::host("cannot raise the limit of a cgroup for a branch", error))?;
     let frozen = freeze(sandbox, timing.freeze, FreezeSync::Quick).await;
-    let born = sandbox.ask(|tell| Command::Branch(config, fds, tell)).await;
+    let born = sandbox.ask(|tell| MonitorCommand::Branch(config, fds, tell)).await;
     // Before anything else, and whatever came of it.
     let thawing = task::spawn(Task::Thaw, frozen.thaw(timing.call));
     let taken = async {
-        let Born { branched, identity } = match born {
+        let ForkedBranch { branched, identity } = match born {
             Ok(born) => born,
             Err(error) => {
                 // If there is one all the same, it finds this first.
@@ -88,7 +88,7 @@ async fn attempt(
             sandbox.disks.frozen.send_modify(|frozen| *frozen += 1);
         }
         let frozen = *sandbox.disks.frozen.borrow();
-        let source = TakenFrom { sandbox: sandbox.clone(), generation: *generation, frozen };
+        let source = BranchSource { sandbox: sandbox.clone(), generation: *generation, frozen };
         let (id, pid, pause) = (branch.template.clone(), branched.pid, branched.pause);
         let watched = Monitor::branched(id.clone(), folder.to_owned(), pid, branched.pidfd, control);
         let mut monitor = watched.map_err(|error| Error::host("cannot watch a branch", error))?;
@@ -113,7 +113,7 @@ async fn attempt(
                 return Ok(());
             }
             let layers = for_reading(&layers)?;
-            match sandbox.ask(|tell| Command::Seal(layers, tell)).await {
+            match sandbox.ask(|tell| MonitorCommand::Seal(layers, tell)).await {
                 // Who has ended writes nothing.
                 Err(_) if matches!(sandbox.phase(), Phase::Ended(_)) => Ok(()),
                 other => other,
@@ -129,7 +129,7 @@ async fn attempt(
             return Err(not_given_back(sandbox, monitor, &frozen).await);
         }
         let guest = branch.guest.clone();
-        let plan = snapshots.plan(id, folder, &branch.tag, Source::Memory, guest, lineage);
+        let plan = snapshots.plan(id, folder, &branch.tag, MemorySource::Memory, guest, lineage);
         Ok((Template::new(plan, monitor)?, pause, source))
     };
     let (taken, thawed) = tokio::join!(taken, thawing);
@@ -137,8 +137,8 @@ async fn attempt(
     let (frozen_ms, quiesced) = thawed.unwrap_or((None, false));
     let pause_ms = pause.as_micros() as f64 / 1e3;
     sandbox.pauses.add(pause_ms, frozen_ms, "branch");
-    branch.note_taken(Taken { pause_ms: Some(pause_ms), frozen_ms, quiesced: Some(quiesced) });
-    let recorded = template.record(Standing::Unsaved(Box::new(branch.record())));
+    branch.note_taken(CaptureStats { pause_ms: Some(pause_ms), frozen_ms, quiesced: Some(quiesced) });
+    let recorded = template.record(PersistState::Unsaved(Box::new(branch.record())));
     recorded.map_err(|error| Error::host("cannot record a branch", error))?;
     Ok((template, source))
 }

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use crate::error::Result;
 use crate::monitor::Replacement;
 use crate::sandbox::Sandbox;
-use crate::sandbox::command::Command;
+use crate::sandbox::command::MonitorCommand;
 use crate::snapshot::merge::LayerSource;
 
 /// A sandbox a branch was taken of.
 #[derive(Debug)]
-pub(crate) struct TakenFrom {
+pub(crate) struct BranchSource {
     pub(crate) sandbox: Arc<Sandbox>,
     /// Which generation of its disks' layers the branch has.
     pub(crate) generation: u64,
@@ -18,7 +18,7 @@ pub(crate) struct TakenFrom {
     pub(crate) frozen: usize,
 }
 
-impl LayerSource for TakenFrom {
+impl LayerSource for BranchSource {
     async fn count_layers(&self, most: usize) {
         let disks = &self.sandbox.disks;
         if *disks.generation.lock().await == self.generation {
@@ -38,7 +38,7 @@ impl LayerSource for TakenFrom {
         // Before the monitor is asked: it may replace them although its answer does not arrive, and counts that
         // other branches have are wrong then. If it does not replace them, they only merge later.
         *now += 1;
-        sandbox.ask(|tell| Command::ReplaceLayers(layers, tell)).await?;
+        sandbox.ask(|tell| MonitorCommand::ReplaceLayers(layers, tell)).await?;
         disks.frozen.send_modify(|frozen| *frozen = frozen.saturating_sub(most.saturating_sub(1)));
         tracing::debug!(sandbox = sandbox.id, layers = most, "disk layers were merged");
         Ok(())

@@ -9,17 +9,17 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forkd_store::{Facts, Quota};
+use forkd_store::{GuestSpec, Quota};
 use tracing::Instrument;
 
-use crate::branch::admission::Place;
+use crate::branch::admission::Admission;
 use crate::branch::capture::take;
 use crate::error::{Code, Error, Result};
 use crate::host::cgroup::{Leaf, Leaving};
 use crate::sandbox::{Phase, Sandbox};
-use crate::snapshot::branch_job::{Branch, Mode, Origin};
-use crate::snapshot::registry::{Entry, Snapshots, Work};
-use crate::snapshot::template::Standing;
+use crate::snapshot::branch_job::{Branch, BranchOrigin, Mode};
+use crate::snapshot::registry::{Entry, SnapshotJob, SnapshotRegistry};
+use crate::snapshot::template::PersistState;
 use crate::snapshot::template::cgroup::move_to_own_cgroup;
 use crate::telemetry::metrics;
 use crate::telemetry::otlp::{self, Over};
@@ -33,7 +33,7 @@ const CHILDREN_FIRST: Duration = Duration::from_millis(100);
 
 /// What is asked for.
 #[derive(Debug)]
-pub(crate) struct Order {
+pub(crate) struct BranchSpec {
     /// A tag is made up if there is none.
     pub(crate) tag: Option<String>,
     pub(crate) mode: Mode,
@@ -45,18 +45,22 @@ pub(crate) struct Order {
     pub(crate) quota: Quota,
 }
 
-impl Snapshots {
+impl SnapshotRegistry {
     /// Begins to branch `sandbox`. The work goes on whether or not anybody waits for it.
     pub(crate) fn branch(
         self: &Arc<Self>,
         sandbox: &Arc<Sandbox>,
-        order: Order,
+        order: BranchSpec,
     ) -> Result<(Arc<Entry>, Arc<Branch>)> {
-        let refused = |_: &Error| self.host.telling.metrics.branches.add(metrics::Outcome::Refused, 1);
+        let refused = |_: &Error| self.host.telemetry.metrics.branches.add(metrics::Outcome::Refused, 1);
         self.begin(sandbox, order).inspect_err(refused)
     }
 
-    fn begin(self: &Arc<Self>, sandbox: &Arc<Sandbox>, order: Order) -> Result<(Arc<Entry>, Arc<Branch>)> {
+    fn begin(
+        self: &Arc<Self>,
+        sandbox: &Arc<Sandbox>,
+        order: BranchSpec,
+    ) -> Result<(Arc<Entry>, Arc<Branch>)> {
         let (guest, origin) = self.check(sandbox, &order)?;
         if order.mode == Mode::Live {
             self.check_room()?;
@@ -72,7 +76,7 @@ impl Snapshots {
         });
         let branch = Branch::new(tag, new_id("tp")?, sandbox.id.clone(), guest, order.mode);
         let branch = Arc::new(branch.from(origin, parent, sandbox.spec.owner.clone(), order.wait));
-        let (work, owner) = (Work::Branch(branch.clone()), &sandbox.spec.owner);
+        let (work, owner) = (SnapshotJob::Branch(branch.clone()), &sandbox.spec.owner);
         let entry = self.reserve(&branch.tag, work, owner, &order.quota)?;
         let (snapshots, sandbox, taken) = (self.clone(), sandbox.clone(), branch.clone());
         let reserved = entry.clone();
@@ -87,7 +91,7 @@ impl Snapshots {
     }
 
     /// What the branch's guest is like, and which snapshot its source came from.
-    fn check(&self, sandbox: &Sandbox, order: &Order) -> Result<(Facts, Option<Origin>)> {
+    fn check(&self, sandbox: &Sandbox, order: &BranchSpec) -> Result<(GuestSpec, Option<BranchOrigin>)> {
         match sandbox.phase() {
             Phase::Running | Phase::Unresponsive | Phase::Paused => {}
             Phase::Starting => {
@@ -102,8 +106,8 @@ impl Snapshots {
             return Err(Error::new(Code::SandboxUnfit, text));
         };
         guest.python = sandbox.facts().python.or(guest.python);
-        let template = sandbox.belongings().template.clone();
-        let origin = template.map(|template| Origin {
+        let template = sandbox.resources().template.clone();
+        let origin = template.map(|template| BranchOrigin {
             tag: template.about.tag.clone(),
             snapshot: template.snapshot(),
             template: template.id.clone(),
@@ -128,11 +132,11 @@ impl Snapshots {
         sandbox: Arc<Sandbox>,
         entry: Arc<Entry>,
         branch: Arc<Branch>,
-        place: Place,
+        place: Admission,
     ) {
         let begun = Instant::now();
         // The branch is born in the source's cgroup, which goes with the source.
-        let leaving = sandbox.belongings().leaf.as_ref().map(Leaf::leaving);
+        let leaving = sandbox.resources().leaf.as_ref().map(Leaf::leaving);
         let taken = async {
             let turn = self.turn(&sandbox, &branch, place).await?;
             let (template, source) = take(&self, &sandbox, &branch).await?;
@@ -140,7 +144,7 @@ impl Snapshots {
             // After the fork, so that the source does not wait for the database, and before a client hears of the
             // branch. Until here its record says whose it is.
             if let Err(error) = self.record_owner(&entry).await {
-                if let Err(error) = template.record(Standing::Forgotten) {
+                if let Err(error) = template.record(PersistState::Forgotten) {
                     tracing::warn!(tag = branch.tag, %error, "cannot record that a branch is gone");
                 }
                 return Err(error);
@@ -155,19 +159,19 @@ impl Snapshots {
             failed: taken.is_err(),
             attributes: &[("forkd.sandbox", Some(&sandbox.id)), ("forkd.snapshot", Some(&branch.tag))],
         };
-        self.host.telling.traces.work(otlp::current(), over);
+        self.host.telemetry.traces.work(otlp::current(), over);
         let (template, source) = match taken {
             Ok(taken) => taken,
             Err(error) => {
                 tracing::warn!(tag = branch.tag, %error, "a branch could not be taken");
-                self.host.telling.metrics.branches.add(metrics::Outcome::Failed, 1);
+                self.host.telemetry.metrics.branches.add(metrics::Outcome::Failed, 1);
                 entry.failed(error.clone());
                 self.forget_owner(&entry).await;
-                self.vanish(&entry);
+                self.remove_unwritten(&entry);
                 return branch.fail(error);
             }
         };
-        let metrics = &self.host.telling.metrics;
+        let metrics = &self.host.telemetry.metrics;
         metrics.branches.add(metrics::Outcome::Ok, 1);
         if let Some(pause_ms) = branch.taken().pause_ms {
             metrics.branch_pause.observe(Duration::from_secs_f64(pause_ms.max(0.0) / 1e3));

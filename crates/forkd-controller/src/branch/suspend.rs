@@ -27,16 +27,16 @@ use tokio::sync::OwnedMutexGuard;
 
 use crate::branch;
 use crate::error::{Code, Error, Result};
-use crate::sandbox::lifetime::{Life, Suspending};
+use crate::sandbox::lifetime::{Lifetime, Suspending};
 use crate::sandbox::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshot::branch_job::{Mode, Stage};
-use crate::snapshot::registry::{Entry, Removal, Snapshots, State};
+use crate::snapshot::registry::{Entry, Removal, SnapshotRegistry, SnapshotState};
 use crate::util::task::{self, Task};
 
 /// What is asked for.
 #[derive(Debug)]
-pub(crate) struct Order {
+pub(crate) struct SuspendSpec {
     /// The snapshot to store it as; no other may have the tag.
     pub(crate) tag: String,
     pub(crate) mode: Mode,
@@ -51,7 +51,7 @@ pub(crate) struct Order {
 /// The right to suspend a sandbox: one at a time.
 pub(crate) struct Suspend {
     registry: Arc<Registry>,
-    snapshots: Arc<Snapshots>,
+    snapshots: Arc<SnapshotRegistry>,
     sandbox: Arc<Sandbox>,
     _alone: OwnedMutexGuard<()>,
 }
@@ -60,7 +60,7 @@ impl Suspend {
     /// Waits for its turn, and undoes what an earlier suspend left.
     pub(crate) async fn begin(
         registry: &Arc<Registry>,
-        snapshots: &Arc<Snapshots>,
+        snapshots: &Arc<SnapshotRegistry>,
         sandbox: &Arc<Sandbox>,
     ) -> Result<Self> {
         let _alone = sandbox.suspends.clone().lock_owned().await;
@@ -72,7 +72,11 @@ impl Suspend {
 
     /// Suspends the sandbox. `commit` runs when the snapshot is on disk and the sandbox stands still; from its
     /// success on the sandbox is suspended. `false`: a client uses the sandbox, and it goes on.
-    pub(crate) async fn run(self, order: Order, commit: impl Future<Output = Result<()>>) -> Result<bool> {
+    pub(crate) async fn run(
+        self,
+        order: SuspendSpec,
+        commit: impl Future<Output = Result<()>>,
+    ) -> Result<bool> {
         let suspended = self.attempt(order, commit).await;
         if matches!(suspended, Ok(true)) {
             return suspended;
@@ -83,28 +87,28 @@ impl Suspend {
         undone.map(|()| suspended)
     }
 
-    async fn attempt(&self, order: Order, commit: impl Future<Output = Result<()>>) -> Result<bool> {
-        let Order { tag, mode, quota, unused_since, end } = order;
+    async fn attempt(&self, order: SuspendSpec, commit: impl Future<Output = Result<()>>) -> Result<bool> {
+        let SuspendSpec { tag, mode, quota, unused_since, end } = order;
         let sandbox = &self.sandbox;
         let used = || unused_since.is_some_and(|stamp| sandbox.activity.stamp() != stamp);
         let noted = Suspending { tag: tag.clone(), paused: false };
-        self.amend(|life| life.suspending = Some(noted))?;
+        self.amend(|lifetime| lifetime.suspending = Some(noted))?;
         self.at("noted");
         // While it runs: its agent stands its processes still for the branch.
-        let order = branch::Order { tag: Some(tag.clone()), mode, wait: true, parent_tag: None, quota };
+        let order = branch::BranchSpec { tag: Some(tag.clone()), mode, wait: true, parent_tag: None, quota };
         let (_, branch) = self.snapshots.branch(sandbox, order)?;
         branch.reached(Stage::Saving).await?;
         self.at("branched");
         {
-            let _turn = sandbox.take_turn().await?;
+            let _turn = sandbox.lock_exclusive().await?;
             if used() {
                 return Ok(false);
             }
             if !matches!(sandbox.phase(), Phase::Paused) {
                 // Before it is: the next daemon is to know why it stands still. A use of one that dozes wakes it.
-                self.amend(|life| {
-                    life.dozing = unused_since.is_some();
-                    life.suspending.iter_mut().for_each(|noted| noted.paused = true);
+                self.amend(|lifetime| {
+                    lifetime.auto_paused = unused_since.is_some();
+                    lifetime.suspending.iter_mut().for_each(|noted| noted.paused = true);
                 })?;
                 self.at("pausing");
                 sandbox.pause().await?;
@@ -113,12 +117,12 @@ impl Suspend {
         self.at("paused");
         branch.reached(Stage::Done).await?;
         self.at("stored");
-        let _turn = sandbox.take_turn().await?;
+        let _turn = sandbox.lock_exclusive().await?;
         match sandbox.phase() {
             _ if used() => return Ok(false),
             Phase::Paused => {}
             // What it was when it stood still is on disk.
-            Phase::Ended(end) if !end.is_wished() => {}
+            Phase::Ended(end) if !end.is_requested() => {}
             Phase::Ended(end) => return Err(sandbox.ended(Code::SandboxEnded, &end)),
             _ => return Ok(false),
         }
@@ -134,17 +138,17 @@ impl Suspend {
     /// Undoes a suspend that is not committed. See the module's page.
     async fn undo(&self) -> Result<()> {
         let sandbox = &self.sandbox;
-        let noted = || sandbox.look(|facts| facts.life.suspending.clone());
+        let noted = || sandbox.read_runtime(|facts| facts.lifetime.suspending.clone());
         let Some(Suspending { tag, .. }) = noted() else { return Ok(()) };
         let died = {
-            let _turn = sandbox.take_turn().await?;
+            let _turn = sandbox.lock_exclusive().await?;
             let paused = noted().is_some_and(|noted| noted.paused);
             match sandbox.phase() {
                 Phase::Paused | Phase::Unresponsive if paused => {
                     sandbox.go_on().await?;
                     false
                 }
-                Phase::Ended(end) => paused && !end.is_wished(),
+                Phase::Ended(end) => paused && !end.is_requested(),
                 _ => false,
             }
         };
@@ -153,9 +157,9 @@ impl Suspend {
             self.remove(&tag).await?;
         }
         self.at("removed");
-        self.amend(|life| {
-            let paused = life.suspending.take().is_some_and(|noted| noted.paused);
-            life.dozing &= !paused;
+        self.amend(|lifetime| {
+            let paused = lifetime.suspending.take().is_some_and(|noted| noted.paused);
+            lifetime.auto_paused &= !paused;
         })
     }
 
@@ -171,8 +175,8 @@ impl Suspend {
         }
     }
 
-    fn amend(&self, change: impl FnOnce(&mut Life)) -> Result<()> {
-        let written = self.sandbox.amend(|life, _| change(life));
+    fn amend(&self, change: impl FnOnce(&mut Lifetime)) -> Result<()> {
+        let written = self.sandbox.amend(|lifetime, _| change(lifetime));
         written.map_err(|error| Error::host("cannot write down what becomes of a sandbox", error))
     }
 
@@ -187,13 +191,13 @@ impl Suspend {
 /// suspends are committed. One that cannot be undone now is undone before its sandbox is suspended again.
 pub(crate) async fn undo_unfinished(
     registry: &Arc<Registry>,
-    snapshots: &Arc<Snapshots>,
+    snapshots: &Arc<SnapshotRegistry>,
     is_kept: impl Fn(&str) -> bool,
 ) {
     let mut undoing = Vec::new();
     for sandbox in registry.list() {
         let (noted, workspace) =
-            sandbox.look(|facts| (facts.life.suspending.is_some(), facts.workspace.clone()));
+            sandbox.read_runtime(|facts| (facts.lifetime.suspending.is_some(), facts.workspace.clone()));
         // The record that cannot be read may name the snapshot.
         if !noted || workspace.is_some_and(|name| is_kept(&name)) {
             continue;
@@ -222,7 +226,7 @@ pub(crate) async fn undo_unfinished(
 /// Whether a snapshot is a branch of the sandbox `id`.
 fn is_of(entry: &Entry, id: &str) -> bool {
     match entry.state() {
-        State::Ready(snapshot) => snapshot.manifest().branched_from.as_deref() == Some(id),
+        SnapshotState::Ready(snapshot) => snapshot.manifest().branched_from.as_deref() == Some(id),
         _ => entry.branch().is_some_and(|branch| branch.source == id),
     }
 }

@@ -16,8 +16,8 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open};
 use super::*;
 use crate::monitor::{Launch, Monitor};
 use crate::sandbox::Spec;
-use crate::sandbox::resources::Belongings;
-use crate::sandbox::supervisor::Origin as Came;
+use crate::sandbox::resources::Resources;
+use crate::sandbox::supervisor::SandboxOrigin as Came;
 use crate::snapshot::branch_job::Stage;
 use crate::testing::fake_guest::{FakeDaemon, eventually};
 use crate::testing::fake_process::{Shell, runs};
@@ -48,7 +48,7 @@ impl Source {
         let id = new_id("sb").unwrap();
         let lineage = host.lineages.begin(&id).unwrap();
         let sent = sent(lineage.layer(&host.config.data_dir).unwrap());
-        let guest = Facts {
+        let guest = GuestSpec {
             image: None,
             kernel: None,
             vcpus: 1,
@@ -58,10 +58,10 @@ impl Source {
             guest_ports: Vec::new(),
         };
         let spec = Spec { guest: Some(guest), ..daemon.sandbox.spec.clone() };
-        let belongings = Belongings { lineage: Some(lineage), ..Belongings::default() };
+        let resources = Resources { lineage: Some(lineage), ..Resources::default() };
         // Its agent is that of the daemon's other sandbox.
         let folder = daemon.sandbox.folder.clone();
-        let sandbox = Arc::new(Sandbox::new(id, spec, folder.clone(), belongings, host));
+        let sandbox = Arc::new(Sandbox::new(id, spec, folder.clone(), resources, host));
 
         let (process, shell) = Shell::start();
         let (pid, branch) = (process.id() as i32, Arc::new(AtomicI32::new(0)));
@@ -86,7 +86,7 @@ impl Source {
         &self,
         daemon: &FakeDaemon,
     ) -> std::result::Result<Result<()>, tokio::time::error::Elapsed> {
-        let order = Order {
+        let order = BranchSpec {
             tag: Some("b".into()),
             mode: Mode::Full,
             wait: false,

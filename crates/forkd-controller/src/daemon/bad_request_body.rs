@@ -17,16 +17,16 @@ use crate::util::random::request_id;
 #[derive(Debug)]
 pub(crate) struct Worded<S> {
     stream: S,
-    asked: Asked,
+    asked: RequestSeen,
     /// What is written in the place of a refusal.
     instead: Option<Instead>,
 }
 
 /// Whether there was a request on a connection.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Asked(Arc<AtomicBool>);
+pub(crate) struct RequestSeen(Arc<AtomicBool>);
 
-impl Asked {
+impl RequestSeen {
     pub(crate) fn note(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -45,7 +45,7 @@ struct Instead {
 }
 
 impl<S> Worded<S> {
-    pub(crate) fn new(stream: S, asked: Asked) -> Self {
+    pub(crate) fn new(stream: S, asked: RequestSeen) -> Self {
         Worded { stream, asked, instead: None }
     }
 }
@@ -145,7 +145,7 @@ mod tests {
             client.read_to_string(&mut text).await.unwrap();
             text
         });
-        let flag = Asked::default();
+        let flag = RequestSeen::default();
         if asked {
             flag.note();
         }

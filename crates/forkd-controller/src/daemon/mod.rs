@@ -24,16 +24,16 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Semaphore;
 use tower::ServiceExt;
 
-use crate::api::middleware::authenticate::Gate;
-use crate::api::middleware::idempotency::Answers;
-use crate::api::{self, App};
+use crate::api::middleware::authenticate::Authenticator;
+use crate::api::middleware::idempotency::IdempotencyStore;
+use crate::api::{self, ApiContext};
 use crate::auth::peer::Peer;
 use crate::auth::rate_limit::Rates;
 use crate::auth::tokens::Tokens;
 use crate::branch::suspend;
 use crate::compat::json_lines::ports::Ports;
 use crate::config::Config;
-use crate::daemon::bad_request_body::{Asked, Worded};
+use crate::daemon::bad_request_body::{RequestSeen, Worded};
 use crate::daemon::lock::DataLock;
 use crate::daemon::stall_timeout::{ClientStream, Patience};
 use crate::daemon::tls::Tls;
@@ -44,8 +44,8 @@ use crate::lifecycle::timeouts::Timeouts;
 use crate::sandbox::adopt;
 use crate::sandbox::registry::Registry;
 use crate::snapshot::gc;
-use crate::snapshot::registry::Snapshots;
-use crate::telemetry::Telling;
+use crate::snapshot::registry::SnapshotRegistry;
+use crate::telemetry::Telemetry;
 use crate::util::count::Count;
 use crate::util::fs::make_private_dir;
 use crate::util::stopping::{Stop, Stopping};
@@ -134,9 +134,9 @@ pub async fn serve_until(
         Ok((database.clone(), Arc::new(Tokens::open(database, token_file)?)))
     });
     let (database, tokens) = opened.await?;
-    let telling = Telling::open(&config)?;
-    let host = Host::new(config.clone(), database, telling.clone());
-    let (snapshots, leftovers) = Snapshots::open(host.clone()).await?;
+    let telemetry = Telemetry::open(&config)?;
+    let host = Host::new(config.clone(), database, telemetry.clone());
+    let (snapshots, leftovers) = SnapshotRegistry::open(host.clone()).await?;
     let registry = Registry::new(host.clone())?;
     let taken_over = async {
         adopt::adopt(&registry, leftovers).await?;
@@ -155,7 +155,7 @@ pub async fn serve_until(
     };
     let lines = Ports::new(registry.clone());
     lines.reopen();
-    let app = App {
+    let app = ApiContext {
         registry,
         snapshots,
         workspaces,
@@ -164,7 +164,7 @@ pub async fn serve_until(
         config: config.clone(),
         stopping: stopping.clone(),
         address,
-        answers: Answers::new(host.database.clone(), config.limits.max_body),
+        answers: IdempotencyStore::new(host.database.clone(), config.limits.max_body),
         sessions: Count::new(),
     };
     let (users, kept) = (app.registry.clone(), app.workspaces.clone());
@@ -178,7 +178,7 @@ pub async fn serve_until(
         Ok(needed)
     };
     let snapshots = app.snapshots.clone();
-    task::keep_running(Task::Retention, move || gc::keep_few(snapshots.clone(), needed.clone()));
+    task::keep_running(Task::Retention, move || gc::enforce_limits(snapshots.clone(), needed.clone()));
     let snapshots = app.snapshots.clone();
     task::keep_running(Task::Unload, move || gc::unload_unused(snapshots.clone()));
     let (waiting, until) = (app.registry.clone(), stopping.clone());
@@ -207,11 +207,11 @@ pub async fn serve_until(
         max: config.limits.max_connections,
         stall: config.timing.stall,
     };
-    let gate = Gate {
+    let gate = Authenticator {
         tokens: tokens.clone(),
         rates: Arc::new(Rates::new(config.limits.rate_limit)),
         failures: Arc::default(),
-        abroad: !config.bind.ip().is_loopback(),
+        remote: !config.bind.ip().is_loopback(),
         insecure: config.insecure_loopback,
     };
     let routers = (api::for_tcp(app.clone(), gate), api::for_unix(app.clone()));
@@ -251,7 +251,7 @@ pub async fn serve_until(
     // Whoever waited for a sandbox has just been told that it ended: let that answer out.
     let _ = tokio::time::timeout(Duration::from_secs(1), connections.count.none()).await;
     fresh.abort();
-    telling.close().await;
+    telemetry.close().await;
     run_dir::close(&config.data_dir, &config.run_dir);
     tracing::info!("stopped");
     failure.map_or(Ok(()), Err)
@@ -380,7 +380,7 @@ pub(crate) async fn connection<S>(
 ) where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
-    let asked = Asked::default();
+    let asked = RequestSeen::default();
     let stream = Worded::new(stream, asked.clone());
     let service = router
         .map_request(move |mut request: hyper::Request<hyper::body::Incoming>| {

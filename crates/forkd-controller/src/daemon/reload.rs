@@ -36,21 +36,21 @@ pub(crate) async fn keep_fresh(tokens: Arc<Tokens>, tls: Option<Arc<Tls>>) {
         };
         let (tokens, tls) = (tokens.clone(), tls.clone());
         let looked = blocking("looking for changed files", move || {
-            tell("the token file", tokens.refresh());
+            log_failure("the token file", tokens.refresh());
             if let Some(tls) = tls {
                 let fresh = tls.refresh(asked);
                 if matches!(fresh, Ok(true)) {
                     tracing::info!("there is a new certificate");
                 }
-                tell("the certificate; the old one stays", fresh.map(drop));
+                log_failure("the certificate; the old one stays", fresh.map(drop));
             }
             Ok(())
         });
-        tell("changed files", looked.await);
+        log_failure("changed files", looked.await);
     }
 }
 
-fn tell(what: &str, done: Result<()>) {
+fn log_failure(what: &str, done: Result<()>) {
     if let Err(error) = done {
         tracing::error!(%error, "cannot use {what}");
     }

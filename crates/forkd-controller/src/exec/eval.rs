@@ -5,7 +5,7 @@ use std::time::Duration;
 use forkd_api::{EvalReply, EvalRequest};
 use forkd_protocol::agent as wire;
 
-use crate::agent::Room;
+use crate::agent::ResponseBudget;
 use crate::error::Result;
 use crate::exec::TIMED_OUT;
 use crate::exec::run::ran_out;
@@ -17,7 +17,7 @@ pub(crate) async fn evaluate(
     sandbox: &Sandbox,
     request: EvalRequest,
     limit: Duration,
-) -> Result<(EvalReply, Room)> {
+) -> Result<(EvalReply, ResponseBudget)> {
     sandbox.ready().await?;
     let code = wire::EvalRequest { code: request.code };
     let evaluated = sandbox.with_agent(async {
@@ -26,11 +26,11 @@ pub(crate) async fn evaluate(
             other => other.map(Some),
         }
     });
-    let came_out = |evaluated: &Option<(wire::EvalResponse<_>, Room)>| match evaluated {
+    let came_out = |evaluated: &Option<(wire::EvalResponse<_>, ResponseBudget)>| match evaluated {
         Some((answer, _)) => (i32::from(answer.error.is_some()), false),
         None => (TIMED_OUT, true),
     };
-    Ok(match sandbox.telling.metrics.exec(evaluated, came_out).await? {
+    Ok(match sandbox.telemetry.metrics.exec(evaluated, came_out).await? {
         Some((answer, room)) => {
             let reply = EvalReply {
                 exit_code: i32::from(answer.error.is_some()),
@@ -45,7 +45,7 @@ pub(crate) async fn evaluate(
         }
         None => {
             let error = Some(ran_out(limit));
-            (EvalReply { error, exit_code: TIMED_OUT, ..EvalReply::default() }, Room::default())
+            (EvalReply { error, exit_code: TIMED_OUT, ..EvalReply::default() }, ResponseBudget::default())
         }
     })
 }

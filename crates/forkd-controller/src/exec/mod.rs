@@ -61,7 +61,7 @@ impl Finish {
 /// not want the command any more: that counts as `cancelled`.
 pub(crate) async fn counted(sandbox: &Sandbox, run: impl Future<Output = Result<Finish>>) -> Result<Finish> {
     let came_out = |finish: &Finish| (finish.exit_code(), matches!(finish, Finish::TimedOut));
-    sandbox.telling.metrics.exec(run, came_out).await
+    sandbox.telemetry.metrics.exec(run, came_out).await
 }
 
 /// The exit status of a command that an agent refused to start.

@@ -6,7 +6,7 @@ use forkd_api::stream::MAX_CHUNK;
 use forkd_api::{ExecReply, ExecRequest};
 use forkd_protocol::agent::{End, Event, Output, ProcessConfig, StartRequest};
 
-use crate::agent::{self, Agent, Process, Room, StartOptions};
+use crate::agent::{self, Agent, Process, ResponseBudget, StartOptions};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::exec::{Finish, counted};
@@ -23,11 +23,11 @@ pub(crate) async fn run_to_end(
     config: &Config,
     request: ExecRequest,
     limit: Duration,
-) -> Result<(ExecReply, Room)> {
+) -> Result<(ExecReply, ResponseBudget)> {
     let start = start_request(request.args, request.env, request.cwd, request.stdin.is_some())?;
     sandbox.ready().await?;
     let options = StartOptions { user: request.user, timeout: Some(limit) };
-    let mut collected = Collected::new(config.limits.max_output, Room::default());
+    let mut collected = Collected::new(config.limits.max_output, ResponseBudget::default());
     let run = async {
         let process = sandbox.agent.start(&start, &options).await?;
         collect(&sandbox.agent, process, request.stdin, &mut collected).await
@@ -118,7 +118,7 @@ pub(crate) fn ran_out(limit: Duration) -> String {
 struct Collected {
     max: usize,
     /// What it takes.
-    room: Room,
+    room: ResponseBudget,
     stdout: Vec<u8>,
     stderr: Vec<u8>,
     stdout_truncated: bool,
@@ -126,7 +126,7 @@ struct Collected {
 }
 
 impl Collected {
-    fn new(max: usize, room: Room) -> Self {
+    fn new(max: usize, room: ResponseBudget) -> Self {
         Collected {
             max,
             room,
@@ -153,7 +153,7 @@ impl Collected {
         keep(&mut self.stderr, &mut self.stderr_truncated, output.stderr);
     }
 
-    fn reply(self, finish: Finish, limit: Duration) -> (ExecReply, Room) {
+    fn reply(self, finish: Finish, limit: Duration) -> (ExecReply, ResponseBudget) {
         let exit_code = finish.exit_code();
         let (signal, error, timed_out) = match finish {
             Finish::Ended { signal, .. } => (signal, None, false),
@@ -192,7 +192,7 @@ mod tests {
 
     #[test]
     fn output_that_nobody_takes_leaves_room_for_no_more() {
-        let mut collected = Collected::new(1 << 20, Room::of(1003));
+        let mut collected = Collected::new(1 << 20, ResponseBudget::of(1003));
         collected.add(Output { stdout: Some(vec![b'x'; 1000]), stderr: None, pty: None });
         collected.add(Output { stdout: Some(b"more".to_vec()), stderr: Some(b"yes".to_vec()), pty: None });
         assert!(collected.stdout_truncated && !collected.stderr_truncated);
@@ -214,7 +214,7 @@ mod tests {
 
     #[test]
     fn output_over_the_limit_is_cut_and_said_to_be() {
-        let mut collected = Collected::new(5, Room::default());
+        let mut collected = Collected::new(5, ResponseBudget::default());
         for piece in ["abc", "def", "ghi"] {
             collected.add(Output { stdout: Some(piece.into()), stderr: Some("x".into()), pty: None });
         }

@@ -18,19 +18,19 @@ const BATCH: usize = 64;
 const REMOVE_RETRY: Duration = Duration::from_secs(5);
 const REMOVE_TRIES: u32 = 12;
 
-type Job = Box<dyn FnOnce() + Send>;
+type CleanupJob = Box<dyn FnOnce() + Send>;
 
 /// Does blocking work in the order it came. Cheap to clone.
 #[derive(Debug, Clone)]
-pub(crate) struct Janitor(mpsc::UnboundedSender<Job>);
+pub(crate) struct CleanupQueue(mpsc::UnboundedSender<CleanupJob>);
 
-impl Janitor {
+impl CleanupQueue {
     /// Must be called in a runtime.
     pub(crate) fn new() -> Self {
-        let (sender, jobs) = mpsc::unbounded_channel::<Job>();
+        let (sender, jobs) = mpsc::unbounded_channel::<CleanupJob>();
         let jobs = Arc::new(tokio::sync::Mutex::new(jobs));
-        task::keep_running(Task::Janitor, move || work(jobs.clone()));
-        Janitor(sender)
+        task::keep_running(Task::CleanupQueue, move || work(jobs.clone()));
+        CleanupQueue(sender)
     }
 
     /// Does `job` and returns what it gave; `None` if it could not be done.
@@ -64,12 +64,12 @@ impl Janitor {
 }
 
 /// Does all jobs that come.
-async fn work(jobs: Arc<tokio::sync::Mutex<mpsc::UnboundedReceiver<Job>>>) {
+async fn work(jobs: Arc<tokio::sync::Mutex<mpsc::UnboundedReceiver<CleanupJob>>>) {
     // Only after a panic is there another one to come.
     let (mut jobs, mut batch) = (jobs.lock().await, Vec::with_capacity(BATCH));
     while jobs.recv_many(&mut batch, BATCH).await > 0 {
         let work = std::mem::replace(&mut batch, Vec::with_capacity(BATCH));
-        let done = task::spawn_blocking(Task::Janitor, move || work.into_iter().for_each(attempt)).await;
+        let done = task::spawn_blocking(Task::CleanupQueue, move || work.into_iter().for_each(attempt)).await;
         if let Err(error) = done {
             tracing::error!(%error, "cleaning up failed; the next start removes what is left");
         }
@@ -77,9 +77,9 @@ async fn work(jobs: Arc<tokio::sync::Mutex<mpsc::UnboundedReceiver<Job>>>) {
 }
 
 /// Does a job. One that panics does not take the others with it.
-fn attempt(job: Job) {
+fn attempt(job: CleanupJob) {
     if let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(job)) {
-        task::note(Task::Janitor, &*panic, "the next start removes what is left");
+        task::note(Task::CleanupQueue, &*panic, "the next start removes what is left");
     }
 }
 
@@ -91,7 +91,7 @@ mod tests {
     async fn a_thousand_folders_go_with_one_thread_at_a_time() {
         use std::sync::Arc;
         use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-        let janitor = Janitor::new();
+        let janitor = CleanupQueue::new();
         let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let jobs = (0..1000).map(|_| {
             let (now, most) = (now.clone(), most.clone());
@@ -108,7 +108,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_job_that_panics_does_not_stop_the_next() {
-        let janitor = Janitor::new();
+        let janitor = CleanupQueue::new();
         assert_eq!(janitor.run(|| -> u8 { panic!("on purpose") }).await, None);
         assert_eq!(janitor.run(|| 7).await, Some(7));
     }

@@ -20,7 +20,7 @@ use crate::host::allowed_paths;
 
 /// Everything a guest is booted from, opened.
 #[derive(Debug, Clone)]
-pub(crate) struct Assets {
+pub(crate) struct BootSource {
     kernel: Arc<OwnedFd>,
     /// What a guest with an image has; a bare kernel has nothing.
     root: Option<Root>,
@@ -48,11 +48,11 @@ pub(crate) struct RootFiles {
     pub(crate) disk: OwnedFd,
 }
 
-impl Assets {
+impl BootSource {
     /// A kernel alone.
     pub(crate) fn bare(config: &Config, kernel: &Path) -> Result<Self> {
         let kernel = allowed_paths::kernel(config, kernel)?;
-        Ok(Assets { kernel: Arc::new(kernel.into()), root: None })
+        Ok(BootSource { kernel: Arc::new(kernel.into()), root: None })
     }
 
     /// Descriptors for one boot. Opened anew each time, for reading: a monitor must not find the
@@ -90,7 +90,7 @@ pub(crate) fn reopen(fd: impl AsFd) -> Result<OwnedFd> {
 
 /// Finds images and kernels. All calls block.
 #[derive(Debug)]
-pub(crate) struct Finder {
+pub(crate) struct ImageLibrary {
     library: Library,
     kernel: Option<PathBuf>,
     guest: PathBuf,
@@ -101,9 +101,9 @@ pub(crate) struct Finder {
 /// What an initramfs was made of: the files, with their sizes and times.
 type Ingredients = [(PathBuf, u64, SystemTime); 2];
 
-impl Finder {
+impl ImageLibrary {
     pub(crate) fn new(config: &Config) -> Self {
-        Finder {
+        ImageLibrary {
             library: Library::open(&config.library_dir),
             kernel: config.kernel.clone(),
             guest: config.guest.clone(),
@@ -112,7 +112,7 @@ impl Finder {
     }
 
     /// Finds and opens what a guest of `image` is booted from.
-    pub(crate) fn find(&self, image: &str) -> Result<Assets> {
+    pub(crate) fn find(&self, image: &str) -> Result<BootSource> {
         let image = self.library.image(image)?;
         let kernel = match &self.kernel {
             Some(path) => kernel_at(path)?,
@@ -120,11 +120,16 @@ impl Finder {
         };
         let (initramfs, disk) = (self.initramfs(&kernel)?, open(&image.disk)?);
         let root = Some(Root { initramfs, disk, image: image.manifest });
-        Ok(Assets { kernel: open(&kernel.image)?, root })
+        Ok(BootSource { kernel: open(&kernel.image)?, root })
     }
 
     /// Opens what a guest with a disk that is in no library is booted from.
-    pub(crate) fn find_disk(&self, config: &Config, kernel: Option<&Path>, rootfs: &Path) -> Result<Assets> {
+    pub(crate) fn find_disk(
+        &self,
+        config: &Config,
+        kernel: Option<&Path>,
+        rootfs: &Path,
+    ) -> Result<BootSource> {
         let named = kernel.map(|kernel| allowed_paths::kernel(config, kernel)).transpose()?;
         let kernel = match kernel.or(self.kernel.as_deref()) {
             Some(path) => {
@@ -151,7 +156,7 @@ impl Finder {
             Some(named) => Arc::new(named.into()),
             None => open(&kernel.image)?,
         };
-        Ok(Assets { kernel, root })
+        Ok(BootSource { kernel, root })
     }
 
     /// The disk of `image`, and which it is: what is under a snapshot's own layers.
@@ -290,7 +295,7 @@ mod tests {
     #[test]
     fn an_image_that_is_not_there_is_told_with_the_fix() {
         let dir = tempfile::tempdir().unwrap();
-        let finder = Finder::new(&Config::new(dir.path()));
+        let finder = ImageLibrary::new(&Config::new(dir.path()));
         let error = finder.find("python").unwrap_err();
         assert_eq!(error.code(), Code::ImageNotFound);
         assert!(error.public().contains("forkd image build python"), "{error}");

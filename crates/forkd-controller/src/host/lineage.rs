@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::error::{Code, Error, Result};
 use crate::host::cgroup::{self, Cgroups};
-use crate::host::cleanup::Janitor;
+use crate::host::cleanup::CleanupQueue;
 use crate::host::handed_layers::Handed;
 use crate::host::process;
 
@@ -21,7 +21,7 @@ pub(crate) struct Lineages {
     /// The user of lineage 0, when the daemon is root.
     uid_base: Option<u32>,
     cgroups: Cgroups,
-    janitor: Janitor,
+    janitor: CleanupQueue,
 }
 
 /// One lineage. Its number is free again, and its cgroup gone, when the last holder has dropped it:
@@ -34,7 +34,7 @@ pub(crate) struct Lineage {
     /// The name of its cgroup: the id of the template or the sandbox it began with.
     pub(crate) name: String,
     /// Where its processes live; `None` on hosts without cgroups.
-    pub(crate) cgroup: Option<cgroup::Lineage>,
+    pub(crate) cgroup: Option<cgroup::LineageCgroup>,
     /// The disk layers its processes were handed.
     pub(crate) layers: Handed,
     /// Whether the cgroup is left to the next daemon.
@@ -42,7 +42,7 @@ pub(crate) struct Lineage {
 }
 
 impl Lineages {
-    pub(crate) fn new(max: u32, uid_base: u32, janitor: Janitor) -> Arc<Self> {
+    pub(crate) fn new(max: u32, uid_base: u32, janitor: CleanupQueue) -> Arc<Self> {
         let root = rustix::process::geteuid().is_root();
         let cgroups = Cgroups::open();
         match cgroups.reason() {
@@ -160,7 +160,7 @@ impl Lineage {
 }
 
 /// Ends whatever is left in a lineage's cgroup, such as a saver nobody waits for, and removes it.
-fn remove(cgroup: &cgroup::Lineage) {
+fn remove(cgroup: &cgroup::LineageCgroup) {
     let _ = cgroup.kill();
     if let Err(error) = cgroup.remove() {
         tracing::error!(%error, "a cgroup is left behind");
@@ -187,7 +187,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_number_is_used_again_only_when_nobody_holds_it() {
-        let mut lineages = Lineages::new(2, 1000, Janitor::new());
+        let mut lineages = Lineages::new(2, 1000, CleanupQueue::new());
         Arc::get_mut(&mut lineages).unwrap().uid_base = None;
         let first = lineages.begin("a").unwrap();
         let child = first.clone();

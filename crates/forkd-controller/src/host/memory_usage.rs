@@ -24,12 +24,12 @@ pub(crate) struct Memory {
 
 /// The last figures, and when they were read.
 #[derive(Debug, Default)]
-pub(crate) struct Usage {
+pub(crate) struct MemoryUsage {
     last: std::sync::Arc<Mutex<(Memory, Option<Instant>)>>,
     reading: std::sync::Arc<tokio::sync::Mutex<()>>,
 }
 
-impl Usage {
+impl MemoryUsage {
     /// Of the processes `pids`.
     pub(crate) async fn memory(&self, pids: Vec<u32>) -> Memory {
         let last = || *self.last.lock().unwrap_or_else(PoisonError::into_inner);
@@ -66,7 +66,7 @@ mod tests {
 
     #[tokio::test]
     async fn figures_are_kept_for_a_while_however_often_somebody_asks() {
-        let usage = Usage::default();
+        let usage = MemoryUsage::default();
         let first = usage.memory(vec![std::process::id()]).await;
         assert!(first.private > 0);
         // Nobody is looked at again: nothing would be the sum of nobody.

@@ -25,40 +25,40 @@ use forkd_store::Database;
 
 use crate::config::Config;
 use crate::error::{Error, Result, chain};
-use crate::host::cleanup::Janitor;
-use crate::host::images::Finder;
+use crate::host::cleanup::CleanupQueue;
+use crate::host::images::ImageLibrary;
 use crate::host::lineage::Lineages;
-use crate::host::memory_usage::Usage;
+use crate::host::memory_usage::MemoryUsage;
 use crate::network::Slots;
-use crate::telemetry::Telling;
+use crate::telemetry::Telemetry;
 
 /// The host.
 #[derive(Debug)]
 pub(crate) struct Host {
     pub(crate) config: Arc<Config>,
     pub(crate) database: Arc<Database>,
-    pub(crate) finder: Finder,
+    pub(crate) finder: ImageLibrary,
     pub(crate) lineages: Arc<Lineages>,
     pub(crate) slots: Arc<Slots>,
-    pub(crate) janitor: Janitor,
-    pub(crate) telling: Arc<Telling>,
+    pub(crate) janitor: CleanupQueue,
+    pub(crate) telemetry: Arc<Telemetry>,
     /// Memory of all sandboxes.
-    pub(crate) usage: Usage,
+    pub(crate) usage: MemoryUsage,
 }
 
 impl Host {
     /// Must be called in a runtime.
-    pub(crate) fn new(config: Arc<Config>, database: Arc<Database>, telling: Arc<Telling>) -> Arc<Self> {
-        let janitor = Janitor::new();
+    pub(crate) fn new(config: Arc<Config>, database: Arc<Database>, telemetry: Arc<Telemetry>) -> Arc<Self> {
+        let janitor = CleanupQueue::new();
         // Each booted sandbox is a lineage, and each template.
         let max = u32::try_from(config.limits.max_sandboxes).unwrap_or(u32::MAX);
         Arc::new(Host {
-            finder: Finder::new(&config),
+            finder: ImageLibrary::new(&config),
             lineages: Lineages::new(max, config.jail_uid_base, janitor.clone()),
             slots: Arc::new(Slots::of(&config)),
             janitor,
-            telling,
-            usage: Usage::default(),
+            telemetry,
+            usage: MemoryUsage::default(),
             database,
             config,
         })

@@ -13,14 +13,14 @@ use rustix::thread::CapabilitySet;
 use serde::{Deserialize, Serialize};
 use tokio::io::unix::AsyncFd;
 
-use crate::util::records::{self, Found, Kept};
+use crate::util::records::{self, Found, VersionedRecord};
 
 /// The file in a sandbox's folder that names its process.
 pub(crate) const RECORD: &str = "process.json";
 
 /// A process, so that it can be told from a later one with the same pid.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Identity {
+pub(crate) struct ProcessId {
     /// Which boot of the host it belongs to: start times are counted from there.
     pub(crate) boot: String,
     pub(crate) pid: i32,
@@ -28,7 +28,7 @@ pub(crate) struct Identity {
     pub(crate) start_time: u64,
 }
 
-impl Identity {
+impl ProcessId {
     /// The process recorded in `folder`.
     pub(crate) fn read(folder: &Path) -> Found<Self> {
         records::read(folder)
@@ -42,7 +42,7 @@ impl Identity {
             return Err(io::Error::other(format!("process {pid} is not a child of {parent}")));
         }
         let start_time = start_time(&stat).ok_or(rustix::io::Errno::SRCH)?;
-        Ok(Identity { boot: BOOT.clone(), pid, start_time })
+        Ok(ProcessId { boot: BOOT.clone(), pid, start_time })
     }
 
     /// Records it in `folder`, whole or not at all.
@@ -64,7 +64,7 @@ impl Identity {
     }
 }
 
-impl Kept for Identity {
+impl VersionedRecord for ProcessId {
     const FILE: &'static str = RECORD;
 }
 
@@ -73,7 +73,7 @@ pub(crate) fn boot_id() -> String {
     std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
-/// Writes the calling process's [`Identity`] to `record`. Called between `fork` and `exec`, where
+/// Writes the calling process's [`ProcessId`] to `record`. Called between `fork` and `exec`, where
 /// the rest of a program's locks may be held by threads that no longer exist: it allocates nothing.
 pub(crate) fn record_self(boot: &str, record: BorrowedFd<'_>) -> io::Result<()> {
     let stat = rustix::fs::open(c"/proc/self/stat", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
@@ -83,7 +83,7 @@ pub(crate) fn record_self(boot: &str, record: BorrowedFd<'_>) -> io::Result<()> 
     let pid = rustix::process::getpid().as_raw_nonzero();
     let mut text = [0u8; 160];
     let mut rest = &mut text[..];
-    let version = Identity::VERSION;
+    let version = ProcessId::VERSION;
     write!(rest, r#"{{"version":{version},"boot":"{boot}","pid":{pid},"start_time":{start}}}"#)?;
     let unused = rest.len();
     let used = text.len() - unused;
@@ -229,12 +229,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let record = std::fs::File::create(folder.path().join(RECORD)).unwrap();
         record_self(&boot_id(), record.as_fd()).unwrap();
-        let identity = Identity::read(folder.path()).read().unwrap();
+        let identity = ProcessId::read(folder.path()).read().unwrap();
         assert_eq!(identity.pid, std::process::id() as i32);
         assert!(identity.open().is_some());
-        let other = Identity { start_time: identity.start_time + 1, ..identity.clone() };
+        let other = ProcessId { start_time: identity.start_time + 1, ..identity.clone() };
         assert!(other.open().is_none());
-        let earlier = Identity { boot: "another boot".into(), ..identity };
+        let earlier = ProcessId { boot: "another boot".into(), ..identity };
         assert!(earlier.open().is_none());
     }
 
@@ -242,9 +242,9 @@ mod tests {
     fn a_template_cannot_pass_somebody_else_off_as_its_child() {
         let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
         let (pid, us) = (child.id() as i32, std::process::id() as i32);
-        assert_eq!(Identity::of_child(pid, us).unwrap().pid, pid);
-        assert!(Identity::of_child(pid, 1).is_err());
-        assert!(Identity::of_child(us, pid).is_err());
+        assert_eq!(ProcessId::of_child(pid, us).unwrap().pid, pid);
+        assert!(ProcessId::of_child(pid, 1).is_err());
+        assert!(ProcessId::of_child(us, pid).is_err());
         let open = |pid| pidfd_open(Pid::from_raw(pid).unwrap(), PidfdFlags::empty()).unwrap();
         child_pidfd(open(pid), pid, us).unwrap();
         assert!(child_pidfd(open(us), us, us).is_err());
@@ -253,7 +253,7 @@ mod tests {
         let last = open(pid);
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(Identity::of_child(pid, us).is_err());
+        assert!(ProcessId::of_child(pid, us).is_err());
         child_pidfd(last, pid, us).unwrap();
     }
 
@@ -291,8 +291,8 @@ mod tests {
     #[test]
     fn a_damaged_record_names_nobody() {
         let folder = tempfile::tempdir().unwrap();
-        assert_eq!(Identity::read(folder.path()), Found::Missing);
+        assert_eq!(ProcessId::read(folder.path()), Found::Missing);
         std::fs::write(folder.path().join(RECORD), b"{\"pid\":").unwrap();
-        assert!(matches!(Identity::read(folder.path()), Found::Unreadable(_)));
+        assert!(matches!(ProcessId::read(folder.path()), Found::Unreadable(_)));
     }
 }

@@ -74,17 +74,17 @@ pub(crate) fn disk_bytes(pid: u32, data: &Path) -> io::Result<u64> {
 
 /// The last times a sandbox stood still.
 #[derive(Debug, Default)]
-pub(crate) struct Pauses(Mutex<Kept>);
+pub(crate) struct Pauses(Mutex<PauseLog>);
 
 #[derive(Debug, Default)]
-struct Kept {
+struct PauseLog {
     over: VecDeque<PauseInfo>,
     /// Since when it stands still now.
     now: Option<(u64, Instant)>,
 }
 
 impl Pauses {
-    fn lock(&self) -> MutexGuard<'_, Kept> {
+    fn lock(&self) -> MutexGuard<'_, PauseLog> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 
 use forkd_api::OnTimeout;
 
-use crate::auth::principal::Identity;
+use crate::auth::principal::Principal;
 use crate::auth::tokens::Tokens;
 use crate::branch::suspend::{self, Suspend};
 use crate::error::{Code, Error, Result};
-use crate::sandbox::lifetime::{Attempt, IDLE, PutAway, SUSPENDED, TIMED_OUT};
+use crate::sandbox::lifetime::{Attempt, IDLE, SUSPENDED, SuspendGuard, TIMED_OUT};
 use crate::sandbox::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshot::branch_job::Mode;
-use crate::snapshot::registry::Snapshots;
+use crate::snapshot::registry::SnapshotRegistry;
 use crate::util::stopping::Stopping;
 use crate::util::task::{self, Task};
 use crate::util::time::{self, now_unix};
@@ -55,7 +55,7 @@ impl Due {
 #[derive(Debug, Clone)]
 pub(crate) struct Timeouts {
     pub(crate) registry: Arc<Registry>,
-    pub(crate) snapshots: Arc<Snapshots>,
+    pub(crate) snapshots: Arc<SnapshotRegistry>,
     pub(crate) workspaces: Arc<Workspaces>,
     pub(crate) tokens: Arc<Tokens>,
 }
@@ -67,19 +67,19 @@ impl Sandbox {
         if matches!(phase, Phase::Ended(_)) {
             return None;
         }
-        self.look(|facts| {
+        self.read_runtime(|facts| {
             match facts.attempt {
                 Attempt::UnderWay => return None,
                 Attempt::Failed(at) if at.elapsed() < AGAIN => return None,
                 Attempt::None | Attempt::Failed(_) => {}
             }
-            let kill = facts.life.on_timeout == OnTimeout::Kill;
+            let kill = facts.lifetime.on_timeout == OnTimeout::Kill;
             let started = !matches!(phase, Phase::Starting);
             if facts.deadline_unix.is_some_and(|at| at <= now) && (started || kill) {
                 return Some(Due::Expired);
             }
-            let still = matches!(phase, Phase::Paused) && facts.life.on_timeout == OnTimeout::Pause;
-            let idle = facts.life.idle_timeout_secs.filter(|_| started && !still)?;
+            let still = matches!(phase, Phase::Paused) && facts.lifetime.on_timeout == OnTimeout::Pause;
+            let idle = facts.lifetime.idle_timeout_secs.filter(|_| started && !still)?;
             (self.activity.idle() >= Duration::from_secs(idle)).then_some(Due::Idle(idle))
         })
     }
@@ -91,7 +91,7 @@ impl Timeouts {
         let mut every = tokio::time::interval(EVERY);
         every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut pruned: Option<Instant> = None;
-        let mut steps = time::Steps::new();
+        let mut steps = time::ClockStepDetector::new();
         loop {
             tokio::select! {
                 _ = every.tick() => {}
@@ -116,14 +116,14 @@ impl Timeouts {
     }
 
     fn act(&self, sandbox: Arc<Sandbox>, due: Due) {
-        let action = sandbox.look(|facts| facts.life.on_timeout);
+        let action = sandbox.read_runtime(|facts| facts.lifetime.on_timeout);
         tracing::info!(sandbox = sandbox.id, ?due, ?action, "its time is over");
         if action == OnTimeout::Kill {
             let reason = if due == Due::Expired { TIMED_OUT } else { IDLE };
             self.registry.end(&sandbox, End::new(reason, due.because(), String::new()));
             return;
         }
-        sandbox.learn(|facts| facts.attempt = Attempt::UnderWay);
+        sandbox.update_runtime(|facts| facts.attempt = Attempt::UnderWay);
         let (timeouts, waiting) = (self.clone(), sandbox.clone());
         let work = async move {
             let acted = match action {
@@ -137,31 +137,31 @@ impl Timeouts {
                     Attempt::Failed(Instant::now())
                 }
             };
-            sandbox.learn(|facts| facts.attempt = attempt);
+            sandbox.update_runtime(|facts| facts.attempt = attempt);
         };
         task::spawn_or(Task::TimeOut, work, move |_| {
-            waiting.learn(|facts| facts.attempt = Attempt::Failed(Instant::now()));
+            waiting.update_runtime(|facts| facts.attempt = Attempt::Failed(Instant::now()));
         });
     }
 
     async fn pause(&self, sandbox: &Sandbox, due: Due) -> Result<()> {
         let idle = due != Due::Expired;
         let stamp = sandbox.activity.stamp();
-        let _turn = sandbox.take_turn().await?;
+        let _turn = sandbox.lock_exclusive().await?;
         let used = || idle && sandbox.activity.stamp() != stamp;
         if used() || matches!(sandbox.phase(), Phase::Ended(_)) {
             return Ok(());
         }
         if !matches!(sandbox.phase(), Phase::Paused) || sandbox.waits_for_room() {
             // Before it is: the next daemon is to know why it stands still.
-            amend(sandbox, |life, _| life.dozing = idle)?;
+            amend(sandbox, |lifetime, _| lifetime.auto_paused = idle)?;
             sandbox.pause().await?;
         }
         if !idle {
             // It was given its time once; whoever wants more resumes it.
-            amend(sandbox, |life, deadline| {
+            amend(sandbox, |lifetime, deadline| {
                 *deadline = None;
-                life.dozing = false;
+                lifetime.auto_paused = false;
             })?;
         }
         // Whoever came before it was seen to be paused did not wake it.
@@ -175,10 +175,10 @@ impl Timeouts {
         let idle = due != Due::Expired;
         let unused_since = idle.then(|| sandbox.activity.stamp());
         // What is used goes on, unless its time is over: what is done in it then would be lost.
-        let _put_away = (!idle).then(|| PutAway::begin(sandbox));
+        let _put_away = (!idle).then(|| SuspendGuard::begin(sandbox));
         let quota = self.tokens.quota_of(&sandbox.spec.owner);
-        if let Some(name) = sandbox.look(|facts| facts.workspace.clone()) {
-            let who = Identity { quota, ..Identity::local() };
+        if let Some(name) = sandbox.read_runtime(|facts| facts.workspace.clone()) {
+            let who = Principal { quota, ..Principal::local() };
             self.workspaces.suspend(&name, false, &who, unused_since).await?;
             return Ok(());
         }
@@ -186,7 +186,7 @@ impl Timeouts {
         let tag = self.free_tag(sandbox)?;
         let text = format!("{}, and it was stored as snapshot {tag}; fork that to go on", due.because());
         let end = End::new(SUSPENDED, text, String::new());
-        let order = suspend::Order { tag, mode: Mode::Suspend, quota, unused_since, end };
+        let order = suspend::SuspendSpec { tag, mode: Mode::Suspend, quota, unused_since, end };
         // Its end is the commit.
         suspend.run(order, async { Ok(()) }).await.map(drop)
     }
@@ -194,7 +194,7 @@ impl Timeouts {
     /// What to store it as: the name it was given, or one of its own, if that is taken.
     fn free_tag(&self, sandbox: &Sandbox) -> Result<String> {
         let own = format!("idle-{}", sandbox.id);
-        let wanted = sandbox.look(|facts| facts.life.suspend_as.clone());
+        let wanted = sandbox.read_runtime(|facts| facts.lifetime.suspend_as.clone());
         let numbered = (2..MAX_NAMES).map(|number| format!("{own}-{number}"));
         for tag in wanted.into_iter().chain([own.clone()]).chain(numbered) {
             match self.snapshots.get(&tag) {
@@ -209,7 +209,7 @@ impl Timeouts {
 
 /// Somebody set the clock: its time is over after as long as before.
 fn move_deadline(sandbox: &Sandbox, secs: i64) -> Result<()> {
-    if sandbox.look(|facts| facts.deadline_unix.is_none()) {
+    if sandbox.read_runtime(|facts| facts.deadline_unix.is_none()) {
         return Ok(());
     }
     amend(sandbox, |_, deadline| *deadline = deadline.map(|at| at.saturating_add_signed(secs)))
@@ -217,7 +217,7 @@ fn move_deadline(sandbox: &Sandbox, secs: i64) -> Result<()> {
 
 fn amend(
     sandbox: &Sandbox,
-    change: impl FnOnce(&mut crate::sandbox::lifetime::Life, &mut Option<u64>),
+    change: impl FnOnce(&mut crate::sandbox::lifetime::Lifetime, &mut Option<u64>),
 ) -> Result<()> {
     sandbox.amend(change).map_err(|error| Error::host("cannot write down what becomes of a sandbox", error))
 }
@@ -229,10 +229,10 @@ mod tests {
     fn sandbox(phase: Phase, action: OnTimeout, deadline: Option<u64>, idle: Option<u64>) -> Sandbox {
         let sandbox = Sandbox::bare("sb1");
         sandbox.phase.send_replace(phase);
-        sandbox.learn(|facts| {
+        sandbox.update_runtime(|facts| {
             facts.deadline_unix = deadline;
-            facts.life.idle_timeout_secs = idle;
-            facts.life.on_timeout = action;
+            facts.lifetime.idle_timeout_secs = idle;
+            facts.lifetime.on_timeout = action;
         });
         sandbox
     }
@@ -269,7 +269,7 @@ mod tests {
             (Attempt::Failed(Instant::now()), None),
             (Attempt::None, Some(Due::Expired)),
         ] {
-            sandbox.learn(|facts| facts.attempt = attempt);
+            sandbox.update_runtime(|facts| facts.attempt = attempt);
             assert_eq!(sandbox.due(2), due, "{attempt:?}");
         }
     }

@@ -10,7 +10,7 @@ use forkd_protocol::control::{BootConfig, DiskConfig, FdRef, NetConfig, VsockCon
 
 use crate::error::{Error, Result};
 use crate::host::disk_layer::file;
-use crate::host::images::Assets;
+use crate::host::images::BootSource;
 
 /// The file in a sandbox's folder that its console goes to.
 pub(crate) const CONSOLE: &str = "console.log";
@@ -24,7 +24,7 @@ pub(crate) const GUEST_PORTS: &[u32] = &[];
 
 /// A VM to boot.
 #[derive(Debug)]
-pub(crate) struct Plan {
+pub(crate) struct BootPlan {
     /// Where its files go.
     pub(crate) folder: PathBuf,
     pub(crate) vcpus: u8,
@@ -37,7 +37,7 @@ pub(crate) struct Plan {
 }
 
 /// Makes the files of a boot in the plan's folder, empty, also when an earlier boot left some. Blocks.
-pub(crate) fn prepare(plan: Plan, assets: &Assets) -> Result<(BootConfig, Vec<OwnedFd>)> {
+pub(crate) fn prepare(plan: BootPlan, assets: &BootSource) -> Result<(BootConfig, Vec<OwnedFd>)> {
     let folder = &plan.folder;
     let kvm = kvm()?;
     let console = file(folder, CONSOLE)?;

@@ -294,19 +294,19 @@ impl Monitor {
     }
 
     /// For a monitor that is a template by now: its parts, for pipelined requests.
-    pub(crate) fn into_parts(mut self) -> Parts {
+    pub(crate) fn into_parts(mut self) -> MonitorParts {
         self.left = true;
         let child = match std::mem::replace(&mut self.parent, Parent::Nobody) {
             Parent::Us(child) => Some(child),
             _ => None,
         };
-        Parts { pid: self.pid, child, pidfd: self.pidfd.clone(), control: self.control.take() }
+        MonitorParts { pid: self.pid, child, pidfd: self.pidfd.clone(), control: self.control.take() }
     }
 }
 
 /// What a [`Monitor`] is made of.
 #[derive(Debug)]
-pub(crate) struct Parts {
+pub(crate) struct MonitorParts {
     pub(crate) pid: i32,
     /// If we started it: to be waited for.
     pub(crate) child: Option<Child>,

@@ -29,7 +29,7 @@ async fn failure_within(patience: Duration, launch: Launch) -> String {
 
 /// Waits until the process that was recorded in `folder` is gone, reaped and all.
 async fn gone(folder: &Path) {
-    let identity = crate::host::process::Identity::read(folder).read().expect("the process recorded itself");
+    let identity = crate::host::process::ProcessId::read(folder).read().expect("the process recorded itself");
     let begun = Instant::now();
     while Path::new(&format!("/proc/{}", identity.pid)).exists() {
         assert!(begun.elapsed() < PATIENCE, "process {} is still there", identity.pid);

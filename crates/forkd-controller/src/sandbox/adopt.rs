@@ -10,15 +10,15 @@ use forkd_protocol::control::WaitStatus;
 use forkd_protocol::names::is_valid_sandbox_id;
 
 use crate::error::{Error, Result};
-use crate::host::cgroup::Limits;
-use crate::host::process::{self, Identity, Pidfd};
+use crate::host::cgroup::CgroupLimits;
+use crate::host::process::{self, Pidfd, ProcessId};
 use crate::monitor::{self, Monitor};
 use crate::sandbox::quiesce::Owed;
 use crate::sandbox::registry::{Registry, time};
-use crate::sandbox::resources::Belongings;
-use crate::sandbox::supervisor::Origin;
+use crate::sandbox::resources::Resources;
+use crate::sandbox::supervisor::SandboxOrigin;
 use crate::sandbox::unknown;
-use crate::sandbox::{END, End, Phase, Record, Sandbox, rollback};
+use crate::sandbox::{END, End, Phase, Sandbox, SandboxRecord, rollback};
 use crate::snapshot::adopt::{self, Leftovers, STOP_WAIT};
 use crate::snapshot::template::Adopted;
 use crate::snapshot::unknown::Unread;
@@ -36,7 +36,7 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
             tracing::warn!(path = %path.display(), "not a sandbox's folder; left alone");
             continue;
         }
-        let (record, identity) = (Record::read(&path), Identity::read(&path));
+        let (record, identity) = (SandboxRecord::read(&path), ProcessId::read(&path));
         if let Some(why) = unreadable(&path, &record, &identity) {
             unread.push(Unread { id, folder: path, why, identity: identity.read() });
             continue;
@@ -114,7 +114,7 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
 }
 
 /// Why the records of a sandbox cannot all be read, if they cannot. Without a record of what it is, it is half-made.
-fn unreadable(folder: &Path, record: &Found<Record>, identity: &Found<Identity>) -> Option<String> {
+fn unreadable(folder: &Path, record: &Found<SandboxRecord>, identity: &Found<ProcessId>) -> Option<String> {
     match (record, identity) {
         (Found::Missing, _) => None,
         (Found::Unreadable(why), _) | (_, Found::Unreadable(why)) => Some(why.clone()),
@@ -133,8 +133,8 @@ async fn take_over(
     leftovers: &mut Leftovers,
     id: String,
     folder: &Path,
-    record: Record,
-    identity: Option<Identity>,
+    record: SandboxRecord,
+    identity: Option<ProcessId>,
 ) -> Option<Arc<Sandbox>> {
     let (host, name) = (&registry.host, record.child(&id));
     let (template, child) = match leftovers.templates.get_mut(&record.template) {
@@ -144,14 +144,14 @@ async fn take_over(
     let lineage = host.lineages.resume(record.lineage, &record.cgroup);
     leftovers.lineages.extend(lineage.clone());
     let leaf = lineage.as_ref().and_then(|lineage| lineage.cgroup.as_ref()?.existing(&name).ok());
-    if let (Some(leaf), Some(max)) = (&leaf, Limits::of_sandbox(record.spec.vcpus, 0).pids_max)
+    if let (Some(leaf), Some(max)) = (&leaf, CgroupLimits::of_sandbox(record.spec.vcpus, 0).pids_max)
         && let Err(error) = leaf.limit_tasks(max)
     {
         tracing::warn!(sandbox = id, %error, "its processes are not limited");
     }
     let slot = record.netns.as_deref().and_then(|name| host.slots.adopt(name));
-    let belongings = Belongings { lineage, template: template.clone(), slot, leaf, any_slot: None };
-    let mut sandbox = Sandbox::new(id.clone(), record.spec.clone(), folder.to_owned(), belongings, host);
+    let resources = Resources { lineage, template: template.clone(), slot, leaf, any_slot: None };
+    let mut sandbox = Sandbox::new(id.clone(), record.spec.clone(), folder.to_owned(), resources, host);
     sandbox.created = time(record.created_at_unix) + Duration::from_nanos(record.created_nanos.into());
     sandbox.child = name.clone();
     sandbox.recorded(record);
@@ -178,8 +178,8 @@ async fn take_over(
     match monitor {
         Some(Ok(monitor)) => {
             tracing::info!(sandbox = id, "sandbox goes on");
-            sandbox.learn(|facts| facts.pid = u32::try_from(monitor.pid()).ok());
-            let sandbox = registry.add(seat, sandbox, Origin::Adopted(monitor)).release();
+            sandbox.update_runtime(|facts| facts.pid = u32::try_from(monitor.pid()).ok());
+            let sandbox = registry.add(seat, sandbox, SandboxOrigin::Adopted(monitor)).release();
             if !sandbox.spec.is_bare() {
                 // The last daemon may have been killed in the middle of a branch or a pause.
                 drop(Owed::to(&sandbox));
@@ -196,7 +196,7 @@ async fn take_over(
             {
                 template.acknowledge(&name);
             }
-            sandbox.turn_to(Phase::Ended(Arc::new(end)));
+            sandbox.set_phase(Phase::Ended(Arc::new(end)));
             registry.add_ended(seat, sandbox);
             None
         }
@@ -217,7 +217,7 @@ fn lost(folder: &Path, status: Option<WaitStatus>) -> End {
 }
 
 /// Ends one that is not taken over.
-async fn end(id: &str, folder: &Path, identity: Option<Identity>, child: Option<(i32, Adopted)>) {
+async fn end(id: &str, folder: &Path, identity: Option<ProcessId>, child: Option<(i32, Adopted)>) {
     if let Some(process) = identity.and_then(|identity| identity.open()) {
         tracing::warn!(sandbox = id, "left running by a daemon that was killed; ending it");
         process.end(id).await;

@@ -24,7 +24,8 @@ impl Sandbox {
     /// itself, and so does what streams.
     async fn paused(&self) -> Error {
         let mut phases = self.phase.subscribe();
-        let paused = |phase: &Phase| matches!(phase, Phase::Paused) && !self.look(|facts| facts.disk_full);
+        let paused =
+            |phase: &Phase| matches!(phase, Phase::Paused) && !self.read_runtime(|facts| facts.disk_full);
         if phases.wait_for(paused).await.is_err() {
             // Would mean that `self` is gone.
             std::future::pending::<()>().await;

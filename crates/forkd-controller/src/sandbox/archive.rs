@@ -35,19 +35,19 @@ enum Message {
 
 /// The ledger. What was noted is found by whoever asks later.
 #[derive(Debug)]
-pub(crate) struct Ledger {
+pub(crate) struct Archive {
     database: Arc<Database>,
     boot_id: String,
     queue: mpsc::Sender<Message>,
 }
 
-impl Ledger {
+impl Archive {
     /// Must be called in a runtime.
     pub(crate) fn new(database: Arc<Database>) -> Self {
         let (queue, queued) = mpsc::channel(QUEUE);
         let (written, queued) = (database.clone(), Arc::new(tokio::sync::Mutex::new(queued)));
-        task::keep_running(Task::Ledger, move || write(written.clone(), queued.clone()));
-        Ledger { database, boot_id: boot_id(), queue }
+        task::keep_running(Task::Archive, move || write(written.clone(), queued.clone()));
+        Archive { database, boot_id: boot_id(), queue }
     }
 
     fn note(&self, change: Change) {
@@ -63,7 +63,7 @@ impl Ledger {
             owner: sandbox.spec.owner.clone(),
             boot_id: self.boot_id.clone(),
             snapshot_tag: sandbox.spec.snapshot_tag.clone(),
-            labels: sandbox.look(|facts| facts.life.labels.clone()),
+            labels: sandbox.read_runtime(|facts| facts.lifetime.labels.clone()),
             created_at_unix: sandbox.created_at_unix(),
         }));
     }

@@ -10,50 +10,50 @@ use forkd_protocol::control::BranchConfig;
 use tokio::sync::oneshot;
 
 use crate::error::{Code, Error, Result};
-use crate::host::process::Identity;
+use crate::host::process::ProcessId;
 use crate::monitor::{Branched, Monitor, Replacement};
 use crate::sandbox::{Phase, Sandbox};
 
 /// How whoever asked is told.
-pub(crate) type Tell<T> = oneshot::Sender<Result<T>>;
+pub(crate) type Reply<T> = oneshot::Sender<Result<T>>;
 
 /// How many commands may wait for one sandbox.
 pub(crate) const QUEUE: usize = 8;
 
 /// What a keeper does with its monitor when asked.
 #[derive(Debug)]
-pub(crate) enum Command {
+pub(crate) enum MonitorCommand {
     /// Fork a template off the VM. The descriptors are what the config refers to.
-    Branch(BranchConfig, Vec<OwnedFd>, Tell<Born>),
+    Branch(BranchConfig, Vec<OwnedFd>, Reply<ForkedBranch>),
     /// Stop vCPUs and devices.
-    Pause(Tell<()>),
+    Pause(Reply<()>),
     /// Let them go on.
-    Resume(Tell<()>),
+    Resume(Reply<()>),
     /// Let go of the right to write to the topmost frozen layer of each disk.
-    Seal(Vec<Option<OwnedFd>>, Tell<()>),
+    Seal(Vec<Option<OwnedFd>>, Reply<()>),
     /// End the monitor, because it broke the rules: how.
     Distrust(String),
     /// Use one file in the place of several layers.
-    ReplaceLayers(Vec<Option<Replacement>>, Tell<()>),
+    ReplaceLayers(Vec<Option<Replacement>>, Reply<()>),
 }
 
 /// A branch that has just been forked.
 #[derive(Debug)]
-pub(crate) struct Born {
+pub(crate) struct ForkedBranch {
     pub(crate) branched: Branched,
-    pub(crate) identity: Identity,
+    pub(crate) identity: ProcessId,
 }
 
-impl Command {
+impl MonitorCommand {
     /// Does it. `patience` is for one answer of the monitor.
     pub(crate) async fn obey(self, sandbox: &Sandbox, monitor: &mut Monitor, patience: Duration) {
         match self {
-            Command::Branch(config, fds, tell) => {
+            MonitorCommand::Branch(config, fds, tell) => {
                 let branched = monitor.branch(config, &fds, patience).await;
                 // Looked up here, where the source is not ended meanwhile: it names the parent.
                 let born =
-                    branched.and_then(|branched| match Identity::of_child(branched.pid, monitor.pid()) {
-                        Ok(identity) => Ok(Born { branched, identity }),
+                    branched.and_then(|branched| match ProcessId::of_child(branched.pid, monitor.pid()) {
+                        Ok(identity) => Ok(ForkedBranch { branched, identity }),
                         Err(error) => {
                             kill(&branched);
                             Err(Error::host("cannot record a branch", error))
@@ -63,27 +63,27 @@ impl Command {
                     kill(&unwanted.branched);
                 }
             }
-            Command::Pause(tell) => {
+            MonitorCommand::Pause(tell) => {
                 let paused = monitor.pause(patience).await;
                 if paused.is_ok() {
-                    sandbox.learn(|facts| facts.disk_full = false);
+                    sandbox.update_runtime(|facts| facts.disk_full = false);
                     sandbox.pauses.begin();
-                    sandbox.turn_to(Phase::Paused);
+                    sandbox.set_phase(Phase::Paused);
                 }
                 let _ = tell.send(paused);
             }
-            Command::Resume(tell) => {
+            MonitorCommand::Resume(tell) => {
                 let resumed = monitor.resume(patience).await;
                 if resumed.is_ok() {
-                    sandbox.learn(|facts| facts.disk_full = false);
+                    sandbox.update_runtime(|facts| facts.disk_full = false);
                     sandbox.pauses.end();
-                    sandbox.turn_to(Phase::Running);
+                    sandbox.set_phase(Phase::Running);
                 }
                 let _ = tell.send(resumed);
             }
-            Command::Seal(layers, tell) => drop(tell.send(monitor.seal(&layers, patience).await)),
-            Command::Distrust(why) => monitor.distrust(&why),
-            Command::ReplaceLayers(disks, tell) => {
+            MonitorCommand::Seal(layers, tell) => drop(tell.send(monitor.seal(&layers, patience).await)),
+            MonitorCommand::Distrust(why) => monitor.distrust(&why),
+            MonitorCommand::ReplaceLayers(disks, tell) => {
                 let _ = tell.send(monitor.replace_layers(disks, patience).await);
             }
         }
@@ -97,11 +97,11 @@ fn kill(branched: &Branched) {
 impl Sandbox {
     /// Has its keeper end its monitor, which broke the rules: `why`.
     pub(crate) async fn distrust(&self, why: &str) {
-        let _ = self.commands.send(Command::Distrust(why.to_owned())).await;
+        let _ = self.commands.send(MonitorCommand::Distrust(why.to_owned())).await;
     }
 
     /// Asks its keeper for a command and waits for the answer.
-    pub(crate) async fn ask<T>(&self, command: impl FnOnce(Tell<T>) -> Command) -> Result<T> {
+    pub(crate) async fn ask<T>(&self, command: impl FnOnce(Reply<T>) -> MonitorCommand) -> Result<T> {
         self.known()?;
         let ended = || Error::new(Code::SandboxEnded, format!("sandbox {} ended meanwhile", self.id));
         if let Phase::Ended(end) = self.phase() {

@@ -1,6 +1,6 @@
 //! How long a sandbox lives and what is written on it: time-outs, labels, and who used it when.
 //!
-//! What is asked for is in [`Life`], a part of the sandbox's record, so that the next daemon goes by it. When
+//! What is asked for is in [`Lifetime`], a part of the sandbox's record, so that the next daemon goes by it. When
 //! it was last used is in [`Activity`], in memory only: while no daemon runs nobody can use a sandbox, and
 //! the next one counts from its own start. What is done when a time is over is `timeouts`'.
 
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::host::process;
-use crate::sandbox::{END, End, Phase, RECORD, Record, Sandbox};
+use crate::sandbox::{END, End, Phase, RECORD, Sandbox, SandboxRecord};
 use crate::util::time::now_unix;
 
 /// The longest time-out: 30 days.
@@ -38,7 +38,7 @@ pub(crate) const SUSPENDED: &str = "suspended";
 /// What its maker wants of a sandbox's life, and how far that is. A part of its record.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub(crate) struct Life {
+pub(crate) struct Lifetime {
     pub(crate) labels: BTreeMap<String, String>,
     /// Nobody may leave it unused for longer.
     pub(crate) idle_timeout_secs: Option<u64>,
@@ -48,7 +48,8 @@ pub(crate) struct Life {
     /// The request that made it, if that came with an idempotency key.
     pub(crate) request: Option<String>,
     /// It was paused because nobody used it: whoever uses it lets it go on.
-    pub(crate) dozing: bool,
+    #[serde(rename = "dozing")]
+    pub(crate) auto_paused: bool,
     /// It is paused, and its processes were frozen before.
     pub(crate) frozen: bool,
     /// The snapshot it is being stored as.
@@ -97,10 +98,10 @@ pub(crate) fn check_secs(name: &str, secs: u64) -> Result<Duration> {
     }
 }
 
-/// The time in `lifetime`, in whole seconds since 1970: not a moment too early.
-pub(crate) fn deadline(lifetime: Duration) -> u64 {
+/// The time in `time_to_live`, in whole seconds since 1970: not a moment too early.
+pub(crate) fn deadline(time_to_live: Duration) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let at = now.saturating_add(lifetime);
+    let at = now.saturating_add(time_to_live);
     at.as_secs().saturating_add(u64::from(at.subsec_nanos() > 0))
 }
 
@@ -163,18 +164,18 @@ impl Drop for InUse {
 }
 
 /// A sandbox that is being stored, to be ended then. Dropping it says that this is over.
-pub(crate) struct PutAway<'a>(&'a Sandbox);
+pub(crate) struct SuspendGuard<'a>(&'a Sandbox);
 
-impl<'a> PutAway<'a> {
+impl<'a> SuspendGuard<'a> {
     pub(crate) fn begin(sandbox: &'a Sandbox) -> Self {
-        sandbox.learn(|facts| facts.put_away = true);
-        PutAway(sandbox)
+        sandbox.update_runtime(|facts| facts.is_suspending = true);
+        SuspendGuard(sandbox)
     }
 }
 
-impl Drop for PutAway<'_> {
+impl Drop for SuspendGuard<'_> {
     fn drop(&mut self) {
-        self.0.learn(|facts| facts.put_away = false);
+        self.0.update_runtime(|facts| facts.is_suspending = false);
     }
 }
 
@@ -187,22 +188,22 @@ impl Sandbox {
     }
 
     /// Changes how it is to live and when it is to end, here and for the next daemon. Blocks for a moment.
-    pub(crate) fn amend(&self, change: impl FnOnce(&mut Life, &mut Option<u64>)) -> io::Result<()> {
-        self.rewrite(|facts| change(&mut facts.life, &mut facts.deadline_unix))
+    pub(crate) fn amend(&self, change: impl FnOnce(&mut Lifetime, &mut Option<u64>)) -> io::Result<()> {
+        self.rewrite(|facts| change(&mut facts.lifetime, &mut facts.deadline_unix))
     }
 
     /// Whether it was paused because nobody used it.
-    pub(crate) fn dozes(&self) -> bool {
-        matches!(self.phase(), Phase::Paused) && self.look(|facts| facts.life.dozing)
+    pub(crate) fn is_auto_paused(&self) -> bool {
+        matches!(self.phase(), Phase::Paused) && self.read_runtime(|facts| facts.lifetime.auto_paused)
     }
 
     /// Lets it go on if it was paused because nobody used it.
-    pub(crate) async fn wake(&self) -> Result<()> {
-        if !self.dozes() {
+    pub(crate) async fn auto_resume(&self) -> Result<()> {
+        if !self.is_auto_paused() {
             return Ok(());
         }
-        let _turn = self.take_turn().await?;
-        if self.dozes() {
+        let _turn = self.lock_exclusive().await?;
+        if self.is_auto_paused() {
             tracing::info!(sandbox = self.id, "somebody uses it; it goes on");
             self.go_on().await?;
         }
@@ -211,12 +212,12 @@ impl Sandbox {
 
     /// It is paused no more, or for another reason.
     pub(crate) fn forget_pause(&self) {
-        if self.look(|facts| !facts.life.dozing && facts.life.suspending.is_none()) {
+        if self.read_runtime(|facts| !facts.lifetime.auto_paused && facts.lifetime.suspending.is_none()) {
             return;
         }
-        let written = self.amend(|life, _| {
-            life.dozing = false;
-            if let Some(suspending) = &mut life.suspending {
+        let written = self.amend(|lifetime, _| {
+            lifetime.auto_paused = false;
+            if let Some(suspending) = &mut lifetime.suspending {
                 suspending.paused = false;
             }
         });
@@ -227,10 +228,10 @@ impl Sandbox {
 
     /// Has the next daemon end it, should this one be killed before it has: whoever was told that it is deleted
     /// does not find it again. Only a record and what names its process make it one to take over.
-    pub(crate) fn disown(&self) {
+    pub(crate) fn mark_deleted(&self) {
         let mut record = self.lock_record();
-        self.disowned.store(true, Ordering::Relaxed);
-        let gone = match record.as_ref().map(Record::is_booted) {
+        self.is_deleted.store(true, Ordering::Relaxed);
+        let gone = match record.as_ref().map(SandboxRecord::is_booted) {
             // What it is is not known, and a sandbox without a record is ended.
             None if matches!(self.phase(), Phase::Unknown(_)) => [END, RECORD],
             None => return,
@@ -252,18 +253,18 @@ impl Sandbox {
     }
 
     /// Writes something into its folder that makes the next daemon take it over, unless it is deleted.
-    pub(crate) fn own(&self, write: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
+    pub(crate) fn write_if_not_deleted(&self, write: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
         // Held while it is written: it is deleted before, or after.
         let _record = self.lock_record();
-        match self.disowned.load(Ordering::Relaxed) {
+        match self.is_deleted.load(Ordering::Relaxed) {
             true => Ok(()),
             false => write(&self.folder),
         }
     }
 
     /// How it ends when it is asked to.
-    pub(crate) fn farewell(&self) -> End {
-        self.farewell.get().cloned().unwrap_or_else(End::deleted)
+    pub(crate) fn end_reason(&self) -> End {
+        self.end_reason.get().cloned().unwrap_or_else(End::deleted)
     }
 }
 
@@ -274,12 +275,12 @@ impl Sandbox {
         use crate::config::Config;
         use crate::host::Host;
         use crate::sandbox::Spec;
-        use crate::sandbox::resources::Belongings;
-        use crate::telemetry::Telling;
+        use crate::sandbox::resources::Resources;
+        use crate::telemetry::Telemetry;
         let folder = tempfile::tempdir().unwrap();
         let config = Arc::new(Config::new(folder.path()));
         let database = forkd_store::Database::open(&folder.path().join("forkd.db")).unwrap();
-        let host = Host::new(config.clone(), Arc::new(database), Telling::open(&config).unwrap());
+        let host = Host::new(config.clone(), Arc::new(database), Telemetry::open(&config).unwrap());
         let spec = Spec {
             owner: "local".into(),
             image: None,
@@ -290,7 +291,7 @@ impl Sandbox {
             memory_limit_mib: 128,
             guest: None,
         };
-        Sandbox::new(id.into(), spec, "/nonexistent".into(), Belongings::default(), &host)
+        Sandbox::new(id.into(), spec, "/nonexistent".into(), Resources::default(), &host)
     }
 }
 
@@ -358,7 +359,7 @@ mod tests {
 
     #[test]
     fn a_record_without_a_life_has_an_ordinary_one() {
-        assert_eq!(serde_json::from_str::<Life>("{}").unwrap(), Life::default());
-        assert_eq!(Life::default().on_timeout, OnTimeout::Kill);
+        assert_eq!(serde_json::from_str::<Lifetime>("{}").unwrap(), Lifetime::default());
+        assert_eq!(Lifetime::default().on_timeout, OnTimeout::Kill);
     }
 }

@@ -40,15 +40,15 @@ use crate::error::{Code, Error, Result};
 use crate::host::Host;
 use crate::host::process_stats::Pauses;
 use crate::monitor::{boot_files, console};
-use crate::sandbox::command::Command;
+use crate::sandbox::command::MonitorCommand;
 use crate::sandbox::disk_full::DISK_FULL_DETAIL;
 use crate::sandbox::disks::Disks;
-use crate::sandbox::lifetime::{Activity, Attempt, Life};
-use crate::sandbox::resources::Belongings;
-use crate::telemetry::{Telling, otlp};
+use crate::sandbox::lifetime::{Activity, Attempt, Lifetime};
+use crate::sandbox::resources::Resources;
+use crate::telemetry::{Telemetry, otlp};
 use crate::util::count::Count;
 
-pub(crate) use record::{END, End, History, RECORD, ROLLED_BACK, Record, Spec, child_name};
+pub(crate) use record::{END, End, History, RECORD, ROLLED_BACK, SandboxRecord, Spec, child_name};
 
 /// After a connection broke, how long to wait for the reason to become known.
 const REASON_WAIT: Duration = Duration::from_secs(2);
@@ -72,7 +72,7 @@ pub(crate) enum Phase {
 
 /// What is to become of a sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Wish {
+pub(crate) enum DesiredState {
     /// To run.
     Run,
     /// To end: its keeper kills the process and finishes.
@@ -80,14 +80,14 @@ pub(crate) enum Wish {
     /// To run on without us: its keeper lets go and finishes.
     Leave,
     /// To make room for another process: its keeper kills this one and finishes.
-    GiveWay,
+    Replace,
 }
 
 /// A sandbox.
 #[derive(Debug)]
 pub(crate) struct Sandbox {
     pub(crate) id: String,
-    /// See [`Record::child`].
+    /// See [`SandboxRecord::child`].
     pub(crate) child: String,
     pub(crate) spec: Spec,
     pub(crate) created: SystemTime,
@@ -96,10 +96,10 @@ pub(crate) struct Sandbox {
     pub(crate) agent: Agent,
     /// Changed in `phases` only.
     pub(crate) phase: watch::Sender<Phase>,
-    wish: watch::Sender<Wish>,
+    wish: watch::Sender<DesiredState>,
     /// To its keeper, which takes the other end when it starts.
-    pub(super) commands: mpsc::Sender<Command>,
-    asked: Mutex<Option<mpsc::Receiver<Command>>>,
+    pub(super) commands: mpsc::Sender<MonitorCommand>,
+    asked: Mutex<Option<mpsc::Receiver<MonitorCommand>>>,
     /// Held by whoever must not find it paused, or frozen, in the middle of what it does.
     turn: Arc<tokio::sync::Mutex<()>>,
     /// Held by the suspend of it: there is one at a time.
@@ -108,14 +108,14 @@ pub(crate) struct Sandbox {
     pub(crate) pauses: Pauses,
     /// When its agent last answered, in milliseconds since 1970; 0 if it never did.
     pub(crate) heard: AtomicU64,
-    pub(crate) telling: Arc<Telling>,
+    pub(crate) telemetry: Arc<Telemetry>,
     /// What it was made for.
     pub(crate) trace: Option<otlp::Context>,
-    facts: Mutex<Facts>,
+    runtime: Mutex<RuntimeInfo>,
     /// Who uses it, and when somebody last did.
     pub(crate) activity: Arc<Activity>,
     /// How it ends when it is asked to; as one that was deleted if nobody says otherwise.
-    pub(crate) farewell: OnceLock<End>,
+    pub(crate) end_reason: OnceLock<End>,
     /// How long to wait for whoever has its turn.
     pub(crate) patience: Duration,
     /// How long its processes may take to stand still, or to go on, when it is paused or resumed.
@@ -123,15 +123,15 @@ pub(crate) struct Sandbox {
     /// Thaws of its processes that its agent is yet to do.
     pub(crate) thaws: Count,
     /// Of a forked one: as it is on disk.
-    record: Mutex<Option<Record>>,
+    record: Mutex<Option<SandboxRecord>>,
     /// Whether the next daemon is to end it. Changed with `record` locked.
-    pub(crate) disowned: AtomicBool,
-    belongings: Mutex<Belongings>,
+    pub(crate) is_deleted: AtomicBool,
+    resources: Mutex<Resources>,
 }
 
 /// What becomes known while it runs.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Facts {
+pub(crate) struct RuntimeInfo {
     pub(crate) pid: Option<u32>,
     /// From the monitor's start until it was ready, its warm-up included; of booted ones.
     pub(crate) boot_ms: Option<u64>,
@@ -144,23 +144,23 @@ pub(crate) struct Facts {
     /// When its time is over.
     pub(crate) deadline_unix: Option<u64>,
     /// How long a booted one is to live once it has started.
-    pub(crate) lifetime: Option<Duration>,
+    pub(crate) time_to_live: Option<Duration>,
     pub(crate) history: History,
     /// The workspace it is the sandbox of.
     pub(crate) workspace: Option<String>,
-    pub(crate) life: Life,
+    pub(crate) lifetime: Lifetime,
     /// Whether its monitor paused it because the host's disk is full.
     pub(crate) disk_full: bool,
     /// What is being done because its time is over.
     pub(crate) attempt: Attempt,
     /// Whether it is being stored, to be ended then: what is done in it would be lost.
-    pub(crate) put_away: bool,
+    pub(crate) is_suspending: bool,
 }
 
 impl Sandbox {
-    pub(crate) fn new(id: String, spec: Spec, folder: PathBuf, belongings: Belongings, host: &Host) -> Self {
+    pub(crate) fn new(id: String, spec: Spec, folder: PathBuf, resources: Resources, host: &Host) -> Self {
         let endpoint = Endpoint::Vsock { socket: folder.join(boot_files::VSOCK), port: AGENT_PORT };
-        let netns = belongings.slot.as_ref().map(|slot| slot.name().to_owned());
+        let netns = resources.slot.as_ref().map(|slot| slot.name().to_owned());
         let (commands, asked) = mpsc::channel(command::QUEUE);
         Sandbox {
             child: id.clone(),
@@ -170,25 +170,25 @@ impl Sandbox {
             folder,
             agent: Agent::new(endpoint, host.config.timing.call),
             phase: watch::Sender::new(Phase::Starting),
-            wish: watch::Sender::new(Wish::Run),
+            wish: watch::Sender::new(DesiredState::Run),
             commands,
             asked: Mutex::new(Some(asked)),
             turn: Arc::default(),
             suspends: Arc::default(),
-            disowned: AtomicBool::default(),
+            is_deleted: AtomicBool::default(),
             disks: Disks::default(),
             pauses: Pauses::default(),
             heard: AtomicU64::new(0),
-            telling: host.telling.clone(),
+            telemetry: host.telemetry.clone(),
             trace: otlp::current(),
-            facts: Mutex::new(Facts { netns, ..Facts::default() }),
+            runtime: Mutex::new(RuntimeInfo { netns, ..RuntimeInfo::default() }),
             activity: Activity::new(),
-            farewell: OnceLock::new(),
+            end_reason: OnceLock::new(),
             patience: host.config.timing.call,
             freeze_limit: host.config.timing.freeze,
             thaws: Count::new(),
             record: Mutex::default(),
-            belongings: Mutex::new(belongings),
+            resources: Mutex::new(resources),
         }
     }
 
@@ -206,45 +206,45 @@ impl Sandbox {
         self.phase.borrow().clone()
     }
 
-    pub(crate) fn facts(&self) -> Facts {
-        self.facts.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub(crate) fn facts(&self) -> RuntimeInfo {
+        self.runtime.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Looks at what is known of it, without a copy.
-    pub(crate) fn look<T>(&self, look: impl FnOnce(&Facts) -> T) -> T {
-        look(&self.facts.lock().unwrap_or_else(PoisonError::into_inner))
+    pub(crate) fn read_runtime<T>(&self, look: impl FnOnce(&RuntimeInfo) -> T) -> T {
+        look(&self.runtime.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    pub(crate) fn learn(&self, change: impl FnOnce(&mut Facts)) {
-        change(&mut self.facts.lock().unwrap_or_else(PoisonError::into_inner));
+    pub(crate) fn update_runtime(&self, change: impl FnOnce(&mut RuntimeInfo)) {
+        change(&mut self.runtime.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Takes what is known of it from its record, which is on disk already.
-    pub(crate) fn recorded(&self, record: Record) {
-        self.learn(|facts| {
+    pub(crate) fn recorded(&self, record: SandboxRecord) {
+        self.update_runtime(|facts| {
             facts.python = record.python;
             facts.deadline_unix = record.deadline_unix;
             facts.history = record.history.clone();
             facts.workspace = record.workspace.clone();
-            facts.life = record.life.clone();
+            facts.lifetime = record.lifetime.clone();
         });
         *self.lock_record() = Some(record);
     }
 
-    pub(crate) fn lock_record(&self) -> MutexGuard<'_, Option<Record>> {
+    pub(crate) fn lock_record(&self) -> MutexGuard<'_, Option<SandboxRecord>> {
         self.record.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Has the next daemon take over one that has booted, unless it was deleted meanwhile.
-    pub(crate) fn outlive(&self) -> io::Result<()> {
-        let lineage = self.belongings().lineage.clone();
+    pub(crate) fn persist_for_adoption(&self) -> io::Result<()> {
+        let lineage = self.resources().lineage.clone();
         let lineage = lineage.ok_or_else(|| io::Error::other("it has no user of its own"))?;
         let mut record = self.lock_record();
-        if self.disowned.load(Ordering::Relaxed) {
+        if self.is_deleted.load(Ordering::Relaxed) {
             return Ok(());
         }
         let facts = self.facts();
-        let booted = Record {
+        let booted = SandboxRecord {
             template: String::new(),
             lineage: lineage.slot,
             cgroup: lineage.name.clone(),
@@ -258,7 +258,7 @@ impl Sandbox {
             history: facts.history,
             envs: BTreeMap::new(),
             workspace: None,
-            life: facts.life,
+            lifetime: facts.lifetime,
         };
         booted.write(&self.folder)?;
         *record = Some(booted);
@@ -266,7 +266,7 @@ impl Sandbox {
     }
 
     /// Its record: none of one that is bound to a connection, or has not booted yet.
-    pub(crate) fn record(&self) -> Option<Record> {
+    pub(crate) fn record(&self) -> Option<SandboxRecord> {
         self.lock_record().clone()
     }
 
@@ -278,15 +278,15 @@ impl Sandbox {
     }
 
     /// Changes what is known of it, here and in its record: only what that has.
-    pub(crate) fn rewrite(&self, change: impl FnOnce(&mut Facts)) -> io::Result<()> {
+    pub(crate) fn rewrite(&self, change: impl FnOnce(&mut RuntimeInfo)) -> io::Result<()> {
         let mut record = self.lock_record();
-        self.learn(change);
+        self.update_runtime(change);
         // The file is that of whoever takes its place.
-        let gone = self.wished() == Wish::GiveWay;
+        let gone = self.desired() == DesiredState::Replace;
         let Some(record) = record.as_mut().filter(|_| !gone) else { return Ok(()) };
-        self.look(|facts| {
+        self.read_runtime(|facts| {
             record.history = facts.history.clone();
-            record.life = facts.life.clone();
+            record.lifetime = facts.lifetime.clone();
             record.deadline_unix = facts.deadline_unix;
         });
         record.write(&self.folder)
@@ -298,15 +298,15 @@ impl Sandbox {
             history.branch_count = history.branch_count.saturating_add(1);
             history.last_branch_tag = Some(tag.to_owned());
         });
-        self.told_of_branch();
+        self.note_branched();
     }
 
-    pub(crate) fn belongings(&self) -> MutexGuard<'_, Belongings> {
-        self.belongings.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn resources(&self) -> MutexGuard<'_, Resources> {
+        self.resources.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The keeper's end of the commands; nobody else's, and once.
-    pub(super) fn take_commands(&self) -> Option<mpsc::Receiver<Command>> {
+    pub(super) fn take_commands(&self) -> Option<mpsc::Receiver<MonitorCommand>> {
         self.asked.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
@@ -316,7 +316,7 @@ impl Sandbox {
 
     /// Waits until nobody else branches it, pauses it or takes it back. The turn is over when what is
     /// returned is dropped.
-    pub(crate) async fn take_turn(&self) -> Result<OwnedMutexGuard<()>> {
+    pub(crate) async fn lock_exclusive(&self) -> Result<OwnedMutexGuard<()>> {
         tokio::time::timeout(self.patience, self.turn.clone().lock_owned()).await.map_err(|_| {
             let text = format!("sandbox {} is being branched, paused or rolled back; try again", self.id);
             Error::new(Code::SandboxBusy, text)
@@ -324,26 +324,26 @@ impl Sandbox {
     }
 
     /// What is to become of it.
-    pub(crate) fn wished(&self) -> Wish {
+    pub(crate) fn desired(&self) -> DesiredState {
         *self.wish.borrow()
     }
 
     /// Tells when that changes.
-    pub(crate) fn wishes(&self) -> watch::Receiver<Wish> {
+    pub(crate) fn wishes(&self) -> watch::Receiver<DesiredState> {
         self.wish.subscribe()
     }
 
     /// Ends it, or lets go of it.
-    pub(crate) fn wish(&self, wish: Wish) {
+    pub(crate) fn set_desired(&self, wish: DesiredState) {
         self.wish.send_replace(wish);
     }
 
     /// Returns when it is not to be run any more by us, with what instead.
-    pub(crate) async fn dismissed(&self) -> Wish {
-        match self.wish.subscribe().wait_for(|wish| *wish != Wish::Run).await {
+    pub(crate) async fn dismissed(&self) -> DesiredState {
+        match self.wish.subscribe().wait_for(|wish| *wish != DesiredState::Run).await {
             Ok(wish) => *wish,
             // Would mean that `self` is gone.
-            Err(_) => Wish::End,
+            Err(_) => DesiredState::End,
         }
     }
 
@@ -362,12 +362,12 @@ impl Sandbox {
     }
 
     /// Fails while it is being put away: what is done to it then would be lost.
-    pub(crate) fn not_put_away(&self) -> Result<()> {
+    pub(crate) fn check_not_suspending(&self) -> Result<()> {
         self.known()?;
-        if !self.look(|facts| facts.put_away) {
+        if !self.read_runtime(|facts| facts.is_suspending) {
             return Ok(());
         }
-        let then = match self.look(|facts| facts.workspace.clone()) {
+        let then = match self.read_runtime(|facts| facts.workspace.clone()) {
             Some(name) => format!("`forkd workspace resume {name}` goes on when that is done"),
             None => "its time is over; fork the snapshot it is stored as (`forkd images`) to go on".into(),
         };
@@ -376,9 +376,9 @@ impl Sandbox {
 
     /// Fails unless it is running now and has an agent. One that was paused because nobody used it goes on.
     pub(crate) async fn ready(&self) -> Result<()> {
-        self.not_put_away()?;
+        self.check_not_suspending()?;
         self.activity.touch();
-        self.wake().await?;
+        self.auto_resume().await?;
         self.runs().await
     }
 
@@ -425,7 +425,7 @@ impl Sandbox {
                     self.heard();
                     // It may have been done after the instant that is stored, and is lost then: nobody is to
                     // believe that it was done.
-                    return self.not_put_away().map(|()| value);
+                    return self.check_not_suspending().map(|()| value);
                 }
                 Err(error) => error,
             },
@@ -499,5 +499,5 @@ impl Sandbox {
 }
 
 fn with_console(text: &str, end: &End) -> String {
-    if end.is_wished() { text.to_owned() } else { console::with_tail(text, &end.console_tail) }
+    if end.is_requested() { text.to_owned() } else { console::with_tail(text, &end.console_tail) }
 }

@@ -9,8 +9,8 @@ use tokio::task::JoinHandle;
 
 use crate::agent::{self, Agent};
 use crate::error::Result;
-use crate::sandbox::command::Command;
-use crate::sandbox::{Phase, Sandbox, Wish};
+use crate::sandbox::command::MonitorCommand;
+use crate::sandbox::{DesiredState, Phase, Sandbox};
 use crate::util::count::Counted;
 use crate::util::task::{self, Task};
 
@@ -29,7 +29,7 @@ pub(crate) struct Frozen {
 pub(crate) async fn freeze(sandbox: &Sandbox, limit: Duration, sync: FreezeSync) -> Frozen {
     let paused = matches!(sandbox.phase(), Phase::Paused);
     if sandbox.spec.is_bare() || paused {
-        let quiesced = paused && sandbox.look(|facts| facts.life.frozen);
+        let quiesced = paused && sandbox.read_runtime(|facts| facts.lifetime.frozen);
         return Frozen { quiesced, standing: None };
     }
     // A thaw that is under way would undo this. One that stays under way means that the agent is silent.
@@ -61,7 +61,7 @@ struct Thaw {
     /// What it undoes, as long as that is not answered and may still be done.
     freeze: Option<JoinHandle<agent::Result<bool>>>,
     phases: watch::Receiver<Phase>,
-    wishes: watch::Receiver<Wish>,
+    wishes: watch::Receiver<DesiredState>,
     /// No freeze begins as long as there is one.
     _counted: Counted,
 }
@@ -128,7 +128,7 @@ impl Thaw {
         }
         loop {
             let moves = self.phases.wait_for(|phase| !matches!(phase, Phase::Starting | Phase::Paused));
-            let dismissed = self.wishes.wait_for(|wish| *wish != Wish::Run);
+            let dismissed = self.wishes.wait_for(|wish| *wish != DesiredState::Run);
             let ended = tokio::select! {
                 phase = moves => phase.is_ok_and(|phase| matches!(*phase, Phase::Ended(_))),
                 _ = dismissed => true,
@@ -150,7 +150,7 @@ impl Sandbox {
         if let Some((_, owed)) = &mut frozen.standing {
             owed.take_back_freeze().await;
         }
-        self.ask(Command::Pause).await?;
+        self.ask(MonitorCommand::Pause).await?;
         if let Some((_, mut owed)) = frozen.standing {
             owed.forgo();
         }
@@ -165,7 +165,7 @@ impl Sandbox {
         self.note_frozen(false);
         // Always, whatever is recorded: an earlier daemon may have been killed before it was.
         let owed = (!self.spec.is_bare()).then(|| Owed::to(self));
-        self.ask(Command::Resume).await?;
+        self.ask(MonitorCommand::Resume).await?;
         self.forget_pause();
         if let Some(owed) = owed {
             owed.settle(self.freeze_limit).await;
@@ -175,10 +175,10 @@ impl Sandbox {
 
     /// Notes whether its processes were frozen when it was paused, for the next daemon, too.
     fn note_frozen(&self, frozen: bool) {
-        if self.look(|facts| facts.life.frozen == frozen) {
+        if self.read_runtime(|facts| facts.lifetime.frozen == frozen) {
             return;
         }
-        if let Err(error) = self.amend(|life, _| life.frozen = frozen) {
+        if let Err(error) = self.amend(|lifetime, _| lifetime.frozen = frozen) {
             tracing::error!(sandbox = self.id, %error, frozen, "cannot record whether its processes are frozen");
         }
     }
@@ -205,8 +205,8 @@ mod tests {
         tokio::spawn(async move {
             while let Some(command) = commands.recv().await {
                 let (what, phase, tell) = match command {
-                    Command::Pause(tell) => ("pause", Phase::Paused, tell),
-                    Command::Resume(tell) => ("resume", Phase::Running, tell),
+                    MonitorCommand::Pause(tell) => ("pause", Phase::Paused, tell),
+                    MonitorCommand::Resume(tell) => ("resume", Phase::Running, tell),
                     other => panic!("{other:?}"),
                 };
                 let asked = |method: &str| guest.calls_of(method).len();
@@ -215,7 +215,7 @@ mod tests {
                     let _ = tell.send(Err(Error::new(Code::Internal, "the monitor does not answer")));
                     continue;
                 }
-                sandbox.turn_to(phase);
+                sandbox.set_phase(phase);
                 let _ = tell.send(Ok(()));
             }
         });
@@ -223,7 +223,7 @@ mod tests {
     }
 
     fn is_frozen(sandbox: &Sandbox) -> bool {
-        sandbox.look(|facts| facts.life.frozen)
+        sandbox.read_runtime(|facts| facts.lifetime.frozen)
     }
 
     #[tokio::test]
@@ -297,12 +297,12 @@ mod tests {
     async fn a_thaw_that_is_owed_waits_for_a_paused_guest_and_holds_up_the_next_freeze() {
         let daemon = FakeDaemon::start().await;
         let sandbox = &daemon.sandbox;
-        sandbox.turn_to(Phase::Paused);
+        sandbox.set_phase(Phase::Paused);
         drop(Owed::to(sandbox));
         tokio::time::sleep(Duration::from_millis(50)).await;
         assert!(daemon.guest.calls_of("Thaw").is_empty(), "it cannot hear that");
         *daemon.guest.ignores.lock().unwrap() = Some("Thaw".into());
-        sandbox.turn_to(Phase::Running);
+        sandbox.set_phase(Phase::Running);
         eventually("the thaw", || daemon.guest.calls_of("Thaw").len() == 1).await;
         let frozen = sandbox.clone();
         let frozen =

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::auth::quota::Claim;
 use crate::error::Error;
-use crate::sandbox::lifetime::{IDLE, Life, SUSPENDED, TIMED_OUT};
-use crate::util::records::{self, Found, Kept};
+use crate::sandbox::lifetime::{IDLE, Lifetime, SUSPENDED, TIMED_OUT};
+use crate::util::records::{self, Found, VersionedRecord};
 
 /// The file in a forked sandbox's folder that says what it is.
 pub(crate) const RECORD: &str = "sandbox.json";
@@ -35,7 +35,7 @@ pub(crate) struct Spec {
     pub(crate) memory_limit_mib: u64,
     /// All that a snapshot of it is to say; none for one that an older version made.
     #[serde(default)]
-    pub(crate) guest: Option<forkd_store::Facts>,
+    pub(crate) guest: Option<forkd_store::GuestSpec>,
 }
 
 impl Spec {
@@ -68,7 +68,7 @@ impl Spec {
 
 /// What the next daemon needs to know of a sandbox. Written before a fork is asked for, and after a boot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Record {
+pub(crate) struct SandboxRecord {
     /// Its template; empty for one that was booted.
     pub(crate) template: String,
     /// The number of its lineage.
@@ -96,11 +96,11 @@ pub(crate) struct Record {
     /// The workspace it is the sandbox of.
     #[serde(default)]
     pub(crate) workspace: Option<String>,
-    #[serde(default)]
-    pub(crate) life: Life,
+    #[serde(default, rename = "life")]
+    pub(crate) lifetime: Lifetime,
 }
 
-impl Record {
+impl SandboxRecord {
     /// Whether no template forked it.
     pub(crate) fn is_booted(&self) -> bool {
         self.template.is_empty()
@@ -123,11 +123,11 @@ impl Record {
     }
 }
 
-impl Kept for Record {
+impl VersionedRecord for SandboxRecord {
     const FILE: &'static str = RECORD;
 }
 
-/// See [`Record::child`].
+/// See [`SandboxRecord::child`].
 pub(crate) fn child_name(id: &str, generation: u32) -> String {
     match generation {
         0 => id.to_owned(),
@@ -172,7 +172,7 @@ impl End {
     }
 
     /// Whether it is what somebody asked for, and leaves no trace in its folder.
-    pub(crate) fn is_wished(&self) -> bool {
+    pub(crate) fn is_requested(&self) -> bool {
         matches!(self.reason.as_str(), "deleted" | TIMED_OUT | IDLE | SUSPENDED)
     }
 
@@ -192,6 +192,6 @@ impl End {
     }
 }
 
-impl Kept for End {
+impl VersionedRecord for End {
     const FILE: &'static str = END;
 }

@@ -7,19 +7,19 @@ use std::time::{Duration, SystemTime};
 
 use forkd_protocol::control::MIN_MEM_MIB;
 use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
-use forkd_store::{Facts, Quota};
+use forkd_store::{GuestSpec, Quota};
 use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
 
-use crate::auth::principal::Identity;
-use crate::auth::quota::{Claim, Usage};
+use crate::auth::principal::Principal;
+use crate::auth::quota::{Claim, QuotaUsage};
 use crate::config::Limits;
 use crate::error::{Code, Error, Result};
 use crate::host::{Host, cgroup, fd_limit, run_dir};
-use crate::sandbox::archive::Ledger;
-use crate::sandbox::rollback::Succession;
-use crate::sandbox::supervisor::Origin;
-use crate::sandbox::{Belongings, End, Phase, Sandbox, Spec, Wish};
+use crate::sandbox::archive::Archive;
+use crate::sandbox::rollback::RollbackPlan;
+use crate::sandbox::supervisor::SandboxOrigin;
+use crate::sandbox::{DesiredState, End, Phase, Resources, Sandbox, Spec};
 use crate::snapshot::unknown::Remains;
 use crate::util::count::Count;
 use crate::util::fs::make_private_dir;
@@ -36,7 +36,7 @@ pub(crate) struct Registry {
     /// How many sandboxes were deleted and are not gone yet.
     leaving: Count,
     /// What is remembered of those that are gone.
-    pub(crate) ledger: Arc<Ledger>,
+    pub(crate) ledger: Arc<Archive>,
 }
 
 #[derive(Debug, Default)]
@@ -45,7 +45,7 @@ struct Inner {
     /// Seats taken.
     seated: usize,
     /// By owner; of those that were not deleted.
-    usage: Usage,
+    usage: QuotaUsage,
     closed: bool,
 }
 
@@ -86,7 +86,7 @@ impl Registry {
         let folder = run_dir::sandboxes(&host.config.run_dir);
         make_private_dir(&folder)
             .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
-        let ledger = Arc::new(Ledger::new(host.database.clone()));
+        let ledger = Arc::new(Archive::new(host.database.clone()));
         Ok(Arc::new(Registry { host, folder, inner: Mutex::default(), leaving: Count::new(), ledger }))
     }
 
@@ -107,7 +107,7 @@ impl Registry {
     }
 
     /// Whether a sandbox is theirs; if not, it is none.
-    pub(crate) fn check_owner(&self, sandbox: &Sandbox, who: &Identity) -> Result<()> {
+    pub(crate) fn check_owner(&self, sandbox: &Sandbox, who: &Principal) -> Result<()> {
         match who.owns(&sandbox.spec.owner) {
             true => Ok(()),
             false => Err(no_sandbox(&sandbox.id)),
@@ -124,8 +124,8 @@ impl Registry {
     /// How many sandboxes were forked from the template `id`.
     pub(crate) fn children_of(&self, id: &str) -> usize {
         let of_it = |entry: &&Entry| {
-            let belongings = entry.sandbox.belongings();
-            belongings.template.as_ref().is_some_and(|template| template.id == id)
+            let resources = entry.sandbox.resources();
+            resources.template.as_ref().is_some_and(|template| template.id == id)
         };
         self.lock().sandboxes.values().filter(of_it).count()
     }
@@ -152,12 +152,12 @@ impl Registry {
             let lineage = host.lineages.begin(&id)?;
             make_private_dir(&folder)
                 .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
-            let limits = cgroup::Limits::of_sandbox(spec.vcpus, spec.memory_limit_mib);
-            let belongings = Belongings::equip(&host, lineage, None, &id, spec.network, &limits);
-            let mut belongings = belongings.inspect_err(|_| drop(std::fs::remove_dir(&folder)))?;
-            let network = belongings.slot.is_some();
-            let guest = Facts {
-                image: assets.base().inspect_err(|_| belongings.discard(&id))?,
+            let limits = cgroup::CgroupLimits::of_sandbox(spec.vcpus, spec.memory_limit_mib);
+            let resources = Resources::allocate(&host, lineage, None, &id, spec.network, &limits);
+            let mut resources = resources.inspect_err(|_| drop(std::fs::remove_dir(&folder)))?;
+            let network = resources.slot.is_some();
+            let guest = GuestSpec {
+                image: assets.base().inspect_err(|_| resources.release(&id))?,
                 kernel: None,
                 vcpus: spec.vcpus,
                 mem_size_mib: spec.mem_mib,
@@ -166,19 +166,19 @@ impl Registry {
                 guest_ports: Vec::new(),
             };
             let spec = Spec { network, guest: Some(guest), ..spec };
-            Ok((Sandbox::new(id, spec, folder, belongings, host), assets))
+            Ok((Sandbox::new(id, spec, folder, resources, host), assets))
         });
         let (sandbox, assets) = prepared.await?;
         tracing::info!(sandbox = sandbox.id, image = sandbox.spec.image, "sandbox starts");
         let warm = warm.then(|| assets.image().map(|image| image.warm.clone()).unwrap_or_default());
         let seat = seats.pop().ok_or_else(|| Error::host("making a sandbox", "no room was reserved"))?;
-        Ok(self.add(seat, sandbox, Origin::Boot { assets, warm, lasting }))
+        Ok(self.add(seat, sandbox, SandboxOrigin::Boot { assets, warm, lasting }))
     }
 
     /// Takes a sandbox in and starts its keeper.
-    pub(crate) fn add(self: &Arc<Self>, seat: Seat, sandbox: Sandbox, origin: Origin) -> Bound {
+    pub(crate) fn add(self: &Arc<Self>, seat: Seat, sandbox: Sandbox, origin: SandboxOrigin) -> Bound {
         let sandbox = Arc::new(sandbox);
-        if !matches!(origin, Origin::Adopted(_)) {
+        if !matches!(origin, SandboxOrigin::Adopted(_)) {
             sandbox.created();
         }
         let keeper = self.keep(&sandbox, origin);
@@ -187,7 +187,7 @@ impl Registry {
     }
 
     /// Starts the keeper of a sandbox, and notes that there is one, and in the end how it went.
-    fn keep(&self, sandbox: &Arc<Sandbox>, origin: Origin) -> JoinHandle<()> {
+    fn keep(&self, sandbox: &Arc<Sandbox>, origin: SandboxOrigin) -> JoinHandle<()> {
         self.ledger.made(sandbox);
         let (sandbox, ledger, config) = (sandbox.clone(), self.ledger.clone(), self.host.config.clone());
         let (lost, noted) = (sandbox.clone(), ledger.clone());
@@ -196,7 +196,7 @@ impl Registry {
             ledger.note_phase(&sandbox);
         };
         task::spawn_or(Task::Sandbox, work, move |error| {
-            lost.lose_keeper(error);
+            lost.supervisor_panicked(error);
             noted.note_phase(&lost);
         })
     }
@@ -222,7 +222,7 @@ impl Registry {
         old: &Arc<Sandbox>,
         new: Sandbox,
         quota: &Quota,
-        succession: impl FnOnce(Arc<Sandbox>, JoinHandle<()>) -> Succession,
+        succession: impl FnOnce(Arc<Sandbox>, JoinHandle<()>) -> RollbackPlan,
     ) -> Result<Arc<Sandbox>> {
         let new = Arc::new(new);
         let mut guard = self.lock();
@@ -244,12 +244,12 @@ impl Registry {
             Err(error) => {
                 drop(guard);
                 // It was never forked: only its cgroup is there.
-                self.host.janitor.later(move || new.belongings().discard(&new.id));
+                self.host.janitor.later(move || new.resources().release(&new.id));
                 return Err(error);
             }
         };
         let keeper = std::mem::replace(&mut entry.keeper, task::spawn(Task::Sandbox, async {}));
-        let origin = Origin::Rollback(Box::new(succession(old.clone(), keeper)));
+        let origin = SandboxOrigin::Rollback(Box::new(succession(old.clone(), keeper)));
         entry.keeper = self.keep(&new, origin);
         entry.sandbox = new.clone();
         Ok(new)
@@ -260,10 +260,10 @@ impl Registry {
     }
 
     /// A sandbox and its turn: whoever had that before may have taken the sandbox back.
-    pub(crate) async fn turn_of(&self, id: &str) -> Result<(Arc<Sandbox>, OwnedMutexGuard<()>)> {
+    pub(crate) async fn exclusive_lock_of(&self, id: &str) -> Result<(Arc<Sandbox>, OwnedMutexGuard<()>)> {
         loop {
             let sandbox = self.known(id)?;
-            let turn = sandbox.take_turn().await?;
+            let turn = sandbox.lock_exclusive().await?;
             if self.get(id).is_ok_and(|now| Arc::ptr_eq(&now, &sandbox)) {
                 return Ok((sandbox, turn));
             }
@@ -321,27 +321,27 @@ impl Registry {
         }
         let entry = inner.sandboxes.remove(&sandbox.id);
         drop(inner);
-        let _ = sandbox.farewell.set(end);
-        entry.into_iter().for_each(|entry| self.dismiss(entry, Wish::End));
+        let _ = sandbox.end_reason.set(end);
+        entry.into_iter().for_each(|entry| self.dismiss(entry, DesiredState::End));
     }
 
     /// Takes a sandbox out of the registry. Its process and its files go in the background.
     pub(crate) fn delete(self: &Arc<Self>, id: &str) -> Result<()> {
         let entry = self.lock().sandboxes.remove(id);
         let Some(entry) = entry else { return self.get(id).map(|_| ()) };
-        self.dismiss(entry, Wish::End);
+        self.dismiss(entry, DesiredState::End);
         Ok(())
     }
 
-    fn dismiss(self: &Arc<Self>, mut entry: Entry, wish: Wish) {
+    fn dismiss(self: &Arc<Self>, mut entry: Entry, wish: DesiredState) {
         // Whoever was told that it is gone may have another one.
         entry.seat.give_back();
         let leaving = self.leaving.enter();
-        if wish == Wish::End {
-            entry.sandbox.disown();
-            self.ledger.ended(&entry.sandbox.id, &entry.sandbox.farewell());
+        if wish == DesiredState::End {
+            entry.sandbox.mark_deleted();
+            self.ledger.ended(&entry.sandbox.id, &entry.sandbox.end_reason());
         }
-        entry.sandbox.wish(wish);
+        entry.sandbox.set_desired(wish);
         let registry = self.clone();
         task::spawn(Task::TearDown, async move {
             registry.tear_down(entry, wish).await;
@@ -349,32 +349,32 @@ impl Registry {
         });
     }
 
-    async fn tear_down(&self, entry: Entry, wish: Wish) {
+    async fn tear_down(&self, entry: Entry, wish: DesiredState) {
         let Entry { sandbox, keeper, seat } = entry;
         if let Err(error) = keeper.await {
             tracing::error!(sandbox = sandbox.id, %error, "the keeper of a sandbox failed");
         }
-        let mut belongings = std::mem::take(&mut *sandbox.belongings());
+        let mut resources = std::mem::take(&mut *sandbox.resources());
         // What could not be left, because it was half-made, was deleted.
-        let deleted = matches!(sandbox.phase(), Phase::Ended(end) if end.is_wished());
-        if wish == Wish::Leave && !deleted {
-            if let Some(template) = &belongings.template {
+        let deleted = matches!(sandbox.phase(), Phase::Ended(end) if end.is_requested());
+        if wish == DesiredState::Leave && !deleted {
+            if let Some(template) = &resources.template {
                 template.leave();
             }
-            if let Some(lineage) = &belongings.lineage {
+            if let Some(lineage) = &resources.lineage {
                 lineage.leave();
             }
             return;
         }
         let id = sandbox.id.clone();
         let discarded = self.host.janitor.run(move || {
-            belongings.discard(&id);
-            belongings
+            resources.release(&id);
+            resources
         });
-        let belongings = discarded.await;
+        let resources = discarded.await;
         self.host.janitor.remove_folder(sandbox.folder.clone()).await;
         // Its template may go now, and the next sandbox may come.
-        drop((belongings, seat));
+        drop((resources, seat));
         tracing::debug!(sandbox = sandbox.id, "sandbox is gone");
     }
 
@@ -391,9 +391,9 @@ impl Registry {
             let lasting = unknown || entry.sandbox.record().is_some();
             if !lasting {
                 let why = "the daemon was stopped before it had booted, or while its command ran";
-                let _ = entry.sandbox.farewell.set(End::new("deleted", why, String::new()));
+                let _ = entry.sandbox.end_reason.set(End::new("deleted", why, String::new()));
             }
-            self.dismiss(entry, if lasting { Wish::Leave } else { Wish::End });
+            self.dismiss(entry, if lasting { DesiredState::Leave } else { DesiredState::End });
         }
         self.leaving.none().await;
         self.ledger.flush().await;

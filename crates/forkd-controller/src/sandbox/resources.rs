@@ -6,14 +6,14 @@ use forkd_net::Slot;
 
 use crate::error::{Error, Result, chain};
 use crate::host::Host;
-use crate::host::cgroup::{Leaf, Limits};
+use crate::host::cgroup::{CgroupLimits, Leaf};
 use crate::host::lineage::Lineage;
 use crate::network::Hold;
 use crate::snapshot::template::Template;
 
 /// What a sandbox has that others could have after it.
 #[derive(Debug, Default)]
-pub(crate) struct Belongings {
+pub(crate) struct Resources {
     pub(crate) lineage: Option<Arc<Lineage>>,
     /// Who forked it.
     pub(crate) template: Option<Arc<Template>>,
@@ -23,34 +23,34 @@ pub(crate) struct Belongings {
     pub(crate) leaf: Option<Leaf>,
 }
 
-impl Belongings {
+impl Resources {
     /// Takes what the sandbox `id` of `lineage` needs: a network slot if `network` asks for one, and a cgroup. It
     /// gets neither where the host has none. Blocks.
-    pub(crate) fn equip(
+    pub(crate) fn allocate(
         host: &Host,
         lineage: Arc<Lineage>,
         template: Option<Arc<Template>>,
         id: &str,
         network: bool,
-        limits: &Limits,
+        limits: &CgroupLimits,
     ) -> Result<Self> {
-        let mut belongings = Belongings { slot: host.slot(network)?, ..Belongings::default() };
+        let mut resources = Resources { slot: host.slot(network)?, ..Resources::default() };
         if let Some(cgroup) = &lineage.cgroup {
             match cgroup.leaf(id, limits) {
-                Ok(leaf) => belongings.leaf = Some(leaf),
+                Ok(leaf) => resources.leaf = Some(leaf),
                 Err(error) => {
-                    belongings.discard(id);
+                    resources.release(id);
                     return Err(Error::host("cannot make a cgroup", error));
                 }
             }
         }
-        belongings.lineage = Some(lineage);
-        belongings.template = template;
-        Ok(belongings)
+        resources.lineage = Some(lineage);
+        resources.template = template;
+        Ok(resources)
     }
 
     /// Gives the host back what is the sandbox's alone. Its process must be gone. Blocks.
-    pub(crate) fn discard(&mut self, id: &str) {
+    pub(crate) fn release(&mut self, id: &str) {
         if let Some(Err(error)) = self.slot.take().map(|mut slot| slot.destroy()) {
             tracing::error!(sandbox = id, error = chain(&error), "its network slot is left behind");
         }

@@ -20,18 +20,20 @@ use std::time::Instant;
 use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
 
-use crate::auth::principal::Identity;
+use crate::auth::principal::Principal;
 use crate::config::Config;
 use crate::error::{Code, Error, Result};
-use crate::host::cgroup::Limits;
+use crate::host::cgroup::CgroupLimits;
 use crate::host::{Host, process};
 use crate::monitor::{Monitor, boot_files, control_socket};
-use crate::sandbox::lifetime::Life;
+use crate::sandbox::lifetime::Lifetime;
 use crate::sandbox::registry::Registry;
 use crate::sandbox::spawn::{Attached, attach};
-use crate::sandbox::supervisor::{Birth, Outcome};
-use crate::sandbox::{Belongings, END, End, Phase, RECORD, Record, Sandbox, Spec, Wish, child_name};
-use crate::snapshot::registry::{Entry, Snapshots, State};
+use crate::sandbox::supervisor::{Outcome, PendingFork};
+use crate::sandbox::{
+    DesiredState, END, End, Phase, RECORD, Resources, Sandbox, SandboxRecord, Spec, child_name,
+};
+use crate::snapshot::registry::{Entry, SnapshotRegistry, SnapshotState};
 use crate::snapshot::template::Template;
 use crate::util::fs::make_private_dir;
 use crate::util::task::blocking;
@@ -42,7 +44,7 @@ pub(crate) const NEXT: &str = "next";
 const FAILED: &str = "rollback_failed";
 
 /// What the keeper of a sandbox needs to take another one's place.
-pub(crate) struct Succession {
+pub(crate) struct RollbackPlan {
     old: Arc<Sandbox>,
     keeper: JoinHandle<()>,
     attached: Attached,
@@ -55,7 +57,7 @@ pub(crate) struct Succession {
     turn: OwnedMutexGuard<()>,
 }
 
-impl std::fmt::Debug for Succession {
+impl std::fmt::Debug for RollbackPlan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Succession").field("template", &self.template.id).finish_non_exhaustive()
     }
@@ -65,14 +67,14 @@ impl std::fmt::Debug for Succession {
 /// and else to the snapshot it was forked from. Returns when it runs.
 pub(crate) async fn roll_back(
     registry: &Arc<Registry>,
-    snapshots: &Arc<Snapshots>,
+    snapshots: &Arc<SnapshotRegistry>,
     id: &str,
     to: Option<&str>,
-    who: &Identity,
+    who: &Principal,
 ) -> Result<Arc<Sandbox>> {
     let arrived = Instant::now();
-    let (old, turn) = registry.turn_of(id).await?;
-    old.not_put_away()?;
+    let (old, turn) = registry.exclusive_lock_of(id).await?;
+    old.check_not_suspending()?;
     if matches!(old.phase(), Phase::Starting) {
         let text = format!("sandbox {id} is still starting; wait for its state to be `running`");
         return Err(Error::new(Code::SandboxStarting, text));
@@ -83,7 +85,7 @@ pub(crate) async fn roll_back(
     let (sandbox, attached) = prepared.await?;
     let (host, envs) = (registry.host.clone(), sandbox.record().map(|it| it.envs).unwrap_or_default());
     let tag = template.about.tag.clone();
-    let new = registry.replace(&old, sandbox, &who.quota, |old, keeper| Succession {
+    let new = registry.replace(&old, sandbox, &who.quota, |old, keeper| RollbackPlan {
         old,
         keeper,
         attached,
@@ -100,10 +102,10 @@ pub(crate) async fn roll_back(
 
 /// The template to go on from.
 async fn target(
-    snapshots: &Arc<Snapshots>,
+    snapshots: &Arc<SnapshotRegistry>,
     old: &Sandbox,
     to: Option<&str>,
-    who: &Identity,
+    who: &Principal,
 ) -> Result<Arc<Template>> {
     if let Some(tag) = to {
         return snapshots.template_for(tag, who).await;
@@ -140,12 +142,14 @@ async fn target(
 
 /// Whether `entry` is another snapshot than the one `sandbox` was forked from, which had the same tag.
 fn is_another(entry: &Entry, sandbox: &Sandbox) -> bool {
-    let (template, created) = (sandbox.belongings().template.clone(), sandbox.created_at_unix());
+    let (template, created) = (sandbox.resources().template.clone(), sandbox.created_at_unix());
     // It knows best, unless it is that of yet another one, to which the sandbox was taken back.
     let template = template.filter(|template| template.about.tag == entry.tag);
     match (entry.state(), template) {
-        (State::Ready(snapshot), Some(template)) => template.snapshot().as_deref() != Some(snapshot.id()),
-        (State::Ready(snapshot), None) => snapshot.manifest().created_at_unix > created,
+        (SnapshotState::Ready(snapshot), Some(template)) => {
+            template.snapshot().as_deref() != Some(snapshot.id())
+        }
+        (SnapshotState::Ready(snapshot), None) => snapshot.manifest().created_at_unix > created,
         (_, template) => entry.branch().is_some_and(|branch| match template {
             Some(template) => branch.template != template.id,
             None => branch.begun_at_unix > created,
@@ -156,7 +160,7 @@ fn is_another(entry: &Entry, sandbox: &Sandbox) -> bool {
 /// What a branch was taken of: a tag may have been used again.
 fn source(entry: &Entry) -> Option<String> {
     match entry.state() {
-        State::Ready(snapshot) => snapshot.manifest().branched_from.clone(),
+        SnapshotState::Ready(snapshot) => snapshot.manifest().branched_from.clone(),
         _ => entry.branch().map(|branch| branch.source.clone()),
     }
 }
@@ -167,14 +171,14 @@ fn prepare(host: &Host, old: &Sandbox, template: &Arc<Template>) -> Result<(Sand
     clear(&next)
         .and_then(|()| make_private_dir(&next))
         .map_err(|error| Error::host(format!("cannot make {}", next.display()), error))?;
-    let prepared = conceive(host, old, template, &next);
+    let prepared = prepare_child(host, old, template, &next);
     if prepared.is_err() {
         let _ = clear(&next);
     }
     prepared
 }
 
-fn conceive(
+fn prepare_child(
     host: &Host,
     old: &Sandbox,
     template: &Arc<Template>,
@@ -184,13 +188,13 @@ fn conceive(
     let generation = before.as_ref().map_or(0, |record| record.generation).saturating_add(1);
     let child = child_name(&old.id, generation);
     let limit = old.spec.memory_limit_mib;
-    let limits = Limits::of_sandbox(about.guest.vcpus, limit);
+    let limits = CgroupLimits::of_sandbox(about.guest.vcpus, limit);
     // The network slot stays with the old process as long as there is one.
     let equipped =
-        Belongings::equip(host, template.lineage.clone(), Some(template.clone()), &child, false, &limits);
-    let mut belongings = equipped?;
-    let attached = attach(&belongings, &child, next, about.guest.image.is_none(), &host.config);
-    let attached = attached.inspect_err(|_| belongings.discard(&child))?;
+        Resources::allocate(host, template.lineage.clone(), Some(template.clone()), &child, false, &limits);
+    let mut resources = equipped?;
+    let attached = attach(&resources, &child, next, about.guest.image.is_none(), &host.config);
+    let attached = attached.inspect_err(|_| resources.release(&child))?;
     let spec = Spec {
         owner: old.spec.owner.clone(),
         image: about.guest.image.as_ref().map(|image| image.name.clone()),
@@ -203,7 +207,7 @@ fn conceive(
     };
     let mut history = facts.history;
     history.rolled_back_to = Some(about.tag.clone());
-    let record = Record {
+    let record = SandboxRecord {
         template: template.id.clone(),
         lineage: about.lineage,
         cgroup: about.cgroup.clone(),
@@ -217,14 +221,14 @@ fn conceive(
         history,
         envs: before.as_ref().map(|record| record.envs.clone()).unwrap_or_default(),
         workspace: before.and_then(|record| record.workspace),
-        life: Life { dozing: false, frozen: false, suspending: None, ..facts.life },
+        lifetime: Lifetime { auto_paused: false, frozen: false, suspending: None, ..facts.lifetime },
     };
-    let mut sandbox = Sandbox::new(old.id.clone(), spec, old.folder.clone(), belongings, host);
+    let mut sandbox = Sandbox::new(old.id.clone(), spec, old.folder.clone(), resources, host);
     sandbox.created = old.created;
     sandbox.child = child;
-    sandbox.learn(|known| known.netns = facts.netns);
+    sandbox.update_runtime(|known| known.netns = facts.netns);
     record.write(next).map_err(|error| {
-        sandbox.belongings().discard(&sandbox.id);
+        sandbox.resources().release(&sandbox.id);
         Error::host("cannot write down what a sandbox is", error)
     })?;
     sandbox.recorded(record);
@@ -243,18 +247,18 @@ impl Sandbox {
     /// Ends the process it comes after, takes over what that had, and is forked.
     pub(crate) async fn succeed(
         self: &Arc<Self>,
-        succession: Succession,
+        succession: RollbackPlan,
         config: &Config,
     ) -> std::result::Result<Monitor, Outcome> {
         let tag = succession.template.about.tag.clone();
         // Before anything ends: whoever starts a daemon from here on finds why.
         let why = format!("the daemon was stopped while the sandbox was rolled back to {tag}");
         let end = End::new(FAILED, again(&why), String::new());
-        if let Err(error) = self.own(|folder| end.write(folder)) {
+        if let Err(error) = self.write_if_not_deleted(|folder| end.write(folder)) {
             tracing::error!(sandbox = self.id, %error, "cannot write down what happens to it");
         }
-        let born = match self.step_in(succession).await {
-            Ok(birth) => self.be_born(birth, &config.timing).await,
+        let born = match self.request_replacement(succession).await {
+            Ok(birth) => self.finish_fork(birth, &config.timing).await,
             Err(error) => Err(Outcome::Ended(End::failed(FAILED, &error, String::new()))),
         };
         match born {
@@ -263,12 +267,12 @@ impl Sandbox {
                 let _ = std::fs::remove_file(self.folder.join(END));
                 Ok(monitor)
             }
-            Err(Outcome::Ended(end)) if !end.is_wished() => {
+            Err(Outcome::Ended(end)) if !end.is_requested() => {
                 let text = format!("it could not be rolled back to {tag}: {}", end.detail);
                 Err(Outcome::Ended(End { reason: FAILED.into(), detail: again(&text), ..end }))
             }
             // Half-made, it cannot be left to the next daemon; but what is left of it can.
-            Err(_) if self.wished() == Wish::Leave => {
+            Err(_) if self.desired() == DesiredState::Leave => {
                 Err(Outcome::Ended(End::new(FAILED, again(&why), String::new())))
             }
             Err(outcome) => Err(outcome),
@@ -276,24 +280,24 @@ impl Sandbox {
     }
 
     /// Takes the place of the old process, and asks for the new one.
-    async fn step_in(self: &Arc<Self>, succession: Succession) -> Result<Birth> {
-        let Succession { old, keeper, mut attached, template, host, envs, arrived, turn } = succession;
-        old.wish(Wish::GiveWay);
+    async fn request_replacement(self: &Arc<Self>, succession: RollbackPlan) -> Result<PendingFork> {
+        let RollbackPlan { old, keeper, mut attached, template, host, envs, arrived, turn } = succession;
+        old.set_desired(DesiredState::Replace);
         if let Err(error) = keeper.await {
             tracing::error!(sandbox = old.id, %error, "the keeper of a sandbox failed");
         }
-        let mut left = std::mem::take(&mut *old.belongings());
-        self.belongings().slot = left.slot.take();
+        let mut left = std::mem::take(&mut *old.resources());
+        self.resources().slot = left.slot.take();
         let whose = old.id.clone();
         // Its lineage goes last: the user's number may be somebody else's from then on.
         host.janitor.later(move || {
-            left.discard(&whose);
+            left.release(&whose);
             drop(left);
         });
         let sandbox = self.clone();
         let asked = blocking("rolling back", move || {
             if sandbox.spec.network {
-                attached.attach_tap(&mut sandbox.belongings())?;
+                attached.attach_tap(&mut sandbox.resources())?;
             }
             switch(&sandbox.folder)
                 .map_err(|error| Error::host("cannot use the files of the new process", error))?;
@@ -301,7 +305,7 @@ impl Sandbox {
             Ok((template.fork(attached.config, attached.fds), attached.control))
         });
         let (asked, control) = asked.await?;
-        Ok(Birth { asked, control, arrived, envs })
+        Ok(PendingFork { asked, control, arrived, envs })
     }
 }
 

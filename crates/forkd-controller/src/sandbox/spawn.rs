@@ -17,19 +17,19 @@ use std::time::{Duration, Instant};
 use forkd_protocol::control::{Channel, FdRef, ForkConfig};
 use tokio::sync::mpsc;
 
-use crate::auth::principal::Identity;
+use crate::auth::principal::Principal;
 use crate::auth::quota::Claim;
 use crate::config::Config;
 use crate::error::{Code, Error, Result};
-use crate::host::cgroup::{self, Limits};
+use crate::host::cgroup::{self, CgroupLimits};
 use crate::host::{Host, disk_layer};
 use crate::monitor::{boot_files, control_socket};
-use crate::sandbox::lifetime::{Life, deadline};
+use crate::sandbox::lifetime::{Lifetime, deadline};
 use crate::sandbox::registry::{Bound, Registry, Seat};
-use crate::sandbox::resources::Belongings;
-use crate::sandbox::supervisor::{Birth, Origin};
-use crate::sandbox::{History, Record, Sandbox, Spec};
-use crate::snapshot::registry::Snapshots;
+use crate::sandbox::resources::Resources;
+use crate::sandbox::supervisor::{PendingFork, SandboxOrigin};
+use crate::sandbox::{History, Sandbox, SandboxRecord, Spec};
+use crate::snapshot::registry::SnapshotRegistry;
 use crate::snapshot::template::Template;
 use crate::telemetry::{metrics, otlp};
 use crate::util::random::new_id;
@@ -37,11 +37,11 @@ use crate::util::task::{self, Task};
 
 /// What is asked for.
 #[derive(Debug, Clone)]
-pub(crate) struct Order {
+pub(crate) struct SpawnSpec {
     /// The snapshot they are forked from.
     pub(crate) tag: String,
     /// Who asks, and has to see the snapshot; with the most the owner may have.
-    pub(crate) who: Identity,
+    pub(crate) who: Principal,
     /// Whose they will be.
     pub(crate) owner: String,
     pub(crate) n: usize,
@@ -53,8 +53,8 @@ pub(crate) struct Order {
     /// The workspace it is to be the sandbox of.
     pub(crate) workspace: Option<String>,
     /// After this long the time of each is over.
-    pub(crate) lifetime: Option<Duration>,
-    pub(crate) life: Life,
+    pub(crate) time_to_live: Option<Duration>,
+    pub(crate) lifetime: Lifetime,
     /// When the request came.
     pub(crate) arrived: Instant,
 }
@@ -71,7 +71,7 @@ pub(crate) struct Spawned {
 /// Children of one template.
 #[derive(Debug, Clone)]
 struct Batch {
-    order: Arc<Order>,
+    order: Arc<SpawnSpec>,
     template: Arc<Template>,
     n: usize,
 }
@@ -82,8 +82,8 @@ struct Batch {
 /// that template did not fork is asked of the next one, once.
 pub(crate) async fn spawn(
     registry: &Arc<Registry>,
-    snapshots: &Arc<Snapshots>,
-    order: Order,
+    snapshots: &Arc<SnapshotRegistry>,
+    order: SpawnSpec,
 ) -> Result<Spawned> {
     let order = Arc::new(order);
     let batch = async |n| {
@@ -136,7 +136,7 @@ async fn attempt(registry: &Arc<Registry>, batch: Batch) -> Result<Spawned> {
 fn begin(registry: &Arc<Registry>, batch: Batch) -> Result<mpsc::UnboundedReceiver<Result<Bound>>> {
     let n = batch.n;
     let refused = |count: usize| {
-        registry.host.telling.metrics.spawns.add(metrics::Outcome::Refused, count as u64);
+        registry.host.telemetry.metrics.spawns.add(metrics::Outcome::Refused, count as u64);
     };
     let guest = &batch.template.about.guest;
     let claim = Claim { owner: batch.order.owner.clone(), mem_mib: guest.mem_size_mib };
@@ -206,10 +206,10 @@ fn prepare(registry: &Arc<Registry>, batch: &Batch, seat: Seat) -> Result<Bound>
     let folder = registry.folder.join(&id);
     let made = std::fs::DirBuilder::new().mode(0o700).create(&folder);
     made.map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
-    match conceive(&registry.host, batch, id, &folder) {
-        Ok((sandbox, birth)) => Ok(registry.add(seat, sandbox, Origin::Fork(birth))),
+    match prepare_child(&registry.host, batch, id, &folder) {
+        Ok((sandbox, birth)) => Ok(registry.add(seat, sandbox, SandboxOrigin::Fork(birth))),
         Err(error) => {
-            registry.host.telling.metrics.spawns.add(metrics::Outcome::Failed, 1);
+            registry.host.telemetry.metrics.spawns.add(metrics::Outcome::Failed, 1);
             let _ = std::fs::remove_dir_all(&folder);
             Err(error)
         }
@@ -217,36 +217,36 @@ fn prepare(registry: &Arc<Registry>, batch: &Batch, seat: Seat) -> Result<Bound>
 }
 
 /// Prepares one child in `folder` and asks its template for it.
-fn conceive(host: &Host, batch: &Batch, id: String, folder: &Path) -> Result<(Sandbox, Birth)> {
+fn prepare_child(host: &Host, batch: &Batch, id: String, folder: &Path) -> Result<(Sandbox, PendingFork)> {
     let (order, template, guest) = (&batch.order, &batch.template, &batch.template.about.guest);
     let limit = order.memory_limit_mib.unwrap_or_else(|| cgroup::memory_mib(guest.mem_size_mib));
-    let limits = Limits::of_sandbox(guest.vcpus, limit);
+    let limits = CgroupLimits::of_sandbox(guest.vcpus, limit);
     let network = order.network && guest.network;
     let equipped =
-        Belongings::equip(host, template.lineage.clone(), Some(template.clone()), &id, network, &limits);
-    let mut belongings = equipped?;
-    let attached = attach(&belongings, &id, folder, guest.image.is_none(), &host.config);
+        Resources::allocate(host, template.lineage.clone(), Some(template.clone()), &id, network, &limits);
+    let mut resources = equipped?;
+    let attached = attach(&resources, &id, folder, guest.image.is_none(), &host.config);
     let tapped = attached.and_then(|mut attached| {
-        attached.attach_tap(&mut belongings)?;
+        attached.attach_tap(&mut resources)?;
         Ok(attached)
     });
-    let Attached { config, fds, control } = tapped.inspect_err(|_| belongings.discard(&id))?;
+    let Attached { config, fds, control } = tapped.inspect_err(|_| resources.release(&id))?;
     let spec = Spec {
         owner: order.owner.clone(),
         image: guest.image.as_ref().map(|image| image.name.clone()),
         snapshot_tag: Some(template.about.tag.clone()),
         vcpus: guest.vcpus,
         mem_mib: guest.mem_size_mib,
-        network: belongings.slot.is_some(),
+        network: resources.slot.is_some(),
         memory_limit_mib: limit,
         guest: Some(guest.clone()),
     };
-    let sandbox = Sandbox::new(id, spec, folder.to_owned(), belongings, host);
+    let sandbox = Sandbox::new(id, spec, folder.to_owned(), resources, host);
     record(&sandbox, order, template).map_err(|error| {
-        sandbox.belongings().discard(&sandbox.id);
+        sandbox.resources().release(&sandbox.id);
         Error::host("cannot write down what a sandbox is", error)
     })?;
-    let birth = Birth {
+    let birth = PendingFork {
         asked: template.fork(config, fds),
         control,
         arrived: order.arrived,
@@ -264,7 +264,7 @@ pub(crate) struct Attached {
 
 /// Makes in `folder` what the child `name` needs; all but its tap.
 pub(crate) fn attach(
-    belongings: &Belongings,
+    resources: &Resources,
     name: &str,
     folder: &Path,
     bare: bool,
@@ -288,14 +288,14 @@ pub(crate) fn attach(
         cgroup: None,
     };
     if !bare {
-        let layer = match &belongings.lineage {
+        let layer = match &resources.lineage {
             Some(lineage) => lineage.layer(&host.data_dir)?,
             None => disk_layer::layer(&host.data_dir)?,
         };
         config.layers = vec![Some(attach(layer))];
         config.vsock = Some(attach(boot_files::listener(folder)?));
     }
-    if let Some(leaf) = &belongings.leaf {
+    if let Some(leaf) = &resources.leaf {
         config.cgroup = Some(attach(leaf.fd().try_clone_to_owned().map_err(failed)?));
     }
     Ok(Attached { config, fds, control })
@@ -303,8 +303,8 @@ pub(crate) fn attach(
 
 impl Attached {
     /// Adds the tap of its slot, if it has one. Nobody else may have it open.
-    pub(crate) fn attach_tap(&mut self, belongings: &mut Belongings) -> Result<()> {
-        let Some(slot) = &mut belongings.slot else { return Ok(()) };
+    pub(crate) fn attach_tap(&mut self, resources: &mut Resources) -> Result<()> {
+        let Some(slot) = &mut resources.slot else { return Ok(()) };
         let tap = slot.take_tap().map_err(|error| Error::host("cannot use a network slot", error))?;
         self.config.tap = Some(FdRef(self.fds.len()));
         self.fds.push(tap);
@@ -313,22 +313,22 @@ impl Attached {
 }
 
 /// Writes down what the next daemon needs to know. Not synced: it need not outlive the host.
-fn record(sandbox: &Sandbox, order: &Order, template: &Template) -> io::Result<()> {
-    let record = Record {
+fn record(sandbox: &Sandbox, order: &SpawnSpec, template: &Template) -> io::Result<()> {
+    let record = SandboxRecord {
         template: template.id.clone(),
         lineage: template.about.lineage,
         cgroup: template.about.cgroup.clone(),
         spec: sandbox.spec.clone(),
         created_at_unix: sandbox.created_at_unix(),
         created_nanos: sandbox.created_nanos(),
-        deadline_unix: order.lifetime.map(deadline),
+        deadline_unix: order.time_to_live.map(deadline),
         netns: sandbox.facts().netns,
         python: template.about.guest.python,
         generation: 0,
         history: History::default(),
         envs: order.envs.clone(),
         workspace: order.workspace.clone(),
-        life: order.life.clone(),
+        lifetime: order.lifetime.clone(),
     };
     record.write(&sandbox.folder)?;
     sandbox.recorded(record);

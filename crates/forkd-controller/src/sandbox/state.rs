@@ -11,8 +11,8 @@ use crate::util::time;
 
 impl Sandbox {
     /// It stands somewhere else now.
-    pub(crate) fn turn_to(&self, phase: Phase) {
-        self.become_if(|old| {
+    pub(crate) fn set_phase(&self, phase: Phase) {
+        self.transition(|old| {
             let kind = match (old, &phase) {
                 (Phase::Paused, Phase::Running) => Some(EventKind::SandboxResumed),
                 (_, Phase::Running) => Some(EventKind::SandboxRunning),
@@ -29,32 +29,32 @@ impl Sandbox {
     }
 
     /// It runs, in the place of another process.
-    pub(crate) fn runs_again(&self) {
-        self.become_if(|_| Some((Phase::Running, Some(EventKind::SandboxRolledBack))));
+    pub(crate) fn note_rolled_back(&self) {
+        self.transition(|_| Some((Phase::Running, Some(EventKind::SandboxRolledBack))));
     }
 
     /// Its agent answers, or has not for too long; whether that is news.
     pub(crate) fn answers(&self, answers: bool) -> bool {
-        self.become_if(|old| match (old, answers) {
+        self.transition(|old| match (old, answers) {
             (Phase::Running, false) => Some((Phase::Unresponsive, Some(EventKind::SandboxUnresponsive))),
             (Phase::Unresponsive, true) => Some((Phase::Running, Some(EventKind::SandboxRunning))),
             _ => None,
         })
     }
 
-    fn become_if(&self, next: impl FnOnce(&Phase) -> Option<(Phase, Option<EventKind>)>) -> bool {
+    fn transition(&self, next: impl FnOnce(&Phase) -> Option<(Phase, Option<EventKind>)>) -> bool {
         self.phase.send_if_modified(|phase| {
             let Some((new, kind)) = next(phase) else { return false };
             *phase = new;
             // While nobody else can change it: events come in the order of what they tell.
             if let Some(kind) = kind {
-                self.tell(kind, phase);
+                self.emit(kind, phase);
             }
             true
         })
     }
 
-    fn tell(&self, kind: EventKind, phase: &Phase) {
+    fn emit(&self, kind: EventKind, phase: &Phase) {
         let facts = self.facts();
         let snapshot = match kind {
             EventKind::SandboxBranched => facts.history.last_branch_tag,
@@ -75,17 +75,17 @@ impl Sandbox {
             detail: end.map(|end| end.detail.clone()).or(disk_full.then(|| DISK_FULL_DETAIL.into())),
             ready_ms: facts.ready_ms.filter(|_| kind == EventKind::SandboxRunning),
         };
-        self.telling.events.emit(kind, about);
+        self.telemetry.events.emit(kind, about);
     }
 
     /// It was made, and nothing else is known of it.
     pub(crate) fn created(&self) {
-        self.tell(EventKind::SandboxCreated, &Phase::Starting);
+        self.emit(EventKind::SandboxCreated, &Phase::Starting);
     }
 
     /// A branch was taken of it.
-    pub(crate) fn told_of_branch(&self) {
-        self.tell(EventKind::SandboxBranched, &Phase::Running);
+    pub(crate) fn note_branched(&self) {
+        self.emit(EventKind::SandboxBranched, &Phase::Running);
     }
 
     /// Its agent answered just now.

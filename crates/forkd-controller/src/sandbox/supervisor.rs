@@ -13,40 +13,40 @@ use crate::agent::bringup;
 use crate::config::{Config, Timing};
 use crate::error::Error;
 use crate::host::disk_layer;
-use crate::host::images::Assets;
-use crate::host::process::Identity;
+use crate::host::images::BootSource;
+use crate::host::process::ProcessId;
 use crate::monitor::{Launch, Monitor, MonitorEnd, boot_files, console, control_socket};
-use crate::sandbox::command::Command;
+use crate::sandbox::command::MonitorCommand;
 use crate::sandbox::lifetime::deadline;
-use crate::sandbox::rollback::Succession;
-use crate::sandbox::{END, End, Phase, ROLLED_BACK, Sandbox, Wish};
-use crate::snapshot::template::{Asked, lost};
+use crate::sandbox::rollback::RollbackPlan;
+use crate::sandbox::{DesiredState, END, End, Phase, ROLLED_BACK, Sandbox};
+use crate::snapshot::template::{PendingChild, lost};
 use crate::telemetry::metrics;
 use crate::telemetry::otlp::Over;
 
 /// How a sandbox comes to be.
 #[derive(Debug)]
-pub(crate) enum Origin {
+pub(crate) enum SandboxOrigin {
     /// From an image.
     Boot {
-        assets: Assets,
+        assets: BootSource,
         /// The image's warm-up, if it is to run before the sandbox counts as running.
         warm: Option<WarmRequest>,
         /// Whether it is to outlive this daemon.
         lasting: bool,
     },
     /// From a template.
-    Fork(Birth),
+    Fork(PendingFork),
     /// In the place of another process.
-    Rollback(Box<Succession>),
+    Rollback(Box<RollbackPlan>),
     /// It was there before us.
     Adopted(Monitor),
 }
 
 /// A fork that was asked for.
 #[derive(Debug)]
-pub(crate) struct Birth {
-    pub(crate) asked: Asked,
+pub(crate) struct PendingFork {
+    pub(crate) asked: PendingChild,
     /// The connection that waits for it.
     pub(crate) control: Channel,
     /// When the request for it arrived.
@@ -74,25 +74,26 @@ pub(crate) enum Outcome {
 
 impl Sandbox {
     /// Brings it up, watches it, and returns when the process is gone or left.
-    pub(crate) async fn keep(self: Arc<Self>, origin: Origin, config: Arc<Config>) {
-        let (adopted, again) = (matches!(origin, Origin::Adopted(_)), matches!(origin, Origin::Rollback(_)));
-        let (metrics, begun) = (&self.telling.metrics, Instant::now());
+    pub(crate) async fn keep(self: Arc<Self>, origin: SandboxOrigin, config: Arc<Config>) {
+        let (adopted, again) =
+            (matches!(origin, SandboxOrigin::Adopted(_)), matches!(origin, SandboxOrigin::Rollback(_)));
+        let (metrics, begun) = (&self.telemetry.metrics, Instant::now());
         let counted = match &origin {
-            Origin::Boot { .. } => Some(&metrics.boots),
-            Origin::Fork(_) => Some(&metrics.spawns),
-            Origin::Rollback(_) | Origin::Adopted(_) => None,
+            SandboxOrigin::Boot { .. } => Some(&metrics.boots),
+            SandboxOrigin::Fork(_) => Some(&metrics.spawns),
+            SandboxOrigin::Rollback(_) | SandboxOrigin::Adopted(_) => None,
         };
         let started = match origin {
-            Origin::Boot { assets, warm, lasting } => {
+            SandboxOrigin::Boot { assets, warm, lasting } => {
                 let booted = self.boot(&assets, warm.as_ref(), &config).await;
                 match lasting {
                     true => self.record_boot(booted).await,
                     false => booted,
                 }
             }
-            Origin::Fork(birth) => self.be_born(birth, &config.timing).await,
-            Origin::Rollback(succession) => self.succeed(*succession, &config).await,
-            Origin::Adopted(monitor) => Ok(monitor),
+            SandboxOrigin::Fork(birth) => self.finish_fork(birth, &config.timing).await,
+            SandboxOrigin::Rollback(succession) => self.succeed(*succession, &config).await,
+            SandboxOrigin::Adopted(monitor) => Ok(monitor),
         };
         if let Some(counted) = counted {
             let how = how_it_started(&started);
@@ -105,9 +106,9 @@ impl Sandbox {
                 tracing::debug!(sandbox = self.id, facts.boot_ms, facts.ready_ms, "sandbox runs");
                 let paused = adopted && self.is_paused(&mut monitor, &config.timing).await;
                 match (paused, again) {
-                    (true, _) => self.turn_to(Phase::Paused),
-                    (false, true) => self.runs_again(),
-                    (false, false) => self.turn_to(Phase::Running),
+                    (true, _) => self.set_phase(Phase::Paused),
+                    (false, true) => self.note_rolled_back(),
+                    (false, false) => self.set_phase(Phase::Running),
                 }
                 // Forked, it still has the score of its template. Those who wait for it have their answer.
                 monitor.rank_as_sandbox();
@@ -116,23 +117,23 @@ impl Sandbox {
             Err(outcome) => outcome,
         };
         let Outcome::Ended(end) = outcome else { return };
-        match end.is_wished() || end.reason == ROLLED_BACK {
+        match end.is_requested() || end.reason == ROLLED_BACK {
             true => tracing::debug!(sandbox = self.id, reason = end.reason, "sandbox ended"),
             false => {
                 tracing::info!(sandbox = self.id, reason = end.reason, detail = end.detail, "sandbox ended")
             }
         }
         self.record_end(&end);
-        self.learn(|facts| facts.pid = None);
-        self.turn_to(Phase::Ended(Arc::new(end)));
+        self.update_runtime(|facts| facts.pid = None);
+        self.set_phase(Phase::Ended(Arc::new(end)));
     }
 
     /// Its keeper panicked: what it held was dropped, so the process is ended. Nothing more is known of it.
-    pub(crate) fn lose_keeper(&self, error: Error) {
+    pub(crate) fn supervisor_panicked(&self, error: Error) {
         let end = End::failed("failed", &error, String::new());
         self.record_end(&end);
-        self.learn(|facts| facts.pid = None);
-        self.turn_to(Phase::Ended(Arc::new(end)));
+        self.update_runtime(|facts| facts.pid = None);
+        self.set_phase(Phase::Ended(Arc::new(end)));
     }
 
     fn trace_start(&self, begun: Instant, how: metrics::Outcome) {
@@ -145,7 +146,7 @@ impl Sandbox {
             ],
         );
         let over = Over { name, begun, failed: how == metrics::Outcome::Failed, attributes: &attributes };
-        self.telling.traces.work(self.trace, over);
+        self.telemetry.traces.work(self.trace, over);
     }
 
     /// Whether an adopted one stands still.
@@ -155,14 +156,14 @@ impl Sandbox {
         let _ = std::fs::remove_file(self.folder.join(END));
         // It has told why before it answered.
         let disk_full = monitor.take_disk_full();
-        self.learn(|facts| facts.disk_full = disk_full);
+        self.update_runtime(|facts| facts.disk_full = disk_full);
         !status.running
     }
 
     /// Makes one that has booted one that the next daemon takes over. One that cannot be is ended.
     async fn record_boot(&self, booted: Result<Monitor, Outcome>) -> Result<Monitor, Outcome> {
         let mut monitor = booted?;
-        match self.outlive() {
+        match self.persist_for_adoption() {
             Ok(()) => Ok(monitor),
             Err(error) => {
                 monitor.end().await;
@@ -174,14 +175,14 @@ impl Sandbox {
 
     /// Writes down how one with a record ended, and lets its template forget it.
     fn record_end(&self, end: &End) {
-        let template = self.belongings().template.clone();
+        let template = self.resources().template.clone();
         if self.record().is_none() {
             return;
         }
         // What was deleted leaves no trace, and whoever takes its place has one of its own.
-        if !end.is_wished()
+        if !end.is_requested()
             && end.reason != ROLLED_BACK
-            && let Err(error) = self.own(|folder| end.write(folder))
+            && let Err(error) = self.write_if_not_deleted(|folder| end.write(folder))
         {
             tracing::error!(sandbox = self.id, %error, "cannot write down how it ended");
             return;
@@ -193,7 +194,7 @@ impl Sandbox {
 
     async fn boot(
         &self,
-        assets: &Assets,
+        assets: &BootSource,
         warm: Option<&WarmRequest>,
         config: &Config,
     ) -> Result<Monitor, Outcome> {
@@ -205,7 +206,7 @@ impl Sandbox {
             };
             let process = ended.as_ref().map(MonitorEnd::account).unwrap_or_default();
             let (detail, told) = match failure {
-                Failure::Dismissed => return Err(Outcome::Ended(self.farewell())),
+                Failure::Dismissed => return Err(Outcome::Ended(self.end_reason())),
                 Failure::Host(error) => {
                     tracing::warn!(sandbox = self.id, %error, process, "boot failed");
                     let end = End::failed("boot_failed", &error, self.tail().await);
@@ -237,7 +238,7 @@ impl Sandbox {
     /// One boot. On failure the process is gone, and its own account of it comes along.
     async fn attempt(
         &self,
-        assets: &Assets,
+        assets: &BootSource,
         warm: Option<&WarmRequest>,
         config: &Config,
     ) -> Result<Monitor, (Failure, Option<MonitorEnd>)> {
@@ -245,7 +246,7 @@ impl Sandbox {
         let host = |error| (Failure::Host(error), None);
         let launch = self.launch(config).map_err(host)?;
         let mut monitor = Monitor::launch(launch, config.timing.call).await.map_err(host)?;
-        self.learn(|facts| facts.pid = u32::try_from(monitor.pid()).ok());
+        self.update_runtime(|facts| facts.pid = u32::try_from(monitor.pid()).ok());
         let outcome = tokio::select! {
             biased;
             _ = self.dismissed() => Err(Failure::Dismissed),
@@ -255,8 +256,8 @@ impl Sandbox {
             Ok(pong) => {
                 self.heard();
                 let boot_ms = begun.elapsed().as_millis() as u64;
-                self.learn(|facts| {
-                    facts.deadline_unix = facts.lifetime.map(deadline).or(facts.deadline_unix);
+                self.update_runtime(|facts| {
+                    facts.deadline_unix = facts.time_to_live.map(deadline).or(facts.deadline_unix);
                     facts.boot_ms = Some(boot_ms);
                     facts.python = Some(pong.python);
                 });
@@ -267,20 +268,20 @@ impl Sandbox {
     }
 
     fn launch(&self, config: &Config) -> crate::error::Result<Launch> {
-        let belongings = self.belongings();
-        let door = belongings.leaf.as_ref().map(|leaf| leaf.door()).transpose();
+        let resources = self.resources();
+        let door = resources.leaf.as_ref().map(|leaf| leaf.door()).transpose();
         Ok(Launch {
             id: self.id.clone(),
             folder: self.folder.clone(),
             vmm: config.vmm.clone(),
-            uid: belongings.lineage.as_ref().and_then(|lineage| lineage.uid()),
+            uid: resources.lineage.as_ref().and_then(|lineage| lineage.uid()),
             door: door.map_err(|error| Error::host("cannot use a cgroup", error))?.map(Arc::new),
         })
     }
 
     /// An empty disk layer for its monitor.
     fn layer(&self, config: &Config) -> crate::error::Result<OwnedFd> {
-        match &self.belongings().lineage {
+        match &self.resources().lineage {
             Some(lineage) => lineage.layer(&config.data_dir),
             None => disk_layer::layer(&config.data_dir),
         }
@@ -289,13 +290,13 @@ impl Sandbox {
     async fn bring_up(
         &self,
         monitor: &mut Monitor,
-        assets: &Assets,
+        assets: &BootSource,
         warm: Option<&WarmRequest>,
         config: &Config,
     ) -> Result<Pong, Failure> {
-        let tap = self.belongings().slot.as_mut().map(|slot| slot.take_tap()).transpose();
+        let tap = self.resources().slot.as_mut().map(|slot| slot.take_tap()).transpose();
         let tap = tap.map_err(|error| Failure::Host(Error::host("cannot use a network slot", error)))?;
-        let plan = boot_files::Plan {
+        let plan = boot_files::BootPlan {
             folder: self.folder.clone(),
             vcpus: self.spec.vcpus,
             mem_mib: self.spec.mem_mib,
@@ -331,14 +332,14 @@ impl Sandbox {
     }
 
     /// From the template's answer to the child's first.
-    pub(crate) async fn be_born(&self, birth: Birth, timing: &Timing) -> Result<Monitor, Outcome> {
-        let Birth { asked, control, arrived, envs } = birth;
+    pub(crate) async fn finish_fork(&self, birth: PendingFork, timing: &Timing) -> Result<Monitor, Outcome> {
+        let PendingFork { asked, control, arrived, envs } = birth;
         let forked = tokio::select! {
             biased;
             forked = asked.forked => forked.unwrap_or_else(|_| Err(lost())),
             _ = self.dismissed() => {
                 control_socket::stop_unseen(control);
-                return Err(Outcome::Ended(self.farewell()));
+                return Err(Outcome::Ended(self.end_reason()));
             }
         };
         let forked = match forked {
@@ -349,13 +350,13 @@ impl Sandbox {
                 return Err(Outcome::Ended(self.fork_failed(&error)));
             }
         };
-        self.telling.metrics.spawn.observe(arrived.elapsed());
+        self.telemetry.metrics.spawn.observe(arrived.elapsed());
         let pid = forked.pid;
         let monitor = Monitor::forked(self.id.clone(), self.folder.clone(), forked, control, asked.ended);
         let monitor =
             monitor.map_err(|error| self.fork_failed(&Error::host("cannot watch its process", error)));
         let mut monitor = monitor.map_err(Outcome::Ended)?;
-        self.learn(|facts| facts.pid = u32::try_from(pid).ok());
+        self.update_runtime(|facts| facts.pid = u32::try_from(pid).ok());
 
         let answered = tokio::select! {
             biased;
@@ -365,16 +366,17 @@ impl Sandbox {
         let took = arrived.elapsed();
         // Half-made until here: what names its process makes the next daemon take it over.
         let recorded = answered.and_then(|python| {
-            let template = self.belongings().template.as_ref().map_or(0, |template| template.pid);
-            let identity = Identity::of_child(pid, template);
-            let written = identity.and_then(|identity| self.own(|folder| identity.write(folder)));
+            let template = self.resources().template.as_ref().map_or(0, |template| template.pid);
+            let identity = ProcessId::of_child(pid, template);
+            let written =
+                identity.and_then(|identity| self.write_if_not_deleted(|folder| identity.write(folder)));
             written.map_err(|error| Failure::Host(Error::host("cannot record its process", error)))?;
             Ok(python)
         });
         match recorded {
             Ok(python) => {
-                self.telling.metrics.first_answer.observe(took);
-                self.learn(|facts| {
+                self.telemetry.metrics.first_answer.observe(took);
+                self.update_runtime(|facts| {
                     facts.ready_ms = Some(took.as_secs_f64() * 1e3);
                     facts.python = python.or(facts.python);
                 });
@@ -383,7 +385,7 @@ impl Sandbox {
             Err(failure) => {
                 let process = monitor.end().await;
                 Err(match failure {
-                    Failure::Dismissed => Outcome::Ended(self.farewell()),
+                    Failure::Dismissed => Outcome::Ended(self.end_reason()),
                     Failure::Host(error) => Outcome::Ended(self.fork_failed(&error)),
                     Failure::Guest(detail, told) => {
                         let detail = self.out_of_memory(process.status).unwrap_or(detail);
@@ -453,16 +455,16 @@ impl Sandbox {
                     None => continue,
                 },
                 Some(command) = next_command(&mut commands) => command,
-                () = &mut watchdog => break Wish::End,
+                () = &mut watchdog => break DesiredState::End,
             };
             command.obey(self, &mut monitor, timing.call).await;
         };
-        if wish == Wish::Leave {
+        if wish == DesiredState::Leave {
             monitor.leave();
             return Outcome::Left;
         }
         monitor.end().await;
-        Outcome::Ended(if wish == Wish::GiveWay { End::rolled_back() } else { self.farewell() })
+        Outcome::Ended(if wish == DesiredState::Replace { End::rolled_back() } else { self.end_reason() })
     }
 
     /// Pings the agent for ever and keeps the phase up to date.
@@ -528,7 +530,7 @@ impl Sandbox {
     /// What to say if the kernel killed it because its memory was used up.
     fn out_of_memory(&self, status: Option<WaitStatus>) -> Option<String> {
         let killed = matches!(status, Some(WaitStatus::Signaled(9)) | None);
-        let kills = self.belongings().leaf.as_ref().and_then(|leaf| leaf.oom_kills().ok()).unwrap_or(0);
+        let kills = self.resources().leaf.as_ref().and_then(|leaf| leaf.oom_kills().ok()).unwrap_or(0);
         (killed && kills > 0).then(|| {
             let limit = self.spec.memory_limit_mib;
             format!("it used more than its {limit} MiB; make it with a larger memory_limit_mib")
@@ -544,7 +546,7 @@ fn how_it_started(started: &Result<Monitor, Outcome>) -> metrics::Outcome {
     }
 }
 
-async fn next_command(commands: &mut Option<mpsc::Receiver<Command>>) -> Option<Command> {
+async fn next_command(commands: &mut Option<mpsc::Receiver<MonitorCommand>>) -> Option<MonitorCommand> {
     match commands {
         Some(commands) => commands.recv().await,
         None => std::future::pending().await,

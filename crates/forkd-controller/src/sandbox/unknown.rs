@@ -12,17 +12,17 @@ use serde_json::Value;
 
 use crate::auth::principal::local_owner;
 use crate::error::Result;
-use crate::sandbox::lifetime::Life;
+use crate::sandbox::lifetime::Lifetime;
 use crate::sandbox::registry::{Registry, time};
-use crate::sandbox::resources::Belongings;
-use crate::sandbox::{Phase, Record, Sandbox, Spec, Wish, child_name};
+use crate::sandbox::resources::Resources;
+use crate::sandbox::{DesiredState, Phase, Sandbox, SandboxRecord, Spec, child_name};
 use crate::snapshot::adopt::Leftovers;
 use crate::snapshot::template::{Adopted, Template};
 use crate::snapshot::unknown::{Glimpse, Remains, Unread, refused};
 
 /// Keeps a sandbox.
 pub(crate) async fn keep(registry: &Arc<Registry>, leftovers: &mut Leftovers, unread: Unread) {
-    let (host, id, seen) = (&registry.host, &unread.id, Glimpse::of::<Record>(&unread.folder));
+    let (host, id, seen) = (&registry.host, &unread.id, Glimpse::of::<SandboxRecord>(&unread.folder));
     tracing::error!(sandbox = id, why = unread.why, "a sandbox's record cannot be read; it is kept");
     let ledger = registry.ledger.find(id).await.ok().flatten().map(|it| it.made);
     let (template, name, child) = forked_by(leftovers, id, &seen);
@@ -56,17 +56,18 @@ pub(crate) async fn keep(registry: &Arc<Registry>, leftovers: &mut Leftovers, un
             .unwrap_or_else(|| crate::host::cgroup::memory_mib(mem_mib)),
         guest: None,
     };
-    let belongings = Belongings { lineage, template, slot, any_slot, leaf };
-    let mut sandbox = Sandbox::new(id.clone(), spec, unread.folder.clone(), belongings, host);
+    let resources = Resources { lineage, template, slot, any_slot, leaf };
+    let mut sandbox = Sandbox::new(id.clone(), spec, unread.folder.clone(), resources, host);
     let created = seen.number("/created_at_unix").or(ledger.as_ref().map(|it| it.created_at_unix));
     let nanos = Duration::from_nanos(seen.number("/created_nanos").unwrap_or(0));
     sandbox.created = time(created.unwrap_or(0)) + nanos.min(Duration::from_secs(1));
     sandbox.child = name;
-    sandbox.learn(|facts| {
+    sandbox.update_runtime(|facts| {
         facts.pid = remains.pid().and_then(|pid| u32::try_from(pid).ok());
-        facts.life = Life { labels: ledger.map(|it| it.labels).unwrap_or_default(), ..Life::default() };
+        facts.lifetime =
+            Lifetime { labels: ledger.map(|it| it.labels).unwrap_or_default(), ..Lifetime::default() };
     });
-    sandbox.turn_to(Phase::Unknown(unread.why.into()));
+    sandbox.set_phase(Phase::Unknown(unread.why.into()));
     let seat = registry.seat(&sandbox.spec);
     registry.add_unknown(seat, sandbox, remains);
 }
@@ -113,16 +114,16 @@ impl Sandbox {
             wish = self.dismissed() => wish,
             () = remains.ended() => {
                 tracing::warn!(sandbox = self.id, "the process of a sandbox in state unknown ended");
-                self.learn(|facts| facts.pid = None);
+                self.update_runtime(|facts| facts.pid = None);
                 self.dismissed().await
             }
         };
-        if dismissed == Wish::Leave {
+        if dismissed == DesiredState::Leave {
             return;
         }
-        let kill = || drop(self.belongings().leaf.as_ref().map(|leaf| leaf.kill()));
+        let kill = || drop(self.resources().leaf.as_ref().map(|leaf| leaf.kill()));
         remains.end(kill).await;
-        self.learn(|facts| facts.pid = None);
-        self.turn_to(Phase::Ended(Arc::new(self.farewell())));
+        self.update_runtime(|facts| facts.pid = None);
+        self.set_phase(Phase::Ended(Arc::new(self.end_reason())));
     }
 }

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use crate::agent;
-use crate::auth::principal::{Identity, Scope};
+use crate::auth::principal::{Principal, Scope};
 use crate::error::{Code, Error, Result};
 use crate::sandbox::{Phase, Sandbox};
 
@@ -19,7 +19,7 @@ pub(crate) struct Visit {
 
 impl Visit {
     /// Fails unless the sandbox runs and has an agent. For who may use it, one that dozes goes on.
-    pub(crate) async fn begin(sandbox: Arc<Sandbox>, who: &Identity) -> Result<Self> {
+    pub(crate) async fn begin(sandbox: Arc<Sandbox>, who: &Principal) -> Result<Self> {
         let only_looks = who.scope == Scope::Read;
         match sandbox.phase() {
             Phase::Paused if only_looks => {
@@ -50,8 +50,8 @@ mod tests {
     use super::*;
     use crate::testing::fake_guest::FakeDaemon;
 
-    fn who(scope: Scope) -> Identity {
-        Identity { name: "ann".into(), scope, ..Identity::local() }
+    fn who(scope: Scope) -> Principal {
+        Principal { name: "ann".into(), scope, ..Principal::local() }
     }
 
     #[tokio::test]
@@ -69,12 +69,12 @@ mod tests {
     #[tokio::test]
     async fn who_may_only_look_does_not_wake_what_dozes() {
         let daemon = FakeDaemon::start().await;
-        daemon.sandbox.learn(|facts| facts.life.dozing = true);
+        daemon.sandbox.update_runtime(|facts| facts.lifetime.auto_paused = true);
         daemon.sandbox.phase.send_replace(Phase::Paused);
         let before = daemon.sandbox.activity.stamp();
         let error = Visit::begin(daemon.sandbox.clone(), &who(Scope::Read)).await.unwrap_err();
         assert_eq!(error.code(), Code::SandboxPaused, "{error}");
         assert_eq!(daemon.sandbox.activity.stamp(), before);
-        assert!(daemon.sandbox.dozes());
+        assert!(daemon.sandbox.is_auto_paused());
     }
 }

@@ -13,13 +13,13 @@ use forkd_store::Quota;
 use crate::auth::principal::local_owner;
 use crate::error::{Error, Result};
 use crate::host::lineage::Lineage;
-use crate::host::process::Identity;
+use crate::host::process::ProcessId;
 use crate::monitor::control_socket::{self, Link};
 use crate::snapshot::branch_job::Branch;
 use crate::snapshot::merge::NoSource;
-use crate::snapshot::registry::{Entry, Snapshots, Work};
+use crate::snapshot::registry::{Entry, SnapshotJob, SnapshotRegistry};
 use crate::snapshot::template::cgroup::move_to_own_cgroup;
-use crate::snapshot::template::{Adopted, Plan, Record, Standing, Template};
+use crate::snapshot::template::{Adopted, PersistState, Template, TemplateParts, TemplateRecord};
 use crate::snapshot::unknown::{UnknownTemplate, Unread};
 use crate::util::records::Found;
 use crate::util::task::{self, Task};
@@ -39,9 +39,9 @@ pub(crate) struct Leftovers {
 }
 
 /// A branch that is not on disk.
-type Unsaved = (Arc<Template>, crate::snapshot::branch_job::Record);
+type Unsaved = (Arc<Template>, crate::snapshot::branch_job::BranchRecord);
 
-impl Snapshots {
+impl SnapshotRegistry {
     /// Takes over the templates an earlier daemon left running, and ends what was half-made.
     pub(crate) async fn adopt(self: &Arc<Self>) -> Result<Leftovers> {
         let read = |error| Error::host(format!("cannot read {}", self.folder.display()), error);
@@ -53,7 +53,7 @@ impl Snapshots {
                 tracing::warn!(path = %folder.display(), "not a template's folder; left alone");
                 continue;
             }
-            let (record, identity) = (Record::read(&folder), Identity::read(&folder));
+            let (record, identity) = (TemplateRecord::read(&folder), ProcessId::read(&folder));
             let unreadable = match (&record, &identity) {
                 // Half-made.
                 (Found::Missing, _) => None,
@@ -84,12 +84,12 @@ impl Snapshots {
         &self,
         id: &str,
         folder: &Path,
-        record: Option<Record>,
+        record: Option<TemplateRecord>,
         leftovers: &mut Leftovers,
         unsaved: &mut Vec<Unsaved>,
     ) -> Result<()> {
         let half_made = |why| Err(Error::host("it is half-made", why));
-        let Some(Record { about, standing }) = record else {
+        let Some(TemplateRecord { about, standing }) = record else {
             return half_made("it has no record");
         };
         let Some(lineage) = self.host.lineages.resume(about.lineage, &about.cgroup) else {
@@ -97,15 +97,15 @@ impl Snapshots {
         };
         leftovers.lineages.push(lineage.clone());
         let (id, folder, janitor) = (id.to_owned(), folder.to_owned(), self.host.janitor.clone());
-        let plan = Plan { id: id.clone(), folder, about, lineage, janitor };
+        let plan = TemplateParts { id: id.clone(), folder, about, lineage, janitor };
         let (template, children) = Template::adopt(plan, self.host.config.timing.call).await?;
         match standing {
-            Standing::Saved(snapshot) => {
+            PersistState::Saved(snapshot) => {
                 template.is_of(&snapshot);
                 self.install(&template, &snapshot);
             }
-            Standing::Unsaved(record) => unsaved.push((template.clone(), *record)),
-            Standing::Forgotten => {}
+            PersistState::Unsaved(record) => unsaved.push((template.clone(), *record)),
+            PersistState::Forgotten => {}
         }
         leftovers.templates.insert(id, (template, children));
         Ok(())
@@ -134,7 +134,7 @@ impl Snapshots {
             // Written, and the daemon was killed before it took note of it.
             if let Some(snapshot) = self.get(&template.about.tag).ok().and_then(|it| it.snapshot().ok()) {
                 let id = snapshot.id().to_owned();
-                if let Err(error) = template.record(Standing::Saved(id.clone())) {
+                if let Err(error) = template.record(PersistState::Saved(id.clone())) {
                     tracing::warn!(tag = template.about.tag, %error, "cannot record that a branch is on disk");
                 }
                 self.install(&template, &id);
@@ -165,7 +165,7 @@ impl Snapshots {
                 let owner = record.owner.clone().unwrap_or_else(known);
                 let branch = Arc::new(Branch::adopted(&template, record, parent));
                 branches.insert(template.id.clone(), branch.clone());
-                let work = Work::Branch(branch.clone());
+                let work = SnapshotJob::Branch(branch.clone());
                 match self.reserve(&branch.tag, work, &owner, &Quota::default()) {
                     Ok(entry) => {
                         entry.set_current(template.clone());
@@ -202,7 +202,7 @@ impl Snapshots {
 
 /// Ends a template that is not taken over.
 async fn end(id: &str, folder: &Path) {
-    match Identity::read(folder).read().and_then(|identity| identity.open()) {
+    match ProcessId::read(folder).read().and_then(|identity| identity.open()) {
         Some(process) => process.end(id).await,
         // It may have been forked and not recorded: its socket leads to it.
         None => {

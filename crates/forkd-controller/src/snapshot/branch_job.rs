@@ -4,7 +4,7 @@ use std::fs::File;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use forkd_protocol::control::SaveProgress;
-use forkd_store::{Facts, Snapshot};
+use forkd_store::{GuestSpec, Snapshot};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
@@ -43,7 +43,7 @@ impl Mode {
 
 /// The snapshot a branch's source was forked from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Origin {
+pub(crate) struct BranchOrigin {
     pub(crate) tag: String,
     /// Its id; none if it was not on disk yet.
     pub(crate) snapshot: Option<String>,
@@ -53,7 +53,7 @@ pub(crate) struct Origin {
 
 /// What was measured when it was taken.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Taken {
+pub(crate) struct CaptureStats {
     /// None for what was not taken of a running sandbox.
     pub(crate) pause_ms: Option<f64>,
     pub(crate) frozen_ms: Option<f64>,
@@ -62,12 +62,12 @@ pub(crate) struct Taken {
 
 /// What the next daemon needs to finish a branch.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Record {
+pub(crate) struct BranchRecord {
     pub(crate) source: String,
     pub(crate) mode: Mode,
     pub(crate) begun_at_unix: u64,
-    pub(crate) origin: Option<Origin>,
-    pub(crate) taken: Taken,
+    pub(crate) origin: Option<BranchOrigin>,
+    pub(crate) taken: CaptureStats,
     /// Whose it is; none if the database says so.
     #[serde(default)]
     pub(crate) owner: Option<String>,
@@ -86,7 +86,7 @@ pub(crate) enum Stage {
 
 /// What is to become of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Wish {
+pub(crate) enum Disposition {
     Keep,
     /// Nobody wants it.
     Cancel,
@@ -104,26 +104,26 @@ pub(crate) struct Branch {
     pub(crate) source: String,
     /// Whose it was when it was asked for.
     owner: Option<String>,
-    pub(crate) guest: Facts,
+    pub(crate) guest: GuestSpec,
     pub(crate) mode: Mode,
     pub(crate) begun_at_unix: u64,
-    pub(crate) origin: Option<Origin>,
+    pub(crate) origin: Option<BranchOrigin>,
     /// The branch its origin is, while that is not on disk.
     pub(crate) parent: Option<Arc<Branch>>,
     /// Whether it is gone if it cannot be stored.
     pub(crate) waited_for: bool,
-    taken: OnceLock<Taken>,
+    taken: OnceLock<CaptureStats>,
     progress: Mutex<Option<File>>,
     published: OnceLock<Snapshot>,
     error: OnceLock<Error>,
     stage: watch::Sender<Stage>,
-    wish: watch::Sender<Wish>,
+    wish: watch::Sender<Disposition>,
     /// Why it is not being written now: the disk is full.
     shortage: watch::Sender<Option<Error>>,
 }
 
 impl Branch {
-    pub(crate) fn new(tag: String, template: String, source: String, guest: Facts, mode: Mode) -> Self {
+    pub(crate) fn new(tag: String, template: String, source: String, guest: GuestSpec, mode: Mode) -> Self {
         Branch {
             tag,
             template,
@@ -140,7 +140,7 @@ impl Branch {
             published: OnceLock::new(),
             error: OnceLock::new(),
             stage: watch::Sender::new(Stage::Branching),
-            wish: watch::Sender::new(Wish::Keep),
+            wish: watch::Sender::new(Disposition::Keep),
             shortage: watch::Sender::new(None),
         }
     }
@@ -148,7 +148,7 @@ impl Branch {
     /// The same with where its source came from, who owns it, and whether it is gone if it cannot be stored.
     pub(crate) fn from(
         self,
-        origin: Option<Origin>,
+        origin: Option<BranchOrigin>,
         parent: Option<Arc<Branch>>,
         owner: String,
         waited_for: bool,
@@ -161,12 +161,12 @@ impl Branch {
         let (tag, guest) = (snapshot.tag().to_owned(), snapshot.manifest().facts.clone());
         let source = format!("compact:{tag}");
         let branch = Branch::new(to.to_owned(), String::new(), source, guest, Mode::Full);
-        let origin = Origin { tag, snapshot: Some(snapshot.id().to_owned()), template: String::new() };
+        let origin = BranchOrigin { tag, snapshot: Some(snapshot.id().to_owned()), template: String::new() };
         Branch { origin: Some(origin), waited_for: true, ..branch }
     }
 
     /// One an earlier daemon took.
-    pub(crate) fn adopted(template: &Template, record: Record, parent: Option<Arc<Branch>>) -> Self {
+    pub(crate) fn adopted(template: &Template, record: BranchRecord, parent: Option<Arc<Branch>>) -> Self {
         let about = &template.about;
         let branch = Branch::new(
             about.tag.clone(),
@@ -177,13 +177,13 @@ impl Branch {
         );
         let _ = branch.taken.set(record.taken.clone());
         branch.stage.send_replace(Stage::Saving);
-        let Record { begun_at_unix, origin, owner, .. } = record;
+        let BranchRecord { begun_at_unix, origin, owner, .. } = record;
         Branch { begun_at_unix, origin, owner, parent, ..branch }
     }
 
     /// For the next daemon.
-    pub(crate) fn record(&self) -> Record {
-        Record {
+    pub(crate) fn record(&self) -> BranchRecord {
+        BranchRecord {
             source: self.source.clone(),
             mode: self.mode,
             begun_at_unix: self.begun_at_unix,
@@ -194,7 +194,7 @@ impl Branch {
     }
 
     /// It was forked: this was measured.
-    pub(crate) fn note_taken(&self, taken: Taken) {
+    pub(crate) fn note_taken(&self, taken: CaptureStats) {
         let _ = self.taken.set(taken);
     }
 
@@ -204,7 +204,7 @@ impl Branch {
     }
 
     /// What was measured; nothing before it is taken.
-    pub(crate) fn taken(&self) -> Taken {
+    pub(crate) fn taken(&self) -> CaptureStats {
         self.taken.get().cloned().unwrap_or_default()
     }
 
@@ -217,19 +217,19 @@ impl Branch {
         }
     }
 
-    pub(crate) fn wish(&self, wish: Wish) {
+    pub(crate) fn set_desired(&self, wish: Disposition) {
         self.wish.send_replace(wish);
     }
 
     /// What is to become of it as of now.
-    pub(crate) fn wished(&self) -> Wish {
+    pub(crate) fn desired(&self) -> Disposition {
         *self.wish.borrow()
     }
 
     /// Returns when it is not to be kept by us, with what instead.
-    pub(crate) async fn dismissed(&self) -> Wish {
-        let wish = self.wish.subscribe().wait_for(|wish| *wish != Wish::Keep).await.map(|wish| *wish);
-        wish.unwrap_or(Wish::Leave)
+    pub(crate) async fn dismissed(&self) -> Disposition {
+        let wish = self.wish.subscribe().wait_for(|wish| *wish != Disposition::Keep).await.map(|wish| *wish);
+        wish.unwrap_or(Disposition::Leave)
     }
 
     /// There is no room for it on disk, or there is again.

@@ -2,25 +2,29 @@
 
 use std::sync::Arc;
 
-use crate::auth::principal::{EVERYBODY, Identity};
+use crate::auth::principal::{Principal, SHARED};
 use crate::error::{Code, Error, Result};
 use crate::snapshot::branch_job::{Branch, Stage};
-use crate::snapshot::registry::{Entry, Snapshots, Work};
+use crate::snapshot::registry::{Entry, SnapshotJob, SnapshotRegistry};
 use crate::util::task::{self, Task};
 
-impl Snapshots {
+impl SnapshotRegistry {
     /// Makes `to`, which has all of `tag` in one layer each.
-    pub(crate) async fn compact(self: &Arc<Self>, tag: &str, to: &str, who: &Identity) -> Result<Arc<Entry>> {
+    pub(crate) async fn compact(
+        self: &Arc<Self>,
+        tag: &str,
+        to: &str,
+        who: &Principal,
+    ) -> Result<Arc<Entry>> {
         if tag == to {
             return Err(Error::invalid("`to` must be another tag"));
         }
         let from = self.usable(tag, who)?;
-        let owner =
-            Some(from.owner()).filter(|owner| owner != EVERYBODY).unwrap_or_else(|| who.owner.clone());
+        let owner = Some(from.owner()).filter(|owner| owner != SHARED).unwrap_or_else(|| who.owner.clone());
         let snapshot = from.snapshot()?;
         let loaded = from.current().is_some();
         let branch = Arc::new(Branch::compacting(&snapshot, to));
-        let entry = self.reserve(to, Work::Branch(branch.clone()), &owner, &who.quota)?;
+        let entry = self.reserve(to, SnapshotJob::Branch(branch.clone()), &owner, &who.quota)?;
         let (snapshots, job, made) = (self.clone(), branch.clone(), entry.clone());
         let (lost, waiting, stuck) = (self.clone(), branch.clone(), entry.clone());
         let work = async move {
@@ -43,13 +47,13 @@ impl Snapshots {
                 }
                 Err(error) => {
                     snapshots.forget_owner(&made).await;
-                    snapshots.vanish(&made);
+                    snapshots.remove_unwritten(&made);
                     job.fail(error);
                 }
             }
         };
         task::spawn_or(Task::Compact, work, move |error| {
-            lost.vanish(&stuck);
+            lost.remove_unwritten(&stuck);
             waiting.fail(error);
         });
         branch.reached(Stage::Done).await?;

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use forkd_protocol::agent::AGENT_PORT;
 use forkd_protocol::control::CONSOLE_TAIL;
-use forkd_store::{Facts, Measured, Snapshot};
+use forkd_store::{GuestSpec, Measured, Snapshot};
 
 use crate::agent::bringup::{self, combine};
 use crate::agent::{Agent, Endpoint};
@@ -19,18 +19,18 @@ use crate::config::Config;
 use crate::error::{Code, Error, Result};
 use crate::host::disk_layer;
 use crate::host::handed_layers::are_kept;
-use crate::host::images::Assets;
+use crate::host::images::BootSource;
 use crate::monitor::{Launch, Monitor, boot_files, console};
 use crate::snapshot::load::Ground;
-use crate::snapshot::registry::{Making, Snapshots};
-use crate::snapshot::save::{self, Job};
-use crate::snapshot::template::{Source, Standing, Template};
+use crate::snapshot::registry::{CreateJob, SnapshotRegistry};
+use crate::snapshot::save::{self, SaveJob};
+use crate::snapshot::template::{MemorySource, PersistState, Template};
 use crate::util::random::new_id;
 use crate::util::task::blocking;
 
 /// What a snapshot is made of.
 #[derive(Debug, Clone)]
-pub(crate) struct Order {
+pub(crate) struct SnapshotSpec {
     pub(crate) tag: String,
     pub(crate) from: From,
     pub(crate) vcpus: u8,
@@ -56,7 +56,7 @@ pub(crate) enum From {
 
 /// How far it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Phase {
+pub(crate) enum CreatePhase {
     Booting,
     Warming,
     Freezing,
@@ -73,7 +73,10 @@ struct Parent {
 }
 
 /// Makes a snapshot and its template.
-pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snapshot, Arc<Template>)> {
+pub(crate) async fn make(
+    snapshots: &SnapshotRegistry,
+    making: &CreateJob,
+) -> Result<(Snapshot, Arc<Template>)> {
     let (host, order) = (snapshots.host.clone(), making.order.clone());
     let ground = Ground { id: new_id("tp")?, folder: PathBuf::new() };
     let ground = Ground { folder: snapshots.folder.join(&ground.id), ..ground };
@@ -84,7 +87,7 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
             From::Disk { kernel, rootfs } => {
                 host.finder.find_disk(&host.config, kernel.as_deref(), rootfs)?
             }
-            From::Kernel(kernel) => Assets::bare(&host.config, kernel)?,
+            From::Kernel(kernel) => BootSource::bare(&host.config, kernel)?,
         };
         // A bare kernel has no use for a network interface.
         let slot = host.slot(order.network && assets.image().is_some())?;
@@ -102,7 +105,7 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
         let tap = tap.map_err(|error| Error::host("cannot use a network slot", error))?;
         let network = tap.is_some();
         let mut parent = boot_and_warm(&snapshots.host.config, making, launch, &assets, tap).await?;
-        making.phase.send_replace(Phase::Freezing);
+        making.phase.send_replace(CreatePhase::Freezing);
         let config = &snapshots.host.config;
         if assets.image().is_some() {
             // A warm-up may have written a lot, and getting it to the disk takes its time.
@@ -122,9 +125,9 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
                 return Err(Error::host("the guest cannot become a snapshot", text));
             }
         }
-        making.phase.send_replace(Phase::Saving);
+        making.phase.send_replace(CreatePhase::Saving);
         let order = &making.order;
-        let guest = Facts {
+        let guest = GuestSpec {
             image: assets.base()?,
             kernel: match &order.from {
                 From::Image(_) | From::Disk { .. } => None,
@@ -137,7 +140,7 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
             guest_ports: Vec::new(),
         };
         let (id, folder) = (ground.id.clone(), &ground.folder);
-        let plan = snapshots.plan(id, folder, &order.tag, Source::Memory, guest, lineage);
+        let plan = snapshots.plan(id, folder, &order.tag, MemorySource::Memory, guest, lineage);
         Template::new(plan, parent.monitor)
     };
     let cancelled = || Error::new(Code::Cancelled, "it was cancelled");
@@ -147,7 +150,7 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
             () = making.cancelled() => return Err(cancelled()),
             frozen = frozen => frozen?,
         };
-        let job = Job {
+        let job = SaveJob {
             tag: making.order.tag.clone(),
             origin: None,
             diff: false,
@@ -161,7 +164,7 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
             cancelled()
         };
         let snapshot = save::save(snapshots, &template, job, drop, unwanted).await?;
-        if let Err(error) = template.record(Standing::Saved(snapshot.id().to_owned())) {
+        if let Err(error) = template.record(PersistState::Saved(snapshot.id().to_owned())) {
             tracing::warn!(tag = making.order.tag, %error, "cannot record a template");
         }
         // What only a running guest has.
@@ -185,9 +188,9 @@ pub(crate) async fn make(snapshots: &Snapshots, making: &Making) -> Result<(Snap
 /// virtualization, and nothing of the guest ran yet.
 async fn boot_and_warm(
     config: &Config,
-    making: &Making,
+    making: &CreateJob,
     launch: Launch,
-    assets: &Assets,
+    assets: &BootSource,
     tap: Option<OwnedFd>,
 ) -> Result<Parent> {
     let again = tap.as_ref().map(|tap| tap.try_clone()).transpose();
@@ -196,7 +199,7 @@ async fn boot_and_warm(
     match attempt(config, making, launch.clone(), assets, tap).await {
         Err(error)
             if error.code() == Code::GuestFailed
-                && *making.phase.borrow() == Phase::Booting
+                && *making.phase.borrow() == CreatePhase::Booting
                 && console::tail(&folder.join(boot_files::CONSOLE), 64).trim().is_empty()
                 && assets.image().is_some() =>
         {
@@ -209,9 +212,9 @@ async fn boot_and_warm(
 
 async fn attempt(
     config: &Config,
-    making: &Making,
+    making: &CreateJob,
     launch: Launch,
-    assets: &Assets,
+    assets: &BootSource,
     tap: Option<OwnedFd>,
 ) -> Result<Parent> {
     let (timing, order, folder) = (&config.timing, &making.order, launch.folder.clone());
@@ -219,7 +222,7 @@ async fn attempt(
     let layer = assets.image().map(|_| disk_layer::layer(&config.data_dir)).transpose()?.map(File::from);
     let copy = layer.as_ref().map(|layer| layer.try_clone()).transpose();
     let copy = copy.map_err(|error| Error::host("cannot use a disk layer", error))?;
-    let plan = boot_files::Plan {
+    let plan = boot_files::BootPlan {
         folder: folder.clone(),
         vcpus: order.vcpus,
         mem_mib: order.mem_mib,
@@ -247,7 +250,7 @@ async fn attempt(
     let mut warm = combine(&image.warm, order.warm_command.clone(), order.warm_python.clone());
     let up = async {
         let pong = bringup::up(&agent, timing).await?;
-        making.phase.send_replace(Phase::Warming);
+        making.phase.send_replace(CreatePhase::Warming);
         if !pong.python && order.warm_python.is_none() && matches!(order.from, From::Disk { .. }) {
             // Nobody asked for Python, and nothing is known of a disk before it runs.
             warm.python = None;

@@ -9,35 +9,35 @@ use forkd_store::Snapshot;
 use tokio::sync::watch;
 
 use crate::error::{Code, Error, Result};
-use crate::snapshot::branch_job::{Branch, Stage, Wish};
+use crate::snapshot::branch_job::{Branch, Disposition, Stage};
 use crate::snapshot::registry::lock;
-use crate::snapshot::template::{Standing, Template};
+use crate::snapshot::template::{PersistState, Template};
 use crate::snapshot::unknown::{self, UnknownTemplate};
-use crate::telemetry::Telling;
+use crate::telemetry::Telemetry;
 
 /// One snapshot.
 #[derive(Debug)]
 pub(crate) struct Entry {
     pub(crate) tag: String,
     owner: Mutex<String>,
-    state: Mutex<State>,
+    state: Mutex<SnapshotState>,
     pub(crate) current: Mutex<Option<Arc<Template>>>,
     /// When a template was last asked for, or came to be.
     used: Mutex<Instant>,
     /// Held by whoever starts a template: one at a time.
     pub(crate) starting: tokio::sync::Mutex<()>,
-    telling: Arc<Telling>,
+    telemetry: Arc<Telemetry>,
 }
 
 /// Where a snapshot stands.
 #[derive(Debug, Clone)]
-pub(crate) enum State {
-    Writing(Work),
+pub(crate) enum SnapshotState {
+    Writing(SnapshotJob),
     Ready(Box<Snapshot>),
     /// It cannot be used, or was never finished: why.
     Failed {
         error: Error,
-        work: Option<Work>,
+        work: Option<SnapshotJob>,
     },
     /// It is a template whose record cannot be read. Nothing is known of what is on disk.
     Unknown(Arc<UnknownTemplate>),
@@ -45,31 +45,31 @@ pub(crate) enum State {
 
 /// How a snapshot comes to be.
 #[derive(Debug, Clone)]
-pub(crate) enum Work {
+pub(crate) enum SnapshotJob {
     /// A guest is booted and warmed up.
-    Making(Arc<Making>),
+    CreateJob(Arc<CreateJob>),
     /// A sandbox is branched, or a snapshot compacted.
     Branch(Arc<Branch>),
 }
 
-impl Work {
+impl SnapshotJob {
     /// The memory of the guest it is made of.
     pub(crate) fn mem_mib(&self) -> u64 {
         match self {
-            Work::Making(making) => making.order.mem_mib,
-            Work::Branch(branch) => branch.guest.mem_size_mib,
+            SnapshotJob::CreateJob(making) => making.order.mem_mib,
+            SnapshotJob::Branch(branch) => branch.guest.mem_size_mib,
         }
     }
 
     /// Nobody wants it any more: returns when it is over.
     pub(crate) async fn cancel(&self) {
         match self {
-            Work::Making(making) => {
+            SnapshotJob::CreateJob(making) => {
                 making.cancelled.send_replace(true);
                 let _ = making.done.subscribe().wait_for(|done| *done).await;
             }
-            Work::Branch(branch) => {
-                branch.wish(Wish::Cancel);
+            SnapshotJob::Branch(branch) => {
+                branch.set_desired(Disposition::Cancel);
                 let _ = branch.reached(Stage::Done).await;
             }
         }
@@ -78,15 +78,15 @@ impl Work {
 
 /// A snapshot that is being made.
 #[derive(Debug)]
-pub(crate) struct Making {
-    pub(crate) order: crate::snapshot::create::Order,
+pub(crate) struct CreateJob {
+    pub(crate) order: crate::snapshot::create::SnapshotSpec,
     pub(crate) begun_at_unix: u64,
-    pub(crate) phase: watch::Sender<crate::snapshot::create::Phase>,
+    pub(crate) phase: watch::Sender<crate::snapshot::create::CreatePhase>,
     pub(crate) cancelled: watch::Sender<bool>,
     pub(crate) done: watch::Sender<bool>,
 }
 
-impl Making {
+impl CreateJob {
     /// Returns when somebody does not want it any more.
     pub(crate) async fn cancelled(&self) {
         let _ = self.cancelled.subscribe().wait_for(|cancelled| *cancelled).await;
@@ -94,10 +94,10 @@ impl Making {
 }
 
 impl Entry {
-    pub(crate) fn new(tag: &str, owner: &str, state: State, telling: Arc<Telling>) -> Arc<Self> {
+    pub(crate) fn new(tag: &str, owner: &str, state: SnapshotState, telemetry: Arc<Telemetry>) -> Arc<Self> {
         let (state, current, starting) = (Mutex::new(state), Mutex::default(), Default::default());
         let (owner, used) = (Mutex::new(owner.to_owned()), Mutex::new(Instant::now()));
-        Arc::new(Entry { tag: tag.to_owned(), owner, state, current, used, starting, telling })
+        Arc::new(Entry { tag: tag.to_owned(), owner, state, current, used, starting, telemetry })
     }
 
     /// Whose it is.
@@ -122,11 +122,11 @@ impl Entry {
         }
     }
 
-    pub(crate) fn tell(&self, kind: EventKind, about: EventSubject) {
-        self.telling.events.emit(kind, about);
+    pub(crate) fn emit(&self, kind: EventKind, about: EventSubject) {
+        self.telemetry.events.emit(kind, about);
     }
 
-    pub(crate) fn state(&self) -> State {
+    pub(crate) fn state(&self) -> SnapshotState {
         lock(&self.state).clone()
     }
 
@@ -169,8 +169,8 @@ impl Entry {
     /// It is on disk.
     pub(crate) fn ready(&self, snapshot: Snapshot) {
         let about = self.about();
-        *lock(&self.state) = State::Ready(Box::new(snapshot));
-        self.tell(EventKind::SnapshotReady, about);
+        *lock(&self.state) = SnapshotState::Ready(Box::new(snapshot));
+        self.emit(EventKind::SnapshotReady, about);
     }
 
     /// It could not be made.
@@ -178,18 +178,18 @@ impl Entry {
         let why = error.public().into_owned();
         {
             let mut state = lock(&self.state);
-            let State::Writing(work) = &*state else { return };
+            let SnapshotState::Writing(work) = &*state else { return };
             let work = Some(work.clone());
-            *state = State::Failed { error, work };
+            *state = SnapshotState::Failed { error, work };
         }
-        self.tell(EventKind::SnapshotFailed, EventSubject { detail: Some(why), ..self.about() });
+        self.emit(EventKind::SnapshotFailed, EventSubject { detail: Some(why), ..self.about() });
     }
 
     /// The branch it is while that is being written, or if that failed.
     pub(crate) fn branch(&self) -> Option<Arc<Branch>> {
         match self.state() {
-            State::Writing(Work::Branch(branch)) => Some(branch),
-            State::Failed { work: Some(Work::Branch(branch)), .. } => Some(branch),
+            SnapshotState::Writing(SnapshotJob::Branch(branch)) => Some(branch),
+            SnapshotState::Failed { work: Some(SnapshotJob::Branch(branch)), .. } => Some(branch),
             _ => None,
         }
     }
@@ -197,17 +197,17 @@ impl Entry {
     /// What is on disk, or why there is nothing.
     pub(crate) fn snapshot(&self) -> Result<Snapshot> {
         match self.state() {
-            State::Ready(snapshot) => Ok(*snapshot),
-            State::Writing(_) => {
+            SnapshotState::Ready(snapshot) => Ok(*snapshot),
+            SnapshotState::Writing(_) => {
                 let text = format!("snapshot {} is still being made; try again later", self.tag);
                 Err(Error::new(Code::SnapshotNotReady, text))
             }
-            State::Failed { error, work: Some(_) } => {
+            SnapshotState::Failed { error, work: Some(_) } => {
                 let text = format!("snapshot {} was not finished; make it again", self.tag);
                 Err(error.within(Code::SnapshotFailed, text))
             }
-            State::Failed { error, work: None } => Err(error),
-            State::Unknown(template) => {
+            SnapshotState::Failed { error, work: None } => Err(error),
+            SnapshotState::Unknown(template) => {
                 let what = format!("snapshot {}", self.tag);
                 Err(unknown::refused(&what, &template.why, &self.remove_command()))
             }
@@ -218,11 +218,13 @@ impl Entry {
     pub(crate) fn record_owner(&self) -> std::io::Result<()> {
         // Held meanwhile: what is forgotten is not recorded as wanted again.
         let current = lock(&self.current);
-        let (Some(template), State::Writing(Work::Branch(branch))) = (&*current, self.state()) else {
+        let (Some(template), SnapshotState::Writing(SnapshotJob::Branch(branch))) = (&*current, self.state())
+        else {
             return Ok(());
         };
-        let record = crate::snapshot::branch_job::Record { owner: Some(self.owner()), ..branch.record() };
-        template.record(Standing::Unsaved(Box::new(record)))
+        let record =
+            crate::snapshot::branch_job::BranchRecord { owner: Some(self.owner()), ..branch.record() };
+        template.record(PersistState::Unsaved(Box::new(record)))
     }
 
     /// What removes it, for people.
@@ -234,7 +236,7 @@ impl Entry {
     pub(crate) fn forget(&self) {
         let Some(template) = lock(&self.current).take() else { return };
         if self.branch().is_some()
-            && let Err(error) = template.record(Standing::Forgotten)
+            && let Err(error) = template.record(PersistState::Forgotten)
         {
             tracing::warn!(tag = self.tag, %error, "cannot record that a branch is gone");
         }

@@ -13,7 +13,7 @@ use forkd_store::Snapshot;
 use crate::config::Limits;
 use crate::error::Result;
 use crate::snapshot::branch_job::Mode;
-use crate::snapshot::registry::{Entry, Removal, Snapshots, State, Work};
+use crate::snapshot::registry::{Entry, Removal, SnapshotJob, SnapshotRegistry, SnapshotState};
 
 /// How often it is looked for branches that have become too old, or are not needed any more.
 const EVERY: Duration = Duration::from_secs(30);
@@ -32,16 +32,19 @@ struct Branch {
 
 /// Removes branches as the limits say, for ever. `needed` is asked for the tags that something uses: a
 /// sandbox, a workspace. If that cannot be said of one, nothing is removed.
-pub(crate) async fn keep_few(snapshots: Arc<Snapshots>, needed: impl Fn() -> Result<BTreeSet<String>>) {
+pub(crate) async fn enforce_limits(
+    snapshots: Arc<SnapshotRegistry>,
+    needed: impl Fn() -> Result<BTreeSet<String>>,
+) {
     let limits = snapshots.host.config.limits.clone();
     let Some(every) = interval(&limits) else { return };
     loop {
         tokio::select! {
             () = tokio::time::sleep(every) => {}
-            () = snapshots.retain.notified() => {}
+            () = snapshots.gc_wakeup.notified() => {}
         }
         let now = crate::util::time::now_unix();
-        for tag in surplus(&branches(&snapshots), &limits, now) {
+        for tag in expired(&branches(&snapshots), &limits, now) {
             // Asked for each one: what was removed before may have been the last to need it.
             match needed() {
                 Ok(needed) if needed.contains(&tag) => continue,
@@ -62,16 +65,18 @@ pub(crate) async fn keep_few(snapshots: Arc<Snapshots>, needed: impl Fn() -> Res
 
 /// Frees the memory of branches that are on disk, or failed, and that no client took a child of for as long as the
 /// limits say, for ever. Their children keep what they need.
-pub(crate) async fn unload_unused(snapshots: Arc<Snapshots>) {
+pub(crate) async fn unload_unused(snapshots: Arc<SnapshotRegistry>) {
     let Some(after) = snapshots.host.config.limits.branch_unload_after else { return };
     loop {
         tokio::time::sleep((after / 4).clamp(SOON, EVERY)).await;
         for entry in snapshots.list() {
             match entry.state() {
-                State::Ready(snapshot) if is_of_a_sandbox(&snapshot) && entry.unload_if_unused(after) => {
+                SnapshotState::Ready(snapshot)
+                    if is_of_a_sandbox(&snapshot) && entry.unload_if_unused(after) =>
+                {
                     tracing::info!(tag = entry.tag, "the memory of an unused branch was freed");
                 }
-                State::Failed { work: Some(Work::Branch(_)), .. }
+                SnapshotState::Failed { work: Some(SnapshotJob::Branch(_)), .. }
                     if entry.current().is_some() && entry.is_unused(after) =>
                 {
                     tracing::warn!(
@@ -99,20 +104,22 @@ fn interval(limits: &Limits) -> Option<Duration> {
 }
 
 /// All branches of sandboxes that are on disk, or could not be saved, oldest first.
-fn branches(snapshots: &Snapshots) -> Vec<Branch> {
+fn branches(snapshots: &SnapshotRegistry) -> Vec<Branch> {
     let branch = |entry: &Arc<Entry>| match entry.state() {
-        State::Ready(snapshot) => {
+        SnapshotState::Ready(snapshot) => {
             let manifest = snapshot.manifest();
-            let put_away = manifest.measured.mode.as_deref() == Some(Mode::Suspend.name());
-            (is_of_a_sandbox(&snapshot) && !put_away).then(|| Branch {
+            let is_suspending = manifest.measured.mode.as_deref() == Some(Mode::Suspend.name());
+            (is_of_a_sandbox(&snapshot) && !is_suspending).then(|| Branch {
                 created_at_unix: manifest.created_at_unix,
                 saved_at: snapshot.saved_at(),
                 tag: snapshot.tag().to_owned(),
                 owner: entry.owner(),
             })
         }
-        State::Failed { work: Some(Work::Branch(branch)), .. } => unsaved(entry, &branch),
-        State::Writing(Work::Branch(branch)) if branch.shortage().is_some() => unsaved(entry, &branch),
+        SnapshotState::Failed { work: Some(SnapshotJob::Branch(branch)), .. } => unsaved(entry, &branch),
+        SnapshotState::Writing(SnapshotJob::Branch(branch)) if branch.shortage().is_some() => {
+            unsaved(entry, &branch)
+        }
         _ => None,
     };
     let mut all: Vec<Branch> = snapshots.list().iter().filter_map(branch).collect();
@@ -122,8 +129,8 @@ fn branches(snapshots: &Snapshots) -> Vec<Branch> {
 
 /// One that is in memory only.
 fn unsaved(entry: &Entry, branch: &crate::snapshot::branch_job::Branch) -> Option<Branch> {
-    let put_away = branch.mode == Mode::Suspend;
-    (is_valid_sandbox_id(&branch.source) && !put_away).then(|| Branch {
+    let is_suspending = branch.mode == Mode::Suspend;
+    (is_valid_sandbox_id(&branch.source) && !is_suspending).then(|| Branch {
         created_at_unix: branch.begun_at_unix,
         saved_at: SystemTime::UNIX_EPOCH,
         tag: entry.tag.clone(),
@@ -132,7 +139,7 @@ fn unsaved(entry: &Entry, branch: &crate::snapshot::branch_job::Branch) -> Optio
 }
 
 /// Those of `branches`, which are sorted, that are too old or too many, oldest first.
-fn surplus(branches: &[Branch], limits: &Limits, now: u64) -> Vec<String> {
+fn expired(branches: &[Branch], limits: &Limits, now: u64) -> Vec<String> {
     let mut left = BTreeMap::new();
     branches.iter().for_each(|branch| *left.entry(branch.owner.as_str()).or_insert(0) += 1);
     // Of each owner the oldest, until there are no more than may be.
@@ -145,8 +152,8 @@ fn surplus(branches: &[Branch], limits: &Limits, now: u64) -> Vec<String> {
     let too_old = |branch: &Branch| {
         limits.branch_max_age.is_some_and(|age| branch.created_at_unix.saturating_add(age.as_secs()) < now)
     };
-    let surplus = branches.iter().filter(|branch| is_excess(branch) | too_old(branch));
-    surplus.map(|branch| branch.tag.clone()).collect()
+    let expired = branches.iter().filter(|branch| is_excess(branch) | too_old(branch));
+    expired.map(|branch| branch.tag.clone()).collect()
 }
 
 #[cfg(test)]
@@ -163,16 +170,16 @@ mod tests {
         let limits =
             |age, count| Limits { branch_max_age: age, branch_max_count: count, ..Limits::default() };
         let secs = Duration::from_secs;
-        assert_eq!(surplus(&all, &limits(None, None), 1000), Vec::<String>::new());
-        assert_eq!(surplus(&all, &limits(None, Some(2)), 1000), ["a"]);
-        assert_eq!(surplus(&all, &limits(None, Some(0)), 1000), ["a", "b", "c"]);
-        assert_eq!(surplus(&all, &limits(Some(secs(25)), None), 46), ["a", "b"]);
-        assert_eq!(surplus(&all, &limits(Some(secs(25)), None), 45), ["a"]);
-        assert_eq!(surplus(&all, &limits(Some(secs(25)), Some(1)), 36), ["a", "b"]);
-        assert_eq!(surplus(&all, &limits(Some(secs(1 << 40)), Some(5)), 1000), Vec::<String>::new());
+        assert_eq!(expired(&all, &limits(None, None), 1000), Vec::<String>::new());
+        assert_eq!(expired(&all, &limits(None, Some(2)), 1000), ["a"]);
+        assert_eq!(expired(&all, &limits(None, Some(0)), 1000), ["a", "b", "c"]);
+        assert_eq!(expired(&all, &limits(Some(secs(25)), None), 46), ["a", "b"]);
+        assert_eq!(expired(&all, &limits(Some(secs(25)), None), 45), ["a"]);
+        assert_eq!(expired(&all, &limits(Some(secs(25)), Some(1)), 36), ["a", "b"]);
+        assert_eq!(expired(&all, &limits(Some(secs(1 << 40)), Some(5)), 1000), Vec::<String>::new());
         let of_bob = |created, tag| Branch { owner: "bob".into(), ..branch(created, tag) };
         let all = [of_bob(1, "x"), branch(10, "a"), branch(20, "b"), of_bob(25, "y"), branch(30, "c")];
-        assert_eq!(surplus(&all, &limits(None, Some(2)), 1000), ["a"], "nobody's many are another's");
-        assert_eq!(surplus(&all, &limits(None, Some(1)), 1000), ["x", "a", "b"]);
+        assert_eq!(expired(&all, &limits(None, Some(2)), 1000), ["a"], "nobody's many are another's");
+        assert_eq!(expired(&all, &limits(None, Some(1)), 1000), ["x", "a", "b"]);
     }
 }

@@ -5,20 +5,20 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use forkd_protocol::control::{DiskFiles, FdRef, LoadConfig};
-use forkd_store::{BaseImage, Facts, Snapshot};
+use forkd_store::{BaseImage, GuestSpec, Snapshot};
 
 use crate::error::{Code, Error, Result};
 use crate::host::Host;
-use crate::host::cgroup::Limits;
+use crate::host::cgroup::CgroupLimits;
 use crate::host::lineage::Lineage;
 use crate::monitor::{Launch, Monitor, boot_files};
-use crate::snapshot::registry::Snapshots;
-use crate::snapshot::template::{Plan, Source, Standing, Template, TemplateSpec};
+use crate::snapshot::registry::SnapshotRegistry;
+use crate::snapshot::template::{MemorySource, PersistState, Template, TemplateParts, TemplateSpec};
 use crate::util::fs::make_private_dir;
 use crate::util::random::new_id;
 use crate::util::task::blocking;
 
-impl Snapshots {
+impl SnapshotRegistry {
     pub(crate) async fn load(&self, tag: &str) -> Result<Arc<Template>> {
         let (host, id) = (self.host.clone(), new_id("tp")?);
         // Read anew: what is on the disk counts, not what it was when the daemon last looked.
@@ -40,7 +40,7 @@ impl Snapshots {
         let loaded = async {
             let monitor = Monitor::launch(launch, self.host.config.timing.call).await?;
             let guest = snapshot.manifest().facts.clone();
-            let plan = self.plan(id, &folder, snapshot.tag(), Source::Disk, guest, lineage);
+            let plan = self.plan(id, &folder, snapshot.tag(), MemorySource::Disk, guest, lineage);
             let template = Template::load(plan, monitor, config, fds, self.host.config.timing.boot).await;
             let template = template.map_err(|error| {
                 let code = match error.code() {
@@ -50,7 +50,7 @@ impl Snapshots {
                 error.within(code, format!("snapshot {} cannot be used here", snapshot.tag()))
             })?;
             template
-                .record(Standing::Saved(snapshot.id().to_owned()))
+                .record(PersistState::Saved(snapshot.id().to_owned()))
                 .map_err(|error| Error::host("cannot record a template", error))?;
             tracing::info!(tag = snapshot.tag(), template = template.id, "template started from disk");
             Ok(template)
@@ -67,13 +67,13 @@ impl Snapshots {
         id: String,
         folder: &std::path::Path,
         tag: &str,
-        source: Source,
-        guest: Facts,
+        source: MemorySource,
+        guest: GuestSpec,
         lineage: Arc<Lineage>,
-    ) -> Plan {
+    ) -> TemplateParts {
         let (tag, cgroup) = (tag.to_owned(), lineage.name.clone());
         let about = TemplateSpec { tag, source, lineage: lineage.slot, cgroup, guest };
-        Plan { id, folder: folder.to_owned(), about, lineage, janitor: self.host.janitor.clone() }
+        TemplateParts { id, folder: folder.to_owned(), about, lineage, janitor: self.host.janitor.clone() }
     }
 }
 
@@ -88,7 +88,7 @@ impl Ground {
     /// Makes folder, lineage and cgroup, for a guest with `mem_mib` MiB. Blocks.
     pub(crate) fn prepare(&self, host: &Host, mem_mib: u64) -> Result<(Arc<Lineage>, Launch)> {
         let lineage = host.lineages.begin(&self.id)?;
-        let limits = Limits::of_template(mem_mib);
+        let limits = CgroupLimits::of_template(mem_mib);
         let leaf = lineage.cgroup.as_ref().map(|cgroup| cgroup.template(&limits));
         let door = leaf
             .map(|leaf| leaf.and_then(|leaf| leaf.door()))

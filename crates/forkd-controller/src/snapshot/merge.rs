@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::host::handed_layers::are_kept;
 use crate::host::images::reopen;
 use crate::monitor::Replacement;
-use crate::snapshot::registry::Snapshots;
+use crate::snapshot::registry::SnapshotRegistry;
 use crate::snapshot::save::{finish, follow};
 use crate::snapshot::template::Template;
 use crate::util::random::new_id;
@@ -44,7 +44,7 @@ impl LayerSource for NoSource {
 /// Merges the frozen layers of a new branch, if its disks have many, and has its source use the same file:
 /// it has the same layers, and maybe newer ones.
 pub(crate) async fn merge(
-    snapshots: &Snapshots,
+    snapshots: &SnapshotRegistry,
     source: impl LayerSource,
     template: &Arc<Template>,
 ) -> Result<()> {

@@ -43,9 +43,9 @@ struct Change {
 
 /// A change that was asked for.
 #[derive(Debug)]
-pub(crate) struct Asked(Option<oneshot::Receiver<Result<()>>>);
+pub(crate) struct PendingWrite(Option<oneshot::Receiver<Result<()>>>);
 
-impl Asked {
+impl PendingWrite {
     /// Returns when it is on disk.
     pub(crate) async fn written(self) -> Result<()> {
         let Some(done) = self.0 else { return Ok(()) };
@@ -72,18 +72,18 @@ impl Owners {
 
     /// Has it written whose `tag` is. `owner` is asked when the change takes its place in the queue: of two changes
     /// the last one counts. None: nothing is to be done.
-    pub(crate) fn set(&self, tag: &str, owner: impl FnOnce() -> Option<String>) -> Asked {
+    pub(crate) fn set(&self, tag: &str, owner: impl FnOnce() -> Option<String>) -> PendingWrite {
         let mut known = lock(&self.known);
-        let Some(owner) = owner() else { return Asked(None) };
+        let Some(owner) = owner() else { return PendingWrite(None) };
         let owner = Some(owner).filter(|owner| owner != LOCAL);
         if !known.waiting.contains_key(tag) && known.written.get(tag) == owner.as_ref() {
-            return Asked(None);
+            return PendingWrite(None);
         }
         *known.waiting.entry(tag.to_owned()).or_default() += 1;
         let (done, told) = oneshot::channel();
         // If the task is gone, so is `done`, and the waiter hears of it.
         let _ = self.queue.send(Change { tag: tag.to_owned(), owner, done });
-        Asked(Some(told))
+        PendingWrite(Some(told))
     }
 }
 

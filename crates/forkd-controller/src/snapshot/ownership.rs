@@ -9,22 +9,22 @@
 
 use std::sync::Arc;
 
-use crate::auth::principal::{Identity, local_owner};
+use crate::auth::principal::{Principal, local_owner};
 use crate::error::{Error, Result};
 use crate::snapshot::branch_job::Stage;
-use crate::snapshot::registry::{Entry, Snapshots, no_snapshot};
+use crate::snapshot::registry::{Entry, SnapshotRegistry, no_snapshot};
 use crate::snapshot::template::Template;
 
-impl Snapshots {
+impl SnapshotRegistry {
     /// A snapshot they may look at and fork from; one they may not is none.
-    pub(crate) fn usable(&self, tag: &str, who: &Identity) -> Result<Arc<Entry>> {
+    pub(crate) fn usable(&self, tag: &str, who: &Principal) -> Result<Arc<Entry>> {
         let entry = self.get(tag)?;
         self.check_use(&entry, who)?;
         Ok(entry)
     }
 
-    /// See [`Snapshots::usable`].
-    pub(crate) fn check_use(&self, entry: &Entry, who: &Identity) -> Result<()> {
+    /// See [`SnapshotRegistry::usable`].
+    pub(crate) fn check_use(&self, entry: &Entry, who: &Principal) -> Result<()> {
         match who.may_use(&entry.owner()) {
             true => Ok(()),
             false => Err(no_snapshot(&entry.tag)),
@@ -33,12 +33,12 @@ impl Snapshots {
 
     /// Whether they may be told the name of a snapshot that something else came from. Of one they may not use
     /// nothing is told, and nothing of one that is gone: whose it was is forgotten with it.
-    pub(crate) fn may_name(&self, tag: &str, who: &Identity) -> bool {
+    pub(crate) fn may_name(&self, tag: &str, who: &Principal) -> bool {
         who.is_admin() || self.usable(tag, who).is_ok()
     }
 
     /// The template of a snapshot they may fork from.
-    pub(crate) async fn template_for(self: &Arc<Self>, tag: &str, who: &Identity) -> Result<Arc<Template>> {
+    pub(crate) async fn template_for(self: &Arc<Self>, tag: &str, who: &Principal) -> Result<Arc<Template>> {
         self.usable(tag, who)?;
         // Nobody else comes in between: which one it is is decided before anything is waited for.
         self.template(tag).await

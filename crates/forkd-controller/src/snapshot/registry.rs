@@ -15,26 +15,26 @@ use forkd_store::{Quota, Store};
 use tokio::sync::{Notify, Semaphore, watch};
 use tracing::Instrument;
 
-use crate::auth::principal::{Identity, LOCAL, local_owner};
+use crate::auth::principal::{LOCAL, Principal, local_owner};
 use crate::auth::quota::check_snapshots;
 use crate::error::{Code, Error, Result};
 use crate::host::{Host, run_dir};
 use crate::snapshot::adopt::Leftovers;
-use crate::snapshot::branch_job::{Branch, Stage, Wish};
+use crate::snapshot::branch_job::{Branch, Disposition, Stage};
 use crate::snapshot::owner_records::Owners;
 use crate::snapshot::template::Template;
 use crate::snapshot::unknown::UnknownTemplate;
 use crate::util::fs::make_private_dir;
 use crate::util::task::{self, Task, blocking};
 
-pub(crate) use crate::snapshot::entry::{Entry, Making, State, Work};
+pub(crate) use crate::snapshot::entry::{CreateJob, Entry, SnapshotJob, SnapshotState};
 
 /// Savers at a time: more would only wait for each other's disk.
 const SAVERS: usize = 2;
 
 /// All snapshots of a daemon.
 #[derive(Debug)]
-pub(crate) struct Snapshots {
+pub(crate) struct SnapshotRegistry {
     pub(crate) host: Arc<Host>,
     pub(crate) store: Store,
     /// Where each template has its folder.
@@ -47,7 +47,7 @@ pub(crate) struct Snapshots {
     /// Held by saves.
     pub(crate) saving: Semaphore,
     /// Told when there is one branch more.
-    pub(crate) retain: Notify,
+    pub(crate) gc_wakeup: Notify,
 }
 
 /// What is removed with a snapshot.
@@ -65,11 +65,11 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Snapshots {
+impl SnapshotRegistry {
     /// The snapshots in the host's data directory, and the templates an earlier daemon left running,
     /// with what they say of their children.
     pub(crate) async fn open(host: Arc<Host>) -> Result<(Arc<Self>, Leftovers)> {
-        let (data, telling) = (host.config.data_dir.clone(), host.telling.clone());
+        let (data, telemetry) = (host.config.data_dir.clone(), host.telemetry.clone());
         let folder = run_dir::templates(&host.config.run_dir);
         make_private_dir(&folder)
             .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
@@ -79,11 +79,11 @@ impl Snapshots {
             let store = Store::open(&data.join("snapshots"))?;
             let entries = store.list()?.into_iter().map(|(tag, snapshot)| {
                 let state = match snapshot {
-                    Ok(snapshot) => State::Ready(Box::new(snapshot)),
-                    Err(error) => State::Failed { error: error.into(), work: None },
+                    Ok(snapshot) => SnapshotState::Ready(Box::new(snapshot)),
+                    Err(error) => SnapshotState::Failed { error: error.into(), work: None },
                 };
                 let owner = owners.get(&tag).map_or(LOCAL, String::as_str);
-                (tag.clone(), Entry::new(&tag, owner, state, telling.clone()))
+                (tag.clone(), Entry::new(&tag, owner, state, telemetry.clone()))
             });
             let entries = entries.collect();
             Ok((store, entries, owners))
@@ -91,7 +91,7 @@ impl Snapshots {
         let (store, entries, owners) = blocking("reading the snapshots", read).await?;
         let owners = Owners::new(host.database.clone(), owners);
         let branching = Arc::new(Semaphore::new(host.config.limits.max_branches));
-        let snapshots = Arc::new(Snapshots {
+        let snapshots = Arc::new(SnapshotRegistry {
             host,
             store,
             folder,
@@ -99,7 +99,7 @@ impl Snapshots {
             owners,
             branching,
             saving: Semaphore::new(SAVERS),
-            retain: Notify::new(),
+            gc_wakeup: Notify::new(),
         });
         let leftovers = snapshots.adopt().await?;
         Ok((snapshots, leftovers))
@@ -117,10 +117,16 @@ impl Snapshots {
     }
 
     /// Takes `tag` for what `work` makes, if it is free and its owner may have another one.
-    pub(crate) fn reserve(&self, tag: &str, work: Work, owner: &str, quota: &Quota) -> Result<Arc<Entry>> {
+    pub(crate) fn reserve(
+        &self,
+        tag: &str,
+        work: SnapshotJob,
+        owner: &str,
+        quota: &Quota,
+    ) -> Result<Arc<Entry>> {
         check_tag(tag)?;
         let mem_mib = work.mem_mib();
-        let entry = Entry::new(tag, owner, State::Writing(work), self.host.telling.clone());
+        let entry = Entry::new(tag, owner, SnapshotState::Writing(work), self.host.telemetry.clone());
         let earlier = {
             let mut entries = lock(&self.entries);
             let taken = entries.get(tag).map(|entry| entry.state());
@@ -129,8 +135,8 @@ impl Snapshots {
                 Some(_) if entries.get(tag).is_some_and(|entry| entry.owner() != owner) => {
                     Some(format!("the tag {tag} is taken; choose another"))
                 }
-                None | Some(State::Failed { work: Some(_), .. }) => None,
-                Some(State::Writing(_)) => Some(format!("snapshot {tag} is being made")),
+                None | Some(SnapshotState::Failed { work: Some(_), .. }) => None,
+                Some(SnapshotState::Writing(_)) => Some(format!("snapshot {tag} is being made")),
                 Some(_) => Some(format!("snapshot {tag} exists; remove it first, or choose another tag")),
             };
             if let Some(text) = text {
@@ -143,17 +149,17 @@ impl Snapshots {
         if let Some(failed) = earlier {
             failed.forget();
         }
-        entry.tell(EventKind::SnapshotWriting, entry.about());
+        entry.emit(EventKind::SnapshotWriting, entry.about());
         Ok(entry)
     }
 
     /// Takes out an entry that never was on disk.
-    pub(crate) fn vanish(&self, entry: &Arc<Entry>) {
-        self.take_out(entry);
+    pub(crate) fn remove_unwritten(&self, entry: &Arc<Entry>) {
+        self.unlist(entry);
         entry.forget();
     }
 
-    fn take_out(&self, entry: &Arc<Entry>) {
+    fn unlist(&self, entry: &Arc<Entry>) {
         let ours = {
             let mut entries = lock(&self.entries);
             // Somebody else may have removed it and made it again meanwhile.
@@ -161,7 +167,7 @@ impl Snapshots {
             ours && entries.remove(&entry.tag).is_some()
         };
         if ours {
-            entry.tell(EventKind::SnapshotRemoved, entry.about());
+            entry.emit(EventKind::SnapshotRemoved, entry.about());
         }
     }
 
@@ -169,18 +175,18 @@ impl Snapshots {
     /// when it is over.
     pub(crate) fn make(
         self: &Arc<Self>,
-        order: crate::snapshot::create::Order,
-        who: &Identity,
+        order: crate::snapshot::create::SnapshotSpec,
+        who: &Principal,
         room: impl Send + 'static,
-    ) -> Result<(Arc<Entry>, Arc<Making>)> {
-        let making = Arc::new(Making {
+    ) -> Result<(Arc<Entry>, Arc<CreateJob>)> {
+        let making = Arc::new(CreateJob {
             begun_at_unix: crate::util::time::now_unix(),
-            phase: watch::Sender::new(crate::snapshot::create::Phase::Booting),
+            phase: watch::Sender::new(crate::snapshot::create::CreatePhase::Booting),
             cancelled: watch::Sender::new(false),
             done: watch::Sender::new(false),
             order,
         });
-        let work = Work::Making(making.clone());
+        let work = SnapshotJob::CreateJob(making.clone());
         let entry = self.reserve(&making.order.tag, work, &who.owner, &who.quota)?;
         let (snapshots, made, job) = (self.clone(), entry.clone(), making.clone());
         let work = async move {
@@ -188,14 +194,14 @@ impl Snapshots {
             drop(room);
         };
         let (failed, over) = (entry.clone(), making.clone());
-        task::spawn_or(Task::Making, work.in_current_span(), move |error| {
+        task::spawn_or(Task::CreateJob, work.in_current_span(), move |error| {
             failed.failed(error);
             over.done.send_replace(true);
         });
         Ok((entry, making))
     }
 
-    async fn finish(&self, entry: Arc<Entry>, making: Arc<Making>) {
+    async fn finish(&self, entry: Arc<Entry>, making: Arc<CreateJob>) {
         let made = match self.record_owner(&entry).await {
             Ok(()) => crate::snapshot::create::make(self, &making).await,
             Err(error) => Err(error),
@@ -215,10 +221,10 @@ impl Snapshots {
     }
 
     /// Returns when a snapshot is made, or why it could not be.
-    pub(crate) async fn made(&self, entry: &Entry, making: &Making) -> Result<()> {
+    pub(crate) async fn made(&self, entry: &Entry, making: &CreateJob) -> Result<()> {
         let _ = making.done.subscribe().wait_for(|done| *done).await;
         match entry.state() {
-            State::Failed { error, .. } => Err(error),
+            SnapshotState::Failed { error, .. } => Err(error),
             _ => Ok(()),
         }
     }
@@ -227,14 +233,15 @@ impl Snapshots {
     pub(crate) async fn remove(self: &Arc<Self>, tag: &str, how: Removal) -> Result<()> {
         let entry = self.get(tag)?;
         match entry.state() {
-            State::Writing(work) => work.cancel().await,
-            State::Unknown(_) => return self.remove_one(&entry).await,
-            State::Ready(_) | State::Failed { .. } => {}
+            SnapshotState::Writing(work) => work.cancel().await,
+            SnapshotState::Unknown(_) => return self.remove_one(&entry).await,
+            SnapshotState::Ready(_) | SnapshotState::Failed { .. } => {}
         }
-        let on_disk = !matches!(entry.state(), State::Failed { work: Some(_), .. } | State::Writing(_));
+        let on_disk =
+            !matches!(entry.state(), SnapshotState::Failed { work: Some(_), .. } | SnapshotState::Writing(_));
         if !on_disk {
             self.forget_owner(&entry).await;
-            self.vanish(&entry);
+            self.remove_unwritten(&entry);
             return Ok(());
         }
         let mut gone = self.dependents(tag).await?;
@@ -264,9 +271,9 @@ impl Snapshots {
 
     async fn remove_one(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<()> {
         match entry.state() {
-            State::Writing(work) => work.cancel().await,
-            State::Unknown(template) => return self.end_unknown(entry, template).await,
-            State::Ready(_) | State::Failed { .. } => {}
+            SnapshotState::Writing(work) => work.cancel().await,
+            SnapshotState::Unknown(template) => return self.end_unknown(entry, template).await,
+            SnapshotState::Ready(_) | SnapshotState::Failed { .. } => {}
         }
         let (store, tag) = (self.store.clone(), entry.tag.clone());
         let removed = blocking("removing a snapshot", move || Ok(store.remove(&tag)?)).await;
@@ -280,7 +287,7 @@ impl Snapshots {
             Err(error) => return Err(error),
         }
         self.forget_owner(entry).await;
-        self.take_out(entry);
+        self.unlist(entry);
         entry.forget();
         Ok(())
     }
@@ -292,16 +299,16 @@ impl Snapshots {
         let tag = template.tag().filter(|tag| !entries.contains_key(tag));
         let tag = tag.unwrap_or_else(|| template.id().to_owned());
         let owner = self.owners.of(&tag).unwrap_or_else(local_owner);
-        let state = State::Unknown(template.clone());
-        entries.insert(tag.clone(), Entry::new(&tag, &owner, state, self.host.telling.clone()));
+        let state = SnapshotState::Unknown(template.clone());
+        entries.insert(tag.clone(), Entry::new(&tag, &owner, state, self.host.telemetry.clone()));
     }
 
     /// Ends a template whose record cannot be read, and forgets it. Its children go on.
     async fn end_unknown(self: &Arc<Self>, entry: &Arc<Entry>, template: Arc<UnknownTemplate>) -> Result<()> {
         let failed = |error| Error::host("cannot write down that a template is to end", error);
-        template.disown().map_err(failed)?;
+        template.mark_deleted().map_err(failed)?;
         self.forget_owner(entry).await;
-        self.take_out(entry);
+        self.unlist(entry);
         let janitor = self.host.janitor.clone();
         task::spawn(Task::TearDown, async move { template.end(&janitor).await });
         Ok(())
@@ -316,12 +323,14 @@ impl Snapshots {
             other => other?,
         };
         let unknown = self.list().into_iter().filter(|entry| match entry.state() {
-            State::Unknown(template) => entry.tag != tag && template.may_need(tag),
+            SnapshotState::Unknown(template) => entry.tag != tag && template.may_need(tag),
             _ => false,
         });
         dependents.extend(unknown.map(|entry| entry.tag.clone()));
         let writing = self.list().into_iter().filter_map(|entry| match entry.state() {
-            State::Writing(Work::Branch(branch)) if branch.mode.is_difference() => Some(branch),
+            SnapshotState::Writing(SnapshotJob::Branch(branch)) if branch.mode.is_difference() => {
+                Some(branch)
+            }
             _ => None,
         });
         let mut writing: Vec<_> = writing.collect();
@@ -374,12 +383,12 @@ impl Snapshots {
     pub(crate) async fn close(&self) {
         for entry in self.list() {
             match entry.state() {
-                State::Writing(Work::Branch(branch)) => {
-                    branch.wish(Wish::Leave);
+                SnapshotState::Writing(SnapshotJob::Branch(branch)) => {
+                    branch.set_desired(Disposition::Leave);
                     let _ = branch.reached(Stage::Done).await;
                 }
-                State::Writing(work) => work.cancel().await,
-                State::Unknown(template) => template.leave(),
+                SnapshotState::Writing(work) => work.cancel().await,
+                SnapshotState::Unknown(template) => template.leave(),
                 _ => {}
             }
             if let Some(template) = lock(&entry.current).take() {

@@ -8,7 +8,7 @@ use forkd_store::Snapshot;
 use crate::error::{Error, Result};
 use crate::host::disk_space::free;
 use crate::snapshot::branch_job::Branch;
-use crate::snapshot::registry::{Entry, Snapshots};
+use crate::snapshot::registry::{Entry, SnapshotRegistry};
 use crate::snapshot::template::Template;
 
 /// How often a branch that waits looks whether there is room.
@@ -20,7 +20,7 @@ const FIRST_PAUSE: Duration = Duration::from_secs(1);
 
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
-impl Snapshots {
+impl SnapshotRegistry {
     /// Whether `bytes` fit on the disk and leave as much free as the limits say. Yes where that cannot be found
     /// out: the write itself tells then.
     pub(crate) fn has_room(&self, bytes: u64) -> bool {
@@ -57,7 +57,7 @@ impl Snapshots {
             };
             tracing::warn!(tag = branch.tag, %error, "a branch waits for room on the disk");
             branch.wait_for_room(Some(error.clone()));
-            self.retain.notify_one();
+            self.gc_wakeup.notify_one();
             let room = tokio::select! {
                 biased;
                 _ = branch.dismissed() => false,

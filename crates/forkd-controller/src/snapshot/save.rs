@@ -18,11 +18,11 @@ use crate::error::{Code, Error, Result};
 use crate::host::disk_space::is_shortage;
 use crate::host::{oom, process};
 use crate::monitor::{Forked, console};
-use crate::snapshot::branch_job::{Branch, Wish};
+use crate::snapshot::branch_job::{Branch, Disposition};
 use crate::snapshot::held_draft::HeldDraft;
 use crate::snapshot::merge::{LayerSource, merge};
-use crate::snapshot::registry::{Entry, Snapshots};
-use crate::snapshot::template::{self, Asked, Standing, Template};
+use crate::snapshot::registry::{Entry, SnapshotRegistry};
+use crate::snapshot::template::{self, PendingChild, PersistState, Template};
 use crate::telemetry::metrics;
 use crate::util::count::Count;
 use crate::util::fs::create;
@@ -40,7 +40,7 @@ const PROGRESS: &str = "progress";
 
 /// What is saved.
 #[derive(Debug)]
-pub(crate) struct Job {
+pub(crate) struct SaveJob {
     pub(crate) tag: String,
     /// The snapshot it came from.
     pub(crate) origin: Option<Snapshot>,
@@ -54,7 +54,7 @@ pub(crate) struct Job {
     pub(crate) measured: Measured,
 }
 
-impl Snapshots {
+impl SnapshotRegistry {
     /// Brings a branch to disk, if nobody wants it gone meanwhile, and says what came of it.
     pub(crate) async fn persist(
         self: &Arc<Self>,
@@ -71,18 +71,18 @@ impl Snapshots {
         if let Err(error) = merged {
             tracing::warn!(tag = branch.tag, %error, "disk layers were not merged");
         }
-        let error = match (self.save_when_possible(&entry, &branch, &template).await, branch.wished()) {
+        let error = match (self.save_when_possible(&entry, &branch, &template).await, branch.desired()) {
             (Ok(snapshot), _) => {
-                if let Err(error) = template.record(Standing::Saved(snapshot.id().to_owned())) {
+                if let Err(error) = template.record(PersistState::Saved(snapshot.id().to_owned())) {
                     tracing::warn!(tag = branch.tag, %error, "cannot record that a branch is on disk");
                 }
                 tracing::info!(tag = branch.tag, "branch is on disk");
                 entry.ready(snapshot.clone());
                 branch.succeed(snapshot);
-                self.retain.notify_one();
+                self.gc_wakeup.notify_one();
                 return;
             }
-            (Err(_), Wish::Leave) => {
+            (Err(_), Disposition::Leave) => {
                 let text = "the daemon is stopping; the next one finishes the branch";
                 return branch.fail(Error::new(Code::ShuttingDown, text));
             }
@@ -92,10 +92,10 @@ impl Snapshots {
         entry.failed(error.clone());
         if branch.waited_for {
             self.forget_owner(&entry).await;
-            self.vanish(&entry);
+            self.remove_unwritten(&entry);
         }
         branch.fail(error);
-        self.retain.notify_one();
+        self.gc_wakeup.notify_one();
     }
 
     /// Has a branch written, with a second chance for the saver. An error if nobody wants it meanwhile.
@@ -118,7 +118,7 @@ impl Snapshots {
                     if tries < TRIES
                         && !error.is_no_room()
                         && template.is_alive()
-                        && branch.wished() == Wish::Keep =>
+                        && branch.desired() == Disposition::Keep =>
                 {
                     tracing::warn!(tag = branch.tag, %error, "trying to save it once more");
                     tries += 1;
@@ -150,14 +150,14 @@ async fn unwanted(branch: &Branch) -> Error {
 }
 
 /// How a branch is stored.
-fn job(branch: &Branch, origin: Option<Snapshot>) -> Job {
+fn job(branch: &Branch, origin: Option<Snapshot>) -> SaveJob {
     let fits = origin.as_ref().is_some_and(|origin| {
         let theirs = origin.manifest().facts.mem_size_mib;
         origin.depth() < MAX_DEPTH && theirs == branch.guest.mem_size_mib
     });
     let taken = branch.taken();
     let compacted = branch.source.starts_with("compact:");
-    Job {
+    SaveJob {
         tag: branch.tag.clone(),
         origin,
         diff: fits && branch.mode.is_difference(),
@@ -177,13 +177,13 @@ fn job(branch: &Branch, origin: Option<Snapshot>) -> Job {
 /// Has `template` written to disk and makes that a snapshot, unless `unwanted` returns before it is written:
 /// then nothing is left.
 pub(crate) async fn save(
-    snapshots: &Snapshots,
+    snapshots: &SnapshotRegistry,
     template: &Arc<Template>,
-    job: Job,
+    job: SaveJob,
     progress: impl FnOnce(File),
     unwanted: impl Future<Output = Error>,
 ) -> Result<Snapshot> {
-    let (begun, saves) = (Instant::now(), &snapshots.host.telling.metrics.saves);
+    let (begun, saves) = (Instant::now(), &snapshots.host.telemetry.metrics.saves);
     let failed = |_: &Error| saves.add(metrics::Outcome::Failed, 1);
     let drafts = Count::new();
     let written = tokio::select! {
@@ -231,16 +231,16 @@ pub(crate) async fn save(
 /// What a saver has written.
 struct Written {
     draft: HeldDraft,
-    job: Job,
+    job: SaveJob,
     disks: Vec<Vec<File>>,
     bytes: Option<u64>,
 }
 
 /// If dropped, the saver is ended and nothing is left.
 async fn write(
-    snapshots: &Snapshots,
+    snapshots: &SnapshotRegistry,
     template: &Arc<Template>,
-    job: Job,
+    job: SaveJob,
     progress: impl FnOnce(File),
     drafts: &Count,
 ) -> Result<Written> {
@@ -271,7 +271,7 @@ async fn write(
 
 /// A save that can begin.
 struct Prepared {
-    job: Job,
+    job: SaveJob,
     config: SaveConfig,
     fds: Vec<OwnedFd>,
     /// What the disks will be made of.
@@ -282,7 +282,7 @@ struct Prepared {
 
 fn prepare(
     draft: &mut Draft,
-    job: Job,
+    job: SaveJob,
     layers: Vec<Vec<OwnedFd>>,
     folder: &std::path::Path,
     pid: i32,
@@ -352,7 +352,11 @@ async fn keep_going(saver: i32, template: &Template) -> Infallible {
 }
 
 /// Waits for a process `template` was asked for; `forked` is called when it exists.
-pub(crate) async fn follow(template: &Template, asked: Asked, forked: impl FnOnce()) -> Result<WaitStatus> {
+pub(crate) async fn follow(
+    template: &Template,
+    asked: PendingChild,
+    forked: impl FnOnce(),
+) -> Result<WaitStatus> {
     let Forked { pid, pidfd } = asked.forked.await.unwrap_or_else(|_| Err(template::lost()))?;
     oom::set(pid, pidfd.as_fd(), oom::Role::Saver);
     let helper = Helper(pidfd);
@@ -425,7 +429,7 @@ mod tests {
             let names = std::fs::read_dir(snapshots.store.folder()).unwrap().flatten();
             names.filter(|entry| entry.file_name().to_string_lossy().starts_with(".new-")).count()
         };
-        let job = Job {
+        let job = SaveJob {
             tag: "b".into(),
             origin: None,
             diff: false,

@@ -12,11 +12,11 @@ use tokio::sync::oneshot;
 
 use crate::error::{Code, Error};
 use crate::host::lineage::{Lineage, Lineages};
-use crate::host::process::{self, Identity, Pidfd};
+use crate::host::process::{self, Pidfd, ProcessId};
 use crate::snapshot::adopt;
 use crate::snapshot::registry::lock;
 use crate::snapshot::template::{self, Adopted};
-use crate::util::records::{self, Kept};
+use crate::util::records::{self, VersionedRecord};
 
 /// A template whose record cannot be read.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ impl UnknownTemplate {
             why = unread.why,
             "a template's record cannot be read; it is kept"
         );
-        let seen = Glimpse::of::<template::Record>(&unread.folder);
+        let seen = Glimpse::of::<template::TemplateRecord>(&unread.folder);
         let remains = Remains::new(&unread, None);
         let lineage = seen.lineage(lineages, "/about");
         let lineage = lineage.or_else(|| lineages.of_process(remains.pid()?, None));
@@ -90,7 +90,7 @@ impl UnknownTemplate {
     }
 
     /// Has the next daemon end it, should this one be killed before it has.
-    pub(crate) fn disown(&self) -> std::io::Result<()> {
+    pub(crate) fn mark_deleted(&self) -> std::io::Result<()> {
         match std::fs::remove_file(self.remains.folder.join(template::RECORD)) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
             _ => Ok(()),
@@ -98,7 +98,7 @@ impl UnknownTemplate {
     }
 
     /// Ends it and removes what it has. Its children go on.
-    pub(crate) async fn end(&self, janitor: &crate::host::cleanup::Janitor) {
+    pub(crate) async fn end(&self, janitor: &crate::host::cleanup::CleanupQueue) {
         let lineage = lock(&self.lineage).clone();
         let cgroup = lineage.as_ref().and_then(|lineage| lineage.cgroup.as_ref());
         // Only that of a branch is its own; the leaf of any other goes with its lineage.
@@ -127,7 +127,7 @@ pub(crate) struct Unread {
     /// Which file it is, and why it cannot be read.
     pub(crate) why: String,
     /// Its process, if that record can be read.
-    pub(crate) identity: Option<Identity>,
+    pub(crate) identity: Option<ProcessId>,
 }
 
 /// Why a sandbox is in state `unknown`, in one word.
@@ -208,7 +208,7 @@ fn child_of(pid: i32, parent: i32) -> Option<(i32, Pidfd)> {
 pub(crate) struct Glimpse(pub(crate) Value);
 
 impl Glimpse {
-    pub(crate) fn of<T: Kept>(folder: &Path) -> Self {
+    pub(crate) fn of<T: VersionedRecord>(folder: &Path) -> Self {
         Glimpse(records::glimpse::<T>(folder))
     }
 

@@ -33,7 +33,7 @@ const CLOSE_WAIT: Duration = Duration::from_secs(5);
 
 /// One line.
 #[derive(Debug, Serialize)]
-pub(crate) struct Line {
+pub(crate) struct AuditRecord {
     pub(crate) ts: String,
     pub(crate) request_id: String,
     /// The name of the token, or `local`; none for who was not let in.
@@ -55,8 +55,8 @@ pub(crate) struct Line {
     pub(crate) ua: Option<String>,
 }
 
-enum Job {
-    Line(Box<Line>),
+enum AuditJob {
+    Write(Box<AuditRecord>),
     /// Open the file anew.
     Reopen,
     /// Tell when everything before this is on disk.
@@ -66,7 +66,7 @@ enum Job {
 /// The way to the thread that writes.
 #[derive(Debug)]
 pub(crate) struct Audit {
-    jobs: mpsc::Sender<Job>,
+    jobs: mpsc::Sender<AuditJob>,
     metrics: Arc<Metrics>,
 }
 
@@ -92,7 +92,7 @@ impl Audit {
             async move {
                 while hangups.lock().await.recv().await.is_some() {
                     let Some(jobs) = reopen.upgrade() else { return };
-                    let _ = jobs.send(Job::Reopen).await;
+                    let _ = jobs.send(AuditJob::Reopen).await;
                 }
             }
         });
@@ -100,8 +100,8 @@ impl Audit {
     }
 
     /// Has `line` written. Waits only if the disk is far behind.
-    pub(crate) fn write(&self, line: Line) {
-        let full = match self.jobs.try_send(Job::Line(Box::new(line))) {
+    pub(crate) fn write(&self, line: AuditRecord) {
+        let full = match self.jobs.try_send(AuditJob::Write(Box::new(line))) {
             Ok(()) => return,
             Err(mpsc::error::TrySendError::Full(job)) => job,
             Err(mpsc::error::TrySendError::Closed(_)) => return self.metrics.audit_lost.add(1),
@@ -122,7 +122,7 @@ impl Audit {
     pub(crate) async fn close(&self) {
         let flushed = async {
             let (tell, told) = oneshot::channel();
-            if self.jobs.send(Job::Flush(tell)).await.is_ok() {
+            if self.jobs.send(AuditJob::Flush(tell)).await.is_ok() {
                 let _ = told.await;
             }
         };
@@ -159,21 +159,21 @@ struct Log {
 }
 
 impl Log {
-    fn write_all(mut self, mut queue: mpsc::Receiver<Job>) {
+    fn write_all(mut self, mut queue: mpsc::Receiver<AuditJob>) {
         let mut jobs = Vec::with_capacity(BATCH);
         while queue.blocking_recv_many(&mut jobs, BATCH) > 0 {
             let (mut text, mut lines, mut waiting) = (Vec::new(), 0, Vec::new());
             let mut reopen = self.is_elsewhere();
             for job in jobs.drain(..) {
                 match job {
-                    Job::Line(line) => {
+                    AuditJob::Write(line) => {
                         lines += 1;
                         // Plain data: it always serialises.
                         let _ = serde_json::to_writer(&mut text, &line);
                         text.push(b'\n');
                     }
-                    Job::Reopen => reopen = true,
-                    Job::Flush(tell) => waiting.push(tell),
+                    AuditJob::Reopen => reopen = true,
+                    AuditJob::Flush(tell) => waiting.push(tell),
                 }
             }
             if reopen {
@@ -237,7 +237,7 @@ impl Log {
     }
 }
 
-impl Line {
+impl AuditRecord {
     /// The time of a line that is written now.
     pub(crate) fn now() -> String {
         time::timestamp_ms(time::now_ms())
@@ -248,9 +248,9 @@ impl Line {
 mod tests {
     use super::*;
 
-    fn line(path: &str) -> Line {
-        Line {
-            ts: Line::now(),
+    fn line(path: &str) -> AuditRecord {
+        AuditRecord {
+            ts: AuditRecord::now(),
             request_id: "1".into(),
             identity: None,
             owner: None,

@@ -22,19 +22,19 @@ use crate::telemetry::otlp::Traces;
 
 /// Everything that is told about.
 #[derive(Debug)]
-pub(crate) struct Telling {
+pub(crate) struct Telemetry {
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) audit: Audit,
     pub(crate) events: Events,
     pub(crate) traces: Traces,
 }
 
-impl Telling {
+impl Telemetry {
     /// Must be called in a runtime. Fails if there is no audit log to write to.
     pub(crate) fn open(config: &Config) -> Result<Arc<Self>> {
         let metrics = Arc::new(Metrics::new());
         let path = config.audit_log.clone().unwrap_or_else(|| config.data_dir.join("audit.log"));
-        Ok(Arc::new(Telling {
+        Ok(Arc::new(Telemetry {
             audit: Audit::open(path, metrics.clone())?,
             events: Events::new(metrics.clone())?,
             traces: Traces::open(config.otlp_endpoint.as_deref(), metrics.clone())?,

@@ -132,7 +132,7 @@ fn bytes<const N: usize>(text: &str) -> Option<[u8; N]> {
     Some(bytes)
 }
 
-enum Job {
+enum ExportJob {
     Span(Value),
     Flush(oneshot::Sender<()>),
 }
@@ -140,7 +140,7 @@ enum Job {
 /// The way to the task that posts spans.
 #[derive(Debug)]
 pub(crate) struct Traces {
-    jobs: Option<mpsc::Sender<Job>>,
+    jobs: Option<mpsc::Sender<ExportJob>>,
     metrics: Arc<Metrics>,
 }
 
@@ -202,7 +202,7 @@ impl Traces {
         if let Some(parent) = context.parent {
             span["parentSpanId"] = hex(&parent).into();
         }
-        if jobs.try_send(Job::Span(span)).is_err() {
+        if jobs.try_send(ExportJob::Span(span)).is_err() {
             self.metrics.spans_lost.add(1);
         }
     }
@@ -212,7 +212,7 @@ impl Traces {
         let Some(jobs) = &self.jobs else { return };
         let flushed = async {
             let (tell, told) = oneshot::channel();
-            if jobs.send(Job::Flush(tell)).await.is_ok() {
+            if jobs.send(ExportJob::Flush(tell)).await.is_ok() {
                 let _ = told.await;
             }
         };
@@ -287,22 +287,22 @@ impl Collector {
 
 async fn post(
     collector: Arc<Collector>,
-    queue: Arc<tokio::sync::Mutex<mpsc::Receiver<Job>>>,
+    queue: Arc<tokio::sync::Mutex<mpsc::Receiver<ExportJob>>>,
     metrics: Arc<Metrics>,
 ) {
     // Only after a panic is there another one to come.
     let mut queue = queue.lock().await;
     let (mut jobs, mut failing) = (Vec::with_capacity(BATCH), false);
     while queue.recv_many(&mut jobs, BATCH).await > 0 {
-        if !jobs.iter().any(|job| matches!(job, Job::Flush(_))) {
+        if !jobs.iter().any(|job| matches!(job, ExportJob::Flush(_))) {
             // More of the same trace is likely to come in a moment.
             let _ = tokio::time::timeout(DELAY, queue.recv_many(&mut jobs, BATCH)).await;
         }
         let (mut spans, mut waiting) = (Vec::new(), Vec::new());
         for job in jobs.drain(..) {
             match job {
-                Job::Span(span) => spans.push(span),
-                Job::Flush(tell) => waiting.push(tell),
+                ExportJob::Span(span) => spans.push(span),
+                ExportJob::Flush(tell) => waiting.push(tell),
             }
         }
         let count = spans.len() as u64;

@@ -26,8 +26,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::mpsc;
 
-use crate::api::middleware::idempotency::Answers;
-use crate::api::{self, App};
+use crate::api::middleware::idempotency::IdempotencyStore;
+use crate::api::{self, ApiContext};
 use crate::auth::peer::Peer;
 use crate::auth::principal::LOCAL;
 use crate::auth::tokens::Tokens;
@@ -36,10 +36,10 @@ use crate::config::{Config, Timing};
 use crate::daemon::stall_timeout::ClientStream;
 use crate::host::Host;
 use crate::sandbox::registry::Registry;
-use crate::sandbox::resources::Belongings;
+use crate::sandbox::resources::Resources;
 use crate::sandbox::{Phase, Sandbox, Spec};
-use crate::snapshot::registry::Snapshots;
-use crate::telemetry::Telling;
+use crate::snapshot::registry::SnapshotRegistry;
+use crate::telemetry::Telemetry;
 use crate::util::count::Count;
 use crate::util::stopping::{Stop, Stopping};
 use crate::workspace::Workspaces;
@@ -54,7 +54,7 @@ const LITTLE_PATIENCE: Duration = Duration::from_secs(1);
 /// A daemon on a socket of its own.
 pub(crate) struct FakeDaemon {
     folder: tempfile::TempDir,
-    pub(crate) app: App,
+    pub(crate) app: ApiContext,
     pub(crate) sandbox: Arc<Sandbox>,
     pub(crate) guest: Arc<FakeGuest>,
     _stop: Stop,
@@ -123,18 +123,18 @@ impl FakeDaemon {
         change(&mut config.timing);
         let config = Arc::new(config);
         let database = Arc::new(Database::open(&folder.path().join("forkd.db")).unwrap());
-        let telling = Telling::open(&config).unwrap();
-        let host = Host::new(config.clone(), database.clone(), telling);
-        let (snapshots, _) = Snapshots::open(host.clone()).await.unwrap();
+        let telemetry = Telemetry::open(&config).unwrap();
+        let host = Host::new(config.clone(), database.clone(), telemetry);
+        let (snapshots, _) = SnapshotRegistry::open(host.clone()).await.unwrap();
         let registry = Registry::new(host.clone()).unwrap();
         let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await.unwrap();
         let (stop, stopping) = Stop::new();
         let sessions = Count::new();
         let address = config.bind;
         let tokens = Arc::new(Tokens::open(database.clone(), config.token_file.clone()).unwrap());
-        let answers = Answers::new(database, config.limits.max_body);
+        let answers = IdempotencyStore::new(database, config.limits.max_body);
         let lines = Ports::new(registry.clone());
-        let app = App {
+        let app = ApiContext {
             registry,
             snapshots,
             workspaces,
@@ -162,7 +162,7 @@ impl FakeDaemon {
             memory_limit_mib: 64,
             guest: None,
         };
-        let sandbox = Sandbox::new(ID.into(), spec, inside, Belongings::default(), &host);
+        let sandbox = Sandbox::new(ID.into(), spec, inside, Resources::default(), &host);
         sandbox.phase.send_replace(Phase::Running);
         app.registry.add_ended(app.registry.seat(&sandbox.spec), sandbox);
         let sandbox = app.registry.get(ID).unwrap();
@@ -206,7 +206,7 @@ fn parse(answer: &[u8]) -> (u16, String, Vec<u8>) {
     (status, head, answer[end + 4..].to_vec())
 }
 
-async fn serve_api(listener: UnixListener, app: App) {
+async fn serve_api(listener: UnixListener, app: ApiContext) {
     let stopping: Stopping = app.stopping.clone();
     while let Ok((stream, _)) = listener.accept().await {
         let stream = ClientStream::new(stream, app.config.timing.stall, None);
@@ -256,7 +256,7 @@ async fn serve_guest(listener: UnixListener, guest: Arc<FakeGuest>) {
     }
 }
 
-type Asked = Query<BTreeMap<String, String>>;
+type GuestRequest = Query<BTreeMap<String, String>>;
 
 fn refused(status: u16, message: &str) -> Response {
     let body = json!({ "code": status, "message": message }).to_string();
@@ -272,7 +272,7 @@ impl Drop for Sending {
     }
 }
 
-async fn read(State(guest): State<Arc<FakeGuest>>, Query(asked): Asked) -> Response {
+async fn read(State(guest): State<Arc<FakeGuest>>, Query(asked): GuestRequest) -> Response {
     let path = asked.get("path").cloned().unwrap_or_default();
     match path.as_str() {
         "/missing" => refused(404, "/missing: no such file"),
@@ -311,7 +311,7 @@ impl Drop for Receiving {
     }
 }
 
-async fn write(State(guest): State<Arc<FakeGuest>>, Query(asked): Asked, mut body: Body) -> Response {
+async fn write(State(guest): State<Arc<FakeGuest>>, Query(asked): GuestRequest, mut body: Body) -> Response {
     let path = asked.get("path").cloned().unwrap_or_default();
     let mut bytes = Vec::new();
     *guest.begun.lock().unwrap() += 1;

@@ -44,14 +44,14 @@ const STEP_MS: i64 = 2000;
 
 /// Notices when somebody sets the clock.
 #[derive(Debug)]
-pub(crate) struct Steps {
+pub(crate) struct ClockStepDetector {
     /// How far it is ahead of the time since the host's boot.
     ahead_ms: i64,
 }
 
-impl Steps {
+impl ClockStepDetector {
     pub(crate) fn new() -> Self {
-        Steps { ahead_ms: ahead_ms() }
+        ClockStepDetector { ahead_ms: ahead_ms() }
     }
 
     /// By how many seconds it was set forward since the last look, if it was.
@@ -91,12 +91,12 @@ mod tests {
 
     #[test]
     fn a_clock_that_is_set_is_noticed_once() {
-        let mut steps = Steps { ahead_ms: 1_000_000 };
+        let mut steps = ClockStepDetector { ahead_ms: 1_000_000 };
         assert_eq!(steps.compare(1_001_900), None, "it runs a little fast");
         assert_eq!(steps.compare(1_061_000), Some(61));
         assert_eq!(steps.compare(1_061_000), None);
         assert_eq!(steps.compare(-2_538_000), Some(-3599));
-        assert_eq!(Steps::new().look(), None);
+        assert_eq!(ClockStepDetector::new().look(), None);
     }
 
     #[test]

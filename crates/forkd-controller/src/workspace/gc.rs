@@ -7,12 +7,12 @@ use crate::error::Result;
 use crate::sandbox::Sandbox;
 use crate::snapshot::registry::Removal;
 use crate::util::task::blocking;
-use crate::workspace::{Record, Workspace, Workspaces};
+use crate::workspace::{Workspace, WorkspaceRecord, Workspaces};
 
 impl Workspaces {
     /// Removes what a workspace has no use for any more, if nobody else has.
     pub(crate) async fn sweep(&self, name: &str) {
-        if let Ok((workspace, _turn)) = self.take_turn(name).await {
+        if let Ok((workspace, _turn)) = self.lock_exclusive(name).await {
             self.sweep_retired(name, &workspace).await;
         }
     }
@@ -29,14 +29,14 @@ impl Workspaces {
             }
         }
         if kept != record.retired
-            && let Err(error) = self.keep(workspace, Record { retired: kept, ..record }).await
+            && let Err(error) = self.keep(workspace, WorkspaceRecord { retired: kept, ..record }).await
         {
             tracing::warn!(name, %error, "a workspace's file is not up to date");
         }
     }
 
     /// Whether somebody but the workspace's own states would miss an old state.
-    async fn is_needed(&self, record: &Record, tag: &str) -> bool {
+    async fn is_needed(&self, record: &WorkspaceRecord, tag: &str) -> bool {
         let sandboxes = self.registry.list();
         let forked = |sandbox: &Arc<Sandbox>| {
             sandbox.spec.snapshot_tag.as_deref() == Some(tag)

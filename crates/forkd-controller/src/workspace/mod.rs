@@ -23,18 +23,18 @@ use forkd_protocol::names::NAME_RULE;
 use record::{Folder, MAX_NAME, is_valid_workspace};
 use tokio::sync::OwnedMutexGuard;
 
-use crate::auth::principal::Identity;
+use crate::auth::principal::Principal;
 use crate::error::{Code, Error, Result};
-use crate::sandbox::lifetime::Life;
+use crate::sandbox::lifetime::Lifetime;
 use crate::sandbox::registry::{Bound, Registry};
 use crate::sandbox::spawn::{self, spawn};
 use crate::sandbox::{Phase, Sandbox};
-use crate::snapshot::registry::Snapshots;
+use crate::snapshot::registry::SnapshotRegistry;
 use crate::util::random::new_id;
 use crate::util::task::{self, Task, blocking};
 use crate::util::time::now_unix;
 
-pub(crate) use record::Record;
+pub(crate) use record::WorkspaceRecord;
 
 #[cfg(test)]
 pub(crate) use record::{VERSION, read_and_write};
@@ -44,7 +44,7 @@ pub(crate) use record::{VERSION, read_and_write};
 pub(crate) struct Workspaces {
     folder: Folder,
     registry: Arc<Registry>,
-    snapshots: Arc<Snapshots>,
+    snapshots: Arc<SnapshotRegistry>,
     all: Mutex<BTreeMap<String, Arc<Workspace>>>,
 }
 
@@ -53,15 +53,15 @@ pub(crate) struct Workspaces {
 pub(crate) struct Workspace {
     /// Held by whoever changes it: one at a time.
     turn: Arc<tokio::sync::Mutex<()>>,
-    state: Mutex<State>,
+    state: Mutex<WorkspaceState>,
 }
 
 #[derive(Debug, Clone)]
-enum State {
+enum WorkspaceState {
     /// Its first sandbox is being forked; nothing is on disk.
-    Making,
+    CreateJob,
     /// As on disk.
-    Kept(Record),
+    Kept(WorkspaceRecord),
     /// Its file cannot be used: why.
     Broken(String),
 }
@@ -77,21 +77,21 @@ pub(crate) enum Status {
 
 /// What a new workspace is made of.
 #[derive(Debug)]
-pub(crate) struct Order {
+pub(crate) struct WorkspaceSpec {
     pub(crate) name: String,
     pub(crate) snapshot_tag: String,
     pub(crate) network: bool,
     pub(crate) memory_limit_mib: Option<u64>,
     /// Whose it will be, and how much they may have.
-    pub(crate) who: Identity,
+    pub(crate) who: Principal,
 }
 
 impl Workspace {
-    fn new(state: State) -> Arc<Self> {
+    fn new(state: WorkspaceState) -> Arc<Self> {
         Arc::new(Workspace { turn: Arc::default(), state: Mutex::new(state) })
     }
 
-    fn state(&self) -> State {
+    fn state(&self) -> WorkspaceState {
         lock(&self.state).clone()
     }
 }
@@ -112,7 +112,7 @@ fn no_workspace(name: &str) -> Error {
 impl Workspaces {
     /// The workspaces in the host's data directory. Ends sandboxes that were to be theirs and are not, and
     /// finishes what was begun.
-    pub(crate) async fn open(registry: Arc<Registry>, snapshots: Arc<Snapshots>) -> Result<Arc<Self>> {
+    pub(crate) async fn open(registry: Arc<Registry>, snapshots: Arc<SnapshotRegistry>) -> Result<Arc<Self>> {
         let path = registry.host.config.data_dir.join("workspaces");
         let shown = path.display().to_string();
         let (folder, found) = blocking("reading the workspaces", move || {
@@ -121,10 +121,10 @@ impl Workspaces {
         .await?;
         let all = found.into_iter().map(|(name, read)| {
             let state = match read {
-                Ok(record) => State::Kept(record),
+                Ok(record) => WorkspaceState::Kept(record),
                 Err(why) => {
                     tracing::error!(folder = shown, name, why, "a workspace's file cannot be used");
-                    State::Broken(why)
+                    WorkspaceState::Broken(why)
                 }
             };
             (name, Workspace::new(state))
@@ -134,7 +134,7 @@ impl Workspaces {
         workspaces.end_strangers();
         let (sweeper, mut doomed) = (workspaces.clone(), Vec::new());
         for (name, workspace) in lock(&workspaces.all).iter() {
-            if matches!(workspace.state(), State::Kept(record) if record.deleted) {
+            if matches!(workspace.state(), WorkspaceState::Kept(record) if record.deleted) {
                 doomed.push(name.clone());
             }
         }
@@ -156,10 +156,10 @@ impl Workspaces {
         for sandbox in self.registry.list() {
             let Some(name) = sandbox.facts().workspace else { continue };
             let ours = match self.get(&name).map(|workspace| workspace.state()) {
-                Ok(State::Kept(record)) => record.live_sandbox_id.as_deref() == Some(&sandbox.id),
+                Ok(WorkspaceState::Kept(record)) => record.live_sandbox_id.as_deref() == Some(&sandbox.id),
                 // Whoever mends the file may want it.
-                Ok(State::Broken(_)) => true,
-                Ok(State::Making) | Err(_) => false,
+                Ok(WorkspaceState::Broken(_)) => true,
+                Ok(WorkspaceState::CreateJob) | Err(_) => false,
             };
             if !ours {
                 tracing::warn!(sandbox = sandbox.id, name, "its workspace does not know it; ending it");
@@ -182,26 +182,26 @@ impl Workspaces {
     }
 
     /// Whether a workspace is theirs; if not, it is none.
-    pub(crate) fn check_owner(&self, name: &str, who: &Identity) -> Result<()> {
+    pub(crate) fn check_owner(&self, name: &str, who: &Principal) -> Result<()> {
         let workspace = self.get(name)?;
         let theirs = match workspace.state() {
-            State::Kept(record) => who.owns(&record.owner),
+            WorkspaceState::Kept(record) => who.owns(&record.owner),
             // Whose it is stands nowhere that could be trusted.
-            State::Making | State::Broken(_) => who.is_admin(),
+            WorkspaceState::CreateJob | WorkspaceState::Broken(_) => who.is_admin(),
         };
         if theirs { Ok(()) } else { Err(no_workspace(name)) }
     }
 
     /// Whether its file cannot be used.
     pub(crate) fn is_broken(&self, name: &str) -> bool {
-        self.get(name).is_ok_and(|workspace| matches!(workspace.state(), State::Broken(_)))
+        self.get(name).is_ok_and(|workspace| matches!(workspace.state(), WorkspaceState::Broken(_)))
     }
 
-    fn record_of(&self, name: &str, workspace: &Workspace) -> Result<Record> {
+    fn record_of(&self, name: &str, workspace: &Workspace) -> Result<WorkspaceRecord> {
         match workspace.state() {
-            State::Kept(record) => Ok(record),
-            State::Making => Err(being_made(name)),
-            State::Broken(why) => {
+            WorkspaceState::Kept(record) => Ok(record),
+            WorkspaceState::CreateJob => Err(being_made(name)),
+            WorkspaceState::Broken(why) => {
                 let text = format!(
                     "the record of workspace {name} cannot be used: the operator mends its file and restarts \
                      the daemon, or you delete the workspace"
@@ -213,14 +213,14 @@ impl Workspaces {
     }
 
     /// One workspace.
-    pub(crate) fn show(&self, name: &str) -> Result<(Record, Status)> {
+    pub(crate) fn show(&self, name: &str) -> Result<(WorkspaceRecord, Status)> {
         let record = self.record_of(name, self.get(name)?.as_ref())?;
         let status = self.status(&record);
         Ok((record, status))
     }
 
     /// All that can be used, by name.
-    pub(crate) fn list(&self) -> Vec<(Record, Status)> {
+    pub(crate) fn list(&self) -> Vec<(WorkspaceRecord, Status)> {
         let shown = self.names().into_iter().filter_map(|name| self.show(&name).ok());
         shown.collect()
     }
@@ -234,7 +234,7 @@ impl Workspaces {
             let Ok(workspace) = self.get(&name) else { continue };
             match (workspace.state(), self.record_of(&name, &workspace)) {
                 (_, Ok(record)) => tags.extend([vec![record.tag().to_owned()], record.retired].concat()),
-                (State::Broken(_), Err(error)) => return Err(error),
+                (WorkspaceState::Broken(_), Err(error)) => return Err(error),
                 // What it is made of is used by its sandbox.
                 (_, Err(_)) => {}
             }
@@ -246,13 +246,13 @@ impl Workspaces {
     pub(crate) fn user_of(&self, tag: &str) -> Option<String> {
         let all = lock(&self.all);
         let uses = |workspace: &Workspace| match workspace.state() {
-            State::Kept(record) => !record.deleted && record.tag() == tag,
+            WorkspaceState::Kept(record) => !record.deleted && record.tag() == tag,
             _ => false,
         };
         all.iter().find(|(_, workspace)| uses(workspace)).map(|(name, _)| name.clone())
     }
 
-    fn status(&self, record: &Record) -> Status {
+    fn status(&self, record: &WorkspaceRecord) -> Status {
         match (self.live(record), &record.live_sandbox_id, &record.current_state_tag) {
             (Some(_), _, _) => Status::Running,
             (None, None, Some(_)) => Status::Suspended,
@@ -261,13 +261,13 @@ impl Workspaces {
     }
 
     /// Its sandbox, if it has one that has not ended.
-    fn live(&self, record: &Record) -> Option<Arc<Sandbox>> {
+    fn live(&self, record: &WorkspaceRecord) -> Option<Arc<Sandbox>> {
         let sandbox = self.registry.get(record.live_sandbox_id.as_deref()?).ok()?;
         (!matches!(sandbox.phase(), Phase::Ended(_))).then_some(sandbox)
     }
 
     /// Makes a workspace and forks its first sandbox.
-    pub(crate) async fn create(&self, order: Order) -> Result<(Record, Status)> {
+    pub(crate) async fn create(&self, order: WorkspaceSpec) -> Result<(WorkspaceRecord, Status)> {
         let name = &order.name;
         match self.get(name) {
             Err(error) if error.code().is_not_found() => {}
@@ -278,7 +278,7 @@ impl Workspaces {
             }
         }
         self.snapshots.usable(&order.snapshot_tag, &order.who)?;
-        let workspace = Workspace::new(State::Making);
+        let workspace = Workspace::new(WorkspaceState::CreateJob);
         {
             let mut all = lock(&self.all);
             if all.contains_key(name) {
@@ -287,24 +287,32 @@ impl Workspaces {
             all.insert(name.clone(), workspace.clone());
         }
         let made = async {
-            let record = Record::new(new_id("ws")?, name, &order.snapshot_tag, now_unix());
-            let record =
-                Record { network: order.network, memory_limit_mib: order.memory_limit_mib, ..record };
-            let record = Record { owner: order.who.owner.clone(), ..record };
+            let record = WorkspaceRecord::new(new_id("ws")?, name, &order.snapshot_tag, now_unix());
+            let record = WorkspaceRecord {
+                network: order.network,
+                memory_limit_mib: order.memory_limit_mib,
+                ..record
+            };
+            let record = WorkspaceRecord { owner: order.who.owner.clone(), ..record };
             self.start(&workspace, record, &order.who).await
         };
         let made = made.await;
         match &made {
-            Ok((record, _)) => self.tell(EventKind::WorkspaceCreated, record),
+            Ok((record, _)) => self.emit(EventKind::WorkspaceCreated, record),
             Err(_) => drop(lock(&self.all).remove(name)),
         }
         made
     }
 
     /// Forks a sandbox for `record` and writes down that it is the workspace's.
-    async fn start(&self, workspace: &Workspace, record: Record, who: &Identity) -> Result<(Record, Status)> {
+    async fn start(
+        &self,
+        workspace: &Workspace,
+        record: WorkspaceRecord,
+        who: &Principal,
+    ) -> Result<(WorkspaceRecord, Status)> {
         let bound = self.fork(&record, who).await?;
-        let record = Record {
+        let record = WorkspaceRecord {
             live_sandbox_id: Some(bound.sandbox().id.clone()),
             last_active_unix: now_unix(),
             ..record
@@ -316,8 +324,8 @@ impl Workspaces {
         Ok((record, status))
     }
 
-    async fn fork(&self, record: &Record, who: &Identity) -> Result<Bound> {
-        let order = spawn::Order {
+    async fn fork(&self, record: &WorkspaceRecord, who: &Principal) -> Result<Bound> {
+        let order = spawn::SpawnSpec {
             tag: record.tag().to_owned(),
             // Somebody else's may have its tag by now.
             who: who.clone(),
@@ -328,8 +336,8 @@ impl Workspaces {
             memory_limit_mib: record.memory_limit_mib,
             envs: BTreeMap::new(),
             workspace: Some(record.name.clone()),
-            lifetime: None,
-            life: Life::default(),
+            time_to_live: None,
+            lifetime: Lifetime::default(),
             arrived: Instant::now(),
         };
         let mut spawned = spawn(&self.registry, &self.snapshots, order).await?;
@@ -339,8 +347,8 @@ impl Workspaces {
     }
 
     /// Takes a workspace out again: a sandbox is forked from its last state.
-    pub(crate) async fn resume(&self, name: &str, who: &Identity) -> Result<(Record, Status)> {
-        let (workspace, _turn) = self.take_turn(name).await?;
+    pub(crate) async fn resume(&self, name: &str, who: &Principal) -> Result<(WorkspaceRecord, Status)> {
+        let (workspace, _turn) = self.lock_exclusive(name).await?;
         self.check_owner(name, who)?;
         let record = self.usable(name, &workspace)?;
         if let Some(sandbox) = self.live(&record) {
@@ -349,7 +357,7 @@ impl Workspaces {
         }
         let lost = record.live_sandbox_id.clone();
         let resumed = self.start(&workspace, record, who).await?;
-        self.tell(EventKind::WorkspaceResumed, &resumed.0);
+        self.emit(EventKind::WorkspaceResumed, &resumed.0);
         // What is left of the one that ended by itself.
         if let Some(lost) = lost {
             let _ = self.registry.delete(&lost);
@@ -360,12 +368,12 @@ impl Workspaces {
 
     /// Ends a workspace's sandbox and removes its states. Snapshots that were built on them are not touched.
     pub(crate) async fn delete(&self, name: &str) -> Result<()> {
-        let (workspace, _turn) = self.take_turn(name).await?;
+        let (workspace, _turn) = self.lock_exclusive(name).await?;
         let mut owner = None;
-        if let State::Kept(record) = workspace.state() {
+        if let WorkspaceState::Kept(record) = workspace.state() {
             owner = Some(record.owner.clone());
             // First of all: the next daemon finishes what we do not.
-            let record = Record { deleted: true, ..record };
+            let record = WorkspaceRecord { deleted: true, ..record };
             self.keep(&workspace, record.clone()).await?;
             if let Some(sandbox) = &record.live_sandbox_id {
                 let _ = self.registry.delete(sandbox);
@@ -383,11 +391,11 @@ impl Workspaces {
         .await?;
         lock(&self.all).remove(name);
         let about = EventSubject { workspace: Some(name.to_owned()), owner, ..EventSubject::default() };
-        self.registry.host.telling.events.emit(EventKind::WorkspaceRemoved, about);
+        self.registry.host.telemetry.events.emit(EventKind::WorkspaceRemoved, about);
         Ok(())
     }
 
-    fn tell(&self, kind: EventKind, record: &Record) {
+    fn emit(&self, kind: EventKind, record: &WorkspaceRecord) {
         let about = EventSubject {
             workspace: Some(record.name.clone()),
             sandbox: record.live_sandbox_id.clone(),
@@ -395,11 +403,11 @@ impl Workspaces {
             owner: Some(record.owner.clone()),
             ..EventSubject::default()
         };
-        self.registry.host.telling.events.emit(kind, about);
+        self.registry.host.telemetry.events.emit(kind, about);
     }
 
     /// The right to change it, for as long as what is returned lives.
-    async fn take_turn(&self, name: &str) -> Result<(Arc<Workspace>, OwnedMutexGuard<()>)> {
+    async fn lock_exclusive(&self, name: &str) -> Result<(Arc<Workspace>, OwnedMutexGuard<()>)> {
         let busy = || {
             let text = format!("workspace {name} is being made, suspended, resumed or deleted; try again");
             Error::new(Code::WorkspaceBusy, text)
@@ -409,13 +417,15 @@ impl Workspaces {
         let turn = tokio::time::timeout(patience, workspace.turn.clone().lock_owned()).await;
         let turn = turn.map_err(|_| busy())?;
         // Whoever had the turn before may have deleted it, and somebody made another.
-        if matches!(workspace.state(), State::Making) || !Arc::ptr_eq(&self.get(name)?, &workspace) {
+        if matches!(workspace.state(), WorkspaceState::CreateJob)
+            || !Arc::ptr_eq(&self.get(name)?, &workspace)
+        {
             return Err(busy());
         }
         Ok((workspace, turn))
     }
 
-    fn usable(&self, name: &str, workspace: &Workspace) -> Result<Record> {
+    fn usable(&self, name: &str, workspace: &Workspace) -> Result<WorkspaceRecord> {
         let record = self.record_of(name, workspace)?;
         match record.deleted {
             true => {
@@ -427,7 +437,7 @@ impl Workspaces {
     }
 
     /// Writes a record, and only then believes it.
-    async fn keep(&self, workspace: &Workspace, record: Record) -> Result<()> {
+    async fn keep(&self, workspace: &Workspace, record: WorkspaceRecord) -> Result<()> {
         let (folder, written) = (self.folder.clone(), record.clone());
         blocking("writing a workspace's file", move || {
             folder.write(&written).map_err(|error| {
@@ -435,7 +445,7 @@ impl Workspaces {
             })
         })
         .await?;
-        *lock(&workspace.state) = State::Kept(record);
+        *lock(&workspace.state) = WorkspaceState::Kept(record);
         Ok(())
     }
 }

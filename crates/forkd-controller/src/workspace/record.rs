@@ -26,7 +26,7 @@ const MAX_STATES: u64 = 999_999_999_999;
 /// What is kept of a workspace.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Record {
+pub(crate) struct WorkspaceRecord {
     pub(crate) version: u32,
     pub(crate) id: String,
     pub(crate) name: String,
@@ -51,9 +51,9 @@ pub(crate) struct Record {
     pub(crate) deleted: bool,
 }
 
-impl Record {
+impl WorkspaceRecord {
     pub(crate) fn new(id: String, name: &str, source_snapshot_tag: &str, now_unix: u64) -> Self {
-        Record {
+        WorkspaceRecord {
             version: VERSION,
             id,
             name: name.to_owned(),
@@ -81,7 +81,7 @@ impl Record {
         self.current_state_tag.as_deref().unwrap_or(&self.source_snapshot_tag)
     }
 
-    fn parse(bytes: &[u8], name: &str) -> Result<Record, String> {
+    fn parse(bytes: &[u8], name: &str) -> Result<WorkspaceRecord, String> {
         /// What every version has.
         #[derive(Deserialize)]
         struct Header {
@@ -92,7 +92,7 @@ impl Record {
         if header.version != u64::from(VERSION) {
             return Err(format!("it has version {}, this forkd reads {VERSION}", header.version));
         }
-        let record: Record = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+        let record: WorkspaceRecord = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
         record.check(name)?;
         Ok(record)
     }
@@ -126,7 +126,7 @@ impl Record {
 /// What is written of a record that `bytes` are.
 #[cfg(test)]
 pub(crate) fn read_and_write(bytes: &[u8], name: &str) -> Vec<u8> {
-    serde_json::to_vec_pretty(&Record::parse(bytes, name).unwrap()).unwrap()
+    serde_json::to_vec_pretty(&WorkspaceRecord::parse(bytes, name).unwrap()).unwrap()
 }
 
 /// Whether a workspace can have this name.
@@ -141,7 +141,7 @@ pub(crate) struct Folder(PathBuf);
 impl Folder {
     /// Opens the folder and reads what is in it: by name each record, or why it cannot be used.
     #[allow(clippy::type_complexity)]
-    pub(crate) fn open(path: &Path) -> io::Result<(Folder, Vec<(String, Result<Record, String>)>)> {
+    pub(crate) fn open(path: &Path) -> io::Result<(Folder, Vec<(String, Result<WorkspaceRecord, String>)>)> {
         make_private_dir(path)?;
         if let Some(parent) = path.parent() {
             File::open(parent)?.sync_all()?;
@@ -170,7 +170,7 @@ impl Folder {
     }
 
     /// Writes a record: when this returns it will survive a crash.
-    pub(crate) fn write(&self, record: &Record) -> io::Result<()> {
+    pub(crate) fn write(&self, record: &WorkspaceRecord) -> io::Result<()> {
         record.check(&record.name).map_err(io::Error::other)?;
         let new = self.0.join(format!(".{}{NEW}", record.name));
         let _ = fs::remove_file(&new);
@@ -198,7 +198,7 @@ impl Folder {
 const JSON: &str = ".json";
 const NEW: &str = ".json.new";
 
-fn read(path: &Path, name: &str) -> Result<Record, String> {
+fn read(path: &Path, name: &str) -> Result<WorkspaceRecord, String> {
     // Non-blocking: somebody may have put a pipe there. It means nothing for regular files.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let opened = File::options().read(true).custom_flags(flags).open(path);
@@ -214,21 +214,21 @@ fn read(path: &Path, name: &str) -> Result<Record, String> {
     if bytes.len() as u64 > MAX_FILE {
         return Err(format!("it has more than {} KiB, no record does", MAX_FILE >> 10));
     }
-    Record::parse(&bytes, name)
+    WorkspaceRecord::parse(&bytes, name)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn record(name: &str) -> Record {
-        Record {
+    fn record(name: &str) -> WorkspaceRecord {
+        WorkspaceRecord {
             current_state_tag: Some("ws-box-3".into()),
             live_sandbox_id: Some("sb1".into()),
             memory_limit_mib: Some(256),
             states: 3,
             retired: vec!["ws-box-2".into()],
-            ..Record::new("ws0a".into(), name, "py", 7)
+            ..WorkspaceRecord::new("ws0a".into(), name, "py", 7)
         }
     }
 
@@ -239,7 +239,7 @@ mod tests {
         let (folder, found) = Folder::open(&path).unwrap();
         assert!(found.is_empty());
         let first = record("box");
-        let last = Record { live_sandbox_id: None, states: 4, ..first.clone() };
+        let last = WorkspaceRecord { live_sandbox_id: None, states: 4, ..first.clone() };
         for written in [&first, &last, &record("a.b")] {
             folder.write(written).unwrap();
         }
@@ -255,7 +255,7 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let (folder, _) = Folder::open(place.path()).unwrap();
         folder.write(&record("box")).unwrap();
-        let whole = serde_json::to_vec(&Record { states: 9, ..record("box") }).unwrap();
+        let whole = serde_json::to_vec(&WorkspaceRecord { states: 9, ..record("box") }).unwrap();
         for length in [0, 1, whole.len() / 2, whole.len()] {
             fs::write(place.path().join(".box.json.new"), &whole[..length]).unwrap();
             let (folder, found) = Folder::open(place.path()).unwrap();
@@ -326,7 +326,7 @@ mod tests {
 
     #[test]
     fn the_tag_of_every_state_is_a_tag() {
-        let longest = Record::new("ws1".into(), &"x".repeat(MAX_NAME), "py", 0);
+        let longest = WorkspaceRecord::new("ws1".into(), &"x".repeat(MAX_NAME), "py", 0);
         assert!(is_valid_name(&longest.state_tag(1).unwrap()));
         assert!(is_valid_name(&longest.state_tag(MAX_STATES).unwrap()));
         assert_eq!(longest.state_tag(MAX_STATES + 1), None);

@@ -2,14 +2,14 @@
 
 use forkd_api::EventKind;
 
-use crate::auth::principal::Identity;
+use crate::auth::principal::Principal;
 use crate::branch::suspend::{self, Suspend};
 use crate::error::{Code, Error, Result};
 use crate::sandbox::End;
-use crate::sandbox::lifetime::{PutAway, SUSPENDED};
+use crate::sandbox::lifetime::{SUSPENDED, SuspendGuard};
 use crate::snapshot::branch_job::Mode;
 use crate::util::time::now_unix;
-use crate::workspace::{Record, Status, Workspaces};
+use crate::workspace::{Status, WorkspaceRecord, Workspaces};
 
 impl Workspaces {
     /// Puts a workspace away: its sandbox is branched, on disk, and ended. With `diff` what is stored is
@@ -20,10 +20,10 @@ impl Workspaces {
         &self,
         name: &str,
         diff: bool,
-        who: &Identity,
+        who: &Principal,
         unused_since: Option<(u64, usize)>,
-    ) -> Result<(Record, Status)> {
-        let (workspace, _turn) = self.take_turn(name).await?;
+    ) -> Result<(WorkspaceRecord, Status)> {
+        let (workspace, _turn) = self.lock_exclusive(name).await?;
         // Only now it is known which one it is.
         self.check_owner(name, who)?;
         let record = self.usable(name, &workspace)?;
@@ -38,14 +38,14 @@ impl Workspaces {
             return Err(Error::new(Code::WorkspaceNotRunning, text));
         };
         // Nobody uses it from here on: what they did would be lost.
-        let _put_away = PutAway::begin(&sandbox);
+        let _put_away = SuspendGuard::begin(&sandbox);
         if unused_since.is_some_and(|stamp| sandbox.activity.stamp() != stamp) {
             return self.show(name);
         }
         let suspend = Suspend::begin(&self.registry, &self.snapshots, &sandbox).await?;
         let (number, tag) = self.next_tag(&record)?;
         // Until it is the current state: retention leaves it alone, and a sweep removes it.
-        let mut begun = Record { states: number, ..record.clone() };
+        let mut begun = WorkspaceRecord { states: number, ..record.clone() };
         begun.retired.push(tag.clone());
         self.keep(&workspace, begun.clone()).await?;
         let mode = if diff { Mode::Diff } else { Mode::Full };
@@ -55,17 +55,18 @@ impl Workspaces {
         quota.max_snapshots = quota.max_snapshots.map(|max| max.saturating_add(replaced));
         let why = format!("workspace {name} was suspended; `forkd workspace resume {name}` goes on");
         let end = End::new(SUSPENDED, why, String::new());
-        let mut suspended = Record { current_state_tag: Some(tag.clone()), live_sandbox_id: None, ..begun };
+        let mut suspended =
+            WorkspaceRecord { current_state_tag: Some(tag.clone()), live_sandbox_id: None, ..begun };
         suspended.retired.retain(|retired| *retired != tag);
         suspended.retired.extend(record.current_state_tag);
-        let order = suspend::Order { tag, mode, quota, unused_since: None, end };
+        let order = suspend::SuspendSpec { tag, mode, quota, unused_since: None, end };
         let commit = async {
-            let record = Record { last_active_unix: now_unix(), ..suspended.clone() };
+            let record = WorkspaceRecord { last_active_unix: now_unix(), ..suspended.clone() };
             self.keep(&workspace, record).await
         };
         let done = suspend.run(order, commit).await;
         if matches!(done, Ok(true)) {
-            self.tell(EventKind::WorkspaceSuspended, &suspended);
+            self.emit(EventKind::WorkspaceSuspended, &suspended);
         }
         self.sweep_retired(name, &workspace).await;
         done?;
@@ -73,7 +74,7 @@ impl Workspaces {
     }
 
     /// A number and a tag for its next state that nobody has.
-    fn next_tag(&self, record: &Record) -> Result<(u64, String)> {
+    fn next_tag(&self, record: &WorkspaceRecord) -> Result<(u64, String)> {
         let mut number = record.states;
         loop {
             number += 1;

@@ -21,27 +21,27 @@ use axum::response::{IntoResponse, Response};
 
 use crate::auth::peer::Peer;
 use crate::auth::policy;
-use crate::auth::principal::Identity;
+use crate::auth::principal::Principal;
 use crate::auth::rate_limit::{Failures, Rates};
 use crate::auth::tokens::{Refusal, Tokens};
 use crate::error::{Code, Error, Result};
 
 /// Who is let in over TCP.
 #[derive(Debug, Clone)]
-pub(crate) struct Gate {
+pub(crate) struct Authenticator {
     pub(crate) tokens: Arc<Tokens>,
     pub(crate) rates: Arc<Rates>,
     pub(crate) failures: Arc<Failures>,
     /// Whether clients of other hosts are served, too.
-    pub(crate) abroad: bool,
+    pub(crate) remote: bool,
     /// Whether whoever shows no token owns the host.
     pub(crate) insecure: bool,
 }
 
 /// Middleware for TCP: lets a request pass, or answers it with the reason why not.
-pub(crate) async fn check(State(gate): State<Gate>, mut request: Request, next: Next) -> Response {
+pub(crate) async fn check(State(gate): State<Authenticator>, mut request: Request, next: Next) -> Response {
     let open = policy::is_open(request.uri().path());
-    if let Err(error) = check_source(request.headers(), request.uri(), gate.abroad) {
+    if let Err(error) = check_source(request.headers(), request.uri(), gate.remote) {
         return error.into_response();
     }
     if !open {
@@ -64,13 +64,13 @@ pub(crate) async fn check(State(gate): State<Gate>, mut request: Request, next: 
     next.run(request).await
 }
 
-impl Gate {
-    fn authenticate(&self, headers: &HeaderMap) -> Result<Identity> {
+impl Authenticator {
+    fn authenticate(&self, headers: &HeaderMap) -> Result<Principal> {
         let unauthorized = |text| Err(Error::new(Code::Unauthorized, text));
         let mut all = headers.get_all(AUTHORIZATION).iter();
         let Some(header) = all.next() else {
             if self.insecure {
-                return Ok(Identity::local());
+                return Ok(Principal::local());
             }
             let text = "a token is needed: `Authorization: Bearer TOKEN`; `forkd token print` shows it";
             return unauthorized(text);
@@ -124,32 +124,32 @@ fn too_many(text: &str, wait: Duration) -> Response {
 }
 
 /// Middleware for the unix socket.
-pub(crate) async fn let_in(mut request: Request, next: Next) -> Response {
-    request.extensions_mut().insert(Identity::local());
+pub(crate) async fn trust_unix_peer(mut request: Request, next: Next) -> Response {
+    request.extensions_mut().insert(Principal::local());
     next.run(request).await
 }
 
-fn check_source(headers: &HeaderMap, uri: &Uri, abroad: bool) -> Result<()> {
+fn check_source(headers: &HeaderMap, uri: &Uri, remote: bool) -> Result<()> {
     let forbidden = |text: &str| Err(Error::new(Code::OriginForbidden, text));
     let mut hosts = headers.get_all(HOST).iter();
     let host = hosts.next().and_then(|value| value.to_str().ok());
     let Some(host) = host.filter(|_| hosts.next().is_none()) else {
         return forbidden("there must be one Host header, with the daemon's name");
     };
-    if !abroad && !is_loopback(host) {
+    if !remote && !is_loopback(host) {
         return forbidden(
             "the Host header must be localhost, 127.0.0.1 or [::1]; use one of them in the URL",
         );
     }
     // A request line may hold a whole URL, which then counts instead of the header.
-    let named = |name: &str| if abroad { name.eq_ignore_ascii_case(host) } else { is_loopback(name) };
+    let named = |name: &str| if remote { name.eq_ignore_ascii_case(host) } else { is_loopback(name) };
     if uri.authority().is_some_and(|authority| !named(authority.as_str())) {
         return forbidden("the request names another host");
     }
     for origin in headers.get_all(ORIGIN) {
         let origin = origin.to_str().unwrap_or_default();
         let host = match origin.strip_prefix("http://") {
-            Some(host) => (!abroad).then_some(host),
+            Some(host) => (!remote).then_some(host),
             None => origin.strip_prefix("https://"),
         };
         if !host.is_some_and(named) {

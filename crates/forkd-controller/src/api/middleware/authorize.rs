@@ -7,14 +7,14 @@ use axum::http::Method;
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
-use crate::api::App;
+use crate::api::ApiContext;
 use crate::auth::policy::{is_open, needed};
-use crate::auth::principal::{EVERYBODY, Identity};
+use crate::auth::principal::{Principal, SHARED};
 use crate::error::{Code, Error, Result};
 
 /// Middleware behind `auth`: lets those pass who may.
 pub(crate) async fn check(
-    State(app): State<App>,
+    State(app): State<ApiContext>,
     path: Option<MatchedPath>,
     params: std::result::Result<RawPathParams, axum::extract::rejection::RawPathParamsRejection>,
     request: Request,
@@ -22,7 +22,7 @@ pub(crate) async fn check(
 ) -> Response {
     // Without a route there is nothing to be had.
     let Some(path) = path else { return next.run(request).await };
-    let who = request.extensions().get::<Identity>();
+    let who = request.extensions().get::<Principal>();
     let allowed = match who {
         Some(who) if who.is_admin() => Ok(()),
         Some(who) => allow(&app, who, request.method(), path.as_str(), params.ok().as_ref()),
@@ -36,8 +36,8 @@ pub(crate) async fn check(
 }
 
 fn allow(
-    app: &App,
-    who: &Identity,
+    app: &ApiContext,
+    who: &Principal,
     method: &Method,
     path: &str,
     params: Option<&RawPathParams>,
@@ -64,7 +64,7 @@ fn allow(
         let Ok(entry) = app.snapshots.get(name) else { return Ok(()) };
         app.snapshots.check_use(&entry, who)?;
         let looks = [Method::GET, Method::HEAD].contains(method);
-        if entry.owner() == EVERYBODY && !looks {
+        if entry.owner() == SHARED && !looks {
             let text = format!("snapshot {name} is everybody's: only an admin may change it");
             return Err(Error::new(Code::Forbidden, text));
         }

@@ -23,10 +23,10 @@ use forkd_api::ErrorBody;
 use forkd_store::{Answer, Begun, Database};
 use tracing::Instrument;
 
-use crate::agent::{self, Room};
+use crate::agent::{self, ResponseBudget};
 use crate::api::extract::in_time;
 use crate::api::response;
-use crate::auth::principal::Identity;
+use crate::auth::principal::Principal;
 use crate::error::{Code, Error, Result};
 use crate::util::task::{self, Task, blocking};
 use crate::util::time::now_unix;
@@ -48,7 +48,7 @@ const LOOK_AFTER: usize = 64 << 20;
 
 /// All answers that are kept, and what is under way.
 #[derive(Debug, Clone)]
-pub(crate) struct Answers {
+pub(crate) struct IdempotencyStore {
     database: Arc<Database>,
     running: Arc<Mutex<HashMap<Key, Question>>>,
     /// Bytes kept since it was last looked whether there are too many.
@@ -73,7 +73,7 @@ struct Question {
 
 /// For handlers that make sandboxes: what they are to be marked with.
 #[derive(Debug, Clone)]
-pub(crate) struct Asked {
+pub(crate) struct IdempotencyMark {
     /// Unlike any other key's.
     pub(crate) mark: String,
     /// Whether it was asked before, and nobody knows what came of it.
@@ -82,7 +82,7 @@ pub(crate) struct Asked {
 
 /// A request under way. Dropping it says that it is over.
 struct Running {
-    answers: Answers,
+    answers: IdempotencyStore,
     key: Key,
 }
 
@@ -92,9 +92,9 @@ impl Drop for Running {
     }
 }
 
-impl Answers {
+impl IdempotencyStore {
     pub(crate) fn new(database: Arc<Database>, max_request: usize) -> Self {
-        Answers { database, running: Arc::default(), grown: Arc::default(), max_request }
+        IdempotencyStore { database, running: Arc::default(), grown: Arc::default(), max_request }
     }
 
     /// Forgets what is old.
@@ -149,12 +149,12 @@ impl Answers {
 }
 
 /// Middleware: answers again what was answered before, and keeps what is answered now.
-pub(crate) async fn once(State(answers): State<Answers>, request: Request, next: Next) -> Response {
+pub(crate) async fn once(State(answers): State<IdempotencyStore>, request: Request, next: Next) -> Response {
     let has_key = request.method() == Method::POST && request.headers().contains_key(KEY);
     // An answer with a token in it is not for keeping: only hashes of tokens are.
     let secret = request.uri().path().starts_with("/v1/tokens");
     // Nobody is known to have sent what all may ask for.
-    let owner = request.extensions().get::<Identity>().map(|who| who.owner.clone());
+    let owner = request.extensions().get::<Principal>().map(|who| who.owner.clone());
     let Some(owner) = owner.filter(|_| has_key && !secret) else { return next.run(request).await };
     match answer(answers, owner, request, next).await {
         Ok(response) => response,
@@ -162,7 +162,7 @@ pub(crate) async fn once(State(answers): State<Answers>, request: Request, next:
     }
 }
 
-async fn answer(answers: Answers, owner: String, request: Request, next: Next) -> Result<Response> {
+async fn answer(answers: IdempotencyStore, owner: String, request: Request, next: Next) -> Result<Response> {
     let (parts, body) = request.into_parts();
     let key = Key { owner, key: read_key(parts.headers.get_all(KEY).iter())? };
     let body = in_time(to_bytes(body, answers.max_request)).await?.map_err(|_| {
@@ -176,7 +176,7 @@ async fn answer(answers: Answers, owner: String, request: Request, next: Next) -
 }
 
 async fn answer_once(
-    answers: Answers,
+    answers: IdempotencyStore,
     key: Key,
     mut parts: Parts,
     body: Bytes,
@@ -196,7 +196,7 @@ async fn answer_once(
                     then ask again with a new key if it was not done";
         return Err(Error::new(Code::IdempotencyOutcomeUnknown, text));
     }
-    parts.extensions.insert(Asked { mark: format!("{} {}", key.owner, key.key), before });
+    parts.extensions.insert(IdempotencyMark { mark: format!("{} {}", key.owner, key.key), before });
     let response = next.run(Request::from_parts(parts, Body::from(body))).await;
     keep(&answers, &key, response).await
 }
@@ -219,7 +219,7 @@ fn read_key<'v>(mut values: impl Iterator<Item = &'v HeaderValue>) -> Result<Str
 }
 
 /// Keeps an answer that would be the same again, before it is given.
-async fn keep(answers: &Answers, key: &Key, response: Response) -> Result<Response> {
+async fn keep(answers: &IdempotencyStore, key: &Key, response: Response) -> Result<Response> {
     let status = response.status();
     let json = response.headers().get(header::CONTENT_TYPE).is_none_or(|it| it == "application/json");
     if !json || !is_kept(status) {
@@ -228,7 +228,7 @@ async fn keep(answers: &Answers, key: &Key, response: Response) -> Result<Respon
     }
     let (parts, body) = response.into_parts();
     // It goes on to count as what a guest said, if it is that.
-    let room = parts.extensions.get::<Arc<Room>>().cloned();
+    let room = parts.extensions.get::<Arc<ResponseBudget>>().cloned();
     // All of it is in memory already.
     let body = to_bytes(body, usize::MAX).await.map_err(|error| Error::host("reading an answer", error))?;
     let kept = (body.len() <= MAX_BODY).then(|| body.to_vec());
@@ -263,7 +263,7 @@ fn replay(answer: Answer) -> Result<Response> {
         return Err(Error::new(Code::IdempotencyAnswerLost, text));
     };
     // Nobody knows any more whether a guest said it: who asks for it often, and reads it slowly, has no more room.
-    let mut room = Room::default();
+    let mut room = ResponseBudget::default();
     if !room.take(body.len()) {
         return Err(Error::new(Code::DaemonBusy, agent::Error::NoRoom.to_string()));
     }

@@ -21,10 +21,10 @@ use tracing::Instrument;
 
 use crate::api::error;
 use crate::auth::peer::Peer;
-use crate::auth::principal::Identity;
+use crate::auth::principal::Principal;
 use crate::error::Reader;
-use crate::telemetry::Telling;
-use crate::telemetry::audit::Line;
+use crate::telemetry::Telemetry;
+use crate::telemetry::audit::AuditRecord;
 use crate::telemetry::otlp::{self, Context, Over};
 use crate::util::random::request_id;
 
@@ -38,15 +38,15 @@ const MAX_TEXT: usize = 256;
 const NO_ROUTE: &str = "none";
 
 /// `router`, with every request watched.
-pub(crate) fn watched(router: Router, telling: Arc<Telling>) -> Router {
-    router.layer(middleware::from_fn_with_state(telling, watch))
+pub(crate) fn watched(router: Router, telemetry: Arc<Telemetry>) -> Router {
+    router.layer(middleware::from_fn_with_state(telemetry, watch))
 }
 
 /// What a request was about, as only its handler knows: in the extensions of its answer.
 #[derive(Debug, Clone)]
-pub(crate) struct Target(pub(crate) String);
+pub(crate) struct AuditTarget(pub(crate) String);
 
-impl Target {
+impl AuditTarget {
     /// Several, as far as they fit.
     pub(crate) fn all<'a>(names: impl IntoIterator<Item = &'a str>) -> Self {
         let mut target = String::new();
@@ -58,14 +58,14 @@ impl Target {
             target.push_str(if target.is_empty() { "" } else { "," });
             target.push_str(name);
         }
-        Target(target)
+        AuditTarget(target)
     }
 }
 
 /// What is known of a request.
 #[derive(Debug)]
 struct Noted {
-    telling: Arc<Telling>,
+    telemetry: Arc<Telemetry>,
     id: String,
     peer: Option<Peer>,
     method: Method,
@@ -74,7 +74,7 @@ struct Noted {
     user_agent: Option<String>,
     begun: Instant,
     trace: Option<Context>,
-    identity: OnceLock<Identity>,
+    identity: OnceLock<Principal>,
     target: OnceLock<String>,
     /// Whether there was an answer.
     answered: AtomicBool,
@@ -82,13 +82,13 @@ struct Noted {
     begun_talking: AtomicBool,
 }
 
-async fn watch(State(telling): State<Arc<Telling>>, mut request: Request, next: Next) -> Response {
-    let noted = Arc::new(Noted::new(telling, &request));
+async fn watch(State(telemetry): State<Arc<Telemetry>>, mut request: Request, next: Next) -> Response {
+    let noted = Arc::new(Noted::new(telemetry, &request));
     request.extensions_mut().insert(noted.clone());
     let span =
         tracing::info_span!("request", id = noted.id, method = %noted.method, path = request.uri().path());
     // Dropped without an answer if the client goes away.
-    let asked = Asked(noted);
+    let asked = PendingRequest(noted);
     let answer = otlp::carry(asked.0.trace, next.run(request));
     let mut response = answer.instrument(span.clone()).await;
     span.in_scope(|| asked.0.answered(&response));
@@ -105,14 +105,14 @@ async fn watch(State(telling): State<Arc<Telling>>, mut request: Request, next: 
 /// Takes note of who sent a request. Goes between `auth` and the routes.
 pub(crate) async fn note(request: Request, next: Next) -> Response {
     let extensions = request.extensions();
-    if let (Some(noted), Some(identity)) = (extensions.get::<Arc<Noted>>(), extensions.get::<Identity>()) {
+    if let (Some(noted), Some(identity)) = (extensions.get::<Arc<Noted>>(), extensions.get::<Principal>()) {
         let _ = noted.identity.set(identity.clone());
     }
     next.run(request).await
 }
 
 impl Noted {
-    fn new(telling: Arc<Telling>, request: &Request) -> Self {
+    fn new(telemetry: Arc<Telemetry>, request: &Request) -> Self {
         let (headers, extensions) = (request.headers(), request.extensions());
         let user_agent =
             headers.get(USER_AGENT).map(|value| bounded(&String::from_utf8_lossy(value.as_bytes())));
@@ -120,8 +120,8 @@ impl Noted {
         let path = request.uri().path();
         let target = route.as_ref().and_then(|route| parameter(route.as_str(), path));
         Noted {
-            trace: telling.traces.begin(headers),
-            telling,
+            trace: telemetry.traces.begin(headers),
+            telemetry,
             id: taken_over(headers).unwrap_or_else(request_id),
             peer: extensions.get().copied(),
             method: request.method().clone(),
@@ -138,7 +138,7 @@ impl Noted {
 
     /// Who reads the answer.
     fn reader(&self) -> Reader {
-        let reads_causes = self.identity.get().is_some_and(Identity::is_admin);
+        let reads_causes = self.identity.get().is_some_and(Principal::is_admin);
         Reader { request_id: self.id.clone(), reads_causes }
     }
 
@@ -150,9 +150,9 @@ impl Noted {
         let (status, took) = (response.status(), self.begun.elapsed());
         self.answered.store(true, Ordering::Relaxed);
         tracing::debug!(status = status.as_u16(), ms = took.as_millis() as u64, "answered");
-        let metrics = &self.telling.metrics;
+        let metrics = &self.telemetry.metrics;
         metrics.request(method_label(&self.method), self.route(), status.as_u16(), took);
-        if let Some(identity) = response.extensions().get::<Identity>() {
+        if let Some(identity) = response.extensions().get::<Principal>() {
             let _ = self.identity.set(identity.clone());
         }
         let unknown = status == StatusCode::TOO_MANY_REQUESTS && self.identity.get().is_none();
@@ -162,7 +162,7 @@ impl Noted {
         if let Some(context) = self.trace {
             self.traced(context, status);
         }
-        if let Some(Target(target)) = response.extensions().get() {
+        if let Some(AuditTarget(target)) = response.extensions().get() {
             let _ = self.target.set(bounded(target));
         }
         let outcome = match status.as_u16() {
@@ -193,13 +193,13 @@ impl Noted {
         let name = format!("{method} {}", self.route());
         let failed = status.is_server_error();
         let over = Over { name: &name, begun: self.begun, failed, attributes: &attributes };
-        self.telling.traces.request(context, over);
+        self.telemetry.traces.request(context, over);
     }
 
     fn audit(&self, status: Option<u16>, outcome: &'static str, took: Duration) {
         let identity = self.identity.get();
-        self.telling.audit.write(Line {
-            ts: Line::now(),
+        self.telemetry.audit.write(AuditRecord {
+            ts: AuditRecord::now(),
             request_id: self.id.clone(),
             identity: identity.map(|identity| identity.name.clone()),
             owner: identity.map(|identity| identity.owner.clone()),
@@ -217,9 +217,9 @@ impl Noted {
 }
 
 /// A request that waits for its answer.
-struct Asked(Arc<Noted>);
+struct PendingRequest(Arc<Noted>);
 
-impl Drop for Asked {
+impl Drop for PendingRequest {
     fn drop(&mut self) {
         if !self.0.answered.load(Ordering::Relaxed) {
             self.0.audit(None, "abandoned", self.0.begun.elapsed());
@@ -312,7 +312,7 @@ mod tests {
         assert_eq!(parameter("/v1/sandboxes/{id}/exec", "/v1/sandboxes/sb1/exec"), Some("sb1"));
         assert_eq!(parameter("/v1/sandboxes", "/v1/sandboxes"), None);
         let many = ["sb0123456789abcdef"; 100];
-        assert!(Target::all(many).0.len() <= MAX_TEXT + 3);
-        assert_eq!(Target::all(["a", "b"]).0, "a,b");
+        assert!(AuditTarget::all(many).0.len() <= MAX_TEXT + 3);
+        assert_eq!(AuditTarget::all(["a", "b"]).0, "a,b");
     }
 }

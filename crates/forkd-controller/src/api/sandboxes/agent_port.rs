@@ -7,9 +7,9 @@ use axum::response::Response;
 use forkd_api::{ErrorBody, LinePort};
 use forkd_protocol::json_lines::{Reply, Request};
 
-use crate::agent::Room;
+use crate::agent::ResponseBudget;
 use crate::api::extract::{Id, Ignored, Raw};
-use crate::api::{App, response};
+use crate::api::{ApiContext, response};
 use crate::compat::json_lines;
 use crate::error::Result;
 
@@ -21,11 +21,11 @@ use crate::error::Result;
     request_body(content = Object, content_type = "application/json"),
     responses((status = 200, body = Object), (status = 404, body = ErrorBody)),
 )]
-pub(crate) async fn line(State(app): State<App>, Id(id): Id, Raw(body): Raw) -> Result<Response> {
+pub(crate) async fn line(State(app): State<ApiContext>, Id(id): Id, Raw(body): Raw) -> Result<Response> {
     let sandbox = app.registry.known(&id)?;
     let (reply, room) = match Request::parse(&body) {
         Ok(request) => json_lines::answer(&sandbox, &app.config, request).await,
-        Err(failure) => (Reply::Failed(failure), Room::default()),
+        Err(failure) => (Reply::Failed(failure), ResponseBudget::default()),
     };
     Ok(response::response(reply.to_line(), room))
 }
@@ -35,7 +35,11 @@ pub(crate) async fn line(State(app): State<App>, Id(id): Id, Raw(body): Raw) -> 
     put, path = "/v1/sandboxes/{id}/line-port", params(("id" = String, Path)),
     responses((status = 200, body = LinePort), (status = 404, body = ErrorBody)),
 )]
-pub(crate) async fn open_port(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<LinePort>> {
+pub(crate) async fn open_port(
+    State(app): State<ApiContext>,
+    Id(id): Id,
+    _: Ignored,
+) -> Result<Json<LinePort>> {
     let sandbox = app.registry.known(&id)?;
     Ok(Json(LinePort { target: app.lines.open(&sandbox)?.to_string() }))
 }
@@ -45,7 +49,7 @@ pub(crate) async fn open_port(State(app): State<App>, Id(id): Id, _: Ignored) ->
     delete, path = "/v1/sandboxes/{id}/line-port", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = ErrorBody)),
 )]
-pub(crate) async fn close_port(State(app): State<App>, Id(id): Id) -> Result<StatusCode> {
+pub(crate) async fn close_port(State(app): State<ApiContext>, Id(id): Id) -> Result<StatusCode> {
     let sandbox = app.registry.known(&id)?;
     app.lines.close(&sandbox);
     Ok(StatusCode::NO_CONTENT)

@@ -7,11 +7,11 @@ use axum::response::{IntoResponse, Response};
 use forkd_api::{BranchRequest, ErrorBody, SnapshotInfo};
 use forkd_store::Quota;
 
-use crate::api::App;
+use crate::api::ApiContext;
 use crate::api::extract::{Id, OptionalBody};
 use crate::api::snapshots::view;
-use crate::auth::principal::Identity;
-use crate::branch::Order;
+use crate::auth::principal::Principal;
+use crate::branch::BranchSpec;
 use crate::error::{Error, Result};
 use crate::snapshot::branch_job::{Mode, Stage};
 
@@ -32,14 +32,14 @@ use crate::snapshot::branch_job::{Mode, Stage};
     ),
 )]
 pub(crate) async fn branch(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     Id(id): Id,
     OptionalBody(request): OptionalBody<BranchRequest>,
 ) -> Result<Response> {
     let sandbox = app.registry.known(&id)?;
     let _in_use = sandbox.in_use();
-    let order = Order { quota: who.quota, ..order(request)? };
+    let order = BranchSpec { quota: who.quota, ..order(request)? };
     let wait = order.wait;
     let (entry, branch) = app.snapshots.branch(&sandbox, order)?;
     branch.reached(if wait { Stage::Done } else { Stage::Saving }).await?;
@@ -48,7 +48,7 @@ pub(crate) async fn branch(
 }
 
 /// What was meant.
-fn order(request: BranchRequest) -> Result<Order> {
+fn order(request: BranchRequest) -> Result<BranchSpec> {
     let legacy = match (request.diff.unwrap_or(false), request.live.unwrap_or(false)) {
         (true, true) => return Err(Error::invalid("a branch is either `diff` or `live`")),
         (true, false) => Some(Mode::Diff),
@@ -70,7 +70,7 @@ fn order(request: BranchRequest) -> Result<Order> {
     if request.parent_tag.is_some() && mode != Mode::Diff {
         return Err(Error::invalid("parent_tag is for `diff` only"));
     }
-    Ok(Order { tag: request.tag, mode, wait, parent_tag: request.parent_tag, quota: Quota::default() })
+    Ok(BranchSpec { tag: request.tag, mode, wait, parent_tag: request.parent_tag, quota: Quota::default() })
 }
 
 #[cfg(test)]

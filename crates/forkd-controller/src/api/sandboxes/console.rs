@@ -15,9 +15,9 @@ use forkd_api::ErrorBody;
 use futures_util::stream;
 use serde::Deserialize;
 
-use crate::api::App;
+use crate::api::ApiContext;
 use crate::api::extract::{Id, Params};
-use crate::auth::principal::Identity;
+use crate::auth::principal::Principal;
 use crate::error::Result;
 use crate::monitor::console::{self, printable};
 use crate::sandbox::Phase;
@@ -51,8 +51,8 @@ pub(crate) struct Wanted {
     ),
 )]
 pub(crate) async fn console(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     Id(id): Id,
     Params(wanted): Params<Wanted>,
 ) -> Result<Response> {
@@ -90,8 +90,8 @@ fn last_lines(text: &str, lines: usize) -> &str {
 
 /// Whoever follows a console.
 struct Follower {
-    app: App,
-    who: Identity,
+    app: ApiContext,
+    who: Principal,
     id: String,
     reader: Reader,
     /// Whether there will be nothing more.

@@ -5,7 +5,7 @@ use axum::response::Response;
 use forkd_api::{ErrorBody, EvalReply, EvalRequest, ExecReply, ExecRequest};
 
 use crate::api::extract::{Body, Id};
-use crate::api::{App, response};
+use crate::api::{ApiContext, response};
 use crate::error::Result;
 use crate::exec::eval::evaluate;
 use crate::exec::run::{check_args, check_timeout, run_to_end};
@@ -22,7 +22,7 @@ use crate::exec::run::{check_args, check_timeout, run_to_end};
     ),
 )]
 pub(crate) async fn exec(
-    State(app): State<App>,
+    State(app): State<ApiContext>,
     Id(id): Id,
     Body(request): Body<ExecRequest>,
 ) -> Result<Response> {
@@ -47,7 +47,7 @@ pub(crate) async fn exec(
     ),
 )]
 pub(crate) async fn eval(
-    State(app): State<App>,
+    State(app): State<ApiContext>,
     Id(id): Id,
     Body(request): Body<EvalRequest>,
 ) -> Result<Response> {

@@ -9,14 +9,14 @@ use forkd_api::ErrorBody;
 use forkd_api::stream::MAX_TEXT;
 use tracing::Instrument;
 
-use crate::api::App;
+use crate::api::ApiContext;
 use crate::api::extract::Id;
 use crate::api::middleware::request_log::Session;
-use crate::auth::principal::Identity;
+use crate::auth::principal::Principal;
 use crate::error::{Code, Error, Reader, Result};
 use crate::exec::stream::exec::Exec;
 use crate::exec::stream::run::Run;
-use crate::exec::stream::{StreamContext, Work, session};
+use crate::exec::stream::{Conversation, StreamContext, session};
 
 /// The request for a WebSocket, or why it is none.
 type Upgrade = std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>;
@@ -36,8 +36,8 @@ type Upgrade = std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>;
     ),
 )]
 pub(crate) async fn run(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     talk: Session,
     reader: Reader,
     upgrade: Upgrade,
@@ -62,9 +62,9 @@ pub(crate) async fn run(
     ),
 )]
 pub(crate) async fn exec_stream(
-    State(app): State<App>,
+    State(app): State<ApiContext>,
     Id(id): Id,
-    Extension(who): Extension<Identity>,
+    Extension(who): Extension<Principal>,
     talk: Session,
     reader: Reader,
     upgrade: Upgrade,
@@ -77,10 +77,10 @@ pub(crate) async fn exec_stream(
 /// Answers the request for a WebSocket and holds the conversation on it.
 fn begin(
     upgrade: Upgrade,
-    app: App,
-    who: Identity,
+    app: ApiContext,
+    who: Principal,
     (talk, reader): (Session, Reader),
-    work: impl Work,
+    work: impl Conversation,
 ) -> Result<Response> {
     let upgrade = upgrade.map_err(|rejection| {
         Error::new(Code::of_status(rejection.status().as_u16()), rejection.body_text())

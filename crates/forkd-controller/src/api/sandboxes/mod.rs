@@ -25,22 +25,22 @@ use forkd_protocol::agent::WarmState;
 use forkd_protocol::json_lines::LINE_PORT;
 use serde::Deserialize;
 
-use super::App;
+use super::ApiContext;
 use super::extract::{Body, Id, Params};
 use super::pagination::Page;
-use crate::api::middleware::idempotency::Asked;
-use crate::api::middleware::request_log::Target;
-use crate::api::sandboxes::update::{Filter, check_tag, list_gone, place};
-use crate::auth::principal::Identity;
+use crate::api::middleware::idempotency::IdempotencyMark;
+use crate::api::middleware::request_log::AuditTarget;
+use crate::api::sandboxes::update::{SandboxFilter, check_tag, list_gone, place};
+use crate::auth::principal::Principal;
 use crate::compat::json_lines;
 use crate::error::{Code, Error, Reader, Result};
 use crate::host::{cgroup, process_stats};
 use crate::monitor::console::printable;
 use crate::sandbox::disk_full::{DISK_FULL, DISK_FULL_DETAIL};
 use crate::sandbox::envs::check_envs;
-use crate::sandbox::lifetime::{Life, check_labels, check_secs};
+use crate::sandbox::lifetime::{Lifetime, check_labels, check_secs};
 use crate::sandbox::registry::Bound;
-use crate::sandbox::spawn::{Order, Spawned, spawn};
+use crate::sandbox::spawn::{SpawnSpec, Spawned, spawn};
 use crate::sandbox::visit::Visit;
 use crate::sandbox::{Phase, Sandbox, Spec};
 use crate::snapshot::unknown::{UNREAD, UNREADABLE, advice};
@@ -75,11 +75,11 @@ pub(super) struct Results {
     ),
 )]
 pub(super) async fn create(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     reader: Reader,
     Params(params): Params<Results>,
-    asked: Option<Extension<Asked>>,
+    asked: Option<Extension<IdempotencyMark>>,
     Body(mut request): Body<CreateRequest>,
 ) -> Result<Response> {
     let arrived = Instant::now();
@@ -89,9 +89,9 @@ pub(super) async fn create(
         Some("each") => true,
         Some(_) => return Err(Error::invalid("results can only be `each`")),
     };
-    let life = life_of(&request, asked.as_ref())?;
+    let lifetime = life_of(&request, asked.as_ref())?;
     let earlier = match asked {
-        Some(Extension(Asked { mark, before: true })) => earlier(&app, &mark),
+        Some(Extension(IdempotencyMark { mark, before: true })) => earlier(&app, &mark),
         _ => Vec::new(),
     };
     let line_port = request.line_port || app.config.line_ports;
@@ -99,8 +99,8 @@ pub(super) async fn create(
     let only = |children| Spawned { children, errors: Vec::new() };
     let Spawned { children: bound, mut errors } = match (&request.image, &request.snapshot_tag) {
         _ if !earlier.is_empty() => only(Vec::new()),
-        (Some(_), None) => only(vec![boot(&app, &who, request, life).await?]),
-        (None, Some(_)) => fork(&app, &who, request, life, arrived).await?,
+        (Some(_), None) => only(vec![boot(&app, &who, request, lifetime).await?]),
+        (None, Some(_)) => fork(&app, &who, request, lifetime, arrived).await?,
         _ => return Err(Error::invalid("give either `image` or `snapshot_tag`")),
     };
     if bound.is_empty() && !errors.is_empty() {
@@ -116,7 +116,7 @@ pub(super) async fn create(
     }
     let children: Vec<_> = earlier.into_iter().chain(bound.into_iter().map(Bound::release)).collect();
     let children: Vec<SandboxInfo> = children.iter().map(|sandbox| info(sandbox)).collect();
-    let target = Extension(Target::all(children.iter().map(|child| child.id.as_str())));
+    let target = Extension(AuditTarget::all(children.iter().map(|child| child.id.as_str())));
     if !each {
         return Ok((StatusCode::CREATED, target, Json(children)).into_response());
     }
@@ -126,32 +126,37 @@ pub(super) async fn create(
 }
 
 /// What is asked of the lives of the sandboxes to make.
-fn life_of(request: &CreateRequest, asked: Option<&Extension<Asked>>) -> Result<Life> {
+fn life_of(request: &CreateRequest, asked: Option<&Extension<IdempotencyMark>>) -> Result<Lifetime> {
     check_labels(&request.labels)?;
     check_tag("suspend_as", request.suspend_as.as_deref())?;
     request.idle_timeout_secs.map(|secs| check_secs("idle_timeout_secs", secs)).transpose()?;
-    Ok(Life {
+    Ok(Lifetime {
         labels: request.labels.clone(),
         idle_timeout_secs: request.idle_timeout_secs,
         on_timeout: request.on_timeout.unwrap_or_default(),
         suspend_as: request.suspend_as.clone(),
         request: asked.map(|asked| asked.mark.clone()),
-        ..Life::default()
+        ..Lifetime::default()
     })
 }
 
 /// What came of a request that an earlier daemon did not answer.
-fn earlier(app: &App, mark: &str) -> Vec<Arc<Sandbox>> {
+fn earlier(app: &ApiContext, mark: &str) -> Vec<Arc<Sandbox>> {
     let mut there = app.registry.list();
-    there.retain(|sandbox| sandbox.look(|facts| facts.life.request.as_deref() == Some(mark)));
+    there.retain(|sandbox| sandbox.read_runtime(|facts| facts.lifetime.request.as_deref() == Some(mark)));
     there
 }
 
-async fn boot(app: &App, who: &Identity, request: CreateRequest, life: Life) -> Result<Bound> {
+async fn boot(
+    app: &ApiContext,
+    who: &Principal,
+    request: CreateRequest,
+    lifetime: Lifetime,
+) -> Result<Bound> {
     if request.n.is_some_and(|n| n != 1) || !request.envs.is_empty() {
         return Err(Error::invalid("n and env are for children of a snapshot"));
     }
-    let lifetime = request.timeout_secs.map(|secs| check_secs("timeout_secs", secs)).transpose()?;
+    let time_to_live = request.timeout_secs.map(|secs| check_secs("timeout_secs", secs)).transpose()?;
     let mem_mib = request.mem_size_mib.unwrap_or(app.config.limits.default_mem_mib);
     let spec = Spec {
         owner: who.owner.clone(),
@@ -166,9 +171,9 @@ async fn boot(app: &App, who: &Identity, request: CreateRequest, life: Life) -> 
     };
     // Bound to this request while it boots: a client that goes away leaves nothing behind.
     let bound = app.registry.boot(spec, request.warm, true, &who.quota).await?;
-    bound.sandbox().learn(|facts| {
-        facts.life = life;
+    bound.sandbox().update_runtime(|facts| {
         facts.lifetime = lifetime;
+        facts.time_to_live = time_to_live;
     });
     // Its labels became known just now.
     app.registry.ledger.made(bound.sandbox());
@@ -179,10 +184,10 @@ async fn boot(app: &App, who: &Identity, request: CreateRequest, life: Life) -> 
 }
 
 async fn fork(
-    app: &App,
-    who: &Identity,
+    app: &ApiContext,
+    who: &Principal,
     request: CreateRequest,
-    life: Life,
+    lifetime: Lifetime,
     arrived: Instant,
 ) -> Result<Spawned> {
     let n = request.n.unwrap_or(1);
@@ -195,9 +200,9 @@ async fn fork(
         ));
     }
     check_envs(&request.envs)?;
-    let lifetime = request.timeout_secs.map(|secs| check_secs("timeout_secs", secs)).transpose()?;
+    let time_to_live = request.timeout_secs.map(|secs| check_secs("timeout_secs", secs)).transpose()?;
     let memory_limit_mib = memory_limit(request.memory_limit_mib)?;
-    let order = Order {
+    let order = SpawnSpec {
         tag: request.snapshot_tag.unwrap_or_default(),
         who: who.clone(),
         owner: who.owner.clone(),
@@ -207,8 +212,8 @@ async fn fork(
         memory_limit_mib,
         envs: request.envs,
         workspace: None,
+        time_to_live,
         lifetime,
-        life,
         arrived,
     };
     spawn(&app.registry, &app.snapshots, order).await
@@ -241,11 +246,11 @@ const MAX_LIMIT_MIB: u64 = 1 << 40;
     responses((status = 200, body = Vec<SandboxInfo>), (status = 400, body = ErrorBody)),
 )]
 pub(super) async fn list(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     page: Page,
 ) -> Result<Response> {
-    let filter = Filter::of(&page)?;
+    let filter = SandboxFilter::of(&page)?;
     if filter.gone {
         return list_gone(&app, &who, &page, &filter).await;
     }
@@ -283,7 +288,7 @@ const MAX_WAIT_SECS: u64 = 600;
     ),
 )]
 pub(super) async fn get(
-    State(app): State<App>,
+    State(app): State<ApiContext>,
     Id(id): Id,
     reader: Reader,
     Params(waiting): Params<Waiting>,
@@ -318,12 +323,12 @@ pub(super) async fn get(
     ),
 )]
 pub(super) async fn update(
-    State(app): State<App>,
+    State(app): State<ApiContext>,
     Id(id): Id,
     Body(request): Body<UpdateRequest>,
 ) -> Result<Json<SandboxInfo>> {
     // While it is taken back, it would not be clear which one is changed.
-    let (sandbox, _turn) = app.registry.turn_of(&id).await?;
+    let (sandbox, _turn) = app.registry.exclusive_lock_of(&id).await?;
     update::update(&sandbox, request)?;
     if !matches!(sandbox.phase(), Phase::Ended(_)) {
         app.registry.ledger.made(&sandbox);
@@ -336,7 +341,7 @@ pub(super) async fn update(
     delete, path = "/v1/sandboxes/{id}", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = ErrorBody)),
 )]
-pub(super) async fn delete(State(app): State<App>, Id(id): Id) -> Result<StatusCode> {
+pub(super) async fn delete(State(app): State<ApiContext>, Id(id): Id) -> Result<StatusCode> {
     app.registry.delete(&id)?;
     Ok(StatusCode::NO_CONTENT)
 }
@@ -349,7 +354,7 @@ pub(super) async fn delete(State(app): State<App>, Id(id): Id) -> Result<StatusC
         (status = 409, body = ErrorBody, description = "It has no process"),
     ),
 )]
-pub(super) async fn stats(State(app): State<App>, Id(id): Id) -> Result<Json<Stats>> {
+pub(super) async fn stats(State(app): State<ApiContext>, Id(id): Id) -> Result<Json<Stats>> {
     let sandbox = app.registry.known(&id)?;
     let data = app.config.data_dir.clone();
     let stats = blocking("reading what a sandbox uses", move || {
@@ -360,12 +365,12 @@ pub(super) async fn stats(State(app): State<App>, Id(id): Id) -> Result<Json<Sta
         };
         stats.disk_bytes = process_stats::disk_bytes(pid, &data).unwrap_or(0);
         let namespace = {
-            let belongings = sandbox.belongings();
-            if let Some(leaf) = &belongings.leaf {
+            let resources = sandbox.resources();
+            if let Some(leaf) = &resources.leaf {
                 stats.memory_current_kib = leaf.memory_current().map(|bytes| bytes >> 10);
                 stats.cpu_ms = leaf.cpu_usec().map(|usec| usec / 1000).or(stats.cpu_ms);
             }
-            belongings.slot.as_ref().map(|slot| slot.namespace())
+            resources.slot.as_ref().map(|slot| slot.namespace())
         };
         // The host's side of the cable: what it receives was sent by the guest.
         let traffic = namespace.and_then(|namespace| forkd_net::traffic(&namespace).ok());
@@ -389,8 +394,8 @@ pub(super) async fn stats(State(app): State<App>, Id(id): Id) -> Result<Json<Sta
     ),
 )]
 pub(super) async fn ping(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     Id(id): Id,
 ) -> Result<Json<PingReply>> {
     let visit = Visit::begin(app.registry.known(&id)?, &who).await?;
@@ -479,11 +484,11 @@ pub(super) fn info(sandbox: &Sandbox) -> SandboxInfo {
         python: facts.python,
         created_at_unix: sandbox.created_at_unix(),
         expires_at_unix: facts.deadline_unix,
-        idle_timeout_secs: facts.life.idle_timeout_secs,
-        on_timeout: facts.life.on_timeout,
-        suspend_as: facts.life.suspend_as,
+        idle_timeout_secs: facts.lifetime.idle_timeout_secs,
+        on_timeout: facts.lifetime.on_timeout,
+        suspend_as: facts.lifetime.suspend_as,
         last_active_unix: sandbox.activity.last_unix(),
-        labels: facts.life.labels,
+        labels: facts.lifetime.labels,
         has_branched: facts.history.branch_count > 0,
         branch_count: facts.history.branch_count,
         last_branch_memory_path: None,

@@ -4,10 +4,10 @@ use axum::extract::State;
 use axum::{Extension, Json};
 use forkd_api::{ErrorBody, RollbackRequest, SandboxInfo};
 
-use crate::api::App;
+use crate::api::ApiContext;
 use crate::api::extract::{Id, Ignored, OptionalBody};
 use crate::api::sandboxes::info;
-use crate::auth::principal::Identity;
+use crate::auth::principal::Principal;
 use crate::error::{Code, Error, Result};
 use crate::sandbox::rollback::roll_back;
 use crate::sandbox::{Phase, Sandbox};
@@ -22,10 +22,14 @@ use crate::util::task::{self, Task};
         (status = 409, body = ErrorBody, description = "The sandbox is starting, being put away, or has ended"),
     ),
 )]
-pub(crate) async fn pause(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<SandboxInfo>> {
+pub(crate) async fn pause(
+    State(app): State<ApiContext>,
+    Id(id): Id,
+    _: Ignored,
+) -> Result<Json<SandboxInfo>> {
     let sandbox = app.registry.known(&id)?;
-    let _turn = sandbox.take_turn().await?;
-    sandbox.not_put_away()?;
+    let _turn = sandbox.lock_exclusive().await?;
+    sandbox.check_not_suspending()?;
     if !matches!(awake(&sandbox)?, Phase::Paused) || sandbox.waits_for_room() {
         sandbox.pause().await?;
     }
@@ -43,10 +47,14 @@ pub(crate) async fn pause(State(app): State<App>, Id(id): Id, _: Ignored) -> Res
         (status = 409, body = ErrorBody, description = "The sandbox is starting, being put away, or has ended"),
     ),
 )]
-pub(crate) async fn resume(State(app): State<App>, Id(id): Id, _: Ignored) -> Result<Json<SandboxInfo>> {
+pub(crate) async fn resume(
+    State(app): State<ApiContext>,
+    Id(id): Id,
+    _: Ignored,
+) -> Result<Json<SandboxInfo>> {
     let sandbox = app.registry.known(&id)?;
-    let _turn = sandbox.take_turn().await?;
-    sandbox.not_put_away()?;
+    let _turn = sandbox.lock_exclusive().await?;
+    sandbox.check_not_suspending()?;
     // One that does not answer may have been paused too late for anybody to hear of it.
     if matches!(awake(&sandbox)?, Phase::Paused | Phase::Unresponsive) {
         sandbox.go_on().await?;
@@ -81,8 +89,8 @@ fn awake(sandbox: &Sandbox) -> Result<Phase> {
     ),
 )]
 pub(crate) async fn rollback(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     Id(id): Id,
     OptionalBody(request): OptionalBody<RollbackRequest>,
 ) -> Result<Json<SandboxInfo>> {

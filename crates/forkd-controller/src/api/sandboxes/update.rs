@@ -10,9 +10,9 @@ use forkd_api::{GoneInfo, SandboxState, UpdateRequest};
 use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
 use forkd_store::GoneSandbox;
 
-use crate::api::App;
+use crate::api::ApiContext;
 use crate::api::pagination::Page;
-use crate::auth::principal::{Identity, Scope};
+use crate::auth::principal::{Principal, Scope};
 use crate::error::{Code, Error, Result};
 use crate::sandbox::Sandbox;
 use crate::sandbox::lifetime::{check_labels, check_secs, deadline};
@@ -28,27 +28,28 @@ pub(crate) fn check_tag(name: &str, tag: Option<&str>) -> Result<()> {
 
 /// Changes a sandbox as asked; all of it or nothing.
 pub(crate) fn update(sandbox: &Sandbox, request: UpdateRequest) -> Result<()> {
-    let lifetime = request.timeout_secs.flatten().map(|secs| check_secs("timeout_secs", secs)).transpose()?;
+    let time_to_live =
+        request.timeout_secs.flatten().map(|secs| check_secs("timeout_secs", secs)).transpose()?;
     let idle = request.idle_timeout_secs.flatten();
     idle.map(|secs| check_secs("idle_timeout_secs", secs)).transpose()?;
     check_tag("suspend_as", request.suspend_as.as_ref().and_then(|tag| tag.as_deref()))?;
     request.labels.as_ref().map(check_labels).transpose()?;
     let changed = sandbox.rewrite(|facts| {
         if request.timeout_secs.is_some() {
-            facts.deadline_unix = lifetime.map(deadline);
+            facts.deadline_unix = time_to_live.map(deadline);
             // Also of one that still boots.
-            facts.lifetime = None;
+            facts.time_to_live = None;
         }
-        let life = &mut facts.life;
+        let lifetime = &mut facts.lifetime;
         if request.idle_timeout_secs.is_some() {
-            life.idle_timeout_secs = idle;
+            lifetime.idle_timeout_secs = idle;
         }
-        life.on_timeout = request.on_timeout.unwrap_or(life.on_timeout);
+        lifetime.on_timeout = request.on_timeout.unwrap_or(lifetime.on_timeout);
         if let Some(tag) = request.suspend_as {
-            life.suspend_as = tag;
+            lifetime.suspend_as = tag;
         }
         if let Some(labels) = request.labels {
-            life.labels = labels;
+            lifetime.labels = labels;
         }
     });
     changed.map_err(|error| Error::host("cannot write down what becomes of a sandbox", error))?;
@@ -58,7 +59,7 @@ pub(crate) fn update(sandbox: &Sandbox, request: UpdateRequest) -> Result<()> {
 
 /// Which sandboxes are asked for.
 #[derive(Debug)]
-pub(crate) struct Filter {
+pub(crate) struct SandboxFilter {
     /// A label's name and, if that matters, its value.
     labels: Vec<(String, Option<String>)>,
     snapshot_tag: Option<String>,
@@ -68,7 +69,7 @@ pub(crate) struct Filter {
     pub(crate) gone: bool,
 }
 
-impl Filter {
+impl SandboxFilter {
     pub(crate) fn of(page: &Page) -> Result<Self> {
         let labels = page.all("label").map(|text| match text.split_once('=') {
             Some((name, value)) => (name.to_owned(), Some(value.to_owned())),
@@ -92,14 +93,14 @@ impl Filter {
         }
         let snapshot_tag = page.one("snapshot_tag")?.map(str::to_owned);
         let owner = page.one("owner")?.map(str::to_owned);
-        Ok(Filter { labels: labels.collect(), snapshot_tag, owner, state, gone })
+        Ok(SandboxFilter { labels: labels.collect(), snapshot_tag, owner, state, gone })
     }
 
     pub(crate) fn takes(&self, sandbox: &Sandbox, state: SandboxState) -> bool {
         self.state.is_none_or(|wanted| wanted == state)
             && self.takes_tag(sandbox.spec.snapshot_tag.as_deref())
             && self.takes_owner(&sandbox.spec.owner)
-            && sandbox.look(|facts| self.takes_labels(&facts.life.labels))
+            && sandbox.read_runtime(|facts| self.takes_labels(&facts.lifetime.labels))
     }
 
     fn takes_tag(&self, tag: Option<&str>) -> bool {
@@ -125,16 +126,16 @@ pub(crate) fn place(secs: u64, nanos: u32, id: &str) -> String {
 }
 
 /// Whether somebody may know of a sandbox that is gone.
-fn may_know(identity: &Identity, gone: &GoneSandbox) -> bool {
+fn may_know(identity: &Principal, gone: &GoneSandbox) -> bool {
     identity.scope == Scope::Admin || identity.owner == gone.made.owner
 }
 
 /// Those that are gone.
 pub(crate) async fn list_gone(
-    app: &App,
-    identity: &Identity,
+    app: &ApiContext,
+    identity: &Principal,
     page: &Page,
-    filter: &Filter,
+    filter: &SandboxFilter,
 ) -> Result<Response> {
     let mut gone = app.registry.ledger.gone().await?;
     gone.retain(|it| {
@@ -159,10 +160,10 @@ pub(crate) async fn list_gone(
 }
 
 /// Middleware: whoever asks for a sandbox that is gone is told when and why.
-pub(crate) async fn explain(State(app): State<App>, request: Request, next: Next) -> Response {
+pub(crate) async fn explain(State(app): State<ApiContext>, request: Request, next: Next) -> Response {
     let id = request.uri().path().strip_prefix("/v1/sandboxes/").and_then(|rest| rest.split('/').next());
     let asked = id.filter(|id| is_valid_sandbox_id(id)).map(str::to_owned);
-    let identity = request.extensions().get::<Identity>().cloned();
+    let identity = request.extensions().get::<Principal>().cloned();
     let response = next.run(request).await;
     let (Some(id), Some(identity)) = (asked, identity) else { return response };
     if response.status() != StatusCode::NOT_FOUND || app.registry.get(&id).is_ok() {

@@ -14,17 +14,17 @@ use forkd_api::{
 use forkd_protocol::names::{NAME_RULE, is_valid_name};
 use serde::Deserialize;
 
-use crate::api::App;
+use crate::api::ApiContext;
 use crate::api::extract::{Body, Id, Params};
-use crate::api::middleware::request_log::Target;
+use crate::api::middleware::request_log::AuditTarget;
 use crate::api::pagination::Page;
 use crate::api::snapshots::view::{Look, info};
-use crate::auth::principal::{EVERYBODY, Identity};
+use crate::auth::principal::{Principal, SHARED};
 use crate::auth::quota::Claim;
 use crate::error::{Code, Error, Result};
 use crate::host::allowed_paths;
 use crate::sandbox::registry::{check, check_image};
-use crate::snapshot::create::{From, Order};
+use crate::snapshot::create::{From, SnapshotSpec};
 use crate::snapshot::registry::Removal;
 use crate::util::task::blocking;
 
@@ -47,8 +47,8 @@ pub(crate) struct Wait {
     ),
 )]
 pub(crate) async fn create(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     Params(params): Params<Wait>,
     Body(request): Body<SnapshotRequest>,
 ) -> Result<Response> {
@@ -68,7 +68,7 @@ pub(crate) async fn create(
     let claim = Claim { owner: who.owner.clone(), mem_mib: order.mem_mib };
     let (seats, _) = app.registry.reserve(1, &claim, &who.quota)?;
     let (entry, making) = app.snapshots.make(order, &who, seats)?;
-    let target = Extension(Target(entry.tag.clone()));
+    let target = Extension(AuditTarget(entry.tag.clone()));
     if params.wait == Some(false) {
         return Ok((StatusCode::ACCEPTED, target, info(&app, &who, entry).await?).into_response());
     }
@@ -76,7 +76,7 @@ pub(crate) async fn create(
     Ok((StatusCode::CREATED, target, info(&app, &who, entry).await?).into_response())
 }
 
-fn order(app: &App, request: SnapshotRequest) -> Result<Order> {
+fn order(app: &ApiContext, request: SnapshotRequest) -> Result<SnapshotSpec> {
     let mem_mib = request.mem_size_mib.unwrap_or(app.config.limits.default_mem_mib);
     let vcpus = request.vcpus.unwrap_or(1);
     check(&app.config.limits, vcpus, mem_mib)?;
@@ -104,7 +104,7 @@ fn order(app: &App, request: SnapshotRequest) -> Result<Order> {
             ));
         }
     };
-    Ok(Order {
+    Ok(SnapshotSpec {
         tag: request.tag,
         from,
         vcpus,
@@ -138,8 +138,8 @@ fn absolute(what: &str, path: String) -> Result<PathBuf> {
     responses((status = 200, body = Vec<SnapshotInfo>), (status = 400, body = ErrorBody)),
 )]
 pub(crate) async fn list(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     page: Page,
 ) -> Result<Response> {
     let mut all = app.snapshots.list();
@@ -157,8 +157,8 @@ pub(crate) async fn list(
     responses((status = 200, body = SnapshotInfo), (status = 404, body = ErrorBody)),
 )]
 pub(crate) async fn get(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     Id(tag): Id,
 ) -> Result<Json<SnapshotInfo>> {
     let entry = app.snapshots.get(&tag)?;
@@ -188,8 +188,8 @@ pub(crate) struct With {
     ),
 )]
 pub(crate) async fn delete(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     Id(tag): Id,
     Params(with): Params<With>,
 ) -> Result<StatusCode> {
@@ -240,8 +240,8 @@ pub(crate) async fn delete(
     ),
 )]
 pub(crate) async fn detail(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     Id(tag): Id,
 ) -> Result<Json<SnapshotInfoDetail>> {
     let snapshot = app.snapshots.usable(&tag, &who)?.snapshot()?;
@@ -298,8 +298,8 @@ pub(crate) async fn detail(
     ),
 )]
 pub(crate) async fn compact(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     Id(tag): Id,
     Body(request): Body<CompactRequest>,
 ) -> Result<Json<SnapshotInfo>> {
@@ -316,12 +316,12 @@ pub(crate) async fn compact(
     ),
 )]
 pub(crate) async fn give(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     Id(tag): Id,
     Body(request): Body<OwnerRequest>,
 ) -> Result<Json<SnapshotInfo>> {
-    if request.owner != EVERYBODY && !is_valid_name(&request.owner) {
+    if request.owner != SHARED && !is_valid_name(&request.owner) {
         return Err(Error::invalid(format!("an owner must be `*`, for everybody, or {NAME_RULE}")));
     }
     let entry = app.snapshots.give(&tag, &request.owner).await?;
@@ -337,7 +337,7 @@ pub(crate) async fn give(
         (status = 409, body = ErrorBody, description = "It is not ready"),
     ),
 )]
-pub(crate) async fn unload(State(app): State<App>, Id(tag): Id) -> Result<StatusCode> {
+pub(crate) async fn unload(State(app): State<ApiContext>, Id(tag): Id) -> Result<StatusCode> {
     app.snapshots.unload(&tag)?;
     Ok(StatusCode::NO_CONTENT)
 }

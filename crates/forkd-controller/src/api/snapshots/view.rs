@@ -6,24 +6,24 @@ use std::sync::Arc;
 
 use axum::Json;
 use forkd_api::{Progress, SnapshotInfo, SnapshotPhase, SnapshotStatus, TemplateInfo};
-use forkd_store::{BaseImage, Facts, Snapshot};
+use forkd_store::{BaseImage, GuestSpec, Snapshot};
 
-use crate::api::App;
-use crate::auth::principal::Identity;
+use crate::api::ApiContext;
+use crate::auth::principal::Principal;
 use crate::error::{Error, Result};
 use crate::snapshot::branch_job::Branch;
-use crate::snapshot::create::{From, Phase};
+use crate::snapshot::create::{CreatePhase, From};
 use crate::snapshot::load::check_image;
-use crate::snapshot::registry::{Entry, Making, State as Standing, Work};
-use crate::snapshot::template::Source;
+use crate::snapshot::registry::{CreateJob, Entry, SnapshotJob, SnapshotState};
+use crate::snapshot::template::MemorySource;
 use crate::snapshot::tree::COMPACTED;
 use crate::util::task::blocking;
 
 /// What is told of one snapshot to whoever asks.
-pub(crate) async fn info(app: &App, who: &Identity, entry: Arc<Entry>) -> Result<Json<SnapshotInfo>> {
+pub(crate) async fn info(app: &ApiContext, who: &Principal, entry: Arc<Entry>) -> Result<Json<SnapshotInfo>> {
     // Only of what is on disk there are files to be looked at. Whoever waits for a branch gets it at once.
     let state = entry.state();
-    if !matches!(state, Standing::Ready(_)) {
+    if !matches!(state, SnapshotState::Ready(_)) {
         return Ok(Json(Look::new(app, who).at_state(&entry, state)));
     }
     let (app, who) = (app.clone(), who.clone());
@@ -32,14 +32,14 @@ pub(crate) async fn info(app: &App, who: &Identity, entry: Arc<Entry>) -> Result
 
 /// A look at snapshots, for whoever asks.
 pub(crate) struct Look<'a> {
-    app: &'a App,
-    who: &'a Identity,
+    app: &'a ApiContext,
+    who: &'a Principal,
     /// Those looked at already, by name: many snapshots have the same.
     images: RefCell<HashMap<String, Result<BaseImage>>>,
 }
 
 impl<'a> Look<'a> {
-    pub(crate) fn new(app: &'a App, who: &'a Identity) -> Self {
+    pub(crate) fn new(app: &'a ApiContext, who: &'a Principal) -> Self {
         Look { app, who, images: RefCell::default() }
     }
 
@@ -49,7 +49,7 @@ impl<'a> Look<'a> {
     }
 
     /// The same, of one that was in this state; blocks if it was on disk.
-    fn at_state(&self, entry: &Entry, state: Standing) -> SnapshotInfo {
+    fn at_state(&self, entry: &Entry, state: SnapshotState) -> SnapshotInfo {
         let (app, current) = (self.app, entry.current());
         let mut info = self.standing(entry, state, current.is_some());
         info.owner = entry.owner();
@@ -57,8 +57,8 @@ impl<'a> Look<'a> {
         let loaded = current.map(|template| TemplateInfo {
             pid: template.pid,
             source: match template.about.source {
-                Source::Disk => "disk".into(),
-                Source::Memory => "memory".into(),
+                MemorySource::Disk => "disk".into(),
+                MemorySource::Memory => "memory".into(),
             },
             children: app.registry.children_of(&template.id),
         });
@@ -71,24 +71,24 @@ impl<'a> Look<'a> {
         info
     }
 
-    fn standing(&self, entry: &Entry, state: Standing, has_template: bool) -> SnapshotInfo {
+    fn standing(&self, entry: &Entry, state: SnapshotState, has_template: bool) -> SnapshotInfo {
         match state {
-            Standing::Ready(snapshot) => {
+            SnapshotState::Ready(snapshot) => {
                 let warning = self.in_the_way(&snapshot);
                 ready(entry, &snapshot, has_template || warning.is_none(), warning)
             }
-            Standing::Writing(work) => self.with_error(
+            SnapshotState::Writing(work) => self.with_error(
                 SnapshotInfo {
                     phase: match &work {
-                        Work::Making(making) => Some(phase(*making.phase.borrow())),
-                        Work::Branch(_) => Some(SnapshotPhase::Saving),
+                        SnapshotJob::CreateJob(making) => Some(phase(*making.phase.borrow())),
+                        SnapshotJob::Branch(_) => Some(SnapshotPhase::Saving),
                     },
                     bootable: has_template,
                     ..worked(&work, SnapshotStatus::Writing)
                 },
                 shortage(&work).as_ref(),
             ),
-            Standing::Failed { error, work } => {
+            SnapshotState::Failed { error, work } => {
                 let status = SnapshotStatus::Failed;
                 let known = match work {
                     Some(work) => worked(&work, status),
@@ -96,7 +96,7 @@ impl<'a> Look<'a> {
                 };
                 self.with_error(SnapshotInfo { bootable: has_template, ..known }, Some(&error))
             }
-            Standing::Unknown(template) => self.with_error(
+            SnapshotState::Unknown(template) => self.with_error(
                 SnapshotInfo {
                     vcpus: template.vcpus(),
                     mem_size_mib: template.mem_mib(),
@@ -133,10 +133,10 @@ impl<'a> Look<'a> {
 }
 
 /// Why it cannot be written yet.
-fn shortage(work: &Work) -> Option<Error> {
+fn shortage(work: &SnapshotJob) -> Option<Error> {
     match work {
-        Work::Making(_) => None,
-        Work::Branch(branch) => branch.shortage(),
+        SnapshotJob::CreateJob(_) => None,
+        SnapshotJob::Branch(branch) => branch.shortage(),
     }
 }
 
@@ -167,19 +167,19 @@ fn ready(entry: &Entry, snapshot: &Snapshot, bootable: bool, warning: Option<Str
     }
 }
 
-fn phase(phase: Phase) -> SnapshotPhase {
+fn phase(phase: CreatePhase) -> SnapshotPhase {
     match phase {
-        Phase::Booting => SnapshotPhase::Booting,
-        Phase::Warming => SnapshotPhase::Warming,
-        Phase::Freezing => SnapshotPhase::Freezing,
-        Phase::Saving => SnapshotPhase::Saving,
+        CreatePhase::Booting => SnapshotPhase::Booting,
+        CreatePhase::Warming => SnapshotPhase::Warming,
+        CreatePhase::Freezing => SnapshotPhase::Freezing,
+        CreatePhase::Saving => SnapshotPhase::Saving,
     }
 }
 
-fn worked(work: &Work, status: SnapshotStatus) -> SnapshotInfo {
+fn worked(work: &SnapshotJob, status: SnapshotStatus) -> SnapshotInfo {
     match work {
-        Work::Making(making) => planned(making, status),
-        Work::Branch(branch) => branched(branch, status),
+        SnapshotJob::CreateJob(making) => planned(making, status),
+        SnapshotJob::Branch(branch) => branched(branch, status),
     }
 }
 
@@ -206,7 +206,7 @@ fn branched(branch: &Branch, status: SnapshotStatus) -> SnapshotInfo {
     }
 }
 
-fn of_guest(facts: &Facts, info: SnapshotInfo) -> SnapshotInfo {
+fn of_guest(facts: &GuestSpec, info: SnapshotInfo) -> SnapshotInfo {
     SnapshotInfo {
         image: facts.image.as_ref().map(|image| image.name.clone()),
         kernel: facts.kernel.clone(),
@@ -219,7 +219,7 @@ fn of_guest(facts: &Facts, info: SnapshotInfo) -> SnapshotInfo {
 }
 
 /// What was asked for.
-fn planned(making: &Making, status: SnapshotStatus) -> SnapshotInfo {
+fn planned(making: &CreateJob, status: SnapshotStatus) -> SnapshotInfo {
     let order = &making.order;
     let (image, kernel) = match &order.from {
         From::Image(image) => (Some(image.clone()), None),
@@ -294,7 +294,7 @@ mod tests {
         std::fs::write(&path, [0; 512]).unwrap();
         let name = path.display().to_string();
         let image = BaseImage::of(&name, "", &File::open(&path).unwrap()).unwrap();
-        let facts = Facts {
+        let facts = GuestSpec {
             image: Some(image),
             kernel: None,
             vcpus: 1,
@@ -310,7 +310,7 @@ mod tests {
         layer.write_all(&[1; 4096]).unwrap();
         let snapshot = draft.publish(Contents { disks: vec![vec![layer]], ..Contents::new(facts) }).unwrap();
 
-        let who = Identity::local();
+        let who = Principal::local();
         let why = || Look::new(app, &who).in_the_way(&snapshot);
         assert_eq!(why(), None);
         std::fs::write(&path, [0; 1024]).unwrap();

@@ -288,7 +288,7 @@ async fn what_a_killed_daemon_left_is_ended_and_removed() {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.id())).unwrap();
     let start_time = stat.rsplit_once(") ").unwrap().1.split(' ').nth(19).unwrap().parse().unwrap();
     let boot = crate::host::process::boot_id();
-    let identity = crate::host::process::Identity { boot, pid: process.id() as i32, start_time };
+    let identity = crate::host::process::ProcessId { boot, pid: process.id() as i32, start_time };
     std::fs::write(left.join("process.json"), serde_json::to_vec(&identity).unwrap()).unwrap();
 
     let daemon = Daemon::start_in(folder).await;

@@ -12,7 +12,7 @@ use forkd_protocol::agent::WarmState;
 use forkd_protocol::json_lines::{Evaluated, Failure, Incoming, Pong, Ran, Reply, Request};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-use crate::agent::Room;
+use crate::agent::ResponseBudget;
 use crate::config::Config;
 use crate::error::Result;
 use crate::exec::{eval, run};
@@ -29,14 +29,14 @@ const DISCARD_TIME: Duration = Duration::from_secs(1);
 /// Serves one connection: a line in, a line out. Tells whether the request was done.
 pub(crate) async fn converse(
     mut stream: impl AsyncRead + AsyncWrite + Unpin,
-    answer: impl AsyncFnOnce(Request) -> (Reply, Room),
+    answer: impl AsyncFnOnce(Request) -> (Reply, ResponseBudget),
 ) -> std::io::Result<bool> {
     let read = tokio::time::timeout(REQUEST_TIME, read_request(&mut stream)).await;
     // What it takes is given back when it is sent.
     let (reply, _room) =
         match read.unwrap_or_else(|_| Ok(Err(Failure::new("the request took too long to come"))))? {
             Ok(request) => answer(request).await,
-            Err(failure) => (Reply::Failed(failure), Room::default()),
+            Err(failure) => (Reply::Failed(failure), ResponseBudget::default()),
         };
     let done = !matches!(reply, Reply::Failed(_));
     say(&mut stream, &reply).await?;
@@ -73,9 +73,9 @@ async fn read_request(
 }
 
 /// Does what a line asks of a sandbox. The room that comes with the reply is to be kept until that is sent.
-pub(crate) async fn answer(sandbox: &Sandbox, config: &Config, request: Request) -> (Reply, Room) {
+pub(crate) async fn answer(sandbox: &Sandbox, config: &Config, request: Request) -> (Reply, ResponseBudget) {
     let answered = match request {
-        Request::Ping => ping(sandbox).await.map(|reply| (reply, Room::default())),
+        Request::Ping => ping(sandbox).await.map(|reply| (reply, ResponseBudget::default())),
         Request::Exec { args, timeout } => {
             let request = ExecRequest { args, timeout_secs: whole_secs(timeout), ..ExecRequest::default() };
             let done = run::run_to_end(sandbox, config, request, timeout).await;
@@ -91,7 +91,7 @@ pub(crate) async fn answer(sandbox: &Sandbox, config: &Config, request: Request)
         if error.private().is_some() {
             tracing::warn!(sandbox = sandbox.id, code = error.code().name(), %error, "a line failed");
         }
-        (Reply::Failed(Failure::new(error.public())), Room::default())
+        (Reply::Failed(Failure::new(error.public())), ResponseBudget::default())
     })
 }
 

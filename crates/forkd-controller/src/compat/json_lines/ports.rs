@@ -22,8 +22,8 @@ use crate::auth::principal::LOCAL;
 use crate::compat::json_lines::{answer, converse, peer_check, say};
 use crate::error::{Error, Result};
 use crate::sandbox::registry::Registry;
-use crate::sandbox::{Sandbox, Wish};
-use crate::telemetry::audit::Line;
+use crate::sandbox::{DesiredState, Sandbox};
+use crate::telemetry::audit::AuditRecord;
 use crate::util::random::request_id;
 use crate::util::task::{self, Task};
 
@@ -110,7 +110,7 @@ impl Ports {
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
                 wish = sandbox.dismissed() => {
-                    if wish != Wish::GiveWay {
+                    if wish != DesiredState::Replace {
                         break;
                     }
                     tokio::time::sleep(PAUSE).await;
@@ -167,8 +167,8 @@ impl Ports {
                 "refused"
             }
         };
-        host.telling.audit.write(Line {
-            ts: Line::now(),
+        host.telemetry.audit.write(AuditRecord {
+            ts: AuditRecord::now(),
             request_id: request_id(),
             owner: identity.clone(),
             identity,

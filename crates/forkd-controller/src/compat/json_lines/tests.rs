@@ -12,7 +12,7 @@ async fn say(bytes: &[u8], half_close: bool) -> (String, Vec<Request>) {
     let mut asked = Vec::new();
     let conversation = converse(server, async |request| {
         asked.push(request);
-        (Reply::Exec(Ran::default()), Room::default())
+        (Reply::Exec(Ran::default()), ResponseBudget::default())
     });
     let talking = async {
         // It may be refused before all of it is read.
@@ -47,7 +47,7 @@ async fn a_line_is_answered_whether_or_not_the_client_closes_its_half() {
 #[tokio::test]
 async fn what_a_guest_said_counts_until_the_client_has_read_it() {
     let (mut client, server) = duplex(64 << 10);
-    let watched = Room::of(7);
+    let watched = ResponseBudget::of(7);
     let mut theirs = watched.beside();
     assert!(theirs.take(7));
     let serving = tokio::spawn(converse(server, async move |_| {

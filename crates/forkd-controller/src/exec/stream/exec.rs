@@ -2,7 +2,7 @@
 //!
 //! The sandbox outlives the session, and so would the process: the agent keeps a process whose caller is
 //! gone, because the children of a branch have no callers at all and must go on. So it is the session
-//! that ends its process ([`Doomed`]), unless the client wants it kept.
+//! that ends its process ([`KillOnDrop`]), unless the client wants it kept.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,8 +15,8 @@ use crate::agent;
 use crate::error::Result;
 use crate::exec::counted;
 use crate::exec::run::{check_timeout, start_request};
-use crate::exec::stream::pump::{Command, follow, last_event};
-use crate::exec::stream::{StreamContext, Wires, Work};
+use crate::exec::stream::pump::{StreamCommand, follow, last_event};
+use crate::exec::stream::{Conversation, StreamContext, Wires};
 use crate::sandbox::{Phase, Sandbox};
 use crate::util::count::Counted;
 
@@ -30,7 +30,7 @@ pub(crate) struct Exec {
     pub(crate) sandbox: Arc<Sandbox>,
 }
 
-impl Work for Exec {
+impl Conversation for Exec {
     type Request = ExecStreamRequest;
     const REQUEST: &'static str = "a request to run a command";
 
@@ -45,8 +45,9 @@ impl Work for Exec {
         let mut start = start_request(request.args, request.env, request.cwd, true)?;
         let tag = unique_tag();
         start.tag = Some(tag.clone());
-        let command = Command { start, user: request.user, limit, tty: request.pty };
-        let mut doomed = Doomed { sandbox: sandbox.clone(), tag, counted: Some(context.sessions.enter()) };
+        let command = StreamCommand { start, user: request.user, limit, tty: request.pty };
+        let mut doomed =
+            KillOnDrop { sandbox: sandbox.clone(), tag, counted: Some(context.sessions.enter()) };
         if request.keep {
             doomed.spare();
         }
@@ -67,20 +68,20 @@ fn unique_tag() -> String {
 }
 
 /// A process that is ended when this is dropped.
-struct Doomed {
+struct KillOnDrop {
     sandbox: Arc<Sandbox>,
     tag: String,
     /// While it is there the process is to be ended; and a daemon that stops waits for that.
     counted: Option<Counted>,
 }
 
-impl Doomed {
+impl KillOnDrop {
     fn spare(&mut self) {
         self.counted = None;
     }
 }
 
-impl Drop for Doomed {
+impl Drop for KillOnDrop {
     fn drop(&mut self) {
         let (Some(counted), Ok(runtime)) = (self.counted.take(), tokio::runtime::Handle::try_current())
         else {

@@ -21,7 +21,7 @@ use futures_util::{SinkExt, StreamExt};
 use serde::de::DeserializeOwned;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::auth::principal::Identity;
+use crate::auth::principal::Principal;
 use crate::auth::tokens::Tokens;
 use crate::config::Config;
 use crate::error::{Code, Error, Reader, Result};
@@ -43,7 +43,7 @@ const OUTGOING: usize = 4;
 const CONTROLS: usize = 16;
 
 /// What a session is for.
-pub(crate) trait Work: Send + 'static {
+pub(crate) trait Conversation: Send + 'static {
     /// The client's first message.
     type Request: DeserializeOwned + Send;
     /// What that is, in words.
@@ -81,10 +81,10 @@ pub(crate) struct StreamContext {
 }
 
 /// Holds a conversation, from the client's first message to the last event.
-pub(crate) async fn session<W: Work>(
+pub(crate) async fn session<W: Conversation>(
     socket: WebSocket,
     context: StreamContext,
-    who: Identity,
+    who: Principal,
     reader: &Reader,
     work: W,
 ) {

@@ -15,7 +15,7 @@ use crate::sandbox::Sandbox;
 use crate::util::companion::Companion;
 
 /// What is to be run.
-pub(crate) struct Command {
+pub(crate) struct StreamCommand {
     pub(crate) start: StartRequest,
     pub(crate) user: Option<String>,
     pub(crate) limit: Option<Duration>,
@@ -43,11 +43,11 @@ pub(crate) async fn last_event(finish: Finish, outgoing: &Outgoing) -> ServerEve
 /// agent we wait before we give the command up ourselves. An error is one of the agent's.
 pub(crate) async fn follow(
     sandbox: &Sandbox,
-    command: Command,
+    command: StreamCommand,
     wires: Wires<'_>,
     grace: Duration,
 ) -> agent::Result<Finish> {
-    let Command { mut start, user, limit, tty } = command;
+    let StreamCommand { mut start, user, limit, tty } = command;
     start.pty = tty.map(|size| terminal(size.cols, size.rows));
     let options = StartOptions { user, timeout: limit };
     let Wires { client, controls, outgoing } = wires;

@@ -3,21 +3,21 @@
 use forkd_api::stream::{ClientMessage, RunRequest, ServerEvent};
 use tokio::sync::mpsc;
 
-use crate::auth::principal::Identity;
+use crate::auth::principal::Principal;
 use crate::error::Result;
 use crate::exec::counted;
 use crate::exec::run::{check_timeout, start_request};
-use crate::exec::stream::pump::{Command, follow, last_event};
-use crate::exec::stream::{StreamContext, Wires, Work};
+use crate::exec::stream::pump::{StreamCommand, follow, last_event};
+use crate::exec::stream::{Conversation, StreamContext, Wires};
 use crate::host::cgroup;
 use crate::sandbox::Spec;
 
 /// A command in a sandbox that is made for it.
 pub(crate) struct Run {
-    pub(crate) who: Identity,
+    pub(crate) who: Principal,
 }
 
-impl Work for Run {
+impl Conversation for Run {
     type Request = RunRequest;
     const REQUEST: &'static str = "a run request";
 
@@ -29,7 +29,7 @@ impl Work for Run {
     ) -> Result<ServerEvent> {
         let limit = request.timeout_secs.map(check_timeout).transpose()?;
         let start = start_request(request.args, request.env, request.cwd, true)?;
-        let command = Command { start, user: request.user, limit, tty: request.tty };
+        let command = StreamCommand { start, user: request.user, limit, tty: request.tty };
         let message = format!("booting a sandbox of {}", request.image);
         let mem_mib = request.mem_size_mib.unwrap_or(context.config.limits.default_mem_mib);
         let spec = Spec {

@@ -24,7 +24,7 @@ const TEMPLATE_TASKS: u32 = 64;
 
 /// What a leaf may use; without a figure, as much as there is.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Limits {
+pub(crate) struct CgroupLimits {
     /// Bytes of memory, the monitor's and its share of the kernel's included.
     pub(crate) memory_max: Option<u64>,
     /// Bytes of memory that may be swapped out beside those; none where there is a limit of memory.
@@ -35,12 +35,12 @@ pub(crate) struct Limits {
     pub(crate) cpu_percent: Option<u32>,
 }
 
-impl Limits {
+impl CgroupLimits {
     /// Those of a sandbox that may use `memory_mib` MiB.
-    pub(crate) fn of_sandbox(vcpus: u8, memory_mib: u64) -> Limits {
+    pub(crate) fn of_sandbox(vcpus: u8, memory_mib: u64) -> CgroupLimits {
         let memory_max = Some(bytes(memory_mib));
         let pids_max = Some(TASKS_BESIDE_VCPUS + u32::from(vcpus));
-        Limits { memory_max, pids_max, ..Limits::default() }
+        CgroupLimits { memory_max, pids_max, ..CgroupLimits::default() }
     }
 
     /// Those of a template whose guest has `guest_mib` MiB, and of the guest that is booted and warmed up to
@@ -49,9 +49,9 @@ impl Limits {
     /// Beside what any sandbox holds, there is room for a copy of its memory: a saver writes one, and a data
     /// directory may be in memory. A template is cold, so all of it may be swapped out. What a branch
     /// inherits stays charged to its source.
-    pub(crate) fn of_template(guest_mib: u64) -> Limits {
+    pub(crate) fn of_template(guest_mib: u64) -> CgroupLimits {
         let max = Some(bytes(memory_mib(guest_mib).saturating_add(guest_mib)));
-        Limits { memory_max: max, swap_max: max, pids_max: Some(TEMPLATE_TASKS), cpu_percent: None }
+        CgroupLimits { memory_max: max, swap_max: max, pids_max: Some(TEMPLATE_TASKS), cpu_percent: None }
     }
 
     /// Sets all but the tasks, which [`Leaf::limit_tasks`](crate::host::cgroup::Leaf::limit_tasks) does. An error leaves
@@ -117,10 +117,11 @@ mod tests {
 
     #[test]
     fn a_template_has_room_for_what_it_was_as_a_sandbox_and_for_the_copy_that_a_saver_writes() {
-        let (sandbox, template) = (Limits::of_sandbox(32, memory_mib(512)), Limits::of_template(512));
+        let (sandbox, template) =
+            (CgroupLimits::of_sandbox(32, memory_mib(512)), CgroupLimits::of_template(512));
         assert_eq!(template.memory_max, sandbox.memory_max.map(|max| max + (512 << 20)));
         assert_eq!(sandbox.pids_max, Some(TASKS_BESIDE_VCPUS + 32), "a sandbox is limited, too");
         assert!(template.pids_max > sandbox.pids_max);
-        assert_eq!(Limits::of_template(u64::MAX).memory_max, Some(u64::MAX));
+        assert_eq!(CgroupLimits::of_template(u64::MAX).memory_max, Some(u64::MAX));
     }
 }

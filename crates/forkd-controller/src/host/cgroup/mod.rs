@@ -32,7 +32,7 @@ use leaving::Tasks;
 use rustix::fs::{AtFlags, Mode, OFlags, Uid};
 
 pub(crate) use leaving::Leaving;
-pub(crate) use limits::{Limits, memory_mib};
+pub(crate) use limits::{CgroupLimits, memory_mib};
 
 /// Without these there are no limits worth the name.
 const NEEDED: &[&str] = &["memory", "pids"];
@@ -78,14 +78,14 @@ impl Cgroups {
 
     /// Makes the folder of lineage `id`, whose processes run as `uid`, or takes the one that is
     /// there. `None` without cgroups.
-    pub(crate) fn lineage(&self, id: &str, uid: u32) -> io::Result<Option<Lineage>> {
+    pub(crate) fn lineage(&self, id: &str, uid: u32) -> io::Result<Option<LineageCgroup>> {
         let Ok(forkd) = &self.forkd else { return Ok(None) };
         let path = child(forkd, id)?;
         match fs::create_dir(&path) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             other => other.map_err(naming("create", &path))?,
         }
-        let lineage = Lineage { path, uid };
+        let lineage = LineageCgroup { path, uid };
         if let Err(error) = lineage.prepare() {
             let _ = fs::remove_dir(&lineage.path);
             return Err(error);
@@ -114,12 +114,12 @@ impl Cgroups {
 
 /// The cgroup of one lineage.
 #[derive(Debug, Clone)]
-pub(crate) struct Lineage {
+pub(crate) struct LineageCgroup {
     path: PathBuf,
     uid: u32,
 }
 
-impl Lineage {
+impl LineageCgroup {
     fn prepare(&self) -> io::Result<()> {
         enable(&self.path, IN_LEAVES)?;
         give(&self.path, self.uid)?;
@@ -127,12 +127,12 @@ impl Lineage {
     }
 
     /// Makes the leaf of the template it begins with.
-    pub(crate) fn template(&self, limits: &Limits) -> io::Result<Leaf> {
+    pub(crate) fn template(&self, limits: &CgroupLimits) -> io::Result<Leaf> {
         self.leaf(TEMPLATE, limits)
     }
 
     /// Makes the leaf of sandbox `id`, or of template `id`, a branch.
-    pub(crate) fn leaf(&self, id: &str, limits: &Limits) -> io::Result<Leaf> {
+    pub(crate) fn leaf(&self, id: &str, limits: &CgroupLimits) -> io::Result<Leaf> {
         let path = child(&self.path, id)?;
         let made = fs::create_dir(&path).or_else(|error| {
             if error.kind() != io::ErrorKind::AlreadyExists {

@@ -122,7 +122,7 @@ impl Drop for Real {
         let forkd = self.base.join(FORKD);
         let _ = kill(&self.base);
         for lineage in folders(&forkd) {
-            let _ = Lineage { path: forkd.join(lineage), uid: 0 }.remove();
+            let _ = LineageCgroup { path: forkd.join(lineage), uid: 0 }.remove();
         }
         let left = remove(&forkd).and_then(|()| remove(&self.base));
         if !std::thread::panicking() {
@@ -148,10 +148,10 @@ fn pids(leaf: &Leaf) -> Vec<i32> {
 fn a_process_is_born_in_its_leaf_and_dies_with_it() {
     let Some(real) = real("born") else { return };
     let lineage = real.cgroups.lineage("t1", UID).unwrap().unwrap();
-    let leaf = lineage.leaf("sb1", &Limits::default()).unwrap();
+    let leaf = lineage.leaf("sb1", &CgroupLimits::default()).unwrap();
     let mut sleep = start(&leaf, "sleep", &["60"]);
     assert_eq!(pids(&leaf), [sleep.id() as i32]);
-    let busy = lineage.leaf("sb1", &Limits::default()).unwrap_err();
+    let busy = lineage.leaf("sb1", &CgroupLimits::default()).unwrap_err();
     assert_eq!(busy.kind(), io::ErrorKind::ResourceBusy, "a leaf in use was given away");
     leaf.kill().unwrap();
     leaf.remove().unwrap();
@@ -164,7 +164,7 @@ fn a_process_is_born_in_its_leaf_and_dies_with_it() {
 fn removing_what_is_in_use_fails_in_the_end() {
     let Some(real) = real("busy") else { return };
     let lineage = real.cgroups.lineage("t1", UID).unwrap().unwrap();
-    let mut sleep = start(&lineage.template(&Limits::default()).unwrap(), "sleep", &["60"]);
+    let mut sleep = start(&lineage.template(&CgroupLimits::default()).unwrap(), "sleep", &["60"]);
     let begun = std::time::Instant::now();
     assert_eq!(lineage.remove().unwrap_err().kind(), io::ErrorKind::ResourceBusy);
     assert!(begun.elapsed() < Duration::from_secs(10));
@@ -178,8 +178,8 @@ fn removing_what_is_in_use_fails_in_the_end() {
 fn a_new_daemon_finds_lineages_and_leaves_again() {
     let Some(real) = real("again") else { return };
     let lineage = real.cgroups.lineage("t1", UID).unwrap().unwrap();
-    let mut sleep = start(&lineage.leaf("sb1", &Limits::default()).unwrap(), "sleep", &["60"]);
-    lineage.template(&Limits::default()).unwrap();
+    let mut sleep = start(&lineage.leaf("sb1", &CgroupLimits::default()).unwrap(), "sleep", &["60"]);
+    lineage.template(&CgroupLimits::default()).unwrap();
     drop(lineage);
 
     assert_eq!(real.cgroups.lineages(), ["t1"]);
@@ -230,16 +230,17 @@ fn fork_as_template(door: BorrowedFd<'_>, target: BorrowedFd<'_>) -> i32 {
 fn a_template_forks_into_its_own_leaves_and_no_others() {
     let Some(real) = real("clone") else { return };
     let lineage = real.cgroups.lineage("t1", UID).unwrap().unwrap();
-    let door = lineage.template(&Limits::default()).unwrap().door().unwrap();
-    let leaf =
-        lineage.leaf("sb1", &Limits { pids_max: real.limits.then_some(8), ..Limits::default() }).unwrap();
+    let door = lineage.template(&CgroupLimits::default()).unwrap().door().unwrap();
+    let leaf = lineage
+        .leaf("sb1", &CgroupLimits { pids_max: real.limits.then_some(8), ..CgroupLimits::default() })
+        .unwrap();
     assert_eq!(fork_as_template(door.as_fd(), leaf.fd()), 0);
     assert_eq!(pids(&leaf).len(), 1, "the child is not in its leaf");
     leaf.kill().unwrap();
     leaf.remove().unwrap();
 
     let other = real.cgroups.lineage("t2", UID + 1).unwrap().unwrap();
-    let foreign = other.leaf("sb2", &Limits::default()).unwrap();
+    let foreign = other.leaf("sb2", &CgroupLimits::default()).unwrap();
     assert_eq!(fork_as_template(door.as_fd(), foreign.fd()), libc::EACCES);
 }
 
@@ -251,7 +252,7 @@ fn what_uses_more_than_its_memory_is_killed_and_counted() {
     };
     let lineage = real.cgroups.lineage("t1", UID).unwrap().unwrap();
     let limits =
-        Limits { memory_max: Some(16 << 20), swap_max: None, pids_max: Some(8), cpu_percent: Some(50) };
+        CgroupLimits { memory_max: Some(16 << 20), swap_max: None, pids_max: Some(8), cpu_percent: Some(50) };
     let leaf = lineage.leaf("sb1", &limits).unwrap();
     assert_eq!(read(&leaf.path, "memory.max").unwrap().trim(), (16 << 20).to_string());
     assert_eq!(read(&leaf.path, "pids.max").unwrap().trim(), "8");
@@ -272,7 +273,7 @@ fn what_starts_more_threads_than_it_may_is_refused_them() {
         return;
     };
     let lineage = real.cgroups.lineage("t1", UID).unwrap().unwrap();
-    let leaf = lineage.leaf("sb1", &Limits { pids_max: Some(1), ..Limits::default() }).unwrap();
+    let leaf = lineage.leaf("sb1", &CgroupLimits { pids_max: Some(1), ..CgroupLimits::default() }).unwrap();
     let mut shell = start(&leaf, "sh", &["-c", "sleep 60 & wait"]);
     assert!(!shell.wait().unwrap().success());
     leaf.remove().unwrap();
@@ -307,7 +308,7 @@ fn a_train_of_branches_fits_into_the_leaf_of_its_source() {
         return;
     };
     let lineage = real.cgroups.lineage("t1", UID).unwrap().unwrap();
-    let leaf = lineage.leaf("sb1", &Limits::of_sandbox(1, 64)).unwrap();
+    let leaf = lineage.leaf("sb1", &CgroupLimits::of_sandbox(1, 64)).unwrap();
     let mut born: Vec<_> = (0..20)
         .map(|_| {
             let leaving = leaf.leaving();

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use crate::error::Error;
-use crate::host::cgroup::Limits;
+use crate::host::cgroup::CgroupLimits;
 use crate::snapshot::template::Template;
 use crate::util::task::blocking;
 
 /// Moves a branch out of its source's cgroup, which may go, into its own. Whether it is there then.
 pub(crate) async fn move_to_own_cgroup(template: &Arc<Template>) -> bool {
     let (lineage, id, pid) = (template.lineage.clone(), template.id.clone(), template.pid);
-    let limits = Limits::of_template(template.about.guest.mem_size_mib);
+    let limits = CgroupLimits::of_template(template.about.guest.mem_size_mib);
     let moved = blocking("moving a branch", move || {
         let Some(cgroup) = &lineage.cgroup else { return Ok(()) };
         let own = cgroup.existing(&id).or_else(|_| cgroup.leaf(&id, &limits));

@@ -16,7 +16,7 @@ use crate::host::lineage::Lineage;
 use crate::host::process::{Pidfd, child_pidfd};
 use crate::monitor::control_socket::Link;
 use crate::monitor::{Forked, console};
-use crate::snapshot::template::Asked;
+use crate::snapshot::template::PendingChild;
 
 /// Ends acknowledged with one message.
 const ACKNOWLEDGE: usize = 256;
@@ -56,16 +56,16 @@ pub(crate) enum Pending {
 }
 
 /// A request for a process.
-pub(crate) fn process(name: String, request: Request, fds: Vec<OwnedFd>) -> (Ask, Asked) {
+pub(crate) fn process(name: String, request: Request, fds: Vec<OwnedFd>) -> (Ask, PendingChild) {
     let (reply, forked) = oneshot::channel();
     let (tell_end, ended) = oneshot::channel();
     let ask = Ask { request, fds, pending: Pending::Process(name, reply), ended: Some(tell_end) };
-    (ask, Asked { forked, ended })
+    (ask, PendingChild { forked, ended })
 }
 
 /// The task that owns the connection.
 #[derive(Debug)]
-pub(crate) struct Keeper {
+pub(crate) struct ConnectionActor {
     pub(crate) id: String,
     pub(crate) pid: i32,
     pub(crate) lineage: Arc<Lineage>,
@@ -93,7 +93,7 @@ enum Over {
     Broken(String),
 }
 
-impl Keeper {
+impl ConnectionActor {
     /// Returns when nobody needs the process any more; whether it is gone.
     pub(crate) async fn keep(
         mut self,

@@ -13,19 +13,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use forkd_protocol::control::{ForkConfig, LoadConfig, MergeConfig, Request, Role, SaveConfig, WaitStatus};
-use forkd_store::Facts;
+use forkd_store::GuestSpec;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::error::{Code, Error, Result};
-use crate::host::cleanup::Janitor;
+use crate::host::cleanup::CleanupQueue;
 use crate::host::fd_limit::TemplateFiles;
 use crate::host::lineage::Lineage;
 use crate::host::oom;
-use crate::host::process::Identity;
-use crate::monitor::{Forked, Monitor, Parts, Replacement, replace_request};
-use crate::snapshot::template::connection::{Ask, Keeper, Note, Pending, process};
-use crate::util::records::{self, Found, Kept};
+use crate::host::process::ProcessId;
+use crate::monitor::{Forked, Monitor, MonitorParts, Replacement, replace_request};
+use crate::snapshot::template::connection::{Ask, ConnectionActor, Note, Pending, process};
+use crate::util::records::{self, Found, VersionedRecord};
 use crate::util::task::{self, Task};
 
 /// The file in a template's folder that says whose it is. Written when the template is complete.
@@ -37,7 +37,7 @@ const QUEUE: usize = 32;
 /// Where a template's memory comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Source {
+pub(crate) enum MemorySource {
     /// The snapshot's file.
     Disk,
     /// The guest the snapshot was made of.
@@ -48,43 +48,43 @@ pub(crate) enum Source {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TemplateSpec {
     pub(crate) tag: String,
-    pub(crate) source: Source,
+    pub(crate) source: MemorySource,
     /// The number of its lineage.
     pub(crate) lineage: u32,
     /// The name of its lineage's cgroup.
     pub(crate) cgroup: String,
     /// What its guest is like: what a child of it has and needs.
-    pub(crate) guest: Facts,
+    pub(crate) guest: GuestSpec,
 }
 
 /// What is in [`RECORD`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Record {
+pub(crate) struct TemplateRecord {
     pub(crate) about: TemplateSpec,
-    pub(crate) standing: Standing,
+    pub(crate) standing: PersistState,
 }
 
 /// How a template stands to what is on disk under its tag.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Standing {
+pub(crate) enum PersistState {
     /// It is what the snapshot with this id was made of, or is loaded from. A later snapshot may have the
     /// same tag.
     Saved(String),
     /// It is a branch that is not on disk yet.
-    Unsaved(Box<crate::snapshot::branch_job::Record>),
+    Unsaved(Box<crate::snapshot::branch_job::BranchRecord>),
     /// Nobody wants it on disk: it lives as long as its children.
     Forgotten,
 }
 
-impl Record {
+impl TemplateRecord {
     /// That of the template in `folder`. One that is not complete has none.
     pub(crate) fn read(folder: &Path) -> Found<Self> {
         records::read(folder)
     }
 }
 
-impl Kept for Record {
+impl VersionedRecord for TemplateRecord {
     const FILE: &'static str = RECORD;
 }
 
@@ -107,7 +107,7 @@ pub(crate) struct Template {
 
 /// A process that was asked for.
 #[derive(Debug)]
-pub(crate) struct Asked {
+pub(crate) struct PendingChild {
     /// The process, or why there is none.
     pub(crate) forked: oneshot::Receiver<Result<Forked>>,
     /// How it ended; never if the template goes first.
@@ -116,27 +116,27 @@ pub(crate) struct Asked {
 
 /// What a new template starts with.
 #[derive(Debug)]
-pub(crate) struct Plan {
+pub(crate) struct TemplateParts {
     pub(crate) id: String,
     pub(crate) folder: PathBuf,
     pub(crate) about: TemplateSpec,
     pub(crate) lineage: Arc<Lineage>,
-    pub(crate) janitor: Janitor,
+    pub(crate) janitor: CleanupQueue,
 }
 
 impl Template {
     /// The template that `monitor` has become. Nothing is recorded yet: until
     /// [`record`](Template::record) a new daemon would end it.
-    pub(crate) fn new(plan: Plan, monitor: Monitor) -> Result<Arc<Self>> {
+    pub(crate) fn new(plan: TemplateParts, monitor: Monitor) -> Result<Arc<Self>> {
         Template::watched(plan, monitor, HashMap::new())
     }
 
     fn watched(
-        plan: Plan,
+        plan: TemplateParts,
         monitor: Monitor,
         ends: HashMap<String, oneshot::Sender<WaitStatus>>,
     ) -> Result<Arc<Self>> {
-        let Parts { pid, child, pidfd, control } = monitor.into_parts();
+        let MonitorParts { pid, child, pidfd, control } = monitor.into_parts();
         let Some(control) = control else {
             let _ = pidfd.kill();
             if let Some(mut child) = child {
@@ -147,7 +147,7 @@ impl Template {
         let (forks, asks) = mpsc::channel(QUEUE);
         let (notes, noted) = mpsc::unbounded_channel();
         let (tell_gone, gone) = watch::channel(false);
-        let keeper = Keeper {
+        let keeper = ConnectionActor {
             id: plan.id.clone(),
             pid,
             lineage: plan.lineage.clone(),
@@ -193,7 +193,7 @@ impl Template {
 
     /// Makes `monitor`, which has done nothing yet, the template of a snapshot on disk.
     pub(crate) async fn load(
-        plan: Plan,
+        plan: TemplateParts,
         mut monitor: Monitor,
         config: LoadConfig,
         fds: Vec<OwnedFd>,
@@ -207,10 +207,10 @@ impl Template {
     /// Takes over a template an earlier daemon left running, and the names of its children with how
     /// they ended, or with a way to hear of it.
     pub(crate) async fn adopt(
-        plan: Plan,
+        plan: TemplateParts,
         patience: Duration,
     ) -> Result<(Arc<Self>, HashMap<String, Adopted>)> {
-        let identity = Identity::read(&plan.folder).read();
+        let identity = ProcessId::read(&plan.folder).read();
         let process = identity.as_ref().and_then(|identity| Some((identity.pid, identity.open()?)));
         let Some((pid, pidfd)) = process else {
             return Err(Error::host("cannot take it over", "its process is gone"));
@@ -238,11 +238,11 @@ impl Template {
     }
 
     /// Records how it stands: from here on a new daemon takes it over.
-    pub(crate) fn record(&self, standing: Standing) -> io::Result<()> {
-        if let Standing::Saved(id) = &standing {
+    pub(crate) fn record(&self, standing: PersistState) -> io::Result<()> {
+        if let PersistState::Saved(id) = &standing {
             self.is_of(id);
         }
-        records::write(&Record { about: self.about.clone(), standing }, &self.folder)
+        records::write(&TemplateRecord { about: self.about.clone(), standing }, &self.folder)
     }
 
     /// It is the template of the snapshot `id`.
@@ -256,7 +256,7 @@ impl Template {
     }
 
     /// Asks for a child. Blocks while the queue is full.
-    pub(crate) fn fork(&self, config: ForkConfig, fds: Vec<OwnedFd>) -> Asked {
+    pub(crate) fn fork(&self, config: ForkConfig, fds: Vec<OwnedFd>) -> PendingChild {
         let name = config.child.clone();
         let (ask, asked) = process(name, Request::Fork(config), fds);
         // If the process is gone, dropping the question is the answer.
@@ -265,18 +265,18 @@ impl Template {
     }
 
     /// Asks for a saver.
-    pub(crate) async fn save(&self, config: SaveConfig, fds: Vec<OwnedFd>) -> Asked {
+    pub(crate) async fn save(&self, config: SaveConfig, fds: Vec<OwnedFd>) -> PendingChild {
         let name = config.child.clone();
         self.process(process(name, Request::Save(config), fds)).await
     }
 
     /// Asks for a process that merges layers.
-    pub(crate) async fn merge(&self, config: MergeConfig, fds: Vec<OwnedFd>) -> Asked {
+    pub(crate) async fn merge(&self, config: MergeConfig, fds: Vec<OwnedFd>) -> PendingChild {
         let name = config.child.clone();
         self.process(process(name, Request::Merge(config), fds)).await
     }
 
-    async fn process(&self, (ask, asked): (Ask, Asked)) -> Asked {
+    async fn process(&self, (ask, asked): (Ask, PendingChild)) -> PendingChild {
         let _ = self.forks.send(ask).await;
         asked
     }

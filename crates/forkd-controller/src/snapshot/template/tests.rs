@@ -44,9 +44,9 @@ impl Fake {
         let (sent, taken) = (layers.clone(), flooded.clone());
         std::thread::spawn(move || play(Channel::new(theirs), shell, tell, &sent, &taken));
         let monitor = Monitor::started(launch, process, Channel::new(ours)).unwrap();
-        let janitor = Janitor::new();
+        let janitor = CleanupQueue::new();
         let lineages = Lineages::new(4, u32::MAX - 10, janitor.clone());
-        let guest = Facts {
+        let guest = GuestSpec {
             image: None,
             kernel: None,
             vcpus: 1,
@@ -57,9 +57,14 @@ impl Fake {
         };
         let lineage = lineages.begin("template-tests").unwrap();
         let cgroup = lineage.name.clone();
-        let about =
-            TemplateSpec { tag: "t".into(), source: Source::Memory, lineage: lineage.slot, cgroup, guest };
-        let plan = Plan { id: "tp".into(), folder: place, about, lineage, janitor };
+        let about = TemplateSpec {
+            tag: "t".into(),
+            source: MemorySource::Memory,
+            lineage: lineage.slot,
+            cgroup,
+            guest,
+        };
+        let plan = TemplateParts { id: "tp".into(), folder: place, about, lineage, janitor };
         let template = Some(Template::new(plan, monitor).unwrap());
         Fake { template, folder, acknowledged, layers, flooded }
     }
@@ -68,7 +73,7 @@ impl Fake {
         self.template.clone().unwrap()
     }
 
-    async fn fork(&self, name: &str) -> Asked {
+    async fn fork(&self, name: &str) -> PendingChild {
         let (template, name) = (self.template(), name.to_owned());
         tokio::task::spawn_blocking(move || {
             let config = ForkConfig {
@@ -330,7 +335,7 @@ async fn the_last_handle_ends_the_process_unless_it_was_left() {
     for left in [false, true] {
         let mut fake = Fake::start();
         let (pid, folder) = (fake.template().pid, fake.folder.path().join("tp"));
-        fake.template().record(Standing::Saved("7".into())).unwrap();
+        fake.template().record(PersistState::Saved("7".into())).unwrap();
         if left {
             fake.template().leave();
         }
@@ -338,7 +343,7 @@ async fn the_last_handle_ends_the_process_unless_it_was_left() {
         if left {
             tokio::time::sleep(Duration::from_millis(300)).await;
             assert!(runs(pid) && folder.exists());
-            assert_eq!(Record::read(&folder).read().unwrap().about.tag, "t");
+            assert_eq!(TemplateRecord::read(&folder).read().unwrap().about.tag, "t");
             rustix::process::kill_process(Pid::from_raw(pid).unwrap(), rustix::process::Signal::KILL)
                 .unwrap();
         } else {

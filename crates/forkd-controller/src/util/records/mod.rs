@@ -24,7 +24,7 @@ use serde_json::Value;
 const MAX_FILE: u64 = 1 << 20;
 
 /// A record.
-pub(crate) trait Kept: Serialize + DeserializeOwned {
+pub(crate) trait VersionedRecord: Serialize + DeserializeOwned {
     /// The name of its file.
     const FILE: &'static str;
     /// The version this daemon writes. It reads this one and all earlier ones. A file without a version is 0.
@@ -66,7 +66,7 @@ struct Header {
 }
 
 /// The record in `folder`.
-pub(crate) fn read<T: Kept>(folder: &Path) -> Found<T> {
+pub(crate) fn read<T: VersionedRecord>(folder: &Path) -> Found<T> {
     let unreadable = |why: String| Found::Unreadable(format!("{} cannot be read: {why}", T::FILE));
     match bytes(&folder.join(T::FILE)) {
         Ok(bytes) => parse(&bytes).map_or_else(unreadable, Found::Read),
@@ -76,7 +76,7 @@ pub(crate) fn read<T: Kept>(folder: &Path) -> Found<T> {
 }
 
 /// Whatever is in the record in `folder`, for one that cannot be read: nothing of it is certain.
-pub(crate) fn glimpse<T: Kept>(folder: &Path) -> Value {
+pub(crate) fn glimpse<T: VersionedRecord>(folder: &Path) -> Value {
     let bytes = bytes(&folder.join(T::FILE)).unwrap_or_default();
     serde_json::from_slice(&bytes).unwrap_or(Value::Null)
 }
@@ -89,7 +89,7 @@ fn bytes(path: &Path) -> io::Result<Vec<u8>> {
 }
 
 /// The record that `bytes` are, or why they are none.
-pub(crate) fn parse<T: Kept>(bytes: &[u8]) -> Result<T, String> {
+pub(crate) fn parse<T: VersionedRecord>(bytes: &[u8]) -> Result<T, String> {
     let Header { version } = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     // Before the rest: a newer version may have anything else in it.
     if version > u64::from(T::VERSION) {
@@ -100,12 +100,12 @@ pub(crate) fn parse<T: Kept>(bytes: &[u8]) -> Result<T, String> {
 }
 
 /// The bytes of a record's file.
-pub(crate) fn to_vec<T: Kept>(record: &T) -> io::Result<Vec<u8>> {
+pub(crate) fn to_vec<T: VersionedRecord>(record: &T) -> io::Result<Vec<u8>> {
     Ok(serde_json::to_vec(&Versioned { version: T::VERSION, record })?)
 }
 
 /// Writes a record into `folder`, whole or not at all. Not synced: it need not outlive the host.
-pub(crate) fn write<T: Kept>(record: &T, folder: &Path) -> io::Result<()> {
+pub(crate) fn write<T: VersionedRecord>(record: &T, folder: &Path) -> io::Result<()> {
     let new = folder.join(format!("{}.new", T::FILE));
     std::fs::write(&new, to_vec(record)?)?;
     std::fs::rename(new, folder.join(T::FILE))

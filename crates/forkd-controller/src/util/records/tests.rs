@@ -6,8 +6,8 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 
 use super::*;
-use crate::host::process::{self, Identity};
-use crate::sandbox::{End, Record};
+use crate::host::process::{self, ProcessId};
+use crate::sandbox::{End, SandboxRecord};
 use crate::snapshot::template;
 use crate::workspace;
 
@@ -22,7 +22,7 @@ fn value(bytes: &[u8]) -> Value {
 }
 
 /// The newest example is what is written when it was read, and the older ones are read as the same.
-fn is_golden<T: Kept>(name: &str) {
+fn is_golden<T: VersionedRecord>(name: &str) {
     let newest = value(&golden(name, T::VERSION));
     for version in 0..=T::VERSION {
         let record: T = parse(&golden(name, version)).unwrap_or_else(|why| panic!("{name} {version}: {why}"));
@@ -33,21 +33,21 @@ fn is_golden<T: Kept>(name: &str) {
 
 #[test]
 fn every_record_is_written_as_in_its_golden_file_and_every_version_is_read() {
-    is_golden::<Record>("sandbox");
-    is_golden::<template::Record>("template-saved");
-    is_golden::<template::Record>("template-unsaved");
-    is_golden::<template::Record>("template-forgotten");
-    is_golden::<Identity>("process");
+    is_golden::<SandboxRecord>("sandbox");
+    is_golden::<template::TemplateRecord>("template-saved");
+    is_golden::<template::TemplateRecord>("template-unsaved");
+    is_golden::<template::TemplateRecord>("template-forgotten");
+    is_golden::<ProcessId>("process");
     is_golden::<End>("end");
     // A monitor writes it itself, without the code above.
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join(Identity::FILE);
+    let path = folder.path().join(ProcessId::FILE);
     let file = std::fs::File::create(&path).unwrap();
     process::record_self("0f8fad5b-d9cb-469f-a165-70867728950e", file.as_fd()).unwrap();
     let own = value(&std::fs::read(path).unwrap());
     let names = |record: &Value| record.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
-    assert_eq!(names(&own), names(&value(&golden("process", Identity::VERSION))));
-    assert_eq!(own["version"], Identity::VERSION);
+    assert_eq!(names(&own), names(&value(&golden("process", ProcessId::VERSION))));
+    assert_eq!(own["version"], ProcessId::VERSION);
     let workspace = golden("workspace", workspace::VERSION);
     assert_eq!(value(&workspace::read_and_write(&workspace, "box")), value(&workspace));
 }

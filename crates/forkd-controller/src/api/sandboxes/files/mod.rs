@@ -21,8 +21,8 @@ use utoipa::{IntoParams, ToSchema};
 
 use crate::agent::{Download, Upload};
 use crate::api::extract::{Body, Id, Params};
-use crate::api::{App, response};
-use crate::auth::principal::Identity;
+use crate::api::{ApiContext, response};
+use crate::auth::principal::Principal;
 use crate::error::{Code, Error, Result};
 use crate::sandbox::Sandbox;
 use crate::sandbox::visit::Visit;
@@ -121,8 +121,8 @@ pub(crate) struct MoveRequest {
     ),
 )]
 pub(crate) async fn download(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     Id(id): Id,
     Params(target): Params<Target>,
 ) -> Result<Response> {
@@ -179,7 +179,7 @@ async fn relay(visit: Visit, mut download: Download, pieces: mpsc::Sender<std::i
     ),
 )]
 pub(crate) async fn upload(
-    State(app): State<App>,
+    State(app): State<ApiContext>,
     Id(id): Id,
     Params(target): Params<UploadTarget>,
     request: Request,
@@ -228,7 +228,12 @@ impl Source {
     }
 }
 
-async fn receive(app: &App, id: &str, target: UploadTarget, source: &mut Source) -> Result<FileWritten> {
+async fn receive(
+    app: &ApiContext,
+    id: &str,
+    target: UploadTarget,
+    source: &mut Source,
+) -> Result<FileWritten> {
     let path = absolute(&target.path)?;
     let mode = target.mode.as_deref().map(parse_mode).transpose()?;
     let sandbox = ready(app, id).await?;
@@ -254,7 +259,7 @@ async fn receive(app: &App, id: &str, target: UploadTarget, source: &mut Source)
     ),
 )]
 pub(crate) async fn remove(
-    State(app): State<App>,
+    State(app): State<ApiContext>,
     Id(id): Id,
     Params(target): Params<RemoveTarget>,
 ) -> Result<StatusCode> {
@@ -289,8 +294,8 @@ pub(crate) async fn remove(
     ),
 )]
 pub(crate) async fn list(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     Id(id): Id,
     Params(target): Params<ListTarget>,
 ) -> Result<Response> {
@@ -315,8 +320,8 @@ pub(crate) async fn list(
     ),
 )]
 pub(crate) async fn stat(
-    State(app): State<App>,
-    Extension(who): Extension<Identity>,
+    State(app): State<ApiContext>,
+    Extension(who): Extension<Principal>,
     Id(id): Id,
     Params(target): Params<Target>,
 ) -> Result<Json<FileInfo>> {
@@ -337,7 +342,7 @@ pub(crate) async fn stat(
     ),
 )]
 pub(crate) async fn mkdir(
-    State(app): State<App>,
+    State(app): State<ApiContext>,
     Id(id): Id,
     Body(request): Body<MkdirRequest>,
 ) -> Result<(StatusCode, Json<FileInfo>)> {
@@ -359,7 +364,7 @@ pub(crate) async fn mkdir(
     ),
 )]
 pub(crate) async fn rename(
-    State(app): State<App>,
+    State(app): State<ApiContext>,
     Id(id): Id,
     Body(request): Body<MoveRequest>,
 ) -> Result<Json<FileInfo>> {
@@ -369,7 +374,7 @@ pub(crate) async fn rename(
     Ok(Json(info(entry)))
 }
 
-async fn ready(app: &App, id: &str) -> Result<Arc<Sandbox>> {
+async fn ready(app: &ApiContext, id: &str) -> Result<Arc<Sandbox>> {
     let sandbox = app.registry.known(id)?;
     sandbox.ready().await?;
     Ok(sandbox)
