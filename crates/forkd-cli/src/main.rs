@@ -5,7 +5,6 @@
 //! and asks the daemon for everything else. It knows nothing of KVM, sandboxes or guests beyond what
 //! the daemon's API says.
 
-mod api;
 mod args;
 mod client;
 mod clock;
@@ -14,7 +13,6 @@ mod command_line;
 mod commands;
 mod conversation;
 mod copy;
-mod daemon;
 mod docs;
 mod doctor;
 mod files;
@@ -31,7 +29,6 @@ mod settings;
 mod signals;
 mod stdio;
 mod terminal;
-mod tls;
 mod tree;
 mod ui;
 

@@ -22,8 +22,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::task::AbortHandle;
 
-use crate::api;
 use crate::client::Daemon;
+use crate::client::types;
 use crate::commands::Context;
 use crate::machine::Machine;
 use crate::paths::{Binaries, DataDir};
@@ -65,7 +65,7 @@ impl Relay {
     /// it already is served, too.
     pub(crate) fn serve(listener: TcpListener, daemon: Known, id: &str) -> Result<Relay> {
         let target = listener.local_addr()?;
-        let path = format!("{}/line", api::sandbox_path(id));
+        let path = format!("{}/line", types::sandbox_path(id));
         let server = tokio::spawn(serve(listener, daemon, path)).abort_handle();
         Ok(Relay { id: id.to_owned(), target, server })
     }

@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 use super::{Context, WrongUsage, with_daemon};
 use forkd_controller::Code;
 
-use crate::api::{self, Saving, Snapshot, SnapshotStatus};
 use crate::args::{AnswerArgs, BranchArgs, BranchMode};
+use crate::client::types::{self, Saving, Snapshot, SnapshotStatus};
 use crate::client::{Daemon, Refused};
 use crate::signals::Forwarded;
 use crate::ui::{self, Progress, Ui};
@@ -44,7 +44,7 @@ pub(super) fn keep(context: &Context, wanted: &Wanted<'_>, output: &AnswerArgs) 
         if output.json {
             ui::print_json(&answer)?;
         } else {
-            ui::print(&describe(&api::read(&answer)?))?;
+            ui::print(&describe(&types::read(&answer)?))?;
         }
         Ok(0)
     })
@@ -79,7 +79,7 @@ impl Wanted<'_> {
 /// Takes a branch, and waits until it is on disk if wanted. Gives what the daemon says of it.
 pub(super) async fn take(daemon: &Daemon, wanted: &Wanted<'_>, ui: Ui) -> Result<Value> {
     let progress = ui.spinner(format!("branching {}", wanted.id));
-    let path = format!("{}/branch", api::sandbox_path(wanted.id));
+    let path = format!("{}/branch", types::sandbox_path(wanted.id));
     let body = wanted.request();
     let asked = daemon.ask(Method::POST, &path, Some(&body));
     let answer = match wanted.tag {
@@ -98,7 +98,7 @@ async fn watch(daemon: &Daemon, tag: &str, progress: Option<&Progress>) -> std::
     loop {
         tokio::time::sleep(POLL).await;
         // It is not there before the sandbox runs again, and whoever asked for it hears what is wrong.
-        if let Ok(snapshot) = api::get::<Snapshot>(daemon, &api::snapshot_path(tag)).await {
+        if let Ok(snapshot) = types::get::<Snapshot>(daemon, &types::snapshot_path(tag)).await {
             show(progress, &snapshot);
         }
     }
@@ -107,7 +107,7 @@ async fn watch(daemon: &Daemon, tag: &str, progress: Option<&Progress>) -> std::
 /// Waits until a snapshot is on disk.
 async fn saved(daemon: &Daemon, mut answer: Value, progress: Option<&Progress>) -> Result<Value> {
     loop {
-        let snapshot: Snapshot = api::read(&answer)?;
+        let snapshot: Snapshot = types::read(&answer)?;
         let tag = &snapshot.tag;
         match snapshot.status {
             SnapshotStatus::Ready => return Ok(answer),
@@ -118,7 +118,7 @@ async fn saved(daemon: &Daemon, mut answer: Value, progress: Option<&Progress>) 
             SnapshotStatus::Writing => show(progress, &snapshot),
         }
         tokio::time::sleep(POLL).await;
-        answer = match daemon.ask(Method::GET, &api::snapshot_path(tag), None).await {
+        answer = match daemon.ask(Method::GET, &types::snapshot_path(tag), None).await {
             Err(error) if Refused::is(&error, Code::SnapshotNotFound) => {
                 bail!("branch {tag} was removed while it was saved, perhaps by `forkd rmi`")
             }
@@ -174,7 +174,7 @@ mod tests {
     fn snapshot(more: Value) -> Snapshot {
         let mut answer = json!({ "tag": "t", "status": "ready", "created_at_unix": 1, "mem_size_mib": 512 });
         answer.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        api::read(&answer).unwrap()
+        types::read(&answer).unwrap()
     }
 
     #[test]

@@ -6,19 +6,19 @@ use hyper::Method;
 use serde_json::json;
 
 use super::{Context, with_daemon};
-use crate::api::{self, Snapshot, SnapshotDetail, SnapshotLayer};
 use crate::args::{SnapshotCompactArgs, SnapshotInfoArgs};
+use crate::client::types::{self, Snapshot, SnapshotDetail, SnapshotLayer};
 use crate::{clock, ui};
 
 /// Says what a snapshot consists of.
 pub(crate) fn info(context: &Context, args: &SnapshotInfoArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
-        let path = format!("{}/info", api::snapshot_path(&args.tag));
+        let path = format!("{}/info", types::snapshot_path(&args.tag));
         let answer = daemon.ask(Method::GET, &path, None).await?;
         if args.answer.json {
             ui::print_json(&answer)?;
         } else {
-            ui::print(&render(&api::read(&answer)?))?;
+            ui::print(&render(&types::read(&answer)?))?;
         }
         Ok(0)
     })
@@ -29,13 +29,13 @@ pub(crate) fn compact(context: &Context, args: &SnapshotCompactArgs) -> Result<u
     let tag = args.tag.as_ref().or(args.from.as_ref()).context("which snapshot?")?;
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let progress = context.ui.spinner(format!("copying {tag} to {}", args.to));
-        let path = format!("{}/compact", api::snapshot_path(tag));
+        let path = format!("{}/compact", types::snapshot_path(tag));
         let answer = daemon.ask(Method::POST, &path, Some(&json!({ "to": args.to }))).await?;
         drop(progress);
         if args.answer.json {
             ui::print_json(&answer)?;
         } else {
-            let made: Snapshot = api::read(&answer)?;
+            let made: Snapshot = types::read(&answer)?;
             let size = ui::bytes(made.size());
             ui::print(&ui::harmless(&format!("{}: ready, {size} on disk, depends on no other", made.tag)))?;
         }
@@ -84,7 +84,7 @@ mod tests {
 
     #[test]
     fn a_snapshot_is_told_with_its_chain_its_dependents_and_its_layers() {
-        let detail: SnapshotDetail = api::read(&json!({
+        let detail: SnapshotDetail = types::read(&json!({
             "tag": "pandas", "dir": "/d/pandas", "created_at_unix": 45_296, "chain_depth": 1,
             "memory_logical_bytes": 512 << 20, "memory_physical_bytes": 90 << 20, "vmstate_bytes": 2048,
             "parent_tag": "numpy", "parent_content_hash": "ab", "dependents": ["x", "y"], "ancestors": ["numpy"],

@@ -9,8 +9,8 @@ use forkd_controller::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 use hyper::Method;
 
 use super::{Context, WrongUsage, with_daemon};
-use crate::api;
 use crate::args::{DaemonArgs, EvalArgs, ExecArgs, ProcessArgs, ShellArgs, StreamArgs};
+use crate::client::types;
 use crate::conversation::{self, Conversation, Streams};
 use crate::line;
 use crate::terminal::RawTerminal;
@@ -36,7 +36,7 @@ pub(crate) fn exec(context: &Context, args: ExecArgs) -> Result<u8> {
         let request = stream_request(args.command, args.process, args.timeout, tty);
         return stream(context, &args.answer.daemon, id, interactive, &request);
     }
-    let path = format!("{}/exec", api::sandbox_path(id));
+    let path = format!("{}/exec", types::sandbox_path(id));
     let request = ExecRequest {
         args: args.command,
         timeout_secs: timeout,
@@ -47,7 +47,7 @@ pub(crate) fn exec(context: &Context, args: ExecArgs) -> Result<u8> {
     };
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let answer = daemon.ask(Method::POST, &path, Some(&serde_json::to_value(&request)?)).await?;
-        let reply: ExecReply = api::read(&answer)?;
+        let reply: ExecReply = types::read(&answer)?;
         if args.answer.json {
             ui::print_json(&answer)?;
         } else {
@@ -100,7 +100,7 @@ fn stream(
     stdin: bool,
     request: &ExecStreamRequest,
 ) -> Result<u8> {
-    let path = format!("{}/exec/stream", api::sandbox_path(id));
+    let path = format!("{}/exec/stream", types::sandbox_path(id));
     let streams = Streams { stdin, tty: request.pty.is_some() };
     with_daemon(context, daemon, async |daemon| {
         let socket = daemon.websocket(&path).await?;
@@ -129,11 +129,11 @@ pub(crate) fn eval(context: &Context, args: &EvalArgs) -> Result<u8> {
         let request = line::eval_request(&args.code.join(" "), args.limit.timeout);
         return super::line::eval(context, &args.sandbox.line, &request, args.answer.json);
     };
-    let path = format!("{}/eval", api::sandbox_path(id));
+    let path = format!("{}/eval", types::sandbox_path(id));
     let request = EvalRequest { code: args.code.join(" "), timeout_secs: args.limit.timeout };
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let answer = daemon.ask(Method::POST, &path, Some(&serde_json::to_value(&request)?)).await?;
-        let reply: EvalReply = api::read(&answer)?;
+        let reply: EvalReply = types::read(&answer)?;
         if args.answer.json {
             ui::print_json(&answer)?;
         } else {

@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
 use super::{Context, life, sandboxes, with_daemon};
-use crate::api::{self, ChildError, Sandbox, Spawned};
 use crate::args::{ChildrenArgs, ForkArgs, SpawnArgs};
+use crate::client::types::{self, ChildError, Sandbox, Spawned};
 use crate::client::{Address, Daemon};
 use crate::clock;
 use crate::process;
@@ -46,7 +46,7 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
                 Err(caught) => return Ok(caught.status()),
             },
         };
-        let mut spawned: Spawned = api::read(&answer)?;
+        let mut spawned: Spawned = types::read(&answer)?;
         let served = match server {
             Some(Server::Ourselves) => {
                 let known = Known::new(context, daemon.clone());
@@ -86,7 +86,7 @@ pub(crate) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
             body["wait"] = json!(false);
         }
         let answer = spawn_children(&daemon, &body, context.ui).await?;
-        let spawned: Spawned = api::read(&answer)?;
+        let spawned: Spawned = types::read(&answer)?;
         if args.answer.json {
             ui::print_json(&answer)?;
         } else {
@@ -319,7 +319,7 @@ mod tests {
         let answer = json!({ "children": [child("sb1", Some(9.0)), child("sb2", Some(4.0)),
                                           child("sb3", Some(1500.0))],
                              "errors": [{ "index": 3, "error": "no memory" }] });
-        let spawned: Spawned = api::read(&answer).unwrap();
+        let spawned: Spawned = types::read(&answer).unwrap();
         let times = Times::of(45_296_789, &spawned.children);
         let expected = "\
 ID   PID  ANSWERED
@@ -341,7 +341,7 @@ all answers   1.50 s";
 
     #[test]
     fn children_nobody_waited_for_have_no_times() {
-        let spawned: Spawned = api::read(&json!({ "children": [child("sb1", None)] })).unwrap();
+        let spawned: Spawned = types::read(&json!({ "children": [child("sb1", None)] })).unwrap();
         let times = Times::of(1, &spawned.children);
         assert_eq!(times, Times { asked_unix_ms: 1, first_ms: None, p50_ms: None, all_ms: None });
         assert!(render(&spawned, 1, &times).ends_with("all answers   -"));

@@ -6,8 +6,10 @@ use serde_json::{Value, json};
 
 use super::{Context, with_daemon};
 use crate::args::InspectArgs;
+use crate::client::types;
 use crate::client::{Daemon, Refused};
-use crate::{api, clock, ui};
+use crate::clock;
+use crate::ui;
 
 /// Shows it.
 pub(crate) fn inspect(context: &Context, args: &InspectArgs) -> Result<u8> {
@@ -24,7 +26,7 @@ pub(crate) fn inspect(context: &Context, args: &InspectArgs) -> Result<u8> {
 
 /// What the daemon says of it, under one name for each of the daemon's answers.
 async fn look(daemon: &Daemon, id: &str) -> Result<Value> {
-    let path = api::sandbox_path(id);
+    let path = types::sandbox_path(id);
     let sandbox = daemon.ask(Method::GET, &path, None).await?;
     // A sandbox without a process has no figures. What else is missing is gone, or is not shown to this token.
     let optional = async |path: Option<String>| match path {
@@ -36,8 +38,8 @@ async fn look(daemon: &Daemon, id: &str) -> Result<Value> {
     };
     let named = |key: &str| sandbox.get(key).and_then(Value::as_str);
     let stats = optional(Some(format!("{path}/stats"))).await?;
-    let snapshot = optional(named("snapshot_tag").map(api::snapshot_path)).await?;
-    let workspace = optional(named("workspace").map(api::workspace_path)).await?;
+    let snapshot = optional(named("snapshot_tag").map(types::snapshot_path)).await?;
+    let workspace = optional(named("workspace").map(types::workspace_path)).await?;
     let tree = optional(Some("/v1/tree".to_owned())).await?;
     Ok(json!({
         "sandbox": sandbox, "stats": stats, "snapshot": snapshot, "workspace": workspace,

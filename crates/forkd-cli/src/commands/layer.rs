@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 
 use super::branch::{self, Wanted};
 use super::{Context, exec, fork, sandboxes, with_daemon};
-use crate::api::{self, Spawned};
 use crate::args::{BranchMode, SnapshotDiffArgs};
+use crate::client::types::{self, Spawned};
 use crate::client::{Daemon, Refused};
 use crate::signals::Forwarded;
 use crate::ui::{self, Ui};
@@ -55,7 +55,7 @@ pub(crate) fn snapshot_diff(context: &Context, args: &SnapshotDiffArgs) -> Resul
 
 /// Says no before anything was done for nothing.
 async fn refuse_taken(daemon: &Daemon, tag: &str) -> Result<()> {
-    match daemon.ask(Method::GET, &api::snapshot_path(tag), None).await {
+    match daemon.ask(Method::GET, &types::snapshot_path(tag), None).await {
         Err(error) if Refused::is(&error, Code::SnapshotNotFound) => Ok(()),
         Err(error) => Err(error),
         Ok(_) => bail!("there is a snapshot {tag}: choose another tag, or remove it with `forkd rmi {tag}`"),
@@ -66,7 +66,7 @@ async fn refuse_taken(daemon: &Daemon, tag: &str) -> Result<()> {
 async fn spawn(daemon: &Daemon, args: &SnapshotDiffArgs, ui: Ui) -> Result<String> {
     let lifetime = args.exec_timeout_secs.saturating_add(STORING_SECS).min(fork::MAX_TIMEOUT_SECS);
     let body = json!({ "snapshot_tag": args.from, "n": 1, "timeout_secs": lifetime });
-    let spawned: Spawned = api::read(&fork::spawn_children(daemon, &body, ui).await?)?;
+    let spawned: Spawned = types::read(&fork::spawn_children(daemon, &body, ui).await?)?;
     let child = spawned.children.into_iter().next();
     Ok(child.context("the daemon started no child and does not say why; see its log")?.id)
 }
@@ -82,9 +82,9 @@ async fn change_and_keep(daemon: &Daemon, id: &str, args: &SnapshotDiffArgs, ui:
         stdin: None,
     };
     let running = ui.spinner(format!("running the command in {id}"));
-    let path = format!("{}/exec", api::sandbox_path(id));
+    let path = format!("{}/exec", types::sandbox_path(id));
     let reply: ExecReply =
-        api::read(&daemon.ask(Method::POST, &path, Some(&serde_json::to_value(&request)?)).await?)?;
+        types::read(&daemon.ask(Method::POST, &path, Some(&serde_json::to_value(&request)?)).await?)?;
     drop(running);
     if args.answer.json {
         // Standard output is for the JSON alone.
@@ -99,5 +99,5 @@ async fn change_and_keep(daemon: &Daemon, id: &str, args: &SnapshotDiffArgs, ui:
 }
 
 fn show(answer: &Value, json: bool) -> Result<()> {
-    if json { ui::print_json(answer) } else { ui::print(&branch::describe(&api::read(answer)?)) }
+    if json { ui::print_json(answer) } else { ui::print(&branch::describe(&types::read(answer)?)) }
 }

@@ -8,8 +8,8 @@ use hyper::Method;
 use serde_json::{Value, json};
 
 use super::{Context, report, with_daemon};
-use crate::api::{self, Sandbox};
 use crate::args::{FilterArgs, LifeArgs, SetArgs};
+use crate::client::types::{self, Sandbox};
 use crate::ui;
 
 /// Adds to a request for sandboxes what was typed of their lives.
@@ -39,8 +39,8 @@ fn labels(pairs: &[(String, String)]) -> Value {
 pub(crate) fn set(context: &Context, args: &SetArgs) -> Result<u8> {
     let body = changes(args);
     with_daemon(context, &args.answer.daemon, async |daemon| {
-        let set = async |id: &str| daemon.ask(Method::PATCH, &api::sandbox_path(id), Some(&body)).await;
-        let mut results = api::for_each(&args.ids, set).await;
+        let set = async |id: &str| daemon.ask(Method::PATCH, &types::sandbox_path(id), Some(&body)).await;
+        let mut results = types::for_each(&args.ids, set).await;
         if args.answer.json {
             let changed: Vec<_> = results.iter().filter_map(|(_, it)| it.as_ref().ok()).collect();
             ui::print_json(&changed)?;
@@ -157,7 +157,7 @@ mod tests {
         let sandbox = |labels: Value| -> Sandbox {
             let info = json!({ "id": "sb1", "snapshot_tag": "t", "owner": "ann", "state": "running", "vcpus": 1,
                                "mem_size_mib": 1, "created_at_unix": 1, "labels": labels });
-            api::read(&info).unwrap()
+            types::read(&info).unwrap()
         };
         assert!(takes(&filter, &sandbox(json!({ "a": "b c", "d": "", "e": "f" }))));
         assert!(!takes(&filter, &sandbox(json!({ "a": "b c" }))));

@@ -36,11 +36,14 @@ use crate::args::obsolete::Fate;
 use crate::args::{
     Cli, Command, ConfigCommand, DaemonArgs, DocsCommand, ImageCommand, MachineCommand, ParentCommand,
 };
+use crate::client::discover;
 use crate::client::{Daemon, Refused};
 use crate::command_line::Line;
+use crate::docs;
+use crate::library;
 use crate::paths::DataDir;
+use crate::settings;
 use crate::ui::{self, Ui};
-use crate::{daemon, docs, library, settings};
 
 /// What every command needs.
 #[derive(Debug)]
@@ -187,7 +190,7 @@ fn with_daemon(
 ) -> Result<u8> {
     let runtime = runtime()?;
     let result =
-        runtime.block_on(async { work(daemon::ensure(&context.data, args, context.ui).await?).await });
+        runtime.block_on(async { work(discover::ensure(&context.data, args, context.ui).await?).await });
     // A thread may still look up an address or read a file; it ends with the process.
     runtime.shutdown_background();
     result

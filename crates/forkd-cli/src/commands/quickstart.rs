@@ -11,8 +11,8 @@ use super::snapshot::{self, Made};
 use super::{Context, prepare_image, runtime, with_daemon};
 use forkd_controller::Code;
 
-use crate::api::{self, Snapshot, SnapshotStatus, Spawned};
 use crate::args::QuickstartArgs;
+use crate::client::types::{self, Snapshot, SnapshotStatus, Spawned};
 use crate::client::{Daemon, Refused};
 use crate::{clock, doctor, library, ui};
 
@@ -35,7 +35,7 @@ pub(crate) fn quickstart(context: &Context, args: &QuickstartArgs) -> Result<u8>
         let asked = clock::now_ms();
         let body = json!({ "snapshot_tag": tag, "n": args.count });
         let answer = fork::spawn_children(&daemon, &body, context.ui).await?;
-        let spawned: Spawned = api::read(&answer)?;
+        let spawned: Spawned = types::read(&answer)?;
         let times = Times::of(asked, &spawned.children);
         if args.answer.json {
             let mut told = fork::with_times(answer, &times);
@@ -99,9 +99,9 @@ async fn ensure_snapshot(
     tag: &str,
     image: &str,
 ) -> Result<Option<Value>> {
-    match daemon.ask(Method::GET, &api::snapshot_path(tag), None).await {
+    match daemon.ask(Method::GET, &types::snapshot_path(tag), None).await {
         Ok(answer) => {
-            let snapshot: Snapshot = api::read(&answer)?;
+            let snapshot: Snapshot = types::read(&answer)?;
             match snapshot.status {
                 SnapshotStatus::Ready => {
                     context.ui.note(format!("snapshot {tag} is there; using it"));
@@ -113,7 +113,7 @@ async fn ensure_snapshot(
                     bail!("snapshot {tag} is in state unknown: {why}");
                 }
                 SnapshotStatus::Failed => {
-                    daemon.ask(Method::DELETE, &api::snapshot_path(tag), None).await?;
+                    daemon.ask(Method::DELETE, &types::snapshot_path(tag), None).await?;
                 }
             }
         }

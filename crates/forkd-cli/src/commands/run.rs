@@ -10,8 +10,8 @@ use forkd_controller::frames::RunRequest;
 
 use super::{Context, prepare_image, runtime};
 use crate::args::RunArgs;
+use crate::client::discover;
 use crate::conversation::{Conversation, Streams};
-use crate::daemon;
 
 /// Runs the command and returns the status to exit with.
 pub(crate) fn run(context: &Context, args: RunArgs) -> Result<u8> {
@@ -19,7 +19,7 @@ pub(crate) fn run(context: &Context, args: RunArgs) -> Result<u8> {
     prepare_image(context, &args.daemon, &args.image)?;
     let runtime = runtime()?;
     let result = runtime.block_on(async {
-        let daemon = daemon::ensure(data, &args.daemon, *ui).await?;
+        let daemon = discover::ensure(data, &args.daemon, *ui).await?;
         let socket = daemon.websocket("/v1/run").await?;
         // Standard input is the command's with and without `-i`.
         let streams = Streams { stdin: true, tty: args.tty };

@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 use super::{Context, life, report, with_daemon};
 use forkd_controller::Code;
 
-use crate::api::{self, Gone, Sandbox};
 use crate::args::{FilterArgs, KillArgs, LsArgs, PingArgs, RollbackArgs, SandboxesArgs};
+use crate::client::types::{self, Gone, Sandbox};
 use crate::client::{Daemon, Refused};
 use crate::columns::{self, Column};
 use crate::{clock, ui};
@@ -26,9 +26,9 @@ pub(crate) fn list(context: &Context, args: &LsArgs) -> Result<u8> {
         if args.answer.json {
             ui::print_json(&answer)?;
         } else if args.gone {
-            ui::print(&render_gone(&api::read::<Vec<Gone>>(&answer)?, clock::now(), width))?;
+            ui::print(&render_gone(&types::read::<Vec<Gone>>(&answer)?, clock::now(), width))?;
         } else {
-            let sandboxes: Vec<Sandbox> = api::read(&answer)?;
+            let sandboxes: Vec<Sandbox> = types::read(&answer)?;
             ui::print(&render(&sandboxes, clock::now(), width))?;
             for sandbox in sandboxes.iter().filter(|sandbox| sandbox.state == "unknown") {
                 let why = sandbox.detail.as_deref().unwrap_or("the daemon does not say why; see its log");
@@ -99,7 +99,7 @@ pub(crate) fn ping(context: &Context, args: &PingArgs) -> Result<u8> {
         return super::line::ping(context, &args.line);
     }
     with_daemon(context, &args.answer.daemon, async |daemon| {
-        let pongs = api::for_each(&args.ids, async |id: &str| ping_one(&daemon, id).await).await;
+        let pongs = types::for_each(&args.ids, async |id: &str| ping_one(&daemon, id).await).await;
         let all = pongs.iter().all(|(_, pong)| pong.is_ok());
         if args.answer.json {
             ui::print_json(&pongs.into_iter().map(pong_object).collect::<Vec<_>>())?;
@@ -118,7 +118,7 @@ pub(crate) fn ping(context: &Context, args: &PingArgs) -> Result<u8> {
 /// What the agent says, and after how many milliseconds.
 async fn ping_one(daemon: &Daemon, id: &str) -> Result<(Value, f64)> {
     let asked = Instant::now();
-    let pong = daemon.ask(Method::POST, &format!("{}/ping", api::sandbox_path(id)), None).await?;
+    let pong = daemon.ask(Method::POST, &format!("{}/ping", types::sandbox_path(id)), None).await?;
     Ok((pong, asked.elapsed().as_secs_f64() * 1e3))
 }
 
@@ -154,9 +154,9 @@ pub(crate) fn resume(context: &Context, args: &SandboxesArgs) -> Result<u8> {
 fn tell_each(context: &Context, args: &SandboxesArgs, verb: &str, done: &str) -> Result<u8> {
     with_daemon(context, &args.daemon, async |daemon| {
         let tell = async |id: &str| {
-            daemon.ask(Method::POST, &format!("{}/{verb}", api::sandbox_path(id)), None).await
+            daemon.ask(Method::POST, &format!("{}/{verb}", types::sandbox_path(id)), None).await
         };
-        report(context.ui, args.json, api::for_each(&args.ids, tell).await, done)
+        report(context.ui, args.json, types::for_each(&args.ids, tell).await, done)
     })
 }
 
@@ -164,7 +164,7 @@ fn tell_each(context: &Context, args: &SandboxesArgs, verb: &str, done: &str) ->
 pub(crate) fn rollback(context: &Context, args: &RollbackArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let progress = context.ui.spinner(format!("taking {} back", args.sandbox.id));
-        let path = format!("{}/rollback", api::sandbox_path(&args.sandbox.id));
+        let path = format!("{}/rollback", types::sandbox_path(&args.sandbox.id));
         let body = args.to.as_ref().map_or_else(|| json!({}), |tag| json!({ "to": tag }));
         let answer = daemon.ask(Method::POST, &path, Some(&body)).await?;
         drop(progress);
@@ -172,7 +172,7 @@ pub(crate) fn rollback(context: &Context, args: &RollbackArgs) -> Result<u8> {
             ui::print_json(&answer)?;
             return Ok(0);
         }
-        let sandbox: Sandbox = api::read(&answer)?;
+        let sandbox: Sandbox = types::read(&answer)?;
         let to = sandbox.rolled_back_to.as_ref().or(args.to.as_ref());
         let to = to.map_or_else(|| "where it was branched".to_owned(), Clone::clone);
         ui::print(&ui::harmless(&format!("{}: back at {to}, {}", sandbox.id, sandbox.state)))?;
@@ -184,13 +184,13 @@ pub(crate) fn rollback(context: &Context, args: &RollbackArgs) -> Result<u8> {
 pub(crate) fn kill(context: &Context, args: &KillArgs) -> Result<u8> {
     with_daemon(context, &args.daemon, async |daemon| {
         if !args.ids.is_empty() {
-            let kill = async |id: &str| daemon.ask(Method::DELETE, &api::sandbox_path(id), None).await;
-            return report(context.ui, args.json, api::for_each(&args.ids, kill).await, "killed");
+            let kill = async |id: &str| daemon.ask(Method::DELETE, &types::sandbox_path(id), None).await;
+            return report(context.ui, args.json, types::for_each(&args.ids, kill).await, "killed");
         }
         let ids = matching(&daemon, &args.filter).await?;
         if args.json {
             let kill = async |id: &str| end(&daemon, id).await;
-            return report(context.ui, true, api::for_each(&ids, kill).await, "killed");
+            return report(context.ui, true, types::for_each(&ids, kill).await, "killed");
         }
         let failed = end_all(&daemon, &ids).await;
         for error in &failed {
@@ -204,7 +204,7 @@ pub(crate) fn kill(context: &Context, args: &KillArgs) -> Result<u8> {
 
 /// The ids of the sandboxes a filter takes.
 async fn matching(daemon: &Daemon, filter: &FilterArgs) -> Result<Vec<String>> {
-    let mut sandboxes: Vec<Sandbox> = api::get(daemon, &life::list_path(filter, &[])).await?;
+    let mut sandboxes: Vec<Sandbox> = types::get(daemon, &life::list_path(filter, &[])).await?;
     sandboxes.retain(|sandbox| life::takes(filter, sandbox));
     Ok(sandboxes.into_iter().map(|sandbox| sandbox.id).collect())
 }
@@ -212,12 +212,12 @@ async fn matching(daemon: &Daemon, filter: &FilterArgs) -> Result<Vec<String>> {
 /// Ends sandboxes and says which could not be. One that is gone already is what was wanted.
 pub(super) async fn end_all(daemon: &Daemon, ids: &[String]) -> Vec<String> {
     let kill = async |id: &str| end(daemon, id).await;
-    let results = api::for_each(ids, kill).await;
+    let results = types::for_each(ids, kill).await;
     results.into_iter().filter_map(|(id, ended)| Some(format!("{id}: {:#}", ended.err()?))).collect()
 }
 
 async fn end(daemon: &Daemon, id: &str) -> Result<()> {
-    match daemon.ask(Method::DELETE, &api::sandbox_path(id), None).await {
+    match daemon.ask(Method::DELETE, &types::sandbox_path(id), None).await {
         Err(error) if !Refused::is(&error, Code::SandboxNotFound) => Err(error),
         _ => Ok(()),
     }
@@ -254,9 +254,9 @@ sb2  image python                   running                      7    2 min  1  
 sb3  snapshot numpy                 ended (panicked)             -    2 min  1     512 MiB  0
 sb4  -                              running                      -    0 s    2     64 MiB   0
 sb5  snapshot numpy                 unknown (record_unreadable)  7    2 min  1     512 MiB  0";
-        assert_eq!(render(&api::read::<Vec<Sandbox>>(&list).unwrap(), 220, None), expected);
+        assert_eq!(render(&types::read::<Vec<Sandbox>>(&list).unwrap(), 220, None), expected);
         for width in [40, 80, 200] {
-            let text = render(&api::read::<Vec<Sandbox>>(&list).unwrap(), 220, Some(width));
+            let text = render(&types::read::<Vec<Sandbox>>(&list).unwrap(), 220, Some(width));
             assert!(text.lines().all(|line| line.chars().count() <= width), "{width}: {text}");
             assert!(text.starts_with("ID "), "{width}: {text}");
             assert_eq!(text.contains("BRANCHES"), width > 40, "{width}: {text}");

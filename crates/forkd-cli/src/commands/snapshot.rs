@@ -10,8 +10,8 @@ use super::branch::{self, Wanted};
 use super::{Context, WrongUsage, prepare_image, with_daemon};
 use forkd_controller::Code;
 
-use crate::api::{self, Snapshot, SnapshotStatus};
 use crate::args::{AnswerArgs, BranchMode, SnapshotArgs};
+use crate::client::types::{self, Snapshot, SnapshotStatus};
 use crate::client::{Daemon, Refused};
 use crate::signals::{Caught, Forwarded};
 use crate::ui::{self, Ui};
@@ -55,7 +55,7 @@ pub(super) fn warm(
         let made = make(&daemon, tag, body, context.ui).await?;
         match made {
             Made::Ready(made) if answer.json => ui::print_json(&made)?,
-            Made::Ready(answer) => ui::print(&describe(&api::read(&answer)?, begun.elapsed()))?,
+            Made::Ready(answer) => ui::print(&describe(&types::read(&answer)?, begun.elapsed()))?,
             Made::Cancelled(caught) => return Ok(caught.status()),
         }
         Ok(0)
@@ -119,7 +119,7 @@ pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Re
     let progress = ui.progress(format!("snapshot {tag}"));
     let mut phases = Phases::new(Instant::now());
     loop {
-        let snapshot: Snapshot = api::read(&answer)?;
+        let snapshot: Snapshot = types::read(&answer)?;
         match snapshot.status {
             SnapshotStatus::Ready => {
                 progress.done(&format!("snapshot {tag}: ready"));
@@ -140,7 +140,7 @@ pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Re
         }
         let polled = async {
             tokio::time::sleep(POLL).await;
-            daemon.ask(Method::GET, &api::snapshot_path(tag), None).await
+            daemon.ask(Method::GET, &types::snapshot_path(tag), None).await
         };
         let polled = tokio::select! {
             polled = polled => polled,
@@ -162,7 +162,7 @@ pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Re
 
 /// Takes the request back.
 async fn cancel(daemon: &Daemon, tag: &str, caught: Caught, signals: &mut Forwarded, ui: Ui) -> Result<Made> {
-    let path = api::snapshot_path(tag);
+    let path = types::snapshot_path(tag);
     match signals.finish_save(daemon.ask(Method::DELETE, &path, None)).await {
         Ok((Err(error), _)) if !Refused::is(&error, Code::SnapshotNotFound) => {
             return Err(error)

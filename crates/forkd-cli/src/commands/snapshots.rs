@@ -6,8 +6,8 @@ use hyper::Method;
 use super::{Context, report, with_daemon};
 use forkd_controller::Code;
 
-use crate::api::{self, Snapshot, SnapshotStatus};
 use crate::args::{ImagesArgs, RmiArgs, TagsArgs};
+use crate::client::types::{self, Snapshot, SnapshotStatus};
 use crate::client::{Daemon, Refused};
 use crate::{clock, ui};
 
@@ -19,7 +19,7 @@ pub(crate) fn list(context: &Context, args: &ImagesArgs) -> Result<u8> {
             ui::print_json(&answer)?;
             return Ok(0);
         }
-        let snapshots: Vec<Snapshot> = api::read(&answer)?;
+        let snapshots: Vec<Snapshot> = types::read(&answer)?;
         ui::print(&render(&snapshots, clock::now()))?;
         for snapshot in &snapshots {
             if let Some(why) = snapshot.error.as_ref().or(snapshot.warning.as_ref()) {
@@ -72,7 +72,7 @@ async fn remove_with_dependents<'a>(
     daemon: &Daemon,
     tags: &'a [String],
 ) -> Result<Vec<(&'a str, Result<()>)>> {
-    let known: Vec<Snapshot> = api::get(daemon, "/v1/snapshots").await?;
+    let known: Vec<Snapshot> = types::get(daemon, "/v1/snapshots").await?;
     let mut results = Vec::new();
     for tag in tags {
         let removed = match remove_one(daemon, tag, "?cascade=true").await {
@@ -89,17 +89,17 @@ async fn remove_with_dependents<'a>(
 }
 
 async fn remove_one(daemon: &Daemon, tag: &str, query: &str) -> Result<()> {
-    daemon.ask(Method::DELETE, &format!("{}{query}", api::snapshot_path(tag)), None).await.map(drop)
+    daemon.ask(Method::DELETE, &format!("{}{query}", types::snapshot_path(tag)), None).await.map(drop)
 }
 
 /// Ends the processes that fork their children.
 pub(crate) fn unload(context: &Context, args: &TagsArgs) -> Result<u8> {
     with_daemon(context, &args.daemon, async |daemon| {
         let unload = async |tag: &str| {
-            let path = format!("{}/unload", api::snapshot_path(tag));
+            let path = format!("{}/unload", types::snapshot_path(tag));
             daemon.ask(Method::POST, &path, None).await
         };
-        report(context.ui, args.json, api::for_each(&args.tags, unload).await, "unloaded")
+        report(context.ui, args.json, types::for_each(&args.tags, unload).await, "unloaded")
     })
 }
 
@@ -161,7 +161,7 @@ mod tests {
 
     #[test]
     fn snapshots_are_listed_with_what_they_take_and_what_they_come_to() {
-        let snapshots: Vec<Snapshot> = api::read(&json!([
+        let snapshots: Vec<Snapshot> = types::read(&json!([
             { "tag": "numpy", "status": "ready", "created_at_unix": 1000, "image": "python", "vcpus": 1,
               "mem_size_mib": 512, "network": true, "memory_bytes": 3 << 20, "disk_bytes": 1 << 20,
               "state_bytes": 0, "bootable": true, "dir": "/d",

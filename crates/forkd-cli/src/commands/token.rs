@@ -9,8 +9,11 @@ use super::{Context, report, runtime, with_daemon};
 use crate::args::{
     AnswerArgs, TokenAddArgs, TokenCommand, TokenPrintArgs, TokenRmArgs, TokenRotateArgs, TokenScope,
 };
+use crate::client::discover;
+use crate::client::types;
+use crate::clock;
 use crate::machine::Machine;
-use crate::{api, clock, daemon, ui};
+use crate::ui;
 
 /// The path of all tokens.
 const PATH: &str = "/v1/tokens";
@@ -69,7 +72,7 @@ fn list(context: &Context, args: &AnswerArgs) -> Result<u8> {
         if args.json {
             ui::print_json(&answer)?;
         } else {
-            ui::print(&render(&api::read::<Vec<Token>>(&answer)?, clock::now()))?;
+            ui::print(&render(&types::read::<Vec<Token>>(&answer)?, clock::now()))?;
         }
         Ok(0)
     })
@@ -79,7 +82,7 @@ fn list(context: &Context, args: &AnswerArgs) -> Result<u8> {
 fn remove(context: &Context, args: &TokenRmArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let remove = async |name: &str| daemon.ask(Method::DELETE, &format!("{PATH}/{name}"), None).await;
-        report(context.ui, args.answer.json, api::for_each(&args.names, remove).await, "removed")
+        report(context.ui, args.answer.json, types::for_each(&args.names, remove).await, "removed")
     })
 }
 
@@ -124,7 +127,7 @@ fn render(tokens: &[Token], now: u64) -> String {
 fn print(context: &Context, args: &TokenPrintArgs) -> Result<()> {
     let Context { data, ui } = context;
     let runtime = runtime()?;
-    let found = match runtime.block_on(daemon::find(data, &args.answer.daemon, *ui))? {
+    let found = match runtime.block_on(discover::find(data, &args.answer.daemon, *ui))? {
         Some(daemon) => daemon,
         None => {
             let machine = Machine::new(data, *ui);
@@ -134,7 +137,7 @@ fn print(context: &Context, args: &TokenPrintArgs) -> Result<()> {
             machine.daemon(&running.state)?
         }
     };
-    let token = daemon::token(data, &found)?;
+    let token = discover::token(data, &found)?;
     if args.answer.json {
         let url = runtime.block_on(found.http_url())?;
         return ui::print_json(&serde_json::json!({ "token": token, "url": url }));
@@ -148,7 +151,7 @@ mod tests {
 
     #[test]
     fn tokens_are_listed_with_their_limits_and_when_they_expire() {
-        let tokens: Vec<Token> = api::read(&json!([
+        let tokens: Vec<Token> = types::read(&json!([
             { "name": "default", "scope": "admin", "owner": "local", "created_at_unix": 1 },
             { "name": "ci", "scope": "use", "owner": "ann", "created_at_unix": 1, "max_sandboxes": 3,
               "max_memory_mib": 512, "max_snapshots": 0, "expires_at_unix": 160 },

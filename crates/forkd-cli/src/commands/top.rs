@@ -9,9 +9,9 @@ use hyper::Method;
 use serde_json::{Value, json};
 
 use super::{Context, with_daemon};
-use crate::api;
 use crate::args::{LogsArgs, TopArgs};
 use crate::client::Daemon;
+use crate::client::types;
 use crate::columns::{self, Column};
 use crate::{clock, ui};
 
@@ -55,12 +55,12 @@ async fn look(daemon: &Daemon, earlier: &mut Earlier) -> Result<Vec<Value>> {
     let ids: Vec<String> = sandboxes.iter().map(id).collect();
     let ask = async |id: &str| {
         // One that has no process has no figures.
-        let stats = daemon.ask(Method::GET, &format!("{}/stats", api::sandbox_path(id)), None).await.ok();
+        let stats = daemon.ask(Method::GET, &format!("{}/stats", types::sandbox_path(id)), None).await.ok();
         Ok::<_, anyhow::Error>((stats, Instant::now()))
     };
     let mut rows = Vec::with_capacity(ids.len());
     let mut now = Earlier::new();
-    for (sandbox, (id, answer)) in sandboxes.iter().zip(api::for_each(&ids, ask).await) {
+    for (sandbox, (id, answer)) in sandboxes.iter().zip(types::for_each(&ids, ask).await) {
         let (stats, at) = answer?;
         let mut row = json!({});
         for key in ["id", "snapshot_tag", "image", "state", "created_at_unix"] {
@@ -119,7 +119,7 @@ fn render(rows: &[Value], now: u64, width: Option<usize>) -> String {
 
 /// Shows a console.
 pub(crate) fn logs(context: &Context, args: &LogsArgs) -> Result<u8> {
-    let mut path = format!("{}/console?follow={}", api::sandbox_path(&args.sandbox.id), args.follow);
+    let mut path = format!("{}/console?follow={}", types::sandbox_path(&args.sandbox.id), args.follow);
     if let Some(lines) = args.tail {
         path.push_str(&format!("&tail={lines}"));
     }

@@ -7,8 +7,8 @@ use anyhow::{Context as _, Result};
 use hyper::Method;
 
 use super::{Context, with_daemon};
-use crate::api;
 use crate::args::TreeArgs;
+use crate::client::types;
 use crate::tree::{self, Answer, Forest, Letters};
 use crate::ui;
 
@@ -20,7 +20,7 @@ pub(crate) fn tree(context: &Context, args: &TreeArgs) -> Result<u8> {
             ui::print_json(&answer)?;
             return Ok(0);
         }
-        let forest = Forest::new(api::read::<Answer>(&answer)?.nodes);
+        let forest = Forest::new(types::read::<Answer>(&answer)?.nodes);
         if forest.left_out > 0 {
             let more = forest.left_out;
             context.ui.warn(format!("{more} more are not shown; `forkd tree --json` has them all"));

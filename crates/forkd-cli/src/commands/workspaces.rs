@@ -5,10 +5,10 @@ use hyper::Method;
 use serde_json::{Value, json};
 
 use super::{Context, report, with_daemon};
-use crate::api::{self, Workspace};
 use crate::args::{
     AnswerArgs, WorkspaceArgs, WorkspaceCommand, WorkspaceCreateArgs, WorkspaceRmArgs, WorkspaceSuspendArgs,
 };
+use crate::client::types::{self, Workspace};
 use crate::{clock, ui};
 
 /// The path of all workspaces.
@@ -51,7 +51,7 @@ fn ask(context: &Context, args: &WorkspaceArgs, path: &str, body: &Value, doing:
         if args.answer.json {
             ui::print_json(&answer)?;
         } else {
-            ui::print(&describe(&api::read(&answer)?))?;
+            ui::print(&describe(&types::read(&answer)?))?;
         }
         Ok(0)
     })
@@ -63,7 +63,7 @@ fn list(context: &Context, args: &AnswerArgs) -> Result<u8> {
         if args.json {
             ui::print_json(&answer)?;
         } else {
-            ui::print(&render(&api::read::<Vec<Workspace>>(&answer)?, clock::now()))?;
+            ui::print(&render(&types::read::<Vec<Workspace>>(&answer)?, clock::now()))?;
         }
         Ok(0)
     })
@@ -73,7 +73,7 @@ fn list(context: &Context, args: &AnswerArgs) -> Result<u8> {
 fn remove(context: &Context, args: &WorkspaceRmArgs) -> Result<u8> {
     with_daemon(context, &args.daemon, async |daemon| {
         let remove = async |name: &str| daemon.ask(Method::DELETE, &format!("{PATH}/{name}"), None).await;
-        report(context.ui, args.json, api::for_each(&args.names, remove).await, "removed")
+        report(context.ui, args.json, types::for_each(&args.names, remove).await, "removed")
     })
 }
 
@@ -109,7 +109,7 @@ mod tests {
 
     #[test]
     fn workspaces_are_listed_with_where_they_run_or_are_kept() {
-        let workspaces: Vec<Workspace> = api::read(&json!([
+        let workspaces: Vec<Workspace> = types::read(&json!([
             { "id": "ws-1", "name": "alice", "source_snapshot_tag": "numpy", "status": "running",
               "live_sandbox_id": "sb1", "created_at_unix": 1, "last_active_unix": 100 },
             { "id": "ws-2", "name": "bob", "source_snapshot_tag": "numpy", "status": "suspended",

@@ -9,7 +9,7 @@ use hyper::Method;
 use hyper::body::Frame;
 use serde_json::json;
 
-use crate::api;
+use crate::client::types;
 use crate::client::{Daemon, Refused, Streamed, Streaming};
 
 /// A sandbox, and as whom it is asked.
@@ -22,7 +22,7 @@ pub(crate) struct Remote<'d> {
 
 impl<'d> Remote<'d> {
     pub(crate) fn new(daemon: &'d Daemon, id: &str, user: Option<String>) -> Self {
-        Remote { daemon, files: format!("{}/files", api::sandbox_path(id)), user }
+        Remote { daemon, files: format!("{}/files", types::sandbox_path(id)), user }
     }
 
     fn route(&self, verb: &str, path: &str) -> String {
@@ -36,7 +36,7 @@ impl<'d> Remote<'d> {
     /// What is at `path`; `None` if nothing is.
     pub(crate) async fn stat(&self, path: &str) -> Result<Option<FileInfo>> {
         match self.daemon.ask(Method::GET, &self.route("/stat", path), None).await {
-            Ok(answer) => Ok(Some(api::read(&answer)?)),
+            Ok(answer) => Ok(Some(types::read(&answer)?)),
             Err(error) if Refused::is(&error, Code::GuestNotFound) => Ok(None),
             Err(error) => Err(error),
         }
@@ -51,7 +51,7 @@ impl<'d> Remote<'d> {
     /// What is in a folder, one level deep.
     pub(crate) async fn list(&self, path: &str) -> Result<Vec<FileInfo>> {
         let answer = self.daemon.ask(Method::GET, &self.route("/list", path), None).await?;
-        Ok(api::read::<FileList>(&answer)?.entries)
+        Ok(types::read::<FileList>(&answer)?.entries)
     }
 
     /// Makes a folder; one that is there already will do.

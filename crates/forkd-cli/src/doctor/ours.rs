@@ -10,9 +10,9 @@ use hyper::Method;
 use serde_json::Value;
 
 use super::{Check, Runs};
-use crate::api::{self, Snapshot};
 use crate::args::DaemonArgs;
 use crate::client::Daemon;
+use crate::client::types::{self, Snapshot};
 use crate::leftovers::{self, Action};
 use crate::library;
 use crate::machine::Machine;
@@ -110,7 +110,7 @@ pub(super) enum Found {
 /// Looks for a daemon, without starting one.
 pub(super) async fn find_daemon(data: &DataDir, args: &DaemonArgs, ui: Ui) -> Found {
     const LIMIT: Duration = Duration::from_secs(10);
-    let (daemon, fix) = match crate::daemon::find(data, args, ui).await {
+    let (daemon, fix) = match crate::client::discover::find(data, args, ui).await {
         Ok(Some(daemon)) => (daemon, "start it, or unset FORKD_URL to have one found"),
         Ok(None) => {
             let machine = Machine::new(data, ui);
@@ -173,7 +173,7 @@ pub(super) async fn snapshots(
     let mut problems = Vec::new();
     let mut count = None;
     if let Found::Answers(daemon) = found {
-        match api::get::<Vec<Snapshot>>(daemon, "/v1/snapshots").await {
+        match types::get::<Vec<Snapshot>>(daemon, "/v1/snapshots").await {
             Ok(snapshots) => {
                 count = Some(snapshots.len());
                 problems.extend(snapshots.iter().filter_map(|one| {

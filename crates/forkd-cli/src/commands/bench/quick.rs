@@ -8,9 +8,9 @@ use hyper::Method;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::api::{self, Sandbox, Snapshot, SnapshotStatus, Spawned};
 use crate::args::QuickBenchArgs;
 use crate::client::Daemon;
+use crate::client::types::{self, Sandbox, Snapshot, SnapshotStatus, Spawned};
 use crate::commands::{Context, sandboxes, with_daemon};
 use crate::signals::Forwarded;
 use crate::{files, ui};
@@ -70,7 +70,7 @@ async fn snapshot(daemon: &Daemon, wanted: Option<&str>) -> Result<String> {
     if let Some(tag) = wanted {
         return Ok(tag.to_owned());
     }
-    let snapshots: Vec<Snapshot> = api::get(daemon, "/v1/snapshots").await?;
+    let snapshots: Vec<Snapshot> = types::get(daemon, "/v1/snapshots").await?;
     let ready = snapshots.into_iter().find(|one| one.status == SnapshotStatus::Ready);
     Ok(ready.context("there is no snapshot to fork: make one with `forkd quickstart`")?.tag)
 }
@@ -87,7 +87,7 @@ async fn measure(
     steps.push(Step { name: "spawn", ms: Some(took), detail: "1 child, until it answers".into() });
 
     let begun = Instant::now();
-    let path = format!("{}/exec", api::sandbox_path(&id));
+    let path = format!("{}/exec", types::sandbox_path(&id));
     let ran = daemon.ask(Method::POST, &path, Some(&json!({ "args": ["true"] }))).await;
     let (took, detail) = match ran {
         Ok(_) => (Some(ms(begun)), "a command and its answer".to_owned()),
@@ -100,8 +100,8 @@ async fn measure(
     let branch = format!("bench-{}", files::random_hex(4)?);
     let body = json!({ "tag": branch, "mode": "diff" });
     made.branch = Some(branch.clone());
-    let path = format!("{}/branch", api::sandbox_path(&id));
-    let answer: Snapshot = api::read(&daemon.ask(Method::POST, &path, Some(&body)).await?)?;
+    let path = format!("{}/branch", types::sandbox_path(&id));
+    let answer: Snapshot = types::read(&daemon.ask(Method::POST, &path, Some(&body)).await?)?;
     let pause = answer.pause_ms.map_or_else(|| "-".to_owned(), ui::milliseconds);
     let written = ui::bytes(answer.bytes_written.unwrap_or(0));
     let detail = format!("it stood still for {pause}; {written} written");
@@ -119,7 +119,7 @@ async fn spawn(daemon: &Daemon, tag: &str, count: u16, made: &mut Made) -> Resul
     let begun = Instant::now();
     let answer: Value = daemon.ask(Method::POST, "/v1/sandboxes?results=each", Some(&body)).await?;
     let took = ms(begun);
-    let spawned: Spawned = api::read(&answer)?;
+    let spawned: Spawned = types::read(&answer)?;
     made.children.extend(spawned.children.iter().map(|child| child.id.clone()));
     if let Some(first) = spawned.errors.first() {
         anyhow::bail!("child {} of {tag} did not start: {}", first.index, first.error);
@@ -131,7 +131,7 @@ async fn spawn(daemon: &Daemon, tag: &str, count: u16, made: &mut Made) -> Resul
 async fn clean(daemon: &Daemon, made: &Made) -> Vec<String> {
     let mut left = sandboxes::end_all(daemon, &made.children).await;
     if let Some(tag) = &made.branch {
-        let removed = daemon.ask(Method::DELETE, &api::snapshot_path(tag), None).await;
+        let removed = daemon.ask(Method::DELETE, &types::snapshot_path(tag), None).await;
         match removed {
             Err(error) if !crate::client::Refused::is(&error, forkd_controller::Code::SnapshotNotFound) => {
                 left.push(format!("{tag}: {error:#}"))

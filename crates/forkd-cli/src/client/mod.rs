@@ -1,5 +1,9 @@
 //! A client of the daemon: REST calls and the WebSocket of `run`, over its unix socket or TCP.
 
+pub(crate) mod discover;
+mod tls;
+pub(crate) mod types;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -18,7 +22,7 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::client::IntoClientRequest;
 
-use crate::tls::Trust;
+use crate::client::tls::Trust;
 
 /// The longest answer to a REST call.
 const MAX_ANSWER: usize = 64 << 20;

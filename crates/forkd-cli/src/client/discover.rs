@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 
 use crate::args::DaemonArgs;
+use crate::client::tls::Trust;
 use crate::client::{Address, Daemon};
 use crate::files::{self, Lock};
 use crate::kvm;
@@ -14,7 +15,6 @@ use crate::machine::Machine;
 use crate::paths::{self, Binaries, DataDir};
 use crate::process;
 use crate::settings;
-use crate::tls::Trust;
 use crate::ui::Ui;
 
 /// How long a daemon that is there may take to say so.
