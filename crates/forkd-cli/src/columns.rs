@@ -2,7 +2,7 @@
 
 use std::io::IsTerminal;
 
-use crate::terminal::RawTerminal;
+use crate::stream::terminal::RawTerminal;
 use crate::ui;
 
 /// Between two columns.

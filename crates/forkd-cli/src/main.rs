@@ -11,7 +11,6 @@ mod clock;
 mod columns;
 mod command_line;
 mod commands;
-mod conversation;
 mod copy;
 mod docs;
 mod doctor;
@@ -26,9 +25,7 @@ mod paths;
 mod process;
 mod relay;
 mod settings;
-mod signals;
-mod stdio;
-mod terminal;
+mod stream;
 mod tree;
 mod ui;
 

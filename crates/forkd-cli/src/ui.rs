@@ -10,7 +10,7 @@ use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-use crate::signals;
+use crate::stream::signals;
 
 /// How much to say, and to whom.
 #[derive(Debug, Clone, Copy)]

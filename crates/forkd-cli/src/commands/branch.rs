@@ -12,7 +12,7 @@ use forkd_controller::Code;
 use crate::args::{AnswerArgs, BranchArgs, BranchMode};
 use crate::client::types::{self, Saving, Snapshot, SnapshotStatus};
 use crate::client::{Daemon, Refused};
-use crate::signals::Forwarded;
+use crate::stream::signals::Forwarded;
 use crate::ui::{self, Progress, Ui};
 
 /// How often the daemon is asked how far it is.

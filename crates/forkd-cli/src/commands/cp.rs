@@ -13,7 +13,7 @@ use forkd_controller::{FileInfo, FileKind};
 use super::{Context, WrongUsage, with_daemon};
 use crate::args::CpArgs;
 use crate::copy::{Copied, Place, Remote, Side, is_plain_name};
-use crate::stdio::{self, Output, Target};
+use crate::stream::stdio::{self, Output, Target};
 use crate::ui::{self, Progress};
 
 /// Bytes of a file in memory at once.

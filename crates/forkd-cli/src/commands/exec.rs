@@ -11,9 +11,9 @@ use hyper::Method;
 use super::{Context, WrongUsage, with_daemon};
 use crate::args::{DaemonArgs, EvalArgs, ExecArgs, ProcessArgs, ShellArgs, StreamArgs};
 use crate::client::types;
-use crate::conversation::{self, Conversation, Streams};
 use crate::line;
-use crate::terminal::RawTerminal;
+use crate::stream::conversation::{self, Conversation, Streams};
+use crate::stream::terminal::RawTerminal;
 use crate::ui::{self, Ui};
 
 /// Seconds a command that is waited for may take, if nobody says.

@@ -17,7 +17,7 @@ use crate::client::{Address, Daemon};
 use crate::clock;
 use crate::process;
 use crate::relay::{Known, PREFIX, Relay};
-use crate::signals::{Caught, Forwarded};
+use crate::stream::signals::{Caught, Forwarded};
 use crate::ui::{self, Ui};
 
 /// Forks children and says how long it took.

@@ -13,7 +13,7 @@ use super::{Context, exec, fork, sandboxes, with_daemon};
 use crate::args::{BranchMode, SnapshotDiffArgs};
 use crate::client::types::{self, Spawned};
 use crate::client::{Daemon, Refused};
-use crate::signals::Forwarded;
+use crate::stream::signals::Forwarded;
 use crate::ui::{self, Ui};
 
 /// How much longer than its command the child may live: until it is stored.

@@ -15,7 +15,7 @@ use crate::client::Streaming;
 use crate::line::{self, Question};
 use crate::process;
 use crate::relay::{Known, PREFIX, Relay, Target};
-use crate::signals::Forwarded;
+use crate::stream::signals::Forwarded;
 use crate::ui;
 
 /// How often it is looked whether sandboxes are still there, if no event says that one is not.

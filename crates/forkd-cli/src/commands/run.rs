@@ -11,7 +11,7 @@ use forkd_controller::frames::RunRequest;
 use super::{Context, prepare_image, runtime};
 use crate::args::RunArgs;
 use crate::client::discover;
-use crate::conversation::{Conversation, Streams};
+use crate::stream::conversation::{Conversation, Streams};
 
 /// Runs the command and returns the status to exit with.
 pub(crate) fn run(context: &Context, args: RunArgs) -> Result<u8> {
@@ -40,7 +40,7 @@ fn request(args: RunArgs) -> RunRequest {
         vcpus: Some(args.guest.vcpus),
         mem_size_mib: Some(args.guest.mem_size_mib),
         timeout_secs: args.timeout,
-        tty: args.tty.then(crate::conversation::terminal_size),
+        tty: args.tty.then(crate::stream::conversation::terminal_size),
         network: args.guest.no_network.then_some(false),
     }
 }

@@ -13,7 +13,7 @@ use crate::args::{LogFormat, ServeArgs};
 use crate::log_format::Json;
 use crate::machine::qemu;
 use crate::paths::Binaries;
-use crate::signals;
+use crate::stream::signals;
 
 /// How long threads of a daemon that has stopped may go on.
 const LAST_THREADS: Duration = Duration::from_secs(10);

@@ -13,7 +13,7 @@ use forkd_controller::Code;
 use crate::args::{AnswerArgs, BranchMode, SnapshotArgs};
 use crate::client::types::{self, Snapshot, SnapshotStatus};
 use crate::client::{Daemon, Refused};
-use crate::signals::{Caught, Forwarded};
+use crate::stream::signals::{Caught, Forwarded};
 use crate::ui::{self, Ui};
 
 /// How often the daemon is asked how far it is.

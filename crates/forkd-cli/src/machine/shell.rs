@@ -8,9 +8,9 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
 use super::{Running, agent};
-use crate::signals::Forwarded;
-use crate::stdio::{self, Outcome, Output, Target};
-use crate::terminal::RawTerminal;
+use crate::stream::signals::Forwarded;
+use crate::stream::stdio::{self, Outcome, Output, Target};
+use crate::stream::terminal::RawTerminal;
 
 /// Runs `command`, or an interactive shell, and returns the status to exit with.
 pub(crate) async fn run(machine: &Running, command: &[String]) -> Result<u8> {

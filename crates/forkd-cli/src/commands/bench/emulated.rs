@@ -10,7 +10,7 @@ use crate::commands::Context;
 use crate::machine::Machine;
 use crate::machine::qemu::{MACHINE_DATA, SHARE};
 use crate::paths::Binaries;
-use crate::signals::AtEnd;
+use crate::stream::signals::AtEnd;
 
 /// Runs `forkd bench` in the machine with these arguments; returns the lines it printed and whether
 /// everything could be measured. Its notes go to standard error as ours do.

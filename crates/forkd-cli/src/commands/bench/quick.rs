@@ -12,7 +12,7 @@ use crate::args::QuickBenchArgs;
 use crate::client::Daemon;
 use crate::client::types::{self, Sandbox, Snapshot, SnapshotStatus, Spawned};
 use crate::commands::{Context, sandboxes, with_daemon};
-use crate::signals::Forwarded;
+use crate::stream::signals::Forwarded;
 use crate::{files, ui};
 
 /// Should this process be killed, the daemon ends its children after so many seconds.

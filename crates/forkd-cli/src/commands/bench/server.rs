@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use crate::client::Daemon;
 use crate::commands::Context;
 use crate::paths::{self, Binaries};
-use crate::signals::{AtEnd, Caught, Forwarded};
+use crate::stream::signals::{AtEnd, Caught, Forwarded};
 use crate::ui::Ui;
 use crate::{leftovers, process};
 

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use bytes::Bytes;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::signals::Forwarded;
+use crate::stream::signals::Forwarded;
 
 /// How much is read at once.
 const CHUNK: usize = 32 << 10;

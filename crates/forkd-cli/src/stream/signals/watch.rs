@@ -14,7 +14,7 @@ use anyhow::{Context, Result};
 use tokio::time::Instant;
 
 use super::{Caught, Conduct, Signals};
-use crate::terminal;
+use crate::stream::terminal;
 
 /// How long a command has to clean up after itself.
 const GRACE: Duration = Duration::from_millis(1500);

@@ -15,9 +15,9 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_tungstenite::tungstenite::Message;
 
 use crate::client::{Refused, Socket};
-use crate::signals::Forwarded;
-use crate::stdio::{self, Outcome, Output, Target};
-use crate::terminal::RawTerminal;
+use crate::stream::signals::Forwarded;
+use crate::stream::stdio::{self, Outcome, Output, Target};
+use crate::stream::terminal::RawTerminal;
 use crate::ui::{Progress, Ui};
 
 /// What there is to say when the conversation ends before the command.

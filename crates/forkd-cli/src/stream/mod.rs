@@ -1,0 +1,6 @@
+//! This process's standard streams, terminal and signals, for commands that run in a guest.
+
+pub(crate) mod conversation;
+pub(crate) mod signals;
+pub(crate) mod stdio;
+pub(crate) mod terminal;
