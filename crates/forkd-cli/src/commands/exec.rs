@@ -11,7 +11,7 @@ use hyper::Method;
 use super::{Context, WrongUsage, with_daemon};
 use crate::args::{DaemonArgs, EvalArgs, ExecArgs, ProcessArgs, ShellArgs, StreamArgs};
 use crate::client::types;
-use crate::line;
+use crate::compat::json_lines;
 use crate::stream::conversation::{self, Conversation, Streams};
 use crate::stream::terminal::RawTerminal;
 use crate::ui::{self, Ui};
@@ -29,7 +29,7 @@ pub(crate) fn exec(context: &Context, args: ExecArgs) -> Result<u8> {
         if interactive || tty {
             return Err(WrongUsage::new("a target runs commands to their end; leave -i and -t out").into());
         }
-        let request = line::exec_request(&args.command, timeout);
+        let request = json_lines::exec_request(&args.command, timeout);
         return super::line::exec(context, &args.sandbox.line, &request, args.answer.json);
     };
     if interactive || tty {
@@ -126,7 +126,7 @@ pub(super) fn show_exec(reply: &ExecReply, stdout: &mut impl io::Write, option: 
 /// Evaluates code and returns 0, or 1 if it raised.
 pub(crate) fn eval(context: &Context, args: &EvalArgs) -> Result<u8> {
     let Some(id) = &args.sandbox.id else {
-        let request = line::eval_request(&args.code.join(" "), args.limit.timeout);
+        let request = json_lines::eval_request(&args.code.join(" "), args.limit.timeout);
         return super::line::eval(context, &args.sandbox.line, &request, args.answer.json);
     };
     let path = format!("{}/eval", types::sandbox_path(id));

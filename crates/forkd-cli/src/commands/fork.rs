@@ -15,8 +15,8 @@ use crate::args::{ChildrenArgs, ForkArgs, SpawnArgs};
 use crate::client::types::{self, ChildError, Sandbox, Spawned};
 use crate::client::{Address, Daemon};
 use crate::clock;
+use crate::compat::relay::{Known, PREFIX, Relay};
 use crate::process;
-use crate::relay::{Known, PREFIX, Relay};
 use crate::stream::signals::{Caught, Forwarded};
 use crate::ui::{self, Ui};
 

@@ -12,9 +12,9 @@ use super::exec::status;
 use super::{Context, with_daemon};
 use crate::args::{LineArgs, LineTargetArgs};
 use crate::client::Streaming;
-use crate::line::{self, Question};
+use crate::compat::json_lines::{self, Question};
+use crate::compat::relay::{Known, PREFIX, Relay, Target};
 use crate::process;
-use crate::relay::{Known, PREFIX, Relay, Target};
 use crate::stream::signals::Forwarded;
 use crate::ui;
 
@@ -167,7 +167,7 @@ pub(super) fn eval(
 
 /// Prints what the agent says.
 pub(super) fn ping(context: &Context, target: &LineTargetArgs) -> Result<u8> {
-    let answer = ask(context, target, &line::ping_request())?;
+    let answer = ask(context, target, &json_lines::ping_request())?;
     ui::print_json(&answer)?;
     Ok(u8::from(answer.get("pong") != Some(&json!(true))))
 }
@@ -177,7 +177,7 @@ fn ask(context: &Context, target: &LineTargetArgs, question: &Question) -> Resul
         context.ui.note("--child has no meaning here: every sandbox has a network of its own; give its ID");
     }
     let target = target.target.as_deref().context("give the ID of a sandbox, or --target HOST:PORT")?;
-    line::ask(target, question)
+    json_lines::ask(target, question)
 }
 
 fn text<'a>(answer: &'a Value, key: &str) -> &'a str {
