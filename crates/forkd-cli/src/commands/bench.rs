@@ -23,8 +23,10 @@ use forkd_bench::{bare, chart, floor, host, report, writer};
 use self::results::Output;
 use super::Context;
 use crate::args::QuickBenchArgs;
+use crate::images;
+use crate::kvm;
 use crate::paths::Binaries;
-use crate::{kvm, library, ui};
+use crate::ui;
 
 /// Measure how fast forkd is on this computer.
 ///
@@ -288,8 +290,8 @@ fn linux_elsewhere(context: &Context, socket: Option<&Path>) -> Result<Option<St
         return Ok(None);
     }
     let kvm = kvm::look(&Binaries::find()?.vmm, &context.data.kvm_cache())?;
-    library::ensure_image(&context.data, "python", context.ui)?;
-    library::ensure_guest_kernel(&context.data, context.ui)?;
+    images::ensure_image(&context.data, "python", context.ui)?;
+    images::ensure_guest_kernel(&context.data, context.ui)?;
     Ok((!kvm.runs_linux).then(|| kvm.describe()))
 }
 

@@ -6,7 +6,8 @@ use serde_json::json;
 
 use super::{Context, WrongUsage, snapshot};
 use crate::args::{DaemonArgs, ExtraArgs, FromImageArgs, ParentBuildArgs};
-use crate::{library, ui};
+use crate::images;
+use crate::ui;
 
 /// Makes sure of the image, warms it and keeps it.
 pub(crate) fn from_image(context: &Context, args: &FromImageArgs) -> Result<u8> {
@@ -19,10 +20,10 @@ pub(crate) fn from_image(context: &Context, args: &FromImageArgs) -> Result<u8> 
 /// Makes sure of the image alone.
 pub(crate) fn parent(context: &Context, args: &ParentBuildArgs) -> Result<u8> {
     let image = resolve(context, &args.image, args.output.as_deref(), &args.extras, None)?;
-    library::ensure_image(&context.data, &image, context.ui)?;
-    library::ensure_guest_kernel(&context.data, context.ui)?;
+    images::ensure_image(&context.data, &image, context.ui)?;
+    images::ensure_guest_kernel(&context.data, context.ui)?;
     if args.json.json {
-        let images = library::list(&context.data)?;
+        let images = images::list(&context.data)?;
         ui::print_json(&images.iter().find(|one| one.name == image))?;
     } else {
         ui::print(&image)?;
@@ -50,7 +51,7 @@ fn resolve(
         );
     }
     let name = output.map_or_else(|| derived_name(image, extras), str::to_owned);
-    library::derive(&context.data, image, &name, &extras.extra, extras.size_mib, context.ui)?;
+    images::derive(&context.data, image, &name, &extras.extra, extras.size_mib, context.ui)?;
     Ok(name)
 }
 

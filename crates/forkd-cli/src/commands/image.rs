@@ -4,22 +4,23 @@ use anyhow::Result;
 
 use super::{Context, report};
 use crate::args::{ImageBuildArgs, ImageRmArgs, JsonArgs};
-use crate::{library, ui};
+use crate::images;
+use crate::ui;
 
 /// Builds an image, here and natively.
 pub(crate) fn build(context: &Context, args: ImageBuildArgs) -> Result<()> {
     let json = args.json;
-    let image = library::build(&context.data, args, context.ui)?;
+    let image = images::build(&context.data, args, context.ui)?;
     if json { ui::print_json(&image) } else { Ok(()) }
 }
 
 /// Lists images.
 pub(crate) fn list(context: &Context, args: &JsonArgs) -> Result<()> {
-    let images = library::list(&context.data)?;
+    let images = images::list(&context.data)?;
     if args.json {
         return ui::print_json(&images);
     }
-    let row = |image: &library::ImageRow| {
+    let row = |image: &images::ImageRow| {
         vec![
             image.name.clone(),
             ui::bytes(image.disk_bytes),
@@ -32,7 +33,7 @@ pub(crate) fn list(context: &Context, args: &JsonArgs) -> Result<()> {
 
 /// Removes images; those that can be are, also when another cannot.
 pub(crate) fn remove(context: &Context, args: &ImageRmArgs) -> Result<u8> {
-    let remove = |name: &String| library::remove(&context.data, name);
+    let remove = |name: &String| images::remove(&context.data, name);
     let results = args.names.iter().map(|name| (name.as_str(), remove(name))).collect();
     report(context.ui, args.json, results, "removed")
 }

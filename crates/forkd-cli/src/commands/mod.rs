@@ -40,7 +40,7 @@ use crate::client::discover;
 use crate::client::{Daemon, Refused};
 use crate::command_line::Line;
 use crate::docs;
-use crate::library;
+use crate::images;
 use crate::paths::DataDir;
 use crate::settings;
 use crate::ui::{self, Ui};
@@ -200,8 +200,8 @@ fn with_daemon(
 /// own.
 fn prepare_image(context: &Context, args: &DaemonArgs, image: &str) -> Result<()> {
     if args.daemon_url.is_none() {
-        library::ensure_image(&context.data, image, context.ui)?;
-        library::ensure_guest_kernel(&context.data, context.ui)?;
+        images::ensure_image(&context.data, image, context.ui)?;
+        images::ensure_guest_kernel(&context.data, context.ui)?;
     }
     Ok(())
 }

@@ -14,7 +14,10 @@ use forkd_controller::Code;
 use crate::args::QuickstartArgs;
 use crate::client::types::{self, Snapshot, SnapshotStatus, Spawned};
 use crate::client::{Daemon, Refused};
-use crate::{clock, doctor, library, ui};
+use crate::clock;
+use crate::doctor;
+use crate::images;
+use crate::ui;
 
 /// Goes all the way.
 pub(crate) fn quickstart(context: &Context, args: &QuickstartArgs) -> Result<u8> {
@@ -67,7 +70,7 @@ fn passes(context: &Context, args: &QuickstartArgs) -> Result<bool> {
 
 /// Says what would be done, and asks.
 fn agreed(context: &Context, args: &QuickstartArgs) -> Result<bool> {
-    let images = library::list(&context.data).unwrap_or_default();
+    let images = images::list(&context.data).unwrap_or_default();
     let built = images.iter().any(|image| image.name == args.image && image.problem.is_none());
     let image = if built { "use" } else { "build (some minutes, downloads packages)" };
     let plan = format!(

@@ -13,8 +13,8 @@ use super::{Check, Runs};
 use crate::args::DaemonArgs;
 use crate::client::Daemon;
 use crate::client::types::{self, Snapshot};
+use crate::images;
 use crate::leftovers::{self, Action};
-use crate::library;
 use crate::machine::Machine;
 use crate::machine::state::{Folder, Phase};
 use crate::paths::{Binaries, DataDir};
@@ -62,7 +62,7 @@ fn is_static(path: &Path) -> Option<bool> {
 
 pub(super) fn images(data: &DataDir) -> Check {
     const NAME: &str = "images";
-    match library::list(data) {
+    match images::list(data) {
         Ok(images) if images.is_empty() => {
             Check::warn(NAME, "none yet; `python` is built when it is first used", "forkd image build python")
         }
@@ -84,7 +84,7 @@ pub(super) fn images(data: &DataDir) -> Check {
 
 pub(super) fn kernel(data: &DataDir) -> Check {
     const NAME: &str = "kernel";
-    match library::installed_kernel(data) {
+    match images::installed_kernel(data) {
         Ok(Some(kernel)) => Check::pass(NAME, kernel),
         Ok(None) => Check::warn(
             NAME,

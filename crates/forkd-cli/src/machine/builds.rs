@@ -30,7 +30,7 @@ pub(super) fn identify(binaries: &Binaries, known: Option<&Build>) -> Result<Bui
     }
     let mut boot = Sha256::new();
     boot.update(guest);
-    boot.update(serde_json::to_vec(&(qemu::init_plan(""), crate::library::MACHINE_MODULES))?);
+    boot.update(serde_json::to_vec(&(qemu::init_plan(""), crate::images::MACHINE_MODULES))?);
     let name = |hasher: Sha256| hex(&hasher.finalize()[..8]);
     Ok(Build { id: name(whole), boot: name(boot), seen })
 }

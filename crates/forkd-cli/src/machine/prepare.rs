@@ -10,7 +10,7 @@ use super::qemu;
 use super::state::{Build, Folder, Plan};
 use super::{builds, disk};
 use crate::files;
-use crate::library;
+use crate::images;
 use crate::paths::{Binaries, DataDir, find_program};
 use crate::settings;
 use crate::ui::Ui;
@@ -33,7 +33,7 @@ pub(super) fn prepare(
     let memory_mib = number("machine_mib", "FORKD_MACHINE_MIB", MEMORY_MIB, 1024..=1 << 20)?;
     let watchdog_secs =
         number("machine_watchdog_secs", "FORKD_MACHINE_WATCHDOG_SECS", WATCHDOG_SECS, 10..=86_400)?;
-    let kernel = library::machine_kernel(data, ui)?;
+    let kernel = images::machine_kernel(data, ui)?;
     make_private_folder(&folder.programs())?;
     builds::publish(binaries, build, folder)?;
     builds::remove_others(folder, build);
