@@ -6,6 +6,7 @@
 //! the daemon's API says.
 
 mod args;
+mod cleanup;
 mod client;
 mod clock;
 mod columns;
@@ -18,7 +19,6 @@ mod doctor;
 mod files;
 mod images;
 mod kvm;
-mod leftovers;
 mod log_format;
 mod machine;
 mod paths;

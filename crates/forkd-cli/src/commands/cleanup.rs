@@ -5,12 +5,12 @@ use serde_json::json;
 
 use super::Context;
 use crate::args::CleanupArgs;
-use crate::leftovers::{self, Action, Leftover};
+use crate::cleanup::{self, Action, Leftover};
 use crate::{paths, ui};
 
 /// Shows what is left, and removes it if asked to.
 pub(crate) fn cleanup(context: &Context, args: &CleanupArgs) -> Result<u8> {
-    let found = leftovers::find(&context.data);
+    let found = cleanup::find(&context.data);
     if !paths::is_root() {
         context.ui.note("only root sees everything: namespaces and processes of others are not shown");
     }

@@ -11,10 +11,10 @@ use serde_json::Value;
 
 use super::{Check, Runs};
 use crate::args::DaemonArgs;
+use crate::cleanup::{self, Action};
 use crate::client::Daemon;
 use crate::client::types::{self, Snapshot};
 use crate::images;
-use crate::leftovers::{self, Action};
 use crate::machine::Machine;
 use crate::machine::state::{Folder, Phase};
 use crate::paths::{Binaries, DataDir};
@@ -250,7 +250,7 @@ pub(super) fn machine_shutdown(data: &DataDir) -> Check {
 
 pub(super) fn leftovers(data: &DataDir) -> Check {
     const NAME: &str = "leftovers";
-    let found = leftovers::find(data);
+    let found = cleanup::find(data);
     let left: Vec<_> = found.iter().filter(|one| one.action == Action::Delete).collect();
     match left.first() {
         None => Check::pass(NAME, format!("nothing is left over; {} in use", found.len())),

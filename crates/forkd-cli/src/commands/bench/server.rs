@@ -13,12 +13,13 @@ use hyper::Method;
 use rustix::process::{Pid, Signal};
 use serde_json::{Value, json};
 
+use crate::cleanup;
 use crate::client::Daemon;
 use crate::commands::Context;
 use crate::paths::{self, Binaries};
+use crate::process;
 use crate::stream::signals::{AtEnd, Caught, Forwarded};
 use crate::ui::Ui;
-use crate::{leftovers, process};
 
 /// How long the daemon may take to start, to stop, and processes to end.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -384,12 +385,12 @@ struct Workplace {
 impl Workplace {
     fn make(context: &Context) -> Result<Workplace> {
         context.data.create()?;
-        let path = leftovers::bench_folder(context.data.root());
+        let path = cleanup::bench_folder(context.data.root());
         fs::create_dir(&path).with_context(|| format!("cannot make {}", path.display()))?;
         let place = path.clone();
-        let at_end = AtEnd::new(move || leftovers::remove_bench(&place))?;
+        let at_end = AtEnd::new(move || cleanup::remove_bench(&place))?;
         let made = Workplace { path, _at_end: at_end };
-        leftovers::claim_bench(&made.path)?;
+        cleanup::claim_bench(&made.path)?;
         Ok(made)
     }
 
@@ -400,7 +401,7 @@ impl Workplace {
 
 impl Drop for Workplace {
     fn drop(&mut self) {
-        leftovers::remove_bench(&self.path);
+        cleanup::remove_bench(&self.path);
     }
 }
 
