@@ -6,7 +6,7 @@ use anyhow::Result;
 use clap::parser::ValueSource;
 use clap::{ArgMatches, FromArgMatches};
 
-use crate::args::obsolete::{self, Obsolete};
+use crate::args::compat_flags::{self, Obsolete};
 use crate::args::{Cli, grammar};
 use crate::settings::{self, File};
 
@@ -39,7 +39,7 @@ pub(crate) fn read() -> Line {
     let ids = options.iter().map(|(key, setting)| (key.clone(), setting.arg.get_id().to_string()));
     let typed = ids.filter_map(|(key, id)| Some((key, typed(&matches, &id)?))).collect();
     let json = self::typed(&matches, "json").is_some();
-    Line { cli, settings, typed, json, obsolete: obsolete::typed(&matches) }
+    Line { cli, settings, typed, json, obsolete: compat_flags::typed(&matches) }
 }
 
 /// What was typed for an option, before or after the command's name.

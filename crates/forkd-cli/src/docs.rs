@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use clap::{Arg, Command};
 
-use crate::args::obsolete::{self, Fate};
+use crate::args::compat_flags::{self, Fate};
 use crate::args::{Shell, grammar};
 use crate::settings::{self, EXTRAS};
 use crate::ui::{self, Ui};
@@ -179,7 +179,7 @@ fn obsolete_part() -> String {
          than what was wanted would happen.\n\n",
     );
     for fate in [Fate::Ignored, Fate::Refused] {
-        for flag in obsolete::ALL.iter().filter(|flag| flag.fate == fate) {
+        for flag in compat_flags::ALL.iter().filter(|flag| flag.fate == fate) {
             let commands: Vec<_> = flag.commands.iter().map(|name| format!("`{name}`")).collect();
             let what = if fate == Fate::Ignored { "ignored" } else { "refused" };
             let _ =

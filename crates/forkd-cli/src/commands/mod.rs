@@ -32,7 +32,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-use crate::args::obsolete::Fate;
+use crate::args::compat_flags::Fate;
 use crate::args::{
     Cli, Command, ConfigCommand, DaemonArgs, DocsCommand, ImageCommand, MachineCommand, ParentCommand,
 };

@@ -3,12 +3,12 @@
 
 mod branches;
 mod common;
-mod life;
+pub(crate) mod compat_flags;
+mod lifetime;
 mod local;
-pub(crate) mod obsolete;
+mod observe;
 mod sandboxes;
 mod snapshots;
-mod telling;
 mod tokens;
 #[cfg(test)]
 mod vocabulary;
@@ -25,11 +25,12 @@ pub(crate) use common::{
     SandboxArgs, SandboxesArgs, TargetArgs,
 };
 use common::{MAX_SECS, parse_id, parse_name, parse_variable};
-pub(crate) use life::{FilterArgs, LifeArgs, SetArgs};
+pub(crate) use lifetime::{FilterArgs, LifeArgs, SetArgs};
 pub(crate) use local::{
     CleanupArgs, CompletionsArgs, ConfigArgs, ConfigCheckArgs, ConfigCommand, DocsCommand, ExtraArgs,
     FromImageArgs, ManArgs, ParentBuildArgs, ParentCommand, QuickBenchArgs, QuickstartArgs, Shell, WhereArgs,
 };
+pub(crate) use observe::{EventsArgs, LogsArgs, TopArgs};
 pub(crate) use sandboxes::{
     ChildrenArgs, CpArgs, EvalArgs, ExecArgs, ForkArgs, InspectArgs, KillArgs, LineArgs, LsArgs, PingArgs,
     ShellArgs, SpawnArgs, StreamArgs,
@@ -37,7 +38,6 @@ pub(crate) use sandboxes::{
 pub(crate) use snapshots::{
     ImagesArgs, RmiArgs, SnapshotArgs, SnapshotCompactArgs, SnapshotInfoArgs, TagsArgs,
 };
-pub(crate) use telling::{EventsArgs, LogsArgs, TopArgs};
 pub(crate) use tokens::{
     TokenAddArgs, TokenCommand, TokenPrintArgs, TokenRmArgs, TokenRotateArgs, TokenScope,
 };
@@ -168,7 +168,7 @@ Exit status: 0 all go on, 1 one or more could not be resumed, 2 wrong usage.")]
 
 /// Everything that can be typed: what help shows, and flags that have lost their meaning.
 pub(crate) fn grammar() -> clap::Command {
-    obsolete::add(<Cli as clap::CommandFactory>::command())
+    compat_flags::add(<Cli as clap::CommandFactory>::command())
 }
 
 /// Run one command in a fresh microVM and exit with its status.
