@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
-use super::{Context, life, sandboxes, with_daemon};
+use super::{Context, sandboxes, update, with_daemon};
 use crate::args::{ChildrenArgs, ForkArgs, SpawnArgs};
 use crate::client::types::{self, ChildError, Sandbox, Spawned};
 use crate::client::{Address, Daemon};
@@ -202,7 +202,7 @@ fn request(args: &ChildrenArgs) -> Value {
     if !args.env.is_empty() {
         body["env"] = json!(args.env.iter().cloned().collect::<BTreeMap<_, _>>());
     }
-    life::ask_for(&mut body, &args.life);
+    update::ask_for(&mut body, &args.life);
     body
 }
 

@@ -1,8 +1,8 @@
 //! What each command does: from what was typed to what is done.
 
+mod agent_port;
 pub(crate) mod bench;
 mod branch;
-mod chains;
 mod cleanup;
 mod config;
 mod cp;
@@ -13,19 +13,19 @@ mod fork;
 mod from_image;
 mod image;
 mod inspect;
-mod layer;
-mod life;
-mod line;
 mod machine;
 mod quickstart;
 mod run;
 mod sandboxes;
 mod serve;
 mod snapshot;
+mod snapshot_diff;
+mod snapshot_info;
 mod snapshots;
 mod token;
 mod top;
 mod tree;
+mod update;
 mod workspaces;
 
 use std::process::ExitCode;
@@ -127,9 +127,9 @@ fn dispatch(cli: Cli) -> Result<u8> {
     match cli.command {
         Command::Run(args) => run::run(context, args),
         Command::Snapshot(args) => snapshot::snapshot(context, &args),
-        Command::SnapshotDiff(args) => layer::snapshot_diff(context, &args),
-        Command::SnapshotInfo(args) => chains::info(context, &args),
-        Command::SnapshotCompact(args) => chains::compact(context, &args),
+        Command::SnapshotDiff(args) => snapshot_diff::snapshot_diff(context, &args),
+        Command::SnapshotInfo(args) => snapshot_info::info(context, &args),
+        Command::SnapshotCompact(args) => snapshot_info::compact(context, &args),
         Command::Images(args) => snapshots::list(context, &args),
         Command::Rmi(args) => snapshots::remove(context, &args),
         Command::Unload(args) => snapshots::unload(context, &args),
@@ -148,8 +148,8 @@ fn dispatch(cli: Cli) -> Result<u8> {
         Command::Cp(args) => cp::cp(context, &args),
         Command::Eval(args) => exec::eval(context, &args),
         Command::Ping(args) => sandboxes::ping(context, &args),
-        Command::Line(args) => line::line(context, &args),
-        Command::Set(args) => life::set(context, &args),
+        Command::Line(args) => agent_port::line(context, &args),
+        Command::Set(args) => update::set(context, &args),
         Command::Kill(args) => sandboxes::kill(context, &args),
         Command::Events(args) => events::events(context, &args),
         Command::Top(args) => top::top(context, &args),

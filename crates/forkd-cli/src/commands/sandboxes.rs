@@ -6,7 +6,7 @@ use anyhow::Result;
 use hyper::Method;
 use serde_json::{Value, json};
 
-use super::{Context, life, report, with_daemon};
+use super::{Context, report, update, with_daemon};
 use forkd_controller::Code;
 
 use crate::args::{FilterArgs, KillArgs, LsArgs, PingArgs, RollbackArgs, SandboxesArgs};
@@ -21,7 +21,7 @@ pub(crate) fn list(context: &Context, args: &LsArgs) -> Result<u8> {
         let state = args.state.iter().map(|state| ("state", state.as_str()));
         let gone = args.gone.then_some(("gone", "true"));
         let others: Vec<_> = state.chain(gone).collect();
-        let answer = daemon.ask(Method::GET, &life::list_path(&args.filter, &others), None).await?;
+        let answer = daemon.ask(Method::GET, &update::list_path(&args.filter, &others), None).await?;
         let width = columns::width(args.wide);
         if args.answer.json {
             ui::print_json(&answer)?;
@@ -96,7 +96,7 @@ fn render_gone(gone: &[Gone], now: u64, width: Option<usize>) -> String {
 /// Asks agents whether they are there; the status says whether all are.
 pub(crate) fn ping(context: &Context, args: &PingArgs) -> Result<u8> {
     if args.ids.is_empty() {
-        return super::line::ping(context, &args.line);
+        return super::agent_port::ping(context, &args.line);
     }
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let pongs = types::for_each(&args.ids, async |id: &str| ping_one(&daemon, id).await).await;
@@ -204,8 +204,8 @@ pub(crate) fn kill(context: &Context, args: &KillArgs) -> Result<u8> {
 
 /// The ids of the sandboxes a filter takes.
 async fn matching(daemon: &Daemon, filter: &FilterArgs) -> Result<Vec<String>> {
-    let mut sandboxes: Vec<Sandbox> = types::get(daemon, &life::list_path(filter, &[])).await?;
-    sandboxes.retain(|sandbox| life::takes(filter, sandbox));
+    let mut sandboxes: Vec<Sandbox> = types::get(daemon, &update::list_path(filter, &[])).await?;
+    sandboxes.retain(|sandbox| update::takes(filter, sandbox));
     Ok(sandboxes.into_iter().map(|sandbox| sandbox.id).collect())
 }
 
