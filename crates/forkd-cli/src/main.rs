@@ -13,7 +13,6 @@ mod columns;
 mod command_line;
 mod commands;
 mod compat;
-mod copy;
 mod docs;
 mod doctor;
 mod files;

@@ -2,18 +2,12 @@
 //! decides what goes where.
 //!
 //! A guest is hostile: whatever it says a file is called, nothing is written outside of the folder that was
-//! named ([`Place`]), and no link it has becomes one here.
-
-mod place;
-mod remote;
+//! named ([`Place`](super::Place)), and no link it has becomes one here.
 
 use std::path::PathBuf;
 
 use forkd_protocol::names::is_valid_sandbox_id;
 use serde::Serialize;
-
-pub(crate) use place::{Place, is_plain_name};
-pub(crate) use remote::Remote;
 
 /// One side of a copy, as it was typed.
 #[derive(Debug, PartialEq, Eq)]

@@ -1,5 +1,9 @@
 //! `forkd cp`: files and folders into a sandbox or out of it.
 
+mod place;
+mod remote;
+mod side;
+
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -10,9 +14,12 @@ use anyhow::{Context as _, Result, bail};
 use bytes::Bytes;
 use forkd_controller::{FileInfo, FileKind};
 
+use place::{Place, is_plain_name};
+use remote::Remote;
+use side::{Copied, Side};
+
 use super::{Context, WrongUsage, with_daemon};
 use crate::args::CpArgs;
-use crate::copy::{Copied, Place, Remote, Side, is_plain_name};
 use crate::stream::stdio::{self, Output, Target};
 use crate::ui::{self, Progress};
 
