@@ -24,7 +24,6 @@ mod paths;
 mod process;
 mod settings;
 mod stream;
-mod tree;
 mod ui;
 
 use std::process::ExitCode;

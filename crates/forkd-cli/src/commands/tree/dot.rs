@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::{Forest, Node};
+use super::forest::{Forest, Node};
 
 /// A graph with a box for each node. Nodes are numbered: names stand in labels only.
 pub(crate) fn dot(forest: &Forest) -> String {
@@ -34,7 +34,7 @@ fn quoted(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{chain, family, forest};
+    use super::super::forest::tests::{chain, family, forest};
     use super::*;
     use serde_json::json;
 

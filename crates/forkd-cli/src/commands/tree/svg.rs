@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::{Forest, Node};
+use super::forest::{Forest, Node};
 
 /// Sizes in pixels. A letter of the font used is about as wide as this.
 const LETTER: f64 = 7.3;
@@ -59,7 +59,7 @@ fn layout(forest: &Forest) -> Vec<Spot> {
         edge += width + GAP;
     }
     let heights = heights(forest);
-    let spot = |((place, width), y): ((&super::Placed, &f64), f64)| Spot {
+    let spot = |((place, width), y): ((&super::forest::Placed, &f64), f64)| Spot {
         x: left.get(place.depth).copied().unwrap_or(MARGIN),
         y,
         width: *width,
@@ -147,7 +147,7 @@ fn escaped(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{chain, family, forest};
+    use super::super::forest::tests::{chain, family, forest};
     use super::*;
     use serde_json::json;
 

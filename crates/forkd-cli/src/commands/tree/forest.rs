@@ -5,17 +5,9 @@
 //! there, a node named twice, a cycle, or more than anybody could look at must not hang or crash this,
 //! and no name writes anywhere but where names belong.
 
-mod dot;
-mod svg;
-mod text;
-
 use std::collections::HashMap;
 
 use serde::Deserialize;
-
-pub(crate) use dot::dot;
-pub(crate) use svg::svg;
-pub(crate) use text::{Letters, text};
 
 /// How many nodes are drawn at most.
 const MAX_NODES: usize = 20_000;
@@ -31,41 +23,41 @@ pub(crate) struct Answer {
 /// A snapshot or a sandbox.
 #[derive(Debug, Clone, Deserialize)]
 pub(crate) struct Node {
-    id: String,
+    pub(super) id: String,
     /// `snapshot` or `sandbox`.
-    kind: String,
-    name: String,
+    pub(super) kind: String,
+    pub(super) name: String,
     /// The id of the node it came from.
     #[serde(default)]
-    parent: Option<String>,
+    pub(super) parent: Option<String>,
     #[serde(default)]
-    state: String,
+    pub(super) state: String,
     /// It is no more, but something that is came from it.
     #[serde(default)]
-    gone: bool,
+    pub(super) gone: bool,
     /// Seconds since 1970.
     #[serde(default)]
-    created_at_unix: Option<u64>,
+    pub(super) created_at_unix: Option<u64>,
     /// How it came from its parent: spawn, branch, diff, compact, rollback.
     #[serde(default)]
-    how: Option<String>,
+    pub(super) how: Option<String>,
     /// The id of the node a sandbox was taken back to.
     #[serde(default)]
-    rolled_back_to: Option<String>,
+    pub(super) rolled_back_to: Option<String>,
 }
 
 impl Node {
-    fn is_snapshot(&self) -> bool {
+    pub(super) fn is_snapshot(&self) -> bool {
         self.kind == "snapshot"
     }
 
     /// Its name, fit to be shown.
-    fn label(&self) -> String {
+    pub(super) fn label(&self) -> String {
         label(&self.name)
     }
 
     /// What it is and how it is, in a few words: `branch, ready`.
-    fn words(&self) -> String {
+    pub(super) fn words(&self) -> String {
         let back = self.rolled_back_to.as_deref().map(|id| {
             let tag = id.strip_prefix("snapshot:").unwrap_or(id);
             format!("back at {tag}")
@@ -85,20 +77,20 @@ impl Node {
 
 /// A node in its place. Each stands after its parent and after all that came from its elder siblings.
 #[derive(Debug)]
-struct Placed {
-    node: Node,
+pub(super) struct Placed {
+    pub(super) node: Node,
     /// The place of its parent.
-    parent: Option<usize>,
+    pub(super) parent: Option<usize>,
     /// How many ancestors it has.
-    depth: usize,
+    pub(super) depth: usize,
     /// Whether it has no younger sibling.
-    last: bool,
+    pub(super) last: bool,
 }
 
 /// Nodes in order.
 #[derive(Debug)]
 pub(crate) struct Forest {
-    places: Vec<Placed>,
+    pub(super) places: Vec<Placed>,
     /// How many nodes there were too many.
     pub(crate) left_out: usize,
 }

@@ -1,15 +1,22 @@
 //! `forkd tree`: who came from whom.
 
+mod dot;
+mod forest;
+mod svg;
+mod text;
+
 use std::fs;
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
 use hyper::Method;
 
+use forest::{Answer, Forest};
+use text::Letters;
+
 use super::{Context, with_daemon};
 use crate::args::TreeArgs;
 use crate::client::types;
-use crate::tree::{self, Answer, Forest, Letters};
 use crate::ui;
 
 /// Shows the tree.
@@ -26,9 +33,9 @@ pub(crate) fn tree(context: &Context, args: &TreeArgs) -> Result<u8> {
             context.ui.warn(format!("{more} more are not shown; `forkd tree --json` has them all"));
         }
         match &args.svg {
-            Some(file) => write_svg(context, &tree::svg(&forest), file)?,
-            None if args.dot => ui::print(&tree::dot(&forest))?,
-            None => show(context, &tree::text(&forest, Letters::of_locale(|name| std::env::var(name).ok())))?,
+            Some(file) => write_svg(context, &svg::svg(&forest), file)?,
+            None if args.dot => ui::print(&dot::dot(&forest))?,
+            None => show(context, &text::text(&forest, Letters::of_locale(|name| std::env::var(name).ok())))?,
         }
         Ok(0)
     })

@@ -1,6 +1,6 @@
 //! The tree for a terminal.
 
-use super::{Forest, Placed};
+use super::forest::{Forest, Placed};
 
 /// How many levels are indented; what is deeper is not indented further.
 const MAX_LEVELS: usize = 40;
@@ -65,7 +65,7 @@ fn indentation(way: &[bool], letters: Letters) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{chain, family, forest};
+    use super::super::forest::tests::{chain, family, forest};
     use super::*;
     use serde_json::json;
 
