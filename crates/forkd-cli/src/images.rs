@@ -12,7 +12,7 @@ use serde::Serialize;
 pub(crate) use forkd_image::MACHINE_MODULES;
 
 use crate::args::ImageBuildArgs;
-use crate::paths::DataDir;
+use crate::host::paths::DataDir;
 use crate::ui::{self, Ui};
 
 /// An image, as `forkd image ls` shows it.

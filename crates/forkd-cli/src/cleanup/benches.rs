@@ -10,7 +10,7 @@ use rustix::process::Signal;
 
 use super::owners::Owner;
 use super::{folders_in, processes};
-use crate::process::ProcessId;
+use crate::host::process::ProcessId;
 
 /// What the names of the folders begin with; the number of the process follows.
 const PREFIX: &str = "bench-";

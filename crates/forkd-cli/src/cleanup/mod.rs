@@ -17,8 +17,8 @@ use serde::Serialize;
 
 pub(crate) use self::benches::{bench_folder, claim_bench, remove_bench};
 use self::owners::{Owner, RunFolder};
-use crate::paths::DataDir;
-use crate::process::ProcessId;
+use crate::host::paths::DataDir;
+use crate::host::process::ProcessId;
 
 /// What kind of thing it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]

@@ -7,7 +7,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::{benches, folders_in};
-use crate::paths::DataDir;
+use crate::host::paths::DataDir;
 
 /// Who needs something.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::owners::{Owner, RunFolder};
 use super::{Kind, Leftover};
-use crate::process::ProcessId;
+use crate::host::process::ProcessId;
 
 /// What processes of guests are called: a monitor by its program's name, those forked off it by what
 /// they do.

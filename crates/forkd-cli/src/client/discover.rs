@@ -9,11 +9,11 @@ use anyhow::{Context, Result, bail};
 use crate::args::DaemonArgs;
 use crate::client::tls::Trust;
 use crate::client::{Address, Daemon};
-use crate::files::{self, Lock};
-use crate::kvm;
+use crate::host::files::{self, Lock};
+use crate::host::kvm;
+use crate::host::paths::{self, Binaries, DataDir};
+use crate::host::process;
 use crate::machine::Machine;
-use crate::paths::{self, Binaries, DataDir};
-use crate::process;
 use crate::settings;
 use crate::ui::Ui;
 

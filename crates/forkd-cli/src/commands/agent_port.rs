@@ -14,7 +14,7 @@ use crate::args::{LineArgs, LineTargetArgs};
 use crate::client::Streaming;
 use crate::compat::json_lines::{self, Question};
 use crate::compat::relay::{Known, PREFIX, Relay, Target};
-use crate::process;
+use crate::host::process;
 use crate::stream::signals::Forwarded;
 use crate::ui;
 

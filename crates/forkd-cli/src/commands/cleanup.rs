@@ -6,7 +6,8 @@ use serde_json::json;
 use super::Context;
 use crate::args::CleanupArgs;
 use crate::cleanup::{self, Action, Leftover};
-use crate::{paths, ui};
+use crate::host::paths;
+use crate::ui;
 
 /// Shows what is left, and removes it if asked to.
 pub(crate) fn cleanup(context: &Context, args: &CleanupArgs) -> Result<u8> {

@@ -5,7 +5,7 @@ use serde_json::json;
 
 use super::Context;
 use crate::args::{Cli, Command, ConfigCheckArgs, WhereArgs, grammar};
-use crate::paths::DataDir;
+use crate::host::paths::DataDir;
 use crate::settings::{self, File};
 use crate::ui::{self, Ui};
 

@@ -14,9 +14,9 @@ use super::{Context, sandboxes, update, with_daemon};
 use crate::args::{ChildrenArgs, ForkArgs, SpawnArgs};
 use crate::client::types::{self, ChildError, Sandbox, Spawned};
 use crate::client::{Address, Daemon};
-use crate::clock;
 use crate::compat::relay::{Known, PREFIX, Relay};
-use crate::process;
+use crate::host::clock;
+use crate::host::process;
 use crate::stream::signals::{Caught, Forwarded};
 use crate::ui::{self, Ui};
 

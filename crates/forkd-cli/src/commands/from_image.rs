@@ -81,7 +81,7 @@ fn derived_name(image: &str, extras: &ExtraArgs) -> String {
     // Too long for a name: its digest tells it from others as well.
     let digest = <sha2::Sha256 as sha2::Digest>::digest(full.as_bytes());
     let base: String = image.chars().take(40).collect();
-    format!("{base}-{}", crate::files::hex(&digest[..8]))
+    format!("{base}-{}", crate::host::files::hex(&digest[..8]))
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use super::{Context, with_daemon};
 use crate::args::InspectArgs;
 use crate::client::types;
 use crate::client::{Daemon, Refused};
-use crate::clock;
+use crate::host::clock;
 use crate::ui;
 
 /// Shows it.

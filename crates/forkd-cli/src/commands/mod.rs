@@ -40,8 +40,8 @@ use crate::client::discover;
 use crate::client::{Daemon, Refused};
 use crate::command_line::Line;
 use crate::docs;
+use crate::host::paths::DataDir;
 use crate::images;
-use crate::paths::DataDir;
 use crate::settings;
 use crate::ui::{self, Ui};
 

@@ -14,8 +14,8 @@ use forkd_controller::Code;
 use crate::args::QuickstartArgs;
 use crate::client::types::{self, Snapshot, SnapshotStatus, Spawned};
 use crate::client::{Daemon, Refused};
-use crate::clock;
 use crate::doctor;
+use crate::host::clock;
 use crate::images;
 use crate::ui;
 

@@ -13,7 +13,8 @@ use crate::args::{FilterArgs, KillArgs, LsArgs, PingArgs, RollbackArgs, Sandboxe
 use crate::client::types::{self, Gone, Sandbox};
 use crate::client::{Daemon, Refused};
 use crate::columns::{self, Column};
-use crate::{clock, ui};
+use crate::host::clock;
+use crate::ui;
 
 /// Lists sandboxes.
 pub(crate) fn list(context: &Context, args: &LsArgs) -> Result<u8> {

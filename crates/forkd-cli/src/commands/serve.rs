@@ -10,9 +10,9 @@ use tracing_subscriber::EnvFilter;
 
 use super::Context;
 use crate::args::{LogFormat, ServeArgs};
+use crate::host::paths::Binaries;
 use crate::log_format::Json;
 use crate::machine::qemu;
-use crate::paths::Binaries;
 use crate::stream::signals;
 
 /// How long threads of a daemon that has stopped may go on.

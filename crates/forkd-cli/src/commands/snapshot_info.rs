@@ -8,7 +8,8 @@ use serde_json::json;
 use super::{Context, with_daemon};
 use crate::args::{SnapshotCompactArgs, SnapshotInfoArgs};
 use crate::client::types::{self, Snapshot, SnapshotDetail, SnapshotLayer};
-use crate::{clock, ui};
+use crate::host::clock;
+use crate::ui;
 
 /// Says what a snapshot consists of.
 pub(crate) fn info(context: &Context, args: &SnapshotInfoArgs) -> Result<u8> {

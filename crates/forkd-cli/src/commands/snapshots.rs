@@ -9,7 +9,8 @@ use forkd_controller::Code;
 use crate::args::{ImagesArgs, RmiArgs, TagsArgs};
 use crate::client::types::{self, Snapshot, SnapshotStatus};
 use crate::client::{Daemon, Refused};
-use crate::{clock, ui};
+use crate::host::clock;
+use crate::ui;
 
 /// Lists snapshots.
 pub(crate) fn list(context: &Context, args: &ImagesArgs) -> Result<u8> {

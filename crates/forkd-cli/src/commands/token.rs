@@ -11,7 +11,7 @@ use crate::args::{
 };
 use crate::client::discover;
 use crate::client::types;
-use crate::clock;
+use crate::host::clock;
 use crate::machine::Machine;
 use crate::ui;
 

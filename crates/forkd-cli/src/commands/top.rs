@@ -13,7 +13,8 @@ use crate::args::{LogsArgs, TopArgs};
 use crate::client::Daemon;
 use crate::client::types;
 use crate::columns::{self, Column};
-use crate::{clock, ui};
+use crate::host::clock;
+use crate::ui;
 
 /// Between two looks.
 const EVERY: Duration = Duration::from_secs(2);

@@ -9,7 +9,8 @@ use crate::args::{
     AnswerArgs, WorkspaceArgs, WorkspaceCommand, WorkspaceCreateArgs, WorkspaceRmArgs, WorkspaceSuspendArgs,
 };
 use crate::client::types::{self, Workspace};
-use crate::{clock, ui};
+use crate::host::clock;
+use crate::ui;
 
 /// The path of all workspaces.
 const PATH: &str = "/v1/workspaces";

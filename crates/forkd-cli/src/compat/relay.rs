@@ -25,9 +25,9 @@ use tokio::task::AbortHandle;
 use crate::client::Daemon;
 use crate::client::types;
 use crate::commands::Context;
+use crate::host::paths::{Binaries, DataDir};
+use crate::host::process;
 use crate::machine::Machine;
-use crate::paths::{Binaries, DataDir};
-use crate::process;
 use crate::settings;
 
 /// How long a line may take to come.

@@ -7,7 +7,7 @@ use std::path::Path;
 use rustix::fs::{AtFlags, CWD, FallocateFlags, Mode, OFlags, SeekFrom};
 
 use super::Check;
-use crate::paths::DataDir;
+use crate::host::paths::DataDir;
 
 const NAME: &str = "file-system";
 const ELSEWHERE: &str = "choose a place on ext4, xfs or btrfs with --data-dir or FORKD_DATA_DIR";

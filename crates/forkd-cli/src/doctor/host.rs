@@ -5,9 +5,9 @@ use std::path::Path;
 use std::process::Command;
 
 use super::{Check, Runs};
-use crate::kvm::Kvm;
+use crate::host::kvm::Kvm;
+use crate::host::paths::{DataDir, find_program};
 use crate::machine::find_qemu;
-use crate::paths::{DataDir, find_program};
 use crate::ui::bytes;
 
 /// The oldest kernel forkd is tested on: the emulated machine's own.

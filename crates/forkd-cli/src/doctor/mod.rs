@@ -13,8 +13,8 @@ mod tuning;
 use serde::Serialize;
 
 use crate::args::DaemonArgs;
-use crate::kvm::Kvm;
-use crate::paths::{Binaries, DataDir};
+use crate::host::kvm::Kvm;
+use crate::host::paths::{Binaries, DataDir};
 use crate::ui::Ui;
 use root::Root;
 
@@ -154,7 +154,7 @@ pub(crate) async fn examine(data: &DataDir, daemon: &DaemonArgs, ui: Ui) -> Repo
     let unknown = |why: String| Kvm { reason: format!("KVM could not be checked: {why}"), ..Kvm::default() };
     let kvm = match &binaries {
         Ok(binaries) => {
-            crate::kvm::look_now(&binaries.vmm).unwrap_or_else(|error| unknown(format!("{error:#}")))
+            crate::host::kvm::look_now(&binaries.vmm).unwrap_or_else(|error| unknown(format!("{error:#}")))
         }
         Err(_) => unknown("forkd-vmm is missing".to_owned()),
     };

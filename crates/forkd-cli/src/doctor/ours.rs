@@ -14,10 +14,10 @@ use crate::args::DaemonArgs;
 use crate::cleanup::{self, Action};
 use crate::client::Daemon;
 use crate::client::types::{self, Snapshot};
+use crate::host::paths::{Binaries, DataDir};
 use crate::images;
 use crate::machine::Machine;
 use crate::machine::state::{Folder, Phase};
-use crate::paths::{Binaries, DataDir};
 use crate::ui::Ui;
 
 pub(super) fn binaries(binaries: &Result<Binaries>) -> Check {
@@ -189,7 +189,7 @@ pub(super) async fn snapshots(
         let tags = tags(&data.root().join("snapshots"));
         count.get_or_insert(tags.len());
         for (tag, state) in tags {
-            match crate::kvm::check_state(&binaries.vmm, &state) {
+            match crate::host::kvm::check_state(&binaries.vmm, &state) {
                 Ok(Ok(())) => {}
                 Ok(Err(why)) => problems.push(format!("{tag}: {why}")),
                 Err(error) => problems.push(format!("{tag}: {error:#}")),

@@ -13,8 +13,8 @@ use sha2::{Digest, Sha256};
 
 use super::qemu;
 use super::state::{Build, Folder};
-use crate::files::{self, hex};
-use crate::paths::Binaries;
+use crate::host::files::{self, hex};
+use crate::host::paths::Binaries;
 
 /// The build of these programs. What was found out before is taken over when the files look the
 /// same: reading them all would cost every command a tenth of a second.

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-use crate::paths::find_program;
+use crate::host::paths::find_program;
 
 /// Size of a new disk; it takes only the room of what is on it.
 const SIZE: u64 = 20 << 30;

@@ -5,7 +5,8 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use crate::{clock, ui};
+use crate::host::clock;
+use crate::ui;
 
 /// A log that starts a new file when the current one is full; the one before is kept as `.old`.
 #[derive(Debug)]

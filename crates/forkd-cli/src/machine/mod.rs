@@ -29,9 +29,9 @@ use anyhow::{Context, Result, bail};
 use rustix::process::Signal;
 
 use crate::client::Daemon;
-use crate::files::{self, Lock};
-use crate::paths::{Binaries, DataDir};
-use crate::process;
+use crate::host::files::{self, Lock};
+use crate::host::paths::{Binaries, DataDir};
+use crate::host::process;
 use crate::ui::{Progress, Ui};
 use state::{Build, Folder, Phase, Plan, State};
 

@@ -9,9 +9,9 @@ use anyhow::{Context, Result, bail};
 use super::qemu;
 use super::state::{Build, Folder, Plan};
 use super::{builds, disk};
-use crate::files;
+use crate::host::files;
+use crate::host::paths::{Binaries, DataDir, find_program};
 use crate::images;
-use crate::paths::{Binaries, DataDir, find_program};
 use crate::settings;
 use crate::ui::Ui;
 

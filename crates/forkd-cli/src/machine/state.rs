@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
-use crate::files;
-use crate::process::ProcessId;
+use crate::host::files;
+use crate::host::process::ProcessId;
 
 /// The names in the machine's folder.
 #[derive(Debug, Clone)]

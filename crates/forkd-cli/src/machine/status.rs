@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::guest_daemon;
 use super::state::{Phase, State};
 use super::{Machine, agent};
-use crate::clock;
+use crate::host::clock;
 use crate::ui::{bytes, seconds};
 
 /// How long the machine and the daemon in it may take to answer.

@@ -18,10 +18,10 @@ use super::log::Log;
 use super::state::{Folder, Phase, Plan, State};
 use super::vm::Vm;
 use crate::client::Daemon;
-use crate::clock;
-use crate::files::Lock;
-use crate::paths::DataDir;
-use crate::process::ProcessId;
+use crate::host::clock;
+use crate::host::files::Lock;
+use crate::host::paths::DataDir;
+use crate::host::process::ProcessId;
 
 /// How much of the supervisor's own log is kept.
 const LOG_LIMIT: u64 = 1 << 20;
@@ -66,7 +66,7 @@ pub(crate) fn supervise(data: &DataDir) -> Result<()> {
             started_at: clock::now(),
             restarts: 0,
         },
-        token: String::from_utf8(crate::files::read_small(&folder.token())?.unwrap_or_default())?,
+        token: String::from_utf8(crate::host::files::read_small(&folder.token())?.unwrap_or_default())?,
         log: Log::open(&folder.supervisor_log(), LOG_LIMIT)?,
         share: data.root().to_path_buf(),
         folder,

@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use super::log::{Log, tail};
 use super::qemu::{self, Ports};
 use super::state::{Folder, Plan};
-use crate::process::{self, ProcessId};
+use crate::host::process::{self, ProcessId};
 
 /// How much of the console is kept.
 const LOG_LIMIT: u64 = 4 << 20;

@@ -10,7 +10,7 @@ use clap::{Arg, ArgAction, Command};
 use toml::de::{DeTable, DeValue};
 
 use super::{EXTRAS, Extra, Setting, check, is_secret, options};
-use crate::files;
+use crate::host::files;
 
 /// What a file says.
 #[derive(Debug, Clone, Default)]

@@ -11,7 +11,7 @@ use forkd_bench::branch::Subject;
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout};
 
-use crate::paths::Binaries;
+use crate::host::paths::Binaries;
 
 /// Ends when it is dropped.
 pub(super) struct Companion {

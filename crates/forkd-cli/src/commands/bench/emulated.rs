@@ -7,9 +7,9 @@ use anyhow::{Context as _, Result, bail};
 use rustix::process::{Pid, Signal};
 
 use crate::commands::Context;
+use crate::host::paths::Binaries;
 use crate::machine::Machine;
 use crate::machine::qemu::{MACHINE_DATA, SHARE};
-use crate::paths::Binaries;
 use crate::stream::signals::AtEnd;
 
 /// Runs `forkd bench` in the machine with these arguments; returns the lines it printed and whether

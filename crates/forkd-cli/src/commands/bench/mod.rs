@@ -23,9 +23,9 @@ use forkd_bench::{bare, chart, floor, host, report, writer};
 use self::results::Output;
 use super::Context;
 use crate::args::QuickBenchArgs;
+use crate::host::kvm;
+use crate::host::paths::Binaries;
 use crate::images;
-use crate::kvm;
-use crate::paths::Binaries;
 use crate::ui;
 
 /// Measure how fast forkd is on this computer.

@@ -12,8 +12,9 @@ use crate::args::QuickBenchArgs;
 use crate::client::Daemon;
 use crate::client::types::{self, Sandbox, Snapshot, SnapshotStatus, Spawned};
 use crate::commands::{Context, sandboxes, with_daemon};
+use crate::host::files;
 use crate::stream::signals::Forwarded;
-use crate::{files, ui};
+use crate::ui;
 
 /// Should this process be killed, the daemon ends its children after so many seconds.
 const LIFE_SECS: u64 = 600;

@@ -16,8 +16,8 @@ use serde_json::{Value, json};
 use crate::cleanup;
 use crate::client::Daemon;
 use crate::commands::Context;
-use crate::paths::{self, Binaries};
-use crate::process;
+use crate::host::paths::{self, Binaries};
+use crate::host::process;
 use crate::stream::signals::{AtEnd, Caught, Forwarded};
 use crate::ui::Ui;
 

@@ -17,7 +17,7 @@ use super::results::{Outcome, Results};
 use super::server::{End, Place, Server, in_workplace};
 use super::{Case, SpawnArgs, emulated, linux_elsewhere, summary};
 use crate::commands::{Context, runtime};
-use crate::paths::Binaries;
+use crate::host::paths::Binaries;
 
 /// The expression whose evaluation is measured.
 const EXPRESSION: &str = "numpy.zeros(5).tolist()";

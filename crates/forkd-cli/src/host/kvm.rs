@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::files;
-use crate::process::boot_id;
+use crate::host::files;
+use crate::host::process::boot_id;
 
 /// The descriptor under which the probe finds `/dev/kvm`.
 const KVM_FD: i32 = 3;
