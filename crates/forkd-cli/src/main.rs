@@ -8,7 +8,6 @@
 mod args;
 mod cleanup;
 mod client;
-mod columns;
 mod command_line;
 mod commands;
 mod compat;

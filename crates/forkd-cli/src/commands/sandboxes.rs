@@ -12,9 +12,9 @@ use forkd_controller::Code;
 use crate::args::{FilterArgs, KillArgs, LsArgs, PingArgs, RollbackArgs, SandboxesArgs};
 use crate::client::types::{self, Gone, Sandbox};
 use crate::client::{Daemon, Refused};
-use crate::columns::{self, Column};
 use crate::host::clock;
 use crate::ui;
+use crate::ui::columns::{self, Column};
 
 /// Lists sandboxes.
 pub(crate) fn list(context: &Context, args: &LsArgs) -> Result<u8> {

@@ -12,9 +12,9 @@ use super::{Context, with_daemon};
 use crate::args::{LogsArgs, TopArgs};
 use crate::client::Daemon;
 use crate::client::types;
-use crate::columns::{self, Column};
 use crate::host::clock;
 use crate::ui;
+use crate::ui::columns::{self, Column};
 
 /// Between two looks.
 const EVERY: Duration = Duration::from_secs(2);

@@ -1,6 +1,8 @@
 //! What people see. Results go to standard output; progress, notes, warnings and errors to standard
 //! error, so that output can be piped.
 
+pub(crate) mod columns;
+
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 use std::sync::Mutex;
