@@ -73,15 +73,15 @@ pub(crate) struct FilterArgs {
 /// Times count from now. What is not given stays as it is; labels are replaced, all of them.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
-  forkd set sb4k2n --timeout-secs 3600
-  forkd set sb4k2n --timeout-secs none --idle-timeout-secs 600 --on-timeout suspend
-  forkd set sb4k2n sb7x1q --label job=7 --label team=red
-  forkd set sb4k2n --no-labels
+  forkd update sb4k2n --timeout-secs 3600
+  forkd update sb4k2n --timeout-secs none --idle-timeout-secs 600 --on-timeout suspend
+  forkd update sb4k2n sb7x1q --label job=7 --label team=red
+  forkd update sb4k2n --no-labels
 
 Exit status: 0 all changed, 1 one or more could not be, 2 wrong usage.")]
 #[command(group = clap::ArgGroup::new("changes").required(true).multiple(true)
     .args(["ttl", "idle", "on_timeout", "suspend_as", "label", "no_labels"]))]
-pub(crate) struct SetArgs {
+pub(crate) struct UpdateArgs {
     /// Ids of sandboxes (`forkd ls`).
     #[arg(required = true, value_parser = parse_id, value_name = "ID")]
     pub(crate) ids: Vec<String>,

@@ -25,7 +25,7 @@ pub(crate) use common::{
     SandboxArgs, SandboxesArgs, TargetArgs,
 };
 use common::{MAX_SECS, parse_id, parse_name, parse_variable};
-pub(crate) use lifetime::{FilterArgs, LifeArgs, SetArgs};
+pub(crate) use lifetime::{FilterArgs, LifeArgs, UpdateArgs};
 pub(crate) use local::{
     CleanupArgs, CompletionsArgs, ConfigArgs, ConfigCheckArgs, ConfigCommand, DocsCommand, ExtraArgs,
     FromImageArgs, ManArgs, ParentBuildArgs, ParentCommand, QuickBenchArgs, QuickstartArgs, Shell, WhereArgs,
@@ -128,7 +128,8 @@ Exit status: 0 all go on, 1 one or more could not be resumed, 2 wrong usage.")]
     Eval(EvalArgs),
     Ping(PingArgs),
     Line(LineArgs),
-    Set(SetArgs),
+    #[command(alias = "set")]
+    Update(UpdateArgs),
     Kill(KillArgs),
     Events(EventsArgs),
     Top(TopArgs),

@@ -98,8 +98,8 @@ fn old_spellings_mean_the_same() {
         (&["fork", "--tag", "t", "--count", "3"][..], &["fork", "--tag", "t", "--n", "3"][..]),
         (&["spawn", "--tag", "t", "--ttl", "9"], &["spawn", "--tag", "t", "--timeout-secs", "9"]),
         (&["spawn", "--tag", "t", "--idle", "9"], &["spawn", "--tag", "t", "--idle-timeout-secs", "9"]),
-        (&["set", "sb1", "--ttl", "none"], &["set", "sb1", "--timeout-secs", "none"]),
-        (&["set", "sb1", "--idle", "7"], &["set", "sb1", "--idle-timeout-secs", "7"]),
+        (&["set", "sb1", "--ttl", "none"], &["update", "sb1", "--timeout-secs", "none"]),
+        (&["set", "sb1", "--idle", "7"], &["update", "sb1", "--idle-timeout-secs", "7"]),
         (
             &["run", "--image", "i", "--timeout", "9", "--", "x"],
             &["run", "--image", "i", "--timeout-secs", "9", "--", "x"],

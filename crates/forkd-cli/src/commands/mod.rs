@@ -149,7 +149,7 @@ fn dispatch(cli: Cli) -> Result<u8> {
         Command::Eval(args) => exec::eval(context, &args),
         Command::Ping(args) => sandboxes::ping(context, &args),
         Command::Line(args) => agent_port::line(context, &args),
-        Command::Set(args) => update::set(context, &args),
+        Command::Update(args) => update::update(context, &args),
         Command::Kill(args) => sandboxes::kill(context, &args),
         Command::Events(args) => events::events(context, &args),
         Command::Top(args) => top::top(context, &args),

@@ -1,4 +1,4 @@
-//! How long sandboxes live and what is written on them: `forkd set`, and what `spawn`, `ls` and `kill` take.
+//! How long sandboxes live and what is written on them: `forkd update`, and what `spawn`, `ls` and `kill` take.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use hyper::Method;
 use serde_json::{Value, json};
 
 use super::{Context, report, with_daemon};
-use crate::args::{FilterArgs, LifeArgs, SetArgs};
+use crate::args::{FilterArgs, LifeArgs, UpdateArgs};
 use crate::client::types::{self, Sandbox};
 use crate::ui;
 
@@ -36,11 +36,11 @@ fn labels(pairs: &[(String, String)]) -> Value {
 }
 
 /// Changes sandboxes; those that can be are, also when another cannot.
-pub(crate) fn set(context: &Context, args: &SetArgs) -> Result<u8> {
+pub(crate) fn update(context: &Context, args: &UpdateArgs) -> Result<u8> {
     let body = changes(args);
     with_daemon(context, &args.answer.daemon, async |daemon| {
-        let set = async |id: &str| daemon.ask(Method::PATCH, &types::sandbox_path(id), Some(&body)).await;
-        let mut results = types::for_each(&args.ids, set).await;
+        let update = async |id: &str| daemon.ask(Method::PATCH, &types::sandbox_path(id), Some(&body)).await;
+        let mut results = types::for_each(&args.ids, update).await;
         if args.answer.json {
             let changed: Vec<_> = results.iter().filter_map(|(_, it)| it.as_ref().ok()).collect();
             ui::print_json(&changed)?;
@@ -51,7 +51,7 @@ pub(crate) fn set(context: &Context, args: &SetArgs) -> Result<u8> {
 }
 
 /// What is to be changed: what was not typed stays.
-fn changes(args: &SetArgs) -> Value {
+fn changes(args: &UpdateArgs) -> Value {
     let mut body = json!({});
     if let Some(secs) = args.ttl {
         body["timeout_secs"] = json!(secs.0);
@@ -126,16 +126,18 @@ mod tests {
 
     #[test]
     fn only_what_was_typed_is_changed_and_none_is_never() {
-        let Command::Set(set) = parse(&["set", "sb1", "--ttl", "none", "--idle", "7"]) else { panic!() };
-        assert_eq!(changes(&set), json!({ "timeout_secs": null, "idle_timeout_secs": 7 }));
-        let Command::Set(set) = parse(&["set", "sb1", "--no-labels"]) else { panic!() };
-        assert_eq!(changes(&set), json!({ "labels": {} }));
+        let Command::Update(update) = parse(&["update", "sb1", "--ttl", "none", "--idle", "7"]) else {
+            panic!()
+        };
+        assert_eq!(changes(&update), json!({ "timeout_secs": null, "idle_timeout_secs": 7 }));
+        let Command::Update(update) = parse(&["update", "sb1", "--no-labels"]) else { panic!() };
+        assert_eq!(changes(&update), json!({ "labels": {} }));
         for wrong in [
-            &["set", "sb1"][..],
-            &["set", "--ttl", "1"],
-            &["set", "sb1", "--ttl", "0"],
-            &["set", "sb1", "--label", "a"],
-            &["set", "sb1", "--label", "a=b", "--no-labels"],
+            &["update", "sb1"][..],
+            &["update", "--ttl", "1"],
+            &["update", "sb1", "--ttl", "0"],
+            &["update", "sb1", "--label", "a"],
+            &["update", "sb1", "--label", "a=b", "--no-labels"],
             &["spawn", "--tag", "t", "--on-timeout", "explode"],
             &["fork", "--tag", "t", "--settle-secs", "1", "--ttl", "1"],
             &["kill", "sb1", "--label", "a"],
