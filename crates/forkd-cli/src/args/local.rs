@@ -97,12 +97,12 @@ pub(crate) enum DocsCommand {
 /// Print where forkd keeps things on this computer.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
-  forkd where
-  du -sh \"$(forkd where)\"
-  forkd where --json | jq -r .socket
+  forkd paths
+  du -sh \"$(forkd paths)\"
+  forkd paths --json | jq -r .socket
 
 Exit status: 0 printed, 2 wrong usage.")]
-pub(crate) struct WhereArgs {
+pub(crate) struct PathsArgs {
     #[command(flatten)]
     pub(crate) output: JsonArgs,
 }

@@ -28,7 +28,7 @@ use common::{MAX_SECS, parse_id, parse_name, parse_variable};
 pub(crate) use lifetime::{FilterArgs, LifeArgs, UpdateArgs};
 pub(crate) use local::{
     CleanupArgs, CompletionsArgs, ConfigArgs, ConfigCheckArgs, ConfigCommand, DocsCommand, ExtraArgs,
-    FromImageArgs, ManArgs, ParentBuildArgs, ParentCommand, QuickBenchArgs, QuickstartArgs, Shell, WhereArgs,
+    FromImageArgs, ManArgs, ParentBuildArgs, ParentCommand, PathsArgs, QuickBenchArgs, QuickstartArgs, Shell,
 };
 pub(crate) use observe::{EventsArgs, LogsArgs, TopArgs};
 pub(crate) use sandboxes::{
@@ -158,7 +158,9 @@ Exit status: 0 all go on, 1 one or more could not be resumed, 2 wrong usage.")]
     #[command(subcommand)]
     Parent(ParentCommand),
     Cleanup(CleanupArgs),
-    Where(WhereArgs),
+    // The reference calls it `where`.
+    #[command(visible_alias = "where")]
+    Paths(PathsArgs),
     Config(ConfigArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
@@ -561,7 +563,7 @@ mod tests {
 
     #[test]
     fn every_command_that_talks_to_a_daemon_can_be_told_to_which() {
-        const LOCAL: &[&str] = &["image ls", "image rm", "image build", "machine status", "where", "cleanup"];
+        const LOCAL: &[&str] = &["image ls", "image rm", "image build", "machine status", "paths", "cleanup"];
         const OWN: &[&str] = &["bench spawn", "bench branch", "parent build"];
         for_each_command(&grammar(), "", &mut |path, command| {
             let url = command.get_arguments().any(|arg| arg.get_long() == Some("daemon-url"));

@@ -1,10 +1,10 @@
-//! `forkd config` and `forkd where`.
+//! `forkd config` and `forkd paths`.
 
 use anyhow::Result;
 use serde_json::json;
 
 use super::Context;
-use crate::args::{Cli, Command, ConfigCheckArgs, WhereArgs, grammar};
+use crate::args::{Cli, Command, ConfigCheckArgs, PathsArgs, grammar};
 use crate::host::paths::DataDir;
 use crate::settings::{self, File};
 use crate::ui::{self, Ui};
@@ -33,7 +33,7 @@ pub(super) fn check(context: &Context, args: &ConfigCheckArgs) -> Result<u8> {
 }
 
 /// Prints where things are.
-pub(super) fn place(context: &Context, args: &WhereArgs) -> Result<u8> {
+pub(super) fn paths(context: &Context, args: &PathsArgs) -> Result<u8> {
     let data: &DataDir = &context.data;
     if !args.output.json {
         ui::print(&data.root().display().to_string())?;

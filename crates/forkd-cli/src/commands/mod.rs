@@ -166,7 +166,7 @@ fn dispatch(cli: Cli) -> Result<u8> {
         Command::FromImage(args) => from_image::from_image(context, &args),
         Command::Parent(ParentCommand::Build(args)) => from_image::parent(context, &args),
         Command::Cleanup(args) => cleanup::cleanup(context, &args),
-        Command::Where(args) => config::place(context, &args),
+        Command::Paths(args) => config::paths(context, &args),
         Command::Config(args) => match args.command {
             Some(ConfigCommand::Check(args)) => config::check(context, &args),
             None => unreachable!("shown before"),
