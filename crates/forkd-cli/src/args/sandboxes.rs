@@ -102,7 +102,7 @@ pub(crate) struct SpawnArgs {
 #[command(after_help = "Examples:
   forkd ls
   forkd ls --label job=7 --state running
-  forkd ls --gone
+  forkd ls --archived
   forkd ls --json | jq -r '.[] | select(.state == \"running\") | .id'
 
 Exit status: 0 listed, 1 failed, 2 wrong usage.")]
@@ -114,9 +114,9 @@ pub(crate) struct LsArgs {
     #[arg(long, value_parser = ["starting", "running", "unresponsive", "paused", "ended", "unknown"], value_name = "STATE")]
     pub(crate) state: Option<String>,
 
-    /// Those that ended and are gone, for a day, and why.
-    #[arg(long, conflicts_with = "state")]
-    pub(crate) gone: bool,
+    /// List sandboxes that ended, for one day, with the reason.
+    #[arg(long, alias = "gone", conflicts_with = "state")]
+    pub(crate) archived: bool,
 
     /// All columns, and names as long as they are. Without it a terminal's width is kept to.
     #[arg(long, conflicts_with = "json")]

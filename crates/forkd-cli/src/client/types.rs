@@ -226,9 +226,9 @@ pub(crate) struct Sandbox {
     pub(crate) labels: BTreeMap<String, String>,
 }
 
-/// A sandbox that is gone.
+/// A sandbox that ended and was removed; the daemon lists it for one day.
 #[derive(Debug, Deserialize)]
-pub(crate) struct Gone {
+pub(crate) struct ArchivedSandbox {
     pub(crate) id: String,
     /// The snapshot it was forked from.
     #[serde(default)]

@@ -10,7 +10,7 @@ use super::{Context, report, update, with_daemon};
 use forkd_controller::Code;
 
 use crate::args::{FilterArgs, KillArgs, LsArgs, PingArgs, RollbackArgs, SandboxesArgs};
-use crate::client::types::{self, Gone, Sandbox};
+use crate::client::types::{self, ArchivedSandbox, Sandbox};
 use crate::client::{Daemon, Refused};
 use crate::host::clock;
 use crate::ui;
@@ -20,14 +20,14 @@ use crate::ui::columns::{self, Column};
 pub(crate) fn list(context: &Context, args: &LsArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let state = args.state.iter().map(|state| ("state", state.as_str()));
-        let gone = args.gone.then_some(("gone", "true"));
-        let others: Vec<_> = state.chain(gone).collect();
+        let archived = args.archived.then_some(("gone", "true"));
+        let others: Vec<_> = state.chain(archived).collect();
         let answer = daemon.ask(Method::GET, &update::list_path(&args.filter, &others), None).await?;
         let width = columns::width(args.wide);
         if args.answer.json {
             ui::print_json(&answer)?;
-        } else if args.gone {
-            ui::print(&render_gone(&types::read::<Vec<Gone>>(&answer)?, clock::now(), width))?;
+        } else if args.archived {
+            ui::print(&render_archived(&types::read::<Vec<ArchivedSandbox>>(&answer)?, clock::now(), width))?;
         } else {
             let sandboxes: Vec<Sandbox> = types::read(&answer)?;
             ui::print(&render(&sandboxes, clock::now(), width))?;
@@ -78,8 +78,8 @@ fn render(sandboxes: &[Sandbox], now: u64, width: Option<usize>) -> String {
     columns::table(&columns, &sandboxes.iter().map(row).collect::<Vec<_>>(), width)
 }
 
-fn render_gone(gone: &[Gone], now: u64, width: Option<usize>) -> String {
-    let row = |it: &Gone| {
+fn render_archived(archived: &[ArchivedSandbox], now: u64, width: Option<usize>) -> String {
+    let row = |it: &ArchivedSandbox| {
         let from = it.snapshot_tag.as_ref().map_or_else(|| "-".to_owned(), |tag| format!("snapshot {tag}"));
         let ended = format!("{} ago", ui::age(now.saturating_sub(it.ended_at_unix)));
         vec![it.id.clone(), from, ended, it.reason.clone(), it.detail.clone()]
@@ -91,7 +91,7 @@ fn render_gone(gone: &[Gone], now: u64, width: Option<usize>) -> String {
         Column::key("REASON"),
         Column::text("WHY"),
     ];
-    columns::table(&columns, &gone.iter().map(row).collect::<Vec<_>>(), width)
+    columns::table(&columns, &archived.iter().map(row).collect::<Vec<_>>(), width)
 }
 
 /// Asks agents whether they are there; the status says whether all are.
