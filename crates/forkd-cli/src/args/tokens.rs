@@ -54,7 +54,7 @@ pub(crate) struct TokenAddArgs {
     pub(crate) name: String,
 
     /// What whoever shows it may do.
-    #[arg(long, value_enum, default_value_t = TokenScope::Use, value_name = "SCOPE")]
+    #[arg(long, value_enum, default_value_t = TokenScope::Write, value_name = "SCOPE")]
     pub(crate) scope: TokenScope,
 
     /// Whose sandboxes and snapshots it makes and sees [default: the token's name].
@@ -88,7 +88,8 @@ pub(crate) enum TokenScope {
     /// Look at what its owner has.
     Read,
     /// Make, use and end sandboxes and snapshots of its owner.
-    Use,
+    #[value(alias = "use")]
+    Write,
     /// Everything, with everybody's.
     Admin,
 }

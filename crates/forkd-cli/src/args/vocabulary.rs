@@ -118,6 +118,7 @@ fn old_spellings_mean_the_same() {
         (&["line", "sb1", "--listen", "127.0.0.1:1"], &["line", "sb1", "--bind", "127.0.0.1:1"]),
         (&["token", "add", "x", "--expires-in", "9"], &["token", "add", "x", "--expires-in-secs", "9"]),
         (&["ls", "--gone"], &["ls", "--archived"]),
+        (&["token", "add", "x", "--scope", "use"], &["token", "add", "x", "--scope", "write"]),
         (&["where", "--json"], &["paths", "--json"]),
         (&["quickstart", "--count", "3"], &["quickstart", "--n", "3"]),
         (&["bench", "--count", "3"], &["bench", "--n", "3"]),

@@ -32,7 +32,8 @@ pub(crate) fn token(context: &Context, command: &TokenCommand) -> Result<u8> {
 fn add(context: &Context, args: &TokenAddArgs) -> Result<u8> {
     let scope = match args.scope {
         TokenScope::Read => "read",
-        TokenScope::Use => "use",
+        // The word of the API.
+        TokenScope::Write => "use",
         TokenScope::Admin => "admin",
     };
     let body = json!({
@@ -107,7 +108,7 @@ fn render(tokens: &[Token], now: u64) -> String {
     let row = |token: &Token| {
         vec![
             token.name.clone(),
-            token.scope.clone(),
+            if token.scope == "use" { "write".to_owned() } else { token.scope.clone() },
             token.owner.clone(),
             limit(token.max_sandboxes),
             limit(token.max_memory_mib),
@@ -161,7 +162,7 @@ mod tests {
         let expected = "\
 NAME     SCOPE  OWNER  SANDBOXES  MEMORY MIB  SNAPSHOTS  EXPIRES
 default  admin  local  -          -           -          never
-ci       use    ann    3          512         0          in 1 min
+ci       write  ann    3          512         0          in 1 min
 old      read   ann    -          -           -          expired";
         assert_eq!(render(&tokens, 100), expected);
     }
