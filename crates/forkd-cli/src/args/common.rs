@@ -93,10 +93,10 @@ pub(crate) struct SandboxArgs {
     pub(crate) id: String,
 }
 
-/// Where a guest speaks the line protocol, instead of a sandbox of the daemon's.
+/// The agent port to use instead of the daemon.
 #[derive(Debug, Args)]
-pub(crate) struct LineTargetArgs {
-    /// Speak the line protocol with this address, when no ID is given.
+pub(crate) struct AgentTargetArgs {
+    /// Use the agent port at this address instead of an ID.
     #[arg(long, env = "FORKD_TARGET", value_name = "HOST:PORT")]
     pub(crate) target: Option<String>,
 
@@ -105,7 +105,7 @@ pub(crate) struct LineTargetArgs {
     pub(crate) child: Option<String>,
 }
 
-/// The sandbox something is done to, or where it speaks the line protocol.
+/// The sandbox of a command, or its agent port.
 #[derive(Debug, Args)]
 pub(crate) struct TargetArgs {
     /// Id of the sandbox (`forkd ls`).
@@ -113,7 +113,7 @@ pub(crate) struct TargetArgs {
     pub(crate) id: Option<String>,
 
     #[command(flatten)]
-    pub(crate) line: LineTargetArgs,
+    pub(crate) target: AgentTargetArgs,
 }
 
 /// The sandboxes something is done to.

@@ -21,7 +21,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub(crate) use branches::{BranchArgs, BranchMode, RollbackArgs, SnapshotDiffArgs, TreeArgs};
 pub(crate) use common::{
-    AnswerArgs, DaemonArgs, GuestArgs, JsonArgs, LimitArgs, LineTargetArgs, MemoryLimitArgs, ProcessArgs,
+    AgentTargetArgs, AnswerArgs, DaemonArgs, GuestArgs, JsonArgs, LimitArgs, MemoryLimitArgs, ProcessArgs,
     SandboxArgs, SandboxesArgs, TargetArgs,
 };
 use common::{MAX_SECS, parse_id, parse_name, parse_variable};
@@ -32,8 +32,8 @@ pub(crate) use local::{
 };
 pub(crate) use observe::{EventsArgs, LogsArgs, TopArgs};
 pub(crate) use sandboxes::{
-    ChildrenArgs, CpArgs, EvalArgs, ExecArgs, ForkArgs, InspectArgs, KillArgs, LineArgs, LsArgs, PingArgs,
-    ShellArgs, SpawnArgs, StreamArgs,
+    AgentPortArgs, ChildrenArgs, CpArgs, EvalArgs, ExecArgs, ForkArgs, InspectArgs, KillArgs, LsArgs,
+    PingArgs, ShellArgs, SpawnArgs, StreamArgs,
 };
 pub(crate) use snapshots::{
     ImagesArgs, RmiArgs, SnapshotArgs, SnapshotCompactArgs, SnapshotInfoArgs, TagsArgs,
@@ -127,7 +127,8 @@ Exit status: 0 all go on, 1 one or more could not be resumed, 2 wrong usage.")]
     Cp(CpArgs),
     Eval(EvalArgs),
     Ping(PingArgs),
-    Line(LineArgs),
+    #[command(alias = "line")]
+    AgentPort(AgentPortArgs),
     #[command(alias = "set")]
     Update(UpdateArgs),
     Kill(KillArgs),
@@ -284,10 +285,11 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "FORKD_TOKEN_FILE", value_name = "FILE")]
     pub(crate) token_file: Option<PathBuf>,
 
-    /// Serve a port of loopback that speaks the line protocol for every sandbox, not only for those for which
-    /// it is asked for. Such a port is for those who may use the unix socket.
-    #[arg(long, env = "FORKD_LINE_PORTS", value_parser = clap::builder::FalseyValueParser::new())]
-    pub(crate) line_ports: bool,
+    /// Open a loopback port with the JSON-lines protocol for every sandbox [default: on request]. Access: root,
+    /// the daemon's user, group forkd.
+    #[arg(long, alias = "line-ports", env = "FORKD_AGENT_PORTS",
+          value_parser = clap::builder::FalseyValueParser::new())]
+    pub(crate) agent_ports: bool,
 
     /// File that every request is written to, a line each [default: audit.log in the data directory].
     #[arg(long, env = "FORKD_AUDIT_LOG", value_name = "FILE")]

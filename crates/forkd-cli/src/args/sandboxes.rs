@@ -3,7 +3,7 @@
 use clap::Args;
 
 use super::{
-    AnswerArgs, DaemonArgs, FilterArgs, LifeArgs, LimitArgs, LineTargetArgs, MAX_SECS, MemoryLimitArgs,
+    AgentTargetArgs, AnswerArgs, DaemonArgs, FilterArgs, LifeArgs, LimitArgs, MAX_SECS, MemoryLimitArgs,
     ProcessArgs, SandboxArgs, TargetArgs, parse_id, parse_name, parse_variable,
 };
 
@@ -60,11 +60,11 @@ pub(crate) struct ForkArgs {
           value_name = "SECS")]
     pub(crate) settle_secs: Option<u64>,
 
-    /// No ports. Without this, and if the daemon is on this computer, each child has a port of loopback that
-    /// speaks the line protocol, printed as FORKD_TARGET: for whoever may use the daemon's socket or, where it
-    /// is reached over TCP, for this user.
-    #[arg(long, conflicts_with = "settle_secs")]
-    pub(crate) no_line_port: bool,
+    /// Open no agent ports. By default, if the daemon is on this computer, each child gets a loopback port with
+    /// the JSON-lines protocol, printed as FORKD_TARGET. Access: users of the daemon's socket; if the daemon is
+    /// reached over TCP, this user.
+    #[arg(long, alias = "no-line-port", conflicts_with = "settle_secs")]
+    pub(crate) no_agent_port: bool,
 
     #[command(flatten)]
     pub(crate) answer: AnswerArgs,
@@ -88,10 +88,10 @@ pub(crate) struct SpawnArgs {
     #[arg(long)]
     pub(crate) no_wait: bool,
 
-    /// Have the daemon serve a port of its loopback for each, which speaks the line protocol; print it as
-    /// FORKD_TARGET. It is for root, the daemon's user and the group forkd.
-    #[arg(long)]
-    pub(crate) line_port: bool,
+    /// Open an agent port for each child: a port with the JSON-lines protocol on the daemon's loopback, printed
+    /// as FORKD_TARGET. Access: root, the daemon's user, group forkd.
+    #[arg(long, alias = "line-port")]
+    pub(crate) agent_port: bool,
 
     #[command(flatten)]
     pub(crate) answer: AnswerArgs,
@@ -299,24 +299,24 @@ pub(crate) struct PingArgs {
     pub(crate) ids: Vec<String>,
 
     #[command(flatten)]
-    pub(crate) line: LineTargetArgs,
+    pub(crate) target: AgentTargetArgs,
 
     #[command(flatten)]
     pub(crate) answer: AnswerArgs,
 }
 
-/// Serve a port of loopback that speaks the line protocol with a sandbox, until it ends.
+/// Open an agent port for a sandbox: a loopback port with the JSON-lines protocol.
 ///
-/// It is what clients of the reference want as FORKD_TARGET: one JSON line in, one out. The port is for the
-/// user who runs this command, and for root.
+/// A client sends one JSON line and receives one. Clients of the reference read the address from FORKD_TARGET.
+/// The port closes when the sandbox ends. Access: the user who runs this command, and root.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
-  forkd line sb4k2n
-  forkd line sb4k2n --bind 127.0.0.1:8888
-  forkd line sb4k2n sb7x1q --json
+  forkd agent-port sb4k2n
+  forkd agent-port sb4k2n --bind 127.0.0.1:8888
+  forkd agent-port sb4k2n sb7x1q --json
 
 Exit status: 0 the sandboxes have ended, 130 ended by ^C, 1 failed, 2 wrong usage.")]
-pub(crate) struct LineArgs {
+pub(crate) struct AgentPortArgs {
     /// Ids of sandboxes (`forkd ls`): a port for each.
     #[arg(required = true, value_parser = parse_id, value_name = "ID")]
     pub(crate) ids: Vec<String>,

@@ -218,7 +218,7 @@ pub(crate) struct Sandbox {
     /// The snapshot it was last taken back to.
     #[serde(default)]
     pub(crate) rolled_back_to: Option<String>,
-    /// Where it speaks the line protocol.
+    /// The address of its agent port.
     #[serde(default)]
     pub(crate) guest_addr: String,
     /// What is written on it.

@@ -1,4 +1,4 @@
-//! `forkd line`, and `exec`, `eval` and `ping` with `--target`: the line protocol.
+//! `forkd agent-port`, and `exec`, `eval` and `ping` with `--target`: the JSON-lines protocol.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::events::Parser;
 use super::exec::status;
 use super::{Context, with_daemon};
-use crate::args::{LineArgs, LineTargetArgs};
+use crate::args::{AgentPortArgs, AgentTargetArgs};
 use crate::client::Streaming;
 use crate::compat::json_lines::{self, Question};
 use crate::compat::relay::{Known, PREFIX, Relay, Target};
@@ -26,7 +26,7 @@ const LOOK_OFTEN: Duration = Duration::from_secs(2);
 const AWAY_LIMIT: Duration = Duration::from_secs(30);
 
 /// Serves ports until their sandboxes have ended, or a signal comes.
-pub(crate) fn line(context: &Context, args: &LineArgs) -> Result<u8> {
+pub(crate) fn serve(context: &Context, args: &AgentPortArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let mut signals = Forwarded::listen()?;
         let known = Known::new(context, daemon);
@@ -42,7 +42,7 @@ pub(crate) fn line(context: &Context, args: &LineArgs) -> Result<u8> {
 }
 
 /// Opens a port for each sandbox, and says where. Whether there are any is said now, not to whoever connects.
-async fn open(context: &Context, known: &Known, args: &LineArgs) -> Result<Vec<Relay>> {
+async fn open(context: &Context, known: &Known, args: &AgentPortArgs) -> Result<Vec<Relay>> {
     let list = known.daemon()?.ask(Method::GET, "/v1/sandboxes", None).await?;
     let (alive, gone): (Vec<&String>, Vec<&String>) = args.ids.iter().partition(|id| is_alive(&list, id));
     if alive.is_empty() {
@@ -122,7 +122,7 @@ fn is_alive(list: &Value, id: &str) -> bool {
 /// Runs a command and returns its status.
 pub(super) fn exec(
     context: &Context,
-    target: &LineTargetArgs,
+    target: &AgentTargetArgs,
     question: &Question,
     as_json: bool,
 ) -> Result<u8> {
@@ -142,7 +142,7 @@ pub(super) fn exec(
 /// Evaluates code and returns 0, or 1 if it raised.
 pub(super) fn eval(
     context: &Context,
-    target: &LineTargetArgs,
+    target: &AgentTargetArgs,
     question: &Question,
     as_json: bool,
 ) -> Result<u8> {
@@ -166,13 +166,13 @@ pub(super) fn eval(
 }
 
 /// Prints what the agent says.
-pub(super) fn ping(context: &Context, target: &LineTargetArgs) -> Result<u8> {
+pub(super) fn ping(context: &Context, target: &AgentTargetArgs) -> Result<u8> {
     let answer = ask(context, target, &json_lines::ping_request())?;
     ui::print_json(&answer)?;
     Ok(u8::from(answer.get("pong") != Some(&json!(true))))
 }
 
-fn ask(context: &Context, target: &LineTargetArgs, question: &Question) -> Result<Value> {
+fn ask(context: &Context, target: &AgentTargetArgs, question: &Question) -> Result<Value> {
     if target.child.is_some() {
         context.ui.note("--child has no meaning here: every sandbox has a network of its own; give its ID");
     }

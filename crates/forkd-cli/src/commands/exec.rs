@@ -30,7 +30,7 @@ pub(crate) fn exec(context: &Context, args: ExecArgs) -> Result<u8> {
             return Err(WrongUsage::new("a target runs commands to their end; leave -i and -t out").into());
         }
         let request = json_lines::exec_request(&args.command, timeout);
-        return super::agent_port::exec(context, &args.sandbox.line, &request, args.answer.json);
+        return super::agent_port::exec(context, &args.sandbox.target, &request, args.answer.json);
     };
     if interactive || tty {
         let request = stream_request(args.command, args.process, args.timeout, tty);
@@ -127,7 +127,7 @@ pub(super) fn show_exec(reply: &ExecReply, stdout: &mut impl io::Write, option: 
 pub(crate) fn eval(context: &Context, args: &EvalArgs) -> Result<u8> {
     let Some(id) = &args.sandbox.id else {
         let request = json_lines::eval_request(&args.code.join(" "), args.limit.timeout);
-        return super::agent_port::eval(context, &args.sandbox.line, &request, args.answer.json);
+        return super::agent_port::eval(context, &args.sandbox.target, &request, args.answer.json);
     };
     let path = format!("{}/eval", types::sandbox_path(id));
     let request = EvalRequest { code: args.code.join(" "), timeout_secs: args.limit.timeout };

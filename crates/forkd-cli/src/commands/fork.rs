@@ -79,7 +79,7 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
 pub(crate) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let mut body = request(&args.children);
-        if args.line_port {
+        if args.agent_port {
             body["line_port"] = json!(true);
         }
         if args.no_wait {
@@ -92,7 +92,7 @@ pub(crate) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
         } else {
             let ids: Vec<&str> = spawned.children.iter().map(|child| child.id.as_str()).collect();
             ui::print(&ids.join("\n"))?;
-            for child in spawned.children.iter().filter(|_| args.line_port) {
+            for child in spawned.children.iter().filter(|_| args.agent_port) {
                 context.ui.note(format!("{}: {PREFIX}{}", child.id, child.guest_addr));
             }
             warn_of(&spawned.errors, context.ui);
@@ -101,7 +101,7 @@ pub(crate) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
     })
 }
 
-/// Who serves the ports at which the line protocol is spoken with children.
+/// The process that serves the agent ports of children.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Server {
     /// This command, as long as it stays.
@@ -117,7 +117,7 @@ fn server(daemon: &Daemon, args: &ForkArgs) -> Option<Server> {
         return Some(Server::Ourselves);
     }
     match &daemon.address {
-        _ if args.no_line_port || !daemon.is_local() => None,
+        _ if args.no_agent_port || !daemon.is_local() => None,
         // Its loopback is ours, and its ports are for those who may use its socket.
         Address::Unix(_) => Some(Server::Daemon),
         // It may be in the machine, in a container, or behind a tunnel, and let in whoever has a token.
@@ -176,7 +176,7 @@ fn with_targets(mut answer: Value, children: &[Sandbox]) -> Value {
     answer
 }
 
-/// Where the line protocol is spoken with children, if it is on loopback.
+/// Prints the agent ports of children that are on loopback.
 fn print_targets(children: &[Sandbox]) -> Result<()> {
     let local = |child: &&Sandbox| child.guest_addr.starts_with("127.0.0.1:");
     for child in children.iter().filter(local) {

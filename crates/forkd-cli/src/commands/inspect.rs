@@ -122,7 +122,7 @@ fn render(all: &Value, now: u64) -> String {
                 None => "-".to_owned(),
             },
         ),
-        ("line protocol", text(&sandbox["guest_addr"])),
+        ("agent port", text(&sandbox["guest_addr"])),
         (
             "expires",
             sandbox["expires_at_unix"].as_u64().map_or_else(

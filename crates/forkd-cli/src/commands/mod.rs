@@ -148,7 +148,7 @@ fn dispatch(cli: Cli) -> Result<u8> {
         Command::Cp(args) => cp::cp(context, &args),
         Command::Eval(args) => exec::eval(context, &args),
         Command::Ping(args) => sandboxes::ping(context, &args),
-        Command::Line(args) => agent_port::line(context, &args),
+        Command::AgentPort(args) => agent_port::serve(context, &args),
         Command::Update(args) => update::update(context, &args),
         Command::Kill(args) => sandboxes::kill(context, &args),
         Command::Events(args) => events::events(context, &args),

@@ -97,7 +97,7 @@ fn render_archived(archived: &[ArchivedSandbox], now: u64, width: Option<usize>)
 /// Asks agents whether they are there; the status says whether all are.
 pub(crate) fn ping(context: &Context, args: &PingArgs) -> Result<u8> {
     if args.ids.is_empty() {
-        return super::agent_port::ping(context, &args.line);
+        return super::agent_port::ping(context, &args.target);
     }
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let pongs = types::for_each(&args.ids, async |id: &str| ping_one(&daemon, id).await).await;

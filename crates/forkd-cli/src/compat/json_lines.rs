@@ -1,4 +1,4 @@
-//! The line protocol from this side: asking somebody who speaks it.
+//! The client of the JSON-lines protocol: sends one question to an agent port and reads the answer.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream, ToSocketAddrs};
@@ -54,6 +54,6 @@ pub(crate) fn ask(target: &str, question: &Question) -> Result<Value> {
     ensure!(!answer.is_empty(), "{target} closed the connection without an answer");
     match serde_json::from_slice(&answer) {
         Ok(Value::Object(answer)) => Ok(Value::Object(answer)),
-        _ => bail!("{target} does not speak the line protocol"),
+        _ => bail!("{target} does not use the JSON-lines protocol"),
     }
 }

@@ -1,4 +1,4 @@
-//! Ports of loopback that pass lines of the line protocol on to the daemon.
+//! Agent ports: loopback ports that pass lines of the JSON-lines protocol on to the daemon.
 //!
 //! This is how clients of the reference reach a sandbox wherever the daemon is: in the emulated machine only
 //! the daemon's own port can be reached. What needs the daemon's token outside needs none on such a port, so
@@ -55,7 +55,7 @@ impl Relay {
         let address = wanted.unwrap_or_else(|| (Ipv4Addr::LOCALHOST, 0).into());
         ensure!(
             address.ip().is_loopback(),
-            "{address} is not on loopback: the line protocol has no token, so it is not served to others"
+            "{address} is not on loopback: the JSON-lines protocol has no token, so no other host may reach it"
         );
         let bound = TcpListener::bind(address).await;
         bound.with_context(|| format!("cannot listen on {address}; choose another port, or none"))
@@ -82,7 +82,7 @@ impl Relay {
         ids: &[&str],
     ) -> Result<BTreeMap<String, String>> {
         let mut command = Command::new(Binaries::find()?.forkd);
-        command.arg("--data-dir").arg(data.root()).args(["--quiet", "line", "--json"]).args(ids);
+        command.arg("--data-dir").arg(data.root()).args(["--quiet", "agent-port", "--json"]).args(ids);
         if let Some(file) = settings::path() {
             command.arg("--config").arg(std::path::absolute(file)?);
         }
@@ -175,7 +175,7 @@ async fn admit(stream: &TcpStream) -> std::io::Result<Result<(), Failure>> {
     Ok(match user {
         Some(uid) if uid == 0 || uid == us || Some(uid) == by_sudo => Ok(()),
         Some(uid) => Err(Failure::new(format!(
-            "this port is for user {us}, not for user {uid}; have one of your own with `forkd line SANDBOX`"
+            "this port is for user {us}, not for user {uid}; have one of your own with `forkd agent-port SANDBOX`"
         ))),
         None => Err(Failure::new("nobody is at the other end of this connection any more")),
     })

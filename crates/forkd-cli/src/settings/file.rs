@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use clap::{Arg, ArgAction, Command};
 use toml::de::{DeTable, DeValue};
 
-use super::{EXTRAS, Extra, Setting, check, is_secret, options};
+use super::{EXTRAS, Extra, Setting, check, is_secret, options, present_name};
 use crate::host::files;
 
 /// What a file says.
@@ -73,7 +73,7 @@ impl File {
         for (key, value) in table.get_ref() {
             let at = line(key.span().start);
             // Both ways of writing mean the same.
-            let name = key.get_ref().replace('-', "_");
+            let name = present_name(key.get_ref().replace('-', "_"));
             match understand(&name, value.get_ref(), &options) {
                 Ok(_) if entries.contains_key(&name) => {
                     problems.push((at, format!("`{name}` is there twice")));

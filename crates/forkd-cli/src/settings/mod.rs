@@ -48,6 +48,27 @@ pub(crate) const EXTRAS: &[Extra] = &[
     Extra { key: "qemu", variable: "FORKD_QEMU", default: "qemu-system-x86_64", is_number: false },
 ];
 
+/// A setting that had another name, which stays accepted.
+struct Renamed {
+    key: &'static str,
+    old_key: &'static str,
+    old_variable: &'static str,
+}
+
+const RENAMED: &[Renamed] =
+    &[Renamed { key: "agent_ports", old_key: "line_ports", old_variable: "FORKD_LINE_PORTS" }];
+
+/// The present name of a key.
+fn present_name(key: String) -> String {
+    RENAMED.iter().find(|it| it.old_key == key).map_or(key, |it| it.key.to_owned())
+}
+
+/// The old variable of a setting and its value, if it is set.
+fn old_variable(key: &str) -> Option<(&'static str, String)> {
+    let name = RENAMED.iter().find(|it| it.key == key)?.old_variable;
+    Some((name, std::env::var(name).ok()?))
+}
+
 /// What this process read.
 static READ: OnceLock<File> = OnceLock::new();
 
@@ -90,9 +111,13 @@ fn named(line: &[OsString]) -> Option<PathBuf> {
 /// The grammar, with the file's values as defaults.
 pub(crate) fn with_defaults(grammar: Command, file: &File) -> Command {
     let is_serve = grammar.get_name() == "serve";
-    let set = |arg: Arg| match key(&arg, is_serve).and_then(|key| file.entries.get(&key)) {
-        Some(entry) => arg.default_values(entry.values.clone()),
-        None => arg,
+    let set = |arg: Arg| {
+        let Some(key) = key(&arg, is_serve) else { return arg };
+        match (old_variable(&key), file.entries.get(&key)) {
+            (Some((_, value)), _) => arg.default_values([value]),
+            (None, Some(entry)) => arg.default_values(entry.values.clone()),
+            (None, None) => arg,
+        }
     };
     grammar.mut_args(set).mut_subcommands(|command| with_defaults(command, file))
 }
@@ -187,6 +212,18 @@ mod tests {
         assert!(is_secret(&options["daemon_token"].arg) && !is_secret(&options["bind"].arg));
         for absent in ["config", "help", "json", "in_machine", "tag"] {
             assert!(!options.contains_key(absent), "{absent}");
+        }
+    }
+
+    #[test]
+    fn a_renamed_setting_is_understood_under_its_old_name() {
+        let grammar = crate::args::grammar();
+        let options = options(&grammar);
+        for renamed in RENAMED {
+            assert!(options.contains_key(renamed.key), "{}", renamed.key);
+            let text = format!("{} = true", renamed.old_key);
+            let file = File::parse("x.toml".as_ref(), &text, &grammar).unwrap();
+            assert_eq!(file.entries[renamed.key].values, ["true"]);
         }
     }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use clap::{Arg, Command};
 use serde::Serialize;
 
-use super::{EXTRAS, File, is_secret, options};
+use super::{EXTRAS, File, is_secret, old_variable, options};
 use crate::ui;
 
 /// Where a value came from, weakest first.
@@ -56,8 +56,9 @@ pub(crate) fn show(grammar: &Command, file: &File, typed: &[(String, String)]) -
     };
     let row = |key: &str, arg: Option<&Arg>, variable: Option<String>, of_daemon: bool| {
         let typed = typed.iter().find(|(typed, _)| typed == key).map(|(_, value)| value.clone());
-        let in_environment =
-            variable.and_then(|name| Some((std::env::var_os(&name)?.to_string_lossy().into_owned(), name)));
+        let in_environment = variable
+            .and_then(|name| Some((std::env::var_os(&name)?.to_string_lossy().into_owned(), name)))
+            .or_else(|| old_variable(key).map(|(name, value)| (value, name.to_owned())));
         let (value, source, from) = match (typed, in_environment, origin(key)) {
             (Some(value), ..) => (Some(value), Source::Flag, None),
             (None, Some((value, name)), _) => (Some(value), Source::Environment, Some(name)),
