@@ -195,19 +195,19 @@ fn show<T>(
     title: &str,
     work: impl FnOnce(&dyn forkd_image::Progress) -> forkd_image::Result<T>,
 ) -> Result<T> {
-    let shown = Shown { progress: ui.progress(title), step: Mutex::default() };
+    let shown = BuildProgress { progress: ui.progress(title), step: Mutex::default() };
     let result = work(&shown)?;
     shown.progress.done(&format!("{title}: done"));
     Ok(result)
 }
 
 /// Passes what a build says on to the display.
-struct Shown {
+struct BuildProgress {
     progress: ui::Progress,
     step: Mutex<String>,
 }
 
-impl forkd_image::Progress for Shown {
+impl forkd_image::Progress for BuildProgress {
     fn step(&self, text: &str) {
         if let Ok(mut step) = self.step.lock() {
             text.clone_into(&mut step);

@@ -23,7 +23,7 @@ use crate::host::process::ProcessId;
 /// What kind of thing it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Kind {
+pub(crate) enum LeftoverKind {
     Process,
     Namespace,
     Link,
@@ -47,7 +47,7 @@ pub(crate) enum Action {
 /// One thing there is of forkd.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Leftover {
-    pub(crate) kind: Kind,
+    pub(crate) kind: LeftoverKind,
     /// Its path, its name, or a process's number.
     pub(crate) path: String,
     pub(crate) action: Action,
@@ -59,7 +59,7 @@ pub(crate) struct Leftover {
 }
 
 impl Leftover {
-    fn new(kind: Kind, path: impl Into<String>, owner: Owner) -> Self {
+    fn new(kind: LeftoverKind, path: impl Into<String>, owner: Owner) -> Self {
         let action = if owner.is_nobody() { Action::Delete } else { Action::Skip };
         Leftover { kind, path: path.into(), action, why: owner.to_string(), process: None }
     }
@@ -68,7 +68,7 @@ impl Leftover {
     pub(crate) fn remove(&self) -> Result<()> {
         let path = Path::new(&self.path);
         match self.kind {
-            Kind::Process => {
+            LeftoverKind::Process => {
                 if let Some(process) = &self.process {
                     process.signal(Signal::KILL);
                     if !process.wait(std::time::Duration::from_secs(10)) {
@@ -77,19 +77,23 @@ impl Leftover {
                 }
                 Ok(())
             }
-            Kind::Namespace => Ok(forkd_net::remove_namespace(path)?),
+            LeftoverKind::Namespace => Ok(forkd_net::remove_namespace(path)?),
             // It goes with its namespace: the kernel takes both ends of a cable.
-            Kind::Link => Ok(()),
-            Kind::Folder => fs::remove_dir_all(path).with_context(|| format!("cannot remove {}", self.path)),
-            Kind::Bench => {
+            LeftoverKind::Link => Ok(()),
+            LeftoverKind::Folder => {
+                fs::remove_dir_all(path).with_context(|| format!("cannot remove {}", self.path))
+            }
+            LeftoverKind::Bench => {
                 remove_bench(path);
                 if path.exists() {
                     anyhow::bail!("cannot remove {}: `sudo` may help", self.path);
                 }
                 Ok(())
             }
-            Kind::Cgroup => remove_cgroup(path).with_context(|| format!("cannot remove {}", self.path)),
-            Kind::Rules => Ok(forkd_net::remove_rules()?),
+            LeftoverKind::Cgroup => {
+                remove_cgroup(path).with_context(|| format!("cannot remove {}", self.path))
+            }
+            LeftoverKind::Rules => Ok(forkd_net::remove_rules()?),
         }
     }
 }
@@ -102,15 +106,14 @@ pub(crate) fn find(data: &DataDir) -> Vec<Leftover> {
     let mut found: Vec<Leftover> = processes::find(&folders, daemons > 0);
     let anybody = folders.iter().any(|folder| !folder.owner.is_nobody());
     found.extend(network(&folders, anybody));
-    found.extend(
-        folders.iter().map(|folder| {
-            Leftover::new(Kind::Folder, folder.path.display().to_string(), folder.owner.clone())
-        }),
-    );
+    found.extend(folders.iter().map(|folder| {
+        Leftover::new(LeftoverKind::Folder, folder.path.display().to_string(), folder.owner.clone())
+    }));
     found.extend(cgroups(Path::new("/sys/fs/cgroup"), daemons > 0));
     let benches = benches::find(data.root()).into_iter();
     found.extend(
-        benches.map(|(folder, owner)| Leftover::new(Kind::Bench, folder.display().to_string(), owner)),
+        benches
+            .map(|(folder, owner)| Leftover::new(LeftoverKind::Bench, folder.display().to_string(), owner)),
     );
     found
 }
@@ -122,7 +125,7 @@ fn network(folders: &[RunFolder], anybody: bool) -> Vec<Leftover> {
     for file in &left.namespaces {
         let owner = folders.iter().find(|folder| Path::new(file).starts_with(&folder.path));
         let owner = owner.map_or(Owner::Unknown, |folder| folder.owner.clone());
-        found.push(Leftover::new(Kind::Namespace, file, owner));
+        found.push(Leftover::new(LeftoverKind::Namespace, file, owner));
     }
     for link in &left.links {
         let of = |one: &&Leftover| Path::new(&one.path).file_name().is_some_and(|name| name == link.as_str());
@@ -133,12 +136,12 @@ fn network(folders: &[RunFolder], anybody: bool) -> Vec<Leftover> {
             Some(_) => Owner::Runs(PathBuf::from(link)),
             None => Owner::Unknown,
         };
-        found.push(Leftover::new(Kind::Link, link, owner));
+        found.push(Leftover::new(LeftoverKind::Link, link, owner));
     }
     let needed = anybody || found.iter().any(|one| one.action == Action::Skip);
     for table in &left.tables {
         let owner = if needed { Owner::Shared } else { Owner::Nobody("no network of a sandbox is left") };
-        found.push(Leftover::new(Kind::Rules, table, owner));
+        found.push(Leftover::new(LeftoverKind::Rules, table, owner));
     }
     found
 }
@@ -156,7 +159,7 @@ fn cgroups(root: &Path, daemon_runs: bool) -> Vec<Leftover> {
             (true, true) => Owner::Shared,
             (true, false) => Owner::Nobody("no process is in it"),
         };
-        Leftover::new(Kind::Cgroup, lineage.display().to_string(), owner)
+        Leftover::new(LeftoverKind::Cgroup, lineage.display().to_string(), owner)
     });
     judged.collect()
 }
@@ -217,15 +220,15 @@ mod tests {
         let folder = root.path().join("forkd-x");
         fs::create_dir_all(folder.join("sandboxes/sb1")).unwrap();
         let nobody = || Owner::Nobody("a test says so");
-        Leftover::new(Kind::Folder, folder.display().to_string(), nobody()).remove().unwrap();
+        Leftover::new(LeftoverKind::Folder, folder.display().to_string(), nobody()).remove().unwrap();
         assert!(!folder.exists());
         let cgroup = root.path().join("lineage");
         fs::create_dir_all(cgroup.join("leaf")).unwrap();
-        Leftover::new(Kind::Cgroup, cgroup.display().to_string(), nobody()).remove().unwrap();
+        Leftover::new(LeftoverKind::Cgroup, cgroup.display().to_string(), nobody()).remove().unwrap();
         assert!(!cgroup.exists());
         let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
         let process = ProcessId::of(child.id() as i32);
-        let found = Leftover { process, ..Leftover::new(Kind::Process, "sleep", nobody()) };
+        let found = Leftover { process, ..Leftover::new(LeftoverKind::Process, "sleep", nobody()) };
         found.remove().unwrap();
         assert!(!child.wait().unwrap().success());
         // The same once more: its number may be another's by now.

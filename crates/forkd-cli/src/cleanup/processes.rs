@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::owners::{Owner, RunFolder};
-use super::{Kind, Leftover};
+use super::{Leftover, LeftoverKind};
 use crate::host::process::ProcessId;
 
 /// What processes of guests are called: a monitor by its program's name, those forked off it by what
@@ -24,7 +24,7 @@ pub(super) fn find(folders: &[RunFolder], daemon_runs: bool) -> Vec<Leftover> {
         };
         found.push(Leftover {
             process: Some(process),
-            ..Leftover::new(Kind::Process, pid.to_string(), owner)
+            ..Leftover::new(LeftoverKind::Process, pid.to_string(), owner)
         });
     }
     found

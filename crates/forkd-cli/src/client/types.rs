@@ -73,18 +73,18 @@ pub(crate) struct Snapshot {
     pub(crate) bytes_written: Option<u64>,
     /// How far its saver is.
     #[serde(default)]
-    pub(crate) progress: Option<Saving>,
+    pub(crate) progress: Option<SaveProgress>,
 }
 
 /// How far a saver is, in bytes.
 #[derive(Debug, Clone, Deserialize)]
-pub(crate) struct Saving {
+pub(crate) struct SaveProgress {
     pub(crate) looked_at: u64,
     pub(crate) total: u64,
     pub(crate) written: u64,
 }
 
-impl Saving {
+impl SaveProgress {
     /// How much of the memory was looked at.
     pub(crate) fn percent(&self) -> u64 {
         let percent = (u128::from(self.looked_at) * 100).checked_div(u128::from(self.total)).unwrap_or(0);

@@ -13,7 +13,7 @@ use super::{Context, with_daemon};
 use crate::args::{AgentPortArgs, AgentTargetArgs};
 use crate::client::Streaming;
 use crate::compat::json_lines::{self, Question};
-use crate::compat::relay::{Known, PREFIX, Relay, Target};
+use crate::compat::relay::{AgentPort, Known, PREFIX, Relay};
 use crate::host::process;
 use crate::stream::signals::Forwarded;
 use crate::ui;
@@ -58,7 +58,7 @@ async fn open(context: &Context, known: &Known, args: &AgentPortArgs) -> Result<
         relays.push(Relay::serve(Relay::bind(wanted.take()).await?, known.clone(), id)?);
     }
     if args.answer.json {
-        let target = |relay: &Relay| Target { id: relay.id.clone(), target: relay.target.to_string() };
+        let target = |relay: &Relay| AgentPort { id: relay.id.clone(), target: relay.target.to_string() };
         ui::print(&serde_json::to_string(&relays.iter().map(target).collect::<Vec<_>>())?)?;
     } else {
         for relay in &relays {

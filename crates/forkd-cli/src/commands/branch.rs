@@ -10,7 +10,7 @@ use super::{Context, WrongUsage, with_daemon};
 use forkd_controller::Code;
 
 use crate::args::{AnswerArgs, BranchArgs, BranchMode};
-use crate::client::types::{self, Saving, Snapshot, SnapshotStatus};
+use crate::client::types::{self, SaveProgress, Snapshot, SnapshotStatus};
 use crate::client::{Daemon, Refused};
 use crate::stream::signals::Forwarded;
 use crate::ui::{self, Progress, Ui};
@@ -135,7 +135,7 @@ fn show(progress: Option<&Progress>, snapshot: &Snapshot) {
     }
 }
 
-fn how_far(saving: &Saving) -> String {
+fn how_far(saving: &SaveProgress) -> String {
     format!("saving, {} %, {} written", saving.percent(), ui::bytes(saving.written))
 }
 
@@ -207,7 +207,7 @@ written  3.0 MiB in 1.20 s";
 
     #[test]
     fn how_far_it_is_makes_sense_whatever_the_numbers() {
-        let saving = |looked_at, total| how_far(&Saving { looked_at, total, written: 1 << 20 });
+        let saving = |looked_at, total| how_far(&SaveProgress { looked_at, total, written: 1 << 20 });
         assert_eq!(saving(1 << 29, 1 << 30), "saving, 50 %, 1.0 MiB written");
         assert_eq!(saving(u64::MAX, 1), "saving, 100 %, 1.0 MiB written");
         assert_eq!(saving(7, 0), "saving, 0 %, 1.0 MiB written");

@@ -29,7 +29,7 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
         let wanted = if args.settle_secs.is_some() { wanted_port().await? } else { None };
         let mut body = request(&args.children);
         let server = server(&daemon, args);
-        if server == Some(Server::Daemon) {
+        if server == Some(PortServer::Daemon) {
             body["line_port"] = json!(true);
         }
         if let Some(settle) = args.settle_secs {
@@ -48,12 +48,12 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
         };
         let mut spawned: Spawned = types::read(&answer)?;
         let served = match server {
-            Some(Server::Ourselves) => {
+            Some(PortServer::Ourselves) => {
                 let known = Known::new(context, daemon.clone());
                 serve_lines(&known, &mut spawned.children, wanted).await
             }
-            Some(Server::Left) => leave_lines(context, &daemon, &mut spawned.children),
-            Some(Server::Daemon) | None => Ok(()),
+            Some(PortServer::Left) => leave_lines(context, &daemon, &mut spawned.children),
+            Some(PortServer::Daemon) | None => Ok(()),
         };
         if let Err(error) = served {
             ui.warn(format!("the children have no ports: {error:#}"));
@@ -103,7 +103,7 @@ pub(crate) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
 
 /// The process that serves the agent ports of children.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Server {
+enum PortServer {
     /// This command, as long as it stays.
     Ourselves,
     Daemon,
@@ -112,16 +112,16 @@ enum Server {
 }
 
 /// Nobody, if it is not wanted, or if the daemon is on another computer.
-fn server(daemon: &Daemon, args: &ForkArgs) -> Option<Server> {
+fn server(daemon: &Daemon, args: &ForkArgs) -> Option<PortServer> {
     if args.settle_secs.is_some() {
-        return Some(Server::Ourselves);
+        return Some(PortServer::Ourselves);
     }
     match &daemon.address {
         _ if args.no_agent_port || !daemon.is_local() => None,
         // Its loopback is ours, and its ports are for those who may use its socket.
-        Address::Unix(_) => Some(Server::Daemon),
+        Address::Unix(_) => Some(PortServer::Daemon),
         // It may be in the machine, in a container, or behind a tunnel, and let in whoever has a token.
-        Address::Tcp(_) | Address::Tls(..) => Some(Server::Left),
+        Address::Tcp(_) | Address::Tls(..) => Some(PortServer::Left),
     }
 }
 

@@ -7,7 +7,7 @@ use hyper::Method;
 use serde_json::{Value, json};
 
 use super::fork::{self, Times};
-use super::snapshot::{self, Made};
+use super::snapshot::{self, CreateResult};
 use super::{Context, prepare_image, runtime, with_daemon};
 use forkd_controller::Code;
 
@@ -124,8 +124,8 @@ async fn ensure_snapshot(
         Err(error) => return Err(error),
     }
     match snapshot::make(daemon, tag, &json!({ "tag": tag, "image": image }), context.ui).await? {
-        Made::Ready(answer) => Ok(Some(answer)),
-        Made::Cancelled(_) => Ok(None),
+        CreateResult::Ready(answer) => Ok(Some(answer)),
+        CreateResult::Cancelled(_) => Ok(None),
     }
 }
 

@@ -54,9 +54,9 @@ pub(super) fn warm(
         let begun = Instant::now();
         let made = make(&daemon, tag, body, context.ui).await?;
         match made {
-            Made::Ready(made) if answer.json => ui::print_json(&made)?,
-            Made::Ready(answer) => ui::print(&describe(&types::read(&answer)?, begun.elapsed()))?,
-            Made::Cancelled(caught) => return Ok(caught.status()),
+            CreateResult::Ready(made) if answer.json => ui::print_json(&made)?,
+            CreateResult::Ready(answer) => ui::print(&describe(&types::read(&answer)?, begun.elapsed()))?,
+            CreateResult::Cancelled(caught) => return Ok(caught.status()),
         }
         Ok(0)
     })
@@ -92,7 +92,7 @@ fn request(args: &SnapshotArgs) -> Result<Value> {
 }
 
 /// What came of it.
-pub(super) enum Made {
+pub(super) enum CreateResult {
     /// It is there, as the daemon describes it.
     Ready(Value),
     /// The user did not want it any more.
@@ -100,7 +100,7 @@ pub(super) enum Made {
 }
 
 /// From the request until it is there, has failed or is cancelled.
-pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Result<Made> {
+pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Result<CreateResult> {
     let mut signals = Forwarded::listen()?;
     // Not cut off: only a request that was accepted may be cancelled, since a snapshot of that tag may
     // as well be another's.
@@ -113,7 +113,7 @@ pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Re
         }
         Err(caught) => {
             ui.warn(format!("left before the daemon answered; `forkd rmi {tag}` cancels what it began"));
-            return Ok(Made::Cancelled(caught));
+            return Ok(CreateResult::Cancelled(caught));
         }
     };
     let progress = ui.progress(format!("snapshot {tag}"));
@@ -126,7 +126,7 @@ pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Re
                 if let Some(warning) = &snapshot.warning {
                     ui.warn(format!("snapshot {tag}: {warning}"));
                 }
-                return Ok(Made::Ready(answer));
+                return Ok(CreateResult::Ready(answer));
             }
             SnapshotStatus::Failed | SnapshotStatus::Unknown => {
                 let why = snapshot.error.as_deref().unwrap_or("the daemon does not say why; see its log");
@@ -161,7 +161,13 @@ pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Re
 }
 
 /// Takes the request back.
-async fn cancel(daemon: &Daemon, tag: &str, caught: Caught, signals: &mut Forwarded, ui: Ui) -> Result<Made> {
+async fn cancel(
+    daemon: &Daemon,
+    tag: &str,
+    caught: Caught,
+    signals: &mut Forwarded,
+    ui: Ui,
+) -> Result<CreateResult> {
     let path = types::snapshot_path(tag);
     match signals.finish_save(daemon.ask(Method::DELETE, &path, None)).await {
         Ok((Err(error), _)) if !Refused::is(&error, Code::SnapshotNotFound) => {
@@ -171,7 +177,7 @@ async fn cancel(daemon: &Daemon, tag: &str, caught: Caught, signals: &mut Forwar
         Ok(_) => ui.warn(format!("cancelled: there is no snapshot {tag}")),
         Err(_) => ui.warn(format!("left before it was cancelled; `forkd rmi {tag}` does so")),
     }
-    Ok(Made::Cancelled(caught))
+    Ok(CreateResult::Cancelled(caught))
 }
 
 /// The phases a snapshot goes through, with the time each took.

@@ -101,7 +101,7 @@ impl Relay {
             let _ = tell.send(read.map(|_| line));
         });
         let line = told.recv_timeout(START_LIMIT).ok().flatten().unwrap_or_default();
-        if let Ok(targets) = serde_json::from_str::<Vec<Target>>(&line) {
+        if let Ok(targets) = serde_json::from_str::<Vec<AgentPort>>(&line) {
             return Ok(targets.into_iter().map(|it| (it.id, it.target)).collect());
         }
         let _ = relay.kill();
@@ -115,7 +115,7 @@ impl Relay {
 
 /// A port, as it is told.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Target {
+pub(crate) struct AgentPort {
     pub(crate) id: String,
     pub(crate) target: String,
 }

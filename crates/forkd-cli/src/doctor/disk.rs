@@ -67,7 +67,7 @@ fn naming(file: &File, folder: &Path) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Status;
+    use super::super::CheckStatus;
     use super::*;
 
     #[test]
@@ -75,7 +75,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let data = DataDir::resolve(Some(folder.path().to_path_buf())).unwrap();
         let check = features(&data);
-        assert_ne!(check.status, Status::Skip, "{check:?}");
+        assert_ne!(check.status, CheckStatus::Skip, "{check:?}");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 }

@@ -225,7 +225,7 @@ fn file_system(path: &Path) -> (String, bool) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Status;
+    use super::super::CheckStatus;
     use super::*;
 
     #[test]
@@ -244,7 +244,7 @@ mod tests {
             reason: "it emulates".into(),
             ..Kvm::default()
         });
-        assert_eq!(kvm.status, Status::Warn);
+        assert_eq!(kvm.status, CheckStatus::Warn);
         assert_eq!(
             kvm.detail,
             "/dev/kvm opens but does not run Linux: it emulates; the emulated machine will be used"
@@ -256,8 +256,8 @@ mod tests {
         let check = |flags: &str| describe_cpu(&format!("processor\t: 0\nflags\t\t: fpu {flags}\n"));
         assert_eq!(check("vmx").detail, "hardware with VT-x");
         assert_eq!(check("svm hypervisor").detail, "a virtual machine with nested AMD-V");
-        assert_eq!(check("hypervisor").status, Status::Warn);
-        assert_eq!(describe_cpu("").status, Status::Warn);
+        assert_eq!(check("hypervisor").status, CheckStatus::Warn);
+        assert_eq!(describe_cpu("").status, CheckStatus::Warn);
     }
 
     #[test]
@@ -266,6 +266,6 @@ mod tests {
         let file = folder.path().join("file");
         fs::write(&file, "").unwrap();
         let check = data_dir(&DataDir::resolve(Some(file)).unwrap());
-        assert_eq!(check.status, Status::Fail);
+        assert_eq!(check.status, CheckStatus::Fail);
     }
 }

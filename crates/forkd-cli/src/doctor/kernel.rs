@@ -61,14 +61,14 @@ pub(super) fn forwarding(will_use: Runs) -> Check {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Status;
+    use super::super::CheckStatus;
     use super::*;
 
     #[test]
     fn merging_pages_is_warned_of_and_nothing_else_is() {
-        assert_eq!(judge_merging(Some("1\n")).status, Status::Warn);
+        assert_eq!(judge_merging(Some("1\n")).status, CheckStatus::Warn);
         for fine in [Some("0\n"), Some("2\n"), None] {
-            assert_eq!(judge_merging(fine).status, Status::Pass);
+            assert_eq!(judge_merging(fine).status, CheckStatus::Pass);
         }
     }
 }

@@ -103,7 +103,7 @@ pub(super) fn connection_tracking(root: &Root, will_use: Runs) -> Check {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Status;
+    use super::super::CheckStatus;
     use super::super::root::FakeHost;
     use super::*;
 
@@ -111,10 +111,10 @@ mod tests {
     fn strict_overcommit_fails_with_its_command() {
         let set = |value| overcommit(&FakeHost::new().with("/proc/sys/vm/overcommit_memory", value).root());
         let strict = set("2");
-        assert_eq!(strict.status, Status::Fail, "forks fail, which is no matter of speed");
+        assert_eq!(strict.status, CheckStatus::Fail, "forks fail, which is no matter of speed");
         assert_eq!(strict.fix.as_deref(), Some("sysctl -w vm.overcommit_memory=0"));
-        assert_eq!((set("0").status, set("1").status), (Status::Pass, Status::Pass));
-        assert_eq!(overcommit(&FakeHost::new().root()).status, Status::Skip);
+        assert_eq!((set("0").status, set("1").status), (CheckStatus::Pass, CheckStatus::Pass));
+        assert_eq!(overcommit(&FakeHost::new().root()).status, CheckStatus::Skip);
     }
 
     #[test]
@@ -125,15 +125,15 @@ mod tests {
         };
         let fix = |check: Check| (check.status, check.fix.unwrap_or_default());
         let pids = fix(set("32768", "190000"));
-        assert_eq!(pids, (Status::Warn, "sysctl -w kernel.pid_max=4194304".into()));
+        assert_eq!(pids, (CheckStatus::Warn, "sysctl -w kernel.pid_max=4194304".into()));
         let threads = fix(set("4194304", "15000"));
-        assert_eq!(threads, (Status::Warn, "sysctl -w kernel.threads-max=65536".into()));
+        assert_eq!(threads, (CheckStatus::Warn, "sysctl -w kernel.threads-max=65536".into()));
         let both = fix(set("32768", "15000"));
         assert_eq!(both.1, "sysctl -w kernel.pid_max=4194304 kernel.threads-max=65536");
-        assert_eq!(set("4194304", "190000").status, Status::Pass);
+        assert_eq!(set("4194304", "190000").status, CheckStatus::Pass);
         let one = FakeHost::new().with("/proc/sys/kernel/pid_max", "4194304");
-        assert_eq!(process_ids(&one.root()).status, Status::Pass);
-        assert_eq!(process_ids(&FakeHost::new().root()).status, Status::Skip);
+        assert_eq!(process_ids(&one.root()).status, CheckStatus::Pass);
+        assert_eq!(process_ids(&FakeHost::new().root()).status, CheckStatus::Skip);
     }
 
     #[test]
@@ -150,11 +150,11 @@ mod tests {
                 .with("/sys/fs/cgroup/user.slice/pids.max", "max")
         };
         let check = task_limit(&host("10813").root());
-        assert_eq!(check.status, Status::Warn);
+        assert_eq!(check.status, CheckStatus::Warn);
         assert_eq!(check.fix.as_deref(), Some("systemctl set-property user-1000.slice TasksMax=infinity"));
-        assert_eq!(task_limit(&host("max").root()).status, Status::Pass);
-        assert_eq!(task_limit(&host("1384120").root()).status, Status::Pass);
-        assert_eq!(task_limit(&FakeHost::new().root()).status, Status::Skip);
+        assert_eq!(task_limit(&host("max").root()).status, CheckStatus::Pass);
+        assert_eq!(task_limit(&host("1384120").root()).status, CheckStatus::Pass);
+        assert_eq!(task_limit(&FakeHost::new().root()).status, CheckStatus::Skip);
         // A cgroup that is not systemd's.
         let host =
             host("max").with("/proc/self/cgroup", "0::/box/inner").with("/sys/fs/cgroup/box/pids.max", "100");
@@ -166,11 +166,11 @@ mod tests {
         const FILE: &str = "/proc/sys/net/netfilter/nf_conntrack_max";
         let set = |value| connection_tracking(&FakeHost::new().with(FILE, value).root(), Runs::Kvm);
         let small = set("65536");
-        assert_eq!(small.status, Status::Warn);
+        assert_eq!(small.status, CheckStatus::Warn);
         assert!(small.fix.unwrap().starts_with("sysctl -w net.netfilter.nf_conntrack_max=262144"));
-        assert_eq!(set("262144").status, Status::Pass);
-        assert_eq!(connection_tracking(&FakeHost::new().root(), Runs::Kvm).status, Status::Skip);
+        assert_eq!(set("262144").status, CheckStatus::Pass);
+        assert_eq!(connection_tracking(&FakeHost::new().root(), Runs::Kvm).status, CheckStatus::Skip);
         let machine = FakeHost::new().with(FILE, "1");
-        assert_eq!(connection_tracking(&machine.root(), Runs::Machine).status, Status::Skip);
+        assert_eq!(connection_tracking(&machine.root(), Runs::Machine).status, CheckStatus::Skip);
     }
 }

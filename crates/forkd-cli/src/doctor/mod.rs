@@ -21,7 +21,7 @@ use root::Root;
 /// How a check went.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Status {
+pub(crate) enum CheckStatus {
     /// As it should be.
     Pass,
     /// Something is slower, weaker or missing until it is needed.
@@ -36,7 +36,7 @@ pub(crate) enum Status {
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Check {
     pub(crate) name: &'static str,
-    pub(crate) status: Status,
+    pub(crate) status: CheckStatus,
     /// What was found.
     pub(crate) detail: String,
     /// What to do about it; absent when there is nothing to do.
@@ -48,19 +48,19 @@ pub(crate) struct Check {
 
 impl Check {
     fn pass(name: &'static str, detail: impl Into<String>) -> Self {
-        Check { name, status: Status::Pass, detail: detail.into(), fix: None, essential: false }
+        Check { name, status: CheckStatus::Pass, detail: detail.into(), fix: None, essential: false }
     }
 
     fn warn(name: &'static str, detail: impl Into<String>, fix: impl Into<String>) -> Self {
-        Check { status: Status::Warn, fix: Some(fix.into()), ..Check::pass(name, detail) }
+        Check { status: CheckStatus::Warn, fix: Some(fix.into()), ..Check::pass(name, detail) }
     }
 
     fn fail(name: &'static str, detail: impl Into<String>, fix: impl Into<String>) -> Self {
-        Check { status: Status::Fail, fix: Some(fix.into()), ..Check::pass(name, detail) }
+        Check { status: CheckStatus::Fail, fix: Some(fix.into()), ..Check::pass(name, detail) }
     }
 
     fn skip(name: &'static str, detail: impl Into<String>) -> Self {
-        Check { status: Status::Skip, ..Check::pass(name, detail) }
+        Check { status: CheckStatus::Skip, ..Check::pass(name, detail) }
     }
 
     /// The same, for something nothing works without.
@@ -100,17 +100,17 @@ impl Report {
     fn new(checks: Vec<Check>, will_use: Runs) -> Self {
         let count = |status| checks.iter().filter(|check| check.status == status).count();
         let totals = Totals {
-            pass: count(Status::Pass),
-            warn: count(Status::Warn),
-            fail: count(Status::Fail),
-            skip: count(Status::Skip),
+            pass: count(CheckStatus::Pass),
+            warn: count(CheckStatus::Warn),
+            fail: count(CheckStatus::Fail),
+            skip: count(CheckStatus::Skip),
         };
         Report { checks, will_use, totals }
     }
 
     /// What forkd cannot work without, and does not have.
     pub(crate) fn gates(&self) -> impl Iterator<Item = &Check> {
-        self.checks.iter().filter(|check| check.essential && check.status == Status::Fail)
+        self.checks.iter().filter(|check| check.essential && check.status == CheckStatus::Fail)
     }
 
     /// Whether forkd can work here.
@@ -124,10 +124,10 @@ impl Report {
         let mut lines = Vec::new();
         for check in &self.checks {
             let status = match check.status {
-                Status::Pass => "pass",
-                Status::Warn => "warn",
-                Status::Fail => "FAIL",
-                Status::Skip => "skip",
+                CheckStatus::Pass => "pass",
+                CheckStatus::Warn => "warn",
+                CheckStatus::Fail => "FAIL",
+                CheckStatus::Skip => "skip",
             };
             lines.push(format!("{status}  {:width$}  {}", check.name, check.detail));
             if let Some(fix) = &check.fix {
@@ -225,8 +225,8 @@ mod tests {
         let host = root::FakeHost::new().with("/proc/sys/vm/overcommit_memory", "2");
         let on_kvm = of_a_kvm_host(&host.root(), Runs::Kvm);
         let emulated = of_a_kvm_host(&host.root(), Runs::Machine);
-        assert_eq!(on_kvm.iter().filter(|check| check.status == Status::Fail).count(), 1);
-        assert!(emulated.iter().all(|check| check.status == Status::Skip && check.fix.is_none()));
+        assert_eq!(on_kvm.iter().filter(|check| check.status == CheckStatus::Fail).count(), 1);
+        assert!(emulated.iter().all(|check| check.status == CheckStatus::Skip && check.fix.is_none()));
         let names = |checks: &[Check]| checks.iter().map(|check| check.name).collect::<Vec<_>>();
         assert_eq!(names(&on_kvm), names(&emulated));
         let json = serde_json::to_value(Report::new(on_kvm, Runs::Kvm)).unwrap();
@@ -279,7 +279,7 @@ mod tests {
         );
         for check in &report.checks {
             assert!(!check.detail.is_empty(), "{check:?}");
-            let fine = matches!(check.status, Status::Pass | Status::Skip);
+            let fine = matches!(check.status, CheckStatus::Pass | CheckStatus::Skip);
             assert!(fine || check.fix.is_some(), "{check:?}");
         }
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "looking changed something");

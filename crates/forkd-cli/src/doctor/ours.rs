@@ -265,7 +265,7 @@ pub(super) fn leftovers(data: &DataDir) -> Check {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Status;
+    use super::super::CheckStatus;
     use super::*;
 
     #[test]
@@ -283,9 +283,9 @@ mod tests {
         fs::write(&file, "secret").unwrap();
         fs::set_permissions(&file, fs::Permissions::from_mode(0o644)).unwrap();
         let check = token(&data);
-        assert_eq!(check.status, Status::Fail);
+        assert_eq!(check.status, CheckStatus::Fail);
         assert_eq!(check.fix.unwrap(), format!("chmod 600 {}", file.display()));
         fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).unwrap();
-        assert_eq!(token(&data).status, Status::Pass);
+        assert_eq!(token(&data).status, CheckStatus::Pass);
     }
 }

@@ -147,7 +147,7 @@ pub(super) fn grace_periods(root: &Root) -> Check {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Status;
+    use super::super::CheckStatus;
     use super::super::root::FakeHost;
     use super::*;
 
@@ -160,15 +160,15 @@ mod tests {
 
     /// A warning, and its command.
     fn warns(check: &Check, command: &str) {
-        assert_eq!((check.status, check.fix.as_deref()), (Status::Warn, Some(command)), "{check:?}");
+        assert_eq!((check.status, check.fix.as_deref()), (CheckStatus::Warn, Some(command)), "{check:?}");
     }
 
     fn passes(check: &Check) {
-        assert_eq!((check.status, &check.fix), (Status::Pass, &None), "{check:?}");
+        assert_eq!((check.status, &check.fix), (CheckStatus::Pass, &None), "{check:?}");
     }
 
     fn is_skipped(check: &Check) {
-        assert_eq!((check.status, &check.fix), (Status::Skip, &None), "{check:?}");
+        assert_eq!((check.status, &check.fix), (CheckStatus::Skip, &None), "{check:?}");
     }
 
     #[test]
@@ -208,7 +208,7 @@ mod tests {
         for value in ["N", "never"] {
             let host = linux("6.18.0").with(NX, value).with(MULTIHIT, "KVM: Vulnerable");
             let check = nx_huge_pages(&host.root());
-            assert_eq!(check.status, Status::Warn, "{check:?}");
+            assert_eq!(check.status, CheckStatus::Warn, "{check:?}");
             assert!(check.fix.unwrap().starts_with("echo auto > /sys/module/kvm/parameters/nx_huge_pages"));
         }
     }

@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 
 use super::{Running, agent};
 use crate::stream::signals::Forwarded;
-use crate::stream::stdio::{self, Outcome, Output, Target};
+use crate::stream::stdio::{self, OutputStream, OutputWriter, RemoteExit};
 use crate::stream::terminal::RawTerminal;
 
 /// Runs `command`, or an interactive shell, and returns the status to exit with.
@@ -57,7 +57,7 @@ async fn piped(agent: &Agent, program: &str, arguments: &[String]) -> Result<u8>
 /// Starts a process and is its terminal, or its pipes, until it ends.
 async fn follow(agent: &Agent, request: &StartRequest, tty: bool) -> Result<u8> {
     let process = agent.start(request, &StartOptions::default()).await?;
-    let output = Output::start();
+    let output = OutputWriter::start();
     let mut signals = Forwarded::pass_on()?;
     let outcome = accompany(agent, process, tty, &output, &mut signals).await;
     output.conclude(outcome, &mut signals).await
@@ -67,9 +67,9 @@ async fn accompany(
     agent: &Agent,
     mut process: Process,
     tty: bool,
-    output: &Output,
+    output: &OutputWriter,
     signals: &mut Forwarded,
-) -> Result<Outcome> {
+) -> Result<RemoteExit> {
     let mut resized = signal(SignalKind::window_change())?;
     let mut pid = None;
     loop {
@@ -81,20 +81,20 @@ async fn accompany(
                 }
                 Some(Event::Data(data)) => {
                     let to_stdout = data.stdout.or(data.pty);
-                    for (target, bytes) in [(Target::Stdout, to_stdout), (Target::Stderr, data.stderr)] {
+                    for (target, bytes) in [(OutputStream::Stdout, to_stdout), (OutputStream::Stderr, data.stderr)] {
                         if let Some(bytes) = bytes {
                             output.write(target, Bytes::from(bytes)).await;
                         }
                     }
                 }
                 Some(Event::Keepalive {}) => {}
-                Some(Event::End(end)) => return Ok(Outcome::Exit(exit_status(&end))),
+                Some(Event::End(end)) => return Ok(RemoteExit::Exit(exit_status(&end))),
                 None => bail!("the machine's agent ended the conversation without a result"),
             },
             // Nobody reads the output: the command gets what it would get here.
             () = output.broken() => {
                 end(agent, pid, "SIGKILL").await;
-                return Ok(Outcome::Exit(128 + libc::SIGPIPE as u8));
+                return Ok(RemoteExit::Exit(128 + libc::SIGPIPE as u8));
             }
             caught = signals.next() => match pid {
                 Some(pid) if !tty && !caught.insists => {
@@ -103,7 +103,7 @@ async fn accompany(
                 // On a terminal keys are no signals: somebody wants this process to end.
                 _ => {
                     end(agent, pid, if tty { "SIGHUP" } else { "SIGKILL" }).await;
-                    return Ok(Outcome::Leave(caught.status()));
+                    return Ok(RemoteExit::Leave(caught.status()));
                 }
             },
             _ = resized.recv(), if tty => {

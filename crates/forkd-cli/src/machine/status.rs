@@ -18,7 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// What there is to say about the machine.
 #[derive(Debug, Serialize)]
-pub(crate) struct Status {
+pub(crate) struct MachineStatus {
     /// `running`, `starting`, `stopping`, `stopped`, `failed` or `hung`.
     pub(crate) state: &'static str,
     pub(crate) detail: String,
@@ -61,7 +61,7 @@ pub(crate) struct Logs {
 }
 
 /// Looks at the machine.
-pub(crate) async fn look(machine: &Machine) -> Result<Status> {
+pub(crate) async fn look(machine: &Machine) -> Result<MachineStatus> {
     let folder = machine.folder();
     let disk = std::fs::metadata(folder.disk()).ok().map(|data| Disk {
         path: folder.disk(),
@@ -75,7 +75,7 @@ pub(crate) async fn look(machine: &Machine) -> Result<Status> {
     };
     let (Some(state), Some(plan)) = (folder.live_state()?, folder.plan()?) else {
         let (state, detail) = at_rest(folder.state()?.as_ref());
-        return Ok(Status { state, detail, running: None, disk, logs });
+        return Ok(MachineStatus { state, detail, running: None, disk, logs });
     };
     let daemon = machine.daemon(&state)?;
     let agent = agent::connect(state.agent_port, &plan.agent_token);
@@ -103,7 +103,7 @@ pub(crate) async fn look(machine: &Machine) -> Result<Status> {
         "hung" => format!("it does not answer; it is replaced after {} s", plan.watchdog_secs),
         _ => state.detail.clone(),
     };
-    Ok(Status { state: name, detail, running: Some(running), disk, logs })
+    Ok(MachineStatus { state: name, detail, running: Some(running), disk, logs })
 }
 
 fn at_rest(last: Option<&State>) -> (&'static str, String) {
@@ -117,7 +117,7 @@ fn at_rest(last: Option<&State>) -> (&'static str, String) {
     }
 }
 
-impl Status {
+impl MachineStatus {
     /// The same for people.
     pub(crate) fn to_text(&self) -> String {
         let mut lines = vec![format!("machine:  {} ({})", self.state, self.detail)];

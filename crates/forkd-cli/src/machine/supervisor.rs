@@ -38,7 +38,7 @@ const PING_EVERY: Duration = Duration::from_secs(5);
 const WELL_AFTER: Duration = Duration::from_secs(600);
 
 /// How one life of the machine ended.
-enum End {
+enum MachineExit {
     /// Asked to stop, and stopped.
     Stopped(String),
     /// Somebody powered it off from inside.
@@ -93,12 +93,14 @@ impl Supervisor {
             let started = Instant::now();
             let end = match self.live(&mut stop, &mut reload).await {
                 Ok(end) => end,
-                Err(error) => End::Broken(format!("{error:#}")),
+                Err(error) => MachineExit::Broken(format!("{error:#}")),
             };
             match end {
-                End::Stopped(detail) => return self.finish(Phase::Stopped, &detail),
-                End::PoweredOff => return self.finish(Phase::Stopped, "it was powered off from inside"),
-                End::Broken(reason) => {
+                MachineExit::Stopped(detail) => return self.finish(Phase::Stopped, &detail),
+                MachineExit::PoweredOff => {
+                    return self.finish(Phase::Stopped, "it was powered off from inside");
+                }
+                MachineExit::Broken(reason) => {
                     let well = started.elapsed() >= WELL_AFTER;
                     if self.state.restarts > 0 && !well {
                         self.notice(&format!("the machine failed again and was given up: {reason}"));
@@ -112,7 +114,7 @@ impl Supervisor {
     }
 
     /// From QEMU's start to its end.
-    async fn live(&mut self, stop: &mut Signal, reload: &mut Signal) -> Result<End> {
+    async fn live(&mut self, stop: &mut Signal, reload: &mut Signal) -> Result<MachineExit> {
         let mut vm = Vm::start(&self.plan, &self.folder, &self.share)?;
         self.state.qemu = vm.id.clone();
         self.state.agent_port = vm.ports.agent;
@@ -130,21 +132,21 @@ impl Supervisor {
                 let status = exited?;
                 let console = vm.end();
                 if status.success() && !console.contains("Kernel panic") {
-                    return Ok(End::PoweredOff);
+                    return Ok(MachineExit::PoweredOff);
                 }
                 match console.as_str() {
                     "" => format!("QEMU ended ({status}) without a word"),
                     console => format!("QEMU ended ({status}); the last it said:\n{console}"),
                 }
             }
-            _ = stop.recv() => return self.shut_down(&mut vm, &agent, daemon).await.map(End::Stopped),
+            _ = stop.recv() => return self.shut_down(&mut vm, &agent, daemon).await.map(MachineExit::Stopped),
         };
         self.log.line(&format!("pulling the plug: {broken}"));
         let console = vm.end();
         if !console.is_empty() {
             self.log.line(&format!("the end of the console:\n{console}"));
         }
-        Ok(End::Broken(broken))
+        Ok(MachineExit::Broken(broken))
     }
 
     /// Boots, starts the daemon and looks after both for ever; an error is the end of this machine.

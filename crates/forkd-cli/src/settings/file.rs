@@ -32,7 +32,7 @@ pub(crate) struct Entry {
 
 /// What a setting's value has to be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum ValueKind {
     Text,
     Number,
     Truth,
@@ -108,22 +108,22 @@ impl File {
 fn understand(key: &str, value: &DeValue<'_>, options: &BTreeMap<String, Setting>) -> Result<Vec<String>> {
     if let Some(option) = options.get(key) {
         let values = plain(key, value, kind(&option.arg), may_be_many(&option.arg))?;
-        for value in values.iter().filter(|_| kind(&option.arg) != Kind::Truth) {
+        for value in values.iter().filter(|_| kind(&option.arg) != ValueKind::Truth) {
             check(&option.arg, value)?;
         }
         return Ok(values);
     }
     if let Some(Extra { is_number, .. }) = EXTRAS.iter().find(|extra| extra.key == key) {
-        return plain(key, value, if *is_number { Kind::Number } else { Kind::Text }, false);
+        return plain(key, value, if *is_number { ValueKind::Number } else { ValueKind::Text }, false);
     }
     let known: Vec<&str> =
         options.keys().map(String::as_str).chain(EXTRAS.iter().map(|extra| extra.key)).collect();
     bail!("unknown key `{key}`; known are {}", known.join(", "))
 }
 
-fn kind(arg: &Arg) -> Kind {
+fn kind(arg: &Arg) -> ValueKind {
     if matches!(arg.get_action(), ArgAction::SetTrue | ArgAction::SetFalse) {
-        return Kind::Truth;
+        return ValueKind::Truth;
     }
     let parsed = arg.get_value_parser().type_id();
     let numbers = [
@@ -135,11 +135,11 @@ fn kind(arg: &Arg) -> Kind {
         TypeId::of::<i64>(),
     ];
     if numbers.iter().any(|number| parsed == *number) {
-        Kind::Number
+        ValueKind::Number
     } else if parsed == TypeId::of::<bool>() {
-        Kind::Truth
+        ValueKind::Truth
     } else {
-        Kind::Text
+        ValueKind::Text
     }
 }
 
@@ -147,16 +147,18 @@ fn may_be_many(arg: &Arg) -> bool {
     matches!(arg.get_action(), ArgAction::Append)
 }
 
-fn plain(key: &str, value: &DeValue<'_>, kind: Kind, many: bool) -> Result<Vec<String>> {
+fn plain(key: &str, value: &DeValue<'_>, kind: ValueKind, many: bool) -> Result<Vec<String>> {
     let one = |value: &DeValue<'_>| match (kind, value) {
-        (Kind::Text, DeValue::String(text)) => Ok(text.clone().into_owned()),
-        (Kind::Number, DeValue::Integer(number)) if number.radix() == 10 => Ok(number.as_str().to_owned()),
-        (Kind::Truth, DeValue::Boolean(truth)) => Ok(truth.to_string()),
+        (ValueKind::Text, DeValue::String(text)) => Ok(text.clone().into_owned()),
+        (ValueKind::Number, DeValue::Integer(number)) if number.radix() == 10 => {
+            Ok(number.as_str().to_owned())
+        }
+        (ValueKind::Truth, DeValue::Boolean(truth)) => Ok(truth.to_string()),
         (kind, value) => {
             let wanted = match kind {
-                Kind::Text => "text in quotes",
-                Kind::Number => "a number without quotes",
-                Kind::Truth => "true or false",
+                ValueKind::Text => "text in quotes",
+                ValueKind::Number => "a number without quotes",
+                ValueKind::Truth => "true or false",
             };
             let list = if many { ", or a list of these" } else { "" };
             bail!("`{key}` has to be {wanted}{list}; here it is of type {}", value.type_str())

@@ -37,14 +37,14 @@ pub(crate) struct Row {
 
 /// All of them.
 #[derive(Debug, Serialize)]
-pub(crate) struct Shown {
+pub(crate) struct SettingsList {
     /// The file that was read.
     file: Option<String>,
     settings: Vec<Row>,
 }
 
 /// Tells every setting. `typed` are the options given on this command line, with their values.
-pub(crate) fn show(grammar: &Command, file: &File, typed: &[(String, String)]) -> Shown {
+pub(crate) fn show(grammar: &Command, file: &File, typed: &[(String, String)]) -> SettingsList {
     let origin = |key: &str| {
         let entry = file.entries.get(key)?;
         let path = file.path.as_ref()?.display();
@@ -80,10 +80,10 @@ pub(crate) fn show(grammar: &Command, file: &File, typed: &[(String, String)]) -
         row.value.get_or_insert_with(|| extra.default.to_owned());
         row
     }));
-    Shown { file: file.path.as_ref().map(|path| path.display().to_string()), settings }
+    SettingsList { file: file.path.as_ref().map(|path| path.display().to_string()), settings }
 }
 
-impl Shown {
+impl SettingsList {
     /// A table for people.
     pub(crate) fn to_text(&self) -> String {
         let row = |row: &Row| {
@@ -121,7 +121,7 @@ fn default_in_words(arg: &Arg) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn value(shown: &Shown, key: &str) -> (Option<String>, Source) {
+    fn value(shown: &SettingsList, key: &str) -> (Option<String>, Source) {
         let row = shown.settings.iter().find(|row| row.key == key).unwrap();
         (row.value.clone(), row.source)
     }

@@ -16,7 +16,7 @@ use tokio_tungstenite::tungstenite::Message;
 
 use crate::client::{Refused, Socket};
 use crate::stream::signals::Forwarded;
-use crate::stream::stdio::{self, Outcome, Output, Target};
+use crate::stream::stdio::{self, OutputStream, OutputWriter, RemoteExit};
 use crate::stream::terminal::RawTerminal;
 use crate::ui::{Progress, Ui};
 
@@ -75,7 +75,7 @@ impl Conversation {
     pub(crate) async fn hold(mut self, request: &impl Serialize) -> Result<u8> {
         let text = serde_json::to_string(request)?;
         self.outgoing.send(Message::text(text)).await.context(BROKE_OFF)?;
-        let output = Output::start();
+        let output = OutputWriter::start();
         let mut signals = Forwarded::pass_on()?;
         let outcome = self.talk(&output, &mut signals).await;
         self.progress = None;
@@ -86,7 +86,7 @@ impl Conversation {
     }
 
     /// Until the command, or the conversation, is over.
-    async fn talk(&mut self, output: &Output, signals: &mut Forwarded) -> Result<Outcome> {
+    async fn talk(&mut self, output: &OutputWriter, signals: &mut Forwarded) -> Result<RemoteExit> {
         let mut stdin = self.streams.stdin.then(stdio::read_stdin);
         let mut resized = signal(SignalKind::window_change())?;
         // A terminal has no end of input: the character for it would be a key somebody pressed.
@@ -99,7 +99,7 @@ impl Conversation {
                 message = async { output.room().await; self.incoming.next().await } => {
                     let message = message.context(BROKE_OFF)?.context(BROKE_OFF)?;
                     if let Some(status) = self.receive(message, output).await? {
-                        return Ok(Outcome::Exit(status));
+                        return Ok(RemoteExit::Exit(status));
                     }
                 }
                 input = next_input(&mut stdin), if may_read => match input {
@@ -113,25 +113,25 @@ impl Conversation {
                     // Before the command runs there is nobody to pass a signal on to; and on a terminal
                     // keys are no signals: somebody wants this process to end.
                     if caught.insists || !self.started || self.raw.is_some() {
-                        return Ok(Outcome::Leave(caught.status()));
+                        return Ok(RemoteExit::Leave(caught.status()));
                     }
                     self.say(&ClientMessage::Signal { signal: caught.name.to_owned() }).await?;
                 }
                 _ = resized.recv(), if self.started && self.streams.tty => self.say_size().await?,
                 // Nobody reads the output: the command gets what it would get here.
-                () = output.broken() => return Ok(Outcome::Exit(128 + libc::SIGPIPE as u8)),
+                () = output.broken() => return Ok(RemoteExit::Exit(128 + libc::SIGPIPE as u8)),
             }
             self.send_pending().await;
         }
     }
 
     /// Takes a message; the status to exit with if it is the last.
-    async fn receive(&mut self, message: Message, output: &Output) -> Result<Option<u8>> {
+    async fn receive(&mut self, message: Message, output: &OutputWriter) -> Result<Option<u8>> {
         match message {
             Message::Binary(frame) => {
                 let (target, bytes) = match frames::unpack(frame) {
-                    Some((Channel::Stdout, bytes)) => (Target::Stdout, bytes),
-                    Some((Channel::Stderr, bytes)) => (Target::Stderr, bytes),
+                    Some((Channel::Stdout, bytes)) => (OutputStream::Stdout, bytes),
+                    Some((Channel::Stderr, bytes)) => (OutputStream::Stderr, bytes),
                     _ => bail!("the daemon sent something this version of forkd does not understand"),
                 };
                 output.write(target, bytes).await;

@@ -18,14 +18,14 @@ const MESSAGE: usize = 2;
 
 /// Where output goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Target {
+pub(crate) enum OutputStream {
     Stdout,
     Stderr,
 }
 
 /// How a command that runs elsewhere was left, with the status to exit with.
 #[derive(Debug)]
-pub(crate) enum Outcome {
+pub(crate) enum RemoteExit {
     /// It is over.
     Exit(u8),
     /// Somebody wants to leave, now.
@@ -58,21 +58,21 @@ pub(crate) fn read_stdin() -> mpsc::Receiver<Bytes> {
 
 /// A writer of standard output and error.
 #[derive(Debug)]
-pub(crate) struct Output {
-    sender: mpsc::Sender<(Target, Bytes)>,
+pub(crate) struct OutputWriter {
+    sender: mpsc::Sender<(OutputStream, Bytes)>,
     written: oneshot::Receiver<io::Result<()>>,
 }
 
-impl Output {
+impl OutputWriter {
     pub(crate) fn start() -> Self {
         Self::to(|target, bytes| match target {
-            Target::Stdout => write_out(&mut io::stdout().lock(), bytes),
-            Target::Stderr => write_out(&mut io::stderr().lock(), bytes),
+            OutputStream::Stdout => write_out(&mut io::stdout().lock(), bytes),
+            OutputStream::Stderr => write_out(&mut io::stderr().lock(), bytes),
         })
     }
 
-    fn to(write: impl Fn(Target, &[u8]) -> io::Result<()> + Send + 'static) -> Self {
-        let (sender, mut receiver) = mpsc::channel::<(Target, Bytes)>(QUEUE);
+    fn to(write: impl Fn(OutputStream, &[u8]) -> io::Result<()> + Send + 'static) -> Self {
+        let (sender, mut receiver) = mpsc::channel::<(OutputStream, Bytes)>(QUEUE);
         let (done, written) = oneshot::channel();
         std::thread::spawn(move || {
             let mut write_all = || {
@@ -84,18 +84,18 @@ impl Output {
             // Before the queue is closed, so that whoever sees that finds the reason.
             let _ = done.send(write_all());
         });
-        Output { sender, written }
+        OutputWriter { sender, written }
     }
 
     /// Waits until a message's chunks can be handed over without waiting. Whoever listens for
-    /// signals, too, waits here and not in [`Output::write`]. Safe to cancel.
+    /// signals, too, waits here and not in [`OutputWriter::write`]. Safe to cancel.
     pub(crate) async fn room(&self) {
         // An error means that nobody reads any more, which `broken` tells.
         let _ = self.sender.reserve_many(MESSAGE).await;
     }
 
     /// Hands bytes over to be written; they are lost when nobody reads them any more.
-    pub(crate) async fn write(&self, target: Target, bytes: Bytes) {
+    pub(crate) async fn write(&self, target: OutputStream, bytes: Bytes) {
         let _ = self.sender.send((target, bytes)).await;
     }
 
@@ -106,8 +106,8 @@ impl Output {
 
     /// The status to exit with. What the command wrote comes out first, also when it came to a bad
     /// end; but whoever wants to leave does not have to wait for a reader.
-    pub(crate) async fn conclude(self, outcome: Result<Outcome>, signals: &mut Forwarded) -> Result<u8> {
-        if let Ok(Outcome::Leave(status)) = outcome {
+    pub(crate) async fn conclude(self, outcome: Result<RemoteExit>, signals: &mut Forwarded) -> Result<u8> {
+        if let Ok(RemoteExit::Leave(status)) = outcome {
             return Ok(status);
         }
         tokio::select! {
@@ -115,7 +115,7 @@ impl Output {
             caught = signals.next() => return Ok(caught.status()),
         }
         match outcome? {
-            Outcome::Exit(status) | Outcome::Leave(status) => Ok(status),
+            RemoteExit::Exit(status) | RemoteExit::Leave(status) => Ok(status),
         }
     }
 
@@ -146,14 +146,14 @@ mod tests {
     async fn finishing_waits_for_everything_that_was_handed_over() {
         let kept = Arc::new(Mutex::new(Vec::new()));
         let sink = kept.clone();
-        let output = Output::to(move |_, bytes| {
+        let output = OutputWriter::to(move |_, bytes| {
             std::thread::sleep(Duration::from_millis(5));
             sink.lock().unwrap().extend_from_slice(bytes);
             Ok(())
         });
         for _ in 0..20 {
             output.room().await;
-            output.write(Target::Stdout, Bytes::from_static(b"x")).await;
+            output.write(OutputStream::Stdout, Bytes::from_static(b"x")).await;
         }
         output.finish().await.unwrap();
         assert_eq!(kept.lock().unwrap().len(), 20);
@@ -165,28 +165,28 @@ mod tests {
         let (gate, opened) = std::sync::mpsc::channel::<()>();
         let kept = Arc::new(Mutex::new(Vec::new()));
         let sink = kept.clone();
-        let output = Output::to(move |_, bytes| {
+        let output = OutputWriter::to(move |_, bytes| {
             std::thread::sleep(Duration::from_millis(20));
             sink.lock().unwrap().extend_from_slice(bytes);
             Ok(())
         });
-        output.write(Target::Stdout, Bytes::from_static(b"last words")).await;
+        output.write(OutputStream::Stdout, Bytes::from_static(b"last words")).await;
         let failed = output.conclude(Err(anyhow::anyhow!("the guest died")), &mut signals).await;
         assert_eq!(failed.unwrap_err().to_string(), "the guest died");
         assert_eq!(*kept.lock().unwrap(), b"last words");
 
-        let stuck = Output::to(move |_, _| opened.recv().map_err(io::Error::other));
-        stuck.write(Target::Stdout, Bytes::from_static(b"x")).await;
-        assert_eq!(stuck.conclude(Ok(Outcome::Leave(130)), &mut signals).await.unwrap(), 130);
+        let stuck = OutputWriter::to(move |_, _| opened.recv().map_err(io::Error::other));
+        stuck.write(OutputStream::Stdout, Bytes::from_static(b"x")).await;
+        assert_eq!(stuck.conclude(Ok(RemoteExit::Leave(130)), &mut signals).await.unwrap(), 130);
         drop(gate);
     }
 
     #[tokio::test]
     async fn a_full_disk_is_an_error_and_a_reader_that_left_is_not() {
-        let failing = |kind: io::ErrorKind| Output::to(move |_, _| Err(kind.into()));
+        let failing = |kind: io::ErrorKind| OutputWriter::to(move |_, _| Err(kind.into()));
         for (kind, fails) in [(io::ErrorKind::StorageFull, true), (io::ErrorKind::BrokenPipe, false)] {
             let output = failing(kind);
-            output.write(Target::Stdout, Bytes::from_static(b"x")).await;
+            output.write(OutputStream::Stdout, Bytes::from_static(b"x")).await;
             output.broken().await;
             assert_eq!(output.finish().await.is_err(), fails, "{kind:?}");
         }

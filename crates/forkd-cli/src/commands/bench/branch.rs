@@ -12,10 +12,10 @@ use forkd_bench::writer::{self, HUGE_PAGE, PAGE, Writer};
 use hyper::Method as Verb;
 use serde_json::{Value, json};
 
-use super::results::{Outcome, Results};
-use super::server::{End, Place, Server, in_workplace};
+use super::results::{BenchResult, Results};
+use super::server::{BenchDaemon, DaemonSource, MeasurementEnd, in_workplace};
 use super::turns::{Turns, WRITES};
-use super::{BranchArgs, Guest, chain, emulated, linux_elsewhere};
+use super::{BenchBranchArgs, Guest, chain, emulated, linux_elsewhere};
 use crate::commands::{Context, runtime};
 
 /// How many branches are taken in a row, and of which guests.
@@ -39,7 +39,7 @@ const LINUX_DIRTY: [u64; 2] = [0, 10];
 const LINUX_TURNS: usize = 6;
 
 /// Measures, prints, and returns the status to exit with.
-pub(super) fn branch(context: &Context, args: &BranchArgs) -> Result<u8> {
+pub(super) fn branch(context: &Context, args: &BenchBranchArgs) -> Result<u8> {
     let mut results = Results::new(&args.output);
     let conditions = Conditions::here();
     let guests = match &args.guest[..] {
@@ -55,7 +55,7 @@ pub(super) fn branch(context: &Context, args: &BranchArgs) -> Result<u8> {
     let here: Vec<Guest> = here.collect();
     if !here.is_empty() {
         let measured = measure(context, args, &here, &conditions, &mut results);
-        if let End::Caught(caught) = runtime()?.block_on(measured)? {
+        if let MeasurementEnd::Caught(caught) = runtime()?.block_on(measured)? {
             return Ok(caught.status());
         }
     }
@@ -84,7 +84,7 @@ pub(super) fn branch(context: &Context, args: &BranchArgs) -> Result<u8> {
     results.conclude()
 }
 
-impl Outcome for Record {
+impl BenchResult for Record {
     fn to_json(&self) -> String {
         Record::to_json(self)
     }
@@ -126,33 +126,33 @@ pub(super) fn summary(records: &[Record]) -> String {
 
 async fn measure(
     context: &Context,
-    args: &BranchArgs,
+    args: &BenchBranchArgs,
     guests: &[Guest],
     conditions: &Conditions,
     results: &mut Results<'_, Record>,
-) -> Result<End> {
-    let place = Place::Daemon(args.socket.as_deref());
+) -> Result<MeasurementEnd> {
+    let place = DaemonSource::Daemon(args.socket.as_deref());
     in_workplace(context, place, async |server, folder| {
         let server = server.context("there is no daemon to measure")?;
-        Run { context, args, conditions, folder }.all(guests, server, results).await
+        BranchRun { context, args, conditions, folder }.all(guests, server, results).await
     })
     .await
 }
 
 /// What is measured on this host.
-pub(super) struct Run<'a> {
+pub(super) struct BranchRun<'a> {
     pub(super) context: &'a Context,
-    args: &'a BranchArgs,
+    args: &'a BenchBranchArgs,
     pub(super) conditions: &'a Conditions,
     /// For files.
     folder: &'a Path,
 }
 
-impl Run<'_> {
+impl BranchRun<'_> {
     async fn all(
         &self,
         guests: &[Guest],
-        server: &mut Server,
+        server: &mut BenchDaemon,
         results: &mut Results<'_, Record>,
     ) -> Result<()> {
         if guests.contains(&Guest::Tiny) {
@@ -222,7 +222,7 @@ impl Run<'_> {
     }
 
     /// Snapshots a writing guest: children of it are such a subject once they run.
-    async fn prepare(&self, server: &mut Server, subject: &Subject, name: &str) -> Result<String> {
+    async fn prepare(&self, server: &mut BenchDaemon, subject: &Subject, name: &str) -> Result<String> {
         let tag = self.tag(name);
         let Subject { memory, mem_mib, dirty_pct, .. } = *subject;
         let dirty = writer::distance(dirty_pct)?;
@@ -244,7 +244,7 @@ impl Run<'_> {
     /// Branches of one sandbox, in turns with what is done to the same memory with nothing of forkd around it.
     async fn tiny(
         &self,
-        server: &mut Server,
+        server: &mut BenchDaemon,
         subject: &Subject,
         results: &mut Results<'_, Record>,
     ) -> Result<()> {
@@ -279,7 +279,7 @@ impl Run<'_> {
     /// Branches one after the other, all of them kept until the last, and saved meanwhile.
     async fn in_row(
         &self,
-        server: &mut Server,
+        server: &mut BenchDaemon,
         subject: &Subject,
         sandbox: &str,
         results: &mut Results<'_, Record>,
@@ -307,7 +307,7 @@ impl Run<'_> {
     /// From the branch call to the first instruction of a child of that branch, in turns with plain spawns.
     async fn first_child(
         &self,
-        server: &mut Server,
+        server: &mut BenchDaemon,
         subject: &Subject,
         results: &mut Results<'_, Record>,
     ) -> Result<()> {
@@ -342,7 +342,7 @@ impl Run<'_> {
     }
 
     /// Linux, with a program that keeps writing.
-    async fn linux(&self, server: &mut Server, results: &mut Results<'_, Record>) -> Result<()> {
+    async fn linux(&self, server: &mut BenchDaemon, results: &mut Results<'_, Record>) -> Result<()> {
         let progress = self.context.ui.progress("booting a Linux guest");
         let tag = self.tag("linux");
         let request = json!({ "image": "python", "network": false, "mem_size_mib": LINUX_MIB });
@@ -368,7 +368,7 @@ impl Run<'_> {
 
 /// Starts a program in the guest that keeps writing to so much memory, and waits until it has written to
 /// all of it once.
-async fn keep_writing(server: &Server, id: &str, bytes: u64) -> Result<()> {
+async fn keep_writing(server: &BenchDaemon, id: &str, bytes: u64) -> Result<()> {
     let program = format!(
         "b = bytearray({bytes})\n\
          while True:\n  \

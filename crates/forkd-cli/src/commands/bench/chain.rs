@@ -9,9 +9,9 @@ use forkd_bench::branch::{Attempts, Line, Record, Subject};
 use forkd_bench::writer::{PAGE, Writer};
 use serde_json::json;
 
-use super::branch::Run;
+use super::branch::BranchRun;
 use super::results::Results;
-use super::server::Server;
+use super::server::BenchDaemon;
 
 /// How many layers there are over the base.
 const DEPTH: u64 = 8;
@@ -26,8 +26,8 @@ const WRITES: Duration = Duration::from_millis(300);
 
 /// Makes the chain, then spawns from its end and from its base in turns.
 pub(super) async fn measure(
-    run: &Run<'_>,
-    server: &mut Server,
+    run: &BranchRun<'_>,
+    server: &mut BenchDaemon,
     results: &mut Results<'_, Record>,
 ) -> Result<()> {
     let progress = run.context.ui.progress(format!("a chain of {DEPTH} layers"));

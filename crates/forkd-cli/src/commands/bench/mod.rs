@@ -20,7 +20,7 @@ use forkd_bench::bare::Kind;
 use forkd_bench::branch::Record;
 use forkd_bench::{bare, chart, floor, host, report, writer};
 
-use self::results::Output;
+use self::results::OutputArgs;
 use super::Context;
 use crate::args::QuickBenchArgs;
 use crate::host::kvm;
@@ -53,8 +53,8 @@ pub(crate) struct BenchArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
-    Spawn(SpawnArgs),
-    Branch(BranchArgs),
+    Spawn(BenchSpawnArgs),
+    Branch(BenchBranchArgs),
     Report(ReportArgs),
     /// One burst of the floor, in a process of its own: it forks, and must have one thread.
     #[command(hide = true)]
@@ -77,7 +77,7 @@ pub(crate) enum BenchCommand {
   sudo forkd bench spawn --out results.jsonl && forkd bench report results.jsonl --charts .
 
 Exit status: 0 when all cases could be measured, whether or not the goals are met; 1 otherwise.")]
-pub(crate) struct SpawnArgs {
+pub(crate) struct BenchSpawnArgs {
     /// What to measure [default: floor,tiny,linux,eval, and firecracker if one is given].
     #[arg(long = "case", value_delimiter = ',', value_name = "CASE,…")]
     cases: Vec<Case>,
@@ -111,7 +111,7 @@ pub(crate) struct SpawnArgs {
     socket: Option<PathBuf>,
 
     #[command(flatten)]
-    output: Output,
+    output: OutputArgs,
 }
 
 /// What can be measured.
@@ -124,7 +124,7 @@ enum Case {
     Eval,
 }
 
-impl SpawnArgs {
+impl BenchSpawnArgs {
     fn cases(&self) -> BTreeSet<Case> {
         if !self.cases.is_empty() {
             return self.cases.iter().copied().collect();
@@ -149,7 +149,7 @@ impl SpawnArgs {
   sudo forkd bench branch --out results.jsonl && forkd bench report results.jsonl --charts .
 
 Exit status: 0 when all cases could be measured, whether or not the goals are met; 1 otherwise.")]
-pub(crate) struct BranchArgs {
+pub(crate) struct BenchBranchArgs {
     /// What to branch [default: tiny,linux; only tiny when quick].
     #[arg(long, value_delimiter = ',', value_name = "GUEST,…")]
     guest: Vec<Guest>,
@@ -179,7 +179,7 @@ pub(crate) struct BranchArgs {
     socket: Option<PathBuf>,
 
     #[command(flatten)]
-    output: Output,
+    output: OutputArgs,
 }
 
 /// What can be branched.
@@ -366,7 +366,7 @@ mod tests {
     use crate::args::{Cli, Command};
     use clap::Parser;
 
-    fn parsed(line: &[&str]) -> Result<SpawnArgs, clap::Error> {
+    fn parsed(line: &[&str]) -> Result<BenchSpawnArgs, clap::Error> {
         match Cli::try_parse_from(["forkd", "bench", "spawn"].iter().chain(line))?.command {
             Command::Bench(BenchArgs { command: Some(BenchCommand::Spawn(args)), .. }) => Ok(args),
             _ => panic!("not bench spawn"),

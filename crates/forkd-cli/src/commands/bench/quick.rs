@@ -31,7 +31,7 @@ struct Step {
 
 /// What was made, to be removed.
 #[derive(Debug, Default)]
-struct Made {
+struct CreatedObjects {
     children: Vec<String>,
     branch: Option<String>,
 }
@@ -39,7 +39,7 @@ struct Made {
 pub(super) fn quick(context: &Context, args: &QuickBenchArgs) -> Result<u8> {
     with_daemon(context, &args.daemon, async |daemon| {
         let tag = snapshot(&daemon, args.tag.as_deref()).await?;
-        let (mut steps, mut made) = (Vec::new(), Made::default());
+        let (mut steps, mut made) = (Vec::new(), CreatedObjects::default());
         let begun = Instant::now();
         let mut signals = Forwarded::listen()?;
         let (measured, caught) = tokio::select! {
@@ -81,7 +81,7 @@ async fn measure(
     tag: &str,
     count: u16,
     steps: &mut Vec<Step>,
-    made: &mut Made,
+    made: &mut CreatedObjects,
 ) -> Result<()> {
     let (first, took) = spawn(daemon, tag, 1, made).await?;
     let id = first.first().context("no child was made")?.id.clone();
@@ -115,7 +115,12 @@ async fn measure(
     Ok(())
 }
 
-async fn spawn(daemon: &Daemon, tag: &str, count: u16, made: &mut Made) -> Result<(Vec<Sandbox>, f64)> {
+async fn spawn(
+    daemon: &Daemon,
+    tag: &str,
+    count: u16,
+    made: &mut CreatedObjects,
+) -> Result<(Vec<Sandbox>, f64)> {
     let body = json!({ "snapshot_tag": tag, "n": count, "timeout_secs": LIFE_SECS });
     let begun = Instant::now();
     let answer: Value = daemon.ask(Method::POST, "/v1/sandboxes?results=each", Some(&body)).await?;
@@ -129,7 +134,7 @@ async fn spawn(daemon: &Daemon, tag: &str, count: u16, made: &mut Made) -> Resul
 }
 
 /// Removes everything; what could not be.
-async fn clean(daemon: &Daemon, made: &Made) -> Vec<String> {
+async fn clean(daemon: &Daemon, made: &CreatedObjects) -> Vec<String> {
     let mut left = sandboxes::end_all(daemon, &made.children).await;
     if let Some(tag) = &made.branch {
         let removed = daemon.ask(Method::DELETE, &types::snapshot_path(tag), None).await;

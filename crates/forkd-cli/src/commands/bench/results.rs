@@ -11,7 +11,7 @@ use crate::ui;
 
 /// How results are given out.
 #[derive(Debug, Args)]
-pub(super) struct Output {
+pub(super) struct OutputArgs {
     /// Print one JSON object per line instead of a table.
     #[arg(long)]
     pub(super) json: bool,
@@ -22,7 +22,7 @@ pub(super) struct Output {
 }
 
 /// A result.
-pub(super) trait Outcome: Sized {
+pub(super) trait BenchResult: Sized {
     /// As one line of JSON.
     fn to_json(&self) -> String;
 
@@ -31,14 +31,14 @@ pub(super) trait Outcome: Sized {
 }
 
 pub(super) struct Results<'a, T> {
-    output: &'a Output,
+    output: &'a OutputArgs,
     pub(super) all: Vec<T>,
     /// What to exit with.
     pub(super) status: u8,
 }
 
-impl<'a, T: Outcome> Results<'a, T> {
-    pub(super) fn new(output: &'a Output) -> Self {
+impl<'a, T: BenchResult> Results<'a, T> {
+    pub(super) fn new(output: &'a OutputArgs) -> Self {
         Results { output, all: Vec::new(), status: 0 }
     }
 

@@ -27,7 +27,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const DELETES: usize = 16;
 
 /// A daemon, and what was made in it.
-pub(super) struct Server {
+pub(super) struct BenchDaemon {
     daemon: Daemon,
     /// The process, if it was started here.
     child: Option<tokio::process::Child>,
@@ -73,21 +73,21 @@ impl Child {
     }
 }
 
-impl Server {
-    fn existing(socket: PathBuf, ui: Ui) -> Server {
-        Server { daemon: Daemon::unix(socket), child: None, tags: Vec::new(), ui }
+impl BenchDaemon {
+    fn existing(socket: PathBuf, ui: Ui) -> BenchDaemon {
+        BenchDaemon { daemon: Daemon::unix(socket), child: None, tags: Vec::new(), ui }
     }
 
     /// The daemon behind `socket`, or a new one that keeps everything in `folder`.
-    async fn open(context: &Context, socket: Option<&Path>, folder: &Path) -> Result<Server> {
+    async fn open(context: &Context, socket: Option<&Path>, folder: &Path) -> Result<BenchDaemon> {
         match socket {
-            Some(socket) => Ok(Server::existing(socket.to_owned(), context.ui)),
+            Some(socket) => Ok(BenchDaemon::existing(socket.to_owned(), context.ui)),
             None if !paths::is_root() => bail!("the daemon that is measured needs root: use `sudo`"),
-            None => Server::start(context, folder).await,
+            None => BenchDaemon::start(context, folder).await,
         }
     }
 
-    async fn start(context: &Context, folder: &Path) -> Result<Server> {
+    async fn start(context: &Context, folder: &Path) -> Result<BenchDaemon> {
         let (socket, log) = (folder.join("forkd.sock"), folder.join("daemon.log"));
         let output = File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
         let mut command = std::process::Command::new(Binaries::find()?.forkd);
@@ -115,7 +115,7 @@ impl Server {
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        Ok(Server { daemon, child: Some(child), tags: Vec::new(), ui: context.ui })
+        Ok(BenchDaemon { daemon, child: Some(child), tags: Vec::new(), ui: context.ui })
     }
 
     /// One call that has to succeed.
@@ -318,7 +318,7 @@ async fn gone(pid: Option<i64>, name: &str) -> Result<()> {
 }
 
 /// How a measurement came to its end.
-pub(super) enum End {
+pub(super) enum MeasurementEnd {
     /// It is over.
     Done,
     /// A signal cut it off.
@@ -329,18 +329,18 @@ pub(super) enum End {
 /// and the folder. What was made is gone afterwards; what is left of it `forkd cleanup` finds.
 pub(super) async fn in_workplace(
     context: &Context,
-    place: Place<'_>,
-    work: impl AsyncFnOnce(Option<&mut Server>, &Path) -> Result<()>,
-) -> Result<End> {
+    place: DaemonSource<'_>,
+    work: impl AsyncFnOnce(Option<&mut BenchDaemon>, &Path) -> Result<()>,
+) -> Result<MeasurementEnd> {
     // Before there is anything to remove.
     let mut signals = Forwarded::listen()?;
     let workplace = Workplace::make(context)?;
     let mut server = match place {
-        Place::Nothing => None,
-        Place::Daemon(socket) => {
+        DaemonSource::Nothing => None,
+        DaemonSource::Daemon(socket) => {
             tokio::select! {
-                opened = Server::open(context, socket, workplace.path()) => Some(opened?),
-                caught = signals.next() => return Ok(End::Caught(caught)),
+                opened = BenchDaemon::open(context, socket, workplace.path()) => Some(opened?),
+                caught = signals.next() => return Ok(MeasurementEnd::Caught(caught)),
             }
         }
     };
@@ -355,13 +355,13 @@ pub(super) async fn in_workplace(
         (None, _) => {}
     }
     match caught {
-        Some(caught) => Ok(End::Caught(caught)),
-        None => outcome.map(|()| End::Done),
+        Some(caught) => Ok(MeasurementEnd::Caught(caught)),
+        None => outcome.map(|()| MeasurementEnd::Done),
     }
 }
 
 /// What a measurement needs.
-pub(super) enum Place<'a> {
+pub(super) enum DaemonSource<'a> {
     /// No daemon.
     Nothing,
     /// The daemon behind this socket, or one of its own.
@@ -413,7 +413,7 @@ mod tests {
     use std::sync::mpsc;
 
     /// A daemon that gives these answers, one after the other, and tells what it was asked.
-    fn stub(folder: &Path, answers: Vec<(u16, Value)>) -> (Server, mpsc::Receiver<String>) {
+    fn stub(folder: &Path, answers: Vec<(u16, Value)>) -> (BenchDaemon, mpsc::Receiver<String>) {
         let socket = folder.join("stub.sock");
         let listener = UnixListener::bind(&socket).unwrap();
         let (told, asked) = mpsc::channel();
@@ -429,7 +429,7 @@ mod tests {
                 stream.write_all((head + &body).as_bytes()).unwrap();
             }
         });
-        (Server::existing(socket, Ui::new(true)), asked)
+        (BenchDaemon::existing(socket, Ui::new(true)), asked)
     }
 
     #[tokio::test]

@@ -13,9 +13,9 @@ use forkd_bench::report::{self, Line};
 use hyper::Method;
 use serde_json::json;
 
-use super::results::{Outcome, Results};
-use super::server::{End, Place, Server, in_workplace};
-use super::{Case, SpawnArgs, emulated, linux_elsewhere, summary};
+use super::results::{BenchResult, Results};
+use super::server::{BenchDaemon, DaemonSource, MeasurementEnd, in_workplace};
+use super::{BenchSpawnArgs, Case, emulated, linux_elsewhere, summary};
 use crate::commands::{Context, runtime};
 use crate::host::paths::Binaries;
 
@@ -27,7 +27,7 @@ const EVALUATIONS: usize = 20;
 const NEW_PYTHONS: usize = 3;
 
 /// Measures, prints, and returns the status to exit with.
-pub(super) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
+pub(super) fn spawn(context: &Context, args: &BenchSpawnArgs) -> Result<u8> {
     let cases = args.cases();
     let mut results = Results::new(&args.output);
     let conditions = Conditions::here();
@@ -43,8 +43,8 @@ pub(super) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
     let here = cases.iter().copied().filter(|case| elsewhere.is_none() || !linux.contains(case));
     let here: Vec<Case> = here.collect();
     if !here.is_empty() {
-        let run = Run { context, args, cases: &here, conditions: &conditions };
-        if let End::Caught(caught) = runtime()?.block_on(run.measure(&mut results))? {
+        let run = SpawnRun { context, args, cases: &here, conditions: &conditions };
+        if let MeasurementEnd::Caught(caught) = runtime()?.block_on(run.measure(&mut results))? {
             return Ok(caught.status());
         }
     }
@@ -62,7 +62,12 @@ pub(super) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
 }
 
 /// Measures `cases` in the emulated machine, and says whether all of them could be.
-fn in_machine(context: &Context, args: &SpawnArgs, cases: &[Case], why: &str) -> Result<(Vec<Line>, bool)> {
+fn in_machine(
+    context: &Context,
+    args: &BenchSpawnArgs,
+    cases: &[Case],
+    why: &str,
+) -> Result<(Vec<Line>, bool)> {
     let mut inside = vec!["spawn".to_owned(), "--case".into()];
     let names = cases.iter().map(|case| format!("{case:?}").to_lowercase());
     inside.push(names.collect::<Vec<_>>().join(","));
@@ -75,7 +80,7 @@ fn in_machine(context: &Context, args: &SpawnArgs, cases: &[Case], why: &str) ->
     Ok((report::parse(&printed).context("what `forkd bench` in the emulated machine printed")?, complete))
 }
 
-impl Outcome for Line {
+impl BenchResult for Line {
     fn to_json(&self) -> String {
         Line::to_json(self)
     }
@@ -86,23 +91,23 @@ impl Outcome for Line {
 }
 
 /// What is measured on this host.
-struct Run<'a> {
+struct SpawnRun<'a> {
     context: &'a Context,
-    args: &'a SpawnArgs,
+    args: &'a BenchSpawnArgs,
     cases: &'a [Case],
     conditions: &'a Conditions,
 }
 
-impl Run<'_> {
+impl SpawnRun<'_> {
     fn has(&self, case: Case) -> bool {
         self.cases.contains(&case)
     }
 
-    async fn measure(&self, results: &mut Results<'_, Line>) -> Result<End> {
+    async fn measure(&self, results: &mut Results<'_, Line>) -> Result<MeasurementEnd> {
         let needed = |case: &Case| matches!(case, Case::Tiny | Case::Linux | Case::Eval);
         let place = match self.cases.iter().any(needed) {
-            true => Place::Daemon(self.args.socket.as_deref()),
-            false => Place::Nothing,
+            true => DaemonSource::Daemon(self.args.socket.as_deref()),
+            false => DaemonSource::Nothing,
         };
         in_workplace(self.context, place, async |server, folder| self.all(server, folder, results).await)
             .await
@@ -110,7 +115,7 @@ impl Run<'_> {
 
     async fn all(
         &self,
-        mut server: Option<&mut Server>,
+        mut server: Option<&mut BenchDaemon>,
         folder: &Path,
         results: &mut Results<'_, Line>,
     ) -> Result<()> {
@@ -156,7 +161,7 @@ impl Run<'_> {
     /// The floor and the real path, in turns: both meet the same weather.
     async fn floor_and_tiny(
         &self,
-        mut server: Option<&mut Server>,
+        mut server: Option<&mut BenchDaemon>,
         folder: &Path,
         results: &mut Results<'_, Line>,
     ) -> Result<()> {
@@ -193,7 +198,7 @@ impl Run<'_> {
     }
 
     /// A snapshot of the tiny guest, and a first child: it pays for what all others share.
-    async fn prepare_tiny(&self, server: &mut Server, folder: &Path, tag: &str) -> Result<()> {
+    async fn prepare_tiny(&self, server: &mut BenchDaemon, folder: &Path, tag: &str) -> Result<()> {
         let kernel = folder.join("tiny-kernel");
         fs::write(&kernel, guest::kernel()).with_context(|| format!("cannot write {}", kernel.display()))?;
         let request = json!({ "kernel": kernel, "network": false, "mem_size_mib": self.args.mem_size_mib });
@@ -220,7 +225,7 @@ impl Run<'_> {
     }
 
     /// Linux guests, warmed with numpy, to the first answer of their agent; then a child's Python.
-    async fn linux(&self, server: &mut Server, results: &mut Results<'_, Line>) -> Result<()> {
+    async fn linux(&self, server: &mut BenchDaemon, results: &mut Results<'_, Line>) -> Result<()> {
         let ui = self.context.ui;
         let (tag, network) = (format!("bench-linux-{}", std::process::id()), !self.args.no_network);
         let progress = ui.progress("booting and warming a Linux guest");
@@ -262,7 +267,7 @@ impl Run<'_> {
     }
 
     /// A warmed evaluation against a new Python, both over the same API.
-    async fn eval(&self, server: &Server, id: &str) -> Result<Line> {
+    async fn eval(&self, server: &BenchDaemon, id: &str) -> Result<Line> {
         let path = |verb: &str| format!("/v1/sandboxes/{id}/{verb}");
         let imported = json!({ "code": "import numpy", "timeout_secs": 300 });
         server.call(Method::POST, &path("eval"), Some(&imported)).await?;

@@ -13,7 +13,7 @@ use forkd_bench::writer;
 use serde_json::json;
 
 use super::companion::Companion;
-use super::server::{Child, Server};
+use super::server::{BenchDaemon, Child};
 
 /// How long the guest writes between two turns.
 pub(super) const WRITES: Duration = Duration::from_millis(200);
@@ -73,7 +73,12 @@ impl<'a> Turns<'a> {
 
     /// Takes turns with branches of `sandbox`. The process beside it is a new one in each round; what is slow is
     /// done in the first one only.
-    pub(super) async fn round(&mut self, server: &mut Server, sandbox: &Child, turns: usize) -> Result<()> {
+    pub(super) async fn round(
+        &mut self,
+        server: &mut BenchDaemon,
+        sandbox: &Child,
+        turns: usize,
+    ) -> Result<()> {
         // Other work on a core of the host makes everything on it slower, for moments: so what is compared is
         // done on one core, right after each other.
         let cpu = host::last_cpu()?;
@@ -103,7 +108,7 @@ impl<'a> Turns<'a> {
     /// there is a branch now.
     async fn compare(
         &mut self,
-        server: &mut Server,
+        server: &mut BenchDaemon,
         sandbox: &Child,
         companion: &mut Companion,
         tag: &str,

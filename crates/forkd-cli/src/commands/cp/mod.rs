@@ -14,13 +14,13 @@ use anyhow::{Context as _, Result, bail};
 use bytes::Bytes;
 use forkd_controller::{FileInfo, FileKind};
 
-use place::{Place, is_plain_name};
+use place::{DestinationFolder, is_plain_name};
 use remote::Remote;
 use side::{Copied, Side};
 
 use super::{Context, WrongUsage, with_daemon};
 use crate::args::CpArgs;
-use crate::stream::stdio::{self, Output, Target};
+use crate::stream::stdio::{self, OutputStream, OutputWriter};
 use crate::ui::{self, Progress};
 
 /// Bytes of a file in memory at once.
@@ -95,14 +95,14 @@ impl Out<'_> {
             (FileKind::Directory, Side::Here(to)) => {
                 let place = match to.is_dir() {
                     true => {
-                        let top = Place::open(&to)?;
+                        let top = DestinationFolder::open(&to)?;
                         // All of the guest has no name: it goes into the folder itself.
                         if base(path).is_empty() { top } else { top.folder(base(path), mode)? }
                     }
                     false => {
                         std::fs::create_dir_all(&to)
                             .with_context(|| format!("cannot make {}", to.display()))?;
-                        Place::open(&to)?
+                        DestinationFolder::open(&to)?
                     }
                 };
                 self.folder(place, path.to_owned()).await
@@ -115,14 +115,14 @@ impl Out<'_> {
                     false => split(&to)?,
                 };
                 let mode = if found.target_type.is_some() { 0o666 } else { mode };
-                self.file(&Place::open(&folder)?, &name, path, mode).await
+                self.file(&DestinationFolder::open(&folder)?, &name, path, mode).await
             }
             (_, Side::There(..)) => Err(WrongUsage::new(ONE_SIDE).into()),
         }
     }
 
     /// A folder and all that is in it.
-    async fn folder(&mut self, place: Place, path: String) -> Result<()> {
+    async fn folder(&mut self, place: DestinationFolder, path: String) -> Result<()> {
         let mut left = vec![(place, path, 0)];
         while let Some((place, path, depth)) = left.pop() {
             let entries = match self.remote.list(&path).await {
@@ -154,7 +154,12 @@ impl Out<'_> {
     }
 
     /// One entry of a folder; if it is a folder itself, where what is in it goes.
-    async fn entry(&mut self, place: &Place, entry: &FileInfo, path: &str) -> Result<Option<Place>> {
+    async fn entry(
+        &mut self,
+        place: &DestinationFolder,
+        entry: &FileInfo,
+        path: &str,
+    ) -> Result<Option<DestinationFolder>> {
         if !is_plain_name(&entry.name) {
             bail!("its name would lead out of the folder");
         }
@@ -166,7 +171,7 @@ impl Out<'_> {
         }
     }
 
-    async fn file(&mut self, place: &Place, name: &str, path: &str, mode: u32) -> Result<()> {
+    async fn file(&mut self, place: &DestinationFolder, name: &str, path: &str, mode: u32) -> Result<()> {
         let mut pieces = self.remote.read(path).await?;
         let mut draft = place.draft(name, mode)?;
         let mut size = 0;
@@ -184,11 +189,11 @@ impl Out<'_> {
     async fn show(&mut self, path: &str) -> Result<()> {
         let mut pieces = self.remote.read(path).await?;
         self.progress = None;
-        let output = Output::start();
+        let output = OutputWriter::start();
         while let Some(piece) = pieces.next().await? {
             self.copied.bytes += piece.len() as u64;
             tokio::select! {
-                () = output.write(Target::Stdout, piece) => {}
+                () = output.write(OutputStream::Stdout, piece) => {}
                 // Nobody reads it: they have what they wanted.
                 () = output.broken() => break,
             }

@@ -13,22 +13,22 @@ use rustix::io::Errno;
 
 /// A folder files are put into.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct DestinationFolder {
     folder: OwnedFd,
 }
 
-impl Place {
+impl DestinationFolder {
     /// The folder somebody named, who may use links in its path.
-    pub(crate) fn open(path: &Path) -> Result<Place> {
+    pub(crate) fn open(path: &Path) -> Result<DestinationFolder> {
         let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let folder = rustix::fs::open(path, flags, Mode::empty())
             .with_context(|| format!("cannot open the folder {}", path.display()))?;
-        Ok(Place { folder })
+        Ok(DestinationFolder { folder })
     }
 
     /// The folder `name` in it, which is made if it is not there.
-    pub(crate) fn folder(&self, name: &str, mode: u32) -> Result<Place> {
+    pub(crate) fn folder(&self, name: &str, mode: u32) -> Result<DestinationFolder> {
         check(name)?;
         // Its owner must be able to fill it.
         match rustix::fs::mkdirat(&self.folder, name, Mode::from_raw_mode(mode & 0o777 | 0o700)) {
@@ -37,7 +37,7 @@ impl Place {
         }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         match rustix::fs::openat(&self.folder, name, flags, Mode::empty()) {
-            Ok(folder) => Ok(Place { folder }),
+            Ok(folder) => Ok(DestinationFolder { folder }),
             Err(Errno::LOOP | Errno::NOTDIR) => bail!("{name} is there and no folder"),
             Err(errno) => bail!("cannot open the folder {name}: {errno}"),
         }
@@ -118,7 +118,7 @@ mod tests {
         std::fs::write(outside.join("file"), "untouched").unwrap();
         std::os::unix::fs::symlink(&outside, inside.join("folder")).unwrap();
         std::os::unix::fs::symlink(outside.join("file"), inside.join("link")).unwrap();
-        let place = Place::open(&inside).unwrap();
+        let place = DestinationFolder::open(&inside).unwrap();
         for name in ["", ".", "..", "../out/file", "/etc/passwd", "a/b", "a\0b"] {
             assert!(place.draft(name, 0o644).is_err() && place.folder(name, 0o755).is_err(), "{name:?}");
         }
@@ -135,7 +135,7 @@ mod tests {
     #[test]
     fn a_file_that_is_not_kept_leaves_nothing() {
         let top = tempfile::tempdir().unwrap();
-        let place = Place::open(top.path()).unwrap();
+        let place = DestinationFolder::open(top.path()).unwrap();
         let mut draft = place.draft("file", 0o600).unwrap();
         draft.write(b"half").unwrap();
         drop(draft);

@@ -2,7 +2,7 @@
 //! decides what goes where.
 //!
 //! A guest is hostile: whatever it says a file is called, nothing is written outside of the folder that was
-//! named ([`Place`](super::Place)), and no link it has becomes one here.
+//! named ([`DestinationFolder`](super::DestinationFolder)), and no link it has becomes one here.
 
 use std::path::PathBuf;
 

@@ -11,7 +11,7 @@ use anyhow::Result;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 pub(crate) use watch::{AtEnd, drain, tidy};
-use watch::{Listening, Saving};
+use watch::{Listening, SaveGuard};
 
 /// Who ends when a signal comes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,7 +77,7 @@ impl Forwarded {
         &mut self,
         work: impl Future<Output = T>,
     ) -> std::result::Result<(T, Option<Caught>), Caught> {
-        let _saving = Saving::begin();
+        let _saving = SaveGuard::begin();
         self.finish(work).await
     }
 

@@ -52,16 +52,16 @@ impl Drop for Listening {
 
 /// A save under way: the first signal does not end it.
 #[derive(Debug)]
-pub(super) struct Saving(());
+pub(super) struct SaveGuard(());
 
-impl Saving {
+impl SaveGuard {
     pub(super) fn begin() -> Self {
         SAVING.fetch_add(1, Ordering::SeqCst);
-        Saving(())
+        SaveGuard(())
     }
 }
 
-impl Drop for Saving {
+impl Drop for SaveGuard {
     fn drop(&mut self) {
         SAVING.fetch_sub(1, Ordering::SeqCst);
     }
