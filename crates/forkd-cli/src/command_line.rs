@@ -6,7 +6,7 @@ use anyhow::Result;
 use clap::parser::ValueSource;
 use clap::{ArgMatches, FromArgMatches};
 
-use crate::args::compat_flags::{self, Obsolete};
+use crate::args::compat_flags::{self, ObsoleteFlag};
 use crate::args::{Cli, grammar};
 use crate::settings::{self, File};
 
@@ -21,7 +21,7 @@ pub(crate) struct Line {
     /// Whether a program reads what it prints: `--json`.
     pub(crate) json: bool,
     /// Flags that were typed and have no meaning.
-    pub(crate) obsolete: Vec<&'static Obsolete>,
+    pub(crate) obsolete: Vec<&'static ObsoleteFlag>,
 }
 
 /// Understands what was typed; what cannot be understood ends the process with help.

@@ -14,7 +14,7 @@ pub(crate) enum Fate {
 
 /// A flag.
 #[derive(Debug)]
-pub(crate) struct Obsolete {
+pub(crate) struct ObsoleteFlag {
     pub(crate) flag: &'static str,
     /// What it took, if it took something.
     value: Option<&'static str>,
@@ -30,8 +30,8 @@ const fn ignored(
     value: Option<&'static str>,
     commands: &'static [&'static str],
     instead: &'static str,
-) -> Obsolete {
-    Obsolete { flag, value, commands, fate: Fate::Ignored, instead }
+) -> ObsoleteFlag {
+    ObsoleteFlag { flag, value, commands, fate: Fate::Ignored, instead }
 }
 
 const fn refused(
@@ -39,12 +39,12 @@ const fn refused(
     value: &'static str,
     commands: &'static [&'static str],
     instead: &'static str,
-) -> Obsolete {
-    Obsolete { flag, value: Some(value), commands, fate: Fate::Refused, instead }
+) -> ObsoleteFlag {
+    ObsoleteFlag { flag, value: Some(value), commands, fate: Fate::Refused, instead }
 }
 
 /// All of them.
-pub(crate) const ALL: &[Obsolete] = &[
+pub(crate) const ALL: &[ObsoleteFlag] = &[
     ignored("tap", Some("NAME"), &["snapshot", "run", "from-image"], "the daemon makes every guest its own"),
     ignored(
         "per-child-netns",
@@ -98,7 +98,7 @@ fn add_below(command: Command, above: &str) -> Command {
     })
 }
 
-fn option(obsolete: &Obsolete) -> Arg {
+fn option(obsolete: &ObsoleteFlag) -> Arg {
     let arg = Arg::new(id(obsolete)).long(obsolete.flag).hide(true);
     match obsolete.value {
         Some(value) => arg.value_name(value).action(ArgAction::Append),
@@ -107,17 +107,17 @@ fn option(obsolete: &Obsolete) -> Arg {
 }
 
 /// The id of the option, which no option of a command has.
-fn id(obsolete: &Obsolete) -> String {
+fn id(obsolete: &ObsoleteFlag) -> String {
     format!("obsolete-{}", obsolete.flag)
 }
 
 /// Those that were typed.
-pub(crate) fn typed(matches: &ArgMatches) -> Vec<&'static Obsolete> {
+pub(crate) fn typed(matches: &ArgMatches) -> Vec<&'static ObsoleteFlag> {
     let mut innermost = matches;
     while let Some((_, inner)) = innermost.subcommand() {
         innermost = inner;
     }
-    let is_typed = |obsolete: &&Obsolete| {
+    let is_typed = |obsolete: &&ObsoleteFlag| {
         let id = id(obsolete);
         innermost.ids().any(|known| known.as_str() == id)
             && innermost.value_source(&id) == Some(ValueSource::CommandLine)

@@ -28,7 +28,7 @@ impl OnTimeout {
 
 /// How long sandboxes to make live, and what is written on them.
 #[derive(Debug, Default, Args)]
-pub(crate) struct LifeArgs {
+pub(crate) struct LifetimeArgs {
     /// Label to find them by (`forkd ls --label`). May be given several times.
     #[arg(long, value_parser = parse_label, value_name = "NAME=VALUE")]
     pub(crate) label: Vec<(String, String)>,

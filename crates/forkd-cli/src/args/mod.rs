@@ -25,7 +25,7 @@ pub(crate) use common::{
     SandboxArgs, SandboxesArgs, TargetArgs,
 };
 use common::{MAX_SECS, parse_id, parse_name, parse_variable};
-pub(crate) use lifetime::{FilterArgs, LifeArgs, UpdateArgs};
+pub(crate) use lifetime::{FilterArgs, LifetimeArgs, UpdateArgs};
 pub(crate) use local::{
     CleanupArgs, CompletionsArgs, ConfigArgs, ConfigCheckArgs, ConfigCommand, DocsCommand, ExtraArgs,
     FromImageArgs, ManArgs, ParentBuildArgs, ParentCommand, PathsArgs, QuickBenchArgs, QuickstartArgs, Shell,

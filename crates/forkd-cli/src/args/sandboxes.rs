@@ -3,7 +3,7 @@
 use clap::Args;
 
 use super::{
-    AgentTargetArgs, AnswerArgs, DaemonArgs, FilterArgs, LifeArgs, LimitArgs, MAX_SECS, MemoryLimitArgs,
+    AgentTargetArgs, AnswerArgs, DaemonArgs, FilterArgs, LifetimeArgs, LimitArgs, MAX_SECS, MemoryLimitArgs,
     ProcessArgs, SandboxArgs, TargetArgs, parse_id, parse_name, parse_variable,
 };
 
@@ -35,7 +35,7 @@ pub(crate) struct ChildrenArgs {
     pub(crate) env: Vec<(String, String)>,
 
     #[command(flatten)]
-    pub(crate) life: LifeArgs,
+    pub(crate) life: LifetimeArgs,
 }
 
 /// Fork children from a snapshot and say how long it took.

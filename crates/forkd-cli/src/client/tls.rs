@@ -56,7 +56,7 @@ impl Trust {
         let inner = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider.clone())
             .build()
             .context("cannot set TLS up")?;
-        let believer = Arc::new(Believer { inner, given, provider: provider.clone() });
+        let believer = Arc::new(PinnedVerifier { inner, given, provider: provider.clone() });
         let mut config = ClientConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()
             .context("cannot set TLS up")?
@@ -80,13 +80,13 @@ fn read(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
 
 /// Believes what the verifier of rustls does, and the very certificates the user gave.
 #[derive(Debug)]
-struct Believer {
+struct PinnedVerifier {
     inner: Arc<WebPkiServerVerifier>,
     given: Vec<CertificateDer<'static>>,
     provider: Arc<CryptoProvider>,
 }
 
-impl ServerCertVerifier for Believer {
+impl ServerCertVerifier for PinnedVerifier {
     fn verify_server_cert(
         &self,
         shown: &CertificateDer<'_>,

@@ -12,8 +12,8 @@ use super::exec::status;
 use super::{Context, with_daemon};
 use crate::args::{AgentPortArgs, AgentTargetArgs};
 use crate::client::Streaming;
-use crate::compat::json_lines::{self, Question};
-use crate::compat::relay::{AgentPort, Known, PREFIX, Relay};
+use crate::compat::json_lines::{self, LineRequest};
+use crate::compat::relay::{AgentPort, PREFIX, Relay, VerifiedDaemon};
 use crate::host::process;
 use crate::stream::signals::Forwarded;
 use crate::ui;
@@ -29,7 +29,7 @@ const AWAY_LIMIT: Duration = Duration::from_secs(30);
 pub(crate) fn serve(context: &Context, args: &AgentPortArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let mut signals = Forwarded::listen()?;
-        let known = Known::new(context, daemon);
+        let known = VerifiedDaemon::new(context, daemon);
         let work = async {
             let relays = open(context, &known, args).await?;
             close_with(&known, relays).await
@@ -42,7 +42,7 @@ pub(crate) fn serve(context: &Context, args: &AgentPortArgs) -> Result<u8> {
 }
 
 /// Opens a port for each sandbox, and says where. Whether there are any is said now, not to whoever connects.
-async fn open(context: &Context, known: &Known, args: &AgentPortArgs) -> Result<Vec<Relay>> {
+async fn open(context: &Context, known: &VerifiedDaemon, args: &AgentPortArgs) -> Result<Vec<Relay>> {
     let list = known.daemon()?.ask(Method::GET, "/v1/sandboxes", None).await?;
     let (alive, gone): (Vec<&String>, Vec<&String>) = args.ids.iter().partition(|id| is_alive(&list, id));
     if alive.is_empty() {
@@ -69,7 +69,7 @@ async fn open(context: &Context, known: &Known, args: &AgentPortArgs) -> Result<
 }
 
 /// Closes each port when its sandbox has ended; returns when all have.
-async fn close_with(known: &Known, mut relays: Vec<Relay>) -> Result<()> {
+async fn close_with(known: &VerifiedDaemon, mut relays: Vec<Relay>) -> Result<()> {
     let mut seen = Instant::now();
     loop {
         // First this: what ends after the look is told.
@@ -123,7 +123,7 @@ fn is_alive(list: &Value, id: &str) -> bool {
 pub(super) fn exec(
     context: &Context,
     target: &AgentTargetArgs,
-    question: &Question,
+    question: &LineRequest,
     as_json: bool,
 ) -> Result<u8> {
     let answer = ask(context, target, question)?;
@@ -143,7 +143,7 @@ pub(super) fn exec(
 pub(super) fn eval(
     context: &Context,
     target: &AgentTargetArgs,
-    question: &Question,
+    question: &LineRequest,
     as_json: bool,
 ) -> Result<u8> {
     let answer = ask(context, target, question)?;
@@ -172,7 +172,7 @@ pub(super) fn ping(context: &Context, target: &AgentTargetArgs) -> Result<u8> {
     Ok(u8::from(answer.get("pong") != Some(&json!(true))))
 }
 
-fn ask(context: &Context, target: &AgentTargetArgs, question: &Question) -> Result<Value> {
+fn ask(context: &Context, target: &AgentTargetArgs, question: &LineRequest) -> Result<Value> {
     if target.child.is_some() {
         context.ui.note("--child has no meaning here: every sandbox has a network of its own; give its ID");
     }

@@ -25,13 +25,17 @@ pub(crate) fn branch(context: &Context, args: &BranchArgs) -> Result<u8> {
             WrongUsage::new("--no-wait goes with --mode live: the others are done when stored").into()
         );
     }
-    let wanted =
-        Wanted { id: &args.sandbox.id, tag: args.tag.as_deref(), mode: args.mode, wait: !args.no_wait };
+    let wanted = BranchRequest {
+        id: &args.sandbox.id,
+        tag: args.tag.as_deref(),
+        mode: args.mode,
+        wait: !args.no_wait,
+    };
     keep(context, &wanted, &args.answer)
 }
 
 /// Takes a branch and tells of it.
-pub(super) fn keep(context: &Context, wanted: &Wanted<'_>, output: &AnswerArgs) -> Result<u8> {
+pub(super) fn keep(context: &Context, wanted: &BranchRequest<'_>, output: &AnswerArgs) -> Result<u8> {
     with_daemon(context, &output.daemon, async |daemon| {
         let mut signals = Forwarded::listen()?;
         let answer = tokio::select! {
@@ -52,7 +56,7 @@ pub(super) fn keep(context: &Context, wanted: &Wanted<'_>, output: &AnswerArgs) 
 
 /// A branch to take.
 #[derive(Debug)]
-pub(super) struct Wanted<'a> {
+pub(super) struct BranchRequest<'a> {
     /// The sandbox.
     pub(super) id: &'a str,
     /// The branch's name; the daemon finds one if there is none.
@@ -62,7 +66,7 @@ pub(super) struct Wanted<'a> {
     pub(super) wait: bool,
 }
 
-impl Wanted<'_> {
+impl BranchRequest<'_> {
     fn request(&self) -> Value {
         let mut body = json!({ "mode": self.mode.name() });
         if let Some(tag) = self.tag {
@@ -77,7 +81,7 @@ impl Wanted<'_> {
 }
 
 /// Takes a branch, and waits until it is on disk if wanted. Gives what the daemon says of it.
-pub(super) async fn take(daemon: &Daemon, wanted: &Wanted<'_>, ui: Ui) -> Result<Value> {
+pub(super) async fn take(daemon: &Daemon, wanted: &BranchRequest<'_>, ui: Ui) -> Result<Value> {
     let progress = ui.spinner(format!("branching {}", wanted.id));
     let path = format!("{}/branch", types::sandbox_path(wanted.id));
     let body = wanted.request();
@@ -200,7 +204,7 @@ written  3.0 MiB in 1.20 s";
 
     #[test]
     fn only_a_live_branch_is_not_waited_for_by_the_daemon() {
-        let wanted = |mode, tag| Wanted { id: "sb1", tag, mode, wait: true }.request();
+        let wanted = |mode, tag| BranchRequest { id: "sb1", tag, mode, wait: true }.request();
         assert_eq!(wanted(BranchMode::Live, None), json!({ "mode": "live", "wait": false }));
         assert_eq!(wanted(BranchMode::Full, Some("t")), json!({ "mode": "full", "tag": "t" }));
     }

@@ -14,7 +14,7 @@ use super::{Context, sandboxes, update, with_daemon};
 use crate::args::{ChildrenArgs, ForkArgs, SpawnArgs};
 use crate::client::types::{self, ChildError, Sandbox, Spawned};
 use crate::client::{Address, Daemon};
-use crate::compat::relay::{Known, PREFIX, Relay};
+use crate::compat::relay::{PREFIX, Relay, VerifiedDaemon};
 use crate::host::clock;
 use crate::host::process;
 use crate::stream::signals::{Caught, Forwarded};
@@ -49,7 +49,7 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
         let mut spawned: Spawned = types::read(&answer)?;
         let served = match server {
             Some(PortServer::Ourselves) => {
-                let known = Known::new(context, daemon.clone());
+                let known = VerifiedDaemon::new(context, daemon.clone());
                 serve_lines(&known, &mut spawned.children, wanted).await
             }
             Some(PortServer::Left) => leave_lines(context, &daemon, &mut spawned.children),
@@ -138,7 +138,7 @@ async fn wanted_port() -> Result<Option<TcpListener>> {
 /// Serves a port for each child as long as this command runs, which is then where it is reached; the first
 /// one on `wanted`.
 async fn serve_lines(
-    daemon: &Known,
+    daemon: &VerifiedDaemon,
     children: &mut [Sandbox],
     mut wanted: Option<TcpListener>,
 ) -> Result<()> {
@@ -230,7 +230,7 @@ async fn settle(
         },
     };
     let ids: Vec<String> = children.iter().map(|child| child.id.clone()).collect();
-    for error in sandboxes::end_all(daemon, &ids).await {
+    for error in sandboxes::kill_all(daemon, &ids).await {
         ui.warn(error);
     }
     caught

@@ -193,7 +193,7 @@ pub(crate) fn kill(context: &Context, args: &KillArgs) -> Result<u8> {
             let kill = async |id: &str| end(&daemon, id).await;
             return report(context.ui, true, types::for_each(&ids, kill).await, "killed");
         }
-        let failed = end_all(&daemon, &ids).await;
+        let failed = kill_all(&daemon, &ids).await;
         for error in &failed {
             context.ui.warn(error);
         }
@@ -211,7 +211,7 @@ async fn matching(daemon: &Daemon, filter: &FilterArgs) -> Result<Vec<String>> {
 }
 
 /// Ends sandboxes and says which could not be. One that is gone already is what was wanted.
-pub(super) async fn end_all(daemon: &Daemon, ids: &[String]) -> Vec<String> {
+pub(super) async fn kill_all(daemon: &Daemon, ids: &[String]) -> Vec<String> {
     let kill = async |id: &str| end(daemon, id).await;
     let results = types::for_each(ids, kill).await;
     results.into_iter().filter_map(|(id, ended)| Some(format!("{id}: {:#}", ended.err()?))).collect()

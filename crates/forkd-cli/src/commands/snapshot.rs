@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, bail};
 use hyper::Method;
 use serde_json::{Value, json};
 
-use super::branch::{self, Wanted};
+use super::branch::{self, BranchRequest};
 use super::{Context, WrongUsage, prepare_image, with_daemon};
 use forkd_controller::Code;
 
@@ -33,7 +33,7 @@ pub(crate) fn snapshot(context: &Context, args: &SnapshotArgs) -> Result<u8> {
                 WrongUsage::new("--no-wait goes with --mode live: the others are done when stored").into()
             );
         }
-        let wanted = Wanted { id, tag: Some(&args.tag), mode, wait: !args.no_wait };
+        let wanted = BranchRequest { id, tag: Some(&args.tag), mode, wait: !args.no_wait };
         return branch::keep(context, &wanted, &args.answer);
     }
     warm(context, args.image.as_deref(), &args.tag, &request(args)?, &args.answer)
@@ -117,7 +117,7 @@ pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Re
         }
     };
     let progress = ui.progress(format!("snapshot {tag}"));
-    let mut phases = Phases::new(Instant::now());
+    let mut phases = PhaseTimes::new(Instant::now());
     loop {
         let snapshot: Snapshot = types::read(&answer)?;
         match snapshot.status {
@@ -181,16 +181,16 @@ async fn cancel(
 }
 
 /// The phases a snapshot goes through, with the time each took.
-struct Phases {
+struct PhaseTimes {
     current: Option<String>,
     since: Instant,
     /// What is over.
     past: String,
 }
 
-impl Phases {
+impl PhaseTimes {
     fn new(now: Instant) -> Self {
-        Phases { current: None, since: now, past: String::new() }
+        PhaseTimes { current: None, since: now, past: String::new() }
     }
 
     /// Takes the phase it is in now; gives the line that says so, the same until the phase changes.
@@ -253,7 +253,7 @@ mod tests {
     #[test]
     fn each_phase_is_said_once_with_the_time_the_last_one_took() {
         let start = Instant::now();
-        let mut phases = Phases::new(start);
+        let mut phases = PhaseTimes::new(start);
         let at = |seconds| start + Duration::from_secs(seconds);
         assert_eq!(phases.see("booting", at(0)), "booting");
         assert_eq!(phases.see("booting", at(3)), "booting");

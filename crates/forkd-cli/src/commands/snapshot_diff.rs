@@ -8,7 +8,7 @@ use forkd_controller::{Code, ExecReply, ExecRequest};
 use hyper::Method;
 use serde_json::{Value, json};
 
-use super::branch::{self, Wanted};
+use super::branch::{self, BranchRequest};
 use super::{Context, exec, fork, sandboxes, with_daemon};
 use crate::args::{BranchMode, SnapshotDiffArgs};
 use crate::client::types::{self, Spawned};
@@ -37,7 +37,7 @@ pub(crate) fn snapshot_diff(context: &Context, args: &SnapshotDiffArgs) -> Resul
                 signal = signals.next() => caught = Some(signal),
             }
         }
-        for error in sandboxes::end_all(&daemon, &[spawned]).await {
+        for error in sandboxes::kill_all(&daemon, &[spawned]).await {
             ui.warn(error);
         }
         match (made, caught) {
@@ -95,7 +95,8 @@ async fn change_and_keep(daemon: &Daemon, id: &str, args: &SnapshotDiffArgs, ui:
     if reply.exit_code != 0 {
         bail!("the command ended with status {}: no snapshot {} was made", reply.exit_code, args.tag);
     }
-    branch::take(daemon, &Wanted { id, tag: Some(&args.tag), mode: BranchMode::Diff, wait: true }, ui).await
+    branch::take(daemon, &BranchRequest { id, tag: Some(&args.tag), mode: BranchMode::Diff, wait: true }, ui)
+        .await
 }
 
 fn show(answer: &Value, json: bool) -> Result<()> {

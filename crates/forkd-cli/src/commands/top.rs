@@ -46,10 +46,10 @@ pub(crate) fn top(context: &Context, args: &TopArgs) -> Result<u8> {
 }
 
 /// When somebody was looked at, and the CPU time used until then.
-type Earlier = HashMap<String, (Instant, u64)>;
+type CpuSamples = HashMap<String, (Instant, u64)>;
 
 /// What each sandbox uses now, and of the CPU since the last look.
-async fn look(daemon: &Daemon, earlier: &mut Earlier) -> Result<Vec<Value>> {
+async fn look(daemon: &Daemon, earlier: &mut CpuSamples) -> Result<Vec<Value>> {
     let sandboxes = daemon.ask(Method::GET, "/v1/sandboxes", None).await?;
     let sandboxes = sandboxes.as_array().cloned().unwrap_or_default();
     let id = |sandbox: &Value| sandbox.get("id").and_then(Value::as_str).unwrap_or_default().to_owned();
@@ -60,7 +60,7 @@ async fn look(daemon: &Daemon, earlier: &mut Earlier) -> Result<Vec<Value>> {
         Ok::<_, anyhow::Error>((stats, Instant::now()))
     };
     let mut rows = Vec::with_capacity(ids.len());
-    let mut now = Earlier::new();
+    let mut now = CpuSamples::new();
     for (sandbox, (id, answer)) in sandboxes.iter().zip(types::for_each(&ids, ask).await) {
         let (stats, at) = answer?;
         let mut row = json!({});

@@ -8,12 +8,12 @@ use hyper::Method;
 use serde_json::{Value, json};
 
 use super::{Context, report, with_daemon};
-use crate::args::{FilterArgs, LifeArgs, UpdateArgs};
+use crate::args::{FilterArgs, LifetimeArgs, UpdateArgs};
 use crate::client::types::{self, Sandbox};
 use crate::ui;
 
 /// Adds to a request for sandboxes what was typed of their lives.
-pub(super) fn ask_for(body: &mut Value, life: &LifeArgs) {
+pub(super) fn ask_for(body: &mut Value, life: &LifetimeArgs) {
     if !life.label.is_empty() {
         body["labels"] = labels(&life.label);
     }
@@ -120,7 +120,7 @@ mod tests {
                             "on_timeout": "suspend", "suspend_as": "x" });
         assert_eq!(body, asked);
         let mut nothing = json!({});
-        ask_for(&mut nothing, &LifeArgs::default());
+        ask_for(&mut nothing, &LifetimeArgs::default());
         assert_eq!(nothing, json!({}));
     }
 

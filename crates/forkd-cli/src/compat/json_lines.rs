@@ -16,30 +16,30 @@ const MAX_ANSWER: u64 = 128 << 20;
 
 /// A question, and how long its answer may take.
 #[derive(Debug)]
-pub(crate) struct Question {
+pub(crate) struct LineRequest {
     line: Value,
     limit: Duration,
 }
 
 /// Whether somebody is there.
-pub(crate) fn ping_request() -> Question {
-    Question { line: json!({ "action": "ping" }), limit: Duration::ZERO }
+pub(crate) fn ping_request() -> LineRequest {
+    LineRequest { line: json!({ "action": "ping" }), limit: Duration::ZERO }
 }
 
 /// A command to run.
-pub(crate) fn exec_request(args: &[String], secs: u64) -> Question {
+pub(crate) fn exec_request(args: &[String], secs: u64) -> LineRequest {
     let line = json!({ "action": "exec", "args": args, "timeout": secs });
-    Question { line, limit: Duration::from_secs(secs) }
+    LineRequest { line, limit: Duration::from_secs(secs) }
 }
 
 /// Python to evaluate.
-pub(crate) fn eval_request(code: &str, secs: u64) -> Question {
+pub(crate) fn eval_request(code: &str, secs: u64) -> LineRequest {
     let line = json!({ "action": "eval", "code": code, "timeout": secs });
-    Question { line, limit: Duration::from_secs(secs) }
+    LineRequest { line, limit: Duration::from_secs(secs) }
 }
 
 /// Asks whoever speaks the protocol at `target`.
-pub(crate) fn ask(target: &str, question: &Question) -> Result<Value> {
+pub(crate) fn ask(target: &str, question: &LineRequest) -> Result<Value> {
     let address = target.to_socket_addrs().ok().and_then(|mut addresses| addresses.next());
     let address = address.with_context(|| {
         format!("`{target}` is no address; give HOST:PORT, such as 127.0.0.1:40123 or [::1]:8888")

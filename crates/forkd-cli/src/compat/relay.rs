@@ -63,7 +63,7 @@ impl Relay {
 
     /// Serves a port that was taken, until this process ends or the relay is closed. Whoever has connected to
     /// it already is served, too.
-    pub(crate) fn serve(listener: TcpListener, daemon: Known, id: &str) -> Result<Relay> {
+    pub(crate) fn serve(listener: TcpListener, daemon: VerifiedDaemon, id: &str) -> Result<Relay> {
         let target = listener.local_addr()?;
         let path = format!("{}/line", types::sandbox_path(id));
         let server = tokio::spawn(serve(listener, daemon, path)).abort_handle();
@@ -123,16 +123,16 @@ pub(crate) struct AgentPort {
 /// A daemon that is asked only while it is known to be the one that was meant: where the machine's was,
 /// somebody else may listen when that is gone, and is not to be shown its token.
 #[derive(Clone)]
-pub(crate) struct Known {
+pub(crate) struct VerifiedDaemon {
     daemon: Daemon,
     machine: Option<Arc<Machine>>,
 }
 
-impl Known {
+impl VerifiedDaemon {
     pub(crate) fn new(context: &Context, daemon: Daemon) -> Self {
         let machine = Arc::new(Machine::new(&context.data, context.ui));
         let port = daemon.port();
-        Known { machine: Some(machine).filter(|it| port.is_some() && port_of(it) == port), daemon }
+        VerifiedDaemon { machine: Some(machine).filter(|it| port.is_some() && port_of(it) == port), daemon }
     }
 
     /// The daemon, if it is still there.
@@ -149,7 +149,7 @@ fn port_of(machine: &Machine) -> Option<u16> {
     machine.running().ok().flatten().map(|running| running.state.rest_port)
 }
 
-async fn serve(listener: TcpListener, daemon: Known, path: String) {
+async fn serve(listener: TcpListener, daemon: VerifiedDaemon, path: String) {
     let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     while let Ok(place) = room.clone().acquire_owned().await {
         let Ok((stream, _)) = listener.accept().await else {
@@ -182,7 +182,7 @@ async fn admit(stream: &TcpStream) -> std::io::Result<Result<(), Failure>> {
 }
 
 /// One line to the daemon, its answer back.
-async fn pass_on(mut stream: TcpStream, daemon: &Known, path: &str) -> std::io::Result<()> {
+async fn pass_on(mut stream: TcpStream, daemon: &VerifiedDaemon, path: &str) -> std::io::Result<()> {
     let line = match admit(&stream).await? {
         Ok(()) => tokio::time::timeout(LINE_LIMIT, read_line(&mut stream)).await??,
         Err(failure) => Err(failure),

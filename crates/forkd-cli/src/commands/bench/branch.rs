@@ -13,7 +13,7 @@ use hyper::Method as Verb;
 use serde_json::{Value, json};
 
 use super::results::{BenchResult, Results};
-use super::server::{BenchDaemon, DaemonSource, MeasurementEnd, in_workplace};
+use super::server::{BenchDaemon, DaemonSource, MeasurementEnd, in_bench_folder};
 use super::turns::{Turns, WRITES};
 use super::{BenchBranchArgs, Guest, chain, emulated, linux_elsewhere};
 use crate::commands::{Context, runtime};
@@ -132,7 +132,7 @@ async fn measure(
     results: &mut Results<'_, Record>,
 ) -> Result<MeasurementEnd> {
     let place = DaemonSource::Daemon(args.socket.as_deref());
-    in_workplace(context, place, async |server, folder| {
+    in_bench_folder(context, place, async |server, folder| {
         let server = server.context("there is no daemon to measure")?;
         BranchRun { context, args, conditions, folder }.all(guests, server, results).await
     })

@@ -10,7 +10,7 @@ use crate::commands::Context;
 use crate::host::paths::Binaries;
 use crate::machine::Machine;
 use crate::machine::qemu::{MACHINE_DATA, SHARE};
-use crate::stream::signals::AtEnd;
+use crate::stream::signals::ExitAction;
 
 /// Runs `forkd bench` in the machine with these arguments; returns the lines it printed and whether
 /// everything could be measured. Its notes go to standard error as ours do.
@@ -31,7 +31,7 @@ pub(super) fn measure(context: &Context, args: &[String], why: &str) -> Result<(
     let shell = command.spawn().context("cannot run `forkd machine shell`")?;
     // It passes the signal on to the bench in there, and ends with it.
     let pid = Pid::from_child(&shell);
-    let _at_end = AtEnd::new(move || {
+    let _at_end = ExitAction::new(move || {
         // It may have ended by itself.
         let _ = rustix::process::kill_process(pid, Signal::TERM);
     })?;

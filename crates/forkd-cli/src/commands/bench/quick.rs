@@ -135,7 +135,7 @@ async fn spawn(
 
 /// Removes everything; what could not be.
 async fn clean(daemon: &Daemon, made: &CreatedObjects) -> Vec<String> {
-    let mut left = sandboxes::end_all(daemon, &made.children).await;
+    let mut left = sandboxes::kill_all(daemon, &made.children).await;
     if let Some(tag) = &made.branch {
         let removed = daemon.ask(Method::DELETE, &types::snapshot_path(tag), None).await;
         match removed {

@@ -18,7 +18,7 @@ use crate::client::Daemon;
 use crate::commands::Context;
 use crate::host::paths::{self, Binaries};
 use crate::host::process;
-use crate::stream::signals::{AtEnd, Caught, Forwarded};
+use crate::stream::signals::{Caught, ExitAction, Forwarded};
 use crate::ui::Ui;
 
 /// How long the daemon may take to start, to stop, and processes to end.
@@ -327,14 +327,14 @@ pub(super) enum MeasurementEnd {
 
 /// Measures with a daemon, in a folder of its own, until that is done or a signal comes. `work` gets the daemon
 /// and the folder. What was made is gone afterwards; what is left of it `forkd cleanup` finds.
-pub(super) async fn in_workplace(
+pub(super) async fn in_bench_folder(
     context: &Context,
     place: DaemonSource<'_>,
     work: impl AsyncFnOnce(Option<&mut BenchDaemon>, &Path) -> Result<()>,
 ) -> Result<MeasurementEnd> {
     // Before there is anything to remove.
     let mut signals = Forwarded::listen()?;
-    let workplace = Workplace::make(context)?;
+    let workplace = BenchFolder::make(context)?;
     let mut server = match place {
         DaemonSource::Nothing => None,
         DaemonSource::Daemon(socket) => {
@@ -377,19 +377,19 @@ fn reason(status: hyper::StatusCode, answer: &Value) -> String {
 }
 
 /// A folder for one run; removed at its end, with the daemon that was started in it and its sandboxes.
-struct Workplace {
+struct BenchFolder {
     path: PathBuf,
-    _at_end: AtEnd,
+    _at_end: ExitAction,
 }
 
-impl Workplace {
-    fn make(context: &Context) -> Result<Workplace> {
+impl BenchFolder {
+    fn make(context: &Context) -> Result<BenchFolder> {
         context.data.create()?;
         let path = cleanup::bench_folder(context.data.root());
         fs::create_dir(&path).with_context(|| format!("cannot make {}", path.display()))?;
         let place = path.clone();
-        let at_end = AtEnd::new(move || cleanup::remove_bench(&place))?;
-        let made = Workplace { path, _at_end: at_end };
+        let at_end = ExitAction::new(move || cleanup::remove_bench(&place))?;
+        let made = BenchFolder { path, _at_end: at_end };
         cleanup::claim_bench(&made.path)?;
         Ok(made)
     }
@@ -399,7 +399,7 @@ impl Workplace {
     }
 }
 
-impl Drop for Workplace {
+impl Drop for BenchFolder {
     fn drop(&mut self) {
         cleanup::remove_bench(&self.path);
     }

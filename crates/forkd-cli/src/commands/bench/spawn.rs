@@ -14,7 +14,7 @@ use hyper::Method;
 use serde_json::json;
 
 use super::results::{BenchResult, Results};
-use super::server::{BenchDaemon, DaemonSource, MeasurementEnd, in_workplace};
+use super::server::{BenchDaemon, DaemonSource, MeasurementEnd, in_bench_folder};
 use super::{BenchSpawnArgs, Case, emulated, linux_elsewhere, summary};
 use crate::commands::{Context, runtime};
 use crate::host::paths::Binaries;
@@ -109,7 +109,7 @@ impl SpawnRun<'_> {
             true => DaemonSource::Daemon(self.args.socket.as_deref()),
             false => DaemonSource::Nothing,
         };
-        in_workplace(self.context, place, async |server, folder| self.all(server, folder, results).await)
+        in_bench_folder(self.context, place, async |server, folder| self.all(server, folder, results).await)
             .await
     }
 

@@ -62,11 +62,11 @@ fn with_daemon_copied(context: &Context, args: &CpArgs, sides: (Side, Side)) -> 
         let remote = |id: &str| Remote::new(&daemon, id, args.user.clone());
         match sides {
             (Side::There(id, path), to) => {
-                let mut out = Out { remote: remote(&id), copied: &mut copied, progress, entries: 0 };
+                let mut out = CopyOut { remote: remote(&id), copied: &mut copied, progress, entries: 0 };
                 out.copy(&path, to, args.recursive).await?;
             }
             (from, Side::There(id, path)) => {
-                let mut into = Into { remote: remote(&id), copied: &mut copied, progress };
+                let mut into = CopyIn { remote: remote(&id), copied: &mut copied, progress };
                 into.copy(from, &path, args.recursive).await?;
             }
             _ => return Err(WrongUsage::new(ONE_SIDE).into()),
@@ -77,14 +77,14 @@ fn with_daemon_copied(context: &Context, args: &CpArgs, sides: (Side, Side)) -> 
 }
 
 /// A copy out of a sandbox.
-struct Out<'c> {
+struct CopyOut<'c> {
     remote: Remote<'c>,
     copied: &'c mut Copied,
     progress: Option<Progress>,
     entries: u64,
 }
 
-impl Out<'_> {
+impl CopyOut<'_> {
     async fn copy(&mut self, path: &str, to: Side, recursive: bool) -> Result<()> {
         let Some(found) = self.remote.stat(path).await? else { bail!("there is no {path} in the sandbox") };
         let kind = found.target_type.unwrap_or(found.r#type);
@@ -204,13 +204,13 @@ impl Out<'_> {
 }
 
 /// A copy into a sandbox.
-struct Into<'c> {
+struct CopyIn<'c> {
     remote: Remote<'c>,
     copied: &'c mut Copied,
     progress: Option<Progress>,
 }
 
-impl Into<'_> {
+impl CopyIn<'_> {
     async fn copy(&mut self, from: Side, path: &str, recursive: bool) -> Result<()> {
         let from = match from {
             Side::Here(from) => from,

@@ -16,7 +16,7 @@ const MAX_LABEL: usize = 64;
 
 /// `GET /v1/tree`.
 #[derive(Debug, Deserialize)]
-pub(crate) struct Answer {
+pub(crate) struct TreeReply {
     pub(crate) nodes: Vec<Node>,
 }
 
@@ -176,7 +176,7 @@ pub(crate) mod tests {
     use serde_json::{Value, json};
 
     pub(crate) fn forest(nodes: Value) -> Forest {
-        let answer: Answer = serde_json::from_value(json!({ "nodes": nodes })).unwrap();
+        let answer: TreeReply = serde_json::from_value(json!({ "nodes": nodes })).unwrap();
         Forest::new(answer.nodes)
     }
 

@@ -11,7 +11,7 @@ use std::path::Path;
 use anyhow::{Context as _, Result};
 use hyper::Method;
 
-use forest::{Answer, Forest};
+use forest::{Forest, TreeReply};
 use text::Letters;
 
 use super::{Context, with_daemon};
@@ -27,7 +27,7 @@ pub(crate) fn tree(context: &Context, args: &TreeArgs) -> Result<u8> {
             ui::print_json(&answer)?;
             return Ok(0);
         }
-        let forest = Forest::new(types::read::<Answer>(&answer)?.nodes);
+        let forest = Forest::new(types::read::<TreeReply>(&answer)?.nodes);
         if forest.left_out > 0 {
             let more = forest.left_out;
             context.ui.warn(format!("{more} more are not shown; `forkd tree --json` has them all"));

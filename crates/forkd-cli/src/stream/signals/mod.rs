@@ -10,12 +10,12 @@ mod watch;
 use anyhow::Result;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-pub(crate) use watch::{AtEnd, drain, tidy};
-use watch::{Listening, SaveGuard};
+pub(crate) use watch::{ExitAction, drain, tidy};
+use watch::{ListenGuard, SaveGuard};
 
 /// Who ends when a signal comes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Conduct {
+enum SignalPolicy {
     /// This process, in two seconds.
     Ends,
     /// A command elsewhere. This process ends with it.
@@ -28,26 +28,26 @@ enum Conduct {
 #[derive(Debug)]
 pub(crate) struct Forwarded {
     signals: Signals,
-    conduct: Conduct,
+    conduct: SignalPolicy,
     interrupts: u32,
     all: u32,
-    _listening: Listening,
+    _listening: ListenGuard,
 }
 
 impl Forwarded {
     /// Signals tell the command to clean up, for which it has two seconds.
     pub(crate) fn listen() -> Result<Self> {
-        Self::open(Conduct::Ends)
+        Self::open(SignalPolicy::Ends)
     }
 
     /// Signals belong to a command elsewhere, and do not end this process.
     pub(crate) fn pass_on() -> Result<Self> {
-        Self::open(Conduct::PassesOn)
+        Self::open(SignalPolicy::PassesOn)
     }
 
-    fn open(conduct: Conduct) -> Result<Self> {
+    fn open(conduct: SignalPolicy) -> Result<Self> {
         // The watch first: it keeps the signals that were ignored when the process began ignored.
-        let listening = Listening::begin(conduct)?;
+        let listening = ListenGuard::begin(conduct)?;
         Ok(Forwarded { signals: Signals::open()?, conduct, interrupts: 0, all: 0, _listening: listening })
     }
 
@@ -88,8 +88,8 @@ impl Forwarded {
         self.interrupts += u32::from(caught.name == "SIGINT");
         caught.insists = match self.conduct {
             // Signals other than ^C are the command's own, however many come.
-            Conduct::PassesOn => self.interrupts > 1,
-            Conduct::Ends | Conduct::Drains => self.all > 1,
+            SignalPolicy::PassesOn => self.interrupts > 1,
+            SignalPolicy::Ends | SignalPolicy::Drains => self.all > 1,
         };
         caught
     }

@@ -2,7 +2,7 @@
 //!
 //! The command may wait for a daemon that never answers, or do something that cannot be cut off. The watch
 //! has a runtime of its own, so nothing that blocks the command blocks it. At the end it puts the terminal
-//! back, does what [`AtEnd`] left to be done, and leaves the process without waiting for any thread.
+//! back, does what [`ExitAction`] left to be done, and leaves the process without waiting for any thread.
 
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
@@ -13,7 +13,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use tokio::time::Instant;
 
-use super::{Caught, Conduct, Signals};
+use super::{Caught, SignalPolicy, Signals};
 use crate::stream::terminal;
 
 /// How long a command has to clean up after itself.
@@ -28,23 +28,23 @@ type Last = BTreeMap<u64, Box<dyn FnOnce() + Send>>;
 
 static LISTENING: AtomicUsize = AtomicUsize::new(0);
 static SAVING: AtomicUsize = AtomicUsize::new(0);
-static CONDUCT: Mutex<Conduct> = Mutex::new(Conduct::Ends);
+static CONDUCT: Mutex<SignalPolicy> = Mutex::new(SignalPolicy::Ends);
 static LAST_TO_DO: Mutex<Last> = Mutex::new(BTreeMap::new());
 
 /// A command that hears signals and acts on them, while it does.
 #[derive(Debug)]
-pub(super) struct Listening(());
+pub(super) struct ListenGuard(());
 
-impl Listening {
-    pub(super) fn begin(conduct: Conduct) -> Result<Self> {
+impl ListenGuard {
+    pub(super) fn begin(conduct: SignalPolicy) -> Result<Self> {
         start()?;
         *CONDUCT.lock().unwrap_or_else(PoisonError::into_inner) = conduct;
         LISTENING.fetch_add(1, Ordering::SeqCst);
-        Ok(Listening(()))
+        Ok(ListenGuard(()))
     }
 }
 
-impl Drop for Listening {
+impl Drop for ListenGuard {
     fn drop(&mut self) {
         LISTENING.fetch_sub(1, Ordering::SeqCst);
     }
@@ -69,19 +69,19 @@ impl Drop for SaveGuard {
 
 /// Something to be done if a signal ends the process before this is dropped.
 #[derive(Debug)]
-pub(crate) struct AtEnd(u64);
+pub(crate) struct ExitAction(u64);
 
-impl AtEnd {
+impl ExitAction {
     pub(crate) fn new(work: impl FnOnce() + Send + 'static) -> Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         start()?;
         let number = NEXT.fetch_add(1, Ordering::SeqCst);
         last_to_do().insert(number, Box::new(work));
-        Ok(AtEnd(number))
+        Ok(ExitAction(number))
     }
 }
 
-impl Drop for AtEnd {
+impl Drop for ExitAction {
     fn drop(&mut self) {
         last_to_do().remove(&self.0);
     }
@@ -100,7 +100,7 @@ pub(crate) fn tidy() {
 /// For the daemon: it drains by itself at the first signal, and a second one ends it at once.
 pub(crate) fn drain() -> Result<()> {
     start()?;
-    *CONDUCT.lock().unwrap_or_else(PoisonError::into_inner) = Conduct::Drains;
+    *CONDUCT.lock().unwrap_or_else(PoisonError::into_inner) = SignalPolicy::Drains;
     Ok(())
 }
 
@@ -153,8 +153,8 @@ async fn overdue(signals: &mut Signals) -> Caught {
         let first = signals.next().await;
         let conduct = *CONDUCT.lock().unwrap_or_else(PoisonError::into_inner);
         match conduct {
-            Conduct::PassesOn if LISTENING.load(Ordering::SeqCst) > 0 => {}
-            Conduct::Drains => return second(signals, first).await,
+            SignalPolicy::PassesOn if LISTENING.load(Ordering::SeqCst) > 0 => {}
+            SignalPolicy::Drains => return second(signals, first).await,
             _ if LISTENING.load(Ordering::SeqCst) == 0 => return first,
             _ => {
                 grace(signals).await;
