@@ -18,11 +18,11 @@ use crate::settings;
 use crate::ui::Ui;
 
 /// How long a daemon that is there may take to say so.
-const HEALTH_LIMIT: Duration = Duration::from_secs(5);
+const HEALTH_TIMEOUT: Duration = Duration::from_secs(5);
 /// A log longer than this is put aside when the daemon is started.
 const MAX_LOG: u64 = 16 << 20;
 /// How long a daemon may take to start.
-const START_LIMIT: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The daemon that was named, or the one that serves this data directory; `None` if there is none.
 /// Starts nothing.
@@ -37,7 +37,7 @@ pub(crate) async fn find(data: &DataDir, args: &DaemonArgs, ui: Ui) -> Result<Op
     }
     for socket in data.sockets() {
         let daemon = Daemon::unix(socket);
-        if daemon.is_healthy(HEALTH_LIMIT).await {
+        if daemon.is_healthy(HEALTH_TIMEOUT).await {
             return Ok(Some(daemon));
         }
     }
@@ -57,7 +57,7 @@ pub(crate) async fn ensure(data: &DataDir, args: &DaemonArgs, ui: Ui) -> Result<
         return machine.daemon(&machine.ensure("no machine runs")?.state);
     }
     let binaries = Binaries::find()?;
-    let kvm = kvm::look(&binaries.vmm, &data.kvm_cache())?;
+    let kvm = kvm::probe_cached(&binaries.vmm, &data.kvm_cache())?;
     if !kvm.runs_linux {
         let why = format!("{}, so sandboxes run in the emulated machine", kvm.describe());
         return machine.daemon(&machine.ensure(&why)?.state);
@@ -85,7 +85,7 @@ async fn start(data: &DataDir, binaries: &Binaries, ui: Ui) -> Result<Daemon> {
         ui.note("another forkd command starts the daemon; waiting for it");
     })?;
     let daemon = Daemon::unix(data.socket());
-    if daemon.is_healthy(HEALTH_LIMIT).await {
+    if daemon.is_healthy(HEALTH_TIMEOUT).await {
         return Ok(daemon);
     }
     let log = data.daemon_log();
@@ -102,12 +102,12 @@ async fn start(data: &DataDir, binaries: &Binaries, ui: Ui) -> Result<Daemon> {
     command.arg("serve");
     let started = process::spawn_detached(&mut command, &log)?;
     let begin = Instant::now();
-    while !daemon.is_healthy(HEALTH_LIMIT).await {
+    while !daemon.is_healthy(HEALTH_TIMEOUT).await {
         if !started.is_alive() {
             bail!("the daemon ended at its start:\n{}", crate::machine::log_tail(&log, 2000));
         }
-        if begin.elapsed() > START_LIMIT {
-            bail!("the daemon does not answer after {} s; see {}", START_LIMIT.as_secs(), log.display());
+        if begin.elapsed() > START_TIMEOUT {
+            bail!("the daemon does not answer after {} s; see {}", START_TIMEOUT.as_secs(), log.display());
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
     }

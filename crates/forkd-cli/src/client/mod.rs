@@ -27,9 +27,9 @@ use crate::client::tls::Trust;
 /// The longest answer to a REST call.
 const MAX_ANSWER: usize = 64 << 20;
 /// How long connecting may take.
-const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a daemon may take to agree to a conversation: an emulated one is slow.
-const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Where a daemon is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -219,8 +219,8 @@ impl Daemon {
         }
         use tokio_tungstenite::tungstenite::Error;
         let shaken = tokio_tungstenite::client_async(request, stream);
-        let Ok(shaken) = tokio::time::timeout(ANSWER_LIMIT, shaken).await else {
-            let (url, secs) = (self.url(), ANSWER_LIMIT.as_secs());
+        let Ok(shaken) = tokio::time::timeout(ANSWER_TIMEOUT, shaken).await else {
+            let (url, secs) = (self.url(), ANSWER_TIMEOUT.as_secs());
             bail!("the daemon at {url} gives no answer for {secs} s; stop it, and a new one is started");
         };
         match shaken {
@@ -252,9 +252,9 @@ impl Daemon {
                 }
             })
         };
-        match tokio::time::timeout(CONNECT_LIMIT, connecting).await {
+        match tokio::time::timeout(CONNECT_TIMEOUT, connecting).await {
             Ok(stream) => stream.with_context(|| format!("no daemon answers at {}", self.url())),
-            Err(_) => bail!("no daemon answers at {} within {} s", self.url(), CONNECT_LIMIT.as_secs()),
+            Err(_) => bail!("no daemon answers at {} within {} s", self.url(), CONNECT_TIMEOUT.as_secs()),
         }
     }
 }

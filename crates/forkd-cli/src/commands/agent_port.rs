@@ -19,11 +19,11 @@ use crate::stream::signals::Forwarded;
 use crate::ui;
 
 /// How often it is looked whether sandboxes are still there, if no event says that one is not.
-const LOOK_EVERY: Duration = Duration::from_secs(60);
+const POLL_WITH_EVENTS: Duration = Duration::from_secs(60);
 /// The same, if there are no events.
-const LOOK_OFTEN: Duration = Duration::from_secs(2);
+const POLL_WITHOUT_EVENTS: Duration = Duration::from_secs(2);
 /// How long the daemon may be away, as for a restart.
-const AWAY_LIMIT: Duration = Duration::from_secs(30);
+const AWAY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Serves ports until their sandboxes have ended, or a signal comes.
 pub(crate) fn serve(context: &Context, args: &AgentPortArgs) -> Result<u8> {
@@ -85,18 +85,18 @@ async fn close_with(known: &VerifiedDaemon, mut relays: Vec<Relay>) -> Result<()
             Ok((status @ (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN), why)) => {
                 bail!("the daemon does not let these ports be served any more ({status}): {}", why["error"]);
             }
-            Ok((status, why)) if seen.elapsed() > AWAY_LIMIT => bail!("the daemon says {status}: {why}"),
-            Err(error) if seen.elapsed() > AWAY_LIMIT => return Err(error),
+            Ok((status, why)) if seen.elapsed() > AWAY_TIMEOUT => bail!("the daemon says {status}: {why}"),
+            Err(error) if seen.elapsed() > AWAY_TIMEOUT => return Err(error),
             _ => {}
         }
         if relays.is_empty() {
             return Ok(());
         }
         if let Ok(events) = events {
-            let _ = tokio::time::timeout(LOOK_EVERY, one_ended(events, &relays)).await;
+            let _ = tokio::time::timeout(POLL_WITH_EVENTS, one_ended(events, &relays)).await;
         }
         // Not more often than that, whatever happens.
-        tokio::time::sleep(LOOK_OFTEN).await;
+        tokio::time::sleep(POLL_WITHOUT_EVENTS).await;
     }
 }
 

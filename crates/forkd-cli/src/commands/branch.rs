@@ -16,7 +16,7 @@ use crate::stream::signals::Forwarded;
 use crate::ui::{self, Progress, Ui};
 
 /// How often the daemon is asked how far it is.
-const POLL: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Takes a branch and returns the status to exit with.
 pub(crate) fn branch(context: &Context, args: &BranchArgs) -> Result<u8> {
@@ -100,7 +100,7 @@ pub(super) async fn take(daemon: &Daemon, wanted: &BranchRequest<'_>, ui: Ui) ->
 /// Shows how far the saving of a snapshot is, for ever.
 async fn watch(daemon: &Daemon, tag: &str, progress: Option<&Progress>) -> std::convert::Infallible {
     loop {
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
         // It is not there before the sandbox runs again, and whoever asked for it hears what is wrong.
         if let Ok(snapshot) = types::get::<Snapshot>(daemon, &types::snapshot_path(tag)).await {
             show(progress, &snapshot);
@@ -121,7 +121,7 @@ async fn saved(daemon: &Daemon, mut answer: Value, progress: Option<&Progress>) 
             }
             SnapshotStatus::Writing => show(progress, &snapshot),
         }
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
         answer = match daemon.ask(Method::GET, &types::snapshot_path(tag), None).await {
             Err(error) if Refused::is(&error, Code::SnapshotNotFound) => {
                 bail!("branch {tag} was removed while it was saved, perhaps by `forkd rmi`")

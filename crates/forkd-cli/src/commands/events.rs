@@ -23,7 +23,7 @@ pub(crate) fn events(context: &Context, args: &EventsArgs) -> Result<u8> {
                 if args.answer.json {
                     ui::print(&serde_json::to_string(&data)?)?;
                 } else {
-                    ui::print(&ui::harmless(&line(&kind, &data)))?;
+                    ui::print(&ui::without_control_chars(&line(&kind, &data)))?;
                 }
             }
         }

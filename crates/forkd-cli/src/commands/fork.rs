@@ -50,9 +50,9 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
         let served = match server {
             Some(PortServer::Ourselves) => {
                 let known = VerifiedDaemon::new(context, daemon.clone());
-                serve_lines(&known, &mut spawned.children, wanted).await
+                serve_agent_ports(&known, &mut spawned.children, wanted).await
             }
-            Some(PortServer::Left) => leave_lines(context, &daemon, &mut spawned.children),
+            Some(PortServer::Left) => leave_agent_ports(context, &daemon, &mut spawned.children),
             Some(PortServer::Daemon) | None => Ok(()),
         };
         if let Err(error) = served {
@@ -64,7 +64,7 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
         } else {
             ui::print(&render(&spawned, args.children.count, &times))?;
             print_targets(&spawned.children)?;
-            warn_of(&spawned.errors, ui);
+            warn_failed_children(&spawned.errors, ui);
         }
         if let (Some(secs), Some(signals)) = (args.settle_secs, &mut signals)
             && let Some(caught) = settle(&daemon, &spawned.children, secs, caught, signals, ui).await
@@ -95,7 +95,7 @@ pub(crate) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
             for child in spawned.children.iter().filter(|_| args.agent_port) {
                 context.ui.note(format!("{}: {PREFIX}{}", child.id, child.guest_addr));
             }
-            warn_of(&spawned.errors, context.ui);
+            warn_failed_children(&spawned.errors, context.ui);
         }
         Ok(u8::from(!spawned.errors.is_empty()))
     })
@@ -137,7 +137,7 @@ async fn wanted_port() -> Result<Option<TcpListener>> {
 
 /// Serves a port for each child as long as this command runs, which is then where it is reached; the first
 /// one on `wanted`.
-async fn serve_lines(
+async fn serve_agent_ports(
     daemon: &VerifiedDaemon,
     children: &mut [Sandbox],
     mut wanted: Option<TcpListener>,
@@ -154,9 +154,9 @@ async fn serve_lines(
 }
 
 /// Has a port served for each child for as long as it lives, which is then where it is reached.
-fn leave_lines(context: &Context, daemon: &Daemon, children: &mut [Sandbox]) -> Result<()> {
+fn leave_agent_ports(context: &Context, daemon: &Daemon, children: &mut [Sandbox]) -> Result<()> {
     let ids: Vec<&str> = children.iter().map(|child| child.id.as_str()).collect();
-    let mut targets = Relay::leave_behind(&context.data, daemon, &ids)?;
+    let mut targets = Relay::spawn_detached(&context.data, daemon, &ids)?;
     for child in children {
         // One that has ended since has none.
         if let Some(target) = targets.remove(&child.id) {
@@ -202,7 +202,7 @@ fn request(args: &ChildrenArgs) -> Value {
     if !args.env.is_empty() {
         body["env"] = json!(args.env.iter().cloned().collect::<BTreeMap<_, _>>());
     }
-    update::ask_for(&mut body, &args.life);
+    update::add_lifetime(&mut body, &args.life);
     body
 }
 
@@ -285,7 +285,7 @@ pub(super) fn render(spawned: &Spawned, wanted: u16, times: &Times) -> String {
     )
 }
 
-pub(super) fn warn_of(errors: &[ChildError], ui: Ui) {
+pub(super) fn warn_failed_children(errors: &[ChildError], ui: Ui) {
     for ChildError { index, error } in errors {
         ui.warn(format!("child {index} did not start: {error}"));
     }

@@ -14,7 +14,7 @@ use crate::ui;
 /// Shows it.
 pub(crate) fn inspect(context: &Context, args: &InspectArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
-        let all = look(&daemon, &args.sandbox.id).await?;
+        let all = inspect_parts(&daemon, &args.sandbox.id).await?;
         if args.answer.json {
             ui::print_json(&all)?;
         } else {
@@ -25,7 +25,7 @@ pub(crate) fn inspect(context: &Context, args: &InspectArgs) -> Result<u8> {
 }
 
 /// What the daemon says of it, under one name for each of the daemon's answers.
-async fn look(daemon: &Daemon, id: &str) -> Result<Value> {
+async fn inspect_parts(daemon: &Daemon, id: &str) -> Result<Value> {
     let path = types::sandbox_path(id);
     let sandbox = daemon.ask(Method::GET, &path, None).await?;
     // A sandbox without a process has no figures. What else is missing is gone, or is not shown to this token.

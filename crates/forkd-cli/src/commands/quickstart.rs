@@ -46,7 +46,7 @@ pub(crate) fn quickstart(context: &Context, args: &QuickstartArgs) -> Result<u8>
             ui::print_json(&told)?;
         } else {
             ui::print(&fork::render(&spawned, args.count, &times))?;
-            fork::warn_of(&spawned.errors, context.ui);
+            fork::warn_failed_children(&spawned.errors, context.ui);
             next_steps(context, &tag, &spawned);
         }
         Ok(u8::from(!spawned.errors.is_empty()))

@@ -144,15 +144,15 @@ fn pong_object((id, pong): (&str, Result<(Value, f64)>)) -> Value {
 
 /// Makes sandboxes stand still; those that can, also when another cannot.
 pub(crate) fn pause(context: &Context, args: &SandboxesArgs) -> Result<u8> {
-    tell_each(context, args, "pause", "paused")
+    post_each(context, args, "pause", "paused")
 }
 
 /// Lets them go on.
 pub(crate) fn resume(context: &Context, args: &SandboxesArgs) -> Result<u8> {
-    tell_each(context, args, "resume", "resumed")
+    post_each(context, args, "resume", "resumed")
 }
 
-fn tell_each(context: &Context, args: &SandboxesArgs, verb: &str, done: &str) -> Result<u8> {
+fn post_each(context: &Context, args: &SandboxesArgs, verb: &str, done: &str) -> Result<u8> {
     with_daemon(context, &args.daemon, async |daemon| {
         let tell = async |id: &str| {
             daemon.ask(Method::POST, &format!("{}/{verb}", types::sandbox_path(id)), None).await
@@ -176,7 +176,7 @@ pub(crate) fn rollback(context: &Context, args: &RollbackArgs) -> Result<u8> {
         let sandbox: Sandbox = types::read(&answer)?;
         let to = sandbox.rolled_back_to.as_ref().or(args.to.as_ref());
         let to = to.map_or_else(|| "where it was branched".to_owned(), Clone::clone);
-        ui::print(&ui::harmless(&format!("{}: back at {to}, {}", sandbox.id, sandbox.state)))?;
+        ui::print(&ui::without_control_chars(&format!("{}: back at {to}, {}", sandbox.id, sandbox.state)))?;
         Ok(0)
     })
 }
@@ -206,7 +206,7 @@ pub(crate) fn kill(context: &Context, args: &KillArgs) -> Result<u8> {
 /// The ids of the sandboxes a filter takes.
 async fn matching(daemon: &Daemon, filter: &FilterArgs) -> Result<Vec<String>> {
     let mut sandboxes: Vec<Sandbox> = types::get(daemon, &update::list_path(filter, &[])).await?;
-    sandboxes.retain(|sandbox| update::takes(filter, sandbox));
+    sandboxes.retain(|sandbox| update::matches(filter, sandbox));
     Ok(sandboxes.into_iter().map(|sandbox| sandbox.id).collect())
 }
 

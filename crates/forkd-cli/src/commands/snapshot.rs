@@ -17,7 +17,7 @@ use crate::stream::signals::{Caught, Forwarded};
 use crate::ui::{self, Ui};
 
 /// How often the daemon is asked how far it is.
-const POLL: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Makes a snapshot and returns the status to exit with.
 pub(crate) fn snapshot(context: &Context, args: &SnapshotArgs) -> Result<u8> {
@@ -139,7 +139,7 @@ pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Re
             }
         }
         let polled = async {
-            tokio::time::sleep(POLL).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
             daemon.ask(Method::GET, &types::snapshot_path(tag), None).await
         };
         let polled = tokio::select! {

@@ -38,7 +38,10 @@ pub(crate) fn compact(context: &Context, args: &SnapshotCompactArgs) -> Result<u
         } else {
             let made: Snapshot = types::read(&answer)?;
             let size = ui::bytes(made.size());
-            ui::print(&ui::harmless(&format!("{}: ready, {size} on disk, depends on no other", made.tag)))?;
+            ui::print(&ui::without_control_chars(&format!(
+                "{}: ready, {size} on disk, depends on no other",
+                made.tag
+            )))?;
         }
         Ok(0)
     })

@@ -17,9 +17,9 @@ use crate::ui;
 use crate::ui::columns::{self, Column};
 
 /// Between two looks.
-const EVERY: Duration = Duration::from_secs(2);
+const INTERVAL: Duration = Duration::from_secs(2);
 /// Between the two looks of `--once`.
-const ONCE: Duration = Duration::from_secs(1);
+const ONCE_INTERVAL: Duration = Duration::from_secs(1);
 /// To the upper left corner, and nothing below it.
 const CLEAR: &str = "\x1b[H\x1b[2J";
 
@@ -27,10 +27,10 @@ const CLEAR: &str = "\x1b[H\x1b[2J";
 pub(crate) fn top(context: &Context, args: &TopArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let mut earlier = HashMap::new();
-        look(&daemon, &mut earlier).await?;
-        tokio::time::sleep(ONCE).await;
+        sample(&daemon, &mut earlier).await?;
+        tokio::time::sleep(ONCE_INTERVAL).await;
         loop {
-            let rows = look(&daemon, &mut earlier).await?;
+            let rows = sample(&daemon, &mut earlier).await?;
             if args.answer.json {
                 ui::print(&serde_json::to_string(&rows)?)?;
             } else {
@@ -40,7 +40,7 @@ pub(crate) fn top(context: &Context, args: &TopArgs) -> Result<u8> {
             if args.once {
                 return Ok(0);
             }
-            tokio::time::sleep(EVERY).await;
+            tokio::time::sleep(INTERVAL).await;
         }
     })
 }
@@ -49,7 +49,7 @@ pub(crate) fn top(context: &Context, args: &TopArgs) -> Result<u8> {
 type CpuSamples = HashMap<String, (Instant, u64)>;
 
 /// What each sandbox uses now, and of the CPU since the last look.
-async fn look(daemon: &Daemon, earlier: &mut CpuSamples) -> Result<Vec<Value>> {
+async fn sample(daemon: &Daemon, earlier: &mut CpuSamples) -> Result<Vec<Value>> {
     let sandboxes = daemon.ask(Method::GET, "/v1/sandboxes", None).await?;
     let sandboxes = sandboxes.as_array().cloned().unwrap_or_default();
     let id = |sandbox: &Value| sandbox.get("id").and_then(Value::as_str).unwrap_or_default().to_owned();

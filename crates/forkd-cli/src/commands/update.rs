@@ -13,7 +13,7 @@ use crate::client::types::{self, Sandbox};
 use crate::ui;
 
 /// Adds to a request for sandboxes what was typed of their lives.
-pub(super) fn ask_for(body: &mut Value, life: &LifetimeArgs) {
+pub(super) fn add_lifetime(body: &mut Value, life: &LifetimeArgs) {
     if !life.label.is_empty() {
         body["labels"] = labels(&life.label);
     }
@@ -86,7 +86,7 @@ pub(super) fn list_path(filter: &FilterArgs, others: &[(&str, &str)]) -> String 
 
 /// Whether the filter takes a sandbox. The daemon has said so already; before something is ended it is looked
 /// at again, because a daemon that knows no filters lists everything.
-pub(super) fn takes(filter: &FilterArgs, sandbox: &Sandbox) -> bool {
+pub(super) fn matches(filter: &FilterArgs, sandbox: &Sandbox) -> bool {
     let has = |label: &String| match label.split_once('=') {
         Some((name, value)) => sandbox.labels.get(name).is_some_and(|it| it == value),
         None => sandbox.labels.contains_key(label),
@@ -115,12 +115,12 @@ mod tests {
             panic!()
         };
         let mut body = json!({});
-        ask_for(&mut body, &spawn.children.life);
+        add_lifetime(&mut body, &spawn.children.life);
         let asked = json!({ "labels": { "a": "b=c", "d": "" }, "timeout_secs": 9, "idle_timeout_secs": 8,
                             "on_timeout": "suspend", "suspend_as": "x" });
         assert_eq!(body, asked);
         let mut nothing = json!({});
-        ask_for(&mut nothing, &LifetimeArgs::default());
+        add_lifetime(&mut nothing, &LifetimeArgs::default());
         assert_eq!(nothing, json!({}));
     }
 
@@ -161,11 +161,11 @@ mod tests {
                                "mem_size_mib": 1, "created_at_unix": 1, "labels": labels });
             types::read(&info).unwrap()
         };
-        assert!(takes(&filter, &sandbox(json!({ "a": "b c", "d": "", "e": "f" }))));
-        assert!(!takes(&filter, &sandbox(json!({ "a": "b c" }))));
-        assert!(!takes(&filter, &sandbox(json!({ "a": "b", "d": "" }))));
-        assert!(!takes(&filter, &sandbox(json!({}))));
+        assert!(matches(&filter, &sandbox(json!({ "a": "b c", "d": "", "e": "f" }))));
+        assert!(!matches(&filter, &sandbox(json!({ "a": "b c" }))));
+        assert!(!matches(&filter, &sandbox(json!({ "a": "b", "d": "" }))));
+        assert!(!matches(&filter, &sandbox(json!({}))));
         let of_another = FilterArgs { owner: Some("bob".into()), ..FilterArgs::default() };
-        assert!(!takes(&of_another, &sandbox(json!({}))));
+        assert!(!matches(&of_another, &sandbox(json!({}))));
     }
 }

@@ -85,7 +85,7 @@ fn describe(workspace: &Workspace) -> String {
         (None, Some(tag)) => format!(", kept as {tag}"),
         (None, None) => String::new(),
     };
-    ui::harmless(&format!("{name}: {status}{place} (from {source_snapshot_tag})"))
+    ui::without_control_chars(&format!("{name}: {status}{place} (from {source_snapshot_tag})"))
 }
 
 fn render(workspaces: &[Workspace], now: u64) -> String {

@@ -8,9 +8,9 @@ use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::{Value, json};
 
 /// How long connecting may take.
-const CONNECT_LIMIT: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How much longer than what was asked for an answer may take.
-const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest answer.
 const MAX_ANSWER: u64 = 128 << 20;
 
@@ -45,8 +45,8 @@ pub(crate) fn ask(target: &str, question: &LineRequest) -> Result<Value> {
         format!("`{target}` is no address; give HOST:PORT, such as 127.0.0.1:40123 or [::1]:8888")
     })?;
     let lost = || format!("no answer from {target}; `forkd ls` tells whether its sandbox runs");
-    let mut stream = TcpStream::connect_timeout(&address, CONNECT_LIMIT).with_context(lost)?;
-    stream.set_read_timeout(Some(question.limit.saturating_add(ANSWER_LIMIT))).with_context(lost)?;
+    let mut stream = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT).with_context(lost)?;
+    stream.set_read_timeout(Some(question.limit.saturating_add(ANSWER_TIMEOUT))).with_context(lost)?;
     stream.write_all(format!("{}\n", question.line).as_bytes()).with_context(lost)?;
     stream.shutdown(Shutdown::Write).with_context(lost)?;
     let mut answer = Vec::new();

@@ -31,11 +31,11 @@ use crate::machine::Machine;
 use crate::settings;
 
 /// How long a line may take to come.
-const LINE_LIMIT: Duration = Duration::from_secs(30);
+const LINE_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long what nobody asked for is read on, so that the peer sees the answer and not a reset.
-const DISCARD_LIMIT: Duration = Duration::from_secs(1);
+const DISCARD_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a process that is left behind may take until it serves.
-const START_LIMIT: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Connections at a time, to one port.
 const MAX_CONNECTIONS: usize = 64;
 /// Before the address, where one is printed.
@@ -76,7 +76,7 @@ impl Relay {
     }
 
     /// Has another process serve a port for each sandbox, as long as that lives. Gives the addresses.
-    pub(crate) fn leave_behind(
+    pub(crate) fn spawn_detached(
         data: &DataDir,
         daemon: &Daemon,
         ids: &[&str],
@@ -100,7 +100,7 @@ impl Relay {
             let read = output.map(|output| BufReader::new(output).read_line(&mut line));
             let _ = tell.send(read.map(|_| line));
         });
-        let line = told.recv_timeout(START_LIMIT).ok().flatten().unwrap_or_default();
+        let line = told.recv_timeout(START_TIMEOUT).ok().flatten().unwrap_or_default();
         if let Ok(targets) = serde_json::from_str::<Vec<AgentPort>>(&line) {
             return Ok(targets.into_iter().map(|it| (it.id, it.target)).collect());
         }
@@ -184,7 +184,7 @@ async fn admit(stream: &TcpStream) -> std::io::Result<Result<(), Failure>> {
 /// One line to the daemon, its answer back.
 async fn pass_on(mut stream: TcpStream, daemon: &VerifiedDaemon, path: &str) -> std::io::Result<()> {
     let line = match admit(&stream).await? {
-        Ok(()) => tokio::time::timeout(LINE_LIMIT, read_line(&mut stream)).await??,
+        Ok(()) => tokio::time::timeout(LINE_TIMEOUT, read_line(&mut stream)).await??,
         Err(failure) => Err(failure),
     };
     let answer = match line {
@@ -205,7 +205,7 @@ async fn pass_on(mut stream: TcpStream, daemon: &VerifiedDaemon, path: &str) -> 
     stream.shutdown().await?;
     let mut rest = [0; 4 << 10];
     let discard = async { while matches!(stream.read(&mut rest).await, Ok(n) if n > 0) {} };
-    let _ = tokio::time::timeout(DISCARD_LIMIT, discard).await;
+    let _ = tokio::time::timeout(DISCARD_TIMEOUT, discard).await;
     Ok(())
 }
 

@@ -109,7 +109,7 @@ pub(super) enum Found {
 
 /// Looks for a daemon, without starting one.
 pub(super) async fn find_daemon(data: &DataDir, args: &DaemonArgs, ui: Ui) -> Found {
-    const LIMIT: Duration = Duration::from_secs(10);
+    const FIND_TIMEOUT: Duration = Duration::from_secs(10);
     let (daemon, fix) = match crate::client::discover::find(data, args, ui).await {
         Ok(Some(daemon)) => (daemon, "start it, or unset FORKD_URL to have one found"),
         Ok(None) => {
@@ -122,7 +122,7 @@ pub(super) async fn find_daemon(data: &DataDir, args: &DaemonArgs, ui: Ui) -> Fo
         }
         Err(error) => return Found::Silent(format!("{error:#}"), "correct FORKD_URL"),
     };
-    if daemon.is_healthy(LIMIT).await {
+    if daemon.is_healthy(FIND_TIMEOUT).await {
         return Found::Answers(daemon);
     }
     Found::Silent(format!("does not answer at {}", daemon.url()), fix)

@@ -20,7 +20,7 @@ const KVM_FD: i32 = 3;
 /// Who looks at a state: the user and the group that own nothing.
 const NOBODY: u32 = 65534;
 /// How long the probe may take.
-const LIMIT: Duration = Duration::from_secs(30);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What is known of KVM on this computer.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -58,7 +58,7 @@ struct Cached {
 impl files::Record for Cached {}
 
 /// Looks at KVM, or at what an earlier look gave in this boot. `cache` may be impossible to write.
-pub(crate) fn look(vmm: &Path, cache: &Path) -> Result<Kvm> {
+pub(crate) fn probe_cached(vmm: &Path, cache: &Path) -> Result<Kvm> {
     let monitor = identity(vmm)?;
     if let Ok(Some(cached)) = files::read_record::<Cached>(cache)
         && cached.boot_id == boot_id()
@@ -137,10 +137,10 @@ fn ask_monitor(vmm: &Path, what: &[&str], device: OwnedFd, input: Stdio) -> Resu
         if let Some(status) = child.try_wait()? {
             break status;
         }
-        if started.elapsed() > LIMIT {
+        if started.elapsed() > PROBE_TIMEOUT {
             child.kill()?;
             child.wait()?;
-            bail!("it gave no answer in {} s", LIMIT.as_secs());
+            bail!("it gave no answer in {} s", PROBE_TIMEOUT.as_secs());
         }
         std::thread::sleep(Duration::from_millis(5));
     };

@@ -5,9 +5,9 @@ use std::time::Duration;
 use forkd_controller::agent::{Agent, Endpoint};
 
 /// How long one answer may take: the machine is slow, and may be busy.
-const PATIENCE: Duration = Duration::from_secs(15);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// A client of the agent behind a loopback port.
 pub(super) fn connect(port: u16, token: &str) -> Agent {
-    Agent::new(Endpoint::Tcp { address: format!("127.0.0.1:{port}"), token: token.to_owned() }, PATIENCE)
+    Agent::new(Endpoint::Tcp { address: format!("127.0.0.1:{port}"), token: token.to_owned() }, REPLY_TIMEOUT)
 }

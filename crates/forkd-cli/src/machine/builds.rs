@@ -19,7 +19,7 @@ use crate::host::paths::Binaries;
 /// The build of these programs. What was found out before is taken over when the files look the
 /// same: reading them all would cost every command a tenth of a second.
 pub(super) fn identify(binaries: &Binaries, known: Option<&Build>) -> Result<Build> {
-    let seen = glance(binaries)?;
+    let seen = quick_fingerprint(binaries)?;
     if let Some(known) = known.filter(|known| known.seen == seen) {
         return Ok(known.clone());
     }
@@ -73,7 +73,7 @@ pub(super) fn remove_others(folder: &Folder, build: &Build) {
     }
 }
 
-fn glance(binaries: &Binaries) -> Result<String> {
+fn quick_fingerprint(binaries: &Binaries) -> Result<String> {
     let mut text = String::new();
     for path in [&binaries.forkd, &binaries.vmm, &binaries.guest] {
         let data = fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?;

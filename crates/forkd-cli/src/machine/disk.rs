@@ -14,7 +14,7 @@ const SIZE: u64 = 20 << 30;
 
 /// Makes the disk if there is none, and mends it if the machine was not shut down cleanly.
 pub(super) fn prepare(disk: &Path) -> Result<()> {
-    if disk.exists() { mend(disk) } else { make(disk) }
+    if disk.exists() { repair(disk) } else { make(disk) }
 }
 
 fn make(disk: &Path) -> Result<()> {
@@ -41,7 +41,7 @@ fn make(disk: &Path) -> Result<()> {
 }
 
 /// Replays the journal and repairs what a pulled plug left, which takes no time on a clean disk.
-fn mend(disk: &Path) -> Result<()> {
+fn repair(disk: &Path) -> Result<()> {
     let Some(e2fsck) = find_program("e2fsck") else { return Ok(()) };
     // 1 and 2: errors were corrected.
     run(Command::new(e2fsck).arg("-p").arg(disk), 2).with_context(|| {

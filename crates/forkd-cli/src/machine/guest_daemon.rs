@@ -10,7 +10,7 @@ use super::log::printable;
 use super::qemu::{MACHINE_DATA, REST_PORT, SHARE};
 
 /// How long the daemon may take to end when asked.
-const STOP_LIMIT: Duration = Duration::from_secs(20);
+const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Where its log is, in the machine.
 pub(crate) const LOG: &str = "/var/lib/forkd-machine/daemon.log";
@@ -67,7 +67,7 @@ impl GuestDaemon {
     pub(super) async fn stop(mut self, agent: &Agent) {
         for name in ["SIGTERM", "SIGKILL"] {
             let asked = self.signal(agent, name).await.is_ok();
-            if !asked || tokio::time::timeout(STOP_LIMIT, self.ended()).await.is_ok() {
+            if !asked || tokio::time::timeout(STOP_TIMEOUT, self.ended()).await.is_ok() {
                 return;
             }
         }

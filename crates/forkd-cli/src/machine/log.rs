@@ -94,7 +94,7 @@ pub(crate) fn tail(path: &Path, count: u64) -> String {
 
 /// `bytes` as text without control characters; lines and tabs stay.
 pub(super) fn printable(bytes: &[u8]) -> String {
-    ui::harmless(&String::from_utf8_lossy(bytes)).trim().to_owned()
+    ui::without_control_chars(&String::from_utf8_lossy(bytes)).trim().to_owned()
 }
 
 #[cfg(test)]

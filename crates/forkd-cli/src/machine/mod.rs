@@ -36,11 +36,11 @@ use crate::ui::{Progress, Ui};
 use state::{Build, Folder, Phase, Plan, State};
 
 /// No start takes this long; the supervisor gives up much sooner, and says why.
-const START_LIMIT: Duration = Duration::from_secs(900);
+const START_TIMEOUT: Duration = Duration::from_secs(900);
 /// The supervisor shuts down in less; one that does not is broken and is killed.
-const STOP_LIMIT: Duration = Duration::from_secs(150);
+const STOP_TIMEOUT: Duration = Duration::from_secs(150);
 /// How long a QEMU may outlive its supervisor.
-const QEMU_END_LIMIT: Duration = Duration::from_secs(30);
+const QEMU_END_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The machine of a data directory, running or not.
 #[derive(Debug)]
@@ -102,10 +102,10 @@ impl Machine {
             (Some(state), Some(plan))
                 if !matches!(state.phase, Phase::Stopping | Phase::Stopped | Phase::Failed) =>
             {
-                self.renew(&binaries, &build, &state, plan, why)?
+                self.restart_changed(&binaries, &build, &state, plan, why)?
             }
             (Some(state), _) => {
-                state.supervisor.wait(STOP_LIMIT);
+                state.supervisor.wait(STOP_TIMEOUT);
                 self.start(&binaries, &build, why)?
             }
             (None, _) => self.start(&binaries, &build, why)?,
@@ -114,7 +114,7 @@ impl Machine {
     }
 
     /// Brings a running machine to this build, by the smallest step that does it.
-    fn renew(
+    fn restart_changed(
         &self,
         binaries: &Binaries,
         build: &Build,
@@ -145,7 +145,7 @@ impl Machine {
         self.ui.note(format!("{why}: starting the emulated machine, which takes about 20 s"));
         // When a supervisor is killed, its QEMU dies a moment later: two must not write to one disk.
         if let Some(qemu) = self.folder.state()?.and_then(|state| state.qemu)
-            && !qemu.wait(QEMU_END_LIMIT)
+            && !qemu.wait(QEMU_END_TIMEOUT)
         {
             bail!("the QEMU of an earlier machine, pid {}, is still there; end it with `kill`", qemu.pid);
         }
@@ -181,8 +181,8 @@ impl Machine {
                 }
                 None => {}
             }
-            if started.elapsed() > START_LIMIT {
-                bail!("the emulated machine is not up after {} s; {}", START_LIMIT.as_secs(), self.logs());
+            if started.elapsed() > START_TIMEOUT {
+                bail!("the emulated machine is not up after {} s; {}", START_TIMEOUT.as_secs(), self.logs());
             }
             std::thread::sleep(Duration::from_millis(100));
         }
@@ -205,10 +205,10 @@ impl Machine {
     fn stop_supervisor(&self, state: &State) -> Result<String> {
         let progress = self.ui.progress("stopping the emulated machine");
         state.supervisor.signal(Signal::TERM);
-        if !state.supervisor.wait(STOP_LIMIT) {
+        if !state.supervisor.wait(STOP_TIMEOUT) {
             state.supervisor.signal(Signal::KILL);
             state.supervisor.wait(Duration::from_secs(5));
-            return Ok(format!("it did not stop in {} s and was killed", STOP_LIMIT.as_secs()));
+            return Ok(format!("it did not stop in {} s and was killed", STOP_TIMEOUT.as_secs()));
         }
         drop(progress);
         Ok(self.folder.state()?.map(|state| state.detail).unwrap_or_default())

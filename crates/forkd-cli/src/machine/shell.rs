@@ -59,11 +59,11 @@ async fn follow(agent: &Agent, request: &StartRequest, tty: bool) -> Result<u8> 
     let process = agent.start(request, &StartOptions::default()).await?;
     let output = OutputWriter::start();
     let mut signals = Forwarded::pass_on()?;
-    let outcome = accompany(agent, process, tty, &output, &mut signals).await;
+    let outcome = forward_streams(agent, process, tty, &output, &mut signals).await;
     output.conclude(outcome, &mut signals).await
 }
 
-async fn accompany(
+async fn forward_streams(
     agent: &Agent,
     mut process: Process,
     tty: bool,

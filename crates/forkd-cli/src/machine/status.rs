@@ -14,7 +14,7 @@ use crate::host::clock;
 use crate::ui::{bytes, seconds};
 
 /// How long the machine and the daemon in it may take to answer.
-const PATIENCE: Duration = Duration::from_secs(10);
+const STATUS_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What there is to say about the machine.
 #[derive(Debug, Serialize)]
@@ -79,7 +79,7 @@ pub(crate) async fn look(machine: &Machine) -> Result<MachineStatus> {
     };
     let daemon = machine.daemon(&state)?;
     let agent = agent::connect(state.agent_port, &plan.agent_token);
-    let answers = matches!(tokio::time::timeout(PATIENCE, agent.ping()).await, Ok(Ok(_)));
+    let answers = matches!(tokio::time::timeout(STATUS_TIMEOUT, agent.ping()).await, Ok(Ok(_)));
     let running = RunningStatus {
         uptime_secs: clock::now().saturating_sub(state.started_at),
         memory_mib: plan.memory_mib,
@@ -87,7 +87,7 @@ pub(crate) async fn look(machine: &Machine) -> Result<MachineStatus> {
         supervisor_pid: state.supervisor.pid,
         agent_port: state.agent_port,
         daemon_url: daemon.url(),
-        daemon_healthy: answers && daemon.is_healthy(PATIENCE).await,
+        daemon_healthy: answers && daemon.is_healthy(STATUS_TIMEOUT).await,
         restarts: state.restarts,
         build: state.build.clone(),
     };

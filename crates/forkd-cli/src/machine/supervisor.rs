@@ -26,16 +26,16 @@ use crate::host::process::ProcessId;
 /// How much of the supervisor's own log is kept.
 const LOG_LIMIT: u64 = 1 << 20;
 /// How long a boot may take, from QEMU's start to the agent's answer.
-const BOOT_LIMIT: Duration = Duration::from_secs(180);
+const BOOT_TIMEOUT: Duration = Duration::from_secs(180);
 /// How long the daemon in the machine may take to answer after its start.
-const DAEMON_LIMIT: Duration = Duration::from_secs(120);
+const DAEMON_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long a clean shutdown may take before the plug is pulled.
-const SHUTDOWN_LIMIT: Duration = Duration::from_secs(60);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Between two looks at the machine.
 const PING_EVERY: Duration = Duration::from_secs(5);
 /// A machine that was well for this long gets a fresh start again when it breaks; one that breaks
 /// sooner is given up, because it would only break again.
-const WELL_AFTER: Duration = Duration::from_secs(600);
+const HEALTHY_AFTER: Duration = Duration::from_secs(600);
 
 /// How one life of the machine ended.
 enum MachineExit {
@@ -101,7 +101,7 @@ impl Supervisor {
                     return self.finish(Phase::Stopped, "it was powered off from inside");
                 }
                 MachineExit::Broken(reason) => {
-                    let well = started.elapsed() >= WELL_AFTER;
+                    let well = started.elapsed() >= HEALTHY_AFTER;
                     if self.state.restarts > 0 && !well {
                         self.notice(&format!("the machine failed again and was given up: {reason}"));
                         return self.finish(Phase::Failed, &reason);
@@ -156,8 +156,8 @@ impl Supervisor {
         daemon: &mut Option<GuestDaemon>,
         reload: &mut Signal,
     ) -> Result<std::convert::Infallible> {
-        self.enter(Phase::Booting, "Linux boots")?;
-        let patience = BOOT_LIMIT.max(self.patience());
+        self.set_phase(Phase::Booting, "Linux boots")?;
+        let patience = BOOT_TIMEOUT.max(self.patience());
         answer_within(patience, agent).await?;
         self.start_daemon(agent, daemon).await?;
         let mut tick = tokio::time::interval(PING_EVERY);
@@ -181,7 +181,7 @@ impl Supervisor {
                         self.start_daemon(agent, daemon).await?;
                     }
                     answered = Instant::now();
-                    if self.rest().is_healthy(PING_EVERY).await {
+                    if self.rest_client().is_healthy(PING_EVERY).await {
                         healthy = Instant::now();
                     } else if healthy.elapsed() >= self.patience()
                         && let Some(daemon) = &*daemon
@@ -198,12 +198,12 @@ impl Supervisor {
                     }
                     // It is started again at the next answer of the machine, if there is one.
                     self.log.line(&format!("the daemon in the machine is gone: {reason}"));
-                    self.enter(Phase::StartingDaemon, "the daemon ended and is started again")?;
+                    self.set_phase(Phase::StartingDaemon, "the daemon ended and is started again")?;
                 }
                 _ = reload.recv() => {
                     self.plan = self.folder.plan()?.context("the plan is gone")?;
                     self.log.line(&format!("restarting the daemon from build {}", self.plan.build.id));
-                    self.enter(Phase::StartingDaemon, "the daemon is restarted from another build")?;
+                    self.set_phase(Phase::StartingDaemon, "the daemon is restarted from another build")?;
                     if let Some(daemon) = daemon.take() {
                         daemon.stop(agent).await;
                     }
@@ -215,9 +215,9 @@ impl Supervisor {
     }
 
     async fn start_daemon(&mut self, agent: &Agent, daemon: &mut Option<GuestDaemon>) -> Result<()> {
-        self.enter(Phase::StartingDaemon, "the daemon starts")?;
+        self.set_phase(Phase::StartingDaemon, "the daemon starts")?;
         let mut started = GuestDaemon::start(agent, &self.plan.build.id).await?;
-        let deadline = Instant::now() + DAEMON_LIMIT.max(self.patience());
+        let deadline = Instant::now() + DAEMON_TIMEOUT.max(self.patience());
         loop {
             tokio::select! {
                 // An answer counts only while the process that is to give it is there.
@@ -235,44 +235,44 @@ impl Supervisor {
         }
         *daemon = Some(started);
         self.state.build = Some(self.plan.build.id.clone());
-        self.enter(Phase::Ready, "the daemon answers")
+        self.set_phase(Phase::Ready, "the daemon answers")
     }
 
     async fn looks_healthy(&self) -> bool {
         tokio::time::sleep(Duration::from_millis(200)).await;
-        self.rest().is_healthy(PING_EVERY).await
+        self.rest_client().is_healthy(PING_EVERY).await
     }
 
     /// Ends the daemon and the machine, in that order, each in bounded time.
     async fn shut_down(&mut self, vm: &mut Vm, agent: &Agent, daemon: Option<GuestDaemon>) -> Result<String> {
-        self.enter(Phase::Stopping, "the daemon is asked to end")?;
+        self.set_phase(Phase::Stopping, "the daemon is asked to end")?;
         if let Some(daemon) = daemon {
             daemon.stop(agent).await;
         }
-        self.enter(Phase::Stopping, "Linux shuts down")?;
+        self.set_phase(Phase::Stopping, "Linux shuts down")?;
         if let Err(error) = agent.shutdown().await {
             self.log.line(&format!("it cannot be asked to shut down: {error}"));
             vm.end();
             return Ok(format!("it could not be asked to shut down ({error}); the plug was pulled"));
         }
-        match tokio::time::timeout(SHUTDOWN_LIMIT, ended(vm)).await {
+        match tokio::time::timeout(SHUTDOWN_TIMEOUT, ended(vm)).await {
             Ok(status) => {
                 vm.end();
                 status.map(|_| "shut down cleanly".to_owned())
             }
             Err(_) => {
                 vm.end();
-                Ok(format!("it did not shut down in {} s; the plug was pulled", SHUTDOWN_LIMIT.as_secs()))
+                Ok(format!("it did not shut down in {} s; the plug was pulled", SHUTDOWN_TIMEOUT.as_secs()))
             }
         }
     }
 
     fn finish(&mut self, phase: Phase, detail: &str) -> Result<()> {
         self.state.qemu = None;
-        self.enter(phase, detail)
+        self.set_phase(phase, detail)
     }
 
-    fn enter(&mut self, phase: Phase, detail: &str) -> Result<()> {
+    fn set_phase(&mut self, phase: Phase, detail: &str) -> Result<()> {
         self.log.line(&format!("{phase:?}: {detail}"));
         self.state.phase = phase;
         self.state.detail = detail.to_owned();
@@ -291,7 +291,7 @@ impl Supervisor {
         Duration::from_secs(self.plan.watchdog_secs)
     }
 
-    fn rest(&self) -> Daemon {
+    fn rest_client(&self) -> Daemon {
         Daemon::loopback(self.state.rest_port, self.token.clone())
     }
 }

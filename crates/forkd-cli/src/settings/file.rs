@@ -74,7 +74,7 @@ impl File {
             let at = line(key.span().start);
             // Both ways of writing mean the same.
             let name = present_name(key.get_ref().replace('-', "_"));
-            match understand(&name, value.get_ref(), &options) {
+            match parse_value(&name, value.get_ref(), &options) {
                 Ok(_) if entries.contains_key(&name) => {
                     problems.push((at, format!("`{name}` is there twice")));
                 }
@@ -105,7 +105,7 @@ impl File {
 }
 
 /// The value of a key, as it would be typed.
-fn understand(key: &str, value: &DeValue<'_>, options: &BTreeMap<String, Setting>) -> Result<Vec<String>> {
+fn parse_value(key: &str, value: &DeValue<'_>, options: &BTreeMap<String, Setting>) -> Result<Vec<String>> {
     if let Some(option) = options.get(key) {
         let values = plain(key, value, kind(&option.arg), may_be_many(&option.arg))?;
         for value in values.iter().filter(|_| kind(&option.arg) != ValueKind::Truth) {

@@ -48,7 +48,7 @@ pub(crate) fn width(wide: bool) -> Option<usize> {
 
 /// Rows under a header, in lines of at most `width` characters.
 pub(crate) fn table(columns: &[Column], rows: &[Vec<String>], width: Option<usize>) -> String {
-    let cell = |row: &Vec<String>, column: usize| row.get(column).map(|cell| ui::harmless(cell));
+    let cell = |row: &Vec<String>, column: usize| row.get(column).map(|cell| ui::without_control_chars(cell));
     let clean = |row| (0..columns.len()).map(|column| cell(row, column).unwrap_or_default()).collect();
     let mut rows: Vec<Vec<String>> = rows.iter().map(clean).collect();
     let mut columns = columns.to_vec();

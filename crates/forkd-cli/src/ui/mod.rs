@@ -29,13 +29,13 @@ impl Ui {
     /// Something the user did not ask for but should know.
     pub(crate) fn note(&self, text: impl AsRef<str>) {
         if !self.quiet {
-            complain(&format!("forkd: {}", text.as_ref()));
+            print_error(&format!("forkd: {}", text.as_ref()));
         }
     }
 
     /// Something that went wrong without ending the command; said even when quiet.
     pub(crate) fn warn(&self, text: impl AsRef<str>) {
-        complain(&format!("forkd: warning: {}", text.as_ref()));
+        print_error(&format!("forkd: warning: {}", text.as_ref()));
     }
 
     /// Begins a step too usual to leave lines in a log: shown on a terminal only.
@@ -47,7 +47,7 @@ impl Ui {
     pub(crate) fn progress(&self, title: impl Into<String>) -> Progress {
         let title = title.into();
         let bar = (self.terminal && !self.quiet).then(|| {
-            signals::tidy();
+            signals::run_exit_actions();
             let bar = ProgressBar::new_spinner();
             if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} ({elapsed})") {
                 bar.set_style(style);
@@ -125,7 +125,7 @@ pub(crate) fn print_json<T: Serialize>(value: &T) -> Result<()> {
 
 /// Rows under a header, in columns.
 pub(crate) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
-    let cleaned = rows.iter().map(|row| row.iter().map(|cell| harmless(cell)).collect());
+    let cleaned = rows.iter().map(|row| row.iter().map(|cell| without_control_chars(cell)).collect());
     let lines: Vec<Vec<String>> =
         std::iter::once(header.iter().map(|&cell| cell.to_owned()).collect()).chain(cleaned).collect();
     let width = |column: usize| {
@@ -142,7 +142,7 @@ pub(crate) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
 /// Names and what they stand for, a line each.
 pub(crate) fn pairs(pairs: &[(&str, String)]) -> String {
     let width = pairs.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
-    let line = |(name, value): &(&str, String)| format!("{name:<width$}  {}", harmless(value));
+    let line = |(name, value): &(&str, String)| format!("{name:<width$}  {}", without_control_chars(value));
     pairs.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
@@ -204,24 +204,24 @@ pub(crate) fn fail(error: &anyhow::Error, status: u8) -> ExitCode {
             text.push_str(&format!(": {cause}"));
         }
     }
-    complain(&text);
+    print_error(&text);
     ExitCode::from(status)
 }
 
 /// Reports what the daemon refused, for programs.
 pub(crate) fn fail_json<T: Serialize>(body: &T, status: u8) -> ExitCode {
-    complain(&serde_json::to_string(body).unwrap_or_default());
+    print_error(&serde_json::to_string(body).unwrap_or_default());
     ExitCode::from(status)
 }
 
-fn complain(line: &str) {
+fn print_error(line: &str) {
     // Standard error may be closed; there is nobody left to tell.
-    let _ = writeln!(io::stderr().lock(), "{}", harmless(line));
+    let _ = writeln!(io::stderr().lock(), "{}", without_control_chars(line));
 }
 
 /// Text without control characters, which would let a guest whose words are quoted write anywhere on
 /// the terminal; lines and tabs stay.
-pub(crate) fn harmless(text: &str) -> String {
+pub(crate) fn without_control_chars(text: &str) -> String {
     text.chars().filter(|c| matches!(c, '\n' | '\t') || !c.is_control()).collect()
 }
 
@@ -249,7 +249,7 @@ mod tests {
 
     #[test]
     fn a_quoted_guest_cannot_write_elsewhere_on_the_terminal() {
-        assert_eq!(harmless("a\x1b[2Jb\r\n\tc"), "a[2Jb\n\tc");
+        assert_eq!(without_control_chars("a\x1b[2Jb\r\n\tc"), "a[2Jb\n\tc");
         assert_eq!(table(&["A"], &[vec!["\x1b[2J".to_owned()]]), "A\n[2J");
     }
 }

@@ -289,7 +289,7 @@ fn linux_elsewhere(context: &Context, socket: Option<&Path>) -> Result<Option<St
         // Whoever names a daemon wants that one measured.
         return Ok(None);
     }
-    let kvm = kvm::look(&Binaries::find()?.vmm, &context.data.kvm_cache())?;
+    let kvm = kvm::probe_cached(&Binaries::find()?.vmm, &context.data.kvm_cache())?;
     images::ensure_image(&context.data, "python", context.ui)?;
     images::ensure_guest_kernel(&context.data, context.ui)?;
     Ok((!kvm.runs_linux).then(|| kvm.describe()))

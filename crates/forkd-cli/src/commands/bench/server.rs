@@ -22,7 +22,7 @@ use crate::stream::signals::{Caught, ExitAction, Forwarded};
 use crate::ui::Ui;
 
 /// How long the daemon may take to start, to stop, and processes to end.
-const PATIENCE: Duration = Duration::from_secs(60);
+const DAEMON_TIMEOUT: Duration = Duration::from_secs(60);
 /// How many children are deleted at a time.
 const DELETES: usize = 16;
 
@@ -110,8 +110,8 @@ impl BenchDaemon {
             if let Some(status) = child.try_wait()? {
                 bail!("the daemon ended at its start, {status}:\n{}", tail());
             }
-            if begin.elapsed() > PATIENCE {
-                bail!("the daemon does not answer after {} s:\n{}", PATIENCE.as_secs(), tail());
+            if begin.elapsed() > DAEMON_TIMEOUT {
+                bail!("the daemon does not answer after {} s:\n{}", DAEMON_TIMEOUT.as_secs(), tail());
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
@@ -276,7 +276,7 @@ impl BenchDaemon {
         if let Some(mut child) = self.child.take() {
             let pid = child.id().and_then(|pid| Pid::from_raw(pid as i32));
             pid.map(|pid| rustix::process::kill_process(pid, Signal::TERM));
-            if tokio::time::timeout(PATIENCE, child.wait()).await.is_err() {
+            if tokio::time::timeout(DAEMON_TIMEOUT, child.wait()).await.is_err() {
                 self.ui.warn("the daemon did not end when asked and is killed");
                 let _ = child.kill().await;
             }
@@ -309,8 +309,8 @@ impl BenchDaemon {
 async fn gone(pid: Option<i64>, name: &str) -> Result<()> {
     let begin = Instant::now();
     while pid.is_some_and(|pid| Path::new(&format!("/proc/{pid}")).exists()) {
-        if begin.elapsed() > PATIENCE {
-            bail!("{name} was deleted, but its process is still there after {} s", PATIENCE.as_secs());
+        if begin.elapsed() > DAEMON_TIMEOUT {
+            bail!("{name} was deleted, but its process is still there after {} s", DAEMON_TIMEOUT.as_secs());
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }

@@ -19,7 +19,7 @@ use super::server::{BenchDaemon, Child};
 pub(super) const WRITES: Duration = Duration::from_millis(200);
 /// How long it may take to write everything again, and how much of that may be missing, beside a hundredth:
 /// what its process had of its own and need not write again.
-const REWRITE_LIMIT: Duration = Duration::from_secs(120);
+const REWRITE_TIMEOUT: Duration = Duration::from_secs(120);
 const REWRITE_SLACK_KIB: u64 = 4 << 10;
 
 /// What was measured of one kind of guest.
@@ -203,8 +203,8 @@ async fn rewritten(sandbox: &Child, own: Option<u64>) -> Result<()> {
     while let (Some(own), Some(now)) = (own, sandbox.private_kib())
         && now + own / 100 + REWRITE_SLACK_KIB < own
     {
-        if begun.elapsed() > REWRITE_LIMIT {
-            bail!("the guest did not write its memory again within {} s", REWRITE_LIMIT.as_secs());
+        if begun.elapsed() > REWRITE_TIMEOUT {
+            bail!("the guest did not write its memory again within {} s", REWRITE_TIMEOUT.as_secs());
         }
         tokio::time::sleep(WRITES).await;
     }

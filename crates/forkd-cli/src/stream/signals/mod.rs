@@ -10,7 +10,7 @@ mod watch;
 use anyhow::Result;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-pub(crate) use watch::{ExitAction, drain, tidy};
+pub(crate) use watch::{ExitAction, drain, run_exit_actions};
 use watch::{ListenGuard, SaveGuard};
 
 /// Who ends when a signal comes.

@@ -17,11 +17,11 @@ use super::{Caught, SignalPolicy, Signals};
 use crate::stream::terminal;
 
 /// How long a command has to clean up after itself.
-const GRACE: Duration = Duration::from_millis(1500);
-/// How long the rest may take. Together with [`GRACE`] it is less than the two seconds that are promised.
-const LAST: Duration = Duration::from_millis(400);
+const CLEANUP_TIME: Duration = Duration::from_millis(1500);
+/// How long the rest may take. Together with [`CLEANUP_TIME`] it is less than the two seconds that are promised.
+const EXIT_ACTIONS_TIME: Duration = Duration::from_millis(400);
 /// How often it is looked whether a save is over.
-const LOOK: Duration = Duration::from_millis(50);
+const SAVE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// What is left to be done, by number, in the order in which it was made.
 type Last = BTreeMap<u64, Box<dyn FnOnce() + Send>>;
@@ -92,7 +92,7 @@ fn last_to_do() -> std::sync::MutexGuard<'static, Last> {
 }
 
 /// A command that draws on the terminal leaves it tidy: a signal ends the process only after that.
-pub(crate) fn tidy() {
+pub(crate) fn run_exit_actions() {
     // Without it the kernel ends the process just as well.
     let _ = start();
 }
@@ -181,14 +181,14 @@ async fn second(signals: &mut Signals, first: Caught) -> Caught {
 
 /// Waits as long as a command may take to clean up. A save may take longer, until a second signal.
 async fn grace(signals: &mut Signals) {
-    let (mut limit, mut insisted) = (Instant::now() + GRACE, false);
+    let (mut limit, mut insisted) = (Instant::now() + CLEANUP_TIME, false);
     while Instant::now() < limit {
         let saving = !insisted && SAVING.load(Ordering::SeqCst) > 0;
         if saving {
-            limit = Instant::now() + GRACE;
+            limit = Instant::now() + CLEANUP_TIME;
         }
         tokio::select! {
-            () = tokio::time::sleep(LOOK) => {}
+            () = tokio::time::sleep(SAVE_POLL_INTERVAL) => {}
             // Without a save it changes nothing: the time is short, and a terminal that goes away sends two.
             _ = signals.next() => insisted |= saving,
         }
@@ -210,7 +210,7 @@ fn end(caught: Caught) {
         drop(done);
     });
     if last.is_ok() {
-        let _ = is_done.recv_timeout(LAST);
+        let _ = is_done.recv_timeout(EXIT_ACTIONS_TIME);
     }
     // SAFETY: it ends the process without running anything more of it: no lock that a thread holds, and no
     // work that cannot be cut off, is waited for.
