@@ -1,5 +1,4 @@
-//! What is made from the grammar for readers and shells: completions, manual pages, docs/CLI.md. There
-//! is one source for all of it: what `--help` says.
+//! Completions, manual pages and docs/CLI.md, all generated from the grammar, as `--help` is.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -12,7 +11,7 @@ use crate::args::{Shell, grammar};
 use crate::settings::{self, EXTRAS};
 use crate::ui::{self, Ui};
 
-/// Prints what a shell needs to complete.
+/// Prints the completion script of a shell.
 pub(crate) fn completions(shell: Shell) -> Result<u8> {
     let mut bytes = Vec::new();
     let mut grammar = grammar();
@@ -26,7 +25,7 @@ pub(crate) fn completions(shell: Shell) -> Result<u8> {
     Ok(0)
 }
 
-/// Prints the page of the command as a whole, or writes all pages into a folder.
+/// Prints the manual page of `forkd`, or writes all pages into a folder.
 pub(crate) fn man(folder: Option<&Path>, ui: Ui) -> Result<u8> {
     let Some(folder) = folder else {
         let mut page = Vec::new();
@@ -41,7 +40,7 @@ pub(crate) fn man(folder: Option<&Path>, ui: Ui) -> Result<u8> {
     Ok(0)
 }
 
-/// The grammar without the commands help does not show: `help` itself would get pages, too.
+/// The grammar without the `help` command, which would get pages as well.
 fn visible(grammar: Command) -> Command {
     grammar.disable_help_subcommand(true)
 }
@@ -67,9 +66,9 @@ pub(crate) fn markdown() -> String {
 
 const INTRODUCTION: &str = "# The command line
 
-Generated from what `forkd --help` says: `forkd docs cli > docs/CLI.md`. Results go to standard output,
-everything else to standard error; `--json` prints all that is known, for programs. Exit status: 0 done,
-1 failed, 2 wrong usage; commands that run a command pass its own status on.
+Generated from `forkd --help`: `forkd docs cli > docs/CLI.md`. Results go to standard output, everything
+else to standard error; `--json` prints the whole result for programs. Exit status: 0 done, 1 failed,
+2 wrong usage. Commands that run a command exit with its status.
 ";
 
 fn shown(command: &Command) -> impl Iterator<Item = &Command> {
@@ -96,7 +95,7 @@ fn describe(text: &mut String, command: &Command, above: &str) {
     shown(command).for_each(|inner| describe(text, inner, &path));
 }
 
-/// A list of what a command takes; of the first, what all take.
+/// A list of the options of a command; for the first command, of the global options.
 fn options(command: &Command, global: bool) -> String {
     let mut text = String::new();
     for arg in command.get_arguments() {
@@ -148,9 +147,9 @@ fn remarks(arg: &Arg) -> String {
 fn settings_part(grammar: &Command) -> String {
     let mut text = String::from(
         "\n## The configuration file\n\n`/etc/forkd/config.toml`, or the one named by `--config` or \
-         `FORKD_CONFIG`; TOML without tables. The environment goes before the file, and flags before both; \
-         `forkd config` tells who said what. The daemon in the emulated machine does not read it. A file with \
-         `daemon_token` in it must be readable by its owner only. Keys:\n\n",
+         `FORKD_CONFIG`; TOML without tables. Precedence: flags, environment, file; `forkd config` shows \
+         the source of each value. The daemon in the emulated machine does not read the file. Only its owner \
+         may read a file with `daemon_token`. Keys:\n\n",
     );
     for (key, setting) in settings::options(grammar) {
         let variable = setting.arg.get_env().map(|name| format!(", `{}`", name.to_string_lossy()));
@@ -174,9 +173,9 @@ fn settings_part(grammar: &Command) -> String {
 
 fn obsolete_part() -> String {
     let mut text = String::from(
-        "\n## Flags without a meaning\n\nScripts written for the system forkd follows use flags that mean \
-         nothing here. The first are accepted, with a note; the others are refused, because something else \
-         than what was wanted would happen.\n\n",
+        "\n## Flags without effect\n\nScripts for the reference use flags that have no effect here. forkd \
+         accepts some and prints a note. It refuses the others, because the effect would differ from the \
+         wanted one.\n\n",
     );
     for fate in [Fate::Ignored, Fate::Refused] {
         for flag in compat_flags::ALL.iter().filter(|flag| flag.fate == fate) {
@@ -186,18 +185,18 @@ fn obsolete_part() -> String {
                 writeln!(text, "- `--{}` of {} ({what}): {}", flag.flag, commands.join(", "), flag.instead);
         }
     }
-    text.push_str(GONE);
+    text.push_str(MISSING);
     text
 }
 
-const GONE: &str = "
-## What is gone
+const MISSING: &str = "
+## What is missing
 
-- `wp-bench` measured write protection by userfaultfd, which forkd does not use: a branch is a `fork(2)`.
+- `wp-bench` measured write protection by userfaultfd. forkd does not use it: a branch is a `fork(2)`.
   `forkd bench branch` measures both side by side.
-- The checks of `doctor` for Firecracker, taps and Docker: forkd has a monitor of its own, makes networks
+- The checks of `doctor` for Firecracker, taps and Docker: forkd has its own monitor, creates networks
   itself and needs no Docker.
-- `pull` of images by the name a registry has for them: export them to a tar (see `forkd from-image`).
+- `pull` of images from a registry: export them to a tar (see `forkd from-image`).
 ";
 
 #[cfg(test)]
@@ -214,7 +213,7 @@ mod tests {
         let kept = std::fs::read_to_string(path).unwrap_or_default();
         assert!(
             kept == made,
-            "docs/CLI.md is not what the command says: FORKD_WRITE_CLI=1 cargo test --release -p forkd-cli the_documentation"
+            "docs/CLI.md differs from the grammar: FORKD_WRITE_CLI=1 cargo test --release -p forkd-cli the_documentation"
         );
     }
 

@@ -1,4 +1,4 @@
-//! What can be typed about branches: take them, go back to them, show where everything came from.
+//! Arguments of `branch`, `snapshot-diff`, `rollback` and `tree`.
 
 use std::path::PathBuf;
 
@@ -6,11 +6,11 @@ use clap::{Args, ValueEnum};
 
 use super::{AnswerArgs, DaemonArgs, MAX_SECS, SandboxArgs, parse_name};
 
-/// Branch a running sandbox: keep this moment of it under a tag, to fork children from.
+/// Branch a running sandbox: keep its present state under a tag, to fork children from.
 ///
-/// The sandbox stands still for some milliseconds and goes on without noticing; memory, disk and
-/// devices of the branch belong to one instant. Children can be forked as soon as the sandbox runs
-/// again; by default this command waits until the branch is on disk as well. ^C ends the waiting only.
+/// The daemon pauses the sandbox for some milliseconds. Memory, disk and devices of the branch belong to
+/// one instant. Children can be forked as soon as the sandbox runs again; by default this command also
+/// waits until the branch is on disk. ^C ends the waiting, not the branch.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd branch sb4k2n --tag before-deploy
@@ -18,16 +18,16 @@ use super::{AnswerArgs, DaemonArgs, MAX_SECS, SandboxArgs, parse_name};
   forkd branch sb4k2n --no-wait --json | jq -r .tag
 
 Modes:
-  live  stores what differs from the snapshot the sandbox came from, while everything runs
-  diff  the same; for scripts that know this name
-  full  stores all of it, so that it depends on no other snapshot
+  live  stores the difference to the sandbox's snapshot, while the sandbox runs
+  diff  the same as live, under the name older scripts use
+  full  stores everything, so that the branch depends on no other snapshot
 
-Exit status: 0 branched, 1 failed, 130 left by ^C, 2 wrong usage.")]
+Exit status: 0 branched, 1 failed, 130 interrupted by ^C, 2 wrong usage.")]
 pub(crate) struct BranchArgs {
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
 
-    /// Name for the branch [default: one is made].
+    /// Tag of the branch [default: generated].
     #[arg(long, value_parser = parse_name, value_name = "TAG")]
     pub(crate) tag: Option<String>,
 
@@ -35,7 +35,7 @@ pub(crate) struct BranchArgs {
     #[arg(long, value_enum, default_value_t = BranchMode::Live, value_name = "MODE")]
     pub(crate) mode: BranchMode,
 
-    /// Do not wait until it is on disk; `forkd images` tells how far it is. Of mode live.
+    /// Do not wait until the branch is on disk; `forkd images` shows the progress. Only for mode live.
     #[arg(long)]
     pub(crate) no_wait: bool,
 
@@ -62,27 +62,27 @@ impl BranchMode {
     }
 }
 
-/// Build a snapshot on a snapshot: run a command in a child and keep what it changed.
+/// Build a snapshot on another one: run a command in a child and keep its changes.
 ///
-/// Memory and disk are kept as a layer over the other snapshot. The child is gone afterwards, however
-/// this command ends.
+/// The new snapshot stores changed memory and disk as a layer over the other snapshot. The child is
+/// removed, however this command ends.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd snapshot-diff --from numpy --tag pandas --exec 'pip install pandas'
   forkd snapshot-diff --from pandas --tag data --exec 'cd /srv && ./fetch.sh' --timeout-secs 3600
 
-Exit status: 0 made, 1 failed, also if the command did (its status is told and no snapshot is made), 130
-ended by ^C, 2 wrong usage.")]
+Exit status: 0 created, 1 failed (also if the command failed: its status is printed, no snapshot is
+created), 130 interrupted by ^C, 2 wrong usage.")]
 pub(crate) struct SnapshotDiffArgs {
     /// Snapshot to build on (`forkd images`).
     #[arg(long, value_parser = parse_name, value_name = "TAG")]
     pub(crate) from: String,
 
-    /// Name for the new snapshot.
+    /// Tag of the new snapshot.
     #[arg(long, value_parser = parse_name, value_name = "TAG")]
     pub(crate) tag: String,
 
-    /// Shell command line to run in the child. Its output is shown when it has ended.
+    /// Shell command line to run in the child. Its output is printed when it has ended.
     #[arg(long, value_name = "CMD")]
     pub(crate) exec: String,
 
@@ -95,10 +95,10 @@ pub(crate) struct SnapshotDiffArgs {
     pub(crate) answer: AnswerArgs,
 }
 
-/// Take a sandbox back to a branch of it, under its own id.
+/// Roll a sandbox back to one of its branches. It keeps its id.
 ///
-/// It goes on from there with the memory and the disk it had; what it did since is gone. Its network
-/// and its limits stay; its open connections are reset.
+/// The sandbox continues with the memory and disk of the branch; later changes are lost. Its network and
+/// its limits stay; its open connections are reset.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd rollback sb4k2n
@@ -109,7 +109,7 @@ pub(crate) struct RollbackArgs {
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
 
-    /// Where to [default: its latest branch, or else the snapshot it was forked from].
+    /// Branch to roll back to [default: the latest branch, or else the sandbox's snapshot].
     #[arg(long, value_parser = parse_name, value_name = "TAG")]
     pub(crate) to: Option<String>,
 
@@ -117,9 +117,9 @@ pub(crate) struct RollbackArgs {
     pub(crate) answer: AnswerArgs,
 }
 
-/// Show who came from whom: snapshots, their children, branches of those, and so on.
+/// Show the fork tree: snapshots, their children, branches of those, and so on.
 ///
-/// What is gone but has descendants is shown, too, and marked.
+/// Removed snapshots and sandboxes that have descendants are shown and marked as gone.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd tree
@@ -129,15 +129,15 @@ pub(crate) struct RollbackArgs {
 
 Exit status: 0 shown, 1 failed, 2 wrong usage.")]
 pub(crate) struct TreeArgs {
-    /// Print JSON: all that is known.
+    /// Print the daemon's whole reply as JSON.
     #[arg(long, group = "format")]
     pub(crate) json: bool,
 
-    /// Print it in the language of Graphviz.
+    /// Print the tree in the language of Graphviz.
     #[arg(long, group = "format")]
     pub(crate) dot: bool,
 
-    /// Draw it into this file; `-` is standard output.
+    /// Draw the tree as SVG into this file; `-` is standard output.
     #[arg(long, group = "format", value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
 

@@ -1,34 +1,34 @@
-//! What more than one command takes: groups of options, and the rules for what is typed.
+//! Groups of options that more than one command takes, and parsers of their values.
 
 use std::path::PathBuf;
 
 use clap::Args;
 use forkd_protocol::names;
 
-/// The longest time limit the daemon takes: 30 days.
+/// The longest time limit the daemon accepts: 30 days.
 pub(super) const MAX_SECS: u64 = 2_592_000;
 
-/// Which daemon to talk to.
+/// The daemon to use.
 #[derive(Debug, Clone, Default, Args)]
 pub(crate) struct DaemonArgs {
-    /// Talk to this daemon instead of finding or starting one.
+    /// Use this daemon instead of finding or starting one.
     #[arg(long, env = "FORKD_URL", value_name = "URL")]
     pub(crate) daemon_url: Option<String>,
 
-    /// Its token.
+    /// Token of that daemon.
     #[arg(long, env = "FORKD_TOKEN", value_name = "TOKEN", hide_env_values = true)]
     pub(crate) daemon_token: Option<String>,
 
-    /// Believe a daemon at an https:// address that shows a certificate in this PEM file, or one signed by
-    /// it; the authorities of this system are believed anyway.
+    /// Trust the certificates in this PEM file, and those they signed, for https:// addresses. The
+    /// authorities of this system are trusted as well.
     #[arg(long, env = "FORKD_CACERT", value_name = "FILE")]
     pub(crate) cacert: Option<PathBuf>,
 }
 
-/// Of a command that prints what a daemon says.
+/// Options of a command that prints the daemon's reply.
 #[derive(Debug, Args)]
 pub(crate) struct AnswerArgs {
-    /// Print JSON: all that is known.
+    /// Print the daemon's whole reply as JSON.
     #[arg(long)]
     pub(crate) json: bool,
 
@@ -36,7 +36,7 @@ pub(crate) struct AnswerArgs {
     pub(crate) daemon: DaemonArgs,
 }
 
-/// The only option of a command that prints data of this computer's.
+/// The only option of a command that prints data of this host.
 #[derive(Debug, Args)]
 pub(crate) struct JsonArgs {
     /// Print JSON.
@@ -44,7 +44,7 @@ pub(crate) struct JsonArgs {
     pub(crate) json: bool,
 }
 
-/// The machine a guest boots on.
+/// The virtual hardware of a guest.
 #[derive(Debug, Args)]
 pub(crate) struct GuestArgs {
     /// Virtual CPUs.
@@ -55,15 +55,15 @@ pub(crate) struct GuestArgs {
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(64..), value_name = "MIB")]
     pub(crate) mem_size_mib: u64,
 
-    /// No network device.
+    /// Give the guest no network device.
     #[arg(long)]
     pub(crate) no_network: bool,
 }
 
-/// How a command is run in a guest.
+/// The environment of a command in a guest.
 #[derive(Debug, Args)]
 pub(crate) struct ProcessArgs {
-    /// Variable for the command; may be given several times.
+    /// Environment variable for the command. Repeatable.
     #[arg(long, short, value_parser = parse_variable, value_name = "NAME=VALUE")]
     pub(crate) env: Vec<(String, String)>,
 
@@ -76,16 +76,16 @@ pub(crate) struct ProcessArgs {
     pub(crate) user: Option<String>,
 }
 
-/// How long something may run in a sandbox.
+/// The time limit of a command in a sandbox.
 #[derive(Debug, Args)]
 pub(crate) struct LimitArgs {
-    /// End it after this many seconds, at most 30 days.
+    /// Kill the command after this many seconds, at most 30 days.
     #[arg(long = "timeout-secs", alias = "timeout", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
           value_name = "SECS")]
     pub(crate) timeout: u64,
 }
 
-/// The sandbox something is done to.
+/// The sandbox of a command.
 #[derive(Debug, Args)]
 pub(crate) struct SandboxArgs {
     /// Id of the sandbox (`forkd ls`).
@@ -100,7 +100,7 @@ pub(crate) struct AgentTargetArgs {
     #[arg(long, env = "FORKD_TARGET", value_name = "HOST:PORT")]
     pub(crate) target: Option<String>,
 
-    /// Accepted, without meaning: give the ID of a sandbox instead.
+    /// Accepted for compatibility, without effect: give the ID of a sandbox instead.
     #[arg(long, value_name = "NETNS", hide = true)]
     pub(crate) child: Option<String>,
 }
@@ -116,14 +116,14 @@ pub(crate) struct TargetArgs {
     pub(crate) target: AgentTargetArgs,
 }
 
-/// The sandboxes something is done to.
+/// The sandboxes of a command.
 #[derive(Debug, Args)]
 pub(crate) struct SandboxesArgs {
     /// Ids of sandboxes (`forkd ls`).
     #[arg(required = true, value_parser = parse_id, value_name = "ID")]
     pub(crate) ids: Vec<String>,
 
-    /// Print what became of each as JSON.
+    /// Print the result of each as JSON.
     #[arg(long)]
     pub(crate) json: bool,
 
@@ -131,10 +131,10 @@ pub(crate) struct SandboxesArgs {
     pub(crate) daemon: DaemonArgs,
 }
 
-/// What a sandbox may use of this computer.
+/// Limits of a sandbox on this host.
 #[derive(Debug, Args)]
 pub(crate) struct MemoryLimitArgs {
-    /// The most memory of this computer each may take, in MiB.
+    /// Limit each child to this much memory of the host, in MiB.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..), value_name = "MIB")]
     pub(crate) memory_limit_mib: Option<u64>,
 }

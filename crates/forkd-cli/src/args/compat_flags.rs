@@ -1,27 +1,27 @@
-//! Flags of the system whose scripts forkd understands that have lost their meaning here, or never
-//! had one: the first are accepted and a note is said, the others are refused with what to do instead.
+//! Flags of the reference that have no effect here. forkd accepts some and prints a note; it refuses the
+//! others and prints what to do instead.
 
 use clap::{Arg, ArgAction, ArgMatches, Command, parser::ValueSource};
 
-/// What becomes of a command that has such a flag.
+/// What forkd does with a command line that has such a flag.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fate {
-    /// It is done as if the flag were not there: what was wanted happens anyway.
+    /// Run the command as if the flag were absent: the wanted effect happens anyway.
     Ignored,
-    /// It is not done: something else than what was wanted would happen.
+    /// Refuse the command: its effect would differ from the wanted one.
     Refused,
 }
 
-/// A flag.
+/// A flag without effect.
 #[derive(Debug)]
 pub(crate) struct ObsoleteFlag {
     pub(crate) flag: &'static str,
-    /// What it took, if it took something.
+    /// The name of its value, if it takes one.
     value: Option<&'static str>,
-    /// The commands that took it.
+    /// The commands that accept it.
     pub(crate) commands: &'static [&'static str],
     pub(crate) fate: Fate,
-    /// What holds instead.
+    /// What to use, or what forkd does, instead.
     pub(crate) instead: &'static str,
 }
 
@@ -43,53 +43,68 @@ const fn refused(
     ObsoleteFlag { flag, value: Some(value), commands, fate: Fate::Refused, instead }
 }
 
-/// All of them.
+/// All flags without effect.
 pub(crate) const ALL: &[ObsoleteFlag] = &[
-    ignored("tap", Some("NAME"), &["snapshot", "run", "from-image"], "the daemon makes every guest its own"),
+    ignored(
+        "tap",
+        Some("NAME"),
+        &["snapshot", "run", "from-image"],
+        "the daemon creates a tap for every guest",
+    ),
     ignored(
         "per-child-netns",
         None,
         &["fork", "spawn", "workspace create", "bench"],
-        "every sandbox has a network of its own",
+        "every sandbox has its own network",
     ),
-    ignored("prewarm", None, &["spawn"], "children share their parent's memory: there is nothing to warm"),
-    ignored("live-fork", None, &["fork", "spawn"], "every child can be branched while it runs"),
+    ignored("prewarm", None, &["spawn"], "children share their parent's memory, so there is nothing to warm"),
+    ignored("live-fork", None, &["fork", "spawn"], "every running child can be branched"),
     ignored("hugepages", None, &["fork", "spawn"], "huge pages are used where they help"),
-    ignored("keep-workdir", None, &["snapshot", "fork"], "there is none; `forkd ls` shows what runs"),
-    ignored("rw", None, &["snapshot"], "every sandbox can write to its disk, and to nobody else's"),
+    ignored(
+        "keep-workdir",
+        None,
+        &["snapshot", "fork"],
+        "forkd has no work directory; `forkd ls` shows running sandboxes",
+    ),
+    ignored("rw", None, &["snapshot"], "every sandbox writes to its own copy of the disk"),
     ignored(
         "boot-wait-secs",
         Some("SECS"),
         &["snapshot", "from-image"],
-        "a guest is waited for until it says that it is warm",
+        "the daemon waits until the guest reports that it is warm",
     ),
     ignored("cache", Some("DIR"), &["run", "from-image"], "images are kept in the data directory"),
-    refused("kernel", "FILE", &["run", "from-image"], "it is the daemon's: `forkd serve --kernel FILE`"),
+    refused(
+        "kernel",
+        "FILE",
+        &["run", "from-image"],
+        "the daemon chooses the kernel: `forkd serve --kernel FILE`",
+    ),
     refused(
         "extra",
         "PKG",
         &["run"],
-        "build an image with it: `forkd parent build IMAGE --extra PKG --output NAME`, and give it as --image NAME",
+        "build an image with it (`forkd parent build IMAGE --extra PKG --output NAME`) and use --image NAME",
     ),
     refused(
         "volume",
         "HOST:GUEST",
         &["snapshot"],
-        "files get into an image when it is built (`forkd image build NAME --folder DIR`) or into a sandbox later",
+        "add files to the image (`forkd image build NAME --folder DIR`) or copy them with `forkd cp`",
     ),
 ];
 
-/// The grammar with these flags; help does not show them.
+/// Adds these flags to the grammar, hidden from help.
 pub(super) fn add(grammar: Command) -> Command {
     add_below(grammar, "")
 }
 
-/// All in place: help keeps its order.
+/// Changes commands in place, so that help keeps its order.
 fn add_below(command: Command, above: &str) -> Command {
     command.mut_subcommands(|mut inner| {
         let path = format!("{above}{}", inner.get_name());
         for obsolete in ALL.iter().filter(|obsolete| obsolete.commands.contains(&path.as_str())) {
-            // One that got a meaning is no longer one of these.
+            // The command may have gained a flag of this name that has an effect.
             if !inner.get_arguments().any(|arg| arg.get_long() == Some(obsolete.flag)) {
                 inner = inner.arg(option(obsolete));
             }
@@ -106,12 +121,12 @@ fn option(obsolete: &ObsoleteFlag) -> Arg {
     }
 }
 
-/// The id of the option, which no option of a command has.
+/// The id of the flag in clap; no other option has it.
 fn id(obsolete: &ObsoleteFlag) -> String {
     format!("obsolete-{}", obsolete.flag)
 }
 
-/// Those that were typed.
+/// The flags without effect on this command line.
 pub(crate) fn typed(matches: &ArgMatches) -> Vec<&'static ObsoleteFlag> {
     let mut innermost = matches;
     while let Some((_, inner)) = innermost.subcommand() {

@@ -1,22 +1,22 @@
-//! What can be typed about how long sandboxes live and what is written on them.
+//! Arguments about the lifetime and the labels of sandboxes, and filters by them.
 
 use clap::{Args, ValueEnum};
 
 use super::{AnswerArgs, MAX_SECS, parse_id, parse_name};
 
-/// What becomes of sandboxes whose time is over.
+/// The action when the time-out of a sandbox expires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum OnTimeout {
-    /// They are deleted.
+    /// Delete it.
     Kill,
-    /// They are paused; an idle one goes on when somebody uses it.
+    /// Pause it; an idle sandbox resumes when a client uses it.
     Pause,
-    /// They are stored as snapshots, then deleted.
+    /// Store it as a snapshot, then delete it.
     Suspend,
 }
 
 impl OnTimeout {
-    /// The daemon's word for it.
+    /// The name in the daemon's API.
     pub(crate) fn name(self) -> &'static str {
         match self {
             OnTimeout::Kill => "kill",
@@ -26,51 +26,51 @@ impl OnTimeout {
     }
 }
 
-/// How long sandboxes to make live, and what is written on them.
+/// The lifetime and the labels of new sandboxes.
 #[derive(Debug, Default, Args)]
 pub(crate) struct LifetimeArgs {
-    /// Label to find them by (`forkd ls --label`). May be given several times.
+    /// Label of the children (`forkd ls --label` filters by it). Repeatable.
     #[arg(long, value_parser = parse_label, value_name = "NAME=VALUE")]
     pub(crate) label: Vec<(String, String)>,
 
-    /// Their time is over after this many seconds, at most 30 days.
+    /// End the children after this many seconds, at most 30 days.
     #[arg(long = "timeout-secs", alias = "ttl", value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
           value_name = "SECS")]
     pub(crate) ttl: Option<u64>,
 
-    /// Their time is over when nobody used them for this many seconds.
+    /// End a child that no client used for this many seconds.
     #[arg(long = "idle-timeout-secs", alias = "idle",
           value_parser = clap::value_parser!(u64).range(1..=MAX_SECS), value_name = "SECS")]
     pub(crate) idle: Option<u64>,
 
-    /// What becomes of them then [default: kill].
+    /// Action when a time-out expires [default: kill].
     #[arg(long, value_name = "ACTION")]
     pub(crate) on_timeout: Option<OnTimeout>,
 
-    /// Snapshot to store one as, with `--on-timeout suspend` [default: idle-ID].
+    /// Tag of the snapshot that `--on-timeout suspend` creates [default: idle-ID].
     #[arg(long, value_parser = parse_name, value_name = "TAG")]
     pub(crate) suspend_as: Option<String>,
 }
 
-/// Which sandboxes.
+/// A filter for sandboxes.
 #[derive(Debug, Default, Args)]
 pub(crate) struct FilterArgs {
-    /// With this label; `NAME` alone for any value. May be given several times: all of them.
+    /// Only sandboxes with this label; `NAME` alone matches any value. Repeatable: all must match.
     #[arg(long, value_name = "NAME[=VALUE]", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub(crate) label: Vec<String>,
 
-    /// Children of this snapshot.
+    /// Only children of this snapshot.
     #[arg(long, value_parser = parse_name, value_name = "TAG")]
     pub(crate) tag: Option<String>,
 
-    /// Of this owner. Those of others are seen by admins only.
+    /// Only sandboxes of this owner. Only admins see those of other owners.
     #[arg(long, value_parser = parse_name, value_name = "OWNER")]
     pub(crate) owner: Option<String>,
 }
 
-/// Change how long sandboxes live, what becomes of them then, and their labels.
+/// Change the time-outs and the labels of sandboxes.
 ///
-/// Times count from now. What is not given stays as it is; labels are replaced, all of them.
+/// Time-outs count from now. Settings that are not given stay; --label replaces all labels.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd update sb4k2n --timeout-secs 3600
@@ -86,27 +86,27 @@ pub(crate) struct UpdateArgs {
     #[arg(required = true, value_parser = parse_id, value_name = "ID")]
     pub(crate) ids: Vec<String>,
 
-    /// Their time is over in this many seconds, at most 30 days; `none`: never.
+    /// End the sandboxes in this many seconds, at most 30 days; `none`: never.
     #[arg(long = "timeout-secs", alias = "ttl", value_parser = parse_secs, value_name = "SECS")]
     pub(crate) ttl: Option<Secs>,
 
-    /// Their time is over when nobody used them for this many seconds; `none`: never.
+    /// End a sandbox that no client used for this many seconds; `none`: never.
     #[arg(long = "idle-timeout-secs", alias = "idle", value_parser = parse_secs, value_name = "SECS")]
     pub(crate) idle: Option<Secs>,
 
-    /// What becomes of them then.
+    /// Action when a time-out expires.
     #[arg(long, value_name = "ACTION")]
     pub(crate) on_timeout: Option<OnTimeout>,
 
-    /// Snapshot to store one as, with `suspend`.
+    /// Tag of the snapshot that `suspend` creates.
     #[arg(long, value_parser = parse_name, value_name = "TAG")]
     pub(crate) suspend_as: Option<String>,
 
-    /// All their labels from now on. May be given several times.
+    /// New label; replaces all present ones. Repeatable.
     #[arg(long, value_parser = parse_label, value_name = "NAME=VALUE")]
     pub(crate) label: Vec<(String, String)>,
 
-    /// Remove their labels.
+    /// Remove all labels.
     #[arg(long, conflicts_with = "label")]
     pub(crate) no_labels: bool,
 

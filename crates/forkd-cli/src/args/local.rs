@@ -1,5 +1,4 @@
-//! What can be typed about this computer: settings, files for shells and readers, leftovers, and the
-//! way from nothing to the first children.
+//! Arguments of the commands about this host: settings, documentation, cleanup, and the first children.
 
 use std::path::PathBuf;
 
@@ -7,11 +6,10 @@ use clap::{Args, Subcommand, ValueEnum};
 
 use super::{AnswerArgs, DaemonArgs, JsonArgs, parse_name};
 
-/// Show every setting, its value and where that came from.
+/// Show every setting, its value and the source of the value.
 ///
-/// Settings come from a file, the environment and flags; each of these goes before the ones named
-/// before it. Keys in the file are called like the flags of `forkd serve`, like those that stand before
-/// every command and like those that say which daemon to talk to.
+/// Precedence: flags, environment, file. Keys in the file are named after the flags of `forkd serve`, the
+/// flags before every command, and the flags that select the daemon.
 #[derive(Debug, Args)]
 #[command(
     args_conflicts_with_subcommands = true,
@@ -25,7 +23,7 @@ A file:
   bind = \"127.0.0.1:9000\"
   branch_max_count = 100
 
-Exit status: 0 shown, 1 the file is wrong (what and where is said), 2 wrong usage."
+Exit status: 0 shown, 1 the file is wrong (each problem with its line), 2 wrong usage."
 )]
 pub(crate) struct ConfigArgs {
     #[command(subcommand)]
@@ -37,22 +35,22 @@ pub(crate) struct ConfigArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum ConfigCommand {
-    /// Say whether a configuration file is right, without using it.
+    /// Check a configuration file without using it.
     #[command(after_help = "Example:
   forkd config check new.toml && sudo mv new.toml /etc/forkd/config.toml
 
-Exit status: 0 right, 1 wrong (each problem with its line), 2 wrong usage.")]
+Exit status: 0 valid, 1 wrong (each problem with its line), 2 wrong usage.")]
     Check(ConfigCheckArgs),
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct ConfigCheckArgs {
-    /// The file.
+    /// File to check.
     #[arg(value_name = "FILE")]
     pub(crate) file: PathBuf,
 }
 
-/// Print what a shell needs to complete forkd's commands and options.
+/// Print the script with which a shell completes forkd's commands and options.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd completions bash | sudo tee /usr/share/bash-completion/completions/forkd > /dev/null
@@ -61,12 +59,12 @@ pub(crate) struct ConfigCheckArgs {
 
 Exit status: 0 printed, 2 wrong usage.")]
 pub(crate) struct CompletionsArgs {
-    /// The shell.
+    /// Shell to print the script for.
     #[arg(value_enum, value_name = "SHELL")]
     pub(crate) shell: Shell,
 }
 
-/// A shell that completes.
+/// A shell with completion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Shell {
     Bash,
@@ -74,7 +72,7 @@ pub(crate) enum Shell {
     Fish,
 }
 
-/// Print the manual page of forkd, or write those of all its commands.
+/// Print the manual page of forkd, or write the pages of all its commands.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd man | man -l -
@@ -82,19 +80,19 @@ pub(crate) enum Shell {
 
 Exit status: 0 written, 1 failed, 2 wrong usage.")]
 pub(crate) struct ManArgs {
-    /// Write a page for each command into this folder.
+    /// Write one page per command into this folder.
     #[arg(long, value_name = "DIR")]
     pub(crate) dir: Option<PathBuf>,
 }
 
-/// What the documentation is made of.
+/// Print generated documentation.
 #[derive(Debug, Subcommand)]
 pub(crate) enum DocsCommand {
     /// Print docs/CLI.md.
     Cli,
 }
 
-/// Print where forkd keeps things on this computer.
+/// Print the paths that forkd uses on this host.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd paths
@@ -107,12 +105,11 @@ pub(crate) struct PathsArgs {
     pub(crate) output: JsonArgs,
 }
 
-/// Find what daemons and benches that died left behind, and remove it.
+/// Find leftovers of dead daemons and benchmarks, and remove them.
 ///
-/// Processes of guests, folders, network namespaces, links and cgroups without an owner. The folder of a
-/// `forkd bench` that was killed is one of them. Shows
-/// what would be done unless --yes is given. What belongs to a daemon that runs is never touched: such a
-/// daemon cleans up after itself.
+/// Leftovers are guest processes, folders, network namespaces, links and cgroups without an owner, and the
+/// folder of a killed `forkd bench`. Without --yes this command only lists them. It never touches objects of
+/// a running daemon: such a daemon cleans up after itself.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   sudo forkd cleanup
@@ -121,7 +118,7 @@ pub(crate) struct PathsArgs {
 
 Exit status: 0 shown or removed, 1 something could not be removed, 2 wrong usage.")]
 pub(crate) struct CleanupArgs {
-    /// Remove what nobody owns.
+    /// Remove the leftovers.
     #[arg(long, short)]
     pub(crate) yes: bool,
 
@@ -129,18 +126,18 @@ pub(crate) struct CleanupArgs {
     pub(crate) output: JsonArgs,
 }
 
-/// From nothing to the first children: checks this computer, makes an image, warms it and forks it.
+/// Fork the first children: check this host, build an image, warm it and fork it.
 ///
-/// What was made before is used again. Where KVM cannot run Linux everything happens in the emulated
-/// machine, many times slower.
+/// Reuses an image and a snapshot that exist. Where KVM cannot run Linux, the emulated machine is used,
+/// many times slower.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd quickstart
   forkd quickstart -n 3 --yes
 
-Exit status: 0 all children answer, 1 something failed or was not wanted, 2 wrong usage.")]
+Exit status: 0 all children answer, 1 failed or declined, 2 wrong usage.")]
 pub(crate) struct QuickstartArgs {
-    /// How many children, 1 to 1000.
+    /// Number of children, 1 to 1000.
     #[arg(short = 'n', long = "n", alias = "count", default_value_t = 10,
           value_parser = clap::value_parser!(u16).range(1..=1000), value_name = "N")]
     pub(crate) count: u16,
@@ -149,7 +146,7 @@ pub(crate) struct QuickstartArgs {
     #[arg(long, default_value = "python", value_parser = parse_name, value_name = "NAME")]
     pub(crate) image: String,
 
-    /// Do not ask.
+    /// Do not ask for confirmation.
     #[arg(long, short)]
     pub(crate) yes: bool,
 
@@ -157,10 +154,10 @@ pub(crate) struct QuickstartArgs {
     pub(crate) answer: AnswerArgs,
 }
 
-/// Warm an image and keep it as a snapshot: `forkd image build` and `forkd snapshot` in one.
+/// Warm an image and save it as a snapshot: `forkd image build` and `forkd snapshot` in one.
 ///
-/// The image is one of the library's or one that forkd knows how to build (`python`); with --extra, a
-/// new one with these packages as well. Images of registries are not fetched: export them to a tar first.
+/// The image is in the library, or one that forkd can build (`python`). With --extra, forkd builds a new
+/// image with these packages. Images of registries are not fetched: export them to a tar first.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd from-image python --tag numpy
@@ -171,13 +168,13 @@ An image of a registry, here node:22:
   forkd image build node --tar node.tar
   forkd from-image node --tag node
 
-Exit status: 0 made, 1 failed, 130 cancelled by ^C, 2 wrong usage.")]
+Exit status: 0 created, 1 failed, 130 cancelled by ^C, 2 wrong usage.")]
 pub(crate) struct FromImageArgs {
     /// Name of the image.
     #[arg(value_name = "IMAGE")]
     pub(crate) image: String,
 
-    /// Name for the snapshot.
+    /// Tag of the snapshot.
     #[arg(long, value_parser = parse_name, value_name = "TAG")]
     pub(crate) tag: String,
 
@@ -192,14 +189,14 @@ pub(crate) struct FromImageArgs {
     pub(crate) answer: AnswerArgs,
 }
 
-/// What an image gets beyond what it is made from.
+/// Additions to an image.
 #[derive(Debug, Args)]
 pub(crate) struct ExtraArgs {
-    /// Debian package to add; may be given several times.
+    /// Debian package to add. Repeatable.
     #[arg(long, value_delimiter = ',', value_name = "PKG")]
     pub(crate) extra: Vec<String>,
 
-    /// Size of the disk in MiB [default: what it holds and room to write].
+    /// Size of the disk in MiB [default: its content and free space].
     #[arg(long, value_parser = clap::value_parser!(u64).range(16..), value_name = "MIB")]
     pub(crate) size_mib: Option<u64>,
 }
@@ -209,19 +206,19 @@ pub(crate) enum ParentCommand {
     Build(ParentBuildArgs),
 }
 
-/// Build the root disk of a parent: `forkd image build` under the name older scripts know.
+/// Build a root disk: `forkd image build` under the name older scripts use.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd parent build python
   forkd parent build python --extra git --output tools
 
-Exit status: 0 built or there already, 1 failed, 2 wrong usage.")]
+Exit status: 0 built, or it exists; 1 failed; 2 wrong usage.")]
 pub(crate) struct ParentBuildArgs {
     /// Name of the image to start from.
     #[arg(value_name = "IMAGE")]
     pub(crate) image: String,
 
-    /// Name for the new one [default: made of the image and the packages].
+    /// Name of the new image [default: derived from the image and the packages].
     #[arg(long, short, value_parser = parse_name, value_name = "NAME")]
     pub(crate) output: Option<String>,
 
@@ -232,14 +229,14 @@ pub(crate) struct ParentBuildArgs {
     pub(crate) json: JsonArgs,
 }
 
-/// Measure this daemon: spawn, command, branch, fan-out and cleanup, with the time each takes.
+/// Measure this daemon: the time of a spawn, a command, a branch, a fan-out and the cleanup.
 #[derive(Debug, Args)]
 pub(crate) struct QuickBenchArgs {
     /// Snapshot to fork [default: the first that is ready].
     #[arg(long, value_parser = parse_name, value_name = "TAG")]
     pub(crate) tag: Option<String>,
 
-    /// Children of the fan-out, 1 to 1000.
+    /// Number of children of the fan-out, 1 to 1000.
     #[arg(long = "n", short = 'n', alias = "count", default_value_t = 5,
           value_parser = clap::value_parser!(u16).range(1..=1000), value_name = "N")]
     pub(crate) count: u16,

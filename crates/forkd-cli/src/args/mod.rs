@@ -1,5 +1,5 @@
-//! What can be typed: the commands, their options and their help texts. Nothing here does
-//! anything; `commands` gives each of these structs its meaning.
+//! The grammar of the command line: commands, options and help texts. This module only declares;
+//! `commands` implements each command.
 
 mod branches;
 mod common;
@@ -50,8 +50,8 @@ pub(crate) use workspaces::{
 
 /// Fork for virtual machines: warm a microVM once, then fork children from it.
 ///
-/// Works the same with and without KVM: where /dev/kvm cannot run Linux, forkd keeps one emulated
-/// machine (QEMU) in which it can, starts it when it is needed, and says so.
+/// Works with and without KVM: where /dev/kvm cannot run Linux, forkd runs sandboxes in one emulated machine
+/// (QEMU). It starts the machine on demand and prints a note.
 #[derive(Debug, Parser)]
 #[command(
     name = "forkd",
@@ -65,22 +65,22 @@ pub(crate) use workspaces::{
   forkd tree
   forkd doctor
 
-New here? `forkd quickstart` goes from nothing to the first children.
+New here? `forkd quickstart` prepares this host and forks the first children.
 
 Exit status: 0 done, 1 failed, 2 wrong usage. `forkd run` and `forkd exec` exit with the command's own
 status."
 )]
 pub(crate) struct Cli {
-    /// Where images, kernels, snapshots and the machine live [default: /var/lib/forkd as root,
-    /// otherwise ~/.local/share/forkd].
+    /// Folder with images, kernels, snapshots and the machine [default: /var/lib/forkd as root, otherwise
+    /// ~/.local/share/forkd].
     #[arg(long, global = true, env = "FORKD_DATA_DIR", value_name = "DIR")]
     pub(crate) data_dir: Option<PathBuf>,
 
-    /// Read settings from this file [default: /etc/forkd/config.toml, if it is there].
+    /// Read settings from this file [default: /etc/forkd/config.toml, if it exists].
     #[arg(long, global = true, env = "FORKD_CONFIG", value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
 
-    /// Print no progress and no notes; only results, warnings and errors.
+    /// Print only results, warnings and errors; no progress and no notes.
     #[arg(long, short, global = true)]
     pub(crate) quiet: bool,
 
@@ -97,7 +97,7 @@ pub(crate) enum Command {
     SnapshotCompact(SnapshotCompactArgs),
     Images(ImagesArgs),
     Rmi(RmiArgs),
-    /// Free the memory snapshots hold. They stay on disk, and children that run go on.
+    /// Free the memory of snapshots. They stay on disk, and their children keep running.
     #[command(after_help = "Example:
   forkd unload numpy
 
@@ -107,20 +107,20 @@ Exit status: 0 all unloaded, 1 one or more could not be, 2 wrong usage.")]
     Spawn(SpawnArgs),
     Branch(BranchArgs),
     Rollback(RollbackArgs),
-    /// Make sandboxes stand still. They keep their memory and take no CPU.
+    /// Pause sandboxes. They keep their memory and use no CPU.
     #[command(after_help = "Example:
   forkd pause sb4k2n sb7x1q
 
-Exit status: 0 all stand still, 1 one or more could not be paused, 2 wrong usage.")]
+Exit status: 0 all paused, 1 one or more could not be paused, 2 wrong usage.")]
     Pause(SandboxesArgs),
-    /// Let paused sandboxes go on.
+    /// Resume paused sandboxes.
     #[command(after_help = "Example:
   forkd resume sb4k2n sb7x1q
 
-Exit status: 0 all go on, 1 one or more could not be resumed, 2 wrong usage.")]
+Exit status: 0 all resumed, 1 one or more could not be resumed, 2 wrong usage.")]
     Resume(SandboxesArgs),
     Tree(TreeArgs),
-    /// Sandboxes with a name that can be put away and taken up again.
+    /// Workspaces: named sandboxes that can be suspended and resumed.
     #[command(subcommand)]
     Workspace(WorkspaceCommand),
     Ls(LsArgs),
@@ -140,10 +140,10 @@ Exit status: 0 all go on, 1 one or more could not be resumed, 2 wrong usage.")]
     Logs(LogsArgs),
     Serve(ServeArgs),
     Doctor(DoctorArgs),
-    /// Tokens: who may talk to the daemon over TCP, and what they may do.
+    /// Tokens for access to the daemon over TCP.
     #[command(subcommand)]
     Token(TokenCommand),
-    /// Root disks: build, list and remove them.
+    /// Images: build, list and remove root disks.
     #[command(subcommand)]
     Image(ImageCommand),
     /// The emulated machine used where KVM cannot run Linux.
@@ -151,14 +151,14 @@ Exit status: 0 all go on, 1 one or more could not be resumed, 2 wrong usage.")]
         subcommand,
         after_help = "Environment, read by `start`:
   FORKD_MACHINE_MIB            memory of the machine in MiB [default: 4096]
-  FORKD_MACHINE_WATCHDOG_SECS  silence after which it is replaced by a fresh one [default: 120]
+  FORKD_MACHINE_WATCHDOG_SECS  seconds without an answer until it is restarted [default: 120]
   FORKD_QEMU                   the QEMU program [default: qemu-system-x86_64]"
     )]
     Machine(MachineCommand),
     Bench(crate::commands::bench::BenchArgs),
     Quickstart(QuickstartArgs),
     FromImage(FromImageArgs),
-    /// Root disks, under the name older scripts know.
+    /// Root disks, under the name older scripts use.
     #[command(subcommand)]
     Parent(ParentCommand),
     Cleanup(CleanupArgs),
@@ -168,20 +168,20 @@ Exit status: 0 all go on, 1 one or more could not be resumed, 2 wrong usage.")]
     Config(ConfigArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
-    /// What the documentation is made of.
+    /// Print generated documentation.
     #[command(subcommand, hide = true)]
     Docs(DocsCommand),
 }
 
-/// Everything that can be typed: what help shows, and flags that have lost their meaning.
+/// The whole grammar: what help shows, and flags that are accepted for compatibility.
 pub(crate) fn grammar() -> clap::Command {
     compat_flags::add(<Cli as clap::CommandFactory>::command())
 }
 
 /// Run one command in a fresh microVM and exit with its status.
 ///
-/// Standard input, output and error are the command's. The microVM ends with the command, and with
-/// this process, however that ends. An image called `python` is built on first use.
+/// The command uses this process's standard input, output and error. The microVM ends with the command, and
+/// with this process, however that ends. An image called `python` is built on first use.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd run --image python -- python3 -c 'import numpy; print(numpy.zeros(5).tolist())'
@@ -190,11 +190,11 @@ pub(crate) fn grammar() -> clap::Command {
   forkd run --image python --vcpus 2 --mem-size-mib 1024 --env LANG=C.UTF-8 --timeout-secs 60 -- sh -c 'nproc'
 
 Exit status: the command's own, or
-  124    its --timeout-secs were over
+  124    the command reached its --timeout-secs
   125    forkd itself failed
   126    the command was found but could not be run
   127    the command was not found in the image
-  128+N  signal N ended it; 141 also when nobody reads its output any more
+  128+N  signal N ended the command; 141 also when the reader of its output is gone
   2      wrong usage; nothing was run")]
 pub(crate) struct RunArgs {
     /// Image to run the command in (`forkd image ls`).
@@ -207,7 +207,7 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) process: ProcessArgs,
 
-    /// End the command after this many seconds, at most 30 days.
+    /// Kill the command after this many seconds, at most 30 days.
     #[arg(long = "timeout-secs", alias = "timeout", value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
           value_name = "SECS")]
     pub(crate) timeout: Option<u64>,
@@ -215,26 +215,26 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) daemon: DaemonArgs,
 
-    /// Standard input is the command's, with and without this.
+    /// Accepted for compatibility; standard input is always forwarded.
     #[arg(long, short)]
     pub(crate) interactive: bool,
 
-    /// Give the command a terminal: this one, if it is one.
+    /// Give the command a terminal, connected to this one if there is one.
     #[arg(long, short)]
     pub(crate) tty: bool,
 
-    /// The command and its arguments; no shell is involved.
+    /// The command and its arguments, run without a shell.
     #[arg(last = true, required = true, value_name = "CMD")]
     pub(crate) command: Vec<String>,
 }
 
-/// Check what this computer can do, and say how to fix what it cannot.
+/// Check this host, and print how to fix each problem.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd doctor
   forkd doctor --json | jq '.checks[] | select(.status != \"pass\")'
 
-Exit status: 0 when nothing failed, perhaps with warnings; 1 when something did; 2 wrong usage.")]
+Exit status: 0 no check failed (there may be warnings), 1 a check failed, 2 wrong usage.")]
 pub(crate) struct DoctorArgs {
     #[command(flatten)]
     pub(crate) answer: AnswerArgs,
@@ -250,7 +250,7 @@ pub(crate) enum ImageCommand {
 
 Exit status: 0 listed, 1 failed, 2 wrong usage.")]
     Ls(JsonArgs),
-    /// Remove images. Sandboxes that run from them go on.
+    /// Remove images. Sandboxes that use them keep running.
     #[command(after_help = "Example:
   forkd image rm tools mine
 
@@ -260,8 +260,8 @@ Exit status: 0 all removed, 1 one or more could not be, 2 wrong usage.")]
 
 /// Build a root disk.
 ///
-/// From Debian packages (the default), from a tar of a root file system or from a folder. Without a
-/// source, `python` and other images forkd knows are built as it knows them.
+/// The source is a list of Debian packages (the default), a tar of a root file system, or a folder. Without
+/// a source, forkd builds `python` and other known images from its own recipes.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd image build python
@@ -270,19 +270,19 @@ Exit status: 0 all removed, 1 one or more could not be, 2 wrong usage.")]
 
 Exit status: 0 built, 1 failed, 2 wrong usage.")]
 pub(crate) struct ImageBuildArgs {
-    /// Its name.
+    /// Name of the image.
     #[arg(value_parser = parse_name)]
     pub(crate) name: String,
 
-    /// Debian packages, in addition to the essential ones.
+    /// Debian packages to install besides the essential ones.
     #[arg(long = "extra", alias = "packages", value_delimiter = ',', group = "source", value_name = "PKG,…")]
     pub(crate) packages: Vec<String>,
 
-    /// A tar of a root file system, compressed or not.
+    /// Tar of a root file system, compressed or not.
     #[arg(long, group = "source", value_name = "FILE")]
     pub(crate) tar: Option<PathBuf>,
 
-    /// A folder that holds a root file system.
+    /// Folder with a root file system.
     #[arg(long, group = "source", value_name = "DIR")]
     pub(crate) folder: Option<PathBuf>,
 
@@ -290,11 +290,11 @@ pub(crate) struct ImageBuildArgs {
     #[arg(long, conflicts_with_all = ["tar", "folder"], value_name = "SUITE")]
     pub(crate) suite: Option<String>,
 
-    /// Size of the disk in MiB [default: what it holds and room to write].
+    /// Size of the disk in MiB [default: its content and free space].
     #[arg(long, value_parser = clap::value_parser!(u64).range(16..), value_name = "MIB")]
     pub(crate) size_mib: Option<u64>,
 
-    /// Replace an image of that name.
+    /// Replace an existing image of that name.
     #[arg(long)]
     pub(crate) force: bool,
 
@@ -309,48 +309,48 @@ pub(crate) struct ImageRmArgs {
     #[arg(required = true, value_parser = parse_name)]
     pub(crate) names: Vec<String>,
 
-    /// Print what became of each as JSON.
+    /// Print the result of each as JSON.
     #[arg(long)]
     pub(crate) json: bool,
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum MachineCommand {
-    /// Start the machine and the daemon in it; nothing happens if it runs.
+    /// Start the machine and the daemon in it, unless it runs already.
     #[command(after_help = "Example:
   FORKD_MACHINE_MIB=8192 forkd machine start
 
-Exit status: 0 it runs, 1 failed, 2 wrong usage.")]
+Exit status: 0 running, 1 failed, 2 wrong usage.")]
     Start,
-    /// Shut the machine down cleanly. What was written to its disk stays.
+    /// Shut the machine down cleanly. Its disk keeps its content.
     #[command(after_help = "Example:
   forkd machine stop
 
-Exit status: 0 it does not run, 1 failed, 2 wrong usage.")]
+Exit status: 0 not running, 1 failed, 2 wrong usage.")]
     Stop,
-    /// Say how the machine is.
+    /// Show the state of the machine.
     #[command(after_help = "Examples:
   forkd machine status
   forkd machine status --json | jq -r .state
 
-Exit status: 0 told, 1 failed, 2 wrong usage.")]
+Exit status: 0 shown, 1 failed, 2 wrong usage.")]
     Status(JsonArgs),
     Shell(MachineShellArgs),
-    /// Parent of QEMU; started by `start`.
+    /// Supervise QEMU; `start` runs this.
     #[command(hide = true)]
     Supervise,
 }
 
 /// Open a shell in the machine, or run a command there.
 ///
-/// You are root there, on this computer's own files, read-only under a layer that is forgotten
-/// when the machine stops.
+/// You are root there and see this host's files, read-only. Your changes to them are lost when the machine
+/// stops.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd machine shell
   forkd machine shell -- dmesg
 
-Exit status: the command's; 128 + N when signal N ended it; 125 when forkd itself failed.")]
+Exit status: the command's; 128 + N if signal N ended it; 125 if forkd itself failed.")]
 pub(crate) struct MachineShellArgs {
     /// Command to run instead of a shell.
     #[arg(last = true, value_name = "CMD")]

@@ -1,4 +1,4 @@
-//! What can be typed about children and other sandboxes: fork them, talk to them, end them.
+//! Arguments of the commands that fork, list, use and end sandboxes.
 
 use clap::Args;
 
@@ -7,30 +7,29 @@ use super::{
     ProcessArgs, SandboxArgs, TargetArgs, parse_id, parse_name, parse_variable,
 };
 
-/// How many children one call may ask for.
+/// The most children of one request.
 const MAX_CHILDREN: i64 = 1000;
 
-/// The children to make.
+/// The children to fork.
 #[derive(Debug, Args)]
 pub(crate) struct ChildrenArgs {
     /// Snapshot to fork (`forkd images`).
     #[arg(long, value_parser = parse_name, value_name = "TAG")]
     pub(crate) tag: String,
 
-    /// How many children, 1 to 1000.
+    /// Number of children, 1 to 1000.
     #[arg(short = 'n', long = "n", alias = "count", default_value_t = 1,
           value_parser = clap::value_parser!(u16).range(1..=MAX_CHILDREN), value_name = "N")]
     pub(crate) count: u16,
 
-    /// No network for these children.
+    /// Give the children no network.
     #[arg(long)]
     pub(crate) no_network: bool,
 
     #[command(flatten)]
     pub(crate) limit: MemoryLimitArgs,
 
-    /// Variable for everything started in the children: the place for secrets. May be given several
-    /// times.
+    /// Environment variable for every command in the children; use it for secrets. Repeatable.
     #[arg(long, short, value_parser = parse_variable, value_name = "NAME=VALUE")]
     pub(crate) env: Vec<(String, String)>,
 
@@ -38,24 +37,25 @@ pub(crate) struct ChildrenArgs {
     pub(crate) life: LifetimeArgs,
 }
 
-/// Fork children from a snapshot and say how long it took.
+/// Fork children from a snapshot and print how long it took.
 ///
-/// Each child is a microVM of its own: memory and disk copy-on-write, own identity, own network. The
-/// times are the daemon's: from the arrival of the request to the first answer of a child's agent.
+/// Each child is a separate microVM with its own identity and network, and with memory and disk shared
+/// copy-on-write. The daemon measures the times: from the arrival of the request to the first answer of a
+/// child's agent.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd fork --tag numpy -n 100
   forkd fork --tag numpy -n 10 --json | jq -r '.children[].id'
   forkd fork --tag numpy -n 1000 --no-network --settle-secs 5
 
-Exit status: 0 all children answer, 1 some or all failed (those that answer are printed and go on
-running), 130 ended by ^C, 2 wrong usage.")]
+Exit status: 0 all children answer, 1 some or all failed (children that answer are printed and keep
+running), 130 interrupted by ^C, 2 wrong usage.")]
 pub(crate) struct ForkArgs {
     #[command(flatten)]
     pub(crate) children: ChildrenArgs,
 
-    /// Stay for this many seconds, then end the children; they also end when this command does. Until then
-    /// this command serves the ports of the children, the first on FORKD_TARGET if that is set.
+    /// Stay for this many seconds, then end the children; they also end when this command ends. Until then
+    /// this command serves their agent ports, the first one on FORKD_TARGET if that is set.
     #[arg(long, conflicts_with = "ttl", value_parser = clap::value_parser!(u64).range(0..=MAX_SECS),
           value_name = "SECS")]
     pub(crate) settle_secs: Option<u64>,
@@ -78,13 +78,13 @@ pub(crate) struct ForkArgs {
   forkd spawn --tag numpy -n 500 --no-wait
   forkd spawn --tag numpy --label job=7 --idle-timeout-secs 600 --on-timeout suspend
 
-Exit status: 0 all children started, 1 some or all failed (those that started are printed and go on
+Exit status: 0 all children started, 1 some or all failed (children that started are printed and keep
 running), 2 wrong usage.")]
 pub(crate) struct SpawnArgs {
     #[command(flatten)]
     pub(crate) children: ChildrenArgs,
 
-    /// Do not wait until they answer; `forkd ls` tells how far they are.
+    /// Do not wait until the children answer; `forkd ls` shows their state.
     #[arg(long)]
     pub(crate) no_wait: bool,
 
@@ -110,7 +110,7 @@ pub(crate) struct LsArgs {
     #[command(flatten)]
     pub(crate) filter: FilterArgs,
 
-    /// In this state.
+    /// Only sandboxes in this state.
     #[arg(long, value_parser = ["starting", "running", "unresponsive", "paused", "ended", "unknown"], value_name = "STATE")]
     pub(crate) state: Option<String>,
 
@@ -118,7 +118,7 @@ pub(crate) struct LsArgs {
     #[arg(long, alias = "gone", conflicts_with = "state")]
     pub(crate) archived: bool,
 
-    /// All columns, and names as long as they are. Without it a terminal's width is kept to.
+    /// Print all columns and whole names. The default fits the width of the terminal.
     #[arg(long, conflicts_with = "json")]
     pub(crate) wide: bool,
 
@@ -126,10 +126,9 @@ pub(crate) struct LsArgs {
     pub(crate) answer: AnswerArgs,
 }
 
-/// Show all there is to know of one sandbox.
+/// Show one sandbox in detail.
 ///
-/// What it is and where it came from, its limits, its network, when it ends, what it uses and the branches
-/// taken of it.
+/// Prints its snapshot, limits, network, time-outs, CPU and memory use, and its branches.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd inspect sb4k2n
@@ -144,11 +143,11 @@ pub(crate) struct InspectArgs {
     pub(crate) answer: AnswerArgs,
 }
 
-/// Run a command in a sandbox, to its end.
+/// Run a command in a sandbox and wait for its end.
 ///
-/// Its standard input is empty; its output is shown when it has ended. ^C stops the waiting, the
-/// command goes on until its time is over. With -i or -t it is as if the command ran here: output comes as
-/// it is written, signals are passed on, and the command ends with this process.
+/// Its standard input is empty; its output is printed when it has ended. ^C ends the waiting; the command
+/// runs on until its time limit. With -i or -t, output is printed as the command writes it, signals are
+/// forwarded, and the command ends with this process.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd exec sb4k2n -- uname -a
@@ -159,11 +158,11 @@ pub(crate) struct InspectArgs {
   forkd exec --target 127.0.0.1:40123 -- hostname
 
 Exit status: the command's own, with --json too, or
-  124    its --timeout-secs were over
+  124    the command reached its --timeout-secs
   125    forkd itself failed
   126    the command was found but could not be run
   127    the command was not found in the sandbox
-  128+N  signal N ended it
+  128+N  signal N ended the command
   2      wrong usage; nothing was run")]
 pub(crate) struct ExecArgs {
     #[command(flatten)]
@@ -175,7 +174,7 @@ pub(crate) struct ExecArgs {
     #[command(flatten)]
     pub(crate) streams: StreamArgs,
 
-    /// End it after this many seconds, at most 30 days [default: 600; with -i or -t none].
+    /// Kill the command after this many seconds, at most 30 days [default: 600; with -i or -t none].
     #[arg(long = "timeout-secs", alias = "timeout", value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
           value_name = "SECS")]
     pub(crate) timeout: Option<u64>,
@@ -183,34 +182,34 @@ pub(crate) struct ExecArgs {
     #[command(flatten)]
     pub(crate) answer: AnswerArgs,
 
-    /// The command and its arguments; no shell is involved.
+    /// The command and its arguments, run without a shell.
     #[arg(last = true, required = true, value_name = "CMD")]
     pub(crate) command: Vec<String>,
 }
 
-/// What a command has of this process.
+/// The standard streams of this process that a command uses.
 #[derive(Debug, Args)]
 pub(crate) struct StreamArgs {
-    /// Pass standard input on, and show output as it comes.
+    /// Forward standard input, and print output as the command writes it.
     #[arg(long, short, conflicts_with = "json")]
     pub(crate) interactive: bool,
 
-    /// Give the command a terminal: this one, if it is one.
+    /// Give the command a terminal, connected to this one if there is one.
     #[arg(long, short, conflicts_with = "json")]
     pub(crate) tty: bool,
 }
 
 /// Open a shell in a sandbox, or run a command there on this terminal.
 ///
-/// Keys, colours and the size of the window are the command's. Where standard input is no terminal, there
-/// is none in the sandbox, either, and what comes from it is run or read.
+/// The command receives keys and the size of the window. If standard input is not a terminal, the command
+/// gets none, and reads standard input as it is.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd shell sb4k2n
   forkd shell sb4k2n --user nobody -- top
   echo 'cd /etc; ls' | forkd shell sb4k2n
 
-Exit status: the command's own; 128+N when signal N ended it; 125 when forkd itself failed.")]
+Exit status: the command's own; 128+N if signal N ended it; 125 if forkd itself failed.")]
 pub(crate) struct ShellArgs {
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
@@ -228,8 +227,8 @@ pub(crate) struct ShellArgs {
 
 /// Copy files and folders into a sandbox or out of it.
 ///
-/// One side is SANDBOX:/PATH. A file is written whole or not at all. Links and special files are left out
-/// and named, and so is everything whose name would lead out of DST.
+/// One side is SANDBOX:/PATH. A file is written whole or not at all. Links, special files and names that
+/// lead out of DST are skipped with a warning.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd cp model.bin sb4k2n:/root/
@@ -237,22 +236,22 @@ pub(crate) struct ShellArgs {
   generate | forkd cp - sb4k2n:/root/input.csv
   forkd cp sb4k2n:/var/log/dpkg.log - | tail
 
-Exit status: 0 everything copied, 1 failed or something was left out, 2 wrong usage.")]
+Exit status: 0 everything copied, 1 failed or something was skipped, 2 wrong usage.")]
 pub(crate) struct CpArgs {
-    /// What to copy: a path here, SANDBOX:/PATH, or - for standard input.
+    /// Source: a path on this host, SANDBOX:/PATH, or - for standard input.
     #[arg(value_name = "SRC")]
     pub(crate) source: String,
 
-    /// Where to: a path here, SANDBOX:/PATH, or - for standard output. In a folder that is there the copy
-    /// gets the name of SRC.
+    /// Destination: a path on this host, SANDBOX:/PATH, or - for standard output. In an existing folder the
+    /// copy gets the name of SRC.
     #[arg(value_name = "DST")]
     pub(crate) destination: String,
 
-    /// Folders, with all that is in them.
+    /// Copy folders with their content.
     #[arg(long, short)]
     pub(crate) recursive: bool,
 
-    /// User in the sandbox whose permissions count [default: root].
+    /// Read and write files as this user of the sandbox [default: root].
     #[arg(long, short, value_name = "USER")]
     pub(crate) user: Option<String>,
 
@@ -262,15 +261,16 @@ pub(crate) struct CpArgs {
 
 /// Evaluate Python in a sandbox's warmed interpreter.
 ///
-/// What it prints comes first, then the value of a last expression. Names stay for the next `eval`.
+/// Prints the output of the code, then the value of its last expression. Names stay defined for the next
+/// `eval`.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd eval sb4k2n -- '6 * 7'
   forkd eval sb4k2n -- 'import numpy; numpy.random.rand(3).tolist()'
   forkd eval sb4k2n --json -- '[1, 2]' | jq .result_json
 
-Exit status: 0 evaluated, 1 the code raised (its traceback is on standard error), 124 its --timeout-secs
-were over, 125 forkd itself failed, 2 wrong usage.")]
+Exit status: 0 evaluated, 1 the code raised (its traceback is on standard error), 124 it reached its
+--timeout-secs, 125 forkd itself failed, 2 wrong usage.")]
 pub(crate) struct EvalArgs {
     #[command(flatten)]
     pub(crate) sandbox: TargetArgs,
@@ -281,12 +281,12 @@ pub(crate) struct EvalArgs {
     #[command(flatten)]
     pub(crate) answer: AnswerArgs,
 
-    /// The code; several arguments are joined by spaces.
+    /// Python code; arguments are joined by spaces.
     #[arg(last = true, required = true, value_name = "CODE")]
     pub(crate) code: Vec<String>,
 }
 
-/// Ask the agents in sandboxes whether they are there.
+/// Check that the agents in sandboxes answer.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd ping sb4k2n
@@ -315,13 +315,13 @@ pub(crate) struct PingArgs {
   forkd agent-port sb4k2n --bind 127.0.0.1:8888
   forkd agent-port sb4k2n sb7x1q --json
 
-Exit status: 0 the sandboxes have ended, 130 ended by ^C, 1 failed, 2 wrong usage.")]
+Exit status: 0 the sandboxes have ended, 130 interrupted by ^C, 1 failed, 2 wrong usage.")]
 pub(crate) struct AgentPortArgs {
-    /// Ids of sandboxes (`forkd ls`): a port for each.
+    /// Ids of sandboxes (`forkd ls`); each gets a port.
     #[arg(required = true, value_parser = parse_id, value_name = "ID")]
     pub(crate) ids: Vec<String>,
 
-    /// The port to serve, of the first sandbox [default: any].
+    /// Address of the first sandbox's port [default: a free port of loopback].
     #[arg(long = "bind", alias = "listen", value_name = "ADDRESS:PORT")]
     pub(crate) listen: Option<std::net::SocketAddr>,
 
@@ -329,7 +329,7 @@ pub(crate) struct AgentPortArgs {
     pub(crate) answer: AnswerArgs,
 }
 
-/// End sandboxes. What is only in their memory or on their disks is gone.
+/// End sandboxes. The content of their memory and disks is lost.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd kill sb4k2n sb7x1q
@@ -351,7 +351,7 @@ pub(crate) struct KillArgs {
     #[command(flatten)]
     pub(crate) filter: FilterArgs,
 
-    /// Print what became of each as JSON.
+    /// Print the result of each as JSON.
     #[arg(long)]
     pub(crate) json: bool,
 

@@ -1,4 +1,4 @@
-//! What can be typed about snapshots: make, list, remove and unload them.
+//! Arguments of the commands that create, list, remove and unload snapshots.
 
 use std::path::PathBuf;
 
@@ -6,10 +6,10 @@ use clap::Args;
 
 use super::{AnswerArgs, BranchMode, DaemonArgs, GuestArgs, parse_id, parse_name};
 
-/// Warm a guest once and keep it as a snapshot, to fork children from.
+/// Warm a guest once and save it as a snapshot, to fork children from.
 ///
-/// Boots the image, runs the warm-up in it, waits until the guest says that it is warm, freezes it
-/// and saves it under the tag. An image called `python` is built on first use. ^C cancels.
+/// Boots the image, runs the warm-up in the guest, waits until the guest reports that it is warm, and saves
+/// it under the tag. An image called `python` is built on first use. ^C cancels.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd snapshot --tag numpy --image python --warm-python 'import numpy'
@@ -18,13 +18,13 @@ use super::{AnswerArgs, BranchMode, DaemonArgs, GuestArgs, parse_id, parse_name}
   forkd snapshot --tag before-deploy --from-sandbox sb4k2n
   forkd snapshot --tag mine --kernel /srv/vmlinux --rootfs /srv/root.ext4
 
-With --from-sandbox it is `forkd branch`. A warm-up that goes on running, such as a server, is warm once it has created the file named by
-FORKD_READY_FILE in its environment.
+With --from-sandbox this command is `forkd branch`. A warm-up that keeps running, such as a server, reports
+that it is warm by creating the file named in its environment variable FORKD_READY_FILE.
 
-Exit status: 0 made, 1 failed (nothing is kept but the reason, in `forkd images`), 130 cancelled by ^C,
-2 wrong usage.")]
+Exit status: 0 created, 1 failed (only the reason is kept, in `forkd images`), 130 cancelled by ^C, 2 wrong
+usage.")]
 pub(crate) struct SnapshotArgs {
-    /// Name for the snapshot.
+    /// Tag of the snapshot.
     #[arg(long, value_parser = parse_name, value_name = "TAG")]
     pub(crate) tag: String,
 
@@ -33,21 +33,21 @@ pub(crate) struct SnapshotArgs {
           value_name = "NAME")]
     pub(crate) image: Option<String>,
 
-    /// Boot this disk instead, an ext4 file in a folder that the daemon allows (`forkd serve --allow-path`). It
-    /// must stay as it is.
+    /// Boot this disk instead: an ext4 file in a folder that the daemon allows (`forkd serve --allow-path`).
+    /// Do not change the file afterwards.
     #[arg(long, conflicts_with_all = ["image", "from_sandbox"], value_name = "FILE")]
     pub(crate) rootfs: Option<PathBuf>,
 
-    /// Boot it with this kernel, from such a folder, too; alone, a guest without a disk.
+    /// Boot this kernel, from an allowed folder as well; without --rootfs the guest has no disk.
     #[arg(long, conflicts_with_all = ["image", "from_sandbox"], value_name = "FILE")]
     pub(crate) kernel: Option<PathBuf>,
 
-    /// Keep this moment of a running sandbox instead.
+    /// Branch this running sandbox instead of booting an image.
     #[arg(long, value_parser = parse_id, conflicts_with_all = ["image", "warm", "warm_python"],
           value_name = "ID")]
     pub(crate) from_sandbox: Option<String>,
 
-    /// With --from-sandbox: what is stored [default: full].
+    /// With --from-sandbox: the branch mode [default: full].
     #[arg(long, value_enum, requires = "from_sandbox", conflicts_with_all = ["diff", "live", "image"],
           value_name = "MODE")]
     pub(crate) mode: Option<BranchMode>,
@@ -60,7 +60,7 @@ pub(crate) struct SnapshotArgs {
     #[arg(long, requires = "from_sandbox", conflicts_with = "image", hide = true)]
     pub(crate) live: bool,
 
-    /// With --mode live: do not wait until it is on disk.
+    /// With --mode live: do not wait until the branch is on disk.
     #[arg(long, requires = "from_sandbox")]
     pub(crate) no_wait: bool,
 
@@ -68,7 +68,7 @@ pub(crate) struct SnapshotArgs {
     #[arg(long = "warm-command", alias = "warm", value_name = "CMD")]
     pub(crate) warm: Option<String>,
 
-    /// Python statements for the interpreter that `forkd eval` talks to.
+    /// Python statements to run in the interpreter of `forkd eval`.
     #[arg(long, value_name = "CODE")]
     pub(crate) warm_python: Option<String>,
 
@@ -79,9 +79,9 @@ pub(crate) struct SnapshotArgs {
     pub(crate) answer: AnswerArgs,
 }
 
-/// List snapshots: the warmed parents that children are forked from.
+/// List snapshots: the warmed guests that children are forked from.
 ///
-/// Root disks are listed by `forkd image ls`.
+/// `forkd image ls` lists root disks.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd images
@@ -93,14 +93,14 @@ pub(crate) struct ImagesArgs {
     pub(crate) answer: AnswerArgs,
 }
 
-/// Which snapshots something is done to.
+/// The snapshots of a command.
 #[derive(Debug, Args)]
 pub(crate) struct TagsArgs {
     /// Tags of snapshots (`forkd images`).
     #[arg(required = true, value_parser = parse_name, value_name = "TAG")]
     pub(crate) tags: Vec<String>,
 
-    /// Print what became of each as JSON.
+    /// Print the result of each as JSON.
     #[arg(long)]
     pub(crate) json: bool,
 
@@ -108,9 +108,9 @@ pub(crate) struct TagsArgs {
     pub(crate) daemon: DaemonArgs,
 }
 
-/// Remove snapshots. Children that run go on; a snapshot that is being made is cancelled.
+/// Remove snapshots. Their children keep running; a snapshot under construction is cancelled.
 ///
-/// One that others are built on is refused, unless they are removed, too.
+/// The daemon refuses to remove a snapshot that others are built on, unless --cascade or --force is given.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd rmi numpy app
@@ -121,22 +121,22 @@ pub(crate) struct RmiArgs {
     #[command(flatten)]
     pub(crate) snapshots: TagsArgs,
 
-    /// Also remove the snapshots that are built on them.
+    /// Also remove the snapshots built on them.
     #[arg(long, conflicts_with = "force")]
     pub(crate) cascade: bool,
 
-    /// Remove the names alone: what is built on them stays whole, and keeps the layers it needs.
+    /// Remove only the names: snapshots built on them stay complete and keep the layers they need.
     #[arg(long)]
     pub(crate) force: bool,
 }
 
-/// Say what a snapshot consists of: its chain, who is built on it, and what all takes on disk.
+/// Show a snapshot in detail: its chain, the snapshots built on it, and its size on disk.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd snapshot-info pandas
   forkd snapshot-info pandas --json | jq -r '.dependents[]'
 
-Exit status: 0 told, 1 failed, 2 wrong usage.")]
+Exit status: 0 shown, 1 failed, 2 wrong usage.")]
 pub(crate) struct SnapshotInfoArgs {
     /// Tag of the snapshot (`forkd images`).
     #[arg(value_parser = parse_name, value_name = "TAG")]
@@ -146,23 +146,23 @@ pub(crate) struct SnapshotInfoArgs {
     pub(crate) answer: AnswerArgs,
 }
 
-/// Copy a snapshot with its whole chain into one that depends on no other.
+/// Copy a snapshot and its chain into a snapshot that depends on no other.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd snapshot-compact pandas --to pandas-alone
   forkd rmi pandas
 
-Exit status: 0 made, 1 failed, 2 wrong usage.")]
+Exit status: 0 created, 1 failed, 2 wrong usage.")]
 pub(crate) struct SnapshotCompactArgs {
     /// Tag of the snapshot (`forkd images`).
     #[arg(value_parser = parse_name, required_unless_present = "from", value_name = "TAG")]
     pub(crate) tag: Option<String>,
 
-    /// The same.
+    /// Tag of the snapshot, as the reference spells it.
     #[arg(long, value_parser = parse_name, conflicts_with = "tag", hide = true, value_name = "TAG")]
     pub(crate) from: Option<String>,
 
-    /// Name for the new snapshot.
+    /// Tag of the new snapshot.
     #[arg(long, value_parser = parse_name, value_name = "TAG")]
     pub(crate) to: String,
 

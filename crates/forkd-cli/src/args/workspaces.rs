@@ -1,4 +1,4 @@
-//! What can be typed about workspaces: sandboxes with a name that can be put away and taken up again.
+//! Arguments of `forkd workspace`.
 
 use clap::{Args, Subcommand};
 
@@ -18,13 +18,13 @@ Exit status: 0 listed, 1 failed, 2 wrong usage."
     )]
     Ls(AnswerArgs),
     Suspend(WorkspaceSuspendArgs),
-    /// Take up a workspace where it was left, in a new sandbox.
+    /// Resume a suspended workspace in a new sandbox.
     #[command(after_help = "Example:
   forkd exec $(forkd workspace resume alice --json | jq -r .live_sandbox_id) -- uptime
 
-Exit status: 0 it runs, 1 failed, 2 wrong usage.")]
+Exit status: 0 running, 1 failed, 2 wrong usage.")]
     Resume(WorkspaceArgs),
-    /// Remove workspaces, with their sandboxes and the state kept of them.
+    /// Remove workspaces, their sandboxes and their stored state.
     #[command(
         visible_alias = "delete",
         after_help = "Example:
@@ -35,18 +35,18 @@ Exit status: 0 all removed, 1 one or more could not be, 2 wrong usage."
     Rm(WorkspaceRmArgs),
 }
 
-/// Make a workspace: a sandbox under a name.
+/// Create a workspace: a sandbox with a name.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd workspace create alice --tag numpy
   forkd workspace create bob --tag numpy --memory-limit-mib 1024
 
-Exit status: 0 it runs, 1 failed, 2 wrong usage.")]
+Exit status: 0 running, 1 failed, 2 wrong usage.")]
 pub(crate) struct WorkspaceCreateArgs {
     #[command(flatten)]
     pub(crate) workspace: WorkspaceArgs,
 
-    /// Snapshot to begin with (`forkd images`).
+    /// Snapshot to fork (`forkd images`).
     #[arg(long = "tag", alias = "snapshot", value_parser = parse_name, value_name = "TAG")]
     pub(crate) snapshot: String,
 
@@ -54,23 +54,23 @@ pub(crate) struct WorkspaceCreateArgs {
     pub(crate) limit: MemoryLimitArgs,
 }
 
-/// Put a workspace away: its state goes to disk, its sandbox ends.
+/// Suspend a workspace: store its state on disk and end its sandbox.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd workspace suspend alice
   forkd workspace suspend alice --diff
 
-Exit status: 0 it is on disk, 1 failed, 2 wrong usage.")]
+Exit status: 0 stored, 1 failed, 2 wrong usage.")]
 pub(crate) struct WorkspaceSuspendArgs {
     #[command(flatten)]
     pub(crate) workspace: WorkspaceArgs,
 
-    /// Store only what differs from the state it had before.
+    /// Store only the difference to the previous state.
     #[arg(long)]
     pub(crate) diff: bool,
 }
 
-/// Which workspace something is done to.
+/// The workspace of a command.
 #[derive(Debug, Args)]
 pub(crate) struct WorkspaceArgs {
     /// Name of the workspace (`forkd workspace ls`).
@@ -81,14 +81,14 @@ pub(crate) struct WorkspaceArgs {
     pub(crate) answer: AnswerArgs,
 }
 
-/// Which workspaces are removed.
+/// The workspaces to remove.
 #[derive(Debug, Args)]
 pub(crate) struct WorkspaceRmArgs {
     /// Names of workspaces (`forkd workspace ls`).
     #[arg(required = true, value_parser = parse_name, value_name = "NAME")]
     pub(crate) names: Vec<String>,
 
-    /// Print what became of each as JSON.
+    /// Print the result of each as JSON.
     #[arg(long)]
     pub(crate) json: bool,
 

@@ -28,11 +28,11 @@ use crate::host::paths::Binaries;
 use crate::images;
 use crate::ui;
 
-/// Measure how fast forkd is on this computer.
+/// Measure the speed of forkd on this host.
 ///
-/// Without a subcommand: what the daemon at hand takes to spawn a child, run a command in it, branch it,
-/// fork the branch and clean up; nothing is left behind. The subcommands measure one thing thoroughly,
-/// with a daemon of their own.
+/// Without a subcommand: the time in which the running daemon spawns a child, runs a command in it, branches
+/// it, forks the branch and removes both. Each subcommand measures one operation in detail, with its own
+/// daemon.
 #[derive(Debug, Args)]
 #[command(
     args_conflicts_with_subcommands = true,
@@ -41,7 +41,7 @@ use crate::ui;
   forkd bench --tag numpy --n 20 --json | jq '.steps[] | {name, ms}'
   sudo forkd bench spawn --quick
 
-Exit status: 0 measured, 1 failed, 130 ended by ^C, 2 wrong usage."
+Exit status: 0 measured, 1 failed, 130 interrupted by ^C, 2 wrong usage."
 )]
 pub(crate) struct BenchArgs {
     #[command(subcommand)]
@@ -56,33 +56,33 @@ pub(crate) enum BenchCommand {
     Spawn(BenchSpawnArgs),
     Branch(BenchBranchArgs),
     Report(ReportArgs),
-    /// One burst of the floor, in a process of its own: it forks, and must have one thread.
+    /// One burst of bare KVM forks, in a separate process, because it must have one thread.
     #[command(hide = true)]
     Floor(FloorArgs),
-    /// Memory to be forked, write-protected and copied, in a process of its own for the same reason.
+    /// Memory to fork, write-protect and copy, in a separate process for the same reason.
     #[command(hide = true)]
     Bare(BareArgs),
 }
 
-/// Measure fan-outs: how long until children answer, and what memory they take.
+/// Measure fan-outs: the time until children answer, and their memory.
 ///
-/// Compares the same tiny guest made by bare KVM calls (floor) and by the real path (tiny: daemon,
-/// template, jailed child, no network), and measures Linux guests to the first answer of their agent
-/// (linux) and a warmed Python (eval). Starts a daemon of its own. Where KVM cannot run Linux, the
-/// Linux cases run in the emulated machine, where only ratios and memory mean anything.
+/// Compares a tiny guest forked by bare KVM calls (floor) with the same guest on the real path (tiny: daemon,
+/// template, jailed child, no network). Measures Linux guests until their agent answers (linux) and until a
+/// warmed Python answers (eval). Starts its own daemon. Where KVM cannot run Linux, the Linux cases run in the
+/// emulated machine; only ratios and memory are meaningful there.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   sudo forkd bench spawn
   sudo forkd bench spawn --case floor,tiny --n 1,100 --json
   sudo forkd bench spawn --out results.jsonl && forkd bench report results.jsonl --charts .
 
-Exit status: 0 when all cases could be measured, whether or not the goals are met; 1 otherwise.")]
+Exit status: 0 all cases measured, whether or not they meet the goals; 1 otherwise.")]
 pub(crate) struct BenchSpawnArgs {
-    /// What to measure [default: floor,tiny,linux,eval, and firecracker if one is given].
+    /// Cases to measure [default: floor,tiny,linux,eval, and firecracker with --firecracker].
     #[arg(long = "case", value_delimiter = ',', value_name = "CASE,…")]
     cases: Vec<Case>,
 
-    /// Numbers of tiny children [default: 1,10,100,1000; without the last when quick or emulated].
+    /// Numbers of tiny children [default: 1,10,100,1000; without the last if quick or emulated].
     #[arg(long, value_delimiter = ',', value_parser = parse_count, value_name = "N,…")]
     n: Vec<usize>,
 
@@ -102,7 +102,7 @@ pub(crate) struct BenchSpawnArgs {
     #[arg(long)]
     no_network: bool,
 
-    /// Measure the same fan-out with this firecracker program, too.
+    /// Also measure the same fan-out with this firecracker program.
     #[arg(long, value_name = "FILE")]
     firecracker: Option<PathBuf>,
 
@@ -114,7 +114,7 @@ pub(crate) struct BenchSpawnArgs {
     output: OutputArgs,
 }
 
-/// What can be measured.
+/// A case to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 enum Case {
     Floor,
@@ -135,42 +135,42 @@ impl BenchSpawnArgs {
     }
 }
 
-/// Measure branches: how long a running sandbox stands still for one, and what comes of it.
+/// Measure branches: the pause of a running sandbox, and the children of the branch.
 ///
-/// Branches a tiny guest that keeps writing to its memory and, in turns with it, forks (fork),
-/// write-protects (uffd_wp) and copies (copy) the same memory, a VM's, with nothing of forkd around it, and
-/// forks it while it is no VM's (fork_plain). Then branches in a row, the first child of a branch, chains of
-/// layers; and the same with Linux, in the emulated machine where KVM cannot run it: only ratios mean
-/// anything there. Starts a daemon of its own. Judges what it finds.
+/// Branches a tiny guest that keeps writing to its memory. In turns with that, it measures the same memory
+/// outside of forkd: as a VM's memory it forks (fork), write-protects (uffd_wp) and copies it (copy), and it
+/// forks it as plain memory (fork_plain). Then it measures branches in a row, the first child of a branch and
+/// chains of layers, and the same with Linux. Where KVM cannot run Linux, that runs in the emulated machine;
+/// only ratios are meaningful there. Starts its own daemon. Compares the results with the goals.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   sudo forkd bench branch
   sudo forkd bench branch --guest tiny --mem-size-mib 1536 --dirty 10 --json
   sudo forkd bench branch --out results.jsonl && forkd bench report results.jsonl --charts .
 
-Exit status: 0 when all cases could be measured, whether or not the goals are met; 1 otherwise.")]
+Exit status: 0 all cases measured, whether or not they meet the goals; 1 otherwise.")]
 pub(crate) struct BenchBranchArgs {
-    /// What to branch [default: tiny,linux; only tiny when quick].
+    /// Guests to branch [default: tiny,linux; only tiny if quick].
     #[arg(long, value_delimiter = ',', value_name = "GUEST,…")]
     guest: Vec<Guest>,
 
-    /// Where the memory of tiny guests comes from.
+    /// Kind of memory of tiny guests.
     #[arg(long, value_delimiter = ',', default_value = "layer,huge", value_name = "KIND,…")]
     memory: Vec<MemoryKind>,
 
-    /// Memory of tiny guests in MiB [default: 512,1536,4096; only the first when quick].
+    /// Memory of tiny guests in MiB [default: 512,1536,4096; only the first if quick].
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(64..=4096), value_name = "MIB,…")]
     mem_size_mib: Vec<u64>,
 
-    /// Percentages of their pages they keep writing to [default: 0,10,100; without the last when quick].
+    /// Percentages of pages that the guests keep writing [default: 0,10,100; without the last if quick].
     #[arg(long, value_delimiter = ',', value_parser = parse_percentage, value_name = "PERCENT,…")]
     dirty: Vec<u64>,
 
-    /// Fewer repetitions, and less of everything.
+    /// Fewer repetitions and smaller sizes.
     #[arg(long)]
     quick: bool,
 
-    /// Measure snapshots by this firecracker program, too.
+    /// Also measure snapshots of this firecracker program.
     #[arg(long, value_name = "FILE")]
     firecracker: Option<PathBuf>,
 
@@ -182,14 +182,14 @@ pub(crate) struct BenchBranchArgs {
     output: OutputArgs,
 }
 
-/// What can be branched.
+/// A guest to branch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Guest {
     Tiny,
     Linux,
 }
 
-/// Where memory comes from.
+/// The kind of a guest's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum MemoryKind {
     Layer,
@@ -205,18 +205,18 @@ impl From<MemoryKind> for Kind {
     }
 }
 
-/// Print results as a table, and draw them.
+/// Print results as a table, and draw charts of them.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:
   forkd bench report bench/results/spawn.jsonl --charts bench/charts
 
 Exit status: 0 printed, 1 failed, 2 wrong usage.")]
 pub(crate) struct ReportArgs {
-    /// What `forkd bench spawn --json` and `forkd bench branch --json` printed.
+    /// Files with the output of `forkd bench spawn --json` and `forkd bench branch --json`.
     #[arg(required = true, value_name = "FILE")]
     results: Vec<PathBuf>,
 
-    /// Draw the results, as SVG files in this folder.
+    /// Draw the results as SVG files in this folder.
     #[arg(long, value_name = "DIR")]
     charts: Option<PathBuf>,
 }
@@ -236,7 +236,7 @@ pub(crate) struct BareArgs {
     #[arg(long)]
     memory: MemoryKind,
 
-    /// A file as long as the memory.
+    /// File of the same length as the memory.
     #[arg(long)]
     file: PathBuf,
 
@@ -246,7 +246,7 @@ pub(crate) struct BareArgs {
     #[arg(long)]
     dirty: u64,
 
-    /// The CPU it stays on.
+    /// CPU to run on.
     #[arg(long)]
     cpu: usize,
 }
@@ -282,11 +282,11 @@ pub(crate) fn bench(context: &Context, args: BenchArgs) -> Result<u8> {
     }
 }
 
-/// Whether Linux guests have to be measured in the emulated machine, and why. Makes sure that there is
-/// something to boot.
+/// The reason to measure Linux guests in the emulated machine, if there is one. Builds the image and the
+/// kernel if they are missing.
 fn linux_elsewhere(context: &Context, socket: Option<&Path>) -> Result<Option<String>> {
     if socket.is_some() {
-        // Whoever names a daemon wants that one measured.
+        // A user who names a daemon wants that one measured.
         return Ok(None);
     }
     let kvm = kvm::probe_cached(&Binaries::find()?.vmm, &context.data.kvm_cache())?;

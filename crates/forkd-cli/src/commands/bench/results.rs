@@ -1,4 +1,4 @@
-//! Results as they come in, whatever they are of: printed, kept, written to a file.
+//! Results of a benchmark as they arrive: printed, kept, written to a file.
 
 use std::fs;
 use std::path::PathBuf;
@@ -9,31 +9,31 @@ use clap::Args;
 use crate::commands::Context;
 use crate::ui;
 
-/// How results are given out.
+/// The output format of results.
 #[derive(Debug, Args)]
 pub(super) struct OutputArgs {
     /// Print one JSON object per line instead of a table.
     #[arg(long)]
     pub(super) json: bool,
 
-    /// Also write those lines to a file.
+    /// Also write these lines to a file.
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 }
 
-/// A result.
+/// A result of one case.
 pub(super) trait BenchResult: Sized {
     /// As one line of JSON.
     fn to_json(&self) -> String;
 
-    /// What people read of all of them.
+    /// The table of all results.
     fn summary(all: &[Self]) -> String;
 }
 
 pub(super) struct Results<'a, T> {
     output: &'a OutputArgs,
     pub(super) all: Vec<T>,
-    /// What to exit with.
+    /// The exit status.
     pub(super) status: u8,
 }
 
@@ -50,7 +50,7 @@ impl<'a, T: BenchResult> Results<'a, T> {
         Ok(())
     }
 
-    /// A case that could not be measured does not keep the others from being.
+    /// Records a failed case; the other cases are still measured.
     pub(super) fn failed(&mut self, context: &Context, case: &str, error: &anyhow::Error) {
         context.ui.warn(format!("{case} could not be measured: {error:#}"));
         self.status = 1;
