@@ -1,4 +1,4 @@
-//! The command line as a whole: what was typed, understood with the settings of the file.
+//! Parses the command line, with the configuration file's values as defaults.
 
 use std::ffi::OsString;
 
@@ -10,21 +10,21 @@ use crate::args::compat_flags::{self, ObsoleteFlag};
 use crate::args::{Cli, grammar};
 use crate::settings::{self, File};
 
-/// A command line that was understood.
+/// A parsed command line.
 #[derive(Debug)]
 pub(crate) struct Line {
     pub(crate) cli: Cli,
-    /// The settings, or what is wrong with their file: a few commands work all the same.
+    /// The settings, or the problem with their file: a few commands work without them.
     pub(crate) settings: Result<File>,
-    /// Settings that were typed, with their values.
+    /// Settings given on the command line, with their values.
     pub(crate) typed: Vec<(String, String)>,
-    /// Whether a program reads what it prints: `--json`.
+    /// Whether the output is for a program: `--json`.
     pub(crate) json: bool,
-    /// Flags that were typed and have no meaning.
+    /// Flags on the command line that have no effect.
     pub(crate) obsolete: Vec<&'static ObsoleteFlag>,
 }
 
-/// Understands what was typed; what cannot be understood ends the process with help.
+/// Parses the command line; a wrong one ends the process with a message.
 pub(crate) fn read() -> Line {
     let words: Vec<OsString> = std::env::args_os().collect();
     let plain = grammar();
@@ -42,7 +42,7 @@ pub(crate) fn read() -> Line {
     Line { cli, settings, typed, json, obsolete: compat_flags::typed(&matches) }
 }
 
-/// What was typed for an option, before or after the command's name.
+/// The value of an option on the command line, before or after the command's name.
 fn typed(matches: &ArgMatches, id: &str) -> Option<String> {
     let here = matches.ids().any(|known| known.as_str() == id);
     if here && matches.value_source(id) == Some(ValueSource::CommandLine) {

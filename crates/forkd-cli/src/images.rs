@@ -1,5 +1,5 @@
-//! Images and kernels: the one place that knows how `forkd-image` is called. Everything is built
-//! here, natively, in the data directory; the emulated machine only reads it.
+//! Images and kernels: the only module that calls `forkd-image`. It builds everything on this host, in the
+//! data directory; the emulated machine only reads the results.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -15,20 +15,20 @@ use crate::args::ImageBuildArgs;
 use crate::host::paths::DataDir;
 use crate::ui::{self, Ui};
 
-/// An image, as `forkd image ls` shows it.
+/// An image, as `forkd image ls` prints it.
 #[derive(Debug, Serialize)]
 pub(crate) struct ImageRow {
     pub(crate) name: String,
-    /// The size a guest sees.
+    /// The size that a guest sees.
     pub(crate) disk_bytes: u64,
-    /// What it takes on this computer's disk.
+    /// Its bytes on the host's disk.
     pub(crate) used_bytes: u64,
     pub(crate) python: bool,
     /// Seconds since 1970.
     pub(crate) created: u64,
-    /// What it was made from.
+    /// Its source.
     pub(crate) source: String,
-    /// What is wrong with it.
+    /// The damage, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) problem: Option<String>,
 }
@@ -47,7 +47,7 @@ impl From<&Image> for ImageRow {
     }
 }
 
-/// Builds an image as asked for.
+/// Builds an image from the arguments.
 pub(crate) fn build(data: &DataDir, args: ImageBuildArgs, ui: Ui) -> Result<ImageRow> {
     data.create()?;
     let mut spec = specification(&args);
@@ -77,7 +77,7 @@ fn specification(args: &ImageBuildArgs) -> ImageSpec {
     ImageSpec::new(&args.name, source)
 }
 
-/// All images; damaged ones with what is wrong with them.
+/// All images; damaged ones with their problem.
 pub(crate) fn list(data: &DataDir) -> Result<Vec<ImageRow>> {
     let row = |(name, image): (String, forkd_image::Result<Image>)| match image {
         Ok(image) => ImageRow::from(&image),
@@ -99,7 +99,7 @@ pub(crate) fn remove(data: &DataDir, name: &str) -> Result<()> {
     Ok(library(data).remove_image(name, &Silent)?)
 }
 
-/// Makes sure that the image is there, building one that forkd knows how to build.
+/// Builds the image if it is missing and forkd has a recipe for it.
 pub(crate) fn ensure_image(data: &DataDir, name: &str, ui: Ui) -> Result<()> {
     if library(data).image(name).is_ok() {
         return Ok(());
@@ -109,8 +109,7 @@ pub(crate) fn ensure_image(data: &DataDir, name: &str, ui: Ui) -> Result<()> {
     Ok(())
 }
 
-/// Makes sure that there is an image called `name`: the one that forkd builds as `base`, with more packages
-/// or another size.
+/// Builds the image `name` if it is missing: the recipe `base` with more packages or another size.
 pub(crate) fn derive(
     data: &DataDir,
     base: &str,
@@ -124,8 +123,8 @@ pub(crate) fn derive(
     }
     let Some(mut spec) = ImageSpec::predefined(base) else {
         anyhow::bail!(
-            "packages are added to images that forkd builds by itself, such as python, and {base} is none: build \
-             it again with `forkd image build {name} --packages {}`",
+            "forkd can add packages only to images with a recipe, such as python, and {base} has none: build it \
+            again with `forkd image build {name} --extra {}`",
             if packages.is_empty() { "…".to_owned() } else { packages.join(",") }
         );
     };
@@ -139,7 +138,7 @@ pub(crate) fn derive(
     Ok(())
 }
 
-/// Makes sure that there is a kernel for guests.
+/// Fetches a kernel for guests if it is missing.
 pub(crate) fn ensure_guest_kernel(data: &DataDir, ui: Ui) -> Result<()> {
     ensure_kernel(data, ui).map(drop)
 }
@@ -154,7 +153,7 @@ fn ensure_kernel(data: &DataDir, ui: Ui) -> Result<Kernel> {
     show(ui, "fetching a kernel", |progress| library(data).ensure_kernel(progress))
 }
 
-/// The kernel in the library, for people; `None` if there is none yet.
+/// A description of the kernel in the library; `None` if there is none yet.
 pub(crate) fn installed_kernel(data: &DataDir) -> Result<Option<String>> {
     match library(data).kernel(None) {
         Ok(kernel) => Ok(Some(format!("{} from {}", kernel.version, kernel.source))),
@@ -163,10 +162,10 @@ pub(crate) fn installed_kernel(data: &DataDir) -> Result<Option<String>> {
     }
 }
 
-/// The kernel the emulated machine boots: the same as the guests'.
+/// The kernel of the emulated machine: the same as the guests'.
 #[derive(Debug)]
 pub(crate) struct MachineKernel {
-    /// A bzImage, which is what QEMU boots.
+    /// A bzImage, the format that QEMU boots.
     pub(crate) path: PathBuf,
     kernel: Kernel,
 }
@@ -189,7 +188,7 @@ fn library(data: &DataDir) -> Library {
     Library::open(data.root())
 }
 
-/// Does `work` under a progress display.
+/// Does `work` and shows its progress.
 fn show<T>(
     ui: Ui,
     title: &str,
@@ -201,7 +200,7 @@ fn show<T>(
     Ok(result)
 }
 
-/// Passes what a build says on to the display.
+/// Forwards the progress of a build to the display.
 struct BuildProgress {
     progress: ui::Progress,
     step: Mutex<String>,

@@ -1,5 +1,5 @@
-//! The daemon's log as JSON: one object per line, with the fields of the line and, under its name, those of
-//! each span it is in. So `.request.id` is the id of the request a line is about.
+//! The daemon's log as JSON: one object per line, with the fields of the line and, under its name, the
+//! fields of each of its spans. So `.request.id` is the id of the request that a line is about.
 
 use std::fmt::{self, Write};
 
@@ -105,7 +105,7 @@ impl Visit for Fields {
     }
 
     fn record_f64(&mut self, field: &Field, value: f64) {
-        // What is not a number is none in JSON.
+        // JSON has no infinities and no NaN.
         self.add(field, serde_json::Value::from(value));
     }
 }

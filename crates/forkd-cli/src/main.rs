@@ -1,9 +1,8 @@
-//! The `forkd` command: what a person types, and the daemon's own process (`forkd serve`).
+//! The `forkd` command: the command line, and the daemon's own process (`forkd serve`).
 //!
-//! It owns the surface (arguments, settings, output, exit statuses) and the emulated machine that
-//! stands in where KVM cannot run Linux. It builds images in its own process, by way of `forkd-image`,
-//! and asks the daemon for everything else. It knows nothing of KVM, sandboxes or guests beyond what
-//! the daemon's API says.
+//! It owns the surface (arguments, settings, output, exit statuses) and the emulated machine for hosts
+//! where KVM cannot run Linux. It builds images in its own process with `forkd-image`, and asks the daemon
+//! for everything else. It knows KVM, sandboxes and guests only through the daemon's API.
 
 mod args;
 mod cleanup;

@@ -1,5 +1,5 @@
-//! Folders of `forkd bench`: one for each run, in the data directory, with the process that made it. A run that
-//! is killed leaves its folder, and the sandboxes of the daemon that it started.
+//! Folders of `forkd bench`: one per run, in the data directory, with the id of the process that owns it. A
+//! killed run leaves its folder and the sandboxes of its daemon behind.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,11 +12,11 @@ use super::owners::Owner;
 use super::{folders_in, processes};
 use crate::host::process::ProcessId;
 
-/// What the names of the folders begin with; the number of the process follows.
+/// The prefix of the folders' names; the number of the process follows.
 const PREFIX: &str = "bench-";
-/// The file in such a folder that says whose it is.
+/// The file in such a folder that names its owner.
 const OWNER: &str = "owner.json";
-/// How often processes are looked for: one may start another before it is killed.
+/// How many times processes are searched: one may start another before it is killed.
 const LOOKS: usize = 5;
 
 /// The folder of a run of this process.
@@ -24,15 +24,15 @@ pub(crate) fn bench_folder(data: &Path) -> PathBuf {
     data.join(format!("{PREFIX}{}", std::process::id()))
 }
 
-/// Says that the folder is this process's.
+/// Records this process as the owner of the folder.
 pub(crate) fn claim_bench(folder: &Path) -> Result<()> {
     let owner = serde_json::to_vec(&ProcessId::current()?)?;
     let file = folder.join(OWNER);
     fs::write(&file, owner).with_context(|| format!("cannot write {}", file.display()))
 }
 
-/// Removes such a folder, with every process and every network that belongs to the daemon in it. What cannot be
-/// removed is left to `forkd cleanup`.
+/// Removes such a folder, and every process and network of the daemon in it. `forkd cleanup` finds what
+/// could not be removed.
 pub(crate) fn remove_bench(folder: &Path) {
     let run = fs::read_link(folder.join("run")).ok();
     let places: Vec<&Path> = std::iter::once(folder).chain(run.as_deref()).collect();
@@ -41,10 +41,10 @@ pub(crate) fn remove_bench(folder: &Path) {
         if found.is_empty() {
             break;
         }
-        // All of them before any is waited for.
+        // Kill all before waiting for any.
         found.iter().for_each(|process| process.signal(Signal::KILL));
         for process in found {
-            // One that stays is found by the next look.
+            // The next search finds a process that stays.
             let _ = process.wait(Duration::from_secs(1));
         }
     }
@@ -59,23 +59,23 @@ pub(crate) fn remove_bench(folder: &Path) {
     let _ = fs::remove_dir_all(folder);
 }
 
-/// Folders of runs on this data directory, and who needs each.
+/// Folders of runs on this data directory, and the owner of each.
 pub(super) fn find(data: &Path) -> Vec<(PathBuf, Owner)> {
     let folders = folders_in(data).into_iter();
     folders.filter_map(|folder| owner(&folder).map(|owner| (folder, owner))).collect()
 }
 
-/// Who needs a folder; `None` if it is no run's.
+/// The owner of a folder; `None` if it is not a folder of a run.
 pub(super) fn owner(folder: &Path) -> Option<Owner> {
     let pid: i32 = folder.file_name()?.to_str()?.strip_prefix(PREFIX)?.parse().ok()?;
     let runs = match fs::read(folder.join(OWNER)) {
         Ok(text) => serde_json::from_slice::<ProcessId>(&text).ok()?.is_alive(),
-        // It was killed before it could say so; or it is about to.
+        // The run was killed before it recorded itself, or it is about to.
         Err(_) => ProcessId::of(pid).is_some(),
     };
     Some(match runs {
         true => Owner::Runs(folder.to_owned()),
-        false => Owner::Nobody("the bench that made it has ended"),
+        false => Owner::Nobody("its benchmark has ended"),
     })
 }
 

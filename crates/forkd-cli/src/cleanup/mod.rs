@@ -1,8 +1,8 @@
-//! What daemons and benches that died left on this computer, and how to take it away.
+//! Finds and removes leftovers of dead daemons and benchmarks on this host.
 //!
-//! Whatever has an owner is left alone: what belongs to a daemon that runs, and what the next daemon on
-//! the same data directory will take over. Looking changes nothing. [`owners`] tells whose a run folder
-//! is, [`processes`] which one a guest's process belongs to, [`benches`] whose the folder of a bench is.
+//! An object with an owner is kept: a running daemon uses it, or the next daemon on the same data directory
+//! adopts it. Listing changes nothing. [`owners`] finds the owner of a run folder, [`processes`] the run
+//! folder of a guest's process, [`benches`] the owner of a benchmark's folder.
 
 mod benches;
 mod owners;
@@ -20,7 +20,7 @@ use self::owners::{Owner, RunFolder};
 use crate::host::paths::DataDir;
 use crate::host::process::ProcessId;
 
-/// What kind of thing it is.
+/// The kind of an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum LeftoverKind {
@@ -34,26 +34,26 @@ pub(crate) enum LeftoverKind {
     Rules,
 }
 
-/// What is done about it.
+/// What `forkd cleanup` does with an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Action {
-    /// It has an owner.
+    /// Keep it: it has an owner.
     Skip,
-    /// Nobody needs it.
+    /// Delete it: it has no owner.
     Delete,
 }
 
-/// One thing there is of forkd.
+/// One object of forkd on this host.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Leftover {
     pub(crate) kind: LeftoverKind,
-    /// Its path, its name, or a process's number.
+    /// Its path, name or process number.
     pub(crate) path: String,
     pub(crate) action: Action,
-    /// Why.
+    /// The reason for the action.
     pub(crate) why: String,
-    /// The process, so that no other is taken for it later.
+    /// The process, identified so that a later process with the same number is not killed.
     #[serde(skip)]
     process: Option<ProcessId>,
 }
@@ -64,7 +64,7 @@ impl Leftover {
         Leftover { kind, path: path.into(), action, why: owner.to_string(), process: None }
     }
 
-    /// Takes it away.
+    /// Removes it.
     pub(crate) fn remove(&self) -> Result<()> {
         let path = Path::new(&self.path);
         match self.kind {
@@ -72,13 +72,13 @@ impl Leftover {
                 if let Some(process) = &self.process {
                     process.signal(Signal::KILL);
                     if !process.wait(std::time::Duration::from_secs(10)) {
-                        anyhow::bail!("process {} is still there after being killed", self.path);
+                        anyhow::bail!("process {} still exists after SIGKILL", self.path);
                     }
                 }
                 Ok(())
             }
             LeftoverKind::Namespace => Ok(forkd_net::remove_namespace(path)?),
-            // It goes with its namespace: the kernel takes both ends of a cable.
+            // The kernel removes it with its namespace: both ends of a veth pair go together.
             LeftoverKind::Link => Ok(()),
             LeftoverKind::Folder => {
                 fs::remove_dir_all(path).with_context(|| format!("cannot remove {}", self.path))
@@ -98,8 +98,7 @@ impl Leftover {
     }
 }
 
-/// Everything there is of forkd on this computer that somebody might have left, in the order in which it
-/// can be removed.
+/// All objects of forkd on this host that may be leftovers, in the order in which they can be removed.
 pub(crate) fn find(data: &DataDir) -> Vec<Leftover> {
     let daemons = processes::daemons();
     let folders = owners::run_folders(data, daemons > 0);
@@ -118,7 +117,7 @@ pub(crate) fn find(data: &DataDir) -> Vec<Leftover> {
     found
 }
 
-/// Namespaces, links and rules. Only root sees them.
+/// Network namespaces, links and rules. Only root sees them.
 fn network(folders: &[RunFolder], anybody: bool) -> Vec<Leftover> {
     let Ok(left) = forkd_net::leftovers() else { return Vec::new() };
     let mut found = Vec::new();
@@ -146,7 +145,7 @@ fn network(folders: &[RunFolder], anybody: bool) -> Vec<Leftover> {
     found
 }
 
-/// Folders of our cgroups without a process. As long as any daemon runs they may be in use in a moment.
+/// Folders of forkd's cgroups without a process. A running daemon may use them at any moment.
 fn cgroups(root: &Path, daemon_runs: bool) -> Vec<Leftover> {
     const DEPTH: usize = 4;
     let mut ours = Vec::new();
@@ -169,7 +168,7 @@ fn find_ours(folder: &Path, depth: usize, found: &mut Vec<PathBuf>) {
         return;
     }
     for inner in folders_in(folder) {
-        // A service may be called like this, too; but no service has lineages.
+        // A service may have this name as well, but no service has lineages.
         if inner.file_name().is_some_and(|name| name == "forkd") {
             found.push(inner);
         } else {
@@ -184,7 +183,7 @@ fn folders_in(folder: &Path) -> Vec<PathBuf> {
     entries.flatten().filter(is_folder).map(|entry| entry.path()).collect()
 }
 
-/// The kernel removes a cgroup only when nothing is below it.
+/// Removes children first: the kernel removes only a cgroup without children.
 fn remove_cgroup(folder: &Path) -> std::io::Result<()> {
     for leaf in folders_in(folder) {
         fs::remove_dir(leaf)?;

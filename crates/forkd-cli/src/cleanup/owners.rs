@@ -1,5 +1,5 @@
-//! Whose a run folder is: the folders and sockets of sandboxes are in memory, away from the data
-//! directory, which a link in each leads to.
+//! The owner of a run folder. Run folders hold the files and sockets of sandboxes in memory; a link in each
+//! leads to its data directory.
 
 use std::fmt;
 use std::fs;
@@ -9,18 +9,18 @@ use std::path::{Path, PathBuf};
 use super::{benches, folders_in};
 use crate::host::paths::DataDir;
 
-/// Who needs something.
+/// The owner of an object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Owner {
-    /// A daemon that runs, on this data directory; or a process.
+    /// A running daemon on this data directory, or a running process.
     Runs(PathBuf),
-    /// The next daemon on this data directory takes it over.
+    /// The next daemon on this data directory, which adopts it.
     Next(PathBuf),
-    /// All daemons of this computer.
+    /// All daemons of this host.
     Shared,
-    /// It does not say, so it is left alone.
+    /// Unknown, so the object is kept.
     Unknown,
-    /// Nobody, for this reason.
+    /// None, for this reason.
     Nobody(&'static str),
 }
 
@@ -35,23 +35,23 @@ impl fmt::Display for Owner {
         match self {
             Owner::Runs(of) => write!(formatter, "live: {}", of.display()),
             Owner::Next(data) => {
-                write!(formatter, "live: the next daemon on {} takes it over", data.display())
+                write!(formatter, "live: the next daemon on {} adopts it", data.display())
             }
             Owner::Shared => formatter.write_str("live: daemons share it"),
-            Owner::Unknown => formatter.write_str("it does not say whose it is"),
+            Owner::Unknown => formatter.write_str("its owner is unknown"),
             Owner::Nobody(why) => formatter.write_str(why),
         }
     }
 }
 
-/// A folder in memory with what a daemon's sandboxes and templates need.
+/// A folder in memory with the run-time files of a daemon's sandboxes and templates.
 #[derive(Debug, Clone)]
 pub(super) struct RunFolder {
     pub(super) path: PathBuf,
     pub(super) owner: Owner,
 }
 
-/// All run folders of this computer. One that does not say whose it is belongs to nobody if no socket in
+/// All run folders of this host. A folder without a link to a data directory has no owner if no socket in
 /// it is open and no daemon runs.
 pub(super) fn run_folders(data: &DataDir, daemon_runs: bool) -> Vec<RunFolder> {
     let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
@@ -88,7 +88,7 @@ fn owner(folder: &Path, data: &Path, locks: &str) -> Owner {
         Err(_) if leads_here(data) => data.to_owned(),
         Err(_) => return Owner::Unknown,
     };
-    // First: the daemon of a bench that was killed may hold its lock for a moment, until the kernel has ended it, too.
+    // Check this first: the daemon of a killed benchmark may hold its lock until the kernel has ended it as well.
     if let Some(owner) = benches::owner(&data).filter(|_| leads_here(&data)) {
         owner
     } else if is_locked(&data.join("daemon.lock"), locks) {
@@ -96,12 +96,12 @@ fn owner(folder: &Path, data: &Path, locks: &str) -> Owner {
     } else if leads_here(&data) {
         Owner::Next(data)
     } else {
-        Owner::Nobody("its data directory is gone, or uses another one")
+        Owner::Nobody("its data directory is gone or uses another run folder")
     }
 }
 
-/// Whether a daemon holds the lock, by the kernel's list: trying to take it could keep a daemon from
-/// starting in that moment.
+/// Whether a daemon holds the lock, according to the kernel's list. Trying to take the lock could stop a
+/// daemon that starts at that moment.
 fn is_locked(file: &Path, locks: &str) -> bool {
     let Ok(inode) = fs::metadata(file).map(|data| data.ino().to_string()) else { return false };
     let place =

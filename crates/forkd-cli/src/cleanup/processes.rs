@@ -1,4 +1,4 @@
-//! Processes of guests, and whose they are: each listens on sockets whose paths lead to a run folder.
+//! Processes of guests and their owners: each process has sockets whose paths lead to a run folder.
 
 use std::collections::HashMap;
 use std::fs;
@@ -8,11 +8,10 @@ use super::owners::{Owner, RunFolder};
 use super::{Leftover, LeftoverKind};
 use crate::host::process::ProcessId;
 
-/// What processes of guests are called: a monitor by its program's name, those forked off it by what
-/// they do.
+/// Names of guest processes: a monitor has its program's name, its forks the name of their task.
 const NAMES: &[&str] = &["forkd-vmm", "forkd-sandbox", "forkd-template", "forkd-saver"];
 
-/// All processes of guests that this user may look into.
+/// All guest processes that this user may inspect.
 pub(super) fn find(folders: &[RunFolder], daemon_runs: bool) -> Vec<Leftover> {
     let sockets = sockets(&fs::read_to_string("/proc/net/unix").unwrap_or_default());
     let mut found = Vec::new();
@@ -43,7 +42,7 @@ pub(super) fn with_sockets_in(places: &[&Path]) -> Vec<ProcessId> {
     pids().filter(has_one).filter_map(ProcessId::of).collect()
 }
 
-/// How many daemons run, of whomever.
+/// The number of daemons that run, of any user.
 pub(super) fn daemons() -> usize {
     let is_daemon = |pid: &i32| {
         let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -73,7 +72,7 @@ fn sockets(list: &str) -> HashMap<u64, PathBuf> {
     list.lines().filter_map(parse).collect()
 }
 
-/// The paths of a process's sockets; `None` if this user may not look.
+/// The paths of a process's sockets; `None` if this user may not read them.
 fn paths(pid: i32, sockets: &HashMap<u64, PathBuf>) -> Option<Vec<PathBuf>> {
     let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
     let path = |entry: fs::DirEntry| {
@@ -84,18 +83,18 @@ fn paths(pid: i32, sockets: &HashMap<u64, PathBuf>) -> Option<Vec<PathBuf>> {
     Some(descriptors.flatten().filter_map(path).collect())
 }
 
-/// Who needs a process with these sockets. A folder that is not seen may be a daemon's that sees other
-/// mounts, as in a container.
+/// The owner of a process with these sockets. A folder that is not visible may belong to a daemon with
+/// other mounts, as in a container.
 fn owner(paths: &[PathBuf], folders: &[RunFolder], daemon_runs: bool) -> Owner {
     let holds = |folder: &&RunFolder| paths.iter().any(|path| path.starts_with(&folder.path));
     if let Some(folder) = folders.iter().find(holds) {
         return folder.owner.clone();
     }
-    // Nobody can reach it any more: its folder was removed.
+    // No client can reach it: its folder was removed.
     let lost = |path: &PathBuf| path.is_absolute() && !path.parent().is_some_and(Path::exists);
     match paths.is_empty() {
         false if !daemon_runs && paths.iter().all(lost) => {
-            Owner::Nobody("its folder is gone, so nobody can reach it")
+            Owner::Nobody("its folder is gone, so no client can reach it")
         }
         _ => Owner::Unknown,
     }

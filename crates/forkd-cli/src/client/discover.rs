@@ -1,4 +1,4 @@
-//! Which daemon a command talks to, and how one comes to be there when none is.
+//! Finds the daemon that a command uses, or starts one.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -17,14 +17,14 @@ use crate::machine::Machine;
 use crate::settings;
 use crate::ui::Ui;
 
-/// How long a daemon that is there may take to say so.
+/// The time in which a running daemon must answer.
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(5);
-/// A log longer than this is put aside when the daemon is started.
+/// The daemon's log is rotated at its start if it is longer than this.
 const MAX_LOG: u64 = 16 << 20;
-/// How long a daemon may take to start.
+/// The time in which a daemon must start.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The daemon that was named, or the one that serves this data directory; `None` if there is none.
+/// The daemon named by the arguments, or the one that serves this data directory; `None` if none runs.
 /// Starts nothing.
 pub(crate) async fn find(data: &DataDir, args: &DaemonArgs, ui: Ui) -> Result<Option<Daemon>> {
     if let Some(url) = &args.daemon_url {
@@ -44,15 +44,15 @@ pub(crate) async fn find(data: &DataDir, args: &DaemonArgs, ui: Ui) -> Result<Op
     Ok(None)
 }
 
-/// A daemon that answers: the one there is, or else one started for the purpose, on KVM where it
-/// works and in the emulated machine where it does not.
+/// A daemon that answers: the running one, or a new one. The new one runs on KVM where KVM works, and in
+/// the emulated machine elsewhere.
 pub(crate) async fn ensure(data: &DataDir, args: &DaemonArgs, ui: Ui) -> Result<Daemon> {
     if let Some(daemon) = find(data, args, ui).await? {
         return Ok(daemon);
     }
     data.create()?;
     let machine = Machine::new(data, ui);
-    // Neither KVM nor a new machine is needed where one runs.
+    // A running machine needs neither KVM nor a start.
     if machine.running()?.is_some() {
         return machine.daemon(&machine.ensure("no machine runs")?.state);
     }
@@ -72,14 +72,14 @@ pub(crate) async fn ensure(data: &DataDir, args: &DaemonArgs, ui: Ui) -> Result<
             );
         }
         bail!(
-            "no daemon runs, and starting one takes root: run `sudo forkd serve`, or give the address of \
-             another one in FORKD_URL"
+            "no daemon runs, and only root can start one: run `sudo forkd serve`, or give the address of \
+            another one in FORKD_URL"
         );
     }
     start(data, &binaries, ui).await
 }
 
-/// Starts a daemon that stays.
+/// Starts a daemon that outlives this command.
 async fn start(data: &DataDir, binaries: &Binaries, ui: Ui) -> Result<Daemon> {
     let _lock = Lock::take(&data.root().join("start.lock"), || {
         ui.note("another forkd command starts the daemon; waiting for it");
@@ -104,7 +104,7 @@ async fn start(data: &DataDir, binaries: &Binaries, ui: Ui) -> Result<Daemon> {
     let begin = Instant::now();
     while !daemon.is_healthy(HEALTH_TIMEOUT).await {
         if !started.is_alive() {
-            bail!("the daemon ended at its start:\n{}", crate::machine::log_tail(&log, 2000));
+            bail!("the daemon ended during its start:\n{}", crate::machine::log_tail(&log, 2000));
         }
         if begin.elapsed() > START_TIMEOUT {
             bail!("the daemon does not answer after {} s; see {}", START_TIMEOUT.as_secs(), log.display());
@@ -114,24 +114,25 @@ async fn start(data: &DataDir, binaries: &Binaries, ui: Ui) -> Result<Daemon> {
     Ok(daemon)
 }
 
-/// The token TCP clients of `daemon` show.
+/// The token for TCP clients of `daemon`.
 pub(crate) fn token(data: &DataDir, daemon: &Daemon) -> Result<String> {
     if let Some(token) = &daemon.token {
         return Ok(token.clone());
     }
     if !daemon.is_local() {
-        bail!("the token of {} is known there only; give it with FORKD_TOKEN", daemon.url());
+        bail!("the token of {} is not on this host; give it with FORKD_TOKEN", daemon.url());
     }
     let file = match &daemon.address {
         Address::Unix(socket) => data.token_file_of(socket),
         Address::Tcp(_) | Address::Tls(..) => data.token_file(),
     };
-    let bytes = files::read_small(&file)?
-        .with_context(|| format!("{} is missing: the daemon makes it at its first start", file.display()))?;
+    let bytes = files::read_small(&file)?.with_context(|| {
+        format!("{} is missing: the daemon creates it at its first start", file.display())
+    })?;
     Ok(String::from_utf8(bytes).context("the token file is not text")?.trim().to_owned())
 }
 
-/// The token of this data directory's daemon, or of its machine's, for a URL given without one.
+/// The token of this data directory's daemon, or of its machine's daemon, for a URL without a token.
 fn local_token(data: &DataDir, ui: Ui) -> Option<String> {
     let machine = Machine::new(data, ui);
     if let Ok(Some(running)) = machine.running() {

@@ -24,36 +24,36 @@ use tokio_tungstenite::tungstenite::client::IntoClientRequest;
 
 use crate::client::tls::Trust;
 
-/// The longest answer to a REST call.
+/// The limit of a REST reply's body.
 const MAX_ANSWER: usize = 64 << 20;
-/// How long connecting may take.
+/// The time limit of connecting.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a daemon may take to agree to a conversation: an emulated one is slow.
+/// The time in which the daemon must accept a WebSocket: an emulated daemon is slow.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Where a daemon is.
+/// The address of a daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Address {
-    /// Whoever may open it may do everything.
+    /// A unix socket. Every user who can open it has full access.
     Unix(PathBuf),
     /// Host and port, such as `127.0.0.1:8889`.
     Tcp(String),
-    /// Host and port, and whom to believe that it is that host.
+    /// Host and port, and the certificates to trust.
     Tls(String, Trust),
 }
 
-/// A daemon, and what it takes to talk to it.
+/// A daemon's address and token.
 #[derive(Debug, Clone)]
 pub(crate) struct Daemon {
     pub(crate) address: Address,
     pub(crate) token: Option<String>,
 }
 
-/// A byte stream of either kind.
+/// A byte stream of any kind of address.
 pub(crate) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
 
-/// The WebSocket of a `run`.
+/// A WebSocket to the daemon.
 pub(crate) type Socket = WebSocketStream<Box<dyn Stream>>;
 
 impl Daemon {
@@ -67,7 +67,7 @@ impl Daemon {
         Daemon { address: Address::Tcp(format!("127.0.0.1:{port}")), token: Some(token) }
     }
 
-    /// The daemon a URL names: `http://host:port`, `https://host:port` or `unix:/path`.
+    /// The daemon at a URL: `http://host:port`, `https://host:port` or `unix:/path`.
     pub(crate) fn from_url(url: &str, token: Option<String>, trust: Trust) -> Result<Self> {
         let url = url.trim_end_matches('/');
         if let Some(path) = url.strip_prefix("unix://").or_else(|| url.strip_prefix("unix:")) {
@@ -90,7 +90,7 @@ impl Daemon {
         Ok(Daemon { address, token })
     }
 
-    /// Its address, for people and for other clients.
+    /// The address as a URL, for messages and for other clients.
     pub(crate) fn url(&self) -> String {
         match &self.address {
             Address::Unix(path) => format!("unix:{}", path.display()),
@@ -99,7 +99,7 @@ impl Daemon {
         }
     }
 
-    /// Whether it is on this computer. Its token is nobody else's business.
+    /// Whether the daemon is on this host. The token of a local daemon is sent to no other host.
     pub(crate) fn is_local(&self) -> bool {
         match &self.address {
             Address::Unix(_) => true,
@@ -109,7 +109,7 @@ impl Daemon {
         }
     }
 
-    /// Its port, if that is how it is reached.
+    /// The TCP port, unless the address is a unix socket.
     pub(crate) fn port(&self) -> Option<u16> {
         match &self.address {
             Address::Unix(_) => None,
@@ -119,7 +119,7 @@ impl Daemon {
         }
     }
 
-    /// Where it serves TCP clients: what a daemon behind a unix socket says of itself.
+    /// The URL for TCP clients. A daemon behind a unix socket reports it.
     pub(crate) async fn http_url(&self) -> Result<String> {
         if !matches!(self.address, Address::Unix(_)) {
             return Ok(self.url());
@@ -127,16 +127,16 @@ impl Daemon {
         let (_, version) = self.call(Method::GET, "/version", None).await?;
         let address = version.get("address").and_then(Value::as_str);
         let scheme = if version.get("tls").and_then(Value::as_bool) == Some(true) { "https" } else { "http" };
-        Ok(format!("{scheme}://{}", address.context("the daemon is of another version: restart it")?))
+        Ok(format!("{scheme}://{}", address.context("the daemon has another version: restart it")?))
     }
 
-    /// Whether a daemon answers there, within `limit`.
+    /// Whether the daemon answers within `limit`.
     pub(crate) async fn is_healthy(&self, limit: Duration) -> bool {
         let call = self.call(Method::GET, "/healthz", None);
         matches!(tokio::time::timeout(limit, call).await, Ok(Ok((status, _))) if status.is_success())
     }
 
-    /// One request. The answer's body is JSON, or a string if it is not.
+    /// Sends one request. The reply's body is returned as JSON, or as a string if it is not JSON.
     pub(crate) async fn call(
         &self,
         method: Method,
@@ -155,7 +155,7 @@ impl Daemon {
         Ok((status, serde_json::from_slice(&bytes).unwrap_or_else(|_| text())))
     }
 
-    /// Asks for something that comes bit by bit, perhaps without end.
+    /// Requests a stream, which may have no end.
     pub(crate) async fn follow(&self, path: &str) -> Result<Streaming> {
         let nothing = Full::default().map_err(|never| match never {}).boxed_unsync();
         self.stream(Method::GET, path, nothing).await
@@ -169,7 +169,7 @@ impl Daemon {
         kind: Option<&'static str>,
     ) -> Result<(StatusCode, Streaming)> {
         let stream = self.connect().await?;
-        let failed = || format!("the daemon at {} broke off", self.url());
+        let failed = || format!("the connection to the daemon at {} broke", self.url());
         let (mut sender, connection) =
             hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.with_context(failed)?;
         let driver = tokio::spawn(async {
@@ -187,7 +187,7 @@ impl Daemon {
         Ok((response.status(), Streaming { body: response.into_body(), driver }))
     }
 
-    /// One request that has to succeed; a daemon that says no is [`Refused`].
+    /// Sends one request that must succeed; an error status is [`Refused`].
     pub(crate) async fn ask(&self, method: Method, path: &str, body: Option<&Value>) -> Result<Value> {
         let (status, answer) = self.call(method, path, body).await?;
         if status.is_success() {
@@ -196,8 +196,8 @@ impl Daemon {
         Err(Refused::new(status, Some(&answer)).into())
     }
 
-    /// One request whose body, or answer, is too long to hold; a daemon that says no is [`Refused`].
-    /// Dropping what is returned breaks it off.
+    /// Sends one request whose body or reply is too long to hold; an error status is [`Refused`].
+    /// Dropping the returned stream cancels the request.
     pub(crate) async fn stream(&self, method: Method, path: &str, body: Streamed) -> Result<Streaming> {
         let (status, streaming) = self.send(method, path, body, None).await?;
         if status.is_success() {
@@ -213,15 +213,18 @@ impl Daemon {
         let stream = self.connect().await?;
         let mut request = format!("ws://{}{path}", self.host()).into_client_request()?;
         if let Some(token) = &self.token {
-            let value =
-                format!("Bearer {token}").parse().context("the token holds characters no header can")?;
+            let value = format!("Bearer {token}")
+                .parse()
+                .context("the token has characters that an HTTP header cannot hold")?;
             request.headers_mut().insert(AUTHORIZATION, value);
         }
         use tokio_tungstenite::tungstenite::Error;
         let shaken = tokio_tungstenite::client_async(request, stream);
         let Ok(shaken) = tokio::time::timeout(ANSWER_TIMEOUT, shaken).await else {
             let (url, secs) = (self.url(), ANSWER_TIMEOUT.as_secs());
-            bail!("the daemon at {url} gives no answer for {secs} s; stop it, and a new one is started");
+            bail!(
+                "the daemon at {url} does not answer for {secs} s; stop it, and the next command starts a new one"
+            );
         };
         match shaken {
             Ok((socket, _)) => Ok(socket),
@@ -230,7 +233,7 @@ impl Daemon {
                 Err(Refused::new(response.status(), body.as_ref())).context("the daemon refused")
             }
             Err(error) => {
-                Err(error).with_context(|| format!("no conversation with the daemon at {}", self.url()))
+                Err(error).with_context(|| format!("cannot open a WebSocket to the daemon at {}", self.url()))
             }
         }
     }
@@ -265,15 +268,15 @@ async fn dial(authority: &str) -> std::io::Result<TcpStream> {
     Ok(stream)
 }
 
-/// The host of a host and port.
+/// The host in `host:port`.
 fn host_of(authority: &str) -> &str {
     authority.rsplit_once(':').map_or(authority, |(host, _)| host)
 }
 
-/// A body that comes while it is sent.
+/// A request body that is produced while it is sent.
 pub(crate) type Streamed = UnsyncBoxBody<Bytes, std::io::Error>;
 
-/// An answer that is read as it comes.
+/// A reply that is read as it arrives.
 #[derive(Debug)]
 pub(crate) struct Streaming {
     body: Incoming,
@@ -281,13 +284,16 @@ pub(crate) struct Streaming {
 }
 
 impl Streaming {
-    /// The next piece; `None` at the end, an error if it breaks off before.
+    /// The next piece; `None` at the end, an error if the connection breaks earlier.
     pub(crate) async fn next(&mut self) -> Result<Option<Bytes>> {
         loop {
             match self.body.frame().await {
                 None => return Ok(None),
                 Some(frame) => {
-                    if let Ok(data) = frame.context("the daemon broke off in the middle")?.into_data() {
+                    if let Ok(data) = frame
+                        .context("the connection to the daemon broke in the middle of a reply")?
+                        .into_data()
+                    {
                         return Ok(Some(data));
                     }
                 }
@@ -295,12 +301,12 @@ impl Streaming {
         }
     }
 
-    /// All of it, if that is no more than any answer.
+    /// The whole body, up to [`MAX_ANSWER`].
     pub(crate) async fn collect(mut self) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         while let Some(piece) = self.next().await? {
             if bytes.len() + piece.len() > MAX_ANSWER {
-                bail!("the daemon's answer is too long");
+                bail!("the daemon's reply is too long");
             }
             bytes.extend_from_slice(&piece);
         }
@@ -314,20 +320,20 @@ impl Drop for Streaming {
     }
 }
 
-/// What a daemon says that does not do what it was asked.
+/// The daemon refused or failed a request.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Refused {
     status: u16,
-    /// What happened and what to do, in the daemon's words.
+    /// The daemon's error text: what happened and what to do.
     reason: String,
-    /// Why, for programs; empty if the daemon is of an older version.
+    /// The error code for programs; empty if the daemon has an older version.
     code: String,
-    /// The id of the request, under which the daemon's log has more.
+    /// The id of the request in the daemon's log.
     request_id: String,
 }
 
 impl Refused {
-    /// What an error's body says, or its status alone.
+    /// Reads an error's body, or uses the status alone.
     fn new(status: StatusCode, body: Option<&Value>) -> Self {
         let text = |name| body.and_then(|body| body.get(name)).and_then(Value::as_str).map(str::to_owned);
         Refused {
@@ -338,13 +344,13 @@ impl Refused {
         }
     }
 
-    /// What the last event of a conversation says.
+    /// Reads the error in the last event of a stream.
     pub(crate) fn in_conversation(status: u16, body: ErrorBody) -> Self {
         let ErrorBody { error: reason, code, request_id } = body;
         Refused { status, reason, code, request_id }
     }
 
-    /// Whether `error` is a refusal for that reason. An older daemon says only its status.
+    /// Whether `error` is a refusal with this code. An older daemon sends only a status.
     pub(crate) fn is(error: &anyhow::Error, code: Code) -> bool {
         error.downcast_ref::<Refused>().is_some_and(|refused| match refused.code.as_str() {
             "" => refused.status == code.status(),
@@ -352,7 +358,7 @@ impl Refused {
         })
     }
 
-    /// As the daemon would have answered it.
+    /// The body as the daemon sends it.
     pub(crate) fn body(&self) -> ErrorBody {
         ErrorBody { error: self.reason.clone(), code: self.code.clone(), request_id: self.request_id.clone() }
     }
@@ -361,7 +367,7 @@ impl Refused {
 impl std::fmt::Display for Refused {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter.write_str(&self.reason)?;
-        // With it, the operator finds the cause in the log.
+        // With this id, the operator finds the cause in the log.
         if self.status == Code::Internal.status()
             && !self.request_id.is_empty()
             && !self.reason.contains(&self.request_id)
@@ -374,13 +380,13 @@ impl std::fmt::Display for Refused {
 
 impl std::error::Error for Refused {}
 
-/// The reason of an answer that has only a status.
+/// The error text for a reply that has only a status.
 fn bare(status: StatusCode) -> String {
     match status {
         StatusCode::UNAUTHORIZED => {
             "the daemon's token is missing or wrong: give it with FORKD_TOKEN".to_owned()
         }
-        _ => format!("the daemon answers with status {status}; `forkd doctor` tells how it is"),
+        _ => format!("the daemon answers with status {status}; `forkd doctor` shows its state"),
     }
 }
 

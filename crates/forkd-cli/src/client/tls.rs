@@ -1,8 +1,8 @@
-//! TLS to a daemon elsewhere: whom to believe.
+//! TLS to a daemon on another host: which certificates to trust.
 //!
-//! A certificate is believed if an authority of this system signed it, or one in the file the user gave. And
-//! if it is in that file itself: what `openssl req -x509` makes is its own authority, which no verifier takes
-//! for a server's certificate.
+//! A certificate is trusted if an authority of this system or of the user's file signed it. It is also
+//! trusted if it is in that file itself: `openssl req -x509` makes a certificate that is its own authority,
+//! and no verifier accepts such a one as a server's certificate.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,11 +19,11 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use tokio_rustls::rustls::server::ParsedCertificate;
 use tokio_rustls::rustls::{ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme};
 
-/// Where systems keep the authorities they believe; the first that is there.
+/// Files with a system's trusted authorities; the first that exists is used.
 const SYSTEM: [&str; 3] =
     ["/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem"];
 
-/// Whom a connection believes.
+/// The certificates that a connection trusts.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Trust {
     /// A PEM file with more certificates, for `--cacert`.
@@ -31,13 +31,13 @@ pub(crate) struct Trust {
 }
 
 impl Trust {
-    /// Agrees on keys with `host`.
+    /// Does the TLS handshake with `host`.
     pub(crate) async fn shake(&self, host: &str, stream: TcpStream) -> Result<TlsStream<TcpStream>> {
         let name = ServerName::try_from(host.trim_matches(['[', ']']).to_owned())
-            .with_context(|| format!("`{host}` is no name a certificate could have"))?;
+            .with_context(|| format!("`{host}` is not a name that a certificate can have"))?;
         let connector = TlsConnector::from(Arc::new(self.config()?));
         connector.connect(name, stream).await.context(
-            "its certificate is not to be believed (give the one it shows, or its authority's, with --cacert or \
+            "its certificate is not trusted (give it, or the certificate of its authority, with --cacert or \
              FORKD_CACERT), or it does not speak TLS",
         )
     }
@@ -51,7 +51,9 @@ impl Trust {
         }
         roots.add_parsable_certificates(given.iter().cloned());
         if roots.is_empty() {
-            bail!("this system has no list of authorities (ca-certificates): give a file with --cacert");
+            bail!(
+                "this system has no trusted authorities (package ca-certificates): give a file with --cacert"
+            );
         }
         let inner = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider.clone())
             .build()
@@ -78,7 +80,7 @@ fn read(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
     Ok(all)
 }
 
-/// Believes what the verifier of rustls does, and the very certificates the user gave.
+/// Trusts what the verifier of rustls trusts, and exactly the certificates in the user's file.
 #[derive(Debug)]
 struct PinnedVerifier {
     inner: Arc<WebPkiServerVerifier>,
@@ -95,8 +97,8 @@ impl ServerCertVerifier for PinnedVerifier {
         ocsp: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        // That whoever shows it also has its key is proved by the signatures below. It must be that of this
-        // host, too: whoever has the key of one daemon is not another. How old it is does not matter then.
+        // The signatures below prove that the peer has the key of the certificate. The certificate must also
+        // name this host: the key of one daemon does not prove another daemon. Its age does not matter then.
         if self.given.iter().any(|given| given == shown) {
             verify_server_name(&ParsedCertificate::try_from(shown)?, name)?;
             return Ok(ServerCertVerified::assertion());

@@ -1,8 +1,7 @@
-//! What this command reads of the daemon's answers about snapshots and sandboxes, and the calls that
-//! more than one command makes.
+//! The parts of the daemon's replies that commands read, and calls that several commands make.
 //!
-//! Only what is shown or decided upon is here, and what may be absent is; `--json` prints what the
-//! daemon said, whole. So a daemon that says more is understood.
+//! Only fields that a command prints or decides on are here, and optional ones have a default. So a newer
+//! daemon with more fields is understood. `--json` prints the whole reply.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +14,7 @@ use serde_json::Value;
 
 use crate::client::Daemon;
 
-/// How many calls are made at once where something is done to many.
+/// The number of concurrent calls in [`for_each`].
 const AT_ONCE: usize = 16;
 
 /// A snapshot.
@@ -23,13 +22,13 @@ const AT_ONCE: usize = 16;
 pub(crate) struct Snapshot {
     pub(crate) tag: String,
     pub(crate) status: SnapshotStatus,
-    /// What is being done while it is made: booting, warming, freezing, saving.
+    /// The stage of its creation: booting, warming, freezing, saving.
     #[serde(default)]
     pub(crate) phase: Option<String>,
-    /// Why it failed.
+    /// The reason why its creation failed.
     #[serde(default)]
     pub(crate) error: Option<String>,
-    /// What about it is not as it should be.
+    /// A problem with a snapshot that is usable.
     #[serde(default)]
     pub(crate) warning: Option<String>,
     /// Seconds since 1970.
@@ -40,43 +39,43 @@ pub(crate) struct Snapshot {
     #[serde(default)]
     pub(crate) kernel: Option<String>,
     pub(crate) mem_size_mib: u64,
-    /// Physical bytes on disk, as are the next two.
+    /// Physical bytes on disk, as in the next two fields.
     #[serde(default)]
     pub(crate) memory_bytes: u64,
     #[serde(default)]
     pub(crate) disk_bytes: u64,
     #[serde(default)]
     pub(crate) state_bytes: u64,
-    /// The process that forks its children, if one lives.
+    /// The process that forks its children, if it runs.
     #[serde(default)]
     pub(crate) template: Option<Template>,
-    /// The snapshot it is stored over.
+    /// The snapshot under it in its chain.
     #[serde(default)]
     pub(crate) parent_tag: Option<String>,
-    /// How many snapshots it is stored over.
+    /// The number of snapshots under it in its chain.
     #[serde(default)]
     pub(crate) chain_depth: u32,
-    /// Milliseconds its source's vCPUs stood still.
+    /// Milliseconds for which the source's vCPUs were paused.
     #[serde(default)]
     pub(crate) pause_ms: Option<f64>,
-    /// Milliseconds its source's user processes did.
+    /// Milliseconds for which the source's user processes were frozen.
     #[serde(default)]
     pub(crate) frozen_ms: Option<f64>,
-    /// Whether they did.
+    /// Whether the source's user processes were frozen.
     #[serde(default)]
     pub(crate) quiesced: Option<bool>,
-    /// Milliseconds it took to save it.
+    /// Milliseconds that the save took.
     #[serde(default)]
     pub(crate) diff_ms: Option<f64>,
-    /// Bytes written when it was saved.
+    /// Bytes that the save wrote.
     #[serde(default)]
     pub(crate) bytes_written: Option<u64>,
-    /// How far its saver is.
+    /// The progress of its save.
     #[serde(default)]
     pub(crate) progress: Option<SaveProgress>,
 }
 
-/// How far a saver is, in bytes.
+/// The progress of a save, in bytes.
 #[derive(Debug, Clone, Deserialize)]
 pub(crate) struct SaveProgress {
     pub(crate) looked_at: u64,
@@ -85,14 +84,14 @@ pub(crate) struct SaveProgress {
 }
 
 impl SaveProgress {
-    /// How much of the memory was looked at.
+    /// Bytes of memory that were scanned.
     pub(crate) fn percent(&self) -> u64 {
         let percent = (u128::from(self.looked_at) * 100).checked_div(u128::from(self.total)).unwrap_or(0);
         u64::try_from(percent).unwrap_or(100).min(100)
     }
 }
 
-/// What a snapshot consists of.
+/// A snapshot's chain and sizes.
 #[derive(Debug, Deserialize)]
 pub(crate) struct SnapshotDetail {
     pub(crate) tag: String,
@@ -100,16 +99,16 @@ pub(crate) struct SnapshotDetail {
     /// Seconds since 1970.
     #[serde(default)]
     pub(crate) created_at_unix: Option<u64>,
-    /// How many snapshots it is stored over.
+    /// The number of snapshots under it in its chain.
     pub(crate) chain_depth: u32,
-    /// Those, root first.
+    /// The snapshots under it, root first.
     #[serde(default)]
     pub(crate) ancestors: Vec<String>,
-    /// The snapshots stored over it.
+    /// The snapshots built on it.
     #[serde(default)]
     pub(crate) dependents: Vec<String>,
-    /// Bytes of its memory, what its chain takes for it on disk, and what of that no ancestor has; then
-    /// the same of its disks.
+    /// Bytes of its memory, the bytes of its chain on disk for it, and the part of these that no ancestor has;
+    /// then the same of its disks.
     pub(crate) memory_logical_bytes: u64,
     pub(crate) memory_physical_bytes: u64,
     #[serde(default)]
@@ -125,7 +124,7 @@ pub(crate) struct SnapshotDetail {
     pub(crate) layers: Vec<SnapshotLayer>,
 }
 
-/// A file snapshots share.
+/// A file that snapshots share.
 #[derive(Debug, Deserialize)]
 pub(crate) struct SnapshotLayer {
     /// `memory` or `disk`.
@@ -133,22 +132,22 @@ pub(crate) struct SnapshotLayer {
     pub(crate) digest: String,
     pub(crate) logical_bytes: u64,
     pub(crate) physical_bytes: u64,
-    /// How many snapshots it belongs to.
+    /// The number of snapshots that use it.
     pub(crate) shared_by: u64,
 }
 
-/// A sandbox with a name.
+/// A workspace: a named sandbox.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Workspace {
     pub(crate) name: String,
     /// running, suspended or stale.
     pub(crate) status: String,
-    /// The snapshot it began with.
+    /// The snapshot that it was forked from.
     pub(crate) source_snapshot_tag: String,
-    /// The snapshot that keeps its state.
+    /// The snapshot with its stored state.
     #[serde(default)]
     pub(crate) current_state_tag: Option<String>,
-    /// The sandbox it runs in.
+    /// The sandbox that it runs in.
     #[serde(default)]
     pub(crate) live_sandbox_id: Option<String>,
     /// Seconds since 1970.
@@ -157,13 +156,13 @@ pub(crate) struct Workspace {
 }
 
 impl Snapshot {
-    /// What it takes on disk.
+    /// Its bytes on disk.
     pub(crate) fn size(&self) -> u64 {
         self.memory_bytes.saturating_add(self.disk_bytes).saturating_add(self.state_bytes)
     }
 }
 
-/// Where a snapshot stands.
+/// The state of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum SnapshotStatus {
@@ -178,7 +177,7 @@ pub(crate) enum SnapshotStatus {
 #[derive(Debug, Clone, Deserialize)]
 pub(crate) struct Template {
     pub(crate) pid: u32,
-    /// How many of its children live.
+    /// The number of its running children.
     #[serde(default)]
     pub(crate) children: u64,
 }
@@ -190,38 +189,38 @@ pub(crate) struct Sandbox {
     /// The snapshot it was forked from.
     #[serde(default)]
     pub(crate) snapshot_tag: Option<String>,
-    /// Whose it is.
+    /// The owner.
     #[serde(default)]
     pub(crate) owner: Option<String>,
-    /// The image it was booted from.
+    /// The image that it booted from.
     #[serde(default)]
     pub(crate) image: Option<String>,
     pub(crate) state: String,
-    /// How it ended, in one word.
+    /// The reason of its end, as a code.
     #[serde(default)]
     pub(crate) reason: Option<String>,
-    /// The same, or why it is in state `unknown`, in one sentence.
+    /// The reason of its end or of the state `unknown`, as a sentence.
     #[serde(default)]
     pub(crate) detail: Option<String>,
     #[serde(default)]
     pub(crate) pid: Option<u32>,
     pub(crate) vcpus: u8,
     pub(crate) mem_size_mib: u64,
-    /// Milliseconds from the arrival of the request to its first answer.
+    /// Milliseconds from the arrival of the request to the agent's first answer.
     #[serde(default)]
     pub(crate) ready_ms: Option<f64>,
     /// Seconds since 1970.
     pub(crate) created_at_unix: u64,
-    /// How many branches were taken of it.
+    /// The number of its branches.
     #[serde(default)]
     pub(crate) branch_count: u64,
-    /// The snapshot it was last taken back to.
+    /// The snapshot of its last rollback.
     #[serde(default)]
     pub(crate) rolled_back_to: Option<String>,
     /// The address of its agent port.
     #[serde(default)]
     pub(crate) guest_addr: String,
-    /// What is written on it.
+    /// Its labels.
     #[serde(default)]
     pub(crate) labels: BTreeMap<String, String>,
 }
@@ -235,12 +234,12 @@ pub(crate) struct ArchivedSandbox {
     pub(crate) snapshot_tag: Option<String>,
     /// Seconds since 1970.
     pub(crate) ended_at_unix: u64,
-    /// How it ended, in one word and in one sentence.
+    /// The reason of its end, as a code and as a sentence.
     pub(crate) reason: String,
     pub(crate) detail: String,
 }
 
-/// What came of a request for children.
+/// The reply to a request for children.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct Spawned {
     pub(crate) children: Vec<Sandbox>,
@@ -251,7 +250,7 @@ pub(crate) struct Spawned {
 /// A child that did not start.
 #[derive(Debug, Deserialize)]
 pub(crate) struct ChildError {
-    /// Which of them, counted from 0.
+    /// Its index in the request, from 0.
     pub(crate) index: usize,
     pub(crate) error: String,
 }
@@ -271,19 +270,19 @@ pub(crate) fn sandbox_path(id: &str) -> String {
     format!("/v1/sandboxes/{id}")
 }
 
-/// Reads an answer.
+/// Parses a reply.
 pub(crate) fn read<T: DeserializeOwned>(answer: &Value) -> Result<T> {
     T::deserialize(answer)
-        .context("the daemon's answer is not understood: is it of another version? Restart it")
+        .context("forkd cannot parse the daemon's reply; restart the daemon if it has another version")
 }
 
-/// Asks for an answer and reads it.
+/// Gets a path and parses the reply.
 pub(crate) async fn get<T: DeserializeOwned>(daemon: &Daemon, path: &str) -> Result<T> {
     read(&daemon.ask(Method::GET, path, None).await?)
 }
 
-/// Makes a call for each of `names`, several at once, and gives each its result, in order. One
-/// failure does not keep the others from being tried.
+/// Calls `call` for each name, several at once, and returns the results in order. A failure does not
+/// stop the other calls.
 pub(crate) async fn for_each<'a, T, F: Future<Output = Result<T>>>(
     names: &'a [String],
     call: impl Fn(&'a str) -> F,

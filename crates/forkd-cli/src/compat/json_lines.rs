@@ -7,21 +7,21 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::{Value, json};
 
-/// How long connecting may take.
+/// The time limit of connecting.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// How much longer than what was asked for an answer may take.
+/// The time limit of a reply, in addition to the request's own.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// The longest answer.
+/// The limit of a reply's length.
 const MAX_ANSWER: u64 = 128 << 20;
 
-/// A question, and how long its answer may take.
+/// A request, and its own time limit.
 #[derive(Debug)]
 pub(crate) struct LineRequest {
     line: Value,
     limit: Duration,
 }
 
-/// Whether somebody is there.
+/// A check whether the agent answers.
 pub(crate) fn ping_request() -> LineRequest {
     LineRequest { line: json!({ "action": "ping" }), limit: Duration::ZERO }
 }
@@ -38,13 +38,13 @@ pub(crate) fn eval_request(code: &str, secs: u64) -> LineRequest {
     LineRequest { line, limit: Duration::from_secs(secs) }
 }
 
-/// Asks whoever speaks the protocol at `target`.
+/// Sends a request to the agent port at `target` and reads the reply.
 pub(crate) fn ask(target: &str, question: &LineRequest) -> Result<Value> {
     let address = target.to_socket_addrs().ok().and_then(|mut addresses| addresses.next());
     let address = address.with_context(|| {
-        format!("`{target}` is no address; give HOST:PORT, such as 127.0.0.1:40123 or [::1]:8888")
+        format!("`{target}` is not an address; give HOST:PORT, such as 127.0.0.1:40123 or [::1]:8888")
     })?;
-    let lost = || format!("no answer from {target}; `forkd ls` tells whether its sandbox runs");
+    let lost = || format!("no answer from {target}; `forkd ls` shows whether its sandbox runs");
     let mut stream = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT).with_context(lost)?;
     stream.set_read_timeout(Some(question.limit.saturating_add(ANSWER_TIMEOUT))).with_context(lost)?;
     stream.write_all(format!("{}\n", question.line).as_bytes()).with_context(lost)?;

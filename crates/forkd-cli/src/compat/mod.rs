@@ -1,5 +1,4 @@
-//! The JSON-lines protocol that the reference's clients use to reach a sandbox: asking a port that uses it,
-//! and serving one.
+//! The JSON-lines protocol, with which clients of the reference reach a sandbox: a client and a server.
 
 pub(crate) mod json_lines;
 pub(crate) mod relay;

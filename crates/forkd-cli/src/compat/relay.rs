@@ -1,8 +1,8 @@
 //! Agent ports: loopback ports that pass lines of the JSON-lines protocol on to the daemon.
 //!
-//! This is how clients of the reference reach a sandbox wherever the daemon is: in the emulated machine only
-//! the daemon's own port can be reached. What needs the daemon's token outside needs none on such a port, so
-//! it is for the user whose process serves it.
+//! With them, clients of the reference reach a sandbox wherever the daemon is: of the emulated machine, only
+//! the daemon's own port is reachable. An agent port needs no token, so only the user whose process serves
+//! it may use it.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
@@ -30,18 +30,18 @@ use crate::host::process;
 use crate::machine::Machine;
 use crate::settings;
 
-/// How long a line may take to come.
+/// The time in which a request line must arrive.
 const LINE_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long what nobody asked for is read on, so that the peer sees the answer and not a reset.
+/// How long surplus input is read and dropped, so that the peer sees the reply and not a reset.
 const DISCARD_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long a process that is left behind may take until it serves.
+/// The time in which a detached process must serve its ports.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
-/// Connections at a time, to one port.
+/// The limit of concurrent connections to one port.
 const MAX_CONNECTIONS: usize = 64;
-/// Before the address, where one is printed.
+/// The prefix of a printed address.
 pub(crate) const PREFIX: &str = "FORKD_TARGET=";
 
-/// A port of loopback whose lines go to a sandbox of the daemon's.
+/// A loopback port whose requests go to a sandbox of the daemon.
 #[derive(Debug)]
 pub(crate) struct Relay {
     pub(crate) id: String,
@@ -50,7 +50,7 @@ pub(crate) struct Relay {
 }
 
 impl Relay {
-    /// Takes a port of loopback: the one that is wanted, or any.
+    /// Binds a loopback port: the wanted one, or a free one.
     pub(crate) async fn bind(wanted: Option<SocketAddr>) -> Result<TcpListener> {
         let address = wanted.unwrap_or_else(|| (Ipv4Addr::LOCALHOST, 0).into());
         ensure!(
@@ -61,8 +61,8 @@ impl Relay {
         bound.with_context(|| format!("cannot listen on {address}; choose another port, or none"))
     }
 
-    /// Serves a port that was taken, until this process ends or the relay is closed. Whoever has connected to
-    /// it already is served, too.
+    /// Serves a bound port until this process ends or the relay is closed. Clients that have already connected
+    /// are served as well.
     pub(crate) fn serve(listener: TcpListener, daemon: VerifiedDaemon, id: &str) -> Result<Relay> {
         let target = listener.local_addr()?;
         let path = format!("{}/line", types::sandbox_path(id));
@@ -70,12 +70,12 @@ impl Relay {
         Ok(Relay { id: id.to_owned(), target, server })
     }
 
-    /// Closes the port. Who is being answered is answered.
+    /// Closes the port. Open requests are still answered.
     pub(crate) fn close(self) {
         self.server.abort();
     }
 
-    /// Has another process serve a port for each sandbox, as long as that lives. Gives the addresses.
+    /// Starts another process that serves a port for each sandbox while it runs. Returns the addresses.
     pub(crate) fn spawn_detached(
         data: &DataDir,
         daemon: &Daemon,
@@ -86,7 +86,7 @@ impl Relay {
         if let Some(file) = settings::path() {
             command.arg("--config").arg(std::path::absolute(file)?);
         }
-        // Not on its command line, which others can read.
+        // Other users can read the command line, but not the environment.
         command.env("FORKD_URL", daemon.url());
         if let Some(token) = &daemon.token {
             command.env("FORKD_TOKEN", token);
@@ -109,19 +109,26 @@ impl Relay {
         if let Some(mut stderr) = relay.stderr.take() {
             let _ = stderr.read_to_string(&mut why);
         }
-        bail!("{}", if why.is_empty() { "the process for them did not start in time" } else { why.trim() })
+        bail!(
+            "{}",
+            if why.is_empty() {
+                "the process that serves the ports did not start in time"
+            } else {
+                why.trim()
+            }
+        )
     }
 }
 
-/// A port, as it is told.
+/// A port, as `--json` prints it.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct AgentPort {
     pub(crate) id: String,
     pub(crate) target: String,
 }
 
-/// A daemon that is asked only while it is known to be the one that was meant: where the machine's was,
-/// somebody else may listen when that is gone, and is not to be shown its token.
+/// A daemon that receives requests only while its identity is certain. After the machine's end another
+/// process may listen on its port, and must not receive the token.
 #[derive(Clone)]
 pub(crate) struct VerifiedDaemon {
     daemon: Daemon,
@@ -135,7 +142,7 @@ impl VerifiedDaemon {
         VerifiedDaemon { machine: Some(machine).filter(|it| port.is_some() && port_of(it) == port), daemon }
     }
 
-    /// The daemon, if it is still there.
+    /// The daemon, if it is still the same one.
     pub(crate) fn daemon(&self) -> Result<&Daemon> {
         match &self.machine {
             Some(machine) if port_of(machine) != self.daemon.port() => bail!("the machine is not running"),
@@ -144,7 +151,7 @@ impl VerifiedDaemon {
     }
 }
 
-/// Where the daemon of a machine that runs is reached.
+/// The port of the daemon in a running machine.
 fn port_of(machine: &Machine) -> Option<u16> {
     machine.running().ok().flatten().map(|running| running.state.rest_port)
 }
@@ -158,15 +165,14 @@ async fn serve(listener: TcpListener, daemon: VerifiedDaemon, path: String) {
         };
         let (daemon, path) = (daemon.clone(), path.clone());
         tokio::spawn(async move {
-            // A peer that left needs no answer.
+            // A peer that left needs no reply.
             let _ = pass_on(stream, &daemon, &path).await;
             drop(place);
         });
     }
 }
 
-/// Whether whoever connected may use what this process may: its own user, the one who became root to run
-/// it, and root.
+/// Whether the peer may use this port: this process's user, the user that ran it with sudo, and root may.
 async fn admit(stream: &TcpStream) -> std::io::Result<Result<(), Failure>> {
     let peer = stream.as_fd().try_clone_to_owned()?;
     let user = tokio::task::spawn_blocking(move || forkd_net::connected_user(peer)).await??;
@@ -175,13 +181,13 @@ async fn admit(stream: &TcpStream) -> std::io::Result<Result<(), Failure>> {
     Ok(match user {
         Some(uid) if uid == 0 || uid == us || Some(uid) == by_sudo => Ok(()),
         Some(uid) => Err(Failure::new(format!(
-            "this port is for user {us}, not for user {uid}; have one of your own with `forkd agent-port SANDBOX`"
+            "this port is for user {us}, not for user {uid}; open your own with `forkd agent-port SANDBOX`"
         ))),
-        None => Err(Failure::new("nobody is at the other end of this connection any more")),
+        None => Err(Failure::new("the peer of this connection has left")),
     })
 }
 
-/// One line to the daemon, its answer back.
+/// Sends one line to the daemon, and its reply back.
 async fn pass_on(mut stream: TcpStream, daemon: &VerifiedDaemon, path: &str) -> std::io::Result<()> {
     let line = match admit(&stream).await? {
         Ok(()) => tokio::time::timeout(LINE_TIMEOUT, read_line(&mut stream)).await??,
@@ -209,7 +215,7 @@ async fn pass_on(mut stream: TcpStream, daemon: &VerifiedDaemon, path: &str) -> 
     Ok(())
 }
 
-/// The line as JSON: what is none is refused here, HTTP at its first byte.
+/// Reads the line as JSON. Anything else is refused here; HTTP is refused at its first byte.
 async fn read_line(stream: &mut TcpStream) -> std::io::Result<Result<Value, Failure>> {
     let mut incoming = Incoming::default();
     let mut piece = [0; 8 << 10];

@@ -281,7 +281,7 @@ fn an_answer_that_is_no_tree_is_an_error_and_an_empty_one_a_hint() {
     let daemon = FakeDaemon::start(|_| (200, json!({ "nodes": "many" })));
     let said = daemon.run(&["tree"]);
     assert_eq!(said.status, Some(1));
-    assert!(said.stderr.contains("not understood"), "{said:?}");
+    assert!(said.stderr.contains("cannot parse"), "{said:?}");
     let empty = FakeDaemon::start(|_| (200, json!({ "nodes": [] }))).run(&["tree"]);
     assert_eq!((empty.status, empty.stdout.as_str()), (Some(0), ""));
     assert!(empty.stderr.contains("forkd snapshot"), "{empty:?}");
