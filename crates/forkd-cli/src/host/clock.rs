@@ -1,4 +1,4 @@
-//! The time of day, in numbers and as people read it.
+//! The time of day, as a number and as text.
 
 pub(crate) use forkd_controller::clock::{now_ms, timestamp};
 

@@ -1,4 +1,4 @@
-//! Small files that must never be seen half-written, and locks that die with their holder.
+//! Small files that are replaced atomically, and locks that end with their holder.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
@@ -9,11 +9,11 @@ use anyhow::{Context, Result, bail};
 use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-/// The longest file of ours that is read whole.
+/// The limit of a small file's length.
 const MAX_SMALL_FILE: u64 = 1 << 20;
 
-/// Replaces `path` by `bytes`, readable by its owner only: another process sees the old content or
-/// the new, also after a power cut.
+/// Replaces the content of `path` by `bytes`, readable by its owner only. Another process sees the old
+/// content or the new one, also after a power cut.
 pub(crate) fn write_private(path: &Path, bytes: &[u8]) -> Result<()> {
     let failed = || format!("cannot write {}", path.display());
     let temporary = path.with_extension(format!("tmp{}", std::process::id()));
@@ -32,9 +32,9 @@ pub(crate) fn write_private(path: &Path, bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// What a command writes for later ones. A new field needs `serde(default)`: `tests/golden` has every version.
+/// A record that later commands read. A new field needs `serde(default)`: `tests/golden` has every version.
 pub(crate) trait Record: Serialize + DeserializeOwned {
-    /// The version that is written. It is read, and so are all earlier ones. A file without a version is 0.
+    /// The version that is written. This version and all earlier ones are read. A file without a version is 0.
     const VERSION: u32 = 1;
 }
 
@@ -53,7 +53,7 @@ fn record_bytes<T: Record>(record: &T) -> Result<Vec<u8>> {
     Ok(serde_json::to_vec_pretty(&Versioned { version: T::VERSION, record })?)
 }
 
-/// Reads a small file; `None` if there is none.
+/// Reads a small file; `None` if it does not exist.
 pub(crate) fn read_small(path: &Path) -> Result<Option<Vec<u8>>> {
     let file = match File::open(path) {
         Ok(file) => file,
@@ -67,12 +67,12 @@ pub(crate) fn read_small(path: &Path) -> Result<Option<Vec<u8>>> {
     Ok(Some(bytes))
 }
 
-/// Reads a record; `None` if there is no file. One that cannot be read is an error: it is damaged, or a newer forkd
-/// wrote it, and what it tells of may be there.
+/// Reads a record; `None` if there is no file. A record that cannot be read is an error: it is damaged or from
+/// a newer forkd, and the objects it names may exist.
 pub(crate) fn read_record<T: Record>(path: &Path) -> Result<Option<T>> {
     let fix = || {
         format!(
-            "{} cannot be read; use the version of forkd that wrote it, or remove the file if nothing of it runs",
+            "cannot read the record {}; use the version of forkd that wrote it, or remove the file if nothing of it runs",
             path.display()
         )
     };
@@ -86,14 +86,14 @@ fn parse_record<T: Record>(bytes: &[u8]) -> Result<T> {
         version: u64,
     }
     let Header { version } = serde_json::from_slice(bytes)?;
-    // Before the rest: a newer version may have anything else in it.
+    // Before the rest: a newer version may have any other fields.
     if version > u64::from(T::VERSION) {
         bail!("it has version {version}, and this forkd reads versions up to {}", T::VERSION);
     }
     Ok(serde_json::from_slice(bytes)?)
 }
 
-/// That `name` in `tests/golden` is what is written when it was read, in every version.
+/// Asserts that every version of `name` in `tests/golden` is read, and written as the newest.
 #[cfg(test)]
 pub(crate) fn assert_golden<T: Record>(name: &str) {
     let golden = |version: u32| {

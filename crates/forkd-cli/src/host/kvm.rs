@@ -1,4 +1,4 @@
-//! Whether `/dev/kvm` runs Linux. Opening it proves nothing: the monitor's `probe` runs a guest.
+//! Whether `/dev/kvm` can run Linux. Opening it proves nothing: the monitor's `probe` runs a guest.
 
 use std::fs::{self, OpenOptions};
 use std::io::Read;
@@ -17,12 +17,12 @@ use crate::host::process::boot_id;
 
 /// The descriptor under which the probe finds `/dev/kvm`.
 const KVM_FD: i32 = 3;
-/// Who looks at a state: the user and the group that own nothing.
+/// The user and group that own nothing: the probe of a state runs as them.
 const NOBODY: u32 = 65534;
-/// How long the probe may take.
+/// The time limit of the probe.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What is known of KVM on this computer.
+/// The state of KVM on this host.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Kvm {
@@ -32,12 +32,12 @@ pub(crate) struct Kvm {
     pub(crate) tiny_guest: bool,
     /// Whether Linux would run.
     pub(crate) runs_linux: bool,
-    /// Why not, or how it was found out.
+    /// The reason, or how the probe found out.
     pub(crate) reason: String,
 }
 
 impl Kvm {
-    /// One sentence about it.
+    /// The state as one clause.
     pub(crate) fn describe(&self) -> String {
         match (self.runs_linux, self.opens) {
             (true, _) => "/dev/kvm runs guests".to_owned(),
@@ -47,7 +47,7 @@ impl Kvm {
     }
 }
 
-/// A result that holds until the next boot, or until the monitor changes.
+/// A result that is valid until the next boot, or until the monitor changes.
 #[derive(Debug, Serialize, Deserialize)]
 struct Cached {
     boot_id: String,
@@ -57,13 +57,13 @@ struct Cached {
 
 impl files::Record for Cached {}
 
-/// Looks at KVM, or at what an earlier look gave in this boot. `cache` may be impossible to write.
+/// Probes KVM, or reads the result of an earlier probe in this boot. `cache` need not be writable.
 pub(crate) fn probe_cached(vmm: &Path, cache: &Path) -> Result<Kvm> {
     let monitor = identity(vmm)?;
     if let Ok(Some(cached)) = files::read_record::<Cached>(cache)
         && cached.boot_id == boot_id()
         && cached.monitor == monitor
-        // Whoever was not allowed to open it may be allowed by now.
+        // A user who was not allowed to open it may be allowed by now.
         && cached.kvm.opens
     {
         return Ok(cached.kvm);
@@ -73,7 +73,7 @@ pub(crate) fn probe_cached(vmm: &Path, cache: &Path) -> Result<Kvm> {
     Ok(kvm)
 }
 
-/// Looks at KVM by running a guest.
+/// Probes KVM by running a guest.
 pub(crate) fn look_now(vmm: &Path) -> Result<Kvm> {
     let device = match OpenOptions::new().read(true).write(true).open("/dev/kvm") {
         Ok(device) => device,
@@ -86,18 +86,18 @@ fn why_not_open(error: &std::io::Error) -> String {
     match error.kind() {
         std::io::ErrorKind::NotFound => "there is no /dev/kvm".to_owned(),
         std::io::ErrorKind::PermissionDenied => {
-            "this user may not open /dev/kvm (adding it to the group `kvm` helps)".to_owned()
+            "this user may not open /dev/kvm (add it to the group `kvm`)".to_owned()
         }
         _ => format!("/dev/kvm does not open: {error}"),
     }
 }
 
-/// Whether this computer could go on where a snapshot's guest stopped: by its CPU and by the version of
-/// the state. `Ok(Err)` is why not.
+/// Whether this host can resume a snapshot's guest, according to its CPU and the version of the state.
+/// `Ok(Err)` has the reason why it cannot.
 pub(crate) fn check_state(vmm: &Path, state: &Path) -> Result<std::result::Result<(), String>> {
     let device = OpenOptions::new().read(true).write(true).open("/dev/kvm")?;
     let state = fs::File::open(state).with_context(|| format!("cannot read {}", state.display()))?;
-    // A state may be any bytes. The monitor looks at it behind its walls; only root can have all of them.
+    // A state may be any bytes, so the monitor reads it in its sandbox; only root can set up all of it.
     let nobody = NOBODY.to_string();
     let walls: &[&str] = match rustix::process::geteuid().is_root() {
         true => &["check", "--uid", &nobody, "--gid", &nobody],
@@ -113,13 +113,13 @@ fn probe(vmm: &Path, device: OwnedFd) -> Result<Kvm> {
     if !succeeded && text.trim().is_empty() {
         bail!("it failed: {}", errors.trim());
     }
-    serde_json::from_str(&text).context("its answer is not what this version of forkd understands")
+    serde_json::from_str(&text).context("this version of forkd cannot parse its answer")
 }
 
-/// Runs the monitor for one question; whether it succeeded, and what it said.
+/// Runs the monitor for one probe; returns whether it succeeded, and its output.
 fn ask_monitor(vmm: &Path, what: &[&str], device: OwnedFd, input: Stdio) -> Result<(bool, String, String)> {
-    // Away from the number it is to get: duplicating a descriptor onto itself would leave it
-    // marked as closed on exec.
+    // Keep it away from its target number: dup2 of a descriptor onto itself would leave it
+    // close-on-exec.
     let device = rustix::io::fcntl_dupfd_cloexec(&device, KVM_FD + 1)?;
     let mut command = Command::new(vmm);
     command.args(what).stdin(input).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -144,7 +144,7 @@ fn ask_monitor(vmm: &Path, what: &[&str], device: OwnedFd, input: Stdio) -> Resu
         }
         std::thread::sleep(Duration::from_millis(5));
     };
-    // Both are far shorter than a pipe holds, so it could end without being read.
+    // Both outputs are far shorter than a pipe holds, so the process could end before they were read.
     let mut text = String::new();
     let mut errors = String::new();
     if let (Some(out), Some(err)) = (child.stdout.take(), child.stderr.take()) {

@@ -1,4 +1,4 @@
-//! Where things are: the data directory, what is in it, and the programs that belong to forkd.
+//! Paths: the data directory, the files in it, and forkd's programs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,19 +10,19 @@ const SYSTEM_DATA_DIR: &str = "/var/lib/forkd";
 /// The socket of the system's daemon.
 const SYSTEM_SOCKET: &str = "/run/forkd/forkd.sock";
 
-/// The data directory. Its path is absolute; it exists once [`DataDir::create`] was called.
+/// The data directory. Its path is absolute; it exists after [`DataDir::create`].
 #[derive(Debug, Clone)]
 pub(crate) struct DataDir {
     root: PathBuf,
-    /// Nobody chose it: the system's daemon may serve this user, too.
+    /// Whether it is the default: then the system's daemon may serve this user as well.
     is_default: bool,
-    /// Where its daemon listens, and where its token is, if somebody chose other places.
+    /// The daemon's socket and token file, if the user configured other places.
     socket: Option<PathBuf>,
     token_file: Option<PathBuf>,
 }
 
 impl DataDir {
-    /// The directory given, or the default for this user.
+    /// The given directory, or the default for this user.
     pub(crate) fn resolve(given: Option<PathBuf>) -> Result<Self> {
         let is_default = given.is_none();
         let root = match given {
@@ -37,7 +37,7 @@ impl DataDir {
         Ok(DataDir { root, is_default, socket: None, token_file: None })
     }
 
-    /// The same, with a daemon whose socket or token is somewhere else.
+    /// The same directory, with another socket or token file of the daemon.
     pub(crate) fn with_places(self, socket: Option<PathBuf>, token_file: Option<PathBuf>) -> Self {
         DataDir { socket, token_file, ..self }
     }
@@ -54,12 +54,12 @@ impl DataDir {
         })
     }
 
-    /// Everything about the emulated machine.
+    /// The folder of the emulated machine.
     pub(crate) fn machine(&self) -> PathBuf {
         self.root.join("machine")
     }
 
-    /// Where a daemon on this data directory listens.
+    /// The socket of a daemon on this data directory.
     pub(crate) fn socket(&self) -> PathBuf {
         if let Some(socket) = &self.socket {
             socket.clone()
@@ -70,19 +70,19 @@ impl DataDir {
         }
     }
 
-    /// Where to look for a daemon that this user may talk to, best first.
+    /// The sockets at which to search a daemon for this user, best first.
     pub(crate) fn sockets(&self) -> Vec<PathBuf> {
         let own = self.socket();
         let system = PathBuf::from(SYSTEM_SOCKET);
         if self.is_default && own != system { vec![own, system] } else { vec![own] }
     }
 
-    /// The token of a daemon on this data directory.
+    /// The token file of a daemon on this data directory.
     pub(crate) fn token_file(&self) -> PathBuf {
         self.token_file.clone().unwrap_or_else(|| self.root.join("token"))
     }
 
-    /// The token of the daemon that listens on one of [`DataDir::sockets`].
+    /// The token file of the daemon that listens on one of [`DataDir::sockets`].
     pub(crate) fn token_file_of(&self, socket: &Path) -> PathBuf {
         if socket == Path::new(SYSTEM_SOCKET) && self.token_file.is_none() {
             Path::new(SYSTEM_DATA_DIR).join("token")
@@ -91,12 +91,12 @@ impl DataDir {
         }
     }
 
-    /// The log of a daemon that the CLI started.
+    /// The log of a daemon that a command started.
     pub(crate) fn daemon_log(&self) -> PathBuf {
         self.root.join("daemon.log")
     }
 
-    /// What the last look at `/dev/kvm` gave.
+    /// The result of the last probe of `/dev/kvm`.
     pub(crate) fn kvm_cache(&self) -> PathBuf {
         self.root.join("kvm-probe.json")
     }
@@ -113,7 +113,7 @@ fn user_data_dir() -> Result<PathBuf> {
     }
 }
 
-/// Whether this process may do what root may.
+/// Whether this process runs as root.
 pub(crate) fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
@@ -135,7 +135,7 @@ pub(crate) struct Binaries {
 }
 
 impl Binaries {
-    /// Finds `forkd-vmm` and `forkd-guest` next to this program, or where `FORKD_BIN_DIR` says.
+    /// Finds `forkd-vmm` and `forkd-guest` next to this program, or in `FORKD_BIN_DIR`.
     pub(crate) fn find() -> Result<Self> {
         let forkd = std::env::current_exe().context("cannot find this program's own file")?;
         // A rebuilt or upgraded binary leaves a running one with this suffix on its name.
@@ -160,8 +160,8 @@ impl Binaries {
     }
 }
 
-/// The file a program's name stands for, as a shell would find it, with the places where system
-/// programs are even when they are not on a user's path.
+/// The file of a program, as a shell finds it. Also searches folders of system programs that are not in
+/// every user's PATH.
 pub(crate) fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = std::env::split_paths(&path).chain(["/usr/sbin", "/sbin", "/usr/bin"].map(PathBuf::from));

@@ -1,5 +1,4 @@
-//! Processes that outlive the command that started them: how to know them again, and how to start
-//! and end them.
+//! Processes that outlive the command that started them: identify, start and end them.
 
 use std::fs;
 use std::os::unix::fs::OpenOptionsExt;
@@ -12,13 +11,13 @@ use anyhow::{Context, Result};
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
 
-/// A process, named so that another one with the same number is never taken for it.
+/// A process, identified so that another one with the same number is never mistaken for it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ProcessId {
     pub(crate) pid: i32,
-    /// When it was started, in clock ticks since boot.
+    /// Its start time in clock ticks since boot.
     start_time: u64,
-    /// Which boot those ticks count from.
+    /// The boot from which those ticks count.
     boot_id: String,
 }
 
@@ -28,12 +27,12 @@ impl ProcessId {
         Self::of(std::process::id() as i32).context("cannot read this process's own start time from /proc")
     }
 
-    /// The process that has this number now.
+    /// The process with this number now.
     pub(crate) fn of(pid: i32) -> Option<Self> {
         Some(ProcessId { pid, start_time: start_time(pid)?, boot_id: boot_id() })
     }
 
-    /// Whether it still runs. One that ended and was not reaped does not.
+    /// Whether it still runs. A zombie does not.
     pub(crate) fn is_alive(&self) -> bool {
         self.boot_id == boot_id() && start_time(self.pid) == Some(self.start_time)
     }
@@ -41,12 +40,12 @@ impl ProcessId {
     /// Sends it a signal, if it still runs.
     pub(crate) fn signal(&self, signal: Signal) {
         if let (true, Some(pid)) = (self.is_alive(), Pid::from_raw(self.pid)) {
-            // It may end between the look and the signal, which is what signals to it are for.
+            // It may end between the check and the signal; to end it is the aim of the signal anyway.
             let _ = rustix::process::kill_process(pid, signal);
         }
     }
 
-    /// Waits until it has ended; `false` when it has not after `limit`.
+    /// Waits until it has ended; `false` if it has not after `limit`.
     pub(crate) fn wait(&self, limit: Duration) -> bool {
         let started = Instant::now();
         while self.is_alive() {
@@ -59,7 +58,7 @@ impl ProcessId {
     }
 }
 
-/// The kernel's name for the time since it was started.
+/// The id that the kernel gives to each boot.
 pub(crate) fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id")
         .map(|text| text.trim().to_owned())
@@ -82,22 +81,22 @@ fn parse_start_time(stat: &str) -> Option<u64> {
     fields.nth(18)?.parse().ok()
 }
 
-/// Lets this process have as many open files as it may: a port for each of a thousand children is more than
-/// usual.
+/// Raises this process's limit of open files to the maximum: a port for each of a thousand children needs
+/// more than usual.
 pub(crate) fn raise_file_limit() {
     let limit = getrlimit(Resource::Nofile);
-    // Where it cannot be, opening one file too many says so.
+    // If this fails, opening one file too many reports it.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }
 
-/// Lets `command` go on after this one has ended: in a session of its own, away from the terminal.
+/// Makes `command` outlive this one: in its own session, away from the terminal.
 pub(crate) fn detach(command: &mut Command) -> &mut Command {
     command.stdin(Stdio::null()).current_dir("/");
     // SAFETY: between fork and exec only setsid is called, which is async-signal-safe.
     unsafe { command.pre_exec(|| rustix::process::setsid().map(drop).map_err(Into::into)) }
 }
 
-/// Starts a program that goes on after this command has ended, with its output in `log`.
+/// Starts a program that outlives this command, with its output in `log`.
 pub(crate) fn spawn_detached(command: &mut Command, log: &Path) -> Result<ProcessId> {
     let output = fs::OpenOptions::new()
         .create(true)
@@ -112,11 +111,11 @@ pub(crate) fn spawn_detached(command: &mut Command, log: &Path) -> Result<Proces
         .spawn()
         .with_context(|| format!("cannot start {}", command.get_program().display()))?;
     let pid = child.id() as i32;
-    // Nobody waits for it here: it belongs to init as soon as this command ends.
+    // This process does not wait for it: init reaps it after this command has ended.
     ProcessId::of(pid).with_context(|| format!("it ended at once; see {}", log.display()))
 }
 
-/// Lets `command`'s process die with the thread that starts it, however that dies.
+/// Makes the kernel kill `command`'s process when the thread that starts it ends, however it ends.
 pub(crate) fn die_with_parent(command: &mut Command) {
     let parent = std::process::id();
     // SAFETY: between fork and exec only prctl and getppid are called, which are

@@ -1,4 +1,4 @@
-//! The file: TOML, a key per setting, no tables. What is wrong with it is said with the line it is on.
+//! The configuration file: TOML, one key per setting, no tables. Errors name the line.
 
 use std::any::TypeId;
 use std::collections::BTreeMap;
@@ -12,12 +12,12 @@ use toml::de::{DeTable, DeValue};
 use super::{EXTRAS, Extra, Setting, check, is_secret, options, present_name};
 use crate::host::files;
 
-/// What a file says.
+/// A parsed configuration file.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct File {
-    /// Where it is; absent if there is none.
+    /// Its path; absent if there is no file.
     pub(crate) path: Option<PathBuf>,
-    /// Why the system's is not used, if this user may not read it.
+    /// The path of the system's file, if this user may not read it.
     pub(crate) unreadable: Option<PathBuf>,
     pub(crate) entries: BTreeMap<String, Entry>,
 }
@@ -25,12 +25,12 @@ pub(crate) struct File {
 /// One setting in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Entry {
-    /// As they would be typed; more than one of an option that may be given several times.
+    /// The values as on a command line; several for a repeatable option.
     pub(crate) values: Vec<String>,
     pub(crate) line: usize,
 }
 
-/// What a setting's value has to be.
+/// The type of a setting's value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ValueKind {
     Text,
@@ -39,7 +39,7 @@ enum ValueKind {
 }
 
 impl File {
-    /// Reads a file that was asked for.
+    /// Reads a file that the user named.
     pub(crate) fn read(path: &Path, grammar: &Command) -> Result<Self> {
         let bytes = files::read_small(path)?
             .with_context(|| format!("the configuration file {} is missing", path.display()))?;
@@ -49,19 +49,19 @@ impl File {
         Ok(file)
     }
 
-    /// Reads the system's file, if there is one that this user may read.
+    /// Reads the system's file, if it exists and this user may read it.
     pub(super) fn read_system(path: &Path, grammar: &Command) -> Result<Self> {
         match std::fs::File::open(path) {
             Ok(_) => Self::read(path, grammar),
             Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
                 Ok(File { unreadable: Some(path.to_owned()), ..File::default() })
             }
-            // One that cannot be opened for another reason is as good as none.
+            // A file that cannot be opened for another reason counts as absent.
             Err(_) => Ok(File::default()),
         }
     }
 
-    /// Understands a file's text; all that is wrong with it is in the error.
+    /// Parses a file's text; the error lists all problems.
     pub(crate) fn parse(path: &Path, text: &str, grammar: &Command) -> Result<Self> {
         let line = |at: usize| text.as_bytes().iter().take(at).filter(|byte| **byte == b'\n').count() + 1;
         let table = DeTable::parse(text).map_err(|error| {
@@ -72,7 +72,7 @@ impl File {
         let (mut entries, mut problems) = (BTreeMap::new(), Vec::new());
         for (key, value) in table.get_ref() {
             let at = line(key.span().start);
-            // Both ways of writing mean the same.
+            // `-` and `_` mean the same.
             let name = present_name(key.get_ref().replace('-', "_"));
             match parse_value(&name, value.get_ref(), &options) {
                 Ok(_) if entries.contains_key(&name) => {
@@ -90,7 +90,7 @@ impl File {
         bail!("{}", lines.collect::<Vec<_>>().join("\n"))
     }
 
-    /// A secret does not belong into a file that others can read.
+    /// Refuses a secret in a file that other users can read.
     fn check_private(&self, path: &Path, grammar: &Command) -> Result<()> {
         let options = options(grammar);
         let secret = |key: &&String| options.get(*key).is_some_and(|option| is_secret(&option.arg));
@@ -98,13 +98,13 @@ impl File {
         let mode = std::fs::metadata(path).map_or(0, |data| data.permissions().mode());
         if mode & 0o077 != 0 {
             let path = path.display();
-            bail!("{path} holds a secret, {key}, and others can read it: chmod 600 {path}");
+            bail!("{path} holds a secret, {key}, and other users can read it: chmod 600 {path}");
         }
         Ok(())
     }
 }
 
-/// The value of a key, as it would be typed.
+/// The value of a key, as on a command line.
 fn parse_value(key: &str, value: &DeValue<'_>, options: &BTreeMap<String, Setting>) -> Result<Vec<String>> {
     if let Some(option) = options.get(key) {
         let values = plain(key, value, kind(&option.arg), may_be_many(&option.arg))?;

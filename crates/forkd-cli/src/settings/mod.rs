@@ -1,10 +1,9 @@
-//! Settings: what can be said once, in a file, instead of with every command.
+//! Settings: options that a configuration file can hold.
 //!
-//! A setting is an option of `forkd serve`, an option that stands before every command, or one that
-//! an environment variable can stand for. Which there are is asked of the grammar itself, so an
-//! option that is added to a command is a setting without anything being done here. The file's values
-//! become the grammar's defaults: so the environment and what is typed go before them, and everything
-//! is checked by the rules the options have. [`file`] reads the file; [`show`] tells who said what.
+//! A setting is an option of `forkd serve`, a global option, or an option with an environment variable. The
+//! list comes from the grammar, so a new option is a setting without a change here. The file's values
+//! become the grammar's defaults: so flags and the environment override them, and the options' own rules
+//! check them. [`file`] reads the file; [`show`] prints the source of each value.
 
 mod file;
 mod show;
@@ -20,14 +19,14 @@ use clap::{Arg, ArgAction, Command};
 pub(crate) use file::File;
 pub(crate) use show::show;
 
-/// Where the file is when nobody says otherwise.
+/// The default path of the file.
 pub(crate) const SYSTEM_FILE: &str = "/etc/forkd/config.toml";
-/// The variable that names another.
+/// The variable that names another file.
 const FILE_VARIABLE: &str = "FORKD_CONFIG";
-/// The option that names another, which cannot be in the file itself.
+/// The option that names another file; it cannot be in the file itself.
 const FILE_OPTION: &str = "config";
 
-/// A setting that is no option of any command: the emulated machine is started by many of them.
+/// A setting without an option: it belongs to the emulated machine, which many commands can start.
 #[derive(Debug)]
 pub(crate) struct Extra {
     pub(crate) key: &'static str,
@@ -36,7 +35,7 @@ pub(crate) struct Extra {
     pub(crate) is_number: bool,
 }
 
-/// All of these.
+/// All settings without an option.
 pub(crate) const EXTRAS: &[Extra] = &[
     Extra { key: "machine_mib", variable: "FORKD_MACHINE_MIB", default: "4096", is_number: true },
     Extra {
@@ -48,7 +47,7 @@ pub(crate) const EXTRAS: &[Extra] = &[
     Extra { key: "qemu", variable: "FORKD_QEMU", default: "qemu-system-x86_64", is_number: false },
 ];
 
-/// A setting that had another name, which stays accepted.
+/// A setting whose old name stays accepted.
 struct Renamed {
     key: &'static str,
     old_key: &'static str,
@@ -69,11 +68,11 @@ fn old_variable(key: &str) -> Option<(&'static str, String)> {
     Some((name, std::env::var(name).ok()?))
 }
 
-/// What this process read.
+/// The file that this process has read.
 static READ: OnceLock<File> = OnceLock::new();
 
-/// Finds and reads the file: the one named on this command line, in the environment, or the
-/// system's; without any, there are no settings.
+/// Reads the file named on the command line or in the environment, or the system's file. Without a file,
+/// there are no settings.
 pub(crate) fn read(grammar: &Command, line: &[OsString]) -> Result<File> {
     let file = match named(line).or_else(|| std::env::var_os(FILE_VARIABLE).map(PathBuf::from)) {
         Some(path) => File::read(&path, grammar)?,
@@ -82,19 +81,19 @@ pub(crate) fn read(grammar: &Command, line: &[OsString]) -> Result<File> {
     Ok(READ.get_or_init(|| file).clone())
 }
 
-/// The file this process took its settings from, for processes it starts.
+/// The path of the file that this process read, for processes that it starts.
 pub(crate) fn path() -> Option<&'static Path> {
     READ.get().and_then(|file| file.path.as_deref())
 }
 
-/// The value of a setting that is no option of this command: the environment's, or the file's.
+/// The value of a setting that is not an option of this command: from the environment or the file.
 pub(crate) fn value(key: &str, variable: &str) -> Option<OsString> {
     let in_file = || Some(READ.get()?.entries.get(key)?.values.first()?.into());
     std::env::var_os(variable).or_else(in_file)
 }
 
-/// The file named on the command line. It must be known before the line can be understood; as there,
-/// everything after `--` belongs to somebody else.
+/// The file named on the command line. It is needed before the line can be parsed; here as well, everything
+/// after `--` belongs to the command in the guest.
 fn named(line: &[OsString]) -> Option<PathBuf> {
     let mut words = line.iter().take_while(|word| *word != "--");
     while let Some(word) = words.next() {
@@ -122,7 +121,7 @@ pub(crate) fn with_defaults(grammar: Command, file: &File) -> Command {
     grammar.mut_args(set).mut_subcommands(|command| with_defaults(command, file))
 }
 
-/// All settings that are options, by key. `used_by` are the commands that take them.
+/// All settings that are options, by key.
 pub(crate) fn options(grammar: &Command) -> BTreeMap<String, Setting> {
     let mut found = BTreeMap::new();
     collect(grammar, &mut found);
@@ -133,7 +132,7 @@ pub(crate) fn options(grammar: &Command) -> BTreeMap<String, Setting> {
 #[derive(Debug, Clone)]
 pub(crate) struct Setting {
     pub(crate) arg: Arg,
-    /// Whether it is the daemon's own.
+    /// Whether it is an option of the daemon.
     pub(crate) of_daemon: bool,
 }
 
@@ -142,7 +141,7 @@ fn collect(command: &Command, found: &mut BTreeMap<String, Setting>) {
     for arg in command.get_arguments() {
         if let Some(key) = key(arg, is_serve) {
             let option = Setting { arg: arg.clone(), of_daemon: is_serve };
-            // What the daemon takes is the daemon's, whoever else takes it.
+            // An option of the daemon counts as the daemon's, even if other commands take it as well.
             if is_serve {
                 found.insert(key, option);
             } else {
@@ -153,7 +152,7 @@ fn collect(command: &Command, found: &mut BTreeMap<String, Setting>) {
     command.get_subcommands().for_each(|command| collect(command, found));
 }
 
-/// The name of an option in the file, if it may be there.
+/// The key of an option in the file, if it can be there.
 fn key(arg: &Arg, of_serve: bool) -> Option<String> {
     let long = arg.get_long()?;
     let is_setting = of_serve || arg.is_global_set() || arg.get_env().is_some();
@@ -162,12 +161,12 @@ fn key(arg: &Arg, of_serve: bool) -> Option<String> {
     takes_part.then(|| long.replace('-', "_"))
 }
 
-/// Whether the value of an option is nobody's business.
+/// Whether the value of an option is a secret.
 pub(crate) fn is_secret(arg: &Arg) -> bool {
     arg.is_hide_env_values_set()
 }
 
-/// Checks a value by the rules of the option it is for; the reason if it breaks them.
+/// Checks a value by the rules of its option.
 fn check(arg: &Arg, value: &str) -> Result<()> {
     let probe = Arg::new("value")
         .long(arg.get_long().unwrap_or_default().to_owned())

@@ -1,4 +1,4 @@
-//! Who said what: every setting with its value and where it came from. Secrets are not shown.
+//! Every setting with its value and the source of the value. Secrets are hidden.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::{EXTRAS, File, is_secret, old_variable, options};
 use crate::ui;
 
-/// Where a value came from, weakest first.
+/// The source of a value, weakest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Source {
@@ -22,20 +22,20 @@ pub(crate) enum Source {
 #[derive(Debug, Serialize)]
 pub(crate) struct Row {
     key: String,
-    /// As it would be typed; of a default that depends on others, none.
+    /// The value as on a command line; absent for a default that depends on other settings.
     value: Option<String>,
     source: Source,
     /// The line of the file, or the variable.
     #[serde(skip_serializing_if = "Option::is_none")]
     from: Option<String>,
-    /// What holds when nobody says anything, in words.
+    /// The default, in words.
     #[serde(skip_serializing_if = "Option::is_none")]
     default: Option<String>,
-    /// Whether it is the daemon's own.
+    /// Whether it is an option of the daemon.
     of_daemon: bool,
 }
 
-/// All of them.
+/// All settings.
 #[derive(Debug, Serialize)]
 pub(crate) struct SettingsList {
     /// The file that was read.
@@ -43,7 +43,7 @@ pub(crate) struct SettingsList {
     settings: Vec<Row>,
 }
 
-/// Tells every setting. `typed` are the options given on this command line, with their values.
+/// Lists every setting. `typed` are the options on this command line, with their values.
 pub(crate) fn show(grammar: &Command, file: &File, typed: &[(String, String)]) -> SettingsList {
     let origin = |key: &str| {
         let entry = file.entries.get(key)?;
@@ -84,7 +84,7 @@ pub(crate) fn show(grammar: &Command, file: &File, typed: &[(String, String)]) -
 }
 
 impl SettingsList {
-    /// A table for people.
+    /// The settings as a table.
     pub(crate) fn to_text(&self) -> String {
         let row = |row: &Row| {
             let default = || row.default.as_ref().map_or_else(|| "-".to_owned(), |text| format!("({text})"));
@@ -110,7 +110,7 @@ fn default_value(arg: &Arg) -> Option<String> {
     (!values.is_empty()).then(|| values.into_iter().collect::<Vec<_>>().join(","))
 }
 
-/// The default that a help text tells, where it depends on something.
+/// The default from the help text, for one that depends on other settings.
 fn default_in_words(arg: &Arg) -> Option<String> {
     let help = arg.get_help()?.to_string();
     let (_, rest) = help.split_once("[default: ")?;

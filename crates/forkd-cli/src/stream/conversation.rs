@@ -1,8 +1,8 @@
-//! A command that runs in a guest, with this process's standard streams as its own: what `forkd run`,
-//! `forkd shell` and `forkd exec -it` have in common.
+//! A command in a guest that uses this process's standard streams: the common part of `forkd run`,
+//! `forkd shell` and `forkd exec -it`.
 //!
-//! The conversation is a WebSocket; the daemon binds the sandbox, or the command, to it, so there is
-//! nothing to clean up here, however this process ends.
+//! The stream is a WebSocket. The daemon ends the sandbox, or the command, with it, so this process has
+//! nothing to clean up, however it ends.
 
 use anyhow::{Context as _, Result, bail};
 use bytes::Bytes;
@@ -20,19 +20,19 @@ use crate::stream::stdio::{self, OutputStream, OutputWriter, RemoteExit};
 use crate::stream::terminal::RawTerminal;
 use crate::ui::{Progress, Ui};
 
-/// What there is to say when the conversation ends before the command.
-const BROKE_OFF: &str = "the daemon broke off; `forkd doctor` tells whether it still runs";
+/// The error if the WebSocket ends before the command.
+const BROKE_OFF: &str = "the connection to the daemon broke; `forkd doctor` shows whether it still runs";
 
-/// What of this process the command has.
+/// The streams of this process that the command uses.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Streams {
-    /// Standard input; without it the command's is empty.
+    /// Forward standard input; otherwise the command's is empty.
     pub(crate) stdin: bool,
-    /// The terminal, if there is one; without it the command's is nobody's.
+    /// Connect the command's terminal to this one, if there is one.
     pub(crate) tty: bool,
 }
 
-/// The size of the terminal a command is given.
+/// The size of the command's terminal.
 pub(crate) fn terminal_size() -> TtySize {
     let (cols, rows) = RawTerminal::size();
     TtySize { cols, rows }
@@ -45,13 +45,13 @@ pub(crate) struct Conversation {
     ui: Ui,
     streams: Streams,
     progress: Option<Progress>,
-    /// This computer's terminal, while it is the command's.
+    /// This process's terminal in raw mode, while the command uses it.
     raw: Option<RawTerminal>,
-    /// Whether the command runs.
+    /// Whether the command has started.
     started: bool,
-    /// How many bytes of input the daemon is ready to take.
+    /// The number of input bytes that the daemon accepts now.
     window: usize,
-    /// Input that was read but not sent yet.
+    /// Input that was read and not sent yet.
     pending: Bytes,
 }
 
@@ -71,7 +71,7 @@ impl Conversation {
         }
     }
 
-    /// Asks for a command and stays with it; the status to exit with.
+    /// Starts a command and forwards its streams; returns the exit status.
     pub(crate) async fn hold(mut self, request: &impl Serialize) -> Result<u8> {
         let text = serde_json::to_string(request)?;
         self.outgoing.send(Message::text(text)).await.context(BROKE_OFF)?;
@@ -80,16 +80,16 @@ impl Conversation {
         let outcome = self.talk(&output, &mut signals).await;
         self.progress = None;
         let status = output.conclude(outcome, &mut signals).await;
-        // Before anybody says anything more.
+        // Before any further message.
         self.raw = None;
         status
     }
 
-    /// Until the command, or the conversation, is over.
+    /// Forwards until the command or the WebSocket ends.
     async fn talk(&mut self, output: &OutputWriter, signals: &mut Forwarded) -> Result<RemoteExit> {
         let mut stdin = self.streams.stdin.then(stdio::read_stdin);
         let mut resized = signal(SignalKind::window_change())?;
-        // A terminal has no end of input: the character for it would be a key somebody pressed.
+        // A terminal has no end of input: its character would count as a key of the user.
         if stdin.is_none() && !self.streams.tty {
             self.say(&ClientMessage::StdinEof).await?;
         }
@@ -110,29 +110,29 @@ impl Conversation {
                     }
                 },
                 caught = signals.next() => {
-                    // Before the command runs there is nobody to pass a signal on to; and on a terminal
-                    // keys are no signals: somebody wants this process to end.
+                    // Before the command runs there is no receiver for a signal. On a terminal, keys are not
+                    // signals: a signal means that this process must end.
                     if caught.insists || !self.started || self.raw.is_some() {
                         return Ok(RemoteExit::Leave(caught.status()));
                     }
                     self.say(&ClientMessage::Signal { signal: caught.name.to_owned() }).await?;
                 }
                 _ = resized.recv(), if self.started && self.streams.tty => self.say_size().await?,
-                // Nobody reads the output: the command gets what it would get here.
+                // The reader of the output has left: the command gets the signal that it would get here.
                 () = output.broken() => return Ok(RemoteExit::Exit(128 + libc::SIGPIPE as u8)),
             }
             self.send_pending().await;
         }
     }
 
-    /// Takes a message; the status to exit with if it is the last.
+    /// Handles a message; returns the exit status if it is the last.
     async fn receive(&mut self, message: Message, output: &OutputWriter) -> Result<Option<u8>> {
         match message {
             Message::Binary(frame) => {
                 let (target, bytes) = match frames::unpack(frame) {
                     Some((Channel::Stdout, bytes)) => (OutputStream::Stdout, bytes),
                     Some((Channel::Stderr, bytes)) => (OutputStream::Stderr, bytes),
-                    _ => bail!("the daemon sent something this version of forkd does not understand"),
+                    _ => bail!("the daemon sent a message that this version of forkd cannot parse"),
                 };
                 output.write(target, bytes).await;
                 Ok(None)
@@ -141,7 +141,7 @@ impl Conversation {
                 let event = serde_json::from_str(&text).context("the daemon's message")?;
                 let began = matches!(event, ServerEvent::Started { .. });
                 let last = self.event(event)?;
-                // It may have been resized since it was asked for.
+                // It may have been resized since the request.
                 if began && self.raw.is_some() {
                     self.say_size().await?;
                 }
@@ -172,7 +172,7 @@ impl Conversation {
             ServerEvent::Exit { exit_code, timed_out, .. } => {
                 self.progress = None;
                 if timed_out {
-                    self.ui.warn("the command's time was over");
+                    self.ui.warn("the command reached its time limit");
                 }
                 return Ok(Some(u8::try_from(exit_code).unwrap_or(u8::MAX)));
             }
@@ -184,7 +184,7 @@ impl Conversation {
         Ok(None)
     }
 
-    /// Sends as much of the input as the daemon takes now.
+    /// Sends as much input as the daemon accepts now.
     async fn send_pending(&mut self) {
         while !self.pending.is_empty() && self.window > 0 {
             let count = self.pending.len().min(self.window).min(MAX_CHUNK);
@@ -204,13 +204,13 @@ impl Conversation {
         Ok(())
     }
 
-    /// A daemon that is gone shows when reading, after everything it said before.
+    /// Sends a message. Errors are ignored: a lost daemon shows when reading, after all it sent before.
     async fn send(&mut self, message: Message) {
         let _ = self.outgoing.send(message).await;
     }
 }
 
-/// The next piece of standard input, `None` at its end; after that, nothing ever.
+/// The next piece of standard input, `None` at its end; after that it never resolves.
 async fn next_input(stdin: &mut Option<tokio::sync::mpsc::Receiver<Bytes>>) -> Option<Bytes> {
     match stdin {
         Some(receiver) => receiver.recv().await,

@@ -1,4 +1,4 @@
-//! This process's standard streams, terminal and signals, for commands that run in a guest.
+//! Standard streams, terminal and signals of this process, for commands that run in a guest.
 
 pub(crate) mod conversation;
 pub(crate) mod signals;

@@ -1,5 +1,5 @@
-//! Standard input and output for commands that run elsewhere. Reading and writing them blocks, so
-//! each has a thread of its own, and bounded queues in between keep memory bounded.
+//! Standard input and output for commands that run in a guest. Reading and writing blocks, so each has its
+//! own thread; bounded queues between them keep memory bounded.
 
 use std::io::{self, Read, Write};
 
@@ -9,35 +9,35 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::stream::signals::Forwarded;
 
-/// How much is read at once.
+/// The size of one read.
 const CHUNK: usize = 32 << 10;
-/// How many chunks may wait.
+/// The number of chunks that may wait.
 const QUEUE: usize = 8;
-/// How many chunks one message of a command may be: one for each target.
+/// The largest number of chunks per message: one for each stream.
 const MESSAGE: usize = 2;
 
-/// Where output goes.
+/// A stream for output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OutputStream {
     Stdout,
     Stderr,
 }
 
-/// How a command that runs elsewhere was left, with the status to exit with.
+/// How this process ends after a command, with the exit status.
 #[derive(Debug)]
 pub(crate) enum RemoteExit {
-    /// It is over.
+    /// The command has ended.
     Exit(u8),
-    /// Somebody wants to leave, now.
+    /// The user wants to leave now.
     Leave(u8),
 }
 
-/// What standard input gives, in order; closed at its end.
+/// The chunks of standard input, in order; closed at its end.
 pub(crate) fn read_stdin() -> mpsc::Receiver<Bytes> {
     let (sender, receiver) = mpsc::channel(QUEUE);
     std::thread::spawn(move || {
         let mut buffer = vec![0u8; CHUNK];
-        // Unbuffered, so that a line typed is a line sent.
+        // Unbuffered, so that a typed line is sent at once.
         let mut stdin = io::stdin().lock();
         loop {
             match stdin.read(&mut buffer) {
@@ -48,7 +48,7 @@ pub(crate) fn read_stdin() -> mpsc::Receiver<Bytes> {
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // A terminal that went away, or input that never was: the end of input.
+                // A lost terminal, or closed input, counts as the end of input.
                 Err(_) => return,
             }
         }
@@ -81,20 +81,20 @@ impl OutputWriter {
                 }
                 Ok(())
             };
-            // Before the queue is closed, so that whoever sees that finds the reason.
+            // Before the queue is closed, so that the reason is there when the other side sees the close.
             let _ = done.send(write_all());
         });
         OutputWriter { sender, written }
     }
 
-    /// Waits until a message's chunks can be handed over without waiting. Whoever listens for
-    /// signals, too, waits here and not in [`OutputWriter::write`]. Safe to cancel.
+    /// Waits until a message's chunks can be queued without waiting. A caller that also listens for signals
+    /// waits here and not in [`OutputWriter::write`]. Safe to cancel.
     pub(crate) async fn room(&self) {
-        // An error means that nobody reads any more, which `broken` tells.
+        // An error means that the reader has left; `broken` reports it.
         let _ = self.sender.reserve_many(MESSAGE).await;
     }
 
-    /// Hands bytes over to be written; they are lost when nobody reads them any more.
+    /// Queues bytes for writing; they are lost if the reader has left.
     pub(crate) async fn write(&self, target: OutputStream, bytes: Bytes) {
         let _ = self.sender.send((target, bytes)).await;
     }
@@ -104,8 +104,8 @@ impl OutputWriter {
         self.sender.closed().await;
     }
 
-    /// The status to exit with. What the command wrote comes out first, also when it came to a bad
-    /// end; but whoever wants to leave does not have to wait for a reader.
+    /// The exit status. The command's output is written first, also after a failure; but a user who wants to
+    /// leave does not wait for a slow reader.
     pub(crate) async fn conclude(self, outcome: Result<RemoteExit>, signals: &mut Forwarded) -> Result<u8> {
         if let Ok(RemoteExit::Leave(status)) = outcome {
             return Ok(status);
@@ -119,7 +119,7 @@ impl OutputWriter {
         }
     }
 
-    /// Waits until everything is written. A reader that went away is not a failure.
+    /// Waits until everything is written. A reader that has left is not a failure.
     pub(crate) async fn finish(self) -> Result<()> {
         drop(self.sender);
         match self.written.await {

@@ -1,4 +1,4 @@
-//! This computer's terminal, when a command somewhere else uses it.
+//! This process's terminal, while a command in a guest uses it.
 
 use std::io::IsTerminal;
 use std::sync::{Mutex, Once, PoisonError};
@@ -6,17 +6,17 @@ use std::sync::{Mutex, Once, PoisonError};
 use anyhow::{Context, Result};
 use rustix::termios::{OptionalActions, Termios};
 
-/// How the terminal was, while it is otherwise. Here and not in [`RawTerminal`], so that a panic in any
-/// thread can put it back before it says why.
+/// The terminal's settings before raw mode. Here and not in [`RawTerminal`], so that a panic in any thread
+/// can restore them before it prints its message.
 static BEFORE: Mutex<Option<Termios>> = Mutex::new(None);
 
-/// The terminal, passing every key on; put back when dropped, and when the program panics. Whoever has one
+/// The terminal in raw mode, which passes every key on. Restored on drop and on a panic. The owner of this
 /// catches the signals that would end the program.
 #[derive(Debug)]
 pub(crate) struct RawTerminal(());
 
 impl RawTerminal {
-    /// Whether standard input and output are one.
+    /// Whether standard input and output are a terminal.
     pub(crate) fn is_there() -> bool {
         std::io::stdin().is_terminal() && std::io::stdout().is_terminal()
     }
@@ -36,7 +36,7 @@ impl RawTerminal {
         raw.make_raw();
         *BEFORE.lock().unwrap_or_else(PoisonError::into_inner) = Some(before);
         let terminal = RawTerminal(());
-        // What was typed already is for the command, too.
+        // Keys typed before are for the command as well.
         rustix::termios::tcsetattr(&stdin, OptionalActions::Now, &raw)
             .context("cannot set up the terminal")?;
         Ok(terminal)
@@ -57,7 +57,7 @@ impl Drop for RawTerminal {
     }
 }
 
-/// Puts the terminal back, if it is otherwise.
+/// Restores the terminal, if it is in raw mode.
 pub(crate) fn put_back() {
     if let Some(before) = BEFORE.lock().unwrap_or_else(PoisonError::into_inner).take() {
         let _ = rustix::termios::tcsetattr(std::io::stdin(), OptionalActions::Flush, &before);

@@ -1,13 +1,13 @@
-//! Tables that keep to the terminal's width: long names are cut, and the least important columns left out.
+//! Tables that fit the terminal's width: they cut long names and leave out the least important columns.
 
 use std::io::IsTerminal;
 
 use crate::stream::terminal::RawTerminal;
 use crate::ui;
 
-/// Between two columns.
+/// The number of spaces between two columns.
 const GAP: usize = 2;
-/// To how many characters a name is cut before a column is left out for it.
+/// The length to which names are cut before a column is left out.
 const SHORT: usize = 12;
 
 /// A column of a table.
@@ -21,23 +21,23 @@ pub(crate) struct Column {
 }
 
 impl Column {
-    /// One that always stays, as it is.
+    /// A column that always stays uncut.
     pub(crate) const fn key(name: &'static str) -> Self {
         Column { name, rank: 0, cut: false }
     }
 
-    /// One that stays, with cells that may be cut.
+    /// A column that stays, with cells that may be cut.
     pub(crate) const fn text(name: &'static str) -> Self {
         Column { name, rank: 0, cut: true }
     }
 
-    /// One that is left out where there is no room: those of the highest rank first.
+    /// A column that is left out if there is no room: the highest rank goes first.
     pub(crate) const fn extra(name: &'static str, rank: u8) -> Self {
         Column { name, rank, cut: false }
     }
 }
 
-/// The columns of text that a table may take: all that it wants if `wide`, or if the output is no terminal.
+/// The width that a table may take: `None`, without limit, if `wide` or if the output is not a terminal.
 pub(crate) fn width(wide: bool) -> Option<usize> {
     if wide || !std::io::stdout().is_terminal() {
         return None;
@@ -74,7 +74,7 @@ pub(crate) fn table(columns: &[Column], rows: &[Vec<String>], width: Option<usiz
     let header: Vec<&str> = columns.iter().map(|column| column.name).collect();
     let text = ui::table(&header, &rows);
     match width {
-        // A terminal narrower than what always stays.
+        // A terminal narrower than the columns that always stay.
         Some(width) => text.lines().map(|line| shortened(line, width)).collect::<Vec<_>>().join("\n"),
         None => text,
     }

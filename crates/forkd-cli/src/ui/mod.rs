@@ -1,4 +1,4 @@
-//! What people see. Results go to standard output; progress, notes, warnings and errors to standard
+//! Output for the user. Results go to standard output; progress, notes, warnings and errors to standard
 //! error, so that output can be piped.
 
 pub(crate) mod columns;
@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use crate::stream::signals;
 
-/// How much to say, and to whom.
+/// The verbosity of a command.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ui {
     quiet: bool,
@@ -26,24 +26,24 @@ impl Ui {
         Ui { quiet, terminal: io::stderr().is_terminal() }
     }
 
-    /// Something the user did not ask for but should know.
+    /// Prints something that the user did not ask for but should know.
     pub(crate) fn note(&self, text: impl AsRef<str>) {
         if !self.quiet {
             print_error(&format!("forkd: {}", text.as_ref()));
         }
     }
 
-    /// Something that went wrong without ending the command; said even when quiet.
+    /// Prints a problem that does not end the command, even if quiet.
     pub(crate) fn warn(&self, text: impl AsRef<str>) {
         print_error(&format!("forkd: warning: {}", text.as_ref()));
     }
 
-    /// Begins a step too usual to leave lines in a log: shown on a terminal only.
+    /// Begins a step that is shown on a terminal only: it is too frequent for a log.
     pub(crate) fn spinner(&self, title: impl Into<String>) -> Option<Progress> {
         (self.terminal && !self.quiet).then(|| self.progress(title))
     }
 
-    /// Begins a step that takes a while.
+    /// Begins a step that takes time.
     pub(crate) fn progress(&self, title: impl Into<String>) -> Progress {
         let title = title.into();
         let bar = (self.terminal && !self.quiet).then(|| {
@@ -70,12 +70,12 @@ pub(crate) struct Progress {
     title: String,
     bar: Option<ProgressBar>,
     started: Instant,
-    /// The last line said, so that plain output does not repeat it.
+    /// The last printed line, so that plain output does not repeat it.
     last: Mutex<String>,
 }
 
 impl Progress {
-    /// How far it is.
+    /// Shows the progress.
     pub(crate) fn update(&self, text: &str) {
         if let Some(bar) = &self.bar {
             bar.set_message(format!("{}: {text}", self.title));
@@ -89,14 +89,14 @@ impl Progress {
         }
     }
 
-    /// A detail that changes often: shown on a terminal only.
+    /// Shows a detail that changes often, on a terminal only.
     pub(crate) fn tick(&self, text: &str) {
         if self.bar.is_some() {
             self.update(text);
         }
     }
 
-    /// It is done.
+    /// Ends the step.
     pub(crate) fn done(self, text: &str) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
@@ -139,14 +139,14 @@ pub(crate) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     lines.iter().map(render).collect::<Vec<_>>().join("\n")
 }
 
-/// Names and what they stand for, a line each.
+/// Names and values, one pair per line.
 pub(crate) fn pairs(pairs: &[(&str, String)]) -> String {
     let width = pairs.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
     let line = |(name, value): &(&str, String)| format!("{name:<width$}  {}", without_control_chars(value));
     pairs.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// A number of bytes as people write it.
+/// A number of bytes in a readable unit.
 pub(crate) fn bytes(count: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = count as f64;
@@ -158,7 +158,7 @@ pub(crate) fn bytes(count: u64) -> String {
     if unit == 0 { format!("{count} B") } else { format!("{value:.1} {}", UNITS[unit]) }
 }
 
-/// A duration as people write it.
+/// A duration in readable units.
 pub(crate) fn seconds(total: u64) -> String {
     match total {
         0..60 => format!("{total} s"),
@@ -167,7 +167,7 @@ pub(crate) fn seconds(total: u64) -> String {
     }
 }
 
-/// How long ago something was, in one unit.
+/// An age, in one unit.
 pub(crate) fn age(total: u64) -> String {
     match total {
         0..60 => format!("{total} s"),
@@ -177,7 +177,7 @@ pub(crate) fn age(total: u64) -> String {
     }
 }
 
-/// A duration in milliseconds as people write it.
+/// A duration in milliseconds or seconds.
 pub(crate) fn milliseconds(total: f64) -> String {
     if total < 1000.0 { format!("{total:.1} ms") } else { format!("{:.2} s", total / 1000.0) }
 }
@@ -187,7 +187,7 @@ pub(crate) fn count(number: usize, one: &str, many: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { many })
 }
 
-/// Writes bytes that somebody else made, as they are. Nobody reading them any more is not an error.
+/// Writes bytes of another program unchanged. A reader that has left is not an error.
 pub(crate) fn write_raw(target: &mut impl Write, bytes: &[u8]) -> Result<()> {
     match target.write_all(bytes).and_then(|()| target.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
@@ -195,7 +195,7 @@ pub(crate) fn write_raw(target: &mut impl Write, bytes: &[u8]) -> Result<()> {
     }
 }
 
-/// Reports why a command failed: the whole chain, each cause once.
+/// Reports the error of a command: the whole chain, each cause once.
 pub(crate) fn fail(error: &anyhow::Error, status: u8) -> ExitCode {
     let mut text = format!("forkd: {error}");
     for cause in error.chain().skip(1) {
@@ -208,19 +208,19 @@ pub(crate) fn fail(error: &anyhow::Error, status: u8) -> ExitCode {
     ExitCode::from(status)
 }
 
-/// Reports what the daemon refused, for programs.
+/// Reports a refusal of the daemon, for programs.
 pub(crate) fn fail_json<T: Serialize>(body: &T, status: u8) -> ExitCode {
     print_error(&serde_json::to_string(body).unwrap_or_default());
     ExitCode::from(status)
 }
 
 fn print_error(line: &str) {
-    // Standard error may be closed; there is nobody left to tell.
+    // Standard error may be closed; then there is nowhere to report it.
     let _ = writeln!(io::stderr().lock(), "{}", without_control_chars(line));
 }
 
-/// Text without control characters, which would let a guest whose words are quoted write anywhere on
-/// the terminal; lines and tabs stay.
+/// Text without control characters; line ends and tabs stay. With control characters, quoted output of a
+/// guest could write anywhere on the terminal.
 pub(crate) fn without_control_chars(text: &str) -> String {
     text.chars().filter(|c| matches!(c, '\n' | '\t') || !c.is_control()).collect()
 }

@@ -1,9 +1,9 @@
-//! Signals that ask this process to end: the one place where commands catch them.
+//! Signals that end this process: the only module that catches them.
 //!
-//! A command that catches none dies of them at once, as the kernel has it. A command with something to
-//! clean up calls [`Forwarded::listen`]. From then on the [watch](watch) counts: the process ends within two
-//! seconds of the first signal, whatever the command waits for. `forkd run`, `exec` and `shell` call
-//! [`Forwarded::pass_on`]: their signals belong to the command in the guest.
+//! By default the kernel ends a command at the first signal. A command that has to clean up calls
+//! [`Forwarded::listen`]. From then on the [watch](watch) ends the process within two seconds of the first
+//! signal, whatever the command waits for. `forkd run`, `exec` and `shell` call [`Forwarded::pass_on`]: their
+//! signals go to the command in the guest.
 
 mod watch;
 
@@ -13,14 +13,14 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 pub(crate) use watch::{ExitAction, drain, run_exit_actions};
 use watch::{ListenGuard, SaveGuard};
 
-/// Who ends when a signal comes.
+/// The effect of a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SignalPolicy {
-    /// This process, in two seconds.
+    /// This process ends within two seconds.
     Ends,
-    /// A command elsewhere. This process ends with it.
+    /// The command in the guest gets it. This process ends with the command.
     PassesOn,
-    /// This process, when its requests are done; a second signal ends it at once.
+    /// This process ends when its requests are done; a second signal ends it at once.
     Drains,
 }
 
@@ -35,24 +35,24 @@ pub(crate) struct Forwarded {
 }
 
 impl Forwarded {
-    /// Signals tell the command to clean up, for which it has two seconds.
+    /// Listens for signals, after which the command has two seconds to clean up.
     pub(crate) fn listen() -> Result<Self> {
         Self::open(SignalPolicy::Ends)
     }
 
-    /// Signals belong to a command elsewhere, and do not end this process.
+    /// Gives signals to a command in a guest; they do not end this process.
     pub(crate) fn pass_on() -> Result<Self> {
         Self::open(SignalPolicy::PassesOn)
     }
 
     fn open(conduct: SignalPolicy) -> Result<Self> {
-        // The watch first: it keeps the signals that were ignored when the process began ignored.
+        // Start the watch first: it keeps signals ignored that were ignored at the start of the process.
         let listening = ListenGuard::begin(conduct)?;
         Ok(Forwarded { signals: Signals::open()?, conduct, interrupts: 0, all: 0, _listening: listening })
     }
 
-    /// Waits for work that must not be cut off half way, and gives it with the signal that came meanwhile.
-    /// A second signal leaves without it. The watch ends the process if it takes too long.
+    /// Waits for work that must not be cancelled half way; returns it with a signal that came meanwhile. A
+    /// second signal returns without it. The watch ends the process if the work takes too long.
     pub(crate) async fn finish<T>(
         &mut self,
         work: impl Future<Output = T>,
@@ -72,7 +72,7 @@ impl Forwarded {
         }
     }
 
-    /// The same for a save under way, which may take as long as it needs. A second signal leaves without it.
+    /// The same for a running save, which has no time limit. A second signal returns without it.
     pub(crate) async fn finish_save<T>(
         &mut self,
         work: impl Future<Output = T>,
@@ -87,7 +87,7 @@ impl Forwarded {
         self.all += 1;
         self.interrupts += u32::from(caught.name == "SIGINT");
         caught.insists = match self.conduct {
-            // Signals other than ^C are the command's own, however many come.
+            // All signals other than ^C go to the command, however many come.
             SignalPolicy::PassesOn => self.interrupts > 1,
             SignalPolicy::Ends | SignalPolicy::Drains => self.all > 1,
         };
@@ -101,12 +101,12 @@ struct Signals {
     interrupt: Signal,
     quit: Signal,
     terminate: Signal,
-    /// Not there if the process was started with `nohup`.
+    /// Absent if the process was started with `nohup`.
     hangup: Option<Signal>,
 }
 
 impl Signals {
-    /// From now on these signals do not end this process by themselves.
+    /// Catches these signals: from now on the kernel does not end this process at them.
     fn open() -> Result<Self> {
         let hangup = if watch::survives_hangup() { None } else { Some(signal(SignalKind::hangup())?) };
         Ok(Signals {
@@ -135,7 +135,7 @@ impl Signals {
     }
 }
 
-/// A signal this process got.
+/// A signal that this process received.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Caught {
     pub(crate) name: &'static str,
@@ -145,7 +145,7 @@ pub(crate) struct Caught {
 }
 
 impl Caught {
-    /// The status of a command this signal ended.
+    /// The exit status of a command that this signal ended.
     pub(crate) fn status(self) -> u8 {
         128 + self.number
     }

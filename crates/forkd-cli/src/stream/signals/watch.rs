@@ -1,8 +1,8 @@
-//! The watch: a thread that ends this process after a signal, should the command not do so itself.
+//! The watch: a thread that ends this process after a signal, if the command does not end by itself.
 //!
-//! The command may wait for a daemon that never answers, or do something that cannot be cut off. The watch
-//! has a runtime of its own, so nothing that blocks the command blocks it. At the end it puts the terminal
-//! back, does what [`ExitAction`] left to be done, and leaves the process without waiting for any thread.
+//! The command may wait for a daemon that never answers, or do work that cannot be cancelled. The watch has
+//! its own runtime, so nothing that blocks the command blocks it. At the end it restores the terminal, runs
+//! the open [`ExitAction`]s, and exits without waiting for any thread.
 
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
@@ -16,14 +16,14 @@ use tokio::time::Instant;
 use super::{Caught, SignalPolicy, Signals};
 use crate::stream::terminal;
 
-/// How long a command has to clean up after itself.
+/// The time in which a command may clean up.
 const CLEANUP_TIME: Duration = Duration::from_millis(1500);
-/// How long the rest may take. Together with [`CLEANUP_TIME`] it is less than the two seconds that are promised.
+/// The time in which exit actions may run. Together with [`CLEANUP_TIME`] less than the promised two seconds.
 const EXIT_ACTIONS_TIME: Duration = Duration::from_millis(400);
-/// How often it is looked whether a save is over.
+/// The interval of checks whether a save has ended.
 const SAVE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What is left to be done, by number, in the order in which it was made.
+/// Open exit actions by number, in the order of their creation.
 type Last = BTreeMap<u64, Box<dyn FnOnce() + Send>>;
 
 static LISTENING: AtomicUsize = AtomicUsize::new(0);
@@ -31,7 +31,7 @@ static SAVING: AtomicUsize = AtomicUsize::new(0);
 static CONDUCT: Mutex<SignalPolicy> = Mutex::new(SignalPolicy::Ends);
 static LAST_TO_DO: Mutex<Last> = Mutex::new(BTreeMap::new());
 
-/// A command that hears signals and acts on them, while it does.
+/// Held by a command while it listens for signals.
 #[derive(Debug)]
 pub(super) struct ListenGuard(());
 
@@ -50,7 +50,7 @@ impl Drop for ListenGuard {
     }
 }
 
-/// A save under way: the first signal does not end it.
+/// Held during a save: the first signal does not end it.
 #[derive(Debug)]
 pub(super) struct SaveGuard(());
 
@@ -67,7 +67,7 @@ impl Drop for SaveGuard {
     }
 }
 
-/// Something to be done if a signal ends the process before this is dropped.
+/// An action that runs if a signal ends the process before this is dropped.
 #[derive(Debug)]
 pub(crate) struct ExitAction(u64);
 
@@ -91,27 +91,27 @@ fn last_to_do() -> std::sync::MutexGuard<'static, Last> {
     LAST_TO_DO.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A command that draws on the terminal leaves it tidy: a signal ends the process only after that.
+/// For a command that draws on the terminal: a signal ends the process only after the terminal is clean.
 pub(crate) fn run_exit_actions() {
-    // Without it the kernel ends the process just as well.
+    // Without the watch, the kernel ends the process anyway.
     let _ = start();
 }
 
-/// For the daemon: it drains by itself at the first signal, and a second one ends it at once.
+/// For the daemon: it drains by itself at the first signal, and a second signal ends it at once.
 pub(crate) fn drain() -> Result<()> {
     start()?;
     *CONDUCT.lock().unwrap_or_else(PoisonError::into_inner) = SignalPolicy::Drains;
     Ok(())
 }
 
-/// Whether the process was started to go on without a terminal, as `nohup` does.
+/// Whether the process was started to survive its terminal, as with `nohup`.
 pub(super) fn survives_hangup() -> bool {
     static ANSWER: OnceLock<bool> = OnceLock::new();
     *ANSWER.get_or_init(|| {
         let mut action = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
-        // SAFETY: sigaction only writes how the signal is treated to the place it is given.
+        // SAFETY: sigaction only writes the signal's present action to the given struct.
         let asked = unsafe { libc::sigaction(libc::SIGHUP, std::ptr::null(), action.as_mut_ptr()) };
-        // SAFETY: zeroes are a valid sigaction, and it was filled in where the call succeeded.
+        // SAFETY: zeroes are a valid sigaction, and the call filled it in if it succeeded.
         asked == 0 && unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN
     })
 }
@@ -128,7 +128,7 @@ fn start() -> Result<()> {
     started.clone().map_err(|error| anyhow::anyhow!("cannot catch signals: {error}"))
 }
 
-/// Until the process ends. Tells on `ready` whether signals are caught.
+/// Runs until the process ends. Reports on `ready` whether signals are caught.
 fn watch(ready: &mpsc::Sender<Result<(), String>>) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = match runtime.context("no runtime") {
@@ -147,7 +147,7 @@ fn watch(ready: &mpsc::Sender<Result<(), String>>) {
     });
 }
 
-/// Returns when the process has to end now, with the signal that it ends by.
+/// Returns when the process has to end now, with the signal that ends it.
 async fn overdue(signals: &mut Signals) -> Caught {
     loop {
         let first = signals.next().await;
@@ -164,7 +164,7 @@ async fn overdue(signals: &mut Signals) -> Caught {
     }
 }
 
-/// The signal after the one that asked for the drain. SIGHUP asks a daemon for something else.
+/// The signal after the one that started the drain. SIGHUP has another meaning for a daemon.
 async fn second(signals: &mut Signals, first: Caught) -> Caught {
     let mut asked = 0;
     let mut caught = first;
@@ -179,7 +179,7 @@ async fn second(signals: &mut Signals, first: Caught) -> Caught {
     }
 }
 
-/// Waits as long as a command may take to clean up. A save may take longer, until a second signal.
+/// Waits for the time in which a command may clean up. A save may take longer, until a second signal.
 async fn grace(signals: &mut Signals) {
     let (mut limit, mut insisted) = (Instant::now() + CLEANUP_TIME, false);
     while Instant::now() < limit {
@@ -189,22 +189,22 @@ async fn grace(signals: &mut Signals) {
         }
         tokio::select! {
             () = tokio::time::sleep(SAVE_POLL_INTERVAL) => {}
-            // Without a save it changes nothing: the time is short, and a terminal that goes away sends two.
+            // Without a save, a second signal changes nothing: the time is short, and a lost terminal sends two.
             _ = signals.next() => insisted |= saving,
         }
     }
 }
 
-/// Leaves the process.
+/// Ends the process.
 fn end(caught: Caught) {
     let (done, is_done) = mpsc::channel::<()>();
-    // What is to be done may block, and so may standard error.
+    // Exit actions may block, and so may standard error.
     let last = std::thread::Builder::new().name("last".into()).spawn(move || {
         terminal::put_back();
         let to_do = std::mem::take(&mut *last_to_do());
         to_do.into_values().rev().for_each(|work| work());
         if std::io::stderr().is_terminal() {
-            // A line of progress would stay where the prompt comes.
+            // Otherwise a line of progress would stay where the prompt appears.
             let _ = std::io::stderr().write_all(b"\r\x1b[2K");
         }
         drop(done);
@@ -212,7 +212,7 @@ fn end(caught: Caught) {
     if last.is_ok() {
         let _ = is_done.recv_timeout(EXIT_ACTIONS_TIME);
     }
-    // SAFETY: it ends the process without running anything more of it: no lock that a thread holds, and no
-    // work that cannot be cut off, is waited for.
+    // SAFETY: _exit ends the process without running more of its code: it waits for no lock that a thread
+    // holds, and for no work that cannot be cancelled.
     unsafe { libc::_exit(i32::from(caught.status())) }
 }
