@@ -106,7 +106,7 @@ fn a_command_killed_by_a_signal_and_one_out_of_time_say_so_by_their_status() {
     let output = daemon.forkd_output(&args, b"");
     assert_eq!(String::from_utf8_lossy(&output.stdout), "begun\n");
     assert_eq!(output.status.code(), Some(124));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("time was over"), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("reached its time limit"), "{output:?}");
 }
 
 #[test]

@@ -18,11 +18,11 @@ use crate::host::process;
 use crate::stream::signals::Forwarded;
 use crate::ui;
 
-/// How often it is looked whether sandboxes are still there, if no event says that one is not.
+/// The interval of checks whether the sandboxes still run, if the daemon sends no event.
 const POLL_WITH_EVENTS: Duration = Duration::from_secs(60);
-/// The same, if there are no events.
+/// The same interval without a stream of events.
 const POLL_WITHOUT_EVENTS: Duration = Duration::from_secs(2);
-/// How long the daemon may be away, as for a restart.
+/// How long the daemon may be unreachable, as during a restart.
 const AWAY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Serves ports until their sandboxes have ended, or a signal comes.
@@ -41,15 +41,16 @@ pub(crate) fn serve(context: &Context, args: &AgentPortArgs) -> Result<u8> {
     })
 }
 
-/// Opens a port for each sandbox, and says where. Whether there are any is said now, not to whoever connects.
+/// Opens a port for each sandbox and prints the addresses. Unknown sandboxes are reported now, not to the
+/// clients that connect.
 async fn open(context: &Context, known: &VerifiedDaemon, args: &AgentPortArgs) -> Result<Vec<Relay>> {
     let list = known.daemon()?.ask(Method::GET, "/v1/sandboxes", None).await?;
     let (alive, gone): (Vec<&String>, Vec<&String>) = args.ids.iter().partition(|id| is_alive(&list, id));
     if alive.is_empty() {
-        bail!("there is no sandbox {}; `forkd ls` shows those that run", gone[0]);
+        bail!("there is no sandbox {}; `forkd ls` lists running ones", gone[0]);
     }
     for id in gone {
-        context.ui.warn(format!("there is no sandbox {id}: no port is served for it"));
+        context.ui.warn(format!("there is no sandbox {id}: it gets no port"));
     }
     process::raise_file_limit();
     let mut wanted = args.listen;
@@ -72,7 +73,7 @@ async fn open(context: &Context, known: &VerifiedDaemon, args: &AgentPortArgs) -
 async fn close_with(known: &VerifiedDaemon, mut relays: Vec<Relay>) -> Result<()> {
     let mut seen = Instant::now();
     loop {
-        // First this: what ends after the look is told.
+        // Subscribe first: then an event reports each sandbox that ends after the list.
         let events = async { known.daemon()?.follow("/v1/events?follow=true&kind=sandbox.ended").await };
         let events = events.await;
         let listed = async { known.daemon()?.call(Method::GET, "/v1/sandboxes", None).await };
@@ -81,11 +82,14 @@ async fn close_with(known: &VerifiedDaemon, mut relays: Vec<Relay>) -> Result<()
                 relays.extract_if(.., |relay| !is_alive(&list, &relay.id)).for_each(Relay::close);
                 seen = Instant::now();
             }
-            // Who may not ask any more cannot pass anything on, either.
+            // A token that may not list sandboxes any more cannot forward requests either.
             Ok((status @ (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN), why)) => {
-                bail!("the daemon does not let these ports be served any more ({status}): {}", why["error"]);
+                bail!(
+                    "the daemon does not accept requests of these ports any more ({status}): {}",
+                    why["error"]
+                );
             }
-            Ok((status, why)) if seen.elapsed() > AWAY_TIMEOUT => bail!("the daemon says {status}: {why}"),
+            Ok((status, why)) if seen.elapsed() > AWAY_TIMEOUT => bail!("the daemon answers {status}: {why}"),
             Err(error) if seen.elapsed() > AWAY_TIMEOUT => return Err(error),
             _ => {}
         }
@@ -95,12 +99,12 @@ async fn close_with(known: &VerifiedDaemon, mut relays: Vec<Relay>) -> Result<()
         if let Ok(events) = events {
             let _ = tokio::time::timeout(POLL_WITH_EVENTS, one_ended(events, &relays)).await;
         }
-        // Not more often than that, whatever happens.
+        // Never poll more often, whatever happens.
         tokio::time::sleep(POLL_WITHOUT_EVENTS).await;
     }
 }
 
-/// Returns when the daemon says that one of these has ended, or says nothing any more.
+/// Returns when an event reports that one of these sandboxes has ended, or when the stream ends.
 async fn one_ended(mut stream: Streaming, relays: &[Relay]) -> Result<()> {
     let mut parser = Parser::default();
     while let Some(bytes) = stream.next().await? {
@@ -153,7 +157,7 @@ pub(super) fn eval(
     }
     ui::write_raw(&mut io::stdout().lock(), text(&answer, "stdout").as_bytes())?;
     ui::write_raw(&mut io::stderr().lock(), text(&answer, "stderr").as_bytes())?;
-    // The value as another language's agent has it comes first.
+    // Prefer the JSON value, which agents of other languages send.
     let value = answer.get("result_json").or_else(|| answer.get("result"));
     if let Some(value) = value.filter(|value| !value.is_null()) {
         ui::print(value.as_str().unwrap_or(&value.to_string()))?;
@@ -165,7 +169,7 @@ pub(super) fn eval(
     Ok(exit_code(&answer))
 }
 
-/// Prints what the agent says.
+/// Prints the agent's reply.
 pub(super) fn ping(context: &Context, target: &AgentTargetArgs) -> Result<u8> {
     let answer = ask(context, target, &json_lines::ping_request())?;
     ui::print_json(&answer)?;
@@ -174,7 +178,7 @@ pub(super) fn ping(context: &Context, target: &AgentTargetArgs) -> Result<u8> {
 
 fn ask(context: &Context, target: &AgentTargetArgs, question: &LineRequest) -> Result<Value> {
     if target.child.is_some() {
-        context.ui.note("--child has no meaning here: every sandbox has a network of its own; give its ID");
+        context.ui.note("--child has no effect: every sandbox has its own network; give its ID");
     }
     let target = target.target.as_deref().context("give the ID of a sandbox, or --target HOST:PORT")?;
     json_lines::ask(target, question)
@@ -184,7 +188,7 @@ fn text<'a>(answer: &'a Value, key: &str) -> &'a str {
     answer.get(key).and_then(Value::as_str).unwrap_or_default()
 }
 
-/// The status of what was asked for: with an error and without one of its own it is a failure.
+/// The exit status of a reply: an error without a status counts as a failure.
 fn exit_code(answer: &Value) -> u8 {
     let code = answer.get("exit_code").and_then(Value::as_i64);
     let code = code.unwrap_or_else(|| i64::from(answer.get("error").is_some()));

@@ -1,4 +1,4 @@
-//! `forkd branch`: keeps this moment of a sandbox, and shows how far the saving is.
+//! `forkd branch`: branches a sandbox and shows the progress of its save.
 
 use std::time::Duration;
 
@@ -15,15 +15,16 @@ use crate::client::{Daemon, Refused};
 use crate::stream::signals::Forwarded;
 use crate::ui::{self, Progress, Ui};
 
-/// How often the daemon is asked how far it is.
+/// The interval of requests for the progress.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Takes a branch and returns the status to exit with.
+/// Takes a branch and returns the exit status.
 pub(crate) fn branch(context: &Context, args: &BranchArgs) -> Result<u8> {
     if args.no_wait && args.mode != BranchMode::Live {
-        return Err(
-            WrongUsage::new("--no-wait goes with --mode live: the others are done when stored").into()
-        );
+        return Err(WrongUsage::new(
+            "--no-wait needs --mode live: other modes end when the branch is on disk",
+        )
+        .into());
     }
     let wanted = BranchRequest {
         id: &args.sandbox.id,
@@ -34,14 +35,14 @@ pub(crate) fn branch(context: &Context, args: &BranchArgs) -> Result<u8> {
     keep(context, &wanted, &args.answer)
 }
 
-/// Takes a branch and tells of it.
+/// Takes a branch and prints it.
 pub(super) fn keep(context: &Context, wanted: &BranchRequest<'_>, output: &AnswerArgs) -> Result<u8> {
     with_daemon(context, &output.daemon, async |daemon| {
         let mut signals = Forwarded::listen()?;
         let answer = tokio::select! {
             answer = take(&daemon, wanted, context.ui) => answer?,
             caught = signals.next() => {
-                context.ui.warn("left; a branch that was begun goes on: `forkd images` tells how far it is");
+                context.ui.warn("interrupted; the daemon continues a started branch: see `forkd images`");
                 return Ok(caught.status());
             }
         };
@@ -59,10 +60,10 @@ pub(super) fn keep(context: &Context, wanted: &BranchRequest<'_>, output: &Answe
 pub(super) struct BranchRequest<'a> {
     /// The sandbox.
     pub(super) id: &'a str,
-    /// The branch's name; the daemon finds one if there is none.
+    /// The branch's tag; the daemon generates one if it is absent.
     pub(super) tag: Option<&'a str>,
     pub(super) mode: BranchMode,
-    /// Until it is on disk.
+    /// Whether to wait until it is on disk.
     pub(super) wait: bool,
 }
 
@@ -73,21 +74,21 @@ impl BranchRequest<'_> {
             body["tag"] = json!(tag);
         }
         if self.mode == BranchMode::Live {
-            // The answer comes when the sandbox runs again; how the saving goes is asked for.
+            // The daemon replies when the sandbox runs again; the progress of the save is polled.
             body["wait"] = json!(false);
         }
         body
     }
 }
 
-/// Takes a branch, and waits until it is on disk if wanted. Gives what the daemon says of it.
+/// Takes a branch, and waits until it is on disk if wanted. Returns the daemon's reply.
 pub(super) async fn take(daemon: &Daemon, wanted: &BranchRequest<'_>, ui: Ui) -> Result<Value> {
     let progress = ui.spinner(format!("branching {}", wanted.id));
     let path = format!("{}/branch", types::sandbox_path(wanted.id));
     let body = wanted.request();
     let asked = daemon.ask(Method::POST, &path, Some(&body));
     let answer = match wanted.tag {
-        // Where the answer comes when all is done, the tag tells how far it is.
+        // If the daemon replies only at the end, the tag gives the progress.
         Some(tag) if progress.is_some() => tokio::select! {
             answer = asked => answer?,
             never = watch(daemon, tag, progress.as_ref()) => match never {},
@@ -97,11 +98,12 @@ pub(super) async fn take(daemon: &Daemon, wanted: &BranchRequest<'_>, ui: Ui) ->
     if wanted.wait { saved(daemon, answer, progress.as_ref()).await } else { Ok(answer) }
 }
 
-/// Shows how far the saving of a snapshot is, for ever.
+/// Shows the progress of a snapshot's save; never returns.
 async fn watch(daemon: &Daemon, tag: &str, progress: Option<&Progress>) -> std::convert::Infallible {
     loop {
         tokio::time::sleep(POLL_INTERVAL).await;
-        // It is not there before the sandbox runs again, and whoever asked for it hears what is wrong.
+        // Errors are ignored: the branch exists only when the sandbox runs again, and its request
+        // reports any failure.
         if let Ok(snapshot) = types::get::<Snapshot>(daemon, &types::snapshot_path(tag)).await {
             show(progress, &snapshot);
         }
@@ -116,7 +118,7 @@ async fn saved(daemon: &Daemon, mut answer: Value, progress: Option<&Progress>) 
         match snapshot.status {
             SnapshotStatus::Ready => return Ok(answer),
             SnapshotStatus::Failed | SnapshotStatus::Unknown => {
-                let why = snapshot.error.as_deref().unwrap_or("the daemon does not say why; see its log");
+                let why = snapshot.error.as_deref().unwrap_or("the daemon gives no reason; see its log");
                 bail!("branch {tag} could not be saved: {why}. Remove it with `forkd rmi {tag}`");
             }
             SnapshotStatus::Writing => show(progress, &snapshot),
@@ -126,9 +128,7 @@ async fn saved(daemon: &Daemon, mut answer: Value, progress: Option<&Progress>) 
             Err(error) if Refused::is(&error, Code::SnapshotNotFound) => {
                 bail!("branch {tag} was removed while it was saved, perhaps by `forkd rmi`")
             }
-            other => {
-                other.with_context(|| format!("branch {tag}: `forkd images` tells what became of it"))?
-            }
+            other => other.with_context(|| format!("branch {tag}: `forkd images` shows its state"))?,
         };
     }
 }
@@ -143,11 +143,11 @@ fn how_far(saving: &SaveProgress) -> String {
     format!("saving, {} %, {} written", saving.percent(), ui::bytes(saving.written))
 }
 
-/// A branch, in lines: what it is called, what it cost the sandbox, what it takes on disk.
+/// A branch in lines: its tag, the pause of the sandbox, its size on disk.
 pub(super) fn describe(branch: &Snapshot) -> String {
     let ms = |ms: Option<f64>| ms.map_or_else(|| "-".to_owned(), ui::milliseconds);
     let frozen = match branch.quiesced {
-        Some(false) => "not: its agent did not answer in time".to_owned(),
+        Some(false) => "no: its agent did not answer in time".to_owned(),
         _ => ms(branch.frozen_ms),
     };
     let stored = match (&branch.parent_tag, branch.chain_depth) {
@@ -155,7 +155,7 @@ pub(super) fn describe(branch: &Snapshot) -> String {
         (None, _) => "in full".to_owned(),
     };
     let written = match (branch.status, branch.bytes_written) {
-        (SnapshotStatus::Writing, _) => "not yet; `forkd images` tells how far it is".to_owned(),
+        (SnapshotStatus::Writing, _) => "not yet; `forkd images` shows the progress".to_owned(),
         (_, None) => "-".to_owned(),
         (_, Some(count)) => {
             let took = branch.diff_ms.map_or_else(String::new, |ms| format!(" in {}", ui::milliseconds(ms)));
@@ -198,7 +198,7 @@ written  3.0 MiB in 1.20 s";
     #[test]
     fn what_is_not_known_yet_or_was_not_frozen_says_so() {
         let early = describe(&snapshot(json!({ "status": "writing", "pause_ms": 2, "quiesced": false })));
-        assert!(early.contains("stored   in full\npause    2.0 ms\nfrozen   not: its agent"), "{early}");
+        assert!(early.contains("stored   in full\npause    2.0 ms\nfrozen   no: its agent"), "{early}");
         assert!(early.contains("written  not yet"), "{early}");
     }
 

@@ -1,4 +1,4 @@
-//! `forkd cleanup`: what daemons that died left behind.
+//! `forkd cleanup`: leftovers of dead daemons.
 
 use anyhow::Result;
 use serde_json::json;
@@ -9,11 +9,11 @@ use crate::cleanup::{self, Action, Leftover};
 use crate::host::paths;
 use crate::ui;
 
-/// Shows what is left, and removes it if asked to.
+/// Lists leftovers, and removes them with `--yes`.
 pub(crate) fn cleanup(context: &Context, args: &CleanupArgs) -> Result<u8> {
     let found = cleanup::find(&context.data);
     if !paths::is_root() {
-        context.ui.note("only root sees everything: namespaces and processes of others are not shown");
+        context.ui.note("only root sees everything: namespaces and processes of other users are not listed");
     }
     let wanted = found.iter().filter(|one| one.action == Action::Delete);
     let mut failed = Vec::new();

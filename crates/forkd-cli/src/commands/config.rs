@@ -9,7 +9,7 @@ use crate::host::paths::DataDir;
 use crate::settings::{self, File};
 use crate::ui::{self, Ui};
 
-/// Shows every setting and who said it.
+/// Shows every setting and its source.
 pub(super) fn show(cli: &Cli, file: &File, typed: &[(String, String)]) -> Result<u8> {
     let Command::Config(args) = &cli.command else { return Ok(0) };
     if let Some(path) = &file.unreadable {
@@ -24,15 +24,15 @@ pub(super) fn show(cli: &Cli, file: &File, typed: &[(String, String)]) -> Result
     Ok(0)
 }
 
-/// Says whether a file is right.
+/// Checks a configuration file.
 pub(super) fn check(context: &Context, args: &ConfigCheckArgs) -> Result<u8> {
     let file = File::read(&args.file, &grammar())?;
     let found = ui::count(file.entries.len(), "setting", "settings");
-    context.ui.note(format!("{} is right: {found}", args.file.display()));
+    context.ui.note(format!("{} is valid: {found}", args.file.display()));
     Ok(0)
 }
 
-/// Prints where things are.
+/// Prints the paths of forkd.
 pub(super) fn paths(context: &Context, args: &PathsArgs) -> Result<u8> {
     let data: &DataDir = &context.data;
     if !args.output.json {

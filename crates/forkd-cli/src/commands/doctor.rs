@@ -6,7 +6,7 @@ use super::{Context, runtime};
 use crate::args::DoctorArgs;
 use crate::{doctor, ui};
 
-/// Makes all checks and prints them; the status says whether something failed.
+/// Runs all checks and prints them; exits with 1 if a check failed.
 pub(crate) fn doctor(context: &Context, args: &DoctorArgs) -> Result<u8> {
     let report = runtime()?.block_on(doctor::examine(&context.data, &args.answer.daemon, context.ui));
     if args.answer.json {

@@ -1,4 +1,4 @@
-//! `forkd events`: what happens, a line each.
+//! `forkd events`: prints one line per event.
 
 use anyhow::{Result, bail};
 use serde_json::Value;
@@ -28,7 +28,7 @@ pub(crate) fn events(context: &Context, args: &EventsArgs) -> Result<u8> {
             }
         }
         if follow {
-            let again = last.map_or_else(String::new, |id| format!("; `--since {id}` goes on from here"));
+            let again = last.map_or_else(String::new, |id| format!("; `--since {id}` continues from here"));
             bail!("the daemon ended the stream{again}");
         }
         Ok(0)
@@ -37,7 +37,7 @@ pub(crate) fn events(context: &Context, args: &EventsArgs) -> Result<u8> {
 
 fn path(args: &EventsArgs, follow: bool) -> String {
     let mut path = format!("/v1/events?follow={follow}");
-    // Only what cannot mean anything in an address: the daemon says what is wrong with the rest.
+    // Only characters that cannot be in a URL; the daemon reports any other problem.
     let plain = |text: &str| -> String {
         text.chars().filter(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.' | ',')).collect()
     };
@@ -50,7 +50,7 @@ fn path(args: &EventsArgs, follow: bool) -> String {
     path
 }
 
-/// An event for people.
+/// An event as a line of text.
 fn line(kind: &str, data: &Value) -> String {
     let text = |key: &str| data.get(key).and_then(Value::as_str);
     if kind == "lagged" {
@@ -67,7 +67,7 @@ fn line(kind: &str, data: &Value) -> String {
     }
     words.extend(data.get("ready_ms").and_then(Value::as_f64).map(ui::milliseconds));
     if text("reason") != Some("deleted") {
-        // One line each, whatever a guest's console said.
+        // One line per event, whatever a guest wrote to its console.
         words.extend(
             text("detail").and_then(|detail| detail.lines().next()).map(|first| format!("({first})")),
         );
@@ -75,7 +75,7 @@ fn line(kind: &str, data: &Value) -> String {
     words.join("  ")
 }
 
-/// Takes a stream of server-sent events apart.
+/// Parses a stream of server-sent events.
 #[derive(Debug, Default)]
 pub(super) struct Parser {
     line: Vec<u8>,
@@ -84,13 +84,13 @@ pub(super) struct Parser {
 }
 
 impl Parser {
-    /// The events that are complete with these bytes.
+    /// Adds bytes and returns the events that are complete.
     pub(super) fn feed(&mut self, bytes: &[u8]) -> Result<Vec<(String, Value)>> {
         let mut events = Vec::new();
         for &byte in bytes {
             if byte != b'\n' {
                 if self.line.len() >= MAX_LINE {
-                    bail!("the daemon's answer is not a stream of events");
+                    bail!("the daemon's reply is not a stream of events");
                 }
                 self.line.push(byte);
                 continue;

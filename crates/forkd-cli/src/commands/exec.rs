@@ -1,4 +1,4 @@
-//! `forkd exec`, `forkd shell` and `forkd eval`: code in a sandbox that is there already.
+//! `forkd exec`, `forkd shell` and `forkd eval`: commands and code in an existing sandbox.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,9 +16,9 @@ use crate::stream::conversation::{self, Conversation, Streams};
 use crate::stream::terminal::RawTerminal;
 use crate::ui::{self, Ui};
 
-/// Seconds a command that is waited for may take, if nobody says.
+/// The default time limit of a command, in seconds.
 const USUAL_TIMEOUT: u64 = 600;
-/// What an interactive shell is: bash where there is one.
+/// The interactive shell: bash if the image has it.
 const LOGIN_SHELL: &str = "if [ -x /bin/bash ]; then exec /bin/bash -l; else exec /bin/sh -l; fi";
 
 /// Runs a command and returns its status.
@@ -27,7 +27,7 @@ pub(crate) fn exec(context: &Context, args: ExecArgs) -> Result<u8> {
     let StreamArgs { interactive, tty } = args.streams;
     let Some(id) = &args.sandbox.id else {
         if interactive || tty {
-            return Err(WrongUsage::new("a target runs commands to their end; leave -i and -t out").into());
+            return Err(WrongUsage::new("-i and -t do not work with --target").into());
         }
         let request = json_lines::exec_request(&args.command, timeout);
         return super::agent_port::exec(context, &args.sandbox.target, &request, args.answer.json);
@@ -57,7 +57,7 @@ pub(crate) fn exec(context: &Context, args: ExecArgs) -> Result<u8> {
     })
 }
 
-/// A shell, or a command, on this terminal; its status.
+/// Runs a shell or a command on this terminal and returns its status.
 pub(crate) fn shell(context: &Context, args: ShellArgs) -> Result<u8> {
     let tty = RawTerminal::is_there();
     let command = match args.command {
@@ -68,7 +68,7 @@ pub(crate) fn shell(context: &Context, args: ShellArgs) -> Result<u8> {
     };
     let mut process = args.process;
     if let (true, Ok(name)) = (tty, std::env::var("TERM")) {
-        // Before those that were asked for, which win.
+        // Before the user's variables, which override these.
         process.env.insert(0, ("TERM".to_owned(), name));
     }
     let request = stream_request(command, process, None, tty);
@@ -92,7 +92,7 @@ fn stream_request(
     }
 }
 
-/// Runs a command as if it ran here.
+/// Runs a command with the streams of this process.
 fn stream(
     context: &Context,
     daemon: &DaemonArgs,
@@ -108,15 +108,15 @@ fn stream(
     })
 }
 
-/// Shows what a command wrote, its standard output on `stdout`. `option` gives it more time.
+/// Prints a command's output, its standard output on `stdout`. `option` is the flag for more time.
 pub(super) fn show_exec(reply: &ExecReply, stdout: &mut impl io::Write, option: &str, ui: Ui) -> Result<()> {
     ui::write_raw(stdout, reply.stdout.as_bytes())?;
     ui::write_raw(&mut io::stderr().lock(), reply.stderr.as_bytes())?;
     if reply.stdout_truncated || reply.stderr_truncated {
-        ui.warn("the command wrote more than is kept; let it write to a file in the sandbox");
+        ui.warn("the command wrote more than the daemon keeps; redirect its output to a file in the sandbox");
     }
     if reply.timed_out {
-        ui.warn(format!("the command's time was over; give it more with {option}"));
+        ui.warn(format!("the command reached its time limit; raise it with {option}"));
     } else if let Some(error) = &reply.error {
         ui.warn(error);
     }
@@ -145,8 +145,8 @@ pub(crate) fn eval(context: &Context, args: &EvalArgs) -> Result<u8> {
     })
 }
 
-/// What goes to standard output and what to standard error: what it printed, then what became of it,
-/// on a line of its own.
+/// The text for standard output and for standard error: the code's output, then the result or the error on
+/// its own line.
 fn eval_output(reply: &EvalReply) -> (String, String) {
     let failure = reply.traceback.as_ref().or(reply.error.as_ref());
     (with_line(&reply.stdout, reply.result.as_ref()), with_line(&reply.stderr, failure))
@@ -158,7 +158,7 @@ fn with_line(text: &str, line: Option<&String>) -> String {
     format!("{text}{gap}{}\n", line.trim_end_matches('\n'))
 }
 
-/// A status of a guest's as one of ours: what does not fit is a failure, never a success.
+/// A guest's exit status as this command's. A status that does not fit is a failure, never a success.
 pub(super) fn status(exit_code: i32) -> u8 {
     u8::try_from(exit_code).unwrap_or(u8::MAX)
 }

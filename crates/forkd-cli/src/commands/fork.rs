@@ -20,11 +20,11 @@ use crate::host::process;
 use crate::stream::signals::{Caught, Forwarded};
 use crate::ui::{self, Ui};
 
-/// Forks children and says how long it took.
+/// Forks children and prints the times.
 pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
     let ui = context.ui;
     with_daemon(context, &args.answer.daemon, async |daemon| {
-        // Before there are children, so that none is left behind by a ^C.
+        // Before the fork, so that ^C leaves no child behind.
         let mut signals = args.settle_secs.map(|_| Forwarded::listen()).transpose()?;
         let wanted = if args.settle_secs.is_some() { wanted_port().await? } else { None };
         let mut body = request(&args.children);
@@ -33,8 +33,8 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
             body["line_port"] = json!(true);
         }
         if let Some(settle) = args.settle_secs {
-            // Should this process be killed, the daemon ends them. From its own clock: some seconds
-            // more, so that it does not do so while they are counted.
+            // If this process is killed, the daemon ends the children. It measures with its own clock:
+            // some seconds more, so that it does not end them while they are counted.
             body["timeout_secs"] = json!(settle.saturating_add(GRACE_SECS).min(MAX_TIMEOUT_SECS));
         }
         let asked_unix_ms = clock::now_ms();
@@ -56,7 +56,7 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
             Some(PortServer::Daemon) | None => Ok(()),
         };
         if let Err(error) = served {
-            ui.warn(format!("the children have no ports: {error:#}"));
+            ui.warn(format!("the children have no agent ports: {error:#}"));
         }
         let times = Times::of(asked_unix_ms, &spawned.children);
         if args.answer.json {
@@ -104,29 +104,29 @@ pub(crate) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
 /// The process that serves the agent ports of children.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PortServer {
-    /// This command, as long as it stays.
+    /// This command, while it runs.
     Ourselves,
     Daemon,
-    /// A process that is left behind: the daemon's ports cannot be reached, or are not for this user.
+    /// A detached process: the daemon's ports are not reachable, or not for this user.
     Left,
 }
 
-/// Nobody, if it is not wanted, or if the daemon is on another computer.
+/// None: the user declined, or the daemon is on another host.
 fn server(daemon: &Daemon, args: &ForkArgs) -> Option<PortServer> {
     if args.settle_secs.is_some() {
         return Some(PortServer::Ourselves);
     }
     match &daemon.address {
         _ if args.no_agent_port || !daemon.is_local() => None,
-        // Its loopback is ours, and its ports are for those who may use its socket.
+        // Its loopback is this host's, and users of its socket may use its ports.
         Address::Unix(_) => Some(PortServer::Daemon),
-        // It may be in the machine, in a container, or behind a tunnel, and let in whoever has a token.
+        // It may be in the machine, in a container, or behind a tunnel, and accept any user with a token.
         Address::Tcp(_) | Address::Tls(..) => Some(PortServer::Left),
     }
 }
 
-/// The port that FORKD_TARGET names, taken before there are children: whoever started this command may be
-/// about to speak with it, and must not find somebody else there.
+/// Binds the port that FORKD_TARGET names, before the fork: a client may connect to it soon, and must not
+/// find another process there.
 async fn wanted_port() -> Result<Option<TcpListener>> {
     let wanted = std::env::var("FORKD_TARGET").ok().and_then(|target| target.parse::<SocketAddr>().ok());
     match wanted.filter(|address| address.ip().is_loopback()) {
@@ -135,8 +135,8 @@ async fn wanted_port() -> Result<Option<TcpListener>> {
     }
 }
 
-/// Serves a port for each child as long as this command runs, which is then where it is reached; the first
-/// one on `wanted`.
+/// Serves an agent port for each child while this command runs, the first one on `wanted`. The ports
+/// become the children's addresses.
 async fn serve_agent_ports(
     daemon: &VerifiedDaemon,
     children: &mut [Sandbox],
@@ -153,12 +153,13 @@ async fn serve_agent_ports(
     Ok(())
 }
 
-/// Has a port served for each child for as long as it lives, which is then where it is reached.
+/// Starts a process that serves an agent port for each child while it runs. The ports become the children's
+/// addresses.
 fn leave_agent_ports(context: &Context, daemon: &Daemon, children: &mut [Sandbox]) -> Result<()> {
     let ids: Vec<&str> = children.iter().map(|child| child.id.as_str()).collect();
     let mut targets = Relay::spawn_detached(&context.data, daemon, &ids)?;
     for child in children {
-        // One that has ended since has none.
+        // A child that has ended meanwhile has none.
         if let Some(target) = targets.remove(&child.id) {
             child.guest_addr = target;
         }
@@ -166,7 +167,7 @@ fn leave_agent_ports(context: &Context, daemon: &Daemon, children: &mut [Sandbox
     Ok(())
 }
 
-/// The children with the addresses at which they are reached.
+/// The daemon's reply with the children's addresses.
 fn with_targets(mut answer: Value, children: &[Sandbox]) -> Value {
     if let Some(told) = answer.get_mut("children").and_then(Value::as_array_mut) {
         for (told, child) in told.iter_mut().zip(children) {
@@ -185,12 +186,12 @@ fn print_targets(children: &[Sandbox]) -> Result<()> {
     Ok(())
 }
 
-/// How much longer than this command children that settle may live.
+/// How much longer than this command its children may live.
 const GRACE_SECS: u64 = 10;
-/// The longest time limit the daemon takes: 30 days.
+/// The longest time limit that the daemon accepts: 30 days.
 pub(super) const MAX_TIMEOUT_SECS: u64 = 2_592_000;
 
-/// The request's body: what was not asked for is left to the daemon.
+/// The request's body; the daemon chooses a default for each absent field.
 fn request(args: &ChildrenArgs) -> Value {
     let mut body = json!({ "snapshot_tag": args.tag, "n": args.count });
     if args.no_network {
@@ -206,14 +207,13 @@ fn request(args: &ChildrenArgs) -> Value {
     body
 }
 
-/// Asks for children; those that did not start are in the answer unless none did.
+/// Requests children. The reply lists those that did not start; it is an error if none did.
 pub(super) async fn spawn_children(daemon: &Daemon, body: &Value, ui: Ui) -> Result<Value> {
     let _progress = ui.spinner(format!("forking {} from {}", body["n"], body["snapshot_tag"]));
     daemon.ask(Method::POST, "/v1/sandboxes?results=each", Some(body)).await
 }
 
-/// Stays, unless a signal was caught already, then ends the children; gives the signal that cut it
-/// short.
+/// Waits, unless a signal has come already, then ends the children. Returns the signal that ended the wait.
 async fn settle(
     daemon: &Daemon,
     children: &[Sandbox],
@@ -236,7 +236,7 @@ async fn settle(
     caught
 }
 
-/// When children answered. In milliseconds since the daemon got the request, unless it did not wait.
+/// When children answered, in milliseconds since the daemon received the request. Absent without a wait.
 #[derive(Debug, PartialEq, Serialize)]
 pub(super) struct Times {
     asked_unix_ms: u64,
@@ -252,14 +252,14 @@ impl Times {
         Times {
             asked_unix_ms,
             first_ms: ready.first().copied(),
-            // The upper one of the two in the middle.
+            // The upper median.
             p50_ms: ready.get(ready.len() / 2).copied(),
             all_ms: ready.last().copied(),
         }
     }
 }
 
-/// The daemon's answer with the times.
+/// The daemon's reply with the times.
 pub(super) fn with_times(mut answer: Value, times: &Times) -> Value {
     if let Value::Object(fields) = &mut answer {
         fields.insert("times".into(), json!(times));

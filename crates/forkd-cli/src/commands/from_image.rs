@@ -1,4 +1,4 @@
-//! `forkd from-image` and `forkd parent build`: images under the names older scripts know.
+//! `forkd from-image` and `forkd parent build`: images under the names older scripts use.
 
 use anyhow::{Result, bail};
 use forkd_protocol::names;
@@ -9,7 +9,7 @@ use crate::args::{DaemonArgs, ExtraArgs, FromImageArgs, ParentBuildArgs};
 use crate::images;
 use crate::ui;
 
-/// Makes sure of the image, warms it and keeps it.
+/// Builds the image if it is missing, warms it and saves it as a snapshot.
 pub(crate) fn from_image(context: &Context, args: &FromImageArgs) -> Result<u8> {
     let daemon = &args.answer.daemon;
     let image = resolve(context, &args.image, None, &args.extras, Some(daemon))?;
@@ -17,7 +17,7 @@ pub(crate) fn from_image(context: &Context, args: &FromImageArgs) -> Result<u8> 
     snapshot::warm(context, Some(&image), &args.tag, &body, &args.answer)
 }
 
-/// Makes sure of the image alone.
+/// Builds the image if it is missing.
 pub(crate) fn parent(context: &Context, args: &ParentBuildArgs) -> Result<u8> {
     let image = resolve(context, &args.image, args.output.as_deref(), &args.extras, None)?;
     images::ensure_image(&context.data, &image, context.ui)?;
@@ -31,7 +31,7 @@ pub(crate) fn parent(context: &Context, args: &ParentBuildArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// The image to use: the one named, or one made of it and of what is wanted in addition.
+/// The image to use: the named one, or one derived from it with the additions.
 fn resolve(
     context: &Context,
     image: &str,
@@ -47,7 +47,7 @@ fn resolve(
     }
     if daemon.is_some_and(|daemon| daemon.daemon_url.is_some()) {
         bail!(
-            "--extra and --size-mib build an image, and the daemon named has images of its own: build it there"
+            "--extra and --size-mib build an image, but the daemon at --daemon-url has its own images: build it there"
         );
     }
     let name = output.map_or_else(|| derived_name(image, extras), str::to_owned);
@@ -55,18 +55,18 @@ fn resolve(
     Ok(name)
 }
 
-/// What to do with the name of an image that is in a registry.
+/// The error for an image of a registry.
 fn elsewhere(image: &str) -> String {
     let name: String =
         image.rsplit('/').next().unwrap_or_default().split([':', '@']).next().unwrap_or_default().into();
     let name = if names::is_valid_name(&name) { name } else { "mine".to_owned() };
     format!(
-        "`{image}` is not the name of an image here, and images of registries are not fetched: export it with \
+        "`{image}` is not the name of a local image, and forkd does not fetch images of registries: export it with \
          `docker export $(docker create {image}) > {name}.tar`, then `forkd image build {name} --tar {name}.tar`"
     )
 }
 
-/// The same for the same image and packages, in whatever order, so that it is built once.
+/// The name of the derived image. The order of the packages does not change it, so that it is built once.
 fn derived_name(image: &str, extras: &ExtraArgs) -> String {
     let mut parts = extras.extra.clone();
     parts.sort();
@@ -78,7 +78,7 @@ fn derived_name(image: &str, extras: &ExtraArgs) -> String {
     if names::is_valid_name(&full) {
         return full;
     }
-    // Too long for a name: its digest tells it from others as well.
+    // Too long for a name: its digest is as unique.
     let digest = <sha2::Sha256 as sha2::Digest>::digest(full.as_bytes());
     let base: String = image.chars().take(40).collect();
     format!("{base}-{}", crate::host::files::hex(&digest[..8]))

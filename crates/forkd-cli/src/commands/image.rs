@@ -7,7 +7,7 @@ use crate::args::{ImageBuildArgs, ImageRmArgs, JsonArgs};
 use crate::images;
 use crate::ui;
 
-/// Builds an image, here and natively.
+/// Builds an image on this host.
 pub(crate) fn build(context: &Context, args: ImageBuildArgs) -> Result<()> {
     let json = args.json;
     let image = images::build(&context.data, args, context.ui)?;
@@ -31,7 +31,7 @@ pub(crate) fn list(context: &Context, args: &JsonArgs) -> Result<()> {
     ui::print(&ui::table(&["NAME", "DISK", "USED", "SOURCE"], &images.iter().map(row).collect::<Vec<_>>()))
 }
 
-/// Removes images; those that can be are, also when another cannot.
+/// Removes images; a failure does not stop the others.
 pub(crate) fn remove(context: &Context, args: &ImageRmArgs) -> Result<u8> {
     let remove = |name: &String| images::remove(&context.data, name);
     let results = args.names.iter().map(|name| (name.as_str(), remove(name))).collect();

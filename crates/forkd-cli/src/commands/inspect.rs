@@ -1,4 +1,4 @@
-//! `forkd inspect`: all there is to know of one sandbox, on one screen.
+//! `forkd inspect`: one sandbox in detail.
 
 use anyhow::Result;
 use hyper::Method;
@@ -11,7 +11,7 @@ use crate::client::{Daemon, Refused};
 use crate::host::clock;
 use crate::ui;
 
-/// Shows it.
+/// Prints a sandbox.
 pub(crate) fn inspect(context: &Context, args: &InspectArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let all = inspect_parts(&daemon, &args.sandbox.id).await?;
@@ -24,11 +24,11 @@ pub(crate) fn inspect(context: &Context, args: &InspectArgs) -> Result<u8> {
     })
 }
 
-/// What the daemon says of it, under one name for each of the daemon's answers.
+/// The daemon's replies about it, each under its own name.
 async fn inspect_parts(daemon: &Daemon, id: &str) -> Result<Value> {
     let path = types::sandbox_path(id);
     let sandbox = daemon.ask(Method::GET, &path, None).await?;
-    // A sandbox without a process has no figures. What else is missing is gone, or is not shown to this token.
+    // A sandbox without a process has no figures. Other missing parts are removed, or hidden from this token.
     let optional = async |path: Option<String>| match path {
         None => Ok(Value::Null),
         Some(path) => match daemon.ask(Method::GET, &path, None).await {
@@ -47,7 +47,7 @@ async fn inspect_parts(daemon: &Daemon, id: &str) -> Result<Value> {
     }))
 }
 
-/// The branches taken of a sandbox that are still there, oldest first.
+/// The existing branches of a sandbox, oldest first.
 fn branches(tree: &Value, id: &str) -> Vec<Value> {
     let nodes = tree.get("nodes").and_then(Value::as_array).into_iter().flatten();
     let this = nodes.clone().find(|node| node["kind"] == "sandbox" && node["name"] == id);
@@ -142,7 +142,7 @@ fn render(all: &Value, now: u64) -> String {
         ("cpu", stats["cpu_ms"].as_f64().map_or_else(|| "-".to_owned(), ui::milliseconds)),
         ("sent, received", format!("{}, {}", size(&stats["net_tx_bytes"]), size(&stats["net_rx_bytes"]))),
     ];
-    // What there is nothing to say of takes no line.
+    // An absent value gets no line.
     let said: Vec<(&str, String)> = pairs.into_iter().filter(|(_, value)| value != "-").collect();
     ui::pairs(&said)
 }

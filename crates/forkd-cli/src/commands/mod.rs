@@ -1,4 +1,4 @@
-//! What each command does: from what was typed to what is done.
+//! The implementation of each command.
 
 mod agent_port;
 pub(crate) mod bench;
@@ -45,18 +45,17 @@ use crate::images;
 use crate::settings;
 use crate::ui::{self, Ui};
 
-/// What every command needs.
+/// The context of every command.
 #[derive(Debug)]
 pub(crate) struct Context {
     pub(crate) data: DataDir,
     pub(crate) ui: Ui,
 }
 
-/// The status with which commands that have a status of their own to pass on exit when forkd itself
-/// failed.
+/// The exit status for a failure of forkd itself, of commands that pass on the status of another command.
 const FORKD_FAILED: u8 = 125;
 
-/// Does what was asked and returns the status to exit with.
+/// Runs a command and returns the exit status.
 pub(crate) fn execute(line: Line) -> ExitCode {
     let failure = match &line.cli.command {
         Command::Run(_)
@@ -79,7 +78,7 @@ pub(crate) fn execute(line: Line) -> ExitCode {
     }
 }
 
-/// Options that make no sense together, in a way the parser does not know.
+/// A combination of options that the parser accepts and the command refuses.
 #[derive(Debug)]
 struct WrongUsage(String);
 
@@ -97,7 +96,7 @@ impl WrongUsage {
     }
 }
 
-/// Says what is to be said of the line itself, then does what it asks for.
+/// Reports flags without effect and problems of the settings, then runs the command.
 fn understood(line: Line) -> Result<u8> {
     let ui = Ui::new(line.cli.quiet);
     for flag in line.obsolete {
@@ -108,7 +107,7 @@ fn understood(line: Line) -> Result<u8> {
         }
     }
     match &line.cli.command {
-        // These have to work when the file is wrong, too.
+        // These have to work with a wrong configuration file as well.
         Command::Config(args) if args.command.is_some() => {}
         Command::Completions(_) | Command::Man(_) | Command::Docs(_) => {}
         Command::Config(_) => return config::show(&line.cli, &line.settings?, &line.typed),
@@ -118,7 +117,7 @@ fn understood(line: Line) -> Result<u8> {
 }
 
 fn dispatch(cli: Cli) -> Result<u8> {
-    // What the daemon was told, its clients know, too.
+    // Settings of the daemon that its clients need as well.
     let place = |key, variable| settings::value(key, variable).map(Into::into);
     let (socket, token) = (place("socket", "FORKD_SOCKET"), place("token_file", "FORKD_TOKEN_FILE"));
     let data = DataDir::resolve(cli.data_dir)?.with_places(socket, token);
@@ -177,12 +176,12 @@ fn dispatch(cli: Cli) -> Result<u8> {
     }
 }
 
-/// A runtime for commands that talk to a daemon. One thread does: they mostly wait.
+/// A runtime for commands that use a daemon. One thread is enough: they mostly wait.
 fn runtime() -> Result<tokio::runtime::Runtime> {
     Ok(tokio::runtime::Builder::new_current_thread().enable_all().build()?)
 }
 
-/// Does something with the daemon: the one there is, or one started for the purpose.
+/// Does `work` with the running daemon, or with a new one.
 fn with_daemon(
     context: &Context,
     args: &DaemonArgs,
@@ -196,8 +195,8 @@ fn with_daemon(
     result
 }
 
-/// Makes sure that there is an image to boot, and a kernel. A daemon somewhere else has images of its
-/// own.
+/// Builds the image and fetches the kernel if they are missing, unless the daemon is another host's: that
+/// one has its own images.
 fn prepare_image(context: &Context, args: &DaemonArgs, image: &str) -> Result<()> {
     if args.daemon_url.is_none() {
         images::ensure_image(&context.data, image, context.ui)?;
@@ -206,7 +205,7 @@ fn prepare_image(context: &Context, args: &DaemonArgs, image: &str) -> Result<()
     Ok(())
 }
 
-/// Says for each name what was done or why not, to people or as JSON; the status to exit with.
+/// Prints the result for each name, as text or as JSON; returns the exit status.
 fn report<T>(ui: Ui, json: bool, results: Vec<(&str, Result<T>)>, done: &str) -> Result<u8> {
     if json {
         let failed = results.iter().any(|(_, result)| result.is_err());

@@ -1,4 +1,4 @@
-//! `forkd quickstart`: from nothing to the first children, with every step said.
+//! `forkd quickstart`: from an empty host to the first children, with a message for each step.
 
 use std::io::{BufRead, IsTerminal, Write};
 
@@ -19,10 +19,10 @@ use crate::host::clock;
 use crate::images;
 use crate::ui;
 
-/// Goes all the way.
+/// Runs all steps.
 pub(crate) fn quickstart(context: &Context, args: &QuickstartArgs) -> Result<u8> {
     let daemon_args = &args.answer.daemon;
-    // A daemon somewhere else has a computer of its own.
+    // A daemon on another host does not depend on this one.
     if daemon_args.daemon_url.is_none() && !passes(context, args)? {
         return Ok(1);
     }
@@ -53,7 +53,7 @@ pub(crate) fn quickstart(context: &Context, args: &QuickstartArgs) -> Result<u8>
     })
 }
 
-/// Whether this computer has what nothing works without; says what it lacks.
+/// Whether this host has everything essential; prints what is missing.
 fn passes(context: &Context, args: &QuickstartArgs) -> Result<bool> {
     let report = runtime()?.block_on(doctor::examine(&context.data, &args.answer.daemon, context.ui));
     for check in report.gates() {
@@ -61,30 +61,30 @@ fn passes(context: &Context, args: &QuickstartArgs) -> Result<bool> {
         context.ui.warn(format!("{}: {}; fix: {fix}", check.name, check.detail));
     }
     if report.usable() && report.will_use == doctor::Runs::Machine {
-        context.ui.note(
-            "KVM does not run Linux here: everything happens in the emulated machine, many times slower",
-        );
+        context
+            .ui
+            .note("KVM does not run Linux here: sandboxes run in the emulated machine, many times slower");
     }
     Ok(report.usable())
 }
 
-/// Says what would be done, and asks.
+/// Prints the plan and asks for confirmation.
 fn agreed(context: &Context, args: &QuickstartArgs) -> Result<bool> {
     let images = images::list(&context.data).unwrap_or_default();
     let built = images.iter().any(|image| image.name == args.image && image.problem.is_none());
     let image = if built { "use" } else { "build (some minutes, downloads packages)" };
     let plan = format!(
-        "forkd will\n  - {image} the image {}\n  - warm it and keep it as the snapshot {}, unless it is there\n  - fork {} \
-         from it, which stay until they are killed",
+        "forkd will\n  - {image} the image {}\n  - warm it and save it as the snapshot {}, unless that exists\n  - fork {} \
+         from it, which run until you kill them",
         args.image,
         tag(&args.image),
         ui::count(args.count.into(), "child", "children"),
     );
     if !std::io::stdin().is_terminal() {
-        bail!("{plan}\nNobody can be asked here: give --yes to go on");
+        bail!("{plan}\nstandard input is not a terminal, so forkd cannot ask: give --yes to continue");
     }
     let mut errors = std::io::stderr().lock();
-    write!(errors, "{plan}\nGo on? [y/N] ")?;
+    write!(errors, "{plan}\nContinue? [y/N] ")?;
     errors.flush()?;
     let mut answer = String::new();
     std::io::stdin().lock().read_line(&mut answer)?;
@@ -95,7 +95,7 @@ fn tag(image: &str) -> String {
     if image == "python" { "quickstart".to_owned() } else { format!("quickstart-{image}") }
 }
 
-/// The snapshot that is there, or a new one; `None` if ^C cancelled it.
+/// The existing snapshot, or a new one; `None` if ^C cancelled it.
 async fn ensure_snapshot(
     context: &Context,
     daemon: &Daemon,
@@ -107,10 +107,12 @@ async fn ensure_snapshot(
             let snapshot: Snapshot = types::read(&answer)?;
             match snapshot.status {
                 SnapshotStatus::Ready => {
-                    context.ui.note(format!("snapshot {tag} is there; using it"));
+                    context.ui.note(format!("using the existing snapshot {tag}"));
                     return Ok(Some(answer));
                 }
-                SnapshotStatus::Writing => bail!("snapshot {tag} is being made; try again when it is ready"),
+                SnapshotStatus::Writing => {
+                    bail!("snapshot {tag} is being created; try again when it is ready")
+                }
                 SnapshotStatus::Unknown => {
                     let why = snapshot.error.unwrap_or_default();
                     bail!("snapshot {tag} is in state unknown: {why}");
@@ -132,7 +134,7 @@ async fn ensure_snapshot(
 fn next_steps(context: &Context, tag: &str, spawned: &Spawned) {
     let id = spawned.children.first().map_or("ID", |child| child.id.as_str());
     context.ui.note(format!(
-        "they run. Next:\n  forkd exec {id} -- uname -a\n  forkd eval {id} -- 'import os; os.getpid()'\n  forkd branch \
+        "the children run. Next:\n  forkd exec {id} -- uname -a\n  forkd eval {id} -- 'import os; os.getpid()'\n  forkd branch \
          {id} --tag mine\n  forkd tree\n  forkd kill --tag {tag}"
     ));
 }

@@ -1,7 +1,7 @@
-//! `forkd run`: one command in a fresh sandbox, as if it ran here.
+//! `forkd run`: one command in a fresh sandbox, with the streams of this process.
 //!
-//! The conversation is a WebSocket; the daemon binds the sandbox to it, so there is nothing to
-//! clean up here, however this process ends.
+//! The stream is a WebSocket. The daemon ends the sandbox with it, so this process has nothing to clean up,
+//! however it ends.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use crate::args::RunArgs;
 use crate::client::discover;
 use crate::stream::conversation::{Conversation, Streams};
 
-/// Runs the command and returns the status to exit with.
+/// Runs the command and returns the exit status.
 pub(crate) fn run(context: &Context, args: RunArgs) -> Result<u8> {
     let Context { data, ui } = context;
     prepare_image(context, &args.daemon, &args.image)?;
@@ -21,7 +21,7 @@ pub(crate) fn run(context: &Context, args: RunArgs) -> Result<u8> {
     let result = runtime.block_on(async {
         let daemon = discover::ensure(data, &args.daemon, *ui).await?;
         let socket = daemon.websocket("/v1/run").await?;
-        // Standard input is the command's with and without `-i`.
+        // Standard input is forwarded with and without `-i`.
         let streams = Streams { stdin: true, tty: args.tty };
         Conversation::new(socket, *ui, streams).hold(&request(args)).await
     });

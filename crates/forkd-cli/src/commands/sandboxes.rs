@@ -32,7 +32,7 @@ pub(crate) fn list(context: &Context, args: &LsArgs) -> Result<u8> {
             let sandboxes: Vec<Sandbox> = types::read(&answer)?;
             ui::print(&render(&sandboxes, clock::now(), width))?;
             for sandbox in sandboxes.iter().filter(|sandbox| sandbox.state == "unknown") {
-                let why = sandbox.detail.as_deref().unwrap_or("the daemon does not say why; see its log");
+                let why = sandbox.detail.as_deref().unwrap_or("the daemon gives no reason; see its log");
                 context.ui.warn(format!("sandbox {}: {why}", sandbox.id));
             }
         }
@@ -94,7 +94,7 @@ fn render_archived(archived: &[ArchivedSandbox], now: u64, width: Option<usize>)
     columns::table(&columns, &archived.iter().map(row).collect::<Vec<_>>(), width)
 }
 
-/// Asks agents whether they are there; the status says whether all are.
+/// Checks that agents answer; exits with 1 if one does not.
 pub(crate) fn ping(context: &Context, args: &PingArgs) -> Result<u8> {
     if args.ids.is_empty() {
         return super::agent_port::ping(context, &args.target);
@@ -116,7 +116,7 @@ pub(crate) fn ping(context: &Context, args: &PingArgs) -> Result<u8> {
     })
 }
 
-/// What the agent says, and after how many milliseconds.
+/// The agent's reply, and the milliseconds until it arrived.
 async fn ping_one(daemon: &Daemon, id: &str) -> Result<(Value, f64)> {
     let asked = Instant::now();
     let pong = daemon.ask(Method::POST, &format!("{}/ping", types::sandbox_path(id)), None).await?;
@@ -142,12 +142,12 @@ fn pong_object((id, pong): (&str, Result<(Value, f64)>)) -> Value {
     }
 }
 
-/// Makes sandboxes stand still; those that can, also when another cannot.
+/// Pauses sandboxes; a failure does not stop the others.
 pub(crate) fn pause(context: &Context, args: &SandboxesArgs) -> Result<u8> {
     post_each(context, args, "pause", "paused")
 }
 
-/// Lets them go on.
+/// Resumes sandboxes; a failure does not stop the others.
 pub(crate) fn resume(context: &Context, args: &SandboxesArgs) -> Result<u8> {
     post_each(context, args, "resume", "resumed")
 }
@@ -161,10 +161,10 @@ fn post_each(context: &Context, args: &SandboxesArgs, verb: &str, done: &str) ->
     })
 }
 
-/// Takes a sandbox back to a branch of it.
+/// Rolls a sandbox back to one of its branches.
 pub(crate) fn rollback(context: &Context, args: &RollbackArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
-        let progress = context.ui.spinner(format!("taking {} back", args.sandbox.id));
+        let progress = context.ui.spinner(format!("rolling {} back", args.sandbox.id));
         let path = format!("{}/rollback", types::sandbox_path(&args.sandbox.id));
         let body = args.to.as_ref().map_or_else(|| json!({}), |tag| json!({ "to": tag }));
         let answer = daemon.ask(Method::POST, &path, Some(&body)).await?;
@@ -181,7 +181,7 @@ pub(crate) fn rollback(context: &Context, args: &RollbackArgs) -> Result<u8> {
     })
 }
 
-/// Ends sandboxes; those that can be are, also when another cannot.
+/// Ends sandboxes; a failure does not stop the others.
 pub(crate) fn kill(context: &Context, args: &KillArgs) -> Result<u8> {
     with_daemon(context, &args.daemon, async |daemon| {
         if !args.ids.is_empty() {
@@ -203,14 +203,14 @@ pub(crate) fn kill(context: &Context, args: &KillArgs) -> Result<u8> {
     })
 }
 
-/// The ids of the sandboxes a filter takes.
+/// The ids of the sandboxes that a filter matches.
 async fn matching(daemon: &Daemon, filter: &FilterArgs) -> Result<Vec<String>> {
     let mut sandboxes: Vec<Sandbox> = types::get(daemon, &update::list_path(filter, &[])).await?;
     sandboxes.retain(|sandbox| update::matches(filter, sandbox));
     Ok(sandboxes.into_iter().map(|sandbox| sandbox.id).collect())
 }
 
-/// Ends sandboxes and says which could not be. One that is gone already is what was wanted.
+/// Ends sandboxes and returns the errors. A sandbox that has ended already is a success.
 pub(super) async fn kill_all(daemon: &Daemon, ids: &[String]) -> Vec<String> {
     let kill = async |id: &str| end(daemon, id).await;
     let results = types::for_each(ids, kill).await;

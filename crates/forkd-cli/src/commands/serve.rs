@@ -15,10 +15,10 @@ use crate::log_format::Json;
 use crate::machine::qemu;
 use crate::stream::signals;
 
-/// How long threads of a daemon that has stopped may go on.
+/// How long threads may run on after the daemon has stopped.
 const LAST_THREADS: Duration = Duration::from_secs(10);
 
-/// Runs the daemon until it is asked to stop.
+/// Runs the daemon until a signal stops it.
 pub(crate) fn serve(context: &Context, args: ServeArgs) -> Result<()> {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
@@ -37,7 +37,7 @@ pub(crate) fn serve(context: &Context, args: ServeArgs) -> Result<()> {
         forkd_controller::serve(config, |_| {}).await?;
         Ok(())
     });
-    // What a thread does longer than that, such as removing files, is left to the next start.
+    // The next start finishes longer work, such as removing files.
     runtime.shutdown_timeout(LAST_THREADS);
     served
 }
@@ -86,9 +86,8 @@ fn configuration(context: &Context, args: ServeArgs) -> Result<Config> {
     Ok(config)
 }
 
-/// In the emulated machine, what QEMU forwards from this computer's loopback arrives at the
-/// machine's own address. It is passed on to the daemon, which serves loopback only; connections
-/// from anywhere else are not.
+/// In the emulated machine, connections that QEMU forwards from the host's loopback arrive at the machine's
+/// own address. This passes them on to the daemon, which serves loopback only, and refuses all others.
 async fn relay(daemon: std::net::SocketAddr) -> Result<()> {
     let listener = TcpListener::bind((qemu::ADDRESS, qemu::REST_PORT))
         .await
@@ -113,6 +112,6 @@ async fn relay(daemon: std::net::SocketAddr) -> Result<()> {
 async fn pass_on(mut outside: TcpStream, daemon: std::net::SocketAddr) {
     let Ok(mut inside) = TcpStream::connect(daemon).await else { return };
     let _ = (outside.set_nodelay(true), inside.set_nodelay(true));
-    // Either side closing ends it; there is nobody to tell.
+    // It ends when either side closes; no error needs a report.
     let _ = tokio::io::copy_bidirectional(&mut outside, &mut inside).await;
 }

@@ -1,4 +1,4 @@
-//! `forkd snapshot`: asks for a snapshot, shows how far it is, and cancels it on ^C.
+//! `forkd snapshot`: requests a snapshot, shows its progress, and cancels it on ^C.
 
 use std::time::{Duration, Instant};
 
@@ -16,10 +16,10 @@ use crate::client::{Daemon, Refused};
 use crate::stream::signals::{Caught, Forwarded};
 use crate::ui::{self, Ui};
 
-/// How often the daemon is asked how far it is.
+/// The interval of requests for the progress.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Makes a snapshot and returns the status to exit with.
+/// Creates a snapshot and returns the exit status.
 pub(crate) fn snapshot(context: &Context, args: &SnapshotArgs) -> Result<u8> {
     if let Some(id) = &args.from_sandbox {
         let mode = match (args.mode, args.diff, args.live) {
@@ -29,9 +29,10 @@ pub(crate) fn snapshot(context: &Context, args: &SnapshotArgs) -> Result<u8> {
             _ => BranchMode::Full,
         };
         if args.no_wait && mode != BranchMode::Live {
-            return Err(
-                WrongUsage::new("--no-wait goes with --mode live: the others are done when stored").into()
-            );
+            return Err(WrongUsage::new(
+                "--no-wait needs --mode live: other modes end when the branch is on disk",
+            )
+            .into());
         }
         let wanted = BranchRequest { id, tag: Some(&args.tag), mode, wait: !args.no_wait };
         return branch::keep(context, &wanted, &args.answer);
@@ -39,7 +40,7 @@ pub(crate) fn snapshot(context: &Context, args: &SnapshotArgs) -> Result<u8> {
     warm(context, args.image.as_deref(), &args.tag, &request(args)?, &args.answer)
 }
 
-/// Boots and warms what `body` names, an image perhaps, and keeps it under the tag.
+/// Boots and warms the guest that `body` describes, and saves it under the tag.
 pub(super) fn warm(
     context: &Context,
     image: Option<&str>,
@@ -62,7 +63,7 @@ pub(super) fn warm(
     })
 }
 
-/// The request's body: what was not asked for is left to the daemon.
+/// The request's body; the daemon chooses a default for each absent field.
 fn request(args: &SnapshotArgs) -> Result<Value> {
     let mut body = json!({
         "tag": args.tag,
@@ -91,19 +92,19 @@ fn request(args: &SnapshotArgs) -> Result<Value> {
     Ok(body)
 }
 
-/// What came of it.
+/// The result of a request for a snapshot.
 pub(super) enum CreateResult {
-    /// It is there, as the daemon describes it.
+    /// It is ready; this is the daemon's description.
     Ready(Value),
-    /// The user did not want it any more.
+    /// The user cancelled it.
     Cancelled(Caught),
 }
 
-/// From the request until it is there, has failed or is cancelled.
+/// Requests a snapshot and waits until it is ready, has failed or is cancelled.
 pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Result<CreateResult> {
     let mut signals = Forwarded::listen()?;
-    // Not cut off: only a request that was accepted may be cancelled, since a snapshot of that tag may
-    // as well be another's.
+    // Wait for the reply also after a signal. Only an accepted request may be cancelled, because a
+    // snapshot of that tag may be another user's.
     let asked = daemon.ask(Method::POST, "/v1/snapshots?wait=false", Some(body));
     let mut answer = match signals.finish(asked).await {
         Ok((answer, None)) => answer?,
@@ -112,7 +113,9 @@ pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Re
             return cancel(daemon, tag, caught, &mut signals, ui).await;
         }
         Err(caught) => {
-            ui.warn(format!("left before the daemon answered; `forkd rmi {tag}` cancels what it began"));
+            ui.warn(format!(
+                "interrupted before the daemon answered; `forkd rmi {tag}` cancels the snapshot"
+            ));
             return Ok(CreateResult::Cancelled(caught));
         }
     };
@@ -129,8 +132,8 @@ pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Re
                 return Ok(CreateResult::Ready(answer));
             }
             SnapshotStatus::Failed | SnapshotStatus::Unknown => {
-                let why = snapshot.error.as_deref().unwrap_or("the daemon does not say why; see its log");
-                bail!("snapshot {tag} could not be made: {why}");
+                let why = snapshot.error.as_deref().unwrap_or("the daemon gives no reason; see its log");
+                bail!("snapshot {tag} could not be created: {why}");
             }
             SnapshotStatus::Writing => {
                 if let Some(phase) = &snapshot.phase {
@@ -151,16 +154,14 @@ pub(super) async fn make(daemon: &Daemon, tag: &str, body: &Value, ui: Ui) -> Re
         };
         answer = match polled {
             Err(error) if Refused::is(&error, Code::SnapshotNotFound) => {
-                bail!("snapshot {tag} was removed while it was made, perhaps by `forkd rmi`")
+                bail!("snapshot {tag} was removed during its creation, perhaps by `forkd rmi`")
             }
-            other => {
-                other.with_context(|| format!("snapshot {tag}: `forkd images` tells what became of it"))?
-            }
+            other => other.with_context(|| format!("snapshot {tag}: `forkd images` shows its state"))?,
         };
     }
 }
 
-/// Takes the request back.
+/// Cancels the request.
 async fn cancel(
     daemon: &Daemon,
     tag: &str,
@@ -174,8 +175,10 @@ async fn cancel(
             return Err(error)
                 .with_context(|| format!("snapshot {tag} could not be cancelled: try `forkd rmi {tag}`"));
         }
-        Ok(_) => ui.warn(format!("cancelled: there is no snapshot {tag}")),
-        Err(_) => ui.warn(format!("left before it was cancelled; `forkd rmi {tag}` does so")),
+        Ok(_) => ui.warn(format!("cancelled: snapshot {tag} is not created")),
+        Err(_) => {
+            ui.warn(format!("interrupted before the cancellation; `forkd rmi {tag}` cancels the snapshot"))
+        }
     }
     Ok(CreateResult::Cancelled(caught))
 }
@@ -184,7 +187,7 @@ async fn cancel(
 struct PhaseTimes {
     current: Option<String>,
     since: Instant,
-    /// What is over.
+    /// The last phase that has ended.
     past: String,
 }
 
@@ -193,7 +196,7 @@ impl PhaseTimes {
         PhaseTimes { current: None, since: now, past: String::new() }
     }
 
-    /// Takes the phase it is in now; gives the line that says so, the same until the phase changes.
+    /// Records the present phase; returns its line, which is the same until the phase changes.
     fn see(&mut self, phase: &str, now: Instant) -> String {
         if self.current.as_deref() != Some(phase) {
             if let Some(over) = self.current.replace(phase.to_owned()) {

@@ -1,4 +1,4 @@
-//! `forkd snapshot-diff`: a snapshot on a snapshot, by way of a child that changes something.
+//! `forkd snapshot-diff`: builds a snapshot on another one, by a command in a child.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,15 +16,15 @@ use crate::client::{Daemon, Refused};
 use crate::stream::signals::Forwarded;
 use crate::ui::{self, Ui};
 
-/// How much longer than its command the child may live: until it is stored.
+/// How much longer than its command the child may live: the time to store it.
 const STORING_SECS: u64 = 3600;
 
-/// Makes the snapshot and returns the status to exit with.
+/// Creates the snapshot and returns the exit status.
 pub(crate) fn snapshot_diff(context: &Context, args: &SnapshotDiffArgs) -> Result<u8> {
     let ui = context.ui;
     with_daemon(context, &args.answer.daemon, async |daemon| {
         refuse_taken(&daemon, &args.tag).await?;
-        // Before there is a child, so that none is left behind by a ^C.
+        // Before the spawn, so that ^C leaves no child behind.
         let mut signals = Forwarded::listen()?;
         let (spawned, mut caught) = match signals.finish(spawn(&daemon, args, ui)).await {
             Ok((spawned, caught)) => (spawned?, caught),
@@ -44,7 +44,7 @@ pub(crate) fn snapshot_diff(context: &Context, args: &SnapshotDiffArgs) -> Resul
             (Some(answer), _) => show(&answer?, args.answer.json).map(|()| 0),
             (None, caught) => {
                 ui.warn(format!(
-                    "ended; if it was being stored, `forkd rmi {}` removes what came of it",
+                    "interrupted; if the daemon was storing the snapshot, `forkd rmi {}` removes it",
                     args.tag
                 ));
                 Ok(caught.map_or(1, |caught| caught.status()))
@@ -53,22 +53,22 @@ pub(crate) fn snapshot_diff(context: &Context, args: &SnapshotDiffArgs) -> Resul
     })
 }
 
-/// Says no before anything was done for nothing.
+/// Refuses a used tag before any work is done.
 async fn refuse_taken(daemon: &Daemon, tag: &str) -> Result<()> {
     match daemon.ask(Method::GET, &types::snapshot_path(tag), None).await {
         Err(error) if Refused::is(&error, Code::SnapshotNotFound) => Ok(()),
         Err(error) => Err(error),
-        Ok(_) => bail!("there is a snapshot {tag}: choose another tag, or remove it with `forkd rmi {tag}`"),
+        Ok(_) => bail!("snapshot {tag} exists: choose another tag, or remove it with `forkd rmi {tag}`"),
     }
 }
 
-/// A child, which the daemon ends should this process not be able to.
+/// Spawns a child, which the daemon ends if this process cannot.
 async fn spawn(daemon: &Daemon, args: &SnapshotDiffArgs, ui: Ui) -> Result<String> {
     let lifetime = args.exec_timeout_secs.saturating_add(STORING_SECS).min(fork::MAX_TIMEOUT_SECS);
     let body = json!({ "snapshot_tag": args.from, "n": 1, "timeout_secs": lifetime });
     let spawned: Spawned = types::read(&fork::spawn_children(daemon, &body, ui).await?)?;
     let child = spawned.children.into_iter().next();
-    Ok(child.context("the daemon started no child and does not say why; see its log")?.id)
+    Ok(child.context("the daemon started no child and gives no reason; see its log")?.id)
 }
 
 /// Runs the command in the child; keeps what it changed if it succeeded.
@@ -87,13 +87,13 @@ async fn change_and_keep(daemon: &Daemon, id: &str, args: &SnapshotDiffArgs, ui:
         types::read(&daemon.ask(Method::POST, &path, Some(&serde_json::to_value(&request)?)).await?)?;
     drop(running);
     if args.answer.json {
-        // Standard output is for the JSON alone.
+        // Standard output is only for the JSON.
         exec::show_exec(&reply, &mut io::stderr().lock(), "--timeout-secs", ui)?;
     } else {
         exec::show_exec(&reply, &mut io::stdout().lock(), "--timeout-secs", ui)?;
     }
     if reply.exit_code != 0 {
-        bail!("the command ended with status {}: no snapshot {} was made", reply.exit_code, args.tag);
+        bail!("the command ended with status {}: snapshot {} was not created", reply.exit_code, args.tag);
     }
     branch::take(daemon, &BranchRequest { id, tag: Some(&args.tag), mode: BranchMode::Diff, wait: true }, ui)
         .await

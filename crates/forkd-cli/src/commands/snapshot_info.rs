@@ -1,5 +1,5 @@
-//! `forkd snapshot-info` and `forkd snapshot-compact`: what a snapshot consists of, and how it becomes one
-//! that depends on no other.
+//! `forkd snapshot-info` and `forkd snapshot-compact`: shows the chain of a snapshot, and copies it into a
+//! snapshot that depends on no other.
 
 use anyhow::{Context as _, Result};
 use hyper::Method;
@@ -11,7 +11,7 @@ use crate::client::types::{self, Snapshot, SnapshotDetail, SnapshotLayer};
 use crate::host::clock;
 use crate::ui;
 
-/// Says what a snapshot consists of.
+/// Prints a snapshot in detail.
 pub(crate) fn info(context: &Context, args: &SnapshotInfoArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let path = format!("{}/info", types::snapshot_path(&args.tag));
@@ -25,9 +25,9 @@ pub(crate) fn info(context: &Context, args: &SnapshotInfoArgs) -> Result<u8> {
     })
 }
 
-/// Makes a snapshot of one layer out of a chain.
+/// Copies a chain into a snapshot of one layer.
 pub(crate) fn compact(context: &Context, args: &SnapshotCompactArgs) -> Result<u8> {
-    let tag = args.tag.as_ref().or(args.from.as_ref()).context("which snapshot?")?;
+    let tag = args.tag.as_ref().or(args.from.as_ref()).context("give the tag of a snapshot")?;
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let progress = context.ui.spinner(format!("copying {tag} to {}", args.to));
         let path = format!("{}/compact", types::snapshot_path(tag));

@@ -31,7 +31,7 @@ pub(crate) fn list(context: &Context, args: &ImagesArgs) -> Result<u8> {
     })
 }
 
-/// Removes snapshots; those that can be are, also when another cannot.
+/// Removes snapshots; a failure does not stop the others.
 pub(crate) fn remove(context: &Context, args: &RmiArgs) -> Result<u8> {
     with_daemon(context, &args.snapshots.daemon, async |daemon| {
         let (tags, json, ui) = (&args.snapshots.tags, args.snapshots.json, context.ui);
@@ -43,8 +43,8 @@ pub(crate) fn remove(context: &Context, args: &RmiArgs) -> Result<u8> {
     })
 }
 
-/// Removes snapshots one after the other. One that another needs is tried again when others are gone: the
-/// other may be among them.
+/// Removes snapshots one after the other. A snapshot that another needs is tried again after the others:
+/// the other may be among them.
 async fn remove_all<'a>(daemon: &Daemon, tags: &'a [String], query: &str) -> Vec<(&'a str, Result<()>)> {
     let mut results = Vec::new();
     let mut waiting: Vec<&str> = tags.iter().map(String::as_str).collect();
@@ -67,8 +67,8 @@ async fn remove_all<'a>(daemon: &Daemon, tags: &'a [String], query: &str) -> Vec
     }
 }
 
-/// Removes snapshots and what is built on them. One that went with another is what was wanted; one that
-/// never was is not.
+/// Removes snapshots and the snapshots built on them. A snapshot that went with another is a success; one
+/// that never existed is a failure.
 async fn remove_with_dependents<'a>(
     daemon: &Daemon,
     tags: &'a [String],
@@ -93,7 +93,7 @@ async fn remove_one(daemon: &Daemon, tag: &str, query: &str) -> Result<()> {
     daemon.ask(Method::DELETE, &format!("{}{query}", types::snapshot_path(tag)), None).await.map(drop)
 }
 
-/// Ends the processes that fork their children.
+/// Ends the template processes of snapshots.
 pub(crate) fn unload(context: &Context, args: &TagsArgs) -> Result<u8> {
     with_daemon(context, &args.daemon, async |daemon| {
         let unload = async |tag: &str| {
@@ -104,7 +104,7 @@ pub(crate) fn unload(context: &Context, args: &TagsArgs) -> Result<u8> {
     })
 }
 
-/// A table, and what it comes to.
+/// A table, and its totals.
 fn render(snapshots: &[Snapshot], now: u64) -> String {
     let row = |snapshot: &Snapshot| {
         let template = snapshot.template.as_ref();
@@ -125,7 +125,7 @@ fn render(snapshots: &[Snapshot], now: u64) -> String {
     let header = ["TAG", "STATUS", "SIZE", "MEMORY", "IMAGE", "OVER", "CREATED", "TEMPLATE"];
     let table = ui::table(&header, &snapshots.iter().map(row).collect::<Vec<_>>());
     let size = snapshots.iter().fold(0u64, |sum, snapshot| sum.saturating_add(snapshot.size()));
-    // Each takes the room of its whole chain, and chains share layers.
+    // Each size counts its whole chain, and chains share layers.
     let at_most =
         if snapshots.iter().any(|snapshot| snapshot.parent_tag.is_some()) { "at most " } else { "" };
     let templates = || snapshots.iter().filter_map(|snapshot| snapshot.template.as_ref());

@@ -1,4 +1,4 @@
-//! `forkd token`: the daemon's own token, and those with a name.
+//! `forkd token`: the daemon's own token, and named tokens.
 
 use anyhow::{Context as _, Result};
 use hyper::Method;
@@ -18,7 +18,7 @@ use crate::ui;
 /// The path of all tokens.
 const PATH: &str = "/v1/tokens";
 
-/// Does what was asked for.
+/// Runs the subcommand.
 pub(crate) fn token(context: &Context, command: &TokenCommand) -> Result<u8> {
     match command {
         TokenCommand::Print(args) => print(context, args).map(|()| 0),
@@ -52,7 +52,7 @@ fn rotate(context: &Context, args: &TokenRotateArgs) -> Result<u8> {
     show_new(context, &args.answer, &format!("{PATH}/{}/rotate", args.name), &json!({}))
 }
 
-/// Asks for a token and prints it: on its own, for scripts.
+/// Requests a token and prints only it, for scripts.
 fn show_new(context: &Context, answer: &AnswerArgs, path: &str, body: &Value) -> Result<u8> {
     with_daemon(context, &answer.daemon, async |daemon| {
         let made = daemon.ask(Method::POST, path, Some(body)).await?;
@@ -61,8 +61,11 @@ fn show_new(context: &Context, answer: &AnswerArgs, path: &str, body: &Value) ->
             return Ok(0);
         }
         let secret = made.get("token").and_then(Value::as_str);
-        ui::print(secret.context("the daemon's answer holds no token: is it of another version?")?)?;
-        context.ui.note("this token is not shown again");
+        ui::print(
+            secret
+                .context("the daemon's reply has no token; restart the daemon if it has another version")?,
+        )?;
+        context.ui.note("this token is not printed again");
         Ok(0)
     })
 }
@@ -79,7 +82,7 @@ fn list(context: &Context, args: &AnswerArgs) -> Result<u8> {
     })
 }
 
-/// Removes tokens; those that can be are, also when another cannot.
+/// Removes tokens; a failure does not stop the others.
 fn remove(context: &Context, args: &TokenRmArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let remove = async |name: &str| daemon.ask(Method::DELETE, &format!("{PATH}/{name}"), None).await;
@@ -87,7 +90,7 @@ fn remove(context: &Context, args: &TokenRmArgs) -> Result<u8> {
     })
 }
 
-/// What is shown of a token.
+/// The fields of a token in the list.
 #[derive(Debug, Deserialize)]
 struct Token {
     name: String,
@@ -124,7 +127,7 @@ fn render(tokens: &[Token], now: u64) -> String {
     ui::table(&header, &tokens.iter().map(row).collect::<Vec<_>>())
 }
 
-/// Prints the token of the daemon the other commands would talk to.
+/// Prints the token of the daemon that the other commands use.
 fn print(context: &Context, args: &TokenPrintArgs) -> Result<()> {
     let Context { data, ui } = context;
     let runtime = runtime()?;

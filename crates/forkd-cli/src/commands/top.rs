@@ -1,4 +1,4 @@
-//! `forkd top`: what sandboxes use, again and again; and `forkd logs`, what one says.
+//! `forkd top`: the CPU and memory use of sandboxes; and `forkd logs`: the console of one.
 
 use std::collections::HashMap;
 use std::io::{IsTerminal, stdout};
@@ -16,14 +16,14 @@ use crate::host::clock;
 use crate::ui;
 use crate::ui::columns::{self, Column};
 
-/// Between two looks.
+/// The interval of samples.
 const INTERVAL: Duration = Duration::from_secs(2);
-/// Between the two looks of `--once`.
+/// The interval between the two samples of `--once`.
 const ONCE_INTERVAL: Duration = Duration::from_secs(1);
-/// To the upper left corner, and nothing below it.
+/// The terminal codes that clear the screen.
 const CLEAR: &str = "\x1b[H\x1b[2J";
 
-/// Shows what sandboxes use.
+/// Shows the use of sandboxes until a signal comes.
 pub(crate) fn top(context: &Context, args: &TopArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let mut earlier = HashMap::new();
@@ -45,17 +45,17 @@ pub(crate) fn top(context: &Context, args: &TopArgs) -> Result<u8> {
     })
 }
 
-/// When somebody was looked at, and the CPU time used until then.
+/// The last sample of each sandbox: its time and the CPU time until then.
 type CpuSamples = HashMap<String, (Instant, u64)>;
 
-/// What each sandbox uses now, and of the CPU since the last look.
+/// The present use of each sandbox, and its CPU use since the last sample.
 async fn sample(daemon: &Daemon, earlier: &mut CpuSamples) -> Result<Vec<Value>> {
     let sandboxes = daemon.ask(Method::GET, "/v1/sandboxes", None).await?;
     let sandboxes = sandboxes.as_array().cloned().unwrap_or_default();
     let id = |sandbox: &Value| sandbox.get("id").and_then(Value::as_str).unwrap_or_default().to_owned();
     let ids: Vec<String> = sandboxes.iter().map(id).collect();
     let ask = async |id: &str| {
-        // One that has no process has no figures.
+        // A sandbox without a process has no figures.
         let stats = daemon.ask(Method::GET, &format!("{}/stats", types::sandbox_path(id)), None).await.ok();
         Ok::<_, anyhow::Error>((stats, Instant::now()))
     };
@@ -127,7 +127,7 @@ pub(crate) fn logs(context: &Context, args: &LogsArgs) -> Result<u8> {
     with_daemon(context, &args.daemon, async |daemon| {
         let mut stream = daemon.follow(&path).await?;
         while let Some(bytes) = stream.next().await? {
-            // The daemon has made it harmless: as it is, so that no character is cut in two.
+            // The daemon has removed control characters. Write it unchanged, so that no character is cut.
             ui::write_raw(&mut stdout().lock(), &bytes)?;
         }
         Ok(0)

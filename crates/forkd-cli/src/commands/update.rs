@@ -1,4 +1,4 @@
-//! How long sandboxes live and what is written on them: `forkd update`, and what `spawn`, `ls` and `kill` take.
+//! Time-outs and labels of sandboxes: `forkd update`, and the options of `spawn`, `ls` and `kill`.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use crate::args::{FilterArgs, LifetimeArgs, UpdateArgs};
 use crate::client::types::{self, Sandbox};
 use crate::ui;
 
-/// Adds to a request for sandboxes what was typed of their lives.
+/// Adds the time-outs and labels on the command line to a request for sandboxes.
 pub(super) fn add_lifetime(body: &mut Value, life: &LifetimeArgs) {
     if !life.label.is_empty() {
         body["labels"] = labels(&life.label);
@@ -35,7 +35,7 @@ fn labels(pairs: &[(String, String)]) -> Value {
     json!(pairs.iter().cloned().collect::<BTreeMap<_, _>>())
 }
 
-/// Changes sandboxes; those that can be are, also when another cannot.
+/// Changes sandboxes; a failure does not stop the others.
 pub(crate) fn update(context: &Context, args: &UpdateArgs) -> Result<u8> {
     let body = changes(args);
     with_daemon(context, &args.answer.daemon, async |daemon| {
@@ -50,7 +50,7 @@ pub(crate) fn update(context: &Context, args: &UpdateArgs) -> Result<u8> {
     })
 }
 
-/// What is to be changed: what was not typed stays.
+/// The changes; an absent field stays.
 fn changes(args: &UpdateArgs) -> Value {
     let mut body = json!({});
     if let Some(secs) = args.ttl {
@@ -71,7 +71,7 @@ fn changes(args: &UpdateArgs) -> Value {
     body
 }
 
-/// The list of sandboxes that was asked for.
+/// The path that lists sandboxes with this filter.
 pub(super) fn list_path(filter: &FilterArgs, others: &[(&str, &str)]) -> String {
     let labels = filter.label.iter().map(|label| ("label", label.as_str()));
     let tag = filter.tag.iter().map(|tag| ("snapshot_tag", tag.as_str()));
@@ -84,8 +84,8 @@ pub(super) fn list_path(filter: &FilterArgs, others: &[(&str, &str)]) -> String 
     }
 }
 
-/// Whether the filter takes a sandbox. The daemon has said so already; before something is ended it is looked
-/// at again, because a daemon that knows no filters lists everything.
+/// Whether the filter matches a sandbox. The daemon has filtered already; `kill` checks again, because an
+/// older daemon without filters lists everything.
 pub(super) fn matches(filter: &FilterArgs, sandbox: &Sandbox) -> bool {
     let has = |label: &String| match label.split_once('=') {
         Some((name, value)) => sandbox.labels.get(name).is_some_and(|it| it == value),

@@ -1,4 +1,4 @@
-//! `forkd workspace`: sandboxes with a name that can be put away and taken up again.
+//! `forkd workspace`: named sandboxes that can be suspended and resumed.
 
 use anyhow::Result;
 use hyper::Method;
@@ -15,7 +15,7 @@ use crate::ui;
 /// The path of all workspaces.
 const PATH: &str = "/v1/workspaces";
 
-/// Does what was asked for.
+/// Runs the subcommand.
 pub(crate) fn workspace(context: &Context, command: &WorkspaceCommand) -> Result<u8> {
     match command {
         WorkspaceCommand::Create(args) => create(context, args),
@@ -43,7 +43,7 @@ fn resume(context: &Context, args: &WorkspaceArgs) -> Result<u8> {
     ask(context, args, &format!("{PATH}/{}/resume", args.name), &json!({}), "starting")
 }
 
-/// Asks for something to be done to a workspace, and says how it is then.
+/// Sends a request about a workspace, and prints its new state.
 fn ask(context: &Context, args: &WorkspaceArgs, path: &str, body: &Value, doing: &str) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let progress = context.ui.spinner(format!("{doing} workspace {}", args.name));
@@ -70,7 +70,7 @@ fn list(context: &Context, args: &AnswerArgs) -> Result<u8> {
     })
 }
 
-/// Removes workspaces; those that can be are, also when another cannot.
+/// Removes workspaces; a failure does not stop the others.
 fn remove(context: &Context, args: &WorkspaceRmArgs) -> Result<u8> {
     with_daemon(context, &args.daemon, async |daemon| {
         let remove = async |name: &str| daemon.ask(Method::DELETE, &format!("{PATH}/{name}"), None).await;

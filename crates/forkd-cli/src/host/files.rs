@@ -115,7 +115,7 @@ pub(crate) struct Lock {
 }
 
 impl Lock {
-    /// Takes the lock if nobody has it.
+    /// Takes the lock if it is free.
     pub(crate) fn try_take(path: &Path) -> Result<Option<Self>> {
         let file = open_lock(path)?;
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
@@ -125,7 +125,7 @@ impl Lock {
         }
     }
 
-    /// Takes the lock; calls `waiting` first if somebody else has it.
+    /// Takes the lock; calls `waiting` first if another process has it.
     pub(crate) fn take(path: &Path, waiting: impl FnOnce()) -> Result<Self> {
         if let Some(lock) = Self::try_take(path)? {
             return Ok(lock);

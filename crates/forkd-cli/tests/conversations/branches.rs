@@ -57,7 +57,7 @@ fn who_does_not_wait_gets_the_first_answer() {
     for mode in ["full", "diff"] {
         let said = daemon.run(&["branch", "sb1", "--no-wait", "--mode", mode]);
         assert_eq!(said.status, Some(2), "{said:?}");
-        assert!(said.stderr.contains("--no-wait goes with --mode live"), "{said:?}");
+        assert!(said.stderr.contains("--no-wait needs --mode live"), "{said:?}");
     }
     assert_eq!(daemon.lines(), [BRANCH]);
 }
@@ -147,7 +147,7 @@ fn a_command_that_fails_makes_no_layer_and_leaves_no_child() {
     let daemon = layering(3);
     let said = daemon.run(LAYER);
     assert_eq!((said.status, said.stdout.as_str()), (Some(1), "out\n"), "{said:?}");
-    assert!(said.stderr.contains("the command ended with status 3: no snapshot b was made"), "{said:?}");
+    assert!(said.stderr.contains("the command ended with status 3: snapshot b was not created"), "{said:?}");
     assert_eq!(daemon.lines(), [LOOK, SPAWN, EXEC, END]);
 }
 
@@ -170,7 +170,7 @@ fn a_tag_that_is_taken_is_refused_before_anything_is_done() {
     let daemon = FakeDaemon::start(|_| (200, snapshot("ready", None)));
     let said = daemon.run(LAYER);
     assert_eq!(said.status, Some(1));
-    assert!(said.stderr.contains("there is a snapshot b") && said.stderr.contains("forkd rmi b"), "{said:?}");
+    assert!(said.stderr.contains("snapshot b exists") && said.stderr.contains("forkd rmi b"), "{said:?}");
     assert_eq!(daemon.lines(), [LOOK]);
 }
 

@@ -23,17 +23,17 @@ use crate::args::CpArgs;
 use crate::stream::stdio::{self, OutputStream, OutputWriter};
 use crate::ui::{self, Progress};
 
-/// Bytes of a file in memory at once.
+/// The number of bytes of a file in memory at once.
 const PIECE: usize = 64 << 10;
-/// How deep folders may be: each level of a copy out of a sandbox keeps a descriptor.
+/// The limit of nested folders: each level of a copy out of a sandbox keeps a descriptor.
 const MAX_DEPTH: usize = 200;
-/// How many entries a copy may have: a guest could go on for ever.
+/// The limit of entries of a copy: a guest could list entries for ever.
 const MAX_ENTRIES: u64 = 2_000_000;
 
-const ONE_SIDE: &str = "one side, and only one, is in a sandbox: write it as SANDBOX:/PATH";
+const ONE_SIDE: &str = "exactly one side must be in a sandbox: write it as SANDBOX:/PATH";
 const NEEDS_RECURSIVE: &str = "that is a folder: copy it with -r";
 
-/// Copies; 1 if something was left out.
+/// Copies; returns 1 if something was skipped.
 pub(crate) fn cp(context: &Context, args: &CpArgs) -> Result<u8> {
     let sides = (Side::parse(&args.source), Side::parse(&args.destination));
     if matches!(&sides, (Side::There(..), Side::There(..)))
@@ -43,9 +43,9 @@ pub(crate) fn cp(context: &Context, args: &CpArgs) -> Result<u8> {
     }
     let copied = with_daemon_copied(context, args, sides)?;
     for skipped in &copied.skipped {
-        context.ui.warn(format!("left out {}: {}", skipped.path, skipped.reason));
+        context.ui.warn(format!("skipped {}: {}", skipped.path, skipped.reason));
     }
-    // On standard output there may be the file itself.
+    // Standard output may hold the file itself.
     if args.answer.json && args.destination != "-" {
         ui::print_json(&copied)?;
     } else {
@@ -88,7 +88,7 @@ impl CopyOut<'_> {
     async fn copy(&mut self, path: &str, to: Side, recursive: bool) -> Result<()> {
         let Some(found) = self.remote.stat(path).await? else { bail!("there is no {path} in the sandbox") };
         let kind = found.target_type.unwrap_or(found.r#type);
-        // A link that was named itself is followed; its permission bits mean nothing.
+        // A link that the user named is followed; its permission bits have no meaning.
         let mode = if found.target_type.is_some() { 0o777 } else { found.mode };
         match (kind, to) {
             (FileKind::Directory, _) if !recursive => Err(WrongUsage::new(NEEDS_RECURSIVE).into()),
@@ -96,7 +96,7 @@ impl CopyOut<'_> {
                 let place = match to.is_dir() {
                     true => {
                         let top = DestinationFolder::open(&to)?;
-                        // All of the guest has no name: it goes into the folder itself.
+                        // The guest's root has no name: its content goes into the folder itself.
                         if base(path).is_empty() { top } else { top.folder(base(path), mode)? }
                     }
                     false => {
@@ -121,7 +121,7 @@ impl CopyOut<'_> {
         }
     }
 
-    /// A folder and all that is in it.
+    /// Copies a folder with its content.
     async fn folder(&mut self, place: DestinationFolder, path: String) -> Result<()> {
         let mut left = vec![(place, path, 0)];
         while let Some((place, path, depth)) = left.pop() {
@@ -142,7 +142,7 @@ impl CopyOut<'_> {
                 let shown = format!("{}/{}", path.trim_end_matches('/'), entry.name);
                 match self.entry(&place, &entry, &shown).await {
                     Ok(Some(_)) if depth >= MAX_DEPTH => {
-                        self.copied.skip(shown, format!("folders more than {MAX_DEPTH} deep"));
+                        self.copied.skip(shown, format!("more than {MAX_DEPTH} nested folders"));
                     }
                     Ok(Some(inner)) => left.push((inner, shown, depth + 1)),
                     Ok(None) => {}
@@ -153,7 +153,7 @@ impl CopyOut<'_> {
         Ok(())
     }
 
-    /// One entry of a folder; if it is a folder itself, where what is in it goes.
+    /// Copies one entry of a folder. For a folder, returns the destination of its content.
     async fn entry(
         &mut self,
         place: &DestinationFolder,
@@ -194,7 +194,7 @@ impl CopyOut<'_> {
             self.copied.bytes += piece.len() as u64;
             tokio::select! {
                 () = output.write(OutputStream::Stdout, piece) => {}
-                // Nobody reads it: they have what they wanted.
+                // The reader has left: it has what it wanted.
                 () = output.broken() => break,
             }
         }
@@ -229,9 +229,11 @@ impl CopyIn<'_> {
         let into_folder = self.remote.is_folder(path).await?;
         let target = match from.file_name().and_then(|name| name.to_str()) {
             Some(name) if into_folder || path.ends_with('/') => join(path, name),
-            // Such as `.` and `..`: what is in it goes into the folder.
+            // Such as `.` and `..`: the content goes into the folder.
             _ if into_folder && found.is_dir() => path.to_owned(),
-            None if into_folder => bail!("the name of {} is not UTF-8: name its copy", from.display()),
+            None if into_folder => {
+                bail!("the name of {} is not UTF-8: give a name for its copy", from.display())
+            }
             _ => path.to_owned(),
         };
         match found.is_dir() {
@@ -279,7 +281,7 @@ impl CopyIn<'_> {
                     buffer.truncate(count);
                     Some((Ok(Bytes::from(buffer)), Some(file)))
                 }
-                // The daemon sees a body that breaks off, and the guest no file.
+                // The daemon sees an incomplete body, and the guest gets no file.
                 Err(error) => Some((Err(error), None)),
             }
         });
@@ -322,7 +324,7 @@ fn tick(progress: Option<&Progress>, bytes: u64) {
     }
 }
 
-/// The last part of a guest's path; nothing if that is the whole guest.
+/// The last part of a guest's path; empty for the root.
 fn base(path: &str) -> &str {
     path.trim_end_matches('/').rsplit('/').next().unwrap_or_default()
 }
@@ -331,9 +333,9 @@ fn join(folder: &str, name: &str) -> String {
     format!("{}/{name}", folder.trim_end_matches('/'))
 }
 
-/// The folder and the name of a file to be.
+/// The folder and the name of a new file.
 fn split(path: &Path) -> Result<(PathBuf, String)> {
     let name = path.file_name().and_then(|name| name.to_str());
-    let name = name.with_context(|| format!("{} is no name for a file", path.display()))?;
+    let name = name.with_context(|| format!("{} is not a name for a file", path.display()))?;
     Ok((path.parent().map(Path::to_path_buf).unwrap_or_default(), name.to_owned()))
 }

@@ -1,5 +1,5 @@
-//! A folder on this computer that nothing leads out of: everything is opened relative to a descriptor,
-//! under a plain name, and no link is followed.
+//! A folder on this host that no copied name can leave: every file is opened relative to a descriptor, by a
+//! plain name, and no link is followed.
 
 use std::fs::File;
 use std::io::Write;
@@ -11,14 +11,14 @@ use anyhow::{Context, Result, bail};
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 
-/// A folder files are put into.
+/// A folder into which files are copied.
 #[derive(Debug)]
 pub(crate) struct DestinationFolder {
     folder: OwnedFd,
 }
 
 impl DestinationFolder {
-    /// The folder somebody named, who may use links in its path.
+    /// The folder that the user named; its path may contain links.
     pub(crate) fn open(path: &Path) -> Result<DestinationFolder> {
         let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -27,23 +27,23 @@ impl DestinationFolder {
         Ok(DestinationFolder { folder })
     }
 
-    /// The folder `name` in it, which is made if it is not there.
+    /// The folder `name` in it, created if it is missing.
     pub(crate) fn folder(&self, name: &str, mode: u32) -> Result<DestinationFolder> {
         check(name)?;
         // Its owner must be able to fill it.
         match rustix::fs::mkdirat(&self.folder, name, Mode::from_raw_mode(mode & 0o777 | 0o700)) {
             Ok(()) | Err(Errno::EXIST) => {}
-            Err(errno) => bail!("cannot make the folder {name}: {errno}"),
+            Err(errno) => bail!("cannot create the folder {name}: {errno}"),
         }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         match rustix::fs::openat(&self.folder, name, flags, Mode::empty()) {
             Ok(folder) => Ok(DestinationFolder { folder }),
-            Err(Errno::LOOP | Errno::NOTDIR) => bail!("{name} is there and no folder"),
+            Err(Errno::LOOP | Errno::NOTDIR) => bail!("{name} exists and is not a folder"),
             Err(errno) => bail!("cannot open the folder {name}: {errno}"),
         }
     }
 
-    /// Begins a file that gets its name when it is [kept](Draft::keep).
+    /// Creates a file that gets its name when it is [kept](Draft::keep).
     pub(crate) fn draft(&self, name: &str, mode: u32) -> Result<Draft> {
         check(name)?;
         static NEXT: AtomicU64 = AtomicU64::new(0);
@@ -58,13 +58,13 @@ impl DestinationFolder {
     }
 }
 
-/// A file under way; gone if it is not kept.
+/// An unfinished file; removed if it is not kept.
 #[derive(Debug)]
 pub(crate) struct Draft {
     file: File,
     folder: OwnedFd,
     temporary: String,
-    /// None once it has it.
+    /// `None` once it has its name.
     name: Option<String>,
 }
 
@@ -74,7 +74,7 @@ impl Draft {
         self.file.write_all(bytes).with_context(|| format!("cannot write {name}"))
     }
 
-    /// Gives it its name; whatever had it, a link too, is replaced and not followed.
+    /// Gives it its name. An existing file or link of that name is replaced, not followed.
     pub(crate) fn keep(mut self) -> Result<()> {
         if let Some(name) = &self.name {
             rustix::fs::renameat(&self.folder, &self.temporary, &self.folder, name)
@@ -93,14 +93,14 @@ impl Drop for Draft {
     }
 }
 
-/// Whether a name is that of something in a folder, and not of the folder, of one above, or of a path.
+/// Whether a name is that of an entry of a folder: not `.`, not `..`, and not a path.
 pub(crate) fn is_plain_name(name: &str) -> bool {
     !matches!(name, "" | "." | "..") && !name.contains(['/', '\0'])
 }
 
 fn check(name: &str) -> Result<()> {
     if !is_plain_name(name) {
-        bail!("{name:?} is not a name a file can have here");
+        bail!("{name:?} is not a name that a file can have here");
     }
     Ok(())
 }

@@ -12,7 +12,7 @@ use serde_json::json;
 use crate::client::types;
 use crate::client::{Daemon, Refused, Streamed, Streaming};
 
-/// A sandbox, and as whom it is asked.
+/// The files of a sandbox, with the permissions of a user.
 #[derive(Debug)]
 pub(crate) struct Remote<'d> {
     daemon: &'d Daemon,
@@ -33,7 +33,7 @@ impl<'d> Remote<'d> {
         route
     }
 
-    /// What is at `path`; `None` if nothing is.
+    /// The file or folder at `path`; `None` if nothing is there.
     pub(crate) async fn stat(&self, path: &str) -> Result<Option<FileInfo>> {
         match self.daemon.ask(Method::GET, &self.route("/stat", path), None).await {
             Ok(answer) => Ok(Some(types::read(&answer)?)),
@@ -42,19 +42,19 @@ impl<'d> Remote<'d> {
         }
     }
 
-    /// Whether a folder is at `path`, or a link to one.
+    /// Whether `path` is a folder or a link to one.
     pub(crate) async fn is_folder(&self, path: &str) -> Result<bool> {
         let found = self.stat(path).await?;
         Ok(found.is_some_and(|info| info.target_type.unwrap_or(info.r#type) == FileKind::Directory))
     }
 
-    /// What is in a folder, one level deep.
+    /// The entries of a folder, one level deep.
     pub(crate) async fn list(&self, path: &str) -> Result<Vec<FileInfo>> {
         let answer = self.daemon.ask(Method::GET, &self.route("/list", path), None).await?;
         Ok(types::read::<FileList>(&answer)?.entries)
     }
 
-    /// Makes a folder; one that is there already will do.
+    /// Creates a folder, unless it exists.
     pub(crate) async fn make_folder(&self, path: &str) -> Result<()> {
         let route = format!("{}/mkdir", self.files);
         let mut request = json!({ "path": path });
@@ -67,7 +67,7 @@ impl<'d> Remote<'d> {
         }
     }
 
-    /// Opens a file to read.
+    /// Opens a file for reading.
     pub(crate) async fn read(&self, path: &str) -> Result<Streaming> {
         let nothing: Streamed = Empty::new().map_err(|never| match never {}).boxed_unsync();
         self.daemon.stream(Method::GET, &self.route("", path), nothing).await

@@ -1,18 +1,17 @@
-//! Copying files between this computer and a sandbox: the two sides and what is done with each. `forkd cp`
-//! decides what goes where.
+//! The two sides of a copy between this host and a sandbox. `forkd cp` decides what goes where.
 //!
-//! A guest is hostile: whatever it says a file is called, nothing is written outside of the folder that was
-//! named ([`DestinationFolder`](super::DestinationFolder)), and no link it has becomes one here.
+//! A guest is hostile: whatever names its files have, nothing is written outside of the folder that the user
+//! named ([`DestinationFolder`](super::DestinationFolder)), and no link of the guest becomes one here.
 
 use std::path::PathBuf;
 
 use forkd_protocol::names::is_valid_sandbox_id;
 use serde::Serialize;
 
-/// One side of a copy, as it was typed.
+/// One side of a copy, as on the command line.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Side {
-    /// A path on this computer.
+    /// A path on this host.
     Here(PathBuf),
     /// A path in a sandbox.
     There(String, String),
@@ -30,25 +29,25 @@ impl Side {
     }
 }
 
-/// What came of a copy.
+/// The result of a copy.
 #[derive(Debug, Default, Serialize)]
 pub(crate) struct Copied {
-    /// Files copied.
+    /// The number of copied files.
     pub(crate) files: u64,
-    /// Folders made or found there.
+    /// The number of folders created or found.
     pub(crate) folders: u64,
     /// Bytes of those files.
     pub(crate) bytes: u64,
-    /// What was left out.
+    /// Skipped entries.
     pub(crate) skipped: Vec<Skipped>,
 }
 
-/// Something that was left out.
+/// A skipped entry.
 #[derive(Debug, Serialize)]
 pub(crate) struct Skipped {
-    /// Where it is, as its own side names it.
+    /// Its path on the source side.
     pub(crate) path: String,
-    /// Why.
+    /// The reason.
     pub(crate) reason: String,
 }
 

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::forest::{Forest, Node};
 
-/// A graph with a box for each node. Nodes are numbered: names stand in labels only.
+/// A graph with a box for each node. Nodes are numbered: names appear in labels only.
 pub(crate) fn dot(forest: &Forest) -> String {
     let mut graph = String::from(
         "digraph forkd {\n  rankdir=LR;\n  node [shape=box, style=\"rounded,filled\", fontname=\"monospace\"];\n",
@@ -27,7 +27,7 @@ pub(crate) fn dot(forest: &Forest) -> String {
     graph
 }
 
-/// Text between quotes: Graphviz gives a meaning to quotes and to what follows a backslash.
+/// Text in quotes, with quotes and backslashes escaped for Graphviz.
 fn quoted(text: &str) -> String {
     text.replace('\\', "\\\\").replace('"', "\\\"")
 }

@@ -1,17 +1,15 @@
-//! The fork tree: who came from whom. Puts what a daemon tells of it in order, and draws it as text, for
-//! Graphviz and as SVG.
+//! The fork tree: orders the daemon's nodes for drawing as text, for Graphviz and as SVG.
 //!
-//! Pure: answers in, strings out. What a daemon says is not trusted to be a tree: a parent that is not
-//! there, a node named twice, a cycle, or more than anybody could look at must not hang or crash this,
-//! and no name writes anywhere but where names belong.
+//! Pure: replies in, strings out. The nodes need not form a tree: a missing parent, a duplicate node, a cycle
+//! or a huge number of nodes must not hang or crash this. No name can write outside of its label.
 
 use std::collections::HashMap;
 
 use serde::Deserialize;
 
-/// How many nodes are drawn at most.
+/// The limit of drawn nodes.
 const MAX_NODES: usize = 20_000;
-/// How much of a name is shown: tags have at most 64 characters.
+/// The limit of a label's length: tags have at most 64 characters.
 const MAX_LABEL: usize = 64;
 
 /// `GET /v1/tree`.
@@ -27,21 +25,21 @@ pub(crate) struct Node {
     /// `snapshot` or `sandbox`.
     pub(super) kind: String,
     pub(super) name: String,
-    /// The id of the node it came from.
+    /// The id of its parent node.
     #[serde(default)]
     pub(super) parent: Option<String>,
     #[serde(default)]
     pub(super) state: String,
-    /// It is no more, but something that is came from it.
+    /// Whether it is removed, but an existing node descends from it.
     #[serde(default)]
     pub(super) gone: bool,
     /// Seconds since 1970.
     #[serde(default)]
     pub(super) created_at_unix: Option<u64>,
-    /// How it came from its parent: spawn, branch, diff, compact, rollback.
+    /// How it was made from its parent: spawn, branch, diff, compact, rollback.
     #[serde(default)]
     pub(super) how: Option<String>,
-    /// The id of the node a sandbox was taken back to.
+    /// The id of the node that a sandbox was rolled back to.
     #[serde(default)]
     pub(super) rolled_back_to: Option<String>,
 }
@@ -51,19 +49,19 @@ impl Node {
         self.kind == "snapshot"
     }
 
-    /// Its name, fit to be shown.
+    /// Its name as a label.
     pub(super) fn label(&self) -> String {
         label(&self.name)
     }
 
-    /// What it is and how it is, in a few words: `branch, ready`.
+    /// Its kind and state in a few words: `branch, ready`.
     pub(super) fn words(&self) -> String {
         let back = self.rolled_back_to.as_deref().map(|id| {
             let tag = id.strip_prefix("snapshot:").unwrap_or(id);
             format!("back at {tag}")
         });
         let what = match (self.is_snapshot(), self.how.as_deref()) {
-            // A sandbox is known by its id, and most were spawned.
+            // A sandbox shows by its id what it is, and most were spawned.
             (false, _) if back.is_some() => back.as_deref(),
             (false, None | Some("spawn")) => None,
             (true, None) => Some("snapshot"),
@@ -75,15 +73,15 @@ impl Node {
     }
 }
 
-/// A node in its place. Each stands after its parent and after all that came from its elder siblings.
+/// A node in its place: after its parent, and after its elder siblings and their descendants.
 #[derive(Debug)]
 pub(super) struct Placed {
     pub(super) node: Node,
-    /// The place of its parent.
+    /// The index of its parent.
     pub(super) parent: Option<usize>,
-    /// How many ancestors it has.
+    /// The number of its ancestors.
     pub(super) depth: usize,
-    /// Whether it has no younger sibling.
+    /// Whether it is the last of its siblings.
     pub(super) last: bool,
 }
 
@@ -91,13 +89,13 @@ pub(super) struct Placed {
 #[derive(Debug)]
 pub(crate) struct Forest {
     pub(super) places: Vec<Placed>,
-    /// How many nodes there were too many.
+    /// The number of nodes over the limit.
     pub(crate) left_out: usize,
 }
 
 impl Forest {
-    /// Puts nodes in order: elder siblings first. Of two with one id the first counts; one whose parent
-    /// is not there, or is among its own descendants, has none.
+    /// Orders nodes, elder siblings first. Of two nodes with one id the first counts. A node whose parent is
+    /// missing, or is its own descendant, becomes a root.
     pub(crate) fn new(mut nodes: Vec<Node>) -> Self {
         let left_out = nodes.len().saturating_sub(MAX_NODES);
         nodes.truncate(MAX_NODES);
@@ -128,7 +126,7 @@ impl Forest {
     }
 }
 
-/// The order of nodes: index, place of the parent, depth, whether it is the last of its siblings.
+/// The order of nodes: index, index of the parent in the order, depth, whether it is the last of its siblings.
 fn order(
     parents: &[Option<usize>],
     first: &[bool],
@@ -137,7 +135,7 @@ fn order(
     let mut order = Vec::with_capacity(parents.len());
     let mut placed: Vec<bool> = first.iter().map(|first| !first).collect();
     let roots = (0..parents.len()).filter(|index| parents[*index].is_none());
-    // Those that are left then are in cycles or hang on one: each cycle is cut where it is met.
+    // The remaining nodes are in cycles or descend from one: each cycle is cut at its first node.
     for root in roots.chain(0..parents.len()) {
         let mut waiting = vec![(root, None, 0, true)];
         while let Some((index, parent, depth, last)) = waiting.pop() {
@@ -155,8 +153,8 @@ fn order(
     order
 }
 
-/// Text from outside as a label: one line, not too long, nothing that moves the cursor, turns the
-/// direction of writing, or that XML does not know.
+/// Foreign text as a label: one line of limited length, without characters that move the cursor, change the
+/// direction of writing, or are not allowed in XML.
 fn label(text: &str) -> String {
     let harmless = |c: &char| {
         let turns = matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');

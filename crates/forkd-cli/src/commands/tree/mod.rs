@@ -1,4 +1,4 @@
-//! `forkd tree`: who came from whom.
+//! `forkd tree`: shows which snapshot or sandbox each one came from.
 
 mod dot;
 mod forest;
@@ -43,7 +43,7 @@ pub(crate) fn tree(context: &Context, args: &TreeArgs) -> Result<u8> {
 
 fn show(context: &Context, text: &str) -> Result<()> {
     if text.is_empty() {
-        context.ui.note("nothing is there yet: `forkd snapshot` makes the first snapshot");
+        context.ui.note("there are no snapshots yet: `forkd snapshot` creates the first one");
         return Ok(());
     }
     ui::print(text)

@@ -1,10 +1,10 @@
-//! The tree as a picture, drawn here: parents to the left of their children and at half their height.
+//! The tree as SVG: parents are to the left of their children and at the middle of their height.
 
 use std::fmt::Write;
 
 use super::forest::{Forest, Node};
 
-/// Sizes in pixels. A letter of the font used is about as wide as this.
+/// Sizes in pixels. The first is the approximate width of a letter.
 const LETTER: f64 = 7.3;
 const PADDING: f64 = 10.0;
 const MARGIN: f64 = 16.0;
@@ -12,7 +12,7 @@ const BOX_HEIGHT: f64 = 40.0;
 const ROW: f64 = 54.0;
 const GAP: f64 = 48.0;
 
-/// Where a node's box is: its left edge, its middle's height and its width.
+/// The box of a node: its left edge, the height of its middle, and its width.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Spot {
     x: f64,
@@ -40,13 +40,13 @@ pub(crate) fn svg(forest: &Forest) -> String {
     picture
 }
 
-/// Columns as wide as their widest box; a row for each node without children, every other one half way
-/// between its first and its last child.
+/// Columns are as wide as their widest box. Each node without children has a row; every other node is half
+/// way between its first and its last child.
 fn layout(forest: &Forest) -> Vec<Spot> {
     let widths: Vec<f64> = forest.places.iter().map(|place| box_width(&place.node)).collect();
     let mut columns: Vec<f64> = Vec::new();
     for (place, width) in forest.places.iter().zip(&widths) {
-        // A node stands after its parent: columns grow by one.
+        // A node comes after its parent: columns grow by one.
         match columns.get_mut(place.depth) {
             Some(column) => *column = column.max(*width),
             None => columns.push(*width),
@@ -84,7 +84,7 @@ fn heights(forest: &Forest) -> Vec<f64> {
         *height = next;
         next += ROW;
     }
-    // From the last to the first: all children of a node come before it.
+    // From last to first: all children of a node are visited before it.
     let mut spans: Vec<Option<(f64, f64)>> = vec![None; forest.places.len()];
     for (index, place) in forest.places.iter().enumerate().rev() {
         if let Some((first, last)) = spans[index] {

@@ -2,10 +2,10 @@
 
 use super::forest::{Forest, Placed};
 
-/// How many levels are indented; what is deeper is not indented further.
+/// The number of indented levels; deeper nodes are not indented further.
 const MAX_LEVELS: usize = 40;
 
-/// What may be printed.
+/// The characters that the terminal can print.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Letters {
     Unicode,
@@ -13,8 +13,7 @@ pub(crate) enum Letters {
 }
 
 impl Letters {
-    /// What the terminal understands, as the environment tells it: the first of `LC_ALL`, `LC_CTYPE` and
-    /// `LANG` that says anything counts.
+    /// The characters of the terminal, according to the first set variable of `LC_ALL`, `LC_CTYPE` and `LANG`.
     pub(crate) fn of_locale(variable: impl Fn(&str) -> Option<String>) -> Self {
         let said =
             ["LC_ALL", "LC_CTYPE", "LANG"].into_iter().filter_map(variable).find(|said| !said.is_empty());
@@ -38,9 +37,9 @@ impl Letters {
     }
 }
 
-/// A line for each node, under the one it came from.
+/// A line for each node, below its parent.
 pub(crate) fn text(forest: &Forest, letters: Letters) -> String {
-    // For each level of the way down to the node at hand, whether that ancestor was the last.
+    // For each level from the root to this node, whether the ancestor is the last of its siblings.
     let mut way: Vec<bool> = Vec::new();
     let line = |place: &Placed| {
         way.truncate(place.depth);
@@ -51,8 +50,8 @@ pub(crate) fn text(forest: &Forest, letters: Letters) -> String {
     forest.places.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// What stands before a node; `way` ends with its own level and begins with that of its root, which is
-/// not indented.
+/// The text before a node. `way` begins with the level of its root, which is not indented, and ends with its
+/// own level.
 fn indentation(way: &[bool], letters: Letters) -> String {
     let [past, none, turn, last_turn] = letters.lines();
     let Some((last, above)) = way.get(1..).unwrap_or_default().split_last() else { return String::new() };
