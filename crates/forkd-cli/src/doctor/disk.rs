@@ -1,4 +1,4 @@
-//! Checks of what the data directory's file system can do, by doing it to a file that has no name.
+//! Checks of features of the data directory's file system, on an unnamed file.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -13,9 +13,9 @@ const NAME: &str = "file-system";
 const ELSEWHERE: &str = "choose a place on ext4, xfs or btrfs with --data-dir or FORKD_DATA_DIR";
 
 pub(super) fn features(data: &DataDir) -> Check {
-    // It is made when it is needed: what counts until then is the folder it would be made in.
+    // The data directory is created on demand: until then its parent folder is checked.
     let Some(folder) = data.root().ancestors().find(|path| path.is_dir()) else {
-        return Check::skip(NAME, "there is no folder to look at");
+        return Check::skip(NAME, "there is no folder to check");
     };
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
     let file = match rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR) {
@@ -24,8 +24,7 @@ pub(super) fn features(data: &DataDir) -> Check {
             return Check::skip(NAME, format!("this user may not write to {}", folder.display()));
         }
         Err(error) => {
-            let detail =
-                format!("files without a name (O_TMPFILE) cannot be made: {error}; sandboxes need them");
+            let detail = format!("cannot create unnamed files (O_TMPFILE): {error}; sandboxes need them");
             return Check::fail(NAME, detail, ELSEWHERE).essential();
         }
     };
@@ -36,16 +35,12 @@ pub(super) fn features(data: &DataDir) -> Check {
     ];
     let missing: Vec<_> = tried.iter().filter(|(_, works)| !works).map(|(name, _)| *name).collect();
     if missing.is_empty() {
-        return Check::pass(NAME, "files without a name, holes, punching holes and naming files later work");
+        return Check::pass(NAME, "unnamed files, holes, punching holes and naming files later work");
     }
-    Check::warn(
-        NAME,
-        format!("does not have: {}; snapshots take more room and time", missing.join(", ")),
-        ELSEWHERE,
-    )
+    Check::warn(NAME, format!("lacks: {}; snapshots take more space and time", missing.join(", ")), ELSEWHERE)
 }
 
-/// Whether a hole is seen as one.
+/// Whether the file system reports holes.
 fn holes(file: &File) -> bool {
     const FAR: u64 = 1 << 20;
     let written = std::os::unix::fs::FileExt::write_all_at(file, &[1; 4096], FAR);
@@ -57,7 +52,7 @@ fn punching(file: &File) -> bool {
     rustix::fs::fallocate(file, flags, 1 << 20, 4096).is_ok()
 }
 
-/// Whether a file without a name can get one. It is taken back at once.
+/// Whether an unnamed file can get a name. The name is removed at once.
 fn naming(file: &File, folder: &Path) -> bool {
     let source = format!("/proc/self/fd/{}", file.as_raw_fd());
     let name = folder.join(format!(".forkd-doctor-{}", std::process::id()));

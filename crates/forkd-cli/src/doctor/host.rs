@@ -1,4 +1,4 @@
-//! Checks of the computer: what it is, and which programs of others it has.
+//! Checks of the host: its hardware and system, and other programs that forkd uses.
 
 use std::fs;
 use std::path::Path;
@@ -10,11 +10,11 @@ use crate::host::paths::{DataDir, find_program};
 use crate::machine::find_qemu;
 use crate::ui::bytes;
 
-/// The oldest kernel forkd is tested on: the emulated machine's own.
+/// The oldest tested kernel: the emulated machine's own.
 const OLDEST_KERNEL: (u32, u32) = (6, 1);
-/// Room for an image, a kernel and a few sandboxes.
+/// Space for an image, a kernel and a few sandboxes.
 const COMFORTABLE_SPACE: u64 = 10 << 30;
-/// Less than this does not hold one image.
+/// The least space for one image.
 const NEEDED_SPACE: u64 = 2 << 30;
 
 pub(super) fn platform() -> Check {
@@ -40,7 +40,7 @@ pub(super) fn virtualization() -> Check {
     describe_cpu(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default())
 }
 
-/// What the CPU says of itself, which is no proof of anything: `kvm` is.
+/// What the CPU reports. This proves nothing: the check `kvm` does.
 fn describe_cpu(info: &str) -> Check {
     const NAME: &str = "virtualization";
     let flags = info.lines().find_map(|line| line.strip_prefix("flags")).unwrap_or_default();
@@ -52,12 +52,12 @@ fn describe_cpu(info: &str) -> Check {
         (None, true) => Check::warn(
             NAME,
             "a virtual machine without nested virtualization",
-            "switch on nested virtualization for this machine, or choose a kind that has it; until then everything is emulated",
+            "enable nested virtualization for this machine, or use a machine type that has it; until then sandboxes are emulated",
         ),
         (None, false) => Check::warn(
             NAME,
             "the CPU does not offer virtualization",
-            "switch on VT-x or AMD-V in the firmware; until then everything is emulated",
+            "enable VT-x or AMD-V in the firmware; until then sandboxes are emulated",
         ),
     }
 }
@@ -69,10 +69,10 @@ pub(super) fn kvm(kvm: &Kvm) -> Check {
     }
     let detail = format!("{}; the emulated machine will be used", kvm.describe());
     let fix = if kvm.opens {
-        "nothing to do; on hardware, or in a VM with nested virtualization, everything is many times faster"
+        "nothing to do; on hardware, or in a VM with nested virtualization, sandboxes are many times faster"
     } else {
-        "for speed, switch virtualization on (in the firmware, or as nested virtualization of a VM), load kvm_intel or \
-         kvm_amd, and let this user open /dev/kvm"
+        "for speed, enable virtualization (in the firmware, or as nested virtualization of a VM), load kvm_intel or \
+         kvm_amd, and give this user access to /dev/kvm"
     };
     Check::warn(NAME, detail, fix)
 }
@@ -89,7 +89,7 @@ pub(super) fn machine(will_use: Runs) -> Check {
         Runs::Machine => {
             Check::fail(NAME, format!("{problem}, and KVM does not run Linux here"), FIX).essential()
         }
-        Runs::Kvm => Check::pass(NAME, format!("{problem}; it is not needed here")),
+        Runs::Kvm => Check::pass(NAME, format!("{problem}; not needed on this host")),
     }
 }
 
@@ -101,7 +101,7 @@ fn offers_9p(qemu: &Path) -> bool {
 pub(super) fn cgroups(will_use: Runs) -> Check {
     const NAME: &str = "cgroups";
     if will_use == Runs::Machine {
-        return Check::skip(NAME, "not needed: the emulated machine has cgroup v2 to itself");
+        return Check::skip(NAME, "not needed: the emulated machine has its own cgroup v2");
     }
     let controllers = fs::read_to_string("/sys/fs/cgroup/cgroup.controllers").unwrap_or_default();
     let missing: Vec<_> = ["cpu", "memory", "pids"]
@@ -173,15 +173,15 @@ fn program(name: &'static str, program: &str, without: &str, fix: &str) -> Check
 pub(super) fn data_dir(data: &DataDir) -> Check {
     const NAME: &str = "data-dir";
     const ELSEWHERE: &str = "choose another place with --data-dir or FORKD_DATA_DIR";
-    // It is made when it is needed: what counts until then is the folder it would be made in.
+    // The data directory is created on demand: until then its parent folder is checked.
     let Some(existing) = data.root().ancestors().find(|path| path.exists()) else {
-        return Check::fail(NAME, format!("{} cannot be made", data.root().display()), ELSEWHERE).essential();
+        return Check::fail(NAME, format!("cannot create {}", data.root().display()), ELSEWHERE).essential();
     };
     let path = data.root().display();
     let writable =
         rustix::fs::access(existing, rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK).is_ok();
     if !existing.is_dir() || !writable {
-        return Check::fail(NAME, format!("{path} cannot be written by this user"), ELSEWHERE).essential();
+        return Check::fail(NAME, format!("this user may not write to {path}"), ELSEWHERE).essential();
     }
     let free = match rustix::fs::statvfs(existing) {
         Ok(stat) => stat.f_bavail.saturating_mul(stat.f_frsize),
@@ -206,7 +206,7 @@ pub(super) fn data_dir(data: &DataDir) -> Check {
     Check::pass(NAME, detail)
 }
 
-/// The file system's name, and whether large sparse files that outlive a reboot belong there.
+/// The file system's name, and whether it suits large sparse files that must survive a reboot.
 fn file_system(path: &Path) -> (String, bool) {
     // The numbers are part of the kernel's interface (linux/magic.h).
     match rustix::fs::statfs(path).map(|stat| stat.f_type as u64) {

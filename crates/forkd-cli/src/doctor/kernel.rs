@@ -1,10 +1,10 @@
-//! Checks of how this computer's kernel is set.
+//! Checks of settings of the host's kernel.
 
 use std::fs;
 
 use super::{Check, Runs};
 
-/// Pages of guests that the kernel merges tell one guest what another one has in its memory.
+/// Merged pages reveal the memory of one guest to another.
 pub(super) fn same_page_merging() -> Check {
     judge_merging(fs::read_to_string("/sys/kernel/mm/ksm/run").ok().as_deref())
 }
@@ -15,42 +15,42 @@ fn judge_merging(run: Option<&str>) -> Check {
         None => Check::pass(NAME, "this kernel does not merge pages"),
         Some("1") => Check::warn(
             NAME,
-            "the kernel merges equal pages: by the time a write takes, a guest can tell what others hold",
+            "the kernel merges equal pages: from the time of its writes, a guest can infer the memory of other guests",
             "echo 2 > /sys/kernel/mm/ksm/run; forked children share memory without it",
         ),
-        Some(_) => Check::pass(NAME, "pages are not merged"),
+        Some(_) => Check::pass(NAME, "the kernel does not merge pages"),
     }
 }
 
-/// For people who compare: forkd itself does not need it.
+/// For the benchmark only: forkd itself does not need userfaultfd.
 pub(super) fn userfaultfd() -> Check {
     const NAME: &str = "userfaultfd";
     let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
-    // SAFETY: the call takes flags only and makes a descriptor or an error.
+    // SAFETY: the call takes flags only, and returns a descriptor or an error.
     let made = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
     if made < 0 {
         let error = std::io::Error::last_os_error();
         return Check::skip(
             NAME,
-            format!("not there ({error}); only `forkd bench branch` uses it, to compare"),
+            format!("missing ({error}); only `forkd bench branch` uses it, to compare"),
         );
     }
-    // SAFETY: the descriptor was just made, and nobody else has it.
+    // SAFETY: the call above returned the descriptor, and no other code owns it.
     drop(unsafe { <std::os::fd::OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(made as i32) });
-    Check::pass(NAME, "there; only `forkd bench branch` uses it, to compare")
+    Check::pass(NAME, "available; only `forkd bench branch` uses it, to compare")
 }
 
-/// Without it guests do not get out; the daemon switches it on.
+/// Guests reach the internet only with it; the daemon enables it.
 pub(super) fn forwarding(will_use: Runs) -> Check {
     const NAME: &str = "ip-forward";
     if will_use == Runs::Machine {
-        return Check::skip(NAME, "not needed: the emulated machine forwards for itself");
+        return Check::skip(NAME, "not needed: the emulated machine forwards by itself");
     }
     match fs::read_to_string("/proc/sys/net/ipv4/ip_forward").map(|text| text.trim() == "1") {
-        Ok(true) => Check::pass(NAME, "IPv4 is forwarded"),
+        Ok(true) => Check::pass(NAME, "the kernel forwards IPv4"),
         Ok(false) => Check::warn(
             NAME,
-            "IPv4 is not forwarded yet; the daemon switches it on with the first network",
+            "the kernel does not forward IPv4 yet; the daemon enables it with the first network",
             "nothing to do, or sysctl -w net.ipv4.ip_forward=1",
         ),
         Err(error) => {

@@ -1,29 +1,31 @@
-//! Checks of what this computer allows: memory that may be promised, processes, connections.
+//! Checks of the host's limits: memory overcommit, processes, connections.
 
 use super::root::Root;
 use super::{Check, Runs};
 
-/// Tasks a host has room for: sixteen thousand sandboxes of one vCPU, which take four each.
+/// Enough tasks for sixteen thousand sandboxes of one vCPU, which take four each.
 const ENOUGH_TASKS: u64 = 64 << 10;
-/// The most there can be on a 64-bit kernel.
+/// The maximum on a 64-bit kernel.
 const MOST_PIDS: u64 = 4 << 20;
 
-/// A fork promises each child all memory of its parent, of which the child writes little.
+/// A fork commits all memory of the parent to each child, which writes little of it.
 pub(super) fn overcommit(root: &Root) -> Check {
     const NAME: &str = "overcommit";
     match root.number("/proc/sys/vm/overcommit_memory") {
         None => Check::skip(NAME, "not known"),
-        // Not a matter of speed: forks fail.
+        // This is not about speed: forks fail.
         Some(2) => Check::fail(
             NAME,
-            "strict: each child needs room for all memory of its parent, so forks fail after a few children",
+            "strict: the kernel reserves all memory of the parent for each child, so forks fail after a few children",
             "sysctl -w vm.overcommit_memory=0",
         ),
-        Some(_) => Check::pass(NAME, "children may share memory they have not written"),
+        Some(_) => {
+            Check::pass(NAME, "the kernel reserves no memory for pages that children have not written")
+        }
     }
 }
 
-/// How many processes and threads there can be at once.
+/// The limit of processes and threads.
 pub(super) fn process_ids(root: &Root) -> Check {
     const NAME: &str = "process-ids";
     let setting = |name: &str| Some((name.to_owned(), root.number(&format!("/proc/sys/kernel/{name}"))?));
@@ -44,13 +46,13 @@ pub(super) fn process_ids(root: &Root) -> Check {
     let (found, cures): (Vec<_>, Vec<_>) = small.iter().map(|one| (name(one), cure(one))).unzip();
     Check::warn(
         NAME,
-        format!("{}; a sandbox takes four or more, and spawns fail when none is left", found.join(", ")),
+        format!("{}; a sandbox takes four or more tasks, and spawns fail at the limit", found.join(", ")),
         format!("sysctl -w {}", cures.join(" ")),
     )
 }
 
-/// How many tasks the cgroups around this one allow, by systemd's `TasksMax` or otherwise. Sandboxes are in a
-/// folder beside the daemon's own, so those above count.
+/// The task limits of the cgroups above this one, such as systemd's `TasksMax`. Sandboxes are in a cgroup
+/// beside the daemon's, so the limits above apply to them.
 pub(super) fn task_limit(root: &Root) -> Check {
     const NAME: &str = "task-limit";
     let own = root.read("/proc/self/cgroup");
@@ -61,7 +63,7 @@ pub(super) fn task_limit(root: &Root) -> Check {
     };
     let mut above = Some(own.trim_end_matches('/'));
     while let Some(path) = above.filter(|path| !path.is_empty()) {
-        // `max` is no number.
+        // `max` is not a number.
         let file = format!("{place}{path}/pids.max");
         if let Some(most) = root.number(&file).filter(|most| *most < ENOUGH_TASKS) {
             let name = path.rsplit('/').next().unwrap_or_default();
@@ -72,32 +74,34 @@ pub(super) fn task_limit(root: &Root) -> Check {
                 format!("echo max > {file}")
             };
             let detail = format!(
-                "{name} allows {most} tasks; a sandbox takes four or more, and spawns fail when none is left"
+                "{name} allows {most} tasks; a sandbox takes four or more, and spawns fail at the limit"
             );
             return Check::warn(NAME, detail, fix);
         }
         above = path.rsplit_once('/').map(|(parent, _)| parent);
     }
-    Check::pass(NAME, "the cgroups around this one allow enough tasks")
+    Check::pass(NAME, "the cgroups above this one allow enough tasks")
 }
 
-/// The flows of all guests and of the host itself are in one table.
+/// The flows of all guests and of the host share one table.
 pub(super) fn connection_tracking(root: &Root, will_use: Runs) -> Check {
     const NAME: &str = "conntrack";
-    /// What Linux gives itself with a GiB of memory: room for the limits of 64 guests.
+    /// The default of Linux with a GiB of memory: enough for the limits of 64 guests.
     const ENOUGH_FLOWS: u64 = 262_144;
     if will_use == Runs::Machine {
-        return Check::skip(NAME, "not needed: the emulated machine tracks connections for itself");
+        return Check::skip(NAME, "not needed: the emulated machine tracks connections by itself");
     }
     match root.read("/proc/sys/net/netfilter/nf_conntrack_max").map(|most| most.parse::<u64>()) {
         None => Check::skip(NAME, "not loaded yet; the first network loads it"),
         Some(Ok(most)) if most >= ENOUGH_FLOWS => Check::pass(NAME, format!("room for {most} flows")),
         Some(Ok(most)) => Check::warn(
             NAME,
-            format!("room for {most} flows: a few guests with many connections fill it, and stop the host's"),
+            format!(
+                "room for {most} flows: a few guests with many connections can fill the table and block the host"
+            ),
             format!("sysctl -w net.netfilter.nf_conntrack_max={ENOUGH_FLOWS}, or lower --slot-max-flows"),
         ),
-        Some(Err(_)) => Check::warn(NAME, "nf_conntrack_max is not a number", "look at the kernel"),
+        Some(Err(_)) => Check::warn(NAME, "nf_conntrack_max is not a number", "check the kernel"),
     }
 }
 

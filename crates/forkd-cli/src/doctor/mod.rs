@@ -1,6 +1,6 @@
-//! What this computer can do, check by check. [`host`] looks at the computer, [`kernel`] at how its
-//! kernel is set, [`tuning`] at what makes it fast, [`limits`] at what it allows, [`disk`] at what the data
-//! directory's file system can do, [`ours`] at what belongs to forkd. Looking changes nothing.
+//! The checks of `forkd doctor`. [`host`] checks the host, [`kernel`] settings of its kernel, [`tuning`] its
+//! speed, [`limits`] its limits, [`disk`] the data directory's file system, [`ours`] forkd's own programs and
+//! data. Checks change nothing.
 
 mod disk;
 mod host;
@@ -18,17 +18,17 @@ use crate::host::paths::{Binaries, DataDir};
 use crate::ui::Ui;
 use root::Root;
 
-/// How a check went.
+/// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum CheckStatus {
-    /// As it should be.
+    /// All right.
     Pass,
-    /// Something is slower, weaker or missing until it is needed.
+    /// A feature is slow, weak, or missing until it is needed.
     Warn,
     /// Broken.
     Fail,
-    /// Not looked at: it does not matter here, or cannot be known.
+    /// Not checked: it does not matter here, or cannot be known.
     Skip,
 }
 
@@ -37,11 +37,11 @@ pub(crate) enum CheckStatus {
 pub(crate) struct Check {
     pub(crate) name: &'static str,
     pub(crate) status: CheckStatus,
-    /// What was found.
+    /// What the check found.
     pub(crate) detail: String,
-    /// What to do about it; absent when there is nothing to do.
+    /// How to fix it; absent if there is nothing to fix.
     pub(crate) fix: Option<String>,
-    /// Whether forkd cannot work at all when this fails.
+    /// Whether forkd cannot work at all if this fails.
     #[serde(skip)]
     essential: bool,
 }
@@ -63,7 +63,7 @@ impl Check {
         Check { status: CheckStatus::Skip, ..Check::pass(name, detail) }
     }
 
-    /// The same, for something nothing works without.
+    /// Marks a check as essential: forkd cannot work if it fails.
     fn essential(self) -> Self {
         Check { essential: true, ..self }
     }
@@ -73,7 +73,7 @@ impl Check {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Runs {
-    /// On this computer's KVM.
+    /// On the host's KVM.
     Kvm,
     /// In the emulated machine.
     Machine,
@@ -87,7 +87,7 @@ pub(crate) struct Report {
     pub(crate) totals: Totals,
 }
 
-/// How many checks went how.
+/// The number of checks by result.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Totals {
     pub(crate) pass: usize,
@@ -108,7 +108,7 @@ impl Report {
         Report { checks, will_use, totals }
     }
 
-    /// What forkd cannot work without, and does not have.
+    /// Failed essential checks.
     pub(crate) fn gates(&self) -> impl Iterator<Item = &Check> {
         self.checks.iter().filter(|check| check.essential && check.status == CheckStatus::Fail)
     }
@@ -118,7 +118,7 @@ impl Report {
         self.gates().next().is_none()
     }
 
-    /// The report for people.
+    /// The report as text.
     pub(crate) fn to_text(&self) -> String {
         let width = self.checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
         let mut lines = Vec::new();
@@ -138,8 +138,8 @@ impl Report {
         lines.push(String::new());
         lines.push(format!("{pass} passed, {warn} warned, {fail} failed, {skip} skipped"));
         lines.push(match (self.usable(), self.will_use) {
-            (false, _) => "forkd cannot work here until what failed is fixed.".to_owned(),
-            (true, Runs::Kvm) => "Sandboxes will run on this computer's KVM.".to_owned(),
+            (false, _) => "forkd cannot work here until the failed checks are fixed.".to_owned(),
+            (true, Runs::Kvm) => "Sandboxes will run on this host's KVM.".to_owned(),
             (true, Runs::Machine) => {
                 "Sandboxes will run in the emulated machine: the same, but many times slower.".to_owned()
             }
@@ -148,10 +148,10 @@ impl Report {
     }
 }
 
-/// Makes all checks.
+/// Runs all checks.
 pub(crate) async fn examine(data: &DataDir, daemon: &DaemonArgs, ui: Ui) -> Report {
     let binaries = Binaries::find();
-    let unknown = |why: String| Kvm { reason: format!("KVM could not be checked: {why}"), ..Kvm::default() };
+    let unknown = |why: String| Kvm { reason: format!("cannot check KVM: {why}"), ..Kvm::default() };
     let kvm = match &binaries {
         Ok(binaries) => {
             crate::host::kvm::look_now(&binaries.vmm).unwrap_or_else(|error| unknown(format!("{error:#}")))
@@ -173,7 +173,7 @@ pub(crate) async fn examine(data: &DataDir, daemon: &DaemonArgs, ui: Ui) -> Repo
     Report::new(checks, will_use)
 }
 
-/// What matters only where guests run on this computer's KVM.
+/// Skips a check that matters only if guests run on the host's KVM.
 fn of_a_kvm_host(root: &Root, will_use: Runs) -> Vec<Check> {
     let checks = [limits::overcommit, limits::process_ids, limits::task_limit, tuning::favordynmods];
     let checks =

@@ -1,4 +1,4 @@
-//! Checks of what belongs to forkd: programs, images, the daemon, and what was left behind.
+//! Checks of forkd's own programs, images, daemon, snapshots and leftovers.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -64,7 +64,7 @@ pub(super) fn images(data: &DataDir) -> Check {
     const NAME: &str = "images";
     match images::list(data) {
         Ok(images) if images.is_empty() => {
-            Check::warn(NAME, "none yet; `python` is built when it is first used", "forkd image build python")
+            Check::warn(NAME, "none yet; forkd builds `python` at its first use", "forkd image build python")
         }
         Ok(images) if images.iter().any(|image| image.problem.is_some()) => {
             let problems: Vec<_> = images.iter().filter_map(|image| image.problem.as_deref()).collect();
@@ -88,8 +88,8 @@ pub(super) fn kernel(data: &DataDir) -> Check {
         Ok(Some(kernel)) => Check::pass(NAME, kernel),
         Ok(None) => Check::warn(
             NAME,
-            "none yet; Debian's is fetched when it is first needed",
-            "nothing to do, or give one to `forkd serve --kernel`",
+            "none yet; forkd fetches Debian's kernel at its first use",
+            "nothing to do, or use `forkd serve --kernel FILE`",
         ),
         Err(error) => {
             Check::fail(NAME, format!("{error:#}"), "remove the folder `kernels` of the data directory")
@@ -97,21 +97,21 @@ pub(super) fn kernel(data: &DataDir) -> Check {
     }
 }
 
-/// A daemon that was looked for.
+/// The result of the search for a daemon.
 pub(super) enum Found {
     /// It answers.
     Answers(Daemon),
-    /// It was named, or its machine runs, but it does not answer: where, and what to do.
+    /// The user named it, or its machine runs, but it does not answer: the address, and what to do.
     Silent(String, &'static str),
-    /// There is none.
+    /// No daemon runs.
     None,
 }
 
-/// Looks for a daemon, without starting one.
+/// Searches a daemon, without starting one.
 pub(super) async fn find_daemon(data: &DataDir, args: &DaemonArgs, ui: Ui) -> Found {
     const FIND_TIMEOUT: Duration = Duration::from_secs(10);
     let (daemon, fix) = match crate::client::discover::find(data, args, ui).await {
-        Ok(Some(daemon)) => (daemon, "start it, or unset FORKD_URL to have one found"),
+        Ok(Some(daemon)) => (daemon, "start it, or unset FORKD_URL to let forkd find a daemon"),
         Ok(None) => {
             let machine = Machine::new(data, ui);
             let Ok(Some(running)) = machine.running() else { return Found::None };
@@ -134,7 +134,7 @@ pub(super) async fn daemon(found: &Found) -> Check {
         Found::Answers(daemon) => daemon,
         Found::Silent(detail, fix) => return Check::fail(NAME, detail, *fix),
         Found::None => {
-            let detail = "none runs; `forkd run` starts one when it needs it";
+            let detail = "none runs; `forkd run` starts one on demand";
             return Check::warn(
                 NAME,
                 detail,
@@ -151,8 +151,8 @@ pub(super) async fn daemon(found: &Found) -> Check {
                 true => Check::pass(NAME, detail),
                 false => Check::warn(
                     NAME,
-                    format!("{detail}; this command is of version {}", env!("CARGO_PKG_VERSION")),
-                    "restart the daemon: sandboxes go on meanwhile",
+                    format!("{detail}; this command has version {}", env!("CARGO_PKG_VERSION")),
+                    "restart the daemon; sandboxes keep running meanwhile",
                 ),
             }
         }
@@ -160,7 +160,7 @@ pub(super) async fn daemon(found: &Found) -> Check {
     }
 }
 
-/// Whether every snapshot can be used here: by what the daemon says of it and by the CPU its guest knows.
+/// Whether every snapshot is usable here, according to the daemon's report and to the CPU of its guest.
 pub(super) async fn snapshots(
     found: &Found,
     data: &DataDir,
@@ -168,8 +168,7 @@ pub(super) async fn snapshots(
     will_use: Runs,
 ) -> Check {
     const NAME: &str = "snapshots";
-    const FIX: &str =
-        "make them again, or remove them with `forkd rmi`; another CPU's need a host like the first";
+    const FIX: &str = "create them again, or remove them with `forkd rmi`; snapshots of another CPU need a host like theirs";
     let mut problems = Vec::new();
     let mut count = None;
     if let Found::Answers(daemon) = found {
@@ -184,7 +183,7 @@ pub(super) async fn snapshots(
             Err(error) => return Check::fail(NAME, format!("{error:#}"), "see the daemon's log"),
         }
     }
-    // The machine's are on a disk of its own, for a CPU that is always the same.
+    // The machine's snapshots are on its own disk, for a CPU that is always the same.
     if let (Runs::Kvm, Ok(binaries)) = (will_use, binaries) {
         let tags = tags(&data.root().join("snapshots"));
         count.get_or_insert(tags.len());
@@ -197,13 +196,13 @@ pub(super) async fn snapshots(
         }
     }
     match (count, problems.is_empty()) {
-        (None, _) => Check::skip(NAME, "no daemon runs that could tell"),
+        (None, _) => Check::skip(NAME, "no daemon runs that could list them"),
         (Some(count), true) => Check::pass(NAME, format!("{count}, all of them usable")),
         (Some(_), false) => Check::warn(NAME, problems.join("; "), FIX),
     }
 }
 
-/// Snapshots in a folder, with the files of their state.
+/// Snapshots in a folder, with their state files.
 fn tags(folder: &Path) -> Vec<(String, std::path::PathBuf)> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let snapshot = |entry: fs::DirEntry| {
@@ -221,12 +220,12 @@ pub(super) fn token(data: &DataDir) -> Check {
         let open = fs::metadata(file).is_ok_and(|data| data.permissions().mode() & 0o077 != 0);
         if open {
             let path = file.display();
-            return Check::fail(NAME, format!("others can read {path}"), format!("chmod 600 {path}"));
+            return Check::fail(NAME, format!("other users can read {path}"), format!("chmod 600 {path}"));
         }
     }
     match found.first() {
         Some(file) => Check::pass(NAME, format!("{} is private", file.display())),
-        None => Check::pass(NAME, "none yet; made at the first start of the daemon"),
+        None => Check::pass(NAME, "none yet; the daemon creates it at its first start"),
     }
 }
 
@@ -236,8 +235,8 @@ pub(super) fn machine_shutdown(data: &DataDir) -> Check {
         Ok(Some(state))
             if !state.supervisor.is_alive() && !matches!(state.phase, Phase::Stopped | Phase::Failed) =>
         {
-            let detail = "the emulated machine was not shut down; its disk is checked at the next start";
-            Check::warn(NAME, detail, "nothing to do: what was saved is on the disk")
+            let detail = "the emulated machine was not shut down; the next start checks its disk";
+            Check::warn(NAME, detail, "nothing to do: saved data is on the disk")
         }
         Ok(Some(_)) => Check::pass(NAME, "the emulated machine runs, or was shut down"),
         Ok(None) => Check::skip(NAME, "there is no emulated machine"),
@@ -257,7 +256,7 @@ pub(super) fn leftovers(data: &DataDir) -> Check {
         Some(first) => {
             let more = if left.len() > 1 { " and more" } else { "" };
             let count = crate::ui::count(left.len(), "thing", "things");
-            let detail = format!("{count} that nobody owns: {}{more}", first.path);
+            let detail = format!("{count} without an owner: {}{more}", first.path);
             Check::warn(NAME, detail, "sudo forkd cleanup --yes")
         }
     }

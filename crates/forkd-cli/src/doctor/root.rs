@@ -1,35 +1,35 @@
-//! Where the files of the kernel are: `/` of this computer or, in tests, a folder that is made up.
+//! The root of the kernel's files: `/` or, in tests, a fake folder.
 
 use std::path::PathBuf;
 
-/// A file system that `proc` and `sys` are in.
+/// A file system that contains `proc` and `sys`.
 #[derive(Debug)]
 pub(super) struct Root(PathBuf);
 
 impl Root {
-    /// This computer's.
+    /// The root of this host.
     pub(super) fn host() -> Root {
         Root("/".into())
     }
 
-    /// The text of a file, without the space around it; none if it cannot be read. A kernel without a feature
-    /// does not have its file, which is no error.
+    /// The trimmed text of a file; `None` if it cannot be read. A missing file is not an error: the kernel lacks
+    /// the feature.
     pub(super) fn read(&self, path: &str) -> Option<String> {
         let text = std::fs::read_to_string(self.0.join(path.trim_start_matches('/'))).ok()?;
         Some(text.trim().to_owned())
     }
 
-    /// The number in a file; none if there is no file, or no number in it.
+    /// The number in a file; `None` if there is no file, or no number in it.
     pub(super) fn number(&self, path: &str) -> Option<u64> {
         self.read(path)?.parse().ok()
     }
 
-    /// The kernel's version, for comparing.
+    /// The kernel's version, for comparison.
     pub(super) fn kernel(&self) -> Option<(u32, u32)> {
         super::host::kernel_version(&self.read("/proc/sys/kernel/osrelease")?)
     }
 
-    /// The mounts of a kind of file system: where, and with which options.
+    /// The mounts of a file system type: path and options of each.
     pub(super) fn mounts(&self, kind: &str) -> Vec<(String, String)> {
         let table = self.read("/proc/self/mountinfo").unwrap_or_default();
         let mount = |line: &str| {
@@ -42,7 +42,7 @@ impl Root {
     }
 }
 
-/// For tests: a computer with these files.
+/// For tests: a host with these files.
 #[cfg(test)]
 pub(super) struct FakeHost {
     folder: tempfile::TempDir,

@@ -1,17 +1,18 @@
-//! Checks of what decides how fast guests start and run on a real host. None of it stops forkd from working: what
-//! is not as it could be is a warning. A file that is not there belongs to a feature the kernel does not have.
+//! Checks of settings that decide how fast guests start and run on a real host. forkd works with any of them,
+//! so a bad one is a warning. A missing file means that the kernel lacks the feature.
 
 use super::Check;
 use super::root::Root;
 
-/// The kernel whose VMs have their helper thread as a task of their process, which needs no cgroup semaphore.
+/// The first kernel whose VMs have their helper thread as a task of their process, which needs no cgroup
+/// semaphore.
 const HELPER_IN_PROCESS: (u32, u32) = (6, 13);
-/// The kernel that has `favordynmods`; those before it were always like that.
+/// The first kernel with `favordynmods`; earlier ones always behave as with it.
 const FAVORDYNMODS: (u32, u32) = (6, 0);
-/// The kernel that adds devices to a VM without waiting for a grace period.
+/// The first kernel that adds devices to a VM without waiting for a grace period.
 const NO_GRACE_PERIOD: (u32, u32) = (6, 18);
 
-/// KVM attaches a thread to the cgroup of each VM. Without this option that waits for every CPU of the host.
+/// KVM attaches a thread to the cgroup of each VM. Without this option, attaching waits for every CPU.
 pub(super) fn favordynmods(root: &Root) -> Check {
     const NAME: &str = "favordynmods";
     let Some((place, options)) = root.mounts("cgroup2").into_iter().next() else {
@@ -21,21 +22,21 @@ pub(super) fn favordynmods(root: &Root) -> Check {
         return Check::pass(NAME, format!("{place} is mounted with it"));
     }
     match root.kernel() {
-        Some(version) if version < FAVORDYNMODS => Check::pass(NAME, "this kernel is always like that"),
+        Some(version) if version < FAVORDYNMODS => Check::pass(NAME, "this kernel always behaves as with it"),
         Some(version) if version < HELPER_IN_PROCESS => Check::warn(
             NAME,
             format!(
-                "{place} is mounted without it: making a VM in a cgroup takes 10 to 30 ms on this kernel"
+                "{place} is mounted without it: creating a VM in a cgroup takes 10 to 30 ms on this kernel"
             ),
             format!("mount -o remount,favordynmods {place}"),
         ),
-        Some(_) => Check::pass(NAME, "off; this kernel makes VMs without it as fast"),
+        Some(_) => Check::pass(NAME, "off; this kernel creates VMs without it as fast"),
         None => Check::skip(NAME, "the kernel's version is not known"),
     }
 }
 
-/// The answer to a bug of some Intel CPUs: huge pages of guests are split where code runs, and each VM has a
-/// thread that puts them together again.
+/// The workaround for a bug of some Intel CPUs: KVM splits huge pages in which guests run code, and each VM
+/// has a thread that merges them again.
 pub(super) fn nx_huge_pages(root: &Root) -> Check {
     const NAME: &str = "nx-huge-pages";
     const FILE: &str = "/sys/module/kvm/parameters/nx_huge_pages";
@@ -46,9 +47,9 @@ pub(super) fn nx_huge_pages(root: &Root) -> Check {
         .read("/sys/devices/system/cpu/vulnerabilities/itlb_multihit")
         .map(|answer| !answer.starts_with("Not affected"));
     match (value.as_str(), needed) {
-        // Speed is no reason to switch off what protects the host.
+        // Speed is no reason to disable a protection of the host.
         ("Y", Some(true)) => Check::pass(NAME, "on, and this CPU needs it"),
-        ("Y", None) => Check::pass(NAME, "on; the kernel does not say whether this CPU needs it"),
+        ("Y", None) => Check::pass(NAME, "on; the kernel does not report whether this CPU needs it"),
         ("N" | "never", Some(true)) => Check::warn(
             NAME,
             "off, but this CPU needs it: a guest can stop the host",
@@ -70,7 +71,7 @@ pub(super) fn nx_huge_pages(root: &Root) -> Check {
     }
 }
 
-/// How long KVM keeps a CPU busy in case a guest that went idle wakes again.
+/// How long KVM polls on a CPU, in case an idle guest wakes again.
 pub(super) fn halt_polling(root: &Root) -> Check {
     const NAME: &str = "halt-polling";
     const FILE: &str = "/sys/module/kvm/parameters/halt_poll_ns";
@@ -80,7 +81,7 @@ pub(super) fn halt_polling(root: &Root) -> Check {
         Some(time) => Check::warn(
             NAME,
             format!(
-                "KVM polls up to {} µs each time a guest goes idle: many idle guests use CPU time others want",
+                "KVM polls up to {} µs each time a guest goes idle: many idle guests take CPU time from others",
                 time.div_ceil(1000)
             ),
             format!("echo 0 > {FILE}"),
@@ -88,7 +89,7 @@ pub(super) fn halt_polling(root: &Root) -> Check {
     }
 }
 
-/// The kernel takes pages away to see which CPUs use them. Guests then fault on memory they share.
+/// The kernel unmaps pages to see which CPUs use them. Guests then fault on shared memory.
 pub(super) fn numa_balancing(root: &Root) -> Check {
     const NAME: &str = "numa-balancing";
     let Some(setting) = root.number("/proc/sys/kernel/numa_balancing") else {
@@ -101,13 +102,13 @@ pub(super) fn numa_balancing(root: &Root) -> Check {
         (_, false) => Check::pass(NAME, "on, but this host has one node"),
         (_, true) => Check::warn(
             NAME,
-            "on: the kernel unmaps pages that guests share, again and again, to see which node uses them",
+            "on: the kernel repeatedly unmaps pages that guests share, to see which node uses them",
             "sysctl -w kernel.numa_balancing=0",
         ),
     }
 }
 
-/// KVM makes a folder of statistics for each VM, also where no program reads them.
+/// KVM creates a folder of statistics for each VM, even if no program reads them.
 pub(super) fn debugfs(root: &Root) -> Check {
     const NAME: &str = "debugfs";
     let Some(known) = root.read("/proc/filesystems") else {
@@ -115,19 +116,19 @@ pub(super) fn debugfs(root: &Root) -> Check {
     };
     let line = root.read("/proc/cmdline").unwrap_or_default();
     let chosen = line.split_whitespace().filter_map(|word| word.strip_prefix("debugfs=")).next_back();
-    // Without a mount the files are made all the same; only `off` spares them.
+    // KVM creates the files without a mount as well; only `off` avoids them.
     let there = known.lines().any(|one| one.split_whitespace().next_back() == Some("debugfs"));
     if chosen == Some("off") || (!there && chosen != Some("no-mount")) {
-        return Check::pass(NAME, "off: KVM makes no statistics of each VM");
+        return Check::pass(NAME, "off: KVM creates no statistics of each VM");
     }
     Check::warn(
         NAME,
-        "on: KVM makes about 60 files of statistics for each VM, one VM at a time: 0.1 to 0.2 ms per child",
+        "on: KVM creates about 60 files of statistics for each VM, one VM at a time: 0.1 to 0.2 ms per child",
         "add debugfs=off to GRUB_CMDLINE_LINUX in /etc/default/grub, run update-grub, and reboot",
     )
 }
 
-/// Adding a device to a VM waits until no CPU looks at the old list of devices.
+/// Adding a device to a VM waits until no CPU uses the old list of devices.
 pub(super) fn grace_periods(root: &Root) -> Check {
     const NAME: &str = "srcu";
     match root.kernel() {

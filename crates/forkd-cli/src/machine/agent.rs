@@ -1,10 +1,10 @@
-//! The agent in the machine, from outside.
+//! The client of the machine's agent.
 
 use std::time::Duration;
 
 use forkd_controller::agent::{Agent, Endpoint};
 
-/// How long one answer may take: the machine is slow, and may be busy.
+/// The time limit of a reply: the machine is slow, and may be busy.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// A client of the agent behind a loopback port.

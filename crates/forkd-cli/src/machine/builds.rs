@@ -1,7 +1,7 @@
-//! The programs the machine runs: copies of this build's, in a folder named after their content.
+//! The programs that the machine runs: copies of this build, in a folder named after their content.
 //!
-//! The machine reads them from this computer's disk while they run, so a file is never replaced:
-//! another build is another folder.
+//! The machine reads them from the host's disk while they run, so a file is never replaced: each build has
+//! its own folder.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -16,8 +16,8 @@ use super::state::{Build, Folder};
 use crate::host::files::{self, hex};
 use crate::host::paths::Binaries;
 
-/// The build of these programs. What was found out before is taken over when the files look the
-/// same: reading them all would cost every command a tenth of a second.
+/// The build of these programs. An earlier result is reused if the files' sizes and times are the same:
+/// reading them all would cost every command a tenth of a second.
 pub(super) fn identify(binaries: &Binaries, known: Option<&Build>) -> Result<Build> {
     let seen = quick_fingerprint(binaries)?;
     if let Some(known) = known.filter(|known| known.seen == seen) {
@@ -35,7 +35,7 @@ pub(super) fn identify(binaries: &Binaries, known: Option<&Build>) -> Result<Bui
     Ok(Build { id: name(whole), boot: name(boot), seen })
 }
 
-/// Copies the programs of `build` to where the machine finds them, if they are not there yet.
+/// Copies the programs of `build` into the machine's folder, if they are not there yet.
 pub(super) fn publish(binaries: &Binaries, build: &Build, folder: &Folder) -> Result<()> {
     let target = folder.programs().join(&build.id);
     if target.is_dir() {
@@ -43,7 +43,7 @@ pub(super) fn publish(binaries: &Binaries, build: &Build, folder: &Folder) -> Re
     }
     let temporary = folder.programs().join(format!(".{}-{}", build.id, files::random_hex(4)?));
     let copied = copy_all(binaries, &temporary).and_then(|()| match fs::rename(&temporary, &target) {
-        // Another command did the same at the same time.
+        // Another command copied the same build at the same time.
         Err(_) if target.is_dir() => Ok(()),
         other => other.with_context(|| format!("cannot make {}", target.display())),
     });
@@ -64,11 +64,11 @@ fn copy_all(binaries: &Binaries, target: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Removes the builds nothing runs from. Only while the machine is down.
+/// Removes unused builds. Only while the machine is down.
 pub(super) fn remove_others(folder: &Folder, build: &Build) {
     let Ok(entries) = fs::read_dir(folder.programs()) else { return };
     for entry in entries.flatten().filter(|entry| entry.file_name() != build.id.as_str()) {
-        // What cannot be removed only takes room.
+        // A build that cannot be removed only takes space.
         let _ = fs::remove_dir_all(entry.path());
     }
 }

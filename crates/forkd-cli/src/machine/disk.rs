@@ -9,17 +9,17 @@ use anyhow::{Context, Result, bail};
 
 use crate::host::paths::find_program;
 
-/// Size of a new disk; it takes only the room of what is on it.
+/// Size of a new disk; the file is sparse.
 const SIZE: u64 = 20 << 30;
 
-/// Makes the disk if there is none, and mends it if the machine was not shut down cleanly.
+/// Creates the disk if it is missing, and repairs it if the machine was not shut down cleanly.
 pub(super) fn prepare(disk: &Path) -> Result<()> {
     if disk.exists() { repair(disk) } else { make(disk) }
 }
 
 fn make(disk: &Path) -> Result<()> {
     let mke2fs = find_program("mke2fs").context("mke2fs is missing: install the package e2fsprogs")?;
-    // Under another name until it is whole.
+    // Under another name until it is complete.
     let temporary = disk.with_extension("new");
     let file = OpenOptions::new()
         .write(true)
@@ -32,7 +32,7 @@ fn make(disk: &Path) -> Result<()> {
     let mut command = Command::new(mke2fs);
     command
         .args(["-q", "-F", "-t", "ext4", "-m", "0", "-L", "forkd-machine"])
-        // The file is all zeros already: writing the journal's would only take room.
+        // The file is all zeros already: writing the journal's zeros would only take space.
         .args(["-E", "lazy_journal_init=1"])
         .arg(&temporary);
     run(&mut command, 0)?;
@@ -40,13 +40,15 @@ fn make(disk: &Path) -> Result<()> {
     fs::rename(&temporary, disk).with_context(|| format!("cannot make {}", disk.display()))
 }
 
-/// Replays the journal and repairs what a pulled plug left, which takes no time on a clean disk.
+/// Replays the journal and repairs the disk after a power-off; takes no time on a clean disk.
 fn repair(disk: &Path) -> Result<()> {
     let Some(e2fsck) = find_program("e2fsck") else { return Ok(()) };
     // 1 and 2: errors were corrected.
     run(Command::new(e2fsck).arg("-p").arg(disk), 2).with_context(|| {
         let path = disk.display();
-        format!("the machine's disk is damaged; `e2fsck {path}` may repair it, removing it starts anew")
+        format!(
+            "the machine's disk is damaged; repair it with `e2fsck {path}`, or remove it to get an empty one"
+        )
     })
 }
 

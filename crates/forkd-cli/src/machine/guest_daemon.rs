@@ -9,13 +9,13 @@ use forkd_protocol::agent::{Event, ProcessConfig, StartRequest};
 use super::log::printable;
 use super::qemu::{MACHINE_DATA, REST_PORT, SHARE};
 
-/// How long the daemon may take to end when asked.
+/// The time in which the daemon must end after SIGTERM.
 const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Where its log is, in the machine.
+/// The path of its log, in the machine.
 pub(crate) const LOG: &str = "/var/lib/forkd-machine/daemon.log";
 
-/// A daemon that was started.
+/// A started daemon.
 #[derive(Debug)]
 pub(super) struct GuestDaemon {
     pid: u32,
@@ -41,19 +41,19 @@ impl GuestDaemon {
             match events.next().await.context(failed)? {
                 Some(Event::Start { pid }) => return Ok(GuestDaemon { pid, events }),
                 Some(Event::Keepalive {}) => {}
-                other => bail!("{failed}: the agent said {other:?} first"),
+                other => bail!("{failed}: the agent sent {other:?} first"),
             }
         }
     }
 
-    /// Waits until it has ended, and says how. Safe to cancel.
+    /// Waits until it has ended; returns how. Safe to cancel.
     pub(super) async fn ended(&mut self) -> String {
         loop {
             match self.events.next().await {
                 Ok(Some(Event::End(end))) => return end.status,
                 Ok(Some(_)) => {}
-                Ok(None) => return "its end was not reported".to_owned(),
-                // The machine itself is in trouble, which the watchdog sees better than we do.
+                Ok(None) => return "the agent did not report how".to_owned(),
+                // The machine itself has a problem; the watchdog detects it.
                 Err(error) => return error.to_string(),
             }
         }
@@ -63,7 +63,7 @@ impl GuestDaemon {
         Ok(agent.signal(self.pid, name).await?)
     }
 
-    /// Asks it to end and waits for that; kills it when it takes too long.
+    /// Sends SIGTERM and waits for its end; kills it after the time limit.
     pub(super) async fn stop(mut self, agent: &Agent) {
         for name in ["SIGTERM", "SIGKILL"] {
             let asked = self.signal(agent, name).await.is_ok();
@@ -73,7 +73,7 @@ impl GuestDaemon {
         }
     }
 
-    /// The end of its log, to say why it failed.
+    /// The end of its log, for error messages.
     pub(super) async fn log_tail(agent: &Agent) -> String {
         match agent.read_file(LOG, None, 16 << 20).await {
             Ok(bytes) => {
@@ -81,14 +81,14 @@ impl GuestDaemon {
                 let lines: Vec<_> = text.lines().collect();
                 lines[lines.len().saturating_sub(5)..].join("\n")
             }
-            Err(error) => format!("(its log cannot be read: {error})"),
+            Err(error) => format!("(cannot read its log: {error})"),
         }
     }
 }
 
-/// What the machine's shell is given. The build is a hexadecimal number: nothing to quote. This
-/// computer's configuration file is there as well, but its addresses and certificates are not meant for
-/// a daemon behind QEMU.
+/// The script for the machine's shell. The build is a hexadecimal number and needs no quotes. The machine
+/// also sees the host's configuration file, but that one's addresses and certificates are not for a daemon
+/// behind QEMU.
 fn script(build: &str) -> String {
     format!(
         "log={LOG}

@@ -1,4 +1,4 @@
-//! Logs that cannot fill the disk: the newest bytes are kept, twice the limit at most.
+//! Logs that cannot fill the disk: they keep the newest bytes, at most twice the limit.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use crate::host::clock;
 use crate::ui;
 
-/// A log that starts a new file when the current one is full; the one before is kept as `.old`.
+/// A log that starts a new file when the current one is full, and keeps the previous one as `.old`.
 #[derive(Debug)]
 pub(super) struct BoundedLog {
     path: PathBuf,
@@ -18,17 +18,17 @@ pub(super) struct BoundedLog {
 }
 
 impl BoundedLog {
-    /// Opens the log, to write after what is there.
+    /// Opens the log for appending.
     pub(super) fn open(path: &Path, limit: u64) -> io::Result<Self> {
         let file = OpenOptions::new().create(true).append(true).open(path)?;
         let length = file.metadata()?.len();
         Ok(BoundedLog { path: path.to_path_buf(), file, length, limit })
     }
 
-    /// Writes a line with the time before it.
+    /// Writes a line with a timestamp.
     pub(super) fn line(&mut self, text: &str) {
         let line = format!("{} {text}\n", clock::timestamp(clock::now()));
-        // A full disk must not take the machine down.
+        // A full disk must not end the machine.
         let _ = self.write_all(line.as_bytes());
     }
 }
@@ -60,7 +60,7 @@ impl Log {
         Ok(Log(Arc::new(Mutex::new(BoundedLog::open(path, limit)?))))
     }
 
-    /// Writes a line with the time before it.
+    /// Writes a line with a timestamp.
     pub(super) fn line(&self, text: &str) {
         if let Ok(mut log) = self.0.lock() {
             log.line(text);
@@ -78,8 +78,8 @@ impl Write for Log {
     }
 }
 
-/// The last `count` bytes of a log as text, for a message; empty if there is none. What a machine
-/// wrote cannot control the reader's terminal.
+/// The last `count` bytes of a log as text, for a message; empty if there is no log. The text has no control
+/// characters, so a machine's output cannot control the user's terminal.
 pub(crate) fn tail(path: &Path, count: u64) -> String {
     let read = || -> io::Result<Vec<u8>> {
         let mut file = File::open(path)?;

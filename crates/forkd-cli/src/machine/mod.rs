@@ -1,9 +1,8 @@
 //! The emulated machine: one QEMU virtual machine in which `/dev/kvm` is real and the daemon runs.
 //!
-//! Everything about it is in the folder `machine` of the data directory. A command that needs the
-//! machine writes down what is to run ([`state::Plan`]) and starts a [`supervisor`], which is
-//! QEMU's parent and writes down what runs ([`state::State`]). This module is the commands' side of
-//! it: start, stop, look.
+//! All its files are in the folder `machine` of the data directory. A command that needs the machine writes
+//! what to run ([`state::Plan`]) and starts a [`supervisor`]. The supervisor is QEMU's parent and writes what
+//! runs ([`state::State`]). This module is the commands' side: start, stop, status.
 //!
 //! The machine knows nothing of sandboxes; the daemon in it does not know that it is emulated.
 
@@ -35,11 +34,11 @@ use crate::host::process;
 use crate::ui::{Progress, Ui};
 use state::{Build, Folder, Phase, Plan, State};
 
-/// No start takes this long; the supervisor gives up much sooner, and says why.
+/// The limit of a start. The supervisor gives up much sooner and reports the reason.
 const START_TIMEOUT: Duration = Duration::from_secs(900);
-/// The supervisor shuts down in less; one that does not is broken and is killed.
+/// The limit of a shutdown. A supervisor that takes longer is broken and is killed.
 const STOP_TIMEOUT: Duration = Duration::from_secs(150);
-/// How long a QEMU may outlive its supervisor.
+/// How long QEMU may outlive its supervisor.
 const QEMU_END_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The machine of a data directory, running or not.
@@ -66,22 +65,21 @@ impl Machine {
         &self.folder
     }
 
-    /// The daemon in the machine, from outside.
+    /// A client of the daemon in the machine.
     pub(crate) fn daemon(&self, state: &State) -> Result<Daemon> {
         let token = files::read_small(&self.folder.token())?
             .with_context(|| format!("{} is missing", self.folder.token().display()))?;
         Ok(Daemon::loopback(state.rest_port, String::from_utf8(token)?.trim().to_owned()))
     }
 
-    /// The machine if it runs and its daemon answers; starts nothing.
+    /// The machine, if it runs and its daemon answers. Starts nothing.
     pub(crate) fn running(&self) -> Result<Option<Running>> {
         let state = self.folder.live_state()?.filter(|state| state.phase == Phase::Ready);
         let plan = self.folder.plan()?;
         Ok(state.zip(plan).map(|(state, plan)| Running { state, plan }))
     }
 
-    /// Makes sure that the machine runs and that the daemon in it is of this build. Says what it
-    /// does, and `why`, if it has to do anything.
+    /// Starts the machine, and the daemon of this build in it, unless they run. Prints what it does, and `why`.
     pub(crate) fn ensure(&self, why: &str) -> Result<Running> {
         prepare::make_private_folder(self.folder.root())?;
         self.say_notices();
@@ -97,7 +95,7 @@ impl Machine {
         let _lock = Lock::take(&self.folder.start_lock(), || {
             self.ui.note("another forkd command starts or stops the machine; waiting for it");
         })?;
-        // Whoever had the lock may have done it all.
+        // The previous holder of the lock may have done everything.
         let progress = match (self.folder.live_state()?, self.folder.plan()?) {
             (Some(state), Some(plan))
                 if !matches!(state.phase, Phase::Stopping | Phase::Stopped | Phase::Failed) =>
@@ -113,7 +111,7 @@ impl Machine {
         self.wait_until_ready(&build, progress)
     }
 
-    /// Brings a running machine to this build, by the smallest step that does it.
+    /// Brings a running machine to this build, with the smallest possible restart.
     fn restart_changed(
         &self,
         binaries: &Binaries,
@@ -123,18 +121,18 @@ impl Machine {
         why: &str,
     ) -> Result<Progress> {
         if plan.build.boot != build.boot {
-            self.ui.note("the agent in the machine is of another build; the machine is restarted");
+            self.ui.note("the agent in the machine has another build; restarting the machine");
             self.stop_supervisor(state)?;
             return self.start(binaries, build, why);
         }
         if plan.build.id == build.id {
-            // Whoever wrote that plan may have been killed before it told the supervisor.
+            // The command that wrote the plan may have been killed before it signalled the supervisor.
             if state.phase == Phase::Ready && state.build.as_ref() != Some(&build.id) {
                 state.supervisor.signal(Signal::HUP);
             }
             return Ok(self.ui.progress("waiting for the emulated machine"));
         }
-        self.ui.note("the daemon in the machine is of another build; it is restarted");
+        self.ui.note("the daemon in the machine has another build; restarting it");
         builds::publish(binaries, build, &self.folder)?;
         self.folder.write_plan(&Plan { build: build.clone(), ..plan })?;
         state.supervisor.signal(Signal::HUP);
@@ -143,11 +141,11 @@ impl Machine {
 
     fn start(&self, binaries: &Binaries, build: &Build, why: &str) -> Result<Progress> {
         self.ui.note(format!("{why}: starting the emulated machine, which takes about 20 s"));
-        // When a supervisor is killed, its QEMU dies a moment later: two must not write to one disk.
+        // QEMU ends a moment after its killed supervisor: two QEMUs must not write to one disk.
         if let Some(qemu) = self.folder.state()?.and_then(|state| state.qemu)
             && !qemu.wait(QEMU_END_TIMEOUT)
         {
-            bail!("the QEMU of an earlier machine, pid {}, is still there; end it with `kill`", qemu.pid);
+            bail!("the QEMU of an earlier machine still runs; end it with `kill {}`", qemu.pid);
         }
         let plan = prepare::prepare(&self.data, &self.folder, binaries, build, self.ui)?;
         self.folder.write_plan(&plan)?;
@@ -167,15 +165,15 @@ impl Machine {
                 self.say_notices();
                 return Ok(running);
             }
-            // A supervisor that was started a moment ago has written nothing yet.
+            // A supervisor that has just started has written nothing yet.
             let settled = started.elapsed() > Duration::from_secs(5);
             match self.folder.live_state()? {
-                // Ready, but of another build: the restart has not begun yet.
+                // Ready, but with another build: the restart has not begun yet.
                 Some(state) if state.phase == Phase::Ready => {}
                 Some(state) => progress.update(&state.detail),
                 None if settled => {
                     drop(progress);
-                    // They would only repeat what the error says.
+                    // The notices would only repeat the error.
                     self.folder.take_notices();
                     bail!("the emulated machine did not start: {}", self.why_not());
                 }
@@ -188,7 +186,7 @@ impl Machine {
         }
     }
 
-    /// Shuts the machine down; `None` when none runs. Says how it ended.
+    /// Shuts the machine down; returns how it ended, or `None` if no machine runs.
     pub(crate) fn stop(&self) -> Result<Option<String>> {
         if !self.folder.root().is_dir() {
             return Ok(None);
@@ -214,14 +212,14 @@ impl Machine {
         Ok(self.folder.state()?.map(|state| state.detail).unwrap_or_default())
     }
 
-    /// Says what happened since the last command.
+    /// Prints the notices since the last command.
     pub(crate) fn say_notices(&self) {
         for line in self.folder.take_notices().iter().filter(|line| !line.trim().is_empty()) {
             self.ui.warn(line);
         }
     }
 
-    /// Why the last machine failed, as far as is known.
+    /// The reason why the last machine failed, as far as known.
     fn why_not(&self) -> String {
         match self.folder.state() {
             Ok(Some(state)) if state.phase == Phase::Failed => format!("{}; {}", state.detail, self.logs()),

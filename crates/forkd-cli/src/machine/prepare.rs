@@ -1,4 +1,4 @@
-//! Everything the machine needs before it can start: programs, kernel, initramfs, disk, token.
+//! Prepares the start of the machine: programs, kernel, initramfs, disk, token.
 
 use std::fs;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
@@ -15,13 +15,13 @@ use crate::images;
 use crate::settings;
 use crate::ui::Ui;
 
-/// Memory of the machine, unless `FORKD_MACHINE_MIB` says otherwise.
+/// Memory of the machine, unless `FORKD_MACHINE_MIB` is set.
 const MEMORY_MIB: u64 = 4096;
-/// Silence after which the machine counts as hung, unless `FORKD_MACHINE_WATCHDOG_SECS` says
-/// otherwise.
+/// Seconds without an answer after which the machine counts as hung, unless `FORKD_MACHINE_WATCHDOG_SECS` is
+/// set.
 const WATCHDOG_SECS: u64 = 120;
 
-/// Makes what is missing and returns the plan to start from.
+/// Creates missing files and returns the plan of the start.
 pub(super) fn prepare(
     data: &DataDir,
     folder: &Folder,
@@ -46,18 +46,18 @@ pub(super) fn prepare(
     Ok(Plan { qemu, kernel: kernel.path, memory_mib, agent_token, build: build.clone(), watchdog_secs })
 }
 
-/// The program that emulates.
+/// The path of QEMU.
 pub(crate) fn find_qemu() -> Result<PathBuf> {
     if let Some(path) = settings::value("qemu", "FORKD_QEMU") {
         return Ok(path.into());
     }
     find_program("qemu-system-x86_64").context(
-        "KVM cannot run Linux here, and qemu-system-x86_64, which could emulate a machine that can, is \
-         missing: install the package qemu-system-x86",
+        "KVM cannot run Linux here, and qemu-system-x86_64, which emulates a machine, is missing: install the \
+        package qemu-system-x86",
     )
 }
 
-/// Makes a folder only its owner can look into, or makes sure that it is one.
+/// Creates a folder that only its owner can read, or makes an existing one private.
 pub(super) fn make_private_folder(path: &Path) -> Result<()> {
     fs::DirBuilder::new()
         .recursive(true)

@@ -1,7 +1,7 @@
-//! QEMU's command line, and what the machine it makes looks like from inside.
+//! QEMU's command line, and the addresses and paths in its machine.
 //!
-//! The emulated CPU has virtualization, so that `/dev/kvm` in the machine is real. One CPU in one
-//! thread: with two, the machine was seen to hang.
+//! The emulated CPU has virtualization, so that `/dev/kvm` in the machine is real. It has one CPU in one
+//! thread: machines with two hung in tests.
 
 use std::ffi::OsString;
 use std::net::{Ipv4Addr, TcpListener};
@@ -12,20 +12,20 @@ use forkd_protocol::init::{InitPlan, InterfacePlan, ListenPlan, MountPlan, RootP
 
 use super::state::{Folder, Plan};
 
-/// Where the data directory of this computer is found in the machine, read-only.
+/// The host's data directory in the machine, read-only.
 pub(crate) const SHARE: &str = "/forkd-share";
-/// Where the machine's own disk is mounted: the data directory of the daemon in it.
+/// The mount point of the machine's own disk: the data directory of its daemon.
 pub(crate) const MACHINE_DATA: &str = "/var/lib/forkd-machine";
 /// The port of the agent in the machine.
 const AGENT_PORT: u16 = 1024;
-/// The port of the daemon, in the machine and, when it is free, outside.
+/// The port of the daemon, in the machine and, if free, on the host.
 pub(crate) const REST_PORT: u16 = 8889;
 /// The machine's address in QEMU's user network.
 pub(crate) const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 0, 2, 15);
-/// This computer's address in that network: what QEMU forwards comes from there.
+/// The host's address in that network: forwarded connections come from it.
 pub(crate) const GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 0, 2, 2);
 
-/// Ports on loopback that lead into the machine.
+/// Ports on the host's loopback that lead into the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Ports {
     pub(super) agent: u16,
@@ -33,7 +33,7 @@ pub(super) struct Ports {
 }
 
 impl Ports {
-    /// Ports nobody uses now. Somebody may take one before QEMU does: then QEMU ends at once.
+    /// Free ports. If another process takes one before QEMU does, QEMU ends at once.
     pub(super) fn choose() -> Result<Self> {
         let bind = |port| TcpListener::bind((Ipv4Addr::LOCALHOST, port));
         let any = || bind(0).context("no free port on 127.0.0.1");
@@ -63,7 +63,7 @@ pub(super) fn arguments(plan: &Plan, folder: &Folder, share: &Path, ports: Ports
     add("-kernel", plan.kernel.clone().into());
     add("-initrd", folder.initramfs().into());
     add("-append", "console=ttyS0 quiet panic=-1 mitigations=off".into());
-    // Read-only on QEMU's side: root in the machine could otherwise mount it again for writing.
+    // QEMU itself exports it read-only: otherwise root in the machine could remount it for writing.
     add(
         "-virtfs",
         with_path(
@@ -76,8 +76,8 @@ pub(super) fn arguments(plan: &Plan, folder: &Folder, share: &Path, ports: Ports
         "-virtfs",
         with_path("local,path=", share, ",mount_tag=share,security_model=none,multidevs=remap,readonly=on"),
     );
-    // Written back lazily, but a flush in the machine is an fdatasync here: what the machine's
-    // file system calls durable survives a pulled plug.
+    // The host writes back lazily, but a flush in the machine is an fdatasync on the host: durable
+    // data of the machine survives a power-off.
     add(
         "-drive",
         with_path("if=none,id=data,format=raw,cache=writeback,discard=unmap,file=", &folder.disk(), ""),
@@ -94,7 +94,7 @@ pub(super) fn arguments(plan: &Plan, folder: &Folder, share: &Path, ports: Ports
     arguments
 }
 
-/// A path inside a QEMU option, where a comma ends a value unless it is doubled.
+/// A path in a QEMU option; commas are doubled, because a single comma ends a value.
 fn with_path(before: &str, path: &Path, after: &str) -> OsString {
     use std::os::unix::ffi::{OsStrExt, OsStringExt};
     let mut value = before.as_bytes().to_vec();
@@ -108,7 +108,7 @@ fn with_path(before: &str, path: &Path, after: &str) -> OsString {
     OsString::from_vec(value)
 }
 
-/// What the machine's init is to do.
+/// The plan of the machine's init.
 pub(crate) fn init_plan(agent_token: &str) -> InitPlan {
     let mount = |source: &str, target: &str, fstype: &str, options: &str| MountPlan {
         source: source.into(),
@@ -119,14 +119,14 @@ pub(crate) fn init_plan(agent_token: &str) -> InitPlan {
     const P9: &str = "trans=virtio,version=9p2000.L,msize=512000,ro";
     InitPlan {
         modules: Vec::new(),
-        // This computer's own files. `loose` never looks again, which is fine for a root that
-        // nobody upgrades under a running machine and an order of magnitude faster.
+        // The host's own files. `loose` caches for ever: an order of magnitude faster, and right for
+        // a root that is not upgraded under a running machine.
         root: RootPlan::Overlay { lower: mount("root", "/", "9p", &format!("{P9},cache=loose")) },
         mounts: vec![
             mount("tmpfs", "/run", "tmpfs", "mode=0755,nosuid,nodev"),
             mount("tmpfs", "/tmp", "tmpfs", "mode=1777,nosuid,nodev"),
             mount("cgroup2", "/sys/fs/cgroup", "cgroup2", ""),
-            // Images and programs come and go while the machine runs, so this one always looks.
+            // Images and programs change while the machine runs, so this mount does not cache.
             mount("share", SHARE, "9p", &format!("{P9},cache=none")),
             mount("/dev/vda", MACHINE_DATA, "ext4", "noatime"),
         ],

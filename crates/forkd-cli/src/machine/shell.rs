@@ -1,4 +1,4 @@
-//! A command in the machine, with this terminal or these pipes as its own.
+//! A command in the machine that uses this process's terminal or pipes.
 
 use anyhow::{Context, Result, bail};
 use bytes::Bytes;
@@ -12,7 +12,7 @@ use crate::stream::signals::Forwarded;
 use crate::stream::stdio::{self, OutputStream, OutputWriter, RemoteExit};
 use crate::stream::terminal::RawTerminal;
 
-/// Runs `command`, or an interactive shell, and returns the status to exit with.
+/// Runs `command`, or an interactive shell, and returns the exit status.
 pub(crate) async fn run(machine: &Running, command: &[String]) -> Result<u8> {
     let agent = agent::connect(machine.state.agent_port, &machine.plan.agent_token);
     match command.split_first() {
@@ -41,7 +41,7 @@ async fn interactive(agent: &Agent) -> Result<u8> {
     status
 }
 
-/// A terminal as large as this one.
+/// A terminal of the same size as this one.
 fn pty() -> Pty {
     let (cols, rows) = RawTerminal::size();
     Pty { size: PtySize { cols: cols.into(), rows: rows.into() } }
@@ -54,7 +54,7 @@ async fn piped(agent: &Agent, program: &str, arguments: &[String]) -> Result<u8>
     follow(agent, &request, false).await
 }
 
-/// Starts a process and is its terminal, or its pipes, until it ends.
+/// Starts a process and forwards its terminal, or its pipes, until it ends.
 async fn follow(agent: &Agent, request: &StartRequest, tty: bool) -> Result<u8> {
     let process = agent.start(request, &StartOptions::default()).await?;
     let output = OutputWriter::start();
@@ -89,18 +89,18 @@ async fn forward_streams(
                 }
                 Some(Event::Keepalive {}) => {}
                 Some(Event::End(end)) => return Ok(RemoteExit::Exit(exit_status(&end))),
-                None => bail!("the machine's agent ended the conversation without a result"),
+                None => bail!("the machine's agent closed the connection without a result"),
             },
-            // Nobody reads the output: the command gets what it would get here.
+            // The reader of the output has left: the command gets the signal that it would get here.
             () = output.broken() => {
                 end(agent, pid, "SIGKILL").await;
                 return Ok(RemoteExit::Exit(128 + libc::SIGPIPE as u8));
             }
             caught = signals.next() => match pid {
                 Some(pid) if !tty && !caught.insists => {
-                    agent.signal(pid, caught.name).await.context("the signal could not be passed on")?;
+                    agent.signal(pid, caught.name).await.context("cannot forward the signal")?;
                 }
-                // On a terminal keys are no signals: somebody wants this process to end.
+                // On a terminal, keys are not signals: a signal means that this process must end.
                 _ => {
                     end(agent, pid, if tty { "SIGHUP" } else { "SIGKILL" }).await;
                     return Ok(RemoteExit::Leave(caught.status()));
@@ -115,14 +115,14 @@ async fn forward_streams(
     }
 }
 
-/// Does not leave a process behind in the machine, as far as the machine answers.
+/// Ends the process in the machine, if the machine answers.
 async fn end(agent: &Agent, pid: Option<u32>, signal: &str) {
     if let Some(pid) = pid {
         let _ = agent.signal(pid, signal).await;
     }
 }
 
-/// Passes standard input on until it, or the process, ends.
+/// Forwards standard input until it, or the process, ends.
 async fn feed(mut input: Input, mut stdin: mpsc::Receiver<Bytes>) {
     while let Some(bytes) = stdin.recv().await {
         if input.send(&bytes).await.is_err() {
@@ -132,7 +132,7 @@ async fn feed(mut input: Input, mut stdin: mpsc::Receiver<Bytes>) {
     let _ = input.close().await;
 }
 
-/// What a shell would say.
+/// The exit status, as a shell computes it.
 fn exit_status(end: &End) -> u8 {
     match end.signal {
         Some(signal) => 128u8.wrapping_add(signal as u8),

@@ -1,10 +1,9 @@
-//! What is on record about the machine, in its folder.
+//! The records about the machine, in its folder.
 //!
-//! Two files with one writer each, so that no command ever undoes what another wrote: the [`Plan`]
-//! says what is to run and is written by the command that starts the machine, under the start
-//! lock; the [`State`] says what runs and is written by the supervisor. Both are replaced as a
-//! whole. A state is believed only while its supervisor is alive, so killing anything with -9
-//! leaves nothing to repair.
+//! Two files with one writer each, so that no command undoes the writes of another. The command that starts
+//! the machine writes the [`Plan`], what to run, under the start lock. The supervisor writes the [`State`],
+//! what runs. Both files are replaced as a whole. A state is valid only while its supervisor runs, so SIGKILL
+//! of any process leaves nothing to repair.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::host::files;
 use crate::host::process::ProcessId;
 
-/// The names in the machine's folder.
+/// The paths in the machine's folder.
 #[derive(Debug, Clone)]
 pub(crate) struct Folder {
     root: PathBuf,
@@ -61,7 +60,7 @@ impl Folder {
         self.root.join("start.lock")
     }
 
-    /// Held by the supervisor as long as it lives.
+    /// Held by the supervisor while it runs.
     pub(crate) fn supervisor_lock(&self) -> PathBuf {
         self.root.join("supervisor.lock")
     }
@@ -94,15 +93,15 @@ impl Folder {
         files::write_record(&self.state_file(), state)
     }
 
-    /// The state, if its supervisor is alive.
+    /// The state, if its supervisor runs.
     pub(crate) fn live_state(&self) -> Result<Option<State>> {
         Ok(self.state()?.filter(|state| state.supervisor.is_alive()))
     }
 
-    /// Leaves a sentence for the next command to say.
+    /// Stores a notice, which the next command prints.
     pub(crate) fn leave_notice(&self, text: &str) -> Result<()> {
         let mut notices = files::read_small(&self.notices_file())?.unwrap_or_default();
-        // A machine that fails for days must not fill the disk; the first reasons matter most.
+        // A machine that fails for days must not fill the disk; the first notices matter most.
         if notices.len() < 16 << 10 {
             notices.extend_from_slice(text.as_bytes());
             notices.push(b'\n');
@@ -110,10 +109,10 @@ impl Folder {
         files::write_private(&self.notices_file(), &notices)
     }
 
-    /// Takes what was left to say.
+    /// Takes the stored notices.
     pub(crate) fn take_notices(&self) -> Vec<String> {
         let taken = self.root.join("notices.taken");
-        // Renaming first: of two commands at the same time only one says it.
+        // Rename first: of two concurrent commands only one prints them.
         if std::fs::rename(self.notices_file(), &taken).is_err() {
             return Vec::new();
         }
@@ -123,7 +122,7 @@ impl Folder {
     }
 }
 
-/// What is to run.
+/// What to run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Plan {
     /// QEMU's program.
@@ -132,52 +131,52 @@ pub(crate) struct Plan {
     pub(crate) kernel: PathBuf,
     /// Memory of the machine.
     pub(crate) memory_mib: u64,
-    /// Asked for by the agent in the machine, which is in its initramfs.
+    /// The token that the agent in the machine requires; it is in the initramfs.
     pub(crate) agent_token: String,
-    /// The folder of programs the daemon in the machine is started from.
+    /// The build whose programs the daemon in the machine runs.
     pub(crate) build: Build,
-    /// For how long the machine may give no answer.
+    /// The seconds without an answer after which the machine counts as hung.
     pub(crate) watchdog_secs: u64,
 }
 
 impl files::Record for Plan {}
 
-/// A set of forkd's programs, named by what is in them.
+/// A set of forkd's programs, named after its content.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Build {
     /// Name of the folder with these programs.
     pub(crate) id: String,
-    /// Name of what the machine boots from, its agent and plan: another one needs another boot.
+    /// Name of the machine's boot files, its agent and plan: a change needs a reboot.
     pub(crate) boot: String,
-    /// Sizes and times of the files this was made from: while they are the same, so is the rest.
+    /// Sizes and times of the source files: while they are the same, so is the build.
     pub(crate) seen: String,
 }
 
 /// What runs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct State {
-    /// Whose word this is.
+    /// The supervisor that wrote this state.
     pub(crate) supervisor: ProcessId,
     pub(crate) phase: Phase,
     /// A sentence about the phase.
     pub(crate) detail: String,
     /// QEMU's process.
     pub(crate) qemu: Option<ProcessId>,
-    /// Where the machine's agent answers on loopback.
+    /// The loopback port of the machine's agent.
     pub(crate) agent_port: u16,
-    /// Where the daemon answers on loopback.
+    /// The loopback port of the daemon.
     pub(crate) rest_port: u16,
-    /// The build the daemon was started from.
+    /// The build of the running daemon.
     pub(crate) build: Option<String>,
-    /// When this QEMU was started, in seconds since 1970.
+    /// The start of this QEMU, in seconds since 1970.
     pub(crate) started_at: u64,
-    /// How often a machine that hung or died was replaced.
+    /// How many times a hung or dead machine was restarted.
     pub(crate) restarts: u32,
 }
 
 impl files::Record for State {}
 
-/// How far the machine is.
+/// The phase of the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Phase {
@@ -187,11 +186,11 @@ pub(crate) enum Phase {
     StartingDaemon,
     /// The daemon answers.
     Ready,
-    /// On its way down.
+    /// Shutting down.
     Stopping,
     /// Shut down; the supervisor is about to end, or has ended.
     Stopped,
-    /// Given up; `detail` says why.
+    /// Given up; `detail` has the reason.
     Failed,
 }
 

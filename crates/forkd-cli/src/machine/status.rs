@@ -1,4 +1,4 @@
-//! How the machine is, for `forkd machine status`.
+//! The state of the machine, for `forkd machine status`.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -13,10 +13,10 @@ use super::{Machine, agent};
 use crate::host::clock;
 use crate::ui::{bytes, seconds};
 
-/// How long the machine and the daemon in it may take to answer.
+/// The time in which the machine and its daemon must answer.
 const STATUS_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What there is to say about the machine.
+/// The state of the machine, as `--json` prints it.
 #[derive(Debug, Serialize)]
 pub(crate) struct MachineStatus {
     /// `running`, `starting`, `stopping`, `stopped`, `failed` or `hung`.
@@ -28,7 +28,7 @@ pub(crate) struct MachineStatus {
     pub(crate) logs: Logs,
 }
 
-/// What there is to say about a machine that runs.
+/// The part of the state that only a running machine has.
 #[derive(Debug, Serialize)]
 pub(crate) struct RunningStatus {
     pub(crate) uptime_secs: u64,
@@ -48,7 +48,7 @@ pub(crate) struct RunningStatus {
 pub(crate) struct Disk {
     pub(crate) path: PathBuf,
     pub(crate) size_bytes: u64,
-    /// What it takes on this computer's disk.
+    /// Its bytes on the host's disk.
     pub(crate) used_bytes: u64,
 }
 
@@ -60,7 +60,7 @@ pub(crate) struct Logs {
     pub(crate) daemon: &'static str,
 }
 
-/// Looks at the machine.
+/// Collects the state of the machine.
 pub(crate) async fn look(machine: &Machine) -> Result<MachineStatus> {
     let folder = machine.folder();
     let disk = std::fs::metadata(folder.disk()).ok().map(|data| Disk {
@@ -100,7 +100,7 @@ pub(crate) async fn look(machine: &Machine) -> Result<MachineStatus> {
         Phase::Failed => "failed",
     };
     let detail = match name {
-        "hung" => format!("it does not answer; it is replaced after {} s", plan.watchdog_secs),
+        "hung" => format!("it does not answer; the supervisor restarts it after {} s", plan.watchdog_secs),
         _ => state.detail.clone(),
     };
     Ok(MachineStatus { state: name, detail, running: Some(running), disk, logs })
@@ -112,13 +112,13 @@ fn at_rest(last: Option<&State>) -> (&'static str, String) {
         Some(state) => match state.phase {
             Phase::Stopped => ("stopped", state.detail.clone()),
             Phase::Failed => ("failed", state.detail.clone()),
-            _ => ("stopped", "its supervisor was killed, and it with it".to_owned()),
+            _ => ("stopped", "its supervisor was killed, which ended it".to_owned()),
         },
     }
 }
 
 impl MachineStatus {
-    /// The same for people.
+    /// The state as text.
     pub(crate) fn to_text(&self) -> String {
         let mut lines = vec![format!("machine:  {} ({})", self.state, self.detail)];
         if let Some(running) = &self.running {

@@ -1,9 +1,9 @@
-//! QEMU's parent: starts the machine and the daemon in it, watches both, and ends them.
+//! The supervisor: QEMU's parent. It starts the machine and its daemon, watches both, and ends them.
 //!
-//! A process of its own, in a session of its own, so that it outlives the command that started it.
-//! It takes orders by signal: SIGTERM, shut down; SIGHUP, read the plan again and restart the
-//! daemon from the build named there. It is the only writer of the machine's [`State`]. When it
-//! dies, however it dies, QEMU dies with it, and the state counts for nothing.
+//! It is a separate process in its own session, so that it outlives the command that started it. SIGTERM
+//! shuts the machine down. SIGHUP makes it read the plan again and restart the daemon from the build named
+//! there. It is the only writer of the machine's [`State`]. However it ends, QEMU ends with it, and the state
+//! is no longer valid.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -23,27 +23,27 @@ use crate::host::files::Lock;
 use crate::host::paths::DataDir;
 use crate::host::process::ProcessId;
 
-/// How much of the supervisor's own log is kept.
+/// The limit of the supervisor's log.
 const LOG_LIMIT: u64 = 1 << 20;
-/// How long a boot may take, from QEMU's start to the agent's answer.
+/// The time limit of a boot, from QEMU's start to the agent's first answer.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(180);
-/// How long the daemon in the machine may take to answer after its start.
+/// The time in which the daemon in the machine must answer after its start.
 const DAEMON_TIMEOUT: Duration = Duration::from_secs(120);
-/// How long a clean shutdown may take before the plug is pulled.
+/// The time limit of a clean shutdown; then QEMU is killed.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(60);
-/// Between two looks at the machine.
+/// The interval of health checks.
 const PING_EVERY: Duration = Duration::from_secs(5);
-/// A machine that was well for this long gets a fresh start again when it breaks; one that breaks
-/// sooner is given up, because it would only break again.
+/// A machine that breaks after this time of health is restarted again; one that breaks sooner is given up,
+/// because it would only break again.
 const HEALTHY_AFTER: Duration = Duration::from_secs(600);
 
-/// How one life of the machine ended.
+/// How one run of the machine ended.
 enum MachineExit {
-    /// Asked to stop, and stopped.
+    /// A signal stopped it.
     Stopped(String),
-    /// Somebody powered it off from inside.
+    /// A user in the machine powered it off.
     PoweredOff,
-    /// It hung or died.
+    /// It hung or ended unexpectedly.
     Broken(String),
 }
 
@@ -52,7 +52,7 @@ pub(crate) fn supervise(data: &DataDir) -> Result<()> {
     let folder = Folder::new(data.machine());
     let Some(_lock) = Lock::try_take(&folder.supervisor_lock())? else { return Ok(()) };
     let plan = folder.plan()?.context("there is no plan to start from; run `forkd machine start`")?;
-    // One thread: QEMU dies with the thread that started it, so that has to be the main one.
+    // QEMU ends with the thread that started it, so that must be the main one: use one thread.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let supervisor = Supervisor {
         state: State {
@@ -103,17 +103,17 @@ impl Supervisor {
                 MachineExit::Broken(reason) => {
                     let well = started.elapsed() >= HEALTHY_AFTER;
                     if self.state.restarts > 0 && !well {
-                        self.notice(&format!("the machine failed again and was given up: {reason}"));
+                        self.notice(&format!("the machine failed again and is not restarted: {reason}"));
                         return self.finish(Phase::Failed, &reason);
                     }
-                    self.notice(&format!("the machine failed and was started afresh: {reason}"));
+                    self.notice(&format!("the machine failed and was restarted: {reason}"));
                     self.state.restarts += 1;
                 }
             }
         }
     }
 
-    /// From QEMU's start to its end.
+    /// Runs QEMU from its start to its end.
     async fn live(&mut self, stop: &mut Signal, reload: &mut Signal) -> Result<MachineExit> {
         let mut vm = Vm::start(&self.plan, &self.folder, &self.share)?;
         self.state.qemu = vm.id.clone();
@@ -135,13 +135,13 @@ impl Supervisor {
                     return Ok(MachineExit::PoweredOff);
                 }
                 match console.as_str() {
-                    "" => format!("QEMU ended ({status}) without a word"),
-                    console => format!("QEMU ended ({status}); the last it said:\n{console}"),
+                    "" => format!("QEMU ended ({status}) without output"),
+                    console => format!("QEMU ended ({status}); its last output:\n{console}"),
                 }
             }
             _ = stop.recv() => return self.shut_down(&mut vm, &agent, daemon).await.map(MachineExit::Stopped),
         };
-        self.log.line(&format!("pulling the plug: {broken}"));
+        self.log.line(&format!("killing QEMU: {broken}"));
         let console = vm.end();
         if !console.is_empty() {
             self.log.line(&format!("the end of the console:\n{console}"));
@@ -149,7 +149,7 @@ impl Supervisor {
         Ok(MachineExit::Broken(broken))
     }
 
-    /// Boots, starts the daemon and looks after both for ever; an error is the end of this machine.
+    /// Boots, starts the daemon and supervises both for ever; an error ends this run of the machine.
     async fn watch(
         &mut self,
         agent: &Agent,
@@ -177,7 +177,7 @@ impl Supervisor {
                     }
                     if daemon.is_none() {
                         let tail = GuestDaemon::log_tail(agent).await;
-                        self.notice(&format!("the daemon in the machine ended and is started again:\n{tail}"));
+                        self.notice(&format!("the daemon in the machine ended and was restarted:\n{tail}"));
                         self.start_daemon(agent, daemon).await?;
                     }
                     answered = Instant::now();
@@ -193,11 +193,11 @@ impl Supervisor {
                 }
                 reason = gone(daemon) => {
                     if let Some(daemon) = daemon.take() {
-                        // It may only have lost its connection to us: two would fight over the data.
+                        // It may only have lost its connection to this process: two daemons would fight over the data.
                         let _ = daemon.signal(agent, "SIGKILL").await;
                     }
-                    // It is started again at the next answer of the machine, if there is one.
-                    self.log.line(&format!("the daemon in the machine is gone: {reason}"));
+                    // The daemon is started again at the next answer of the machine.
+                    self.log.line(&format!("the daemon in the machine ended: {reason}"));
                     self.set_phase(Phase::StartingDaemon, "the daemon ended and is started again")?;
                 }
                 _ = reload.recv() => {
@@ -220,11 +220,11 @@ impl Supervisor {
         let deadline = Instant::now() + DAEMON_TIMEOUT.max(self.patience());
         loop {
             tokio::select! {
-                // An answer counts only while the process that is to give it is there.
+                // An answer counts only while the daemon's process exists.
                 biased;
                 reason = started.ended() => {
                     let tail = GuestDaemon::log_tail(agent).await;
-                    bail!("the daemon in the machine ended at its start ({reason}):\n{tail}");
+                    bail!("the daemon in the machine ended during its start ({reason}):\n{tail}");
                 }
                 healthy = self.looks_healthy() => if healthy { break },
             }
@@ -251,9 +251,9 @@ impl Supervisor {
         }
         self.set_phase(Phase::Stopping, "Linux shuts down")?;
         if let Err(error) = agent.shutdown().await {
-            self.log.line(&format!("it cannot be asked to shut down: {error}"));
+            self.log.line(&format!("cannot request a shutdown: {error}"));
             vm.end();
-            return Ok(format!("it could not be asked to shut down ({error}); the plug was pulled"));
+            return Ok(format!("it did not accept the shutdown request ({error}), so QEMU was killed"));
         }
         match tokio::time::timeout(SHUTDOWN_TIMEOUT, ended(vm)).await {
             Ok(status) => {
@@ -262,7 +262,7 @@ impl Supervisor {
             }
             Err(_) => {
                 vm.end();
-                Ok(format!("it did not shut down in {} s; the plug was pulled", SHUTDOWN_TIMEOUT.as_secs()))
+                Ok(format!("it did not shut down in {} s, so QEMU was killed", SHUTDOWN_TIMEOUT.as_secs()))
             }
         }
     }
@@ -279,11 +279,11 @@ impl Supervisor {
         self.folder.write_state(&self.state)
     }
 
-    /// Something the next command has to say.
+    /// Stores a notice, which the next command prints.
     fn notice(&self, text: &str) {
         self.log.line(text);
         if let Err(error) = self.folder.leave_notice(text) {
-            self.log.line(&format!("and that could not be noted: {error:#}"));
+            self.log.line(&format!("cannot store this notice: {error:#}"));
         }
     }
 
@@ -296,7 +296,7 @@ impl Supervisor {
     }
 }
 
-/// Waits for the daemon to end; for ever if there is none.
+/// Waits for the daemon's end; for ever if there is no daemon.
 async fn gone(daemon: &mut Option<GuestDaemon>) -> String {
     match daemon {
         Some(daemon) => daemon.ended().await,

@@ -1,5 +1,5 @@
-//! One run of QEMU: a child process whose console and complaints are kept, bounded, and which
-//! dies with the supervisor.
+//! One run of QEMU: a child process that ends with the supervisor. Its console and its errors are kept in a
+//! bounded log.
 
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -13,10 +13,10 @@ use super::qemu::{self, Ports};
 use super::state::{Folder, Plan};
 use crate::host::process::{self, ProcessId};
 
-/// How much of the console is kept.
+/// The limit of the console's log.
 const LOG_LIMIT: u64 = 4 << 20;
 
-/// What separates one run's console from the one before.
+/// The line between the consoles of two runs.
 const BEGIN: &str = "--- the machine starts";
 
 /// A running QEMU.
@@ -30,7 +30,7 @@ pub(super) struct Vm {
 }
 
 impl Vm {
-    /// Starts QEMU. The thread that calls this must live as long as the machine: QEMU dies with it.
+    /// Starts QEMU. The calling thread must outlive the machine: QEMU ends with it.
     pub(super) fn start(plan: &Plan, folder: &Folder, share: &Path) -> Result<Self> {
         let ports = Ports::choose()?;
         let mut command = Command::new(&plan.qemu);
@@ -38,11 +38,11 @@ impl Vm {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         process::die_with_parent(&mut command);
         let console = folder.console_log();
-        // QEMU's own complaints go where the console goes: whoever asks why it ended looks there.
+        // QEMU's errors go into the console's log: users look there for the reason of its end.
         let log = Log::open(&console, LOG_LIMIT)?;
         log.line(BEGIN);
         let mut child = command.spawn().with_context(|| format!("cannot run {}", plan.qemu.display()))?;
-        // None if it has ended already, which is noticed, with its reason, as any other end is.
+        // `None` if it has ended already, which is noticed and reported like any other end.
         let id = ProcessId::of(child.id() as i32);
         let mut readers = Vec::new();
         if let Some(output) = child.stdout.take() {
@@ -60,11 +60,11 @@ impl Vm {
         self.child.try_wait().context("cannot look at QEMU")
     }
 
-    /// Pulls the plug, if it is still in, and returns the end of the console.
+    /// Kills QEMU if it still runs, and returns the end of the console.
     pub(super) fn end(&mut self) -> String {
         let _ = self.child.kill();
         let _ = self.child.wait();
-        // What it had said before has to arrive first.
+        // Its earlier output has to arrive first.
         for reader in self.readers.drain(..) {
             let _ = reader.join();
         }
@@ -81,7 +81,7 @@ impl Drop for Vm {
 
 fn copy(mut from: impl Read, mut to: impl Write) {
     let mut buffer = [0u8; 4096];
-    // Reading goes on when writing fails: QEMU must never wait for a full disk.
+    // Keep reading when writing fails: QEMU must never wait for a full disk.
     while let Ok(count @ 1..) = from.read(&mut buffer) {
         let _ = to.write_all(&buffer[..count]);
     }
