@@ -246,7 +246,7 @@ fn a_bench_tells_each_step_and_leaves_nothing_behind_even_when_one_fails() {
     for step in ["spawn", "exec", "branch", "fanout", "cleanup", "total"] {
         assert!(said.stdout.lines().any(|line| line.starts_with(step)), "{step}: {said:?}");
     }
-    assert!(said.stdout.contains("stood still for 2.5 ms; 1.0 MiB written"), "{said:?}");
+    assert!(said.stdout.contains("paused for 2.5 ms; 1.0 MiB written"), "{said:?}");
     let told = works(false).run(&["bench", "--tag", "t", "--json"]).json();
     assert_eq!(
         (&told["tag"], &told["n"], &told["steps"][2]["name"]),

@@ -1,4 +1,4 @@
-//! `forkd bench branch`: which guests, how often, in which order.
+//! `forkd bench branch`: the guests, repetitions and order of the measurement.
 
 use std::fs;
 use std::path::Path;
@@ -18,27 +18,27 @@ use super::turns::{Turns, WRITES};
 use super::{BenchBranchArgs, Guest, chain, emulated, linux_elsewhere};
 use crate::commands::{Context, runtime};
 
-/// How many branches are taken in a row, and of which guests.
+/// The number of branches in a row, and the guests for them.
 const IN_ROW: usize = 20;
 const IN_ROW_SUBJECT: (u64, u64) = (512, 10);
 /// Memory of the guest whose first children are timed.
 const FIRST_CHILD_MIB: u64 = 512;
-/// How often memory is copied; once more before it counts.
+/// The number of copies of the memory that count; one more comes before them.
 const COPIES: usize = 3;
-/// In how many rounds guests are branched. Where a process's pages lie in the host's memory makes its forks
-/// slower or faster, for as long as it lives: so there are several of each.
+/// The number of rounds. The place of a process's pages in the host's memory makes its forks slower or faster
+/// for its whole life, so each guest is started several times.
 const ROUNDS: usize = 3;
-/// How often a sandbox is branched in a round, and that where gigabytes are written again each time, which takes
-/// seconds. Multiples of six, so that nobody has the better half: who is measured first changes every turn; and
-/// the pages that are written go round between the guest, the process beside it and free memory every three.
+/// The number of branches of a sandbox in a round; fewer where each rewrites gigabytes, which takes seconds.
+/// Multiples of six, so that the comparison is fair: every turn changes which one is measured first, and
+/// every three turns the written pages go round between the guest, the process beside it and free memory.
 const TURNS: usize = 12;
 const LONG_TURNS: usize = 6;
-/// Memory of the Linux guest, and how much of it its writer writes to.
+/// Memory of the Linux guest, and the part that its program writes.
 const LINUX_MIB: u64 = 512;
 const LINUX_DIRTY: [u64; 2] = [0, 10];
 const LINUX_TURNS: usize = 6;
 
-/// Measures, prints, and returns the status to exit with.
+/// Measures, prints, and returns the exit status.
 pub(super) fn branch(context: &Context, args: &BenchBranchArgs) -> Result<u8> {
     let mut results = Results::new(&args.output);
     let conditions = Conditions::here();
@@ -64,12 +64,12 @@ pub(super) fn branch(context: &Context, args: &BenchBranchArgs) -> Result<u8> {
         let inside: Vec<String> = inside.map(str::to_owned).collect();
         match emulated::measure(context, &inside, &why) {
             Ok((printed, complete)) => {
-                // What is missing, and why, was said in there.
+                // The command in the machine has reported missing results.
                 results.status |= u8::from(!complete);
                 for line in printed.lines().filter(|line| !line.trim().is_empty()) {
                     let record = Record::from_json(line);
                     let record = record.context("what `forkd bench` in the emulated machine printed")?;
-                    // Judged below, with everything else.
+                    // Judged below, with the other results.
                     if !matches!(record, Record::Verdict(_)) {
                         results.add(record)?;
                     }
@@ -94,7 +94,7 @@ impl BenchResult for Record {
     }
 }
 
-/// Conditions, table and verdicts: what people read.
+/// The report as text: conditions, table and verdicts.
 pub(super) fn summary(records: &[Record]) -> String {
     let conditions = report::conditions(records.iter().filter_map(Record::conditions));
     let rows = branch::rows(records).into_iter().map(|(subject, row)| {
@@ -139,12 +139,12 @@ async fn measure(
     .await
 }
 
-/// What is measured on this host.
+/// The measurements on this host.
 pub(super) struct BranchRun<'a> {
     pub(super) context: &'a Context,
     args: &'a BenchBranchArgs,
     pub(super) conditions: &'a Conditions,
-    /// For files.
+    /// The folder for files.
     folder: &'a Path,
 }
 
@@ -204,36 +204,36 @@ impl BranchRun<'_> {
         }
     }
 
-    /// How often something is done that is done `full` times by a run that is not quick.
+    /// The number of repetitions, if a full run has `full`.
     pub(super) fn turns(&self, full: usize) -> usize {
         if self.args.quick { full.div_ceil(5).next_multiple_of(2).min(4) } else { full }
     }
 
-    /// A name for a snapshot that nobody else has.
+    /// A unique name for a snapshot.
     pub(super) fn tag(&self, name: &str) -> String {
         format!("bench-{name}-{}", std::process::id())
     }
 
-    /// What asks for a snapshot of this guest.
+    /// The request for a snapshot of this guest.
     pub(super) fn kernel(&self, writer: &Writer, name: &str) -> Result<Value> {
         let path = self.folder.join(name);
         fs::write(&path, writer.kernel()?).with_context(|| format!("cannot write {}", path.display()))?;
         Ok(json!({ "kernel": path, "network": false, "mem_size_mib": writer.mem_mib }))
     }
 
-    /// Snapshots a writing guest: children of it are such a subject once they run.
+    /// Snapshots a writing guest: its running children are the subjects.
     async fn prepare(&self, server: &mut BenchDaemon, subject: &Subject, name: &str) -> Result<String> {
         let tag = self.tag(name);
         let Subject { memory, mem_mib, dirty_pct, .. } = *subject;
         let dirty = writer::distance(dirty_pct)?;
         match memory {
             Kind::Layer => {
-                // All of it holds something: what is written later is copied from the layer.
+                // Every page has content, so a later write copies a page of the layer.
                 let writer = Writer { mem_mib, booted: PAGE, value: u64::MAX, dirty, each: 0 };
                 server.snapshot(&tag, self.kernel(&writer, name)?).await?;
             }
             Kind::Huge => {
-                // All of its memory is resident, in huge pages that hold nothing: nothing has to be saved.
+                // All memory is resident in huge pages of zeros: there is nothing to save.
                 let writer = Writer { mem_mib, booted: HUGE_PAGE, value: 0, dirty, each: 0 };
                 server.snapshot_in_memory(&tag, self.kernel(&writer, name)?).await?;
             }
@@ -241,7 +241,7 @@ impl BranchRun<'_> {
         Ok(tag)
     }
 
-    /// Branches of one sandbox, in turns with what is done to the same memory with nothing of forkd around it.
+    /// Branches one sandbox, in turns with operations on the same memory without forkd.
     async fn tiny(
         &self,
         server: &mut BenchDaemon,
@@ -276,7 +276,7 @@ impl BranchRun<'_> {
         Turns::new(subject, self.folder, self.tag("branch"), slow_turns, self.args.firecracker.as_deref())
     }
 
-    /// Branches one after the other, all of them kept until the last, and saved meanwhile.
+    /// Takes branches one after the other. All are kept until the last, and saved meanwhile.
     async fn in_row(
         &self,
         server: &mut BenchDaemon,
@@ -304,14 +304,14 @@ impl BranchRun<'_> {
         Ok(())
     }
 
-    /// From the branch call to the first instruction of a child of that branch, in turns with plain spawns.
+    /// Measures from the branch call to the first instruction of its child, in turns with plain spawns.
     async fn first_child(
         &self,
         server: &mut BenchDaemon,
         subject: &Subject,
         results: &mut Results<'_, Record>,
     ) -> Result<()> {
-        // Children of this one say at once that they run: they have no pages to write to first.
+        // Children of this snapshot report at once that they run: they write no pages first.
         let plain = self.prepare(server, &Subject { dirty_pct: 0, ..subject.clone() }, "plain").await?;
         let tag = self.prepare(server, subject, &format!("first-{}", subject.dirty_pct)).await?;
         let (sandbox, _) = server.child(&tag, false).await?;
@@ -366,8 +366,8 @@ impl BranchRun<'_> {
     }
 }
 
-/// Starts a program in the guest that keeps writing to so much memory, and waits until it has written to
-/// all of it once.
+/// Starts a program in the guest that keeps writing this much memory, and waits until it has written all of
+/// it once.
 async fn keep_writing(server: &BenchDaemon, id: &str, bytes: u64) -> Result<()> {
     let program = format!(
         "b = bytearray({bytes})\n\
@@ -383,7 +383,7 @@ async fn keep_writing(server: &BenchDaemon, id: &str, bytes: u64) -> Result<()> 
     let request = json!({ "args": ["sh", "-c", wait], "timeout_secs": 300 });
     let answer = server.call(Verb::POST, &path, Some(&request)).await?;
     if answer["exit_code"] != 0 {
-        bail!("the program that writes did not come to its end once: {answer}");
+        bail!("the program in the guest did not write all memory in time: {answer}");
     }
     Ok(())
 }

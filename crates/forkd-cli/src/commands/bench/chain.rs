@@ -1,5 +1,5 @@
-//! Chains: layers that differ from the one below them in scattered single pages, how large they are, and
-//! what a spawn from many of them costs.
+//! Chains of layers that differ in scattered single pages: their size, and the cost of a spawn from a long
+//! chain.
 
 use std::time::Duration;
 
@@ -13,18 +13,18 @@ use super::branch::BranchRun;
 use super::results::Results;
 use super::server::BenchDaemon;
 
-/// How many layers there are over the base.
+/// The number of layers over the base.
 const DEPTH: u64 = 8;
-/// All of its base's pages hold something: nothing is saved by holes.
+/// Memory of the guest. All pages of the base have content, so holes save nothing.
 const MEM_MIB: u64 = 512;
-/// Between the pages each layer adds.
+/// The distance between the pages that each layer adds.
 const DISTANCE: u64 = 2 << 20;
-/// What the pages of the base hold. Layers write their own depth, and would not differ by that.
+/// The content of the base's pages. Layers write their depth, so this differs from every layer.
 const BASE: u64 = 0x77;
-/// How long a child needs at most to write its pages after it has said that it runs.
+/// The time in which a child writes its pages after it has reported that it runs.
 const WRITES: Duration = Duration::from_millis(300);
 
-/// Makes the chain, then spawns from its end and from its base in turns.
+/// Builds the chain, then spawns from its end and from its base in turns.
 pub(super) async fn measure(
     run: &BranchRun<'_>,
     server: &mut BenchDaemon,
@@ -42,7 +42,7 @@ pub(super) async fn measure(
         top = run.tag(&format!("chain-{depth}"));
         let (branch, _) = server.branch(&child.id, &top, &json!({ "mode": "diff", "wait": true })).await?;
         server.delete(&[child]).await?;
-        let bytes = branch.bytes.context("the daemon does not say how large the layer is")?;
+        let bytes = branch.bytes.context("the daemon's reply has no size of the layer")?;
         let mut line = Line::of("layer_bytes", &subject, &Attempts::default(), run.conditions);
         (line.n, line.ok, line.depth) = (1, 1, Some(depth));
         (line.bytes, line.differing_bytes) = (Some(bytes), Some(writer.pages_of_each(depth) * PAGE));
@@ -51,7 +51,7 @@ pub(super) async fn measure(
 
     let mut times = [(0, &base), (DEPTH, &top)].map(|(depth, tag)| (depth, tag, Attempts::default()));
     for (_, tag, _) in &times {
-        // Once before it counts: the first child pays for the loading of the template.
+        // One child before the measurement: the first one pays for the loading of the template.
         server.unload(tag).await?;
         let (child, _) = server.child(tag, false).await?;
         server.delete(&[child]).await?;
@@ -60,8 +60,7 @@ pub(super) async fn measure(
         for (_, tag, attempts) in &mut times {
             match server.child(tag, false).await {
                 Ok((child, burst)) => {
-                    attempts
-                        .add(burst.times_ms.first().copied().ok_or("the daemon does not say when it ran"));
+                    attempts.add(burst.times_ms.first().copied().ok_or("the daemon's reply has no time"));
                     server.delete(&[child]).await?;
                 }
                 Err(error) => attempts.add(Err(error)),

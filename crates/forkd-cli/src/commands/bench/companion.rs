@@ -1,4 +1,4 @@
-//! The process beside the sandbox: holds the same memory with nothing of forkd, and takes turns with it.
+//! The process beside the sandbox: has the same memory without forkd, and is measured in turns with it.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -13,7 +13,7 @@ use tokio::process::{Child, ChildStdin, ChildStdout};
 
 use crate::host::paths::Binaries;
 
-/// Ends when it is dropped.
+/// The process beside the sandbox. Ends on drop.
 pub(super) struct Companion {
     questions: ChildStdin,
     answers: Lines<BufReader<ChildStdout>>,
@@ -21,8 +21,8 @@ pub(super) struct Companion {
 }
 
 impl Companion {
-    /// Starts one whose memory is like the subject's, and waits until it is. `file` is what memory from a
-    /// layer is mapped from, and is written for it where it is missing. It stays on `cpu`.
+    /// Starts a process with memory like the subject's, on `cpu`, and waits until it is ready. Memory from a layer
+    /// is mapped from `file`, which is written if it is missing.
     pub(super) async fn start(subject: &Subject, file: &Path, cpu: usize) -> Result<Companion> {
         write_layer(subject, file).with_context(|| format!("cannot write {}", file.display()))?;
         let mut command = tokio::process::Command::new(Binaries::find()?.forkd);
@@ -38,17 +38,17 @@ impl Companion {
         Ok(companion)
     }
 
-    /// How long it takes, in milliseconds; or why it cannot be done.
+    /// The milliseconds that `method` takes, or the reason why it is impossible.
     pub(super) async fn time(&mut self, method: Method) -> Result<Result<f64, String>> {
         self.ask(Request::Do(method)).await?;
         match self.answer().await? {
             Answer::Ms(ms) => Ok(Ok(ms)),
             Answer::Impossible(why) => Ok(Err(why)),
-            Answer::Ready => bail!("the process beside the sandbox did not answer what it was asked"),
+            Answer::Ready => bail!("the process beside the sandbox sent `Ready` instead of a time"),
         }
     }
 
-    /// Has it write its pages again, and waits until it has.
+    /// Makes it write its pages again, and waits until it has.
     pub(super) async fn rewrite(&mut self) -> Result<()> {
         self.ask(Request::Rewrite).await?;
         self.ready().await
@@ -62,7 +62,7 @@ impl Companion {
     async fn ready(&mut self) -> Result<()> {
         match self.answer().await? {
             Answer::Ready => Ok(()),
-            other => bail!("the process beside the sandbox said {other:?} instead of being ready"),
+            other => bail!("the process beside the sandbox sent {other:?} instead of `Ready`"),
         }
     }
 
@@ -72,8 +72,8 @@ impl Companion {
     }
 }
 
-/// A file as long as the subject's memory that holds something everywhere, and is on the disk: what is
-/// measured next is not to be disturbed by it. Nothing is done if there is one already.
+/// Writes a file of the length of the subject's memory, with content in every page, unless it exists. Syncs
+/// it, so that its writeback does not disturb the next measurement.
 fn write_layer(subject: &Subject, file: &Path) -> io::Result<()> {
     let mib = if subject.memory == Kind::Layer { subject.mem_mib } else { 0 };
     if file.metadata().is_ok_and(|found| found.len() == mib << 20) {

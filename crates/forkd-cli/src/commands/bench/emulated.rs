@@ -1,5 +1,5 @@
-//! The Linux cases where this computer's KVM cannot run Linux: the same command, in the emulated
-//! machine, against the daemon there.
+//! The Linux cases where the host's KVM cannot run Linux: the same command in the emulated machine, with the
+//! daemon there.
 
 use std::process::{Command, Stdio};
 
@@ -12,11 +12,12 @@ use crate::machine::Machine;
 use crate::machine::qemu::{MACHINE_DATA, SHARE};
 use crate::stream::signals::ExitAction;
 
-/// Runs `forkd bench` in the machine with these arguments; returns the lines it printed and whether
-/// everything could be measured. Its notes go to standard error as ours do.
+/// Runs `forkd bench` in the machine with these arguments; returns its output and whether it measured
+/// everything. Its notes go to standard error.
 pub(super) fn measure(context: &Context, args: &[String], why: &str) -> Result<(String, bool)> {
-    let why =
-        format!("{why}, so Linux guests are measured in the emulated machine: only ratios and memory count");
+    let why = format!(
+        "{why}, so Linux guests are measured in the emulated machine: only ratios and memory are meaningful"
+    );
     let running = Machine::new(&context.data, context.ui).ensure(&why)?;
     let data = format!("{MACHINE_DATA}/forkd");
     let mut inside = vec![format!("{SHARE}/machine/bin/{}/forkd", running.plan.build.id)];
@@ -24,12 +25,12 @@ pub(super) fn measure(context: &Context, args: &[String], why: &str) -> Result<(
     inside.extend_from_slice(args);
     inside.extend(["--json".into(), "--socket".into(), format!("{data}/forkd.sock")]);
 
-    // By way of the command people use: it passes signals on and ends what it started in there.
+    // Use the users' command: it forwards signals and ends its process in the machine.
     let mut command = Command::new(Binaries::find()?.forkd);
     command.arg("--data-dir").arg(context.data.root()).args(["machine", "shell", "--"]).args(&inside);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::inherit());
     let shell = command.spawn().context("cannot run `forkd machine shell`")?;
-    // It passes the signal on to the bench in there, and ends with it.
+    // It forwards the signal to the benchmark in the machine, and ends with it.
     let pid = Pid::from_child(&shell);
     let _at_end = ExitAction::new(move || {
         // It may have ended by itself.

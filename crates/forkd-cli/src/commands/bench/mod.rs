@@ -299,7 +299,7 @@ fn print_report(args: &ReportArgs) -> Result<()> {
     let (mut lines, mut records) = (Vec::new(), Vec::new());
     for path in &args.results {
         let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-        // Only branching has a guest or a verdict in its lines.
+        // Only lines of branch results have a guest or a verdict.
         let branching = text.lines().find(|line| !line.trim().is_empty()).is_some_and(|line| {
             let first: serde_json::Value = serde_json::from_str(line).unwrap_or_default();
             first.get("guest").is_some() || first.get("figure").is_some()
@@ -347,7 +347,7 @@ fn draw(folder: &Path, lines: &[report::Line], records: &[Record]) -> Result<()>
     Ok(())
 }
 
-/// Conditions, table and verdicts: what people read.
+/// The report as text: conditions, table and verdicts.
 fn summary(lines: &[report::Line]) -> String {
     let cases = lines.iter().map(|line| (line.case.as_str(), &line.conditions));
     let conditions = report::conditions(cases).into_iter().map(|text| format!("- {text}"));

@@ -1,4 +1,4 @@
-//! `forkd bench` alone: what the daemon at hand takes for each step of a day's work. Leaves nothing
+//! `forkd bench` without a subcommand: the time of each usual operation of the running daemon. Leaves nothing
 //! behind, however it ends.
 
 use std::time::Instant;
@@ -16,20 +16,20 @@ use crate::host::files;
 use crate::stream::signals::Forwarded;
 use crate::ui;
 
-/// Should this process be killed, the daemon ends its children after so many seconds.
+/// If this process is killed, the daemon ends its children after this many seconds.
 const LIFE_SECS: u64 = 600;
 
 /// One step.
 #[derive(Debug, Serialize)]
 struct Step {
     name: &'static str,
-    /// How long it took, seen from here; absent if it could not be done.
+    /// Its time, measured by this process; absent if it failed.
     ms: Option<f64>,
-    /// What else there is to say.
+    /// Further results as text.
     detail: String,
 }
 
-/// What was made, to be removed.
+/// Objects to remove at the end.
 #[derive(Debug, Default)]
 struct CreatedObjects {
     children: Vec<String>,
@@ -66,14 +66,14 @@ pub(super) fn quick(context: &Context, args: &QuickBenchArgs) -> Result<u8> {
     })
 }
 
-/// The snapshot asked for, or the first that is ready.
+/// The named snapshot, or the first that is ready.
 async fn snapshot(daemon: &Daemon, wanted: Option<&str>) -> Result<String> {
     if let Some(tag) = wanted {
         return Ok(tag.to_owned());
     }
     let snapshots: Vec<Snapshot> = types::get(daemon, "/v1/snapshots").await?;
     let ready = snapshots.into_iter().find(|one| one.status == SnapshotStatus::Ready);
-    Ok(ready.context("there is no snapshot to fork: make one with `forkd quickstart`")?.tag)
+    Ok(ready.context("there is no snapshot to fork: create one with `forkd quickstart`")?.tag)
 }
 
 async fn measure(
@@ -84,7 +84,7 @@ async fn measure(
     made: &mut CreatedObjects,
 ) -> Result<()> {
     let (first, took) = spawn(daemon, tag, 1, made).await?;
-    let id = first.first().context("no child was made")?.id.clone();
+    let id = first.first().context("the daemon's reply has no child")?.id.clone();
     steps.push(Step { name: "spawn", ms: Some(took), detail: "1 child, until it answers".into() });
 
     let begun = Instant::now();
@@ -92,7 +92,7 @@ async fn measure(
     let ran = daemon.ask(Method::POST, &path, Some(&json!({ "args": ["true"] }))).await;
     let (took, detail) = match ran {
         Ok(_) => (Some(ms(begun)), "a command and its answer".to_owned()),
-        // A bare guest has nobody to run a command.
+        // A bare guest has no agent to run a command.
         Err(error) => (None, format!("not possible: {error:#}")),
     };
     steps.push(Step { name: "exec", ms: took, detail });
@@ -105,7 +105,7 @@ async fn measure(
     let answer: Snapshot = types::read(&daemon.ask(Method::POST, &path, Some(&body)).await?)?;
     let pause = answer.pause_ms.map_or_else(|| "-".to_owned(), ui::milliseconds);
     let written = ui::bytes(answer.bytes_written.unwrap_or(0));
-    let detail = format!("it stood still for {pause}; {written} written");
+    let detail = format!("paused for {pause}; {written} written");
     steps.push(Step { name: "branch", ms: Some(ms(begun)), detail });
 
     let (_, took) = spawn(daemon, &branch, count, made).await?;
@@ -133,7 +133,7 @@ async fn spawn(
     Ok((spawned.children, took))
 }
 
-/// Removes everything; what could not be.
+/// Removes everything; returns the errors.
 async fn clean(daemon: &Daemon, made: &CreatedObjects) -> Vec<String> {
     let mut left = sandboxes::kill_all(daemon, &made.children).await;
     if let Some(tag) = &made.branch {

@@ -1,4 +1,4 @@
-//! The daemon under measurement: one started for the purpose and ended with it, or one that is there.
+//! The measured daemon: one that the benchmark starts and ends, or a running one.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -21,15 +21,15 @@ use crate::host::process;
 use crate::stream::signals::{Caught, ExitAction, Forwarded};
 use crate::ui::Ui;
 
-/// How long the daemon may take to start, to stop, and processes to end.
+/// The time in which the daemon must start or stop, and processes must end.
 const DAEMON_TIMEOUT: Duration = Duration::from_secs(60);
-/// How many children are deleted at a time.
+/// The number of children that are deleted at a time.
 const DELETES: usize = 16;
 
-/// A daemon, and what was made in it.
+/// A daemon, and the snapshots that the benchmark created in it.
 pub(super) struct BenchDaemon {
     daemon: Daemon,
-    /// The process, if it was started here.
+    /// The process, if the benchmark started it.
     child: Option<tokio::process::Child>,
     /// Snapshots to remove at the end.
     tags: Vec<String>,
@@ -42,11 +42,11 @@ pub(super) struct Child {
     pid: Option<i64>,
 }
 
-/// A branch that was taken.
+/// A taken branch.
 pub(super) struct Branch {
-    /// How long the sandbox's vCPUs stood still.
+    /// The pause of the sandbox's vCPUs.
     pub(super) pause_ms: f64,
-    /// Room its layer takes on disk, if it is there yet.
+    /// The size of its layer on disk, if it is there yet.
     pub(super) bytes: Option<u64>,
 }
 
@@ -60,13 +60,13 @@ impl Child {
         i32::try_from(self.pid?).ok()
     }
 
-    /// Keeps its guest on one CPU.
+    /// Pins its guest to one CPU.
     pub(super) fn keep_on(&self, cpu: usize) -> Result<()> {
         let threads = self.pid().map(host::vcpu_threads).unwrap_or_default();
         threads.into_iter().try_for_each(|thread| Ok(host::keep_on(cpu, Some(thread))?))
     }
 
-    /// The memory its process has of its own.
+    /// The private memory of its process.
     pub(super) fn private_kib(&self) -> Option<u64> {
         let pid = self.pid()?;
         host::memory_of([pid].into_iter()).first().map(|memory| memory.private_kib)
@@ -78,11 +78,11 @@ impl BenchDaemon {
         BenchDaemon { daemon: Daemon::unix(socket), child: None, tags: Vec::new(), ui }
     }
 
-    /// The daemon behind `socket`, or a new one that keeps everything in `folder`.
+    /// The daemon behind `socket`, or a new one with all its files in `folder`.
     async fn open(context: &Context, socket: Option<&Path>, folder: &Path) -> Result<BenchDaemon> {
         match socket {
             Some(socket) => Ok(BenchDaemon::existing(socket.to_owned(), context.ui)),
-            None if !paths::is_root() => bail!("the daemon that is measured needs root: use `sudo`"),
+            None if !paths::is_root() => bail!("the measured daemon needs root: use `sudo`"),
             None => BenchDaemon::start(context, folder).await,
         }
     }
@@ -91,16 +91,16 @@ impl BenchDaemon {
         let (socket, log) = (folder.join("forkd.sock"), folder.join("daemon.log"));
         let output = File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
         let mut command = std::process::Command::new(Binaries::find()?.forkd);
-        // What is measured is not what this computer's configuration makes of it.
+        // The host's configuration file must not change the measurement.
         command.args(["--config", "/dev/null"]);
         command.arg("--data-dir").arg(folder).arg("serve").arg("--library").arg(context.data.root());
         command.arg("--socket").arg(&socket).args(["--bind", "127.0.0.1:0"]);
         command.arg("--token-file").arg(folder.join("token"));
         command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
         process::die_with_parent(&mut command);
-        // A Ctrl-C is for us: we end the daemon once its children are gone.
+        // ^C goes to this process only, which ends the daemon after its children.
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
-        // A signal may come before it listens anywhere, so before it is found by its sockets.
+        // A signal may come before it has sockets by which it could be found.
         let mut command = tokio::process::Command::from(command);
         let mut child = command.kill_on_drop(true).spawn().context("cannot start the daemon")?;
         let daemon = Daemon::unix(socket);
@@ -108,7 +108,7 @@ impl BenchDaemon {
         while !daemon.is_healthy(Duration::from_secs(5)).await {
             let tail = || crate::machine::log_tail(&log, 2000);
             if let Some(status) = child.try_wait()? {
-                bail!("the daemon ended at its start, {status}:\n{}", tail());
+                bail!("the daemon ended during its start, {status}:\n{}", tail());
             }
             if begin.elapsed() > DAEMON_TIMEOUT {
                 bail!("the daemon does not answer after {} s:\n{}", DAEMON_TIMEOUT.as_secs(), tail());
@@ -118,7 +118,7 @@ impl BenchDaemon {
         Ok(BenchDaemon { daemon, child: Some(child), tags: Vec::new(), ui: context.ui })
     }
 
-    /// One call that has to succeed.
+    /// Sends a request that has to succeed.
     pub(super) async fn call(&self, method: Method, path: &str, body: Option<&Value>) -> Result<Value> {
         let what = format!("{method} {path}");
         let (status, answer) = self.daemon.call(method, path, body).await?;
@@ -128,20 +128,20 @@ impl BenchDaemon {
         Ok(answer)
     }
 
-    /// Makes a snapshot and sees to it that children come from a template loaded from disk.
+    /// Creates a snapshot whose children come from a template loaded from disk.
     pub(super) async fn snapshot(&mut self, tag: &str, request: Value) -> Result<()> {
         self.snapshot_in_memory(tag, request).await?;
         self.unload(tag).await
     }
 
-    /// Makes a snapshot; children come from the guest it was made of, as long as nobody unloads it.
+    /// Creates a snapshot. Until it is unloaded, children come from the guest that was warmed.
     pub(super) async fn snapshot_in_memory(&mut self, tag: &str, mut request: Value) -> Result<()> {
         request["tag"] = tag.into();
         self.tags.push(tag.to_owned());
         self.call(Method::POST, "/v1/snapshots", Some(&request)).await.map(drop)
     }
 
-    /// The next children come from a template loaded from disk.
+    /// Unloads a snapshot, so that the next children come from a template loaded from disk.
     pub(super) async fn unload(&self, tag: &str) -> Result<()> {
         self.call(Method::POST, &format!("/v1/snapshots/{tag}/unload"), None).await.map(drop)
     }
@@ -154,7 +154,7 @@ impl BenchDaemon {
         self.call(Method::POST, &format!("/v1/sandboxes/{}/resume", sandbox.id), None).await.map(drop)
     }
 
-    /// Branches a sandbox; returns what the daemon says and how long the call took, in milliseconds.
+    /// Branches a sandbox; returns the daemon's reply and the milliseconds of the call.
     pub(super) async fn branch(&mut self, id: &str, tag: &str, how: &Value) -> Result<(Branch, f64)> {
         let mut request = how.clone();
         request["tag"] = tag.into();
@@ -163,12 +163,12 @@ impl BenchDaemon {
         let answer = self.call(Method::POST, &format!("/v1/sandboxes/{id}/branch"), Some(&request)).await?;
         let took = begin.elapsed().as_secs_f64() * 1e3;
         let pause_ms = answer.get("pause_ms").and_then(Value::as_f64);
-        let pause_ms = pause_ms.context("the daemon does not say how long the sandbox stood still")?;
+        let pause_ms = pause_ms.context("the daemon's reply has no pause of the sandbox")?;
         Ok((Branch { pause_ms, bytes: answer.get("diff_physical_bytes").and_then(Value::as_u64) }, took))
     }
 
-    /// Removes a snapshot and waits until its template is gone: what is measured next shall not pay
-    /// for it.
+    /// Removes a snapshot and waits until its template has ended, so that the next measurement does not pay for
+    /// it.
     pub(super) async fn remove(&mut self, tag: &str) -> Result<()> {
         let path = format!("/v1/snapshots/{tag}");
         let info = self.call(Method::GET, &path, None).await?;
@@ -180,7 +180,7 @@ impl BenchDaemon {
         Ok(())
     }
 
-    /// Asks for `n` children and returns what that took, in time and memory, with the children that run.
+    /// Forks `n` children; returns the time and memory, and the children that run.
     pub(super) async fn fan_out(&self, tag: &str, n: usize, network: bool) -> Result<(Burst, Vec<Child>)> {
         let (mut burst, children) = self.children(tag, n, network).await?;
         for child in children.iter().take(MEMORY_SAMPLE) {
@@ -189,7 +189,7 @@ impl BenchDaemon {
         Ok((burst, children))
     }
 
-    /// Asks for one child that has to run; returns it and what it took.
+    /// Forks one child that has to run; returns it, and the time and memory.
     pub(super) async fn child(&self, tag: &str, network: bool) -> Result<(Child, Burst)> {
         let (burst, children) = self.children(tag, 1, network).await?;
         match children.into_iter().next() {
@@ -217,10 +217,10 @@ impl BenchDaemon {
         let mut children = Vec::new();
         for child in list("children") {
             burst.times_ms.extend(child.get("ready_ms").and_then(Value::as_f64));
-            children.push(Child::parse(&child).context("the daemon told of a child without an id")?);
+            children.push(Child::parse(&child).context("the daemon's reply has a child without an id")?);
         }
         if burst.times_ms.len() < children.len() {
-            burst.errors.push("the daemon does not say when some of the children answered".into());
+            burst.errors.push("the daemon's reply has no time for some children".into());
         }
         for failed in list("errors") {
             let why = failed.get("error").and_then(Value::as_str).unwrap_or("for a reason not given");
@@ -236,8 +236,8 @@ impl BenchDaemon {
         Some(Memory { private_kib: kib("private_kib")?, pss_kib: kib("pss_kib")? })
     }
 
-    /// Deletes children and waits until their processes are gone: what is measured next shall not
-    /// pay for it.
+    /// Deletes children and waits until their processes have ended, so that the next measurement does not pay for
+    /// it.
     pub(super) async fn delete(&self, children: &[Child]) -> Result<()> {
         let calls = children.iter().map(|child| {
             let path = format!("/v1/sandboxes/{}", child.id);
@@ -249,23 +249,23 @@ impl BenchDaemon {
         for child in children {
             gone(child.pid, &child.id).await?;
         }
-        // Work the kernel has put off, such as freeing VMs, comes after the process.
+        // The kernel does deferred work, such as freeing VMs, after the end of the process.
         tokio::time::sleep(Duration::from_millis(50 + children.len() as u64 / 2)).await;
         Ok(())
     }
 
-    /// Removes everything that was made, and ends the daemon if it was started here.
+    /// Removes the snapshots, and ends the daemon if the benchmark started it.
     pub(super) async fn stop(mut self) {
         if let Err(error) = self.delete_all_children().await {
             self.ui.warn(format!("children of the measurement may be left: {error:#}"));
         }
-        // Those made last are built on those made first.
+        // Later snapshots are built on earlier ones.
         for tag in self.tags.iter().rev() {
             let path = format!("/v1/snapshots/{tag}");
             // Without a template there is nothing to unload.
             let _ = self.call(Method::POST, &format!("{path}/unload"), None).await;
             match self.daemon.call(Method::DELETE, &path, None).await {
-                // It was never made.
+                // It was never created.
                 Ok((status, _)) if status.is_success() || status == hyper::StatusCode::NOT_FOUND => {}
                 Ok((status, answer)) => {
                     self.ui.warn(format!("snapshot {tag} may be left: {}", reason(status, &answer)))
@@ -277,14 +277,14 @@ impl BenchDaemon {
             let pid = child.id().and_then(|pid| Pid::from_raw(pid as i32));
             pid.map(|pid| rustix::process::kill_process(pid, Signal::TERM));
             if tokio::time::timeout(DAEMON_TIMEOUT, child.wait()).await.is_err() {
-                self.ui.warn("the daemon did not end when asked and is killed");
+                self.ui.warn("the daemon did not end after SIGTERM, so it is killed");
                 let _ = child.kill().await;
             }
         }
     }
 
-    /// Deletes all children of our snapshots, also those of a call that was broken off and goes on
-    /// in the daemon.
+    /// Deletes all children of the benchmark's snapshots, also those of a cancelled request that the daemon still
+    /// works on.
     async fn delete_all_children(&self) -> Result<()> {
         if self.tags.is_empty() {
             return Ok(());
@@ -305,34 +305,34 @@ impl BenchDaemon {
     }
 }
 
-/// Waits until a process that was told to end has.
+/// Waits until a process that was asked to end has ended.
 async fn gone(pid: Option<i64>, name: &str) -> Result<()> {
     let begin = Instant::now();
     while pid.is_some_and(|pid| Path::new(&format!("/proc/{pid}")).exists()) {
         if begin.elapsed() > DAEMON_TIMEOUT {
-            bail!("{name} was deleted, but its process is still there after {} s", DAEMON_TIMEOUT.as_secs());
+            bail!("{name} was deleted, but its process still runs after {} s", DAEMON_TIMEOUT.as_secs());
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     Ok(())
 }
 
-/// How a measurement came to its end.
+/// How a measurement ended.
 pub(super) enum MeasurementEnd {
-    /// It is over.
+    /// It is complete.
     Done,
-    /// A signal cut it off.
+    /// A signal interrupted it.
     Caught(Caught),
 }
 
-/// Measures with a daemon, in a folder of its own, until that is done or a signal comes. `work` gets the daemon
-/// and the folder. What was made is gone afterwards; what is left of it `forkd cleanup` finds.
+/// Measures with a daemon, in a new folder, until `work` is done or a signal comes. `work` gets the daemon and
+/// the folder. Everything created is removed afterwards; `forkd cleanup` finds leftovers.
 pub(super) async fn in_bench_folder(
     context: &Context,
     place: DaemonSource<'_>,
     work: impl AsyncFnOnce(Option<&mut BenchDaemon>, &Path) -> Result<()>,
 ) -> Result<MeasurementEnd> {
-    // Before there is anything to remove.
+    // Before anything is created that has to be removed.
     let mut signals = Forwarded::listen()?;
     let workplace = BenchFolder::make(context)?;
     let mut server = match place {
@@ -349,7 +349,7 @@ pub(super) async fn in_bench_folder(
         caught = signals.next() => (Ok(()), Some(caught)),
     };
     match (server, caught) {
-        // It goes with the folder, and all its sandboxes: there is no time to ask it to end them.
+        // The removal of the folder ends it and its sandboxes: there is no time for a clean stop.
         (Some(server), Some(_)) if server.child.is_some() => drop(server),
         (Some(server), _) => server.stop().await,
         (None, _) => {}
@@ -360,15 +360,15 @@ pub(super) async fn in_bench_folder(
     }
 }
 
-/// What a measurement needs.
+/// The daemon that a measurement needs.
 pub(super) enum DaemonSource<'a> {
     /// No daemon.
     Nothing,
-    /// The daemon behind this socket, or one of its own.
+    /// The daemon behind this socket, or a new one.
     Daemon(Option<&'a Path>),
 }
 
-/// Why the daemon refused.
+/// The daemon's reason for a refusal.
 fn reason(status: hyper::StatusCode, answer: &Value) -> String {
     match answer.get("error").and_then(Value::as_str) {
         Some(text) => text.to_owned(),
@@ -376,7 +376,7 @@ fn reason(status: hyper::StatusCode, answer: &Value) -> String {
     }
 }
 
-/// A folder for one run; removed at its end, with the daemon that was started in it and its sandboxes.
+/// A folder for one run. On drop it is removed, with the daemon started in it and its sandboxes.
 struct BenchFolder {
     path: PathBuf,
     _at_end: ExitAction,

@@ -1,4 +1,4 @@
-//! `forkd bench spawn`: which cases, how often, in which order.
+//! `forkd bench spawn`: the cases, repetitions and order of the measurement.
 
 use std::fs;
 use std::path::Path;
@@ -19,14 +19,14 @@ use super::{BenchSpawnArgs, Case, emulated, linux_elsewhere, summary};
 use crate::commands::{Context, runtime};
 use crate::host::paths::Binaries;
 
-/// The expression whose evaluation is measured.
+/// The measured expression.
 const EXPRESSION: &str = "numpy.zeros(5).tolist()";
 const EXPECTED: &str = "[0.0, 0.0, 0.0, 0.0, 0.0]";
-/// How often it is evaluated, and how often by a new Python.
+/// The number of evaluations, and of evaluations in a new Python.
 const EVALUATIONS: usize = 20;
 const NEW_PYTHONS: usize = 3;
 
-/// Measures, prints, and returns the status to exit with.
+/// Measures, prints, and returns the exit status.
 pub(super) fn spawn(context: &Context, args: &BenchSpawnArgs) -> Result<u8> {
     let cases = args.cases();
     let mut results = Results::new(&args.output);
@@ -51,7 +51,7 @@ pub(super) fn spawn(context: &Context, args: &BenchSpawnArgs) -> Result<u8> {
     if let Some(why) = elsewhere {
         match in_machine(context, args, &linux, &why) {
             Ok((lines, complete)) => {
-                // What is missing, and why, was said in there.
+                // The command in the machine has reported missing results.
                 results.status |= u8::from(!complete);
                 lines.into_iter().try_for_each(|line| results.add(line))?;
             }
@@ -61,7 +61,7 @@ pub(super) fn spawn(context: &Context, args: &BenchSpawnArgs) -> Result<u8> {
     results.conclude()
 }
 
-/// Measures `cases` in the emulated machine, and says whether all of them could be.
+/// Measures `cases` in the emulated machine; returns whether all succeeded.
 fn in_machine(
     context: &Context,
     args: &BenchSpawnArgs,
@@ -90,7 +90,7 @@ impl BenchResult for Line {
     }
 }
 
-/// What is measured on this host.
+/// The measurements on this host.
 struct SpawnRun<'a> {
     context: &'a Context,
     args: &'a BenchSpawnArgs,
@@ -147,7 +147,7 @@ impl SpawnRun<'_> {
         }
     }
 
-    /// How often a burst of `n` is repeated: small ones are over soon and vary most.
+    /// The repetitions of a burst of `n`: small bursts are short and vary most.
     fn repetitions(&self, n: usize) -> usize {
         let full: usize = match n {
             0..=4 => 20,
@@ -158,7 +158,7 @@ impl SpawnRun<'_> {
         if self.args.quick { full.div_ceil(4) } else { full }
     }
 
-    /// The floor and the real path, in turns: both meet the same weather.
+    /// Measures the floor and the real path in turns, so that both meet the same load on the host.
     async fn floor_and_tiny(
         &self,
         mut server: Option<&mut BenchDaemon>,
@@ -197,7 +197,7 @@ impl SpawnRun<'_> {
         Ok(())
     }
 
-    /// A snapshot of the tiny guest, and a first child: it pays for what all others share.
+    /// Creates a snapshot of the tiny guest, and a first child, which pays for everything that the others share.
     async fn prepare_tiny(&self, server: &mut BenchDaemon, folder: &Path, tag: &str) -> Result<()> {
         let kernel = folder.join("tiny-kernel");
         fs::write(&kernel, guest::kernel()).with_context(|| format!("cannot write {}", kernel.display()))?;
@@ -224,7 +224,7 @@ impl SpawnRun<'_> {
         Ok(())
     }
 
-    /// Linux guests, warmed with numpy, to the first answer of their agent; then a child's Python.
+    /// Measures Linux guests, warmed with numpy, until their agent answers; then Python in a child.
     async fn linux(&self, server: &mut BenchDaemon, results: &mut Results<'_, Line>) -> Result<()> {
         let ui = self.context.ui;
         let (tag, network) = (format!("bench-linux-{}", std::process::id()), !self.args.no_network);
@@ -266,7 +266,7 @@ impl SpawnRun<'_> {
         }
     }
 
-    /// A warmed evaluation against a new Python, both over the same API.
+    /// Measures an evaluation in the warmed Python and in a new Python, both with the same API.
     async fn eval(&self, server: &BenchDaemon, id: &str) -> Result<Line> {
         let path = |verb: &str| format!("/v1/sandboxes/{id}/{verb}");
         let imported = json!({ "code": "import numpy", "timeout_secs": 300 });
@@ -306,7 +306,7 @@ fn milliseconds(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// One burst of the floor, by a process of its own.
+/// Measures one burst of the floor, in a separate process.
 async fn floor(n: usize, memory: &Path) -> Result<Burst> {
     let mut command = tokio::process::Command::new(Binaries::find()?.forkd);
     command.args(["bench", "floor", "--n", &n.to_string(), "--memory"]).arg(memory).kill_on_drop(true);

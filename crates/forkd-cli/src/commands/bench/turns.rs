@@ -1,4 +1,4 @@
-//! Branches of a sandbox, in turns with what is done to the same memory with nothing of forkd around it.
+//! Branches of a sandbox, in turns with operations on the same memory without forkd.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,31 +15,31 @@ use serde_json::json;
 use super::companion::Companion;
 use super::server::{BenchDaemon, Child};
 
-/// How long the guest writes between two turns.
+/// The time in which the guest writes between two turns.
 pub(super) const WRITES: Duration = Duration::from_millis(200);
-/// How long it may take to write everything again, and how much of that may be missing, beside a hundredth:
-/// what its process had of its own and need not write again.
+/// The time in which the guest must write everything again, and the KiB that may be missing besides a
+/// hundredth: private memory of its process that it need not write again.
 const REWRITE_TIMEOUT: Duration = Duration::from_secs(120);
 const REWRITE_SLACK_KIB: u64 = 4 << 10;
 
-/// What was measured of one kind of guest.
+/// The results for one kind of guest.
 pub(super) struct Turns<'a> {
     subject: &'a Subject,
-    /// For files.
+    /// The folder for files.
     folder: &'a Path,
-    /// What the tags of its branches begin with.
+    /// The prefix of the tags of its branches.
     tag: String,
-    /// How often what is slow is measured.
+    /// The number of measurements of slow operations.
     slow_turns: usize,
-    /// The program that is measured, too.
+    /// The firecracker program to measure as well.
     firecracker_program: Option<&'a Path>,
     turn: usize,
     pauses: Attempts,
     calls: Attempts,
-    /// How much longer than the pause each took.
+    /// The time of each call minus its pause.
     beyond: Attempts,
     forks: Attempts,
-    /// How much longer each pause was than the fork of the same turn.
+    /// Each pause minus the bare fork of the same turn.
     over: Attempts,
     others: [(Method, Attempts); 3],
     firecracker: [(SnapshotKind, Attempts); 2],
@@ -71,16 +71,16 @@ impl<'a> Turns<'a> {
         }
     }
 
-    /// Takes turns with branches of `sandbox`. The process beside it is a new one in each round; what is slow is
-    /// done in the first one only.
+    /// Takes turns with branches of `sandbox`. Each round has a new process beside it; slow operations are only in
+    /// the first round.
     pub(super) async fn round(
         &mut self,
         server: &mut BenchDaemon,
         sandbox: &Child,
         turns: usize,
     ) -> Result<()> {
-        // Other work on a core of the host makes everything on it slower, for moments: so what is compared is
-        // done on one core, right after each other.
+        // Other work on a core of the host slows everything on it for moments: so the compared operations run on
+        // one core, right after each other.
         let cpu = host::last_cpu()?;
         sandbox.keep_on(cpu)?;
         let mut companion = Companion::start(self.subject, &self.layer(), cpu).await?;
@@ -104,8 +104,8 @@ impl<'a> Turns<'a> {
         Ok(())
     }
 
-    /// A branch and a bare fork, one right after the other, each the first in every second turn. Whether
-    /// there is a branch now.
+    /// A branch and a bare fork, one right after the other; every second turn starts with the other one. Returns
+    /// whether the branch succeeded.
     async fn compare(
         &mut self,
         server: &mut BenchDaemon,
@@ -126,7 +126,7 @@ impl<'a> Turns<'a> {
                     Err(error) => self.pauses.add(Err(format!("{error:#}"))),
                 }
             } else {
-                // A branch is taken while its guest stands still, and so is this.
+                // A branch is taken while its guest is paused, and so is this fork.
                 server.pause(sandbox).await?;
                 let took = companion.time(Method::Fork).await?;
                 fork = took.as_ref().ok().copied();
@@ -140,13 +140,13 @@ impl<'a> Turns<'a> {
         Ok(branched)
     }
 
-    /// What takes too long to be done in every turn.
+    /// Operations that are too slow for every turn.
     async fn slow_ones(&mut self, companion: &mut Companion, firecracker: Option<&Writing>) -> Result<()> {
         if self.turn <= self.slow_turns {
             for (method, attempts) in &mut self.others {
                 let took = companion.time(*method).await?;
                 companion.rewrite().await?;
-                // The first one may take memory the host never touched before.
+                // The first copy may take memory that the host never touched before.
                 if self.turn > 0 {
                     attempts.add(took);
                 }
@@ -160,8 +160,8 @@ impl<'a> Turns<'a> {
         Ok(())
     }
 
-    /// A guest like the subject in Firecracker, if there is one. It boots its guests, in small pages, and so
-    /// stands beside memory from a layer.
+    /// A guest like the subject in Firecracker, if a program is given. Firecracker boots its guests in small
+    /// pages, so it is compared with memory from a layer.
     fn boot_firecracker(&self) -> Result<Option<Writing>> {
         let Subject { mem_mib, dirty_pct, .. } = *self.subject;
         let fits = self.subject.guest == "tiny" && self.subject.memory == Kind::Layer;
@@ -171,12 +171,12 @@ impl<'a> Turns<'a> {
         Ok(Some(Writing::boot(program, &folder, mem_mib, writer::distance(dirty_pct)?)?))
     }
 
-    /// What memory from a layer is mapped from, beside the sandbox.
+    /// The file from which the process beside the sandbox maps memory of a layer.
     fn layer(&self) -> PathBuf {
         self.folder.join("companion")
     }
 
-    /// One line for each case of which there was an attempt.
+    /// One line for each case with an attempt.
     pub(super) fn lines(&self, conditions: &Conditions) -> Vec<Record> {
         let cases = [("forkd", &self.pauses), ("live_call", &self.calls), ("live_beyond", &self.beyond)];
         let cases = cases.into_iter().chain([(Method::Fork.name(), &self.forks), ("over_fork", &self.over)]);
@@ -189,15 +189,15 @@ impl<'a> Turns<'a> {
     }
 }
 
-/// The next subject may need gigabytes of disk, too.
+/// Removes the file: the next subject may need gigabytes of disk as well.
 impl Drop for Turns<'_> {
     fn drop(&mut self) {
         let _ = fs::remove_file(self.layer());
     }
 }
 
-/// Waits until a guest has written again all that its process had of its own, `own`, when it was branched:
-/// the memory beside it was written again as well before it is forked next.
+/// Waits until a guest has written its private memory at the branch, `own`, again: the process beside it also
+/// rewrites its memory before its next fork.
 async fn rewritten(sandbox: &Child, own: Option<u64>) -> Result<()> {
     let begun = Instant::now();
     while let (Some(own), Some(now)) = (own, sandbox.private_kib())
