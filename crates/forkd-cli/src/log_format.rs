@@ -135,7 +135,7 @@ mod tests {
         }
     }
 
-    /// What readers of the log rely on: a line's fields, their order and their spelling. Only the time is not
+    /// Readers of the log rely on a line's fields, their order and their spelling. Only the time is not
     /// compared.
     #[test]
     fn a_line_is_as_it_was() {

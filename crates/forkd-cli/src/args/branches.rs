@@ -31,7 +31,7 @@ pub(crate) struct BranchArgs {
     #[arg(long, value_parser = parse_name, value_name = "TAG")]
     pub(crate) tag: Option<String>,
 
-    /// What is stored.
+    /// Amount of state to store; see Modes below.
     #[arg(long, value_enum, default_value_t = BranchMode::Live, value_name = "MODE")]
     pub(crate) mode: BranchMode,
 
@@ -43,7 +43,7 @@ pub(crate) struct BranchArgs {
     pub(crate) answer: AnswerArgs,
 }
 
-/// What is stored of a branch.
+/// The amount of state that a branch stores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BranchMode {
     Live,

@@ -75,7 +75,7 @@ pub(super) fn owner(folder: &Path) -> Option<Owner> {
     };
     Some(match runs {
         true => Owner::Runs(folder.to_owned()),
-        false => Owner::Nobody("its benchmark has ended"),
+        false => Owner::Orphaned("its benchmark has ended"),
     })
 }
 

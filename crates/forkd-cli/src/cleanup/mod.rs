@@ -130,7 +130,7 @@ fn network(folders: &[RunFolder], anybody: bool) -> Vec<Leftover> {
         let of = |one: &&Leftover| Path::new(&one.path).file_name().is_some_and(|name| name == link.as_str());
         let owner = match found.iter().find(of) {
             Some(namespace) if namespace.action == Action::Delete => {
-                Owner::Nobody("it goes with its namespace")
+                Owner::Orphaned("it goes with its namespace")
             }
             Some(_) => Owner::Runs(PathBuf::from(link)),
             None => Owner::Unknown,
@@ -139,7 +139,7 @@ fn network(folders: &[RunFolder], anybody: bool) -> Vec<Leftover> {
     }
     let needed = anybody || found.iter().any(|one| one.action == Action::Skip);
     for table in &left.tables {
-        let owner = if needed { Owner::Shared } else { Owner::Nobody("no network of a sandbox is left") };
+        let owner = if needed { Owner::Shared } else { Owner::Orphaned("no network of a sandbox is left") };
         found.push(Leftover::new(LeftoverKind::Rules, table, owner));
     }
     found
@@ -156,7 +156,7 @@ fn cgroups(root: &Path, daemon_runs: bool) -> Vec<Leftover> {
         let owner = match (events.lines().any(|line| line == "populated 0"), daemon_runs) {
             (false, _) => Owner::Runs(lineage.clone()),
             (true, true) => Owner::Shared,
-            (true, false) => Owner::Nobody("no process is in it"),
+            (true, false) => Owner::Orphaned("no process is in it"),
         };
         Leftover::new(LeftoverKind::Cgroup, lineage.display().to_string(), owner)
     });
@@ -218,7 +218,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let folder = root.path().join("forkd-x");
         fs::create_dir_all(folder.join("sandboxes/sb1")).unwrap();
-        let nobody = || Owner::Nobody("a test says so");
+        let nobody = || Owner::Orphaned("a test says so");
         Leftover::new(LeftoverKind::Folder, folder.display().to_string(), nobody()).remove().unwrap();
         assert!(!folder.exists());
         let cgroup = root.path().join("lineage");

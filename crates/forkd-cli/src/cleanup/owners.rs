@@ -21,12 +21,12 @@ pub(super) enum Owner {
     /// Unknown, so the object is kept.
     Unknown,
     /// None, for this reason.
-    Nobody(&'static str),
+    Orphaned(&'static str),
 }
 
 impl Owner {
     pub(super) fn is_nobody(&self) -> bool {
-        matches!(self, Owner::Nobody(_))
+        matches!(self, Owner::Orphaned(_))
     }
 }
 
@@ -39,7 +39,7 @@ impl fmt::Display for Owner {
             }
             Owner::Shared => formatter.write_str("live: daemons share it"),
             Owner::Unknown => formatter.write_str("its owner is unknown"),
-            Owner::Nobody(why) => formatter.write_str(why),
+            Owner::Orphaned(why) => formatter.write_str(why),
         }
     }
 }
@@ -62,7 +62,7 @@ pub(super) fn run_folders(data: &DataDir, daemon_runs: bool) -> Vec<RunFolder> {
     for folder in &mut folders {
         let in_use = daemon_runs || sockets.contains(&format!(" {}/", folder.path.display()));
         if folder.owner == Owner::Unknown && !in_use {
-            folder.owner = Owner::Nobody("no process uses it");
+            folder.owner = Owner::Orphaned("no process uses it");
         }
     }
     folders
@@ -96,7 +96,7 @@ fn owner(folder: &Path, data: &Path, locks: &str) -> Owner {
     } else if leads_here(&data) {
         Owner::Next(data)
     } else {
-        Owner::Nobody("its data directory is gone or uses another run folder")
+        Owner::Orphaned("its data directory is gone or uses another run folder")
     }
 }
 

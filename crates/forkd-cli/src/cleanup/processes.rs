@@ -94,7 +94,7 @@ fn owner(paths: &[PathBuf], folders: &[RunFolder], daemon_runs: bool) -> Owner {
     let lost = |path: &PathBuf| path.is_absolute() && !path.parent().is_some_and(Path::exists);
     match paths.is_empty() {
         false if !daemon_runs && paths.iter().all(lost) => {
-            Owner::Nobody("its folder is gone, so no client can reach it")
+            Owner::Orphaned("its folder is gone, so no client can reach it")
         }
         _ => Owner::Unknown,
     }

@@ -200,7 +200,7 @@ mod tests {
         passes(&set("6.1.0", "never", "Not affected"));
         passes(&set("6.1.0", "Y", "KVM: Mitigation: Split huge pages"));
         is_skipped(&nx_huge_pages(&linux("6.1.0").root()));
-        // Nothing switches it off where the kernel does not say that this is safe.
+        // No fix is offered if the kernel does not report that disabling it is safe.
         passes(&nx_huge_pages(&linux("6.1.0").with(NX, "Y").root()));
     }
 

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::fake_daemon::FakeDaemon;
 use crate::{child, interrupt_after, snapshot};
 
-/// A branch as the daemon tells of it.
+/// A branch, as the daemon describes it.
 fn branch(status: &str) -> Value {
     let mut branch = snapshot(status, None);
     let more = json!({ "parent_tag": "numpy", "chain_depth": 1, "branched_from": "sb1", "mode": "live",
@@ -225,7 +225,7 @@ fn sandboxes_stand_still_and_go_on_and_those_that_cannot_are_named() {
     }
 }
 
-/// A small tree with a name nobody should trust, and a cycle.
+/// A small tree with an untrusted name, and a cycle.
 fn tree() -> Value {
     json!({ "nodes": [
         { "id": "snapshot:numpy", "kind": "snapshot", "name": "numpy", "state": "ready", "gone": false,

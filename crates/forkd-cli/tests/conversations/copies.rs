@@ -49,7 +49,7 @@ fn a_guest_that_lies_about_names_writes_nothing_outside_of_the_destination() {
     let out = here.path().join("out");
     std::fs::create_dir_all(out.join("d")).unwrap();
     std::fs::create_dir(here.path().join("beside")).unwrap();
-    // What an earlier copy, or anybody else, left there is not followed, either.
+    // A link that an earlier copy or another user left there is not followed either.
     std::os::unix::fs::symlink(here.path().join("beside"), out.join("d/planted")).unwrap();
     let said = daemon.run(&["cp", "-r", "--json", "sb1:/d", out.to_str().unwrap()]);
     assert_eq!(said.status, Some(1), "{said:?}");

@@ -1,4 +1,4 @@
-//! Signals end commands: whatever a command waits for, and whichever of the three signals comes.
+//! Signals end commands, whatever a command waits for, and whichever of the three signals comes.
 
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus};

@@ -1,4 +1,4 @@
-//! A daemon that answers what it is told to, and remembers what it was asked.
+//! A daemon with scripted replies that records the requests.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use serde_json::Value;
 
-/// What was asked: `METHOD /path`, and the body.
+/// A request: `METHOD /path`, and the body.
 type Asked = (String, Value);
 
 /// A daemon on a unix socket of its own, in a data directory of its own.
@@ -91,12 +91,12 @@ fn converse(mut stream: UnixStream, kept: &Mutex<Vec<Asked>>, answer: &dyn Fn(&s
     let (status, value) = answer(&line);
     let body = if value.is_null() { String::new() } else { value.to_string() };
     let length = body.len();
-    // Whoever asked may be gone by now.
+    // The client may have left already.
     let _ =
         write!(stream, "HTTP/1.1 {status} X\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}");
 }
 
-/// What a command said, and how it ended.
+/// The output and the exit status of a command.
 #[derive(Debug)]
 pub(crate) struct Said {
     pub(crate) status: Option<i32>,

@@ -1,4 +1,4 @@
-//! The line protocol: ports this command serves, and those it asks.
+//! The JSON-lines protocol: ports that this command serves, and ports that it uses.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -34,7 +34,7 @@ fn say(target: &str, bytes: &str) -> Value {
     serde_json::from_str(&answer).unwrap()
 }
 
-/// The first line the command prints that says where it listens.
+/// The first line of output with an address.
 fn target(command: &mut Child) -> String {
     let mut lines = BufReader::new(command.stdout.as_mut().unwrap()).lines();
     let line = lines.find_map(|line| line.unwrap().strip_prefix("FORKD_TARGET=").map(String::from));
@@ -91,7 +91,7 @@ fn a_port_is_served_as_long_as_its_sandbox_lives_and_for_one_user() {
     let mut command = daemon.forkd(&["line", "sb1"]).spawn().unwrap();
     let target = target(&mut command);
     assert_eq!(say(&target, "{\"action\": \"ping\"}"), json!({ "pong": true }));
-    // Only root can become somebody else.
+    // Only root can become another user.
     if rustix::process::geteuid().is_root() {
         let (host, port) = target.split_once(':').unwrap();
         let talk = format!("exec 3<>/dev/tcp/{host}/{port}; echo '{{\"action\": \"ping\"}}' >&3; cat <&3");

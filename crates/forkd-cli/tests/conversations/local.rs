@@ -1,5 +1,5 @@
-//! Commands about this computer: settings, files for shells and readers, leftovers; and those that go
-//! through several steps with a daemon.
+//! Commands about this host: settings, documentation, leftovers; and commands with several steps that use a
+//! daemon.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -106,7 +106,7 @@ fn completions_and_manual_pages_are_what_shells_and_readers_understand() {
         assert!(said.stdout.contains("snapshot-compact"), "{shell} does not know every command");
         let file = data.path().join(shell);
         std::fs::write(&file, &said.stdout).unwrap();
-        // Whoever has the shell checks it; bash is everywhere.
+        // A script is checked only if its shell is installed; bash is everywhere.
         match Command::new(shell).arg("-n").arg(&file).output() {
             Ok(checked) => assert!(checked.status.success(), "{shell}: {checked:?}"),
             Err(_) => assert_ne!(shell, "bash", "bash is not there to check"),
@@ -216,7 +216,7 @@ fn a_quick_start_uses_what_is_there_makes_what_is_not_and_forks() {
         (&json!("sb2"), &json!("/d"))
     );
     assert_eq!(missing.asked()[1].1, json!({ "tag": "quickstart", "image": "python" }));
-    // Nobody is there to agree.
+    // Without a terminal, no user can confirm.
     let unasked = there.run(&["quickstart"]);
     assert!(unasked.status == Some(1) && unasked.stderr.contains("--yes"), "{unasked:?}");
 }

@@ -117,7 +117,7 @@ fn children_that_run_are_printed_with_their_times_and_those_that_do_not_make_it_
     let spawned = daemon.run(&["spawn", "--tag", "t", "-n", "3", "--no-wait"]);
     assert_eq!((spawned.status, spawned.stdout.as_str()), (Some(1), "sb1\nsb2\n"));
     assert_eq!(daemon.lines(), [FORK; 3]);
-    // Somebody at the terminal may want to speak with them; a script asks for what it needs.
+    // A user at a terminal may want to use the ports; a script requests what it needs.
     assert_eq!(daemon.asked()[0].1, json!({ "snapshot_tag": "t", "n": 3, "line_port": true }));
     assert_eq!(daemon.asked()[2].1, json!({ "snapshot_tag": "t", "n": 3, "wait": false }));
     daemon.run(&["fork", "--tag", "t", "-n", "3", "--no-line-port"]);

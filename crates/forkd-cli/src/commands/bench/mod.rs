@@ -325,7 +325,7 @@ fn print_report(args: &ReportArgs) -> Result<()> {
     Ok(())
 }
 
-/// Draws what there are results of.
+/// Draws a chart for each kind of result.
 fn draw(folder: &Path, lines: &[report::Line], records: &[Record]) -> Result<()> {
     fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let mut charts = Vec::new();

@@ -412,7 +412,7 @@ mod tests {
     use std::os::unix::net::UnixListener;
     use std::sync::mpsc;
 
-    /// A daemon that gives these answers, one after the other, and tells what it was asked.
+    /// A daemon that gives these replies, one after the other, and sends the requests back.
     fn stub(folder: &Path, answers: Vec<(u16, Value)>) -> (BenchDaemon, mpsc::Receiver<String>) {
         let socket = folder.join("stub.sock");
         let listener = UnixListener::bind(&socket).unwrap();
