@@ -47,7 +47,7 @@ impl Ui {
     pub(crate) fn progress(&self, title: impl Into<String>) -> Progress {
         let title = title.into();
         let bar = (self.terminal && !self.quiet).then(|| {
-            signals::run_exit_actions();
+            signals::clean_terminal_on_signal();
             let bar = ProgressBar::new_spinner();
             if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} ({elapsed})") {
                 bar.set_style(style);

@@ -10,7 +10,7 @@ mod watch;
 use anyhow::Result;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-pub(crate) use watch::{ExitAction, drain, run_exit_actions};
+pub(crate) use watch::{ExitAction, clean_terminal_on_signal, drain};
 use watch::{ListenGuard, SaveGuard};
 
 /// The effect of a signal.
@@ -28,7 +28,7 @@ enum SignalPolicy {
 #[derive(Debug)]
 pub(crate) struct Forwarded {
     signals: Signals,
-    conduct: SignalPolicy,
+    policy: SignalPolicy,
     interrupts: u32,
     all: u32,
     _listening: ListenGuard,
@@ -45,10 +45,10 @@ impl Forwarded {
         Self::open(SignalPolicy::PassesOn)
     }
 
-    fn open(conduct: SignalPolicy) -> Result<Self> {
+    fn open(policy: SignalPolicy) -> Result<Self> {
         // Start the watch first: it keeps signals ignored that were ignored at the start of the process.
-        let listening = ListenGuard::begin(conduct)?;
-        Ok(Forwarded { signals: Signals::open()?, conduct, interrupts: 0, all: 0, _listening: listening })
+        let listening = ListenGuard::begin(policy)?;
+        Ok(Forwarded { signals: Signals::open()?, policy, interrupts: 0, all: 0, _listening: listening })
     }
 
     /// Waits for work that must not be cancelled half way; returns it with a signal that came meanwhile. A
@@ -86,7 +86,7 @@ impl Forwarded {
         let mut caught = self.signals.next().await;
         self.all += 1;
         self.interrupts += u32::from(caught.name == "SIGINT");
-        caught.insists = match self.conduct {
+        caught.insists = match self.policy {
             // All signals other than ^C go to the command, however many come.
             SignalPolicy::PassesOn => self.interrupts > 1,
             SignalPolicy::Ends | SignalPolicy::Drains => self.all > 1,

@@ -24,21 +24,21 @@ const EXIT_ACTIONS_TIME: Duration = Duration::from_millis(400);
 const SAVE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Open exit actions by number, in the order of their creation.
-type Last = BTreeMap<u64, Box<dyn FnOnce() + Send>>;
+type ExitActions = BTreeMap<u64, Box<dyn FnOnce() + Send>>;
 
 static LISTENING: AtomicUsize = AtomicUsize::new(0);
 static SAVING: AtomicUsize = AtomicUsize::new(0);
-static CONDUCT: Mutex<SignalPolicy> = Mutex::new(SignalPolicy::Ends);
-static LAST_TO_DO: Mutex<Last> = Mutex::new(BTreeMap::new());
+static POLICY: Mutex<SignalPolicy> = Mutex::new(SignalPolicy::Ends);
+static EXIT_ACTIONS: Mutex<ExitActions> = Mutex::new(BTreeMap::new());
 
 /// Held by a command while it listens for signals.
 #[derive(Debug)]
 pub(super) struct ListenGuard(());
 
 impl ListenGuard {
-    pub(super) fn begin(conduct: SignalPolicy) -> Result<Self> {
+    pub(super) fn begin(policy: SignalPolicy) -> Result<Self> {
         start()?;
-        *CONDUCT.lock().unwrap_or_else(PoisonError::into_inner) = conduct;
+        *POLICY.lock().unwrap_or_else(PoisonError::into_inner) = policy;
         LISTENING.fetch_add(1, Ordering::SeqCst);
         Ok(ListenGuard(()))
     }
@@ -76,23 +76,23 @@ impl ExitAction {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         start()?;
         let number = NEXT.fetch_add(1, Ordering::SeqCst);
-        last_to_do().insert(number, Box::new(work));
+        exit_actions().insert(number, Box::new(work));
         Ok(ExitAction(number))
     }
 }
 
 impl Drop for ExitAction {
     fn drop(&mut self) {
-        last_to_do().remove(&self.0);
+        exit_actions().remove(&self.0);
     }
 }
 
-fn last_to_do() -> std::sync::MutexGuard<'static, Last> {
-    LAST_TO_DO.lock().unwrap_or_else(PoisonError::into_inner)
+fn exit_actions() -> std::sync::MutexGuard<'static, ExitActions> {
+    EXIT_ACTIONS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// For a command that draws on the terminal: a signal ends the process only after the terminal is clean.
-pub(crate) fn run_exit_actions() {
+pub(crate) fn clean_terminal_on_signal() {
     // Without the watch, the kernel ends the process anyway.
     let _ = start();
 }
@@ -100,7 +100,7 @@ pub(crate) fn run_exit_actions() {
 /// For the daemon: it drains by itself at the first signal, and a second signal ends it at once.
 pub(crate) fn drain() -> Result<()> {
     start()?;
-    *CONDUCT.lock().unwrap_or_else(PoisonError::into_inner) = SignalPolicy::Drains;
+    *POLICY.lock().unwrap_or_else(PoisonError::into_inner) = SignalPolicy::Drains;
     Ok(())
 }
 
@@ -151,8 +151,8 @@ fn watch(ready: &mpsc::Sender<Result<(), String>>) {
 async fn overdue(signals: &mut Signals) -> Caught {
     loop {
         let first = signals.next().await;
-        let conduct = *CONDUCT.lock().unwrap_or_else(PoisonError::into_inner);
-        match conduct {
+        let policy = *POLICY.lock().unwrap_or_else(PoisonError::into_inner);
+        match policy {
             SignalPolicy::PassesOn if LISTENING.load(Ordering::SeqCst) > 0 => {}
             SignalPolicy::Drains => return second(signals, first).await,
             _ if LISTENING.load(Ordering::SeqCst) == 0 => return first,
@@ -201,7 +201,7 @@ fn end(caught: Caught) {
     // Exit actions may block, and so may standard error.
     let last = std::thread::Builder::new().name("last".into()).spawn(move || {
         terminal::put_back();
-        let to_do = std::mem::take(&mut *last_to_do());
+        let to_do = std::mem::take(&mut *exit_actions());
         to_do.into_values().rev().for_each(|work| work());
         if std::io::stderr().is_terminal() {
             // Otherwise a line of progress would stay where the prompt appears.
