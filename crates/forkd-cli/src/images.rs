@@ -2,11 +2,11 @@
 //! data directory; the emulated machine only reads the results.
 
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 
 use anyhow::{Context, Result};
 use forkd_image::{Image, ImageSource, ImageSpec, Kernel, Library, Silent};
 use forkd_protocol::init::InitPlan;
+use parking_lot::Mutex;
 use serde::Serialize;
 
 pub(crate) use forkd_image::MACHINE_MODULES;
@@ -208,22 +208,16 @@ struct BuildProgress {
 
 impl forkd_image::Progress for BuildProgress {
     fn step(&self, text: &str) {
-        if let Ok(mut step) = self.step.lock() {
-            text.clone_into(&mut step);
-        }
+        text.clone_into(&mut self.step.lock());
         self.progress.update(text);
     }
 
     fn fraction(&self, done: f64) {
-        if let Ok(step) = self.step.lock() {
-            self.progress.tick(&format!("{step} ({:.0} %)", done * 100.0));
-        }
+        self.progress.tick(&format!("{} ({:.0} %)", self.step.lock(), done * 100.0));
     }
 
     fn log(&self, line: &str) {
-        if let Ok(step) = self.step.lock() {
-            self.progress.tick(&format!("{step}: {}", line.trim()));
-        }
+        self.progress.tick(&format!("{}: {}", self.step.lock(), line.trim()));
     }
 }
 

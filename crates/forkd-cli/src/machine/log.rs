@@ -3,7 +3,9 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use crate::host::clock;
 use crate::ui;
@@ -62,15 +64,13 @@ impl Log {
 
     /// Writes a line with a timestamp.
     pub(super) fn line(&self, text: &str) {
-        if let Ok(mut log) = self.0.lock() {
-            log.line(text);
-        }
+        self.0.lock().line(text);
     }
 }
 
 impl Write for Log {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().map_err(|_| io::Error::other("the log is broken"))?.write(bytes)
+        self.0.lock().write(bytes)
     }
 
     fn flush(&mut self) -> io::Result<()> {

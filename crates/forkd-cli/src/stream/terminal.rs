@@ -1,9 +1,10 @@
 //! This process's terminal, while a command in a guest uses it.
 
 use std::io::IsTerminal;
-use std::sync::{Mutex, Once, PoisonError};
+use std::sync::Once;
 
 use anyhow::{Context, Result};
+use parking_lot::Mutex;
 use rustix::termios::{OptionalActions, Termios};
 
 /// The terminal's settings before raw mode. Here and not in [`RawTerminal`], so that a panic in any thread
@@ -34,7 +35,7 @@ impl RawTerminal {
         let before = rustix::termios::tcgetattr(&stdin).context("cannot read the terminal's settings")?;
         let mut raw = before.clone();
         raw.make_raw();
-        *BEFORE.lock().unwrap_or_else(PoisonError::into_inner) = Some(before);
+        *BEFORE.lock() = Some(before);
         let terminal = RawTerminal(());
         // Keys typed before are for the command as well.
         rustix::termios::tcsetattr(&stdin, OptionalActions::Now, &raw)
@@ -59,7 +60,7 @@ impl Drop for RawTerminal {
 
 /// Restores the terminal, if it is in raw mode.
 pub(crate) fn put_back() {
-    if let Some(before) = BEFORE.lock().unwrap_or_else(PoisonError::into_inner).take() {
+    if let Some(before) = BEFORE.lock().take() {
         let _ = rustix::termios::tcsetattr(std::io::stdin(), OptionalActions::Flush, &before);
     }
 }

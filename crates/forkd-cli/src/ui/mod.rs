@@ -5,11 +5,11 @@ pub(crate) mod columns;
 
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
+use parking_lot::Mutex;
 use serde::Serialize;
 
 use crate::stream::signals;
@@ -81,9 +81,8 @@ impl Progress {
             bar.set_message(format!("{}: {text}", self.title));
             return;
         }
-        if let Ok(mut last) = self.last.lock()
-            && *last != text
-        {
+        let mut last = self.last.lock();
+        if *last != text {
             text.clone_into(&mut last);
             self.ui.note(format!("{}: {text}", self.title));
         }

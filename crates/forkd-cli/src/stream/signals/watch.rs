@@ -7,10 +7,11 @@
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError, mpsc};
+use std::sync::{OnceLock, mpsc};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::time::Instant;
 
 use super::{Caught, SignalPolicy, Signals};
@@ -38,7 +39,7 @@ pub(super) struct ListenGuard(());
 impl ListenGuard {
     pub(super) fn begin(policy: SignalPolicy) -> Result<Self> {
         start()?;
-        *POLICY.lock().unwrap_or_else(PoisonError::into_inner) = policy;
+        *POLICY.lock() = policy;
         LISTENING.fetch_add(1, Ordering::SeqCst);
         Ok(ListenGuard(()))
     }
@@ -87,8 +88,8 @@ impl Drop for ExitAction {
     }
 }
 
-fn exit_actions() -> std::sync::MutexGuard<'static, ExitActions> {
-    EXIT_ACTIONS.lock().unwrap_or_else(PoisonError::into_inner)
+fn exit_actions() -> MutexGuard<'static, ExitActions> {
+    EXIT_ACTIONS.lock()
 }
 
 /// For a command that draws on the terminal: a signal ends the process only after the terminal is clean.
@@ -100,7 +101,7 @@ pub(crate) fn clean_terminal_on_signal() {
 /// For the daemon: it drains by itself at the first signal, and a second signal ends it at once.
 pub(crate) fn drain() -> Result<()> {
     start()?;
-    *POLICY.lock().unwrap_or_else(PoisonError::into_inner) = SignalPolicy::Drains;
+    *POLICY.lock() = SignalPolicy::Drains;
     Ok(())
 }
 
@@ -151,7 +152,7 @@ fn watch(ready: &mpsc::Sender<Result<(), String>>) {
 async fn overdue(signals: &mut Signals) -> Caught {
     loop {
         let first = signals.next().await;
-        let policy = *POLICY.lock().unwrap_or_else(PoisonError::into_inner);
+        let policy = *POLICY.lock();
         match policy {
             SignalPolicy::PassesOn if LISTENING.load(Ordering::SeqCst) > 0 => {}
             SignalPolicy::Drains => return second(signals, first).await,
