@@ -114,6 +114,6 @@ fn sandbox(sandbox: &Sandbox, made: &HashMap<String, u64>) -> SandboxFact {
         state: state.into(),
         created_at_unix,
         spawned_from: sandbox.spec.snapshot_tag.clone().map(spawned_from),
-        rolled_back_to: sandbox.facts().history.rolled_back_to.map(named),
+        rolled_back_to: sandbox.facts().saved.history.rolled_back_to.map(named),
     }
 }

@@ -105,7 +105,7 @@ impl SnapshotRegistry {
             let text = format!("sandbox {} was made by an older version; make it again", sandbox.id);
             return Err(Error::new(Code::SandboxUnfit, text));
         };
-        guest.python = sandbox.facts().python.or(guest.python);
+        guest.python = sandbox.facts().saved.python.or(guest.python);
         let template = sandbox.resources().template.clone();
         let origin = template.map(|template| BranchOrigin {
             tag: template.about.tag.clone(),

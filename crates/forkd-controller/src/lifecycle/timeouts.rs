@@ -73,13 +73,13 @@ impl Sandbox {
                 Attempt::Failed(at) if at.elapsed() < AGAIN => return None,
                 Attempt::None | Attempt::Failed(_) => {}
             }
-            let kill = facts.lifetime.on_timeout == OnTimeout::Kill;
+            let kill = facts.saved.lifetime.on_timeout == OnTimeout::Kill;
             let started = !matches!(phase, Phase::Starting);
-            if facts.deadline_unix.is_some_and(|at| at <= now) && (started || kill) {
+            if facts.saved.deadline_unix.is_some_and(|at| at <= now) && (started || kill) {
                 return Some(Due::Expired);
             }
-            let still = matches!(phase, Phase::Paused) && facts.lifetime.on_timeout == OnTimeout::Pause;
-            let idle = facts.lifetime.idle_timeout_secs.filter(|_| started && !still)?;
+            let still = matches!(phase, Phase::Paused) && facts.saved.lifetime.on_timeout == OnTimeout::Pause;
+            let idle = facts.saved.lifetime.idle_timeout_secs.filter(|_| started && !still)?;
             (self.activity.idle() >= Duration::from_secs(idle)).then_some(Due::Idle(idle))
         })
     }
@@ -116,7 +116,7 @@ impl Timeouts {
     }
 
     fn act(&self, sandbox: Arc<Sandbox>, due: Due) {
-        let action = sandbox.read_runtime(|facts| facts.lifetime.on_timeout);
+        let action = sandbox.read_runtime(|facts| facts.saved.lifetime.on_timeout);
         tracing::info!(sandbox = sandbox.id, ?due, ?action, "its time is over");
         if action == OnTimeout::Kill {
             let reason = if due == Due::Expired { TIMED_OUT } else { IDLE };
@@ -177,7 +177,7 @@ impl Timeouts {
         // What is used goes on, unless its time is over: what is done in it then would be lost.
         let _put_away = (!idle).then(|| SuspendGuard::begin(sandbox));
         let quota = self.tokens.quota_of(&sandbox.spec.owner);
-        if let Some(name) = sandbox.read_runtime(|facts| facts.workspace.clone()) {
+        if let Some(name) = sandbox.read_runtime(|facts| facts.saved.workspace.clone()) {
             let who = Principal { quota, ..Principal::local() };
             self.workspaces.suspend(&name, false, &who, unused_since).await?;
             return Ok(());
@@ -194,7 +194,7 @@ impl Timeouts {
     /// What to store it as: the name it was given, or one of its own, if that is taken.
     fn free_tag(&self, sandbox: &Sandbox) -> Result<String> {
         let own = format!("idle-{}", sandbox.id);
-        let wanted = sandbox.read_runtime(|facts| facts.lifetime.suspend_as.clone());
+        let wanted = sandbox.read_runtime(|facts| facts.saved.lifetime.suspend_as.clone());
         let numbered = (2..MAX_NAMES).map(|number| format!("{own}-{number}"));
         for tag in wanted.into_iter().chain([own.clone()]).chain(numbered) {
             match self.snapshots.get(&tag) {
@@ -209,7 +209,7 @@ impl Timeouts {
 
 /// Somebody set the clock: its time is over after as long as before.
 fn move_deadline(sandbox: &Sandbox, secs: i64) -> Result<()> {
-    if sandbox.read_runtime(|facts| facts.deadline_unix.is_none()) {
+    if sandbox.read_runtime(|facts| facts.saved.deadline_unix.is_none()) {
         return Ok(());
     }
     amend(sandbox, |_, deadline| *deadline = deadline.map(|at| at.saturating_add_signed(secs)))
@@ -230,9 +230,9 @@ mod tests {
         let sandbox = Sandbox::bare("sb1");
         sandbox.phase.send_replace(phase);
         sandbox.update_runtime(|facts| {
-            facts.deadline_unix = deadline;
-            facts.lifetime.idle_timeout_secs = idle;
-            facts.lifetime.on_timeout = action;
+            facts.saved.deadline_unix = deadline;
+            facts.saved.lifetime.idle_timeout_secs = idle;
+            facts.saved.lifetime.on_timeout = action;
         });
         sandbox
     }

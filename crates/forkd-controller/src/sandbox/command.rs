@@ -97,7 +97,7 @@ fn kill(branched: &Branched) {
 impl Sandbox {
     /// Has its keeper end its monitor, which broke the rules: `why`.
     pub(crate) async fn distrust(&self, why: &str) {
-        let _ = self.commands.send(MonitorCommand::Distrust(why.to_owned())).await;
+        let _ = self.orders.commands.send(MonitorCommand::Distrust(why.to_owned())).await;
     }
 
     /// Asks its keeper for a command and waits for the answer.
@@ -108,7 +108,7 @@ impl Sandbox {
             return Err(self.ended(Code::SandboxEnded, &end));
         }
         let (tell, told) = oneshot::channel();
-        self.commands.send(command(tell)).await.map_err(|_| ended())?;
+        self.orders.commands.send(command(tell)).await.map_err(|_| ended())?;
         told.await.unwrap_or_else(|_| Err(ended()))
     }
 }

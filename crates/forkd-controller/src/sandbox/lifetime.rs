@@ -6,7 +6,6 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -15,8 +14,7 @@ use forkd_api::OnTimeout;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::host::process;
-use crate::sandbox::{END, End, Phase, RECORD, Sandbox, SandboxRecord};
+use crate::sandbox::{End, Phase, Sandbox};
 use crate::util::time::now_unix;
 
 /// The longest time-out: 30 days.
@@ -189,12 +187,12 @@ impl Sandbox {
 
     /// Changes how it is to live and when it is to end, here and for the next daemon. Blocks for a moment.
     pub(crate) fn amend(&self, change: impl FnOnce(&mut Lifetime, &mut Option<u64>)) -> io::Result<()> {
-        self.rewrite(|facts| change(&mut facts.lifetime, &mut facts.deadline_unix))
+        self.rewrite(|facts| change(&mut facts.saved.lifetime, &mut facts.saved.deadline_unix))
     }
 
     /// Whether it was paused because nobody used it.
     pub(crate) fn is_auto_paused(&self) -> bool {
-        matches!(self.phase(), Phase::Paused) && self.read_runtime(|facts| facts.lifetime.auto_paused)
+        matches!(self.phase(), Phase::Paused) && self.read_runtime(|facts| facts.saved.lifetime.auto_paused)
     }
 
     /// Lets it go on if it was paused because nobody used it.
@@ -212,7 +210,9 @@ impl Sandbox {
 
     /// It is paused no more, or for another reason.
     pub(crate) fn forget_pause(&self) {
-        if self.read_runtime(|facts| !facts.lifetime.auto_paused && facts.lifetime.suspending.is_none()) {
+        if self.read_runtime(|facts| {
+            !facts.saved.lifetime.auto_paused && facts.saved.lifetime.suspending.is_none()
+        }) {
             return;
         }
         let written = self.amend(|lifetime, _| {
@@ -223,42 +223,6 @@ impl Sandbox {
         });
         if let Err(error) = written {
             tracing::error!(sandbox = self.id, %error, "cannot write down that it goes on");
-        }
-    }
-
-    /// Has the next daemon end it, should this one be killed before it has: whoever was told that it is deleted
-    /// does not find it again. Only a record and what names its process make it one to take over.
-    pub(crate) fn mark_deleted(&self) {
-        let mut record = self.lock_record();
-        self.is_deleted.store(true, Ordering::Relaxed);
-        let gone = match record.as_ref().map(SandboxRecord::is_booted) {
-            // What it is is not known, and a sandbox without a record is ended.
-            None if matches!(self.phase(), Phase::Unknown(_)) => [END, RECORD],
-            None => return,
-            Some(false) => [END, process::RECORD],
-            // Nobody but this file knows its process: that one has to be found to be ended.
-            Some(true) => {
-                record.take();
-                [END, RECORD]
-            }
-        };
-        for name in gone {
-            match std::fs::remove_file(self.folder.join(name)) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    tracing::error!(sandbox = self.id, %error, "cannot write down that it is deleted");
-                }
-                _ => {}
-            }
-        }
-    }
-
-    /// Writes something into its folder that makes the next daemon take it over, unless it is deleted.
-    pub(crate) fn write_if_not_deleted(&self, write: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
-        // Held while it is written: it is deleted before, or after.
-        let _record = self.lock_record();
-        match self.is_deleted.load(Ordering::Relaxed) {
-            true => Ok(()),
-            false => write(&self.folder),
         }
     }
 

@@ -13,6 +13,7 @@ pub(crate) mod disk_full;
 pub(crate) mod disks;
 pub(crate) mod envs;
 pub(crate) mod lifetime;
+pub(crate) mod persisted;
 pub(crate) mod quiesce;
 mod record;
 pub(crate) mod registry;
@@ -24,10 +25,8 @@ pub(crate) mod supervisor;
 pub(crate) mod unknown;
 pub(crate) mod visit;
 
-use std::collections::BTreeMap;
-use std::io;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -43,12 +42,16 @@ use crate::monitor::{boot_files, console};
 use crate::sandbox::command::MonitorCommand;
 use crate::sandbox::disk_full::DISK_FULL_DETAIL;
 use crate::sandbox::disks::Disks;
-use crate::sandbox::lifetime::{Activity, Attempt, Lifetime};
+use crate::sandbox::lifetime::Activity;
+use crate::sandbox::persisted::Persisted;
 use crate::sandbox::resources::Resources;
 use crate::telemetry::{Telemetry, otlp};
 use crate::util::count::Count;
 
-pub(crate) use record::{END, End, History, RECORD, ROLLED_BACK, SandboxRecord, Spec, child_name};
+pub(crate) use crate::sandbox::persisted::RuntimeInfo;
+pub(crate) use record::{
+    END, End, History, RECORD, ROLLED_BACK, SandboxRecord, SavedState, Spec, child_name,
+};
 
 /// After a connection broke, how long to wait for the reason to become known.
 const REASON_WAIT: Duration = Duration::from_secs(2);
@@ -84,6 +87,9 @@ pub(crate) enum DesiredState {
 }
 
 /// A sandbox.
+///
+/// Lock order, first to last: `suspends`, `exclusive`, `disks.generation` (all held across awaits), then `persisted`,
+/// whose two locks are ordered in `persisted`. `resources` is a leaf: no other lock is taken while it is held.
 #[derive(Debug)]
 pub(crate) struct Sandbox {
     pub(crate) id: String,
@@ -93,75 +99,61 @@ pub(crate) struct Sandbox {
     pub(crate) created: SystemTime,
     /// Its files. Removed after the process is gone.
     pub(crate) folder: PathBuf,
+    /// The trace of the request that made it.
+    pub(crate) trace: Option<otlp::Context>,
+    pub(crate) telemetry: Arc<Telemetry>,
+
+    /// The client of its agent.
     pub(crate) agent: Agent,
-    /// Changed in `phases` only.
-    pub(crate) phase: watch::Sender<Phase>,
-    wish: watch::Sender<DesiredState>,
-    /// To its keeper, which takes the other end when it starts.
-    pub(super) commands: mpsc::Sender<MonitorCommand>,
-    asked: Mutex<Option<mpsc::Receiver<MonitorCommand>>>,
-    /// Held by whoever must not find it paused, or frozen, in the middle of what it does.
-    turn: Arc<tokio::sync::Mutex<()>>,
-    /// Held by the suspend of it: there is one at a time.
-    pub(crate) suspends: Arc<tokio::sync::Mutex<()>>,
-    pub(crate) disks: Disks,
-    pub(crate) pauses: Pauses,
     /// When its agent last answered, in milliseconds since 1970; 0 if it never did.
     pub(crate) heard: AtomicU64,
-    pub(crate) telemetry: Arc<Telemetry>,
-    /// What it was made for.
-    pub(crate) trace: Option<otlp::Context>,
-    runtime: Mutex<RuntimeInfo>,
-    /// Who uses it, and when somebody last did.
+    /// Uses of it, now and last.
     pub(crate) activity: Arc<Activity>,
-    /// How it ends when it is asked to; as one that was deleted if nobody says otherwise.
+
+    /// Changed in `state` only.
+    pub(crate) phase: watch::Sender<Phase>,
+    /// How its supervisor takes orders.
+    orders: Orders,
+    /// How it ends when a client or a time-out ends it; as deleted if it is not set.
     pub(crate) end_reason: OnceLock<End>,
-    /// How long to wait for whoever has its turn.
+
+    /// Held by a branch, a pause and a rollback: one at a time.
+    exclusive: Arc<tokio::sync::Mutex<()>>,
+    /// Held by a suspend: one at a time.
+    pub(crate) suspends: Arc<tokio::sync::Mutex<()>>,
+    /// How long a request waits for `exclusive`.
     pub(crate) patience: Duration,
-    /// How long its processes may take to stand still, or to go on, when it is paused or resumed.
+    /// How long a freeze or a thaw of its processes may take.
     pub(crate) freeze_limit: Duration,
-    /// Thaws of its processes that its agent is yet to do.
+    /// Thaws that its agent has yet to do.
     pub(crate) thaws: Count,
-    /// Of a forked one: as it is on disk.
-    record: Mutex<Option<SandboxRecord>>,
-    /// Whether the next daemon is to end it. Changed with `record` locked.
-    pub(crate) is_deleted: AtomicBool,
+
+    pub(crate) disks: Disks,
+    pub(crate) pauses: Pauses,
+    persisted: Persisted,
     resources: Mutex<Resources>,
 }
 
-/// What becomes known while it runs.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct RuntimeInfo {
-    pub(crate) pid: Option<u32>,
-    /// From the monitor's start until it was ready, its warm-up included; of booted ones.
-    pub(crate) boot_ms: Option<u64>,
-    /// From the request's arrival to the first answer; of forked ones.
-    pub(crate) ready_ms: Option<f64>,
-    /// Whether the image has a Python.
-    pub(crate) python: Option<bool>,
-    /// The name of its network slot.
-    pub(crate) netns: Option<String>,
-    /// When its time is over.
-    pub(crate) deadline_unix: Option<u64>,
-    /// How long a booted one is to live once it has started.
-    pub(crate) time_to_live: Option<Duration>,
-    pub(crate) history: History,
-    /// The workspace it is the sandbox of.
-    pub(crate) workspace: Option<String>,
-    pub(crate) lifetime: Lifetime,
-    /// Whether its monitor paused it because the host's disk is full.
-    pub(crate) disk_full: bool,
-    /// What is being done because its time is over.
-    pub(crate) attempt: Attempt,
-    /// Whether it is being stored, to be ended then: what is done in it would be lost.
-    pub(crate) is_suspending: bool,
+/// The way to a sandbox's supervisor.
+#[derive(Debug)]
+struct Orders {
+    desired: watch::Sender<DesiredState>,
+    commands: mpsc::Sender<MonitorCommand>,
+    /// The supervisor takes it when it starts.
+    taken: Mutex<Option<mpsc::Receiver<MonitorCommand>>>,
+}
+
+impl Orders {
+    fn new() -> Self {
+        let (commands, taken) = mpsc::channel(command::QUEUE);
+        Orders { desired: watch::Sender::new(DesiredState::Run), commands, taken: Mutex::new(Some(taken)) }
+    }
 }
 
 impl Sandbox {
     pub(crate) fn new(id: String, spec: Spec, folder: PathBuf, resources: Resources, host: &Host) -> Self {
         let endpoint = Endpoint::Vsock { socket: folder.join(boot_files::VSOCK), port: AGENT_PORT };
         let netns = resources.slot.as_ref().map(|slot| slot.name().to_owned());
-        let (commands, asked) = mpsc::channel(command::QUEUE);
         Sandbox {
             child: id.clone(),
             id,
@@ -170,24 +162,20 @@ impl Sandbox {
             folder,
             agent: Agent::new(endpoint, host.config.timing.call),
             phase: watch::Sender::new(Phase::Starting),
-            wish: watch::Sender::new(DesiredState::Run),
-            commands,
-            asked: Mutex::new(Some(asked)),
-            turn: Arc::default(),
+            orders: Orders::new(),
+            exclusive: Arc::default(),
             suspends: Arc::default(),
-            is_deleted: AtomicBool::default(),
             disks: Disks::default(),
             pauses: Pauses::default(),
             heard: AtomicU64::new(0),
             telemetry: host.telemetry.clone(),
             trace: otlp::current(),
-            runtime: Mutex::new(RuntimeInfo { netns, ..RuntimeInfo::default() }),
+            persisted: Persisted::new(RuntimeInfo { netns, ..RuntimeInfo::default() }),
             activity: Activity::new(),
             end_reason: OnceLock::new(),
             patience: host.config.timing.call,
             freeze_limit: host.config.timing.freeze,
             thaws: Count::new(),
-            record: Mutex::default(),
             resources: Mutex::new(resources),
         }
     }
@@ -206,92 +194,6 @@ impl Sandbox {
         self.phase.borrow().clone()
     }
 
-    pub(crate) fn facts(&self) -> RuntimeInfo {
-        self.runtime.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Looks at what is known of it, without a copy.
-    pub(crate) fn read_runtime<T>(&self, look: impl FnOnce(&RuntimeInfo) -> T) -> T {
-        look(&self.runtime.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    pub(crate) fn update_runtime(&self, change: impl FnOnce(&mut RuntimeInfo)) {
-        change(&mut self.runtime.lock().unwrap_or_else(PoisonError::into_inner));
-    }
-
-    /// Takes what is known of it from its record, which is on disk already.
-    pub(crate) fn recorded(&self, record: SandboxRecord) {
-        self.update_runtime(|facts| {
-            facts.python = record.python;
-            facts.deadline_unix = record.deadline_unix;
-            facts.history = record.history.clone();
-            facts.workspace = record.workspace.clone();
-            facts.lifetime = record.lifetime.clone();
-        });
-        *self.lock_record() = Some(record);
-    }
-
-    pub(crate) fn lock_record(&self) -> MutexGuard<'_, Option<SandboxRecord>> {
-        self.record.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Has the next daemon take over one that has booted, unless it was deleted meanwhile.
-    pub(crate) fn persist_for_adoption(&self) -> io::Result<()> {
-        let lineage = self.resources().lineage.clone();
-        let lineage = lineage.ok_or_else(|| io::Error::other("it has no user of its own"))?;
-        let mut record = self.lock_record();
-        if self.is_deleted.load(Ordering::Relaxed) {
-            return Ok(());
-        }
-        let facts = self.facts();
-        let booted = SandboxRecord {
-            template: String::new(),
-            lineage: lineage.slot,
-            cgroup: lineage.name.clone(),
-            spec: self.spec.clone(),
-            created_at_unix: self.created_at_unix(),
-            created_nanos: self.created_nanos(),
-            deadline_unix: facts.deadline_unix,
-            netns: facts.netns,
-            python: facts.python,
-            generation: 0,
-            history: facts.history,
-            envs: BTreeMap::new(),
-            workspace: None,
-            lifetime: facts.lifetime,
-        };
-        booted.write(&self.folder)?;
-        *record = Some(booted);
-        Ok(())
-    }
-
-    /// Its record: none of one that is bound to a connection, or has not booted yet.
-    pub(crate) fn record(&self) -> Option<SandboxRecord> {
-        self.lock_record().clone()
-    }
-
-    /// Notes something about it that the next daemon is to know, too. Blocks for a moment.
-    pub(crate) fn remember(&self, change: impl FnOnce(&mut History)) {
-        if let Err(error) = self.rewrite(|facts| change(&mut facts.history)) {
-            tracing::error!(sandbox = self.id, %error, "cannot write down what was done to it");
-        }
-    }
-
-    /// Changes what is known of it, here and in its record: only what that has.
-    pub(crate) fn rewrite(&self, change: impl FnOnce(&mut RuntimeInfo)) -> io::Result<()> {
-        let mut record = self.lock_record();
-        self.update_runtime(change);
-        // The file is that of whoever takes its place.
-        let gone = self.desired() == DesiredState::Replace;
-        let Some(record) = record.as_mut().filter(|_| !gone) else { return Ok(()) };
-        self.read_runtime(|facts| {
-            record.history = facts.history.clone();
-            record.lifetime = facts.lifetime.clone();
-            record.deadline_unix = facts.deadline_unix;
-        });
-        record.write(&self.folder)
-    }
-
     /// Notes that a branch was taken of it.
     pub(crate) fn branched(&self, tag: &str) {
         self.remember(|history| {
@@ -307,7 +209,7 @@ impl Sandbox {
 
     /// The keeper's end of the commands; nobody else's, and once.
     pub(super) fn take_commands(&self) -> Option<mpsc::Receiver<MonitorCommand>> {
-        self.asked.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.orders.taken.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     pub(crate) fn console_path(&self) -> PathBuf {
@@ -317,7 +219,7 @@ impl Sandbox {
     /// Waits until nobody else branches it, pauses it or takes it back. The turn is over when what is
     /// returned is dropped.
     pub(crate) async fn lock_exclusive(&self) -> Result<OwnedMutexGuard<()>> {
-        tokio::time::timeout(self.patience, self.turn.clone().lock_owned()).await.map_err(|_| {
+        tokio::time::timeout(self.patience, self.exclusive.clone().lock_owned()).await.map_err(|_| {
             let text = format!("sandbox {} is being branched, paused or rolled back; try again", self.id);
             Error::new(Code::SandboxBusy, text)
         })
@@ -325,22 +227,22 @@ impl Sandbox {
 
     /// What is to become of it.
     pub(crate) fn desired(&self) -> DesiredState {
-        *self.wish.borrow()
+        *self.orders.desired.borrow()
     }
 
     /// Tells when that changes.
     pub(crate) fn wishes(&self) -> watch::Receiver<DesiredState> {
-        self.wish.subscribe()
+        self.orders.desired.subscribe()
     }
 
     /// Ends it, or lets go of it.
     pub(crate) fn set_desired(&self, wish: DesiredState) {
-        self.wish.send_replace(wish);
+        self.orders.desired.send_replace(wish);
     }
 
     /// Returns when it is not to be run any more by us, with what instead.
     pub(crate) async fn dismissed(&self) -> DesiredState {
-        match self.wish.subscribe().wait_for(|wish| *wish != DesiredState::Run).await {
+        match self.orders.desired.subscribe().wait_for(|wish| *wish != DesiredState::Run).await {
             Ok(wish) => *wish,
             // Would mean that `self` is gone.
             Err(_) => DesiredState::End,
@@ -367,7 +269,7 @@ impl Sandbox {
         if !self.read_runtime(|facts| facts.is_suspending) {
             return Ok(());
         }
-        let then = match self.read_runtime(|facts| facts.workspace.clone()) {
+        let then = match self.read_runtime(|facts| facts.saved.workspace.clone()) {
             Some(name) => format!("`forkd workspace resume {name}` goes on when that is done"),
             None => "its time is over; fork the snapshot it is stored as (`forkd images`) to go on".into(),
         };

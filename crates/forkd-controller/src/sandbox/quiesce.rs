@@ -29,7 +29,7 @@ pub(crate) struct Frozen {
 pub(crate) async fn freeze(sandbox: &Sandbox, limit: Duration, sync: FreezeSync) -> Frozen {
     let paused = matches!(sandbox.phase(), Phase::Paused);
     if sandbox.spec.is_bare() || paused {
-        let quiesced = paused && sandbox.read_runtime(|facts| facts.lifetime.frozen);
+        let quiesced = paused && sandbox.read_runtime(|facts| facts.saved.lifetime.frozen);
         return Frozen { quiesced, standing: None };
     }
     // A thaw that is under way would undo this. One that stays under way means that the agent is silent.
@@ -175,7 +175,7 @@ impl Sandbox {
 
     /// Notes whether its processes were frozen when it was paused, for the next daemon, too.
     fn note_frozen(&self, frozen: bool) {
-        if self.read_runtime(|facts| facts.lifetime.frozen == frozen) {
+        if self.read_runtime(|facts| facts.saved.lifetime.frozen == frozen) {
             return;
         }
         if let Err(error) = self.amend(|lifetime, _| lifetime.frozen = frozen) {
@@ -223,7 +223,7 @@ mod tests {
     }
 
     fn is_frozen(sandbox: &Sandbox) -> bool {
-        sandbox.read_runtime(|facts| facts.lifetime.frozen)
+        sandbox.read_runtime(|facts| facts.saved.lifetime.frozen)
     }
 
     #[tokio::test]

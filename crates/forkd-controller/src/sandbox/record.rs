@@ -66,6 +66,24 @@ impl Spec {
     }
 }
 
+/// What changes while a sandbox runs and the next daemon must know. It is a part of [`RuntimeInfo`] and of the record:
+/// a new field goes here only, with `serde(default)`, and into the newest example in `tests/golden`.
+///
+/// [`RuntimeInfo`]: crate::sandbox::RuntimeInfo
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct SavedState {
+    /// When its time is over.
+    pub(crate) deadline_unix: Option<u64>,
+    /// Whether its image has a Python.
+    pub(crate) python: Option<bool>,
+    pub(crate) history: History,
+    /// The workspace whose sandbox it is.
+    pub(crate) workspace: Option<String>,
+    #[serde(rename = "life")]
+    pub(crate) lifetime: Lifetime,
+}
+
 /// What the next daemon needs to know of a sandbox. Written before a fork is asked for, and after a boot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SandboxRecord {
@@ -80,24 +98,16 @@ pub(crate) struct SandboxRecord {
     /// The part of that second.
     #[serde(default)]
     pub(crate) created_nanos: u32,
-    /// When its time is over.
-    pub(crate) deadline_unix: Option<u64>,
     /// Its network slot.
     pub(crate) netns: Option<String>,
-    pub(crate) python: Option<bool>,
     /// How often it was taken back: each time its process is another one.
     #[serde(default)]
     pub(crate) generation: u32,
-    #[serde(default)]
-    pub(crate) history: History,
     /// What its agent is told beside its name: again, when it is taken back.
     #[serde(default)]
     pub(crate) envs: BTreeMap<String, String>,
-    /// The workspace it is the sandbox of.
-    #[serde(default)]
-    pub(crate) workspace: Option<String>,
-    #[serde(default, rename = "life")]
-    pub(crate) lifetime: Lifetime,
+    #[serde(flatten)]
+    pub(crate) saved: SavedState,
 }
 
 impl SandboxRecord {

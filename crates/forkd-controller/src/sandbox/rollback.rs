@@ -26,7 +26,6 @@ use crate::error::{Code, Error, Result};
 use crate::host::cgroup::CgroupLimits;
 use crate::host::{Host, process};
 use crate::monitor::{Monitor, boot_files, control_socket};
-use crate::sandbox::lifetime::Lifetime;
 use crate::sandbox::registry::Registry;
 use crate::sandbox::spawn::{Attached, attach};
 use crate::sandbox::supervisor::{Outcome, PendingFork};
@@ -110,7 +109,7 @@ async fn target(
     if let Some(tag) = to {
         return snapshots.template_for(tag, who).await;
     }
-    if let Some(tag) = old.facts().history.last_branch_tag
+    if let Some(tag) = old.facts().saved.history.last_branch_tag
         && snapshots.get(&tag).is_ok_and(|entry| source(&entry).as_deref() == Some(&old.id))
     {
         match snapshots.template_for(&tag, who).await {
@@ -205,8 +204,12 @@ fn prepare_child(
         memory_limit_mib: limit,
         guest: Some(about.guest.clone()),
     };
-    let mut history = facts.history;
-    history.rolled_back_to = Some(about.tag.clone());
+    let mut saved = facts.saved;
+    saved.python = about.guest.python;
+    saved.history.rolled_back_to = Some(about.tag.clone());
+    saved.lifetime.auto_paused = false;
+    saved.lifetime.frozen = false;
+    saved.lifetime.suspending = None;
     let record = SandboxRecord {
         template: template.id.clone(),
         lineage: about.lineage,
@@ -214,14 +217,10 @@ fn prepare_child(
         spec: spec.clone(),
         created_at_unix: old.created_at_unix(),
         created_nanos: old.created_nanos(),
-        deadline_unix: facts.deadline_unix,
         netns: facts.netns.clone(),
-        python: about.guest.python,
         generation,
-        history,
-        envs: before.as_ref().map(|record| record.envs.clone()).unwrap_or_default(),
-        workspace: before.and_then(|record| record.workspace),
-        lifetime: Lifetime { auto_paused: false, frozen: false, suspending: None, ..facts.lifetime },
+        envs: before.map(|record| record.envs).unwrap_or_default(),
+        saved,
     };
     let mut sandbox = Sandbox::new(old.id.clone(), spec, old.folder.clone(), resources, host);
     sandbox.created = old.created;

@@ -28,7 +28,7 @@ use crate::sandbox::lifetime::{Lifetime, deadline};
 use crate::sandbox::registry::{Bound, Registry, Seat};
 use crate::sandbox::resources::Resources;
 use crate::sandbox::supervisor::{PendingFork, SandboxOrigin};
-use crate::sandbox::{History, Sandbox, SandboxRecord, Spec};
+use crate::sandbox::{Sandbox, SandboxRecord, SavedState, Spec};
 use crate::snapshot::registry::SnapshotRegistry;
 use crate::snapshot::template::Template;
 use crate::telemetry::{metrics, otlp};
@@ -321,14 +321,16 @@ fn record(sandbox: &Sandbox, order: &SpawnSpec, template: &Template) -> io::Resu
         spec: sandbox.spec.clone(),
         created_at_unix: sandbox.created_at_unix(),
         created_nanos: sandbox.created_nanos(),
-        deadline_unix: order.time_to_live.map(deadline),
         netns: sandbox.facts().netns,
-        python: template.about.guest.python,
         generation: 0,
-        history: History::default(),
         envs: order.envs.clone(),
-        workspace: order.workspace.clone(),
-        lifetime: order.lifetime.clone(),
+        saved: SavedState {
+            deadline_unix: order.time_to_live.map(deadline),
+            python: template.about.guest.python,
+            workspace: order.workspace.clone(),
+            lifetime: order.lifetime.clone(),
+            ..SavedState::default()
+        },
     };
     record.write(&sandbox.folder)?;
     sandbox.recorded(record);

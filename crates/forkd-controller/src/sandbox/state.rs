@@ -1,5 +1,26 @@
-//! Where a sandbox stands: the one place where that changes, and where it is told, to those who wait for it
-//! and as an event.
+//! The states of a sandbox ([`Phase`]): the one place where they change, and where each change becomes an event.
+//!
+//! ```text
+//!              boot, fork or rollback succeeds        no answer for `unresponsive_after`
+//!   Starting ────────────────────────────► Running ◄──────────────────────────────► Unresponsive
+//!      │                                    │   ▲       the agent answers again           │
+//!      │                               pause│   │resume, a use if `auto_paused`,           │pause
+//!      │                          disk full │   │room on the disk again                    │
+//!      │                                    ▼   │                                          │
+//!      │                                    Paused ◄───────────────────────────────────────┘
+//!      ▼                                      ▼
+//!    Ended(reason) ◄──────────────────────────┘   from every state
+//!
+//!   Unknown: the daemon cannot read the record of the sandbox; it can only be deleted.
+//! ```
+//!
+//! The supervisor makes every change but two: a command moves a sandbox between running and paused, and the watchdog
+//! between running and unresponsive. Requests never change the state. They set what is desired
+//! ([`DesiredState`](crate::sandbox::DesiredState)), and the supervisor acts on it.
+//!
+//! Reasons of an end: `deleted`, `timed_out`, `idle_timed_out` and `suspended` are asked for; `powered_off`, `reset`,
+//! `panicked`, `out_of_memory`, `monitor_died`, `failed` happen; `boot_failed`, `fork_failed` and `rollback_failed` end a
+//! start. `rolled_back` ends a process, and the sandbox goes on as another one.
 
 use std::sync::atomic::Ordering;
 
@@ -57,8 +78,8 @@ impl Sandbox {
     fn emit(&self, kind: EventKind, phase: &Phase) {
         let facts = self.facts();
         let snapshot = match kind {
-            EventKind::SandboxBranched => facts.history.last_branch_tag,
-            EventKind::SandboxRolledBack => facts.history.rolled_back_to,
+            EventKind::SandboxBranched => facts.saved.history.last_branch_tag,
+            EventKind::SandboxRolledBack => facts.saved.history.rolled_back_to,
             _ => self.spec.snapshot_tag.clone(),
         };
         let end = match phase {
@@ -70,7 +91,7 @@ impl Sandbox {
             sandbox: Some(self.id.clone()),
             snapshot,
             owner: Some(self.spec.owner.clone()),
-            workspace: facts.workspace,
+            workspace: facts.saved.workspace,
             reason: end.as_ref().map(|end| end.reason.clone()).or(disk_full.then(|| DISK_FULL.into())),
             detail: end.map(|end| end.detail.clone()).or(disk_full.then(|| DISK_FULL_DETAIL.into())),
             ready_ms: facts.ready_ms.filter(|_| kind == EventKind::SandboxRunning),

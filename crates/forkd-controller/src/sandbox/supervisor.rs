@@ -257,9 +257,10 @@ impl Sandbox {
                 self.heard();
                 let boot_ms = begun.elapsed().as_millis() as u64;
                 self.update_runtime(|facts| {
-                    facts.deadline_unix = facts.time_to_live.map(deadline).or(facts.deadline_unix);
+                    facts.saved.deadline_unix =
+                        facts.time_to_live.map(deadline).or(facts.saved.deadline_unix);
                     facts.boot_ms = Some(boot_ms);
-                    facts.python = Some(pong.python);
+                    facts.saved.python = Some(pong.python);
                 });
                 Ok(monitor)
             }
@@ -378,7 +379,7 @@ impl Sandbox {
                 self.telemetry.metrics.first_answer.observe(took);
                 self.update_runtime(|facts| {
                     facts.ready_ms = Some(took.as_secs_f64() * 1e3);
-                    facts.python = python.or(facts.python);
+                    facts.saved.python = python.or(facts.saved.python);
                 });
                 Ok(monitor)
             }

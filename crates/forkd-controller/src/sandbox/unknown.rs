@@ -64,7 +64,7 @@ pub(crate) async fn keep(registry: &Arc<Registry>, leftovers: &mut Leftovers, un
     sandbox.child = name;
     sandbox.update_runtime(|facts| {
         facts.pid = remains.pid().and_then(|pid| u32::try_from(pid).ok());
-        facts.lifetime =
+        facts.saved.lifetime =
             Lifetime { labels: ledger.map(|it| it.labels).unwrap_or_default(), ..Lifetime::default() };
     });
     sandbox.set_phase(Phase::Unknown(unread.why.into()));

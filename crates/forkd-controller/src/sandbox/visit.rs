@@ -69,7 +69,7 @@ mod tests {
     #[tokio::test]
     async fn who_may_only_look_does_not_wake_what_dozes() {
         let daemon = FakeDaemon::start().await;
-        daemon.sandbox.update_runtime(|facts| facts.lifetime.auto_paused = true);
+        daemon.sandbox.update_runtime(|facts| facts.saved.lifetime.auto_paused = true);
         daemon.sandbox.phase.send_replace(Phase::Paused);
         let before = daemon.sandbox.activity.stamp();
         let error = Visit::begin(daemon.sandbox.clone(), &who(Scope::Read)).await.unwrap_err();

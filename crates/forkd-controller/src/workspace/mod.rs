@@ -154,7 +154,7 @@ impl Workspaces {
     /// Ends every sandbox that names a workspace which does not name it.
     fn end_strangers(&self) {
         for sandbox in self.registry.list() {
-            let Some(name) = sandbox.facts().workspace else { continue };
+            let Some(name) = sandbox.facts().saved.workspace else { continue };
             let ours = match self.get(&name).map(|workspace| workspace.state()) {
                 Ok(WorkspaceState::Kept(record)) => record.live_sandbox_id.as_deref() == Some(&sandbox.id),
                 // Whoever mends the file may want it.

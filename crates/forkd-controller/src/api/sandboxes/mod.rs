@@ -143,7 +143,9 @@ fn life_of(request: &CreateRequest, asked: Option<&Extension<IdempotencyMark>>) 
 /// What came of a request that an earlier daemon did not answer.
 fn earlier(app: &ApiContext, mark: &str) -> Vec<Arc<Sandbox>> {
     let mut there = app.registry.list();
-    there.retain(|sandbox| sandbox.read_runtime(|facts| facts.lifetime.request.as_deref() == Some(mark)));
+    there.retain(|sandbox| {
+        sandbox.read_runtime(|facts| facts.saved.lifetime.request.as_deref() == Some(mark))
+    });
     there
 }
 
@@ -172,7 +174,7 @@ async fn boot(
     // Bound to this request while it boots: a client that goes away leaves nothing behind.
     let bound = app.registry.boot(spec, request.warm, true, &who.quota).await?;
     bound.sandbox().update_runtime(|facts| {
-        facts.lifetime = lifetime;
+        facts.saved.lifetime = lifetime;
         facts.time_to_live = time_to_live;
     });
     // Its labels became known just now.
@@ -476,24 +478,24 @@ pub(super) fn info(sandbox: &Sandbox) -> SandboxInfo {
         network: spec.network,
         netns: facts.netns,
         egress: None,
-        guest_addr: match facts.history.line_port {
+        guest_addr: match facts.saved.history.line_port {
             Some(port) => format!("{}:{port}", Ipv4Addr::LOCALHOST),
             None => format!("{}:{LINE_PORT}", forkd_net::GUEST_ADDRESS),
         },
         memory_limit_mib: Some(spec.memory_limit_mib),
-        python: facts.python,
+        python: facts.saved.python,
         created_at_unix: sandbox.created_at_unix(),
-        expires_at_unix: facts.deadline_unix,
-        idle_timeout_secs: facts.lifetime.idle_timeout_secs,
-        on_timeout: facts.lifetime.on_timeout,
-        suspend_as: facts.lifetime.suspend_as,
+        expires_at_unix: facts.saved.deadline_unix,
+        idle_timeout_secs: facts.saved.lifetime.idle_timeout_secs,
+        on_timeout: facts.saved.lifetime.on_timeout,
+        suspend_as: facts.saved.lifetime.suspend_as,
         last_active_unix: sandbox.activity.last_unix(),
-        labels: facts.lifetime.labels,
-        has_branched: facts.history.branch_count > 0,
-        branch_count: facts.history.branch_count,
+        labels: facts.saved.lifetime.labels,
+        has_branched: facts.saved.history.branch_count > 0,
+        branch_count: facts.saved.history.branch_count,
         last_branch_memory_path: None,
-        last_branch_tag: facts.history.last_branch_tag,
-        rolled_back_to: facts.history.rolled_back_to,
-        workspace: facts.workspace,
+        last_branch_tag: facts.saved.history.last_branch_tag,
+        rolled_back_to: facts.saved.history.rolled_back_to,
+        workspace: facts.saved.workspace,
     }
 }

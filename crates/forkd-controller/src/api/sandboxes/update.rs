@@ -36,11 +36,11 @@ pub(crate) fn update(sandbox: &Sandbox, request: UpdateRequest) -> Result<()> {
     request.labels.as_ref().map(check_labels).transpose()?;
     let changed = sandbox.rewrite(|facts| {
         if request.timeout_secs.is_some() {
-            facts.deadline_unix = time_to_live.map(deadline);
+            facts.saved.deadline_unix = time_to_live.map(deadline);
             // Also of one that still boots.
             facts.time_to_live = None;
         }
-        let lifetime = &mut facts.lifetime;
+        let lifetime = &mut facts.saved.lifetime;
         if request.idle_timeout_secs.is_some() {
             lifetime.idle_timeout_secs = idle;
         }
@@ -100,7 +100,7 @@ impl SandboxFilter {
         self.state.is_none_or(|wanted| wanted == state)
             && self.takes_tag(sandbox.spec.snapshot_tag.as_deref())
             && self.takes_owner(&sandbox.spec.owner)
-            && sandbox.read_runtime(|facts| self.takes_labels(&facts.lifetime.labels))
+            && sandbox.read_runtime(|facts| self.takes_labels(&facts.saved.lifetime.labels))
     }
 
     fn takes_tag(&self, tag: Option<&str>) -> bool {
