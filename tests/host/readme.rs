@@ -102,7 +102,7 @@ fn every_everyday_command_is_in_the_documents_and_none_touches_what_is_a_readers
         "run", "snapshot", "fork", "spawn", "eval", "exec", "ping", "ls", "images", "kill", "unload", "rmi",
         "branch",
     ] {
-        assert!(readme.contains(&format!("target/release/forkd {command} ")), "{command}:\n{readme}");
+        assert!(readme.contains(&format!("forkd {command} ")), "{command}:\n{readme}");
     }
     let branching = script(&blocks(BRANCHING).concat(), "http://127.0.0.1:1");
     for command in [
@@ -143,9 +143,11 @@ fn every_command_in_the_readme_works() {
     let blocks = blocks(README);
     assert!(blocks.len() >= 4, "{blocks:?}");
     let (url, folder) = prepare();
+    // Each block runs in a shell of its own; the README sets the path once, for all of them.
+    let mut path = String::new();
     for block in blocks {
         let expected = if block.contains("exit 7") { 7 } else { 0 };
-        let said = run(folder.path(), &script(&block, &url), expected);
+        let said = run(folder.path(), &format!("{path}{}", script(&block, &url)), expected);
         for (command, answer) in [
             ("numpy.zeros(5)", "[0.0, 0.0, 0.0, 0.0, 0.0]"),
             ("6 * 7", "\"42\""),
@@ -153,9 +155,11 @@ fn every_command_in_the_readme_works() {
             ("fork --tag numpy -n 5", "5 of 5 children answer"),
             ("fork --tag thinking -n 3", "3 of 3 children answer"),
             ("branch $ID --tag thinking", "\npause "),
+            ("total ** 2", "total ** 2 = 2025"),
         ] {
             assert!(!block.contains(command) || said.contains(answer), "{block}\n{said}");
         }
+        path.extend(block.lines().filter(|line| line.starts_with("export PATH=")).map(|line| format!("{line}\n")));
     }
     assert!(forkd(None, &["image", "rm", &renamed("tools")]).status.success());
 }
