@@ -159,7 +159,9 @@ fn every_command_in_the_readme_works() {
         ] {
             assert!(!block.contains(command) || said.contains(answer), "{block}\n{said}");
         }
-        path.extend(block.lines().filter(|line| line.starts_with("export PATH=")).map(|line| format!("{line}\n")));
+        path.extend(
+            block.lines().filter(|line| line.starts_with("export PATH=")).map(|line| format!("{line}\n")),
+        );
     }
     assert!(forkd(None, &["image", "rm", &renamed("tools")]).status.success());
 }

@@ -76,7 +76,7 @@ impl Source {
         let launch = Launch { id: sandbox.id.clone(), folder, vmm: PathBuf::new(), uid: None, door: None };
         let mut monitor = Monitor::started(launch, process, Channel::new(ours)).unwrap();
         monitor.hello(PATIENCE).await.unwrap();
-        tokio::spawn(sandbox.clone().keep(Came::Adopted(monitor), host.config.clone()));
+        tokio::spawn(sandbox.clone().supervise(Came::Adopted(monitor), host.config.clone()));
         sandbox.started().await.unwrap();
         Source { sandbox, pid, branch }
     }

@@ -1,6 +1,6 @@
-//! What requests ask of a running sandbox's monitor, by way of its keeper.
+//! What requests ask of a running sandbox's monitor, by way of its supervisor.
 //!
-//! The keeper owns the monitor; commands come to it through a channel and are done one after the other,
+//! The supervisor owns the monitor; commands come to it through a channel and are done one after the other,
 //! each to its end: whoever asked may go away, and a sandbox that is deleted meanwhile is ended after.
 
 use std::os::fd::OwnedFd;
@@ -20,7 +20,7 @@ pub(crate) type Reply<T> = oneshot::Sender<Result<T>>;
 /// How many commands may wait for one sandbox.
 pub(crate) const QUEUE: usize = 8;
 
-/// What a keeper does with its monitor when asked.
+/// What a supervisor does with its monitor when asked.
 #[derive(Debug)]
 pub(crate) enum MonitorCommand {
     /// Fork a template off the VM. The descriptors are what the config refers to.
@@ -95,12 +95,12 @@ fn kill(branched: &Branched) {
 }
 
 impl Sandbox {
-    /// Has its keeper end its monitor, which broke the rules: `why`.
+    /// Has its supervisor end its monitor, which broke the rules: `why`.
     pub(crate) async fn distrust(&self, why: &str) {
         let _ = self.orders.commands.send(MonitorCommand::Distrust(why.to_owned())).await;
     }
 
-    /// Asks its keeper for a command and waits for the answer.
+    /// Asks its supervisor for a command and waits for the answer.
     pub(crate) async fn ask<T>(&self, command: impl FnOnce(Reply<T>) -> MonitorCommand) -> Result<T> {
         self.known()?;
         let ended = || Error::new(Code::SandboxEnded, format!("sandbox {} ended meanwhile", self.id));

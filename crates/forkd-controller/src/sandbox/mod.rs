@@ -1,6 +1,6 @@
 //! One sandbox, as requests see it: what it is, where it stands, and its agent.
 //!
-//! A sandbox has one *keeper* (`keeper`), a task that owns its monitor from the start of the process
+//! A sandbox has one *supervisor* (`supervisor`), a task that owns its monitor from the start of the process
 //! to its end. Requests never own the process: they watch the [`Phase`] and talk to the agent. So a
 //! request that goes away leaves nothing half done, and a sandbox that ends tells everybody who
 //! waits for it at once.
@@ -20,10 +20,12 @@ pub(crate) mod registry;
 pub(crate) mod resources;
 pub(crate) mod rollback;
 pub(crate) mod spawn;
+mod start;
 pub(crate) mod state;
 pub(crate) mod supervisor;
 pub(crate) mod unknown;
 pub(crate) mod visit;
+mod watchdog;
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
@@ -78,11 +80,11 @@ pub(crate) enum Phase {
 pub(crate) enum DesiredState {
     /// To run.
     Run,
-    /// To end: its keeper kills the process and finishes.
+    /// To end: its supervisor kills the process and finishes.
     End,
-    /// To run on without us: its keeper lets go and finishes.
+    /// To run on without us: its supervisor lets go and finishes.
     Leave,
-    /// To make room for another process: its keeper kills this one and finishes.
+    /// To make room for another process: its supervisor kills this one and finishes.
     Replace,
 }
 
@@ -207,7 +209,7 @@ impl Sandbox {
         self.resources.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The keeper's end of the commands; nobody else's, and once.
+    /// The supervisor's end of the commands; nobody else's, and once.
     pub(super) fn take_commands(&self) -> Option<mpsc::Receiver<MonitorCommand>> {
         self.orders.taken.lock().unwrap_or_else(PoisonError::into_inner).take()
     }

@@ -194,10 +194,10 @@ mod tests {
     use crate::error::{Code, Error};
     use crate::testing::fake_guest::{FakeDaemon, eventually};
 
-    /// Commands to a keeper, each with how often the guest had been asked to freeze and to thaw by then.
+    /// Commands to a supervisor, each with how often the guest had been asked to freeze and to thaw by then.
     type Done = Arc<Mutex<Vec<(&'static str, usize, usize)>>>;
 
-    /// Does what the sandbox's keeper would, which may refuse to pause it.
+    /// Does what the sandbox's supervisor would, which may refuse to pause it.
     fn keep(daemon: &FakeDaemon, refuses: bool) -> Done {
         let (sandbox, guest) = (daemon.sandbox.clone(), daemon.guest.clone());
         let done = Done::default();
@@ -270,7 +270,7 @@ mod tests {
         eventually("the thaw", || daemon.guest.calls_of("Thaw").len() == 1).await;
         assert_eq!(*done.lock().unwrap(), [("pause", 1, 0)]);
 
-        // The keeper is busy, and the caller does not wait for it.
+        // The supervisor is busy, and the caller does not wait for it.
         let daemon = FakeDaemon::start().await;
         let _busy = daemon.sandbox.take_commands();
         let sandbox = daemon.sandbox.clone();

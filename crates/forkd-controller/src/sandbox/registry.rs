@@ -52,7 +52,7 @@ struct Inner {
 #[derive(Debug)]
 struct Entry {
     sandbox: Arc<Sandbox>,
-    keeper: JoinHandle<()>,
+    supervisor: JoinHandle<()>,
     seat: Seat,
 }
 
@@ -175,24 +175,24 @@ impl Registry {
         Ok(self.add(seat, sandbox, SandboxOrigin::Boot { assets, warm, lasting }))
     }
 
-    /// Takes a sandbox in and starts its keeper.
+    /// Takes a sandbox in and starts its supervisor.
     pub(crate) fn add(self: &Arc<Self>, seat: Seat, sandbox: Sandbox, origin: SandboxOrigin) -> Bound {
         let sandbox = Arc::new(sandbox);
         if !matches!(origin, SandboxOrigin::Adopted(_)) {
             sandbox.created();
         }
-        let keeper = self.keep(&sandbox, origin);
-        self.insert(Entry { sandbox: sandbox.clone(), keeper, seat });
+        let supervisor = self.start_supervisor(&sandbox, origin);
+        self.insert(Entry { sandbox: sandbox.clone(), supervisor, seat });
         Bound { registry: self.clone(), sandbox, bound: true }
     }
 
-    /// Starts the keeper of a sandbox, and notes that there is one, and in the end how it went.
-    fn keep(&self, sandbox: &Arc<Sandbox>, origin: SandboxOrigin) -> JoinHandle<()> {
+    /// Starts the supervisor of a sandbox, and notes that there is one, and in the end how it went.
+    fn start_supervisor(&self, sandbox: &Arc<Sandbox>, origin: SandboxOrigin) -> JoinHandle<()> {
         self.ledger.made(sandbox);
         let (sandbox, ledger, config) = (sandbox.clone(), self.ledger.clone(), self.host.config.clone());
         let (lost, noted) = (sandbox.clone(), ledger.clone());
         let work = async move {
-            sandbox.clone().keep(origin, config).await;
+            sandbox.clone().supervise(origin, config).await;
             ledger.note_phase(&sandbox);
         };
         task::spawn_or(Task::Sandbox, work, move |error| {
@@ -205,17 +205,21 @@ impl Registry {
     pub(crate) fn add_ended(self: &Arc<Self>, seat: Seat, sandbox: Sandbox) {
         self.ledger.made(&sandbox);
         self.ledger.note_phase(&sandbox);
-        self.insert(Entry { sandbox: Arc::new(sandbox), keeper: task::spawn(Task::Sandbox, async {}), seat });
+        self.insert(Entry {
+            sandbox: Arc::new(sandbox),
+            supervisor: task::spawn(Task::Sandbox, async {}),
+            seat,
+        });
     }
 
     /// Takes in a sandbox whose record cannot be read. The ledger keeps what it knows of it.
     pub(crate) fn add_unknown(self: &Arc<Self>, seat: Seat, sandbox: Sandbox, remains: Remains) {
         let sandbox = Arc::new(sandbox);
-        let keeper = task::spawn(Task::Sandbox, sandbox.clone().keep_unknown(remains));
-        self.insert(Entry { sandbox, keeper, seat });
+        let supervisor = task::spawn(Task::Sandbox, sandbox.clone().keep_unknown(remains));
+        self.insert(Entry { sandbox, supervisor, seat });
     }
 
-    /// Puts `new` into the place of `old`, under the same id, and starts its keeper, which is to end
+    /// Puts `new` into the place of `old`, under the same id, and starts its supervisor, which is to end
     /// `old`. Fails if `old` is not there any more, or `new` is larger than its owner may have.
     pub(crate) fn replace(
         self: &Arc<Self>,
@@ -248,9 +252,9 @@ impl Registry {
                 return Err(error);
             }
         };
-        let keeper = std::mem::replace(&mut entry.keeper, task::spawn(Task::Sandbox, async {}));
-        let origin = SandboxOrigin::Rollback(Box::new(succession(old.clone(), keeper)));
-        entry.keeper = self.keep(&new, origin);
+        let supervisor = std::mem::replace(&mut entry.supervisor, task::spawn(Task::Sandbox, async {}));
+        let origin = SandboxOrigin::Rollback(Box::new(succession(old.clone(), supervisor)));
+        entry.supervisor = self.start_supervisor(&new, origin);
         entry.sandbox = new.clone();
         Ok(new)
     }
@@ -350,9 +354,9 @@ impl Registry {
     }
 
     async fn tear_down(&self, entry: Entry, wish: DesiredState) {
-        let Entry { sandbox, keeper, seat } = entry;
-        if let Err(error) = keeper.await {
-            tracing::error!(sandbox = sandbox.id, %error, "the keeper of a sandbox failed");
+        let Entry { sandbox, supervisor, seat } = entry;
+        if let Err(error) = supervisor.await {
+            tracing::error!(sandbox = sandbox.id, %error, "the supervisor of a sandbox failed");
         }
         let mut resources = std::mem::take(&mut *sandbox.resources());
         // What could not be left, because it was half-made, was deleted.

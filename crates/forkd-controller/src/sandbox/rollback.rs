@@ -3,7 +3,7 @@
 //!
 //! Everything that can fail is done first: the template is there, the new process's files, its cgroup and
 //! its record are made, in a folder `next` within the sandbox's. Then the registry has the new [`Sandbox`]
-//! in the place of the old one, and its keeper does the rest: it ends the old process (a tap can be open
+//! in the place of the old one, and its supervisor does the rest: it ends the old process (a tap can be open
 //! once), takes over what it had, moves the files of `next` to where the old ones were, and forks. What
 //! fails from there on ends the sandbox, with the reason; it can be taken back again.
 //!
@@ -42,10 +42,10 @@ pub(crate) const NEXT: &str = "next";
 /// The reason of a sandbox that ended because it could not be taken back.
 const FAILED: &str = "rollback_failed";
 
-/// What the keeper of a sandbox needs to take another one's place.
+/// What the supervisor of a sandbox needs to take another one's place.
 pub(crate) struct RollbackPlan {
     old: Arc<Sandbox>,
-    keeper: JoinHandle<()>,
+    supervisor: JoinHandle<()>,
     attached: Attached,
     template: Arc<Template>,
     host: Arc<Host>,
@@ -84,9 +84,9 @@ pub(crate) async fn roll_back(
     let (sandbox, attached) = prepared.await?;
     let (host, envs) = (registry.host.clone(), sandbox.record().map(|it| it.envs).unwrap_or_default());
     let tag = template.about.tag.clone();
-    let new = registry.replace(&old, sandbox, &who.quota, |old, keeper| RollbackPlan {
+    let new = registry.replace(&old, sandbox, &who.quota, |old, supervisor| RollbackPlan {
         old,
-        keeper,
+        supervisor,
         attached,
         template,
         host,
@@ -280,10 +280,10 @@ impl Sandbox {
 
     /// Takes the place of the old process, and asks for the new one.
     async fn request_replacement(self: &Arc<Self>, succession: RollbackPlan) -> Result<PendingFork> {
-        let RollbackPlan { old, keeper, mut attached, template, host, envs, arrived, turn } = succession;
+        let RollbackPlan { old, supervisor, mut attached, template, host, envs, arrived, turn } = succession;
         old.set_desired(DesiredState::Replace);
-        if let Err(error) = keeper.await {
-            tracing::error!(sandbox = old.id, %error, "the keeper of a sandbox failed");
+        if let Err(error) = supervisor.await {
+            tracing::error!(sandbox = old.id, %error, "the supervisor of a sandbox failed");
         }
         let mut left = std::mem::take(&mut *old.resources());
         self.resources().slot = left.slot.take();

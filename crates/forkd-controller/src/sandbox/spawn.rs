@@ -4,7 +4,7 @@
 //! ready, so that the template forks the first while the last is being prepared. What is done per
 //! child is little, and in this order: a folder, a listening control socket with a connection that
 //! has said hello, empty files, and the record by which the next daemon finds it. Everything else
-//! (its process's identity, its first answer) is its keeper's, once it exists.
+//! (its process's identity, its first answer) is its supervisor's, once it exists.
 
 use std::collections::BTreeMap;
 use std::io;
