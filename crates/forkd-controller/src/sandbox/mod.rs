@@ -34,6 +34,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use forkd_protocol::agent::AGENT_PORT;
 use forkd_protocol::control::CONSOLE_TAIL;
 use tokio::sync::{OwnedMutexGuard, mpsc, watch};
+use tokio_util::task::TaskTracker;
 
 use crate::agent::{self, Agent, Endpoint};
 use crate::error::{Code, Error, Result};
@@ -46,7 +47,7 @@ use crate::sandbox::disks::Disks;
 use crate::sandbox::lifetime::{Activity, Attempt, Life};
 use crate::sandbox::resources::Belongings;
 use crate::telemetry::{Telling, otlp};
-use crate::util::count::Count;
+use crate::util::task;
 
 pub(crate) use record::{END, End, History, RECORD, ROLLED_BACK, Record, Spec, child_name};
 
@@ -121,7 +122,7 @@ pub(crate) struct Sandbox {
     /// How long its processes may take to stand still, or to go on, when it is paused or resumed.
     pub(crate) freeze_limit: Duration,
     /// Thaws of its processes that its agent is yet to do.
-    pub(crate) thaws: Count,
+    pub(crate) thaws: TaskTracker,
     /// Of a forked one: as it is on disk.
     record: Mutex<Option<Record>>,
     /// Whether the next daemon is to end it. Changed with `record` locked.
@@ -186,7 +187,7 @@ impl Sandbox {
             farewell: OnceLock::new(),
             patience: host.config.timing.call,
             freeze_limit: host.config.timing.freeze,
-            thaws: Count::new(),
+            thaws: task::tracker(),
             record: Mutex::default(),
             belongings: Mutex::new(belongings),
         }

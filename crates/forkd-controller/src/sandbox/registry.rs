@@ -10,6 +10,7 @@ use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
 use forkd_store::{Facts, Quota};
 use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
+use tokio_util::task::TaskTracker;
 
 use crate::auth::principal::Identity;
 use crate::auth::quota::{Claim, Usage};
@@ -21,7 +22,6 @@ use crate::sandbox::rollback::Succession;
 use crate::sandbox::supervisor::Origin;
 use crate::sandbox::{Belongings, End, Phase, Sandbox, Spec, Wish};
 use crate::snapshot::unknown::Remains;
-use crate::util::count::Count;
 use crate::util::fs::make_private_dir;
 use crate::util::random::new_id;
 use crate::util::task::{self, Task, blocking};
@@ -34,7 +34,7 @@ pub(crate) struct Registry {
     pub(crate) folder: PathBuf,
     inner: Mutex<Inner>,
     /// How many sandboxes were deleted and are not gone yet.
-    leaving: Count,
+    leaving: TaskTracker,
     /// What is remembered of those that are gone.
     pub(crate) ledger: Arc<Ledger>,
 }
@@ -87,7 +87,7 @@ impl Registry {
         make_private_dir(&folder)
             .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
         let ledger = Arc::new(Ledger::new(host.database.clone()));
-        Ok(Arc::new(Registry { host, folder, inner: Mutex::default(), leaving: Count::new(), ledger }))
+        Ok(Arc::new(Registry { host, folder, inner: Mutex::default(), leaving: task::tracker(), ledger }))
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -336,7 +336,7 @@ impl Registry {
     fn dismiss(self: &Arc<Self>, mut entry: Entry, wish: Wish) {
         // Whoever was told that it is gone may have another one.
         entry.seat.give_back();
-        let leaving = self.leaving.enter();
+        let leaving = self.leaving.token();
         if wish == Wish::End {
             entry.sandbox.disown();
             self.ledger.ended(&entry.sandbox.id, &entry.sandbox.farewell());
@@ -395,7 +395,7 @@ impl Registry {
             }
             self.dismiss(entry, if lasting { Wish::Leave } else { Wish::End });
         }
-        self.leaving.none().await;
+        self.leaving.wait().await;
         self.ledger.flush().await;
     }
 }

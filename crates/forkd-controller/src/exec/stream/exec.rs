@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use forkd_api::stream::{ExecStreamRequest, ServerEvent};
 use forkd_protocol::connect::Code;
+use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use crate::agent;
 use crate::error::Result;
@@ -18,7 +19,6 @@ use crate::exec::run::{check_timeout, start_request};
 use crate::exec::stream::pump::{Command, follow, last_event};
 use crate::exec::stream::{StreamContext, Wires, Work};
 use crate::sandbox::{Phase, Sandbox};
-use crate::util::count::Counted;
 
 /// How often a process is looked for that is to be ended: its start may still be under way.
 const LOOKS: usize = 10;
@@ -46,7 +46,7 @@ impl Work for Exec {
         let tag = unique_tag();
         start.tag = Some(tag.clone());
         let command = Command { start, user: request.user, limit, tty: request.pty };
-        let mut doomed = Doomed { sandbox: sandbox.clone(), tag, counted: Some(context.sessions.enter()) };
+        let mut doomed = Doomed { sandbox: sandbox.clone(), tag, counted: Some(context.sessions.token()) };
         if request.keep {
             doomed.spare();
         }
@@ -71,7 +71,7 @@ struct Doomed {
     sandbox: Arc<Sandbox>,
     tag: String,
     /// While it is there the process is to be ended; and a daemon that stops waits for that.
-    counted: Option<Counted>,
+    counted: Option<TaskTrackerToken>,
 }
 
 impl Doomed {
@@ -93,7 +93,7 @@ impl Drop for Doomed {
 
 /// Kills the process as soon as the sandbox can be asked to. In one that is paused it stands still until
 /// then, and nobody waits for that; in one that has ended it is gone.
-async fn kill(sandbox: &Sandbox, tag: &str, counted: Counted) {
+async fn kill(sandbox: &Sandbox, tag: &str, counted: TaskTrackerToken) {
     let mut phases = sandbox.phase.subscribe();
     let _counted = matches!(sandbox.phase(), Phase::Running).then_some(counted);
     for _ in 0..LOOKS {
