@@ -417,13 +417,13 @@ pub(crate) async fn connection<S>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::{Mutex, PoisonError};
+    use parking_lot::Mutex;
 
     /// Addresses whose listeners panic at the next connection.
     static BROKEN: Mutex<Vec<SocketAddr>> = Mutex::new(Vec::new());
 
     pub(super) fn breaks(listener: &TcpListener) -> bool {
-        let broken = BROKEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let broken = BROKEN.lock();
         listener.local_addr().is_ok_and(|address| broken.contains(&address))
     }
 
@@ -434,7 +434,7 @@ mod tests {
         let mut config = Config::new(folder.path());
         config.bind.set_port(0);
         let ready = |ready: &Ready| {
-            BROKEN.lock().unwrap().push(ready.address);
+            BROKEN.lock().push(ready.address);
             drop(std::net::TcpStream::connect(ready.address).unwrap());
         };
         let error = serve_until(config, ready, std::future::pending()).await.unwrap_err();

@@ -28,11 +28,12 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use forkd_protocol::agent::AGENT_PORT;
 use forkd_protocol::control::CONSOLE_TAIL;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{OwnedMutexGuard, mpsc, watch};
 use tokio_util::task::TaskTracker;
 
@@ -208,16 +209,16 @@ impl Sandbox {
     }
 
     pub(crate) fn facts(&self) -> Facts {
-        self.facts.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.facts.lock().clone()
     }
 
     /// Looks at what is known of it, without a copy.
     pub(crate) fn look<T>(&self, look: impl FnOnce(&Facts) -> T) -> T {
-        look(&self.facts.lock().unwrap_or_else(PoisonError::into_inner))
+        look(&self.facts.lock())
     }
 
     pub(crate) fn learn(&self, change: impl FnOnce(&mut Facts)) {
-        change(&mut self.facts.lock().unwrap_or_else(PoisonError::into_inner));
+        change(&mut self.facts.lock());
     }
 
     /// Takes what is known of it from its record, which is on disk already.
@@ -233,7 +234,7 @@ impl Sandbox {
     }
 
     pub(crate) fn lock_record(&self) -> MutexGuard<'_, Option<Record>> {
-        self.record.lock().unwrap_or_else(PoisonError::into_inner)
+        self.record.lock()
     }
 
     /// Has the next daemon take over one that has booted, unless it was deleted meanwhile.
@@ -303,12 +304,12 @@ impl Sandbox {
     }
 
     pub(crate) fn belongings(&self) -> MutexGuard<'_, Belongings> {
-        self.belongings.lock().unwrap_or_else(PoisonError::into_inner)
+        self.belongings.lock()
     }
 
     /// The keeper's end of the commands; nobody else's, and once.
     pub(super) fn take_commands(&self) -> Option<mpsc::Receiver<Command>> {
-        self.asked.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.asked.lock().take()
     }
 
     pub(crate) fn console_path(&self) -> PathBuf {

@@ -2,12 +2,13 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use forkd_protocol::control::MIN_MEM_MIB;
 use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
 use forkd_store::{Facts, Quota};
+use parking_lot::Mutex;
 use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
 use tokio_util::task::TaskTracker;
@@ -68,7 +69,7 @@ impl Seat {
     /// It counts towards nobody's quota any more.
     fn give_back(&mut self) {
         if let Some(claim) = self.claim.take() {
-            self.registry.lock().usage.give_back(&claim);
+            self.registry.inner.lock().usage.give_back(&claim);
         }
     }
 }
@@ -76,7 +77,7 @@ impl Seat {
 impl Drop for Seat {
     fn drop(&mut self) {
         self.give_back();
-        self.registry.lock().seated -= 1;
+        self.registry.inner.lock().seated -= 1;
     }
 }
 
@@ -90,12 +91,8 @@ impl Registry {
         Ok(Arc::new(Registry { host, folder, inner: Mutex::default(), leaving: task::tracker(), ledger }))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(crate) fn get(&self, id: &str) -> Result<Arc<Sandbox>> {
-        let found = self.lock().sandboxes.get(id).map(|entry| entry.sandbox.clone());
+        let found = self.inner.lock().sandboxes.get(id).map(|entry| entry.sandbox.clone());
         found.ok_or_else(|| no_sandbox(id))
     }
 
@@ -116,7 +113,8 @@ impl Registry {
 
     /// All of them, oldest first.
     pub(crate) fn list(&self) -> Vec<Arc<Sandbox>> {
-        let mut list: Vec<_> = self.lock().sandboxes.values().map(|entry| entry.sandbox.clone()).collect();
+        let mut list: Vec<_> =
+            self.inner.lock().sandboxes.values().map(|entry| entry.sandbox.clone()).collect();
         list.sort_by(|a, b| (a.created, &a.id).cmp(&(b.created, &b.id)));
         list
     }
@@ -127,7 +125,7 @@ impl Registry {
             let belongings = entry.sandbox.belongings();
             belongings.template.as_ref().is_some_and(|template| template.id == id)
         };
-        self.lock().sandboxes.values().filter(of_it).count()
+        self.inner.lock().sandboxes.values().filter(of_it).count()
     }
 
     /// Boots a sandbox. It is deleted when the returned [`Bound`] is dropped, until that is
@@ -225,7 +223,7 @@ impl Registry {
         succession: impl FnOnce(Arc<Sandbox>, JoinHandle<()>) -> Succession,
     ) -> Result<Arc<Sandbox>> {
         let new = Arc::new(new);
-        let mut guard = self.lock();
+        let mut guard = self.inner.lock();
         let inner = &mut *guard;
         let closed = inner.closed;
         let entry = inner.sandboxes.get_mut(&old.id);
@@ -256,7 +254,7 @@ impl Registry {
     }
 
     fn insert(&self, entry: Entry) {
-        self.lock().sandboxes.insert(entry.sandbox.id.clone(), entry);
+        self.inner.lock().sandboxes.insert(entry.sandbox.id.clone(), entry);
     }
 
     /// A sandbox and its turn: whoever had that before may have taken the sandbox back.
@@ -280,7 +278,7 @@ impl Registry {
     ) -> Result<(Vec<Seat>, Option<Error>)> {
         let full = |text| Err(Error::new(Code::LimitReached, text));
         let (carried, too_few) = fd_limit::carried();
-        let mut inner = self.lock();
+        let mut inner = self.inner.lock();
         if inner.closed {
             return Err(Error::new(Code::ShuttingDown, "the daemon is stopping"));
         }
@@ -306,7 +304,7 @@ impl Registry {
     /// Room for a sandbox that is there already.
     pub(crate) fn seat(self: &Arc<Self>, spec: &Spec) -> Seat {
         let claim = spec.claim();
-        let mut inner = self.lock();
+        let mut inner = self.inner.lock();
         inner.seated += 1;
         // It was allowed when it was made.
         let _ = inner.usage.take(&claim, 1, 1, &Quota::default());
@@ -315,7 +313,7 @@ impl Registry {
 
     /// Deletes `sandbox`, if it is still the one of that id, for the reason `end` gives.
     pub(crate) fn end(self: &Arc<Self>, sandbox: &Arc<Sandbox>, end: End) {
-        let mut inner = self.lock();
+        let mut inner = self.inner.lock();
         if !inner.sandboxes.get(&sandbox.id).is_some_and(|entry| Arc::ptr_eq(&entry.sandbox, sandbox)) {
             return;
         }
@@ -327,7 +325,7 @@ impl Registry {
 
     /// Takes a sandbox out of the registry. Its process and its files go in the background.
     pub(crate) fn delete(self: &Arc<Self>, id: &str) -> Result<()> {
-        let entry = self.lock().sandboxes.remove(id);
+        let entry = self.inner.lock().sandboxes.remove(id);
         let Some(entry) = entry else { return self.get(id).map(|_| ()) };
         self.dismiss(entry, Wish::End);
         Ok(())
@@ -382,7 +380,7 @@ impl Registry {
     /// that is done.
     pub(crate) async fn close(self: &Arc<Self>) {
         let entries: Vec<Entry> = {
-            let mut inner = self.lock();
+            let mut inner = self.inner.lock();
             inner.closed = true;
             inner.sandboxes.drain().map(|(_, entry)| entry).collect()
         };

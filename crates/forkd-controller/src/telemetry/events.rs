@@ -5,9 +5,10 @@
 //! is slower than that is told how many events it missed. Nobody is waited for.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use forkd_api::{Event, EventKind, EventSubject};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::broadcast::{self, error::RecvError};
 
 use crate::error::{Error, Result};
@@ -64,7 +65,7 @@ impl Events {
     }
 
     fn ring(&self) -> MutexGuard<'_, Ring> {
-        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
+        self.ring.lock()
     }
 
     /// Something happened.

@@ -2,9 +2,11 @@
 //! kept here: it is looked at when somebody asks.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use crate::telemetry::prometheus::Page;
 use crate::util::task;
@@ -166,7 +168,7 @@ impl Metrics {
     /// A request was answered.
     pub(crate) fn request(&self, method: &'static str, route: &str, status: u16, took: Duration) {
         let histogram = {
-            let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut requests = self.requests.lock();
             requests.entry((method, route.to_owned(), status)).or_default().clone()
         };
         histogram.observe(took);
@@ -206,7 +208,7 @@ impl Metrics {
             page.family(name, "histogram", help);
             histogram.show(page, name, &[]);
         }
-        let requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let requests = self.requests.lock().clone();
         let name = "forkd_http_request_seconds";
         page.family(name, "histogram", "Requests, by the route they matched.");
         for ((method, route, status), histogram) in requests {
