@@ -349,7 +349,7 @@ impl Sandbox {
                 return Err(Outcome::Ended(self.fork_failed(&error)));
             }
         };
-        self.telling.metrics.spawn.observe(arrived.elapsed());
+        self.telling.metrics.spawn.observe(arrived.elapsed().as_secs_f64());
         let pid = forked.pid;
         let monitor = Monitor::forked(self.id.clone(), self.folder.clone(), forked, control, asked.ended);
         let monitor =
@@ -373,7 +373,7 @@ impl Sandbox {
         });
         match recorded {
             Ok(python) => {
-                self.telling.metrics.first_answer.observe(took);
+                self.telling.metrics.first_answer.observe(took.as_secs_f64());
                 self.learn(|facts| {
                     facts.ready_ms = Some(took.as_secs_f64() * 1e3);
                     facts.python = python.or(facts.python);

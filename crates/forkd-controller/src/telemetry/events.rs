@@ -119,7 +119,7 @@ impl Events {
             _ => Some(first - after - 1).filter(|missed| *missed > 0).map(Some),
         };
         if let Some(Some(missed)) = missed {
-            self.metrics.events_dropped.add(missed);
+            self.metrics.events_dropped.inc_by(missed);
         }
         let mut backlog: VecDeque<News> = missed.into_iter().map(News::Lagged).collect();
         backlog.extend(news.into_iter().map(News::Event));
@@ -149,7 +149,7 @@ impl Subscription {
         match self.live.recv().await {
             Ok(event) => Some(News::Event(event)),
             Err(RecvError::Lagged(missed)) => {
-                self.metrics.events_dropped.add(missed);
+                self.metrics.events_dropped.inc_by(missed);
                 Some(News::Lagged(Some(missed)))
             }
             Err(RecvError::Closed) => None,
