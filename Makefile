@@ -6,7 +6,7 @@ GUEST_BINARY := target/guest/$(GUEST_TARGET)/release/forkd-guest
 # Where rustup puts cargo: shells know it only after the next login.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test lint advisories soak clean
+.PHONY: help setup build dist demo test lint advisories soak clean
 
 help: ## Show this help
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' Makefile
@@ -20,6 +20,12 @@ build: setup ## Build the release binaries into target/release
 	RUSTFLAGS='-C target-feature=+crt-static -C strip=symbols' cargo build --release --locked \
 		-p forkd-guest --target $(GUEST_TARGET) --target-dir target/guest
 	@cmp -s $(GUEST_BINARY) target/release/forkd-guest || install -m 755 $(GUEST_BINARY) target/release/forkd-guest
+
+dist: setup ## Build what a release ships into target/dist (slow)
+	cargo build --profile dist --locked -p forkd-cli -p forkd-vmm
+	RUSTFLAGS='-C target-feature=+crt-static -C strip=symbols' cargo build --profile dist --locked \
+		-p forkd-guest --target $(GUEST_TARGET) --target-dir target/guest
+	install -m 755 target/guest/$(GUEST_TARGET)/dist/forkd-guest target/dist/forkd-guest
 
 demo: build ## Run the main job, with times
 	@python3 scripts/demo.py
@@ -40,7 +46,7 @@ advisories: ## Look up known vulnerabilities of the dependencies (needs the netw
 	@command -v cargo-deny >/dev/null || { echo "cargo-deny is missing: cargo install --locked cargo-deny" >&2; exit 1; }
 	cargo deny check advisories
 
-soak: build ## Run the long campaigns (fuzzing and more); results go to bench/RESULTS.md
+soak: dist ## Run the long campaigns (fuzzing and more) on target/dist; results go to bench/RESULTS.md
 	@scripts/soak.sh
 
 clean: ## Remove what was built (the data directory stays)

@@ -8,16 +8,17 @@
 #   FORKD_FORK_ROUNDS=50 make soak      rounds of forking and killing (default 20)
 #   FORKD_LOAD_SECS=600 make soak       seconds of load by FORKD_LOAD_CLIENTS (default 300, by 200)
 #   FORKD_PREVIOUS=REF make soak        the build that is upgraded from (default: the last tag, or HEAD~1)
+#   FORKD_TEST_BIN=/DIR scripts/soak.sh the binaries under test (default: target/dist, which `make dist` builds)
 #   FORKD_BRANCH_ROUNDS=1000 make soak  kills of savers, and as many of daemons; a tenth of it power cuts
 #                                       (half a minute each) and branches in a row (default 200)
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export FORKD_TEST_BIN=${FORKD_TEST_BIN:-$PWD/target/dist}
 seconds=${FORKD_FUZZ_SECS:-300}
 rounds=${FORKD_FORK_ROUNDS:-20}
 for round in $(seq "$rounds"); do
   printf '\n==> forking and killing, round %s of %s\n' "$round" "$rounds"
-  FORKD_TEST_BIN=$PWD/target/release cargo test --release --locked -q --workspace --test host -- \
-    --test-threads=1 fanout::
+  cargo test --release --locked -q --workspace --test host -- --test-threads=1 fanout::
 done
 
 branches=${FORKD_BRANCH_ROUNDS:-200}
@@ -27,8 +28,8 @@ kills=$(mktemp)
 summary=$(mktemp)
 trap 'rm -f "$kills" "$summary"' EXIT
 campaign() {
-  FORKD_BRANCH_ROUNDS=$1 FORKD_TEST_BIN=$PWD/target/release cargo test --release --locked -q \
-    --workspace --test host -- --test-threads=1 --nocapture "$2" 2>&1 | tee -a "$kills"
+  FORKD_BRANCH_ROUNDS=$1 cargo test --release --locked -q --workspace --test host -- \
+    --test-threads=1 --nocapture "$2" 2>&1 | tee -a "$kills"
 }
 printf '\n==> savers and daemons killed while branches are written, %s times each\n' "$branches"
 campaign "$branches" kills::
@@ -44,7 +45,7 @@ previous=${FORKD_PREVIOUS:-$(git describe --tags --abbrev=0 2>/dev/null || git r
 git worktree prune
 git worktree add --force --detach target/previous "$previous"
 (cd target/previous && cargo build --release --locked --target-dir ../previous-build)
-install -m 755 target/release/forkd-guest target/previous-build/release/
+install -m 755 "$FORKD_TEST_BIN/forkd-guest" target/previous-build/release/
 FORKD_PREVIOUS_BIN=$PWD/target/previous-build/release campaign 1 upgrade::
 git worktree remove --force target/previous
 printf '\n==> the plug of a machine pulled while branches are written, %s times\n' "$few"

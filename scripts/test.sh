@@ -8,10 +8,12 @@
 #   scripts/test.sh host            the daemon on this host and the emulated machine (tests/host)
 #   scripts/test.sh list LOG…       what did not run, by logs of the above
 #
+# FORKD_TEST_BIN is the absolute folder of the binaries under test (default: target/release).
 # `linux` and `outside` are the old names of `guest` and `host`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-forkd=$PWD/target/release/forkd
+export FORKD_TEST_BIN=${FORKD_TEST_BIN:-$PWD/target/release}
+forkd=$FORKD_TEST_BIN/forkd
 if [ "$(id -u)" = 0 ]; then default=/var/lib/forkd; else default=${XDG_DATA_HOME:-$HOME/.local/share}/forkd; fi
 export FORKD_DATA_DIR=${FORKD_DATA_DIR:-$default}
 log=$(mktemp)
@@ -44,7 +46,7 @@ guest() {
   if [ "$uses" = kvm ]; then
     step "Linux guests, on this host's KVM"
     local as_root=()
-    [ "$(id -u)" = 0 ] || as_root=(sudo --preserve-env=FORKD_DATA_DIR,FORKD_BRANCH_ROUNDS,FORKD_LOAD_SECS,FORKD_LOAD_CLIENTS)
+    [ "$(id -u)" = 0 ] || as_root=(sudo --preserve-env=FORKD_DATA_DIR,FORKD_TEST_BIN,FORKD_BRANCH_ROUNDS,FORKD_LOAD_SECS,FORKD_LOAD_CLIENTS)
     "${as_root[@]}" "$test" --test-threads=2 "$@" 2>&1 | tee -a "$log"
   else
     step "Linux guests, inside the emulated machine (KVM here does not run Linux)"
@@ -70,10 +72,10 @@ in_machine() {
   shift
   # Under a name never used before, and copied once more inside, where it stays for the next group: the
   # machine sees the host's files through a share, which is slow to run programs from.
-  name=tests-$(cat "$test" target/release/forkd{,-vmm,-guest} | sha256sum | cut -c1-16)
+  name=tests-$(cat "$test" "$FORKD_TEST_BIN"/forkd{,-vmm,-guest} | sha256sum | cut -c1-16)
   mkdir -p "$FORKD_DATA_DIR/machine/bin/$name"
   cp "$test" "$FORKD_DATA_DIR/machine/bin/$name/guest-tests"
-  cp target/release/forkd{,-vmm,-guest} "$FORKD_DATA_DIR/machine/bin/$name/"
+  cp "$FORKD_TEST_BIN"/forkd{,-vmm,-guest} "$FORKD_DATA_DIR/machine/bin/$name/"
   # A test that hangs must not hang everything.
   # shellcheck disable=SC2016
   timeout --kill-after=10 1500 "$forkd" machine shell -- env FORKD_TEST_LIBRARY=/forkd-share \
@@ -121,7 +123,7 @@ next_group() {
 
 host() {
   step "The daemon on this host, and the emulated machine"
-  FORKD_TEST_BIN=$PWD/target/release "$(executable host)" --test-threads=1 2>&1 | tee -a "$log"
+  "$(executable host)" --test-threads=1 2>&1 | tee -a "$log"
 }
 
 others() {

@@ -5,11 +5,12 @@
 //! network, which their descriptions say, and the log says why. What was in the way may pass: it is tried
 //! again, but not for every sandbox. Calls block.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use forkd_net::{Network, NetworkConfig, Pool, Slot};
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::config::Config;
 use crate::error::chain;
@@ -73,13 +74,13 @@ impl Slots {
     }
 
     fn lock(&self) -> MutexGuard<'_, SlotState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// A slot; `None` where there can be none, it seems.
     pub(crate) fn get(&self) -> forkd_net::Result<Option<Slot>> {
         let (network, pool) = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             if !state.attempts.may_try(Instant::now()) {
                 return Ok(None);
             }
@@ -90,7 +91,7 @@ impl Slots {
             Some(pool) => pool.get(),
             None => network.make(),
         };
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         match made {
             Ok(slot) => {
                 state.attempts.worked();
@@ -135,7 +136,7 @@ impl Slots {
 
     /// The slot `name`, which a sandbox that an earlier daemon made still uses.
     pub(crate) fn adopt(&self, name: &str) -> Option<Slot> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let network = self.open(&mut state)?;
         match network.adopt(name) {
             Ok(slot) => {
@@ -155,7 +156,7 @@ impl Slots {
         if !self.has_leftovers() {
             return;
         }
-        let Some(network) = self.open(&mut self.lock()) else { return };
+        let Some(network) = self.open(&mut self.state.lock()) else { return };
         for error in network.renew() {
             let error = chain(&error);
             tracing::warn!(error, "a sandbox keeps the packet filter rules of an earlier daemon");
@@ -268,15 +269,15 @@ mod tests {
         std::fs::write(&blocked, "").unwrap();
         let slots = Slots::new(NetworkConfig::new(blocked.join("netns")), 1);
         assert!(slots.get().unwrap().is_none());
-        let first = slots.lock().attempts.failed.clone().unwrap();
+        let first = slots.state.lock().attempts.failed.clone().unwrap();
         // Right after it, nothing is tried.
         assert!(slots.get().unwrap().is_none());
-        assert_eq!(slots.lock().attempts.failed.as_ref(), Some(&first));
+        assert_eq!(slots.state.lock().attempts.failed.as_ref(), Some(&first));
         let longer = Instant::now() - PAUSE;
-        slots.lock().attempts.failed = Some((first.0, longer));
+        slots.state.lock().attempts.failed = Some((first.0, longer));
         assert!(slots.get().unwrap().is_none());
         assert!(
-            slots.lock().attempts.failed.as_ref().is_some_and(|(_, at)| *at > longer),
+            slots.state.lock().attempts.failed.as_ref().is_some_and(|(_, at)| *at > longer),
             "it was tried again"
         );
         slots.close();

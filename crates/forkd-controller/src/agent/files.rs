@@ -18,10 +18,11 @@ use hyper::header::{AUTHORIZATION, CONTENT_LENGTH};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
+use tokio_util::task::AbortOnDropHandle;
 
 use super::connection::{Call, Connection, Outbound};
 use super::{Agent, Empty, Error, MAX_SHORT_ANSWER, ResponseBudget, Result, basic, files_uri, parse, within};
-use crate::util::companion::Companion;
+use crate::util::task;
 
 /// Pieces of an upload that wait for the guest.
 const QUEUE: usize = 2;
@@ -56,7 +57,7 @@ impl Agent {
         let mut connection = within(self.patience, self.connect()).await?;
         let (pieces, queued) = mpsc::channel(QUEUE);
         let call = Call::send_body(&uri, "application/octet-stream", body_of(queued));
-        let answer = Companion::spawn(async move { connection.call(call, MAX_SHORT_ANSWER).await });
+        let answer = task::companion(async move { connection.call(call, MAX_SHORT_ANSWER).await });
         Ok(Upload { pieces, answer, patience: self.file_patience() })
     }
 
@@ -162,7 +163,7 @@ impl Download {
 #[derive(Debug)]
 pub struct Upload {
     pieces: mpsc::Sender<Piece>,
-    answer: Companion<Result<Bytes>>,
+    answer: AbortOnDropHandle<Result<Bytes>>,
     patience: Duration,
 }
 
@@ -197,7 +198,7 @@ impl Upload {
     pub async fn finish(mut self) -> Result<WrittenFile> {
         self.hand_over(Piece::End).await?;
         let answer =
-            within(self.patience, async { self.answer.ended().await.unwrap_or_else(|| Err(lost())) });
+            within(self.patience, async { (&mut self.answer).await.unwrap_or_else(|_| Err(lost())) });
         let written: Vec<WrittenFile> = parse(&answer.await?)?;
         written.into_iter().next().ok_or_else(|| Error::Protocol("an upload came to nothing".into()))
     }
@@ -207,12 +208,12 @@ impl Upload {
             let sent = tokio::select! {
                 biased;
                 // Only a guest that refuses answers before it has everything.
-                answer = self.answer.ended() => return Err(early(answer)),
+                answer = &mut self.answer => return Err(early(answer.ok())),
                 sent = self.pieces.send(piece) => sent,
             };
             match sent {
                 Ok(()) => Ok(()),
-                Err(_) => Err(early(self.answer.ended().await)),
+                Err(_) => Err(early((&mut self.answer).await.ok())),
             }
         };
         within(self.patience, handed).await

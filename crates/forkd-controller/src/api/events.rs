@@ -14,6 +14,7 @@ use forkd_protocol::names::is_valid_sandbox_id;
 use futures_util::stream;
 use serde::Deserialize;
 use serde_json::json;
+use tokio_util::sync::CancellationToken;
 
 use super::ApiContext;
 use super::extract::Params;
@@ -21,7 +22,6 @@ use crate::auth::principal::{Principal, Scope};
 use crate::auth::tokens::Tokens;
 use crate::error::{Error, Result};
 use crate::telemetry::events::{News, Since, Subscription};
-use crate::util::stopping::Stopping;
 
 /// How often a client hears that we are still there.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
@@ -130,7 +130,7 @@ struct Place {
     subscription: Subscription,
     filter: EventFilter,
     follow: bool,
-    stopping: Stopping,
+    stopping: CancellationToken,
     tokens: Arc<Tokens>,
 }
 
@@ -143,7 +143,7 @@ impl Place {
                     // What has happened is told, also when we stop.
                     biased;
                     news = self.subscription.next() => news?,
-                    () = self.stopping.asked() => return None,
+                    () = self.stopping.cancelled() => return None,
                     () = self.tokens.revoked(&self.filter.identity) => return None,
                 },
             };

@@ -2,12 +2,13 @@
 
 use std::os::linux::fs::MetadataExt;
 
+use ::prometheus::proto::MetricType;
 use axum::extract::State;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 
-use super::ApiContext;
-use crate::error::Result;
+use crate::api::ApiContext;
+use crate::error::{Error, Result};
 use crate::host::process_stats;
 use crate::sandbox::Phase;
 use crate::telemetry::prometheus::{self, Page};
@@ -20,33 +21,33 @@ use crate::util::task::blocking;
 )]
 pub(super) async fn metrics(State(app): State<ApiContext>) -> Result<Response> {
     let mut page = Page::default();
-    page.family("forkd_build_info", "gauge", "1, with the version of the daemon.");
-    page.sample("forkd_build_info", &[("version", crate::VERSION)], 1);
-    page.single("forkd_snapshots_total", "gauge", "Snapshots there are.", app.snapshots.list().len());
+    page.family("forkd_build_info", MetricType::GAUGE, "1, with the version of the daemon.");
+    page.sample(&[("version", crate::VERSION)], 1.0);
+    page.gauge("forkd_snapshots_total", "Snapshots there are.", app.snapshots.list().len() as f64);
     sandboxes(&app, &mut page);
     let cap = app.config.limits.max_branches;
     let branching = cap.saturating_sub(app.snapshots.branching.available_permits());
-    page.single("forkd_branches_in_flight", "gauge", "Branches that are being taken.", branching);
-    page.single("forkd_branch_concurrency_cap", "gauge", "How many may be taken at a time.", cap);
+    page.gauge("forkd_branches_in_flight", "Branches that are being taken.", branching as f64);
+    page.gauge("forkd_branch_concurrency_cap", "How many may be taken at a time.", cap as f64);
 
     let telemetry = &app.registry.host.telemetry;
     let pids = app.registry.list().iter().filter_map(|sandbox| sandbox.facts().pid).collect();
     let memory = app.registry.host.usage.memory(pids).await;
     let help = "Memory of all sandboxes that only one of them has; a few seconds old.";
-    page.single("forkd_sandbox_memory_private_bytes", "gauge", help, memory.private);
+    page.gauge("forkd_sandbox_memory_private_bytes", help, memory.private as f64);
     let help = "Memory of all sandboxes that other processes have too, counted for each; a few seconds old.";
-    page.single("forkd_sandbox_memory_shared_bytes", "gauge", help, memory.shared);
+    page.gauge("forkd_sandbox_memory_shared_bytes", help, memory.shared as f64);
     telemetry.metrics.show(&mut page);
     let text = blocking("looking at our own process", move || {
         ourselves(&mut page);
-        Ok(page.finish())
+        page.finish().map_err(|error| Error::host("writing down the metrics", error))
     });
     Ok(([(CONTENT_TYPE, prometheus::CONTENT_TYPE)], text.await?).into_response())
 }
 
 fn sandboxes(app: &ApiContext, page: &mut Page) {
     let names = ["starting", "running", "unresponsive", "paused", "ended", "unknown"];
-    let mut counts = [0; 6];
+    let mut counts = [0_u32; 6];
     for sandbox in app.registry.list() {
         counts[match sandbox.phase() {
             Phase::Starting => 0,
@@ -57,11 +58,11 @@ fn sandboxes(app: &ApiContext, page: &mut Page) {
             Phase::Unknown(_) => 5,
         }] += 1;
     }
-    let active = counts.iter().sum::<usize>() - counts[4];
-    page.single("forkd_sandboxes_active", "gauge", "Sandboxes that have a process.", active);
-    page.family("forkd_sandboxes", "gauge", "Sandboxes, by where they stand.");
+    let active = counts.iter().sum::<u32>() - counts[4];
+    page.gauge("forkd_sandboxes_active", "Sandboxes that have a process.", f64::from(active));
+    page.family("forkd_sandboxes", MetricType::GAUGE, "Sandboxes, by where they stand.");
     for (name, count) in names.iter().zip(counts) {
-        page.sample("forkd_sandboxes", &[("state", name)], count);
+        page.sample(&[("state", name)], f64::from(count));
     }
 }
 
@@ -69,18 +70,18 @@ fn sandboxes(app: &ApiContext, page: &mut Page) {
 fn ourselves(page: &mut Page) {
     if let Ok(own) = process_stats::memory(std::process::id()) {
         let help = "Memory of the daemon itself.";
-        page.single("process_resident_memory_bytes", "gauge", help, own.rss_kib << 10);
+        page.gauge("process_resident_memory_bytes", help, (own.rss_kib << 10) as f64);
     }
     if let Ok(files) = std::fs::read_dir("/proc/self/fd") {
-        page.single("process_open_fds", "gauge", "Files the daemon has open.", files.count());
+        page.gauge("process_open_fds", "Files the daemon has open.", files.count() as f64);
     }
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     if let Some(limit) = limit {
-        page.single("process_max_fds", "gauge", "Files the daemon may have open.", limit);
+        page.gauge("process_max_fds", "Files the daemon may have open.", limit as f64);
     }
     // The folder of a process is as old as the process.
     if let Ok(folder) = std::fs::metadata("/proc/self") {
         let help = "When the daemon started, in seconds since 1970.";
-        page.single("process_start_time_seconds", "gauge", help, folder.st_ctime());
+        page.gauge("process_start_time_seconds", help, folder.st_ctime() as f64);
     }
 }

@@ -24,6 +24,8 @@ use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
 use forkd_api::stream::{ClientMessage, ExecStreamRequest, RunRequest, ServerEvent};
 use forkd_api::{ErrorBody, GoneInfo, Health, SpawnReply, VersionInfo};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use utoipa::OpenApi;
 use utoipa::openapi::{Content, Ref, ResponseBuilder};
 use utoipa_axum::router::OpenApiRouter;
@@ -39,8 +41,6 @@ use crate::config::Config;
 use crate::error::{Code, Error};
 use crate::sandbox::registry::Registry;
 use crate::snapshot::registry::SnapshotRegistry;
-use crate::util::count::Count;
-use crate::util::stopping::Stopping;
 use crate::workspace::Workspaces;
 
 /// What handlers work with.
@@ -52,14 +52,14 @@ pub(crate) struct ApiContext {
     pub(crate) lines: Arc<Ports>,
     pub(crate) tokens: Arc<Tokens>,
     pub(crate) config: Arc<Config>,
-    /// Becomes true when the daemon is asked to stop.
-    pub(crate) stopping: Stopping,
+    /// Cancelled when the daemon is asked to stop.
+    pub(crate) stopping: CancellationToken,
     /// Where TCP clients are served.
     pub(crate) address: SocketAddr,
     /// What was answered to requests with an idempotency key.
     pub(crate) answers: IdempotencyStore,
     /// `forkd run`s under way.
-    pub(crate) sessions: Count,
+    pub(crate) sessions: TaskTracker,
 }
 
 #[derive(OpenApi)]

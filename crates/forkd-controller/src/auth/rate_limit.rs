@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::net::IpAddr;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 /// As many tokens, or addresses, are told apart.
 const MAX_KNOWN: usize = 4096;
@@ -42,7 +43,7 @@ impl Rates {
             let passed = now.saturating_duration_since(bucket.at).as_secs_f64();
             (bucket.left + passed * self.per_sec).min(full)
         };
-        let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut buckets = self.buckets.lock();
         // A full bucket says nothing that an absent one does not.
         if buckets.len() >= MAX_KNOWN && !buckets.contains_key(name) {
             buckets.retain(|_, bucket| filled(bucket) < full);
@@ -71,7 +72,7 @@ impl Failures {
     /// Counts a failure; how long it will be answered as too many, if it is.
     pub(crate) fn count(&self, peer: IpAddr, now: Instant) -> Result<(), Duration> {
         let over = |failed: &Failed| now.saturating_duration_since(failed.since) >= WINDOW;
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.0.lock();
         let peer = subnet(peer);
         if all.len() >= MAX_KNOWN && !all.contains_key(&peer) {
             all.retain(|_, failed| !over(failed));
@@ -147,7 +148,7 @@ mod tests {
             let _ = rates.take(&n.to_string(), at);
             let _ = failures.count(IpAddr::from(n.to_be_bytes()), at);
         }
-        assert_eq!(rates.buckets.lock().unwrap().len(), MAX_KNOWN);
-        assert_eq!(failures.0.lock().unwrap().len(), MAX_KNOWN);
+        assert_eq!(rates.buckets.lock().len(), MAX_KNOWN);
+        assert_eq!(failures.0.lock().len(), MAX_KNOWN);
     }
 }

@@ -8,12 +8,13 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 use forkd_protocol::names::{NAME_RULE, is_valid_name};
 use forkd_store::{Database, Quota, Token, TokenHash};
+use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
 use crate::auth::principal::{FIRST_TOKEN, LOCAL, Principal, Proof, Scope};
@@ -100,11 +101,11 @@ impl Tokens {
     }
 
     fn known(&self) -> RwLockReadGuard<'_, Known> {
-        self.known.read().unwrap_or_else(PoisonError::into_inner)
+        self.known.read()
     }
 
     fn change(&self) -> RwLockWriteGuard<'_, Known> {
-        self.known.write().unwrap_or_else(PoisonError::into_inner)
+        self.known.write()
     }
 
     /// Who it is that shows `secret`.
@@ -200,7 +201,7 @@ impl Tokens {
         let first = name == FIRST_TOKEN;
         let secret = fresh(if first { "" } else { "fk_" })?;
         if first {
-            let _alone = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+            let _alone = self.file.lock();
             write(&self.path, &secret, true)
                 .map_err(|error| Error::host(format!("cannot write {}", self.path.display()), error))?;
             self.read()?;
@@ -214,7 +215,7 @@ impl Tokens {
 
     /// Reads the first token again if its file is another one now. An error is told once for every file.
     pub(crate) fn refresh(&self) -> Result<()> {
-        let _alone = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = self.file.lock();
         let now = std::fs::metadata(&self.path).ok().as_ref().map(stamp);
         if now.is_some() && now == self.known().stamp {
             return Ok(());

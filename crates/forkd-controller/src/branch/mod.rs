@@ -174,7 +174,7 @@ impl SnapshotRegistry {
         let metrics = &self.host.telemetry.metrics;
         metrics.branches.add(metrics::Outcome::Ok, 1);
         if let Some(pause_ms) = branch.taken().pause_ms {
-            metrics.branch_pause.observe(Duration::from_secs_f64(pause_ms.max(0.0) / 1e3));
+            metrics.branch_pause.observe(pause_ms.max(0.0) / 1e3);
         }
         entry.set_current(template.clone());
         branch.forked();

@@ -22,6 +22,8 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tower::ServiceExt;
 
 use crate::api::middleware::authenticate::Authenticator;
@@ -46,9 +48,7 @@ use crate::sandbox::registry::Registry;
 use crate::snapshot::gc;
 use crate::snapshot::registry::SnapshotRegistry;
 use crate::telemetry::Telemetry;
-use crate::util::count::Count;
 use crate::util::fs::make_private_dir;
-use crate::util::stopping::{Stop, Stopping};
 use crate::util::task::{self, Task, Vital, blocking};
 use crate::workspace::Workspaces;
 
@@ -127,7 +127,9 @@ pub async fn serve_until(
     let address = tcp.local_addr().map_err(listening)?;
 
     let config = Arc::new(config);
-    let (stop, stopping) = Stop::new();
+    let stopping = CancellationToken::new();
+    // Also when this returns early: what it began ends with it.
+    let _stop = stopping.clone().drop_guard();
     let (path, token_file) = (config.data_dir.join(DATABASE), config.token_file.clone());
     let opened = blocking("opening the database", move || {
         let database = Arc::new(Database::open(&path)?);
@@ -165,7 +167,7 @@ pub async fn serve_until(
         stopping: stopping.clone(),
         address,
         answers: IdempotencyStore::new(host.database.clone(), config.limits.max_body),
-        sessions: Count::new(),
+        sessions: task::tracker(),
     };
     let (users, kept) = (app.registry.clone(), app.workspaces.clone());
     // Old branches stay as long as something needs them.
@@ -202,8 +204,8 @@ pub async fn serve_until(
         })
     });
     let connections = Connections {
-        stopping,
-        count: Count::new(),
+        stopping: stopping.clone(),
+        count: task::tracker(),
         max: config.limits.max_connections,
         stall: config.timing.stall,
     };
@@ -231,10 +233,10 @@ pub async fn serve_until(
         error = failed.next() => Some(error),
     };
     tracing::info!("stopping");
-    stop.ask();
+    stopping.cancel();
     let drained = async {
-        connections.count.none().await;
-        app.sessions.none().await;
+        connections.count.wait().await;
+        app.sessions.wait().await;
     };
     if tokio::time::timeout(config.timing.drain, drained).await.is_err() {
         tracing::warn!("requests are still under way; their sandboxes end under them");
@@ -249,7 +251,7 @@ pub async fn serve_until(
         tracing::error!("some sandboxes did not go away; the next start removes what is left");
     }
     // Whoever waited for a sandbox has just been told that it ended: let that answer out.
-    let _ = tokio::time::timeout(Duration::from_secs(1), connections.count.none()).await;
+    let _ = tokio::time::timeout(Duration::from_secs(1), connections.count.wait()).await;
     fresh.abort();
     telemetry.close().await;
     run_dir::close(&config.data_dir, &config.run_dir);
@@ -320,8 +322,8 @@ impl Accept for UnixListener {
 /// What all connections share.
 #[derive(Clone)]
 struct Connections {
-    stopping: Stopping,
-    count: Count,
+    stopping: CancellationToken,
+    count: TaskTracker,
     /// At a time, on each listener: strangers on TCP must not crowd out the unix socket.
     max: usize,
     /// How long a client may take nothing of what it asked for.
@@ -330,18 +332,18 @@ struct Connections {
 
 impl Connections {
     async fn accept<L: Accept>(self, listener: L, router: Router, tls: Option<Arc<Tls>>) {
-        let mut stopping = self.stopping.clone();
+        let stopping = &self.stopping;
         let room = Arc::new(Semaphore::new(self.max));
         loop {
             let Ok(room) = room.clone().acquire_owned().await else { return };
             let accepted = tokio::select! {
                 accepted = listener.next() => accepted,
-                () = stopping.asked() => return,
+                () = stopping.cancelled() => return,
             };
             match accepted {
                 Ok((stream, peer)) => {
-                    let (router, mut stopping, counted) =
-                        (router.clone(), self.stopping.clone(), self.count.enter());
+                    let (router, stopping, counted) =
+                        (router.clone(), self.stopping.clone(), self.count.token());
                     let tls = tls.clone();
                     let stream = ClientStream::new(stream, self.stall, Some(room));
                     let patience = stream.patience();
@@ -351,7 +353,7 @@ impl Connections {
                             Some(tls) => {
                                 let shaken = tokio::select! {
                                     shaken = tls.shake(stream) => shaken,
-                                    () = stopping.asked() => None,
+                                    () = stopping.cancelled() => None,
                                 };
                                 if let Some(stream) = shaken {
                                     connection(stream, patience, peer, router, stopping).await;
@@ -376,7 +378,7 @@ pub(crate) async fn connection<S>(
     patience: Patience,
     peer: Peer,
     router: Router,
-    mut stopping: Stopping,
+    stopping: CancellationToken,
 ) where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
@@ -402,7 +404,7 @@ pub(crate) async fn connection<S>(
     let mut serving = std::pin::pin!(serving);
     let served = tokio::select! {
         served = serving.as_mut() => served,
-        () = stopping.asked() => {
+        () = stopping.cancelled() => {
             serving.as_mut().graceful_shutdown();
             serving.await
         }
@@ -415,13 +417,13 @@ pub(crate) async fn connection<S>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::{Mutex, PoisonError};
+    use parking_lot::Mutex;
 
     /// Addresses whose listeners panic at the next connection.
     static BROKEN: Mutex<Vec<SocketAddr>> = Mutex::new(Vec::new());
 
     pub(super) fn breaks(listener: &TcpListener) -> bool {
-        let broken = BROKEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let broken = BROKEN.lock();
         listener.local_addr().is_ok_and(|address| broken.contains(&address))
     }
 
@@ -432,7 +434,7 @@ mod tests {
         let mut config = Config::new(folder.path());
         config.bind.set_port(0);
         let ready = |ready: &Ready| {
-            BROKEN.lock().unwrap().push(ready.address);
+            BROKEN.lock().push(ready.address);
             drop(std::net::TcpStream::connect(ready.address).unwrap());
         };
         let error = serve_until(config, ready, std::future::pending()).await.unwrap_err();

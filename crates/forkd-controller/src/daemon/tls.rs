@@ -2,9 +2,10 @@
 //! SIGHUP; a bad pair is told in the log, and the old one stays.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::{Mutex, RwLock};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::ServerConfig;
@@ -44,20 +45,20 @@ impl Tls {
     /// ones are not.
     pub(crate) fn refresh(&self, anyway: bool) -> Result<bool> {
         let now = look(&self.files);
-        let mut stamps = self.stamps.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stamps = self.stamps.lock();
         if *stamps == now && !anyway {
             return Ok(false);
         }
         // Whatever comes of it: a bad pair is told once, and looked at again when it changes.
         *stamps = now;
         let loaded = load(&self.files)?;
-        *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(loaded);
+        *self.current.write() = Arc::new(loaded);
         Ok(true)
     }
 
     /// Agrees on keys with a client; `None` if that does not.
     pub(crate) async fn shake<S: AsyncRead + AsyncWrite + Unpin>(&self, stream: S) -> Option<TlsStream<S>> {
-        let config = self.current.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let config = self.current.read().clone();
         match tokio::time::timeout(HANDSHAKE_WAIT, TlsAcceptor::from(config).accept(stream)).await {
             Ok(Ok(stream)) => Some(stream),
             Ok(Err(error)) => {

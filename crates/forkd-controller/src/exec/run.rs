@@ -11,7 +11,7 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::exec::{Finish, counted};
 use crate::sandbox::Sandbox;
-use crate::util::companion::Companion;
+use crate::util::task;
 
 /// The longest time limit: 30 days.
 const MAX_TIMEOUT_SECS: u64 = 30 * 24 * 3600;
@@ -85,7 +85,7 @@ async fn collect(
         match process.next().await? {
             Some(Event::Start { pid }) => {
                 if let Some(stdin) = stdin.take() {
-                    _feeder = Some(Companion::spawn(feed(agent.clone(), pid, stdin)));
+                    _feeder = Some(task::companion(feed(agent.clone(), pid, stdin)));
                 }
             }
             Some(Event::Data(output)) => collected.add(output),

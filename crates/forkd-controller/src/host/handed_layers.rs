@@ -8,9 +8,9 @@ use std::fs::{File, Metadata};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
-use std::sync::{Mutex, PoisonError};
 
 use forkd_store::{Writers, writers};
+use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
 use crate::host::images::reopen;
@@ -40,7 +40,7 @@ impl Handed {
         let failed = |error| Error::host("cannot look at a disk layer", error);
         let layer = File::from(layer.as_fd().try_clone_to_owned().map_err(failed)?);
         let id = id(&layer.metadata().map_err(failed)?);
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.0.lock();
         if known.as_mut().is_some_and(|known| known.insert(id) && known.len() > MAX_KNOWN) {
             *known = None;
         }
@@ -56,7 +56,7 @@ impl Handed {
         if !meta.is_file() {
             return Err("it sent something else than a file as a disk layer".into());
         }
-        let is_ours = match &*self.0.lock().unwrap_or_else(PoisonError::into_inner) {
+        let is_ours = match &*self.0.lock() {
             Some(known) => known.contains(&id(&meta)),
             // As layers are: without a name, or published.
             None => meta.nlink() == 0 || meta.mode() & 0o222 == 0,

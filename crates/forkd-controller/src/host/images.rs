@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::Write;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use forkd_image::{GUEST_MODULES, IMAGE_FORMAT, Kernel, Library, Manifest, build_initramfs};
@@ -12,6 +12,7 @@ use forkd_protocol::agent::WarmRequest;
 use forkd_protocol::init::{InitPlan, InterfacePlan};
 use forkd_protocol::json_lines::LINE_PORT;
 use forkd_store::BaseImage;
+use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 
 use crate::config::Config;
@@ -179,7 +180,7 @@ impl ImageLibrary {
     fn initramfs(&self, kernel: &Kernel) -> Result<Arc<OwnedFd>> {
         let ingredients = [ingredient(&kernel.image)?, ingredient(&self.guest)?];
         // Held while it is made: whoever else needs it would make the same.
-        let mut last = self.initramfs.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.initramfs.lock();
         if let Some((made_of, initramfs)) = last.as_ref()
             && *made_of == ingredients
         {

@@ -4,7 +4,9 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
 
 use crate::error::{Code, Error, Result};
 use crate::host::cgroup::{self, Cgroups};
@@ -54,14 +56,10 @@ impl Lineages {
         Arc::new(Lineages { used, max, uid_base: root.then_some(uid_base), cgroups, janitor })
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Weak<Lineage>>> {
-        self.used.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A new lineage, for the template or the sandbox `id`. Blocks for a moment.
     pub(crate) fn begin(self: &Arc<Self>, id: &str) -> Result<Arc<Lineage>> {
         let slot = {
-            let mut used = self.lock();
+            let mut used = self.used.lock();
             let Some(slot) = (0..self.max).find(|slot| !used.contains_key(slot)) else {
                 let text = format!(
                     "there are {} booted guests and templates, the limit; delete some first",
@@ -79,11 +77,11 @@ impl Lineages {
     /// of it. `None` if the number is another's.
     pub(crate) fn resume(self: &Arc<Self>, slot: u32, name: &str) -> Option<Arc<Lineage>> {
         // Never dropped while the lock is held: the last holder takes it, too.
-        let known = self.lock().get(&slot).map(Weak::upgrade);
+        let known = self.used.lock().get(&slot).map(Weak::upgrade);
         if let Some(known) = known {
             return known.filter(|known| known.name == name);
         }
-        if slot >= self.max || self.lock().insert(slot, Weak::new()).is_some() {
+        if slot >= self.max || self.used.lock().insert(slot, Weak::new()).is_some() {
             return None;
         }
         self.lineage(slot, name, Handed::unknown()).ok()
@@ -94,7 +92,7 @@ impl Lineages {
     pub(crate) fn of_process(self: &Arc<Self>, pid: i32, guess: Option<&str>) -> Option<Arc<Lineage>> {
         let slot = process::uid(pid)?.checked_sub(self.uid_base?)?;
         // Never dropped while the lock is held, as in `resume`.
-        let known = self.lock().get(&slot).map(Weak::upgrade);
+        let known = self.used.lock().get(&slot).map(Weak::upgrade);
         if let Some(known) = known {
             return known;
         }
@@ -104,7 +102,7 @@ impl Lineages {
 
     /// The one of that name, if somebody holds it.
     fn named(&self, name: &str) -> Option<Arc<Lineage>> {
-        let all: Vec<_> = self.lock().values().filter_map(Weak::upgrade).collect();
+        let all: Vec<_> = self.used.lock().values().filter_map(Weak::upgrade).collect();
         all.into_iter().find(|lineage| lineage.name == name)
     }
 
@@ -135,7 +133,7 @@ impl Lineages {
             lineage.cgroup = self.cgroups.lineage(&lineage.name, uid)?;
         }
         let lineage = Arc::new(lineage);
-        self.lock().insert(slot, Arc::downgrade(&lineage));
+        self.used.lock().insert(slot, Arc::downgrade(&lineage));
         Ok(lineage)
     }
 }
@@ -174,9 +172,9 @@ impl Drop for Lineage {
         match self.cgroup.take().filter(|_| !left) {
             Some(cgroup) => self.all.janitor.later(move || {
                 remove(&cgroup);
-                all.lock().remove(&slot);
+                all.used.lock().remove(&slot);
             }),
-            None => drop(all.lock().remove(&slot)),
+            None => drop(all.used.lock().remove(&slot)),
         }
     }
 }

@@ -1,8 +1,9 @@
 //! What all sandboxes use together. Reading it walks the page tables of every one of them, so it is read
 //! rarely, by one at a time, however often somebody asks.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use crate::host::process_stats;
 
@@ -32,7 +33,7 @@ pub(crate) struct MemoryUsage {
 impl MemoryUsage {
     /// Of the processes `pids`.
     pub(crate) async fn memory(&self, pids: Vec<u32>) -> Memory {
-        let last = || *self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = || *self.last.lock();
         let Ok(turn) = self.reading.clone().try_lock_owned() else { return last().0 };
         if last().1.is_some_and(|due| Instant::now() < due) {
             return last().0;
@@ -42,7 +43,7 @@ impl MemoryUsage {
             let begun = Instant::now();
             let memory = sum(&pids);
             let due = Instant::now() + FRESH.max(begun.elapsed() * SHARE);
-            *kept.lock().unwrap_or_else(PoisonError::into_inner) = (memory, Some(due));
+            *kept.lock() = (memory, Some(due));
             drop(turn);
         });
         let _ = tokio::time::timeout(PATIENCE, read).await;

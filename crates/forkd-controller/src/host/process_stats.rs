@@ -4,10 +4,10 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use forkd_api::{PauseInfo, Stats};
+use parking_lot::Mutex;
 
 use crate::host::process::field;
 use crate::util::time;
@@ -84,23 +84,19 @@ struct PauseLog {
 }
 
 impl Pauses {
-    fn lock(&self) -> MutexGuard<'_, PauseLog> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// It stands still until it is resumed.
     pub(crate) fn begin(&self) {
-        self.lock().now = Some((time::now_ms(), Instant::now()));
+        self.0.lock().now = Some((time::now_ms(), Instant::now()));
     }
 
     /// How long it has stood still; none if that is not known, or it does not.
     pub(crate) fn lasts(&self) -> Option<Duration> {
-        self.lock().now.map(|(_, since)| since.elapsed())
+        self.0.lock().now.map(|(_, since)| since.elapsed())
     }
 
     /// It was resumed. When it was paused is not known if an earlier daemon did.
     pub(crate) fn end(&self) {
-        let since = self.lock().now.take();
+        let since = self.0.lock().now.take();
         if let Some((_, since)) = since {
             self.add(since.elapsed().as_secs_f64() * 1e3, None, "pause");
         }
@@ -108,7 +104,7 @@ impl Pauses {
 
     /// It stood still.
     pub(crate) fn add(&self, pause_ms: f64, frozen_ms: Option<f64>, why: &str) {
-        let mut kept = self.lock();
+        let mut kept = self.0.lock();
         if kept.over.len() == PAUSES {
             kept.over.pop_front();
         }
@@ -118,7 +114,7 @@ impl Pauses {
 
     /// Oldest first.
     pub(crate) fn list(&self) -> Vec<PauseInfo> {
-        let kept = self.lock();
+        let kept = self.0.lock();
         let now = kept.now.map(|(at_unix_ms, _)| PauseInfo {
             at_unix_ms,
             pause_ms: None,

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio_util::sync::CancellationToken;
+
 use crate::host::disk_space::free;
 use crate::sandbox::Sandbox;
 use crate::sandbox::registry::Registry;
-use crate::util::stopping::Stopping;
 
 /// So much must be free before guests that wait for room go on, or they would soon wait again.
 const ROOM_FOR_GUESTS: u64 = 64 << 20;
@@ -16,12 +17,12 @@ const SHORTEST_PAUSE: Duration = Duration::from_secs(5);
 const LOOK_FOR_ROOM: Duration = Duration::from_secs(1);
 
 /// Lets sandboxes that wait for room on the disk go on when there is some, until the daemon stops.
-pub(crate) async fn resume_waiting(registry: Arc<Registry>, mut stopping: Stopping) {
+pub(crate) async fn resume_waiting(registry: Arc<Registry>, stopping: CancellationToken) {
     let data = registry.host.config.data_dir.clone();
     loop {
         tokio::select! {
             () = tokio::time::sleep(LOOK_FOR_ROOM) => {}
-            () = stopping.asked() => return,
+            () = stopping.cancelled() => return,
         }
         let is_due = |sandbox: &Arc<Sandbox>| {
             sandbox.waits_for_room() && sandbox.pauses.lasts().is_none_or(|time| time >= SHORTEST_PAUSE)

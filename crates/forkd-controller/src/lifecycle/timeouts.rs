@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forkd_api::OnTimeout;
+use tokio_util::sync::CancellationToken;
 
 use crate::auth::principal::Principal;
 use crate::auth::tokens::Tokens;
@@ -18,7 +19,6 @@ use crate::sandbox::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshot::branch_job::Mode;
 use crate::snapshot::registry::SnapshotRegistry;
-use crate::util::stopping::Stopping;
 use crate::util::task::{self, Task};
 use crate::util::time::{self, now_unix};
 use crate::workspace::Workspaces;
@@ -87,7 +87,7 @@ impl Sandbox {
 
 impl Timeouts {
     /// Looks every second, until the daemon stops.
-    pub(crate) async fn enforce(self, mut stopping: Stopping, prune: impl AsyncFn()) {
+    pub(crate) async fn enforce(self, stopping: CancellationToken, prune: impl AsyncFn()) {
         let mut every = tokio::time::interval(EVERY);
         every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut pruned: Option<Instant> = None;
@@ -95,7 +95,7 @@ impl Timeouts {
         loop {
             tokio::select! {
                 _ = every.tick() => {}
-                () = stopping.asked() => return,
+                () = stopping.cancelled() => return,
             }
             let (step, now) = (steps.look(), now_unix());
             for sandbox in self.registry.list() {

@@ -29,12 +29,14 @@ mod watchdog;
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use forkd_protocol::agent::AGENT_PORT;
 use forkd_protocol::control::CONSOLE_TAIL;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{OwnedMutexGuard, mpsc, watch};
+use tokio_util::task::TaskTracker;
 
 use crate::agent::{self, Agent, Endpoint};
 use crate::error::{Code, Error, Result};
@@ -48,7 +50,7 @@ use crate::sandbox::lifetime::Activity;
 use crate::sandbox::persisted::Persisted;
 use crate::sandbox::resources::Resources;
 use crate::telemetry::{Telemetry, otlp};
-use crate::util::count::Count;
+use crate::util::task;
 
 pub(crate) use crate::sandbox::persisted::RuntimeInfo;
 pub(crate) use record::{
@@ -128,7 +130,7 @@ pub(crate) struct Sandbox {
     /// How long a freeze or a thaw of its processes may take.
     pub(crate) freeze_limit: Duration,
     /// Thaws that its agent has yet to do.
-    pub(crate) thaws: Count,
+    pub(crate) thaws: TaskTracker,
 
     pub(crate) disks: Disks,
     pub(crate) pauses: Pauses,
@@ -177,7 +179,7 @@ impl Sandbox {
             end_reason: OnceLock::new(),
             patience: host.config.timing.call,
             freeze_limit: host.config.timing.freeze,
-            thaws: Count::new(),
+            thaws: task::tracker(),
             resources: Mutex::new(resources),
         }
     }
@@ -206,12 +208,12 @@ impl Sandbox {
     }
 
     pub(crate) fn resources(&self) -> MutexGuard<'_, Resources> {
-        self.resources.lock().unwrap_or_else(PoisonError::into_inner)
+        self.resources.lock()
     }
 
     /// The supervisor's end of the commands; nobody else's, and once.
     pub(super) fn take_commands(&self) -> Option<mpsc::Receiver<MonitorCommand>> {
-        self.orders.taken.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.orders.taken.lock().take()
     }
 
     pub(crate) fn console_path(&self) -> PathBuf {

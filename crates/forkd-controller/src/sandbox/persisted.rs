@@ -6,8 +6,9 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::host::process;
 use crate::sandbox::lifetime::Attempt;
@@ -35,11 +36,11 @@ impl Persisted {
     }
 
     fn lock(&self) -> MutexGuard<'_, OnDisk> {
-        self.on_disk.lock().unwrap_or_else(PoisonError::into_inner)
+        self.on_disk.lock()
     }
 
     fn runtime(&self) -> MutexGuard<'_, RuntimeInfo> {
-        self.runtime.lock().unwrap_or_else(PoisonError::into_inner)
+        self.runtime.lock()
     }
 }
 

@@ -6,12 +6,12 @@ use forkd_protocol::agent::FreezeSync;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
+use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use crate::agent::{self, Agent};
 use crate::error::Result;
 use crate::sandbox::command::MonitorCommand;
 use crate::sandbox::{DesiredState, Phase, Sandbox};
-use crate::util::count::Counted;
 use crate::util::task::{self, Task};
 
 /// Between two attempts to thaw a guest.
@@ -34,7 +34,7 @@ pub(crate) async fn freeze(sandbox: &Sandbox, limit: Duration, sync: FreezeSync)
     }
     // A thaw that is under way would undo this. One that stays under way means that the agent is silent.
     let begun = Instant::now();
-    let free = tokio::time::timeout(limit, sandbox.thaws.none()).await.is_ok();
+    let free = tokio::time::timeout(limit, sandbox.thaws.wait()).await.is_ok();
     let mut owed = Owed::to(sandbox);
     let left = limit.saturating_sub(begun.elapsed());
     let quiesced = free && owed.after_freeze(limit, sync, left).await;
@@ -63,13 +63,13 @@ struct Thaw {
     phases: watch::Receiver<Phase>,
     wishes: watch::Receiver<DesiredState>,
     /// No freeze begins as long as there is one.
-    _counted: Counted,
+    _counted: TaskTrackerToken,
 }
 
 impl Owed {
     pub(crate) fn to(sandbox: &Sandbox) -> Self {
         let (phases, wishes) = (sandbox.phase.subscribe(), sandbox.wishes());
-        let (agent, _counted) = (sandbox.agent.clone(), sandbox.thaws.enter());
+        let (agent, _counted) = (sandbox.agent.clone(), sandbox.thaws.token());
         Owed(Some(Thaw { agent, freeze: None, phases, wishes, _counted }))
     }
 
@@ -186,7 +186,8 @@ impl Sandbox {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{Arc, Mutex};
+    use std::sync::Arc;
+    use std::sync::Mutex;
 
     use serde_json::json;
 

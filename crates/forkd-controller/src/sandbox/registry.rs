@@ -2,14 +2,16 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use forkd_protocol::control::MIN_MEM_MIB;
 use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
 use forkd_store::{GuestSpec, Quota};
+use parking_lot::Mutex;
 use tokio::sync::OwnedMutexGuard;
 use tokio::task::JoinHandle;
+use tokio_util::task::TaskTracker;
 
 use crate::auth::principal::Principal;
 use crate::auth::quota::{Claim, QuotaUsage};
@@ -21,7 +23,6 @@ use crate::sandbox::rollback::RollbackPlan;
 use crate::sandbox::supervisor::SandboxOrigin;
 use crate::sandbox::{DesiredState, End, Phase, Resources, Sandbox, Spec};
 use crate::snapshot::unknown::Remains;
-use crate::util::count::Count;
 use crate::util::fs::make_private_dir;
 use crate::util::random::new_id;
 use crate::util::task::{self, Task, blocking};
@@ -34,7 +35,7 @@ pub(crate) struct Registry {
     pub(crate) folder: PathBuf,
     inner: Mutex<Inner>,
     /// How many sandboxes were deleted and are not gone yet.
-    leaving: Count,
+    leaving: TaskTracker,
     /// What is remembered of those that are gone.
     pub(crate) ledger: Arc<Archive>,
 }
@@ -68,7 +69,7 @@ impl Seat {
     /// It counts towards nobody's quota any more.
     fn give_back(&mut self) {
         if let Some(claim) = self.claim.take() {
-            self.registry.lock().usage.give_back(&claim);
+            self.registry.inner.lock().usage.give_back(&claim);
         }
     }
 }
@@ -76,7 +77,7 @@ impl Seat {
 impl Drop for Seat {
     fn drop(&mut self) {
         self.give_back();
-        self.registry.lock().seated -= 1;
+        self.registry.inner.lock().seated -= 1;
     }
 }
 
@@ -87,15 +88,11 @@ impl Registry {
         make_private_dir(&folder)
             .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
         let ledger = Arc::new(Archive::new(host.database.clone()));
-        Ok(Arc::new(Registry { host, folder, inner: Mutex::default(), leaving: Count::new(), ledger }))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        Ok(Arc::new(Registry { host, folder, inner: Mutex::default(), leaving: task::tracker(), ledger }))
     }
 
     pub(crate) fn get(&self, id: &str) -> Result<Arc<Sandbox>> {
-        let found = self.lock().sandboxes.get(id).map(|entry| entry.sandbox.clone());
+        let found = self.inner.lock().sandboxes.get(id).map(|entry| entry.sandbox.clone());
         found.ok_or_else(|| no_sandbox(id))
     }
 
@@ -116,7 +113,8 @@ impl Registry {
 
     /// All of them, oldest first.
     pub(crate) fn list(&self) -> Vec<Arc<Sandbox>> {
-        let mut list: Vec<_> = self.lock().sandboxes.values().map(|entry| entry.sandbox.clone()).collect();
+        let mut list: Vec<_> =
+            self.inner.lock().sandboxes.values().map(|entry| entry.sandbox.clone()).collect();
         list.sort_by(|a, b| (a.created, &a.id).cmp(&(b.created, &b.id)));
         list
     }
@@ -127,7 +125,7 @@ impl Registry {
             let resources = entry.sandbox.resources();
             resources.template.as_ref().is_some_and(|template| template.id == id)
         };
-        self.lock().sandboxes.values().filter(of_it).count()
+        self.inner.lock().sandboxes.values().filter(of_it).count()
     }
 
     /// Boots a sandbox. It is deleted when the returned [`Bound`] is dropped, until that is
@@ -229,7 +227,7 @@ impl Registry {
         succession: impl FnOnce(Arc<Sandbox>, JoinHandle<()>) -> RollbackPlan,
     ) -> Result<Arc<Sandbox>> {
         let new = Arc::new(new);
-        let mut guard = self.lock();
+        let mut guard = self.inner.lock();
         let inner = &mut *guard;
         let closed = inner.closed;
         let entry = inner.sandboxes.get_mut(&old.id);
@@ -260,7 +258,7 @@ impl Registry {
     }
 
     fn insert(&self, entry: Entry) {
-        self.lock().sandboxes.insert(entry.sandbox.id.clone(), entry);
+        self.inner.lock().sandboxes.insert(entry.sandbox.id.clone(), entry);
     }
 
     /// A sandbox and its turn: whoever had that before may have taken the sandbox back.
@@ -284,7 +282,7 @@ impl Registry {
     ) -> Result<(Vec<Seat>, Option<Error>)> {
         let full = |text| Err(Error::new(Code::LimitReached, text));
         let (carried, too_few) = fd_limit::carried();
-        let mut inner = self.lock();
+        let mut inner = self.inner.lock();
         if inner.closed {
             return Err(Error::new(Code::ShuttingDown, "the daemon is stopping"));
         }
@@ -310,7 +308,7 @@ impl Registry {
     /// Room for a sandbox that is there already.
     pub(crate) fn seat(self: &Arc<Self>, spec: &Spec) -> Seat {
         let claim = spec.claim();
-        let mut inner = self.lock();
+        let mut inner = self.inner.lock();
         inner.seated += 1;
         // It was allowed when it was made.
         let _ = inner.usage.take(&claim, 1, 1, &Quota::default());
@@ -319,7 +317,7 @@ impl Registry {
 
     /// Deletes `sandbox`, if it is still the one of that id, for the reason `end` gives.
     pub(crate) fn end(self: &Arc<Self>, sandbox: &Arc<Sandbox>, end: End) {
-        let mut inner = self.lock();
+        let mut inner = self.inner.lock();
         if !inner.sandboxes.get(&sandbox.id).is_some_and(|entry| Arc::ptr_eq(&entry.sandbox, sandbox)) {
             return;
         }
@@ -331,7 +329,7 @@ impl Registry {
 
     /// Takes a sandbox out of the registry. Its process and its files go in the background.
     pub(crate) fn delete(self: &Arc<Self>, id: &str) -> Result<()> {
-        let entry = self.lock().sandboxes.remove(id);
+        let entry = self.inner.lock().sandboxes.remove(id);
         let Some(entry) = entry else { return self.get(id).map(|_| ()) };
         self.dismiss(entry, DesiredState::End);
         Ok(())
@@ -340,7 +338,7 @@ impl Registry {
     fn dismiss(self: &Arc<Self>, mut entry: Entry, wish: DesiredState) {
         // Whoever was told that it is gone may have another one.
         entry.seat.give_back();
-        let leaving = self.leaving.enter();
+        let leaving = self.leaving.token();
         if wish == DesiredState::End {
             entry.sandbox.mark_deleted();
             self.ledger.ended(&entry.sandbox.id, &entry.sandbox.end_reason());
@@ -386,7 +384,7 @@ impl Registry {
     /// that is done.
     pub(crate) async fn close(self: &Arc<Self>) {
         let entries: Vec<Entry> = {
-            let mut inner = self.lock();
+            let mut inner = self.inner.lock();
             inner.closed = true;
             inner.sandboxes.drain().map(|(_, entry)| entry).collect()
         };
@@ -399,7 +397,7 @@ impl Registry {
             }
             self.dismiss(entry, if lasting { DesiredState::Leave } else { DesiredState::End });
         }
-        self.leaving.none().await;
+        self.leaving.wait().await;
         self.ledger.flush().await;
     }
 }

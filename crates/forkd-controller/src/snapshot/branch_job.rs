@@ -1,10 +1,11 @@
 //! A branch on its way to disk: what it is of, how far it is, and what the next daemon needs to finish it.
 
 use std::fs::File;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use forkd_protocol::control::SaveProgress;
 use forkd_store::{GuestSpec, Snapshot};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
@@ -258,12 +259,12 @@ impl Branch {
 
     /// Where its saver tells how far it is.
     pub(crate) fn watch_progress(&self, file: File) {
-        *self.progress.lock().unwrap_or_else(PoisonError::into_inner) = Some(file);
+        *self.progress.lock() = Some(file);
     }
 
     /// How far its saver is, if it has one.
     pub(crate) fn progress(&self) -> Option<SaveProgress> {
-        let file = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
+        let file = self.progress.lock();
         let mut bytes = [0; SaveProgress::LENGTH];
         std::os::unix::fs::FileExt::read_exact_at(file.as_ref()?, &mut bytes, 0).ok()?;
         Some(SaveProgress::from_bytes(bytes))

@@ -1,16 +1,16 @@
 //! One snapshot: where it stands, how it comes to be, and its template.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forkd_api::{EventKind, EventSubject};
 use forkd_protocol::names::is_valid_sandbox_id;
 use forkd_store::Snapshot;
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use crate::error::{Code, Error, Result};
 use crate::snapshot::branch_job::{Branch, Disposition, Stage};
-use crate::snapshot::registry::lock;
 use crate::snapshot::template::{PersistState, Template};
 use crate::snapshot::unknown::{self, UnknownTemplate};
 use crate::telemetry::Telemetry;
@@ -102,12 +102,12 @@ impl Entry {
 
     /// Whose it is.
     pub(crate) fn owner(&self) -> String {
-        lock(&self.owner).clone()
+        self.owner.lock().clone()
     }
 
     /// Makes it somebody's; whose it was.
     pub(crate) fn set_owner(&self, owner: &str) -> String {
-        std::mem::replace(&mut *lock(&self.owner), owner.to_owned())
+        std::mem::replace(&mut *self.owner.lock(), owner.to_owned())
     }
 
     /// What events say of it: its tag, and the sandbox it is being branched from.
@@ -127,17 +127,17 @@ impl Entry {
     }
 
     pub(crate) fn state(&self) -> SnapshotState {
-        lock(&self.state).clone()
+        self.state.lock().clone()
     }
 
     /// Its live template.
     pub(crate) fn current(&self) -> Option<Arc<Template>> {
-        lock(&self.current).clone().filter(|template| template.is_alive())
+        self.current.lock().clone().filter(|template| template.is_alive())
     }
 
     /// Lets go of its template: it ends with its last child.
     pub(crate) fn unload(&self) {
-        lock(&self.current).take();
+        self.current.lock().take();
     }
 
     /// The same if nobody has asked for it for so long. Whether there was one.
@@ -146,30 +146,30 @@ impl Entry {
             return false;
         }
         // Whoever asks just now has it: it does not end before they are done with it.
-        let unloaded = lock(&self.current).take();
+        let unloaded = self.current.lock().take();
         unloaded.is_some()
     }
 
     /// Whether no client has asked for a template of it for so long.
     pub(crate) fn is_unused(&self, for_this_long: Duration) -> bool {
-        lock(&self.used).elapsed() >= for_this_long
+        self.used.lock().elapsed() >= for_this_long
     }
 
     /// Its live template, for children.
     pub(crate) fn use_current(&self) -> Option<Arc<Template>> {
-        *lock(&self.used) = Instant::now();
+        *self.used.lock() = Instant::now();
         self.current()
     }
 
     pub(crate) fn set_current(&self, template: Arc<Template>) {
-        *lock(&self.used) = Instant::now();
-        *lock(&self.current) = Some(template);
+        *self.used.lock() = Instant::now();
+        *self.current.lock() = Some(template);
     }
 
     /// It is on disk.
     pub(crate) fn ready(&self, snapshot: Snapshot) {
         let about = self.about();
-        *lock(&self.state) = SnapshotState::Ready(Box::new(snapshot));
+        *self.state.lock() = SnapshotState::Ready(Box::new(snapshot));
         self.emit(EventKind::SnapshotReady, about);
     }
 
@@ -177,7 +177,7 @@ impl Entry {
     pub(crate) fn failed(&self, error: Error) {
         let why = error.public().into_owned();
         {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             let SnapshotState::Writing(work) = &*state else { return };
             let work = Some(work.clone());
             *state = SnapshotState::Failed { error, work };
@@ -217,7 +217,7 @@ impl Entry {
     /// Writes whose it is into the record of its template, if it is a branch that is not on disk yet.
     pub(crate) fn record_owner(&self) -> std::io::Result<()> {
         // Held meanwhile: what is forgotten is not recorded as wanted again.
-        let current = lock(&self.current);
+        let current = self.current.lock();
         let (Some(template), SnapshotState::Writing(SnapshotJob::Branch(branch))) = (&*current, self.state())
         else {
             return Ok(());
@@ -234,7 +234,7 @@ impl Entry {
 
     /// Lets go of its template for good: one that is not on disk will not be.
     pub(crate) fn forget(&self) {
-        let Some(template) = lock(&self.current).take() else { return };
+        let Some(template) = self.current.lock().take() else { return };
         if self.branch().is_some()
             && let Err(error) = template.record(PersistState::Forgotten)
         {

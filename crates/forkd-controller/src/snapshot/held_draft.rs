@@ -1,18 +1,19 @@
 //! A draft of a snapshot that is given up somewhere in a task: it goes on a thread that may wait for the disk.
 
 use forkd_store::Draft;
+use tokio_util::task::TaskTracker;
+use tokio_util::task::task_tracker::TaskTrackerToken;
 
-use crate::util::count::{Count, Counted};
 use crate::util::task::{self, Task};
 
 /// A draft in the hands of tasks. Dropping it removes the draft, in the background.
 #[derive(Debug)]
-pub(crate) struct HeldDraft(Option<(Draft, Counted)>);
+pub(crate) struct HeldDraft(Option<(Draft, TaskTrackerToken)>);
 
 impl HeldDraft {
     /// Counted by `count` until nothing is left of it.
-    pub(crate) fn new(draft: Draft, count: &Count) -> Self {
-        HeldDraft(Some((draft, count.enter())))
+    pub(crate) fn new(draft: Draft, count: &TaskTracker) -> Self {
+        HeldDraft(Some((draft, count.token())))
     }
 
     /// The draft, for a thread that may wait.

@@ -4,14 +4,14 @@
 //! meanwhile: requests that look up an owner never wait for the disk.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use forkd_store::Database;
+use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::auth::principal::LOCAL;
 use crate::error::{Error, Result};
-use crate::snapshot::registry::lock;
 use crate::util::task::{self, Task, blocking};
 
 /// As many changes are written at once.
@@ -67,13 +67,13 @@ impl Owners {
 
     /// The owner of `tag` on disk.
     pub(crate) fn of(&self, tag: &str) -> Option<String> {
-        lock(&self.known).written.get(tag).cloned()
+        self.known.lock().written.get(tag).cloned()
     }
 
     /// Has it written whose `tag` is. `owner` is asked when the change takes its place in the queue: of two changes
     /// the last one counts. None: nothing is to be done.
     pub(crate) fn set(&self, tag: &str, owner: impl FnOnce() -> Option<String>) -> PendingWrite {
-        let mut known = lock(&self.known);
+        let mut known = self.known.lock();
         let Some(owner) = owner() else { return PendingWrite(None) };
         let owner = Some(owner).filter(|owner| owner != LOCAL);
         if !known.waiting.contains_key(tag) && known.written.get(tag) == owner.as_ref() {
@@ -100,7 +100,7 @@ async fn write(
         let database = database.clone();
         let work = move || Ok(database.change_snapshot_owners(&rows)?);
         let written = blocking("writing down whose snapshots are", work).await;
-        let mut known = lock(&known);
+        let mut known = known.lock();
         for Change { tag, owner, done } in batch.drain(..) {
             if let Some(waiting) = known.waiting.get_mut(&tag) {
                 *waiting -= 1;

@@ -7,11 +7,12 @@
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use forkd_api::EventKind;
 use forkd_protocol::names::{NAME_RULE, is_valid_name};
 use forkd_store::{Quota, Store};
+use parking_lot::Mutex;
 use tokio::sync::{Notify, Semaphore, watch};
 use tracing::Instrument;
 
@@ -61,10 +62,6 @@ pub(crate) enum Removal {
     Force,
 }
 
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl SnapshotRegistry {
     /// The snapshots in the host's data directory, and the templates an earlier daemon left running,
     /// with what they say of their children.
@@ -107,12 +104,12 @@ impl SnapshotRegistry {
 
     /// All of them, by tag.
     pub(crate) fn list(&self) -> Vec<Arc<Entry>> {
-        lock(&self.entries).values().cloned().collect()
+        self.entries.lock().values().cloned().collect()
     }
 
     pub(crate) fn get(&self, tag: &str) -> Result<Arc<Entry>> {
         check_tag(tag)?;
-        let found = lock(&self.entries).get(tag).cloned();
+        let found = self.entries.lock().get(tag).cloned();
         found.ok_or_else(|| no_snapshot(tag))
     }
 
@@ -128,7 +125,7 @@ impl SnapshotRegistry {
         let mem_mib = work.mem_mib();
         let entry = Entry::new(tag, owner, SnapshotState::Writing(work), self.host.telemetry.clone());
         let earlier = {
-            let mut entries = lock(&self.entries);
+            let mut entries = self.entries.lock();
             let taken = entries.get(tag).map(|entry| entry.state());
             let text = match taken {
                 // Nothing else is told of what is somebody else's.
@@ -161,7 +158,7 @@ impl SnapshotRegistry {
 
     fn unlist(&self, entry: &Arc<Entry>) {
         let ours = {
-            let mut entries = lock(&self.entries);
+            let mut entries = self.entries.lock();
             // Somebody else may have removed it and made it again meanwhile.
             let ours = entries.get(&entry.tag).is_some_and(|now| Arc::ptr_eq(now, entry));
             ours && entries.remove(&entry.tag).is_some()
@@ -295,7 +292,7 @@ impl SnapshotRegistry {
     /// Lists a template whose record cannot be read: under its tag, so that no other snapshot gets that, or, if
     /// that is taken or cannot be read either, under its own id.
     pub(crate) fn list_unknown(&self, template: &Arc<UnknownTemplate>) {
-        let mut entries = lock(&self.entries);
+        let mut entries = self.entries.lock();
         let tag = template.tag().filter(|tag| !entries.contains_key(tag));
         let tag = tag.unwrap_or_else(|| template.id().to_owned());
         let owner = self.owners.of(&tag).unwrap_or_else(local_owner);
@@ -391,7 +388,7 @@ impl SnapshotRegistry {
                 SnapshotState::Unknown(template) => template.leave(),
                 _ => {}
             }
-            if let Some(template) = lock(&entry.current).take() {
+            if let Some(template) = entry.current.lock().take() {
                 template.leave();
                 template.lineage.leave();
             }

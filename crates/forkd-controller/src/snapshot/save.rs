@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use forkd_protocol::control::{CONSOLE_TAIL, FdRef, SaveConfig, SaveProgress, WaitStatus};
 use forkd_store::{Contents, Draft, MAX_DEPTH, Measured, Snapshot};
+use tokio_util::task::TaskTracker;
 
 use crate::error::{Code, Error, Result};
 use crate::host::disk_space::is_shortage;
@@ -24,10 +25,9 @@ use crate::snapshot::merge::{LayerSource, merge};
 use crate::snapshot::registry::{Entry, SnapshotRegistry};
 use crate::snapshot::template::{self, PendingChild, PersistState, Template};
 use crate::telemetry::metrics;
-use crate::util::count::Count;
 use crate::util::fs::create;
 use crate::util::random::new_id;
-use crate::util::task::blocking;
+use crate::util::task::{self, blocking};
 
 /// How long writing a snapshot may take: a slow disk takes a minute for some GiB.
 const SAVE_WAIT: Duration = Duration::from_secs(3600);
@@ -185,7 +185,7 @@ pub(crate) async fn save(
 ) -> Result<Snapshot> {
     let (begun, saves) = (Instant::now(), &snapshots.host.telemetry.metrics.saves);
     let failed = |_: &Error| saves.add(metrics::Outcome::Failed, 1);
-    let drafts = Count::new();
+    let drafts = task::tracker();
     let written = tokio::select! {
         biased;
         error = unwanted => {
@@ -198,7 +198,7 @@ pub(crate) async fn save(
         Ok(written) => written,
         Err(error) => {
             // The next try needs the room.
-            drafts.none().await;
+            drafts.wait().await;
             return Err(error);
         }
     };
@@ -242,7 +242,7 @@ async fn write(
     template: &Arc<Template>,
     job: SaveJob,
     progress: impl FnOnce(File),
-    drafts: &Count,
+    drafts: &TaskTracker,
 ) -> Result<Written> {
     // What the saver writes down of the disks and what is published must be the same layers.
     let alone = template.disks.lock().await;

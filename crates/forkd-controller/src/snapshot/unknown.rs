@@ -3,10 +3,11 @@
 //! client ends them.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use forkd_protocol::control::WaitStatus;
 use forkd_protocol::names::is_valid_name;
+use parking_lot::Mutex;
 use serde_json::Value;
 use tokio::sync::oneshot;
 
@@ -14,7 +15,6 @@ use crate::error::{Code, Error};
 use crate::host::lineage::{Lineage, Lineages};
 use crate::host::process::{self, Pidfd, ProcessId};
 use crate::snapshot::adopt;
-use crate::snapshot::registry::lock;
 use crate::snapshot::template::{self, Adopted};
 use crate::util::records::{self, VersionedRecord};
 
@@ -43,7 +43,7 @@ impl UnknownTemplate {
 
     /// Finds its lineage by its user, when those that know the lineage's name are taken over.
     pub(crate) fn claim(&self, lineages: &Arc<Lineages>) {
-        let mut lineage = lock(&self.lineage);
+        let mut lineage = self.lineage.lock();
         if lineage.is_none() {
             *lineage = self.remains.pid().and_then(|pid| lineages.of_process(pid, Some(&self.remains.id)));
         }
@@ -99,7 +99,7 @@ impl UnknownTemplate {
 
     /// Ends it and removes what it has. Its children go on.
     pub(crate) async fn end(&self, janitor: &crate::host::cleanup::CleanupQueue) {
-        let lineage = lock(&self.lineage).clone();
+        let lineage = self.lineage.lock().clone();
         let cgroup = lineage.as_ref().and_then(|lineage| lineage.cgroup.as_ref());
         // Only that of a branch is its own; the leaf of any other goes with its lineage.
         let leaf = cgroup.and_then(|cgroup| cgroup.existing(&self.remains.id).ok());
@@ -108,12 +108,12 @@ impl UnknownTemplate {
             janitor.run(move || leaf.kill().and_then(|()| leaf.remove())).await;
         }
         janitor.remove_folder(self.remains.folder.clone()).await;
-        drop(lock(&self.lineage).take());
+        drop(self.lineage.lock().take());
     }
 
     /// The next daemon takes it over.
     pub(crate) fn leave(&self) {
-        if let Some(lineage) = &*lock(&self.lineage) {
+        if let Some(lineage) = &*self.lineage.lock() {
             lineage.leave();
         }
     }

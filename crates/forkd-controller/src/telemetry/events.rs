@@ -5,9 +5,10 @@
 //! is slower than that is told how many events it missed. Nobody is waited for.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use forkd_api::{Event, EventKind, EventSubject};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::broadcast::{self, error::RecvError};
 
 use crate::error::{Error, Result};
@@ -64,7 +65,7 @@ impl Events {
     }
 
     fn ring(&self) -> MutexGuard<'_, Ring> {
-        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
+        self.ring.lock()
     }
 
     /// Something happened.
@@ -118,7 +119,7 @@ impl Events {
             _ => Some(first - after - 1).filter(|missed| *missed > 0).map(Some),
         };
         if let Some(Some(missed)) = missed {
-            self.metrics.events_dropped.add(missed);
+            self.metrics.events_dropped.inc_by(missed);
         }
         let mut backlog: VecDeque<News> = missed.into_iter().map(News::Lagged).collect();
         backlog.extend(news.into_iter().map(News::Event));
@@ -148,7 +149,7 @@ impl Subscription {
         match self.live.recv().await {
             Ok(event) => Some(News::Event(event)),
             Err(RecvError::Lagged(missed)) => {
-                self.metrics.events_dropped.add(missed);
+                self.metrics.events_dropped.inc_by(missed);
                 Some(News::Lagged(Some(missed)))
             }
             Err(RecvError::Closed) => None,

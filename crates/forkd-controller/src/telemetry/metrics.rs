@@ -1,10 +1,10 @@
 //! Counters and histograms of what the daemon did. What there is at the moment (sandboxes, memory) is not
 //! kept here: it is looked at when somebody asks.
 
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use prometheus::proto::MetricType;
+use prometheus::{Histogram, HistogramOpts, HistogramVec, IntCounter};
 
 use crate::telemetry::prometheus::Page;
 use crate::util::task;
@@ -43,79 +43,53 @@ impl Outcome {
     }
 }
 
-/// A number that only grows.
-#[derive(Debug, Default)]
-pub(crate) struct Counter(AtomicU64);
-
-impl Counter {
-    pub(crate) fn add(&self, count: u64) {
-        self.0.fetch_add(count, Relaxed);
-    }
-
-    fn get(&self) -> u64 {
-        self.0.load(Relaxed)
-    }
-}
-
 /// A counter for each outcome there can be, so that those that never were are zero and not absent.
 #[derive(Debug)]
-pub(crate) struct Outcomes(Vec<(Outcome, Counter)>);
+pub(crate) struct Outcomes {
+    name: &'static str,
+    help: &'static str,
+    counters: Vec<(Outcome, IntCounter)>,
+}
 
 impl Outcomes {
-    fn of(outcomes: &[Outcome]) -> Self {
-        Outcomes(outcomes.iter().map(|outcome| (*outcome, Counter::default())).collect())
+    fn new(name: &'static str, help: &'static str, outcomes: &[Outcome]) -> Self {
+        let counters = outcomes.iter().map(|outcome| (*outcome, counter(name, help))).collect();
+        Outcomes { name, help, counters }
     }
 
     pub(crate) fn add(&self, outcome: Outcome, count: u64) {
-        let found = self.0.iter().find(|(known, _)| *known == outcome);
+        let found = self.counters.iter().find(|(known, _)| *known == outcome);
         debug_assert!(found.is_some(), "{outcome:?} is not counted here");
         if let Some((_, counter)) = found {
-            counter.add(count);
+            counter.inc_by(count);
         }
     }
 
-    fn show(&self, page: &mut Page, name: &str, help: &str) {
-        page.family(name, "counter", help);
-        for (outcome, counter) in &self.0 {
-            page.sample(name, &[("outcome", outcome.name())], counter.get());
+    fn show(&self, page: &mut Page) {
+        page.family(self.name, MetricType::COUNTER, self.help);
+        for (outcome, counter) in &self.counters {
+            page.sample(&[("outcome", outcome.name())], counter.get() as f64);
         }
     }
+}
+
+/// The names and bounds of metrics are constants: a test that makes [`Metrics`] finds one that is not valid.
+fn valid<M>(metric: prometheus::Result<M>) -> M {
+    metric.expect("the name of a metric is valid")
+}
+
+fn counter(name: &str, help: &str) -> IntCounter {
+    valid(IntCounter::new(name, help))
 }
 
 /// How long something took, how often.
-#[derive(Debug, Default)]
-pub(crate) struct Histogram {
-    /// Those within each bound and above the one before it; the last has none.
-    counts: [AtomicU64; BOUNDS.len() + 1],
-    sum_micros: AtomicU64,
+fn seconds(name: &str, help: &str) -> HistogramOpts {
+    HistogramOpts::new(name, help).buckets(BOUNDS.to_vec())
 }
 
-impl Histogram {
-    pub(crate) fn observe(&self, took: Duration) {
-        let secs = took.as_secs_f64();
-        let bucket = BOUNDS.iter().position(|bound| secs <= *bound).unwrap_or(BOUNDS.len());
-        self.counts[bucket].fetch_add(1, Relaxed);
-        self.sum_micros.fetch_add(u64::try_from(took.as_micros()).unwrap_or(u64::MAX), Relaxed);
-    }
-
-    fn show(&self, page: &mut Page, name: &str, labels: &[(&str, &str)]) {
-        let (bucket, mut sum) = (format!("{name}_bucket"), 0);
-        // One more than there are bounds: the last is for everything.
-        let bounds = BOUNDS.iter().map(f64::to_string).chain(["+Inf".to_owned()]);
-        for (bound, count) in bounds.zip(&self.counts) {
-            sum += count.load(Relaxed);
-            let labels: Vec<_> = labels.iter().copied().chain([("le", bound.as_str())]).collect();
-            page.sample(&bucket, &labels, sum);
-        }
-        let secs = self.sum_micros.load(Relaxed) as f64 / 1e6;
-        page.sample(&format!("{name}_sum"), labels, secs);
-        // The sum of what was shown, not a counter of its own, which could be ahead of it.
-        page.sample(&format!("{name}_count"), labels, sum);
-    }
+fn histogram(name: &str, help: &str) -> Histogram {
+    valid(Histogram::with_opts(seconds(name, help)))
 }
-
-/// A kind of request: method, matched route, status. All three are of a few values, whatever clients send.
-type RequestKind = (&'static str, String, u16);
 
 /// All that is counted.
 #[derive(Debug)]
@@ -127,49 +101,77 @@ pub(crate) struct Metrics {
     /// How long vCPUs stood still for a branch.
     pub(crate) branch_pause: Histogram,
     pub(crate) exec: Histogram,
-    requests: Mutex<BTreeMap<RequestKind, Arc<Histogram>>>,
+    /// By method, matched route and status: all three are of a few values, whatever clients send.
+    requests: HistogramVec,
     pub(crate) spawns: Outcomes,
     pub(crate) boots: Outcomes,
     pub(crate) branches: Outcomes,
     pub(crate) execs: Outcomes,
     pub(crate) saves: Outcomes,
-    pub(crate) auth_failures: Counter,
+    pub(crate) auth_failures: IntCounter,
     /// Events that subscribers were too slow for.
-    pub(crate) events_dropped: Counter,
+    pub(crate) events_dropped: IntCounter,
     /// Lines that are not in the audit log.
-    pub(crate) audit_lost: Counter,
+    pub(crate) audit_lost: IntCounter,
     /// Spans that were not handed over.
-    pub(crate) spans_lost: Counter,
+    pub(crate) spans_lost: IntCounter,
 }
 
 impl Metrics {
     pub(crate) fn new() -> Self {
         use Outcome::{Cancelled, Failed, Nonzero, Ok, Refused, TimedOut};
+        let requests = seconds("forkd_http_request_seconds", "Requests, by the route they matched.");
         Metrics {
-            spawn: Histogram::default(),
-            first_answer: Histogram::default(),
-            branch_pause: Histogram::default(),
-            exec: Histogram::default(),
-            requests: Mutex::default(),
-            spawns: Outcomes::of(&[Ok, Failed, Refused, Cancelled]),
-            boots: Outcomes::of(&[Ok, Failed, Cancelled]),
-            branches: Outcomes::of(&[Ok, Failed, Refused]),
-            execs: Outcomes::of(&[Ok, Nonzero, TimedOut, Failed, Cancelled]),
-            saves: Outcomes::of(&[Ok, Failed, Cancelled]),
-            auth_failures: Counter::default(),
-            events_dropped: Counter::default(),
-            audit_lost: Counter::default(),
-            spans_lost: Counter::default(),
+            spawn: histogram("forkd_spawn_seconds", "From the arrival of a request to the fork of a child."),
+            first_answer: histogram(
+                "forkd_first_answer_seconds",
+                "From the arrival of a request to the first answer of a child.",
+            ),
+            branch_pause: histogram("forkd_branch_pause_seconds", "How long vCPUs stood still for a branch."),
+            exec: histogram("forkd_exec_seconds", "Commands and evaluations, from their start to their end."),
+            requests: valid(HistogramVec::new(requests, &["method", "route", "status"])),
+            spawns: Outcomes::new(
+                "forkd_spawns_total",
+                "Children asked of a snapshot.",
+                &[Ok, Failed, Refused, Cancelled],
+            ),
+            boots: Outcomes::new(
+                "forkd_boots_total",
+                "Sandboxes booted from an image.",
+                &[Ok, Failed, Cancelled],
+            ),
+            branches: Outcomes::new(
+                "forkd_branches_total",
+                "Branches asked of a sandbox.",
+                &[Ok, Failed, Refused],
+            ),
+            execs: Outcomes::new(
+                "forkd_execs_total",
+                "Commands and evaluations in sandboxes.",
+                &[Ok, Nonzero, TimedOut, Failed, Cancelled],
+            ),
+            saves: Outcomes::new(
+                "forkd_saves_total",
+                "Attempts to bring a snapshot to disk.",
+                &[Ok, Failed, Cancelled],
+            ),
+            auth_failures: counter("forkd_auth_failures_total", "Requests without a valid token."),
+            events_dropped: counter(
+                "forkd_events_dropped_total",
+                "Events that subscribers were too slow for.",
+            ),
+            audit_lost: counter(
+                "forkd_audit_lost_total",
+                "Lines that could not be written to the audit log.",
+            ),
+            spans_lost: counter("forkd_spans_lost_total", "Trace spans that could not be handed over."),
         }
     }
 
     /// A request was answered.
-    pub(crate) fn request(&self, method: &'static str, route: &str, status: u16, took: Duration) {
-        let histogram = {
-            let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
-            requests.entry((method, route.to_owned(), status)).or_default().clone()
-        };
-        histogram.observe(took);
+    pub(crate) fn request(&self, method: &str, route: &str, status: u16, took: Duration) {
+        let kind = [method, route, &status.to_string()];
+        self.requests.with_label_values(&kind).observe(took.as_secs_f64());
     }
 
     /// Runs a command or an evaluation to its end and counts it: the only place that does. `came_out` gives the
@@ -192,48 +194,20 @@ impl Metrics {
 
     /// Shows all of it.
     pub(crate) fn show(&self, page: &mut Page) {
-        let single = [
-            ("forkd_spawn_seconds", &self.spawn, "From the arrival of a request to the fork of a child."),
-            (
-                "forkd_first_answer_seconds",
-                &self.first_answer,
-                "From the arrival of a request to the first answer of a child.",
-            ),
-            ("forkd_branch_pause_seconds", &self.branch_pause, "How long vCPUs stood still for a branch."),
-            ("forkd_exec_seconds", &self.exec, "Commands and evaluations, from their start to their end."),
-        ];
-        for (name, histogram, help) in single {
-            page.family(name, "histogram", help);
-            histogram.show(page, name, &[]);
+        for histogram in [&self.spawn, &self.first_answer, &self.branch_pause, &self.exec] {
+            page.add(histogram);
         }
-        let requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let name = "forkd_http_request_seconds";
-        page.family(name, "histogram", "Requests, by the route they matched.");
-        for ((method, route, status), histogram) in requests {
-            let status = status.to_string();
-            histogram.show(page, name, &[("method", method), ("route", &route), ("status", &status)]);
+        page.add(&self.requests);
+        for outcomes in [&self.spawns, &self.boots, &self.branches, &self.execs, &self.saves] {
+            outcomes.show(page);
         }
-        self.spawns.show(page, "forkd_spawns_total", "Children asked of a snapshot.");
-        self.boots.show(page, "forkd_boots_total", "Sandboxes booted from an image.");
-        self.branches.show(page, "forkd_branches_total", "Branches asked of a sandbox.");
-        self.execs.show(page, "forkd_execs_total", "Commands and evaluations in sandboxes.");
-        self.saves.show(page, "forkd_saves_total", "Attempts to bring a snapshot to disk.");
-        for (name, counter, help) in [
-            ("forkd_auth_failures_total", &self.auth_failures, "Requests without a valid token."),
-            (
-                "forkd_events_dropped_total",
-                &self.events_dropped,
-                "Events that subscribers were too slow for.",
-            ),
-            ("forkd_audit_lost_total", &self.audit_lost, "Lines that could not be written to the audit log."),
-            ("forkd_spans_lost_total", &self.spans_lost, "Trace spans that could not be handed over."),
-        ] {
-            page.single(name, "counter", help, counter.get());
+        for counter in [&self.auth_failures, &self.events_dropped, &self.audit_lost, &self.spans_lost] {
+            page.add(counter);
         }
-        let name = "forkd_task_panics_total";
-        page.family(name, "counter", "Panics of the daemon's background tasks: each is a bug of forkd.");
+        let help = "Panics of the daemon's background tasks: each is a bug of forkd.";
+        page.family("forkd_task_panics_total", MetricType::COUNTER, help);
         for (task, count) in task::panic_counts() {
-            page.sample(name, &[("task", task)], count);
+            page.sample(&[("task", task)], count as f64);
         }
     }
 }
@@ -248,7 +222,7 @@ struct Exec<'m> {
 
 impl Drop for Exec<'_> {
     fn drop(&mut self) {
-        self.metrics.exec.observe(self.begun.elapsed());
+        self.metrics.exec.observe(self.begun.elapsed().as_secs_f64());
         self.metrics.execs.add(self.outcome, 1);
     }
 }
@@ -260,14 +234,14 @@ mod tests {
     fn shown(metrics: &Metrics) -> String {
         let mut page = Page::default();
         metrics.show(&mut page);
-        page.finish()
+        page.finish().unwrap()
     }
 
     #[test]
     fn a_histogram_counts_each_observation_in_every_bound_it_is_within() {
         let metrics = Metrics::new();
         for millis in [1, 3, 400_000] {
-            metrics.spawn.observe(Duration::from_millis(millis));
+            metrics.spawn.observe(Duration::from_millis(millis).as_secs_f64());
         }
         let text = shown(&metrics);
         for line in [

@@ -1,46 +1,70 @@
 //! The text that Prometheus reads, version 0.0.4: families of samples, each with its help and its type.
 
-use std::fmt::Write;
+use prometheus::TextEncoder;
+use prometheus::core::Collector;
+use prometheus::proto::{Counter, Gauge, LabelPair, Metric, MetricFamily, MetricType};
 
 /// What goes with the text.
 pub(crate) const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// A text under way.
+/// A text under way. Its families come in the order in which they are added: a registry would sort them.
 #[derive(Debug, Default)]
-pub(crate) struct Page(String);
+pub(crate) struct Page(Vec<MetricFamily>);
 
 impl Page {
-    /// Begins a family: all its samples come next.
-    pub(crate) fn family(&mut self, name: &str, kind: &str, help: &str) {
-        let help = help.replace('\\', r"\\").replace('\n', r"\n");
-        // Writing to a string does not fail.
-        let _ = write!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}\n");
-    }
-
-    /// One sample.
-    pub(crate) fn sample(&mut self, name: &str, labels: &[(&str, &str)], value: impl std::fmt::Display) {
-        self.0.push_str(name);
-        for (index, (label, text)) in labels.iter().enumerate() {
-            let before = if index == 0 { '{' } else { ',' };
-            let _ = write!(self.0, "{before}{label}=\"{}\"", escaped(text));
+    /// Adds what `collector` has, in the order of its labels.
+    pub(crate) fn add(&mut self, collector: &impl Collector) {
+        for mut family in collector.collect() {
+            let values = |sample: &Metric| -> Vec<String> {
+                sample.get_label().iter().map(|label| label.value().to_owned()).collect()
+            };
+            family.mut_metric().sort_by_cached_key(values);
+            self.0.push(family);
         }
-        let after = if labels.is_empty() { "" } else { "}" };
-        let _ = writeln!(self.0, "{after} {value}");
     }
 
-    /// A family of one sample without labels.
-    pub(crate) fn single(&mut self, name: &str, kind: &str, help: &str, value: impl std::fmt::Display) {
-        self.family(name, kind, help);
-        self.sample(name, &[], value);
+    /// Begins a family: all its samples come next.
+    pub(crate) fn family(&mut self, name: &str, kind: MetricType, help: &str) {
+        let mut family = MetricFamily::default();
+        family.set_name(name.to_owned());
+        family.set_help(help.to_owned());
+        family.set_field_type(kind);
+        self.0.push(family);
     }
 
-    pub(crate) fn finish(self) -> String {
-        self.0
+    /// One sample of a counter or a gauge.
+    pub(crate) fn sample(&mut self, labels: &[(&str, &str)], value: f64) {
+        let Some(family) = self.0.last_mut() else { return };
+        let pair = |(name, text): &(&str, &str)| {
+            let mut pair = LabelPair::default();
+            pair.set_name((*name).to_owned());
+            pair.set_value((*text).to_owned());
+            pair
+        };
+        let mut sample = Metric::from_label(labels.iter().map(pair).collect());
+        if family.get_field_type() == MetricType::COUNTER {
+            let mut counter = Counter::default();
+            counter.set_value(value);
+            sample.set_counter(counter);
+        } else {
+            let mut gauge = Gauge::default();
+            gauge.set_value(value);
+            sample.set_gauge(gauge);
+        }
+        family.mut_metric().push(sample);
     }
-}
 
-fn escaped(text: &str) -> String {
-    text.replace('\\', r"\\").replace('"', r#"\""#).replace('\n', r"\n")
+    /// A gauge without labels.
+    pub(crate) fn gauge(&mut self, name: &str, help: &str, value: f64) {
+        self.family(name, MetricType::GAUGE, help);
+        self.sample(&[], value);
+    }
+
+    /// The text. A family without samples is not in it.
+    pub(crate) fn finish(mut self) -> prometheus::Result<String> {
+        self.0.retain(|family| !family.get_metric().is_empty());
+        TextEncoder::new().encode_to_string(&self.0)
+    }
 }
 
 #[cfg(test)]
@@ -50,12 +74,12 @@ mod tests {
     #[test]
     fn nothing_in_a_label_ends_it() {
         let mut page = Page::default();
-        page.family("a_total", "counter", "of\nlines");
-        page.sample("a_total", &[("x", "say \"no\"\\\n"), ("y", "1")], 7);
-        page.single("b", "gauge", "B.", 1.5);
+        page.family("a_total", MetricType::COUNTER, "of\nlines");
+        page.sample(&[("x", "say \"no\"\\\n"), ("y", "1")], 7.0);
+        page.gauge("b", "B.", 1.5);
         let expected = "# HELP a_total of\\nlines\n# TYPE a_total counter\n\
                         a_total{x=\"say \\\"no\\\"\\\\\\n\",y=\"1\"} 7\n\
                         # HELP b B.\n# TYPE b gauge\nb 1.5\n";
-        assert_eq!(page.finish(), expected);
+        assert_eq!(page.finish().unwrap(), expected);
     }
 }

@@ -25,6 +25,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::mpsc;
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::api::middleware::idempotency::IdempotencyStore;
 use crate::api::{self, ApiContext};
@@ -40,8 +41,7 @@ use crate::sandbox::resources::Resources;
 use crate::sandbox::{Phase, Sandbox, Spec};
 use crate::snapshot::registry::SnapshotRegistry;
 use crate::telemetry::Telemetry;
-use crate::util::count::Count;
-use crate::util::stopping::{Stop, Stopping};
+use crate::util::task;
 use crate::workspace::Workspaces;
 
 /// The sandbox.
@@ -57,7 +57,7 @@ pub(crate) struct FakeDaemon {
     pub(crate) app: ApiContext,
     pub(crate) sandbox: Arc<Sandbox>,
     pub(crate) guest: Arc<FakeGuest>,
-    _stop: Stop,
+    _stop: DropGuard,
 }
 
 /// What the guest has seen.
@@ -128,8 +128,9 @@ impl FakeDaemon {
         let (snapshots, _) = SnapshotRegistry::open(host.clone()).await.unwrap();
         let registry = Registry::new(host.clone()).unwrap();
         let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await.unwrap();
-        let (stop, stopping) = Stop::new();
-        let sessions = Count::new();
+        let stopping = CancellationToken::new();
+        let stop = stopping.clone().drop_guard();
+        let sessions = task::tracker();
         let address = config.bind;
         let tokens = Arc::new(Tokens::open(database.clone(), config.token_file.clone()).unwrap());
         let answers = IdempotencyStore::new(database, config.limits.max_body);
@@ -207,7 +208,7 @@ fn parse(answer: &[u8]) -> (u16, String, Vec<u8>) {
 }
 
 async fn serve_api(listener: UnixListener, app: ApiContext) {
-    let stopping: Stopping = app.stopping.clone();
+    let stopping: CancellationToken = app.stopping.clone();
     while let Ok((stream, _)) = listener.accept().await {
         let stream = ClientStream::new(stream, app.config.timing.stall, None);
         let patience = stream.patience();

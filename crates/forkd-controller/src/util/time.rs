@@ -1,6 +1,11 @@
 //! The time of day as people and logs write it.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use humantime::{format_rfc3339_millis, format_rfc3339_seconds};
+
+/// The end of the year 9999: later times have no such form.
+const LAST_MS: u64 = 253_402_300_799_999;
 
 /// Milliseconds since 1970.
 pub fn now_ms() -> u64 {
@@ -10,32 +15,16 @@ pub fn now_ms() -> u64 {
 
 /// `2026-01-31T12:34:56Z`, from seconds since 1970.
 pub fn timestamp(secs: u64) -> String {
-    format!("{}Z", to_the_second(secs))
+    format_rfc3339_seconds(since_1970(secs.saturating_mul(1000))).to_string()
 }
 
 /// `2026-01-31T12:34:56.789Z`, from milliseconds since 1970.
 pub fn timestamp_ms(millis: u64) -> String {
-    format!("{}.{:03}Z", to_the_second(millis / 1000), millis % 1000)
+    format_rfc3339_millis(since_1970(millis)).to_string()
 }
 
-fn to_the_second(time: u64) -> String {
-    let (days, rest) = (time / 86_400, time % 86_400);
-    let (year, month, day) = civil(days);
-    format!("{year:04}-{month:02}-{day:02}T{:02}:{:02}:{:02}", rest / 3600, rest % 3600 / 60, rest % 60)
-}
-
-/// The date `days` after 1970-01-01, in the Gregorian calendar, whose years are counted from March
-/// here so that the leap day comes last.
-fn civil(days: u64) -> (u64, u64, u64) {
-    let days = days + 719_468;
-    let era = days / 146_097;
-    let day_of_era = days % 146_097;
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let shifted = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * shifted + 2) / 5 + 1;
-    let month = if shifted < 10 { shifted + 3 } else { shifted - 9 };
-    (year_of_era + era * 400 + u64::from(month <= 2), month, day)
+fn since_1970(millis: u64) -> SystemTime {
+    UNIX_EPOCH + Duration::from_millis(millis.min(LAST_MS))
 }
 
 /// By how much the clock may differ from one nobody can set before that counts: it is always made to go a
@@ -101,12 +90,17 @@ mod tests {
 
     #[test]
     fn dates_are_right_around_leap_days() {
-        assert_eq!(civil(0), (1970, 1, 1));
-        assert_eq!(civil(59), (1970, 3, 1));
-        assert_eq!(civil(11_016), (2000, 2, 29));
-        assert_eq!(civil(11_017), (2000, 3, 1));
-        assert_eq!(civil(20_454), (2026, 1, 1));
+        for (days, date) in [
+            (0, "1970-01-01"),
+            (59, "1970-03-01"),
+            (11_016, "2000-02-29"),
+            (11_017, "2000-03-01"),
+            (20_454, "2026-01-01"),
+        ] {
+            assert_eq!(timestamp(days * 86_400), format!("{date}T00:00:00Z"));
+        }
         assert_eq!(timestamp(1_798_761_599), "2026-12-31T23:59:59Z");
         assert_eq!(timestamp_ms(1_798_761_599_007), "2026-12-31T23:59:59.007Z");
+        assert_eq!(timestamp(u64::MAX), "9999-12-31T23:59:59Z", "the last there is");
     }
 }

@@ -15,11 +15,12 @@ mod record;
 mod suspend;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use forkd_api::{EventKind, EventSubject};
 use forkd_protocol::names::NAME_RULE;
+use parking_lot::Mutex;
 use record::{Folder, MAX_NAME, is_valid_workspace};
 use tokio::sync::OwnedMutexGuard;
 
@@ -92,12 +93,8 @@ impl Workspace {
     }
 
     fn state(&self) -> WorkspaceState {
-        lock(&self.state).clone()
+        self.state.lock().clone()
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn being_made(name: &str) -> Error {
@@ -133,7 +130,7 @@ impl Workspaces {
         let workspaces = Arc::new(Workspaces { folder, registry, snapshots, all });
         workspaces.end_strangers();
         let (sweeper, mut doomed) = (workspaces.clone(), Vec::new());
-        for (name, workspace) in lock(&workspaces.all).iter() {
+        for (name, workspace) in workspaces.all.lock().iter() {
             if matches!(workspace.state(), WorkspaceState::Kept(record) if record.deleted) {
                 doomed.push(name.clone());
             }
@@ -169,7 +166,7 @@ impl Workspaces {
     }
 
     fn names(&self) -> Vec<String> {
-        lock(&self.all).keys().cloned().collect()
+        self.all.lock().keys().cloned().collect()
     }
 
     fn get(&self, name: &str) -> Result<Arc<Workspace>> {
@@ -177,7 +174,7 @@ impl Workspaces {
             let text = format!("a workspace's name must be {NAME_RULE}, and at most {MAX_NAME} of them");
             return Err(Error::invalid(text));
         }
-        let found = lock(&self.all).get(name).cloned();
+        let found = self.all.lock().get(name).cloned();
         found.ok_or_else(|| no_workspace(name))
     }
 
@@ -244,7 +241,7 @@ impl Workspaces {
 
     /// The name of a workspace that would be lost, or could not be resumed, without the snapshot `tag`.
     pub(crate) fn user_of(&self, tag: &str) -> Option<String> {
-        let all = lock(&self.all);
+        let all = self.all.lock();
         let uses = |workspace: &Workspace| match workspace.state() {
             WorkspaceState::Kept(record) => !record.deleted && record.tag() == tag,
             _ => false,
@@ -280,7 +277,7 @@ impl Workspaces {
         self.snapshots.usable(&order.snapshot_tag, &order.who)?;
         let workspace = Workspace::new(WorkspaceState::CreateJob);
         {
-            let mut all = lock(&self.all);
+            let mut all = self.all.lock();
             if all.contains_key(name) {
                 return Err(being_made(name));
             }
@@ -299,7 +296,7 @@ impl Workspaces {
         let made = made.await;
         match &made {
             Ok((record, _)) => self.emit(EventKind::WorkspaceCreated, record),
-            Err(_) => drop(lock(&self.all).remove(name)),
+            Err(_) => drop(self.all.lock().remove(name)),
         }
         made
     }
@@ -389,7 +386,7 @@ impl Workspaces {
             })
         })
         .await?;
-        lock(&self.all).remove(name);
+        self.all.lock().remove(name);
         let about = EventSubject { workspace: Some(name.to_owned()), owner, ..EventSubject::default() };
         self.registry.host.telemetry.events.emit(EventKind::WorkspaceRemoved, about);
         Ok(())
@@ -445,7 +442,7 @@ impl Workspaces {
             })
         })
         .await?;
-        *lock(&workspace.state) = WorkspaceState::Kept(record);
+        *workspace.state.lock() = WorkspaceState::Kept(record);
         Ok(())
     }
 }

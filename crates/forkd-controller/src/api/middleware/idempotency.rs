@@ -10,8 +10,8 @@
 //! if there are none; of all else nobody knows, and that is what is said.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use axum::body::{Body, Bytes, to_bytes};
 use axum::extract::{Request, State};
@@ -21,6 +21,7 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use forkd_api::ErrorBody;
 use forkd_store::{Answer, Begun, Database};
+use parking_lot::Mutex;
 use tracing::Instrument;
 
 use crate::agent::{self, ResponseBudget};
@@ -88,7 +89,7 @@ struct Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        self.answers.running.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.key);
+        self.answers.running.lock().remove(&self.key);
     }
 }
 
@@ -109,7 +110,7 @@ impl IdempotencyStore {
 
     /// An error if something is under way with that key already.
     fn enter(&self, key: &Key, question: &Question) -> Result<Running> {
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut running = self.running.lock();
         match running.get(key) {
             None => {}
             Some(other) if other != question => return Err(another_question()),

@@ -157,7 +157,7 @@ impl Noted {
         }
         let unknown = status == StatusCode::TOO_MANY_REQUESTS && self.identity.get().is_none();
         if status == StatusCode::UNAUTHORIZED || unknown {
-            metrics.auth_failures.add(1);
+            metrics.auth_failures.inc();
         }
         if let Some(context) = self.trace {
             self.traced(context, status);

@@ -101,14 +101,14 @@ struct Follower {
 impl Follower {
     /// What was written since the last time, once there is something.
     async fn next(&mut self) -> Option<String> {
-        let mut stopping = self.app.stopping.clone();
+        let stopping = self.app.stopping.clone();
         loop {
             if self.over {
                 return None;
             }
             tokio::select! {
                 () = tokio::time::sleep(LOOK_EVERY) => {}
-                () = stopping.asked() => return None,
+                () = stopping.cancelled() => return None,
                 () = self.app.tokens.revoked(&self.who) => return None,
             }
             let text = self.read().await;

@@ -303,11 +303,10 @@ pub(super) async fn get(
     match waiting.wait.as_deref() {
         None => {}
         Some("ready") => {
-            let mut stopping = app.stopping.clone();
             // How it went is in what is told of it.
             tokio::select! {
                 _ = tokio::time::timeout(Duration::from_secs(secs), sandbox.started()) => {}
-                () = stopping.asked() => {}
+                () = app.stopping.cancelled() => {}
             }
         }
         Some(_) => return Err(Error::invalid("wait can only be `ready`")),

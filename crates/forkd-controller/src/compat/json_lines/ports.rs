@@ -10,10 +10,11 @@
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forkd_protocol::json_lines::{Failure, Reply};
+use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::AbortHandle;
@@ -58,10 +59,6 @@ impl Ports {
         Arc::new(Ports { registry, open: Mutex::default() })
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<String, Port>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Opens the ports that sandboxes had under an earlier daemon.
     pub(crate) fn reopen(self: &Arc<Self>) {
         for sandbox in self.registry.list() {
@@ -75,7 +72,7 @@ impl Ports {
 
     /// The sandbox's port, opened if it is not. Must be called in a runtime.
     pub(crate) fn open(self: &Arc<Self>, sandbox: &Sandbox) -> Result<SocketAddr> {
-        let mut open = self.lock();
+        let mut open = self.open.lock();
         if let Some(port) = open.get(&sandbox.id) {
             return Ok(port.address);
         }
@@ -85,7 +82,7 @@ impl Ports {
         let serving = self.clone().serve(sandbox.id.clone(), listener);
         let (ports, id) = (self.clone(), sandbox.id.clone());
         // It can be opened again.
-        let server = task::spawn_or(Task::LinePort, serving, move |_| drop(ports.lock().remove(&id)));
+        let server = task::spawn_or(Task::LinePort, serving, move |_| drop(ports.open.lock().remove(&id)));
         let server = server.abort_handle();
         open.insert(sandbox.id.clone(), Port { address, server });
         sandbox.remember(|history| history.line_port = Some(address.port()));
@@ -94,7 +91,7 @@ impl Ports {
 
     /// Closes the sandbox's port, if it has one.
     pub(crate) fn close(&self, sandbox: &Sandbox) {
-        self.lock().remove(&sandbox.id);
+        self.open.lock().remove(&sandbox.id);
         if sandbox.facts().saved.history.line_port.is_some() {
             sandbox.remember(|history| history.line_port = None);
         }
@@ -129,7 +126,7 @@ impl Ports {
                 }
             }
         }
-        self.lock().remove(&id);
+        self.open.lock().remove(&id);
     }
 
     /// One connection, from who is there to what came of it.

@@ -1,6 +1,6 @@
 //! The client's side of a session: what it sent, what it is sent.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::extract::ws::{Message, WebSocket};
@@ -9,6 +9,7 @@ use forkd_api::stream::{Channel, ClientMessage, MAX_CHUNK, STDIN_WINDOW, ServerE
 use forkd_protocol::agent::Output;
 use futures_util::stream::{SplitSink, SplitStream};
 use futures_util::{SinkExt, StreamExt};
+use parking_lot::Mutex;
 use tokio::sync::{Notify, mpsc, oneshot};
 
 /// Between two pings to the client.
@@ -52,13 +53,9 @@ impl Client {
         Client { state: Mutex::new(state), arrived: Notify::new() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, ClientState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes input from the client. `false` if it is more than was allowed.
     fn push(&self, data: &[u8]) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.unacknowledged + data.len() > STDIN_WINDOW {
             return false;
         }
@@ -71,7 +68,7 @@ impl Client {
     }
 
     fn end_input(&self) {
-        self.lock().eof = true;
+        self.state.lock().eof = true;
         self.arrived.notify_one();
     }
 
@@ -79,7 +76,7 @@ impl Client {
     pub(crate) async fn input(&self) -> Input {
         loop {
             {
-                let mut state = self.lock();
+                let mut state = self.state.lock();
                 if !state.input.is_empty() {
                     let length = state.input.len().min(MAX_CHUNK);
                     return Input::Bytes(state.input.split_to(length).freeze());
@@ -93,7 +90,7 @@ impl Client {
     }
 
     pub(crate) fn acknowledge(&self, bytes: usize) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.unacknowledged = state.unacknowledged.saturating_sub(bytes);
     }
 }
@@ -109,7 +106,7 @@ pub(crate) async fn read(
 ) {
     let mut complain = Some(complain);
     while let Some(Ok(message)) = stream.next().await {
-        client.lock().heard = Instant::now();
+        client.state.lock().heard = Instant::now();
         if complain.is_none() {
             continue;
         }
@@ -171,7 +168,7 @@ pub(crate) async fn write(
                 None => break,
             },
             _ = pings.tick() => {
-                if client.lock().heard.elapsed() > SILENCE {
+                if client.state.lock().heard.elapsed() > SILENCE {
                     tracing::info!("a client has been silent for too long; hanging up");
                     return;
                 }
@@ -184,7 +181,7 @@ pub(crate) async fn write(
         }
         if slow.elapsed() > PING_EVERY {
             // It was not asked anything meanwhile: its silence proves nothing.
-            client.lock().heard = Instant::now();
+            client.state.lock().heard = Instant::now();
         }
     }
     let _ = sink.close().await;

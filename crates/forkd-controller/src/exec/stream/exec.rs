@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use forkd_api::stream::{ExecStreamRequest, ServerEvent};
 use forkd_protocol::connect::Code;
+use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use crate::agent;
 use crate::error::Result;
@@ -18,7 +19,6 @@ use crate::exec::run::{check_timeout, start_request};
 use crate::exec::stream::pump::{StreamCommand, follow, last_event};
 use crate::exec::stream::{Conversation, StreamContext, Wires};
 use crate::sandbox::{Phase, Sandbox};
-use crate::util::count::Counted;
 
 /// How often a process is looked for that is to be ended: its start may still be under way.
 const LOOKS: usize = 10;
@@ -47,7 +47,7 @@ impl Conversation for Exec {
         start.tag = Some(tag.clone());
         let command = StreamCommand { start, user: request.user, limit, tty: request.pty };
         let mut doomed =
-            KillOnDrop { sandbox: sandbox.clone(), tag, counted: Some(context.sessions.enter()) };
+            KillOnDrop { sandbox: sandbox.clone(), tag, counted: Some(context.sessions.token()) };
         if request.keep {
             doomed.spare();
         }
@@ -72,7 +72,7 @@ struct KillOnDrop {
     sandbox: Arc<Sandbox>,
     tag: String,
     /// While it is there the process is to be ended; and a daemon that stops waits for that.
-    counted: Option<Counted>,
+    counted: Option<TaskTrackerToken>,
 }
 
 impl KillOnDrop {
@@ -94,7 +94,7 @@ impl Drop for KillOnDrop {
 
 /// Kills the process as soon as the sandbox can be asked to. In one that is paused it stands still until
 /// then, and nobody waits for that; in one that has ended it is gone.
-async fn kill(sandbox: &Sandbox, tag: &str, counted: Counted) {
+async fn kill(sandbox: &Sandbox, tag: &str, counted: TaskTrackerToken) {
     let mut phases = sandbox.phase.subscribe();
     let _counted = matches!(sandbox.phase(), Phase::Running).then_some(counted);
     for _ in 0..LOOKS {

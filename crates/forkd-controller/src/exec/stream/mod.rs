@@ -20,6 +20,8 @@ use futures_util::stream::SplitStream;
 use futures_util::{SinkExt, StreamExt};
 use serde::de::DeserializeOwned;
 use tokio::sync::{mpsc, oneshot};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
 use crate::auth::principal::Principal;
 use crate::auth::tokens::Tokens;
@@ -27,9 +29,7 @@ use crate::config::Config;
 use crate::error::{Code, Error, Reader, Result};
 use crate::exec::stream::client::{Client, Outgoing, read, text, write};
 use crate::sandbox::registry::Registry;
-use crate::util::companion::Companion;
-use crate::util::count::Count;
-use crate::util::stopping::Stopping;
+use crate::util::task;
 
 /// What clients hear when the daemon stops under them.
 const STOPPING: &str = "the daemon is stopping";
@@ -74,10 +74,10 @@ pub(crate) struct StreamContext {
     pub(crate) registry: Arc<Registry>,
     pub(crate) tokens: Arc<Tokens>,
     pub(crate) config: Arc<Config>,
-    /// Becomes true when the daemon is asked to stop.
-    pub(crate) stopping: Stopping,
+    /// Cancelled when the daemon is asked to stop.
+    pub(crate) stopping: CancellationToken,
     /// Conversations under way: a daemon that stops waits for them.
-    pub(crate) sessions: Count,
+    pub(crate) sessions: TaskTracker,
 }
 
 /// Holds a conversation, from the client's first message to the last event.
@@ -89,12 +89,12 @@ pub(crate) async fn session<W: Conversation>(
     work: W,
 ) {
     let failed = |error| failed(reader, &error);
-    let _counted = context.sessions.enter();
-    let mut stopping = context.stopping.clone();
+    let _counted = context.sessions.token();
+    let stopping = &context.stopping;
     let (mut sink, mut stream) = socket.split();
     let first = tokio::select! {
         first = first_message(&mut stream, W::REQUEST) => first,
-        () = stopping.asked() => Err(Error::new(Code::ShuttingDown, STOPPING)),
+        () = stopping.cancelled() => Err(Error::new(Code::ShuttingDown, STOPPING)),
     };
     let request = match first {
         Ok(Some(request)) => request,
@@ -114,16 +114,16 @@ pub(crate) async fn session<W: Conversation>(
     let (complain, complaint) = oneshot::channel();
     let client = Arc::new(Client::new());
     let outgoing = Outgoing(queue);
-    let mut writer = Companion::spawn(write(sink, queued, client.clone()));
-    let mut reader = Companion::spawn(read(stream, client.clone(), controls, complain));
+    let mut writer = task::companion(write(sink, queued, client.clone()));
+    let mut reader = task::companion(read(stream, client.clone(), controls, complain));
 
     let wires = Wires { client: &client, controls: control, outgoing: &outgoing };
     let (last, hurry) = tokio::select! {
         last = work.work(&context, request, wires) => (last.unwrap_or_else(failed), false),
         Ok(why) = complaint => (failed(Error::invalid(why)), true),
-        _ = reader.ended() => return,
-        _ = writer.ended() => return,
-        () = stopping.asked() => (failed(Error::new(Code::ShuttingDown, STOPPING)), true),
+        _ = &mut reader => return,
+        _ = &mut writer => return,
+        () = stopping.cancelled() => (failed(Error::new(Code::ShuttingDown, STOPPING)), true),
         () = context.tokens.revoked(&who) => {
             let text = "the token this began with was removed, made anew, or has expired; begin again with a good one";
             (failed(Error::new(Code::Unauthorized, text)), true)
@@ -135,19 +135,19 @@ pub(crate) async fn session<W: Conversation>(
         outgoing.event(&last).await;
         // With the queue's last sender gone, the writer says goodbye and ends.
         drop(outgoing);
-        writer.ended().await;
+        let _ = (&mut writer).await;
     };
     let in_a_hurry = async {
         if !hurry {
-            stopping.asked().await;
+            stopping.cancelled().await;
         }
         tokio::time::sleep(FAREWELL).await;
     };
     tokio::select! {
         // Closing while the client still talks would make the kernel throw away what it has not
         // read yet: let it hang up first.
-        () = told => drop(tokio::time::timeout(FAREWELL, reader.ended()).await),
-        _ = reader.ended() => {}
+        () = told => drop(tokio::time::timeout(FAREWELL, &mut reader).await),
+        _ = &mut reader => {}
         () = in_a_hurry => {}
     }
 }

@@ -12,7 +12,7 @@ use crate::exec::Finish;
 use crate::exec::stream::Wires;
 use crate::exec::stream::client::{Client, Input, Outgoing};
 use crate::sandbox::Sandbox;
-use crate::util::companion::Companion;
+use crate::util::task;
 
 /// What is to be run.
 pub(crate) struct StreamCommand {
@@ -90,14 +90,14 @@ impl Following<'_> {
                     if let Some(controls) = controls.take() {
                         let (agent, client, outgoing) =
                             (self.agent.clone(), self.client.clone(), self.outgoing.clone());
-                        companions.push(Companion::spawn(feed(
+                        companions.push(task::companion(feed(
                             agent.clone(),
                             pid,
                             self.tty,
                             client,
                             outgoing,
                         )));
-                        companions.push(Companion::spawn(steer(agent, pid, controls)));
+                        companions.push(task::companion(steer(agent, pid, controls)));
                     }
                 }
                 Event::Data(output) => self.outgoing.output(output).await,

@@ -82,7 +82,7 @@ async fn input_comes_back_as_output_a_size_is_passed_on_and_the_end_is_told() {
     socket.send(Message::text(r#"{"type":"stdin_eof"}"#)).await.unwrap();
     assert_eq!(event(&mut socket).await, json!({"event": "exit", "exit_code": 0}));
     drop(socket);
-    daemon.app.sessions.none().await;
+    daemon.app.sessions.wait().await;
     // The first one's client left; this one ended by itself.
     assert_eq!(daemon.guest.calls_of("SendSignal").len(), 1);
 }
@@ -93,7 +93,7 @@ async fn a_client_that_goes_away_takes_its_command_along_unless_it_is_to_be_kept
     for keep in [true, false] {
         let socket = begin(&daemon, json!({"args": ["sleep"], "keep": keep})).await;
         drop(socket);
-        daemon.app.sessions.none().await;
+        daemon.app.sessions.wait().await;
         let killed = daemon.guest.calls_of("SendSignal");
         assert_eq!(killed.len(), usize::from(!keep), "{killed:?}");
     }
@@ -120,13 +120,13 @@ async fn a_sandbox_that_is_paused_rolled_back_or_ends_under_a_command_says_so() 
         assert_eq!(last["code"], code, "{last}");
         drop(socket);
         if paused {
-            daemon.app.sessions.none().await;
+            daemon.app.sessions.wait().await;
             assert!(daemon.guest.calls_of("SendSignal").is_empty(), "nobody would hear it");
             daemon.sandbox.phase.send_replace(Phase::Running);
             eventually("its end", || daemon.guest.calls_of("SendSignal").len() == 1).await;
         }
     }
-    daemon.app.sessions.none().await;
+    daemon.app.sessions.wait().await;
     assert_eq!(daemon.guest.calls_of("SendSignal").len(), 1, "what has ended has no processes");
 }
 
@@ -171,7 +171,7 @@ async fn a_client_that_sends_more_than_its_window_loses_its_command() {
         }
     }
     drop(socket);
-    daemon.app.sessions.none().await;
+    daemon.app.sessions.wait().await;
     assert_eq!(daemon.guest.calls_of("SendSignal").len(), 1);
 }
 
@@ -196,7 +196,7 @@ async fn streamed_commands_count_like_others_whatever_comes_of_them() {
     // Its client goes away.
     for keep in [true, false] {
         drop(begin(&daemon, json!({"args": ["sleep"], "keep": keep})).await);
-        daemon.app.sessions.none().await;
+        daemon.app.sessions.wait().await;
     }
     let cancelled = [("ok", 1), ("nonzero", 1), ("cancelled", 2)];
     assert_eq!(daemon.execs().await, execs(&cancelled));

@@ -6,7 +6,9 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use crate::host::cgroup::set_if_there;
 
@@ -40,12 +42,12 @@ impl Tasks {
 
     /// How many branches have not left yet.
     pub(crate) fn leaving(&self) -> u32 {
-        self.counted.lock().unwrap_or_else(PoisonError::into_inner).leaving
+        self.counted.lock().leaving
     }
 
     /// Changes the count and the limit. The lock is held meanwhile, so that the last count is the limit.
     fn change(&self, change: impl FnOnce(&mut Counted)) -> io::Result<()> {
-        let mut counted = self.counted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut counted = self.counted.lock();
         change(&mut counted);
         let Some(own) = counted.own else { return Ok(()) };
         let max = own.saturating_add(counted.leaving.saturating_mul(TASKS_OF_BRANCH));

@@ -9,11 +9,12 @@ use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use forkd_protocol::control::{ForkConfig, LoadConfig, MergeConfig, Request, Role, SaveConfig, WaitStatus};
 use forkd_store::GuestSpec;
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, oneshot, watch};
 
@@ -247,12 +248,12 @@ impl Template {
 
     /// It is the template of the snapshot `id`.
     pub(crate) fn is_of(&self, id: &str) {
-        *self.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = Some(id.to_owned());
+        *self.snapshot.lock() = Some(id.to_owned());
     }
 
     /// The snapshot it is the template of, if there is one.
     pub(crate) fn snapshot(&self) -> Option<String> {
-        self.snapshot.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.snapshot.lock().clone()
     }
 
     /// Asks for a child. Blocks while the queue is full.

@@ -172,7 +172,7 @@ fn play(
                 channel.send(&Message::Reply(Reply::Acknowledged), &[]).unwrap();
             }
             Request::Layers => {
-                let layers = layers.lock().unwrap();
+                let layers = layers.lock();
                 let disks = vec![(0..layers.len()).map(FdRef).collect()];
                 let fds: Vec<_> = layers.iter().map(AsFd::as_fd).collect();
                 channel.send(&Message::Reply(Reply::Layers { disks }), &fds).unwrap();
@@ -262,11 +262,11 @@ async fn a_template_that_sends_something_it_was_not_handed_as_its_disk_is_ended(
         let fake = Fake::start();
         let template = fake.template();
         let handed = template.lineage.layer(fake.folder.path()).unwrap();
-        fake.layers.lock().unwrap().push(handed);
+        fake.layers.lock().push(handed);
         let sent = template.layers().await.unwrap();
         let mode = rustix::fs::fcntl_getfl(&sent[0][0]).unwrap() & rustix::fs::OFlags::RWMODE;
         assert_eq!(mode, rustix::fs::OFlags::RDONLY);
-        fake.layers.lock().unwrap().push(wrong(&fake));
+        fake.layers.lock().push(wrong(&fake));
         assert!(template.layers().await.is_err());
         eventually("its end", || !template.is_alive() && !runs(template.pid)).await;
     }

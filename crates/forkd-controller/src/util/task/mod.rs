@@ -19,6 +19,7 @@ use futures_util::FutureExt;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use crate::error::{Error, Result};
 
@@ -122,6 +123,21 @@ pub(crate) fn spawn<T: Send + 'static>(
             std::panic::resume_unwind(panic)
         })
     })
+}
+
+/// Starts work that ends when its handle is dropped. See [`spawn`].
+pub(crate) fn companion<T: Send + 'static>(
+    work: impl Future<Output = T> + Send + 'static,
+) -> AbortOnDropHandle<T> {
+    AbortOnDropHandle::new(spawn(Task::Companion, work))
+}
+
+/// Counts what holds a token of it: its `wait` returns once there is none.
+pub(crate) fn tracker() -> TaskTracker {
+    let tracker = TaskTracker::new();
+    // An open one is never waited for to its end; a closed one still gives tokens.
+    tracker.close();
+    tracker
 }
 
 /// Starts work that waits for the disk or the like, on a thread of its own. See [`spawn`].
