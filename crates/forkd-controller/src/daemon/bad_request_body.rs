@@ -1,5 +1,5 @@
-//! Words for the refusals that the HTTP library makes by itself, of what is no request: those have no body, and
-//! every error of this daemon has one.
+//! Adds a body to the HTTP library's own rejections of malformed requests. They come without a body, and every error
+//! of this daemon has one.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -12,17 +12,17 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use crate::error::{Code, Error, Reader};
 use crate::util::random::request_id;
 
-/// A connection on which a bare refusal gets its words. Only until there was a request: from then on what is
-/// written may be anything, the contents of files included.
+/// A connection that adds a body to a bare rejection. It does so only before the first valid request: later output
+/// can be anything, such as the content of a file.
 #[derive(Debug)]
 pub(crate) struct Worded<S> {
     stream: S,
     asked: RequestSeen,
-    /// What is written in the place of a refusal.
+    /// The bytes that replace a rejection.
     instead: Option<Instead>,
 }
 
-/// Whether there was a request on a connection.
+/// Whether the connection has carried a valid request.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct RequestSeen(Arc<AtomicBool>);
 
@@ -40,7 +40,7 @@ impl RequestSeen {
 struct Instead {
     bytes: Vec<u8>,
     written: usize,
-    /// How long what it stands for is.
+    /// Length of the rejection that `bytes` replaces.
     length: usize,
 }
 
@@ -104,7 +104,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Worded<S> {
     }
 }
 
-/// A refusal without a body, with one; none for anything else.
+/// The rejection with a body, if `head` is one without; otherwise `None`.
 fn with_words(head: &[u8]) -> Option<Vec<u8>> {
     const NO_BODY: &str = "content-length: 0\r\n";
     let head = std::str::from_utf8(head).ok().filter(|head| head.ends_with("\r\n\r\n"))?;
@@ -114,12 +114,12 @@ fn with_words(head: &[u8]) -> Option<Vec<u8>> {
         Code::HeadersTooLarge => {
             "the headers of this request are too many or too long; send fewer and shorter ones"
         }
-        Code::UriTooLong => "the address of this request is too long; send a shorter one",
-        _ => "this is no HTTP/1.1 request that can be understood; look at its first line and its headers",
+        Code::UriTooLong => "the URI of this request is too long; send a shorter one",
+        _ => "this is not a valid HTTP/1.1 request; check its first line and its headers",
     };
-    // No request was read that could have an id of its own.
+    // The rejected bytes had no request id, so the reply gets a new one.
     let request_id = request_id();
-    tracing::debug!(request_id, code = code.name(), "a connection was refused");
+    tracing::debug!(request_id, code = code.name(), "malformed request rejected");
     let body = Reader { request_id, reads_causes: false }.body(&Error::new(code, why));
     let id = body.request_id.clone();
     let body = serde_json::to_string(&body).ok()?;
@@ -137,7 +137,7 @@ mod tests {
     const BARE: &str =
         "HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
 
-    /// What arrives of `said`, on a connection that takes a few bytes at a time.
+    /// What a client receives of `said`, on a connection that takes a few bytes at a time.
     async fn heard(said: &str, asked: bool) -> String {
         let (mut client, server) = tokio::io::duplex(7);
         let heard = tokio::spawn(async move {

@@ -9,14 +9,14 @@ use rustix::fs::{FlockOperation, flock};
 
 use crate::error::{Code, Error, Result};
 
-/// Holds a data directory. The kernel lets go of it when the daemon ends, however it ends.
+/// Holds a data directory. The kernel releases the lock when the daemon ends, however it ends.
 #[derive(Debug)]
 pub(crate) struct DataLock {
     _file: File,
 }
 
 impl DataLock {
-    /// Takes the lock of `data_dir`, or says who holds it.
+    /// Takes the lock of `data_dir`. The error names the process that holds it.
     pub(crate) fn take(data_dir: &Path) -> Result<Self> {
         let path = data_dir.join("daemon.lock");
         let failed = |error: std::io::Error| Error::host(format!("cannot lock {}", path.display()), error);
@@ -35,7 +35,7 @@ impl DataLock {
                 let _ = (&file).take(16).read_to_string(&mut holder);
                 let holder = holder.trim();
                 let text = format!(
-                    "{} is in use by another daemon (pid {holder}); stop that one, or give this one another \
+                    "{} is in use by another daemon (pid {holder}); stop that daemon, or choose another \
                      data directory",
                     data_dir.display()
                 );

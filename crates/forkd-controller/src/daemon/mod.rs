@@ -1,4 +1,4 @@
-//! Listening, serving connections, and stopping in order.
+//! The daemon's start, its listeners and connections, and its orderly stop.
 
 pub(crate) mod bad_request_body;
 pub(crate) mod lock;
@@ -52,25 +52,25 @@ use crate::util::fs::make_private_dir;
 use crate::util::task::{self, Task, Vital, blocking};
 use crate::workspace::Workspaces;
 
-/// After how long without a word it is asked whether a client is still there.
+/// Idle time after which the kernel probes whether a TCP client still exists.
 const KEEP_ALIVE: Duration = Duration::from_secs(60);
-/// A client must have sent the head of its request by then.
+/// Timeout for the head of a request.
 const HEADER_WAIT: Duration = Duration::from_secs(30);
-/// After this long, sandboxes that do not go away are left to the next daemon's start.
+/// Timeout for the end of all sandboxes at a stop. The next start removes the rest.
 const CLOSE_WAIT: Duration = Duration::from_secs(30);
-/// After a failed `accept`, most likely for want of descriptors.
+/// Pause after a failed `accept`, whose usual cause is a lack of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// The database, in the data directory.
+/// File name of the database in the data directory.
 const DATABASE: &str = "forkd.db";
 /// The longest path a unix socket can have.
 const SOCKET_PATH_MAX: usize = 107;
-/// What a sandbox's folder adds to the data directory's path, at its longest.
+/// The longest suffix that a sandbox's socket adds to the path of the data directory.
 const SOCKET_PATH_TAIL: usize = "/sandboxes/sb0123456789abcdef/next/control.sock".len();
 
-/// Where a daemon can be reached.
+/// The addresses of a running daemon.
 #[derive(Debug, Clone)]
 pub struct Ready {
-    /// The TCP address, with the port that was really taken.
+    /// The TCP address, with the actual port.
     pub address: SocketAddr,
     /// The unix socket.
     pub socket: PathBuf,
@@ -78,8 +78,8 @@ pub struct Ready {
     pub token_file: PathBuf,
 }
 
-/// Runs a daemon until it gets SIGTERM or SIGINT. Calls `ready` when it can be reached. When it
-/// returns, what it booted is gone; templates and what they forked run on, for the next daemon.
+/// Runs a daemon until SIGTERM or SIGINT. Calls `ready` when clients can connect. On return, booted sandboxes have
+/// ended; templates and their children keep running for the next daemon.
 pub async fn serve(config: Config, ready: impl FnOnce(&Ready)) -> Result<()> {
     let caught = |error| Error::host("cannot catch signals", error);
     let mut terminate = signal(SignalKind::terminate()).map_err(caught)?;
@@ -116,7 +116,7 @@ pub async fn serve_until(
     let listening = |error: std::io::Error| {
         let fix = match error.kind() {
             std::io::ErrorKind::AddrInUse => {
-                "; stop whoever has it, or choose another with --bind or FORKD_BIND"
+                "; stop the process that uses it, or choose another with --bind or FORKD_BIND"
             }
             _ => "",
         };
@@ -149,7 +149,7 @@ pub async fn serve_until(
     let workspaces = match taken_over.await {
         Ok(workspaces) => workspaces,
         Err(error) => {
-            // They are the next daemon's to take over, once that can.
+            // The next daemon adopts the sandboxes and templates, once its start succeeds.
             registry.close().await;
             snapshots.close().await;
             return Err(error);
@@ -170,7 +170,7 @@ pub async fn serve_until(
         sessions: task::tracker(),
     };
     let (users, kept) = (app.registry.clone(), app.workspaces.clone());
-    // Old branches stay as long as something needs them.
+    // An old branch stays as long as a workspace or a sandbox needs it.
     let needed = move || {
         let mut needed = kept.tags()?;
         for sandbox in users.list() {
@@ -198,7 +198,7 @@ pub async fn serve_until(
         timeouts.clone().enforce(until.clone(), async move || {
             for pruned in [ledger.prune().await, answers.prune().await] {
                 if let Err(error) = pruned {
-                    tracing::warn!(%error, "what is old is not forgotten yet");
+                    tracing::warn!(%error, "expired records not pruned");
                 }
             }
         })
@@ -239,7 +239,7 @@ pub async fn serve_until(
         app.sessions.wait().await;
     };
     if tokio::time::timeout(config.timing.drain, drained).await.is_err() {
-        tracing::warn!("requests are still under way; their sandboxes end under them");
+        tracing::warn!("requests still running after the drain timeout; ending their sandboxes");
     }
     let closed = async {
         app.registry.close().await;
@@ -248,7 +248,7 @@ pub async fn serve_until(
         host.janitor.run(move || slots.slots.close()).await;
     };
     if tokio::time::timeout(CLOSE_WAIT, closed).await.is_err() {
-        tracing::error!("some sandboxes did not go away; the next start removes what is left");
+        tracing::error!("sandboxes still ending after the close timeout; the next start removes them");
     }
     // Whoever waited for a sandbox has just been told that it ended: let that answer out.
     let _ = tokio::time::timeout(Duration::from_secs(1), connections.count.wait()).await;
@@ -282,15 +282,17 @@ fn check(config: &Config) -> Result<()> {
         return Err(Error::invalid(text));
     }
     let slots = u32::try_from(config.limits.max_sandboxes).unwrap_or(u32::MAX);
-    // The last number is not a user: it means "no change" to the kernel.
+    // The highest number is not a user id: the kernel reads it as "no change".
     if config.jail_uid_base == 0 || config.jail_uid_base.checked_add(slots).is_none_or(|end| end == u32::MAX)
     {
-        return Err(Error::invalid("the user ids for sandboxes must be above 0 and fit into 32 bits"));
+        return Err(Error::invalid(
+            "the user ids for sandboxes must be above 0 and fit into 32 bits; choose another first user id",
+        ));
     }
     Ok(())
 }
 
-/// Something to accept connections from.
+/// A listener.
 trait Accept: Send + 'static {
     type Stream: AsyncRead + AsyncWrite + Send + Unpin + 'static;
     fn next(&self) -> impl Future<Output = std::io::Result<(Self::Stream, Peer)>> + Send;
@@ -303,7 +305,7 @@ impl Accept for TcpListener {
         #[cfg(test)]
         assert!(!tests::breaks(self), "a test asked for this");
         stream.set_nodelay(true)?;
-        // One whose computer is gone says nothing more, not even goodbye.
+        // A client whose computer is off sends no FIN. Keep-alive probes find such connections.
         rustix::net::sockopt::set_socket_keepalive(&stream, true)?;
         rustix::net::sockopt::set_tcp_keepidle(&stream, KEEP_ALIVE)?;
         Ok((stream, Peer::Tcp(address)))
@@ -319,14 +321,14 @@ impl Accept for UnixListener {
     }
 }
 
-/// What all connections share.
+/// Settings and state that all connections share.
 #[derive(Clone)]
 struct Connections {
     stopping: CancellationToken,
     count: TaskTracker,
     /// At a time, on each listener: strangers on TCP must not crowd out the unix socket.
     max: usize,
-    /// How long a client may take nothing of what it asked for.
+    /// How long a client may take nothing of its reply.
     stall: Duration,
 }
 
@@ -364,7 +366,7 @@ impl Connections {
                     });
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "cannot accept a connection");
+                    tracing::warn!(%error, "connection not accepted");
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
             }
@@ -372,7 +374,7 @@ impl Connections {
     }
 }
 
-/// Serves one connection to its end.
+/// Serves one connection until it closes.
 pub(crate) async fn connection<S>(
     stream: S,
     patience: Patience,
@@ -410,7 +412,7 @@ pub(crate) async fn connection<S>(
         }
     };
     if let Err(error) = served {
-        tracing::debug!(%error, "a connection broke");
+        tracing::debug!(%error, "connection failed");
     }
 }
 

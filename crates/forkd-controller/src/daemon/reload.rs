@@ -1,5 +1,5 @@
-//! Reading again what is replaced while the daemon runs: the token file, the certificate and its key. Once a
-//! second, if they changed, and on SIGHUP in any case.
+//! Reloads the token file, the certificate and its key while the daemon runs: within a second after a change, and on
+//! SIGHUP in any case.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,15 +11,15 @@ use crate::daemon::tls::Tls;
 use crate::error::Result;
 use crate::util::task::blocking;
 
-/// How often it is looked.
+/// How often the daemon checks for changed files.
 const EVERY: Duration = Duration::from_secs(1);
 
-/// Looks for ever.
+/// Checks and reloads the files until the daemon stops.
 pub(crate) async fn keep_fresh(tokens: Arc<Tokens>, tls: Option<Arc<Tls>>) {
     let mut hangups = match signal(SignalKind::hangup()) {
         Ok(hangups) => Some(hangups),
         Err(error) => {
-            tracing::warn!(%error, "cannot catch SIGHUP; changed files are found all the same");
+            tracing::warn!(%error, "SIGHUP handler not installed; the daemon still finds changed files");
             None
         }
     };
@@ -40,7 +40,7 @@ pub(crate) async fn keep_fresh(tokens: Arc<Tokens>, tls: Option<Arc<Tls>>) {
             if let Some(tls) = tls {
                 let fresh = tls.refresh(asked);
                 if matches!(fresh, Ok(true)) {
-                    tracing::info!("there is a new certificate");
+                    tracing::info!("TLS certificate reloaded");
                 }
                 log_failure("the certificate; the old one stays", fresh.map(drop));
             }

@@ -1,5 +1,5 @@
-//! The stream of a client's connection: it has its place among the connections until it is closed, also when
-//! it has become a WebSocket, and it breaks when its client does not take what it asked for.
+//! The stream of a client's connection. It counts as a connection until it closes, also as a WebSocket. It fails when
+//! its client stops reading the reply.
 
 use std::io;
 use std::pin::Pin;
@@ -12,18 +12,18 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Sleep, sleep};
 
-/// See the head of this file.
+/// A client's stream with its place among the connections and its stall timeout.
 pub(crate) struct ClientStream<S> {
     stream: S,
     patience: Patience,
     /// How long a client may take nothing.
     stall: Duration,
-    /// Runs while it takes nothing.
+    /// The timer, while the client takes nothing.
     waiting: Option<Pin<Box<Sleep>>>,
     _room: Option<OwnedSemaphorePermit>,
 }
 
-/// Whether a client may take as long as it likes: one that is talked with pages through what it is told.
+/// Turns the stall timeout off. A WebSocket client may read slowly, for example through a pager.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Patience(Arc<AtomicBool>);
 
@@ -42,7 +42,7 @@ impl<S> ClientStream<S> {
         self.patience.clone()
     }
 
-    /// What came of writing; an error if nothing did for too long.
+    /// Passes a write's result on; an error if no write succeeded for the stall timeout.
     fn limit<T>(&mut self, context: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if written.is_ready() || self.patience.0.load(Ordering::Relaxed) {
             self.waiting = None;
@@ -51,7 +51,7 @@ impl<S> ClientStream<S> {
         let stall = self.stall;
         let waiting = self.waiting.get_or_insert_with(|| Box::pin(sleep(stall)));
         ready!(waiting.as_mut().poll(context));
-        let text = "the client does not take what it asked for";
+        let text = "the client does not read the reply";
         Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, text)))
     }
 }
@@ -113,7 +113,7 @@ mod tests {
     async fn who_takes_nothing_is_given_up_and_who_is_slow_is_not() {
         let (ours, mut theirs) = duplex(10);
         let mut stream = ClientStream::new(ours, STALL, None);
-        // Ten bytes at a time, for longer than one may take nothing.
+        // Ten bytes at a time, for longer in total than the stall timeout.
         let writing = tokio::spawn(async move { (stream.write_all(&[7; 100]).await, stream) });
         for _ in 0..10 {
             tokio::time::sleep(STALL / 8).await;

@@ -1,5 +1,5 @@
-//! TLS for the TCP listener. The certificate and its key are read again when their files change, or on
-//! SIGHUP; a bad pair is told in the log, and the old one stays.
+//! TLS for the TCP listener. The daemon reloads the certificate and its key when their files change, and on SIGHUP.
+//! It logs a bad pair and keeps the old one.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,17 +18,17 @@ use crate::config::TlsFiles;
 use crate::error::{Error, Result};
 use crate::util::fs::{Stamp, stamp};
 
-/// A client must have agreed on keys by then.
+/// Timeout for the TLS handshake.
 const HANDSHAKE_WAIT: Duration = Duration::from_secs(10);
-/// The largest file that is read: certificates have a few KiB.
+/// The most bytes read of a file: certificates have a few KiB.
 const MAX_FILE: u64 = 1 << 20;
 
-/// What connections are encrypted with.
+/// The certificate and key for TCP connections.
 #[derive(Debug)]
 pub(crate) struct Tls {
     files: TlsFiles,
     current: RwLock<Arc<ServerConfig>>,
-    /// What the files looked like when they were last read.
+    /// Stamps of the files at the last load.
     stamps: Mutex<Stamps>,
 }
 
@@ -41,32 +41,31 @@ impl Tls {
         Ok(Tls { files, current, stamps })
     }
 
-    /// Reads the files again, if they are others now or if it has to be. The old ones stay good if the new
-    /// ones are not.
+    /// Reloads the files if they have changed, or if `anyway` is set. After a failure the old pair stays in use.
     pub(crate) fn refresh(&self, anyway: bool) -> Result<bool> {
         let now = look(&self.files);
         let mut stamps = self.stamps.lock();
         if *stamps == now && !anyway {
             return Ok(false);
         }
-        // Whatever comes of it: a bad pair is told once, and looked at again when it changes.
+        // Set before the load: a bad pair is logged once, and tried again only after another change.
         *stamps = now;
         let loaded = load(&self.files)?;
         *self.current.write() = Arc::new(loaded);
         Ok(true)
     }
 
-    /// Agrees on keys with a client; `None` if that does not.
+    /// Performs the handshake; `None` if it fails.
     pub(crate) async fn shake<S: AsyncRead + AsyncWrite + Unpin>(&self, stream: S) -> Option<TlsStream<S>> {
         let config = self.current.read().clone();
         match tokio::time::timeout(HANDSHAKE_WAIT, TlsAcceptor::from(config).accept(stream)).await {
             Ok(Ok(stream)) => Some(stream),
             Ok(Err(error)) => {
-                tracing::debug!(%error, "a client did not agree on TLS");
+                tracing::debug!(%error, "TLS handshake failed");
                 None
             }
             Err(_) => {
-                tracing::debug!("a client took too long to agree on TLS");
+                tracing::debug!("TLS handshake timed out");
                 None
             }
         }
