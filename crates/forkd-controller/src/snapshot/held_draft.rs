@@ -1,21 +1,21 @@
-//! A draft of a snapshot that is given up somewhere in a task: it goes on a thread that may wait for the disk.
+//! A draft of a snapshot that a task may drop at any point: a thread that may wait for the disk removes it.
 
 use forkd_store::Draft;
 
 use crate::util::count::{Count, Counted};
 use crate::util::task::{self, Task};
 
-/// A draft in the hands of tasks. Dropping it removes the draft, in the background.
+/// A draft that tasks hold. Dropping it removes the draft, in the background.
 #[derive(Debug)]
 pub(crate) struct HeldDraft(Option<(Draft, Counted)>);
 
 impl HeldDraft {
-    /// Counted by `count` until nothing is left of it.
+    /// Holds `draft`, counted by `count` until nothing is left of it on disk.
     pub(crate) fn new(draft: Draft, count: &Count) -> Self {
         HeldDraft(Some((draft, count.enter())))
     }
 
-    /// The draft, for a thread that may wait.
+    /// The draft, for a thread that may wait for the disk.
     pub(crate) fn take(mut self) -> Option<Draft> {
         self.0.take().map(|(draft, _)| draft)
     }
@@ -24,7 +24,7 @@ impl HeldDraft {
 impl Drop for HeldDraft {
     fn drop(&mut self) {
         let Some(held) = self.0.take() else { return };
-        // Removing it collects garbage, too: all manifests are read. Outside a runtime no task is held up.
+        // Removing a draft collects garbage, too: it reads all manifests. Outside a runtime it holds up no task.
         if tokio::runtime::Handle::try_current().is_ok() {
             task::spawn_blocking(Task::Blocking, move || drop(held));
         }
