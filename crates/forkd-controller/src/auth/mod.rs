@@ -1,4 +1,5 @@
-//! Clients: which principal sends a request, what it may do, and how much it may have.
+//! Clients: which principal sends a request (`tokens`, `peer`), what it may do (`policy`), and how much it may have
+//! and ask for (`quota`, `rate_limit`).
 
 pub(crate) mod peer;
 pub(crate) mod policy;

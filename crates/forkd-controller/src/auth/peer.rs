@@ -1,4 +1,4 @@
-//! Who is at the other end of a connection, as far as the kernel knows.
+//! The other end of a connection: its address or, for the unix socket, the user id that the kernel reports.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 pub(crate) enum Peer {
     Tcp(SocketAddr),
     Unix {
-        /// The user who connected.
+        /// The user id of the process that connected.
         uid: u32,
     },
 }

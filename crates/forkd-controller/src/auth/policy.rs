@@ -1,14 +1,14 @@
-//! What may be done by whom: one table of routes and scopes, and whose the things in a path are.
+//! The policy: one table with the scope that each route needs.
 //!
-//! What is in a path is checked here, so that no handler can forget it; what is in a body (a snapshot to fork
-//! from, say) is the handler's to check, and lists are its to filter. What belongs to somebody else does not
-//! exist: nothing about it is told.
+//! The authentication layer also checks the owner of the object in a path, so that no handler can forget it. Handlers
+//! check objects in a body (a snapshot to fork from, say) and filter lists. Objects of other owners return 404 and
+//! are not listed.
 
 use axum::http::Method;
 
 use crate::auth::principal::Scope;
 
-/// The scope a route needs. One that nobody has decided about is for admins.
+/// The scope that a route needs. Routes that are not in the table are for admins.
 pub(crate) fn needed(method: &Method, path: &str) -> Scope {
     decided(method, path).unwrap_or(Scope::Admin)
 }
@@ -33,14 +33,14 @@ fn decided(method: &Method, path: &str) -> Option<Scope> {
         ("POST", "/v1/snapshots/{tag}/unload" | "/v1/snapshots/{tag}/compact") => Scope::Use,
         ("POST", "/v1/workspaces") | ("DELETE", "/v1/workspaces/{name}") => Scope::Use,
         ("POST", "/v1/workspaces/{name}/suspend" | "/v1/workspaces/{name}/resume") => Scope::Use,
-        // They begin a command.
+        // These start a command.
         ("GET", "/v1/run" | "/v1/sandboxes/{id}/exec/stream") => Scope::Use,
         ("PATCH", "/v1/sandboxes/{id}") => Scope::Use,
         ("PUT" | "DELETE", "/v1/sandboxes/{id}/files") => Scope::Use,
         ("POST", "/v1/sandboxes/{id}/files/mkdir" | "/v1/sandboxes/{id}/files/move") => Scope::Use,
         ("POST", "/v1/sandboxes/{id}/line") => Scope::Use,
         ("PUT" | "DELETE", "/v1/sandboxes/{id}/line-port") => Scope::Use,
-        // Sums of the whole host, without names: whoever watches it needs no more.
+        // Sums of the whole host, without names: a monitoring system needs no more than this scope.
         ("GET", "/metrics") => Scope::Read,
         ("POST", "/v1/snapshots/{tag}/owner") => Scope::Admin,
         ("GET" | "POST", "/v1/tokens") | ("DELETE", "/v1/tokens/{name}") => Scope::Admin,
@@ -49,7 +49,7 @@ fn decided(method: &Method, path: &str) -> Option<Scope> {
     })
 }
 
-/// Whether all may ask for it, whoever they are.
+/// Whether the path needs no authentication.
 pub(crate) fn is_open(path: &str) -> bool {
     path.strip_suffix('/').unwrap_or(path) == "/healthz"
 }

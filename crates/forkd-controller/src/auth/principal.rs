@@ -1,32 +1,32 @@
-//! Who sent a request, and what they may do.
+//! The principal: the identity behind a request, its scope and its quota.
 //!
-//! `auth` finds out and puts an [`Principal`] into the request's extensions; whoever needs it takes it
-//! from there.
+//! The authentication layer of the API puts a [`Principal`] into the request's extensions; handlers take it from
+//! there.
 
 use forkd_store::{Quota, TokenHash};
 
 pub(crate) use forkd_store::Scope;
 
-/// Whoever owns the host, and everything that nobody else owns.
+/// The name of the host owner, which owns the host and everything without another owner.
 pub(crate) const LOCAL: &str = "local";
-/// The owner of a snapshot that all may use, and only admins may change.
+/// The owner of a shared snapshot: all principals may use it, and only admins may change it.
 pub(crate) const SHARED: &str = "*";
 
-/// Who sent a request.
+/// The identity that sent a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Principal {
     /// The name of the token; `local` for the unix socket.
     pub(crate) name: String,
-    /// Whose what they make is.
+    /// The owner of what the principal makes.
     pub(crate) owner: String,
     pub(crate) scope: Scope,
-    /// The most their owner may have.
+    /// The most that the owner may have.
     pub(crate) quota: Quota,
-    /// What they showed to be let in; none if nothing had to be.
+    /// The proof of identity; none if the connection needed none.
     pub(crate) proof: Option<Proof>,
 }
 
-/// The hash of a token somebody showed.
+/// The hash of the token in a request.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Proof(pub(crate) TokenHash);
 
@@ -37,13 +37,13 @@ impl std::fmt::Debug for Proof {
 }
 
 impl Principal {
-    /// Whoever may open the unix socket, and the daemon itself.
+    /// The principal of the unix socket, and of the daemon's own actions.
     pub(crate) fn local() -> Self {
         let (name, owner) = (LOCAL.into(), LOCAL.into());
         Principal { name, owner, scope: Scope::Admin, quota: Quota::default(), proof: None }
     }
 
-    /// Whoever shows the token the daemon made itself.
+    /// The principal of the first token, which the daemon made itself.
     pub(crate) fn first_token() -> Self {
         Principal { name: FIRST_TOKEN.into(), ..Principal::local() }
     }
@@ -52,12 +52,12 @@ impl Principal {
         self.scope == Scope::Admin
     }
 
-    /// Whether what `owner` has is theirs to see and to change.
+    /// Whether the principal may see and change objects of `owner`.
     pub(crate) fn owns(&self, owner: &str) -> bool {
         self.is_admin() || self.owner == owner
     }
 
-    /// Whether what `owner` has is theirs to look at and to fork from.
+    /// Whether the principal may look at objects of `owner` and fork from them.
     pub(crate) fn may_use(&self, owner: &str) -> bool {
         self.owns(owner) || owner == SHARED
     }
@@ -66,7 +66,7 @@ impl Principal {
 /// The name of the token the daemon made itself.
 pub(crate) const FIRST_TOKEN: &str = "default";
 
-/// For what was written down before there were owners.
+/// The owner in records that were written before there were owners.
 pub(crate) fn local_owner() -> String {
     LOCAL.into()
 }

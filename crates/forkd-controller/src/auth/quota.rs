@@ -1,4 +1,5 @@
-//! How much each owner has, and may have. Whoever counts holds a lock: what is checked is what is taken.
+//! Quotas: how much each owner uses and may use. Callers hold a lock from the check to the count, so that two requests
+//! cannot both take the last free place.
 
 use std::collections::HashMap;
 
@@ -6,14 +7,14 @@ use forkd_store::Quota;
 
 use crate::error::{Code, Error, Result};
 
-/// What one sandbox counts.
+/// What one sandbox counts against its owner's quota.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Claim {
     pub(crate) owner: String,
     pub(crate) mem_mib: u64,
 }
 
-/// What all owners have.
+/// The usage of all owners.
 #[derive(Debug, Default)]
 pub(crate) struct QuotaUsage(HashMap<String, Used>);
 
@@ -24,7 +25,7 @@ struct Used {
 }
 
 impl QuotaUsage {
-    /// Counts `fitting` sandboxes, if the quota has room for `wanted`.
+    /// Counts `fitting` sandboxes, the ones that fit the host, if the quota has room for `wanted`.
     pub(crate) fn take(&mut self, claim: &Claim, wanted: usize, fitting: usize, quota: &Quota) -> Result<()> {
         let used = self.0.get(&claim.owner).copied().unwrap_or_default();
         let after = |n: usize| {
@@ -43,7 +44,7 @@ impl QuotaUsage {
         let rest = used.mem_mib.saturating_sub(claim.mem_mib);
         let after = Used { mem_mib: rest.saturating_add(mem_mib), ..used };
         if mem_mib > claim.mem_mib {
-            // How many there are is none of its business.
+            // The number of sandboxes does not change, so its limit is not checked.
             check(&claim.owner, used, after, &Quota { max_sandboxes: None, ..*quota })?;
         }
         self.0.insert(claim.owner.clone(), after);
@@ -55,7 +56,7 @@ impl QuotaUsage {
         let Some(used) = self.0.get_mut(&claim.owner) else { return };
         used.sandboxes = used.sandboxes.saturating_sub(1);
         used.mem_mib = used.mem_mib.saturating_sub(claim.mem_mib);
-        // What there is no more takes no memory.
+        // Owners without sandboxes take no memory.
         if used.sandboxes == 0 {
             self.0.remove(&claim.owner);
         }
@@ -86,7 +87,7 @@ fn check(owner: &str, used: Used, after: Used, quota: &Quota) -> Result<()> {
     Ok(())
 }
 
-/// Whether somebody with `have` snapshots may have another one, of a guest with so much memory.
+/// Checks whether `owner`, with `have` snapshots, may have another one, of a guest with `mem_mib` MiB.
 pub(crate) fn check_snapshots(owner: &str, have: usize, mem_mib: u64, quota: &Quota) -> Result<()> {
     if let Some(max) = quota.max_snapshots.filter(|max| have as u64 >= *max) {
         return Err(Error::new(
@@ -126,7 +127,7 @@ mod tests {
         assert!(error.public().contains("max_memory_mib") && error.public().contains("200"), "{error}");
         let other = Claim { owner: "bob".into(), ..claim.clone() };
         usage.take(&other, 3, 3, &quota).unwrap();
-        // Only what fits the host is taken of what fits the quota.
+        // Of the sandboxes that fit the quota only those that fit the host are counted.
         usage.take(&claim, 1, 0, &quota).unwrap();
         usage.take(&claim, 1, 1, &quota).unwrap();
         assert!(usage.resize(&mut claim, 101, &quota).is_err());

@@ -1,4 +1,4 @@
-//! How often somebody may ask, and how often somebody may guess. Memory is bounded, whoever asks.
+//! Rate limits: requests per token, and failed authentications per address. The memory of both is bounded.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -9,12 +9,12 @@ use parking_lot::Mutex;
 
 /// As many tokens, or addresses, are told apart.
 const MAX_KNOWN: usize = 4096;
-/// As many failures are answered as such.
+/// The most failures per window that get the answer 401; more get 429.
 const FAILURES: u32 = 20;
-/// In this time.
+/// The length of the window.
 const WINDOW: Duration = Duration::from_secs(60);
 
-/// A bucket for everybody that fills up as time goes by: each request takes one out.
+/// A token bucket per principal: it fills at a constant rate, and each request takes one out.
 #[derive(Debug)]
 pub(crate) struct Rates {
     per_sec: f64,
@@ -28,12 +28,12 @@ struct Bucket {
 }
 
 impl Rates {
-    /// `per_sec` requests a second, and twice as many at once; 0 is no limit.
+    /// Allows `per_sec` requests a second, and twice as many at once; 0 is no limit.
     pub(crate) fn new(per_sec: u32) -> Self {
         Rates { per_sec: f64::from(per_sec), buckets: Mutex::default() }
     }
 
-    /// Counts a request of `name`; when to ask again, if that was too many.
+    /// Counts a request of `name`. If there were too many, returns how long to wait before the next request.
     pub(crate) fn take(&self, name: &str, now: Instant) -> Result<(), Duration> {
         if self.per_sec == 0.0 {
             return Ok(());
@@ -58,7 +58,7 @@ impl Rates {
     }
 }
 
-/// Who showed a wrong token, or none, and how often.
+/// The failed authentications (a wrong token, or none) of each address.
 #[derive(Debug, Default)]
 pub(crate) struct Failures(Mutex<HashMap<IpAddr, Failed>>);
 
@@ -69,7 +69,7 @@ struct Failed {
 }
 
 impl Failures {
-    /// Counts a failure; how long it will be answered as too many, if it is.
+    /// Counts a failure. If there were too many, returns how long the address has to wait.
     pub(crate) fn count(&self, peer: IpAddr, now: Instant) -> Result<(), Duration> {
         let over = |failed: &Failed| now.saturating_duration_since(failed.since) >= WINDOW;
         let mut all = self.0.lock();
@@ -99,7 +99,7 @@ fn drop_oldest<K: Clone + Eq + Hash, V>(all: &mut HashMap<K, V>, age: impl Fn(&V
     oldest.map(|key| all.remove(&key));
 }
 
-/// Whoever has one address of version 6 has 2^64 of them.
+/// The network of an IPv6 address: a client with one IPv6 address has 2^64 of them.
 fn subnet(peer: IpAddr) -> IpAddr {
     match peer {
         IpAddr::V6(address) => match address.to_ipv4_mapped() {

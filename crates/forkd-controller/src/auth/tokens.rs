@@ -1,7 +1,7 @@
-//! All tokens: who whoever shows one is. Those with a name are in the database, hashed; the first one,
-//! called `default`, is in a file that the daemon makes, for those who may read it.
+//! All tokens, and the principal of each. The database has the hashes of named tokens. The first token, called
+//! `default`, is in a file that the daemon makes; the file's permissions decide which users may read it.
 //!
-//! Looked up in memory, by hash, at the same cost whichever it is and whether or not there is one. Knows no
+//! A look-up is in memory and by hash. It takes the same time for every token, and for none. This module knows no
 //! HTTP.
 
 use std::fs::{File, OpenOptions};
@@ -27,38 +27,38 @@ use crate::util::time::now_unix;
 const MAX_TOKEN: usize = 4096;
 /// A shorter token could be guessed.
 const MIN_TOKEN: usize = 16;
-/// What is in examples, for somebody to replace.
+/// Words in example tokens that users must replace.
 const PLACEHOLDERS: [&str; 2] = ["REPLACE_ME", "CHANGE_ME"];
-/// As many tokens with a name there can be: each look-up looks at all.
+/// The most named tokens: each look-up compares with all of them.
 const MAX_NAMED: usize = 4096;
-/// The largest limit, in whatever it is: numbers of the database have a sign.
+/// The largest value of any limit: integers of the database are signed.
 const MAX_LIMIT: u64 = 1 << 40;
-/// How often it is looked whether a token in use is still good.
+/// How often the daemon checks whether a token in use is still good.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// The longest life: 100 years.
+/// The longest lifetime of a token: 100 years.
 const MAX_LIFE_SECS: u64 = 100 * 366 * 24 * 3600;
 
 /// All tokens of a daemon. Calls that change something block.
 #[derive(Debug)]
 pub(crate) struct Tokens {
     database: Arc<Database>,
-    /// The file of the first one.
+    /// The file of the first token.
     path: PathBuf,
     known: RwLock<Known>,
     /// How often the tokens in the database were read.
     reads: AtomicU64,
-    /// Held while the file of the first one is read or replaced.
+    /// Held while the file of the first token is read or replaced.
     file: Mutex<()>,
 }
 
 #[derive(Default)]
 struct Known {
-    /// None while its file holds none that can be used.
+    /// The first token's hash and time; none while its file holds no usable token.
     first: Option<(TokenHash, u64)>,
-    /// What its file looked like when it was last read.
+    /// The state of its file at the last read.
     stamp: Option<Stamp>,
     named: Vec<(Token, TokenHash)>,
-    /// Which read of the database they are from.
+    /// The number of the database read that the named tokens are from.
     read: u64,
 }
 
@@ -68,18 +68,18 @@ impl std::fmt::Debug for Known {
     }
 }
 
-/// A token to be made.
+/// The order for a new token.
 #[derive(Debug)]
 pub(crate) struct TokenSpec {
     pub(crate) name: String,
     pub(crate) scope: Scope,
-    /// Whose what its bearer makes is; as the token is called, when nobody says otherwise.
+    /// The owner of what the token's bearer makes; by default the token's name.
     pub(crate) owner: Option<String>,
     pub(crate) quota: Quota,
     pub(crate) expires_in_secs: Option<u64>,
 }
 
-/// Why nobody is let in.
+/// Why a token is refused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Refusal {
     Unknown,
@@ -87,7 +87,7 @@ pub(crate) enum Refusal {
 }
 
 impl Tokens {
-    /// Those in the database, and the one in `path`, which is made if there is none.
+    /// Opens the tokens in the database and the first token in `path`, which is made if there is none.
     pub(crate) fn open(database: Arc<Database>, path: PathBuf) -> Result<Self> {
         if File::open(&path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
             let failed = |error| Error::host(format!("cannot make the token file {}", path.display()), error);
@@ -108,7 +108,7 @@ impl Tokens {
         self.known.write()
     }
 
-    /// Who it is that shows `secret`.
+    /// The principal of the token `secret`.
     pub(crate) fn find(&self, secret: &str, now_unix: u64) -> std::result::Result<Principal, Refusal> {
         if secret.len() > MAX_TOKEN {
             return Err(Refusal::Unknown);
@@ -131,7 +131,7 @@ impl Tokens {
         Ok(Principal { name, owner, scope, quota, proof: Some(Proof(hash)) })
     }
 
-    /// Whether what somebody was let in with is still good.
+    /// Whether the token by which the principal was authenticated is still good.
     fn is_good(&self, who: &Principal, now_unix: u64) -> bool {
         let Some(Proof(shown)) = who.proof else { return true };
         let known = self.known();
@@ -140,26 +140,26 @@ impl Tokens {
             || known.named.iter().any(|(token, hash)| *hash == shown && lives(token))
     }
 
-    /// Returns when the token somebody showed is good no more: what they still do with it is to end.
+    /// Returns when the principal's token is no longer good: its open connections must end then.
     pub(crate) async fn revoked(&self, who: &Principal) {
         while self.is_good(who, now_unix()) {
             tokio::time::sleep(LOOK_EVERY).await;
         }
     }
 
-    /// All of them, the first one first.
+    /// All tokens, the first token first.
     pub(crate) fn list(&self) -> Vec<Token> {
         let known = self.known();
         let first = known.first.map(|(_, created_at_unix)| first_token(created_at_unix));
         first.into_iter().chain(known.named.iter().map(|(token, _)| token.clone())).collect()
     }
 
-    /// The most `owner` may have, whichever token they show: for what is done for them while nobody asks.
+    /// The largest limits of the owner's tokens: the quota for actions of the daemon without a request.
     pub(crate) fn quota_of(&self, owner: &str) -> Quota {
         let known = self.known();
         let theirs =
             known.named.iter().filter(|(token, _)| token.owner == owner).map(|(token, _)| token.quota);
-        // The first token is without limits, and so is whoever has none any more: they get nothing new.
+        // The host owner's first token has no limits. Neither has an owner without tokens: it can start nothing new.
         let without = owner == LOCAL;
         let largest = |limit: fn(&Quota) -> Option<u64>| {
             let limits: Option<Vec<u64>> = theirs.clone().map(|quota| limit(&quota)).collect();
@@ -172,10 +172,10 @@ impl Tokens {
         }
     }
 
-    /// Makes a token: what is known of it, and itself, which nobody will ever be told again.
+    /// Makes a token. Returns its record and its secret, which the daemon does not store and never shows again.
     pub(crate) fn add(&self, order: TokenSpec, now_unix: u64) -> Result<(Token, String)> {
         let token = order.check(now_unix)?;
-        // Those who make some at the same moment may make a few more: no lock is held while the database writes.
+        // Concurrent requests may exceed the limit by a few: no lock is held while the database writes.
         if self.known().named.len() >= MAX_NAMED {
             let text = format!("there are {MAX_NAMED} tokens, the limit; remove some first");
             return Err(Error::new(Code::TooManyTokens, text));
@@ -186,7 +186,7 @@ impl Tokens {
         Ok((token, secret))
     }
 
-    /// Removes a token: from here on it is refused.
+    /// Removes a token: from then on it is refused.
     pub(crate) fn remove(&self, name: &str) -> Result<()> {
         if name == FIRST_TOKEN {
             let text = format!("the token {FIRST_TOKEN} cannot be removed; `forkd token rotate` replaces it");
@@ -196,7 +196,7 @@ impl Tokens {
         self.reload()
     }
 
-    /// Gives a token another secret: from here on the old one is refused.
+    /// Gives a token another secret: from then on the old one is refused.
     pub(crate) fn rotate(&self, name: &str) -> Result<(Token, String)> {
         let first = name == FIRST_TOKEN;
         let secret = fresh(if first { "" } else { "fk_" })?;
@@ -210,10 +210,10 @@ impl Tokens {
             self.reload()?;
         }
         let token = self.list().into_iter().find(|token| token.name == name);
-        Ok((token.ok_or_else(|| Error::host("rotating a token", "it vanished"))?, secret))
+        Ok((token.ok_or_else(|| Error::host("cannot rotate the token", "it was removed meanwhile"))?, secret))
     }
 
-    /// Reads the first token again if its file is another one now. An error is told once for every file.
+    /// Reads the first token again if its file has changed. An error is returned once for every change.
     pub(crate) fn refresh(&self) -> Result<()> {
         let _alone = self.file.lock();
         let now = std::fs::metadata(&self.path).ok().as_ref().map(stamp);
@@ -227,12 +227,12 @@ impl Tokens {
     }
 
     fn read(&self) -> Result<()> {
-        // Before it is read: what is written meanwhile is read the next time.
+        // Before the read: a write meanwhile changes the stamp and is read the next time.
         let stamp = std::fs::metadata(&self.path).ok().as_ref().map(stamp);
         let loaded = load(&self.path);
         let mut known = self.change();
         known.stamp = stamp;
-        // Whoever takes the file away, or breaks it, does not want the old one to be good any more.
+        // An operator that removes or breaks the file wants the old token to be refused.
         known.first = None;
         let gone = || Error::host(self.path.display(), "the token file is gone; make it again");
         let (secret, created) = loaded?.ok_or_else(gone)?;
@@ -240,9 +240,9 @@ impl Tokens {
         Ok(())
     }
 
-    /// Reads what is in the database again. Of two reads at the same time the later one counts.
+    /// Reads the named tokens from the database again. Of two reads at the same time the later one counts.
     fn reload(&self) -> Result<()> {
-        // Taken after the change that it is called for: a later read knows of that change.
+        // Numbered after the change that it is called for: a read with a higher number includes that change.
         let read = self.reads.fetch_add(1, Ordering::SeqCst) + 1;
         let named = self.database.tokens()?;
         let mut known = self.change();
@@ -303,7 +303,7 @@ fn fresh(prefix: &str) -> Result<String> {
     Ok(text)
 }
 
-/// The token in `path`, and when it was written, if there is a file.
+/// The token in `path` and the time of the file, if there is a file.
 fn load(path: &Path) -> Result<Option<(String, u64)>> {
     let failed =
         |error: io::Error| Error::host(format!("cannot read the token file {}", path.display()), error);
@@ -329,12 +329,12 @@ fn load(path: &Path) -> Result<Option<(String, u64)>> {
     Ok(Some((token.to_owned(), u64::try_from(metadata.mtime()).unwrap_or(0))))
 }
 
-/// Writes a token. The file appears whole or not at all; `over` the one there is, or never.
+/// Writes a token. The file appears whole or not at all; it replaces an existing file only with `over`.
 fn write(path: &Path, text: &str, over: bool) -> io::Result<()> {
     let temporary = path.with_extension(format!("new-{}", std::process::id()));
     let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
     let written = writeln!(file, "{text}").and_then(|()| file.sync_all());
-    // A power cut must not bring the old one back.
+    // A power cut must not bring the old token back.
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let sync = || File::open(folder)?.sync_all();
     if over {
@@ -343,13 +343,13 @@ fn write(path: &Path, text: &str, over: bool) -> io::Result<()> {
     let linked = written.and_then(|()| std::fs::hard_link(&temporary, path));
     std::fs::remove_file(&temporary)?;
     match linked.and_then(|()| sync()) {
-        // Another process may have been first.
+        // Another process may have made the file first.
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
         other => other,
     }
 }
 
-/// What the database says of a token.
+/// The database's error, with the code for tokens.
 fn of_token(error: forkd_store::Error) -> Error {
     let error = Error::from(error);
     match error.code() {

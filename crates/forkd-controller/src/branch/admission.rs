@@ -1,8 +1,8 @@
-//! Who may branch, and when: few at a time, and of a sandbox whose disks have many layers only those who waited.
+//! Admission of branches: how many the daemon takes at a time, and which ones wait until layers are merged.
 //!
-//! Every branch adds a layer to the disks of its source, and a monitor takes few. They are merged while earlier
-//! branches are saved, which takes a while; who comes meanwhile waits for that sandbox, in a queue of its own and
-//! without any of the places that all sandboxes share.
+//! Every branch adds a layer to the disks of its source, and a monitor takes few layers. The daemon merges them while
+//! it saves earlier branches, which takes a while. A branch of a sandbox with many layers waits meanwhile in the
+//! queue of that sandbox, and holds none of the permits that all sandboxes share.
 
 use std::time::Duration;
 
@@ -15,19 +15,19 @@ use crate::sandbox::{Phase, Sandbox};
 use crate::snapshot::branch_job::{Branch, Disposition};
 use crate::snapshot::registry::SnapshotRegistry;
 
-/// How long it waits for that, and then for its place.
+/// How long a branch waits for fewer layers, and then for a permit.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// A place among those who branch, or want to.
+/// The place of a branch: a permit, or a place in a sandbox's queue.
 #[derive(Debug)]
 pub(crate) enum Admission {
-    /// Among those who may.
+    /// One of the permits for branches that are being taken.
     Taking(OwnedSemaphorePermit),
-    /// Among those who wait for a sandbox.
+    /// A place in the queue of a sandbox with many layers.
     Waiting(OwnedSemaphorePermit),
 }
 
-/// The right to take a branch now.
+/// The right to take a branch now. Dropping it lets the next branch in.
 #[derive(Debug)]
 pub(crate) struct AdmissionTurn {
     _permit: OwnedSemaphorePermit,
@@ -35,7 +35,7 @@ pub(crate) struct AdmissionTurn {
 }
 
 impl SnapshotRegistry {
-    /// A place for a branch of `sandbox`, if there is one.
+    /// A place for a branch of `sandbox`; an error if there is none.
     pub(crate) fn place(&self, sandbox: &Sandbox) -> Result<Admission> {
         if !sandbox.disks.are_crowded() {
             let permit = self.branching.clone().try_acquire_owned();
@@ -52,7 +52,7 @@ impl SnapshotRegistry {
         })
     }
 
-    /// Returns when `branch`, which has that place, may be taken; an error if it is not wanted any more.
+    /// Returns when `branch`, which has `place`, may be taken; an error if it is dismissed or its sandbox ends.
     pub(crate) async fn turn(
         &self,
         sandbox: &Sandbox,
@@ -64,7 +64,7 @@ impl SnapshotRegistry {
             Admission::Waiting(waiting) => waiting,
         };
         let come = async {
-            // A monitor takes a few more: whether it does is seen when it is asked.
+            // After the time-out tries all the same: a monitor takes a few more layers, and refuses if it does not.
             let _first = timeout(PATIENCE, sandbox.disks.room()).await.ok();
             match timeout(PATIENCE, self.branching.clone().acquire_owned()).await {
                 Ok(Ok(_permit)) => Ok(AdmissionTurn { _permit, _first }),
@@ -76,7 +76,7 @@ impl SnapshotRegistry {
             biased;
             wish = branch.dismissed() => Err(match wish {
                 Disposition::Leave => Error::new(Code::ShuttingDown, "the daemon is stopping; branch again when it runs"),
-                _ => Error::new(Code::Cancelled, "it was removed before it was taken"),
+                _ => Error::new(Code::Cancelled, "the branch was removed before it was taken"),
             }),
             Ok(_) = phases.wait_for(|phase| matches!(phase, Phase::Ended(_))) => Err(match sandbox.phase() {
                 Phase::Ended(end) => sandbox.ended(Code::SandboxEnded, &end),
@@ -100,7 +100,7 @@ mod tests {
     use crate::sandbox::disks::Disks;
     use std::sync::Arc;
 
-    /// Whether something that could be is not.
+    /// Whether `work` is still waiting after a moment.
     async fn waits<T>(work: &mut tokio::task::JoinHandle<T>) -> bool {
         tokio::time::sleep(Duration::from_millis(20)).await;
         !work.is_finished()
@@ -119,7 +119,7 @@ mod tests {
         assert!(waits(&mut one).await && waits(&mut other).await);
         disks.frozen.send_replace(CROWDED - 1);
         let first = tokio::select! { first = &mut one => first, first = &mut other => first };
-        // It adds a layer before the next one is let in, for which there is no room then.
+        // The first branch adds a layer before the next one comes in, so there is no room for that.
         let mut next = if one.is_finished() { other } else { one };
         assert!(waits(&mut next).await);
         disks.frozen.send_modify(|frozen| *frozen += 1);

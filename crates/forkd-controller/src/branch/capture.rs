@@ -1,4 +1,4 @@
-//! Taking a branch: what is prepared before the source stands still, the fork, and what follows it.
+//! Taking a branch: the preparation before the source is paused, the fork, and the checks after it.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,18 +23,18 @@ use crate::snapshot::template::{MemorySource, PersistState, Template};
 use crate::util::fs::make_private_dir;
 use crate::util::task::{self, Task, blocking};
 
-/// How often the daemon looks, for seconds each time, whether a source has given back a layer.
+/// How often the daemon checks, for seconds each time, whether a source still has a layer open for writing.
 const LOOKS: usize = 5;
 
-/// What a branch needs before the source stands still.
+/// What a branch needs before the source is paused.
 struct Prepared {
     config: BranchConfig,
     fds: Vec<OwnedFd>,
-    /// The connection that waits for it.
+    /// The daemon's end of the branch's control socket.
     control: Channel,
 }
 
-/// Takes the branch: the template, and what it shares with its source.
+/// Takes the branch. Returns its template, and the source with the disk layers that both share.
 pub(crate) async fn take(
     snapshots: &SnapshotRegistry,
     sandbox: &Arc<Sandbox>,
@@ -63,7 +63,7 @@ async fn attempt(
     let family = lineage.clone();
     let prepared = blocking("preparing a branch", move || prepare(&place, &data, bare, &family)).await?;
 
-    // Nobody may pause it, or take it back, between the freeze and the thaw.
+    // No request may pause the sandbox, or roll it back, between the freeze and the thaw.
     let _turn = sandbox.lock_exclusive().await?;
     let generation = sandbox.disks.generation.lock().await;
     let Prepared { config, fds, control } = prepared;
@@ -72,13 +72,13 @@ async fn attempt(
     room.map_err(|error| Error::host("cannot raise the limit of a cgroup for a branch", error))?;
     let frozen = freeze(sandbox, timing.freeze, FreezeSync::Quick).await;
     let born = sandbox.ask(|tell| MonitorCommand::Branch(config, fds, tell)).await;
-    // Before anything else, and whatever came of it.
+    // First of all, and also after an error: the guest's processes must go on.
     let thawing = task::spawn(Task::Thaw, frozen.thaw(timing.call));
     let taken = async {
         let ForkedBranch { branched, identity } = match born {
             Ok(born) => born,
             Err(error) => {
-                // If there is one all the same, it finds this first.
+                // If there is a branch all the same, the stop request is the first it receives.
                 control_socket::stop_unseen(control);
                 return Err(advised(error, sandbox));
             }
@@ -92,7 +92,7 @@ async fn attempt(
         let (id, pid, pause) = (branch.template.clone(), branched.pid, branched.pause);
         let watched = Monitor::branched(id.clone(), folder.to_owned(), pid, branched.pidfd, control);
         let mut monitor = watched.map_err(|error| Error::host("cannot watch a branch", error))?;
-        // Until it is recorded below, the next daemon would end it, and needs to know which one it is.
+        // Until its record is written below, the next daemon ends the branch, and finds its process by this.
         identity.write(folder).map_err(|error| Error::host("cannot record a branch", error))?;
         let layers = match returned(&lineage, branched.layers) {
             Ok(layers) => layers,
@@ -114,13 +114,13 @@ async fn attempt(
             }
             let layers = for_reading(&layers)?;
             match sandbox.ask(|tell| MonitorCommand::Seal(layers, tell)).await {
-                // Who has ended writes nothing.
+                // A source that has ended writes nothing.
                 Err(_) if matches!(sandbox.phase(), Phase::Ended(_)) => Ok(()),
                 other => other,
             }
         };
         if let Err(error) = tokio::try_join!(sealed, source_sealed) {
-            // The next branch must not find the source's layers open in this one.
+            // The next branch must not find the source's layers open for writing in this one.
             monitor.end().await;
             return Err(error);
         }
@@ -143,7 +143,7 @@ async fn attempt(
     Ok((template, source))
 }
 
-/// Why there is no branch, with what to do about it if layers that are not merged yet may be why.
+/// The error of a refused branch, with what to do if the cause may be layers that are not merged yet.
 fn advised(error: Error, sandbox: &Sandbox) -> Error {
     let ended = matches!(sandbox.phase(), Phase::Ended(_));
     if !error.code().is_conflict() || ended || !sandbox.disks.are_crowded() {
@@ -153,7 +153,7 @@ fn advised(error: Error, sandbox: &Sandbox) -> Error {
     error.within(Code::DaemonBusy, text)
 }
 
-/// Everything that takes time before the source stands still. Blocks.
+/// Does everything that takes time before the source is paused. Blocks.
 fn prepare(folder: &Path, data: &Path, bare: bool, lineage: &Lineage) -> Result<Prepared> {
     let failed = |error: io::Error| Error::host("cannot prepare a branch", error);
     make_private_dir(folder).map_err(failed)?;
@@ -167,7 +167,7 @@ fn prepare(folder: &Path, data: &Path, bare: bool, lineage: &Lineage) -> Result<
     Ok(Prepared { config, fds, control })
 }
 
-/// The layers that the source says were frozen, opened for reading, or why it is not believed.
+/// The frozen layers that the source returned, opened for reading; an error if one of them was not handed to it.
 fn returned(
     lineage: &Lineage,
     layers: Vec<Option<OwnedFd>>,
@@ -175,16 +175,16 @@ fn returned(
     layers.into_iter().map(|layer| layer.map(|layer| lineage.layers.returned(layer)).transpose()).collect()
 }
 
-/// Ends a branch that shares a layer with a process that can still write to it; and the source, if that is the
-/// process.
+/// Ends a branch that shares a layer with a process that can still write to the layer. If that process is the
+/// source, ends the source, too.
 async fn not_given_back(sandbox: &Sandbox, mut branch: Monitor, frozen: &[OwnedFd]) -> Error {
     let why = "a monitor kept the right to write to a frozen disk layer";
     let error = Error::host("the branch was ended", why);
     branch.end().await;
-    // A branch that failed before may take a while to end, and has the source's layers open until then.
+    // An earlier failed branch may take a while to end, and has the source's layers open until then.
     for _ in 0..LOOKS {
         if matches!(are_kept(frozen).await, Ok(false)) {
-            tracing::error!(sandbox = sandbox.id, why, "the daemon ended a branch");
+            tracing::error!(sandbox = sandbox.id, why, "branch of the sandbox ended");
             return error;
         }
     }
@@ -192,7 +192,7 @@ async fn not_given_back(sandbox: &Sandbox, mut branch: Monitor, frozen: &[OwnedF
     error
 }
 
-/// The same files, opened for reading.
+/// Reopens the files for reading.
 fn for_reading(layers: &[Option<OwnedFd>]) -> Result<Vec<Option<OwnedFd>>> {
     layers.iter().map(|layer| layer.as_ref().map(|layer| reopen(layer.as_fd())).transpose()).collect()
 }

@@ -1,4 +1,4 @@
-//! The sandbox a branch was taken of uses the merged layers, too.
+//! After a merge of a branch's layers, the sandbox it was taken of uses the merged layers, too.
 
 use std::sync::Arc;
 
@@ -12,9 +12,9 @@ use crate::snapshot::merge::LayerSource;
 #[derive(Debug)]
 pub(crate) struct BranchSource {
     pub(crate) sandbox: Arc<Sandbox>,
-    /// Which generation of its disks' layers the branch has.
+    /// The generation of the sandbox's disk layers that the branch has.
     pub(crate) generation: u64,
-    /// How many frozen layers it was believed to have right after.
+    /// The count of the sandbox's frozen layers right after the branch.
     pub(crate) frozen: usize,
 }
 
@@ -22,8 +22,8 @@ impl LayerSource for BranchSource {
     async fn count_layers(&self, most: usize) {
         let disks = &self.sandbox.disks;
         if *disks.generation.lock().await == self.generation {
-            // As many as there were, and one for each branch since. The count may be wrong after a merge whose
-            // answer did not arrive.
+            // The template's layers, and one for each branch since. The old count may be wrong after a merge
+            // whose answer did not arrive.
             disks.frozen.send_modify(|frozen| *frozen = most + frozen.saturating_sub(self.frozen));
         }
     }
@@ -31,16 +31,16 @@ impl LayerSource for BranchSource {
     async fn replace_layers(self, layers: Vec<Option<Replacement>>, most: usize) -> Result<()> {
         let (sandbox, disks) = (&self.sandbox, &self.sandbox.disks);
         let mut now = disks.generation.lock().await;
-        // Another branch merged some of them first: the next branch has what both left.
+        // The merge of another branch replaced some of these layers first: the next branch merges the rest.
         if *now != self.generation {
             return Ok(());
         }
-        // Before the monitor is asked: it may replace them although its answer does not arrive, and counts that
-        // other branches have are wrong then. If it does not replace them, they only merge later.
+        // Before the request to the monitor: the monitor may replace the layers although its answer does not
+        // arrive, and then the layer counts of other branches are wrong. If it does not, they only merge later.
         *now += 1;
         sandbox.ask(|tell| MonitorCommand::ReplaceLayers(layers, tell)).await?;
         disks.frozen.send_modify(|frozen| *frozen = frozen.saturating_sub(most.saturating_sub(1)));
-        tracing::debug!(sandbox = sandbox.id, layers = most, "disk layers were merged");
+        tracing::debug!(sandbox = sandbox.id, layers = most, "disk layers merged");
         Ok(())
     }
 }

@@ -1,10 +1,17 @@
 //! Branching: forking a template off a running sandbox.
 //!
-//! A branch is a task of its own: whoever asked may go away. In order: the tag is reserved; it waits until
-//! its source takes another one; everything the pause needs is prepared; the agent stands its processes
-//! still, for a bounded time; the monitor forks; the agent lets them go on, whatever happened; both processes
-//! lose the right to write to what is shared now; what the template is is written down, and then whose it is. From
-//! then on children can be forked from it, also by the next daemon. How it comes to disk is `persist`'s.
+//! A branch is a task of its own, so that it goes on when its client goes away. The steps, in this order:
+//!
+//! 1. The daemon reserves the tag.
+//! 2. The branch waits until its source takes another one (`admission`).
+//! 3. The daemon prepares everything the pause needs (`capture`, up to step 7).
+//! 4. The agent freezes the guest's processes, for a bounded time.
+//! 5. The monitor forks.
+//! 6. The agent thaws the processes, also after an error.
+//! 7. Both monitors give up the right to write to the layers that they share now; the template's record is written.
+//! 8. The owner is written to the database. From here on children can be forked, also by the next daemon.
+//!
+//! Then `SnapshotRegistry::persist` saves the branch.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,27 +33,27 @@ use crate::telemetry::otlp::{self, Over};
 use crate::util::random::new_id;
 use crate::util::task::{self, Task};
 
-/// How long a branch that nobody waits for is left to its first children. Moving it to a cgroup of its own holds
-/// up whoever forks then; so does a saver, which is a fork of the template, and it takes turns with children on
-/// the host's CPUs.
+/// How long only first children use a new branch, if no client waits for its save. The move to its own cgroup and the
+/// saver both hold up spawns: a saver is a fork of the template, and it competes with the children for the host's
+/// CPUs.
 const CHILDREN_FIRST: Duration = Duration::from_millis(100);
 
-/// What is asked for.
+/// The order for a branch.
 #[derive(Debug)]
 pub(crate) struct BranchSpec {
-    /// A tag is made up if there is none.
+    /// If there is none, the daemon makes up a tag.
     pub(crate) tag: Option<String>,
     pub(crate) mode: Mode,
-    /// Whether somebody waits until it is on disk: then a branch that cannot be stored is gone.
+    /// Whether the client waits until the branch is on disk: then a branch that cannot be stored is removed.
     pub(crate) wait: bool,
-    /// The snapshot the difference is to be stored to.
+    /// The snapshot that the stored difference is to be based on.
     pub(crate) parent_tag: Option<String>,
-    /// The most the sandbox's owner may have, as whoever asks has it.
+    /// The quota of the request's principal: it limits the sandbox's owner here.
     pub(crate) quota: Quota,
 }
 
 impl SnapshotRegistry {
-    /// Begins to branch `sandbox`. The work goes on whether or not anybody waits for it.
+    /// Begins to branch `sandbox`. The job goes on if the client goes away.
     pub(crate) fn branch(
         self: &Arc<Self>,
         sandbox: &Arc<Sandbox>,
@@ -90,7 +97,7 @@ impl SnapshotRegistry {
         Ok((entry, branch))
     }
 
-    /// What the branch's guest is like, and which snapshot its source came from.
+    /// Checks the order. Returns the properties of the branch's guest, and the snapshot its source came from.
     fn check(&self, sandbox: &Sandbox, order: &BranchSpec) -> Result<(GuestSpec, Option<BranchOrigin>)> {
         match sandbox.phase() {
             Phase::Running | Phase::Unresponsive | Phase::Paused => {}
@@ -135,17 +142,17 @@ impl SnapshotRegistry {
         place: Admission,
     ) {
         let begun = Instant::now();
-        // The branch is born in the source's cgroup, which goes with the source.
+        // The monitor forks the branch into the source's cgroup, which ends with the source.
         let leaving = sandbox.resources().leaf.as_ref().map(Leaf::leaving);
         let taken = async {
             let turn = self.turn(&sandbox, &branch, place).await?;
             let (template, source) = take(&self, &sandbox, &branch).await?;
             drop(turn);
-            // After the fork, so that the source does not wait for the database, and before a client hears of the
-            // branch. Until here its record says whose it is.
+            // After the fork, so that the source does not wait for the database, and before the client gets its answer.
+            // Until here only the template's record names the owner.
             if let Err(error) = self.record_owner(&entry).await {
                 if let Err(error) = template.record(PersistState::Forgotten) {
-                    tracing::warn!(tag = branch.tag, %error, "cannot record that a branch is gone");
+                    tracing::warn!(tag = branch.tag, %error, "template record not updated: branch is removed");
                 }
                 return Err(error);
             }
@@ -163,7 +170,7 @@ impl SnapshotRegistry {
         let (template, source) = match taken {
             Ok(taken) => taken,
             Err(error) => {
-                tracing::warn!(tag = branch.tag, %error, "a branch could not be taken");
+                tracing::warn!(tag = branch.tag, %error, "branch not taken");
                 self.host.telemetry.metrics.branches.add(metrics::Outcome::Failed, 1);
                 entry.failed(error.clone());
                 self.forget_owner(&entry).await;
@@ -178,7 +185,7 @@ impl SnapshotRegistry {
         }
         entry.set_current(template.clone());
         branch.forked();
-        // Whoever asked has their answer now. Nothing of what follows is to hold up their first children.
+        // The client has its answer now. The following steps must not hold up its first children.
         if !branch.waited_for {
             let _ = tokio::time::timeout(CHILDREN_FIRST, branch.dismissed()).await;
         }
@@ -190,13 +197,13 @@ impl SnapshotRegistry {
             tag = branch.tag,
             sandbox = sandbox.id,
             pause_ms = branch.taken().pause_ms,
-            "branched"
+            "branch taken"
         );
         self.persist(entry, branch, template, source).await;
     }
 }
 
-/// A tag for a branch of `sandbox`.
+/// A new tag for a branch of `sandbox`.
 fn made_up(sandbox: &str) -> Result<String> {
     let mut random = [0u8; 2];
     crate::util::random::fill_random(&mut random)?;

@@ -18,7 +18,7 @@
 //! | the end | nothing of the sandbox that could be taken over | ends its process, keeps the snapshot |
 //!
 //! A daemon does the same when a suspend fails, and when a client uses an idle sandbox meanwhile. A sandbox that dies
-//! by itself while it stands still is the exception: its snapshot is all that is left of it, and stays.
+//! by itself while it is paused is the exception: its snapshot is all that is left of it, and stays.
 
 use std::sync::Arc;
 
@@ -34,7 +34,7 @@ use crate::snapshot::branch_job::{Mode, Stage};
 use crate::snapshot::registry::{Entry, Removal, SnapshotRegistry, SnapshotState};
 use crate::util::task::{self, Task};
 
-/// What is asked for.
+/// The order for a suspend.
 #[derive(Debug)]
 pub(crate) struct SuspendSpec {
     /// The snapshot to store it as; no other may have the tag.
@@ -70,7 +70,7 @@ impl Suspend {
         Ok(suspend)
     }
 
-    /// Suspends the sandbox. `commit` runs when the snapshot is on disk and the sandbox stands still; from its
+    /// Suspends the sandbox. `commit` runs when the snapshot is on disk and the sandbox is paused; from its
     /// success on the sandbox is suspended. `false`: a client uses the sandbox, and it goes on.
     pub(crate) async fn run(
         self,
@@ -82,7 +82,7 @@ impl Suspend {
             return suspended;
         }
         let undone = self.undo().await;
-        // Why it failed matters more than what could not be undone yet.
+        // The error of the suspend matters more than that of the undo.
         let suspended = suspended?;
         undone.map(|()| suspended)
     }
@@ -94,7 +94,7 @@ impl Suspend {
         let noted = Suspending { tag: tag.clone(), paused: false };
         self.amend(|lifetime| lifetime.suspending = Some(noted))?;
         self.at("noted");
-        // While it runs: its agent stands its processes still for the branch.
+        // While the sandbox runs: the agent freezes the guest's processes for the branch.
         let order = branch::BranchSpec { tag: Some(tag.clone()), mode, wait: true, parent_tag: None, quota };
         let (_, branch) = self.snapshots.branch(sandbox, order)?;
         branch.reached(Stage::Saving).await?;
@@ -105,7 +105,7 @@ impl Suspend {
                 return Ok(false);
             }
             if !matches!(sandbox.phase(), Phase::Paused) {
-                // Before it is: the next daemon is to know why it stands still. A use of one that dozes wakes it.
+                // Before the pause: the next daemon must know the reason for it. With `auto_paused` a use resumes it.
                 self.amend(|lifetime| {
                     lifetime.auto_paused = unused_since.is_some();
                     lifetime.suspending.iter_mut().for_each(|noted| noted.paused = true);
@@ -121,14 +121,14 @@ impl Suspend {
         match sandbox.phase() {
             _ if used() => return Ok(false),
             Phase::Paused => {}
-            // What it was when it stood still is on disk.
+            // The snapshot has the state of the pause, so the suspend can still be committed.
             Phase::Ended(end) if !end.is_requested() => {}
             Phase::Ended(end) => return Err(sandbox.ended(Code::SandboxEnded, &end)),
             _ => return Ok(false),
         }
         commit.await?;
         self.at("committed");
-        // It is on disk: nothing of it needs to stay in memory.
+        // The snapshot is on disk: its template need not stay in memory.
         let _ = self.snapshots.unload(&tag);
         self.registry.end(sandbox, end);
         self.at("ended");
@@ -165,7 +165,7 @@ impl Suspend {
 
     /// Removes the snapshot of a sandbox that goes on.
     async fn remove(&self, tag: &str) -> Result<()> {
-        // A client may have removed it, and given its tag to another.
+        // A client may have removed the snapshot, and another one may have its tag.
         if !self.snapshots.get(tag).is_ok_and(|entry| is_of(&entry, &self.sandbox.id)) {
             return Ok(());
         }
@@ -177,7 +177,7 @@ impl Suspend {
 
     fn amend(&self, change: impl FnOnce(&mut Lifetime)) -> Result<()> {
         let written = self.sandbox.amend(|lifetime, _| change(lifetime));
-        written.map_err(|error| Error::host("cannot write down what becomes of a sandbox", error))
+        written.map_err(|error| Error::host("cannot write the record of a sandbox", error))
     }
 
     fn at(&self, step: &'static str) {
@@ -187,8 +187,8 @@ impl Suspend {
     }
 }
 
-/// Undoes the suspends that an earlier daemon began and did not commit. Workspaces end first the sandboxes whose
-/// suspends are committed. One that cannot be undone now is undone before its sandbox is suspended again.
+/// Undoes the suspends that an earlier daemon began and did not commit. Before this, workspaces end the sandboxes
+/// whose suspends are committed. A suspend that cannot be undone now is undone before its sandbox is suspended again.
 pub(crate) async fn undo_unfinished(
     registry: &Arc<Registry>,
     snapshots: &Arc<SnapshotRegistry>,
@@ -204,12 +204,12 @@ pub(crate) async fn undo_unfinished(
         }
         let (registry, snapshots) = (registry.clone(), snapshots.clone());
         undoing.push(task::spawn(Task::Suspend, async move {
-            // Until then it is not known whether it stands still.
+            // Until then the daemon does not know whether the sandbox is paused.
             let _ = sandbox.started().await;
             match Suspend::begin(&registry, &snapshots, &sandbox).await {
-                Ok(_) => tracing::info!(sandbox = sandbox.id, "an unfinished suspend is undone"),
+                Ok(_) => tracing::info!(sandbox = sandbox.id, "unfinished suspend undone"),
                 Err(error) => {
-                    tracing::warn!(sandbox = sandbox.id, %error, "an unfinished suspend is not undone yet");
+                    tracing::warn!(sandbox = sandbox.id, %error, "unfinished suspend not undone yet");
                 }
             }
         }));
@@ -219,7 +219,7 @@ pub(crate) async fn undo_unfinished(
             let _ = undone.await;
         }
     };
-    // Those that take longer go on.
+    // Undoes that take longer go on in their tasks.
     let _ = tokio::time::timeout(registry.host.config.timing.call, all).await;
 }
 

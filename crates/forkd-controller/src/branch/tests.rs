@@ -1,6 +1,6 @@
-//! Branches of a sandbox whose monitor its guest has broken into: it answers with other descriptors than it was
-//! handed. A thread plays the monitor; its process and that of the branch are real ones. What honest monitors do is
-//! tested with real guests.
+//! Branches of a sandbox whose guest has broken into its monitor: the monitor answers with other descriptors than
+//! those it was handed. A thread plays the monitor; its process and that of the branch are real ones. Tests with real
+//! guests cover honest monitors.
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -22,7 +22,7 @@ use crate::snapshot::branch_job::Stage;
 use crate::testing::fake_guest::{FakeDaemon, eventually};
 use crate::testing::fake_process::{Shell, runs};
 
-/// For what comes by itself, on a busy computer too.
+/// How long a test waits for an event, long enough for a busy computer.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// What a monitor sends beside the answer that it has branched.
@@ -81,7 +81,7 @@ impl Source {
         Source { sandbox, pid, branch }
     }
 
-    /// Branches it; what came of that, within the patience of the test.
+    /// Branches the sandbox. Returns the result, or an error after `PATIENCE`.
     async fn branch(
         &self,
         daemon: &FakeDaemon,
@@ -130,7 +130,7 @@ fn play(control: &Channel, mut shell: Shell, mut sent: Sent, born: &AtomicI32) {
             other => panic!("{other:?}"),
         }
     }
-    // It would end with its input, but is to end only when the daemon ends it.
+    // The shell would end with its input, but is to end only when the daemon ends it.
     std::mem::forget(shell);
 }
 
@@ -148,7 +148,7 @@ fn play_branch(control: &Channel) {
     }
 }
 
-/// A FIFO that no process writes to: who opens it for reading without care waits for ever.
+/// A FIFO that no process writes to: a plain `open` for reading waits for ever.
 fn fifo(folder: &Path) -> (PathBuf, OwnedFd) {
     let path = folder.join("fifo");
     rustix::fs::mkfifoat(CWD, &path, Bits::RUSR | Bits::WUSR).unwrap();
@@ -156,15 +156,15 @@ fn fifo(folder: &Path) -> (PathBuf, OwnedFd) {
     (path, fd.unwrap())
 }
 
-/// Has a source that sends `sent` branched, and looks at what becomes of it.
+/// Branches a source that sends `sent`, and checks that the daemon refuses the branch and ends both.
 async fn is_refused(what: &str, daemon: &FakeDaemon, sent: Sent) {
     let lies_about_process = sent.process.is_some();
     let source = Source::start(daemon, |_| sent).await;
     let branched = source.branch(daemon).await;
     let error = branched.unwrap_or_else(|_| panic!("{what}: the daemon waits")).unwrap_err();
     assert_eq!(error.code(), Code::Internal, "{what}: {error}");
-    // Its monitor is ended, and so is its branch. One that the daemon was not shown goes with the cgroup of its
-    // source, which this one has not.
+    // The daemon ends the monitor and its branch. It ends a branch whose pidfd it did not get with the cgroup of the
+    // source, and this source has none.
     let ended = || match source.sandbox.phase() {
         Phase::Ended(end) => Some(end),
         _ => None,
@@ -176,7 +176,7 @@ async fn is_refused(what: &str, daemon: &FakeDaemon, sent: Sent) {
         let _ = rustix::process::kill_process(Pid::from_raw(branch).unwrap(), Signal::KILL);
     }
     eventually(what, || !runs(source.pid) && !runs(branch)).await;
-    // Nothing is left of it, and the daemon goes on.
+    // Nothing is left of the branch, and the daemon goes on.
     assert_eq!(daemon.app.snapshots.get("b").unwrap_err().code(), Code::SnapshotNotFound, "{what}");
     let folder = crate::host::run_dir::templates(&daemon.app.config.run_dir);
     eventually("the folder of the branch to go", || std::fs::read_dir(&folder).unwrap().count() == 0).await;

@@ -1,4 +1,4 @@
-//! Sandboxes that wait for room on the disk go on when there is some.
+//! Resumes sandboxes that a full disk paused, when the disk has space again.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,11 +9,11 @@ use crate::host::disk_space::free;
 use crate::sandbox::Sandbox;
 use crate::sandbox::registry::Registry;
 
-/// So much must be free before guests that wait for room go on, or they would soon wait again.
+/// How much must be free before waiting guests are resumed; with less they would soon wait again.
 const ROOM_FOR_GUESTS: u64 = 64 << 20;
-/// How long a guest stays paused at least: a quota may be used up where the disk has room.
+/// How long a guest stays paused at least: the disk may have space while a quota of the host is used up.
 const SHORTEST_PAUSE: Duration = Duration::from_secs(5);
-/// How often the daemon looks whether there is room.
+/// How often the daemon looks for free space.
 const LOOK_FOR_ROOM: Duration = Duration::from_secs(1);
 
 /// Lets sandboxes that wait for room on the disk go on when there is some, until the daemon stops.
@@ -28,13 +28,13 @@ pub(crate) async fn resume_waiting(registry: Arc<Registry>, stopping: Cancellati
             sandbox.waits_for_room() && sandbox.pauses.lasts().is_none_or(|time| time >= SHORTEST_PAUSE)
         };
         let waiting: Vec<_> = registry.list().into_iter().filter(is_due).collect();
-        // Where it cannot be found out, the write itself tells.
+        // If the free space cannot be read, resumes: a guest pauses again if its write fails.
         if waiting.is_empty() || free(&data).is_ok_and(|free| free < ROOM_FOR_GUESTS) {
             continue;
         }
         for sandbox in waiting {
             if let Err(error) = sandbox.try_again().await {
-                tracing::warn!(sandbox = sandbox.id, %error, "the sandbox stays paused");
+                tracing::warn!(sandbox = sandbox.id, %error, "sandbox not resumed; it stays paused until the next try");
             }
         }
     }

@@ -1,4 +1,4 @@
-//! What happens to sandboxes without a request: their time is over, or the host's disk is full.
+//! Changes of sandboxes without a request: when a time-out is over, or the host's disk was full.
 
 pub(crate) mod disk_full;
 pub(crate) mod timeouts;

@@ -1,8 +1,8 @@
-//! What is done when a sandbox's time is over: one task that looks at all of them every second.
+//! Time-outs of sandboxes: one task checks all sandboxes every second.
 //!
-//! To delete one is a matter of a moment. To pause it, or to suspend it (`suspend`), is done in a task of its own;
-//! what fails is tried again later, and the sandbox goes on meanwhile: nothing is lost because a disk was full. A
-//! client that uses an idle sandbox while it is being suspended cancels the suspend.
+//! Deleting a sandbox takes a moment. Pausing it, or suspending it (`suspend`), is a task of its own. If that fails,
+//! the daemon tries again later and the sandbox goes on meanwhile: a full disk loses nothing. A client that uses an
+//! idle sandbox while it is being suspended cancels the suspend.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,35 +23,35 @@ use crate::util::task::{self, Task};
 use crate::util::time::{self, now_unix};
 use crate::workspace::Workspaces;
 
-/// How often it looks.
+/// How often the task checks all sandboxes.
 const EVERY: Duration = Duration::from_secs(1);
-/// How often what is old is forgotten.
+/// How often `prune` removes old data.
 const PRUNE_EVERY: Duration = Duration::from_secs(60);
-/// After what could not be done: when it is tried again.
+/// How long after a failed attempt the next one begins.
 const AGAIN: Duration = Duration::from_secs(30);
-/// How many names are tried for what is stored.
+/// How many tags are tried for the snapshot of a suspended sandbox.
 const MAX_NAMES: u32 = 100;
 
 /// Why a sandbox's time is over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Due {
-    /// It has lived long enough.
+    /// Its deadline has passed.
     Expired,
-    /// Nobody has used it for so many seconds.
+    /// No client has used it for so many seconds.
     Idle(u64),
 }
 
 impl Due {
-    /// For people: why.
+    /// The reason, for texts.
     fn because(self) -> String {
         match self {
             Due::Expired => "its time was up (timeout_secs)".into(),
-            Due::Idle(secs) => format!("nobody used it for {secs} s (idle_timeout_secs)"),
+            Due::Idle(secs) => format!("no client used it for {secs} s (idle_timeout_secs)"),
         }
     }
 }
 
-/// What acts on sandboxes whose time is over.
+/// Acts on sandboxes whose time is over.
 #[derive(Debug, Clone)]
 pub(crate) struct Timeouts {
     pub(crate) registry: Arc<Registry>,
@@ -61,7 +61,7 @@ pub(crate) struct Timeouts {
 }
 
 impl Sandbox {
-    /// Whether its time is over, and why; not while something is done about it.
+    /// Why the sandbox's time is over, if it is; none while an attempt to act on it is under way or has just failed.
     fn due(&self, now: u64) -> Option<Due> {
         let phase = self.phase();
         if matches!(phase, Phase::Ended(_)) {
@@ -102,7 +102,7 @@ impl Timeouts {
                 if let Some(secs) = step
                     && let Err(error) = move_deadline(&sandbox, secs)
                 {
-                    tracing::warn!(sandbox = sandbox.id, %error, "its time did not move");
+                    tracing::warn!(sandbox = sandbox.id, %error, "sandbox deadline not updated");
                 }
                 if let Some(due) = sandbox.due(now) {
                     self.act(sandbox, due);
@@ -133,7 +133,7 @@ impl Timeouts {
             let attempt = match acted {
                 Ok(()) => Attempt::None,
                 Err(error) => {
-                    tracing::warn!(sandbox = sandbox.id, %error, "trying again later");
+                    tracing::warn!(sandbox = sandbox.id, %error, "sandbox not paused or suspended; trying again later");
                     Attempt::Failed(Instant::now())
                 }
             };
@@ -153,18 +153,18 @@ impl Timeouts {
             return Ok(());
         }
         if !matches!(sandbox.phase(), Phase::Paused) || sandbox.waits_for_room() {
-            // Before it is: the next daemon is to know why it stands still.
+            // Before the pause: the next daemon must know why the sandbox is paused.
             amend(sandbox, |lifetime, _| lifetime.auto_paused = idle)?;
             sandbox.pause().await?;
         }
         if !idle {
-            // It was given its time once; whoever wants more resumes it.
+            // A deadline acts once: a client that wants more time resumes the sandbox.
             amend(sandbox, |lifetime, deadline| {
                 *deadline = None;
                 lifetime.auto_paused = false;
             })?;
         }
-        // Whoever came before it was seen to be paused did not wake it.
+        // A client that used the sandbox before its phase was `Paused` did not resume it.
         if used() {
             sandbox.go_on().await?;
         }
@@ -174,7 +174,7 @@ impl Timeouts {
     async fn suspend(&self, sandbox: &Arc<Sandbox>, due: Due) -> Result<()> {
         let idle = due != Due::Expired;
         let unused_since = idle.then(|| sandbox.activity.stamp());
-        // What is used goes on, unless its time is over: what is done in it then would be lost.
+        // A use cancels an idle suspend. After a deadline uses are refused instead: their effects would be lost.
         let _put_away = (!idle).then(|| SuspendGuard::begin(sandbox));
         let quota = self.tokens.quota_of(&sandbox.spec.owner);
         if let Some(name) = sandbox.read_runtime(|facts| facts.saved.workspace.clone()) {
@@ -187,11 +187,11 @@ impl Timeouts {
         let text = format!("{}, and it was stored as snapshot {tag}; fork that to go on", due.because());
         let end = End::new(SUSPENDED, text, String::new());
         let order = suspend::SuspendSpec { tag, mode: Mode::Suspend, quota, unused_since, end };
-        // Its end is the commit.
+        // The end of the sandbox is the commit.
         suspend.run(order, async { Ok(()) }).await.map(drop)
     }
 
-    /// What to store it as: the name it was given, or one of its own, if that is taken.
+    /// The tag of the snapshot: `suspend_as`, or `idle-ID` with or without a number if that is taken.
     fn free_tag(&self, sandbox: &Sandbox) -> Result<String> {
         let own = format!("idle-{}", sandbox.id);
         let wanted = sandbox.read_runtime(|facts| facts.saved.lifetime.suspend_as.clone());
@@ -207,7 +207,7 @@ impl Timeouts {
     }
 }
 
-/// Somebody set the clock: its time is over after as long as before.
+/// Moves the deadline by a step of the host's clock, so that as much time is left as before.
 fn move_deadline(sandbox: &Sandbox, secs: i64) -> Result<()> {
     if sandbox.read_runtime(|facts| facts.saved.deadline_unix.is_none()) {
         return Ok(());
@@ -219,7 +219,7 @@ fn amend(
     sandbox: &Sandbox,
     change: impl FnOnce(&mut crate::sandbox::lifetime::Lifetime, &mut Option<u64>),
 ) -> Result<()> {
-    sandbox.amend(change).map_err(|error| Error::host("cannot write down what becomes of a sandbox", error))
+    sandbox.amend(change).map_err(|error| Error::host("cannot write the record of a sandbox", error))
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! Taking over the templates an earlier daemon left running, and going on to save the branches among
-//! them; what was half-made is ended and removed, and what has a record that cannot be read is kept (`unknown`).
+//! Taking over the templates an earlier daemon left running, and saving the branches among them that are not on
+//! disk. Half-made templates are ended and removed; templates whose records cannot be read are kept (`unknown`).
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -24,15 +24,15 @@ use crate::snapshot::unknown::{UnknownTemplate, Unread};
 use crate::util::records::Found;
 use crate::util::task::{self, Task};
 
-/// How long a half-made process has to obey.
+/// How long a half-made process may take to stop.
 pub(crate) const STOP_WAIT: Duration = Duration::from_secs(5);
 
-/// What an earlier daemon left of templates.
+/// The templates that an earlier daemon left.
 #[derive(Debug, Default)]
 pub(crate) struct Leftovers {
     /// Templates that live, with their children by name.
     pub(crate) templates: HashMap<String, (Arc<Template>, HashMap<String, Adopted>)>,
-    /// All lineages that something is left of, held until everything of theirs is taken over.
+    /// All lineages with a template or sandbox left, held until all of these are taken over.
     pub(crate) lineages: Vec<Arc<Lineage>>,
     /// Templates whose records cannot be read.
     pub(crate) unknown: Vec<Arc<UnknownTemplate>>,
@@ -42,7 +42,7 @@ pub(crate) struct Leftovers {
 type Unsaved = (Arc<Template>, crate::snapshot::branch_job::BranchRecord);
 
 impl SnapshotRegistry {
-    /// Takes over the templates an earlier daemon left running, and ends what was half-made.
+    /// Takes over the templates an earlier daemon left running, and ends half-made ones.
     pub(crate) async fn adopt(self: &Arc<Self>) -> Result<Leftovers> {
         let read = |error| Error::host(format!("cannot read {}", self.folder.display()), error);
         let (mut leftovers, mut unsaved) = (Leftovers::default(), Vec::new());
@@ -50,12 +50,12 @@ impl SnapshotRegistry {
             let folder = found.map_err(read)?.path();
             let id = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
             if !is_valid_name(&id) {
-                tracing::warn!(path = %folder.display(), "not a template's folder; left alone");
+                tracing::warn!(path = %folder.display(), "not a template folder; left alone");
                 continue;
             }
             let (record, identity) = (TemplateRecord::read(&folder), ProcessId::read(&folder));
             let unreadable = match (&record, &identity) {
-                // Half-made.
+                // Half-made: `take_over` refuses it.
                 (Found::Missing, _) => None,
                 (Found::Unreadable(why), _) | (_, Found::Unreadable(why)) => Some(why.clone()),
                 (Found::Read(_), _) => None,
@@ -68,13 +68,13 @@ impl SnapshotRegistry {
             if let Err(error) =
                 self.take_over(&id, &folder, record.read(), &mut leftovers, &mut unsaved).await
             {
-                tracing::warn!(template = id, %error, "a template is not taken over; ending it");
+                tracing::warn!(template = id, %error, "template not taken over; ending it");
                 end(&id, &folder).await;
                 self.host.lineages.forget(&id);
                 self.host.janitor.remove_folder(folder).await;
             }
         }
-        // Before branches take their tags: none of them has the tag of another.
+        // Before branches reserve their tags: an unknown template keeps its tag.
         leftovers.unknown.iter().for_each(|template| self.list_unknown(template));
         self.resume_saving(unsaved, &leftovers).await;
         Ok(leftovers)
@@ -88,12 +88,12 @@ impl SnapshotRegistry {
         leftovers: &mut Leftovers,
         unsaved: &mut Vec<Unsaved>,
     ) -> Result<()> {
-        let half_made = |why| Err(Error::host("it is half-made", why));
+        let half_made = |why| Err(Error::host("the template is half-made", why));
         let Some(TemplateRecord { about, standing }) = record else {
             return half_made("it has no record");
         };
         let Some(lineage) = self.host.lineages.resume(about.lineage, &about.cgroup) else {
-            return half_made("its user is another's");
+            return half_made("another lineage has its user id");
         };
         leftovers.lineages.push(lineage.clone());
         let (id, folder, janitor) = (id.to_owned(), folder.to_owned(), self.host.janitor.clone());
@@ -111,7 +111,7 @@ impl SnapshotRegistry {
         Ok(())
     }
 
-    /// Makes an adopted template the current one of its snapshot, if that still is the same.
+    /// Makes an adopted template the current one of its tag, if the tag still has the same snapshot.
     fn install(&self, template: &Arc<Template>, snapshot: &str) {
         let Ok(entry) = self.get(&template.about.tag) else { return };
         if entry.snapshot().is_ok_and(|now| now.id() == snapshot) && entry.current().is_none() {
@@ -119,23 +119,23 @@ impl SnapshotRegistry {
         }
     }
 
-    /// Goes on with branches that were not on disk.
+    /// Starts to save the branches that are not on disk.
     async fn resume_saving(self: &Arc<Self>, mut unsaved: Vec<Unsaved>, leftovers: &Leftovers) {
-        // Their daemon may have been killed before it could: they would go with the sandboxes they came from.
+        // The earlier daemon may have been killed before the move: the branches would end with their sources.
         for (template, _) in &unsaved {
             move_to_own_cgroup(template).await;
         }
-        // Those that came from others among them after those: their tags tell when they began.
+        // By age: a branch reserves its tag after the branch it came from.
         unsaved.sort_by(|(a, x), (b, y)| (x.begun_at_unix, &a.id).cmp(&(y.begun_at_unix, &b.id)));
         let mut branches: HashMap<String, Arc<Branch>> = HashMap::new();
         let mut waiting: Vec<Unsaved> = Vec::new();
         let mut jobs: Vec<(Arc<Entry>, Arc<Branch>, Arc<Template>)> = Vec::new();
         for (template, record) in unsaved {
-            // Written, and the daemon was killed before it took note of it.
+            // The snapshot is on disk; the daemon was killed before it recorded that.
             if let Some(snapshot) = self.get(&template.about.tag).ok().and_then(|it| it.snapshot().ok()) {
                 let id = snapshot.id().to_owned();
                 if let Err(error) = template.record(PersistState::Saved(id.clone())) {
-                    tracing::warn!(tag = template.about.tag, %error, "cannot record that a branch is on disk");
+                    tracing::warn!(tag = template.about.tag, %error, "template record not updated: branch is on disk");
                 }
                 self.install(&template, &id);
                 continue;
@@ -146,10 +146,10 @@ impl SnapshotRegistry {
             let before = waiting.len();
             let names: Vec<String> = waiting.iter().map(|(template, _)| template.id.clone()).collect();
             let (ready, rest): (Vec<_>, Vec<_>) = waiting.into_iter().partition(|(_, record)| {
-                // After the one it came from, if that is among these.
+                // After the branch it came from, if that waits here, too.
                 record.origin.as_ref().is_none_or(|it| it.snapshot.is_some() || !names.contains(&it.template))
             });
-            // A circle is nobody's honest record.
+            // Branches that came from each other in a circle: no honest daemon writes such records.
             waiting = if ready.len() + rest.len() == before && ready.is_empty() { Vec::new() } else { rest };
             for (template, mut record) in ready {
                 let mut parent = None;
@@ -160,7 +160,7 @@ impl SnapshotRegistry {
                     let known = leftovers.templates.get(&origin.template);
                     origin.snapshot = known.and_then(|(template, _)| template.snapshot());
                 }
-                // Its daemon may have been killed before it told the database.
+                // The earlier daemon may have been killed before it wrote to the database: the record counts first.
                 let known = || self.owners.of(&template.about.tag).unwrap_or_else(local_owner);
                 let owner = record.owner.clone().unwrap_or_else(known);
                 let branch = Arc::new(Branch::adopted(&template, record, parent));
@@ -172,21 +172,21 @@ impl SnapshotRegistry {
                         jobs.push((entry, branch, template));
                     }
                     Err(error) => {
-                        tracing::warn!(tag = branch.tag, %error, "a branch is not saved");
+                        tracing::warn!(tag = branch.tag, %error, "branch not saved");
                         branch.fail(error);
                     }
                 }
             }
         }
         for (entry, branch, template) in jobs {
-            tracing::info!(tag = branch.tag, "a branch was not on disk yet; writing it");
+            tracing::info!(tag = branch.tag, "branch of an earlier daemon is not on disk yet; writing it");
             let snapshots = self.clone();
             let (failed, over) = (entry.clone(), branch.clone());
             let work = async move {
                 match snapshots.record_owner(&entry).await {
                     Ok(()) => snapshots.persist(entry, branch, template, NoSource).await,
                     Err(error) => {
-                        tracing::error!(tag = branch.tag, %error, "a branch is not on disk");
+                        tracing::error!(tag = branch.tag, %error, "branch not saved: its owner is not recorded");
                         entry.failed(error.clone());
                         branch.fail(error);
                     }
@@ -204,16 +204,16 @@ impl SnapshotRegistry {
 async fn end(id: &str, folder: &Path) {
     match ProcessId::read(folder).read().and_then(|identity| identity.open()) {
         Some(process) => process.end(id).await,
-        // It may have been forked and not recorded: its socket leads to it.
+        // The process may have been forked and not recorded: it listens on its control socket.
         None => {
             if stop(folder).await.is_err() {
-                tracing::warn!(template = id, "a half-made template did not answer");
+                tracing::warn!(template = id, "half-made template did not stop");
             }
         }
     }
 }
 
-/// Asks whoever listens on the control socket in `folder` to end; an error if it does not in time.
+/// Asks the process that listens on the control socket in `folder` to stop; an error if it does not in time.
 pub(crate) async fn stop(folder: &Path) -> std::result::Result<(), tokio::time::error::Elapsed> {
     let stopped = async {
         let link = Link::new(control_socket::open(&folder.join(control_socket::CONTROL)).ok()?).ok()?;

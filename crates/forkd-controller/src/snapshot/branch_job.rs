@@ -1,4 +1,4 @@
-//! A branch on its way to disk: what it is of, how far it is, and what the next daemon needs to finish it.
+//! A branch job: its source, its stage, and the record by which the next daemon finishes it.
 
 use std::fs::File;
 use std::sync::{Arc, OnceLock};
@@ -12,17 +12,17 @@ use tokio::sync::watch;
 use crate::error::{Error, Result};
 use crate::snapshot::template::Template;
 
-/// How a branch is stored, and what a request for it waits for by default.
+/// How a branch is stored, and what a branch request waits for by default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Mode {
-    /// All of it.
+    /// All of its memory and disks.
     Full,
-    /// What differs from the snapshot its source came from.
+    /// The difference to the snapshot its source came from.
     Diff,
-    /// The same, and nobody needs to wait for it.
+    /// The same, and by default the client does not wait for the save.
     Live,
-    /// All of it, and the sandbox ends: it is all that is left of that, and is not removed as an old branch.
+    /// All of it, and the sandbox ends. Only this snapshot is left of the sandbox, so `gc` never removes it.
     Suspend,
 }
 
@@ -36,7 +36,7 @@ impl Mode {
         }
     }
 
-    /// Whether it is stored as the difference to another snapshot.
+    /// Whether the branch is stored as the difference to another snapshot.
     pub(crate) fn is_difference(self) -> bool {
         matches!(self, Mode::Diff | Mode::Live)
     }
@@ -46,16 +46,16 @@ impl Mode {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct BranchOrigin {
     pub(crate) tag: String,
-    /// Its id; none if it was not on disk yet.
+    /// The id of the snapshot; none if it was not on disk yet.
     pub(crate) snapshot: Option<String>,
     /// The template that forked the source.
     pub(crate) template: String,
 }
 
-/// What was measured when it was taken.
+/// What the daemon measured when the branch was taken.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct CaptureStats {
-    /// None for what was not taken of a running sandbox.
+    /// None if the branch was not taken of a running sandbox.
     pub(crate) pause_ms: Option<f64>,
     pub(crate) frozen_ms: Option<f64>,
     pub(crate) quiesced: Option<bool>,
@@ -69,49 +69,49 @@ pub(crate) struct BranchRecord {
     pub(crate) begun_at_unix: u64,
     pub(crate) origin: Option<BranchOrigin>,
     pub(crate) taken: CaptureStats,
-    /// Whose it is; none if the database says so.
+    /// The owner's name; none in records of older daemons: the database has the owner.
     #[serde(default)]
     pub(crate) owner: Option<String>,
 }
 
-/// How far a branch is.
+/// How far a branch job is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd)]
 pub(crate) enum Stage {
-    /// It is being forked.
+    /// The template is being forked.
     Branching,
-    /// It can be forked from, and is being written.
+    /// Children can be forked from the template, and a saver writes the snapshot.
     Saving,
-    /// It is on disk, or failed, or is left to the next daemon.
+    /// The snapshot is on disk, or the job failed, or the next daemon goes on with it.
     Done,
 }
 
-/// What is to become of it.
+/// What the daemon wants of a branch job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Disposition {
     Keep,
-    /// Nobody wants it.
+    /// Stop the job: the branch is to be removed.
     Cancel,
-    /// The daemon stops; the next one goes on.
+    /// The daemon stops; the next one goes on with the job.
     Leave,
 }
 
-/// A branch that is being made.
+/// A branch job, or the job that compacts a snapshot.
 #[derive(Debug)]
 pub(crate) struct Branch {
     pub(crate) tag: String,
-    /// The id its template has.
+    /// The id of its template; empty for a compact job.
     pub(crate) template: String,
     /// A sandbox's id, or `compact:` and a tag.
     pub(crate) source: String,
-    /// Whose it was when it was asked for.
+    /// The owner at the request.
     owner: Option<String>,
     pub(crate) guest: GuestSpec,
     pub(crate) mode: Mode,
     pub(crate) begun_at_unix: u64,
     pub(crate) origin: Option<BranchOrigin>,
-    /// The branch its origin is, while that is not on disk.
+    /// The branch job of its origin, if that was not on disk when this branch was taken.
     pub(crate) parent: Option<Arc<Branch>>,
-    /// Whether it is gone if it cannot be stored.
+    /// Whether a client waits for the save: then the branch is removed if it cannot be stored.
     pub(crate) waited_for: bool,
     taken: OnceLock<CaptureStats>,
     progress: Mutex<Option<File>>,
@@ -119,7 +119,7 @@ pub(crate) struct Branch {
     error: OnceLock<Error>,
     stage: watch::Sender<Stage>,
     wish: watch::Sender<Disposition>,
-    /// Why it is not being written now: the disk is full.
+    /// Why the branch is not being written now: the error of the full disk.
     shortage: watch::Sender<Option<Error>>,
 }
 
@@ -146,7 +146,7 @@ impl Branch {
         }
     }
 
-    /// The same with where its source came from, who owns it, and whether it is gone if it cannot be stored.
+    /// Adds the origin of its source, the owner, and whether a client waits for the save.
     pub(crate) fn from(
         self,
         origin: Option<BranchOrigin>,
@@ -157,7 +157,7 @@ impl Branch {
         Branch { origin, parent, owner: Some(owner), waited_for, ..self }
     }
 
-    /// One that is all of `snapshot`, under another tag.
+    /// The job that stores all of `snapshot` in full as `to`.
     pub(crate) fn compacting(snapshot: &Snapshot, to: &str) -> Self {
         let (tag, guest) = (snapshot.tag().to_owned(), snapshot.manifest().facts.clone());
         let source = format!("compact:{tag}");
@@ -166,7 +166,7 @@ impl Branch {
         Branch { origin: Some(origin), waited_for: true, ..branch }
     }
 
-    /// One an earlier daemon took.
+    /// The job of a branch that an earlier daemon took.
     pub(crate) fn adopted(template: &Template, record: BranchRecord, parent: Option<Arc<Branch>>) -> Self {
         let about = &template.about;
         let branch = Branch::new(
@@ -182,7 +182,7 @@ impl Branch {
         Branch { begun_at_unix, origin, owner, parent, ..branch }
     }
 
-    /// For the next daemon.
+    /// The record for the next daemon.
     pub(crate) fn record(&self) -> BranchRecord {
         BranchRecord {
             source: self.source.clone(),
@@ -194,22 +194,22 @@ impl Branch {
         }
     }
 
-    /// It was forked: this was measured.
+    /// Sets what was measured when the branch was forked.
     pub(crate) fn note_taken(&self, taken: CaptureStats) {
         let _ = self.taken.set(taken);
     }
 
-    /// Its template can be forked from.
+    /// Enters [`Stage::Saving`]: children can be forked from the template.
     pub(crate) fn forked(&self) {
         self.stage.send_replace(Stage::Saving);
     }
 
-    /// What was measured; nothing before it is taken.
+    /// What was measured; empty before the branch is taken.
     pub(crate) fn taken(&self) -> CaptureStats {
         self.taken.get().cloned().unwrap_or_default()
     }
 
-    /// Returns when it is at `stage` or further; why it failed, if it has.
+    /// Returns when the job is at `stage` or further; its error if it failed.
     pub(crate) async fn reached(&self, stage: Stage) -> Result<()> {
         let _ = self.stage.subscribe().wait_for(|now| *now >= stage).await;
         match self.error.get() {
@@ -222,28 +222,28 @@ impl Branch {
         self.wish.send_replace(wish);
     }
 
-    /// What is to become of it as of now.
+    /// What the daemon wants of the job now.
     pub(crate) fn desired(&self) -> Disposition {
         *self.wish.borrow()
     }
 
-    /// Returns when it is not to be kept by us, with what instead.
+    /// Returns when the disposition is no longer [`Disposition::Keep`], with the new one.
     pub(crate) async fn dismissed(&self) -> Disposition {
         let wish = self.wish.subscribe().wait_for(|wish| *wish != Disposition::Keep).await.map(|wish| *wish);
         wish.unwrap_or(Disposition::Leave)
     }
 
-    /// There is no room for it on disk, or there is again.
+    /// Sets why the branch waits for disk space; none if it waits no longer.
     pub(crate) fn wait_for_room(&self, shortage: Option<Error>) {
         self.shortage.send_replace(shortage);
     }
 
-    /// Why it waits for room on disk, if it does.
+    /// Why the branch waits for disk space, if it does.
     pub(crate) fn shortage(&self) -> Option<Error> {
         self.shortage.borrow().clone()
     }
 
-    /// Returns when it is on disk or failed, or waits for room on disk.
+    /// Returns when the job is done or waits for disk space.
     pub(crate) async fn held_up(&self) {
         let mut shortage = self.shortage.subscribe();
         tokio::select! {
@@ -252,17 +252,17 @@ impl Branch {
         }
     }
 
-    /// What it is on disk, once it is.
+    /// The snapshot, once it is on disk.
     pub(crate) fn published(&self) -> Option<&Snapshot> {
         self.published.get()
     }
 
-    /// Where its saver tells how far it is.
+    /// Sets the file into which the saver writes its progress.
     pub(crate) fn watch_progress(&self, file: File) {
         *self.progress.lock() = Some(file);
     }
 
-    /// How far its saver is, if it has one.
+    /// The progress of the saver, if there is one.
     pub(crate) fn progress(&self) -> Option<SaveProgress> {
         let file = self.progress.lock();
         let mut bytes = [0; SaveProgress::LENGTH];

@@ -1,4 +1,4 @@
-//! Compacting: a snapshot that is built on others, once more, built on nothing.
+//! Compacting: storing a snapshot that is built on others once more, in full, under another tag.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::snapshot::registry::{Entry, SnapshotJob, SnapshotRegistry};
 use crate::util::task::{self, Task};
 
 impl SnapshotRegistry {
-    /// Makes `to`, which has all of `tag` in one layer each.
+    /// Makes snapshot `to` with all of `tag`: one memory layer, and one layer for each disk.
     pub(crate) async fn compact(
         self: &Arc<Self>,
         tag: &str,
@@ -32,7 +32,10 @@ impl SnapshotRegistry {
                 snapshots.record_owner(&made).await?;
                 let template = snapshots.template(&from.tag).await?;
                 if template.snapshot().as_deref() != Some(snapshot.id()) {
-                    return Err(Error::new(Code::SnapshotReplaced, "the snapshot was made again meanwhile"));
+                    return Err(Error::new(
+                        Code::SnapshotReplaced,
+                        "the snapshot was made again meanwhile; compact it again",
+                    ));
                 }
                 snapshots.save_branch(&job, &template).await
             };

@@ -1,8 +1,8 @@
-//! Making a snapshot: boot, warm, freeze, save.
+//! Making a snapshot: boot, warm up, freeze, save.
 //!
-//! The guest is booted in the folder of the template it will be. When it is frozen it *is* the
-//! template; what is on disk is a copy that a forked saver writes. Whatever fails on the way, and
-//! whoever cancels it, nothing is left.
+//! The guest boots in the folder of its future template. When the guest is frozen, its process *is* the
+//! template; the snapshot on disk is a copy that a forked saver writes. If a step fails or the job is
+//! cancelled, nothing is left.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -28,7 +28,7 @@ use crate::snapshot::template::{MemorySource, PersistState, Template};
 use crate::util::random::new_id;
 use crate::util::task::blocking;
 
-/// What a snapshot is made of.
+/// The order for a new snapshot.
 #[derive(Debug, Clone)]
 pub(crate) struct SnapshotSpec {
     pub(crate) tag: String,
@@ -41,20 +41,20 @@ pub(crate) struct SnapshotSpec {
     pub(crate) warm_python: Option<String>,
 }
 
-/// What is booted.
+/// What the daemon boots.
 #[derive(Debug, Clone)]
 pub(crate) enum From {
     Image(String),
-    /// A disk that is in no library, with a kernel of its own or the usual one.
+    /// A disk outside the image library, with a kernel of its own or the default one.
     Disk {
         kernel: Option<PathBuf>,
         rootfs: PathBuf,
     },
-    /// A kernel alone.
+    /// A kernel without a disk.
     Kernel(PathBuf),
 }
 
-/// How far it is.
+/// The step that the job is at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CreatePhase {
     Booting,
@@ -66,7 +66,7 @@ pub(crate) enum CreatePhase {
 /// A booted guest that is to become a template.
 struct Parent {
     monitor: Monitor,
-    /// What it wrote to its disk, if it has one.
+    /// The layer with what the guest wrote to its disk; none without a disk.
     layer: Option<File>,
     agent: Agent,
     python: Option<bool>,
@@ -108,12 +108,12 @@ pub(crate) async fn make(
         making.phase.send_replace(CreatePhase::Freezing);
         let config = &snapshots.host.config;
         if assets.image().is_some() {
-            // A warm-up may have written a lot, and getting it to the disk takes its time.
+            // The warm-up may have written a lot, and syncing it to the disk takes time.
             let frozen = bringup::freeze(&parent.agent, config.timing.boot).await;
             frozen.map_err(|why| complaint(&ground.folder, why, None))?;
         }
         parent.monitor.freeze(config.timing.boot).await?;
-        // From here on the layer is the snapshot's: no child may be able to write to it.
+        // From here on the layer belongs to the snapshot: no child may be able to write to it.
         if let Some(layer) = parent.layer.take() {
             lineage.layers.add(&layer)?;
             let (sealed, frozen) =
@@ -143,7 +143,7 @@ pub(crate) async fn make(
         let plan = snapshots.plan(id, folder, &order.tag, MemorySource::Memory, guest, lineage);
         Template::new(plan, parent.monitor)
     };
-    let cancelled = || Error::new(Code::Cancelled, "it was cancelled");
+    let cancelled = || Error::new(Code::Cancelled, "the snapshot was cancelled");
     let made = async {
         let template = tokio::select! {
             biased;
@@ -165,9 +165,9 @@ pub(crate) async fn make(
         };
         let snapshot = save::save(snapshots, &template, job, drop, unwanted).await?;
         if let Err(error) = template.record(PersistState::Saved(snapshot.id().to_owned())) {
-            tracing::warn!(tag = making.order.tag, %error, "cannot record a template");
+            tracing::warn!(tag = making.order.tag, %error, "template record not written");
         }
-        // What only a running guest has.
+        // Only a running guest needs these files.
         for name in [boot_files::VSOCK, boot_files::CONSOLE] {
             let _ = std::fs::remove_file(ground.folder.join(name));
         }
@@ -175,7 +175,7 @@ pub(crate) async fn make(
     };
     let made = made.await;
     if let Some(mut slot) = slot {
-        // The template has no use for it: each child gets one of its own.
+        // The template does not use the slot: each child gets its own.
         snapshots.host.janitor.run(move || slot.destroy()).await;
     }
     if made.is_err() {
@@ -184,8 +184,8 @@ pub(crate) async fn make(
     made
 }
 
-/// Boots a guest and warms it up. Once more if it ends before its first word: seen under nested
-/// virtualization, and nothing of the guest ran yet.
+/// Boots a guest and warms it up. Tries once more if the guest ends before its first console output: seen under
+/// nested virtualization, and nothing of the guest ran yet.
 async fn boot_and_warm(
     config: &Config,
     making: &CreateJob,
@@ -203,7 +203,7 @@ async fn boot_and_warm(
                 && console::tail(&folder.join(boot_files::CONSOLE), 64).trim().is_empty()
                 && assets.image().is_some() =>
         {
-            tracing::warn!(%error, "the boot ended with an empty console; trying once more");
+            tracing::warn!(tag = making.order.tag, %error, "guest boot ended with an empty console; trying once more");
             attempt(config, making, launch, assets, again).await
         }
         other => other,
@@ -252,7 +252,7 @@ async fn attempt(
         let pong = bringup::up(&agent, timing).await?;
         making.phase.send_replace(CreatePhase::Warming);
         if !pong.python && order.warm_python.is_none() && matches!(order.from, From::Disk { .. }) {
-            // Nobody asked for Python, and nothing is known of a disk before it runs.
+            // The client did not ask for Python, and a disk outside the library has no manifest that names it.
             warm.python = None;
         }
         bringup::warm_up(&agent, &warm, timing).await?;
@@ -272,7 +272,7 @@ async fn attempt(
     }
 }
 
-/// A guest's failure, with the end of its console.
+/// The error of a failed guest, with the end of its console.
 fn complaint(folder: &Path, why: String, cause: Option<String>) -> Error {
     let tail = console::tail(&folder.join(boot_files::CONSOLE), CONSOLE_TAIL as u64);
     let error = Error::new(Code::GuestFailed, console::with_tail(&why, &tail));

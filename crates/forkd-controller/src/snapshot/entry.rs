@@ -1,4 +1,28 @@
-//! One snapshot: where it stands, how it comes to be, and its template.
+//! One snapshot: its state, the job that makes it, and its template.
+//!
+//! ```text
+//! SnapshotRegistry::reserve                 Entry::ready
+//! ------------------------> Writing(job) -----------------> Ready    the snapshot is on disk
+//!                                |
+//!                                | Entry::failed
+//!                                v
+//!                       Failed { work: Some(job) }    nothing is on disk; the tag may be used again
+//!
+//! a starting daemon finds                            and the entry begins as
+//!   a snapshot on disk                               Ready
+//!   a snapshot on disk that cannot be used           Failed { work: None }
+//!   a running template of a branch not on disk yet   Writing(job), Stage::Saving
+//!   a template whose record cannot be read           Unknown, until a client removes it
+//!
+//! stages of a branch job   Branching -----> Saving ------> Done
+//! state of its entry       Writing          Writing        Ready | Failed | removed | Writing
+//! children can be forked   no               yes            yes, while there is a template or a snapshot on disk
+//! ```
+//!
+//! A branch that waits for disk space stays in `Saving`. After `Done` the entry is removed if the branch was never
+//! taken, or if its client waits for the save and the save failed. The entry stays `Writing` if the daemon stops
+//! before the save ends: the next daemon goes on. A compact job has no `Saving` stage: its template is that of
+//! the snapshot it compacts.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,45 +39,45 @@ use crate::snapshot::template::{PersistState, Template};
 use crate::snapshot::unknown::{self, UnknownTemplate};
 use crate::telemetry::Telemetry;
 
-/// One snapshot.
+/// One snapshot in the registry. The module's page draws its states.
 #[derive(Debug)]
 pub(crate) struct Entry {
     pub(crate) tag: String,
     owner: Mutex<String>,
     state: Mutex<SnapshotState>,
     pub(crate) current: Mutex<Option<Arc<Template>>>,
-    /// When a template was last asked for, or came to be.
+    /// When a client last asked for the template, or when the template was set.
     used: Mutex<Instant>,
-    /// Held by whoever starts a template: one at a time.
+    /// Held while a template is started from disk: one start at a time.
     pub(crate) starting: tokio::sync::Mutex<()>,
     telemetry: Arc<Telemetry>,
 }
 
-/// Where a snapshot stands.
+/// The state of a snapshot. The module's page draws the changes between them.
 #[derive(Debug, Clone)]
 pub(crate) enum SnapshotState {
     Writing(SnapshotJob),
     Ready(Box<Snapshot>),
-    /// It cannot be used, or was never finished: why.
+    /// The snapshot on disk cannot be used, or, with `work`, the job did not finish it. `error` is the reason.
     Failed {
         error: Error,
         work: Option<SnapshotJob>,
     },
-    /// It is a template whose record cannot be read. Nothing is known of what is on disk.
+    /// A template runs whose record cannot be read. Whether the snapshot is on disk is unknown.
     Unknown(Arc<UnknownTemplate>),
 }
 
-/// How a snapshot comes to be.
+/// The job that makes a snapshot.
 #[derive(Debug, Clone)]
 pub(crate) enum SnapshotJob {
-    /// A guest is booted and warmed up.
+    /// Boots a guest and warms it up.
     CreateJob(Arc<CreateJob>),
-    /// A sandbox is branched, or a snapshot compacted.
+    /// Branches a sandbox, or compacts a snapshot.
     Branch(Arc<Branch>),
 }
 
 impl SnapshotJob {
-    /// The memory of the guest it is made of.
+    /// The memory of the snapshot's guest, in MiB.
     pub(crate) fn mem_mib(&self) -> u64 {
         match self {
             SnapshotJob::CreateJob(making) => making.order.mem_mib,
@@ -61,7 +85,7 @@ impl SnapshotJob {
         }
     }
 
-    /// Nobody wants it any more: returns when it is over.
+    /// Cancels the job and returns when it is over.
     pub(crate) async fn cancel(&self) {
         match self {
             SnapshotJob::CreateJob(making) => {
@@ -76,7 +100,7 @@ impl SnapshotJob {
     }
 }
 
-/// A snapshot that is being made.
+/// The job that boots a guest and makes a snapshot of it.
 #[derive(Debug)]
 pub(crate) struct CreateJob {
     pub(crate) order: crate::snapshot::create::SnapshotSpec,
@@ -87,7 +111,7 @@ pub(crate) struct CreateJob {
 }
 
 impl CreateJob {
-    /// Returns when somebody does not want it any more.
+    /// Returns when the job is cancelled.
     pub(crate) async fn cancelled(&self) {
         let _ = self.cancelled.subscribe().wait_for(|cancelled| *cancelled).await;
     }
@@ -100,17 +124,17 @@ impl Entry {
         Arc::new(Entry { tag: tag.to_owned(), owner, state, current, used, starting, telemetry })
     }
 
-    /// Whose it is.
+    /// The name of the snapshot's owner.
     pub(crate) fn owner(&self) -> String {
         self.owner.lock().clone()
     }
 
-    /// Makes it somebody's; whose it was.
+    /// Changes the owner and returns the previous one.
     pub(crate) fn set_owner(&self, owner: &str) -> String {
         std::mem::replace(&mut *self.owner.lock(), owner.to_owned())
     }
 
-    /// What events say of it: its tag, and the sandbox it is being branched from.
+    /// The subject of events about the snapshot: its tag, its owner and the sandbox it is being branched from.
     pub(crate) fn about(&self) -> EventSubject {
         let sandbox = self.branch().map(|branch| branch.source.clone());
         let sandbox = sandbox.filter(|source| is_valid_sandbox_id(source));
@@ -130,17 +154,17 @@ impl Entry {
         self.state.lock().clone()
     }
 
-    /// Its live template.
+    /// The snapshot's template, if its process is alive.
     pub(crate) fn current(&self) -> Option<Arc<Template>> {
         self.current.lock().clone().filter(|template| template.is_alive())
     }
 
-    /// Lets go of its template: it ends with its last child.
+    /// Drops the handle on the template. The template ends with its last child.
     pub(crate) fn unload(&self) {
         self.current.lock().take();
     }
 
-    /// The same if nobody has asked for it for so long. Whether there was one.
+    /// Unloads the template if it is unused for `for_this_long`. Returns whether there was one.
     pub(crate) fn unload_if_unused(&self, for_this_long: Duration) -> bool {
         if !self.is_unused(for_this_long) {
             return false;
@@ -150,12 +174,12 @@ impl Entry {
         unloaded.is_some()
     }
 
-    /// Whether no client has asked for a template of it for so long.
+    /// Whether no client has asked for the template for `for_this_long`.
     pub(crate) fn is_unused(&self, for_this_long: Duration) -> bool {
         self.used.lock().elapsed() >= for_this_long
     }
 
-    /// Its live template, for children.
+    /// The live template, to fork children from. Counts as a use.
     pub(crate) fn use_current(&self) -> Option<Arc<Template>> {
         *self.used.lock() = Instant::now();
         self.current()
@@ -166,14 +190,14 @@ impl Entry {
         *self.current.lock() = Some(template);
     }
 
-    /// It is on disk.
+    /// The snapshot is on disk: the state becomes `Ready`.
     pub(crate) fn ready(&self, snapshot: Snapshot) {
         let about = self.about();
         *self.state.lock() = SnapshotState::Ready(Box::new(snapshot));
         self.emit(EventKind::SnapshotReady, about);
     }
 
-    /// It could not be made.
+    /// The job failed: the state becomes `Failed`, if it is `Writing`.
     pub(crate) fn failed(&self, error: Error) {
         let why = error.public().into_owned();
         {
@@ -185,7 +209,7 @@ impl Entry {
         self.emit(EventKind::SnapshotFailed, EventSubject { detail: Some(why), ..self.about() });
     }
 
-    /// The branch it is while that is being written, or if that failed.
+    /// The branch job of the snapshot, while it runs or if it failed.
     pub(crate) fn branch(&self) -> Option<Arc<Branch>> {
         match self.state() {
             SnapshotState::Writing(SnapshotJob::Branch(branch)) => Some(branch),
@@ -194,7 +218,7 @@ impl Entry {
         }
     }
 
-    /// What is on disk, or why there is nothing.
+    /// The snapshot on disk, or why it cannot be used.
     pub(crate) fn snapshot(&self) -> Result<Snapshot> {
         match self.state() {
             SnapshotState::Ready(snapshot) => Ok(*snapshot),
@@ -214,7 +238,7 @@ impl Entry {
         }
     }
 
-    /// Writes whose it is into the record of its template, if it is a branch that is not on disk yet.
+    /// Writes the owner into the template's record, if the snapshot is a branch that is not on disk yet.
     pub(crate) fn record_owner(&self) -> std::io::Result<()> {
         // Held meanwhile: what is forgotten is not recorded as wanted again.
         let current = self.current.lock();
@@ -227,18 +251,18 @@ impl Entry {
         template.record(PersistState::Unsaved(Box::new(record)))
     }
 
-    /// What removes it, for people.
+    /// The command that removes the snapshot, for error texts.
     pub(crate) fn remove_command(&self) -> String {
         format!("forkd rmi {}", self.tag)
     }
 
-    /// Lets go of its template for good: one that is not on disk will not be.
+    /// Drops the handle on the template for good: the next daemon does not save a branch that is not on disk.
     pub(crate) fn forget(&self) {
         let Some(template) = self.current.lock().take() else { return };
         if self.branch().is_some()
             && let Err(error) = template.record(PersistState::Forgotten)
         {
-            tracing::warn!(tag = self.tag, %error, "cannot record that a branch is gone");
+            tracing::warn!(tag = self.tag, %error, "template record not updated: branch is removed");
         }
     }
 }

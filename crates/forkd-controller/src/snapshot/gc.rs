@@ -1,7 +1,9 @@
-//! Letting go of old branches. On disk: by age and, of each owner, by number, oldest first; never one that
-//! something needs, and never what a sandbox was put away as. In memory, where each one holds all that its source
-//! has written since: those without new children, which are started from disk the next time. Branches that cannot be
-//! saved count like those on disk, and are lost when their memory is freed.
+//! Removing old branches.
+//!
+//! On disk: by age and by number per owner, oldest first. A branch that a sandbox, a workspace or another snapshot
+//! needs stays, and so does the snapshot of a suspended sandbox. In memory, where each template holds all pages that
+//! its source has written since: templates without new children are unloaded, and the next spawn starts one from
+//! disk. Branches that cannot be saved count like those on disk, and are lost when their memory is freed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,23 +17,23 @@ use crate::error::Result;
 use crate::snapshot::branch_job::Mode;
 use crate::snapshot::registry::{Entry, Removal, SnapshotJob, SnapshotRegistry, SnapshotState};
 
-/// How often it is looked for branches that have become too old, or are not needed any more.
+/// The longest time between two passes.
 const EVERY: Duration = Duration::from_secs(30);
-/// And how often at most.
+/// The shortest time between two passes.
 const SOON: Duration = Duration::from_millis(250);
 
 /// A branch, on disk or failed, that may be removed.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Branch {
     created_at_unix: u64,
-    /// Many can be taken within a second.
+    /// Orders branches that were taken within the same second.
     saved_at: SystemTime,
     tag: String,
     owner: String,
 }
 
-/// Removes branches as the limits say, for ever. `needed` is asked for the tags that something uses: a
-/// sandbox, a workspace. If that cannot be said of one, nothing is removed.
+/// Removes branches as the limits say, in an endless loop. `needed` returns the tags that sandboxes and workspaces
+/// use. If it fails, nothing is removed.
 pub(crate) async fn enforce_limits(
     snapshots: Arc<SnapshotRegistry>,
     needed: impl Fn() -> Result<BTreeSet<String>>,
@@ -45,26 +47,26 @@ pub(crate) async fn enforce_limits(
         }
         let now = crate::util::time::now_unix();
         for tag in expired(&branches(&snapshots), &limits, now) {
-            // Asked for each one: what was removed before may have been the last to need it.
+            // Called for each branch: a use may have begun or ended since the last one.
             match needed() {
                 Ok(needed) if needed.contains(&tag) => continue,
                 Ok(_) => {}
                 Err(error) => {
-                    tracing::warn!(%error, "old branches are not removed");
+                    tracing::warn!(%error, "old branches not removed: their users are unknown");
                     break;
                 }
             }
             match snapshots.remove(&tag, Removal::Plain).await {
-                Ok(()) => tracing::info!(tag, "an old branch was removed"),
-                // Something depends on it, or it is gone.
-                Err(error) => tracing::debug!(tag, %error, "an old branch stays"),
+                Ok(()) => tracing::info!(tag, "old branch removed"),
+                // Another snapshot depends on the branch, or a client has removed it.
+                Err(error) => tracing::debug!(tag, %error, "old branch not removed"),
             }
         }
     }
 }
 
-/// Frees the memory of branches that are on disk, or failed, and that no client took a child of for as long as the
-/// limits say, for ever. Their children keep what they need.
+/// Frees the memory of branches that are on disk or failed, in an endless loop, once no client has forked a child of
+/// them for as long as the limits say. Their children keep what they need.
 pub(crate) async fn unload_unused(snapshots: Arc<SnapshotRegistry>) {
     let Some(after) = snapshots.host.config.limits.branch_unload_after else { return };
     loop {
@@ -74,15 +76,12 @@ pub(crate) async fn unload_unused(snapshots: Arc<SnapshotRegistry>) {
                 SnapshotState::Ready(snapshot)
                     if is_of_a_sandbox(&snapshot) && entry.unload_if_unused(after) =>
                 {
-                    tracing::info!(tag = entry.tag, "the memory of an unused branch was freed");
+                    tracing::info!(tag = entry.tag, "unused branch unloaded from memory");
                 }
                 SnapshotState::Failed { work: Some(SnapshotJob::Branch(_)), .. }
                     if entry.current().is_some() && entry.is_unused(after) =>
                 {
-                    tracing::warn!(
-                        tag = entry.tag,
-                        "a branch that could not be saved is lost: no client used it"
-                    );
+                    tracing::warn!(tag = entry.tag, "unsaved branch lost: no client used it");
                     entry.forget();
                 }
                 _ => {}
@@ -127,7 +126,7 @@ fn branches(snapshots: &SnapshotRegistry) -> Vec<Branch> {
     all
 }
 
-/// One that is in memory only.
+/// A branch that is in memory only.
 fn unsaved(entry: &Entry, branch: &crate::snapshot::branch_job::Branch) -> Option<Branch> {
     let is_suspending = branch.mode == Mode::Suspend;
     (is_valid_sandbox_id(&branch.source) && !is_suspending).then(|| Branch {
@@ -138,11 +137,11 @@ fn unsaved(entry: &Entry, branch: &crate::snapshot::branch_job::Branch) -> Optio
     })
 }
 
-/// Those of `branches`, which are sorted, that are too old or too many, oldest first.
+/// The tags of those of the sorted `branches` that are too old or too many, oldest first.
 fn expired(branches: &[Branch], limits: &Limits, now: u64) -> Vec<String> {
     let mut left = BTreeMap::new();
     branches.iter().for_each(|branch| *left.entry(branch.owner.as_str()).or_insert(0) += 1);
-    // Of each owner the oldest, until there are no more than may be.
+    // The oldest of each owner, until no more than the maximum are left.
     let mut is_excess = |branch: &Branch| {
         let Some(left) = left.get_mut(branch.owner.as_str()) else { return false };
         let excess = limits.branch_max_count.is_some_and(|max| *left > max);

@@ -1,4 +1,4 @@
-//! A draft of a snapshot that is given up somewhere in a task: it goes on a thread that may wait for the disk.
+//! A draft of a snapshot that a task may drop at any point: a thread that may wait for the disk removes it.
 
 use forkd_store::Draft;
 use tokio_util::task::TaskTracker;
@@ -6,7 +6,7 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use crate::util::task::{self, Task};
 
-/// A draft in the hands of tasks. Dropping it removes the draft, in the background.
+/// A draft that tasks hold. Dropping it removes the draft, in the background.
 #[derive(Debug)]
 pub(crate) struct HeldDraft(Option<(Draft, TaskTrackerToken)>);
 
@@ -16,7 +16,7 @@ impl HeldDraft {
         HeldDraft(Some((draft, count.token())))
     }
 
-    /// The draft, for a thread that may wait.
+    /// The draft, for a thread that may wait for the disk.
     pub(crate) fn take(mut self) -> Option<Draft> {
         self.0.take().map(|(draft, _)| draft)
     }
@@ -25,7 +25,7 @@ impl HeldDraft {
 impl Drop for HeldDraft {
     fn drop(&mut self) {
         let Some(held) = self.0.take() else { return };
-        // Removing it collects garbage, too: all manifests are read. Outside a runtime no task is held up.
+        // Removing a draft collects garbage, too: it reads all manifests. Outside a runtime it holds up no task.
         if tokio::runtime::Handle::try_current().is_ok() {
             task::spawn_blocking(Task::Blocking, move || drop(held));
         }

@@ -21,13 +21,13 @@ use crate::util::task::blocking;
 impl SnapshotRegistry {
     pub(crate) async fn load(&self, tag: &str) -> Result<Arc<Template>> {
         let (host, id) = (self.host.clone(), new_id("tp")?);
-        // Read anew: what is on the disk counts, not what it was when the daemon last looked.
+        // Read anew: the manifest on disk counts, not the one the daemon read earlier.
         let (store, wanted) = (self.store.clone(), tag.to_owned());
         let snapshot = blocking("reading a snapshot", move || Ok(store.get(&wanted)?)).await?;
         let folder = self.folder.join(&id);
         let ground = Ground { id: id.clone(), folder: folder.clone() };
         let known = snapshot.clone();
-        // Everything that can be wrong with the files is found here, before anything starts.
+        // Finds everything that can be wrong with the files before a process starts.
         let opened = blocking("opening a snapshot", move || {
             let (config, fds) = open(&host, &known)?;
             let (lineage, launch) = ground.prepare(&host, known.manifest().facts.mem_size_mib)?;
@@ -51,7 +51,7 @@ impl SnapshotRegistry {
             })?;
             template
                 .record(PersistState::Saved(snapshot.id().to_owned()))
-                .map_err(|error| Error::host("cannot record a template", error))?;
+                .map_err(|error| Error::host("cannot write the record of a template", error))?;
             tracing::info!(tag = snapshot.tag(), template = template.id, "template started from disk");
             Ok(template)
         };
@@ -77,7 +77,7 @@ impl SnapshotRegistry {
     }
 }
 
-/// The place of a template that is about to be started.
+/// The id and folder of a template that is about to be started.
 #[derive(Debug, Clone)]
 pub(crate) struct Ground {
     pub(crate) id: String,
@@ -85,7 +85,7 @@ pub(crate) struct Ground {
 }
 
 impl Ground {
-    /// Makes folder, lineage and cgroup, for a guest with `mem_mib` MiB. Blocks.
+    /// Makes the folder, the lineage and the cgroup for a guest with `mem_mib` MiB. Blocks.
     pub(crate) fn prepare(&self, host: &Host, mem_mib: u64) -> Result<(Arc<Lineage>, Launch)> {
         let lineage = host.lineages.begin(&self.id)?;
         let limits = CgroupLimits::of_template(mem_mib);
@@ -107,13 +107,13 @@ impl Ground {
     }
 }
 
-/// Sees that what was found under its image's name is what the snapshot was made over.
+/// Checks that the image found under the name is the one the snapshot was made from.
 pub(crate) fn check_image(snapshot: &Snapshot, found: std::result::Result<&BaseImage, &Error>) -> Result<()> {
     let base = found.map_err(|error| {
         let text = format!("snapshot {} needs its image", snapshot.tag());
         error.clone().within(Code::SnapshotUnusable, text)
     })?;
-    // It names images, no files.
+    // The store's text names images, no files of the host.
     snapshot.check_image(base).map_err(|error| Error::new(Code::SnapshotUnusable, error.to_string()))
 }
 
@@ -149,7 +149,7 @@ fn open(host: &Host, snapshot: &Snapshot) -> Result<(LoadConfig, Vec<OwnedFd>)> 
         state: attach(files.state.into()),
         memory: files.memory.into_iter().map(|layer| attach(layer.into())).collect(),
         disks: Vec::new(),
-        // Limits and quotas count these.
+        // Limits and quotas count these two: the monitor refuses a state with other values.
         vcpus: Some(facts.vcpus),
         mem_mib: Some(facts.mem_size_mib),
         guest_ports: boot_files::GUEST_PORTS.into(),

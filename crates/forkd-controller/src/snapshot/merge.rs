@@ -1,4 +1,4 @@
-//! Merging the frozen disk layers of a template, so that a chain of branches does not become a chain of files.
+//! Merging the frozen disk layers of a template: a long chain of branches keeps a short chain of layers.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -14,15 +14,15 @@ use crate::snapshot::save::{finish, follow};
 use crate::snapshot::template::Template;
 use crate::util::random::new_id;
 
-/// From this many frozen layers on, a disk's are merged into one.
+/// The number of frozen layers of a disk from which on they are merged into one.
 const MERGE_FROM: usize = 8;
 
-/// The sandbox that a branch was taken of. It has the same frozen layers as the branch's template, and maybe newer ones.
+/// The sandbox a branch was taken of. It has the frozen layers of the branch's template, and maybe newer ones.
 pub(crate) trait LayerSource: Send {
-    /// Corrects its count of frozen layers: the template has `most` on its fullest disk.
+    /// Corrects the sandbox's count of frozen layers: the template has `most` on its fullest disk.
     fn count_layers(&self, most: usize) -> impl Future<Output = ()> + Send;
 
-    /// Uses one file in the place of each disk's layers, of which the fullest disk had `most`.
+    /// Replaces the frozen layers of each disk by one file. The fullest disk had `most` layers.
     fn replace_layers(
         self,
         layers: Vec<Option<Replacement>>,
@@ -30,7 +30,7 @@ pub(crate) trait LayerSource: Send {
     ) -> impl Future<Output = Result<()>> + Send;
 }
 
-/// For a template whose source is gone, or is a snapshot.
+/// The source of a template whose sandbox is gone, or that was loaded from a snapshot.
 pub(crate) struct NoSource;
 
 impl LayerSource for NoSource {
@@ -41,7 +41,7 @@ impl LayerSource for NoSource {
     }
 }
 
-/// Merges the frozen layers of a new branch, if its disks have many, and has its source use the same file:
+/// Merges the frozen layers of a new branch, if its disks have many. The source then uses the merged files, too:
 /// it has the same layers, and maybe newer ones.
 pub(crate) async fn merge(
     snapshots: &SnapshotRegistry,
@@ -83,7 +83,7 @@ pub(crate) async fn merge(
     source.replace_layers(replacements(&files)?, most).await
 }
 
-/// The same files, opened for reading, when no process can write to them any more.
+/// Reopens the files for reading; an error if a process can still write to one of them.
 async fn given_back(files: Vec<Option<(u8, OwnedFd)>>) -> Result<Vec<Option<(u8, OwnedFd)>>> {
     let for_reading = |(count, file): (u8, OwnedFd)| Ok((count, reopen(file)?));
     let files = files.into_iter().map(|file| file.map(for_reading).transpose());
@@ -99,7 +99,7 @@ async fn given_back(files: Vec<Option<(u8, OwnedFd)>>) -> Result<Vec<Option<(u8,
     Ok(files)
 }
 
-/// `files` as they replace layers: opened for reading.
+/// `files` as replacements of layers, each reopened for reading.
 fn replacements(files: &[Option<(u8, OwnedFd)>]) -> Result<Vec<Option<Replacement>>> {
     let replacement =
         |(count, file): &(u8, OwnedFd)| Ok(Replacement { count: *count, layer: reopen(file.as_fd())? });

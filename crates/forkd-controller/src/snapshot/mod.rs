@@ -1,7 +1,8 @@
-//! Snapshots: the ones on disk, the ones being written, and the template each has while it is in use.
+//! Snapshots: those on disk, those being written, and the template process that each has while it is in use.
 //!
-//! `registry` knows all of them and `entry` is one. `create` boots and freezes a new one, `load` starts a template
-//! from disk, `save` writes a template to disk, `compact` merges layers, and `gc` removes what is over its limits.
+//! `registry` holds all snapshots; `entry` is one of them and draws its states. `create` boots and freezes a guest,
+//! `load` starts a template from disk, `save` writes a template to disk, `compact` merges layers, and `gc` removes
+//! branches that are over the limits.
 
 pub(crate) mod adopt;
 pub(crate) mod branch_job;

@@ -1,7 +1,7 @@
-//! Whose snapshots are, as the database has it.
+//! The owners of snapshots, as the database has them.
 //!
-//! One task writes, in the order in which it was asked, and what waits together in one transaction. No lock is held
-//! meanwhile: requests that look up an owner never wait for the disk.
+//! One task writes the changes, in the order of the requests; changes that wait together go into one transaction. No
+//! lock is held meanwhile: requests that look up an owner never wait for the disk.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,20 +14,20 @@ use crate::auth::principal::LOCAL;
 use crate::error::{Error, Result};
 use crate::util::task::{self, Task, blocking};
 
-/// As many changes are written at once.
+/// The most changes in one transaction.
 const BATCH: usize = 256;
 
-/// The owners of all snapshots. What is not there is the host owner's.
+/// The owners of all snapshots. A snapshot that is not there belongs to the host owner.
 #[derive(Debug)]
 pub(crate) struct Owners {
     known: Arc<Mutex<Known>>,
     queue: mpsc::UnboundedSender<Change>,
 }
 
-/// Never locked for longer than it takes to look something up.
+/// Never locked for longer than a look-up takes.
 #[derive(Debug, Default)]
 struct Known {
-    /// What is on disk.
+    /// The owners on disk, by tag.
     written: HashMap<String, String>,
     /// How many changes of a tag wait to be written.
     waiting: HashMap<String, usize>,
@@ -36,27 +36,27 @@ struct Known {
 #[derive(Debug)]
 struct Change {
     tag: String,
-    /// None: the host owner's.
+    /// None: the host owner, which has no row.
     owner: Option<String>,
     done: oneshot::Sender<Result<()>>,
 }
 
-/// A change that was asked for.
+/// A change that waits to be written; none if there is nothing to write.
 #[derive(Debug)]
 pub(crate) struct PendingWrite(Option<oneshot::Receiver<Result<()>>>);
 
 impl PendingWrite {
-    /// Returns when it is on disk.
+    /// Returns when the change is on disk.
     pub(crate) async fn written(self) -> Result<()> {
         let Some(done) = self.0 else { return Ok(()) };
         let lost =
-            || Error::host("writing down whose a snapshot is", "the task that writes it failed; try again");
+            || Error::host("recording a snapshot's owner", "the task that writes it failed; try again");
         done.await.unwrap_or_else(|_| Err(lost()))
     }
 }
 
 impl Owners {
-    /// `written` is what the database has. Must be called in a runtime.
+    /// `written` holds the rows of the database. Must be called in a runtime.
     pub(crate) fn new(database: Arc<Database>, written: HashMap<String, String>) -> Self {
         let known = Arc::new(Mutex::new(Known { written, waiting: HashMap::new() }));
         let (queue, changes) = mpsc::unbounded_channel();
@@ -70,8 +70,8 @@ impl Owners {
         self.known.lock().written.get(tag).cloned()
     }
 
-    /// Has it written whose `tag` is. `owner` is asked when the change takes its place in the queue: of two changes
-    /// the last one counts. None: nothing is to be done.
+    /// Queues a write of the owner of `tag`. `owner` is called when the change takes its place in the queue: of two
+    /// changes the last one counts. None: nothing is to be written.
     pub(crate) fn set(&self, tag: &str, owner: impl FnOnce() -> Option<String>) -> PendingWrite {
         let mut known = self.known.lock();
         let Some(owner) = owner() else { return PendingWrite(None) };
@@ -81,19 +81,19 @@ impl Owners {
         }
         *known.waiting.entry(tag.to_owned()).or_default() += 1;
         let (done, told) = oneshot::channel();
-        // If the task is gone, so is `done`, and the waiter hears of it.
+        // If the task is gone, `done` is dropped, and the waiter gets an error.
         let _ = self.queue.send(Change { tag: tag.to_owned(), owner, done });
         PendingWrite(Some(told))
     }
 }
 
-/// Writes changes, until none can come any more.
+/// Writes changes, until all senders are gone.
 async fn write(
     database: Arc<Database>,
     known: Arc<Mutex<Known>>,
     changes: Arc<tokio::sync::Mutex<mpsc::UnboundedReceiver<Change>>>,
 ) {
-    // Only after a panic is there another one to come.
+    // Uncontended: another run of this task starts only after a panic.
     let (mut changes, mut batch) = (changes.lock().await, Vec::new());
     while changes.recv_many(&mut batch, BATCH).await > 0 {
         let rows: Vec<_> = batch.iter().map(|change| (change.tag.clone(), change.owner.clone())).collect();
@@ -134,7 +134,7 @@ mod tests {
         move || Some(owner.to_owned())
     }
 
-    /// The runtime has one thread, which must not wait for the disk; a database that does not write stops nothing.
+    /// The runtime has one thread, which must not wait for the disk. A database that does not write stops no look-up.
     #[tokio::test]
     async fn while_the_database_does_not_write_owners_are_looked_up_and_changes_keep_their_order() {
         let (_folder, database, owners) = open();

@@ -1,11 +1,12 @@
-//! Whose snapshots are: what may be seen, what may be forked from, and what is written down of it.
+//! Owners of snapshots: which snapshots a principal may see and fork from, and how the owner is recorded.
 //!
-//! The database is told before anything of a snapshot is on disk, and forgets after nothing is left, so that
-//! no snapshot is ever found without its owner. What is not in the database is the host owner's.
+//! The daemon writes the owner to the database before anything of a snapshot is on disk, and deletes it after nothing
+//! is left, so that no snapshot is ever found without its owner. A snapshot without a row belongs to the host owner.
 //!
-//! A branch is forked first: its source does not wait for the database. Its template's record, which the fork comes
-//! with, says whose it is. The database is told next, and then the client. A daemon that is killed in between leaves
-//! a record, and the next one tells the database before the branch is on disk.
+//! A branch is forked first: its source does not wait for the database. The record of the branch's template, written
+//! right after the fork, names the owner. Then the daemon writes to the database, and then it answers the client. If
+//! the daemon is killed in between, the next one reads the record and writes to the database before it saves the
+//! branch.
 
 use std::sync::Arc;
 
@@ -16,7 +17,7 @@ use crate::snapshot::registry::{Entry, SnapshotRegistry, no_snapshot};
 use crate::snapshot::template::Template;
 
 impl SnapshotRegistry {
-    /// A snapshot they may look at and fork from; one they may not is none.
+    /// The snapshot `tag`, if the principal may look at it and fork from it; otherwise the error "not found".
     pub(crate) fn usable(&self, tag: &str, who: &Principal) -> Result<Arc<Entry>> {
         let entry = self.get(tag)?;
         self.check_use(&entry, who)?;
@@ -31,22 +32,22 @@ impl SnapshotRegistry {
         }
     }
 
-    /// Whether they may be told the name of a snapshot that something else came from. Of one they may not use
-    /// nothing is told, and nothing of one that is gone: whose it was is forgotten with it.
+    /// Whether the principal may see the name of a snapshot that another object came from. Names of snapshots that it
+    /// may not use are hidden, and so are names of removed ones: their owners are not recorded any more.
     pub(crate) fn may_name(&self, tag: &str, who: &Principal) -> bool {
         who.is_admin() || self.usable(tag, who).is_ok()
     }
 
-    /// The template of a snapshot they may fork from.
+    /// The template of a snapshot that the principal may fork from.
     pub(crate) async fn template_for(self: &Arc<Self>, tag: &str, who: &Principal) -> Result<Arc<Template>> {
         self.usable(tag, who)?;
-        // Nobody else comes in between: which one it is is decided before anything is waited for.
+        // `template` looks the entry up before its first await: it is the one that was checked.
         self.template(tag).await
     }
 
-    /// Gives a snapshot to somebody.
+    /// Gives the snapshot to `owner`.
     pub(crate) async fn give(&self, tag: &str, owner: &str) -> Result<Arc<Entry>> {
-        // A branch has the owner that its record says until it is taken.
+        // Until a branch is taken, the owner in its job counts: the job writes it into the template's record.
         if let Some(branch) = self.get(tag)?.branch().filter(|branch| !branch.template.is_empty()) {
             let _ = branch.reached(Stage::Saving).await;
         }
@@ -56,25 +57,25 @@ impl SnapshotRegistry {
             entry.set_owner(&before);
             return Err(error);
         }
-        // The record of a branch that is not on disk says whose it is, too, and counts.
-        entry.record_owner().map_err(|error| Error::host("cannot record whose a branch is", error))?;
+        // For a branch that is not on disk the next daemon takes the owner from the template's record.
+        entry.record_owner().map_err(|error| Error::host("cannot record the owner of a branch", error))?;
         Ok(entry)
     }
 
-    /// Writes down whose a snapshot is.
+    /// Writes the snapshot's owner to the database.
     pub(crate) async fn record_owner(&self, entry: &Entry) -> Result<()> {
         self.owners.set(&entry.tag, || Some(entry.owner())).written().await
     }
 
-    /// Forgets whose a snapshot was. To be called while its tag is still taken; if another one has its tag all
-    /// the same, that one's owner stays.
+    /// Deletes the snapshot's owner from the database. To be called while its tag is still taken; if another
+    /// snapshot has the tag all the same, the owner of that one stays.
     pub(crate) async fn forget_owner(self: &Arc<Self>, entry: &Arc<Entry>) {
-        // Another one is known before its owner is written down: if it is not now, that comes after this.
+        // Another snapshot is in the registry before its owner is queued: if not there now, its write comes later.
         let is_gone = || self.get(&entry.tag).map_or(true, |now| Arc::ptr_eq(&now, entry));
         let forgotten = self.owners.set(&entry.tag, || is_gone().then(local_owner));
         if let Err(error) = forgotten.written().await {
-            // The next one with its tag says whose it is.
-            tracing::warn!(tag = entry.tag, %error, "the owner of a snapshot is still written down");
+            // The next snapshot with the tag overwrites the row.
+            tracing::warn!(tag = entry.tag, %error, "snapshot owner not deleted from the database");
         }
     }
 }
@@ -85,8 +86,8 @@ mod tests {
 
     use crate::testing::fake_guest::FakeDaemon;
 
-    /// The runtime has one thread: a request that waited for the database on it would panic here, and stop all
-    /// others on a slow disk.
+    /// The runtime has one thread: a request that waited for the database on it would panic here, and on a slow disk it
+    /// would stop all other requests.
     #[tokio::test]
     async fn no_request_waits_for_the_database_on_a_thread_that_serves_others() {
         let daemon = FakeDaemon::start().await;

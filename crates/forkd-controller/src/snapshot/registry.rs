@@ -1,8 +1,8 @@
-//! All snapshots: the ones on disk, the ones being made, and the template each has while it is in use.
+//! All snapshots: those on disk, those being made, and the template each has while it is in use.
 //!
-//! A tag has at most one *current* template, started when a child is first asked for, or left over
-//! from making the snapshot. One that is current no more (unloaded, deleted, lost) lives on as long as
-//! its children do: see [`Template`].
+//! A tag has at most one *current* template. The first spawn starts it from disk, or it is left over
+//! from making the snapshot. A template that is no longer current (unloaded, deleted, lost) lives on as long
+//! as its children do: see [`Template`].
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -30,7 +30,7 @@ use crate::util::task::{self, Task, blocking};
 
 pub(crate) use crate::snapshot::entry::{CreateJob, Entry, SnapshotJob, SnapshotState};
 
-/// Savers at a time: more would only wait for each other's disk.
+/// Savers at a time: more would only wait for the same disk.
 const SAVERS: usize = 2;
 
 /// All snapshots of a daemon.
@@ -38,33 +38,33 @@ const SAVERS: usize = 2;
 pub(crate) struct SnapshotRegistry {
     pub(crate) host: Arc<Host>,
     pub(crate) store: Store,
-    /// Where each template has its folder.
+    /// The folder that holds each template's folder.
     pub(crate) folder: PathBuf,
     entries: Mutex<BTreeMap<String, Arc<Entry>>>,
-    /// As the database has them. See `ownership`.
+    /// The owners as the database has them. See `ownership`.
     pub(crate) owners: Owners,
-    /// Held by branches that are being taken.
+    /// One permit for each branch that is being taken.
     pub(crate) branching: Arc<Semaphore>,
-    /// Held by saves.
+    /// One permit for each running save.
     pub(crate) saving: Semaphore,
-    /// Told when there is one branch more.
+    /// Wakes `gc` when there is a new branch or disk space runs out.
     pub(crate) gc_wakeup: Notify,
 }
 
-/// What is removed with a snapshot.
+/// What a removal does with snapshots that depend on the removed one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Removal {
-    /// Only what nothing depends on is removed.
+    /// Refuse if another snapshot depends on it.
     Plain,
-    /// What depends on it, too.
+    /// Remove the dependents, too.
     Cascade,
-    /// Only its name: its layers stay as long as something depends on them.
+    /// Remove only the name: the layers stay as long as another snapshot depends on them.
     Force,
 }
 
 impl SnapshotRegistry {
-    /// The snapshots in the host's data directory, and the templates an earlier daemon left running,
-    /// with what they say of their children.
+    /// Opens the snapshots in the host's data directory, and takes over the templates an earlier daemon left
+    /// running, with what they report of their children.
     pub(crate) async fn open(host: Arc<Host>) -> Result<(Arc<Self>, Leftovers)> {
         let (data, telemetry) = (host.config.data_dir.clone(), host.telemetry.clone());
         let folder = run_dir::templates(&host.config.run_dir);
@@ -102,7 +102,7 @@ impl SnapshotRegistry {
         Ok((snapshots, leftovers))
     }
 
-    /// All of them, by tag.
+    /// All snapshots, by tag.
     pub(crate) fn list(&self) -> Vec<Arc<Entry>> {
         self.entries.lock().values().cloned().collect()
     }
@@ -113,7 +113,7 @@ impl SnapshotRegistry {
         found.ok_or_else(|| no_snapshot(tag))
     }
 
-    /// Takes `tag` for what `work` makes, if it is free and its owner may have another one.
+    /// Reserves `tag` for the snapshot that `work` makes, if the tag is free and the owner's quota has room.
     pub(crate) fn reserve(
         &self,
         tag: &str,
@@ -128,7 +128,7 @@ impl SnapshotRegistry {
             let mut entries = self.entries.lock();
             let taken = entries.get(tag).map(|entry| entry.state());
             let text = match taken {
-                // Nothing else is told of what is somebody else's.
+                // A client learns nothing else of a snapshot of another owner.
                 Some(_) if entries.get(tag).is_some_and(|entry| entry.owner() != owner) => {
                     Some(format!("the tag {tag} is taken; choose another"))
                 }
@@ -150,7 +150,7 @@ impl SnapshotRegistry {
         Ok(entry)
     }
 
-    /// Takes out an entry that never was on disk.
+    /// Removes an entry that never was on disk.
     pub(crate) fn remove_unwritten(&self, entry: &Arc<Entry>) {
         self.unlist(entry);
         entry.forget();
@@ -168,8 +168,8 @@ impl SnapshotRegistry {
         }
     }
 
-    /// Begins to make a snapshot. The work goes on whether or not anybody waits for it; `room` is given back
-    /// when it is over.
+    /// Begins to make a snapshot. The job goes on if its client goes away; `room` is dropped when the job
+    /// is over.
     pub(crate) fn make(
         self: &Arc<Self>,
         order: crate::snapshot::create::SnapshotSpec,
@@ -210,14 +210,14 @@ impl SnapshotRegistry {
                 entry.ready(snapshot);
             }
             Err(error) => {
-                tracing::warn!(tag = entry.tag, %error, "a snapshot could not be made");
+                tracing::warn!(tag = entry.tag, %error, "snapshot not made");
                 entry.failed(error);
             }
         }
         making.done.send_replace(true);
     }
 
-    /// Returns when a snapshot is made, or why it could not be.
+    /// Returns when the job of a snapshot is over, with its error if it failed.
     pub(crate) async fn made(&self, entry: &Entry, making: &CreateJob) -> Result<()> {
         let _ = making.done.subscribe().wait_for(|done| *done).await;
         match entry.state() {
@@ -226,7 +226,7 @@ impl SnapshotRegistry {
         }
     }
 
-    /// Removes a snapshot, or stops making it. Children that run go on.
+    /// Removes a snapshot, or cancels the job that makes it. Running children go on.
     pub(crate) async fn remove(self: &Arc<Self>, tag: &str, how: Removal) -> Result<()> {
         let entry = self.get(tag)?;
         match entry.state() {
@@ -253,7 +253,7 @@ impl SnapshotRegistry {
         if how == Removal::Force {
             gone.clear();
         }
-        // Those that need others before those.
+        // The deepest first: each snapshot goes before the one it is built on.
         gone.sort_by_key(|tag| {
             let depth = self.get(tag).ok().and_then(|entry| entry.snapshot().ok()).map(|it| it.depth());
             std::cmp::Reverse(depth)
@@ -277,7 +277,7 @@ impl SnapshotRegistry {
         match removed {
             Ok(collected) => {
                 if let Some(why) = collected.held_back {
-                    tracing::warn!("{why}");
+                    tracing::warn!(tag = entry.tag, why, "unused layers not removed");
                 }
             }
             Err(error) if error.code().is_not_found() => {}
@@ -289,8 +289,8 @@ impl SnapshotRegistry {
         Ok(())
     }
 
-    /// Lists a template whose record cannot be read: under its tag, so that no other snapshot gets that, or, if
-    /// that is taken or cannot be read either, under its own id.
+    /// Lists a template whose record cannot be read. It is listed under its tag, so that no other snapshot gets
+    /// the tag, or under its id if the tag is taken or cannot be read.
     pub(crate) fn list_unknown(&self, template: &Arc<UnknownTemplate>) {
         let mut entries = self.entries.lock();
         let tag = template.tag().filter(|tag| !entries.contains_key(tag));
@@ -300,9 +300,9 @@ impl SnapshotRegistry {
         entries.insert(tag.clone(), Entry::new(&tag, &owner, state, self.host.telemetry.clone()));
     }
 
-    /// Ends a template whose record cannot be read, and forgets it. Its children go on.
+    /// Ends a template whose record cannot be read, and removes it from the registry. Its children go on.
     async fn end_unknown(self: &Arc<Self>, entry: &Arc<Entry>, template: Arc<UnknownTemplate>) -> Result<()> {
-        let failed = |error| Error::host("cannot write down that a template is to end", error);
+        let failed = |error| Error::host("cannot remove the record of a template", error);
         template.mark_deleted().map_err(failed)?;
         self.forget_owner(entry).await;
         self.unlist(entry);
@@ -311,7 +311,7 @@ impl SnapshotRegistry {
         Ok(())
     }
 
-    /// The snapshots that are built on `tag`, those that are being written included.
+    /// The snapshots that are built on `tag`, including those that are being written.
     pub(crate) async fn dependents(&self, tag: &str) -> Result<Vec<String>> {
         let (store, wanted) = (self.store.clone(), tag.to_owned());
         let found = blocking("looking for dependents", move || Ok(store.dependents(&wanted)?)).await;
@@ -331,7 +331,7 @@ impl SnapshotRegistry {
             _ => None,
         });
         let mut writing: Vec<_> = writing.collect();
-        // Also those over one that was found just now.
+        // Includes branches of branches: one that is found may be the origin of the next.
         let needs = |branch: &Branch, dependents: &[String]| {
             let over = branch.origin.as_ref().map(|origin| &origin.tag);
             over.is_some_and(|over| over == tag || dependents.contains(over))
@@ -345,7 +345,7 @@ impl SnapshotRegistry {
         Ok(dependents)
     }
 
-    /// Lets go of the live template: it ends with its last child, and the next spawn starts another.
+    /// Drops the live template: it ends with its last child, and the next spawn starts another one.
     pub(crate) fn unload(&self, tag: &str) -> Result<()> {
         let entry = self.get(tag)?;
         entry.snapshot()?;
@@ -356,13 +356,13 @@ impl SnapshotRegistry {
     /// The template to fork children of `tag` from: the live one, or one started from disk.
     pub(crate) async fn template(self: &Arc<Self>, tag: &str) -> Result<Arc<Template>> {
         let entry = self.get(tag)?;
-        // A branch's is there before anything is on disk.
+        // A branch has a template before anything of it is on disk.
         if let Some(template) = entry.use_current() {
             return Ok(template);
         }
         entry.snapshot()?;
         let snapshots = self.clone();
-        // In a task of its own: others may wait for it when whoever asked first is gone.
+        // In a task of its own: other requests may wait for the start when the first client is gone.
         let started = task::spawn(Task::LoadTemplate, async move {
             let _alone = entry.starting.lock().await;
             if let Some(template) = entry.current() {
@@ -376,7 +376,7 @@ impl SnapshotRegistry {
         started.await.unwrap_or_else(|error| Err(Error::host("starting a template", error)))
     }
 
-    /// Stops what is being made and lets go of the templates, which run on.
+    /// Stops all jobs and leaves the templates to the next daemon: they run on.
     pub(crate) async fn close(&self) {
         for entry in self.list() {
             match entry.state() {
@@ -396,7 +396,7 @@ impl SnapshotRegistry {
     }
 }
 
-/// What is told of a snapshot that is not there, or not for whoever asks.
+/// The error for a snapshot that does not exist, or that the principal may not see.
 pub(crate) fn no_snapshot(tag: &str) -> Error {
     let text = format!("there is no snapshot {tag}; `forkd images` lists them, `forkd snapshot` makes one");
     Error::new(Code::SnapshotNotFound, text)
@@ -416,7 +416,7 @@ impl From<forkd_store::Error> for Error {
             Store::Invalid(text) => Error::invalid(text),
             Store::NotFound(text) => Error::new(Code::SnapshotNotFound, text),
             Store::Exists(text) => Error::new(Code::TagTaken, text),
-            // Its text names files of the host.
+            // The store's text names files of the host: it is the cause, which only the host's owner may read.
             Store::Unusable(_) => {
                 let text = "the snapshot cannot be used: a file of it is missing or damaged, or of another \
                             version; remove it and make it again";
@@ -428,7 +428,7 @@ impl From<forkd_store::Error> for Error {
                 Error::no_room(error)
             }
             Store::Io { .. } | Store::Newer(_) | Store::Database { .. } => {
-                Error::host("the store of snapshots failed", crate::error::chain(&error))
+                Error::host("the snapshot store failed", crate::error::chain(&error))
             }
         }
     }

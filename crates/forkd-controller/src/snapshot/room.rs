@@ -1,4 +1,4 @@
-//! Room on the disk for snapshots: what is refused while there is none, and branches that wait for it.
+//! Disk space for snapshots: the daemon refuses live branches while there is none, and saves of branches wait for it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,24 +11,24 @@ use crate::snapshot::branch_job::Branch;
 use crate::snapshot::registry::{Entry, SnapshotRegistry};
 use crate::snapshot::template::Template;
 
-/// How often a branch that waits looks whether there is room.
+/// How often the daemon looks for space while a branch waits.
 const LOOK_FOR_ROOM: Duration = Duration::from_secs(1);
 
-/// How long a branch without room on disk is left alone after a save has failed; then twice as long, up to
-/// `LONGEST_PAUSE`.
+/// How long a branch pauses after a save that found the disk full. Each pause is twice as long as the one before,
+/// up to `LONGEST_PAUSE`.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
 impl SnapshotRegistry {
-    /// Whether `bytes` fit on the disk and leave as much free as the limits say. Yes where that cannot be found
-    /// out: the write itself tells then.
+    /// Whether `bytes` fit on the disk and leave as much free as the limits demand. True if the free space cannot
+    /// be read: then the write itself fails.
     pub(crate) fn has_room(&self, bytes: u64) -> bool {
         let needed = (self.host.config.limits.min_free_mib << 20).saturating_add(bytes);
         free(self.store.folder()).map_or(true, |free| free >= needed)
     }
 
-    /// Refuses what fills memory while the disk that is to take it is full.
+    /// Refuses a live branch while the disk is full: the branch would stay in memory.
     pub(crate) fn check_room(&self) -> Result<()> {
         if self.has_room(0) {
             return Ok(());
@@ -41,8 +41,8 @@ impl SnapshotRegistry {
         )))
     }
 
-    /// Has a branch written, as often as the disk is full; no client waits for it. An error also once the branch
-    /// was unused for so long that its memory is to be freed.
+    /// Saves a branch. While the disk is full, and if no client waits for the save, tries again. An error also once
+    /// the branch was unused for so long that its memory is to be freed.
     pub(crate) async fn save_when_possible(
         &self,
         entry: &Entry,
@@ -55,7 +55,7 @@ impl SnapshotRegistry {
                 Err(error) if error.is_no_room() && !branch.waited_for => error,
                 other => return other,
             };
-            tracing::warn!(tag = branch.tag, %error, "a branch waits for room on the disk");
+            tracing::warn!(tag = branch.tag, %error, "branch waits for disk space");
             branch.wait_for_room(Some(error.clone()));
             self.gc_wakeup.notify_one();
             let room = tokio::select! {
@@ -71,10 +71,10 @@ impl SnapshotRegistry {
         }
     }
 
-    /// Returns when a save that found the disk full is worth another try, not before `pause` is over. Not so if
-    /// there is nothing to save any more, or no client used it for long.
+    /// Returns true when a save that found the disk full is worth another try, not before `pause` is over. Returns
+    /// false if the template is gone, or no client used the branch for long.
     async fn room_again(&self, entry: &Entry, branch: &Branch, template: &Template, pause: Duration) -> bool {
-        // At least what was written before the disk was full.
+        // At least as much as the failed save wrote.
         let needed = branch.progress().map_or(0, |progress| progress.written);
         let patience = self.host.config.limits.branch_unload_after;
         let begun = Instant::now();

@@ -1,9 +1,9 @@
-//! From memory to disk: having a template written by a saver, and what is left to do then.
+//! From memory to disk: a saver writes a template, and the daemon publishes the result as a snapshot.
 //!
-//! A save never holds up the template: it goes on forking children. What is written is the difference
-//! to the snapshot a branch came from, where there is one; if that is being written itself, its turn
-//! comes first. A saver that fails is given a second chance. A branch for which the disk has no room waits
-//! for room, in memory, for as long as branches stay there unused.
+//! A save never holds up the template, which goes on forking children. The saver writes the difference to the
+//! snapshot a branch came from, where there is one; if that snapshot is being written itself, the save waits for
+//! it. If a saver fails, the daemon starts it a second time. A branch that the full disk has no space for waits
+//! in memory, for as long as unused branches stay there.
 
 use std::convert::Infallible;
 use std::fs::File;
@@ -29,33 +29,33 @@ use crate::util::fs::create;
 use crate::util::random::new_id;
 use crate::util::task::{self, blocking};
 
-/// How long writing a snapshot may take: a slow disk takes a minute for some GiB.
+/// How long a saver may take: a slow disk takes a minute for some GiB.
 const SAVE_WAIT: Duration = Duration::from_secs(3600);
-/// How often it is looked whether a saver gets anything of the host's CPUs.
+/// How often the daemon checks whether a saver gets CPU time.
 const LOOK: Duration = Duration::from_millis(100);
 /// How often a save is tried.
 const TRIES: u32 = 2;
-/// The file in a template's folder by which its saver tells how far it is.
+/// The file in a template's folder into which the saver writes its progress.
 const PROGRESS: &str = "progress";
 
-/// What is saved.
+/// The order for one save.
 #[derive(Debug)]
 pub(crate) struct SaveJob {
     pub(crate) tag: String,
-    /// The snapshot it came from.
+    /// The snapshot the branch came from.
     pub(crate) origin: Option<Snapshot>,
-    /// Whether only the difference to that is written.
+    /// Whether only the difference to the origin is written.
     pub(crate) diff: bool,
-    /// Whether each disk's layers become one.
+    /// Whether the saver writes each disk's layers as one.
     pub(crate) merge: bool,
     pub(crate) branched_from: Option<String>,
-    /// The instant it holds; none for what nobody can use before it is on disk.
+    /// When the branch was taken; none for a new snapshot, which is dated by its publication.
     pub(crate) created_at_unix: Option<u64>,
     pub(crate) measured: Measured,
 }
 
 impl SnapshotRegistry {
-    /// Brings a branch to disk, if nobody wants it gone meanwhile, and says what came of it.
+    /// Saves a branch and reports the result to its entry and job. Stops if the branch is dismissed meanwhile.
     pub(crate) async fn persist(
         self: &Arc<Self>,
         entry: Arc<Entry>,
@@ -69,12 +69,12 @@ impl SnapshotRegistry {
             merged = merge(self, source, &template) => merged,
         };
         if let Err(error) = merged {
-            tracing::warn!(tag = branch.tag, %error, "disk layers were not merged");
+            tracing::warn!(tag = branch.tag, %error, "disk layers not merged");
         }
         let error = match (self.save_when_possible(&entry, &branch, &template).await, branch.desired()) {
             (Ok(snapshot), _) => {
                 if let Err(error) = template.record(PersistState::Saved(snapshot.id().to_owned())) {
-                    tracing::warn!(tag = branch.tag, %error, "cannot record that a branch is on disk");
+                    tracing::warn!(tag = branch.tag, %error, "template record not updated: branch is on disk");
                 }
                 tracing::info!(tag = branch.tag, "branch is on disk");
                 entry.ready(snapshot.clone());
@@ -88,7 +88,7 @@ impl SnapshotRegistry {
             }
             (Err(error), _) => error,
         };
-        tracing::warn!(tag = branch.tag, %error, "a branch is not on disk");
+        tracing::warn!(tag = branch.tag, %error, "branch not saved");
         entry.failed(error.clone());
         if branch.waited_for {
             self.forget_owner(&entry).await;
@@ -98,7 +98,7 @@ impl SnapshotRegistry {
         self.gc_wakeup.notify_one();
     }
 
-    /// Has a branch written, with a second chance for the saver. An error if nobody wants it meanwhile.
+    /// Saves a branch, with a second try if the saver fails. An error if the branch is dismissed meanwhile.
     pub(crate) async fn save_branch(&self, branch: &Branch, template: &Arc<Template>) -> Result<Snapshot> {
         let mut tries = 1;
         loop {
@@ -120,7 +120,7 @@ impl SnapshotRegistry {
                         && template.is_alive()
                         && branch.desired() == Disposition::Keep =>
                 {
-                    tracing::warn!(tag = branch.tag, %error, "trying to save it once more");
+                    tracing::warn!(tag = branch.tag, %error, "branch save failed; trying once more");
                     tries += 1;
                 }
                 other => return other,
@@ -128,7 +128,7 @@ impl SnapshotRegistry {
         }
     }
 
-    /// The snapshot `branch` came from, once it is on disk; none if it is gone, or never will be.
+    /// The snapshot `branch` came from, once it is on disk; none if it was removed, failed, or waits for disk space.
     async fn origin(&self, branch: &Branch) -> Option<Snapshot> {
         let origin = branch.origin.as_ref()?;
         let id = match (&origin.snapshot, &branch.parent) {
@@ -143,13 +143,13 @@ impl SnapshotRegistry {
     }
 }
 
-/// Returns when nobody wants `branch` any more.
+/// Returns, with the error of the save, when `branch` is dismissed.
 async fn unwanted(branch: &Branch) -> Error {
     branch.dismissed().await;
-    Error::new(Code::Cancelled, "it was removed before it was on disk")
+    Error::new(Code::Cancelled, "the branch was removed before it was on disk")
 }
 
-/// How a branch is stored.
+/// The save of a branch.
 fn job(branch: &Branch, origin: Option<Snapshot>) -> SaveJob {
     let fits = origin.as_ref().is_some_and(|origin| {
         let theirs = origin.manifest().facts.mem_size_mib;
@@ -174,8 +174,8 @@ fn job(branch: &Branch, origin: Option<Snapshot>) -> SaveJob {
     }
 }
 
-/// Has `template` written to disk and makes that a snapshot, unless `unwanted` returns before it is written:
-/// then nothing is left.
+/// Has a saver write `template` to disk and publishes the snapshot. If `unwanted` returns before all is written,
+/// nothing is left.
 pub(crate) async fn save(
     snapshots: &SnapshotRegistry,
     template: &Arc<Template>,
@@ -202,7 +202,7 @@ pub(crate) async fn save(
             return Err(error);
         }
     };
-    // From here on to the end: nobody could tell whether it was published.
+    // From here on no cancelling: the caller could not know whether the snapshot was published.
     let Written { draft, job, disks, bytes } = written;
     let guest = template.about.guest.clone();
     let published = blocking("publishing a snapshot", move || {
@@ -228,7 +228,7 @@ pub(crate) async fn save(
     Ok(snapshot)
 }
 
-/// What a saver has written.
+/// A draft that a saver has filled.
 struct Written {
     draft: HeldDraft,
     job: SaveJob,
@@ -236,7 +236,7 @@ struct Written {
     bytes: Option<u64>,
 }
 
-/// If dropped, the saver is ended and nothing is left.
+/// Has a saver write the draft. If the future is dropped, the saver is killed and nothing is left.
 async fn write(
     snapshots: &SnapshotRegistry,
     template: &Arc<Template>,
@@ -244,7 +244,7 @@ async fn write(
     progress: impl FnOnce(File),
     drafts: &TaskTracker,
 ) -> Result<Written> {
-    // What the saver writes down of the disks and what is published must be the same layers.
+    // The saver and the published manifest must refer to the same disk layers.
     let alone = template.disks.lock().await;
     let has_disk = template.about.guest.image.is_some();
     let layers = if has_disk { template.layers().await? } else { Vec::new() };
@@ -253,7 +253,7 @@ async fn write(
     let prepared = blocking("preparing to save", move || {
         let mut draft = store.begin(&job.tag)?;
         let prepared = prepare(&mut draft, job, layers, &folder, pid);
-        // In here: the caller may be gone.
+        // In this closure: the caller may be gone.
         let draft = HeldDraft::new(draft, &drafts);
         Ok((draft, prepared?))
     });
@@ -269,14 +269,14 @@ async fn write(
     Ok(Written { draft, job, disks, bytes })
 }
 
-/// A save that can begin.
+/// A draft with everything the saver needs.
 struct Prepared {
     job: SaveJob,
     config: SaveConfig,
     fds: Vec<OwnedFd>,
-    /// What the disks will be made of.
+    /// The layer files of each disk in the snapshot.
     disks: Vec<Vec<File>>,
-    /// Where the saver tells how far it is.
+    /// The file into which the saver writes its progress, and why it failed.
     told: File,
 }
 
@@ -302,7 +302,7 @@ fn prepare(
     let told = create(&folder.join(PROGRESS));
     let told = told.map_err(|error| Error::host("cannot follow a saver", error))?;
     let copy = told.try_clone().map_err(|error| Error::host("cannot follow a saver", error))?;
-    // The saver looks at all memory if it cannot be told where to look.
+    // Without the page map the saver reads all memory.
     let pagemap = process::pagemap(pid).ok();
     let mut config = SaveConfig {
         child: new_id("saver")?,
@@ -327,7 +327,7 @@ fn prepare(
     Ok(Prepared { job, config, fds, disks, told })
 }
 
-/// A process that does not outlive the wish for what it does.
+/// The pidfd of a saver or merge process. Dropping it kills the process.
 struct Helper(OwnedFd);
 
 impl Drop for Helper {
@@ -336,14 +336,14 @@ impl Drop for Helper {
     }
 }
 
-/// Sees to it that a saver does its work, if slowly. It takes the last place for a CPU, and beside guests that
-/// never rest there is nothing left for it there.
+/// Raises a saver's share of the CPU when it gets no CPU time. A saver runs at idle priority, and beside guests
+/// that never rest it would never run.
 async fn keep_going(saver: i32, template: &Template) -> Infallible {
     let mut had = Duration::ZERO;
     loop {
         tokio::time::sleep(LOOK).await;
         let has = process::cpu_time(saver).unwrap_or(had);
-        // Its pid may be somebody else's already.
+        // The pid may belong to another process by now: only a child of the template is the saver.
         if has.saturating_sub(had) < LOOK / 10 && process::parent(saver) == Some(template.pid) {
             process::give_share(saver);
         }
@@ -351,7 +351,7 @@ async fn keep_going(saver: i32, template: &Template) -> Infallible {
     }
 }
 
-/// Waits for a process `template` was asked for; `forked` is called when it exists.
+/// Waits until a saver or merge process of `template` ends; `forked` is called when the process exists.
 pub(crate) async fn follow(
     template: &Template,
     asked: PendingChild,
@@ -373,7 +373,8 @@ pub(crate) async fn follow(
     }
 }
 
-/// Takes note of how such a process ended; anything but success is an error. A saver has `told` why.
+/// Acknowledges the end of a saver or merge process; any status but success is an error. In `told` a saver has
+/// written why it failed.
 pub(crate) fn finish(
     template: &Template,
     name: &str,
@@ -392,7 +393,7 @@ pub(crate) fn finish(
                 });
             }
             let text = crate::monitor::describe(Some(status));
-            // Only the process that began a lineage has one of its own.
+            // Only the template that began a lineage has a log file.
             let log = console::tail(&template.folder().join(crate::monitor::LOG), CONSOLE_TAIL as u64);
             let log = match log.trim() {
                 "" => String::new(),
@@ -404,7 +405,7 @@ pub(crate) fn finish(
     }
 }
 
-/// Why a saver failed, if it could tell. It holds a guest's memory, so anything may be in there.
+/// Why a saver failed, if it wrote that down. The saver maps a guest's memory, so its text is not trusted.
 fn reason(told: &File) -> Option<String> {
     let mut bytes = [0; SaveProgress::MAX_REASON];
     let read = std::os::unix::fs::FileExt::read_at(told, &mut bytes, SaveProgress::LENGTH as u64).ok()?;

@@ -1,33 +1,33 @@
-//! The fork tree: who came from whom.
+//! The fork tree: which snapshot or sandbox came from which.
 //!
-//! Grown anew from what is known now: the snapshots, each of which names the sandbox it was branched from
-//! and the snapshots below it, and the live sandboxes. Nothing else is kept for it. Those who are gone but
-//! still named by others are in it, too, as far as it can be known where they came from.
+//! Each request builds the tree anew, from two inputs: the snapshots, each of which names the sandbox it was
+//! branched from and the snapshots below it, and the live sandboxes. Nothing is stored for the tree. It has a
+//! node for each removed snapshot or sandbox that another one still names, under its parent if that is known.
 //!
-//! Manifests come from outside: what they say may be wrong, and go round in circles. A tree comes out of
-//! anything: every node has at most one parent, and no node is above itself. Knows no store and no process.
+//! Manifests come from outside: they may be wrong, and may name each other in circles. From any input comes a
+//! tree: every node has at most one parent, and no node is above itself. This module uses no store and no process.
 
 use std::collections::HashMap;
 
 use forkd_api::{Tree, TreeHow, TreeKind, TreeNode};
 use forkd_protocol::names::is_valid_sandbox_id;
 
-/// Begins `branched_from` of a snapshot that another one was compacted into.
+/// The prefix of `branched_from` in a snapshot made by compacting another one.
 pub(crate) const COMPACTED: &str = "compact:";
-/// In the place of a tag that is not told. None can be called so.
+/// Stands for a hidden tag. No tag can have this name.
 const NAMELESS: &str = "?";
-/// How much of a snapshot's id tells it from another one that had the same tag.
+/// How many digits of a snapshot's id a node id has, to tell two snapshots with the same tag apart.
 const SHORT_ID: usize = 12;
 
-/// A snapshot, as those name it who came from it.
+/// A snapshot, as a snapshot or sandbox that came from it names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Named {
     pub(crate) tag: String,
-    /// The id of its content, if that is known: a later one may have the same tag.
+    /// The id of its content, if known: a later snapshot may have the same tag.
     pub(crate) id: Option<String>,
 }
 
-/// What is known of a snapshot that exists.
+/// The facts of a snapshot that exists.
 #[derive(Debug, Clone)]
 pub(crate) struct SnapshotFact {
     pub(crate) name: Named,
@@ -35,21 +35,21 @@ pub(crate) struct SnapshotFact {
     pub(crate) created_at_unix: Option<u64>,
     /// A sandbox's id, or `compact:` and a tag.
     pub(crate) branched_from: Option<String>,
-    /// Whether it was asked for as a layer on its parent.
+    /// Whether the client asked for a difference to the parent.
     pub(crate) diff: bool,
-    /// The snapshots it is built on or came from, root first.
+    /// The snapshots that it is built on or came from, root first.
     pub(crate) ancestors: Vec<Named>,
 }
 
 impl SnapshotFact {
-    /// Takes the names away that are not to be told. Who they are of stays where it is in the tree.
+    /// Hides the names for which `told` is false. The nodes of those snapshots stay in the tree.
     pub(crate) fn hide(&mut self, told: impl Fn(&str) -> bool) {
         self.ancestors.retain_mut(|ancestor| {
             if told(&ancestor.tag) {
                 return true;
             }
             ancestor.tag = NAMELESS.into();
-            // Those of which nothing is known could be anybody.
+            // Without an id, all hidden snapshots would become the same node.
             ancestor.id.is_some()
         });
         let compacted = self.branched_from.as_deref().and_then(|source| source.strip_prefix(COMPACTED));
@@ -59,20 +59,20 @@ impl SnapshotFact {
     }
 }
 
-/// What is known of a sandbox that is listed.
+/// The facts of a listed sandbox.
 #[derive(Debug, Clone)]
 pub(crate) struct SandboxFact {
     pub(crate) id: String,
     pub(crate) state: String,
     pub(crate) created_at_unix: u64,
-    /// None for a booted one.
+    /// None for a booted sandbox.
     pub(crate) spawned_from: Option<Named>,
     pub(crate) rolled_back_to: Option<Named>,
 }
 
-/// The tree of everything that exists and of what that came from.
+/// The tree of all snapshots and sandboxes and of what they came from.
 pub(crate) fn grow(mut snapshots: Vec<SnapshotFact>, mut sandboxes: Vec<SandboxFact>) -> Tree {
-    // What comes first is believed first: the order must not depend on the caller's.
+    // Earlier facts win over later ones, so the order must not depend on the caller.
     snapshots.sort_by(|a, b| (a.created_at_unix, &a.name.tag).cmp(&(b.created_at_unix, &b.name.tag)));
     sandboxes.sort_by(|a, b| (a.created_at_unix, &a.id).cmp(&(b.created_at_unix, &b.id)));
     let mut grower = Grower::default();
@@ -83,7 +83,7 @@ pub(crate) fn grow(mut snapshots: Vec<SnapshotFact>, mut sandboxes: Vec<SandboxF
         let node = node(TreeKind::Sandbox, &fact.id, fact.state.clone(), Some(fact.created_at_unix));
         grower.add(format!("sandbox:{}", fact.id), node);
     }
-    // First of all what we saw ourselves, then what is written in manifests.
+    // First what the daemon saw itself, then what manifests claim.
     for fact in &sandboxes {
         grower.spawned(fact);
     }
@@ -113,10 +113,10 @@ fn node(kind: TreeKind, name: &str, state: String, created_at_unix: Option<u64>)
 #[derive(Debug, Default)]
 struct Grower {
     nodes: Vec<TreeNode>,
-    /// By node: the one it came from.
+    /// For each node, the node it came from.
     parents: Vec<Option<usize>>,
     by_id: HashMap<String, usize>,
-    /// By tag: the id of the content of the snapshot whose node is plainly `snapshot:TAG`.
+    /// For each tag, the content id of the snapshot whose node id is `snapshot:TAG` without a suffix.
     plain: HashMap<String, Option<String>>,
 }
 
@@ -136,7 +136,7 @@ impl Grower {
         self.add(format!("snapshot:{tag}"), node);
     }
 
-    /// The node of a snapshot that somebody names: one that exists, or a new one that is gone.
+    /// The node of a named snapshot; a new node with `gone` if there is none.
     fn snapshot(&mut self, named: &Named) -> usize {
         let holder = self.plain.entry(named.tag.clone()).or_insert_with(|| named.id.clone());
         let differs = matches!((holder, &named.id), (Some(one), Some(other)) if one != other);
@@ -196,7 +196,7 @@ impl Grower {
             let parent = self.find_or_gone(format!("sandbox:{source}"), TreeKind::Sandbox, source);
             let how = if fact.diff { TreeHow::Diff } else { TreeHow::Branch };
             self.link(child, parent, Some(how));
-            // A sandbox that is gone is known by its branches only: they tell what it ran on from.
+            // A removed sandbox is known only by its branches: their ancestors name the snapshot it was forked from.
             if let Some(below) = below.filter(|_| self.is_orphan(parent)) {
                 let origin = self.snapshot(below);
                 self.link(parent, origin, Some(TreeHow::Spawn));
@@ -207,15 +207,15 @@ impl Grower {
         }
         for pair in fact.ancestors.windows(2) {
             let (parent, child) = (self.snapshot(&pair[0]), self.snapshot(&pair[1]));
-            // How it came from there went with it.
+            // How the removed snapshot came from its parent is not known.
             if self.is_orphan(child) {
                 self.link(child, parent, None);
             }
         }
     }
 
-    /// A sandbox stays where it was spawned if it was taken back to its own branch: it cannot be both
-    /// above and below that.
+    /// Moves a sandbox under the snapshot it was rolled back to. A sandbox that was rolled back to its own branch
+    /// stays where it was spawned: it cannot be both above and below the branch.
     fn rolled_back(&mut self, fact: &SandboxFact) {
         let Some(to) = &fact.rolled_back_to else { return };
         let (child, parent) = (self.by_id[&format!("sandbox:{}", fact.id)], self.snapshot(to));
@@ -265,7 +265,7 @@ mod tests {
         }
     }
 
-    /// One line per node: id, how it came from which, whether it is gone.
+    /// One line per node: its id, whether it is gone, and how it came from which node.
     fn drawn(snapshots: Vec<SnapshotFact>, sandboxes: Vec<SandboxFact>) -> Vec<String> {
         let tree = grow(snapshots, sandboxes);
         let line = |node: &TreeNode| {

@@ -1,6 +1,6 @@
-//! Templates whose records the daemon cannot read (`records`). It keeps them: it lists them in state `unknown` with
-//! the reason. It changes none of their files, so that a daemon that can read the record takes them over. Only a
-//! client ends them.
+//! Templates whose records the daemon cannot read (`records`). The daemon keeps such a template: it lists it in state
+//! `unknown` with the reason. It changes none of the template's files, so that a daemon that can read the record
+//! takes the template over. Only a client ends it.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -32,7 +32,7 @@ impl UnknownTemplate {
         tracing::error!(
             template = unread.id,
             why = unread.why,
-            "a template's record cannot be read; it is kept"
+            "template record cannot be read; the template is kept"
         );
         let seen = Glimpse::of::<template::TemplateRecord>(&unread.folder);
         let remains = Remains::new(&unread, None);
@@ -41,7 +41,8 @@ impl UnknownTemplate {
         Arc::new(UnknownTemplate { why: unread.why, remains, seen, lineage: Mutex::new(lineage) })
     }
 
-    /// Finds its lineage by its user, when those that know the lineage's name are taken over.
+    /// Finds the template's lineage by the process's user id. To be called after the templates with readable
+    /// records are taken over: their records name the lineages.
     pub(crate) fn claim(&self, lineages: &Arc<Lineages>) {
         let mut lineage = self.lineage.lock();
         if lineage.is_none() {
@@ -57,7 +58,7 @@ impl UnknownTemplate {
         self.remains.pid()
     }
 
-    /// The tag that it is all there is of, if that can be read.
+    /// The tag of the branch that exists only in this template; none if the tag cannot be read.
     pub(crate) fn tag(&self) -> Option<String> {
         let standing = self.seen.0.get("standing");
         let on_disk = standing.is_some_and(|standing| standing.get("saved").is_some());
@@ -73,11 +74,11 @@ impl UnknownTemplate {
         self.seen.number("/about/guest/mem_size_mib").unwrap_or(0)
     }
 
-    /// Whether it may be a branch that is to be stored over the snapshot `tag`, and of which nothing is on disk.
+    /// Whether the template may be a branch that is not on disk yet and is to be stored as a difference to `tag`.
     pub(crate) fn may_need(&self, tag: &str) -> bool {
         let standing = self.seen.0.get("standing");
         match standing.and_then(Value::as_object).map(|it| (it.get("saved"), it.get("unsaved"))) {
-            // What is on disk, and what is to be stored in full, needs no other snapshot.
+            // A branch that is on disk, or is to be stored in full, needs no other snapshot.
             Some((Some(_), _)) => false,
             Some((None, Some(_))) => match self.seen.0.pointer("/standing/unsaved/origin") {
                 Some(Value::Null) => false,
@@ -89,7 +90,7 @@ impl UnknownTemplate {
         }
     }
 
-    /// Has the next daemon end it, should this one be killed before it has.
+    /// Removes the record. If this daemon is killed before it ends the template, the next daemon ends it.
     pub(crate) fn mark_deleted(&self) -> std::io::Result<()> {
         match std::fs::remove_file(self.remains.folder.join(template::RECORD)) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
@@ -97,11 +98,11 @@ impl UnknownTemplate {
         }
     }
 
-    /// Ends it and removes what it has. Its children go on.
+    /// Ends the template and removes its cgroup and folder. Its children go on.
     pub(crate) async fn end(&self, janitor: &crate::host::cleanup::CleanupQueue) {
         let lineage = self.lineage.lock().clone();
         let cgroup = lineage.as_ref().and_then(|lineage| lineage.cgroup.as_ref());
-        // Only that of a branch is its own; the leaf of any other goes with its lineage.
+        // Only a branch has a leaf of its own; the leaf of any other template goes with its lineage.
         let leaf = cgroup.and_then(|cgroup| cgroup.existing(&self.remains.id).ok());
         self.remains.end(|| drop(leaf.as_ref().map(|leaf| leaf.kill()))).await;
         if let Some(leaf) = leaf {
@@ -111,7 +112,7 @@ impl UnknownTemplate {
         drop(self.lineage.lock().take());
     }
 
-    /// The next daemon takes it over.
+    /// Leaves the template to the next daemon.
     pub(crate) fn leave(&self) {
         if let Some(lineage) = &*self.lineage.lock() {
             lineage.leave();
@@ -124,36 +125,37 @@ impl UnknownTemplate {
 pub(crate) struct Unread {
     pub(crate) id: String,
     pub(crate) folder: PathBuf,
-    /// Which file it is, and why it cannot be read.
+    /// Which file cannot be read, and why.
     pub(crate) why: String,
-    /// Its process, if that record can be read.
+    /// Its process, if the process record can be read.
     pub(crate) identity: Option<ProcessId>,
 }
 
 /// Why a sandbox is in state `unknown`, in one word.
 pub(crate) const UNREADABLE: &str = "record_unreadable";
 
-/// The same for clients that may not read causes.
+/// The reason for clients that may not read causes.
 pub(crate) const UNREAD: &str = "the daemon cannot read its record";
 
-/// The same in one sentence, with what to do; `end` is the command that ends it.
+/// The reason `why` in one sentence, with what to do; `end` is the command that ends the sandbox or template.
 pub(crate) fn advice(why: &str, end: &str) -> String {
     format!("{why}; end it (`{end}`), or start the version of the daemon that wrote it")
 }
 
-/// The error of everything but looking at it and ending it.
+/// The error of every operation on an unknown sandbox or template except showing it and ending it.
 pub(crate) fn refused(what: &str, why: &str, end: &str) -> Error {
     let text = format!("the state of {what} is unknown: {}", advice(UNREAD, end));
     Error::new(Code::StateUnknown, text).because(why.to_owned())
 }
 
-/// What is left of it: its process, if it has one that can be found.
+/// What is left of a sandbox or template with an unreadable record: its folder and, if found, its process.
 #[derive(Debug)]
 pub(crate) struct Remains {
     id: String,
     folder: PathBuf,
     process: Option<(i32, Pidfd)>,
-    /// Held and not listened to: its template remembers its end for a daemon that can read its record.
+    /// Held and not read: so the exit status is not acknowledged, and the template keeps it for a daemon that can read
+    /// the record.
     _told: Option<oneshot::Receiver<WaitStatus>>,
 }
 
@@ -172,7 +174,7 @@ impl Remains {
         self.process.as_ref().map(|(pid, _)| *pid)
     }
 
-    /// Returns when its process has ended; never if that is not known.
+    /// Returns when the process has ended; never if the process was not found.
     pub(crate) async fn ended(&self) {
         match &self.process {
             Some((_, process)) if process.ended().await.is_ok() => {}
@@ -180,17 +182,14 @@ impl Remains {
         }
     }
 
-    /// Ends its process and returns when that is gone. One that is not known is asked through its control socket,
-    /// and if it does not obey `kill` is called.
+    /// Ends the process and returns when it is gone. A process that was not found is asked through its control socket;
+    /// if it does not stop, `kill` is called.
     pub(crate) async fn end(&self, kill: impl Fn()) {
         if let Some((_, process)) = &self.process {
             return process.end(&self.id).await;
         }
         while adopt::stop(&self.folder).await.is_err() {
-            tracing::error!(
-                id = self.id,
-                "a process whose record cannot be read does not stop; trying again"
-            );
+            tracing::error!(id = self.id, "process with an unreadable record does not stop; trying again");
             kill();
         }
     }
@@ -199,11 +198,11 @@ impl Remains {
 /// The process `pid`, if it is a child of `parent`.
 fn child_of(pid: i32, parent: i32) -> Option<(i32, Pidfd)> {
     let pidfd = Pidfd::open(rustix::process::Pid::from_raw(pid)?).ok()?;
-    // Looked up after the pidfd was opened: the process with this pid now is the one it means.
+    // Looked up after the pidfd was opened: the process that has this pid now is the one that the pidfd refers to.
     (process::parent(pid) == Some(parent)).then_some((pid, pidfd))
 }
 
-/// The part of a record that looks as usual.
+/// The part of an unreadable record that parses as JSON: single values may still be of use.
 #[derive(Debug)]
 pub(crate) struct Glimpse(pub(crate) Value);
 

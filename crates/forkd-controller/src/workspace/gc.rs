@@ -1,4 +1,4 @@
-//! Removing the states that a workspace has no use for any more.
+//! Removing the retired states of a workspace.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use crate::util::task::blocking;
 use crate::workspace::{Workspace, WorkspaceRecord, Workspaces};
 
 impl Workspaces {
-    /// Removes what a workspace has no use for any more, if nobody else has.
+    /// Removes the retired states that no other sandbox or snapshot needs.
     pub(crate) async fn sweep(&self, name: &str) {
         if let Ok((workspace, _turn)) = self.lock_exclusive(name).await {
             self.sweep_retired(name, &workspace).await;
@@ -24,18 +24,18 @@ impl Workspaces {
             if self.is_needed(&record, tag).await {
                 kept.push(tag.clone());
             } else if let Err(error) = self.remove_snapshot(tag, &record.owner).await {
-                tracing::warn!(name, tag, %error, "an old state cannot be removed yet");
+                tracing::warn!(workspace = name, tag, %error, "old state of a workspace not removed yet");
                 kept.push(tag.clone());
             }
         }
         if kept != record.retired
             && let Err(error) = self.keep(workspace, WorkspaceRecord { retired: kept, ..record }).await
         {
-            tracing::warn!(name, %error, "a workspace's file is not up to date");
+            tracing::warn!(workspace = name, %error, "workspace record not updated");
         }
     }
 
-    /// Whether somebody but the workspace's own states would miss an old state.
+    /// Whether a sandbox, or a snapshot that is not a state of this workspace, needs the state `tag`.
     async fn is_needed(&self, record: &WorkspaceRecord, tag: &str) -> bool {
         let sandboxes = self.registry.list();
         let forked = |sandbox: &Arc<Sandbox>| {
@@ -57,8 +57,8 @@ impl Workspaces {
         }
     }
 
-    /// Removes the name; layers stay as long as others are built on them. What was given to somebody else is
-    /// theirs.
+    /// Removes the snapshot `tag`; its layers stay as long as others are built on them. A snapshot that was given to
+    /// another owner stays.
     pub(crate) async fn remove_snapshot(&self, tag: &str, owner: &str) -> Result<()> {
         if self.snapshots.get(tag).is_ok_and(|entry| entry.owner() != owner) {
             return Ok(());

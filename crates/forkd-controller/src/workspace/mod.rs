@@ -1,14 +1,14 @@
-//! Workspaces: sandboxes with a name, that can be put away and taken out again.
+//! Workspaces: sandboxes with a name that can be suspended and resumed.
 //!
-//! A workspace is a record on disk (`record`) and, while it runs, a sandbox like any other. To suspend it is
-//! to suspend that sandbox (`crate::branch::suspend`, with its crash rules); to resume it is to fork a sandbox from there.
-//! So it outlives the daemon and the host; a sandbox that was lost with them leaves it `stale`, to be resumed from
-//! its last state.
+//! A workspace is a record on disk (`record`) and, while it runs, a sandbox like any other. Suspending a workspace
+//! suspends that sandbox (`crate::branch::suspend`, with its crash rules); resuming it forks a sandbox from the
+//! stored snapshot. So a workspace outlives the daemon and the host. If its sandbox is lost with them, the workspace
+//! is `stale`, and resumes from its last state.
 //!
-//! What is on disk counts, in this order. A state's tag is in the record, as one to be removed, before it is
-//! made, and becomes the current one with the same write that takes the sandbox out. A sandbox's own record
-//! names its workspace before it is forked. So whatever is cut off when, the next daemon finds each
-//! sandbox that its workspace does not know of, ends it, and removes each tag nobody needs.
+//! The order of writes makes crashes safe. The tag of a new state is in the record, in the list of tags to remove,
+//! before the snapshot is made. One write makes it the current state and removes the sandbox from the record. A
+//! sandbox's own record names its workspace before the sandbox is forked. So after a crash at any point the next
+//! daemon finds each sandbox that its workspace's record does not name, ends it, and removes each unused tag.
 
 pub(crate) mod gc;
 mod record;
@@ -49,25 +49,25 @@ pub(crate) struct Workspaces {
     all: Mutex<BTreeMap<String, Arc<Workspace>>>,
 }
 
-/// One workspace.
+/// One workspace: its state in memory, and the lock for changes.
 #[derive(Debug)]
 pub(crate) struct Workspace {
-    /// Held by whoever changes it: one at a time.
+    /// Held during a change of the workspace: one change at a time.
     turn: Arc<tokio::sync::Mutex<()>>,
     state: Mutex<WorkspaceState>,
 }
 
 #[derive(Debug, Clone)]
 enum WorkspaceState {
-    /// Its first sandbox is being forked; nothing is on disk.
+    /// The first sandbox is being forked; nothing is on disk.
     CreateJob,
-    /// As on disk.
+    /// The record, as it is on disk.
     Kept(WorkspaceRecord),
-    /// Its file cannot be used: why.
+    /// The file cannot be used, with the reason.
     Broken(String),
 }
 
-/// Where a workspace stands.
+/// The status of a workspace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Status {
     Running,
@@ -76,14 +76,14 @@ pub(crate) enum Status {
     Stale,
 }
 
-/// What a new workspace is made of.
+/// The order for a new workspace.
 #[derive(Debug)]
 pub(crate) struct WorkspaceSpec {
     pub(crate) name: String,
     pub(crate) snapshot_tag: String,
     pub(crate) network: bool,
     pub(crate) memory_limit_mib: Option<u64>,
-    /// Whose it will be, and how much they may have.
+    /// The principal that will own the workspace, with its quota.
     pub(crate) who: Principal,
 }
 
@@ -107,8 +107,8 @@ fn no_workspace(name: &str) -> Error {
 }
 
 impl Workspaces {
-    /// The workspaces in the host's data directory. Ends sandboxes that were to be theirs and are not, and
-    /// finishes what was begun.
+    /// Opens the workspaces in the host's data directory. Ends sandboxes that name a workspace whose record does not
+    /// name them, and finishes deletions that an earlier daemon began.
     pub(crate) async fn open(registry: Arc<Registry>, snapshots: Arc<SnapshotRegistry>) -> Result<Arc<Self>> {
         let path = registry.host.config.data_dir.join("workspaces");
         let shown = path.display().to_string();
@@ -120,7 +120,7 @@ impl Workspaces {
             let state = match read {
                 Ok(record) => WorkspaceState::Kept(record),
                 Err(why) => {
-                    tracing::error!(folder = shown, name, why, "a workspace's file cannot be used");
+                    tracing::error!(folder = shown, workspace = name, why, "workspace file cannot be used");
                     WorkspaceState::Broken(why)
                 }
             };
@@ -138,7 +138,7 @@ impl Workspaces {
         task::spawn(Task::WorkspaceSweep, async move {
             for name in doomed {
                 if let Err(error) = sweeper.delete(&name).await {
-                    tracing::warn!(name, %error, "a workspace is not deleted yet");
+                    tracing::warn!(workspace = name, %error, "workspace not deleted yet");
                 }
             }
             for name in sweeper.names() {
@@ -148,18 +148,22 @@ impl Workspaces {
         Ok(workspaces)
     }
 
-    /// Ends every sandbox that names a workspace which does not name it.
+    /// Ends every sandbox that names a workspace whose record does not name that sandbox.
     fn end_strangers(&self) {
         for sandbox in self.registry.list() {
             let Some(name) = sandbox.facts().saved.workspace else { continue };
             let ours = match self.get(&name).map(|workspace| workspace.state()) {
                 Ok(WorkspaceState::Kept(record)) => record.live_sandbox_id.as_deref() == Some(&sandbox.id),
-                // Whoever mends the file may want it.
+                // The operator may repair the file and want the sandbox.
                 Ok(WorkspaceState::Broken(_)) => true,
                 Ok(WorkspaceState::CreateJob) | Err(_) => false,
             };
             if !ours {
-                tracing::warn!(sandbox = sandbox.id, name, "its workspace does not know it; ending it");
+                tracing::warn!(
+                    sandbox = sandbox.id,
+                    workspace = name,
+                    "sandbox not in its workspace; ending it"
+                );
                 let _ = self.registry.delete(&sandbox.id);
             }
         }
@@ -178,18 +182,18 @@ impl Workspaces {
         found.ok_or_else(|| no_workspace(name))
     }
 
-    /// Whether a workspace is theirs; if not, it is none.
+    /// Checks that the principal owns the workspace; if not, the error is "not found".
     pub(crate) fn check_owner(&self, name: &str, who: &Principal) -> Result<()> {
         let workspace = self.get(name)?;
         let theirs = match workspace.state() {
             WorkspaceState::Kept(record) => who.owns(&record.owner),
-            // Whose it is stands nowhere that could be trusted.
+            // There is no record with a trusted owner.
             WorkspaceState::CreateJob | WorkspaceState::Broken(_) => who.is_admin(),
         };
         if theirs { Ok(()) } else { Err(no_workspace(name)) }
     }
 
-    /// Whether its file cannot be used.
+    /// Whether the file of the workspace cannot be used.
     pub(crate) fn is_broken(&self, name: &str) -> bool {
         self.get(name).is_ok_and(|workspace| matches!(workspace.state(), WorkspaceState::Broken(_)))
     }
@@ -209,22 +213,22 @@ impl Workspaces {
         }
     }
 
-    /// One workspace.
+    /// The record and status of one workspace.
     pub(crate) fn show(&self, name: &str) -> Result<(WorkspaceRecord, Status)> {
         let record = self.record_of(name, self.get(name)?.as_ref())?;
         let status = self.status(&record);
         Ok((record, status))
     }
 
-    /// All that can be used, by name.
+    /// All workspaces with a usable record, by name.
     pub(crate) fn list(&self) -> Vec<(WorkspaceRecord, Status)> {
         let shown = self.names().into_iter().filter_map(|name| self.show(&name).ok());
         shown.collect()
     }
 
-    /// The snapshots that workspaces are resumed from, and those they deal with themselves: one that is being
-    /// suspended has its next state among these.
-    /// An error if one's file cannot be used: what it needs is not known.
+    /// The tags that `gc` must leave alone: those that workspaces resume from, and those that workspaces remove
+    /// themselves. The next state of a workspace that is being suspended is among the latter.
+    /// An error if the file of a workspace cannot be used: its tags are unknown.
     pub(crate) fn tags(&self) -> Result<BTreeSet<String>> {
         let mut tags = BTreeSet::new();
         for name in self.names() {
@@ -232,7 +236,7 @@ impl Workspaces {
             match (workspace.state(), self.record_of(&name, &workspace)) {
                 (_, Ok(record)) => tags.extend([vec![record.tag().to_owned()], record.retired].concat()),
                 (WorkspaceState::Broken(_), Err(error)) => return Err(error),
-                // What it is made of is used by its sandbox.
+                // A workspace that is being made: its first sandbox uses the snapshot.
                 (_, Err(_)) => {}
             }
         }
@@ -257,7 +261,7 @@ impl Workspaces {
         }
     }
 
-    /// Its sandbox, if it has one that has not ended.
+    /// The workspace's sandbox, if it has one that has not ended.
     fn live(&self, record: &WorkspaceRecord) -> Option<Arc<Sandbox>> {
         let sandbox = self.registry.get(record.live_sandbox_id.as_deref()?).ok()?;
         (!matches!(sandbox.phase(), Phase::Ended(_))).then_some(sandbox)
@@ -301,7 +305,7 @@ impl Workspaces {
         made
     }
 
-    /// Forks a sandbox for `record` and writes down that it is the workspace's.
+    /// Forks a sandbox for `record` and writes the record with the sandbox's id.
     async fn start(
         &self,
         workspace: &Workspace,
@@ -315,7 +319,7 @@ impl Workspaces {
             ..record
         };
         self.keep(workspace, record.clone()).await?;
-        // From here on it is somebody's; until here it goes with what it was forked for.
+        // The record on disk names the sandbox now. Until here, dropping `bound` ends the sandbox.
         bound.release();
         let status = self.status(&record);
         Ok((record, status))
@@ -324,7 +328,7 @@ impl Workspaces {
     async fn fork(&self, record: &WorkspaceRecord, who: &Principal) -> Result<Bound> {
         let order = spawn::SpawnSpec {
             tag: record.tag().to_owned(),
-            // Somebody else's may have its tag by now.
+            // A snapshot of another owner may have the tag by now.
             who: who.clone(),
             owner: record.owner.clone(),
             n: 1,
@@ -340,10 +344,10 @@ impl Workspaces {
         let mut spawned = spawn(&self.registry, &self.snapshots, order).await?;
         let error = spawned.errors.pop().map(|(_, error)| error);
         let bound = spawned.children.pop();
-        bound.ok_or_else(|| error.unwrap_or_else(|| Error::host("forking", "nothing came of it")))
+        bound.ok_or_else(|| error.unwrap_or_else(|| Error::host("cannot fork", "the spawn returned none")))
     }
 
-    /// Takes a workspace out again: a sandbox is forked from its last state.
+    /// Resumes a workspace: forks a sandbox from its last state.
     pub(crate) async fn resume(&self, name: &str, who: &Principal) -> Result<(WorkspaceRecord, Status)> {
         let (workspace, _turn) = self.lock_exclusive(name).await?;
         self.check_owner(name, who)?;
@@ -355,7 +359,7 @@ impl Workspaces {
         let lost = record.live_sandbox_id.clone();
         let resumed = self.start(&workspace, record, who).await?;
         self.emit(EventKind::WorkspaceResumed, &resumed.0);
-        // What is left of the one that ended by itself.
+        // What is left of the earlier sandbox, which ended by itself.
         if let Some(lost) = lost {
             let _ = self.registry.delete(&lost);
         }
@@ -369,7 +373,7 @@ impl Workspaces {
         let mut owner = None;
         if let WorkspaceState::Kept(record) = workspace.state() {
             owner = Some(record.owner.clone());
-            // First of all: the next daemon finishes what we do not.
+            // First of all: if this daemon is killed, the next one finishes the deletion.
             let record = WorkspaceRecord { deleted: true, ..record };
             self.keep(&workspace, record.clone()).await?;
             if let Some(sandbox) = &record.live_sandbox_id {
@@ -403,7 +407,7 @@ impl Workspaces {
         self.registry.host.telemetry.events.emit(kind, about);
     }
 
-    /// The right to change it, for as long as what is returned lives.
+    /// The right to change the workspace, for as long as the returned guard lives.
     async fn lock_exclusive(&self, name: &str) -> Result<(Arc<Workspace>, OwnedMutexGuard<()>)> {
         let busy = || {
             let text = format!("workspace {name} is being made, suspended, resumed or deleted; try again");
@@ -413,7 +417,7 @@ impl Workspaces {
         let patience = self.registry.host.config.timing.call;
         let turn = tokio::time::timeout(patience, workspace.turn.clone().lock_owned()).await;
         let turn = turn.map_err(|_| busy())?;
-        // Whoever had the turn before may have deleted it, and somebody made another.
+        // The request that had the turn before may have deleted it, and another request made a new one.
         if matches!(workspace.state(), WorkspaceState::CreateJob)
             || !Arc::ptr_eq(&self.get(name)?, &workspace)
         {
@@ -433,7 +437,7 @@ impl Workspaces {
         }
     }
 
-    /// Writes a record, and only then believes it.
+    /// Writes a record to disk, and only then sets it in memory.
     async fn keep(&self, workspace: &Workspace, record: WorkspaceRecord) -> Result<()> {
         let (folder, written) = (self.folder.clone(), record.clone());
         blocking("writing a workspace's file", move || {

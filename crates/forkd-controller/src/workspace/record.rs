@@ -1,8 +1,8 @@
-//! Workspaces on disk: `NAME.json` each, in a folder of their own.
+//! Workspaces on disk: one file `NAME.json` each, in one folder.
 //!
-//! A file is replaced as a whole: written beside, synced, renamed, the folder synced. So whatever is cut
-//! off when, a record is the old one or the new one. What is read back is not trusted: no link is
-//! followed, nothing large is read, and no name in it goes anywhere unchecked. Calls block.
+//! The daemon replaces a file as a whole: it writes a new file beside it, syncs that, renames it and syncs the
+//! folder. So after a crash a record is the old one or the new one. Files are not trusted: the daemon follows no
+//! link, reads no large file, and checks every name in a record before it uses the name. Calls block.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -16,14 +16,14 @@ use crate::util::fs::make_private_dir;
 
 /// The version of records this daemon writes and reads.
 pub(crate) const VERSION: u32 = 1;
-/// The largest file that is read. An honest one has less than a KiB.
+/// The largest file that is read. A real one has less than a KiB.
 const MAX_FILE: u64 = 64 << 10;
-/// The longest name of a workspace: its tags are longer than it, and have a limit, too.
+/// The longest name of a workspace. The tags of its states contain the name, and the length of tags has a limit.
 pub(crate) const MAX_NAME: usize = 48;
-/// As many states as the digits of a tag can count.
+/// The most states: their numbers fit into 12 digits of a tag.
 const MAX_STATES: u64 = 999_999_999_999;
 
-/// What is kept of a workspace.
+/// The record of a workspace.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct WorkspaceRecord {
@@ -32,22 +32,22 @@ pub(crate) struct WorkspaceRecord {
     pub(crate) name: String,
     #[serde(default = "crate::auth::principal::local_owner")]
     pub(crate) owner: String,
-    /// What its first sandbox was forked from.
+    /// The snapshot that the first sandbox was forked from.
     pub(crate) source_snapshot_tag: String,
-    /// What the next one is forked from, once it was suspended.
+    /// The snapshot that the next sandbox is forked from; none before the first suspend.
     pub(crate) current_state_tag: Option<String>,
     /// The sandbox that is meant to run now.
     pub(crate) live_sandbox_id: Option<String>,
     pub(crate) network: bool,
     pub(crate) memory_limit_mib: Option<u64>,
     pub(crate) created_at_unix: u64,
-    /// When it was last created, suspended or resumed.
+    /// When the workspace was last created, suspended or resumed.
     pub(crate) last_active_unix: u64,
-    /// How many states were begun: the number in the tag of the last one.
+    /// The number of states begun so far: the number in the tag of the last one.
     pub(crate) states: u64,
-    /// Tags it has no more use for: earlier states, and states that were begun and never finished.
+    /// Tags to be removed: earlier states, and states that were begun and not finished.
     pub(crate) retired: Vec<String>,
-    /// Whether somebody began to delete it.
+    /// Whether a deletion has begun.
     pub(crate) deleted: bool,
 }
 
@@ -71,24 +71,24 @@ impl WorkspaceRecord {
         }
     }
 
-    /// The tag of the state with this number; none if there were too many.
+    /// The tag of state `number`; none if the number is too large.
     pub(crate) fn state_tag(&self, number: u64) -> Option<String> {
         (number <= MAX_STATES).then(|| format!("ws-{}-{number}", self.name))
     }
 
-    /// What the next sandbox of it is forked from.
+    /// The tag of the snapshot that the next sandbox is forked from.
     pub(crate) fn tag(&self) -> &str {
         self.current_state_tag.as_deref().unwrap_or(&self.source_snapshot_tag)
     }
 
     fn parse(bytes: &[u8], name: &str) -> Result<WorkspaceRecord, String> {
-        /// What every version has.
+        /// The fields that every version has.
         #[derive(Deserialize)]
         struct Header {
             version: u64,
         }
         let header: Header = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-        // First of all: what another version wrote may have fields we would call unknown.
+        // First of all: the record of another version may have fields that this one would refuse as unknown.
         if header.version != u64::from(VERSION) {
             return Err(format!("it has version {}, this forkd reads {VERSION}", header.version));
         }
@@ -117,13 +117,13 @@ impl WorkspaceRecord {
             return Err(format!("{:?} is no id of a workspace", self.id));
         }
         if self.states > MAX_STATES {
-            return Err(format!("it says it had {} states", self.states));
+            return Err(format!("{} is too large for a number of states", self.states));
         }
         Ok(())
     }
 }
 
-/// What is written of a record that `bytes` are.
+/// Reads the record in `bytes` and returns what would be written of it.
 #[cfg(test)]
 pub(crate) fn read_and_write(bytes: &[u8], name: &str) -> Vec<u8> {
     serde_json::to_vec_pretty(&WorkspaceRecord::parse(bytes, name).unwrap()).unwrap()
@@ -139,7 +139,7 @@ pub(crate) fn is_valid_workspace(name: &str) -> bool {
 pub(crate) struct Folder(PathBuf);
 
 impl Folder {
-    /// Opens the folder and reads what is in it: by name each record, or why it cannot be used.
+    /// Opens the folder and reads its files. Returns for each name the record, or why it cannot be used.
     #[allow(clippy::type_complexity)]
     pub(crate) fn open(path: &Path) -> io::Result<(Folder, Vec<(String, Result<WorkspaceRecord, String>)>)> {
         make_private_dir(path)?;
@@ -151,13 +151,13 @@ impl Folder {
             let path = entry?.path();
             let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             if file.starts_with('.') && file.ends_with(NEW) {
-                // Never finished, so never acknowledged.
+                // The write was not finished, so no request was answered with success.
                 let _ = fs::remove_file(&path);
                 continue;
             }
             match file.strip_suffix(JSON).filter(|name| is_valid_workspace(name)) {
                 Some(name) => found.push((name.to_owned(), read(&path, name))),
-                None => tracing::warn!(path = %path.display(), "not a workspace's file; left alone"),
+                None => tracing::warn!(path = %path.display(), "not a workspace file; left alone"),
             }
         }
         found.sort_by(|a, b| a.0.cmp(&b.0));
@@ -169,7 +169,7 @@ impl Folder {
         self.0.join(format!("{name}{JSON}"))
     }
 
-    /// Writes a record: when this returns it will survive a crash.
+    /// Writes a record: when this returns, the record survives a crash.
     pub(crate) fn write(&self, record: &WorkspaceRecord) -> io::Result<()> {
         record.check(&record.name).map_err(io::Error::other)?;
         let new = self.0.join(format!(".{}{NEW}", record.name));
@@ -199,7 +199,7 @@ const JSON: &str = ".json";
 const NEW: &str = ".json.new";
 
 fn read(path: &Path, name: &str) -> Result<WorkspaceRecord, String> {
-    // Non-blocking: somebody may have put a pipe there. It means nothing for regular files.
+    // Non-blocking, because the file may be a pipe. The flag has no effect on regular files.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let opened = File::options().read(true).custom_flags(flags).open(path);
     let file = opened.map_err(|error| match error.raw_os_error() {
@@ -261,7 +261,7 @@ mod tests {
             let (folder, found) = Folder::open(place.path()).unwrap();
             assert_eq!(found, [("box".into(), Ok(record("box")))]);
             assert_eq!(fs::read_dir(place.path()).unwrap().count(), 1);
-            // And it is in nobody's way.
+            // And the rest of a cut-off write does not stop the next one.
             fs::write(place.path().join(".box.json.new"), &whole[..length]).unwrap();
             folder.write(&record("box")).unwrap();
         }

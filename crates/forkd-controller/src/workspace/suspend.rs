@@ -1,4 +1,4 @@
-//! Putting a workspace away.
+//! Suspending a workspace.
 
 use forkd_api::EventKind;
 
@@ -12,10 +12,10 @@ use crate::util::time::now_unix;
 use crate::workspace::{Status, WorkspaceRecord, Workspaces};
 
 impl Workspaces {
-    /// Puts a workspace away: its sandbox is branched, on disk, and ended. With `diff` what is stored is
-    /// what differs from the snapshot the sandbox was forked from.
+    /// Suspends a workspace: branches its sandbox, saves the branch, and ends the sandbox. With `diff`, stores only
+    /// the difference to the snapshot the sandbox was forked from.
     ///
-    /// Does nothing if its sandbox was used since `unused_since`, if that is given.
+    /// Does nothing if the sandbox was used since `unused_since`, if that is given.
     pub(crate) async fn suspend(
         &self,
         name: &str,
@@ -24,7 +24,7 @@ impl Workspaces {
         unused_since: Option<(u64, usize)>,
     ) -> Result<(WorkspaceRecord, Status)> {
         let (workspace, _turn) = self.lock_exclusive(name).await?;
-        // Only now it is known which one it is.
+        // Under the lock: before it, another workspace may have had the name.
         self.check_owner(name, who)?;
         let record = self.usable(name, &workspace)?;
         let Some(sandbox) = self.live(&record) else {
@@ -37,20 +37,20 @@ impl Workspaces {
             };
             return Err(Error::new(Code::WorkspaceNotRunning, text));
         };
-        // Nobody uses it from here on: what they did would be lost.
+        // From here on uses of the sandbox are refused: their effects would be lost.
         let _put_away = SuspendGuard::begin(&sandbox);
         if unused_since.is_some_and(|stamp| sandbox.activity.stamp() != stamp) {
             return self.show(name);
         }
         let suspend = Suspend::begin(&self.registry, &self.snapshots, &sandbox).await?;
         let (number, tag) = self.next_tag(&record)?;
-        // Until it is the current state: retention leaves it alone, and a sweep removes it.
+        // Until it is the current state, the tag is a retired one: `gc` leaves it alone, and a sweep removes it.
         let mut begun = WorkspaceRecord { states: number, ..record.clone() };
         begun.retired.push(tag.clone());
         self.keep(&workspace, begun.clone()).await?;
         let mode = if diff { Mode::Diff } else { Mode::Full };
         let mut quota = who.quota;
-        // The state it has goes when it has another.
+        // The current state is removed when there is a new one.
         let replaced = u64::from(record.current_state_tag.is_some());
         quota.max_snapshots = quota.max_snapshots.map(|max| max.saturating_add(replaced));
         let why = format!("workspace {name} was suspended; `forkd workspace resume {name}` goes on");
@@ -73,7 +73,7 @@ impl Workspaces {
         self.show(name)
     }
 
-    /// A number and a tag for its next state that nobody has.
+    /// The number and the tag of the next state; no snapshot has the tag.
     fn next_tag(&self, record: &WorkspaceRecord) -> Result<(u64, String)> {
         let mut number = record.states;
         loop {
@@ -81,7 +81,10 @@ impl Workspaces {
             let Some(tag) = record.state_tag(number) else {
                 return Err(Error::new(
                     Code::WorkspaceUnusable,
-                    format!("workspace {} had too many states", record.name),
+                    format!(
+                        "workspace {} had too many states; make a new one from its snapshot",
+                        record.name
+                    ),
                 ));
             };
             match self.snapshots.get(&tag) {

@@ -556,7 +556,7 @@ fn a_request_has_an_id_that_is_in_its_answer_and_in_the_log() {
     let (head, _) = exchange(daemon.unix(), "POST /v1/snapshots", headers, &body);
     assert!(!head.contains(" 201 "), "{head}");
     let told =
-        || daemon.log().lines().any(|line| line.contains("unlucky") && line.contains("could not be made"));
+        || daemon.log().lines().any(|line| line.contains("unlucky") && line.contains("snapshot not made"));
     eventually("a line with its id", told);
 }
 

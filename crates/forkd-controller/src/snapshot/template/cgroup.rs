@@ -7,7 +7,7 @@ use crate::host::cgroup::CgroupLimits;
 use crate::snapshot::template::Template;
 use crate::util::task::blocking;
 
-/// Moves a branch out of its source's cgroup, which may go, into its own. Whether it is there then.
+/// Moves a branch from its source's cgroup, which ends with the source, to its own. Returns whether that succeeded.
 pub(crate) async fn move_to_own_cgroup(template: &Arc<Template>) -> bool {
     let (lineage, id, pid) = (template.lineage.clone(), template.id.clone(), template.pid);
     let limits = CgroupLimits::of_template(template.about.guest.mem_size_mib);
@@ -19,7 +19,7 @@ pub(crate) async fn move_to_own_cgroup(template: &Arc<Template>) -> bool {
     });
     let moved = moved.await;
     if let Err(error) = &moved {
-        tracing::warn!(template = template.id, %error, "it is counted with its source");
+        tracing::warn!(template = template.id, %error, "branch stays in the cgroup of its source");
     }
     moved.is_ok()
 }

@@ -1,5 +1,5 @@
-//! The task that owns the connection to a template: requests go out one after the other without waiting,
-//! replies come in their order, and ends of children whenever they happen.
+//! The task that owns the connection to a template. It sends requests one after the other without waiting for
+//! replies. Replies come in the order of the requests, events about ended children at any time.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -18,23 +18,23 @@ use crate::monitor::control_socket::Link;
 use crate::monitor::{Forked, console};
 use crate::snapshot::template::PendingChild;
 
-/// Ends acknowledged with one message.
+/// The most ended children in one acknowledgement.
 const ACKNOWLEDGE: usize = 256;
-/// How long a template may say nothing while it owes an answer. Everything it does takes milliseconds; one that
-/// hangs would hold up whoever wants a child of it for ever.
+/// How long a template may be silent while it owes an answer. Everything it does takes milliseconds; a template
+/// that hangs would hold up for ever each client that wants a child of it.
 pub(crate) const SILENCE: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 60 });
 
-/// How many events that mean nothing to the daemon a template may send. A daemon that took it over may hear of
-/// children that the daemon before asked for and never saw: no more than fit into a socket.
+/// How many events about unknown things a template may send. A daemon that took a template over may get events of
+/// children that the earlier daemon asked for and never saw: no more than fit into a socket.
 pub(crate) const MAX_STRAYS: usize = 512;
 
-/// A request, and who waits for the answer.
+/// A request, with the channels for its answer.
 #[derive(Debug)]
 pub(crate) struct Ask {
     pub(crate) request: Request,
     pub(crate) fds: Vec<OwnedFd>,
     pub(crate) pending: Pending,
-    /// Of a process: who waits for its end.
+    /// For the request of a process: the channel for its exit status.
     pub(crate) ended: Option<oneshot::Sender<WaitStatus>>,
 }
 
@@ -46,7 +46,7 @@ pub(crate) enum Note {
     Leave,
 }
 
-/// What a reply is the answer to, and who waits for it.
+/// The kind of reply that is due, and the channel for it.
 #[derive(Debug)]
 pub(crate) enum Pending {
     Process(String, oneshot::Sender<Result<Forked>>),
@@ -74,27 +74,28 @@ pub(crate) struct ConnectionActor {
     pub(crate) asks: mpsc::Receiver<Ask>,
     pub(crate) noted: mpsc::UnboundedReceiver<Note>,
     pub(crate) pending: VecDeque<Pending>,
-    /// Who waits for which child's end.
+    /// For each child by name, the channel for its exit status.
     pub(crate) ends: HashMap<String, oneshot::Sender<WaitStatus>>,
     pub(crate) acknowledged: Vec<String>,
-    /// How many events came that mean nothing to the daemon.
+    /// How many events about unknown things came.
     pub(crate) strays: usize,
-    /// Since when it owes an answer, or when it gave the last one. Events are no answers.
+    /// Since when the template owes an answer, or when it gave the last one. Events are no answers.
     pub(crate) heard_at: Instant,
 }
 
-/// Why a keeper stops.
+/// Why the task stops.
 enum Over {
-    /// Nobody needs the process any more.
+    /// All handles are dropped.
     Unneeded,
     /// The daemon stops.
     Left,
-    /// It is gone, or talks nonsense: why.
+    /// The template is gone, or breaks the protocol: the reason.
     Broken(String),
 }
 
 impl ConnectionActor {
-    /// Returns when nobody needs the process any more; whether it is gone.
+    /// Serves the connection until all handles are dropped, the daemon stops, or the template breaks. Returns whether
+    /// the process is gone and its folder may be removed.
     pub(crate) async fn keep(
         mut self,
         child: Option<std::process::Child>,
@@ -106,21 +107,21 @@ impl ConnectionActor {
             Over::Left => return false,
             Over::Unneeded => false,
             Over::Broken(why) => {
-                tracing::error!(template = self.id, why, "a template is lost; its children go on");
+                tracing::error!(template = self.id, why, "template lost; its children go on");
                 true
             }
         };
         self.pidfd.end(&self.id).await;
         if let Some(mut child) = child {
-            // It has ended, so this does not block.
+            // The process has ended, so this does not block.
             let _ = child.wait();
         }
-        // Nobody will tell those who wait.
+        // Dropping the channels wakes the tasks that wait for answers which will not come.
         self.pending.clear();
         self.ends.clear();
         self.asks.close();
         while self.asks.recv().await.is_some() {}
-        // The folder stays as long as there are handles: it is how a new daemon tells.
+        // The folder stays as long as there are handles: a new daemon finds the children's template by it.
         while broken && let Some(note) = self.noted.recv().await {
             if matches!(note, Note::Leave) {
                 return false;
@@ -145,12 +146,12 @@ impl ConnectionActor {
                     }
                     acknowledge = !self.acknowledged.is_empty() && self.noted.is_empty();
                 }
-                // Before the asks: that the last handle is gone means nothing after `Leave`.
+                // Before the asks: after `Leave`, the drop of the last handle must not end the process.
                 Some(note) = self.noted.recv() => match note {
                     Note::Leave => return Over::Left,
                     Note::Acknowledge(child) => {
                         self.acknowledged.push(child);
-                        // Many ends come together: one message for all of them.
+                        // Children often end together: one message for all of them.
                         acknowledge = self.noted.is_empty() || self.acknowledged.len() >= ACKNOWLEDGE;
                     }
                 },
@@ -174,7 +175,7 @@ impl ConnectionActor {
 
     async fn send_ask(&mut self, ask: Ask) -> std::result::Result<(), String> {
         let fds: Vec<_> = ask.fds.iter().map(AsFd::as_fd).collect();
-        // Before it is sent: the child's end may be told before its beginning is looked at.
+        // Before the request is sent: the event of the child's end may arrive before the reply is handled.
         if let (Pending::Process(name, _), Some(ended)) = (&ask.pending, ask.ended) {
             self.ends.insert(name.clone(), ended);
         }
@@ -182,7 +183,7 @@ impl ConnectionActor {
         self.send(&ask.request, &fds).await
     }
 
-    /// An answer more is to come.
+    /// Adds an answer that the template owes.
     fn owe(&mut self, pending: Pending) {
         if self.pending.is_empty() {
             self.heard_at = Instant::now();
@@ -190,8 +191,8 @@ impl ConnectionActor {
         self.pending.push_back(pending);
     }
 
-    /// Since when it has been silent, if it owes an answer. An error if that is too long: one that sends events
-    /// without end leaves no time for a timer.
+    /// Since when the template has been silent, if it owes an answer. An error if that is too long: under endless
+    /// events the timer in `select!` would never be polled.
     fn owes(&self) -> std::result::Result<Option<Instant>, String> {
         let since = (!self.pending.is_empty()).then_some(self.heard_at);
         match since.is_some_and(|since| since.elapsed() > SILENCE) {
@@ -207,8 +208,8 @@ impl ConnectionActor {
         self.send(&Request::Acknowledge { children }, &[]).await
     }
 
-    /// Sends `request`. Meanwhile goes on listening: a template that cannot get rid of its replies
-    /// takes no requests.
+    /// Sends `request` and receives meanwhile: a template that is blocked on sending its replies takes no
+    /// requests.
     async fn send(&mut self, request: &Request, fds: &[BorrowedFd<'_>]) -> std::result::Result<(), String> {
         loop {
             let owes = self.owes()?;
@@ -233,26 +234,26 @@ impl ConnectionActor {
             Ok(Some((Message::Event(Event::ChildEnded { child, .. }), _)))
                 if child.len() > MAX_CHILD_NAME =>
             {
-                Err(format!("it told of a child with a name of {} bytes", child.len()))
+                Err(format!("it sent the end of a child with a name of {} bytes", child.len()))
             }
             Ok(Some((Message::Event(Event::ChildEnded { child, status }), _))) => {
                 let waiting = match self.ends.remove(&child) {
                     Some(waiting) => waiting.send(status),
                     None => self.stray().map(|()| Err(status))?,
                 };
-                // The daemon does not wait for it, or not any more, and would never say that it may be forgotten.
+                // No task waits for this child, so none would acknowledge its end.
                 if waiting.is_err() {
                     self.acknowledged.push(child);
                 }
                 Ok(())
             }
             Ok(Some((Message::Event(_), _))) => self.stray(),
-            Ok(None) => Err("it hung up".into()),
+            Ok(None) => Err("it closed the connection".into()),
             Err(error) => Err(error.to_string()),
         }
     }
 
-    /// Takes an event that means nothing to the daemon.
+    /// Counts an event about an unknown thing; an error if there were too many.
     fn stray(&mut self) -> std::result::Result<(), String> {
         self.strays += 1;
         match self.strays > MAX_STRAYS {
@@ -268,7 +269,7 @@ impl ConnectionActor {
                     return Err("a child came without pidfd".into());
                 };
                 let pidfd = child_pidfd(pidfd, pid, self.pid).map_err(|error| error.to_string())?;
-                // If nobody waits for it any more, it must not run on.
+                // If the caller no longer waits for the process, the process must not run on.
                 if let Err(Ok(unwanted)) = tell.send(Ok(Forked { pid, pidfd })) {
                     let _ = rustix::process::pidfd_send_signal(unwanted.pidfd, rustix::process::Signal::KILL);
                 }
@@ -305,7 +306,7 @@ impl ConnectionActor {
     }
 }
 
-/// Returns when somebody who owes an answer has been silent for too long `since` then.
+/// Returns when a template that owes an answer has been silent for too long since `since`; never without one.
 async fn silence(since: Option<Instant>) {
     match since {
         Some(since) => tokio::time::sleep_until(since + SILENCE).await,
@@ -321,7 +322,7 @@ fn refused(message: &str) -> Error {
     Error::host("the template refused", console::printable(message.as_bytes()))
 }
 
-/// The descriptors that came with an answer, as it names them.
+/// The descriptors that came with an answer, in the order in which the answer names them.
 fn sorted(disks: Vec<Vec<FdRef>>, fds: Vec<OwnedFd>) -> std::result::Result<Vec<Vec<OwnedFd>>, String> {
     let mut fds: Vec<Option<OwnedFd>> = fds.into_iter().map(Some).collect();
     let mut take = |FdRef(index): FdRef| {

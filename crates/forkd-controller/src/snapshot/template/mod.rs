@@ -1,9 +1,9 @@
-//! One template process: forking children, hearing how they end, and its own end.
+//! One template process: how it forks children, reports their ends, and ends itself.
 //!
-//! A [`Template`] is a handle; everybody who needs the process keeps one: the tag it is the template
-//! of, and each child, because the process is its children's parent and the only one that learns how
-//! they end. When the last handle is dropped the process is ended and its folder removed. A task of
-//! its own owns the connection: requests are pipelined, replies come in their order.
+//! A [`Template`] is a handle. The snapshot's entry holds one, and so does each child: the process is the parent
+//! of its children, and only a parent learns how they end. When the last handle is dropped, the daemon ends the
+//! process and removes its folder. One task owns the connection (`connection`): requests are pipelined, replies
+//! come in their order.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -29,9 +29,9 @@ use crate::snapshot::template::connection::{Ask, ConnectionActor, Note, Pending,
 use crate::util::records::{self, Found, VersionedRecord};
 use crate::util::task::{self, Task};
 
-/// The file in a template's folder that says whose it is. Written when the template is complete.
+/// The file in a template's folder that describes the template. Written when the template is complete.
 pub(crate) const RECORD: &str = "template.json";
-/// Forks asked for and not sent yet: enough to keep a template busy, few enough that a fan-out does
+/// The most requests that wait to be sent: enough to keep a template busy, few enough that a fan-out does
 /// not hold thousands of descriptors.
 const QUEUE: usize = 32;
 
@@ -39,13 +39,13 @@ const QUEUE: usize = 32;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum MemorySource {
-    /// The snapshot's file.
+    /// The snapshot's files.
     Disk,
-    /// The guest the snapshot was made of.
+    /// The memory of the guest that the snapshot was made of.
     Memory,
 }
 
-/// What the next daemon needs to know of a template.
+/// The part of a template's record that does not change.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TemplateSpec {
     pub(crate) tag: String,
@@ -54,32 +54,32 @@ pub(crate) struct TemplateSpec {
     pub(crate) lineage: u32,
     /// The name of its lineage's cgroup.
     pub(crate) cgroup: String,
-    /// What its guest is like: what a child of it has and needs.
+    /// The properties of its guest, which each child has, too.
     pub(crate) guest: GuestSpec,
 }
 
-/// What is in [`RECORD`].
+/// The content of [`RECORD`]: what the next daemon needs to take a template over.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct TemplateRecord {
     pub(crate) about: TemplateSpec,
     pub(crate) standing: PersistState,
 }
 
-/// How a template stands to what is on disk under its tag.
+/// Whether a template's memory is on disk.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum PersistState {
-    /// It is what the snapshot with this id was made of, or is loaded from. A later snapshot may have the
-    /// same tag.
+    /// The snapshot with this id was made of the template, or the template was loaded from it. A later snapshot
+    /// may have the same tag.
     Saved(String),
-    /// It is a branch that is not on disk yet.
+    /// The template is a branch that is not on disk yet.
     Unsaved(Box<crate::snapshot::branch_job::BranchRecord>),
-    /// Nobody wants it on disk: it lives as long as its children.
+    /// The branch was removed before it was on disk: the template lives as long as its children.
     Forgotten,
 }
 
 impl TemplateRecord {
-    /// That of the template in `folder`. One that is not complete has none.
+    /// The record of the template in `folder`. An incomplete template has none.
     pub(crate) fn read(folder: &Path) -> Found<Self> {
         records::read(folder)
     }
@@ -97,21 +97,21 @@ pub(crate) struct Template {
     folder: PathBuf,
     pub(crate) about: TemplateSpec,
     pub(crate) lineage: Arc<Lineage>,
-    /// The id of the snapshot it is the template of, once there is one.
+    /// The id of its snapshot, once that is on disk.
     snapshot: Mutex<Option<String>>,
-    /// Held while its disks' layers must stay those that they are.
+    /// Held while the frozen layers of its disks must not change.
     pub(crate) disks: tokio::sync::Mutex<()>,
     forks: mpsc::Sender<Ask>,
     notes: mpsc::UnboundedSender<Note>,
     gone: watch::Receiver<bool>,
 }
 
-/// A process that was asked for.
+/// A process that the template is to fork: a child, a saver or a merge process.
 #[derive(Debug)]
 pub(crate) struct PendingChild {
     /// The process, or why there is none.
     pub(crate) forked: oneshot::Receiver<Result<Forked>>,
-    /// How it ended; never if the template goes first.
+    /// The exit status of the process; an error if the template is gone first.
     pub(crate) ended: oneshot::Receiver<WaitStatus>,
 }
 
@@ -126,8 +126,8 @@ pub(crate) struct TemplateParts {
 }
 
 impl Template {
-    /// The template that `monitor` has become. Nothing is recorded yet: until
-    /// [`record`](Template::record) a new daemon would end it.
+    /// The template that `monitor` has become. It has no record yet: until [`record`](Template::record) a new
+    /// daemon would end it.
     pub(crate) fn new(plan: TemplateParts, monitor: Monitor) -> Result<Arc<Self>> {
         Template::watched(plan, monitor, HashMap::new())
     }
@@ -143,7 +143,7 @@ impl Template {
             if let Some(mut child) = child {
                 std::thread::spawn(move || child.wait());
             }
-            return Err(Error::host("the template ended", "it hung up"));
+            return Err(Error::host("the template ended", "it closed the connection"));
         };
         let (forks, asks) = mpsc::channel(QUEUE);
         let (notes, noted) = mpsc::unbounded_channel();
@@ -165,7 +165,7 @@ impl Template {
         let (folder, janitor, lineage) = (plan.folder.clone(), plan.janitor, plan.lineage.clone());
         let (id, files) = (plan.id.clone(), TemplateFiles::count());
         task::spawn(Task::Template, async move {
-            // Until here it has the score of a sandbox. Not before the spawn: a branch's client waits for that.
+            // Until here the process has the OOM score of a sandbox. In the task, because a client waits for `new`.
             oom::set(keeper.pid, keeper.pidfd.as_fd(), oom::Role::Template);
             if keeper.keep(child, tell_gone).await {
                 // A branch has a leaf of its own; any other template's goes with its lineage.
@@ -175,7 +175,7 @@ impl Template {
                 }
                 janitor.remove_folder(folder).await;
             }
-            // Only now may its user id be somebody else's.
+            // Only now may another lineage get its user id.
             drop((lineage, files));
         });
         Ok(Arc::new(Template {
@@ -205,8 +205,8 @@ impl Template {
         Template::new(plan, monitor)
     }
 
-    /// Takes over a template an earlier daemon left running, and the names of its children with how
-    /// they ended, or with a way to hear of it.
+    /// Takes over a template an earlier daemon left running. Returns its children by name, each with its exit
+    /// status or the channel for it.
     pub(crate) async fn adopt(
         plan: TemplateParts,
         patience: Duration,
@@ -238,7 +238,7 @@ impl Template {
         Ok((Template::watched(plan, monitor, ends)?, children))
     }
 
-    /// Records how it stands: from here on a new daemon takes it over.
+    /// Writes the template's record: from here on a new daemon takes the template over.
     pub(crate) fn record(&self, standing: PersistState) -> io::Result<()> {
         if let PersistState::Saved(id) = &standing {
             self.is_of(id);
@@ -246,32 +246,32 @@ impl Template {
         records::write(&TemplateRecord { about: self.about.clone(), standing }, &self.folder)
     }
 
-    /// It is the template of the snapshot `id`.
+    /// Sets the id of its snapshot.
     pub(crate) fn is_of(&self, id: &str) {
         *self.snapshot.lock() = Some(id.to_owned());
     }
 
-    /// The snapshot it is the template of, if there is one.
+    /// The id of its snapshot, if that is on disk.
     pub(crate) fn snapshot(&self) -> Option<String> {
         self.snapshot.lock().clone()
     }
 
-    /// Asks for a child. Blocks while the queue is full.
+    /// Requests a child. Blocks while the queue is full.
     pub(crate) fn fork(&self, config: ForkConfig, fds: Vec<OwnedFd>) -> PendingChild {
         let name = config.child.clone();
         let (ask, asked) = process(name, Request::Fork(config), fds);
-        // If the process is gone, dropping the question is the answer.
+        // If the process is gone, the request is dropped, and the receivers in `asked` return an error.
         let _ = self.forks.blocking_send(ask);
         asked
     }
 
-    /// Asks for a saver.
+    /// Requests a saver.
     pub(crate) async fn save(&self, config: SaveConfig, fds: Vec<OwnedFd>) -> PendingChild {
         let name = config.child.clone();
         self.process(process(name, Request::Save(config), fds)).await
     }
 
-    /// Asks for a process that merges layers.
+    /// Requests a process that merges layers.
     pub(crate) async fn merge(&self, config: MergeConfig, fds: Vec<OwnedFd>) -> PendingChild {
         let name = config.child.clone();
         self.process(process(name, Request::Merge(config), fds)).await
@@ -291,7 +291,7 @@ impl Template {
         told.await.unwrap_or_else(|_| Err(lost()))
     }
 
-    /// Has it use one file in the place of several layers, for each disk that is named.
+    /// Replaces several layers by one file, for each disk that has a replacement.
     pub(crate) async fn replace_layers(&self, disks: Vec<Option<Replacement>>) -> Result<()> {
         let (request, fds) = replace_request(disks);
         let (tell, told) = oneshot::channel();
@@ -299,24 +299,24 @@ impl Template {
         told.await.unwrap_or_else(|_| Err(lost()))
     }
 
-    /// Its files.
+    /// The folder with the template's files.
     pub(crate) fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// The end of `child` is recorded: the process may forget it.
+    /// The end of `child` is recorded: the template may forget the exit status.
     pub(crate) fn acknowledge(&self, child: &str) {
         let _ = self.notes.send(Note::Acknowledge(child.to_owned()));
     }
 
-    /// Lets the process run on when the handles are dropped.
+    /// Lets the template run on when the handles are dropped, for the next daemon.
     pub(crate) fn leave(&self) {
         let _ = self.notes.send(Note::Leave);
     }
 
     /// Whether the process was still there a moment ago.
     pub(crate) fn is_alive(&self) -> bool {
-        // Without its task nothing can be asked of it.
+        // Without the connection's task the template takes no requests.
         !*self.gone.borrow() && self.gone.has_changed().is_ok()
     }
 }
@@ -324,12 +324,12 @@ impl Template {
 /// A child of a template that was taken over.
 #[derive(Debug)]
 pub(crate) enum Adopted {
-    /// Its process, and a way to hear how it ends.
+    /// Its pid, and the channel for its exit status.
     Alive(i32, oneshot::Receiver<WaitStatus>),
     Ended(WaitStatus),
 }
 
-/// The error of everybody who asked a template that went away.
+/// The error of every request to a template that went away.
 pub(crate) fn lost() -> Error {
     Error::new(Code::TemplateEnded, "the template ended; ask again: a new one is started from the snapshot")
 }

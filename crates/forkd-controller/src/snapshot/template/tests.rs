@@ -1,5 +1,5 @@
-//! Templates played by a thread over a real socket, with real processes as children. What a real
-//! template does is tested with real guests.
+//! A thread plays the template over a real socket, with real processes as children. Tests with real guests
+//! cover real templates.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,16 +14,16 @@ use crate::host::lineage::Lineages;
 use crate::monitor::Launch;
 use crate::testing::fake_process::{Shell, runs};
 
-/// A template of the test's own: a shell as its process, which starts a `sleep` for each line it reads
-/// and writes its pid, and a thread that speaks for it.
+/// A fake template: its process is a shell, which starts a `sleep` for each line it reads and writes the pid
+/// of the `sleep`. A thread answers the requests.
 pub(crate) struct Fake {
     template: Option<Arc<Template>>,
     folder: tempfile::TempDir,
-    /// What was acknowledged.
+    /// The names of acknowledged children.
     acknowledged: std::sync::mpsc::Receiver<String>,
-    /// What it sends as the layers of its disk.
+    /// What the fake sends as the layers of its disk.
     layers: Arc<Mutex<Vec<OwnedFd>>>,
-    /// How many events of its flood were taken.
+    /// How many events of its flood the daemon took.
     flooded: Arc<AtomicUsize>,
 }
 
@@ -93,9 +93,9 @@ impl Fake {
     }
 }
 
-/// Forks a `sleep` for each child; those called `refused…` are refused, those with `brief` in their names
-/// end at once, and `slow…` are answered late. `quit` hangs up, and `mute…` are never answered. More names make it
-/// tell of children that are none. Savers are never answered, either.
+/// Forks a `sleep` for each child. It refuses children called `refused…`; those with `brief` in their names
+/// end at once, and those called `slow…` are answered late. For `quit` it hangs up; it never answers for `mute…`.
+/// Other names make it send events of children that do not exist. Requests for savers are never answered.
 fn play(
     channel: Channel,
     mut shell: Shell,
@@ -103,7 +103,7 @@ fn play(
     layers: &Mutex<Vec<OwnedFd>>,
     flooded: &AtomicUsize,
 ) {
-    // For as long as the daemon listens, and reading nothing.
+    // For as long as the daemon listens, and without reading.
     let flood = |event: &dyn Fn(usize) -> Message| {
         while channel.send(&event(flooded.load(Ordering::SeqCst)), &[]).is_ok() {
             flooded.fetch_add(1, Ordering::SeqCst);
@@ -115,16 +115,16 @@ fn play(
             Request::Fork(config) if config.child == "quit" => break,
             Request::Fork(config) if config.child.starts_with("mute") => {}
             Request::Save(_) => {}
-            // Gives the answer that it owes, so that it is not ended for silence.
+            // Gives the answer that it owes, so that the daemon does not end it for silence.
             Request::Fork(config) if config.child == "long-name" => {
                 channel.send(&Message::Reply(Reply::Error { message: "no".into() }), &[]).unwrap();
                 let _ = channel.send(&end_of("x".repeat(10_000)), &[]);
             }
-            // Tells of children that do not exist.
+            // Sends events of children that do not exist.
             Request::Fork(config) if config.child == "flood" => {
                 flood(&|number| end_of(format!("stray-{number}")));
             }
-            // Gives the answer that it owes, and then tells of what only sandboxes tell.
+            // Gives the answer that it owes, then sends events that only sandboxes send.
             Request::Fork(config) if config.child == "answered-flood" => {
                 channel.send(&Message::Reply(Reply::Error { message: "no".into() }), &[]).unwrap();
                 flood(&|_| Message::Event(Event::Ready));
@@ -183,11 +183,11 @@ fn play(
     for child in children {
         let _ = pidfd_send_signal(&child, Signal::KILL);
     }
-    // It would end with its input, but is to end only when it is told to.
+    // The shell would end with its input, but is to end only when the daemon ends it.
     std::mem::forget(shell);
 }
 
-/// The news that the child `child` has ended.
+/// The event that `child` has ended.
 fn end_of(child: String) -> Message {
     Message::Event(Event::ChildEnded { child, status: WaitStatus::Exited(0) })
 }
@@ -219,7 +219,7 @@ async fn a_refused_fork_is_an_error_for_that_child_alone() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_template_that_owes_an_answer_for_too_long_is_ended_and_everybody_told() {
     let fake = Fake::start();
-    // More than its queue takes: all of them are told.
+    // More than the queue takes: each of them gets an error.
     let names: Vec<String> = (0..QUEUE + 8).map(|index| format!("mute-{index}")).collect();
     for asked in futures_util::future::join_all(names.iter().map(|name| fake.fork(name))).await {
         assert!(!matches!(asked.forked.await, Ok(Ok(_))));
@@ -280,7 +280,7 @@ async fn how_a_child_ended_is_told_and_forgotten_only_when_it_is_recorded() {
     assert!(fake.acknowledged.recv_timeout(Duration::from_millis(200)).is_err(), "not before");
     fake.template().acknowledge("brief");
     assert_eq!(fake.acknowledged.recv_timeout(Duration::from_secs(10)).unwrap(), "brief");
-    // One that nobody waits for any more when it ends need not be kept.
+    // A child whose caller is gone when it ends is acknowledged at once.
     drop(fake.fork("slow-brief").await);
     assert_eq!(fake.acknowledged.recv_timeout(Duration::from_secs(10)).unwrap(), "slow-brief");
 }
@@ -293,8 +293,8 @@ async fn a_template_that_tells_of_children_without_end_is_ended() {
         let template = fake.template();
         eventually("its end", || !template.is_alive() && !runs(template.pid)).await;
         let flooded = fake.flooded.load(Ordering::SeqCst);
-        // A flood is ended for its number: what the daemon takes, and what fits into the socket. One that drips is
-        // ended before that, for its silence: events are no answers.
+        // The daemon ends a flood for the number of events: those it takes, and those that fit into the socket. It
+        // ends a drip earlier, for silence: events are no answers.
         let most = if how == "drip" { connection::MAX_STRAYS } else { 8 * connection::MAX_STRAYS };
         assert!(flooded < most, "{how}: {flooded} events were taken");
     }
