@@ -201,7 +201,10 @@ impl Pidfd {
             match tokio::time::timeout(Duration::from_secs(10), self.ended()).await {
                 Ok(Ok(())) => return,
                 Ok(Err(error)) => {
-                    tracing::error!(sandbox = whose, %error, fd = self.0.as_raw_fd(), "monitor watch failed: trying again");
+                    tracing::error!(
+                        sandbox = whose, %error, fd = self.0.as_raw_fd(),
+                        "monitor watch failed: trying again"
+                    );
                     tokio::time::sleep(Duration::from_secs(10)).await;
                 }
                 Err(_) => tracing::error!(sandbox = whose, "killed monitor has not ended yet: waiting"),
