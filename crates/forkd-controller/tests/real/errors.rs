@@ -3,10 +3,10 @@
 
 use std::collections::BTreeSet;
 
-use crate::asked::{id, route};
 use crate::auth::{add, first, raw};
 use crate::daemon::{Daemon, eventually};
-use crate::tells::exchange;
+use crate::support::{id, route};
+use crate::telemetry::exchange;
 use serde_json::{Value, json};
 
 fn body_of(answer: &str) -> Value {
@@ -16,7 +16,7 @@ fn body_of(answer: &str) -> Value {
 
 #[test]
 fn a_program_tells_the_conflicts_apart() {
-    let kernels = [("kernel", crate::asked::spells()), ("hangs", crate::life::hangs())];
+    let kernels = [("kernel", crate::support::spells()), ("hangs", crate::life::hangs())];
     let Some(daemon) = Daemon::start(&kernels) else { return };
     daemon.snapshot("tiny", "kernel");
     let [source, paused, ended] = daemon.spawn("tiny", 3).try_into().unwrap();

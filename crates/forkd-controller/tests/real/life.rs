@@ -6,8 +6,8 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant, SystemTime};
 
-use crate::asked::{id, route};
 use crate::daemon::{Daemon, eventually, pid, runs, within};
+use crate::support::{id, route};
 use forkd_store::{Change, Database, MadeSandbox};
 use forkd_vmm::guest_code;
 use serde_json::{Value, json};
@@ -357,7 +357,7 @@ fn a_request_with_a_key_is_done_once_and_answered_the_same_also_by_another_daemo
 
 #[test]
 fn a_key_whose_request_is_under_way_or_was_cut_off_is_not_done_twice() {
-    let Some(mut daemon) = Daemon::start(&[("kernel", crate::asked::spells()), ("hangs", hangs())]) else {
+    let Some(mut daemon) = Daemon::start(&[("kernel", crate::support::spells()), ("hangs", hangs())]) else {
         return;
     };
     daemon.snapshot("tiny", "kernel");

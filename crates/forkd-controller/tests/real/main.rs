@@ -4,18 +4,18 @@
 //! tests only.
 #![allow(clippy::unwrap_used)]
 
-mod asked;
 mod auth;
 mod branches;
-mod control;
 mod daemon;
 mod errors;
 mod forks;
 mod life;
+mod pause_rollback;
 mod records;
-mod saving;
+mod save;
+mod support;
 mod suspends;
-mod tells;
+mod telemetry;
 mod tree;
 mod workspaces;
 

@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use crate::asked::{children_of, id, route};
 use crate::auth::{add, address};
 use crate::daemon::{Daemon, eventually, launch, pid, runs};
+use crate::support::{children_of, id, route};
 use serde_json::{Value, json};
 
 impl Daemon {

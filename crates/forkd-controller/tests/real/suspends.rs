@@ -6,8 +6,8 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
-use crate::asked::id;
 use crate::daemon::{Daemon, eventually, launch, pid, runs};
+use crate::support::id;
 
 /// The steps of a suspend, in their order.
 const STEPS: [&str; 7] = ["noted", "branched", "pausing", "paused", "stored", "committed", "ended"];

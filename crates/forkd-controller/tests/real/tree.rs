@@ -1,7 +1,7 @@
 //! The fork tree, for real, with guests of a few instructions: wherever `/dev/kvm` opens.
 
-use crate::asked::{id, route};
 use crate::daemon::{Daemon, eventually};
+use crate::support::{id, route};
 use serde_json::{Value, json};
 
 /// Each node as `id [gone] [how parent]`.

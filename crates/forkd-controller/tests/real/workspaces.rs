@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use crate::asked::{children_of, id};
 use crate::daemon::{Daemon, eventually, pid, runs};
+use crate::support::{children_of, id};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 

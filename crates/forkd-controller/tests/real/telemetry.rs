@@ -7,8 +7,8 @@ use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use crate::asked::{id, route};
 use crate::daemon::{Daemon, eventually};
+use crate::support::{id, route};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 

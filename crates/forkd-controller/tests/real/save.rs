@@ -11,8 +11,8 @@ use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-use crate::asked::{id, route};
 use crate::daemon::{Daemon, eventually, launch, pid, runs, within};
+use crate::support::{id, route};
 
 /// Waits until `tag` is not being written any more.
 fn settled(daemon: &Daemon, tag: &str) -> Value {

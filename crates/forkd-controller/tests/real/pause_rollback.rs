@@ -4,8 +4,8 @@
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
-use crate::asked::{children_of, id, route};
 use crate::daemon::{Daemon, eventually, pid, runs};
+use crate::support::{children_of, id, route};
 use serde_json::{Value, json};
 
 #[test]
