@@ -1,7 +1,7 @@
-//! A real daemon, with guests of a few instructions: wherever `/dev/kvm` opens.
+//! Tests of a real daemon, with guests of a few instructions. They run wherever `/dev/kvm` opens.
 //!
-//! One executable, since each would hold the whole daemon again. Failures panic: everything here runs in
-//! tests only.
+//! All are in one executable, since each executable would link the whole daemon again. Failures panic: this code runs
+//! in tests only.
 #![allow(clippy::unwrap_used)]
 
 mod auth;
@@ -19,7 +19,7 @@ mod telemetry;
 mod tree;
 mod workspaces;
 
-/// The daemon of the other tests, which start this executable again for it.
+/// The daemon of the other tests: they start this executable again with only this test.
 #[test]
 fn the_daemon() {
     daemon::run();
