@@ -1,9 +1,9 @@
-//! Network slots for sandboxes: opened when somebody first needs one, so that a daemon without
-//! network use pays nothing for it.
+//! Network slots for sandboxes. The network is opened when a sandbox first needs a slot, so a daemon without
+//! network use does not pay for it.
 //!
-//! A host that cannot have slots (no root, no kernel support) still runs sandboxes: theirs have no
-//! network, which their descriptions say, and the log says why. What was in the way may pass: it is tried
-//! again, but not for every sandbox. Calls block.
+//! A host that cannot have slots (no root, no kernel support) still runs sandboxes. These have no network; their
+//! descriptions show that, and the log has the reason. The cause may be temporary, so the daemon tries again,
+//! but not for every sandbox. Calls block.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,27 +15,27 @@ use parking_lot::{Mutex, MutexGuard};
 use crate::config::Config;
 use crate::error::chain;
 
-/// How long nothing is tried after it failed on a host that never had a slot.
+/// The pause after a failed attempt on a host that never had a slot.
 const PAUSE: Duration = Duration::from_secs(5);
 
 /// The daemon's network.
 #[derive(Debug)]
 pub(crate) struct Slots {
     config: NetworkConfig,
-    /// How many are kept ready.
+    /// How many slots are made ahead.
     ahead: usize,
     state: Mutex<SlotState>,
-    /// How many sandboxes may have any of the slots that an earlier daemon left.
+    /// How many sandboxes use one of the slots of an earlier daemon without a known slot name.
     held: AtomicUsize,
 }
 
-/// Keeps all slots that an earlier daemon left: a sandbox has one of them, and it is not known which. One that is
-/// dropped keeps them until this daemon ends.
+/// Keeps all slots of an earlier daemon: a sandbox uses one of them, but it is not known which. A hold that is
+/// dropped without [`Hold::release`] keeps them until this daemon ends.
 #[derive(Debug)]
 pub(crate) struct Hold(Arc<Slots>);
 
 impl Hold {
-    /// The sandbox is gone: removes the slots that no sandbox has, if no other hold keeps them. Blocks.
+    /// The sandbox has ended: removes the slots that no sandbox uses, if this was the last hold. Blocks.
     pub(crate) fn release(self) {
         self.0.held.fetch_sub(1, Ordering::SeqCst);
         self.0.sweep();
@@ -45,15 +45,15 @@ impl Hold {
 #[derive(Debug, Default)]
 struct SlotState {
     network: Option<Network>,
-    /// Begun when a slot could be made.
+    /// Started after the first slot was made.
     pool: Option<Arc<Pool>>,
     attempts: Attempts,
-    /// Nobody is to have one any more.
+    /// Set when the daemon ends: no slot is made any more.
     closed: bool,
 }
 
 impl Slots {
-    /// As the daemon is configured.
+    /// The slots of this configuration.
     pub(crate) fn of(config: &Config) -> Self {
         let network = NetworkConfig {
             opened: config.egress_private.clone(),
@@ -67,7 +67,7 @@ impl Slots {
         Slots { config, ahead, state: Mutex::default(), held: AtomicUsize::new(0) }
     }
 
-    /// For a sandbox that may have any slot.
+    /// A hold for a sandbox whose slot is not known.
     pub(crate) fn hold(self: &Arc<Self>) -> Hold {
         self.held.fetch_add(1, Ordering::SeqCst);
         Hold(self.clone())
@@ -77,7 +77,7 @@ impl Slots {
         self.state.lock()
     }
 
-    /// A slot; `None` where there can be none, it seems.
+    /// A slot; `None` if the host cannot have any, as far as is known.
     pub(crate) fn get(&self) -> forkd_net::Result<Option<Slot>> {
         let (network, pool) = {
             let mut state = self.state.lock();
@@ -98,12 +98,12 @@ impl Slots {
                 if state.pool.is_none() && !state.closed {
                     match Pool::new(network, self.ahead) {
                         Ok(pool) => state.pool = Some(pool.into()),
-                        Err(error) => tracing::warn!(%error, "cannot make network slots ahead"),
+                        Err(error) => tracing::warn!(%error, "network slots not made ahead"),
                     }
                 }
                 Ok(Some(slot))
             }
-            // The host is ready for slots, it seemed, and yet not even the first could be made.
+            // The network opened, and yet not even the first slot could be made.
             Err(error) if !state.attempts.proven => {
                 state.attempts.failed(chain(&error), Instant::now());
                 Ok(None)
@@ -112,7 +112,7 @@ impl Slots {
         }
     }
 
-    /// The network, opened if it is not; `None` if it cannot be.
+    /// The network, opened on first use; `None` if it cannot be opened.
     fn open(&self, state: &mut SlotState) -> Option<Network> {
         if state.closed || state.network.is_some() {
             return state.network.clone();
@@ -120,7 +120,7 @@ impl Slots {
         match Network::open(self.config.clone()).map_err(|error| chain(&error)) {
             Ok(network) => {
                 if let Err(why) = network.outbound() {
-                    tracing::warn!(why, "sandboxes have a network, but no way out of it");
+                    tracing::warn!(why, "sandbox network has no way out");
                 }
                 state.network = Some(network);
             }
@@ -129,12 +129,12 @@ impl Slots {
         state.network.clone()
     }
 
-    /// Whether an earlier daemon has left any.
+    /// Whether an earlier daemon has left any slots.
     fn has_leftovers(&self) -> bool {
         std::fs::read_dir(&self.config.run_dir).is_ok_and(|mut entries| entries.next().is_some())
     }
 
-    /// The slot `name`, which a sandbox that an earlier daemon made still uses.
+    /// The slot `name`, which a sandbox of an earlier daemon still uses.
     pub(crate) fn adopt(&self, name: &str) -> Option<Slot> {
         let mut state = self.state.lock();
         let network = self.open(&mut state)?;
@@ -144,14 +144,14 @@ impl Slots {
                 Some(slot)
             }
             Err(error) => {
-                tracing::warn!(slot = name, error = chain(&error), "a sandbox's network is lost");
+                tracing::warn!(slot = name, error = chain(&error), "network slot of a sandbox not adopted");
                 None
             }
         }
     }
 
-    /// Gives what was adopted the rules of this daemon, and removes what an earlier one left and no sandbox has
-    /// adopted.
+    /// Gives adopted slots the packet filter rules of this daemon, and removes an earlier daemon's slots that no
+    /// sandbox has adopted.
     pub(crate) fn sweep(&self) {
         if !self.has_leftovers() {
             return;
@@ -159,38 +159,36 @@ impl Slots {
         let Some(network) = self.open(&mut self.state.lock()) else { return };
         for error in network.renew() {
             let error = chain(&error);
-            tracing::warn!(error, "a sandbox keeps the packet filter rules of an earlier daemon");
+            tracing::warn!(error, "packet filter rules of a network slot not renewed");
         }
         if self.held.load(Ordering::SeqCst) > 0 {
-            tracing::warn!(
-                "no network slot is removed: it is not known which one a sandbox in state unknown has"
-            );
+            tracing::warn!("no network slot removed: the slot of a sandbox in state unknown is not known");
             return;
         }
         match network.sweep() {
             Ok(swept) if swept.is_empty() => {}
-            Ok(swept) => tracing::info!(slots = swept.len(), "removed network slots nobody uses"),
-            Err(error) => tracing::warn!(error = chain(&error), "cannot remove old network slots"),
+            Ok(swept) => tracing::info!(slots = swept.len(), "unused network slots removed"),
+            Err(error) => tracing::warn!(error = chain(&error), "unused network slots not removed"),
         }
     }
 
-    /// Gives back to the host what only we need.
+    /// Removes the daemon's own network objects from the host.
     pub(crate) fn close(&self) {
         let SlotState { network, pool, .. } =
             std::mem::replace(&mut *self.lock(), SlotState { closed: true, ..SlotState::default() });
         drop(pool);
         if let Some(Err(error)) = network.map(|network| network.close()) {
-            tracing::warn!(error = chain(&error), "cannot take back the network's rules");
+            tracing::warn!(error = chain(&error), "packet filter rules of the host not removed");
         }
     }
 }
 
-/// What is known of a host's ability to have slots.
+/// Whether this host can have slots, from earlier attempts.
 #[derive(Debug, Default)]
 struct Attempts {
-    /// Whether there ever was one.
+    /// Whether a slot was ever made.
     proven: bool,
-    /// Why the last attempt of a host without failed, and when.
+    /// Why and when the last attempt failed, if no slot was made since.
     failed: Option<(String, Instant)>,
 }
 
@@ -202,14 +200,17 @@ impl Attempts {
     fn worked(&mut self) {
         self.proven = true;
         if self.failed.take().is_some() {
-            tracing::info!("sandboxes have a network from now on");
+            tracing::info!("network slots available: new sandboxes have a network");
         }
     }
 
-    /// Notes that there is no slot; tells each reason once.
+    /// Records a failed attempt; logs each reason once.
     fn failed(&mut self, why: String, now: Instant) {
         if self.failed.as_ref().is_none_or(|(before, _)| *before != why) {
-            tracing::warn!(why, "sandboxes have no network; it is tried again for later ones");
+            tracing::warn!(
+                why,
+                "network slots not available: sandboxes have no network; later ones try again"
+            );
         }
         self.failed = Some((why, now));
     }
@@ -238,7 +239,7 @@ mod tests {
             eprintln!("NOT RUN: only root has network slots");
             return;
         }
-        // In a network of its own: the rules of a host are none of a test's business.
+        // In its own network namespace: the test must not change the host's rules.
         let alone = std::thread::spawn(|| {
             // SAFETY: the call changes which network this thread is in, and touches no memory.
             if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {

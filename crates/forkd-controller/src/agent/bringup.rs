@@ -1,6 +1,6 @@
-//! Getting a guest's agent to where it is needed: up, warm, frozen, somebody else.
+//! The steps that bring up a guest's agent: up, warm, frozen, and in a child its own identity.
 //!
-//! Failures are one sentence each; who asked adds the console.
+//! A failure is one sentence; the caller adds the console's end.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -14,16 +14,16 @@ use crate::util::random::fill_random;
 
 type Result<T> = std::result::Result<T, String>;
 
-/// How much entropy a child gets.
+/// Bytes of entropy for a child.
 const ENTROPY: usize = 64;
 
-/// Returns when the agent of a booting guest answers.
+/// Returns when the agent of a booting guest responds.
 pub(crate) async fn up(agent: &Agent, timing: &Timing) -> Result<Pong> {
     knock(timing, || agent.ping()).await
 }
 
-/// Calls until there is an answer, or time is up. A call can get lost in a guest that is just coming
-/// up: the first are not waited for long. A refusal is an answer.
+/// Repeats a call until the agent responds or the boot time is over. A guest that is still coming up can lose
+/// a call, so the first ones have a short time limit. A refusal is a response.
 async fn knock<T, F: Future<Output = agent::Result<T>>>(
     timing: &Timing,
     mut call: impl FnMut() -> F,
@@ -39,7 +39,7 @@ async fn knock<T, F: Future<Output = agent::Result<T>>>(
                     return Err(console::printable(error.to_string().as_bytes()));
                 }
                 Ok(Err(error)) => {
-                    tracing::trace!(%error, "the agent is not up yet");
+                    tracing::trace!(%error, "agent not up yet");
                     last = error.public();
                 }
                 Err(_) => {
@@ -78,9 +78,9 @@ pub(crate) async fn warm_up(agent: &Agent, request: &WarmRequest, timing: &Timin
     }
 }
 
-/// Gets the guest ready to be forked many times, if it can within `limit`.
+/// Prepares the guest for many forks, within `limit`.
 pub(crate) async fn freeze(agent: &Agent, limit: Duration) -> Result<()> {
-    // What it writes to its disk now, none of its children has to.
+    // Data that the guest writes to its disk now need not be written by each of its children.
     let frozen = agent
         .freeze(limit, FreezeSync::Full)
         .await
@@ -91,7 +91,7 @@ pub(crate) async fn freeze(agent: &Agent, limit: Duration) -> Result<()> {
     }
 }
 
-/// Makes a child its own: the first call it gets.
+/// Gives a child its own identity: the first call it gets.
 pub(crate) async fn become_sandbox(
     agent: &Agent,
     id: &str,
@@ -112,7 +112,7 @@ pub(crate) async fn become_sandbox(
     knock(timing, || agent.become_sandbox(request.clone())).await
 }
 
-/// What a warm-up is made of: the image's own, then what the user adds.
+/// The image's own warm-up, followed by the user's.
 pub(crate) fn combine(image: &WarmRequest, command: Vec<String>, python: Option<String>) -> WarmRequest {
     let python = match (&image.python, python) {
         (Some(first), Some(then)) => Some(format!("{first}\n{then}")),

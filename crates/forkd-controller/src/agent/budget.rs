@@ -1,16 +1,16 @@
-//! Room for what guests say: everything that is collected whole and that nobody has taken yet counts, of all
-//! sandboxes together, so that many guests that say much to clients that read slowly take no more than that.
+//! A global budget for guest output that the daemon has collected whole and no client has taken yet. It holds for
+//! all sandboxes together, so chatty guests and slow clients cannot use up the daemon's memory.
 
 use std::sync::{Arc, LazyLock};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// All there is, in bytes.
+/// The whole budget, in bytes.
 const MAX: usize = 256 << 20;
 static ALL: LazyLock<Arc<Semaphore>> = LazyLock::new(|| Arc::new(Semaphore::new(MAX)));
 
-/// The room that something a guest said takes. It is given back when this is dropped: to be kept until the last
-/// byte is on its way.
+/// A share of the budget, for one response. Dropping it gives the bytes back, so keep it until the last byte is
+/// sent.
 #[derive(Debug)]
 pub struct ResponseBudget {
     all: Arc<Semaphore>,
@@ -18,7 +18,7 @@ pub struct ResponseBudget {
 }
 
 impl Default for ResponseBudget {
-    /// None yet.
+    /// An empty share.
     fn default() -> Self {
         ResponseBudget::in_all(ALL.clone())
     }
@@ -29,8 +29,8 @@ impl ResponseBudget {
         ResponseBudget { all, taken: None }
     }
 
-    /// Takes as many bytes more; false if so many are not left. It never waits: who has some room must not wait
-    /// for others who have some, too.
+    /// Takes as many bytes more; false if the budget has fewer left. It never waits: holders that wait for each
+    /// other's shares would deadlock.
     pub(crate) fn take(&mut self, bytes: usize) -> bool {
         let Ok(bytes) = u32::try_from(bytes) else { return false };
         let Ok(more) = self.all.clone().try_acquire_many_owned(bytes) else { return false };
@@ -44,20 +44,20 @@ impl ResponseBudget {
 
 #[cfg(test)]
 impl ResponseBudget {
-    /// How much there is for all.
+    /// The whole budget, in bytes.
     pub(crate) const ALL: usize = MAX;
 
-    /// In a world of its own, of as many bytes.
+    /// A share of a separate budget of `bytes`.
     pub(crate) fn of(bytes: usize) -> Self {
         ResponseBudget::in_all(Arc::new(Semaphore::new(bytes)))
     }
 
-    /// How much is left for others.
+    /// Bytes that no share holds.
     pub(crate) fn left(&self) -> usize {
         self.all.available_permits()
     }
 
-    /// Another one in the same world.
+    /// Another share of the same budget.
     pub(crate) fn beside(&self) -> Self {
         ResponseBudget::in_all(self.all.clone())
     }

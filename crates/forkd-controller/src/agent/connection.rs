@@ -1,4 +1,4 @@
-//! One HTTP/1.1 connection to an agent, bounded in every direction.
+//! One HTTP/1.1 connection to an agent, with a limit on everything it buffers.
 
 use std::io;
 
@@ -21,14 +21,14 @@ use tokio::task::JoinHandle;
 use crate::agent::{Endpoint, Error, ResponseBudget, Result};
 use crate::util::task::{self, Task};
 
-/// What hyper may buffer: bounds the head of an answer and the pieces of its body.
+/// The size of hyper's buffer. It limits the head of a response and the pieces of its body.
 const BUFFER: usize = 64 << 10;
 /// The longest body of an error.
 const MAX_ERROR: usize = 64 << 10;
-/// The longest honest answer to `CONNECT` is `OK 4294967295\n`.
+/// The longest valid response to `CONNECT` is `OK 4294967295\n`.
 const MAX_OK_LINE: usize = 32;
 
-/// What a request carries: bytes that are there, or that come.
+/// The body of a request: bytes in memory, or a stream.
 pub(crate) type Outbound = UnsyncBoxBody<Bytes, io::Error>;
 
 /// A request to an agent.
@@ -51,7 +51,7 @@ impl Call {
         Call::send_body(uri, content_type, there(body))
     }
 
-    /// With a body that comes while it is sent.
+    /// A request whose body is sent while it is produced.
     pub(crate) fn send_body(uri: &str, content_type: &str, body: Outbound) -> Self {
         let builder = Request::builder().method(Method::POST).uri(uri).header(CONTENT_TYPE, content_type);
         Call { builder, body }
@@ -108,20 +108,20 @@ impl Connection {
     {
         let handshake = http1::Builder::new().max_buf_size(BUFFER).handshake(TokioIo::new(stream)).await;
         let (sender, connection) = handshake.map_err(unreachable)?;
-        // Its errors also come out of the request that is under way.
+        // The pending request reports the connection's errors, too.
         let driver = task::spawn(Task::AgentConnection, async {
             let _ = connection.await;
         });
         Ok(Connection { sender, driver, token })
     }
 
-    /// One request and the whole of its answer, at most `max` bytes.
+    /// Sends one request and reads its whole response, at most `max` bytes.
     pub(crate) async fn call(&mut self, call: Call, max: usize) -> Result<Bytes> {
         let response = self.send(call).await?;
         self.collect(response.into_body(), max, None).await
     }
 
-    /// As [`call`](Connection::call), in `room`, which is taken as the answer comes.
+    /// As [`call`](Connection::call). Takes bytes of `room` as the response arrives.
     pub(crate) async fn call_counted(
         &mut self,
         call: Call,
@@ -132,7 +132,7 @@ impl Connection {
         self.collect(response.into_body(), max, Some(room)).await
     }
 
-    /// A request whose answer is a stream.
+    /// Sends a request whose response is a stream.
     pub(crate) async fn open_stream(&mut self, call: Call) -> Result<Incoming> {
         let response = self.send(call).await?;
         let content_type = response.headers().get(CONTENT_TYPE);
@@ -142,7 +142,7 @@ impl Connection {
         Ok(response.into_body())
     }
 
-    /// A request and the head of its answer, which is no error.
+    /// Sends a request and reads the head of its response. An error status is an error.
     pub(crate) async fn send(&mut self, call: Call) -> Result<Response<Incoming>> {
         let mut builder = call.builder.header(HOST, "agent");
         if let Some(token) = &self.token {
@@ -173,7 +173,7 @@ impl Connection {
         let mut collected = BytesMut::new();
         while let Some(frame) = body.frame().await {
             let frame = frame.map_err(|error| self.broken(&error))?;
-            // Trailers mean nothing here.
+            // A response's trailers carry nothing.
             let Some(piece) = frame.data_ref() else { continue };
             if piece.len() > max - collected.len() {
                 return Err(Error::Protocol(format!("an answer is longer than {max} bytes")));
@@ -186,7 +186,7 @@ impl Connection {
         Ok(collected.freeze())
     }
 
-    /// A failure of the connection: garbage and a closed socket are different news.
+    /// The error of a failed connection: invalid data and a closed socket are told apart.
     pub(crate) fn broken(&self, error: &hyper::Error) -> Error {
         let cause = std::error::Error::source(error).map(|cause| format!(": {cause}")).unwrap_or_default();
         match error.is_parse() || error.is_parse_too_large() {
@@ -196,7 +196,7 @@ impl Connection {
     }
 }
 
-/// What an error is that is no Connect error: that of a plain HTTP call, which has a status and words.
+/// The error of a plain HTTP call, which has a status and a message, but no Connect error.
 fn plain_refusal(status: StatusCode, body: &[u8]) -> Error {
     #[derive(serde::Deserialize)]
     struct Plain {

@@ -1,7 +1,7 @@
-//! Files of a guest: whole ones as streams, and what is known of them.
+//! Files of a guest: streams of whole files, and their metadata.
 //!
-//! Nothing here holds more of a file than a few pieces. A guest that takes or gives nothing for a while is
-//! given up; whoever is at the other end of a stream is the caller's to watch.
+//! The client holds only a few pieces of a file in memory. It gives up a guest that neither takes nor sends a
+//! piece for a while. The caller watches the other end of the stream.
 
 use std::io;
 use std::time::Duration;
@@ -24,11 +24,11 @@ use super::connection::{Call, Connection, Outbound};
 use super::{Agent, Empty, Error, MAX_SHORT_ANSWER, ResponseBudget, Result, basic, files_uri, parse, within};
 use crate::util::task;
 
-/// Pieces of an upload that wait for the guest.
+/// How many pieces of an upload wait for the guest.
 const QUEUE: usize = 2;
 
 impl Agent {
-    /// How long a guest may take for one piece of a file, or for a whole folder.
+    /// The time limit of a guest for one piece of a file, or for a whole folder.
     fn file_patience(&self) -> Duration {
         self.patience.saturating_mul(3)
     }
@@ -47,8 +47,8 @@ impl Agent {
         within(self.file_patience(), opened).await
     }
 
-    /// Begins a file, making its folders. It takes its place when the upload is
-    /// [finished](Upload::finish), if the guest can do that; dropped before, it leaves nothing.
+    /// Begins a file, and creates its folders. The guest, if it can, puts the file in place only when the upload
+    /// is [finished](Upload::finish). An upload that is dropped before leaves nothing.
     pub async fn upload(&self, path: &str, user: Option<&str>, mode: Option<u32>) -> Result<Upload> {
         let mut uri = files_uri(path, user) + "&whole=true";
         if let Some(mode) = mode {
@@ -61,13 +61,13 @@ impl Agent {
         Ok(Upload { pieces, answer, patience: self.file_patience() })
     }
 
-    /// What is known of a file.
+    /// The metadata of a file.
     pub async fn stat(&self, path: &str, user: Option<&str>) -> Result<EntryInfo> {
         let request = PathRequest { path: path.to_owned() };
         Ok(self.filesystem::<EntryResponse>("Stat", &request, user).await?.entry)
     }
 
-    /// What is in a folder, `depth` levels deep.
+    /// The entries of a folder, `depth` levels deep.
     pub async fn list_dir(
         &self,
         path: &str,
@@ -80,13 +80,13 @@ impl Agent {
         Ok((list.entries, room))
     }
 
-    /// Makes a folder and those it is in.
+    /// Creates a folder and its parents.
     pub async fn make_dir(&self, path: &str, user: Option<&str>) -> Result<EntryInfo> {
         let request = PathRequest { path: path.to_owned() };
         Ok(self.filesystem::<EntryResponse>("MakeDir", &request, user).await?.entry)
     }
 
-    /// Gives a file another name.
+    /// Renames a file.
     pub async fn move_file(&self, from: &str, to: &str, user: Option<&str>) -> Result<EntryInfo> {
         let request = MoveRequest { source: from.to_owned(), destination: to.to_owned() };
         Ok(self.filesystem::<EntryResponse>("Move", &request, user).await?.entry)
@@ -98,7 +98,7 @@ impl Agent {
         self.filesystem::<Empty>("RemoveOne", &request, user).await.map(drop)
     }
 
-    /// Removes whatever is there, with all below it. It need not be there.
+    /// Removes a file or a folder with all its contents. A missing path is no error.
     pub async fn remove_all(&self, path: &str, user: Option<&str>) -> Result<()> {
         let request = PathRequest { path: path.to_owned() };
         self.filesystem::<Empty>("Remove", &request, user).await.map(drop)
@@ -128,7 +128,7 @@ fn filesystem_call(method: &str, request: &impl Serialize, user: Option<&str>) -
     })
 }
 
-/// A file that is being read.
+/// A file that the guest sends.
 #[derive(Debug)]
 pub struct Download {
     /// Its size, if the guest knows it.
@@ -147,7 +147,7 @@ impl Download {
                     Some(Ok(frame)) => match frame.into_data() {
                         Ok(data) if data.is_empty() => {}
                         Ok(data) => return Ok(Some(data)),
-                        // Trailers mean nothing here.
+                        // A response's trailers carry nothing.
                         Err(_) => {}
                     },
                     Some(Err(error)) => return Err(self.connection.broken(&error)),
@@ -159,7 +159,7 @@ impl Download {
     }
 }
 
-/// A file that is being written.
+/// A file that the guest receives.
 #[derive(Debug)]
 pub struct Upload {
     pieces: mpsc::Sender<Piece>,
@@ -167,15 +167,15 @@ pub struct Upload {
     patience: Duration,
 }
 
-/// What goes through the queue. Its end alone does not mean that of the file.
+/// An entry of the queue. Only `End` marks the end of the file; a closed queue does not.
 #[derive(Debug)]
 enum Piece {
     Bytes(Bytes),
     End,
 }
 
-/// The body of a request that is as long as pieces come. If they stop without an end, it breaks off, and
-/// nobody takes it for a whole file.
+/// The body of an upload, as long as pieces come. If the queue closes without `End`, the body breaks off, so
+/// that the guest does not take it for a whole file.
 fn body_of(queued: mpsc::Receiver<Piece>) -> Outbound {
     let frames = futures_util::stream::unfold(Some(queued), |queued| async {
         let mut queued = queued?;
@@ -189,18 +189,21 @@ fn body_of(queued: mpsc::Receiver<Piece>) -> Outbound {
 }
 
 impl Upload {
-    /// Hands a piece over; waits while the guest takes none. After an error there is nothing more to send.
+    /// Sends a piece; waits while the guest takes none. After an error there is nothing more to send.
     pub async fn send(&mut self, bytes: Bytes) -> Result<()> {
         self.hand_over(Piece::Bytes(bytes)).await
     }
 
-    /// Says that this was all, and returns what the guest made of it.
+    /// Ends the file, and returns the guest's description of it.
     pub async fn finish(mut self) -> Result<WrittenFile> {
         self.hand_over(Piece::End).await?;
         let answer =
             within(self.patience, async { (&mut self.answer).await.unwrap_or_else(|_| Err(lost())) });
         let written: Vec<WrittenFile> = parse(&answer.await?)?;
-        written.into_iter().next().ok_or_else(|| Error::Protocol("an upload came to nothing".into()))
+        written
+            .into_iter()
+            .next()
+            .ok_or_else(|| Error::Protocol("the response to an upload names no file".into()))
     }
 
     async fn hand_over(&mut self, piece: Piece) -> Result<()> {
@@ -223,7 +226,7 @@ impl Upload {
 fn early(answer: Option<Result<Bytes>>) -> Error {
     match answer {
         Some(Err(error)) => error,
-        Some(Ok(_)) => Error::Protocol("an upload was answered before it was there".into()),
+        Some(Ok(_)) => Error::Protocol("the response to an upload came before its end".into()),
         None => lost(),
     }
 }

@@ -1,8 +1,8 @@
 //! A client of the agent in a guest (over the sandbox's vsock socket) or in the emulated machine
 //! (over TCP with a token).
 //!
-//! The agent runs among code nobody trusts, so nothing here believes it: every call has a time
-//! limit, every answer a size limit, and whatever comes back instead of an answer is an error.
+//! The agent runs beside untrusted code, so the client does not trust it: every call has a time limit, every
+//! response a size limit, and anything but a valid response is an error.
 //! Every call opens its own connection, except where order matters ([`Input`]).
 
 pub(crate) mod bringup;
@@ -36,17 +36,17 @@ use crate::agent::connection::{Call, Connection};
 pub use crate::agent::budget::ResponseBudget;
 pub use files::{Download, Upload};
 
-/// The longest answer that counts: an evaluation's output is the longest honest one.
+/// The largest response that is accepted; the output of an evaluation is the largest legitimate one.
 const MAX_ANSWER: usize = 40 << 20;
-/// The longest of all others, which say in a few words what became of a call.
+/// The largest response of all other calls, which report a result in a few words.
 const MAX_SHORT_ANSWER: usize = 1 << 20;
-/// How long reading or writing a whole file may take, beyond what any call may.
+/// Extra time to read or write a whole file, beside the limit of any call.
 const FILE_TIME: Duration = Duration::from_secs(30);
 
-/// Where an agent is.
+/// The address of an agent.
 #[derive(Debug, Clone)]
 pub enum Endpoint {
-    /// Behind the unix socket a monitor serves for its guest's vsock.
+    /// Behind the unix socket on which a monitor serves its guest's vsock.
     Vsock {
         /// The socket.
         socket: PathBuf,
@@ -57,7 +57,7 @@ pub enum Endpoint {
     Tcp {
         /// Such as `127.0.0.1:1024`.
         address: String,
-        /// The token the agent was given.
+        /// The token that the agent expects.
         token: String,
     },
 }
@@ -65,7 +65,7 @@ pub enum Endpoint {
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Nobody is there, or the connection broke.
+    /// Nothing listens at the endpoint, or the connection broke.
     #[error("the agent cannot be reached: {0}")]
     Unreachable(String),
     /// The agent answered, with an error of its own.
@@ -74,22 +74,22 @@ pub enum Error {
     /// The guest's disk has no room for that.
     #[error("the guest's disk is full: {0}")]
     DiskFull(String),
-    /// What came back is not what an agent says.
+    /// The response does not follow the agent's protocol.
     #[error("the agent does not speak its protocol: {0}")]
     Protocol(String),
-    /// What it said cannot be kept.
+    /// The global budget for responses is used up.
     #[error(
-        "it was done, but there is no room for the answer: too much of what guests said is still on its way to \
-         clients that read slowly"
+        "it was done, but there is no room for the answer: too much output of guests waits for slow clients; read \
+         the answers that wait"
     )]
     NoRoom,
-    /// It took too long.
+    /// The call exceeded its time limit.
     #[error("the agent did not answer within {0:?}")]
     Timeout(Duration),
 }
 
 impl Error {
-    /// For all clients: why there is no connection is the host's matter.
+    /// The text for any client. The reason for a missing connection is for the operator only.
     pub(crate) fn public(&self) -> String {
         match self {
             Error::Unreachable(_) => "the agent cannot be reached".into(),
@@ -97,7 +97,7 @@ impl Error {
         }
     }
 
-    /// Whether the agent said that the call's own time ran out.
+    /// Whether the agent reported that the call's own time limit expired.
     pub fn is_deadline(&self) -> bool {
         matches!(self, Error::Refused(error) if error.code == Code::DeadlineExceeded)
     }
@@ -113,7 +113,7 @@ pub struct Agent {
     patience: Duration,
 }
 
-/// How a process is started, beyond what the request says.
+/// How to start a process, beside the request itself.
 #[derive(Debug, Clone, Default)]
 pub struct StartOptions {
     /// The user it runs as; the agent's default when absent.
@@ -122,30 +122,29 @@ pub struct StartOptions {
     pub timeout: Option<Duration>,
 }
 
-/// An answer without content.
+/// A response without content.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 struct Empty {}
 
 impl Agent {
-    /// A client of the agent at `endpoint` that waits `patience` for answers to calls that have
-    /// nothing to wait for.
+    /// A client of the agent at `endpoint`. `patience` is the time limit of calls that the agent answers at once.
     pub fn new(endpoint: Endpoint, patience: Duration) -> Self {
         Agent { endpoint: Arc::new(endpoint), patience }
     }
 
-    /// Whether it is there.
+    /// Checks that the agent answers.
     pub async fn ping(&self) -> Result<Pong> {
         self.unary("/forkd.Agent/Ping", &Empty {}, self.patience).await
     }
 
-    /// Starts the image's warm-up, or tells how far it is.
+    /// Starts the image's warm-up, or returns its progress.
     pub async fn warm(&self, request: &WarmRequest) -> Result<WarmStatus> {
         self.unary("/forkd.Agent/Warm", request, self.patience).await
     }
 
-    /// Gets the guest ready to be forked. If it cannot within `limit` the error
-    /// [is a deadline](Error::is_deadline), and nothing in it stands still.
+    /// Prepares the guest for forks. If that takes longer than `limit` the error
+    /// [is a deadline](Error::is_deadline), and all of the guest's processes run.
     pub async fn freeze(&self, limit: Duration, sync: FreezeSync) -> Result<FreezeResponse> {
         let request = FreezeRequest { timeout_ms: limit.as_millis().max(1) as u64, sync };
         let patience = self.patience.saturating_mul(2).saturating_add(limit);
@@ -157,13 +156,13 @@ impl Agent {
         self.unary::<serde_json::Value>("/forkd.Agent/Thaw", &Empty {}, self.patience).await.map(drop)
     }
 
-    /// Tells a guest that was booted which sandbox it is.
+    /// Sends a booted guest the id of its sandbox.
     pub async fn name(&self, sandbox_id: &str) -> Result<()> {
         let request = NameRequest { sandbox_id: sandbox_id.to_owned() };
         self.unary::<serde_json::Value>("/forkd.Agent/Name", &request, self.patience).await.map(drop)
     }
 
-    /// Makes a forked guest its own. The time in `request` is set right before it is sent.
+    /// Gives a forked guest its own identity. The time in `request` is set right before it is sent.
     pub async fn become_sandbox(&self, mut request: BecomeRequest) -> Result<BecomeResponse> {
         let answer = within(self.patience, async {
             let mut connection = self.connect().await?;
@@ -181,7 +180,7 @@ impl Agent {
         limit: Duration,
     ) -> Result<(EvalResponse<Box<RawValue>>, ResponseBudget)> {
         let call = Call::unary("/forkd.Agent/Eval", request)?.header(TIMEOUT_HEADER, millis(limit));
-        // The agent is the one to interrupt it, and needs its time to say so.
+        // The agent enforces `limit`, and needs time to report that.
         self.long_answer(call, limit.saturating_add(self.patience)).await
     }
 
@@ -191,8 +190,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Starts a process and returns the stream of what happens to it. Dropping the stream does not
-    /// end the process.
+    /// Starts a process and returns the stream of its events. Dropping the stream does not end the process.
     pub async fn start(&self, request: &StartRequest, options: &StartOptions) -> Result<Process> {
         let mut call = Call::stream("/process.Process/Start", request);
         if let Some(user) = &options.user {
@@ -209,7 +207,7 @@ impl Agent {
         within(self.patience, stream).await
     }
 
-    /// The processes the agent started that still run.
+    /// The running processes that the agent started.
     pub async fn list(&self) -> Result<ProcessList> {
         self.unary("/process.Process/List", &Empty {}, self.patience).await
     }
@@ -222,7 +220,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Sends a signal to the process that was started with this tag.
+    /// Sends a signal to the process that was started with `tag`.
     pub async fn signal_tagged(&self, tag: &str, signal: &str) -> Result<()> {
         let process = ProcessSelector { pid: None, tag: Some(tag.to_owned()) };
         let request = SendSignalRequest { process, signal: format!("SIGNAL_{signal}") };
@@ -230,14 +228,14 @@ impl Agent {
         Ok(())
     }
 
-    /// Tells a process's terminal its new size.
+    /// Sets the size of a process's terminal.
     pub async fn resize(&self, pid: u32, size: Pty) -> Result<()> {
         let request = UpdateRequest { process: by_pid(pid), pty: Some(size) };
         let _: Empty = self.unary("/process.Process/Update", &request, self.patience).await?;
         Ok(())
     }
 
-    /// A way to feed a process: to its terminal if it has one (`tty`), else to its standard input.
+    /// The input of a process: its terminal if it has one (`tty`), else its standard input.
     pub async fn input(&self, pid: u32, tty: bool) -> Result<Input> {
         let connection = within(self.patience, self.connect()).await?;
         Ok(Input { connection, pid, tty, patience: self.patience })
@@ -250,7 +248,7 @@ impl Agent {
             .await
     }
 
-    /// Writes a file, making its folders.
+    /// Writes a file, and creates its folders.
     pub async fn write_file(&self, path: &str, user: Option<&str>, data: Bytes) -> Result<Vec<WrittenFile>> {
         let call = Call::post(&files_uri(path, user), "application/octet-stream", data);
         self.answer(call, FILE_TIME.saturating_add(self.patience)).await
@@ -275,7 +273,7 @@ impl Agent {
         parse(&answer)
     }
 
-    /// An answer that may be long, and the room it takes.
+    /// A response that may be long, and its share of the global budget.
     async fn long_answer<T: DeserializeOwned>(
         &self,
         call: Call,
@@ -288,10 +286,10 @@ impl Agent {
     }
 }
 
-/// A started process: the stream of what happens to it.
+/// A started process: the stream of its events.
 #[derive(Debug)]
 pub struct Process {
-    /// Kept because the connection ends when it is dropped.
+    /// Kept because dropping it closes the connection.
     connection: Connection,
     body: Incoming,
     decoder: Decoder,
@@ -299,8 +297,8 @@ pub struct Process {
 }
 
 impl Process {
-    /// What happens next; `None` after the last event. Waits as long as the process is silent:
-    /// who calls it also watches the sandbox. Cancel-safe.
+    /// The next event; `None` after the last one. Waits without limit while the process is silent, so the
+    /// caller also watches the sandbox. Cancel-safe.
     pub async fn next(&mut self) -> Result<Option<Event>> {
         loop {
             if self.ended {
@@ -333,8 +331,8 @@ impl Process {
     }
 }
 
-/// A way to feed a process, in order. The calls wait while the process does not read: who calls
-/// them also watches whether it is still there.
+/// The input of a process, in order. Calls wait while the process does not read, so the caller also watches
+/// whether the process still runs.
 #[derive(Debug)]
 pub struct Input {
     connection: Connection,
@@ -357,7 +355,7 @@ impl Input {
         Ok(())
     }
 
-    /// No more input. A terminal has no end of input but the character for it.
+    /// Ends the input. On a terminal that is a character, as a terminal has no end of input.
     pub async fn close(mut self) -> Result<()> {
         if self.tty {
             return self.send(&[4]).await;

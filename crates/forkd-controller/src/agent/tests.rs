@@ -1,4 +1,4 @@
-//! The client against peers that misbehave. Each is a real socket with a real, hostile, peer.
+//! The client against misbehaving peers. Each peer is a real socket.
 
 use std::time::Instant;
 
@@ -9,12 +9,12 @@ use tokio::net::{UnixListener, UnixStream};
 
 use super::*;
 
-/// For peers that answer, on a busy computer too.
+/// The time limit for peers that respond, on a busy computer too.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// For those that never do.
+/// The time limit for peers that never respond.
 const LITTLE_PATIENCE: Duration = Duration::from_millis(600);
 
-/// What a peer does with a connection, after the line that asks for it.
+/// A peer's behaviour on a connection, after the `CONNECT` line.
 trait Behave: Fn(BufReader<UnixStream>) -> Self::Done + Send + Sync + 'static {
     type Done: Future<Output = std::io::Result<()>> + Send;
 }
@@ -26,7 +26,7 @@ where
     type Done = D;
 }
 
-/// A client of a peer that behaves so.
+/// A client of a peer with this behaviour.
 fn agent_of(behave: impl Behave) -> (Agent, tempfile::TempDir) {
     agent_with(PATIENCE, behave)
 }
@@ -47,7 +47,7 @@ fn agent_with(patience: Duration, behave: impl Behave) -> (Agent, tempfile::Temp
     (Agent::new(Endpoint::Vsock { socket, port: 1024 }, patience), folder)
 }
 
-/// Says yes and reads a whole request.
+/// Sends `OK` and reads a whole request.
 async fn accept(stream: &mut BufReader<UnixStream>) -> std::io::Result<String> {
     stream.write_all(b"OK 1073741824\n").await?;
     request(stream).await
@@ -80,7 +80,7 @@ async fn respond(
     stream.write_all(body).await
 }
 
-/// A stream whose body is `body`, and then the end of the connection.
+/// A peer that streams `body` and closes the connection.
 fn streaming(body: Vec<u8>) -> (Agent, tempfile::TempDir) {
     agent_of(move |mut stream: BufReader<UnixStream>| {
         let body = body.clone();
@@ -90,7 +90,7 @@ fn streaming(body: Vec<u8>) -> (Agent, tempfile::TempDir) {
                 "HTTP/1.1 200 OK\r\ncontent-type: {STREAM_TYPE}\r\ntransfer-encoding: chunked\r\n\r\n"
             );
             stream.write_all(head.as_bytes()).await?;
-            // Cut where it hurts most.
+            // Small pieces, so that every boundary is crossed.
             for piece in body.chunks(3) {
                 stream.write_all(format!("{:x}\r\n", piece.len()).as_bytes()).await?;
                 stream.write_all(piece).await?;
@@ -143,7 +143,7 @@ async fn a_port_nobody_listens_on_is_unreachable() {
 #[tokio::test]
 async fn garbage_instead_of_ok_is_refused_without_reading_on() {
     for garbage in [&b"NO\n"[..], b"\n", b"OK", &[b'x'; 4096], &[0xff; 100]] {
-        // Only what could still become an answer is waited for.
+        // The client waits only for the rest of what may become a valid line.
         let waits = garbage == b"OK";
         let patience = if waits { LITTLE_PATIENCE } else { PATIENCE };
         let (agent, _folder) = agent_with(patience, move |mut stream: BufReader<UnixStream>| async move {
@@ -198,7 +198,7 @@ async fn an_endless_answer_is_cut_off() {
     assert!(matches!(error, Error::Protocol(_)), "{error:?}");
 }
 
-/// An agent that answers everything with `body`.
+/// An agent that responds with `body` to every call.
 fn answering(body: Vec<u8>) -> (Agent, tempfile::TempDir) {
     agent_of(move |mut stream: BufReader<UnixStream>| {
         let body = body.clone();
@@ -248,7 +248,7 @@ async fn silence_ends_with_a_timeout_wherever_it_begins() {
         assert!(matches!(agent.ping().await.unwrap_err(), Error::Timeout(_)));
         assert!(begun.elapsed() < PATIENCE / 2);
     }
-    // Starting a process waits for nothing but the head of the answer.
+    // Starting a process waits only for the head of the response.
     let (agent, _folder) = agent_with(LITTLE_PATIENCE, |stream| async move {
         let _open = stream;
         std::future::pending().await

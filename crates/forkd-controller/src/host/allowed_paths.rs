@@ -1,4 +1,4 @@
-//! Files that requests name: only from the folders the daemon was told, whatever links lead where.
+//! Files that requests name: only from allowed folders, wherever links lead.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -14,15 +14,15 @@ pub(crate) fn kernel(config: &Config, path: &Path) -> Result<File> {
     open("kernel", path, &[config.data_dir.clone(), config.library_dir.clone()], config)
 }
 
-/// Opens a guest's disk for reading: it reads all of it, so what the daemon itself keeps is none. Blocks.
+/// Opens a guest's disk for reading. The guest can read all of it, so the daemon's own files are excluded. Blocks.
 pub(crate) fn disk(config: &Config, path: &Path) -> Result<File> {
     open("rootfs", path, &[config.library_dir.join("images")], config)
 }
 
-/// Opens a file in `own` or in one of the folders the daemon was told.
+/// Opens a file in `own` or in one of the folders of `--allow-path`.
 ///
-/// It is found first, without opening it, which could have effects of its own; then it is looked where it
-/// really is; and what is opened is what was looked at.
+/// The path is resolved without opening the file, as that could have side effects. Then its real location is
+/// checked, and the file that was checked is opened.
 fn open(what: &str, path: &Path, own: &[PathBuf], config: &Config) -> Result<File> {
     let mut folders: Vec<&Path> = own.iter().chain(&config.allow_paths).map(PathBuf::as_path).collect();
     folders.dedup();
@@ -38,7 +38,7 @@ fn open(what: &str, path: &Path, own: &[PathBuf], config: &Config) -> Result<Fil
         let cause = format!("files can only come from {}", folders.join(", "));
         Err(Error::new(Code::PathNotAllowed, text).because(cause))
     };
-    // Of what is elsewhere it is not even told whether it exists.
+    // A client does not learn whether a file outside of these folders exists.
     let elsewhere = !folders.iter().any(|folder| path.starts_with(folder));
     if path.components().any(|it| it == Component::ParentDir) {
         return refused();
@@ -116,7 +116,7 @@ mod tests {
         }
         assert!(open("data/folder").unwrap_err().public().contains("regular file"));
         assert!(kernel(&config, Path::new("kernel")).is_err());
-        // A folder whose name begins like one that is allowed is another one.
+        // A folder whose name begins with that of an allowed one is not allowed.
         std::fs::create_dir(at("data-too")).unwrap();
         std::fs::write(at("data-too/kernel"), "").unwrap();
         assert_eq!(open("data-too/kernel").unwrap_err().code(), Code::PathNotAllowed);

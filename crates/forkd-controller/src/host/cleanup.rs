@@ -1,7 +1,6 @@
-//! Taking things away, off everybody's path: one thread at a time, however much there is to remove.
+//! A queue of clean-up jobs, run on one thread at a time.
 //!
-//! A thousand sandboxes deleted at once would otherwise be a thousand threads that all wait for the
-//! same file system.
+//! Without it, the deletion of a thousand sandboxes would be a thousand threads that wait for the same file system.
 
 use std::io;
 use std::path::PathBuf;
@@ -12,15 +11,15 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::util::task::{self, Task};
 
-/// How many jobs one thread does before another one may.
+/// How many jobs run before the thread is given back.
 const BATCH: usize = 64;
-/// How often a failed removal of a folder is tried again.
+/// How long to wait before a failed removal of a folder is repeated.
 const REMOVE_RETRY: Duration = Duration::from_secs(5);
 const REMOVE_TRIES: u32 = 12;
 
 type CleanupJob = Box<dyn FnOnce() + Send>;
 
-/// Does blocking work in the order it came. Cheap to clone.
+/// Runs blocking jobs in order. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(crate) struct CleanupQueue(mpsc::UnboundedSender<CleanupJob>);
 
@@ -33,7 +32,7 @@ impl CleanupQueue {
         CleanupQueue(sender)
     }
 
-    /// Does `job` and returns what it gave; `None` if it could not be done.
+    /// Runs `job` and returns its result; `None` if it panicked or the runtime ended.
     pub(crate) async fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> Option<T> {
         let (tell, told) = oneshot::channel();
         let job = Box::new(move || drop(tell.send(job())));
@@ -41,13 +40,13 @@ impl CleanupQueue {
         told.await.ok()
     }
 
-    /// Does `job`, sooner or later.
+    /// Runs `job` at some time.
     pub(crate) fn later(&self, job: impl FnOnce() + Send + 'static) {
-        // Fails only when the runtime ends, and then the next start sweeps.
+        // Fails only when the runtime ends; the next start sweeps then.
         let _ = self.0.send(Box::new(job));
     }
 
-    /// Removes a folder; what cannot be removed now is swept at the next start.
+    /// Removes a folder. The next start sweeps a folder that cannot be removed now.
     pub(crate) async fn remove_folder(&self, folder: PathBuf) {
         for attempt in 1..=REMOVE_TRIES {
             let path = folder.clone();
@@ -55,7 +54,7 @@ impl CleanupQueue {
                 Some(Ok(())) | None => return,
                 Some(Err(error)) if error.kind() == io::ErrorKind::NotFound => return,
                 Some(Err(error)) => {
-                    tracing::error!(folder = %folder.display(), %error, attempt, "cannot remove a folder");
+                    tracing::error!(folder = %folder.display(), %error, attempt, "folder not removed");
                     tokio::time::sleep(REMOVE_RETRY).await;
                 }
             }
@@ -63,20 +62,20 @@ impl CleanupQueue {
     }
 }
 
-/// Does all jobs that come.
+/// Runs all jobs of the queue.
 async fn work(jobs: Arc<tokio::sync::Mutex<mpsc::UnboundedReceiver<CleanupJob>>>) {
-    // Only after a panic is there another one to come.
+    // The lock is free except after a panic, while the previous worker ends.
     let (mut jobs, mut batch) = (jobs.lock().await, Vec::with_capacity(BATCH));
     while jobs.recv_many(&mut batch, BATCH).await > 0 {
         let work = std::mem::replace(&mut batch, Vec::with_capacity(BATCH));
         let done = task::spawn_blocking(Task::CleanupQueue, move || work.into_iter().for_each(attempt)).await;
         if let Err(error) = done {
-            tracing::error!(%error, "cleaning up failed; the next start removes what is left");
+            tracing::error!(%error, "clean-up jobs failed: the next start removes the rest");
         }
     }
 }
 
-/// Does a job. One that panics does not take the others with it.
+/// Runs a job. A panic does not affect the other jobs.
 fn attempt(job: CleanupJob) {
     if let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(job)) {
         task::note(Task::CleanupQueue, &*panic, "the next start removes what is left");

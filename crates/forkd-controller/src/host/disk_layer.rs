@@ -1,4 +1,4 @@
-//! Disk layers: files without a name that a guest writes to.
+//! Disk layers: files without a name that take a guest's disk writes.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -6,14 +6,14 @@ use std::path::Path;
 use crate::error::{Error, Result};
 use crate::util::fs::create;
 
-/// An empty file on the file system of `folder` for what a guest writes to its disk. It has no name:
-/// whatever happens to us, it goes with the last process that has it open.
+/// An empty file on the file system of `folder` for a guest's disk writes. It has no name, so the kernel removes it
+/// with the last process that has it open, even if the daemon dies.
 pub(crate) fn layer(folder: &Path) -> Result<OwnedFd> {
     use rustix::fs::{Mode, OFlags};
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
     match rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR) {
         Ok(layer) => Ok(layer),
-        // A file system without such files: one that loses its name at once.
+        // A file system without such files: create a file and remove its name at once.
         Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::ISDIR) => {
             let name = crate::util::random::new_id(".layer-")?;
             let layer = file(folder, &name)?;

@@ -1,15 +1,15 @@
-//! How much room there is on a disk, and which failures mean that there is none.
+//! Free space on a disk, and which errors mean that there is none.
 
 use std::io;
 use std::path::Path;
 
-/// Bytes that processes without privileges can still write to the file system of `folder`.
+/// Bytes that unprivileged processes can still write to the file system of `folder`.
 pub(crate) fn free(folder: &Path) -> io::Result<u64> {
     let stat = rustix::fs::statvfs(folder)?;
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// Whether the text of an error says that a disk or a disk quota is full: a saver can hand on nothing but text.
+/// Whether an error text means that a disk or a disk quota is full. A saver can only report text.
 pub(crate) fn is_shortage(text: &str) -> bool {
     let errors = [rustix::io::Errno::NOSPC, rustix::io::Errno::DQUOT];
     errors.iter().any(|error| text.contains(&format!("(os error {})", error.raw_os_error())))

@@ -1,4 +1,4 @@
-//! How many files the daemon may have open, and for how many sandboxes that is enough.
+//! The limit of open files, and how many sandboxes it allows.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -7,25 +7,25 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::error::{Error, Result};
 
-/// What the daemon keeps open for one sandbox: control connection, pidfd, cgroup, line port, and a call.
+/// Descriptors of the daemon for one sandbox: control connection, pidfd, cgroup, line port, and a call.
 const EACH: usize = 5;
-/// What the daemon keeps open for one template: control connection, pidfd, and a call.
+/// Descriptors of the daemon for one template: control connection, pidfd, and a call.
 const TEMPLATE_EACH: usize = 3;
-/// What the daemon needs beside that.
+/// Descriptors that the daemon needs beside those.
 const RESERVED: usize = 128;
-/// What one that is taken over needs at least: control connection, pidfd, cgroup.
+/// Descriptors that an adopted object needs at least: control connection, pidfd, cgroup.
 const TAKEN_OVER_EACH: usize = 3;
-/// What is open before anything is taken over.
+/// Descriptors that are open before anything is adopted.
 const AT_START: usize = 64;
-/// What to do about too few.
+/// The remedy when there are too few.
 const FIX: &str = "raise its limit (`ulimit -n`, or LimitNOFILE of its service)";
 
-/// Takes what the daemon may have: the usual soft limit is far too low.
+/// Raises the soft limit to the hard limit: the usual soft limit is far too low.
 pub(crate) fn raise_limit() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
     if let Err(error) = setrlimit(Resource::Nofile, raised) {
-        tracing::warn!(%error, "cannot raise the limit of open files");
+        tracing::warn!(%error, "limit of open files not raised");
     }
 }
 
@@ -34,10 +34,10 @@ fn limit() -> usize {
     getrlimit(Resource::Nofile).current.and_then(|files| usize::try_from(files).ok()).unwrap_or(usize::MAX)
 }
 
-/// How many templates this process is connected to. Of the process, as the limit is.
+/// How many templates this process is connected to. A static, because the limit is per process.
 static TEMPLATES: AtomicUsize = AtomicUsize::new(0);
 
-/// A template that is counted as long as this lives.
+/// Counts a template while it exists.
 #[derive(Debug)]
 pub(crate) struct TemplateFiles(());
 
@@ -54,7 +54,7 @@ impl Drop for TemplateFiles {
     }
 }
 
-/// How many sandboxes there are descriptors for, and what to say to who wants more.
+/// How many sandboxes the descriptors allow, and the error text for a client that wants more.
 pub(crate) fn carried() -> (usize, String) {
     let (files, templates) = (limit(), TEMPLATES.load(Relaxed));
     let carried = sandboxes_with(files, templates);
@@ -65,13 +65,13 @@ pub(crate) fn carried() -> (usize, String) {
     (carried, text)
 }
 
-/// For how many sandboxes `files` descriptors are enough beside so many templates.
+/// How many sandboxes `files` descriptors allow beside so many templates.
 fn sandboxes_with(files: usize, templates: usize) -> usize {
     files.saturating_sub(RESERVED).saturating_sub(templates.saturating_mul(TEMPLATE_EACH)) / EACH
 }
 
-/// Fails if there are surely too few descriptors for what an earlier daemon left in `folders`: who runs out
-/// of them half-way cannot tell what is there from what is not.
+/// Fails if there are too few descriptors for the objects of an earlier daemon in `folders`. A daemon that runs
+/// out of descriptors halfway cannot tell which objects still run.
 pub(crate) fn check_for_all_in(folders: &[PathBuf]) -> Result<()> {
     let count = |folder: &PathBuf| std::fs::read_dir(folder).map_or(0, Iterator::count);
     let (files, left) = (limit(), folders.iter().map(count).sum::<usize>());
@@ -80,10 +80,10 @@ pub(crate) fn check_for_all_in(folders: &[PathBuf]) -> Result<()> {
         return Ok(());
     }
     let text = format!(
-        "it may have {files} open files and needs {needed}: an earlier daemon left {left} sandboxes and \
-         templates; {FIX} and start again: nothing was touched"
+        "the daemon may have {files} open files and needs {needed}: an earlier daemon left {left} sandboxes and \
+                 templates; {FIX} and start again; the daemon changed nothing"
     );
-    Err(Error::host("cannot take over what runs", text))
+    Err(Error::host("cannot adopt the running sandboxes and templates", text))
 }
 
 #[cfg(test)]
@@ -101,7 +101,7 @@ mod tests {
 
     #[test]
     fn a_template_is_counted_as_long_as_it_lives() {
-        // Other tests have templates, too: at least these two are there.
+        // Tests beside this one have templates, too: at least these two exist.
         let (one, two) = (TemplateFiles::count(), TemplateFiles::count());
         assert!(TEMPLATES.load(Relaxed) >= 2);
         assert!(carried().0 <= sandboxes_with(limit(), 2));

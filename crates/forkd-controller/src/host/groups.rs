@@ -1,45 +1,44 @@
-//! Who belongs to a group of this host, as the system's own look-up says: local files and directory services.
+//! Membership in a group of this host, from the system's name services: local files and directory services.
 //!
-//! Calls block: a look-up may ask a server.
+//! Calls block, as a lookup may ask a server.
 
 use std::ffi::{CStr, CString};
 use std::io;
 use std::mem::MaybeUninit;
 
-/// Room for an entry, at first.
+/// The initial buffer size for an entry.
 const ROOM: usize = 1 << 10;
-/// The most room one entry gets: a group of a hundred thousand members fits.
+/// The maximal buffer size for an entry: enough for a group of a hundred thousand members.
 const MAX_ROOM: usize = 1 << 22;
-/// The most groups that are looked at of one user; the kernel knows no more.
+/// The most groups of a user that are read; the kernel allows no more.
 const MAX_GROUPS: usize = 1 << 16;
 
-/// A group, as far as it matters here.
+/// A group's fields that matter here.
 struct Group {
     id: u32,
     members: Vec<CString>,
 }
 
-/// A user, as far as it matters here.
+/// A user's fields that matter here.
 struct User {
     name: CString,
     /// The id of the primary group.
     group: u32,
 }
 
-/// The id of the group called `name`; none if there is no such group.
+/// The id of group `name`; none if there is no such group.
 pub(crate) fn id_of(name: &str) -> io::Result<Option<u32>> {
     Ok(group(name)?.map(|group| group.id))
 }
 
-/// Whether the user `uid` belongs to the group called `name`: as a listed member, or because it is the primary
-/// group.
+/// Whether the user `uid` belongs to group `name`: as a listed member, or because it is the primary group.
 pub(crate) fn has_member(name: &str, uid: u32) -> io::Result<bool> {
     let Some(group) = group(name)? else { return Ok(false) };
     let Some(user) = user(uid)? else { return Ok(false) };
     if user.group == group.id || group.members.contains(&user.name) {
         return Ok(true);
     }
-    // A directory may list the groups of a user and not the members of a group.
+    // A directory service may list the groups of a user, and not the members of a group.
     Ok(groups_of(&user)?.contains(&group.id))
 }
 
@@ -73,7 +72,7 @@ fn user(uid: u32) -> io::Result<Option<User>> {
     )
 }
 
-/// Calls one of the `get…_r` functions with as much room as it needs. `read` copies what was found.
+/// Calls one of the `get…_r` functions with a buffer as large as it needs. `read` copies the entry.
 fn find<E, T>(
     call: impl Fn(*mut E, &mut [libc::c_char], *mut *mut E) -> libc::c_int,
     read: impl FnOnce(&E) -> T,
@@ -86,7 +85,7 @@ fn find<E, T>(
             // SAFETY: where something was found, `entry` was filled and `found` points to it. What it points to
             // is in `room`, which lives until after the call of `read`.
             0 if !found.is_null() => return Ok(Some(read(unsafe { entry.assume_init_ref() }))),
-            // Some services say "no such entry" this way.
+            // Some services report a missing entry this way.
             0 | libc::ENOENT | libc::ESRCH => return Ok(None),
             libc::ERANGE if room.len() < MAX_ROOM => room = vec![0; room.len() * 4],
             libc::EINTR => {}
@@ -108,7 +107,9 @@ fn groups_of(user: &User) -> io::Result<Vec<u32>> {
             return Ok(groups);
         }
         if groups.len() >= MAX_GROUPS {
-            return Err(io::Error::other("a user is in more groups than the kernel knows"));
+            return Err(io::Error::other(
+                "the user is in more groups than the kernel allows; remove it from some",
+            ));
         }
         let wanted = usize::try_from(count).unwrap_or(0).max(groups.len() * 2);
         groups = vec![0; wanted.min(MAX_GROUPS)];
@@ -141,7 +142,7 @@ mod tests {
     use std::io::Write;
     use std::process::Command;
 
-    /// Set in the process that sees other users and groups than the host's.
+    /// Set in the process with its own users and groups.
     const INSIDE: &str = "FORKD_TEST_GROUPS";
 
     #[test]
@@ -154,7 +155,7 @@ mod tests {
         assert!(id_of("a\0b").is_err());
     }
 
-    /// What the process with other users and groups looks at.
+    /// The part of the test that runs in the process with its own users and groups.
     #[test]
     fn inside() {
         if std::env::var_os(INSIDE).is_none() {
@@ -166,7 +167,7 @@ mod tests {
         assert!(!has_member("forkd", 0).unwrap());
     }
 
-    /// In a mount namespace of its own, where users and groups come from a service beside the local files.
+    /// In its own mount namespace, where users and groups come from a service beside the local files.
     #[test]
     fn members_come_from_every_service_that_the_system_asks() {
         let folder = tempfile::tempdir().unwrap();
@@ -179,14 +180,14 @@ mod tests {
             write(&format!("userdb/{name}.user"), &record);
             link(&format!("{name}.user"), &format!("userdb/{uid}.user"));
         };
-        // Ann is listed, bob has it as primary group, eve has nothing to do with it.
+        // Ann is listed, bob has the group as primary group, eve is not in it.
         user("ann", 60043, 60043);
         user("bob", 60044, 60042);
         user("eve", 60045, 60045);
         let record = r#"{"groupName":"forkd","gid":60042,"members":["ann","fay"],"disposition":"regular"}"#;
         write("userdb/forkd.group", record);
         link("forkd.group", "userdb/60042.group");
-        // Fay and gus are local users, and carl is one without the group.
+        // Fay and gus are local users in the group, and carl is a local user outside of it.
         let local = "root:x:0:0:root:/root:/bin/sh\nfay:x:60046:60046::/:/bin/sh\ngus:x:60047:60042::/:/bin/sh\n\
                      carl:x:60048:60048::/:/bin/sh\n";
         write("passwd", local);

@@ -1,7 +1,7 @@
-//! Disk layers that monitors are handed, and what they send as such.
+//! The disk layers that the daemon passed to monitors, and a check of those that monitors send back.
 //!
-//! A monitor that its guest broke into can send any descriptor it has, and say of any layer that it has given
-//! back the right to write. The daemon opens only what it handed out itself, and asks the kernel for the rest.
+//! A monitor that its guest broke into can send any of its descriptors, and can claim of any layer that it gave up
+//! the right to write. So the daemon opens only layers that it passed out itself, and asks the kernel for writers.
 
 use std::collections::HashSet;
 use std::fs::{File, Metadata};
@@ -16,26 +16,26 @@ use crate::error::{Error, Result};
 use crate::host::images::reopen;
 use crate::util::task::blocking;
 
-/// How many layers of one lineage are remembered. File systems use the numbers of removed files again, so most
-/// lineages stay far below.
+/// How many layers of one lineage are remembered. File systems reuse the inode numbers of removed files, so most
+/// lineages have far fewer.
 const MAX_KNOWN: usize = 1 << 18;
 
-/// The layers that the processes of one lineage were handed.
+/// The layers that the daemon passed to the processes of one lineage.
 #[derive(Debug)]
 pub(crate) struct Handed(Mutex<Option<HashSet<(u64, u64)>>>);
 
 impl Handed {
-    /// For a lineage that begins.
+    /// No layers, for a new lineage.
     pub(crate) fn nothing() -> Self {
         Handed(Mutex::new(Some(HashSet::new())))
     }
 
-    /// For a lineage that an earlier daemon began: what was handed out is not known.
+    /// Unknown layers, for a lineage of an earlier daemon.
     pub(crate) fn unknown() -> Self {
         Handed(Mutex::new(None))
     }
 
-    /// Takes note of `layer`, which is about to be handed out.
+    /// Records `layer`, which is about to be passed to a process.
     pub(crate) fn add(&self, layer: impl AsFd) -> Result<()> {
         let failed = |error| Error::host("cannot look at a disk layer", error);
         let layer = File::from(layer.as_fd().try_clone_to_owned().map_err(failed)?);
@@ -47,22 +47,22 @@ impl Handed {
         Ok(())
     }
 
-    /// `sent`, which came from a monitor as one of its frozen layers, opened for reading. An error if it is
-    /// something else.
+    /// Opens for reading the layer that a monitor sent as one of its frozen layers. An error if it is not one
+    /// of the lineage's layers.
     pub(crate) fn returned(&self, sent: OwnedFd) -> std::result::Result<OwnedFd, String> {
         let sent = File::from(sent);
         let meta = sent.metadata().map_err(|error| error.to_string())?;
-        // Before it is opened: that may wait, or do something, if it is no file.
+        // Checked before it is opened: to open anything but a file may block, or have side effects.
         if !meta.is_file() {
             return Err("it sent something else than a file as a disk layer".into());
         }
         let is_ours = match &*self.0.lock() {
             Some(known) => known.contains(&id(&meta)),
-            // As layers are: without a name, or published.
+            // The properties of layers: without a name, or published and read-only.
             None => meta.nlink() == 0 || meta.mode() & 0o222 == 0,
         };
         if !is_ours {
-            return Err("it sent a file as a disk layer that it was not handed as one".into());
+            return Err("it sent a file as a disk layer that was not handed to it".into());
         }
         reopen(&sent).map_err(|error| error.to_string())
     }
@@ -73,8 +73,8 @@ fn id(meta: &Metadata) -> (u64, u64) {
 }
 
 /// Whether a process keeps the right to write to one of `layers`, which the daemon has open for reading only.
-/// Waits a moment for those that are about to give it back. Where the file system cannot say, a monitor's word
-/// counts: what is published there is copied.
+/// Waits a moment for processes that are about to give it up. Where the file system cannot tell, the monitor's
+/// claim counts; published layers are copied there.
 pub(crate) async fn are_kept(layers: &[OwnedFd]) -> Result<bool> {
     let copies: io::Result<Vec<File>> =
         layers.iter().map(|layer| Ok(File::from(layer.try_clone()?))).collect();
@@ -118,7 +118,7 @@ mod tests {
         for handed in [Handed::nothing(), Handed::unknown()] {
             let pipe = rustix::fs::open(&path, flags, rustix::fs::Mode::empty()).unwrap();
             handed.add(&pipe).unwrap();
-            // To open it again would wait for a writer.
+            // Opening it again would wait for a writer.
             let others = [pipe, File::open("/dev/null").unwrap().into(), File::open("/").unwrap().into()];
             for other in others {
                 let error = handed.returned(other).unwrap_err();

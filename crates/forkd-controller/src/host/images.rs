@@ -1,4 +1,4 @@
-//! What a guest is booted from: the one place that knows the library of images and kernels.
+//! The files of a boot. This is the only module that knows the library of images and kernels.
 
 use std::fs::File;
 use std::io::Write;
@@ -19,11 +19,11 @@ use crate::config::Config;
 use crate::error::{Code, Error, Result};
 use crate::host::allowed_paths;
 
-/// Everything a guest is booted from, opened.
+/// The open files of a boot.
 #[derive(Debug, Clone)]
 pub(crate) struct BootSource {
     kernel: Arc<OwnedFd>,
-    /// What a guest with an image has; a bare kernel has nothing.
+    /// The parts that a guest with an image has; a bare kernel has none.
     root: Option<Root>,
 }
 
@@ -41,7 +41,7 @@ pub(crate) struct BootFiles {
     pub(crate) root: Option<RootFiles>,
 }
 
-/// What a guest finds its image with.
+/// The files by which a guest finds its image.
 #[derive(Debug)]
 pub(crate) struct RootFiles {
     pub(crate) initramfs: OwnedFd,
@@ -50,14 +50,14 @@ pub(crate) struct RootFiles {
 }
 
 impl BootSource {
-    /// A kernel alone.
+    /// A kernel without an image.
     pub(crate) fn bare(config: &Config, kernel: &Path) -> Result<Self> {
         let kernel = allowed_paths::kernel(config, kernel)?;
         Ok(BootSource { kernel: Arc::new(kernel.into()), root: None })
     }
 
-    /// Descriptors for one boot. Opened anew each time, for reading: a monitor must not find the
-    /// position another one left, nor be able to write.
+    /// Descriptors for one boot. Each boot gets new ones, for reading only: a monitor must not share a file
+    /// position with another one, nor write.
     pub(crate) fn open(&self) -> Result<BootFiles> {
         let root = match &self.root {
             Some(root) => Some(RootFiles { initramfs: reopen(&root.initramfs)?, disk: reopen(&root.disk)? }),
@@ -66,12 +66,12 @@ impl BootSource {
         Ok(BootFiles { kernel: reopen(&self.kernel)?, root })
     }
 
-    /// What is known of its image.
+    /// The manifest of its image.
     pub(crate) fn image(&self) -> Option<&Manifest> {
         self.root.as_ref().map(|root| &root.image)
     }
 
-    /// Which file is under its disk.
+    /// The identity of the file under its disk.
     pub(crate) fn base(&self) -> Result<Option<BaseImage>> {
         let Some(root) = &self.root else { return Ok(None) };
         let disk = File::from(reopen(&root.disk)?);
@@ -82,7 +82,7 @@ impl BootSource {
 
 /// Another descriptor of the same file, for reading.
 pub(crate) fn reopen(fd: impl AsFd) -> Result<OwnedFd> {
-    // Non-blocking: it means nothing for regular files, and anything else must not hold the daemon up.
+    // Non-blocking: no effect on regular files, and any other file must not block the daemon.
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let path = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
     rustix::fs::open(path, flags, Mode::empty())
@@ -95,11 +95,11 @@ pub(crate) struct ImageLibrary {
     library: Library,
     kernel: Option<PathBuf>,
     guest: PathBuf,
-    /// The last initramfs: making it means unpacking modules, which takes time.
+    /// The last initramfs: to build one, modules are unpacked, which takes time.
     initramfs: Mutex<Option<(Ingredients, Arc<OwnedFd>)>>,
 }
 
-/// What an initramfs was made of: the files, with their sizes and times.
+/// The source files of an initramfs, with their sizes and times.
 type Ingredients = [(PathBuf, u64, SystemTime); 2];
 
 impl ImageLibrary {
@@ -112,7 +112,7 @@ impl ImageLibrary {
         }
     }
 
-    /// Finds and opens what a guest of `image` is booted from.
+    /// Finds and opens the files to boot a guest of `image`.
     pub(crate) fn find(&self, image: &str) -> Result<BootSource> {
         let image = self.library.image(image)?;
         let kernel = match &self.kernel {
@@ -124,7 +124,7 @@ impl ImageLibrary {
         Ok(BootSource { kernel: open(&kernel.image)?, root })
     }
 
-    /// Opens what a guest with a disk that is in no library is booted from.
+    /// Opens the files to boot a guest from a disk outside the library.
     pub(crate) fn find_disk(
         &self,
         config: &Config,
@@ -152,7 +152,7 @@ impl ImageLibrary {
         };
         let initramfs = self.initramfs(&kernel)?;
         let root = Some(Root { initramfs, disk: Arc::new(disk.into()), image });
-        // What was looked at, whatever its path leads to by now.
+        // The file that was checked, even if its path leads to another one by now.
         let kernel = match named {
             Some(named) => Arc::new(named.into()),
             None => open(&kernel.image)?,
@@ -160,7 +160,7 @@ impl ImageLibrary {
         Ok(BootSource { kernel, root })
     }
 
-    /// The disk of `image`, and which it is: what is under a snapshot's own layers.
+    /// The disk of `image`, under a snapshot's own layers, and its identity.
     pub(crate) fn disk(&self, config: &Config, image: &str) -> Result<(OwnedFd, BaseImage)> {
         if image.starts_with('/') {
             let path = Path::new(image);
@@ -186,7 +186,7 @@ impl ImageLibrary {
         {
             return Ok(initramfs.clone());
         }
-        // An interface is configured if the guest has one.
+        // The guest configures the interface if it has one.
         let interface = InterfacePlan {
             name: "eth0".into(),
             address: format!("{}/{}", forkd_net::GUEST_ADDRESS, forkd_net::GUEST_PREFIX),
@@ -208,14 +208,14 @@ impl ImageLibrary {
     }
 }
 
-/// What the agent of the reference does in a guest with Python, so that its clients need not: numpy, if it is
-/// there.
+/// The warm-up that the reference's agent does in a guest with Python, so that clients need not: import numpy, if
+/// it is installed.
 const IMPORT_NUMPY: &str = "try:\n    import numpy, numpy as np\nexcept ImportError:\n    pass";
 
-/// What stands for the digest of a disk that is in no library: its size and time have to do.
+/// The digest of a disk outside the library: its size and time identify it instead.
 const NO_DIGEST: &str = "";
 
-/// A disk somebody named.
+/// Checks a disk that a request named.
 fn check_rootfs(path: &Path, disk: File) -> Result<File> {
     match disk.metadata() {
         Ok(meta) if meta.is_file() && meta.len() > 0 && meta.len() % SECTOR == 0 => Ok(disk),
@@ -226,10 +226,10 @@ fn check_rootfs(path: &Path, disk: File) -> Result<File> {
     }
 }
 
-/// What disks are made of.
+/// The size of a disk's sector.
 const SECTOR: u64 = 512;
 
-/// A kernel somebody named, with the host's modules for it if there are any.
+/// A kernel at a given path, with the host's modules for it if there are any.
 fn kernel_at(path: &Path) -> Result<Kernel> {
     let kernel = Kernel::from_path(path, None)?;
     let modules = Path::new("/lib/modules").join(&kernel.version);
@@ -252,7 +252,7 @@ fn ingredient(path: &Path) -> Result<(PathBuf, u64, SystemTime)> {
     Ok((path.to_owned(), length, modified))
 }
 
-/// `bytes` in a file without a name that nobody can change any more.
+/// `bytes` in a sealed file without a name, which no process can change.
 fn sealed(bytes: &[u8]) -> std::io::Result<OwnedFd> {
     let fd = rustix::fs::memfd_create("initramfs", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     let mut file = File::from(fd);
@@ -290,7 +290,7 @@ mod tests {
         }
         let mut original = File::from(fd);
         original.rewind().unwrap();
-        assert!(original.write_all(b"x").is_err(), "sealed even for whoever holds the first descriptor");
+        assert!(original.write_all(b"x").is_err(), "sealed, even for the first descriptor");
     }
 
     #[test]

@@ -1,6 +1,6 @@
-//! Lineages: a VM that was booted, or loaded from disk, and everything forked from it: children,
-//! branches, and theirs. What is of one lineage shares a user id (a fork cannot change it) and a cgroup;
-//! no two lineages ever do.
+//! Lineages: a VM that was booted or loaded from disk, and all its forks: children, branches, and their forks.
+//! All processes of a lineage share a user id (a fork cannot change it) and a cgroup. No two lineages share
+//! either.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -17,29 +17,29 @@ use crate::host::process;
 /// All lineages.
 #[derive(Debug)]
 pub(crate) struct Lineages {
-    /// By number. One that nobody holds any more stays here until its cgroup is gone.
+    /// By number. A lineage without holders stays here until its cgroup is removed.
     used: Mutex<BTreeMap<u32, Weak<Lineage>>>,
     max: u32,
-    /// The user of lineage 0, when the daemon is root.
+    /// The user id of lineage 0, when the daemon is root.
     uid_base: Option<u32>,
     cgroups: Cgroups,
     janitor: CleanupQueue,
 }
 
-/// One lineage. Its number is free again, and its cgroup gone, when the last holder has dropped it:
-/// whoever may still have a process of that user keeps it.
+/// One lineage. Its number becomes free, and its cgroup is removed, when the last holder drops it. So every
+/// object that may still have a process of this user holds it.
 #[derive(Debug)]
 pub(crate) struct Lineage {
     all: Arc<Lineages>,
-    /// Its number: stands for its user.
+    /// Its number, which determines its user id.
     pub(crate) slot: u32,
-    /// The name of its cgroup: the id of the template or the sandbox it began with.
+    /// The name of its cgroup: the id of its first template or sandbox.
     pub(crate) name: String,
-    /// Where its processes live; `None` on hosts without cgroups.
+    /// The cgroup of its processes; `None` on hosts without cgroups.
     pub(crate) cgroup: Option<cgroup::LineageCgroup>,
-    /// The disk layers its processes were handed.
+    /// The disk layers that the daemon passed to its processes.
     pub(crate) layers: Handed,
-    /// Whether the cgroup is left to the next daemon.
+    /// Whether the cgroup stays for the next daemon.
     left: std::sync::atomic::AtomicBool,
 }
 
@@ -73,8 +73,8 @@ impl Lineages {
         self.lineage(slot, id, Handed::nothing()).map_err(|error| Error::host("cannot make a cgroup", error))
     }
 
-    /// The one with number `slot` and that name, which an earlier daemon began: the same for all that are
-    /// of it. `None` if the number is another's.
+    /// The lineage with this number and name, which an earlier daemon began. All its processes get the same one.
+    /// `None` if another lineage has the number.
     pub(crate) fn resume(self: &Arc<Self>, slot: u32, name: &str) -> Option<Arc<Lineage>> {
         // Never dropped while the lock is held: the last holder takes it, too.
         let known = self.used.lock().get(&slot).map(Weak::upgrade);
@@ -87,8 +87,8 @@ impl Lineages {
         self.lineage(slot, name, Handed::unknown()).ok()
     }
 
-    /// The one that process `pid` is of, by its user and its cgroup: for a process whose record cannot be read.
-    /// `guess` is its name if no cgroup tells it; without a guess there is none then.
+    /// The lineage of process `pid`, from its user and its cgroup, when its record cannot be read. `guess` is the
+    /// name if no cgroup shows it; `None` if both are missing.
     pub(crate) fn of_process(self: &Arc<Self>, pid: i32, guess: Option<&str>) -> Option<Arc<Lineage>> {
         let slot = process::uid(pid)?.checked_sub(self.uid_base?)?;
         // Never dropped while the lock is held, as in `resume`.
@@ -100,14 +100,14 @@ impl Lineages {
         self.resume(slot, told.as_deref().or(guess)?)
     }
 
-    /// The one of that name, if somebody holds it.
+    /// The lineage of that name, if it has holders.
     fn named(&self, name: &str) -> Option<Arc<Lineage>> {
         let all: Vec<_> = self.used.lock().values().filter_map(Weak::upgrade).collect();
         all.into_iter().find(|lineage| lineage.name == name)
     }
 
-    /// Removes what is left of `id`, with which an earlier daemon began a lineage: all of that, unless others
-    /// of it go on. Blocks.
+    /// Removes the remains of `id`, with which an earlier daemon began a lineage: all of the lineage, or only this
+    /// leaf if others of the lineage still run. Blocks.
     pub(crate) fn forget(&self, id: &str) {
         if let Some(lineage) = self.named(id) {
             if let Some(leaf) = lineage.cgroup.as_ref().and_then(|cgroup| cgroup.existing(id).ok()) {
@@ -122,7 +122,7 @@ impl Lineages {
         match self.cgroups.lineage(id, uid) {
             Ok(Some(cgroup)) => remove(&cgroup),
             Ok(None) => {}
-            Err(error) => tracing::warn!(%error, "cannot look for an old cgroup"),
+            Err(error) => tracing::warn!(lineage = id, %error, "cgroup of an ended lineage not opened"),
         }
     }
 
@@ -139,7 +139,7 @@ impl Lineages {
 }
 
 impl Lineage {
-    /// The user its processes run as, when they have one of their own.
+    /// The user id of its processes, if they have their own.
     pub(crate) fn uid(&self) -> Option<u32> {
         self.all.uid_base.map(|base| base + self.slot)
     }
@@ -151,17 +151,17 @@ impl Lineage {
         Ok(layer)
     }
 
-    /// The next daemon takes it over.
+    /// Leaves the cgroup for the next daemon.
     pub(crate) fn leave(&self) {
         self.left.store(true, std::sync::atomic::Ordering::Relaxed);
     }
 }
 
-/// Ends whatever is left in a lineage's cgroup, such as a saver nobody waits for, and removes it.
+/// Kills the remaining processes of a lineage, such as a saver without a waiter, and removes its cgroup.
 fn remove(cgroup: &cgroup::LineageCgroup) {
     let _ = cgroup.kill();
     if let Err(error) = cgroup.remove() {
-        tracing::error!(%error, "a cgroup is left behind");
+        tracing::error!(%error, "cgroup not removed");
     }
 }
 

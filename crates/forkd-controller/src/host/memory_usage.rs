@@ -1,5 +1,5 @@
-//! What all sandboxes use together. Reading it walks the page tables of every one of them, so it is read
-//! rarely, by one at a time, however often somebody asks.
+//! The memory of all sandboxes together. A reading walks the page tables of each sandbox. So readings are rare,
+//! and never concurrent, however often clients ask.
 
 use std::time::{Duration, Instant};
 
@@ -7,23 +7,23 @@ use parking_lot::Mutex;
 
 use crate::host::process_stats;
 
-/// It is never read more often than this.
+/// The minimal time between two readings.
 const FRESH: Duration = Duration::from_secs(5);
-/// Nor for more than this part of the time.
+/// The pause after a reading, as a multiple of its duration.
 const SHARE: u32 = 20;
-/// How long whoever asks waits for it; then the last figures have to do.
+/// How long a caller waits for a reading; then it gets the last figures.
 const PATIENCE: Duration = Duration::from_millis(500);
 
 /// Memory of all sandboxes, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Memory {
-    /// What only one of them has.
+    /// Pages that only one sandbox has.
     pub(crate) private: u64,
-    /// What more than one process has, counted for each sandbox.
+    /// Pages that more than one process has, counted for each sandbox.
     pub(crate) shared: u64,
 }
 
-/// The last figures, and when they were read.
+/// The last figures, and when the next reading is due.
 #[derive(Debug, Default)]
 pub(crate) struct MemoryUsage {
     last: std::sync::Arc<Mutex<(Memory, Option<Instant>)>>,
@@ -31,7 +31,7 @@ pub(crate) struct MemoryUsage {
 }
 
 impl MemoryUsage {
-    /// Of the processes `pids`.
+    /// The memory of processes `pids`.
     pub(crate) async fn memory(&self, pids: Vec<u32>) -> Memory {
         let last = || *self.last.lock();
         let Ok(turn) = self.reading.clone().try_lock_owned() else { return last().0 };
@@ -53,7 +53,7 @@ impl MemoryUsage {
 
 fn sum(pids: &[u32]) -> Memory {
     let mut memory = Memory::default();
-    // One that is gone uses nothing.
+    // A process that has ended uses no memory.
     for stats in pids.iter().filter_map(|pid| process_stats::memory(*pid).ok()) {
         memory.private = memory.private.saturating_add(stats.private_kib << 10);
         memory.shared = memory.shared.saturating_add(stats.shared_kib << 10);
@@ -70,7 +70,7 @@ mod tests {
         let usage = MemoryUsage::default();
         let first = usage.memory(vec![std::process::id()]).await;
         assert!(first.private > 0);
-        // Nobody is looked at again: nothing would be the sum of nobody.
+        // No process is read again: the sum of no processes would be zero.
         assert_eq!(usage.memory(Vec::new()).await, first);
     }
 }

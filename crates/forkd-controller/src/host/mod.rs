@@ -1,5 +1,5 @@
-//! What sandboxes and snapshots share of the host: images, user ids, cgroups, network, and somebody
-//! who takes things away.
+//! The parts of the host that sandboxes and snapshots share: images, user ids, cgroups, network, and a queue of
+//! clean-up jobs.
 
 pub(crate) mod allowed_paths;
 pub(crate) mod cgroup;
@@ -32,7 +32,7 @@ use crate::host::memory_usage::MemoryUsage;
 use crate::network::Slots;
 use crate::telemetry::Telemetry;
 
-/// The host.
+/// Shared access to the host's resources.
 #[derive(Debug)]
 pub(crate) struct Host {
     pub(crate) config: Arc<Config>,
@@ -50,7 +50,7 @@ impl Host {
     /// Must be called in a runtime.
     pub(crate) fn new(config: Arc<Config>, database: Arc<Database>, telemetry: Arc<Telemetry>) -> Arc<Self> {
         let janitor = CleanupQueue::new();
-        // Each booted sandbox is a lineage, and each template.
+        // Each booted sandbox begins a lineage, and each template.
         let max = u32::try_from(config.limits.max_sandboxes).unwrap_or(u32::MAX);
         Arc::new(Host {
             finder: ImageLibrary::new(&config),
@@ -64,7 +64,7 @@ impl Host {
         })
     }
 
-    /// A network slot, if one is wanted and the host can have any. Blocks.
+    /// A network slot, if it is wanted and the host can have one. Blocks.
     pub(crate) fn slot(&self, wanted: bool) -> Result<Option<Slot>> {
         if !wanted {
             return Ok(None);

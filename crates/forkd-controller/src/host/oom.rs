@@ -1,9 +1,9 @@
-//! Whom the kernel kills first when the host has no memory left.
+//! The order in which the kernel kills processes when the host runs out of memory.
 //!
-//! By itself the kernel takes the process with the most memory: a template, which maps all of its guest's. But
-//! its pages are its children's, too, so its death frees little and takes a snapshot out of memory. So each
-//! process has a score for its role. A fork inherits the score of its parent: the daemon corrects it when
-//! the fork has a role of its own. The jail of a monitor has no `/proc`, so the daemon writes it.
+//! By default the kernel kills the process with the most memory: a template, which maps all of its guest's memory.
+//! But its children share its pages, so its death frees little, and a snapshot is no longer loaded. So each process
+//! has a score for its role. A fork inherits its parent's score; the daemon corrects it when the fork has another
+//! role. It does so itself, because a monitor's jail has no `/proc`.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -13,21 +13,21 @@ use std::sync::Once;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{Mode, OFlags};
 
-/// What a process is for.
+/// The role of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// Without it the rest cannot be reached.
+    /// All other processes depend on it.
     Daemon,
-    /// Others share what it holds.
+    /// Its children share its memory.
     Template,
     /// Its work can be done again.
     Saver,
-    /// Its memory is its own: its death frees most.
+    /// Only it has its memory: its death frees most.
     Sandbox,
 }
 
 impl Role {
-    /// Its `oom_score_adj`: thousandths of the host's memory that are added to what the process has.
+    /// Its `oom_score_adj`: thousandths of the host's memory, added to the memory of the process.
     const fn score(self) -> &'static str {
         match self {
             Role::Daemon => "-900",
@@ -38,7 +38,7 @@ impl Role {
     }
 }
 
-/// Has the kernel spare the daemon. A score that is lower already stays.
+/// Lowers the daemon's own score. A lower score stays.
 pub(crate) fn spare_daemon() {
     const OWN: &str = "/proc/self/oom_score_adj";
     let known = |text: &str| text.trim().parse::<i32>().ok();
@@ -48,17 +48,17 @@ pub(crate) fn spare_daemon() {
     }
 }
 
-/// Gives the process `pid`, which is the one behind `pidfd`, the score of its role. One that has ended needs none.
+/// Sets the score of process `pid`, the one behind `pidfd`, to that of its role. Skips a process that has ended.
 pub(crate) fn set(pid: i32, pidfd: BorrowedFd<'_>, role: Role) {
     let file = File::options().write(true).open(format!("/proc/{pid}/oom_score_adj"));
-    // Looked at after the file was opened: if the process lives, the file is its own.
+    // Checked after the file was opened: if the process still runs, the file is its own.
     if has_ended(pidfd) {
         return;
     }
     note(file, role);
 }
 
-/// Gives the calling process the score of a sandbox. For between `fork` and `exec`: system calls, nothing else.
+/// Gives the calling process the score of a sandbox. For use between `fork` and `exec`: system calls only.
 pub(crate) fn join_sandboxes() -> io::Result<()> {
     let flags = OFlags::WRONLY | OFlags::CLOEXEC;
     let file = rustix::fs::open(c"/proc/self/oom_score_adj", flags, Mode::empty())?;
@@ -71,18 +71,17 @@ fn has_ended(pidfd: BorrowedFd<'_>) -> bool {
     !matches!(rustix::event::poll(&mut fds, Some(&Timespec::default())), Ok(0))
 }
 
-/// Writes the score. The first time that the daemon may not, it says so.
+/// Writes the score. Logs a missing permission once.
 fn note(file: io::Result<File>, role: Role) {
     static TOLD: Once = Once::new();
     let written = file.and_then(|mut file| file.write_all(role.score().as_bytes()));
     match written {
-        // It ended meanwhile.
+        // The process ended meanwhile.
         Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
         Err(error) => TOLD.call_once(|| {
             tracing::warn!(
                 %error, ?role,
-                "cannot tell the kernel whom to kill last when memory runs out; run the daemon as root with \
-                 CAP_SYS_RESOURCE"
+                "order of kills on memory exhaustion not set; run the daemon as root with CAP_SYS_RESOURCE"
             );
         }),
         Ok(()) => {}
@@ -101,7 +100,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_process_gets_the_score_of_its_role_and_no_other_process_does() {
-        // Scores that need no privilege: they are above the test's own.
+        // Scores that need no privilege: higher than the test's own.
         let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
         let mut other = Command::new("sleep").arg("1000").spawn().unwrap();
         let before = score(other.id());
@@ -111,7 +110,7 @@ mod tests {
         assert_eq!(score(child.id()), Role::Sandbox.score());
         child.kill().unwrap();
         child.wait().unwrap();
-        // As if the number of the first were the second's now.
+        // As if the second process had the reused pid of the first.
         set(other.id() as i32, pidfd.as_fd(), Role::Sandbox);
         assert_eq!(score(other.id()), before);
         other.kill().unwrap();

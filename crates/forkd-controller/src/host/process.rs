@@ -1,6 +1,6 @@
-//! Processes we started: known by pid *and* start time, watched through a pidfd.
+//! Processes of the daemon, identified by pid *and* start time, and watched through a pidfd.
 //!
-//! A pid alone is not a name: it may belong to somebody else by the time a new daemon reads it.
+//! A pid alone is no identity: it may belong to another process by the time a new daemon reads it.
 
 use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -15,13 +15,13 @@ use tokio::io::unix::AsyncFd;
 
 use crate::util::records::{self, Found, VersionedRecord};
 
-/// The file in a sandbox's folder that names its process.
+/// The file in a sandbox's folder that records its process.
 pub(crate) const RECORD: &str = "process.json";
 
-/// A process, so that it can be told from a later one with the same pid.
+/// The identity of a process: no later process with the same pid equals it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ProcessId {
-    /// Which boot of the host it belongs to: start times are counted from there.
+    /// The boot of the host in which it started: start times count from there.
     pub(crate) boot: String,
     pub(crate) pid: i32,
     /// In clock ticks since the host's boot.
@@ -34,7 +34,7 @@ impl ProcessId {
         records::read(folder)
     }
 
-    /// The process `pid`, if `parent` forked it and it was not waited for.
+    /// The process `pid`, if `parent` forked it and has not reaped it yet.
     pub(crate) fn of_child(pid: i32, parent: i32) -> io::Result<Self> {
         static BOOT: std::sync::LazyLock<String> = std::sync::LazyLock::new(boot_id);
         let stat = std::fs::read(format!("/proc/{pid}/stat"))?;
@@ -50,15 +50,14 @@ impl ProcessId {
         records::write(self, folder)
     }
 
-    /// A pidfd of the process if it still runs. Whatever happens to its pid later, the pidfd means
-    /// this process.
+    /// A pidfd of the process if it still runs. The pidfd refers to this process even after its pid is reused.
     pub(crate) fn open(&self) -> Option<Pidfd> {
         if self.boot != boot_id() {
             return None;
         }
         let pid = Pid::from_raw(self.pid)?;
         let pidfd = Pidfd::open(pid).ok()?;
-        // Looked up after the pidfd was opened: the process with this pid now is the one it means.
+        // Read after the pidfd was opened: the process that has this pid now is the one of the pidfd.
         let stat = std::fs::read(format!("/proc/{}/stat", self.pid)).ok()?;
         (start_time(&stat)? == self.start_time).then_some(pidfd)
     }
@@ -73,8 +72,8 @@ pub(crate) fn boot_id() -> String {
     std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
-/// Writes the calling process's [`ProcessId`] to `record`. Called between `fork` and `exec`, where
-/// the rest of a program's locks may be held by threads that no longer exist: it allocates nothing.
+/// Writes the calling process's [`ProcessId`] to `record`. Called between `fork` and `exec`, where threads that
+/// no longer exist may hold the program's locks: it allocates nothing.
 pub(crate) fn record_self(boot: &str, record: BorrowedFd<'_>) -> io::Result<()> {
     let stat = rustix::fs::open(c"/proc/self/stat", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
     let mut bytes = [0u8; 1024];
@@ -96,11 +95,11 @@ pub(crate) fn parent(pid: i32) -> Option<i32> {
     field(&std::fs::read(format!("/proc/{pid}/stat")).ok()?, 4)
 }
 
-/// The pidfd that process `parent` sent of its child `pid`. A monitor its guest broke into could send
-/// anybody's, and have the daemon end that in its place: so it is looked at before it is used.
+/// The pidfd of its child `pid` that process `parent` sent. A monitor that its guest broke into could send the
+/// pidfd of any process and make the daemon kill that one. So the daemon checks it before use.
 pub(crate) fn child_pidfd(pidfd: OwnedFd, pid: i32, parent: i32) -> io::Result<OwnedFd> {
     let info = format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd());
-    // Twice: it may end, and be waited for, between two looks.
+    // Twice: the process may end and be reaped between the two reads.
     for _ in 0..2 {
         let text = std::fs::read_to_string(&info)?;
         let meant = text.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse::<i32>().ok());
@@ -114,14 +113,14 @@ pub(crate) fn child_pidfd(pidfd: OwnedFd, pid: i32, parent: i32) -> io::Result<O
 
 /// The user that process `pid` runs as.
 pub(crate) fn uid(pid: i32) -> Option<u32> {
-    // Not the owner of its folder: that is root for processes that cannot be dumped.
+    // Not the owner of its folder in `/proc`: that is root for processes that cannot be dumped.
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     status.lines().find_map(|line| line.strip_prefix("Uid:")?.split_whitespace().next()?.parse().ok())
 }
 
-/// The page map of process `pid`, to be handed into the jail: it says which pages are there, not where in the
-/// host's memory. The kernel shows that to readers of a file that CAP_SYS_ADMIN has opened, whatever they may do. So a
-/// thread opens it that has given up this capability, and ends. Blocks.
+/// The page map of process `pid`, to be passed into the jail: it shows which pages are present, not their place in
+/// the host's memory. The kernel checks CAP_SYS_ADMIN when the file is opened, not when it is read. So a thread
+/// gives up this capability, opens the file and ends. Blocks.
 pub(crate) fn pagemap(pid: i32) -> io::Result<std::fs::File> {
     let open = move || {
         let mut own = rustix::thread::capabilities(None)?;
@@ -139,10 +138,10 @@ pub(crate) fn cpu_time(pid: i32) -> Option<Duration> {
     text.split_whitespace().next()?.parse().ok().map(Duration::from_nanos)
 }
 
-/// Gives a process that has only what nobody else wants of the host's CPUs the share its priority stands for.
+/// Moves a process from idle scheduling (only CPU time that no other process wants) to the usual share.
 pub(crate) fn give_share(pid: i32) {
     let no_priority = libc::sched_param { sched_priority: 0 };
-    // SAFETY: the call reads a struct that lives as long. If there is no such process, there is nothing to give.
+    // SAFETY: the call reads a struct that lives as long. If there is no such process, the call does nothing.
     unsafe { libc::sched_setscheduler(pid, libc::SCHED_OTHER, &raw const no_priority) };
 }
 
@@ -151,25 +150,25 @@ fn start_time(stat: &[u8]) -> Option<u64> {
     field(stat, 22)
 }
 
-/// A field of a `/proc/PID/stat`, counted from 1, beyond the second: that is the command's name, which
-/// is in parentheses and may itself hold anything.
+/// A field of `/proc/PID/stat`, counted from 1. Only fields after the second: that one is the command's name in
+/// parentheses, which may contain any character.
 pub(crate) fn field<T: std::str::FromStr>(stat: &[u8], number: usize) -> Option<T> {
     let name_end = stat.iter().rposition(|&byte| byte == b')')?;
     let field = stat.get(name_end + 2..)?.split(|&byte| byte == b' ').nth(number.checked_sub(3)?)?;
     std::str::from_utf8(field).ok()?.parse().ok()
 }
 
-/// A process, whatever becomes of its pid.
+/// A pidfd: it refers to the same process even after its pid is reused.
 #[derive(Debug)]
 pub(crate) struct Pidfd(AsyncFd<OwnedFd>);
 
 impl Pidfd {
-    /// Must be called while `pid` cannot be reused (a child not waited for) or be checked after.
+    /// Call it while `pid` cannot be reused (a child that is not reaped), or check the process afterwards.
     pub(crate) fn open(pid: Pid) -> io::Result<Self> {
         Pidfd::new(pidfd_open(pid, PidfdFlags::NONBLOCK)?)
     }
 
-    /// Takes a pidfd somebody else opened.
+    /// Takes a pidfd that another process opened.
     pub(crate) fn new(pidfd: OwnedFd) -> io::Result<Self> {
         // SAFETY: an `OwnedFd` is the same open descriptor as long as it lives.
         Ok(Pidfd(unsafe { AsyncFd::register(pidfd) }?))
@@ -193,19 +192,22 @@ impl Pidfd {
         self.0.readable().await.map(|_| ())
     }
 
-    /// Kills it and waits until it is gone, however long that takes; says so when it takes long.
+    /// Kills the process and waits until it has ended, without limit. Logs an error every ten seconds.
     pub(crate) async fn end(&self, whose: &str) {
         loop {
             if let Err(error) = self.kill() {
-                tracing::error!(sandbox = whose, %error, "cannot kill a monitor; trying again");
+                tracing::error!(sandbox = whose, %error, "monitor not killed: trying again");
             }
             match tokio::time::timeout(Duration::from_secs(10), self.ended()).await {
                 Ok(Ok(())) => return,
                 Ok(Err(error)) => {
-                    tracing::error!(sandbox = whose, %error, fd = self.0.as_raw_fd(), "cannot watch a monitor");
+                    tracing::error!(
+                        sandbox = whose, %error, fd = self.0.as_raw_fd(),
+                        "monitor watch failed: trying again"
+                    );
                     tokio::time::sleep(Duration::from_secs(10)).await;
                 }
-                Err(_) => tracing::error!(sandbox = whose, "a killed monitor is still there; waiting on"),
+                Err(_) => tracing::error!(sandbox = whose, "killed monitor has not ended yet: waiting"),
             }
         }
     }
@@ -262,7 +264,7 @@ mod tests {
         use std::os::unix::fs::FileExt;
         let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
         let pid = child.id() as i32;
-        // The stack of a process that runs has pages.
+        // The stack of a running process has pages.
         let entries = |map: &std::fs::File| -> Vec<u64> {
             let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
             let stack = maps.lines().find(|line| line.ends_with("[stack]")).unwrap();

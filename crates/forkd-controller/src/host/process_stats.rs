@@ -1,4 +1,4 @@
-//! What a process uses on the host, and when a sandbox stood still.
+//! The resource usage of a process, and the pauses of a sandbox.
 
 use std::collections::VecDeque;
 use std::io;
@@ -14,10 +14,10 @@ use crate::util::time;
 
 /// Clock ticks of `/proc` per second: fixed by the kernel for user space on x86.
 const TICKS_PER_SEC: u64 = 100;
-/// How many pauses are remembered.
+/// How many pauses of a sandbox are kept.
 const PAUSES: usize = 32;
 
-/// Of process `pid`.
+/// The usage of process `pid`.
 pub(crate) fn read(pid: u32) -> io::Result<Stats> {
     let mut stats = memory(pid)?;
     let stat = std::fs::read(format!("/proc/{pid}/stat"))?;
@@ -29,7 +29,7 @@ pub(crate) fn read(pid: u32) -> io::Result<Stats> {
     Ok(stats)
 }
 
-/// Milliseconds since the host started, as processes' start times are counted.
+/// Milliseconds since the host's boot, the clock of process start times.
 fn since_boot_ms() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     let (secs, nanos) = (u64::try_from(now.tv_sec).unwrap_or(0), u64::try_from(now.tv_nsec).unwrap_or(0));
@@ -56,13 +56,13 @@ fn parse(rollup: &str) -> Stats {
     }
 }
 
-/// Bytes on disk of the disk layers process `pid` has open: files on the file system of `data` that have no
-/// name. What has one (a base, a layer of a snapshot) is not the sandbox's.
+/// Bytes on disk of the disk layers that process `pid` has open: files without a name on the file system of
+/// `data`. A file with a name (a base, a layer of a snapshot) does not belong to the sandbox.
 pub(crate) fn disk_bytes(pid: u32, data: &Path) -> io::Result<u64> {
     let device = std::fs::metadata(data)?.dev();
     let (mut seen, mut bytes) = (Vec::new(), 0u64);
     for entry in std::fs::read_dir(format!("/proc/{pid}/fd"))? {
-        // It may be closed meanwhile.
+        // The descriptor may be closed meanwhile.
         let Ok(file) = std::fs::metadata(entry?.path()) else { continue };
         if file.is_file() && file.dev() == device && file.nlink() == 0 && !seen.contains(&file.ino()) {
             seen.push(file.ino());
@@ -72,14 +72,14 @@ pub(crate) fn disk_bytes(pid: u32, data: &Path) -> io::Result<u64> {
     Ok(bytes)
 }
 
-/// The last times a sandbox stood still.
+/// The last pauses of a sandbox.
 #[derive(Debug, Default)]
 pub(crate) struct Pauses(Mutex<PauseLog>);
 
 #[derive(Debug, Default)]
 struct PauseLog {
     over: VecDeque<PauseInfo>,
-    /// Since when it stands still now.
+    /// When the current pause began.
     now: Option<(u64, Instant)>,
 }
 
@@ -89,12 +89,12 @@ impl Pauses {
         self.0.lock().now = Some((time::now_ms(), Instant::now()));
     }
 
-    /// How long it has stood still; none if that is not known, or it does not.
+    /// How long the current pause lasts; none if there is none, or its begin is not known.
     pub(crate) fn lasts(&self) -> Option<Duration> {
         self.0.lock().now.map(|(_, since)| since.elapsed())
     }
 
-    /// It was resumed. When it was paused is not known if an earlier daemon did.
+    /// Ends the pause. One that an earlier daemon began is not recorded, as its begin is not known.
     pub(crate) fn end(&self) {
         let since = self.0.lock().now.take();
         if let Some((_, since)) = since {
@@ -102,7 +102,7 @@ impl Pauses {
         }
     }
 
-    /// It stood still.
+    /// Records a pause that is over.
     pub(crate) fn add(&self, pause_ms: f64, frozen_ms: Option<f64>, why: &str) {
         let mut kept = self.0.lock();
         if kept.over.len() == PAUSES {
@@ -112,7 +112,7 @@ impl Pauses {
         kept.over.push_back(PauseInfo { at_unix_ms, pause_ms: Some(pause_ms), frozen_ms, why: why.into() });
     }
 
-    /// Oldest first.
+    /// All pauses, oldest first.
     pub(crate) fn list(&self) -> Vec<PauseInfo> {
         let kept = self.0.lock();
         let now = kept.now.map(|(at_unix_ms, _)| PauseInfo {

@@ -1,10 +1,9 @@
-//! Where the folders of sandboxes and templates are: what lives no longer than the host belongs into
-//! memory.
+//! The run directory, with the folders of sandboxes and templates. It is in memory, because nothing in it outlives
+//! the host's boot.
 //!
-//! Each child is a handful of small files that come and go by the thousand. On a disk that is slow: file
-//! systems take their time to find room for a new file where many were just deleted, and none of it is
-//! worth anything after the host has gone down. What is worth something, a guest's disk, stays in the
-//! data directory.
+//! Each child has a handful of small files, created and removed by the thousand. On a disk that is slow: file
+//! systems take long to find room for a new file where many were just deleted. A guest's disk, which must survive
+//! a boot, is in the data directory.
 
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -13,26 +12,26 @@ use std::{fs, io};
 use crate::error::{Error, Result};
 use crate::util::random::new_id;
 
-/// The name under which the data directory leads there.
+/// The link in the data directory that leads to the run directory.
 const LINK: &str = "run";
-/// The name under which it leads back, so that somebody who finds it knows whose it is.
+/// The link in the run directory that leads back to its data directory.
 const BACK: &str = "data";
 
-/// Where in it each sandbox has its folder.
+/// The folder for the folders of sandboxes.
 pub(crate) fn sandboxes(place: &Path) -> PathBuf {
     place.join("sandboxes")
 }
 
-/// Where in it each template has its folder.
+/// The folder for the folders of templates.
 pub(crate) fn templates(place: &Path) -> PathBuf {
     place.join("templates")
 }
 
-/// The place of `data_dir`: the one its link leads to, or a new one. Its name is drawn at random: one made
-/// of what identifies the data directory might be found by another daemon, after that one is gone.
+/// The run directory of `data_dir`: the one its link leads to, or a new one. Its name is random: a name derived
+/// from the data directory could match that of another daemon, after the first data directory is gone.
 pub(crate) fn open(data_dir: &Path) -> Result<PathBuf> {
     let failed = |path: &Path, error: io::Error| Error::host(format!("cannot use {}", path.display()), error);
-    // None after the host was started anew: then there is nothing to find, either.
+    // After a boot of the host there is none, and nothing to adopt, either.
     if let Ok(place) = fs::read_link(data_dir.join(LINK))
         && check_ours(&place).is_ok()
     {
@@ -49,7 +48,7 @@ pub(crate) fn open(data_dir: &Path) -> Result<PathBuf> {
     Ok(place)
 }
 
-/// Removes the place, if nothing is left in it.
+/// Removes the run directory, if it is empty.
 pub(crate) fn close(data_dir: &Path, run_dir: &Path) {
     if run_dir == data_dir {
         return;
@@ -66,7 +65,7 @@ pub(crate) fn close(data_dir: &Path, run_dir: &Path) {
     }
 }
 
-/// Says whose the place is. Without it the place works as well: who cleans up leaves it alone then.
+/// Makes the link back to the data directory. A run directory without it works, but clean-up leaves it alone.
 fn lead_back(place: &Path, data_dir: &Path) {
     if let Ok(data_dir) = std::path::absolute(data_dir) {
         let _ = symlink(data_dir, place.join(BACK));
@@ -84,14 +83,14 @@ fn is_in_memory(folder: &Path) -> bool {
     rustix::fs::statfs(folder).is_ok_and(|kind| kind.f_type == TMPFS)
 }
 
-/// One that is not ours alone is none: everybody may make folders in `/dev/shm`.
+/// Fails unless only our user can use the folder: every user may create folders in `/dev/shm`.
 fn check_ours(place: &Path) -> io::Result<()> {
     let found = fs::symlink_metadata(place)?;
     let ours = found.uid() == rustix::process::geteuid().as_raw();
     if found.is_dir() && ours && found.permissions().mode() & 0o077 == 0 {
         return Ok(());
     }
-    Err(io::Error::other("somebody else made it, or may use it; remove it and start again"))
+    Err(io::Error::other("another user owns it or may use it; remove it and start again"))
 }
 
 fn link(data_dir: &Path, place: &Path) -> io::Result<()> {
@@ -118,7 +117,7 @@ mod tests {
         assert_eq!(fs::read_link(place.join(BACK)).unwrap(), data.path());
         fs::create_dir_all(place.join("sandboxes/sb1")).unwrap();
         close(data.path(), &place);
-        assert!(place.join("sandboxes/sb1").exists(), "something was left in it");
+        assert!(place.join("sandboxes/sb1").exists(), "a run directory with a sandbox in it stays");
         fs::remove_dir(place.join("sandboxes/sb1")).unwrap();
         close(data.path(), &place);
         assert!(!place.exists() && fs::symlink_metadata(data.path().join(LINK)).is_err());

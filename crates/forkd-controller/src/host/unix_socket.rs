@@ -1,5 +1,5 @@
-//! The unix socket: there at once with the right permissions, replacing a dead daemon's but never
-//! a living one's.
+//! The daemon's unix socket. It has the right permissions from the first moment; it replaces the socket of a dead
+//! daemon, but never that of a running one.
 
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
@@ -13,7 +13,7 @@ use crate::util::fs::make_private_dir;
 /// Members of this group may use the socket.
 pub(crate) const GROUP: &str = "forkd";
 
-/// A listening socket with a name. Dropping it removes the name, unless somebody else has it now.
+/// A listening socket with a name. Dropping it removes the name, unless another process has replaced the socket.
 #[derive(Debug)]
 pub(crate) struct NamedSocket {
     path: PathBuf,
@@ -27,10 +27,10 @@ pub(crate) fn listen(path: &Path) -> Result<(NamedSocket, UnixListener)> {
     if let Some(parent) = path.parent() {
         std::fs::create_dir_all(parent).map_err(failed)?;
     }
-    // A socket is open to all from `bind` to `chmod`, so it is made where nobody can reach it and
-    // moved into place when it is ready, over a stale one if need be.
+    // A socket is open to all users from `bind` to `chmod`. So it is created in a private folder and moved
+    // into place when it is ready, over a stale one if need be.
     let private = path.with_extension(format!("new-{}", std::process::id()));
-    // A daemon with the same pid, killed right here, may have left one: pids repeat after a boot.
+    // A daemon with the same pid, killed at this point, may have left one: pids repeat after a boot.
     let _ = std::fs::remove_dir_all(&private);
     make_private_dir(&private).map_err(failed)?;
     let made = make(&private.join("s"), path);
@@ -42,15 +42,18 @@ fn make(temporary: &Path, path: &Path) -> io::Result<(NamedSocket, UnixListener)
     let listener = UnixListener::bind(temporary)?;
     listener.set_nonblocking(true)?;
     std::fs::set_permissions(temporary, std::fs::Permissions::from_mode(0o660))?;
-    // A look-up that fails is no reason not to start: root can use the socket.
+    // A failed lookup is no reason not to start: root can use the socket.
     let group = groups::id_of(GROUP).unwrap_or_else(|error| {
-        tracing::warn!(%error, "cannot look up group {GROUP}: only root may use the socket");
+        tracing::warn!(%error, group = GROUP, "group of the socket not found: only root may use it");
         None
     });
     if let Some(group) = group {
         match std::os::unix::fs::chown(temporary, None, Some(group)) {
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-                tracing::warn!("cannot give the socket to group {GROUP}: only root or a member can");
+                tracing::warn!(
+                    group = GROUP,
+                    "group of the socket not set: only root or a member of the group can"
+                );
             }
             other => other?,
         }
@@ -76,7 +79,7 @@ fn refuse_if_taken(path: &Path) -> Result<()> {
     }
 }
 
-/// Whether a user is a member of the group. Blocks.
+/// Whether a user is a member of the group [`GROUP`]. Blocks.
 pub(crate) fn has_member(uid: u32) -> io::Result<bool> {
     groups::has_member(GROUP, uid)
 }

@@ -1,4 +1,4 @@
-//! Preparing a boot: the files in a sandbox's folder, and the descriptors a monitor gets.
+//! The files and descriptors of a boot: files in the sandbox's folder, descriptors for the monitor.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -12,31 +12,31 @@ use crate::error::{Error, Result};
 use crate::host::disk_layer::file;
 use crate::host::images::BootSource;
 
-/// The file in a sandbox's folder that its console goes to.
+/// The file in a sandbox's folder for the console's output.
 pub(crate) const CONSOLE: &str = "console.log";
-/// The socket in a sandbox's folder by which the guest is reached.
+/// The socket in a sandbox's folder that connects to the guest's vsock.
 pub(crate) const VSOCK: &str = "vsock.sock";
-/// The guest's own vsock address. Every guest has the same: each has its own transport.
+/// The guest's own vsock address. All guests have the same one, because each has its own transport.
 const GUEST_CID: u32 = 3;
-/// Ports of the host that guests may call, whatever they were booted or loaded from: the daemon waits for no
-/// calls.
+/// Ports of the host that guests may connect to, whether they were booted or loaded. None: the daemon accepts
+/// no guest connections.
 pub(crate) const GUEST_PORTS: &[u32] = &[];
 
 /// A VM to boot.
 #[derive(Debug)]
 pub(crate) struct BootPlan {
-    /// Where its files go.
+    /// The folder for its files.
     pub(crate) folder: PathBuf,
     pub(crate) vcpus: u8,
     pub(crate) mem_mib: u64,
     pub(crate) console_limit: u64,
-    /// The cable of its network interface, if it has one.
+    /// The tap device of its network interface, if it has one.
     pub(crate) tap: Option<OwnedFd>,
-    /// Takes what the guest writes to its disk, if it has one.
+    /// The layer that takes the guest's disk writes, if it has a disk.
     pub(crate) layer: Option<OwnedFd>,
 }
 
-/// Makes the files of a boot in the plan's folder, empty, also when an earlier boot left some. Blocks.
+/// Creates the boot's files in the plan's folder, and empties those of an earlier boot. Blocks.
 pub(crate) fn prepare(plan: BootPlan, assets: &BootSource) -> Result<(BootConfig, Vec<OwnedFd>)> {
     let folder = &plan.folder;
     let kvm = kvm()?;
@@ -61,7 +61,7 @@ pub(crate) fn prepare(plan: BootPlan, assets: &BootSource) -> Result<(BootConfig
         net: plan.tap.map(|tap| NetConfig { tap: attach(tap), mac: forkd_net::GUEST_MAC }),
         vsock: None,
     };
-    // All a guest with an agent has and a bare kernel has not.
+    // A guest with an agent has these; a bare kernel has none of them.
     if let Some(root) = files.root {
         let vsock = listener(folder)?;
         config.initramfs = Some(attach(root.initramfs));
@@ -82,7 +82,7 @@ pub(crate) fn kvm() -> Result<OwnedFd> {
     kvm.map(OwnedFd::from)
 }
 
-/// A listening socket in `folder` by which the guest is reached.
+/// A listening socket in `folder` for connections to the guest.
 pub(crate) fn listener(folder: &Path) -> Result<OwnedFd> {
     stream_listener(&folder.join(VSOCK)).map_err(|error| Error::host("cannot listen for the guest", error))
 }
@@ -98,7 +98,7 @@ fn stream_listener(path: &Path) -> io::Result<OwnedFd> {
     }
 }
 
-/// Removes what an earlier boot left at `path`.
+/// Removes the socket of an earlier boot at `path`.
 pub(crate) fn remove_stale(path: &Path) -> io::Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),

@@ -1,17 +1,17 @@
-//! Reading what a guest wrote to its console, and what a monitor wrote to its log.
+//! The console output of a guest, and the log of a monitor.
 //!
-//! Both are files written by processes we do not trust to be brief or printable: reading is
-//! bounded, and control characters never reach a terminal.
+//! The processes that write these files are not trusted to be brief or printable. So reads are limited, and
+//! control characters never reach a terminal.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 
-/// How many bytes of what a process said an error repeats.
+/// How many bytes of a message an error quotes.
 const BRIEF: usize = 200;
 
-/// The last `max` bytes of a file as printable text. A file that cannot be read is an empty one:
-/// this decorates errors and must not cause one.
+/// The last `max` bytes of a file as printable text. A file that cannot be read counts as empty: the text only
+/// adds to an error and must not cause one.
 pub(crate) fn tail(path: &Path, max: u64) -> String {
     read_end(path, max).map(|bytes| printable(&bytes)).unwrap_or_default()
 }
@@ -25,8 +25,8 @@ fn read_end(path: &Path, max: u64) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Text without control characters (a guest could otherwise rewrite the reader's screen); lines
-/// and tabs stay.
+/// The text without control characters, with which a guest could rewrite the reader's screen. Line breaks and
+/// tabs stay.
 pub(crate) fn printable(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len());
     for c in String::from_utf8_lossy(bytes).chars() {
@@ -40,7 +40,7 @@ pub(crate) fn printable(bytes: &[u8]) -> String {
     text
 }
 
-/// The beginning of what a process said, for a line in a log or an error.
+/// The beginning of a message, for a line in a log or an error.
 pub(crate) fn brief(said: &impl std::fmt::Debug) -> String {
     struct Begin(String);
     impl std::fmt::Write for Begin {
@@ -61,7 +61,7 @@ pub(crate) fn brief(said: &impl std::fmt::Debug) -> String {
     printable(begin.0.as_bytes())
 }
 
-/// `message`, followed by the console's end if there is any.
+/// `message`, followed by the end of the console if it is not empty.
 pub(crate) fn with_tail(message: &str, tail: &str) -> String {
     match tail.trim() {
         "" => format!("{message}; its console is empty"),

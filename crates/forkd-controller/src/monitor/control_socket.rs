@@ -1,5 +1,5 @@
-//! The controller's end of a control connection, without blocking: used for one monitor at a time
-//! (`monitor`) and for templates, whose requests are pipelined (`template`).
+//! The daemon's end of a control connection, without blocking. A [`Monitor`](super::Monitor) uses it for one
+//! request at a time, a template for pipelined requests.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -16,39 +16,38 @@ use tokio::io::unix::AsyncFd;
 use crate::monitor::boot_files::remove_stale;
 use crate::util::task::{self, Task};
 
-/// The file in a process's folder by which it is controlled.
+/// The control socket in a process's folder.
 pub(crate) const CONTROL: &str = "control.sock";
 
-/// How long a process that nobody saw may take to be told to stop.
+/// How long a process that the daemon has not seen may take to read its stop request.
 const STOP_WAIT: Duration = Duration::from_secs(10);
 
 /// A message and the descriptors attached to it.
 pub(crate) type Received = (Message, Vec<OwnedFd>);
 
-/// A connection.
+/// A control connection.
 #[derive(Debug)]
 pub(crate) struct Link(AsyncFd<Socket>);
 
 impl Link {
-    /// Takes a connected socket that does not block.
+    /// Takes a connected, non-blocking socket.
     pub(crate) fn new(channel: Channel) -> io::Result<Self> {
         // SAFETY: a channel owns its descriptor and keeps it open as long as it lives.
         Ok(Link(unsafe { AsyncFd::register(Socket(channel)) }?))
     }
 
-    /// Sends `request`. Cancel-safe: it was sent whole or not at all.
+    /// Sends `request`. Cancel-safe: either the whole request is sent, or nothing.
     pub(crate) async fn send(&self, request: &Request, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         self.0.async_io(Interest::WRITABLE, |socket| socket.0.send(request, fds)).await
     }
 
-    /// The next message; `None` when the peer is gone. Cancel-safe.
+    /// The next message; `None` when the peer has closed the connection. Cancel-safe.
     pub(crate) async fn recv(&self) -> io::Result<Option<Received>> {
         self.0.async_io(Interest::READABLE, |socket| socket.0.recv()).await
     }
 }
 
-/// A [`Channel`] whose socket does not block: its calls then fail with `WouldBlock`, which is what
-/// [`AsyncFd`] needs.
+/// A [`Channel`] with a non-blocking socket: its calls fail with `WouldBlock`, as [`AsyncFd`] requires.
 #[derive(Debug)]
 struct Socket(Channel);
 
@@ -58,25 +57,25 @@ impl AsRawFd for Socket {
     }
 }
 
-/// Ends whoever is at the other end of `control`, or will be: a process that may have been forked though
-/// nobody was told. Must be called in a runtime.
+/// Stops the process that has, or will have, the other end of `control`: a fork that may have succeeded, but
+/// was never reported. Must be called in a runtime.
 pub(crate) fn stop_unseen(control: Channel) {
     let _ = control.send(&Request::Stop, &[]);
     task::spawn(Task::StopUnseen, async move {
-        // Held until it is gone: what it has not read yet would be lost with the connection.
+        // The connection stays open until the process is gone: closing it would lose an unread request.
         let Ok(link) = Link::new(control) else { return };
         let gone = async { while let Ok(Some(_)) = link.recv().await {} };
         let _ = tokio::time::timeout(STOP_WAIT, gone).await;
     });
 }
 
-/// Whether `error` means that the peer is gone.
+/// Whether `error` means that the peer has closed the connection.
 pub(crate) fn is_gone(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
 }
 
-/// A listening control socket at `path` and a connection to it, on which hello is said already: the
-/// kernel keeps it until somebody accepts.
+/// A listening control socket at `path`, and a connection to it on which `Hello` is sent already. The kernel
+/// keeps the message until the process accepts the connection.
 pub(crate) fn pair(path: &Path) -> io::Result<(OwnedFd, Channel)> {
     let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     let address = SocketAddrUnix::new(path)?;
@@ -91,7 +90,7 @@ pub(crate) fn pair(path: &Path) -> io::Result<(OwnedFd, Channel)> {
     Ok((listener, open_at(&address)?))
 }
 
-/// Connects to the control socket at `path` and says hello.
+/// Connects to the control socket at `path` and sends `Hello`.
 pub(crate) fn open(path: &Path) -> io::Result<Channel> {
     open_at(&SocketAddrUnix::new(path)?)
 }

@@ -1,4 +1,4 @@
-//! Starting a monitor's process: what it inherits, and nothing else.
+//! Starts a monitor's process, and limits what it inherits.
 
 use std::io;
 use std::mem::ManuallyDrop;
@@ -16,22 +16,22 @@ use crate::host::{cgroup, oom, process};
 use crate::monitor::control_socket;
 use crate::util::fs::create;
 
-/// What to start a monitor with.
+/// The parameters of a monitor's start.
 #[derive(Debug, Clone)]
 pub(crate) struct Launch {
-    /// Whose it is, for the log.
+    /// The id of its sandbox or template, for the log.
     pub(crate) id: String,
     /// The sandbox's folder.
     pub(crate) folder: PathBuf,
     /// The `forkd-vmm` binary.
     pub(crate) vmm: PathBuf,
-    /// The user it becomes; `None` when we are not root and it stays who we are.
+    /// The user it switches to; `None` when the daemon is not root, and both keep the same user.
     pub(crate) uid: Option<u32>,
-    /// The cgroup it goes into: [`Leaf::door`](crate::host::cgroup::Leaf::door).
+    /// The cgroup it joins: [`Leaf::door`](crate::host::cgroup::Leaf::door).
     pub(crate) door: Option<Arc<OwnedFd>>,
 }
 
-/// Binds the control socket, starts the process with it and connects.
+/// Binds the control socket, starts the process with it, and connects.
 pub(super) fn spawn(launch: &Launch) -> io::Result<(Child, Channel)> {
     let (listener, control) = control_socket::pair(&launch.folder.join(control_socket::CONTROL))?;
     let log = create(&launch.folder.join(LOG))?;
@@ -44,20 +44,20 @@ pub(super) fn spawn(launch: &Launch) -> io::Result<(Child, Channel)> {
     if let Some(uid) = launch.uid {
         command.args(["--uid", &uid.to_string(), "--gid", &uid.to_string()]);
     }
-    // Not number 3 itself, or `dup2` below would leave it to be closed by `exec`; and if 3 is free,
-    // taken for the moment, so that the pipe `spawn` reports failures through does not get it.
+    // The number must not be 3 itself: `dup2` below would then keep close-on-exec. If 3 is free it is taken
+    // meanwhile, so that the pipe by which `spawn` reports failures does not get it.
     let listener = fcntl_dupfd_cloexec(&listener, LISTENER_FD + 1)?;
     let _taken = fcntl_dupfd_cloexec(&listener, LISTENER_FD)?;
     let door = launch.door.clone();
     let before_exec = move || {
-        // Written by the child itself: a daemon killed right now would have no time to.
+        // The child writes it itself: a daemon that is killed at this moment could not.
         process::record_self(&boot, record.as_fd())?;
         if let Some(door) = &door {
             cgroup::join(door.as_fd())?;
         }
-        // Else it would be spared as the daemon is. A score too low is no reason to do without it.
+        // Else it inherits the daemon's low score. A failure here is no reason not to start.
         let _ = oom::join_sandboxes();
-        // Ours are all closed by `exec`; what whoever started us left open must be, too.
+        // `exec` closes the daemon's own descriptors, but not those that the daemon inherited.
         close_others_on_exec()?;
         place(&listener, LISTENER_FD)?;
         Ok(())
@@ -68,7 +68,7 @@ pub(super) fn spawn(launch: &Launch) -> io::Result<(Child, Channel)> {
     Ok((command.spawn()?, control))
 }
 
-/// Has `exec` close everything but standard input, output and error.
+/// Makes `exec` close everything but standard input, output and error.
 fn close_others_on_exec() -> io::Result<()> {
     // SAFETY: the call sets a flag on descriptors and touches no memory.
     match unsafe { libc::close_range(3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC as libc::c_int) } {

@@ -1,7 +1,7 @@
-//! One monitor process: starting it, telling it what to run, hearing how it ends.
+//! One monitor process: how it starts, what it runs, and how it ends.
 //!
-//! The monitor is the process a guest would have to break into first. What it says is checked
-//! like anything else from outside, and it gets nothing but the descriptors it needs.
+//! A guest that attacks the host has to break into its monitor first. So the daemon checks a monitor's messages
+//! like any other outside input, and passes it only the descriptors it needs.
 
 pub(crate) mod boot_files;
 pub(crate) mod console;
@@ -30,62 +30,62 @@ use crate::monitor::control_socket::{Link, Received};
 pub(crate) use launch::Launch;
 pub(crate) use requests::{Branched, Replacement, replace_request};
 
-/// The file in a sandbox's folder that its monitor complains into.
+/// The file in a sandbox's folder that takes its monitor's standard output and error.
 pub(crate) const LOG: &str = "monitor.log";
-/// How much of it an error repeats.
+/// How many bytes of its end an error quotes.
 const LOG_TAIL: u64 = 2 << 10;
-/// A template tells how its child ended right after the child has.
+/// How long to wait for a template's report of a child's exit status. The report follows the exit at once.
 const STATUS_WAIT: Duration = Duration::from_secs(5);
 
 /// How a monitor ended.
 #[derive(Debug)]
 pub(crate) struct MonitorEnd {
-    /// What it said about its VM, if it came to that.
+    /// What the monitor reported about its VM, if it did.
     pub(crate) vm: Option<VmEnd>,
-    /// What became of the process, if that is known.
+    /// The exit status of the process, if it is known.
     pub(crate) status: Option<WaitStatus>,
-    /// The same in words.
+    /// The exit status in words.
     pub(crate) process: String,
-    /// What else is known of it: the end of its log. For the operator.
+    /// The end of the monitor's log. For the operator only.
     pub(crate) log: String,
 }
 
-/// Who learns how a monitor's process ended.
+/// The source of a monitor's exit status.
 #[derive(Debug)]
 enum Parent {
-    /// We started it and wait for it.
+    /// The daemon started the process and waits for it.
     Us(Child),
-    /// A template forked it and tells.
+    /// A template forked the process and reports its exit status.
     Template(oneshot::Receiver<WaitStatus>),
-    /// Nobody any more: it was collected, or its parent is gone.
+    /// None: the status was collected already, or the parent process is gone.
     Nobody,
 }
 
 /// A running monitor. Dropping it kills the process, unless it was [left](Monitor::leave).
 #[derive(Debug)]
 pub(crate) struct Monitor {
-    /// Whose it is, for the log.
+    /// The id of its sandbox or template, for the log.
     id: String,
-    /// Where its log is.
+    /// The folder of its log.
     folder: PathBuf,
     pid: i32,
     parent: Parent,
     pidfd: Arc<Pidfd>,
     control: Option<Link>,
     vm_end: Option<VmEnd>,
-    /// Why the daemon ended it, if it broke the rules.
+    /// Why the daemon killed it, if it violated the protocol.
     distrusted: Option<String>,
-    /// How many answers are still to come. From the start one, to the greeting.
+    /// How many replies are still to come. The first is the reply to `Hello`.
     owed: u32,
-    /// Whether its guest has written to the ready port.
+    /// Whether the guest has written to the ready port.
     ready: bool,
-    /// Whether it has paused its VM because the host's disk is full, and the daemon has not looked yet.
+    /// Whether it has paused its VM because the host's disk is full, and the daemon has not read this flag yet.
     disk_full: bool,
     left: bool,
 }
 
 impl Monitor {
-    /// Starts the process and shakes hands with it.
+    /// Starts the process and waits for its `Hello`.
     pub(crate) async fn launch(launch: Launch, patience: Duration) -> Result<Self> {
         let plan = launch.clone();
         let started = tokio::task::spawn_blocking(move || spawn(&plan)).await;
@@ -97,10 +97,10 @@ impl Monitor {
         Ok(monitor)
     }
 
-    /// For a process we started: takes it over.
+    /// A monitor of a process that the daemon started.
     pub(crate) fn started(launch: Launch, mut child: Child, control: Channel) -> Result<Self> {
         let pid = child.id() as i32;
-        // The child cannot be waited for by anybody else, so its pid still means it.
+        // Only this process can wait for the child, so the pid cannot be reused yet.
         let opened = Pid::from_raw(pid)
             .ok_or_else(|| io::Error::from(rustix::io::Errno::SRCH))
             .and_then(|pid| Ok((Pidfd::open(pid)?, Link::new(control)?)));
@@ -116,7 +116,7 @@ impl Monitor {
         }
     }
 
-    /// A child some template forked; `ended` tells how it ends, unless the template goes first.
+    /// A monitor of a template's child. `ended` gives its exit status, unless the template ends first.
     pub(crate) fn forked(
         id: String,
         folder: PathBuf,
@@ -134,8 +134,8 @@ impl Monitor {
         }
     }
 
-    /// A template that was forked off a sandbox, and the connection that waits for it. The kernel reaps it:
-    /// nobody learns how it ends.
+    /// A template that was forked off a sandbox, with its open control connection. The kernel reaps it, so its
+    /// exit status is never known.
     pub(crate) fn branched(
         id: String,
         folder: PathBuf,
@@ -153,8 +153,8 @@ impl Monitor {
         }
     }
 
-    /// A process an earlier daemon left running. Its template tells how it `ended`, if it has one: that is
-    /// taken only if the process can be reached.
+    /// A process that an earlier daemon left running. Its template, if it has one, reports its exit status through
+    /// `ended`, which is taken only if the process can be reached.
     pub(crate) fn adopted(
         id: String,
         folder: PathBuf,
@@ -188,12 +188,12 @@ impl Monitor {
         self.pid
     }
 
-    /// Has the kernel kill it before the daemon and the templates when the host has no memory left.
+    /// Lets the kernel kill it before the daemon and the templates when the host runs out of memory.
     pub(crate) fn rank_as_sandbox(&self) {
         oom::set(self.pid, self.pidfd.as_fd(), oom::Role::Sandbox);
     }
 
-    /// Returns when the process has ended, with what it said before. Cancel-safe.
+    /// Returns when the process has ended, with its last messages. Cancel-safe.
     pub(crate) async fn wait(&mut self) -> MonitorEnd {
         loop {
             if let Some(end) = self.next().await {
@@ -202,7 +202,7 @@ impl Monitor {
         }
     }
 
-    /// Returns when the guest has written to the ready port, or how the process ended instead.
+    /// Returns when the guest has written to the ready port, or with an error when the process has ended.
     /// Cancel-safe.
     pub(crate) async fn ready(&mut self) -> std::result::Result<(), MonitorEnd> {
         while !self.ready {
@@ -213,15 +213,15 @@ impl Monitor {
         Ok(())
     }
 
-    /// Whether it has paused its VM because the host's disk is full, since the last call.
+    /// Whether it has paused its VM because the host's disk is full since the last call.
     pub(crate) fn take_disk_full(&mut self) -> bool {
         std::mem::take(&mut self.disk_full)
     }
 
-    /// Takes note of one thing that happens; the end of the process is returned. Cancel-safe.
+    /// Handles one message, or returns the end of the process. Cancel-safe.
     pub(crate) async fn next(&mut self) -> Option<MonitorEnd> {
         tokio::select! {
-            // Messages first, so that the last one is read before the end is noticed.
+            // Messages first, so that the last one is read before the end of the process.
             biased;
             message = next_message(&self.control) => match message {
                 Ok(Some((Message::Event(event), fds))) => {
@@ -243,9 +243,9 @@ impl Monitor {
         None
     }
 
-    /// Ends a monitor that breaks the rules, because of `why`: its guest may have broken into it.
+    /// Kills a monitor that violates the protocol, because of `why`: its guest may control it.
     pub(crate) fn distrust(&mut self, why: &str) {
-        tracing::error!(sandbox = self.id, why, "the daemon ends a monitor that breaks the rules");
+        tracing::error!(sandbox = self.id, why, "monitor violated the protocol: killed");
         self.distrusted.get_or_insert_with(|| why.to_owned());
         self.control = None;
         let _ = self.pidfd.kill();
@@ -257,16 +257,16 @@ impl Monitor {
         self.collect().await
     }
 
-    /// Lets the process run on without us.
+    /// Lets the process run on after the daemon ends.
     pub(crate) fn leave(mut self) {
         self.left = true;
     }
 
-    /// For a process that has ended: learns its status. Cancel-safe.
+    /// Reads the exit status of a process that has ended. Cancel-safe.
     async fn collect(&mut self) -> MonitorEnd {
-        let lost = "the monitor ended; how is not known, because whoever started it is gone";
+        let lost = "the monitor ended; its exit status is unknown, because its parent process is gone";
         let (status, process) = match &mut self.parent {
-            // It has ended, so this does not block.
+            // The process has ended, so this does not block.
             Parent::Us(child) => match child.wait() {
                 Ok(status) => (wait_status(status), describe(wait_status(status))),
                 Err(error) => (None, format!("the monitor's status is unknown: {error}")),
@@ -279,8 +279,8 @@ impl Monitor {
         };
         self.parent = Parent::Nobody;
         if let Some(why) = &self.distrusted {
-            // What it said of its VM counts no more.
-            let process = "the daemon ended the monitor, which broke the rules".to_owned();
+            // Its report about the VM is not trusted, either.
+            let process = "the daemon killed the monitor, which violated the protocol".to_owned();
             return MonitorEnd { vm: None, status, process, log: format!("; {why}") };
         }
         MonitorEnd { vm: self.vm_end.take(), status, process, log: self.log_tail() }
@@ -293,7 +293,7 @@ impl Monitor {
         }
     }
 
-    /// For a monitor that is a template by now: its parts, for pipelined requests.
+    /// The parts of a monitor that has become a template, for pipelined requests.
     pub(crate) fn into_parts(mut self) -> MonitorParts {
         self.left = true;
         let child = match std::mem::replace(&mut self.parent, Parent::Nobody) {
@@ -304,14 +304,14 @@ impl Monitor {
     }
 }
 
-/// What a [`Monitor`] is made of.
+/// The parts of a [`Monitor`].
 #[derive(Debug)]
 pub(crate) struct MonitorParts {
     pub(crate) pid: i32,
-    /// If we started it: to be waited for.
+    /// The process to wait for, if the daemon started it.
     pub(crate) child: Option<Child>,
     pub(crate) pidfd: Arc<Pidfd>,
-    /// `None` if it hung up.
+    /// `None` if the monitor closed the connection.
     pub(crate) control: Option<Link>,
 }
 
@@ -330,10 +330,10 @@ impl Drop for Monitor {
         match std::mem::replace(&mut self.parent, Parent::Nobody) {
             Parent::Us(mut child) => {
                 let _ = child.kill();
-                // The end of a VM takes milliseconds, too long for the runtime's threads.
+                // Ending a VM takes milliseconds, too long for the runtime's threads.
                 std::thread::spawn(move || child.wait());
             }
-            // One that is collected already is not there any more.
+            // The pidfd of a process that was reaped already matches no process.
             Parent::Template(_) | Parent::Nobody => {
                 let _ = self.pidfd.kill();
             }
@@ -342,7 +342,7 @@ impl Drop for Monitor {
 }
 
 impl MonitorEnd {
-    /// In one sentence, for all who may read of its sandbox.
+    /// One sentence, for every client that may read the sandbox.
     pub(crate) fn describe(&self) -> String {
         match &self.vm {
             Some(vm) if is_the_hosts(vm) => "the virtual machine failed on the host".into(),
@@ -352,7 +352,7 @@ impl MonitorEnd {
         }
     }
 
-    /// What only the operator may read of it.
+    /// The cause, for the operator only.
     pub(crate) fn cause(&self) -> Option<String> {
         match &self.vm {
             Some(vm) => is_the_hosts(vm).then(|| console::printable(vm.detail.as_bytes())),
@@ -360,7 +360,7 @@ impl MonitorEnd {
         }
     }
 
-    /// Both, for the operator.
+    /// Sentence and cause, for the operator.
     pub(crate) fn full(&self) -> String {
         match self.cause() {
             Some(cause) => format!("{}: {cause}", self.describe()),
@@ -368,13 +368,13 @@ impl MonitorEnd {
         }
     }
 
-    /// What became of the process, for the operator.
+    /// Exit status and log, for the operator.
     pub(crate) fn account(&self) -> String {
         format!("{}{}", self.process, self.log)
     }
 }
 
-/// Whether a VM's end has an error number of the host in it.
+/// Whether a VM's end has an error number of the host in its text.
 fn is_the_hosts(vm: &VmEnd) -> bool {
     vm.reason == EndReason::Failed && vm.detail.contains("os error")
 }
@@ -391,10 +391,10 @@ fn note(vm_end: &mut Option<VmEnd>, ready: &mut bool, disk_full: &mut bool, even
         Event::Ended(end) => *vm_end = Some(end),
         Event::Ready => *ready = true,
         Event::DiskFull => *disk_full = true,
-        // Only templates have children, and those are not listened to here.
+        // Only templates have children, and another loop reads their messages.
         Event::ChildEnded { .. } => {}
-        // Nothing on the host listens for guests yet: closing the descriptor is the reset.
-        Event::GuestConnection { port } => tracing::debug!(port, "a guest's connection was reset"),
+        // No service of the host accepts guest connections yet: closing the descriptor resets this one.
+        Event::GuestConnection { port } => tracing::debug!(port, "guest connection reset"),
     }
     drop(fds);
 }
@@ -407,7 +407,7 @@ fn wait_status(status: ExitStatus) -> Option<WaitStatus> {
     }
 }
 
-/// What became of a process, in words.
+/// An exit status in words.
 pub(crate) fn describe(status: Option<WaitStatus>) -> String {
     match status {
         Some(WaitStatus::Exited(code)) => format!("the monitor exited with status {code}"),

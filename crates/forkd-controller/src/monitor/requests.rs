@@ -1,8 +1,8 @@
-//! What a monitor is asked, and its answers.
+//! Requests to a monitor, and its replies.
 //!
-//! Two kinds of questions. While a monitor is being set up, its end is an answer, and is told with all
-//! that is known of it. A running sandbox is asked by its keeper, which watches it all the time and
-//! learns of its end by itself.
+//! There are two kinds of requests. While a monitor is being set up, its end counts as a reply, with a full
+//! report. A running sandbox's supervisor sends the other kind: it watches the process all the time, so it
+//! notices the end by itself.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -25,21 +25,21 @@ pub(crate) struct Branched {
     pub(crate) pidfd: OwnedFd,
     /// How long the source's vCPUs stood still.
     pub(crate) pause: Duration,
-    /// For each disk the layer that was frozen, if it has any.
+    /// For each disk the frozen layer, if it has one.
     pub(crate) layers: Vec<Option<OwnedFd>>,
 }
 
-/// A file in the place of a disk's oldest layers.
+/// A file that replaces the oldest layers of a disk.
 #[derive(Debug)]
 pub(crate) struct Replacement {
-    /// How many layers.
+    /// How many layers it replaces.
     pub(crate) count: u8,
     /// The file, opened for reading only.
     pub(crate) layer: OwnedFd,
 }
 
 impl Monitor {
-    /// The answer to the greeting, which was sent when the connection was made.
+    /// The reply to `Hello`, which was sent when the connection was opened.
     pub(crate) async fn hello(&mut self, patience: Duration) -> Result<()> {
         match self.ask(None, &[], patience).await? {
             Reply::Hello { version: VERSION, monitor } => {
@@ -50,7 +50,7 @@ impl Monitor {
         }
     }
 
-    /// Builds the VM and runs it. `fds` are what `config` refers to.
+    /// Builds the VM and runs it. `fds` are the descriptors that `config` refers to.
     pub(crate) async fn boot(
         &mut self,
         config: BootConfig,
@@ -71,8 +71,7 @@ impl Monitor {
         }
     }
 
-    /// Takes from it the right to write to frozen layers: for each disk the topmost one, opened for
-    /// reading.
+    /// Revokes its right to write to frozen layers: for each disk the topmost one, opened for reading.
     pub(crate) async fn seal(&mut self, layers: &[Option<OwnedFd>], patience: Duration) -> Result<()> {
         let (mut fds, mut named) = (Vec::new(), Vec::with_capacity(layers.len()));
         for layer in layers {
@@ -84,7 +83,7 @@ impl Monitor {
         }
     }
 
-    /// Forks a template off the running VM. `fds` are what `config` refers to.
+    /// Forks a template off the running VM. `fds` are the descriptors that `config` refers to.
     pub(crate) async fn branch(
         &mut self,
         config: BranchConfig,
@@ -101,10 +100,10 @@ impl Monitor {
         }
     }
 
-    /// Has its vCPUs and devices stand still.
+    /// Pauses its vCPUs and devices.
     pub(crate) async fn pause(&mut self, patience: Duration) -> Result<()> {
         match self.command(&Request::Pause, &[], patience).await?.0 {
-            // What it told before is over.
+            // An earlier report of a full disk no longer holds.
             Reply::Paused => {
                 self.disk_full = false;
                 Ok(())
@@ -113,7 +112,7 @@ impl Monitor {
         }
     }
 
-    /// Lets a paused VM go on.
+    /// Resumes a paused VM.
     pub(crate) async fn resume(&mut self, patience: Duration) -> Result<()> {
         match self.command(&Request::Resume, &[], patience).await?.0 {
             Reply::Resumed => {
@@ -124,7 +123,7 @@ impl Monitor {
         }
     }
 
-    /// Has it use one file in the place of several layers, for each disk that is named.
+    /// Replaces several layers by one file, for each disk that is named.
     pub(crate) async fn replace_layers(
         &mut self,
         disks: Vec<Option<Replacement>>,
@@ -138,7 +137,7 @@ impl Monitor {
         }
     }
 
-    /// Makes it the template of a snapshot. `fds` are what `config` refers to.
+    /// Turns it into the template of a snapshot. `fds` are the descriptors that `config` refers to.
     pub(crate) async fn load(
         &mut self,
         config: LoadConfig,
@@ -151,7 +150,7 @@ impl Monitor {
         }
     }
 
-    /// What it is by now.
+    /// The current state of the monitor.
     pub(crate) async fn status(&mut self, patience: Duration) -> Result<Status> {
         match self.command(&Request::Status, &[], patience).await?.0 {
             Reply::Status(status) => Ok(status),
@@ -167,7 +166,7 @@ impl Monitor {
         }
     }
 
-    /// Asks a monitor that is being set up: that it ends is an answer.
+    /// Sends a request to a monitor that is being set up: its end counts as a reply.
     async fn ask(&mut self, request: Option<&Request>, fds: &[OwnedFd], patience: Duration) -> Result<Reply> {
         let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
         let asked = tokio::time::timeout(patience, self.exchange(request, &fds)).await;
@@ -175,7 +174,7 @@ impl Monitor {
             Ok(Ok(Some((Reply::Error { message }, _)))) => return Err(refused(&message)),
             Ok(Ok(Some((reply, _)))) => return Ok(reply),
             Ok(Ok(None)) => {
-                // One that hangs up but does not end is not waited for, either.
+                // A monitor that closes the connection but does not end is killed after `patience`.
                 let end = match tokio::time::timeout(patience, self.wait()).await {
                     Ok(end) => end,
                     Err(_) => self.end().await,
@@ -185,10 +184,10 @@ impl Monitor {
             Ok(Err(error)) => error.to_string(),
             Err(_) => format!("no answer within {patience:?}"),
         };
-        Err(Error::host("the monitor cannot be talked to", cause + &self.log_tail()))
+        Err(Error::host("the monitor does not answer", cause + &self.log_tail()))
     }
 
-    /// Asks one that runs: its end is not told here, but by [`wait`](Monitor::wait).
+    /// Sends a request to a running monitor. Its end is reported by [`wait`](Monitor::wait), not here.
     async fn command(
         &mut self,
         request: &Request,
@@ -206,10 +205,10 @@ impl Monitor {
             }
             Err(_) => format!("no answer within {patience:?}"),
         };
-        Err(Error::host("the monitor cannot be talked to", cause))
+        Err(Error::host("the monitor does not answer", cause))
     }
 
-    /// The reply to `request`, or to the last one sent; `None` if the monitor went away instead.
+    /// The reply to `request`, or to the last one sent; `None` if the monitor closed the connection.
     async fn exchange(
         &mut self,
         request: Option<&Request>,
@@ -230,7 +229,7 @@ impl Monitor {
                     if self.owed == 0 {
                         return Ok(Some((reply, fds)));
                     }
-                    // Of a question that was given up: the answers come in order.
+                    // The reply to a request that was given up: replies come in order.
                     discard(self.pid, reply, fds);
                 }
                 Some((Message::Event(event), fds)) => {
@@ -242,7 +241,7 @@ impl Monitor {
     }
 }
 
-/// Takes an answer nobody waits for any more.
+/// Drops a reply that came too late, and kills the branch in it.
 pub(super) fn discard(source: i32, reply: Reply, fds: Vec<OwnedFd>) {
     if let (Reply::Branched { pid, .. }, Some(pidfd)) = (reply, fds.into_iter().next())
         && let Ok(pidfd) = child_pidfd(pidfd, pid, source)
@@ -251,7 +250,7 @@ pub(super) fn discard(source: i32, reply: Reply, fds: Vec<OwnedFd>) {
     }
 }
 
-/// The request that [`Replacement`]s are asked for with.
+/// The request for [`Replacement`]s, and its descriptors.
 pub(crate) fn replace_request(disks: Vec<Option<Replacement>>) -> (Request, Vec<OwnedFd>) {
     let (mut fds, mut named) = (Vec::new(), Vec::with_capacity(disks.len()));
     for disk in disks {
@@ -268,7 +267,7 @@ fn attach<'a>(fds: &mut Vec<BorrowedFd<'a>>, fd: &'a OwnedFd) -> FdRef {
     FdRef(fds.len() - 1)
 }
 
-/// A branch as its source tells of it: a pidfd, then layers.
+/// A branch from its source's reply: a pidfd, then layers.
 fn branched(
     source: i32,
     pid: i32,

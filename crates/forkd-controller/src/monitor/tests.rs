@@ -1,5 +1,5 @@
-//! Starting processes that are not monitors, or not for long. Those are real processes; what a real
-//! monitor does is tested with real guests.
+//! The start of processes that are no monitors, or end at once. They are real processes; tests with real guests
+//! cover a real monitor's behaviour.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -7,10 +7,10 @@ use std::time::Instant;
 
 use super::*;
 
-/// For what comes by itself, on a busy computer too.
+/// The time limit for events that come, on a busy computer too.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What to start `script` as a monitor with, in a folder of its own.
+/// A launch of `script` in the place of a monitor, in a folder of its own.
 fn launch_of(script: &str) -> (Launch, tempfile::TempDir) {
     let folder = tempfile::tempdir().unwrap();
     let vmm = folder.path().join("vmm");
@@ -27,7 +27,7 @@ async fn failure_within(patience: Duration, launch: Launch) -> String {
     Monitor::launch(launch, patience).await.unwrap_err().to_string()
 }
 
-/// Waits until the process that was recorded in `folder` is gone, reaped and all.
+/// Waits until the process that is recorded in `folder` has ended and was reaped.
 async fn gone(folder: &Path) {
     let identity = crate::host::process::ProcessId::read(folder).read().expect("the process recorded itself");
     let begun = Instant::now();
@@ -65,7 +65,7 @@ async fn a_monitor_that_never_answers_is_given_up_and_killed() {
 async fn a_monitor_gets_the_control_socket_and_nothing_else() {
     let (launch, folder) = launch_of("");
     let seen = folder.path().join("seen");
-    // What a daemon may have open: its own, and what whoever started it forgot to close.
+    // A daemon's descriptors: its own, and those that its parent process did not close.
     let _ours: Vec<_> = (0..20).map(|_| std::io::pipe().unwrap()).collect();
     let _inherited = rustix::io::dup(std::io::stderr()).unwrap();
     let script = format!("#!/bin/sh\nexec ls -l /proc/self/fd > {}\n", seen.display());

@@ -1,10 +1,10 @@
-//! The audit log: who asked for what, from where, and what came of it. One JSON object per line, only ever
-//! appended to. No body, no query, no token: nothing secret comes here in the first place.
+//! The audit log: the identity, origin and outcome of every request, one JSON object per line, append-only. It has no
+//! body, query or token, so no secret reaches it.
 //!
-//! A thread of its own writes it. Requests put their line into a queue of limited length; when that is full,
-//! because the disk hangs, a request waits a moment for room and then goes on without: what is lost is counted
-//! and said in the log. The file at the path may be moved away at any time, as `logrotate` does: before each
-//! write it is looked at, and opened anew if it is another one, or gone.
+//! A thread of its own writes it. Requests put their lines into a bounded queue. When the queue is full, because the
+//! disk hangs, a request's line waits a moment for room and is then lost; lost lines are counted and logged. The file
+//! may be moved away at any time, as `logrotate` does: before each write the thread opens it anew if the path is now
+//! another file, or none.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -22,34 +22,34 @@ use crate::telemetry::metrics::Metrics;
 use crate::util::task::{self, Task};
 use crate::util::time;
 
-/// Lines that wait to be written.
+/// How many lines wait to be written.
 const QUEUE: usize = 8192;
-/// Lines written at once.
+/// How many lines one write has.
 const BATCH: usize = 256;
-/// How long a request waits for room in the queue.
+/// How long a line waits for room in the queue.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How long stopping waits for the disk.
+/// How long the daemon's stop waits for the disk.
 const CLOSE_WAIT: Duration = Duration::from_secs(5);
 
-/// One line.
+/// One line of the log.
 #[derive(Debug, Serialize)]
 pub(crate) struct AuditRecord {
     pub(crate) ts: String,
     pub(crate) request_id: String,
-    /// The name of the token, or `local`; none for who was not let in.
+    /// The name of the token, or `local`; none for an unauthenticated client.
     pub(crate) identity: Option<String>,
     pub(crate) owner: Option<String>,
     /// An address, or the user behind a unix socket.
     pub(crate) peer: Option<String>,
     pub(crate) method: String,
     pub(crate) path: String,
-    /// None for what matched none.
+    /// None if the path matched no route.
     pub(crate) route: Option<String>,
-    /// What it was about: ids, tags, names.
+    /// The ids, tags or names of the request's objects.
     pub(crate) target: Option<String>,
-    /// None for who went away before there was an answer.
+    /// None if the client disconnected before the response.
     pub(crate) status: Option<u16>,
-    /// `ok`, `refused`, `failed`, `abandoned`; `begun` and `ended` for a conversation.
+    /// `ok`, `refused`, `failed`, `abandoned`; `begun` and `ended` for a stream.
     pub(crate) outcome: &'static str,
     pub(crate) latency_us: u64,
     pub(crate) ua: Option<String>,
@@ -57,13 +57,13 @@ pub(crate) struct AuditRecord {
 
 enum AuditJob {
     Write(Box<AuditRecord>),
-    /// Open the file anew.
+    /// Open the file again.
     Reopen,
-    /// Tell when everything before this is on disk.
+    /// Reply when everything before this job is on disk.
     Flush(oneshot::Sender<()>),
 }
 
-/// The way to the thread that writes.
+/// The queue of the thread that writes.
 #[derive(Debug)]
 pub(crate) struct Audit {
     jobs: mpsc::Sender<AuditJob>,
@@ -71,8 +71,8 @@ pub(crate) struct Audit {
 }
 
 impl Audit {
-    /// Opens the log at `path`; made, for us alone, if it is not there. It is opened anew on SIGHUP. Must be
-    /// called in a runtime.
+    /// Opens the log at `path`, and creates it, readable only by the daemon's user, if it is missing. SIGHUP opens
+    /// it again. Must be called in a runtime.
     pub(crate) fn open(path: PathBuf, metrics: Arc<Metrics>) -> Result<Self> {
         let file = open(&path).map_err(|error| {
             let fix = "make its folder writable, or choose another file with --audit-log or FORKD_AUDIT_LOG";
@@ -99,7 +99,7 @@ impl Audit {
         Ok(Audit { jobs, metrics })
     }
 
-    /// Has `line` written. Waits only if the disk is far behind.
+    /// Queues `line`. Does not block.
     pub(crate) fn write(&self, line: AuditRecord) {
         let full = match self.jobs.try_send(AuditJob::Write(Box::new(line))) {
             Ok(()) => return,
@@ -107,7 +107,7 @@ impl Audit {
             Err(mpsc::error::TrySendError::Closed(_)) => return self.metrics.audit_lost.inc(),
         };
         let (jobs, metrics) = (self.jobs.clone(), self.metrics.clone());
-        // Not on the request's path: it may have been dropped already.
+        // On a task of its own: the client may have dropped the request already.
         let lost = metrics.clone();
         let work = async move {
             if jobs.send_timeout(full, PATIENCE).await.is_err() {
@@ -118,7 +118,7 @@ impl Audit {
         task::spawn_or(Task::AuditLine, work, move |_| lost.audit_lost.inc());
     }
 
-    /// Returns when everything so far is on disk.
+    /// Returns when all pending lines are on disk.
     pub(crate) async fn close(&self) {
         let flushed = async {
             let (tell, told) = oneshot::channel();
@@ -127,7 +127,7 @@ impl Audit {
             }
         };
         if tokio::time::timeout(CLOSE_WAIT, flushed).await.is_err() {
-            tracing::error!("the audit log could not be written to its end");
+            tracing::error!("audit log not written to its end: the disk is too slow");
         }
     }
 }
@@ -136,7 +136,7 @@ fn open(path: &Path) -> io::Result<File> {
     OpenOptions::new().append(true).create(true).mode(0o600).open(path)
 }
 
-/// Whether the file ends in the middle of a line, as one does that its writer could not finish.
+/// Whether the file ends in the middle of a line, after a write that was cut off.
 fn is_torn(path: &Path) -> bool {
     let last = || {
         let length = std::fs::metadata(path).ok().filter(|meta| meta.is_file())?.len();
@@ -147,7 +147,7 @@ fn is_torn(path: &Path) -> bool {
     last().is_some_and(|last| last != b'\n')
 }
 
-/// The thread's side.
+/// The state of the writing thread.
 struct Log {
     path: PathBuf,
     file: File,
@@ -183,7 +183,7 @@ impl Log {
             if !waiting.is_empty()
                 && let Err(error) = self.file.sync_data()
             {
-                tracing::error!(%error, path = %self.path.display(), "the audit log may not be on disk");
+                tracing::error!(%error, path = %self.path.display(), "audit log not synced");
             }
             for tell in waiting {
                 let _ = tell.send(());
@@ -191,7 +191,7 @@ impl Log {
         }
     }
 
-    /// Whether the file at the path is not the one that is open.
+    /// Whether the path names another file than the open one.
     fn is_elsewhere(&self) -> bool {
         let (Ok(ours), Ok(there)) = (self.file.metadata(), std::fs::metadata(&self.path)) else {
             return true;
@@ -205,9 +205,9 @@ impl Log {
                 self.file = file;
                 self.torn = is_torn(&self.path);
             }
-            // What is open is better than nothing.
+            // The open file is better than none.
             Err(error) => {
-                tracing::error!(%error, path = %self.path.display(), "cannot open the audit log anew");
+                tracing::error!(%error, path = %self.path.display(), "audit log not opened again");
             }
         }
     }
@@ -220,7 +220,7 @@ impl Log {
         match ended.and_then(|()| self.file.write_all(text)) {
             Ok(()) => {
                 if self.failing > 0 {
-                    tracing::warn!(lost = self.failing, "the audit log is written again");
+                    tracing::warn!(lost = self.failing, "audit log writable again");
                 }
                 (self.torn, self.failing) = (false, 0);
             }
@@ -228,9 +228,9 @@ impl Log {
                 self.metrics.audit_lost.inc_by(lines);
                 if self.failing == 0 {
                     let path = self.path.display();
-                    tracing::error!(%error, %path, "cannot write the audit log; requests are served all the same");
+                    tracing::error!(%error, %path, "audit log not written: requests are served without it");
                 }
-                // Some of it may have been written.
+                // A part of it may have been written.
                 (self.torn, self.failing) = (true, self.failing.saturating_add(lines));
             }
         }
@@ -238,7 +238,7 @@ impl Log {
 }
 
 impl AuditRecord {
-    /// The time of a line that is written now.
+    /// The current time, as in a line.
     pub(crate) fn now() -> String {
         time::timestamp_ms(time::now_ms())
     }
@@ -282,7 +282,7 @@ mod tests {
         std::fs::rename(&path, &moved).unwrap();
         audit.write(line("/two"));
         audit.close().await;
-        // Emptied in place, as `copytruncate` does.
+        // Truncated in place, as `copytruncate` does.
         File::options().write(true).truncate(true).open(&path).unwrap();
         audit.write(line("/three"));
         audit.close().await;

@@ -1,8 +1,8 @@
-//! What happens to sandboxes, snapshots and workspaces, as it happens.
+//! A live stream of events of sandboxes, snapshots and workspaces.
 //!
-//! Every event has a number, one higher than the last, and the run of the daemon it belongs to: both
-//! together are its id. The last ones are kept, so that whoever was away for a moment misses nothing; whoever
-//! is slower than that is told how many events it missed. Nobody is waited for.
+//! An event's id is the id of the daemon's run and a number, one higher than the last. The daemon keeps the last
+//! events, so a subscriber that was away for a moment misses none. A slower subscriber gets the number of events it
+//! missed. The daemon never waits for a subscriber.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,12 +16,12 @@ use crate::telemetry::metrics::Metrics;
 use crate::util::random::new_id;
 use crate::util::time;
 
-/// How many events are kept for those who come later, and for those who are slow.
+/// How many events are kept for late and slow subscribers.
 const KEPT: usize = 1000;
-/// The longest text about an event.
+/// The longest detail text of an event.
 const MAX_TEXT: usize = 1000;
 
-/// All that happens.
+/// The event log of this run.
 #[derive(Debug)]
 pub(crate) struct Events {
     /// The id of this run of the daemon.
@@ -33,33 +33,33 @@ pub(crate) struct Events {
 
 #[derive(Debug, Default)]
 struct Ring {
-    /// The number of the last one.
+    /// The number of the last event.
     last: u64,
     kept: VecDeque<Arc<Event>>,
 }
 
-/// After which event somebody wants to hear.
+/// The event after which a subscription begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Since {
-    /// The last there is now.
+    /// The last event so far.
     Now,
-    /// That of this run with this number.
+    /// The event of this run with this number.
     Number(u64),
-    /// One of another run: everything is news.
+    /// An event of another run: all kept events are new.
     AnotherRun,
 }
 
-/// What a subscriber gets.
+/// An item of a subscription.
 #[derive(Debug, Clone)]
 pub(crate) enum News {
     Event(Arc<Event>),
-    /// It missed some: how many, if that is known.
+    /// The subscriber missed events: how many, if that is known.
     Lagged(Option<u64>),
 }
 
 impl Events {
     pub(crate) fn new(metrics: Arc<Metrics>) -> Result<Self> {
-        // Short: it is in every event.
+        // Short, as every event contains it.
         let run = new_id("")?.chars().take(8).collect();
         Ok(Events { run, ring: Mutex::default(), live: broadcast::Sender::new(KEPT), metrics })
     }
@@ -68,7 +68,7 @@ impl Events {
         self.ring.lock()
     }
 
-    /// Something happened.
+    /// Appends an event and sends it to all subscribers.
     pub(crate) fn emit(&self, kind: EventKind, mut about: EventSubject) {
         if let Some(detail) = &mut about.detail
             && let Some((end, _)) = detail.char_indices().nth(MAX_TEXT)
@@ -84,12 +84,12 @@ impl Events {
             ring.kept.pop_front();
         }
         ring.kept.push_back(event.clone());
-        // Within the lock: whoever subscribes gets each event from the ring or from here, never from both.
+        // Within the lock: a new subscriber gets each event from the ring or from here, never from both.
         let _ = self.live.send(event);
     }
 
-    /// What an event's id means as a place to go on from: of this run, of another, or nothing at all. A
-    /// number alone is one of this run.
+    /// Parses the id of an event after which to continue: of this run, or of another one. A number alone belongs
+    /// to this run.
     pub(crate) fn since(&self, id: &str) -> Result<Since> {
         let bad = || Error::invalid("since must be the id of an event, such as `k3v0q1-17`, or a number");
         let (run, number) = match id.rsplit_once('-') {
@@ -103,12 +103,12 @@ impl Events {
         })
     }
 
-    /// What happened since then, and what will.
+    /// All kept events after `since`, and all future ones.
     pub(crate) fn subscribe(&self, since: Since) -> Subscription {
         let ring = self.ring();
         let after = match since {
             Since::Now => ring.last,
-            // One that is yet to come is none of ours.
+            // A number beyond the last event counts as the last one.
             Since::Number(number) => number.min(ring.last),
             Since::AnotherRun => 0,
         };
@@ -127,7 +127,7 @@ impl Events {
     }
 }
 
-/// One subscriber's place.
+/// The position of one subscriber.
 #[derive(Debug)]
 pub(crate) struct Subscription {
     backlog: VecDeque<News>,
@@ -136,12 +136,12 @@ pub(crate) struct Subscription {
 }
 
 impl Subscription {
-    /// What happened before it began, one after the other.
+    /// The next event from before the subscription, without waiting.
     pub(crate) fn past(&mut self) -> Option<News> {
         self.backlog.pop_front()
     }
 
-    /// The next there is; `None` if there will be none any more. Cancel-safe.
+    /// The next item; `None` at the end of the stream. Cancel-safe.
     pub(crate) async fn next(&mut self) -> Option<News> {
         if let Some(past) = self.past() {
             return Some(past);

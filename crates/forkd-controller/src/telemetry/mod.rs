@@ -1,8 +1,8 @@
-//! What the daemon tells about itself: figures for a monitoring system ([`metrics`]), who asked for what
-//! ([`audit`]), what happened ([`events`]), and how long it took ([`trace`]).
+//! The daemon's telemetry: [`metrics`], the audit log of requests ([`audit`]), [`events`] of objects, and traces of
+//! durations ([`otlp`]).
 //!
-//! It is told; it looks at nothing itself and changes nothing. Whoever does something tells it once, at the
-//! one place where that is done. Nothing here may hold up or fail the work that is told about.
+//! Other modules report to it; it reads and changes nothing itself. Each module reports an operation once, at the
+//! place that performs it. Telemetry must never delay or fail an operation.
 
 pub(crate) mod audit;
 pub(crate) mod events;
@@ -20,7 +20,7 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::telemetry::otlp::Traces;
 
-/// Everything that is told about.
+/// All telemetry of the daemon.
 #[derive(Debug)]
 pub(crate) struct Telemetry {
     pub(crate) metrics: Arc<Metrics>,
@@ -30,7 +30,7 @@ pub(crate) struct Telemetry {
 }
 
 impl Telemetry {
-    /// Must be called in a runtime. Fails if there is no audit log to write to.
+    /// Must be called in a runtime. Fails if the audit log cannot be opened.
     pub(crate) fn open(config: &Config) -> Result<Arc<Self>> {
         let metrics = Arc::new(Metrics::new());
         let path = config.audit_log.clone().unwrap_or_else(|| config.data_dir.join("audit.log"));
@@ -42,7 +42,7 @@ impl Telemetry {
         }))
     }
 
-    /// Writes down what is still under way.
+    /// Writes out everything that is pending.
     pub(crate) async fn close(&self) {
         tokio::join!(self.audit.close(), self.traces.close());
     }

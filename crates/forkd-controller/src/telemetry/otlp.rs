@@ -1,9 +1,9 @@
-//! Traces: how long requests took, and the spawns and branches in them, handed to an OpenTelemetry collector
-//! as OTLP over HTTP, in JSON. Off unless a collector is named.
+//! Traces: the durations of requests and of their spawns and branches, exported to an OpenTelemetry collector as OTLP
+//! over HTTP, in JSON. Off unless a collector is configured.
 //!
-//! A request's `traceparent` (W3C Trace Context) is taken over: its spans belong to the client's trace. Which
-//! span work belongs to goes with the task it is done in ([`carry`], [`current`]). Spans wait in a queue of
-//! limited length for a task that posts them; what cannot be handed over is counted and forgotten.
+//! The daemon continues the trace in a request's `traceparent` (W3C Trace Context): its spans belong to the
+//! client's trace. The current span is local to the task that does the work ([`carry`], [`current`]). Spans wait in a bounded
+//! queue for a task that posts them. Spans that cannot be exported are counted and dropped.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -24,20 +24,20 @@ use crate::util::task::{self, Task};
 
 /// The header that names a trace and a span in it.
 pub(crate) const TRACEPARENT: &str = "traceparent";
-/// Where a collector takes spans.
+/// The collector's path for spans.
 const PATH: &str = "/v1/traces";
-/// Spans that wait to be posted.
+/// How many spans wait for export.
 const QUEUE: usize = 2048;
-/// Spans posted at once.
+/// How many spans one request exports.
 const BATCH: usize = 512;
 /// How long spans are collected before they are posted.
 const DELAY: Duration = Duration::from_millis(500);
-/// How long a collector may take.
+/// The time limit of a request to the collector.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long stopping waits for it.
+/// How long the daemon's stop waits for the export.
 const CLOSE_WAIT: Duration = Duration::from_secs(3);
 
-/// The kinds of span there are, as the protocol numbers them.
+/// The kinds of spans, with the protocol's numbers.
 const INTERNAL: u8 = 1;
 const SERVER: u8 = 2;
 
@@ -47,7 +47,7 @@ pub(crate) struct Context {
     trace: [u8; 16],
     span: [u8; 8],
     parent: Option<[u8; 8]>,
-    /// Whether whoever began the trace wants it recorded.
+    /// Whether the origin of the trace wants it recorded.
     sampled: bool,
 }
 
@@ -55,12 +55,12 @@ tokio::task_local! {
     static CURRENT: Context;
 }
 
-/// The span of the work that is being done.
+/// The span of the current work.
 pub(crate) fn current() -> Option<Context> {
     CURRENT.try_with(|context| *context).ok()
 }
 
-/// Does `work` as part of a span, if there is one.
+/// Runs `work` as part of a span, if there is one.
 pub(crate) async fn carry<T>(context: Option<Context>, work: impl Future<Output = T>) -> T {
     match context {
         Some(context) => CURRENT.scope(context, work).await,
@@ -68,7 +68,7 @@ pub(crate) async fn carry<T>(context: Option<Context>, work: impl Future<Output 
     }
 }
 
-/// The same on a thread.
+/// The same for blocking work on a thread.
 pub(crate) fn carry_blocking<T>(context: Option<Context>, work: impl FnOnce() -> T) -> T {
     match context {
         Some(context) => CURRENT.sync_scope(context, work),
@@ -77,7 +77,7 @@ pub(crate) fn carry_blocking<T>(context: Option<Context>, work: impl FnOnce() ->
 }
 
 impl Context {
-    /// The span a request's header names, and a new one in it; a new trace without one.
+    /// A new span in the one that a request's header names, or in a new trace.
     fn of(headers: &HeaderMap) -> Option<Self> {
         let mut span = [0; 8];
         fill_random(&mut span).ok()?;
@@ -96,7 +96,7 @@ impl Context {
         Some(Context { span, parent: Some(self.span), ..*self })
     }
 
-    /// The header that names it.
+    /// The value of the `traceparent` header.
     pub(crate) fn header(&self) -> String {
         format!("00-{}-{}-{:02x}", hex(&self.trace), hex(&self.span), u8::from(self.sampled))
     }
@@ -106,7 +106,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// `00-<trace>-<span>-<flags>`, in lower-case hexadecimal digits; zeros are nobody's.
+/// Parses `00-<trace>-<span>-<flags>`, in lower-case hexadecimal digits. All zeros are invalid.
 fn parse(header: &str) -> Option<([u8; 16], [u8; 8], bool)> {
     let mut parts = header.split('-');
     let (version, trace, span, flags) = (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
@@ -137,14 +137,14 @@ enum ExportJob {
     Flush(oneshot::Sender<()>),
 }
 
-/// The way to the task that posts spans.
+/// The queue of the task that posts spans.
 #[derive(Debug)]
 pub(crate) struct Traces {
     jobs: Option<mpsc::Sender<ExportJob>>,
     metrics: Arc<Metrics>,
 }
 
-/// What is known of a span that is over.
+/// A span that has ended.
 #[derive(Debug)]
 pub(crate) struct Over<'a> {
     pub(crate) name: &'a str,
@@ -154,7 +154,7 @@ pub(crate) struct Over<'a> {
 }
 
 impl Traces {
-    /// Must be called in a runtime. Without an endpoint nothing is traced.
+    /// Must be called in a runtime. Without an endpoint there are no traces.
     pub(crate) fn open(endpoint: Option<&str>, metrics: Arc<Metrics>) -> Result<Self> {
         let Some(endpoint) = endpoint else { return Ok(Traces { jobs: None, metrics }) };
         let collector = Collector::new(endpoint)?;
@@ -165,17 +165,17 @@ impl Traces {
         Ok(Traces { jobs: Some(jobs), metrics })
     }
 
-    /// The span of a request that has come in.
+    /// Begins the span of a request.
     pub(crate) fn begin(&self, headers: &HeaderMap) -> Option<Context> {
         self.jobs.as_ref().and_then(|_| Context::of(headers))
     }
 
-    /// A request is over.
+    /// Ends the span of a request.
     pub(crate) fn request(&self, context: Context, over: Over<'_>) {
         self.hand_over(context, over, SERVER);
     }
 
-    /// Work that was part of `parent` is over.
+    /// Reports work that has ended as a child span of `parent`.
     pub(crate) fn work(&self, parent: Option<Context>, over: Over<'_>) {
         if let Some(context) = parent.and_then(|parent| parent.child()) {
             self.hand_over(context, over, INTERNAL);
@@ -196,7 +196,7 @@ impl Traces {
             "startTimeUnixNano": nanos(begun),
             "endTimeUnixNano": nanos(end),
             "attributes": attributes.collect::<Vec<_>>(),
-            // Unset, or error.
+            // Codes of the protocol: unset, or error.
             "status": {"code": if over.failed { 2 } else { 0 }},
         });
         if let Some(parent) = context.parent {
@@ -207,7 +207,7 @@ impl Traces {
         }
     }
 
-    /// Returns when everything so far is handed over, or cannot be.
+    /// Returns when all pending spans are exported, or have failed.
     pub(crate) async fn close(&self) {
         let Some(jobs) = &self.jobs else { return };
         let flushed = async {
@@ -224,7 +224,7 @@ fn attribute(key: &str, value: &str) -> Value {
     json!({"key": key, "value": {"stringValue": value}})
 }
 
-/// Where spans are posted.
+/// The collector that spans are posted to.
 #[derive(Debug)]
 struct Collector {
     authority: String,
@@ -271,7 +271,7 @@ impl Collector {
             let answer = tokio::select! {
                 biased;
                 answer = sent => answer.map_err(|error| failed(&error))?,
-                _ = connection => return Err("it broke off".to_owned()),
+                _ = connection => return Err("the connection broke".to_owned()),
             };
             match answer.status() {
                 status if status.is_success() => Ok(()),
@@ -290,7 +290,7 @@ async fn post(
     queue: Arc<tokio::sync::Mutex<mpsc::Receiver<ExportJob>>>,
     metrics: Arc<Metrics>,
 ) {
-    // Only after a panic is there another one to come.
+    // The lock is free except after a panic, while the previous task ends.
     let mut queue = queue.lock().await;
     let (mut jobs, mut failing) = (Vec::with_capacity(BATCH), false);
     while queue.recv_many(&mut jobs, BATCH).await > 0 {
@@ -310,7 +310,7 @@ async fn post(
         if let Err(why) = &posted {
             metrics.spans_lost.inc_by(count);
             if !failing {
-                tracing::warn!(why, collector = collector.authority, "traces cannot be handed over");
+                tracing::warn!(why, collector = collector.authority, "traces not exported");
             }
         }
         failing = posted.is_err();

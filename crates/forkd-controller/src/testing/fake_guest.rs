@@ -1,4 +1,4 @@
-//! A daemon with one sandbox whose guest is a fake behind a real socket: it speaks the agent's protocol, and
+//! A daemon with one sandbox whose guest is a fake behind a real socket. The fake speaks the agent's protocol, and
 //! can be slow, silent, full or gone at will.
 
 use std::collections::BTreeMap;
@@ -44,14 +44,14 @@ use crate::telemetry::Telemetry;
 use crate::util::task;
 use crate::workspace::Workspaces;
 
-/// The sandbox.
+/// The id of the sandbox.
 pub(crate) const ID: &str = "sbfake";
-/// For answers that come, on a busy computer too.
+/// The time limit for answers that come, on a busy computer too.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// For those a test knows will not come.
+/// The time limit for answers that a test knows will not come.
 const LITTLE_PATIENCE: Duration = Duration::from_secs(1);
 
-/// A daemon on a socket of its own.
+/// A daemon with its own socket.
 pub(crate) struct FakeDaemon {
     folder: tempfile::TempDir,
     pub(crate) app: ApiContext,
@@ -60,10 +60,10 @@ pub(crate) struct FakeDaemon {
     _stop: DropGuard,
 }
 
-/// What the guest has seen.
+/// The guest's behaviour, and a record of its requests.
 #[derive(Default)]
 pub(crate) struct FakeGuest {
-    /// Files that came whole, with the query of their upload.
+    /// Files of complete uploads, with the uploads' queries.
     pub(crate) files: Mutex<BTreeMap<String, (Vec<u8>, String)>>,
     /// Uploads that have begun.
     pub(crate) begun: Mutex<usize>,
@@ -71,20 +71,20 @@ pub(crate) struct FakeGuest {
     pub(crate) broken: Mutex<usize>,
     /// Every call to a service: method and message.
     pub(crate) calls: Mutex<Vec<(String, Value)>>,
-    /// Lets the body of `/breaks` break.
+    /// Makes the body of `/breaks` break off.
     pub(crate) break_now: tokio::sync::Notify,
     /// How many bodies of `/endless` are being sent.
     pub(crate) sending: Mutex<usize>,
-    /// The call to the agent that it does not answer.
+    /// The method of the agent that the guest does not answer.
     pub(crate) ignores: Mutex<Option<String>>,
-    /// Lets it answer that one after all.
+    /// Makes it answer that call after all.
     pub(crate) answers: tokio::sync::Notify,
-    /// The process that runs.
+    /// The running process.
     process: Mutex<Option<mpsc::Sender<Event>>>,
 }
 
 impl FakeDaemon {
-    /// How often commands came out each way, as `/metrics` has it: those that did.
+    /// The number of commands by outcome, from `/metrics`, without zeros.
     pub(crate) async fn execs(&self) -> BTreeMap<String, u64> {
         let (status, _, page) = self.ask("GET /metrics", "", b"").await;
         assert_eq!(status, 200);
@@ -103,7 +103,7 @@ impl FakeDaemon {
         FakeDaemon::start_with(|_| {}).await
     }
 
-    /// One that has little patience with guests that do not answer.
+    /// A daemon with a short time limit for guests that do not answer.
     pub(crate) async fn impatient_with_guests() -> Self {
         FakeDaemon::start_with(|timing| {
             (timing.call, timing.freeze) = (LITTLE_PATIENCE, LITTLE_PATIENCE);
@@ -111,7 +111,7 @@ impl FakeDaemon {
         .await
     }
 
-    /// One that has little patience with clients that neither send nor take anything.
+    /// A daemon with a short time limit for clients that neither send nor receive.
     pub(crate) async fn impatient_with_clients() -> Self {
         FakeDaemon::start_with(|timing| timing.stall = LITTLE_PATIENCE).await
     }
@@ -177,7 +177,7 @@ impl FakeDaemon {
         UnixStream::connect(self.folder.path().join("api.sock")).await.unwrap()
     }
 
-    /// Sends `head`, without its end, and `body`; status, head and body of the answer.
+    /// Sends a request and returns the status, head and body of the response.
     pub(crate) async fn ask(&self, line: &str, headers: &str, body: &[u8]) -> (u16, String, Vec<u8>) {
         let mut stream = self.connect().await;
         let length = body.len();
@@ -185,14 +185,14 @@ impl FakeDaemon {
             "{line} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {length}\r\n{headers}\r\n"
         );
         stream.write_all(head.as_bytes()).await.unwrap();
-        // One that is refused need not take it all.
+        // A daemon that refuses the request need not read all of it.
         let (mut read, mut write) = stream.split();
         let mut answer = Vec::new();
         let (_, _) = tokio::join!(write.write_all(body), read.read_to_end(&mut answer));
         parse(&answer)
     }
 
-    /// A JSON call.
+    /// Sends a request with a JSON body and returns the JSON response.
     pub(crate) async fn json(&self, line: &str, body: Option<Value>) -> (u16, Value) {
         let text = body.map(|body| body.to_string()).unwrap_or_default();
         let (status, _, body) = self.ask(line, "Content-Type: application/json\r\n", text.as_bytes()).await;
@@ -222,7 +222,7 @@ async fn serve_api(listener: UnixListener, app: ApiContext) {
     }
 }
 
-/// Waits until `done`, for a long time on a slow computer.
+/// Waits until `done`; the limit is long, for slow computers.
 pub(crate) async fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     for _ in 0..3000 {
         if done() {
@@ -264,7 +264,7 @@ fn refused(status: u16, message: &str) -> Response {
     (StatusCode::from_u16(status).unwrap(), body).into_response()
 }
 
-/// Counts a body that is being sent.
+/// Counts a body that the guest sends, until this is dropped.
 struct Sending(Arc<FakeGuest>);
 
 impl Drop for Sending {
@@ -303,7 +303,7 @@ async fn read(State(guest): State<Arc<FakeGuest>>, Query(asked): GuestRequest) -
     }
 }
 
-/// Counts an upload that is not received whole, also when its connection ends with it.
+/// Counts an incomplete upload, also when its connection ends.
 struct Receiving(Arc<FakeGuest>, bool);
 
 impl Drop for Receiving {
@@ -335,7 +335,7 @@ async fn write(State(guest): State<Arc<FakeGuest>>, Query(asked): GuestRequest, 
     json!([{ "path": path, "name": "x", "type": "file", "whole": true }]).to_string().into_response()
 }
 
-/// How much a guest that says much says.
+/// The size of a large response of the guest.
 pub(crate) const MUCH: usize = 8 << 20;
 
 async fn agent(State(guest): State<Arc<FakeGuest>>, Path(method): Path<String>, body: Bytes) -> Response {
@@ -388,13 +388,13 @@ async fn filesystem(
     answer.to_string().into_response()
 }
 
-/// Why a program of that name does not start, or is killed at once.
+/// The error of a program of that name that does not start, or is killed at once.
 fn refusal(cmd: &str) -> Option<connect::Error> {
     let refused = |message: &str| connect::Error::new(Code::InvalidArgument, message);
     match cmd {
         "missing" => Some(refused("gone").with_exit_code(127)),
         "broken" => Some(refused("not found in this image").with_exit_code(126)),
-        // As an agent of an earlier version has it.
+        // The error of an earlier version's agent.
         "missing-of-old" => Some(refused("missing-of-old: not found in this image")),
         "broken-of-old" => Some(refused("not found: root may not execute it")),
         "late" => Some(connect::Error::new(Code::DeadlineExceeded, "its time is over")),
@@ -403,7 +403,7 @@ fn refusal(cmd: &str) -> Option<connect::Error> {
     }
 }
 
-/// A process that writes what it reads, until its input ends.
+/// Starts a process that echoes its input until the input ends.
 async fn start(State(guest): State<Arc<FakeGuest>>, body: Bytes) -> Response {
     let message: Value = serde_json::from_slice(&body[connect::HEADER_LEN..]).unwrap();
     let refused = refusal(message["process"]["cmd"].as_str().unwrap_or_default());

@@ -1,18 +1,18 @@
-//! A process that stands for a monitor: it has a real pid and real children, and a thread of the test speaks for it.
+//! A process in the place of a monitor: it has a real pid and real children, and a thread of the test answers for it.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use rustix::process::Pid;
 
-/// Forks for a process of [`Shell::start`].
+/// Makes a process of [`Shell::start`] fork.
 pub(crate) struct Shell {
     orders: ChildStdin,
     pids: BufReader<ChildStdout>,
 }
 
 impl Shell {
-    /// Starts a process that forks when it is told to, and runs until it is killed as long as this is not dropped.
+    /// Starts a process that forks on [`Shell::fork`], and runs until it is killed or this is dropped.
     pub(crate) fn start() -> (Child, Shell) {
         let script = "while read line; do sleep 1000 >&2 & echo $!; done";
         let mut process = Command::new("sh")
@@ -27,7 +27,7 @@ impl Shell {
         (process, Shell { orders, pids })
     }
 
-    /// Has it fork a child that does nothing.
+    /// Forks a child that does nothing.
     pub(crate) fn fork(&mut self) -> Pid {
         let mut pid = String::new();
         self.orders.write_all(b"\n").unwrap();
@@ -36,7 +36,7 @@ impl Shell {
     }
 }
 
-/// Whether there is a process `pid` that has not ended.
+/// Whether there is a running process `pid`.
 pub(crate) fn runs(pid: i32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
 }

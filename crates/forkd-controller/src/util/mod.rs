@@ -1,4 +1,4 @@
-//! Small tools that know nothing of sandboxes: tasks, time, counting, records on disk.
+//! Utilities that know nothing of sandboxes: tasks, time, counters, records on disk.
 
 pub(crate) mod fs;
 pub(crate) mod random;

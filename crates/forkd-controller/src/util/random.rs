@@ -1,4 +1,4 @@
-//! Random numbers of the kernel, and ids made of them.
+//! Random numbers from the kernel, and ids made of them.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -6,7 +6,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::error::{Error, Result};
 
-/// Fills `bytes` with the kernel's random numbers.
+/// Fills `bytes` with random numbers from the kernel.
 pub(crate) fn fill_random(bytes: &mut [u8]) -> Result<()> {
     let mut filled = 0;
     while filled < bytes.len() {

@@ -1,4 +1,4 @@
-//! Who gets in and what they may do: a real daemon on TCP, with guests of a few instructions.
+//! Authentication and authorization: a real daemon on TCP, with guests of a few instructions.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::daemon::{Daemon, eventually};
 use serde_json::{Value, json};
 
-/// With other limits than usual.
+/// A daemon with its settings in `wants`.
 fn start(wants: Value) -> Option<Daemon> {
     let mut daemon = Daemon::spelling()?;
     if wants != json!({}) {
@@ -24,7 +24,7 @@ pub(crate) fn address(daemon: &Daemon) -> String {
     daemon.done(200, "GET", "/version", None)["address"].as_str().unwrap().to_owned()
 }
 
-/// Sends bytes as they are; the whole answer.
+/// Sends raw bytes and returns the whole response.
 pub(crate) fn raw(address: &str, request: &[u8]) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
@@ -38,7 +38,7 @@ fn status(answer: &str) -> u16 {
     answer.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap_or_else(|| panic!("{answer:?}"))
 }
 
-/// Somebody with a token.
+/// A client with a token.
 pub(crate) struct Client {
     pub(crate) address: String,
     pub(crate) token: String,
@@ -118,7 +118,7 @@ fn a_token_of_another_owner_sees_nothing_and_touches_nothing() {
     let Some(mut daemon) = start(json!({})) else { return };
     daemon.snapshot("tiny", "kernel");
     let (ann, bob) = (add(&daemon, json!({"name": "ann"})), add(&daemon, json!({"name": "bob"})));
-    // What is the host owner's is nobody else's, until it is everybody's.
+    // No other owner sees a snapshot of the host's owner, until that one shares it with all.
     ann.refused(404, "snapshot_not_found", "GET", "/v1/snapshots/tiny", None);
     ann.refused(404, "snapshot_not_found", "POST", "/v1/sandboxes", Some(json!({"snapshot_tag": "tiny"})));
     assert_eq!(ann.done(200, "GET", "/v1/snapshots", None), json!([]));
@@ -145,7 +145,7 @@ fn a_token_of_another_owner_sees_nothing_and_touches_nothing() {
     assert_eq!(work["owner"], "ann");
     let second = work["live_sandbox_id"].as_str().unwrap().to_owned();
 
-    // Twice: the next daemon knows whose things are.
+    // Twice: the next daemon still knows the owners.
     for _ in 0..2 {
         let bob = Client { address: address(&daemon), ..bob.same() };
         let ann = Client { address: address(&daemon), ..ann.same() };
@@ -192,7 +192,7 @@ fn a_token_of_another_owner_sees_nothing_and_touches_nothing() {
         let tree = bob.done(200, "GET", "/v1/tree", None).to_string();
         assert!(!tree.contains(&id) && !tree.contains("mine"), "{tree}");
 
-        // Whoever owns the host sees all of it; its owner what is theirs.
+        // The host's owner sees all objects; ann sees her own.
         assert_eq!(daemon.list().len(), 2);
         assert_eq!(names(&ann.done(200, "GET", "/v1/sandboxes", None), "id").len(), 2);
         assert_eq!(names(&ann.done(200, "GET", "/v1/snapshots", None), "tag"), ["mine", "tiny"]);
@@ -200,7 +200,7 @@ fn a_token_of_another_owner_sees_nothing_and_touches_nothing() {
         daemon.restart();
     }
 
-    // A tag is a name of one: that it is taken is all that is told.
+    // Tags are unique across owners: bob learns that the tag is taken, and nothing else.
     let bob = Client { address: address(&daemon), ..bob.same() };
     let own = bob.spawn("tiny");
     let body = json!({"tag": "mine"});
@@ -220,7 +220,7 @@ fn a_token_of_another_owner_sees_nothing_and_touches_nothing() {
     bob.done(200, "GET", "/v1/snapshots/mine", None);
     let ann = Client { address: address(&daemon), ..ann.same() };
     ann.refused(404, "snapshot_not_found", "GET", "/v1/snapshots/mine", None);
-    // Ann's workspace is resumed from it: bob is told that, and nothing else.
+    // Ann's workspace resumes from it: bob learns that it is in use, and nothing else.
     bob.refused(409, "snapshot_in_use", "DELETE", "/v1/snapshots/mine", None);
     ann.done(204, "DELETE", "/v1/workspaces/desk", None);
     bob.done(204, "DELETE", "/v1/snapshots/mine", None);
@@ -246,7 +246,7 @@ fn what_a_snapshot_was_made_of_is_named_to_those_only_who_may_see_that() {
         let paths = ["layer", "flat", "own"].into_iter().flat_map(of);
         paths.chain(["/v1/snapshots".into(), "/v1/tree".into()]).map(|path| ask(&path)).collect()
     };
-    // Also when it is gone: it could have been anybody's.
+    // Also after its removal, when the daemon no longer knows its owner.
     for there in [true, false] {
         let hers = everything(&|path| ann.done(200, "GET", path, None));
         for answer in &hers {
@@ -256,7 +256,7 @@ fn what_a_snapshot_was_made_of_is_named_to_those_only_who_may_see_that() {
         assert_eq!((&layer["parent_tag"], &layer["chain_depth"]), (&Value::Null, &json!(1)));
         assert_eq!((&detail["parent_tag"], &detail["ancestors"]), (&Value::Null, &json!([])));
         assert_eq!(flat["branched_from"], Value::Null);
-        // What she may see is named, and what she may not has its place.
+        // Ann sees the names of objects that she may read, and placeholders for the others.
         assert_eq!((&own["parent_tag"], &own_detail["ancestors"]), (&json!("layer"), &json!(["layer"])));
         let tree = hers.last().unwrap()["nodes"].as_array().unwrap();
         let flat = tree.iter().find(|node| node["name"] == "flat").unwrap();
@@ -311,7 +311,7 @@ fn a_scope_is_no_larger_than_it_says() {
         who.refused(403, "forbidden", "POST", "/v1/tokens", Some(json!({"name": "x"})));
         who.refused(403, "forbidden", "POST", "/v1/tokens/boss/rotate", None);
         who.refused(403, "forbidden", "DELETE", "/v1/tokens/boss", None);
-        // A method nobody has decided about.
+        // A route without a rule.
         who.refused(403, "forbidden", "PUT", "/v1/sandboxes", None);
     }
     user.done(204, "DELETE", &format!("/v1/sandboxes/{id}"), None);
@@ -338,7 +338,7 @@ fn a_rotated_removed_or_expired_token_is_refused_at_once_and_no_restart_is_neede
     eventually("its end", || brief.ask("GET", "/v1/sandboxes", None).0 == 401);
     brief.refused(401, "token_expired", "GET", "/v1/sandboxes", None);
 
-    // The daemon's own: through the API, and by hand.
+    // The daemon's own token: replaced through the API, and by hand.
     let old = first(&daemon);
     old.done(200, "POST", "/v1/tokens/default/rotate", None);
     old.refused(401, "unauthorized", "GET", "/v1/sandboxes", None);
@@ -349,7 +349,7 @@ fn a_rotated_removed_or_expired_token_is_refused_at_once_and_no_restart_is_neede
     std::fs::set_permissions(path.with_extension("mine"), std::fs::Permissions::from_mode(0o600)).unwrap();
     std::fs::rename(path.with_extension("mine"), &path).unwrap();
     let new = Client { token: new.into(), address: address(&daemon) };
-    // Asked with the old one, which is good until then: failures are counted.
+    // Requests use the old token, which is valid until then: failures are counted.
     eventually("the end of the old token", || old.ask("GET", "/v1/sandboxes", None).0 == 401);
     new.done(200, "GET", "/v1/sandboxes", None);
     daemon.refused(409, "name_reserved", "DELETE", "/v1/tokens/default", None);
@@ -375,7 +375,7 @@ fn quotas_hold_however_many_ask_at_once() {
     assert_eq!(made, 3);
     let ids = names(&ann.done(200, "GET", "/v1/sandboxes", None), "id");
     assert_eq!(ids.len(), 3);
-    // Whoever was told that one is gone has room for another.
+    // A client that gets the response to a deletion has room for another sandbox.
     for _ in 0..3 {
         let id = &names(&ann.done(200, "GET", "/v1/sandboxes", None), "id")[0];
         ann.done(204, "DELETE", &format!("/v1/sandboxes/{id}"), None);
@@ -388,7 +388,7 @@ fn quotas_hold_however_many_ask_at_once() {
     ann.done(204, "DELETE", "/v1/snapshots/one", None);
     assert_eq!(branch("two"), 201);
 
-    // Guests of 64 MiB each; also one that is taken back to something larger.
+    // Guests of 64 MiB each; also a rollback to a larger snapshot.
     let bob = add(&daemon, json!({"name": "bob", "max_memory_mib": 130}));
     assert_eq!((spawn(&bob, 2).0, spawn(&bob, 1).0), (201, 429));
     let large = json!({"tag": "large", "kernel": daemon.path().join("kernel"), "mem_size_mib": 128});
@@ -400,7 +400,7 @@ fn quotas_hold_however_many_ask_at_once() {
     bob.done(200, "POST", &rollback, Some(json!({"to": "tiny"})));
     let body = json!({"tag": "huge", "kernel": daemon.path().join("kernel"), "mem_size_mib": 256});
     bob.refused(429, "quota_exceeded", "POST", "/v1/snapshots", Some(body));
-    // The guest a snapshot is made of is one more, while it runs.
+    // The guest from which a snapshot is made counts while it runs.
     let body = json!({"tag": "small", "kernel": daemon.path().join("kernel"), "mem_size_mib": 64});
     bob.refused(429, "quota_exceeded", "POST", "/v1/snapshots", Some(body.clone()));
     bob.done(204, "DELETE", &format!("/v1/sandboxes/{id}"), None);
@@ -425,7 +425,7 @@ fn whoever_asks_too_often_or_guesses_is_told_to_wait() {
     assert!(status(last) == 429 && last.to_lowercase().contains("\r\nretry-after: "), "{last}");
     let body: Value = serde_json::from_str(last.split_once("\r\n\r\n").unwrap().1).unwrap();
     assert_eq!(body["code"], "rate_limited", "{body}");
-    // Nobody is locked out by somebody else's guesses.
+    // Failed attempts of one client do not lock out another.
     admin.done(200, "GET", "/version", None);
 }
 
@@ -533,7 +533,7 @@ fn an_address_others_can_reach_is_served_with_tls_and_certificates_are_replaced_
     assert_eq!(code("old", &["-H", "Origin: https://evil.example"]), "403");
     assert_eq!(code("old", &["-H", &format!("Origin: https://localhost:{port}")]), "200");
     assert_eq!(code("new", &[]), "000", "a certificate it does not have");
-    // Without TLS there is nothing; whoever says nothing is in nobody's way.
+    // Without TLS there is no response. A client that sends nothing does not block others.
     let plain = raw(&format!("127.0.0.1:{port}"), b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n");
     assert!(!plain.contains("HTTP/1.1 200"), "{plain}");
     let _silent = TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
@@ -593,7 +593,7 @@ fn with_held_database() -> Option<(Daemon, Client, String, rusqlite::Connection)
     daemon.done(200, "POST", "/v1/snapshots/tiny/owner", Some(json!({"owner": "*"})));
     let ann = add(&daemon, json!({"name": "ann"}));
     let source = ann.spawn("tiny");
-    // Asks the ledger, which writes all it has before.
+    // This request reads the ledger, which first writes all pending entries.
     daemon.done(404, "GET", "/v1/sandboxes/sb0", None);
     let database = rusqlite::Connection::open(daemon.path().join("forkd.db")).unwrap();
     database.busy_timeout(Duration::from_secs(30)).unwrap();
@@ -640,7 +640,7 @@ fn a_branch_whose_daemon_was_killed_before_it_wrote_the_owner_has_that_owner() {
         daemon.kill();
         assert_eq!(answer.join().unwrap(), "", "the killed daemon gave no answer");
     });
-    // What an earlier snapshot of that tag left does not count.
+    // The entry of an earlier snapshot with this tag does not count.
     database.execute_batch("INSERT OR REPLACE INTO snapshot_owners VALUES ('b', 'eve'); COMMIT").unwrap();
     drop(database);
     for round in 0..2 {
@@ -653,7 +653,7 @@ fn a_branch_whose_daemon_was_killed_before_it_wrote_the_owner_has_that_owner() {
     }
 }
 
-/// The branch as ann sees it, wherever the daemon listens now.
+/// The branch in ann's view, at the current address of the daemon.
 fn ann_sees(daemon: &Daemon, ann: &Client) -> Value {
     let ann = Client { address: address(daemon), token: ann.token.clone() };
     ann.done(200, "GET", "/v1/snapshots/b", None)

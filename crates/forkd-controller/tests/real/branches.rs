@@ -1,4 +1,4 @@
-//! Branching for real, with guests of a few instructions: they run wherever `/dev/kvm` opens.
+//! Branches of a real daemon, with guests of a few instructions. They run wherever `/dev/kvm` opens.
 
 use std::time::{Duration, Instant};
 
@@ -7,10 +7,9 @@ use forkd_vmm::guest_code;
 use serde_json::{Value, json};
 
 guest_code! {
-    /// Counts its forks: whenever the VM generation id changes, which it does in every child, it adds one
-    /// page with the new count to those it has, looks through all of them, and writes the count to the
-    /// console, or an X if one is not as it was written. Says that it is ready. Meanwhile it keeps writing
-    /// to memory.
+    /// Counts its forks. The VM generation id changes in every child; then the guest adds a page with the new
+    /// count to its pages, checks all of them, and writes the count to the console, or an X if a page is
+    /// damaged. Then it reports that it is ready. Meanwhile it keeps writing to memory.
     fn counts_its_forks,
     "mov edx, 0x602",
     "mov rbx, qword ptr [0xe8000]",
@@ -79,7 +78,7 @@ impl Branching for Daemon {
         info
     }
 
-    /// One child.
+    /// Spawns one child.
     fn one(&self, tag: &str) -> Value {
         self.spawn(tag, 1).remove(0)
     }
@@ -90,7 +89,7 @@ impl Branching for Daemon {
         info
     }
 
-    /// What the guest has counted to.
+    /// The count on the guest's console.
     fn console(&self, sandbox: &Value) -> String {
         let path = self.place("sandboxes").join(id(sandbox)).join("console.log");
         let text = || std::fs::read_to_string(&path).unwrap();
@@ -100,21 +99,21 @@ impl Branching for Daemon {
 
     fn becomes_ready(&self, tag: &str) -> Value {
         let now = || self.request("GET", &format!("/v1/snapshots/{tag}"), None).1;
-        // Savers come after everybody else, and these guests never rest.
+        // Savers have the lowest CPU priority, and these guests never rest.
         within(Duration::from_secs(180), "a branch on disk", || now()["status"] != "writing");
         let info = now();
         assert_eq!(info["status"], "ready", "{info}\n{}", self.log());
         info
     }
 
-    /// Removes everything, and finds that nothing is left.
+    /// Removes all objects, and checks that nothing is left.
     fn gone(&self) {
         self.delete_all();
         eventually("no sandboxes", || self.left("sandboxes") == 0);
         for snapshot in self.request("GET", "/v1/snapshots", None).1.as_array().unwrap() {
             let path = format!("/v1/snapshots/{}?cascade=true", snapshot["tag"].as_str().unwrap());
             let (status, error) = self.request("DELETE", &path, None);
-            // A cascade may have taken it along.
+            // An earlier cascade may have removed it.
             assert!(status == 204 || status == 404, "{error}");
         }
         for folder in ["templates", "snapshots"] {
@@ -153,7 +152,7 @@ fn a_branch_can_be_forked_from_at_once_and_is_on_disk_later() {
     assert!(info["diff_ms"].as_f64().unwrap() > 0.0 && info["bytes_written"].as_u64().unwrap() > 0, "{info}");
     assert_eq!(info["created_at_unix"], branch["created_at_unix"], "it is as old as its instant");
 
-    // From disk the same.
+    // The same from disk.
     assert_eq!(daemon.request("POST", "/v1/snapshots/b/unload", None).0, 204);
     let child = daemon.one("b");
     assert_eq!(daemon.console(&child), "2");
@@ -237,13 +236,13 @@ fn a_wrong_request_changes_nothing() {
 fn many_branches_of_one_sandbox_and_of_branches_are_each_what_they_were() {
     let Some(daemon) = start() else { return };
     let source = daemon.one("root");
-    // Ten in a row, each forked from before it is on disk.
+    // Ten in a row, each forked before it is on disk.
     for n in 0..10 {
         let tag = format!("row{n}");
         daemon.branch(&source, json!({"tag": tag, "mode": "live", "wait": false}));
         let child = daemon.one(&tag);
         assert_eq!(daemon.console(&child), "2");
-        // They never rest, and savers come after everybody else.
+        // The guests never rest, and savers have the lowest CPU priority.
         assert_eq!(daemon.request("DELETE", &format!("/v1/sandboxes/{}", id(&child)), None).0, 204);
     }
     // A branch of a child of a branch, while none of them is on disk.
@@ -295,7 +294,7 @@ fn a_chain_of_four_is_loaded_from_disk_each_time_and_compacted() {
         "{info}"
     );
     assert_eq!(daemon.info("whole")["layers"].as_array().unwrap().len(), 1);
-    // Nothing of what it was made of is needed.
+    // The flat snapshot does not need its sources.
     assert_eq!(daemon.request("DELETE", "/v1/snapshots/root?cascade=true", None).0, 204);
     let tags: Vec<Value> = daemon.request("GET", "/v1/snapshots", None).1.as_array().unwrap().clone();
     assert_eq!(tags.len(), 1, "{tags:?}");
@@ -315,7 +314,7 @@ fn a_snapshot_that_others_need_is_not_removed_by_accident() {
     assert_eq!((status, &error["code"]), (409, &json!("snapshot_in_use")), "{error}");
     assert_eq!(delete("root?cascade=true&force=true").0, 400);
     assert_eq!(delete("nobody").0, 404);
-    // Only the name goes: what needs its layers still has them.
+    // Only the name goes: snapshots that need its layers keep them.
     assert_eq!(delete("root?force=true").0, 204);
     assert_eq!(daemon.request("GET", "/v1/snapshots/root", None).0, 404);
     assert_eq!(daemon.request("POST", "/v1/snapshots/b/unload", None).0, 204);
@@ -337,9 +336,9 @@ fn forked_by(parent: i32) -> Vec<i32> {
     children.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
 }
 
-/// Kills the next savers of `tag`, whose template has no other children: `most` of them, or as many as there
-/// are until it is written. How many that were. One that was `answered` for and has no template was refused:
-/// there will be none.
+/// Kills the next savers of `tag`, whose template has no other children: at most `most`, until the branch is
+/// written. Returns how many. A branch that was `answered` and has no template was refused, so it has no
+/// savers.
 fn kill_savers(daemon: &Daemon, tag: &str, most: usize, answered: impl Fn() -> bool) -> usize {
     let info = || daemon.request("GET", &format!("/v1/snapshots/{tag}"), None);
     let mut killed = Vec::new();
@@ -370,12 +369,11 @@ fn kill_savers(daemon: &Daemon, tag: &str, most: usize, answered: impl Fn() -> b
     }
 }
 
-/// Savers are quick: it may take several branches to catch one. How many is a matter of luck and of what else
-/// the computer does, so there is a limit of time and none of tries.
+/// How long to try. Savers are quick, so it may take several branches to catch one. The number depends on chance
+/// and on the load of the computer, so only the time is limited.
 const HUNT: Duration = Duration::from_secs(180);
 
-/// Branches under one tag after the other until the savers of one were `caught`, whose tag that is. The others
-/// are not kept.
+/// Takes branches until the savers of one were `caught`, and returns its tag. The other branches are removed.
 fn hunt(daemon: &Daemon, name: &str, caught: impl Fn(&str) -> bool) -> String {
     let begun = Instant::now();
     let mut tags = (0..).map(|round| format!("{name}{round}"));
@@ -407,7 +405,7 @@ fn a_saver_that_is_killed_is_tried_once_more_and_then_given_up() {
         branch(tag);
         let killed = kill_savers(&daemon, tag, 2, || true);
         within(Duration::from_secs(180), "what came of it", || status(tag)["status"] != "writing");
-        // Killed after its work was done, it may have been good enough.
+        // A saver that is killed after its work was done may have succeeded.
         killed == 2 && status(tag)["status"] == "failed"
     });
     let failed = status(&tag);
@@ -415,7 +413,7 @@ fn a_saver_that_is_killed_is_tried_once_more_and_then_given_up() {
     assert_eq!(failed["bootable"], true, "its template lives: {failed}");
     let child = daemon.one(&tag);
     assert_eq!(daemon.console(&child), "2");
-    // What came from it has nothing to be a difference to.
+    // A branch of its child has no stored parent, so it is stored in full.
     let info = daemon.branch(&child, json!({"tag": "whole", "mode": "diff"}));
     assert_eq!((&info["chain_depth"], &info["parent_tag"]), (&json!(0), &Value::Null), "{info}");
     let (code, error) = daemon.request("POST", &format!("/v1/snapshots/{tag}/unload"), None);
@@ -424,7 +422,7 @@ fn a_saver_that_is_killed_is_tried_once_more_and_then_given_up() {
     assert_eq!(daemon.request("GET", &format!("/v1/snapshots/{tag}"), None).0, 404);
     assert!(runs(pid(&child)));
 
-    // Who waits is told, and the tag is free again.
+    // A waiting client gets the error, and the tag is free again.
     hunt(&daemon, "told", |tag| {
         let (status, answer) = std::thread::scope(|scope| {
             let asked = scope.spawn(|| daemon.try_branch(&source, json!({"tag": tag, "mode": "diff"})));
@@ -449,14 +447,14 @@ fn a_daemon_that_is_killed_while_a_branch_is_written_finishes_it_later() {
     let source = daemon.one("root");
     daemon.branch(&source, json!({"tag": "a", "mode": "live", "wait": false}));
     let child = daemon.one("a");
-    // One that came from one that is not on disk, either.
+    // A branch whose parent is not on disk, either.
     daemon.branch(&child, json!({"tag": "b", "mode": "live", "wait": false}));
     daemon.restart();
     for (tag, parent, depth) in [("a", "root", 1), ("b", "a", 2)] {
         let info = daemon.becomes_ready(tag);
         assert_eq!(info["branched_from"], if tag == "a" { &source["id"] } else { &child["id"] }.clone());
         assert!(info["pause_ms"].as_f64().unwrap() > 0.0, "{info}");
-        // It may have been on disk before; if not, it is a difference to the same.
+        // Whether or not it was on disk before the restart, its parent is the same.
         assert_eq!((&info["parent_tag"], &info["chain_depth"]), (&json!(parent), &json!(depth)), "{info}");
     }
     for (tag, count) in [("a", "2"), ("b", "3")] {
@@ -464,9 +462,9 @@ fn a_daemon_that_is_killed_while_a_branch_is_written_finishes_it_later() {
         assert_eq!(daemon.request("POST", &format!("/v1/snapshots/{tag}/unload"), None).0, 204);
         assert_eq!(daemon.console(&daemon.one(tag)), count);
     }
-    // The source lives on, and can be branched again.
+    // The source runs on, and can be branched again.
     assert_eq!(daemon.branch(&source, json!({"tag": "c", "mode": "diff"}))["parent_tag"], "root");
-    // Asked to stop, it leaves branches to the next one, too.
+    // A daemon that stops leaves its branches to the next one, too.
     daemon.branch(&source, json!({"tag": "d", "mode": "live", "wait": false}));
     daemon.terminate();
     daemon.child = launch(daemon.folder.path());
@@ -523,7 +521,7 @@ fn old_branches_go_when_nothing_needs_them() {
     let child = daemon.one("used");
     daemon.branch(&child, json!({"tag": "needed", "mode": "diff"}));
     daemon.restart();
-    // In the order they were taken, within a second, and not of their names.
+    // By the order in which they were taken, within one second, and not by name.
     for tag in ["z", "y", "x"] {
         daemon.branch(&source, json!({"tag": tag, "mode": "diff"}));
     }
@@ -533,7 +531,7 @@ fn old_branches_go_when_nothing_needs_them() {
     assert!(there("used") && there("root"), "a sandbox was forked from it");
     assert!(there("x"), "the newest");
 
-    // While nobody can say what a workspace needs, nothing goes.
+    // While a workspace's record cannot be read, no snapshot is removed.
     let broken = daemon.path().join("workspaces/broken.json");
     std::fs::write(&broken, "{}").unwrap();
     daemon.restart();
@@ -571,7 +569,7 @@ fn a_branch_nobody_forks_from_takes_no_memory() {
     eventually("the end of a template", || !runs(unused));
     assert!(runs(needed) && daemon.console(&child) == "2", "a child needs it");
     assert!(!unloaded("root"), "that is no branch");
-    // From disk the same.
+    // The same from disk.
     assert_eq!(daemon.console(&daemon.one("unused")), "2");
     daemon.gone();
 }
@@ -599,7 +597,7 @@ fn a_sandbox_that_is_deleted_while_it_is_branched_leaves_a_whole_branch_or_none(
             let live = json!({"tag": tag, "mode": "live", "wait": false});
             let asked = scope.spawn(|| daemon.try_branch(source, live));
             std::thread::sleep(Duration::from_millis(round as u64));
-            // The last is left alone until it has its answer, however long that takes.
+            // The last round waits for the response, however long that takes.
             while round + 1 == sources.len() && !asked.is_finished() {
                 std::thread::sleep(Duration::from_millis(1));
             }
@@ -659,7 +657,7 @@ fn a_daemon_killed_at_any_moment_of_a_branch_loses_none_that_was_acknowledged() 
         let all = daemon.request("GET", "/v1/snapshots", None).1.as_array().unwrap().clone();
         for snapshot in all.iter().filter(|snapshot| snapshot["tag"] != "root") {
             let tag = snapshot["tag"].as_str().unwrap();
-            // Whole, whether somebody was told of it or not.
+            // It is whole, whether or not a client got a response.
             daemon.becomes_ready(tag);
             assert_eq!(daemon.request("POST", &format!("/v1/snapshots/{tag}/unload"), None).0, 204);
         }
@@ -672,7 +670,7 @@ fn a_daemon_killed_at_any_moment_of_a_branch_loses_none_that_was_acknowledged() 
             let path = format!("/v1/snapshots/{}", snapshot["tag"].as_str().unwrap());
             assert_eq!(daemon.request("DELETE", &path, None).0, 204);
         }
-        // The root's own, and nothing half-made.
+        // Only the template of root, and nothing half-made.
         eventually("no templates but one", || daemon.left("templates") == 1);
         let state = daemon.request("GET", &format!("/v1/sandboxes/{}", id(&source)), None).1;
         assert_eq!(state["state"], "running", "{state}");

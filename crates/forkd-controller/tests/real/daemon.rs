@@ -12,7 +12,7 @@ use forkd_controller::{Config, TlsFiles, serve};
 use forkd_vmm::asm_guest;
 use serde_json::{Value, json};
 
-/// Names the data directory in the environment of the process that is the daemon.
+/// The environment variable with the data directory of the daemon's process.
 pub(crate) const DAEMON: &str = "FORKD_TEST_DAEMON";
 
 pub(crate) fn vmm() -> PathBuf {
@@ -26,7 +26,7 @@ pub(crate) struct Daemon {
 }
 
 impl Daemon {
-    /// With the code of some guests, by name. `None`, and said so, where there is nothing to test with.
+    /// Starts a daemon with the code of some guests, by name. `None`, with a note, where the tests cannot run.
     pub(crate) fn start(kernels: &[(&str, &[u8])]) -> Option<Daemon> {
         if std::fs::File::options().write(true).open("/dev/kvm").is_err() || !vmm().is_file() {
             let _ = writeln!(std::io::stderr(), "NOT RUN: forks need /dev/kvm and a built forkd-vmm");
@@ -117,8 +117,8 @@ impl Daemon {
         }
     }
 
-    /// Processes that are monitors of this daemon: the folder of each is open in them, or they are
-    /// recorded in ours.
+    /// The pids of this daemon's monitors: processes in its records, and processes that have a folder of it
+    /// open.
     pub(crate) fn monitors(&self) -> Vec<i32> {
         let mut pids = Vec::new();
         for folder in ["sandboxes", "templates"] {
@@ -132,7 +132,7 @@ impl Daemon {
         pids
     }
 
-    /// How much there is in the daemon's folder of that name. Of snapshots also the layers, named or not.
+    /// How many entries the daemon's folder of that name has. For snapshots, layers count too, named or not.
     pub(crate) fn left(&self, folder: &str) -> usize {
         let count = |path: PathBuf| std::fs::read_dir(path).map_or(0, |entries| entries.count());
         let place = self.place(folder);
@@ -142,7 +142,7 @@ impl Daemon {
         }
     }
 
-    /// Where the daemon has its folder of that name: what lives no longer than the host is in memory.
+    /// The path of the daemon's folder of that name; the run directory is in memory.
     pub(crate) fn place(&self, folder: &str) -> PathBuf {
         let run = std::fs::read_link(self.path().join("run")).unwrap_or_else(|_| self.path().to_owned());
         if folder == "snapshots" { self.path().join(folder) } else { run.join(folder) }
@@ -156,7 +156,7 @@ impl Drop for Daemon {
         if std::thread::panicking() {
             eprintln!("{}", self.log());
         }
-        // One that is being deleted is in no record any more, but still its template's child.
+        // A sandbox that is being deleted has no record any more, but is still its template's child.
         let known = self.monitors();
         let forked = processes().into_iter().filter(|pid| known.contains(&parent(*pid)));
         for pid in forked.collect::<Vec<_>>().into_iter().chain(known.iter().copied()) {
@@ -201,8 +201,7 @@ pub(crate) fn pid(info: &Value) -> i32 {
     info["pid"].as_i64().unwrap() as i32
 }
 
-/// Runs the daemon, when another test started this binary for that. To be called by a test called
-/// `the_daemon`.
+/// Runs the daemon when another test has started this executable for it. Only the test `the_daemon` calls it.
 pub(crate) fn run() {
     let Some(folder) = std::env::var_os(DAEMON) else { return };
     let folder = PathBuf::from(folder);
@@ -210,7 +209,7 @@ pub(crate) fn run() {
     config.bind.set_port(0);
     config.vmm = vmm();
     config.timing.boot = Duration::from_secs(10);
-    // What a test wants otherwise is in a file.
+    // A file has the test's settings.
     let wants: Value = std::fs::read(folder.join("limits.json"))
         .map_or(Value::Null, |bytes| serde_json::from_slice(&bytes).unwrap());
     config.limits.branch_max_count = wants["branch_max_count"].as_u64().map(|count| count as usize);
@@ -218,7 +217,7 @@ pub(crate) fn run() {
     if let Some(secs) = wants["branch_unload_secs"].as_u64() {
         config.limits.branch_unload_after = Some(Duration::from_secs(secs));
     }
-    // Folders of tests may be on small disks.
+    // The test's folder may be on a small disk.
     config.limits.min_free_mib = wants["min_free_mib"].as_u64().unwrap_or(0);
     config.otlp_endpoint = wants["otlp_endpoint"].as_str().map(str::to_owned);
     if let Some(max) = wants["max_branches"].as_u64() {
@@ -239,14 +238,14 @@ pub(crate) fn run() {
         config.bind.set_ip(std::net::Ipv4Addr::UNSPECIFIED.into());
         config.tls = Some(TlsFiles { cert: folder.join("cert.pem"), key: folder.join("key.pem") });
     }
-    // Shown when a test fails.
+    // The harness shows the log when a test fails.
     tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(false).init();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     runtime.block_on(serve(config, |_| {})).unwrap();
 }
 
-/// The steps `kill_at`, at which the daemon kills itself, and `hold_at`, at which it waits for as long as there is a
-/// file `held` in the folder.
+/// The step hook. At step `kill_at` the daemon kills itself; at step `hold_at` it waits while the folder has a file
+/// `held`.
 static AT_STEP: OnceLock<(Value, PathBuf)> = OnceLock::new();
 
 fn at_step(step: &'static str) {

@@ -1,12 +1,12 @@
-//! Errors as programs read them: codes, request ids, and causes for the operator alone. A real daemon, with
-//! guests of a few instructions: wherever `/dev/kvm` opens.
+//! Errors as clients read them: codes, request ids, and causes for the operator only. A real daemon, with guests of
+//! a few instructions. They run wherever `/dev/kvm` opens.
 
 use std::collections::BTreeSet;
 
-use crate::asked::{id, route};
 use crate::auth::{add, first, raw};
 use crate::daemon::{Daemon, eventually};
-use crate::tells::exchange;
+use crate::support::{id, route};
+use crate::telemetry::exchange;
 use serde_json::{Value, json};
 
 fn body_of(answer: &str) -> Value {
@@ -16,7 +16,7 @@ fn body_of(answer: &str) -> Value {
 
 #[test]
 fn a_program_tells_the_conflicts_apart() {
-    let kernels = [("kernel", crate::asked::spells()), ("hangs", crate::life::hangs())];
+    let kernels = [("kernel", crate::support::spells()), ("hangs", crate::life::hangs())];
     let Some(daemon) = Daemon::start(&kernels) else { return };
     daemon.snapshot("tiny", "kernel");
     let [source, paused, ended] = daemon.spawn("tiny", 3).try_into().unwrap();
@@ -65,7 +65,7 @@ fn only_the_operator_reads_why_the_host_failed() {
     daemon.done(200, "POST", "/v1/snapshots/tiny/owner", Some(json!({"owner": "*"})));
     let user = add(&daemon, json!({"name": "ann", "scope": "use"}));
     let admin = add(&daemon, json!({"name": "boss", "scope": "admin"}));
-    // No sandbox can be made where a file is in the place of their folder.
+    // No sandbox can be created while a file has the name of their folder.
     let folder = daemon.place("sandboxes");
     std::fs::remove_dir_all(&folder).unwrap();
     std::fs::write(&folder, "in the way").unwrap();
@@ -120,7 +120,7 @@ fn whatever_refuses_a_request_gives_a_code_and_the_id_the_client_chose() {
     assert_eq!(body["code"], "unsupported_media_type", "{body}");
     let id = body["request_id"].as_str().unwrap();
     assert!(head.to_lowercase().contains(&format!("x-request-id: {id}")), "{head}");
-    // Before there is a request, there is an id all the same.
+    // A request with a rejected head gets an id, too.
     let long = format!("GET /version HTTP/1.1\r\nHost: localhost\r\nX: {}\r\n\r\n", "x".repeat(1 << 20));
     let body = body_of(&raw(&user.address, long.as_bytes()));
     assert_eq!(body["code"], "headers_too_large", "{body}");

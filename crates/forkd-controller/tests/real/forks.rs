@@ -1,4 +1,4 @@
-//! Forking for real, with guests of a few instructions: they run wherever `/dev/kvm` opens.
+//! Forks with a real daemon and guests of a few instructions. They run wherever `/dev/kvm` opens.
 
 use std::time::{Duration, Instant};
 
@@ -8,8 +8,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 guest_code! {
-    /// Says that it is ready, waits until the VM generation id changes, which it does in every child,
-    /// says it again and sleeps.
+    /// Reports that it is ready, waits until the VM generation id changes, as it does in every child, reports
+    /// again and sleeps.
     fn ready_again_in_every_child,
     "mov edx, 0x602",
     "mov rbx, qword ptr [0xe8000]",
@@ -23,7 +23,7 @@ guest_code! {
 }
 
 guest_code! {
-    /// Is ready once, never again.
+    /// Reports that it is ready once, and never in a child.
     fn ready_only_once,
     "mov edx, 0x602",
     "out dx, al",
@@ -54,7 +54,7 @@ fn children_are_forked_from_memory_and_from_disk_and_leave_nothing() {
     let (status, error) = daemon.request("POST", &format!("/v1/sandboxes/{id}/ping"), None);
     assert_eq!((status, &error["code"]), (409, &json!("sandbox_unfit")), "{error}");
 
-    // From here on, from disk: the old template goes with its last child.
+    // From here on the snapshot is forked from disk: the old template ends with its last child.
     let old = snapshot["template"]["pid"].as_i64().unwrap() as i32;
     assert_eq!(daemon.request("POST", "/v1/snapshots/tiny/unload", None).0, 204);
     refuses_a_manifest_that_its_state_does_not_fit(&daemon);
@@ -77,7 +77,7 @@ fn children_are_forked_from_memory_and_from_disk_and_leave_nothing() {
     assert!(children.iter().chain(&from_disk).all(|child| !runs(pid(child))));
 }
 
-/// Limits and quotas are counted by the manifest: the guest that runs must be the one it tells of.
+/// Limits and quotas use the manifest, so the guest's state must match it.
 fn refuses_a_manifest_that_its_state_does_not_fit(daemon: &Daemon) {
     let path = daemon.path().join("snapshots/tiny/manifest.json");
     let whole = std::fs::read(&path).unwrap();
@@ -86,7 +86,7 @@ fn refuses_a_manifest_that_its_state_does_not_fit(daemon: &Daemon) {
         ("vcpus", json!(2), "snapshot_unusable"),
         ("mem_size_mib", json!(65), "snapshot_unusable"),
         ("guest_ports", json!([7]), "snapshot_unusable"),
-        // A disk by path comes from where any disk by path may come from.
+        // A disk by path must be in an allowed folder, as in a request.
         ("image", elsewhere, "snapshot_unusable"),
     ] {
         let mut manifest: Value = serde_json::from_slice(&whole).unwrap();
@@ -105,7 +105,7 @@ fn whoever_asked_a_template_that_is_killed_gets_children_of_the_next() {
     let Some(daemon) = start() else { return };
     let snapshot = daemon.snapshot("tiny", "kernel");
     let template = Pid::from_raw(snapshot["template"]["pid"].as_i64().unwrap() as i32).unwrap();
-    // It stands still, so that it has forked none of them when it is killed.
+    // The template is stopped, so it has forked no child when it is killed.
     kill_process(template, Signal::STOP).unwrap();
     let children = std::thread::scope(|scope| {
         let asked = scope.spawn(|| daemon.spawn("tiny", 5));
@@ -127,7 +127,7 @@ fn a_new_daemon_takes_over_templates_and_children() {
     daemon.snapshot("tiny", "kernel");
     let children = daemon.spawn("tiny", 4);
     let template = daemon.request("GET", "/v1/snapshots/tiny", None).1["template"]["pid"].clone();
-    // One ends while nobody watches, one while somebody does.
+    // One child ends while no daemon runs, another while one watches.
     daemon.kill();
     let kill = |child: &Value| {
         let pid = rustix::process::Pid::from_raw(pid(child)).unwrap();
@@ -156,7 +156,7 @@ fn a_new_daemon_takes_over_templates_and_children() {
     assert_eq!(info["template"]["pid"], template, "{info}");
     assert_eq!(daemon.spawn("tiny", 2).len(), 2, "and it forks on");
 
-    // Asked to stop, it leaves them alone, too.
+    // A daemon that stops leaves them alone, too.
     daemon.terminate();
     assert!(runs(pid(&children[2])) && runs(template.as_i64().unwrap() as i32));
     daemon.child = launch(daemon.folder.path());
@@ -164,7 +164,7 @@ fn a_new_daemon_takes_over_templates_and_children() {
     assert_eq!(daemon.list().len(), 6);
     assert_eq!(daemon.list().iter().filter(|it| it["state"] == "running").count(), 4);
 
-    // A template that died: its children go on, and how they end is not guessed.
+    // A template that died: its children run on, and their exit status is not guessed.
     let pid_of_template = rustix::process::Pid::from_raw(template.as_i64().unwrap() as i32).unwrap();
     rustix::process::kill_process(pid_of_template, rustix::process::Signal::KILL).unwrap();
     std::thread::sleep(Duration::from_millis(200));
@@ -213,13 +213,13 @@ fn bad_requests_and_damaged_snapshots_are_refused_before_anything_starts() {
         assert_eq!(got, status, "{error}");
         assert_eq!(error["code"], code, "{error}");
     }
-    // What failed is listed with the reason, and can be made again.
+    // A failed snapshot is listed with the reason, and can be created again.
     let failed = daemon.request("GET", "/v1/snapshots/x", None).1;
     assert_eq!(failed["status"], "failed", "{failed}");
     daemon.snapshot("x", "kernel");
     assert_eq!(post("/v1/snapshots", json!({"tag": "x", "kernel": kernel})).0, 409);
 
-    // An edited file is named, and nothing starts.
+    // The error names an edited file, and no sandbox starts.
     assert_eq!(daemon.request("POST", "/v1/snapshots/x/unload", None).0, 204);
     let digest = daemon.request("GET", "/v1/snapshots/x/info", None).1["layers"][0]["digest"].clone();
     let memory = daemon.path().join("snapshots/.layers").join(digest.as_str().unwrap());

@@ -1,13 +1,13 @@
-//! Time-outs, labels, pages, idempotency keys and the ledger, for real, with guests of a few instructions:
-//! wherever `/dev/kvm` opens.
+//! Time-outs, labels, pages, idempotency keys and the ledger, with a real daemon and guests of a few instructions.
+//! They run wherever `/dev/kvm` opens.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant, SystemTime};
 
-use crate::asked::{id, route};
 use crate::daemon::{Daemon, eventually, pid, runs, within};
+use crate::support::{id, route};
 use forkd_store::{Change, Database, MadeSandbox};
 use forkd_vmm::guest_code;
 use serde_json::{Value, json};
@@ -19,10 +19,10 @@ guest_code! {
     "jmp 3b",
 }
 
-/// For what waits until a guest's memory is on disk, on a computer that has much else to do.
+/// The time limit for saving a guest's memory to disk on a busy computer.
 const SAVING: Duration = Duration::from_secs(300);
 
-/// An answer with its headers.
+/// A response with its headers.
 #[derive(Debug)]
 struct Answer {
     status: u16,
@@ -30,7 +30,7 @@ struct Answer {
     body: Value,
 }
 
-/// Asks with headers of one's own; `None` if there was no answer.
+/// Sends a request with additional headers; `None` if there was no response.
 fn try_ask(
     daemon: &Daemon,
     method: &str,
@@ -74,18 +74,18 @@ fn ids(list: &Value) -> Vec<String> {
     list.as_array().unwrap().iter().map(id).collect()
 }
 
-/// Whether a sandbox is not there any more, and for which reason.
+/// The reason of an archived sandbox's end; `None` while it is listed.
 fn gone(daemon: &Daemon, sandbox: &Value) -> Option<String> {
     let (status, answer) = daemon.request("GET", &format!("/v1/sandboxes/{}", id(sandbox)), None);
     (status == 404).then(|| answer["error"].as_str().unwrap().to_owned())
 }
 
-/// When its time is up, in seconds since 1970.
+/// The deadline of a sandbox, in seconds since 1970.
 fn expires(sandbox: &Value) -> u64 {
     sandbox["expires_at_unix"].as_u64().unwrap()
 }
 
-/// Waits until that many seconds since 1970, and one more, are over.
+/// Waits until one second after `unix`, in seconds since 1970.
 fn wait_beyond(unix: u64) {
     let until = SystemTime::UNIX_EPOCH + Duration::from_secs(unix + 1);
     std::thread::sleep(until.duration_since(SystemTime::now()).unwrap_or_default());
@@ -103,7 +103,7 @@ fn a_sandbox_whose_time_is_up_is_gone_and_whoever_asks_is_told_why() {
     let begun = Instant::now();
     let short = make(&daemon, json!({"snapshot_tag": "tiny", "timeout_secs": 4, "labels": {"job": "7"}}));
     assert_eq!((&short["on_timeout"], &short["labels"]["job"]), (&json!("kill"), &json!("7")));
-    // Counted from a moment after it was made, in whole seconds: rounded up, and that rounded down.
+    // The deadline counts from a moment after the creation, and is rounded up; the creation is rounded down.
     let lives = expires(&short) - short["created_at_unix"].as_u64().unwrap();
     assert!((4..=6 + begun.elapsed().as_secs()).contains(&lives), "{short}");
     let spared = make(&daemon, json!({"snapshot_tag": "tiny", "timeout_secs": 8}));
@@ -117,7 +117,7 @@ fn a_sandbox_whose_time_is_up_is_gone_and_whoever_asks_is_told_why() {
     daemon.refused(404, "sandbox_not_found", "POST", &route(&short, "exec"), Some(json!({"args": ["true"]})));
     eventually("its process's end", || !runs(pid(&short)));
 
-    // Others end, too: by themselves, and because they were deleted. One that ended is there until then.
+    // Other ends: a crash, and a deletion. A crashed sandbox stays listed until it is deleted.
     let deleted = daemon.spawn("tiny", 1).remove(0);
     daemon.done(204, "DELETE", &format!("/v1/sandboxes/{}", id(&deleted)), None);
     assert!(gone(&daemon, &deleted).unwrap().contains("(deleted)"));
@@ -133,7 +133,7 @@ fn a_sandbox_whose_time_is_up_is_gone_and_whoever_asks_is_told_why() {
     let labelled = daemon.done(200, "GET", "/v1/sandboxes?gone=true&label=job=7", None);
     assert_eq!(ids(&labelled), [id(&short)]);
 
-    // A deadline that passes while no daemon runs is kept by the next one. One that was taken back is none.
+    // A deadline that passes while no daemon runs is enforced by the next one, unless it was removed.
     let late = make(&daemon, json!({"snapshot_tag": "tiny", "timeout_secs": 6}));
     daemon.kill();
     wait_beyond(expires(&spared).max(expires(&late)));
@@ -160,7 +160,7 @@ fn an_idle_sandbox_is_paused_and_goes_on_when_somebody_uses_it() {
     eventually("its pause", || state(&daemon, "paused"));
     daemon.restart();
     assert!(state(&daemon, "paused"));
-    // A bare guest has no agent; but it was woken to be asked.
+    // A bare guest has no agent, but the request resumed the sandbox.
     daemon.refused(409, "sandbox_unfit", "POST", &route(&child, "ping"), None);
     let woken = daemon.sandbox(&name);
     assert!(
@@ -169,14 +169,14 @@ fn an_idle_sandbox_is_paused_and_goes_on_when_somebody_uses_it() {
     );
     eventually("its next pause", || state(&daemon, "paused"));
 
-    // To look at it is not to use it, and whoever paused it on purpose has to resume it.
+    // Reading a sandbox is no use of it. A sandbox that a client paused is resumed only by a client.
     daemon.done(200, "PATCH", &format!("/v1/sandboxes/{name}"), Some(json!({"idle_timeout_secs": null})));
     daemon.done(200, "POST", &route(&child, "resume"), None);
     daemon.done(200, "POST", &route(&child, "pause"), None);
     daemon.refused(409, "sandbox_paused", "POST", &route(&child, "ping"), None);
     assert!(state(&daemon, "paused"));
 
-    // Its time is up: it is paused once, and not by itself again.
+    // At its deadline a sandbox is paused once, and does not resume by itself.
     daemon.done(200, "POST", &route(&child, "resume"), None);
     daemon.done(200, "PATCH", &format!("/v1/sandboxes/{name}"), Some(json!({"timeout_secs": 1})));
     eventually("its pause", || state(&daemon, "paused"));
@@ -185,7 +185,7 @@ fn an_idle_sandbox_is_paused_and_goes_on_when_somebody_uses_it() {
     daemon.done(200, "POST", &route(&child, "resume"), None);
     assert!(state(&daemon, "running"));
 
-    // What waits no longer is deleted.
+    // With `on_timeout` `kill` an idle sandbox ends.
     daemon.done(
         200,
         "PATCH",
@@ -211,14 +211,14 @@ fn an_idle_sandbox_is_put_away_as_a_snapshot_that_can_be_forked() {
     assert!(stored["template"].is_null(), "nothing of it stays in memory: {stored}");
     assert_eq!(daemon.spawn("night", 1)[0]["ready"], true);
 
-    // The name is taken: another one is found, and told.
+    // The tag is taken: the daemon chooses another one and reports it.
     let second = make(&daemon, body("night"));
     within(SAVING, "its end", || gone(&daemon, &second).is_some());
     let own = format!("idle-{}", id(&second));
     assert!(gone(&daemon, &second).unwrap().contains(&own));
     assert_eq!(tags(&daemon), BTreeSet::from(["tiny".into(), "night".into(), own]));
 
-    // The sandbox of a workspace is put away as that.
+    // A workspace's sandbox is suspended as the workspace.
     let made = json!({"name": "box", "snapshot_tag": "tiny"});
     let made = daemon.done(201, "POST", "/v1/workspaces", Some(made));
     let path = format!("/v1/sandboxes/{}", made["live_sandbox_id"].as_str().unwrap());
@@ -237,7 +237,7 @@ fn a_daemon_killed_while_it_puts_a_sandbox_away_leaves_it_whole_or_stored_once()
     for round in 0..5u32 {
         let child = make(&daemon, body.clone());
         let tag = format!("idle-{}", id(&child));
-        // From when it begins to a little after its end.
+        // From the begin of the suspend to a little after its end.
         eventually("its beginning", || tags(&daemon).contains(&tag));
         std::thread::sleep(Duration::from_millis(u64::from(round) * 15));
         daemon.restart();
@@ -286,7 +286,7 @@ fn sandboxes_are_found_by_what_is_written_on_them_and_listed_in_pages() {
         assert_eq!(daemon.request("PATCH", &path, Some(json!({"labels": bad}))).0, 400, "{body}");
     }
 
-    // Page by page the list is the same, also when a daemon comes between.
+    // The pages together are the whole list, also across a restart of the daemon.
     let whole = ids(&daemon.done(200, "GET", "/v1/sandboxes", None));
     assert_eq!(whole.len(), 7);
     let mut seen = Vec::new();
@@ -332,7 +332,7 @@ fn a_request_with_a_key_is_done_once_and_answered_the_same_also_by_another_daemo
     assert_eq!(post(&daemon, "/v1/sandboxes", "k2", &body).status, 201);
     assert_eq!(daemon.list().len(), 6);
 
-    // What was wrong stays wrong; what failed for another reason may be tried again.
+    // An invalid request stays invalid; one that failed for another reason may be repeated.
     let wrong = json!({"snapshot_tag": "tiny", "n": 0});
     assert_eq!(post(&daemon, "/v1/sandboxes", "k3", &wrong).status, 400);
     let again = post(&daemon, "/v1/sandboxes", "k3", &wrong);
@@ -344,24 +344,24 @@ fn a_request_with_a_key_is_done_once_and_answered_the_same_also_by_another_daemo
     for bad in ["", "a b", "\u{e4}", &"k".repeat(256)] {
         assert_eq!(post(&daemon, "/v1/sandboxes", bad, &body).status, 400, "{bad:?}");
     }
-    // Also what else is made.
+    // Keys work for other objects, too.
     let source = daemon.list().remove(0);
     let branch = |daemon: &Daemon| post(daemon, &route(&source, "branch"), "k5", &json!({}));
     let tag = branch(&daemon).body["tag"].clone();
     assert!(tag.is_string());
     assert_eq!(branch(&daemon).body["tag"], tag);
-    // Everybody who reads may use the same key: it has no meaning there.
+    // Several clients may use the same key to read: it has no effect there.
     let headers = [("Idempotency-Key", "k1")];
     assert_eq!(try_ask(&daemon, "GET", "/v1/sandboxes", &headers, "").unwrap().status, 200);
 }
 
 #[test]
 fn a_key_whose_request_is_under_way_or_was_cut_off_is_not_done_twice() {
-    let Some(mut daemon) = Daemon::start(&[("kernel", crate::asked::spells()), ("hangs", hangs())]) else {
+    let Some(mut daemon) = Daemon::start(&[("kernel", crate::support::spells()), ("hangs", hangs())]) else {
         return;
     };
     daemon.snapshot("tiny", "kernel");
-    // It takes as long as the daemon waits for it, or until it is cancelled.
+    // This request lasts as long as the daemon waits, or until it is cancelled.
     let body = json!({"tag": "never", "kernel": daemon.path().join("hangs"), "mem_size_mib": 64});
     std::thread::scope(|scope| {
         let asked = scope.spawn(|| post(&daemon, "/v1/snapshots", "slow", &body));
@@ -386,7 +386,7 @@ fn a_key_whose_request_is_under_way_or_was_cut_off_is_not_done_twice() {
     assert_eq!(unknown.status, 409, "{unknown:?}");
     assert_eq!(unknown.body["code"], "idempotency_outcome_unknown", "{unknown:?}");
 
-    // Children say what they were asked for with: those that are there are the answer.
+    // Children have a record of their request's key: existing children are the answer.
     let body = json!({"snapshot_tag": "tiny", "n": 20});
     let begun = Instant::now();
     assert_eq!(post(&daemon, "/v1/sandboxes", "whole", &body).status, 201);
@@ -428,9 +428,9 @@ fn a_sandbox_that_was_deleted_does_not_come_back_with_the_next_daemon() {
         let process = rustix::process::Pid::from_raw(pid(&children[0])).unwrap();
         rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
         eventually("an end", || daemon.sandbox(&id(&children[0]))["state"] == "ended");
-        // Whoever asks the ledger has it written first.
+        // This request makes the daemon write the ledger first.
         daemon.done(200, "GET", "/v1/sandboxes?gone=true", None);
-        // At once: none of them is gone yet.
+        // At once: none of their processes has ended yet.
         daemon.delete_all();
         daemon.restart();
         assert!(daemon.list().is_empty(), "round {round}");
@@ -455,7 +455,7 @@ fn a_client_that_goes_away_finds_the_answer_when_it_comes_back() {
         body.len()
     )
     .unwrap();
-    // It does not wait for the answer. One who asks without a key loses its children by that.
+    // The client does not wait for the response. Without a key it would lose its children.
     eventually("its beginning", || !daemon.list().is_empty());
     drop(stream);
     let body = serde_json::from_str(&body).unwrap();
@@ -514,7 +514,7 @@ fn every_child_says_whether_it_is_ready_and_one_that_is_not_can_be_waited_for() 
         assert_eq!((&ready["ready"], &ready["state"]), (&json!(true), &json!("running")));
         assert!(ready["ready_ms"].as_f64().unwrap() > 0.0, "{ready}");
     }
-    // One that never is: it is told as it is when the time is over.
+    // A child that never gets ready is returned as it is after the time limit.
     let mute = make_without_waiting(&daemon, "mute");
     let path = format!("/v1/sandboxes/{}", id(&mute));
     let waited = daemon.done(200, "GET", &format!("{path}?wait=ready&timeout_secs=1"), None);

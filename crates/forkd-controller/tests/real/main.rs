@@ -1,25 +1,25 @@
-//! A real daemon, with guests of a few instructions: wherever `/dev/kvm` opens.
+//! Tests of a real daemon, with guests of a few instructions. They run wherever `/dev/kvm` opens.
 //!
-//! One executable, since each would hold the whole daemon again. Failures panic: everything here runs in
-//! tests only.
+//! All are in one executable, since each executable would link the whole daemon again. Failures panic: this code runs
+//! in tests only.
 #![allow(clippy::unwrap_used)]
 
-mod asked;
 mod auth;
 mod branches;
-mod control;
 mod daemon;
 mod errors;
 mod forks;
 mod life;
+mod pause_rollback;
 mod records;
-mod saving;
+mod save;
+mod support;
 mod suspends;
-mod tells;
+mod telemetry;
 mod tree;
 mod workspaces;
 
-/// The daemon of the other tests, which start this executable again for it.
+/// The daemon of the other tests: they start this executable again with only this test.
 #[test]
 fn the_daemon() {
     daemon::run();

@@ -1,19 +1,19 @@
-//! Records that a daemon cannot read: damaged ones, and those of a newer daemon. What they are of is kept.
+//! Records that a daemon cannot read: damaged ones, and those of a newer daemon. The daemon keeps their objects.
 
 use std::path::PathBuf;
 
-use crate::asked::{children_of, id, route};
 use crate::auth::{add, address};
 use crate::daemon::{Daemon, eventually, launch, pid, runs};
+use crate::support::{children_of, id, route};
 use serde_json::{Value, json};
 
 impl Daemon {
-    /// A file of a sandbox or a template.
+    /// The path of a record of a sandbox or a template.
     fn record(&self, folder: &str, id: &str, file: &str) -> PathBuf {
         self.place(folder).join(id).join(file)
     }
 
-    /// Kills the daemon, has the files changed, and starts another one.
+    /// Kills the daemon, changes its files, and starts another one.
     fn restart_with(&mut self, change: impl FnOnce(&Daemon)) {
         self.kill();
         change(self);
@@ -42,14 +42,14 @@ impl Daemon {
     }
 }
 
-/// Changes a record as a program that knows its fields.
+/// Changes a record's JSON.
 fn edit(path: &PathBuf, change: impl FnOnce(&mut Value)) {
     let mut record = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
     change(&mut record);
     std::fs::write(path, record.to_string()).unwrap();
 }
 
-/// The ways in which a sandbox's files can be beyond what a daemon reads: which file, and what becomes of it.
+/// A way to make a sandbox's record unreadable: the file, and the change.
 type Damage = (&'static str, fn(&PathBuf));
 const DAMAGES: [Damage; 7] = [
     ("sandbox.json", |path| std::fs::write(path, "").unwrap()),
@@ -69,7 +69,7 @@ fn a_sandbox_whose_record_cannot_be_read_is_kept_until_a_client_ends_it() {
     daemon.restart();
     daemon.snapshot("tiny", "kernel");
     let children = daemon.spawn("tiny", most);
-    // Has the ledger written.
+    // This request makes the daemon write the ledger.
     daemon.done(200, "GET", "/v1/sandboxes?gone=true", None);
     let (healthy, damaged) = children.split_last().unwrap();
     let file = |daemon: &Daemon, child: &Value, name: &str| daemon.record("sandboxes", &id(child), name);
@@ -84,7 +84,7 @@ fn a_sandbox_whose_record_cannot_be_read_is_kept_until_a_client_ends_it() {
         }
     });
 
-    // By a daemon that found them so, one that followed it when it was stopped, and one when it was killed.
+    // Three daemons: the one that first finds the damage, one after a stop, and one after a kill.
     for round in 0..3 {
         match round {
             1 => {
@@ -108,12 +108,12 @@ fn a_sandbox_whose_record_cannot_be_read_is_kept_until_a_client_ends_it() {
         let unknown = daemon.done(200, "GET", "/v1/sandboxes?state=unknown", None);
         assert_eq!(unknown.as_array().unwrap().len(), DAMAGES.len());
         assert_eq!(children_of(daemon.template_of("tiny")), most);
-        // Each has its seat.
+        // Each of them counts towards the limit.
         let (status, _) = daemon.request("POST", "/v1/sandboxes", Some(json!({"snapshot_tag": "tiny"})));
         assert_eq!(status, 503);
     }
 
-    // Nothing can be done with them, and trying does no harm.
+    // Requests to them are refused, and have no effect.
     let child = &damaged[2];
     for (method, verb, body) in [
         ("POST", "ping", None),
@@ -133,7 +133,7 @@ fn a_sandbox_whose_record_cannot_be_read_is_kept_until_a_client_ends_it() {
     daemon.refused(409, "state_unknown", "PATCH", &path, Some(json!({"timeout_secs": 60})));
     assert_eq!(daemon.unknown(&id(child))["pid"], child["pid"]);
 
-    // Half of them can be read again: they go on. The others are ended.
+    // Half of the records are repaired: these sandboxes run on. The others are deleted.
     let (mended, doomed) = damaged.split_at(DAMAGES.len() / 2);
     daemon.restart_with(|daemon| {
         for ((child, (name, _)), whole) in mended.iter().zip(DAMAGES).zip(&kept) {
@@ -268,11 +268,12 @@ fn a_template_whose_record_cannot_be_read_is_kept_and_its_children_go_on() {
         daemon.refused(409, "state_unknown", "POST", &format!("{tag}/unload"), None);
         let (status, _) = daemon.request("POST", "/v1/sandboxes", Some(json!({"snapshot_tag": template})));
         assert_eq!(status, 409);
-        // The daemon does not know what it needs, so it removes nothing.
+        // The daemon does not know which snapshots it needs, so it removes none.
         if name == "template.json" {
             daemon.refused(409, "snapshot_in_use", "DELETE", "/v1/snapshots/tiny", None);
         }
-        // There are others, from disk, and of another user: its own is its own also when it is the last of its lineage.
+        // A new template, from disk, gets another user id. The unknown one keeps its own, even as the last of its
+        // lineage.
         daemon.done(204, "DELETE", &format!("/v1/sandboxes/{}", id(&child)), None);
         daemon.ended(&child);
         let other = daemon.spawn("tiny", 1).remove(0);
@@ -288,7 +289,7 @@ fn a_template_whose_record_cannot_be_read_is_kept_and_its_children_go_on() {
         assert_eq!(daemon.request("GET", &tag, None).0, 404);
     }
 
-    // Ended: with what it has, and without its children.
+    // A deletion removes its folder, and not its children.
     let children = daemon.spawn("tiny", 2);
     let file = daemon.record("templates", &template, "template.json");
     daemon.restart_with(|_| std::fs::write(&file, "").unwrap());
@@ -304,7 +305,7 @@ fn a_template_whose_record_cannot_be_read_is_kept_and_its_children_go_on() {
     eventually("empty folders", || ["sandboxes", "snapshots"].iter().all(|it| daemon.left(it) == 0));
 }
 
-/// The user a process runs as.
+/// The user id of a process.
 fn user(pid: i32) -> String {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     status.lines().find(|line| line.starts_with("Uid:")).unwrap().to_owned()
@@ -324,7 +325,7 @@ fn a_branch_that_is_nowhere_else_keeps_its_tag_and_what_it_is_stored_over() {
         serde_json::from_slice::<Value>(&record).unwrap()["about"]["tag"] == "b"
     };
     let folder = folders.map(|entry| entry.path()).find(tagged).unwrap();
-    // As a newer daemon leaves a branch that it has not stored.
+    // The record of a branch that a newer daemon has not stored yet.
     daemon.restart_with(|_| {
         edit(&folder.join("template.json"), |record| {
             record["version"] = json!(2);
@@ -343,7 +344,7 @@ fn a_branch_that_is_nowhere_else_keeps_its_tag_and_what_it_is_stored_over() {
     daemon.refused(409, "snapshot_in_use", "DELETE", "/v1/snapshots/tiny", None);
     daemon.done(204, "DELETE", "/v1/snapshots/other", None);
     assert!(runs(process));
-    // It goes with what it is stored over, or by itself.
+    // It is removed with the snapshot below it, or by itself.
     daemon.done(204, "DELETE", "/v1/snapshots/tiny?cascade=true", None);
     eventually("its end", || !runs(process) && !folder.exists());
     assert_eq!(daemon.request("GET", "/v1/snapshots/ghost", None).0, 404);

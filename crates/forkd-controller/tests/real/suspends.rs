@@ -1,13 +1,13 @@
-//! Suspends that are cut off: the daemon is killed at each step, for real, with guests of a few instructions.
+//! Interrupted suspends: a real daemon is killed at each step, with guests of a few instructions.
 //!
-//! The rules are on the page of the daemon's module `suspend`: a suspend that is not committed is undone.
+//! The rules are in the front page of `branch/suspend.rs`: a suspend that is not committed is undone.
 
 use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
-use crate::asked::id;
 use crate::daemon::{Daemon, eventually, launch, pid, runs};
+use crate::support::id;
 
 /// The steps of a suspend, in their order.
 const STEPS: [&str; 7] = ["noted", "branched", "pausing", "paused", "stored", "committed", "ended"];
@@ -21,18 +21,18 @@ fn set<const N: usize>(tags: [&str; N]) -> BTreeSet<String> {
     tags.map(str::to_owned).into()
 }
 
-/// What the next daemon does at a step.
+/// Writes the settings of the next daemon.
 fn want(daemon: &Daemon, wants: Value) {
     std::fs::write(daemon.path().join("limits.json"), wants.to_string()).unwrap();
 }
 
-/// Starts a daemon again that kills itself at `step`.
+/// Restarts the daemon so that it kills itself at `step`.
 fn arm(daemon: &mut Daemon, step: &str) {
     want(daemon, json!({"kill_at": step}));
     daemon.restart();
 }
 
-/// Waits until the daemon has killed itself; the next one does not.
+/// Waits until the daemon has killed itself; the next one will not.
 fn killed(daemon: &mut Daemon) {
     assert!(!daemon.child.wait().unwrap().success());
     std::fs::remove_file(daemon.path().join("limits.json")).unwrap();
@@ -47,7 +47,7 @@ fn record(daemon: &Daemon, sandbox: &str) -> std::path::PathBuf {
     daemon.place("sandboxes").join(sandbox).join("sandbox.json")
 }
 
-/// Takes the time-outs out of a sandbox's record: the next daemon has no reason to suspend it again.
+/// Removes the time-outs from a sandbox's record, so that the next daemon does not suspend it again.
 fn without_time_outs(daemon: &Daemon, sandbox: &str) {
     let path = record(daemon, sandbox);
     let Ok(bytes) = std::fs::read(&path) else { return };
@@ -57,7 +57,7 @@ fn without_time_outs(daemon: &Daemon, sandbox: &str) {
     std::fs::write(path, record.to_string()).unwrap();
 }
 
-/// The sandbox goes on as if it had never been suspended, and nothing is left of that.
+/// Checks that the sandbox runs on as if it was never suspended, without any leftovers.
 fn goes_on(daemon: &Daemon, sandbox: &str, step: &str) {
     eventually(&format!("{step}: it runs"), || daemon.sandbox(sandbox)["state"] == "running");
     let before = daemon.printed(sandbox).len();
@@ -71,7 +71,7 @@ fn goes_on(daemon: &Daemon, sandbox: &str, step: &str) {
     });
 }
 
-/// The sandbox is gone, and there is one snapshot of it that can be forked.
+/// Checks that the sandbox has ended, and that one snapshot of it can be forked.
 fn is_stored(daemon: &Daemon, sandbox: &Value, tag: &str, step: &str) {
     eventually(&format!("{step}: its process's end"), || !runs(pid(sandbox)));
     assert!(daemon.list().iter().all(|it| it["id"] != sandbox["id"]), "{step}");
@@ -85,7 +85,7 @@ fn is_stored(daemon: &Daemon, sandbox: &Value, tag: &str, step: &str) {
 fn a_time_out_whose_daemon_is_killed_at_any_step_leaves_the_sandbox_or_one_snapshot() {
     let Some(mut daemon) = Daemon::spelling() else { return };
     daemon.snapshot("tiny", "kernel");
-    // Both kinds of time-outs: only those that are used go on are woken by a use.
+    // Both kinds of time-outs: only sandboxes with an idle time-out resume on use.
     let idle = STEPS.map(|step| (step, "idle_timeout_secs"));
     let expired = ["paused", "stored"].map(|step| (step, "timeout_secs"));
     for (step, time_out) in idle.into_iter().chain(expired) {
@@ -153,7 +153,7 @@ fn a_daemon_killed_while_it_undoes_a_suspend_leaves_that_to_the_next() {
     std::fs::remove_file(daemon.path().join("limits.json")).unwrap();
     start(&mut daemon);
     goes_on(&daemon, sandbox, "undone");
-    // It can be suspended again.
+    // The sandbox can be suspended again.
     let away = daemon.done(200, "POST", "/v1/workspaces/box/suspend", Some(json!({})));
     assert_eq!(away["status"], "suspended");
 }
@@ -188,7 +188,7 @@ fn a_client_that_uses_an_idle_sandbox_cancels_its_suspend_and_one_of_a_workspace
     let ping = |sandbox: &str| daemon.request("POST", &format!("/v1/sandboxes/{sandbox}/ping"), None).0;
     eventually("it is on disk", || held.exists());
     assert_eq!(daemon.sandbox(&sandbox)["state"], "paused");
-    // A bare guest has no agent; but it goes on to be asked.
+    // A bare guest has no agent, but the request resumes the sandbox.
     assert_eq!(ping(&sandbox), 409);
     assert_eq!(daemon.sandbox(&sandbox)["state"], "running");
     let no_time_out = json!({"idle_timeout_secs": null});

@@ -1,10 +1,10 @@
-//! The fork tree, for real, with guests of a few instructions: wherever `/dev/kvm` opens.
+//! The fork tree of a real daemon, with guests of a few instructions. They run wherever `/dev/kvm` opens.
 
-use crate::asked::{id, route};
 use crate::daemon::{Daemon, eventually};
+use crate::support::{id, route};
 use serde_json::{Value, json};
 
-/// Each node as `id [gone] [how parent]`.
+/// Each node as `id [gone] [kind of edge and parent]`.
 fn tree(daemon: &Daemon) -> Vec<String> {
     let tree = daemon.done(200, "GET", "/v1/tree", None);
     let line = |node: &Value| {
@@ -48,7 +48,7 @@ fn the_tree_shows_who_came_from_whom_also_when_some_are_gone_and_after_a_restart
     assert_eq!(tree(&daemon), expected);
     assert_eq!(daemon.sandbox(&a)["branch_count"], 2);
 
-    // Back to its latest branch, which came from itself: it stays where it was.
+    // A rollback to its latest branch, taken from itself: it keeps its place in the tree.
     let back = daemon.done(200, "POST", &route(&child, "rollback"), None);
     assert_eq!(back["rolled_back_to"], "b2");
     assert_eq!(daemon.first_letter(&a), daemon.first_letter(&b), "both from b2's instant");
@@ -59,7 +59,7 @@ fn the_tree_shows_who_came_from_whom_also_when_some_are_gone_and_after_a_restart
     let node = nodes["nodes"].as_array().unwrap().iter().find(|it| it["name"] == *a).unwrap().clone();
     assert_eq!(node["rolled_back_to"], "snapshot:b3", "{node}");
 
-    // Gone, and still named.
+    // Deleted objects keep their place.
     daemon.delete_all();
     eventually("no sandbox", || daemon.left("sandboxes") == 0);
     daemon.done(204, "DELETE", "/v1/snapshots/b2?force=true", None);

@@ -1,9 +1,9 @@
-//! Workspaces and the fork tree, for real, with guests of a few instructions: wherever `/dev/kvm` opens.
+//! Workspaces of a real daemon, with guests of a few instructions. They run wherever `/dev/kvm` opens.
 
 use std::time::Instant;
 
-use crate::asked::{children_of, id};
 use crate::daemon::{Daemon, eventually, pid, runs};
+use crate::support::{children_of, id};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
@@ -37,7 +37,7 @@ fn a_workspace_is_put_away_and_taken_out_again_also_by_another_daemon() {
     assert_eq!((&first["state"], &first["workspace"]), (&json!("running"), &json!("box")));
     daemon.refused(400, "workspace_running", "POST", "/v1/workspaces/box/resume", Some(json!({})));
 
-    // All of it first, then what differs, twice; the older states go.
+    // First a full state, then two differences; older states are removed.
     let mut last = first;
     for (round, diff) in [(1, false), (2, true), (3, true)] {
         let away = change(&daemon, "box", "suspend", json!({"diff": diff}));
@@ -51,7 +51,7 @@ fn a_workspace_is_put_away_and_taken_out_again_also_by_another_daemon() {
         daemon.refused(409, "snapshot_in_use", "DELETE", &format!("/v1/snapshots/{tag}?force=true"), None);
 
         daemon.restart();
-        // From disk: nothing in memory is needed.
+        // From disk: no template is needed.
         daemon.done(204, "POST", &format!("/v1/snapshots/{tag}/unload"), None);
         assert_eq!(workspace(&daemon, "box"), away);
         let out = change(&daemon, "box", "resume", json!({}));
@@ -61,7 +61,7 @@ fn a_workspace_is_put_away_and_taken_out_again_also_by_another_daemon() {
         assert!(!daemon.printed(&id(&last)).is_empty() || last["ready_ms"].as_f64().unwrap() > 0.0);
     }
 
-    // Its sandbox is lost: it can be resumed from its last state.
+    // After its sandbox is lost, it can be resumed from its last state.
     daemon.done(204, "DELETE", &format!("/v1/sandboxes/{}", id(&last)), None);
     assert_eq!(workspace(&daemon, "box")["status"], "stale");
     daemon.refused(400, "workspace_not_running", "POST", "/v1/workspaces/box/suspend", None);
@@ -84,7 +84,7 @@ fn a_workspace_is_resumed_also_if_its_template_is_killed_meanwhile() {
     daemon.snapshot("tiny", "kernel");
     create(&daemon, "box");
     change(&daemon, "box", "suspend", json!({}));
-    // Its state gets a template, which stands still: it forks nothing before it is killed.
+    // The template of its state is stopped: it forks no child before it is killed.
     daemon.spawn("ws-box-1", 1);
     let template = Pid::from_raw(daemon.template_of("ws-box-1")).unwrap();
     kill_process(template, Signal::STOP).unwrap();
@@ -114,7 +114,7 @@ fn bad_requests_and_hostile_files_are_refused_by_name() {
     ask(400, "invalid_request", json!({"name": "x", "snapshot_tag": "tiny", "memory_limit_mib": 0}));
     ask(400, "invalid_request", json!({"name": "x", "snapshot_tag": "tiny", "surprise": 1}));
     ask(404, "snapshot_not_found", json!({"name": "x", "snapshot_tag": "nope"}));
-    // What could not be made is not there.
+    // A workspace whose creation failed does not exist.
     daemon.refused(404, "workspace_not_found", "GET", "/v1/workspaces/x", None);
     create(&daemon, "x");
     ask(409, "name_taken", json!({"name": "x", "snapshot_tag": "tiny"}));
@@ -157,7 +157,7 @@ fn a_daemon_killed_at_any_time_leaves_a_workspace_that_goes_on_and_no_stranger()
         let path = format!("/v1/workspaces/box/{verb}");
         std::thread::scope(|scope| {
             let asked = scope.spawn(|| daemon.try_request("POST", &path, Some(json!({}))));
-            // From its beginning to a little after its end.
+            // From the begin of the request to a little after its end.
             std::thread::sleep(whole * round / 9);
             daemon.pull_the_plug();
             let _ = asked.join();
@@ -167,7 +167,7 @@ fn a_daemon_killed_at_any_time_leaves_a_workspace_that_goes_on_and_no_stranger()
         let status = info["status"].as_str().unwrap();
         *seen.entry(format!("{verb}: {status}")).or_default() += 1;
         assert!(status != "stale", "{info}\n{}", daemon.log());
-        // It is what it says it is, and there is nothing beside it.
+        // Its status is true, and nothing else exists.
         eventually("no stranger", || daemon.list().len() == usize::from(status == "running"));
         let mut expected = vec!["tiny".to_owned()];
         expected.extend(info["current_state_tag"].as_str().map(str::to_owned));
@@ -177,7 +177,7 @@ fn a_daemon_killed_at_any_time_leaves_a_workspace_that_goes_on_and_no_stranger()
             tags.sort();
             tags == expected
         });
-        // The next round begins as it should: running before it is suspended, and the other way round.
+        // The next round begins in the right state: running before a suspend, suspended before a resume.
         let (begins, way) = if verb == "suspend" { ("suspended", "suspend") } else { ("running", "resume") };
         if status != begins {
             change(&daemon, "box", way, json!({}));

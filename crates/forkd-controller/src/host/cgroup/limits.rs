@@ -1,28 +1,28 @@
-//! What a leaf may use.
+//! The resource limits of a leaf.
 
 use std::io;
 use std::path::Path;
 
 use crate::host::cgroup::{set, set_if_there};
 
-/// What a monitor needs beside its guest's memory: its code, its threads and the devices' buffers.
+/// Memory of a monitor beside its guest's: code, threads and device buffers.
 const OVERHEAD_MIB: u64 = 64;
 /// Tables with an entry of 8 bytes for each page of 4 KiB, at most: the host's page tables, KVM's, KVM's
 /// reverse map, and one in reserve. The kernel charges all of them to the leaf.
 const TABLES: u64 = 4;
 /// How many bytes of guest memory one byte of such a table stands for.
 const TABLE_REACH: u64 = 512;
-/// Room for the page cache, at least. A leaf without any writes to its disk layer at a crawl.
+/// The minimal room for the page cache. Without any, a leaf writes to its disk layer at a crawl.
 const CACHE_MIB: u64 = 64;
 /// The part of guest memory that a large guest gets as page cache.
 const CACHE_PART: u64 = 16;
 /// Tasks of a sandbox beside its vCPUs: the control thread, the device thread, a task of KVM's own (which
 /// recovers huge pages), and a reserve.
 const TASKS_BESIDE_VCPUS: u32 = 8;
-/// Tasks of a template: what it had as the largest sandbox, and its savers.
+/// Tasks of a template: those of the largest sandbox that becomes one, and its savers.
 const TEMPLATE_TASKS: u32 = 64;
 
-/// What a leaf may use; without a figure, as much as there is.
+/// The limits of a leaf. Without a figure there is no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct CgroupLimits {
     /// Bytes of memory, the monitor's and its share of the kernel's included.
@@ -36,30 +36,30 @@ pub(crate) struct CgroupLimits {
 }
 
 impl CgroupLimits {
-    /// Those of a sandbox that may use `memory_mib` MiB.
+    /// The limits of a sandbox that may use `memory_mib` MiB.
     pub(crate) fn of_sandbox(vcpus: u8, memory_mib: u64) -> CgroupLimits {
         let memory_max = Some(bytes(memory_mib));
         let pids_max = Some(TASKS_BESIDE_VCPUS + u32::from(vcpus));
         CgroupLimits { memory_max, pids_max, ..CgroupLimits::default() }
     }
 
-    /// Those of a template whose guest has `guest_mib` MiB, and of the guest that is booted and warmed up to
+    /// The limits of a template whose guest has `guest_mib` MiB, and of the guest that is booted and warmed up to
     /// become it.
     ///
-    /// Beside what any sandbox holds, there is room for a copy of its memory: a saver writes one, and a data
-    /// directory may be in memory. A template is cold, so all of it may be swapped out. What a branch
-    /// inherits stays charged to its source.
+    /// Beside the memory of any sandbox, there is room for a copy of it: a saver writes one, and a data directory
+    /// may be in memory. A template is cold, so all of it may be swapped out. Memory that a branch inherits stays
+    /// charged to its source.
     pub(crate) fn of_template(guest_mib: u64) -> CgroupLimits {
         let max = Some(bytes(memory_mib(guest_mib).saturating_add(guest_mib)));
         CgroupLimits { memory_max: max, swap_max: max, pids_max: Some(TEMPLATE_TASKS), cpu_percent: None }
     }
 
-    /// Sets all but the tasks, which [`Leaf::limit_tasks`](crate::host::cgroup::Leaf::limit_tasks) does. An error leaves
-    /// nothing out silently, but CPU time.
+    /// Writes all limits but that of the tasks, for which there is
+    /// [`Leaf::limit_tasks`](crate::host::cgroup::Leaf::limit_tasks). Only a missing CPU limit is no error.
     pub(crate) fn apply(&self, leaf: &Path) -> io::Result<()> {
         if let Some(bytes) = self.memory_max {
             set(leaf, "memory.max", bytes)?;
-            // A limit that lets a sandbox swap instead would be the others' loss.
+            // A sandbox that swapped instead would slow down the others.
             set_if_there(leaf, "memory.swap.max", self.swap_max.unwrap_or(0))?;
         }
         if let Some(percent) = self.cpu_percent {
@@ -71,7 +71,7 @@ impl CgroupLimits {
     }
 }
 
-/// The memory that a sandbox with a guest of `guest_mib` MiB may use on the host when nothing else is asked for.
+/// The memory on the host, by default, of a sandbox whose guest has `guest_mib` MiB.
 pub(crate) fn memory_mib(guest_mib: u64) -> u64 {
     let tables = guest_mib.div_ceil(TABLE_REACH / TABLES);
     let cache = CACHE_MIB.max(guest_mib.div_ceil(CACHE_PART));

@@ -1,4 +1,4 @@
-//! Cgroups (v2): where monitors live, what they may use, and how to end what is left of them.
+//! Cgroups (v2): the place and the limits of monitors, and the way to kill what remains of them.
 //!
 //! ```text
 //! <base>/forkd/<lineage>/template        the template a lineage began with, or the VM it was made from
@@ -6,16 +6,16 @@
 //!                       /<sandbox id>…   sandboxes, one leaf each
 //! ```
 //!
-//! `base` is the folder *above* the daemon's own cgroup, or the root if it is there itself: a cgroup
-//! with processes cannot hand controllers to folders below it, so we work beside ourselves and move
-//! nobody. A daemon that is started again by its service finds the same base.
+//! `base` is the folder *above* the daemon's own cgroup, or the root if the daemon is there itself. A cgroup with
+//! processes cannot delegate controllers to folders below it. So the daemon works beside its own cgroup, and moves
+//! no other process. A daemon that its service starts again finds the same base.
 //!
-//! A template forks its children straight into their leaves. The kernel allows it to the owner of
-//! `cgroup.procs` of the leaf and of the lineage's folder, so these two files, and nothing else,
-//! belong to the lineage's user. Moving a process later costs more than the fork itself.
+//! A template forks its children straight into their leaves. The kernel allows that to the owner of `cgroup.procs`
+//! of the leaf and of the lineage's folder. So the lineage's user owns these two files, and no others. To move a
+//! process later costs more than the fork itself.
 //!
-//! Hosts without the v2 controllers get [`Cgroups::reason`] and no limits. Knows nothing of
-//! sandboxes beyond their ids. Calls block, shortly; only removing may wait.
+//! Hosts without the v2 controllers have a [`Cgroups::reason`] and no limits. This module knows only the ids of
+//! sandboxes. Calls block for a short time; only a removal may wait.
 
 mod leaving;
 mod limits;
@@ -34,50 +34,49 @@ use rustix::fs::{AtFlags, Mode, OFlags, Uid};
 pub(crate) use leaving::Leaving;
 pub(crate) use limits::{CgroupLimits, memory_mib};
 
-/// Without these there are no limits worth the name.
+/// Without these controllers there are no useful limits.
 const NEEDED: &[&str] = &["memory", "pids"];
-/// Used where the host has them.
+/// Controllers that are used where the host has them.
 const WELCOME: &[&str] = &["cpu", "io"];
-/// What every leaf gets of them. Each controller costs every fork a little; nothing limits I/O yet.
+/// The controllers of a leaf. Each one costs every fork a little; nothing limits I/O yet.
 const IN_LEAVES: &[&str] = &["memory", "pids", "cpu"];
-/// Our folder in the base.
+/// The daemon's folder in the base.
 const FORKD: &str = "forkd";
-/// Where we go if the base is our own place and must be empty.
+/// The folder for the daemon itself, if the base is its own cgroup and must have no processes.
 const DAEMON: &str = "forkd.daemon";
-/// A template's leaf; no sandbox id is like it.
+/// The name of a template's leaf; no sandbox has this id.
 const TEMPLATE: &str = "template";
-/// The most threads of a whole lineage: a thousand children of common size.
+/// The task limit of a whole lineage: a thousand children of common size.
 const LINEAGE_PIDS: u32 = 32 << 10;
 /// The largest file of a cgroup that is read.
 const MAX_FILE: u64 = 64 << 10;
-/// How long removing waits for processes that were killed: this often, each wait twice the last,
-/// from one millisecond on. Two seconds in all.
+/// How often a removal is tried while killed processes end. The waits double, from one millisecond on: two
+/// seconds in all.
 const REMOVE_TRIES: u32 = 11;
-/// How long a leaf is kept for a process that is to leave it, and how often that is looked at.
+/// How long a leaf is kept for branches that are to move out of it, and the pause between two checks.
 const LEAVE_WAIT: Duration = Duration::from_secs(10);
 const LEAVE_STEP: Duration = Duration::from_millis(1);
 
-/// The host's cgroups, as far as they are ours.
+/// The daemon's cgroups on this host.
 #[derive(Debug)]
 pub(crate) struct Cgroups {
-    /// `<base>/forkd`, or why there is none.
+    /// `<base>/forkd`, or why it does not exist.
     forkd: Result<PathBuf, String>,
 }
 
 impl Cgroups {
-    /// Finds our place and makes our folder. Never fails: see [`Cgroups::reason`].
+    /// Finds the base and creates `forkd` in it. Never fails: see [`Cgroups::reason`].
     pub(crate) fn open() -> Cgroups {
         let forkd = find_place().and_then(|place| prepare(&place, NEEDED));
         Cgroups { forkd }
     }
 
-    /// Why there are no limits, if there are none, and what to do.
+    /// Why there are no limits, and what to do; `None` if there are limits.
     pub(crate) fn reason(&self) -> Option<&str> {
         self.forkd.as_ref().err().map(String::as_str)
     }
 
-    /// Makes the folder of lineage `id`, whose processes run as `uid`, or takes the one that is
-    /// there. `None` without cgroups.
+    /// Creates or opens the folder of lineage `id`, whose processes run as `uid`. `None` without cgroups.
     pub(crate) fn lineage(&self, id: &str, uid: u32) -> io::Result<Option<LineageCgroup>> {
         let Ok(forkd) = &self.forkd else { return Ok(None) };
         let path = child(forkd, id)?;
@@ -93,20 +92,20 @@ impl Cgroups {
         Ok(Some(lineage))
     }
 
-    /// The id of the lineage that process `pid` is in a leaf of.
+    /// The id of the lineage that has process `pid` in one of its leaves.
     pub(crate) fn lineage_of(&self, pid: i32) -> Option<String> {
         let forkd = self.forkd.as_ref().ok()?;
         let text = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
         let place = Path::new(text.lines().find_map(|line| line.strip_prefix("0::"))?);
         let (leaf, lineage) = (place.file_name()?, place.parent()?.file_name()?);
         let id = lineage.to_str().filter(|id| is_valid_name(id))?;
-        // Our own, and not one that only ends alike.
+        // The process must be in this daemon's leaf, not in another one whose path ends alike.
         let procs = fs::read_to_string(forkd.join(id).join(leaf).join(PROCS)).ok()?;
         procs.lines().any(|line| line.parse() == Ok(pid)).then(|| id.to_owned())
     }
 
-    /// The ids of all lineages that have a folder. Several daemons may share a host: some may be
-    /// another one's, so nothing may be done to an id our own data does not know.
+    /// The ids of all lineages that have a folder. Several daemons may share a host, so do nothing to an id that
+    /// this daemon's data does not contain.
     pub(crate) fn lineages(&self) -> Vec<String> {
         self.forkd.as_deref().map(folders).unwrap_or_default()
     }
@@ -126,19 +125,19 @@ impl LineageCgroup {
         set_if_there(&self.path, "pids.max", LINEAGE_PIDS)
     }
 
-    /// Makes the leaf of the template it begins with.
+    /// Creates the leaf of its first template.
     pub(crate) fn template(&self, limits: &CgroupLimits) -> io::Result<Leaf> {
         self.leaf(TEMPLATE, limits)
     }
 
-    /// Makes the leaf of sandbox `id`, or of template `id`, a branch.
+    /// Creates the leaf of sandbox `id`, or of template `id`, a branch.
     pub(crate) fn leaf(&self, id: &str, limits: &CgroupLimits) -> io::Result<Leaf> {
         let path = child(&self.path, id)?;
         let made = fs::create_dir(&path).or_else(|error| {
             if error.kind() != io::ErrorKind::AlreadyExists {
                 return Err(error);
             }
-            // Left by a sandbox that has ended; its counts are not ours. Refused if still in use.
+            // Left by an ended sandbox, with counts of its own. The removal fails if it is still in use.
             fs::remove_dir(&path)?;
             fs::create_dir(&path)
         });
@@ -152,12 +151,12 @@ impl LineageCgroup {
         limited.inspect_err(|_| drop(fs::remove_dir(&path)))
     }
 
-    /// The leaf called `name` that is already there, for a daemon that finds its sandboxes again.
+    /// The existing leaf `name`, for a daemon that adopts its sandboxes.
     pub(crate) fn existing(&self, name: &str) -> io::Result<Leaf> {
         Leaf::open(child(&self.path, name)?)
     }
 
-    /// The names of all leaves, the template's included.
+    /// The names of all leaves, including the template's.
     pub(crate) fn leaves(&self) -> Vec<String> {
         folders(&self.path)
     }
@@ -167,8 +166,8 @@ impl LineageCgroup {
         kill(&self.path)
     }
 
-    /// Removes it with all its leaves. Waits a little for killed processes to go; the error is
-    /// `ResourceBusy` if they do not.
+    /// Removes it with all its leaves. Waits a little for killed processes to end; `ResourceBusy` if they do
+    /// not.
     pub(crate) fn remove(&self) -> io::Result<()> {
         for name in self.leaves() {
             remove(&child(&self.path, &name)?)?;
@@ -194,18 +193,18 @@ impl Leaf {
         Ok(Leaf { path, folder, tasks })
     }
 
-    /// Limits the tasks in it, beside those of branches that have not left yet.
+    /// Limits its tasks, beside those of branches that have not moved yet.
     pub(crate) fn limit_tasks(&self, max: u32) -> io::Result<()> {
         self.tasks.limit(max)
     }
 
-    /// Says that a branch which begins in here is to leave: there is room for it, and it is not to be killed
-    /// with the others.
+    /// Announces a branch that starts in this leaf and is to move: the task limit rises, and the branch is not
+    /// killed with the other processes.
     pub(crate) fn leaving(&self) -> Leaving {
         Leaving::new(self.tasks.clone())
     }
 
-    /// Waits for those that are to leave; whether they have. Blocks.
+    /// Waits until all such branches have moved; false if some have not in time. Blocks.
     pub(crate) fn is_left(&self) -> bool {
         let begun = Instant::now();
         while self.tasks.leaving() > 0 {
@@ -217,58 +216,57 @@ impl Leaf {
         true
     }
 
-    /// For `CLONE_INTO_CGROUP`.
+    /// The descriptor for `CLONE_INTO_CGROUP`.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.folder.as_fd()
     }
 
-    /// For [`join`]: opened before the fork, used after it.
+    /// The descriptor for [`join`]: opened before the fork, used after it.
     pub(crate) fn door(&self) -> io::Result<OwnedFd> {
         let path = self.path.join(PROCS);
         File::options().write(true).open(&path).map(OwnedFd::from).map_err(naming("open", &path))
     }
 
-    /// Moves the process `pid` here.
+    /// Moves process `pid` into this leaf.
     pub(crate) fn admit(&self, pid: i32) -> io::Result<()> {
         set(&self.path, PROCS, pid)
     }
 
-    /// How often the kernel has killed a process in here because its memory was used up.
+    /// How often the kernel has killed a process of this leaf because its memory was used up.
     pub(crate) fn oom_kills(&self) -> io::Result<u64> {
         Ok(value(&read(&self.path, "memory.events")?, "oom_kill").unwrap_or(0))
     }
 
-    /// How many bytes of memory it uses; `None` if nobody counts.
+    /// How many bytes of memory it uses; `None` without a memory controller.
     pub(crate) fn memory_current(&self) -> Option<u64> {
         read(&self.path, "memory.current").ok()?.trim().parse().ok()
     }
 
-    /// Makes room for a copy of what is in it, beside `limit` bytes: pages that a branch has in common with its
-    /// source stay counted here, and so are the copies of them that the source makes when it writes to them.
+    /// Raises the memory limit by a copy of its content, beside `limit` bytes. Pages that a branch shares with its
+    /// source stay charged here, and so do the copies that the source makes when it writes to them.
     pub(crate) fn make_room(&self, limit: u64) -> io::Result<()> {
         let shared = self.memory_current().unwrap_or(0).max(limit);
         set(&self.path, "memory.max", shared.saturating_add(limit))
     }
 
-    /// How many microseconds of CPU time its processes have used, those that ended included.
+    /// Microseconds of CPU time that its processes have used, including ended ones.
     pub(crate) fn cpu_usec(&self) -> Option<u64> {
         value(&read(&self.path, "cpu.stat").ok()?, "usage_usec")
     }
 
-    /// Kills every process in it.
+    /// Kills all its processes.
     pub(crate) fn kill(&self) -> io::Result<()> {
         kill(&self.path)
     }
 
-    /// Removes it. Waits a little for killed processes to go; the error is `ResourceBusy` if they do
-    /// not.
+    /// Removes it. Waits a little for killed processes to end; `ResourceBusy` if they do not.
     pub(crate) fn remove(&self) -> io::Result<()> {
         remove(&self.path)
     }
 }
 
-/// Puts the calling process into the leaf whose [`Leaf::door`] this is. For between `fork` and
-/// `exec`: one system call, nothing else.
+/// Moves the calling process into the leaf of this [`Leaf::door`]. For use between `fork` and `exec`: one system
+/// call, nothing else.
 pub(crate) fn join(door: BorrowedFd<'_>) -> io::Result<()> {
     rustix::io::write(door, b"0")?;
     Ok(())
@@ -277,15 +275,15 @@ pub(crate) fn join(door: BorrowedFd<'_>) -> io::Result<()> {
 const PROCS: &str = "cgroup.procs";
 const SUBTREE: &str = "cgroup.subtree_control";
 
-/// Where our folder goes.
+/// The place of the daemon's folder.
 #[derive(Debug, PartialEq, Eq)]
 struct Place {
     base: PathBuf,
-    /// Whether we are in `base` ourselves, as at the root.
+    /// Whether the daemon itself is in `base`, as at the root.
     ours: bool,
 }
 
-/// Finds it. The error is for [`Cgroups::reason`].
+/// Finds the place. The error is for [`Cgroups::reason`].
 fn find_place() -> Result<Place, String> {
     let text = |path: &str| {
         fs::read_to_string(path)
@@ -298,7 +296,7 @@ fn find_place() -> Result<Place, String> {
     })
 }
 
-/// Our place, from the texts of `/proc/self/mountinfo` and `/proc/self/cgroup`.
+/// The place, from the texts of `/proc/self/mountinfo` and `/proc/self/cgroup`.
 fn place(mounts: &str, own: &str) -> Option<Place> {
     let own = Path::new(own.lines().find_map(|line| line.strip_prefix("0::"))?);
     mounts.lines().find_map(|line| {
@@ -306,11 +304,11 @@ fn place(mounts: &str, own: &str) -> Option<Place> {
         if kind.split(' ').next()? != "cgroup2" {
             return None;
         }
-        // Which part of the tree is mounted, and where.
+        // Which part of the tree is mounted, and the mount point.
         let mut fields = mount.split(' ').skip(3);
         let (part, point) = (fields.next()?, Path::new(fields.next()?));
         let below = own.strip_prefix(part).ok()?;
-        // A place outside our cgroup namespace is told with dots, and is nowhere we could go.
+        // A cgroup outside our cgroup namespace is shown with dots, and cannot be reached.
         if below.components().any(|part| part.as_os_str() == "..") {
             return None;
         }
@@ -321,7 +319,7 @@ fn place(mounts: &str, own: &str) -> Option<Place> {
     })
 }
 
-/// Makes `<base>/forkd` and brings the controllers there.
+/// Creates `<base>/forkd` and enables the controllers there.
 fn prepare(place: &Place, needed: &[&str]) -> Result<PathBuf, String> {
     let base = &place.base;
     let forkd = base.join(FORKD);
@@ -330,7 +328,7 @@ fn prepare(place: &Place, needed: &[&str]) -> Result<PathBuf, String> {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         other => other.map_err(naming("create", &forkd)).map_err(cannot)?,
     }
-    // From the top: a folder can only hand on what it was given. What did not work shows below.
+    // From the top: a folder can only delegate its own controllers. A failure shows in the check below.
     let above: Vec<&Path> = base.ancestors().skip(1).take_while(|path| path.join(SUBTREE).exists()).collect();
     for folder in above.into_iter().rev() {
         let _ = delegate(folder, needed);
@@ -343,7 +341,7 @@ fn prepare(place: &Place, needed: &[&str]) -> Result<PathBuf, String> {
     let missing: Vec<&str> = needed.iter().copied().filter(|name| !has_word(&there, name)).collect();
     if !missing.is_empty() {
         let _ = fs::remove_dir(&forkd);
-        // That the base lacks them itself needs no second sentence.
+        // If the base itself lacks them, the error repeats only that.
         let refused = refused.filter(|error| error.kind() != io::ErrorKind::Unsupported);
         let why = refused.map(|error| format!(" ({error})")).unwrap_or_default();
         return Err(format!(
@@ -357,8 +355,8 @@ fn prepare(place: &Place, needed: &[&str]) -> Result<PathBuf, String> {
     Ok(forkd)
 }
 
-/// In a container our own place may look like the root and yet be under the rule that a cgroup with
-/// processes hands nothing on. If we are alone in it, a folder of our own helps; if not, we go back.
+/// In a container the daemon's own cgroup may look like the root, and yet a cgroup with processes cannot delegate
+/// there. If the daemon is alone in it, it moves to a folder of its own; if not, it moves back.
 fn step_aside(base: &Path, needed: &[&str]) -> io::Result<()> {
     let aside = base.join(DAEMON);
     match fs::create_dir(&aside) {
@@ -373,8 +371,8 @@ fn step_aside(base: &Path, needed: &[&str]) -> io::Result<()> {
     moved
 }
 
-/// Hands what we need, and what we like, on from `folder`: all we need, or nothing at all. Of a folder
-/// with processes in it the kernel would take some controllers and then run nothing below it.
+/// Delegates the needed controllers from `folder`, and the optional ones: all needed ones, or nothing at all. In a
+/// folder with processes the kernel would enable some controllers, and then run nothing below it.
 fn delegate(folder: &Path, needed: &[&str]) -> io::Result<()> {
     let has = read(folder, "cgroup.controllers")?;
     if let Some(missing) = needed.iter().find(|name| !has_word(&has, name)) {
@@ -388,7 +386,7 @@ fn delegate(folder: &Path, needed: &[&str]) -> io::Result<()> {
     Ok(())
 }
 
-/// Hands those `controllers` that `folder` has on to the folders in it, in one step.
+/// Enables those `controllers` that `folder` has for the folders in it, in one step.
 fn enable(folder: &Path, controllers: &[&str]) -> io::Result<()> {
     let (has, gives) = (read(folder, "cgroup.controllers")?, read(folder, SUBTREE)?);
     let missing = controllers.iter().filter(|name| has_word(&has, name) && !has_word(&gives, name));
@@ -403,7 +401,7 @@ fn has_word(text: &str, word: &str) -> bool {
     text.split_whitespace().any(|each| each == word)
 }
 
-/// Lets `uid` put processes into the cgroup `folder`.
+/// Lets `uid` move processes into the cgroup `folder`.
 fn give(folder: &Path, uid: u32) -> io::Result<()> {
     let path = folder.join(PROCS);
     let owner = Some(Uid::from_raw(uid));
@@ -428,7 +426,7 @@ fn remove(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// `folder/name`, if `name` is a name and no path.
+/// `folder/name`, if `name` is a valid name and no path.
 fn child(folder: &Path, name: &str) -> io::Result<PathBuf> {
     if is_valid_name(name) {
         return Ok(folder.join(name));
@@ -446,7 +444,7 @@ fn folders(folder: impl AsRef<Path>) -> Vec<String> {
         .collect()
 }
 
-/// Writes `value` to a file of a cgroup: at once, as the kernel wants it, and never making the file.
+/// Writes `value` to a file of a cgroup, in one write as the kernel requires. Never creates the file.
 fn set(folder: &Path, file: &str, value: impl std::fmt::Display) -> io::Result<()> {
     let path = folder.join(file);
     let text = value.to_string();
@@ -457,7 +455,7 @@ fn set(folder: &Path, file: &str, value: impl std::fmt::Display) -> io::Result<(
         .map_err(naming("write", &path))
 }
 
-/// As [`set`], where the host has that file.
+/// As [`set`]; does nothing where the host lacks the file.
 fn set_if_there(folder: &Path, file: &str, value: impl std::fmt::Display) -> io::Result<()> {
     match set(folder, file, value) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -479,7 +477,7 @@ fn value(text: &str, key: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
-/// For `map_err`: says where it happened and keeps the kind.
+/// For `map_err`: adds the action and the path to the text, and keeps the kind.
 fn naming<'p>(doing: &'static str, path: &'p Path) -> impl FnOnce(io::Error) -> io::Error + 'p {
     move |error| io::Error::new(error.kind(), format!("cannot {doing} {}: {error}", path.display()))
 }

@@ -1,5 +1,5 @@
-//! Parsing and refusals on made-up trees; the rest on the host's real cgroups, in a folder of the
-//! test's own, where the tests run as root.
+//! Parsing and refusals on made-up trees. The other tests use the host's real cgroups, in a folder of their own, when
+//! they run as root.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
@@ -8,7 +8,7 @@ use super::*;
 
 /// From `linux/sched.h`.
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
-/// A user nobody is.
+/// A user id that no user has.
 const UID: u32 = 3_000_000_017;
 
 const MOUNTS: &str = "\
@@ -91,14 +91,14 @@ fn values_are_found_by_their_whole_key() {
     }
 }
 
-/// Our folder in a cgroup of the test's own, removed with all that is in it.
+/// A `forkd` folder in a cgroup of the test's own; removed with all its contents.
 struct Real {
     base: PathBuf,
     cgroups: Cgroups,
     limits: bool,
 }
 
-/// `None`, said aloud, where there is no cgroup v2 or no right to it.
+/// `None`, with a note on standard error, where there is no cgroup v2 or no right to it.
 fn real(name: &str) -> Option<Real> {
     let made = find_place().and_then(|place| {
         let base = place.base.join(format!("forkd-test-{name}-{}", std::process::id()));

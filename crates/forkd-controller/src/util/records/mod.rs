@@ -1,10 +1,10 @@
-//! Records: the small files by which the next daemon finds the sandboxes and templates of this one.
+//! Records: small files from which the next daemon restores the sandboxes and templates of this one.
 //!
-//! Every record has a version, and a file that is always whole: it is written beside its place and renamed.
+//! Every record has a version. Its file is always whole: it is written under another name and renamed.
 //!
 //! | found | means |
 //! |---|---|
-//! | no file | The object is half-made: no client was told of it. The daemon ends it and removes its folder. |
+//! | no file | The object is half-made, and no client has its id. The daemon ends it and removes its folder. |
 //! | a file this daemon reads | The daemon takes the object over. |
 //! | a file it cannot read: damaged, or of a newer daemon | The daemon *keeps* the object: see `unknown`. |
 //!
@@ -23,7 +23,7 @@ use serde_json::Value;
 /// The largest record that is read.
 const MAX_FILE: u64 = 1 << 20;
 
-/// A record.
+/// The type of a record.
 pub(crate) trait VersionedRecord: Serialize + DeserializeOwned {
     /// The name of its file.
     const FILE: &'static str;
@@ -31,11 +31,11 @@ pub(crate) trait VersionedRecord: Serialize + DeserializeOwned {
     const VERSION: u32 = 1;
 }
 
-/// What there is of a record.
+/// The result of reading a record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Found<T> {
     Missing,
-    /// There is a file, and why it cannot be read.
+    /// A file that cannot be read, and why.
     Unreadable(String),
     Read(T),
 }
@@ -50,7 +50,7 @@ impl<T> Found<T> {
     }
 }
 
-/// A record as it is in its file.
+/// The content of a record's file.
 #[derive(Serialize)]
 struct Versioned<'a, T> {
     version: u32,
@@ -58,7 +58,7 @@ struct Versioned<'a, T> {
     record: &'a T,
 }
 
-/// What every version has.
+/// The fields of every version.
 #[derive(Deserialize)]
 struct Header {
     #[serde(default)]
@@ -75,7 +75,7 @@ pub(crate) fn read<T: VersionedRecord>(folder: &Path) -> Found<T> {
     }
 }
 
-/// Whatever is in the record in `folder`, for one that cannot be read: nothing of it is certain.
+/// Whatever JSON is in an unreadable record in `folder`. None of it is certain.
 pub(crate) fn glimpse<T: VersionedRecord>(folder: &Path) -> Value {
     let bytes = bytes(&folder.join(T::FILE)).unwrap_or_default();
     serde_json::from_slice(&bytes).unwrap_or(Value::Null)
@@ -88,10 +88,10 @@ fn bytes(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The record that `bytes` are, or why they are none.
+/// Parses a record, or returns why `bytes` are none.
 pub(crate) fn parse<T: VersionedRecord>(bytes: &[u8]) -> Result<T, String> {
     let Header { version } = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    // Before the rest: a newer version may have anything else in it.
+    // Before the other fields: a newer version may have different ones.
     if version > u64::from(T::VERSION) {
         let known = T::VERSION;
         return Err(format!("it has version {version}, and this daemon reads versions up to {known}"));
@@ -104,7 +104,7 @@ pub(crate) fn to_vec<T: VersionedRecord>(record: &T) -> io::Result<Vec<u8>> {
     Ok(serde_json::to_vec(&Versioned { version: T::VERSION, record })?)
 }
 
-/// Writes a record into `folder`, whole or not at all. Not synced: it need not outlive the host.
+/// Writes a record into `folder`, whole or not at all. Not synced, as it need not outlive the host's boot.
 pub(crate) fn write<T: VersionedRecord>(record: &T, folder: &Path) -> io::Result<()> {
     let new = folder.join(format!("{}.new", T::FILE));
     std::fs::write(&new, to_vec(record)?)?;

@@ -1,6 +1,6 @@
-//! Golden files: one example of every record on disk, in every version that is read. They prove that a change of
-//! code changes no format. Who adds a field adds its line to the newest example, and with a new version keeps
-//! the old example beside a new one.
+//! Golden files: one example of every record on disk, in every version that this daemon reads. They prove that a
+//! code change keeps the format. A new field gets a line in the newest example. A new version gets a new example
+//! beside the old one.
 
 use std::os::fd::AsFd;
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ fn value(bytes: &[u8]) -> Value {
     serde_json::from_slice(bytes).unwrap()
 }
 
-/// The newest example is what is written when it was read, and the older ones are read as the same.
+/// The newest example is written back as it was read, and the older ones are read as the same record.
 fn is_golden<T: VersionedRecord>(name: &str) {
     let newest = value(&golden(name, T::VERSION));
     for version in 0..=T::VERSION {
@@ -62,7 +62,7 @@ fn a_record_is_missing_or_unreadable_or_read_and_never_half_written() {
     let path = folder.path().join(End::FILE);
     let whole = std::fs::read(&path).unwrap();
     for length in 0..whole.len() {
-        // What a write that was cut off leaves is not at the record's place.
+        // An interrupted write leaves its file under another name.
         std::fs::write(folder.path().join("end.json.new"), &whole[..length]).unwrap();
         assert_eq!(read(folder.path()), Found::Read(end.clone()));
         assert!(parse::<End>(&whole[..length]).is_err(), "{length}");

@@ -3,10 +3,10 @@
 //! A panic is a bug. The daemon logs it, counts it (`forkd_task_panics_total`), and then follows the rule:
 //!
 //! - [`spawn`]: a request or an object waits for this work. The waiter gets the panic through the handle.
-//! - [`spawn_or`]: the same, where the waiter has no handle: a last word tells it.
+//! - [`spawn_or`]: the same for a waiter without the handle: a callback reports the panic to it.
 //! - [`keep_running`]: a loop that serves the whole daemon. It starts again, after a pause that doubles.
-//! - [`Vital::spawn`]: without it the daemon breaks its promises, and it cannot start again. The daemon stops, with
-//!   an error.
+//! - [`Vital::spawn`]: the daemon breaks its promises without this task, and the task cannot start again. The daemon
+//!   stops, with an error.
 //!
 //! Nothing else in the daemon calls `tokio::spawn`.
 
@@ -27,19 +27,19 @@ use crate::error::{Error, Result};
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 /// The longest pause.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-/// A loop that ran for so long starts again after the first pause.
+/// A loop that ran this long starts again after the first pause.
 const CALM: Duration = Duration::from_secs(60);
 
 macro_rules! tasks {
     ($($task:ident $name:literal,)*) => {
-        /// What a task does.
+        /// The kind of a task.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub(crate) enum Task {
             $($task,)*
         }
 
         impl Task {
-            /// All of them, in the order of their numbers.
+            /// All kinds, in the order of their numbers.
             const ALL: &[Task] = &[$(Task::$task),*];
 
             /// The name in logs and metrics.
@@ -91,7 +91,7 @@ tasks! {
     WorkspaceSweep "workspace_sweep",
 }
 
-/// Panics of each task. Of the process, as panics are.
+/// Panics by kind of task. A static, because panics belong to the process.
 static PANICS: [AtomicU64; Task::ALL.len()] = [const { AtomicU64::new(0) }; Task::ALL.len()];
 
 fn panics(task: Task) -> &'static AtomicU64 {
@@ -103,7 +103,7 @@ pub(crate) fn panic_counts() -> impl Iterator<Item = (&'static str, u64)> {
     Task::ALL.iter().map(|task| (task.name(), panics(*task).load(Relaxed)))
 }
 
-/// Logs and counts a panic. Its text.
+/// Logs and counts a panic, and returns its text.
 pub(crate) fn note(task: Task, panic: &(dyn Any + Send), then: &str) -> String {
     panics(task).fetch_add(1, Relaxed);
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
@@ -153,7 +153,7 @@ pub(crate) fn spawn_blocking<T: Send + 'static>(
     })
 }
 
-/// Starts work whose waiter does not hold the handle. After a panic `last_word` tells the waiter.
+/// Starts work whose waiter does not hold the handle. After a panic `last_word` reports it to the waiter.
 pub(crate) fn spawn_or(
     task: Task,
     work: impl Future<Output = ()> + Send + 'static,
@@ -167,7 +167,7 @@ pub(crate) fn spawn_or(
     })
 }
 
-/// Starts a loop, and starts it again whenever it panics. It is over when it returns.
+/// Starts a loop, and starts it again after each panic. It ends when the loop returns.
 pub(crate) fn keep_running<W>(task: Task, mut start: impl FnMut() -> W + Send + 'static) -> JoinHandle<()>
 where
     W: Future<Output = ()> + Send + 'static,
@@ -187,11 +187,11 @@ where
     })
 }
 
-/// Starts tasks the daemon cannot do without.
+/// Starts tasks that the daemon cannot run without.
 #[derive(Debug, Clone)]
 pub(crate) struct Vital(watch::Sender<Option<Error>>);
 
-/// Hears when one of them panicked.
+/// Reports the first panic of a vital task.
 #[derive(Debug)]
 pub(crate) struct Failed(watch::Receiver<Option<Error>>);
 
@@ -218,12 +218,12 @@ impl Vital {
 }
 
 impl Failed {
-    /// Returns when a vital task panicked.
+    /// Returns when a vital task has panicked.
     pub(crate) async fn next(&mut self) -> Error {
         let failed = self.0.wait_for(Option::is_some).await.ok().and_then(|failed| failed.clone());
         match failed {
             Some(error) => error,
-            // None is left that could.
+            // No task is left that could panic.
             None => std::future::pending().await,
         }
     }
@@ -241,7 +241,7 @@ pub(crate) async fn blocking<T: Send + 'static>(
     doing: &'static str,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    // What it logs belongs to whoever asked for it.
+    // The log lines of the work belong to the caller's span.
     let span = tracing::Span::current();
     let work = move || span.in_scope(work);
     spawn_blocking(Task::Blocking, work).await.unwrap_or_else(|error| Err(Error::host(doing, error)))

@@ -1,4 +1,4 @@
-//! What becomes of tasks that panic.
+//! Tests of the rules for tasks that panic.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;

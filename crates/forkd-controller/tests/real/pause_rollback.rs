@@ -1,11 +1,11 @@
-//! Pausing, resuming and taking back, for real, with guests of a few instructions: wherever `/dev/kvm`
+//! Pause, resume and rollback with a real daemon and guests of a few instructions. They run wherever `/dev/kvm`
 //! opens.
 
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
-use crate::asked::{children_of, id, route};
 use crate::daemon::{Daemon, eventually, pid, runs};
+use crate::support::{children_of, id, route};
 use serde_json::{Value, json};
 
 #[test]
@@ -42,7 +42,7 @@ fn a_paused_sandbox_stands_still_until_it_is_resumed_also_across_a_restart() {
     }
     spells(&daemon);
 
-    // A paused one can be deleted like any other; one that ended cannot be paused.
+    // A paused sandbox can be deleted; one that has ended cannot be paused.
     daemon.done(200, "POST", &route(&child, "pause"), None);
     daemon.done(204, "DELETE", &format!("/v1/sandboxes/{name}"), None);
     eventually("its end", || !runs(pid(&child)));
@@ -66,7 +66,7 @@ fn a_sandbox_taken_back_goes_on_from_the_snapshot_under_its_id() {
     let name = id(&child);
     let letter = daemon.first_letter(&name);
 
-    // To where it came from: another process, and the same sandbox.
+    // To its own snapshot: another process, and the same sandbox.
     let mut last = child.clone();
     for _ in 0..3 {
         let back = daemon.done(200, "POST", &route(&child, "rollback"), None);
@@ -80,7 +80,7 @@ fn a_sandbox_taken_back_goes_on_from_the_snapshot_under_its_id() {
         last = back;
     }
 
-    // To another snapshot, of another lineage; the next daemon knows.
+    // To another snapshot, of another lineage; the next daemon keeps that.
     let reference = daemon.spawn("two", 1).remove(0);
     let back = daemon.done(200, "POST", &route(&child, "rollback"), Some(json!({"to": "two"})));
     assert_eq!((&back["rolled_back_to"], &back["snapshot_tag"]), (&json!("two"), &json!("one")));
@@ -93,7 +93,7 @@ fn a_sandbox_taken_back_goes_on_from_the_snapshot_under_its_id() {
         assert_eq!(after[same], back[same], "{same}: {after}");
     }
 
-    // A paused one runs again, and so does one that has ended.
+    // A paused sandbox runs again, and so does one that has ended.
     daemon.done(200, "POST", &route(&child, "pause"), None);
     let back = daemon.done(200, "POST", &route(&child, "rollback"), Some(json!({"to": "one"})));
     assert_eq!(back["state"], "running");
@@ -134,7 +134,7 @@ fn a_rollback_that_cannot_be_leaves_the_sandbox_alone_and_one_that_fails_ends_it
     let left: Vec<_> = left.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     assert!(!left.iter().any(|name| name == "next" || name == "end.json"), "{left:?}");
 
-    // A guest that never says a word: the sandbox has ended, with the reason, and can be taken back again.
+    // The guest of `mute` never gets ready: the sandbox has ended, with the reason, and can be rolled back again.
     let (path, body) = back(json!({"to": "mute"}));
     daemon.refused(502, "guest_failed", "POST", &path, body);
     let ended = daemon.sandbox(&id(&child));
@@ -190,7 +190,7 @@ fn a_daemon_killed_in_a_rollback_leaves_the_old_the_new_or_an_ended_sandbox() {
         let before = daemon.sandbox(&id(&child));
         std::thread::scope(|scope| {
             let asked = scope.spawn(|| daemon.try_request("POST", &path, None));
-            // From its beginning to a little after its end.
+            // From the begin of the rollback to a little after its end.
             std::thread::sleep(whole * round / 9);
             daemon.pull_the_plug();
             let _ = asked.join();
@@ -221,7 +221,7 @@ fn a_daemon_killed_in_a_rollback_leaves_the_old_the_new_or_an_ended_sandbox() {
     eventually("empty folders", || daemon.left("sandboxes") == 0);
 }
 
-/// What a sandbox's port of loopback answers.
+/// The response of a sandbox's line port.
 fn say(target: &str, bytes: &str) -> Value {
     let mut stream = std::net::TcpStream::connect(target).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
@@ -231,7 +231,7 @@ fn say(target: &str, bytes: &str) -> Value {
     serde_json::from_str(&answer).unwrap()
 }
 
-/// The same, asked by another user.
+/// The same for a client that runs as another user.
 fn say_as_nobody(target: &str, line: &str) -> Value {
     let (host, port) = target.split_once(':').unwrap();
     let talk = format!("exec 3<>/dev/tcp/{host}/{port}; printf '%s\\n' '{line}' >&3; cat <&3");
@@ -244,7 +244,7 @@ fn say_as_nobody(target: &str, line: &str) -> Value {
 fn a_line_port_is_opened_when_asked_for_and_stays_through_rollback_and_restart_until_the_end() {
     let Some(mut daemon) = Daemon::spelling() else { return };
     daemon.snapshot("tiny", "kernel");
-    // Without being asked for there is none, only the address in the sandbox's own network.
+    // By default a sandbox has no line port, only the address in its own network.
     let plain = daemon.spawn("tiny", 1).remove(0);
     assert_eq!(plain["guest_addr"], "10.42.0.2:8888");
     let body = json!({"snapshot_tag": "tiny", "line_port": true});
@@ -252,21 +252,21 @@ fn a_line_port_is_opened_when_asked_for_and_stays_through_rollback_and_restart_u
     let target = child["guest_addr"].as_str().unwrap().to_owned();
     assert!(target.starts_with("127.0.0.1:"), "{target}");
 
-    // A bare kernel has no agent that could answer; that is what a line is told, and HTTP is refused.
+    // A bare kernel has no agent: a line gets this error, and an HTTP request is refused.
     let no_agent = |target: &str| {
         let answer = say(target, "{\"action\": \"ping\"}\n");
         assert!(answer["error"].as_str().unwrap().contains("bare kernel"), "{answer}");
         assert_eq!(answer["exit_code"], 1);
     };
     no_agent(&target);
-    // Every user of this host can connect; who is neither root nor in the group forkd gets no further.
+    // Every user of this host can connect, but only root and members of group forkd get an answer.
     let refused = say_as_nobody(&target, "{\"action\": \"ping\"}");
     let why = refused["error"].as_str().unwrap();
     assert!(why.contains("user 65534 may not use this port") && why.contains("forkd line"), "{refused}");
     let post = say(&target, "POST / HTTP/1.1\r\nContent-Length: 19\r\n\r\n{\"action\": \"ping\"}\n");
     assert!(post["error"].as_str().unwrap().contains("not HTTP"), "{post}");
 
-    // The same over HTTP, where it is meant to be.
+    // The same over HTTP, on its own route.
     let (status, over_http) = daemon.request("POST", &route(&child, "line"), Some(json!({"action": "ping"})));
     assert_eq!(status, 200);
     assert!(over_http["error"].as_str().unwrap().contains("bare kernel"), "{over_http}");
@@ -278,7 +278,7 @@ fn a_line_port_is_opened_when_asked_for_and_stays_through_rollback_and_restart_u
         Some(json!({"action": "ping"})),
     );
 
-    // Asked for later, as often as one likes.
+    // Opened later, and more than once.
     let opened = daemon.done(200, "PUT", &route(&plain, "line-port"), None);
     assert_eq!(daemon.done(200, "PUT", &route(&plain, "line-port"), None), opened);
     assert_eq!(daemon.sandbox(&id(&plain))["guest_addr"], opened["target"]);

@@ -1,4 +1,4 @@
-//! Branches that take long to come to disk, or cannot: with guests of a few instructions, wherever `/dev/kvm`
+//! Branches whose save takes long or fails, with guests of a few instructions. They run wherever `/dev/kvm`
 //! opens.
 
 use std::fs::File;
@@ -11,24 +11,24 @@ use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-use crate::asked::{id, route};
 use crate::daemon::{Daemon, eventually, launch, pid, runs, within};
+use crate::support::{id, route};
 
-/// Waits until `tag` is not being written any more.
+/// Waits until the save of `tag` has ended.
 fn settled(daemon: &Daemon, tag: &str) -> Value {
     let now = || daemon.done(200, "GET", &format!("/v1/snapshots/{tag}"), None);
-    // Savers come after everybody else, and these guests never rest.
+    // Savers have the lowest CPU priority, and these guests never rest.
     within(Duration::from_secs(180), "what comes of a branch", || now()["status"] != "writing");
     now()
 }
 
-/// The nodes of the tree that are gone.
+/// The archived nodes of the tree.
 fn gone(daemon: &Daemon) -> Vec<Value> {
     let tree = daemon.done(200, "GET", "/v1/tree", None);
     tree["nodes"].as_array().unwrap().iter().filter(|node| node["gone"] == true).cloned().collect()
 }
 
-/// The template `branch` tells of, and whoever saves it: all it has forked but `child`.
+/// The template of `branch`, and its saver: all its children but `child`.
 fn template_and_saver(branch: &Value, child: &Value) -> Vec<Pid> {
     let template = branch["template"]["pid"].as_i64().unwrap() as i32;
     let children = std::fs::read_to_string(format!("/proc/{template}/task/{template}/children")).unwrap();
@@ -36,7 +36,7 @@ fn template_and_saver(branch: &Value, child: &Value) -> Vec<Pid> {
     std::iter::once(template).chain(children).map(|pid| Pid::from_raw(pid).unwrap()).collect()
 }
 
-/// A saver may be done before it hears of it.
+/// Sends a signal. A saver may have ended before that.
 fn tell(processes: &[Pid], signal: Signal) {
     for process in processes {
         let _ = kill_process(*process, signal);
@@ -51,7 +51,7 @@ fn a_child_forked_before_its_branch_was_on_disk_can_be_taken_back_to_it() {
     let live = json!({"tag": "b", "mode": "live", "wait": false});
     let branch = daemon.done(202, "POST", &route(&source, "branch"), Some(live));
     let child = daemon.spawn("b", 1).remove(0);
-    // It comes to disk in a later second than the one the child was made in.
+    // It is on disk in a later second than that of the child's creation.
     let stopped = template_and_saver(&branch, &child);
     tell(&stopped, Signal::STOP);
     std::thread::sleep(Duration::from_millis(1100));
@@ -64,13 +64,13 @@ fn a_child_forked_before_its_branch_was_on_disk_can_be_taken_back_to_it() {
     let back = |to: Value| daemon.done(200, "POST", &route(&child, "rollback"), Some(to));
     assert_eq!(back(json!({}))["rolled_back_to"], "b");
     assert_eq!(daemon.first_letter(&id(&child)), letter);
-    // Also from where its process tells nothing of where it came from.
+    // Also after a rollback to another snapshot, when its process does not show the branch.
     assert_eq!(back(json!({"to": "root"}))["rolled_back_to"], "root");
     assert_eq!(gone(&daemon), Vec::<Value>::new());
     assert_eq!(back(json!({}))["rolled_back_to"], "b");
     assert_eq!(daemon.first_letter(&id(&child)), letter);
 
-    // Another one with its tag is another one, if it was made in the same second.
+    // A new branch with the same tag is another snapshot, even in the same second.
     daemon.done(204, "DELETE", "/v1/snapshots/b", None);
     let full = json!({"tag": "b", "mode": "full"});
     daemon.done(201, "POST", &route(&source, "branch"), Some(full));
@@ -79,14 +79,14 @@ fn a_child_forked_before_its_branch_was_on_disk_can_be_taken_back_to_it() {
     assert_eq!(back(json!({"to": "b"}))["rolled_back_to"], "b");
 }
 
-/// How the kernel gives CPUs to a process, by its number in `sched.h`; none if it is gone.
+/// The scheduling policy of a process, as numbered in `sched.h`; none if it has ended.
 fn policy(process: Pid) -> Option<i32> {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero())).ok()?;
     stat.rsplit_once(')')?.1.split_whitespace().nth(38)?.parse().ok()
 }
 
-/// Branches `source` until somebody who saves was seen, while it was in the last place for a CPU and before it
-/// was done. It stands still then.
+/// Branches `source` until a saver is seen with the lowest CPU priority before it is done. The saver is then
+/// stopped.
 fn caught_saving(daemon: &Daemon, source: &Value) -> (String, Pid) {
     for n in 0..50 {
         let tag = format!("caught-{n}");
@@ -108,14 +108,14 @@ fn caught_saving(daemon: &Daemon, source: &Value) -> (String, Pid) {
             }
         }
     }
-    panic!("never saw a saver in the last place");
+    panic!("no saver was seen with the lowest CPU priority");
 }
 
 #[test]
 fn a_saver_has_the_last_place_for_a_cpu_until_it_gets_nothing_there() {
     let Some(daemon) = Daemon::spelling() else { return };
     daemon.snapshot("root", "kernel");
-    // Guests that never rest.
+    // These guests never rest.
     let source = daemon.spawn("root", 1 + std::thread::available_parallelism().unwrap().get()).remove(0);
     let (tag, saver) = caught_saving(&daemon, &source);
     within(Duration::from_secs(20), "a share of the CPUs", || policy(saver) == Some(libc::SCHED_OTHER));
@@ -128,7 +128,7 @@ fn a_saver_has_the_last_place_for_a_cpu_until_it_gets_nothing_there() {
 struct Small(PathBuf);
 
 impl Small {
-    /// Mounts one. `None`, and said so, where that is not allowed.
+    /// Mounts one. `None`, with a note, without the permission to mount.
     fn mount(at: &Path) -> Option<Small> {
         match mount("none", at, "tmpfs", MountFlags::empty(), c"size=8m,mode=700") {
             Ok(()) => Some(Small(at.to_owned())),
@@ -139,7 +139,7 @@ impl Small {
         }
     }
 
-    /// Fills it, as long as what is returned is open.
+    /// Fills it until the returned file is closed.
     fn fill(&self) -> File {
         let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
         let mut filler = File::from(rustix::fs::open(&self.0, flags, Mode::RUSR | Mode::WUSR).unwrap());
@@ -154,7 +154,7 @@ impl Drop for Small {
     }
 }
 
-/// A daemon whose snapshots are on a small disk, with a sandbox to branch. `limits` are the daemon's.
+/// A daemon whose snapshots are on a small disk, with a sandbox to branch. `limits` are the daemon's settings.
 fn on_a_small_disk(limits: Value) -> Option<(Daemon, Small, Value)> {
     let mut daemon = Daemon::spelling()?;
     daemon.kill();
@@ -171,7 +171,7 @@ fn info(daemon: &Daemon, tag: &str) -> Value {
     daemon.done(200, "GET", &format!("/v1/snapshots/{tag}"), None)
 }
 
-/// Takes a live branch of `source` on a full disk, and waits until it waits for room; the branch.
+/// Takes a live branch of `source` on a full disk, and returns it when it waits for room.
 fn waiting(daemon: &Daemon, source: &Value, tag: &str) -> Value {
     let live = json!({"tag": tag, "mode": "live", "wait": false});
     let branch = daemon.done(202, "POST", &route(source, "branch"), Some(live));
@@ -180,7 +180,7 @@ fn waiting(daemon: &Daemon, source: &Value, tag: &str) -> Value {
 }
 
 fn waits(daemon: &Daemon, tag: &str) {
-    // Between two tries it says why it waits.
+    // Between two attempts its record has the reason.
     let waits = || info(daemon, tag)["error_code"] == "disk_full";
     within(Duration::from_secs(180), "a branch that waits for room", waits);
     let info = info(daemon, tag);
@@ -199,14 +199,14 @@ fn a_branch_for_which_there_is_no_room_waits_in_memory_until_there_is() {
     waiting(&daemon, &source, "b");
     assert_eq!(daemon.left("snapshots"), left);
     let child = daemon.spawn("b", 1).remove(0);
-    // Who waits is told, also if what it came from is not on disk.
+    // A client that waits gets an error, even if the branch's parent is not on disk.
     let diff = |tag: &str| Some(json!({"tag": tag, "mode": "diff"}));
     for sandbox in [&source, &child] {
         daemon.refused(507, "disk_full", "POST", &route(sandbox, "branch"), diff("c"));
         daemon.refused(404, "snapshot_not_found", "GET", "/v1/snapshots/c", None);
     }
 
-    // Neither a daemon that is killed nor one that stops loses it.
+    // The branch survives a kill and a stop of the daemon.
     daemon.restart();
     waits(&daemon, "b");
     daemon.terminate();

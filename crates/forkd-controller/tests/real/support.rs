@@ -1,4 +1,4 @@
-//! Asking a daemon and looking at what it answers, and a guest whose state can be seen from outside.
+//! Requests to a daemon with checks of the responses, and guests whose state is visible from outside.
 
 use forkd_vmm::guest_code;
 use serde_json::Value;
@@ -6,8 +6,8 @@ use serde_json::Value;
 use crate::daemon::{Daemon, eventually};
 
 guest_code! {
-    /// Prints A to Z over and over, a line with one letter every few milliseconds, and says that it is ready whenever
-    /// the VM generation id is another one: at its start, and in every child.
+    /// Prints A to Z over and over, a line with one letter every few milliseconds. Reports that it is ready whenever
+    /// the VM generation id has changed: at its start, and in every child.
     pub(crate) fn spells,
     "xor ebx, ebx",
     "mov r8d, 65",
@@ -44,7 +44,7 @@ guest_code! {
 }
 
 guest_code! {
-    /// Is ready once, never again.
+    /// Reports that it is ready once, and never in a child.
     pub(crate) fn is_mute,
     "mov edx, 0x602",
     "out dx, al",
@@ -53,19 +53,19 @@ guest_code! {
 }
 
 impl Daemon {
-    /// With the two guests above as `kernel` and `mute`.
+    /// A daemon with the two guests above as `kernel` and `mute`.
     pub(crate) fn spelling() -> Option<Daemon> {
         Daemon::start(&[("kernel", spells()), ("mute", is_mute())])
     }
 
-    /// Asks for something that must succeed with this status.
+    /// Sends a request that must succeed with this status.
     pub(crate) fn done(&self, status: u16, method: &str, path: &str, body: Option<Value>) -> Value {
         let (got, answer) = self.request(method, path, body);
         assert_eq!(got, status, "{method} {path}: {answer}\n{}", self.log());
         answer
     }
 
-    /// Asks for something that must fail with this status and this code.
+    /// Sends a request that must fail with this status and this code.
     pub(crate) fn refused(
         &self,
         status: u16,
@@ -85,32 +85,32 @@ impl Daemon {
         self.done(200, "GET", &format!("/v1/sandboxes/{id}"), None)
     }
 
-    /// The process children of `tag` are forked from.
+    /// The pid of the template of `tag`.
     pub(crate) fn template_of(&self, tag: &str) -> i32 {
         let info = self.done(200, "GET", &format!("/v1/snapshots/{tag}"), None);
         info["template"]["pid"].as_i64().unwrap() as i32
     }
 
-    /// What a guest has printed.
+    /// The console output of a guest.
     pub(crate) fn printed(&self, id: &str) -> String {
         let console = self.place("sandboxes").join(id).join("console.log");
         std::fs::read_to_string(console).unwrap_or_default()
     }
 
-    /// The first letter of a guest that [`spells`]: tells which instant it was forked from.
+    /// The first letter from a guest of [`spells`]: it shows the instant of the fork.
     pub(crate) fn first_letter(&self, id: &str) -> char {
         eventually("a letter", || !self.printed(id).is_empty());
         self.printed(id).chars().next().unwrap()
     }
 
-    /// Kills the daemon, which may be answering somebody, and does not wait for anything.
+    /// Kills the daemon at once, even while it answers a request.
     pub(crate) fn pull_the_plug(&self) {
         let pid = rustix::process::Pid::from_raw(self.child.id() as i32).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
     }
 }
 
-/// How many live processes `pid` has forked.
+/// How many live children process `pid` has.
 pub(crate) fn children_of(pid: i32) -> usize {
     let parent = |stat: &str| -> Option<i32> { stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok() };
     let processes = std::fs::read_dir("/proc").unwrap().flatten();
@@ -122,7 +122,7 @@ pub(crate) fn id(info: &Value) -> String {
     info["id"].as_str().unwrap().to_owned()
 }
 
-/// A sandbox's route.
+/// A route of a sandbox.
 pub(crate) fn route(info: &Value, verb: &str) -> String {
     format!("/v1/sandboxes/{}/{verb}", id(info))
 }

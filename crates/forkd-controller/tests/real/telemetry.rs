@@ -1,5 +1,5 @@
-//! What the daemon tells: metrics, the audit log, events, statistics, request ids. A real daemon, with guests
-//! of a few instructions: wherever `/dev/kvm` opens.
+//! Telemetry: metrics, the audit log, events, statistics, request ids. A real daemon, with guests of a few
+//! instructions. They run wherever `/dev/kvm` opens.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -7,12 +7,12 @@ use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use crate::asked::{id, route};
 use crate::daemon::{Daemon, eventually};
+use crate::support::{id, route};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-/// Sends a request as it is and reads the answer: head and body. HTTP/1.0, so that nothing is chunked.
+/// Sends a request and returns the head and body of the response. HTTP/1.0, so that it is not chunked.
 pub(crate) fn exchange(
     mut stream: impl Read + Write,
     method_and_path: &str,
@@ -52,7 +52,7 @@ impl Daemon {
         text.lines().map(|line| serde_json::from_str(line).expect(line)).collect()
     }
 
-    /// The line of the request with that id, once it is written.
+    /// The line of the request with that id; waits until it is written.
     fn audit_of(&self, request: &str) -> Value {
         let find = || self.audited().into_iter().find(|line| line["request_id"] == request);
         eventually("a line in the audit log", || find().is_some());
@@ -64,7 +64,7 @@ impl Daemon {
     }
 }
 
-/// Id, kind and data of each event in a stream.
+/// The id, kind and data of each event in a stream.
 fn events(stream: &str) -> Vec<(Option<String>, String, Value)> {
     let mut events = Vec::new();
     for block in stream.split("\n\n").filter(|block| !block.is_empty()) {
@@ -76,10 +76,10 @@ fn events(stream: &str) -> Vec<(Option<String>, String, Value)> {
     events
 }
 
-/// A sample: its name, its labels and its value.
+/// A sample: name, labels and value.
 type Sample = (String, BTreeMap<String, String>, f64);
 
-/// Reads the exposition format as its definition has it, and panics at anything else.
+/// Parses the exposition format by its definition, and panics on anything else.
 fn parse(text: &str) -> Vec<Sample> {
     assert!(text.ends_with('\n'));
     let is_name = |name: &str| {
@@ -146,7 +146,7 @@ fn parse(text: &str) -> Vec<Sample> {
     samples
 }
 
-/// Each is cumulative, ends with everything, and says the same number twice.
+/// Checks that each histogram is cumulative, ends with `+Inf`, and has a matching count.
 fn check_histograms(samples: &[Sample], types: &BTreeMap<String, String>) {
     for name in types.iter().filter(|(_, kind)| *kind == "histogram").map(|(name, _)| name) {
         let mut counted: BTreeMap<BTreeMap<String, String>, f64> = BTreeMap::new();
@@ -173,7 +173,7 @@ fn value(samples: &[Sample], name: &str, labels: &[(&str, &str)]) -> Option<f64>
 #[test]
 fn the_metrics_are_what_prometheus_reads_and_count_what_was_done() {
     let Some(daemon) = Daemon::spelling() else { return };
-    // Before anything: what never happened is zero, not absent.
+    // Before any request: a count of zero is shown.
     let nothing = parse(&daemon.text("/metrics"));
     for name in ["spawns", "branches", "execs", "saves", "boots"] {
         assert_eq!(
@@ -231,7 +231,7 @@ fn the_metrics_are_what_prometheus_reads_and_count_what_was_done() {
     ] {
         assert_eq!(get(name, &[("outcome", outcome)]), expected, "{name} {outcome}\n{text}");
     }
-    // Looked at now and then, not at every request.
+    // These are read at intervals, not for every request.
     for name in ["forkd_sandbox_memory_private_bytes", "forkd_sandbox_memory_shared_bytes"] {
         eventually(name, || {
             let (_, text) = exchange(daemon.unix(), "GET /metrics", "", "");
@@ -241,7 +241,7 @@ fn the_metrics_are_what_prometheus_reads_and_count_what_was_done() {
     for name in ["process_resident_memory_bytes", "process_open_fds", "process_start_time_seconds"] {
         assert!(get(name, &[]) > 0.0, "{name}\n{text}");
     }
-    // However many paths and methods a client makes up, there is one of each.
+    // All unknown paths share one label, and so do all unknown methods.
     let requests = "forkd_http_request_seconds_count";
     let labels = |method, route, status| [("method", method), ("route", route), ("status", status)];
     assert_eq!(get(requests, &labels("GET", "/v1/sandboxes/{id}", "404")), 3.0);
@@ -302,7 +302,7 @@ fn every_request_is_in_the_audit_log_with_who_and_what_and_nothing_secret() {
     let ids: Vec<String> = made["target"].as_str().unwrap().split(',').map(str::to_owned).collect();
     assert!(ids.len() == 2 && daemon.list().iter().filter(|it| ids.contains(&id(it))).count() == 2, "{made}");
 
-    // Who is not let in has no name; who shows a token has the token's.
+    // An unauthenticated request has no identity; one with a token has the token's name.
     let line = tcp("stranger", "GET /v1/sandboxes", &format!("Authorization: Bearer {secret}\r\n"));
     assert_eq!((&line["status"], &line["identity"]), (&json!(401), &Value::Null), "{line}");
     assert!(line["peer"].as_str().unwrap().starts_with("127.0.0.1:"), "{line}");
@@ -311,7 +311,7 @@ fn every_request_is_in_the_audit_log_with_who_and_what_and_nothing_secret() {
     let line = tcp("friend", "GET /v1/sandboxes", &authorized);
     assert_eq!((&line["status"], &line["identity"]), (&json!(200), &json!("default")), "{line}");
 
-    // A conversation has a beginning and an end; what machines ask every second is not worth a line.
+    // A stream has a line for its begin and its end; frequent requests of machines have none.
     let mut stream = daemon.unix();
     write!(
         stream,
@@ -329,7 +329,7 @@ fn every_request_is_in_the_audit_log_with_who_and_what_and_nothing_secret() {
     exchange(daemon.unix(), "GET /healthz", "X-Request-Id: routine\r\n", "");
     exchange(daemon.unix(), "GET /metrics", "X-Request-Id: routine\r\n", "");
 
-    // Moved away, as logrotate does; what comes after is in a new file, what came before is not lost.
+    // After a move, as by logrotate, new lines are in a new file, and the old ones are kept.
     let before = daemon.audited().len();
     let (log, moved) = (daemon.path().join("audit.log"), daemon.path().join("audit.log.1"));
     std::fs::rename(&log, &moved).unwrap();
@@ -354,7 +354,7 @@ fn whoever_goes_away_before_the_answer_is_in_the_audit_log() {
     let Some(daemon) = Daemon::spelling() else { return };
     daemon.snapshot("mute", "mute");
     let mut stream = daemon.unix();
-    // A child that never says that it is ready.
+    // A child that never gets ready.
     let body = r#"{"snapshot_tag":"mute"}"#;
     let length = body.len();
     write!(
@@ -377,7 +377,7 @@ fn whoever_goes_away_before_the_answer_is_in_the_audit_log() {
 #[test]
 fn events_tell_what_happens_in_order_and_go_on_where_a_client_left_off() {
     let Some(mut daemon) = Daemon::spelling() else { return };
-    // Somebody who follows from the beginning.
+    // A subscriber from the beginning.
     let mut live = daemon.unix();
     write!(live, "GET /v1/events?since=0&kind=sandbox HTTP/1.0\r\n\r\n").unwrap();
     daemon.snapshot("tiny", "kernel");
@@ -396,7 +396,7 @@ fn events_tell_what_happens_in_order_and_go_on_where_a_client_left_off() {
     daemon.done(204, "DELETE", "/v1/snapshots/twig", None);
     let kinds =
         |query: &str| -> Vec<String> { daemon.events(query).into_iter().map(|(_, kind, _)| kind).collect() };
-    // They end after they were answered to, and what is compared below must be all there is.
+    // Sandboxes end after the response, and the comparison below needs all events.
     for gone in [name.as_str(), desk["live_sandbox_id"].as_str().unwrap()] {
         eventually("its end", || kinds(&format!("&sandbox={gone}&kind=sandbox.ended")).len() == 1);
     }
@@ -417,7 +417,7 @@ fn events_tell_what_happens_in_order_and_go_on_where_a_client_left_off() {
     assert_eq!(named, ["workspace.created", "workspace.suspended", "workspace.removed"]);
     assert_eq!(of_workspaces[0].2["sandbox"], desk["live_sandbox_id"]);
 
-    // Each has its own number, one more than the last, and says when and what of.
+    // Event numbers have no gap, and each event has its time and object.
     let all = daemon.events("");
     let (run, _) = all[0].0.as_deref().unwrap().split_once('-').unwrap();
     for (index, (id, kind, data)) in all.iter().enumerate() {
@@ -432,7 +432,7 @@ fn events_tell_what_happens_in_order_and_go_on_where_a_client_left_off() {
     assert!(ends.iter().any(|(_, _, data)| data["reason"] == "deleted"), "{ends:?}");
     assert!(find("sandbox.running")["ready_ms"].as_f64().is_some_and(|ms| ms > 0.0));
 
-    // From the middle, by the id of an event, in the address or in the header browsers send.
+    // From the middle, by an event's id in the query, or in the header that browsers send.
     let middle = all[3].0.clone().unwrap();
     assert_eq!(daemon.events(&format!("&since={middle}")), all[4..]);
     let header = format!("Last-Event-ID: {middle}\r\n");
@@ -442,7 +442,7 @@ fn events_tell_what_happens_in_order_and_go_on_where_a_client_left_off() {
         daemon.refused(400, "invalid_request", "GET", &format!("/v1/events?{bad}"), None);
     }
 
-    // The one who followed heard the same, as it happened; and does not keep the daemon from stopping.
+    // The subscriber got the same events live, and does not keep the daemon from stopping.
     let mut followed = String::new();
     let mut lines = BufReader::new(live);
     let over = |followed: &str| followed.lines().any(|it| it.contains(&name) && it.contains("sandbox.ended"));
@@ -456,7 +456,7 @@ fn events_tell_what_happens_in_order_and_go_on_where_a_client_left_off() {
         events(followed.split_once("\r\n\r\n").unwrap().1).into_iter().filter(of_child).collect();
     assert_eq!(followed.into_iter().map(|(_, kind, _)| kind).collect::<Vec<_>>(), life);
 
-    // To another run, the id says that something was missed.
+    // In another run an old id gives a note that events were missed.
     daemon.child = crate::daemon::launch(daemon.path());
     daemon.up();
     let since = daemon.events(&format!("&since={middle}"));
@@ -523,7 +523,7 @@ fn a_console_can_be_followed_to_the_end_of_its_guest() {
         line.clear();
         assert!(lines.read_line(&mut line).unwrap() > 0);
     }
-    // It spells, a letter a line, one after the other.
+    // The guest prints the alphabet, one letter a line.
     let mut letters = String::new();
     while letters.len() < 40 {
         line.clear();
@@ -548,7 +548,7 @@ fn a_request_has_an_id_that_is_in_its_answer_and_in_the_log() {
     assert_eq!(of("X-Request-Id: mine-1.2_3\r\n"), "mine-1.2_3");
     let (one, two) = (of(""), of("X-Request-Id: not\"mine\r\n"));
     assert!(one != two && !two.contains('"'), "{one} {two}");
-    // A failure's line says whose it is, also when another thread came across it.
+    // The log line of a failure has the request's id, even if another thread logs it.
     let kernel = daemon.path().join("none");
     std::fs::write(&kernel, "nothing that boots").unwrap();
     let body = json!({"tag": "x", "kernel": kernel}).to_string();
@@ -560,7 +560,7 @@ fn a_request_has_an_id_that_is_in_its_answer_and_in_the_log() {
     eventually("a line with its id", told);
 }
 
-/// A collector that keeps what is posted to it, each request's body. Gone with the test.
+/// A collector that passes on the body of each request. It ends with the test.
 fn collector() -> (String, std::sync::mpsc::Receiver<Value>) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("http://{}", listener.local_addr().unwrap());
@@ -578,7 +578,7 @@ fn collector() -> (String, std::sync::mpsc::Receiver<Value>) {
             let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")).unwrap();
             let mut body = vec![0; length.parse().unwrap()];
             stream.read_exact(&mut body).unwrap();
-            // Before the answer: whoever has that may take it to be here.
+            // Before the response: after it the daemon may assume that the spans are here.
             if give.send(serde_json::from_slice(&body).unwrap()).is_err() {
                 return;
             }
@@ -599,13 +599,13 @@ fn requests_spawns_and_branches_are_traced_as_part_of_the_clients_trace() {
     let (trace, parent) = ("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331");
     let headers = format!("Content-Type: application/json\r\ntraceparent: 00-{trace}-{parent}-01\r\n");
     let (head, body) = exchange(daemon.unix(), "POST /v1/sandboxes", &headers, r#"{"snapshot_tag":"tiny"}"#);
-    // What is passed on is the same trace, and the span of the request.
+    // The daemon passes on the same trace, with the span of its request.
     let own = head.lines().find_map(|line| line.strip_prefix("traceparent: ")).unwrap();
     let own: Vec<&str> = own.split('-').collect();
     assert!(own[1] == trace && own[2] != parent, "{own:?}");
     let child = serde_json::from_str::<Value>(&body).unwrap()[0].clone();
     exchange(daemon.unix(), &format!("POST {}", route(&child, "branch")), &headers, r#"{"tag":"twig"}"#);
-    // Whoever does not want to be recorded is not.
+    // A trace whose origin does not want a record has none.
     exchange(daemon.unix(), "GET /version", &format!("traceparent: 00-{trace}-{parent}-00\r\n"), "");
     daemon.terminate();
 
@@ -633,12 +633,12 @@ fn requests_spawns_and_branches_are_traced_as_part_of_the_clients_trace() {
     assert!(!spans.iter().any(|span| span["name"] == "GET /version" && span["traceId"] == trace));
 }
 
-/// What scrapers rely on: names, kinds, help and labels of all metrics. `FORKD_WRITE_GOLDEN=1` writes the file
-/// anew.
+/// The shape that scrapers rely on: names, kinds, help and labels of all metrics. `FORKD_WRITE_GOLDEN=1` writes the
+/// file anew.
 #[test]
 fn metrics_are_called_as_they_were() {
     let Some(daemon) = Daemon::start(&[]) else { return };
-    // So that there are requests to be told of.
+    // So that there is a request in the metrics.
     daemon.done(200, "GET", "/v1/sandboxes", None);
     let mut shape = Vec::new();
     for line in daemon.text("/metrics").lines() {
@@ -646,7 +646,7 @@ fn metrics_are_called_as_they_were() {
             true => line.to_owned(),
             false => masked(line.rsplit_once(' ').unwrap().0),
         };
-        // Requests of every kind look the same.
+        // Samples of all requests have one shape.
         if !shape.contains(&line) {
             shape.push(line);
         }
@@ -660,7 +660,7 @@ fn metrics_are_called_as_they_were() {
     assert_eq!(shape, golden, "docs/metrics.txt: FORKD_WRITE_GOLDEN=1 writes what is there now");
 }
 
-/// A sample without the values of labels that depend on what the daemon was asked, or on its version.
+/// A sample without the values of labels that depend on earlier requests or on the daemon's version.
 fn masked(sample: &str) -> String {
     let Some((name, labels)) = sample.split_once('{') else { return sample.to_owned() };
     let labels = labels.trim_end_matches('}').split(',').map(|label| {
