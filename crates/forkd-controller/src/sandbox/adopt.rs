@@ -1,6 +1,7 @@
-//! Taking over what an earlier daemon left: forked sandboxes that were complete go on, or are listed
-//! with how they ended; what was half-made, or bound to a request, is ended and removed. What has a record that
-//! cannot be read is kept (`unknown`).
+//! Adoption: a starting daemon takes over the sandboxes of an earlier daemon.
+//!
+//! A complete sandbox keeps running, or is listed with its end if its process is gone. A half-made one, or one bound to
+//! a request, is ended and removed. A sandbox whose record cannot be read is kept (`unknown`).
 
 use std::path::Path;
 use std::sync::Arc;
@@ -32,7 +33,7 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
         let path = entry.map_err(read)?.path();
         let id = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         if !is_valid_sandbox_id(&id) {
-            tracing::warn!(path = %path.display(), "not a sandbox's folder; left alone");
+            tracing::warn!(path = %path.display(), "unknown entry in the sandbox folder ignored");
             continue;
         }
         let (record, identity) = (SandboxRecord::read(&path), ProcessId::read(&path));
@@ -40,7 +41,7 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
             unread.push(Unread { id, folder: path, why, identity: identity.read() });
             continue;
         }
-        // Nobody has begun to use it.
+        // A prepared rollback that never began: the old process still has its own files.
         let _ = rollback::clear(&path.join(rollback::NEXT));
         let (record, identity) = (record.read(), identity.read());
         match record {
@@ -50,12 +51,12 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
             record => half_made.push((id, path, record, identity)),
         }
     }
-    // After those that can be read: what they know of a lineage is certain.
+    // After the readable records: what these say about a lineage is certain.
     leftovers.unknown.iter().for_each(|template| template.claim(&registry.host.lineages));
     for unread in unread {
         unknown::keep(registry, &mut leftovers, unread).await;
     }
-    // Last of all: with the last of a lineage go its cgroup and all that is in there.
+    // Last: when the last sandbox of a lineage goes, its cgroup goes with every process in it.
     for (id, path, record, identity) in half_made {
         let template = record.as_ref().and_then(|record| {
             let (template, children) = leftovers.templates.get_mut(&record.template)?;
@@ -65,7 +66,7 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
         });
         end(&id, &path, identity, template).await;
         match record {
-            // It was being taken back: the old process is gone, the new one was half-made.
+            // A rollback was under way: the old process is gone, the new one was half-made.
             Some(record) if path.join(END).exists() => {
                 adopted.extend(take_over(registry, &mut leftovers, id, &path, record, None).await);
                 continue;
@@ -81,11 +82,11 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
         }
         registry.host.janitor.remove_folder(path).await;
     }
-    // What templates still list was deleted, or its folder is gone.
+    // Children that templates still list were deleted, or their folders are gone.
     for (template, children) in leftovers.templates.values_mut() {
         for (child, adopted) in children.drain() {
             if let Adopted::Alive(pid, _told) = adopted {
-                tracing::warn!(child, "a child without a folder; ending it");
+                tracing::warn!(child, "template child has no sandbox folder; killed");
                 kill(pid, template.pid);
             }
             template.acknowledge(&child);
@@ -97,7 +98,7 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
         Ok(())
     })
     .await?;
-    // Each says whether it is paused; all are asked at the same time.
+    // Each supervisor asks its monitor whether the sandbox is paused, all at the same time.
     let heard = async {
         for sandbox in &adopted {
             let _ = sandbox.started().await;
@@ -105,20 +106,20 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
     };
     let _ = tokio::time::timeout(registry.host.config.timing.call, heard).await;
     let there = registry.list().iter().map(|sandbox| sandbox.id.clone()).collect();
-    // For people who ask later: no reason to do without those that are there.
+    // The ledger only answers later questions: the daemon starts without it.
     if let Err(error) = registry.ledger.compare(there).await {
-        tracing::error!(%error, "the ledger of sandboxes is not up to date");
+        tracing::error!(%error, "sandbox ledger not updated");
     }
     Ok(())
 }
 
-/// Why the records of a sandbox cannot all be read, if they cannot. Without a record of what it is, it is half-made.
+/// Why some record of the sandbox cannot be read; `None` if all can. A sandbox without a record is half-made.
 fn unreadable(folder: &Path, record: &Found<SandboxRecord>, identity: &Found<ProcessId>) -> Option<String> {
     match (record, identity) {
         (Found::Missing, _) => None,
         (Found::Unreadable(why), _) | (_, Found::Unreadable(why)) => Some(why.clone()),
         (Found::Read(_), Found::Read(identity)) if identity.open().is_some() => None,
-        // It has no process: how it ended is all there is to know.
+        // It has no process: only its end matters.
         (Found::Read(_), _) => match End::read(folder) {
             Found::Unreadable(why) => Some(why),
             Found::Missing | Found::Read(_) => None,
@@ -126,7 +127,7 @@ fn unreadable(folder: &Path, record: &Found<SandboxRecord>, identity: &Found<Pro
     }
 }
 
-/// Takes over one that was complete, or what is left of one; the sandbox if it runs.
+/// Takes over a complete sandbox, or lists its end if the process is gone. Returns the sandbox if it runs.
 async fn take_over(
     registry: &Arc<Registry>,
     leftovers: &mut Leftovers,
@@ -146,7 +147,7 @@ async fn take_over(
     if let (Some(leaf), Some(max)) = (&leaf, CgroupLimits::of_sandbox(record.spec.vcpus, 0).pids_max)
         && let Err(error) = leaf.limit_tasks(max)
     {
-        tracing::warn!(sandbox = id, %error, "its processes are not limited");
+        tracing::warn!(sandbox = id, %error, "sandbox task limit not set");
     }
     let slot = record.netns.as_deref().and_then(|name| host.slots.adopt(name));
     let resources = Resources { lineage, template: template.clone(), slot, leaf, any_slot: None };
@@ -164,19 +165,19 @@ async fn take_over(
     let process = process.and_then(|identity| Some((identity, identity.open()?)));
     let monitor = process.map(|(identity, pidfd)| {
         let adopted = Monitor::adopted(id.clone(), folder.to_owned(), identity.pid, pidfd, &mut told);
-        // Nobody can talk to it any more: it is about to end, or has to.
+        // The monitor's control socket is lost: the process is ending, or must be killed.
         adopted.inspect_err(|_| drop(identity.open().map(|process| process.kill())))
     });
     if !matches!(monitor, Some(Ok(_)))
         && let Some(told) = told
     {
-        // It ends just now: its template is about to say how.
+        // The process ends just now: its template will report the status.
         status = tokio::time::timeout(STOP_WAIT, told).await.ok().and_then(|status| status.ok());
     }
     let seat = registry.seat(&sandbox.spec);
     match monitor {
         Some(Ok(monitor)) => {
-            tracing::info!(sandbox = id, "sandbox goes on");
+            tracing::info!(sandbox = id, "sandbox adopted");
             sandbox.update_runtime(|facts| facts.pid = u32::try_from(monitor.pid()).ok());
             let sandbox = registry.add(seat, sandbox, SandboxOrigin::Adopted(monitor)).release();
             if !sandbox.spec.is_bare() {
@@ -187,7 +188,7 @@ async fn take_over(
         }
         failed => {
             if let Some(Err(error)) = failed {
-                tracing::warn!(sandbox = id, %error, "a sandbox could not be reached; it was ended");
+                tracing::warn!(sandbox = id, %error, "sandbox not adopted: monitor not reachable; process killed");
             }
             let end = End::read(folder).read().unwrap_or_else(|| lost(folder, status));
             if end.write(folder).is_ok()
@@ -202,7 +203,7 @@ async fn take_over(
     }
 }
 
-/// The end of one that ended while no daemon watched.
+/// The end to record for a sandbox that ended while no daemon ran.
 fn lost(folder: &Path, status: Option<WaitStatus>) -> End {
     let tail = crate::monitor::console::tail(
         &folder.join(crate::monitor::boot_files::CONSOLE),
@@ -215,26 +216,26 @@ fn lost(folder: &Path, status: Option<WaitStatus>) -> End {
     End::new(if status.is_some() { "monitor_died" } else { "unknown" }, detail, tail)
 }
 
-/// Ends one that is not taken over.
+/// Ends the process of a sandbox that is not adopted.
 async fn end(id: &str, folder: &Path, identity: Option<ProcessId>, child: Option<(i32, Adopted)>) {
     if let Some(process) = identity.and_then(|identity| identity.open()) {
-        tracing::warn!(sandbox = id, "left running by a daemon that was killed; ending it");
+        tracing::warn!(sandbox = id, "incomplete sandbox of an earlier daemon ended");
         process.end(id).await;
         return;
     }
-    tracing::info!(sandbox = id, "left behind by a daemon that was killed; removing it");
-    // It may have been forked and not recorded: its socket leads to it.
+    tracing::info!(sandbox = id, "incomplete sandbox of an earlier daemon removed");
+    // The fork may have happened without a record: the control socket leads to the process.
     let stopped = adopt::stop(folder).await;
     if let (Err(_), Some((template, Adopted::Alive(pid, _told)))) = (stopped, child) {
         kill(pid, template);
     }
 }
 
-/// Kills a child its template says is alive, if it is the template's.
+/// Kills the process `pid` if it is a child of the process `template`.
 fn kill(pid: i32, template: i32) {
     let Some(raw) = rustix::process::Pid::from_raw(pid) else { return };
     let Ok(pidfd) = Pidfd::open(raw) else { return };
-    // Looked up after the pidfd was opened: what is killed is what was looked at.
+    // The pidfd is opened first, so the checked process is the one that is killed.
     if process::parent(pid) == Some(template) {
         let _ = pidfd.kill();
     }

@@ -1,8 +1,8 @@
-//! The ledger: which sandboxes there were, and how each ended, for whoever asks after it is gone.
+//! The ledger: a database table of sandboxes that existed, with how each ended, for requests after the end.
 //!
-//! The folder of a sandbox says what it is while it lives; the ledger is only for afterwards. So nothing waits
-//! for it: what happens is queued, and written a moment later together with what else has happened, in one
-//! transaction. What a killed daemon had not written yet, the next one finds out by comparing.
+//! While a sandbox lives, its folder holds its data; the ledger matters only afterwards. So no request waits for a
+//! write: changes are queued, and a task writes them a moment later, many in one transaction. If a daemon is killed
+//! before it wrote a change, the next one finds the difference by comparing (`compare`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,24 +16,24 @@ use crate::sandbox::{End, Phase, ROLLED_BACK, Sandbox};
 use crate::util::task::{self, Task, blocking};
 use crate::util::time::now_unix;
 
-/// How long it waits for more to write with the first.
+/// How long the writer collects further changes after the first of a transaction.
 const GATHER: Duration = Duration::from_millis(100);
-/// How much may wait to be written: beyond that, with a disk that does not keep up, it is forgotten.
+/// The most changes in the queue. If the disk does not keep up, changes beyond that are dropped.
 const QUEUE: usize = 1 << 16;
-/// How long a sandbox that ended is remembered.
+/// How long the ledger keeps a sandbox that ended.
 const MAX_AGE_SECS: u64 = 24 * 3600;
-/// How many are.
+/// How many ended sandboxes the ledger keeps.
 const MAX_COUNT: u64 = 10_000;
 
-/// Something for the writer.
+/// A message to the writer task.
 #[derive(Debug)]
 enum Message {
     Write(Change),
-    /// Tell when all before it is written.
+    /// Answer when everything queued before is written.
     Flush(oneshot::Sender<()>),
 }
 
-/// The ledger. What was noted is found by whoever asks later.
+/// The ledger. A read sees every change that was noted before it.
 #[derive(Debug)]
 pub(crate) struct Archive {
     database: Arc<Database>,
@@ -42,7 +42,7 @@ pub(crate) struct Archive {
 }
 
 impl Archive {
-    /// Must be called in a runtime.
+    /// Starts the writer task; must be called in a runtime.
     pub(crate) fn new(database: Arc<Database>) -> Self {
         let (queue, queued) = mpsc::channel(QUEUE);
         let (written, queued) = (database.clone(), Arc::new(tokio::sync::Mutex::new(queued)));
@@ -52,11 +52,11 @@ impl Archive {
 
     fn note(&self, change: Change) {
         if self.queue.try_send(Message::Write(change)).is_err() {
-            tracing::warn!("the ledger of sandboxes does not keep up; something is missing in it");
+            tracing::warn!("sandbox ledger change dropped: queue is full");
         }
     }
 
-    /// A sandbox was made, or runs again, or has other labels.
+    /// Notes that a sandbox was created, runs again, or has other labels.
     pub(crate) fn made(&self, sandbox: &Sandbox) {
         self.note(Change::Made(MadeSandbox {
             id: sandbox.id.clone(),
@@ -68,7 +68,7 @@ impl Archive {
         }));
     }
 
-    /// A sandbox ended, by itself or because it was asked to.
+    /// Notes the end of a sandbox, requested or not.
     pub(crate) fn ended(&self, id: &str, end: &End) {
         if end.reason == ROLLED_BACK {
             return;
@@ -77,14 +77,14 @@ impl Archive {
         self.note(Change::Ended { id: id.to_owned(), at_unix: now_unix(), reason, detail });
     }
 
-    /// Its end, if it has one.
+    /// Notes the end of `sandbox` if it has ended.
     pub(crate) fn note_phase(&self, sandbox: &Sandbox) {
         if let Phase::Ended(end) = sandbox.phase() {
             self.ended(&sandbox.id, &end);
         }
     }
 
-    /// Returns when all that was noted is written.
+    /// Waits until every noted change is written.
     pub(crate) async fn flush(&self) {
         let (tell, told) = oneshot::channel();
         if self.queue.send(Message::Flush(tell)).await.is_ok() {
@@ -92,14 +92,14 @@ impl Archive {
         }
     }
 
-    /// What is known of a sandbox that is not there.
+    /// What the ledger has about the sandbox `id`.
     pub(crate) async fn find(&self, id: &str) -> Result<Option<GoneSandbox>> {
         self.flush().await;
         let (database, id) = (self.database.clone(), id.to_owned());
         blocking("asking the ledger", move || Ok(database.sandbox(&id)?)).await
     }
 
-    /// Those that ended not long ago, by age.
+    /// The sandboxes that ended within [`MAX_AGE_SECS`], by age.
     pub(crate) async fn gone(&self) -> Result<Vec<GoneSandbox>> {
         self.flush().await;
         let database = self.database.clone();
@@ -107,8 +107,8 @@ impl Archive {
         blocking("asking the ledger", move || Ok(database.gone_sandboxes(since)?)).await
     }
 
-    /// At the start of a daemon: those that are not among `there`, and did not end that anybody knows of,
-    /// are gone. Says how many went with the host.
+    /// At the start of a daemon: marks sandboxes that are not among `there` and have no end yet as gone, and logs how
+    /// many a reboot of the host ended.
     pub(crate) async fn compare(&self, there: Vec<String>) -> Result<()> {
         self.flush().await;
         let (database, boot) = (self.database.clone(), self.boot_id.clone());
@@ -118,16 +118,16 @@ impl Archive {
         if rebooted > 0 {
             tracing::warn!(
                 sandboxes = rebooted,
-                "the host was rebooted, and sandboxes went with it; `GET /v1/sandboxes?gone=true` lists them"
+                "the host was rebooted, which ended sandboxes; `GET /v1/sandboxes?gone=true` lists them"
             );
         }
         if unknown > 0 {
-            tracing::info!(sandboxes = unknown, "sandboxes are gone whose end nobody wrote down");
+            tracing::info!(sandboxes = unknown, "sandboxes are gone without a recorded end");
         }
         Ok(())
     }
 
-    /// Forgets what is old.
+    /// Removes old sandboxes from the ledger.
     pub(crate) async fn prune(&self) -> Result<()> {
         let database = self.database.clone();
         let since = now_unix().saturating_sub(MAX_AGE_SECS);
@@ -136,15 +136,15 @@ impl Archive {
     }
 }
 
-/// Writes what is queued, until nobody can queue any more.
+/// Writes queued changes until the last sender is gone.
 async fn write(database: Arc<Database>, queued: Arc<tokio::sync::Mutex<mpsc::Receiver<Message>>>) {
-    // Only after a panic is there another one to come.
+    // Another writer takes this lock only after a panic of this one.
     let mut queued = queued.lock().await;
     while let Some(first) = queued.recv().await {
         let (mut changes, mut waiting) = (Vec::new(), Vec::new());
         take(first, &mut changes, &mut waiting);
         let until = tokio::time::Instant::now() + GATHER;
-        // Nobody waits: more may come. Somebody does: only what is there.
+        // Collect more changes, unless a caller of `flush` waits.
         while waiting.is_empty() {
             match tokio::time::timeout_at(until, queued.recv()).await {
                 Ok(Some(message)) => take(message, &mut changes, &mut waiting),
@@ -155,7 +155,7 @@ async fn write(database: Arc<Database>, queued: Arc<tokio::sync::Mutex<mpsc::Rec
             let database = database.clone();
             let written = blocking("writing the ledger", move || Ok(database.note_sandboxes(&changes)?));
             if let Err(error) = written.await {
-                tracing::error!(%error, "the ledger of sandboxes cannot be written");
+                tracing::error!(%error, "sandbox ledger not written");
             }
         }
         for tell in waiting {

@@ -1,7 +1,7 @@
-//! What requests ask of a running sandbox's monitor, by way of its supervisor.
+//! Commands: requests reach a running sandbox's monitor through its supervisor.
 //!
-//! The supervisor owns the monitor; commands come to it through a channel and are done one after the other,
-//! each to its end: whoever asked may go away, and a sandbox that is deleted meanwhile is ended after.
+//! The supervisor owns the monitor. It takes commands from a channel and completes one before it begins the next, even
+//! if the request is cancelled. A delete takes effect after the current command.
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -14,26 +14,26 @@ use crate::host::process::ProcessId;
 use crate::monitor::{Branched, Monitor, Replacement};
 use crate::sandbox::{Phase, Sandbox};
 
-/// How whoever asked is told.
+/// The sender for the answer to a command.
 pub(crate) type Reply<T> = oneshot::Sender<Result<T>>;
 
 /// How many commands may wait for one sandbox.
 pub(crate) const QUEUE: usize = 8;
 
-/// What a supervisor does with its monitor when asked.
+/// A command to a supervisor.
 #[derive(Debug)]
 pub(crate) enum MonitorCommand {
-    /// Fork a template off the VM. The descriptors are what the config refers to.
+    /// Fork a template off the VM. The config refers to the descriptors by index.
     Branch(BranchConfig, Vec<OwnedFd>, Reply<ForkedBranch>),
     /// Stop vCPUs and devices.
     Pause(Reply<()>),
-    /// Let them go on.
+    /// Start vCPUs and devices again.
     Resume(Reply<()>),
-    /// Let go of the right to write to the topmost frozen layer of each disk.
+    /// Give up write access to the topmost frozen layer of each disk.
     Seal(Vec<Option<OwnedFd>>, Reply<()>),
-    /// End the monitor, because it broke the rules: how.
+    /// Kill the monitor, which may be under the guest's control; the text says why.
     Distrust(String),
-    /// Use one file in the place of several layers.
+    /// Replace several layers of each disk by one file.
     ReplaceLayers(Vec<Option<Replacement>>, Reply<()>),
 }
 
@@ -45,12 +45,12 @@ pub(crate) struct ForkedBranch {
 }
 
 impl MonitorCommand {
-    /// Does it. `patience` is for one answer of the monitor.
+    /// Runs the command. `patience` is how long one answer of the monitor may take.
     pub(crate) async fn obey(self, sandbox: &Sandbox, monitor: &mut Monitor, patience: Duration) {
         match self {
             MonitorCommand::Branch(config, fds, tell) => {
                 let branched = monitor.branch(config, &fds, patience).await;
-                // Looked up here, where the source is not ended meanwhile: it names the parent.
+                // Looked up here, where the supervisor cannot end the source: its pid identifies the parent.
                 let born =
                     branched.and_then(|branched| match ProcessId::of_child(branched.pid, monitor.pid()) {
                         Ok(identity) => Ok(ForkedBranch { branched, identity }),
@@ -95,12 +95,12 @@ fn kill(branched: &Branched) {
 }
 
 impl Sandbox {
-    /// Has its supervisor end its monitor, which broke the rules: `why`.
+    /// Has the supervisor kill the monitor, which may be under the guest's control, because of `why`.
     pub(crate) async fn distrust(&self, why: &str) {
         let _ = self.orders.commands.send(MonitorCommand::Distrust(why.to_owned())).await;
     }
 
-    /// Asks its supervisor for a command and waits for the answer.
+    /// Sends the supervisor a command and waits for the answer.
     pub(crate) async fn ask<T>(&self, command: impl FnOnce(Reply<T>) -> MonitorCommand) -> Result<T> {
         self.known()?;
         let ended = || Error::new(Code::SandboxEnded, format!("sandbox {} ended meanwhile", self.id));

@@ -1,25 +1,25 @@
-//! How many frozen layers a sandbox's disks have, and the queue of branches that would add one more.
+//! The number of frozen layers of a sandbox's disks, and the queue of branches that wait to add one.
 
 use std::sync::Arc;
 
 use tokio::sync::{Mutex, OwnedMutexGuard, Semaphore, watch};
 
-/// From this many frozen layers on, a branch waits until they are merged: a monitor takes few more.
+/// At this many frozen layers a branch waits for a merge: a monitor takes only a few more.
 pub(crate) const CROWDED: usize = 18;
 
-/// How many wait for one sandbox.
+/// How many branches may wait for one sandbox.
 pub(crate) const MAX_WAITING: usize = 8;
 
-/// What is known of a sandbox's disks.
+/// The frozen layers of a sandbox's disks, as the daemon knows them.
 #[derive(Debug)]
 pub(crate) struct Disks {
-    /// How often their frozen layers were replaced. Held by whoever adds to them or replaces them.
+    /// How often a merge replaced frozen layers. A branch and a merge hold the lock while they change layers.
     pub(crate) generation: Mutex<u64>,
-    /// How many frozen layers the fullest one has, as far as is known.
+    /// The frozen layers of the disk that has most.
     pub(crate) frozen: watch::Sender<usize>,
-    /// Held by branches that wait until they are fewer.
+    /// A branch that waits for a merge holds one permit.
     pub(crate) waiting: Arc<Semaphore>,
-    /// Held by the one among them whose turn it is, until it is taken and counted.
+    /// The branch that is next holds this lock until its layer is counted in `frozen`.
     queue: Arc<Mutex<()>>,
 }
 
@@ -31,12 +31,12 @@ impl Default for Disks {
 }
 
 impl Disks {
-    /// Whether they take hardly another layer.
+    /// Whether a branch must wait for a merge.
     pub(crate) fn are_crowded(&self) -> bool {
         *self.frozen.borrow() >= CROWDED
     }
 
-    /// Returns when they take another layer, and it is nobody else's turn to add one.
+    /// Waits until it is this branch's turn and its disks have room for a layer. The guard is the turn.
     pub(crate) async fn room(&self) -> OwnedMutexGuard<()> {
         let turn = self.queue.clone().lock_owned().await;
         let _ = self.frozen.subscribe().wait_for(|frozen| *frozen < CROWDED).await;

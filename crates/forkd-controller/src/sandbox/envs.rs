@@ -1,27 +1,27 @@
-//! Variables for the processes of children.
+//! Checks of the environment variables that a request gives to new children.
 
 use std::collections::BTreeMap;
 
 use crate::error::{Error, Result};
 
-/// The most they may take, as an agent counts them: each with its `=` and its NUL, and the one that says which
-/// sandbox it is among them.
+/// The most bytes of all variables, as an agent counts them: each with its `=` and its NUL, `FORKD_SANDBOX_ID`
+/// included.
 const MAX_ENVS: usize = 64 << 10;
 const OWN_ENV: usize = "FORKD_SANDBOX_ID=sb0123456789abcdef\0".len();
 
-/// What an agent would refuse: found before a child is made. Every child keeps its own, and there may be a
-/// thousand.
+/// Fails for variables that an agent would refuse, before a child is created. The limit is small because every child
+/// keeps a copy, and there may be a thousand children.
 pub(crate) fn check_envs(envs: &BTreeMap<String, String>) -> Result<()> {
     let length = envs.iter().map(|(name, value)| name.len() + value.len() + 2).sum::<usize>() + OWN_ENV;
     if length > MAX_ENVS {
         let text = format!(
-            "env takes {length} bytes, and {MAX_ENVS} is the limit; what is larger can be a file (`forkd cp`)"
+            "env takes {length} bytes, and {MAX_ENVS} is the limit; pass larger values in a file (`forkd cp`)"
         );
         return Err(Error::invalid(text));
     }
     for (name, value) in envs {
         if name.is_empty() || name.contains(['=', '\0']) || value.contains('\0') {
-            let text = format!("env: {name:?} cannot be a variable: no `=` in its name and no NUL at all");
+            let text = format!("env: {name:?} is not a valid variable: use no `=` in the name and no NUL");
             return Err(Error::invalid(text));
         }
     }
@@ -45,7 +45,7 @@ mod tests {
         let error = check_envs(&one("A", &"x".repeat(most + 1))).unwrap_err();
         assert_eq!(error.code(), crate::error::Code::InvalidRequest, "{error}");
         assert!(error.public().contains("65536"), "{error}");
-        // Many small ones, too.
+        // The limit also counts many small variables.
         let many = |n: usize| (0..n).map(|n| (format!("V{n:05}"), String::new())).collect();
         check_envs(&many(8000)).unwrap();
         assert!(check_envs(&many(8200)).is_err());

@@ -1,8 +1,8 @@
-//! How long a sandbox lives and what is written on it: time-outs, labels, and who used it when.
+//! A sandbox's time-outs, labels and uses.
 //!
-//! What is asked for is in [`Lifetime`], a part of the sandbox's record, so that the next daemon goes by it. When
-//! it was last used is in [`Activity`], in memory only: while no daemon runs nobody can use a sandbox, and
-//! the next one counts from its own start. What is done when a time is over is `timeouts`'.
+//! [`Lifetime`] holds what clients asked for. It is a part of the sandbox's record, so the next daemon applies it too.
+//! [`Activity`] holds the last use, in memory only: without a daemon no client can use a sandbox, and the next daemon
+//! counts from its own start. `lifecycle::timeouts` acts when a time-out is over.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -26,45 +26,46 @@ const MAX_LABEL_NAME: usize = 63;
 /// The longest value of a label, in characters.
 const MAX_LABEL_VALUE: usize = 255;
 
-/// The reason of a sandbox that lived as long as it was to.
+/// The end reason of a sandbox whose deadline passed.
 pub(crate) const TIMED_OUT: &str = "timed_out";
-/// The reason of a sandbox that nobody used for as long as it was to wait.
+/// The end reason of a sandbox that was unused for its idle time-out.
 pub(crate) const IDLE: &str = "idle_timed_out";
-/// The reason of a sandbox that was put away.
+/// The end reason of a sandbox that was suspended.
 pub(crate) const SUSPENDED: &str = "suspended";
 
-/// What its maker wants of a sandbox's life, and how far that is. A part of its record.
+/// Labels, idle time-out, and the state of pauses and suspends. A part of the sandbox's record.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Lifetime {
     pub(crate) labels: BTreeMap<String, String>,
-    /// Nobody may leave it unused for longer.
+    /// The idle time-out: the longest time without a use.
     pub(crate) idle_timeout_secs: Option<u64>,
     pub(crate) on_timeout: OnTimeout,
-    /// The snapshot it is to be stored as.
+    /// The tag of the snapshot that a suspend on time-out makes.
     pub(crate) suspend_as: Option<String>,
-    /// The request that made it, if that came with an idempotency key.
+    /// The request that created the sandbox, if it had an idempotency key.
     pub(crate) request: Option<String>,
-    /// It was paused because nobody used it: whoever uses it lets it go on.
+    /// The idle time-out paused it; the next use resumes it.
     #[serde(rename = "dozing")]
     pub(crate) auto_paused: bool,
-    /// It is paused, and its processes were frozen before.
+    /// It is paused, and the agent had frozen its processes before.
     pub(crate) frozen: bool,
-    /// The snapshot it is being stored as.
+    /// The suspend that is under way.
     pub(crate) suspending: Option<Suspending>,
 }
 
-/// A suspend that is not finished: `suspend` says what the next daemon does about it.
+/// A suspend that is not finished. `branch::suspend` describes how the next daemon undoes it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Suspending {
-    /// The snapshot it is being stored as.
+    /// The tag of the snapshot.
     pub(crate) tag: String,
-    /// Whether the suspend pauses it. Earlier versions have the same field: the snapshot is all of it then.
+    /// Whether the suspend pauses the sandbox; set before the pause. In records of earlier versions the same field
+    /// means that the snapshot is complete.
     #[serde(rename = "complete")]
     pub(crate) paused: bool,
 }
 
-/// Whether labels are what they may be.
+/// Fails unless number, names and values of the labels are within the limits.
 pub(crate) fn check_labels(labels: &BTreeMap<String, String>) -> Result<()> {
     if labels.len() > MAX_LABELS {
         let text = format!("there are {} labels, and {MAX_LABELS} is the limit", labels.len());
@@ -74,13 +75,13 @@ pub(crate) fn check_labels(labels: &BTreeMap<String, String>) -> Result<()> {
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._/-".contains(&byte);
         if !(1..=MAX_LABEL_NAME).contains(&name.len()) || !name.bytes().all(plain) {
             let text = format!(
-                "labels: the name {name:?} cannot be: 1 to {MAX_LABEL_NAME} of letters, digits, `.`, `_`, `/`, `-`"
+                "labels: the name {name:?} is invalid: use 1 to {MAX_LABEL_NAME} letters, digits, `.`, `_`, `/`, `-`"
             );
             return Err(Error::invalid(text));
         }
         if value.chars().count() > MAX_LABEL_VALUE || value.chars().any(char::is_control) {
             let text = format!(
-                "labels: the value of {name} cannot be: at most {MAX_LABEL_VALUE} printable characters"
+                "labels: the value of {name} is invalid: use at most {MAX_LABEL_VALUE} printable characters"
             );
             return Err(Error::invalid(text));
         }
@@ -88,7 +89,7 @@ pub(crate) fn check_labels(labels: &BTreeMap<String, String>) -> Result<()> {
     Ok(())
 }
 
-/// A time-out as a request gave it; `name` is the field's.
+/// Checks a time-out of a request; `name` is the name of the field, for the error.
 pub(crate) fn check_secs(name: &str, secs: u64) -> Result<Duration> {
     match secs {
         1..=MAX_TIMEOUT_SECS => Ok(Duration::from_secs(secs)),
@@ -96,26 +97,26 @@ pub(crate) fn check_secs(name: &str, secs: u64) -> Result<Duration> {
     }
 }
 
-/// The time in `time_to_live`, in whole seconds since 1970: not a moment too early.
+/// Now plus `time_to_live`, in seconds since 1970, rounded up so that the deadline is never early.
 pub(crate) fn deadline(time_to_live: Duration) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let at = now.saturating_add(time_to_live);
     at.as_secs().saturating_add(u64::from(at.subsec_nanos() > 0))
 }
 
-/// Milliseconds on a clock nobody can set.
+/// Milliseconds on the monotonic clock.
 fn now_ms() -> u64 {
     static START: LazyLock<Instant> = LazyLock::new(Instant::now);
     START.elapsed().as_millis() as u64
 }
 
-/// Who uses a sandbox, and when somebody last did. The daemon's own pings are none.
+/// The uses of a sandbox, and the time of the last one. The daemon's own pings do not count.
 #[derive(Debug)]
 pub(crate) struct Activity {
     last_ms: AtomicU64,
-    /// How often it was used.
+    /// How often the sandbox was used.
     uses: AtomicU64,
-    /// How many use it now.
+    /// Uses in progress.
     users: AtomicUsize,
 }
 
@@ -125,13 +126,13 @@ impl Activity {
         Arc::new(Activity { last_ms, uses: AtomicU64::new(0), users: AtomicUsize::new(0) })
     }
 
-    /// Notes that somebody uses it.
+    /// Counts a use.
     pub(crate) fn touch(&self) {
         self.last_ms.store(now_ms(), Ordering::SeqCst);
         self.uses.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// For how long nobody has.
+    /// The time since the last use; zero while one is in progress.
     pub(crate) fn idle(&self) -> Duration {
         match self.users.load(Ordering::SeqCst) {
             0 => Duration::from_millis(now_ms().saturating_sub(self.last_ms.load(Ordering::SeqCst))),
@@ -139,18 +140,18 @@ impl Activity {
         }
     }
 
-    /// Another one if somebody used it in between.
+    /// A stamp that differs from an earlier one if there was a use in between.
     pub(crate) fn stamp(&self) -> (u64, usize) {
         (self.uses.load(Ordering::SeqCst), self.users.load(Ordering::SeqCst))
     }
 
-    /// When it was last used, in seconds since 1970.
+    /// The time of the last use, in seconds since 1970.
     pub(crate) fn last_unix(&self) -> u64 {
         now_unix().saturating_sub(self.idle().as_secs())
     }
 }
 
-/// Somebody uses a sandbox, as long as this lives.
+/// A use of a sandbox, in progress until it is dropped.
 #[derive(Debug)]
 pub(crate) struct InUse(Arc<Activity>);
 
@@ -161,7 +162,7 @@ impl Drop for InUse {
     }
 }
 
-/// A sandbox that is being stored, to be ended then. Dropping it says that this is over.
+/// Marks a sandbox as being suspended until it is dropped.
 pub(crate) struct SuspendGuard<'a>(&'a Sandbox);
 
 impl<'a> SuspendGuard<'a> {
@@ -178,37 +179,37 @@ impl Drop for SuspendGuard<'_> {
 }
 
 impl Sandbox {
-    /// To be held by whoever uses it: its idle time begins when nobody does.
+    /// Begins a use that lasts until the guard is dropped. The idle time begins after the last use.
     pub(crate) fn in_use(&self) -> InUse {
         self.activity.users.fetch_add(1, Ordering::SeqCst);
         self.activity.touch();
         InUse(self.activity.clone())
     }
 
-    /// Changes how it is to live and when it is to end, here and for the next daemon. Blocks for a moment.
+    /// Changes lifetime and deadline, in memory and in the record for the next daemon. Blocks for a moment.
     pub(crate) fn amend(&self, change: impl FnOnce(&mut Lifetime, &mut Option<u64>)) -> io::Result<()> {
         self.rewrite(|facts| change(&mut facts.saved.lifetime, &mut facts.saved.deadline_unix))
     }
 
-    /// Whether it was paused because nobody used it.
+    /// Whether the idle time-out paused it.
     pub(crate) fn is_auto_paused(&self) -> bool {
         matches!(self.phase(), Phase::Paused) && self.read_runtime(|facts| facts.saved.lifetime.auto_paused)
     }
 
-    /// Lets it go on if it was paused because nobody used it.
+    /// Resumes the sandbox if its idle time-out paused it.
     pub(crate) async fn auto_resume(&self) -> Result<()> {
         if !self.is_auto_paused() {
             return Ok(());
         }
         let _turn = self.lock_exclusive().await?;
         if self.is_auto_paused() {
-            tracing::info!(sandbox = self.id, "somebody uses it; it goes on");
+            tracing::info!(sandbox = self.id, "auto-paused sandbox resumed by a use");
             self.go_on().await?;
         }
         Ok(())
     }
 
-    /// It is paused no more, or for another reason.
+    /// Records that the sandbox is no longer paused by its idle time-out or by a suspend.
     pub(crate) fn forget_pause(&self) {
         if self.read_runtime(|facts| {
             !facts.saved.lifetime.auto_paused && facts.saved.lifetime.suspending.is_none()
@@ -222,11 +223,11 @@ impl Sandbox {
             }
         });
         if let Err(error) = written {
-            tracing::error!(sandbox = self.id, %error, "cannot write down that it goes on");
+            tracing::error!(sandbox = self.id, %error, "sandbox record not updated: resumed");
         }
     }
 
-    /// How it ends when it is asked to.
+    /// The end to record for a requested end.
     pub(crate) fn end_reason(&self) -> End {
         self.end_reason.get().cloned().unwrap_or_else(End::deleted)
     }
@@ -234,7 +235,7 @@ impl Sandbox {
 
 #[cfg(test)]
 impl Sandbox {
-    /// One without a process, to look at. In a runtime only.
+    /// A sandbox without a process, for tests. Must be called in a runtime.
     pub(crate) fn bare(id: &str) -> Self {
         use crate::config::Config;
         use crate::host::Host;
@@ -259,13 +260,13 @@ impl Sandbox {
     }
 }
 
-/// Whether something is being done about a sandbox whose time is over.
+/// The daemon's action on a sandbox whose time is over.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) enum Attempt {
     #[default]
     None,
     UnderWay,
-    /// It failed; not to be tried again before.
+    /// It failed, and is tried again after this time.
     Failed(Instant),
 }
 

@@ -1,9 +1,18 @@
-//! One sandbox, as requests see it: what it is, where it stands, and its agent.
+//! Sandboxes: their states, their supervisors, their records, and the registry of all of them.
 //!
-//! A sandbox has one *supervisor* (`supervisor`), a task that owns its monitor from the start of the process
-//! to its end. Requests never own the process: they watch the [`Phase`] and talk to the agent. So a
-//! request that goes away leaves nothing half done, and a sandbox that ends tells everybody who
-//! waits for it at once.
+//! A sandbox has one *supervisor*, a task that owns its monitor from the start of the process to its end. Requests
+//! never own the process: they watch the [`Phase`] and call the agent. So a cancelled request leaves nothing half
+//! done, and when a sandbox ends, every request that waits for it fails at once, with the reason.
+//!
+//! - A running sandbox: `state` changes its [`Phase`], `supervisor` owns its monitor, `start` brings the guest up,
+//!   `watchdog` pings the agent, and `command` holds the commands from requests to the supervisor.
+//! - Its data: `persisted` (in memory and for the next daemon), `record` (the files' contents), `lifetime` (time-outs,
+//!   labels, last use), `archive` (the ledger of sandboxes that ended).
+//! - All sandboxes: `registry` boots, finds and deletes them, `spawn` forks them, `rollback` restarts one from a
+//!   snapshot. After a restart of the daemon `adopt` takes them over, and `unknown` keeps those with unreadable records.
+//! - The host: `resources` (cgroup, network slot, lineage), `disks` (frozen layers), `disk_full`.
+//! - The guest: `quiesce` freezes and thaws its processes, `agent_call` and `visit` call its agent, `envs` checks
+//!   variables.
 
 pub(crate) mod adopt;
 pub(crate) mod agent_call;
@@ -57,36 +66,36 @@ pub(crate) use record::{
     END, End, History, RECORD, ROLLED_BACK, SandboxRecord, SavedState, Spec, child_name,
 };
 
-/// After a connection broke, how long to wait for the reason to become known.
+/// How long a request waits for the reason after its connection to the agent broke.
 const REASON_WAIT: Duration = Duration::from_secs(2);
 
-/// Where a sandbox stands.
+/// The state of a sandbox.
 #[derive(Debug, Clone)]
 pub(crate) enum Phase {
-    /// It boots, or was just forked.
+    /// The guest boots, or was just forked.
     Starting,
-    /// Its agent answers, or it is a bare guest that runs.
+    /// The agent answers, or a bare guest runs.
     Running,
-    /// Its agent has not answered for a while.
+    /// The agent has not answered for `unresponsive_after`.
     Unresponsive,
-    /// Its vCPUs stand still until it is resumed.
+    /// The vCPUs are stopped until a resume.
     Paused,
-    /// There is no process any more.
+    /// The process is gone.
     Ended(Arc<End>),
-    /// Its record cannot be read: why. See `unknown`.
+    /// The daemon cannot read the record, for this reason. See `unknown`.
     Unknown(Arc<str>),
 }
 
-/// What is to become of a sandbox.
+/// What requests and the daemon want the supervisor to do with a sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DesiredState {
-    /// To run.
+    /// Keep it running.
     Run,
-    /// To end: its supervisor kills the process and finishes.
+    /// End it: the supervisor kills the process and returns.
     End,
-    /// To run on without us: its supervisor lets go and finishes.
+    /// Leave it running for the next daemon: the supervisor returns without a kill.
     Leave,
-    /// To make room for another process: its supervisor kills this one and finishes.
+    /// Make way for the process of a rollback: the supervisor kills this one and returns.
     Replace,
 }
 
@@ -101,33 +110,33 @@ pub(crate) struct Sandbox {
     pub(crate) child: String,
     pub(crate) spec: Spec,
     pub(crate) created: SystemTime,
-    /// Its files. Removed after the process is gone.
+    /// The folder of its files, removed after the process is gone.
     pub(crate) folder: PathBuf,
-    /// The trace of the request that made it.
+    /// The trace of the request that created the sandbox.
     pub(crate) trace: Option<otlp::Context>,
     pub(crate) telemetry: Arc<Telemetry>,
 
     /// The client of its agent.
     pub(crate) agent: Agent,
-    /// When its agent last answered, in milliseconds since 1970; 0 if it never did.
+    /// The time of the agent's last answer, in milliseconds since 1970; 0 before the first.
     pub(crate) heard: AtomicU64,
-    /// Uses of it, now and last.
+    /// Current uses, and the time of the last one.
     pub(crate) activity: Arc<Activity>,
 
-    /// Changed in `state` only.
+    /// Only `state` changes it.
     pub(crate) phase: watch::Sender<Phase>,
-    /// How its supervisor takes orders.
+    /// The channels to the supervisor.
     orders: Orders,
-    /// How it ends when a client or a time-out ends it; as deleted if it is not set.
+    /// The end to record when a client or a time-out ends the sandbox; `deleted` if it is not set.
     pub(crate) end_reason: OnceLock<End>,
 
-    /// Held by a branch, a pause and a rollback: one at a time.
+    /// A branch, a pause and a rollback hold this lock: one at a time.
     exclusive: Arc<tokio::sync::Mutex<()>>,
-    /// Held by a suspend: one at a time.
+    /// A suspend holds this lock: one at a time.
     pub(crate) suspends: Arc<tokio::sync::Mutex<()>>,
     /// How long a request waits for `exclusive`.
     pub(crate) patience: Duration,
-    /// How long a freeze or a thaw of its processes may take.
+    /// How long a freeze or a thaw of the guest's processes may take.
     pub(crate) freeze_limit: Duration,
     /// Thaws that its agent has yet to do.
     pub(crate) thaws: TaskTracker,
@@ -138,12 +147,12 @@ pub(crate) struct Sandbox {
     resources: Mutex<Resources>,
 }
 
-/// The way to a sandbox's supervisor.
+/// The channels to a sandbox's supervisor.
 #[derive(Debug)]
 struct Orders {
     desired: watch::Sender<DesiredState>,
     commands: mpsc::Sender<MonitorCommand>,
-    /// The supervisor takes it when it starts.
+    /// The receiver of `commands`, until the supervisor takes it.
     taken: Mutex<Option<mpsc::Receiver<MonitorCommand>>>,
 }
 
@@ -184,12 +193,12 @@ impl Sandbox {
         }
     }
 
-    /// When it was made, in seconds since 1970.
+    /// When the sandbox was created, in seconds since 1970.
     pub(crate) fn created_at_unix(&self) -> u64 {
         self.created.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
     }
 
-    /// The part of that second.
+    /// The nanoseconds within that second.
     pub(crate) fn created_nanos(&self) -> u32 {
         self.created.duration_since(UNIX_EPOCH).unwrap_or_default().subsec_nanos()
     }
@@ -198,7 +207,7 @@ impl Sandbox {
         self.phase.borrow().clone()
     }
 
-    /// Notes that a branch was taken of it.
+    /// Records in the history that a branch `tag` was taken, and emits the event.
     pub(crate) fn branched(&self, tag: &str) {
         self.remember(|history| {
             history.branch_count = history.branch_count.saturating_add(1);
@@ -211,7 +220,7 @@ impl Sandbox {
         self.resources.lock()
     }
 
-    /// The supervisor's end of the commands; nobody else's, and once.
+    /// The receiver of the commands. Only the supervisor takes it, and only once.
     pub(super) fn take_commands(&self) -> Option<mpsc::Receiver<MonitorCommand>> {
         self.orders.taken.lock().take()
     }
@@ -220,8 +229,8 @@ impl Sandbox {
         self.folder.join(boot_files::CONSOLE)
     }
 
-    /// Waits until nobody else branches it, pauses it or takes it back. The turn is over when what is
-    /// returned is dropped.
+    /// Waits until no other request branches, pauses or rolls back the sandbox, and keeps those out until the caller
+    /// drops the guard.
     pub(crate) async fn lock_exclusive(&self) -> Result<OwnedMutexGuard<()>> {
         tokio::time::timeout(self.patience, self.exclusive.clone().lock_owned()).await.map_err(|_| {
             let text = format!("sandbox {} is being branched, paused or rolled back; try again", self.id);
@@ -229,31 +238,31 @@ impl Sandbox {
         })
     }
 
-    /// What is to become of it.
+    /// What the supervisor is to do now.
     pub(crate) fn desired(&self) -> DesiredState {
         *self.orders.desired.borrow()
     }
 
-    /// Tells when that changes.
+    /// Watches the desired state.
     pub(crate) fn wishes(&self) -> watch::Receiver<DesiredState> {
         self.orders.desired.subscribe()
     }
 
-    /// Ends it, or lets go of it.
+    /// Sets what the supervisor is to do; the supervisor acts on it at once.
     pub(crate) fn set_desired(&self, wish: DesiredState) {
         self.orders.desired.send_replace(wish);
     }
 
-    /// Returns when it is not to be run any more by us, with what instead.
+    /// Returns the desired state as soon as that is no longer [`DesiredState::Run`].
     pub(crate) async fn dismissed(&self) -> DesiredState {
         match self.orders.desired.subscribe().wait_for(|wish| *wish != DesiredState::Run).await {
             Ok(wish) => *wish,
-            // Would mean that `self` is gone.
+            // Not reached: `self` holds the sender.
             Err(_) => DesiredState::End,
         }
     }
 
-    /// Returns when it runs, or why it never will.
+    /// Waits until the start is over. Fails with the reason if the sandbox ended instead.
     pub(crate) async fn started(&self) -> Result<()> {
         let mut phases = self.phase.subscribe();
         let phase = phases.wait_for(|phase| !matches!(phase, Phase::Starting)).await;
@@ -267,20 +276,20 @@ impl Sandbox {
         }
     }
 
-    /// Fails while it is being put away: what is done to it then would be lost.
+    /// Fails while the sandbox is being suspended: the stored snapshot would not contain later changes.
     pub(crate) fn check_not_suspending(&self) -> Result<()> {
         self.known()?;
         if !self.read_runtime(|facts| facts.is_suspending) {
             return Ok(());
         }
         let then = match self.read_runtime(|facts| facts.saved.workspace.clone()) {
-            Some(name) => format!("`forkd workspace resume {name}` goes on when that is done"),
-            None => "its time is over; fork the snapshot it is stored as (`forkd images`) to go on".into(),
+            Some(name) => format!("run `forkd workspace resume {name}` when that is done"),
+            None => "its time is over; fork the snapshot it is stored as (`forkd images`) to continue".into(),
         };
         Err(Error::new(Code::SandboxSuspending, format!("sandbox {} is being suspended; {then}", self.id)))
     }
 
-    /// Fails unless it is running now and has an agent. One that was paused because nobody used it goes on.
+    /// Counts as a use, and resumes an auto-paused sandbox. Fails unless the sandbox then runs and has an agent.
     pub(crate) async fn ready(&self) -> Result<()> {
         self.check_not_suspending()?;
         self.activity.touch();
@@ -288,12 +297,12 @@ impl Sandbox {
         self.runs().await
     }
 
-    /// As [`ready`](Sandbox::ready), and changes nothing.
+    /// Fails unless the sandbox runs and has an agent. Neither counts as a use nor resumes it.
     pub(crate) async fn runs(&self) -> Result<()> {
         match self.phase() {
             Phase::Running if self.spec.is_bare() => {
                 let text =
-                    format!("sandbox {} is a bare kernel: it has no agent that could do that", self.id);
+                    format!("sandbox {} is a bare kernel, which has no agent for this request", self.id);
                 Err(Error::new(Code::SandboxUnfit, text))
             }
             Phase::Running => Ok(()),
@@ -308,7 +317,7 @@ impl Sandbox {
                 Err(Error::new(Code::SandboxWaitsForDisk, text))
             }
             Phase::Paused => {
-                let text = format!("sandbox {id} is paused; `forkd resume {id}` lets it go on", id = self.id);
+                let text = format!("sandbox {id} is paused; `forkd resume {id}` resumes it", id = self.id);
                 Err(Error::new(Code::SandboxPaused, text))
             }
             Phase::Ended(end) => Err(self.ended(Code::SandboxEnded, &end)),
@@ -316,21 +325,21 @@ impl Sandbox {
         }
     }
 
-    /// Does `work` with the agent, unless the sandbox ends or hangs meanwhile: then the reason for
-    /// that is the error. Meanwhile it is in use.
+    /// Does `work` with the agent, and counts as a use for that time. If the sandbox ends or becomes unresponsive
+    /// first, the error is the reason for that.
     pub(crate) async fn with_agent<T>(&self, work: impl Future<Output = agent::Result<T>>) -> Result<T> {
         let _in_use = self.in_use();
         self.ask_agent(work).await
     }
 
-    /// As [`with_agent`](Sandbox::with_agent), but it is not in use by that.
+    /// As [`with_agent`](Sandbox::with_agent), but does not count as a use.
     pub(crate) async fn ask_agent<T>(&self, work: impl Future<Output = agent::Result<T>>) -> Result<T> {
         let error = tokio::select! {
             done = work => match done {
                 Ok(value) => {
                     self.heard();
-                    // It may have been done after the instant that is stored, and is lost then: nobody is to
-                    // believe that it was done.
+                    // A suspend may have stored the sandbox before this work, which is lost then: the caller must not
+                    // get an answer as if it were kept.
                     return self.check_not_suspending().map(|()| value);
                 }
                 Err(error) => error,
@@ -338,7 +347,7 @@ impl Sandbox {
             trouble = self.trouble() => return Err(trouble),
         };
         if matches!(error, agent::Error::Unreachable(_) | agent::Error::Timeout(_)) {
-            // A broken connection is often the first sign of an end whose reason comes later.
+            // A connection often breaks before the daemon knows why the sandbox ends.
             if let Ok(trouble) = tokio::time::timeout(REASON_WAIT, self.trouble()).await {
                 return Err(trouble);
             }
@@ -346,7 +355,7 @@ impl Sandbox {
         Err(self.agent_error(error))
     }
 
-    /// Returns when the sandbox has ended or does not answer any more, with that as an error.
+    /// Waits until the sandbox ends or becomes unresponsive, and returns that as an error.
     pub(crate) async fn trouble(&self) -> Error {
         let mut phases = self.phase.subscribe();
         let bad = |phase: &Phase| matches!(phase, Phase::Ended(_) | Phase::Unresponsive);
@@ -357,7 +366,7 @@ impl Sandbox {
         }
     }
 
-    /// An agent's failure in words for the caller.
+    /// The API error for an agent's failure.
     pub(crate) fn agent_error(&self, error: agent::Error) -> Error {
         use forkd_protocol::connect::Code as Guest;
         let code = match &error {
@@ -392,11 +401,11 @@ impl Sandbox {
     }
 
     async fn unresponsive(&self) -> Error {
-        let text = format!("sandbox {} does not answer any more; delete it if it stays so", self.id);
+        let text = format!("sandbox {} does not answer any more; delete it if that lasts", self.id);
         Error::new(Code::SandboxUnresponsive, console::with_tail(&text, &self.tail().await))
     }
 
-    /// The end of its console.
+    /// The last lines of its console.
     pub(crate) async fn tail(&self) -> String {
         let path = self.console_path();
         let read = tokio::task::spawn_blocking(move || console::tail(&path, CONSOLE_TAIL as u64));

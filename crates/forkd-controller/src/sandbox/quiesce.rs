@@ -1,4 +1,4 @@
-//! Having a guest's processes stand still for a branch or a pause, and having them go on, whatever happens.
+//! Freezes a guest's processes for a branch or a pause, and makes sure that they are thawed, whatever happens.
 
 use std::time::{Duration, Instant};
 
@@ -14,25 +14,25 @@ use crate::sandbox::command::MonitorCommand;
 use crate::sandbox::{DesiredState, Phase, Sandbox};
 use crate::util::task::{self, Task};
 
-/// Between two attempts to thaw a guest.
+/// The time between two attempts to thaw a guest.
 const AGAIN: Duration = Duration::from_secs(1);
 
-/// User processes that may stand still.
+/// The result of a freeze: user processes that are frozen, if the guest complied.
 pub(crate) struct Frozen {
     quiesced: bool,
-    /// Since when, and that they are to go on; nothing for those of a paused guest, and where there is no agent.
+    /// When the freeze began, and the thaw that is owed; `None` for a paused guest, and for one without an agent.
     standing: Option<(Instant, Owed)>,
 }
 
-/// Has the agent of `sandbox` stand its processes still, if it has one and does so within `limit`. The caller
-/// has the turn. Those of a paused one do since before it was paused, or never will.
+/// Asks the agent of `sandbox` to freeze the guest's processes within `limit`. The caller holds the `exclusive` lock.
+/// A paused guest is not asked: its processes were frozen before the pause, or cannot be now.
 pub(crate) async fn freeze(sandbox: &Sandbox, limit: Duration, sync: FreezeSync) -> Frozen {
     let paused = matches!(sandbox.phase(), Phase::Paused);
     if sandbox.spec.is_bare() || paused {
         let quiesced = paused && sandbox.read_runtime(|facts| facts.saved.lifetime.frozen);
         return Frozen { quiesced, standing: None };
     }
-    // A thaw that is under way would undo this. One that stays under way means that the agent is silent.
+    // A thaw that is under way would undo this freeze. If it stays under way, the agent does not answer.
     let begun = Instant::now();
     let free = tokio::time::timeout(limit, sandbox.thaws.wait()).await.is_ok();
     let mut owed = Owed::to(sandbox);
@@ -42,7 +42,7 @@ pub(crate) async fn freeze(sandbox: &Sandbox, limit: Duration, sync: FreezeSync)
 }
 
 impl Frozen {
-    /// Lets them go on. How long they stood still, if they did, and whether they did at the fork.
+    /// Thaws the processes. Returns how many milliseconds they were frozen, if known, and whether they were at the fork.
     pub(crate) async fn thaw(self, patience: Duration) -> (Option<f64>, bool) {
         let Some((since, owed)) = self.standing else { return (None, self.quiesced) };
         let thawed = owed.settle(patience).await;
@@ -50,15 +50,15 @@ impl Frozen {
     }
 }
 
-/// A thaw that a guest is owed. If it is dropped before the agent has done it, a task has the agent do it, however
-/// long that takes: once the guest runs, if it is paused.
+/// A thaw that a guest is owed. If it is dropped before the agent has thawed, a task retries until the agent has, or
+/// the sandbox ends. It waits while the guest is paused.
 #[derive(Debug)]
 pub(crate) struct Owed(Option<Thaw>);
 
 #[derive(Debug)]
 struct Thaw {
     agent: Agent,
-    /// What it undoes, as long as that is not answered and may still be done.
+    /// The call of the freeze, while it has no answer and the guest may still freeze.
     freeze: Option<JoinHandle<agent::Result<bool>>>,
     phases: watch::Receiver<Phase>,
     wishes: watch::Receiver<DesiredState>,
@@ -73,10 +73,10 @@ impl Owed {
         Owed(Some(Thaw { agent, freeze: None, phases, wishes, _counted }))
     }
 
-    /// Has the agent freeze its processes; whether it did within `patience`.
+    /// Asks the agent to freeze its processes. Returns whether it did within `patience`.
     async fn after_freeze(&mut self, limit: Duration, sync: FreezeSync, patience: Duration) -> bool {
         let Some(thaw) = &mut self.0 else { return false };
-        // The guest gives up first: then it is known that nothing stands still in it.
+        // The guest's own limit is shorter: if it gives up, its answer says that no process is frozen.
         let (agent, within) = (thaw.agent.clone(), limit - limit / 10);
         let freeze = async move { agent.freeze(within, sync).await.map(|it| it.frozen) };
         let call = task::spawn(Task::Freeze, freeze);
@@ -87,7 +87,7 @@ impl Owed {
         matches!(answer, Ok(Ok(Ok(true))))
     }
 
-    /// Takes back a freeze that is not answered: its connection ends, and a guest that reads it later does not freeze.
+    /// Cancels a freeze without an answer: its connection ends, and a guest that reads it later does not freeze.
     async fn take_back_freeze(&mut self) {
         if let Some(call) = self.0.as_mut().and_then(|thaw| thaw.freeze.take()) {
             call.abort();
@@ -95,18 +95,18 @@ impl Owed {
         }
     }
 
-    /// Has the agent thaw its processes; whether it did within `patience`. If not it is still to.
+    /// Asks the agent to thaw its processes. Returns whether it did within `patience`; if not, the thaw stays owed.
     pub(crate) async fn settle(mut self, patience: Duration) -> bool {
         let Some(thaw) = &self.0 else { return true };
         let thawed = matches!(tokio::time::timeout(patience, thaw.agent.thaw()).await, Ok(Ok(())));
-        // A freeze that is not answered may yet be done: once more when that is known.
+        // A freeze without an answer may still happen: thaw again after its answer.
         if thawed && thaw.freeze.is_none() {
             self.forgo();
         }
         thawed
     }
 
-    /// It is done, or not to be done now.
+    /// Drops the obligation: the thaw is done, or not due now.
     fn forgo(&mut self) {
         self.0 = None;
     }
@@ -114,7 +114,7 @@ impl Owed {
 
 impl Drop for Owed {
     fn drop(&mut self) {
-        // Without a runtime the daemon is ending, and the next one thaws what it takes over.
+        // Without a runtime the daemon is ending, and the next one thaws the sandboxes it adopts.
         if let (Some(thaw), Ok(runtime)) = (self.0.take(), Handle::try_current()) {
             runtime.spawn(thaw.insist());
         }
@@ -142,10 +142,10 @@ impl Thaw {
 }
 
 impl Sandbox {
-    /// Pauses it, its processes first: then none of them runs in a child of a branch before that child is its
-    /// own. A guest that does not answer is paused all the same. The caller has the turn.
+    /// Freezes the processes, then pauses the guest. So in a child of a branch no process runs before the child has its
+    /// own identity. A guest that does not answer is paused all the same. The caller holds the `exclusive` lock.
     pub(crate) async fn pause(&self) -> Result<()> {
-        // It keeps its memory: nothing has to get to its disk.
+        // The guest keeps its memory, so it need not sync its disk.
         let mut frozen = freeze(self, self.freeze_limit, FreezeSync::Skip).await;
         if let Some((_, owed)) = &mut frozen.standing {
             owed.take_back_freeze().await;
@@ -158,12 +158,12 @@ impl Sandbox {
         Ok(())
     }
 
-    /// Lets a paused one go on, its processes too. The caller has the turn.
+    /// Resumes a paused guest and thaws its processes. The caller holds the `exclusive` lock.
     pub(crate) async fn go_on(&self) -> Result<()> {
         self.activity.touch();
-        // First: a record that says so is of one that is paused.
+        // Before the resume: a record with `frozen` must mean that the sandbox is paused.
         self.note_frozen(false);
-        // Always, whatever is recorded: an earlier daemon may have been killed before it was.
+        // Whatever the record says: an earlier daemon may have been killed before it wrote that.
         let owed = (!self.spec.is_bare()).then(|| Owed::to(self));
         self.ask(MonitorCommand::Resume).await?;
         self.forget_pause();
@@ -173,13 +173,13 @@ impl Sandbox {
         Ok(())
     }
 
-    /// Notes whether its processes were frozen when it was paused, for the next daemon, too.
+    /// Records whether the processes were frozen at the pause, for the next daemon too.
     fn note_frozen(&self, frozen: bool) {
         if self.read_runtime(|facts| facts.saved.lifetime.frozen == frozen) {
             return;
         }
         if let Err(error) = self.amend(|lifetime, _| lifetime.frozen = frozen) {
-            tracing::error!(sandbox = self.id, %error, frozen, "cannot record whether its processes are frozen");
+            tracing::error!(sandbox = self.id, %error, frozen, "sandbox record not updated: frozen");
         }
     }
 }
@@ -198,7 +198,7 @@ mod tests {
     /// Commands to a supervisor, each with how often the guest had been asked to freeze and to thaw by then.
     type Done = Arc<Mutex<Vec<(&'static str, usize, usize)>>>;
 
-    /// Does what the sandbox's supervisor would, which may refuse to pause it.
+    /// Stands in for the sandbox's supervisor; with `refuses` it fails a pause.
     fn keep(daemon: &FakeDaemon, refuses: bool) -> Done {
         let (sandbox, guest) = (daemon.sandbox.clone(), daemon.guest.clone());
         let done = Done::default();
@@ -234,14 +234,14 @@ mod tests {
         sandbox.pause().await.unwrap();
         assert!(is_frozen(sandbox));
         assert_eq!(daemon.guest.calls_of("Freeze")[0]["sync"], json!("skip"));
-        // A branch of it is quiesced, and thaws nothing.
+        // A branch of a paused sandbox is quiesced, and thaws nothing.
         let branch = freeze(sandbox, Duration::from_secs(60), FreezeSync::Quick).await;
         assert_eq!(branch.thaw(Duration::from_secs(60)).await, (None, true));
         sandbox.go_on().await.unwrap();
         assert!(!is_frozen(sandbox));
         assert_eq!(*done.lock().unwrap(), [("pause", 1, 0), ("resume", 1, 0)]);
         assert_eq!(daemon.guest.calls_of("Thaw").len(), 1);
-        // A branch of one that runs has its own freeze and thaw.
+        // A branch of a running sandbox has its own freeze and thaw.
         let branch = freeze(sandbox, Duration::from_secs(60), FreezeSync::Quick).await;
         let (frozen_ms, quiesced) = branch.thaw(Duration::from_secs(60)).await;
         assert!(frozen_ms.is_some() && quiesced);
@@ -280,7 +280,7 @@ mod tests {
         caller.abort();
         eventually("the thaw", || daemon.guest.calls_of("Thaw").len() == 1).await;
 
-        // It leaves before the guest has answered: the thaw comes after the freeze.
+        // The caller leaves before the guest has answered: the thaw comes after the freeze.
         let daemon = FakeDaemon::impatient_with_guests().await;
         *daemon.guest.ignores.lock().unwrap() = Some("Freeze".into());
         let sandbox = daemon.sandbox.clone();

@@ -1,4 +1,4 @@
-//! What is written down of a sandbox: what it is, what was done to it, and how it ended.
+//! The files of a sandbox's folder: its record (spec, history, saved state) and its end.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -11,56 +11,56 @@ use crate::error::Error;
 use crate::sandbox::lifetime::{IDLE, Lifetime, SUSPENDED, TIMED_OUT};
 use crate::util::records::{self, Found, VersionedRecord};
 
-/// The file in a forked sandbox's folder that says what it is.
+/// The file of the record in a sandbox's folder.
 pub(crate) const RECORD: &str = "sandbox.json";
-/// The file in a forked sandbox's folder that says how it ended.
+/// The file of the end in a sandbox's folder.
 pub(crate) const END: &str = "end.json";
-/// The reason of an end that is none of the sandbox, only of its process.
+/// The end reason of a process that a rollback replaced; the sandbox itself continues.
 pub(crate) const ROLLED_BACK: &str = "rolled_back";
 
-/// What a sandbox is.
+/// The fixed properties of a sandbox.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Spec {
-    /// Whose it is.
+    /// The owner's name.
     #[serde(default = "crate::auth::principal::local_owner")]
     pub(crate) owner: String,
-    /// The image it has; none for a bare guest, which has no agent, either.
+    /// Its image; `None` for a bare guest, which has no agent either.
     pub(crate) image: Option<String>,
-    /// The snapshot it was forked from.
+    /// The tag of the snapshot it was forked from.
     pub(crate) snapshot_tag: Option<String>,
     pub(crate) vcpus: u8,
     pub(crate) mem_mib: u64,
     pub(crate) network: bool,
-    /// What its monitor may use; where the host has cgroups.
+    /// The memory limit of its cgroup, where the host has cgroups.
     pub(crate) memory_limit_mib: u64,
-    /// All that a snapshot of it is to say; none for one that an older version made.
+    /// The guest as its snapshots describe it; `None` if an older version created the sandbox.
     #[serde(default)]
     pub(crate) guest: Option<forkd_store::GuestSpec>,
 }
 
 impl Spec {
-    /// Whether only its kernel can say that it runs.
+    /// Whether it is a bare kernel without an agent.
     pub(crate) fn is_bare(&self) -> bool {
         self.image.is_none()
     }
 }
 
-/// What was done to a sandbox since it was made.
+/// What was done to a sandbox since its creation.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct History {
-    /// How many branches were taken of it.
+    /// The number of branches taken.
     pub(crate) branch_count: u64,
-    /// The last one.
+    /// The tag of the last branch.
     pub(crate) last_branch_tag: Option<String>,
-    /// The snapshot it was last taken back to.
+    /// The tag of the snapshot of its last rollback.
     pub(crate) rolled_back_to: Option<String>,
-    /// The port of loopback that was opened for it (`line`).
+    /// The loopback port that was opened for it (`line`).
     #[serde(default)]
     pub(crate) line_port: Option<u16>,
 }
 
 impl Spec {
-    /// What it counts towards its owner's quota.
+    /// Its share of the owner's quota.
     pub(crate) fn claim(&self) -> Claim {
         Claim { owner: self.owner.clone(), mem_mib: self.mem_mib }
     }
@@ -73,21 +73,21 @@ impl Spec {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct SavedState {
-    /// When its time is over.
+    /// Its deadline.
     pub(crate) deadline_unix: Option<u64>,
     /// Whether its image has a Python.
     pub(crate) python: Option<bool>,
     pub(crate) history: History,
-    /// The workspace whose sandbox it is.
+    /// The workspace it belongs to.
     pub(crate) workspace: Option<String>,
     #[serde(rename = "life")]
     pub(crate) lifetime: Lifetime,
 }
 
-/// What the next daemon needs to know of a sandbox. Written before a fork is asked for, and after a boot.
+/// What the next daemon needs to adopt a sandbox. Written before the request to fork, and after a boot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SandboxRecord {
-    /// Its template; empty for one that was booted.
+    /// The id of its template; empty for a booted sandbox.
     pub(crate) template: String,
     /// The number of its lineage.
     pub(crate) lineage: u32,
@@ -95,15 +95,15 @@ pub(crate) struct SandboxRecord {
     pub(crate) cgroup: String,
     pub(crate) spec: Spec,
     pub(crate) created_at_unix: u64,
-    /// The part of that second.
+    /// The nanoseconds within that second.
     #[serde(default)]
     pub(crate) created_nanos: u32,
-    /// Its network slot.
+    /// The name of its network slot.
     pub(crate) netns: Option<String>,
-    /// How often it was taken back: each time its process is another one.
+    /// The number of rollbacks: each replaces the process.
     #[serde(default)]
     pub(crate) generation: u32,
-    /// What its agent is told beside its name: again, when it is taken back.
+    /// The variables that the agent gets with the sandbox's id, after a fork and again after a rollback.
     #[serde(default)]
     pub(crate) envs: BTreeMap<String, String>,
     #[serde(flatten)]
@@ -111,23 +111,23 @@ pub(crate) struct SandboxRecord {
 }
 
 impl SandboxRecord {
-    /// Whether no template forked it.
+    /// Whether it was booted, not forked from a template.
     pub(crate) fn is_booted(&self) -> bool {
         self.template.is_empty()
     }
 
-    /// What the sandbox `id` is called in its template and in its lineage's cgroup: no two processes
-    /// have the same name there, and a sandbox that is taken back has one after the other.
+    /// The name of the process of the sandbox `id` in its template and in its lineage's cgroup. Names are unique
+    /// there, so every rollback of a sandbox gives it a new one.
     pub(crate) fn child(&self, id: &str) -> String {
         child_name(id, self.generation)
     }
 
-    /// That of the sandbox in `folder`.
+    /// Reads the record of the sandbox in `folder`.
     pub(crate) fn read(folder: &Path) -> Found<Self> {
         records::read(folder)
     }
 
-    /// Writes it into `folder`, whole or not at all.
+    /// Writes the record into `folder`, whole or not at all.
     pub(crate) fn write(&self, folder: &Path) -> io::Result<()> {
         records::write(self, folder)
     }
@@ -148,13 +148,13 @@ pub(crate) fn child_name(id: &str, generation: u32) -> String {
 /// How a sandbox ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct End {
-    /// One word for programs.
+    /// The reason, as one word for programs.
     pub(crate) reason: String,
-    /// One sentence for people.
+    /// The reason, as a sentence for people.
     pub(crate) detail: String,
-    /// The end of its console.
+    /// The last lines of its console.
     pub(crate) console_tail: String,
-    /// What only the operator may read of it.
+    /// The cause, which only the operator may read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) cause: Option<String>,
 }
@@ -164,7 +164,7 @@ impl End {
         End { reason: reason.into(), detail: detail.into(), console_tail, cause: None }
     }
 
-    /// One that `error` is the reason for.
+    /// An end because of `error`.
     pub(crate) fn failed(reason: &str, error: &Error, console_tail: String) -> Self {
         End { cause: error.private(), ..End::new(reason, error.public(), console_tail) }
     }
@@ -181,22 +181,22 @@ impl End {
         End::new("deleted", "the sandbox was deleted", String::new())
     }
 
-    /// Whether it is what somebody asked for, and leaves no trace in its folder.
+    /// Whether a client or a time-out asked for this end. Such an end is not written into the folder.
     pub(crate) fn is_requested(&self) -> bool {
         matches!(self.reason.as_str(), "deleted" | TIMED_OUT | IDLE | SUSPENDED)
     }
 
-    /// That which was written down in `folder`.
+    /// Reads the end in `folder`.
     pub(crate) fn read(folder: &Path) -> Found<Self> {
         records::read(folder)
     }
 
-    /// Writes it down in `folder`, whole or not at all.
+    /// Writes the end into `folder`, whole or not at all.
     pub(crate) fn write(&self, folder: &Path) -> io::Result<()> {
         records::write(self, folder)
     }
 
-    /// That of a process whose place another one takes.
+    /// The end of a process that a rollback replaces.
     pub(crate) fn rolled_back() -> Self {
         End::new(ROLLED_BACK, "the sandbox was rolled back", String::new())
     }

@@ -1,4 +1,4 @@
-//! All sandboxes: making them, finding them, ending them.
+//! The registry: creates, finds and deletes sandboxes, and enforces limits and quotas.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -31,7 +31,7 @@ use crate::util::task::{self, Task, blocking};
 #[derive(Debug)]
 pub(crate) struct Registry {
     pub(crate) host: Arc<Host>,
-    /// Where each sandbox has its folder.
+    /// The folder that holds the sandboxes' folders.
     pub(crate) folder: PathBuf,
     inner: Mutex<Inner>,
     /// How many sandboxes were deleted and are not gone yet.
@@ -43,9 +43,9 @@ pub(crate) struct Registry {
 #[derive(Debug, Default)]
 struct Inner {
     sandboxes: HashMap<String, Entry>,
-    /// Seats taken.
+    /// The number of seats in use.
     seated: usize,
-    /// By owner; of those that were not deleted.
+    /// By owner, without deleted sandboxes.
     usage: QuotaUsage,
     closed: bool,
 }
@@ -57,16 +57,16 @@ struct Entry {
     seat: Seat,
 }
 
-/// Room for one sandbox, from before it is made until nothing is left of it.
+/// A reservation for one sandbox, held from before its creation until its process and files are gone.
 #[derive(Debug)]
 pub(crate) struct Seat {
     registry: Arc<Registry>,
-    /// What counts towards its owner's quota, until it is deleted.
+    /// Its share of the owner's quota; `None` once it is deleted.
     claim: Option<Claim>,
 }
 
 impl Seat {
-    /// It counts towards nobody's quota any more.
+    /// Returns its share to the owner's quota.
     fn give_back(&mut self) {
         if let Some(claim) = self.claim.take() {
             self.registry.inner.lock().usage.give_back(&claim);
@@ -82,7 +82,7 @@ impl Drop for Seat {
 }
 
 impl Registry {
-    /// A registry on the host's data directory, which the caller holds the lock of.
+    /// A registry for the host's run directory. The caller holds the lock of the data directory.
     pub(crate) fn new(host: Arc<Host>) -> Result<Arc<Self>> {
         let folder = run_dir::sandboxes(&host.config.run_dir);
         make_private_dir(&folder)
@@ -96,14 +96,14 @@ impl Registry {
         found.ok_or_else(|| no_sandbox(id))
     }
 
-    /// One whose record can be read.
+    /// As [`get`](Registry::get), but fails if the sandbox's record cannot be read.
     pub(crate) fn known(&self, id: &str) -> Result<Arc<Sandbox>> {
         let sandbox = self.get(id)?;
         sandbox.known()?;
         Ok(sandbox)
     }
 
-    /// Whether a sandbox is theirs; if not, it is none.
+    /// Fails as for a missing sandbox unless `who` may see it.
     pub(crate) fn check_owner(&self, sandbox: &Sandbox, who: &Principal) -> Result<()> {
         match who.owns(&sandbox.spec.owner) {
             true => Ok(()),
@@ -128,8 +128,8 @@ impl Registry {
         self.inner.lock().sandboxes.values().filter(of_it).count()
     }
 
-    /// Boots a sandbox. It is deleted when the returned [`Bound`] is dropped, until that is
-    /// [released](Bound::release). One that is `lasting` outlives this daemon, once it has booted.
+    /// Boots a sandbox. It is deleted when the returned [`Bound`] is dropped, unless that is
+    /// [released](Bound::release). A `lasting` sandbox outlives this daemon once it has booted.
     pub(crate) async fn boot(
         self: &Arc<Self>,
         spec: Spec,
@@ -173,7 +173,7 @@ impl Registry {
         Ok(self.add(seat, sandbox, SandboxOrigin::Boot { assets, warm, lasting }))
     }
 
-    /// Takes a sandbox in and starts its supervisor.
+    /// Adds a sandbox and starts its supervisor.
     pub(crate) fn add(self: &Arc<Self>, seat: Seat, sandbox: Sandbox, origin: SandboxOrigin) -> Bound {
         let sandbox = Arc::new(sandbox);
         if !matches!(origin, SandboxOrigin::Adopted(_)) {
@@ -184,7 +184,7 @@ impl Registry {
         Bound { registry: self.clone(), sandbox, bound: true }
     }
 
-    /// Starts the supervisor of a sandbox, and notes that there is one, and in the end how it went.
+    /// Starts the supervisor of a sandbox. The ledger gets an entry now, and the end when the supervisor returns.
     fn start_supervisor(&self, sandbox: &Arc<Sandbox>, origin: SandboxOrigin) -> JoinHandle<()> {
         self.ledger.made(sandbox);
         let (sandbox, ledger, config) = (sandbox.clone(), self.ledger.clone(), self.host.config.clone());
@@ -199,7 +199,7 @@ impl Registry {
         })
     }
 
-    /// Takes in a sandbox that ended before us.
+    /// Adds a sandbox that ended under an earlier daemon.
     pub(crate) fn add_ended(self: &Arc<Self>, seat: Seat, sandbox: Sandbox) {
         self.ledger.made(&sandbox);
         self.ledger.note_phase(&sandbox);
@@ -210,15 +210,15 @@ impl Registry {
         });
     }
 
-    /// Takes in a sandbox whose record cannot be read. The ledger keeps what it knows of it.
+    /// Adds a sandbox whose record cannot be read. Its ledger entry stays as it is.
     pub(crate) fn add_unknown(self: &Arc<Self>, seat: Seat, sandbox: Sandbox, remains: Remains) {
         let sandbox = Arc::new(sandbox);
         let supervisor = task::spawn(Task::Sandbox, sandbox.clone().keep_unknown(remains));
         self.insert(Entry { sandbox, supervisor, seat });
     }
 
-    /// Puts `new` into the place of `old`, under the same id, and starts its supervisor, which is to end
-    /// `old`. Fails if `old` is not there any more, or `new` is larger than its owner may have.
+    /// Replaces `old` by `new` under the same id, and starts the supervisor of `new`, which ends `old`. Fails if `old`
+    /// was deleted, or if `new` exceeds the owner's quota.
     pub(crate) fn replace(
         self: &Arc<Self>,
         old: &Arc<Sandbox>,
@@ -245,7 +245,7 @@ impl Registry {
             Ok(entry) => entry,
             Err(error) => {
                 drop(guard);
-                // It was never forked: only its cgroup is there.
+                // `new` was never forked: it has only a cgroup.
                 self.host.janitor.later(move || new.resources().release(&new.id));
                 return Err(error);
             }
@@ -261,7 +261,8 @@ impl Registry {
         self.inner.lock().sandboxes.insert(entry.sandbox.id.clone(), entry);
     }
 
-    /// A sandbox and its turn: whoever had that before may have taken the sandbox back.
+    /// A sandbox with its `exclusive` lock. The last holder may have been a rollback, which replaces the sandbox: then
+    /// this locks the new one.
     pub(crate) async fn exclusive_lock_of(&self, id: &str) -> Result<(Arc<Sandbox>, OwnedMutexGuard<()>)> {
         loop {
             let sandbox = self.known(id)?;
@@ -272,8 +273,8 @@ impl Registry {
         }
     }
 
-    /// Room for `n` more sandboxes, or for as many of them as the daemon has descriptors for, and why
-    /// the others have none; an error if there is no room at all, or not for all of them in the quota.
+    /// Reserves seats for `n` more sandboxes. If the daemon has descriptors for fewer, it returns that many seats with
+    /// the reason. Fails if there is no seat at all, or if the quota does not allow all `n`.
     pub(crate) fn reserve(
         self: &Arc<Self>,
         n: usize,
@@ -284,10 +285,10 @@ impl Registry {
         let (carried, too_few) = fd_limit::carried();
         let mut inner = self.inner.lock();
         if inner.closed {
-            return Err(Error::new(Code::ShuttingDown, "the daemon is stopping"));
+            return Err(Error::new(Code::ShuttingDown, "the daemon is stopping; try again when it runs"));
         }
         let max = self.host.config.limits.max_sandboxes;
-        // Those that are being deleted still have their processes.
+        // Sandboxes that are being deleted count: they still have their processes.
         if inner.seated.saturating_add(n) > max {
             let text =
                 format!("there are {} sandboxes, and {max} is the limit; delete some first", inner.seated);
@@ -305,17 +306,17 @@ impl Registry {
         Ok(((0..fitting).map(seat).collect(), rest))
     }
 
-    /// Room for a sandbox that is there already.
+    /// A seat for a sandbox that exists already; no limit applies.
     pub(crate) fn seat(self: &Arc<Self>, spec: &Spec) -> Seat {
         let claim = spec.claim();
         let mut inner = self.inner.lock();
         inner.seated += 1;
-        // It was allowed when it was made.
+        // The quota was checked when the sandbox was created.
         let _ = inner.usage.take(&claim, 1, 1, &Quota::default());
         Seat { registry: self.clone(), claim: Some(claim) }
     }
 
-    /// Deletes `sandbox`, if it is still the one of that id, for the reason `end` gives.
+    /// Deletes `sandbox` with the reason `end`, unless it was deleted or replaced before.
     pub(crate) fn end(self: &Arc<Self>, sandbox: &Arc<Sandbox>, end: End) {
         let mut inner = self.inner.lock();
         if !inner.sandboxes.get(&sandbox.id).is_some_and(|entry| Arc::ptr_eq(&entry.sandbox, sandbox)) {
@@ -327,7 +328,7 @@ impl Registry {
         entry.into_iter().for_each(|entry| self.dismiss(entry, DesiredState::End));
     }
 
-    /// Takes a sandbox out of the registry. Its process and its files go in the background.
+    /// Removes a sandbox from the registry. Its process and its files are removed in the background.
     pub(crate) fn delete(self: &Arc<Self>, id: &str) -> Result<()> {
         let entry = self.inner.lock().sandboxes.remove(id);
         let Some(entry) = entry else { return self.get(id).map(|_| ()) };
@@ -336,7 +337,7 @@ impl Registry {
     }
 
     fn dismiss(self: &Arc<Self>, mut entry: Entry, wish: DesiredState) {
-        // Whoever was told that it is gone may have another one.
+        // At once: after the answer to a delete the owner may create another sandbox.
         entry.seat.give_back();
         let leaving = self.leaving.token();
         if wish == DesiredState::End {
@@ -354,10 +355,10 @@ impl Registry {
     async fn tear_down(&self, entry: Entry, wish: DesiredState) {
         let Entry { sandbox, supervisor, seat } = entry;
         if let Err(error) = supervisor.await {
-            tracing::error!(sandbox = sandbox.id, %error, "the supervisor of a sandbox failed");
+            tracing::error!(sandbox = sandbox.id, %error, "sandbox supervisor failed");
         }
         let mut resources = std::mem::take(&mut *sandbox.resources());
-        // What could not be left, because it was half-made, was deleted.
+        // A half-made sandbox cannot be left to the next daemon: its supervisor has ended it.
         let deleted = matches!(sandbox.phase(), Phase::Ended(end) if end.is_requested());
         if wish == DesiredState::Leave && !deleted {
             if let Some(template) = &resources.template {
@@ -375,13 +376,13 @@ impl Registry {
         });
         let resources = discarded.await;
         self.host.janitor.remove_folder(sandbox.folder.clone()).await;
-        // Its template may go now, and the next sandbox may come.
+        // From here on its template may end, and its seat is free.
         drop((resources, seat));
-        tracing::debug!(sandbox = sandbox.id, "sandbox is gone");
+        tracing::debug!(sandbox = sandbox.id, "sandbox removed");
     }
 
-    /// Lets nothing new start, lets go of what the next daemon takes over, ends the rest, and returns when
-    /// that is done.
+    /// Closes the registry: no sandbox starts any more, sandboxes that the next daemon adopts keep running, and the
+    /// others end. Returns when all supervisors have returned and the ledger is written.
     pub(crate) async fn close(self: &Arc<Self>) {
         let entries: Vec<Entry> = {
             let mut inner = self.inner.lock();
@@ -407,7 +408,7 @@ fn no_sandbox(id: &str) -> Error {
     Error::new(Code::SandboxNotFound, format!("there is no sandbox {shown}"))
 }
 
-/// Whether a guest of that size may be.
+/// Fails unless the guest's size is within the limits.
 pub(crate) fn check(limits: &Limits, vcpus: u8, mem_mib: u64) -> Result<()> {
     if !(1..=limits.max_vcpus).contains(&vcpus) {
         return Err(Error::invalid(format!("vcpus is {vcpus}; it must be 1 to {}", limits.max_vcpus)));
@@ -419,7 +420,7 @@ pub(crate) fn check(limits: &Limits, vcpus: u8, mem_mib: u64) -> Result<()> {
     Ok(())
 }
 
-/// Whether that can be an image's name.
+/// Fails unless `image` is a valid name.
 pub(crate) fn check_image(image: &str) -> Result<()> {
     match is_valid_name(image) {
         true => Ok(()),
@@ -427,7 +428,7 @@ pub(crate) fn check_image(image: &str) -> Result<()> {
     }
 }
 
-/// A sandbox bound to something that may go away at any moment: a request, a connection.
+/// A sandbox bound to a request or a connection: it is deleted when this is dropped, unless it is released.
 #[derive(Debug)]
 pub(crate) struct Bound {
     registry: Arc<Registry>,
@@ -440,7 +441,7 @@ impl Bound {
         &self.sandbox
     }
 
-    /// From here on it lives until somebody deletes it.
+    /// Unbinds the sandbox: from here on it lives until a client or a time-out ends it.
     pub(crate) fn release(mut self) -> Arc<Sandbox> {
         self.bound = false;
         self.sandbox.clone()
@@ -450,13 +451,13 @@ impl Bound {
 impl Drop for Bound {
     fn drop(&mut self) {
         if self.bound {
-            // It may have been deleted by other means.
+            // Another request may have deleted it before.
             let _ = self.registry.delete(&self.sandbox.id);
         }
     }
 }
 
-/// For [`Sandbox::created`] of one an earlier daemon made.
+/// The time `unix` seconds after 1970, for [`Sandbox::created`] of an adopted sandbox.
 pub(crate) fn time(unix: u64) -> SystemTime {
     SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(unix)).unwrap_or(SystemTime::UNIX_EPOCH)
 }

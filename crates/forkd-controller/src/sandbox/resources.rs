@@ -1,4 +1,4 @@
-//! What a sandbox has of the host, and gives back when its process is gone.
+//! The host resources of a sandbox (lineage, template, network slot, cgroup), and their release.
 
 use std::sync::Arc;
 
@@ -11,21 +11,21 @@ use crate::host::lineage::Lineage;
 use crate::network::Hold;
 use crate::snapshot::template::Template;
 
-/// What a sandbox has that others could have after it.
+/// The host resources that a sandbox uses.
 #[derive(Debug, Default)]
 pub(crate) struct Resources {
     pub(crate) lineage: Option<Arc<Lineage>>,
-    /// Who forked it.
+    /// The template that forked it.
     pub(crate) template: Option<Arc<Template>>,
     pub(crate) slot: Option<Slot>,
-    /// Of one that may have a slot, and it is not known which.
+    /// Reserves every unclaimed slot, for a sandbox whose slot is unknown because its record is unreadable.
     pub(crate) any_slot: Option<Hold>,
     pub(crate) leaf: Option<Leaf>,
 }
 
 impl Resources {
-    /// Takes what the sandbox `id` of `lineage` needs: a network slot if `network` asks for one, and a cgroup. It
-    /// gets neither where the host has none. Blocks.
+    /// Allocates the resources of the sandbox `id` of `lineage`: a network slot if `network` asks for one, and a cgroup.
+    /// On a host without slots or cgroups it gets none. Blocks.
     pub(crate) fn allocate(
         host: &Host,
         lineage: Arc<Lineage>,
@@ -49,21 +49,21 @@ impl Resources {
         Ok(resources)
     }
 
-    /// Gives the host back what is the sandbox's alone. Its process must be gone. Blocks.
+    /// Releases the network slot and the cgroup, which the sandbox does not share. Its process must be gone. Blocks.
     pub(crate) fn release(&mut self, id: &str) {
         if let Some(Err(error)) = self.slot.take().map(|mut slot| slot.destroy()) {
-            tracing::error!(sandbox = id, error = chain(&error), "its network slot is left behind");
+            tracing::error!(sandbox = id, error = chain(&error), "sandbox network slot not removed");
         }
         self.any_slot.take().into_iter().for_each(Hold::release);
         let removed = self.leaf.take().map(|leaf| {
-            // A process nobody knew of may be in there; a branch must not be.
+            // An unknown process may be in the cgroup, and is killed. A branch must not be there.
             if leaf.is_left() {
                 let _ = leaf.kill();
             }
             leaf.remove()
         });
         if let Some(Err(error)) = removed {
-            tracing::error!(sandbox = id, %error, "its cgroup is left behind");
+            tracing::error!(sandbox = id, %error, "sandbox cgroup not removed");
         }
     }
 }

@@ -1,15 +1,14 @@
-//! Taking a sandbox back: it goes on from a snapshot, under the same id, in the same folder, with the same
-//! network slot and the same limits, in another process.
+//! Rollback: a sandbox continues from a snapshot in another process. Id, folder, network slot and limits stay.
 //!
-//! Everything that can fail is done first: the template is there, the new process's files, its cgroup and
-//! its record are made, in a folder `next` within the sandbox's. Then the registry has the new [`Sandbox`]
-//! in the place of the old one, and its supervisor does the rest: it ends the old process (a tap can be open
-//! once), takes over what it had, moves the files of `next` to where the old ones were, and forks. What
-//! fails from there on ends the sandbox, with the reason; it can be taken back again.
+//! Most steps that can fail come first, while the old process runs. The daemon finds the template, and makes the new
+//! process's files, cgroup and record, in a folder `next` within the sandbox's folder. Then the registry replaces the
+//! old [`Sandbox`] by the new one, whose supervisor does the rest. It ends the old process (only one process can have
+//! the tap open), takes over its network slot, moves the files out of `next`, and forks. A failure from there on ends
+//! the sandbox with the reason; a client can roll it back again.
 //!
-//! A daemon that is killed in the middle leaves one of three things to the next one: the old process, and
-//! a `next` nobody needs; the new process; or none, and the file that says how it ended, which is written
-//! before the old process is ended and removed when the new one is recorded.
+//! A daemon that is killed during a rollback leaves one of three states to the next one:
+//! the old process, and a `next` to remove; the new process; or no process, and the end in a file. That file is written
+//! before the old process ends, and removed when the new one is recorded.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -37,12 +36,12 @@ use crate::snapshot::template::Template;
 use crate::util::fs::make_private_dir;
 use crate::util::task::blocking;
 
-/// The folder within a sandbox's in which its next process is prepared.
+/// The folder, within the sandbox's folder, that holds the files of the next process.
 pub(crate) const NEXT: &str = "next";
-/// The reason of a sandbox that ended because it could not be taken back.
+/// The end reason of a sandbox whose rollback failed.
 const FAILED: &str = "rollback_failed";
 
-/// What the supervisor of a sandbox needs to take another one's place.
+/// What the supervisor of the new sandbox needs to replace the old one.
 pub(crate) struct RollbackPlan {
     old: Arc<Sandbox>,
     supervisor: JoinHandle<()>,
@@ -52,7 +51,7 @@ pub(crate) struct RollbackPlan {
     envs: BTreeMap<String, String>,
     /// When the request arrived.
     arrived: Instant,
-    /// Nobody else prepares anything in the folder until the files are where they belong.
+    /// The `exclusive` lock: no other rollback uses `next` until its files are moved.
     turn: OwnedMutexGuard<()>,
 }
 
@@ -62,8 +61,8 @@ impl std::fmt::Debug for RollbackPlan {
     }
 }
 
-/// Takes the sandbox `id` back to the snapshot `to`; without one to its latest branch, if that can be used,
-/// and else to the snapshot it was forked from. Returns when it runs.
+/// Rolls the sandbox `id` back to the snapshot `to`. Without `to` it uses the latest branch, or, if that is not usable,
+/// the snapshot the sandbox was forked from. Returns when the sandbox runs.
 pub(crate) async fn roll_back(
     registry: &Arc<Registry>,
     snapshots: &Arc<SnapshotRegistry>,
@@ -95,11 +94,11 @@ pub(crate) async fn roll_back(
         turn,
     })?;
     new.started().await?;
-    tracing::info!(sandbox = id, tag, "sandbox was rolled back");
+    tracing::info!(sandbox = id, tag, "sandbox rolled back");
     Ok(new)
 }
 
-/// The template to go on from.
+/// The template to fork the new process from.
 async fn target(
     snapshots: &Arc<SnapshotRegistry>,
     old: &Sandbox,
@@ -114,14 +113,14 @@ async fn target(
     {
         match snapshots.template_for(&tag, who).await {
             Err(error) if error.code().is_not_found() || error.code().is_conflict() => {
-                tracing::info!(sandbox = old.id, %error, "its latest branch cannot be used");
+                tracing::info!(sandbox = old.id, %error, "latest branch not usable for a rollback");
             }
             other => return other,
         }
     }
     let Some(tag) = &old.spec.snapshot_tag else {
         let text = format!(
-            "sandbox {id} was booted and has no branch it could go back to: give a snapshot, or take a \
+            "sandbox {id} was booted and has no branch to roll back to: give a snapshot, or take a \
              branch of it first (`forkd branch {id}`)",
             id = old.id
         );
@@ -130,8 +129,8 @@ async fn target(
     let entry = snapshots.usable(tag, who)?;
     if is_another(&entry, old) {
         let text = format!(
-            "the snapshot {tag} sandbox {} was forked from is gone, and {tag} is another one now; say where to \
-             roll back to if you mean that",
+            "the snapshot {tag} that sandbox {} was forked from is gone, and {tag} is another snapshot now; \
+             name {tag} in the request to roll back to that one",
             old.id
         );
         return Err(Error::new(Code::NoRollbackTarget, text));
@@ -142,7 +141,7 @@ async fn target(
 /// Whether `entry` is another snapshot than the one `sandbox` was forked from, which had the same tag.
 fn is_another(entry: &Entry, sandbox: &Sandbox) -> bool {
     let (template, created) = (sandbox.resources().template.clone(), sandbox.created_at_unix());
-    // It knows best, unless it is that of yet another one, to which the sandbox was taken back.
+    // The template is the best evidence, unless an earlier rollback took it from a snapshot with another tag.
     let template = template.filter(|template| template.about.tag == entry.tag);
     match (entry.state(), template) {
         (SnapshotState::Ready(snapshot), Some(template)) => {
@@ -156,7 +155,7 @@ fn is_another(entry: &Entry, sandbox: &Sandbox) -> bool {
     }
 }
 
-/// What a branch was taken of: a tag may have been used again.
+/// The sandbox that a branch was taken of. The tag alone does not tell: another snapshot may use it by now.
 fn source(entry: &Entry) -> Option<String> {
     match entry.state() {
         SnapshotState::Ready(snapshot) => snapshot.manifest().branched_from.clone(),
@@ -164,7 +163,7 @@ fn source(entry: &Entry) -> Option<String> {
     }
 }
 
-/// Makes everything the new process needs, but its tap. The old one does not notice. Blocks.
+/// Prepares everything for the new process but its tap, without an effect on the old one. Blocks.
 fn prepare(host: &Host, old: &Sandbox, template: &Arc<Template>) -> Result<(Sandbox, Attached)> {
     let next = old.folder.join(NEXT);
     clear(&next)
@@ -234,7 +233,7 @@ fn prepare_child(
     Ok((sandbox, attached))
 }
 
-/// Removes a `next` that nobody needs.
+/// Removes a `next` folder that is not used.
 pub(crate) fn clear(next: &Path) -> io::Result<()> {
     match std::fs::remove_dir_all(next) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -243,18 +242,18 @@ pub(crate) fn clear(next: &Path) -> io::Result<()> {
 }
 
 impl Sandbox {
-    /// Ends the process it comes after, takes over what that had, and is forked.
+    /// Ends the old process, takes over its network slot, and forks the new process.
     pub(crate) async fn succeed(
         self: &Arc<Self>,
         succession: RollbackPlan,
         config: &Config,
     ) -> std::result::Result<Monitor, Outcome> {
         let tag = succession.template.about.tag.clone();
-        // Before anything ends: whoever starts a daemon from here on finds why.
+        // Before the old process ends: a daemon that starts after a crash finds the reason.
         let why = format!("the daemon was stopped while the sandbox was rolled back to {tag}");
         let end = End::new(FAILED, again(&why), String::new());
         if let Err(error) = self.write_if_not_deleted(|folder| end.write(folder)) {
-            tracing::error!(sandbox = self.id, %error, "cannot write down what happens to it");
+            tracing::error!(sandbox = self.id, %error, "sandbox end not written before a rollback");
         }
         let born = match self.request_replacement(succession).await {
             Ok(birth) => self.finish_fork(birth, &config.timing).await,
@@ -262,7 +261,7 @@ impl Sandbox {
         };
         match born {
             Ok(monitor) => {
-                // It is recorded, so this is nobody's end any more.
+                // The new process is recorded, so the prepared end is void.
                 let _ = std::fs::remove_file(self.folder.join(END));
                 Ok(monitor)
             }
@@ -270,7 +269,7 @@ impl Sandbox {
                 let text = format!("it could not be rolled back to {tag}: {}", end.detail);
                 Err(Outcome::Ended(End { reason: FAILED.into(), detail: again(&text), ..end }))
             }
-            // Half-made, it cannot be left to the next daemon; but what is left of it can.
+            // The half-made process cannot be left to the next daemon; its folder with the end can.
             Err(_) if self.desired() == DesiredState::Leave => {
                 Err(Outcome::Ended(End::new(FAILED, again(&why), String::new())))
             }
@@ -278,17 +277,17 @@ impl Sandbox {
         }
     }
 
-    /// Takes the place of the old process, and asks for the new one.
+    /// Ends the old process, takes over its network slot, moves the new files into place, and asks for the fork.
     async fn request_replacement(self: &Arc<Self>, succession: RollbackPlan) -> Result<PendingFork> {
         let RollbackPlan { old, supervisor, mut attached, template, host, envs, arrived, turn } = succession;
         old.set_desired(DesiredState::Replace);
         if let Err(error) = supervisor.await {
-            tracing::error!(sandbox = old.id, %error, "the supervisor of a sandbox failed");
+            tracing::error!(sandbox = old.id, %error, "sandbox supervisor failed");
         }
         let mut left = std::mem::take(&mut *old.resources());
         self.resources().slot = left.slot.take();
         let whose = old.id.clone();
-        // Its lineage goes last: the user's number may be somebody else's from then on.
+        // The lineage is dropped last: from then on another lineage may get its user id.
         host.janitor.later(move || {
             left.release(&whose);
             drop(left);
@@ -308,8 +307,8 @@ impl Sandbox {
     }
 }
 
-/// Moves the files of the next process to where those of the last one were. The record goes last: until
-/// then the sandbox is what it was, without a process.
+/// Moves the files of the next process over those of the old one. The record is moved last: until then the folder
+/// describes the old sandbox without a process.
 fn switch(folder: &Path) -> io::Result<()> {
     let next = folder.join(NEXT);
     let absent = |moved: io::Result<()>| match moved {
@@ -318,7 +317,7 @@ fn switch(folder: &Path) -> io::Result<()> {
     };
     absent(std::fs::remove_file(folder.join(process::RECORD)))?;
     let into = |name: &str| -> (PathBuf, PathBuf) { (next.join(name), folder.join(name)) };
-    // A bare guest has none.
+    // A bare guest has no vsock socket.
     let (from, to) = into(boot_files::VSOCK);
     absent(std::fs::rename(from, to))?;
     for name in [control_socket::CONTROL, boot_files::CONSOLE, RECORD] {

@@ -1,10 +1,9 @@
-//! Forking children: as many as asked for, each by itself.
+//! Spawning: forks the requested number of children from a snapshot's template.
 //!
-//! One thread prepares them one after the other and hands each to the template as soon as it is
-//! ready, so that the template forks the first while the last is being prepared. What is done per
-//! child is little, and in this order: a folder, a listening control socket with a connection that
-//! has said hello, empty files, and the record by which the next daemon finds it. Everything else
-//! (its process's identity, its first answer) is its supervisor's, once it exists.
+//! One thread prepares the children one after the other. It hands each to the template at once, so the template forks
+//! the first while the thread prepares the last. A child needs little, in this order: a folder, a listening control
+//! socket with a connection on which `Hello` is sent, empty files, and the record for the next daemon. The child's
+//! supervisor does the rest (the process's identity, the first answer) once the process exists.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -35,40 +34,40 @@ use crate::telemetry::{metrics, otlp};
 use crate::util::random::new_id;
 use crate::util::task::{self, Task};
 
-/// What is asked for.
+/// A request to fork children.
 #[derive(Debug, Clone)]
 pub(crate) struct SpawnSpec {
-    /// The snapshot they are forked from.
+    /// The tag of the snapshot to fork.
     pub(crate) tag: String,
-    /// Who asks, and has to see the snapshot; with the most the owner may have.
+    /// The caller, who must be allowed to use the snapshot; it carries the owner's quota.
     pub(crate) who: Principal,
-    /// Whose they will be.
+    /// The owner of the children.
     pub(crate) owner: String,
     pub(crate) n: usize,
-    /// Whether one counts as forked only when it runs.
+    /// Whether to wait until each child runs.
     pub(crate) wait: bool,
     pub(crate) network: bool,
     pub(crate) memory_limit_mib: Option<u64>,
     pub(crate) envs: BTreeMap<String, String>,
-    /// The workspace it is to be the sandbox of.
+    /// The workspace that gets the child.
     pub(crate) workspace: Option<String>,
-    /// After this long the time of each is over.
+    /// The time until each child's deadline.
     pub(crate) time_to_live: Option<Duration>,
     pub(crate) lifetime: Lifetime,
-    /// When the request came.
+    /// When the request arrived.
     pub(crate) arrived: Instant,
 }
 
-/// What came of it.
+/// The result of a [`SpawnSpec`].
 #[derive(Debug)]
 pub(crate) struct Spawned {
     /// Each is deleted when its [`Bound`] is dropped.
     pub(crate) children: Vec<Bound>,
-    /// Why the others are not there, by their indexes.
+    /// Why the other children failed, by their indexes.
     pub(crate) errors: Vec<(usize, Error)>,
 }
 
-/// Children of one template.
+/// The children to fork from one template.
 #[derive(Debug, Clone)]
 struct Batch {
     order: Arc<SpawnSpec>,
@@ -78,8 +77,8 @@ struct Batch {
 
 /// Forks children of a snapshot.
 ///
-/// A template may be killed at any moment, by the kernel for want of memory, say. The snapshot is still there: what
-/// that template did not fork is asked of the next one, once.
+/// A template may be killed at any moment, for example by the kernel when memory is short. The snapshot still exists,
+/// so the children that this template did not fork are requested once more, from the next template.
 pub(crate) async fn spawn(
     registry: &Arc<Registry>,
     snapshots: &Arc<SnapshotRegistry>,
@@ -106,7 +105,7 @@ pub(crate) async fn spawn(
     Ok(Spawned { children, errors })
 }
 
-/// Forks children of one template.
+/// Forks children of one template, and waits for them as the request says.
 async fn attempt(registry: &Arc<Registry>, batch: Batch) -> Result<Spawned> {
     let wait = batch.order.wait;
     let mut given = begin(registry, batch)?;
@@ -131,8 +130,8 @@ async fn attempt(registry: &Arc<Registry>, batch: Batch) -> Result<Spawned> {
     Ok(Spawned { children, errors })
 }
 
-/// Begins to fork. Each comes out, or why it does not, in the order of their indexes, when it was
-/// asked for; it is deleted when its [`Bound`] is dropped.
+/// Begins to fork. The channel yields each child, or its error, in the order of the indexes, as soon as the template
+/// has the request. A child is deleted when its [`Bound`] is dropped.
 fn begin(registry: &Arc<Registry>, batch: Batch) -> Result<mpsc::UnboundedReceiver<Result<Bound>>> {
     let n = batch.n;
     let refused = |count: usize| {
@@ -158,7 +157,7 @@ fn begin(registry: &Arc<Registry>, batch: Batch) -> Result<mpsc::UnboundedReceiv
     task::spawn_blocking(Task::Blocking, move || {
         let _entered = span.entered();
         for seat in seats {
-            // Whoever asked may be gone: the rest is not made, and what was made is deleted.
+            // The request was cancelled: no more children are prepared, and the others are deleted.
             if give.send(otlp::carry_blocking(context, || prepare(&registry, &batch, seat))).is_err() {
                 return;
             }
@@ -174,7 +173,7 @@ fn begin(registry: &Arc<Registry>, batch: Batch) -> Result<mpsc::UnboundedReceiv
 /// belongs to the process, or to the kernel before Linux 6.13; the host's limits count it either way.
 const THREADS_EACH: u64 = 3;
 
-/// If the kernel cannot have as many more threads: for how many children it can, and what to do.
+/// Checks the kernel's thread limits. The error has the number of children that fit, and what to do.
 fn check_threads(n: usize, vcpus: u8) -> std::result::Result<(), (usize, Error)> {
     let number = |path: &str| -> Option<u64> { std::fs::read_to_string(path).ok()?.trim().parse().ok() };
     let limits = ["/proc/sys/kernel/threads-max", "/proc/sys/kernel/pid_max"].map(number);
@@ -186,12 +185,12 @@ fn check_threads(n: usize, vcpus: u8) -> std::result::Result<(), (usize, Error)>
     }
     let text = format!(
         "this host has {now} threads and allows {max}, enough for {fitting} more sandboxes: raise \
-         kernel.threads-max and kernel.pid_max, or delete some first"
+         kernel.threads-max and kernel.pid_max, or delete sandboxes first"
     );
     Err((fitting as usize, Error::new(Code::LimitReached, text)))
 }
 
-/// For how many children there is room, on a host with `now` threads that allows `max`.
+/// How many children fit on a host that has `now` threads and allows `max`.
 fn fitting(max: u64, now: u64, vcpus: u8) -> u64 {
     max.saturating_sub(now) / (u64::from(vcpus) + THREADS_EACH)
 }
@@ -255,14 +254,14 @@ fn prepare_child(host: &Host, batch: &Batch, id: String, folder: &Path) -> Resul
     Ok((sandbox, birth))
 }
 
-/// Everything a child gets of its own, and the connection that waits for it.
+/// The files and descriptors of a child, and the daemon's end of its control connection.
 pub(crate) struct Attached {
     pub(crate) config: ForkConfig,
     pub(crate) fds: Vec<OwnedFd>,
     pub(crate) control: Channel,
 }
 
-/// Makes in `folder` what the child `name` needs; all but its tap.
+/// Makes the files of the child `name` in `folder`: everything but its tap.
 pub(crate) fn attach(
     resources: &Resources,
     name: &str,
@@ -302,7 +301,7 @@ pub(crate) fn attach(
 }
 
 impl Attached {
-    /// Adds the tap of its slot, if it has one. Nobody else may have it open.
+    /// Adds the tap of its network slot, if it has one. No other process may have the tap open.
     pub(crate) fn attach_tap(&mut self, resources: &mut Resources) -> Result<()> {
         let Some(slot) = &mut resources.slot else { return Ok(()) };
         let tap = slot.take_tap().map_err(|error| Error::host("cannot use a network slot", error))?;
@@ -312,7 +311,7 @@ impl Attached {
     }
 }
 
-/// Writes down what the next daemon needs to know. Not synced: it need not outlive the host.
+/// Writes the record for the next daemon. Not synced: the sandbox does not survive a reboot either.
 fn record(sandbox: &Sandbox, order: &SpawnSpec, template: &Template) -> io::Result<()> {
     let record = SandboxRecord {
         template: template.id.clone(),

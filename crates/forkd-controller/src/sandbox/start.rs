@@ -1,4 +1,4 @@
-//! Bringing a sandbox up: a boot from an image, or the first answer of a fork.
+//! The start of a sandbox: a boot from an image, or a fork up to the agent's first answer.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -21,11 +21,11 @@ use crate::snapshot::template::lost;
 
 /// Why a guest did not come up.
 enum Failure {
-    /// Nobody wants it any more. What is half-made is not left to the next daemon, either.
+    /// The start was cancelled. A half-made sandbox is not left to the next daemon either.
     Dismissed,
-    /// The host's side failed: trying again would fail again.
+    /// The host's side failed: another attempt would fail too.
     Host(Error),
-    /// The guest's side failed: what happened, and the end of its console if the monitor told it.
+    /// The guest's side failed: the description, and the last lines of its console if the monitor sent them.
     Guest(String, Option<String>),
 }
 
@@ -56,8 +56,8 @@ impl Sandbox {
                 Some(tail) => tail,
                 None => self.tail().await,
             };
-            // Seen under nested virtualization: a boot now and then ends before the kernel's first
-            // word. Nothing of the guest ran yet, so once more does no harm.
+            // Under nested virtualization some boots end before the kernel's first output. Nothing of the guest
+            // has run by then, so a second attempt does no harm.
             if console_tail.trim().is_empty() && !retried {
                 tracing::warn!(
                     sandbox = self.id,
@@ -73,7 +73,7 @@ impl Sandbox {
         }
     }
 
-    /// One boot. On failure the process is gone, and its own account of it comes along.
+    /// One boot. On failure the process is gone, and the error includes how it ended.
     async fn attempt(
         &self,
         assets: &BootSource,
@@ -118,7 +118,7 @@ impl Sandbox {
         })
     }
 
-    /// An empty disk layer for its monitor.
+    /// An empty disk layer for the monitor to write to.
     fn layer(&self, config: &Config) -> crate::error::Result<OwnedFd> {
         match &self.resources().lineage {
             Some(lineage) => lineage.layer(&config.data_dir),
@@ -151,9 +151,9 @@ impl Sandbox {
         drop(fds);
         let up = async {
             let pong = bringup::up(&self.agent, &config.timing).await?;
-            // It runs without, as those whose agent is older do.
+            // The sandbox runs without its name too, as with older agents.
             if let Err(error) = self.agent.name(&self.id).await {
-                tracing::debug!(sandbox = self.id, %error, "the guest does not know which sandbox it is");
+                tracing::debug!(sandbox = self.id, %error, "sandbox id not set in the guest");
             }
             if let Some(warm) = warm {
                 bringup::warm_up(&self.agent, warm, &config.timing).await?;
@@ -170,7 +170,7 @@ impl Sandbox {
         }
     }
 
-    /// From the template's answer to the child's first.
+    /// Completes a fork: waits for the template's answer and for the child's first, and records the process.
     pub(crate) async fn finish_fork(&self, birth: PendingFork, timing: &Timing) -> Result<Monitor, Outcome> {
         let PendingFork { asked, control, arrived, envs } = birth;
         let forked = tokio::select! {
@@ -184,7 +184,7 @@ impl Sandbox {
         let forked = match forked {
             Ok(forked) => forked,
             Err(error) => {
-                // A template that was killed may have forked it before.
+                // A template that was killed may have forked the child before.
                 control_socket::stop_unseen(control);
                 return Err(Outcome::Ended(self.fork_failed(&error)));
             }
@@ -203,7 +203,7 @@ impl Sandbox {
             _ = self.dismissed() => Err(Failure::Dismissed),
         };
         let took = arrived.elapsed();
-        // Half-made until here: what names its process makes the next daemon take it over.
+        // The sandbox is half-made until here: with the process record the next daemon adopts it.
         let recorded = answered.and_then(|python| {
             let template = self.resources().template.as_ref().map_or(0, |template| template.pid);
             let identity = ProcessId::of_child(pid, template);
@@ -242,7 +242,7 @@ impl Sandbox {
         }
     }
 
-    /// Returns when a forked guest has shown that it runs and is its own; whether it has a Python.
+    /// Waits until a forked guest runs with its own identity. Returns whether it has a Python, if the agent tells.
     async fn first_answer(
         &self,
         monitor: &mut Monitor,
@@ -269,7 +269,7 @@ impl Sandbox {
                 let became = became.map_err(|detail| Failure::Guest(detail, None))?;
                 for warning in &became.warnings {
                     let warning = console::printable(warning.as_bytes());
-                    tracing::warn!(sandbox = self.id, warning, "the child runs, but");
+                    tracing::warn!(sandbox = self.id, warning, "guest reports a warning after its fork");
                 }
                 self.heard();
                 Ok(Some(became.python))
@@ -278,7 +278,7 @@ impl Sandbox {
     }
 
     pub(super) fn fork_failed(&self, error: &Error) -> End {
-        tracing::warn!(sandbox = self.id, %error, "a fork failed");
+        tracing::warn!(sandbox = self.id, %error, "fork failed");
         End::failed("fork_failed", error, String::new())
     }
 }

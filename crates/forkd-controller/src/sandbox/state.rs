@@ -20,7 +20,7 @@
 //!
 //! Reasons of an end: `deleted`, `timed_out`, `idle_timed_out` and `suspended` are asked for; `powered_off`, `reset`,
 //! `panicked`, `out_of_memory`, `monitor_died`, `failed` happen; `boot_failed`, `fork_failed` and `rollback_failed` end a
-//! start. `rolled_back` ends a process, and the sandbox goes on as another one.
+//! start. `rolled_back` ends a process, and the sandbox continues as another one.
 
 use std::sync::atomic::Ordering;
 
@@ -31,7 +31,7 @@ use crate::sandbox::{Phase, ROLLED_BACK, Sandbox};
 use crate::util::time;
 
 impl Sandbox {
-    /// It stands somewhere else now.
+    /// Changes the phase and emits the event of that change.
     pub(crate) fn set_phase(&self, phase: Phase) {
         self.transition(|old| {
             let kind = match (old, &phase) {
@@ -39,22 +39,22 @@ impl Sandbox {
                 (_, Phase::Running) => Some(EventKind::SandboxRunning),
                 (_, Phase::Paused) => Some(EventKind::SandboxPaused),
                 (_, Phase::Unresponsive) => Some(EventKind::SandboxUnresponsive),
-                // Another process takes its place; that it runs is the event.
+                // Another process replaces this one; the event comes when that one runs.
                 (_, Phase::Ended(end)) if end.reason == ROLLED_BACK => None,
                 (_, Phase::Ended(_)) => Some(EventKind::SandboxEnded),
-                // The daemon that can read its record tells.
+                // `created` emits an event for a start. A daemon that can read the record emits the later ones.
                 (_, Phase::Starting | Phase::Unknown(_)) => None,
             };
             Some((phase.clone(), kind))
         });
     }
 
-    /// It runs, in the place of another process.
+    /// Sets the phase to running after a rollback.
     pub(crate) fn note_rolled_back(&self) {
         self.transition(|_| Some((Phase::Running, Some(EventKind::SandboxRolledBack))));
     }
 
-    /// Its agent answers, or has not for too long; whether that is news.
+    /// Sets whether the agent answers, in the phases running and unresponsive. Returns whether that changed the phase.
     pub(crate) fn answers(&self, answers: bool) -> bool {
         self.transition(|old| match (old, answers) {
             (Phase::Running, false) => Some((Phase::Unresponsive, Some(EventKind::SandboxUnresponsive))),
@@ -67,7 +67,7 @@ impl Sandbox {
         self.phase.send_if_modified(|phase| {
             let Some((new, kind)) = next(phase) else { return false };
             *phase = new;
-            // While nobody else can change it: events come in the order of what they tell.
+            // While the phase is locked: events come in the order of the changes.
             if let Some(kind) = kind {
                 self.emit(kind, phase);
             }
@@ -99,22 +99,22 @@ impl Sandbox {
         self.telemetry.events.emit(kind, about);
     }
 
-    /// It was made, and nothing else is known of it.
+    /// Emits the event of its creation.
     pub(crate) fn created(&self) {
         self.emit(EventKind::SandboxCreated, &Phase::Starting);
     }
 
-    /// A branch was taken of it.
+    /// Emits the event of a branch.
     pub(crate) fn note_branched(&self) {
         self.emit(EventKind::SandboxBranched, &Phase::Running);
     }
 
-    /// Its agent answered just now.
+    /// Records that the agent answered now.
     pub(crate) fn heard(&self) {
         self.heard.store(time::now_ms(), Ordering::Relaxed);
     }
 
-    /// When its agent last answered, in milliseconds since 1970.
+    /// The time of the agent's last answer, in milliseconds since 1970; `None` before the first.
     pub(crate) fn last_heard(&self) -> Option<u64> {
         Some(self.heard.load(Ordering::Relaxed)).filter(|at| *at > 0)
     }

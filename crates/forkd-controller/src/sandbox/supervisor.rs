@@ -1,5 +1,5 @@
 //! The supervisor of a sandbox: a task that owns its monitor, brings the guest up (`start`), watches it (`watchdog`),
-//! does what requests ask of the monitor (`command`), and accounts for the end.
+//! runs the commands of requests (`command`), and records the end.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,10 +20,10 @@ use crate::snapshot::template::PendingChild;
 use crate::telemetry::metrics;
 use crate::telemetry::otlp::Over;
 
-/// How a sandbox comes to be.
+/// The way a sandbox starts.
 #[derive(Debug)]
 pub(crate) enum SandboxOrigin {
-    /// From an image.
+    /// A boot from an image.
     Boot {
         assets: BootSource,
         /// The image's warm-up, if it is to run before the sandbox counts as running.
@@ -31,35 +31,35 @@ pub(crate) enum SandboxOrigin {
         /// Whether it is to outlive this daemon.
         lasting: bool,
     },
-    /// From a template.
+    /// A fork of a template.
     Fork(PendingFork),
-    /// In the place of another process.
+    /// A rollback, which replaces another process.
     Rollback(Box<RollbackPlan>),
-    /// It was there before us.
+    /// A sandbox of an earlier daemon, which runs already.
     Adopted(Monitor),
 }
 
-/// A fork that was asked for.
+/// A fork that the template has been asked for.
 #[derive(Debug)]
 pub(crate) struct PendingFork {
     pub(crate) asked: PendingChild,
-    /// The connection that waits for it.
+    /// The daemon's end of the control connection, which the child will answer on.
     pub(crate) control: Channel,
     /// When the request for it arrived.
     pub(crate) arrived: Instant,
-    /// What its agent is told beside its name.
+    /// The variables that the agent gets with the sandbox's id.
     pub(crate) envs: BTreeMap<String, String>,
 }
 
-/// How a supervisor's work is over.
+/// How a supervisor's work ends.
 pub(crate) enum Outcome {
     Ended(End),
-    /// It runs on without us.
+    /// The sandbox runs on, for the next daemon.
     Left,
 }
 
 impl Sandbox {
-    /// Brings it up, watches it, and returns when the process is gone or left.
+    /// Brings the sandbox up, watches it, and returns when the process is gone or left to the next daemon.
     pub(crate) async fn supervise(self: Arc<Self>, origin: SandboxOrigin, config: Arc<Config>) {
         let (adopted, again) =
             (matches!(origin, SandboxOrigin::Adopted(_)), matches!(origin, SandboxOrigin::Rollback(_)));
@@ -96,7 +96,8 @@ impl Sandbox {
                     (false, true) => self.note_rolled_back(),
                     (false, false) => self.set_phase(Phase::Running),
                 }
-                // Forked, it still has the score of its template. Those who wait for it have their answer.
+                // A forked process still has its template's OOM score. This comes after the waiting requests are
+                // answered.
                 monitor.rank_as_sandbox();
                 self.watch(monitor, &config.timing).await
             }
@@ -114,7 +115,7 @@ impl Sandbox {
         self.set_phase(Phase::Ended(Arc::new(end)));
     }
 
-    /// Its supervisor panicked: what it held was dropped, so the process is ended. Nothing more is known of it.
+    /// Records the end after the supervisor panicked: that dropped the monitor, which ended the process.
     pub(crate) fn supervisor_panicked(&self, error: Error) {
         let end = End::failed("failed", &error, String::new());
         self.record_end(&end);
@@ -135,18 +136,18 @@ impl Sandbox {
         self.telemetry.traces.work(self.trace, over);
     }
 
-    /// Whether an adopted one stands still.
+    /// Whether an adopted sandbox is paused.
     async fn is_paused(&self, monitor: &mut Monitor, timing: &Timing) -> bool {
         let Ok(status) = monitor.status(timing.call).await else { return false };
-        // It lives: a rollback that was cut off had not come to its end.
+        // The process lives, so the end that a cut-off rollback wrote is void.
         let _ = std::fs::remove_file(self.folder.join(END));
-        // It has told why before it answered.
+        // The monitor reports a full disk before it answers.
         let disk_full = monitor.take_disk_full();
         self.update_runtime(|facts| facts.disk_full = disk_full);
         !status.running
     }
 
-    /// Makes one that has booted one that the next daemon takes over. One that cannot be is ended.
+    /// Writes the record of a booted sandbox for the next daemon. If that fails, the sandbox is ended.
     async fn record_boot(&self, booted: Result<Monitor, Outcome>) -> Result<Monitor, Outcome> {
         let mut monitor = booted?;
         match self.persist_for_adoption() {
@@ -159,18 +160,18 @@ impl Sandbox {
         }
     }
 
-    /// Writes down how one with a record ended, and lets its template forget it.
+    /// Writes the end of a sandbox that has a record, and lets its template forget the child.
     fn record_end(&self, end: &End) {
         let template = self.resources().template.clone();
         if self.record().is_none() {
             return;
         }
-        // What was deleted leaves no trace, and whoever takes its place has one of its own.
+        // A requested end removes the folder, and the process after a rollback has an end of its own.
         if !end.is_requested()
             && end.reason != ROLLED_BACK
             && let Err(error) = self.write_if_not_deleted(|folder| end.write(folder))
         {
-            tracing::error!(sandbox = self.id, %error, "cannot write down how it ended");
+            tracing::error!(sandbox = self.id, %error, "sandbox end not written");
             return;
         }
         if let Some(template) = template {
@@ -178,9 +179,9 @@ impl Sandbox {
         }
     }
 
-    /// Watches a running sandbox to its end, and does with its monitor what is asked.
+    /// Watches a running sandbox until its end, and runs commands with its monitor.
     async fn watch(&self, mut monitor: Monitor, timing: &Timing) -> Outcome {
-        // Closed when this returns: whoever still waits for an answer is told.
+        // The channel closes when this returns, so every request that still waits gets an error.
         let mut commands = self.take_commands();
         let mut watchdog = std::pin::pin!(self.watchdog(timing));
         let wish = loop {
@@ -208,7 +209,7 @@ impl Sandbox {
     }
 
     async fn account(&self, end: MonitorEnd) -> End {
-        // An earlier daemon wrote it down, and ended it.
+        // An earlier daemon wrote this end before it ended the process.
         if let Some(noted) = End::read(&self.folder).read() {
             return noted;
         }
@@ -233,13 +234,13 @@ impl Sandbox {
         End { cause, ..End::new(reason, detail, console_tail) }
     }
 
-    /// What to say if the kernel killed it because its memory was used up.
+    /// The detail of the end if the kernel killed the process at its memory limit.
     pub(super) fn out_of_memory(&self, status: Option<WaitStatus>) -> Option<String> {
         let killed = matches!(status, Some(WaitStatus::Signaled(9)) | None);
         let kills = self.resources().leaf.as_ref().and_then(|leaf| leaf.oom_kills().ok()).unwrap_or(0);
         (killed && kills > 0).then(|| {
             let limit = self.spec.memory_limit_mib;
-            format!("it used more than its {limit} MiB; make it with a larger memory_limit_mib")
+            format!("it used more than its {limit} MiB; create it with a larger memory_limit_mib")
         })
     }
 }

@@ -1,9 +1,9 @@
 //! Sandboxes and templates whose records the daemon cannot read (`records`). It keeps them: it lists them in state
-//! `unknown` with the reason, and counts what they have of the host and of a quota. It changes none of their files,
+//! `unknown` with the reason, and counts their host resources and their share of a quota. It changes none of their files,
 //! so that a daemon that can read the record takes them over. Only a client ends them.
 //!
-//! What is needed to count them comes from where it can still be read: the part of the record that looks as usual,
-//! the ledger, the template that forked the sandbox, and what the kernel says of the process.
+//! The data for that comes from sources that are still readable: the usual fields of the record, the ledger, the
+//! template that forked the sandbox, and the kernel's data about the process.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,10 +20,14 @@ use crate::snapshot::adopt::Leftovers;
 use crate::snapshot::template::{Adopted, Template};
 use crate::snapshot::unknown::{Glimpse, Remains, Unread, refused};
 
-/// Keeps a sandbox.
+/// Lists a sandbox with an unreadable record in state `unknown`.
 pub(crate) async fn keep(registry: &Arc<Registry>, leftovers: &mut Leftovers, unread: Unread) {
     let (host, id, seen) = (&registry.host, &unread.id, Glimpse::of::<SandboxRecord>(&unread.folder));
-    tracing::error!(sandbox = id, why = unread.why, "a sandbox's record cannot be read; it is kept");
+    tracing::error!(
+        sandbox = id,
+        why = unread.why,
+        "sandbox record not readable; sandbox kept in state unknown"
+    );
     let ledger = registry.ledger.find(id).await.ok().flatten().map(|it| it.made);
     let (template, name, child) = forked_by(leftovers, id, &seen);
     let remains = Remains::new(&unread, template.as_ref().map(|it| it.pid).zip(child));
@@ -31,7 +35,7 @@ pub(crate) async fn keep(registry: &Arc<Registry>, leftovers: &mut Leftovers, un
     let lineage = lineage.or_else(|| host.lineages.of_process(remains.pid()?, Some(id)));
     let leaf = lineage.as_ref().and_then(|lineage| lineage.cgroup.as_ref()?.existing(&name).ok());
     let slot = seen.text("/netns").and_then(|name| host.slots.adopt(&name));
-    // Which one it has is not known, unless the record says that it has none.
+    // The sandbox's slot is unknown, unless the record says that it has none.
     let is_certain = slot.is_some() || seen.0.get("netns").is_some_and(Value::is_null);
     let any_slot = (!is_certain).then(|| host.slots.hold());
     let guest = template.as_ref().map(|template| &template.about.guest);
@@ -72,7 +76,7 @@ pub(crate) async fn keep(registry: &Arc<Registry>, leftovers: &mut Leftovers, un
     registry.add_unknown(seat, sandbox, remains);
 }
 
-/// The template that says it forked the sandbox `id`, what that is called there, and what became of it.
+/// The template that forked the sandbox `id`, the child's name there, and the child's state if the template lists it.
 fn forked_by(
     leftovers: &mut Leftovers,
     id: &str,
@@ -92,7 +96,7 @@ fn forked_by(
 }
 
 impl Sandbox {
-    /// Fails if its record cannot be read: it can only be looked at and deleted.
+    /// Fails if the record cannot be read: such a sandbox can only be listed and deleted.
     pub(crate) fn known(&self) -> Result<()> {
         match self.phase() {
             Phase::Unknown(why) => Err(refused(&format!("sandbox {}", self.id), &why, &self.kill_command())),
@@ -100,20 +104,20 @@ impl Sandbox {
         }
     }
 
-    /// What ends it, for people.
+    /// The command that deletes it, for error texts.
     pub(crate) fn kill_command(&self) -> String {
         format!("forkd kill {}", self.id)
     }
 
-    /// Keeps one whose record cannot be read, until it is deleted or left to the next daemon.
+    /// Stands in for the supervisor of an unknown sandbox, until it is deleted or left to the next daemon.
     pub(crate) async fn keep_unknown(self: Arc<Self>, remains: Remains) {
-        // Nothing can be asked of it.
+        // Dropped, so that every command fails: there is no monitor connection.
         drop(self.take_commands());
         let dismissed = tokio::select! {
             biased;
             wish = self.dismissed() => wish,
             () = remains.ended() => {
-                tracing::warn!(sandbox = self.id, "the process of a sandbox in state unknown ended");
+                tracing::warn!(sandbox = self.id, "process of an unknown sandbox ended");
                 self.update_runtime(|facts| facts.pid = None);
                 self.dismissed().await
             }

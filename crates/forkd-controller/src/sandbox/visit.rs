@@ -1,7 +1,7 @@
-//! Who comes to a sandbox's agent: to use it, or only to look.
+//! Access of a caller to a sandbox's agent: as a use, or as a read only.
 //!
-//! A token of scope `read` changes nothing: what is asked with it neither wakes a sandbox that was paused because
-//! nobody used it, nor keeps one from that.
+//! A token of scope `read` changes nothing. Its requests neither resume an auto-paused sandbox nor count as uses, so the
+//! idle time-out still comes.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::auth::principal::{Principal, Scope};
 use crate::error::{Code, Error, Result};
 use crate::sandbox::{Phase, Sandbox};
 
-/// Somebody who may talk with the agent of a sandbox.
+/// A caller's access to the agent of a sandbox.
 #[derive(Debug)]
 pub(crate) struct Visit {
     pub(crate) sandbox: Arc<Sandbox>,
@@ -18,13 +18,13 @@ pub(crate) struct Visit {
 }
 
 impl Visit {
-    /// Fails unless the sandbox runs and has an agent. For who may use it, one that dozes goes on.
+    /// Fails unless the sandbox runs and has an agent. Resumes an auto-paused sandbox if the caller may use it.
     pub(crate) async fn begin(sandbox: Arc<Sandbox>, who: &Principal) -> Result<Self> {
         let only_looks = who.scope == Scope::Read;
         match sandbox.phase() {
             Phase::Paused if only_looks => {
                 let text = format!(
-                    "sandbox {} is paused, and token {} may only look: one of scope use lets it go on",
+                    "sandbox {} is paused, and token {} may only read; resume it with a token of scope use",
                     sandbox.id, who.name
                 );
                 return Err(Error::new(Code::SandboxPaused, text));
@@ -35,8 +35,7 @@ impl Visit {
         Ok(Visit { sandbox, only_looks })
     }
 
-    /// Does `work` with the agent, unless the sandbox ends, hangs or is paused meanwhile: then that is the
-    /// error.
+    /// Does `work` with the agent. If the sandbox ends, becomes unresponsive or is paused first, the error says so.
     pub(crate) async fn undisturbed<T>(&self, work: impl Future<Output = agent::Result<T>>) -> Result<T> {
         match self.only_looks {
             true => self.sandbox.unnoticed(work).await,

@@ -6,7 +6,7 @@ use crate::config::Timing;
 use crate::sandbox::{Phase, Sandbox};
 
 impl Sandbox {
-    /// Pings the agent for ever and keeps the phase up to date.
+    /// Pings the agent until it is dropped, and keeps the phase up to date. Without an agent it does nothing.
     pub(super) async fn watchdog(&self, timing: &Timing) {
         if self.spec.is_bare() {
             return std::future::pending().await;
@@ -23,7 +23,7 @@ impl Sandbox {
                     heard = Instant::now();
                     self.heard();
                 }
-                Err(error) => tracing::debug!(sandbox = self.id, %error, "ping failed"),
+                Err(error) => tracing::debug!(sandbox = self.id, %error, "agent ping failed"),
             }
             let silent = heard.elapsed() > timing.unresponsive_after;
             if self.answers(!silent) {
