@@ -36,6 +36,7 @@ test: build ## Run all tests, formatting and clippy
 lint: ## Formatting, clippy, dependencies
 	cargo fmt --all --check
 	@scripts/layers.py
+	@scripts/words.py
 	cargo clippy --release --locked --workspace --all-targets -- -D warnings
 	cargo clippy --release --locked --workspace --test guest --test host -- -D warnings
 	@if command -v cargo-deny >/dev/null; then cargo deny --offline check licenses bans sources; \

@@ -151,7 +151,7 @@ impl Registry {
             make_private_dir(&folder)
                 .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
             let limits = cgroup::CgroupLimits::of_sandbox(spec.vcpus, spec.memory_limit_mib);
-            let resources = Resources::allocate(&host, lineage, None, &id, spec.network, &limits);
+            let resources = Resources::allocate(host, lineage, None, &id, spec.network, &limits);
             let mut resources = resources.inspect_err(|_| drop(std::fs::remove_dir(&folder)))?;
             let network = resources.slot.is_some();
             let guest = GuestSpec {
