@@ -1,42 +1,42 @@
-//! What a daemon is told before it starts: where things are, how much is allowed, how long to wait.
+//! The settings of a daemon: paths, addresses, limits and timing.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Where the daemon keeps its data when nobody says otherwise.
+/// The default data directory.
 pub const DEFAULT_DATA_DIR: &str = "/var/lib/forkd";
-/// Where the daemon listens for clients on the same machine.
+/// The default unix socket, for clients on the same machine.
 pub const DEFAULT_SOCKET: &str = "/run/forkd/forkd.sock";
-/// The TCP port of the REST API.
+/// The default TCP port of the REST API.
 pub const DEFAULT_PORT: u16 = 8889;
 
-/// Everything a daemon needs to know.
+/// All settings of a daemon.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Sandboxes, token and lock live here. One daemon at a time.
+    /// The folder with sandboxes, token and lock. One daemon at a time uses it.
     pub data_dir: PathBuf,
-    /// What lives no longer than the host: the folders of sandboxes and templates, with their sockets
-    /// and consoles. A daemon that serves chooses a place in memory.
+    /// The folder for files that need not outlive the host's boot: the folders of sandboxes and templates, with their
+    /// sockets and consoles. [`serve`](crate::serve) replaces it with a folder in memory.
     pub run_dir: PathBuf,
-    /// Images and kernels are looked up here; never written to by the daemon. The data directory,
-    /// unless they come from elsewhere (the emulated machine has a read-only share).
+    /// The folder with images and kernels; the daemon only reads it. It is the data directory, unless images come
+    /// from elsewhere (the emulated machine has a read-only share).
     pub library_dir: PathBuf,
-    /// The unix socket. Who may open it may do everything: mode 0660, group `forkd`.
+    /// The unix socket, with mode 0660 and group `forkd`. A process that can open it has full access.
     pub socket: PathBuf,
-    /// The TCP address. One that other hosts can reach needs [`Config::tls`].
+    /// The TCP address. An address that other hosts can reach needs [`Config::tls`].
     pub bind: SocketAddr,
-    /// What TCP is encrypted with.
+    /// The certificate and key for TCP; no TLS when absent.
     pub tls: Option<TlsFiles>,
-    /// Whoever reaches the TCP address owns the host, without a token; on loopback only.
+    /// Whether TCP clients need no token, and so have full access to the host; on loopback only.
     pub insecure_loopback: bool,
-    /// Folders beside the data directory from which requests may name files.
+    /// Folders other than the data directory from which requests may name files.
     pub allow_paths: Vec<PathBuf>,
-    /// The file that holds the token TCP clients show. Made at first start.
+    /// The file with the token of TCP clients. The daemon creates it at its first start.
     pub token_file: PathBuf,
     /// The audit log; `audit.log` in the data directory when absent.
     pub audit_log: Option<PathBuf>,
-    /// The OpenTelemetry collector that traces go to, such as `http://127.0.0.1:4318`; none when absent.
+    /// The OpenTelemetry collector for traces, such as `http://127.0.0.1:4318`; none when absent.
     pub otlp_endpoint: Option<String>,
     /// The `forkd-vmm` binary.
     pub vmm: PathBuf,
@@ -44,30 +44,29 @@ pub struct Config {
     pub guest: PathBuf,
     /// A kernel to use instead of the library's.
     pub kernel: Option<PathBuf>,
-    /// When the daemon is root, each booted sandbox and each template, with all it forks, runs as a
-    /// user of its own: this number and the ones that follow it.
+    /// The first user id for jails. When the daemon is root, each booted sandbox, and each template with its
+    /// children, runs as a user of its own: this id or one above it.
     pub jail_uid_base: u32,
-    /// How many network slots are kept ready, once the first was used.
+    /// How many spare network slots the daemon keeps ready, after the first was used.
     pub network_pool: usize,
-    /// What guests may reach although it is private, or the host is attached to it. Tokens cannot say this.
+    /// Private addresses, and addresses of the host's networks, that guests may reach. Tokens cannot change this.
     pub egress_private: Vec<forkd_net::Opening>,
-    /// How many flows each network slot may have.
+    /// The most flows of each network slot.
     pub slot_flows: forkd_net::FlowLimits,
-    /// Whether every sandbox has a port of loopback for the line protocol; else those have one for which it is
-    /// asked for. Whoever may use the unix socket may use such a port.
+    /// Whether every sandbox has a loopback port for the JSON-lines protocol. Otherwise only sandboxes whose client
+    /// asks for a port have one. Users that may open the unix socket may use these ports.
     pub line_ports: bool,
-    /// How much is allowed.
+    /// Limits on sizes and counts.
     pub limits: Limits,
-    /// How long to wait.
+    /// Intervals and timeouts.
     pub timing: Timing,
-    /// For tests: called with the name of each step of a suspend, so that a daemon can be killed there.
+    /// For tests: called with the name of each step of a suspend, so that a test can kill the daemon there.
     #[doc(hidden)]
     pub at_step: Option<fn(&'static str)>,
 }
 
 impl Config {
-    /// The usual configuration for a data directory. The other binaries are expected next to the
-    /// running one.
+    /// The usual configuration for a data directory. It expects the other binaries in the folder of the running one.
     pub fn new(data_dir: impl Into<PathBuf>) -> Self {
         let data_dir = data_dir.into();
         let beside = |name: &str| match std::env::current_exe() {
@@ -105,24 +104,24 @@ impl Config {
 /// A certificate and its key, in PEM files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsFiles {
-    /// The certificate, and those that lead to its authority.
+    /// The certificate, and the chain to its authority.
     pub cert: PathBuf,
     /// The certificate's private key.
     pub key: PathBuf,
 }
 
-/// How much is allowed.
+/// Limits on sizes and counts.
 #[derive(Debug, Clone)]
 pub struct Limits {
-    /// Sandboxes at a time, the ended ones that nobody deleted included.
+    /// Sandboxes at a time, including ended ones that are not deleted.
     pub max_sandboxes: usize,
     /// vCPUs of one sandbox.
     pub max_vcpus: u8,
     /// Memory of one sandbox in MiB.
     pub max_mem_mib: u64,
-    /// Memory of a sandbox whose creator named no size, in MiB.
+    /// Memory of a sandbox whose request has no size, in MiB.
     pub default_mem_mib: u64,
-    /// Bytes of a request's body.
+    /// Bytes of a request body.
     pub max_body: usize,
     /// Bytes kept of a command's standard output, and as many of its standard error.
     pub max_output: usize,
@@ -130,17 +129,17 @@ pub struct Limits {
     pub console_limit: u64,
     /// Connections at a time, on each listener.
     pub max_connections: usize,
-    /// Branches that are being taken at a time; those that are being written do not count.
+    /// Branches that the daemon takes at a time. Branches that are only being written do not count.
     pub max_branches: usize,
-    /// After this long a branch is removed, if nothing needs it.
+    /// Age after which the daemon removes a branch that nothing needs.
     pub branch_max_age: Option<Duration>,
-    /// If an owner has more branches, the oldest are removed, if nothing needs them.
+    /// Branches of one owner above which the daemon removes the oldest that nothing needs.
     pub branch_max_count: Option<usize>,
-    /// After this long without a new child a branch on disk is let go of in memory.
+    /// Time without a new child after which the daemon ends the template of a branch on disk.
     pub branch_unload_after: Option<Duration>,
-    /// No `live` branch is taken while the disk of the data directory has less than this free, in MiB.
+    /// Free space below which the daemon takes no `live` branch, in MiB on the disk of the data directory.
     pub min_free_mib: u64,
-    /// Requests a second of one token that is no admin's, and twice as many at once; 0 is no limit.
+    /// Requests per second of one token without admin scope, with bursts of twice as many; 0 means no limit.
     pub rate_limit: u32,
 }
 
@@ -165,26 +164,26 @@ impl Default for Limits {
     }
 }
 
-/// How long to wait. The defaults suit hardware; emulation takes others: [`Timing::new`].
+/// Intervals and timeouts. The defaults suit hardware; emulation uses [`Timing::new`].
 #[derive(Debug, Clone)]
 pub struct Timing {
     /// From a monitor's start to the agent's first answer.
     pub boot: Duration,
     /// From the start of a warm-up to its end.
     pub warm: Duration,
-    /// For one answer of a monitor or an agent that has nothing to do but answer.
+    /// For a reply of a monitor or an agent that is not busy.
     pub call: Duration,
     /// Between two pings of an agent.
     pub ping_every: Duration,
-    /// Without an answer for this long a sandbox counts as unresponsive.
+    /// Time without an answer after which a sandbox counts as unresponsive.
     pub unresponsive_after: Duration,
-    /// For a guest's processes to stand still before it is branched; one that takes longer is branched
-    /// all the same.
+    /// For the freeze of a guest's processes before a branch. The daemon takes the branch after this time in any
+    /// case.
     pub freeze: Duration,
-    /// For a client to send or take the next piece of a file. Less than a guest's agent waits, so that the
-    /// reason is the true one.
+    /// For a client to send or take the next piece of a file. It is shorter than the agent's own timeout, so that the
+    /// error names the real cause.
     pub stall: Duration,
-    /// For requests under way when the daemon is asked to stop.
+    /// For requests under way when the daemon stops.
     pub drain: Duration,
 }
 
@@ -204,8 +203,8 @@ impl Default for Timing {
 }
 
 impl Timing {
-    /// The defaults, with how many seconds a guest may take to boot, and after how many of silence it
-    /// counts as hung. The other times grow with the second.
+    /// The defaults, with the seconds a guest may take to boot, and the seconds without an answer after which a guest
+    /// counts as unresponsive. The other intervals grow with the second value.
     pub fn new(boot_secs: Option<u64>, unresponsive_secs: Option<u64>) -> Self {
         let mut timing = Timing::default();
         if let Some(boot) = boot_secs.map(Duration::from_secs) {

@@ -1,8 +1,8 @@
 //! The daemon's errors.
 //!
-//! Two readers: a program, which reads the [`Code`], and a person, who reads one sentence with the fix. What
-//! only the operator may read (a path of the host, an errno, the output of a monitor) is the *cause*: logs,
-//! the unix socket and admins get it, no other client does. `api::error` makes the bodies.
+//! An error has two readers: programs read the [`Code`], people read one sentence that ends with what to do. Details
+//! for the operator (a path of the host, an errno, the output of a monitor) are the *cause*. Logs, clients of the
+//! unix socket and admins get the cause; other clients do not. `api::error` builds the bodies.
 
 use std::borrow::Cow;
 use std::error::Error as StdError;
@@ -13,13 +13,13 @@ use forkd_api::ErrorBody;
 
 pub(crate) use forkd_api::Code;
 
-/// Result with the daemon's [`enum@Error`].
+/// Result with the daemon's [`struct@Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// A failure.
+/// A failure, with its code, its sentence and its cause.
 ///
-/// [`Display`](fmt::Display) writes the sentence and all causes in one line: for logs, and for those who may
-/// read causes.
+/// [`Display`](fmt::Display) writes the sentence and all causes in one line: for logs, and for clients that may read
+/// causes.
 #[derive(Debug, Clone)]
 pub struct Error {
     code: Code,
@@ -38,25 +38,25 @@ impl Error {
         Error::new(Code::InvalidRequest, text)
     }
 
-    /// [`Code::Internal`], for a failed operation on the host: what was tried, and why it failed. Both are for
-    /// the operator.
+    /// [`Code::Internal`], for a failed operation on the host: the operation, and why it failed. Only the operator
+    /// reads both.
     pub fn host(tried: impl fmt::Display, cause: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         Error::new(Code::Internal, tried.to_string()).because(cause)
     }
 
-    /// The host's disk is full.
+    /// [`Code::DiskFull`], for the host's disk.
     pub fn no_room(cause: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         let text =
             "the disk of the data directory is full; free space there, or remove snapshots with `forkd rmi`";
         Error::new(Code::DiskFull, text).because(cause)
     }
 
-    /// The same with its cause, which not every client may read.
+    /// Adds a cause, which not every client may read.
     pub fn because(self, cause: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         Error { cause: Some(Arc::from(cause.into())), ..self }
     }
 
-    /// The same as the reason of something larger, `text`, that failed with `code`.
+    /// Wraps the error: `text` is the larger operation that failed with `code` because of it.
     pub fn within(self, code: Code, text: impl fmt::Display) -> Self {
         match self.code {
             Code::Internal => Error::new(code, text.to_string()).because(self.to_string()),
@@ -64,7 +64,7 @@ impl Error {
         }
     }
 
-    /// The same with another code.
+    /// Replaces the code. The text of an internal error becomes the cause.
     pub fn with_code(self, code: Code) -> Self {
         match self.code {
             Code::Internal if code != Code::Internal => {
@@ -74,12 +74,12 @@ impl Error {
         }
     }
 
-    /// What a program reads.
+    /// The code, for programs.
     pub fn code(&self) -> Code {
         self.code
     }
 
-    /// What a client reads who may not read causes.
+    /// The text for clients that may not read causes.
     pub fn public(&self) -> Cow<'_, str> {
         match self.code {
             Code::Internal => "internal error; ask the operator of the daemon".into(),
@@ -87,22 +87,22 @@ impl Error {
         }
     }
 
-    /// All there is to read, if that is more than [`Error::public`].
+    /// The text with all causes, if it has more than [`Error::public`].
     pub fn private(&self) -> Option<String> {
         (self.code == Code::Internal || self.cause.is_some()).then(|| self.to_string())
     }
 
-    /// What a client reads.
+    /// The text for a client that may (`with_cause`) or may not read causes.
     pub fn shown(&self, with_cause: bool) -> String {
         if with_cause { self.to_string() } else { self.public().into_owned() }
     }
 
-    /// Why it happened.
+    /// The cause, without the sentence.
     pub fn cause(&self) -> Option<&(dyn StdError + Send + Sync + 'static)> {
         self.cause.as_deref()
     }
 
-    /// Whether it is one of [`Error::no_room`].
+    /// Whether the error comes from [`Error::no_room`].
     pub fn is_no_room(&self) -> bool {
         self.code == Code::DiskFull
     }
@@ -120,7 +120,7 @@ impl fmt::Display for Error {
     }
 }
 
-// Its text has the causes already: who prints the chain must not print them twice.
+// `Display` includes the causes already, so `source` returns none: a printed chain would repeat them.
 impl StdError for Error {}
 
 /// An error with its causes, in one line.
@@ -131,17 +131,17 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     }
 }
 
-/// Who reads an error.
+/// The reader of an error.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Reader {
-    /// The id of their request; empty if it is not known yet.
+    /// The id of the reader's request; empty if it is not known yet.
     pub(crate) request_id: String,
-    /// Whether they may read causes: clients of the unix socket and admins.
+    /// Whether the reader may see causes: clients of the unix socket and admins may.
     pub(crate) reads_causes: bool,
 }
 
 impl Reader {
-    /// What they read of `error`. What they may not read goes to the log.
+    /// The body of `error` for this reader, without the causes that the reader may not see.
     pub(crate) fn body(&self, error: &Error) -> ErrorBody {
         let code = error.code();
         let text = match code {
@@ -153,7 +153,7 @@ impl Reader {
         ErrorBody { error: text, code: code.name().into(), request_id: self.request_id.clone() }
     }
 
-    /// The same, and a line in the log if the operator may want to know.
+    /// The same body, and a log line if the operator needs one.
     pub(crate) fn logged(&self, error: &Error) -> ErrorBody {
         let (code, status) = (error.code().name(), error.code().status());
         let request_id = &self.request_id;

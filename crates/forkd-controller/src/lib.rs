@@ -1,14 +1,14 @@
-//! The daemon: REST and WebSocket API, authentication, and the life of sandboxes.
+//! The daemon: REST and WebSocket API, authentication, and the lifecycle of sandboxes.
 //!
-//! It owns the data directory, starts monitor processes and hands them descriptors, talks to the
-//! agents inside, and ends what it started. It knows no KVM and no device, builds no image, and
-//! trusts nothing that a guest or a monitor sends.
+//! The daemon owns the data directory, starts monitor processes, passes descriptors to them, calls the agents in
+//! guests, and ends the processes it started. It has no code for KVM or devices, builds no image, and trusts nothing
+//! that a guest or a monitor sends.
 //!
 //! Each folder is a room with one subject. Imports go down this list only; `scripts/layers.py` checks it.
 //!
 //! | room | what is in it |
 //! |---|---|
-//! | [`config`](Config), `error` | what the daemon is started with; errors with their codes |
+//! | [`config`](Config), `error` | the daemon's settings; errors with their codes |
 //! | `daemon` | start, stop, listeners, TLS, reload |
 //! | `api` | HTTP only: routes, middleware, the OpenAPI document |
 //! | `compat` | other wire protocols: the JSON lines of the reference's agent |
@@ -57,7 +57,7 @@ pub use util::time as clock;
 /// The version of this daemon.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-// Until the clients import them from forkd_api themselves.
+// For clients that do not import these types from forkd_api yet.
 pub use forkd_api::stream as frames;
 pub use forkd_api::{
     Code, ErrorBody, EvalReply, EvalRequest, ExecReply, ExecRequest, FileInfo, FileKind, FileList, Retry,
