@@ -1,4 +1,4 @@
-//! Evaluations in the warmed interpreter of a sandbox.
+//! Evaluations in a sandbox's warm interpreter.
 
 use std::time::Duration;
 
@@ -11,8 +11,8 @@ use crate::exec::TIMED_OUT;
 use crate::exec::run::ran_out;
 use crate::sandbox::Sandbox;
 
-/// Evaluates within `limit`, which counts instead of the request's. The room that comes with the reply is to be
-/// kept until that is sent.
+/// Evaluates code within `limit`, which overrides the request's. The caller holds the reply's budget until the reply
+/// is sent.
 pub(crate) async fn evaluate(
     sandbox: &Sandbox,
     request: EvalRequest,

@@ -1,4 +1,4 @@
-//! Commands in a sandbox: how they come out, which exit status that is, and the one place that counts them.
+//! Commands in a sandbox: their results, their exit statuses, and the one place that counts them.
 
 pub(crate) mod eval;
 pub(crate) mod run;
@@ -11,22 +11,22 @@ use crate::agent;
 use crate::error::Result;
 use crate::sandbox::Sandbox;
 
-/// Exit status of a command whose time ran out, as `timeout(1)` has it.
+/// Exit status of a command after a timeout, as in `timeout(1)`.
 pub(crate) const TIMED_OUT: i32 = 124;
 
-/// How a command came out.
+/// The result of a command.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Finish {
-    /// It ran to its end: the exit status a shell gives, and the signal if there was one.
+    /// It ran to its end: the exit status as a shell reports it, and the signal, if any.
     Ended { exit_code: i32, signal: Option<i32> },
-    /// The agent killed it when its time was over.
+    /// The agent killed it at its timeout.
     TimedOut,
-    /// It did not start: the exit status a shell gives for that, and why.
+    /// It did not start: the exit status as a shell reports it, and the reason.
     NotStarted { exit_code: i32, why: String },
 }
 
 impl Finish {
-    /// That of a command that ran to its end.
+    /// The result of a command that ran to its end.
     pub(crate) fn ended(end: &End) -> Self {
         match end.signal {
             Some(signal @ 1..=64) => Finish::Ended { exit_code: 128 + signal, signal: Some(signal) },
@@ -34,7 +34,8 @@ impl Finish {
         }
     }
 
-    /// That of a command the agent reports an error for. An error that is not about the command stays one.
+    /// The result of a command that the agent reports an error for. Errors that are not about the command stay
+    /// errors.
     pub(crate) fn failed(error: agent::Error) -> agent::Result<Self> {
         match error {
             agent::Error::Refused(refused) => match refused.code {
@@ -48,7 +49,7 @@ impl Finish {
         }
     }
 
-    /// Its exit status.
+    /// The exit status.
     pub(crate) fn exit_code(&self) -> i32 {
         match self {
             Finish::Ended { exit_code, .. } | Finish::NotStarted { exit_code, .. } => *exit_code,
@@ -57,8 +58,8 @@ impl Finish {
     }
 }
 
-/// Runs a command with the agent of `sandbox` and counts it, whatever comes of it. A caller that drops this does
-/// not want the command any more: that counts as `cancelled`.
+/// Runs a command with the agent of `sandbox` and counts its result. A caller that drops this future cancels the
+/// command: it counts as `cancelled`.
 pub(crate) async fn counted(sandbox: &Sandbox, run: impl Future<Output = Result<Finish>>) -> Result<Finish> {
     let came_out = |finish: &Finish| (finish.exit_code(), matches!(finish, Finish::TimedOut));
     sandbox.telemetry.metrics.exec(run, came_out).await
@@ -67,15 +68,15 @@ pub(crate) async fn counted(sandbox: &Sandbox, run: impl Future<Output = Result<
 /// The exit status of a command that an agent refused to start.
 fn status_of(refused: &connect::Error) -> i32 {
     match refused.exit_code {
-        // The agent runs among untrusted code: any other number is not believed.
+        // The agent runs among untrusted code, so any other number is ignored.
         Some(exit_code::NOT_FOUND) => exit_code::NOT_FOUND,
         Some(_) => exit_code::CANNOT_EXECUTE,
         None => status_of_an_older_agent(&refused.message),
     }
 }
 
-/// As [`status_of`], for an agent that sends no exit status. A snapshot keeps the agent it was made with, so such
-/// agents stay in use. They refuse every command with one code; only their words say that there is no program.
+/// Like [`status_of`], for an agent that sends no exit status. A snapshot keeps its agent, so such agents stay in
+/// use. They refuse every command with one code; only the message shows that there is no program.
 fn status_of_an_older_agent(message: &str) -> i32 {
     match message.ends_with(": not found in this image") {
         true => exit_code::NOT_FOUND,
@@ -95,7 +96,7 @@ mod tests {
         };
         assert_eq!(finish(End { exit_code: -1, signal: Some(9), ..End::default() }), (137, Some(9)));
         assert_eq!(finish(End { exit_code: 7, exited: true, ..End::default() }), (7, None));
-        // What only a hostile agent says must not overflow.
+        // A hostile agent's number must not overflow.
         assert_eq!(finish(End { exit_code: 3, signal: Some(i32::MAX), ..End::default() }), (3, None));
     }
 
@@ -105,11 +106,11 @@ mod tests {
             let refused = connect::Error { exit_code, ..connect::Error::new(Code::InvalidArgument, message) };
             Finish::failed(refused.into()).unwrap().exit_code()
         };
-        // The words do not matter.
+        // The wording does not matter.
         assert_eq!(status("x: gone", Some(127)), 127);
         assert_eq!(status("x: not found in this image", Some(126)), 126);
         assert_eq!(status("x", Some(0)), 126, "not believed");
-        // Agents of snapshots that an earlier version made.
+        // Agents of snapshots from an earlier version.
         assert_eq!(status("x: not found in this image", None), 127);
         assert_eq!(status("/not found: root may not execute it (permission denied)", None), 126);
     }

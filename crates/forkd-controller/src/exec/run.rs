@@ -13,11 +13,11 @@ use crate::exec::{Finish, counted};
 use crate::sandbox::Sandbox;
 use crate::util::companion::Companion;
 
-/// The longest time limit: 30 days.
+/// The longest timeout: 30 days.
 const MAX_TIMEOUT_SECS: u64 = 30 * 24 * 3600;
 
-/// Runs a command within `limit`, which counts instead of the request's. The room that comes with the reply is
-/// to be kept until that is sent.
+/// Runs a command within `limit`, which overrides the request's. The caller holds the reply's budget until the reply
+/// is sent.
 pub(crate) async fn run_to_end(
     sandbox: &Sandbox,
     config: &Config,
@@ -32,7 +32,7 @@ pub(crate) async fn run_to_end(
         let process = sandbox.agent.start(&start, &options).await?;
         collect(&sandbox.agent, process, request.stdin, &mut collected).await
     };
-    // The agent is the one to kill it, and needs its time to say so.
+    // The agent kills the command at its timeout, and needs time to report it.
     let patience = limit.saturating_add(config.timing.call);
     let ran = sandbox.with_agent(async {
         match tokio::time::timeout(patience, run).await {
@@ -45,7 +45,7 @@ pub(crate) async fn run_to_end(
     Ok(collected.reply(finish, limit))
 }
 
-/// A time limit as a request gave it.
+/// Checks the timeout of a request.
 pub(crate) fn check_timeout(secs: u64) -> Result<Duration> {
     match secs {
         1..=MAX_TIMEOUT_SECS => Ok(Duration::from_secs(secs)),
@@ -60,7 +60,7 @@ pub(crate) fn check_args(args: &[String]) -> Result<()> {
     }
 }
 
-/// What the agent is asked for a command.
+/// Builds the agent's request for a command.
 pub(crate) fn start_request(
     args: Vec<String>,
     envs: std::collections::BTreeMap<String, String>,
@@ -96,7 +96,7 @@ async fn collect(
     }
 }
 
-/// Gives a process its whole input. One that does not want it, or has ended, is not an error.
+/// Sends a process its whole input. A process that does not read it, or has ended, is not an error.
 async fn feed(agent: Agent, pid: u32, stdin: String) {
     let fed = async {
         let mut input = agent.input(pid, false).await?;
@@ -106,7 +106,7 @@ async fn feed(agent: Agent, pid: u32, stdin: String) {
         input.close().await
     };
     if let Err(error) = fed.await {
-        tracing::debug!(%error, pid, "a process did not take its input");
+        tracing::debug!(%error, pid, "command input not written");
     }
 }
 
@@ -114,10 +114,10 @@ pub(crate) fn ran_out(limit: Duration) -> String {
     format!("its time ran out: it was stopped after {} s; give it a longer timeout_secs", limit.as_secs_f64())
 }
 
-/// Output, up to a limit.
+/// The collected output, up to a limit.
 struct Collected {
     max: usize,
-    /// What it takes.
+    /// The budget for the output.
     room: ResponseBudget,
     stdout: Vec<u8>,
     stderr: Vec<u8>,
@@ -138,7 +138,7 @@ impl Collected {
     }
 
     fn add(&mut self, output: Output) {
-        // What is over the limit is dropped, not left unread: the command must be able to end.
+        // Output over the limit is dropped and not left unread: the command must be able to end.
         let (max, room) = (self.max, &mut self.room);
         let mut keep = |kept: &mut Vec<u8>, truncated: &mut bool, new: Option<Vec<u8>>| {
             let new = new.unwrap_or_default();
@@ -174,12 +174,12 @@ impl Collected {
     }
 }
 
-/// The most that output takes as a string of JSON, which is what is sent of it.
+/// The most bytes that output takes as a JSON string, which is its form in the reply.
 fn encoded_len(output: &[u8]) -> usize {
     let length = |byte: &u8| match byte {
         b'"' | b'\\' | b'\n' | b'\r' | b'\t' | 0x08 | 0x0c => 2,
         0..0x20 => r"\u0000".len(),
-        // What is no UTF-8 is replaced.
+        // Bytes that are not UTF-8 are replaced.
         0x80.. => char::REPLACEMENT_CHARACTER.len_utf8(),
         _ => 1,
     };

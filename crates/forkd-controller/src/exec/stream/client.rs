@@ -1,4 +1,4 @@
-//! The client's side of a session: what it sent, what it is sent.
+//! The client's side of a session: messages from it and messages to it.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,30 +11,30 @@ use futures_util::stream::{SplitSink, SplitStream};
 use futures_util::{SinkExt, StreamExt};
 use tokio::sync::{Notify, mpsc, oneshot};
 
-/// Between two pings to the client.
+/// Interval between two pings to the client.
 const PING_EVERY: Duration = Duration::from_secs(20);
-/// A client that takes what we send but has said nothing for this long is gone.
+/// A client that takes messages but has sent nothing for this long counts as disconnected.
 const SILENCE: Duration = Duration::from_secs(90);
 
-/// An event as a message.
+/// Serializes an event as a message.
 pub(crate) fn text(event: &ServerEvent) -> Message {
     // Plain data: it always serialises.
     Message::Text(serde_json::to_string(event).unwrap_or_default().into())
 }
 
-/// What reader, writer and work know of the client.
+/// The client's state, shared by reader, writer and work.
 pub(crate) struct Client {
     state: Mutex<ClientState>,
-    /// Told when there is input.
+    /// Notified when input arrives.
     arrived: Notify,
 }
 
 struct ClientState {
-    /// Input not given to the command yet.
+    /// Input that the command has not taken yet.
     input: BytesMut,
-    /// Whether more will come.
+    /// Whether the input has ended.
     eof: bool,
-    /// Bytes received but not acknowledged: those in `input` and those on their way in.
+    /// Bytes received but not acknowledged: those in `input` and those on their way to the command.
     unacknowledged: usize,
     heard: Instant,
 }
@@ -56,7 +56,7 @@ impl Client {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes input from the client. `false` if it is more than was allowed.
+    /// Stores input from the client. `false` if it exceeds the window.
     fn push(&self, data: &[u8]) -> bool {
         let mut state = self.lock();
         if state.unacknowledged + data.len() > STDIN_WINDOW {
@@ -75,7 +75,7 @@ impl Client {
         self.arrived.notify_one();
     }
 
-    /// The next piece for the command. For one caller only.
+    /// The next piece of input for the command. For one caller only.
     pub(crate) async fn input(&self) -> Input {
         loop {
             {
@@ -98,9 +98,8 @@ impl Client {
     }
 }
 
-/// Takes what the client sends, always at once, so that a hang-up is never behind anything. Returns
-/// when the client is gone. One that breaks the rules is complained about, and not listened to any
-/// more.
+/// Reads the client's messages at once, so that a close is never queued behind input. Returns when the client has
+/// disconnected. After a protocol violation it reports the error and ignores further messages.
 pub(crate) async fn read(
     mut stream: SplitStream<WebSocket>,
     client: Arc<Client>,
@@ -121,7 +120,7 @@ pub(crate) async fn read(
     }
 }
 
-/// Takes one message, or says what is wrong with it.
+/// Handles one message; the error is the text for the client.
 fn take(
     message: Message,
     client: &Client,
@@ -135,27 +134,27 @@ fn take(
                     "more than {STDIN_WINDOW} bytes of input are under way; wait for stdin_ack"
                 ));
             }
-            _ => return Err("a binary message of a client starts with 0, for input".into()),
+            _ => return Err("a client's binary message must start with the byte 0, for input".into()),
         },
         Message::Text(text) => match serde_json::from_str(&text) {
             Ok(ClientMessage::StdinEof) => client.end_input(),
             Ok(control) => {
                 if controls.try_send(control).is_err() {
-                    tracing::debug!("a control message was dropped: too many at once");
+                    tracing::debug!("control message dropped: the queue is full");
                 }
             }
-            Err(error) => return Err(format!("a message was not understood: {error}")),
+            Err(error) => return Err(format!("a text message is not valid: {error}; send a ClientMessage")),
         },
-        // After a close the stream ends by itself.
+        // After a close message the stream ends by itself.
         Message::Close(_) | Message::Ping(_) | Message::Pong(_) => {}
     }
     Ok(())
 }
 
-/// Sends what is queued, and pings. Ends with the queue, or when the client is dead.
+/// Sends queued messages, and pings. Ends with the queue, or when the client does not answer.
 ///
-/// While a client does not take what we send, it is not pinged: it may just be slow (its output
-/// goes to a pager), and TCP itself notices when its machine is gone.
+/// A client that does not take messages is not pinged: it may just be slow (its output goes to a pager), and TCP
+/// itself detects that its machine is gone.
 pub(crate) async fn write(
     mut sink: SplitSink<WebSocket, Message>,
     mut queued: mpsc::Receiver<Message>,
@@ -172,7 +171,7 @@ pub(crate) async fn write(
             },
             _ = pings.tick() => {
                 if client.lock().heard.elapsed() > SILENCE {
-                    tracing::info!("a client has been silent for too long; hanging up");
+                    tracing::info!("client sent nothing for too long; closing its session");
                     return;
                 }
                 Message::Ping(Bytes::new())
@@ -183,19 +182,19 @@ pub(crate) async fn write(
             return;
         }
         if slow.elapsed() > PING_EVERY {
-            // It was not asked anything meanwhile: its silence proves nothing.
+            // No ping was sent meanwhile, so the client's silence proves nothing.
             client.lock().heard = Instant::now();
         }
     }
     let _ = sink.close().await;
 }
 
-/// The way to the client. Waiting here is what slows a command down to its reader's speed.
+/// The queue to the client. Waiting here slows a command down to the speed of its reader.
 #[derive(Clone)]
 pub(crate) struct Outgoing(pub(crate) mpsc::Sender<Message>);
 
 impl Outgoing {
-    /// Failure means that the writer has ended, which ends the session.
+    /// A failure means that the writer has ended, which ends the session.
     pub(crate) async fn event(&self, event: &ServerEvent) {
         let _ = self.0.send(text(event)).await;
     }
@@ -207,7 +206,7 @@ impl Outgoing {
     }
 
     pub(crate) async fn output(&self, output: Output) {
-        // A command on a terminal writes to that alone.
+        // A command on a terminal writes only to the terminal.
         for data in [output.stdout, output.pty].into_iter().flatten() {
             self.data(Channel::Stdout, &data).await;
         }

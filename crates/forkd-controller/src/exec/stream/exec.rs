@@ -1,8 +1,8 @@
-//! `GET /v1/sandboxes/{id}/exec/stream`: a command in a sandbox that is there already.
+//! `GET /v1/sandboxes/{id}/exec/stream`: a command in an existing sandbox.
 //!
-//! The sandbox outlives the session, and so would the process: the agent keeps a process whose caller is
-//! gone, because the children of a branch have no callers at all and must go on. So it is the session
-//! that ends its process ([`KillOnDrop`]), unless the client wants it kept.
+//! The sandbox outlives the session, and so would the process. The agent keeps a process whose caller disconnects,
+//! because the children of a branch have no callers and must keep running. So the session ends its process
+//! ([`KillOnDrop`]), unless the client asks to keep it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,12 +20,12 @@ use crate::exec::stream::{Conversation, StreamContext, Wires};
 use crate::sandbox::{Phase, Sandbox};
 use crate::util::count::Counted;
 
-/// How often a process is looked for that is to be ended: its start may still be under way.
+/// How often the session looks for a process it must end: the process may still be starting.
 const LOOKS: usize = 10;
-/// Between two of them.
+/// Pause between two attempts.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// A command in a sandbox that exists.
+/// A command in an existing sandbox.
 pub(crate) struct Exec {
     pub(crate) sandbox: Arc<Sandbox>,
 }
@@ -54,24 +54,24 @@ impl Conversation for Exec {
         let outgoing = wires.outgoing;
         let followed = follow(&sandbox, command, wires, context.config.timing.call);
         let finish = counted(&sandbox, sandbox.undisturbed(followed)).await?;
-        // It has ended by itself, or its agent has ended it.
+        // The command has ended, or the agent has ended it.
         doomed.spare();
         Ok(last_event(finish, outgoing).await)
     }
 }
 
-/// A name no other process has: pids come again.
+/// A tag that no other process has; process ids are used again.
 fn unique_tag() -> String {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     format!("forkd-stream-{}-{number}", crate::util::time::unix_nanos())
 }
 
-/// A process that is ended when this is dropped.
+/// Ends a process when it is dropped.
 struct KillOnDrop {
     sandbox: Arc<Sandbox>,
     tag: String,
-    /// While it is there the process is to be ended; and a daemon that stops waits for that.
+    /// Present while the process must be ended. A daemon that stops waits for it.
     counted: Option<Counted>,
 }
 
@@ -92,8 +92,8 @@ impl Drop for KillOnDrop {
     }
 }
 
-/// Kills the process as soon as the sandbox can be asked to. In one that is paused it stands still until
-/// then, and nobody waits for that; in one that has ended it is gone.
+/// Kills the process as soon as the sandbox's agent can be called. In a paused sandbox the process stands still until
+/// then, and a stopping daemon does not wait for it. If the sandbox has ended, so has the process.
 async fn kill(sandbox: &Sandbox, tag: &str, counted: Counted) {
     let mut phases = sandbox.phase.subscribe();
     let _counted = matches!(sandbox.phase(), Phase::Running).then_some(counted);
@@ -105,7 +105,7 @@ async fn kill(sandbox: &Sandbox, tag: &str, counted: Counted) {
         match sandbox.agent.signal_tagged(tag, "SIGKILL").await {
             Ok(()) => return,
             Err(agent::Error::Refused(error)) if error.code == Code::NotFound => {}
-            Err(error) => tracing::debug!(%error, sandbox = sandbox.id, "a command could not be ended"),
+            Err(error) => tracing::debug!(%error, sandbox = sandbox.id, "command not killed"),
         }
         tokio::time::sleep(LOOK_EVERY).await;
     }

@@ -1,9 +1,8 @@
-//! Commands over a WebSocket ([`frames`](crate::frames)): one conversation, whatever the command runs in.
+//! Commands over a WebSocket ([`frames`](crate::frames)): the session, for commands in new and in existing sandboxes.
 //!
-//! Three things go on at once for one connection: a reader, a writer and the work. Whichever ends
-//! first ends the session, and with the session goes what was made for it ([`run`]: its sandbox;
-//! [`exec`]: its process): it does not matter whether the command ended, the client hung up, its
-//! machine died, or the daemon stops.
+//! Each connection has a reader, a writer and the work, which run at the same time. The first to end ends the
+//! session. The session's own objects end with it ([`run`]: its sandbox; [`exec`]: its process): after the command's
+//! end, a disconnect, a crash of the client's machine, or a stop of the daemon.
 
 pub(crate) mod client;
 pub(crate) mod exec;
@@ -31,25 +30,25 @@ use crate::util::companion::Companion;
 use crate::util::count::Count;
 use crate::util::stopping::Stopping;
 
-/// What clients hear when the daemon stops under them.
+/// The error for clients when the daemon stops.
 const STOPPING: &str = "the daemon is stopping";
-/// The request must have come by then.
+/// Timeout for the request to arrive.
 const REQUEST_WAIT: Duration = Duration::from_secs(30);
-/// How long a client we are done with has to take the last word.
+/// Timeout for the client to take the last event.
 const FAREWELL: Duration = Duration::from_secs(2);
-/// Messages on their way to the client: few, because what is here was taken from the guest.
+/// Queued messages for the client: few, because they hold data taken from the guest.
 const OUTGOING: usize = 4;
-/// Signals and the like on their way to the command; a client that sends more at once loses them.
+/// Queued control messages for the command; if a client sends more at once, they are lost.
 const CONTROLS: usize = 16;
 
-/// What a session is for.
+/// The work of a session.
 pub(crate) trait Conversation: Send + 'static {
     /// The client's first message.
     type Request: DeserializeOwned + Send;
-    /// What that is, in words.
+    /// The name of that message, for error texts.
     const REQUEST: &'static str;
 
-    /// From the request to the last event. Dropped when the client goes away.
+    /// Runs from the request to the last event. Dropped when the client disconnects.
     fn work(
         self,
         context: &StreamContext,
@@ -60,27 +59,27 @@ pub(crate) trait Conversation: Send + 'static {
 
 /// The client, as the work sees it.
 pub(crate) struct Wires<'w> {
-    /// What it sends to the command.
+    /// The client's input for the command.
     client: &'w Arc<Client>,
-    /// Signals and the like.
+    /// Signals and terminal sizes.
     controls: mpsc::Receiver<ClientMessage>,
-    /// The way to it.
+    /// The queue to the client.
     outgoing: &'w Outgoing,
 }
 
-/// What a conversation needs of the daemon.
+/// The parts of the daemon that a session needs.
 #[derive(Debug, Clone)]
 pub(crate) struct StreamContext {
     pub(crate) registry: Arc<Registry>,
     pub(crate) tokens: Arc<Tokens>,
     pub(crate) config: Arc<Config>,
-    /// Becomes true when the daemon is asked to stop.
+    /// Becomes true when the daemon begins to stop.
     pub(crate) stopping: Stopping,
-    /// Conversations under way: a daemon that stops waits for them.
+    /// Open sessions: a daemon that stops waits for them.
     pub(crate) sessions: Count,
 }
 
-/// Holds a conversation, from the client's first message to the last event.
+/// Runs a session, from the client's first message to the last event.
 pub(crate) async fn session<W: Conversation>(
     socket: WebSocket,
     context: StreamContext,
@@ -125,15 +124,15 @@ pub(crate) async fn session<W: Conversation>(
         _ = writer.ended() => return,
         () = stopping.asked() => (failed(Error::new(Code::ShuttingDown, STOPPING)), true),
         () = context.tokens.revoked(&who) => {
-            let text = "the token this began with was removed, made anew, or has expired; begin again with a good one";
+            let text = "the session's token was removed, rotated, or has expired; connect again with a good one";
             (failed(Error::new(Code::Unauthorized, text)), true)
         }
     };
-    // The work was dropped, and what was made for it goes. What is left is to tell the client, however
-    // slowly it reads, unless we are in a hurry.
+    // The work was dropped, and its sandbox or process ends. The client still gets the last event, however slowly it
+    // reads, unless the session must end soon.
     let told = async {
         outgoing.event(&last).await;
-        // With the queue's last sender gone, the writer says goodbye and ends.
+        // Without senders, the queue ends; the writer then closes the WebSocket and ends.
         drop(outgoing);
         writer.ended().await;
     };
@@ -144,8 +143,8 @@ pub(crate) async fn session<W: Conversation>(
         tokio::time::sleep(FAREWELL).await;
     };
     tokio::select! {
-        // Closing while the client still talks would make the kernel throw away what it has not
-        // read yet: let it hang up first.
+        // Closing while the client still sends would make the kernel discard data that the client has not read yet:
+        // let the client close first.
         () = told => drop(tokio::time::timeout(FAREWELL, reader.ended()).await),
         _ = reader.ended() => {}
         () = in_a_hurry => {}
@@ -157,7 +156,7 @@ fn failed(reader: &Reader, error: &Error) -> ServerEvent {
     ServerEvent::Error { status: error.code().status(), message, code, request_id }
 }
 
-/// The request; `None` if the client went away instead.
+/// Reads the request; `None` if the client disconnected instead.
 async fn first_message<Q: DeserializeOwned>(
     stream: &mut SplitStream<WebSocket>,
     what: &str,
@@ -179,7 +178,9 @@ async fn first_message<Q: DeserializeOwned>(
             Err(Error::invalid(format!("the first message must be text: {what}")))
         }
         Ok(Some(Ok(_)) | Some(Err(_)) | None) => Ok(None),
-        Err(_) => Err(Error::invalid(format!("{what} did not come within {REQUEST_WAIT:?}"))),
+        Err(_) => Err(Error::invalid(format!(
+            "{what} did not arrive within {REQUEST_WAIT:?}; send it as the first message"
+        ))),
     }
 }
 

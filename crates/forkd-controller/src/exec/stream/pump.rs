@@ -1,4 +1,4 @@
-//! A command in a guest and its client: start, pump, and the last event.
+//! Connects a command in a guest with its client: start, input and output, and the last event.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,17 +14,16 @@ use crate::exec::stream::client::{Client, Input, Outgoing};
 use crate::sandbox::Sandbox;
 use crate::util::companion::Companion;
 
-/// What is to be run.
+/// The command to run.
 pub(crate) struct StreamCommand {
     pub(crate) start: StartRequest,
     pub(crate) user: Option<String>,
     pub(crate) limit: Option<Duration>,
-    /// On a terminal of this size.
+    /// Runs on a terminal of this size.
     pub(crate) tty: Option<TtySize>,
 }
 
-/// The last event of a command. The client of one that never ran reads the reason where the command would have
-/// written its own errors.
+/// The last event of a command. If the command never ran, its client gets the reason as standard error.
 pub(crate) async fn last_event(finish: Finish, outgoing: &Outgoing) -> ServerEvent {
     let exit_code = finish.exit_code();
     let (signal, timed_out) = match finish {
@@ -39,8 +38,8 @@ pub(crate) async fn last_event(finish: Finish, outgoing: &Outgoing) -> ServerEve
     ServerEvent::Exit { exit_code, signal, timed_out }
 }
 
-/// Starts a command and moves what it reads and writes until it ends. `grace` is how much longer than the
-/// agent we wait before we give the command up ourselves. An error is one of the agent's.
+/// Starts a command, and passes input and output until it ends. `grace` is how long the daemon waits after the
+/// agent's deadline before it gives the command up. The error is an error of the agent.
 pub(crate) async fn follow(
     sandbox: &Sandbox,
     command: StreamCommand,
@@ -59,19 +58,19 @@ pub(crate) async fn follow(
     followed.await.or_else(Finish::failed)
 }
 
-/// A command and its client.
+/// A running command and its client.
 struct Following<'r> {
     agent: Agent,
     tty: bool,
-    /// How much longer than the agent we wait before we give the command up ourselves.
+    /// How long the daemon waits after the agent's deadline before it gives the command up.
     grace: Duration,
     client: &'r Arc<Client>,
     outgoing: &'r Outgoing,
 }
 
 impl Following<'_> {
-    /// Moves output to the client until the command ends. The next piece is taken from the guest
-    /// when the client has taken the last.
+    /// Passes output to the client until the command ends. Each piece is taken from the guest after the client has
+    /// taken the one before.
     async fn pump(
         &self,
         sandbox: &str,
@@ -86,7 +85,7 @@ impl Following<'_> {
             match next(&mut process, deadline, self.grace).await? {
                 Event::Start { pid } => {
                     self.outgoing.event(&ServerEvent::Started { sandbox: sandbox.to_owned(), pid }).await;
-                    // Only the first start is believed.
+                    // Only the first start event is valid; the agent may be hostile.
                     if let Some(controls) = controls.take() {
                         let (agent, client, outgoing) =
                             (self.agent.clone(), self.client.clone(), self.outgoing.clone());
@@ -108,7 +107,7 @@ impl Following<'_> {
     }
 }
 
-/// The next event. The agent keeps the deadline; one that does not is not waited for.
+/// The next event. The agent enforces the deadline; the daemon does not wait for an agent that fails to.
 async fn next(process: &mut Process, deadline: Option<Instant>, grace: Duration) -> agent::Result<Event> {
     let event = match deadline {
         None => process.next().await?,
@@ -127,8 +126,8 @@ async fn next(process: &mut Process, deadline: Option<Instant>, grace: Duration)
     event.ok_or_else(|| agent::Error::Protocol("a process's stream ended before the process".into()))
 }
 
-/// Gives the command its input as it comes. A command that does not want it any more is not an
-/// error: the rest is thrown away, as by a closed pipe.
+/// Passes input to the command as it arrives. A command that no longer reads is not an error: the rest is discarded,
+/// as for a closed pipe.
 async fn feed(agent: Agent, pid: u32, tty: bool, client: Arc<Client>, outgoing: Outgoing) {
     let mut input = agent.input(pid, tty).await.ok();
     loop {
@@ -137,7 +136,7 @@ async fn feed(agent: Agent, pid: u32, tty: bool, client: Arc<Client>, outgoing: 
                 if let Some(open) = &mut input
                     && let Err(error) = open.send(&data).await
                 {
-                    tracing::debug!(%error, pid, "a command did not take its input");
+                    tracing::debug!(%error, pid, "command input not written");
                     input = None;
                 }
                 client.acknowledge(data.len());
@@ -147,7 +146,7 @@ async fn feed(agent: Agent, pid: u32, tty: bool, client: Arc<Client>, outgoing: 
                 if let Some(open) = input.take()
                     && let Err(error) = open.close().await
                 {
-                    tracing::debug!(%error, pid, "a command's input was closed already");
+                    tracing::debug!(%error, pid, "command input already closed");
                 }
                 return;
             }
@@ -155,7 +154,7 @@ async fn feed(agent: Agent, pid: u32, tty: bool, client: Arc<Client>, outgoing: 
     }
 }
 
-/// Passes signals and sizes on.
+/// Passes signals and terminal sizes to the command.
 async fn steer(agent: Agent, pid: u32, mut controls: mpsc::Receiver<ClientMessage>) {
     while let Some(control) = controls.recv().await {
         let passed = match control {
@@ -164,7 +163,7 @@ async fn steer(agent: Agent, pid: u32, mut controls: mpsc::Receiver<ClientMessag
             ClientMessage::StdinEof => Ok(()),
         };
         if let Err(error) = passed {
-            tracing::debug!(%error, pid, "a command could not be signalled");
+            tracing::debug!(%error, pid, "signal or terminal size not passed to the command");
         }
     }
 }

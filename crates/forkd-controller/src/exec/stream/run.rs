@@ -1,4 +1,4 @@
-//! `GET /v1/run`: one command in a sandbox of its own.
+//! `GET /v1/run`: one command in a new sandbox.
 
 use forkd_api::stream::{ClientMessage, RunRequest, ServerEvent};
 use tokio::sync::mpsc;
@@ -12,7 +12,7 @@ use crate::exec::stream::{Conversation, StreamContext, Wires};
 use crate::host::cgroup;
 use crate::sandbox::Spec;
 
-/// A command in a sandbox that is made for it.
+/// A command in a sandbox that is created for it.
 pub(crate) struct Run {
     pub(crate) who: Principal,
 }
@@ -60,8 +60,8 @@ impl Conversation for Run {
     }
 }
 
-/// A signal sent before there is a command to take it; its number. One whose number is not known
-/// here ends the session like SIGTERM.
+/// Waits for a signal that arrives before the command has started, and returns its number. A signal of unknown number
+/// ends the session like SIGTERM.
 async fn first_signal(controls: &mut mpsc::Receiver<ClientMessage>) -> i32 {
     loop {
         match controls.recv().await {

@@ -21,7 +21,7 @@ async fn open(daemon: &FakeDaemon, id: &str) -> Result<Socket, Error> {
     tokio_tungstenite::client_async(uri, daemon.connect().await).await.map(|(socket, _)| socket)
 }
 
-/// Asks for a command and waits until it runs.
+/// Starts a command and waits until it runs.
 async fn begin(daemon: &FakeDaemon, request: Value) -> Socket {
     let mut socket = open(daemon, ID).await.unwrap();
     socket.send(Message::text(request.to_string())).await.unwrap();
@@ -29,7 +29,7 @@ async fn begin(daemon: &FakeDaemon, request: Value) -> Socket {
     socket
 }
 
-/// The next event that is no acknowledgement.
+/// The next event that is not an acknowledgement.
 async fn event(socket: &mut Socket) -> Value {
     loop {
         match socket.next().await.unwrap().unwrap() {
@@ -59,7 +59,7 @@ async fn input_comes_back_as_output_a_size_is_passed_on_and_the_end_is_told() {
     .await;
     socket.close(None).await.unwrap();
 
-    // A megabyte each way, within the window.
+    // A megabyte in each direction, within the window.
     let mut socket = begin(&daemon, json!({"args": ["cat"]})).await;
     let data: Vec<u8> = (0..1u32 << 20).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     let (mut sent, mut window, mut back) = (0, STDIN_WINDOW, Vec::new());
@@ -83,7 +83,7 @@ async fn input_comes_back_as_output_a_size_is_passed_on_and_the_end_is_told() {
     assert_eq!(event(&mut socket).await, json!({"event": "exit", "exit_code": 0}));
     drop(socket);
     daemon.app.sessions.none().await;
-    // The first one's client left; this one ended by itself.
+    // The first client left before its command ended; this command ended by itself.
     assert_eq!(daemon.guest.calls_of("SendSignal").len(), 1);
 }
 
@@ -157,7 +157,7 @@ async fn a_stream_that_cannot_be_is_refused_before_or_after_it_is_one() {
 async fn a_client_that_sends_more_than_its_window_loses_its_command() {
     let daemon = FakeDaemon::start().await;
     let mut socket = begin(&daemon, json!({"args": ["cat"]})).await;
-    // Never takes what comes back, so that nothing is acknowledged for long.
+    // Never reads the output, so that input stays unacknowledged for long.
     let chunk = Bytes::from(vec![0; MAX_CHUNK * 8 + 1]);
     socket.send(Message::binary(chunk)).await.unwrap();
     loop {
@@ -175,7 +175,7 @@ async fn a_client_that_sends_more_than_its_window_loses_its_command() {
     assert_eq!(daemon.guest.calls_of("SendSignal").len(), 1);
 }
 
-/// What `/metrics` is to say.
+/// A line that `/metrics` must contain.
 fn execs(outcomes: &[(&str, u64)]) -> BTreeMap<String, u64> {
     let all = outcomes.iter().map(|(_, count)| count).sum();
     outcomes.iter().chain(&[("all", all)]).map(|(name, count)| ((*name).to_owned(), *count)).collect()
@@ -193,19 +193,19 @@ async fn streamed_commands_count_like_others_whatever_comes_of_them() {
     socket.send(Message::text(r#"{"type":"signal","signal":"SIGTERM"}"#)).await.unwrap();
     assert_eq!(event(&mut socket).await["exit_code"], 143);
     assert_eq!(daemon.execs().await, execs(&[("ok", 1), ("nonzero", 1)]));
-    // Its client goes away.
+    // The client disconnects.
     for keep in [true, false] {
         drop(begin(&daemon, json!({"args": ["sleep"], "keep": keep})).await);
         daemon.app.sessions.none().await;
     }
     let cancelled = [("ok", 1), ("nonzero", 1), ("cancelled", 2)];
     assert_eq!(daemon.execs().await, execs(&cancelled));
-    // Its sandbox ends.
+    // The sandbox ends.
     let mut socket = begin(&daemon, json!({"args": ["sleep"]})).await;
     daemon.sandbox.phase.send_replace(Phase::Ended(Arc::new(End::deleted())));
     assert_eq!(event(&mut socket).await["event"], "error");
     assert_eq!(daemon.execs().await, execs(&[&cancelled[..], &[("failed", 1)]].concat()));
-    // A request that is refused began no command.
+    // A rejected request starts no command.
     daemon.sandbox.phase.send_replace(Phase::Running);
     let mut socket = open(&daemon, ID).await.unwrap();
     socket.send(Message::text(r#"{"args":[]}"#)).await.unwrap();
