@@ -1,6 +1,6 @@
-//! The line protocol for clients on the host: what a guest serves on its TCP port 8888, without needing
-//! its network. A line is translated to calls of the agent; [`ports`] has the ports of loopback on which
-//! lines come in, and the API takes them over HTTP.
+//! The JSON-lines protocol for clients on the host: the protocol of a guest's TCP port 8888, without the guest's
+//! network. Each line becomes calls of the agent. [`ports`] has the loopback ports that accept lines; the API accepts
+//! them over HTTP.
 
 pub(crate) mod peer_check;
 pub(crate) mod ports;
@@ -19,20 +19,20 @@ use crate::exec::{eval, run};
 use crate::monitor::console::printable;
 use crate::sandbox::Sandbox;
 
-/// How long a request may take to come.
+/// Timeout for a request to arrive.
 const REQUEST_TIME: Duration = Duration::from_secs(30);
-/// How long the peer may take to read its answer.
+/// Timeout for the peer to read the reply.
 const ANSWER_TIME: Duration = Duration::from_secs(60);
-/// How long what nobody asked for is read on, so that the peer sees the answer and not a reset.
+/// How long unread input is discarded, so that the peer gets the reply and not a reset.
 const DISCARD_TIME: Duration = Duration::from_secs(1);
 
-/// Serves one connection: a line in, a line out. Tells whether the request was done.
+/// Serves one connection: one line in, one line out. Returns whether the request succeeded.
 pub(crate) async fn converse(
     mut stream: impl AsyncRead + AsyncWrite + Unpin,
     answer: impl AsyncFnOnce(Request) -> (Reply, ResponseBudget),
 ) -> std::io::Result<bool> {
     let read = tokio::time::timeout(REQUEST_TIME, read_request(&mut stream)).await;
-    // What it takes is given back when it is sent.
+    // `_room` is released after the reply was sent.
     let (reply, _room) =
         match read.unwrap_or_else(|_| Ok(Err(Failure::new("the request took too long to come"))))? {
             Ok(request) => answer(request).await,
@@ -43,7 +43,7 @@ pub(crate) async fn converse(
     Ok(done)
 }
 
-/// Says something, and ends the conversation.
+/// Sends a reply and closes the connection.
 async fn say(stream: &mut (impl AsyncRead + AsyncWrite + Unpin), reply: &Reply) -> std::io::Result<()> {
     let line = reply.to_line();
     let sent = async {
@@ -72,7 +72,7 @@ async fn read_request(
     }
 }
 
-/// Does what a line asks of a sandbox. The room that comes with the reply is to be kept until that is sent.
+/// Runs a request in a sandbox. The caller holds the reply's budget until the reply is sent.
 pub(crate) async fn answer(sandbox: &Sandbox, config: &Config, request: Request) -> (Reply, ResponseBudget) {
     let answered = match request {
         Request::Ping => ping(sandbox).await.map(|reply| (reply, ResponseBudget::default())),
@@ -89,7 +89,7 @@ pub(crate) async fn answer(sandbox: &Sandbox, config: &Config, request: Request)
     };
     answered.unwrap_or_else(|error| {
         if error.private().is_some() {
-            tracing::warn!(sandbox = sandbox.id, code = error.code().name(), %error, "a line failed");
+            tracing::warn!(sandbox = sandbox.id, code = error.code().name(), %error, "JSON-lines request failed");
         }
         (Reply::Failed(Failure::new(error.public())), ResponseBudget::default())
     })
@@ -107,17 +107,17 @@ async fn ping(sandbox: &Sandbox) -> Result<Reply> {
     }))
 }
 
-/// The agent's process: it is the guest's init.
+/// The agent's process id: it is the guest's init.
 pub(crate) const AGENT_PID: u32 = 1;
 
-/// What an evaluation is written in.
+/// The language of evaluations.
 pub(crate) fn language(python: bool) -> &'static str {
     if python { "python" } else { "none" }
 }
 
 fn ran(reply: ExecReply) -> Reply {
     match reply.error {
-        // Clients show an error as one only where there is no output.
+        // Clients show an error as such only without output.
         Some(error) if !reply.timed_out => {
             Reply::Failed(Failure { error, exit_code: reply.exit_code, ..Failure::default() })
         }

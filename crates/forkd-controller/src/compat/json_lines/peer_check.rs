@@ -1,7 +1,6 @@
-//! Who may use a line port: whoever may use the daemon's unix socket.
+//! Authorizes connections to JSON-lines ports: the users that may use the daemon's unix socket.
 //!
-//! The line protocol knows no tokens. But what comes over loopback comes from a user of this host, and the
-//! kernel knows from which.
+//! The protocol has no tokens. But a loopback connection comes from a user of this host, and the kernel knows which.
 
 use std::os::fd::AsFd;
 
@@ -11,12 +10,12 @@ use tokio::sync::Semaphore;
 use crate::config::Config;
 use crate::host::unix_socket;
 
-/// Lets a user enter; else it is what to tell them.
+/// Admits a user; the error is the text for the client.
 pub(crate) async fn admit(user: std::io::Result<Option<u32>>, config: &Config) -> Result<(), String> {
     let uid = match user {
         Ok(Some(uid)) => uid,
-        Ok(None) => return Err("nobody is at the other end of this connection any more".into()),
-        Err(error) => return Err(format!("cannot find out who connected: {error}")),
+        Ok(None) => return Err("the other end of this connection is closed; connect again".into()),
+        Err(error) => return Err(format!("cannot read the user of this connection: {error}; connect again")),
     };
     let us = rustix::process::geteuid().as_raw();
     if uid == 0 || uid == us || config.insecure_loopback {
@@ -31,20 +30,20 @@ pub(crate) async fn admit(user: std::io::Result<Option<u32>>, config: &Config) -
         }
     }
     Err(format!(
-        "user {uid} may not use this port: join the group {group} (sudo usermod -aG {group} USER), or have a port of \
+        "user {uid} may not use this port: join the group {group} (sudo usermod -aG {group} USER), or open a port of \
          your own with `forkd line SANDBOX` and a token"
     ))
 }
 
-/// Whether a user is in the group of the unix socket. A few look-ups run at a time: each may ask a server.
+/// Whether a user is in the group of the unix socket. At most 4 look-ups run at a time: each may ask a server.
 async fn is_member(uid: u32) -> std::io::Result<bool> {
     static LOOKS: Semaphore = Semaphore::const_new(4);
     let _look = LOOKS.acquire().await.map_err(std::io::Error::other)?;
     tokio::task::spawn_blocking(move || unix_socket::has_member(uid)).await?
 }
 
-/// Whose the other end is; `None` if nobody has it open. A few are looked for at a time: it means reading the
-/// list of all connections, and everybody can connect.
+/// The user of the other end; `None` if no process has it open. At most 4 look-ups run at a time: each reads the list
+/// of all connections, and every user can connect.
 pub(crate) async fn who(stream: &TcpStream) -> std::io::Result<Option<u32>> {
     static LOOKS: Semaphore = Semaphore::const_new(4);
     let stream = stream.as_fd().try_clone_to_owned()?;

@@ -1,12 +1,11 @@
-//! A port of loopback for each sandbox that is to have one: what the published `Sandbox` class of the
-//! reference connects to.
+//! Loopback ports for sandboxes. The published `Sandbox` class of the reference connects to them.
 //!
-//! There is no token in the line protocol, so it is the user who connects that counts ([`crate::compat::json_lines::peer_check`]); pages
-//! in a browser cannot use it: what they send is HTTP, which is refused at its first byte. A sandbox has a
-//! port if somebody asked for it, as `forkd fork` does; with `--line-ports`, all have one.
+//! The JSON-lines protocol has no tokens, so [`peer_check`] checks the user
+//! that connects. Web pages cannot use a port: browsers send HTTP, which is rejected at its first byte. A sandbox has
+//! a port if a client asked for it, as `forkd fork` does; with `--line-ports`, all sandboxes have one.
 //!
-//! A port stays the sandbox's through rollbacks, and through restarts of the daemon: its number is in the
-//! sandbox's record, and taken again if nobody else has it by then.
+//! A sandbox keeps its port over rollbacks and restarts of the daemon. The number is in the sandbox's record, and the
+//! next daemon takes it again if it is still free.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -27,20 +26,20 @@ use crate::telemetry::audit::AuditRecord;
 use crate::util::random::request_id;
 use crate::util::task::{self, Task};
 
-/// Connections at a time, to one sandbox's port; and those of which it is not known yet whose they are.
+/// Connections to one sandbox's port at a time: those of known users, and those whose user is not known yet.
 const MAX_CONNECTIONS: usize = 64;
 const MAX_UNKNOWN: usize = 64;
-/// After a failed `accept`, and while a sandbox gives way to its successor.
+/// Pause after a failed `accept`, and while a rollback replaces the sandbox.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// The ports of a daemon.
+/// All open ports.
 #[derive(Debug)]
 pub(crate) struct Ports {
     registry: Arc<Registry>,
     open: Mutex<HashMap<String, Port>>,
 }
 
-/// A port that is being served.
+/// An open port with its server task.
 #[derive(Debug)]
 struct Port {
     address: SocketAddr,
@@ -68,23 +67,25 @@ impl Ports {
             if sandbox.facts().history.line_port.is_some()
                 && let Err(error) = self.open(&sandbox)
             {
-                tracing::warn!(sandbox = sandbox.id, %error, "its line port could not be opened again");
+                tracing::warn!(sandbox = sandbox.id, %error, "JSON-lines port not reopened");
             }
         }
     }
 
-    /// The sandbox's port, opened if it is not. Must be called in a runtime.
+    /// Returns the sandbox's port and opens it if necessary. Must be called in a runtime.
     pub(crate) fn open(self: &Arc<Self>, sandbox: &Sandbox) -> Result<SocketAddr> {
         let mut open = self.lock();
         if let Some(port) = open.get(&sandbox.id) {
             return Ok(port.address);
         }
         let listener = listen(sandbox.facts().history.line_port)
-            .map_err(|error| Error::host("cannot open a port of loopback", error))?;
-        let address = listener.local_addr().map_err(|error| Error::host("a port without a number", error))?;
+            .map_err(|error| Error::host("cannot open a loopback port", error))?;
+        let address = listener
+            .local_addr()
+            .map_err(|error| Error::host("cannot read the number of a loopback port", error))?;
         let serving = self.clone().serve(sandbox.id.clone(), listener);
         let (ports, id) = (self.clone(), sandbox.id.clone());
-        // It can be opened again.
+        // After a panic of the server, the port can be opened again.
         let server = task::spawn_or(Task::LinePort, serving, move |_| drop(ports.lock().remove(&id)));
         let server = server.abort_handle();
         open.insert(sandbox.id.clone(), Port { address, server });
@@ -104,7 +105,7 @@ impl Ports {
     async fn serve(self: Arc<Self>, id: String, listener: TcpListener) {
         let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         let door = Arc::new(Semaphore::new(MAX_UNKNOWN));
-        // Looked up each time: a rollback puts another one in its place.
+        // The registry is asked each time, because a rollback replaces the sandbox.
         while let Ok(sandbox) = self.registry.get(&id) {
             let Ok(unknown) = door.clone().acquire_owned().await else { break };
             let accepted = tokio::select! {
@@ -124,7 +125,7 @@ impl Ports {
                     task::spawn(Task::LineConnection, talk);
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "cannot accept a connection to a line port");
+                    tracing::warn!(%error, "JSON-lines connection not accepted");
                     tokio::time::sleep(PAUSE).await;
                 }
             }
@@ -132,7 +133,7 @@ impl Ports {
         self.lock().remove(&id);
     }
 
-    /// One connection, from who is there to what came of it.
+    /// Serves one connection, from the check of its user to the audit record.
     async fn talk(
         &self,
         sandbox: &Sandbox,
@@ -149,7 +150,7 @@ impl Ports {
             _ => from.to_string(),
         };
         let admitted = peer_check::admit(user, &host.config).await;
-        // Who is not let in holds up nobody.
+        // A rejected connection must not keep others waiting.
         drop(unknown);
         let identity = admitted.is_ok().then(|| LOCAL.to_owned());
         let outcome = match admitted {
@@ -162,7 +163,7 @@ impl Ports {
                 }
             }
             Err(why) => {
-                // Who is not let in need not listen to why.
+                // A rejected client may disconnect before it has read the reason.
                 let _ = say(&mut stream, &Reply::Failed(Failure::new(why))).await;
                 "refused"
             }
@@ -185,7 +186,7 @@ impl Ports {
     }
 }
 
-/// Listens on a port of loopback: on the one wanted, if nobody has it, else on any.
+/// Listens on loopback: on the wanted port if it is free, otherwise on any.
 fn listen(wanted: Option<u16>) -> std::io::Result<TcpListener> {
     let bind = |port: u16| std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, port));
     let listener = match wanted {

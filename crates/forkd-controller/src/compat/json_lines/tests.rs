@@ -1,4 +1,4 @@
-//! Conversations without a sandbox, and what becomes of an agent's answers.
+//! JSON-lines conversations without a sandbox, and conversions of an agent's replies.
 
 use forkd_api::{EvalReply, ExecReply};
 use serde_json::{Value, json};
@@ -6,7 +6,7 @@ use tokio::io::duplex;
 
 use super::*;
 
-/// What comes back for `bytes`, and which requests got through.
+/// The reply to `bytes`, and the requests that were accepted.
 async fn say(bytes: &[u8], half_close: bool) -> (String, Vec<Request>) {
     let (mut client, server) = duplex(64 << 10);
     let mut asked = Vec::new();
@@ -15,7 +15,7 @@ async fn say(bytes: &[u8], half_close: bool) -> (String, Vec<Request>) {
         (Reply::Exec(Ran::default()), ResponseBudget::default())
     });
     let talking = async {
-        // It may be refused before all of it is read.
+        // The server may reject the request before all of it is read.
         let _ = client.write_all(bytes).await;
         if half_close {
             client.shutdown().await.unwrap();
