@@ -1,7 +1,7 @@
-//! Error codes: what a program reads where a person reads the sentence beside it.
+//! Error codes, for programs. The sentence beside a code is for people.
 //!
-//! A code says why a request failed, and stays the same when the sentence is reworded. Each code has one HTTP
-//! status, one meaning and one advice about asking again; the OpenAPI document and `docs/API.md` list them.
+//! A code is the reason of a failure and stays the same when the sentence changes. Each code has one HTTP status, one
+//! meaning and one advice about retries; the OpenAPI document and `docs/API.md` list them.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,12 +12,12 @@ pub enum Retry {
     No,
     /// The same request may succeed after a moment.
     Later,
-    /// The same request may succeed after something else was changed.
+    /// The same request may succeed after something else has changed.
     AfterChange,
 }
 
 impl Retry {
-    /// As the documents name it.
+    /// The name in the documents.
     pub const fn name(self) -> &'static str {
         match self {
             Retry::No => "no",
@@ -29,7 +29,7 @@ impl Retry {
 
 macro_rules! codes {
     ($($code:ident $name:literal $status:literal $retry:ident $meaning:literal)*) => {
-        /// Why a request failed.
+        /// The reason why a request failed.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
         pub enum Code {
             $(
@@ -40,25 +40,25 @@ macro_rules! codes {
         }
 
         impl Code {
-            /// All of them, in the order of their statuses.
+            /// All codes, in the order of their statuses.
             pub const ALL: &[Code] = &[$(Code::$code),*];
 
-            /// As bodies have it.
+            /// The name in bodies.
             pub const fn name(self) -> &'static str {
                 match self { $(Code::$code => $name),* }
             }
 
-            /// The HTTP status that goes with it.
+            /// The HTTP status of the code.
             pub const fn status(self) -> u16 {
                 match self { $(Code::$code => $status),* }
             }
 
-            /// Whether asking again helps.
+            /// Whether a retry helps.
             pub const fn retry(self) -> Retry {
                 match self { $(Code::$code => Retry::$retry),* }
             }
 
-            /// What it means, in one sentence.
+            /// The meaning, in one sentence.
             pub const fn meaning(self) -> &'static str {
                 match self { $(Code::$code => $meaning),* }
             }
@@ -88,7 +88,7 @@ codes! {
     RouteNotFound "route_not_found" 404 No
         "The API has no such route."
     SandboxNotFound "sandbox_not_found" 404 No
-        "The client has no sandbox of this id; one that ended stays away."
+        "The client has no sandbox with this id; an ended sandbox does not come back."
     SnapshotNotFound "snapshot_not_found" 404 AfterChange
         "The client has no snapshot of this tag."
     WorkspaceNotFound "workspace_not_found" 404 AfterChange
@@ -122,7 +122,7 @@ codes! {
     SandboxWaitsForDisk "sandbox_waits_for_disk" 409 Later
         "The sandbox is paused until the host's disk has room."
     SandboxSuspending "sandbox_suspending" 409 AfterChange
-        "The sandbox is being suspended; go on with what it is stored as."
+        "The sandbox is being suspended; continue with its snapshot or workspace."
     SandboxEnded "sandbox_ended" 409 No
         "The sandbox has ended."
     SandboxBusy "sandbox_busy" 409 Later
@@ -160,21 +160,21 @@ codes! {
     IdempotencyAnswerLost "idempotency_answer_lost" 409 No
         "The first request with this Idempotency-Key was done; its answer was too large to keep."
     AddressInUse "address_in_use" 409 AfterChange
-        "Another daemon has the data directory or the socket."
+        "Another daemon uses the data directory or the socket."
     BodyTooLarge "body_too_large" 413 No
         "The body is larger than the daemon's limit."
     UriTooLong "uri_too_long" 414 No
-        "The address of the request is too long."
+        "The URI of the request is too long."
     UnsupportedMediaType "unsupported_media_type" 415 No
         "The body is not declared as `application/json`."
     IdempotencyKeyReused "idempotency_key_reused" 422 No
-        "This Idempotency-Key came with another request before."
+        "An earlier request with this Idempotency-Key was a different one."
     WebsocketRequired "websocket_required" 426 No
         "The route speaks WebSocket, and the connection cannot change to it."
     QuotaExceeded "quota_exceeded" 429 AfterChange
         "The owner's quota is used up."
     RateLimited "rate_limited" 429 Later
-        "The client asks too often; `Retry-After` has the seconds to wait."
+        "The client sends too many requests; `Retry-After` has the seconds to wait."
     HeadersTooLarge "headers_too_large" 431 No
         "The request's headers are too many or too long."
     Internal "internal" 500 Later
@@ -186,9 +186,9 @@ codes! {
     SandboxLost "sandbox_lost" 502 No
         "The sandbox ended while it worked on the request."
     DaemonBusy "daemon_busy" 503 Later
-        "The daemon does as much at once as it may."
+        "The daemon is at its limit of work at the same time."
     LimitReached "limit_reached" 503 AfterChange
-        "The host carries no more sandboxes, templates or branches."
+        "The daemon's limit of sandboxes, templates or branches is reached."
     ShuttingDown "shutting_down" 503 Later
         "The daemon is stopping."
     GuestBusy "guest_busy" 503 Later
@@ -204,12 +204,12 @@ codes! {
 }
 
 impl Code {
-    /// The code of that name.
+    /// The code with this name.
     pub fn named(name: &str) -> Option<Code> {
         Code::ALL.iter().copied().find(|code| code.name() == name)
     }
 
-    /// For a refusal that has only a status, such as those of the HTTP library.
+    /// The code for a rejection that has only a status, such as those of the HTTP library.
     pub fn of_status(status: u16) -> Code {
         match status {
             401 => Code::Unauthorized,
@@ -229,12 +229,12 @@ impl Code {
         }
     }
 
-    /// Whether it says that something is not there.
+    /// Whether the code means that an object does not exist.
     pub const fn is_not_found(self) -> bool {
         self.status() == 404
     }
 
-    /// Whether it says that something is in the way.
+    /// Whether the code means a conflict with the current state.
     pub const fn is_conflict(self) -> bool {
         self.status() == 409
     }
@@ -303,7 +303,7 @@ mod schema {
                 let (status, retry) = (code.status(), code.retry().name());
                 json!({ "code": code.name(), "status": status, "retry": retry, "meaning": code.meaning() })
             });
-            // One only: several would come in any order, and the document is compared.
+            // Only one extension: several would come in any order, and the document is compared.
             let extensions = ExtensionsBuilder::new().add("x-error-codes", all.collect::<Vec<_>>()).build();
             ObjectBuilder::new()
                 .schema_type(Type::String)
@@ -320,12 +320,12 @@ mod schema {
         }
     }
 
-    /// All codes, in a table.
+    /// A table of all codes.
     fn described() -> String {
         let mut text = String::from(
-            "Why a request failed. Later versions may add codes: treat one that is not known as its status says. \
-         *Again* tells whether the same request can succeed: `no`, `later` (wait a moment), or `after a change` \
-         (of something else than the request).\n\n\
+            "Why a request failed. Later versions may add codes: treat an unknown code like its status. \
+         *Again* means whether the same request can succeed later: `no`, `later` (wait a moment), or `after a change` \
+         (of something other than the request).\n\n\
          | code | status | again | meaning |\n|---|---|---|---|\n",
         );
         for code in Code::ALL {

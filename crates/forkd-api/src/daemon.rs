@@ -1,16 +1,16 @@
-//! The daemon itself.
+//! Health and version of the daemon.
 
 use serde::{Deserialize, Serialize};
 
-/// `GET /healthz`.
+/// The reply of `GET /healthz`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Health {
-    /// True.
+    /// Always true.
     pub ok: bool,
 }
 
-/// `GET /version`.
+/// The reply of `GET /version`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct VersionInfo {
@@ -18,9 +18,9 @@ pub struct VersionInfo {
     pub version: String,
     /// The API's version: the first part of its paths.
     pub api: String,
-    /// Where the daemon itself listens for TCP clients, such as `127.0.0.1:8889`.
+    /// The address on which the daemon listens for TCP clients, such as `127.0.0.1:8889`.
     pub address: String,
-    /// Whether that is with TLS.
+    /// Whether TCP connections use TLS.
     #[serde(default)]
     pub tls: bool,
 }

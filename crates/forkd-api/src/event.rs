@@ -2,62 +2,63 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What can happen.
+/// The kinds of events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub enum EventKind {
-    /// A sandbox is being made.
+    /// A sandbox is being created.
     #[serde(rename = "sandbox.created")]
     SandboxCreated,
-    /// It runs: for the first time, again after it did not answer, or still, after the daemon was restarted.
+    /// The sandbox runs: for the first time, again after its agent had not answered, or still after a restart of the
+    /// daemon.
     #[serde(rename = "sandbox.running")]
     SandboxRunning,
-    /// Its vCPUs stand still.
+    /// The sandbox is paused: its vCPUs stand still.
     #[serde(rename = "sandbox.paused")]
     SandboxPaused,
-    /// They go on.
+    /// The sandbox was resumed.
     #[serde(rename = "sandbox.resumed")]
     SandboxResumed,
-    /// A branch was taken of it: `snapshot`.
+    /// A branch of the sandbox was taken: `snapshot`.
     #[serde(rename = "sandbox.branched")]
     SandboxBranched,
-    /// It goes on from `snapshot`.
+    /// The sandbox was rolled back to `snapshot`.
     #[serde(rename = "sandbox.rolled_back")]
     SandboxRolledBack,
-    /// Its agent does not answer any more.
+    /// The sandbox's agent no longer answers.
     #[serde(rename = "sandbox.unresponsive")]
     SandboxUnresponsive,
-    /// It is over.
+    /// The sandbox ended.
     #[serde(rename = "sandbox.ended")]
     SandboxEnded,
-    /// A snapshot is being made.
+    /// A snapshot is being created.
     #[serde(rename = "snapshot.writing")]
     SnapshotWriting,
-    /// It is on disk.
+    /// The snapshot is on disk.
     #[serde(rename = "snapshot.ready")]
     SnapshotReady,
-    /// It could not be made.
+    /// The snapshot could not be created.
     #[serde(rename = "snapshot.failed")]
     SnapshotFailed,
-    /// It is gone.
+    /// The snapshot was removed.
     #[serde(rename = "snapshot.removed")]
     SnapshotRemoved,
-    /// A workspace was made and runs in `sandbox`.
+    /// A workspace was created and runs in `sandbox`.
     #[serde(rename = "workspace.created")]
     WorkspaceCreated,
-    /// It was put away: its state is `snapshot`.
+    /// The workspace was suspended: its state is `snapshot`.
     #[serde(rename = "workspace.suspended")]
     WorkspaceSuspended,
-    /// It runs again, in `sandbox`.
+    /// The workspace was resumed and runs in `sandbox`.
     #[serde(rename = "workspace.resumed")]
     WorkspaceResumed,
-    /// It is gone.
+    /// The workspace was removed.
     #[serde(rename = "workspace.removed")]
     WorkspaceRemoved,
 }
 
 impl EventKind {
-    /// Every one of them.
+    /// All kinds.
     pub const ALL: [EventKind; 16] = [
         EventKind::SandboxCreated,
         EventKind::SandboxRunning,
@@ -77,7 +78,7 @@ impl EventKind {
         EventKind::WorkspaceRemoved,
     ];
 
-    /// Its name, such as `sandbox.created`.
+    /// The kind's name, such as `sandbox.created`.
     pub fn name(self) -> &'static str {
         match self {
             EventKind::SandboxCreated => "sandbox.created",
@@ -100,47 +101,47 @@ impl EventKind {
     }
 }
 
-/// What it happened to, and what else is known.
+/// The object of an event, and details.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct EventSubject {
-    /// The sandbox it is about.
+    /// The sandbox of the event.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sandbox: Option<String>,
-    /// The snapshot it is about, or that the sandbox came from.
+    /// The snapshot of the event, or the snapshot that the sandbox was forked from.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<String>,
-    /// Its owner; only admins see an event without one. Not sent.
+    /// The owner of the object. Only admins see an event without an owner. Not serialized.
     #[serde(skip)]
     pub owner: Option<String>,
-    /// The workspace it is about.
+    /// The workspace of the event.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub workspace: Option<String>,
-    /// Why, in one word.
+    /// The reason, as one identifier.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// Why, in one sentence.
+    /// The reason, as one sentence.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,
-    /// Of a forked sandbox that runs: milliseconds from the request to its first answer.
+    /// For a forked sandbox that runs: milliseconds from the request to the agent's first answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ready_ms: Option<f64>,
 }
 
-/// Something that happened: the data of an event of `GET /v1/events`.
+/// An event: the data of a server-sent event of `GET /v1/events`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Event {
-    /// The daemon's run and a number, such as `k3v0q1-17`: what `since` takes.
+    /// The daemon's run and a number, such as `k3v0q1-17`. The parameter `since` takes this id.
     pub id: String,
-    /// Its number in that run. Not sent: it is part of `id`.
+    /// The event's number in that run. Not serialized: it is part of `id`.
     #[serde(skip)]
     pub number: u64,
-    /// When, in UTC.
+    /// The time of the event, in UTC.
     pub ts: String,
-    /// What.
+    /// The kind of the event.
     pub kind: EventKind,
-    /// What of.
+    /// The object of the event.
     #[serde(flatten)]
     pub about: EventSubject,
 }

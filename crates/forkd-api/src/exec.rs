@@ -1,4 +1,4 @@
-//! Commands and evaluations that answer when they are over. Streams are in `stream`.
+//! Commands and evaluations whose reply comes after they end. Streamed commands are in `stream`.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use serde_json::value::RawValue;
 pub struct ExecRequest {
     /// Program and arguments; no shell is involved.
     pub args: Vec<String>,
-    /// Seconds after which it is killed; 30 when absent.
+    /// Seconds after which the command is killed; 30 when absent.
     #[serde(default = "default_timeout")]
     pub timeout_secs: u64,
     /// Variables added to the user's basic environment.
@@ -21,16 +21,15 @@ pub struct ExecRequest {
     /// Working directory; the user's home when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cwd: Option<String>,
-    /// User it runs as; the image's default when absent.
+    /// User the command runs as; the image's default when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
-    /// Its standard input; empty when absent.
+    /// The command's standard input; empty when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stdin: Option<String>,
 }
 
-/// How a command ended. One that was killed because its time ran out also gets this answer, with
-/// what it had written until then.
+/// How a command ended. A command killed at its timeout also gets this reply, with its output up to then.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ExecReply {
@@ -38,56 +37,56 @@ pub struct ExecReply {
     pub stdout: String,
     /// Standard error; bytes that are not UTF-8 are replaced.
     pub stderr: String,
-    /// What a shell would say: the exit status; 128 and the signal's number; 124 when its time ran
-    /// out; 126 or 127 when it could not be started.
+    /// The exit status as a shell reports it: the command's own status; 128 plus the signal's number; 124 after a
+    /// timeout; 126 or 127 if the command could not be started.
     pub exit_code: i32,
-    /// The signal that ended it.
+    /// The signal that ended the command.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub signal: Option<i32>,
-    /// Why it did not run, or not to its own end.
+    /// Why the command did not run, or did not run to its end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// Whether it was killed because its time ran out.
+    /// Whether the command was killed because of its timeout.
     #[serde(default)]
     pub timed_out: bool,
-    /// Whether there was more standard output than is kept.
+    /// Whether standard output was longer than the limit, and is cut.
     #[serde(default)]
     pub stdout_truncated: bool,
-    /// Whether there was more standard error than is kept.
+    /// Whether standard error was longer than the limit, and is cut.
     #[serde(default)]
     pub stderr_truncated: bool,
 }
 
-/// Python to evaluate.
+/// Python code to evaluate.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct EvalRequest {
-    /// An expression, or statements; a last expression's value is the result. The namespace lasts
-    /// as long as the sandbox.
+    /// An expression, or statements; the result is the value of the last expression. Variables last as long as the
+    /// sandbox.
     pub code: String,
-    /// Seconds after which it is interrupted; 30 when absent.
+    /// Seconds after which the evaluation is interrupted; 30 when absent.
     #[serde(default = "default_timeout")]
     pub timeout_secs: u64,
 }
 
-/// What an evaluation gave.
+/// The result of an evaluation.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct EvalReply {
     /// `repr` of the value; null for statements and for `None`.
     pub result: Option<String>,
-    /// `NameError: name 'x' is not defined`, or that its time ran out; null if all went well.
+    /// The error, such as `NameError: name 'x' is not defined`, or the timeout; null on success.
     pub error: Option<String>,
-    /// 0, 1 if there is an error, 124 when its time ran out.
+    /// 0 on success, 1 after an error, 124 after a timeout.
     pub exit_code: i32,
-    /// What it printed.
+    /// What the code wrote to standard output.
     pub stdout: String,
-    /// What it printed to standard error.
+    /// What the code wrote to standard error.
     pub stderr: String,
-    /// The traceback that goes with `error`.
+    /// The traceback of `error`.
     pub traceback: Option<String>,
-    /// The value as JSON, when it is made of JSON's own types.
+    /// The value as JSON, if it consists of types that JSON has.
     #[cfg_attr(feature = "openapi", schema(value_type = Option<Object>))]
     pub result_json: Option<Box<RawValue>>,
 }

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What a path leads to.
+/// The type of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -11,47 +11,47 @@ pub enum FileKind {
     File,
     /// A folder.
     Directory,
-    /// A link.
+    /// A symbolic link.
     Symlink,
-    /// A device, a pipe, a socket.
+    /// A device, a pipe or a socket.
     Other,
 }
 
-/// What is known of a file.
+/// The attributes of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct FileInfo {
-    /// Last part of its path. Bytes that are not UTF-8 are replaced.
+    /// Last part of the path. Bytes that are not UTF-8 are replaced.
     pub name: String,
     /// Absolute path.
     pub path: String,
-    /// What it is.
+    /// The file's type.
     pub r#type: FileKind,
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
     /// Permission bits, as a number.
     pub mode: u32,
-    /// As `ls -l` shows them.
+    /// Permission bits as `ls -l` shows them.
     pub permissions: String,
-    /// Owner's name.
+    /// Name of the owner.
     pub owner: String,
-    /// Group's name.
+    /// Name of the group.
     pub group: String,
-    /// RFC 3339.
+    /// Time of the last change, in RFC 3339.
     pub modified_time: String,
-    /// Of a link: where it points.
+    /// The path that a symbolic link contains.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub symlink_target: Option<String>,
-    /// Of a link that leads somewhere: what is there.
+    /// The type of the file a symbolic link leads to; absent if that file does not exist.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target_type: Option<FileKind>,
 }
 
-/// What is in a folder.
+/// The content of a folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct FileList {
-    /// Ordered by path; the folder itself is not among them. Links are not followed.
+    /// Ordered by path, without the folder itself. Links are not followed.
     pub entries: Vec<FileInfo>,
 }
 
@@ -61,9 +61,10 @@ pub struct FileList {
 pub struct FileWritten {
     /// Absolute path.
     pub path: String,
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// Whether the file took its place when all of it had come. If not, it was written where it is, because
-    /// nothing could be put beside it, and an upload that had broken off would have left a part.
+    /// Whether the upload was atomic: the daemon wrote a file beside the path and renamed it at the end. If false,
+    /// the guest could create no file beside the path; the upload wrote in place, and an interruption would have left
+    /// a part.
     pub whole: bool,
 }

@@ -1,9 +1,9 @@
-//! What a client sends to the daemon and what it gets back: one definition for the daemon, the `forkd` command and
-//! tests that check an answer.
+//! The bodies of requests and replies: one definition for the daemon, the `forkd` command and tests that check a
+//! reply.
 //!
-//! Requests refuse unknown fields, so that a misspelt one is an error. Replies accept them, and most of their fields
-//! may be absent: a client understands an older and a newer daemon. The feature `openapi` describes every type for
-//! the OpenAPI document. This crate knows no HTTP library and no daemon.
+//! Requests reject unknown fields, so that a misspelt field is an error. Replies accept them, and most fields of a
+//! reply are optional: a client understands an older and a newer daemon. The feature `openapi` describes every type
+//! for the OpenAPI document. This crate depends on no HTTP library and not on the daemon.
 
 mod code;
 mod daemon;

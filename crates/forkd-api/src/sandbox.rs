@@ -1,4 +1,4 @@
-//! What the REST API's bodies hold.
+//! Sandboxes.
 
 use std::collections::BTreeMap;
 
@@ -6,194 +6,195 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::ErrorBody;
 
-/// Sandboxes to make: one booted from an image, or children forked from a snapshot.
+/// Sandboxes to create: one booted from an image, or children forked from a snapshot.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct CreateRequest {
-    /// Boot this image (`forkd image ls`). Either this or `snapshot_tag`.
+    /// The image to boot (`forkd image ls`). Give either this or `snapshot_tag`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
-    /// Fork from this snapshot (`forkd images`). Either this or `image`.
+    /// The snapshot to fork from (`forkd images`). Give either this or `image`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot_tag: Option<String>,
-    /// How many children, 1 to 1000; 1 when absent. Of a snapshot only.
+    /// Number of children, 1 to 1000; 1 when absent. For a snapshot only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub n: Option<u32>,
-    /// Number of vCPUs; 1 when absent. Of an image only: children have what their snapshot has.
+    /// Number of vCPUs; 1 when absent. For an image only: children have as many as their snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vcpus: Option<u8>,
-    /// Memory in MiB; the daemon's default, 512, when absent. Of an image only.
+    /// Memory in MiB; the daemon's default, 512, when absent. For an image only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mem_size_mib: Option<u64>,
-    /// Run the image's warm-up before answering. Of an image only.
+    /// Run the image's warm-up before the reply. For an image only.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub warm: bool,
-    /// Whether it has a network; it has when absent, if its snapshot has.
+    /// Whether the sandboxes have a network. When absent, they have one if their snapshot has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<bool>,
-    /// Memory each may use on the host, in MiB. When absent: the guest's, a 128th of it for page tables, 64 for
-    /// the monitor, and for the page cache a 16th of it, but at least 64. Has an effect where the host has
-    /// cgroups.
+    /// Memory each sandbox may use on the host, in MiB. When absent: the guest's memory, a 128th of it for page
+    /// tables, 64 MiB for the monitor, and for the page cache a 16th of it, at least 64 MiB. Has an effect on hosts
+    /// with cgroups.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_limit_mib: Option<u64>,
-    /// Variables for every process started in the children: the place for secrets. Names and values take at most
-    /// 64 KiB together. Of a snapshot only.
+    /// Variables for every process started in the children: the place for secrets. Names and values take at most 64
+    /// KiB together. For a snapshot only.
     #[serde(default, rename = "env", alias = "envs", skip_serializing_if = "BTreeMap::is_empty")]
     pub envs: BTreeMap<String, String>,
-    /// Its time is over this many seconds after it was forked, or has booted; never when absent.
+    /// Seconds after the fork or the boot at which the sandbox times out; never when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_secs: Option<u64>,
-    /// Its time is over when nobody used it for this many seconds: no command, evaluation, ping, file or port;
-    /// never when absent.
+    /// Seconds without use after which the sandbox times out; never when absent. Commands, evaluations, pings, files
+    /// and ports are use.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle_timeout_secs: Option<u64>,
-    /// What is done when its time is over; `kill` when absent.
+    /// The action at a timeout; `kill` when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub on_timeout: Option<OnTimeout>,
-    /// The snapshot it is stored as when its time is over, with `suspend`; `idle-` and its id when absent, or
-    /// if there is such a snapshot.
+    /// With `suspend`: the tag of the snapshot that a timeout stores. When absent or taken: `idle-` and the sandbox's
+    /// id.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub suspend_as: Option<String>,
-    /// What to write on each: at most 32, to find them by.
+    /// Labels for each sandbox, to find them by; at most 32.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
-    /// Answer when every child has; else at once, while they are `starting`. True when absent.
+    /// When true or absent, the reply comes when every child's agent has answered. When false, it comes at once, and
+    /// the children are `starting`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wait: Option<bool>,
-    /// Open a port of loopback that speaks the line protocol (`guest_addr` is that then). It is for users of
-    /// the daemon's host who may use its unix socket.
+    /// Open a loopback port for the JSON-lines protocol; `guest_addr` is then its address. Users of the daemon's host
+    /// who may open its unix socket may use the port.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub line_port: bool,
-    /// Accepted, without meaning: every child has a network of its own.
+    /// Accepted and ignored: every child has a network of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub per_child_netns: Option<bool>,
-    /// Accepted, without meaning.
+    /// Accepted and ignored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prewarm: Option<bool>,
-    /// Accepted, without meaning: every child can be forked.
+    /// Accepted and ignored: every child can be forked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub live_fork: Option<bool>,
-    /// Accepted, without meaning.
+    /// Accepted and ignored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hugepages: Option<bool>,
 }
 
-/// What came of a request for several children, with `?results=each`.
+/// The reply to a request for several children with `?results=each`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SpawnReply {
     /// The children that run.
     pub children: Vec<SandboxInfo>,
-    /// Why the others do not.
+    /// The reasons why other children do not run.
     pub errors: Vec<SpawnError>,
 }
 
-/// Why one child does not run.
+/// The reason why one child does not run.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SpawnError {
-    /// Which of the `n`, counted from 0.
+    /// The child's index among the `n`, from 0.
     pub index: usize,
     /// What happened and what to do.
     pub error: String,
-    /// Why, for programs.
+    /// The reason, for programs.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(value_type = crate::Code, required = true))]
     pub code: String,
-    /// The id of the request: the daemon's log has the cause under it.
+    /// The request's id. The daemon's log has the cause under this id.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub request_id: String,
 }
 
 impl SpawnError {
-    /// The child with this index failed for the reason in `body`.
+    /// An error for the child with this index, with the reason in `body`.
     pub fn new(index: usize, body: ErrorBody) -> Self {
         let ErrorBody { error, code, request_id } = body;
         SpawnError { index, error, code, request_id }
     }
 }
 
-/// What a sandbox's process uses on the host.
+/// Resources that a sandbox's process uses on the host.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Stats {
-    /// Memory that only it has.
+    /// Memory that no other process has, in KiB.
     pub private_kib: u64,
-    /// Its memory, with what it shares divided by how many share it.
+    /// Proportional set size: private memory, plus each shared page divided by the number of processes that share it.
     pub pss_kib: u64,
-    /// Its memory, with all it shares.
+    /// Resident set size: private memory and all shared memory.
     pub rss_kib: u64,
-    /// CPU time it has used.
+    /// CPU time in milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu_ms: Option<u64>,
-    /// What its cgroup counts, where there is one.
+    /// Memory that the cgroup accounts for; absent without a cgroup.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_current_kib: Option<u64>,
-    /// Memory that other processes have, too: its template, its siblings, the page cache's files.
+    /// Memory shared with other processes: the template, its other children, the page cache's files.
     #[serde(default)]
     pub shared_kib: u64,
-    /// Bytes on disk that its disks' own layers hold.
+    /// Disk space of the disks' own layers, in bytes.
     #[serde(default)]
     pub disk_bytes: u64,
-    /// Bytes its network interface has sent; null without a network.
+    /// Bytes that the network interface has sent; null without a network.
     #[serde(default)]
     pub net_tx_bytes: Option<u64>,
-    /// Bytes its network interface has received; null without a network.
+    /// Bytes that the network interface has received; null without a network.
     #[serde(default)]
     pub net_rx_bytes: Option<u64>,
-    /// Milliseconds since its process started.
+    /// Milliseconds since the process started.
     #[serde(default)]
     pub uptime_ms: u64,
-    /// When its agent last answered, in milliseconds since 1970; null if it has none.
+    /// Time of the agent's last answer, in milliseconds since 1970; null without an agent.
     #[serde(default)]
     pub agent_answered_at_unix_ms: Option<u64>,
-    /// The last times it stood still, at most 32, oldest first.
+    /// The last pauses, at most 32, oldest first.
     #[serde(default)]
     pub pauses: Vec<PauseInfo>,
 }
 
-/// A time a sandbox stood still.
+/// A pause of a sandbox.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct PauseInfo {
-    /// When it went on, in milliseconds since 1970; of one that still stands still, when that began.
+    /// The end of the pause, in milliseconds since 1970; the start, if the sandbox is still paused.
     pub at_unix_ms: u64,
-    /// Milliseconds its vCPUs stood still; null if they still do.
+    /// Milliseconds that the vCPUs stood still; null if the sandbox is still paused.
     pub pause_ms: Option<f64>,
-    /// Milliseconds its user processes did, if they were asked to.
+    /// Milliseconds that the user processes were frozen; absent if they were not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub frozen_ms: Option<f64>,
     /// `branch` or `pause`.
     pub why: String,
 }
 
-/// An agent's sign of life.
+/// The reply of an agent to a ping.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct PingReply {
-    /// True.
+    /// Always true.
     pub pong: bool,
     /// The agent's version.
     pub version: String,
     /// Milliseconds since the guest's kernel started.
     pub uptime_ms: u64,
-    /// Whether the image has a Python.
+    /// Whether the image has Python.
     pub python: bool,
-    /// How far its warm-up is: `cold`, `warming`, `ready` or `failed`.
+    /// State of the warm-up: `cold`, `warming`, `ready` or `failed`.
     pub warm: String,
-    /// Whether it is `ready`.
+    /// Whether `warm` is `ready`.
     pub warmup_ready: bool,
-    /// The version of the numpy that the warm-up imported; null if it did not.
+    /// The version of numpy that the warm-up imported; null if it imported none.
     pub numpy_version: Option<String>,
-    /// The agent's process in the guest: always 1.
+    /// The process id of the agent in the guest: always 1.
     pub pid: u32,
-    /// What `eval` evaluates: `python`, or `none` in an image without.
+    /// The language of `eval`: `python`, or `none` in an image without Python.
     pub agent_lang: String,
 }
 
-/// Where a sandbox stands.
+/// The state of a sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -204,201 +205,201 @@ pub enum SandboxState {
     Running,
     /// Its agent has not answered for a while.
     Unresponsive,
-    /// Its vCPUs stand still until it is resumed.
+    /// Its vCPUs stand still until a client resumes it.
     Paused,
-    /// It is over; only its description is left, until it is deleted.
+    /// It ended. Only its description is left, until a client deletes it.
     Ended,
-    /// The daemon cannot read its record: it is damaged, or a newer daemon wrote it. `detail` says why. Its process
-    /// goes on and it counts as before; it can be looked at and deleted, and nothing else.
+    /// The daemon cannot read its record: the record is damaged, or a newer daemon wrote it. `detail` has the reason.
+    /// The process continues and counts towards limits; clients can only read and delete the sandbox.
     Unknown,
 }
 
-/// What is known of a sandbox.
+/// A sandbox and its state.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SandboxInfo {
-    /// Whose it is.
+    /// The owner's name.
     pub owner: String,
-    /// `sb` and lower-case letters and digits.
+    /// `sb`, then lower-case letters and digits.
     pub id: String,
-    /// The image it has; null for a bare kernel.
+    /// The sandbox's image; null for a bare kernel.
     pub image: Option<String>,
-    /// The snapshot it was forked from.
+    /// The snapshot that the sandbox was forked from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot_tag: Option<String>,
-    /// Where it stands.
+    /// The sandbox's state.
     pub state: SandboxState,
-    /// How it ended, in one word: `powered_off`, `reset`, `panicked`, `failed`, `out_of_memory`,
-    /// `monitor_died`, `boot_failed`, `fork_failed`, `rollback_failed`, `timed_out`, `idle_timed_out`,
-    /// `suspended`, `deleted` or `unknown`. Of a paused one: `host_disk_full` if it waits for room on the host's
-    /// disk, and goes on by itself. Of one in state `unknown`: `record_unreadable`.
+    /// How the sandbox ended: `powered_off`, `reset`, `panicked`, `failed`, `out_of_memory`, `monitor_died`,
+    /// `boot_failed`, `fork_failed`, `rollback_failed`, `timed_out`, `idle_timed_out`, `suspended`, `deleted` or
+    /// `unknown`. For a paused sandbox: `host_disk_full` if it waits for space on the host's disk, and then resumes
+    /// by itself. For state `unknown`: `record_unreadable`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// The same in one sentence.
+    /// The same reason, as one sentence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,
-    /// The end of its console, once it has ended.
+    /// The end of the console, once the sandbox has ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub console_tail: Option<String>,
     /// Number of vCPUs.
     pub vcpus: u8,
     /// Memory in MiB.
     pub mem_size_mib: u64,
-    /// Its process on the host.
+    /// The process id on the host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
-    /// How long it took from the start of its process until it was ready, its warm-up included.
+    /// Milliseconds from the start of the process until the guest was ready, warm-up included.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot_ms: Option<u64>,
-    /// Whether it can be used now.
+    /// Whether the sandbox accepts commands now.
     #[serde(default)]
     pub ready: bool,
-    /// How long it took from the arrival of the request to its first answer; of a booted one, from the start of
-    /// its process.
+    /// Milliseconds from the arrival of the request to the agent's first answer; for a booted sandbox, from the start
+    /// of its process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ready_ms: Option<f64>,
-    /// Whether it has a network.
+    /// Whether the sandbox has a network.
     pub network: bool,
-    /// The name of its network slot.
+    /// The name of the network slot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub netns: Option<String>,
-    /// Private networks that it may reach beside all public addresses. Told of one sandbox, not in lists; absent
-    /// without a network.
+    /// Private networks that the sandbox may reach, beside all public addresses. Absent in lists and without a
+    /// network.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub egress: Option<Vec<String>>,
-    /// Where it speaks the line protocol: its port of loopback if it has one, else its address in its
+    /// The address of the JSON-lines protocol: the loopback port if there is one, otherwise the address in the
     /// network slot.
     pub guest_addr: String,
-    /// Memory it may use on the host, in MiB.
+    /// Memory the sandbox may use on the host, in MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_limit_mib: Option<u64>,
-    /// Whether its image has a Python to evaluate code with.
+    /// Whether the image has Python to evaluate code with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub python: Option<bool>,
-    /// When it was created, in seconds since 1970.
+    /// Creation time, in seconds since 1970.
     pub created_at_unix: u64,
-    /// When its time is over, in seconds since 1970.
+    /// The time at which the sandbox times out, in seconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expires_at_unix: Option<u64>,
-    /// Its time is over when nobody used it for this many seconds.
+    /// Seconds without use after which the sandbox times out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle_timeout_secs: Option<u64>,
-    /// What is done when its time is over.
+    /// The action at a timeout.
     #[serde(default)]
     pub on_timeout: OnTimeout,
-    /// The snapshot it is stored as then, if it was given one.
+    /// The tag of the snapshot that a timeout stores, if the client chose one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub suspend_as: Option<String>,
-    /// When it was last used, or made, or found by the daemon, in seconds since 1970.
+    /// Time of the last use, of the creation, or of the daemon's start, in seconds since 1970.
     #[serde(default)]
     pub last_active_unix: u64,
-    /// What is written on it.
+    /// The sandbox's labels.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
-    /// Whether a branch was taken of it.
+    /// Whether a branch was taken of the sandbox.
     #[serde(default)]
     pub has_branched: bool,
-    /// How many branches were taken of it.
+    /// How many branches were taken of the sandbox.
     #[serde(default)]
     pub branch_count: u64,
-    /// Always null: a branch is made of layers, and `last_branch_tag` says which.
+    /// Always null: a branch consists of layers, and `last_branch_tag` names it.
     #[serde(default)]
     pub last_branch_memory_path: Option<String>,
-    /// The last branch taken of it.
+    /// The tag of the last branch of the sandbox.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_branch_tag: Option<String>,
-    /// The snapshot it was last taken back to, and went on from.
+    /// The snapshot of the last rollback.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rolled_back_to: Option<String>,
-    /// The workspace it is the sandbox of.
+    /// The workspace that the sandbox belongs to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workspace: Option<String>,
 }
 
-/// What is to be changed about a sandbox. What is absent stays.
+/// Changes to a sandbox. Absent fields keep their values.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct UpdateRequest {
-    /// Its time is over this many seconds from now; never if null.
+    /// Seconds from now at which the sandbox times out; never if null.
     #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<u64>))]
     pub timeout_secs: Option<Option<u64>>,
-    /// Its time is over when nobody used it for this many seconds, counted from now; never if null.
+    /// Seconds without use, counted from now, after which the sandbox times out; never if null.
     #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<u64>))]
     pub idle_timeout_secs: Option<Option<u64>>,
-    /// What is done when its time is over.
+    /// The action at a timeout.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub on_timeout: Option<OnTimeout>,
-    /// The snapshot it is stored as, with `suspend`; one called `idle-` and its id if null.
+    /// With `suspend`: the tag of the snapshot that a timeout stores; `idle-` and the sandbox's id if null.
     #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub suspend_as: Option<Option<String>>,
-    /// All its labels.
+    /// All labels; they replace the previous ones.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub labels: Option<BTreeMap<String, String>>,
 }
 
-/// A sandbox that is gone.
+/// A sandbox that ended and was removed.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct GoneInfo {
-    /// Its id.
+    /// The sandbox's id.
     pub id: String,
-    /// `gone`.
+    /// Always `gone`.
     pub state: String,
-    /// The snapshot it was forked from.
+    /// The snapshot that the sandbox was forked from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot_tag: Option<String>,
-    /// Its labels.
+    /// The sandbox's labels.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
-    /// When it was created, in seconds since 1970.
+    /// Creation time, in seconds since 1970.
     pub created_at_unix: u64,
-    /// When it ended, in seconds since 1970.
+    /// Time of the end, in seconds since 1970.
     pub ended_at_unix: u64,
-    /// How it ended, in one word: those of a sandbox, or `host_rebooted`.
+    /// How the sandbox ended: a reason of a sandbox, or `host_rebooted`.
     pub reason: String,
-    /// How it ended, in one sentence.
+    /// The same reason, as one sentence.
     pub detail: String,
 }
 
-/// Where to take a sandbox back to.
+/// The target of a rollback.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RollbackRequest {
-    /// The snapshot to go on from. When absent, the latest branch of the sandbox; if that cannot be used,
-    /// or there is none, the snapshot it was forked from.
+    /// The snapshot to continue from. When absent: the sandbox's latest branch, or, if that is missing or unusable,
+    /// the snapshot that the sandbox was forked from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub to: Option<String>,
 }
 
-/// A sandbox's port of loopback.
+/// A sandbox's loopback port for the JSON-lines protocol.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct LinePort {
-    /// Such as `127.0.0.1:40123`: what clients of the reference are given as `FORKD_TARGET`. It is for
-    /// users of the daemon's host who may use its unix socket.
+    /// The address, such as `127.0.0.1:40123`. Clients of the reference get it as `FORKD_TARGET`. Users of the
+    /// daemon's host who may open its unix socket may use the port.
     pub target: String,
 }
 
-/// What becomes of a sandbox whose time is over.
+/// What the daemon does with a sandbox at its timeout.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum OnTimeout {
-    /// It is deleted.
+    /// The sandbox is deleted.
     #[default]
     Kill,
-    /// It is paused. One that nobody used goes on by itself when somebody does.
+    /// The sandbox is paused. After an idle timeout the next use resumes it.
     Pause,
-    /// It is stored as a snapshot, then deleted. The sandbox of a workspace: the workspace is suspended.
+    /// The sandbox is stored as a snapshot, then deleted. For a workspace's sandbox, the workspace is suspended.
     Suspend,
 }
 
-/// Tells null from nothing.
+/// Distinguishes a null field from an absent one.
 fn given<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
     deserializer: D,
 ) -> std::result::Result<Option<Option<T>>, D::Error> {

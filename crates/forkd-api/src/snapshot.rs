@@ -1,39 +1,39 @@
-//! What the REST API's bodies hold of snapshots and branches.
+//! Snapshots and branches.
 
 use serde::{Deserialize, Serialize};
 
-/// A snapshot to make: a guest is booted, warmed up, frozen and saved.
+/// A snapshot to create: the daemon boots a guest, warms it up, freezes it and saves it.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct SnapshotRequest {
-    /// Its name.
+    /// The snapshot's tag.
     pub tag: String,
-    /// The image to boot. Either this or `kernel`.
+    /// The image to boot. Give either this or `kernel`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
-    /// The absolute path of a kernel on the daemon's host: to boot `rootfs` with or, alone, a bare guest,
-    /// without agent, disk or network, that says it is ready by writing to port 0x602.
+    /// The absolute path of a kernel on the daemon's host. With `rootfs`, the kernel boots that disk. Alone, it is a
+    /// bare guest without agent, disk or network, which signals that it is ready by a write to port 0x602.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel: Option<String>,
-    /// The absolute path of a root disk on the daemon's host, an ext4 image that must stay as it is: in
-    /// place of `image`. Booted with `kernel`, or with the daemon's own when that is absent.
+    /// The absolute path of a root disk on the daemon's host, in place of `image`: an ext4 image that must not
+    /// change. It boots with `kernel`, or with the daemon's own kernel when that is absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rootfs: Option<String>,
-    /// Accepted, without meaning: every guest can write to its disk, and none changes `rootfs`.
+    /// Accepted and ignored: every guest can write to its disk, and none changes `rootfs`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rw: Option<bool>,
-    /// Accepted, without meaning: every guest has a network of its own.
+    /// Accepted and ignored: every guest has a network of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tap: Option<String>,
-    /// Accepted, at most 60, without meaning: the guest itself says when it is up and warm.
+    /// Accepted up to 60 and ignored: the guest reports when it is up and warm.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot_wait_secs: Option<u64>,
-    /// A command to warm up with, in place of the image's own: done when it exits with 0 or creates the
-    /// file named by `FORKD_READY_FILE`.
+    /// The warm-up command, in place of the image's own. The warm-up is done when the command exits with 0 or creates
+    /// the file named by `FORKD_READY_FILE`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warm_command: Vec<String>,
-    /// Python to warm up with, after the image's own, such as `import numpy`.
+    /// Python code to run after the image's own warm-up, such as `import numpy`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub warm_python: Option<String>,
     /// Number of vCPUs; 1 when absent.
@@ -42,207 +42,208 @@ pub struct SnapshotRequest {
     /// Memory in MiB; the daemon's default, 512, when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mem_size_mib: Option<u64>,
-    /// Whether it, and so its children, have a network; they have when absent.
+    /// Whether the snapshot and its children have a network; true when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<bool>,
 }
 
-/// Where a snapshot stands.
+/// The status of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum SnapshotStatus {
-    /// It is being made.
+    /// The snapshot is being created.
     Writing,
-    /// Children can be forked from it.
+    /// Children can be forked from the snapshot.
     Ready,
-    /// It was not finished, or is damaged.
+    /// The snapshot was not finished, or is damaged.
     Failed,
-    /// It is a template whose record the daemon cannot read: damaged, or written by a newer daemon. `error` says why.
-    /// The process goes on; it can be looked at and deleted, and nothing else. It has the template's id as its tag
-    /// if the tag cannot be read, or belongs to a snapshot on disk.
+    /// A template whose record the daemon cannot read: damaged, or written by a newer daemon. `error` has the reason.
+    /// The process continues; clients can only read and delete the snapshot. Its tag is the template's id if the tag
+    /// cannot be read or belongs to a snapshot on disk.
     Unknown,
 }
 
-/// How far the making of a snapshot is.
+/// The phases of a snapshot's creation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum SnapshotPhase {
     /// The guest boots.
     Booting,
-    /// It warms up.
+    /// The guest warms up.
     Warming,
-    /// It is made to stand still.
+    /// The daemon freezes the guest.
     Freezing,
-    /// It is written to disk.
+    /// The daemon writes the snapshot to disk.
     Saving,
 }
 
-/// What is known of a snapshot.
+/// A snapshot and its status.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SnapshotInfo {
-    /// Whose it is; `*` for one that all may use.
+    /// The owner's name; `*` for a snapshot that every owner may use.
     #[serde(default)]
     pub owner: String,
-    /// Its name.
+    /// The snapshot's tag.
     pub tag: String,
-    /// Where it stands.
+    /// The snapshot's status.
     pub status: SnapshotStatus,
-    /// How far it is, while it is being made.
+    /// The phase, while the snapshot is being created.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub phase: Option<SnapshotPhase>,
-    /// Why it failed, or why it cannot be written yet.
+    /// Why the snapshot failed, or why it cannot be written yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// The same for programs.
+    /// The same reason, for programs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<crate::Code>))]
     pub error_code: Option<String>,
-    /// When it was made, in seconds since 1970.
+    /// Creation time, in seconds since 1970.
     pub created_at_unix: u64,
-    /// Its image.
+    /// The image it was booted from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
-    /// Its kernel, if that is all it has.
+    /// The kernel, for a snapshot without an image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel: Option<String>,
     /// Number of vCPUs.
     pub vcpus: u8,
     /// Memory in MiB.
     pub mem_size_mib: u64,
-    /// Whether it has a network interface.
+    /// Whether the snapshot has a network interface.
     pub network: bool,
-    /// Whether its image has a Python.
+    /// Whether the image has Python.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub python: Option<bool>,
-    /// Room its memory takes on disk, in bytes.
+    /// Disk space of the memory, in bytes.
     pub memory_bytes: u64,
-    /// Room its disks take, without the image, in bytes.
+    /// Disk space of the disks without the image, in bytes.
     pub disk_bytes: u64,
-    /// Room the state of its devices takes, in bytes.
+    /// Disk space of the device state, in bytes.
     pub state_bytes: u64,
-    /// Whether children can be forked from it, as far as can be seen without reading all of it.
+    /// Whether children can be forked from the snapshot. The check does not read every file in full.
     pub bootable: bool,
-    /// Why they cannot, or could not once it has no template any more: its image is gone, or another one.
+    /// Why children cannot be forked, or could not without the running template: the image is missing or was
+    /// replaced.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub warning: Option<String>,
-    /// What it was branched from: a sandbox's id, or `compact:` and a tag.
+    /// The source of a branch: a sandbox's id, or `compact:` and a tag.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub branched_from: Option<String>,
-    /// The snapshot its memory is stored as a difference to; absent if that is not to be seen by whoever asks.
+    /// The snapshot that the memory is stored as a difference to; absent if the caller may not see that snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent_tag: Option<String>,
-    /// How many snapshots its memory is built on.
+    /// How many snapshots the memory is built on.
     pub chain_depth: usize,
-    /// How it was branched: `full`, `diff` or `live`.
+    /// The mode of the branch: `full`, `diff` or `live`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<String>,
-    /// How long the vCPUs of its source stood still.
+    /// Milliseconds that the vCPUs of the source stood still.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pause_ms: Option<f64>,
-    /// How long the processes in its source stood still.
+    /// Milliseconds that the user processes of the source were frozen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub frozen_ms: Option<f64>,
-    /// Whether they stood still when it was taken: if not, its children go on in the middle of what they
-    /// did, before they know who they are.
+    /// Whether the user processes were frozen when the branch was taken. If not, children continue in the middle of
+    /// an operation, before they have an identity of their own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub quiesced: Option<bool>,
-    /// How long writing it took.
+    /// Milliseconds that the write took.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub diff_ms: Option<f64>,
-    /// Room its own memory layer takes on disk, in bytes.
+    /// Disk space of the snapshot's own memory layer, in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub diff_physical_bytes: Option<u64>,
-    /// The length of its own memory layer, in bytes.
+    /// Length of the snapshot's own memory layer, in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub diff_logical_bytes: Option<u64>,
-    /// How many bytes were written to store it.
+    /// Bytes written to store the snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_written: Option<u64>,
-    /// How far writing it is.
+    /// Progress of the write.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub progress: Option<Progress>,
-    /// Where its files are.
+    /// The folder with the snapshot's files.
     pub dir: String,
-    /// The process its next children are forked from, if it has one now.
+    /// The template process that forks the snapshot's children, if one is running.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub template: Option<TemplateInfo>,
 }
 
-/// A process children are forked from.
+/// A template: the process that children are forked from.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct TemplateInfo {
-    /// Its process on the host.
+    /// The process id on the host.
     pub pid: i32,
-    /// Where its memory comes from: `disk`, or `memory` if it is the guest the snapshot was made of; `unknown` if its
-    /// record cannot be read.
+    /// The source of the template's memory: `disk`, or `memory` for the guest that the snapshot was made of.
+    /// `unknown` if the template's record cannot be read.
     pub source: String,
-    /// How many sandboxes it has forked that are still listed.
+    /// How many sandboxes forked from this template are still listed.
     pub children: usize,
 }
 
-/// How far a saver is, in bytes.
+/// Progress of a saver, in bytes.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Progress {
-    /// Guest memory it has looked at.
+    /// Guest memory that the saver has examined.
     pub looked_at: u64,
-    /// Guest memory in all.
+    /// All guest memory.
     pub total: u64,
-    /// What it has written.
+    /// Bytes that the saver has written.
     pub written: u64,
 }
 
-/// A branch to take. Everything else a client may send is ignored.
+/// A branch to take. Unknown fields are ignored.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct BranchRequest {
-    /// Its tag; `branch-`, the sandbox's id, the time and four digits when absent.
+    /// The branch's tag. When absent: `branch-`, the sandbox's id, the time and four digits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tag: Option<String>,
-    /// `full` (the default) stores all of it; `diff` and `live` what differs from the snapshot the sandbox
-    /// came from.
+    /// `full` (the default) stores everything; `diff` and `live` store what differs from the snapshot the sandbox was
+    /// forked from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<String>,
-    /// The older way to say `mode: diff`.
+    /// Older form of `mode: diff`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub diff: Option<bool>,
-    /// The older way to say `mode: live`.
+    /// Older form of `mode: live`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub live: Option<bool>,
-    /// Answer when it is on disk, as is done when absent; else, with `live` only, as soon as the sandbox
-    /// runs again.
+    /// When true or absent, the reply comes when the branch is on disk. When false, which needs `live`, it comes as
+    /// soon as the sandbox runs again.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wait: Option<bool>,
-    /// With `diff` only: the snapshot the difference is stored to. It can only be the one the sandbox came
-    /// from, which is used anyway.
+    /// With `diff` only: the snapshot that the difference is stored to. Only the snapshot that the sandbox was forked
+    /// from is accepted, which is also the default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent_tag: Option<String>,
-    /// Accepted, without meaning: what is written is always measured.
+    /// Accepted and ignored: the bytes written are always measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measure_diff: Option<bool>,
-    /// Accepted, without meaning: every sandbox can be branched.
+    /// Accepted and ignored: every sandbox can be branched.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub live_fork: Option<bool>,
 }
 
-/// A snapshot to make of another one.
+/// A snapshot to create by compacting another one.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct CompactRequest {
-    /// Its tag.
+    /// The new snapshot's tag.
     pub to: String,
 }
 
-/// Whose a snapshot is to be.
+/// A new owner of a snapshot.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct OwnerRequest {
-    /// The owner of a token, `local`, or `*` for everybody.
+    /// The owner of a token, `local`, or `*` for every owner.
     pub owner: String,
 }
 
@@ -250,54 +251,54 @@ pub struct OwnerRequest {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SnapshotInfoDetail {
-    /// Its name.
+    /// The snapshot's tag.
     pub tag: String,
-    /// Where its files are.
+    /// The folder with the snapshot's files.
     pub dir: String,
-    /// When it was made, in seconds since 1970.
+    /// Creation time, in seconds since 1970.
     pub created_at_unix: u64,
-    /// The length of all its memory layers.
+    /// Length of all memory layers, in bytes.
     pub memory_logical_bytes: u64,
-    /// Room they take on disk.
+    /// Disk space of all memory layers, in bytes.
     pub memory_physical_bytes: u64,
-    /// The length of the state of vCPUs and devices.
+    /// Length of the state of vCPUs and devices, in bytes.
     pub vmstate_bytes: u64,
-    /// The length of all layers of its disks.
+    /// Length of all disk layers, in bytes.
     pub disk_logical_bytes: u64,
-    /// Room they take on disk.
+    /// Disk space of all disk layers, in bytes.
     pub disk_physical_bytes: u64,
-    /// Room the memory layer it added takes on disk.
+    /// Disk space of the snapshot's own memory layer, in bytes.
     pub own_memory_bytes: u64,
-    /// Room the disk layers it added take on disk.
+    /// Disk space of the snapshot's own disk layers, in bytes.
     pub own_disk_bytes: u64,
-    /// The snapshot its memory is stored as a difference to; absent if that is not to be seen by whoever asks.
+    /// The snapshot that the memory is stored as a difference to; absent if the caller may not see that snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent_tag: Option<String>,
-    /// What that is, whatever has its tag now.
+    /// The content's id of that snapshot. It stays the same if another snapshot gets the tag.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent_content_hash: Option<String>,
-    /// How many snapshots its memory is built on.
+    /// How many snapshots the memory is built on.
     pub chain_depth: usize,
-    /// The snapshots built on it that whoever asks may see.
+    /// The snapshots built on this one that the caller may see.
     pub dependents: Vec<String>,
-    /// The snapshots it came from that whoever asks may see, the farthest first.
+    /// The snapshots this one is built on that the caller may see, the farthest first.
     pub ancestors: Vec<String>,
-    /// All files it is made of but its state.
+    /// All files of the snapshot except the device state.
     pub layers: Vec<LayerInfo>,
 }
 
-/// A file snapshots are made of.
+/// A layer: a file that snapshots share.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct LayerInfo {
     /// `memory` or `disk`.
     pub kind: String,
-    /// Its BLAKE3, and its name.
+    /// The layer's BLAKE3 digest, which is also its file name.
     pub digest: String,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub logical_bytes: u64,
-    /// Room it takes on disk, in bytes.
+    /// Disk space in bytes.
     pub physical_bytes: u64,
-    /// How many snapshots use it.
+    /// How many snapshots use the layer.
     pub shared_by: usize,
 }

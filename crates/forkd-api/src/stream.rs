@@ -1,35 +1,34 @@
-//! What travels over the WebSockets of `GET /v1/run` and `GET /v1/sandboxes/{id}/exec/stream`: used by the
-//! daemon and by the `forkd` command.
+//! Messages on the WebSockets of `GET /v1/run` and `GET /v1/sandboxes/{id}/exec/stream`, for the daemon and the
+//! `forkd` command.
 //!
 //! 1. The client's first message is text: a [`RunRequest`] or an [`ExecStreamRequest`].
 //! 2. The server answers with text, one [`ServerEvent`] each (`progress` …, `started`), and with
-//!    binary frames: one [`Channel`] byte, then output as it comes.
+//!    binary frames: one [`Channel`] byte, then output.
 //! 3. The client sends binary frames (channel byte 0, then input) and text, one [`ClientMessage`]
 //!    each.
 //! 4. The last event is `exit` or `error`; then the server closes.
 //!
-//! **Input has a window.** A client has at most [`STDIN_WINDOW`] bytes of input under way; the
-//! server gives room back with [`ServerEvent::StdinAck`] as the command takes them. So a command
-//! that never reads its input does not keep a signal or a hang-up from being seen behind it, and
-//! the daemon never holds more than the window. Output needs no window: the server reads no more
-//! from the guest than the client takes.
+//! **Input has a window.** A client has at most [`STDIN_WINDOW`] bytes of input without an acknowledgement. The
+//! server sends [`ServerEvent::StdinAck`] when the command takes input. So a command that never reads its input does
+//! not block the signals and the close that come after it, and the daemon never holds more than the window. Output
+//! needs no window: the server reads no more from the guest than the client takes.
 //!
-//! The sandbox of a `run` lives as long as the connection, whichever way that ends; so does the command of an
-//! `exec/stream`, unless it is to be kept.
+//! The sandbox of a `run` ends with the connection, however the connection ends. So does the command of an
+//! `exec/stream` without `keep`.
 
 use std::collections::BTreeMap;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
 
-/// How many bytes of input a client may have sent that were not acknowledged yet.
+/// The most input, in bytes, that a client may have sent without an acknowledgement.
 pub const STDIN_WINDOW: usize = 256 << 10;
-/// The most bytes in one binary frame, the channel byte not counted.
+/// The most bytes in one binary frame, without the channel byte.
 pub const MAX_CHUNK: usize = 64 << 10;
-/// The longest text message of a client.
+/// The longest text message of a client, in bytes.
 pub const MAX_TEXT: usize = 1 << 20;
 
-/// The first byte of a binary frame: what the rest of it is.
+/// The first byte of a binary frame: the content of the rest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Channel {
@@ -41,7 +40,7 @@ pub enum Channel {
     Stderr = 2,
 }
 
-/// A binary frame of `data` on `channel`.
+/// Builds a binary frame with `data` on `channel`.
 pub fn pack(channel: Channel, data: &[u8]) -> Bytes {
     let mut frame = BytesMut::with_capacity(1 + data.len());
     frame.put_u8(channel as u8);
@@ -49,7 +48,7 @@ pub fn pack(channel: Channel, data: &[u8]) -> Bytes {
     frame.freeze()
 }
 
-/// Takes a binary frame apart; `None` if its first byte names no channel.
+/// Splits a binary frame; `None` if its first byte is not a channel.
 pub fn unpack(mut frame: Bytes) -> Option<(Channel, Bytes)> {
     let channel = match frame.first()? {
         0 => Channel::Stdin,
@@ -60,7 +59,7 @@ pub fn unpack(mut frame: Bytes) -> Option<(Channel, Bytes)> {
     Some((channel, frame.split_off(1)))
 }
 
-/// What to run, and in what.
+/// A command, and the sandbox to create for it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -87,15 +86,15 @@ pub struct RunRequest {
     /// Seconds after which the command is killed; no limit when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_secs: Option<u64>,
-    /// Run it on a terminal of this size. Everything it writes then comes on [`Channel::Stdout`].
+    /// Run the command on a terminal of this size. All its output then comes on [`Channel::Stdout`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tty: Option<TtySize>,
-    /// Whether the sandbox has a network; it has when absent.
+    /// Whether the sandbox has a network; true when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<bool>,
 }
 
-/// What to run in a sandbox that is there.
+/// A command to run in an existing sandbox.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -114,10 +113,10 @@ pub struct ExecStreamRequest {
     /// Seconds after which the command is killed; no limit when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_secs: Option<u64>,
-    /// Run it on a terminal of this size. Everything it writes then comes on [`Channel::Stdout`].
+    /// Run the command on a terminal of this size. All its output then comes on [`Channel::Stdout`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pty: Option<TtySize>,
-    /// Let the command run on when the connection ends; what it writes after that is lost.
+    /// Let the command run on when the connection ends; its output after that is lost.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub keep: bool,
 }
@@ -138,46 +137,46 @@ pub struct TtySize {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum ServerEvent {
-    /// For people who wait.
+    /// Progress, as text for people.
     Progress {
-        /// What is being done.
+        /// What the daemon does now.
         message: String,
     },
     /// The command runs.
     Started {
-        /// The sandbox it runs in.
+        /// The id of the command's sandbox.
         sandbox: String,
-        /// Its pid in there.
+        /// The command's process id in the guest.
         pid: u32,
     },
-    /// The command took input: as many bytes may be sent again.
+    /// The command took input: the client may send as many bytes again.
     StdinAck {
-        /// How many.
+        /// Number of bytes.
         bytes: usize,
     },
     /// The command ended. The last event.
     Exit {
-        /// What a shell would say: the exit status, 128 and the signal's number, or 124 when its
-        /// time ran out.
+        /// The exit status as a shell reports it: the command's own status, 128 plus the signal's number, or 124
+        /// after a timeout.
         exit_code: i32,
-        /// The signal that ended it.
+        /// The signal that ended the command.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         signal: Option<i32>,
-        /// Whether it was killed because its time ran out.
+        /// Whether the command was killed because of its timeout.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         timed_out: bool,
     },
-    /// It could not be run, or not to its end. The last event.
+    /// The command could not run, or not to its end. The last event.
     Error {
         /// What happened and what to do.
         message: String,
-        /// The HTTP status that goes with it: 404 for an image that is not there.
+        /// The HTTP status of the error, such as 404 for an image that does not exist.
         status: u16,
-        /// Why, for programs.
+        /// The reason, for programs.
         #[serde(default)]
         #[cfg_attr(feature = "openapi", schema(value_type = crate::Code, required = true))]
         code: String,
-        /// The id of the request that began the conversation: the daemon's log has the cause under it.
+        /// The id of the request that opened the WebSocket. The daemon's log has the cause under this id.
         #[serde(default)]
         #[cfg_attr(feature = "openapi", schema(required = true))]
         request_id: String,
@@ -189,11 +188,11 @@ pub enum ServerEvent {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
 pub enum ClientMessage {
-    /// No more input.
+    /// The input ends.
     StdinEof,
-    /// Send the command a signal.
+    /// Send a signal to the command.
     Signal {
-        /// Such as `SIGINT`.
+        /// The signal's name, such as `SIGINT`.
         signal: String,
     },
     /// The terminal has a new size.

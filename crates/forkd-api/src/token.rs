@@ -1,81 +1,81 @@
-//! Tokens and what they may do.
+//! Tokens and their scopes.
 
 use serde::{Deserialize, Serialize};
 
-/// How much somebody may do. Each includes the ones before it.
+/// What a token permits. Each scope includes the ones before it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum TokenScope {
-    /// Look.
+    /// Read requests only.
     Read,
-    /// Make, use and end sandboxes and snapshots of their own.
+    /// Create, use and delete the owner's own sandboxes and snapshots.
     #[default]
     Use,
-    /// Everything, with everybody's.
+    /// Everything, with the objects of all owners.
     Admin,
 }
 
-/// A token to make.
+/// A token to create.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct TokenRequest {
-    /// What it is called: like a tag.
+    /// The token's name, with the characters of a tag.
     pub name: String,
-    /// What whoever shows it may do; `use` when absent.
+    /// The token's scope; `use` when absent.
     #[serde(default)]
     pub scope: TokenScope,
-    /// Whose what they make is; as the token is called, when absent.
+    /// The owner of the objects that the token creates; the token's name when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<String>,
-    /// How many sandboxes the owner may have; no limit when absent, as in the next two.
+    /// The most sandboxes of the owner. This limit and the next two do not apply when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_sandboxes: Option<u64>,
-    /// How much memory their sandboxes may have together, in MiB.
+    /// The most memory of all the owner's sandboxes together, in MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_memory_mib: Option<u64>,
-    /// How many snapshots the owner may have.
+    /// The most snapshots of the owner.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_snapshots: Option<u64>,
-    /// After as many seconds it is refused; never when absent.
+    /// Seconds after which the token expires; never when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expires_in_secs: Option<u64>,
 }
 
-/// What is known of a token.
+/// A token without its secret.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct TokenInfo {
-    /// What it is called. `default` is the one in the daemon's token file.
+    /// The token's name. `default` is the token in the daemon's token file.
     pub name: String,
-    /// What whoever shows it may do.
+    /// The token's scope.
     pub scope: TokenScope,
-    /// Whose what they make is.
+    /// The owner of the objects that the token creates.
     pub owner: String,
-    /// How many sandboxes the owner may have.
+    /// The most sandboxes of the owner.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_sandboxes: Option<u64>,
-    /// How much memory their sandboxes may have together, in MiB.
+    /// The most memory of all the owner's sandboxes together, in MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_memory_mib: Option<u64>,
-    /// How many snapshots the owner may have.
+    /// The most snapshots of the owner.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_snapshots: Option<u64>,
-    /// When it was made, in seconds since 1970.
+    /// Creation time, in seconds since 1970.
     pub created_at_unix: u64,
-    /// From when on it is refused, in seconds since 1970.
+    /// The time at which the token expires, in seconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expires_at_unix: Option<u64>,
 }
 
-/// A token that was just made, or made anew.
+/// A token that was just created or rotated.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct NewToken {
-    /// The token itself. Nobody is ever told again.
+    /// The secret. The daemon sends it in this reply only.
     pub token: String,
-    /// What is known of it.
+    /// The token without its secret.
     #[serde(flatten)]
     pub info: TokenInfo,
 }

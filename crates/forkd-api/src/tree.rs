@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What a node of the fork tree is.
+/// The kind of a node in the fork tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -18,15 +18,15 @@ pub enum TreeKind {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum TreeHow {
-    /// A sandbox that was forked from a snapshot.
+    /// A sandbox forked from a snapshot.
     Spawn,
     /// A snapshot of a running sandbox.
     Branch,
     /// A snapshot stored as a layer on its parent.
     Diff,
-    /// A snapshot that another one was flattened into.
+    /// A snapshot made by compacting another one.
     Compact,
-    /// A sandbox that was taken back to a snapshot.
+    /// A sandbox that was rolled back to a snapshot.
     Rollback,
 }
 
@@ -34,33 +34,33 @@ pub enum TreeHow {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct TreeNode {
-    /// `snapshot:TAG` or `sandbox:ID`. A snapshot that is gone and whose tag another one has now is
-    /// `snapshot:TAG@` and the beginning of its content's id.
+    /// `snapshot:TAG` or `sandbox:ID`. For a removed snapshot whose tag another snapshot has now: `snapshot:TAG@` and
+    /// the first digits of its content's id.
     pub id: String,
-    /// What it is.
+    /// The node's kind.
     pub kind: TreeKind,
-    /// Its tag or its id; `?` for a snapshot that is not to be seen by whoever asks.
+    /// The tag or the id; `?` for a snapshot that the caller may not see.
     pub name: String,
     /// The node it came from; none for a root.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<String>,
-    /// Where it stands: the status of a snapshot, the state of a sandbox, or `gone`.
+    /// The status of a snapshot, the state of a sandbox, or `gone`.
     pub state: String,
-    /// Whether it exists no more, and is here because others came from it.
+    /// Whether the object no longer exists. Such a node is listed because others came from it.
     pub gone: bool,
-    /// When it was made, in seconds since 1970.
+    /// Creation time, in seconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub created_at_unix: Option<u64>,
-    /// How it came from its parent, if that is known.
+    /// How the node came from its parent, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub how: Option<TreeHow>,
-    /// For a sandbox that was taken back: the node it continued from. It is the parent, too, unless it
-    /// came from the sandbox itself.
+    /// For a sandbox that was rolled back: the node it continued from. That is also the parent, unless the node came
+    /// from the sandbox itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rolled_back_to: Option<String>,
 }
 
-/// `GET /v1/tree`.
+/// The reply of `GET /v1/tree`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Tree {

@@ -2,73 +2,73 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A workspace to make.
+/// A workspace to create.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct WorkspaceRequest {
-    /// Its name: like a tag, of at most 48 characters.
+    /// The workspace's name, with the characters of a tag; at most 48.
     pub name: String,
-    /// The snapshot its first sandbox is forked from.
+    /// The snapshot that the workspace's first sandbox is forked from.
     pub snapshot_tag: String,
-    /// Whether it has a network; it has when absent, if its snapshot has.
+    /// Whether the workspace has a network. When absent, it has one if its snapshot has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<bool>,
-    /// Memory its sandbox may use on the host, in MiB.
+    /// Memory the sandbox may use on the host, in MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_limit_mib: Option<u64>,
-    /// Accepted, without meaning: every sandbox has a network of its own.
+    /// Accepted and ignored: every sandbox has a network of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub per_child_netns: Option<bool>,
 }
 
-/// How to put a workspace away.
+/// How to suspend a workspace.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct SuspendRequest {
-    /// Store what differs from the snapshot its sandbox was forked from; else all of it.
+    /// Store only what differs from the snapshot the sandbox was forked from. Otherwise everything is stored.
     #[serde(default)]
     pub diff: bool,
 }
 
-/// Where a workspace stands.
+/// The status of a workspace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum WorkspaceStatus {
-    /// It has a sandbox.
+    /// It has a running sandbox.
     Running,
-    /// It is on disk.
+    /// It is stored on disk and has no sandbox.
     Suspended,
-    /// Its sandbox is gone, and it was not suspended: what it did since its last state is lost. It can be
-    /// resumed from there.
+    /// Its sandbox ended without a suspend. The work since the last stored state is lost; a resume starts from that
+    /// state.
     Stale,
 }
 
-/// What is known of a workspace.
+/// A workspace and its status.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct WorkspaceInfo {
-    /// Whose it is.
+    /// The owner's name.
     #[serde(default)]
     pub owner: String,
-    /// `ws` and letters and digits.
+    /// `ws`, then letters and digits.
     pub id: String,
-    /// Its name.
+    /// The workspace's name.
     pub name: String,
-    /// The snapshot its first sandbox was forked from.
+    /// The snapshot that the first sandbox was forked from.
     pub source_snapshot_tag: String,
-    /// The snapshot its next sandbox is forked from, once it was suspended.
+    /// The snapshot that a resume forks from; absent before the first suspend.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub current_state_tag: Option<String>,
-    /// Where it stands.
+    /// The workspace's status.
     pub status: WorkspaceStatus,
-    /// Its sandbox, while it runs.
+    /// The id of the sandbox, while the workspace is running.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub live_sandbox_id: Option<String>,
-    /// When it was made, in seconds since 1970.
+    /// Creation time, in seconds since 1970.
     pub created_at_unix: u64,
-    /// When it was last made, suspended or resumed.
+    /// Time of the creation or of the last suspend or resume, in seconds since 1970.
     pub last_active_unix: u64,
 }

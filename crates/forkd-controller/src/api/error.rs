@@ -1,8 +1,8 @@
-//! Bodies of errors.
+//! Bodies of error responses.
 //!
-//! An [`Error`] that becomes a response travels in its extensions. The outermost middleware (`requests`) knows the
-//! request's id and who asked. It writes the body, in one place ([`finish`]): whichever part of the daemon refused
-//! a request, the body has the same three fields.
+//! An [`Error`] that becomes a response travels in the response's extensions. The outermost middleware
+//! (`request_log`) knows the request's id and its principal. It writes the body, in one place ([`finish`]): whichever
+//! part of the daemon rejected a request, the body has the same three fields.
 
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
@@ -14,7 +14,7 @@ use crate::error::{Error, Reader};
 impl IntoResponse for Error {
     fn into_response(self) -> Response {
         let status = StatusCode::from_u16(self.code().status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        // For all: who reads it is found out further out.
+        // A body for any reader; `finish` replaces it once the reader is known.
         let mut response = (status, Json(Reader::default().body(&self))).into_response();
         if status == StatusCode::UNAUTHORIZED {
             let scheme = HeaderValue::from_static("Bearer");
@@ -25,13 +25,13 @@ impl IntoResponse for Error {
     }
 }
 
-/// Writes the body of a response that is an error.
+/// Writes the body of an error response.
 pub(super) fn finish(mut response: Response, reader: &Reader) -> Response {
     let status = response.status();
     if !status.is_client_error() && !status.is_server_error() {
         return response;
     }
-    // What a layer of the HTTP library refuses by itself has no error of ours.
+    // Rejections by the HTTP library itself carry no [`Error`].
     let error = response.extensions_mut().remove::<Error>().unwrap_or_else(|| {
         let reason = status.canonical_reason().unwrap_or("refused").to_lowercase();
         Error::new(Code::of_status(status.as_u16()), reason)

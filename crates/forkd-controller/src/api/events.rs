@@ -1,4 +1,4 @@
-//! `GET /v1/events`: what happens, as it happens.
+//! `GET /v1/events`: events as they happen, as server-sent events.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -23,10 +23,10 @@ use crate::error::{Error, Result};
 use crate::telemetry::events::{News, Since, Subscription};
 use crate::util::stopping::Stopping;
 
-/// How often a client hears that we are still there.
+/// Interval of the comments that keep an idle connection open.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// Which events, and how.
+/// The query parameters: which events, and whether to follow.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Wanted {
@@ -36,21 +36,22 @@ pub(super) struct Wanted {
     follow: Option<bool>,
 }
 
-/// What happens to sandboxes, snapshots and workspaces, as server-sent events.
+/// Streams events of sandboxes, snapshots and workspaces, as server-sent events.
 ///
-/// Each has an `id`, an `event` (its kind) and `data`, a JSON object. The last 1000 are kept: with `since`,
-/// or with `Last-Event-ID`, what happened after that one comes first. A client that was too slow, or away for
-/// too long, gets an event `lagged`, whose data says how many it `missed`; null if the daemon was restarted.
+/// Each has an `id`, an `event` (its kind) and `data`, a JSON object. The daemon keeps the last 1000 events: with
+/// `since` or `Last-Event-ID`, the stream starts with the events after that one. A client that was too slow, or away
+/// for too long, gets an event `lagged`. Its data has the number of events it `missed`, or null if the daemon
+/// restarted.
 #[utoipa::path(
     get, path = "/v1/events",
     params(
-        ("since" = Option<String>, Query, description = "The id of an event, or its number; 0 for all that are kept"),
-        ("sandbox" = Option<String>, Query, description = "Only what is about this sandbox"),
-        ("kind" = Option<String>, Query, description = "Only these: kinds, or `sandbox`, `snapshot`, `workspace`, \
+        ("since" = Option<String>, Query, description = "The id of an event, or its number; 0 for all events that the daemon keeps"),
+        ("sandbox" = Option<String>, Query, description = "Only events of this sandbox"),
+        ("kind" = Option<String>, Query, description = "Only these kinds; also `sandbox`, `snapshot` or `workspace`, \
                                                          with commas between them"),
-        ("follow" = Option<bool>, Query, description = "False: only what happened already; all that is kept \
+        ("follow" = Option<bool>, Query, description = "False: only past events; all that the daemon keeps \
                                                         without `since`"),
-        ("Last-Event-ID" = Option<String>, Header, description = "As `since`, which counts if both are there"),
+        ("Last-Event-ID" = Option<String>, Header, description = "Like `since`, which has priority"),
     ),
     responses(
         (status = 200, body = Event, content_type = "text/event-stream"),
@@ -86,7 +87,7 @@ pub(super) async fn events(
     Ok(Sse::new(stream).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response())
 }
 
-/// What a client wants to hear of, and may.
+/// The events that a client asks for and may see.
 #[derive(Debug)]
 struct EventFilter {
     identity: Principal,
@@ -108,7 +109,9 @@ impl EventFilter {
                 wanted.extend(EventKind::ALL.into_iter().filter(meant));
                 if wanted.len() == before {
                     let known = EventKind::ALL.map(EventKind::name).join(", ");
-                    return Err(Error::invalid(format!("kind can be {known}, or what is before a dot")));
+                    return Err(Error::invalid(format!(
+                        "kind must be one of {known}, or the part before a dot"
+                    )));
                 }
             }
             Ok(wanted)
@@ -125,7 +128,7 @@ impl EventFilter {
     }
 }
 
-/// How far a client is.
+/// A client's position in the stream.
 struct Place {
     subscription: Subscription,
     filter: EventFilter,
@@ -140,7 +143,7 @@ impl Place {
             let news = match self.follow {
                 false => self.subscription.past()?,
                 true => tokio::select! {
-                    // What has happened is told, also when we stop.
+                    // Pending events are sent first, also when the daemon stops.
                     biased;
                     news = self.subscription.next() => news?,
                     () = self.stopping.asked() => return None,

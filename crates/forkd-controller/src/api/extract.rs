@@ -1,4 +1,4 @@
-//! Taking requests apart, with every refusal in the shape all errors have.
+//! Extractors for request parts. Every rejection is an [`Error`], so that all error bodies have the same shape.
 
 use std::time::Duration;
 
@@ -12,18 +12,19 @@ use serde::de::DeserializeOwned;
 
 use crate::error::{Code, Error};
 
-/// A client must have sent its body by then: these are small.
+/// Timeout for a client to send its body: these bodies are small.
 const BODY_WAIT: Duration = Duration::from_secs(30);
 
-/// What the HTTP library found wrong with a request.
+/// An error for a rejection by the HTTP library.
 fn refused(status: StatusCode, text: String) -> Error {
     Error::new(Code::of_status(status.as_u16()), text)
 }
 
-/// What was read, or that it took too long.
+/// The result of `read`, or an error after the timeout.
 pub(crate) async fn in_time<T>(read: impl Future<Output = T>) -> Result<T, Error> {
     tokio::time::timeout(BODY_WAIT, read).await.map_err(|_| {
-        let text = format!("the request's body did not come within {} s", BODY_WAIT.as_secs());
+        let text =
+            format!("the request's body did not arrive within {} s; send it faster", BODY_WAIT.as_secs());
         Error::new(Code::RequestTimeout, text)
     })
 }
@@ -51,7 +52,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
     }
 }
 
-/// A JSON body that need not be there: none is all defaults.
+/// An optional JSON body: without one, all fields have their defaults.
 #[derive(Debug)]
 pub(crate) struct OptionalBody<T>(pub(crate) T);
 
@@ -68,8 +69,8 @@ impl<S: Send + Sync, T: DeserializeOwned + Default> FromRequest<S> for OptionalB
     }
 }
 
-/// A body that means nothing. It is read all the same: a connection that is closed with something unread in
-/// it is reset, and the answer lost.
+/// A body that has no meaning. It is read in any case: if a connection closes with unread data, the kernel resets it
+/// and the reply is lost.
 #[derive(Debug)]
 pub(crate) struct Ignored;
 
@@ -81,7 +82,7 @@ impl<S: Send + Sync> FromRequest<S> for Ignored {
     }
 }
 
-/// A body as it came.
+/// A body as raw bytes.
 #[derive(Debug)]
 pub(crate) struct Raw(pub(crate) Bytes);
 
@@ -96,7 +97,7 @@ impl<S: Send + Sync> FromRequest<S> for Raw {
     }
 }
 
-/// The `{id}` of a route.
+/// The `{id}` parameter of a route.
 #[derive(Debug)]
 pub(crate) struct Id(pub(crate) String);
 
@@ -111,7 +112,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Id {
     }
 }
 
-/// The part of the address after `?`.
+/// The query parameters.
 #[derive(Debug)]
 pub(crate) struct Params<T>(pub(crate) T);
 

@@ -1,4 +1,4 @@
-//! `GET /metrics`: what was counted, and what there is at the moment.
+//! `GET /metrics`: counters, and gauges of the current state.
 
 use std::os::linux::fs::MetadataExt;
 
@@ -13,7 +13,7 @@ use crate::sandbox::Phase;
 use crate::telemetry::prometheus::{self, Page};
 use crate::util::task::blocking;
 
-/// Figures for Prometheus.
+/// Returns metrics in Prometheus' text format.
 #[utoipa::path(
     get, path = "/metrics",
     responses((status = 200, body = String, content_type = "text/plain; version=0.0.4; charset=utf-8")),
@@ -65,7 +65,7 @@ fn sandboxes(app: &ApiContext, page: &mut Page) {
     }
 }
 
-/// The daemon's own process, under the names every exporter uses. Blocks.
+/// Metrics of the daemon's own process, under the names that every exporter uses. Blocks.
 fn ourselves(page: &mut Page) {
     if let Ok(own) = process_stats::memory(std::process::id()) {
         let help = "Memory of the daemon itself.";
@@ -78,7 +78,7 @@ fn ourselves(page: &mut Page) {
     if let Some(limit) = limit {
         page.single("process_max_fds", "gauge", "Files the daemon may have open.", limit);
     }
-    // The folder of a process is as old as the process.
+    // The change time of `/proc/self` is the start time of the process.
     if let Ok(folder) = std::fs::metadata("/proc/self") {
         let help = "When the daemon started, in seconds since 1970.";
         page.single("process_start_time_seconds", "gauge", help, folder.st_ctime());

@@ -1,4 +1,4 @@
-//! The REST API: routes, middleware, and the document that describes them.
+//! The REST API: routes, middleware, and the OpenAPI document.
 
 pub(crate) mod error;
 mod events;
@@ -43,7 +43,7 @@ use crate::util::count::Count;
 use crate::util::stopping::Stopping;
 use crate::workspace::Workspaces;
 
-/// What handlers work with.
+/// State and settings that all handlers use.
 #[derive(Debug, Clone)]
 pub(crate) struct ApiContext {
     pub(crate) registry: Arc<Registry>,
@@ -52,13 +52,13 @@ pub(crate) struct ApiContext {
     pub(crate) lines: Arc<Ports>,
     pub(crate) tokens: Arc<Tokens>,
     pub(crate) config: Arc<Config>,
-    /// Becomes true when the daemon is asked to stop.
+    /// Becomes true when the daemon begins to stop.
     pub(crate) stopping: Stopping,
-    /// Where TCP clients are served.
+    /// The TCP address on which the daemon serves clients.
     pub(crate) address: SocketAddr,
-    /// What was answered to requests with an idempotency key.
+    /// Stored replies to requests with an idempotency key.
     pub(crate) answers: IdempotencyStore,
-    /// `forkd run`s under way.
+    /// `forkd run` sessions that are open.
     pub(crate) sessions: Count,
 }
 
@@ -70,7 +70,7 @@ pub(crate) struct ApiContext {
                        sentence (`error`), a `code` for programs and the `request_id`. Over TCP every request but `/healthz` carries `Authorization: Bearer \
                        TOKEN`; over the unix socket none is needed. Every POST may carry an \
                        `Idempotency-Key` of 1 to 255 visible characters: the same request with the same key is \
-                       done once, and answered again as the first time (`Idempotent-Replayed: true`).",
+                       done once, and gets the first reply again (`Idempotent-Replayed: true`).",
         license(name = "Apache-2.0", identifier = "Apache-2.0"),
     ),
     components(schemas(
@@ -135,13 +135,13 @@ fn routes() -> OpenApiRouter<ApiContext> {
         .routes(routes!(crate::api::sandboxes::exec_stream::run))
 }
 
-/// The routes and the document that describes them. Whatever else is wrong with a request, the answer is an
-/// error: that is said once for all of them. And so is how operations are called: no two the same.
+/// The routes and their OpenAPI document. Adds to every operation what all have in common: a `default` response for
+/// errors, and a unique operation id.
 fn documented() -> (Router<ApiContext>, utoipa::openapi::OpenApi) {
     let (router, mut document) = routes().split_for_parts();
     let content = Content::new(Some(Ref::from_schema_name("ErrorBody")));
     let error = ResponseBuilder::new()
-        .description("Any other status is an error, and says what is wrong")
+        .description("Any other status is an error; the body has the reason")
         .content("application/json", content)
         .build();
     for (path, item) in &mut document.paths.paths {
@@ -178,13 +178,13 @@ pub fn openapi() -> String {
     document.to_pretty_json().unwrap_or_default() + "\n"
 }
 
-/// The API for clients that `gate` lets in.
+/// The API for TCP clients that `gate` admits.
 pub(crate) fn for_tcp(app: ApiContext, gate: Authenticator) -> Router {
     let telemetry = app.registry.host.telemetry.clone();
     request_log::watched(served(app).layer(from_fn_with_state(gate, authenticate::check)), telemetry)
 }
 
-/// The API for clients that the socket's permissions let in.
+/// The API for clients of the unix socket, which its file permissions admit.
 pub(crate) fn for_unix(app: ApiContext) -> Router {
     let telemetry = app.registry.host.telemetry.clone();
     request_log::watched(served(app).layer(from_fn(authenticate::trust_unix_peer)), telemetry)
@@ -195,7 +195,7 @@ fn served(app: ApiContext) -> Router {
     let document = Arc::new(document);
     let max_body = app.config.limits.max_body;
     router
-        // A client of the reference may ask for it with a slash at its end.
+        // Some clients of the reference ask for this path with a slash at its end.
         .route("/healthz/", axum::routing::get(health))
         .route("/openapi.json", axum::routing::get(move || async move { Json(document.as_ref().clone()) }))
         .fallback(no_route)
@@ -209,11 +209,11 @@ fn served(app: ApiContext) -> Router {
 }
 
 async fn no_route() -> Response {
-    Error::new(Code::RouteNotFound, "there is no such route; /openapi.json lists them").into_response()
+    Error::new(Code::RouteNotFound, "there is no such route; /openapi.json lists all routes").into_response()
 }
 
 async fn no_method() -> Response {
-    let text = "this route does not know that method; /openapi.json lists them";
+    let text = "this route has no such method; /openapi.json lists its methods";
     Error::new(Code::MethodNotAllowed, text).into_response()
 }
 

@@ -1,6 +1,6 @@
-//! `docs/API.md`: the OpenAPI document for people to read, with the scope each route needs.
+//! `docs/API.md`: the OpenAPI document as a page for people, with the scope each route needs.
 //!
-//! `FORKD_WRITE_OPENAPI=1 cargo test --release -p forkd-controller --lib handbook` writes it anew.
+//! `FORKD_WRITE_OPENAPI=1 cargo test --release -p forkd-controller --lib api::` writes it.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::auth::policy;
 use crate::auth::principal::Scope;
 
-/// The parts of the page, each with how its paths begin; the first that fits has it.
+/// The sections of the page with the prefixes of their paths; a path belongs to the first section that matches.
 const PARTS: [(&str, &[&str]); 9] = [
     ("Commands in a sandbox", &["/v1/sandboxes/{id}/exec", "/v1/sandboxes/{id}/eval", "/v1/run"]),
     ("Files in a sandbox", &["/v1/sandboxes/{id}/files"]),
@@ -33,7 +33,7 @@ const PARTS: [(&str, &[&str]); 9] = [
     ("The daemon", &["/"]),
 ];
 
-/// In which order they are on the page.
+/// The order of the sections on the page.
 const ORDER: [usize; 9] = [4, 0, 1, 3, 5, 6, 7, 2, 8];
 
 const INTRODUCTION: &str = "\
@@ -41,27 +41,27 @@ const INTRODUCTION: &str = "\
 
 Made from [openapi.json](openapi.json), which is made from the code; the daemon serves it at `/openapi.json`.
 
-The daemon listens on a unix socket (`/run/forkd/forkd.sock`), where whoever may open it may ask, and on
+The daemon listens on a unix socket (`/run/forkd/forkd.sock`), which needs no token, and on
 `127.0.0.1:8889`, where every request but `/healthz` carries `Authorization: Bearer TOKEN`.
-[SECURITY.md](SECURITY.md) shows how to get one, and [RUNBOOK.md](RUNBOOK.md) how to ask with `curl`.
+[SECURITY.md](SECURITY.md) shows how to get a token, and [RUNBOOK.md](RUNBOOK.md) how to call the API with `curl`.
 
-- **Errors.** Every answer that is not 2xx has a body `{\"error\": \"…\", \"code\": \"…\", \"request_id\": \"…\"}`. `error`
+- **Errors.** Every reply that is not 2xx has a body `{\"error\": \"…\", \"code\": \"…\", \"request_id\": \"…\"}`. `error`
   is a sentence for people: what is wrong and what to do. `code` is for programs, and does not change when the
-  sentence does: [ErrorCode](#errorcode) lists all of them, with whether asking again helps. The daemon's log has
-  more under the `request_id`, which is also in `X-Request-Id`. Causes on the host (paths, error numbers) are
+  sentence does: [ErrorCode](#errorcode) lists all of them, and whether a retry helps. The daemon's log has
+  details under the `request_id`, which is also in `X-Request-Id`. Causes on the host (paths, error numbers) are
   shown to clients of the unix socket and to admins only.
-- **Scopes.** A token may `read`, `use` (which includes reading) or be `admin`; what each route needs is said
-  below. What belongs to somebody else does not exist: 404.
-- **Once.** A POST with an `Idempotency-Key` (1 to 255 visible characters) is done once; the same request with
-  the same key gets the first answer again, with `Idempotent-Replayed: true`.
-- **Pages.** A list asked for with `limit` has at most as many entries; `X-Next-Cursor` names what to give as
-  `cursor` for the next ones.
-- **Limits.** 429 means that the owner's quota is used up, or that a token asks too often; then `Retry-After`
-  says for how long to wait.
-- **Bodies.** A field that is not known is refused, and so are two fields of one name.
+- **Scopes.** A token may `read`, `use` (which includes reading) or be `admin`; each route below names the
+  scope it needs. Objects of other owners return 404 and are not listed.
+- **Idempotency.** A POST with an `Idempotency-Key` (1 to 255 visible characters) is done once; the same request with
+  the same key gets the first reply again, with `Idempotent-Replayed: true`.
+- **Pages.** `limit` is the most entries of a reply. To get the next page, give `X-Next-Cursor` of this one as
+  `cursor`.
+- **Limits.** 429 means that the owner's quota is used up, or that a token sends too many requests; then
+  `Retry-After` has the seconds to wait.
+- **Bodies.** Unknown fields and duplicate fields are rejected.
 ";
 
-/// The page.
+/// The whole page.
 fn page(document: &Value) -> String {
     let mut page = String::from(INTRODUCTION);
     let parts = routes_by_part(document);
@@ -123,7 +123,7 @@ fn route(page: &mut String, method: &str, path: &str, operation: &Value) {
     }
     let _ = writeln!(page, "\n| status | body | |\n|---|---|---|");
     for (status, response) in object(&operation["responses"]) {
-        // The same for every route: said once, above.
+        // The same for every route: the introduction describes it once.
         if status == "default" {
             continue;
         }
@@ -163,14 +163,14 @@ fn fields(page: &mut String, schema: &Value) {
     }
 }
 
-/// What is said of a field; of one that may be null, in one of its two cases.
+/// The description of a field. A nullable field has it in one of its two cases.
 fn described(field: &Value) -> Value {
     let cases = field["oneOf"].as_array().into_iter().flatten();
     let mut said = std::iter::once(field).chain(cases).map(|one| &one["description"]);
     said.find(|description| description.is_string()).cloned().unwrap_or_default()
 }
 
-/// A type in a word or two, with a link to where it is described.
+/// A short name for a type, with a link to its description.
 fn kind(schema: &Value) -> String {
     if let Some(name) = schema["$ref"].as_str().and_then(|name| name.rsplit('/').next()) {
         return format!("[{name}](#{})", name.to_lowercase());
@@ -198,7 +198,7 @@ fn title(method: &str, path: &str) -> String {
     format!("{method} {path}")
 }
 
-/// As the places where the page is read make it of a heading.
+/// The anchor that Markdown viewers make of a heading.
 fn anchor(title: &str) -> String {
     let kept = title.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
     kept.collect::<String>().to_lowercase().replace(' ', "-")
@@ -227,7 +227,7 @@ fn paragraph(value: &Value) -> String {
     text(value).trim().to_owned()
 }
 
-/// On one line, as a table needs it.
+/// On one line, for a table.
 fn line(value: &Value) -> String {
     text(value).split_whitespace().collect::<Vec<_>>().join(" ").replace('|', "\\|")
 }

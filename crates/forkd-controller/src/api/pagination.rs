@@ -1,7 +1,7 @@
-//! Lists in pages: `limit`, `cursor`, and where the next page begins.
+//! Lists in pages: `limit`, `cursor`, and the cursor of the next page.
 //!
-//! A cursor is the place of the last thing a page had in an order that never changes; what is made or removed
-//! meanwhile moves nothing else. Without a limit a list is whole.
+//! A cursor is the position of the last entry of a page, in an order that never changes. So entries that appear or go
+//! between two pages move no other entry. Without a limit, the list is complete.
 
 use axum::Json;
 use axum::extract::{FromRequestParts, Query};
@@ -13,12 +13,12 @@ use serde::Serialize;
 
 use crate::error::{Error, Result};
 
-/// The most of one page.
+/// The most entries of one page.
 const MAX_LIMIT: usize = 1000;
-/// Longer than any place.
+/// Longer than any position.
 const MAX_CURSOR: usize = 128;
 
-/// Which part of a list is asked for, and what else was said about it.
+/// The requested part of a list, and all other query parameters.
 #[derive(Debug)]
 pub(crate) struct Page {
     path: String,
@@ -48,7 +48,7 @@ impl Page {
         if let Some(cursor) = page.one("cursor")? {
             let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
             if !(1..=MAX_CURSOR).contains(&cursor.len()) || !cursor.bytes().all(plain) {
-                return Err(Error::invalid("cursor must be what X-Next-Cursor of the page before said"));
+                return Err(Error::invalid("cursor must be the X-Next-Cursor of the previous page"));
             }
             page.cursor = Some(cursor.to_owned());
         }
@@ -65,12 +65,12 @@ impl Page {
         let mut values = self.all(name);
         match (values.next(), values.next()) {
             (value, None) => Ok(value),
-            _ => Err(Error::invalid(format!("{name} is given more than once"))),
+            _ => Err(Error::invalid(format!("{name} is given more than once; give it once"))),
         }
     }
 
-    /// The page, as `show` shows each of `all`. `place` says where each is: in the order of `all`, unlike any
-    /// other, and of letters, digits, `.`, `_` and `-` only.
+    /// The page as a response. `show` converts each entry of `all`. `place` gives its position: ascending in the
+    /// order of `all`, unique, and made of letters, digits, `.`, `_` and `-` only.
     pub(crate) fn answer<S, T: Serialize>(
         &self,
         all: Vec<S>,
@@ -101,7 +101,7 @@ impl Page {
         response
     }
 
-    /// The same question about what comes after `cursor`.
+    /// The URL of the same request for the entries after `cursor`.
     fn address(&self, cursor: &str) -> String {
         let others = self.params.iter().filter(|(name, _)| name != "cursor");
         let mut pairs: Vec<String> =
@@ -130,7 +130,7 @@ mod tests {
         loop {
             let mut params = vec![("limit", "4"), ("label", "a=b c")];
             params.extend(cursor.as_deref().map(|cursor| ("cursor", cursor)));
-            // The one the cursor names is gone.
+            // The entry of the cursor has been removed.
             let there = all.iter().filter(|it| Some(it.as_str()) != cursor.as_deref()).cloned().collect();
             let response = page(&params).unwrap().answer(there, String::clone, String::clone);
             pages += 1;

@@ -1,4 +1,4 @@
-//! Answers that hold what a guest said: they count as that until the client has taken them.
+//! Responses with data from a guest: their bytes count against a budget until the client has taken them.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -13,16 +13,16 @@ use serde::Serialize;
 use crate::agent::ResponseBudget;
 use crate::error::{Error, Result};
 
-/// What is sent at once.
+/// Bytes per piece of a body.
 const PIECE: usize = 64 << 10;
 
-/// `answer` as JSON.
+/// `answer` as a JSON response.
 pub(crate) fn json(answer: &impl Serialize, room: ResponseBudget) -> Result<Response> {
     let body = serde_json::to_vec(answer).map_err(|error| Error::host("writing an answer", error))?;
     Ok(response(body, room))
 }
 
-/// An answer that is JSON already.
+/// A response whose body is JSON already.
 pub(crate) fn response(body: Vec<u8>, room: ResponseBudget) -> Response {
     let headers = [
         (header::CONTENT_TYPE, HeaderValue::from_static("application/json")),
@@ -30,12 +30,12 @@ pub(crate) fn response(body: Vec<u8>, room: ResponseBudget) -> Response {
     ];
     let room = Arc::new(room);
     let mut response = (headers, in_pieces(body.into(), room.clone())).into_response();
-    // For who reads the body to send it once more.
+    // For code that reads this body and sends it again.
     response.extensions_mut().insert(room);
     response
 }
 
-/// A body whose pieces are asked for as the client takes them; `room` is kept until the last one is.
+/// A body that produces a piece whenever the client takes one. `room` is held until the last piece.
 pub(crate) fn in_pieces(body: Bytes, room: Arc<ResponseBudget>) -> Body {
     Body::from_stream(stream::unfold((body, room), |(mut body, room)| async move {
         let piece = body.split_to(body.len().min(PIECE));
@@ -57,7 +57,7 @@ mod tests {
         assert!(room.take(1000) && !room.take(1));
         let mut response = response(vec![b'x'; 100 << 10], room);
         let room = response.extensions_mut().remove::<Arc<ResponseBudget>>().unwrap();
-        // As one does who reads it to keep it.
+        // Like middleware that reads a body to store it.
         let body = axum::body::to_bytes(response.into_body(), usize::MAX).await.unwrap();
         let left = room.clone();
         let again = in_pieces(body, room);
@@ -66,7 +66,7 @@ mod tests {
         assert_eq!((body.len(), Arc::strong_count(&left)), (100 << 10, 1));
     }
 
-    /// Other tests may have some of it, too, for a moment.
+    /// Other tests may use a part of the budget for a moment.
     #[tokio::test]
     async fn what_guests_say_counts_until_clients_have_read_it_whatever_it_was_asked_with() {
         let daemon = FakeDaemon::start().await;

@@ -1,4 +1,4 @@
-//! Tokens: who may come in over TCP. For admins only.
+//! Routes of tokens, which TCP clients authenticate with. For admins only.
 
 use axum::Json;
 use axum::extract::State;
@@ -12,24 +12,24 @@ use crate::auth::tokens::TokenSpec;
 use crate::error::Result;
 use crate::util::task::blocking;
 
-/// All tokens, `default` first, then by name; not themselves.
+/// Lists all tokens without their secrets: `default` first, then by name.
 #[utoipa::path(
     get, path = "/v1/tokens",
     responses(
         (status = 200, body = Vec<TokenInfo>),
-        (status = 403, body = ErrorBody, description = "Only an admin may"),
+        (status = 403, body = ErrorBody, description = "Needs an admin"),
     ),
 )]
 pub(super) async fn list(State(app): State<ApiContext>) -> Json<Vec<TokenInfo>> {
     Json(app.tokens.list().into_iter().map(info).collect())
 }
 
-/// Makes a token.
+/// Creates a token.
 #[utoipa::path(
     post, path = "/v1/tokens", request_body = TokenRequest,
     responses(
         (status = 201, body = NewToken), (status = 400, body = ErrorBody),
-        (status = 403, body = ErrorBody, description = "Only an admin may"),
+        (status = 403, body = ErrorBody, description = "Needs an admin"),
         (status = 409, body = ErrorBody, description = "The name is taken"),
     ),
 )]
@@ -57,11 +57,11 @@ pub(super) async fn add(
     Ok((StatusCode::CREATED, Json(new(made))))
 }
 
-/// Removes a token: it is refused from here on. What its owner has stays.
+/// Removes a token: the daemon rejects it from now on. The owner's objects stay.
 #[utoipa::path(
     delete, path = "/v1/tokens/{name}", params(("name" = String, Path)),
     responses(
-        (status = 204), (status = 403, body = ErrorBody, description = "Only an admin may"),
+        (status = 204), (status = 403, body = ErrorBody, description = "Needs an admin"),
         (status = 404, body = ErrorBody),
         (status = 409, body = ErrorBody, description = "`default` can only be rotated"),
     ),
@@ -71,11 +71,11 @@ pub(super) async fn remove(State(app): State<ApiContext>, Id(name): Id) -> Resul
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Makes a token anew: the old one is refused from here on.
+/// Rotates a token: creates a new secret, and rejects the old one from now on.
 #[utoipa::path(
     post, path = "/v1/tokens/{name}/rotate", params(("name" = String, Path)),
     responses(
-        (status = 200, body = NewToken), (status = 403, body = ErrorBody, description = "Only an admin may"),
+        (status = 200, body = NewToken), (status = 403, body = ErrorBody, description = "Needs an admin"),
         (status = 404, body = ErrorBody),
     ),
 )]

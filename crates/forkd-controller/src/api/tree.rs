@@ -1,4 +1,4 @@
-//! The fork tree.
+//! The route of the fork tree.
 
 use std::collections::{HashMap, HashSet};
 
@@ -13,8 +13,7 @@ use crate::snapshot::branch_job::{Branch, Mode};
 use crate::snapshot::registry::{Entry, SnapshotJob, SnapshotState};
 use crate::snapshot::tree::{Named, SandboxFact, SnapshotFact, grow};
 
-/// Who came from whom: all snapshots and sandboxes there are for whoever asks, and those that are gone but were
-/// above them.
+/// Shows the ancestry of the caller's snapshots and sandboxes. Removed objects that have descendants are included.
 #[utoipa::path(get, path = "/v1/tree", responses((status = 200, body = Tree)))]
 pub(super) async fn tree(State(app): State<ApiContext>, Extension(who): Extension<Principal>) -> Json<Tree> {
     let snapshots = app.snapshots.list();
@@ -25,7 +24,7 @@ pub(super) async fn tree(State(app): State<ApiContext>, Extension(who): Extensio
     let sandboxes = app.registry.list();
     let sandboxes = sandboxes.iter().filter(|it| who.owns(&it.spec.owner));
     let sandboxes: Vec<SandboxFact> = sandboxes.map(|it| sandbox(it, &made)).collect();
-    // What they forked a sandbox of they know by name.
+    // The caller knows the tags of the snapshots that it forked sandboxes from.
     let used = sandboxes.iter().flat_map(|it| it.spawned_from.iter().chain(&it.rolled_back_to));
     let used: HashSet<&str> = used.map(|named| named.tag.as_str()).collect();
     for fact in &mut snapshots {
@@ -70,7 +69,7 @@ fn snapshot(entry: &Entry) -> SnapshotFact {
     }
 }
 
-/// One that is not on disk.
+/// A branch that is not on disk.
 fn branched(fact: SnapshotFact, branch: &Branch) -> SnapshotFact {
     let origin = branch.origin.as_ref();
     SnapshotFact {
@@ -85,7 +84,7 @@ fn branched(fact: SnapshotFact, branch: &Branch) -> SnapshotFact {
     }
 }
 
-/// `made` tells when the snapshot was made, or the branch taken, that has a tag now.
+/// `made` maps each tag to the creation time of the snapshot or branch that has the tag now.
 fn sandbox(sandbox: &Sandbox, made: &HashMap<String, u64>) -> SandboxFact {
     let state = match sandbox.phase() {
         Phase::Starting => "starting",
@@ -98,13 +97,13 @@ fn sandbox(sandbox: &Sandbox, made: &HashMap<String, u64>) -> SandboxFact {
     let created_at_unix = sandbox.created_at_unix();
     let template = sandbox.resources().template.clone();
     let named = |tag: String| {
-        // Its template knows best; that of an earlier life is gone.
+        // The current template knows the snapshot; the template from before a rollback is gone.
         let known = template.as_ref().filter(|template| template.about.tag == tag);
         let id = known.and_then(|template| template.snapshot());
         Named { tag, id }
     };
     let spawned_from = |tag: String| {
-        // A later snapshot may have the tag. Of one it was taken back to, later, that tells nothing.
+        // A later snapshot may have the tag now. For a snapshot of a later rollback the time proves nothing.
         let later = made.get(&tag).is_some_and(|made| *made > created_at_unix);
         let named = named(tag);
         Named { id: named.id.or(later.then(|| "earlier".into())), ..named }

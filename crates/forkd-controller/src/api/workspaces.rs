@@ -1,4 +1,4 @@
-//! Workspaces.
+//! Routes of workspaces.
 
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -39,12 +39,12 @@ fn plain((record, status): (WorkspaceRecord, Status)) -> WorkspaceInfo {
     }
 }
 
-/// All workspaces there are for whoever asks, by name.
+/// Lists the caller's workspaces, by name.
 #[utoipa::path(
     get, path = "/v1/workspaces",
     params(
-        ("limit" = Option<u64>, Query, description = "The most to list, 1 to 1000; all when absent"),
-        ("cursor" = Option<String>, Query, description = "List what comes after the page that named it in `X-Next-Cursor`"),
+        ("limit" = Option<u64>, Query, description = "The most entries, 1 to 1000; all when absent"),
+        ("cursor" = Option<String>, Query, description = "`X-Next-Cursor` of the previous page"),
     ),
     responses((status = 200, body = Vec<WorkspaceInfo>), (status = 400, body = ErrorBody)),
 )]
@@ -58,14 +58,14 @@ pub(super) async fn list(
     page.answer(all, |workspace| workspace.name.clone(), WorkspaceInfo::clone)
 }
 
-/// Makes a workspace: a sandbox with a name that can be put away and taken out again.
+/// Creates a workspace: a sandbox with a name that can be suspended and resumed.
 #[utoipa::path(
     post, path = "/v1/workspaces", request_body = WorkspaceRequest,
     responses(
         (status = 201, body = WorkspaceInfo), (status = 400, body = ErrorBody),
         (status = 404, body = ErrorBody, description = "No such snapshot"),
         (status = 409, body = ErrorBody, description = "The name is taken, or the snapshot cannot be used"),
-        (status = 429, body = ErrorBody, description = "The owner may not have as much"),
+        (status = 429, body = ErrorBody, description = "The owner's quota is used up"),
         (status = 503, body = ErrorBody, description = "A limit is reached"),
     ),
 )]
@@ -86,24 +86,24 @@ pub(super) async fn create(
     Ok((StatusCode::CREATED, Extension(AuditTarget(made.0.name.clone())), info(made)))
 }
 
-/// One workspace.
+/// Shows one workspace.
 #[utoipa::path(
     get, path = "/v1/workspaces/{name}", params(("name" = String, Path)),
     responses(
         (status = 200, body = WorkspaceInfo), (status = 404, body = ErrorBody),
-        (status = 409, body = ErrorBody, description = "Its file cannot be used"),
+        (status = 409, body = ErrorBody, description = "Its record cannot be used"),
     ),
 )]
 pub(super) async fn get(State(app): State<ApiContext>, Id(name): Id) -> Result<Json<WorkspaceInfo>> {
     app.workspaces.show(&name).map(info)
 }
 
-/// Deletes a workspace: its sandbox and its states.
+/// Deletes a workspace: its sandbox and its stored states.
 #[utoipa::path(
     delete, path = "/v1/workspaces/{name}", params(("name" = String, Path)),
     responses(
         (status = 204), (status = 404, body = ErrorBody),
-        (status = 409, body = ErrorBody, description = "It is being changed"),
+        (status = 409, body = ErrorBody, description = "Another request changes it"),
     ),
 )]
 pub(super) async fn delete(State(app): State<ApiContext>, Id(name): Id) -> Result<StatusCode> {
@@ -112,7 +112,7 @@ pub(super) async fn delete(State(app): State<ApiContext>, Id(name): Id) -> Resul
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Puts a workspace away: its sandbox is on disk, then ended.
+/// Suspends a workspace: stores its sandbox on disk, then ends it.
 #[utoipa::path(
     post, path = "/v1/workspaces/{name}/suspend", params(("name" = String, Path)),
     request_body = SuspendRequest,
@@ -120,8 +120,8 @@ pub(super) async fn delete(State(app): State<ApiContext>, Id(name): Id) -> Resul
         (status = 200, body = WorkspaceInfo),
         (status = 400, body = ErrorBody, description = "It is not running"),
         (status = 404, body = ErrorBody),
-        (status = 409, body = ErrorBody, description = "It is being changed"),
-        (status = 429, body = ErrorBody, description = "The owner may not have as much"),
+        (status = 409, body = ErrorBody, description = "Another request changes it"),
+        (status = 429, body = ErrorBody, description = "The owner's quota is used up"),
         (status = 503, body = ErrorBody, description = "Too many branches are being taken"),
     ),
 )]
@@ -135,15 +135,15 @@ pub(super) async fn suspend(
     to_its_end(async move { workspaces.suspend(&name, request.diff, &who, None).await }).await.map(info)
 }
 
-/// Takes a workspace out again: a sandbox is forked from its last state.
+/// Resumes a workspace: forks a sandbox from its last state.
 #[utoipa::path(
     post, path = "/v1/workspaces/{name}/resume", params(("name" = String, Path)),
     responses(
         (status = 200, body = WorkspaceInfo),
         (status = 400, body = ErrorBody, description = "It is running already"),
-        (status = 404, body = ErrorBody, description = "No such workspace, or its state is gone"),
-        (status = 409, body = ErrorBody, description = "It is being changed, or its state cannot be used"),
-        (status = 429, body = ErrorBody, description = "The owner may not have as much"),
+        (status = 404, body = ErrorBody, description = "No such workspace, or its state is missing"),
+        (status = 409, body = ErrorBody, description = "Another request changes it, or its state cannot be used"),
+        (status = 429, body = ErrorBody, description = "The owner's quota is used up"),
     ),
 )]
 pub(super) async fn resume(
@@ -156,7 +156,7 @@ pub(super) async fn resume(
     to_its_end(async move { workspaces.resume(&name, &who).await }).await.map(info)
 }
 
-/// Does `work` in a task of its own: what was begun is finished, whether or not the client waits.
+/// Runs `work` in a task of its own, so that it finishes also when the client disconnects.
 async fn to_its_end<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
     let done = task::spawn(Task::Workspace, work).await;
     done.unwrap_or_else(|error| Err(Error::host("changing a workspace", error)))

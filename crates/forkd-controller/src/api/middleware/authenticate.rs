@@ -1,13 +1,12 @@
-//! Who may talk to the daemon.
+//! Authenticates clients.
 //!
-//! - Over the unix socket: whoever may open it. File permissions are the check.
-//! - Over TCP: whoever shows a token (`tokens`). Because a browser on the same machine can be made to send
-//!   requests to loopback by any web page, a request must also *name* loopback in `Host` (a page
-//!   that re-bound its own name to 127.0.0.1 names itself there) and, if it comes from a page at
-//!   all, that page's `Origin` must be loopback too. Where others can reach the daemon there is TLS, and
-//!   no page can have our name: there a page must only be one of our own.
+//! - Over the unix socket: every process that can open it. The file permissions are the check.
+//! - Over TCP: every client with a token (`tokens`). Any web page can make a browser on the same machine send
+//!   requests to loopback. So the `Host` header must name loopback: a page that re-binds its own name to 127.0.0.1
+//!   sends that name. If there is an `Origin` header, it must name loopback too. A daemon that other hosts can
+//!   reach has TLS, and no page can have its name; there the `Origin` must be the daemon itself.
 //!
-//! What they may do once they are in is `access`'s.
+//! `authorize` checks what a principal may do.
 
 use std::net::Ipv4Addr;
 use std::sync::Arc;
@@ -26,19 +25,19 @@ use crate::auth::rate_limit::{Failures, Rates};
 use crate::auth::tokens::{Refusal, Tokens};
 use crate::error::{Code, Error, Result};
 
-/// Who is let in over TCP.
+/// Decides which TCP clients are admitted.
 #[derive(Debug, Clone)]
 pub(crate) struct Authenticator {
     pub(crate) tokens: Arc<Tokens>,
     pub(crate) rates: Arc<Rates>,
     pub(crate) failures: Arc<Failures>,
-    /// Whether clients of other hosts are served, too.
+    /// Whether clients on other hosts are served, too.
     pub(crate) remote: bool,
-    /// Whether whoever shows no token owns the host.
+    /// Whether clients without a token have full access to the host.
     pub(crate) insecure: bool,
 }
 
-/// Middleware for TCP: lets a request pass, or answers it with the reason why not.
+/// Middleware for TCP: passes a request on, or replies with the reason for its rejection.
 pub(crate) async fn check(State(gate): State<Authenticator>, mut request: Request, next: Next) -> Response {
     let open = policy::is_open(request.uri().path());
     if let Err(error) = check_source(request.headers(), request.uri(), gate.remote) {
@@ -49,13 +48,14 @@ pub(crate) async fn check(State(gate): State<Authenticator>, mut request: Reques
             Ok(who) => who,
             Err(error) => return gate.refuse(&request, error),
         };
-        // Those who own the host may do with it what they like.
+        // The rate limit does not apply to admins.
         if !who.is_admin()
             && let Err(wait) = gate.rates.take(&who.name, Instant::now())
         {
-            let text = "this token asks too often; wait as long as Retry-After says, or ask for less";
+            let text =
+                "too many requests with this token; wait for the seconds in Retry-After, or send fewer";
             let mut response = too_many(text, wait);
-            // For the audit log: nobody else gets to know who it was.
+            // For the audit log; the client does not see extensions.
             response.extensions_mut().insert(who);
             return response;
         }
@@ -76,7 +76,7 @@ impl Authenticator {
             return unauthorized(text);
         };
         if all.next().is_some() {
-            return unauthorized("there are several tokens; show one");
+            return unauthorized("there are several Authorization headers; send one");
         }
         let shown = header.to_str().ok().and_then(|value| value.split_once(' '));
         let found = match shown {
@@ -101,8 +101,8 @@ impl Authenticator {
         }
     }
 
-    /// Answers a request that nobody is known to have sent. Whoever shows a good token is let in however
-    /// many others at the same address do not: they may share it.
+    /// Replies to a request without a good token. Bad tokens do not slow down a client with a good token at the same
+    /// address: several clients may share it.
     fn refuse(&self, request: &Request, error: Error) -> Response {
         let address = match request.extensions().get() {
             Some(Peer::Tcp(address)) => address.ip(),
@@ -110,12 +110,15 @@ impl Authenticator {
         };
         match self.failures.count(address, Instant::now()) {
             Ok(()) => error.into_response(),
-            Err(wait) => too_many("too many requests without a good token; wait, and show one", wait),
+            Err(wait) => too_many(
+                "too many requests without a good token; wait for the seconds in Retry-After, and send a good one",
+                wait,
+            ),
         }
     }
 }
 
-/// Says when to come back.
+/// A 429 with the seconds to wait.
 fn too_many(text: &str, wait: Duration) -> Response {
     let mut response = Error::new(Code::RateLimited, text).into_response();
     let secs = wait.as_secs().saturating_add(1);
@@ -123,7 +126,7 @@ fn too_many(text: &str, wait: Duration) -> Response {
     response
 }
 
-/// Middleware for the unix socket.
+/// Middleware for the unix socket: its clients are admins.
 pub(crate) async fn trust_unix_peer(mut request: Request, next: Next) -> Response {
     request.extensions_mut().insert(Principal::local());
     next.run(request).await
@@ -141,10 +144,10 @@ fn check_source(headers: &HeaderMap, uri: &Uri, remote: bool) -> Result<()> {
             "the Host header must be localhost, 127.0.0.1 or [::1]; use one of them in the URL",
         );
     }
-    // A request line may hold a whole URL, which then counts instead of the header.
+    // The request line may contain a whole URL, whose host has priority over the header.
     let named = |name: &str| if remote { name.eq_ignore_ascii_case(host) } else { is_loopback(name) };
     if uri.authority().is_some_and(|authority| !named(authority.as_str())) {
-        return forbidden("the request names another host");
+        return forbidden("the URL's host is not the Host header's; use the same in both");
     }
     for origin in headers.get_all(ORIGIN) {
         let origin = origin.to_str().unwrap_or_default();
@@ -153,7 +156,9 @@ fn check_source(headers: &HeaderMap, uri: &Uri, remote: bool) -> Result<()> {
             None => origin.strip_prefix("https://"),
         };
         if !host.is_some_and(named) {
-            return forbidden("requests from web pages elsewhere are not served");
+            return forbidden(
+                "requests from web pages of other origins are not served; call the API from the daemon's own origin",
+            );
         }
     }
     Ok(())

@@ -1,6 +1,6 @@
-//! Refuses what a principal may not do: the scope of its token, and the owner of what a path names.
+//! Rejects requests that a principal may not make: by the token's scope, and by the owner of the object in the path.
 //!
-//! Handlers check what is in a body (a snapshot to fork from, say), and filter lists.
+//! Handlers check the objects in a body (such as a snapshot to fork from), and filter lists.
 
 use axum::extract::{MatchedPath, RawPathParams, Request, State};
 use axum::http::Method;
@@ -12,7 +12,7 @@ use crate::auth::policy::{is_open, needed};
 use crate::auth::principal::{Principal, SHARED};
 use crate::error::{Code, Error, Result};
 
-/// Middleware behind `auth`: lets those pass who may.
+/// Middleware after `authenticate`: passes allowed requests on.
 pub(crate) async fn check(
     State(app): State<ApiContext>,
     path: Option<MatchedPath>,
@@ -20,14 +20,14 @@ pub(crate) async fn check(
     request: Request,
     next: Next,
 ) -> Response {
-    // Without a route there is nothing to be had.
+    // Without a route there is no object to protect.
     let Some(path) = path else { return next.run(request).await };
     let who = request.extensions().get::<Principal>();
     let allowed = match who {
         Some(who) if who.is_admin() => Ok(()),
         Some(who) => allow(&app, who, request.method(), path.as_str(), params.ok().as_ref()),
         None if is_open(path.as_str()) => Ok(()),
-        None => Err(Error::new(Code::Unauthorized, "the request has no known sender")),
+        None => Err(Error::new(Code::Unauthorized, "the request has no principal; send a token")),
     };
     match allowed {
         Ok(()) => next.run(request).await,
@@ -45,7 +45,7 @@ fn allow(
     let needed = needed(method, path);
     if who.scope < needed {
         let text = format!(
-            "token {} has the scope {}, and this needs {}; ask for a token with that (`forkd token add \
+            "token {} has the scope {}, and this request needs {}; get a token with that scope (`forkd token add \
              --scope {2}`)",
             who.name,
             who.scope.name(),
@@ -54,18 +54,18 @@ fn allow(
         return Err(Error::new(Code::Forbidden, text));
     }
     let Some(params) = params else {
-        return Err(Error::invalid("the path is not text"));
+        return Err(Error::invalid("the path is not UTF-8; encode it as UTF-8"));
     };
     let Some((_, name)) = params.iter().next() else { return Ok(()) };
     if path.starts_with("/v1/sandboxes/") {
-        // Ids are never used again: what is not there now never will be somebody else's.
+        // Ids are never used again: a missing id can never become another owner's sandbox.
         app.registry.get(name).map_or(Ok(()), |sandbox| app.registry.check_owner(&sandbox, who))
     } else if path.starts_with("/v1/snapshots/") {
         let Ok(entry) = app.snapshots.get(name) else { return Ok(()) };
         app.snapshots.check_use(&entry, who)?;
         let looks = [Method::GET, Method::HEAD].contains(method);
         if entry.owner() == SHARED && !looks {
-            let text = format!("snapshot {name} is everybody's: only an admin may change it");
+            let text = format!("snapshot {name} is shared by all owners; ask an admin to change it");
             return Err(Error::new(Code::Forbidden, text));
         }
         Ok(())

@@ -1,13 +1,13 @@
-//! Idempotency keys: a request that comes again is answered as the first time, and done once.
+//! Idempotency keys: a repeated request is done once, and gets the first reply again.
 //!
-//! A POST may carry `Idempotency-Key`. What is asked is noted before it is done, and done whether or not the
-//! client waits; the answer is kept before it is given. So the same question with the same key, however
-//! often, from the same owner, is done once and has one answer, also from the next daemon. Only answers that
-//! would be the same again are kept: what succeeded, and what was wrong with the request itself.
+//! A POST may carry `Idempotency-Key`. The daemon stores the request before it runs it, and runs it also when the
+//! client disconnects; it stores the reply before it sends it. So repeated requests of one owner with one key run
+//! once and get one reply, also from the next daemon. Only replies that a repetition would get as well are stored:
+//! successes, and errors of the request itself.
 //!
-//! A daemon that is killed while it does something leaves a key without an answer. Children carry the key
-//! that they were asked for with, so a request for children is answered with those that are there, or done
-//! if there are none; of all else nobody knows, and that is what is said.
+//! A daemon that is killed during a request leaves a key without a reply. Children carry the key of their request. So
+//! a repeated request for children returns the existing children, or runs if there are none. For all other requests
+//! the outcome is unknown, and the reply is an error with that code.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -31,39 +31,39 @@ use crate::error::{Code, Error, Result};
 use crate::util::task::{self, Task, blocking};
 use crate::util::time::now_unix;
 
-/// The header a key comes in.
+/// The header with the key.
 const KEY: &str = "idempotency-key";
 /// The longest key.
 const MAX_KEY: usize = 255;
-/// How long an answer is kept.
+/// How long a reply is stored.
 const MAX_AGE_SECS: u64 = 24 * 3600;
-/// How many are, of each owner.
+/// The most stored replies of each owner.
 const MAX_COUNT: u64 = 10_000;
-/// The longest body that is kept: room for 1000 children.
+/// The longest body that is stored: enough for 1000 children.
 const MAX_BODY: usize = 4 << 20;
-/// How much the bodies of each owner may take.
+/// The most bytes of all stored bodies of each owner.
 const MAX_BYTES: u64 = 256 << 20;
-/// After how many bytes more it is looked whether that is too much, however little time has passed.
+/// After this many new bytes the store is pruned at once, before the next regular time.
 const LOOK_AFTER: usize = 64 << 20;
 
-/// All answers that are kept, and what is under way.
+/// All stored replies, and the requests that are running.
 #[derive(Debug, Clone)]
 pub(crate) struct IdempotencyStore {
     database: Arc<Database>,
     running: Arc<Mutex<HashMap<Key, Question>>>,
-    /// Bytes kept since it was last looked whether there are too many.
+    /// Bytes stored since the store was last pruned.
     grown: Arc<AtomicUsize>,
     max_request: usize,
 }
 
-/// Who asked, and with which key.
+/// A key and its owner.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Key {
     owner: String,
     key: String,
 }
 
-/// What is asked.
+/// A request: a key may repeat only with the same request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Question {
     method: Method,
@@ -71,16 +71,16 @@ struct Question {
     body: Bytes,
 }
 
-/// For handlers that make sandboxes: what they are to be marked with.
+/// For handlers that create sandboxes: the mark to store with them.
 #[derive(Debug, Clone)]
 pub(crate) struct IdempotencyMark {
-    /// Unlike any other key's.
+    /// The owner and the key, which together are unique.
     pub(crate) mark: String,
-    /// Whether it was asked before, and nobody knows what came of it.
+    /// Whether an earlier daemon began the request, with an unknown outcome.
     pub(crate) before: bool,
 }
 
-/// A request under way. Dropping it says that it is over.
+/// A running request. Dropping it ends the entry.
 struct Running {
     answers: IdempotencyStore,
     key: Key,
@@ -97,24 +97,24 @@ impl IdempotencyStore {
         IdempotencyStore { database, running: Arc::default(), grown: Arc::default(), max_request }
     }
 
-    /// Forgets what is old.
+    /// Removes old replies.
     pub(crate) async fn prune(&self) -> Result<()> {
         self.grown.store(0, Ordering::Relaxed);
         let database = self.database.clone();
         let since = now_unix().saturating_sub(MAX_AGE_SECS);
         let prune = move || Ok(database.prune_answers(since, MAX_COUNT, MAX_BYTES)?);
-        blocking("forgetting answers", prune).await?;
+        blocking("pruning stored replies", prune).await?;
         Ok(())
     }
 
-    /// An error if something is under way with that key already.
+    /// Enters a running request; an error if one with that key is running already.
     fn enter(&self, key: &Key, question: &Question) -> Result<Running> {
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         match running.get(key) {
             None => {}
             Some(other) if other != question => return Err(another_question()),
             Some(_) => {
-                let text = "a request with this Idempotency-Key is under way; ask again in a moment";
+                let text = "a request with this Idempotency-Key is under way; send it again in a moment";
                 return Err(Error::new(Code::IdempotencyInProgress, text));
             }
         }
@@ -124,7 +124,7 @@ impl IdempotencyStore {
 
     async fn begin(&self, key: &Key, question: &Question) -> Result<Begun> {
         let (database, key, question) = (self.database.clone(), key.clone(), question.clone());
-        blocking("noting a request", move || {
+        blocking("storing a request", move || {
             let Question { method, uri, body } = &question;
             let parts = [method.as_str().as_bytes(), uri.as_bytes(), body];
             let now = now_unix();
@@ -134,10 +134,10 @@ impl IdempotencyStore {
         .await
     }
 
-    /// Keeps an answer, or forgets that there was a question.
+    /// Stores a reply, or removes the request's entry.
     async fn finish(&self, key: Key, answer: Option<Answer>) -> Result<()> {
         let database = self.database.clone();
-        blocking("keeping an answer", move || {
+        blocking("storing a reply", move || {
             match answer {
                 Some(answer) => database.keep_answer(&key.owner, &key.key, &answer)?,
                 None => database.forget_answer(&key.owner, &key.key)?,
@@ -148,12 +148,12 @@ impl IdempotencyStore {
     }
 }
 
-/// Middleware: answers again what was answered before, and keeps what is answered now.
+/// Middleware: repeats stored replies, and stores new ones.
 pub(crate) async fn once(State(answers): State<IdempotencyStore>, request: Request, next: Next) -> Response {
     let has_key = request.method() == Method::POST && request.headers().contains_key(KEY);
-    // An answer with a token in it is not for keeping: only hashes of tokens are.
+    // A reply with a token is not stored: the daemon stores only hashes of tokens.
     let secret = request.uri().path().starts_with("/v1/tokens");
-    // Nobody is known to have sent what all may ask for.
+    // Open routes have no principal, and so no owner of the key.
     let owner = request.extensions().get::<Principal>().map(|who| who.owner.clone());
     let Some(owner) = owner.filter(|_| has_key && !secret) else { return next.run(request).await };
     match answer(answers, owner, request, next).await {
@@ -166,13 +166,16 @@ async fn answer(answers: IdempotencyStore, owner: String, request: Request, next
     let (parts, body) = request.into_parts();
     let key = Key { owner, key: read_key(parts.headers.get_all(KEY).iter())? };
     let body = in_time(to_bytes(body, answers.max_request)).await?.map_err(|_| {
-        let text = format!("the body is larger than {} bytes, the limit, or broke off", answers.max_request);
+        let text = format!(
+            "the body is larger than the limit of {} bytes, or ended early; send a smaller one",
+            answers.max_request
+        );
         Error::new(Code::BodyTooLarge, text)
     })?;
-    // In a task of its own: what is begun is finished, and its answer kept, whether or not anybody waits.
+    // In a task of its own: the request finishes, and its reply is stored, also when the client disconnects.
     let work = answer_once(answers, key, parts, body, next);
     let answered = task::spawn(Task::Answer, work.in_current_span()).await;
-    answered.unwrap_or_else(|error| Err(Error::host("answering a request", error)))
+    answered.unwrap_or_else(|error| Err(Error::host("running a request with an idempotency key", error)))
 }
 
 async fn answer_once(
@@ -191,9 +194,9 @@ async fn answer_once(
         Begun::Unanswered => true,
     };
     if before && parts.uri.path() != "/v1/sandboxes" {
-        let text = "the daemon was stopped while a request with this Idempotency-Key was under way, and what \
-                    came of it is not known: look for it (GET /v1/sandboxes, /v1/snapshots, /v1/workspaces), \
-                    then ask again with a new key if it was not done";
+        let text = "the daemon was stopped while a request with this Idempotency-Key was under way, and its \
+                    outcome is not known: look for its result (GET /v1/sandboxes, /v1/snapshots, /v1/workspaces), \
+                    then send it again with a new key if it was not done";
         return Err(Error::new(Code::IdempotencyOutcomeUnknown, text));
     }
     parts.extensions.insert(IdempotencyMark { mark: format!("{} {}", key.owner, key.key), before });
@@ -202,14 +205,15 @@ async fn answer_once(
 }
 
 fn another_question() -> Error {
-    let text = "this Idempotency-Key came with another request before; use a new one for each";
+    let text =
+        "an earlier request with this Idempotency-Key was a different one; use a new key for each request";
     Error::new(Code::IdempotencyKeyReused, text)
 }
 
-/// The one key of a request.
+/// Reads the only key of a request.
 fn read_key<'v>(mut values: impl Iterator<Item = &'v HeaderValue>) -> Result<String> {
     let refused =
-        || Error::invalid(format!("Idempotency-Key must be one, of 1 to {MAX_KEY} visible characters"));
+        || Error::invalid(format!("give one Idempotency-Key, of 1 to {MAX_KEY} visible characters"));
     let value = values.next().and_then(|value| value.to_str().ok()).ok_or_else(refused)?;
     let visible = (1..=MAX_KEY).contains(&value.len()) && value.bytes().all(|byte| byte.is_ascii_graphic());
     if !visible || values.next().is_some() {
@@ -218,7 +222,7 @@ fn read_key<'v>(mut values: impl Iterator<Item = &'v HeaderValue>) -> Result<Str
     Ok(value.to_owned())
 }
 
-/// Keeps an answer that would be the same again, before it is given.
+/// Stores a reply before it is sent, if a repeated request would get the same.
 async fn keep(answers: &IdempotencyStore, key: &Key, response: Response) -> Result<Response> {
     let status = response.status();
     let json = response.headers().get(header::CONTENT_TYPE).is_none_or(|it| it == "application/json");
@@ -227,10 +231,10 @@ async fn keep(answers: &IdempotencyStore, key: &Key, response: Response) -> Resu
         return Ok(response);
     }
     let (parts, body) = response.into_parts();
-    // It goes on to count as what a guest said, if it is that.
+    // A reply with guest data still counts against its budget.
     let room = parts.extensions.get::<Arc<ResponseBudget>>().cloned();
-    // All of it is in memory already.
-    let body = to_bytes(body, usize::MAX).await.map_err(|error| Error::host("reading an answer", error))?;
+    // The whole body is in memory already.
+    let body = to_bytes(body, usize::MAX).await.map_err(|error| Error::host("reading a reply", error))?;
     let kept = (body.len() <= MAX_BODY).then(|| body.to_vec());
     let length = kept.as_ref().map_or(0, Vec::len);
     answers.finish(key.clone(), Some(Answer { status: status.as_u16(), body: kept })).await?;
@@ -244,7 +248,7 @@ async fn keep(answers: &IdempotencyStore, key: &Key, response: Response) -> Resu
     Ok(Response::from_parts(parts, body))
 }
 
-/// Whether an answer says what any other time would be said.
+/// Whether a repeated request would get the same reply.
 fn is_kept(status: StatusCode) -> bool {
     let wrong = [
         StatusCode::BAD_REQUEST,
@@ -256,13 +260,15 @@ fn is_kept(status: StatusCode) -> bool {
 }
 
 fn replay(answer: Answer) -> Result<Response> {
-    let status = StatusCode::from_u16(answer.status)
-        .map_err(|error| Error::host("reading an answer that was kept", error))?;
+    let status =
+        StatusCode::from_u16(answer.status).map_err(|error| Error::host("reading a stored reply", error))?;
     let Some(body) = answer.body else {
-        let text = format!("this was done, and answered with {status}; that answer was too large to keep");
+        let text = format!(
+            "this request was done, with status {status}, and its reply was too large to keep; read its result with GET"
+        );
         return Err(Error::new(Code::IdempotencyAnswerLost, text));
     };
-    // Nobody knows any more whether a guest said it: who asks for it often, and reads it slowly, has no more room.
+    // The reply may contain guest data, so it counts against that budget.
     let mut room = ResponseBudget::default();
     if !room.take(body.len()) {
         return Err(Error::new(Code::DaemonBusy, agent::Error::NoRoom.to_string()));
@@ -277,10 +283,10 @@ fn replay(answer: Answer) -> Result<Response> {
     Ok(response)
 }
 
-/// The error in an answer that was kept: its body gets the id of the request that asks now.
+/// The error of a stored reply. Its body gets the id of the current request.
 fn refused_before(status: StatusCode, body: &[u8]) -> Error {
     let body = serde_json::from_slice(body);
-    // An older daemon kept a text alone.
+    // An older daemon stored only a text.
     let body = body.unwrap_or_else(|_| ErrorBody {
         error: "the request was refused before".into(),
         code: String::new(),

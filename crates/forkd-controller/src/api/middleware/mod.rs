@@ -1,4 +1,4 @@
-//! What every request passes through: the request log, authentication and idempotency keys.
+//! Middleware of every request: request log, authentication, authorization and idempotency keys.
 
 pub(crate) mod authenticate;
 pub(crate) mod authorize;

@@ -1,9 +1,9 @@
-//! What is done around every request, whatever becomes of it: it gets an id that is in its answer and in
-//! every line of the log that is about it; how long it took is counted under the route it matched; and it is
-//! written to the audit log, also when nobody was let in, no route was matched, or the client went away.
+//! The outermost middleware. Every request gets an id, which is in its reply and in every log line of the request.
+//! The duration is counted under the matched route. Every request is written to the audit log, also when
+//! authentication failed, no route matched, or the client disconnected.
 //!
-//! Who sent it is found out further in (`auth`): [`note`], behind that, passes it back out here; who was known and yet not let
-//! in is in the extensions of the answer.
+//! `authenticate` finds the principal further in. [`note`], after it, stores the principal for this module. A
+//! principal that was found and then rejected is in the extensions of the response.
 
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,26 +28,26 @@ use crate::telemetry::audit::AuditRecord;
 use crate::telemetry::otlp::{self, Context, Over};
 use crate::util::random::request_id;
 
-/// The header a request's id is in, in both directions.
+/// The header with a request's id, in both directions.
 const REQUEST_ID: &str = "x-request-id";
-/// The longest id taken over from a client.
+/// The longest id that is accepted from a client.
 const MAX_ID: usize = 64;
-/// The longest path, target and user agent that are written down, each.
+/// The longest path, target and user agent in the audit log, each.
 const MAX_TEXT: usize = 256;
-/// What the route of a request is called that matched none.
+/// The label of the route for requests that matched none.
 const NO_ROUTE: &str = "none";
 
-/// `router`, with every request watched.
+/// Adds the request log to `router`.
 pub(crate) fn watched(router: Router, telemetry: Arc<Telemetry>) -> Router {
     router.layer(middleware::from_fn_with_state(telemetry, watch))
 }
 
-/// What a request was about, as only its handler knows: in the extensions of its answer.
+/// The object of a request, if only the handler knows it: in the extensions of its response.
 #[derive(Debug, Clone)]
 pub(crate) struct AuditTarget(pub(crate) String);
 
 impl AuditTarget {
-    /// Several, as far as they fit.
+    /// Several objects, as many as fit.
     pub(crate) fn all<'a>(names: impl IntoIterator<Item = &'a str>) -> Self {
         let mut target = String::new();
         for name in names {
@@ -62,7 +62,7 @@ impl AuditTarget {
     }
 }
 
-/// What is known of a request.
+/// The facts of a request for log, metrics and traces.
 #[derive(Debug)]
 struct Noted {
     telemetry: Arc<Telemetry>,
@@ -76,9 +76,9 @@ struct Noted {
     trace: Option<Context>,
     identity: OnceLock<Principal>,
     target: OnceLock<String>,
-    /// Whether there was an answer.
+    /// Whether the request got a response.
     answered: AtomicBool,
-    /// Whether it has become a conversation.
+    /// Whether the request has become a WebSocket session.
     begun_talking: AtomicBool,
 }
 
@@ -87,7 +87,7 @@ async fn watch(State(telemetry): State<Arc<Telemetry>>, mut request: Request, ne
     request.extensions_mut().insert(noted.clone());
     let span =
         tracing::info_span!("request", id = noted.id, method = %noted.method, path = request.uri().path());
-    // Dropped without an answer if the client goes away.
+    // Dropped without a response if the client disconnects.
     let asked = PendingRequest(noted);
     let answer = otlp::carry(asked.0.trace, next.run(request));
     let mut response = answer.instrument(span.clone()).await;
@@ -102,7 +102,7 @@ async fn watch(State(telemetry): State<Arc<Telemetry>>, mut request: Request, ne
     response
 }
 
-/// Takes note of who sent a request. Goes between `auth` and the routes.
+/// Middleware that stores the principal of a request. Goes between `authenticate` and the routes.
 pub(crate) async fn note(request: Request, next: Next) -> Response {
     let extensions = request.extensions();
     if let (Some(noted), Some(identity)) = (extensions.get::<Arc<Noted>>(), extensions.get::<Principal>()) {
@@ -136,7 +136,7 @@ impl Noted {
         }
     }
 
-    /// Who reads the answer.
+    /// The reader of the reply, for error bodies.
     fn reader(&self) -> Reader {
         let reads_causes = self.identity.get().is_some_and(Principal::is_admin);
         Reader { request_id: self.id.clone(), reads_causes }
@@ -149,7 +149,7 @@ impl Noted {
     fn answered(&self, response: &Response) {
         let (status, took) = (response.status(), self.begun.elapsed());
         self.answered.store(true, Ordering::Relaxed);
-        tracing::debug!(status = status.as_u16(), ms = took.as_millis() as u64, "answered");
+        tracing::debug!(status = status.as_u16(), ms = took.as_millis() as u64, "request answered");
         let metrics = &self.telemetry.metrics;
         metrics.request(method_label(&self.method), self.route(), status.as_u16(), took);
         if let Some(identity) = response.extensions().get::<Principal>() {
@@ -174,7 +174,7 @@ impl Noted {
             400..500 => "refused",
             _ => "failed",
         };
-        // What is asked every few seconds by machines, and changes nothing.
+        // Frequent requests of monitoring systems, which change nothing.
         let routine = matches!(self.route(), "/healthz" | "/metrics") && self.method == Method::GET;
         if !(routine && status.is_success()) {
             self.audit(Some(status.as_u16()), outcome, took);
@@ -216,7 +216,7 @@ impl Noted {
     }
 }
 
-/// A request that waits for its answer.
+/// A request without a response yet.
 struct PendingRequest(Arc<Noted>);
 
 impl Drop for PendingRequest {
@@ -235,7 +235,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Reader {
     }
 }
 
-/// A conversation (WebSocket) that a request may become: its handler keeps this for as long as it lasts.
+/// A WebSocket session that a request may become. Its handler holds this until the session ends.
 #[derive(Debug)]
 pub(crate) struct Session(Option<Arc<Noted>>);
 
@@ -257,7 +257,7 @@ impl Drop for Session {
     }
 }
 
-/// The id the client gave, if it is one that can go into a log.
+/// The client's request id, if its length and characters are fit for a log.
 fn taken_over(headers: &HeaderMap) -> Option<String> {
     let id = headers.get(REQUEST_ID)?.to_str().ok()?;
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
@@ -270,7 +270,7 @@ fn parameter<'a>(route: &str, path: &'a str) -> Option<&'a str> {
     segments.find(|(pattern, _)| pattern.starts_with('{')).map(|(_, value)| value)
 }
 
-/// A method as a label: clients can make up others without end.
+/// A method as a label. Clients can send any number of other methods.
 fn method_label(method: &Method) -> &'static str {
     match method.as_str() {
         "GET" => "GET",

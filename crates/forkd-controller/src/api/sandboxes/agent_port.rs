@@ -1,4 +1,4 @@
-//! The line protocol: over HTTP, and the ports of loopback on which it is spoken.
+//! The JSON-lines protocol over HTTP, and the loopback ports for it.
 
 use axum::Json;
 use axum::extract::State;
@@ -13,9 +13,9 @@ use crate::api::{ApiContext, response};
 use crate::compat::json_lines;
 use crate::error::Result;
 
-/// One request of the line protocol: `{"action": "ping"}`, `{"action": "exec", "args": […], "timeout": 30}`
-/// or `{"action": "eval", "code": "…"}`. The answer is what the guest's port 8888 would give; what goes wrong
-/// is in its `error`.
+/// Sends one request of the JSON-lines protocol: `{"action": "ping"}`, `{"action": "exec", "args": […], "timeout":
+/// 30}` or `{"action": "eval", "code": "…"}`. The reply is the same as from the guest's port 8888; `error` has
+/// failures.
 #[utoipa::path(
     post, path = "/v1/sandboxes/{id}/line", params(("id" = String, Path)),
     request_body(content = Object, content_type = "application/json"),
@@ -30,7 +30,7 @@ pub(crate) async fn line(State(app): State<ApiContext>, Id(id): Id, Raw(body): R
     Ok(response::response(reply.to_line(), room))
 }
 
-/// Opens a port of loopback that speaks the line protocol, or says which one is open.
+/// Opens a loopback port for the JSON-lines protocol, or returns the port that is open.
 #[utoipa::path(
     put, path = "/v1/sandboxes/{id}/line-port", params(("id" = String, Path)),
     responses((status = 200, body = LinePort), (status = 404, body = ErrorBody)),
@@ -44,7 +44,7 @@ pub(crate) async fn open_port(
     Ok(Json(LinePort { target: app.lines.open(&sandbox)?.to_string() }))
 }
 
-/// Closes it.
+/// Closes the loopback port for the JSON-lines protocol.
 #[utoipa::path(
     delete, path = "/v1/sandboxes/{id}/line-port", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = ErrorBody)),

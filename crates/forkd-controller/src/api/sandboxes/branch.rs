@@ -1,4 +1,4 @@
-//! Branching sandboxes.
+//! The route that branches a sandbox.
 
 use axum::Extension;
 use axum::extract::State;
@@ -15,18 +15,18 @@ use crate::branch::BranchSpec;
 use crate::error::{Error, Result};
 use crate::snapshot::branch_job::{Mode, Stage};
 
-/// Branches a running sandbox: it goes on, and children can be forked from the branch at once. Answers when
-/// it is on disk, or, with `live` and `wait: false`, as soon as the sandbox runs again. The work goes on
-/// when the client goes away.
+/// Branches a running sandbox: the sandbox continues, and children can be forked from the branch at once. Replies
+/// when the branch is on disk, or, with `live` and `wait: false`, as soon as the sandbox runs again. The work
+/// continues when the client disconnects.
 #[utoipa::path(
     post, path = "/v1/sandboxes/{id}/branch", params(("id" = String, Path)), request_body = BranchRequest,
     responses(
         (status = 201, body = SnapshotInfo, description = "It is on disk"),
-        (status = 202, body = SnapshotInfo, description = "It is being written, and can be used"),
+        (status = 202, body = SnapshotInfo, description = "It can be used, and is being written"),
         (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
-        (status = 409, body = ErrorBody, description = "The tag exists, or the sandbox does not run"),
-        (status = 429, body = ErrorBody, description = "The owner may not have as many snapshots"),
-        (status = 500, body = ErrorBody, description = "It could not be stored, and is gone"),
+        (status = 409, body = ErrorBody, description = "The tag is taken, or the sandbox is not running"),
+        (status = 429, body = ErrorBody, description = "The owner's quota of snapshots is used up"),
+        (status = 500, body = ErrorBody, description = "It could not be stored, and was removed"),
         (status = 503, body = ErrorBody, description = "Too many branches are being taken"),
         (status = 507, body = ErrorBody, description = "The host's disk is full"),
     ),
@@ -47,10 +47,10 @@ pub(crate) async fn branch(
     Ok((status, view::info(&app, &who, entry).await?).into_response())
 }
 
-/// What was meant.
+/// Converts the request, including its older forms.
 fn order(request: BranchRequest) -> Result<BranchSpec> {
     let legacy = match (request.diff.unwrap_or(false), request.live.unwrap_or(false)) {
-        (true, true) => return Err(Error::invalid("a branch is either `diff` or `live`")),
+        (true, true) => return Err(Error::invalid("a branch is either `diff` or `live`; give one of them")),
         (true, false) => Some(Mode::Diff),
         (false, true) => Some(Mode::Live),
         (false, false) => None,
@@ -60,12 +60,12 @@ fn order(request: BranchRequest) -> Result<BranchSpec> {
         (Some("full"), None) | (None, None) => Mode::Full,
         (Some("diff"), None) => Mode::Diff,
         (Some("live"), None) => Mode::Live,
-        (Some(_), None) => return Err(Error::invalid("mode can be `full`, `diff` or `live`")),
+        (Some(_), None) => return Err(Error::invalid("mode must be `full`, `diff` or `live`")),
         (None, Some(mode)) => mode,
     };
     let wait = request.wait.unwrap_or(true);
     if !wait && mode != Mode::Live {
-        return Err(Error::invalid("only a `live` branch can be had without waiting for it"));
+        return Err(Error::invalid("`wait: false` needs a `live` branch"));
     }
     if request.parent_tag.is_some() && mode != Mode::Diff {
         return Err(Error::invalid("parent_tag is for `diff` only"));

@@ -1,4 +1,4 @@
-//! `GET /v1/sandboxes/{id}/console`: what a guest wrote to its console, and what it writes next.
+//! `GET /v1/sandboxes/{id}/console`: the output of a guest's console, and its further output.
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -23,27 +23,27 @@ use crate::monitor::console::{self, printable};
 use crate::sandbox::Phase;
 use crate::util::task::blocking;
 
-/// How often a console that is followed is looked at.
+/// Interval between reads of a console that a client follows.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
-/// The most that is sent at once.
+/// The most bytes sent at once.
 const CHUNK: usize = 64 << 10;
-/// Said where a console was cut, because it became too long, before all of it was sent.
+/// Sent in place of output that was cut, because the console was too long, before the client had it.
 const CUT: &str = "\n[forkd: some of the console was cut]\n";
 
-/// How much of a console.
+/// Query parameters: which part of a console.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct Wanted {
     tail: Option<usize>,
     follow: Option<bool>,
 }
 
-/// What the guest wrote to its console: the newest, if it was a lot.
+/// Returns the output of the guest's console, or the newest part of a long one.
 #[utoipa::path(
     get, path = "/v1/sandboxes/{id}/console",
     params(
         ("id" = String, Path),
-        ("tail" = Option<usize>, Query, description = "Only this many of the last lines"),
-        ("follow" = Option<bool>, Query, description = "True: go on with what it writes, until it ends"),
+        ("tail" = Option<usize>, Query, description = "Only this many lines from the end"),
+        ("follow" = Option<bool>, Query, description = "True: stream further output until the sandbox ends"),
     ),
     responses(
         (status = 200, body = String, content_type = "text/plain; charset=utf-8"),
@@ -76,7 +76,7 @@ pub(crate) async fn console(
     Ok((kind, Body::from_stream(stream)).into_response())
 }
 
-/// The end of `text` that has this many lines.
+/// The last `lines` lines of `text`.
 fn last_lines(text: &str, lines: usize) -> &str {
     let body = text.strip_suffix('\n').unwrap_or(text);
     if lines == 0 {
@@ -88,18 +88,18 @@ fn last_lines(text: &str, lines: usize) -> &str {
     }
 }
 
-/// Whoever follows a console.
+/// A client that follows a console.
 struct Follower {
     app: ApiContext,
     who: Principal,
     id: String,
     reader: Reader,
-    /// Whether there will be nothing more.
+    /// Whether the console will have no further output.
     over: bool,
 }
 
 impl Follower {
-    /// What was written since the last time, once there is something.
+    /// Waits for new output and returns it.
     async fn next(&mut self) -> Option<String> {
         let mut stopping = self.app.stopping.clone();
         loop {
@@ -119,8 +119,8 @@ impl Follower {
     }
 
     async fn read(&mut self) -> String {
-        // Looked up each time: one that was rolled back is another. The end before the console: what it
-        // wrote last is in there then.
+        // The registry is asked each time, because a rollback replaces the sandbox. The end is checked before the
+        // console is read: then the console holds its last output.
         let Ok(sandbox) = self.app.registry.get(&self.id) else {
             self.over = true;
             return String::new();
@@ -145,18 +145,18 @@ impl Follower {
     }
 }
 
-/// How far a console was read.
+/// A position in a console.
 #[derive(Debug, Default)]
 struct Reader {
-    /// Which file.
+    /// The file that `at` belongs to.
     inode: u64,
     at: u64,
-    /// The beginning of a character whose end is not there yet.
+    /// The first bytes of a character whose last bytes are not written yet.
     rest: Vec<u8>,
 }
 
 impl Reader {
-    /// What is new, at most [`CHUNK`] at a time, but for the first time. Blocks.
+    /// The new output, at most [`CHUNK`] bytes except for the first read. Blocks.
     fn read(&mut self, path: &Path) -> String {
         let Ok(file) = File::open(path) else { return String::new() };
         let Ok(about) = file.metadata() else { return String::new() };
@@ -165,7 +165,7 @@ impl Reader {
         if self.inode != about.ino() {
             *self = Reader { inode: about.ino(), ..Reader::default() };
         } else if about.len() < self.at {
-            // Its older half was thrown away, and where we were with it.
+            // The older half of the file was cut, and the position with it.
             *self = Reader { inode: about.ino(), at: about.len(), rest: Vec::new() };
             text.push_str(CUT);
         }

@@ -1,4 +1,4 @@
-//! Commands and evaluations that are waited for.
+//! Commands and evaluations whose reply comes after they end.
 
 use axum::extract::State;
 use axum::response::Response;
@@ -14,7 +14,7 @@ use crate::exec::run::{check_args, check_timeout, run_to_end};
 #[utoipa::path(
     post, path = "/v1/sandboxes/{id}/exec", params(("id" = String, Path)), request_body = ExecRequest,
     responses(
-        (status = 200, body = ExecReply, description = "It ran and ended, or was killed when its time ran out"),
+        (status = 200, body = ExecReply, description = "It ended, or was killed at its timeout"),
         (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
         (status = 409, body = ErrorBody, description = "The sandbox is not running"),
         (status = 502, body = ErrorBody, description = "The sandbox ended, or its agent is broken"),
@@ -37,12 +37,12 @@ pub(crate) async fn exec(
 #[utoipa::path(
     post, path = "/v1/sandboxes/{id}/eval", params(("id" = String, Path)), request_body = EvalRequest,
     responses(
-        (status = 200, body = EvalReply, description = "Also for code that raised, or whose time ran out"),
+        (status = 200, body = EvalReply, description = "Also for code that raised an exception, or timed out"),
         (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
         (status = 409, body = ErrorBody, description = "The sandbox is not running, or has no Python"),
         (status = 502, body = ErrorBody, description = "The sandbox ended, or its agent is broken"),
-        (status = 503, body = ErrorBody, description = "It was evaluated, but there is no room for the answer: \
-          too much is there that clients have not read yet"),
+        (status = 503, body = ErrorBody, description = "It was evaluated, but the result does not fit into the budget: \
+          clients have too much unread output"),
         (status = 504, body = ErrorBody, description = "The sandbox does not answer"),
     ),
 )]

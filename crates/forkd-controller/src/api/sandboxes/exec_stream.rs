@@ -1,4 +1,4 @@
-//! Commands over a WebSocket: `/v1/run` and `/v1/sandboxes/{id}/exec/stream`. The conversation is in `exec::stream`.
+//! Commands over a WebSocket: `/v1/run` and `/v1/sandboxes/{id}/exec/stream`. `exec::stream` has the session.
 
 use axum::Extension;
 use axum::extract::State;
@@ -18,21 +18,20 @@ use crate::exec::stream::exec::Exec;
 use crate::exec::stream::run::Run;
 use crate::exec::stream::{Conversation, StreamContext, session};
 
-/// The request for a WebSocket, or why it is none.
+/// The WebSocket upgrade, or why the request is none.
 type Upgrade = std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>;
 
-/// Runs a command in a sandbox of its own, over a WebSocket. The sandbox lives as long as the
-/// connection.
+/// Runs a command in a new sandbox, over a WebSocket. The sandbox ends with the connection.
 ///
-/// The first message is text, a `RunRequest`. Then the server sends `ServerEvent`s as text and
-/// output as binary frames, whose first byte is 1 for standard output and 2 for standard error; the
-/// client sends `ClientMessage`s as text and input as binary frames, whose first byte is 0. At most
-/// 262144 bytes of input may be under way; a `stdin_ack` gives room back.
+/// The first message is text, a `RunRequest`. Then the server sends `ServerEvent`s as text and output as binary
+/// frames, whose first byte is 1 for standard output and 2 for standard error. The client sends `ClientMessage`s as
+/// text and input as binary frames, whose first byte is 0. At most 262144 bytes of input may be unacknowledged; a
+/// `stdin_ack` acknowledges input.
 #[utoipa::path(
     get, path = "/v1/run",
     responses(
-        (status = 101, description = "Speak WebSocket"),
-        (status = 400, body = ErrorBody, description = "Not the beginning of a WebSocket"),
+        (status = 101, description = "The connection becomes a WebSocket"),
+        (status = 400, body = ErrorBody, description = "Not a WebSocket upgrade"),
     ),
 )]
 pub(crate) async fn run(
@@ -45,17 +44,16 @@ pub(crate) async fn run(
     begin(upgrade, app, who.clone(), (talk, reader), Run { who })
 }
 
-/// Runs a command in a sandbox, over a WebSocket: with input, output as it comes, signals, and a terminal
-/// if wanted.
+/// Runs a command in a sandbox, over a WebSocket: with input, streamed output, signals, and optionally a terminal.
 ///
-/// The first message is text, an `ExecStreamRequest`; the rest is as in `/v1/run`. When the client goes
-/// away, for whatever reason, the command is killed, unless the request has `keep`. A sandbox that ends,
-/// is paused or rolled back under it gives a last event `error`.
+/// The first message is text, an `ExecStreamRequest`; the rest is as in `/v1/run`. When the connection ends, the
+/// daemon kills the command, unless the request has `keep`. If the sandbox ends, is paused or is rolled back
+/// meanwhile, the last event is `error`.
 #[utoipa::path(
     get, path = "/v1/sandboxes/{id}/exec/stream", params(("id" = String, Path)),
     responses(
-        (status = 101, description = "Speak WebSocket"),
-        (status = 400, body = ErrorBody, description = "Not the beginning of a WebSocket"),
+        (status = 101, description = "The connection becomes a WebSocket"),
+        (status = 400, body = ErrorBody, description = "Not a WebSocket upgrade"),
         (status = 404, body = ErrorBody),
         (status = 409, body = ErrorBody, description = "The sandbox is not running"),
         (status = 504, body = ErrorBody, description = "The sandbox does not answer"),
@@ -74,7 +72,7 @@ pub(crate) async fn exec_stream(
     begin(upgrade, app, who, (talk, reader), Exec { sandbox })
 }
 
-/// Answers the request for a WebSocket and holds the conversation on it.
+/// Accepts the WebSocket upgrade and runs the session.
 fn begin(
     upgrade: Upgrade,
     app: ApiContext,
@@ -93,7 +91,7 @@ fn begin(
         stopping: app.stopping,
         sessions: app.sessions,
     };
-    // In the audit log, it ends with the conversation.
+    // The span stays open until the session ends, for the audit log.
     let span = tracing::Span::current();
     Ok(upgrade.on_upgrade(move |socket| {
         let held = async move {

@@ -1,4 +1,4 @@
-//! Making, showing and deleting sandboxes.
+//! Routes of sandboxes: create, show, list, change and delete.
 
 pub(crate) mod agent_port;
 pub(crate) mod branch;
@@ -49,28 +49,28 @@ use crate::util::task::blocking;
 /// The most children of one request.
 const MAX_CHILDREN: u32 = 1000;
 
-/// How a request for sandboxes wants its answer.
+/// Query parameters: the form and the time of the reply.
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct Results {
     results: Option<String>,
     wait: Option<bool>,
 }
 
-/// Boots a sandbox from an image, or forks children from a snapshot, and answers when they run.
+/// Boots a sandbox from an image, or forks children from a snapshot. Replies when they run.
 #[utoipa::path(
     post, path = "/v1/sandboxes", request_body = CreateRequest,
     params(
-        ("results" = Option<String>, Query, description = "`each`: answer with a `SpawnReply`"),
-        ("wait" = Option<bool>, Query, description = "`false`: answer at once, while they are `starting`"),
-        ("Idempotency-Key" = Option<String>, Header, description = "Done once, however often it comes"),
+        ("results" = Option<String>, Query, description = "`each`: reply with a `SpawnReply`"),
+        ("wait" = Option<bool>, Query, description = "`false`: reply at once, while they are `starting`"),
+        ("Idempotency-Key" = Option<String>, Header, description = "Requests with the same key are done once"),
     ),
     responses(
-        (status = 201, body = Vec<SandboxInfo>, description = "A list of the sandboxes that run"),
+        (status = 201, body = Vec<SandboxInfo>, description = "The sandboxes that run"),
         (status = 400, body = ErrorBody),
         (status = 404, body = ErrorBody, description = "No such image or snapshot"),
         (status = 409, body = ErrorBody, description = "The snapshot is not ready, damaged, or not for this host"),
-        (status = 429, body = ErrorBody, description = "The owner may not have as many, or as much memory"),
-        (status = 502, body = ErrorBody, description = "The guest did not start; the end of its console is told"),
+        (status = 429, body = ErrorBody, description = "The owner's quota of sandboxes or memory is used up"),
+        (status = 502, body = ErrorBody, description = "The guest did not start; the error has the end of its console"),
         (status = 503, body = ErrorBody, description = "A limit is reached"),
     ),
 )]
@@ -95,7 +95,7 @@ pub(super) async fn create(
         _ => Vec::new(),
     };
     let line_port = request.line_port || app.config.line_ports;
-    // Bound to this request until they can be told of: a client that goes away leaves nothing behind.
+    // Bound to this request until the reply: if the client disconnects, the sandboxes end.
     let only = |children| Spawned { children, errors: Vec::new() };
     let Spawned { children: bound, mut errors } = match (&request.image, &request.snapshot_tag) {
         _ if !earlier.is_empty() => only(Vec::new()),
@@ -108,9 +108,9 @@ pub(super) async fn create(
     }
     if line_port {
         for sandbox in earlier.iter().chain(bound.iter().map(Bound::sandbox)) {
-            // `guest_addr` tells which have one.
+            // `guest_addr` shows which sandboxes have a port.
             if let Err(error) = app.lines.open(sandbox) {
-                tracing::warn!(sandbox = sandbox.id, %error, "it has no line port");
+                tracing::warn!(sandbox = sandbox.id, %error, "JSON-lines port not opened");
             }
         }
     }
@@ -125,7 +125,7 @@ pub(super) async fn create(
     Ok((StatusCode::CREATED, target, Json(SpawnReply { children, errors })).into_response())
 }
 
-/// What is asked of the lives of the sandboxes to make.
+/// The lifetime settings of the requested sandboxes.
 fn life_of(request: &CreateRequest, asked: Option<&Extension<IdempotencyMark>>) -> Result<Lifetime> {
     check_labels(&request.labels)?;
     check_tag("suspend_as", request.suspend_as.as_deref())?;
@@ -140,7 +140,7 @@ fn life_of(request: &CreateRequest, asked: Option<&Extension<IdempotencyMark>>) 
     })
 }
 
-/// What came of a request that an earlier daemon did not answer.
+/// Sandboxes of a request that an earlier daemon did not reply to.
 fn earlier(app: &ApiContext, mark: &str) -> Vec<Arc<Sandbox>> {
     let mut there = app.registry.list();
     there.retain(|sandbox| sandbox.read_runtime(|facts| facts.lifetime.request.as_deref() == Some(mark)));
@@ -154,7 +154,7 @@ async fn boot(
     lifetime: Lifetime,
 ) -> Result<Bound> {
     if request.n.is_some_and(|n| n != 1) || !request.envs.is_empty() {
-        return Err(Error::invalid("n and env are for children of a snapshot"));
+        return Err(Error::invalid("n and env are for children of a snapshot; leave them out with `image`"));
     }
     let time_to_live = request.timeout_secs.map(|secs| check_secs("timeout_secs", secs)).transpose()?;
     let mem_mib = request.mem_size_mib.unwrap_or(app.config.limits.default_mem_mib);
@@ -169,13 +169,13 @@ async fn boot(
             .unwrap_or_else(|| cgroup::memory_mib(mem_mib)),
         guest: None,
     };
-    // Bound to this request while it boots: a client that goes away leaves nothing behind.
+    // Bound to this request while it boots: if the client disconnects, the sandbox ends.
     let bound = app.registry.boot(spec, request.warm, true, &who.quota).await?;
     bound.sandbox().update_runtime(|facts| {
         facts.lifetime = lifetime;
         facts.time_to_live = time_to_live;
     });
-    // Its labels became known just now.
+    // The ledger gets the labels, which are set only now.
     app.registry.ledger.made(bound.sandbox());
     if request.wait.unwrap_or(true) {
         bound.sandbox().started().await?;
@@ -196,7 +196,7 @@ async fn fork(
     }
     if request.vcpus.is_some() || request.mem_size_mib.is_some() || request.warm {
         return Err(Error::invalid(
-            "vcpus, mem_size_mib and warm are the snapshot's, its children cannot choose",
+            "vcpus, mem_size_mib and warm come from the snapshot; leave them out with `snapshot_tag`",
         ));
     }
     check_envs(&request.envs)?;
@@ -228,20 +228,20 @@ pub(super) fn memory_limit(mib: Option<u64>) -> Result<Option<u64>> {
     }
 }
 
-/// As many bytes as a number of the kernel's can say.
+/// The most MiB whose number of bytes the kernel can represent.
 const MAX_LIMIT_MIB: u64 = 1 << 40;
 
-/// All sandboxes there are for whoever asks, oldest first, or those of them that are asked for.
+/// Lists the caller's sandboxes, oldest first, with optional filters.
 #[utoipa::path(
     get, path = "/v1/sandboxes",
     params(
-        ("label" = Option<Vec<String>>, Query, description = "`NAME=VALUE`, or `NAME` for any value; all of several"),
-        ("snapshot_tag" = Option<String>, Query, description = "Those forked from this snapshot"),
-        ("owner" = Option<String>, Query, description = "Those of this owner; others' are seen by admins only"),
-        ("state" = Option<SandboxState>, Query, description = "Those in this state"),
-        ("gone" = Option<bool>, Query, description = "`true`: those that ended and are gone, as `GoneInfo`s"),
-        ("limit" = Option<u64>, Query, description = "The most to list, 1 to 1000; all when absent"),
-        ("cursor" = Option<String>, Query, description = "List what comes after the page that named it in `X-Next-Cursor`"),
+        ("label" = Option<Vec<String>>, Query, description = "`NAME=VALUE`, or `NAME` for any value; a sandbox must match all"),
+        ("snapshot_tag" = Option<String>, Query, description = "Only sandboxes forked from this snapshot"),
+        ("owner" = Option<String>, Query, description = "Only sandboxes of this owner; only admins see other owners' sandboxes"),
+        ("state" = Option<SandboxState>, Query, description = "Only sandboxes in this state"),
+        ("gone" = Option<bool>, Query, description = "`true`: only sandboxes that ended and were removed, as `GoneInfo`s"),
+        ("limit" = Option<u64>, Query, description = "The most entries, 1 to 1000; all when absent"),
+        ("cursor" = Option<String>, Query, description = "`X-Next-Cursor` of the previous page"),
     ),
     responses((status = 200, body = Vec<SandboxInfo>), (status = 400, body = ErrorBody)),
 )]
@@ -261,30 +261,30 @@ pub(super) async fn list(
     Ok(page.answer(sandboxes, place, |sandbox| info_for(sandbox, who.is_admin())))
 }
 
-/// How long to wait for a sandbox.
+/// Query parameters: whether and how long to wait for a sandbox.
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct Waiting {
     wait: Option<String>,
     timeout_secs: Option<u64>,
 }
 
-/// How long a request waits for a sandbox when it does not say.
+/// The default of `timeout_secs`.
 const WAIT_SECS: u64 = 30;
-/// And at most.
+/// The largest `timeout_secs`.
 const MAX_WAIT_SECS: u64 = 600;
 
-/// One sandbox.
+/// Shows one sandbox.
 #[utoipa::path(
     get, path = "/v1/sandboxes/{id}",
     params(
         ("id" = String, Path),
-        ("wait" = Option<String>, Query, description = "`ready`: answer when it is not `starting` any more"),
-        ("timeout_secs" = Option<u64>, Query, description = "Wait no longer than this, 1 to 600; 30 when absent"),
+        ("wait" = Option<String>, Query, description = "`ready`: reply when it is no longer `starting`"),
+        ("timeout_secs" = Option<u64>, Query, description = "The longest wait in seconds, 1 to 600; 30 when absent"),
     ),
     responses(
-        (status = 200, body = SandboxInfo, description = "As it is, also if it is not ready yet"),
+        (status = 200, body = SandboxInfo, description = "Its current state, also if it is not ready yet"),
         (status = 400, body = ErrorBody),
-        (status = 404, body = ErrorBody, description = "When and why it ended is told for a day"),
+        (status = 404, body = ErrorBody, description = "For a day, the error has the time and reason of its end"),
     ),
 )]
 pub(super) async fn get(
@@ -302,7 +302,7 @@ pub(super) async fn get(
         None => {}
         Some("ready") => {
             let mut stopping = app.stopping.clone();
-            // How it went is in what is told of it.
+            // The reply contains the outcome.
             tokio::select! {
                 _ = tokio::time::timeout(Duration::from_secs(secs), sandbox.started()) => {}
                 () = stopping.asked() => {}
@@ -315,7 +315,7 @@ pub(super) async fn get(
     Ok(Json(SandboxInfo { egress: info.network.then(egress), ..info }))
 }
 
-/// Changes how long a sandbox lives, what is done when its time is over, and its labels. Times count from now.
+/// Changes a sandbox's timeouts, the action at a timeout, and its labels. Timeouts count from now.
 #[utoipa::path(
     patch, path = "/v1/sandboxes/{id}", params(("id" = String, Path)), request_body = UpdateRequest,
     responses(
@@ -327,7 +327,7 @@ pub(super) async fn update(
     Id(id): Id,
     Body(request): Body<UpdateRequest>,
 ) -> Result<Json<SandboxInfo>> {
-    // While it is taken back, it would not be clear which one is changed.
+    // A rollback replaces the sandbox; the lock makes clear which one is changed.
     let (sandbox, _turn) = app.registry.exclusive_lock_of(&id).await?;
     update::update(&sandbox, request)?;
     if !matches!(sandbox.phase(), Phase::Ended(_)) {
@@ -336,7 +336,7 @@ pub(super) async fn update(
     Ok(Json(info(&sandbox)))
 }
 
-/// Ends a sandbox, as if its plug was pulled, and forgets it.
+/// Ends a sandbox at once, like a power cut, and removes it.
 #[utoipa::path(
     delete, path = "/v1/sandboxes/{id}", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = ErrorBody)),
@@ -346,7 +346,7 @@ pub(super) async fn delete(State(app): State<ApiContext>, Id(id): Id) -> Result<
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// What its process uses on the host.
+/// Shows the resources that a sandbox's process uses on the host.
 #[utoipa::path(
     get, path = "/v1/sandboxes/{id}/stats", params(("id" = String, Path)),
     responses(
@@ -372,7 +372,7 @@ pub(super) async fn stats(State(app): State<ApiContext>, Id(id): Id) -> Result<J
             }
             resources.slot.as_ref().map(|slot| slot.namespace())
         };
-        // The host's side of the cable: what it receives was sent by the guest.
+        // These are the counters of the host's end of the link: the host receives what the guest sends.
         let traffic = namespace.and_then(|namespace| forkd_net::traffic(&namespace).ok());
         stats.net_tx_bytes = traffic.map(|traffic| traffic.received);
         stats.net_rx_bytes = traffic.map(|traffic| traffic.sent);
@@ -383,7 +383,7 @@ pub(super) async fn stats(State(app): State<ApiContext>, Id(id): Id) -> Result<J
     Ok(Json(stats.await?))
 }
 
-/// Whether the agent inside answers.
+/// Pings the agent in the guest.
 #[utoipa::path(
     post, path = "/v1/sandboxes/{id}/ping", params(("id" = String, Path)),
     responses(
@@ -430,7 +430,7 @@ fn state(phase: &Phase) -> SandboxState {
     }
 }
 
-/// As [`info`], with the cause of its end for those who may read it.
+/// Like [`info`], with the cause of the end for clients that may read causes.
 fn info_for(sandbox: &Sandbox, reads_causes: bool) -> SandboxInfo {
     let mut shown = info(sandbox);
     let cause = match sandbox.phase() {

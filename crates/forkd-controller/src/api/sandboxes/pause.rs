@@ -1,4 +1,4 @@
-//! Pausing sandboxes, letting them go on, and taking them back.
+//! Routes that pause, resume and roll back a sandbox.
 
 use axum::extract::State;
 use axum::{Extension, Json};
@@ -13,13 +13,13 @@ use crate::sandbox::rollback::roll_back;
 use crate::sandbox::{Phase, Sandbox};
 use crate::util::task::{self, Task};
 
-/// Has a sandbox stand still: its vCPUs and its devices. Time goes on in it when it is resumed.
+/// Pauses a sandbox: its vCPUs and its devices stand still. The guest's clock continues at the resume.
 #[utoipa::path(
     post, path = "/v1/sandboxes/{id}/pause", params(("id" = String, Path)),
     responses(
-        (status = 200, body = SandboxInfo, description = "It is paused, or was already"),
+        (status = 200, body = SandboxInfo, description = "It is paused now, or was before"),
         (status = 404, body = ErrorBody),
-        (status = 409, body = ErrorBody, description = "The sandbox is starting, being put away, or has ended"),
+        (status = 409, body = ErrorBody, description = "The sandbox is starting, being suspended, or has ended"),
     ),
 )]
 pub(crate) async fn pause(
@@ -33,18 +33,18 @@ pub(crate) async fn pause(
     if !matches!(awake(&sandbox)?, Phase::Paused) || sandbox.waits_for_room() {
         sandbox.pause().await?;
     }
-    // Whoever pauses it means it: it does not go on by itself.
+    // A pause by a client lasts until a client resumes the sandbox, so the record of an automatic pause goes.
     sandbox.forget_pause();
     Ok(Json(info(&sandbox)))
 }
 
-/// Lets a paused sandbox go on.
+/// Resumes a paused sandbox.
 #[utoipa::path(
     post, path = "/v1/sandboxes/{id}/resume", params(("id" = String, Path)),
     responses(
-        (status = 200, body = SandboxInfo, description = "It runs, or did already"),
+        (status = 200, body = SandboxInfo, description = "It runs now, or did before"),
         (status = 404, body = ErrorBody),
-        (status = 409, body = ErrorBody, description = "The sandbox is starting, being put away, or has ended"),
+        (status = 409, body = ErrorBody, description = "The sandbox is starting, being suspended, or has ended"),
     ),
 )]
 pub(crate) async fn resume(
@@ -55,14 +55,14 @@ pub(crate) async fn resume(
     let sandbox = app.registry.known(&id)?;
     let _turn = sandbox.lock_exclusive().await?;
     sandbox.check_not_suspending()?;
-    // One that does not answer may have been paused too late for anybody to hear of it.
+    // An unresponsive sandbox may be paused: its monitor may have paused it after the call timed out.
     if matches!(awake(&sandbox)?, Phase::Paused | Phase::Unresponsive) {
         sandbox.go_on().await?;
     }
     Ok(Json(info(&sandbox)))
 }
 
-/// Where it stands, if it has a process that can be paused.
+/// The phase, if the sandbox has a process that can be paused.
 fn awake(sandbox: &Sandbox) -> Result<Phase> {
     match sandbox.phase() {
         Phase::Starting => {
@@ -76,16 +76,16 @@ fn awake(sandbox: &Sandbox) -> Result<Phase> {
     }
 }
 
-/// Takes a sandbox back: it goes on from a snapshot, under the same id. What it did since is lost; one that
-/// has ended runs again.
+/// Rolls a sandbox back: it continues from a snapshot, under the same id. Its work since the snapshot is lost. A
+/// sandbox that has ended runs again.
 #[utoipa::path(
     post, path = "/v1/sandboxes/{id}/rollback", params(("id" = String, Path)), request_body = RollbackRequest,
     responses(
         (status = 200, body = SandboxInfo, description = "It runs"),
         (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
         (status = 409, body = ErrorBody, description = "The snapshot cannot be used, or the sandbox is starting"),
-        (status = 429, body = ErrorBody, description = "It would have more memory than its owner may have"),
-        (status = 502, body = ErrorBody, description = "It did not go on, and has ended"),
+        (status = 429, body = ErrorBody, description = "It would exceed the owner's quota of memory"),
+        (status = 502, body = ErrorBody, description = "It could not continue, and has ended"),
     ),
 )]
 pub(crate) async fn rollback(
@@ -94,7 +94,7 @@ pub(crate) async fn rollback(
     Id(id): Id,
     OptionalBody(request): OptionalBody<RollbackRequest>,
 ) -> Result<Json<SandboxInfo>> {
-    // In a task of its own: half-way there is no stopping, whether or not the client waits.
+    // In a task of its own: a rollback must not stop half-way when the client disconnects.
     let (registry, snapshots) = (app.registry.clone(), app.snapshots.clone());
     let work = async move { roll_back(&registry, &snapshots, &id, request.to.as_deref(), &who).await };
     let taken = task::spawn(Task::Rollback, work);

@@ -1,4 +1,4 @@
-//! How long sandboxes live and what is written on them; which ones are listed; those that are gone.
+//! Changes of a sandbox's lifetime and labels, the filters of the list, and records of removed sandboxes.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ use crate::sandbox::Sandbox;
 use crate::sandbox::lifetime::{check_labels, check_secs, deadline};
 use crate::util::time::timestamp;
 
-/// Whether a snapshot could be called that.
+/// Checks that a snapshot could have this tag.
 pub(crate) fn check_tag(name: &str, tag: Option<&str>) -> Result<()> {
     match tag {
         Some(tag) if !is_valid_name(tag) => Err(Error::invalid(format!("{name} must be {NAME_RULE}"))),
@@ -26,7 +26,7 @@ pub(crate) fn check_tag(name: &str, tag: Option<&str>) -> Result<()> {
     }
 }
 
-/// Changes a sandbox as asked; all of it or nothing.
+/// Applies a request's changes to a sandbox; all or none.
 pub(crate) fn update(sandbox: &Sandbox, request: UpdateRequest) -> Result<()> {
     let time_to_live =
         request.timeout_secs.flatten().map(|secs| check_secs("timeout_secs", secs)).transpose()?;
@@ -37,7 +37,7 @@ pub(crate) fn update(sandbox: &Sandbox, request: UpdateRequest) -> Result<()> {
     let changed = sandbox.rewrite(|facts| {
         if request.timeout_secs.is_some() {
             facts.deadline_unix = time_to_live.map(deadline);
-            // Also of one that still boots.
+            // Also cleared for a sandbox that still boots.
             facts.time_to_live = None;
         }
         let lifetime = &mut facts.lifetime;
@@ -52,20 +52,20 @@ pub(crate) fn update(sandbox: &Sandbox, request: UpdateRequest) -> Result<()> {
             lifetime.labels = labels;
         }
     });
-    changed.map_err(|error| Error::host("cannot write down what becomes of a sandbox", error))?;
+    changed.map_err(|error| Error::host("cannot store the new settings of a sandbox", error))?;
     sandbox.activity.touch();
     Ok(())
 }
 
-/// Which sandboxes are asked for.
+/// The filters of a list of sandboxes.
 #[derive(Debug)]
 pub(crate) struct SandboxFilter {
-    /// A label's name and, if that matters, its value.
+    /// Names of labels, each with the value it must have, if any.
     labels: Vec<(String, Option<String>)>,
     snapshot_tag: Option<String>,
     owner: Option<String>,
     state: Option<SandboxState>,
-    /// Those that are no more.
+    /// Whether to list sandboxes that ended and were removed.
     pub(crate) gone: bool,
 }
 
@@ -79,13 +79,13 @@ impl SandboxFilter {
             let known = serde_json::from_value(serde_json::Value::String(text.to_owned()));
             known.map_err(|_| {
                 let all = "starting, running, unresponsive, paused, ended or unknown";
-                Error::invalid(format!("state can be {all}"))
+                Error::invalid(format!("state must be {all}"))
             })
         });
         let gone = match page.one("gone")? {
             None | Some("false") => false,
             Some("true") => true,
-            Some(_) => return Err(Error::invalid("gone can be true or false")),
+            Some(_) => return Err(Error::invalid("gone must be true or false")),
         };
         let state = state.transpose()?;
         if gone && state.is_some() {
@@ -120,17 +120,17 @@ impl SandboxFilter {
     }
 }
 
-/// The place of a sandbox in a list: by age, and by id among those of the same instant.
+/// The position of a sandbox in a list: by age, then by id.
 pub(crate) fn place(secs: u64, nanos: u32, id: &str) -> String {
     format!("{secs:010x}.{nanos:08x}-{id}")
 }
 
-/// Whether somebody may know of a sandbox that is gone.
+/// Whether a principal may read the record of a removed sandbox.
 fn may_know(identity: &Principal, gone: &GoneSandbox) -> bool {
     identity.scope == Scope::Admin || identity.owner == gone.made.owner
 }
 
-/// Those that are gone.
+/// Lists sandboxes that ended and were removed.
 pub(crate) async fn list_gone(
     app: &ApiContext,
     identity: &Principal,
@@ -143,7 +143,7 @@ pub(crate) async fn list_gone(
             && filter.takes_tag(it.made.snapshot_tag.as_deref())
             && filter.takes_owner(&it.made.owner)
             && filter.takes_labels(&it.made.labels)
-            // It ended, and is still there to be looked at.
+            // A sandbox that ended but is not deleted is still in the registry.
             && app.registry.get(&it.made.id).is_err()
     });
     let show = |it: &GoneSandbox| GoneInfo {
@@ -159,7 +159,7 @@ pub(crate) async fn list_gone(
     Ok(page.answer(gone, |it| place(it.made.created_at_unix, 0, &it.made.id), show))
 }
 
-/// Middleware: whoever asks for a sandbox that is gone is told when and why.
+/// Middleware: adds the time and reason of a removed sandbox's end to a 404.
 pub(crate) async fn explain(State(app): State<ApiContext>, request: Request, next: Next) -> Response {
     let id = request.uri().path().strip_prefix("/v1/sandboxes/").and_then(|rest| rest.split('/').next());
     let asked = id.filter(|id| is_valid_sandbox_id(id)).map(str::to_owned);

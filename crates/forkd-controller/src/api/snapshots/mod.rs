@@ -1,4 +1,4 @@
-//! Making, showing and deleting snapshots.
+//! Routes of snapshots: create, show, list, delete, compact and unload.
 
 pub(crate) mod view;
 
@@ -28,22 +28,22 @@ use crate::snapshot::create::{From, SnapshotSpec};
 use crate::snapshot::registry::Removal;
 use crate::util::task::blocking;
 
-/// Whether to wait.
+/// Query parameters: whether to wait.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct Wait {
     wait: Option<bool>,
 }
 
-/// Makes a snapshot and answers when it is ready. The work goes on when the client goes away.
+/// Creates a snapshot and replies when it is ready. The work continues when the client disconnects.
 #[utoipa::path(
     post, path = "/v1/snapshots", request_body = SnapshotRequest,
-    params(("wait" = Option<bool>, Query, description = "`false`: answer at once")),
+    params(("wait" = Option<bool>, Query, description = "`false`: reply at once")),
     responses(
-        (status = 201, body = SnapshotInfo), (status = 202, body = SnapshotInfo, description = "It is being made"),
+        (status = 201, body = SnapshotInfo), (status = 202, body = SnapshotInfo, description = "It is being created"),
         (status = 400, body = ErrorBody), (status = 404, body = ErrorBody, description = "No such image"),
-        (status = 409, body = ErrorBody, description = "The tag exists, or is being made"),
-        (status = 429, body = ErrorBody, description = "The owner may not have as many, or as large ones"),
-        (status = 502, body = ErrorBody, description = "The guest failed; the end of its console is told"),
+        (status = 409, body = ErrorBody, description = "The tag is taken"),
+        (status = 429, body = ErrorBody, description = "The owner's quota of snapshots, sandboxes or memory is used up"),
+        (status = 502, body = ErrorBody, description = "The guest failed; the error has the end of its console"),
     ),
 )]
 pub(crate) async fn create(
@@ -64,7 +64,7 @@ pub(crate) async fn create(
         rootfs.map(|rootfs| allowed_paths::disk(&config, &rootfs)).transpose()
     })
     .await?;
-    // The guest it is made of counts as a sandbox while it runs.
+    // The guest of the new snapshot counts as a sandbox while it runs.
     let claim = Claim { owner: who.owner.clone(), mem_mib: order.mem_mib };
     let (seats, _) = app.registry.reserve(1, &claim, &who.quota)?;
     let (entry, making) = app.snapshots.make(order, &who, seats)?;
@@ -94,13 +94,15 @@ fn order(app: &ApiContext, request: SnapshotRequest) -> Result<SnapshotSpec> {
         },
         (None, Some(kernel), None) => {
             if !request.warm_command.is_empty() || request.warm_python.is_some() {
-                return Err(Error::invalid("a bare kernel has no agent that could warm it up"));
+                return Err(Error::invalid(
+                    "a bare kernel has no agent that could warm it up; leave out warm_command and warm_python",
+                ));
             }
             From::Kernel(absolute("kernel", kernel)?)
         }
         _ => {
             return Err(Error::invalid(
-                "give either `image`, or `rootfs` and perhaps `kernel`, or `kernel` alone",
+                "give either `image`, or `rootfs` with an optional `kernel`, or `kernel` alone",
             ));
         }
     };
@@ -115,10 +117,10 @@ fn order(app: &ApiContext, request: SnapshotRequest) -> Result<SnapshotSpec> {
     })
 }
 
-/// The longest wait that clients of the reference may ask for.
+/// The longest boot wait that a client of the reference may ask for.
 const MAX_BOOT_WAIT_SECS: u64 = 60;
 
-/// A path in a request: there is no folder that it could start at.
+/// Checks a path of a request: it must be absolute, since a relative path would have no base folder.
 fn absolute(what: &str, path: String) -> Result<PathBuf> {
     let is_plain = !path.contains(|c: char| c.is_control()) && path.split('/').all(|part| part != "..");
     let path = PathBuf::from(path);
@@ -128,12 +130,12 @@ fn absolute(what: &str, path: String) -> Result<PathBuf> {
     }
 }
 
-/// All snapshots there are for whoever asks, by tag.
+/// Lists the snapshots that the caller may use, by tag.
 #[utoipa::path(
     get, path = "/v1/snapshots",
     params(
-        ("limit" = Option<u64>, Query, description = "The most to list, 1 to 1000; all when absent"),
-        ("cursor" = Option<String>, Query, description = "List what comes after the page that named it in `X-Next-Cursor`"),
+        ("limit" = Option<u64>, Query, description = "The most entries, 1 to 1000; all when absent"),
+        ("cursor" = Option<String>, Query, description = "`X-Next-Cursor` of the previous page"),
     ),
     responses((status = 200, body = Vec<SnapshotInfo>), (status = 400, body = ErrorBody)),
 )]
@@ -151,7 +153,7 @@ pub(crate) async fn list(
     .await
 }
 
-/// One snapshot.
+/// Shows one snapshot.
 #[utoipa::path(
     get, path = "/v1/snapshots/{tag}", params(("tag" = String, Path)),
     responses((status = 200, body = SnapshotInfo), (status = 404, body = ErrorBody)),
@@ -165,7 +167,7 @@ pub(crate) async fn get(
     info(&app, &who, entry).await
 }
 
-/// What is removed with a snapshot.
+/// Query parameters: what else to remove, or to keep.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct With {
     #[serde(default)]
@@ -174,17 +176,17 @@ pub(crate) struct With {
     force: bool,
 }
 
-/// Deletes a snapshot, or stops making it. Sandboxes that were forked from it go on.
+/// Deletes a snapshot, or cancels its creation. Sandboxes that were forked from it keep running.
 #[utoipa::path(
     delete, path = "/v1/snapshots/{tag}",
     params(
         ("tag" = String, Path),
-        ("cascade" = Option<bool>, Query, description = "Delete the snapshots built on it, too"),
-        ("force" = Option<bool>, Query, description = "Delete only its name; what others need of it stays"),
+        ("cascade" = Option<bool>, Query, description = "Also delete the snapshots built on it"),
+        ("force" = Option<bool>, Query, description = "Delete only the tag; layers that other snapshots need stay"),
     ),
     responses(
         (status = 204), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
-        (status = 409, body = ErrorBody, description = "Other snapshots are built on it, or a workspace needs it; they are named"),
+        (status = 409, body = ErrorBody, description = "Other snapshots are built on it, or a workspace needs it; the error has their names"),
     ),
 )]
 pub(crate) async fn delete(
@@ -204,7 +206,7 @@ pub(crate) async fn delete(
         Removal::Cascade | Removal::Plain => app.snapshots.dependents(&tag).await?,
         Removal::Force => Vec::new(),
     };
-    // Neither may they be removed, nor named.
+    // The caller may neither remove nor see the names of other owners' snapshots.
     if doomed.iter().any(|tag| app.snapshots.get(tag).is_ok_and(|it| !who.owns(&it.owner()))) {
         let text = format!("others need snapshot {tag}; remove only its name with force (`--force`)");
         return Err(Error::new(Code::SnapshotInUse, text));
@@ -215,7 +217,9 @@ pub(crate) async fn delete(
     doomed.push(tag.clone());
     if let Some((tag, name)) = doomed.iter().find_map(|tag| Some((tag, app.workspaces.user_of(tag)?))) {
         if app.workspaces.check_owner(&name, &who).is_err() {
-            let text = format!("somebody else's workspace is resumed from snapshot {tag}");
+            let text = format!(
+                "snapshot {tag} is the state of another owner's workspace; ask an admin to delete that workspace first"
+            );
             return Err(Error::new(Code::SnapshotInUse, text));
         }
         let text = format!(
@@ -223,20 +227,23 @@ pub(crate) async fn delete(
         );
         return Err(Error::new(Code::SnapshotInUse, text));
     }
-    // What was looked at is what is removed.
+    // The removal must not hit a newer snapshot with the same tag.
     if !app.snapshots.get(&tag).is_ok_and(|now| std::sync::Arc::ptr_eq(&now, &entry)) {
-        return Err(Error::new(Code::SnapshotReplaced, format!("snapshot {tag} was removed meanwhile")));
+        return Err(Error::new(
+            Code::SnapshotReplaced,
+            format!("snapshot {tag} was removed or replaced meanwhile; list the snapshots again"),
+        ));
     }
     app.snapshots.remove(&tag, how).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// A snapshot on disk in detail: what it is built on, what is built on it, how much room it takes.
+/// Shows a snapshot on disk in detail: its ancestors, its dependents and its layers.
 #[utoipa::path(
     get, path = "/v1/snapshots/{tag}/info", params(("tag" = String, Path)),
     responses(
         (status = 200, body = SnapshotInfoDetail), (status = 404, body = ErrorBody),
-        (status = 409, body = ErrorBody, description = "It is not on disk, or damaged"),
+        (status = 409, body = ErrorBody, description = "It is not on disk, or is damaged"),
     ),
 )]
 pub(crate) async fn detail(
@@ -260,7 +267,7 @@ pub(crate) async fn detail(
         physical_bytes: layer.size.physical,
         shared_by: users.get(&layer.digest).copied().unwrap_or(0),
     });
-    // Those it is built on. A snapshot in full has ancestors, too, but needs none of them.
+    // Only ancestors whose layers it uses. A full snapshot also has ancestors, but needs none of them.
     let before = manifest.ancestors.len().saturating_sub(snapshot.depth());
     let chain = manifest.ancestors.get(before..).unwrap_or_default();
     let mut ancestors: Vec<String> = chain.iter().map(|ancestor| ancestor.tag.clone()).collect();
@@ -286,15 +293,15 @@ pub(crate) async fn detail(
     }))
 }
 
-/// Makes a snapshot of another one that is built on nothing: one memory layer, one layer per disk.
+/// Compacts a snapshot into a new one without ancestors: one memory layer, one layer per disk.
 #[utoipa::path(
     post, path = "/v1/snapshots/{tag}/compact", params(("tag" = String, Path)),
     request_body = CompactRequest,
     responses(
         (status = 200, body = SnapshotInfo), (status = 400, body = ErrorBody),
         (status = 404, body = ErrorBody),
-        (status = 409, body = ErrorBody, description = "The new tag exists, or the old one is not ready"),
-        (status = 429, body = ErrorBody, description = "The owner may not have as many"),
+        (status = 409, body = ErrorBody, description = "The new tag is taken, or the old snapshot is not ready"),
+        (status = 429, body = ErrorBody, description = "The owner's quota of snapshots is used up"),
     ),
 )]
 pub(crate) async fn compact(
@@ -307,12 +314,12 @@ pub(crate) async fn compact(
     info(&app, &who, entry).await
 }
 
-/// Gives a snapshot to somebody. One of `*` can be used by all, and changed by admins only.
+/// Changes a snapshot's owner. With `*`, all owners may use it, and only admins may change it.
 #[utoipa::path(
     post, path = "/v1/snapshots/{tag}/owner", params(("tag" = String, Path)), request_body = OwnerRequest,
     responses(
         (status = 200, body = SnapshotInfo), (status = 400, body = ErrorBody),
-        (status = 403, body = ErrorBody, description = "Only an admin may"), (status = 404, body = ErrorBody),
+        (status = 403, body = ErrorBody, description = "Needs an admin"), (status = 404, body = ErrorBody),
     ),
 )]
 pub(crate) async fn give(
@@ -322,14 +329,13 @@ pub(crate) async fn give(
     Body(request): Body<OwnerRequest>,
 ) -> Result<Json<SnapshotInfo>> {
     if request.owner != SHARED && !is_valid_name(&request.owner) {
-        return Err(Error::invalid(format!("an owner must be `*`, for everybody, or {NAME_RULE}")));
+        return Err(Error::invalid(format!("an owner must be `*`, for all owners, or {NAME_RULE}")));
     }
     let entry = app.snapshots.give(&tag, &request.owner).await?;
     info(&app, &who, entry).await
 }
 
-/// Ends the process children are forked from, once its children are gone; the next ones get a new
-/// process, started from disk.
+/// Ends a snapshot's template, once its children have ended. The next children get a new template, loaded from disk.
 #[utoipa::path(
     post, path = "/v1/snapshots/{tag}/unload", params(("tag" = String, Path)),
     responses(

@@ -1,4 +1,4 @@
-//! What is told of a snapshot: as it is known, as it stands, and as much as whoever asks may see.
+//! Snapshots as the API shows them: their facts, their status, and only names that the caller may see.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -19,9 +19,9 @@ use crate::snapshot::template::MemorySource;
 use crate::snapshot::tree::COMPACTED;
 use crate::util::task::blocking;
 
-/// What is told of one snapshot to whoever asks.
+/// A snapshot as the caller may see it.
 pub(crate) async fn info(app: &ApiContext, who: &Principal, entry: Arc<Entry>) -> Result<Json<SnapshotInfo>> {
-    // Only of what is on disk there are files to be looked at. Whoever waits for a branch gets it at once.
+    // Only snapshots on disk need file reads. A client that waits for a branch gets the reply without delay.
     let state = entry.state();
     if !matches!(state, SnapshotState::Ready(_)) {
         return Ok(Json(Look::new(app, who).at_state(&entry, state)));
@@ -30,11 +30,11 @@ pub(crate) async fn info(app: &ApiContext, who: &Principal, entry: Arc<Entry>) -
     blocking("looking at a snapshot", move || Ok(Json(Look::new(&app, &who).at(&entry)))).await
 }
 
-/// A look at snapshots, for whoever asks.
+/// A view on snapshots for one caller.
 pub(crate) struct Look<'a> {
     app: &'a ApiContext,
     who: &'a Principal,
-    /// Those looked at already, by name: many snapshots have the same.
+    /// Images that were read already, by name: many snapshots have the same image.
     images: RefCell<HashMap<String, Result<BaseImage>>>,
 }
 
@@ -43,12 +43,12 @@ impl<'a> Look<'a> {
         Look { app, who, images: RefCell::default() }
     }
 
-    /// What is told of a snapshot. Blocks.
+    /// The caller's view of a snapshot. Blocks.
     pub(crate) fn at(&self, entry: &Entry) -> SnapshotInfo {
         self.at_state(entry, entry.state())
     }
 
-    /// The same, of one that was in this state; blocks if it was on disk.
+    /// The same for a known state. Blocks if the snapshot is on disk.
     fn at_state(&self, entry: &Entry, state: SnapshotState) -> SnapshotInfo {
         let (app, current) = (self.app, entry.current());
         let mut info = self.standing(entry, state, current.is_some());
@@ -63,7 +63,7 @@ impl<'a> Look<'a> {
             children: app.registry.children_of(&template.id),
         });
         info.template = loaded.or(info.template);
-        // What they may not see is not named either.
+        // Names of snapshots that the caller may not see are left out.
         let named = |tag: &str| app.snapshots.may_name(tag, self.who);
         info.parent_tag = info.parent_tag.filter(|tag| named(tag));
         info.branched_from =
@@ -112,7 +112,7 @@ impl<'a> Look<'a> {
         }
     }
 
-    /// Why no template could be started from it, as far as can be seen without reading all of it.
+    /// Why no template could start from the snapshot. The check does not read every file in full.
     fn in_the_way(&self, snapshot: &Snapshot) -> Option<String> {
         let name = &snapshot.manifest().facts.image.as_ref()?.name;
         let mut images = self.images.borrow_mut();
@@ -132,7 +132,7 @@ impl<'a> Look<'a> {
     }
 }
 
-/// Why it cannot be written yet.
+/// Why a branch cannot be written yet.
 fn shortage(work: &SnapshotJob) -> Option<Error> {
     match work {
         SnapshotJob::CreateJob(_) => None,
@@ -140,7 +140,7 @@ fn shortage(work: &SnapshotJob) -> Option<Error> {
     }
 }
 
-/// What is known of one that is on disk.
+/// A snapshot that is on disk.
 fn ready(entry: &Entry, snapshot: &Snapshot, bootable: bool, warning: Option<String>) -> SnapshotInfo {
     let (manifest, sizes) = (snapshot.manifest(), snapshot.sizes());
     let (facts, measured) = (&manifest.facts, &manifest.measured);
@@ -183,7 +183,7 @@ fn worked(work: &SnapshotJob, status: SnapshotStatus) -> SnapshotInfo {
     }
 }
 
-/// What is known of a branch that is not on disk.
+/// A branch that is not on disk.
 fn branched(branch: &Branch, status: SnapshotStatus) -> SnapshotInfo {
     let taken = branch.taken();
     let progress = branch.progress().map(|progress| Progress {
@@ -191,7 +191,7 @@ fn branched(branch: &Branch, status: SnapshotStatus) -> SnapshotInfo {
         total: progress.total,
         written: progress.written,
     });
-    // What it is being stored as the difference to.
+    // The snapshot that the branch is stored as a difference to.
     let parent = branch.origin.as_ref().filter(|_| branch.mode.is_difference());
     SnapshotInfo {
         created_at_unix: branch.begun_at_unix,
@@ -218,7 +218,7 @@ fn of_guest(facts: &GuestSpec, info: SnapshotInfo) -> SnapshotInfo {
     }
 }
 
-/// What was asked for.
+/// A snapshot that is being created, as the request asked for it.
 fn planned(making: &CreateJob, status: SnapshotStatus) -> SnapshotInfo {
     let order = &making.order;
     let (image, kernel) = match &order.from {

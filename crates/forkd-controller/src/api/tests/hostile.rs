@@ -1,11 +1,11 @@
-//! What nobody in their right mind would send: refused in words, at once, and nothing changes.
+//! Hostile requests: the daemon rejects them at once, with a sentence, and nothing changes.
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 use super::{Daemon, refused};
 
-/// Names that mean another place to somebody who is not careful.
+/// Names that mean another place to careless code.
 const PLACES: [&str; 8] = [
     "%2e%2e",
     "..%2f..%2f..%2fetc%2fpasswd",
@@ -17,7 +17,7 @@ const PLACES: [&str; 8] = [
     "%252e%252e%252f",
 ];
 
-/// Requests with a `{}` for a name; the body, if there is one.
+/// Requests with `{}` in place of a name, and their bodies.
 const NAMED: [(&str, &str); 14] = [
     ("GET /v1/sandboxes/{}", ""),
     ("DELETE /v1/sandboxes/{}", ""),
@@ -147,7 +147,7 @@ async fn requests_that_two_readers_would_read_differently_are_refused() {
         "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_owned(),
     ] {
         let mut stream = TcpStream::connect(daemon.ready.address).await.unwrap();
-        // It may be refused before all of it is sent.
+        // The daemon may reject the request before all of it is sent.
         let _ = stream.write_all(bad.as_bytes()).await;
         let mut answer = Vec::new();
         let _ = stream.read_to_end(&mut answer).await;
@@ -158,7 +158,7 @@ async fn requests_that_two_readers_would_read_differently_are_refused() {
             refused(answer.split(' ').nth(1).unwrap().parse().unwrap(), body);
         }
     }
-    // Nobody's method but the one in the first line counts.
+    // Only the method in the first line counts.
     let headers = "X-HTTP-Method-Override: DELETE\r\nX-Original-URL: /v1/sandboxes\r\n";
     let (status, _) = daemon.authorized("GET /version", headers, "").await;
     assert_eq!(status, 200);

@@ -305,7 +305,7 @@ async fn stopping_does_not_wait_for_idle_clients() {
     let daemon = Daemon::start().await;
     let _idle = TcpStream::connect(daemon.ready.address).await.unwrap();
     let _waiting = websocket(&daemon.ready.socket).await;
-    // Half of what requests under way are given.
+    // Half of the drain timeout.
     tokio::time::timeout(Duration::from_secs(15), daemon.stop()).await.expect("it stops");
 }
 
@@ -314,8 +314,8 @@ fn the_committed_openapi_document_is_the_codes() {
     is_committed("docs/openapi.json", &super::openapi());
 }
 
-/// Whether a document made from the code is the one in the tree. `FORKD_WRITE_OPENAPI=1 cargo test` writes it
-/// anew after a wanted change.
+/// Whether a document made from the code is the committed one. `FORKD_WRITE_OPENAPI=1 cargo test` writes it after an
+/// intended change.
 pub(super) fn is_committed(name: &str, made: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(name);
     if std::env::var_os("FORKD_WRITE_OPENAPI").is_some() {
@@ -327,7 +327,7 @@ pub(super) fn is_committed(name: &str, made: &str) {
     );
 }
 
-/// Every body here is one that a published client of the reference sends, or a near miss.
+/// Every body here is sent by a published client of the reference, or is nearly one.
 #[tokio::test]
 async fn bodies_of_the_references_clients_are_understood() {
     let daemon = Daemon::start().await;
@@ -343,13 +343,13 @@ async fn bodies_of_the_references_clients_are_understood() {
         (r#"{"snapshot_tag":"../x"}"#.into(), 400, "tag"),
         (spawn(&format!(r#","env":{{"A":"{}"}}"#, "x".repeat(60 << 10))), 404, "none"),
         (spawn(&format!(r#","env":{{"A":"{}"}}"#, "x".repeat(64 << 10))), 400, "65536 is the limit"),
-        // As it was called before.
+        // The field's older name.
         (spawn(&format!(r#","envs":{{"A":"{}"}}"#, "x".repeat(60 << 10))), 404, "none"),
         (spawn(&format!(r#","envs":{{"A":"{}"}}"#, "x".repeat(64 << 10))), 400, "65536"),
     ] {
         let (got, answer) = daemon.json("POST /v1/sandboxes", &body).await;
         assert_eq!(got, status, "{body}: {answer}");
-        // Fields and tags are names, not words.
+        // Names of fields and tags do not change with the wording.
         assert!(refused(status, &answer).error.contains(why), "{body}: {answer}");
     }
     let snapshot = |extra: &str| format!(r#"{{"tag":"t","rw":false,"boot_wait_secs":10{extra}}}"#);

@@ -1,7 +1,7 @@
-//! Files of a sandbox: read, written, listed and moved, without ever being whole in here.
+//! Routes of a sandbox's files. The daemon streams their content and never holds a whole file.
 //!
-//! Two peers can stop: a guest, which the agent's client gives up on, and the client itself, which is
-//! watched here: its connection is ended, or it hears 408.
+//! Either peer can stall. The agent's client has a timeout for the guest. For the HTTP client this module has one: it
+//! ends the connection or replies 408.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,83 +28,84 @@ use crate::sandbox::Sandbox;
 use crate::sandbox::visit::Visit;
 use crate::util::task::{self, Task};
 
-/// How long what a refused upload still sends is read, so that its client sees the answer, not a reset.
+/// How long the daemon reads on after it rejects an upload, so that the client sees the reply and not a reset
+/// connection.
 const DISCARD: Duration = Duration::from_secs(2);
-/// Pieces of a download that wait for the client.
+/// Pieces of a download that are queued for the client.
 const QUEUE: usize = 2;
-/// The deepest listing.
+/// The largest depth of a listing.
 const MAX_DEPTH: u32 = 64;
 
-/// Which file, as whom.
+/// A file, and the user that accesses it.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct Target {
     /// Absolute path in the guest.
     path: String,
-    /// User whose permissions count; the image's default when absent.
+    /// User whose permissions apply; the image's default when absent.
     user: Option<String>,
 }
 
-/// Where an upload goes.
+/// The destination of an upload.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct UploadTarget {
     /// Absolute path in the guest.
     path: String,
-    /// User whose permissions count, and who owns a new file; the image's default when absent.
+    /// User whose permissions apply, and who owns a new file; the image's default when absent.
     user: Option<String>,
-    /// Permission bits in octal, such as 644; those of the file it replaces, or the usual, when absent.
+    /// Permission bits in octal, such as 644. When absent: those of the replaced file, or the usual ones.
     mode: Option<String>,
 }
 
-/// What to remove.
+/// A file or a folder to remove.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct RemoveTarget {
     /// Absolute path in the guest.
     path: String,
-    /// User whose permissions count; the image's default when absent.
+    /// User whose permissions apply; the image's default when absent.
     user: Option<String>,
-    /// A folder with all that is in it.
+    /// Remove a folder with its content.
     #[serde(default)]
     recursive: bool,
 }
 
-/// What to list.
+/// A folder to list.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct ListTarget {
     /// Absolute path in the guest.
     path: String,
-    /// User whose permissions count; the image's default when absent.
+    /// User whose permissions apply; the image's default when absent.
     user: Option<String>,
-    /// How many levels, 1 to 64; 1 when absent.
+    /// Number of levels, 1 to 64; 1 when absent.
     depth: Option<u32>,
 }
 
-/// A folder to make.
+/// A folder to create.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct MkdirRequest {
-    /// Absolute path in the guest. Folders on the way are made, too.
+    /// Absolute path in the guest. Missing parent folders are created, too.
     path: String,
-    /// User who makes and owns it; the image's default when absent.
+    /// User who creates and owns the folder; the image's default when absent.
     user: Option<String>,
 }
 
-/// A file to move.
+/// A file or a folder to move.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct MoveRequest {
     /// Absolute path in the guest.
     from: String,
-    /// Absolute path in the guest. Folders on the way are made; a file that is there is replaced.
+    /// Absolute path in the guest. Missing parent folders are created; an existing file is replaced.
     to: String,
-    /// User whose permissions count; the image's default when absent.
+    /// User whose permissions apply; the image's default when absent.
     user: Option<String>,
 }
 
@@ -113,7 +114,7 @@ pub(crate) struct MoveRequest {
     get, path = "/v1/sandboxes/{id}/files", params(("id" = String, Path), Target),
     responses(
         (status = 200, content_type = "application/octet-stream", description = "Its bytes, as they come from \
-          the guest. One that shrinks, or whose sandbox ends, meanwhile breaks the connection"),
+          the guest. If the file shrinks or the sandbox ends meanwhile, the connection breaks"),
         (status = 400, body = ErrorBody, description = "Not an absolute path, or no regular file"),
         (status = 403, body = ErrorBody, description = "The user may not read it"),
         (status = 404, body = ErrorBody), (status = 409, body = ErrorBody, description = "The sandbox is not running"),
@@ -143,27 +144,27 @@ pub(crate) async fn download(
     Ok((headers, HttpBody::from_stream(queued.boxed())).into_response())
 }
 
-/// Moves a file from the guest to a client, at the slower one's pace.
+/// Copies a file from the guest to a client, at the pace of the slower one.
 async fn relay(visit: Visit, mut download: Download, pieces: mpsc::Sender<std::io::Result<Bytes>>) {
     loop {
         let piece = match visit.undisturbed(download.next()).await {
             Ok(None) => return,
             Ok(Some(piece)) => Ok(piece),
-            // Too late for a status: a body that breaks off is the only way left to say it.
+            // The status has been sent already. The only way left to report an error is to break the body off.
             Err(error) => {
-                tracing::info!(sandbox = visit.sandbox.id, %error, "a download broke off");
+                tracing::info!(sandbox = visit.sandbox.id, %error, "download failed");
                 Err(std::io::Error::other(error))
             }
         };
         let last = piece.is_err();
-        // A client that does not take it is hung up on.
+        // The connection of a client that stops reading has ended.
         if pieces.send(piece).await.is_err() || last {
             return;
         }
     }
 }
 
-/// Writes a file, whole or not at all. The body is the file, of any length.
+/// Writes a file completely or not at all. The body is the file, of any length.
 #[utoipa::path(
     put, path = "/v1/sandboxes/{id}/files", params(("id" = String, Path), UploadTarget),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
@@ -172,7 +173,7 @@ async fn relay(visit: Visit, mut download: Download, pieces: mpsc::Sender<std::i
         (status = 400, body = ErrorBody, description = "Not an absolute path, or a folder"),
         (status = 403, body = ErrorBody, description = "The user may not write it"),
         (status = 404, body = ErrorBody),
-        (status = 408, body = ErrorBody, description = "The client sent nothing for too long"),
+        (status = 408, body = ErrorBody, description = "The client stalled"),
         (status = 409, body = ErrorBody, description = "The sandbox is not running"),
         (status = 502, body = ErrorBody), (status = 504, body = ErrorBody, description = "The sandbox does not answer"),
         (status = 507, body = ErrorBody, description = "The guest's disk is full"),
@@ -184,7 +185,7 @@ pub(crate) async fn upload(
     Params(target): Params<UploadTarget>,
     request: Request,
 ) -> Result<Json<FileWritten>> {
-    // A client that asked first sends nothing until it is told to go on: by the first read.
+    // A client that sends `Expect` waits for the first read before it sends the body.
     let asked_first = request.headers().contains_key(header::EXPECT);
     let mut source = Source { body: request.into_body(), begun: false, stall: app.config.timing.stall };
     let written = receive(&app, &id, target, &mut source).await;
@@ -195,11 +196,11 @@ pub(crate) async fn upload(
     written.map(Json)
 }
 
-/// What a client sends.
+/// The body that a client sends.
 struct Source {
     body: HttpBody,
     begun: bool,
-    /// How long one piece may take.
+    /// The timeout for one piece.
     stall: Duration,
 }
 
@@ -209,7 +210,10 @@ impl Source {
         self.begun = true;
         loop {
             let timeout = |_| {
-                let text = format!("nothing came for {} s; the file was not written", self.stall.as_secs());
+                let text = format!(
+                    "no data arrived for {} s; the file was not written, send it again",
+                    self.stall.as_secs()
+                );
                 Error::new(Code::RequestTimeout, text)
             };
             match tokio::time::timeout(self.stall, self.body.frame()).await.map_err(timeout)? {
@@ -220,7 +224,7 @@ impl Source {
                 },
                 Some(Err(error)) => {
                     return Err(Error::invalid(format!(
-                        "the body broke off; the file was not written: {error}"
+                        "the body ended early; the file was not written, send it again: {error}"
                     )));
                 }
             }
@@ -248,13 +252,13 @@ async fn receive(
     Ok(FileWritten { path: written.path, size, whole: written.whole.unwrap_or(false) })
 }
 
-/// Removes a file, a link or an empty folder; with `recursive`, a folder and all that is in it.
+/// Removes a file, a link or an empty folder; with `recursive`, a folder with its content.
 #[utoipa::path(
     delete, path = "/v1/sandboxes/{id}/files", params(("id" = String, Path), RemoveTarget),
     responses(
-        (status = 204, description = "It is gone"),
+        (status = 204, description = "It was removed"),
         (status = 400, body = ErrorBody), (status = 403, body = ErrorBody), (status = 404, body = ErrorBody),
-        (status = 409, body = ErrorBody, description = "A folder that is not empty, or the sandbox is not running"),
+        (status = 409, body = ErrorBody, description = "The folder is not empty, or the sandbox is not running"),
         (status = 502, body = ErrorBody), (status = 504, body = ErrorBody),
     ),
 )]
@@ -270,7 +274,7 @@ pub(crate) async fn remove(
         match target.recursive {
             false => sandbox.agent.remove_one(path, user).await,
             true => {
-                // The agent does not mind if there is nothing.
+                // The agent's recursive removal succeeds for a missing path; `stat` reports it as an error.
                 sandbox.agent.stat(path, user).await?;
                 sandbox.agent.remove_all(path, user).await
             }
@@ -285,11 +289,11 @@ pub(crate) async fn remove(
     get, path = "/v1/sandboxes/{id}/files/list", params(("id" = String, Path), ListTarget),
     responses(
         (status = 200, body = FileList),
-        (status = 400, body = ErrorBody, description = "No folder, or too many entries: list a smaller one"),
+        (status = 400, body = ErrorBody, description = "Not a folder, or too many entries: list a smaller folder"),
         (status = 403, body = ErrorBody), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody),
         (status = 502, body = ErrorBody),
-        (status = 503, body = ErrorBody, description = "There is no room for the answer: too much is \
-          there that clients have not read yet"),
+        (status = 503, body = ErrorBody, description = "The list does not fit into the budget: clients \
+          have too much unread output"),
         (status = 504, body = ErrorBody),
     ),
 )]
@@ -310,7 +314,7 @@ pub(crate) async fn list(
     response::json(&FileList { entries: listed.into_iter().map(info).collect() }, room)
 }
 
-/// Says what is known of a file. A link is not followed.
+/// Shows the attributes of a file. A link is not followed.
 #[utoipa::path(
     get, path = "/v1/sandboxes/{id}/files/stat", params(("id" = String, Path), Target),
     responses(
@@ -331,13 +335,13 @@ pub(crate) async fn stat(
     Ok(Json(info(entry)))
 }
 
-/// Makes a folder and those it is in.
+/// Creates a folder and its missing parent folders.
 #[utoipa::path(
     post, path = "/v1/sandboxes/{id}/files/mkdir", params(("id" = String, Path)), request_body = MkdirRequest,
     responses(
         (status = 201, body = FileInfo), (status = 400, body = ErrorBody), (status = 403, body = ErrorBody),
         (status = 404, body = ErrorBody),
-        (status = 409, body = ErrorBody, description = "It is there already, or the sandbox is not running"),
+        (status = 409, body = ErrorBody, description = "It exists already, or the sandbox is not running"),
         (status = 502, body = ErrorBody), (status = 504, body = ErrorBody), (status = 507, body = ErrorBody),
     ),
 )]
@@ -356,7 +360,7 @@ pub(crate) async fn mkdir(
 #[utoipa::path(
     post, path = "/v1/sandboxes/{id}/files/move", params(("id" = String, Path)), request_body = MoveRequest,
     responses(
-        (status = 200, body = FileInfo, description = "As it is now"),
+        (status = 200, body = FileInfo, description = "Its new attributes"),
         (status = 400, body = ErrorBody), (status = 403, body = ErrorBody), (status = 404, body = ErrorBody),
         (status = 409, body = ErrorBody, description = "A folder that is not empty is in the way, or the file \
           systems differ, or the sandbox is not running"),
@@ -380,10 +384,10 @@ async fn ready(app: &ApiContext, id: &str) -> Result<Arc<Sandbox>> {
     Ok(sandbox)
 }
 
-/// A path as the routes take it: nobody has to know where a relative one begins.
+/// Checks that a path is absolute: the guest has no folder that a relative path would start at.
 fn absolute(path: &str) -> Result<&str> {
     match path {
-        _ if path.contains('\0') => Err(Error::invalid("a path cannot hold a NUL byte")),
+        _ if path.contains('\0') => Err(Error::invalid("a path cannot contain a NUL byte; remove it")),
         _ if path.starts_with('/') => Ok(path),
         _ => Err(Error::invalid(format!("the path {path:?} is not absolute; begin it with /"))),
     }
@@ -395,7 +399,7 @@ fn parse_mode(text: &str) -> Result<u32> {
     mode.ok_or_else(|| Error::invalid(format!("mode is {text:?}; it must be octal, 0 to 7777")))
 }
 
-/// What the agent says of a file, which gives a link the type of what it leads to.
+/// Converts the agent's attributes. The agent gives a link the type of its target.
 fn info(entry: EntryInfo) -> FileInfo {
     let kind = match entry.r#type.as_str() {
         "FILE_TYPE_FILE" => FileKind::File,

@@ -152,16 +152,16 @@ async fn a_client_that_does_not_take_its_file_is_hung_up_on_and_the_guest_is_fre
         stream.read_exact(&mut [0; 1000]).await.unwrap();
         stream
     };
-    // One that leaves …
+    // A client that disconnects …
     drop(begin().await);
     eventually("the guest to stop", || sending() == 0).await;
-    // … and one that stays and reads nothing.
+    // … and a client that stays connected and reads nothing.
     let mut lazy = begin().await;
     eventually("the guest to stop", || sending() == 0).await;
     let mut rest = Vec::new();
     let _ = lazy.read_to_end(&mut rest).await;
     assert!(rest.len() < 16 << 20, "{} bytes were on their way", rest.len());
-    // A body that breaks off in the guest, or whose sandbox is paused, is not a whole one.
+    // A body that breaks off in the guest, or whose sandbox is paused, is reported as an error.
     let mut broken = daemon.connect().await;
     let line = format!("GET {} HTTP/1.1\r\nHost: localhost\r\n\r\n", files("/breaks"));
     broken.write_all(line.as_bytes()).await.unwrap();
