@@ -13,7 +13,7 @@ use forkd_api::ErrorBody;
 
 pub(crate) use forkd_api::Code;
 
-/// Result with the daemon's [`enum@Error`].
+/// Result with the daemon's [`struct@Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// A failure, with its code, its sentence and its cause.
