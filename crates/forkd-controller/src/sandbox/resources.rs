@@ -18,7 +18,7 @@ pub(crate) struct Resources {
     /// The template that forked it.
     pub(crate) template: Option<Arc<Template>>,
     pub(crate) slot: Option<Slot>,
-    /// Reserves every unclaimed slot, for a sandbox whose slot is unknown because its record is unreadable.
+    /// Keeps all slots of an earlier daemon, for an unknown sandbox: one of them is its slot.
     pub(crate) any_slot: Option<Hold>,
     pub(crate) leaf: Option<Leaf>,
 }
@@ -56,7 +56,7 @@ impl Resources {
         }
         self.any_slot.take().into_iter().for_each(Hold::release);
         let removed = self.leaf.take().map(|leaf| {
-            // An unknown process may be in the cgroup, and is killed. A branch must not be there.
+            // Kills unknown processes in the cgroup, but only once every branch has left it.
             if leaf.is_left() {
                 let _ = leaf.kill();
             }
