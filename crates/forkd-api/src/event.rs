@@ -130,7 +130,7 @@ pub struct EventSubject {
 /// Something that happened: the data of an event of `GET /v1/events`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct Event {
+pub struct Event<K = EventKind> {
     /// The daemon's run and a number, such as `k3v0q1-17`: what `since` takes.
     pub id: String,
     /// Its number in that run. Not sent: it is part of `id`.
@@ -139,7 +139,8 @@ pub struct Event {
     /// When, in UTC.
     pub ts: String,
     /// What.
-    pub kind: EventKind,
+    #[cfg_attr(feature = "openapi", schema(value_type = EventKind))]
+    pub kind: K,
     /// What of.
     #[serde(flatten)]
     pub about: EventSubject,

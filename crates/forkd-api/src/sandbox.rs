@@ -82,10 +82,13 @@ pub struct CreateRequest {
 /// What came of a request for several children, with `?results=each`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct SpawnReply {
+pub struct SpawnReply<C = SandboxInfo> {
     /// The children that run.
-    pub children: Vec<SandboxInfo>,
+    #[cfg_attr(feature = "openapi", schema(value_type = Vec<SandboxInfo>))]
+    pub children: Vec<C>,
     /// Why the others do not.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub errors: Vec<SpawnError>,
 }
 
@@ -216,8 +219,10 @@ pub enum SandboxState {
 /// What is known of a sandbox.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct SandboxInfo {
+pub struct SandboxInfo<S = SandboxState, A = OnTimeout> {
     /// Whose it is.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub owner: String,
     /// `sb` and lower-case letters and digits.
     pub id: String,
@@ -227,7 +232,8 @@ pub struct SandboxInfo {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot_tag: Option<String>,
     /// Where it stands.
-    pub state: SandboxState,
+    #[cfg_attr(feature = "openapi", schema(value_type = SandboxState))]
+    pub state: S,
     /// How it ended, in one word: `powered_off`, `reset`, `panicked`, `failed`, `out_of_memory`,
     /// `monitor_died`, `boot_failed`, `fork_failed`, `rollback_failed`, `timed_out`, `idle_timed_out`,
     /// `suspended`, `deleted` or `unknown`. Of a paused one: `host_disk_full` if it waits for room on the host's
@@ -258,6 +264,8 @@ pub struct SandboxInfo {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ready_ms: Option<f64>,
     /// Whether it has a network.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub network: bool,
     /// The name of its network slot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -268,6 +276,8 @@ pub struct SandboxInfo {
     pub egress: Option<Vec<String>>,
     /// Where it speaks the line protocol: its port of loopback if it has one, else its address in its
     /// network slot.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub guest_addr: String,
     /// Memory it may use on the host, in MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -285,7 +295,8 @@ pub struct SandboxInfo {
     pub idle_timeout_secs: Option<u64>,
     /// What is done when its time is over.
     #[serde(default)]
-    pub on_timeout: OnTimeout,
+    #[cfg_attr(feature = "openapi", schema(value_type = OnTimeout))]
+    pub on_timeout: A,
     /// The snapshot it is stored as then, if it was given one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub suspend_as: Option<String>,
@@ -347,6 +358,8 @@ pub struct GoneInfo {
     /// Its id.
     pub id: String,
     /// `gone`.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub state: String,
     /// The snapshot it was forked from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -355,6 +368,8 @@ pub struct GoneInfo {
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
     /// When it was created, in seconds since 1970.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub created_at_unix: u64,
     /// When it ended, in seconds since 1970.
     pub ended_at_unix: u64,

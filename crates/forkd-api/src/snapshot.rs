@@ -61,6 +61,7 @@ pub enum SnapshotStatus {
     /// It is a template whose record the daemon cannot read: damaged, or written by a newer daemon. `error` says why.
     /// The process goes on; it can be looked at and deleted, and nothing else. It has the template's id as its tag
     /// if the tag cannot be read, or belongs to a snapshot on disk.
+    #[serde(other)]
     Unknown,
 }
 
@@ -82,7 +83,7 @@ pub enum SnapshotPhase {
 /// What is known of a snapshot.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct SnapshotInfo {
+pub struct SnapshotInfo<P = SnapshotPhase> {
     /// Whose it is; `*` for one that all may use.
     #[serde(default)]
     pub owner: String,
@@ -91,8 +92,9 @@ pub struct SnapshotInfo {
     /// Where it stands.
     pub status: SnapshotStatus,
     /// How far it is, while it is being made.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub phase: Option<SnapshotPhase>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<SnapshotPhase>))]
+    pub phase: Option<P>,
     /// Why it failed, or why it cannot be written yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
@@ -109,21 +111,33 @@ pub struct SnapshotInfo {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel: Option<String>,
     /// Number of vCPUs.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub vcpus: u8,
     /// Memory in MiB.
     pub mem_size_mib: u64,
     /// Whether it has a network interface.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub network: bool,
     /// Whether its image has a Python.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub python: Option<bool>,
     /// Room its memory takes on disk, in bytes.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub memory_bytes: u64,
     /// Room its disks take, without the image, in bytes.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub disk_bytes: u64,
     /// Room the state of its devices takes, in bytes.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub state_bytes: u64,
     /// Whether children can be forked from it, as far as can be seen without reading all of it.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub bootable: bool,
     /// Why they cannot, or could not once it has no template any more: its image is gone, or another one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -135,6 +149,8 @@ pub struct SnapshotInfo {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent_tag: Option<String>,
     /// How many snapshots its memory is built on.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub chain_depth: usize,
     /// How it was branched: `full`, `diff` or `live`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -165,10 +181,19 @@ pub struct SnapshotInfo {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub progress: Option<Progress>,
     /// Where its files are.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub dir: String,
     /// The process its next children are forked from, if it has one now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub template: Option<TemplateInfo>,
+}
+
+impl<P> SnapshotInfo<P> {
+    /// All its bytes on disk.
+    pub fn size(&self) -> u64 {
+        self.memory_bytes.saturating_add(self.disk_bytes).saturating_add(self.state_bytes)
+    }
 }
 
 /// A process children are forked from.
@@ -179,8 +204,12 @@ pub struct TemplateInfo {
     pub pid: i32,
     /// Where its memory comes from: `disk`, or `memory` if it is the guest the snapshot was made of; `unknown` if its
     /// record cannot be read.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub source: String,
     /// How many sandboxes it has forked that are still listed.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub children: usize,
 }
 
@@ -194,6 +223,14 @@ pub struct Progress {
     pub total: u64,
     /// What it has written.
     pub written: u64,
+}
+
+impl Progress {
+    /// The percentage of guest memory that was scanned.
+    pub fn percent(&self) -> u64 {
+        let percent = (u128::from(self.looked_at) * 100).checked_div(u128::from(self.total)).unwrap_or(0);
+        u64::try_from(percent).unwrap_or(100).min(100)
+    }
 }
 
 /// A branch to take. Everything else a client may send is ignored.
@@ -255,6 +292,8 @@ pub struct SnapshotInfoDetail {
     /// Where its files are.
     pub dir: String,
     /// When it was made, in seconds since 1970.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub created_at_unix: u64,
     /// The length of all its memory layers.
     pub memory_logical_bytes: u64,
@@ -263,12 +302,20 @@ pub struct SnapshotInfoDetail {
     /// The length of the state of vCPUs and devices.
     pub vmstate_bytes: u64,
     /// The length of all layers of its disks.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub disk_logical_bytes: u64,
     /// Room they take on disk.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub disk_physical_bytes: u64,
     /// Room the memory layer it added takes on disk.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub own_memory_bytes: u64,
     /// Room the disk layers it added take on disk.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub own_disk_bytes: u64,
     /// The snapshot its memory is stored as a difference to; absent if that is not to be seen by whoever asks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -279,10 +326,16 @@ pub struct SnapshotInfoDetail {
     /// How many snapshots its memory is built on.
     pub chain_depth: usize,
     /// The snapshots built on it that whoever asks may see.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub dependents: Vec<String>,
     /// The snapshots it came from that whoever asks may see, the farthest first.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub ancestors: Vec<String>,
     /// All files it is made of but its state.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub layers: Vec<LayerInfo>,
 }
 

@@ -46,11 +46,12 @@ pub struct TokenRequest {
 /// What is known of a token.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct TokenInfo {
+pub struct TokenInfo<S = TokenScope> {
     /// What it is called. `default` is the one in the daemon's token file.
     pub name: String,
     /// What whoever shows it may do.
-    pub scope: TokenScope,
+    #[cfg_attr(feature = "openapi", schema(value_type = TokenScope))]
+    pub scope: S,
     /// Whose what they make is.
     pub owner: String,
     /// How many sandboxes the owner may have.
@@ -63,6 +64,8 @@ pub struct TokenInfo {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_snapshots: Option<u64>,
     /// When it was made, in seconds since 1970.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub created_at_unix: u64,
     /// From when on it is refused, in seconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -49,11 +49,13 @@ pub enum WorkspaceStatus {
 /// What is known of a workspace.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct WorkspaceInfo {
+pub struct WorkspaceInfo<S = WorkspaceStatus> {
     /// Whose it is.
     #[serde(default)]
     pub owner: String,
     /// `ws` and letters and digits.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub id: String,
     /// Its name.
     pub name: String,
@@ -63,12 +65,17 @@ pub struct WorkspaceInfo {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub current_state_tag: Option<String>,
     /// Where it stands.
-    pub status: WorkspaceStatus,
+    #[cfg_attr(feature = "openapi", schema(value_type = WorkspaceStatus))]
+    pub status: S,
     /// Its sandbox, while it runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub live_sandbox_id: Option<String>,
     /// When it was made, in seconds since 1970.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub created_at_unix: u64,
     /// When it was last made, suspended or resumed.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub last_active_unix: u64,
 }
