@@ -131,17 +131,18 @@ pub struct EventSubject {
 /// An event: the data of a server-sent event of `GET /v1/events`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct Event {
-    /// The daemon's run and a number, such as `k3v0q1-17`. The parameter `since` takes this id.
+pub struct Event<K = EventKind> {
+    /// The daemon's run and a number, such as `k3v0q1-17`: what `since` takes.
     pub id: String,
     /// The event's number in that run. Not serialized: it is part of `id`.
     #[serde(skip)]
     pub number: u64,
     /// The time of the event, in UTC.
     pub ts: String,
-    /// The kind of the event.
-    pub kind: EventKind,
-    /// The object of the event.
+    /// What.
+    #[cfg_attr(feature = "openapi", schema(value_type = EventKind))]
+    pub kind: K,
+    /// What of.
     #[serde(flatten)]
     pub about: EventSubject,
 }

@@ -1,9 +1,12 @@
 //! The bodies of requests and replies: one definition for the daemon, the `forkd` command and tests that check a
 //! reply.
 //!
-//! Requests reject unknown fields, so that a misspelt field is an error. Replies accept them, and most fields of a
-//! reply are optional: a client understands an older and a newer daemon. The feature `openapi` describes every type
-//! for the OpenAPI document. This crate depends on no HTTP library and not on the daemon.
+//! Requests refuse unknown fields, so that a misspelt one is an error. Replies accept them, and most of their fields
+//! may be absent: a client understands an older and a newer daemon. The feature `openapi` describes every type for
+//! the OpenAPI document. This crate knows no HTTP library and no daemon.
+//!
+//! A newer daemon may reply with a state that has no name here. So the type of such a field is a parameter, by
+//! default the enum. A client that only prints the word reads it as text: `SandboxInfo<String, String>`.
 
 mod code;
 mod daemon;
@@ -16,6 +19,8 @@ mod snapshot;
 pub mod stream;
 mod token;
 mod tree;
+#[cfg(test)]
+mod versions;
 mod workspace;
 
 pub use code::{Code, Retry};

@@ -83,10 +83,13 @@ pub struct CreateRequest {
 /// The reply to a request for several children with `?results=each`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct SpawnReply {
+pub struct SpawnReply<C = SandboxInfo> {
     /// The children that run.
-    pub children: Vec<SandboxInfo>,
-    /// The reasons why other children do not run.
+    #[cfg_attr(feature = "openapi", schema(value_type = Vec<SandboxInfo>))]
+    pub children: Vec<C>,
+    /// Why the others do not.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub errors: Vec<SpawnError>,
 }
 
@@ -217,8 +220,10 @@ pub enum SandboxState {
 /// A sandbox and its state.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct SandboxInfo {
-    /// The owner's name.
+pub struct SandboxInfo<S = SandboxState, A = OnTimeout> {
+    /// Whose it is.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub owner: String,
     /// `sb`, then lower-case letters and digits.
     pub id: String,
@@ -227,12 +232,13 @@ pub struct SandboxInfo {
     /// The snapshot that the sandbox was forked from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot_tag: Option<String>,
-    /// The sandbox's state.
-    pub state: SandboxState,
-    /// How the sandbox ended: `powered_off`, `reset`, `panicked`, `failed`, `out_of_memory`, `monitor_died`,
-    /// `boot_failed`, `fork_failed`, `rollback_failed`, `timed_out`, `idle_timed_out`, `suspended`, `deleted` or
-    /// `unknown`. For a paused sandbox: `host_disk_full` if it waits for space on the host's disk, and then resumes
-    /// by itself. For state `unknown`: `record_unreadable`.
+    /// Where it stands.
+    #[cfg_attr(feature = "openapi", schema(value_type = SandboxState))]
+    pub state: S,
+    /// How it ended, in one word: `powered_off`, `reset`, `panicked`, `failed`, `out_of_memory`,
+    /// `monitor_died`, `boot_failed`, `fork_failed`, `rollback_failed`, `timed_out`, `idle_timed_out`,
+    /// `suspended`, `deleted` or `unknown`. Of a paused one: `host_disk_full` if it waits for room on the host's
+    /// disk, and goes on by itself. Of one in state `unknown`: `record_unreadable`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
     /// The same reason, as one sentence.
@@ -258,7 +264,9 @@ pub struct SandboxInfo {
     /// of its process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ready_ms: Option<f64>,
-    /// Whether the sandbox has a network.
+    /// Whether it has a network.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub network: bool,
     /// The name of the network slot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -269,6 +277,8 @@ pub struct SandboxInfo {
     pub egress: Option<Vec<String>>,
     /// The address of the JSON-lines protocol: the loopback port if there is one, otherwise the address in the
     /// network slot.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub guest_addr: String,
     /// Memory the sandbox may use on the host, in MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -286,8 +296,9 @@ pub struct SandboxInfo {
     pub idle_timeout_secs: Option<u64>,
     /// The action at a timeout.
     #[serde(default)]
-    pub on_timeout: OnTimeout,
-    /// The tag of the snapshot that a timeout stores, if the client chose one.
+    #[cfg_attr(feature = "openapi", schema(value_type = OnTimeout))]
+    pub on_timeout: A,
+    /// The snapshot it is stored as then, if it was given one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub suspend_as: Option<String>,
     /// Time of the last use, of the creation, or of the daemon's start, in seconds since 1970.
@@ -347,7 +358,9 @@ pub struct UpdateRequest {
 pub struct GoneInfo {
     /// The sandbox's id.
     pub id: String,
-    /// Always `gone`.
+    /// `gone`.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub state: String,
     /// The snapshot that the sandbox was forked from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -355,7 +368,9 @@ pub struct GoneInfo {
     /// The sandbox's labels.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
-    /// Creation time, in seconds since 1970.
+    /// When it was created, in seconds since 1970.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub created_at_unix: u64,
     /// Time of the end, in seconds since 1970.
     pub ended_at_unix: u64,

@@ -58,9 +58,10 @@ pub enum SnapshotStatus {
     Ready,
     /// The snapshot was not finished, or is damaged.
     Failed,
-    /// A template whose record the daemon cannot read: damaged, or written by a newer daemon. `error` has the reason.
-    /// The process continues; clients can only read and delete the snapshot. Its tag is the template's id if the tag
-    /// cannot be read or belongs to a snapshot on disk.
+    /// It is a template whose record the daemon cannot read: damaged, or written by a newer daemon. `error` says why.
+    /// The process goes on; it can be looked at and deleted, and nothing else. It has the template's id as its tag
+    /// if the tag cannot be read, or belongs to a snapshot on disk.
+    #[serde(other)]
     Unknown,
 }
 
@@ -82,18 +83,19 @@ pub enum SnapshotPhase {
 /// A snapshot and its status.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct SnapshotInfo {
-    /// The owner's name; `*` for a snapshot that every owner may use.
+pub struct SnapshotInfo<P = SnapshotPhase> {
+    /// Whose it is; `*` for one that all may use.
     #[serde(default)]
     pub owner: String,
     /// The snapshot's tag.
     pub tag: String,
     /// The snapshot's status.
     pub status: SnapshotStatus,
-    /// The phase, while the snapshot is being created.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub phase: Option<SnapshotPhase>,
-    /// Why the snapshot failed, or why it cannot be written yet.
+    /// How far it is, while it is being made.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<SnapshotPhase>))]
+    pub phase: Option<P>,
+    /// Why it failed, or why it cannot be written yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     /// The same reason, for programs.
@@ -109,21 +111,33 @@ pub struct SnapshotInfo {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel: Option<String>,
     /// Number of vCPUs.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub vcpus: u8,
     /// Memory in MiB.
     pub mem_size_mib: u64,
-    /// Whether the snapshot has a network interface.
+    /// Whether it has a network interface.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub network: bool,
     /// Whether the image has Python.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub python: Option<bool>,
-    /// Disk space of the memory, in bytes.
+    /// Room its memory takes on disk, in bytes.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub memory_bytes: u64,
-    /// Disk space of the disks without the image, in bytes.
+    /// Room its disks take, without the image, in bytes.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub disk_bytes: u64,
-    /// Disk space of the device state, in bytes.
+    /// Room the state of its devices takes, in bytes.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub state_bytes: u64,
-    /// Whether children can be forked from the snapshot. The check does not read every file in full.
+    /// Whether children can be forked from it, as far as can be seen without reading all of it.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub bootable: bool,
     /// Why children cannot be forked, or could not without the running template: the image is missing or was
     /// replaced.
@@ -135,7 +149,9 @@ pub struct SnapshotInfo {
     /// The snapshot that the memory is stored as a difference to; absent if the caller may not see that snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent_tag: Option<String>,
-    /// How many snapshots the memory is built on.
+    /// How many snapshots its memory is built on.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub chain_depth: usize,
     /// The mode of the branch: `full`, `diff` or `live`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -165,23 +181,36 @@ pub struct SnapshotInfo {
     /// Progress of the write.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub progress: Option<Progress>,
-    /// The folder with the snapshot's files.
+    /// Where its files are.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub dir: String,
     /// The template process that forks the snapshot's children, if one is running.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub template: Option<TemplateInfo>,
 }
 
-/// A template: the process that children are forked from.
+impl<P> SnapshotInfo<P> {
+    /// All its bytes on disk.
+    pub fn size(&self) -> u64 {
+        self.memory_bytes.saturating_add(self.disk_bytes).saturating_add(self.state_bytes)
+    }
+}
+
+/// A process children are forked from.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct TemplateInfo {
     /// The process id on the host.
     pub pid: i32,
-    /// The source of the template's memory: `disk`, or `memory` for the guest that the snapshot was made of.
-    /// `unknown` if the template's record cannot be read.
+    /// Where its memory comes from: `disk`, or `memory` if it is the guest the snapshot was made of; `unknown` if its
+    /// record cannot be read.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub source: String,
-    /// How many sandboxes forked from this template are still listed.
+    /// How many sandboxes it has forked that are still listed.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub children: usize,
 }
 
@@ -197,7 +226,15 @@ pub struct Progress {
     pub written: u64,
 }
 
-/// A branch to take. Unknown fields are ignored.
+impl Progress {
+    /// The percentage of guest memory that was scanned.
+    pub fn percent(&self) -> u64 {
+        let percent = (u128::from(self.looked_at) * 100).checked_div(u128::from(self.total)).unwrap_or(0);
+        u64::try_from(percent).unwrap_or(100).min(100)
+    }
+}
+
+/// A branch to take. Everything else a client may send is ignored.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct BranchRequest {
@@ -255,7 +292,9 @@ pub struct SnapshotInfoDetail {
     pub tag: String,
     /// The folder with the snapshot's files.
     pub dir: String,
-    /// Creation time, in seconds since 1970.
+    /// When it was made, in seconds since 1970.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub created_at_unix: u64,
     /// Length of all memory layers, in bytes.
     pub memory_logical_bytes: u64,
@@ -263,13 +302,21 @@ pub struct SnapshotInfoDetail {
     pub memory_physical_bytes: u64,
     /// Length of the state of vCPUs and devices, in bytes.
     pub vmstate_bytes: u64,
-    /// Length of all disk layers, in bytes.
+    /// The length of all layers of its disks.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub disk_logical_bytes: u64,
-    /// Disk space of all disk layers, in bytes.
+    /// Room they take on disk.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub disk_physical_bytes: u64,
-    /// Disk space of the snapshot's own memory layer, in bytes.
+    /// Room the memory layer it added takes on disk.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub own_memory_bytes: u64,
-    /// Disk space of the snapshot's own disk layers, in bytes.
+    /// Room the disk layers it added take on disk.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub own_disk_bytes: u64,
     /// The snapshot that the memory is stored as a difference to; absent if the caller may not see that snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -279,11 +326,17 @@ pub struct SnapshotInfoDetail {
     pub parent_content_hash: Option<String>,
     /// How many snapshots the memory is built on.
     pub chain_depth: usize,
-    /// The snapshots built on this one that the caller may see.
+    /// The snapshots built on it that whoever asks may see.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub dependents: Vec<String>,
-    /// The snapshots this one is built on that the caller may see, the farthest first.
+    /// The snapshots it came from that whoever asks may see, the farthest first.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub ancestors: Vec<String>,
-    /// All files of the snapshot except the device state.
+    /// All files it is made of but its state.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub layers: Vec<LayerInfo>,
 }
 

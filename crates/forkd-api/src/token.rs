@@ -46,12 +46,13 @@ pub struct TokenRequest {
 /// A token without its secret.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct TokenInfo {
-    /// The token's name. `default` is the token in the daemon's token file.
+pub struct TokenInfo<S = TokenScope> {
+    /// What it is called. `default` is the one in the daemon's token file.
     pub name: String,
-    /// The token's scope.
-    pub scope: TokenScope,
-    /// The owner of the objects that the token creates.
+    /// What whoever shows it may do.
+    #[cfg_attr(feature = "openapi", schema(value_type = TokenScope))]
+    pub scope: S,
+    /// Whose what they make is.
     pub owner: String,
     /// The most sandboxes of the owner.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -62,7 +63,9 @@ pub struct TokenInfo {
     /// The most snapshots of the owner.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_snapshots: Option<u64>,
-    /// Creation time, in seconds since 1970.
+    /// When it was made, in seconds since 1970.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub created_at_unix: u64,
     /// The time at which the token expires, in seconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]

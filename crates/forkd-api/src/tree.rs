@@ -33,29 +33,35 @@ pub enum TreeHow {
 /// A snapshot or a sandbox in the fork tree.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct TreeNode {
-    /// `snapshot:TAG` or `sandbox:ID`. For a removed snapshot whose tag another snapshot has now: `snapshot:TAG@` and
-    /// the first digits of its content's id.
+pub struct TreeNode<K = TreeKind, H = TreeHow> {
+    /// `snapshot:TAG` or `sandbox:ID`. A snapshot that is gone and whose tag another one has now is
+    /// `snapshot:TAG@` and the beginning of its content's id.
     pub id: String,
-    /// The node's kind.
-    pub kind: TreeKind,
-    /// The tag or the id; `?` for a snapshot that the caller may not see.
+    /// What it is.
+    #[cfg_attr(feature = "openapi", schema(value_type = TreeKind))]
+    pub kind: K,
+    /// Its tag or its id; `?` for a snapshot that is not to be seen by whoever asks.
     pub name: String,
     /// The node it came from; none for a root.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<String>,
-    /// The status of a snapshot, the state of a sandbox, or `gone`.
+    /// Where it stands: the status of a snapshot, the state of a sandbox, or `gone`.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub state: String,
-    /// Whether the object no longer exists. Such a node is listed because others came from it.
+    /// Whether it exists no more, and is here because others came from it.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub gone: bool,
     /// Creation time, in seconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub created_at_unix: Option<u64>,
-    /// How the node came from its parent, if known.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub how: Option<TreeHow>,
-    /// For a sandbox that was rolled back: the node it continued from. That is also the parent, unless the node came
-    /// from the sandbox itself.
+    /// How it came from its parent, if that is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<TreeHow>))]
+    pub how: Option<H>,
+    /// For a sandbox that was taken back: the node it continued from. It is the parent, too, unless it
+    /// came from the sandbox itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rolled_back_to: Option<String>,
 }
@@ -63,7 +69,8 @@ pub struct TreeNode {
 /// The reply of `GET /v1/tree`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct Tree {
+pub struct Tree<N = TreeNode> {
     /// All nodes, oldest first.
-    pub nodes: Vec<TreeNode>,
+    #[cfg_attr(feature = "openapi", schema(value_type = Vec<TreeNode>))]
+    pub nodes: Vec<N>,
 }

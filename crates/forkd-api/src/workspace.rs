@@ -49,11 +49,13 @@ pub enum WorkspaceStatus {
 /// A workspace and its status.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct WorkspaceInfo {
-    /// The owner's name.
+pub struct WorkspaceInfo<S = WorkspaceStatus> {
+    /// Whose it is.
     #[serde(default)]
     pub owner: String,
-    /// `ws`, then letters and digits.
+    /// `ws` and letters and digits.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub id: String,
     /// The workspace's name.
     pub name: String,
@@ -62,13 +64,18 @@ pub struct WorkspaceInfo {
     /// The snapshot that a resume forks from; absent before the first suspend.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub current_state_tag: Option<String>,
-    /// The workspace's status.
-    pub status: WorkspaceStatus,
-    /// The id of the sandbox, while the workspace is running.
+    /// Where it stands.
+    #[cfg_attr(feature = "openapi", schema(value_type = WorkspaceStatus))]
+    pub status: S,
+    /// Its sandbox, while it runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub live_sandbox_id: Option<String>,
-    /// Creation time, in seconds since 1970.
+    /// When it was made, in seconds since 1970.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub created_at_unix: u64,
-    /// Time of the creation or of the last suspend or resume, in seconds since 1970.
+    /// When it was last made, suspended or resumed.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub last_active_unix: u64,
 }

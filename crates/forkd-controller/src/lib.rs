@@ -56,9 +56,3 @@ pub use util::time as clock;
 
 /// The version of this daemon.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
-
-// For clients that do not import these types from forkd_api yet.
-pub use forkd_api::stream as frames;
-pub use forkd_api::{
-    Code, ErrorBody, EvalReply, EvalRequest, ExecReply, ExecRequest, FileInfo, FileKind, FileList, Retry,
-};

@@ -15,13 +15,12 @@ pub(crate) enum OnTimeout {
     Suspend,
 }
 
-impl OnTimeout {
-    /// The name in the daemon's API.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            OnTimeout::Kill => "kill",
-            OnTimeout::Pause => "pause",
-            OnTimeout::Suspend => "suspend",
+impl From<OnTimeout> for forkd_api::OnTimeout {
+    fn from(action: OnTimeout) -> Self {
+        match action {
+            OnTimeout::Kill => forkd_api::OnTimeout::Kill,
+            OnTimeout::Pause => forkd_api::OnTimeout::Pause,
+            OnTimeout::Suspend => forkd_api::OnTimeout::Suspend,
         }
     }
 }

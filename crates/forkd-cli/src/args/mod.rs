@@ -41,9 +41,7 @@ pub(crate) use serve::{LogFormat, ServeArgs};
 pub(crate) use snapshots::{
     ImagesArgs, RmiArgs, SnapshotArgs, SnapshotCompactArgs, SnapshotInfoArgs, TagsArgs,
 };
-pub(crate) use tokens::{
-    TokenAddArgs, TokenCommand, TokenPrintArgs, TokenRmArgs, TokenRotateArgs, TokenScope,
-};
+pub(crate) use tokens::{TokenAddArgs, TokenCommand, TokenPrintArgs, TokenRmArgs, TokenRotateArgs};
 pub(crate) use workspaces::{
     WorkspaceArgs, WorkspaceCommand, WorkspaceCreateArgs, WorkspaceRmArgs, WorkspaceSuspendArgs,
 };

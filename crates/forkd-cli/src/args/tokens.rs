@@ -94,6 +94,16 @@ pub(crate) enum TokenScope {
     Admin,
 }
 
+impl From<TokenScope> for forkd_api::TokenScope {
+    fn from(scope: TokenScope) -> Self {
+        match scope {
+            TokenScope::Read => forkd_api::TokenScope::Read,
+            TokenScope::Write => forkd_api::TokenScope::Use,
+            TokenScope::Admin => forkd_api::TokenScope::Admin,
+        }
+    }
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct TokenRmArgs {
     /// Names of tokens (`forkd token ls`).

@@ -3,14 +3,13 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
+use forkd_api::{Code, Progress as SaveProgress, SnapshotStatus};
 use hyper::Method;
 use serde_json::{Value, json};
 
 use super::{Context, WrongUsage, with_daemon};
-use forkd_controller::Code;
-
 use crate::args::{AnswerArgs, BranchArgs, BranchMode};
-use crate::client::types::{self, SaveProgress, Snapshot, SnapshotStatus};
+use crate::client::types::{self, Snapshot};
 use crate::client::{Daemon, Refused};
 use crate::stream::signals::Forwarded;
 use crate::ui::{self, Progress, Ui};

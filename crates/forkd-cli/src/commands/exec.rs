@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::io;
 
 use anyhow::Result;
-use forkd_controller::frames::ExecStreamRequest;
-use forkd_controller::{EvalReply, EvalRequest, ExecReply, ExecRequest};
+use forkd_api::stream::ExecStreamRequest;
+use forkd_api::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 use hyper::Method;
 
 use super::{Context, WrongUsage, with_daemon};

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::Result;
+use forkd_api::SpawnError;
 use hyper::Method;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -12,7 +13,7 @@ use tokio::net::TcpListener;
 
 use super::{Context, sandboxes, update, with_daemon};
 use crate::args::{ChildrenArgs, ForkArgs, SpawnArgs};
-use crate::client::types::{self, ChildError, Sandbox, Spawned};
+use crate::client::types::{self, Sandbox, Spawned};
 use crate::client::{Address, Daemon};
 use crate::compat::relay::{PREFIX, Relay, VerifiedDaemon};
 use crate::host::clock;
@@ -285,8 +286,8 @@ pub(super) fn render(spawned: &Spawned, wanted: u16, times: &Times) -> String {
     )
 }
 
-pub(super) fn warn_failed_children(errors: &[ChildError], ui: Ui) {
-    for ChildError { index, error } in errors {
+pub(super) fn warn_failed_children(errors: &[SpawnError], ui: Ui) {
+    for SpawnError { index, error, .. } in errors {
         ui.warn(format!("child {index} did not start: {error}"));
     }
 }

@@ -9,10 +9,10 @@ use serde_json::{Value, json};
 use super::fork::{self, Times};
 use super::snapshot::{self, CreateResult};
 use super::{Context, prepare_image, runtime, with_daemon};
-use forkd_controller::Code;
+use forkd_api::{Code, SnapshotStatus};
 
 use crate::args::QuickstartArgs;
-use crate::client::types::{self, Snapshot, SnapshotStatus, Spawned};
+use crate::client::types::{self, Snapshot, Spawned};
 use crate::client::{Daemon, Refused};
 use crate::doctor;
 use crate::host::clock;

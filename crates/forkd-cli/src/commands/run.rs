@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::Result;
-use forkd_controller::frames::RunRequest;
+use forkd_api::stream::RunRequest;
 
 use super::{Context, prepare_image, runtime};
 use crate::args::RunArgs;

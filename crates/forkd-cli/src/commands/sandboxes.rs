@@ -3,14 +3,13 @@
 use std::time::Instant;
 
 use anyhow::Result;
+use forkd_api::{Code, GoneInfo};
 use hyper::Method;
 use serde_json::{Value, json};
 
 use super::{Context, report, update, with_daemon};
-use forkd_controller::Code;
-
 use crate::args::{FilterArgs, KillArgs, LsArgs, PingArgs, RollbackArgs, SandboxesArgs};
-use crate::client::types::{self, ArchivedSandbox, Sandbox};
+use crate::client::types::{self, Sandbox};
 use crate::client::{Daemon, Refused};
 use crate::host::clock;
 use crate::ui;
@@ -27,7 +26,7 @@ pub(crate) fn list(context: &Context, args: &LsArgs) -> Result<u8> {
         if args.answer.json {
             ui::print_json(&answer)?;
         } else if args.archived {
-            ui::print(&render_archived(&types::read::<Vec<ArchivedSandbox>>(&answer)?, clock::now(), width))?;
+            ui::print(&render_archived(&types::read::<Vec<GoneInfo>>(&answer)?, clock::now(), width))?;
         } else {
             let sandboxes: Vec<Sandbox> = types::read(&answer)?;
             ui::print(&render(&sandboxes, clock::now(), width))?;
@@ -78,8 +77,8 @@ fn render(sandboxes: &[Sandbox], now: u64, width: Option<usize>) -> String {
     columns::table(&columns, &sandboxes.iter().map(row).collect::<Vec<_>>(), width)
 }
 
-fn render_archived(archived: &[ArchivedSandbox], now: u64, width: Option<usize>) -> String {
-    let row = |it: &ArchivedSandbox| {
+fn render_archived(archived: &[GoneInfo], now: u64, width: Option<usize>) -> String {
+    let row = |it: &GoneInfo| {
         let from = it.snapshot_tag.as_ref().map_or_else(|| "-".to_owned(), |tag| format!("snapshot {tag}"));
         let ended = format!("{} ago", ui::age(now.saturating_sub(it.ended_at_unix)));
         vec![it.id.clone(), from, ended, it.reason.clone(), it.detail.clone()]

@@ -8,10 +8,10 @@ use serde_json::{Value, json};
 
 use super::branch::{self, BranchRequest};
 use super::{Context, WrongUsage, prepare_image, with_daemon};
-use forkd_controller::Code;
+use forkd_api::{Code, SnapshotStatus};
 
 use crate::args::{AnswerArgs, BranchMode, SnapshotArgs};
-use crate::client::types::{self, Snapshot, SnapshotStatus};
+use crate::client::types::{self, Snapshot};
 use crate::client::{Daemon, Refused};
 use crate::stream::signals::{Caught, Forwarded};
 use crate::ui::{self, Ui};

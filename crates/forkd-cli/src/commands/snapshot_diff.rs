@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io;
 
 use anyhow::{Context as _, Result, bail};
-use forkd_controller::{Code, ExecReply, ExecRequest};
+use forkd_api::{Code, ExecReply, ExecRequest};
 use hyper::Method;
 use serde_json::{Value, json};
 

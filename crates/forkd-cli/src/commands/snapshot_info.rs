@@ -2,12 +2,13 @@
 //! snapshot that depends on no other.
 
 use anyhow::{Context as _, Result};
+use forkd_api::{LayerInfo, SnapshotInfoDetail};
 use hyper::Method;
 use serde_json::json;
 
 use super::{Context, with_daemon};
 use crate::args::{SnapshotCompactArgs, SnapshotInfoArgs};
-use crate::client::types::{self, Snapshot, SnapshotDetail, SnapshotLayer};
+use crate::client::types::{self, Snapshot};
 use crate::host::clock;
 use crate::ui;
 
@@ -47,16 +48,21 @@ pub(crate) fn compact(context: &Context, args: &SnapshotCompactArgs) -> Result<u
     })
 }
 
-fn render(snapshot: &SnapshotDetail) -> String {
+fn render(snapshot: &SnapshotInfoDetail) -> String {
     let sizes = |logical, physical, own| {
         format!("{}, {} on disk, {} of it its own", ui::bytes(logical), ui::bytes(physical), ui::bytes(own))
     };
     let or_nothing = |names: &[String], nothing: &str| {
         if names.is_empty() { nothing.to_owned() } else { names.join(", ") }
     };
+    let made = match snapshot.created_at_unix {
+        // An older daemon does not reply with it.
+        0 => "-".to_owned(),
+        at => clock::timestamp(at),
+    };
     let about = ui::pairs(&[
         ("tag", snapshot.tag.clone()),
-        ("made", snapshot.created_at_unix.map_or_else(|| "-".to_owned(), clock::timestamp)),
+        ("made", made),
         ("folder", snapshot.dir.clone()),
         ("depth", snapshot.chain_depth.to_string()),
         ("built on", or_nothing(&snapshot.ancestors, "nothing")),
@@ -68,7 +74,7 @@ fn render(snapshot: &SnapshotDetail) -> String {
         ("disks", sizes(snapshot.disk_logical_bytes, snapshot.disk_physical_bytes, snapshot.own_disk_bytes)),
         ("state", ui::bytes(snapshot.vmstate_bytes)),
     ]);
-    let row = |layer: &SnapshotLayer| {
+    let row = |layer: &LayerInfo| {
         vec![
             layer.kind.clone(),
             layer.digest.chars().take(12).collect(),
@@ -88,7 +94,7 @@ mod tests {
 
     #[test]
     fn a_snapshot_is_told_with_its_chain_its_dependents_and_its_layers() {
-        let detail: SnapshotDetail = types::read(&json!({
+        let detail: SnapshotInfoDetail = types::read(&json!({
             "tag": "pandas", "dir": "/d/pandas", "created_at_unix": 45_296, "chain_depth": 1,
             "memory_logical_bytes": 512 << 20, "memory_physical_bytes": 90 << 20, "vmstate_bytes": 2048,
             "parent_tag": "numpy", "parent_content_hash": "ab", "dependents": ["x", "y"], "ancestors": ["numpy"],

@@ -1,13 +1,12 @@
 //! `forkd images`, `forkd rmi` and `forkd unload`.
 
 use anyhow::Result;
+use forkd_api::{Code, SnapshotStatus};
 use hyper::Method;
 
 use super::{Context, report, with_daemon};
-use forkd_controller::Code;
-
 use crate::args::{ImagesArgs, RmiArgs, TagsArgs};
-use crate::client::types::{self, Snapshot, SnapshotStatus};
+use crate::client::types::{self, Snapshot};
 use crate::client::{Daemon, Refused};
 use crate::host::clock;
 use crate::ui;
@@ -151,8 +150,8 @@ fn status(snapshot: &Snapshot) -> String {
     }
 }
 
-fn children(count: u64) -> String {
-    ui::count(usize::try_from(count).unwrap_or(usize::MAX), "child", "children")
+fn children(count: usize) -> String {
+    ui::count(count, "child", "children")
 }
 
 #[cfg(test)]

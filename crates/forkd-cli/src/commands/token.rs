@@ -1,16 +1,14 @@
 //! `forkd token`: the daemon's own token, and named tokens.
 
 use anyhow::{Context as _, Result};
+use forkd_api::TokenScope;
 use hyper::Method;
-use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{Context, report, runtime, with_daemon};
-use crate::args::{
-    AnswerArgs, TokenAddArgs, TokenCommand, TokenPrintArgs, TokenRmArgs, TokenRotateArgs, TokenScope,
-};
+use crate::args::{AnswerArgs, TokenAddArgs, TokenCommand, TokenPrintArgs, TokenRmArgs, TokenRotateArgs};
 use crate::client::discover;
-use crate::client::types;
+use crate::client::types::{self, Token};
 use crate::host::clock;
 use crate::machine::Machine;
 use crate::ui;
@@ -30,15 +28,9 @@ pub(crate) fn token(context: &Context, command: &TokenCommand) -> Result<u8> {
 }
 
 fn add(context: &Context, args: &TokenAddArgs) -> Result<u8> {
-    let scope = match args.scope {
-        TokenScope::Read => "read",
-        // The word of the API.
-        TokenScope::Write => "use",
-        TokenScope::Admin => "admin",
-    };
     let body = json!({
         "name": args.name,
-        "scope": scope,
+        "scope": TokenScope::from(args.scope),
         "owner": args.owner,
         "max_sandboxes": args.max_sandboxes,
         "max_memory_mib": args.max_memory_mib,
@@ -88,22 +80,6 @@ fn remove(context: &Context, args: &TokenRmArgs) -> Result<u8> {
         let remove = async |name: &str| daemon.ask(Method::DELETE, &format!("{PATH}/{name}"), None).await;
         report(context.ui, args.answer.json, types::for_each(&args.names, remove).await, "removed")
     })
-}
-
-/// The fields of a token in the list.
-#[derive(Debug, Deserialize)]
-struct Token {
-    name: String,
-    scope: String,
-    owner: String,
-    #[serde(default)]
-    max_sandboxes: Option<u64>,
-    #[serde(default)]
-    max_memory_mib: Option<u64>,
-    #[serde(default)]
-    max_snapshots: Option<u64>,
-    #[serde(default)]
-    expires_at_unix: Option<u64>,
 }
 
 fn render(tokens: &[Token], now: u64) -> String {

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::Result;
+use forkd_api::OnTimeout;
 use forkd_protocol::names::percent;
 use hyper::Method;
 use serde_json::{Value, json};
@@ -24,7 +25,7 @@ pub(super) fn add_lifetime(body: &mut Value, life: &LifetimeArgs) {
         body["idle_timeout_secs"] = json!(secs);
     }
     if let Some(action) = life.on_timeout {
-        body["on_timeout"] = json!(action.name());
+        body["on_timeout"] = json!(OnTimeout::from(action));
     }
     if let Some(tag) = &life.suspend_as {
         body["suspend_as"] = json!(tag);
@@ -60,7 +61,7 @@ fn changes(args: &UpdateArgs) -> Value {
         body["idle_timeout_secs"] = json!(secs.0);
     }
     if let Some(action) = args.on_timeout {
-        body["on_timeout"] = json!(action.name());
+        body["on_timeout"] = json!(OnTimeout::from(action));
     }
     if let Some(tag) = &args.suspend_as {
         body["suspend_as"] = json!(tag);
@@ -92,7 +93,7 @@ pub(super) fn matches(filter: &FilterArgs, sandbox: &Sandbox) -> bool {
         None => sandbox.labels.contains_key(label),
     };
     let tagged = filter.tag.is_none() || sandbox.snapshot_tag == filter.tag;
-    let owned = filter.owner.is_none() || sandbox.owner == filter.owner;
+    let owned = filter.owner.as_ref().is_none_or(|owner| sandbox.owner == *owner);
     tagged && owned && filter.label.iter().all(has)
 }
 

@@ -6,8 +6,10 @@
 
 use anyhow::{Context as _, Result, bail};
 use bytes::Bytes;
-use forkd_controller::ErrorBody;
-use forkd_controller::frames::{self, Channel, ClientMessage, MAX_CHUNK, STDIN_WINDOW, ServerEvent, TtySize};
+use forkd_api::ErrorBody;
+use forkd_api::stream::{
+    Channel, ClientMessage, MAX_CHUNK, STDIN_WINDOW, ServerEvent, TtySize, pack, unpack,
+};
 use futures_util::stream::{SplitSink, SplitStream};
 use futures_util::{SinkExt, StreamExt};
 use serde::Serialize;
@@ -129,7 +131,7 @@ impl Conversation {
     async fn receive(&mut self, message: Message, output: &OutputWriter) -> Result<Option<u8>> {
         match message {
             Message::Binary(frame) => {
-                let (target, bytes) = match frames::unpack(frame) {
+                let (target, bytes) = match unpack(frame) {
                     Some((Channel::Stdout, bytes)) => (OutputStream::Stdout, bytes),
                     Some((Channel::Stderr, bytes)) => (OutputStream::Stderr, bytes),
                     _ => bail!("the daemon sent a message that this version of forkd cannot parse"),
@@ -190,7 +192,7 @@ impl Conversation {
             let count = self.pending.len().min(self.window).min(MAX_CHUNK);
             let chunk = self.pending.split_to(count);
             self.window -= count;
-            self.send(Message::binary(frames::pack(Channel::Stdin, &chunk))).await;
+            self.send(Message::binary(pack(Channel::Stdin, &chunk))).await;
         }
     }
 

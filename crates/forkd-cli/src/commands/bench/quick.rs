@@ -4,13 +4,14 @@
 use std::time::Instant;
 
 use anyhow::{Context as _, Result};
+use forkd_api::{Code, SnapshotStatus};
 use hyper::Method;
 use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::args::QuickBenchArgs;
 use crate::client::Daemon;
-use crate::client::types::{self, Sandbox, Snapshot, SnapshotStatus, Spawned};
+use crate::client::types::{self, Sandbox, Snapshot, Spawned};
 use crate::commands::{Context, sandboxes, with_daemon};
 use crate::host::files;
 use crate::stream::signals::Forwarded;
@@ -139,7 +140,7 @@ async fn clean(daemon: &Daemon, made: &CreatedObjects) -> Vec<String> {
     if let Some(tag) = &made.branch {
         let removed = daemon.ask(Method::DELETE, &types::snapshot_path(tag), None).await;
         match removed {
-            Err(error) if !crate::client::Refused::is(&error, forkd_controller::Code::SnapshotNotFound) => {
+            Err(error) if !crate::client::Refused::is(&error, Code::SnapshotNotFound) => {
                 left.push(format!("{tag}: {error:#}"))
             }
             _ => {}

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context as _, Result, bail};
 use bytes::Bytes;
-use forkd_controller::{FileInfo, FileKind};
+use forkd_api::{FileInfo, FileKind};
 
 use place::{DestinationFolder, is_plain_name};
 use remote::Remote;

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use bytes::Bytes;
-use forkd_controller::{Code, FileInfo, FileKind, FileList};
+use forkd_api::{Code, FileInfo, FileKind, FileList};
 use futures_util::StreamExt;
 use http_body_util::{BodyExt, Empty, StreamBody};
 use hyper::Method;

@@ -2,7 +2,8 @@
 
 use std::fmt::Write;
 
-use super::forest::{Forest, Node};
+use super::forest::{Forest, is_snapshot, label, words};
+use crate::client::types::Node;
 
 /// A graph with a box for each node. Nodes are numbered: names appear in labels only.
 pub(crate) fn dot(forest: &Forest) -> String {
@@ -11,12 +12,12 @@ pub(crate) fn dot(forest: &Forest) -> String {
     );
     for (number, place) in forest.places.iter().enumerate() {
         let Node { gone, .. } = place.node;
-        let look = match (gone, place.node.is_snapshot()) {
+        let look = match (gone, is_snapshot(&place.node)) {
             (true, _) => "style=\"rounded,dashed\", color=gray, fontcolor=gray",
             (false, true) => "fillcolor=\"#e8f0fe\"",
             (false, false) => "fillcolor=\"#e9f7ec\"",
         };
-        let (name, words) = (quoted(&place.node.label()), quoted(&place.node.words()));
+        let (name, words) = (quoted(&label(&place.node.name)), quoted(&words(&place.node)));
         // Writing to a string does not fail.
         let _ = writeln!(graph, "  n{number} [label=\"{name}\\n{words}\", {look}];");
         if let Some(parent) = place.parent {

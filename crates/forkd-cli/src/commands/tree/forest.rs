@@ -5,72 +5,34 @@
 
 use std::collections::HashMap;
 
-use serde::Deserialize;
+use crate::client::types::Node;
 
 /// The limit of drawn nodes.
 const MAX_NODES: usize = 20_000;
 /// The limit of a label's length: tags have at most 64 characters.
 const MAX_LABEL: usize = 64;
 
-/// `GET /v1/tree`.
-#[derive(Debug, Deserialize)]
-pub(crate) struct TreeReply {
-    pub(crate) nodes: Vec<Node>,
+/// Whether a node is a snapshot.
+pub(super) fn is_snapshot(node: &Node) -> bool {
+    node.kind == "snapshot"
 }
 
-/// A snapshot or a sandbox.
-#[derive(Debug, Clone, Deserialize)]
-pub(crate) struct Node {
-    pub(super) id: String,
-    /// `snapshot` or `sandbox`.
-    pub(super) kind: String,
-    pub(super) name: String,
-    /// The id of its parent node.
-    #[serde(default)]
-    pub(super) parent: Option<String>,
-    #[serde(default)]
-    pub(super) state: String,
-    /// Whether it is removed, but an existing node descends from it.
-    #[serde(default)]
-    pub(super) gone: bool,
-    /// Seconds since 1970.
-    #[serde(default)]
-    pub(super) created_at_unix: Option<u64>,
-    /// How it was made from its parent: spawn, branch, diff, compact, rollback.
-    #[serde(default)]
-    pub(super) how: Option<String>,
-    /// The id of the node that a sandbox was rolled back to.
-    #[serde(default)]
-    pub(super) rolled_back_to: Option<String>,
-}
-
-impl Node {
-    pub(super) fn is_snapshot(&self) -> bool {
-        self.kind == "snapshot"
-    }
-
-    /// Its name as a label.
-    pub(super) fn label(&self) -> String {
-        label(&self.name)
-    }
-
-    /// Its kind and state in a few words: `branch, ready`.
-    pub(super) fn words(&self) -> String {
-        let back = self.rolled_back_to.as_deref().map(|id| {
-            let tag = id.strip_prefix("snapshot:").unwrap_or(id);
-            format!("back at {tag}")
-        });
-        let what = match (self.is_snapshot(), self.how.as_deref()) {
-            // A sandbox shows by its id what it is, and most were spawned.
-            (false, _) if back.is_some() => back.as_deref(),
-            (false, None | Some("spawn")) => None,
-            (true, None) => Some("snapshot"),
-            (_, Some(how)) => Some(how),
-        };
-        let state = if self.gone { "gone" } else { &self.state };
-        let words = what.into_iter().chain([state]).filter(|word| !word.is_empty());
-        words.map(label).collect::<Vec<_>>().join(", ")
-    }
+/// The kind and state of a node in a few words: `branch, ready`.
+pub(super) fn words(node: &Node) -> String {
+    let back = node.rolled_back_to.as_deref().map(|id| {
+        let tag = id.strip_prefix("snapshot:").unwrap_or(id);
+        format!("back at {tag}")
+    });
+    let what = match (is_snapshot(node), node.how.as_deref()) {
+        // A sandbox shows by its id what it is, and most were spawned.
+        (false, _) if back.is_some() => back.as_deref(),
+        (false, None | Some("spawn")) => None,
+        (true, None) => Some("snapshot"),
+        (_, Some(how)) => Some(how),
+    };
+    let state = if node.gone { "gone" } else { &node.state };
+    let words = what.into_iter().chain([state]).filter(|word| !word.is_empty());
+    words.map(label).collect::<Vec<_>>().join(", ")
 }
 
 /// A node in its place: after its parent, and after its elder siblings and their descendants.
@@ -155,7 +117,7 @@ fn order(
 
 /// Foreign text as a label: one line of limited length, without characters that move the cursor, change the
 /// direction of writing, or are not allowed in XML.
-fn label(text: &str) -> String {
+pub(super) fn label(text: &str) -> String {
     let harmless = |c: &char| {
         let turns = matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
         !c.is_control() && !turns && !matches!(c, '\u{feff}' | '\u{fffe}' | '\u{ffff}')
@@ -171,10 +133,11 @@ fn label(text: &str) -> String {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::client::types::Tree;
     use serde_json::{Value, json};
 
     pub(crate) fn forest(nodes: Value) -> Forest {
-        let answer: TreeReply = serde_json::from_value(json!({ "nodes": nodes })).unwrap();
+        let answer: Tree = serde_json::from_value(json!({ "nodes": nodes })).unwrap();
         Forest::new(answer.nodes)
     }
 
@@ -248,7 +211,7 @@ pub(crate) mod tests {
 
     #[test]
     fn a_few_words_say_what_it_is_and_how_it_is() {
-        let words: Vec<String> = family().places.iter().map(|place| place.node.words()).collect();
+        let words: Vec<String> = family().places.iter().map(|place| words(&place.node)).collect();
         assert_eq!(
             words,
             [

@@ -11,12 +11,12 @@ use std::path::Path;
 use anyhow::{Context as _, Result};
 use hyper::Method;
 
-use forest::{Forest, TreeReply};
+use forest::Forest;
 use text::Letters;
 
 use super::{Context, with_daemon};
 use crate::args::TreeArgs;
-use crate::client::types;
+use crate::client::types::{self, Tree};
 use crate::ui;
 
 /// Shows the tree.
@@ -27,7 +27,7 @@ pub(crate) fn tree(context: &Context, args: &TreeArgs) -> Result<u8> {
             ui::print_json(&answer)?;
             return Ok(0);
         }
-        let forest = Forest::new(types::read::<TreeReply>(&answer)?.nodes);
+        let forest = Forest::new(types::read::<Tree>(&answer)?.nodes);
         if forest.left_out > 0 {
             let more = forest.left_out;
             context.ui.warn(format!("{more} more are not shown; `forkd tree --json` has them all"));

@@ -2,7 +2,8 @@
 
 use std::fmt::Write;
 
-use super::forest::{Forest, Node};
+use super::forest::{Forest, is_snapshot, label, words};
+use crate::client::types::Node;
 
 /// Sizes in pixels. The first is the approximate width of a letter.
 const LETTER: f64 = 7.3;
@@ -68,7 +69,7 @@ fn layout(forest: &Forest) -> Vec<Spot> {
 }
 
 fn box_width(node: &Node) -> f64 {
-    let letters = node.label().chars().count().max(node.words().chars().count());
+    let letters = label(&node.name).chars().count().max(words(node).chars().count());
     letters as f64 * LETTER + 2.0 * PADDING
 }
 
@@ -110,13 +111,13 @@ fn line(picture: &mut String, from: &Spot, to: &Spot) {
 }
 
 fn boxed(picture: &mut String, node: &Node, spot: &Spot) {
-    let (look, ink) = match (node.gone, node.is_snapshot()) {
+    let (look, ink) = match (node.gone, is_snapshot(node)) {
         (true, _) => ("fill=\"white\" stroke=\"#999\" stroke-dasharray=\"4 3\"", "#777"),
         (false, true) => ("fill=\"#e8f0fe\" stroke=\"#4a6fa5\"", "#111"),
         (false, false) => ("fill=\"#e9f7ec\" stroke=\"#4c9a63\"", "#111"),
     };
     let (top, middle) = (spot.y - BOX_HEIGHT / 2.0, spot.x + spot.width / 2.0);
-    let (name, words) = (escaped(&node.label()), escaped(&node.words()));
+    let (name, words) = (escaped(&label(&node.name)), escaped(&words(node)));
     let _ = writeln!(
         picture,
         "<g><rect x=\"{:.1}\" y=\"{top:.1}\" width=\"{:.1}\" height=\"{BOX_HEIGHT}\" rx=\"7\" {look}/>\

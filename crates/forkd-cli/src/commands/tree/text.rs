@@ -1,6 +1,6 @@
 //! The tree for a terminal.
 
-use super::forest::{Forest, Placed};
+use super::forest::{Forest, Placed, label, words};
 
 /// The number of indented levels; deeper nodes are not indented further.
 const MAX_LEVELS: usize = 40;
@@ -44,7 +44,7 @@ pub(crate) fn text(forest: &Forest, letters: Letters) -> String {
     let line = |place: &Placed| {
         way.truncate(place.depth);
         way.push(place.last);
-        let (name, words) = (place.node.label(), place.node.words());
+        let (name, words) = (label(&place.node.name), words(&place.node));
         format!("{}{}", indentation(&way, letters), letters.spell(format!("{name}  [{words}]")))
     };
     forest.places.iter().map(line).collect::<Vec<_>>().join("\n")

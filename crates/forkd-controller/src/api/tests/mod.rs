@@ -13,7 +13,9 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio_tungstenite::tungstenite::Message;
 
-use crate::{Code, Config, Ready, Result, serve_until};
+use forkd_api::Code;
+
+use crate::{Config, Ready, Result, serve_until};
 
 struct Daemon {
     folder: tempfile::TempDir,
