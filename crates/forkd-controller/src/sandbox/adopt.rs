@@ -240,3 +240,6 @@ fn kill(pid: i32, template: i32) {
         let _ = pidfd.kill();
     }
 }
+
+#[cfg(test)]
+mod tests;

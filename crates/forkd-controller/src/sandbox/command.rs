@@ -112,3 +112,6 @@ impl Sandbox {
         told.await.unwrap_or_else(|_| Err(ended()))
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -461,3 +461,6 @@ impl Drop for Bound {
 pub(crate) fn time(unix: u64) -> SystemTime {
     SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(unix)).unwrap_or(SystemTime::UNIX_EPOCH)
 }
+
+#[cfg(test)]
+mod tests;

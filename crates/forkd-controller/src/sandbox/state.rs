@@ -119,3 +119,6 @@ impl Sandbox {
         Some(self.heard.load(Ordering::Relaxed)).filter(|at| *at > 0)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -259,3 +259,6 @@ async fn next_command(commands: &mut Option<mpsc::Receiver<MonitorCommand>>) -> 
         None => std::future::pending().await,
     }
 }
+
+#[cfg(test)]
+mod tests;

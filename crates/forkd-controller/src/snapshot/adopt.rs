@@ -223,3 +223,6 @@ pub(crate) async fn stop(folder: &Path) -> std::result::Result<(), tokio::time::
     };
     tokio::time::timeout(STOP_WAIT, stopped).await.map(drop)
 }
+
+#[cfg(test)]
+mod tests;

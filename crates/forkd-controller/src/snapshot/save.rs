@@ -423,7 +423,7 @@ mod tests {
     /// The runtime has one thread, which must not wait for the disk.
     #[tokio::test]
     async fn a_save_that_is_cancelled_leaves_nothing_and_holds_up_no_other_task() {
-        let (daemon, fake) = (FakeDaemon::start().await, Fake::start());
+        let (daemon, fake) = (FakeDaemon::start().await, Fake::start().await);
         forkd_store::deny_waiting_here();
         let (snapshots, template) = (daemon.app.snapshots.clone(), fake.template());
         let drafts = || {

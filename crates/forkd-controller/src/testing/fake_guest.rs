@@ -233,7 +233,7 @@ pub(crate) async fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     panic!("waited for {what} in vain");
 }
 
-async fn serve_guest(listener: UnixListener, guest: Arc<FakeGuest>) {
+pub(crate) async fn serve_guest(listener: UnixListener, guest: Arc<FakeGuest>) {
     let router = Router::new()
         .route("/files", get(read).post(write))
         .route("/forkd.Agent/{method}", post(agent))

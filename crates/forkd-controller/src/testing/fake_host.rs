@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use forkd_api::{Event, EventKind};
 use forkd_protocol::control::{Request, Role};
-use forkd_store::{Contents, Database, Facts, Quota, Snapshot, Store};
+use forkd_store::{Contents, Database, GuestSpec, Quota, Snapshot, Store};
 
 use crate::auth::principal::{LOCAL, Principal};
 use crate::config::Config;
@@ -20,7 +20,7 @@ use crate::sandbox::lifetime::Lifetime;
 use crate::sandbox::registry::Registry;
 use crate::sandbox::resources::Resources;
 use crate::sandbox::supervisor::SandboxOrigin;
-use crate::sandbox::{End, History, Phase, Sandbox, SandboxRecord, Spec, adopt, spawn};
+use crate::sandbox::{End, Phase, Sandbox, SandboxRecord, SavedState, Spec, adopt, spawn};
 use crate::snapshot::branch_job::{self, Branch, Mode};
 use crate::snapshot::registry::{Entry, SnapshotJob, SnapshotRegistry};
 use crate::snapshot::template::{self, MemorySource, PersistState, Template, TemplateSpec};
@@ -37,8 +37,8 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 const SOURCE: &str = "sbsource";
 
 /// A guest of a kernel alone: its only word is that it is ready.
-pub(crate) fn bare_guest() -> Facts {
-    Facts {
+pub(crate) fn bare_guest() -> GuestSpec {
+    GuestSpec {
         image: None,
         kernel: None,
         vcpus: 1,
@@ -211,14 +211,10 @@ pub(crate) fn record(template: &str, lineage: u32, cgroup: &str) -> SandboxRecor
         spec: bare_spec(),
         created_at_unix: 1_700_000_000,
         created_nanos: 0,
-        deadline_unix: None,
         netns: None,
-        python: None,
         generation: 0,
-        history: History::default(),
         envs: BTreeMap::new(),
-        workspace: None,
-        lifetime: Lifetime::default(),
+        saved: SavedState::default(),
     }
 }
 
@@ -265,7 +261,7 @@ impl Daemon {
         self.live_with(tag, bare_guest()).await
     }
 
-    pub(crate) async fn live_with(&self, tag: &str, guest: Facts) -> Live {
+    pub(crate) async fn live_with(&self, tag: &str, guest: GuestSpec) -> Live {
         let id = new_id("tp").unwrap();
         let folder = self.snapshots.folder.join(&id);
         std::fs::DirBuilder::new().mode(0o700).create(&folder).unwrap();

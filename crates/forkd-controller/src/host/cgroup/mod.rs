@@ -185,7 +185,7 @@ pub(crate) struct Leaf {
 }
 
 impl Leaf {
-    fn open(path: PathBuf) -> io::Result<Leaf> {
+    pub(crate) fn open(path: PathBuf) -> io::Result<Leaf> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let folder = rustix::fs::open(&path, flags, Mode::empty())
             .map_err(|error| naming("open", &path)(error.into()))?;

@@ -9,15 +9,15 @@ use crate::snapshot::registry::SnapshotState;
 use crate::testing::fake_guest::eventually;
 use crate::testing::fake_host::{Daemon, FakeHost, end_of, is_pause, is_resume, one_child, reaches, runs};
 use crate::testing::fake_monitor::Act;
-use crate::util::stopping::Stop;
+use tokio_util::sync::CancellationToken;
 
 fn sandbox(phase: Phase, action: OnTimeout, deadline: Option<u64>, idle: Option<u64>) -> Sandbox {
     let sandbox = Sandbox::bare("sb1");
     sandbox.phase.send_replace(phase);
     sandbox.update_runtime(|facts| {
-        facts.deadline_unix = deadline;
-        facts.lifetime.idle_timeout_secs = idle;
-        facts.lifetime.on_timeout = action;
+        facts.saved.deadline_unix = deadline;
+        facts.saved.lifetime.idle_timeout_secs = idle;
+        facts.saved.lifetime.on_timeout = action;
     });
     sandbox
 }
@@ -68,11 +68,12 @@ async fn timeouts(host: &FakeHost, daemon: &Daemon) -> Timeouts {
 
 /// Has all sandboxes looked at once.
 async fn look(timeouts: &Timeouts) {
-    let (stop, stopping) = Stop::new();
+    let stop = CancellationToken::new();
+    let stopping = stop.clone();
     let looks = Cell::new(0);
     let prune = async || {
         looks.set(looks.get() + 1);
-        stop.ask();
+        stop.cancel();
     };
     timeouts.clone().enforce(stopping, prune).await;
     assert_eq!(looks.get(), 1);
@@ -141,7 +142,7 @@ async fn an_idle_sandbox_is_paused_and_wakes_when_a_client_uses_it() {
     reaches(&sandbox, "it is to be paused", |phase| matches!(phase, Phase::Paused)).await;
     assert!(sandbox.is_auto_paused());
     // The next daemon is to know why.
-    let recorded = || crate::sandbox::SandboxRecord::read(&sandbox.folder).read().unwrap().lifetime;
+    let recorded = || crate::sandbox::SandboxRecord::read(&sandbox.folder).read().unwrap().saved.lifetime;
     assert!(recorded().auto_paused);
     settled(&sandbox).await;
     look(&timeouts).await;
@@ -166,7 +167,7 @@ async fn a_sandbox_paused_at_its_deadline_does_not_wake_by_itself_and_is_due_no_
     look(&timeouts).await;
     settled(&sandbox).await;
     assert!(matches!(sandbox.phase(), Phase::Paused) && !sandbox.is_auto_paused());
-    assert_eq!(sandbox.facts().deadline_unix, None, "it was given its time once");
+    assert_eq!(sandbox.facts().saved.deadline_unix, None, "it was given its time once");
     sandbox.auto_resume().await.unwrap();
     assert!(matches!(sandbox.phase(), Phase::Paused));
     sandbox.go_on().await.unwrap();
@@ -210,7 +211,7 @@ async fn a_pause_at_a_deadline_that_fails_is_tried_again_later_and_the_sandbox_g
     look(&timeouts).await;
     assert!(matches!(sandbox.phase(), Phase::Running));
     assert_eq!(monitor.times(is_pause), 1, "not at once");
-    assert_eq!(sandbox.facts().deadline_unix, Some(1));
+    assert_eq!(sandbox.facts().saved.deadline_unix, Some(1));
 }
 
 #[tokio::test]
@@ -236,12 +237,12 @@ async fn a_suspend_that_finds_its_name_taken_chooses_another() {
     let live = daemon.live("t").await;
     let timeouts = timeouts(&host, &daemon).await;
     let (sandbox, _) = daemon.child(&live).await;
-    sandbox.update_runtime(|facts| facts.lifetime.suspend_as = Some("t".into()));
+    sandbox.update_runtime(|facts| facts.saved.lifetime.suspend_as = Some("t".into()));
     let own = format!("idle-{}", sandbox.id);
     assert_eq!(timeouts.free_tag(&sandbox).unwrap(), own);
     let _other = daemon.live(&own).await;
     assert_eq!(timeouts.free_tag(&sandbox).unwrap(), format!("{own}-2"));
-    sandbox.update_runtime(|facts| facts.lifetime.suspend_as = Some("wanted".into()));
+    sandbox.update_runtime(|facts| facts.saved.lifetime.suspend_as = Some("wanted".into()));
     assert_eq!(timeouts.free_tag(&sandbox).unwrap(), "wanted");
 }
 
@@ -259,7 +260,7 @@ async fn a_suspend_that_cannot_be_saved_leaves_the_sandbox_running_and_no_snapsh
     settled(&sandbox).await;
     assert!(matches!(sandbox.phase(), Phase::Running), "{:?}", sandbox.phase());
     assert!(matches!(sandbox.read_runtime(|facts| facts.attempt), Attempt::Failed(_)));
-    assert!(sandbox.read_runtime(|facts| facts.lifetime.suspending.is_none() && !facts.is_suspending));
+    assert!(sandbox.read_runtime(|facts| facts.saved.lifetime.suspending.is_none() && !facts.is_suspending));
     let stored = daemon.snapshots.list();
     assert!(stored.iter().all(|entry| !matches!(entry.state(), SnapshotState::Ready(_))));
     assert!(daemon.snapshots.get(&format!("idle-{}", sandbox.id)).is_err());
@@ -293,16 +294,16 @@ async fn a_step_of_the_clock_moves_the_deadline_of_a_sandbox_and_its_record() {
     let live = daemon.live("t").await;
     let (sandbox, _) =
         daemon.child_with(&live, |order| order.time_to_live = Some(Duration::from_secs(100))).await;
-    let before = sandbox.facts().deadline_unix.unwrap();
+    let before = sandbox.facts().saved.deadline_unix.unwrap();
     for (step, moved) in [(3600, before + 3600), (-3600, before)] {
         move_deadline(&sandbox, step).unwrap();
-        assert_eq!(sandbox.facts().deadline_unix, Some(moved));
+        assert_eq!(sandbox.facts().saved.deadline_unix, Some(moved));
         let recorded = crate::sandbox::SandboxRecord::read(&sandbox.folder).read().unwrap();
-        assert_eq!(recorded.deadline_unix, Some(moved));
+        assert_eq!(recorded.saved.deadline_unix, Some(moved));
     }
     let (endless, _) = daemon.child(&live).await;
     move_deadline(&endless, 3600).unwrap();
-    assert_eq!(endless.facts().deadline_unix, None);
+    assert_eq!(endless.facts().saved.deadline_unix, None);
 }
 
 #[tokio::test]
@@ -320,7 +321,7 @@ async fn a_client_who_extends_a_deadline_keeps_the_sandbox() {
 async fn a_sandbox_in_state_unknown_has_no_deadline() {
     let host = FakeHost::new();
     let mut left = host.leave_booted();
-    left.amend(|record| record.deadline_unix = Some(1));
+    left.amend(|record| record.saved.deadline_unix = Some(1));
     let path = left.folder.join("sandbox.json");
     let text = std::fs::read_to_string(&path).unwrap().replacen("\"version\":1", "\"version\":99", 1);
     std::fs::write(&path, text).unwrap();
@@ -334,7 +335,7 @@ async fn a_sandbox_in_state_unknown_has_no_deadline() {
 async fn a_sandbox_whose_deadline_passed_while_no_daemon_ran_is_ended_by_the_next_one() {
     let host = FakeHost::new();
     let mut left = host.leave_booted();
-    left.amend(|record| record.deadline_unix = Some(1));
+    left.amend(|record| record.saved.deadline_unix = Some(1));
     let daemon = host.daemon().await;
     let sandbox = daemon.registry.get(&left.id).unwrap();
     runs(&sandbox).await;

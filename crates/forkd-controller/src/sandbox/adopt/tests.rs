@@ -26,20 +26,20 @@ async fn adoption_takes_over_a_child_with_its_process_and_its_template() {
     let template = host.leave_template("t", PersistState::Forgotten);
     let mut left = host.leave_child(&template);
     left.amend(|record| {
-        record.deadline_unix = Some(4_000_000_000);
+        record.saved.deadline_unix = Some(4_000_000_000);
         record.created_nanos = 5;
-        record.workspace = Some("w".into());
-        record.history.branch_count = 3;
-        record.lifetime.labels.insert("team".into(), "x".into());
+        record.saved.workspace = Some("w".into());
+        record.saved.history.branch_count = 3;
+        record.saved.lifetime.labels.insert("team".into(), "x".into());
     });
     let daemon = host.daemon().await;
     let sandbox = daemon.registry.get(&left.id).unwrap();
     assert!(matches!(sandbox.phase(), Phase::Running), "{:?}", sandbox.phase());
     let facts = sandbox.facts();
     assert_eq!(facts.pid, Some(left.monitor.pid as u32));
-    assert_eq!(facts.deadline_unix, Some(4_000_000_000));
-    assert_eq!((facts.workspace.as_deref(), facts.history.branch_count), (Some("w"), 3));
-    assert_eq!(facts.lifetime.labels["team"], "x");
+    assert_eq!(facts.saved.deadline_unix, Some(4_000_000_000));
+    assert_eq!((facts.saved.workspace.as_deref(), facts.saved.history.branch_count), (Some("w"), 3));
+    assert_eq!(facts.saved.lifetime.labels["team"], "x");
     assert_eq!((sandbox.created_at_unix(), sandbox.created_nanos()), (1_700_000_000, 5));
     assert_eq!(daemon.registry.children_of(&template.id), 1);
     assert!(left.monitor.runs() && template.monitor.runs());

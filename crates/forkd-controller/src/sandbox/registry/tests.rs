@@ -118,13 +118,13 @@ async fn the_list_of_sandboxes_is_sorted_by_age() {
 #[tokio::test]
 async fn a_sandbox_of_another_owner_is_not_found() {
     let (_host, daemon, _live, sandbox, _monitor) = one_child().await;
-    let bob = Identity { owner: "bob".into(), scope: Scope::Use, ..Identity::local() };
+    let bob = Principal { owner: "bob".into(), scope: Scope::Use, ..Principal::local() };
     let error = daemon.registry.check_owner(&sandbox, &bob).unwrap_err();
     assert_eq!(
         error.to_string(),
         daemon.registry.get("sbnone").unwrap_err().to_string().replace("sbnone", &sandbox.id)
     );
-    daemon.registry.check_owner(&sandbox, &Identity::local()).unwrap();
+    daemon.registry.check_owner(&sandbox, &Principal::local()).unwrap();
     let shown = daemon.registry.get("../x").unwrap_err();
     assert!(!shown.public().contains(".."), "{shown}");
 }
@@ -191,7 +191,7 @@ async fn an_end_is_that_of_the_sandbox_it_was_meant_for_and_not_of_its_successor
         &daemon.snapshots,
         &old.id,
         Some("t"),
-        &Identity::local(),
+        &Principal::local(),
     )
     .await
     .unwrap();
@@ -206,7 +206,7 @@ async fn a_rolled_back_sandbox_has_another_process_and_the_same_id_folder_and_se
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
     let (old, before) = daemon.child(&live).await;
-    let (registry, who) = (&daemon.registry, Identity::local());
+    let (registry, who) = (&daemon.registry, Principal::local());
     let roll_back =
         async || crate::sandbox::rollback::roll_back(registry, &daemon.snapshots, &old.id, None, &who).await;
     let new = roll_back().await.unwrap();
@@ -214,7 +214,7 @@ async fn a_rolled_back_sandbox_has_another_process_and_the_same_id_folder_and_se
     assert!(!before.runs() && after.runs());
     assert_eq!((&new.id, &new.folder, new.created), (&old.id, &old.folder, old.created));
     assert_eq!(new.facts().pid, Some(after.pid as u32));
-    assert_eq!(new.facts().history.rolled_back_to.as_deref(), Some("t"));
+    assert_eq!(new.facts().saved.history.rolled_back_to.as_deref(), Some("t"));
     assert_eq!(end_of(&old).await.reason, "rolled_back");
     assert!(!new.folder.join("end.json").exists());
     // The process ended, the sandbox did not.
@@ -239,7 +239,7 @@ async fn a_rollback_that_its_template_refuses_ends_the_sandbox_with_advice_and_c
         Request::Fork(_) => Act::Answer(forkd_protocol::control::Reply::Error { message: "not now".into() }),
         _ => Act::Obey,
     });
-    let (registry, who) = (&daemon.registry, Identity::local());
+    let (registry, who) = (&daemon.registry, Principal::local());
     let roll_back =
         async || crate::sandbox::rollback::roll_back(registry, &daemon.snapshots, &old.id, None, &who).await;
     roll_back().await.unwrap_err();
@@ -261,7 +261,7 @@ async fn a_rollback_of_a_sandbox_that_was_deleted_meanwhile_is_refused() {
     let turn = old.lock_exclusive().await.unwrap();
     let (registry, snapshots, id) = (daemon.registry.clone(), daemon.snapshots.clone(), old.id.clone());
     let rolling = tokio::spawn(async move {
-        crate::sandbox::rollback::roll_back(&registry, &snapshots, &id, None, &Identity::local()).await
+        crate::sandbox::rollback::roll_back(&registry, &snapshots, &id, None, &Principal::local()).await
     });
     tokio::task::yield_now().await;
     daemon.registry.delete(&old.id).unwrap();

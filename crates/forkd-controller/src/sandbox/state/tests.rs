@@ -73,7 +73,7 @@ async fn the_events_of_a_sandbox_say_whose_it_is_and_why_it_ended() {
     sandbox.spec.owner = "ann".into();
     sandbox.spec.snapshot_tag = Some("t".into());
     sandbox.update_runtime(|facts| {
-        facts.workspace = Some("w".into());
+        facts.saved.workspace = Some("w".into());
         facts.ready_ms = Some(1.5);
     });
     sandbox.created();

@@ -1,6 +1,7 @@
 //! The states of a sandbox from its fork to its end. Fake monitors play template and child; what is between them
 //! and the client is real.
 
+use crate::host::process::ProcessId;
 use std::time::Duration;
 
 use forkd_api::EventKind;
@@ -25,12 +26,12 @@ fn told(daemon: &Daemon) -> Vec<EventKind> {
 }
 
 /// A guest with an agent.
-fn guest_with_agent() -> forkd_store::Facts {
+fn guest_with_agent() -> forkd_store::GuestSpec {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("disk");
     std::fs::write(&path, [0; 512]).unwrap();
     let image = BaseImage::of("py", "", &std::fs::File::open(path).unwrap()).unwrap();
-    forkd_store::Facts { image: Some(image), ..bare_guest() }
+    forkd_store::GuestSpec { image: Some(image), ..bare_guest() }
 }
 
 /// A child with an agent, its guest, and what plays its monitor.
@@ -51,7 +52,7 @@ async fn a_forked_sandbox_runs_and_the_next_daemon_can_find_it() {
     let facts = sandbox.facts();
     assert_eq!(facts.pid, Some(monitor.pid as u32));
     assert!(facts.ready_ms.is_some() && facts.boot_ms.is_none());
-    let identity = Identity::read(&sandbox.folder).read().unwrap();
+    let identity = ProcessId::read(&sandbox.folder).read().unwrap();
     assert_eq!(identity.pid, monitor.pid);
     assert_eq!(sandbox.record().unwrap().template, live.template.id);
     assert_eq!(told(&daemon), [EventKind::SandboxCreated, EventKind::SandboxRunning]);
@@ -349,7 +350,7 @@ async fn a_client_who_pauses_a_sandbox_that_waits_for_room_makes_that_an_ordinar
     let (_host, _daemon, _live, sandbox, monitor) = one_child().await;
     monitor.waits_for_room();
     reaches(&sandbox, "it is to be paused", |phase| matches!(phase, Phase::Paused)).await;
-    sandbox.ask(Command::Pause).await.unwrap();
+    sandbox.ask(MonitorCommand::Pause).await.unwrap();
     assert!(matches!(sandbox.phase(), Phase::Paused) && !sandbox.waits_for_room());
     sandbox.try_again().await.unwrap();
     assert!(matches!(sandbox.phase(), Phase::Paused), "room on the disk does not resume it");

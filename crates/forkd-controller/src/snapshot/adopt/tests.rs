@@ -30,7 +30,7 @@ async fn saved(daemon: &Daemon, tag: &str) -> forkd_store::Snapshot {
 async fn an_adopted_template_is_the_one_of_its_snapshot() {
     let host = FakeHost::new();
     let snapshot = host.store("t", |_| {});
-    let left = host.leave_template("t", Standing::Saved(snapshot.id().into()));
+    let left = host.leave_template("t", PersistState::Saved(snapshot.id().into()));
     let daemon = host.daemon().await;
     assert!(is_current(&daemon, "t", &left));
     let template = daemon.snapshots.template("t").await.unwrap();
@@ -43,9 +43,9 @@ async fn an_adopted_template_is_the_one_of_its_snapshot() {
 async fn an_adopted_template_of_an_earlier_snapshot_with_its_tag_lives_as_long_as_its_children() {
     let host = FakeHost::new();
     host.store("t", |_| {});
-    let left = host.leave_template("t", Standing::Saved("an earlier one".into()));
+    let left = host.leave_template("t", PersistState::Saved("an earlier one".into()));
     let child = host.leave_child(&left);
-    let idle = host.leave_template("t", Standing::Saved("another one".into()));
+    let idle = host.leave_template("t", PersistState::Saved("another one".into()));
     let daemon = host.daemon().await;
     assert!(daemon.snapshots.get("t").unwrap().current().is_none());
     eventually("the end of the one that has no children", || !idle.monitor.runs()).await;
@@ -58,7 +58,7 @@ async fn an_adopted_template_of_an_earlier_snapshot_with_its_tag_lives_as_long_a
 async fn a_template_whose_process_is_gone_is_removed_at_adoption() {
     let host = FakeHost::new();
     let snapshot = host.store("t", |_| {});
-    let left = host.leave_template("t", Standing::Saved(snapshot.id().into()));
+    let left = host.leave_template("t", PersistState::Saved(snapshot.id().into()));
     left.monitor.die();
     let daemon = host.daemon().await;
     assert!(!left.folder.exists());
@@ -69,8 +69,10 @@ async fn a_template_whose_process_is_gone_is_removed_at_adoption() {
 #[tokio::test]
 async fn a_half_made_template_is_ended_at_adoption() {
     let host = FakeHost::new();
-    let (known, unseen) =
-        (host.leave_template("t", Standing::Forgotten), host.leave_template("t", Standing::Forgotten));
+    let (known, unseen) = (
+        host.leave_template("t", PersistState::Forgotten),
+        host.leave_template("t", PersistState::Forgotten),
+    );
     for left in [&known, &unseen] {
         std::fs::remove_file(left.folder.join(crate::snapshot::template::RECORD)).unwrap();
     }
@@ -87,7 +89,7 @@ async fn a_half_made_template_is_ended_at_adoption() {
 #[tokio::test]
 async fn a_process_that_is_no_template_or_says_nothing_is_ended_at_adoption() {
     let host = FakeHost::with(|config| config.timing.call = Duration::from_millis(200));
-    let liar = host.leave_template("t", Standing::Forgotten);
+    let liar = host.leave_template("t", PersistState::Forgotten);
     liar.monitor.script(|request| match request {
         Request::Status => {
             let role = forkd_protocol::control::Role::Sandbox;
@@ -95,7 +97,7 @@ async fn a_process_that_is_no_template_or_says_nothing_is_ended_at_adoption() {
         }
         _ => Act::Obey,
     });
-    let mute = host.leave_template("t", Standing::Forgotten);
+    let mute = host.leave_template("t", PersistState::Forgotten);
     mute.monitor.script(|_| Act::Hang);
     let _daemon = host.daemon().await;
     for left in [&liar, &mute] {
@@ -109,7 +111,7 @@ async fn of_two_templates_with_one_lineage_number_one_is_ended_at_adoption() {
     let one = host.leave_template("a", unsaved(1, None));
     let two = host.leave_template("b", unsaved(1, None));
     let about = crate::snapshot::template::TemplateSpec { lineage: one.about.lineage, ..two.about.clone() };
-    records::write(&Record { about, standing: unsaved(1, None) }, &two.folder).unwrap();
+    records::write(&TemplateRecord { about, standing: unsaved(1, None) }, &two.folder).unwrap();
     let _daemon = host.daemon().await;
     assert!(one.monitor.runs() != two.monitor.runs(), "one user for one lineage");
 }
@@ -143,8 +145,8 @@ async fn a_branch_that_was_not_on_disk_is_saved_after_adoption() {
     let snapshot = saved(&daemon, "b").await;
     assert_eq!(snapshot.manifest().created_at_unix, 1_700_000_000);
     assert_eq!(snapshot.manifest().branched_from.as_deref(), Some("sbsource"));
-    let recorded = || Record::read(&left.folder).read().unwrap().standing;
-    eventually("the note", || recorded() == Standing::Saved(snapshot.id().into())).await;
+    let recorded = || TemplateRecord::read(&left.folder).read().unwrap().standing;
+    eventually("the note", || recorded() == PersistState::Saved(snapshot.id().into())).await;
 }
 
 /// The record with the later time is that of the branch the other one came from: somebody set the clock back.
@@ -181,7 +183,7 @@ async fn unfinished_saves_are_resumed_parents_first_whatever_their_clocks_say() 
 async fn unfinished_saves_over_one_that_is_on_disk_are_differences_to_it() {
     let host = FakeHost::new();
     let snapshot = host.store("p", |_| {});
-    let parent = host.leave_template_as("tpp", "p", Standing::Saved(snapshot.id().into()));
+    let parent = host.leave_template_as("tpp", "p", PersistState::Saved(snapshot.id().into()));
     let _child = host.leave_template_as("tpc", "c", unsaved(2, Some(("p", "tpp"))));
     let daemon = host.daemon().await;
     let saved = saved(&daemon, "c").await;
@@ -211,17 +213,17 @@ async fn a_branch_that_is_on_disk_already_is_not_saved_again_after_adoption() {
     let left = host.leave_template("b", unsaved(1, None));
     let daemon = host.daemon().await;
     assert!(is_current(&daemon, "b", &left));
-    let recorded = Record::read(&left.folder).read().unwrap().standing;
-    assert_eq!(recorded, Standing::Saved(snapshot.id().into()));
+    let recorded = TemplateRecord::read(&left.folder).read().unwrap().standing;
+    assert_eq!(recorded, PersistState::Saved(snapshot.id().into()));
     assert_eq!(left.monitor.times(|request| matches!(request, Request::Save(_))), 0);
 }
 
 #[tokio::test]
 async fn an_adopted_branch_has_the_owner_that_its_record_says() {
     let host = FakeHost::new();
-    let Standing::Unsaved(record) = unsaved(1, None) else { unreachable!() };
+    let PersistState::Unsaved(record) = unsaved(1, None) else { unreachable!() };
     let anns = crate::snapshot::branch_job::BranchRecord { owner: Some("ann".into()), ..*record };
-    let _left = host.leave_template("b", Standing::Unsaved(Box::new(anns)));
+    let _left = host.leave_template("b", PersistState::Unsaved(Box::new(anns)));
     let daemon = host.daemon().await;
     assert_eq!(daemon.snapshots.get("b").unwrap().owner(), "ann");
     saved(&daemon, "b").await;
@@ -259,7 +261,7 @@ async fn a_daemon_that_stops_while_it_saves_leaves_the_branch_to_the_next_one() 
     let asked = || left.monitor.times(|request| matches!(request, Request::Save(_)));
     eventually("the saver", || asked() == 1).await;
     daemon.stop().await;
-    assert!(matches!(Record::read(&left.folder).read().unwrap().standing, Standing::Unsaved(_)));
+    assert!(matches!(TemplateRecord::read(&left.folder).read().unwrap().standing, PersistState::Unsaved(_)));
     assert!(left.monitor.runs());
     left.monitor.script(|_| Act::Obey);
     let daemon = host.daemon().await;

@@ -283,7 +283,7 @@ async fn a_tag_whose_branch_failed_can_be_taken_again() {
     let daemon = host.daemon().await;
     let monitor = failed(&daemon, "b").await;
     let again = branch_job::Branch::new("b".into(), "tp".into(), "sbone".into(), bare_guest(), Mode::Full);
-    let work = Work::Branch(Arc::new(again));
+    let work = SnapshotJob::Branch(Arc::new(again));
     let entry = daemon.snapshots.reserve("b", work, "local", &Quota::default()).unwrap();
     assert!(Arc::ptr_eq(&daemon.snapshots.get("b").unwrap(), &entry));
     eventually("the end of the first one", || !monitor.runs()).await;
