@@ -130,7 +130,7 @@ async fn adoption_ends_a_child_that_was_forked_and_not_recorded() {
     let daemon = host.daemon().await;
     assert!(daemon.registry.list().is_empty());
     assert_eq!(left.monitor.asked(), [Request::Stop], "its socket leads to it");
-    assert!(!left.monitor.runs() && folders(&host).is_empty());
+    eventually("its end", || !left.monitor.runs() && folders(&host).is_empty()).await;
     eventually("the acknowledgement", || template.monitor.remembers().is_empty()).await;
 }
 
