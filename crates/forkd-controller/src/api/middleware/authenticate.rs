@@ -2,11 +2,9 @@
 //!
 //! - Over the unix socket: every process that can open it. The file permissions are the check.
 //! - Over TCP: every client with a token (`tokens`). Any web page can make a browser on the same machine send
-//! requests
-//!   to loopback. So the `Host` header must name loopback: a page that re-binds its own name to 127.0.0.1 sends that
-//!   name. If there is an `Origin` header, it must name loopback too. A daemon that other hosts can reach has TLS,
-//! and
-//!   no page can have its name; there the `Origin` must be the daemon itself.
+//!   requests to loopback. So the `Host` header must name loopback: a page that re-binds its own name to 127.0.0.1
+//!   sends that name. If there is an `Origin` header, it must name loopback too. A daemon that other hosts can reach
+//!   has TLS, and no page can have its name; there the `Origin` must be the daemon itself.
 //!
 //! `authorize` checks what a principal may do.
 
