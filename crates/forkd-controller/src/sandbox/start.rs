@@ -189,7 +189,7 @@ impl Sandbox {
                 return Err(Outcome::Ended(self.fork_failed(&error)));
             }
         };
-        self.telemetry.metrics.spawn.observe(arrived.elapsed().as_secs_f64());
+        self.telemetry.metrics.spawn_fork.observe(arrived.elapsed().as_secs_f64());
         let pid = forked.pid;
         let monitor = Monitor::forked(self.id.clone(), self.folder.clone(), forked, control, asked.ended);
         let monitor =
@@ -214,7 +214,7 @@ impl Sandbox {
         });
         match recorded {
             Ok(python) => {
-                self.telemetry.metrics.first_answer.observe(took.as_secs_f64());
+                self.telemetry.metrics.spawn_ready.observe(took.as_secs_f64());
                 self.update_runtime(|facts| {
                     facts.ready_ms = Some(took.as_secs_f64() * 1e3);
                     facts.saved.python = python.or(facts.saved.python);

@@ -104,18 +104,18 @@ impl Audit {
         let full = match self.jobs.try_send(AuditJob::Write(Box::new(line))) {
             Ok(()) => return,
             Err(mpsc::error::TrySendError::Full(job)) => job,
-            Err(mpsc::error::TrySendError::Closed(_)) => return self.metrics.audit_lost.inc(),
+            Err(mpsc::error::TrySendError::Closed(_)) => return self.metrics.audit_dropped.inc(),
         };
         let (jobs, metrics) = (self.jobs.clone(), self.metrics.clone());
         // On a task of its own: the client may have dropped the request already.
         let lost = metrics.clone();
         let work = async move {
             if jobs.send_timeout(full, PATIENCE).await.is_err() {
-                metrics.audit_lost.inc();
+                metrics.audit_dropped.inc();
                 tracing::error!("the audit log is too slow: a line is lost");
             }
         };
-        task::spawn_or(Task::AuditLine, work, move |_| lost.audit_lost.inc());
+        task::spawn_or(Task::AuditLine, work, move |_| lost.audit_dropped.inc());
     }
 
     /// Returns when all pending lines are on disk.
@@ -225,7 +225,7 @@ impl Log {
                 (self.torn, self.failing) = (false, 0);
             }
             Err(error) => {
-                self.metrics.audit_lost.inc_by(lines);
+                self.metrics.audit_dropped.inc_by(lines);
                 if self.failing == 0 {
                     let path = self.path.display();
                     tracing::error!(%error, %path, "audit log not written: requests are served without it");
@@ -329,7 +329,7 @@ mod tests {
         }
         let mut page = crate::telemetry::prometheus::Page::default();
         metrics.show(&mut page);
-        assert!(page.finish().unwrap().contains("\nforkd_audit_lost_total 3\n"));
+        assert!(page.finish().unwrap().contains("\nforkd_audit_dropped_total 3\n"));
     }
 
     #[tokio::test]

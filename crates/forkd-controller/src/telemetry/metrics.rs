@@ -95,9 +95,9 @@ fn histogram(name: &str, help: &str) -> Histogram {
 #[derive(Debug)]
 pub(crate) struct Metrics {
     /// From the arrival of a request for children to the fork of one.
-    pub(crate) spawn: Histogram,
+    pub(crate) spawn_fork: Histogram,
     /// From the arrival of a request for children to the first answer of one.
-    pub(crate) first_answer: Histogram,
+    pub(crate) spawn_ready: Histogram,
     /// How long vCPUs stood still for a branch.
     pub(crate) branch_pause: Histogram,
     pub(crate) exec: Histogram,
@@ -112,19 +112,22 @@ pub(crate) struct Metrics {
     /// Events that subscribers were too slow for.
     pub(crate) events_dropped: IntCounter,
     /// Lines that are not in the audit log.
-    pub(crate) audit_lost: IntCounter,
+    pub(crate) audit_dropped: IntCounter,
     /// Spans that were not handed over.
-    pub(crate) spans_lost: IntCounter,
+    pub(crate) spans_dropped: IntCounter,
 }
 
 impl Metrics {
     pub(crate) fn new() -> Self {
         use Outcome::{Cancelled, Failed, Nonzero, Ok, Refused, TimedOut};
-        let requests = seconds("forkd_http_request_seconds", "Requests, by the route they matched.");
+        let requests = seconds("forkd_http_request_duration_seconds", "Requests, by the route they matched.");
         Metrics {
-            spawn: histogram("forkd_spawn_seconds", "From the arrival of a request to the fork of a child."),
-            first_answer: histogram(
-                "forkd_first_answer_seconds",
+            spawn_fork: histogram(
+                "forkd_spawn_fork_seconds",
+                "From the arrival of a request to the fork of a child.",
+            ),
+            spawn_ready: histogram(
+                "forkd_spawn_ready_seconds",
                 "From the arrival of a request to the first answer of a child.",
             ),
             branch_pause: histogram("forkd_branch_pause_seconds", "How long vCPUs stood still for a branch."),
@@ -160,11 +163,14 @@ impl Metrics {
                 "forkd_events_dropped_total",
                 "Events that subscribers were too slow for.",
             ),
-            audit_lost: counter(
-                "forkd_audit_lost_total",
+            audit_dropped: counter(
+                "forkd_audit_dropped_total",
                 "Lines that could not be written to the audit log.",
             ),
-            spans_lost: counter("forkd_spans_lost_total", "Trace spans that could not be handed over."),
+            spans_dropped: counter(
+                "forkd_trace_spans_dropped_total",
+                "Trace spans that could not be handed over.",
+            ),
         }
     }
 
@@ -194,16 +200,18 @@ impl Metrics {
 
     /// Shows all of it.
     pub(crate) fn show(&self, page: &mut Page) {
-        for histogram in [&self.spawn, &self.first_answer, &self.branch_pause, &self.exec] {
-            page.add(histogram);
-        }
-        page.add(&self.requests);
+        page.add_renamed(&self.spawn_fork, "forkd_spawn_seconds");
+        page.add_renamed(&self.spawn_ready, "forkd_first_answer_seconds");
+        page.add(&self.branch_pause);
+        page.add(&self.exec);
+        page.add_renamed(&self.requests, "forkd_http_request_seconds");
         for outcomes in [&self.spawns, &self.boots, &self.branches, &self.execs, &self.saves] {
             outcomes.show(page);
         }
-        for counter in [&self.auth_failures, &self.events_dropped, &self.audit_lost, &self.spans_lost] {
-            page.add(counter);
-        }
+        page.add(&self.auth_failures);
+        page.add(&self.events_dropped);
+        page.add_renamed(&self.audit_dropped, "forkd_audit_lost_total");
+        page.add_renamed(&self.spans_dropped, "forkd_spans_lost_total");
         let help = "Panics of the daemon's background tasks: each is a bug of forkd.";
         page.family("forkd_task_panics_total", MetricType::COUNTER, help);
         for (task, count) in task::panic_counts() {
@@ -241,19 +249,50 @@ mod tests {
     fn a_histogram_counts_each_observation_in_every_bound_it_is_within() {
         let metrics = Metrics::new();
         for millis in [1, 3, 400_000] {
-            metrics.spawn.observe(Duration::from_millis(millis).as_secs_f64());
+            metrics.spawn_fork.observe(Duration::from_millis(millis).as_secs_f64());
         }
         let text = shown(&metrics);
         for line in [
-            "forkd_spawn_seconds_bucket{le=\"0.0005\"} 0",
-            "forkd_spawn_seconds_bucket{le=\"0.001\"} 1",
-            "forkd_spawn_seconds_bucket{le=\"0.005\"} 2",
-            "forkd_spawn_seconds_bucket{le=\"300\"} 2",
-            "forkd_spawn_seconds_bucket{le=\"+Inf\"} 3",
-            "forkd_spawn_seconds_sum 400.004",
-            "forkd_spawn_seconds_count 3",
+            "forkd_spawn_fork_seconds_bucket{le=\"0.0005\"} 0",
+            "forkd_spawn_fork_seconds_bucket{le=\"0.001\"} 1",
+            "forkd_spawn_fork_seconds_bucket{le=\"0.005\"} 2",
+            "forkd_spawn_fork_seconds_bucket{le=\"300\"} 2",
+            "forkd_spawn_fork_seconds_bucket{le=\"+Inf\"} 3",
+            "forkd_spawn_fork_seconds_sum 400.004",
+            "forkd_spawn_fork_seconds_count 3",
         ] {
             assert!(text.lines().any(|it| it == line), "{line}\n{text}");
+        }
+    }
+
+    #[test]
+    fn a_renamed_metric_is_there_under_both_names_with_the_same_values() {
+        let metrics = Metrics::new();
+        metrics.spawn_fork.observe(1.0);
+        metrics.spawn_ready.observe(2.0);
+        metrics.request("GET", "/version", 200, Duration::from_secs(3));
+        metrics.audit_dropped.inc_by(4);
+        metrics.spans_dropped.inc_by(5);
+        let text = shown(&metrics);
+        for (newer, older, samples) in [
+            ("forkd_spawn_fork_seconds", "forkd_spawn_seconds", "_sum 1"),
+            ("forkd_spawn_ready_seconds", "forkd_first_answer_seconds", "_sum 2"),
+            (
+                "forkd_http_request_duration_seconds",
+                "forkd_http_request_seconds",
+                "_sum{method=\"GET\",route=\"/version\",status=\"200\"} 3",
+            ),
+            ("forkd_audit_dropped_total", "forkd_audit_lost_total", " 4"),
+            ("forkd_trace_spans_dropped_total", "forkd_spans_lost_total", " 5"),
+        ] {
+            let of = |name: &str| -> Vec<String> {
+                let lines = text.lines().filter(|line| line.starts_with(name));
+                lines.map(|line| line.replacen(name, "", 1)).collect()
+            };
+            assert!(of(newer).iter().any(|line| line == samples), "{newer}{samples}\n{text}");
+            assert_eq!(of(newer), of(older), "{text}");
+            assert!(text.contains(&format!("# HELP {older} Deprecated name of {newer}; ")), "{text}");
+            assert!(!text.contains(&format!("# HELP {newer} Deprecated")), "{text}");
         }
     }
 

@@ -203,7 +203,7 @@ impl Traces {
             span["parentSpanId"] = hex(&parent).into();
         }
         if jobs.try_send(ExportJob::Span(span)).is_err() {
-            self.metrics.spans_lost.inc();
+            self.metrics.spans_dropped.inc();
         }
     }
 
@@ -308,7 +308,7 @@ async fn post(
         let count = spans.len() as u64;
         let posted = if spans.is_empty() { Ok(()) } else { collector.post(spans).await };
         if let Err(why) = &posted {
-            metrics.spans_lost.inc_by(count);
+            metrics.spans_dropped.inc_by(count);
             if !failing {
                 tracing::warn!(why, collector = collector.authority, "traces not exported");
             }

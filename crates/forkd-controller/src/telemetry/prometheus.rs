@@ -23,6 +23,16 @@ impl Page {
         }
     }
 
+    /// Adds what `collector` has, and the same again under its older name, for dashboards that read that one.
+    pub(crate) fn add_renamed(&mut self, collector: &impl Collector, older: &str) {
+        self.add(collector);
+        let Some(mut family) = self.0.last().cloned() else { return };
+        let help = format!("Deprecated name of {}; a later release removes it.", family.name());
+        family.set_name(older.to_owned());
+        family.set_help(help);
+        self.0.push(family);
+    }
+
     /// Begins a family: all its samples come next.
     pub(crate) fn family(&mut self, name: &str, kind: MetricType, help: &str) {
         let mut family = MetricFamily::default();

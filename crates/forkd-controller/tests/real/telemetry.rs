@@ -210,13 +210,13 @@ fn the_metrics_are_what_prometheus_reads_and_count_what_was_done() {
         ("forkd_sandboxes_active", 3.0),
         ("forkd_branches_in_flight", 0.0),
         ("forkd_branch_concurrency_cap", 8.0),
-        ("forkd_spawn_seconds_count", 3.0),
-        ("forkd_first_answer_seconds_count", 3.0),
+        ("forkd_spawn_fork_seconds_count", 3.0),
+        ("forkd_spawn_ready_seconds_count", 3.0),
         ("forkd_branch_pause_seconds_count", 1.0),
         ("forkd_exec_seconds_count", 0.0),
         ("forkd_auth_failures_total", 1.0),
         ("forkd_events_dropped_total", 0.0),
-        ("forkd_audit_lost_total", 0.0),
+        ("forkd_audit_dropped_total", 0.0),
     ] {
         assert_eq!(get(name, &[]), expected, "{name}\n{text}");
     }
@@ -242,7 +242,7 @@ fn the_metrics_are_what_prometheus_reads_and_count_what_was_done() {
         assert!(get(name, &[]) > 0.0, "{name}\n{text}");
     }
     // All unknown paths share one label, and so do all unknown methods.
-    let requests = "forkd_http_request_seconds_count";
+    let requests = "forkd_http_request_duration_seconds_count";
     let labels = |method, route, status| [("method", method), ("route", route), ("status", status)];
     assert_eq!(get(requests, &labels("GET", "/v1/sandboxes/{id}", "404")), 3.0);
     assert_eq!(get(requests, &labels("other", "none", "404")), 1.0);
