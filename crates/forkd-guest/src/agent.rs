@@ -67,7 +67,7 @@ impl Agent {
         http::serve(listener, Arc::new(move |exchange: &mut Exchange| agent.answer(exchange)))
     }
 
-    /// Serves the line protocol to permitted clients, on a listening TCP socket; `gateway` is the host's
+    /// Serves the JSON-lines protocol to permitted clients, on a listening TCP socket; `gateway` is the host's
     /// address in the guest's network. Returns only if the socket is broken.
     pub fn serve_lines(self: &Arc<Self>, listener: &OwnedFd, gateway: Option<Ipv4Addr>) -> io::Error {
         json_lines::serve(listener, self.clone(), gateway)

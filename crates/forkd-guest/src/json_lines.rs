@@ -1,4 +1,4 @@
-//! The [line protocol](forkd_protocol::json_lines), on TCP port 8888 of the guest, for clients of the
+//! The [JSON-lines protocol](forkd_protocol::json_lines), on TCP port 8888 of the guest, for clients of the
 //! reference. It uses the code of the other services.
 //!
 //! # Access

@@ -23,7 +23,7 @@ pub struct InitPlan {
     pub name_servers: Vec<String>,
     /// Where the agent listens.
     pub listen: ListenPlan,
-    /// The TCP port of the [line protocol](crate::json_lines); none leaves it out.
+    /// The TCP port of the [JSON-lines protocol](crate::json_lines); none leaves it out.
     pub line_port: Option<u16>,
     /// User commands run as when the caller names none.
     pub default_user: Option<String>,

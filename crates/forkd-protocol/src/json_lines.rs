@@ -1,4 +1,4 @@
-//! The line protocol: one JSON object and a newline in, one out, then the connection is closed.
+//! The JSON-lines protocol: one JSON object and a newline in, one out, then the connection is closed.
 //!
 //! Clients of the reference use it to talk to a guest, so its words are theirs. The agent serves it in the
 //! guest, the daemon on a loopback port and over HTTP; all three use this module. There are three actions:

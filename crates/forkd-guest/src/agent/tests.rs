@@ -24,7 +24,7 @@ use super::*;
 /// cgroups to give, its own cgroup.
 pub(crate) struct TestAgent {
     pub(crate) address: SocketAddr,
-    /// Where it speaks the line protocol.
+    /// Where it speaks the JSON-lines protocol.
     pub(crate) lines: SocketAddr,
     pub(crate) folder: tempfile::TempDir,
     pub(crate) cgroup: Option<PathBuf>,

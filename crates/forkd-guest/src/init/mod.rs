@@ -142,18 +142,18 @@ fn listen(plan: ListenPlan) -> Result<(OwnedFd, Option<String>), Fatal> {
     }
 }
 
-/// Serves the line protocol on the side. An image whose guests cannot have it works without.
+/// Serves the JSON-lines protocol on the side. An image whose guests cannot have it works without.
 fn serve_lines(agent: &Arc<Agent>, port: Option<u16>, network: &[InterfacePlan]) {
     let Some(port) = port else { return };
     let gateway = network.iter().find_map(|interface| interface.gateway.as_ref()?.parse().ok());
     let serving = TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).and_then(|listener| {
         let (agent, listener) = (agent.clone(), OwnedFd::from(listener));
         thread::Builder::new().name("lines".into()).stack_size(LINES_STACK).spawn(move || {
-            log::error!("the line protocol has ended: {}", agent.serve_lines(&listener, gateway));
+            log::error!("the JSON-lines protocol has ended: {}", agent.serve_lines(&listener, gateway));
         })
     });
     if let Err(error) = serving {
-        log::error!("no line protocol on TCP port {port}: {error}");
+        log::error!("no JSON-lines protocol on TCP port {port}: {error}");
     }
 }
 
