@@ -58,6 +58,7 @@ pub struct FileList {
 /// A file that was written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(from = "ReadFileWritten")]
 pub struct FileWritten {
     /// Absolute path.
     pub path: String,
@@ -66,5 +67,31 @@ pub struct FileWritten {
     /// Whether the upload was atomic: the daemon wrote a file beside the path and renamed it at the end. If false,
     /// the guest could create no file beside the path; the upload wrote in place, and an interruption would have left
     /// a part.
+    pub atomic: bool,
+    /// The older name of `atomic`, with the same value.
+    #[cfg_attr(feature = "openapi", schema(deprecated))]
     pub whole: bool,
+}
+
+impl FileWritten {
+    /// A file that was written, with `atomic` under both names.
+    pub fn new(path: String, size: u64, atomic: bool) -> Self {
+        FileWritten { path, size, atomic, whole: atomic }
+    }
+}
+
+/// [`FileWritten`] of an older daemon, which sends `whole` only, or of a newer one.
+#[derive(Deserialize)]
+struct ReadFileWritten {
+    path: String,
+    size: u64,
+    atomic: Option<bool>,
+    #[serde(default)]
+    whole: bool,
+}
+
+impl From<ReadFileWritten> for FileWritten {
+    fn from(read: ReadFileWritten) -> Self {
+        FileWritten::new(read.path, read.size, read.atomic.unwrap_or(read.whole))
+    }
 }

@@ -30,7 +30,7 @@ pub use event::{Event, EventKind, EventSubject};
 pub use exec::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 pub use file::{FileInfo, FileKind, FileList, FileWritten};
 pub use sandbox::{
-    CreateRequest, GoneInfo, LinePort, OnTimeout, PauseInfo, PingReply, RollbackRequest, SandboxInfo,
+    AgentPort, ArchivedSandbox, CreateRequest, OnTimeout, PauseInfo, PingReply, RollbackRequest, SandboxInfo,
     SandboxState, SpawnError, SpawnReply, Stats, UpdateRequest,
 };
 pub use snapshot::{

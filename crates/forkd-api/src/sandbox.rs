@@ -62,10 +62,10 @@ pub struct CreateRequest {
     /// the children are `starting`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wait: Option<bool>,
-    /// Open a loopback port for the JSON-lines protocol; `guest_addr` is then its address. Users of the daemon's host
-    /// who may open its unix socket may use the port.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub line_port: bool,
+    /// Open an agent port, a loopback port with the JSON-lines protocol; `guest_addr` is then its address. Users of the
+    /// daemon's host with access to its unix socket may use the port. The older name of the field is `line_port`.
+    #[serde(default, alias = "line_port", skip_serializing_if = "std::ops::Not::not")]
+    pub agent_port: bool,
     /// Accepted and ignored: every child has a network of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub per_child_netns: Option<bool>,
@@ -355,10 +355,10 @@ pub struct UpdateRequest {
 /// A sandbox that ended and was removed.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct GoneInfo {
+pub struct ArchivedSandbox {
     /// The sandbox's id.
     pub id: String,
-    /// `gone`.
+    /// `archived`; `gone` if the request asked with the older name.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub state: String,
@@ -391,10 +391,10 @@ pub struct RollbackRequest {
     pub to: Option<String>,
 }
 
-/// A sandbox's loopback port for the JSON-lines protocol.
+/// A sandbox's agent port: a loopback port with the JSON-lines protocol.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct LinePort {
+pub struct AgentPort {
     /// The address, such as `127.0.0.1:40123`. Clients of the reference get it as `FORKD_TARGET`. Users of the
     /// daemon's host who may open its unix socket may use the port.
     pub target: String,

@@ -217,8 +217,12 @@ pub struct TemplateInfo {
 /// Progress of a saver, in bytes.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(from = "ReadProgress")]
 pub struct Progress {
-    /// Guest memory that the saver has examined.
+    /// Guest memory that the saver has scanned.
+    pub scanned_bytes: u64,
+    /// The older name of `scanned_bytes`, with the same value.
+    #[cfg_attr(feature = "openapi", schema(deprecated))]
     pub looked_at: u64,
     /// All guest memory.
     pub total: u64,
@@ -227,10 +231,31 @@ pub struct Progress {
 }
 
 impl Progress {
+    /// Progress of a saver, with `scanned_bytes` under both names.
+    pub fn new(scanned_bytes: u64, total: u64, written: u64) -> Self {
+        Progress { scanned_bytes, looked_at: scanned_bytes, total, written }
+    }
+
     /// The percentage of guest memory that was scanned.
     pub fn percent(&self) -> u64 {
-        let percent = (u128::from(self.looked_at) * 100).checked_div(u128::from(self.total)).unwrap_or(0);
+        let percent = (u128::from(self.scanned_bytes) * 100).checked_div(u128::from(self.total)).unwrap_or(0);
         u64::try_from(percent).unwrap_or(100).min(100)
+    }
+}
+
+/// [`Progress`] of an older daemon, which sends `looked_at` only, or of a newer one.
+#[derive(Deserialize)]
+struct ReadProgress {
+    scanned_bytes: Option<u64>,
+    #[serde(default)]
+    looked_at: u64,
+    total: u64,
+    written: u64,
+}
+
+impl From<ReadProgress> for Progress {
+    fn from(read: ReadProgress) -> Self {
+        Progress::new(read.scanned_bytes.unwrap_or(read.looked_at), read.total, read.written)
     }
 }
 

@@ -9,9 +9,10 @@ use serde::{Deserialize, Serialize};
 pub enum TokenScope {
     /// Read requests only.
     Read,
-    /// Create, use and delete the owner's own sandboxes and snapshots.
+    /// Create, use and delete the owner's own sandboxes and snapshots. Requests may also use the older name `use`.
     #[default]
-    Use,
+    #[serde(alias = "use")]
+    Write,
     /// Everything, with the objects of all owners.
     Admin,
 }
@@ -23,8 +24,8 @@ pub enum TokenScope {
 pub struct TokenRequest {
     /// The token's name, with the characters of a tag.
     pub name: String,
-    /// The token's scope; `use` when absent.
-    #[serde(default)]
+    /// The token's scope; `write` when absent.
+    #[serde(default, skip_serializing_if = "is_default")]
     pub scope: TokenScope,
     /// The owner of the objects that the token creates; the token's name when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -41,6 +42,11 @@ pub struct TokenRequest {
     /// Seconds after which the token expires; never when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expires_in_secs: Option<u64>,
+}
+
+/// The default is not sent: an older daemon has the same default, under the name `use`.
+fn is_default(scope: &TokenScope) -> bool {
+    *scope == TokenScope::default()
 }
 
 /// A token without its secret.

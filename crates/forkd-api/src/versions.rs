@@ -39,8 +39,8 @@ fn a_sandbox_of_an_older_or_newer_daemon_is_read() {
     let newer = with(sandbox("migrating"), json!({ "on_timeout": "archive", "planet": { "name": "mars" } }));
     let newer: Sandbox = read(newer);
     assert_eq!((newer.state.as_str(), newer.on_timeout.as_str()), ("migrating", "archive"));
-    let gone = json!({ "id": "sb1", "ended_at_unix": 2, "reason": "vanished", "detail": "It vanished.", "planet": 1 });
-    assert_eq!(read::<GoneInfo>(gone).created_at_unix, 0);
+    let archived = json!({ "id": "sb1", "ended_at_unix": 2, "reason": "vanished", "detail": "It vanished.", "planet": 1 });
+    assert_eq!(read::<ArchivedSandbox>(archived).created_at_unix, 0);
 }
 
 #[test]
@@ -85,7 +85,8 @@ fn a_workspace_of_an_older_or_newer_daemon_is_read() {
 fn a_token_of_an_older_or_newer_daemon_is_read() {
     let least = |scope: &str| json!({ "name": "ci", "owner": "ann", "scope": scope });
     let older: TokenInfo = read(least("use"));
-    assert_eq!((older.scope, older.max_sandboxes), (TokenScope::Use, None));
+    assert_eq!((older.scope, older.max_sandboxes), (TokenScope::Write, None));
+    assert_eq!(read::<TokenInfo>(least("write")).scope, TokenScope::Write);
     let newer: TokenInfo<String> = read(with(least("audit"), json!({ "planet": 1 })));
     assert_eq!(newer.scope, "audit");
 }
@@ -110,6 +111,46 @@ fn an_event_of_an_older_or_newer_daemon_is_read() {
     assert_eq!((newer.kind.as_str(), newer.about.sandbox.as_deref()), ("volume.mounted", Some("sb1")));
     let stream: ServerEvent = read(json!({ "event": "started", "sandbox": "sb1", "pid": 7, "planet": 1 }));
     assert_eq!(stream, ServerEvent::Started { sandbox: "sb1".into(), pid: 7 });
+}
+
+/// What an older client reads is in the reply, and a reply with either name is read.
+#[test]
+fn a_renamed_field_of_a_reply_is_sent_under_both_names_and_read_under_either() {
+    let sent = serde_json::to_value(Progress::new(7, 9, 3)).unwrap();
+    assert_eq!(sent, json!({ "scanned_bytes": 7, "looked_at": 7, "total": 9, "written": 3 }));
+    assert_eq!(read::<Progress>(sent).scanned_bytes, 7);
+    for name in ["scanned_bytes", "looked_at"] {
+        let one: Progress = read(json!({ name: 7, "total": 9, "written": 3, "planet": 1 }));
+        assert_eq!((one.scanned_bytes, one.looked_at), (7, 7), "{name}");
+    }
+    let sent = serde_json::to_value(FileWritten::new("/a".into(), 1, true)).unwrap();
+    assert_eq!(sent, json!({ "path": "/a", "size": 1, "atomic": true, "whole": true }));
+    assert!(read::<FileWritten>(sent).atomic);
+    for name in ["atomic", "whole"] {
+        let one: FileWritten = read(json!({ "path": "/a", "size": 1, name: true, "planet": 1 }));
+        assert!(one.atomic && one.whole, "{name}");
+    }
+}
+
+#[test]
+fn a_request_is_read_with_the_older_names() {
+    for name in ["agent_port", "line_port"] {
+        assert!(read::<CreateRequest>(json!({ name: true })).agent_port, "{name}");
+    }
+    for name in ["write", "use"] {
+        assert_eq!(
+            read::<TokenRequest>(json!({ "name": "ci", "scope": name })).scope,
+            TokenScope::Write,
+            "{name}"
+        );
+    }
+    // An older daemon does not know `write`, but has it as its default.
+    let sent = serde_json::to_value(TokenRequest { name: "ci".into(), ..Default::default() }).unwrap();
+    assert_eq!(sent, json!({ "name": "ci" }));
+    let sent = serde_json::to_value(TokenRequest { scope: TokenScope::Read, ..Default::default() }).unwrap();
+    assert_eq!(sent["scope"], "read");
+    let twice = serde_json::from_value::<CreateRequest>(json!({ "agent_port": true, "line_port": true }));
+    assert!(twice.unwrap_err().to_string().contains("duplicate field"));
 }
 
 /// A request is accepted as it is written, and refused with a field more.
@@ -149,6 +190,6 @@ fn a_request_with_an_unknown_word_is_refused() {
 
 #[test]
 fn progress_is_a_part_of_a_hundred_whatever_the_numbers() {
-    let percent = |looked_at, total| Progress { looked_at, total, written: 0 }.percent();
+    let percent = |scanned, total| Progress::new(scanned, total, 0).percent();
     assert_eq!([percent(1, 2), percent(u64::MAX, 1), percent(7, 0)], [50, 100, 0]);
 }

@@ -55,7 +55,7 @@ pub struct Config {
     pub slot_flows: forkd_net::FlowLimits,
     /// Whether every sandbox has a loopback port for the JSON-lines protocol. Otherwise only sandboxes whose client
     /// asks for a port have one. Users that may open the unix socket may use these ports.
-    pub line_ports: bool,
+    pub agent_ports: bool,
     /// Limits on sizes and counts.
     pub limits: Limits,
     /// Intervals and timeouts.
@@ -91,7 +91,7 @@ impl Config {
             network_pool: 4,
             egress_private: Vec::new(),
             slot_flows: forkd_net::FlowLimits::default(),
-            line_ports: false,
+            agent_ports: false,
             limits: Limits::default(),
             timing: Timing::default(),
             at_step: None,

@@ -210,7 +210,7 @@ fn messages() -> Vec<Message> {
 }
 
 fn save_progress() -> SaveProgress {
-    SaveProgress { looked_at: 1 << 20, total: 512 << 20, written: 4096 }
+    SaveProgress { scanned_bytes: 1 << 20, total: 512 << 20, written: 4096 }
 }
 
 fn hexadecimal(bytes: &[u8]) -> String {

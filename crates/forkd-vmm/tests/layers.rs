@@ -114,7 +114,7 @@ impl Save {
         assert!(matches!(reply, Reply::Forked { .. }), "{reply:?}");
         finished(template, "saver");
         let progress = self.progress();
-        assert_eq!((progress.looked_at, progress.total), (MIB << 20, MIB << 20));
+        assert_eq!((progress.scanned_bytes, progress.total), (MIB << 20, MIB << 20));
     }
 
     fn progress(&self) -> SaveProgress {
@@ -309,7 +309,7 @@ fn a_saver_that_cannot_write_says_why_behind_its_progress() {
     let length = save.progress.read_at(&mut why, SaveProgress::LENGTH as u64).unwrap();
     let why = String::from_utf8(why[..length].to_vec()).unwrap();
     assert!(why.starts_with("cannot write the memory layer: No space left on device"), "{why}");
-    assert_eq!((save.progress().looked_at, save.progress().total), (0, MIB << 20));
+    assert_eq!((save.progress().scanned_bytes, save.progress().total), (0, MIB << 20));
 
     let save = Save::new(&[], None);
     save.run(&mut template);

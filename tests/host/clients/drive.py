@@ -197,8 +197,8 @@ def is_open(target):
 
 
 def drive_sandbox(running):
-    """`Sandbox`: of a sandbox that runs, through `forkd line` and `forkd fork`; and of its own."""
-    relay = subprocess.Popen(["forkd", "line", running], stdout=subprocess.PIPE, text=True)
+    """`Sandbox`: of a sandbox that runs, through `forkd agent-port` and `forkd fork`; and of its own."""
+    relay = subprocess.Popen(["forkd", "agent-port", running], stdout=subprocess.PIPE, text=True)
     try:
         target = relay.stdout.readline().split()[0].removeprefix("FORKD_TARGET=")
         with Sandbox(target=target, timeout=120, spawn=False) as sandbox:

@@ -98,7 +98,7 @@ impl From<TokenScope> for forkd_api::TokenScope {
     fn from(scope: TokenScope) -> Self {
         match scope {
             TokenScope::Read => forkd_api::TokenScope::Read,
-            TokenScope::Write => forkd_api::TokenScope::Use,
+            TokenScope::Write => forkd_api::TokenScope::Write,
             TokenScope::Admin => forkd_api::TokenScope::Admin,
         }
     }

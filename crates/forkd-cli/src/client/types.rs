@@ -44,6 +44,20 @@ pub(crate) fn sandbox_path(id: &str) -> String {
     format!("/v1/sandboxes/{id}")
 }
 
+/// The field of a request for children that opens an agent port for each. Daemons of version 0.2 refuse its newer
+/// name, `agent_port`; newer daemons accept both.
+pub(crate) const AGENT_PORT: &str = "line_port";
+
+/// The path that takes requests of the JSON-lines protocol. Daemons of version 0.2 lack its newer name, `json-lines`;
+/// newer daemons serve both.
+pub(crate) fn json_lines_path(id: &str) -> String {
+    format!("{}/line", sandbox_path(id))
+}
+
+/// The parameters that select archived sandboxes. Daemons of version 0.2 know only the second one, and ignore the
+/// first; with both, a newer daemon uses the first.
+pub(crate) const ARCHIVED: [(&str, &str); 2] = [("archived", "true"), ("gone", "true")];
+
 /// Parses a reply.
 pub(crate) fn read<T: DeserializeOwned>(answer: &Value) -> Result<T> {
     T::deserialize(answer)

@@ -210,7 +210,7 @@ written  3.0 MiB in 1.20 s";
 
     #[test]
     fn how_far_it_is_makes_sense_whatever_the_numbers() {
-        let saving = |looked_at, total| how_far(&SaveProgress { looked_at, total, written: 1 << 20 });
+        let saving = |scanned, total| how_far(&SaveProgress::new(scanned, total, 1 << 20));
         assert_eq!(saving(1 << 29, 1 << 30), "saving, 50 %, 1.0 MiB written");
         assert_eq!(saving(u64::MAX, 1), "saving, 100 %, 1.0 MiB written");
         assert_eq!(saving(7, 0), "saving, 0 %, 1.0 MiB written");

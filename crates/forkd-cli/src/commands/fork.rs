@@ -31,7 +31,7 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
         let mut body = request(&args.children);
         let server = server(&daemon, args);
         if server == Some(PortServer::Daemon) {
-            body["line_port"] = json!(true);
+            body[types::AGENT_PORT] = json!(true);
         }
         if let Some(settle) = args.settle_secs {
             // If this process is killed, the daemon ends the children. It measures with its own clock:
@@ -81,7 +81,7 @@ pub(crate) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let mut body = request(&args.children);
         if args.agent_port {
-            body["line_port"] = json!(true);
+            body[types::AGENT_PORT] = json!(true);
         }
         if args.no_wait {
             body["wait"] = json!(false);

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use anyhow::Result;
-use forkd_api::{Code, GoneInfo};
+use forkd_api::{ArchivedSandbox, Code};
 use hyper::Method;
 use serde_json::{Value, json};
 
@@ -19,14 +19,14 @@ use crate::ui::columns::{self, Column};
 pub(crate) fn list(context: &Context, args: &LsArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let state = args.state.iter().map(|state| ("state", state.as_str()));
-        let archived = args.archived.then_some(("gone", "true"));
+        let archived = args.archived.then_some(types::ARCHIVED).into_iter().flatten();
         let others: Vec<_> = state.chain(archived).collect();
         let answer = daemon.ask(Method::GET, &update::list_path(&args.filter, &others), None).await?;
         let width = columns::width(args.wide);
         if args.answer.json {
             ui::print_json(&answer)?;
         } else if args.archived {
-            ui::print(&render_archived(&types::read::<Vec<GoneInfo>>(&answer)?, clock::now(), width))?;
+            ui::print(&render_archived(&types::read::<Vec<ArchivedSandbox>>(&answer)?, clock::now(), width))?;
         } else {
             let sandboxes: Vec<Sandbox> = types::read(&answer)?;
             ui::print(&render(&sandboxes, clock::now(), width))?;
@@ -77,8 +77,8 @@ fn render(sandboxes: &[Sandbox], now: u64, width: Option<usize>) -> String {
     columns::table(&columns, &sandboxes.iter().map(row).collect::<Vec<_>>(), width)
 }
 
-fn render_archived(archived: &[GoneInfo], now: u64, width: Option<usize>) -> String {
-    let row = |it: &GoneInfo| {
+fn render_archived(archived: &[ArchivedSandbox], now: u64, width: Option<usize>) -> String {
+    let row = |it: &ArchivedSandbox| {
         let from = it.snapshot_tag.as_ref().map_or_else(|| "-".to_owned(), |tag| format!("snapshot {tag}"));
         let ended = format!("{} ago", ui::age(now.saturating_sub(it.ended_at_unix)));
         vec![it.id.clone(), from, ended, it.reason.clone(), it.detail.clone()]

@@ -60,7 +60,7 @@ fn configuration(context: &Context, args: ServeArgs) -> Result<Config> {
         per_sec: args.slot_new_flows_per_sec,
         burst: args.slot_new_flows_burst,
     };
-    config.line_ports = args.agent_ports;
+    config.agent_ports = args.agent_ports;
     config.limits.branch_max_age = args.branch_max_age.map(Duration::from_secs);
     config.limits.branch_max_count = args.branch_max_count;
     let unload_after = (args.branch_unload_secs > 0).then_some(args.branch_unload_secs);

@@ -170,7 +170,7 @@ mod tests {
               "kernel": "/k", "vcpus": 1, "mem_size_mib": 64 },
             { "tag": "c", "status": "writing", "created_at_unix": 4000, "image": "python", "vcpus": 1,
               "mem_size_mib": 512, "parent_tag": "numpy", "chain_depth": 1,
-              "progress": { "looked_at": 128, "total": 512, "written": 4096 } },
+              "progress": { "scanned_bytes": 128, "total": 512, "written": 4096 } },
         ]))
         .unwrap();
         let expected = "\

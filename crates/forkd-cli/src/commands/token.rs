@@ -1,7 +1,7 @@
 //! `forkd token`: the daemon's own token, and named tokens.
 
 use anyhow::{Context as _, Result};
-use forkd_api::TokenScope;
+use forkd_api::TokenRequest;
 use hyper::Method;
 use serde_json::{Value, json};
 
@@ -28,16 +28,19 @@ pub(crate) fn token(context: &Context, command: &TokenCommand) -> Result<u8> {
 }
 
 fn add(context: &Context, args: &TokenAddArgs) -> Result<u8> {
-    let body = json!({
-        "name": args.name,
-        "scope": TokenScope::from(args.scope),
-        "owner": args.owner,
-        "max_sandboxes": args.max_sandboxes,
-        "max_memory_mib": args.max_memory_mib,
-        "max_snapshots": args.max_snapshots,
-        "expires_in_secs": args.expires_in,
-    });
-    show_new(context, &args.answer, PATH, &body)
+    show_new(context, &args.answer, PATH, &json!(request(args)))
+}
+
+fn request(args: &TokenAddArgs) -> TokenRequest {
+    TokenRequest {
+        name: args.name.clone(),
+        scope: args.scope.into(),
+        owner: args.owner.clone(),
+        max_sandboxes: args.max_sandboxes,
+        max_memory_mib: args.max_memory_mib,
+        max_snapshots: args.max_snapshots,
+        expires_in_secs: args.expires_in,
+    }
 }
 
 fn rotate(context: &Context, args: &TokenRotateArgs) -> Result<u8> {
@@ -87,6 +90,7 @@ fn render(tokens: &[Token], now: u64) -> String {
     let row = |token: &Token| {
         vec![
             token.name.clone(),
+            // A daemon of version 0.2 uses the older name.
             if token.scope == "use" { "write".to_owned() } else { token.scope.clone() },
             token.owner.clone(),
             limit(token.max_sandboxes),
@@ -135,6 +139,7 @@ mod tests {
             { "name": "default", "scope": "admin", "owner": "local", "created_at_unix": 1 },
             { "name": "ci", "scope": "use", "owner": "ann", "created_at_unix": 1, "max_sandboxes": 3,
               "max_memory_mib": 512, "max_snapshots": 0, "expires_at_unix": 160 },
+            { "name": "cd", "scope": "write", "owner": "ann", "created_at_unix": 1 },
             { "name": "old", "scope": "read", "owner": "ann", "created_at_unix": 1, "expires_at_unix": 100 },
         ]))
         .unwrap();
@@ -142,6 +147,7 @@ mod tests {
 NAME     SCOPE  OWNER  SANDBOXES  MEMORY MIB  SNAPSHOTS  EXPIRES
 default  admin  local  -          -           -          never
 ci       write  ann    3          512         0          in 1 min
+cd       write  ann    -          -           -          never
 old      read   ann    -          -           -          expired";
         assert_eq!(render(&tokens, 100), expected);
     }

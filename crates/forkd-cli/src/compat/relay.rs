@@ -65,7 +65,7 @@ impl Relay {
     /// are served as well.
     pub(crate) fn serve(listener: TcpListener, daemon: VerifiedDaemon, id: &str) -> Result<Relay> {
         let target = listener.local_addr()?;
-        let path = format!("{}/line", types::sandbox_path(id));
+        let path = types::json_lines_path(id);
         let server = tokio::spawn(serve(listener, daemon, path)).abort_handle();
         Ok(Relay { id: id.to_owned(), target, server })
     }

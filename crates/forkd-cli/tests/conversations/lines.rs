@@ -50,7 +50,7 @@ fn end(mut command: Child) {
 #[test]
 fn lines_are_passed_on_to_the_daemon_and_nothing_else_is() {
     let daemon = daemon();
-    let mut command = daemon.forkd(&["line", "sb1", "sbgone"]).stderr(Stdio::piped()).spawn().unwrap();
+    let mut command = daemon.forkd(&["agent-port", "sb1", "sbgone"]).stderr(Stdio::piped()).spawn().unwrap();
     let mut warnings = command.stderr.take().unwrap();
     let target = target(&mut command);
     let line = "{\"action\": \"exec\", \"args\": [\"true\"]}\n";

@@ -117,11 +117,46 @@ fn children_that_run_are_printed_with_their_times_and_those_that_do_not_make_it_
     let spawned = daemon.run(&["spawn", "--tag", "t", "-n", "3", "--no-wait"]);
     assert_eq!((spawned.status, spawned.stdout.as_str()), (Some(1), "sb1\nsb2\n"));
     assert_eq!(daemon.lines(), [FORK; 3]);
-    // A user at a terminal may want to use the ports; a script requests what it needs.
+    // A user at a terminal may want to use the ports; a script requests what it needs. An older daemon knows only
+    // this name of the field.
     assert_eq!(daemon.asked()[0].1, json!({ "snapshot_tag": "t", "n": 3, "line_port": true }));
     assert_eq!(daemon.asked()[2].1, json!({ "snapshot_tag": "t", "n": 3, "wait": false }));
     daemon.run(&["fork", "--tag", "t", "-n", "3", "--no-line-port"]);
     assert_eq!(daemon.asked()[3].1, json!({ "snapshot_tag": "t", "n": 3 }));
+}
+
+/// Requests that a daemon of version 0.2 understands, as well as this one; and replies of both.
+#[test]
+fn renamed_words_reach_older_and_newer_daemons() {
+    const BOTH: &str = "GET /v1/sandboxes?archived=true&gone=true";
+    let daemon = FakeDaemon::start(|line| match line {
+        BOTH => {
+            let end = |id: &str, state: &str| json!({ "id": id, "state": state, "ended_at_unix": 2, "reason": "deleted", "detail": "Deleted." });
+            (200, json!([end("sb1", "gone"), end("sb2", "archived")]))
+        }
+        "POST /v1/tokens" => (
+            201,
+            json!({ "token": "secret", "name": "ci", "scope": "use", "owner": "ci", "created_at_unix": 1 }),
+        ),
+        _ => (404, json!({ "error": "there is no such route" })),
+    });
+    for flag in ["--archived", "--gone"] {
+        let said = daemon.run(&["ls", flag]);
+        assert!(
+            said.status == Some(0) && said.stdout.contains("sb1") && said.stdout.contains("sb2"),
+            "{said:?}"
+        );
+    }
+    assert_eq!(daemon.lines(), [BOTH; 2]);
+    // The scope is the default of both, which have different names for it.
+    for scope in ["write", "use"] {
+        let said = daemon.run(&["token", "add", "ci", "--scope", scope]);
+        assert_eq!(said.status, Some(0), "{said:?}");
+    }
+    daemon.run(&["token", "add", "ci", "--scope", "read"]);
+    let bodies: Vec<_> = daemon.asked()[2..].iter().map(|(_, body)| body.clone()).collect();
+    let read = json!({ "name": "ci", "scope": "read" });
+    assert_eq!(bodies, [json!({ "name": "ci" }), json!({ "name": "ci" }), read]);
 }
 
 #[test]

@@ -23,7 +23,7 @@ use axum::middleware::{from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
 use forkd_api::stream::{ClientMessage, ExecStreamRequest, RunRequest, ServerEvent};
-use forkd_api::{ErrorBody, GoneInfo, Health, SpawnReply, VersionInfo};
+use forkd_api::{ArchivedSandbox, ErrorBody, Health, SpawnReply, VersionInfo};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use utoipa::OpenApi;
@@ -81,7 +81,7 @@ pub(crate) struct ApiContext {
         ExecStreamRequest,
         ServerEvent,
         ClientMessage,
-        GoneInfo
+        ArchivedSandbox
     ))
 )]
 struct Document;
@@ -112,7 +112,7 @@ fn routes() -> OpenApiRouter<ApiContext> {
         .routes(routes!(crate::api::sandboxes::files::stat))
         .routes(routes!(crate::api::sandboxes::files::mkdir))
         .routes(routes!(crate::api::sandboxes::files::rename))
-        .routes(routes!(crate::api::sandboxes::agent_port::line))
+        .routes(routes!(crate::api::sandboxes::agent_port::json_lines))
         .routes(routes!(
             crate::api::sandboxes::agent_port::open_port,
             crate::api::sandboxes::agent_port::close_port
@@ -135,10 +135,39 @@ fn routes() -> OpenApiRouter<ApiContext> {
         .routes(routes!(crate::api::sandboxes::exec_stream::run))
 }
 
+/// Routes by their older paths, which answer like the newer ones.
+const RENAMED_ROUTES: [(&str, &str); 2] = [
+    ("/v1/sandboxes/{id}/line", "/v1/sandboxes/{id}/json-lines"),
+    ("/v1/sandboxes/{id}/line-port", "/v1/sandboxes/{id}/agent-port"),
+];
+
+/// The router of [`RENAMED_ROUTES`].
+fn renamed_routes() -> Router<ApiContext> {
+    use sandboxes::agent_port;
+    let port = axum::routing::put(agent_port::open_port).delete(agent_port::close_port);
+    let [(json_lines, _), (agent_port, _)] = RENAMED_ROUTES;
+    Router::new().route(json_lines, axum::routing::post(agent_port::json_lines)).route(agent_port, port)
+}
+
+/// Describes the routes with older paths like the newer ones, as deprecated.
+fn describe_renamed_routes(paths: &mut utoipa::openapi::Paths) {
+    for (older, newer) in RENAMED_ROUTES {
+        let Some(mut item) = paths.paths.get(newer).cloned() else { continue };
+        for operation in [&mut item.put, &mut item.post, &mut item.delete].into_iter().flatten() {
+            operation.deprecated = Some(utoipa::openapi::Deprecated::True);
+            operation.summary = Some(format!("Deprecated: the older path of `{newer}`."));
+            operation.description = None;
+        }
+        paths.paths.insert(older.into(), item);
+    }
+}
+
 /// The routes and their OpenAPI document. Adds to every operation what all have in common: a `default` response for
 /// errors, and a unique operation id.
 fn documented() -> (Router<ApiContext>, utoipa::openapi::OpenApi) {
     let (router, mut document) = routes().split_for_parts();
+    let router = router.merge(renamed_routes());
+    describe_renamed_routes(&mut document.paths);
     let content = Content::new(Some(Ref::from_schema_name("ErrorBody")));
     let error = ResponseBuilder::new()
         .description("Any other status is an error; the body has the reason")

@@ -15,7 +15,10 @@ use crate::auth::principal::Scope;
 const PARTS: [(&str, &[&str]); 9] = [
     ("Commands in a sandbox", &["/v1/sandboxes/{id}/exec", "/v1/sandboxes/{id}/eval", "/v1/run"]),
     ("Files in a sandbox", &["/v1/sandboxes/{id}/files"]),
-    ("The line protocol", &["/v1/sandboxes/{id}/line"]),
+    (
+        "The JSON-lines protocol",
+        &["/v1/sandboxes/{id}/json-lines", "/v1/sandboxes/{id}/agent-port", "/v1/sandboxes/{id}/line"],
+    ),
     (
         "Branches and time",
         &[
@@ -50,8 +53,8 @@ The daemon listens on a unix socket (`/run/forkd/forkd.sock`), which needs no to
   sentence does: [ErrorCode](#errorcode) lists all of them, and whether a retry helps. The daemon's log has
   details under the `request_id`, which is also in `X-Request-Id`. Causes on the host (paths, error numbers) are
   shown to clients of the unix socket and to admins only.
-- **Scopes.** A token may `read`, `use` (which includes reading) or be `admin`; each route below names the
-  scope it needs. Objects of other owners return 404 and are not listed.
+- **Scopes.** A token may `read`, `write` (which includes reading; the older name is `use`) or be `admin`; each route
+  below names the scope it needs. Objects of other owners return 404 and are not listed.
 - **Idempotency.** A POST with an `Idempotency-Key` (1 to 255 visible characters) is done once; the same request with
   the same key gets the first reply again, with `Idempotent-Replayed: true`.
 - **Pages.** `limit` is the most entries of a reply. To get the next page, give `X-Next-Cursor` of this one as
@@ -210,7 +213,7 @@ fn needs(method: &str, path: &str) -> &'static str {
     }
     match policy::needed(&Method::from_bytes(method.as_bytes()).unwrap(), path) {
         Scope::Read => "read",
-        Scope::Use => "use",
+        Scope::Write => "write",
         Scope::Admin => "admin",
     }
 }

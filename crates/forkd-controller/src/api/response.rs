@@ -75,7 +75,7 @@ mod tests {
         for (request, more, body) in [
             (format!("POST /v1/sandboxes/{ID}/eval"), "", &eval),
             (format!("POST /v1/sandboxes/{ID}/eval"), "Idempotency-Key: k\r\n", &eval),
-            (format!("POST /v1/sandboxes/{ID}/line"), "", &line),
+            (format!("POST /v1/sandboxes/{ID}/json-lines"), "", &line),
             (format!("GET /v1/sandboxes/{ID}/files/list?path=/much"), "", &String::new()),
         ] {
             let mut stream = daemon.connect().await;

@@ -41,7 +41,7 @@ pub(super) async fn add(
         name: request.name,
         scope: match request.scope {
             TokenScope::Read => Scope::Read,
-            TokenScope::Use => Scope::Use,
+            TokenScope::Write => Scope::Write,
             TokenScope::Admin => Scope::Admin,
         },
         owner: request.owner,
@@ -97,7 +97,7 @@ fn info(token: Token) -> TokenInfo {
         name: token.name,
         scope: match token.scope {
             Scope::Read => TokenScope::Read,
-            Scope::Use => TokenScope::Use,
+            Scope::Write => TokenScope::Write,
             Scope::Admin => TokenScope::Admin,
         },
         owner: token.owner,

@@ -370,7 +370,7 @@ mod tests {
 
     fn order(name: &str) -> TokenSpec {
         let quota = Quota { max_sandboxes: Some(2), ..Quota::default() };
-        TokenSpec { name: name.into(), scope: Scope::Use, owner: None, quota, expires_in_secs: Some(10) }
+        TokenSpec { name: name.into(), scope: Scope::Write, owner: None, quota, expires_in_secs: Some(10) }
     }
 
     fn shown(folder: &Path) -> String {
@@ -439,7 +439,7 @@ mod tests {
         assert!(secret.starts_with("fk_") && secret.len() == 67, "{secret}");
         assert_eq!((token.owner.as_str(), token.expires_at_unix), ("ci", Some(110)));
         let who = tokens.find(&secret, 109).unwrap();
-        assert_eq!((who.name.as_str(), who.scope, who.quota.max_sandboxes), ("ci", Scope::Use, Some(2)));
+        assert_eq!((who.name.as_str(), who.scope, who.quota.max_sandboxes), ("ci", Scope::Write, Some(2)));
         assert_eq!(tokens.find(&secret, 110), Err(Refusal::Expired));
         for wrong in ["", "fk_", &secret[..66], &format!("{secret}0"), &secret.to_uppercase()] {
             assert_eq!(tokens.find(wrong, 0), Err(Refusal::Unknown), "{wrong}");

@@ -7,7 +7,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::error::{Error, Result};
 
-/// Descriptors of the daemon for one sandbox: control connection, pidfd, cgroup, line port, and a call.
+/// Descriptors of the daemon for one sandbox: control connection, pidfd, cgroup, agent port, and a call.
 const EACH: usize = 5;
 /// Descriptors of the daemon for one template: control connection, pidfd, and a call.
 const TEMPLATE_EACH: usize = 3;

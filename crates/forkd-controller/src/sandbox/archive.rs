@@ -100,7 +100,7 @@ impl Archive {
     }
 
     /// The sandboxes that ended within [`MAX_AGE_SECS`], by age.
-    pub(crate) async fn gone(&self) -> Result<Vec<GoneSandbox>> {
+    pub(crate) async fn archived(&self) -> Result<Vec<GoneSandbox>> {
         self.flush().await;
         let database = self.database.clone();
         let since = now_unix().saturating_sub(MAX_AGE_SECS);
@@ -118,7 +118,7 @@ impl Archive {
         if rebooted > 0 {
             tracing::warn!(
                 sandboxes = rebooted,
-                "the host was rebooted, which ended sandboxes; `GET /v1/sandboxes?gone=true` lists them"
+                "the host was rebooted, which ended sandboxes; `GET /v1/sandboxes?archived=true` lists them"
             );
         }
         if unknown > 0 {

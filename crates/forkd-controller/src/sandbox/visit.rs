@@ -24,7 +24,7 @@ impl Visit {
         match sandbox.phase() {
             Phase::Paused if only_looks => {
                 let text = format!(
-                    "sandbox {} is paused, and token {} may only read; resume it with a token of scope use",
+                    "sandbox {} is paused, and token {} may only read; resume it with a token of scope write",
                     sandbox.id, who.name
                 );
                 return Err(Error::new(Code::SandboxPaused, text));
@@ -57,7 +57,7 @@ mod tests {
     async fn who_may_only_look_is_answered_and_is_no_use_of_it() {
         let daemon = FakeDaemon::start().await;
         let stamp = || daemon.sandbox.activity.stamp();
-        for (scope, counts) in [(Scope::Read, false), (Scope::Use, true)] {
+        for (scope, counts) in [(Scope::Read, false), (Scope::Write, true)] {
             let before = stamp();
             let visit = Visit::begin(daemon.sandbox.clone(), &who(scope)).await.unwrap();
             let pong = visit.undisturbed(visit.sandbox.agent.ping()).await.unwrap();

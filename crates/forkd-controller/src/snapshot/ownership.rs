@@ -97,7 +97,7 @@ mod tests {
         assert_eq!(daemon.json("POST /v1/tokens/ann/rotate", None).await.0, 200);
         assert_eq!(daemon.json("GET /v1/tokens", None).await.0, 200);
         assert_eq!(daemon.json("DELETE /v1/tokens/ann", None).await.0, 204);
-        assert_eq!(daemon.json("GET /v1/sandboxes?gone=true", None).await.0, 200);
+        assert_eq!(daemon.json("GET /v1/sandboxes?archived=true", None).await.0, 200);
         assert_eq!(daemon.json("GET /v1/sandboxes/sb0", None).await.0, 404);
         let key = "Idempotency-Key: k\r\nContent-Type: application/json\r\n";
         let body = br#"{"snapshot_tag": "none"}"#;

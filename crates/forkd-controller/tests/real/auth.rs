@@ -114,6 +114,33 @@ fn what_goes_on_with_a_token_ends_with_it() {
 }
 
 #[test]
+fn the_scope_write_has_an_older_name_that_requests_accept() {
+    let Some(mut daemon) = start(json!({})) else { return };
+    let scopes = |daemon: &Daemon| {
+        let list = daemon.done(200, "GET", "/v1/tokens", None);
+        list.as_array()
+            .unwrap()
+            .iter()
+            .map(|it| (it["name"].clone(), it["scope"].clone()))
+            .collect::<Vec<_>>()
+    };
+    let newer = add(&daemon, json!({"name": "newer", "scope": "write"}));
+    let older = add(&daemon, json!({"name": "older", "scope": "use"}));
+    let unsaid = add(&daemon, json!({"name": "unsaid"}));
+    let expected = [("default", "admin"), ("newer", "write"), ("older", "write"), ("unsaid", "write")];
+    let expected = expected.map(|(name, scope)| (json!(name), json!(scope)));
+    assert_eq!(scopes(&daemon), expected);
+    for client in [&newer, &older, &unsaid] {
+        client.refused(404, "snapshot_not_found", "DELETE", "/v1/snapshots/none", None);
+        let refused = client.refused(403, "forbidden", "GET", "/v1/tokens", None);
+        assert!(refused["error"].as_str().unwrap().contains("has the scope write"), "{refused}");
+    }
+    // The database has one name for it, which an older daemon reads, too.
+    daemon.restart();
+    assert_eq!(scopes(&daemon), expected);
+}
+
+#[test]
 fn a_token_of_another_owner_sees_nothing_and_touches_nothing() {
     let Some(mut daemon) = start(json!({})) else { return };
     daemon.snapshot("tiny", "kernel");

@@ -125,12 +125,19 @@ fn a_sandbox_whose_time_is_up_is_gone_and_whoever_asks_is_told_why() {
     let process = rustix::process::Pid::from_raw(pid(&killed)).unwrap();
     rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
     eventually("its end", || daemon.sandbox(&id(&killed))["state"] == "ended");
-    let listed = daemon.done(200, "GET", "/v1/sandboxes?gone=true", None);
+    let listed = daemon.done(200, "GET", "/v1/sandboxes?archived=true", None);
     assert_eq!(ids(&listed), [id(&short), id(&deleted)].as_slice(), "{listed}");
-    assert_eq!((&listed[0]["state"], &listed[0]["reason"]), (&json!("gone"), &json!("timed_out")));
+    assert_eq!((&listed[0]["state"], &listed[0]["reason"]), (&json!("archived"), &json!("timed_out")));
+    // The older name lists the same, and shows the older state; with both names, the newer one counts.
+    let mut older = listed.clone();
+    older.as_array_mut().unwrap().iter_mut().for_each(|it| it["state"] = json!("gone"));
+    assert_eq!(daemon.done(200, "GET", "/v1/sandboxes?gone=true", None), older);
+    assert_eq!(daemon.done(200, "GET", "/v1/sandboxes?archived=true&gone=true", None), listed);
+    let living = daemon.done(200, "GET", "/v1/sandboxes?archived=false&gone=false", None);
+    assert_eq!(ids(&living), [id(&spared), id(&killed)]);
     daemon.done(204, "DELETE", &format!("/v1/sandboxes/{}", id(&killed)), None);
     assert!(gone(&daemon, &killed).unwrap().contains("monitor_died"), "its first end counts");
-    let labelled = daemon.done(200, "GET", "/v1/sandboxes?gone=true&label=job=7", None);
+    let labelled = daemon.done(200, "GET", "/v1/sandboxes?archived=true&label=job=7", None);
     assert_eq!(ids(&labelled), [id(&short)]);
 
     // A deadline that passes while no daemon runs is enforced by the next one, unless it was removed.
@@ -276,7 +283,9 @@ fn sandboxes_are_found_by_what_is_written_on_them_and_listed_in_pages() {
     assert_eq!(found("?snapshot_tag=tiny"), set(&[&red, &plain]));
     assert_eq!(found("?snapshot_tag=tiny&state=running&label=colour"), set(&[&red]));
     assert_eq!(found("?state=paused"), set(&[]));
-    for bad in ["?state=lost", "?limit=0", "?cursor=%20", "?gone=maybe", "?gone=true&state=running"] {
+    let archived =
+        ["?gone=maybe", "?gone=true&state=running", "?archived=maybe", "?archived=true&state=ended"];
+    for bad in ["?state=lost", "?limit=0", "?cursor=%20"].into_iter().chain(archived) {
         daemon.refused(400, "invalid_request", "GET", &format!("/v1/sandboxes{bad}"), None);
     }
     for bad in [json!({"a b": "x"}), json!({"a": "x\n"}), json!({"a": 7})] {
@@ -429,7 +438,7 @@ fn a_sandbox_that_was_deleted_does_not_come_back_with_the_next_daemon() {
         rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
         eventually("an end", || daemon.sandbox(&id(&children[0]))["state"] == "ended");
         // This request makes the daemon write the ledger first.
-        daemon.done(200, "GET", "/v1/sandboxes?gone=true", None);
+        daemon.done(200, "GET", "/v1/sandboxes?archived=true", None);
         // At once: none of their processes has ended yet.
         daemon.delete_all();
         daemon.restart();
@@ -490,7 +499,7 @@ fn sandboxes_that_went_with_the_host_are_reported_gone() {
     assert!(daemon.log().contains("the host was rebooted"), "{}", daemon.log());
     daemon.refused(404, "sandbox_not_found", "GET", "/v1/sandboxes/sbbefore1", None);
     daemon.refused(404, "sandbox_not_found", "GET", "/v1/sandboxes/sbnever", None);
-    let listed = daemon.done(200, "GET", "/v1/sandboxes?gone=true&label=job=old", None);
+    let listed = daemon.done(200, "GET", "/v1/sandboxes?archived=true&label=job=old", None);
     assert_eq!(ids(&listed), ["sbbefore1", "sbbefore2"]);
     assert_eq!(listed[0]["reason"], "host_rebooted");
     assert_eq!(daemon.sandbox(&id(&kept))["state"], "running");

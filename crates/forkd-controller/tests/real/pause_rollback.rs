@@ -4,6 +4,7 @@
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
+use crate::auth::add;
 use crate::daemon::{Daemon, eventually, pid, runs};
 use crate::support::{children_of, id, route};
 use serde_json::{Value, json};
@@ -221,7 +222,7 @@ fn a_daemon_killed_in_a_rollback_leaves_the_old_the_new_or_an_ended_sandbox() {
     eventually("empty folders", || daemon.left("sandboxes") == 0);
 }
 
-/// The response of a sandbox's line port.
+/// The response of a sandbox's agent port.
 fn say(target: &str, bytes: &str) -> Value {
     let mut stream = std::net::TcpStream::connect(target).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
@@ -241,13 +242,13 @@ fn say_as_nobody(target: &str, line: &str) -> Value {
 }
 
 #[test]
-fn a_line_port_is_opened_when_asked_for_and_stays_through_rollback_and_restart_until_the_end() {
+fn an_agent_port_is_opened_when_asked_for_and_stays_through_rollback_and_restart_until_the_end() {
     let Some(mut daemon) = Daemon::spelling() else { return };
     daemon.snapshot("tiny", "kernel");
-    // By default a sandbox has no line port, only the address in its own network.
+    // By default a sandbox has no agent port, only the address in its own network.
     let plain = daemon.spawn("tiny", 1).remove(0);
     assert_eq!(plain["guest_addr"], "10.42.0.2:8888");
-    let body = json!({"snapshot_tag": "tiny", "line_port": true});
+    let body = json!({"snapshot_tag": "tiny", "agent_port": true});
     let child = daemon.done(201, "POST", "/v1/sandboxes", Some(body))[0].clone();
     let target = child["guest_addr"].as_str().unwrap().to_owned();
     assert!(target.starts_with("127.0.0.1:"), "{target}");
@@ -262,31 +263,42 @@ fn a_line_port_is_opened_when_asked_for_and_stays_through_rollback_and_restart_u
     // Every user of this host can connect, but only root and members of group forkd get an answer.
     let refused = say_as_nobody(&target, "{\"action\": \"ping\"}");
     let why = refused["error"].as_str().unwrap();
-    assert!(why.contains("user 65534 may not use this port") && why.contains("forkd line"), "{refused}");
+    assert!(
+        why.contains("user 65534 may not use this port") && why.contains("forkd agent-port"),
+        "{refused}"
+    );
     let post = say(&target, "POST / HTTP/1.1\r\nContent-Length: 19\r\n\r\n{\"action\": \"ping\"}\n");
     assert!(post["error"].as_str().unwrap().contains("not HTTP"), "{post}");
 
     // The same over HTTP, on its own route.
-    let (status, over_http) = daemon.request("POST", &route(&child, "line"), Some(json!({"action": "ping"})));
-    assert_eq!(status, 200);
-    assert!(over_http["error"].as_str().unwrap().contains("bare kernel"), "{over_http}");
-    daemon.refused(
-        404,
-        "sandbox_not_found",
-        "POST",
-        "/v1/sandboxes/sb0/line",
-        Some(json!({"action": "ping"})),
-    );
+    // That route has an older path, too.
+    let user = add(&daemon, json!({"name": "ann", "scope": "use"}));
+    for path in ["json-lines", "line"] {
+        let ping = || Some(json!({"action": "ping"}));
+        let over_http = daemon.done(200, "POST", &route(&child, path), ping());
+        assert!(over_http["error"].as_str().unwrap().contains("bare kernel"), "{over_http}");
+        let unknown = format!("/v1/sandboxes/sb0/{path}");
+        daemon.refused(404, "sandbox_not_found", "POST", &unknown, ping());
+        // The scope suffices, but the sandbox is another owner's.
+        user.refused(404, "sandbox_not_found", "POST", &route(&child, path), ping());
+    }
 
     // Opened later, and more than once.
-    let opened = daemon.done(200, "PUT", &route(&plain, "line-port"), None);
-    assert_eq!(daemon.done(200, "PUT", &route(&plain, "line-port"), None), opened);
+    let opened = daemon.done(200, "PUT", &route(&plain, "agent-port"), None);
+    for path in ["agent-port", "line-port"] {
+        assert_eq!(daemon.done(200, "PUT", &route(&plain, path), None), opened);
+        user.refused(404, "sandbox_not_found", "PUT", &route(&plain, path), None);
+        user.refused(404, "sandbox_not_found", "DELETE", &route(&plain, path), None);
+    }
     assert_eq!(daemon.sandbox(&id(&plain))["guest_addr"], opened["target"]);
     no_agent(opened["target"].as_str().unwrap());
-    daemon.done(204, "DELETE", &route(&plain, "line-port"), None);
-    eventually("its port to close", || {
-        std::net::TcpStream::connect(opened["target"].as_str().unwrap()).is_err()
-    });
+    for path in ["agent-port", "line-port"] {
+        let opened = daemon.done(200, "PUT", &route(&plain, path), None);
+        daemon.done(204, "DELETE", &route(&plain, path), None);
+        eventually("its port to close", || {
+            std::net::TcpStream::connect(opened["target"].as_str().unwrap()).is_err()
+        });
+    }
     assert_eq!(daemon.sandbox(&id(&plain))["guest_addr"], "10.42.0.2:8888");
 
     daemon.done(200, "POST", &route(&child, "rollback"), Some(json!({"to": "tiny"})));
@@ -299,7 +311,7 @@ fn a_line_port_is_opened_when_asked_for_and_stays_through_rollback_and_restart_u
 
     let log = std::fs::read_to_string(daemon.path().join("audit.log")).unwrap();
     let lines = log.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    let talks: Vec<Value> = lines.filter(|line| line["method"] == "LINE").collect();
+    let talks: Vec<Value> = lines.filter(|line| line["method"] == "JSON-LINES").collect();
     let by = |identity: Value, outcome: &str| {
         talks.iter().filter(|talk| talk["identity"] == identity && talk["outcome"] == outcome).count()
     };

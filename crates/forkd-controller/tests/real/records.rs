@@ -70,7 +70,7 @@ fn a_sandbox_whose_record_cannot_be_read_is_kept_until_a_client_ends_it() {
     daemon.snapshot("tiny", "kernel");
     let children = daemon.spawn("tiny", most);
     // This request makes the daemon write the ledger.
-    daemon.done(200, "GET", "/v1/sandboxes?gone=true", None);
+    daemon.done(200, "GET", "/v1/sandboxes?archived=true", None);
     let (healthy, damaged) = children.split_last().unwrap();
     let file = |daemon: &Daemon, child: &Value, name: &str| daemon.record("sandboxes", &id(child), name);
     let kept: Vec<Vec<u8>> = damaged
@@ -124,7 +124,7 @@ fn a_sandbox_whose_record_cannot_be_read_is_kept_until_a_client_ends_it() {
         ("POST", "rollback", None),
         ("GET", "stats", None),
         ("GET", "console", None),
-        ("PUT", "line-port", None),
+        ("PUT", "agent-port", None),
     ] {
         let (status, answer) = daemon.request(method, &route(child, verb), body);
         assert_eq!(status, 409, "{verb}: {answer}");
@@ -204,7 +204,7 @@ fn a_sandbox_in_state_unknown_counts_towards_its_owners_quota() {
     daemon.done(200, "POST", "/v1/snapshots/tiny/owner", Some(json!({"owner": "*"})));
     let mut ann = add(&daemon, json!({"name": "ann", "max_memory_mib": 64}));
     let child = ann.done(201, "POST", "/v1/sandboxes", Some(json!({"snapshot_tag": "tiny"})))[0].clone();
-    daemon.done(200, "GET", "/v1/sandboxes?gone=true", None);
+    daemon.done(200, "GET", "/v1/sandboxes?archived=true", None);
     daemon.restart_with(|daemon| {
         std::fs::write(daemon.record("sandboxes", &id(&child), "sandbox.json"), "rubbish").unwrap();
     });

@@ -388,8 +388,8 @@ pub struct SaveConfig {
 /// How far a saver is: three little-endian `u64`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SaveProgress {
-    /// Bytes of guest memory looked at.
-    pub looked_at: u64,
+    /// Bytes of guest memory scanned.
+    pub scanned_bytes: u64,
     /// Bytes of guest memory in all.
     pub total: u64,
     /// Bytes written to the memory layer and to merged disk layers.
@@ -405,7 +405,7 @@ impl SaveProgress {
     /// As in a file.
     pub fn to_bytes(self) -> [u8; SaveProgress::LENGTH] {
         let mut bytes = [0; SaveProgress::LENGTH];
-        for (place, number) in bytes.chunks_exact_mut(8).zip([self.looked_at, self.total, self.written]) {
+        for (place, number) in bytes.chunks_exact_mut(8).zip([self.scanned_bytes, self.total, self.written]) {
             place.copy_from_slice(&number.to_le_bytes());
         }
         bytes
@@ -418,7 +418,7 @@ impl SaveProgress {
             number.copy_from_slice(&bytes[at..at + 8]);
             u64::from_le_bytes(number)
         };
-        SaveProgress { looked_at: number(0), total: number(8), written: number(16) }
+        SaveProgress { scanned_bytes: number(0), total: number(8), written: number(16) }
     }
 }
 

@@ -15,27 +15,37 @@ pub enum Scope {
     /// Look.
     Read,
     /// Make, use and end sandboxes and snapshots of their own.
-    Use,
+    Write,
     /// Everything, with everybody's.
     Admin,
 }
 
 impl Scope {
-    /// Its name, as in the database and on the wire.
+    /// Its name on the wire.
     pub fn name(self) -> &'static str {
         match self {
             Scope::Read => "read",
-            Scope::Use => "use",
+            Scope::Write => "write",
             Scope::Admin => "admin",
+        }
+    }
+
+    /// Its name in the database. `use` is the older name of `write`: the table accepts no other, and an older daemon
+    /// on the same database reads no other.
+    fn stored(self) -> &'static str {
+        match self {
+            Scope::Write => "use",
+            other => other.name(),
         }
     }
 }
 
 impl FromSql for Scope {
     fn column_result(value: ValueRef<'_>) -> FromSqlResult<Self> {
-        let all = [Scope::Read, Scope::Use, Scope::Admin];
+        let all = [Scope::Read, Scope::Write, Scope::Admin];
         let name = value.as_str()?;
-        all.into_iter().find(|scope| scope.name() == name).ok_or(FromSqlError::InvalidType)
+        let found = all.into_iter().find(|scope| scope.stored() == name || scope.name() == name);
+        found.ok_or(FromSqlError::InvalidType)
     }
 }
 
@@ -89,7 +99,7 @@ impl Database {
             let quota = &token.quota;
             connection.prepare_cached(text)?.execute((
                 &token.name,
-                token.scope.name(),
+                token.scope.stored(),
                 &token.owner,
                 quota.max_sandboxes,
                 quota.max_memory_mib,
@@ -153,7 +163,7 @@ mod tests {
     fn token(name: &str) -> Token {
         Token {
             name: name.into(),
-            scope: Scope::Use,
+            scope: Scope::Write,
             owner: "ann".into(),
             quota: Quota { max_sandboxes: Some(3), max_memory_mib: None, max_snapshots: Some(0) },
             created_at_unix: 7,
@@ -178,6 +188,24 @@ mod tests {
         assert_eq!(database.tokens().unwrap(), []);
         for missing in [database.remove_token("ci"), database.replace_token("ci", &[4; 32])] {
             assert!(matches!(missing, Err(Error::NotFound(_))), "{missing:?}");
+        }
+    }
+
+    #[test]
+    fn the_scope_write_is_stored_as_older_daemons_read_it_and_both_names_are_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let database = Database::open(&folder.path().join("forkd.db")).unwrap();
+        database.add_token(&token("ci"), &[1; 32]).unwrap();
+        let stored: String = database
+            .call("look", |it| {
+                it.query_row("SELECT scope FROM tokens WHERE name = 'ci'", (), |row| row.get(0))
+            })
+            .unwrap();
+        assert_eq!((stored.as_str(), token("ci").scope.name()), ("use", "write"));
+        for name in ["use", "write"] {
+            let read: Scope =
+                database.call("look", |it| it.query_row("SELECT ?1", (name,), |row| row.get(0))).unwrap();
+            assert_eq!(read, Scope::Write, "{name}");
         }
     }
 }

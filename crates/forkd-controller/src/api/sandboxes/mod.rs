@@ -30,7 +30,7 @@ use super::extract::{Body, Id, Params};
 use super::pagination::Page;
 use crate::api::middleware::idempotency::IdempotencyMark;
 use crate::api::middleware::request_log::AuditTarget;
-use crate::api::sandboxes::update::{SandboxFilter, check_tag, list_gone, place};
+use crate::api::sandboxes::update::{SandboxFilter, check_tag, list_archived, place};
 use crate::auth::principal::Principal;
 use crate::compat::json_lines;
 use crate::error::{Code, Error, Reader, Result};
@@ -94,7 +94,7 @@ pub(super) async fn create(
         Some(Extension(IdempotencyMark { mark, before: true })) => earlier(&app, &mark),
         _ => Vec::new(),
     };
-    let line_port = request.line_port || app.config.line_ports;
+    let agent_port = request.agent_port || app.config.agent_ports;
     // Bound to this request until the reply: if the client disconnects, the sandboxes end.
     let only = |children| Spawned { children, errors: Vec::new() };
     let Spawned { children: bound, mut errors } = match (&request.image, &request.snapshot_tag) {
@@ -106,7 +106,7 @@ pub(super) async fn create(
     if bound.is_empty() && !errors.is_empty() {
         return Err(errors.swap_remove(0).1);
     }
-    if line_port {
+    if agent_port {
         for sandbox in earlier.iter().chain(bound.iter().map(Bound::sandbox)) {
             // `guest_addr` shows which sandboxes have a port.
             if let Err(error) = app.lines.open(sandbox) {
@@ -241,7 +241,8 @@ const MAX_LIMIT_MIB: u64 = 1 << 40;
         ("snapshot_tag" = Option<String>, Query, description = "Only sandboxes forked from this snapshot"),
         ("owner" = Option<String>, Query, description = "Only sandboxes of this owner; only admins see other owners' sandboxes"),
         ("state" = Option<SandboxState>, Query, description = "Only sandboxes in this state"),
-        ("gone" = Option<bool>, Query, description = "`true`: only sandboxes that ended and were removed, as `GoneInfo`s"),
+        ("archived" = Option<bool>, Query, description = "`true`: only sandboxes that ended and were removed, as `ArchivedSandbox`es"),
+        ("gone" = Option<bool>, Query, deprecated, description = "The older name of `archived`"),
         ("limit" = Option<u64>, Query, description = "The most entries, 1 to 1000; all when absent"),
         ("cursor" = Option<String>, Query, description = "`X-Next-Cursor` of the previous page"),
     ),
@@ -253,8 +254,8 @@ pub(super) async fn list(
     page: Page,
 ) -> Result<Response> {
     let filter = SandboxFilter::of(&page)?;
-    if filter.gone {
-        return list_gone(&app, &who, &page, &filter).await;
+    if filter.archived.is_some() {
+        return list_archived(&app, &who, &page, &filter).await;
     }
     let mut sandboxes = app.registry.list();
     sandboxes

@@ -6,7 +6,7 @@ use axum::extract::{Request, State};
 use axum::http::StatusCode;
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use forkd_api::{GoneInfo, SandboxState, UpdateRequest};
+use forkd_api::{ArchivedSandbox, SandboxState, UpdateRequest};
 use forkd_protocol::names::{NAME_RULE, is_valid_name, is_valid_sandbox_id};
 use forkd_store::GoneSandbox;
 
@@ -65,8 +65,8 @@ pub(crate) struct SandboxFilter {
     snapshot_tag: Option<String>,
     owner: Option<String>,
     state: Option<SandboxState>,
-    /// Whether to list sandboxes that ended and were removed.
-    pub(crate) gone: bool,
+    /// To list sandboxes that ended and were removed: the state to show, which is the name that the client used.
+    pub(crate) archived: Option<&'static str>,
 }
 
 impl SandboxFilter {
@@ -82,18 +82,21 @@ impl SandboxFilter {
                 Error::invalid(format!("state must be {all}"))
             })
         });
-        let gone = match page.one("gone")? {
-            None | Some("false") => false,
-            Some("true") => true,
-            Some(_) => return Err(Error::invalid("gone must be true or false")),
+        let wants = |name: &'static str| match page.one(name)? {
+            None | Some("false") => Ok(None),
+            Some("true") => Ok(Some(name)),
+            Some(_) => Err(Error::invalid(format!("{name} must be true or false"))),
         };
+        // `gone` is the older name. A client may give both, to ask an older daemon too.
+        let (archived, gone) = (wants("archived")?, wants("gone")?);
+        let archived = archived.or(gone);
         let state = state.transpose()?;
-        if gone && state.is_some() {
-            return Err(Error::invalid("give either `state` or `gone`"));
+        if let Some(name) = archived.filter(|_| state.is_some()) {
+            return Err(Error::invalid(format!("give either `state` or `{name}`")));
         }
         let snapshot_tag = page.one("snapshot_tag")?.map(str::to_owned);
         let owner = page.one("owner")?.map(str::to_owned);
-        Ok(SandboxFilter { labels: labels.collect(), snapshot_tag, owner, state, gone })
+        Ok(SandboxFilter { labels: labels.collect(), snapshot_tag, owner, state, archived })
     }
 
     pub(crate) fn takes(&self, sandbox: &Sandbox, state: SandboxState) -> bool {
@@ -131,14 +134,14 @@ fn may_know(identity: &Principal, gone: &GoneSandbox) -> bool {
 }
 
 /// Lists sandboxes that ended and were removed.
-pub(crate) async fn list_gone(
+pub(crate) async fn list_archived(
     app: &ApiContext,
     identity: &Principal,
     page: &Page,
     filter: &SandboxFilter,
 ) -> Result<Response> {
-    let mut gone = app.registry.ledger.gone().await?;
-    gone.retain(|it| {
+    let mut archived = app.registry.ledger.archived().await?;
+    archived.retain(|it| {
         may_know(identity, it)
             && filter.takes_tag(it.made.snapshot_tag.as_deref())
             && filter.takes_owner(&it.made.owner)
@@ -146,9 +149,9 @@ pub(crate) async fn list_gone(
             // A sandbox that ended but is not deleted is still in the registry.
             && app.registry.get(&it.made.id).is_err()
     });
-    let show = |it: &GoneSandbox| GoneInfo {
+    let show = |it: &GoneSandbox| ArchivedSandbox {
         id: it.made.id.clone(),
-        state: "gone".into(),
+        state: filter.archived.unwrap_or("archived").into(),
         snapshot_tag: it.made.snapshot_tag.clone(),
         labels: it.made.labels.clone(),
         created_at_unix: it.made.created_at_unix,
@@ -156,7 +159,7 @@ pub(crate) async fn list_gone(
         reason: it.reason.clone(),
         detail: it.detail.clone(),
     };
-    Ok(page.answer(gone, |it| place(it.made.created_at_unix, 0, &it.made.id), show))
+    Ok(page.answer(archived, |it| place(it.made.created_at_unix, 0, &it.made.id), show))
 }
 
 /// Middleware: adds the time and reason of a removed sandbox's end to a 404.

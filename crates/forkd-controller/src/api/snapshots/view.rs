@@ -186,11 +186,8 @@ fn worked(work: &SnapshotJob, status: SnapshotStatus) -> SnapshotInfo {
 /// A branch that is not on disk.
 fn branched(branch: &Branch, status: SnapshotStatus) -> SnapshotInfo {
     let taken = branch.taken();
-    let progress = branch.progress().map(|progress| Progress {
-        looked_at: progress.looked_at,
-        total: progress.total,
-        written: progress.written,
-    });
+    let progress = branch.progress();
+    let progress = progress.map(|it| Progress::new(it.scanned_bytes, it.total, it.written));
     // The snapshot that the branch is stored as a difference to.
     let parent = branch.origin.as_ref().filter(|_| branch.mode.is_difference());
     SnapshotInfo {

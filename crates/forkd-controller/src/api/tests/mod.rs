@@ -337,7 +337,10 @@ async fn bodies_of_the_references_clients_are_understood() {
     for (body, status, why) in [
         (spawn(r#","memory_limit_mib":256,"prewarm":true,"live_fork":true,"hugepages":true"#), 404, "none"),
         (spawn(r#","memory_limit_mib":null"#), 404, "none"),
+        (spawn(r#","agent_port":true"#), 404, "none"),
+        // The field's older name, and both.
         (spawn(r#","line_port":true"#), 404, "none"),
+        (spawn(r#","agent_port":true,"line_port":true"#), 400, "duplicate field"),
         (spawn(r#","memory_limit_mib":-1"#), 400, "memory_limit_mib"),
         (spawn(r#","prewarm":"yes""#), 400, "prewarm"),
         (r#"{"snapshot_tag":"none","n":0}"#.into(), 400, "n "),

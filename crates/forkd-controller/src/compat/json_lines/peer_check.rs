@@ -31,7 +31,7 @@ pub(crate) async fn admit(user: std::io::Result<Option<u32>>, config: &Config) -
     }
     Err(format!(
         "user {uid} may not use this port: join the group {group} (sudo usermod -aG {group} USER), or open a port of \
-         your own with `forkd line SANDBOX` and a token"
+         your own with `forkd agent-port SANDBOX` and a token"
     ))
 }
 

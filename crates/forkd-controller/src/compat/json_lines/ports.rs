@@ -2,7 +2,7 @@
 //!
 //! The JSON-lines protocol has no tokens, so [`peer_check`](crate::compat::json_lines::peer_check) checks the user
 //! that connects. Web pages cannot use a port: browsers send HTTP, which is rejected at its first byte. A sandbox has
-//! a port if a client asked for it, as `forkd fork` does; with `--line-ports`, all sandboxes have one.
+//! a port if a client asked for it, as `forkd fork` does; with `--agent-ports`, all sandboxes have one.
 //!
 //! A sandbox keeps its port over rollbacks and restarts of the daemon. The number is in the sandbox's record, and the
 //! next daemon takes it again if it is still free.
@@ -169,9 +169,9 @@ impl Ports {
             owner: identity.clone(),
             identity,
             peer: Some(peer),
-            method: "LINE".into(),
-            path: format!("/v1/sandboxes/{}/line", sandbox.id),
-            route: Some("/v1/sandboxes/{id}/line".into()),
+            method: "JSON-LINES".into(),
+            path: format!("/v1/sandboxes/{}/json-lines", sandbox.id),
+            route: Some("/v1/sandboxes/{id}/json-lines".into()),
             target: Some(sandbox.id.clone()),
             status: None,
             outcome,

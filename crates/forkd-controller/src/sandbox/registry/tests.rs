@@ -118,7 +118,7 @@ async fn the_list_of_sandboxes_is_sorted_by_age() {
 #[tokio::test]
 async fn a_sandbox_of_another_owner_is_not_found() {
     let (_host, daemon, _live, sandbox, _monitor) = one_child().await;
-    let bob = Principal { owner: "bob".into(), scope: Scope::Use, ..Principal::local() };
+    let bob = Principal { owner: "bob".into(), scope: Scope::Write, ..Principal::local() };
     let error = daemon.registry.check_owner(&sandbox, &bob).unwrap_err();
     assert_eq!(
         error.to_string(),
@@ -157,7 +157,7 @@ async fn the_ledger_has_the_end_of_each_sandbox_and_the_first_one_counts() {
     assert_eq!(find(&died.id).await.reason, "monitor_died", "that it was deleted later is no end");
     assert_eq!(find(&deleted.id).await.reason, "deleted");
     assert_eq!(find(&alive.id).await.ended_at_unix, None);
-    let gone: Vec<String> = ledger.gone().await.unwrap().into_iter().map(|it| it.made.id).collect();
+    let gone: Vec<String> = ledger.archived().await.unwrap().into_iter().map(|it| it.made.id).collect();
     assert!(gone.contains(&died.id) && gone.contains(&deleted.id) && !gone.contains(&alive.id), "{gone:?}");
 }
 

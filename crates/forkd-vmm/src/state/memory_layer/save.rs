@@ -199,11 +199,11 @@ impl Progress {
     }
 
     /// So many more bytes were looked at and written.
-    pub(crate) fn add(&mut self, looked_at: u64, written: u64) -> io::Result<()> {
-        self.now.looked_at += looked_at;
+    pub(crate) fn add(&mut self, scanned_bytes: u64, written: u64) -> io::Result<()> {
+        self.now.scanned_bytes += scanned_bytes;
         self.now.written += written;
-        let progress =
-            (self.now.looked_at - self.reported.looked_at) + (self.now.written - self.reported.written);
+        let progress = (self.now.scanned_bytes - self.reported.scanned_bytes)
+            + (self.now.written - self.reported.written);
         if progress >= REPORT { self.report() } else { Ok(()) }
     }
 

@@ -249,7 +249,7 @@ async fn receive(
         sandbox.undisturbed(upload.send(piece)).await?;
     }
     let written = sandbox.undisturbed(upload.finish()).await?;
-    Ok(FileWritten { path: written.path, size, whole: written.whole.unwrap_or(false) })
+    Ok(FileWritten::new(written.path, size, written.whole.unwrap_or(false)))
 }
 
 /// Removes a file, a link or an empty folder; with `recursive`, a folder with its content.

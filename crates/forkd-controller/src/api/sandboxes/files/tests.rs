@@ -18,7 +18,10 @@ async fn a_file_larger_than_any_other_body_goes_in_and_comes_out() {
     let line = format!("PUT {}&user=me&mode=0640", files("/a%20b"));
     let (status, _, body) = daemon.ask(&line, "", &data).await;
     let written: Value = serde_json::from_slice(&body).unwrap();
-    assert_eq!((status, written), (200, json!({"path": "/a b", "size": data.len(), "whole": true})));
+    assert_eq!(
+        (status, written),
+        (200, json!({"path": "/a b", "size": data.len(), "atomic": true, "whole": true}))
+    );
     let query = daemon.guest.files.lock().unwrap()["/a b"].1.clone();
     for part in [r#""mode": "640""#, r#""username": "me""#, r#""whole": "true""#] {
         assert!(query.contains(part), "{query}");
