@@ -12,7 +12,7 @@ use tokio::time::timeout;
 use crate::error::{Code, Error, Result};
 use crate::sandbox::disks::MAX_WAITING;
 use crate::sandbox::{Phase, Sandbox};
-use crate::snapshot::branch_job::{Branch, Disposition};
+use crate::snapshot::branch_job::{BranchJob, Disposition};
 use crate::snapshot::registry::SnapshotRegistry;
 
 /// How long a branch waits for fewer layers, and then for a permit.
@@ -52,11 +52,11 @@ impl SnapshotRegistry {
         })
     }
 
-    /// Returns when `branch`, which has `place`, may be taken; an error if it is dismissed or its sandbox ends.
+    /// Returns when `branch`, which has `place`, may be taken; an error if the daemon no longer wants it, or its sandbox ends.
     pub(crate) async fn turn(
         &self,
         sandbox: &Sandbox,
-        branch: &Branch,
+        branch: &BranchJob,
         place: Admission,
     ) -> Result<AdmissionTurn> {
         let _waiting = match place {
@@ -74,7 +74,7 @@ impl SnapshotRegistry {
         let mut phases = sandbox.phase.subscribe();
         tokio::select! {
             biased;
-            wish = branch.dismissed() => Err(match wish {
+            disposition = branch.disposition_changed() => Err(match disposition {
                 Disposition::Leave => Error::new(Code::ShuttingDown, "the daemon is stopping; branch again when it runs"),
                 _ => Error::new(Code::Cancelled, "the branch was removed before it was taken"),
             }),

@@ -30,7 +30,7 @@ use crate::error::{Code, Error, Result};
 use crate::sandbox::lifetime::{Lifetime, Suspending};
 use crate::sandbox::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
-use crate::snapshot::branch_job::{Mode, Stage};
+use crate::snapshot::branch_job::Mode;
 use crate::snapshot::registry::{Entry, Removal, SnapshotRegistry, SnapshotState};
 use crate::util::task::{self, Task};
 
@@ -96,8 +96,8 @@ impl Suspend {
         self.at("noted");
         // While the sandbox runs: the agent freezes the guest's processes for the branch.
         let order = branch::BranchSpec { tag: Some(tag.clone()), mode, wait: true, parent_tag: None, quota };
-        let (_, branch) = self.snapshots.branch(sandbox, order)?;
-        branch.reached(Stage::Saving).await?;
+        let branch = self.snapshots.branch(sandbox, order)?;
+        branch.wait_forkable().await?;
         self.at("branched");
         {
             let _turn = sandbox.lock_exclusive().await?;
@@ -115,7 +115,7 @@ impl Suspend {
             }
         }
         self.at("paused");
-        branch.reached(Stage::Done).await?;
+        branch.wait_done().await?;
         self.at("stored");
         let _turn = sandbox.lock_exclusive().await?;
         match sandbox.phase() {

@@ -13,7 +13,6 @@ use super::*;
 use crate::sandbox::Spec;
 use crate::sandbox::resources::Resources;
 use crate::sandbox::supervisor::SandboxOrigin as Came;
-use crate::snapshot::branch_job::Stage;
 use crate::testing::fake_guest::{FakeDaemon, eventually};
 use crate::testing::fake_host::bare_guest;
 use crate::testing::fake_monitor::{Act, Branched, FakeMonitor};
@@ -62,8 +61,8 @@ impl Source {
             parent_tag: None,
             quota: Quota::default(),
         };
-        let (_, branch) = daemon.app.snapshots.branch(&self.sandbox, order).unwrap();
-        tokio::time::timeout(PATIENCE, branch.reached(Stage::Saving)).await
+        let branch = daemon.app.snapshots.branch(&self.sandbox, order).unwrap();
+        tokio::time::timeout(PATIENCE, branch.wait_forkable()).await
     }
 }
 

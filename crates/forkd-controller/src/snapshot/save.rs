@@ -19,11 +19,11 @@ use crate::error::{Code, Error, Result};
 use crate::host::disk_space::is_shortage;
 use crate::host::{oom, process};
 use crate::monitor::{Forked, console};
-use crate::snapshot::branch_job::{Branch, Disposition};
+use crate::snapshot::branch_job::{BranchJob, Disposition};
 use crate::snapshot::held_draft::HeldDraft;
 use crate::snapshot::merge::{LayerSource, merge};
-use crate::snapshot::registry::{Entry, SnapshotRegistry};
-use crate::snapshot::template::{self, PendingChild, PersistState, Template};
+use crate::snapshot::registry::{Entry, SnapshotRegistry, SnapshotState};
+use crate::snapshot::template::{self, PendingChild, Template};
 use crate::telemetry::metrics;
 use crate::util::fs::create;
 use crate::util::random::new_id;
@@ -55,51 +55,45 @@ pub(crate) struct SaveJob {
 }
 
 impl SnapshotRegistry {
-    /// Saves a branch and reports the result to its entry and job. Stops if the branch is dismissed meanwhile.
+    /// Saves a branch: its snapshot becomes ready, failed or left. Stops if the daemon no longer wants the branch.
     pub(crate) async fn persist(
         self: &Arc<Self>,
         entry: Arc<Entry>,
-        branch: Arc<Branch>,
+        branch: Arc<BranchJob>,
         template: Arc<Template>,
         source: impl LayerSource,
     ) {
         let merged = tokio::select! {
             biased;
-            _ = branch.dismissed() => Ok(()),
+            _ = branch.disposition_changed() => Ok(()),
             merged = merge(self, source, &template) => merged,
         };
         if let Err(error) = merged {
             tracing::warn!(tag = branch.tag, %error, "disk layers not merged");
         }
-        let error = match (self.save_when_possible(&entry, &branch, &template).await, branch.desired()) {
-            (Ok(snapshot), _) => {
-                if let Err(error) = template.record(PersistState::Saved(snapshot.id().to_owned())) {
-                    tracing::warn!(tag = branch.tag, %error, "template record not updated: branch is on disk");
-                }
+        let saved = self.save_when_possible(&entry, &branch, &template).await;
+        match saved {
+            Ok(snapshot) => {
                 tracing::info!(tag = branch.tag, "branch is on disk");
-                entry.ready(snapshot.clone());
-                branch.succeed(snapshot);
-                self.gc_wakeup.notify_one();
+                entry.ready(snapshot);
+            }
+            Err(_) if branch.disposition() == Disposition::Leave => {
+                entry.leave_to_next_daemon();
                 return;
             }
-            (Err(_), Disposition::Leave) => {
-                let text = "the daemon is stopping; the next one finishes the branch";
-                return branch.fail(Error::new(Code::ShuttingDown, text));
+            Err(error) => {
+                tracing::warn!(tag = branch.tag, %error, "branch not saved");
+                match branch.waited_for {
+                    true => self.discard(&entry, error).await,
+                    false => entry.fail(error),
+                }
             }
-            (Err(error), _) => error,
-        };
-        tracing::warn!(tag = branch.tag, %error, "branch not saved");
-        entry.failed(error.clone());
-        if branch.waited_for {
-            self.forget_owner(&entry).await;
-            self.remove_unwritten(&entry);
         }
-        branch.fail(error);
         self.gc_wakeup.notify_one();
     }
 
-    /// Saves a branch, with a second try if the saver fails. An error if the branch is dismissed meanwhile.
-    pub(crate) async fn save_branch(&self, branch: &Branch, template: &Arc<Template>) -> Result<Snapshot> {
+    /// Saves a branch, with a second try if the saver fails. An error if the daemon no longer wants the branch.
+    pub(crate) async fn save_branch(&self, branch: &BranchJob, template: &Arc<Template>) -> Result<Snapshot> {
         let mut tries = 1;
         loop {
             let begun = async {
@@ -118,7 +112,7 @@ impl SnapshotRegistry {
                     if tries < TRIES
                         && !error.is_no_room()
                         && template.is_alive()
-                        && branch.desired() == Disposition::Keep =>
+                        && branch.disposition() == Disposition::Keep =>
                 {
                     tracing::warn!(tag = branch.tag, %error, "branch save failed; trying once more");
                     tries += 1;
@@ -129,13 +123,14 @@ impl SnapshotRegistry {
     }
 
     /// The snapshot `branch` came from, once it is on disk; none if it was removed, failed, or waits for disk space.
-    async fn origin(&self, branch: &Branch) -> Option<Snapshot> {
+    async fn origin(&self, branch: &BranchJob) -> Option<Snapshot> {
         let origin = branch.origin.as_ref()?;
         let id = match (&origin.snapshot, &branch.parent) {
             (Some(id), _) => id.clone(),
             (None, Some(parent)) => {
-                parent.held_up().await;
-                parent.published()?.id().to_owned()
+                parent.wait_done_or_short_of_space().await;
+                let SnapshotState::Ready(snapshot) = parent.state() else { return None };
+                snapshot.id().to_owned()
             }
             (None, None) => return None,
         };
@@ -143,19 +138,19 @@ impl SnapshotRegistry {
     }
 }
 
-/// Returns, with the error of the save, when `branch` is dismissed.
-async fn unwanted(branch: &Branch) -> Error {
-    branch.dismissed().await;
+/// Returns, with the error of the save, when the daemon no longer wants `branch`.
+async fn unwanted(branch: &BranchJob) -> Error {
+    branch.disposition_changed().await;
     Error::new(Code::Cancelled, "the branch was removed before it was on disk")
 }
 
 /// The save of a branch.
-fn job(branch: &Branch, origin: Option<Snapshot>) -> SaveJob {
+fn job(branch: &BranchJob, origin: Option<Snapshot>) -> SaveJob {
     let fits = origin.as_ref().is_some_and(|origin| {
         let theirs = origin.manifest().facts.mem_size_mib;
         origin.depth() < MAX_DEPTH && theirs == branch.guest.mem_size_mib
     });
-    let taken = branch.taken();
+    let captured = branch.capture_stats();
     let compacted = branch.source.starts_with("compact:");
     SaveJob {
         tag: branch.tag.clone(),
@@ -166,9 +161,9 @@ fn job(branch: &Branch, origin: Option<Snapshot>) -> SaveJob {
         created_at_unix: Some(branch.begun_at_unix),
         measured: Measured {
             mode: (!compacted).then(|| branch.mode.name().into()),
-            pause_ms: taken.pause_ms,
-            frozen_ms: taken.frozen_ms,
-            quiesced: taken.quiesced,
+            pause_ms: captured.pause_ms,
+            frozen_ms: captured.frozen_ms,
+            quiesced: captured.quiesced,
             ..Measured::default()
         },
     }

@@ -67,12 +67,12 @@ pub(crate) async fn create(
     // The guest of the new snapshot counts as a sandbox while it runs.
     let claim = Claim { owner: who.owner.clone(), mem_mib: order.mem_mib };
     let (seats, _) = app.registry.reserve(1, &claim, &who.quota)?;
-    let (entry, making) = app.snapshots.make(order, &who, seats)?;
+    let entry = app.snapshots.create(order, &who, seats)?;
     let target = Extension(AuditTarget(entry.tag.clone()));
     if params.wait == Some(false) {
         return Ok((StatusCode::ACCEPTED, target, info(&app, &who, entry).await?).into_response());
     }
-    app.snapshots.made(&entry, &making).await?;
+    entry.wait_done().await?;
     Ok((StatusCode::CREATED, target, info(&app, &who, entry).await?).into_response())
 }
 

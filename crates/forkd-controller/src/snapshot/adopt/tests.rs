@@ -6,8 +6,6 @@ use forkd_protocol::control::Reply;
 
 use super::*;
 use crate::error::Code;
-use crate::snapshot::branch_job::Stage;
-use crate::snapshot::registry::SnapshotState;
 use crate::testing::fake_guest::eventually;
 use crate::testing::fake_host::{Daemon, FakeHost, LeftTemplate, unsaved};
 use crate::testing::fake_monitor::Act;
@@ -241,11 +239,10 @@ async fn a_save_that_fails_twice_after_adoption_is_reported_and_its_template_sta
     });
     let daemon = host.daemon().await;
     let entry = daemon.snapshots.get("b").unwrap();
-    let branch = entry.branch().unwrap();
-    let error = branch.reached(Stage::Done).await.unwrap_err();
+    let error = entry.wait_done().await.unwrap_err();
     assert!(error.to_string().contains("not today"), "{error}");
     assert_eq!(left.monitor.times(|request| matches!(request, Request::Save(_))), 2);
-    assert!(matches!(entry.state(), SnapshotState::Failed { work: Some(_), .. }));
+    assert!(matches!(entry.state(), SnapshotState::Failed { job: Some(_), .. }));
     assert!(is_current(&daemon, "b", &left), "what it holds can still be forked");
 }
 

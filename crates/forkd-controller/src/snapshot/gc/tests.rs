@@ -6,13 +6,12 @@ use forkd_store::Quota;
 
 use super::*;
 use crate::error::{Code, Error};
-use crate::snapshot::branch_job;
 use crate::testing::fake_guest::eventually;
 use crate::testing::fake_host::{Daemon, FakeHost, bare_guest};
 use crate::util::time::now_unix;
 
-fn branch(created_at_unix: u64, tag: &str) -> Branch {
-    Branch { created_at_unix, saved_at: SystemTime::UNIX_EPOCH, tag: tag.into(), owner: "ann".into() }
+fn branch(created_at_unix: u64, tag: &str) -> Candidate {
+    Candidate { created_at_unix, saved_at: SystemTime::UNIX_EPOCH, tag: tag.into(), owner: "ann".into() }
 }
 
 #[test]
@@ -27,7 +26,7 @@ fn the_oldest_go_first_and_no_more_than_must() {
     assert_eq!(expired(&all, &limits(Some(secs(25)), None), 45), ["a"]);
     assert_eq!(expired(&all, &limits(Some(secs(25)), Some(1)), 36), ["a", "b"]);
     assert_eq!(expired(&all, &limits(Some(secs(1 << 40)), Some(5)), 1000), Vec::<String>::new());
-    let of_bob = |created, tag| Branch { owner: "bob".into(), ..branch(created, tag) };
+    let of_bob = |created, tag| Candidate { owner: "bob".into(), ..branch(created, tag) };
     let all = [of_bob(1, "x"), branch(10, "a"), branch(20, "b"), of_bob(25, "y"), branch(30, "c")];
     assert_eq!(expired(&all, &limits(None, Some(2)), 1000), ["a"], "nobody's many are another's");
     assert_eq!(expired(&all, &limits(None, Some(1)), 1000), ["x", "a", "b"]);
@@ -190,7 +189,7 @@ async fn retention_without_limits_ends_at_once() {
 /// A branch that could not be saved, with its template.
 async fn failed(daemon: &Daemon, tag: &str) -> crate::testing::fake_monitor::FakeMonitor {
     let live = daemon.live(tag).await;
-    live.entry.failed(Error::new(Code::Internal, "the saver failed"));
+    live.entry.fail(Error::new(Code::Internal, "the saver failed"));
     live.monitor
 }
 
@@ -266,7 +265,7 @@ async fn the_children_of_a_branch_keep_its_template_when_its_memory_is_freed() {
     let daemon = host.daemon().await;
     let live = daemon.live("b").await;
     let (sandbox, child) = daemon.child(&live).await;
-    live.entry.failed(Error::new(Code::Internal, "the saver failed"));
+    live.entry.fail(Error::new(Code::Internal, "the saver failed"));
     let monitor = live.monitor.clone();
     drop((live.template, live.monitor));
     unload(&daemon).await;
@@ -282,9 +281,9 @@ async fn a_tag_whose_branch_failed_can_be_taken_again() {
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     let monitor = failed(&daemon, "b").await;
-    let again = branch_job::Branch::new("b".into(), "tp".into(), "sbone".into(), bare_guest(), Mode::Full);
-    let work = SnapshotJob::Branch(Arc::new(again));
-    let entry = daemon.snapshots.reserve("b", work, "local", &Quota::default()).unwrap();
+    let again = BranchJob::new("b".into(), "tp".into(), "sbone".into(), bare_guest(), Mode::Full);
+    let state = SnapshotState::Branching(Arc::new(again));
+    let entry = daemon.snapshots.reserve("b", state, "local", &Quota::default()).unwrap();
     assert!(Arc::ptr_eq(&daemon.snapshots.get("b").unwrap(), &entry));
     eventually("the end of the first one", || !monitor.runs()).await;
 }
