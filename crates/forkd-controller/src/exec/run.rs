@@ -11,6 +11,7 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::exec::{Finish, counted};
 use crate::sandbox::Sandbox;
+use crate::sandbox::agent_call::AgentCall;
 use crate::util::task;
 
 /// The longest timeout: 30 days.
@@ -34,7 +35,7 @@ pub(crate) async fn run_to_end(
     };
     // The agent kills the command at its timeout, and needs time to report it.
     let patience = limit.saturating_add(config.timing.call);
-    let ran = sandbox.with_agent(async {
+    let ran = AgentCall::COMMAND.run(sandbox, async {
         match tokio::time::timeout(patience, run).await {
             Ok(Err(error)) => Finish::failed(error),
             Ok(Ok(end)) => Ok(Finish::ended(&end)),
