@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn those_who_wait_come_one_after_the_other_as_layers_become_fewer() {
+    async fn waiting_branches_are_admitted_one_by_one_as_layers_become_fewer() {
         let disks = Arc::new(Disks::default());
         disks.frozen.send_replace(CROWDED);
         assert!(disks.are_crowded());
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn not_more_wait_for_one_sandbox_than_may() {
+    async fn the_queue_of_a_sandbox_has_a_limit() {
         let disks = Disks::default();
         let come = || disks.waiting.clone().try_acquire_owned();
         let waiting: Vec<_> = (0..MAX_WAITING).map(|_| come().unwrap()).collect();

@@ -73,7 +73,7 @@ async fn attempt(
     let room = sandbox.resources().leaf.as_ref().map_or(Ok(()), |leaf| leaf.make_room(limit));
     room.map_err(|error| Error::host("cannot raise the limit of a cgroup for a branch", error))?;
     let frozen = freeze(sandbox, timing.freeze, FreezeSync::Quick).await;
-    let forked = sandbox.ask(|tell| MonitorCommand::Branch(config, fds, tell)).await;
+    let forked = sandbox.ask(|reply| MonitorCommand::Branch(config, fds, reply)).await;
     // First of all, and also after an error: the guest's processes must go on.
     let thawing = task::spawn(Task::Thaw, frozen.thaw(timing.call));
     let taken = async {
@@ -115,7 +115,7 @@ async fn attempt(
                 return Ok(());
             }
             let layers = for_reading(&layers)?;
-            match sandbox.ask(|tell| MonitorCommand::Seal(layers, tell)).await {
+            match sandbox.ask(|reply| MonitorCommand::Seal(layers, reply)).await {
                 // A source that has ended writes nothing.
                 Err(_) if matches!(sandbox.phase(), Phase::Ended(_)) => Ok(()),
                 other => other,

@@ -41,7 +41,7 @@ impl Source {
         let (monitor, started) = FakeMonitor::launched_in(&sandbox.id, &folder, Role::Sandbox).await;
         // A branch does what it is asked, and can neither be merged nor saved.
         monitor.sends(sent).script_branches(|request| match request {
-            Request::Hello { .. } | Request::Seal { .. } => Act::Obey,
+            Request::Hello { .. } | Request::Seal { .. } => Act::Execute,
             _ => Act::Answer(Reply::Error { message: "no".into() }),
         });
         tokio::spawn(sandbox.clone().supervise(Came::Adopted(started), host.config.clone()));
@@ -102,7 +102,7 @@ async fn is_refused(what: &str, daemon: &FakeDaemon, sent: Branched) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_source_that_sends_what_it_was_not_handed_is_ended_and_its_branch_refused() {
+async fn a_source_that_sends_a_foreign_layer_is_ended_and_its_branch_refused() {
     let daemon = FakeDaemon::start().await;
     let folder = tempfile::tempdir().unwrap();
     let (pipe, _writer) = std::io::pipe().unwrap();

@@ -192,7 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn output_that_nobody_takes_leaves_room_for_no_more() {
+    fn unread_output_uses_up_the_budget() {
         let mut collected = Collected::new(1 << 20, ResponseBudget::of(1003));
         collected.add(Output { stdout: Some(vec![b'x'; 1000]), stderr: None, pty: None });
         collected.add(Output { stdout: Some(b"more".to_vec()), stderr: Some(b"yes".to_vec()), pty: None });
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn output_over_the_limit_is_cut_and_said_to_be() {
+    fn output_over_the_limit_is_cut_and_marked_as_cut() {
         let mut collected = Collected::new(5, ResponseBudget::default());
         for piece in ["abc", "def", "ghi"] {
             collected.add(Output { stdout: Some(piece.into()), stderr: Some("x".into()), pty: None });

@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_uses_it_keeps_it_from_being_idle() {
+    fn a_sandbox_in_use_is_not_idle() {
         let activity = Activity::new();
         activity.last_ms.store(0, Ordering::SeqCst);
         let before = activity.stamp();

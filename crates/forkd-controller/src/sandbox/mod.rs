@@ -239,19 +239,19 @@ impl Sandbox {
     }
 
     /// Watches the desired state.
-    pub(crate) fn wishes(&self) -> watch::Receiver<DesiredState> {
+    pub(crate) fn watch_desired(&self) -> watch::Receiver<DesiredState> {
         self.orders.desired.subscribe()
     }
 
     /// Sets what the supervisor is to do; the supervisor acts on it at once.
-    pub(crate) fn set_desired(&self, wish: DesiredState) {
-        self.orders.desired.send_replace(wish);
+    pub(crate) fn set_desired(&self, desired: DesiredState) {
+        self.orders.desired.send_replace(desired);
     }
 
     /// Returns the desired state as soon as that is no longer [`DesiredState::Run`].
-    pub(crate) async fn dismissed(&self) -> DesiredState {
-        match self.orders.desired.subscribe().wait_for(|wish| *wish != DesiredState::Run).await {
-            Ok(wish) => *wish,
+    pub(crate) async fn desired_changed(&self) -> DesiredState {
+        match self.orders.desired.subscribe().wait_for(|desired| *desired != DesiredState::Run).await {
+            Ok(desired) => *desired,
             // Not reached: `self` holds the sender.
             Err(_) => DesiredState::End,
         }

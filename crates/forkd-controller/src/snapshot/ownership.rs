@@ -112,13 +112,13 @@ mod tests {
         let daemon = FakeDaemon::start().await;
         let database = daemon.app.registry.host.database.clone();
         let (release, released) = std::sync::mpsc::channel::<()>();
-        let (tell, told) = tokio::sync::oneshot::channel();
+        let (notify, notified) = tokio::sync::oneshot::channel();
         let holder = std::thread::spawn(move || {
             let _still = database.stop();
-            tell.send(()).unwrap();
+            notify.send(()).unwrap();
             released.recv().unwrap();
         });
-        told.await.unwrap();
+        notified.await.unwrap();
         let making = daemon.json("POST /v1/tokens", Some(json!({"name": "ann"})));
         let others = async {
             for path in ["/healthz", "/v1/snapshots", "/v1/tokens", "/metrics", "/healthz"] {

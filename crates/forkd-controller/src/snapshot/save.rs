@@ -252,14 +252,14 @@ async fn write(
         let draft = HeldDraft::new(draft, &drafts);
         Ok((draft, prepared?))
     });
-    let (draft, Prepared { job, config, fds, disks, told }) = prepared.await?;
-    progress(told.try_clone().map_err(|error| Error::host("cannot follow a saver", error))?);
+    let (draft, Prepared { job, config, fds, disks, progress_file }) = prepared.await?;
+    progress(progress_file.try_clone().map_err(|error| Error::host("cannot follow a saver", error))?);
     let name = config.child.clone();
-    let asked = template.save(config, fds).await;
-    let ended = follow(template, asked, move || drop(alone)).await;
-    finish(template, &name, ended, "the snapshot could not be written", Some(&told))?;
+    let pending = template.save(config, fds).await;
+    let ended = follow(template, pending, move || drop(alone)).await;
+    finish(template, &name, ended, "the snapshot could not be written", Some(&progress_file))?;
     let mut bytes = [0; SaveProgress::LENGTH];
-    let read = std::os::unix::fs::FileExt::read_exact_at(&told, &mut bytes, 0);
+    let read = std::os::unix::fs::FileExt::read_exact_at(&progress_file, &mut bytes, 0);
     let bytes = read.ok().map(|()| SaveProgress::from_bytes(bytes).written);
     Ok(Written { draft, job, disks, bytes })
 }
@@ -272,7 +272,7 @@ struct Prepared {
     /// The layer files of each disk in the snapshot.
     disks: Vec<Vec<File>>,
     /// The file into which the saver writes its progress, and why it failed.
-    told: File,
+    progress_file: File,
 }
 
 fn prepare(
@@ -294,9 +294,9 @@ fn prepare(
         }
         _ => Vec::new(),
     };
-    let told = create(&folder.join(PROGRESS));
-    let told = told.map_err(|error| Error::host("cannot follow a saver", error))?;
-    let copy = told.try_clone().map_err(|error| Error::host("cannot follow a saver", error))?;
+    let progress_file = create(&folder.join(PROGRESS));
+    let progress_file = progress_file.map_err(|error| Error::host("cannot follow a saver", error))?;
+    let copy = progress_file.try_clone().map_err(|error| Error::host("cannot follow a saver", error))?;
     // Without the page map the saver reads all memory.
     let pagemap = process::pagemap(pid).ok();
     let mut config = SaveConfig {
@@ -319,7 +319,7 @@ fn prepare(
             None => layers.into_iter().map(File::from).collect(),
         });
     }
-    Ok(Prepared { job, config, fds, disks, told })
+    Ok(Prepared { job, config, fds, disks, progress_file })
 }
 
 /// The pidfd of a saver or merge process. Dropping it kills the process.
@@ -349,15 +349,15 @@ async fn keep_going(saver: i32, template: &Template) -> Infallible {
 /// Waits until a saver or merge process of `template` ends; `forked` is called when the process exists.
 pub(crate) async fn follow(
     template: &Template,
-    asked: PendingChild,
+    pending: PendingChild,
     forked: impl FnOnce(),
 ) -> Result<WaitStatus> {
-    let Forked { pid, pidfd } = asked.forked.await.unwrap_or_else(|_| Err(template::lost()))?;
+    let Forked { pid, pidfd } = pending.forked.await.unwrap_or_else(|_| Err(template::lost()))?;
     oom::set(pid, pidfd.as_fd(), oom::Role::Saver);
     let helper = Helper(pidfd);
     forked();
     let ended = tokio::select! {
-        ended = tokio::time::timeout(SAVE_WAIT, asked.ended) => ended,
+        ended = tokio::time::timeout(SAVE_WAIT, pending.ended) => ended,
         never = keep_going(pid, template) => match never {},
     };
     drop(helper);
@@ -368,20 +368,20 @@ pub(crate) async fn follow(
     }
 }
 
-/// Acknowledges the end of a saver or merge process; any status but success is an error. In `told` a saver has
+/// Acknowledges the end of a saver or merge process; any status but success is an error. In `progress_file` a saver has
 /// written why it failed.
 pub(crate) fn finish(
     template: &Template,
     name: &str,
     ended: Result<WaitStatus>,
     failed: &str,
-    told: Option<&File>,
+    progress_file: Option<&File>,
 ) -> Result<()> {
     template.acknowledge(name);
     match ended {
         Ok(WaitStatus::Exited(0)) => Ok(()),
         Ok(status) => {
-            if let Some(why) = told.and_then(reason) {
+            if let Some(why) = progress_file.and_then(reason) {
                 return Err(match is_shortage(&why) {
                     true => Error::no_room(format!("{failed}: {why}")),
                     false => Error::host(failed, why),
@@ -401,9 +401,10 @@ pub(crate) fn finish(
 }
 
 /// Why a saver failed, if it wrote that down. The saver maps a guest's memory, so its text is not trusted.
-fn reason(told: &File) -> Option<String> {
+fn reason(progress_file: &File) -> Option<String> {
     let mut bytes = [0; SaveProgress::MAX_REASON];
-    let read = std::os::unix::fs::FileExt::read_at(told, &mut bytes, SaveProgress::LENGTH as u64).ok()?;
+    let read =
+        std::os::unix::fs::FileExt::read_at(progress_file, &mut bytes, SaveProgress::LENGTH as u64).ok()?;
     let text = console::printable(bytes.get(..read)?).replace(['\n', '\t'], " ");
     Some(text.trim().to_owned()).filter(|text| !text.is_empty())
 }
@@ -434,13 +435,13 @@ mod tests {
             created_at_unix: None,
             measured: Measured::default(),
         };
-        let (tell, begun) = oneshot::channel();
+        let (begin, begun) = oneshot::channel();
         let (cancel, cancelled) = oneshot::channel::<()>();
         let unwanted = async {
             let _ = cancelled.await;
             Error::new(Code::Cancelled, "it was removed")
         };
-        let saving = save(&snapshots, &template, job, |_| tell.send(()).unwrap(), unwanted);
+        let saving = save(&snapshots, &template, job, |_| begin.send(()).unwrap(), unwanted);
         let cancelling = async {
             begun.await.unwrap();
             assert_eq!(drafts(), 1);

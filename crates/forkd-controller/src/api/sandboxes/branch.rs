@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_way_to_ask_means_one_mode_or_is_refused() {
+    fn every_form_of_the_request_means_one_mode_or_is_refused() {
         let ask = |json: serde_json::Value| {
             order(serde_json::from_value(json).unwrap()).map(|order| (order.mode, order.wait))
         };

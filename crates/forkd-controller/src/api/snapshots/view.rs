@@ -274,7 +274,7 @@ mod tests {
     use crate::testing::fake_guest::FakeDaemon;
 
     #[tokio::test]
-    async fn an_image_that_is_gone_or_another_one_is_told_before_anybody_forks() {
+    async fn a_missing_or_changed_image_is_a_warning_of_the_snapshot() {
         let daemon = FakeDaemon::start().await;
         let app = &daemon.app;
         let images = app.config.library_dir.join("images");

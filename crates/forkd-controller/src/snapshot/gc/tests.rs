@@ -15,7 +15,7 @@ fn branch(created_at_unix: u64, tag: &str) -> Candidate {
 }
 
 #[test]
-fn the_oldest_go_first_and_no_more_than_must() {
+fn the_oldest_branches_are_removed_first_and_no_more_than_needed() {
     let all = [branch(10, "a"), branch(20, "b"), branch(30, "c")];
     let limits = |age, count| Limits { branch_max_age: age, branch_max_count: count, ..Limits::default() };
     let secs = Duration::from_secs;
@@ -70,7 +70,7 @@ fn nothing() -> Result<BTreeSet<String>> {
 }
 
 #[tokio::test]
-async fn retention_removes_the_oldest_branches_and_keeps_the_newest() {
+async fn gc_removes_the_oldest_branches_and_keeps_the_newest() {
     let host = host_with_at_most(2);
     for (tag, age) in [("b1", 40), ("b3", 20), ("b2", 30), ("b4", 10)] {
         store(&host, tag, "sbone", age);
@@ -82,7 +82,7 @@ async fn retention_removes_the_oldest_branches_and_keeps_the_newest() {
 }
 
 #[tokio::test]
-async fn retention_removes_branches_that_are_too_old_whatever_their_number() {
+async fn gc_removes_branches_that_are_too_old_whatever_their_number() {
     let host = FakeHost::with(|config| config.limits.branch_max_age = Some(Duration::from_secs(3600)));
     store(&host, "old", "sbone", 7200);
     store(&host, "young", "sbone", 60);
@@ -92,7 +92,7 @@ async fn retention_removes_branches_that_are_too_old_whatever_their_number() {
 }
 
 #[tokio::test]
-async fn retention_touches_no_snapshot_that_is_no_branch_of_a_sandbox_and_no_suspended_sandbox() {
+async fn gc_touches_no_snapshot_that_is_no_branch_of_a_sandbox_and_no_suspended_sandbox() {
     let host = host_with_at_most(0);
     host.store("image", |contents| contents.created_at_unix = Some(1));
     store(&host, "compacted", "compact:image", 40);
@@ -104,7 +104,7 @@ async fn retention_touches_no_snapshot_that_is_no_branch_of_a_sandbox_and_no_sus
 }
 
 #[tokio::test]
-async fn retention_keeps_what_a_sandbox_or_a_workspace_needs() {
+async fn gc_keeps_what_a_sandbox_or_a_workspace_needs() {
     let host = host_with_at_most(1);
     for (tag, age) in [("b1", 30), ("b2", 20), ("b3", 10)] {
         store(&host, tag, "sbone", age);
@@ -116,7 +116,7 @@ async fn retention_keeps_what_a_sandbox_or_a_workspace_needs() {
 }
 
 #[tokio::test]
-async fn retention_removes_nothing_while_it_cannot_be_said_what_is_needed() {
+async fn gc_removes_nothing_while_the_needed_tags_are_unknown() {
     let host = host_with_at_most(0);
     store(&host, "b1", "sbone", 30);
     store(&host, "b2", "sbone", 20);
@@ -126,7 +126,7 @@ async fn retention_removes_nothing_while_it_cannot_be_said_what_is_needed() {
 }
 
 #[tokio::test]
-async fn retention_keeps_a_branch_that_another_snapshot_is_a_difference_to() {
+async fn gc_keeps_a_branch_that_another_snapshot_is_a_difference_to() {
     let host = host_with_at_most(1);
     store(&host, "parent", "sbone", 30);
     let parent = host.store("unused", |_| {});
@@ -144,7 +144,7 @@ async fn retention_keeps_a_branch_that_another_snapshot_is_a_difference_to() {
 }
 
 #[tokio::test]
-async fn retention_counts_the_branches_of_each_owner_apart() {
+async fn gc_counts_the_branches_of_each_owner_apart() {
     let host = host_with_at_most(1);
     for (tag, age) in [("ann1", 40), ("bob1", 30), ("bob2", 20)] {
         store(&host, tag, "sbone", age);
@@ -156,7 +156,7 @@ async fn retention_counts_the_branches_of_each_owner_apart() {
 }
 
 #[tokio::test]
-async fn retention_counts_branches_that_could_not_be_saved() {
+async fn gc_counts_branches_that_could_not_be_saved() {
     let host = host_with_at_most(1);
     store(&host, "stored", "sbone", 10);
     let daemon = host.daemon().await;
@@ -168,7 +168,7 @@ async fn retention_counts_branches_that_could_not_be_saved() {
 }
 
 #[tokio::test]
-async fn retention_looks_when_a_branch_is_stored() {
+async fn gc_looks_when_a_branch_is_stored() {
     let host = host_with_at_most(0);
     store(&host, "b", "sbone", 10);
     let daemon = host.daemon().await;
@@ -180,7 +180,7 @@ async fn retention_looks_when_a_branch_is_stored() {
 }
 
 #[tokio::test]
-async fn retention_without_limits_ends_at_once() {
+async fn gc_without_limits_ends_at_once() {
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     enforce_limits(daemon.snapshots.clone(), nothing).await;
