@@ -25,8 +25,8 @@
 //! | `Unknown` | a template runs whose record cannot be read | no | left as it is | `unknown` |
 //!
 //! A snapshot begins as `Creating` (a client asks for a new one), `Branching` (a branch) or `Saving` (a compact job, which
-//! uses the template of another snapshot). A starting daemon finds `Ready` and `Failed` snapshots on disk, branches that
-//! it goes on `Saving`, and `Unknown` templates.
+//! uses the template of another snapshot). A starting daemon finds `Ready` and `Failed` snapshots on disk, `Unknown`
+//! templates, and templates of branches that are not on disk, which begin as `Saving`.
 //!
 //! A failed job leaves an entry only if its memory can still be of use: see `SnapshotRegistry::discard`. When an entry
 //! lets go of the template of an unsaved branch, the template's record becomes `forgotten`.
