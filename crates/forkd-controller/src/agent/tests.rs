@@ -133,7 +133,7 @@ async fn the_agents_own_error_keeps_its_code_and_words() {
 }
 
 #[tokio::test]
-async fn a_port_nobody_listens_on_is_unreachable() {
+async fn a_port_without_a_listener_is_unreachable() {
     let (agent, _folder) = agent_of(|_| async { Ok(()) });
     assert!(matches!(agent.ping().await.unwrap_err(), Error::Unreachable(_)));
     let gone = Agent::new(Endpoint::Vsock { socket: "/nonexistent".into(), port: 1 }, PATIENCE);

@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn only_those_who_may_read_causes_do() {
+    fn only_principals_that_may_read_causes_get_them() {
         let error = Error::host("cannot open /srv/forkd/x", std::io::Error::from_raw_os_error(13));
         let body = reader(false).body(&error);
         assert_eq!((body.code.as_str(), body.request_id.as_str()), ("internal", "r-1"));

@@ -236,7 +236,7 @@ fn line(value: &Value) -> String {
 }
 
 #[test]
-fn the_committed_page_is_what_the_document_says() {
+fn the_committed_page_matches_the_document() {
     let made = page(&serde_json::from_str(&crate::api::openapi()).unwrap());
     crate::api::tests::is_committed("docs/API.md", &made);
 }

@@ -9,7 +9,7 @@ use forkd_api::Tree;
 use super::ApiContext;
 use crate::auth::principal::Principal;
 use crate::sandbox::{Phase, Sandbox};
-use crate::snapshot::branch_job::{Branch, Mode};
+use crate::snapshot::branch_job::{BranchJob, Mode};
 use crate::snapshot::registry::{Entry, SnapshotJob, SnapshotState};
 use crate::snapshot::tree::{Named, SandboxFact, SnapshotFact, grow};
 
@@ -42,7 +42,9 @@ fn snapshot(entry: &Entry) -> SnapshotFact {
         diff: false,
         ancestors: Vec::new(),
     };
-    let (state, work) = match entry.state() {
+    let now = entry.state();
+    let job = now.job();
+    let state = match now {
         SnapshotState::Ready(snapshot) => {
             let manifest = snapshot.manifest();
             let named = |tag: &str, id: &str| Named { tag: tag.into(), id: Some(id.into()) };
@@ -55,22 +57,23 @@ fn snapshot(entry: &Entry) -> SnapshotFact {
                 ancestors: manifest.ancestors.iter().map(|it| named(&it.tag, &it.id)).collect(),
             };
         }
-        SnapshotState::Writing(work) => ("writing", Some(work)),
-        SnapshotState::Failed { work, .. } => ("failed", work),
-        SnapshotState::Unknown(_) => ("unknown", None),
+        SnapshotState::Creating(_)
+        | SnapshotState::Branching(_)
+        | SnapshotState::Saving(_)
+        | SnapshotState::Left(_) => "writing",
+        SnapshotState::Failed { .. } => "failed",
+        SnapshotState::Unknown(_) => "unknown",
     };
     let fact = SnapshotFact { state: state.into(), ..fact };
-    match work {
+    match job {
         Some(SnapshotJob::Branch(branch)) => branched(fact, &branch),
-        Some(SnapshotJob::CreateJob(making)) => {
-            SnapshotFact { created_at_unix: Some(making.begun_at_unix), ..fact }
-        }
+        Some(SnapshotJob::Create(job)) => SnapshotFact { created_at_unix: Some(job.begun_at_unix), ..fact },
         None => fact,
     }
 }
 
 /// A branch that is not on disk.
-fn branched(fact: SnapshotFact, branch: &Branch) -> SnapshotFact {
+fn branched(fact: SnapshotFact, branch: &BranchJob) -> SnapshotFact {
     let origin = branch.origin.as_ref();
     SnapshotFact {
         created_at_unix: Some(branch.begun_at_unix),

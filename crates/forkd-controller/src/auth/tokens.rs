@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn names_and_numbers_nobody_could_mean_are_refused() {
+    fn unusable_names_and_numbers_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let tokens = open(folder.path()).unwrap();
         for (bad, code) in [

@@ -12,7 +12,7 @@ use tokio::time::timeout;
 use crate::error::{Code, Error, Result};
 use crate::sandbox::disks::MAX_WAITING;
 use crate::sandbox::{Phase, Sandbox};
-use crate::snapshot::branch_job::{Branch, Disposition};
+use crate::snapshot::branch_job::{BranchJob, Disposition};
 use crate::snapshot::registry::SnapshotRegistry;
 
 /// How long a branch waits for fewer layers, and then for a permit.
@@ -52,11 +52,11 @@ impl SnapshotRegistry {
         })
     }
 
-    /// Returns when `branch`, which has `place`, may be taken; an error if it is dismissed or its sandbox ends.
+    /// Returns when `branch`, which has `place`, may be taken; an error if the daemon no longer wants it, or its sandbox ends.
     pub(crate) async fn turn(
         &self,
         sandbox: &Sandbox,
-        branch: &Branch,
+        branch: &BranchJob,
         place: Admission,
     ) -> Result<AdmissionTurn> {
         let _waiting = match place {
@@ -74,7 +74,7 @@ impl SnapshotRegistry {
         let mut phases = sandbox.phase.subscribe();
         tokio::select! {
             biased;
-            wish = branch.dismissed() => Err(match wish {
+            disposition = branch.disposition_changed() => Err(match disposition {
                 Disposition::Leave => Error::new(Code::ShuttingDown, "the daemon is stopping; branch again when it runs"),
                 _ => Error::new(Code::Cancelled, "the branch was removed before it was taken"),
             }),
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn those_who_wait_come_one_after_the_other_as_layers_become_fewer() {
+    async fn waiting_branches_are_admitted_one_by_one_as_layers_become_fewer() {
         let disks = Arc::new(Disks::default());
         disks.frozen.send_replace(CROWDED);
         assert!(disks.are_crowded());
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn not_more_wait_for_one_sandbox_than_may() {
+    async fn the_queue_of_a_sandbox_has_a_limit() {
         let disks = Disks::default();
         let come = || disks.waiting.clone().try_acquire_owned();
         let waiting: Vec<_> = (0..MAX_WAITING).map(|_| come().unwrap()).collect();

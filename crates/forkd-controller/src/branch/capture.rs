@@ -17,9 +17,9 @@ use crate::monitor::{Monitor, control_socket};
 use crate::sandbox::command::{ForkedBranch, MonitorCommand};
 use crate::sandbox::quiesce::freeze;
 use crate::sandbox::{Phase, Sandbox};
-use crate::snapshot::branch_job::{Branch, CaptureStats};
-use crate::snapshot::registry::SnapshotRegistry;
-use crate::snapshot::template::{MemorySource, PersistState, Template};
+use crate::snapshot::branch_job::{BranchJob, CaptureStats};
+use crate::snapshot::registry::{Entry, SnapshotRegistry};
+use crate::snapshot::template::{MemorySource, Template};
 use crate::util::fs::make_private_dir;
 use crate::util::task::{self, Task, blocking};
 
@@ -38,10 +38,11 @@ struct Prepared {
 pub(crate) async fn take(
     snapshots: &SnapshotRegistry,
     sandbox: &Arc<Sandbox>,
-    branch: &Branch,
+    entry: &Entry,
+    branch: &BranchJob,
 ) -> Result<(Arc<Template>, BranchSource)> {
     let folder = snapshots.folder.join(&branch.template);
-    let taken = attempt(snapshots, sandbox, branch, &folder).await;
+    let taken = attempt(snapshots, sandbox, entry, branch, &folder).await;
     if taken.is_err() {
         snapshots.host.janitor.remove_folder(folder).await;
     }
@@ -51,7 +52,8 @@ pub(crate) async fn take(
 async fn attempt(
     snapshots: &SnapshotRegistry,
     sandbox: &Arc<Sandbox>,
-    branch: &Branch,
+    entry: &Entry,
+    branch: &BranchJob,
     folder: &Path,
 ) -> Result<(Arc<Template>, BranchSource)> {
     let timing = &snapshots.host.config.timing;
@@ -71,12 +73,12 @@ async fn attempt(
     let room = sandbox.resources().leaf.as_ref().map_or(Ok(()), |leaf| leaf.make_room(limit));
     room.map_err(|error| Error::host("cannot raise the limit of a cgroup for a branch", error))?;
     let frozen = freeze(sandbox, timing.freeze, FreezeSync::Quick).await;
-    let born = sandbox.ask(|tell| MonitorCommand::Branch(config, fds, tell)).await;
+    let forked = sandbox.ask(|reply| MonitorCommand::Branch(config, fds, reply)).await;
     // First of all, and also after an error: the guest's processes must go on.
     let thawing = task::spawn(Task::Thaw, frozen.thaw(timing.call));
     let taken = async {
-        let ForkedBranch { branched, identity } = match born {
-            Ok(born) => born,
+        let ForkedBranch { branched, identity } = match forked {
+            Ok(forked) => forked,
             Err(error) => {
                 // If there is a branch all the same, the stop request is the first it receives.
                 control_socket::stop_unseen(control);
@@ -113,7 +115,7 @@ async fn attempt(
                 return Ok(());
             }
             let layers = for_reading(&layers)?;
-            match sandbox.ask(|tell| MonitorCommand::Seal(layers, tell)).await {
+            match sandbox.ask(|reply| MonitorCommand::Seal(layers, reply)).await {
                 // A source that has ended writes nothing.
                 Err(_) if matches!(sandbox.phase(), Phase::Ended(_)) => Ok(()),
                 other => other,
@@ -137,9 +139,8 @@ async fn attempt(
     let (frozen_ms, quiesced) = thawed.unwrap_or((None, false));
     let pause_ms = pause.as_micros() as f64 / 1e3;
     sandbox.pauses.add(pause_ms, frozen_ms, "branch");
-    branch.note_taken(CaptureStats { pause_ms: Some(pause_ms), frozen_ms, quiesced: Some(quiesced) });
-    let recorded = template.record(PersistState::Unsaved(Box::new(branch.record())));
-    recorded.map_err(|error| Error::host("cannot record a branch", error))?;
+    branch.set_capture_stats(CaptureStats { pause_ms: Some(pause_ms), frozen_ms, quiesced: Some(quiesced) });
+    entry.write_record(&template).map_err(|error| Error::host("cannot record a branch", error))?;
     Ok((template, source))
 }
 

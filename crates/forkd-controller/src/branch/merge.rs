@@ -38,7 +38,7 @@ impl LayerSource for BranchSource {
         // Before the request to the monitor: the monitor may replace the layers although its answer does not
         // arrive, and then the layer counts of other branches are wrong. If it does not, they only merge later.
         *now += 1;
-        sandbox.ask(|tell| MonitorCommand::ReplaceLayers(layers, tell)).await?;
+        sandbox.ask(|reply| MonitorCommand::ReplaceLayers(layers, reply)).await?;
         disks.frozen.send_modify(|frozen| *frozen = frozen.saturating_sub(most.saturating_sub(1)));
         tracing::debug!(sandbox = sandbox.id, layers = most, "disk layers merged");
         Ok(())

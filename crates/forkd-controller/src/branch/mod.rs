@@ -24,9 +24,8 @@ use crate::branch::capture::take;
 use crate::error::{Code, Error, Result};
 use crate::host::cgroup::{Leaf, Leaving};
 use crate::sandbox::{Phase, Sandbox};
-use crate::snapshot::branch_job::{Branch, BranchOrigin, Mode};
-use crate::snapshot::registry::{Entry, SnapshotJob, SnapshotRegistry};
-use crate::snapshot::template::PersistState;
+use crate::snapshot::branch_job::{BranchJob, BranchOrigin, Mode};
+use crate::snapshot::registry::{Entry, SnapshotRegistry, SnapshotState};
 use crate::snapshot::template::cgroup::move_to_own_cgroup;
 use crate::telemetry::metrics;
 use crate::telemetry::otlp::{self, Over};
@@ -54,47 +53,35 @@ pub(crate) struct BranchSpec {
 
 impl SnapshotRegistry {
     /// Begins to branch `sandbox`. The job goes on if the client goes away.
-    pub(crate) fn branch(
-        self: &Arc<Self>,
-        sandbox: &Arc<Sandbox>,
-        order: BranchSpec,
-    ) -> Result<(Arc<Entry>, Arc<Branch>)> {
+    pub(crate) fn branch(self: &Arc<Self>, sandbox: &Arc<Sandbox>, order: BranchSpec) -> Result<Arc<Entry>> {
         let refused = |_: &Error| self.host.telemetry.metrics.branches.add(metrics::Outcome::Refused, 1);
         self.begin(sandbox, order).inspect_err(refused)
     }
 
-    fn begin(
-        self: &Arc<Self>,
-        sandbox: &Arc<Sandbox>,
-        order: BranchSpec,
-    ) -> Result<(Arc<Entry>, Arc<Branch>)> {
+    fn begin(self: &Arc<Self>, sandbox: &Arc<Sandbox>, order: BranchSpec) -> Result<Arc<Entry>> {
         let (guest, origin) = self.check(sandbox, &order)?;
         if order.mode == Mode::Live {
             self.check_room()?;
         }
         let tag = match order.tag {
             Some(tag) => tag,
-            None => made_up(&sandbox.id)?,
+            None => generate_tag(&sandbox.id)?,
         };
         let place = self.place(sandbox)?;
         let parent = origin.as_ref().filter(|origin| origin.snapshot.is_none()).and_then(|origin| {
-            let branch = self.get(&origin.tag).ok()?.branch()?;
-            (branch.template == origin.template).then_some(branch)
+            let entry = self.get(&origin.tag).ok()?;
+            (entry.branch()?.template == origin.template).then_some(entry)
         });
-        let branch = Branch::new(tag, new_id("tp")?, sandbox.id.clone(), guest, order.mode);
-        let branch = Arc::new(branch.from(origin, parent, sandbox.spec.owner.clone(), order.wait));
-        let (work, owner) = (SnapshotJob::Branch(branch.clone()), &sandbox.spec.owner);
-        let entry = self.reserve(&branch.tag, work, owner, &order.quota)?;
-        let (snapshots, sandbox, taken) = (self.clone(), sandbox.clone(), branch.clone());
-        let reserved = entry.clone();
-        let run = async move { snapshots.run(sandbox, reserved, taken, place).await };
-        let (failed, over) = (entry.clone(), branch.clone());
+        let branch = BranchJob::new(tag, new_id("tp")?, sandbox.id.clone(), guest, order.mode);
+        let branch = Arc::new(branch.from(origin, parent, order.wait));
+        let state = SnapshotState::Branching(branch.clone());
+        let entry = self.reserve(&branch.tag, state, &sandbox.spec.owner, &order.quota)?;
+        let (snapshots, sandbox, reserved) = (self.clone(), sandbox.clone(), entry.clone());
+        let run = async move { snapshots.run(sandbox, reserved, branch, place).await };
+        let failed = entry.clone();
         let run = otlp::carry(otlp::current(), run.in_current_span());
-        task::spawn_or(Task::Branch, run, move |error| {
-            failed.failed(error.clone());
-            over.fail(error);
-        });
-        Ok((entry, branch))
+        task::spawn_or(Task::Branch, run, move |error| failed.fail(error));
+        Ok(entry)
     }
 
     /// Checks the order. Returns the properties of the branch's guest, and the snapshot its source came from.
@@ -138,7 +125,7 @@ impl SnapshotRegistry {
         self: Arc<Self>,
         sandbox: Arc<Sandbox>,
         entry: Arc<Entry>,
-        branch: Arc<Branch>,
+        branch: Arc<BranchJob>,
         place: Admission,
     ) {
         let begun = Instant::now();
@@ -146,14 +133,12 @@ impl SnapshotRegistry {
         let leaving = sandbox.resources().leaf.as_ref().map(Leaf::leaving);
         let taken = async {
             let turn = self.turn(&sandbox, &branch, place).await?;
-            let (template, source) = take(&self, &sandbox, &branch).await?;
+            let (template, source) = take(&self, &sandbox, &entry, &branch).await?;
             drop(turn);
             // After the fork, so that the source does not wait for the database, and before the client gets its answer.
             // Until here only the template's record names the owner.
             if let Err(error) = self.record_owner(&entry).await {
-                if let Err(error) = template.record(PersistState::Forgotten) {
-                    tracing::warn!(tag = branch.tag, %error, "template record not updated: branch is removed");
-                }
+                entry.forget_template(&template);
                 return Err(error);
             }
             sandbox.branched(&branch.tag);
@@ -172,22 +157,19 @@ impl SnapshotRegistry {
             Err(error) => {
                 tracing::warn!(tag = branch.tag, %error, "branch not taken");
                 self.host.telemetry.metrics.branches.add(metrics::Outcome::Failed, 1);
-                entry.failed(error.clone());
-                self.forget_owner(&entry).await;
-                self.remove_unwritten(&entry);
-                return branch.fail(error);
+                return self.discard(&entry, error).await;
             }
         };
         let metrics = &self.host.telemetry.metrics;
         metrics.branches.add(metrics::Outcome::Ok, 1);
-        if let Some(pause_ms) = branch.taken().pause_ms {
+        if let Some(pause_ms) = branch.capture_stats().pause_ms {
             metrics.branch_pause.observe(pause_ms.max(0.0) / 1e3);
         }
         entry.set_current(template.clone());
-        branch.forked();
+        entry.saving();
         // The client has its answer now. The following steps must not hold up its first children.
         if !branch.waited_for {
-            let _ = tokio::time::timeout(CHILDREN_FIRST, branch.dismissed()).await;
+            let _ = tokio::time::timeout(CHILDREN_FIRST, branch.disposition_changed()).await;
         }
         match move_to_own_cgroup(&template).await {
             true => drop(leaving),
@@ -196,7 +178,7 @@ impl SnapshotRegistry {
         tracing::info!(
             tag = branch.tag,
             sandbox = sandbox.id,
-            pause_ms = branch.taken().pause_ms,
+            pause_ms = branch.capture_stats().pause_ms,
             "branch taken"
         );
         self.persist(entry, branch, template, source).await;
@@ -204,7 +186,7 @@ impl SnapshotRegistry {
 }
 
 /// A new tag for a branch of `sandbox`.
-fn made_up(sandbox: &str) -> Result<String> {
+fn generate_tag(sandbox: &str) -> Result<String> {
     let mut random = [0u8; 2];
     crate::util::random::fill_random(&mut random)?;
     let now = crate::util::time::now_unix();

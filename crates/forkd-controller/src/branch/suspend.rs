@@ -30,7 +30,7 @@ use crate::error::{Code, Error, Result};
 use crate::sandbox::lifetime::{Lifetime, Suspending};
 use crate::sandbox::registry::Registry;
 use crate::sandbox::{End, Phase, Sandbox};
-use crate::snapshot::branch_job::{Mode, Stage};
+use crate::snapshot::branch_job::Mode;
 use crate::snapshot::registry::{Entry, Removal, SnapshotRegistry, SnapshotState};
 use crate::util::task::{self, Task};
 
@@ -91,13 +91,13 @@ impl Suspend {
         let SuspendSpec { tag, mode, quota, unused_since, end } = order;
         let sandbox = &self.sandbox;
         let used = || unused_since.is_some_and(|stamp| sandbox.activity.stamp() != stamp);
-        let noted = Suspending { tag: tag.clone(), paused: false };
-        self.amend(|lifetime| lifetime.suspending = Some(noted))?;
+        let note = Suspending { tag: tag.clone(), paused: false };
+        self.amend(|lifetime| lifetime.suspending = Some(note))?;
         self.at("noted");
         // While the sandbox runs: the agent freezes the guest's processes for the branch.
         let order = branch::BranchSpec { tag: Some(tag.clone()), mode, wait: true, parent_tag: None, quota };
-        let (_, branch) = self.snapshots.branch(sandbox, order)?;
-        branch.reached(Stage::Saving).await?;
+        let branch = self.snapshots.branch(sandbox, order)?;
+        branch.wait_forkable().await?;
         self.at("branched");
         {
             let _turn = sandbox.lock_exclusive().await?;
@@ -108,14 +108,14 @@ impl Suspend {
                 // Before the pause: the next daemon must know the reason for it. With `auto_paused` a use resumes it.
                 self.amend(|lifetime| {
                     lifetime.auto_paused = unused_since.is_some();
-                    lifetime.suspending.iter_mut().for_each(|noted| noted.paused = true);
+                    lifetime.suspending.iter_mut().for_each(|note| note.paused = true);
                 })?;
                 self.at("pausing");
                 sandbox.pause().await?;
             }
         }
         self.at("paused");
-        branch.reached(Stage::Done).await?;
+        branch.wait_done().await?;
         self.at("stored");
         let _turn = sandbox.lock_exclusive().await?;
         match sandbox.phase() {
@@ -138,11 +138,11 @@ impl Suspend {
     /// Undoes a suspend that is not committed. See the module's page.
     async fn undo(&self) -> Result<()> {
         let sandbox = &self.sandbox;
-        let noted = || sandbox.read_runtime(|facts| facts.saved.lifetime.suspending.clone());
-        let Some(Suspending { tag, .. }) = noted() else { return Ok(()) };
+        let note = || sandbox.read_runtime(|facts| facts.saved.lifetime.suspending.clone());
+        let Some(Suspending { tag, .. }) = note() else { return Ok(()) };
         let died = {
             let _turn = sandbox.lock_exclusive().await?;
-            let paused = noted().is_some_and(|noted| noted.paused);
+            let paused = note().is_some_and(|note| note.paused);
             match sandbox.phase() {
                 Phase::Paused | Phase::Unresponsive if paused => {
                     sandbox.go_on().await?;
@@ -158,7 +158,7 @@ impl Suspend {
         }
         self.at("removed");
         self.amend(|lifetime| {
-            let paused = lifetime.suspending.take().is_some_and(|noted| noted.paused);
+            let paused = lifetime.suspending.take().is_some_and(|note| note.paused);
             lifetime.auto_paused &= !paused;
         })
     }
@@ -196,10 +196,10 @@ pub(crate) async fn undo_unfinished(
 ) {
     let mut undoing = Vec::new();
     for sandbox in registry.list() {
-        let (noted, workspace) = sandbox
+        let (has_note, workspace) = sandbox
             .read_runtime(|facts| (facts.saved.lifetime.suspending.is_some(), facts.saved.workspace.clone()));
         // The record that cannot be read may name the snapshot.
-        if !noted || workspace.is_some_and(|name| is_kept(&name)) {
+        if !has_note || workspace.is_some_and(|name| is_kept(&name)) {
             continue;
         }
         let (registry, snapshots) = (registry.clone(), snapshots.clone());

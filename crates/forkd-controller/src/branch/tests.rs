@@ -13,7 +13,6 @@ use super::*;
 use crate::sandbox::Spec;
 use crate::sandbox::resources::Resources;
 use crate::sandbox::supervisor::SandboxOrigin as Came;
-use crate::snapshot::branch_job::Stage;
 use crate::testing::fake_guest::{FakeDaemon, eventually};
 use crate::testing::fake_host::bare_guest;
 use crate::testing::fake_monitor::{Act, Branched, FakeMonitor};
@@ -42,7 +41,7 @@ impl Source {
         let (monitor, started) = FakeMonitor::launched_in(&sandbox.id, &folder, Role::Sandbox).await;
         // A branch does what it is asked, and can neither be merged nor saved.
         monitor.sends(sent).script_branches(|request| match request {
-            Request::Hello { .. } | Request::Seal { .. } => Act::Obey,
+            Request::Hello { .. } | Request::Seal { .. } => Act::Execute,
             _ => Act::Answer(Reply::Error { message: "no".into() }),
         });
         tokio::spawn(sandbox.clone().supervise(Came::Adopted(started), host.config.clone()));
@@ -62,8 +61,8 @@ impl Source {
             parent_tag: None,
             quota: Quota::default(),
         };
-        let (_, branch) = daemon.app.snapshots.branch(&self.sandbox, order).unwrap();
-        tokio::time::timeout(PATIENCE, branch.reached(Stage::Saving)).await
+        let branch = daemon.app.snapshots.branch(&self.sandbox, order).unwrap();
+        tokio::time::timeout(PATIENCE, branch.wait_forkable()).await
     }
 }
 
@@ -103,7 +102,7 @@ async fn is_refused(what: &str, daemon: &FakeDaemon, sent: Branched) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_source_that_sends_what_it_was_not_handed_is_ended_and_its_branch_refused() {
+async fn a_source_that_sends_a_foreign_layer_is_ended_and_its_branch_refused() {
     let daemon = FakeDaemon::start().await;
     let folder = tempfile::tempdir().unwrap();
     let (pipe, _writer) = std::io::pipe().unwrap();

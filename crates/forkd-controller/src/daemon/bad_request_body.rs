@@ -17,7 +17,7 @@ use crate::util::random::request_id;
 #[derive(Debug)]
 pub(crate) struct Worded<S> {
     stream: S,
-    asked: RequestSeen,
+    seen: RequestSeen,
     /// The bytes that replace a rejection.
     instead: Option<Instead>,
 }
@@ -45,8 +45,8 @@ struct Instead {
 }
 
 impl<S> Worded<S> {
-    pub(crate) fn new(stream: S, asked: RequestSeen) -> Self {
-        Worded { stream, asked, instead: None }
+    pub(crate) fn new(stream: S, seen: RequestSeen) -> Self {
+        Worded { stream, seen, instead: None }
     }
 }
 
@@ -63,7 +63,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Worded<S> {
 impl<S: AsyncWrite + Unpin> AsyncWrite for Worded<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         let this = &mut *self;
-        if this.instead.is_none() && !this.asked.get() {
+        if this.instead.is_none() && !this.seen.get() {
             let bytes = with_words(buf);
             this.instead = bytes.map(|bytes| Instead { bytes, written: 0, length: buf.len() });
         }
@@ -84,7 +84,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Worded<S> {
         cx: &mut Context<'_>,
         bufs: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        if self.asked.get() && self.instead.is_none() {
+        if self.seen.get() && self.instead.is_none() {
             return Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
         }
         let first = bufs.iter().find(|buf| !buf.is_empty());
@@ -138,7 +138,7 @@ mod tests {
         "HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
 
     /// What a client receives of `said`, on a connection that takes a few bytes at a time.
-    async fn heard(said: &str, asked: bool) -> String {
+    async fn heard(said: &str, seen: bool) -> String {
         let (mut client, server) = tokio::io::duplex(7);
         let heard = tokio::spawn(async move {
             let mut text = String::new();
@@ -146,7 +146,7 @@ mod tests {
             text
         });
         let flag = RequestSeen::default();
-        if asked {
+        if seen {
             flag.note();
         }
         let mut server = Worded::new(server, flag);

@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_second_daemon_is_told_who_holds_the_directory() {
+    fn a_second_daemon_gets_the_pid_of_the_holder_of_the_directory() {
         let dir = tempfile::tempdir().unwrap();
         let first = DataLock::take(dir.path()).unwrap();
         let error = DataLock::take(dir.path()).unwrap_err();

@@ -84,20 +84,20 @@ pub async fn serve(config: Config, ready: impl FnOnce(&Ready)) -> Result<()> {
     let caught = |error| Error::host("cannot catch signals", error);
     let mut terminate = signal(SignalKind::terminate()).map_err(caught)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(caught)?;
-    let asked = async move {
+    let stop = async move {
         tokio::select! {
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
         }
     };
-    serve_until(config, ready, asked).await
+    serve_until(config, ready, stop).await
 }
 
 /// Runs a daemon until `asked` returns. See [`serve`].
 pub async fn serve_until(
     mut config: Config,
     ready: impl FnOnce(&Ready),
-    asked: impl Future<Output = ()>,
+    stop: impl Future<Output = ()>,
 ) -> Result<()> {
     check(&config)?;
     fd_limit::raise_limit();
@@ -229,7 +229,7 @@ pub async fn serve_until(
     ready(&Ready { address, socket: config.socket.clone(), token_file: config.token_file.clone() });
 
     let failure = tokio::select! {
-        () = asked => None,
+        () = stop => None,
         error = failed.next() => Some(error),
     };
     tracing::info!("stopping");
@@ -384,11 +384,11 @@ pub(crate) async fn connection<S>(
 ) where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
-    let asked = RequestSeen::default();
-    let stream = Worded::new(stream, asked.clone());
+    let seen = RequestSeen::default();
+    let stream = Worded::new(stream, seen.clone());
     let service = router
         .map_request(move |mut request: hyper::Request<hyper::body::Incoming>| {
-            asked.note();
+            seen.note();
             request.extensions_mut().insert(peer);
             request
         })

@@ -30,7 +30,7 @@ pub(crate) async fn keep_fresh(tokens: Arc<Tokens>, tls: Option<Arc<Tls>>) {
                 None => std::future::pending().await,
             }
         };
-        let asked = tokio::select! {
+        let requested = tokio::select! {
             () = tokio::time::sleep(EVERY) => false,
             _ = hangup => true,
         };
@@ -38,7 +38,7 @@ pub(crate) async fn keep_fresh(tokens: Arc<Tokens>, tls: Option<Arc<Tls>>) {
         let looked = blocking("looking for changed files", move || {
             log_failure("the token file", tokens.refresh());
             if let Some(tls) = tls {
-                let fresh = tls.refresh(asked);
+                let fresh = tls.refresh(requested);
                 if matches!(fresh, Ok(true)) {
                     tracing::info!("TLS certificate reloaded");
                 }

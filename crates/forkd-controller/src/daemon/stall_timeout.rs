@@ -110,7 +110,7 @@ mod tests {
     const STALL: Duration = Duration::from_secs(2);
 
     #[tokio::test]
-    async fn who_takes_nothing_is_given_up_and_who_is_slow_is_not() {
+    async fn a_client_that_reads_nothing_is_disconnected_and_a_slow_one_is_not() {
         let (ours, mut theirs) = duplex(10);
         let mut stream = ClientStream::new(ours, STALL, None);
         // Ten bytes at a time, for longer in total than the stall timeout.
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whoever_is_talked_with_may_take_their_time() {
+    async fn a_client_in_a_conversation_has_no_stall_timeout() {
         let (ours, mut theirs) = duplex(10);
         let mut stream = ClientStream::new(ours, STALL, None);
         stream.patience().without_end();

@@ -10,6 +10,7 @@ use crate::error::Result;
 use crate::exec::TIMED_OUT;
 use crate::exec::run::ran_out;
 use crate::sandbox::Sandbox;
+use crate::sandbox::agent_call::AgentCall;
 
 /// Evaluates code within `limit`, which overrides the request's. The caller holds the reply's budget until the reply
 /// is sent.
@@ -20,7 +21,7 @@ pub(crate) async fn evaluate(
 ) -> Result<(EvalReply, ResponseBudget)> {
     sandbox.ready().await?;
     let code = wire::EvalRequest { code: request.code };
-    let evaluated = sandbox.with_agent(async {
+    let evaluated = AgentCall::COMMAND.run(sandbox, async {
         match sandbox.agent.eval(&code, limit).await {
             Err(error) if error.is_deadline() => Ok(None),
             other => other.map(Some),

@@ -11,6 +11,7 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::exec::{Finish, counted};
 use crate::sandbox::Sandbox;
+use crate::sandbox::agent_call::AgentCall;
 use crate::util::task;
 
 /// The longest timeout: 30 days.
@@ -34,7 +35,7 @@ pub(crate) async fn run_to_end(
     };
     // The agent kills the command at its timeout, and needs time to report it.
     let patience = limit.saturating_add(config.timing.call);
-    let ran = sandbox.with_agent(async {
+    let ran = AgentCall::COMMAND.run(sandbox, async {
         match tokio::time::timeout(patience, run).await {
             Ok(Err(error)) => Finish::failed(error),
             Ok(Ok(end)) => Ok(Finish::ended(&end)),
@@ -191,7 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn output_that_nobody_takes_leaves_room_for_no_more() {
+    fn unread_output_uses_up_the_budget() {
         let mut collected = Collected::new(1 << 20, ResponseBudget::of(1003));
         collected.add(Output { stdout: Some(vec![b'x'; 1000]), stderr: None, pty: None });
         collected.add(Output { stdout: Some(b"more".to_vec()), stderr: Some(b"yes".to_vec()), pty: None });
@@ -213,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn output_over_the_limit_is_cut_and_said_to_be() {
+    fn output_over_the_limit_is_cut_and_marked_as_cut() {
         let mut collected = Collected::new(5, ResponseBudget::default());
         for piece in ["abc", "def", "ghi"] {
             collected.add(Output { stdout: Some(piece.into()), stderr: Some("x".into()), pty: None });

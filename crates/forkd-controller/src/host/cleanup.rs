@@ -34,10 +34,10 @@ impl CleanupQueue {
 
     /// Runs `job` and returns its result; `None` if it panicked or the runtime ended.
     pub(crate) async fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> Option<T> {
-        let (tell, told) = oneshot::channel();
-        let job = Box::new(move || drop(tell.send(job())));
+        let (reply, replied) = oneshot::channel();
+        let job = Box::new(move || drop(reply.send(job())));
         self.0.send(job).ok()?;
-        told.await.ok()
+        replied.await.ok()
     }
 
     /// Runs `job` at some time.

@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_that_is_not_there_is_told_with_the_fix() {
+    fn the_error_for_a_missing_image_has_the_fix() {
         let dir = tempfile::tempdir().unwrap();
         let finder = ImageLibrary::new(&Config::new(dir.path()));
         let error = finder.find("python").unwrap_err();

@@ -96,8 +96,8 @@ impl Lineages {
         if let Some(known) = known {
             return known;
         }
-        let told = self.cgroups.lineage_of(pid);
-        self.resume(slot, told.as_deref().or(guess)?)
+        let name = self.cgroups.lineage_of(pid);
+        self.resume(slot, name.as_deref().or(guess)?)
     }
 
     /// The lineage of that name, if it has holders.
@@ -184,7 +184,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_number_is_used_again_only_when_nobody_holds_it() {
+    async fn a_number_is_used_again_only_when_it_is_free() {
         let mut lineages = Lineages::new(2, 1000, CleanupQueue::new());
         Arc::get_mut(&mut lineages).unwrap().uid_base = None;
         let first = lineages.begin("a").unwrap();

@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn figures_are_kept_for_a_while_however_often_somebody_asks() {
+    async fn figures_are_cached_for_a_while() {
         let usage = MemoryUsage::default();
         let first = usage.memory(vec![std::process::id()]).await;
         assert!(first.private > 0);

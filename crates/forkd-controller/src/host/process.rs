@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_cannot_pass_somebody_else_off_as_its_child() {
+    fn a_template_cannot_pass_another_process_off_as_its_child() {
         let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
         let (pid, us) = (child.id() as i32, std::process::id() as i32);
         assert_eq!(ProcessId::of_child(pid, us).unwrap().pid, pid);
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_record_names_nobody() {
+    fn a_damaged_record_names_no_process() {
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(ProcessId::read(folder.path()), Found::Missing);
         std::fs::write(folder.path().join(RECORD), b"{\"pid\":").unwrap();

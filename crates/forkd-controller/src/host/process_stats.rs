@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_pauses_are_remembered_and_one_that_goes_on_is_told() {
+    fn the_last_pauses_are_kept_and_an_ongoing_one_is_reported() {
         let pauses = Pauses::default();
         for index in 0..40 {
             pauses.add(f64::from(index), Some(1.0), "branch");

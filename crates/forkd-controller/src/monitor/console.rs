@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_what_a_process_says_only_the_beginning_is_repeated() {
+    fn only_the_beginning_of_a_processs_message_is_repeated() {
         assert_eq!(brief(&Some("x")), "Some(\"x\")");
         let text = brief(&"é".repeat(1 << 20));
         assert!(text.len() < 300 && text.ends_with('…'), "{text}");

@@ -271,7 +271,7 @@ impl Monitor {
                 Ok(status) => (wait_status(status), describe(wait_status(status))),
                 Err(error) => (None, format!("the monitor's status is unknown: {error}")),
             },
-            Parent::Template(told) => match tokio::time::timeout(STATUS_WAIT, told).await {
+            Parent::Template(end) => match tokio::time::timeout(STATUS_WAIT, end).await {
                 Ok(Ok(status)) => (Some(status), describe(Some(status))),
                 _ => (None, lost.into()),
             },

@@ -100,7 +100,7 @@ async fn a_killed_monitor_is_noticed_at_once() {
 }
 
 #[tokio::test]
-async fn a_monitor_that_answers_without_a_question_is_ended_and_the_reason_told() {
+async fn a_monitor_that_answers_without_a_request_is_ended_with_the_reason() {
     use forkd_protocol::control::{Reply, VERSION};
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     let (launch, folder) = launch_of("exec sleep 1000");

@@ -85,7 +85,7 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
     // Children that templates still list were deleted, or their folders are gone.
     for (template, children) in leftovers.templates.values_mut() {
         for (child, adopted) in children.drain() {
-            if let Adopted::Alive(pid, _told) = adopted {
+            if let Adopted::Alive(pid, _end) = adopted {
                 tracing::warn!(child, "template child has no sandbox folder; killed");
                 kill(pid, template.pid);
             }
@@ -156,23 +156,23 @@ async fn take_over(
     sandbox.child = name.clone();
     sandbox.recorded(record);
 
-    let (mut status, mut told) = match child {
-        Some(Adopted::Alive(_, told)) => (None, Some(told)),
+    let (mut status, mut end) = match child {
+        Some(Adopted::Alive(_, end)) => (None, Some(end)),
         Some(Adopted::Ended(status)) => (Some(status), None),
         None => (None, None),
     };
     let process = identity.as_ref().filter(|_| status.is_none());
     let process = process.and_then(|identity| Some((identity, identity.open()?)));
     let monitor = process.map(|(identity, pidfd)| {
-        let adopted = Monitor::adopted(id.clone(), folder.to_owned(), identity.pid, pidfd, &mut told);
+        let adopted = Monitor::adopted(id.clone(), folder.to_owned(), identity.pid, pidfd, &mut end);
         // The monitor's control socket is lost: the process is ending, or must be killed.
         adopted.inspect_err(|_| drop(identity.open().map(|process| process.kill())))
     });
     if !matches!(monitor, Some(Ok(_)))
-        && let Some(told) = told
+        && let Some(end) = end
     {
         // The process ends just now: its template will report the status.
-        status = tokio::time::timeout(STOP_WAIT, told).await.ok().and_then(|status| status.ok());
+        status = tokio::time::timeout(STOP_WAIT, end).await.ok().and_then(|status| status.ok());
     }
     let seat = registry.seat(&sandbox.spec);
     match monitor {
@@ -226,7 +226,7 @@ async fn end(id: &str, folder: &Path, identity: Option<ProcessId>, child: Option
     tracing::info!(sandbox = id, "incomplete sandbox of an earlier daemon removed");
     // The fork may have happened without a record: the control socket leads to the process.
     let stopped = adopt::stop(folder).await;
-    if let (Err(_), Some((template, Adopted::Alive(pid, _told)))) = (stopped, child) {
+    if let (Err(_), Some((template, Adopted::Alive(pid, _end)))) = (stopped, child) {
         kill(pid, template);
     }
 }

@@ -86,9 +86,9 @@ impl Archive {
 
     /// Waits until every noted change is written.
     pub(crate) async fn flush(&self) {
-        let (tell, told) = oneshot::channel();
-        if self.queue.send(Message::Flush(tell)).await.is_ok() {
-            let _ = told.await;
+        let (notify, notified) = oneshot::channel();
+        if self.queue.send(Message::Flush(notify)).await.is_ok() {
+            let _ = notified.await;
         }
     }
 
@@ -158,8 +158,8 @@ async fn write(database: Arc<Database>, queued: Arc<tokio::sync::Mutex<mpsc::Rec
                 tracing::error!(%error, "sandbox ledger not written");
             }
         }
-        for tell in waiting {
-            let _ = tell.send(());
+        for notify in waiting {
+            let _ = notify.send(());
         }
     }
 }
@@ -167,6 +167,6 @@ async fn write(database: Arc<Database>, queued: Arc<tokio::sync::Mutex<mpsc::Rec
 fn take(message: Message, changes: &mut Vec<Change>, waiting: &mut Vec<oneshot::Sender<()>>) {
     match message {
         Message::Write(change) => changes.push(change),
-        Message::Flush(tell) => waiting.push(tell),
+        Message::Flush(notify) => waiting.push(notify),
     }
 }

@@ -46,12 +46,12 @@ pub(crate) struct ForkedBranch {
 
 impl MonitorCommand {
     /// Runs the command. `patience` is how long one answer of the monitor may take.
-    pub(crate) async fn obey(self, sandbox: &Sandbox, monitor: &mut Monitor, patience: Duration) {
+    pub(crate) async fn execute(self, sandbox: &Sandbox, monitor: &mut Monitor, patience: Duration) {
         match self {
-            MonitorCommand::Branch(config, fds, tell) => {
+            MonitorCommand::Branch(config, fds, reply) => {
                 let branched = monitor.branch(config, &fds, patience).await;
                 // Looked up here, where the supervisor cannot end the source: its pid identifies the parent.
-                let born =
+                let forked =
                     branched.and_then(|branched| match ProcessId::of_child(branched.pid, monitor.pid()) {
                         Ok(identity) => Ok(ForkedBranch { branched, identity }),
                         Err(error) => {
@@ -59,32 +59,32 @@ impl MonitorCommand {
                             Err(Error::host("cannot record a branch", error))
                         }
                     });
-                if let Err(Ok(unwanted)) = tell.send(born) {
+                if let Err(Ok(unwanted)) = reply.send(forked) {
                     kill(&unwanted.branched);
                 }
             }
-            MonitorCommand::Pause(tell) => {
+            MonitorCommand::Pause(reply) => {
                 let paused = monitor.pause(patience).await;
                 if paused.is_ok() {
                     sandbox.update_runtime(|facts| facts.disk_full = false);
                     sandbox.pauses.begin();
                     sandbox.set_phase(Phase::Paused);
                 }
-                let _ = tell.send(paused);
+                let _ = reply.send(paused);
             }
-            MonitorCommand::Resume(tell) => {
+            MonitorCommand::Resume(reply) => {
                 let resumed = monitor.resume(patience).await;
                 if resumed.is_ok() {
                     sandbox.update_runtime(|facts| facts.disk_full = false);
                     sandbox.pauses.end();
                     sandbox.set_phase(Phase::Running);
                 }
-                let _ = tell.send(resumed);
+                let _ = reply.send(resumed);
             }
-            MonitorCommand::Seal(layers, tell) => drop(tell.send(monitor.seal(&layers, patience).await)),
+            MonitorCommand::Seal(layers, reply) => drop(reply.send(monitor.seal(&layers, patience).await)),
             MonitorCommand::Distrust(why) => monitor.distrust(&why),
-            MonitorCommand::ReplaceLayers(disks, tell) => {
-                let _ = tell.send(monitor.replace_layers(disks, patience).await);
+            MonitorCommand::ReplaceLayers(disks, reply) => {
+                let _ = reply.send(monitor.replace_layers(disks, patience).await);
             }
         }
     }
@@ -107,9 +107,9 @@ impl Sandbox {
         if let Phase::Ended(end) = self.phase() {
             return Err(self.ended(Code::SandboxEnded, &end));
         }
-        let (tell, told) = oneshot::channel();
-        self.orders.commands.send(command(tell)).await.map_err(|_| ended())?;
-        told.await.unwrap_or_else(|_| Err(ended()))
+        let (reply, replied) = oneshot::channel();
+        self.orders.commands.send(command(reply)).await.map_err(|_| ended())?;
+        replied.await.unwrap_or_else(|_| Err(ended()))
     }
 }
 

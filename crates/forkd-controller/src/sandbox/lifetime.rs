@@ -273,6 +273,7 @@ pub(crate) enum Attempt {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sandbox::agent_call::AgentCall;
 
     #[test]
     fn labels_are_few_short_and_printable() {
@@ -299,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_uses_it_keeps_it_from_being_idle() {
+    fn a_sandbox_in_use_is_not_idle() {
         let activity = Activity::new();
         activity.last_ms.store(0, Ordering::SeqCst);
         let before = activity.stamp();
@@ -316,7 +317,8 @@ mod tests {
         let sandbox = Sandbox::bare("sb1");
         let users = || sandbox.activity.stamp().1;
         let before = sandbox.activity.stamp().0;
-        let meanwhile = sandbox.with_agent(async { Ok((users(), sandbox.activity.idle())) }).await;
+        let meanwhile =
+            AgentCall::COMMAND.run(&sandbox, async { Ok((users(), sandbox.activity.idle())) }).await;
         assert_eq!(meanwhile.unwrap(), (1, Duration::ZERO));
         assert_eq!(users(), 0);
         assert!(sandbox.activity.stamp().0 > before);

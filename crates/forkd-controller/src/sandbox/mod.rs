@@ -11,8 +11,7 @@
 //! - All sandboxes: `registry` boots, finds and deletes them, `spawn` forks them, `rollback` restarts one from a
 //!   snapshot. After a restart of the daemon `adopt` takes them over, and `unknown` keeps those with unreadable records.
 //! - The host: `resources` (cgroup, network slot, lineage), `disks` (frozen layers), `disk_full`.
-//! - The guest: `quiesce` freezes and thaws its processes, `agent_call` and `visit` call its agent, `envs` checks
-//!   variables.
+//! - The guest: `quiesce` freezes and thaws its processes, `agent_call` calls its agent, `envs` checks variables.
 
 pub(crate) mod adopt;
 pub(crate) mod agent_call;
@@ -33,7 +32,6 @@ mod start;
 pub(crate) mod state;
 pub(crate) mod supervisor;
 pub(crate) mod unknown;
-pub(crate) mod visit;
 mod watchdog;
 
 use std::path::PathBuf;
@@ -65,9 +63,6 @@ pub(crate) use crate::sandbox::persisted::RuntimeInfo;
 pub(crate) use record::{
     END, End, History, RECORD, ROLLED_BACK, SandboxRecord, SavedState, Spec, child_name,
 };
-
-/// How long a request waits for the reason after its connection to the agent broke.
-const REASON_WAIT: Duration = Duration::from_secs(2);
 
 /// The state of a sandbox.
 #[derive(Debug, Clone)]
@@ -244,19 +239,19 @@ impl Sandbox {
     }
 
     /// Watches the desired state.
-    pub(crate) fn wishes(&self) -> watch::Receiver<DesiredState> {
+    pub(crate) fn watch_desired(&self) -> watch::Receiver<DesiredState> {
         self.orders.desired.subscribe()
     }
 
     /// Sets what the supervisor is to do; the supervisor acts on it at once.
-    pub(crate) fn set_desired(&self, wish: DesiredState) {
-        self.orders.desired.send_replace(wish);
+    pub(crate) fn set_desired(&self, desired: DesiredState) {
+        self.orders.desired.send_replace(desired);
     }
 
     /// Returns the desired state as soon as that is no longer [`DesiredState::Run`].
-    pub(crate) async fn dismissed(&self) -> DesiredState {
-        match self.orders.desired.subscribe().wait_for(|wish| *wish != DesiredState::Run).await {
-            Ok(wish) => *wish,
+    pub(crate) async fn desired_changed(&self) -> DesiredState {
+        match self.orders.desired.subscribe().wait_for(|desired| *desired != DesiredState::Run).await {
+            Ok(desired) => *desired,
             // Not reached: `self` holds the sender.
             Err(_) => DesiredState::End,
         }
@@ -323,36 +318,6 @@ impl Sandbox {
             Phase::Ended(end) => Err(self.ended(Code::SandboxEnded, &end)),
             Phase::Unknown(_) => self.known(),
         }
-    }
-
-    /// Does `work` with the agent, and counts as a use for that time. If the sandbox ends or becomes unresponsive
-    /// first, the error is the reason for that.
-    pub(crate) async fn with_agent<T>(&self, work: impl Future<Output = agent::Result<T>>) -> Result<T> {
-        let _in_use = self.in_use();
-        self.ask_agent(work).await
-    }
-
-    /// As [`with_agent`](Sandbox::with_agent), but does not count as a use.
-    pub(crate) async fn ask_agent<T>(&self, work: impl Future<Output = agent::Result<T>>) -> Result<T> {
-        let error = tokio::select! {
-            done = work => match done {
-                Ok(value) => {
-                    self.heard();
-                    // A suspend may have stored the sandbox before this work, which is lost then: the caller must not
-                    // get an answer as if it were kept.
-                    return self.check_not_suspending().map(|()| value);
-                }
-                Err(error) => error,
-            },
-            trouble = self.trouble() => return Err(trouble),
-        };
-        if matches!(error, agent::Error::Unreachable(_) | agent::Error::Timeout(_)) {
-            // A connection often breaks before the daemon knows why the sandbox ends.
-            if let Ok(trouble) = tokio::time::timeout(REASON_WAIT, self.trouble()).await {
-                return Err(trouble);
-            }
-        }
-        Err(self.agent_error(error))
     }
 
     /// Waits until the sandbox ends or becomes unresponsive, and returns that as an error.

@@ -61,16 +61,16 @@ struct Thaw {
     /// The call of the freeze, while it has no answer and the guest may still freeze.
     freeze: Option<JoinHandle<agent::Result<bool>>>,
     phases: watch::Receiver<Phase>,
-    wishes: watch::Receiver<DesiredState>,
+    desired: watch::Receiver<DesiredState>,
     /// No freeze begins as long as there is one.
     _counted: TaskTrackerToken,
 }
 
 impl Owed {
     pub(crate) fn to(sandbox: &Sandbox) -> Self {
-        let (phases, wishes) = (sandbox.phase.subscribe(), sandbox.wishes());
+        let (phases, desired) = (sandbox.phase.subscribe(), sandbox.watch_desired());
         let (agent, _counted) = (sandbox.agent.clone(), sandbox.thaws.token());
-        Owed(Some(Thaw { agent, freeze: None, phases, wishes, _counted }))
+        Owed(Some(Thaw { agent, freeze: None, phases, desired, _counted }))
     }
 
     /// Asks the agent to freeze its processes. Returns whether it did within `patience`.
@@ -128,10 +128,10 @@ impl Thaw {
         }
         loop {
             let moves = self.phases.wait_for(|phase| !matches!(phase, Phase::Starting | Phase::Paused));
-            let dismissed = self.wishes.wait_for(|wish| *wish != DesiredState::Run);
+            let changed = self.desired.wait_for(|desired| *desired != DesiredState::Run);
             let ended = tokio::select! {
                 phase = moves => phase.is_ok_and(|phase| matches!(*phase, Phase::Ended(_))),
-                _ = dismissed => true,
+                _ = changed => true,
             };
             if ended || self.agent.thaw().await.is_ok() {
                 return;
@@ -205,19 +205,19 @@ mod tests {
         let (mut commands, log) = (sandbox.take_commands().unwrap(), done.clone());
         tokio::spawn(async move {
             while let Some(command) = commands.recv().await {
-                let (what, phase, tell) = match command {
-                    MonitorCommand::Pause(tell) => ("pause", Phase::Paused, tell),
-                    MonitorCommand::Resume(tell) => ("resume", Phase::Running, tell),
+                let (what, phase, reply) = match command {
+                    MonitorCommand::Pause(reply) => ("pause", Phase::Paused, reply),
+                    MonitorCommand::Resume(reply) => ("resume", Phase::Running, reply),
                     other => panic!("{other:?}"),
                 };
                 let asked = |method: &str| guest.calls_of(method).len();
                 log.lock().unwrap().push((what, asked("Freeze"), asked("Thaw")));
                 if refuses && what == "pause" {
-                    let _ = tell.send(Err(Error::new(Code::Internal, "the monitor does not answer")));
+                    let _ = reply.send(Err(Error::new(Code::Internal, "the monitor does not answer")));
                     continue;
                 }
                 sandbox.set_phase(phase);
-                let _ = tell.send(Ok(()));
+                let _ = reply.send(Ok(()));
             }
         });
         done

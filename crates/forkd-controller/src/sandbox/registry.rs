@@ -188,14 +188,14 @@ impl Registry {
     fn start_supervisor(&self, sandbox: &Arc<Sandbox>, origin: SandboxOrigin) -> JoinHandle<()> {
         self.ledger.made(sandbox);
         let (sandbox, ledger, config) = (sandbox.clone(), self.ledger.clone(), self.host.config.clone());
-        let (lost, noted) = (sandbox.clone(), ledger.clone());
+        let (lost, archive) = (sandbox.clone(), ledger.clone());
         let work = async move {
             sandbox.clone().supervise(origin, config).await;
             ledger.note_phase(&sandbox);
         };
         task::spawn_or(Task::Sandbox, work, move |error| {
             lost.supervisor_panicked(error);
-            noted.note_phase(&lost);
+            archive.note_phase(&lost);
         })
     }
 
@@ -325,34 +325,34 @@ impl Registry {
         let entry = inner.sandboxes.remove(&sandbox.id);
         drop(inner);
         let _ = sandbox.end_reason.set(end);
-        entry.into_iter().for_each(|entry| self.dismiss(entry, DesiredState::End));
+        entry.into_iter().for_each(|entry| self.release(entry, DesiredState::End));
     }
 
     /// Removes a sandbox from the registry. Its process and its files are removed in the background.
     pub(crate) fn delete(self: &Arc<Self>, id: &str) -> Result<()> {
         let entry = self.inner.lock().sandboxes.remove(id);
         let Some(entry) = entry else { return self.get(id).map(|_| ()) };
-        self.dismiss(entry, DesiredState::End);
+        self.release(entry, DesiredState::End);
         Ok(())
     }
 
-    fn dismiss(self: &Arc<Self>, mut entry: Entry, wish: DesiredState) {
+    fn release(self: &Arc<Self>, mut entry: Entry, desired: DesiredState) {
         // At once: after the answer to a delete the owner may create another sandbox.
         entry.seat.give_back();
         let leaving = self.leaving.token();
-        if wish == DesiredState::End {
+        if desired == DesiredState::End {
             entry.sandbox.mark_deleted();
             self.ledger.ended(&entry.sandbox.id, &entry.sandbox.end_reason());
         }
-        entry.sandbox.set_desired(wish);
+        entry.sandbox.set_desired(desired);
         let registry = self.clone();
         task::spawn(Task::TearDown, async move {
-            registry.tear_down(entry, wish).await;
+            registry.tear_down(entry, desired).await;
             drop(leaving);
         });
     }
 
-    async fn tear_down(&self, entry: Entry, wish: DesiredState) {
+    async fn tear_down(&self, entry: Entry, desired: DesiredState) {
         let Entry { sandbox, supervisor, seat } = entry;
         if let Err(error) = supervisor.await {
             tracing::error!(sandbox = sandbox.id, %error, "sandbox supervisor failed");
@@ -360,7 +360,7 @@ impl Registry {
         let mut resources = std::mem::take(&mut *sandbox.resources());
         // A half-made sandbox cannot be left to the next daemon: its supervisor has ended it.
         let deleted = matches!(sandbox.phase(), Phase::Ended(end) if end.is_requested());
-        if wish == DesiredState::Leave && !deleted {
+        if desired == DesiredState::Leave && !deleted {
             if let Some(template) = &resources.template {
                 template.leave();
             }
@@ -396,7 +396,7 @@ impl Registry {
                 let why = "the daemon was stopped before it had booted, or while its command ran";
                 let _ = entry.sandbox.end_reason.set(End::new("deleted", why, String::new()));
             }
-            self.dismiss(entry, if lasting { DesiredState::Leave } else { DesiredState::End });
+            self.release(entry, if lasting { DesiredState::Leave } else { DesiredState::End });
         }
         self.leaving.wait().await;
         self.ledger.flush().await;

@@ -243,7 +243,7 @@ pub(crate) fn clear(next: &Path) -> io::Result<()> {
 
 impl Sandbox {
     /// Ends the old process, takes over its network slot, and forks the new process.
-    pub(crate) async fn succeed(
+    pub(crate) async fn complete_rollback(
         self: &Arc<Self>,
         succession: RollbackPlan,
         config: &Config,
@@ -293,7 +293,7 @@ impl Sandbox {
             drop(left);
         });
         let sandbox = self.clone();
-        let asked = blocking("rolling back", move || {
+        let pending = blocking("rolling back", move || {
             if sandbox.spec.network {
                 attached.attach_tap(&mut sandbox.resources())?;
             }
@@ -302,8 +302,8 @@ impl Sandbox {
             drop(turn);
             Ok((template.fork(attached.config, attached.fds), attached.control))
         });
-        let (asked, control) = asked.await?;
-        Ok(PendingFork { asked, control, arrived, envs })
+        let (pending, control) = pending.await?;
+        Ok(PendingFork { pending, control, arrived, envs })
     }
 }
 

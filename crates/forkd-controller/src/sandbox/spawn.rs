@@ -109,12 +109,12 @@ pub(crate) async fn spawn(
 async fn attempt(registry: &Arc<Registry>, batch: Batch) -> Result<Spawned> {
     let wait = batch.order.wait;
     let mut given = begin(registry, batch)?;
-    let mut asked = Vec::new();
+    let mut pending = Vec::new();
     while let Some(bound) = given.recv().await {
-        asked.push(bound);
+        pending.push(bound);
     }
-    let (mut children, mut errors) = (Vec::with_capacity(asked.len()), Vec::new());
-    for (index, bound) in asked.into_iter().enumerate() {
+    let (mut children, mut errors) = (Vec::with_capacity(pending.len()), Vec::new());
+    for (index, bound) in pending.into_iter().enumerate() {
         let started = async {
             let bound = bound?;
             if wait {
@@ -246,7 +246,7 @@ fn prepare_child(host: &Host, batch: &Batch, id: String, folder: &Path) -> Resul
         Error::host("cannot write down what a sandbox is", error)
     })?;
     let birth = PendingFork {
-        asked: template.fork(config, fds),
+        pending: template.fork(config, fds),
         control,
         arrived: order.arrived,
         envs: order.envs.clone(),

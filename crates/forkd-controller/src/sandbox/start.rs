@@ -22,7 +22,7 @@ use crate::snapshot::template::lost;
 /// Why a guest did not come up.
 enum Failure {
     /// The start was cancelled. A half-made sandbox is not left to the next daemon either.
-    Dismissed,
+    NoLongerDesired,
     /// The host's side failed: another attempt would fail too.
     Host(Error),
     /// The guest's side failed: the description, and the last lines of its console if the monitor sent them.
@@ -43,16 +43,16 @@ impl Sandbox {
                 Err(failed) => failed,
             };
             let process = ended.as_ref().map(MonitorEnd::account).unwrap_or_default();
-            let (detail, told) = match failure {
-                Failure::Dismissed => return Err(Outcome::Ended(self.end_reason())),
+            let (detail, console_tail) = match failure {
+                Failure::NoLongerDesired => return Err(Outcome::Ended(self.end_reason())),
                 Failure::Host(error) => {
                     tracing::warn!(sandbox = self.id, %error, process, "boot failed");
                     let end = End::failed("boot_failed", &error, self.tail().await);
                     return Err(Outcome::Ended(end));
                 }
-                Failure::Guest(detail, told) => (detail, told),
+                Failure::Guest(detail, console_tail) => (detail, console_tail),
             };
-            let console_tail = match told {
+            let console_tail = match console_tail {
                 Some(tail) => tail,
                 None => self.tail().await,
             };
@@ -87,7 +87,7 @@ impl Sandbox {
         self.update_runtime(|facts| facts.pid = u32::try_from(monitor.pid()).ok());
         let outcome = tokio::select! {
             biased;
-            _ = self.dismissed() => Err(Failure::Dismissed),
+            _ = self.desired_changed() => Err(Failure::NoLongerDesired),
             up = self.bring_up(&mut monitor, assets, warm, config) => up,
         };
         match outcome {
@@ -163,8 +163,8 @@ impl Sandbox {
         tokio::select! {
             biased;
             end = monitor.wait() => {
-                let told = end.vm.as_ref().map(|vm| console::printable(vm.console_tail.as_bytes()));
-                Err(Failure::Guest(end.describe(), told))
+                let console_tail = end.vm.as_ref().map(|vm| console::printable(vm.console_tail.as_bytes()));
+                Err(Failure::Guest(end.describe(), console_tail))
             }
             up = up => up.map_err(|detail| Failure::Guest(detail, None)),
         }
@@ -172,11 +172,11 @@ impl Sandbox {
 
     /// Completes a fork: waits for the template's answer and for the child's first, and records the process.
     pub(crate) async fn finish_fork(&self, birth: PendingFork, timing: &Timing) -> Result<Monitor, Outcome> {
-        let PendingFork { asked, control, arrived, envs } = birth;
+        let PendingFork { pending, control, arrived, envs } = birth;
         let forked = tokio::select! {
             biased;
-            forked = asked.forked => forked.unwrap_or_else(|_| Err(lost())),
-            _ = self.dismissed() => {
+            forked = pending.forked => forked.unwrap_or_else(|_| Err(lost())),
+            _ = self.desired_changed() => {
                 control_socket::stop_unseen(control);
                 return Err(Outcome::Ended(self.end_reason()));
             }
@@ -191,7 +191,7 @@ impl Sandbox {
         };
         self.telemetry.metrics.spawn_fork.observe(arrived.elapsed().as_secs_f64());
         let pid = forked.pid;
-        let monitor = Monitor::forked(self.id.clone(), self.folder.clone(), forked, control, asked.ended);
+        let monitor = Monitor::forked(self.id.clone(), self.folder.clone(), forked, control, pending.ended);
         let monitor =
             monitor.map_err(|error| self.fork_failed(&Error::host("cannot watch its process", error)));
         let mut monitor = monitor.map_err(Outcome::Ended)?;
@@ -200,7 +200,7 @@ impl Sandbox {
         let answered = tokio::select! {
             biased;
             answered = self.first_answer(&mut monitor, &envs, timing) => answered,
-            _ = self.dismissed() => Err(Failure::Dismissed),
+            _ = self.desired_changed() => Err(Failure::NoLongerDesired),
         };
         let took = arrived.elapsed();
         // The sandbox is half-made until here: with the process record the next daemon adopts it.
@@ -224,11 +224,11 @@ impl Sandbox {
             Err(failure) => {
                 let process = monitor.end().await;
                 Err(match failure {
-                    Failure::Dismissed => Outcome::Ended(self.end_reason()),
+                    Failure::NoLongerDesired => Outcome::Ended(self.end_reason()),
                     Failure::Host(error) => Outcome::Ended(self.fork_failed(&error)),
-                    Failure::Guest(detail, told) => {
+                    Failure::Guest(detail, console_tail) => {
                         let detail = self.out_of_memory(process.status).unwrap_or(detail);
-                        let tail = match told {
+                        let tail = match console_tail {
                             Some(tail) => tail,
                             None => self.tail().await,
                         };
@@ -249,13 +249,13 @@ impl Sandbox {
         envs: &BTreeMap<String, String>,
         timing: &Timing,
     ) -> Result<Option<bool>, Failure> {
-        let told = |end: MonitorEnd| {
+        let failed = |end: MonitorEnd| {
             let tail = end.vm.as_ref().map(|vm| console::printable(vm.console_tail.as_bytes()));
             Failure::Guest(end.describe(), tail)
         };
         if self.spec.is_bare() {
             return match tokio::time::timeout(timing.boot, monitor.ready()).await {
-                Ok(ready) => ready.map(|()| None).map_err(told),
+                Ok(ready) => ready.map(|()| None).map_err(failed),
                 Err(_) => {
                     let text = format!("the guest was not ready after {} s", timing.boot.as_secs());
                     Err(Failure::Guest(text, None))
@@ -264,7 +264,7 @@ impl Sandbox {
         }
         tokio::select! {
             biased;
-            end = monitor.wait() => Err(told(end)),
+            end = monitor.wait() => Err(failed(end)),
             became = bringup::become_sandbox(&self.agent, &self.id, envs, timing) => {
                 let became = became.map_err(|detail| Failure::Guest(detail, None))?;
                 for warning in &became.warnings {

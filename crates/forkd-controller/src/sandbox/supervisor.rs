@@ -39,10 +39,10 @@ pub(crate) enum SandboxOrigin {
     Adopted(Monitor),
 }
 
-/// A fork that the template has been asked for.
+/// A fork that was requested from the template.
 #[derive(Debug)]
 pub(crate) struct PendingFork {
-    pub(crate) asked: PendingChild,
+    pub(crate) pending: PendingChild,
     /// The daemon's end of the control connection, which the child will answer on.
     pub(crate) control: Channel,
     /// When the request for it arrived.
@@ -78,7 +78,7 @@ impl Sandbox {
                 }
             }
             SandboxOrigin::Fork(birth) => self.finish_fork(birth, &config.timing).await,
-            SandboxOrigin::Rollback(succession) => self.succeed(*succession, &config).await,
+            SandboxOrigin::Rollback(succession) => self.complete_rollback(*succession, &config).await,
             SandboxOrigin::Adopted(monitor) => Ok(monitor),
         };
         if let Some(counted) = counted {
@@ -184,13 +184,13 @@ impl Sandbox {
         // The channel closes when this returns, so every request that still waits gets an error.
         let mut commands = self.take_commands();
         let mut watchdog = std::pin::pin!(self.watchdog(timing));
-        let wish = loop {
+        let desired = loop {
             if monitor.take_disk_full() {
                 self.paused_for_room();
             }
             let command = tokio::select! {
                 biased;
-                wish = self.dismissed() => break wish,
+                desired = self.desired_changed() => break desired,
                 happened = monitor.next() => match happened {
                     Some(end) => return Outcome::Ended(self.account(end).await),
                     None => continue,
@@ -198,20 +198,20 @@ impl Sandbox {
                 Some(command) = next_command(&mut commands) => command,
                 () = &mut watchdog => break DesiredState::End,
             };
-            command.obey(self, &mut monitor, timing.call).await;
+            command.execute(self, &mut monitor, timing.call).await;
         };
-        if wish == DesiredState::Leave {
+        if desired == DesiredState::Leave {
             monitor.leave();
             return Outcome::Left;
         }
         monitor.end().await;
-        Outcome::Ended(if wish == DesiredState::Replace { End::rolled_back() } else { self.end_reason() })
+        Outcome::Ended(if desired == DesiredState::Replace { End::rolled_back() } else { self.end_reason() })
     }
 
     async fn account(&self, end: MonitorEnd) -> End {
         // An earlier daemon wrote this end before it ended the process.
-        if let Some(noted) = End::read(&self.folder).read() {
-            return noted;
+        if let Some(recorded) = End::read(&self.folder).read() {
+            return recorded;
         }
         if let Some(detail) = self.out_of_memory(end.status) {
             return End::new("out_of_memory", detail, self.tail().await);

@@ -113,16 +113,16 @@ impl Sandbox {
     pub(crate) async fn keep_unknown(self: Arc<Self>, remains: Remains) {
         // Dropped, so that every command fails: there is no monitor connection.
         drop(self.take_commands());
-        let dismissed = tokio::select! {
+        let desired = tokio::select! {
             biased;
-            wish = self.dismissed() => wish,
+            desired = self.desired_changed() => desired,
             () = remains.ended() => {
                 tracing::warn!(sandbox = self.id, "process of an unknown sandbox ended");
                 self.update_runtime(|facts| facts.pid = None);
-                self.dismissed().await
+                self.desired_changed().await
             }
         };
-        if dismissed == DesiredState::Leave {
+        if desired == DesiredState::Leave {
             return;
         }
         let kill = || drop(self.resources().leaf.as_ref().map(|leaf| leaf.kill()));

@@ -15,9 +15,9 @@ use crate::error::{Error, Result};
 use crate::host::lineage::Lineage;
 use crate::host::process::ProcessId;
 use crate::monitor::control_socket::{self, Link};
-use crate::snapshot::branch_job::Branch;
+use crate::snapshot::branch_job::BranchJob;
 use crate::snapshot::merge::NoSource;
-use crate::snapshot::registry::{Entry, SnapshotJob, SnapshotRegistry};
+use crate::snapshot::registry::{Entry, SnapshotRegistry, SnapshotState};
 use crate::snapshot::template::cgroup::move_to_own_cgroup;
 use crate::snapshot::template::{Adopted, PersistState, Template, TemplateParts, TemplateRecord};
 use crate::snapshot::unknown::{UnknownTemplate, Unread};
@@ -127,17 +127,18 @@ impl SnapshotRegistry {
         }
         // By age: a branch reserves its tag after the branch it came from.
         unsaved.sort_by(|(a, x), (b, y)| (x.begun_at_unix, &a.id).cmp(&(y.begun_at_unix, &b.id)));
-        let mut branches: HashMap<String, Arc<Branch>> = HashMap::new();
+        let mut entries: HashMap<String, Arc<Entry>> = HashMap::new();
         let mut waiting: Vec<Unsaved> = Vec::new();
-        let mut jobs: Vec<(Arc<Entry>, Arc<Branch>, Arc<Template>)> = Vec::new();
+        let mut jobs: Vec<(Arc<Entry>, Arc<BranchJob>, Arc<Template>)> = Vec::new();
         for (template, record) in unsaved {
             // The snapshot is on disk; the daemon was killed before it recorded that.
-            if let Some(snapshot) = self.get(&template.about.tag).ok().and_then(|it| it.snapshot().ok()) {
-                let id = snapshot.id().to_owned();
-                if let Err(error) = template.record(PersistState::Saved(id.clone())) {
-                    tracing::warn!(tag = template.about.tag, %error, "template record not updated: branch is on disk");
+            if let Ok(entry) = self.get(&template.about.tag)
+                && let Ok(snapshot) = entry.snapshot()
+            {
+                if let Err(error) = entry.write_record(&template) {
+                    tracing::warn!(tag = entry.tag, %error, "template record not updated: branch is on disk");
                 }
-                self.install(&template, &id);
+                self.install(&template, snapshot.id());
                 continue;
             }
             waiting.push((template, record));
@@ -156,46 +157,39 @@ impl SnapshotRegistry {
                 if let Some(origin) = &mut record.origin
                     && origin.snapshot.is_none()
                 {
-                    parent = branches.get(&origin.template).cloned();
+                    parent = entries.get(&origin.template).cloned();
                     let known = leftovers.templates.get(&origin.template);
                     origin.snapshot = known.and_then(|(template, _)| template.snapshot());
                 }
                 // The earlier daemon may have been killed before it wrote to the database: the record counts first.
                 let known = || self.owners.of(&template.about.tag).unwrap_or_else(local_owner);
                 let owner = record.owner.clone().unwrap_or_else(known);
-                let branch = Arc::new(Branch::adopted(&template, record, parent));
-                branches.insert(template.id.clone(), branch.clone());
-                let work = SnapshotJob::Branch(branch.clone());
-                match self.reserve(&branch.tag, work, &owner, &Quota::default()) {
+                let branch = Arc::new(BranchJob::adopted(&template, record, parent));
+                let state = SnapshotState::Saving(branch.clone());
+                match self.reserve(&branch.tag, state, &owner, &Quota::default()) {
                     Ok(entry) => {
                         entry.set_current(template.clone());
+                        entries.insert(template.id.clone(), entry.clone());
                         jobs.push((entry, branch, template));
                     }
-                    Err(error) => {
-                        tracing::warn!(tag = branch.tag, %error, "branch not saved");
-                        branch.fail(error);
-                    }
+                    Err(error) => tracing::warn!(tag = branch.tag, %error, "branch not saved"),
                 }
             }
         }
         for (entry, branch, template) in jobs {
             tracing::info!(tag = branch.tag, "branch of an earlier daemon is not on disk yet; writing it");
             let snapshots = self.clone();
-            let (failed, over) = (entry.clone(), branch.clone());
+            let failed = entry.clone();
             let work = async move {
                 match snapshots.record_owner(&entry).await {
                     Ok(()) => snapshots.persist(entry, branch, template, NoSource).await,
                     Err(error) => {
                         tracing::error!(tag = branch.tag, %error, "branch not saved: its owner is not recorded");
-                        entry.failed(error.clone());
-                        branch.fail(error);
+                        entry.fail(error);
                     }
                 }
             };
-            task::spawn_or(Task::Save, work, move |error| {
-                failed.failed(error.clone());
-                over.fail(error);
-            });
+            task::spawn_or(Task::Save, work, move |error| failed.fail(error));
         }
     }
 }

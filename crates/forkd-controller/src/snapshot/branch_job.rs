@@ -1,4 +1,5 @@
-//! A branch job: its source, its stage, and the record by which the next daemon finishes it.
+//! A branch job: its source, its progress, and the record by which the next daemon finishes it. The state of the
+//! snapshot says how far the job is (`state`).
 
 use std::fs::File;
 use std::sync::{Arc, OnceLock};
@@ -9,7 +10,8 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
-use crate::error::{Error, Result};
+use crate::error::Error;
+use crate::snapshot::entry::Entry;
 use crate::snapshot::template::Template;
 
 /// How a branch is stored, and what a branch request waits for by default.
@@ -74,17 +76,6 @@ pub(crate) struct BranchRecord {
     pub(crate) owner: Option<String>,
 }
 
-/// How far a branch job is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd)]
-pub(crate) enum Stage {
-    /// The template is being forked.
-    Branching,
-    /// Children can be forked from the template, and a saver writes the snapshot.
-    Saving,
-    /// The snapshot is on disk, or the job failed, or the next daemon goes on with it.
-    Done,
-}
-
 /// What the daemon wants of a branch job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Disposition {
@@ -97,144 +88,120 @@ pub(crate) enum Disposition {
 
 /// A branch job, or the job that compacts a snapshot.
 #[derive(Debug)]
-pub(crate) struct Branch {
+pub(crate) struct BranchJob {
     pub(crate) tag: String,
     /// The id of its template; empty for a compact job.
     pub(crate) template: String,
     /// A sandbox's id, or `compact:` and a tag.
     pub(crate) source: String,
-    /// The owner at the request.
-    owner: Option<String>,
     pub(crate) guest: GuestSpec,
     pub(crate) mode: Mode,
     pub(crate) begun_at_unix: u64,
     pub(crate) origin: Option<BranchOrigin>,
-    /// The branch job of its origin, if that was not on disk when this branch was taken.
-    pub(crate) parent: Option<Arc<Branch>>,
+    /// Its origin, if that was not on disk when this branch was taken.
+    pub(crate) parent: Option<Arc<Entry>>,
     /// Whether a client waits for the save: then the branch is removed if it cannot be stored.
     pub(crate) waited_for: bool,
-    taken: OnceLock<CaptureStats>,
+    capture: OnceLock<CaptureStats>,
     progress: Mutex<Option<File>>,
-    published: OnceLock<Snapshot>,
-    error: OnceLock<Error>,
-    stage: watch::Sender<Stage>,
-    wish: watch::Sender<Disposition>,
+    disposition: watch::Sender<Disposition>,
     /// Why the branch is not being written now: the error of the full disk.
     shortage: watch::Sender<Option<Error>>,
 }
 
-impl Branch {
+impl BranchJob {
     pub(crate) fn new(tag: String, template: String, source: String, guest: GuestSpec, mode: Mode) -> Self {
-        Branch {
+        BranchJob {
             tag,
             template,
             source,
-            owner: None,
             guest,
             mode,
             begun_at_unix: crate::util::time::now_unix(),
             origin: None,
             parent: None,
             waited_for: false,
-            taken: OnceLock::new(),
+            capture: OnceLock::new(),
             progress: Mutex::default(),
-            published: OnceLock::new(),
-            error: OnceLock::new(),
-            stage: watch::Sender::new(Stage::Branching),
-            wish: watch::Sender::new(Disposition::Keep),
+            disposition: watch::Sender::new(Disposition::Keep),
             shortage: watch::Sender::new(None),
         }
     }
 
-    /// Adds the origin of its source, the owner, and whether a client waits for the save.
+    /// Adds the origin of its source, and whether a client waits for the save.
     pub(crate) fn from(
         self,
         origin: Option<BranchOrigin>,
-        parent: Option<Arc<Branch>>,
-        owner: String,
+        parent: Option<Arc<Entry>>,
         waited_for: bool,
     ) -> Self {
-        Branch { origin, parent, owner: Some(owner), waited_for, ..self }
+        BranchJob { origin, parent, waited_for, ..self }
     }
 
     /// The job that stores all of `snapshot` in full as `to`.
     pub(crate) fn compacting(snapshot: &Snapshot, to: &str) -> Self {
         let (tag, guest) = (snapshot.tag().to_owned(), snapshot.manifest().facts.clone());
         let source = format!("compact:{tag}");
-        let branch = Branch::new(to.to_owned(), String::new(), source, guest, Mode::Full);
+        let branch = BranchJob::new(to.to_owned(), String::new(), source, guest, Mode::Full);
         let origin = BranchOrigin { tag, snapshot: Some(snapshot.id().to_owned()), template: String::new() };
-        Branch { origin: Some(origin), waited_for: true, ..branch }
+        BranchJob { origin: Some(origin), waited_for: true, ..branch }
     }
 
     /// The job of a branch that an earlier daemon took.
-    pub(crate) fn adopted(template: &Template, record: BranchRecord, parent: Option<Arc<Branch>>) -> Self {
+    pub(crate) fn adopted(template: &Template, record: BranchRecord, parent: Option<Arc<Entry>>) -> Self {
         let about = &template.about;
-        let branch = Branch::new(
+        let branch = BranchJob::new(
             about.tag.clone(),
             template.id.clone(),
             record.source.clone(),
             about.guest.clone(),
             record.mode,
         );
-        let _ = branch.taken.set(record.taken.clone());
-        branch.stage.send_replace(Stage::Saving);
-        let BranchRecord { begun_at_unix, origin, owner, .. } = record;
-        Branch { begun_at_unix, origin, owner, parent, ..branch }
+        branch.set_capture_stats(record.taken);
+        let BranchRecord { begun_at_unix, origin, .. } = record;
+        BranchJob { begun_at_unix, origin, parent, ..branch }
     }
 
     /// The record for the next daemon.
-    pub(crate) fn record(&self) -> BranchRecord {
+    pub(crate) fn record(&self, owner: String) -> BranchRecord {
         BranchRecord {
             source: self.source.clone(),
             mode: self.mode,
             begun_at_unix: self.begun_at_unix,
             origin: self.origin.clone(),
-            taken: self.taken(),
-            owner: self.owner.clone(),
+            taken: self.capture_stats(),
+            owner: Some(owner),
         }
     }
 
     /// Sets what was measured when the branch was forked.
-    pub(crate) fn note_taken(&self, taken: CaptureStats) {
-        let _ = self.taken.set(taken);
-    }
-
-    /// Enters [`Stage::Saving`]: children can be forked from the template.
-    pub(crate) fn forked(&self) {
-        self.stage.send_replace(Stage::Saving);
+    pub(crate) fn set_capture_stats(&self, stats: CaptureStats) {
+        let _ = self.capture.set(stats);
     }
 
     /// What was measured; empty before the branch is taken.
-    pub(crate) fn taken(&self) -> CaptureStats {
-        self.taken.get().cloned().unwrap_or_default()
+    pub(crate) fn capture_stats(&self) -> CaptureStats {
+        self.capture.get().cloned().unwrap_or_default()
     }
 
-    /// Returns when the job is at `stage` or further; its error if it failed.
-    pub(crate) async fn reached(&self, stage: Stage) -> Result<()> {
-        let _ = self.stage.subscribe().wait_for(|now| *now >= stage).await;
-        match self.error.get() {
-            Some(error) => Err(error.clone()),
-            None => Ok(()),
-        }
-    }
-
-    pub(crate) fn set_desired(&self, wish: Disposition) {
-        self.wish.send_replace(wish);
+    pub(crate) fn set_disposition(&self, disposition: Disposition) {
+        self.disposition.send_replace(disposition);
     }
 
     /// What the daemon wants of the job now.
-    pub(crate) fn desired(&self) -> Disposition {
-        *self.wish.borrow()
+    pub(crate) fn disposition(&self) -> Disposition {
+        *self.disposition.borrow()
     }
 
     /// Returns when the disposition is no longer [`Disposition::Keep`], with the new one.
-    pub(crate) async fn dismissed(&self) -> Disposition {
-        let wish = self.wish.subscribe().wait_for(|wish| *wish != Disposition::Keep).await.map(|wish| *wish);
-        wish.unwrap_or(Disposition::Leave)
+    pub(crate) async fn disposition_changed(&self) -> Disposition {
+        let mut dispositions = self.disposition.subscribe();
+        let changed = dispositions.wait_for(|now| *now != Disposition::Keep).await.map(|now| *now);
+        changed.unwrap_or(Disposition::Leave)
     }
 
     /// Sets why the branch waits for disk space; none if it waits no longer.
-    pub(crate) fn wait_for_room(&self, shortage: Option<Error>) {
+    pub(crate) fn set_shortage(&self, shortage: Option<Error>) {
         self.shortage.send_replace(shortage);
     }
 
@@ -243,18 +210,9 @@ impl Branch {
         self.shortage.borrow().clone()
     }
 
-    /// Returns when the job is done or waits for disk space.
-    pub(crate) async fn held_up(&self) {
-        let mut shortage = self.shortage.subscribe();
-        tokio::select! {
-            _ = self.reached(Stage::Done) => {}
-            _ = shortage.wait_for(Option::is_some) => {}
-        }
-    }
-
-    /// The snapshot, once it is on disk.
-    pub(crate) fn published(&self) -> Option<&Snapshot> {
-        self.published.get()
+    /// Returns when the branch waits for disk space.
+    pub(crate) async fn short_of_space(&self) {
+        let _ = self.shortage.subscribe().wait_for(Option::is_some).await;
     }
 
     /// Sets the file into which the saver writes its progress.
@@ -268,15 +226,5 @@ impl Branch {
         let mut bytes = [0; SaveProgress::LENGTH];
         std::os::unix::fs::FileExt::read_exact_at(file.as_ref()?, &mut bytes, 0).ok()?;
         Some(SaveProgress::from_bytes(bytes))
-    }
-
-    pub(crate) fn succeed(&self, snapshot: Snapshot) {
-        let _ = self.published.set(snapshot);
-        self.stage.send_replace(Stage::Done);
-    }
-
-    pub(crate) fn fail(&self, error: Error) {
-        let _ = self.error.set(error);
-        self.stage.send_replace(Stage::Done);
     }
 }

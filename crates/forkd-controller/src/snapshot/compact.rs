@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use crate::auth::principal::{Principal, SHARED};
 use crate::error::{Code, Error, Result};
-use crate::snapshot::branch_job::{Branch, Stage};
-use crate::snapshot::registry::{Entry, SnapshotJob, SnapshotRegistry};
+use crate::snapshot::branch_job::BranchJob;
+use crate::snapshot::registry::{Entry, SnapshotRegistry, SnapshotState};
 use crate::util::task::{self, Task};
 
 impl SnapshotRegistry {
@@ -23,10 +23,10 @@ impl SnapshotRegistry {
         let owner = Some(from.owner()).filter(|owner| owner != SHARED).unwrap_or_else(|| who.owner.clone());
         let snapshot = from.snapshot()?;
         let loaded = from.current().is_some();
-        let branch = Arc::new(Branch::compacting(&snapshot, to));
-        let entry = self.reserve(to, SnapshotJob::Branch(branch.clone()), &owner, &who.quota)?;
-        let (snapshots, job, made) = (self.clone(), branch.clone(), entry.clone());
-        let (lost, waiting, stuck) = (self.clone(), branch.clone(), entry.clone());
+        let job = Arc::new(BranchJob::compacting(&snapshot, to));
+        let entry = self.reserve(to, SnapshotState::Saving(job.clone()), &owner, &who.quota)?;
+        let (snapshots, made) = (self.clone(), entry.clone());
+        let (registry, failed) = (self.clone(), entry.clone());
         let work = async move {
             let saved = async {
                 snapshots.record_owner(&made).await?;
@@ -44,22 +44,12 @@ impl SnapshotRegistry {
                 from.unload();
             }
             match saved {
-                Ok(snapshot) => {
-                    made.ready(snapshot.clone());
-                    job.succeed(snapshot);
-                }
-                Err(error) => {
-                    snapshots.forget_owner(&made).await;
-                    snapshots.remove_unwritten(&made);
-                    job.fail(error);
-                }
+                Ok(snapshot) => made.ready(snapshot),
+                Err(error) => snapshots.discard(&made, error).await,
             }
         };
-        task::spawn_or(Task::Compact, work, move |error| {
-            lost.remove_unwritten(&stuck);
-            waiting.fail(error);
-        });
-        branch.reached(Stage::Done).await?;
+        task::spawn_or(Task::Compact, work, move |error| registry.discard_now(&failed, error));
+        entry.wait_done().await?;
         Ok(entry)
     }
 }

@@ -12,21 +12,26 @@ use std::sync::Arc;
 use forkd_protocol::agent::AGENT_PORT;
 use forkd_protocol::control::CONSOLE_TAIL;
 use forkd_store::{GuestSpec, Measured, Snapshot};
+use tokio::sync::watch;
+use tracing::Instrument;
 
 use crate::agent::bringup::{self, combine};
 use crate::agent::{Agent, Endpoint};
+use crate::auth::principal::Principal;
 use crate::config::Config;
 use crate::error::{Code, Error, Result};
 use crate::host::disk_layer;
 use crate::host::handed_layers::are_kept;
 use crate::host::images::BootSource;
 use crate::monitor::{Launch, Monitor, boot_files, console};
+use crate::snapshot::entry::Entry;
 use crate::snapshot::load::Ground;
-use crate::snapshot::registry::{CreateJob, SnapshotRegistry};
+use crate::snapshot::registry::SnapshotRegistry;
 use crate::snapshot::save::{self, SaveJob};
-use crate::snapshot::template::{MemorySource, PersistState, Template};
+use crate::snapshot::state::SnapshotState;
+use crate::snapshot::template::{MemorySource, Template};
 use crate::util::random::new_id;
-use crate::util::task::blocking;
+use crate::util::task::{self, Task, blocking};
 
 /// The order for a new snapshot.
 #[derive(Debug, Clone)]
@@ -63,6 +68,35 @@ pub(crate) enum CreatePhase {
     Saving,
 }
 
+/// The job that boots a guest and makes a snapshot of it.
+#[derive(Debug)]
+pub(crate) struct CreateJob {
+    pub(crate) order: SnapshotSpec,
+    pub(crate) begun_at_unix: u64,
+    pub(crate) phase: watch::Sender<CreatePhase>,
+    cancelled: watch::Sender<bool>,
+}
+
+impl CreateJob {
+    pub(crate) fn new(order: SnapshotSpec) -> Self {
+        CreateJob {
+            order,
+            begun_at_unix: crate::util::time::now_unix(),
+            phase: watch::Sender::new(CreatePhase::Booting),
+            cancelled: watch::Sender::new(false),
+        }
+    }
+
+    pub(crate) fn cancel(&self) {
+        self.cancelled.send_replace(true);
+    }
+
+    /// Returns when the job is cancelled.
+    async fn cancelled(&self) {
+        let _ = self.cancelled.subscribe().wait_for(|cancelled| *cancelled).await;
+    }
+}
+
 /// A booted guest that is to become a template.
 struct Parent {
     monitor: Monitor,
@@ -72,11 +106,47 @@ struct Parent {
     python: Option<bool>,
 }
 
+impl SnapshotRegistry {
+    /// Begins to make a snapshot. The job goes on if its client disconnects; `claim` is dropped when the job is over.
+    pub(crate) fn create(
+        self: &Arc<Self>,
+        order: SnapshotSpec,
+        who: &Principal,
+        claim: impl Send + 'static,
+    ) -> Result<Arc<Entry>> {
+        let job = Arc::new(CreateJob::new(order));
+        let state = SnapshotState::Creating(job.clone());
+        let entry = self.reserve(&job.order.tag, state, &who.owner, &who.quota)?;
+        let (snapshots, created, failed) = (self.clone(), entry.clone(), entry.clone());
+        let work = async move {
+            snapshots.run_create(&created, &job).await;
+            drop(claim);
+        };
+        task::spawn_or(Task::CreateJob, work.in_current_span(), move |error| failed.fail(error));
+        Ok(entry)
+    }
+
+    async fn run_create(&self, entry: &Entry, job: &CreateJob) {
+        let made = match self.record_owner(entry).await {
+            Ok(()) => make(self, job).await,
+            Err(error) => Err(error),
+        };
+        match made {
+            Ok((snapshot, template)) => {
+                tracing::info!(tag = entry.tag, "snapshot is ready");
+                entry.set_current(template);
+                entry.ready(snapshot);
+            }
+            Err(error) => {
+                tracing::warn!(tag = entry.tag, %error, "snapshot not made");
+                entry.fail(error);
+            }
+        }
+    }
+}
+
 /// Makes a snapshot and its template.
-pub(crate) async fn make(
-    snapshots: &SnapshotRegistry,
-    making: &CreateJob,
-) -> Result<(Snapshot, Arc<Template>)> {
+async fn make(snapshots: &SnapshotRegistry, making: &CreateJob) -> Result<(Snapshot, Arc<Template>)> {
     let (host, order) = (snapshots.host.clone(), making.order.clone());
     let ground = Ground { id: new_id("tp")?, folder: PathBuf::new() };
     let ground = Ground { folder: snapshots.folder.join(&ground.id), ..ground };
@@ -164,9 +234,6 @@ pub(crate) async fn make(
             cancelled()
         };
         let snapshot = save::save(snapshots, &template, job, drop, unwanted).await?;
-        if let Err(error) = template.record(PersistState::Saved(snapshot.id().to_owned())) {
-            tracing::warn!(tag = making.order.tag, %error, "template record not written");
-        }
         // Only a running guest needs these files.
         for name in [boot_files::VSOCK, boot_files::CONSOLE] {
             let _ = std::fs::remove_file(ground.folder.join(name));

@@ -1,125 +1,33 @@
-//! One snapshot: its state, the job that makes it, and its template.
-//!
-//! ```text
-//! SnapshotRegistry::reserve                 Entry::ready
-//! ------------------------> Writing(job) -----------------> Ready    the snapshot is on disk
-//!                                |
-//!                                | Entry::failed
-//!                                v
-//!                       Failed { work: Some(job) }    nothing is on disk; the tag may be used again
-//!
-//! a starting daemon finds                            and the entry begins as
-//!   a snapshot on disk                               Ready
-//!   a snapshot on disk that cannot be used           Failed { work: None }
-//!   a running template of a branch not on disk yet   Writing(job), Stage::Saving
-//!   a template whose record cannot be read           Unknown, until a client removes it
-//!
-//! stages of a branch job   Branching -----> Saving ------> Done
-//! state of its entry       Writing          Writing        Ready | Failed | removed | Writing
-//! children can be forked   no               yes            yes, while there is a template or a snapshot on disk
-//! ```
-//!
-//! A branch that waits for disk space stays in `Saving`. After `Done` the entry is removed if the branch was never
-//! taken, or if its client waits for the save and the save failed. The entry stays `Writing` if the daemon stops
-//! before the save ends: the next daemon goes on. A compact job has no `Saving` stage: its template is that of
-//! the snapshot it compacts.
+//! One snapshot in the registry: its state (`state`), its owner, and its template while that is in use.
 
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forkd_api::{EventKind, EventSubject};
-use forkd_protocol::names::is_valid_sandbox_id;
-use forkd_store::Snapshot;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-use crate::error::{Code, Error, Result};
-use crate::snapshot::branch_job::{Branch, Disposition, Stage};
-use crate::snapshot::template::{PersistState, Template};
-use crate::snapshot::unknown::{self, UnknownTemplate};
+use crate::snapshot::state::SnapshotState;
+use crate::snapshot::template::Template;
 use crate::telemetry::Telemetry;
 
-/// One snapshot in the registry. The module's page draws its states.
+/// One snapshot in the registry. [`state`](crate::snapshot::state) changes its state.
 #[derive(Debug)]
 pub(crate) struct Entry {
     pub(crate) tag: String,
     owner: Mutex<String>,
-    state: Mutex<SnapshotState>,
+    pub(super) state: watch::Sender<SnapshotState>,
     pub(crate) current: Mutex<Option<Arc<Template>>>,
     /// When a client last asked for the template, or when the template was set.
     used: Mutex<Instant>,
     /// Held while a template is started from disk: one start at a time.
     pub(crate) starting: tokio::sync::Mutex<()>,
-    telemetry: Arc<Telemetry>,
-}
-
-/// The state of a snapshot. The module's page draws the changes between them.
-#[derive(Debug, Clone)]
-pub(crate) enum SnapshotState {
-    Writing(SnapshotJob),
-    Ready(Box<Snapshot>),
-    /// The snapshot on disk cannot be used, or, with `work`, the job did not finish it. `error` is the reason.
-    Failed {
-        error: Error,
-        work: Option<SnapshotJob>,
-    },
-    /// A template runs whose record cannot be read. Whether the snapshot is on disk is unknown.
-    Unknown(Arc<UnknownTemplate>),
-}
-
-/// The job that makes a snapshot.
-#[derive(Debug, Clone)]
-pub(crate) enum SnapshotJob {
-    /// Boots a guest and warms it up.
-    CreateJob(Arc<CreateJob>),
-    /// Branches a sandbox, or compacts a snapshot.
-    Branch(Arc<Branch>),
-}
-
-impl SnapshotJob {
-    /// The memory of the snapshot's guest, in MiB.
-    pub(crate) fn mem_mib(&self) -> u64 {
-        match self {
-            SnapshotJob::CreateJob(making) => making.order.mem_mib,
-            SnapshotJob::Branch(branch) => branch.guest.mem_size_mib,
-        }
-    }
-
-    /// Cancels the job and returns when it is over.
-    pub(crate) async fn cancel(&self) {
-        match self {
-            SnapshotJob::CreateJob(making) => {
-                making.cancelled.send_replace(true);
-                let _ = making.done.subscribe().wait_for(|done| *done).await;
-            }
-            SnapshotJob::Branch(branch) => {
-                branch.set_desired(Disposition::Cancel);
-                let _ = branch.reached(Stage::Done).await;
-            }
-        }
-    }
-}
-
-/// The job that boots a guest and makes a snapshot of it.
-#[derive(Debug)]
-pub(crate) struct CreateJob {
-    pub(crate) order: crate::snapshot::create::SnapshotSpec,
-    pub(crate) begun_at_unix: u64,
-    pub(crate) phase: watch::Sender<crate::snapshot::create::CreatePhase>,
-    pub(crate) cancelled: watch::Sender<bool>,
-    pub(crate) done: watch::Sender<bool>,
-}
-
-impl CreateJob {
-    /// Returns when the job is cancelled.
-    pub(crate) async fn cancelled(&self) {
-        let _ = self.cancelled.subscribe().wait_for(|cancelled| *cancelled).await;
-    }
+    pub(super) telemetry: Arc<Telemetry>,
 }
 
 impl Entry {
     pub(crate) fn new(tag: &str, owner: &str, state: SnapshotState, telemetry: Arc<Telemetry>) -> Arc<Self> {
-        let (state, current, starting) = (Mutex::new(state), Mutex::default(), Default::default());
+        let (state, current, starting) = (watch::Sender::new(state), Mutex::default(), Default::default());
         let (owner, used) = (Mutex::new(owner.to_owned()), Mutex::new(Instant::now()));
         Arc::new(Entry { tag: tag.to_owned(), owner, state, current, used, starting, telemetry })
     }
@@ -132,26 +40,6 @@ impl Entry {
     /// Changes the owner and returns the previous one.
     pub(crate) fn set_owner(&self, owner: &str) -> String {
         std::mem::replace(&mut *self.owner.lock(), owner.to_owned())
-    }
-
-    /// The subject of events about the snapshot: its tag, its owner and the sandbox it is being branched from.
-    pub(crate) fn about(&self) -> EventSubject {
-        let sandbox = self.branch().map(|branch| branch.source.clone());
-        let sandbox = sandbox.filter(|source| is_valid_sandbox_id(source));
-        EventSubject {
-            snapshot: Some(self.tag.clone()),
-            sandbox,
-            owner: Some(self.owner()),
-            ..EventSubject::default()
-        }
-    }
-
-    pub(crate) fn emit(&self, kind: EventKind, about: EventSubject) {
-        self.telemetry.events.emit(kind, about);
-    }
-
-    pub(crate) fn state(&self) -> SnapshotState {
-        self.state.lock().clone()
     }
 
     /// The snapshot's template, if its process is alive.
@@ -169,7 +57,7 @@ impl Entry {
         if !self.is_unused(for_this_long) {
             return false;
         }
-        // Whoever asks just now has it: it does not end before they are done with it.
+        // A request that has the template keeps a handle: the template does not end before the request.
         let unloaded = self.current.lock().take();
         unloaded.is_some()
     }
@@ -190,78 +78,34 @@ impl Entry {
         *self.current.lock() = Some(template);
     }
 
-    /// The snapshot is on disk: the state becomes `Ready`.
-    pub(crate) fn ready(&self, snapshot: Snapshot) {
-        let about = self.about();
-        *self.state.lock() = SnapshotState::Ready(Box::new(snapshot));
-        self.emit(EventKind::SnapshotReady, about);
-    }
-
-    /// The job failed: the state becomes `Failed`, if it is `Writing`.
-    pub(crate) fn failed(&self, error: Error) {
-        let why = error.public().into_owned();
-        {
-            let mut state = self.state.lock();
-            let SnapshotState::Writing(work) = &*state else { return };
-            let work = Some(work.clone());
-            *state = SnapshotState::Failed { error, work };
-        }
-        self.emit(EventKind::SnapshotFailed, EventSubject { detail: Some(why), ..self.about() });
-    }
-
-    /// The branch job of the snapshot, while it runs or if it failed.
-    pub(crate) fn branch(&self) -> Option<Arc<Branch>> {
-        match self.state() {
-            SnapshotState::Writing(SnapshotJob::Branch(branch)) => Some(branch),
-            SnapshotState::Failed { work: Some(SnapshotJob::Branch(branch)), .. } => Some(branch),
-            _ => None,
-        }
-    }
-
-    /// The snapshot on disk, or why it cannot be used.
-    pub(crate) fn snapshot(&self) -> Result<Snapshot> {
-        match self.state() {
-            SnapshotState::Ready(snapshot) => Ok(*snapshot),
-            SnapshotState::Writing(_) => {
-                let text = format!("snapshot {} is still being made; try again later", self.tag);
-                Err(Error::new(Code::SnapshotNotReady, text))
-            }
-            SnapshotState::Failed { error, work: Some(_) } => {
-                let text = format!("snapshot {} was not finished; make it again", self.tag);
-                Err(error.within(Code::SnapshotFailed, text))
-            }
-            SnapshotState::Failed { error, work: None } => Err(error),
-            SnapshotState::Unknown(template) => {
-                let what = format!("snapshot {}", self.tag);
-                Err(unknown::refused(&what, &template.why, &self.remove_command()))
-            }
-        }
-    }
-
-    /// Writes the owner into the template's record, if the snapshot is a branch that is not on disk yet.
-    pub(crate) fn record_owner(&self) -> std::io::Result<()> {
-        // Held meanwhile: what is forgotten is not recorded as wanted again.
-        let current = self.current.lock();
-        let (Some(template), SnapshotState::Writing(SnapshotJob::Branch(branch))) = (&*current, self.state())
-        else {
-            return Ok(());
-        };
-        let record =
-            crate::snapshot::branch_job::BranchRecord { owner: Some(self.owner()), ..branch.record() };
-        template.record(PersistState::Unsaved(Box::new(record)))
-    }
-
     /// The command that removes the snapshot, for error texts.
     pub(crate) fn remove_command(&self) -> String {
         format!("forkd rmi {}", self.tag)
     }
 
+    /// Writes the record of `template`, as the state says.
+    pub(crate) fn write_record(&self, template: &Template) -> io::Result<()> {
+        self.state().write_record(template, self.owner(), true)
+    }
+
+    /// Writes the new owner into the template's record, if the snapshot is a branch that is not on disk.
+    pub(crate) fn update_record(&self) -> io::Result<()> {
+        // Held meanwhile: a template that is forgotten is not recorded as wanted again.
+        match (&*self.current.lock(), self.branch()) {
+            (Some(template), Some(_)) => self.write_record(template),
+            _ => Ok(()),
+        }
+    }
+
     /// Drops the handle on the template for good: the next daemon does not save a branch that is not on disk.
     pub(crate) fn forget(&self) {
-        let Some(template) = self.current.lock().take() else { return };
-        if self.branch().is_some()
-            && let Err(error) = template.record(PersistState::Forgotten)
-        {
+        let template = self.current.lock().take();
+        template.iter().for_each(|template| self.forget_template(template));
+    }
+
+    /// As [`forget`](Entry::forget), for a template that is not set yet.
+    pub(crate) fn forget_template(&self, template: &Template) {
+        if let Err(error) = self.state().write_record(template, self.owner(), false) {
             tracing::warn!(tag = self.tag, %error, "template record not updated: branch is removed");
         }
     }

@@ -14,7 +14,7 @@ use forkd_store::Snapshot;
 
 use crate::config::Limits;
 use crate::error::Result;
-use crate::snapshot::branch_job::Mode;
+use crate::snapshot::branch_job::{BranchJob, Mode};
 use crate::snapshot::registry::{Entry, Removal, SnapshotJob, SnapshotRegistry, SnapshotState};
 
 /// The longest time between two passes.
@@ -24,7 +24,7 @@ const SOON: Duration = Duration::from_millis(if cfg!(test) { 5 } else { 250 });
 
 /// A branch, on disk or failed, that may be removed.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-struct Branch {
+struct Candidate {
     created_at_unix: u64,
     /// Orders branches that were taken within the same second.
     saved_at: SystemTime,
@@ -87,7 +87,7 @@ pub(crate) async fn unload_unused(snapshots: Arc<SnapshotRegistry>) {
                 {
                     tracing::info!(tag = entry.tag, "unused branch unloaded from memory");
                 }
-                SnapshotState::Failed { work: Some(SnapshotJob::Branch(_)), .. }
+                SnapshotState::Failed { job: Some(SnapshotJob::Branch(_)), .. }
                     if entry.current().is_some() && entry.is_unused(after) =>
                 {
                     tracing::warn!(tag = entry.tag, "unsaved branch lost: no client used it");
@@ -112,33 +112,31 @@ fn interval(limits: &Limits) -> Option<Duration> {
 }
 
 /// All branches of sandboxes that are on disk, or could not be saved, oldest first.
-fn branches(snapshots: &SnapshotRegistry) -> Vec<Branch> {
+fn branches(snapshots: &SnapshotRegistry) -> Vec<Candidate> {
     let branch = |entry: &Arc<Entry>| match entry.state() {
         SnapshotState::Ready(snapshot) => {
             let manifest = snapshot.manifest();
             let is_suspending = manifest.measured.mode.as_deref() == Some(Mode::Suspend.name());
-            (is_of_a_sandbox(&snapshot) && !is_suspending).then(|| Branch {
+            (is_of_a_sandbox(&snapshot) && !is_suspending).then(|| Candidate {
                 created_at_unix: manifest.created_at_unix,
                 saved_at: snapshot.saved_at(),
                 tag: snapshot.tag().to_owned(),
                 owner: entry.owner(),
             })
         }
-        SnapshotState::Failed { work: Some(SnapshotJob::Branch(branch)), .. } => unsaved(entry, &branch),
-        SnapshotState::Writing(SnapshotJob::Branch(branch)) if branch.shortage().is_some() => {
-            unsaved(entry, &branch)
-        }
+        SnapshotState::Failed { job: Some(SnapshotJob::Branch(branch)), .. } => unsaved(entry, &branch),
+        SnapshotState::Saving(branch) if branch.shortage().is_some() => unsaved(entry, &branch),
         _ => None,
     };
-    let mut all: Vec<Branch> = snapshots.list().iter().filter_map(branch).collect();
+    let mut all: Vec<Candidate> = snapshots.list().iter().filter_map(branch).collect();
     all.sort();
     all
 }
 
 /// A branch that is in memory only.
-fn unsaved(entry: &Entry, branch: &crate::snapshot::branch_job::Branch) -> Option<Branch> {
+fn unsaved(entry: &Entry, branch: &BranchJob) -> Option<Candidate> {
     let is_suspending = branch.mode == Mode::Suspend;
-    (is_valid_sandbox_id(&branch.source) && !is_suspending).then(|| Branch {
+    (is_valid_sandbox_id(&branch.source) && !is_suspending).then(|| Candidate {
         created_at_unix: branch.begun_at_unix,
         saved_at: SystemTime::UNIX_EPOCH,
         tag: entry.tag.clone(),
@@ -147,17 +145,17 @@ fn unsaved(entry: &Entry, branch: &crate::snapshot::branch_job::Branch) -> Optio
 }
 
 /// The tags of those of the sorted `branches` that are too old or too many, oldest first.
-fn expired(branches: &[Branch], limits: &Limits, now: u64) -> Vec<String> {
+fn expired(branches: &[Candidate], limits: &Limits, now: u64) -> Vec<String> {
     let mut left = BTreeMap::new();
     branches.iter().for_each(|branch| *left.entry(branch.owner.as_str()).or_insert(0) += 1);
     // The oldest of each owner, until no more than the maximum are left.
-    let mut is_excess = |branch: &Branch| {
+    let mut is_excess = |branch: &Candidate| {
         let Some(left) = left.get_mut(branch.owner.as_str()) else { return false };
         let excess = limits.branch_max_count.is_some_and(|max| *left > max);
         *left -= usize::from(excess);
         excess
     };
-    let too_old = |branch: &Branch| {
+    let too_old = |branch: &Candidate| {
         limits.branch_max_age.is_some_and(|age| branch.created_at_unix.saturating_add(age.as_secs()) < now)
     };
     let expired = branches.iter().filter(|branch| is_excess(branch) | too_old(branch));

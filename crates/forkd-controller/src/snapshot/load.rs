@@ -12,17 +12,17 @@ use crate::host::Host;
 use crate::host::cgroup::CgroupLimits;
 use crate::host::lineage::Lineage;
 use crate::monitor::{Launch, Monitor, boot_files};
-use crate::snapshot::registry::SnapshotRegistry;
-use crate::snapshot::template::{MemorySource, PersistState, Template, TemplateParts, TemplateSpec};
+use crate::snapshot::registry::{Entry, SnapshotRegistry, SnapshotState};
+use crate::snapshot::template::{MemorySource, Template, TemplateParts, TemplateSpec};
 use crate::util::fs::make_private_dir;
 use crate::util::random::new_id;
 use crate::util::task::blocking;
 
 impl SnapshotRegistry {
-    pub(crate) async fn load(&self, tag: &str) -> Result<Arc<Template>> {
+    pub(crate) async fn load(&self, entry: &Entry) -> Result<Arc<Template>> {
         let (host, id) = (self.host.clone(), new_id("tp")?);
         // Read anew: the manifest on disk counts, not the one the daemon read earlier.
-        let (store, wanted) = (self.store.clone(), tag.to_owned());
+        let (store, wanted) = (self.store.clone(), entry.tag.clone());
         let snapshot = blocking("reading a snapshot", move || Ok(store.get(&wanted)?)).await?;
         let folder = self.folder.join(&id);
         let ground = Ground { id: id.clone(), folder: folder.clone() };
@@ -49,8 +49,8 @@ impl SnapshotRegistry {
                 };
                 error.within(code, format!("snapshot {} cannot be used here", snapshot.tag()))
             })?;
-            template
-                .record(PersistState::Saved(snapshot.id().to_owned()))
+            SnapshotState::Ready(Box::new(snapshot.clone()))
+                .write_record(&template, entry.owner(), true)
                 .map_err(|error| Error::host("cannot write the record of a template", error))?;
             tracing::info!(tag = snapshot.tag(), template = template.id, "template started from disk");
             Ok(template)

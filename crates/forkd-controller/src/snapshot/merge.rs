@@ -75,8 +75,8 @@ pub(crate) async fn merge(
         });
     }
     let name = new_id("merge")?;
-    let asked = template.merge(MergeConfig { child: name.clone(), disks }, fds).await;
-    let ended = follow(template, asked, || {}).await;
+    let pending = template.merge(MergeConfig { child: name.clone(), disks }, fds).await;
+    let ended = follow(template, pending, || {}).await;
     finish(template, &name, ended, "layers could not be merged", None)?;
     let files = given_back(files).await?;
     template.replace_layers(replacements(&files)?).await?;

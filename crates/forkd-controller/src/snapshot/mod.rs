@@ -1,6 +1,6 @@
 //! Snapshots: those on disk, those being written, and the template process that each has while it is in use.
 //!
-//! `registry` holds all snapshots; `entry` is one of them and draws its states. `create` boots and freezes a guest,
+//! `registry` holds all snapshots; `entry` is one of them, and `state` draws its states. `create` boots and freezes a guest,
 //! `load` starts a template from disk, `save` writes a template to disk, `compact` merges layers, and `gc` removes
 //! branches that are over the limits.
 
@@ -18,6 +18,7 @@ pub(crate) mod ownership;
 pub(crate) mod registry;
 pub(crate) mod room;
 pub(crate) mod save;
+pub(crate) mod state;
 pub(crate) mod template;
 pub(crate) mod tree;
 pub(crate) mod unknown;

@@ -60,8 +60,8 @@ impl Owners {
     pub(crate) fn new(database: Arc<Database>, written: HashMap<String, String>) -> Self {
         let known = Arc::new(Mutex::new(Known { written, waiting: HashMap::new() }));
         let (queue, changes) = mpsc::unbounded_channel();
-        let (told, changes) = (known.clone(), Arc::new(tokio::sync::Mutex::new(changes)));
-        task::keep_running(Task::Owners, move || write(database.clone(), told.clone(), changes.clone()));
+        let (owners, changes) = (known.clone(), Arc::new(tokio::sync::Mutex::new(changes)));
+        task::keep_running(Task::Owners, move || write(database.clone(), owners.clone(), changes.clone()));
         Owners { known, queue }
     }
 
@@ -80,10 +80,10 @@ impl Owners {
             return PendingWrite(None);
         }
         *known.waiting.entry(tag.to_owned()).or_default() += 1;
-        let (done, told) = oneshot::channel();
+        let (done, written) = oneshot::channel();
         // If the task is gone, `done` is dropped, and the waiter gets an error.
         let _ = self.queue.send(Change { tag: tag.to_owned(), owner, done });
-        PendingWrite(Some(told))
+        PendingWrite(Some(written))
     }
 }
 
@@ -141,13 +141,13 @@ mod tests {
         forkd_store::deny_waiting_here();
         owners.set("py", owned("ann")).written().await.unwrap();
         let (held, (release, released)) = (database.clone(), std::sync::mpsc::channel::<()>());
-        let (tell, told) = oneshot::channel();
+        let (notify, notified) = oneshot::channel();
         let holder = std::thread::spawn(move || {
             let _still = held.stop();
-            tell.send(()).unwrap();
+            notify.send(()).unwrap();
             released.recv().unwrap();
         });
-        told.await.unwrap();
+        notified.await.unwrap();
         let changes: Vec<_> =
             ["bob", "carl", LOCAL, "dora"].map(|owner| owners.set("py", owned(owner))).into();
         let other = owners.set("node", owned("eve"));

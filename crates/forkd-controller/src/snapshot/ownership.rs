@@ -12,7 +12,6 @@ use std::sync::Arc;
 
 use crate::auth::principal::{Principal, local_owner};
 use crate::error::{Error, Result};
-use crate::snapshot::branch_job::Stage;
 use crate::snapshot::registry::{Entry, SnapshotRegistry, no_snapshot};
 use crate::snapshot::template::Template;
 
@@ -47,9 +46,10 @@ impl SnapshotRegistry {
 
     /// Gives the snapshot to `owner`.
     pub(crate) async fn give(&self, tag: &str, owner: &str) -> Result<Arc<Entry>> {
-        // Until a branch is taken, the owner in its job counts: the job writes it into the template's record.
-        if let Some(branch) = self.get(tag)?.branch().filter(|branch| !branch.template.is_empty()) {
-            let _ = branch.reached(Stage::Saving).await;
+        // Until a branch is taken, its job writes the template's record, with the owner of that time.
+        let entry = self.get(tag)?;
+        if entry.branch().is_some() {
+            let _ = entry.wait_forkable().await;
         }
         let entry = self.get(tag)?;
         let before = entry.set_owner(owner);
@@ -58,7 +58,7 @@ impl SnapshotRegistry {
             return Err(error);
         }
         // For a branch that is not on disk the next daemon takes the owner from the template's record.
-        entry.record_owner().map_err(|error| Error::host("cannot record the owner of a branch", error))?;
+        entry.update_record().map_err(|error| Error::host("cannot record the owner of a branch", error))?;
         Ok(entry)
     }
 
@@ -112,13 +112,13 @@ mod tests {
         let daemon = FakeDaemon::start().await;
         let database = daemon.app.registry.host.database.clone();
         let (release, released) = std::sync::mpsc::channel::<()>();
-        let (tell, told) = tokio::sync::oneshot::channel();
+        let (notify, notified) = tokio::sync::oneshot::channel();
         let holder = std::thread::spawn(move || {
             let _still = database.stop();
-            tell.send(()).unwrap();
+            notify.send(()).unwrap();
             released.recv().unwrap();
         });
-        told.await.unwrap();
+        notified.await.unwrap();
         let making = daemon.json("POST /v1/tokens", Some(json!({"name": "ann"})));
         let others = async {
             for path in ["/healthz", "/v1/snapshots", "/v1/tokens", "/metrics", "/healthz"] {

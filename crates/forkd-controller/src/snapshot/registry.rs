@@ -9,26 +9,25 @@ use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use forkd_api::EventKind;
 use forkd_protocol::names::{NAME_RULE, is_valid_name};
 use forkd_store::{Quota, Store};
 use parking_lot::Mutex;
-use tokio::sync::{Notify, Semaphore, watch};
-use tracing::Instrument;
+use tokio::sync::{Notify, Semaphore};
 
-use crate::auth::principal::{LOCAL, Principal, local_owner};
+use crate::auth::principal::{LOCAL, local_owner};
 use crate::auth::quota::check_snapshots;
 use crate::error::{Code, Error, Result};
 use crate::host::{Host, run_dir};
 use crate::snapshot::adopt::Leftovers;
-use crate::snapshot::branch_job::{Branch, Disposition, Stage};
+use crate::snapshot::branch_job::BranchJob;
 use crate::snapshot::owner_records::Owners;
 use crate::snapshot::template::Template;
 use crate::snapshot::unknown::UnknownTemplate;
 use crate::util::fs::make_private_dir;
 use crate::util::task::{self, Task, blocking};
 
-pub(crate) use crate::snapshot::entry::{CreateJob, Entry, SnapshotJob, SnapshotState};
+pub(crate) use crate::snapshot::entry::Entry;
+pub(crate) use crate::snapshot::state::{SnapshotJob, SnapshotState};
 
 /// Savers at a time: more would only wait for the same disk.
 const SAVERS: usize = 2;
@@ -77,7 +76,7 @@ impl SnapshotRegistry {
             let entries = store.list()?.into_iter().map(|(tag, snapshot)| {
                 let state = match snapshot {
                     Ok(snapshot) => SnapshotState::Ready(Box::new(snapshot)),
-                    Err(error) => SnapshotState::Failed { error: error.into(), work: None },
+                    Err(error) => SnapshotState::Failed { error: error.into(), job: None },
                 };
                 let owner = owners.get(&tag).map_or(LOCAL, String::as_str);
                 (tag.clone(), Entry::new(&tag, owner, state, telemetry.clone()))
@@ -113,17 +112,18 @@ impl SnapshotRegistry {
         found.ok_or_else(|| no_snapshot(tag))
     }
 
-    /// Reserves `tag` for the snapshot that `work` makes, if the tag is free and the owner's quota has room.
+    /// Reserves `tag` for the snapshot that a job makes, if the tag is free and the owner's quota has room. The
+    /// snapshot begins in `state`.
     pub(crate) fn reserve(
         &self,
         tag: &str,
-        work: SnapshotJob,
+        state: SnapshotState,
         owner: &str,
         quota: &Quota,
     ) -> Result<Arc<Entry>> {
         check_tag(tag)?;
-        let mem_mib = work.mem_mib();
-        let entry = Entry::new(tag, owner, SnapshotState::Writing(work), self.host.telemetry.clone());
+        let mem_mib = state.job().map_or(0, |job| job.mem_mib());
+        let entry = Entry::new(tag, owner, state, self.host.telemetry.clone());
         let earlier = {
             let mut entries = self.entries.lock();
             let taken = entries.get(tag).map(|entry| entry.state());
@@ -132,8 +132,8 @@ impl SnapshotRegistry {
                 Some(_) if entries.get(tag).is_some_and(|entry| entry.owner() != owner) => {
                     Some(format!("the tag {tag} is taken; choose another"))
                 }
-                None | Some(SnapshotState::Failed { work: Some(_), .. }) => None,
-                Some(SnapshotState::Writing(_)) => Some(format!("snapshot {tag} is being made")),
+                None | Some(SnapshotState::Failed { job: Some(_), .. }) => None,
+                Some(state) if state.is_being_made() => Some(format!("snapshot {tag} is being made")),
                 Some(_) => Some(format!("snapshot {tag} exists; remove it first, or choose another tag")),
             };
             if let Some(text) = text {
@@ -146,7 +146,7 @@ impl SnapshotRegistry {
         if let Some(failed) = earlier {
             failed.forget();
         }
-        entry.emit(EventKind::SnapshotWriting, entry.about());
+        entry.created();
         Ok(entry)
     }
 
@@ -156,87 +156,34 @@ impl SnapshotRegistry {
         entry.forget();
     }
 
+    /// The job of a snapshot failed, and the snapshot is removed: nothing of it can be of use. A client that waits for
+    /// the job gets `error` when all is done.
+    pub(crate) async fn discard(self: &Arc<Self>, entry: &Arc<Entry>, error: Error) {
+        self.forget_owner(entry).await;
+        self.discard_now(entry, error);
+    }
+
+    /// As [`discard`](SnapshotRegistry::discard), but the owner stays in the database.
+    pub(crate) fn discard_now(&self, entry: &Arc<Entry>, error: Error) {
+        entry.forget();
+        // Locked for both: a client that gets the error does not find the snapshot any more.
+        let mut entries = self.entries.lock();
+        entry.fail(error);
+        unlist(&mut entries, entry);
+    }
+
     fn unlist(&self, entry: &Arc<Entry>) {
-        let ours = {
-            let mut entries = self.entries.lock();
-            // Somebody else may have removed it and made it again meanwhile.
-            let ours = entries.get(&entry.tag).is_some_and(|now| Arc::ptr_eq(now, entry));
-            ours && entries.remove(&entry.tag).is_some()
-        };
-        if ours {
-            entry.emit(EventKind::SnapshotRemoved, entry.about());
-        }
-    }
-
-    /// Begins to make a snapshot. The job goes on if its client goes away; `room` is dropped when the job
-    /// is over.
-    pub(crate) fn make(
-        self: &Arc<Self>,
-        order: crate::snapshot::create::SnapshotSpec,
-        who: &Principal,
-        room: impl Send + 'static,
-    ) -> Result<(Arc<Entry>, Arc<CreateJob>)> {
-        let making = Arc::new(CreateJob {
-            begun_at_unix: crate::util::time::now_unix(),
-            phase: watch::Sender::new(crate::snapshot::create::CreatePhase::Booting),
-            cancelled: watch::Sender::new(false),
-            done: watch::Sender::new(false),
-            order,
-        });
-        let work = SnapshotJob::CreateJob(making.clone());
-        let entry = self.reserve(&making.order.tag, work, &who.owner, &who.quota)?;
-        let (snapshots, made, job) = (self.clone(), entry.clone(), making.clone());
-        let work = async move {
-            snapshots.finish(made, job).await;
-            drop(room);
-        };
-        let (failed, over) = (entry.clone(), making.clone());
-        task::spawn_or(Task::CreateJob, work.in_current_span(), move |error| {
-            failed.failed(error);
-            over.done.send_replace(true);
-        });
-        Ok((entry, making))
-    }
-
-    async fn finish(&self, entry: Arc<Entry>, making: Arc<CreateJob>) {
-        let made = match self.record_owner(&entry).await {
-            Ok(()) => crate::snapshot::create::make(self, &making).await,
-            Err(error) => Err(error),
-        };
-        match made {
-            Ok((snapshot, template)) => {
-                tracing::info!(tag = entry.tag, "snapshot is ready");
-                entry.set_current(template);
-                entry.ready(snapshot);
-            }
-            Err(error) => {
-                tracing::warn!(tag = entry.tag, %error, "snapshot not made");
-                entry.failed(error);
-            }
-        }
-        making.done.send_replace(true);
-    }
-
-    /// Returns when the job of a snapshot is over, with its error if it failed.
-    pub(crate) async fn made(&self, entry: &Entry, making: &CreateJob) -> Result<()> {
-        let _ = making.done.subscribe().wait_for(|done| *done).await;
-        match entry.state() {
-            SnapshotState::Failed { error, .. } => Err(error),
-            _ => Ok(()),
-        }
+        unlist(&mut self.entries.lock(), entry);
     }
 
     /// Removes a snapshot, or cancels the job that makes it. Running children go on.
     pub(crate) async fn remove(self: &Arc<Self>, tag: &str, how: Removal) -> Result<()> {
         let entry = self.get(tag)?;
-        match entry.state() {
-            SnapshotState::Writing(work) => work.cancel().await,
-            SnapshotState::Unknown(_) => return self.remove_one(&entry).await,
-            SnapshotState::Ready(_) | SnapshotState::Failed { .. } => {}
+        if matches!(entry.state(), SnapshotState::Unknown(_)) {
+            return self.remove_one(&entry).await;
         }
-        let on_disk =
-            !matches!(entry.state(), SnapshotState::Failed { work: Some(_), .. } | SnapshotState::Writing(_));
-        if !on_disk {
+        entry.cancel().await;
+        if entry.state().job().is_some() {
             self.forget_owner(&entry).await;
             self.remove_unwritten(&entry);
             return Ok(());
@@ -267,11 +214,10 @@ impl SnapshotRegistry {
     }
 
     async fn remove_one(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<()> {
-        match entry.state() {
-            SnapshotState::Writing(work) => work.cancel().await,
-            SnapshotState::Unknown(template) => return self.end_unknown(entry, template).await,
-            SnapshotState::Ready(_) | SnapshotState::Failed { .. } => {}
+        if let SnapshotState::Unknown(template) = entry.state() {
+            return self.end_unknown(entry, template).await;
         }
+        entry.cancel().await;
         let (store, tag) = (self.store.clone(), entry.tag.clone());
         let removed = blocking("removing a snapshot", move || Ok(store.remove(&tag)?)).await;
         match removed {
@@ -324,15 +270,11 @@ impl SnapshotRegistry {
             _ => false,
         });
         dependents.extend(unknown.map(|entry| entry.tag.clone()));
-        let writing = self.list().into_iter().filter_map(|entry| match entry.state() {
-            SnapshotState::Writing(SnapshotJob::Branch(branch)) if branch.mode.is_difference() => {
-                Some(branch)
-            }
-            _ => None,
-        });
+        let writing = self.list().into_iter().map(|entry| entry.state()).filter(SnapshotState::is_being_made);
+        let writing = writing.filter_map(|state| state.branch().filter(|job| job.mode.is_difference()));
         let mut writing: Vec<_> = writing.collect();
         // Includes branches of branches: one that is found may be the origin of the next.
-        let needs = |branch: &Branch, dependents: &[String]| {
+        let needs = |branch: &BranchJob, dependents: &[String]| {
             let over = branch.origin.as_ref().map(|origin| &origin.tag);
             over.is_some_and(|over| over == tag || dependents.contains(over))
         };
@@ -369,7 +311,7 @@ impl SnapshotRegistry {
                 return Ok(template);
             }
             entry.snapshot()?;
-            let template = snapshots.load(&entry.tag).await?;
+            let template = snapshots.load(&entry).await?;
             entry.set_current(template.clone());
             Ok(template)
         });
@@ -379,20 +321,23 @@ impl SnapshotRegistry {
     /// Stops all jobs and leaves the templates to the next daemon: they run on.
     pub(crate) async fn close(&self) {
         for entry in self.list() {
-            match entry.state() {
-                SnapshotState::Writing(SnapshotJob::Branch(branch)) => {
-                    branch.set_desired(Disposition::Leave);
-                    let _ = branch.reached(Stage::Done).await;
-                }
-                SnapshotState::Writing(work) => work.cancel().await,
-                SnapshotState::Unknown(template) => template.leave(),
-                _ => {}
+            entry.stop_job().await;
+            if let SnapshotState::Unknown(template) = entry.state() {
+                template.leave();
             }
             if let Some(template) = entry.current.lock().take() {
                 template.leave();
                 template.lineage.leave();
             }
         }
+    }
+}
+
+fn unlist(entries: &mut BTreeMap<String, Arc<Entry>>, entry: &Arc<Entry>) {
+    // Another request may have removed the snapshot and made it again meanwhile.
+    if entries.get(&entry.tag).is_some_and(|now| Arc::ptr_eq(now, entry)) {
+        entries.remove(&entry.tag);
+        entry.removed();
     }
 }
 

@@ -7,7 +7,7 @@ use forkd_store::Snapshot;
 
 use crate::error::{Error, Result};
 use crate::host::disk_space::free;
-use crate::snapshot::branch_job::Branch;
+use crate::snapshot::branch_job::BranchJob;
 use crate::snapshot::registry::{Entry, SnapshotRegistry};
 use crate::snapshot::template::Template;
 
@@ -46,7 +46,7 @@ impl SnapshotRegistry {
     pub(crate) async fn save_when_possible(
         &self,
         entry: &Entry,
-        branch: &Branch,
+        branch: &BranchJob,
         template: &Arc<Template>,
     ) -> Result<Snapshot> {
         let mut pause = FIRST_PAUSE;
@@ -56,14 +56,14 @@ impl SnapshotRegistry {
                 other => return other,
             };
             tracing::warn!(tag = branch.tag, %error, "branch waits for disk space");
-            branch.wait_for_room(Some(error.clone()));
+            branch.set_shortage(Some(error.clone()));
             self.gc_wakeup.notify_one();
             let room = tokio::select! {
                 biased;
-                _ = branch.dismissed() => false,
+                _ = branch.disposition_changed() => false,
                 room = self.room_again(entry, branch, template, pause) => room,
             };
-            branch.wait_for_room(None);
+            branch.set_shortage(None);
             if !room {
                 return Err(error);
             }
@@ -73,7 +73,13 @@ impl SnapshotRegistry {
 
     /// Returns true when a save that found the disk full is worth another try, not before `pause` is over. Returns
     /// false if the template is gone, or no client used the branch for long.
-    async fn room_again(&self, entry: &Entry, branch: &Branch, template: &Template, pause: Duration) -> bool {
+    async fn room_again(
+        &self,
+        entry: &Entry,
+        branch: &BranchJob,
+        template: &Template,
+        pause: Duration,
+    ) -> bool {
         // At least as much as the failed save wrote.
         let needed = branch.progress().map_or(0, |progress| progress.written);
         let patience = self.host.config.limits.branch_unload_after;

@@ -19,11 +19,11 @@ use crate::error::{Code, Error, Result};
 use crate::host::disk_space::is_shortage;
 use crate::host::{oom, process};
 use crate::monitor::{Forked, console};
-use crate::snapshot::branch_job::{Branch, Disposition};
+use crate::snapshot::branch_job::{BranchJob, Disposition};
 use crate::snapshot::held_draft::HeldDraft;
 use crate::snapshot::merge::{LayerSource, merge};
-use crate::snapshot::registry::{Entry, SnapshotRegistry};
-use crate::snapshot::template::{self, PendingChild, PersistState, Template};
+use crate::snapshot::registry::{Entry, SnapshotRegistry, SnapshotState};
+use crate::snapshot::template::{self, PendingChild, Template};
 use crate::telemetry::metrics;
 use crate::util::fs::create;
 use crate::util::random::new_id;
@@ -55,51 +55,45 @@ pub(crate) struct SaveJob {
 }
 
 impl SnapshotRegistry {
-    /// Saves a branch and reports the result to its entry and job. Stops if the branch is dismissed meanwhile.
+    /// Saves a branch: its snapshot becomes ready, failed or left. Stops if the daemon no longer wants the branch.
     pub(crate) async fn persist(
         self: &Arc<Self>,
         entry: Arc<Entry>,
-        branch: Arc<Branch>,
+        branch: Arc<BranchJob>,
         template: Arc<Template>,
         source: impl LayerSource,
     ) {
         let merged = tokio::select! {
             biased;
-            _ = branch.dismissed() => Ok(()),
+            _ = branch.disposition_changed() => Ok(()),
             merged = merge(self, source, &template) => merged,
         };
         if let Err(error) = merged {
             tracing::warn!(tag = branch.tag, %error, "disk layers not merged");
         }
-        let error = match (self.save_when_possible(&entry, &branch, &template).await, branch.desired()) {
-            (Ok(snapshot), _) => {
-                if let Err(error) = template.record(PersistState::Saved(snapshot.id().to_owned())) {
-                    tracing::warn!(tag = branch.tag, %error, "template record not updated: branch is on disk");
-                }
+        let saved = self.save_when_possible(&entry, &branch, &template).await;
+        match saved {
+            Ok(snapshot) => {
                 tracing::info!(tag = branch.tag, "branch is on disk");
-                entry.ready(snapshot.clone());
-                branch.succeed(snapshot);
-                self.gc_wakeup.notify_one();
+                entry.ready(snapshot);
+            }
+            Err(_) if branch.disposition() == Disposition::Leave => {
+                entry.leave_to_next_daemon();
                 return;
             }
-            (Err(_), Disposition::Leave) => {
-                let text = "the daemon is stopping; the next one finishes the branch";
-                return branch.fail(Error::new(Code::ShuttingDown, text));
+            Err(error) => {
+                tracing::warn!(tag = branch.tag, %error, "branch not saved");
+                match branch.waited_for {
+                    true => self.discard(&entry, error).await,
+                    false => entry.fail(error),
+                }
             }
-            (Err(error), _) => error,
-        };
-        tracing::warn!(tag = branch.tag, %error, "branch not saved");
-        entry.failed(error.clone());
-        if branch.waited_for {
-            self.forget_owner(&entry).await;
-            self.remove_unwritten(&entry);
         }
-        branch.fail(error);
         self.gc_wakeup.notify_one();
     }
 
-    /// Saves a branch, with a second try if the saver fails. An error if the branch is dismissed meanwhile.
-    pub(crate) async fn save_branch(&self, branch: &Branch, template: &Arc<Template>) -> Result<Snapshot> {
+    /// Saves a branch, with a second try if the saver fails. An error if the daemon no longer wants the branch.
+    pub(crate) async fn save_branch(&self, branch: &BranchJob, template: &Arc<Template>) -> Result<Snapshot> {
         let mut tries = 1;
         loop {
             let begun = async {
@@ -118,7 +112,7 @@ impl SnapshotRegistry {
                     if tries < TRIES
                         && !error.is_no_room()
                         && template.is_alive()
-                        && branch.desired() == Disposition::Keep =>
+                        && branch.disposition() == Disposition::Keep =>
                 {
                     tracing::warn!(tag = branch.tag, %error, "branch save failed; trying once more");
                     tries += 1;
@@ -129,13 +123,14 @@ impl SnapshotRegistry {
     }
 
     /// The snapshot `branch` came from, once it is on disk; none if it was removed, failed, or waits for disk space.
-    async fn origin(&self, branch: &Branch) -> Option<Snapshot> {
+    async fn origin(&self, branch: &BranchJob) -> Option<Snapshot> {
         let origin = branch.origin.as_ref()?;
         let id = match (&origin.snapshot, &branch.parent) {
             (Some(id), _) => id.clone(),
             (None, Some(parent)) => {
-                parent.held_up().await;
-                parent.published()?.id().to_owned()
+                parent.wait_done_or_short_of_space().await;
+                let SnapshotState::Ready(snapshot) = parent.state() else { return None };
+                snapshot.id().to_owned()
             }
             (None, None) => return None,
         };
@@ -143,19 +138,19 @@ impl SnapshotRegistry {
     }
 }
 
-/// Returns, with the error of the save, when `branch` is dismissed.
-async fn unwanted(branch: &Branch) -> Error {
-    branch.dismissed().await;
+/// Returns, with the error of the save, when the daemon no longer wants `branch`.
+async fn unwanted(branch: &BranchJob) -> Error {
+    branch.disposition_changed().await;
     Error::new(Code::Cancelled, "the branch was removed before it was on disk")
 }
 
 /// The save of a branch.
-fn job(branch: &Branch, origin: Option<Snapshot>) -> SaveJob {
+fn job(branch: &BranchJob, origin: Option<Snapshot>) -> SaveJob {
     let fits = origin.as_ref().is_some_and(|origin| {
         let theirs = origin.manifest().facts.mem_size_mib;
         origin.depth() < MAX_DEPTH && theirs == branch.guest.mem_size_mib
     });
-    let taken = branch.taken();
+    let captured = branch.capture_stats();
     let compacted = branch.source.starts_with("compact:");
     SaveJob {
         tag: branch.tag.clone(),
@@ -166,9 +161,9 @@ fn job(branch: &Branch, origin: Option<Snapshot>) -> SaveJob {
         created_at_unix: Some(branch.begun_at_unix),
         measured: Measured {
             mode: (!compacted).then(|| branch.mode.name().into()),
-            pause_ms: taken.pause_ms,
-            frozen_ms: taken.frozen_ms,
-            quiesced: taken.quiesced,
+            pause_ms: captured.pause_ms,
+            frozen_ms: captured.frozen_ms,
+            quiesced: captured.quiesced,
             ..Measured::default()
         },
     }
@@ -257,14 +252,14 @@ async fn write(
         let draft = HeldDraft::new(draft, &drafts);
         Ok((draft, prepared?))
     });
-    let (draft, Prepared { job, config, fds, disks, told }) = prepared.await?;
-    progress(told.try_clone().map_err(|error| Error::host("cannot follow a saver", error))?);
+    let (draft, Prepared { job, config, fds, disks, progress_file }) = prepared.await?;
+    progress(progress_file.try_clone().map_err(|error| Error::host("cannot follow a saver", error))?);
     let name = config.child.clone();
-    let asked = template.save(config, fds).await;
-    let ended = follow(template, asked, move || drop(alone)).await;
-    finish(template, &name, ended, "the snapshot could not be written", Some(&told))?;
+    let pending = template.save(config, fds).await;
+    let ended = follow(template, pending, move || drop(alone)).await;
+    finish(template, &name, ended, "the snapshot could not be written", Some(&progress_file))?;
     let mut bytes = [0; SaveProgress::LENGTH];
-    let read = std::os::unix::fs::FileExt::read_exact_at(&told, &mut bytes, 0);
+    let read = std::os::unix::fs::FileExt::read_exact_at(&progress_file, &mut bytes, 0);
     let bytes = read.ok().map(|()| SaveProgress::from_bytes(bytes).written);
     Ok(Written { draft, job, disks, bytes })
 }
@@ -277,7 +272,7 @@ struct Prepared {
     /// The layer files of each disk in the snapshot.
     disks: Vec<Vec<File>>,
     /// The file into which the saver writes its progress, and why it failed.
-    told: File,
+    progress_file: File,
 }
 
 fn prepare(
@@ -299,9 +294,9 @@ fn prepare(
         }
         _ => Vec::new(),
     };
-    let told = create(&folder.join(PROGRESS));
-    let told = told.map_err(|error| Error::host("cannot follow a saver", error))?;
-    let copy = told.try_clone().map_err(|error| Error::host("cannot follow a saver", error))?;
+    let progress_file = create(&folder.join(PROGRESS));
+    let progress_file = progress_file.map_err(|error| Error::host("cannot follow a saver", error))?;
+    let copy = progress_file.try_clone().map_err(|error| Error::host("cannot follow a saver", error))?;
     // Without the page map the saver reads all memory.
     let pagemap = process::pagemap(pid).ok();
     let mut config = SaveConfig {
@@ -324,7 +319,7 @@ fn prepare(
             None => layers.into_iter().map(File::from).collect(),
         });
     }
-    Ok(Prepared { job, config, fds, disks, told })
+    Ok(Prepared { job, config, fds, disks, progress_file })
 }
 
 /// The pidfd of a saver or merge process. Dropping it kills the process.
@@ -354,15 +349,15 @@ async fn keep_going(saver: i32, template: &Template) -> Infallible {
 /// Waits until a saver or merge process of `template` ends; `forked` is called when the process exists.
 pub(crate) async fn follow(
     template: &Template,
-    asked: PendingChild,
+    pending: PendingChild,
     forked: impl FnOnce(),
 ) -> Result<WaitStatus> {
-    let Forked { pid, pidfd } = asked.forked.await.unwrap_or_else(|_| Err(template::lost()))?;
+    let Forked { pid, pidfd } = pending.forked.await.unwrap_or_else(|_| Err(template::lost()))?;
     oom::set(pid, pidfd.as_fd(), oom::Role::Saver);
     let helper = Helper(pidfd);
     forked();
     let ended = tokio::select! {
-        ended = tokio::time::timeout(SAVE_WAIT, asked.ended) => ended,
+        ended = tokio::time::timeout(SAVE_WAIT, pending.ended) => ended,
         never = keep_going(pid, template) => match never {},
     };
     drop(helper);
@@ -373,20 +368,20 @@ pub(crate) async fn follow(
     }
 }
 
-/// Acknowledges the end of a saver or merge process; any status but success is an error. In `told` a saver has
+/// Acknowledges the end of a saver or merge process; any status but success is an error. In `progress_file` a saver has
 /// written why it failed.
 pub(crate) fn finish(
     template: &Template,
     name: &str,
     ended: Result<WaitStatus>,
     failed: &str,
-    told: Option<&File>,
+    progress_file: Option<&File>,
 ) -> Result<()> {
     template.acknowledge(name);
     match ended {
         Ok(WaitStatus::Exited(0)) => Ok(()),
         Ok(status) => {
-            if let Some(why) = told.and_then(reason) {
+            if let Some(why) = progress_file.and_then(reason) {
                 return Err(match is_shortage(&why) {
                     true => Error::no_room(format!("{failed}: {why}")),
                     false => Error::host(failed, why),
@@ -406,9 +401,10 @@ pub(crate) fn finish(
 }
 
 /// Why a saver failed, if it wrote that down. The saver maps a guest's memory, so its text is not trusted.
-fn reason(told: &File) -> Option<String> {
+fn reason(progress_file: &File) -> Option<String> {
     let mut bytes = [0; SaveProgress::MAX_REASON];
-    let read = std::os::unix::fs::FileExt::read_at(told, &mut bytes, SaveProgress::LENGTH as u64).ok()?;
+    let read =
+        std::os::unix::fs::FileExt::read_at(progress_file, &mut bytes, SaveProgress::LENGTH as u64).ok()?;
     let text = console::printable(bytes.get(..read)?).replace(['\n', '\t'], " ");
     Some(text.trim().to_owned()).filter(|text| !text.is_empty())
 }
@@ -439,13 +435,13 @@ mod tests {
             created_at_unix: None,
             measured: Measured::default(),
         };
-        let (tell, begun) = oneshot::channel();
+        let (begin, begun) = oneshot::channel();
         let (cancel, cancelled) = oneshot::channel::<()>();
         let unwanted = async {
             let _ = cancelled.await;
             Error::new(Code::Cancelled, "it was removed")
         };
-        let saving = save(&snapshots, &template, job, |_| tell.send(()).unwrap(), unwanted);
+        let saving = save(&snapshots, &template, job, |_| begin.send(()).unwrap(), unwanted);
         let cancelling = async {
             begun.await.unwrap();
             assert_eq!(drafts(), 1);

@@ -43,9 +43,9 @@ pub(crate) struct SnapshotFact {
 
 impl SnapshotFact {
     /// Hides the names for which `told` is false. The nodes of those snapshots stay in the tree.
-    pub(crate) fn hide(&mut self, told: impl Fn(&str) -> bool) {
+    pub(crate) fn hide(&mut self, is_visible: impl Fn(&str) -> bool) {
         self.ancestors.retain_mut(|ancestor| {
-            if told(&ancestor.tag) {
+            if is_visible(&ancestor.tag) {
                 return true;
             }
             ancestor.tag = NAMELESS.into();
@@ -53,7 +53,7 @@ impl SnapshotFact {
             ancestor.id.is_some()
         });
         let compacted = self.branched_from.as_deref().and_then(|source| source.strip_prefix(COMPACTED));
-        if compacted.is_some_and(|tag| !told(tag)) {
+        if compacted.is_some_and(|tag| !is_visible(tag)) {
             self.branched_from = Some(format!("{COMPACTED}{NAMELESS}"));
         }
     }
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_gone_but_named_is_shown_with_what_is_known_of_it() {
+    fn a_removed_ancestor_is_shown_with_its_known_facts() {
         let lines =
             drawn(vec![snapshot("c", 9, "sb2", &["a@1", "b@2"])], vec![sandbox("sb9", 10, "old", "")]);
         assert_eq!(
@@ -417,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_told_has_its_place_and_no_name() {
+    fn a_hidden_ancestor_has_its_place_and_no_name() {
         let mut facts = vec![
             snapshot("mine", 2, "sb1", &["secret@1", "other@2"]),
             snapshot("flat", 3, "compact:secret", &["secret@1"]),

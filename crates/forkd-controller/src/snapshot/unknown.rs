@@ -156,18 +156,18 @@ pub(crate) struct Remains {
     process: Option<(i32, Pidfd)>,
     /// Held and not read: so the exit status is not acknowledged, and the template keeps it for a daemon that can read
     /// the record.
-    _told: Option<oneshot::Receiver<WaitStatus>>,
+    _end: Option<oneshot::Receiver<WaitStatus>>,
 }
 
 impl Remains {
     pub(crate) fn new(unread: &Unread, child: Option<(i32, Adopted)>) -> Self {
         let recorded = unread.identity.as_ref().and_then(|it| Some((it.pid, it.open()?)));
-        let (forked, told) = match child {
-            Some((template, Adopted::Alive(pid, told))) => (child_of(pid, template), Some(told)),
+        let (forked, end) = match child {
+            Some((template, Adopted::Alive(pid, end))) => (child_of(pid, template), Some(end)),
             Some((_, Adopted::Ended(_))) | None => (None, None),
         };
         let (id, folder) = (unread.id.clone(), unread.folder.clone());
-        Remains { id, folder, process: recorded.or(forked), _told: told }
+        Remains { id, folder, process: recorded.or(forked), _end: end }
     }
 
     pub(crate) fn pid(&self) -> Option<i32> {

@@ -121,9 +121,9 @@ impl Audit {
     /// Returns when all pending lines are on disk.
     pub(crate) async fn close(&self) {
         let flushed = async {
-            let (tell, told) = oneshot::channel();
-            if self.jobs.send(AuditJob::Flush(tell)).await.is_ok() {
-                let _ = told.await;
+            let (notify, notified) = oneshot::channel();
+            if self.jobs.send(AuditJob::Flush(notify)).await.is_ok() {
+                let _ = notified.await;
             }
         };
         if tokio::time::timeout(CLOSE_WAIT, flushed).await.is_err() {
@@ -173,7 +173,7 @@ impl Log {
                         text.push(b'\n');
                     }
                     AuditJob::Reopen => reopen = true,
-                    AuditJob::Flush(tell) => waiting.push(tell),
+                    AuditJob::Flush(notify) => waiting.push(notify),
                 }
             }
             if reopen {
@@ -185,8 +185,8 @@ impl Log {
             {
                 tracing::error!(%error, path = %self.path.display(), "audit log not synced");
             }
-            for tell in waiting {
-                let _ = tell.send(());
+            for notify in waiting {
+                let _ = notify.send(());
             }
         }
     }
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_full_disk_is_counted_and_does_not_stop_anybody() {
+    async fn a_full_disk_is_counted_and_stops_no_request() {
         let metrics = Arc::new(Metrics::new());
         let audit = Audit::open("/dev/full".into(), metrics.clone()).unwrap();
         for _ in 0..3 {

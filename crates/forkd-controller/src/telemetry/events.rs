@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whoever_comes_back_gets_what_happened_meanwhile_and_nothing_twice() {
+    async fn a_client_that_reconnects_gets_every_missed_event_once() {
         let events = events();
         happen(&events, 3);
         let mut from_one = events.subscribe(events.since("1").unwrap());
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whoever_is_too_slow_is_told_how_much_was_missed() {
+    async fn a_client_that_is_too_slow_gets_the_number_of_missed_events() {
         let events = events();
         let mut slow = events.subscribe(Since::Now);
         happen(&events, KEPT * 3);

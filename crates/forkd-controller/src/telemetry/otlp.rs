@@ -211,9 +211,9 @@ impl Traces {
     pub(crate) async fn close(&self) {
         let Some(jobs) = &self.jobs else { return };
         let flushed = async {
-            let (tell, told) = oneshot::channel();
-            if jobs.send(ExportJob::Flush(tell)).await.is_ok() {
-                let _ = told.await;
+            let (notify, notified) = oneshot::channel();
+            if jobs.send(ExportJob::Flush(notify)).await.is_ok() {
+                let _ = notified.await;
             }
         };
         let _ = tokio::time::timeout(CLOSE_WAIT, flushed).await;
@@ -302,7 +302,7 @@ async fn post(
         for job in jobs.drain(..) {
             match job {
                 ExportJob::Span(span) => spans.push(span),
-                ExportJob::Flush(tell) => waiting.push(tell),
+                ExportJob::Flush(notify) => waiting.push(notify),
             }
         }
         let count = spans.len() as u64;
@@ -314,8 +314,8 @@ async fn post(
             }
         }
         failing = posted.is_err();
-        for tell in waiting {
-            let _ = tell.send(());
+        for notify in waiting {
+            let _ = notify.send(());
         }
     }
 }

@@ -21,8 +21,8 @@ use crate::sandbox::registry::Registry;
 use crate::sandbox::resources::Resources;
 use crate::sandbox::supervisor::SandboxOrigin;
 use crate::sandbox::{End, Phase, Sandbox, SandboxRecord, SavedState, Spec, adopt, spawn};
-use crate::snapshot::branch_job::{self, Branch, Mode};
-use crate::snapshot::registry::{Entry, SnapshotJob, SnapshotRegistry};
+use crate::snapshot::branch_job::{self, BranchJob, Mode};
+use crate::snapshot::registry::{Entry, SnapshotRegistry, SnapshotState};
 use crate::snapshot::template::{self, MemorySource, PersistState, Template, TemplateSpec};
 use crate::telemetry::Telemetry;
 use crate::telemetry::events::{News, Since};
@@ -267,12 +267,11 @@ impl Daemon {
         std::fs::DirBuilder::new().mode(0o700).create(&folder).unwrap();
         let (monitor, started) = FakeMonitor::launched_in(&id, &folder, Role::Template).await;
         let lineage = self.host.lineages.begin(&id).unwrap();
-        let branch = Branch::new(tag.into(), id.clone(), SOURCE.into(), guest.clone(), Mode::Full);
-        let branch = Arc::new(branch.from(None, None, LOCAL.into(), false));
+        let branch = BranchJob::new(tag.into(), id.clone(), SOURCE.into(), guest.clone(), Mode::Full);
         let plan = self.snapshots.plan(id, &folder, tag, MemorySource::Memory, guest, lineage);
         let template = Template::new(plan, started).unwrap();
-        let work = SnapshotJob::Branch(branch);
-        let entry = self.snapshots.reserve(tag, work, LOCAL, &Quota::default()).unwrap();
+        let state = SnapshotState::Saving(Arc::new(branch));
+        let entry = self.snapshots.reserve(tag, state, LOCAL, &Quota::default()).unwrap();
         entry.set_current(template.clone());
         Live { template, monitor, entry }
     }

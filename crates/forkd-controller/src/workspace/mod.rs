@@ -129,14 +129,14 @@ impl Workspaces {
         let all = Mutex::new(all.collect());
         let workspaces = Arc::new(Workspaces { folder, registry, snapshots, all });
         workspaces.end_strangers();
-        let (sweeper, mut doomed) = (workspaces.clone(), Vec::new());
+        let (sweeper, mut to_remove) = (workspaces.clone(), Vec::new());
         for (name, workspace) in workspaces.all.lock().iter() {
             if matches!(workspace.state(), WorkspaceState::Kept(record) if record.deleted) {
-                doomed.push(name.clone());
+                to_remove.push(name.clone());
             }
         }
         task::spawn(Task::WorkspaceSweep, async move {
-            for name in doomed {
+            for name in to_remove {
                 if let Err(error) = sweeper.delete(&name).await {
                     tracing::warn!(workspace = name, %error, "workspace not deleted yet");
                 }

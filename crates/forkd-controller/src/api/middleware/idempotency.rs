@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_would_be_said_again_is_kept() {
+    fn only_repeatable_answers_are_kept() {
         for (status, kept) in [(200, true), (201, true), (202, true), (204, true), (400, true), (422, true)] {
             assert_eq!(is_kept(StatusCode::from_u16(status).unwrap()), kept, "{status}");
         }

@@ -64,7 +64,7 @@ impl AuditTarget {
 
 /// The facts of a request for log, metrics and traces.
 #[derive(Debug)]
-struct Noted {
+struct RequestRecord {
     telemetry: Arc<Telemetry>,
     id: String,
     peer: Option<Peer>,
@@ -83,20 +83,20 @@ struct Noted {
 }
 
 async fn watch(State(telemetry): State<Arc<Telemetry>>, mut request: Request, next: Next) -> Response {
-    let noted = Arc::new(Noted::new(telemetry, &request));
-    request.extensions_mut().insert(noted.clone());
+    let record = Arc::new(RequestRecord::new(telemetry, &request));
+    request.extensions_mut().insert(record.clone());
     let span =
-        tracing::info_span!("request", id = noted.id, method = %noted.method, path = request.uri().path());
+        tracing::info_span!("request", id = record.id, method = %record.method, path = request.uri().path());
     // Dropped without a response if the client disconnects.
-    let asked = PendingRequest(noted);
-    let answer = otlp::carry(asked.0.trace, next.run(request));
+    let pending = PendingRequest(record);
+    let answer = otlp::carry(pending.0.trace, next.run(request));
     let mut response = answer.instrument(span.clone()).await;
-    span.in_scope(|| asked.0.answered(&response));
-    response = span.in_scope(|| error::finish(response, &asked.0.reader()));
-    if let Ok(id) = HeaderValue::from_str(&asked.0.id) {
+    span.in_scope(|| pending.0.answered(&response));
+    response = span.in_scope(|| error::finish(response, &pending.0.reader()));
+    if let Ok(id) = HeaderValue::from_str(&pending.0.id) {
         response.headers_mut().insert(REQUEST_ID, id);
     }
-    if let Some(Ok(context)) = asked.0.trace.map(|context| HeaderValue::from_str(&context.header())) {
+    if let Some(Ok(context)) = pending.0.trace.map(|context| HeaderValue::from_str(&context.header())) {
         response.headers_mut().insert(otlp::TRACEPARENT, context);
     }
     response
@@ -105,13 +105,15 @@ async fn watch(State(telemetry): State<Arc<Telemetry>>, mut request: Request, ne
 /// Middleware that stores the principal of a request. Goes between `authenticate` and the routes.
 pub(crate) async fn note(request: Request, next: Next) -> Response {
     let extensions = request.extensions();
-    if let (Some(noted), Some(identity)) = (extensions.get::<Arc<Noted>>(), extensions.get::<Principal>()) {
-        let _ = noted.identity.set(identity.clone());
+    if let (Some(record), Some(identity)) =
+        (extensions.get::<Arc<RequestRecord>>(), extensions.get::<Principal>())
+    {
+        let _ = record.identity.set(identity.clone());
     }
     next.run(request).await
 }
 
-impl Noted {
+impl RequestRecord {
     fn new(telemetry: Arc<Telemetry>, request: &Request) -> Self {
         let (headers, extensions) = (request.headers(), request.extensions());
         let user_agent =
@@ -119,7 +121,7 @@ impl Noted {
         let route: Option<MatchedPath> = extensions.get().cloned();
         let path = request.uri().path();
         let target = route.as_ref().and_then(|route| parameter(route.as_str(), path));
-        Noted {
+        RequestRecord {
             trace: telemetry.traces.begin(headers),
             telemetry,
             id: taken_over(headers).unwrap_or_else(request_id),
@@ -217,7 +219,7 @@ impl Noted {
 }
 
 /// A request without a response yet.
-struct PendingRequest(Arc<Noted>);
+struct PendingRequest(Arc<RequestRecord>);
 
 impl Drop for PendingRequest {
     fn drop(&mut self) {
@@ -231,13 +233,16 @@ impl<S: Send + Sync> FromRequestParts<S> for Reader {
     type Rejection = Infallible;
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
-        Ok(parts.extensions.get::<Arc<Noted>>().map_or_else(Reader::default, |noted| noted.reader()))
+        Ok(parts
+            .extensions
+            .get::<Arc<RequestRecord>>()
+            .map_or_else(Reader::default, |record| record.reader()))
     }
 }
 
 /// A WebSocket session that a request may become. Its handler holds this until the session ends.
 #[derive(Debug)]
-pub(crate) struct Session(Option<Arc<Noted>>);
+pub(crate) struct Session(Option<Arc<RequestRecord>>);
 
 impl<S: Send + Sync> FromRequestParts<S> for Session {
     type Rejection = Infallible;
@@ -249,10 +254,10 @@ impl<S: Send + Sync> FromRequestParts<S> for Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        if let Some(noted) = &self.0
-            && noted.begun_talking.load(Ordering::Relaxed)
+        if let Some(record) = &self.0
+            && record.begun_talking.load(Ordering::Relaxed)
         {
-            noted.audit(Some(StatusCode::SWITCHING_PROTOCOLS.as_u16()), "ended", noted.begun.elapsed());
+            record.audit(Some(StatusCode::SWITCHING_PROTOCOLS.as_u16()), "ended", record.begun.elapsed());
         }
     }
 }

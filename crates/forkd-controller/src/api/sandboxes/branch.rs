@@ -13,7 +13,7 @@ use crate::api::snapshots::view;
 use crate::auth::principal::Principal;
 use crate::branch::BranchSpec;
 use crate::error::{Error, Result};
-use crate::snapshot::branch_job::{Mode, Stage};
+use crate::snapshot::branch_job::Mode;
 
 /// Branches a running sandbox: the sandbox continues, and children can be forked from the branch at once. Replies
 /// when the branch is on disk, or, with `live` and `wait: false`, as soon as the sandbox runs again. The work
@@ -41,8 +41,11 @@ pub(crate) async fn branch(
     let _in_use = sandbox.in_use();
     let order = BranchSpec { quota: who.quota, ..order(request)? };
     let wait = order.wait;
-    let (entry, branch) = app.snapshots.branch(&sandbox, order)?;
-    branch.reached(if wait { Stage::Done } else { Stage::Saving }).await?;
+    let entry = app.snapshots.branch(&sandbox, order)?;
+    match wait {
+        true => entry.wait_done().await?,
+        false => entry.wait_forkable().await?,
+    }
     let status = if wait { StatusCode::CREATED } else { StatusCode::ACCEPTED };
     Ok((status, view::info(&app, &who, entry).await?).into_response())
 }
@@ -78,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_way_to_ask_means_one_mode_or_is_refused() {
+    fn every_form_of_the_request_means_one_mode_or_is_refused() {
         let ask = |json: serde_json::Value| {
             order(serde_json::from_value(json).unwrap()).map(|order| (order.mode, order.wait))
         };

@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_follower_gets_everything_once_whole_characters_and_is_told_of_cuts() {
+    fn a_follower_gets_every_character_once_and_a_notice_of_cuts() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("console.log");
         let mut reader = Reader::default();

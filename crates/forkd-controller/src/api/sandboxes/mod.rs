@@ -36,12 +36,12 @@ use crate::compat::json_lines;
 use crate::error::{Code, Error, Reader, Result};
 use crate::host::{cgroup, process_stats};
 use crate::monitor::console::printable;
+use crate::sandbox::agent_call::AgentCall;
 use crate::sandbox::disk_full::{DISK_FULL, DISK_FULL_DETAIL};
 use crate::sandbox::envs::check_envs;
 use crate::sandbox::lifetime::{Lifetime, check_labels, check_secs};
 use crate::sandbox::registry::Bound;
 use crate::sandbox::spawn::{SpawnSpec, Spawned, spawn};
-use crate::sandbox::visit::Visit;
 use crate::sandbox::{Phase, Sandbox, Spec};
 use crate::snapshot::unknown::{UNREAD, UNREADABLE, advice};
 use crate::util::task::blocking;
@@ -400,8 +400,8 @@ pub(super) async fn ping(
     Extension(who): Extension<Principal>,
     Id(id): Id,
 ) -> Result<Json<PingReply>> {
-    let visit = Visit::begin(app.registry.known(&id)?, &who).await?;
-    let pong = visit.undisturbed(visit.sandbox.agent.ping()).await?;
+    let sandbox = app.registry.known(&id)?;
+    let pong = AgentCall::begin(&sandbox, &who).await?.run(&sandbox, sandbox.agent.ping()).await?;
     let warm = match pong.warm.state {
         WarmState::Cold => "cold",
         WarmState::Warming => "warming",

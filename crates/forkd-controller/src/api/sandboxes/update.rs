@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn null_is_told_from_nothing() {
+    fn null_differs_from_an_absent_field() {
         let read = |text: &str| serde_json::from_str::<UpdateRequest>(text).unwrap();
         assert_eq!(read("{}").timeout_secs, None);
         assert_eq!(read(r#"{"timeout_secs":null}"#).timeout_secs, Some(None));

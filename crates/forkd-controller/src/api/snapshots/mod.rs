@@ -67,12 +67,12 @@ pub(crate) async fn create(
     // The guest of the new snapshot counts as a sandbox while it runs.
     let claim = Claim { owner: who.owner.clone(), mem_mib: order.mem_mib };
     let (seats, _) = app.registry.reserve(1, &claim, &who.quota)?;
-    let (entry, making) = app.snapshots.make(order, &who, seats)?;
+    let entry = app.snapshots.create(order, &who, seats)?;
     let target = Extension(AuditTarget(entry.tag.clone()));
     if params.wait == Some(false) {
         return Ok((StatusCode::ACCEPTED, target, info(&app, &who, entry).await?).into_response());
     }
-    app.snapshots.made(&entry, &making).await?;
+    entry.wait_done().await?;
     Ok((StatusCode::CREATED, target, info(&app, &who, entry).await?).into_response())
 }
 
@@ -202,20 +202,20 @@ pub(crate) async fn delete(
         (true, true) => return Err(Error::invalid("give either `cascade` or `force`")),
     };
     let entry = app.snapshots.usable(&tag, &who)?;
-    let mut doomed = match how {
+    let mut to_remove = match how {
         Removal::Cascade | Removal::Plain => app.snapshots.dependents(&tag).await?,
         Removal::Force => Vec::new(),
     };
     // The caller may neither remove nor see the names of other owners' snapshots.
-    if doomed.iter().any(|tag| app.snapshots.get(tag).is_ok_and(|it| !who.owns(&it.owner()))) {
+    if to_remove.iter().any(|tag| app.snapshots.get(tag).is_ok_and(|it| !who.owns(&it.owner()))) {
         let text = format!("others need snapshot {tag}; remove only its name with force (`--force`)");
         return Err(Error::new(Code::SnapshotInUse, text));
     }
     if how == Removal::Plain {
-        doomed.clear();
+        to_remove.clear();
     }
-    doomed.push(tag.clone());
-    if let Some((tag, name)) = doomed.iter().find_map(|tag| Some((tag, app.workspaces.user_of(tag)?))) {
+    to_remove.push(tag.clone());
+    if let Some((tag, name)) = to_remove.iter().find_map(|tag| Some((tag, app.workspaces.user_of(tag)?))) {
         if app.workspaces.check_owner(&name, &who).is_err() {
             let text = format!(
                 "snapshot {tag} is the state of another owner's workspace; ask an admin to delete that workspace first"

@@ -11,10 +11,10 @@ use forkd_store::{BaseImage, GuestSpec, Snapshot};
 use crate::api::ApiContext;
 use crate::auth::principal::Principal;
 use crate::error::{Error, Result};
-use crate::snapshot::branch_job::Branch;
-use crate::snapshot::create::{CreatePhase, From};
+use crate::snapshot::branch_job::BranchJob;
+use crate::snapshot::create::{CreateJob, CreatePhase, From};
 use crate::snapshot::load::check_image;
-use crate::snapshot::registry::{CreateJob, Entry, SnapshotJob, SnapshotState};
+use crate::snapshot::registry::{Entry, SnapshotJob, SnapshotState};
 use crate::snapshot::template::MemorySource;
 use crate::snapshot::tree::COMPACTED;
 use crate::util::task::blocking;
@@ -77,21 +77,25 @@ impl<'a> Look<'a> {
                 let warning = self.in_the_way(&snapshot);
                 ready(entry, &snapshot, has_template || warning.is_none(), warning)
             }
-            SnapshotState::Writing(work) => self.with_error(
-                SnapshotInfo {
-                    phase: match &work {
-                        SnapshotJob::CreateJob(making) => Some(phase(*making.phase.borrow())),
-                        SnapshotJob::Branch(_) => Some(SnapshotPhase::Saving),
+            SnapshotState::Creating(job) => SnapshotInfo {
+                phase: Some(phase(*job.phase.borrow())),
+                bootable: has_template,
+                ..planned(&job, SnapshotStatus::Writing)
+            },
+            SnapshotState::Branching(job) | SnapshotState::Saving(job) | SnapshotState::Left(job) => self
+                .with_error(
+                    SnapshotInfo {
+                        phase: Some(SnapshotPhase::Saving),
+                        bootable: has_template,
+                        ..branched(&job, SnapshotStatus::Writing)
                     },
-                    bootable: has_template,
-                    ..worked(&work, SnapshotStatus::Writing)
-                },
-                shortage(&work).as_ref(),
-            ),
-            SnapshotState::Failed { error, work } => {
+                    job.shortage().as_ref(),
+                ),
+            SnapshotState::Failed { error, job } => {
                 let status = SnapshotStatus::Failed;
-                let known = match work {
-                    Some(work) => worked(&work, status),
+                let known = match job {
+                    Some(SnapshotJob::Create(job)) => planned(&job, status),
+                    Some(SnapshotJob::Branch(job)) => branched(&job, status),
                     None => blank(&entry.tag, status),
                 };
                 self.with_error(SnapshotInfo { bootable: has_template, ..known }, Some(&error))
@@ -132,14 +136,6 @@ impl<'a> Look<'a> {
     }
 }
 
-/// Why a branch cannot be written yet.
-fn shortage(work: &SnapshotJob) -> Option<Error> {
-    match work {
-        SnapshotJob::CreateJob(_) => None,
-        SnapshotJob::Branch(branch) => branch.shortage(),
-    }
-}
-
 /// A snapshot that is on disk.
 fn ready(entry: &Entry, snapshot: &Snapshot, bootable: bool, warning: Option<String>) -> SnapshotInfo {
     let (manifest, sizes) = (snapshot.manifest(), snapshot.sizes());
@@ -176,16 +172,9 @@ fn phase(phase: CreatePhase) -> SnapshotPhase {
     }
 }
 
-fn worked(work: &SnapshotJob, status: SnapshotStatus) -> SnapshotInfo {
-    match work {
-        SnapshotJob::CreateJob(making) => planned(making, status),
-        SnapshotJob::Branch(branch) => branched(branch, status),
-    }
-}
-
 /// A branch that is not on disk.
-fn branched(branch: &Branch, status: SnapshotStatus) -> SnapshotInfo {
-    let taken = branch.taken();
+fn branched(branch: &BranchJob, status: SnapshotStatus) -> SnapshotInfo {
+    let captured = branch.capture_stats();
     let progress = branch.progress();
     let progress = progress.map(|it| Progress::new(it.scanned_bytes, it.total, it.written));
     // The snapshot that the branch is stored as a difference to.
@@ -195,9 +184,9 @@ fn branched(branch: &Branch, status: SnapshotStatus) -> SnapshotInfo {
         branched_from: Some(branch.source.clone()),
         parent_tag: parent.map(|origin| origin.tag.clone()),
         mode: Some(branch.mode.name().into()),
-        pause_ms: taken.pause_ms,
-        frozen_ms: taken.frozen_ms,
-        quiesced: taken.quiesced,
+        pause_ms: captured.pause_ms,
+        frozen_ms: captured.frozen_ms,
+        quiesced: captured.quiesced,
         progress,
         ..of_guest(&branch.guest, blank(&branch.tag, status))
     }
@@ -282,7 +271,7 @@ mod tests {
     use crate::testing::fake_guest::FakeDaemon;
 
     #[tokio::test]
-    async fn an_image_that_is_gone_or_another_one_is_told_before_anybody_forks() {
+    async fn a_missing_or_changed_image_is_a_warning_of_the_snapshot() {
         let daemon = FakeDaemon::start().await;
         let app = &daemon.app;
         let images = app.config.library_dir.join("images");

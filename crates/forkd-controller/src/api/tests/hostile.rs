@@ -72,7 +72,7 @@ async fn a_name_that_is_a_path_leads_nowhere() {
 }
 
 #[tokio::test]
-async fn json_that_says_two_things_too_much_or_the_wrong_thing_is_refused() {
+async fn json_with_doubled_surplus_or_wrong_fields_is_refused() {
     let daemon = Daemon::start().await;
     let deep = "[".repeat(100_000);
     let wide = format!(r#"{{"snapshot_tag":"x","n":{}}}"#, "9".repeat(400));

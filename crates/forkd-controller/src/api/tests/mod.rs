@@ -38,12 +38,12 @@ impl Daemon {
 
     async fn start_in(folder: tempfile::TempDir) -> Self {
         let (stop, asked) = oneshot::channel();
-        let (tell, told) = oneshot::channel();
+        let (started, ready) = oneshot::channel();
         let config = config(folder.path());
-        let served = tokio::spawn(serve_until(config, |ready| tell.send(ready.clone()).unwrap(), async {
+        let served = tokio::spawn(serve_until(config, |ready| started.send(ready.clone()).unwrap(), async {
             let _ = asked.await;
         }));
-        let ready = told.await.expect("the daemon starts");
+        let ready = ready.await.expect("the daemon starts");
         let token = std::fs::read_to_string(&ready.token_file).unwrap().trim().to_owned();
         Daemon { folder, ready, token, stop: Some(stop), served }
     }
@@ -224,7 +224,7 @@ async fn websocket(socket: &PathBuf) -> tokio_tungstenite::WebSocketStream<UnixS
 }
 
 #[tokio::test]
-async fn a_run_that_cannot_be_says_why_and_closes() {
+async fn a_run_that_fails_sends_the_reason_and_closes() {
     let daemon = Daemon::start().await;
     for (first, status, code) in [
         (Message::text(r#"{"image":"python","args":["true"]}"#), 404, "image_not_found"),

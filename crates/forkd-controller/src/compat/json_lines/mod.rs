@@ -18,6 +18,7 @@ use crate::error::Result;
 use crate::exec::{eval, run};
 use crate::monitor::console::printable;
 use crate::sandbox::Sandbox;
+use crate::sandbox::agent_call::AgentCall;
 
 /// Timeout for a request to arrive.
 const REQUEST_TIME: Duration = Duration::from_secs(30);
@@ -97,7 +98,7 @@ pub(crate) async fn answer(sandbox: &Sandbox, config: &Config, request: Request)
 
 async fn ping(sandbox: &Sandbox) -> Result<Reply> {
     sandbox.ready().await?;
-    let pong = sandbox.with_agent(sandbox.agent.ping()).await?;
+    let pong = AgentCall::COMMAND.run(sandbox, sandbox.agent.ping()).await?;
     Ok(Reply::Pong(Pong {
         pong: true,
         numpy_version: pong.numpy_version.map(|version| printable(version.as_bytes())),

@@ -105,8 +105,8 @@ impl Ports {
             let Ok(unknown) = door.clone().acquire_owned().await else { break };
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
-                wish = sandbox.dismissed() => {
-                    if wish != DesiredState::Replace {
+                desired = sandbox.desired_changed() => {
+                    if desired != DesiredState::Replace {
                         break;
                     }
                     tokio::time::sleep(PAUSE).await;

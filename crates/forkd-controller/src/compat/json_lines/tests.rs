@@ -45,7 +45,7 @@ async fn a_line_is_answered_whether_or_not_the_client_closes_its_half() {
 }
 
 #[tokio::test]
-async fn what_a_guest_said_counts_until_the_client_has_read_it() {
+async fn output_of_a_guest_counts_until_the_client_has_read_it() {
     let (mut client, server) = duplex(64 << 10);
     let watched = ResponseBudget::of(7);
     let mut theirs = watched.beside();

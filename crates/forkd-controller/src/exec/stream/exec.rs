@@ -18,6 +18,7 @@ use crate::exec::counted;
 use crate::exec::run::{check_timeout, start_request};
 use crate::exec::stream::pump::{StreamCommand, follow, last_event};
 use crate::exec::stream::{Conversation, StreamContext, Wires};
+use crate::sandbox::agent_call::AgentCall;
 use crate::sandbox::{Phase, Sandbox};
 
 /// How often the session looks for a process it must end: the process may still be starting.
@@ -46,16 +47,16 @@ impl Conversation for Exec {
         let tag = unique_tag();
         start.tag = Some(tag.clone());
         let command = StreamCommand { start, user: request.user, limit, tty: request.pty };
-        let mut doomed =
+        let mut kill_on_drop =
             KillOnDrop { sandbox: sandbox.clone(), tag, counted: Some(context.sessions.token()) };
         if request.keep {
-            doomed.spare();
+            kill_on_drop.spare();
         }
         let outgoing = wires.outgoing;
         let followed = follow(&sandbox, command, wires, context.config.timing.call);
-        let finish = counted(&sandbox, sandbox.undisturbed(followed)).await?;
+        let finish = counted(&sandbox, AgentCall::STREAM.run(&sandbox, followed)).await?;
         // The command has ended, or the agent has ended it.
-        doomed.spare();
+        kill_on_drop.spare();
         Ok(last_event(finish, outgoing).await)
     }
 }
@@ -92,8 +93,8 @@ impl Drop for KillOnDrop {
     }
 }
 
-/// Kills the process as soon as the sandbox can be asked to. In one that is paused it stands still until
-/// then, and nobody waits for that; in one that has ended it is gone.
+/// Kills the process as soon as the sandbox runs. In a paused sandbox the process is paused until then, and a daemon
+/// that stops does not wait for it; in a sandbox that has ended there is no process.
 async fn kill(sandbox: &Sandbox, tag: &str, counted: TaskTrackerToken) {
     let mut phases = sandbox.phase.subscribe();
     let _counted = matches!(sandbox.phase(), Phase::Running).then_some(counted);

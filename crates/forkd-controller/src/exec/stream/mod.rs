@@ -99,12 +99,12 @@ pub(crate) async fn session<W: Conversation>(
         Ok(Some(request)) => request,
         Ok(None) => return,
         Err(error) => {
-            let told = async {
+            let sent = async {
                 let _ = sink.send(text(&failed(error))).await;
                 let _ = sink.close().await;
                 while let Some(Ok(_)) = stream.next().await {}
             };
-            let _ = tokio::time::timeout(FAREWELL, told).await;
+            let _ = tokio::time::timeout(FAREWELL, sent).await;
             return;
         }
     };
@@ -130,7 +130,7 @@ pub(crate) async fn session<W: Conversation>(
     };
     // The work was dropped, and its sandbox or process ends. The client still gets the last event, however slowly it
     // reads, unless the session must end soon.
-    let told = async {
+    let sent = async {
         outgoing.event(&last).await;
         // Without senders, the queue ends; the writer then closes the WebSocket and ends.
         drop(outgoing);
@@ -145,7 +145,7 @@ pub(crate) async fn session<W: Conversation>(
     tokio::select! {
         // Closing while the client still talks would make the kernel throw away what it has not
         // read yet: let it hang up first.
-        () = told => drop(tokio::time::timeout(FAREWELL, &mut reader).await),
+        () = sent => drop(tokio::time::timeout(FAREWELL, &mut reader).await),
         _ = &mut reader => {}
         () = in_a_hurry => {}
     }

@@ -11,6 +11,7 @@ use crate::exec::stream::pump::{StreamCommand, follow, last_event};
 use crate::exec::stream::{Conversation, StreamContext, Wires};
 use crate::host::cgroup;
 use crate::sandbox::Spec;
+use crate::sandbox::agent_call::AgentCall;
 
 /// A command in a sandbox that is created for it.
 pub(crate) struct Run {
@@ -55,7 +56,7 @@ impl Conversation for Run {
         }
         let outgoing = wires.outgoing;
         let followed = follow(sandbox, command, wires, context.config.timing.call);
-        let finish = counted(sandbox, sandbox.with_agent(followed)).await?;
+        let finish = counted(sandbox, AgentCall::COMMAND.run(sandbox, followed)).await?;
         Ok(last_event(finish, outgoing).await)
     }
 }

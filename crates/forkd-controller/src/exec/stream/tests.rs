@@ -42,7 +42,7 @@ async fn event(socket: &mut Socket) -> Value {
 }
 
 #[tokio::test]
-async fn input_comes_back_as_output_a_size_is_passed_on_and_the_end_is_told() {
+async fn a_stream_carries_input_output_the_terminal_size_and_the_exit() {
     let daemon = FakeDaemon::start().await;
     let request =
         json!({"args": ["cat", "-u"], "env": {"A": "b"}, "cwd": "/tmp", "pty": {"cols": 80, "rows": 24}});
@@ -103,7 +103,7 @@ async fn a_client_that_goes_away_takes_its_command_along_unless_it_is_to_be_kept
 }
 
 #[tokio::test]
-async fn a_sandbox_that_is_paused_rolled_back_or_ends_under_a_command_says_so() {
+async fn a_command_fails_with_the_reason_when_its_sandbox_is_paused_rolled_back_or_ends() {
     let daemon = FakeDaemon::start().await;
     let panicked = End::new("panicked", "the kernel panicked", String::new());
     for (phase, status, code) in [
@@ -250,7 +250,7 @@ async fn a_command_that_does_not_start_or_is_late_has_its_status_streamed_or_not
 }
 
 #[test]
-fn the_last_event_hides_the_cause_from_those_who_may_not_read_it() {
+fn the_last_event_shows_the_cause_only_to_principals_that_may_read_it() {
     let error = crate::error::Error::host("cannot open /srv/x", std::io::Error::from_raw_os_error(13));
     for reads_causes in [false, true] {
         let reader = crate::error::Reader { request_id: "r-1".into(), reads_causes };

@@ -177,7 +177,7 @@ async fn a_sandbox_paused_at_its_deadline_does_not_wake_by_itself_and_is_due_no_
 }
 
 #[tokio::test]
-async fn a_client_who_uses_a_sandbox_while_it_is_being_paused_finds_it_running() {
+async fn a_client_that_uses_a_sandbox_while_it_is_being_paused_finds_it_running() {
     let (host, daemon, _live, sandbox, monitor) = one_child().await;
     idle(&sandbox, OnTimeout::Pause);
     let (release, released) = std::sync::mpsc::channel::<()>();
@@ -185,10 +185,10 @@ async fn a_client_who_uses_a_sandbox_while_it_is_being_paused_finds_it_running()
         if is_pause(request) {
             released.recv().unwrap();
         }
-        Act::Obey
+        Act::Execute
     });
     look(&timeouts(&host, &daemon).await).await;
-    eventually("the pause", || monitor.was_asked(is_pause)).await;
+    eventually("the pause", || monitor.has_received(is_pause)).await;
     sandbox.activity.touch();
     release.send(()).unwrap();
     settled(&sandbox).await;
@@ -202,7 +202,7 @@ async fn a_pause_at_a_deadline_that_fails_is_tried_again_later_and_the_sandbox_g
     expire(&sandbox, OnTimeout::Pause);
     monitor.script(|request| match request {
         Request::Pause => Act::Answer(forkd_protocol::control::Reply::Error { message: "no".into() }),
-        _ => Act::Obey,
+        _ => Act::Execute,
     });
     let timeouts = timeouts(&host, &daemon).await;
     look(&timeouts).await;
@@ -253,7 +253,7 @@ async fn a_suspend_that_cannot_be_saved_leaves_the_sandbox_running_and_no_snapsh
     let (sandbox, monitor) = daemon.booted().await;
     monitor.script_branches(|request| match request {
         Request::Save(_) => Act::Answer(forkd_protocol::control::Reply::Error { message: "no".into() }),
-        _ => Act::Obey,
+        _ => Act::Execute,
     });
     expire(&sandbox, OnTimeout::Suspend);
     look(&timeouts(&host, &daemon).await).await;
@@ -267,7 +267,7 @@ async fn a_suspend_that_cannot_be_saved_leaves_the_sandbox_running_and_no_snapsh
 }
 
 #[tokio::test]
-async fn a_client_who_uses_an_idle_sandbox_cancels_its_suspend() {
+async fn a_client_that_uses_an_idle_sandbox_cancels_its_suspend() {
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     let (sandbox, monitor) = daemon.booted().await;
@@ -277,7 +277,7 @@ async fn a_client_who_uses_an_idle_sandbox_cancels_its_suspend() {
         if matches!(request, Request::Branch(_)) {
             user.activity.touch();
         }
-        Act::Obey
+        Act::Execute
     });
     look(&timeouts(&host, &daemon).await).await;
     settled(&sandbox).await;
@@ -307,7 +307,7 @@ async fn a_step_of_the_clock_moves_the_deadline_of_a_sandbox_and_its_record() {
 }
 
 #[tokio::test]
-async fn a_client_who_extends_a_deadline_keeps_the_sandbox() {
+async fn a_client_that_extends_a_deadline_keeps_the_sandbox() {
     let (host, daemon, _live, sandbox, _monitor) = one_child().await;
     expire(&sandbox, OnTimeout::Kill);
     assert_eq!(sandbox.due(now_unix()), Some(Due::Expired));

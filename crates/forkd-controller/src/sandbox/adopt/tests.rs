@@ -47,7 +47,7 @@ async fn adoption_takes_over_a_child_with_its_process_and_its_template() {
 }
 
 #[tokio::test]
-async fn adoption_tells_that_a_sandbox_runs_and_not_that_it_was_made() {
+async fn adoption_emits_running_and_not_created() {
     let host = FakeHost::new();
     let left = host.leave_booted();
     let daemon = host.daemon().await;
@@ -56,7 +56,7 @@ async fn adoption_tells_that_a_sandbox_runs_and_not_that_it_was_made() {
 }
 
 #[tokio::test]
-async fn adoption_hears_of_the_end_of_a_child_from_its_template() {
+async fn adoption_learns_the_end_of_a_child_from_its_template() {
     let host = FakeHost::new();
     let template = host.leave_template("t", PersistState::Forgotten);
     let left = host.leave_child(&template);
@@ -129,7 +129,7 @@ async fn adoption_ends_a_child_that_was_forked_and_not_recorded() {
     std::fs::remove_file(left.folder.join(process::RECORD)).unwrap();
     let daemon = host.daemon().await;
     assert!(daemon.registry.list().is_empty());
-    assert_eq!(left.monitor.asked(), [Request::Stop], "its socket leads to it");
+    assert_eq!(left.monitor.requests(), [Request::Stop], "its socket leads to it");
     eventually("its end", || !left.monitor.runs() && folders(&host).is_empty()).await;
     eventually("the acknowledgement", || template.monitor.remembers().is_empty()).await;
 }
@@ -263,7 +263,7 @@ async fn adoption_ends_a_child_without_a_folder_and_no_process_of_another_parent
     let children = vec![child("sbstray", stray.pid), child("sbforeign", pid)];
     template.monitor.script(move |request| match request {
         Request::Children => Act::Answer(Reply::Children { children: children.clone() }),
-        _ => Act::Obey,
+        _ => Act::Execute,
     });
     let daemon = host.daemon().await;
     assert!(daemon.registry.list().is_empty());
@@ -273,7 +273,7 @@ async fn adoption_ends_a_child_without_a_folder_and_no_process_of_another_parent
         _ => false,
     };
     for name in ["sbstray", "sbforeign"] {
-        eventually(name, || template.monitor.was_asked(|request| forgets(request, name))).await;
+        eventually(name, || template.monitor.has_received(|request| forgets(request, name))).await;
     }
     assert!(fake_process::runs(pid), "the template's word alone ends nothing");
     foreign.kill().unwrap();
@@ -399,7 +399,7 @@ async fn adoption_of_what_a_daemon_forked_itself() {
 }
 
 #[tokio::test]
-async fn adoption_gives_a_sandbox_to_clients_who_can_delete_it() {
+async fn clients_can_delete_an_adopted_sandbox() {
     let host = FakeHost::new();
     let left = host.leave_booted();
     let daemon = host.daemon().await;

@@ -15,11 +15,11 @@ async fn a_command_is_done_to_its_end_when_its_caller_is_gone() {
         if is_pause(request) {
             released.recv().unwrap();
         }
-        Act::Obey
+        Act::Execute
     });
     let asked = sandbox.clone();
     let caller = tokio::spawn(async move { asked.ask(MonitorCommand::Pause).await });
-    eventually("the command", || monitor.was_asked(is_pause)).await;
+    eventually("the command", || monitor.has_received(is_pause)).await;
     caller.abort();
     assert!(caller.await.unwrap_err().is_cancelled());
     release.send(()).unwrap();
@@ -35,7 +35,7 @@ async fn commands_are_sent_one_after_the_other_in_the_order_they_were_asked() {
         sandbox.ask(MonitorCommand::Pause)
     );
     assert!(one.is_ok() && two.is_ok() && three.is_ok());
-    assert_eq!(monitor.asked(), [Request::Pause, Request::Resume, Request::Pause]);
+    assert_eq!(monitor.requests(), [Request::Pause, Request::Resume, Request::Pause]);
     assert!(matches!(sandbox.phase(), Phase::Paused));
 }
 
@@ -47,11 +47,11 @@ async fn a_command_under_way_is_done_before_its_sandbox_is_deleted() {
         if is_pause(request) {
             released.recv().unwrap();
         }
-        Act::Obey
+        Act::Execute
     });
     let asked = sandbox.clone();
     let caller = tokio::spawn(async move { asked.ask(MonitorCommand::Pause).await });
-    eventually("the command", || monitor.was_asked(is_pause)).await;
+    eventually("the command", || monitor.has_received(is_pause)).await;
     daemon.registry.delete(&sandbox.id).unwrap();
     tokio::task::yield_now().await;
     assert!(monitor.runs());
@@ -61,7 +61,7 @@ async fn a_command_under_way_is_done_before_its_sandbox_is_deleted() {
 }
 
 #[tokio::test]
-async fn a_command_whose_monitor_dies_is_told_that_the_sandbox_ended() {
+async fn a_command_whose_monitor_dies_fails_with_sandbox_ended() {
     let (_host, _daemon, _live, sandbox, monitor) = one_child().await;
     monitor.script(|_| Act::Die);
     let error = sandbox.ask(MonitorCommand::Pause).await.unwrap_err();
@@ -74,9 +74,9 @@ async fn a_command_whose_monitor_dies_is_told_that_the_sandbox_ended() {
 }
 
 #[tokio::test]
-async fn commands_that_wait_when_their_sandbox_ends_are_told() {
+async fn commands_that_wait_when_their_sandbox_ends_fail() {
     let (_host, _daemon, _live, sandbox, monitor) = one_child().await;
-    monitor.script(|request| if is_pause(request) { Act::Die } else { Act::Obey });
+    monitor.script(|request| if is_pause(request) { Act::Die } else { Act::Execute });
     // The queue is shorter than that.
     let asked = (0..QUEUE + 4).map(|_| sandbox.ask(MonitorCommand::Pause));
     let errors = futures_util::future::join_all(asked).await;
@@ -91,7 +91,7 @@ async fn a_seal_and_a_replacement_hand_the_monitor_their_descriptors() {
     sandbox.ask(|tell| MonitorCommand::Seal(vec![None, Some(file()), Some(file())], tell)).await.unwrap();
     let disks = || vec![None, Some(Replacement { count: 3, layer: file() })];
     sandbox.ask(|tell| MonitorCommand::ReplaceLayers(disks(), tell)).await.unwrap();
-    let asked = monitor.asked();
+    let asked = monitor.requests();
     assert_eq!(asked[0], Request::Seal { layers: vec![None, Some(FdRef(0)), Some(FdRef(1))] });
     let replaced = forkd_protocol::control::ReplacedLayers { count: 3, layer: FdRef(0) };
     assert_eq!(asked[1], Request::ReplaceLayers { disks: vec![None, Some(replaced)] });
@@ -109,7 +109,7 @@ async fn a_branch_whose_caller_is_gone_is_ended() {
         if matches!(request, Request::Branch(_)) {
             released.recv().unwrap();
         }
-        Act::Obey
+        Act::Execute
     });
     let folder = tempfile::tempdir().unwrap();
     let (listener, _control) = crate::monitor::control_socket::pair(&folder.path().join("c")).unwrap();
@@ -119,7 +119,7 @@ async fn a_branch_whose_caller_is_gone_is_ended() {
         asked.ask(|tell| MonitorCommand::Branch(config, vec![listener], tell)).await.map(drop)
     });
     let is_branch = |request: &Request| matches!(request, Request::Branch(_));
-    eventually("the command", || left.monitor.was_asked(is_branch)).await;
+    eventually("the command", || left.monitor.has_received(is_branch)).await;
     caller.abort();
     let _ = caller.await;
     release.send(()).unwrap();
@@ -130,7 +130,7 @@ async fn a_branch_whose_caller_is_gone_is_ended() {
 }
 
 #[tokio::test]
-async fn a_distrusted_monitor_is_ended_and_what_it_said_of_its_guest_counts_no_more() {
+async fn a_distrusted_monitor_is_ended_and_its_reports_are_ignored() {
     let (_host, _daemon, _live, sandbox, monitor) = one_child().await;
     sandbox.distrust("it sent a pipe as a disk").await;
     let end = end_of(&sandbox).await;
@@ -148,7 +148,7 @@ async fn a_command_of_a_sandbox_in_state_unknown_is_refused() {
     let daemon = host.daemon().await;
     let sandbox = daemon.registry.get(&left.id).unwrap();
     assert_eq!(sandbox.ask(MonitorCommand::Pause).await.unwrap_err().code(), Code::StateUnknown);
-    assert!(left.monitor.asked().is_empty());
+    assert!(left.monitor.requests().is_empty());
 }
 
 #[tokio::test]
@@ -164,7 +164,7 @@ async fn a_monitor_that_sends_the_daemon_as_its_branch_is_ended() {
             let pid = us.as_raw_nonzero().get();
             Act::AnswerWith(Reply::Branched { pid, pause_us: 1, layers: Vec::new() }, vec![pidfd])
         }
-        _ => Act::Obey,
+        _ => Act::Execute,
     });
     let config = BranchConfig { control: FdRef(0), layers: Vec::new() };
     let null = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());

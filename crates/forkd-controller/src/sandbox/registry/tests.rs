@@ -237,7 +237,7 @@ async fn a_rollback_that_its_template_refuses_ends_the_sandbox_with_advice_and_c
     let (old, _) = daemon.child(&live).await;
     live.monitor.script(|request| match request {
         Request::Fork(_) => Act::Answer(forkd_protocol::control::Reply::Error { message: "not now".into() }),
-        _ => Act::Obey,
+        _ => Act::Execute,
     });
     let (registry, who) = (&daemon.registry, Principal::local());
     let roll_back =
@@ -248,7 +248,7 @@ async fn a_rollback_that_its_template_refuses_ends_the_sandbox_with_advice_and_c
     assert_eq!(end.reason, "rollback_failed");
     assert!(end.detail.contains("roll it back again, or delete it"), "{end:?}");
     assert_eq!(End::read(&failed.folder).read().unwrap(), *end);
-    live.monitor.script(|_| Act::Obey);
+    live.monitor.script(|_| Act::Execute);
     runs(&roll_back().await.unwrap()).await;
 }
 

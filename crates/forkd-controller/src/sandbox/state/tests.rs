@@ -97,7 +97,7 @@ async fn the_events_of_a_sandbox_say_whose_it_is_and_why_it_ended() {
 }
 
 #[tokio::test]
-async fn a_pause_for_want_of_room_is_told_with_that_reason_and_an_ordinary_one_without() {
+async fn the_event_of_a_pause_has_a_reason_only_if_the_disk_is_full() {
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     let sandbox = sandbox(&daemon);
@@ -111,7 +111,7 @@ async fn a_pause_for_want_of_room_is_told_with_that_reason_and_an_ordinary_one_w
 }
 
 #[tokio::test]
-async fn those_who_wait_for_a_sandbox_are_told_of_its_start_and_of_its_end() {
+async fn waiting_requests_get_the_start_and_the_end_of_a_sandbox() {
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     let sandbox = sandbox(&daemon);

@@ -77,7 +77,7 @@ async fn a_fork_that_the_template_refuses_is_an_error_and_leaves_nothing() {
     let live = daemon.live("t").await;
     live.monitor.script(|request| match request {
         Request::Fork(_) => Act::Answer(Reply::Error { message: "too many".into() }),
-        _ => Act::Obey,
+        _ => Act::Execute,
     });
     let spawned = daemon.spawn(daemon.order("t", 2)).await.unwrap();
     assert!(spawned.children.is_empty());
@@ -150,7 +150,7 @@ async fn a_sandbox_that_is_deleted_before_its_template_answers_has_its_process_s
         if matches!(request, Request::Fork(_)) {
             told.recv().unwrap();
         }
-        Act::Obey
+        Act::Execute
     });
     let mut order = daemon.order("t", 1);
     order.wait = false;
@@ -158,7 +158,7 @@ async fn a_sandbox_that_is_deleted_before_its_template_answers_has_its_process_s
     daemon.registry.delete(&sandbox.id).unwrap();
     assert_eq!(end_of(&sandbox).await.reason, "deleted");
     tell.send(()).unwrap();
-    eventually("the fork", || live.monitor.was_asked(|request| matches!(request, Request::Fork(_)))).await;
+    eventually("the fork", || live.monitor.has_received(|request| matches!(request, Request::Fork(_)))).await;
     eventually("its end", || live.monitor.children_that_run() == 0).await;
 }
 
@@ -169,7 +169,7 @@ async fn a_template_that_dies_while_it_forks_is_replaced_or_named() {
     let live = daemon.live("t").await;
     live.monitor.script(|request| match request {
         Request::Fork(_) => Act::Die,
-        _ => Act::Obey,
+        _ => Act::Execute,
     });
     // A branch that is not on disk has no next template.
     let spawned = daemon.spawn(daemon.order("t", 1)).await.unwrap();
@@ -187,7 +187,7 @@ async fn what_a_template_that_died_did_not_fork_is_asked_of_the_next_one() {
             entry.set_current(template.clone());
             Act::Die
         }
-        _ => Act::Obey,
+        _ => Act::Execute,
     });
     let spawned = daemon.spawn(daemon.order("t", 3)).await.unwrap();
     assert_eq!((spawned.children.len(), spawned.errors.len()), (3, 0), "{:?}", spawned.errors);
@@ -259,7 +259,7 @@ async fn a_sandbox_that_the_kernel_killed_for_its_memory_ended_out_of_memory() {
 }
 
 #[tokio::test]
-async fn a_pause_and_a_resume_go_to_the_monitor_and_are_told() {
+async fn a_pause_and_a_resume_go_to_the_monitor_and_emit_events() {
     let (_host, daemon, _live, sandbox, monitor) = one_child().await;
     sandbox.pause().await.unwrap();
     assert!(matches!(sandbox.phase(), Phase::Paused));
@@ -280,7 +280,7 @@ async fn a_pause_that_the_monitor_refuses_or_answers_wrongly_leaves_the_sandbox_
     {
         monitor.script(move |request| match request {
             Request::Pause => Act::Answer(reply.clone()),
-            _ => Act::Obey,
+            _ => Act::Execute,
         });
         assert_eq!(sandbox.pause().await.unwrap_err().code(), code);
         assert!(matches!(sandbox.phase(), Phase::Running) && monitor.runs());
@@ -299,7 +299,7 @@ async fn an_answer_that_comes_too_late_is_not_taken_for_that_to_the_next_command
             let late = Reply::Error { message: "the pause failed".into() };
             Act::Say(vec![Message::Reply(late), Message::Reply(Reply::Resumed)])
         }
-        _ => Act::Obey,
+        _ => Act::Execute,
     });
     let error = sandbox.pause().await.unwrap_err();
     assert!(error.to_string().contains("no answer within"), "{error}");
@@ -346,7 +346,7 @@ async fn a_full_disk_pauses_a_sandbox_until_there_is_room() {
 }
 
 #[tokio::test]
-async fn a_client_who_pauses_a_sandbox_that_waits_for_room_makes_that_an_ordinary_pause() {
+async fn a_pause_of_a_sandbox_that_waits_for_disk_space_becomes_an_ordinary_pause() {
     let (_host, _daemon, _live, sandbox, monitor) = one_child().await;
     monitor.waits_for_room();
     reaches(&sandbox, "it is to be paused", |phase| matches!(phase, Phase::Paused)).await;
@@ -396,7 +396,7 @@ async fn an_agent_of_a_paused_sandbox_may_be_silent() {
 }
 
 #[tokio::test]
-async fn a_daemon_that_stops_leaves_forked_sandboxes_running_and_says_nothing() {
+async fn a_daemon_that_stops_leaves_forked_sandboxes_running_and_emits_no_event() {
     let (_host, daemon, live, sandbox, monitor) = one_child().await;
     let before = told(&daemon);
     daemon.registry.close().await;
@@ -446,7 +446,7 @@ async fn a_timeout_is_the_reason_of_an_end_that_it_asked_for() {
 }
 
 #[tokio::test]
-async fn what_a_monitor_says_of_children_and_connections_is_ignored() {
+async fn events_of_a_sandboxs_monitor_about_children_and_connections_are_ignored() {
     let (_host, _daemon, _live, sandbox, monitor) = one_child().await;
     monitor.emit(Event::GuestConnection { port: 1 });
     monitor.emit(Event::ChildEnded { child: sandbox.id.clone(), status: WaitStatus::Exited(0) });
@@ -475,7 +475,7 @@ async fn a_template_ends_with_its_last_child_and_not_before() {
 }
 
 #[tokio::test]
-async fn the_reason_of_an_end_is_told_to_those_who_wait_for_a_command() {
+async fn a_waiting_command_fails_with_the_reason_of_the_end() {
     let (_host, _daemon, _live, sandbox, monitor) = one_child().await;
     let waiting = tokio::time::timeout(PATIENCE, sandbox.trouble());
     monitor.end(EndReason::PoweredOff, "it powered off", "");

@@ -6,8 +6,6 @@ use forkd_protocol::control::Reply;
 
 use super::*;
 use crate::error::Code;
-use crate::snapshot::branch_job::Stage;
-use crate::snapshot::registry::SnapshotState;
 use crate::testing::fake_guest::eventually;
 use crate::testing::fake_host::{Daemon, FakeHost, LeftTemplate, unsaved};
 use crate::testing::fake_monitor::Act;
@@ -82,12 +80,12 @@ async fn a_half_made_template_is_ended_at_adoption() {
     for left in [&known, &unseen] {
         assert!(!left.monitor.runs() && !left.folder.exists());
     }
-    assert_eq!(unseen.monitor.asked(), [Request::Stop]);
-    assert!(known.monitor.asked().is_empty());
+    assert_eq!(unseen.monitor.requests(), [Request::Stop]);
+    assert!(known.monitor.requests().is_empty());
 }
 
 #[tokio::test]
-async fn a_process_that_is_no_template_or_says_nothing_is_ended_at_adoption() {
+async fn a_process_that_is_no_template_or_does_not_answer_is_ended_at_adoption() {
     let host = FakeHost::with(|config| config.timing.call = Duration::from_millis(200));
     let liar = host.leave_template("t", PersistState::Forgotten);
     liar.monitor.script(|request| match request {
@@ -95,7 +93,7 @@ async fn a_process_that_is_no_template_or_says_nothing_is_ended_at_adoption() {
             let role = forkd_protocol::control::Role::Sandbox;
             Act::Answer(Reply::Status(forkd_protocol::control::Status { role, running: true, ready: true }))
         }
-        _ => Act::Obey,
+        _ => Act::Execute,
     });
     let mute = host.leave_template("t", PersistState::Forgotten);
     mute.monitor.script(|_| Act::Hang);
@@ -128,7 +126,7 @@ async fn a_template_whose_record_is_unreadable_is_kept_and_its_tag_is_taken() {
     assert!(matches!(entry.state(), SnapshotState::Unknown(_)));
     assert_eq!(entry.snapshot().unwrap_err().code(), Code::StateUnknown);
     daemon.stop().await;
-    assert!(left.monitor.runs() && left.monitor.asked().is_empty());
+    assert!(left.monitor.runs() && left.monitor.requests().is_empty());
     assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
 
     let daemon = host.daemon().await;
@@ -163,7 +161,7 @@ async fn unfinished_saves_are_resumed_parents_first_whatever_their_clocks_say() 
             if matches!(request, Request::Save(_)) {
                 order.lock().unwrap().push(tag);
             }
-            Act::Obey
+            Act::Execute
         });
     }
     let daemon = host.daemon().await;
@@ -219,7 +217,7 @@ async fn a_branch_that_is_on_disk_already_is_not_saved_again_after_adoption() {
 }
 
 #[tokio::test]
-async fn an_adopted_branch_has_the_owner_that_its_record_says() {
+async fn an_adopted_branch_has_the_owner_of_its_record() {
     let host = FakeHost::new();
     let PersistState::Unsaved(record) = unsaved(1, None) else { unreachable!() };
     let anns = crate::snapshot::branch_job::BranchRecord { owner: Some("ann".into()), ..*record };
@@ -237,15 +235,14 @@ async fn a_save_that_fails_twice_after_adoption_is_reported_and_its_template_sta
     let left = host.leave_template("b", unsaved(1, None));
     left.monitor.script(|request| match request {
         Request::Save(_) => Act::Answer(Reply::Error { message: "not today".into() }),
-        _ => Act::Obey,
+        _ => Act::Execute,
     });
     let daemon = host.daemon().await;
     let entry = daemon.snapshots.get("b").unwrap();
-    let branch = entry.branch().unwrap();
-    let error = branch.reached(Stage::Done).await.unwrap_err();
+    let error = entry.wait_done().await.unwrap_err();
     assert!(error.to_string().contains("not today"), "{error}");
     assert_eq!(left.monitor.times(|request| matches!(request, Request::Save(_))), 2);
-    assert!(matches!(entry.state(), SnapshotState::Failed { work: Some(_), .. }));
+    assert!(matches!(entry.state(), SnapshotState::Failed { job: Some(_), .. }));
     assert!(is_current(&daemon, "b", &left), "what it holds can still be forked");
 }
 
@@ -255,7 +252,7 @@ async fn a_daemon_that_stops_while_it_saves_leaves_the_branch_to_the_next_one() 
     let left = host.leave_template("b", unsaved(1, None));
     left.monitor.script(|request| match request {
         Request::Save(_) => Act::Hang,
-        _ => Act::Obey,
+        _ => Act::Execute,
     });
     let daemon = host.daemon().await;
     let asked = || left.monitor.times(|request| matches!(request, Request::Save(_)));
@@ -263,7 +260,7 @@ async fn a_daemon_that_stops_while_it_saves_leaves_the_branch_to_the_next_one() 
     daemon.stop().await;
     assert!(matches!(TemplateRecord::read(&left.folder).read().unwrap().standing, PersistState::Unsaved(_)));
     assert!(left.monitor.runs());
-    left.monitor.script(|_| Act::Obey);
+    left.monitor.script(|_| Act::Execute);
     let daemon = host.daemon().await;
     saved(&daemon, "b").await;
 }

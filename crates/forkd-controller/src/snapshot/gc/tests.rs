@@ -6,17 +6,16 @@ use forkd_store::Quota;
 
 use super::*;
 use crate::error::{Code, Error};
-use crate::snapshot::branch_job;
 use crate::testing::fake_guest::eventually;
 use crate::testing::fake_host::{Daemon, FakeHost, bare_guest};
 use crate::util::time::now_unix;
 
-fn branch(created_at_unix: u64, tag: &str) -> Branch {
-    Branch { created_at_unix, saved_at: SystemTime::UNIX_EPOCH, tag: tag.into(), owner: "ann".into() }
+fn branch(created_at_unix: u64, tag: &str) -> Candidate {
+    Candidate { created_at_unix, saved_at: SystemTime::UNIX_EPOCH, tag: tag.into(), owner: "ann".into() }
 }
 
 #[test]
-fn the_oldest_go_first_and_no_more_than_must() {
+fn the_oldest_branches_are_removed_first_and_no_more_than_needed() {
     let all = [branch(10, "a"), branch(20, "b"), branch(30, "c")];
     let limits = |age, count| Limits { branch_max_age: age, branch_max_count: count, ..Limits::default() };
     let secs = Duration::from_secs;
@@ -27,7 +26,7 @@ fn the_oldest_go_first_and_no_more_than_must() {
     assert_eq!(expired(&all, &limits(Some(secs(25)), None), 45), ["a"]);
     assert_eq!(expired(&all, &limits(Some(secs(25)), Some(1)), 36), ["a", "b"]);
     assert_eq!(expired(&all, &limits(Some(secs(1 << 40)), Some(5)), 1000), Vec::<String>::new());
-    let of_bob = |created, tag| Branch { owner: "bob".into(), ..branch(created, tag) };
+    let of_bob = |created, tag| Candidate { owner: "bob".into(), ..branch(created, tag) };
     let all = [of_bob(1, "x"), branch(10, "a"), branch(20, "b"), of_bob(25, "y"), branch(30, "c")];
     assert_eq!(expired(&all, &limits(None, Some(2)), 1000), ["a"], "nobody's many are another's");
     assert_eq!(expired(&all, &limits(None, Some(1)), 1000), ["x", "a", "b"]);
@@ -71,7 +70,7 @@ fn nothing() -> Result<BTreeSet<String>> {
 }
 
 #[tokio::test]
-async fn retention_removes_the_oldest_branches_and_keeps_the_newest() {
+async fn gc_removes_the_oldest_branches_and_keeps_the_newest() {
     let host = host_with_at_most(2);
     for (tag, age) in [("b1", 40), ("b3", 20), ("b2", 30), ("b4", 10)] {
         store(&host, tag, "sbone", age);
@@ -83,7 +82,7 @@ async fn retention_removes_the_oldest_branches_and_keeps_the_newest() {
 }
 
 #[tokio::test]
-async fn retention_removes_branches_that_are_too_old_whatever_their_number() {
+async fn gc_removes_branches_that_are_too_old_whatever_their_number() {
     let host = FakeHost::with(|config| config.limits.branch_max_age = Some(Duration::from_secs(3600)));
     store(&host, "old", "sbone", 7200);
     store(&host, "young", "sbone", 60);
@@ -93,7 +92,7 @@ async fn retention_removes_branches_that_are_too_old_whatever_their_number() {
 }
 
 #[tokio::test]
-async fn retention_touches_no_snapshot_that_is_no_branch_of_a_sandbox_and_no_suspended_sandbox() {
+async fn gc_touches_no_snapshot_that_is_no_branch_of_a_sandbox_and_no_suspended_sandbox() {
     let host = host_with_at_most(0);
     host.store("image", |contents| contents.created_at_unix = Some(1));
     store(&host, "compacted", "compact:image", 40);
@@ -105,7 +104,7 @@ async fn retention_touches_no_snapshot_that_is_no_branch_of_a_sandbox_and_no_sus
 }
 
 #[tokio::test]
-async fn retention_keeps_what_a_sandbox_or_a_workspace_needs() {
+async fn gc_keeps_what_a_sandbox_or_a_workspace_needs() {
     let host = host_with_at_most(1);
     for (tag, age) in [("b1", 30), ("b2", 20), ("b3", 10)] {
         store(&host, tag, "sbone", age);
@@ -117,7 +116,7 @@ async fn retention_keeps_what_a_sandbox_or_a_workspace_needs() {
 }
 
 #[tokio::test]
-async fn retention_removes_nothing_while_it_cannot_be_said_what_is_needed() {
+async fn gc_removes_nothing_while_the_needed_tags_are_unknown() {
     let host = host_with_at_most(0);
     store(&host, "b1", "sbone", 30);
     store(&host, "b2", "sbone", 20);
@@ -127,7 +126,7 @@ async fn retention_removes_nothing_while_it_cannot_be_said_what_is_needed() {
 }
 
 #[tokio::test]
-async fn retention_keeps_a_branch_that_another_snapshot_is_a_difference_to() {
+async fn gc_keeps_a_branch_that_another_snapshot_is_a_difference_to() {
     let host = host_with_at_most(1);
     store(&host, "parent", "sbone", 30);
     let parent = host.store("unused", |_| {});
@@ -145,7 +144,7 @@ async fn retention_keeps_a_branch_that_another_snapshot_is_a_difference_to() {
 }
 
 #[tokio::test]
-async fn retention_counts_the_branches_of_each_owner_apart() {
+async fn gc_counts_the_branches_of_each_owner_apart() {
     let host = host_with_at_most(1);
     for (tag, age) in [("ann1", 40), ("bob1", 30), ("bob2", 20)] {
         store(&host, tag, "sbone", age);
@@ -157,7 +156,7 @@ async fn retention_counts_the_branches_of_each_owner_apart() {
 }
 
 #[tokio::test]
-async fn retention_counts_branches_that_could_not_be_saved() {
+async fn gc_counts_branches_that_could_not_be_saved() {
     let host = host_with_at_most(1);
     store(&host, "stored", "sbone", 10);
     let daemon = host.daemon().await;
@@ -169,7 +168,7 @@ async fn retention_counts_branches_that_could_not_be_saved() {
 }
 
 #[tokio::test]
-async fn retention_looks_when_a_branch_is_stored() {
+async fn gc_looks_when_a_branch_is_stored() {
     let host = host_with_at_most(0);
     store(&host, "b", "sbone", 10);
     let daemon = host.daemon().await;
@@ -181,7 +180,7 @@ async fn retention_looks_when_a_branch_is_stored() {
 }
 
 #[tokio::test]
-async fn retention_without_limits_ends_at_once() {
+async fn gc_without_limits_ends_at_once() {
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     enforce_limits(daemon.snapshots.clone(), nothing).await;
@@ -190,7 +189,7 @@ async fn retention_without_limits_ends_at_once() {
 /// A branch that could not be saved, with its template.
 async fn failed(daemon: &Daemon, tag: &str) -> crate::testing::fake_monitor::FakeMonitor {
     let live = daemon.live(tag).await;
-    live.entry.failed(Error::new(Code::Internal, "the saver failed"));
+    live.entry.fail(Error::new(Code::Internal, "the saver failed"));
     live.monitor
 }
 
@@ -266,7 +265,7 @@ async fn the_children_of_a_branch_keep_its_template_when_its_memory_is_freed() {
     let daemon = host.daemon().await;
     let live = daemon.live("b").await;
     let (sandbox, child) = daemon.child(&live).await;
-    live.entry.failed(Error::new(Code::Internal, "the saver failed"));
+    live.entry.fail(Error::new(Code::Internal, "the saver failed"));
     let monitor = live.monitor.clone();
     drop((live.template, live.monitor));
     unload(&daemon).await;
@@ -282,9 +281,9 @@ async fn a_tag_whose_branch_failed_can_be_taken_again() {
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     let monitor = failed(&daemon, "b").await;
-    let again = branch_job::Branch::new("b".into(), "tp".into(), "sbone".into(), bare_guest(), Mode::Full);
-    let work = SnapshotJob::Branch(Arc::new(again));
-    let entry = daemon.snapshots.reserve("b", work, "local", &Quota::default()).unwrap();
+    let again = BranchJob::new("b".into(), "tp".into(), "sbone".into(), bare_guest(), Mode::Full);
+    let state = SnapshotState::Branching(Arc::new(again));
+    let entry = daemon.snapshots.reserve("b", state, "local", &Quota::default()).unwrap();
     assert!(Arc::ptr_eq(&daemon.snapshots.get("b").unwrap(), &entry));
     eventually("the end of the first one", || !monitor.runs()).await;
 }

@@ -58,8 +58,8 @@ pub(crate) enum Pending {
 /// A request for a process.
 pub(crate) fn process(name: String, request: Request, fds: Vec<OwnedFd>) -> (Ask, PendingChild) {
     let (reply, forked) = oneshot::channel();
-    let (tell_end, ended) = oneshot::channel();
-    let ask = Ask { request, fds, pending: Pending::Process(name, reply), ended: Some(tell_end) };
+    let (end, ended) = oneshot::channel();
+    let ask = Ask { request, fds, pending: Pending::Process(name, reply), ended: Some(end) };
     (ask, PendingChild { forked, ended })
 }
 
@@ -72,7 +72,7 @@ pub(crate) struct ConnectionActor {
     pub(crate) link: Link,
     pub(crate) pidfd: Arc<Pidfd>,
     pub(crate) asks: mpsc::Receiver<Ask>,
-    pub(crate) noted: mpsc::UnboundedReceiver<Note>,
+    pub(crate) notes: mpsc::UnboundedReceiver<Note>,
     pub(crate) pending: VecDeque<Pending>,
     /// For each child by name, the channel for its exit status.
     pub(crate) ends: HashMap<String, oneshot::Sender<WaitStatus>>,
@@ -96,11 +96,7 @@ enum Over {
 impl ConnectionActor {
     /// Serves the connection until all handles are dropped, the daemon stops, or the template breaks. Returns whether
     /// the process is gone and its folder may be removed.
-    pub(crate) async fn keep(
-        mut self,
-        child: Option<std::process::Child>,
-        gone: watch::Sender<bool>,
-    ) -> bool {
+    pub(crate) async fn run(mut self, child: Option<std::process::Child>, gone: watch::Sender<bool>) -> bool {
         let over = self.serve().await;
         gone.send_replace(true);
         let broken = match over {
@@ -122,7 +118,7 @@ impl ConnectionActor {
         self.asks.close();
         while self.asks.recv().await.is_some() {}
         // The folder stays as long as there are handles: a new daemon finds the children's template by it.
-        while broken && let Some(note) = self.noted.recv().await {
+        while broken && let Some(note) = self.notes.recv().await {
             if matches!(note, Note::Leave) {
                 return false;
             }
@@ -141,18 +137,18 @@ impl ConnectionActor {
             tokio::select! {
                 biased;
                 message = self.link.recv() => {
-                    if let Err(why) = self.heard(message) {
+                    if let Err(why) = self.received(message) {
                         return Over::Broken(why);
                     }
-                    acknowledge = !self.acknowledged.is_empty() && self.noted.is_empty();
+                    acknowledge = !self.acknowledged.is_empty() && self.notes.is_empty();
                 }
                 // Before the asks: after `Leave`, the drop of the last handle must not end the process.
-                Some(note) = self.noted.recv() => match note {
+                Some(note) = self.notes.recv() => match note {
                     Note::Leave => return Over::Left,
                     Note::Acknowledge(child) => {
                         self.acknowledged.push(child);
                         // Children often end together: one message for all of them.
-                        acknowledge = self.noted.is_empty() || self.acknowledged.len() >= ACKNOWLEDGE;
+                        acknowledge = self.notes.is_empty() || self.acknowledged.len() >= ACKNOWLEDGE;
                     }
                 },
                 next = self.asks.recv() => match next {
@@ -216,13 +212,13 @@ impl ConnectionActor {
             tokio::select! {
                 biased;
                 sent = self.link.send(request, fds) => return sent.map_err(|error| error.to_string()),
-                message = self.link.recv() => self.heard(message)?,
+                message = self.link.recv() => self.received(message)?,
                 () = silence(owes) => return Err(hangs()),
             }
         }
     }
 
-    fn heard(
+    fn received(
         &mut self,
         message: io::Result<Option<crate::monitor::control_socket::Received>>,
     ) -> std::result::Result<(), String> {
@@ -264,40 +260,40 @@ impl ConnectionActor {
 
     fn answered(&mut self, reply: Reply, fds: Vec<OwnedFd>) -> std::result::Result<(), String> {
         match (self.pending.pop_front(), reply) {
-            (Some(Pending::Process(_, tell)), Reply::Forked { pid }) if pid > 0 => {
+            (Some(Pending::Process(_, waiter)), Reply::Forked { pid }) if pid > 0 => {
                 let Some(pidfd) = fds.into_iter().next() else {
                     return Err("a child came without pidfd".into());
                 };
                 let pidfd = child_pidfd(pidfd, pid, self.pid).map_err(|error| error.to_string())?;
                 // If the caller no longer waits for the process, the process must not run on.
-                if let Err(Ok(unwanted)) = tell.send(Ok(Forked { pid, pidfd })) {
+                if let Err(Ok(unwanted)) = waiter.send(Ok(Forked { pid, pidfd })) {
                     let _ = rustix::process::pidfd_send_signal(unwanted.pidfd, rustix::process::Signal::KILL);
                 }
                 Ok(())
             }
-            (Some(Pending::Process(name, tell)), Reply::Error { message }) => {
+            (Some(Pending::Process(name, waiter)), Reply::Error { message }) => {
                 self.ends.remove(&name);
                 let message = console::printable(message.as_bytes());
-                let _ = tell.send(Err(Error::host("the template did not fork", message)));
+                let _ = waiter.send(Err(Error::host("the template did not fork", message)));
                 Ok(())
             }
-            (Some(Pending::Layers(tell)), Reply::Layers { disks }) => {
+            (Some(Pending::Layers(waiter)), Reply::Layers { disks }) => {
                 let returned = |fd| self.lineage.layers.returned(fd);
                 let disks = sorted(disks, fds)?.into_iter();
                 let disks = disks.map(|layers| layers.into_iter().map(returned).collect());
-                drop(tell.send(Ok(disks.collect::<std::result::Result<_, String>>()?)));
+                drop(waiter.send(Ok(disks.collect::<std::result::Result<_, String>>()?)));
                 Ok(())
             }
-            (Some(Pending::Layers(tell)), Reply::Error { message }) => {
-                drop(tell.send(Err(refused(&message))));
+            (Some(Pending::Layers(waiter)), Reply::Error { message }) => {
+                drop(waiter.send(Err(refused(&message))));
                 Ok(())
             }
-            (Some(Pending::Replaced(tell)), Reply::Replaced) => {
-                drop(tell.send(Ok(())));
+            (Some(Pending::Replaced(waiter)), Reply::Replaced) => {
+                drop(waiter.send(Ok(())));
                 Ok(())
             }
-            (Some(Pending::Replaced(tell)), Reply::Error { message }) => {
-                drop(tell.send(Err(refused(&message))));
+            (Some(Pending::Replaced(waiter)), Reply::Error { message }) => {
+                drop(waiter.send(Err(refused(&message))));
                 Ok(())
             }
             (Some(Pending::Acknowledgement), Reply::Acknowledged | Reply::Error { .. }) => Ok(()),

@@ -146,16 +146,16 @@ impl Template {
             return Err(Error::host("the template ended", "it closed the connection"));
         };
         let (forks, asks) = mpsc::channel(QUEUE);
-        let (notes, noted) = mpsc::unbounded_channel();
-        let (tell_gone, gone) = watch::channel(false);
-        let keeper = ConnectionActor {
+        let (notes, received) = mpsc::unbounded_channel();
+        let (ended, gone) = watch::channel(false);
+        let actor = ConnectionActor {
             id: plan.id.clone(),
             pid,
             lineage: plan.lineage.clone(),
             link: control,
             pidfd,
             asks,
-            noted,
+            notes: received,
             pending: VecDeque::new(),
             ends,
             acknowledged: Vec::new(),
@@ -166,8 +166,8 @@ impl Template {
         let (id, files) = (plan.id.clone(), TemplateFiles::count());
         task::spawn(Task::Template, async move {
             // Until here the process has the OOM score of a sandbox. In the task, because a client waits for `new`.
-            oom::set(keeper.pid, keeper.pidfd.as_fd(), oom::Role::Template);
-            if keeper.keep(child, tell_gone).await {
+            oom::set(actor.pid, actor.pidfd.as_fd(), oom::Role::Template);
+            if actor.run(child, ended).await {
                 // A branch has a leaf of its own; any other template's goes with its lineage.
                 if let Some(leaf) = lineage.cgroup.as_ref().and_then(|cgroup| cgroup.existing(&id).ok()) {
                     // A saver may still be in it.
@@ -228,9 +228,9 @@ impl Template {
             let adopted = match child.status {
                 Some(status) => Adopted::Ended(status),
                 None => {
-                    let (tell, told) = oneshot::channel();
-                    ends.insert(child.name.clone(), tell);
-                    Adopted::Alive(child.pid, told)
+                    let (end, ended) = oneshot::channel();
+                    ends.insert(child.name.clone(), end);
+                    Adopted::Alive(child.pid, ended)
                 }
             };
             children.insert(child.name, adopted);
@@ -259,10 +259,10 @@ impl Template {
     /// Requests a child. Blocks while the queue is full.
     pub(crate) fn fork(&self, config: ForkConfig, fds: Vec<OwnedFd>) -> PendingChild {
         let name = config.child.clone();
-        let (ask, asked) = process(name, Request::Fork(config), fds);
-        // If the process is gone, the request is dropped, and the receivers in `asked` return an error.
+        let (ask, pending) = process(name, Request::Fork(config), fds);
+        // If the process is gone, the request is dropped, and the receivers in `pending` return an error.
         let _ = self.forks.blocking_send(ask);
-        asked
+        pending
     }
 
     /// Requests a saver.
@@ -277,26 +277,26 @@ impl Template {
         self.process(process(name, Request::Merge(config), fds)).await
     }
 
-    async fn process(&self, (ask, asked): (Ask, PendingChild)) -> PendingChild {
+    async fn process(&self, (ask, pending): (Ask, PendingChild)) -> PendingChild {
         let _ = self.forks.send(ask).await;
-        asked
+        pending
     }
 
     /// The frozen layers of its disks, oldest first.
     pub(crate) async fn layers(&self) -> Result<Vec<Vec<OwnedFd>>> {
-        let (tell, told) = oneshot::channel();
-        let pending = Pending::Layers(tell);
+        let (reply, replied) = oneshot::channel();
+        let pending = Pending::Layers(reply);
         let _ =
             self.forks.send(Ask { request: Request::Layers, fds: Vec::new(), pending, ended: None }).await;
-        told.await.unwrap_or_else(|_| Err(lost()))
+        replied.await.unwrap_or_else(|_| Err(lost()))
     }
 
     /// Replaces several layers by one file, for each disk that has a replacement.
     pub(crate) async fn replace_layers(&self, disks: Vec<Option<Replacement>>) -> Result<()> {
         let (request, fds) = replace_request(disks);
-        let (tell, told) = oneshot::channel();
-        let _ = self.forks.send(Ask { request, fds, pending: Pending::Replaced(tell), ended: None }).await;
-        told.await.unwrap_or_else(|_| Err(lost()))
+        let (reply, replied) = oneshot::channel();
+        let _ = self.forks.send(Ask { request, fds, pending: Pending::Replaced(reply), ended: None }).await;
+        replied.await.unwrap_or_else(|_| Err(lost()))
     }
 
     /// The folder with the template's files.

@@ -53,7 +53,7 @@ impl Fake {
 
     /// What it was told to forget, in order.
     fn acknowledged(&self) -> Vec<String> {
-        let told = self.monitor.asked().into_iter().filter_map(|request| match request {
+        let told = self.monitor.requests().into_iter().filter_map(|request| match request {
             Request::Acknowledge { children } => Some(children),
             _ => None,
         });
@@ -83,7 +83,7 @@ impl Fake {
 /// What it does goes by the name of the child that it is to fork. Savers are never answered.
 fn act(request: &Request, flooded: &Arc<AtomicUsize>) -> Act {
     let Request::Fork(config) = request else {
-        return if matches!(request, Request::Save(_)) { Act::Hang } else { Act::Obey };
+        return if matches!(request, Request::Save(_)) { Act::Hang } else { Act::Execute };
     };
     let refused = |message: &str| Message::Reply(Reply::Error { message: message.into() });
     let flooded = flooded.clone();
@@ -102,7 +102,7 @@ fn act(request: &Request, flooded: &Arc<AtomicUsize>) -> Act {
         }
         name if name.starts_with("slow") => {
             std::thread::sleep(Duration::from_millis(300));
-            Act::Obey
+            Act::Execute
         }
         // Gives the answer that it owes, so that it is not ended for silence.
         "long-name" => Act::Say(vec![refused("no"), end_of("x".repeat(10_000))]),
@@ -127,7 +127,7 @@ fn act(request: &Request, flooded: &Arc<AtomicUsize>) -> Act {
             let pidfd = pidfd_open(rustix::process::getpid(), PidfdFlags::empty()).unwrap();
             Act::AnswerWith(Reply::Forked { pid: 1 }, vec![pidfd])
         }
-        _ => Act::Obey,
+        _ => Act::Execute,
     }
 }
 
@@ -161,7 +161,7 @@ async fn a_refused_fork_is_an_error_for_that_child_alone() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_template_that_owes_an_answer_for_too_long_is_ended_and_everybody_told() {
+async fn a_template_that_owes_an_answer_for_too_long_is_ended_and_its_requests_fail() {
     let fake = Fake::start().await;
     // More than its queue takes: all of them are told.
     let names: Vec<String> = (0..QUEUE + 8).map(|index| format!("mute-{index}")).collect();
@@ -173,7 +173,7 @@ async fn a_template_that_owes_an_answer_for_too_long_is_ended_and_everybody_told
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_child_nobody_waits_for_is_killed_when_it_comes() {
+async fn a_child_without_a_waiter_is_killed_when_it_comes() {
     let fake = Fake::start().await;
     drop(fake.fork("slow").await);
     let next = fake.fork("next").await.forked.await.unwrap().unwrap();
@@ -217,7 +217,7 @@ async fn a_template_that_sends_something_it_was_not_handed_as_its_disk_is_ended(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn how_a_child_ended_is_told_and_forgotten_only_when_it_is_recorded() {
+async fn the_exit_status_of_a_child_is_kept_until_it_is_recorded() {
     let fake = Fake::start().await;
     let asked = fake.fork("brief").await;
     eventually("its child", || fake.monitor.child("brief").is_some()).await;
@@ -233,7 +233,7 @@ async fn how_a_child_ended_is_told_and_forgotten_only_when_it_is_recorded() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_template_that_tells_of_children_without_end_is_ended() {
+async fn a_template_that_sends_endless_events_of_children_is_ended() {
     for how in ["long-name", "flood", "answered-flood", "drip"] {
         let fake = Fake::start().await;
         assert!(!matches!(fake.fork(how).await.forked.await, Ok(Ok(_))), "{how}");

@@ -1,5 +1,5 @@
 //! A monitor that a thread of the test plays: it speaks the control protocol over a real socket, with descriptors,
-//! and has a real process with real children. A test scripts its answers, and reads what it was asked.
+//! and has a real process with real children. A test scripts its answers, and reads the requests it received.
 //!
 //! What a real monitor does is tested with real guests.
 
@@ -27,7 +27,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// What a fake monitor does about a request.
 pub(crate) enum Act {
     /// What a real one does.
-    Obey,
+    Execute,
     Answer(Reply),
     AnswerWith(Reply, Vec<OwnedFd>),
     /// Several messages, and no answer if none of them is one.
@@ -77,7 +77,7 @@ struct State {
     branch_script: fn(&Request) -> Act,
     /// The guest of its children.
     guest: Option<Arc<FakeGuest>>,
-    asked: Vec<Request>,
+    requests: Vec<Request>,
     /// How many descriptors came with each request that had some.
     descriptors: Vec<usize>,
     /// The layers it sends, of one disk.
@@ -161,16 +161,16 @@ impl FakeMonitor {
             shell: Mutex::new(shell),
             process: Mutex::default(),
             listener: listener.map(Arc::new),
-            script: Mutex::new(Box::new(|_| Act::Obey)),
+            script: Mutex::new(Box::new(|_| Act::Execute)),
             state: Mutex::new(State {
                 role,
                 running: true,
                 ready,
                 disk_full: false,
                 children_are_ready: true,
-                branch_script: |_| Act::Obey,
+                branch_script: |_| Act::Execute,
                 guest: None,
-                asked: Vec::new(),
+                requests: Vec::new(),
                 descriptors: Vec::new(),
                 layers: Vec::new(),
                 branched: Branched::default(),
@@ -239,15 +239,15 @@ impl FakeMonitor {
         self
     }
 
-    /// All that it was asked, in order, without greetings.
-    pub(crate) fn asked(&self) -> Vec<Request> {
-        let asked = self.shared.state().asked.clone();
-        asked.into_iter().filter(|request| !matches!(request, Request::Hello { .. })).collect()
+    /// All requests it received, in order, without greetings.
+    pub(crate) fn requests(&self) -> Vec<Request> {
+        let requests = self.shared.state().requests.clone();
+        requests.into_iter().filter(|request| !matches!(request, Request::Hello { .. })).collect()
     }
 
-    /// How often it was asked what `is_it` picks.
+    /// How many requests it received that `is_it` picks.
     pub(crate) fn times(&self, is_it: impl Fn(&Request) -> bool) -> usize {
-        self.asked().iter().filter(|request| is_it(request)).count()
+        self.requests().iter().filter(|request| is_it(request)).count()
     }
 
     /// How many descriptors came with each request that had some.
@@ -255,8 +255,8 @@ impl FakeMonitor {
         self.shared.state().descriptors.clone()
     }
 
-    /// Whether it was asked something that `is_it` picks.
-    pub(crate) fn was_asked(&self, is_it: impl Fn(&Request) -> bool) -> bool {
+    /// Whether it received a request that `is_it` picks.
+    pub(crate) fn has_received(&self, is_it: impl Fn(&Request) -> bool) -> bool {
         self.times(is_it) > 0
     }
 
@@ -293,7 +293,7 @@ impl FakeMonitor {
         crate::testing::fake_process::runs(self.pid)
     }
 
-    /// A child that an earlier daemon asked for, with its files in `folder`.
+    /// A child that an earlier daemon requested, with its files in `folder`.
     pub(crate) fn child_in(&self, name: &str, folder: &Path) -> FakeMonitor {
         let (listener, _) = control_socket::pair(&folder.join(control_socket::CONTROL)).unwrap();
         self.shared.fork(name, Some(listener))

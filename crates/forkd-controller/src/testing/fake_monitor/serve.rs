@@ -46,12 +46,12 @@ impl Shared {
         while let Ok(Some((request, fds))) = control.recv::<Request>() {
             {
                 let mut state = self.state();
-                state.asked.push(request.clone());
+                state.requests.push(request.clone());
                 state.descriptors.extend(Some(fds.len()).filter(|fds| *fds > 0));
             }
             let act = (self.script.lock().unwrap())(&request);
             match act {
-                Act::Obey => self.obey(request, fds),
+                Act::Execute => self.execute(request, fds),
                 Act::Answer(reply) => self.send(&Message::Reply(reply), &[]),
                 Act::AnswerWith(reply, fds) => self.send(&Message::Reply(reply), &fds),
                 Act::Say(messages) => messages.iter().for_each(|message| self.send(message, &[])),
@@ -76,7 +76,7 @@ impl Shared {
         self.send(&Message::Reply(reply), &[]);
     }
 
-    fn obey(self: &Arc<Self>, request: Request, fds: Vec<OwnedFd>) {
+    fn execute(self: &Arc<Self>, request: Request, fds: Vec<OwnedFd>) {
         let set_running = |running| {
             let mut state = self.state();
             (state.running, state.disk_full) = (running, false);

@@ -197,8 +197,8 @@ pub(crate) struct Failed(watch::Receiver<Option<Error>>);
 
 impl Vital {
     pub(crate) fn new() -> (Self, Failed) {
-        let (tell, told) = watch::channel(None);
-        (Vital(tell), Failed(told))
+        let (sender, receiver) = watch::channel(None);
+        (Vital(sender), Failed(receiver))
     }
 
     /// Starts work. After a panic the daemon stops.
@@ -207,11 +207,11 @@ impl Vital {
         task: Task,
         work: impl Future<Output = ()> + Send + 'static,
     ) -> JoinHandle<()> {
-        let tell = self.0.clone();
+        let failed = self.0.clone();
         tokio::spawn(async move {
             if let Err(panic) = AssertUnwindSafe(work).catch_unwind().await {
                 let text = note(task, &*panic, "the daemon stops");
-                tell.send_replace(Some(panicked(task, &text)));
+                failed.send_replace(Some(panicked(task, &text)));
             }
         })
     }

@@ -50,7 +50,7 @@ async fn a_loop_whose_start_panics_is_started_again() {
 }
 
 #[tokio::test]
-async fn the_waiter_of_a_task_that_panics_hears_of_it() {
+async fn the_waiter_of_a_task_that_panics_gets_an_error() {
     let before = count(Task::Rollback);
     let error = spawn(Task::Rollback, async { panic!("a bug") }).await.map(|()| "done").unwrap_err();
     assert!(error.is_panic());

@@ -25,7 +25,7 @@ use crate::api::{ApiContext, response};
 use crate::auth::principal::Principal;
 use crate::error::{Code, Error, Result};
 use crate::sandbox::Sandbox;
-use crate::sandbox::visit::Visit;
+use crate::sandbox::agent_call::AgentCall;
 use crate::util::task::{self, Task};
 
 /// How long the daemon reads on after it rejects an upload, so that the client sees the reply and not a reset
@@ -128,16 +128,17 @@ pub(crate) async fn download(
     Params(target): Params<Target>,
 ) -> Result<Response> {
     let path = absolute(&target.path)?;
-    let visit = Visit::begin(app.registry.known(&id)?, &who).await?;
-    let opened = visit.sandbox.agent.download(path, target.user.as_deref());
-    let download = visit.undisturbed(opened).await?;
+    let sandbox = app.registry.known(&id)?;
+    let call = AgentCall::begin(&sandbox, &who).await?;
+    let opened = sandbox.agent.download(path, target.user.as_deref());
+    let download = call.run(&sandbox, opened).await?;
     let mut headers = HeaderMap::new();
     headers.insert(header::CONTENT_TYPE, header::HeaderValue::from_static("application/octet-stream"));
     if let Some(length) = download.length {
         headers.insert(header::CONTENT_LENGTH, length.into());
     }
     let (pieces, queued) = mpsc::channel(QUEUE);
-    task::spawn(Task::Download, relay(visit, download, pieces));
+    task::spawn(Task::Download, relay(sandbox, call, download, pieces));
     let queued = futures_util::stream::unfold(queued, |mut queued| async {
         queued.recv().await.map(|piece| (piece, queued))
     });
@@ -145,14 +146,19 @@ pub(crate) async fn download(
 }
 
 /// Copies a file from the guest to a client, at the pace of the slower one.
-async fn relay(visit: Visit, mut download: Download, pieces: mpsc::Sender<std::io::Result<Bytes>>) {
+async fn relay(
+    sandbox: Arc<Sandbox>,
+    call: AgentCall,
+    mut download: Download,
+    pieces: mpsc::Sender<std::io::Result<Bytes>>,
+) {
     loop {
-        let piece = match visit.undisturbed(download.next()).await {
+        let piece = match call.run(&sandbox, download.next()).await {
             Ok(None) => return,
             Ok(Some(piece)) => Ok(piece),
             // The status has been sent already. The only way left to report an error is to break the body off.
             Err(error) => {
-                tracing::info!(sandbox = visit.sandbox.id, %error, "download failed");
+                tracing::info!(sandbox = sandbox.id, %error, "download failed");
                 Err(std::io::Error::other(error))
             }
         };
@@ -242,13 +248,13 @@ async fn receive(
     let mode = target.mode.as_deref().map(parse_mode).transpose()?;
     let sandbox = ready(app, id).await?;
     let mut upload: Upload =
-        sandbox.undisturbed(sandbox.agent.upload(path, target.user.as_deref(), mode)).await?;
+        AgentCall::STREAM.run(&sandbox, sandbox.agent.upload(path, target.user.as_deref(), mode)).await?;
     let mut size = 0u64;
     while let Some(piece) = source.next().await? {
         size = size.saturating_add(piece.len() as u64);
-        sandbox.undisturbed(upload.send(piece)).await?;
+        AgentCall::STREAM.run(&sandbox, upload.send(piece)).await?;
     }
-    let written = sandbox.undisturbed(upload.finish()).await?;
+    let written = AgentCall::STREAM.run(&sandbox, upload.finish()).await?;
     Ok(FileWritten::new(written.path, size, written.whole.unwrap_or(false)))
 }
 
@@ -280,7 +286,7 @@ pub(crate) async fn remove(
             }
         }
     };
-    sandbox.undisturbed(removed).await?;
+    AgentCall::STREAM.run(&sandbox, removed).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -308,9 +314,10 @@ pub(crate) async fn list(
     if !(1..=MAX_DEPTH).contains(&depth) {
         return Err(Error::invalid(format!("depth is {depth}; it must be 1 to {MAX_DEPTH}")));
     }
-    let visit = Visit::begin(app.registry.known(&id)?, &who).await?;
-    let listing = visit.sandbox.agent.list_dir(path, depth, target.user.as_deref());
-    let (listed, room) = visit.undisturbed(listing).await?;
+    let sandbox = app.registry.known(&id)?;
+    let call = AgentCall::begin(&sandbox, &who).await?;
+    let listing = sandbox.agent.list_dir(path, depth, target.user.as_deref());
+    let (listed, room) = call.run(&sandbox, listing).await?;
     response::json(&FileList { entries: listed.into_iter().map(info).collect() }, room)
 }
 
@@ -330,8 +337,9 @@ pub(crate) async fn stat(
     Params(target): Params<Target>,
 ) -> Result<Json<FileInfo>> {
     let path = absolute(&target.path)?;
-    let visit = Visit::begin(app.registry.known(&id)?, &who).await?;
-    let entry = visit.undisturbed(visit.sandbox.agent.stat(path, target.user.as_deref())).await?;
+    let sandbox = app.registry.known(&id)?;
+    let call = AgentCall::begin(&sandbox, &who).await?;
+    let entry = call.run(&sandbox, sandbox.agent.stat(path, target.user.as_deref())).await?;
     Ok(Json(info(entry)))
 }
 
@@ -352,7 +360,8 @@ pub(crate) async fn mkdir(
 ) -> Result<(StatusCode, Json<FileInfo>)> {
     let path = absolute(&request.path)?;
     let sandbox = ready(&app, &id).await?;
-    let entry = sandbox.undisturbed(sandbox.agent.make_dir(path, request.user.as_deref())).await?;
+    let entry =
+        AgentCall::STREAM.run(&sandbox, sandbox.agent.make_dir(path, request.user.as_deref())).await?;
     Ok((StatusCode::CREATED, Json(info(entry))))
 }
 
@@ -374,7 +383,8 @@ pub(crate) async fn rename(
 ) -> Result<Json<FileInfo>> {
     let (from, to) = (absolute(&request.from)?, absolute(&request.to)?);
     let sandbox = ready(&app, &id).await?;
-    let entry = sandbox.undisturbed(sandbox.agent.move_file(from, to, request.user.as_deref())).await?;
+    let entry =
+        AgentCall::STREAM.run(&sandbox, sandbox.agent.move_file(from, to, request.user.as_deref())).await?;
     Ok(Json(info(entry)))
 }
 

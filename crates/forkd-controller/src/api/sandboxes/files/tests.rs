@@ -33,7 +33,7 @@ async fn a_file_larger_than_any_other_body_goes_in_and_comes_out() {
 }
 
 #[tokio::test]
-async fn what_a_guest_refuses_has_the_status_that_says_why() {
+async fn each_refusal_of_a_guest_has_its_own_status() {
     let daemon = FakeDaemon::start().await;
     let list = |path: &str| format!("GET /v1/sandboxes/{ID}/files/list?path={path}");
     let stat = |path: &str| format!("GET /v1/sandboxes/{ID}/files/stat?path={path}");
@@ -130,7 +130,7 @@ async fn an_upload_that_breaks_off_or_stalls_is_never_taken_for_a_file() {
 }
 
 #[tokio::test]
-async fn a_guest_that_is_full_or_stuck_is_told_while_the_client_still_sends() {
+async fn an_upload_to_a_full_or_stuck_guest_fails_while_the_client_still_sends() {
     let data = vec![7; 8 << 20];
     let (patient, impatient) = (FakeDaemon::start().await, FakeDaemon::impatient_with_guests().await);
     for (daemon, path, status, code) in
