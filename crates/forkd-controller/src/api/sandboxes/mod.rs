@@ -42,7 +42,7 @@ use crate::sandbox::envs::check_envs;
 use crate::sandbox::lifetime::{Lifetime, check_labels, check_secs};
 use crate::sandbox::registry::Bound;
 use crate::sandbox::spawn::{SpawnSpec, Spawned, spawn};
-use crate::sandbox::{Phase, Sandbox, Spec};
+use crate::sandbox::{Phase, RuntimeInfo, Sandbox, Spec};
 use crate::snapshot::unknown::{UNREAD, UNREADABLE, advice};
 use crate::util::task::blocking;
 
@@ -79,7 +79,7 @@ pub(super) async fn create(
     Extension(who): Extension<Principal>,
     reader: Reader,
     Params(params): Params<Results>,
-    asked: Option<Extension<IdempotencyMark>>,
+    idempotency: Option<Extension<IdempotencyMark>>,
     Body(mut request): Body<CreateRequest>,
 ) -> Result<Response> {
     let arrived = Instant::now();
@@ -89,8 +89,8 @@ pub(super) async fn create(
         Some("each") => true,
         Some(_) => return Err(Error::invalid("results can only be `each`")),
     };
-    let lifetime = life_of(&request, asked.as_ref())?;
-    let earlier = match asked {
+    let lifetime = life_of(&request, idempotency.as_ref())?;
+    let earlier = match idempotency {
         Some(Extension(IdempotencyMark { mark, before: true })) => earlier(&app, &mark),
         _ => Vec::new(),
     };
@@ -126,7 +126,7 @@ pub(super) async fn create(
 }
 
 /// The lifetime settings of the requested sandboxes.
-fn life_of(request: &CreateRequest, asked: Option<&Extension<IdempotencyMark>>) -> Result<Lifetime> {
+fn life_of(request: &CreateRequest, idempotency: Option<&Extension<IdempotencyMark>>) -> Result<Lifetime> {
     check_labels(&request.labels)?;
     check_tag("suspend_as", request.suspend_as.as_deref())?;
     request.idle_timeout_secs.map(|secs| check_secs("idle_timeout_secs", secs)).transpose()?;
@@ -135,7 +135,7 @@ fn life_of(request: &CreateRequest, asked: Option<&Extension<IdempotencyMark>>) 
         idle_timeout_secs: request.idle_timeout_secs,
         on_timeout: request.on_timeout.unwrap_or_default(),
         suspend_as: request.suspend_as.clone(),
-        request: asked.map(|asked| asked.mark.clone()),
+        request: idempotency.map(|it| it.mark.clone()),
         ..Lifetime::default()
     })
 }
@@ -143,9 +143,8 @@ fn life_of(request: &CreateRequest, asked: Option<&Extension<IdempotencyMark>>) 
 /// Sandboxes of a request that an earlier daemon did not reply to.
 fn earlier(app: &ApiContext, mark: &str) -> Vec<Arc<Sandbox>> {
     let mut there = app.registry.list();
-    there.retain(|sandbox| {
-        sandbox.read_runtime(|facts| facts.saved.lifetime.request.as_deref() == Some(mark))
-    });
+    let has_mark = |facts: &RuntimeInfo| facts.saved.lifetime.request.as_deref() == Some(mark);
+    there.retain(|sandbox| sandbox.read_runtime(has_mark));
     there
 }
 
