@@ -3,7 +3,10 @@
 use std::{io, net::Ipv4Addr, os::fd::OwnedFd, path::PathBuf, sync::Arc, thread};
 
 use forkd_protocol::{
-    agent::{BecomeRequest, EvalRequest, FreezeRequest, NameRequest, Pong, TOKEN_HEADER, WarmRequest},
+    agent::{
+        BecomeRequest, DEFAULT_USER_HEADER, EvalRequest, FreezeRequest, NameRequest, Pong, TOKEN_HEADER,
+        WarmRequest,
+    },
     connect::{Code, Error},
 };
 use serde_json::{Value, json};
@@ -81,10 +84,15 @@ impl Agent {
         }
         if !self.is_authorized(head) {
             let message = format!("the header {TOKEN_HEADER} does not hold this agent's token");
+            if path == "/files" {
+                return files::content::refuse(exchange, (401, message));
+            }
             return rpc::fail(exchange, &Error::new(Code::Unauthenticated, message));
         }
         if path == "/files" {
-            return files::content::call(exchange, &|name| self.user(name));
+            let named =
+                |head: &Head| head.query("username").filter(|name| !name.is_empty()).map(String::from);
+            return files::content::call(exchange, &|head| self.user_of(head, named(head)));
         }
         let Some((service, method)) = path.trim_start_matches('/').split_once('/') else {
             return rpc::fail(exchange, &Error::new(Code::NotFound, format!("there is nothing at {path}")));
@@ -92,7 +100,7 @@ impl Agent {
         if exchange.head().method != "POST" {
             return exchange.respond(405, &[("allow", "POST")], b"");
         }
-        let user = |head: &Head| self.user(head.basic_user().as_deref());
+        let user = |head: &Head| self.user_of(head, head.basic_user());
         let answered = match service {
             "process.Process" => self.processes.call(method, &user, exchange),
             "filesystem.Filesystem" => files::service::call(method, &user, exchange),
@@ -109,6 +117,14 @@ impl Agent {
             head.header(TOKEN_HEADER)
                 .is_some_and(|given| sys::equal_secrets(given.as_bytes(), token.as_bytes()))
         })
+    }
+
+    /// The user that a request names, or the default user of such requests.
+    fn user_of(&self, head: &Head, named: Option<String>) -> Result<User, Error> {
+        match (named, head.header(DEFAULT_USER_HEADER)) {
+            (None, Some(default)) => User::find(default).or_else(|_| self.user(None)),
+            (named, _) => self.user(named.as_deref()),
+        }
     }
 
     /// The named user, or the default user.

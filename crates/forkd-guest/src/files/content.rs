@@ -19,7 +19,7 @@ use rustix::fs::{Mode, OFlags};
 use serde_json::json;
 
 use crate::{
-    http::Exchange,
+    http::{Exchange, Head},
     users::{self, User},
 };
 
@@ -30,11 +30,8 @@ const PIECE: usize = 64 << 10;
 type HttpError = (u16, String);
 
 /// Answers `/files`. `user` looks up the user that the caller names.
-pub(crate) fn call(
-    exchange: &mut Exchange,
-    user: &dyn Fn(Option<&str>) -> Result<User, Error>,
-) -> io::Result<()> {
-    let found = user(exchange.head().query("username").filter(|name| !name.is_empty()));
+pub(crate) fn call(exchange: &mut Exchange, user: &dyn Fn(&Head) -> Result<User, Error>) -> io::Result<()> {
+    let found = user(exchange.head());
     let user = match found {
         Ok(user) => user,
         Err(error) => return refuse(exchange, (error.code.http_status(), error.message)),
@@ -46,7 +43,7 @@ pub(crate) fn call(
     }
 }
 
-fn refuse(exchange: &mut Exchange, (status, message): HttpError) -> io::Result<()> {
+pub(crate) fn refuse(exchange: &mut Exchange, (status, message): HttpError) -> io::Result<()> {
     let body = json!({ "code": status, "message": message }).to_string();
     exchange.respond(status, &[("content-type", "application/json")], body.as_bytes())
 }
@@ -175,7 +172,7 @@ fn upload(exchange: &mut Exchange, user: &User) -> io::Result<()> {
     }
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let path = path.to_string_lossy().into_owned();
-    let written = [WrittenFile { path, name, r#type: "file".into(), whole }];
+    let written = [WrittenFile { path, name, r#type: "file".into(), whole, ..WrittenFile::default() }];
     let body = serde_json::to_vec(&written).map_err(io::Error::other)?;
     exchange.respond(200, &[("content-type", "application/json")], &body)
 }

@@ -258,6 +258,7 @@ fn entry(path: &Path, metadata: &Metadata, names: &IdNames) -> EntryInfo {
         } else {
             None
         },
+        ..EntryInfo::default()
     }
 }
 
