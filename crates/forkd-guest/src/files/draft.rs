@@ -21,6 +21,10 @@ use crate::sys;
 /// set-id bits.
 const KEPT_MODE: u32 = 0o777;
 
+/// What the names of drafts begin with: of new files, and of files that replace others.
+const NEW: &str = ".forkd-new-";
+const REPLACING: &str = ".forkd-old-";
+
 /// A file under way.
 pub(super) struct Draft {
     pub(super) file: File,
@@ -60,7 +64,8 @@ impl Draft {
             rustix::fs::open(parent, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let temporary = OsString::from(format!(".forkd-{}-{number}", sys::uptime_ms()));
+        let kind = if before.is_some() { REPLACING } else { NEW };
+        let temporary = OsString::from(format!("{kind}{}-{number}", sys::uptime_ms()));
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         // Other users must not read a file that was private before.
         let first = Mode::from_raw_mode(if before.is_some() || mode.is_some() { 0o600 } else { 0o666 });

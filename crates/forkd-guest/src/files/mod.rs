@@ -2,4 +2,9 @@
 
 pub(crate) mod content;
 mod draft;
+mod metadata;
+mod multipart;
 pub(crate) mod service;
+mod upload;
+
+pub use multipart::fuzz_multipart;
