@@ -12,7 +12,7 @@ use forkd_protocol::{
 use serde_json::{Value, json};
 
 use crate::{
-    files,
+    files::{self, watch::Watchers},
     fork::{ForkService, System},
     http::{self, Exchange, Head},
     json_lines,
@@ -49,6 +49,7 @@ pub struct Agent {
     pub(crate) python: Arc<Python>,
     forking: ForkService,
     warm: Warm,
+    watchers: Watchers,
 }
 
 impl Agent {
@@ -61,7 +62,18 @@ impl Agent {
         let python = Arc::new(Python::new(cgroups, variables));
         let forking = ForkService::new(system, run_dir.clone(), processes.clone(), python.clone());
         let warm = Warm::default();
-        Arc::new(Agent { default_user, token, run_dir, shut_down, processes, python, forking, warm })
+        let watchers = Watchers::default();
+        Arc::new(Agent {
+            default_user,
+            token,
+            run_dir,
+            shut_down,
+            processes,
+            python,
+            forking,
+            warm,
+            watchers,
+        })
     }
 
     /// Serves all connections to a listening stream socket. Returns only if that is broken.
@@ -103,7 +115,8 @@ impl Agent {
         let user = |head: &Head| self.user_of(head, head.basic_user());
         let answered = match service {
             "process.Process" => self.processes.call(method, &user, exchange),
-            "filesystem.Filesystem" => files::service::call(method, &user, exchange),
+            "filesystem.Filesystem" => files::service::call(method, &user, exchange)
+                .or_else(|| self.watchers.call(method, &user, exchange)),
             "forkd.Agent" => self.call(method, exchange),
             _ => None,
         };

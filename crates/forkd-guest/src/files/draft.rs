@@ -25,6 +25,18 @@ const KEPT_MODE: u32 = 0o777;
 const NEW: &str = ".forkd-new-";
 const REPLACING: &str = ".forkd-old-";
 
+/// Whether a draft of that name becomes a new file; `None` if it is not the name of a draft.
+pub(super) fn is_new_file(name: &[u8]) -> Option<bool> {
+    let (rest, new) = match name.strip_prefix(NEW.as_bytes()) {
+        Some(rest) => (rest, true),
+        None => (name.strip_prefix(REPLACING.as_bytes())?, false),
+    };
+    let mut numbers = rest.split(|byte| *byte == b'-');
+    let mut number =
+        || numbers.next().is_some_and(|text| !text.is_empty() && text.iter().all(u8::is_ascii_digit));
+    (number() && number() && numbers.next().is_none()).then_some(new)
+}
+
 /// A file under way.
 pub(super) struct Draft {
     pub(super) file: File,

@@ -6,5 +6,6 @@ mod metadata;
 mod multipart;
 pub(crate) mod service;
 mod upload;
+pub(crate) mod watch;
 
 pub use multipart::fuzz_multipart;
