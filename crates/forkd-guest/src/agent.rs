@@ -3,13 +3,16 @@
 use std::{io, net::Ipv4Addr, os::fd::OwnedFd, path::PathBuf, sync::Arc, thread};
 
 use forkd_protocol::{
-    agent::{BecomeRequest, EvalRequest, FreezeRequest, NameRequest, Pong, TOKEN_HEADER, WarmRequest},
+    agent::{
+        BecomeRequest, DEFAULT_USER_HEADER, EvalRequest, FreezeRequest, NameRequest, Pong, TOKEN_HEADER,
+        WarmRequest,
+    },
     connect::{Code, Error},
 };
 use serde_json::{Value, json};
 
 use crate::{
-    files,
+    files::{self, watch::Watchers},
     fork::{ForkService, System},
     http::{self, Exchange, Head},
     json_lines,
@@ -46,6 +49,7 @@ pub struct Agent {
     pub(crate) python: Arc<Python>,
     forking: ForkService,
     warm: Warm,
+    watchers: Watchers,
 }
 
 impl Agent {
@@ -58,7 +62,18 @@ impl Agent {
         let python = Arc::new(Python::new(cgroups, variables));
         let forking = ForkService::new(system, run_dir.clone(), processes.clone(), python.clone());
         let warm = Warm::default();
-        Arc::new(Agent { default_user, token, run_dir, shut_down, processes, python, forking, warm })
+        let watchers = Watchers::default();
+        Arc::new(Agent {
+            default_user,
+            token,
+            run_dir,
+            shut_down,
+            processes,
+            python,
+            forking,
+            warm,
+            watchers,
+        })
     }
 
     /// Serves all connections to a listening stream socket. Returns only if that is broken.
@@ -81,10 +96,15 @@ impl Agent {
         }
         if !self.is_authorized(head) {
             let message = format!("the header {TOKEN_HEADER} does not hold this agent's token");
+            if path == "/files" {
+                return files::content::refuse(exchange, (401, message));
+            }
             return rpc::fail(exchange, &Error::new(Code::Unauthenticated, message));
         }
         if path == "/files" {
-            return files::content::call(exchange, &|name| self.user(name));
+            let named =
+                |head: &Head| head.query("username").filter(|name| !name.is_empty()).map(String::from);
+            return files::content::call(exchange, &|head| self.user_of(head, named(head)));
         }
         let Some((service, method)) = path.trim_start_matches('/').split_once('/') else {
             return rpc::fail(exchange, &Error::new(Code::NotFound, format!("there is nothing at {path}")));
@@ -92,10 +112,11 @@ impl Agent {
         if exchange.head().method != "POST" {
             return exchange.respond(405, &[("allow", "POST")], b"");
         }
-        let user = |head: &Head| self.user(head.basic_user().as_deref());
+        let user = |head: &Head| self.user_of(head, head.basic_user());
         let answered = match service {
             "process.Process" => self.processes.call(method, &user, exchange),
-            "filesystem.Filesystem" => files::service::call(method, &user, exchange),
+            "filesystem.Filesystem" => files::service::call(method, &user, exchange)
+                .or_else(|| self.watchers.call(method, &user, exchange)),
             "forkd.Agent" => self.call(method, exchange),
             _ => None,
         };
@@ -109,6 +130,14 @@ impl Agent {
             head.header(TOKEN_HEADER)
                 .is_some_and(|given| sys::equal_secrets(given.as_bytes(), token.as_bytes()))
         })
+    }
+
+    /// The user that a request names, or the default user of such requests.
+    fn user_of(&self, head: &Head, named: Option<String>) -> Result<User, Error> {
+        match (named, head.header(DEFAULT_USER_HEADER)) {
+            (None, Some(default)) => User::find(default).or_else(|_| self.user(None)),
+            (named, _) => self.user(named.as_deref()),
+        }
     }
 
     /// The named user, or the default user.

@@ -76,4 +76,5 @@ mod sys;
 mod users;
 mod warm;
 
+pub use files::fuzz_multipart;
 pub use http::fuzz_request;

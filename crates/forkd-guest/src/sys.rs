@@ -49,6 +49,13 @@ impl Socket {
         matches!(sent, Err(Errno::PIPE))
     }
 
+    /// Waits until a read returns at once; `false` if it would still block after `wait`.
+    pub(crate) fn wait_readable(&self, wait: Duration) -> io::Result<bool> {
+        let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
+        poll(&mut fds, Some(wait))?;
+        Ok(!fds[0].revents().is_empty())
+    }
+
     /// Our address and the peer's, if this is TCP over IPv4.
     pub(crate) fn addresses(&self) -> Option<(SocketAddrV4, SocketAddrV4)> {
         let here = rustix::net::getsockname(&self.0).ok()?;

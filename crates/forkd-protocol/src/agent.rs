@@ -4,15 +4,20 @@
 //! |---|---|---|
 //! | `GET /health` | HTTP | 204 |
 //! | `GET /files?path=&username=` | HTTP | 200 with the bytes; 404, 400 for a directory |
-//! | `POST /files?path=&username=&whole=&mode=` | HTTP, body `application/octet-stream` | [`WrittenFile`] list |
+//! | `POST /files?path=&username=&whole=&mode=` | HTTP, body `application/octet-stream` or a form | [`WrittenFile`] list |
 //! | `/process.Process/Start` | server stream | [`StartRequest`] → [`ProcessEvent`]s |
 //! | `/process.Process/Connect` | server stream | [`ProcessRef`] → [`ProcessEvent`]s |
 //! | `/process.Process/List` | unary | `{}` → [`ProcessList`] |
 //! | `/process.Process/SendInput` | unary | [`SendInputRequest`] → `{}` |
+//! | `/process.Process/StreamInput` | client stream | [`StreamInputRequest`]s → `{}` |
 //! | `/process.Process/CloseStdin` | unary | [`ProcessRef`] → `{}` |
 //! | `/process.Process/SendSignal` | unary | [`SendSignalRequest`] → `{}` |
 //! | `/process.Process/Update` | unary | [`UpdateRequest`] → `{}` |
 //! | `/filesystem.Filesystem/Stat` … `Remove`, `RemoveOne` | unary | [`PathRequest`] and friends |
+//! | `/filesystem.Filesystem/WatchDir` | server stream | [`WatchDirRequest`] → [`WatchDirResponse`]s |
+//! | `/filesystem.Filesystem/CreateWatcher` | unary | [`WatchDirRequest`] → [`WatcherRef`] |
+//! | `/filesystem.Filesystem/GetWatcherEvents` | unary | [`WatcherRef`] → [`WatcherEvents`] |
+//! | `/filesystem.Filesystem/RemoveWatcher` | unary | [`WatcherRef`] → `{}` |
 //! | `/forkd.Agent/Ping` | unary | `{}` → [`Pong`] |
 //! | `/forkd.Agent/Warm` | unary | [`WarmRequest`] → [`WarmStatus`] |
 //! | `/forkd.Agent/Eval` | unary | [`EvalRequest`] → [`EvalResponse`] |
@@ -24,7 +29,8 @@
 //!
 //! Field names are proto3-JSON's (camelCase), absent means default, bytes are base64. The user a
 //! call acts as comes as `Authorization: Basic base64("user:")` on process and filesystem calls and
-//! as `username` in the query of `/files`; absent means the agent's default user. The time a
+//! as `username` in the query of `/files`; absent means the user that [`DEFAULT_USER_HEADER`] names, if the image
+//! has that user, else the agent's default user. The time a
 //! command may run comes in `Connect-Timeout-Ms`; when it is over the process is killed and the
 //! stream ends with `deadline_exceeded`. A command that cannot start ends it with `invalid_argument` and
 //! `exitCode`: 127 if there is no such program, else 126. Agents of earlier versions send no `exitCode`. A client
@@ -34,24 +40,35 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::bounded::bounded_vec;
+mod files;
+mod proto_json;
+
+pub use files::{
+    EntryInfo, EntryList, EntryResponse, FilesystemEvent, ListDirRequest, MAX_ENTRIES, METADATA_HEADER,
+    MoveRequest, PathRequest, WatchDirRequest, WatchDirResponse, WatcherEvents, WatcherRef, WrittenFile,
+};
+use proto_json::{base64_option, decimal, enum_value, nullable, number, some_number};
 
 /// The vsock port the agent listens on in a guest.
 pub const AGENT_PORT: u32 = 1024;
 /// Header with the token an agent that listens on TCP asks for.
 pub const TOKEN_HEADER: &str = "x-access-token";
+/// Header with the user that a call acts as if it names none: a daemon sets it on what E2B clients send, whose
+/// default user is `user`. An image without that user is no error. Agents of earlier versions ignore it.
+pub const DEFAULT_USER_HEADER: &str = "x-forkd-default-user";
 
 /// A command to run. Arguments go to the program as they are; no shell is involved.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct ProcessConfig {
     /// Program: a path, or a name looked up in `PATH`.
+    #[serde(deserialize_with = "nullable")]
     pub cmd: String,
     /// Arguments, without the program's own name.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "nullable")]
     pub args: Vec<String>,
     /// Variables added to the user's basic environment.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "nullable")]
     pub envs: BTreeMap<String, String>,
     /// Working directory; the user's home when absent.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -59,18 +76,23 @@ pub struct ProcessConfig {
 }
 
 /// Size of a terminal in characters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct PtySize {
     /// Columns.
+    #[serde(deserialize_with = "number")]
     pub cols: u32,
     /// Rows.
+    #[serde(deserialize_with = "number")]
     pub rows: u32,
 }
 
 /// Wish for a terminal.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Pty {
     /// Its size.
+    #[serde(deserialize_with = "nullable")]
     pub size: PtySize,
 }
 
@@ -79,6 +101,7 @@ pub struct Pty {
 #[serde(default)]
 pub struct StartRequest {
     /// What to run.
+    #[serde(deserialize_with = "nullable")]
     pub process: ProcessConfig,
     /// Run it on a terminal of its own.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -96,7 +119,7 @@ pub struct StartRequest {
 #[serde(default)]
 pub struct ProcessSelector {
     /// Process id in the guest.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "some_number")]
     pub pid: Option<u32>,
     /// Tag given at start.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -108,6 +131,7 @@ pub struct ProcessSelector {
 #[serde(default)]
 pub struct ProcessRef {
     /// The process.
+    #[serde(deserialize_with = "nullable")]
     pub process: ProcessSelector,
 }
 
@@ -128,18 +152,50 @@ pub struct ProcessInput {
 #[serde(default)]
 pub struct SendInputRequest {
     /// The process.
+    #[serde(deserialize_with = "nullable")]
     pub process: ProcessSelector,
     /// What to write.
+    #[serde(deserialize_with = "nullable")]
     pub input: ProcessInput,
 }
+
+/// One message of `Process/StreamInput`: one of the fields is set, `start` in the first message.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct StreamInputRequest {
+    /// The process.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub start: Option<ProcessRef>,
+    /// What to write.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub data: Option<InputData>,
+    /// Nothing to write for a while; the connection is alive.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keepalive: Option<EmptyMessage>,
+}
+
+/// Input, in a message of `Process/StreamInput`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct InputData {
+    /// What to write.
+    #[serde(deserialize_with = "nullable")]
+    pub input: ProcessInput,
+}
+
+/// A message without fields.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EmptyMessage {}
 
 /// `Process/SendSignal`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct SendSignalRequest {
     /// The process.
+    #[serde(deserialize_with = "nullable")]
     pub process: ProcessSelector,
-    /// `SIGNAL_SIGTERM`, `SIGNAL_SIGKILL`, `SIGNAL_SIGINT`, …: `SIGNAL_` and the signal's name.
+    /// `SIGNAL_SIGTERM`, `SIGNAL_SIGKILL`, `SIGNAL_SIGINT`, …: `SIGNAL_` and the signal's name; or its number.
+    #[serde(deserialize_with = "enum_value")]
     pub signal: String,
 }
 
@@ -148,6 +204,7 @@ pub struct SendSignalRequest {
 #[serde(default)]
 pub struct UpdateRequest {
     /// The process.
+    #[serde(deserialize_with = "nullable")]
     pub process: ProcessSelector,
     /// Its terminal's new size.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -230,98 +287,6 @@ pub struct End {
     /// The signal's number when one ended it (an addition of forkd's: clients ignore it).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub signal: Option<i32>,
-}
-
-/// A filesystem request that names a path and nothing else (`Stat`, `MakeDir`, `Remove`).
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct PathRequest {
-    /// Absolute, or relative to the user's home.
-    pub path: String,
-}
-
-/// `Filesystem/Move`.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct MoveRequest {
-    /// From.
-    pub source: String,
-    /// To.
-    pub destination: String,
-}
-
-/// `Filesystem/ListDir`.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct ListDirRequest {
-    /// The folder.
-    pub path: String,
-    /// How many levels; 0 means 1.
-    pub depth: u32,
-}
-
-/// A file's metadata.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct EntryInfo {
-    /// Last part of the path.
-    pub name: String,
-    /// `FILE_TYPE_FILE`, `FILE_TYPE_DIRECTORY` or `FILE_TYPE_SYMLINK`.
-    pub r#type: String,
-    /// Absolute path.
-    pub path: String,
-    /// Bytes.
-    pub size: u64,
-    /// Permission bits.
-    pub mode: u32,
-    /// As `ls -l` shows them.
-    pub permissions: String,
-    /// Owner's name.
-    pub owner: String,
-    /// Group's name.
-    pub group: String,
-    /// RFC 3339.
-    pub modified_time: String,
-    /// Where a link points.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub symlink_target: Option<String>,
-}
-
-/// One entry (`Stat`, `MakeDir`, `Move`).
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct EntryResponse {
-    /// The entry.
-    pub entry: EntryInfo,
-}
-
-/// The most entries one listing gives.
-pub const MAX_ENTRIES: usize = 20_000;
-
-/// Entries of a folder (`ListDir`).
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct EntryList {
-    /// The entries, without the folder itself. More than [`MAX_ENTRIES`] are not read: each takes many times
-    /// the room that it has in a message.
-    #[serde(deserialize_with = "bounded_vec::<_, _, MAX_ENTRIES>")]
-    pub entries: Vec<EntryInfo>,
-}
-
-/// A file written through `POST /files`.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct WrittenFile {
-    /// Absolute path.
-    pub path: String,
-    /// Last part of the path.
-    pub name: String,
-    /// Always `file`.
-    pub r#type: String,
-    /// Of an upload that asked for it with `whole=true`: whether the file took its place when all of it
-    /// had come, or was written where it is, for want of permission to put another beside it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub whole: Option<bool>,
 }
 
 /// `Agent/Ping`.
@@ -503,37 +468,6 @@ pub struct EvalResponse<Json = serde_json::Value> {
     /// The traceback that goes with `error`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub traceback: Option<String>,
-}
-
-/// Bytes as base64, in an optional field.
-mod base64_option {
-    use base64::{Engine, prelude::BASE64_STANDARD};
-    use serde::{Deserialize, Deserializer, Serializer, de::Error};
-
-    pub(super) fn serialize<S: Serializer>(bytes: &Option<Vec<u8>>, s: S) -> Result<S::Ok, S::Error> {
-        match bytes {
-            Some(bytes) => s.serialize_str(&BASE64_STANDARD.encode(bytes)),
-            None => s.serialize_none(),
-        }
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Vec<u8>>, D::Error> {
-        let text = Option::<String>::deserialize(d)?;
-        text.map(|text| BASE64_STANDARD.decode(text).map_err(D::Error::custom)).transpose()
-    }
-}
-
-/// A 64-bit number as a decimal string.
-mod decimal {
-    use serde::{Deserialize, Deserializer, Serializer, de::Error};
-
-    pub(super) fn serialize<S: Serializer>(number: &u64, s: S) -> Result<S::Ok, S::Error> {
-        s.collect_str(number)
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<u64, D::Error> {
-        String::deserialize(d)?.parse().map_err(D::Error::custom)
-    }
 }
 
 #[cfg(test)]

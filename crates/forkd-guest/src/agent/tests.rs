@@ -131,11 +131,14 @@ impl TestAgent {
 
     /// A server stream.
     pub(crate) fn stream(&self, path: &str, headers: &[(&str, &str)], message: Value) -> Events {
+        Events(self.messages(path, headers, message))
+    }
+
+    /// A server stream of any messages.
+    pub(crate) fn messages(&self, path: &str, headers: &[(&str, &str)], message: Value) -> Messages {
         let mut all = vec![("content-type", "application/connect+json")];
         all.extend_from_slice(headers);
-        let response = self.send("POST", path, &all, &encode(0, &message));
-        assert_eq!(response.status, 200);
-        Events { response, decoder: Decoder::new() }
+        Messages::of(self.send("POST", path, &all, &encode(0, &message)))
     }
 
     pub(crate) fn start(&self, request: Value) -> Events {
@@ -252,25 +255,42 @@ fn read_line(reader: &mut BufReader<TcpStream>) -> String {
     line.trim_end().to_string()
 }
 
-/// The messages of a process's stream.
-pub(crate) struct Events {
+/// The messages of a stream.
+pub(crate) struct Messages {
     response: Response,
     decoder: Decoder,
 }
 
-impl Events {
-    /// The next event, or how the stream ended.
-    pub(crate) fn next(&mut self) -> Result<Event, Option<Error>> {
+impl Messages {
+    pub(crate) fn of(response: Response) -> Self {
+        assert_eq!(response.status, 200);
+        assert_eq!(response.header("content-type"), Some("application/connect+json"));
+        Messages { response, decoder: Decoder::new() }
+    }
+
+    /// The next message, or how the stream ended.
+    pub(crate) fn next(&mut self) -> Result<Value, Option<Error>> {
         loop {
             if let Some(envelope) = self.decoder.next_envelope().unwrap() {
                 if envelope.flags == END_STREAM {
                     return Err(serde_json::from_slice::<EndStream>(&envelope.payload).unwrap().error);
                 }
-                return Ok(serde_json::from_slice::<ProcessEvent>(&envelope.payload).unwrap().event);
+                return Ok(serde_json::from_slice(&envelope.payload).unwrap());
             }
             let piece = self.response.piece().expect("the stream broke off");
             self.decoder.push(&piece);
         }
+    }
+}
+
+/// The messages of a process's stream.
+pub(crate) struct Events(Messages);
+
+impl Events {
+    /// The next event, or how the stream ended.
+    pub(crate) fn next(&mut self) -> Result<Event, Option<Error>> {
+        let message = self.0.next()?;
+        Ok(serde_json::from_value::<ProcessEvent>(message).unwrap().event)
     }
 
     /// The pid, from the first event.
@@ -389,6 +409,41 @@ fn nobody_gets_in_without_the_token_and_everybody_may_ask_for_health() {
         assert_eq!(stranger("/health", token), 204);
     }
     assert_eq!(stranger("/forkd.Agent/Ping", "right"), 200);
+}
+
+#[test]
+fn the_daemon_names_the_default_user_of_a_request_and_an_image_need_not_have_it() {
+    let agent = TestAgent::with(None, Some("daemon"));
+    let id = |headers: &[(&str, &str)]| {
+        let request = json!({"process": {"cmd": "id", "args": ["-un"]}, "stdin": false});
+        agent.stream("/process.Process/Start", headers, request).collect().out()
+    };
+    assert_eq!(id(&[]), "daemon\n");
+    assert_eq!(id(&[(DEFAULT_USER_HEADER, "nobody")]), "nobody\n");
+    assert_eq!(id(&[(DEFAULT_USER_HEADER, "no-such-user")]), "daemon\n");
+    assert_eq!(id(&[(DEFAULT_USER_HEADER, "nobody"), ("authorization", &*basic("root"))]), "root\n");
+    let entry = |headers: &[(&str, &str)]| {
+        agent.call_with("/filesystem.Filesystem/Stat", headers, json!({"path": ""})).unwrap()["entry"].clone()
+    };
+    assert_eq!(entry(&[(DEFAULT_USER_HEADER, "root")])["path"], "/root");
+    let secret = agent.path("secret");
+    fs::write(&secret, "x").unwrap();
+    fs::set_permissions(&secret, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    let get = |query: &str, user: &str| {
+        let url = format!("/files?path={}{query}", secret.display());
+        agent.send("GET", &url, &[(DEFAULT_USER_HEADER, user)], b"").status
+    };
+    assert_eq!((get("", "root"), get("", "nobody"), get("&username=root", "nobody")), (200, 403, 200));
+}
+
+#[test]
+fn a_client_of_files_without_the_token_gets_the_error_of_files() {
+    let agent = TestAgent::with(Some("right"), None);
+    let mut stream = agent.connect();
+    stream.write_all(b"GET /files?path=/etc/passwd HTTP/1.1\r\n\r\n").unwrap();
+    let mut response = Response::read(stream);
+    let body: Value = serde_json::from_slice(&response.body()).unwrap();
+    assert_eq!((response.status, &body["code"]), (401, &json!(401)));
 }
 
 #[test]

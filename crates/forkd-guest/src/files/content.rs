@@ -1,58 +1,48 @@
 //! Whole files over HTTP: `GET` and `POST /files`.
-//!
-//! A write goes straight into the file, which is truncated first, and not into a temporary file that takes
-//! its place: the file keeps its owner, its mode, its links and the processes that have it open, as with a
-//! shell's `>`. The price: a write that breaks off leaves the part that came. With `whole=true` a write goes
-//! into a [`Draft`] instead, which takes the file's place when all of it has come.
 
 use std::{
-    fs::{self, File, Permissions},
+    fs::File,
     io::{self, Read, Write},
-    os::unix::fs::PermissionsExt,
     path::Path,
 };
 
-use super::draft::Draft;
-
-use forkd_protocol::{agent::WrittenFile, connect::Error};
+use flate2::{Compression, write::GzEncoder};
+use forkd_protocol::connect::Error;
 use rustix::fs::{Mode, OFlags};
 use serde_json::json;
 
+use super::upload;
 use crate::{
-    http::Exchange,
+    http::{Exchange, Head},
     users::{self, User},
 };
 
 /// Bytes moved at once.
-const PIECE: usize = 64 << 10;
+pub(super) const PIECE: usize = 64 << 10;
 
 /// An HTTP error: status and message.
-type HttpError = (u16, String);
+pub(super) type HttpError = (u16, String);
 
 /// Answers `/files`. `user` looks up the user that the caller names.
-pub(crate) fn call(
-    exchange: &mut Exchange,
-    user: &dyn Fn(Option<&str>) -> Result<User, Error>,
-) -> io::Result<()> {
-    let found = user(exchange.head().query("username").filter(|name| !name.is_empty()));
-    let user = match found {
+pub(crate) fn call(exchange: &mut Exchange, user: &dyn Fn(&Head) -> Result<User, Error>) -> io::Result<()> {
+    let user = match user(exchange.head()) {
         Ok(user) => user,
         Err(error) => return refuse(exchange, (error.code.http_status(), error.message)),
     };
     match exchange.head().method.as_str() {
         "GET" | "HEAD" => download(exchange, &user),
-        "POST" => upload(exchange, &user),
+        "POST" => upload::call(exchange, &user),
         _ => exchange.respond(405, &[("allow", "GET, HEAD, POST")], b""),
     }
 }
 
-fn refuse(exchange: &mut Exchange, (status, message): HttpError) -> io::Result<()> {
+pub(crate) fn refuse(exchange: &mut Exchange, (status, message): HttpError) -> io::Result<()> {
     let body = json!({ "code": status, "message": message }).to_string();
     exchange.respond(status, &[("content-type", "application/json")], body.as_bytes())
 }
 
 /// The HTTP error for a failed file operation.
-fn refusal(path: &Path, error: &io::Error) -> HttpError {
+pub(super) fn refusal(path: &Path, error: &io::Error) -> HttpError {
     let status = match error.raw_os_error() {
         Some(libc::ENOENT) => 404,
         Some(libc::EBUSY) => 409,
@@ -97,6 +87,11 @@ fn download(exchange: &mut Exchange, user: &User) -> io::Result<()> {
     };
     let mut buf = vec![0; PIECE];
     let headers = [("content-type", "application/octet-stream")];
+    // Clients that want it ask for gzip alone. Those that list all they can read get the length instead.
+    if len > 0 && exchange.head().header("accept-encoding") == Some("gzip") {
+        exchange.begin(200, &[headers[0], ("content-encoding", "gzip")], None)?;
+        return send_gzip(&mut file, len, exchange, &mut buf);
+    }
     if len > 0 {
         exchange.begin(200, &headers, Some(len))?;
         // A file that grows meanwhile is cut at the announced length. One that shrinks breaks the connection,
@@ -118,111 +113,40 @@ fn download(exchange: &mut Exchange, user: &User) -> io::Result<()> {
     exchange.finish()
 }
 
+/// Sends `len` bytes of the file compressed, to the end of the response.
+fn send_gzip(file: &mut File, len: u64, exchange: &mut Exchange, buf: &mut [u8]) -> io::Result<()> {
+    struct Body<'x, 'e>(&'x mut Exchange<'e>);
+    impl Write for Body<'_, '_> {
+        fn write(&mut self, piece: &[u8]) -> io::Result<usize> {
+            self.0.send(piece)?;
+            Ok(piece.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let mut encoder = GzEncoder::new(Body(exchange), Compression::fast());
+    let mut left = len;
+    while left > 0 {
+        let most = usize::try_from(left).unwrap_or(usize::MAX).min(buf.len());
+        match file.read(&mut buf[..most])? {
+            // As without compression, a file that shrinks breaks the connection.
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            n => {
+                encoder.write_all(&buf[..n])?;
+                left -= n as u64;
+            }
+        }
+    }
+    encoder.finish()?.0.finish()
+}
+
 fn copy(file: &mut impl Read, exchange: &mut Exchange, buf: &mut [u8]) -> io::Result<()> {
     loop {
         match file.read(buf)? {
             0 => return Ok(()),
             n => exchange.send(&buf[..n])?,
-        }
-    }
-}
-
-fn upload(exchange: &mut Exchange, user: &User) -> io::Result<()> {
-    let head = exchange.head();
-    // Forms with several files are another body format of the same call; they belong here.
-    let refused = match (head.content_type(), head.header("content-encoding"), head.query("path")) {
-        (Some(other), _, _) if other != "application/octet-stream" => {
-            Some((415, format!("the body is {other}; send the file itself as application/octet-stream")))
-        }
-        (_, Some(encoding), _) if encoding != "identity" => Some((415, "send the file uncompressed".into())),
-        (_, _, None | Some("")) => Some((400, "the query has no path to write to".into())),
-        _ => None,
-    };
-    if let Some(refused) = refused {
-        return refuse(exchange, refused);
-    }
-    let path = match user.resolve(head.query("path").unwrap_or_default()) {
-        Ok(path) => path,
-        Err(error) => return refuse(exchange, (400, error.message)),
-    };
-    let (whole, mode) = match (head.query("whole"), head.query("mode").map(parse_mode)) {
-        (_, Some(None)) => {
-            return refuse(exchange, (400, "the mode is not an octal number up to 7777".into()));
-        }
-        (whole, mode) => (whole == Some("true"), mode.flatten()),
-    };
-    let mut place = match users::act_as(user).and_then(|_acting| UploadTarget::open(&path, whole, mode)) {
-        Ok(place) => place,
-        Err(error) => return refuse(exchange, refusal(&path, &error)),
-    };
-    let mut buf = vec![0; PIECE];
-    loop {
-        let n = match exchange.read(&mut buf) {
-            Ok(0) => break,
-            Ok(n) => n,
-            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-                return refuse(exchange, (400, error.to_string()));
-            }
-            Err(error) => return Err(error),
-        };
-        if let Err(error) = place.file().write_all(&buf[..n]) {
-            return refuse(exchange, refusal(&path, &error));
-        }
-    }
-    let whole = whole.then_some(matches!(place, UploadTarget::Draft(_)));
-    if let Err(error) = place.close(user) {
-        return refuse(exchange, refusal(&path, &error));
-    }
-    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let path = path.to_string_lossy().into_owned();
-    let written = [WrittenFile { path, name, r#type: "file".into(), whole }];
-    let body = serde_json::to_vec(&written).map_err(io::Error::other)?;
-    exchange.respond(200, &[("content-type", "application/json")], &body)
-}
-
-/// The permission bits a query names.
-fn parse_mode(text: &str) -> Option<u32> {
-    let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    u32::from_str_radix(text, 8).ok().filter(|mode| digits && *mode <= 0o7777)
-}
-
-/// Where an upload goes.
-enum UploadTarget {
-    InPlace(File),
-    Draft(Draft),
-}
-
-impl UploadTarget {
-    /// Acts with the permissions of the thread's current user.
-    fn open(path: &Path, whole: bool, mode: Option<u32>) -> io::Result<UploadTarget> {
-        if let Some(parent) = path.parent() {
-            fs::create_dir_all(parent)?;
-        }
-        if whole && let Some(draft) = Draft::begin(path, mode)? {
-            return Ok(UploadTarget::Draft(draft));
-        }
-        let file = open_regular(path, OFlags::WRONLY | OFlags::CREATE)?;
-        if let Some(mode) = mode {
-            file.set_permissions(Permissions::from_mode(mode))?;
-        }
-        file.set_len(0)?;
-        Ok(UploadTarget::InPlace(file))
-    }
-
-    fn file(&mut self) -> &mut File {
-        match self {
-            UploadTarget::InPlace(file) | UploadTarget::Draft(Draft { file, .. }) => file,
-        }
-    }
-
-    fn close(self, user: &User) -> io::Result<()> {
-        match self {
-            UploadTarget::InPlace(_) => Ok(()),
-            UploadTarget::Draft(draft) => {
-                draft.dress()?;
-                let _acting = users::act_as(user)?;
-                draft.place()
-            }
         }
     }
 }

@@ -21,6 +21,22 @@ use crate::sys;
 /// set-id bits.
 const KEPT_MODE: u32 = 0o777;
 
+/// What the names of drafts begin with: of new files, and of files that replace others.
+const NEW: &str = ".forkd-new-";
+const REPLACING: &str = ".forkd-old-";
+
+/// Whether a draft of that name becomes a new file; `None` if it is not the name of a draft.
+pub(super) fn is_new_file(name: &[u8]) -> Option<bool> {
+    let (rest, new) = match name.strip_prefix(NEW.as_bytes()) {
+        Some(rest) => (rest, true),
+        None => (name.strip_prefix(REPLACING.as_bytes())?, false),
+    };
+    let mut numbers = rest.split(|byte| *byte == b'-');
+    let mut number =
+        || numbers.next().is_some_and(|text| !text.is_empty() && text.iter().all(u8::is_ascii_digit));
+    (number() && number() && numbers.next().is_none()).then_some(new)
+}
+
 /// A file under way.
 pub(super) struct Draft {
     pub(super) file: File,
@@ -60,7 +76,8 @@ impl Draft {
             rustix::fs::open(parent, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let temporary = OsString::from(format!(".forkd-{}-{number}", sys::uptime_ms()));
+        let kind = if before.is_some() { REPLACING } else { NEW };
+        let temporary = OsString::from(format!("{kind}{}-{number}", sys::uptime_ms()));
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         // Other users must not read a file that was private before.
         let first = Mode::from_raw_mode(if before.is_some() || mode.is_some() { 0o600 } else { 0o666 });

@@ -2,4 +2,10 @@
 
 pub(crate) mod content;
 mod draft;
+mod metadata;
+mod multipart;
 pub(crate) mod service;
+mod upload;
+pub(crate) mod watch;
+
+pub use multipart::fuzz_multipart;

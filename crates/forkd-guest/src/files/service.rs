@@ -3,6 +3,7 @@
 //! Every call acts with the permissions of the user it is made for.
 
 use std::{
+    collections::BTreeMap,
     ffi::CStr,
     fs::{self, Metadata},
     io,
@@ -14,7 +15,10 @@ use std::{
 };
 
 use forkd_protocol::{
-    agent::{EntryInfo, EntryList, EntryResponse, ListDirRequest, MAX_ENTRIES, MoveRequest, PathRequest},
+    agent::{
+        DEFAULT_USER_HEADER, EntryInfo, EntryList, EntryResponse, ListDirRequest, MAX_ENTRIES, MoveRequest,
+        PathRequest,
+    },
     connect::{Code, Error},
 };
 use rustix::{
@@ -23,6 +27,7 @@ use rustix::{
 };
 use serde_json::json;
 
+use super::metadata;
 use crate::{
     http::{Exchange, Head},
     rpc,
@@ -31,6 +36,8 @@ use crate::{
 
 /// How deep a folder can be and still be removed. Each level costs stack and a descriptor.
 const MAX_DEPTH: usize = 200;
+/// The most metadata in one listing.
+const MAX_LIST_METADATA: usize = 4 << 20;
 
 /// Answers one call; `None` if there is no such method.
 pub(crate) fn call(
@@ -40,18 +47,18 @@ pub(crate) fn call(
 ) -> Option<io::Result<()>> {
     Some(match method {
         "Stat" => rpc::unary(exchange, |request: PathRequest, head| {
-            acting(user, head, |user| entry_response(&user.resolve(&request.path)?))
+            acting(user, head, |user| entry_response(&user.resolve(&request.path)?, links(head)))
         }),
         "MakeDir" => rpc::unary(exchange, |request: PathRequest, head| {
-            acting(user, head, |user| make_dir(&user.resolve(&request.path)?))
+            acting(user, head, |user| make_dir(&user.resolve(&request.path)?, links(head)))
         }),
         "Move" => rpc::unary(exchange, |request: MoveRequest, head| {
             acting(user, head, |user| {
-                rename(&user.resolve(&request.source)?, &user.resolve(&request.destination)?)
+                rename(&user.resolve(&request.source)?, &user.resolve(&request.destination)?, links(head))
             })
         }),
         "ListDir" => rpc::unary(exchange, |request: ListDirRequest, head| {
-            acting(user, head, |user| list(&user.resolve(&request.path)?, request.depth.max(1)))
+            acting(user, head, |user| list(&user.resolve(&request.path)?, request.depth.max(1), links(head)))
         }),
         "RemoveOne" => rpc::unary(exchange, |request: PathRequest, head| {
             acting(user, head, |user| {
@@ -80,7 +87,7 @@ fn acting<A>(
 }
 
 /// The Connect error for a failed file operation.
-fn failed(path: &Path, error: &io::Error) -> Error {
+pub(super) fn failed(path: &Path, error: &io::Error) -> Error {
     let code = match error.raw_os_error() {
         Some(libc::ENOENT) => Code::NotFound,
         Some(libc::EEXIST | libc::ENOTEMPTY) => Code::AlreadyExists,
@@ -96,12 +103,12 @@ fn failed(path: &Path, error: &io::Error) -> Error {
     Error::new(code, format!("{}: {error}", path.display()))
 }
 
-fn entry_response(path: &Path) -> Result<EntryResponse, Error> {
+fn entry_response(path: &Path, links: Links) -> Result<EntryResponse, Error> {
     let metadata = fs::symlink_metadata(path).map_err(|error| failed(path, &error))?;
-    Ok(EntryResponse { entry: entry(path, &metadata, &IdNames::load()) })
+    Ok(EntryResponse { entry: entry(path, &metadata, &IdNames::load(), links) })
 }
 
-fn make_dir(path: &Path) -> Result<EntryResponse, Error> {
+fn make_dir(path: &Path, links: Links) -> Result<EntryResponse, Error> {
     match fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => {
             return Err(Error::new(Code::AlreadyExists, format!("{}: is there already", path.display())));
@@ -115,16 +122,16 @@ fn make_dir(path: &Path) -> Result<EntryResponse, Error> {
         Err(_) => {}
     }
     fs::create_dir_all(path).map_err(|error| failed(path, &error))?;
-    entry_response(path)
+    entry_response(path, links)
 }
 
-fn rename(from: &Path, to: &Path) -> Result<EntryResponse, Error> {
+fn rename(from: &Path, to: &Path, links: Links) -> Result<EntryResponse, Error> {
     fs::symlink_metadata(from).map_err(|error| failed(from, &error))?;
     if let Some(parent) = to.parent() {
         fs::create_dir_all(parent).map_err(|error| failed(parent, &error))?;
     }
     match fs::rename(from, to) {
-        Ok(()) => entry_response(to),
+        Ok(()) => entry_response(to, links),
         Err(error) if error.raw_os_error() == Some(libc::EXDEV) => {
             let message = format!(
                 "{} and {} are on different file systems; copy it and remove the original",
@@ -137,9 +144,10 @@ fn rename(from: &Path, to: &Path) -> Result<EntryResponse, Error> {
     }
 }
 
-fn list(path: &Path, depth: u32) -> Result<EntryList, Error> {
+fn list(path: &Path, depth: u32, links: Links) -> Result<EntryList, Error> {
     let names = IdNames::load();
     let mut entries = Vec::new();
+    let mut size = 0;
     let mut folders: Vec<(PathBuf, u32)> = vec![(path.to_path_buf(), 1)];
     while let Some((folder, level)) = folders.pop() {
         let read = match fs::read_dir(&folder) {
@@ -156,7 +164,14 @@ fn list(path: &Path, depth: u32) -> Result<EntryList, Error> {
                 let message = format!("more than {MAX_ENTRIES} entries: list a smaller folder or depth");
                 return Err(Error::new(Code::OutOfRange, message));
             }
-            entries.push(entry(&path, &metadata, &names));
+            let entry = entry(&path, &metadata, &names, links);
+            size += entry.metadata.iter().map(|(key, value)| key.len() + value.len()).sum::<usize>();
+            if size > MAX_LIST_METADATA {
+                let message =
+                    format!("more than {MAX_LIST_METADATA} bytes of metadata: list a smaller folder");
+                return Err(Error::new(Code::OutOfRange, message));
+            }
+            entries.push(entry);
             if metadata.is_dir() && level < depth {
                 folders.push((path, level + 1));
             }
@@ -237,15 +252,35 @@ fn remove_entry(at: BorrowedFd, name: &CStr, depth: usize) -> Result<(), Errno> 
     rustix::fs::unlinkat(at, name, AtFlags::REMOVEDIR)
 }
 
+/// How the entry of a link is described.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Links {
+    /// With its own mode, and its target as it is written.
+    AsWritten,
+    /// With the mode of its target, and the target's absolute path, as E2B clients expect.
+    Resolved,
+}
+
+fn links(head: &Head) -> Links {
+    match head.header(DEFAULT_USER_HEADER) {
+        Some(_) => Links::Resolved,
+        None => Links::AsWritten,
+    }
+}
+
 /// A file's metadata. A link has its own, but the type of its target, as clients expect that list folders to
 /// open them.
-fn entry(path: &Path, metadata: &Metadata, names: &IdNames) -> EntryInfo {
+pub(super) fn entry(path: &Path, metadata: &Metadata, names: &IdNames, links: Links) -> EntryInfo {
     let link = metadata.is_symlink();
     let target = if link { fs::metadata(path).ok() } else { None };
-    let mode = metadata.mode();
+    let shown = target.as_ref().unwrap_or(metadata);
+    let (mode, points_to) = match links {
+        Links::AsWritten => (metadata.mode(), fs::read_link(path)),
+        Links::Resolved => (shown.mode(), fs::canonicalize(path).or_else(|_| Ok(path.to_path_buf()))),
+    };
     EntryInfo {
         name: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-        r#type: type_name(target.as_ref().unwrap_or(metadata)).into(),
+        r#type: type_name(shown).into(),
         path: path.to_string_lossy().into_owned(),
         size: metadata.len(),
         mode: mode & 0o7777,
@@ -253,11 +288,10 @@ fn entry(path: &Path, metadata: &Metadata, names: &IdNames) -> EntryInfo {
         owner: names.user(metadata.uid()),
         group: names.group(metadata.gid()),
         modified_time: rfc3339(metadata.mtime(), metadata.mtime_nsec()),
-        symlink_target: if link {
-            fs::read_link(path).ok().map(|t| t.to_string_lossy().into_owned())
-        } else {
-            None
-        },
+        symlink_target: points_to.ok().filter(|_| link).map(|target| target.to_string_lossy().into_owned()),
+        is_symlink: link,
+        // Nothing else has attributes of users.
+        metadata: if shown.is_file() || shown.is_dir() { metadata::read(path) } else { BTreeMap::new() },
     }
 }
 

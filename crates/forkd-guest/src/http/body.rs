@@ -16,8 +16,8 @@ pub(super) enum Framing {
     Empty,
     /// This many bytes are left.
     Bytes(u64),
-    /// Before the line with a chunk's size; `true` for the first.
-    ChunkSize(bool),
+    /// Before the line with a chunk's size.
+    ChunkSize,
     /// This many bytes of a chunk are left.
     Chunk(u64),
     /// All chunks and the trailers are read.
@@ -31,7 +31,7 @@ impl Framing {
         let lengths: Vec<&str> = head.all("content-length").collect();
         match (&encodings[..], &lengths[..]) {
             ([], []) => Ok(Framing::Empty),
-            ([encoding], []) if encoding.eq_ignore_ascii_case("chunked") => Ok(Framing::ChunkSize(true)),
+            ([encoding], []) if encoding.eq_ignore_ascii_case("chunked") => Ok(Framing::ChunkSize),
             (_, []) => Err((501, "the only transfer encoding understood is chunked")),
             // Two different opinions on where a request ends are how requests get smuggled.
             ([], [first, rest @ ..]) if rest.iter().all(|other| other == first) => {
@@ -70,13 +70,18 @@ impl Framing {
                         return Err(io::ErrorKind::UnexpectedEof.into());
                     }
                     *left = left.saturating_sub(n as u64);
+                    if *self == Framing::Chunk(0) {
+                        // With the chunk, not with the next one: a reader that waits for more input must not take
+                        // the end of a chunk for it.
+                        if !read_line(input)?.is_empty() {
+                            return Err(malformed());
+                        }
+                        *self = Framing::ChunkSize;
+                    }
                     return Ok(n);
                 }
-                Framing::Bytes(_) | Framing::Chunk(_) => *self = Framing::ChunkSize(false),
-                Framing::ChunkSize(first) => {
-                    if !*first && !read_line(input)?.is_empty() {
-                        return Err(malformed());
-                    }
+                Framing::Bytes(_) | Framing::Chunk(_) => *self = Framing::ChunkSize,
+                Framing::ChunkSize => {
                     *self = match chunk_size(&read_line(input)?).ok_or_else(malformed)? {
                         0 => {
                             read_trailers(input)?;

@@ -81,6 +81,13 @@ impl Head {
         self.headers.iter().filter(move |(n, _)| n == name).map(|(_, value)| value.as_str())
     }
 
+    /// The headers whose (lower-case) names begin with `prefix`, without it.
+    pub(crate) fn with_prefix<'h>(&'h self, prefix: &'h str) -> impl Iterator<Item = (&'h str, &'h str)> {
+        self.headers
+            .iter()
+            .filter_map(move |(name, value)| Some((name.strip_prefix(prefix)?, value.as_str())))
+    }
+
     /// The first value of a query parameter.
     pub(crate) fn query(&self, name: &str) -> Option<&str> {
         self.query.iter().find(|(n, _)| n == name).map(|(_, value)| value.as_str())

@@ -40,6 +40,8 @@ pub(crate) trait Transport: Read + Write {
     fn is_gone(&self) -> bool;
     /// Whether it has left: not if the connection was cut.
     fn has_left(&self) -> bool;
+    /// Waits until a read returns at once; `false` if it would still block after `wait`.
+    fn wait_readable(&self, wait: Duration) -> io::Result<bool>;
     /// Shuts down the sending direction.
     fn shutdown_write(&self);
 }
@@ -197,6 +199,7 @@ pub(crate) struct Exchange<'e> {
 trait ExchangeIo {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize>;
     fn write_all(&mut self, bytes: &[u8]) -> io::Result<()>;
+    fn has_unused(&self) -> bool;
     fn transport(&self) -> &dyn Transport;
 }
 
@@ -207,6 +210,10 @@ impl ExchangeIo for Connection<'_> {
 
     fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.transport.write_all(bytes)
+    }
+
+    fn has_unused(&self) -> bool {
+        self.used < self.input.len()
     }
 
     fn transport(&self) -> &dyn Transport {
@@ -244,6 +251,23 @@ impl<'e> Exchange<'e> {
     /// Lets writes wait for ever: the peer of a stream may read as slowly as it likes.
     pub(crate) fn wait_for_slow_reader(&self) -> io::Result<()> {
         self.connection.transport().set_timeouts(Some(IO_TIME), None)
+    }
+
+    /// Waits until more of the body can be read, or its end; `false` if neither is there after `wait`. A read
+    /// that times out may lose its place in the body, so a reader that waits for long asks here first.
+    pub(crate) fn wait_readable(&mut self, wait: Duration) -> io::Result<bool> {
+        self.send_continue()?;
+        if self.framing.is_done() || self.connection.has_unused() {
+            return Ok(true);
+        }
+        self.connection.transport().wait_readable(wait)
+    }
+
+    fn send_continue(&mut self) -> io::Result<()> {
+        if std::mem::take(&mut self.continue_due) {
+            self.connection.write_all(b"HTTP/1.1 100 Continue\r\n\r\n")?;
+        }
+        Ok(())
     }
 
     /// The whole body, if it has no more than `limit` bytes.
@@ -385,10 +409,7 @@ impl<'e> Exchange<'e> {
 
 impl Read for Exchange<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        if self.continue_due {
-            self.continue_due = false;
-            self.connection.write_all(b"HTTP/1.1 100 Continue\r\n\r\n")?;
-        }
+        self.send_continue()?;
         self.framing.read(&mut |buf| self.connection.read(buf), buf)
     }
 }
@@ -443,6 +464,9 @@ pub fn fuzz_request(data: &[u8]) {
         }
         fn has_left(&self) -> bool {
             false
+        }
+        fn wait_readable(&self, _: Duration) -> io::Result<bool> {
+            Ok(true)
         }
         fn shutdown_write(&self) {}
     }

@@ -30,6 +30,10 @@ impl Transport for Socket {
         Socket::has_left(self)
     }
 
+    fn wait_readable(&self, wait: Duration) -> io::Result<bool> {
+        Socket::wait_readable(self, wait)
+    }
+
     fn shutdown_write(&self) {
         Socket::shutdown_write(self);
     }

@@ -16,8 +16,9 @@ use std::{
 
 use forkd_protocol::{
     agent::{
-        End, Event, Output as OutputMessage, ProcessEvent, ProcessList, ProcessRef, ProcessSelector,
-        SendInputRequest, SendSignalRequest, StartRequest, UpdateRequest,
+        End, Event, Output as OutputMessage, ProcessEvent, ProcessInput, ProcessList, ProcessRef,
+        ProcessSelector, SendInputRequest, SendSignalRequest, StartRequest, StreamInputRequest,
+        UpdateRequest,
     },
     connect::{Code, Error, exit_code},
 };
@@ -30,7 +31,7 @@ pub(crate) use running::{Launch, Process, explain};
 
 use crate::{
     http::{Exchange, Head},
-    rpc::{self, Outgoing},
+    rpc::{self, ClientStream, NextMessage, Outgoing},
     users::User,
 };
 
@@ -40,10 +41,6 @@ pub(crate) const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:
 const MAX_RUNNING: usize = 512;
 /// The most ended ones that it still lists.
 const MAX_ENDED: usize = 32;
-/// Default interval of keepalive messages on a silent stream.
-const KEEPALIVE: Duration = Duration::from_secs(90);
-/// How often a silent stream looks whether its peer is still there.
-const PEER_TICK: Duration = Duration::from_secs(2);
 
 /// All processes the agent started.
 pub(crate) struct Processes {
@@ -157,8 +154,7 @@ impl Processes {
     fn find_running(&self, selector: &ProcessSelector) -> Result<Arc<Process>, Error> {
         let process = self.find(selector)?;
         if process.has_ended() {
-            let message = format!("process {} has ended", process.info.pid);
-            return Err(Error::new(Code::NotFound, message));
+            return Err(ended(&process));
         }
         Ok(process)
     }
@@ -175,10 +171,10 @@ impl Processes {
             "Connect" => self.connect_call(exchange),
             "List" => rpc::unary(exchange, |_: Value, _| Ok(self.list())),
             "SendInput" => rpc::unary(exchange, |request: SendInputRequest, _| {
-                let bytes = request.input.pty.or(request.input.stdin).unwrap_or_default();
-                self.find_running(&request.process)?.send_input(&bytes)?;
+                self.find_running(&request.process)?.send_input(&bytes_of(request.input))?;
                 Ok(json!({}))
             }),
+            "StreamInput" => self.stream_input_call(exchange),
             "CloseStdin" => rpc::unary(exchange, |request: ProcessRef, _| {
                 self.find_running(&request.process)?.close_input()?;
                 Ok(json!({}))
@@ -192,7 +188,7 @@ impl Processes {
                 if process.signal(signal) {
                     return Ok(json!({}));
                 }
-                Err(Error::new(Code::NotFound, format!("process {} has ended", process.info.pid)))
+                Err(ended(&process))
             }),
             "Update" => rpc::unary(exchange, |request: UpdateRequest, _| {
                 let process = self.find_running(&request.process)?;
@@ -217,9 +213,11 @@ impl Processes {
         exchange: &mut Exchange,
     ) -> io::Result<()> {
         let request = rpc::stream_request::<StartRequest>(exchange)?;
-        let keepalive = keepalive(exchange.head());
+        let keepalive = rpc::keepalive(exchange.head());
         let started = request.and_then(|request| {
-            let limit = rpc::timeout(exchange.head())?;
+            // From when the request came: its client counts from when it sent it, and should get the error here.
+            let received = exchange.head().received;
+            let limit = rpc::timeout(exchange.head())?.map(|limit| limit.saturating_sub(received.elapsed()));
             self.start(&request, &user(exchange.head())?, limit)
         });
         let stream = Outgoing::begin(exchange)?;
@@ -229,9 +227,61 @@ impl Processes {
         }
     }
 
+    fn stream_input_call(&self, exchange: &mut Exchange) -> io::Result<()> {
+        let result = match ClientStream::begin(exchange) {
+            Ok(messages) => self.feed(messages)?,
+            Err(error) => Err(error),
+        };
+        let mut stream = Outgoing::begin(exchange)?;
+        match result {
+            Ok(()) => {
+                stream.send(&json!({}))?;
+                stream.end(None)
+            }
+            Err(error) => stream.end(Some(error)),
+        }
+    }
+
+    /// Writes what a client streams to the process that its first message names, until the client ends the stream.
+    fn feed(&self, mut messages: ClientStream) -> io::Result<Result<(), Error>> {
+        let mut process: Option<Arc<Process>> = None;
+        loop {
+            let message = match messages.next::<StreamInputRequest>(rpc::PEER_TICK)? {
+                Ok(NextMessage::Message(message)) => message,
+                Ok(NextMessage::End) if process.is_some() => return Ok(Ok(())),
+                Ok(NextMessage::End) => return Ok(Err(no_start())),
+                Ok(NextMessage::Idle) if messages.peer_is_gone() => {
+                    return Err(io::ErrorKind::BrokenPipe.into());
+                }
+                Ok(NextMessage::Idle) => match &process {
+                    Some(process) if process.has_ended() => return Ok(Err(ended(process))),
+                    _ => continue,
+                },
+                Err(error) => return Ok(Err(error)),
+            };
+            let done = match (message, &process) {
+                (StreamInputRequest { start: Some(start), .. }, None) => {
+                    self.find_running(&start.process).map(|found| process = Some(found))
+                }
+                (StreamInputRequest { start: Some(_), .. }, Some(_)) => {
+                    Err(Error::new(Code::InvalidArgument, "a stream of input has one start message"))
+                }
+                (_, None) => Err(no_start()),
+                (StreamInputRequest { data: Some(data), .. }, Some(process)) => {
+                    process.send_input(&bytes_of(data.input))
+                }
+                // A keepalive, or a message of a newer client.
+                (_, Some(_)) => Ok(()),
+            };
+            if let Err(error) = done {
+                return Ok(Err(error));
+            }
+        }
+    }
+
     fn connect_call(&self, exchange: &mut Exchange) -> io::Result<()> {
         let request = rpc::stream_request::<ProcessRef>(exchange)?;
-        let keepalive = keepalive(exchange.head());
+        let keepalive = rpc::keepalive(exchange.head());
         let found = request.and_then(|request| {
             let limit = rpc::timeout(exchange.head())?;
             Ok((self.find(&request.process)?, limit))
@@ -243,6 +293,18 @@ impl Processes {
             Err(error) => stream.end(Some(error)),
         }
     }
+}
+
+fn bytes_of(input: ProcessInput) -> Vec<u8> {
+    input.pty.or(input.stdin).unwrap_or_default()
+}
+
+fn ended(process: &Process) -> Error {
+    Error::new(Code::NotFound, format!("process {} has ended", process.info.pid))
+}
+
+fn no_start() -> Error {
+    Error::new(Code::InvalidArgument, "the first message of a stream of input is start, with the process")
 }
 
 /// Sends what happens to a process to one peer, until it ends or `limit` is over.
@@ -258,7 +320,7 @@ fn relay(
     send(&mut stream, Event::Start { pid: process.info.pid })?;
     let mut last_sent = Instant::now();
     loop {
-        let mut wait = PEER_TICK.min(keepalive.saturating_sub(last_sent.elapsed()));
+        let mut wait = rpc::PEER_TICK.min(keepalive.saturating_sub(last_sent.elapsed()));
         if let Some(deadline) = deadline {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -332,11 +394,6 @@ pub(crate) fn describe(status: ExitStatus) -> String {
     }
 }
 
-fn keepalive(head: &Head) -> Duration {
-    let seconds = head.header("keepalive-ping-interval").and_then(|value| value.parse().ok());
-    seconds.filter(|seconds| *seconds > 0).map_or(KEEPALIVE, Duration::from_secs)
-}
-
 impl Variables {
     pub(crate) fn set(&self, variables: BTreeMap<String, String>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = variables;
@@ -381,5 +438,7 @@ pub(crate) fn check_variables(variables: &BTreeMap<String, String>) -> Result<()
     Ok(())
 }
 
+#[cfg(test)]
+mod input_tests;
 #[cfg(test)]
 mod tests;

@@ -35,8 +35,11 @@ const SIGNALS: &[(&str, i32, &str)] = &[
     ("SYS", libc::SIGSYS, "bad system call"),
 ];
 
-/// The number of `SIGNAL_SIGTERM`, `SIGTERM` or `TERM`.
+/// The number of `SIGNAL_SIGTERM`, `SIGTERM`, `TERM` or `15`.
 pub(crate) fn number(name: &str) -> Option<i32> {
+    if let Ok(number) = name.parse() {
+        return SIGNALS.iter().find(|(_, known, _)| *known == number).map(|_| number);
+    }
     let name = name.strip_prefix("SIGNAL_").unwrap_or(name);
     let name = name.strip_prefix("SIG").unwrap_or(name);
     SIGNALS.iter().find(|(known, _, _)| *known == name).map(|(_, number, _)| *number)
@@ -57,6 +60,10 @@ mod tests {
         assert_eq!(number("SIGNAL_SIGKILL"), Some(9));
         assert_eq!(number("SIGTERM"), Some(15));
         assert_eq!(number("INT"), Some(2));
+        assert_eq!(
+            (number("9"), number("15"), number("0"), number("-9"), number("99")),
+            (Some(9), Some(15), None, None, None)
+        );
         assert_eq!(number("SIGNAL_UNSPECIFIED"), None);
         assert_eq!(number(""), None);
         assert_eq!(describe(9), "killed");

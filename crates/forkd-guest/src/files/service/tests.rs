@@ -38,6 +38,27 @@ fn links_have_the_type_of_what_they_lead_to() {
     assert_eq!(entry("folder")["type"], "FILE_TYPE_DIRECTORY");
     assert_eq!(entry("folder")["symlinkTarget"], "/etc");
     assert_eq!(entry("broken")["type"], "FILE_TYPE_SYMLINK");
+    assert_eq!(
+        (&entry("broken")["symlinkTarget"], &entry("broken")["isSymlink"]),
+        (&json!("nowhere"), &json!(true))
+    );
+
+    // Clients of E2B compare with absolute paths.
+    fs::write(agent.path("file"), "").unwrap();
+    fs::set_permissions(agent.path("file"), std::os::unix::fs::PermissionsExt::from_mode(0o640)).unwrap();
+    symlink("file", agent.path("first")).unwrap();
+    symlink("first", agent.path("second")).unwrap();
+    let headers = [(DEFAULT_USER_HEADER, "root")];
+    let resolved = |name: &str| {
+        let request = json!({"path": agent.path(name)});
+        agent.call_with("/filesystem.Filesystem/Stat", &headers, request).unwrap()["entry"].clone()
+    };
+    let second = resolved("second");
+    let file = fs::canonicalize(agent.path("file")).unwrap();
+    assert_eq!((&second["symlinkTarget"], &second["isSymlink"]), (&json!(file), &json!(true)));
+    assert_eq!((&second["type"], &second["mode"]), (&json!("FILE_TYPE_FILE"), &json!(0o640)));
+    assert_eq!(resolved("broken")["symlinkTarget"], json!(agent.path("broken")));
+    assert_eq!(resolved("file")["isSymlink"], Value::Null);
 }
 
 #[test]
