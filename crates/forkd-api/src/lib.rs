@@ -20,7 +20,7 @@ pub mod stream;
 mod token;
 mod tree;
 #[cfg(test)]
-mod versions;
+mod version_tests;
 mod workspace;
 
 pub use code::{Code, Retry};

@@ -10,9 +10,9 @@
 //! sandbox's own record names its workspace before the sandbox is forked. So after a crash at any point the next
 //! daemon finds each sandbox that its workspace's record does not name, ends it, and removes each unused tag.
 
-pub(crate) mod gc;
 mod record;
 mod suspend;
+pub(crate) mod sweep;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

@@ -16,12 +16,12 @@ fn read<T: DeserializeOwned>(reply: Value) -> T {
     serde_json::from_value(reply.clone()).unwrap_or_else(|error| panic!("{error}: {reply}"))
 }
 
-/// The least that a sandbox is described with.
+/// The shortest description of a sandbox.
 fn sandbox(state: &str) -> Value {
     json!({ "id": "sb1", "state": state, "vcpus": 1, "mem_size_mib": 512, "created_at_unix": 1 })
 }
 
-/// The least that a snapshot is described with.
+/// The shortest description of a snapshot.
 fn snapshot(status: &str) -> Value {
     json!({ "tag": "numpy", "status": status, "created_at_unix": 1, "mem_size_mib": 512 })
 }
@@ -153,7 +153,7 @@ fn a_request_is_read_with_the_older_names() {
     assert!(twice.unwrap_err().to_string().contains("duplicate field"));
 }
 
-/// A request is accepted as it is written, and refused with a field more.
+/// Checks that a request is read as it is, and refused with one more field.
 fn refuses_unknown<T: Serialize + DeserializeOwned + Debug>(request: &T) {
     let plain = serde_json::to_value(request).unwrap();
     read::<T>(plain.clone());

@@ -1,4 +1,4 @@
-//! Removing the retired states of a workspace.
+//! Removes earlier snapshots of a workspace that no sandbox and no snapshot needs. `snapshot::gc` removes old branches.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use crate::util::task::blocking;
 use crate::workspace::{Workspace, WorkspaceRecord, Workspaces};
 
 impl Workspaces {
-    /// Removes the retired states that no other sandbox or snapshot needs.
+    /// Removes the earlier snapshots of the workspace that no other sandbox or snapshot needs.
     pub(crate) async fn sweep(&self, name: &str) {
         if let Ok((workspace, _turn)) = self.lock_exclusive(name).await {
             self.sweep_retired(name, &workspace).await;
