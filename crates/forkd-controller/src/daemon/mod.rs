@@ -191,12 +191,12 @@ pub async fn serve_until(
         workspaces: app.workspaces.clone(),
         tokens: tokens.clone(),
     };
-    let (ledger, answers) = (app.registry.ledger.clone(), app.answers.clone());
+    let (archive, answers) = (app.registry.archive.clone(), app.answers.clone());
     let until = stopping.clone();
-    task::keep_running(Task::TimeOuts, move || {
-        let (ledger, answers) = (ledger.clone(), answers.clone());
+    task::keep_running(Task::TimeoutLoop, move || {
+        let (archive, answers) = (archive.clone(), answers.clone());
         timeouts.clone().enforce(until.clone(), async move || {
-            for pruned in [ledger.prune().await, answers.prune().await] {
+            for pruned in [archive.prune().await, answers.prune().await] {
                 if let Err(error) = pruned {
                     tracing::warn!(%error, "expired records not pruned");
                 }

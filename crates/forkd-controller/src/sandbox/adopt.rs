@@ -106,9 +106,9 @@ pub(crate) async fn adopt(registry: &Arc<Registry>, mut leftovers: Leftovers) ->
     };
     let _ = tokio::time::timeout(registry.host.config.timing.call, heard).await;
     let there = registry.list().iter().map(|sandbox| sandbox.id.clone()).collect();
-    // The ledger only answers later questions: the daemon starts without it.
-    if let Err(error) = registry.ledger.compare(there).await {
-        tracing::error!(%error, "sandbox ledger not updated");
+    // The archive only answers later questions: the daemon starts without it.
+    if let Err(error) = registry.archive.compare(there).await {
+        tracing::error!(%error, "sandbox archive not updated");
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
-//! The ledger: a database table of sandboxes that existed, with how each ended, for requests after the end.
+//! The archive: a database table of sandboxes that existed, with how each ended, for requests after the end.
 //!
-//! While a sandbox lives, its folder holds its data; the ledger matters only afterwards. So no request waits for a
+//! While a sandbox lives, its folder holds its data; the archive matters only afterwards. So no request waits for a
 //! write: changes are queued, and a task writes them a moment later, many in one transaction. If a daemon is killed
 //! before it wrote a change, the next one finds the difference by comparing (`compare`).
 
@@ -20,9 +20,9 @@ use crate::util::time::now_unix;
 const GATHER: Duration = Duration::from_millis(100);
 /// The most changes in the queue. If the disk does not keep up, changes beyond that are dropped.
 const QUEUE: usize = 1 << 16;
-/// How long the ledger keeps a sandbox that ended.
+/// How long the archive keeps a sandbox that ended.
 const MAX_AGE_SECS: u64 = 24 * 3600;
-/// How many ended sandboxes the ledger keeps.
+/// How many ended sandboxes the archive keeps.
 const MAX_COUNT: u64 = 10_000;
 
 /// A message to the writer task.
@@ -33,7 +33,7 @@ enum Message {
     Flush(oneshot::Sender<()>),
 }
 
-/// The ledger. A read sees every change that was noted before it.
+/// The archive. A read sees every change that was noted before it.
 #[derive(Debug)]
 pub(crate) struct Archive {
     database: Arc<Database>,
@@ -52,7 +52,7 @@ impl Archive {
 
     fn note(&self, change: Change) {
         if self.queue.try_send(Message::Write(change)).is_err() {
-            tracing::warn!("sandbox ledger change dropped: queue is full");
+            tracing::warn!("sandbox archive change dropped: queue is full");
         }
     }
 
@@ -92,11 +92,11 @@ impl Archive {
         }
     }
 
-    /// What the ledger has about the sandbox `id`.
+    /// What the archive has about the sandbox `id`.
     pub(crate) async fn find(&self, id: &str) -> Result<Option<GoneSandbox>> {
         self.flush().await;
         let (database, id) = (self.database.clone(), id.to_owned());
-        blocking("asking the ledger", move || Ok(database.sandbox(&id)?)).await
+        blocking("asking the archive", move || Ok(database.sandbox(&id)?)).await
     }
 
     /// The sandboxes that ended within [`MAX_AGE_SECS`], by age.
@@ -104,7 +104,7 @@ impl Archive {
         self.flush().await;
         let database = self.database.clone();
         let since = now_unix().saturating_sub(MAX_AGE_SECS);
-        blocking("asking the ledger", move || Ok(database.gone_sandboxes(since)?)).await
+        blocking("asking the archive", move || Ok(database.gone_sandboxes(since)?)).await
     }
 
     /// At the start of a daemon: marks sandboxes that are not among `there` and have no end yet as gone, and logs how
@@ -114,7 +114,7 @@ impl Archive {
         let (database, boot) = (self.database.clone(), self.boot_id.clone());
         let there = there.into_iter().collect();
         let absent = move || Ok(database.end_absent_sandboxes(&there, &boot, now_unix())?);
-        let (rebooted, unknown) = blocking("comparing the ledger", absent).await?;
+        let (rebooted, unknown) = blocking("comparing the archive", absent).await?;
         if rebooted > 0 {
             tracing::warn!(
                 sandboxes = rebooted,
@@ -127,7 +127,7 @@ impl Archive {
         Ok(())
     }
 
-    /// Removes old sandboxes from the ledger.
+    /// Removes old sandboxes from the archive.
     pub(crate) async fn prune(&self) -> Result<()> {
         let database = self.database.clone();
         let since = now_unix().saturating_sub(MAX_AGE_SECS);
@@ -153,9 +153,9 @@ async fn write(database: Arc<Database>, queued: Arc<tokio::sync::Mutex<mpsc::Rec
         }
         if !changes.is_empty() {
             let database = database.clone();
-            let written = blocking("writing the ledger", move || Ok(database.note_sandboxes(&changes)?));
+            let written = blocking("writing the archive", move || Ok(database.note_sandboxes(&changes)?));
             if let Err(error) = written.await {
-                tracing::error!(%error, "sandbox ledger not written");
+                tracing::error!(%error, "sandbox archive not written");
             }
         }
         for notify in waiting {

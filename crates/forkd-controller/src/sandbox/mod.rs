@@ -7,7 +7,7 @@
 //! - A running sandbox: `state` changes its [`Phase`], `supervisor` owns its monitor, `start` brings the guest up,
 //!   `watchdog` pings the agent, and `command` holds the commands from requests to the supervisor.
 //! - Its data: `persisted` (in memory and for the next daemon), `record` (the files' contents), `lifetime` (time-outs,
-//!   labels, last use), `archive` (the ledger of sandboxes that ended).
+//!   labels, last use), `archive` (the sandboxes that ended).
 //! - All sandboxes: `registry` boots, finds and deletes them, `spawn` forks them, `rollback` restarts one from a
 //!   snapshot. After a restart of the daemon `adopt` takes them over, and `unknown` keeps those with unreadable records.
 //! - The host: `resources` (cgroup, network slot, lineage), `disks` (frozen layers), `disk_full`.

@@ -37,7 +37,7 @@ pub(crate) struct Registry {
     /// How many sandboxes were deleted and are not gone yet.
     leaving: TaskTracker,
     /// What is remembered of those that are gone.
-    pub(crate) ledger: Arc<Archive>,
+    pub(crate) archive: Arc<Archive>,
 }
 
 #[derive(Debug, Default)]
@@ -87,8 +87,8 @@ impl Registry {
         let folder = run_dir::sandboxes(&host.config.run_dir);
         make_private_dir(&folder)
             .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
-        let ledger = Arc::new(Archive::new(host.database.clone()));
-        Ok(Arc::new(Registry { host, folder, inner: Mutex::default(), leaving: task::tracker(), ledger }))
+        let archive = Arc::new(Archive::new(host.database.clone()));
+        Ok(Arc::new(Registry { host, folder, inner: Mutex::default(), leaving: task::tracker(), archive }))
     }
 
     pub(crate) fn get(&self, id: &str) -> Result<Arc<Sandbox>> {
@@ -184,25 +184,25 @@ impl Registry {
         Bound { registry: self.clone(), sandbox, bound: true }
     }
 
-    /// Starts the supervisor of a sandbox. The ledger gets an entry now, and the end when the supervisor returns.
+    /// Starts the supervisor of a sandbox. The archive gets an entry now, and the end when the supervisor returns.
     fn start_supervisor(&self, sandbox: &Arc<Sandbox>, origin: SandboxOrigin) -> JoinHandle<()> {
-        self.ledger.made(sandbox);
-        let (sandbox, ledger, config) = (sandbox.clone(), self.ledger.clone(), self.host.config.clone());
-        let (lost, archive) = (sandbox.clone(), ledger.clone());
+        self.archive.made(sandbox);
+        let (sandbox, archive, config) = (sandbox.clone(), self.archive.clone(), self.host.config.clone());
+        let (lost, noted) = (sandbox.clone(), archive.clone());
         let work = async move {
             sandbox.clone().supervise(origin, config).await;
-            ledger.note_phase(&sandbox);
+            archive.note_phase(&sandbox);
         };
         task::spawn_or(Task::Sandbox, work, move |error| {
             lost.supervisor_panicked(error);
-            archive.note_phase(&lost);
+            noted.note_phase(&lost);
         })
     }
 
     /// Adds a sandbox that ended under an earlier daemon.
     pub(crate) fn add_ended(self: &Arc<Self>, seat: Seat, sandbox: Sandbox) {
-        self.ledger.made(&sandbox);
-        self.ledger.note_phase(&sandbox);
+        self.archive.made(&sandbox);
+        self.archive.note_phase(&sandbox);
         self.insert(Entry {
             sandbox: Arc::new(sandbox),
             supervisor: task::spawn(Task::Sandbox, async {}),
@@ -210,7 +210,7 @@ impl Registry {
         });
     }
 
-    /// Adds a sandbox whose record cannot be read. Its ledger entry stays as it is.
+    /// Adds a sandbox whose record cannot be read. Its archive entry stays as it is.
     pub(crate) fn add_unknown(self: &Arc<Self>, seat: Seat, sandbox: Sandbox, remains: Remains) {
         let sandbox = Arc::new(sandbox);
         let supervisor = task::spawn(Task::Sandbox, sandbox.clone().keep_unknown(remains));
@@ -342,7 +342,7 @@ impl Registry {
         let leaving = self.leaving.token();
         if desired == DesiredState::End {
             entry.sandbox.mark_deleted();
-            self.ledger.ended(&entry.sandbox.id, &entry.sandbox.end_reason());
+            self.archive.ended(&entry.sandbox.id, &entry.sandbox.end_reason());
         }
         entry.sandbox.set_desired(desired);
         let registry = self.clone();
@@ -382,7 +382,7 @@ impl Registry {
     }
 
     /// Closes the registry: no sandbox starts any more, sandboxes that the next daemon adopts keep running, and the
-    /// others end. Returns when all supervisors have returned and the ledger is written.
+    /// others end. Returns when all supervisors have returned and the archive is written.
     pub(crate) async fn close(self: &Arc<Self>) {
         let entries: Vec<Entry> = {
             let mut inner = self.inner.lock();
@@ -399,7 +399,7 @@ impl Registry {
             self.release(entry, if lasting { DesiredState::Leave } else { DesiredState::End });
         }
         self.leaving.wait().await;
-        self.ledger.flush().await;
+        self.archive.flush().await;
     }
 }
 

@@ -2,7 +2,7 @@
 //! `unknown` with the reason, and counts their host resources and their share of a quota. It changes none of their files,
 //! so that a daemon that can read the record takes them over. Only a client ends them.
 //!
-//! The data for that comes from sources that are still readable: the usual fields of the record, the ledger, the
+//! The data for that comes from sources that are still readable: the usual fields of the record, the archive, the
 //! template that forked the sandbox, and the kernel's data about the process.
 
 use std::sync::Arc;
@@ -28,7 +28,7 @@ pub(crate) async fn keep(registry: &Arc<Registry>, leftovers: &mut Leftovers, un
         why = unread.why,
         "sandbox record not readable; sandbox kept in state unknown"
     );
-    let ledger = registry.ledger.find(id).await.ok().flatten().map(|it| it.made);
+    let archive = registry.archive.find(id).await.ok().flatten().map(|it| it.made);
     let (template, name, child) = forked_by(leftovers, id, &seen);
     let remains = Remains::new(&unread, template.as_ref().map(|it| it.pid).zip(child));
     let lineage = seen.lineage(&host.lineages, "").or_else(|| Some(template.as_ref()?.lineage.clone()));
@@ -45,12 +45,12 @@ pub(crate) async fn keep(registry: &Arc<Registry>, leftovers: &mut Leftovers, un
     let spec = Spec {
         owner: seen
             .text("/spec/owner")
-            .or_else(|| ledger.as_ref().map(|it| it.owner.clone()))
+            .or_else(|| archive.as_ref().map(|it| it.owner.clone()))
             .unwrap_or_else(local_owner),
         image: seen.text("/spec/image").or_else(image),
         snapshot_tag: seen
             .text("/spec/snapshot_tag")
-            .or_else(|| ledger.as_ref()?.snapshot_tag.clone())
+            .or_else(|| archive.as_ref()?.snapshot_tag.clone())
             .or_else(|| Some(template.as_ref()?.about.tag.clone())),
         vcpus: seen.number("/spec/vcpus").or(guest.map(|guest| guest.vcpus)).unwrap_or(1),
         mem_mib,
@@ -62,14 +62,14 @@ pub(crate) async fn keep(registry: &Arc<Registry>, leftovers: &mut Leftovers, un
     };
     let resources = Resources { lineage, template, slot, any_slot, leaf };
     let mut sandbox = Sandbox::new(id.clone(), spec, unread.folder.clone(), resources, host);
-    let created = seen.number("/created_at_unix").or(ledger.as_ref().map(|it| it.created_at_unix));
+    let created = seen.number("/created_at_unix").or(archive.as_ref().map(|it| it.created_at_unix));
     let nanos = Duration::from_nanos(seen.number("/created_nanos").unwrap_or(0));
     sandbox.created = time(created.unwrap_or(0)) + nanos.min(Duration::from_secs(1));
     sandbox.child = name;
     sandbox.update_runtime(|facts| {
         facts.pid = remains.pid().and_then(|pid| u32::try_from(pid).ok());
         facts.saved.lifetime =
-            Lifetime { labels: ledger.map(|it| it.labels).unwrap_or_default(), ..Lifetime::default() };
+            Lifetime { labels: archive.map(|it| it.labels).unwrap_or_default(), ..Lifetime::default() };
     });
     sandbox.set_phase(Phase::Unknown(unread.why.into()));
     let seat = registry.seat(&sandbox.spec);

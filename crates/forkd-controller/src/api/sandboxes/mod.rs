@@ -176,8 +176,8 @@ async fn boot(
         facts.saved.lifetime = lifetime;
         facts.time_to_live = time_to_live;
     });
-    // The ledger gets the labels, which are set only now.
-    app.registry.ledger.made(bound.sandbox());
+    // The archive gets the labels, which are set only now.
+    app.registry.archive.made(bound.sandbox());
     if request.wait.unwrap_or(true) {
         bound.sandbox().started().await?;
     }
@@ -332,7 +332,7 @@ pub(super) async fn update(
     let (sandbox, _turn) = app.registry.exclusive_lock_of(&id).await?;
     update::update(&sandbox, request)?;
     if !matches!(sandbox.phase(), Phase::Ended(_)) {
-        app.registry.ledger.made(&sandbox);
+        app.registry.archive.made(&sandbox);
     }
     Ok(Json(info(&sandbox)))
 }

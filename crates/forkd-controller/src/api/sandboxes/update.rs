@@ -140,7 +140,7 @@ pub(crate) async fn list_archived(
     page: &Page,
     filter: &SandboxFilter,
 ) -> Result<Response> {
-    let mut archived = app.registry.ledger.archived().await?;
+    let mut archived = app.registry.archive.archived().await?;
     archived.retain(|it| {
         may_know(identity, it)
             && filter.takes_tag(it.made.snapshot_tag.as_deref())
@@ -172,7 +172,7 @@ pub(crate) async fn explain(State(app): State<ApiContext>, request: Request, nex
     if response.status() != StatusCode::NOT_FOUND || app.registry.get(&id).is_ok() {
         return response;
     }
-    let found = app.registry.ledger.find(&id).await.ok().flatten();
+    let found = app.registry.archive.find(&id).await.ok().flatten();
     let Some(gone) = found.filter(|gone| may_know(&identity, gone)) else { return response };
     let text = match gone.ended_at_unix {
         Some(at) => {

@@ -326,7 +326,7 @@ async fn adoption_counts_what_it_takes_over_towards_limits_and_quotas() {
 }
 
 #[tokio::test]
-async fn adoption_notes_in_the_ledger_how_those_that_are_gone_ended() {
+async fn adoption_notes_in_the_archive_how_those_that_are_gone_ended() {
     let host = FakeHost::new();
     let made = |id: &str, boot_id: &str| {
         Change::Made(MadeSandbox {
@@ -342,7 +342,7 @@ async fn adoption_notes_in_the_ledger_how_those_that_are_gone_ended() {
     host.database.note_sandboxes(&[made("sblost", &boot), made("sbreboot", "an earlier boot")]).unwrap();
     let left = host.leave_booted();
     let daemon = host.daemon().await;
-    let reason = async |id: &str| daemon.registry.ledger.find(id).await.unwrap().unwrap();
+    let reason = async |id: &str| daemon.registry.archive.find(id).await.unwrap().unwrap();
     assert_eq!(reason("sblost").await.reason, "unknown");
     assert_eq!(reason("sbreboot").await.reason, "host_rebooted");
     assert_eq!(reason(&left.id).await.ended_at_unix, None);

@@ -130,7 +130,7 @@ async fn a_sandbox_of_another_owner_is_not_found() {
 }
 
 #[tokio::test]
-async fn the_ledger_has_the_end_of_each_sandbox_and_the_first_one_counts() {
+async fn the_archive_has_the_end_of_each_sandbox_and_the_first_one_counts() {
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
@@ -144,8 +144,8 @@ async fn the_ledger_has_the_end_of_each_sandbox_and_the_first_one_counts() {
     monitor.die();
     end_of(&died).await;
     daemon.registry.delete(&deleted.id).unwrap();
-    let ledger = &daemon.registry.ledger;
-    let find = async |id: &str| ledger.find(id).await.unwrap().unwrap();
+    let archive = &daemon.registry.archive;
+    let find = async |id: &str| archive.find(id).await.unwrap().unwrap();
     let begun = std::time::Instant::now();
     while find(&died.id).await.ended_at_unix.is_none() {
         assert!(begun.elapsed() < Duration::from_secs(60), "no end was noted");
@@ -157,7 +157,7 @@ async fn the_ledger_has_the_end_of_each_sandbox_and_the_first_one_counts() {
     assert_eq!(find(&died.id).await.reason, "monitor_died", "that it was deleted later is no end");
     assert_eq!(find(&deleted.id).await.reason, "deleted");
     assert_eq!(find(&alive.id).await.ended_at_unix, None);
-    let gone: Vec<String> = ledger.archived().await.unwrap().into_iter().map(|it| it.made.id).collect();
+    let gone: Vec<String> = archive.archived().await.unwrap().into_iter().map(|it| it.made.id).collect();
     assert!(gone.contains(&died.id) && gone.contains(&deleted.id) && !gone.contains(&alive.id), "{gone:?}");
 }
 
@@ -223,7 +223,7 @@ async fn a_rolled_back_sandbox_has_another_process_and_the_same_id_folder_and_se
     let (made, last) = kinds.split_at(2);
     assert_eq!(made, [SandboxCreated, SandboxRunning]);
     assert!(last.ends_with(&[SandboxRolledBack]), "{kinds:?}");
-    assert_eq!(registry.ledger.find(&old.id).await.unwrap().unwrap().ended_at_unix, None);
+    assert_eq!(registry.archive.find(&old.id).await.unwrap().unwrap().ended_at_unix, None);
     let newer = roll_back().await.unwrap();
     assert_eq!(newer.child, format!("{}-2", old.id));
     runs(&newer).await;
