@@ -180,7 +180,7 @@ pub async fn serve_until(
         Ok(needed)
     };
     let snapshots = app.snapshots.clone();
-    task::keep_running(Task::Retention, move || gc::enforce_limits(snapshots.clone(), needed.clone()));
+    task::keep_running(Task::SnapshotGc, move || gc::enforce_limits(snapshots.clone(), needed.clone()));
     let snapshots = app.snapshots.clone();
     task::keep_running(Task::Unload, move || gc::unload_unused(snapshots.clone()));
     let (waiting, until) = (app.registry.clone(), stopping.clone());

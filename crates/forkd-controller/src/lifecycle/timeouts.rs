@@ -139,7 +139,7 @@ impl Timeouts {
             };
             sandbox.update_runtime(|facts| facts.attempt = attempt);
         };
-        task::spawn_or(Task::TimeOut, work, move |_| {
+        task::spawn_or(Task::TimeoutAction, work, move |_| {
             waiting.update_runtime(|facts| facts.attempt = Attempt::Failed(Instant::now()));
         });
     }
