@@ -37,7 +37,7 @@ use crate::compat::json_lines::ports::Ports;
 use crate::config::Config;
 use crate::daemon::bad_request_body::{RequestSeen, Worded};
 use crate::daemon::lock::DataLock;
-use crate::daemon::stall_timeout::{ClientStream, Patience};
+use crate::daemon::stall_timeout::{ClientStream, StallTimeout};
 use crate::daemon::tls::Tls;
 use crate::error::{Error, Result};
 use crate::host::{Host, fd_limit, oom, run_dir, unix_socket};
@@ -348,17 +348,17 @@ impl Connections {
                         (router.clone(), self.stopping.clone(), self.count.token());
                     let tls = tls.clone();
                     let stream = ClientStream::new(stream, self.stall, Some(room));
-                    let patience = stream.patience();
+                    let stall_timeout = stream.stall_timeout();
                     task::spawn(Task::Connection, async move {
                         match tls {
-                            None => connection(stream, patience, peer, router, stopping).await,
+                            None => connection(stream, stall_timeout, peer, router, stopping).await,
                             Some(tls) => {
                                 let shaken = tokio::select! {
                                     shaken = tls.shake(stream) => shaken,
                                     () = stopping.cancelled() => None,
                                 };
                                 if let Some(stream) = shaken {
-                                    connection(stream, patience, peer, router, stopping).await;
+                                    connection(stream, stall_timeout, peer, router, stopping).await;
                                 }
                             }
                         }
@@ -377,7 +377,7 @@ impl Connections {
 /// Serves one connection until it closes.
 pub(crate) async fn connection<S>(
     stream: S,
-    patience: Patience,
+    stall_timeout: StallTimeout,
     peer: Peer,
     router: Router,
     stopping: CancellationToken,
@@ -394,7 +394,7 @@ pub(crate) async fn connection<S>(
         })
         .map_response(move |response: Response| {
             if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-                patience.without_end();
+                stall_timeout.disable();
             }
             response
         });

@@ -15,7 +15,7 @@ use tokio::time::{Sleep, sleep};
 /// A client's stream with its place among the connections and its stall timeout.
 pub(crate) struct ClientStream<S> {
     stream: S,
-    patience: Patience,
+    stall_timeout: StallTimeout,
     /// How long a client may take nothing.
     stall: Duration,
     /// The timer, while the client takes nothing.
@@ -23,28 +23,28 @@ pub(crate) struct ClientStream<S> {
     _room: Option<OwnedSemaphorePermit>,
 }
 
-/// Turns the stall timeout off. A WebSocket client may read slowly, for example through a pager.
+/// The switch of a stream's stall timeout. A WebSocket client may read slowly, for example through a pager.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Patience(Arc<AtomicBool>);
+pub(crate) struct StallTimeout(Arc<AtomicBool>);
 
-impl Patience {
-    pub(crate) fn without_end(&self) {
+impl StallTimeout {
+    pub(crate) fn disable(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
 }
 
 impl<S> ClientStream<S> {
     pub(crate) fn new(stream: S, stall: Duration, room: Option<OwnedSemaphorePermit>) -> Self {
-        ClientStream { stream, patience: Patience::default(), stall, waiting: None, _room: room }
+        ClientStream { stream, stall_timeout: StallTimeout::default(), stall, waiting: None, _room: room }
     }
 
-    pub(crate) fn patience(&self) -> Patience {
-        self.patience.clone()
+    pub(crate) fn stall_timeout(&self) -> StallTimeout {
+        self.stall_timeout.clone()
     }
 
     /// Passes a write's result on; an error if no write succeeded for the stall timeout.
     fn limit<T>(&mut self, context: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
-        if written.is_ready() || self.patience.0.load(Ordering::Relaxed) {
+        if written.is_ready() || self.stall_timeout.0.load(Ordering::Relaxed) {
             self.waiting = None;
             return written;
         }
@@ -129,7 +129,7 @@ mod tests {
     async fn a_client_in_a_conversation_has_no_stall_timeout() {
         let (ours, mut theirs) = duplex(10);
         let mut stream = ClientStream::new(ours, STALL, None);
-        stream.patience().without_end();
+        stream.stall_timeout().disable();
         let writing = tokio::spawn(async move { stream.write_all(&[7; 100]).await });
         tokio::time::sleep(STALL * 2).await;
         theirs.read_exact(&mut [0; 100]).await.unwrap();

@@ -211,10 +211,10 @@ async fn serve_api(listener: UnixListener, app: ApiContext) {
     let stopping: CancellationToken = app.stopping.clone();
     while let Ok((stream, _)) = listener.accept().await {
         let stream = ClientStream::new(stream, app.config.timing.stall, None);
-        let patience = stream.patience();
+        let stall_timeout = stream.stall_timeout();
         tokio::spawn(crate::daemon::connection(
             stream,
-            patience,
+            stall_timeout,
             Peer::Unix { uid: 0 },
             api::for_unix(app.clone()),
             stopping.clone(),
