@@ -6,6 +6,9 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::ErrorBody;
 
+/// The longest time-out of a sandbox or a command: 30 days.
+pub const MAX_TIMEOUT_SECS: u64 = 30 * 24 * 3600;
+
 /// Sandboxes to create: one booted from an image, or children forked from a snapshot.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
+use forkd_api::MAX_TIMEOUT_SECS;
 
-use super::{AnswerArgs, DaemonArgs, MAX_SECS, SandboxArgs, parse_name};
+use super::{AnswerArgs, DaemonArgs, SandboxArgs, parse_name};
 
 /// Branch a running sandbox: keep its present state under a tag, to fork children from.
 ///
@@ -88,7 +89,7 @@ pub(crate) struct SnapshotDiffArgs {
 
     /// End the command after this many seconds, at most 30 days.
     #[arg(long = "timeout-secs", alias = "exec-timeout-secs", default_value_t = 600,
-          value_parser = clap::value_parser!(u64).range(1..=MAX_SECS), value_name = "SECS")]
+          value_parser = clap::value_parser!(u64).range(1..=MAX_TIMEOUT_SECS), value_name = "SECS")]
     pub(crate) exec_timeout_secs: u64,
 
     #[command(flatten)]

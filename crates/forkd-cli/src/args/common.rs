@@ -3,10 +3,8 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use forkd_api::MAX_TIMEOUT_SECS;
 use forkd_protocol::names;
-
-/// The longest time limit the daemon accepts: 30 days.
-pub(super) const MAX_SECS: u64 = 2_592_000;
 
 /// The daemon to use.
 #[derive(Debug, Clone, Default, Args)]
@@ -80,7 +78,7 @@ pub(crate) struct ProcessArgs {
 #[derive(Debug, Args)]
 pub(crate) struct LimitArgs {
     /// Kill the command after this many seconds, at most 30 days.
-    #[arg(long = "timeout-secs", alias = "timeout", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
+    #[arg(long = "timeout-secs", alias = "timeout", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=MAX_TIMEOUT_SECS),
           value_name = "SECS")]
     pub(crate) timeout: u64,
 }

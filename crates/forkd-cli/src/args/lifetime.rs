@@ -1,8 +1,9 @@
 //! Arguments about the lifetime and the labels of sandboxes, and filters by them.
 
 use clap::{Args, ValueEnum};
+use forkd_api::MAX_TIMEOUT_SECS;
 
-use super::{AnswerArgs, MAX_SECS, parse_id, parse_name};
+use super::{AnswerArgs, parse_id, parse_name};
 
 /// The action when the time-out of a sandbox expires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -33,13 +34,13 @@ pub(crate) struct LifetimeArgs {
     pub(crate) label: Vec<(String, String)>,
 
     /// End the children after this many seconds, at most 30 days.
-    #[arg(long = "timeout-secs", alias = "ttl", value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
+    #[arg(long = "timeout-secs", alias = "ttl", value_parser = clap::value_parser!(u64).range(1..=MAX_TIMEOUT_SECS),
           value_name = "SECS")]
     pub(crate) ttl: Option<u64>,
 
     /// End a child that no client used for this many seconds.
     #[arg(long = "idle-timeout-secs", alias = "idle",
-          value_parser = clap::value_parser!(u64).range(1..=MAX_SECS), value_name = "SECS")]
+          value_parser = clap::value_parser!(u64).range(1..=MAX_TIMEOUT_SECS), value_name = "SECS")]
     pub(crate) idle: Option<u64>,
 
     /// Action when a time-out expires [default: kill].
@@ -120,8 +121,8 @@ pub(crate) struct Secs(pub(crate) Option<u64>);
 fn parse_secs(text: &str) -> Result<Secs, String> {
     match (text, text.parse()) {
         ("none", _) => Ok(Secs(None)),
-        (_, Ok(secs @ 1..=MAX_SECS)) => Ok(Secs(Some(secs))),
-        _ => Err(format!("give seconds, 1 to {MAX_SECS}, or none")),
+        (_, Ok(secs @ 1..=MAX_TIMEOUT_SECS)) => Ok(Secs(Some(secs))),
+        _ => Err(format!("give seconds, 1 to {MAX_TIMEOUT_SECS}, or none")),
     }
 }
 

@@ -20,13 +20,14 @@ mod workspaces;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
+use forkd_api::MAX_TIMEOUT_SECS;
 
 pub(crate) use branches::{BranchArgs, BranchMode, RollbackArgs, SnapshotDiffArgs, TreeArgs};
 pub(crate) use common::{
     AgentTargetArgs, AnswerArgs, DaemonArgs, GuestArgs, JsonArgs, LimitArgs, MemoryLimitArgs, ProcessArgs,
     SandboxArgs, SandboxesArgs, TargetArgs,
 };
-use common::{MAX_SECS, parse_id, parse_name, parse_variable};
+use common::{parse_id, parse_name, parse_variable};
 pub(crate) use lifetime::{FilterArgs, LifetimeArgs, UpdateArgs};
 pub(crate) use local::{
     CleanupArgs, CompletionsArgs, ConfigArgs, ConfigCheckArgs, ConfigCommand, DocsCommand, ExtraArgs,
@@ -206,7 +207,7 @@ pub(crate) struct RunArgs {
     pub(crate) process: ProcessArgs,
 
     /// Kill the command after this many seconds, at most 30 days.
-    #[arg(long = "timeout-secs", alias = "timeout", value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
+    #[arg(long = "timeout-secs", alias = "timeout", value_parser = clap::value_parser!(u64).range(1..=MAX_TIMEOUT_SECS),
           value_name = "SECS")]
     pub(crate) timeout: Option<u64>,
 

@@ -1,9 +1,10 @@
 //! Arguments of the commands that fork, list, use and end sandboxes.
 
 use clap::Args;
+use forkd_api::MAX_TIMEOUT_SECS;
 
 use super::{
-    AgentTargetArgs, AnswerArgs, DaemonArgs, FilterArgs, LifetimeArgs, LimitArgs, MAX_SECS, MemoryLimitArgs,
+    AgentTargetArgs, AnswerArgs, DaemonArgs, FilterArgs, LifetimeArgs, LimitArgs, MemoryLimitArgs,
     ProcessArgs, SandboxArgs, TargetArgs, parse_id, parse_name, parse_variable,
 };
 
@@ -56,7 +57,7 @@ pub(crate) struct ForkArgs {
 
     /// Stay for this many seconds, then end the children; they also end when this command ends. Until then
     /// this command serves their agent ports, the first one on FORKD_TARGET if that is set.
-    #[arg(long, conflicts_with = "ttl", value_parser = clap::value_parser!(u64).range(0..=MAX_SECS),
+    #[arg(long, conflicts_with = "ttl", value_parser = clap::value_parser!(u64).range(0..=MAX_TIMEOUT_SECS),
           value_name = "SECS")]
     pub(crate) settle_secs: Option<u64>,
 
@@ -175,7 +176,7 @@ pub(crate) struct ExecArgs {
     pub(crate) streams: StreamArgs,
 
     /// Kill the command after this many seconds, at most 30 days [default: 600; with -i or -t none].
-    #[arg(long = "timeout-secs", alias = "timeout", value_parser = clap::value_parser!(u64).range(1..=MAX_SECS),
+    #[arg(long = "timeout-secs", alias = "timeout", value_parser = clap::value_parser!(u64).range(1..=MAX_TIMEOUT_SECS),
           value_name = "SECS")]
     pub(crate) timeout: Option<u64>,
 

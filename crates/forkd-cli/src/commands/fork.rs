@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::Result;
-use forkd_api::SpawnError;
+use forkd_api::{MAX_TIMEOUT_SECS, SpawnError};
 use hyper::Method;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -189,8 +189,6 @@ fn print_targets(children: &[Sandbox]) -> Result<()> {
 
 /// How much longer than this command its children may live.
 const GRACE_SECS: u64 = 10;
-/// The longest time limit that the daemon accepts: 30 days.
-pub(super) const MAX_TIMEOUT_SECS: u64 = 2_592_000;
 
 /// The request's body; the daemon chooses a default for each absent field.
 fn request(args: &ChildrenArgs) -> Value {

@@ -64,7 +64,7 @@ async fn refuse_taken(daemon: &Daemon, tag: &str) -> Result<()> {
 
 /// Spawns a child, which the daemon ends if this process cannot.
 async fn spawn(daemon: &Daemon, args: &SnapshotDiffArgs, ui: Ui) -> Result<String> {
-    let lifetime = args.exec_timeout_secs.saturating_add(STORING_SECS).min(fork::MAX_TIMEOUT_SECS);
+    let lifetime = args.exec_timeout_secs.saturating_add(STORING_SECS).min(forkd_api::MAX_TIMEOUT_SECS);
     let body = json!({ "snapshot_tag": args.from, "n": 1, "timeout_secs": lifetime });
     let spawned: Spawned = types::read(&fork::spawn_children(daemon, &body, ui).await?)?;
     let child = spawned.children.into_iter().next();

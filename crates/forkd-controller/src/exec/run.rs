@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use forkd_api::stream::MAX_CHUNK;
-use forkd_api::{ExecReply, ExecRequest};
+use forkd_api::{ExecReply, ExecRequest, MAX_TIMEOUT_SECS};
 use forkd_protocol::agent::{End, Event, Output, ProcessConfig, StartRequest};
 
 use crate::agent::{self, Agent, Process, ResponseBudget, StartOptions};
@@ -13,9 +13,6 @@ use crate::exec::{Finish, counted};
 use crate::sandbox::Sandbox;
 use crate::sandbox::agent_call::AgentCall;
 use crate::util::task;
-
-/// The longest timeout: 30 days.
-const MAX_TIMEOUT_SECS: u64 = 30 * 24 * 3600;
 
 /// Runs a command within `limit`, which overrides the request's. The caller holds the reply's budget until the reply
 /// is sent.

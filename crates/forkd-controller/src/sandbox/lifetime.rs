@@ -10,15 +10,13 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use forkd_api::OnTimeout;
+use forkd_api::{MAX_TIMEOUT_SECS, OnTimeout};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::sandbox::{End, Phase, Sandbox};
 use crate::util::time::now_unix;
 
-/// The longest time-out: 30 days.
-pub(crate) const MAX_TIMEOUT_SECS: u64 = 30 * 24 * 3600;
 /// The most labels of one sandbox.
 const MAX_LABELS: usize = 32;
 /// The longest name of a label.
