@@ -134,12 +134,12 @@ impl Draft {
         }
         let mut memory = parent.as_ref().map_or_else(Vec::new, |parent| parent.manifest().memory.clone());
         let own = self.memory.take().ok_or_else(|| self.lacks("memory"))?;
-        memory.push(self.layer(&own)?);
+        let origin = parent.as_ref().or(origin.as_ref());
+        memory.push(self.layer(&own, origin)?);
         let mut entries = Vec::with_capacity(disks.len());
         for disk in &disks {
-            entries.push(disk.iter().map(|file| self.layer(file)).collect::<Result<Vec<_>>>()?);
+            entries.push(disk.iter().map(|file| self.layer(file, origin)).collect::<Result<Vec<_>>>()?);
         }
-        let origin = parent.as_ref().or(origin.as_ref());
         let mut manifest = Manifest {
             format: String::new(),
             version: 0,
@@ -230,14 +230,15 @@ impl Draft {
         Err(Error::Invalid(format!("snapshot {} cannot be published: {why}", self.tag)))
     }
 
-    /// Makes `file`, opened for reading, a layer, if it is none yet.
-    fn layer(&mut self, file: &File) -> Result<FileEntry> {
+    /// Makes `file`, opened for reading, a layer, if it is none yet. `origin` is the snapshot that may have the layer.
+    fn layer(&mut self, file: &File, origin: Option<&Snapshot>) -> Result<FileEntry> {
         let layers = self.store.layers().clone();
         let failed = |error| Error::io::<io::Error>("read a layer for", self.folder.path())(error);
         let meta = file.metadata().map_err(failed)?;
         if let Some(entry) = layers.known(file, &mut self.hold)? {
-            layers.verified(&entry).map_err(|why| {
-                Error::Unusable(format!("snapshot {} cannot be published: {why}", self.tag))
+            layers.verified(&entry).map_err(|why| Error::Unusable {
+                tag: owner_of(&entry, origin).unwrap_or(&self.tag).to_owned(),
+                message: format!("snapshot {} cannot be published: {why}", self.tag),
             })?;
             return Ok(entry);
         }
@@ -298,6 +299,11 @@ fn now_unix() -> u64 {
 fn named(snapshot: &Snapshot) -> Parent {
     Parent { tag: snapshot.tag().to_owned(), id: snapshot.id().to_owned() }
 }
+/// The tag of `origin` if it has the layer.
+fn owner_of<'o>(layer: &FileEntry, origin: Option<&'o Snapshot>) -> Option<&'o str> {
+    origin.filter(|origin| origin.manifest().layers().any(|its| its == layer)).map(Snapshot::tag)
+}
+
 
 /// How many of each disk's layers `origin` does not have: it has a beginning of them, or nothing.
 fn own_layers(disks: &[Vec<FileEntry>], origin: Option<&Snapshot>) -> Vec<usize> {

@@ -21,8 +21,14 @@ pub enum Error {
     Exists(String),
     /// The snapshot is there and cannot be used: a file is missing, truncated or edited, or it is
     /// from another version. The message names the file.
-    #[error("{0}")]
-    Unusable(String),
+    #[error("{message}")]
+    Unusable {
+        /// The tag of the damaged snapshot. It may differ from the tag of the call, such as for a branch whose parent is
+        /// damaged.
+        tag: String,
+        /// The failure and the remedy.
+        message: String,
+    },
     /// Reading or writing failed.
     #[error("cannot {doing} {}{}", path.display(), hint(source))]
     Io {
@@ -63,10 +69,11 @@ impl Error {
 
     /// The snapshot `tag` cannot be used, because of `why`.
     pub(crate) fn unusable(tag: &str, why: impl std::fmt::Display) -> Error {
-        Error::Unusable(format!(
+        let message = format!(
             "snapshot {tag} cannot be used: {why}; remove it with `forkd rmi {tag}` and make it again, \
              with `forkd snapshot` or `forkd branch`"
-        ))
+        );
+        Error::Unusable { tag: tag.to_owned(), message }
     }
 }
 

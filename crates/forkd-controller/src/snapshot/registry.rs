@@ -362,9 +362,11 @@ impl From<forkd_store::Error> for Error {
             Store::NotFound(text) => Error::new(Code::SnapshotNotFound, text),
             Store::Exists(text) => Error::new(Code::TagTaken, text),
             // The store's text names files of the host: it is the cause, which only the host's owner may read.
-            Store::Unusable(_) => {
-                let text = "the snapshot cannot be used: a file of it is missing or damaged, or of another \
-                            version; remove it and make it again";
+            Store::Unusable { tag, .. } => {
+                let text = format!(
+                    "snapshot {tag} cannot be used: a file of it is missing or damaged, or of another version; \
+                     remove it with `forkd rmi {tag}`, and make it again"
+                );
                 Error::new(Code::SnapshotUnusable, text).because(error)
             }
             Store::Io { source, .. }
@@ -376,5 +378,22 @@ impl From<forkd_store::Error> for Error {
                 Error::host("the snapshot store failed", crate::error::chain(&error))
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_error_of_an_unusable_snapshot_names_the_tag_and_hides_the_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = forkd_store::Store::open(folder.path()).unwrap();
+        std::fs::create_dir(folder.path().join("numpy")).unwrap();
+        let error = Error::from(store.get("numpy").unwrap_err());
+        assert_eq!(error.code(), Code::SnapshotUnusable);
+        let (text, path) = (error.public(), folder.path().to_str().unwrap());
+        assert!(text.contains("snapshot numpy") && !text.contains(path), "{text}");
+        assert!(error.to_string().contains(path), "{error}");
     }
 }

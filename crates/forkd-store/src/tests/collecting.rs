@@ -121,9 +121,9 @@ fn nothing_is_built_on_layers_that_are_gone() {
     store.remove("parent").unwrap();
     let mut draft = draft(&store, "child", 2);
     let error = draft.keep(&parent).unwrap_err();
-    assert!(matches!(&error, Error::Unusable(why) if why.contains("is missing")), "{error}");
+    assert!(matches!(&error, Error::Unusable { message, .. } if message.contains("is missing")), "{error}");
     let contents = Contents { parent: Some(parent), ..Contents::new(facts()) };
-    assert!(matches!(draft.publish(contents), Err(Error::Unusable(_))));
+    assert!(matches!(draft.publish(contents), Err(Error::Unusable { .. })));
     assert!(names(store.folder()).is_empty() && layers(&store).is_empty());
 }
 

@@ -27,7 +27,7 @@ fn damaged(which: Which, damage: impl FnOnce(&Path)) -> String {
     let path = which(&snapshot);
     damage(&path);
     let error = store.get("warm").and_then(|snapshot| snapshot.open()).unwrap_err();
-    assert!(matches!(error, Error::Unusable(_)), "{error:?}");
+    assert!(matches!(error, Error::Unusable { .. }), "{error:?}");
     let message = error.to_string();
     assert!(message.contains("forkd rmi warm"), "no way out: {message}");
     assert!(message.contains(&path.display().to_string()), "which file? {message}");
@@ -186,4 +186,19 @@ fn a_layer_is_read_once_and_again_when_somebody_touched_it() {
     flip(&path);
     child.open().unwrap();
     listen(None);
+}
+
+#[test]
+fn a_draft_over_a_damaged_snapshot_names_that_snapshot() {
+    let (_folder, store) = store();
+    let parent = made(&store, "numpy", 1);
+    let disk = parent.open().unwrap().disks.remove(0).layers;
+    let draft = draft(&store, "branch", 2);
+    let layer = parent.layers().iter().find(|layer| layer.kind == Kind::Disk).unwrap();
+    flip(&layer_path(&parent, &layer.digest));
+    let contents = Contents { origin: Some(parent), disks: vec![disk], ..Contents::new(facts()) };
+    match draft.publish(contents) {
+        Err(Error::Unusable { tag, .. }) => assert_eq!(tag, "numpy"),
+        other => panic!("{other:?}"),
+    }
 }

@@ -11,7 +11,7 @@ fn damaged(damage: impl FnOnce(&Snapshot)) -> String {
     damage(&snapshot);
     let before = layers(&store);
     let error = store.get("warm").and_then(|snapshot| snapshot.open()).unwrap_err();
-    assert!(matches!(error, Error::Unusable(_)), "{error:?}");
+    assert!(matches!(error, Error::Unusable { .. }), "{error:?}");
     let message = error.to_string();
     assert!(message.contains("forkd rmi warm"), "no way out: {message}");
     assert!(message.contains(MANIFEST), "which file? {message}");
@@ -168,7 +168,7 @@ fn a_manifest_with_any_byte_changed_is_refused_or_harmless() {
             fs::write(&path, &bytes).unwrap();
             match store.get("warm") {
                 Ok(changed) => assert_ne!(changed.id(), snapshot.id()),
-                Err(error) => assert!(matches!(error, Error::Unusable(_)), "{error:?}"),
+                Err(error) => assert!(matches!(error, Error::Unusable { .. }), "{error:?}"),
             }
         }
     }
