@@ -13,7 +13,7 @@ pub(crate) enum Step<'p> {
     SyncedFile(&'p std::fs::File),
     /// The names in a folder are on disk.
     SyncedFolder(&'p Path),
-    /// A layer was read to see whether it is what was written.
+    /// The contents of a layer were verified.
     Verified,
 }
 

@@ -70,7 +70,7 @@ struct Sums {
 }
 
 impl Sums {
-    /// Adds what follows what was added last; `first` is the number of the first page in `chunk`.
+    /// Adds `chunk`, which follows the previous chunk. `first` is the number of its first page.
     fn add(&mut self, first: u64, chunk: &[u8]) {
         // Bytes of `chunk` from here to the current page are not zero and not hashed yet.
         let mut from = 0;

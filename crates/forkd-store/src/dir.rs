@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use crate::crash_points::{Step, did};
 use crate::error::{Error, Result};
 
-/// An open folder. It stays what it is when something else gets its name.
+/// An open folder. It stays the same folder when another one gets its name.
 #[derive(Debug)]
 pub(crate) struct Dir {
     fd: OwnedFd,
@@ -35,7 +35,7 @@ impl Dir {
         &self.path
     }
 
-    /// Opens the regular file `name` for reading. The error names what is there instead.
+    /// Opens the regular file `name` for reading. If `name` is no regular file, the error says which kind it has.
     pub(crate) fn read(&self, name: &str) -> std::result::Result<File, String> {
         // Non-blocking: the name may be a pipe. For regular files the flag means nothing.
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -68,7 +68,7 @@ impl Dir {
         Ok(())
     }
 
-    /// Renames the file `from` to `to` and replaces what has that name.
+    /// Renames the file `from` to `to` and replaces a file of that name.
     pub(crate) fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         rustix::fs::renameat(&self.fd, from, &self.fd, to)?;
         did(Step::Changed);
@@ -117,7 +117,7 @@ fn proc_path(file: &File) -> String {
     format!("/proc/self/fd/{}", file.as_raw_fd())
 }
 
-/// Removes what is at `path`, whatever it is. Links are removed, not followed.
+/// Removes the file, folder or link at `path`. Does not follow links.
 pub(crate) fn delete(path: &Path) -> Result<()> {
     let is_folder = fs::symlink_metadata(path).is_ok_and(|meta| meta.is_dir());
     let removed = if is_folder { fs::remove_dir_all(path) } else { fs::remove_file(path) };

@@ -1,8 +1,8 @@
-//! A snapshot that is being made: files are collected in a folder of its own, its layers are put among
-//! the others, and one rename makes it a snapshot.
+//! A snapshot that is being made: a draft collects files in its own folder, moves its layers to the folder of layers, and
+//! becomes a snapshot by one rename.
 //!
-//! The order in [`Draft::publish`] is what makes it safe against a crash: everything a manifest names is on
-//! disk before the rename, so a tag either leads to a whole snapshot or does not exist. A crash leaves
+//! The order in [`Draft::publish`] makes it safe against a crash: every file that a manifest names is on disk before the
+//! rename, so a tag either leads to a whole snapshot or does not exist. A crash leaves
 //! unnamed layers and an unused folder; opening the store removes both.
 
 use std::fs::File;
@@ -24,7 +24,7 @@ const MEMORY: &str = "memory";
 /// The state's copy, until it has the state's name.
 const STATE_COPY: &str = "state.copy";
 
-/// A snapshot that is being made. Dropped before it is published, it leaves nothing; that waits for the disk.
+/// A snapshot that is being made. A drop before [`Draft::publish`] removes its files, and waits for the disk.
 #[derive(Debug)]
 pub struct Draft {
     store: Store,
@@ -32,9 +32,9 @@ pub struct Draft {
     folder: Dir,
     state: Option<File>,
     memory: Option<File>,
-    /// The names in the folder that are layers' or to become layers', and their inodes.
+    /// The files in the folder that are layers or become layers: name and inode.
     layers: Vec<(String, u64)>,
-    /// What must not be collected until it is published or dropped.
+    /// Layers that gc must not remove before this draft is published or dropped.
     hold: Hold,
     published: bool,
 }
@@ -115,16 +115,15 @@ impl Draft {
         self.create_layer(&format!("disk.{index}"))
     }
 
-    /// From here on `snapshot`'s layers stay, whatever happens to its tag: for one that is to be the
-    /// parent. An error if they are gone already.
+    /// Keeps the layers of `snapshot`, the future parent, even if its tag is removed. An error if a layer is missing.
     pub fn keep(&mut self, snapshot: &Snapshot) -> Result<()> {
         let layers: Vec<&FileEntry> = snapshot.manifest().layers().collect();
         let held = self.store.layers().hold(&layers, &mut self.hold);
         held.map_err(|why| Error::unusable(snapshot.tag(), why))
     }
 
-    /// Makes it a snapshot: when this returns, it is on disk and will survive a crash. A file that a process
-    /// still has open for writing is copied: nothing that was published can be changed.
+    /// Makes it a snapshot. When this returns, the snapshot is on disk and survives a crash. Copies a file that a process
+    /// still has open for writing, because a published file must not change.
     pub fn publish(mut self, contents: Contents) -> Result<Snapshot> {
         let Contents { facts, parent, origin, branched_from, created_at_unix, disks, measured } = contents;
         let disks = self.for_reading(disks)?;
@@ -173,7 +172,7 @@ impl Draft {
             self.folder.sync()
         };
         write().map_err(Error::io::<io::Error>("write", &self.folder.path().join(MANIFEST)))?;
-        // Before it has its name: from then on it exists, and no call may report otherwise.
+        // Before the rename: after it the snapshot exists, and the call must not fail.
         let snapshot = self.store.read_draft(&self.folder, &self.tag)?;
         self.store.publish(self.folder.path(), &self.tag)?;
         self.published = true;
@@ -196,16 +195,16 @@ impl Draft {
         Ok(file)
     }
 
-    /// `file`, opened for reading: nothing here is to keep it from being given back.
+    /// `file`, opened for reading: this process must not hold a descriptor that can write.
     fn second(&self, file: &File, name: &str) -> Result<File> {
         reopen(file).map_err(Error::io("open", &self.folder.path().join(name)))
     }
 
-    /// The same files, opened for reading. The descriptors that came may be good for writing.
+    /// The same files, opened for reading. The given descriptors may be open for writing.
     fn for_reading(&self, disks: Vec<Vec<File>>) -> Result<Vec<Vec<File>>> {
         let failed = |error| Error::io::<io::Error>("read a layer for", self.folder.path())(error);
         let reopen = |file: File| {
-            // Opening something else anew may do anything.
+            // Only regular files: a second open of a pipe or a device may block or have effects.
             if !file.metadata().map_err(failed)?.is_file() {
                 return Err(Error::Invalid("a layer must be a regular file".into()));
             }

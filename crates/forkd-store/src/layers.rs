@@ -3,7 +3,7 @@
 //! A layer stays as long as a manifest names it or a draft *holds* it, because the draft is about to name it.
 //! Both are checked under one lock, so a layer is never removed between being found and being named.
 //!
-//! Knows files and digests, and neither tags nor manifests.
+//! This module handles files and digests. It uses no tags and no manifests.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File, Metadata, Permissions};
@@ -22,16 +22,16 @@ use crate::error::{Error, Result};
 use crate::lease::{Writers, writers};
 use crate::manifest::{FileEntry, is_digest};
 
-/// What a layer may be used for: reading, by us.
+/// The permissions of a layer's file: this user reads it.
 const MODE: u32 = 0o400;
-/// How often a name that is taken by something damaged is tried to be had.
+/// How many times the store tries to take a name from a damaged file.
 const ATTEMPTS: usize = 3;
 /// How much of a file is copied at once.
 const COPY: usize = 1 << 20;
-/// How long a file must be unchanged before it is recorded as verified: a change within the grain of the file
-/// system's clock could not be told from none.
+/// How long a file must be unchanged before the store records it as verified. The clock of the file system is coarse: a
+/// change right after the check may leave the time stamp as it was.
 const SETTLED: Duration = Duration::from_secs(2);
-/// How many files are remembered as good. More than one daemon's worth; a bound all the same.
+/// The most files that are recorded as verified. One daemon has fewer.
 const MAX_REMEMBERED: usize = 1 << 16;
 
 /// The folder of all layers.
@@ -228,13 +228,12 @@ impl Layers {
         entries.iter().try_for_each(|entry| self.whole(entry).map(drop))
     }
 
-    /// For as long as the answer lives, no layer begins or ceases to be held.
+    /// While the caller keeps the guard, no hold begins or ends.
     pub(crate) fn stop(&self) -> MutexGuard<'_, Held> {
         lock(&self.held)
     }
 
-    /// Removes every layer that is neither in `used` nor held. What has another kind of name is not
-    /// ours, and stays.
+    /// Removes every layer that is neither in `used` nor held. Leaves files whose names are no digests.
     pub(crate) fn sweep(&self, used: &HashSet<String>, held: &Held) -> Result<Collected> {
         let mut collected = Collected::default();
         for found in fs::read_dir(self.folder.path()).map_err(Error::io("read", self.folder.path()))? {
@@ -342,7 +341,7 @@ pub(crate) fn verify(file: &File, entry: &FileEntry, path: &Path) -> std::result
     }
 }
 
-/// Copies what is data in `from` to the empty file `to`.
+/// Copies the data of `from`, without its holes, to the empty file `to`.
 pub(crate) fn copy_sparse(from: &File, to: &File) -> io::Result<()> {
     let len = from.metadata()?.len();
     to.set_len(len)?;

@@ -1,24 +1,23 @@
 //! Snapshots on disk: their layers, their manifests, their tags.
 //!
-//! - A **layer** is an immutable file of guest memory or of what a guest wrote to a disk, named by the
-//!   digest of its contents. Equal ones are one; any number of snapshots share it.
+//! - A **layer** is an immutable file of guest memory or of blocks that a guest wrote to a disk, named by the digest of
+//!   its contents. Equal layers are one file, which any number of snapshots share.
 //! - A **snapshot** ([`Snapshot`]) is one folder under its tag: `manifest.json`, which describes it and names
-//!   its layers, and `state` (vCPUs and devices). Its memory is a chain of layers, oldest first: all of it
-//!   itself, or its parent's chain and the difference to it. Nothing in it changes once it exists.
-//! - A **draft** ([`Draft`]) is a snapshot that is being made. It becomes a snapshot by one rename,
-//!   complete and on disk, or disappears.
+//!   its layers, and `state` (vCPUs and devices). Its memory is one layer, or its parent's chain of layers and one layer
+//!   with the difference. No file of a snapshot changes.
+//! - A **draft** ([`Draft`]) is a snapshot that is being made. One rename makes it a snapshot, complete and on disk;
+//!   otherwise it is removed.
 //! - The **store** ([`Store`]) is the folder of all snapshots. Names that start with a dot are its
 //!   own; no tag can have such a name. It removes layers when nothing names them any more.
 //!
 //! - The **database** ([`Database`]) holds the daemon's other persistent state.
 //!
-//! Data that is read back is not trusted: a manifest is parsed with bounds, a layer's name in it can only be
-//! a digest, no link is followed, and before a file is handed out its contents are compared with the digest
-//! taken when it was written.
+//! The crate does not trust files that it reads: it parses a manifest with bounds, accepts only digests as names of layers,
+//! and follows no link. Before it returns a file, it compares the contents with the digest in the manifest.
 //!
-//! Owns everything under a daemon's `snapshots` folder; one process at a time (the daemon's lock on its data
-//! directory sees to that). Knows nothing of KVM, of processes or of HTTP, nor how memory is laid out in a
-//! layer, nor where base images are: it only records which one belongs to a snapshot. Calls block.
+//! The crate owns everything under a daemon's `snapshots` folder. One process uses the folder at a time: the daemon locks
+//! its data directory. No code here handles KVM, processes, HTTP, the layout of memory in a layer, or the place of base
+//! images: a manifest only names its image. Calls block.
 
 mod crash_points;
 mod database;

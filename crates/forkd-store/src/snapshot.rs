@@ -13,8 +13,8 @@ use crate::error::{Error, Result};
 use crate::layers::{Layers, verify, whole};
 use crate::manifest::{BaseImage, FileEntry, MANIFEST, Manifest, STATE, Unfit};
 
-/// A snapshot. It stays what it is when its tag is removed or given to another one: its files can no longer be
-/// opened then, and never are another one's. Keeps no file open.
+/// A snapshot. If its tag is removed or given to another snapshot, this value still means the first one: an open then
+/// fails, and never opens files of the other. Keeps no file open.
 #[derive(Debug, Clone)]
 pub struct Snapshot(Arc<Inner>);
 
@@ -37,7 +37,7 @@ struct Inner {
 pub struct Size {
     /// Its length, holes included.
     pub logical: u64,
-    /// The room it takes: holes take none.
+    /// Its space on disk: holes take none.
     pub physical: u64,
 }
 
@@ -68,7 +68,7 @@ pub struct Sizes {
 pub enum Kind {
     /// Guest memory.
     Memory,
-    /// What the guest wrote to a disk.
+    /// Blocks that the guest wrote to a disk.
     Disk,
 }
 
@@ -81,11 +81,11 @@ pub struct Layer {
     pub digest: String,
     /// How large it is.
     pub size: Size,
-    /// Whether this snapshot added it to what it came from.
+    /// Whether the snapshot that this one came from does not have it.
     pub own: bool,
 }
 
-/// A snapshot's files, opened for reading, found to be what was written.
+/// A snapshot's files, opened for reading and verified.
 #[derive(Debug)]
 pub struct Files {
     /// State of vCPUs and devices.
@@ -104,8 +104,8 @@ pub struct DiskFiles {
 }
 
 impl Snapshot {
-    /// Reads the snapshot `tag` in `folder`: its manifest, and that its files are there in their
-    /// size. Their contents are looked at by [`Snapshot::open`].
+    /// Reads the snapshot `tag` in `folder`: its manifest. Checks that its files exist with their sizes;
+    /// [`Snapshot::open`] checks their contents.
     pub(crate) fn read(folder: Dir, tag: &str, layers: &Arc<Layers>) -> Result<Snapshot> {
         let (manifest, id) = read_manifest(&folder, tag).map_err(|why| Error::unusable(tag, why))?;
         let unusable = |why| Error::unusable(tag, why);
@@ -126,7 +126,7 @@ impl Snapshot {
         &self.0.id
     }
 
-    /// When it was saved, as exactly as the file system knows: which of those made within a second came first.
+    /// When it was saved, with the precision of the file system. Orders snapshots that were made within a second.
     pub fn saved_at(&self) -> SystemTime {
         self.0.saved_at
     }
@@ -169,8 +169,8 @@ impl Snapshot {
         sizes
     }
 
-    /// Opens its files, read-only, and verifies that they are what was written: each is read, unless it was
-    /// read before and has not changed since. Open files stay usable, whatever happens to the snapshot.
+    /// Opens its files, read-only, and compares them with their digests. A file that was verified before and has not
+    /// changed since is not read again. Open files stay usable after the snapshot is removed.
     pub fn open(&self) -> Result<Files> {
         let Inner { layers, manifest, .. } = &*self.0;
         let unusable = |why| Error::unusable(self.tag(), why);
@@ -191,10 +191,10 @@ impl Snapshot {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Err("it was removed".into()),
             other => other.map_err(|error| format!("{} cannot be opened ({error})", path.display()))?,
         };
-        // From here on the open folder counts, whatever its name is given to.
+        // From here on the open folder counts, also if another folder gets its name.
         let (_, found) = read_manifest(&folder, self.tag()).map_err(|why| why.to_string())?;
         let (state, meta) = whole(&folder, STATE, manifest.state.size)?;
-        // Its manifest names its contents; the file tells it from one that was made equal.
+        // An equal snapshot has the same manifest; its state file differs.
         if found != *id || meta.ino() != *inode || meta.modified().ok() != Some(*saved_at) {
             return Err("it was removed, and another snapshot has its tag".into());
         }
@@ -239,7 +239,7 @@ pub(crate) fn read_manifest(folder: &Dir, tag: &str) -> Found {
     })
 }
 
-/// Sees that all layers are there, and how large they are.
+/// Checks that all layers exist, and measures them.
 fn measure(manifest: &Manifest, layers: &Layers) -> std::result::Result<Vec<Layer>, String> {
     let own_from = manifest.memory.len().saturating_sub(1);
     let memory =

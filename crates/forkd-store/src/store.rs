@@ -1,8 +1,8 @@
 //! The folder of all snapshots: finding, beginning, removing, collecting garbage.
 //!
-//! Beside the snapshots it holds only what has a leading dot: `.layers`, the files they share;
-//! `.new-…`, drafts; and `.gone-…`, what is being removed. The last two are left-overs when a process
-//! starts, and removed then, as are layers that no snapshot names.
+//! Beside the snapshots it has entries with a leading dot: `.layers`, the files that snapshots share; `.new-…`, drafts;
+//! and `.gone-…`, snapshots that are being removed. When a process opens the store, it removes the last two kinds, and
+//! layers that no snapshot names.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsString;
@@ -38,8 +38,8 @@ pub struct Store {
 }
 
 impl Store {
-    /// The store in `folder`, which is made, for us alone, if it is not there. Removes what
-    /// interrupted work left, and nothing else.
+    /// Opens the store in `folder`. Creates a missing folder, for this user alone. Removes files that interrupted work
+    /// left, and nothing else.
     pub fn open(folder: &Path) -> Result<Store> {
         let layers = folder.join(LAYERS);
         let mut builder = DirBuilder::new();
@@ -80,8 +80,7 @@ impl Store {
         Ok(Draft::new(self.clone(), tag, folder, Hold::new(self.layers.clone())))
     }
 
-    /// The snapshot `tag`, with its files there and as long as they should be. That their contents
-    /// are right is found out by [`Snapshot::open`].
+    /// The snapshot `tag`. Checks that its files exist and have their lengths; [`Snapshot::open`] checks their contents.
     pub fn get(&self, tag: &str) -> Result<Snapshot> {
         check_tag(tag)?;
         let path = self.folder.join(tag);
@@ -99,8 +98,7 @@ impl Store {
         }
     }
 
-    /// All snapshots by tag. One that cannot be used is there with the reason, and does not hide the
-    /// others.
+    /// All snapshots by tag. A snapshot that cannot be used is in the list with the reason.
     pub fn list(&self) -> Result<Vec<(String, Result<Snapshot>)>> {
         let names = self.names()?;
         let mut tags: Vec<String> = names.into_iter().filter_map(|name| name.into_string().ok()).collect();
@@ -139,7 +137,7 @@ impl Store {
         Ok(dependents.collect())
     }
 
-    /// By how many snapshots each layer is used.
+    /// How many snapshots use each layer.
     pub fn layer_users(&self) -> Result<BTreeMap<String, usize>> {
         let mut users = BTreeMap::new();
         for (manifest, _) in self.manifests()?.into_iter().filter_map(|(_, found)| found.ok()) {
@@ -156,7 +154,7 @@ impl Store {
         waits("remove a snapshot");
         let path = self.folder.join(tag);
         let gone = self.own_name(GONE);
-        // Gone in one step, for good; the contents follow, if need be when the store is opened again.
+        // The rename removes the snapshot in one step. The contents follow; after a crash, the next open deletes them.
         match fs::rename(&path, &gone) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(self.no_such(tag)),
             other => other.map_err(Error::io("remove", &path))?,
@@ -169,14 +167,14 @@ impl Store {
         Ok(collected)
     }
 
-    /// Removes the layers that no snapshot uses and no draft is about to. Removes nothing while a manifest
-    /// cannot be read, since the layers it uses are unknown.
+    /// Removes the layers that no snapshot and no draft uses. Removes nothing while a manifest cannot be read, because
+    /// its layers are unknown.
     pub fn collect(&self) -> Result<Collected> {
         waits("collect garbage");
         let held = self.layers.stop();
         let manifests = self.manifests()?;
-        // The name is off the disk before its layers are: a snapshot with a name is complete. Another thread
-        // may have just removed it, or a daemon that was killed.
+        // A removed name must be off the disk before its layers: a snapshot with a name is complete. Another thread, or a
+        // daemon that was killed, may have removed the name just now.
         self.sync()?;
         let mut used = HashSet::new();
         for (name, found) in manifests {
@@ -221,8 +219,8 @@ impl Store {
         synced
     }
 
-    /// The manifests of all snapshots by tag, whatever else is wrong with them. Also of what is no
-    /// snapshot any more, by its name, and can be made one again.
+    /// The manifests of all snapshots by tag, even if other files of them are damaged. Includes folders whose name is no
+    /// valid tag, such as renamed snapshots: a second rename makes them snapshots again.
     fn manifests(&self) -> Result<Vec<(String, Found)>> {
         let mut manifests = Vec::new();
         for name in self.names()? {
@@ -235,7 +233,7 @@ impl Store {
                 Err(error) => Err(Unfit::Other(format!("{} cannot be opened ({error})", path.display()))),
             };
             let meta = fs::symlink_metadata(&path);
-            // A file never was a snapshot, nor was any folder in which there is nothing of one.
+            // No snapshot: a file, or a folder with another name and without a manifest.
             let is_other = |meta: &fs::Metadata| {
                 meta.is_file() || (!is_valid_name(&tag) && meta.is_dir() && !is_there(&path.join(MANIFEST)))
             };

@@ -159,7 +159,7 @@ mod tests {
         let begun = |key: &str| database.begin_answer("ann", key, &[b"r"], 200, 0).unwrap();
         assert!(matches!(begun("4"), Begun::Answered(_)));
         assert_eq!(begun("2"), Begun::New);
-        // What one owner asks for does not have another's forgotten, and what is under way is not.
+        // Requests of one owner remove no answers of another owner, and no request under way.
         database.begin_answer("bob", "first", &[b"r"], 1, 0).unwrap();
         database.keep_answer("bob", "first", &Answer { status: 200, body: None }).unwrap();
         assert_eq!(database.prune_answers(0, 1, 1000).unwrap(), 1);

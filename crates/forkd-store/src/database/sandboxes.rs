@@ -27,20 +27,20 @@ pub struct MadeSandbox {
     pub created_at_unix: u64,
 }
 
-/// A sandbox that is no more.
+/// A sandbox that ended and was removed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GoneSandbox {
-    /// What it was.
+    /// The sandbox, as it was created.
     pub made: MadeSandbox,
     /// When it ended; `None` if no end is recorded yet.
     pub ended_at_unix: Option<u64>,
-    /// How, in one word.
+    /// The reason of the end, as one identifier.
     pub reason: String,
-    /// How, in one sentence.
+    /// The reason of the end, as one sentence.
     pub detail: String,
 }
 
-/// Something to write down.
+/// A change to write to the archive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
     /// A sandbox was made, or runs again, or has other labels.
@@ -51,9 +51,9 @@ pub enum Change {
         id: String,
         /// When.
         at_unix: u64,
-        /// How, in one word.
+        /// The reason of the end, as one identifier.
         reason: String,
-        /// How, in one sentence.
+        /// The reason of the end, as one sentence.
         detail: String,
     },
 }

@@ -63,16 +63,16 @@ pub struct Quota {
 /// The BLAKE3 of a token.
 pub type TokenHash = [u8; 32];
 
-/// All that is known of a token but itself.
+/// A token without its secret.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Token {
     /// Its name.
     pub name: String,
-    /// What its bearer may do.
+    /// Its scope.
     pub scope: Scope,
-    /// Whose what they make is.
+    /// The owner of the objects that it creates.
     pub owner: String,
-    /// How much they may have.
+    /// The owner's quota.
     pub quota: Quota,
     /// When it was made, in seconds since 1970.
     pub created_at_unix: u64,
