@@ -28,9 +28,9 @@ pub(crate) struct Service {
     pub(crate) name: &'static str,
     /// The most peers served at once.
     pub(crate) max: usize,
-    /// For those beyond: on the accepting thread, so it must not wait for the peer.
+    /// Called for a connection above `max`, on the accepting thread: it must not wait for the peer.
     pub(crate) turn_away: fn(Socket),
-    /// For the others.
+    /// Called for a connection within `max`, on a thread of its own.
     pub(crate) serve: Box<dyn Fn(Socket) + Send + Sync>,
 }
 

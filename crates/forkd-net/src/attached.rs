@@ -1,8 +1,8 @@
 //! The networks this host is directly attached to, and the thread that keeps the rules up to date with
 //! them.
 //!
-//! A network counts that the main routing table reaches without a gateway. Networks of other routing
-//! tables do not, and a new one counts a few seconds after it is there.
+//! A network is attached if the main routing table has a route to it without gateway. Other routing tables do not count.
+//! The thread sees a new network after a few seconds.
 
 use std::collections::BTreeSet;
 use std::io;

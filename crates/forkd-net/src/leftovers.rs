@@ -1,4 +1,4 @@
-//! What there is of forkd in this host's network, of whatever daemon, and how it is removed.
+//! Lists and removes all parts of forkd in this host's network, of all daemons.
 
 use std::io;
 use std::path::Path;
@@ -7,7 +7,7 @@ use crate::nft::{self, Nft};
 use crate::slot::{self, PREFIX};
 use crate::{Error, Result};
 
-/// What there is of forkd in this host's network.
+/// The parts of forkd in this host's network.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Leftovers {
     /// The files that namespaces of slots are mounted on.
@@ -25,7 +25,7 @@ impl Leftovers {
     }
 }
 
-/// Lists what there is of forkd in this host's network, of whatever daemon.
+/// Lists the parts of forkd in this host's network, of all daemons.
 pub fn leftovers() -> Result<Leftovers> {
     let namespaces = namespaces().map_err(Error::system("listing", "mounts"))?;
     let links = links().map_err(Error::system("listing", "links"))?;

@@ -8,9 +8,8 @@
 //! A [`Network`] makes slots and recognises those a killed process left behind; a [`Pool`] makes them in
 //! advance. [`Tap`] is the interface alone, without a namespace.
 //!
-//! All of this needs root, except the taps it hands out and [`connected_user`], which knows nothing of slots.
-//! Every call blocks. This crate knows nothing of guests, sandboxes or monitors: its caller names the slots
-//! in use.
+//! All calls need root, except the use of a tap and [`connected_user`], which uses no slots. Every call blocks. No code
+//! here handles guests, sandboxes or monitors: the caller names the slots in use.
 
 mod attached;
 mod egress;
@@ -38,11 +37,11 @@ pub use tap::Tap;
 
 /// The address of every guest in its slot.
 pub const GUEST_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 42, 0, 2);
-/// What every guest sees as its gateway and its name server.
+/// The address of every guest's gateway and name server.
 pub const GATEWAY_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 42, 0, 1);
 /// The prefix length of the network both are in.
 pub const GUEST_PREFIX: u8 = 24;
-/// The hardware address every guest's interface must have: the slot knows it and never asks.
+/// The hardware address that every guest's interface must have: the slot has a fixed entry and never asks.
 pub const GUEST_MAC: [u8; 6] = [0x06, 0xfc, 0x0a, 0x2a, 0x00, 0x02];
 /// The hardware address of every gateway: a forked guest remembers its parent's.
 pub const GATEWAY_MAC: [u8; 6] = [0x06, 0xfc, 0x0a, 0x2a, 0x00, 0x01];
@@ -59,19 +58,19 @@ pub enum Error {
     /// An address or prefix that makes no sense.
     #[error("`{0}` is not an address with a prefix length, such as 10.42.0.1/24")]
     BadAddress(String),
-    /// Slots cannot be carved out of this.
+    /// This network cannot be split into slots.
     #[error(
         "{0} cannot be the outer network of slots: give its first address and a length from 8 to 28, such as 10.43.0.0/16, apart from 10.42.0.0/24"
     )]
     BadOuterNetwork(String),
-    /// Nothing that can be opened for guests.
+    /// The text names no network that can be opened for guests.
     #[error(
         "`{text}` cannot be opened for guests: {reason}; give a network and perhaps a port, such as 10.20.0.0/16 or 10.20.0.5/32:5432"
     )]
     BadOpening {
         /// The given text.
         text: String,
-        /// What is wrong with it.
+        /// The fault in it.
         reason: String,
     },
     /// Not root.
@@ -85,7 +84,7 @@ pub enum Error {
     BadSlot {
         /// The name.
         name: String,
-        /// What is wrong with it.
+        /// The fault in it.
         reason: &'static str,
     },
     /// The program `nft` did not accept the rules, or did not run.

@@ -15,23 +15,23 @@ use crate::nft::{self, Nft, Policy};
 use crate::slot::{self, Outbound, Slot};
 use crate::{Error, GATEWAY_ADDRESS, GUEST_PREFIX, Result, link, namespace, resolver};
 
-/// How often a name that another daemon took at the same moment is given up for the next.
+/// How many names are tried if other daemons take them at the same moment.
 const ATTEMPTS: usize = 16;
 
-/// What a [`Network`] is made of.
+/// The settings of a [`Network`].
 #[derive(Debug, Clone)]
 pub struct NetworkConfig {
-    /// Where the names of namespaces are. Every file in it that is called as a slot is one; two
-    /// daemons must not share it.
+    /// The folder with the names of namespaces. Every file in it with the name of a slot is a slot. Two daemons must not
+    /// share the folder.
     pub run_dir: PathBuf,
-    /// The network that the addresses between slots and host are from, four for each slot. The same
-    /// for all daemons of a host: the rules there know one.
+    /// The network of the addresses between slots and host, four for each slot. All daemons of a host use the same one,
+    /// because the host's rules have one.
     pub outer: Ipv4Addr,
     /// Its prefix length.
     pub outer_prefix: u8,
     /// The name server of guests; `None` takes this host's.
     pub resolver: Option<Ipv4Addr>,
-    /// What guests may reach although it is private, or this host is attached to it; never this host itself.
+    /// Private networks, and networks this host is attached to, that guests may reach. Never this host itself.
     pub opened: Vec<Opening>,
     /// How many flows each slot may have.
     pub flows: FlowLimits,
@@ -301,7 +301,7 @@ fn is_inner(address: u32) -> bool {
     (address ^ u32::from(GATEWAY_ADDRESS)) >> (32 - GUEST_PREFIX) == 0
 }
 
-/// Makes the host translate and forward what comes from slots.
+/// Makes the host translate and forward packets from slots.
 fn prepare_host(config: &NetworkConfig, resolver: Option<Ipv4Addr>) -> Result<Rules> {
     let nft = Nft::find().ok_or_else(|| Error::Nft("it is not installed (package nftables)".into()))?;
     let policy = Policy { resolver, opened: config.opened.clone(), flows: config.flows };

@@ -1,10 +1,9 @@
-//! Packet filter rules: what they are, and the program that loads them.
+//! Packet filter rules, and the program that loads them.
 //!
-//! There are two tables, both called `inet forkd`: one in every slot, the same in each, which knows
-//! what a guest may send and where to; and one on the host, which knows that slots may go out and
-//! nowhere else. A guest that reaches nothing it should not is stopped by each of them alone, except
-//! for the host's own public addresses and the networks it is attached to, which only the host's table
-//! knows.
+//! There are two tables, both called `inet forkd`. One is in every slot, the same in each: it limits the packets and the
+//! destinations of a guest. One is on the host: it lets slots reach the outside and nothing else. Each of them alone stops
+//! a guest from reaching a forbidden address. Only the host's table has the host's own public addresses and the networks
+//! that the host is attached to.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -27,7 +26,7 @@ const ATTACHED: &str = "attached";
 pub(crate) struct Policy {
     /// The name server that guests are led to.
     pub(crate) resolver: Option<Ipv4Addr>,
-    /// What is not forbidden.
+    /// Networks that are open although they are private.
     pub(crate) opened: Vec<Opening>,
     pub(crate) flows: FlowLimits,
 }
@@ -56,8 +55,8 @@ fn timeouts(input: &str) -> String {
 /// The rules of every slot, in place of those of an earlier daemon.
 ///
 /// Packets that connection tracking cannot place are not translated either: they would leave with the
-/// guest's address, so they do not leave. The slot itself takes only answers: to what a program of the
-/// host's that entered it asked the guest.
+/// guest's address, so they do not leave. The slot itself takes only the guest's answers to programs of the host that
+/// entered the slot.
 ///
 /// Flows are limited when their first packet comes, before anything else is decided about it: a flow is
 /// confirmed when its first packet has passed. To be new alone would not do, as a flow is that until it is
@@ -124,8 +123,8 @@ pub(crate) fn slot_rules(policy: &Policy) -> String {
 /// The rules of the host, in place of those of an earlier daemon.
 ///
 /// Many hosts translate packets to addresses of their own, or of services, and forward them to containers.
-/// So what is for the host is dropped before it can be translated, and what was translated is judged by
-/// the address that the guest has asked for.
+/// So the rules drop packets for the host before a translation, and judge translated packets by the address that the guest
+/// has used.
 pub(crate) fn host_rules(outer: &str, policy: &Policy, attached: &BTreeSet<Prefix>) -> String {
     // A resolver may be this host itself, in its networks, or a service that it translates.
     let resolver = policy.resolver.map(|resolver| {
@@ -179,7 +178,7 @@ pub(crate) fn host_rules(outer: &str, policy: &Policy, attached: &BTreeSet<Prefi
     )
 }
 
-/// Rules that let slots' packets pass that were first sent to `network`, whatever became of their address.
+/// Rules that accept packets of slots that were first sent to `network`, also after a translation of their address.
 fn asked_for(network: &str, port: Option<u16>) -> String {
     let from = format!("iifname \"{PREFIX}*\"");
     match port {
@@ -308,7 +307,7 @@ mod tests {
                 "iifname \"tap0\" oifname \"uplink\" accept",
             ],
         );
-        // What is translated and not DNS would pass the first of them.
+        // Translated packets other than DNS would pass the first of them.
         assert_eq!(rules.matches("dnat ip to").count(), 2);
         assert_eq!(rules.matches("dport 53 dnat ip to 192.0.2.53").count(), 2);
     }

@@ -1,4 +1,4 @@
-//! One network slot: how it is made, what it looks like, and how it goes completely.
+//! One network slot: its creation, its parts, and its removal.
 
 use std::net::Ipv4Addr;
 use std::os::fd::{BorrowedFd, OwnedFd};

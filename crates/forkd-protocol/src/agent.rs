@@ -34,7 +34,7 @@
 //! command may run comes in `Connect-Timeout-Ms`; when it is over the process is killed and the
 //! stream ends with `deadline_exceeded`. A command that cannot start ends it with `invalid_argument` and
 //! `exitCode`: 127 if there is no such program, else 126. Agents of earlier versions send no `exitCode`. A client
-//! that goes away does not end its process.
+//! that disconnects does not end its process.
 
 use std::collections::BTreeMap;
 
@@ -357,9 +357,9 @@ pub struct FreezeRequest {
     pub sync: FreezeSync,
 }
 
-/// Whether `Freeze` syncs the file systems as well. A copy of a guest is right without: its memory, dirty file
-/// pages included, and its disk are of one instant. What is on the disk already, the copies need not write.
-/// So the freeze never fails because of it.
+/// Whether `Freeze` also syncs the file systems. A branch is consistent without a sync, because it has memory with all
+/// dirty file pages, and the disk, of one instant. A sync saves its children the writes. So a freeze never fails because
+/// of a sync.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FreezeSync {
@@ -372,7 +372,7 @@ pub enum FreezeSync {
     Skip,
 }
 
-/// What came of a `Freeze`.
+/// The result of a `Freeze`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct FreezeResponse {

@@ -96,9 +96,8 @@ impl Request {
 pub struct Incoming(Vec<u8>);
 
 impl Incoming {
-    /// Takes what came next; `true` when the line is complete. What cannot become a request is refused at
-    /// once: a browser can be made to send an HTTP request whose body is a line, so nothing may be looked
-    /// for behind a first line that is none.
+    /// Takes the next bytes; `true` when the line is complete. Refuses at once a first line that is no request: a web page
+    /// can make a browser send an HTTP request whose body is such a line.
     pub fn push(&mut self, bytes: &[u8]) -> Result<bool, Failure> {
         let (line, complete) = match bytes.iter().position(|byte| *byte == b'\n') {
             Some(end) => (&bytes[..end], true),
@@ -180,7 +179,7 @@ pub struct Ran {
     pub stderr: String,
     /// Its status; 128 and the number of the signal that ended it; 1 when its time ran out.
     pub exit_code: i32,
-    /// That its time ran out: the output is what it wrote until then.
+    /// Set if its time ran out. The output is complete up to then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     /// Whether there was more standard output than is kept.
@@ -231,7 +230,7 @@ impl Failure {
     }
 }
 
-/// Fuzz body: whatever a peer sends in whatever pieces, there is a request or a reason, never a panic.
+/// Fuzz body: any bytes in any pieces end in a request or a reason, never in a panic.
 pub fn fuzz_line(data: &[u8]) {
     let mut incoming = Incoming::default();
     for piece in data.chunks(7) {

@@ -216,7 +216,7 @@ fn take_layers(fds: &mut Attached, layers: &[Option<FdRef>], access: Access) -> 
     layers.iter().enumerate().map(take).collect()
 }
 
-/// Checks for each disk what was given for it.
+/// Checks the file that was given for each disk.
 fn check_each<T>(
     disks: &[&mut Disk],
     given: &[T],

@@ -28,7 +28,7 @@ use crate::devices::virtio::vsock::Vsock;
 use crate::event_loop::EventLoop;
 use crate::state::{QueuePosition, TransportState};
 
-/// The most things one input does: what a hundred cannot show, a thousand do not either.
+/// The most actions per input; more found nothing.
 const MAX_STEPS: usize = 100;
 const PAGE: usize = 4096;
 const DISK: u64 = 20 * 512;

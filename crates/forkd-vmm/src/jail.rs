@@ -49,7 +49,7 @@ pub fn enter(ids: Option<JailIds>) -> Result<()> {
         .map_err(Error::system("become undumpable"))
 }
 
-/// Closes whatever was inherited by mistake: a descriptor of the controller's would be a hole in every
+/// Closes descriptors that were inherited by mistake: a descriptor of the controller's would be a hole in every
 /// other wall. Standard input, output, error and the control socket stay.
 fn close_inherited() -> Result<()> {
     // SAFETY: the process has just started and no object owns a descriptor above the control socket.

@@ -1,7 +1,7 @@
 //! Where everything is in the guest's physical address space, and which interrupt belongs to what.
 //!
-//! These numbers are part of what a snapshot means: a guest remembers the addresses it was booted
-//! with, so a number that changes here changes the state version too.
+//! A guest keeps the addresses with which it was booted, also in a snapshot. So a change of a number here raises
+//! `FORMAT_VERSION` of the state file (`state/file.rs`), not the version of a section or of a manifest.
 //!
 //! ```text
 //! 0            1 MiB            3 GiB            4 GiB

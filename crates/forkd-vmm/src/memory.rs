@@ -81,7 +81,7 @@ pub(crate) struct Piece<'f> {
     pub(crate) offset: u64,
 }
 
-/// Maps `piece`, a number of whole pages, privately in the place of what is there.
+/// Maps `piece`, a number of whole pages, privately in the place of the present mapping.
 pub(crate) fn cover(memory: &GuestMemory, piece: Piece<'_>) -> Result<()> {
     for (address, piece) in parts(memory, piece) {
         // SAFETY: the range lies in a region, which is mapped and which nothing else is in. Nothing refers to

@@ -1,11 +1,10 @@
 //! Controller ⇄ monitor: messages over a unix `SEQPACKET` socket, descriptors attached.
 //!
 //! One packet is one JSON message. The controller sends a [`Request`] and gets one [`Message::Reply`] for it;
-//! [`Message::Event`]s come whenever something happens, also between a request and its reply. Requests may be
-//! sent without waiting for the reply to the one before: replies come in the order of the requests. The first
+//! [`Message::Event`]s come at any time, also between a request and its reply. The controller may send several requests
+//! before the first reply: replies come in the order of the requests. The first
 //! request on a connection is [`Request::Hello`]; a monitor without the offered version answers with an error
-//! and closes. A monitor serves one connection at a time and goes on running its VM when the controller goes
-//! away.
+//! and closes. A monitor serves one connection at a time. When the controller ends, the monitor keeps its VM running.
 //!
 //! Descriptors travel with the message that names them: a [`FdRef`] is an index into the list
 //! attached to it. The monitor never opens anything by name.
@@ -16,11 +15,10 @@ use serde::{Deserialize, Serialize};
 
 pub use channel::{Channel, fuzz_messages};
 
-/// The version of this protocol. A monitor lives longer than the controller that started it, so
-/// a controller also speaks the version before.
+/// The version of this protocol. A monitor may run longer than the controller that started it, so a controller also
+/// supports the previous version.
 pub const VERSION: u32 = 1;
-/// The longest message. The longest honest one lists the children of a template. A kernel's default
-/// socket buffer takes a little more.
+/// The longest message: a list of all children of a template. A kernel's default socket buffer takes a little more.
 pub const MAX_MESSAGE: usize = 192 << 10;
 /// The most descriptors attached to one message.
 pub const MAX_FDS: usize = 64;
@@ -39,7 +37,7 @@ pub struct FdRef(pub usize);
 pub enum Request {
     /// First on every connection.
     Hello {
-        /// The version the controller speaks.
+        /// The version that the controller supports.
         version: u32,
     },
     /// Build a VM and run it. Once per monitor.
@@ -54,8 +52,8 @@ pub enum Request {
         /// disk that has none.
         layers: Vec<Option<FdRef>>,
     },
-    /// Sandboxes only: fork a template off the VM, which goes on. vCPUs and devices stand still from
-    /// the last instant of the source that is also the branch's until the process is copied.
+    /// Sandboxes only: fork a template off the VM, which goes on. vCPUs and devices stop before the fork and go on after
+    /// it.
     Branch(BranchConfig),
     /// Sandboxes only: vCPUs and devices stand still until [`Request::Resume`].
     Pause,
@@ -85,9 +83,9 @@ pub enum Request {
         /// Their names.
         children: Vec<String>,
     },
-    /// How is it?
+    /// Report the state of the VM.
     Status,
-    /// End the VM at once, as if its plug was pulled, and exit.
+    /// End the VM at once, like a power loss, and exit.
     Stop,
 }
 
@@ -105,7 +103,7 @@ pub enum Message {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reply {
-    /// Both sides speak this version.
+    /// Both sides support this version.
     Hello {
         /// The version in use from here on.
         version: u32,
@@ -184,7 +182,7 @@ pub enum Event {
     ChildEnded {
         /// Its name.
         child: String,
-        /// How.
+        /// Its exit status.
         status: WaitStatus,
     },
     /// The guest connected to a vsock port of the host. The attached descriptor is the host's end;
@@ -195,7 +193,7 @@ pub enum Event {
     },
 }
 
-/// How a VM is.
+/// The state of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
     /// The current role of the process.
@@ -242,7 +240,7 @@ pub enum WaitStatus {
 /// How a VM ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VmEnd {
-    /// What kind of end.
+    /// The kind of the end.
     pub reason: EndReason,
     /// A sentence about it.
     pub detail: String,
@@ -250,7 +248,7 @@ pub struct VmEnd {
     pub console_tail: String,
 }
 
-/// What kind of end a VM came to.
+/// The kinds of ends of a VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EndReason {
@@ -265,7 +263,7 @@ pub enum EndReason {
     Failed,
 }
 
-/// Everything a VM is made of.
+/// The resources of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BootConfig {
@@ -295,7 +293,7 @@ pub struct BootConfig {
 
 /// The most vCPUs of a VM.
 pub const MAX_VCPUS: u8 = 32;
-/// The least memory a Linux guest is given.
+/// The least memory of a Linux guest.
 pub const MIN_MEM_MIB: u64 = 64;
 
 /// A snapshot on disk, from which a template is loaded.
@@ -346,8 +344,8 @@ pub struct ForkConfig {
     pub console: FdRef,
     /// How many bytes of it are kept at most.
     pub console_limit: u64,
-    /// For each disk an empty file opened for reading and writing that takes what the child
-    /// writes; none for a disk that is read-only.
+    /// For each disk an empty file, opened for reading and writing, for the writes of the child; none for a disk that is
+    /// read-only.
     pub layers: Vec<Option<FdRef>>,
     /// Its tap, as in [`NetConfig`]. Without one the interface the guest may have loses its link.
     pub tap: Option<FdRef>,
@@ -377,8 +375,7 @@ pub struct SaveConfig {
     /// parent. Without it the saver compares all pages.
     pub pagemap: Option<FdRef>,
     /// For each disk an empty file opened for reading and writing that takes all frozen layers as one, or
-    /// none to keep them as they are. The saved state describes the merged disks. May be empty, which is none
-    /// for each.
+    /// none to keep them as they are. The saved state describes the merged disks. An empty list means none for each.
     pub disks: Vec<Option<FdRef>>,
     /// A file for the progress: [`SaveProgress`] at its beginning and, after a failure, the reason as text
     /// behind that, at most [`SaveProgress::MAX_REASON`] bytes.
@@ -428,8 +425,8 @@ impl SaveProgress {
 pub struct BranchConfig {
     /// The listening control socket of the branch.
     pub control: FdRef,
-    /// For each disk of the source an empty file opened for reading and writing that takes what the
-    /// source writes from now on; none for a disk that is read-only.
+    /// For each disk of the source an empty file, opened for reading and writing, for the writes of the source from now
+    /// on; none for a disk that is read-only.
     pub layers: Vec<Option<FdRef>>,
 }
 
@@ -460,8 +457,7 @@ pub struct MergeConfig {
 pub struct DiskConfig {
     /// The image, opened for reading only. Never written.
     pub base: FdRef,
-    /// An empty file opened for reading and writing that takes what the guest writes. Without it
-    /// the disk is read-only.
+    /// An empty file, opened for reading and writing, for the writes of the guest. Without it the disk is read-only.
     pub layer: Option<FdRef>,
 }
 

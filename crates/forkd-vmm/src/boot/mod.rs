@@ -35,7 +35,7 @@ pub struct BootSource {
 
 /// Puts everything a kernel needs into `memory` and returns the address of its first instruction.
 pub fn load(memory: &GuestMemory, source: &BootSource, vcpus: u8, virtio_devices: usize) -> Result<u64> {
-    // The kernel first: whatever a strange one overwrites, our tables are written after it.
+    // The kernel first: a strange kernel may overwrite our tables, so they are written after it.
     let kernel = kernel::load(memory, &source.kernel)?;
     params::write(memory, &kernel, source.initramfs.as_ref(), &source.cmdline)?;
     acpi::write(memory, vcpus, virtio_devices)?;

@@ -354,7 +354,7 @@ impl Monitor {
         }
     }
 
-    /// Passes on what the guest connected to. With no controller to take it, a connection is closed.
+    /// Passes connections of the guest on to the controller. Without a controller, closes them.
     fn pass_guest_connections(&mut self) {
         for (port, fd) in self.inbox.take() {
             self.control.send_event(Event::GuestConnection { port }, &[fd.as_fd()]);

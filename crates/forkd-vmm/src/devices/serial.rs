@@ -52,7 +52,7 @@ impl ConsoleLog {
         Ok(ConsoleLog { inner: Mutex::new(inner) })
     }
 
-    /// The last of what was written, at most `max` bytes, with what is not UTF-8 replaced.
+    /// The end of the output, at most `max` bytes, with invalid UTF-8 replaced.
     pub fn tail(&self, max: usize) -> String {
         let inner = self.lock();
         let stored = inner.len.min(max as u64);

@@ -1,4 +1,4 @@
-//! Whether this host's CPU has what a frozen guest already uses.
+//! Whether this host's CPU has the features that a frozen guest already uses.
 //!
 //! A guest looks at its CPU when it boots and remembers: on a CPU that lacks something it would die of
 //! an unknown instruction, at some later time. So it is refused before, by the feature's name.

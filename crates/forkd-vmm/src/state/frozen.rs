@@ -44,7 +44,7 @@ pub struct Frozen {
 pub struct ChildParts {
     /// Where its console's output goes.
     pub console: Arc<ConsoleLog>,
-    /// For each disk the empty file that takes what it writes; none for a disk that is read-only.
+    /// For each disk the empty file for its writes; none for a disk that is read-only.
     pub layers: Vec<Option<File>>,
     /// Its tap, non-blocking. Without one the interface the guest may have has no link.
     pub tap: Option<OwnedFd>,
@@ -136,7 +136,7 @@ impl Frozen {
         Ok(())
     }
 
-    /// What it is made of.
+    /// Its parts.
     pub fn state(&self) -> &MachineState {
         &self.state
     }
@@ -303,7 +303,7 @@ mod tests {
 
     use super::*;
 
-    /// On any host, whatever its own KVM offers.
+    /// On any host, with any KVM.
     #[test]
     fn a_state_may_have_what_a_guest_that_boots_gets_and_not_all_that_kvm_offers() {
         let vmx = 1 << 5;

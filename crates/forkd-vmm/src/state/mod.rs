@@ -111,7 +111,7 @@ pub struct GenerationState {
     pub id: [u8; 16],
 }
 
-/// A virtio device: its registers, its queues, and what is special about it.
+/// A virtio device: the state of its transport, and its own.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceState {
     /// The transport's state.
@@ -120,7 +120,11 @@ pub struct DeviceState {
     pub part: DevicePart,
 }
 
-/// The registers in front of a device.
+/// The registers of a virtio-mmio transport, without those that follow from the device. The reserved offsets
+/// (0x0c4 to 0x0f8) read as 0 and ignore writes.
+///
+/// The file format has no field names, so a new field here breaks every old file. Raise the version of `Kind::Device`
+/// (`file.rs`), keep this struct for files of version 1, and write new examples for `fuzz/corpus/state_file`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TransportState {
     /// How far driver and device have come.

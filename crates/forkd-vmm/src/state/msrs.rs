@@ -21,7 +21,7 @@ const VMXE: u64 = 1 << 13;
 /// The bits of [`FEAT_CTL`] that guests without virtualization set by themselves: locked, enclaves.
 const FEAT_CTL_OF_GUESTS: u64 = 1 | 1 << 17 | 1 << 18;
 
-/// Whether no guest has it, whatever KVM lists.
+/// Whether no guest has it, even if KVM lists it.
 pub(super) fn is_for_no_guest(index: u32) -> bool {
     index == FEAT_CTL || VMX.contains(&index)
 }

@@ -2,7 +2,7 @@
 //!
 //! Memory is counted in pages of 4 KiB, all ranges one after the other; guest addresses do not occur here.
 //! The oldest layer of a chain is a plain file with all of memory and holes where it is zero. Every other one
-//! is [packed](packed): the pages that differ from what is below, and an index of them.
+//! is [packed](packed): the pages that differ from the layers below, and an index of them.
 //!
 //! - [`packed`]: one packed layer as a file, written and read;
 //! - [`chain`]: several layers as one memory: which page is in which file;

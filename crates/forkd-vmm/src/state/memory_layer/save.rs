@@ -207,7 +207,7 @@ impl Progress {
         if progress >= REPORT { self.report() } else { Ok(()) }
     }
 
-    /// Reports what was not reported yet.
+    /// Reports progress since the last report.
     pub(crate) fn report(&mut self) -> io::Result<()> {
         self.reported = self.now;
         match &self.file {

@@ -1,4 +1,4 @@
-//! A disk: a read-only base and, over it, layers that hold what was written.
+//! A disk: a read-only base and, over it, layers with the written blocks.
 //!
 //! Which file holds a block is written down in a map, one byte per block, and never inferred from
 //! holes in files: a block of zeros that the guest wrote is not a block it never wrote. All files
@@ -153,7 +153,7 @@ impl Disk {
         }
     }
 
-    /// Freezes the disk as it is and gives it the layer that takes what is written from now on.
+    /// Freezes the disk as it is. Later writes go to the given layer.
     pub fn add_layer(&mut self, layer: Option<File>) -> Result<(), DiskError> {
         self.check_layer(layer.as_ref())?;
         if let Some(layer) = layer {
@@ -183,7 +183,7 @@ impl Disk {
         !self.writable
     }
 
-    /// Fills `data` with what is at `offset`.
+    /// Fills `data` with the contents at `offset`.
     pub fn read(&self, offset: u64, mut data: Buffers<'_>) -> io::Result<()> {
         let end = self.check(offset, data.len())?;
         let mut offset = offset;

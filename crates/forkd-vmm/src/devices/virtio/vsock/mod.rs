@@ -320,7 +320,7 @@ impl Vsock {
         }
     }
 
-    /// Ends what has taken too long.
+    /// Ends connections that have taken too long.
     fn sweep(&mut self, now: Instant) {
         let mut late = Vec::new();
         let mut others_wait = false;
