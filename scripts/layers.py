@@ -15,7 +15,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent / "crates/forkd-controller/src"
 # From the top to the bottom. A room imports only rooms below it. BASE has what every room may import.
 ROOMS = ("daemon api compat exec lifecycle workspace branch sandbox snapshot auth agent monitor host network telemetry util").split()
-BASE = {"config", "error", "frames", "VERSION"}
+BASE = {"config", "error", "VERSION"}
 TESTING = "testing"
 MOST_ENTRIES = 20
 

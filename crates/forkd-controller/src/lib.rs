@@ -4,14 +4,15 @@
 //! guests, and ends the processes it started. It has no code for KVM or devices, builds no image, and trusts nothing
 //! that a guest or a monitor sends.
 //!
-//! Each folder is a room with one subject. Imports go down this list only; `scripts/layers.py` checks it.
+//! Each folder is a room with one subject. Every room may import `config` and `error`. The other rooms import only rooms
+//! below themselves in this list; `scripts/layers.py` checks that.
 //!
 //! | room | what is in it |
 //! |---|---|
 //! | [`config`](Config), `error` | the daemon's settings; errors with their codes |
 //! | `daemon` | start, stop, listeners, TLS, reload |
 //! | `api` | HTTP only: routes, middleware, the OpenAPI document |
-//! | `compat` | other wire protocols: the JSON lines of the reference's agent |
+//! | `compat` | wire protocols of other systems: the JSON-lines protocol of the reference's agent; later the E2B API |
 //! | `exec` | commands in a sandbox: run, eval, streams |
 //! | `lifecycle` | what happens without a request: time-outs, suspends, a full disk |
 //! | `workspace` | sandboxes with a name that outlive a reboot |
@@ -21,8 +22,8 @@
 //! | `auth` | principals, tokens, policy, quotas, rate limits |
 //! | [`agent`] | the client of the agent in a guest |
 //! | `monitor` | one monitor process and its control socket |
-//! | `network` | network slots of sandboxes |
 //! | `host` | images, user ids, cgroups, files and processes of this machine |
+//! | `network` | network slots of sandboxes |
 //! | `telemetry` | metrics, events, the audit log, traces |
 //! | `util` | tasks, time, random numbers, records on disk |
 //! | `testing` | a fake guest and a fake monitor, for unit tests |

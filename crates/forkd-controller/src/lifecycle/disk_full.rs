@@ -1,4 +1,7 @@
 //! Resumes sandboxes that a full disk paused, when the disk has space again.
+//!
+//! A full disk has four places: `host::disk_space` measures free space, `sandbox::disk_full` pauses one sandbox, this file
+//! resumes them all, and `snapshot::free_space` lets saves of branches wait.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -18,9 +18,10 @@
 //! between running and unresponsive. Requests never change the state. They set what is desired
 //! ([`DesiredState`](crate::sandbox::DesiredState)), and the supervisor acts on it.
 //!
-//! Reasons of an end: `deleted`, `timed_out`, `idle_timed_out` and `suspended` are asked for; `powered_off`, `reset`,
-//! `panicked`, `out_of_memory`, `monitor_died`, `failed` happen; `boot_failed`, `fork_failed` and `rollback_failed` end a
-//! start. `rolled_back` ends a process, and the sandbox continues as another one.
+//! [`forkd_api::SandboxInfo::reason`] lists the reasons of an end. One more, `rolled_back`, is the end of a process and
+//! not of its sandbox, which continues as another process: no client gets it.
+//!
+//! This file emits events and counts nothing: each operation adds to its own metrics where it ends.
 
 use std::sync::atomic::Ordering;
 
