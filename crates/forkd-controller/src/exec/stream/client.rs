@@ -35,7 +35,7 @@ struct ClientState {
     input: BytesMut,
     /// Whether the input has ended.
     eof: bool,
-    /// Bytes received but not acknowledged: those in `input` and those on their way to the command.
+    /// Bytes received and not acknowledged: in `input`, or on their way to the command.
     unacknowledged: usize,
     heard: Instant,
 }
@@ -53,7 +53,7 @@ impl Client {
         Client { state: Mutex::new(state), arrived: Notify::new() }
     }
 
-    /// Takes input from the client. `false` if it is more than was allowed.
+    /// Takes input from the client. Returns `false` if it exceeds the window.
     fn push(&self, data: &[u8]) -> bool {
         let mut state = self.state.lock();
         if state.unacknowledged + data.len() > STDIN_WINDOW {
@@ -72,7 +72,7 @@ impl Client {
         self.arrived.notify_one();
     }
 
-    /// The next piece of input for the command. For one caller only.
+    /// Waits for the next piece of input for the command. Only one caller may wait.
     pub(crate) async fn input(&self) -> Input {
         loop {
             {
@@ -150,8 +150,8 @@ fn take(
 
 /// Sends queued messages, and pings. Ends with the queue, or when the client does not answer.
 ///
-/// A client that does not take messages is not pinged: it may just be slow (its output goes to a pager), and TCP
-/// itself detects that its machine is gone.
+/// The daemon does not ping a client that takes no messages: it may only be slow, for example because its output goes to
+/// a pager. TCP detects a client whose machine has crashed.
 pub(crate) async fn write(
     mut sink: SplitSink<WebSocket, Message>,
     mut queued: mpsc::Receiver<Message>,
@@ -179,7 +179,7 @@ pub(crate) async fn write(
             return;
         }
         if slow.elapsed() > PING_EVERY {
-            // It was not asked anything meanwhile: its silence proves nothing.
+            // The daemon sent no ping meanwhile, so the silence proves nothing.
             client.state.lock().heard = Instant::now();
         }
     }

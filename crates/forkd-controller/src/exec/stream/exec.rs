@@ -1,8 +1,8 @@
 //! `GET /v1/sandboxes/{id}/exec/stream`: a command in an existing sandbox.
 //!
-//! The sandbox outlives the session, and so would the process. The agent keeps a process whose caller disconnects,
-//! because the children of a branch have no callers and must keep running. So the session ends its process
-//! ([`KillOnDrop`]), unless the client asks to keep it.
+//! The sandbox outlives the session. When a caller disconnects, the agent keeps the process: the processes in children of
+//! a branch have no callers and must keep running. So the session itself kills its process ([`KillOnDrop`]), unless the
+//! client asks to keep it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,9 +21,9 @@ use crate::exec::stream::{Conversation, StreamContext, Wires};
 use crate::sandbox::agent_call::AgentCall;
 use crate::sandbox::{Phase, Sandbox};
 
-/// How often the session looks for a process it must end: the process may still be starting.
+/// How many times the daemon tries to kill the process, which may still be starting.
 const LOOKS: usize = 10;
-/// Pause between two attempts.
+/// Pause between two tries.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 /// A command in an existing sandbox.
@@ -61,7 +61,7 @@ impl Conversation for Exec {
     }
 }
 
-/// A tag that no other process has; process ids are used again.
+/// A tag that no other process has. The kernel reuses process ids, so an id is not enough.
 fn unique_tag() -> String {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -72,7 +72,7 @@ fn unique_tag() -> String {
 struct KillOnDrop {
     sandbox: Arc<Sandbox>,
     tag: String,
-    /// While it is there the process is to be ended; and a daemon that stops waits for that.
+    /// While there is one, the drop kills the process. A daemon that stops waits for it.
     counted: Option<TaskTrackerToken>,
 }
 

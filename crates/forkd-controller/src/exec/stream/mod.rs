@@ -1,4 +1,4 @@
-//! Commands over a WebSocket ([`frames`](crate::frames)): the session, for commands in new and in existing sandboxes.
+//! Commands over a WebSocket (messages: [`forkd_api::stream`]): the session, for commands in new and in existing sandboxes.
 //!
 //! Each connection has a reader, a writer and the work, which run at the same time. The first to end ends the
 //! session. The session's own objects end with it ([`run`]: its sandbox; [`exec`]: its process): after the command's
@@ -38,7 +38,7 @@ const REQUEST_WAIT: Duration = Duration::from_secs(30);
 const FAREWELL: Duration = Duration::from_secs(2);
 /// Queued messages for the client: few, because they hold data taken from the guest.
 const OUTGOING: usize = 4;
-/// Queued control messages for the command; if a client sends more at once, they are lost.
+/// Queued control messages for the command. If a client sends more at once, the daemon drops them.
 const CONTROLS: usize = 16;
 
 /// The work of a session.
@@ -48,7 +48,7 @@ pub(crate) trait Conversation: Send + 'static {
     /// The name of that message, for error texts.
     const REQUEST: &'static str;
 
-    /// Runs from the request to the last event. Dropped when the client disconnects.
+    /// Does the work and returns the last event. The future is dropped when the client disconnects.
     fn work(
         self,
         context: &StreamContext,
@@ -57,7 +57,7 @@ pub(crate) trait Conversation: Send + 'static {
     ) -> impl Future<Output = Result<ServerEvent>> + Send;
 }
 
-/// The client, as the work sees it.
+/// The connection to the client, for the work.
 pub(crate) struct Wires<'w> {
     /// The client's input for the command.
     client: &'w Arc<Client>,
@@ -128,8 +128,8 @@ pub(crate) async fn session<W: Conversation>(
             (failed(Error::new(Code::Unauthorized, text)), true)
         }
     };
-    // The work was dropped, and its sandbox or process ends. The client still gets the last event, however slowly it
-    // reads, unless the session must end soon.
+    // The work is dropped, and its sandbox or process ends. The client still gets the last event, even if it reads
+    // slowly, unless the session must end soon.
     let sent = async {
         outgoing.event(&last).await;
         // Without senders, the queue ends; the writer then closes the WebSocket and ends.
@@ -143,8 +143,8 @@ pub(crate) async fn session<W: Conversation>(
         tokio::time::sleep(FAREWELL).await;
     };
     tokio::select! {
-        // Closing while the client still talks would make the kernel throw away what it has not
-        // read yet: let it hang up first.
+        // The client closes the connection first. If the daemon closed while the client still sends, the kernel would
+        // discard data that the client has not read.
         () = sent => drop(tokio::time::timeout(FAREWELL, &mut reader).await),
         _ = &mut reader => {}
         () = in_a_hurry => {}

@@ -38,8 +38,8 @@ pub(crate) async fn last_event(finish: Finish, outgoing: &Outgoing) -> ServerEve
     ServerEvent::Exit { exit_code, signal, timed_out }
 }
 
-/// Starts a command, and passes input and output until it ends. `grace` is how long the daemon waits after the
-/// agent's deadline before it gives the command up. The error is an error of the agent.
+/// Starts a command, and passes input and output until it ends. `grace` is how long the daemon waits for the agent after
+/// the command's deadline. The error is an error of the agent.
 pub(crate) async fn follow(
     sandbox: &Sandbox,
     command: StreamCommand,
@@ -62,15 +62,15 @@ pub(crate) async fn follow(
 struct Following<'r> {
     agent: Agent,
     tty: bool,
-    /// How long the daemon waits after the agent's deadline before it gives the command up.
+    /// How long the daemon waits for the agent after the command's deadline.
     grace: Duration,
     client: &'r Arc<Client>,
     outgoing: &'r Outgoing,
 }
 
 impl Following<'_> {
-    /// Passes output to the client until the command ends. Each piece is taken from the guest after the client has
-    /// taken the one before.
+    /// Passes output to the client until the command ends. Reads a piece from the guest only after the client has
+    /// taken the previous one.
     async fn pump(
         &self,
         sandbox: &str,

@@ -43,7 +43,7 @@ impl Conversation for Run {
             memory_limit_mib: cgroup::memory_mib(mem_mib),
             guest: None,
         };
-        // Bound to this future: when it is dropped, for whatever reason, the sandbox is deleted.
+        // Bound to this future: the daemon deletes the sandbox when the future is dropped.
         let bound = context.registry.boot(spec, false, false, &self.who.quota).await?;
         wires.outgoing.event(&ServerEvent::Progress { message }).await;
         let sandbox = bound.sandbox();

@@ -29,7 +29,7 @@ async fn begin(daemon: &FakeDaemon, request: Value) -> Socket {
     socket
 }
 
-/// The next event that is not an acknowledgement.
+/// The next event other than an acknowledgement.
 async fn event(socket: &mut Socket) -> Value {
     loop {
         match socket.next().await.unwrap().unwrap() {
@@ -83,12 +83,12 @@ async fn a_stream_carries_input_output_the_terminal_size_and_the_exit() {
     assert_eq!(event(&mut socket).await, json!({"event": "exit", "exit_code": 0}));
     drop(socket);
     daemon.app.sessions.wait().await;
-    // The first one's client left; this one ended by itself.
+    // The daemon killed the first command; this one ended by itself.
     assert_eq!(daemon.guest.calls_of("SendSignal").len(), 1);
 }
 
 #[tokio::test]
-async fn a_client_that_goes_away_takes_its_command_along_unless_it_is_to_be_kept() {
+async fn a_disconnect_kills_the_command_unless_the_client_asked_to_keep_it() {
     let daemon = FakeDaemon::start().await;
     for keep in [true, false] {
         let socket = begin(&daemon, json!({"args": ["sleep"], "keep": keep})).await;
@@ -121,17 +121,17 @@ async fn a_command_fails_with_the_reason_when_its_sandbox_is_paused_rolled_back_
         drop(socket);
         if paused {
             daemon.app.sessions.wait().await;
-            assert!(daemon.guest.calls_of("SendSignal").is_empty(), "nobody would hear it");
+            assert!(daemon.guest.calls_of("SendSignal").is_empty(), "a paused guest takes no signal");
             daemon.sandbox.phase.send_replace(Phase::Running);
             eventually("its end", || daemon.guest.calls_of("SendSignal").len() == 1).await;
         }
     }
     daemon.app.sessions.wait().await;
-    assert_eq!(daemon.guest.calls_of("SendSignal").len(), 1, "what has ended has no processes");
+    assert_eq!(daemon.guest.calls_of("SendSignal").len(), 1, "an ended sandbox has no processes");
 }
 
 #[tokio::test]
-async fn a_stream_that_cannot_be_is_refused_before_or_after_it_is_one() {
+async fn a_stream_with_a_bad_target_or_request_is_refused() {
     let daemon = FakeDaemon::start().await;
     let refused = |opened: Result<Socket, Error>| match opened {
         Err(Error::Http(response)) => response.status().as_u16(),
@@ -182,7 +182,7 @@ fn execs(outcomes: &[(&str, u64)]) -> BTreeMap<String, u64> {
 }
 
 #[tokio::test]
-async fn streamed_commands_count_like_others_whatever_comes_of_them() {
+async fn streamed_commands_count_by_outcome() {
     let daemon = FakeDaemon::start().await;
     let mut socket = begin(&daemon, json!({"args": ["cat"]})).await;
     socket.send(Message::text(r#"{"type":"stdin_eof"}"#)).await.unwrap();
@@ -214,7 +214,7 @@ async fn streamed_commands_count_like_others_whatever_comes_of_them() {
 }
 
 #[tokio::test]
-async fn a_command_that_does_not_start_or_is_late_has_its_status_streamed_or_not() {
+async fn a_command_that_does_not_start_or_times_out_has_the_same_exit_code_streamed_or_not() {
     let daemon = FakeDaemon::start().await;
     for (cmd, exit_code, timed_out) in [
         ("missing", 127, false),
