@@ -106,7 +106,8 @@ async fn attempt(
         let sealed = async {
             monitor.hello(timing.call).await?;
             if !layers.is_empty() {
-                monitor.seal(&for_reading(&layers)?, timing.call).await?;
+                let sealed = monitor.seal(&for_reading(&layers)?, timing.call).await;
+                sealed.map_err(|error| branch_ended(branch, error))?;
             }
             Ok::<_, Error>(())
         };
@@ -123,8 +124,11 @@ async fn attempt(
         };
         if let Err(error) = tokio::try_join!(sealed, source_sealed) {
             // The next branch must not find the source's layers open for writing in this one.
-            monitor.end().await;
-            return Err(error);
+            let end = monitor.end().await;
+            return Err(match error.code() {
+                Code::TemplateEnded => error.because(end.account()),
+                _ => error,
+            });
         }
         let frozen: Vec<OwnedFd> = layers.into_iter().flatten().collect();
         if are_kept(&frozen).await? {
@@ -142,6 +146,19 @@ async fn attempt(
     branch.set_capture_stats(CaptureStats { pause_ms: Some(pause_ms), frozen_ms, quiesced: Some(quiesced) });
     entry.write_record(&template).map_err(|error| Error::host("cannot record a branch", error))?;
     Ok((template, source))
+}
+
+/// The error of a request to the branch's own process. That process may end while the source runs, so the code is not
+/// that of an ended sandbox.
+fn branch_ended(branch: &BranchJob, error: Error) -> Error {
+    match error.code() {
+        Code::SandboxEnded => {
+            let text =
+                format!("the process of branch {} ended before it could be used; branch again", branch.tag);
+            Error::new(Code::TemplateEnded, text)
+        }
+        _ => error,
+    }
 }
 
 /// The error of a refused branch, with what to do if the cause may be layers that are not merged yet.

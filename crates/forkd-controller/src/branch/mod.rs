@@ -2,16 +2,21 @@
 //!
 //! A branch is a task of its own, so that it goes on when its client goes away. The steps, in this order:
 //!
-//! 1. The daemon reserves the tag.
-//! 2. The branch waits until its source takes another one (`admission`).
-//! 3. The daemon prepares everything the pause needs (`capture`, up to step 7).
-//! 4. The agent freezes the guest's processes, for a bounded time.
-//! 5. The monitor forks.
+//! 1. The daemon checks the sandbox (`sandbox_starting`, `sandbox_ended`, `state_unknown`, `sandbox_unfit`), the disk
+//!    (`disk_full`) and the limits (`daemon_busy`, `limit_reached`), and reserves the tag (`tag_taken`, `quota_exceeded`).
+//! 2. The branch waits until its source takes another one (`admission`: `sandbox_ended`, `daemon_busy`, `cancelled` if a
+//!    client removes the tag, `shutting_down`).
+//! 3. The daemon prepares everything the pause needs (`capture`, up to step 7; `sandbox_busy` and `sandbox_replaced` if a
+//!    pause or a rollback was first).
+//! 4. The agent freezes the guest's processes, for a bounded time. A guest that does not comply is branched all the same.
+//! 5. The monitor forks (`monitor_refused`, `sandbox_ended`; `daemon_busy` if layers are not merged yet).
 //! 6. The agent thaws the processes, also after an error.
-//! 7. Both monitors give up the right to write to the layers that they share now; the template's record is written.
+//! 7. Both monitors give up the right to write to the layers that they share now (`template_ended` if the branch's process
+//!    ends, `internal` if a monitor breaks the protocol); the template's record is written.
 //! 8. The owner is written to the database. From here on children can be forked, also by the next daemon.
 //!
-//! Then `SnapshotRegistry::persist` saves the branch.
+//! Then `SnapshotRegistry::persist` saves the branch (`cancelled`, `disk_full`, `shutting_down`; `snapshot_unusable` if the
+//! snapshot that the source came from is damaged). A request with an idempotency key may also get its codes.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -53,6 +58,9 @@ pub(crate) struct BranchSpec {
 
 impl SnapshotRegistry {
     /// Begins to branch `sandbox`. The job goes on if the client goes away.
+    ///
+    /// Does not call `check_not_suspending`: a suspend takes a branch itself. A client's branch during a suspend loses
+    /// nothing, because it is a snapshot of its own.
     pub(crate) fn branch(self: &Arc<Self>, sandbox: &Arc<Sandbox>, order: BranchSpec) -> Result<Arc<Entry>> {
         let refused = |_: &Error| self.host.telemetry.metrics.branches.add(metrics::Outcome::Refused, 1);
         self.begin(sandbox, order).inspect_err(refused)

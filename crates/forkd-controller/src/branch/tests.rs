@@ -147,3 +147,20 @@ async fn a_source_that_sends_the_layer_it_was_handed_is_branched() {
     source.branch(&daemon).await.unwrap().unwrap();
     assert!(matches!(source.sandbox.phase(), Phase::Running) && source.monitor.runs());
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_branch_whose_process_ends_can_be_taken_again_because_its_source_runs() {
+    let daemon = FakeDaemon::start().await;
+    let source = Source::start(&daemon, |layer| Branched { layer: Some(layer), process: None }).await;
+    source.monitor.script_branches(|request| match request {
+        Request::Hello { .. } => Act::Execute,
+        _ => Act::Die,
+    });
+    let error = source.branch(&daemon).await.unwrap().unwrap_err();
+    assert_eq!(
+        (error.code(), error.code().retry()),
+        (Code::TemplateEnded, forkd_api::Retry::Later),
+        "{error}"
+    );
+    assert!(matches!(source.sandbox.phase(), Phase::Running) && source.monitor.runs());
+}
