@@ -320,6 +320,10 @@ pub struct SnapshotInfoDetail {
     /// When it was made, in seconds since 1970.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
+    /// The version of forkd that made it. Older daemons do not return it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
+    pub made_by_version: String,
     pub created_at_unix: u64,
     /// Length of all memory layers, in bytes.
     pub memory_logical_bytes: u64,

@@ -144,7 +144,7 @@ impl Draft {
             version: 0,
             tag: self.tag.clone(),
             created_at_unix: created_at_unix.unwrap_or_else(now_unix),
-            forkd: String::new(),
+            made_by_version: String::new(),
             facts,
             parent: parent.as_ref().map(named),
             ancestors: origin.map_or_else(Vec::new, |origin| {

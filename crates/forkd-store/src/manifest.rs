@@ -1,7 +1,11 @@
 //! `manifest.json`: a snapshot's description and the files it needs.
 //!
-//! Written once, read with suspicion: bounded, versioned, and with no name in it that could lead
-//! anywhere but to a layer.
+//! It is written once and never again: its hash is the snapshot's id ([`crate::Snapshot::id`]), which children and
+//! branches refer to. So a newer forkd must not rewrite an old manifest. A reader trusts nothing in it: the file is
+//! bounded and versioned, and each name in it can be the name of a layer only.
+//!
+//! A new field raises [`VERSION`]: an older forkd refuses unknown fields, and its gc then keeps all layers. Keep the old
+//! example in `tests/golden`; versions from [`OLDEST`] on are read.
 
 use std::fs::File;
 use std::io::Read;
@@ -17,13 +21,15 @@ use crate::error::{Error, Result};
 pub const MANIFEST: &str = "manifest.json";
 /// The file with the state of vCPUs and devices.
 pub const STATE: &str = "state";
-/// The version of manifests this crate writes and reads.
+/// The version of manifests that this crate writes.
 pub const VERSION: u32 = 2;
+/// The oldest version of manifests that this crate reads. Version 1 had no layers.
+pub(crate) const OLDEST: u32 = 2;
 /// The longest chain of memory layers, not counting its base.
 pub const MAX_DEPTH: usize = 31;
 
 const FORMAT: &str = "forkd-snapshot";
-/// The largest manifest that is written or read. An honest one has a few KiB.
+/// The largest manifest that is written or read. A real one has a few KiB.
 const MAX_MANIFEST: usize = 256 << 10;
 /// The most disks of a snapshot.
 const MAX_DISKS: usize = 16;
@@ -32,11 +38,11 @@ const MAX_DISK_LAYERS: usize = 64;
 /// How many ancestors a manifest lists; the farthest are dropped first. More than [`MAX_DEPTH`], so those
 /// whose layers are used are always among them.
 const MAX_ANCESTORS: usize = 128;
-/// The largest file a manifest may claim. What a file system can hold fits into an `i64`.
+/// The largest file a manifest may name: lengths on a file system fit into an `i64`.
 const MAX_FILE: u64 = i64::MAX as u64;
 /// How a branch can be taken.
 const MODES: [&str; 4] = ["full", "diff", "live", "suspend"];
-/// The longest name of what a snapshot was branched from.
+/// The longest `branched_from`.
 const MAX_SOURCE: usize = 128;
 
 /// Everything about a snapshot but its contents.
@@ -52,7 +58,8 @@ pub struct Manifest {
     /// When it was made, in seconds since 1970; of a branch when it was taken, not when it was on disk.
     pub created_at_unix: u64,
     /// The version of the forkd that made it, for people.
-    pub forkd: String,
+    #[serde(rename = "forkd")]
+    pub made_by_version: String,
     /// The guest's properties, from the maker of the snapshot.
     pub facts: GuestSpec,
     /// The snapshot whose memory layers come before its own one; none if it has all of its memory
@@ -81,7 +88,7 @@ pub struct Manifest {
 pub struct Parent {
     /// Its tag then.
     pub tag: String,
-    /// Its [`crate::Snapshot::id`], which tells it from another one of the same tag.
+    /// Its [`crate::Snapshot::id`], which differs from that of another snapshot with the same tag.
     pub id: String,
 }
 
@@ -95,7 +102,7 @@ pub struct Measured {
     /// How long the source's vCPUs stood still.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pause_ms: Option<f64>,
-    /// How long the source's user processes did.
+    /// How long the source's user processes were frozen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub frozen_ms: Option<f64>,
     /// Whether user processes were frozen at that instant.
@@ -189,7 +196,7 @@ pub(crate) fn is_digest(text: &str) -> bool {
 /// Why a manifest cannot be used.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Unfit {
-    /// It is of a version that had no layers: it refers to none, whatever else it contains.
+    /// Its version had no layers, so it refers to none.
     Old(String),
     Other(String),
 }
@@ -208,16 +215,16 @@ impl From<String> for Unfit {
 }
 
 impl Manifest {
-    /// Completes a manifest that is about to be written.
+    /// Sets format, versions and the number of ancestors, before the first write.
     pub(crate) fn stamp(&mut self) {
         self.format = FORMAT.into();
         self.version = VERSION;
-        self.forkd = env!("CARGO_PKG_VERSION").into();
+        self.made_by_version = env!("CARGO_PKG_VERSION").into();
         let too_many = self.ancestors.len().saturating_sub(MAX_ANCESTORS);
         self.ancestors.drain(..too_many);
     }
 
-    /// The bytes to write, if they are such as would be read again.
+    /// The bytes to write. An error if they could not be read again.
     pub(crate) fn bytes(&self) -> Result<Vec<u8>> {
         let unfit = |why| Error::Invalid(format!("snapshot {} cannot be published: {why}", self.tag));
         self.check(&self.tag).map_err(unfit)?;
@@ -240,9 +247,9 @@ impl Manifest {
         Ok(bytes)
     }
 
-    /// Understands a manifest and checks that it is one of `tag`.
+    /// Parses a manifest and checks that it belongs to `tag`.
     pub(crate) fn parse(bytes: &[u8], tag: &str) -> std::result::Result<Manifest, Unfit> {
-        /// What every version has.
+        /// The fields that every version has.
         #[derive(Deserialize)]
         struct Header {
             format: String,
@@ -255,7 +262,7 @@ impl Manifest {
         if header.format != FORMAT {
             return Err(format!("its format is not {FORMAT:?}").into());
         }
-        // First of all: what another version wrote may have fields we would call unknown.
+        // Before anything else: a file of another version may have fields that this one does not know.
         let version = header.version;
         if version > u64::from(VERSION) {
             return Err(format!("made by a newer forkd: version {version}, this one reads {VERSION}").into());
@@ -265,8 +272,8 @@ impl Manifest {
                 format!("made by an older forkd: the layout has changed since, from version 1 to {VERSION}");
             return Err(Unfit::Old(why));
         }
-        if version < u64::from(VERSION) {
-            return Err(format!("version {version} is none this forkd reads ({VERSION})").into());
+        if version < u64::from(OLDEST) {
+            return Err(format!("version {version} is none this forkd reads ({OLDEST} to {VERSION})").into());
         }
         let manifest: Manifest = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
         manifest.check(tag)?;

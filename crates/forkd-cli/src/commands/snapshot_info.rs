@@ -60,9 +60,14 @@ fn render(snapshot: &SnapshotInfoDetail) -> String {
         0 => "-".to_owned(),
         at => clock::timestamp(at),
     };
+    let made_by = match snapshot.made_by_version.as_str() {
+        "" => "-".to_owned(),
+        version => format!("forkd {version}"),
+    };
     let about = ui::pairs(&[
         ("tag", snapshot.tag.clone()),
         ("made", made),
+        ("made by", made_by),
         ("folder", snapshot.dir.clone()),
         ("depth", snapshot.chain_depth.to_string()),
         ("built on", or_nothing(&snapshot.ancestors, "nothing")),
@@ -93,9 +98,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_snapshot_is_told_with_its_chain_its_dependents_and_its_layers() {
+    fn the_page_of_a_snapshot_has_its_chain_its_dependents_and_its_layers() {
         let detail: SnapshotInfoDetail = types::read(&json!({
             "tag": "pandas", "dir": "/d/pandas", "created_at_unix": 45_296, "chain_depth": 1,
+            "made_by_version": "0.2.0",
             "memory_logical_bytes": 512 << 20, "memory_physical_bytes": 90 << 20, "vmstate_bytes": 2048,
             "parent_tag": "numpy", "parent_content_hash": "ab", "dependents": ["x", "y"], "ancestors": ["numpy"],
             "disk_logical_bytes": 3 << 20, "disk_physical_bytes": 2 << 20, "own_memory_bytes": 10 << 20,
@@ -107,6 +113,7 @@ mod tests {
         let expected = "\
 tag        pandas
 made       1970-01-01T12:34:56Z
+made by    forkd 0.2.0
 folder     /d/pandas
 depth      1
 built on   numpy

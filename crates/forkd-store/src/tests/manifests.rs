@@ -1,4 +1,4 @@
-//! Manifests that no honest daemon wrote.
+//! Manifests: damaged, hostile, and of each version.
 
 use super::*;
 use serde_json::json;
@@ -185,4 +185,30 @@ fn a_manifest_is_written_as_in_its_golden_file() {
     let manifest = Manifest::parse(&golden, "numpy").unwrap();
     let value = |bytes: &[u8]| serde_json::from_slice::<Value>(bytes).unwrap();
     assert_eq!(value(&manifest.bytes().unwrap()), value(&golden), "add the line, or mend the format");
+}
+
+/// Old examples stay in `tests/golden`, and each is read as long as its version is.
+#[test]
+fn the_manifest_of_every_version_since_the_oldest_is_read() {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let mut versions = Vec::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        let Some(version) = name.strip_prefix("manifest.v").and_then(|name| name.strip_suffix(".json"))
+        else {
+            continue;
+        };
+        let manifest =
+            Manifest::parse(&fs::read(&path).unwrap(), "numpy").unwrap_or_else(|why| panic!("{name}: {why}"));
+        assert_eq!(manifest.version.to_string(), version, "{name}");
+        assert!(!manifest.made_by_version.is_empty(), "{name}");
+        versions.push(manifest.version);
+    }
+    versions.sort_unstable();
+    assert_eq!(
+        versions,
+        (crate::manifest::OLDEST..=VERSION).collect::<Vec<_>>(),
+        "one example of each version"
+    );
 }

@@ -277,6 +277,7 @@ pub(crate) async fn detail(
         tag,
         dir: snapshot.folder().display().to_string(),
         created_at_unix: manifest.created_at_unix,
+        made_by_version: manifest.made_by_version.clone(),
         memory_logical_bytes: manifest.facts.mem_size_mib << 20,
         memory_physical_bytes: sizes.memory.physical,
         vmstate_bytes: sizes.state.logical,
