@@ -1,4 +1,4 @@
-//! Events: what happens to sandboxes, snapshots and workspaces.
+//! Events: changes of sandboxes, snapshots and workspaces.
 
 use serde::{Deserialize, Serialize};
 
@@ -132,17 +132,17 @@ pub struct EventSubject {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Event<K = EventKind> {
-    /// The daemon's run and a number, such as `k3v0q1-17`: what `since` takes.
+    /// The daemon's run and a number, such as `k3v0q1-17`. The parameter `since` takes it.
     pub id: String,
     /// The event's number in that run. Not serialized: it is part of `id`.
     #[serde(skip)]
     pub number: u64,
     /// The time of the event, in UTC.
     pub ts: String,
-    /// What.
+    /// The kind of the event.
     #[cfg_attr(feature = "openapi", schema(value_type = EventKind))]
     pub kind: K,
-    /// What of.
+    /// The object of the event, and details.
     #[serde(flatten)]
     pub about: EventSubject,
 }

@@ -80,9 +80,9 @@ pub struct EvalReply {
     pub error: Option<String>,
     /// 0 on success, 1 after an error, 124 after a timeout.
     pub exit_code: i32,
-    /// What the code wrote to standard output.
+    /// Standard output of the code.
     pub stdout: String,
-    /// What the code wrote to standard error.
+    /// Standard error of the code.
     pub stderr: String,
     /// The traceback of `error`.
     pub traceback: Option<String>,

@@ -35,9 +35,9 @@ pub struct CreateRequest {
     /// Whether the sandboxes have a network. When absent, they have one if their snapshot has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<bool>,
-    /// Memory each sandbox may use on the host, in MiB. When absent: the guest's memory, a 128th of it for page
-    /// tables, 64 MiB for the monitor, and for the page cache a 16th of it, at least 64 MiB. Has an effect on hosts
-    /// with cgroups.
+    /// Memory each sandbox may use on the host, in MiB. When absent, the sum of: the guest's memory, a 128th of it for
+    /// page tables, 64 MiB for the monitor, and a 16th of it for the page cache, at least 64 MiB. It has an effect on
+    /// hosts with cgroups only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_limit_mib: Option<u64>,
     /// Variables for every process started in the children: the place for secrets. Names and values take at most 64
@@ -90,7 +90,7 @@ pub struct SpawnReply<C = SandboxInfo> {
     /// The children that run.
     #[cfg_attr(feature = "openapi", schema(value_type = Vec<SandboxInfo>))]
     pub children: Vec<C>,
-    /// Why the others do not.
+    /// One error for each child that does not run.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub errors: Vec<SpawnError>,
@@ -205,7 +205,7 @@ pub struct PingReply {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum SandboxState {
-    /// It boots.
+    /// It boots, or its agent has not answered yet.
     Starting,
     /// Its agent answers.
     Running,
@@ -213,7 +213,7 @@ pub enum SandboxState {
     Unresponsive,
     /// Its vCPUs stand still until a client resumes it.
     Paused,
-    /// It ended. Only its description is left, until a client deletes it.
+    /// It ended. The daemon keeps its description until a client deletes it.
     Ended,
     /// The daemon cannot read its record: the record is damaged, or a newer daemon wrote it. `detail` has the reason.
     /// The process continues and counts towards limits; clients can only read and delete the sandbox.
@@ -224,7 +224,7 @@ pub enum SandboxState {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SandboxInfo<S = SandboxState, A = OnTimeout> {
-    /// Whose it is.
+    /// The sandbox's owner.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub owner: String,
@@ -235,13 +235,14 @@ pub struct SandboxInfo<S = SandboxState, A = OnTimeout> {
     /// The snapshot that the sandbox was forked from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot_tag: Option<String>,
-    /// Where it stands.
+    /// The sandbox's state.
     #[cfg_attr(feature = "openapi", schema(value_type = SandboxState))]
     pub state: S,
-    /// How it ended, in one word: `powered_off`, `reset`, `panicked`, `failed`, `out_of_memory`,
-    /// `monitor_died`, `boot_failed`, `fork_failed`, `rollback_failed`, `timed_out`, `idle_timed_out`,
-    /// `suspended`, `deleted` or `unknown`. Of a paused one: `host_disk_full` if it waits for room on the host's
-    /// disk, and goes on by itself. Of one in state `unknown`: `record_unreadable`.
+    /// Why it ended, as one identifier. On request: `deleted`, `timed_out`, `idle_timed_out`, `suspended`. By itself:
+    /// `powered_off`, `reset`, `panicked`, `failed`, `out_of_memory`, `monitor_died`. It did not start:
+    /// `boot_failed`, `fork_failed`, `rollback_failed`. In an unknown way: `unknown`. A paused sandbox that
+    /// continues when the host's disk has space has the reason `host_disk_full`; one in state `unknown` has
+    /// `record_unreadable`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
     /// The same reason, as one sentence.
@@ -301,7 +302,7 @@ pub struct SandboxInfo<S = SandboxState, A = OnTimeout> {
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(value_type = OnTimeout))]
     pub on_timeout: A,
-    /// The snapshot it is stored as then, if it was given one.
+    /// With `suspend`: the tag of the snapshot that a timeout stores, if a client set one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub suspend_as: Option<String>,
     /// Time of the last use, of the creation, or of the daemon's start, in seconds since 1970.
@@ -403,7 +404,7 @@ pub struct AgentPort {
     pub target: String,
 }
 
-/// What the daemon does with a sandbox at its timeout.
+/// The action of the daemon at a sandbox's timeout.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]

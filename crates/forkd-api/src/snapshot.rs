@@ -58,9 +58,9 @@ pub enum SnapshotStatus {
     Ready,
     /// The snapshot was not finished, or is damaged.
     Failed,
-    /// It is a template whose record the daemon cannot read: damaged, or written by a newer daemon. `error` says why.
-    /// The process goes on; it can be looked at and deleted, and nothing else. It has the template's id as its tag
-    /// if the tag cannot be read, or belongs to a snapshot on disk.
+    /// A template whose record the daemon cannot read: the record is damaged, or a newer daemon wrote it. `error` has the
+    /// reason. The process continues; clients can only read and delete it. Its tag is the template's id if the tag cannot
+    /// be read, or belongs to a snapshot on disk.
     #[serde(other)]
     Unknown,
 }
@@ -84,18 +84,18 @@ pub enum SnapshotPhase {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SnapshotInfo<P = SnapshotPhase> {
-    /// Whose it is; `*` for one that all may use.
+    /// The snapshot's owner; `*` if every client may use it.
     #[serde(default)]
     pub owner: String,
     /// The snapshot's tag.
     pub tag: String,
     /// The snapshot's status.
     pub status: SnapshotStatus,
-    /// How far it is, while it is being made.
+    /// The phase of its creation.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<SnapshotPhase>))]
     pub phase: Option<P>,
-    /// Why it failed, or why it cannot be written yet.
+    /// The reason why it failed, or why the daemon cannot write it yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     /// The same reason, for programs.
@@ -123,30 +123,29 @@ pub struct SnapshotInfo<P = SnapshotPhase> {
     /// Whether the image has Python.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub python: Option<bool>,
-    /// Room its memory takes on disk, in bytes.
+    /// Disk space of its memory, in bytes.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub memory_bytes: u64,
-    /// Room its disks take, without the image, in bytes.
+    /// Disk space of its disks without the image, in bytes.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub disk_bytes: u64,
-    /// Room the state of its devices takes, in bytes.
+    /// Disk space of the state of its devices, in bytes.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub state_bytes: u64,
-    /// Whether children can be forked from it, as far as can be seen without reading all of it.
+    /// Whether children can be forked from it. The daemon checks that its files exist, not their contents.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub bootable: bool,
-    /// Why children cannot be forked, or could not without the running template: the image is missing or was
-    /// replaced.
+    /// The reason why no children can be forked, or only while its template runs: the image is missing or was replaced.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub warning: Option<String>,
     /// The source of a branch: a sandbox's id, or `compact:` and a tag.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub branched_from: Option<String>,
-    /// The snapshot that the memory is stored as a difference to; absent if the caller may not see that snapshot.
+    /// The snapshot that the memory is stored as a difference to; absent if the client may not see that snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent_tag: Option<String>,
     /// How many snapshots its memory is built on.
@@ -181,7 +180,7 @@ pub struct SnapshotInfo<P = SnapshotPhase> {
     /// Progress of the write.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub progress: Option<Progress>,
-    /// Where its files are.
+    /// The folder with its files.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub dir: String,
@@ -191,24 +190,24 @@ pub struct SnapshotInfo<P = SnapshotPhase> {
 }
 
 impl<P> SnapshotInfo<P> {
-    /// All its bytes on disk.
+    /// Disk space of all its parts, in bytes.
     pub fn size(&self) -> u64 {
         self.memory_bytes.saturating_add(self.disk_bytes).saturating_add(self.state_bytes)
     }
 }
 
-/// A process children are forked from.
+/// A template: the process that forks children.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct TemplateInfo {
     /// The process id on the host.
     pub pid: i32,
-    /// Where its memory comes from: `disk`, or `memory` if it is the guest the snapshot was made of; `unknown` if its
+    /// The source of its memory: `disk`; `memory` if it is the guest that the snapshot was made of; `unknown` if its
     /// record cannot be read.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub source: String,
-    /// How many sandboxes it has forked that are still listed.
+    /// Number of its children that are still in the list of sandboxes.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub children: usize,
@@ -259,15 +258,15 @@ impl From<ReadProgress> for Progress {
     }
 }
 
-/// A branch to take. Everything else a client may send is ignored.
+/// A branch to take. The daemon ignores unknown fields.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct BranchRequest {
     /// The branch's tag. When absent: `branch-`, the sandbox's id, the time and four digits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tag: Option<String>,
-    /// `full` (the default) stores everything; `diff` and `live` store what differs from the snapshot the sandbox was
-    /// forked from.
+    /// `full` (the default) stores everything; `diff` and `live` store the difference to the snapshot that the
+    /// sandbox was forked from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<String>,
     /// Older form of `mode: diff`.
@@ -280,8 +279,8 @@ pub struct BranchRequest {
     /// soon as the sandbox runs again.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wait: Option<bool>,
-    /// With `diff` only: the snapshot that the difference is stored to. Only the snapshot that the sandbox was forked
-    /// from is accepted, which is also the default.
+    /// With `diff` only: the snapshot to which the difference is stored. It must be the default: the snapshot that the
+    /// sandbox was forked from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent_tag: Option<String>,
     /// Accepted and ignored: the bytes written are always measured.
@@ -317,37 +316,37 @@ pub struct SnapshotInfoDetail {
     pub tag: String,
     /// The folder with the snapshot's files.
     pub dir: String,
-    /// When it was made, in seconds since 1970.
+    /// Creation time, in seconds since 1970.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
+    pub created_at_unix: u64,
     /// The version of forkd that made it. Older daemons do not return it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub made_by_version: String,
-    pub created_at_unix: u64,
     /// Length of all memory layers, in bytes.
     pub memory_logical_bytes: u64,
     /// Disk space of all memory layers, in bytes.
     pub memory_physical_bytes: u64,
     /// Length of the state of vCPUs and devices, in bytes.
     pub vmstate_bytes: u64,
-    /// The length of all layers of its disks.
+    /// Length of all disk layers, in bytes.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub disk_logical_bytes: u64,
-    /// Room they take on disk.
+    /// Disk space of all disk layers, in bytes.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub disk_physical_bytes: u64,
-    /// Room the memory layer it added takes on disk.
+    /// Disk space of its own memory layer, in bytes.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub own_memory_bytes: u64,
-    /// Room the disk layers it added take on disk.
+    /// Disk space of its own disk layers, in bytes.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub own_disk_bytes: u64,
-    /// The snapshot that the memory is stored as a difference to; absent if the caller may not see that snapshot.
+    /// The snapshot that the memory is stored as a difference to; absent if the client may not see that snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent_tag: Option<String>,
     /// The content's id of that snapshot. It stays the same if another snapshot gets the tag.
@@ -355,15 +354,15 @@ pub struct SnapshotInfoDetail {
     pub parent_content_hash: Option<String>,
     /// How many snapshots the memory is built on.
     pub chain_depth: usize,
-    /// The snapshots built on it that whoever asks may see.
+    /// The snapshots built on it, if the client may see them.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub dependents: Vec<String>,
-    /// The snapshots it came from that whoever asks may see, the farthest first.
+    /// The snapshots it came from, the farthest first, if the client may see them.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub ancestors: Vec<String>,
-    /// All files it is made of but its state.
+    /// All its layers.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub layers: Vec<LayerInfo>,

@@ -9,12 +9,11 @@
 //! 4. The last event is `exit` or `error`; then the server closes.
 //!
 //! **Input has a window.** A client has at most [`STDIN_WINDOW`] bytes of input without an acknowledgement. The
-//! server sends [`ServerEvent::StdinAck`] when the command takes input. So a command that never reads its input does
-//! not block the signals and the close that come after it, and the daemon never holds more than the window. Output
-//! needs no window: the server reads no more from the guest than the client takes.
+//! server sends [`ServerEvent::StdinAck`] when the command takes input. So signals and the close reach a command that
+//! never reads its input, and the daemon holds no more than the window. Output needs no window: the server reads from the
+//! guest only as much as the client takes.
 //!
-//! The sandbox of a `run` ends with the connection, however the connection ends. So does the command of an
-//! `exec/stream` without `keep`.
+//! When the connection ends, the sandbox of a `run` ends, and so does the command of an `exec/stream` without `keep`.
 
 use std::collections::BTreeMap;
 
@@ -139,7 +138,7 @@ pub struct TtySize {
 pub enum ServerEvent {
     /// Progress, as text for people.
     Progress {
-        /// What the daemon does now.
+        /// The step that the daemon does now.
         message: String,
     },
     /// The command runs.

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What a token permits. Each scope includes the ones before it.
+/// The requests that a token permits. Each scope includes the ones before it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -53,12 +53,12 @@ fn is_default(scope: &TokenScope) -> bool {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct TokenInfo<S = TokenScope> {
-    /// What it is called. `default` is the one in the daemon's token file.
+    /// The token's name. The token in the daemon's token file has the name `default`.
     pub name: String,
-    /// What whoever shows it may do.
+    /// The token's scope.
     #[cfg_attr(feature = "openapi", schema(value_type = TokenScope))]
     pub scope: S,
-    /// Whose what they make is.
+    /// The owner of the objects that the token creates.
     pub owner: String,
     /// The most sandboxes of the owner.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -69,7 +69,7 @@ pub struct TokenInfo<S = TokenScope> {
     /// The most snapshots of the owner.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_snapshots: Option<u64>,
-    /// When it was made, in seconds since 1970.
+    /// Creation time, in seconds since 1970.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub created_at_unix: u64,

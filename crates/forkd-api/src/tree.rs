@@ -1,4 +1,4 @@
-//! The fork tree: which snapshot and which sandbox came from which.
+//! The fork tree: the parents of snapshots and sandboxes.
 
 use serde::{Deserialize, Serialize};
 
@@ -34,33 +34,33 @@ pub enum TreeHow {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct TreeNode<K = TreeKind, H = TreeHow> {
-    /// `snapshot:TAG` or `sandbox:ID`. A snapshot that is gone and whose tag another one has now is
+    /// `snapshot:TAG` or `sandbox:ID`. If another snapshot has the tag of a removed one, the removed one is
     /// `snapshot:TAG@` and the beginning of its content's id.
     pub id: String,
-    /// What it is.
+    /// The kind of the node.
     #[cfg_attr(feature = "openapi", schema(value_type = TreeKind))]
     pub kind: K,
-    /// Its tag or its id; `?` for a snapshot that is not to be seen by whoever asks.
+    /// The tag or the id; `?` for a snapshot that the client may not see.
     pub name: String,
     /// The node it came from; none for a root.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<String>,
-    /// Where it stands: the status of a snapshot, the state of a sandbox, or `gone`.
+    /// The status of a snapshot, the state of a sandbox, or `gone`.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub state: String,
-    /// Whether it exists no more, and is here because others came from it.
+    /// Whether it no longer exists. The tree has it because other nodes came from it.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub gone: bool,
     /// Creation time, in seconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub created_at_unix: Option<u64>,
-    /// How it came from its parent, if that is known.
+    /// How it came from its parent, if the daemon knows that.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<TreeHow>))]
     pub how: Option<H>,
-    /// For a sandbox that was taken back: the node it continued from. It is the parent, too, unless it
+    /// For a sandbox that was rolled back: the node that it continued from. This node is also the parent, unless it
     /// came from the sandbox itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rolled_back_to: Option<String>,

@@ -27,7 +27,7 @@ pub struct WorkspaceRequest {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct SuspendRequest {
-    /// Store only what differs from the snapshot the sandbox was forked from. Otherwise everything is stored.
+    /// If true, the daemon stores only the difference to the snapshot that the sandbox was forked from.
     #[serde(default)]
     pub diff: bool,
 }
@@ -50,10 +50,10 @@ pub enum WorkspaceStatus {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct WorkspaceInfo<S = WorkspaceStatus> {
-    /// Whose it is.
+    /// The workspace's owner.
     #[serde(default)]
     pub owner: String,
-    /// `ws` and letters and digits.
+    /// `ws`, then lower-case letters and digits.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub id: String,
@@ -64,17 +64,17 @@ pub struct WorkspaceInfo<S = WorkspaceStatus> {
     /// The snapshot that a resume forks from; absent before the first suspend.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub current_state_tag: Option<String>,
-    /// Where it stands.
+    /// The workspace's status.
     #[cfg_attr(feature = "openapi", schema(value_type = WorkspaceStatus))]
     pub status: S,
     /// Its sandbox, while it runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub live_sandbox_id: Option<String>,
-    /// When it was made, in seconds since 1970.
+    /// Creation time, in seconds since 1970.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub created_at_unix: u64,
-    /// When it was last made, suspended or resumed.
+    /// Time of the last create, suspend or resume, in seconds since 1970.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub last_active_unix: u64,

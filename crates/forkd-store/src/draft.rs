@@ -298,11 +298,11 @@ fn now_unix() -> u64 {
 fn named(snapshot: &Snapshot) -> Parent {
     Parent { tag: snapshot.tag().to_owned(), id: snapshot.id().to_owned() }
 }
+
 /// The tag of `origin` if it has the layer.
 fn owner_of<'o>(layer: &FileEntry, origin: Option<&'o Snapshot>) -> Option<&'o str> {
     origin.filter(|origin| origin.manifest().layers().any(|its| its == layer)).map(Snapshot::tag)
 }
-
 
 /// How many of each disk's layers `origin` does not have: it has a beginning of them, or nothing.
 fn own_layers(disks: &[Vec<FileEntry>], origin: Option<&Snapshot>) -> Vec<usize> {

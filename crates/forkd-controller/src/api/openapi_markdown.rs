@@ -1,6 +1,6 @@
 //! `docs/API.md`: the OpenAPI document as a page for people, with the scope each route needs.
 //!
-//! `FORKD_WRITE_OPENAPI=1 cargo test --release -p forkd-controller --lib api::` writes it.
+//! `FORKD_WRITE_OPENAPI=1 cargo test --release -p forkd-controller --lib openapi` writes it.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
