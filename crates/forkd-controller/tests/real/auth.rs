@@ -620,7 +620,7 @@ fn with_held_database() -> Option<(Daemon, Client, String, rusqlite::Connection)
     daemon.done(200, "POST", "/v1/snapshots/tiny/owner", Some(json!({"owner": "*"})));
     let ann = add(&daemon, json!({"name": "ann"}));
     let source = ann.spawn("tiny");
-    // This request reads the ledger, which first writes all pending entries.
+    // This request reads the archive, which first writes all pending entries.
     daemon.done(404, "GET", "/v1/sandboxes/sb0", None);
     let database = rusqlite::Connection::open(daemon.path().join("forkd.db")).unwrap();
     database.busy_timeout(Duration::from_secs(30)).unwrap();

@@ -1,4 +1,4 @@
-//! Time-outs, labels, pages, idempotency keys and the ledger, with a real daemon and guests of a few instructions.
+//! Time-outs, labels, pages, idempotency keys and the archive, with a real daemon and guests of a few instructions.
 //! They run wherever `/dev/kvm` opens.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -437,7 +437,7 @@ fn a_sandbox_that_was_deleted_does_not_come_back_with_the_next_daemon() {
         let process = rustix::process::Pid::from_raw(pid(&children[0])).unwrap();
         rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
         eventually("an end", || daemon.sandbox(&id(&children[0]))["state"] == "ended");
-        // This request makes the daemon write the ledger first.
+        // This request makes the daemon write the archive first.
         daemon.done(200, "GET", "/v1/sandboxes?archived=true", None);
         // At once: none of their processes has ended yet.
         daemon.delete_all();
