@@ -7,6 +7,9 @@ use std::time::SystemTime;
 
 use forkd_protocol::agent::WarmRequest;
 
+use sha2::{Digest, Sha256};
+
+use crate::additions::{self, Additions};
 use crate::compress;
 use crate::disk;
 use crate::error::{Error, Result};
@@ -14,6 +17,7 @@ use crate::image::{DISK, FORMAT, Image, MANIFEST, Manifest};
 use crate::library::{Library, Lock, publish, unfinished};
 use crate::packages;
 use crate::progress::Progress;
+use crate::recipes;
 use crate::tree::Tree;
 use crate::unpack;
 
@@ -21,8 +25,6 @@ use crate::unpack;
 pub const DEFAULT_SIZE_MIB: u64 = 4096;
 const MIN_SIZE_MIB: u64 = 64;
 const MAX_SIZE_MIB: u64 = 4 << 20;
-/// Names of the images forkd knows how to build by itself.
-pub const PREDEFINED: &[&str] = &["python"];
 /// Free space that building an image from packages needs on the host.
 const PACKAGES_NEED: u64 = 1500 << 20;
 
@@ -49,6 +51,8 @@ pub struct ImageSpec {
     pub name: String,
     /// The source of its files.
     pub source: ImageSource,
+    /// What it has besides those.
+    pub additions: Additions,
     /// Size of its disk.
     pub size_mib: u64,
     /// What to do in a fresh VM so that its children start warm.
@@ -60,20 +64,28 @@ pub struct ImageSpec {
 impl ImageSpec {
     /// An image from `source` with a disk of the default size and nothing to warm up.
     pub fn new(name: &str, source: ImageSource) -> ImageSpec {
-        let warm = WarmRequest::default();
-        ImageSpec { name: name.into(), source, size_mib: DEFAULT_SIZE_MIB, warm, force: false }
+        ImageSpec {
+            name: name.into(),
+            source,
+            additions: Additions::default(),
+            size_mib: DEFAULT_SIZE_MIB,
+            warm: WarmRequest::default(),
+            force: false,
+        }
     }
 
     /// The image forkd builds by itself under this name, if there is one.
     pub fn predefined(name: &str) -> Option<ImageSpec> {
-        let packages = match name {
-            "python" => "bash coreutils python3 python3-numpy ca-certificates procps iproute2",
-            _ => return None,
-        };
-        let packages = packages.split(' ').map(str::to_owned).collect();
-        let mut spec = ImageSpec::new(name, ImageSource::Packages { suite: None, packages });
-        spec.warm.python = Some("import numpy".into());
-        Some(spec)
+        recipes::find(name)
+    }
+
+    /// The identity of what is built of packages: a digest of everything but the name. The same definition may
+    /// give other contents later, because packages have new versions.
+    pub fn definition(&self) -> Option<String> {
+        let ImageSource::Packages { suite, packages } = &self.source else { return None };
+        let parts = (suite, packages, &self.additions, self.size_mib, &self.warm);
+        let digest = Sha256::digest(serde_json::to_vec(&parts).ok()?);
+        Some(digest.iter().map(|byte| format!("{byte:02x}")).collect())
     }
 }
 
@@ -90,10 +102,17 @@ pub(crate) fn build(
             spec.size_mib
         )));
     }
+    if !spec.additions.is_empty() && matches!(spec.source, ImageSource::Folder(_)) {
+        return Err(Error::Invalid(
+            "an image of a folder gets no more than the folder's files; build it from a tar of the folder"
+                .into(),
+        ));
+    }
     // Found missing now, not after minutes of downloading.
     for (tool, package) in [("mke2fs", "e2fsprogs"), ("fakeroot", "fakeroot")] {
         crate::tools::command(tool, package)?;
     }
+    spec.additions.check()?;
     let images = library.images_folder();
     let folder = unfinished(&images, &spec.name)?;
     let built = fill(&folder, spec, lock, progress).and_then(|()| publish(&folder, &images.join(&spec.name)));
@@ -111,10 +130,11 @@ fn fill(folder: &Path, spec: &ImageSpec, lock: &Lock, progress: &dyn Progress) -
     let root = work.join("root");
     fs::create_dir_all(&root).map_err(Error::io("create", &root))?;
     let size = spec.size_mib << 20;
-    let (tree, source) = match &spec.source {
+    let (mut tree, mut source) = match &spec.source {
         ImageSource::Packages { suite, packages } => {
             check_space(folder, PACKAGES_NEED)?;
-            let job = packages::Job { packages, work: &work, size, lock, progress };
+            let left_out = &spec.additions.left_out;
+            let job = packages::Job { packages, left_out, work: &work, size, lock, progress };
             packages::install(suite.as_deref(), &job)?
         }
         ImageSource::Tar(path) => (from_tar(path, &root, size, progress)?, format!("tar {}", path.display())),
@@ -127,6 +147,8 @@ fn fill(folder: &Path, spec: &ImageSpec, lock: &Lock, progress: &dyn Progress) -
             (Tree::scan(&path, size)?, format!("folder {}", path.display()))
         }
     };
+    additions::apply(&spec.additions, &mut tree, size, &work, lock, progress)?;
+    source.push_str(&spec.additions.describe());
     tree.check_shell()?;
     let python = ["usr/bin/python3", "usr/local/bin/python3", "bin/python3"];
     let python = python.iter().any(|path| tree.is_program(path));
@@ -146,6 +168,7 @@ fn fill(folder: &Path, spec: &ImageSpec, lock: &Lock, progress: &dyn Progress) -
         disk_digest: disk::digest(&disk)?,
         python,
         warm: spec.warm.clone(),
+        definition: spec.definition(),
     };
     let path = folder.join(MANIFEST);
     let text = serde_json::to_vec_pretty(&manifest).map_err(|error| Error::Invalid(error.to_string()))?;

@@ -38,6 +38,10 @@ pub struct Manifest {
     /// What to do in a fresh VM so that its children start warm.
     #[serde(default)]
     pub warm: WarmRequest,
+    /// The identity of what was to be built ([`crate::ImageSpec::definition`]); absent in older images and in
+    /// those of a tar or a folder.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub definition: Option<String>,
 }
 
 /// An image in a library.

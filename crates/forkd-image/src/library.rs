@@ -12,12 +12,13 @@ use forkd_protocol::names::{NAME_RULE, is_valid_name};
 use rustix::fs::{CWD, RenameFlags};
 use serde::de::DeserializeOwned;
 
-use crate::build::{self, ImageSpec, PREDEFINED};
+use crate::build::{self, ImageSpec};
 use crate::error::{Error, Result};
 use crate::image::Image;
 use crate::kernel::{self, Kernel};
 use crate::kernel_fetch;
 use crate::progress::Progress;
+use crate::recipes::PREDEFINED;
 
 /// The largest manifest that is read.
 const MAX_MANIFEST: u64 = 1 << 20;

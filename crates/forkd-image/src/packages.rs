@@ -44,6 +44,8 @@ rm -rf "$1"/var/log/apt "$1"/var/log/*.log "$1"/var/cache/debconf/*-old "$1"/var
 pub(crate) struct Job<'a> {
     /// Packages besides the essential ones.
     pub(crate) packages: &'a [String],
+    /// Paths, with `*`, that packages do not unpack.
+    pub(crate) left_out: &'a [String],
     /// Folder for everything on the way; its `root` takes the files.
     pub(crate) work: &'a Path,
     /// Size of the disk they must fit into.
@@ -83,7 +85,7 @@ fn is_package_word(word: &str) -> bool {
 }
 
 fn mmdebstrap(suite: &str, sources: &[Source], job: &Job<'_>) -> Result<Tree> {
-    let Job { packages, work, size, lock, progress } = *job;
+    let Job { packages, left_out, work, size, lock, progress } = *job;
     let list = work.join("forkd.sources");
     let text: Vec<String> = sources.iter().map(Source::to_deb822).collect();
     fs::write(&list, text.join("\n")).map_err(Error::io("write", &list))?;
@@ -95,6 +97,7 @@ fn mmdebstrap(suite: &str, sources: &[Source], job: &Job<'_>) -> Result<Tree> {
     command.args(["--mode=auto", "--variant=minbase", "--format=tar"]);
     command.arg(format!("--include={}", packages.join(",")));
     command.args(LEFT_OUT.iter().map(|option| format!("--dpkgopt={option}")));
+    command.args(left_out.iter().map(|path| format!("--dpkgopt=path-exclude={path}")));
     command.arg(format!("--dpkgopt={UNSAFE_IO}"));
     command.arg("--aptopt=Acquire::Languages \"none\"");
     command.arg(format!("--setup-hook=upload {} {HOST_SETTINGS}", shell_quoted(&settings)?));
@@ -155,7 +158,7 @@ fn explain(error: Error) -> Error {
 }
 
 fn debootstrap(suite: &str, sources: &[Source], job: &Job<'_>) -> Result<Tree> {
-    let Job { packages, work, size, lock, progress } = *job;
+    let Job { packages, work, size, lock, progress, .. } = *job;
     if !rustix::process::geteuid().is_root() {
         return Err(Error::Host(
             "debootstrap needs root; install mmdebstrap, which does not (`apt-get install mmdebstrap`), or \

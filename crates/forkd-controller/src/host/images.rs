@@ -149,6 +149,7 @@ impl ImageLibrary {
             disk_digest: NO_DIGEST.into(),
             python: false,
             warm: WarmRequest { python: Some(IMPORT_NUMPY.into()), ..WarmRequest::default() },
+            definition: None,
         };
         let initramfs = self.initramfs(&kernel)?;
         let root = Some(Root { initramfs, disk: Arc::new(disk.into()), image });
