@@ -11,6 +11,8 @@ needed=(
     mmdebstrap:mmdebstrap                 # images from packages
     fakeroot:fakeroot                     # images without root
     mke2fs:e2fsprogs                      # disks
+    pip3:python3-pip                      # images with packages of PyPI
+    npm:npm                               # images with packages of npm
     ip:iproute2                           # network slots
     nft:nftables                          # network slots
     python3:python3                       # the demo, the tests

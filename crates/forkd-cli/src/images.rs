@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use forkd_image::{Image, ImageSource, ImageSpec, Kernel, Library, Silent};
+use forkd_image::{Additions, Image, ImageSource, ImageSpec, Kernel, Library, Silent};
 use forkd_protocol::init::InitPlan;
 use parking_lot::Mutex;
 use serde::Serialize;
@@ -63,18 +63,25 @@ pub(crate) fn build(data: &DataDir, args: ImageBuildArgs, ui: Ui) -> Result<Imag
 }
 
 fn specification(args: &ImageBuildArgs) -> ImageSpec {
+    let mut additions = Additions::default();
+    additions.sudo = args.sudo;
+    additions.pip.clone_from(&args.pip);
+    additions.npm.clone_from(&args.npm);
     let source = match (&args.tar, &args.folder) {
         (Some(path), _) => ImageSource::Tar(path.clone()),
         (_, Some(path)) => ImageSource::Folder(path.clone()),
         (None, None) => {
-            let known = ImageSpec::predefined(&args.name).filter(|_| args.packages.is_empty());
-            if let (Some(known), None) = (known, &args.suite) {
+            let as_known =
+                args.packages.is_empty() && args.suite.is_none() && additions == Additions::default();
+            if let Some(known) = ImageSpec::predefined(&args.name).filter(|_| as_known) {
                 return known;
             }
             ImageSource::Packages { suite: args.suite.clone(), packages: args.packages.clone() }
         }
     };
-    ImageSpec::new(&args.name, source)
+    let mut spec = ImageSpec::new(&args.name, source);
+    spec.additions = additions;
+    spec
 }
 
 /// All images; damaged ones with their problem.
@@ -106,6 +113,34 @@ pub(crate) fn ensure_image(data: &DataDir, name: &str, ui: Ui) -> Result<()> {
     }
     data.create()?;
     show(ui, &format!("preparing image {name}"), |progress| library(data).ensure_image(name, progress))?;
+    Ok(())
+}
+
+/// How the image of a name compares with forkd's recipe for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Freshness {
+    /// There is none, or a damaged one.
+    Missing,
+    /// It is built by the recipe, or there is no recipe.
+    Current,
+    /// It is built in another way: by hand, or by another version of forkd.
+    Other,
+}
+
+/// Compares the image with the recipe.
+pub(crate) fn freshness(data: &DataDir, name: &str) -> Freshness {
+    let Ok(image) = library(data).image(name) else { return Freshness::Missing };
+    match ImageSpec::predefined(name).and_then(|recipe| recipe.definition()) {
+        Some(definition) if image.manifest.definition.as_ref() != Some(&definition) => Freshness::Other,
+        _ => Freshness::Current,
+    }
+}
+
+/// Builds the image by its recipe and replaces the one there is.
+pub(crate) fn rebuild(data: &DataDir, name: &str, ui: Ui) -> Result<()> {
+    let mut spec = ImageSpec::predefined(name).with_context(|| format!("forkd has no recipe for {name}"))?;
+    spec.force = true;
+    show(ui, &format!("building image {name}"), |progress| library(data).build_image(&spec, progress))?;
     Ok(())
 }
 
@@ -240,6 +275,12 @@ mod tests {
         let chosen = ImageSource::Packages { suite: None, packages: vec!["git".into(), "jq".into()] };
         assert_eq!(specified(&["python", "--packages", "git,jq"]).source, chosen);
         assert_eq!(specified(&["mine", "--tar", "a.tar"]).source, ImageSource::Tar("a.tar".into()));
+        let with_pip = specified(&["base", "--pip", "requests", "--sudo"]);
+        assert_eq!(
+            (with_pip.additions.pip.as_slice(), with_pip.additions.sudo),
+            (&["requests".into()][..], true)
+        );
+        assert_ne!(Some(with_pip), ImageSpec::predefined("base"));
         let minimal = ImageSource::Packages { suite: Some("trixie".into()), packages: vec![] };
         assert_eq!(specified(&["mine", "--suite", "trixie"]).source, minimal);
     }

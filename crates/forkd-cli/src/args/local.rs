@@ -248,3 +248,33 @@ pub(crate) struct QuickBenchArgs {
     #[command(flatten)]
     pub(crate) daemon: DaemonArgs,
 }
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum TemplateCommand {
+    Prepare(TemplatePrepareArgs),
+}
+
+/// Make templates ready: build their images and warm their snapshots.
+///
+/// Programs that use the E2B API create sandboxes from a template by its name. A template is a snapshot of the
+/// image with that name. forkd builds the images `base` and `code-interpreter-v1` itself; other names are those
+/// of images in the library. An existing snapshot is kept.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd template prepare base code-interpreter-v1
+  forkd template prepare base --json | jq -r '.[] | select(.created) | .name'
+  forkd image build mine --extra python3,sudo --sudo && forkd template prepare mine
+
+Exit status: 0 all ready, 1 failed, 130 cancelled by ^C, 2 wrong usage.")]
+pub(crate) struct TemplatePrepareArgs {
+    /// Names of templates.
+    #[arg(required = true, value_parser = parse_name, value_name = "NAME")]
+    pub(crate) names: Vec<String>,
+
+    /// Make the snapshots again, and the images that another version of forkd built.
+    #[arg(long)]
+    pub(crate) force: bool,
+
+    #[command(flatten)]
+    pub(crate) answer: AnswerArgs,
+}

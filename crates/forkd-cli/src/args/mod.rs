@@ -32,6 +32,7 @@ pub(crate) use lifetime::{FilterArgs, LifetimeArgs, UpdateArgs};
 pub(crate) use local::{
     CleanupArgs, CompletionsArgs, ConfigArgs, ConfigCheckArgs, ConfigCommand, DocsCommand, ExtraArgs,
     FromImageArgs, ManArgs, ParentBuildArgs, ParentCommand, PathsArgs, QuickBenchArgs, QuickstartArgs, Shell,
+    TemplateCommand, TemplatePrepareArgs,
 };
 pub(crate) use observe::{EventsArgs, LogsArgs, TopArgs};
 pub(crate) use sandboxes::{
@@ -145,6 +146,9 @@ Exit status: 0 all resumed, 1 one or more could not be resumed, 2 wrong usage.")
     /// Images: build, list and remove root disks.
     #[command(subcommand)]
     Image(ImageCommand),
+    /// Templates: the snapshots that programs create sandboxes from over the E2B API.
+    #[command(subcommand)]
+    Template(TemplateCommand),
     /// The emulated machine used where KVM cannot run Linux.
     #[command(
         subcommand,
@@ -260,12 +264,15 @@ Exit status: 0 all removed, 1 one or more could not be, 2 wrong usage.")]
 /// Build a root disk.
 ///
 /// The source is a list of Debian packages (the default), a tar of a root file system, or a folder. Without
-/// a source, forkd builds `python` and other known images from its own recipes.
+/// a source, forkd builds `python`, `base` and `code-interpreter-v1` from its own recipes. Packages of PyPI and
+/// npm are fetched on this host, by its pip3 and npm; packages that need a compiler are not installed.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd image build python
   forkd image build tools --extra git,curl,jq
   forkd image build mine --tar rootfs.tar --size-mib 4096
+  forkd image build agents --extra python3,sudo --sudo --pip requests==2.32.3
+  forkd image build web --extra nodejs --npm typescript,@types/node
 
 Exit status: 0 built, 1 failed, 2 wrong usage.")]
 pub(crate) struct ImageBuildArgs {
@@ -288,6 +295,18 @@ pub(crate) struct ImageBuildArgs {
     /// Debian suite for packages.
     #[arg(long, conflicts_with_all = ["tar", "folder"], value_name = "SUITE")]
     pub(crate) suite: Option<String>,
+
+    /// Packages of PyPI to install for the image's Python.
+    #[arg(long, value_delimiter = ',', conflicts_with = "folder", value_name = "PKG,…")]
+    pub(crate) pip: Vec<String>,
+
+    /// Packages of npm to install for all users. Their scripts do not run.
+    #[arg(long, value_delimiter = ',', conflicts_with = "folder", value_name = "PKG,…")]
+    pub(crate) npm: Vec<String>,
+
+    /// Let the user `user` (uid 1000) do everything with sudo, without a password; add it if it is missing.
+    #[arg(long, conflicts_with = "folder")]
+    pub(crate) sudo: bool,
 
     /// Size of the disk in MiB [default: its content and free space].
     #[arg(long, value_parser = clap::value_parser!(u64).range(16..), value_name = "MIB")]

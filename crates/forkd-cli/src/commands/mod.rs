@@ -22,6 +22,7 @@ mod snapshot;
 mod snapshot_diff;
 mod snapshot_info;
 mod snapshots;
+mod template;
 mod token;
 mod top;
 mod tree;
@@ -35,6 +36,7 @@ use anyhow::Result;
 use crate::args::compat_flags::Fate;
 use crate::args::{
     Cli, Command, ConfigCommand, DaemonArgs, DocsCommand, ImageCommand, MachineCommand, ParentCommand,
+    TemplateCommand,
 };
 use crate::client::discover;
 use crate::client::{Daemon, Refused};
@@ -159,6 +161,7 @@ fn dispatch(cli: Cli) -> Result<u8> {
         Command::Image(ImageCommand::Build(args)) => image::build(context, args).map(|()| 0),
         Command::Image(ImageCommand::Ls(args)) => image::list(context, &args).map(|()| 0),
         Command::Image(ImageCommand::Rm(args)) => image::remove(context, &args),
+        Command::Template(TemplateCommand::Prepare(args)) => template::prepare(context, &args),
         Command::Machine(command) => machine::machine(context, command),
         Command::Bench(args) => bench::bench(context, args),
         Command::Quickstart(args) => quickstart::quickstart(context, &args),

@@ -9,6 +9,7 @@ mod endings;
 mod fake_daemon;
 mod lines;
 mod local;
+mod templates;
 
 use std::process::Child;
 use std::time::{Duration, Instant};
