@@ -302,7 +302,7 @@ fn prepare(
     let mut config = SaveConfig {
         child: new_id("saver")?,
         state: attach(draft.create_state()?.into()),
-        memory: attach(draft.create_memory()?.into()),
+        memory: Some(attach(draft.create_memory()?.into())),
         parent,
         pagemap: pagemap.map(|pagemap| attach(pagemap.into())),
         disks: Vec::new(),

@@ -134,7 +134,7 @@ pub fn save(template: &mut Controller) -> (File, File) {
     let save = SaveConfig {
         child: name.clone(),
         state: FdRef(0),
-        memory: FdRef(1),
+        memory: Some(FdRef(1)),
         parent: Vec::new(),
         pagemap: None,
         disks: Vec::new(),

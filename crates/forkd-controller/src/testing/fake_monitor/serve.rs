@@ -82,8 +82,8 @@ impl Shared {
             (state.running, state.disk_full) = (running, false);
         };
         match request {
-            Request::Hello { .. } => {
-                self.reply(Reply::Hello { version: VERSION, monitor: "fake".into() });
+            Request::Hello { version } => {
+                self.reply(Reply::Hello { version, monitor: "fake".into(), newest: VERSION });
                 let (ready, disk_full) = {
                     let state = self.state();
                     (state.ready && state.role == Role::Sandbox, state.disk_full)
@@ -187,7 +187,7 @@ impl Shared {
     }
 
     fn obey_save(&self, config: SaveConfig, fds: Vec<OwnedFd>) {
-        for FdRef(file) in [config.state, config.memory] {
+        for FdRef(file) in [Some(config.state), config.memory].into_iter().flatten() {
             File::from(fds[file].try_clone().unwrap()).write_all(&[7; 4096]).unwrap();
         }
         drop(fds);
