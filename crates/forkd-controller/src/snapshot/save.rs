@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forkd_protocol::control::{CONSOLE_TAIL, FdRef, SaveConfig, SaveProgress, WaitStatus};
-use forkd_store::{Contents, Draft, MAX_DEPTH, Measured, Snapshot};
+use forkd_store::{Contents, Draft, MAX_DEPTH, Measured, Snapshot, SnapshotKind};
 use tokio_util::task::TaskTracker;
 
 use crate::error::{Code, Error, Result};
@@ -209,6 +209,7 @@ pub(crate) async fn save(
         };
         let draft = draft.take().ok_or_else(|| Error::host("publishing a snapshot", "there is no draft"))?;
         Ok(draft.publish(Contents {
+            kind: SnapshotKind::Full,
             facts: guest,
             parent,
             origin,
