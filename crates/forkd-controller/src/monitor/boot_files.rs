@@ -67,7 +67,12 @@ pub(crate) fn prepare(plan: BootPlan, assets: &BootSource) -> Result<(BootConfig
         let vsock = listener(folder)?;
         config.initramfs = Some(attach(root.initramfs));
         let base = attach(root.disk);
-        config.disks = vec![DiskConfig { base, layer: plan.layer.map(&mut attach), frozen: Vec::new() }];
+        let mut frozen = Vec::new();
+        if let Some(disk) = files.disk_layers {
+            frozen = disk.layers.into_iter().map(&mut attach).collect();
+            config.disk_state = Some(attach(disk.state));
+        }
+        config.disks = vec![DiskConfig { base, layer: plan.layer.map(&mut attach), frozen }];
         let guest_ports = GUEST_PORTS.into();
         config.vsock = Some(VsockConfig { cid: GUEST_CID, listener: attach(vsock), guest_ports });
     }

@@ -28,7 +28,7 @@ use crate::host::process::Pidfd;
 use crate::monitor::control_socket::{Link, Received};
 
 pub(crate) use launch::Launch;
-pub(crate) use requests::{Branched, Replacement, replace_request};
+pub(crate) use requests::{Branched, DISKS_ALONE, Replacement, replace_request};
 
 /// The file in a sandbox's folder that takes its monitor's standard output and error.
 pub(crate) const LOG: &str = "monitor.log";
