@@ -2,7 +2,7 @@
 //! snapshot that depends on no other.
 
 use anyhow::{Context as _, Result};
-use forkd_api::{LayerInfo, SnapshotInfoDetail};
+use forkd_api::{LayerInfo, SnapshotInfoDetail, SnapshotKind};
 use hyper::Method;
 use serde_json::json;
 
@@ -60,8 +60,14 @@ fn render(snapshot: &SnapshotInfoDetail) -> String {
         0 => "-".to_owned(),
         at => clock::timestamp(at),
     };
+    let kind = match snapshot.kind {
+        SnapshotKind::Full => "memory, disk and devices",
+        SnapshotKind::Disk => "the disk alone",
+        SnapshotKind::Unknown => "unknown to this forkd",
+    };
     let about = ui::pairs(&[
         ("tag", snapshot.tag.clone()),
+        ("kind", kind.to_owned()),
         ("made", made),
         ("folder", snapshot.dir.clone()),
         ("depth", snapshot.chain_depth.to_string()),
@@ -106,6 +112,7 @@ mod tests {
         .unwrap();
         let expected = "\
 tag        pandas
+kind       memory, disk and devices
 made       1970-01-01T12:34:56Z
 folder     /d/pandas
 depth      1
