@@ -2,12 +2,11 @@
 //! handed. What honest monitors do is tested with real guests.
 
 use std::fs::File;
-use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-use forkd_protocol::control::{FdRef, Reply, Request, Role};
+use forkd_protocol::control::{Reply, Request, Role};
 use forkd_store::BaseImage;
 use rustix::fs::{CWD, Mode as Bits, OFlags};
 use serde_json::json;
@@ -168,18 +167,6 @@ async fn with_image(daemon: &FakeDaemon, script: fn(&Request) -> Act) -> Source 
     Source::start_with(daemon, guest, |layer| Branched { layer: Some(layer), process: None }, script).await
 }
 
-/// A branch with one frozen layer.
-fn with_a_layer(request: &Request) -> Act {
-    match request {
-        Request::Layers => {
-            let mut file = tempfile::tempfile().unwrap();
-            file.write_all(b"blocks").unwrap();
-            Act::AnswerWith(Reply::Layers { disks: vec![vec![FdRef(0)]] }, vec![file.into()])
-        }
-        _ => Act::Execute,
-    }
-}
-
 fn of_disks() -> BranchSpec {
     let (tag, quota) = (Some("b".into()), Quota::default());
     BranchSpec { tag, mode: Mode::Disk, wait: true, parent_tag: None, quota }
@@ -187,14 +174,14 @@ fn of_disks() -> BranchSpec {
 
 /// Branches the disks of `source`; what came of that.
 async fn branch_disks(daemon: &FakeDaemon, source: &Source) -> Result<()> {
-    let (_, branch) = daemon.app.snapshots.branch(&source.sandbox, of_disks())?;
-    tokio::time::timeout(PATIENCE, branch.reached(Stage::Done)).await.unwrap()
+    let entry = daemon.app.snapshots.branch(&source.sandbox, of_disks())?;
+    tokio::time::timeout(PATIENCE, entry.wait_done()).await.unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_branch_of_disks_has_no_memory_and_no_template_and_nothing_is_forked_from_it() {
     let daemon = FakeDaemon::start().await;
-    let source = with_image(&daemon, with_a_layer).await;
+    let source = with_image(&daemon, |_| Act::Execute).await;
     branch_disks(&daemon, &source).await.unwrap();
     let freeze = &daemon.guest.calls_of("Freeze")[0];
     assert_eq!((&freeze["fileSystems"], &freeze["sync"]), (&json!(true), &json!("full")));
@@ -221,7 +208,7 @@ async fn a_branch_of_disks_has_no_memory_and_no_template_and_nothing_is_forked_f
 #[tokio::test(flavor = "multi_thread")]
 async fn disks_are_not_branched_without_clean_file_systems() {
     let daemon = FakeDaemon::start().await;
-    let source = with_image(&daemon, with_a_layer).await;
+    let source = with_image(&daemon, |_| Act::Execute).await;
     *daemon.guest.dirty.lock().unwrap() = true;
     let error = branch_disks(&daemon, &source).await.unwrap_err();
     assert_eq!(error.code(), Code::GuestTimeout, "{error}");
@@ -244,7 +231,7 @@ async fn disks_of_a_sandbox_with_an_older_monitor_are_not_branched() {
         Request::Hello { version } => {
             Act::Answer(Reply::Hello { version: *version, monitor: "older".into(), newest: 1 })
         }
-        other => with_a_layer(other),
+        _ => Act::Execute,
     });
     let source = source.await;
     let error = branch_disks(&daemon, &source).await.unwrap_err();

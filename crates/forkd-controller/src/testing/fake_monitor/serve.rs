@@ -15,6 +15,7 @@ use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::{Act, FakeMonitor, Forked, Shared, State};
+use crate::host::images::reopen;
 use crate::testing::fake_guest::serve_guest;
 
 impl Shared {
@@ -179,6 +180,10 @@ impl Shared {
             (state.branch_script, layer, state.branched.process.unwrap_or(pid))
         };
         branch.script(script);
+        // It shares the frozen layer, if it was sent one.
+        let shared = layer.as_ref().map(|layer| File::from(layer.try_clone().unwrap()));
+        let shared = shared.filter(|layer| layer.metadata().unwrap().is_file());
+        branch.shared.state().layers = shared.and_then(|layer| reopen(&layer).ok()).into_iter().collect();
         self.remember("branch", &branch);
         let layers = config.layers.iter().map(|_| Some(FdRef(1))).collect();
         let pidfd = pidfd_open(process, PidfdFlags::empty()).unwrap();
