@@ -5,6 +5,7 @@
     dead_code,
     unreachable_pub,
     missing_docs,
+    unused_imports,
     reason = "each test binary uses a part of this"
 )]
 
