@@ -6,6 +6,7 @@ mod api;
 mod assets;
 mod branch_and_rollback;
 mod branch_consistency;
+mod cold_boot;
 mod connected;
 mod devices;
 mod disk_full;

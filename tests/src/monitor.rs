@@ -184,6 +184,7 @@ impl Monitor {
         let disks = guest.disks.iter().map(|(path, writable)| DiskConfig {
             base: attach(File::open(path).unwrap().into()),
             layer: writable.then(|| attach(file_with(b"").into())),
+            frozen: Vec::new(),
         });
         let disks = disks.collect();
         let listener = UnixListener::bind(self.folder.path().join("vsock.sock")).unwrap();
@@ -200,6 +201,7 @@ impl Monitor {
             console,
             console_limit: guest.console_limit,
             disks,
+            disk_state: None,
             net,
             vsock: Some(vsock),
         };

@@ -139,6 +139,8 @@ codes! {
         "The snapshot could not be made; make it again."
     SnapshotUnusable "snapshot_unusable" 409 AfterChange
         "The snapshot is there and cannot be used: a file, its image or its version does not fit."
+    SnapshotDiskOnly "snapshot_disk_only" 409 No
+        "The snapshot has disks and no memory: sandboxes boot on it, and nothing can be forked from it."
     SnapshotInUse "snapshot_in_use" 409 AfterChange
         "Other snapshots or a workspace need the snapshot."
     SnapshotReplaced "snapshot_replaced" 409 Later

@@ -35,7 +35,7 @@ pub use sandbox::{
 };
 pub use snapshot::{
     BranchRequest, CompactRequest, LayerInfo, OwnerRequest, Progress, SnapshotInfo, SnapshotInfoDetail,
-    SnapshotPhase, SnapshotRequest, SnapshotStatus, TemplateInfo,
+    SnapshotKind, SnapshotPhase, SnapshotRequest, SnapshotStatus, TemplateInfo,
 };
 pub use token::{NewToken, TokenInfo, TokenRequest, TokenScope};
 pub use tree::{Tree, TreeHow, TreeKind, TreeNode};

@@ -65,6 +65,21 @@ pub enum SnapshotStatus {
     Unknown,
 }
 
+/// The parts of a guest that a snapshot has.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum SnapshotKind {
+    /// Memory, disk and devices: children are forked from it.
+    #[default]
+    Full,
+    /// The disk alone: sandboxes boot on it, and nothing can be forked from it.
+    Disk,
+    /// Other parts, which only a newer daemon knows.
+    #[serde(other)]
+    Unknown,
+}
+
 /// The phases of a snapshot's creation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -91,6 +106,10 @@ pub struct SnapshotInfo<P = SnapshotPhase> {
     pub tag: String,
     /// The snapshot's status.
     pub status: SnapshotStatus,
+    /// The parts of a guest that it has.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
+    pub kind: SnapshotKind,
     /// The phase of its creation.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<SnapshotPhase>))]
@@ -135,7 +154,7 @@ pub struct SnapshotInfo<P = SnapshotPhase> {
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub state_bytes: u64,
-    /// Whether children can be forked from it. The daemon checks that its files exist, not their contents.
+    /// Whether children can be forked from it, or boot on it. The daemon checks that its files exist, not their contents.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub bootable: bool,
@@ -152,7 +171,7 @@ pub struct SnapshotInfo<P = SnapshotPhase> {
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
     pub chain_depth: usize,
-    /// The mode of the branch: `full`, `diff` or `live`.
+    /// The mode of the branch: `full`, `diff`, `live` or `disk`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<String>,
     /// Milliseconds that the vCPUs of the source stood still.
@@ -266,7 +285,7 @@ pub struct BranchRequest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tag: Option<String>,
     /// `full` (the default) stores everything; `diff` and `live` store the difference to the snapshot that the
-    /// sandbox was forked from.
+    /// sandbox was forked from. `disk` stores the disk alone, with clean file systems: sandboxes boot on it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<String>,
     /// Older form of `mode: diff`.
@@ -316,6 +335,10 @@ pub struct SnapshotInfoDetail {
     pub tag: String,
     /// The folder with the snapshot's files.
     pub dir: String,
+    /// The parts of a guest that it has.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
+    pub kind: SnapshotKind,
     /// Creation time, in seconds since 1970.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(required = true))]
@@ -328,7 +351,7 @@ pub struct SnapshotInfoDetail {
     pub memory_logical_bytes: u64,
     /// Disk space of all memory layers, in bytes.
     pub memory_physical_bytes: u64,
-    /// Length of the state of vCPUs and devices, in bytes.
+    /// Length of the state of vCPUs and devices, or of the disk's block map, in bytes.
     pub vmstate_bytes: u64,
     /// Length of all disk layers, in bytes.
     #[serde(default)]

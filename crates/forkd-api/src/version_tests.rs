@@ -61,10 +61,11 @@ fn a_spawn_reply_of_an_older_or_newer_daemon_is_read() {
 fn a_snapshot_of_an_older_or_newer_daemon_is_read() {
     let older: SnapshotInfo = read(snapshot("ready"));
     assert_eq!((older.status, older.size(), older.chain_depth), (SnapshotStatus::Ready, 0, 0));
-    let newer = json!({ "phase": "compressing", "planet": 1, "template": { "pid": 7, "planet": 1 } });
+    assert_eq!(older.kind, SnapshotKind::Full);
+    let newer = json!({ "kind": "memory", "phase": "compressing", "planet": 1, "template": { "pid": 7, "planet": 1 } });
     let newer: SnapshotInfo<String> = read(with(snapshot("archived"), newer));
     assert_eq!((newer.status, newer.phase.as_deref()), (SnapshotStatus::Unknown, Some("compressing")));
-    assert_eq!(newer.template.unwrap().children, 0);
+    assert_eq!((newer.kind, newer.template.unwrap().children), (SnapshotKind::Unknown, 0));
     let detail: SnapshotInfoDetail = read(json!({
         "tag": "numpy", "dir": "/d", "chain_depth": 0, "memory_logical_bytes": 2, "memory_physical_bytes": 1,
         "vmstate_bytes": 1, "planet": 1,

@@ -355,6 +355,10 @@ pub struct FreezeRequest {
     pub timeout_ms: u64,
     /// How much of that time may go to writing dirty file pages to the disk.
     pub sync: FreezeSync,
+    /// Whether to freeze the file systems of disks, too, so that a guest that boots on a copy of the disks finds
+    /// them clean. They thaw with the processes. Agents of earlier versions do not know it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub file_systems: bool,
 }
 
 /// Whether `Freeze` also syncs the file systems. A branch is consistent without a sync, because it has memory with all
@@ -378,6 +382,9 @@ pub enum FreezeSync {
 pub struct FreezeResponse {
     /// Whether every user process stands still. If not, nothing is frozen.
     pub frozen: bool,
+    /// Whether the file systems of all disks are frozen, and everything is on the disks.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub file_systems: bool,
 }
 
 /// `Agent/Name`: the first call in a guest that was booted, before any user process runs. Its boot id becomes
@@ -388,6 +395,9 @@ pub struct FreezeResponse {
 pub struct NameRequest {
     /// As in [`BecomeRequest::sandbox_id`].
     pub sandbox_id: String,
+    /// As in [`BecomeRequest::envs`]. Agents of earlier versions do not know it.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub envs: BTreeMap<String, String>,
 }
 
 /// `Agent/Become`: the first call in a forked child. In this order: the kernel's random numbers are

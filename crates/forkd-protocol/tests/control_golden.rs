@@ -8,7 +8,10 @@
 //! - `older-request`: controllers before this one write it. Today's monitor reads it and writes another form;
 //! - `save-progress`: the beginning of a saver's progress file, in hexadecimal.
 //!
-//! All of them are of version 1: there is no other version yet. A change of a line is a change of the protocol.
+//! - `older-message`: monitors of version 1 write it. Today's controller reads it.
+//!
+//! A change of a line is a change of the protocol. The lines of version 2 are the reply with `newest`, the boot with
+//! `disk_state`, and the save with `"memory":null`; all others are as in version 1.
 //! `FORKD_WRITE_GOLDEN=1 cargo test --release -p forkd-protocol --test control_golden` writes the file anew.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
@@ -20,8 +23,8 @@ use std::sync::OnceLock;
 
 use forkd_protocol::control::{
     BootConfig, BranchConfig, Child, DiskConfig, DiskFiles, EndReason, Event, FdRef, ForkConfig, LoadConfig,
-    MergeConfig, Message, NetConfig, ReplacedLayers, Reply, Request, Role, SaveConfig, SaveProgress, Status,
-    VERSION, VmEnd, VsockConfig, WaitStatus,
+    MergeConfig, Message, NetConfig, OLDEST_VERSION, ReplacedLayers, Reply, Request, Role, SaveConfig,
+    SaveProgress, Status, VERSION, VmEnd, VsockConfig, WaitStatus,
 };
 
 /// Lists the variants of an enum. A variant that is not listed here does not compile, and one that is listed
@@ -55,7 +58,7 @@ fn requests() -> Vec<Request> {
     let layers = vec![Some(FdRef(1)), None];
     let replaced = vec![Some(ReplacedLayers { count: 8, layer: FdRef(0) }), None];
     vec![
-        Request::Hello { version: VERSION },
+        Request::Hello { version: OLDEST_VERSION },
         Request::Boot(BootConfig {
             kvm: FdRef(0),
             vcpus: 2,
@@ -66,9 +69,10 @@ fn requests() -> Vec<Request> {
             console: FdRef(3),
             console_limit: 1 << 20,
             disks: vec![
-                DiskConfig { base: FdRef(4), layer: Some(FdRef(5)) },
-                DiskConfig { base: FdRef(6), layer: None },
+                DiskConfig { base: FdRef(4), layer: Some(FdRef(5)), frozen: Vec::new() },
+                DiskConfig { base: FdRef(6), layer: None, frozen: Vec::new() },
             ],
+            disk_state: None,
             net: Some(NetConfig { tap: FdRef(7), mac: [2, 0, 0, 0, 0, 1] }),
             vsock: Some(VsockConfig { cid: 3, listener: FdRef(8), guest_ports: vec![1024] }),
         }),
@@ -82,6 +86,25 @@ fn requests() -> Vec<Request> {
             console: FdRef(2),
             console_limit: 0,
             disks: Vec::new(),
+            disk_state: None,
+            net: None,
+            vsock: None,
+        }),
+        Request::Boot(BootConfig {
+            kvm: FdRef(0),
+            vcpus: 1,
+            mem_mib: 64,
+            kernel: FdRef(1),
+            initramfs: None,
+            cmdline: String::new(),
+            console: FdRef(2),
+            console_limit: 0,
+            disks: vec![DiskConfig {
+                base: FdRef(3),
+                layer: Some(FdRef(6)),
+                frozen: vec![FdRef(4), FdRef(5)],
+            }],
+            disk_state: Some(FdRef(7)),
             net: None,
             vsock: None,
         }),
@@ -125,7 +148,7 @@ fn requests() -> Vec<Request> {
         Request::Save(SaveConfig {
             child: "saver-1".into(),
             state: FdRef(0),
-            memory: FdRef(1),
+            memory: Some(FdRef(1)),
             parent: vec![FdRef(2)],
             pagemap: Some(FdRef(3)),
             disks: vec![Some(FdRef(4)), None],
@@ -134,11 +157,20 @@ fn requests() -> Vec<Request> {
         Request::Save(SaveConfig {
             child: "saver-2".into(),
             state: FdRef(0),
-            memory: FdRef(1),
+            memory: Some(FdRef(1)),
             parent: Vec::new(),
             pagemap: None,
             disks: Vec::new(),
             progress: None,
+        }),
+        Request::Save(SaveConfig {
+            child: "saver-3".into(),
+            state: FdRef(0),
+            memory: None,
+            parent: Vec::new(),
+            pagemap: None,
+            disks: vec![Some(FdRef(1))],
+            progress: Some(FdRef(2)),
         }),
         Request::Merge(MergeConfig { child: "merge-1".into(), disks: replaced }),
         Request::Children,
@@ -166,6 +198,12 @@ fn older_requests() -> Vec<(&'static str, Request)> {
     vec![(r#"{"load":{"kvm":0,"state":1,"memory":[2],"disks":[]}}"#, bare_load())]
 }
 
+/// What monitors of version 1 write, and what it means today.
+fn older_messages() -> Vec<(&'static str, Message)> {
+    let hello = Reply::Hello { version: 1, monitor: "0.1.0".into(), newest: 1 };
+    vec![(r#"{"reply":{"hello":{"version":1,"monitor":"0.1.0"}}}"#, Message::Reply(hello))]
+}
+
 /// Each reply and event.
 fn messages() -> Vec<Message> {
     let child = |name: &str, status| Child { name: name.into(), pid: 4242, status };
@@ -176,7 +214,7 @@ fn messages() -> Vec<Message> {
     ];
     let status = |role, running, ready| Reply::Status(Status { role, running, ready });
     let replies = [
-        Reply::Hello { version: VERSION, monitor: "0.1.0".into() },
+        Reply::Hello { version: OLDEST_VERSION, monitor: "0.1.0".into(), newest: VERSION },
         Reply::Booted,
         Reply::Frozen,
         Reply::Sealed,
@@ -227,7 +265,8 @@ fn written() -> String {
     let older = older_requests().into_iter().map(|(text, _)| format!("older-request {text}"));
     let messages =
         messages().into_iter().map(|one| format!("message {}", serde_json::to_string(&one).unwrap()));
-    let lines = requests.chain(older).chain(messages);
+    let older_messages = older_messages().into_iter().map(|(text, _)| format!("older-message {text}"));
+    let lines = requests.chain(older).chain(messages).chain(older_messages);
     let progress = format!("save-progress {}", hexadecimal(&save_progress().to_bytes()));
     lines.chain([progress]).map(|line| line + "\n").collect()
 }
@@ -275,6 +314,11 @@ fn every_golden_line_is_read_back_as_what_was_written() {
     assert_eq!(older.len(), older_requests().len());
     for (line, (_, meaning)) in older.into_iter().zip(older_requests()) {
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), meaning, "{line}");
+    }
+    let older = lines_of(golden, "older-message");
+    assert_eq!(older.len(), older_messages().len());
+    for (line, (_, meaning)) in older.into_iter().zip(older_messages()) {
+        assert_eq!(serde_json::from_str::<Message>(line).unwrap(), meaning, "{line}");
     }
     assert_eq!(lines_of(golden, "save-progress"), [hexadecimal(&save_progress().to_bytes())]);
     assert_eq!(SaveProgress::from_bytes(save_progress().to_bytes()), save_progress());

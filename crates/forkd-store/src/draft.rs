@@ -15,7 +15,9 @@ use crate::digest::digest;
 use crate::dir::{Dir, delete, reopen, sync_file};
 use crate::error::{Error, Result};
 use crate::layers::{Hold, WrittenBy, copy_sparse, is_given_back};
-use crate::manifest::{FileEntry, GuestSpec, MANIFEST, MAX_DEPTH, Manifest, Measured, Parent, STATE};
+use crate::manifest::{
+    FileEntry, GuestSpec, MANIFEST, MAX_DEPTH, Manifest, Measured, Parent, STATE, SnapshotKind,
+};
 use crate::snapshot::Snapshot;
 use crate::store::Store;
 use crate::waits::waits;
@@ -42,6 +44,8 @@ pub struct Draft {
 /// The parts of a snapshot beside the files of its draft.
 #[derive(Debug)]
 pub struct Contents {
+    /// Which parts of the guest it has. One of disks alone has no memory, and so no parent.
+    pub kind: SnapshotKind,
     /// The guest's properties.
     pub facts: GuestSpec,
     /// The snapshot its memory is a difference to: that one's memory layers come before its own.
@@ -66,6 +70,7 @@ impl Contents {
     /// Those of a snapshot that came from nowhere and has no disk.
     pub fn new(facts: GuestSpec) -> Contents {
         Contents {
+            kind: SnapshotKind::Full,
             facts,
             parent: None,
             origin: None,
@@ -96,7 +101,7 @@ impl Draft {
         &self.tag
     }
 
-    /// Makes the empty file for the state of vCPUs and devices.
+    /// Makes the empty file for the state of vCPUs and devices, or of disks alone.
     pub fn create_state(&mut self) -> Result<File> {
         let file = self.create(STATE)?;
         self.state = Some(self.second(&file, STATE)?);
@@ -125,16 +130,27 @@ impl Draft {
     /// Makes it a snapshot. When this returns, the snapshot is on disk and survives a crash. Copies a file that a process
     /// still has open for writing, because a published file must not change.
     pub fn publish(mut self, contents: Contents) -> Result<Snapshot> {
-        let Contents { facts, parent, origin, branched_from, created_at_unix, disks, measured } = contents;
+        let Contents { kind, facts, parent, origin, branched_from, created_at_unix, disks, measured } =
+            contents;
         let disks = self.for_reading(disks)?;
         if let Some(parent) = &parent {
             self.check_parent(parent, &facts)?;
             self.keep(parent)?;
         }
         let mut memory = parent.as_ref().map_or_else(Vec::new, |parent| parent.manifest().memory.clone());
-        let own = self.memory.take().ok_or_else(|| self.lacks("memory"))?;
         let origin = parent.as_ref().or(origin.as_ref());
-        memory.push(self.layer(&own, origin)?);
+        match (kind, self.memory.take()) {
+            (SnapshotKind::Full, Some(own)) => memory.push(self.layer(&own, origin)?),
+            (SnapshotKind::Full, None) => return Err(self.lacks("memory")),
+            (SnapshotKind::Disk, None) => {}
+            (SnapshotKind::Disk, Some(_)) => {
+                let text = format!(
+                    "snapshot {} cannot be published: it is of disks alone, and has memory",
+                    self.tag
+                );
+                return Err(Error::Invalid(text));
+            }
+        }
         let mut entries = Vec::with_capacity(disks.len());
         for disk in &disks {
             entries.push(disk.iter().map(|file| self.layer(file, origin)).collect::<Result<Vec<_>>>()?);
@@ -142,6 +158,7 @@ impl Draft {
         let mut manifest = Manifest {
             format: String::new(),
             version: 0,
+            kind,
             tag: self.tag.clone(),
             created_at_unix: created_at_unix.unwrap_or_else(now_unix),
             made_by_version: String::new(),

@@ -40,7 +40,8 @@ pub use error::{Error, Result};
 pub use layers::Collected;
 pub use lease::{Writers, writers};
 pub use manifest::{
-    BaseImage, FileEntry, GuestSpec, MANIFEST, MAX_DEPTH, Manifest, Measured, Parent, STATE, VERSION,
+    BaseImage, FileEntry, GuestSpec, MANIFEST, MAX_DEPTH, Manifest, Measured, Parent, STATE, SnapshotKind,
+    VERSION,
 };
 // The name that the controller still uses.
 #[doc(hidden)]

@@ -21,9 +21,10 @@ use crate::error::{Error, Result};
 pub const MANIFEST: &str = "manifest.json";
 /// The file with the state of vCPUs and devices.
 pub const STATE: &str = "state";
-/// The version of manifests that this crate writes.
-pub const VERSION: u32 = 2;
-/// The oldest version of manifests that this crate reads. Version 1 had no layers.
+/// The newest version of manifests that this crate writes and reads: that of snapshots with [`SnapshotKind::Disk`].
+pub const VERSION: u32 = 3;
+/// The version of all other snapshots, which an older forkd reads, and the oldest that this crate reads. Version 1 had
+/// no layers.
 pub(crate) const OLDEST: u32 = 2;
 /// The longest chain of memory layers, not counting its base.
 pub const MAX_DEPTH: usize = 31;
@@ -41,9 +42,34 @@ const MAX_ANCESTORS: usize = 128;
 /// The largest file a manifest may name: lengths on a file system fit into an `i64`.
 const MAX_FILE: u64 = i64::MAX as u64;
 /// How a branch can be taken.
-const MODES: [&str; 4] = ["full", "diff", "live", "suspend"];
+const MODES: [&str; 5] = ["full", "diff", "live", "suspend", "disk"];
 /// The longest `branched_from`.
 const MAX_SOURCE: usize = 128;
+
+/// Which parts of a guest a snapshot has.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SnapshotKind {
+    /// Memory, disks, and the state of vCPUs and devices: children are forked from it.
+    #[default]
+    Full,
+    /// Disks alone, with their block maps as state: a guest boots on them.
+    Disk,
+}
+
+impl SnapshotKind {
+    fn is_full(&self) -> bool {
+        *self == SnapshotKind::Full
+    }
+
+    /// The version of manifests of this kind.
+    fn version(self) -> u32 {
+        match self {
+            SnapshotKind::Full => OLDEST,
+            SnapshotKind::Disk => VERSION,
+        }
+    }
+}
 
 /// Everything about a snapshot but its contents.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -51,8 +77,11 @@ const MAX_SOURCE: usize = 128;
 pub struct Manifest {
     /// Always `forkd-snapshot`.
     pub(crate) format: String,
-    /// [`VERSION`] when it was made.
+    /// That of its kind when it was made.
     pub(crate) version: u32,
+    /// Which parts of the guest it has.
+    #[serde(default, skip_serializing_if = "SnapshotKind::is_full")]
+    pub kind: SnapshotKind,
     /// The snapshot's tag, and its folder's name.
     pub tag: String,
     /// When it was made, in seconds since 1970; of a branch when it was taken, not when it was on disk.
@@ -70,9 +99,10 @@ pub struct Manifest {
     pub ancestors: Vec<Parent>,
     /// Its source: a sandbox's id, or `compact:` and a tag. None if it was booted.
     pub branched_from: Option<String>,
-    /// The state of vCPUs and devices.
+    /// The state of vCPUs and devices; of disks alone if it has nothing else.
     pub state: FileEntry,
-    /// Memory layers, oldest first: the last one is its own, the others are its parent's.
+    /// Memory layers, oldest first: the last one is its own, the others are its parent's. None in a snapshot of
+    /// disks alone.
     pub memory: Vec<FileEntry>,
     /// Each disk's layers, oldest first.
     pub disks: Vec<Vec<FileEntry>>,
@@ -96,7 +126,7 @@ pub struct Parent {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Measured {
-    /// How the branch was asked for: `full`, `diff` or `live`.
+    /// How the branch was asked for: `full`, `diff`, `live`, `suspend` or `disk`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<String>,
     /// How long the source's vCPUs stood still.
@@ -218,7 +248,7 @@ impl Manifest {
     /// Sets format, versions and the number of ancestors, before the first write.
     pub(crate) fn stamp(&mut self) {
         self.format = FORMAT.into();
-        self.version = VERSION;
+        self.version = self.kind.version();
         self.made_by_version = env!("CARGO_PKG_VERSION").into();
         let too_many = self.ancestors.len().saturating_sub(MAX_ANCESTORS);
         self.ancestors.drain(..too_many);
@@ -276,6 +306,9 @@ impl Manifest {
             return Err(format!("version {version} is none this forkd reads ({OLDEST} to {VERSION})").into());
         }
         let manifest: Manifest = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+        if manifest.kind.version() != manifest.version {
+            return Err(format!("no snapshot of its kind has version {version}").into());
+        }
         manifest.check(tag)?;
         Ok(manifest)
     }
@@ -325,7 +358,16 @@ impl Manifest {
     }
 
     fn check_layers(&self) -> std::result::Result<(), String> {
+        if self.kind == SnapshotKind::Disk {
+            if !self.memory.is_empty() || self.parent.is_some() {
+                return Err("it is of disks alone, and has memory or a parent".into());
+            }
+            if self.disks.is_empty() {
+                return Err("it is of disks alone, and has none".into());
+            }
+        }
         match (self.memory.len(), &self.parent) {
+            (0, None) if self.kind == SnapshotKind::Disk => {}
             (0, _) => return Err("it has no memory".into()),
             (1, None) => {}
             (2.., Some(_)) if self.memory.len() <= MAX_DEPTH + 1 => {}

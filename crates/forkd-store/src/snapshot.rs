@@ -11,7 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use crate::dir::Dir;
 use crate::error::{Error, Result};
 use crate::layers::{Layers, verify, whole};
-use crate::manifest::{BaseImage, FileEntry, MANIFEST, Manifest, STATE, Unfit};
+use crate::manifest::{BaseImage, FileEntry, MANIFEST, Manifest, STATE, SnapshotKind, Unfit};
 
 /// A snapshot. If its tag is removed or given to another snapshot, this value still means the first one: an open then
 /// fails, and never opens files of the other. Keeps no file open.
@@ -88,9 +88,9 @@ pub struct Layer {
 /// A snapshot's files, opened for reading and verified.
 #[derive(Debug)]
 pub struct Files {
-    /// State of vCPUs and devices.
+    /// State of vCPUs and devices, or of disks alone.
     pub state: File,
-    /// Memory layers, oldest first.
+    /// Memory layers, oldest first; none of a snapshot of disks alone.
     pub memory: Vec<File>,
     /// Each disk's, in the order of `/dev/vda`, `/dev/vdb`, …
     pub disks: Vec<DiskFiles>,
@@ -139,6 +139,11 @@ impl Snapshot {
     /// Its manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.0.manifest
+    }
+
+    /// Whether it has disks alone: a guest can boot on it, and no child can be forked from it.
+    pub fn is_disk_only(&self) -> bool {
+        self.0.manifest.kind == SnapshotKind::Disk
     }
 
     /// How many memory layers are under its own one.

@@ -35,7 +35,7 @@ fn main() {
             "--disk" | "--cow" => {
                 let base = boot.add(File::open(value).expect("it opens"));
                 let layer = (option == "--cow").then(|| boot.add(tempfile::tempfile().expect("a file")));
-                boot.config.disks.push(DiskConfig { base, layer });
+                boot.config.disks.push(DiskConfig { base, layer, frozen: Vec::new() });
             }
             "--vsock" => {
                 let listener = boot.add(UnixListener::bind(value).expect("it binds"));

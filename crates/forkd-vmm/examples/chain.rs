@@ -72,7 +72,7 @@ fn make_chain(monitor: &Monitor, depth: u64, scattered: u64, mib: u64) -> (File,
     let save = SaveConfig {
         child: "saver".into(),
         state: FdRef(0),
-        memory: FdRef(1),
+        memory: Some(FdRef(1)),
         parent: Vec::new(),
         pagemap: None,
         disks: Vec::new(),
@@ -125,7 +125,7 @@ fn save_here(mut frozen: Frozen, parent: &[File]) -> File {
     let [state, memory] = [(); 2].map(|()| tempfile::tempfile().expect("a file"));
     let files = SaveFiles {
         state,
-        memory: memory.try_clone().expect("a descriptor"),
+        memory: Some(memory.try_clone().expect("a descriptor")),
         parent: clones(parent),
         pagemap: Some(File::open("/proc/self/pagemap").expect("a pagemap")),
         disks: Vec::new(),

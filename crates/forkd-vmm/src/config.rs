@@ -19,8 +19,9 @@ use crate::devices::virtio::net::Net;
 use crate::devices::virtio::rng::Rng;
 use crate::devices::virtio::vsock::{GuestConnections, Vsock};
 use crate::layout::MAX_MEM_MIB;
+use crate::template::share_all;
 use crate::vm::VmParts;
-use crate::{Error, Result};
+use crate::{Error, Result, state};
 
 /// Checks `config` and the descriptors `fds` that came with it and makes a VM's parts of them.
 pub fn resolve(
@@ -40,8 +41,17 @@ pub fn resolve(
         .map_err(|error| Error::Config(format!("console: {error}")))?;
 
     let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
-    for (index, disk) in config.disks.iter().enumerate() {
-        devices.push(Box::new(open_disk(&mut fds, index, disk)?));
+    match config.disk_state {
+        Some(state) => {
+            for disk in open_frozen_disks(&mut fds, &config.disks, state)? {
+                devices.push(Box::new(disk));
+            }
+        }
+        None => {
+            for (index, disk) in config.disks.iter().enumerate() {
+                devices.push(Box::new(open_disk(&mut fds, index, disk)?));
+            }
+        }
     }
     if let Some(net) = config.net {
         devices.push(Box::new(open_net(&mut fds, &net)?));
@@ -65,7 +75,42 @@ pub fn resolve(
     })
 }
 
+/// Disks with frozen layers. Their state, which says where each block is, is as little trusted as that of a
+/// restored VM.
+fn open_frozen_disks(fds: &mut Attached, configs: &[DiskConfig], state: FdRef) -> Result<Vec<Block>> {
+    let state = File::from(fds.share("disk_state", state)?);
+    let mut opened = Vec::with_capacity(configs.len());
+    let mut disk_bytes = 0u64;
+    for (index, config) in configs.iter().enumerate() {
+        let base = File::from(fds.share(&format!("disks[{index}].base"), config.base)?);
+        disk_bytes =
+            disk_bytes.saturating_add(base.metadata().map_err(Error::system("look at a disk"))?.len());
+        let frozen = share_all(fds, &format!("disks[{index}].frozen"), &config.frozen)?;
+        let layer = config.layer.map(|fd| fds.take(&format!("disks[{index}].layer"), fd, Access::Both));
+        opened.push((base, frozen, layer.transpose()?.map(File::from)));
+    }
+    let states = state::file::read_disks(&state, disk_bytes)?;
+    if states.len() != opened.len() {
+        let (expected, found) = (states.len(), opened.len());
+        return Err(Error::Config(format!("disk_state is of {expected} disks, but {found} were given")));
+    }
+    let disks = opened.into_iter().zip(states).enumerate();
+    let disks = disks.map(|(index, ((base, frozen, layer), state))| {
+        let disk = Disk::frozen(base, frozen, &state).and_then(|mut disk| {
+            disk.add_layer(layer)?;
+            Ok(disk)
+        });
+        let disk = disk.map_err(|error| Error::Config(format!("disks[{index}]: {error}")))?;
+        Ok(Block::with_id(disk, state.id))
+    });
+    disks.collect()
+}
+
 fn open_disk(fds: &mut Attached, index: usize, config: &DiskConfig) -> Result<Block> {
+    if !config.frozen.is_empty() {
+        let text = "it has frozen layers, but there is no disk_state that says what they hold";
+        return Err(Error::Config(format!("disks[{index}]: {text}")));
+    }
     let base = fds.share(&format!("disks[{index}].base"), config.base)?;
     let layer =
         config.layer.map(|fd| fds.take(&format!("disks[{index}].layer"), fd, Access::Both)).transpose()?;

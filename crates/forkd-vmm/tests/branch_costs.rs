@@ -130,8 +130,8 @@ impl Devices {
         let [read_only, writable] = [(); 2].map(|()| boot.add(base.try_clone().unwrap()));
         let top = boot.add(layer.try_clone().unwrap());
         boot.config.disks = vec![
-            DiskConfig { base: read_only, layer: None },
-            DiskConfig { base: writable, layer: Some(top) },
+            DiskConfig { base: read_only, layer: None, frozen: Vec::new() },
+            DiskConfig { base: writable, layer: Some(top), frozen: Vec::new() },
         ];
         let (tap, _) = UnixDatagram::pair().unwrap();
         tap.set_nonblocking(true).unwrap();

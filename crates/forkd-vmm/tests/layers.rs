@@ -94,7 +94,7 @@ impl Save {
         let config = SaveConfig {
             child: "saver".into(),
             state: FdRef(0),
-            memory: FdRef(1),
+            memory: Some(FdRef(1)),
             parent: parent.iter().map(|layer| add(read_only(layer))).collect(),
             pagemap: pagemap.map(&mut add),
             disks: Vec::new(),
@@ -301,7 +301,7 @@ fn a_saver_that_cannot_write_says_why_behind_its_progress() {
     let (_monitor, mut template) = template(kvm);
     let mut save = Save::new(&[], None);
     let full = File::options().read(true).write(true).open("/dev/full").unwrap();
-    save.fds[save.config.memory.0] = full.into();
+    save.fds[save.config.memory.unwrap().0] = full.into();
     let reply = save.send(&mut template);
     assert!(matches!(reply, Reply::Forked { .. }), "{reply:?}");
     assert_eq!(end_of(&mut template, "saver"), WaitStatus::Exited(1));
@@ -343,7 +343,7 @@ fn save_here(frozen: &mut Frozen, parent: &[File]) -> (File, File) {
     let (state, memory) = (temporary(), temporary());
     let files = SaveFiles {
         state: state.try_clone().unwrap(),
-        memory: memory.try_clone().unwrap(),
+        memory: Some(memory.try_clone().unwrap()),
         parent: clones(parent),
         pagemap: Some(pagemap(std::process::id())),
         disks: Vec::new(),

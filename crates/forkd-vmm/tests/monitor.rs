@@ -15,7 +15,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use forkd_protocol::control::{
-    DiskConfig, EndReason, Event, FdRef, MAX_VCPUS, NetConfig, Reply, Request, VERSION, VsockConfig,
+    DiskConfig, EndReason, Event, FdRef, MAX_VCPUS, NetConfig, OLDEST_VERSION, Reply, Request, VERSION,
+    VsockConfig,
 };
 use forkd_vmm::{asm_guest, guest_code};
 use support::{Boot, Controller, Monitor, file_with, open_kvm, status, test_name, wait_until};
@@ -105,6 +106,22 @@ fn another_version_is_refused_with_a_sentence_and_the_next_controller_is_served(
 }
 
 #[test]
+fn a_controller_of_any_spoken_version_is_served_and_gets_to_know_the_newest() {
+    let monitor = start(&[]);
+    for version in OLDEST_VERSION..=VERSION {
+        let mut controller = monitor.connect();
+        match controller.request(&Request::Hello { version }, &[]) {
+            Reply::Hello { version: offered, newest, .. } => {
+                assert_eq!((offered, newest), (version, VERSION))
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    let mut older = monitor.connect();
+    assert_refused(older.request(&Request::Hello { version: OLDEST_VERSION - 1 }, &[]), "version");
+}
+
+#[test]
 fn whoever_does_not_say_hello_first_is_sent_away() {
     let mut monitor = start(&[]);
     let mut stranger = monitor.connect();
@@ -188,7 +205,7 @@ fn a_refused_boot_says_why_changes_nothing_and_another_may_follow() {
         change(&|boot| {
             let base = boot.add(file_with(&[0; 4096]));
             let layer = boot.add(tempfile::tempfile().unwrap());
-            boot.config.disks = vec![DiskConfig { base, layer: Some(layer) }; 2];
+            boot.config.disks = vec![DiskConfig { base, layer: Some(layer), frozen: Vec::new() }; 2];
         }),
         "used for something else",
     );
@@ -196,7 +213,7 @@ fn a_refused_boot_says_why_changes_nothing_and_another_may_follow() {
         change(&|boot| {
             let base = boot.add(file_with(&[0; 4096]));
             let layer = boot.add(File::open("/dev/null").unwrap());
-            boot.config.disks.push(DiskConfig { base, layer: Some(layer) });
+            boot.config.disks.push(DiskConfig { base, layer: Some(layer), frozen: Vec::new() });
         }),
         "not open for reading and writing",
     );
@@ -217,7 +234,7 @@ fn a_refused_boot_says_why_changes_nothing_and_another_may_follow() {
     refused(
         change(&|boot| {
             let base = boot.add(file_with(&[0; 4096]));
-            boot.config.disks = vec![DiskConfig { base, layer: None }; 18];
+            boot.config.disks = vec![DiskConfig { base, layer: None, frozen: Vec::new() }; 18];
         }),
         "virtio devices",
     );

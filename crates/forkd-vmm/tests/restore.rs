@@ -98,7 +98,7 @@ impl Saved {
         let saved = Saved { state: tempfile::tempfile().unwrap(), memory: tempfile::tempfile().unwrap() };
         let files = SaveFiles {
             state: saved.state.try_clone().unwrap(),
-            memory: saved.memory.try_clone().unwrap(),
+            memory: Some(saved.memory.try_clone().unwrap()),
             parent: Vec::new(),
             pagemap: None,
             disks: Vec::new(),

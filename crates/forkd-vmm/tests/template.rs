@@ -136,7 +136,7 @@ fn a_saved_template_forks_in_another_process() {
     let save = SaveConfig {
         child: "saver".into(),
         state: FdRef(0),
-        memory: FdRef(1),
+        memory: Some(FdRef(1)),
         parent: Vec::new(),
         pagemap: None,
         disks: Vec::new(),
@@ -216,8 +216,8 @@ fn children_of_a_vm_with_every_device_run_also_from_files() {
     let [read_only, writable] = [(); 2].map(|()| boot.add(base.try_clone().unwrap()));
     let layer_fd = boot.add(layer.try_clone().unwrap());
     boot.config.disks = vec![
-        DiskConfig { base: read_only, layer: None },
-        DiskConfig { base: writable, layer: Some(layer_fd) },
+        DiskConfig { base: read_only, layer: None, frozen: Vec::new() },
+        DiskConfig { base: writable, layer: Some(layer_fd), frozen: Vec::new() },
     ];
     let tap = boot.add(tap());
     boot.config.net = Some(NetConfig { tap, mac: [6, 0, 0, 0, 0, 1] });
@@ -275,7 +275,7 @@ fn children_of_a_vm_with_every_device_run_also_from_files() {
     let save = SaveConfig {
         child: "saver".into(),
         state: FdRef(0),
-        memory: FdRef(1),
+        memory: Some(FdRef(1)),
         parent: Vec::new(),
         pagemap: None,
         disks: Vec::new(),
@@ -416,7 +416,7 @@ fn a_bad_request_harms_nobody() {
     let save = SaveConfig {
         child: "one".into(),
         state: FdRef(0),
-        memory: FdRef(1),
+        memory: Some(FdRef(1)),
         parent: Vec::new(),
         pagemap: None,
         disks: Vec::new(),
@@ -425,7 +425,7 @@ fn a_bad_request_harms_nobody() {
     let files = [tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap()];
     for (save, expected) in [
         (save.clone(), "already"),
-        (SaveConfig { child: "saver".into(), memory: FdRef(0), ..save }, "something else"),
+        (SaveConfig { child: "saver".into(), memory: Some(FdRef(0)), ..save }, "something else"),
     ] {
         let reply = template.request(&Request::Save(save), &[files[0].as_fd(), files[1].as_fd()]);
         assert!(matches!(&reply, Reply::Error { message } if message.contains(expected)), "{reply:?}");

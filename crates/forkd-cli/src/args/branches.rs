@@ -22,6 +22,7 @@ Modes:
   live  stores the difference to the sandbox's snapshot, while the sandbox runs
   diff  the same as live, under the name older scripts use
   full  stores everything, so that the branch depends on no other snapshot
+  disk  stores the disk alone: sandboxes boot on it, with the files and without the processes
 
 Exit status: 0 branched, 1 failed, 130 interrupted by ^C, 2 wrong usage.")]
 pub(crate) struct BranchArgs {
@@ -50,6 +51,7 @@ pub(crate) enum BranchMode {
     Live,
     Diff,
     Full,
+    Disk,
 }
 
 impl BranchMode {
@@ -59,6 +61,7 @@ impl BranchMode {
             BranchMode::Live => "live",
             BranchMode::Diff => "diff",
             BranchMode::Full => "full",
+            BranchMode::Disk => "disk",
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
-use forkd_api::{Code, Progress as SaveProgress, SnapshotStatus};
+use forkd_api::{Code, Progress as SaveProgress, SnapshotKind, SnapshotStatus};
 use hyper::Method;
 use serde_json::{Value, json};
 
@@ -150,6 +150,7 @@ pub(super) fn describe(branch: &Snapshot) -> String {
         _ => ms(branch.frozen_ms),
     };
     let stored = match (&branch.parent_tag, branch.chain_depth) {
+        _ if branch.kind == SnapshotKind::Disk => "the disk alone; sandboxes boot on it".to_owned(),
         (Some(parent), depth) => format!("over {parent}, depth {depth}"),
         (None, _) => "in full".to_owned(),
     };

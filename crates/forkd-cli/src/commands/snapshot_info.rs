@@ -2,7 +2,7 @@
 //! snapshot that depends on no other.
 
 use anyhow::{Context as _, Result};
-use forkd_api::{LayerInfo, SnapshotInfoDetail};
+use forkd_api::{LayerInfo, SnapshotInfoDetail, SnapshotKind};
 use hyper::Method;
 use serde_json::json;
 
@@ -64,8 +64,14 @@ fn render(snapshot: &SnapshotInfoDetail) -> String {
         "" => "-".to_owned(),
         version => format!("forkd {version}"),
     };
+    let kind = match snapshot.kind {
+        SnapshotKind::Full => "memory, disk and devices",
+        SnapshotKind::Disk => "the disk alone",
+        SnapshotKind::Unknown => "unknown to this forkd",
+    };
     let about = ui::pairs(&[
         ("tag", snapshot.tag.clone()),
+        ("kind", kind.to_owned()),
         ("made", made),
         ("made by", made_by),
         ("folder", snapshot.dir.clone()),
@@ -112,6 +118,7 @@ mod tests {
         .unwrap();
         let expected = "\
 tag        pandas
+kind       memory, disk and devices
 made       1970-01-01T12:34:56Z
 made by    forkd 0.2.0
 folder     /d/pandas

@@ -1,7 +1,7 @@
 //! `forkd images`, `forkd rmi` and `forkd unload`.
 
 use anyhow::Result;
-use forkd_api::{Code, SnapshotStatus};
+use forkd_api::{Code, SnapshotKind, SnapshotStatus};
 use hyper::Method;
 
 use super::{Context, report, with_daemon};
@@ -144,6 +144,7 @@ fn status(snapshot: &Snapshot) -> String {
             Some(saving) => format!("writing {} %", saving.percent()),
             None => "writing".to_owned(),
         },
+        (SnapshotStatus::Ready, _) if snapshot.kind == SnapshotKind::Disk => "ready, disk only".to_owned(),
         (SnapshotStatus::Ready, _) => "ready".to_owned(),
         (SnapshotStatus::Failed, _) => "failed".to_owned(),
         (SnapshotStatus::Unknown, _) => "unknown".to_owned(),
@@ -171,14 +172,17 @@ mod tests {
             { "tag": "c", "status": "writing", "created_at_unix": 4000, "image": "python", "vcpus": 1,
               "mem_size_mib": 512, "parent_tag": "numpy", "chain_depth": 1,
               "progress": { "scanned_bytes": 128, "total": 512, "written": 4096 } },
+            { "tag": "d", "status": "ready", "kind": "disk", "created_at_unix": 4000, "image": "python",
+              "mem_size_mib": 512 },
         ]))
         .unwrap();
         let expected = "\
-TAG    STATUS        SIZE     MEMORY   IMAGE   OVER   CREATED     TEMPLATE
-numpy  ready         4.0 MiB  512 MiB  python  -      50 min ago  pid 77, 1 child
-b      warming       0 B      64 MiB   /k      -      0 s ago     -
-c      writing 25 %  0 B      512 MiB  python  numpy  0 s ago     -
-3 snapshots, at most 4.0 MiB on disk; 1 template with 1 child";
+TAG    STATUS            SIZE     MEMORY   IMAGE   OVER   CREATED     TEMPLATE
+numpy  ready             4.0 MiB  512 MiB  python  -      50 min ago  pid 77, 1 child
+b      warming           0 B      64 MiB   /k      -      0 s ago     -
+c      writing 25 %      0 B      512 MiB  python  numpy  0 s ago     -
+d      ready, disk only  0 B      512 MiB  python  -      0 s ago     -
+4 snapshots, at most 4.0 MiB on disk; 1 template with 1 child";
         assert_eq!(render(&snapshots, 4000), expected);
         assert!(render(&[], 0).ends_with("\n0 snapshots, 0 B on disk; 0 templates with 0 children"));
     }

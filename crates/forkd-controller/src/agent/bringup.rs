@@ -5,7 +5,9 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use forkd_protocol::agent::{BecomeRequest, BecomeResponse, FreezeSync, Pong, WarmRequest, WarmState};
+use forkd_protocol::agent::{
+    BecomeRequest, BecomeResponse, FreezeRequest, FreezeSync, Pong, WarmRequest, WarmState,
+};
 
 use crate::agent::{self, Agent};
 use crate::config::Timing;
@@ -82,7 +84,7 @@ pub(crate) async fn warm_up(agent: &Agent, request: &WarmRequest, timing: &Timin
 pub(crate) async fn freeze(agent: &Agent, limit: Duration) -> Result<()> {
     // Data that the guest writes to its disk now need not be written by each of its children.
     let frozen = agent
-        .freeze(limit, FreezeSync::Full)
+        .freeze(limit, FreezeRequest { sync: FreezeSync::Full, ..FreezeRequest::default() })
         .await
         .map_err(|error| format!("the guest could not be frozen: {}", error.public()))?;
     match frozen.frozen {

@@ -10,6 +10,7 @@ pub(crate) mod budget;
 pub(crate) mod connection;
 mod files;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +20,7 @@ use base64::prelude::BASE64_STANDARD;
 use bytes::Bytes;
 use forkd_protocol::agent::{
     BecomeRequest, BecomeResponse, EvalRequest, EvalResponse, Event, FreezeRequest, FreezeResponse,
-    FreezeSync, NameRequest, Pong, ProcessEvent, ProcessInput, ProcessList, ProcessRef, ProcessSelector, Pty,
+    NameRequest, Pong, ProcessEvent, ProcessInput, ProcessList, ProcessRef, ProcessSelector, Pty,
     SendInputRequest, SendSignalRequest, StartRequest, UpdateRequest, WarmRequest, WarmStatus, WrittenFile,
 };
 use forkd_protocol::connect::{Code, Decoder, END_STREAM, EndStream, TIMEOUT_HEADER};
@@ -145,8 +146,8 @@ impl Agent {
 
     /// Prepares the guest for forks. If that takes longer than `limit` the error
     /// [is a deadline](Error::is_deadline), and all of the guest's processes run.
-    pub async fn freeze(&self, limit: Duration, sync: FreezeSync) -> Result<FreezeResponse> {
-        let request = FreezeRequest { timeout_ms: limit.as_millis().max(1) as u64, sync };
+    pub async fn freeze(&self, limit: Duration, request: FreezeRequest) -> Result<FreezeResponse> {
+        let request = FreezeRequest { timeout_ms: limit.as_millis().max(1) as u64, ..request };
         let patience = self.patience.saturating_mul(2).saturating_add(limit);
         self.unary("/forkd.Agent/Freeze", &request, patience).await
     }
@@ -156,9 +157,9 @@ impl Agent {
         self.unary::<serde_json::Value>("/forkd.Agent/Thaw", &Empty {}, self.patience).await.map(drop)
     }
 
-    /// Sends a booted guest the id of its sandbox.
-    pub async fn name(&self, sandbox_id: &str) -> Result<()> {
-        let request = NameRequest { sandbox_id: sandbox_id.to_owned() };
+    /// Sends a booted guest the id of its sandbox and variables for its processes.
+    pub async fn name(&self, sandbox_id: &str, envs: &BTreeMap<String, String>) -> Result<()> {
+        let request = NameRequest { sandbox_id: sandbox_id.to_owned(), envs: envs.clone() };
         self.unary::<serde_json::Value>("/forkd.Agent/Name", &request, self.patience).await.map(drop)
     }
 

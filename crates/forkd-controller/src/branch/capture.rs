@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use forkd_protocol::agent::FreezeSync;
 use forkd_protocol::control::{BranchConfig, Channel, FdRef};
@@ -13,11 +14,11 @@ use crate::error::{Code, Error, Result};
 use crate::host::handed_layers::are_kept;
 use crate::host::images::reopen;
 use crate::host::lineage::Lineage;
-use crate::monitor::{Monitor, control_socket};
+use crate::monitor::{DISKS_ALONE, Monitor, control_socket};
 use crate::sandbox::command::{ForkedBranch, MonitorCommand};
-use crate::sandbox::quiesce::freeze;
+use crate::sandbox::quiesce::{freeze, freeze_disks};
 use crate::sandbox::{Phase, Sandbox};
-use crate::snapshot::branch_job::{BranchJob, CaptureStats};
+use crate::snapshot::branch_job::{BranchJob, CaptureStats, Mode};
 use crate::snapshot::registry::{Entry, SnapshotRegistry};
 use crate::snapshot::template::{MemorySource, Template};
 use crate::util::fs::make_private_dir;
@@ -72,7 +73,15 @@ async fn attempt(
     let limit = sandbox.spec.memory_limit_mib << 20;
     let room = sandbox.resources().leaf.as_ref().map_or(Ok(()), |leaf| leaf.make_room(limit));
     room.map_err(|error| Error::host("cannot raise the limit of a cgroup for a branch", error))?;
-    let frozen = freeze(sandbox, timing.freeze, FreezeSync::Quick).await;
+    let disks_alone = branch.mode == Mode::Disk;
+    let frozen = match disks_alone {
+        true => freeze_disks(sandbox, timing.call).await,
+        false => freeze(sandbox, timing.freeze, FreezeSync::Quick).await,
+    };
+    if disks_alone && !frozen.is_clean() {
+        frozen.thaw(timing.call).await;
+        return Err(not_clean(sandbox, timing.call));
+    }
     let forked = sandbox.ask(|reply| MonitorCommand::Branch(config, fds, reply)).await;
     // First of all, and also after an error: the guest's processes must go on.
     let thawing = task::spawn(Task::Thaw, frozen.thaw(timing.call));
@@ -105,6 +114,9 @@ async fn attempt(
         };
         let sealed = async {
             monitor.hello(timing.call).await?;
+            if disks_alone {
+                monitor.require(DISKS_ALONE)?;
+            }
             if !layers.is_empty() {
                 let sealed = monitor.seal(&for_reading(&layers)?, timing.call).await;
                 sealed.map_err(|error| branch_ended(branch, error))?;
@@ -159,6 +171,16 @@ fn branch_ended(branch: &BranchJob, error: Error) -> Error {
         }
         _ => error,
     }
+}
+
+/// The error of a branch of the disks alone whose source did not freeze its file systems.
+fn not_clean(sandbox: &Sandbox, limit: Duration) -> Error {
+    let text = format!(
+        "sandbox {} did not freeze its file systems within {} s: its agent is busy, or of an older version; try          again, or branch it with mode full",
+        sandbox.id,
+        limit.as_secs()
+    );
+    Error::new(Code::GuestTimeout, text)
 }
 
 /// The error of a refused branch, with what to do if the cause may be layers that are not merged yet.

@@ -103,6 +103,9 @@ impl SnapshotRegistry {
             Phase::Ended(end) => return Err(sandbox.ended(Code::SandboxEnded, &end)),
             Phase::Unknown(_) => sandbox.known()?,
         }
+        if order.mode == Mode::Disk {
+            check_disks(sandbox)?;
+        }
         let Some(mut guest) = sandbox.spec.guest.clone() else {
             let text = format!("sandbox {} was made by an older version; make it again", sandbox.id);
             return Err(Error::new(Code::SandboxUnfit, text));
@@ -191,6 +194,22 @@ impl SnapshotRegistry {
         );
         self.persist(entry, branch, template, source).await;
     }
+}
+
+/// Checks that a branch of the disks alone can have clean file systems.
+fn check_disks(sandbox: &Sandbox) -> Result<()> {
+    if sandbox.spec.is_bare() {
+        let text = format!("sandbox {} has no disk; branch it with mode full", sandbox.id);
+        return Err(Error::new(Code::SandboxUnfit, text));
+    }
+    if matches!(sandbox.phase(), Phase::Paused) {
+        let text = format!(
+            "sandbox {} is paused and cannot write out its file systems; resume it first, or branch it with mode full",
+            sandbox.id
+        );
+        return Err(Error::new(Code::SandboxPaused, text));
+    }
+    Ok(())
 }
 
 /// A new tag for a branch of `sandbox`.

@@ -7,7 +7,9 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use forkd_protocol::control::{Reply, Request, Role};
+use forkd_store::BaseImage;
 use rustix::fs::{CWD, Mode as Bits, OFlags};
+use serde_json::json;
 
 use super::*;
 use crate::sandbox::Spec;
@@ -29,21 +31,31 @@ struct Source {
 impl Source {
     /// What it sends is made from the layer of its disk that the monitor was handed.
     async fn start(daemon: &FakeDaemon, sent: impl FnOnce(OwnedFd) -> Branched) -> Source {
+        // A branch does what it is asked, and can neither be merged nor saved.
+        let script = |request: &Request| match request {
+            Request::Hello { .. } | Request::Seal { .. } => Act::Execute,
+            _ => Act::Answer(Reply::Error { message: "no".into() }),
+        };
+        Source::start_with(daemon, bare_guest(), sent, script).await
+    }
+
+    async fn start_with(
+        daemon: &FakeDaemon,
+        guest: GuestSpec,
+        sent: impl FnOnce(OwnedFd) -> Branched,
+        script: fn(&Request) -> Act,
+    ) -> Source {
         let host = &daemon.app.registry.host;
         let id = new_id("sb").unwrap();
         let lineage = host.lineages.begin(&id).unwrap();
         let sent = sent(lineage.layer(&host.config.data_dir).unwrap());
-        let spec = Spec { guest: Some(bare_guest()), ..daemon.sandbox.spec.clone() };
+        let spec = Spec { guest: Some(guest), ..daemon.sandbox.spec.clone() };
         let resources = Resources { lineage: Some(lineage), ..Resources::default() };
         // Its agent is that of the daemon's other sandbox.
         let folder = daemon.sandbox.folder.clone();
         let sandbox = Arc::new(Sandbox::new(id, spec, folder.clone(), resources, host));
         let (monitor, started) = FakeMonitor::launched_in(&sandbox.id, &folder, Role::Sandbox).await;
-        // A branch does what it is asked, and can neither be merged nor saved.
-        monitor.sends(sent).script_branches(|request| match request {
-            Request::Hello { .. } | Request::Seal { .. } => Act::Execute,
-            _ => Act::Answer(Reply::Error { message: "no".into() }),
-        });
+        monitor.sends(sent).script_branches(script);
         tokio::spawn(sandbox.clone().supervise(Came::Adopted(started), host.config.clone()));
         sandbox.started().await.unwrap();
         Source { sandbox, monitor }
@@ -163,4 +175,85 @@ async fn a_branch_whose_process_ends_can_be_taken_again_because_its_source_runs(
         "{error}"
     );
     assert!(matches!(source.sandbox.phase(), Phase::Running) && source.monitor.runs());
+}
+
+/// A source with a disk over an image, whose branches do as `script` says.
+async fn with_image(daemon: &FakeDaemon, script: fn(&Request) -> Act) -> Source {
+    let image = BaseImage { name: "fake".into(), digest: "d".into(), size: 4096, modified_ns: 1 };
+    let guest = GuestSpec { image: Some(image), ..bare_guest() };
+    Source::start_with(daemon, guest, |layer| Branched { layer: Some(layer), process: None }, script).await
+}
+
+fn of_disks() -> BranchSpec {
+    let (tag, quota) = (Some("b".into()), Quota::default());
+    BranchSpec { tag, mode: Mode::Disk, wait: true, parent_tag: None, quota }
+}
+
+/// Branches the disks of `source`; what came of that.
+async fn branch_disks(daemon: &FakeDaemon, source: &Source) -> Result<()> {
+    let entry = daemon.app.snapshots.branch(&source.sandbox, of_disks())?;
+    tokio::time::timeout(PATIENCE, entry.wait_done()).await.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_branch_of_disks_has_no_memory_and_no_template_and_nothing_is_forked_from_it() {
+    let daemon = FakeDaemon::start().await;
+    let source = with_image(&daemon, |_| Act::Execute).await;
+    branch_disks(&daemon, &source).await.unwrap();
+    let freeze = &daemon.guest.calls_of("Freeze")[0];
+    assert_eq!((&freeze["fileSystems"], &freeze["sync"]), (&json!(true), &json!("full")));
+    assert_eq!(daemon.guest.calls_of("Thaw").len(), 1);
+
+    let snapshots = &daemon.app.snapshots;
+    let entry = snapshots.get("b").unwrap();
+    let snapshot = entry.snapshot().unwrap();
+    assert!(snapshot.is_disk_only() && entry.is_disk_only() && entry.current().is_none());
+    assert_eq!(snapshot.manifest().measured.mode.as_deref(), Some("disk"));
+    assert_eq!((snapshot.layers().len(), snapshot.sizes().memory), (1, Default::default()));
+    assert_eq!(snapshots.template("b").await.unwrap_err().code(), Code::SnapshotDiskOnly);
+    let branch = source.monitor.child("branch").unwrap();
+    eventually("the end of the branch's process", || !branch.runs()).await;
+    let shown = daemon.json("GET /v1/snapshots/b", None).await.1;
+    assert_eq!((&shown["kind"], &shown["mode"]), (&json!("disk"), &json!("disk")), "{shown}");
+    let shown = daemon.json("GET /v1/snapshots/b/info", None).await.1;
+    assert_eq!((&shown["kind"], &shown["memory_logical_bytes"]), (&json!("disk"), &json!(0)), "{shown}");
+    // Its image is not in the library: the boot says that, and leaves nothing.
+    let (status, error) = daemon.json("POST /v1/sandboxes", Some(json!({"snapshot_tag": "b", "n": 2}))).await;
+    assert_eq!((status, &error["code"]), (409, &json!("snapshot_unusable")), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn disks_are_not_branched_without_clean_file_systems() {
+    let daemon = FakeDaemon::start().await;
+    let source = with_image(&daemon, |_| Act::Execute).await;
+    *daemon.guest.dirty.lock().unwrap() = true;
+    let error = branch_disks(&daemon, &source).await.unwrap_err();
+    assert_eq!(error.code(), Code::GuestTimeout, "{error}");
+    assert_eq!(daemon.guest.calls_of("Thaw").len(), 1);
+    assert!(source.monitor.child("branch").is_none(), "there is a branch");
+    let gone = || daemon.app.snapshots.get("b").is_err();
+    eventually("the end of the branch", gone).await;
+
+    source.sandbox.set_phase(Phase::Paused);
+    assert_eq!(branch_disks(&daemon, &source).await.unwrap_err().code(), Code::SandboxPaused);
+    source.sandbox.set_phase(Phase::Running);
+    *daemon.guest.dirty.lock().unwrap() = false;
+    branch_disks(&daemon, &source).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn disks_of_a_sandbox_with_an_older_monitor_are_not_branched() {
+    let daemon = FakeDaemon::start().await;
+    let source = with_image(&daemon, |request| match request {
+        Request::Hello { version } => {
+            Act::Answer(Reply::Hello { version: *version, monitor: "older".into(), newest: 1 })
+        }
+        _ => Act::Execute,
+    });
+    let source = source.await;
+    let error = branch_disks(&daemon, &source).await.unwrap_err();
+    assert_eq!(error.code(), Code::SandboxUnfit, "{error}");
+    assert!(matches!(source.sandbox.phase(), Phase::Running) && source.monitor.runs());
+    let branch = source.monitor.child("branch").unwrap();
+    eventually("the end of the branch's process", || !branch.runs()).await;
 }

@@ -25,6 +25,16 @@ pub(crate) struct BootSource {
     kernel: Arc<OwnedFd>,
     /// The parts that a guest with an image has; a bare kernel has none.
     root: Option<Root>,
+    /// What a snapshot has of the disk; none of a fresh one.
+    disk_layers: Option<Arc<DiskLayers>>,
+}
+
+/// The frozen layers of a guest's disk and the state with its block map, from a snapshot of disks alone.
+#[derive(Debug)]
+pub(crate) struct DiskLayers {
+    pub(crate) state: OwnedFd,
+    /// Oldest first.
+    pub(crate) layers: Vec<OwnedFd>,
 }
 
 #[derive(Debug, Clone)]
@@ -39,6 +49,7 @@ struct Root {
 pub(crate) struct BootFiles {
     pub(crate) kernel: OwnedFd,
     pub(crate) root: Option<RootFiles>,
+    pub(crate) disk_layers: Option<DiskLayers>,
 }
 
 /// The files by which a guest finds its image.
@@ -53,7 +64,12 @@ impl BootSource {
     /// A kernel without an image.
     pub(crate) fn bare(config: &Config, kernel: &Path) -> Result<Self> {
         let kernel = allowed_paths::kernel(config, kernel)?;
-        Ok(BootSource { kernel: Arc::new(kernel.into()), root: None })
+        Ok(BootSource { kernel: Arc::new(kernel.into()), root: None, disk_layers: None })
+    }
+
+    /// The same with the disk of a snapshot.
+    pub(crate) fn on(self, disk: DiskLayers) -> Self {
+        BootSource { disk_layers: Some(Arc::new(disk)), ..self }
     }
 
     /// Descriptors for one boot. Each boot gets new ones, for reading only: a monitor must not share a file
@@ -63,7 +79,16 @@ impl BootSource {
             Some(root) => Some(RootFiles { initramfs: reopen(&root.initramfs)?, disk: reopen(&root.disk)? }),
             None => None,
         };
-        Ok(BootFiles { kernel: reopen(&self.kernel)?, root })
+        let disk_layers = self.disk_layers.as_ref().map(|disk| {
+            let layers = disk.layers.iter().map(reopen).collect::<Result<_>>()?;
+            Ok::<_, Error>(DiskLayers { state: reopen(&disk.state)?, layers })
+        });
+        Ok(BootFiles { kernel: reopen(&self.kernel)?, root, disk_layers: disk_layers.transpose()? })
+    }
+
+    /// The frozen layers of its disk.
+    pub(crate) fn disk_layers(&self) -> &[OwnedFd] {
+        self.disk_layers.as_ref().map_or(&[], |disk| &disk.layers)
     }
 
     /// The manifest of its image.
@@ -121,7 +146,7 @@ impl ImageLibrary {
         };
         let (initramfs, disk) = (self.initramfs(&kernel)?, open(&image.disk)?);
         let root = Some(Root { initramfs, disk, image: image.manifest });
-        Ok(BootSource { kernel: open(&kernel.image)?, root })
+        Ok(BootSource { kernel: open(&kernel.image)?, root, disk_layers: None })
     }
 
     /// Opens the files to boot a guest from a disk outside the library.
@@ -158,7 +183,7 @@ impl ImageLibrary {
             Some(named) => Arc::new(named.into()),
             None => open(&kernel.image)?,
         };
-        Ok(BootSource { kernel, root })
+        Ok(BootSource { kernel, root, disk_layers: None })
     }
 
     /// The disk of `image`, under a snapshot's own layers, and its identity.

@@ -58,6 +58,7 @@ pub(crate) fn prepare(plan: BootPlan, assets: &BootSource) -> Result<(BootConfig
         console: attach(console),
         console_limit: plan.console_limit,
         disks: Vec::new(),
+        disk_state: None,
         net: plan.tap.map(|tap| NetConfig { tap: attach(tap), mac: forkd_net::GUEST_MAC }),
         vsock: None,
     };
@@ -66,7 +67,12 @@ pub(crate) fn prepare(plan: BootPlan, assets: &BootSource) -> Result<(BootConfig
         let vsock = listener(folder)?;
         config.initramfs = Some(attach(root.initramfs));
         let base = attach(root.disk);
-        config.disks = vec![DiskConfig { base, layer: plan.layer.map(&mut attach) }];
+        let mut frozen = Vec::new();
+        if let Some(disk) = files.disk_layers {
+            frozen = disk.layers.into_iter().map(&mut attach).collect();
+            config.disk_state = Some(attach(disk.state));
+        }
+        config.disks = vec![DiskConfig { base, layer: plan.layer.map(&mut attach), frozen }];
         let guest_ports = GUEST_PORTS.into();
         config.vsock = Some(VsockConfig { cid: GUEST_CID, listener: attach(vsock), guest_ports });
     }

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::time::Duration;
 
-use forkd_protocol::control::{Channel, Message, Request, VERSION};
+use forkd_protocol::control::{Channel, Message, OLDEST_VERSION, Request};
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with,
 };
@@ -100,6 +100,7 @@ fn open_at(address: &SocketAddrUnix) -> io::Result<Channel> {
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
     connect(&socket, address)?;
     let channel = Channel::new(socket);
-    channel.send(&Request::Hello { version: VERSION }, &[])?;
+    // The newest version that the monitor speaks is in its reply.
+    channel.send(&Request::Hello { version: OLDEST_VERSION }, &[])?;
     Ok(channel)
 }

@@ -17,7 +17,7 @@ use std::process::{Child, ExitStatus};
 use std::sync::Arc;
 use std::time::Duration;
 
-use forkd_protocol::control::{Channel, EndReason, Event, Message, VmEnd, WaitStatus};
+use forkd_protocol::control::{Channel, EndReason, Event, Message, OLDEST_VERSION, VmEnd, WaitStatus};
 use launch::spawn;
 use rustix::process::Pid;
 use tokio::sync::oneshot;
@@ -28,7 +28,7 @@ use crate::host::process::Pidfd;
 use crate::monitor::control_socket::{Link, Received};
 
 pub(crate) use launch::Launch;
-pub(crate) use requests::{Branched, Replacement, replace_request};
+pub(crate) use requests::{Branched, DISKS_ALONE, Replacement, replace_request};
 
 /// The file in a sandbox's folder that takes its monitor's standard output and error.
 pub(crate) const LOG: &str = "monitor.log";
@@ -75,6 +75,8 @@ pub(crate) struct Monitor {
     vm_end: Option<VmEnd>,
     /// Why the daemon killed it, if it violated the protocol.
     distrusted: Option<String>,
+    /// The newest version of the control protocol that it speaks; the oldest until it has replied to `Hello`.
+    version: u32,
     /// How many replies are still to come. The first is the reply to `Hello`.
     owed: u32,
     /// Whether the guest has written to the ready port.
@@ -177,6 +179,7 @@ impl Monitor {
             control: Some(control),
             vm_end: None,
             distrusted: None,
+            version: OLDEST_VERSION,
             owed: 1,
             ready: false,
             disk_full: false,

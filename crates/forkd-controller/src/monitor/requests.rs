@@ -9,14 +9,17 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use forkd_protocol::control::{
-    BootConfig, BranchConfig, Child as ForkedChild, FdRef, LoadConfig, Message, ReplacedLayers, Reply,
-    Request, Status, VERSION,
+    BootConfig, BranchConfig, Child as ForkedChild, FdRef, LoadConfig, Message, OLDEST_VERSION,
+    ReplacedLayers, Reply, Request, Status,
 };
 
 use super::{Monitor, note};
 use crate::error::{Code, Error, Result};
 use crate::host::process::child_pidfd;
 use crate::monitor::{console, control_socket};
+
+/// The version of the control protocol that saves disks without memory, and boots on them.
+pub(crate) const DISKS_ALONE: u32 = 2;
 
 /// A template that was forked off a running sandbox.
 #[derive(Debug)]
@@ -42,12 +45,23 @@ impl Monitor {
     /// The reply to `Hello`, which was sent when the connection was opened.
     pub(crate) async fn hello(&mut self, patience: Duration) -> Result<()> {
         match self.ask(None, &[], patience).await? {
-            Reply::Hello { version: VERSION, monitor } => {
-                tracing::debug!(sandbox = self.id, monitor, "monitor is up");
+            Reply::Hello { version: OLDEST_VERSION, monitor, newest } => {
+                tracing::debug!(sandbox = self.id, monitor, newest, "monitor is up");
+                self.version = newest;
                 Ok(())
             }
             other => Err(unexpected(&other)),
         }
+    }
+
+    /// Fails if it does not speak `version` of the control protocol. It says which in its reply to `Hello`.
+    pub(crate) fn require(&self, version: u32) -> Result<()> {
+        if self.version >= version {
+            return Ok(());
+        }
+        let text = "its process runs an older version of forkd, which cannot do this";
+        let cause = format!("it speaks version {} of the control protocol, not {version}", self.version);
+        Err(Error::new(Code::SandboxUnfit, text).because(cause))
     }
 
     /// Builds the VM and runs it. `fds` are the descriptors that `config` refers to.
@@ -57,6 +71,9 @@ impl Monitor {
         fds: &[OwnedFd],
         patience: Duration,
     ) -> Result<()> {
+        if config.disk_state.is_some() {
+            self.require(DISKS_ALONE)?;
+        }
         match self.ask(Some(&Request::Boot(config)), fds, patience).await? {
             Reply::Booted => Ok(()),
             other => Err(unexpected(&other)),

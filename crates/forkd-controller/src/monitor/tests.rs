@@ -101,7 +101,7 @@ async fn a_killed_monitor_is_noticed_at_once() {
 
 #[tokio::test]
 async fn a_monitor_that_answers_without_a_request_is_ended_with_the_reason() {
-    use forkd_protocol::control::{Reply, VERSION};
+    use forkd_protocol::control::{OLDEST_VERSION, Reply, VERSION};
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     let (launch, folder) = launch_of("exec sleep 1000");
     let (child, _) = spawn(&launch).unwrap();
@@ -109,7 +109,7 @@ async fn a_monitor_that_answers_without_a_request_is_ended_with_the_reason() {
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
     rustix::io::ioctl_fionbio(&ours, true).unwrap();
     let theirs = Channel::new(theirs);
-    let hello = Reply::Hello { version: VERSION, monitor: "m".into() };
+    let hello = Reply::Hello { version: OLDEST_VERSION, monitor: "m".into(), newest: VERSION };
     theirs.send(&Message::Reply(hello), &[]).unwrap();
     let mut monitor = Monitor::started(launch, child, Channel::new(ours)).unwrap();
     monitor.hello(PATIENCE).await.unwrap();

@@ -16,6 +16,7 @@
 pub(crate) mod adopt;
 pub(crate) mod agent_call;
 pub(crate) mod archive;
+pub(crate) mod cold_boot;
 pub(crate) mod command;
 pub(crate) mod disk_full;
 pub(crate) mod disks;

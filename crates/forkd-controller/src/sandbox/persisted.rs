@@ -86,7 +86,7 @@ impl Sandbox {
     }
 
     /// Writes the record of a booted sandbox, so that the next daemon adopts it, unless it was deleted meanwhile.
-    pub(crate) fn persist_for_adoption(&self) -> io::Result<()> {
+    pub(crate) fn persist_for_adoption(&self, envs: BTreeMap<String, String>) -> io::Result<()> {
         let lineage = self.resources().lineage.clone();
         let lineage = lineage.ok_or_else(|| io::Error::other("it has no user of its own"))?;
         let mut on_disk = self.persisted.lock();
@@ -103,7 +103,7 @@ impl Sandbox {
             created_nanos: self.created_nanos(),
             netns: facts.netns,
             generation: 0,
-            envs: BTreeMap::new(),
+            envs,
             saved: SavedState { workspace: None, ..facts.saved },
         };
         booted.write(&self.folder)?;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use forkd_protocol::agent::FreezeSync;
+use forkd_protocol::agent::{FreezeRequest, FreezeResponse, FreezeSync};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -20,6 +20,8 @@ const AGAIN: Duration = Duration::from_secs(1);
 /// The result of a freeze: user processes that are frozen, if the guest complied.
 pub(crate) struct Frozen {
     quiesced: bool,
+    /// Whether its file systems are frozen, too, with everything on the disks.
+    is_clean: bool,
     /// When the freeze began, and the thaw that is owed; `None` for a paused guest, and for one without an agent.
     standing: Option<(Instant, Owed)>,
 }
@@ -27,21 +29,38 @@ pub(crate) struct Frozen {
 /// Asks the agent of `sandbox` to freeze the guest's processes within `limit`. The caller holds the `exclusive` lock.
 /// A paused guest is not asked: its processes were frozen before the pause, or cannot be now.
 pub(crate) async fn freeze(sandbox: &Sandbox, limit: Duration, sync: FreezeSync) -> Frozen {
+    freeze_as(sandbox, limit, FreezeRequest { sync, ..FreezeRequest::default() }).await
+}
+
+/// As [`freeze`], and the file systems of disks, too: see [`Frozen::is_clean`].
+pub(crate) async fn freeze_disks(sandbox: &Sandbox, limit: Duration) -> Frozen {
+    let request = FreezeRequest { sync: FreezeSync::Full, file_systems: true, ..FreezeRequest::default() };
+    freeze_as(sandbox, limit, request).await
+}
+
+async fn freeze_as(sandbox: &Sandbox, limit: Duration, request: FreezeRequest) -> Frozen {
     let paused = matches!(sandbox.phase(), Phase::Paused);
     if sandbox.spec.is_bare() || paused {
         let quiesced = paused && sandbox.read_runtime(|facts| facts.saved.lifetime.frozen);
-        return Frozen { quiesced, standing: None };
+        return Frozen { quiesced, is_clean: false, standing: None };
     }
     // A thaw that is under way would undo this freeze. If it stays under way, the agent does not answer.
     let begun = Instant::now();
     let free = tokio::time::timeout(limit, sandbox.thaws.wait()).await.is_ok();
     let mut owed = Owed::to(sandbox);
     let left = limit.saturating_sub(begun.elapsed());
-    let quiesced = free && owed.after_freeze(limit, sync, left).await;
-    Frozen { quiesced, standing: Some((begun, owed)) }
+    let answer = if free { owed.after_freeze(limit, request, left).await } else { None };
+    let answer = answer.unwrap_or_default();
+    let is_clean = answer.frozen && answer.file_systems;
+    Frozen { quiesced: answer.frozen, is_clean, standing: Some((begun, owed)) }
 }
 
 impl Frozen {
+    /// Whether a guest that boots on a copy of the disks as they are finds clean file systems.
+    pub(crate) fn is_clean(&self) -> bool {
+        self.is_clean
+    }
+
     /// Thaws the processes. Returns how many milliseconds they were frozen, if known, and whether they were at the fork.
     pub(crate) async fn thaw(self, patience: Duration) -> (Option<f64>, bool) {
         let Some((since, owed)) = self.standing else { return (None, self.quiesced) };
@@ -59,7 +78,7 @@ pub(crate) struct Owed(Option<Thaw>);
 struct Thaw {
     agent: Agent,
     /// The call of the freeze, while it has no answer and the guest may still freeze.
-    freeze: Option<JoinHandle<agent::Result<bool>>>,
+    freeze: Option<JoinHandle<agent::Result<FreezeResponse>>>,
     phases: watch::Receiver<Phase>,
     desired: watch::Receiver<DesiredState>,
     /// No freeze begins as long as there is one.
@@ -73,18 +92,23 @@ impl Owed {
         Owed(Some(Thaw { agent, freeze: None, phases, desired, _counted }))
     }
 
-    /// Asks the agent to freeze its processes. Returns whether it did within `patience`.
-    async fn after_freeze(&mut self, limit: Duration, sync: FreezeSync, patience: Duration) -> bool {
-        let Some(thaw) = &mut self.0 else { return false };
+    /// Asks the agent to freeze its processes. Returns its answer, if that comes within `patience`.
+    async fn after_freeze(
+        &mut self,
+        limit: Duration,
+        request: FreezeRequest,
+        patience: Duration,
+    ) -> Option<FreezeResponse> {
+        let thaw = self.0.as_mut()?;
         // The guest's own limit is shorter: if it gives up, its answer says that no process is frozen.
         let (agent, within) = (thaw.agent.clone(), limit - limit / 10);
-        let freeze = async move { agent.freeze(within, sync).await.map(|it| it.frozen) };
+        let freeze = async move { agent.freeze(within, request).await };
         let call = task::spawn(Task::Freeze, freeze);
         let answer = tokio::time::timeout(patience, thaw.freeze.insert(call)).await;
         if answer.is_ok() {
             thaw.freeze = None;
         }
-        matches!(answer, Ok(Ok(Ok(true))))
+        answer.ok()?.ok()?.ok()
     }
 
     /// Cancels a freeze without an answer: its connection ends, and a guest that reads it later does not freeze.

@@ -1,6 +1,6 @@
 //! The registry: creates, finds and deletes sandboxes, and enforces limits and quotas.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -17,6 +17,7 @@ use crate::auth::principal::Principal;
 use crate::auth::quota::{Claim, QuotaUsage};
 use crate::config::Limits;
 use crate::error::{Code, Error, Result};
+use crate::host::images::BootSource;
 use crate::host::{Host, cgroup, fd_limit, run_dir};
 use crate::sandbox::archive::Archive;
 use crate::sandbox::rollback::RollbackPlan;
@@ -55,6 +56,17 @@ struct Entry {
     sandbox: Arc<Sandbox>,
     supervisor: JoinHandle<()>,
     seat: Seat,
+}
+
+/// How a sandbox boots.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct BootOrder {
+    /// Whether the image's warm-up runs before the sandbox counts as running.
+    pub(crate) warm: bool,
+    /// Whether it outlives this daemon.
+    pub(crate) lasting: bool,
+    /// Variables for its processes.
+    pub(crate) envs: BTreeMap<String, String>,
 }
 
 /// A reservation for one sandbox, held from before its creation until its process and files are gone.
@@ -138,16 +150,32 @@ impl Registry {
         quota: &Quota,
     ) -> Result<Bound> {
         let image = spec.image.clone().unwrap_or_default();
-        check(&self.host.config.limits, spec.vcpus, spec.mem_mib)?;
         check_image(&image)?;
+        let find = move |host: &Host| Ok((host.finder.find(&image)?, None));
+        self.boot_from(spec, BootOrder { warm, lasting, envs: BTreeMap::new() }, quota, find).await
+    }
+
+    /// Boots a sandbox on the files that `find` returns, with the kernel's description if it is not the default one.
+    /// `find` blocks.
+    pub(crate) async fn boot_from(
+        self: &Arc<Self>,
+        spec: Spec,
+        order: BootOrder,
+        quota: &Quota,
+        find: impl FnOnce(&Host) -> Result<(BootSource, Option<String>)> + Send + 'static,
+    ) -> Result<Bound> {
+        check(&self.host.config.limits, spec.vcpus, spec.mem_mib)?;
         let (mut seats, _) = self.reserve(1, &spec.claim(), quota)?;
         let id = new_id("sb")?;
         let folder = self.folder.join(&id);
         let registry = self.clone();
         let prepared = blocking("preparing a sandbox", move || {
             let host = &registry.host;
-            let assets = host.finder.find(&image)?;
+            let (assets, kernel) = find(host)?;
             let lineage = host.lineages.begin(&id)?;
+            for layer in assets.disk_layers() {
+                lineage.layers.add(layer)?;
+            }
             make_private_dir(&folder)
                 .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
             let limits = cgroup::CgroupLimits::of_sandbox(spec.vcpus, spec.memory_limit_mib);
@@ -156,7 +184,7 @@ impl Registry {
             let network = resources.slot.is_some();
             let guest = GuestSpec {
                 image: assets.base().inspect_err(|_| resources.release(&id))?,
-                kernel: None,
+                kernel,
                 vcpus: spec.vcpus,
                 mem_size_mib: spec.mem_mib,
                 network,
@@ -168,9 +196,10 @@ impl Registry {
         });
         let (sandbox, assets) = prepared.await?;
         tracing::info!(sandbox = sandbox.id, image = sandbox.spec.image, "sandbox starts");
+        let BootOrder { warm, lasting, envs } = order;
         let warm = warm.then(|| assets.image().map(|image| image.warm.clone()).unwrap_or_default());
         let seat = seats.pop().ok_or_else(|| Error::host("making a sandbox", "no room was reserved"))?;
-        Ok(self.add(seat, sandbox, SandboxOrigin::Boot { assets, warm, lasting }))
+        Ok(self.add(seat, sandbox, SandboxOrigin::Boot { assets, warm, lasting, envs }))
     }
 
     /// Adds a sandbox and starts its supervisor.

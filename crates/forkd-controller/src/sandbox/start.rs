@@ -34,11 +34,12 @@ impl Sandbox {
         &self,
         assets: &BootSource,
         warm: Option<&WarmRequest>,
+        envs: &BTreeMap<String, String>,
         config: &Config,
     ) -> Result<Monitor, Outcome> {
         let mut retried = false;
         loop {
-            let (failure, ended) = match self.attempt(assets, warm, config).await {
+            let (failure, ended) = match self.attempt(assets, warm, envs, config).await {
                 Ok(monitor) => return Ok(monitor),
                 Err(failed) => failed,
             };
@@ -78,6 +79,7 @@ impl Sandbox {
         &self,
         assets: &BootSource,
         warm: Option<&WarmRequest>,
+        envs: &BTreeMap<String, String>,
         config: &Config,
     ) -> Result<Monitor, (Failure, Option<MonitorEnd>)> {
         let begun = Instant::now();
@@ -88,7 +90,7 @@ impl Sandbox {
         let outcome = tokio::select! {
             biased;
             _ = self.desired_changed() => Err(Failure::NoLongerDesired),
-            up = self.bring_up(&mut monitor, assets, warm, config) => up,
+            up = self.bring_up(&mut monitor, assets, warm, envs, config) => up,
         };
         match outcome {
             Ok(pong) => {
@@ -131,6 +133,7 @@ impl Sandbox {
         monitor: &mut Monitor,
         assets: &BootSource,
         warm: Option<&WarmRequest>,
+        envs: &BTreeMap<String, String>,
         config: &Config,
     ) -> Result<Pong, Failure> {
         let tap = self.resources().slot.as_mut().map(|slot| slot.take_tap()).transpose();
@@ -152,7 +155,10 @@ impl Sandbox {
         let up = async {
             let pong = bringup::up(&self.agent, &config.timing).await?;
             // The sandbox runs without its name too, as with older agents.
-            if let Err(error) = self.agent.name(&self.id).await {
+            if let Err(error) = self.agent.name(&self.id, envs).await {
+                if !envs.is_empty() {
+                    return Err(format!("the guest did not take its variables: {}", error.public()));
+                }
                 tracing::debug!(sandbox = self.id, %error, "sandbox id not set in the guest");
             }
             if let Some(warm) = warm {

@@ -30,6 +30,8 @@ pub(crate) enum SandboxOrigin {
         warm: Option<WarmRequest>,
         /// Whether it is to outlive this daemon.
         lasting: bool,
+        /// The variables that the agent gets with the sandbox's id.
+        envs: BTreeMap<String, String>,
     },
     /// A fork of a template.
     Fork(PendingFork),
@@ -70,10 +72,10 @@ impl Sandbox {
             SandboxOrigin::Rollback(_) | SandboxOrigin::Adopted(_) => None,
         };
         let started = match origin {
-            SandboxOrigin::Boot { assets, warm, lasting } => {
-                let booted = self.boot(&assets, warm.as_ref(), &config).await;
+            SandboxOrigin::Boot { assets, warm, lasting, envs } => {
+                let booted = self.boot(&assets, warm.as_ref(), &envs, &config).await;
                 match lasting {
-                    true => self.record_boot(booted).await,
+                    true => self.record_boot(booted, envs).await,
                     false => booted,
                 }
             }
@@ -148,9 +150,13 @@ impl Sandbox {
     }
 
     /// Writes the record of a booted sandbox for the next daemon. If that fails, the sandbox is ended.
-    async fn record_boot(&self, booted: Result<Monitor, Outcome>) -> Result<Monitor, Outcome> {
+    async fn record_boot(
+        &self,
+        booted: Result<Monitor, Outcome>,
+        envs: BTreeMap<String, String>,
+    ) -> Result<Monitor, Outcome> {
         let mut monitor = booted?;
-        match self.persist_for_adoption() {
+        match self.persist_for_adoption(envs) {
             Ok(()) => Ok(monitor),
             Err(error) => {
                 monitor.end().await;

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use forkd_protocol::control::Request;
 use forkd_protocol::names::is_valid_name;
-use forkd_store::Quota;
+use forkd_store::{Quota, Snapshot};
 
 use crate::auth::principal::local_owner;
 use crate::error::{Error, Result};
@@ -114,7 +114,9 @@ impl SnapshotRegistry {
     /// Makes an adopted template the current one of its tag, if the tag still has the same snapshot.
     fn install(&self, template: &Arc<Template>, snapshot: &str) {
         let Ok(entry) = self.get(&template.about.tag) else { return };
-        if entry.snapshot().is_ok_and(|now| now.id() == snapshot) && entry.current().is_none() {
+        // A template of a snapshot of disks alone was only needed to write it.
+        let is_its = |now: Snapshot| now.id() == snapshot && !now.is_disk_only();
+        if entry.snapshot().is_ok_and(is_its) && entry.current().is_none() {
             entry.set_current(template.clone());
         }
     }

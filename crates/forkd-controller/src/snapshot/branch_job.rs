@@ -24,6 +24,8 @@ pub(crate) enum Mode {
     Diff,
     /// The same, and by default the client does not wait for the save.
     Live,
+    /// Its disks alone, with clean file systems: a sandbox can boot on them.
+    Disk,
     /// All of it, and the sandbox ends. Only this snapshot is left of the sandbox, so `gc` never removes it.
     Suspend,
 }
@@ -34,6 +36,7 @@ impl Mode {
             Mode::Full => "full",
             Mode::Diff => "diff",
             Mode::Live => "live",
+            Mode::Disk => "disk",
             Mode::Suspend => "suspend",
         }
     }

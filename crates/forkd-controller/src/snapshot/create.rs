@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use forkd_protocol::agent::AGENT_PORT;
 use forkd_protocol::control::CONSOLE_TAIL;
-use forkd_store::{GuestSpec, Measured, Snapshot};
+use forkd_store::{GuestSpec, Measured, Snapshot, SnapshotKind};
 use tokio::sync::watch;
 use tracing::Instrument;
 
@@ -222,6 +222,7 @@ async fn make(snapshots: &SnapshotRegistry, making: &CreateJob) -> Result<(Snaps
         };
         let job = SaveJob {
             tag: making.order.tag.clone(),
+            kind: SnapshotKind::Full,
             origin: None,
             diff: false,
             merge: false,

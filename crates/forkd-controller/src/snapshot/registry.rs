@@ -298,6 +298,12 @@ impl SnapshotRegistry {
     /// The template to fork children of `tag` from: the live one, or one started from disk.
     pub(crate) async fn template(self: &Arc<Self>, tag: &str) -> Result<Arc<Template>> {
         let entry = self.get(tag)?;
+        if entry.is_disk_only() {
+            let text = format!(
+                "snapshot {tag} has disks and no memory: boot a sandbox on it (`forkd fork --tag {tag}`)"
+            );
+            return Err(Error::new(Code::SnapshotDiskOnly, text));
+        }
         // A branch has a template before anything of it is on disk.
         if let Some(template) = entry.use_current() {
             return Ok(template);

@@ -12,14 +12,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forkd_protocol::control::{CONSOLE_TAIL, FdRef, SaveConfig, SaveProgress, WaitStatus};
-use forkd_store::{Contents, Draft, MAX_DEPTH, Measured, Snapshot};
+use forkd_store::{Contents, Draft, MAX_DEPTH, Measured, Snapshot, SnapshotKind};
 use tokio_util::task::TaskTracker;
 
 use crate::error::{Code, Error, Result};
 use crate::host::disk_space::is_shortage;
 use crate::host::{oom, process};
 use crate::monitor::{Forked, console};
-use crate::snapshot::branch_job::{BranchJob, Disposition};
+use crate::snapshot::branch_job::{BranchJob, Disposition, Mode};
 use crate::snapshot::held_draft::HeldDraft;
 use crate::snapshot::merge::{LayerSource, merge};
 use crate::snapshot::registry::{Entry, SnapshotRegistry, SnapshotState};
@@ -42,6 +42,8 @@ const PROGRESS: &str = "progress";
 #[derive(Debug)]
 pub(crate) struct SaveJob {
     pub(crate) tag: String,
+    /// What is written.
+    pub(crate) kind: SnapshotKind,
     /// The snapshot the branch came from.
     pub(crate) origin: Option<Snapshot>,
     /// Whether only the difference to the origin is written.
@@ -154,6 +156,7 @@ fn job(branch: &BranchJob, origin: Option<Snapshot>) -> SaveJob {
     let compacted = branch.source.starts_with("compact:");
     SaveJob {
         tag: branch.tag.clone(),
+        kind: if branch.mode == Mode::Disk { SnapshotKind::Disk } else { SnapshotKind::Full },
         origin,
         diff: fits && branch.mode.is_difference(),
         merge: !branch.mode.is_difference(),
@@ -209,6 +212,7 @@ pub(crate) async fn save(
         };
         let draft = draft.take().ok_or_else(|| Error::host("publishing a snapshot", "there is no draft"))?;
         Ok(draft.publish(Contents {
+            kind: job.kind,
             facts: guest,
             parent,
             origin,
@@ -297,12 +301,15 @@ fn prepare(
     let progress_file = create(&folder.join(PROGRESS));
     let progress_file = progress_file.map_err(|error| Error::host("cannot follow a saver", error))?;
     let copy = progress_file.try_clone().map_err(|error| Error::host("cannot follow a saver", error))?;
+    let has_memory = job.kind == SnapshotKind::Full;
     // Without the page map the saver reads all memory.
-    let pagemap = process::pagemap(pid).ok();
+    let pagemap = has_memory.then(|| process::pagemap(pid).ok()).flatten();
+    let state = attach(draft.create_state()?.into());
+    let memory = has_memory.then(|| draft.create_memory()).transpose()?;
     let mut config = SaveConfig {
         child: new_id("saver")?,
-        state: attach(draft.create_state()?.into()),
-        memory: attach(draft.create_memory()?.into()),
+        state,
+        memory: memory.map(|memory| attach(memory.into())),
         parent,
         pagemap: pagemap.map(|pagemap| attach(pagemap.into())),
         disks: Vec::new(),
@@ -428,6 +435,7 @@ mod tests {
         };
         let job = SaveJob {
             tag: "b".into(),
+            kind: SnapshotKind::Full,
             origin: None,
             diff: false,
             merge: false,

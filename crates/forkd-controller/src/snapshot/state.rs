@@ -30,6 +30,8 @@
 //!
 //! A failed job leaves an entry only if its memory can still be of use: see `SnapshotRegistry::discard`. When an entry
 //! lets go of the template of an unsaved branch, the template's record becomes `forgotten`.
+//!
+//! From a snapshot of disks alone no child is ever forked: its template only writes it, and ends when it is `Ready`.
 
 use std::io;
 use std::sync::Arc;
@@ -39,7 +41,7 @@ use forkd_protocol::names::is_valid_sandbox_id;
 use forkd_store::Snapshot;
 
 use crate::error::{Code, Error, Result};
-use crate::snapshot::branch_job::{BranchJob, Disposition};
+use crate::snapshot::branch_job::{BranchJob, Disposition, Mode};
 use crate::snapshot::create::CreateJob;
 use crate::snapshot::entry::Entry;
 use crate::snapshot::template::{PersistState, Template};
@@ -191,6 +193,9 @@ impl Entry {
         {
             tracing::warn!(tag = self.tag, %error, "template record not updated: snapshot is on disk");
         }
+        if self.is_disk_only() {
+            self.unload();
+        }
         self.change(|_| Some(ready));
     }
 
@@ -295,6 +300,14 @@ impl Entry {
     /// The branch or compact job of the snapshot, while it runs or if it failed.
     pub(crate) fn branch(&self) -> Option<Arc<BranchJob>> {
         self.state.borrow().branch()
+    }
+
+    /// Whether the snapshot has disks alone, or will have once it is written.
+    pub(crate) fn is_disk_only(&self) -> bool {
+        match self.state() {
+            SnapshotState::Ready(snapshot) => snapshot.is_disk_only(),
+            state => state.branch().is_some_and(|job| job.mode == Mode::Disk),
+        }
     }
 
     /// The snapshot on disk, or why it cannot be used.

@@ -77,6 +77,8 @@ pub(crate) struct FakeGuest {
     pub(crate) sending: Mutex<usize>,
     /// The method of the agent that the guest does not answer.
     pub(crate) ignores: Mutex<Option<String>>,
+    /// Whether it cannot freeze its file systems.
+    pub(crate) dirty: Mutex<bool>,
     /// Makes it answer that call after all.
     pub(crate) answers: tokio::sync::Notify,
     /// The running process.
@@ -340,13 +342,14 @@ pub(crate) const MUCH: usize = 8 << 20;
 
 async fn agent(State(guest): State<Arc<FakeGuest>>, Path(method): Path<String>, body: Bytes) -> Response {
     let message: Value = serde_json::from_slice(&body).unwrap();
+    let file_systems = message["fileSystems"] == true && !*guest.dirty.lock().unwrap();
     guest.calls.lock().unwrap().push((method.clone(), message));
     let ignored = guest.ignores.lock().unwrap().as_ref() == Some(&method);
     if ignored {
         guest.answers.notified().await;
     }
     let answer = match method.as_str() {
-        "Freeze" => json!({ "frozen": true }),
+        "Freeze" => json!({ "frozen": true, "fileSystems": file_systems }),
         "Eval" => json!({ "stdout": "x".repeat(MUCH), "resultJson": { "b": 1, "a": [1e2] } }),
         _ => json!({ "version": "fake" }),
     };

@@ -215,6 +215,7 @@ fn a_wrong_request_changes_nothing() {
         (400, json!({"tag": "../x"}), "invalid_request"),
         (409, json!({"tag": "taken"}), "tag_taken"),
         (409, json!({"tag": "root"}), "tag_taken"),
+        (409, json!({"tag": "x", "mode": "disk"}), "sandbox_unfit"),
     ] {
         let (got, error) = daemon.try_branch(&source, body.clone());
         assert_eq!(got, status, "{body}: {error}");

@@ -13,6 +13,7 @@
 
 mod boot_id;
 mod connections;
+mod file_systems;
 mod hooks;
 mod identity;
 mod ssh;
@@ -35,9 +36,9 @@ use forkd_protocol::{
 
 pub use boot_id::BootId;
 pub(crate) use identity::{IdentityFiles, write_resolv_conf};
-pub use system::System;
+pub use system::{FileSystemCalls, System};
 
-use self::{ssh::HostKeys, sync::Syncing};
+use self::{file_systems::FileSystems, ssh::HostKeys, sync::Syncing};
 use crate::{
     log,
     process::{self, Processes},
@@ -68,6 +69,7 @@ pub(crate) struct ForkService {
     processes: Arc<Processes>,
     python: Arc<Python>,
     syncing: Syncing,
+    file_systems: FileSystems,
     /// One freeze, thaw or change of identity at a time.
     turn: Mutex<()>,
     /// The last `Become` that was done.
@@ -89,12 +91,14 @@ impl ForkService {
         python: Arc<Python>,
     ) -> Self {
         let syncing = Syncing::new(system.sync);
+        let file_systems = FileSystems::new(system.file_systems);
         ForkService {
             system,
             run_dir,
             processes,
             python,
             syncing,
+            file_systems,
             turn: Mutex::new(()),
             done: Mutex::default(),
         }
@@ -128,6 +132,8 @@ impl ForkService {
             let message = format!("the guest got to the freeze only after the {limit:?} it may take");
             return Err(Error::new(Code::DeadlineExceeded, message));
         }
+        // A freeze that was not thawed: what is done below would wait for ever.
+        self.file_systems.thaw();
         // Most of the writing while processes still run, so that they stand still for less long.
         let full = request.sync == FreezeSync::Full;
         match request.sync {
@@ -143,6 +149,7 @@ impl ForkService {
                 false
             }
         };
+        let mut clean = false;
         if frozen {
             // The files that every child writes first: written once here, they are in memory and
             // have their place on the disk, and a child changes one page of each.
@@ -154,7 +161,14 @@ impl ForkService {
                 FreezeSync::Quick if little() => self.sync(sooner(deadline, QUICK_SYNC_TIME), full),
                 FreezeSync::Quick | FreezeSync::Skip => {}
             }
+            if request.file_systems {
+                clean = self.file_systems.freeze_by(deadline).unwrap_or_else(|error| {
+                    log::error!("cannot start to freeze the file systems: {error}");
+                    false
+                });
+            }
             if !wanted() {
+                self.file_systems.thaw();
                 self.processes.cgroups.thaw().map_err(cannot("let the user processes run"))?;
                 return Err(Error::new(
                     Code::Canceled,
@@ -162,7 +176,7 @@ impl ForkService {
                 ));
             }
         }
-        Ok(FreezeResponse { frozen })
+        Ok(FreezeResponse { frozen, file_systems: clean })
     }
 
     /// Makes the file systems clean, as far as that is done by `deadline`.
@@ -172,9 +186,10 @@ impl ForkService {
         }
     }
 
-    /// Lets user processes run on.
+    /// Lets user processes run on, and write.
     pub(crate) fn thaw(&self) -> Result<(), Error> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        self.file_systems.thaw();
         self.processes.cgroups.thaw().map_err(cannot("let the user processes run"))
     }
 
@@ -194,6 +209,7 @@ impl ForkService {
             return Ok(became(done.warnings.clone()));
         }
         let mut warnings = Vec::new();
+        self.file_systems.thaw();
 
         // Nothing to do in a child of a frozen guest. A guest that runs is asked again, or was copied
         // without having been frozen.
@@ -225,6 +241,7 @@ impl ForkService {
     pub(crate) fn name(&self, request: &NameRequest) -> Result<(), Error> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         check_sandbox_id(&request.sandbox_id)?;
+        let variables = checked_variables(request.envs.clone(), &request.sandbox_id)?;
         let mut warnings = Vec::new();
         self.names().write_sandbox_id(&request.sandbox_id, &mut warnings);
         self.write_boot_id(&request.sandbox_id, &mut warnings);
@@ -233,7 +250,7 @@ impl ForkService {
         for warning in warnings {
             log::error!("{warning}");
         }
-        self.processes.variables.set([(SANDBOX_ID.into(), request.sandbox_id.clone())].into());
+        self.processes.variables.set(variables);
         Ok(())
     }
 
@@ -271,8 +288,7 @@ struct CheckedBecome {
 
 impl CheckedBecome {
     fn new(request: BecomeRequest) -> Result<Self, Error> {
-        let BecomeRequest { sandbox_id, hostname, machine_id, unix_nanos, entropy, envs: mut variables } =
-            request;
+        let BecomeRequest { sandbox_id, hostname, machine_id, unix_nanos, entropy, envs } = request;
         let wrong = |message: String| Err(Error::new(Code::InvalidArgument, message));
         check_sandbox_id(&sandbox_id)?;
         if !is_hostname(&hostname) {
@@ -291,14 +307,24 @@ impl CheckedBecome {
             let (least, most) = (ENTROPY.start(), ENTROPY.end());
             return wrong(format!("entropy has {} bytes; it must have {least} to {most}", entropy.len()));
         }
-        process::check_variables(&variables)?;
-        variables.insert(SANDBOX_ID.into(), sandbox_id.clone());
-        if variables.iter().map(|(name, value)| name.len() + value.len() + 2).sum::<usize>() > MAX_VARIABLES {
-            return wrong(format!("envs take more than {MAX_VARIABLES} bytes"));
-        }
+        let variables = checked_variables(envs, &sandbox_id)?;
         let sent_at = Duration::from_nanos(unix_nanos);
         Ok(CheckedBecome { sandbox_id, hostname, machine_id, sent_at, entropy, variables })
     }
+}
+
+/// `variables` and [`SANDBOX_ID`].
+fn checked_variables(
+    mut variables: BTreeMap<String, String>,
+    sandbox_id: &str,
+) -> Result<BTreeMap<String, String>, Error> {
+    process::check_variables(&variables)?;
+    variables.insert(SANDBOX_ID.into(), sandbox_id.to_owned());
+    if variables.iter().map(|(name, value)| name.len() + value.len() + 2).sum::<usize>() > MAX_VARIABLES {
+        let message = format!("envs take more than {MAX_VARIABLES} bytes");
+        return Err(Error::new(Code::InvalidArgument, message));
+    }
+    Ok(variables)
 }
 
 fn check_sandbox_id(id: &str) -> Result<(), Error> {

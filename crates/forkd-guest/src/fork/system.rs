@@ -2,7 +2,7 @@
 //! replaced, so that a test of the rest does not change the machine it runs on.
 
 use std::{
-    fs::{self, OpenOptions},
+    fs::{self, File, OpenOptions},
     io,
     os::fd::{AsFd, AsRawFd},
     path::PathBuf,
@@ -29,6 +29,31 @@ pub struct System {
     pub sync: fn(),
     /// How many bytes that would be; `None` if unknown.
     pub unsynced: fn() -> Option<u64>,
+    /// Freezing of file systems.
+    pub file_systems: FileSystemCalls,
+}
+
+/// How file systems are found, frozen and thawed.
+#[derive(Debug, Clone, Copy)]
+pub struct FileSystemCalls {
+    /// The mounts, as in `/proc/self/mountinfo`.
+    pub mounts: fn() -> io::Result<String>,
+    /// Writes everything to the disk that a file system is on, and keeps processes from writing to it. Takes as long
+    /// as that takes.
+    pub freeze: fn(&File) -> io::Result<()>,
+    /// Lets processes write again.
+    pub thaw: fn(&File) -> io::Result<()>,
+}
+
+impl FileSystemCalls {
+    /// Of this machine.
+    fn of_machine() -> Self {
+        FileSystemCalls {
+            mounts: || fs::read_to_string("/proc/self/mountinfo"),
+            freeze: |file_system| ioctl(file_system, FREEZE, std::ptr::null_mut()),
+            thaw: |file_system| ioctl(file_system, THAW, std::ptr::null_mut()),
+        }
+    }
 }
 
 impl System {
@@ -42,6 +67,7 @@ impl System {
             set_hostname: |name| Ok(rustix::system::sethostname(name.as_bytes())?),
             sync: rustix::fs::sync,
             unsynced: || unsynced(&fs::read_to_string("/proc/meminfo").ok()?),
+            file_systems: FileSystemCalls::of_machine(),
         }
     }
 }
@@ -49,6 +75,9 @@ impl System {
 /// `RNDADDENTROPY` and `RNDRESEEDCRNG` of `linux/random.h`.
 const ADD_ENTROPY: u32 = 0x4008_5203;
 const RESEED: u32 = 0x5207;
+/// `FIFREEZE` and `FITHAW` of `linux/fs.h`.
+const FREEZE: u32 = 0xc004_5877;
+const THAW: u32 = 0xc004_5878;
 
 fn reseed(entropy: &[u8]) -> io::Result<()> {
     let device = OpenOptions::new().write(true).open("/dev/urandom")?;
@@ -70,7 +99,7 @@ fn reseed(entropy: &[u8]) -> io::Result<()> {
 
 fn ioctl(device: impl AsFd, number: u32, argument: *mut libc::c_void) -> io::Result<()> {
     // SAFETY: one caller passes a structure with its length in the second word, in memory of its own that
-    // lives through the call; the other request takes no argument.
+    // lives through the call; the other requests take no argument.
     let done = unsafe { libc::ioctl(device.as_fd().as_raw_fd(), number as _, argument) };
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

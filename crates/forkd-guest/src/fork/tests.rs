@@ -48,6 +48,11 @@ pub(crate) fn system(root: PathBuf) -> System {
         },
         sync: || (),
         unsynced: || Some(0),
+        file_systems: FileSystemCalls {
+            mounts: || Ok(String::new()),
+            freeze: |_| Err(io::ErrorKind::Unsupported.into()),
+            thaw: |_| Err(io::ErrorKind::Unsupported.into()),
+        },
     }
 }
 
@@ -108,7 +113,7 @@ fn a_guest_that_was_booted_is_told_which_sandbox_it_is_and_keeps_its_boot_id_as_
     let mut forking = forking(folder.path(), None, || ());
     let path = folder.path().join("boot-id");
     forking.system.boot_id = Some(BootId::new("c3075f7e-701a-47dd-9b34-fb4ecf34ccf2", &path).unwrap());
-    let name = |id: &str| forking.name(&NameRequest { sandbox_id: id.into() });
+    let name = |id: &str| forking.name(&NameRequest { sandbox_id: id.into(), ..NameRequest::default() });
     let boot_id = || fs::read_to_string(&path).unwrap();
     let kernels = boot_id();
     assert_eq!(name("../sb").unwrap_err().code, Code::InvalidArgument);
@@ -194,7 +199,8 @@ fn frozen_processes_stand_still_until_they_are_thawed_or_become_another_guests()
     {
         let before = size();
         eventually("ticks", || size() > before);
-        assert_eq!(agent.call("/forkd.Agent/Freeze", json!({})).unwrap(), json!({"frozen": true}), "{how}");
+        let frozen = agent.call("/forkd.Agent/Freeze", json!({"fileSystems": true})).unwrap();
+        assert_eq!(frozen, json!({"frozen": true, "fileSystems": true}), "{how}");
         if how == "freeze twice" {
             let again = agent.call("/forkd.Agent/Freeze", json!({"timeoutMs": 60_000}));
             assert_eq!(again.unwrap()["frozen"], true);
@@ -229,6 +235,10 @@ fn told(folder: &Path) -> String {
     fs::read_to_string(folder.join("cgroup.freeze")).unwrap_or_default()
 }
 
+fn full(ms: u64) -> FreezeRequest {
+    FreezeRequest { sync: FreezeSync::Full, ..within(ms) }
+}
+
 fn within(ms: u64) -> FreezeRequest {
     FreezeRequest { timeout_ms: ms, ..FreezeRequest::default() }
 }
@@ -238,7 +248,7 @@ fn a_guest_without_cgroups_says_that_nothing_is_frozen() {
     let folder = tempfile::tempdir().unwrap();
     let forking = forking(folder.path(), None, || ());
     let answer = forking.freeze(&FreezeRequest::default(), Instant::now(), || true);
-    assert_eq!(answer, Ok(FreezeResponse { frozen: false }));
+    assert_eq!(answer, Ok(FreezeResponse::default()));
     assert!(forking.thaw().is_ok());
 }
 
@@ -281,7 +291,7 @@ fn a_sync_that_never_ends_keeps_no_guest_from_being_frozen() {
     let forking = forking(folder.path(), still(folder.path()), || GATE.pass());
     let freezes = |request: &FreezeRequest| {
         let answer = forking.freeze(request, Instant::now(), || true);
-        assert_eq!(answer, Ok(FreezeResponse { frozen: true }), "{request:?}");
+        assert_eq!(answer, Ok(FreezeResponse { frozen: true, ..FreezeResponse::default() }), "{request:?}");
         assert_eq!(told(folder.path()), "1", "{request:?}");
         forking.thaw().unwrap();
     };
@@ -289,7 +299,7 @@ fn a_sync_that_never_ends_keeps_no_guest_from_being_frozen() {
     eventually("the sync to hang", || GATE.waiting() == 1);
     // Later ones do not wait for it: this test would take hours.
     freezes(&within(600_000));
-    freezes(&FreezeRequest { timeout_ms: 3000, sync: FreezeSync::Full });
+    freezes(&full(3000));
     assert_eq!(GATE.waiting(), 1, "another one joined it");
     GATE.open();
 }
@@ -307,7 +317,7 @@ fn processes_stay_frozen_when_what_they_wrote_last_cannot_be_synced_in_time() {
         }
     };
     let forking = forking(folder, still(folder), sync);
-    for request in [within(60_000), FreezeRequest { timeout_ms: 3000, sync: FreezeSync::Full }] {
+    for request in [within(60_000), full(3000)] {
         assert!(forking.freeze(&request, Instant::now(), || true).unwrap().frozen, "{request:?}");
         assert_eq!(told(folder), "1", "{request:?}");
         forking.thaw().unwrap();
@@ -327,7 +337,7 @@ fn how_much_is_synced_depends_on_the_request_and_on_what_is_dirty() {
     let syncs = |sync, dirty| {
         *DIRTY.lock().unwrap() = dirty;
         SYNCS.store(0, Ordering::SeqCst);
-        let request = FreezeRequest { timeout_ms: 60_000, sync };
+        let request = FreezeRequest { sync, ..within(60_000) };
         assert!(forking.freeze(&request, Instant::now(), || true).unwrap().frozen);
         forking.thaw().unwrap();
         SYNCS.load(Ordering::SeqCst)
@@ -367,7 +377,7 @@ fn a_freeze_whose_caller_is_gone_when_it_is_done_is_undone() {
     let listener = UnixListener::bind(&socket).unwrap();
     thread::spawn(move || agent.serve(&listener.into()));
 
-    let request = FreezeRequest { timeout_ms: 60_000, sync: FreezeSync::Full };
+    let request = full(60_000);
     let body = serde_json::to_string(&request).unwrap();
     let head = "POST /forkd.Agent/Freeze HTTP/1.1\r\ncontent-type: application/json\r\n";
     let mut caller = UnixStream::connect(&socket).unwrap();

@@ -6,6 +6,17 @@
 //! request on a connection is [`Request::Hello`]; a monitor without the offered version answers with an error
 //! and closes. A monitor serves one connection at a time. When the controller ends, the monitor keeps its VM running.
 //!
+//! # Versions
+//!
+//! A controller offers the oldest version it speaks, [`OLDEST_VERSION`], before it knows anything of the monitor:
+//! a `Hello` may wait in a socket before its reader exists. The reply has the newest version that the monitor
+//! speaks. The controller sends a request, or a field, of a newer version only to a monitor that speaks it. A
+//! monitor sends replies of a newer version only to requests of that version.
+//!
+//! | version | adds |
+//! |---|---|
+//! | 2 | a boot on frozen disk layers ([`BootConfig::disk_state`]), a save without memory ([`SaveConfig::memory`]) |
+//!
 //! Descriptors travel with the message that names them: a [`FdRef`] is an index into the list
 //! attached to it. The monitor never opens anything by name.
 
@@ -17,7 +28,9 @@ pub use channel::{Channel, fuzz_messages};
 
 /// The version of this protocol. A monitor may run longer than the controller that started it, so a controller also
 /// supports the previous version.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
+/// The oldest version that both sides support, and that a controller offers.
+pub const OLDEST_VERSION: u32 = 1;
 /// The longest message: a list of all children of a template. A kernel's default socket buffer takes a little more.
 pub const MAX_MESSAGE: usize = 192 << 10;
 /// The most descriptors attached to one message.
@@ -37,7 +50,7 @@ pub struct FdRef(pub usize);
 pub enum Request {
     /// First on every connection.
     Hello {
-        /// The version that the controller supports.
+        /// The oldest version that the controller supports.
         version: u32,
     },
     /// Build a VM and run it. Once per monitor.
@@ -105,10 +118,13 @@ pub enum Message {
 pub enum Reply {
     /// Both sides support this version.
     Hello {
-        /// The version in use from here on.
+        /// The version that the controller offered.
         version: u32,
         /// The build of the monitor, for people.
         monitor: String,
+        /// The newest version that the monitor speaks. Monitors of version 1 do not send it.
+        #[serde(default = "first_version")]
+        newest: u32,
     },
     /// The vCPUs run.
     Booted,
@@ -161,6 +177,10 @@ pub enum Reply {
         /// What happened and what to do.
         message: String,
     },
+}
+
+fn first_version() -> u32 {
+    1
 }
 
 /// What happened in a monitor.
@@ -285,6 +305,10 @@ pub struct BootConfig {
     pub console_limit: u64,
     /// Disks, in the order of `/dev/vda`, `/dev/vdb`, …
     pub disks: Vec<DiskConfig>,
+    /// For disks with frozen layers: the state of all disks, as a saver writes it without memory, opened for
+    /// reading. It says which layer holds which block. Version 2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_state: Option<FdRef>,
     /// A network interface.
     pub net: Option<NetConfig>,
     /// The socket device.
@@ -366,8 +390,9 @@ pub struct SaveConfig {
     pub child: String,
     /// An empty file opened for reading and writing, for the state.
     pub state: FdRef,
-    /// An empty file opened for reading and writing, for the memory.
-    pub memory: FdRef,
+    /// An empty file opened for reading and writing, for the memory. Without it, which is version 2, only the
+    /// disks are saved: the state is theirs alone, and there is neither parent nor pagemap.
+    pub memory: Option<FdRef>,
     /// The memory layers of the parent, the oldest first, as in [`LoadConfig`]: their contents are not
     /// written again. The template must come from this parent, directly or not. Empty: everything is written.
     pub parent: Vec<FdRef>,
@@ -459,6 +484,9 @@ pub struct DiskConfig {
     pub base: FdRef,
     /// An empty file, opened for reading and writing, for the writes of the guest. Without it the disk is read-only.
     pub layer: Option<FdRef>,
+    /// Frozen layers, oldest first, opened for reading only. With [`BootConfig::disk_state`] only. Version 2.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub frozen: Vec<FdRef>,
 }
 
 /// A network interface.

@@ -254,6 +254,20 @@ fn a_power_cut_at_any_step_leaves_whole_snapshots_and_nothing_else() {
         let disks = vec![vec![merged], vec![File::open(path).unwrap()]];
         draft.publish(Contents { origin: Some(child.clone()), disks, ..Contents::new(facts()) }).unwrap()
     });
+    // Disks alone: the state and the layers, one of which another snapshot has, too.
+    witness.publish("disks", || {
+        let mut draft = store.begin("disks").unwrap();
+        draft.create_state().unwrap().write_all_at(b"map", 0).unwrap();
+        let mut layers = base.open().unwrap().disks.remove(0).layers;
+        layers.push(disk(&store, 9));
+        let contents = Contents {
+            kind: SnapshotKind::Disk,
+            origin: Some(base.clone()),
+            disks: vec![layers],
+            ..Contents::new(facts())
+        };
+        draft.publish(contents).unwrap()
+    });
     // The tag is taken: everything is put in place, and taken back.
     let late = small_draft(&store, "late", 4);
     witness.publish("late", || small(&store, "late", 5, None));
@@ -280,7 +294,7 @@ fn a_power_cut_at_any_step_leaves_whole_snapshots_and_nothing_else() {
         (Store::open(store.folder()).unwrap(), None)
     });
     witness.publish("late", || small(&store, "late", 5, None));
-    for tag in ["late-child", "flat", "late"] {
+    for tag in ["late-child", "flat", "disks", "late"] {
         witness.remove(&store, tag);
     }
     let pictures = witness.judge();

@@ -136,3 +136,61 @@ fn something_that_is_no_file_is_no_layer() {
     assert!(with_disk(&store, "warm", vec![pipe]).is_err());
     assert!(names(store.folder()).is_empty() && layers(&store).is_empty());
 }
+
+/// A snapshot of disks alone, with the layers of `origin` and one more.
+fn disks_alone(store: &Store, tag: &str, seed: u8, origin: Option<&Snapshot>) -> Result<Snapshot> {
+    let mut draft = store.begin(tag).unwrap();
+    draft.create_state().unwrap().write_all_at(&[b'm', seed], 0).unwrap();
+    let mut layers = origin.map_or_else(Vec::new, |it| it.open().unwrap().disks.remove(0).layers);
+    layers.push(disk(store, seed));
+    let contents = Contents {
+        kind: SnapshotKind::Disk,
+        origin: origin.cloned(),
+        disks: vec![layers],
+        ..Contents::new(facts())
+    };
+    draft.publish(contents)
+}
+
+#[test]
+fn a_snapshot_of_disks_alone_has_no_memory_and_needs_no_other_snapshot() {
+    let (_folder, store) = store();
+    let base = made(&store, "base", 1);
+    let snapshot = disks_alone(&store, "disks", 2, Some(&base)).unwrap();
+    assert!(snapshot.is_disk_only() && !base.is_disk_only());
+    assert_eq!((snapshot.depth(), snapshot.sizes().memory), (0, Size::default()));
+    assert_eq!(snapshot.layers().iter().filter(|layer| layer.own).count(), 1);
+    assert_eq!(store.dependents("base").unwrap(), Vec::<String>::new());
+    assert_eq!(store.dependents("disks").unwrap(), Vec::<String>::new());
+
+    // Another process reads it, also when the snapshot it came from is gone.
+    store.remove("base").unwrap();
+    let again = Store::open(store.folder()).unwrap().get("disks").unwrap();
+    let files = again.open().unwrap();
+    assert_eq!((files.memory.len(), files.disks.len(), files.disks[0].layers.len()), (0, 1, 2));
+    assert_eq!(again.manifest().ancestors[0].tag, "base");
+    assert_tidy(&store);
+    store.remove("disks").unwrap();
+    assert_eq!(layers(&store), Vec::<String>::new());
+}
+
+#[test]
+fn a_snapshot_of_disks_alone_with_memory_or_without_disks_is_refused() {
+    let (_folder, store) = store();
+    let base = made(&store, "base", 1);
+    let kind = SnapshotKind::Disk;
+    let with_memory = draft(&store, "disks", 2).publish(Contents { kind, ..contents(&store, 2) });
+    assert!(with_memory.unwrap_err().to_string().contains("has memory"));
+    let with_state = |tag| {
+        let mut draft = store.begin(tag).unwrap();
+        draft.create_state().unwrap();
+        draft
+    };
+    let without = with_state("disks").publish(Contents { kind, ..Contents::new(facts()) });
+    assert!(without.unwrap_err().to_string().contains("has none"));
+    let parent = Some(base);
+    let built_on = with_state("disks").publish(Contents { kind, parent, ..contents(&store, 3) });
+    assert!(built_on.unwrap_err().to_string().contains("a parent"));
+    assert_eq!(names(store.folder()), ["base"]);
+    assert_tidy(&store);
+}

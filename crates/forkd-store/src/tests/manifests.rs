@@ -130,6 +130,15 @@ fn hostile_manifests_are_refused_whatever_is_wrong() {
         ("its own", |m| m["own_disk_layers"] = json!([3])),
         ("branched from", |m| m["branched_from"] = json!("a\u{1b}[2J")),
         ("no mode", |m| m["measured"]["mode"] = json!("half")),
+        ("unknown variant", |m| m["kind"] = json!("half")),
+        ("of its kind", |m| m["kind"] = json!("disk")),
+        ("of its kind", |m| m["version"] = json!(3)),
+        ("disks alone", |m| (m["kind"], m["version"]) = (json!("disk"), json!(3))),
+        ("disks alone", |m| {
+            (m["kind"], m["version"], m["parent"]) = (json!("disk"), json!(3), json!(null));
+            m["memory"] = json!([]);
+            (m["disks"], m["own_disk_layers"]) = (json!([]), json!([]));
+        }),
     ];
     for (expected, edit) in edits {
         let message = with_manifest(edit);
@@ -179,12 +188,15 @@ fn a_manifest_with_any_byte_changed_is_refused_or_harmless() {
 
 #[test]
 fn a_manifest_is_written_as_in_its_golden_file() {
-    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join(format!("tests/golden/manifest.v{VERSION}.json"));
-    let golden = fs::read(path).unwrap();
-    let manifest = Manifest::parse(&golden, "numpy").unwrap();
-    let value = |bytes: &[u8]| serde_json::from_slice::<Value>(bytes).unwrap();
-    assert_eq!(value(&manifest.bytes().unwrap()), value(&golden), "add the line, or mend the format");
+    for (version, kind) in [(2, SnapshotKind::Full), (VERSION, SnapshotKind::Disk)] {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join(format!("tests/golden/manifest.v{version}.json"));
+        let golden = fs::read(path).unwrap();
+        let manifest = Manifest::parse(&golden, "numpy").unwrap();
+        assert_eq!(manifest.kind, kind);
+        let value = |bytes: &[u8]| serde_json::from_slice::<Value>(bytes).unwrap();
+        assert_eq!(value(&manifest.bytes().unwrap()), value(&golden), "add the line, or mend the format");
+    }
 }
 
 /// Old examples stay in `tests/golden`, and each is read as long as its version is.

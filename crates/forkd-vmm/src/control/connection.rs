@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
-use forkd_protocol::control::{Channel, Event, Message, Reply, Request, VERSION};
+use forkd_protocol::control::{Channel, Event, Message, OLDEST_VERSION, Reply, Request, VERSION};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::SocketFlags;
 use rustix::net::sockopt::Timeout;
@@ -95,15 +95,16 @@ impl ControlSocket {
     }
 
     fn greet(&mut self, version: u32) {
-        if version != VERSION {
-            let text =
-                format!("this monitor speaks version {VERSION} of the control protocol, not {version}");
-            return self.refuse(text);
+        if !(OLDEST_VERSION..=VERSION).contains(&version) {
+            return self.refuse(format!(
+                "this monitor speaks versions {OLDEST_VERSION} to {VERSION} of the control protocol, not {version}"
+            ));
         }
         if let Some(connection) = &mut self.connection {
             connection.greeted = true;
         }
-        self.reply(Reply::Hello { version: VERSION, monitor: env!("CARGO_PKG_VERSION").into() });
+        let monitor = env!("CARGO_PKG_VERSION").into();
+        self.reply(Reply::Hello { version, monitor, newest: VERSION });
     }
 
     /// Hangs up on a controller that never sent `Hello`.

@@ -1,4 +1,4 @@
-//! A [`MachineState`] as a file.
+//! A [`MachineState`] as a file, or the state of disks alone, for a snapshot without memory.
 //!
 //! ```text
 //! magic (8)  format version (4)  payload length (8)  BLAKE3 of everything else (32)  payload
@@ -17,8 +17,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{
-    ClockState, DeviceState, GenerationState, InterruptState, MachineState, MemoryRange, SerialState,
-    VcpuState, msrs,
+    BlockState, ClockState, DeviceState, GenerationState, InterruptState, MachineState, MemoryRange,
+    SerialState, VcpuState, msrs,
 };
 use crate::boot::cpuid::Grant;
 use crate::layout::MAX_VIRTIO;
@@ -56,6 +56,8 @@ enum Kind {
     Serial = 5,
     Generation = 6,
     Device = 7,
+    /// A disk without its device: only in files that have nothing else.
+    Disk = 8,
 }
 
 impl Kind {
@@ -68,6 +70,7 @@ impl Kind {
             Kind::Serial,
             Kind::Generation,
             Kind::Device,
+            Kind::Disk,
         ]
         .into_iter()
         .find(|kind| *kind as u32 == number)
@@ -87,14 +90,23 @@ impl Kind {
             Kind::Serial => "serial port",
             Kind::Generation => "generation id",
             Kind::Device => "device",
+            Kind::Disk => "disk",
         }
     }
 }
 
 /// Writes `state` into `file`, from its beginning.
 pub fn write(state: &MachineState, file: &File) -> Result<()> {
-    let payload = payload(state)?;
-    let bytes = [header(version(state), &payload), payload].concat();
+    write_payload(version(state), payload(state)?, file)
+}
+
+/// Writes the state of `disks` alone into `file`, from its beginning.
+pub fn write_disks(disks: &[BlockState], file: &File) -> Result<()> {
+    write_payload(FORMAT_VERSION, disks_payload(disks)?, file)
+}
+
+fn write_payload(version: u32, payload: Vec<u8>, file: &File) -> Result<()> {
+    let bytes = [header(version, &payload), payload].concat();
     file.write_all_at(&bytes, 0)
         .and_then(|()| file.set_len(bytes.len() as u64))
         .map_err(Error::system("write the state file"))
@@ -124,6 +136,18 @@ fn payload(state: &MachineState) -> Result<Vec<u8>> {
     for device in &state.devices {
         push(&mut payload, Kind::Device, device)?;
     }
+    bounded(payload)
+}
+
+fn disks_payload(disks: &[BlockState]) -> Result<Vec<u8>> {
+    let mut payload = Vec::new();
+    for disk in disks {
+        push(&mut payload, Kind::Disk, disk)?;
+    }
+    bounded(payload)
+}
+
+fn bounded(payload: Vec<u8>) -> Result<Vec<u8>> {
     if payload.len() as u64 > MAX_PAYLOAD {
         return Err(Error::Config(format!(
             "the VM's state takes {} bytes, over the limit of {MAX_PAYLOAD}: its disks are too fragmented",
@@ -158,17 +182,26 @@ fn push<T: Serialize>(payload: &mut Vec<u8>, kind: Kind, part: &T) -> Result<()>
 
 /// Reads a state from `file`.
 pub fn read(file: &File) -> Result<MachineState> {
-    read_bounded(file, MAX_PAYLOAD)
+    parse(&read_bounded(file, MAX_PAYLOAD)?)
 }
 
 /// Reads the state of a VM whose disks have `disk_bytes` in all. The parsed state takes some sixteen times
 /// its size in the file, so no file is read that is longer than such a VM's can be.
 pub fn read_for_disks(file: &File, disk_bytes: u64) -> Result<MachineState> {
-    let maps = (disk_bytes / BYTES_PER_BLOCK).saturating_mul(BYTES_PER_RUN);
-    read_bounded(file, MAX_PAYLOAD.min(maps.saturating_add(MAX_BESIDE_MAPS)))
+    parse(&read_bounded(file, longest_for_disks(disk_bytes))?)
 }
 
-fn read_bounded(file: &File, most: u64) -> Result<MachineState> {
+/// Reads the state of disks alone, which have `disk_bytes` in all, from a file of [`write_disks`].
+pub fn read_disks(file: &File, disk_bytes: u64) -> Result<Vec<BlockState>> {
+    parse_disks(&read_bounded(file, longest_for_disks(disk_bytes))?)
+}
+
+fn longest_for_disks(disk_bytes: u64) -> u64 {
+    let maps = (disk_bytes / BYTES_PER_BLOCK).saturating_mul(BYTES_PER_RUN);
+    MAX_PAYLOAD.min(maps.saturating_add(MAX_BESIDE_MAPS))
+}
+
+fn read_bounded(file: &File, most: u64) -> Result<Vec<u8>> {
     let size = file.metadata().map_err(Error::system("look at the state file"))?.len();
     if size > most + HEADER as u64 {
         return Err(damaged(format!("it is {size} bytes long, more than any state of such a VM")));
@@ -179,7 +212,7 @@ fn read_bounded(file: &File, most: u64) -> Result<MachineState> {
         io::ErrorKind::UnexpectedEof => damaged("it became shorter while it was read".into()),
         _ => Error::system("read the state file")(error),
     })?;
-    parse(&bytes)
+    Ok(bytes)
 }
 
 /// The error for a damaged state file, with the remedy.
@@ -189,6 +222,25 @@ fn damaged(what: String) -> Error {
 
 /// The state in the bytes of a file.
 pub fn parse(bytes: &[u8]) -> Result<MachineState> {
+    let (version, payload) = frame(bytes)?;
+    let mut state = sections(payload)?;
+    if version == OLDER_GUEST {
+        state.vcpus.iter_mut().for_each(msrs::drop_leftovers);
+    } else if grant(&state) == Grant::Older {
+        return Err(damaged(
+            "it gives its guest performance counters or WAITPKG, which forkd gives to none".into(),
+        ));
+    }
+    Ok(state)
+}
+
+/// The state of disks alone in the bytes of a file.
+pub fn parse_disks(bytes: &[u8]) -> Result<Vec<BlockState>> {
+    disk_sections(frame(bytes)?.1)
+}
+
+/// The version and the payload in the bytes of a file, which have the right length and checksum.
+fn frame(bytes: &[u8]) -> Result<(u32, &[u8])> {
     if !bytes.starts_with(&MAGIC[..bytes.len().min(MAGIC.len())]) || bytes.is_empty() {
         return Err(damaged("it is not a state file".into()));
     }
@@ -216,15 +268,7 @@ pub fn parse(bytes: &[u8]) -> Result<MachineState> {
     if fields.0 != checksum(&head[..HEADER - 32], payload) {
         return Err(damaged("it was changed: its checksum does not fit its contents".into()));
     }
-    let mut state = sections(payload)?;
-    if version == OLDER_GUEST {
-        state.vcpus.iter_mut().for_each(msrs::drop_leftovers);
-    } else if grant(&state) == Grant::Older {
-        return Err(damaged(
-            "it gives its guest performance counters or WAITPKG, which forkd gives to none".into(),
-        ));
-    }
-    Ok(state)
+    Ok((version, payload))
 }
 
 /// The parts found so far.
@@ -252,6 +296,9 @@ fn sections(payload: &[u8]) -> Result<MachineState> {
             Kind::Generation => once(&mut parts.generation, kind, bytes)?,
             Kind::Vcpu => several(&mut parts.vcpus, MAX_VCPUS, kind, bytes)?,
             Kind::Device => several(&mut parts.devices, MAX_VIRTIO, kind, bytes)?,
+            Kind::Disk => {
+                return Err(damaged("it has a disk without a device: a guest can only boot on it".into()));
+            }
         }
     }
     let state = MachineState {
@@ -270,6 +317,23 @@ fn sections(payload: &[u8]) -> Result<MachineState> {
         return Err(damaged(format!("it has {} memory ranges, but a VM has one or two", state.memory.len())));
     }
     Ok(state)
+}
+
+fn disk_sections(payload: &[u8]) -> Result<Vec<BlockState>> {
+    let mut input = Reader(payload);
+    let mut disks = Vec::new();
+    while !input.0.is_empty() {
+        match section(&mut input)? {
+            (Kind::Disk, bytes) => several(&mut disks, MAX_VIRTIO, Kind::Disk, bytes)?,
+            (kind, _) => {
+                return Err(damaged(format!(
+                    "it has the section \"{}\": it is of a snapshot with memory",
+                    kind.name()
+                )));
+            }
+        }
+    }
+    Ok(disks)
 }
 
 /// The next section's kind and bytes.
@@ -350,6 +414,11 @@ impl<'a> Reader<'a> {
 /// valid state is written and read again alike.
 pub(crate) fn check_any_bytes(data: &[u8]) {
     let _ = parse(data);
+    let _ = parse_disks(data);
+    if let Ok(disks) = disk_sections(data) {
+        let Ok(written) = disks_payload(&disks) else { panic!("what was read can be written") };
+        assert_eq!(disk_sections(&written).ok(), Some(disks), "what is written is read alike");
+    }
     let Ok(state) = sections(data) else { return };
     let Ok(written) = payload(&state) else { panic!("what was read can be written") };
     let again = sections(&written).and_then(|state| payload(&state));

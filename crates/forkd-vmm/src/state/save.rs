@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io;
 
 use super::memory_layer::{self, LayerChain, Progress};
-use super::{DevicePart, Frozen, file};
+use super::{BlockState, DevicePart, DeviceState, Frozen, file};
 use crate::devices::virtio::block::DiskError;
 use crate::{Error, Result};
 
@@ -16,8 +16,8 @@ use crate::{Error, Result};
 pub struct SaveFiles {
     /// An empty file for the state.
     pub state: File,
-    /// An empty file for the memory layer.
-    pub memory: File,
+    /// An empty file for the memory layer. Without it only the disks are saved, and the state is theirs alone.
+    pub memory: Option<File>,
     /// The memory layers of the parent, the oldest first, which the VM must come from. With none, the new
     /// layer holds everything.
     pub parent: Vec<File>,
@@ -59,6 +59,9 @@ impl Frozen {
                 return Err(Error::Config(format!("disks[{index}]: the disk has no layers to merge")));
             }
         }
+        if files.memory.is_none() && (files.pagemap.is_some() || !files.parent.is_empty()) {
+            return Err(Error::Config("a save without memory takes neither parent nor pagemap".into()));
+        }
         if let Some(pagemap) = &files.pagemap {
             // Of this very process, or the one it was forked from: there, what is on our heap is.
             memory_layer::check_pagemap(pagemap, self.state.vcpus.as_ptr().cast())?;
@@ -71,15 +74,19 @@ impl Frozen {
         Ok(Saving { files, parent })
     }
 
-    /// Writes everything but the bases of the disks and layers that stay as they are. When it returns all
+    /// Writes everything but the bases of the disks and layers that stay as they are; without a memory layer
+    /// only what belongs to the disks. When it returns all
     /// files are safely on disk. The VM has the merged layers then.
     pub fn save(&mut self, saving: Saving) -> Result<()> {
         let Saving { files, parent } = saving;
         let reporting = || Error::system::<io::Error>("report progress");
-        let mut progress = Progress::new(files.progress, self.memory_bytes());
+        let total = files.memory.as_ref().map_or(0, |_| self.memory_bytes());
+        let mut progress = Progress::new(files.progress, total);
         progress.report().map_err(reporting())?;
         let pagemap = files.pagemap.as_ref();
-        memory_layer::save(&self.memory, &files.memory, parent.as_ref(), pagemap, &mut progress)?;
+        if let Some(layer) = &files.memory {
+            memory_layer::save(&self.memory, layer, parent.as_ref(), pagemap, &mut progress)?;
+        }
         let mut merged = Vec::new();
         for (disk, layer) in self.disks.iter_mut().zip(files.disks) {
             let Some(layer) = layer else { continue };
@@ -89,13 +96,18 @@ impl Frozen {
             disk.replace(count, layer);
         }
         self.report_disk_progress();
-        file::write(&self.state, &files.state)?;
+        match &files.memory {
+            Some(_) => file::write(&self.state, &files.state)?,
+            None => file::write_disks(&self.disk_states(), &files.state)?,
+        }
 
         let to_disk = Error::system::<io::Error>;
         for layer in merged {
             layer.sync_all().map_err(to_disk("write a merged layer to the disk"))?;
         }
-        files.memory.sync_all().map_err(to_disk("write the memory layer to the disk"))?;
+        if let Some(layer) = &files.memory {
+            layer.sync_all().map_err(to_disk("write the memory layer to the disk"))?;
+        }
         files.state.sync_all().map_err(to_disk("write the state file to the disk"))?;
         progress.report().map_err(reporting())
     }
@@ -164,6 +176,15 @@ impl Frozen {
 
     fn memory_bytes(&self) -> u64 {
         self.state.memory.iter().map(|range| range.length).sum()
+    }
+
+    /// The state of its disks, in order.
+    fn disk_states(&self) -> Vec<BlockState> {
+        let disk = |device: &DeviceState| match &device.part {
+            DevicePart::Block(state) => Some(state.clone()),
+            _ => None,
+        };
+        self.state.devices.iter().filter_map(disk).collect()
     }
 
     /// Updates the disks' part of the state.

@@ -294,7 +294,7 @@ pub(crate) fn load(config: LoadConfig, fds: Vec<OwnedFd>) -> Result<Frozen> {
 }
 
 /// Files that are only read from.
-fn share_all(fds: &mut Attached, name: &str, files: &[FdRef]) -> Result<Vec<File>> {
+pub(crate) fn share_all(fds: &mut Attached, name: &str, files: &[FdRef]) -> Result<Vec<File>> {
     let share = |(index, fd): (usize, &FdRef)| fds.share(&format!("{name}[{index}]"), *fd).map(File::from);
     files.iter().enumerate().map(share).collect()
 }

@@ -29,7 +29,8 @@ impl Job {
     pub(super) fn save(frozen: &Frozen, config: SaveConfig, fds: Vec<OwnedFd>) -> Result<Job> {
         let mut fds = Attached::new(fds);
         let state = fds.take("state", config.state, Access::Both)?.into();
-        let memory = fds.take("memory", config.memory, Access::Both)?.into();
+        let memory = config.memory.map(|fd| fds.take("memory", fd, Access::Both)).transpose()?;
+        let memory = memory.map(File::from);
         let parent = share_all(&mut fds, "parent", &config.parent)?;
         let pagemap = config.pagemap.map(|fd| fds.share("pagemap", fd)).transpose()?.map(File::from);
         let mut disks = Vec::with_capacity(config.disks.len());

@@ -5,6 +5,7 @@
     dead_code,
     unreachable_pub,
     missing_docs,
+    unused_imports,
     reason = "each test binary uses a part of this"
 )]
 
@@ -134,7 +135,7 @@ pub fn save(template: &mut Controller) -> (File, File) {
     let save = SaveConfig {
         child: name.clone(),
         state: FdRef(0),
-        memory: FdRef(1),
+        memory: Some(FdRef(1)),
         parent: Vec::new(),
         pagemap: None,
         disks: Vec::new(),

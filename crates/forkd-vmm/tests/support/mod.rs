@@ -275,6 +275,7 @@ impl Boot {
             console: FdRef(2),
             console_limit: 1 << 20,
             disks: Vec::new(),
+            disk_state: None,
             net: None,
             vsock: None,
         };

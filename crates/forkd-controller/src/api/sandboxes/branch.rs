@@ -68,7 +68,8 @@ fn order(request: BranchRequest) -> Result<BranchSpec> {
         (Some("full"), None) | (None, None) => Mode::Full,
         (Some("diff"), None) => Mode::Diff,
         (Some("live"), None) => Mode::Live,
-        (Some(_), None) => return Err(Error::invalid("mode must be `full`, `diff` or `live`")),
+        (Some("disk"), None) => Mode::Disk,
+        (Some(_), None) => return Err(Error::invalid("mode must be `full`, `diff`, `live` or `disk`")),
         (None, Some(mode)) => mode,
     };
     let wait = request.wait.unwrap_or(true);
@@ -99,6 +100,7 @@ mod tests {
             (json!({"diff": true}), (Mode::Diff, true)),
             (json!({"live": true}), (Mode::Live, true)),
             (json!({"mode": "live", "wait": false}), (Mode::Live, false)),
+            (json!({"mode": "disk"}), (Mode::Disk, true)),
         ] {
             assert_eq!(ask(body.clone()).unwrap(), meant, "{body}");
         }
@@ -108,6 +110,8 @@ mod tests {
             json!({"mode": "fast"}),
             json!({"wait": false}),
             json!({"mode": "diff", "wait": false}),
+            json!({"mode": "disk", "wait": false}),
+            json!({"mode": "disk", "parent_tag": "x"}),
             json!({"mode": "live", "parent_tag": "x"}),
             json!({"parent_tag": "x"}),
         ] {

@@ -37,6 +37,7 @@ use crate::error::{Code, Error, Reader, Result};
 use crate::host::{cgroup, process_stats};
 use crate::monitor::console::printable;
 use crate::sandbox::agent_call::AgentCall;
+use crate::sandbox::cold_boot::boot_children;
 use crate::sandbox::disk_full::{DISK_FULL, DISK_FULL_DETAIL};
 use crate::sandbox::envs::check_envs;
 use crate::sandbox::lifetime::{Lifetime, check_labels, check_secs};
@@ -56,7 +57,8 @@ pub(super) struct Results {
     wait: Option<bool>,
 }
 
-/// Boots a sandbox from an image, or forks children from a snapshot. Replies when they run.
+/// Boots a sandbox from an image, or forks children from a snapshot. On a snapshot without memory (`kind: disk`)
+/// the children boot. Replies when they run.
 #[utoipa::path(
     post, path = "/v1/sandboxes", request_body = CreateRequest,
     params(
@@ -217,7 +219,10 @@ async fn fork(
         lifetime,
         arrived,
     };
-    spawn(&app.registry, &app.snapshots, order).await
+    match app.snapshots.usable(&order.tag, who)?.is_disk_only() {
+        true => boot_children(&app.registry, &app.snapshots, order).await,
+        false => spawn(&app.registry, &app.snapshots, order).await,
+    }
 }
 
 pub(super) fn memory_limit(mib: Option<u64>) -> Result<Option<u64>> {

@@ -9,7 +9,8 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use forkd_api::{
-    CompactRequest, ErrorBody, LayerInfo, OwnerRequest, SnapshotInfo, SnapshotInfoDetail, SnapshotRequest,
+    CompactRequest, ErrorBody, LayerInfo, OwnerRequest, SnapshotInfo, SnapshotInfoDetail, SnapshotKind,
+    SnapshotRequest,
 };
 use forkd_protocol::names::{NAME_RULE, is_valid_name};
 use serde::Deserialize;
@@ -278,7 +279,8 @@ pub(crate) async fn detail(
         dir: snapshot.folder().display().to_string(),
         created_at_unix: manifest.created_at_unix,
         made_by_version: manifest.made_by_version.clone(),
-        memory_logical_bytes: manifest.facts.mem_size_mib << 20,
+        kind: if snapshot.is_disk_only() { SnapshotKind::Disk } else { SnapshotKind::Full },
+        memory_logical_bytes: if snapshot.is_disk_only() { 0 } else { manifest.facts.mem_size_mib << 20 },
         memory_physical_bytes: sizes.memory.physical,
         vmstate_bytes: sizes.state.logical,
         disk_logical_bytes: sizes.disks.logical,

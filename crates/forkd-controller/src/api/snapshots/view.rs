@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use axum::Json;
-use forkd_api::{Progress, SnapshotInfo, SnapshotPhase, SnapshotStatus, TemplateInfo};
+use forkd_api::{Progress, SnapshotInfo, SnapshotKind, SnapshotPhase, SnapshotStatus, TemplateInfo};
 use forkd_store::{BaseImage, GuestSpec, Snapshot};
 
 use crate::api::ApiContext;
@@ -53,6 +53,11 @@ impl<'a> Look<'a> {
         let (app, current) = (self.app, entry.current());
         let mut info = self.standing(entry, state, current.is_some());
         info.owner = entry.owner();
+        if entry.is_disk_only() {
+            info.kind = SnapshotKind::Disk;
+            // The process that writes it forks nothing.
+            info.bootable &= info.status == SnapshotStatus::Ready;
+        }
         info.dir = app.snapshots.store.folder().join(&entry.tag).display().to_string();
         let loaded = current.map(|template| TemplateInfo {
             pid: template.pid,
@@ -228,6 +233,7 @@ fn blank(tag: &str, status: SnapshotStatus) -> SnapshotInfo {
         owner: String::new(),
         tag: tag.to_owned(),
         status,
+        kind: SnapshotKind::Full,
         phase: None,
         error: None,
         error_code: None,

@@ -15,6 +15,7 @@ use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::{Act, FakeMonitor, Forked, Shared, State};
+use crate::host::images::reopen;
 use crate::testing::fake_guest::serve_guest;
 
 impl Shared {
@@ -82,8 +83,8 @@ impl Shared {
             (state.running, state.disk_full) = (running, false);
         };
         match request {
-            Request::Hello { .. } => {
-                self.reply(Reply::Hello { version: VERSION, monitor: "fake".into() });
+            Request::Hello { version } => {
+                self.reply(Reply::Hello { version, monitor: "fake".into(), newest: VERSION });
                 let (ready, disk_full) = {
                     let state = self.state();
                     (state.ready && state.role == Role::Sandbox, state.disk_full)
@@ -179,6 +180,10 @@ impl Shared {
             (state.branch_script, layer, state.branched.process.unwrap_or(pid))
         };
         branch.script(script);
+        // It shares the frozen layer, if it was sent one.
+        let shared = layer.as_ref().map(|layer| File::from(layer.try_clone().unwrap()));
+        let shared = shared.filter(|layer| layer.metadata().unwrap().is_file());
+        branch.shared.state().layers = shared.and_then(|layer| reopen(&layer).ok()).into_iter().collect();
         self.remember("branch", &branch);
         let layers = config.layers.iter().map(|_| Some(FdRef(1))).collect();
         let pidfd = pidfd_open(process, PidfdFlags::empty()).unwrap();
@@ -187,7 +192,7 @@ impl Shared {
     }
 
     fn obey_save(&self, config: SaveConfig, fds: Vec<OwnedFd>) {
-        for FdRef(file) in [config.state, config.memory] {
+        for FdRef(file) in [Some(config.state), config.memory].into_iter().flatten() {
             File::from(fds[file].try_clone().unwrap()).write_all(&[7; 4096]).unwrap();
         }
         drop(fds);
