@@ -18,7 +18,7 @@ use crate::{
     json_lines,
     process::{Cgroups, Processes, Variables},
     python::Python,
-    rpc, sys,
+    rpc, sys, usage,
     users::User,
     warm::{Warm, WarmContext},
 };
@@ -157,6 +157,7 @@ impl Agent {
                 };
                 Ok(self.warm.start(request, workplace))
             }),
+            "Usage" => rpc::unary(exchange, |_: Value, _| usage::measure()),
             "Eval" => rpc::unary(exchange, |request: EvalRequest, head| {
                 self.python.eval(&request.code, &self.user(None)?, rpc::timeout(head)?)
             }),

@@ -64,6 +64,7 @@
 pub mod agent;
 mod files;
 pub mod fork;
+mod forward;
 pub mod http;
 pub mod init;
 mod json_lines;
@@ -73,6 +74,7 @@ mod process;
 mod python;
 mod rpc;
 mod sys;
+mod usage;
 mod users;
 mod warm;
 

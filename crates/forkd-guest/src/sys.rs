@@ -69,6 +69,12 @@ impl Socket {
     }
 }
 
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
 #[cfg(test)]
 impl From<std::os::unix::net::UnixStream> for Socket {
     fn from(stream: std::os::unix::net::UnixStream) -> Self {

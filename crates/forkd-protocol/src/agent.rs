@@ -20,6 +20,7 @@
 //! | `/filesystem.Filesystem/RemoveWatcher` | unary | [`WatcherRef`] → `{}` |
 //! | `/forkd.Agent/Ping` | unary | `{}` → [`Pong`] |
 //! | `/forkd.Agent/Warm` | unary | [`WarmRequest`] → [`WarmStatus`] |
+//! | `/forkd.Agent/Usage` | unary | `{}` → [`Usage`] |
 //! | `/forkd.Agent/Eval` | unary | [`EvalRequest`] → [`EvalResponse`] |
 //! | `/forkd.Agent/Freeze` | unary | [`FreezeRequest`] → [`FreezeResponse`] |
 //! | `/forkd.Agent/Thaw` | unary | `{}` → `{}` |
@@ -51,6 +52,12 @@ use proto_json::{base64_option, decimal, enum_value, nullable, number, some_numb
 
 /// The vsock port the agent listens on in a guest.
 pub const AGENT_PORT: u32 = 1024;
+/// The vsock port on which the agent forwards connections of the host to TCP ports of the guest. The host sends the
+/// port as a line (`49999\n`); the agent answers `OK\n`, or `NO ` and the reason as a line, and then passes bytes
+/// both ways. Agents of earlier versions do not listen here.
+pub const FORWARD_PORT: u32 = 1025;
+/// The longest TCP port in such a line, without its end.
+pub const FORWARD_LINE: usize = 5;
 /// Header with the token an agent that listens on TCP asks for.
 pub const TOKEN_HEADER: &str = "x-access-token";
 /// Header with the user that a call acts as if it names none: a daemon sets it on what E2B clients send, whose
@@ -304,6 +311,26 @@ pub struct Pong {
     /// The version of the numpy that the warm-up imported.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub numpy_version: Option<String>,
+}
+
+/// `Agent/Usage`: what the guest uses. Agents of earlier versions do not know it.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Usage {
+    /// CPUs.
+    pub cpu_count: u32,
+    /// The share of the last moment in which they were not idle, in percent of all of them.
+    pub cpu_used_percent: f64,
+    /// Bytes of memory.
+    pub memory_total: u64,
+    /// Bytes of it that programs cannot have.
+    pub memory_used: u64,
+    /// Bytes of it that hold files.
+    pub memory_cache: u64,
+    /// Bytes of the root disk.
+    pub disk_total: u64,
+    /// Bytes of it in use.
+    pub disk_used: u64,
 }
 
 /// `Agent/Warm`: start the image's warm-up. A repeated request only returns the progress.

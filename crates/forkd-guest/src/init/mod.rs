@@ -21,12 +21,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use forkd_protocol::agent::FORWARD_PORT;
 use forkd_protocol::init::{InitPlan, InterfacePlan, ListenPlan};
 
 use crate::{
     agent::{Agent, Config},
     fork::{self, BootId, System},
-    log,
+    forward, log,
     process::reaper,
     sys,
 };
@@ -92,6 +93,7 @@ fn start() -> Result<std::convert::Infallible, Fatal> {
     network::configure(&plan.network);
     reaper::start();
 
+    let forwards = matches!(plan.listen, ListenPlan::Vsock { .. });
     let (listener, token) = listen(plan.listen)?;
     let config = Config {
         default_user: plan.default_user,
@@ -103,6 +105,9 @@ fn start() -> Result<std::convert::Infallible, Fatal> {
     };
     let agent = Agent::new(config);
     serve_lines(&agent, plan.line_port, &plan.network);
+    if forwards {
+        serve_forward();
+    }
     log::info!("ready after {} ms", sys::uptime_ms());
     let cause = agent.serve(&listener);
     Err(Fatal { what: "cannot accept connections".into(), cause })
@@ -154,6 +159,18 @@ fn serve_lines(agent: &Arc<Agent>, port: Option<u16>, network: &[InterfacePlan])
     });
     if let Err(error) = serving {
         log::error!("no JSON-lines protocol on TCP port {port}: {error}");
+    }
+}
+
+/// Forwards connections of the host to TCP ports of the guest. A guest works without.
+fn serve_forward() {
+    let serving = sys::listen_vsock(FORWARD_PORT).and_then(|listener| {
+        thread::Builder::new().name("forwards".into()).stack_size(LINES_STACK).spawn(move || {
+            log::error!("forwarding to TCP ports has ended: {}", forward::serve(&listener));
+        })
+    });
+    if let Err(error) = serving {
+        log::error!("no forwarding to TCP ports: {error}");
     }
 }
 
