@@ -6,6 +6,7 @@
 mod idempotency;
 mod owners;
 mod sandboxes;
+mod template_names;
 mod tokens;
 
 use std::path::Path;
@@ -19,10 +20,11 @@ use crate::{Error, Result};
 
 pub use idempotency::{Answer, Begun};
 pub use sandboxes::{Change, GoneSandbox, MadeSandbox};
+pub use template_names::TemplateName;
 pub use tokens::{Quota, Scope, Token, TokenHash};
 
 /// What brings the database from one version to the next: the first from nothing to version 1.
-const MIGRATIONS: &[&str] = &[include_str!("schema-1.sql")];
+const MIGRATIONS: &[&str] = &[include_str!("schema-1.sql"), include_str!("schema-2.sql")];
 /// For a reader beside the daemon, such as `sqlite3`.
 const BUSY_WAIT: Duration = Duration::from_secs(5);
 
