@@ -183,6 +183,8 @@ codes! {
         "The host or the daemon failed; the daemon's log has the cause under the request id."
     TemplateEnded "template_ended" 500 Later
         "The template that children are forked from ended; the next request starts another."
+    NotImplemented "not_implemented" 501 No
+        "The daemon does not have this part of the API."
     GuestFailed "guest_failed" 502 Later
         "The guest did not start, or its agent is gone or broken."
     SandboxLost "sandbox_lost" 502 No

@@ -30,8 +30,8 @@ pub use event::{Event, EventKind, EventSubject};
 pub use exec::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 pub use file::{FileInfo, FileKind, FileList, FileWritten};
 pub use sandbox::{
-    AgentPort, ArchivedSandbox, CreateRequest, MAX_TIMEOUT_SECS, OnTimeout, PauseInfo, PingReply,
-    RollbackRequest, SandboxInfo, SandboxState, SpawnError, SpawnReply, Stats, UpdateRequest,
+    AgentPort, ArchivedSandbox, CreateRequest, ForkRequest, MAX_TIMEOUT_SECS, OnTimeout, PauseInfo,
+    PingReply, RollbackRequest, SandboxInfo, SandboxState, SpawnError, SpawnReply, Stats, UpdateRequest,
 };
 pub use snapshot::{
     BranchRequest, CompactRequest, LayerInfo, OwnerRequest, Progress, SnapshotInfo, SnapshotInfoDetail,

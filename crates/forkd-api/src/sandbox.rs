@@ -83,6 +83,48 @@ pub struct CreateRequest {
     pub hugepages: Option<bool>,
 }
 
+/// Children to fork from a running sandbox.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct ForkRequest {
+    /// Number of children, 1 to 1000; 1 when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub n: Option<u32>,
+    /// Whether the children have a network. When absent, they have one if the sandbox has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<bool>,
+    /// Memory each child may use on the host, in MiB; see `CreateRequest`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_limit_mib: Option<u64>,
+    /// Variables for every process started in the children: the place for secrets. Names and values take at most 64
+    /// KiB together.
+    #[serde(default, rename = "env", alias = "envs", skip_serializing_if = "BTreeMap::is_empty")]
+    pub envs: BTreeMap<String, String>,
+    /// Seconds after the fork at which each child times out; never when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_secs: Option<u64>,
+    /// Seconds without use after which a child times out; never when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idle_timeout_secs: Option<u64>,
+    /// The action at a timeout; `kill` when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub on_timeout: Option<OnTimeout>,
+    /// With `suspend`: the tag of the snapshot that a timeout stores. When absent or taken: `idle-` and the child's id.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub suspend_as: Option<String>,
+    /// Labels for each child, to find them by; at most 32. The children do not get the sandbox's labels.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<String, String>,
+    /// When true or absent, the reply comes when every child's agent has answered. When false, it comes as soon as the
+    /// sandbox is forked, and the children are `starting`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wait: Option<bool>,
+    /// Open an agent port for each child; see `CreateRequest`.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub agent_port: bool,
+}
+
 /// The reply to a request for several children with `?results=each`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -172,7 +214,7 @@ pub struct PauseInfo {
     /// Milliseconds that the user processes were frozen; absent if they were not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub frozen_ms: Option<f64>,
-    /// `branch` or `pause`.
+    /// `branch`, `fork` or `pause`.
     pub why: String,
 }
 
@@ -235,6 +277,9 @@ pub struct SandboxInfo<S = SandboxState, A = OnTimeout> {
     /// The snapshot that the sandbox was forked from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot_tag: Option<String>,
+    /// The running sandbox that the sandbox was forked from, without a snapshot. That sandbox may have ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub forked_from: Option<String>,
     /// The sandbox's state.
     #[cfg_attr(feature = "openapi", schema(value_type = SandboxState))]
     pub state: S,

@@ -20,6 +20,8 @@ pub enum TreeKind {
 pub enum TreeHow {
     /// A sandbox forked from a snapshot.
     Spawn,
+    /// A sandbox forked from a running sandbox, without a snapshot.
+    Fork,
     /// A snapshot of a running sandbox.
     Branch,
     /// A snapshot stored as a layer on its parent.

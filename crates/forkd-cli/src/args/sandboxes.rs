@@ -14,10 +14,6 @@ const MAX_CHILDREN: i64 = 1000;
 /// The children to fork.
 #[derive(Debug, Args)]
 pub(crate) struct ChildrenArgs {
-    /// Snapshot to fork (`forkd images`).
-    #[arg(long, value_parser = parse_name, value_name = "TAG")]
-    pub(crate) tag: String,
-
     /// Number of children, 1 to 1000.
     #[arg(short = 'n', long = "n", alias = "count", default_value_t = 1,
           value_parser = clap::value_parser!(u16).range(1..=MAX_CHILDREN), value_name = "N")]
@@ -38,20 +34,38 @@ pub(crate) struct ChildrenArgs {
     pub(crate) life: LifetimeArgs,
 }
 
-/// Fork children from a snapshot and print how long it took.
+/// Parses the id of a sandbox to fork.
+fn parse_source(text: &str) -> Result<String, String> {
+    parse_id(text).map_err(|error| format!("{error}; a snapshot is given with --tag"))
+}
+
+/// Fork children from a snapshot or a running sandbox, and print how long it took.
 ///
 /// Each child is a separate microVM with its own identity and network, and with memory and disk shared
 /// copy-on-write. The daemon measures the times: from the arrival of the request to the first answer of a
 /// child's agent.
+///
+/// A running sandbox is paused for some milliseconds and continues; all children continue from that instant.
+/// No snapshot is made. `forkd branch` makes one, which can be forked again later.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   forkd fork --tag numpy -n 100
+  forkd fork sb4k2n -n 3
   forkd fork --tag numpy -n 10 --json | jq -r '.children[].id'
   forkd fork --tag numpy -n 1000 --no-network --settle-secs 5
 
 Exit status: 0 all children answer, 1 some or all failed (children that answer are printed and keep
 running), 130 interrupted by ^C, 2 wrong usage.")]
 pub(crate) struct ForkArgs {
+    /// Running sandbox to fork (`forkd ls`). Give either this or --tag.
+    #[arg(value_parser = parse_source, value_name = "ID")]
+    pub(crate) sandbox: Option<String>,
+
+    /// Snapshot to fork (`forkd images`).
+    #[arg(long, value_parser = parse_name, required_unless_present = "sandbox", conflicts_with = "sandbox",
+          value_name = "TAG")]
+    pub(crate) tag: Option<String>,
+
     #[command(flatten)]
     pub(crate) children: ChildrenArgs,
 
@@ -82,6 +96,10 @@ pub(crate) struct ForkArgs {
 Exit status: 0 all children started, 1 some or all failed (children that started are printed and keep
 running), 2 wrong usage.")]
 pub(crate) struct SpawnArgs {
+    /// Snapshot to fork (`forkd images`).
+    #[arg(long, value_parser = parse_name, value_name = "TAG")]
+    pub(crate) tag: String,
+
     #[command(flatten)]
     pub(crate) children: ChildrenArgs,
 

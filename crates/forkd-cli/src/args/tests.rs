@@ -84,6 +84,9 @@ fn options_stand_before_the_dashes_and_ids_before_or_after_them() {
     assert_eq!(eval.code, ["-1", "+", "2"]);
     let Command::Fork(fork) = parse(&["fork", "--tag", "t", "-n", "1000"]) else { panic!() };
     assert_eq!((fork.children.count, fork.settle_secs), (1000, None));
+    assert_eq!((fork.tag.as_deref(), fork.sandbox), (Some("t"), None));
+    let Command::Fork(fork) = parse(&["fork", "sb1", "-n", "3", "--json"]) else { panic!() };
+    assert_eq!((fork.tag, fork.sandbox.as_deref(), fork.children.count), (None, Some("sb1"), 3));
     let Command::Kill(kill) = parse(&["kill", "--tag", "t"]) else { panic!() };
     assert!(kill.ids.is_empty() && !kill.all && kill.filter.tag.as_deref() == Some("t"));
 }
@@ -103,6 +106,10 @@ fn what_makes_no_sense_is_wrong_usage() {
         &["forkd", "snapshot", "--tag", "../t", "--image", "python"],
         &["forkd", "snapshot", "--tag", "t", "--image", "python", "--vcpus", "0"],
         &["forkd", "fork", "-n", "3"],
+        &["forkd", "fork", "numpy", "-n", "3"],
+        &["forkd", "fork", "sb1", "--tag", "t"],
+        &["forkd", "fork", "sb1", "sb2"],
+        &["forkd", "spawn", "sb1"],
         &["forkd", "fork", "--tag", "t", "-n", "0"],
         &["forkd", "fork", "--tag", "t", "-n", "1001"],
         &["forkd", "spawn", "--tag", ".", "-n", "1"],

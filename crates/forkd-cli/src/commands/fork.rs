@@ -1,4 +1,4 @@
-//! `forkd fork` and `forkd spawn`: children of a snapshot.
+//! `forkd fork` and `forkd spawn`: children of a snapshot, or of a running sandbox.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -39,7 +39,7 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
             body["timeout_secs"] = json!(settle.saturating_add(GRACE_SECS).min(MAX_TIMEOUT_SECS));
         }
         let asked_unix_ms = clock::now_ms();
-        let asked = spawn_children(&daemon, &body, ui);
+        let asked = fork_children(&daemon, args, body, ui);
         let (answer, caught) = match &mut signals {
             None => (asked.await?, None),
             Some(signals) => match signals.finish(asked).await {
@@ -80,6 +80,7 @@ pub(crate) fn fork(context: &Context, args: &ForkArgs) -> Result<u8> {
 pub(crate) fn spawn(context: &Context, args: &SpawnArgs) -> Result<u8> {
     with_daemon(context, &args.answer.daemon, async |daemon| {
         let mut body = request(&args.children);
+        body["snapshot_tag"] = json!(args.tag);
         if args.agent_port {
             body[types::AGENT_PORT] = json!(true);
         }
@@ -192,7 +193,7 @@ const GRACE_SECS: u64 = 10;
 
 /// The request's body; the daemon chooses a default for each absent field.
 fn request(args: &ChildrenArgs) -> Value {
-    let mut body = json!({ "snapshot_tag": args.tag, "n": args.count });
+    let mut body = json!({ "n": args.count });
     if args.no_network {
         body["network"] = json!(false);
     }
@@ -206,7 +207,18 @@ fn request(args: &ChildrenArgs) -> Value {
     body
 }
 
-/// Requests children. The reply lists those that did not start; it is an error if none did.
+/// Requests children of what the command names. See [`spawn_children`].
+async fn fork_children(daemon: &Daemon, args: &ForkArgs, mut body: Value, ui: Ui) -> Result<Value> {
+    let Some(sandbox) = &args.sandbox else {
+        body["snapshot_tag"] = json!(args.tag);
+        return spawn_children(daemon, &body, ui).await;
+    };
+    let _progress = ui.spinner(format!("forking {} from {sandbox}", body["n"]));
+    let path = format!("{}/fork?results=each", types::sandbox_path(sandbox));
+    daemon.ask(Method::POST, &path, Some(&body)).await
+}
+
+/// Requests children of a snapshot. The reply lists those that did not start; it is an error if none did.
 pub(super) async fn spawn_children(daemon: &Daemon, body: &Value, ui: Ui) -> Result<Value> {
     let _progress = ui.spinner(format!("forking {} from {}", body["n"], body["snapshot_tag"]));
     daemon.ask(Method::POST, "/v1/sandboxes?results=each", Some(body)).await
@@ -305,7 +317,7 @@ mod tests {
     fn only_what_was_asked_for_is_in_the_request() {
         let line = ["forkd", "fork", "--tag", "t", "-n", "3"];
         let Command::Fork(args) = Cli::try_parse_from(line).unwrap().command else { panic!() };
-        assert_eq!(request(&args.children), json!({ "snapshot_tag": "t", "n": 3 }));
+        assert_eq!((request(&args.children), args.tag.as_deref()), (json!({ "n": 3 }), Some("t")));
         let more = [&line[..], &["--no-network", "--memory-limit-mib", "64", "--env", "A=1", "-e", "B=2"]];
         let Command::Fork(args) = Cli::try_parse_from(more.concat()).unwrap().command else { panic!() };
         let body = request(&args.children);

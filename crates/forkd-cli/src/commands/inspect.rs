@@ -95,6 +95,7 @@ fn render(all: &Value, now: u64) -> String {
         ("created", ago(&sandbox["created_at_unix"])),
         ("last used", ago(&sandbox["last_active_unix"])),
         ("snapshot", text(&sandbox["snapshot_tag"])),
+        ("forked from", text(&sandbox["forked_from"])),
         ("taken of", text(&all["snapshot"]["branched_from"])),
         ("image", text(&sandbox["image"])),
         ("back at", text(&sandbox["rolled_back_to"])),
@@ -154,7 +155,7 @@ mod tests {
     #[test]
     fn one_screen_says_what_it_is_where_from_and_until_when() {
         let all = json!({
-            "sandbox": { "id": "sb1", "owner": "ci", "snapshot_tag": "numpy", "state": "paused",
+            "sandbox": { "id": "sb1", "owner": "ci", "snapshot_tag": "numpy", "forked_from": "sb9", "state": "paused",
                          "reason": "host_disk_full", "vcpus": 2, "mem_size_mib": 512, "memory_limit_mib": 640,
                          "network": true, "netns": "fk7", "egress": ["10.0.0.0/8"], "pid": 77,
                          "created_at_unix": 100, "expires_at_unix": 460, "on_timeout": "suspend",
@@ -173,6 +174,7 @@ mod tests {
             ("owner", "ci"),
             ("state", "paused (host_disk_full)"),
             ("created", "1970-01-01T00:01:40Z, 1 min ago"),
+            ("forked from", "sb9"),
             ("taken of", "sb0"),
             ("labels", "job=7"),
             ("network", "slot fk7"),

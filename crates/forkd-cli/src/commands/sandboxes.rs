@@ -41,13 +41,16 @@ pub(crate) fn list(context: &Context, args: &LsArgs) -> Result<u8> {
 
 fn render(sandboxes: &[Sandbox], now: u64, width: Option<usize>) -> String {
     let row = |sandbox: &Sandbox| {
-        let from = match (&sandbox.snapshot_tag, &sandbox.image) {
-            (Some(tag), _) => match &sandbox.rolled_back_to {
-                Some(branch) => format!("snapshot {tag}, back at {branch}"),
-                None => format!("snapshot {tag}"),
-            },
-            (None, Some(image)) => format!("image {image}"),
-            (None, None) => "-".to_owned(),
+        let from = match (&sandbox.forked_from, &sandbox.snapshot_tag, &sandbox.image) {
+            (Some(source), _, _) => format!("sandbox {source}"),
+            (None, Some(tag), _) => format!("snapshot {tag}"),
+            (None, None, Some(image)) => format!("image {image}"),
+            (None, None, None) => "-".to_owned(),
+        };
+        let is_forked = sandbox.forked_from.is_some() || sandbox.snapshot_tag.is_some();
+        let from = match sandbox.rolled_back_to.as_ref().filter(|_| is_forked) {
+            Some(branch) => format!("{from}, back at {branch}"),
+            None => from,
         };
         let state = match &sandbox.reason {
             Some(reason) => format!("{} ({reason})", sandbox.state),
@@ -246,14 +249,17 @@ mod tests {
         let mut branched = sandbox("sb1", Some("numpy"));
         branched["branch_count"] = json!(3);
         branched["rolled_back_to"] = json!("fixed");
-        let list = json!([branched, sandbox("sb2", None), ended, bare, unknown]);
+        let mut forked = sandbox("sb6", None);
+        forked["forked_from"] = json!("sb1");
+        let list = json!([branched, sandbox("sb2", None), ended, bare, unknown, forked]);
         let expected = "\
 ID   FROM                           STATE                        PID  AGE    CPUS  MEMORY   BRANCHES
 sb1  snapshot numpy, back at fixed  running                      7    2 min  1     512 MiB  3
 sb2  image python                   running                      7    2 min  1     512 MiB  0
 sb3  snapshot numpy                 ended (panicked)             -    2 min  1     512 MiB  0
 sb4  -                              running                      -    0 s    2     64 MiB   0
-sb5  snapshot numpy                 unknown (record_unreadable)  7    2 min  1     512 MiB  0";
+sb5  snapshot numpy                 unknown (record_unreadable)  7    2 min  1     512 MiB  0
+sb6  sandbox sb1                    running                      7    2 min  1     512 MiB  0";
         assert_eq!(render(&types::read::<Vec<Sandbox>>(&list).unwrap(), 220, None), expected);
         for width in [40, 80, 200] {
             let text = render(&types::read::<Vec<Sandbox>>(&list).unwrap(), 220, Some(width));

@@ -64,7 +64,7 @@ async fn sample(daemon: &Daemon, earlier: &mut CpuSamples) -> Result<Vec<Value>>
     for (sandbox, (id, answer)) in sandboxes.iter().zip(types::for_each(&ids, ask).await) {
         let (stats, at) = answer?;
         let mut row = json!({});
-        for key in ["id", "snapshot_tag", "image", "state", "created_at_unix"] {
+        for key in ["id", "snapshot_tag", "forked_from", "image", "state", "created_at_unix"] {
             row[key] = sandbox.get(key).cloned().unwrap_or_default();
         }
         if let Some(stats) = stats {
@@ -93,7 +93,11 @@ fn render(rows: &[Value], now: u64, width: Option<usize>) -> String {
         let net = row["net_tx_bytes"].as_u64().zip(row["net_rx_bytes"].as_u64());
         vec![
             text(row, "id"),
-            row["snapshot_tag"].as_str().or(row["image"].as_str()).unwrap_or("-").to_owned(),
+            ["snapshot_tag", "forked_from", "image"]
+                .iter()
+                .find_map(|key| row[*key].as_str())
+                .unwrap_or("-")
+                .to_owned(),
             text(row, "state"),
             row["cpu_percent"].as_f64().map_or_else(|| "-".to_owned(), |percent| format!("{percent:.1}")),
             size(row["private_kib"].as_u64().map(|kib| kib.saturating_mul(1024))),

@@ -22,7 +22,7 @@ use crate::agent::{Endpoint, Error, ResponseBudget, Result};
 use crate::util::task::{self, Task};
 
 /// The size of hyper's buffer. It limits the head of a response and the pieces of its body.
-const BUFFER: usize = 64 << 10;
+pub(super) const BUFFER: usize = 64 << 10;
 /// The longest body of an error.
 const MAX_ERROR: usize = 64 << 10;
 /// The longest valid response to `CONNECT` is `OK 4294967295\n`.
@@ -218,7 +218,7 @@ fn plain_refusal(status: StatusCode, body: &[u8]) -> Error {
 }
 
 /// Asks the monitor for a connection to the guest's `port`.
-async fn dial(stream: &mut UnixStream, port: u32) -> Result<()> {
+pub(super) async fn dial(stream: &mut UnixStream, port: u32) -> Result<()> {
     stream.write_all(format!("CONNECT {port}\n").as_bytes()).await.map_err(unreachable)?;
     let mut line = Vec::with_capacity(MAX_OK_LINE);
     loop {
@@ -238,6 +238,6 @@ async fn dial(stream: &mut UnixStream, port: u32) -> Result<()> {
     }
 }
 
-fn unreachable(error: impl std::fmt::Display) -> Error {
+pub(super) fn unreachable(error: impl std::fmt::Display) -> Error {
     Error::Unreachable(error.to_string())
 }

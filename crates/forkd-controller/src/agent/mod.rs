@@ -9,6 +9,7 @@ pub(crate) mod bringup;
 pub(crate) mod budget;
 pub(crate) mod connection;
 mod files;
+pub(crate) mod forward;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -21,7 +22,8 @@ use bytes::Bytes;
 use forkd_protocol::agent::{
     BecomeRequest, BecomeResponse, EvalRequest, EvalResponse, Event, FreezeRequest, FreezeResponse,
     NameRequest, Pong, ProcessEvent, ProcessInput, ProcessList, ProcessRef, ProcessSelector, Pty,
-    SendInputRequest, SendSignalRequest, StartRequest, UpdateRequest, WarmRequest, WarmStatus, WrittenFile,
+    SendInputRequest, SendSignalRequest, StartRequest, UpdateRequest, Usage, WarmRequest, WarmStatus,
+    WrittenFile,
 };
 use forkd_protocol::connect::{Code, Decoder, END_STREAM, EndStream, TIMEOUT_HEADER};
 use forkd_protocol::names::percent;
@@ -137,6 +139,11 @@ impl Agent {
     /// Checks that the agent answers.
     pub async fn ping(&self) -> Result<Pong> {
         self.unary("/forkd.Agent/Ping", &Empty {}, self.patience).await
+    }
+
+    /// What the guest uses.
+    pub async fn usage(&self) -> Result<Usage> {
+        self.unary("/forkd.Agent/Usage", &Empty {}, self.patience).await
     }
 
     /// Starts the image's warm-up, or returns its progress.

@@ -19,7 +19,7 @@ use crate::sandbox::command::{ForkedBranch, MonitorCommand};
 use crate::sandbox::quiesce::{freeze, freeze_disks};
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshot::branch_job::{BranchJob, CaptureStats, Mode};
-use crate::snapshot::registry::{Entry, SnapshotRegistry};
+use crate::snapshot::registry::SnapshotRegistry;
 use crate::snapshot::template::{MemorySource, Template};
 use crate::util::fs::make_private_dir;
 use crate::util::task::{self, Task, blocking};
@@ -35,15 +35,15 @@ struct Prepared {
     control: Channel,
 }
 
-/// Takes the branch. Returns its template, and the source with the disk layers that both share.
+/// Takes the branch. `record` writes the record of its template. Returns the template, and the source with the disk layers that both share.
 pub(crate) async fn take(
     snapshots: &SnapshotRegistry,
     sandbox: &Arc<Sandbox>,
-    entry: &Entry,
     branch: &BranchJob,
+    record: impl FnOnce(&Template) -> io::Result<()>,
 ) -> Result<(Arc<Template>, BranchSource)> {
     let folder = snapshots.folder.join(&branch.template);
-    let taken = attempt(snapshots, sandbox, entry, branch, &folder).await;
+    let taken = attempt(snapshots, sandbox, branch, record, &folder).await;
     if taken.is_err() {
         snapshots.host.janitor.remove_folder(folder).await;
     }
@@ -53,8 +53,8 @@ pub(crate) async fn take(
 async fn attempt(
     snapshots: &SnapshotRegistry,
     sandbox: &Arc<Sandbox>,
-    entry: &Entry,
     branch: &BranchJob,
+    record: impl FnOnce(&Template) -> io::Result<()>,
     folder: &Path,
 ) -> Result<(Arc<Template>, BranchSource)> {
     let timing = &snapshots.host.config.timing;
@@ -147,16 +147,17 @@ async fn attempt(
             return Err(not_given_back(sandbox, monitor, &frozen).await);
         }
         let guest = branch.guest.clone();
-        let plan = snapshots.plan(id, folder, &branch.tag, MemorySource::Memory, guest, lineage);
+        let mut plan = snapshots.plan(id, folder, &branch.tag, MemorySource::Memory, guest, lineage);
+        plan.about.fork = branch.fork.clone();
         Ok((Template::new(plan, monitor)?, pause, source))
     };
     let (taken, thawed) = tokio::join!(taken, thawing);
     let (template, pause, source) = taken?;
     let (frozen_ms, quiesced) = thawed.unwrap_or((None, false));
     let pause_ms = pause.as_micros() as f64 / 1e3;
-    sandbox.pauses.add(pause_ms, frozen_ms, "branch");
+    sandbox.pauses.add(pause_ms, frozen_ms, branch.name());
     branch.set_capture_stats(CaptureStats { pause_ms: Some(pause_ms), frozen_ms, quiesced: Some(quiesced) });
-    entry.write_record(&template).map_err(|error| Error::host("cannot record a branch", error))?;
+    record(&template).map_err(|error| Error::host("cannot record a branch", error))?;
     Ok((template, source))
 }
 
@@ -176,7 +177,7 @@ fn branch_ended(branch: &BranchJob, error: Error) -> Error {
 /// The error of a branch of the disks alone whose source did not freeze its file systems.
 fn not_clean(sandbox: &Sandbox, limit: Duration) -> Error {
     let text = format!(
-        "sandbox {} did not freeze its file systems within {} s: its agent is busy, or of an older version; try          again, or branch it with mode full",
+        "sandbox {} did not freeze its file systems within {} s: its agent is busy, or of an older version; try again, or branch it with mode full",
         sandbox.id,
         limit.as_secs()
     );

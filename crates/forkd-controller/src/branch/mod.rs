@@ -31,6 +31,7 @@ use crate::host::cgroup::{Leaf, Leaving};
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshot::branch_job::{BranchJob, BranchOrigin, Mode};
 use crate::snapshot::registry::{Entry, SnapshotRegistry, SnapshotState};
+use crate::snapshot::template::Template;
 use crate::snapshot::template::cgroup::move_to_own_cgroup;
 use crate::telemetry::metrics;
 use crate::telemetry::otlp::{self, Over};
@@ -67,7 +68,11 @@ impl SnapshotRegistry {
     }
 
     fn begin(self: &Arc<Self>, sandbox: &Arc<Sandbox>, order: BranchSpec) -> Result<Arc<Entry>> {
-        let (guest, origin) = self.check(sandbox, &order)?;
+        let guest = check_source(sandbox)?;
+        if order.mode == Mode::Disk {
+            check_disks(sandbox)?;
+        }
+        let origin = check_origin(sandbox, &order)?;
         if order.mode == Mode::Live {
             self.check_room()?;
         }
@@ -92,46 +97,6 @@ impl SnapshotRegistry {
         Ok(entry)
     }
 
-    /// Checks the order. Returns the properties of the branch's guest, and the snapshot its source came from.
-    fn check(&self, sandbox: &Sandbox, order: &BranchSpec) -> Result<(GuestSpec, Option<BranchOrigin>)> {
-        match sandbox.phase() {
-            Phase::Running | Phase::Unresponsive | Phase::Paused => {}
-            Phase::Starting => {
-                let text = format!("sandbox {} is still starting; branch it later", sandbox.id);
-                return Err(Error::new(Code::SandboxStarting, text));
-            }
-            Phase::Ended(end) => return Err(sandbox.ended(Code::SandboxEnded, &end)),
-            Phase::Unknown(_) => sandbox.known()?,
-        }
-        if order.mode == Mode::Disk {
-            check_disks(sandbox)?;
-        }
-        let Some(mut guest) = sandbox.spec.guest.clone() else {
-            let text = format!("sandbox {} was made by an older version; make it again", sandbox.id);
-            return Err(Error::new(Code::SandboxUnfit, text));
-        };
-        guest.python = sandbox.facts().saved.python.or(guest.python);
-        let template = sandbox.resources().template.clone();
-        let origin = template.map(|template| BranchOrigin {
-            tag: template.about.tag.clone(),
-            snapshot: template.snapshot(),
-            template: template.id.clone(),
-        });
-        if let Some(wanted) = &order.parent_tag
-            && origin.as_ref().is_none_or(|origin| origin.tag != *wanted)
-        {
-            let text = match &origin {
-                Some(origin) => format!(
-                    "parent_tag can only be {}, the snapshot sandbox {} came from",
-                    origin.tag, sandbox.id
-                ),
-                None => format!("sandbox {} came from no snapshot; leave parent_tag out", sandbox.id),
-            };
-            return Err(Error::invalid(text));
-        }
-        Ok((guest, origin))
-    }
-
     async fn run(
         self: Arc<Self>,
         sandbox: Arc<Sandbox>,
@@ -144,7 +109,8 @@ impl SnapshotRegistry {
         let leaving = sandbox.resources().leaf.as_ref().map(Leaf::leaving);
         let taken = async {
             let turn = self.turn(&sandbox, &branch, place).await?;
-            let (template, source) = take(&self, &sandbox, &entry, &branch).await?;
+            let (template, source) =
+                take(&self, &sandbox, &branch, |template| entry.write_record(template)).await?;
             drop(turn);
             // After the fork, so that the source does not wait for the database, and before the client gets its answer.
             // Until here only the template's record names the owner.
@@ -156,36 +122,18 @@ impl SnapshotRegistry {
             Ok((template, source))
         };
         let taken = taken.await;
-        let over = Over {
-            name: "branch",
-            begun,
-            failed: taken.is_err(),
-            attributes: &[("forkd.sandbox", Some(&sandbox.id)), ("forkd.snapshot", Some(&branch.tag))],
-        };
-        self.host.telemetry.traces.work(otlp::current(), over);
+        self.note_capture(&branch, begun, taken.is_err());
         let (template, source) = match taken {
             Ok(taken) => taken,
             Err(error) => {
                 tracing::warn!(tag = branch.tag, %error, "branch not taken");
-                self.host.telemetry.metrics.branches.add(metrics::Outcome::Failed, 1);
                 return self.discard(&entry, error).await;
             }
         };
-        let metrics = &self.host.telemetry.metrics;
-        metrics.branches.add(metrics::Outcome::Ok, 1);
-        if let Some(pause_ms) = branch.capture_stats().pause_ms {
-            metrics.branch_pause.observe(pause_ms.max(0.0) / 1e3);
-        }
         entry.set_current(template.clone());
         entry.saving();
         // The client has its answer now. The following steps must not hold up its first children.
-        if !branch.waited_for {
-            let _ = tokio::time::timeout(CHILDREN_FIRST, branch.disposition_changed()).await;
-        }
-        match move_to_own_cgroup(&template).await {
-            true => drop(leaving),
-            false => leaving.into_iter().for_each(Leaving::stay),
-        }
+        leave_source(&branch, &template, leaving).await;
         tracing::info!(
             tag = branch.tag,
             sandbox = sandbox.id,
@@ -193,6 +141,79 @@ impl SnapshotRegistry {
             "branch taken"
         );
         self.persist(entry, branch, template, source).await;
+    }
+}
+
+impl SnapshotRegistry {
+    /// Adds a branch or a fork that was taken, or failed, to the traces and the metrics.
+    fn note_capture(&self, job: &BranchJob, begun: Instant, failed: bool) {
+        let tag = Some(job.tag.as_str()).filter(|tag| !tag.is_empty());
+        let over = Over {
+            name: job.name(),
+            begun,
+            failed,
+            attributes: &[("forkd.sandbox", Some(&job.source)), ("forkd.snapshot", tag)],
+        };
+        self.host.telemetry.traces.work(otlp::current(), over);
+        let metrics = &self.host.telemetry.metrics;
+        let outcome = if failed { metrics::Outcome::Failed } else { metrics::Outcome::Ok };
+        metrics.branches.add(outcome, 1);
+        if let Some(pause_ms) = job.capture_stats().pause_ms.filter(|_| !failed) {
+            metrics.branch_pause.observe(pause_ms.max(0.0) / 1e3);
+        }
+    }
+}
+
+/// Checks whether a sandbox can be branched or forked now. Returns the properties of its guest.
+fn check_source(sandbox: &Sandbox) -> Result<GuestSpec> {
+    match sandbox.phase() {
+        Phase::Running | Phase::Unresponsive | Phase::Paused => {}
+        Phase::Starting => {
+            let text = format!("sandbox {} is still starting; branch or fork it later", sandbox.id);
+            return Err(Error::new(Code::SandboxStarting, text));
+        }
+        Phase::Ended(end) => return Err(sandbox.ended(Code::SandboxEnded, &end)),
+        Phase::Unknown(_) => sandbox.known()?,
+    }
+    let Some(mut guest) = sandbox.spec.guest.clone() else {
+        let text = format!("sandbox {} was made by an older version; make it again", sandbox.id);
+        return Err(Error::new(Code::SandboxUnfit, text));
+    };
+    guest.python = sandbox.facts().saved.python.or(guest.python);
+    Ok(guest)
+}
+
+/// The snapshot that a sandbox came from; none for a booted sandbox, and for a child of a fork. An error if the order
+/// names another parent.
+fn check_origin(sandbox: &Sandbox, order: &BranchSpec) -> Result<Option<BranchOrigin>> {
+    let template = sandbox.resources().template.clone();
+    let origin = template.and_then(|template| {
+        let tag = template.about.snapshot_tag()?.to_owned();
+        Some(BranchOrigin { tag, snapshot: template.snapshot(), template: template.id.clone() })
+    });
+    let Some(wanted) = &order.parent_tag else { return Ok(origin) };
+    match &origin {
+        Some(origin) if origin.tag == *wanted => {}
+        Some(BranchOrigin { tag, .. }) => {
+            let text = format!("parent_tag can only be {tag}, the snapshot sandbox {} came from", sandbox.id);
+            return Err(Error::invalid(text));
+        }
+        None => {
+            let text = format!("sandbox {} came from no snapshot; leave parent_tag out", sandbox.id);
+            return Err(Error::invalid(text));
+        }
+    }
+    Ok(origin)
+}
+
+/// Moves a new template out of its source's cgroup, after its first children unless a client waits for the save.
+async fn leave_source(job: &BranchJob, template: &Arc<Template>, leaving: Option<Leaving>) {
+    if !job.waited_for {
+        let _ = tokio::time::timeout(CHILDREN_FIRST, job.disposition_changed()).await;
+    }
+    match move_to_own_cgroup(template).await {
+        true => drop(leaving),
+        false => leaving.into_iter().for_each(Leaving::stay),
     }
 }
 
@@ -222,6 +243,7 @@ fn generate_tag(sandbox: &str) -> Result<String> {
 
 pub(crate) mod admission;
 pub(crate) mod capture;
+pub(crate) mod fork;
 pub(crate) mod merge;
 pub(crate) mod suspend;
 #[cfg(test)]

@@ -11,14 +11,26 @@ use crate::host::{Host, cgroup};
 use crate::monitor::boot_files;
 use crate::sandbox::Spec;
 use crate::sandbox::registry::{BootOrder, Bound, Registry};
-use crate::sandbox::spawn::{SpawnSpec, Spawned};
+use crate::sandbox::spawn::{SpawnSpec, Spawned, spawn};
 use crate::snapshot::load::check_image;
 use crate::snapshot::registry::SnapshotRegistry;
 use crate::util::task::blocking;
 
+/// Starts the children that `order` asks for: forks them, or boots them if the snapshot has no memory.
+pub(crate) async fn start_children(
+    registry: &Arc<Registry>,
+    snapshots: &Arc<SnapshotRegistry>,
+    order: SpawnSpec,
+) -> Result<Spawned> {
+    match snapshots.usable(&order.tag, &order.who)?.is_disk_only() {
+        true => boot_children(registry, snapshots, order).await,
+        false => spawn(registry, snapshots, order).await,
+    }
+}
+
 /// Boots the requested number of sandboxes on the disks of a snapshot. vCPUs and memory are those of the guest that
 /// the snapshot was made of; each sandbox has a lineage of its own.
-pub(crate) async fn boot_children(
+async fn boot_children(
     registry: &Arc<Registry>,
     snapshots: &Arc<SnapshotRegistry>,
     order: SpawnSpec,
@@ -50,29 +62,27 @@ pub(crate) async fn boot_children(
 }
 
 /// Boots one sandbox on the disks of `snapshot`. It is deleted when the result is dropped.
-pub(crate) async fn boot_from(
-    registry: &Arc<Registry>,
-    snapshot: &Snapshot,
-    order: &SpawnSpec,
-) -> Result<Bound> {
+async fn boot_from(registry: &Arc<Registry>, snapshot: &Snapshot, order: &SpawnSpec) -> Result<Bound> {
     let guest = &snapshot.manifest().facts;
     let spec = Spec {
         owner: order.owner.clone(),
         image: guest.image.as_ref().map(|image| image.name.clone()),
         snapshot_tag: Some(snapshot.tag().to_owned()),
+        forked_from: None,
         vcpus: guest.vcpus,
         mem_mib: guest.mem_size_mib,
         network: order.network && guest.network,
         memory_limit_mib: order.memory_limit_mib.unwrap_or_else(|| cgroup::memory_mib(guest.mem_size_mib)),
         guest: None,
     };
-    let boot = BootOrder { warm: false, lasting: true, envs: order.envs.clone() };
+    let boot = BootOrder { warm: false, lasting: true, envs: order.envs.clone(), id: order.id.clone() };
     let known = snapshot.clone();
     let find = move |host: &Host| find(host, &known);
     let bound = registry.boot_from(spec, boot, &order.who.quota, find).await?;
     bound.sandbox().update_runtime(|facts| {
         facts.saved.lifetime = order.lifetime.clone();
         facts.saved.workspace = order.workspace.clone();
+        facts.saved.e2b = order.e2b.clone();
         facts.time_to_live = order.time_to_live;
     });
     // The ledger gets the labels, which are set only now.

@@ -248,6 +248,7 @@ impl Sandbox {
             owner: "local".into(),
             image: None,
             snapshot_tag: None,
+            forked_from: None,
             vcpus: 1,
             mem_mib: 64,
             network: false,

@@ -11,6 +11,7 @@
 //! - All sandboxes: `registry` boots, finds and deletes them, `spawn` forks them, `rollback` restarts one from a
 //!   snapshot. After a restart of the daemon `adopt` takes them over, and `unknown` keeps those with unreadable records.
 //! - The host: `resources` (cgroup, network slot, lineage), `disks` (frozen layers), `disk_full`.
+//! - Other APIs: `e2b` is the state that the E2B API keeps for a sandbox.
 //! - The guest: `quiesce` freezes and thaws its processes, `agent_call` calls its agent, `envs` checks variables.
 
 pub(crate) mod adopt;
@@ -20,6 +21,7 @@ pub(crate) mod cold_boot;
 pub(crate) mod command;
 pub(crate) mod disk_full;
 pub(crate) mod disks;
+pub(crate) mod e2b;
 pub(crate) mod envs;
 pub(crate) mod lifetime;
 pub(crate) mod persisted;

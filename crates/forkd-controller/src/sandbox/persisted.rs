@@ -104,7 +104,7 @@ impl Sandbox {
             netns: facts.netns,
             generation: 0,
             envs,
-            saved: SavedState { workspace: None, ..facts.saved },
+            saved: facts.saved,
         };
         booted.write(&self.folder)?;
         on_disk.record = Some(booted);

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::auth::quota::Claim;
 use crate::error::Error;
+use crate::sandbox::e2b::E2bState;
 use crate::sandbox::lifetime::{IDLE, Lifetime, SUSPENDED, TIMED_OUT};
 use crate::util::records::{self, Found, VersionedRecord};
 
@@ -28,6 +29,9 @@ pub(crate) struct Spec {
     pub(crate) image: Option<String>,
     /// The tag of the snapshot it was forked from.
     pub(crate) snapshot_tag: Option<String>,
+    /// The running sandbox it was forked from; it has no `snapshot_tag` then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) forked_from: Option<String>,
     pub(crate) vcpus: u8,
     pub(crate) mem_mib: u64,
     pub(crate) network: bool,
@@ -39,6 +43,11 @@ pub(crate) struct Spec {
 }
 
 impl Spec {
+    /// Whether it was booted, and neither forked nor rolled back.
+    pub(crate) fn is_booted(&self) -> bool {
+        self.snapshot_tag.is_none() && self.forked_from.is_none()
+    }
+
     /// Whether it is a bare kernel without an agent.
     pub(crate) fn is_bare(&self) -> bool {
         self.image.is_none()
@@ -82,6 +91,9 @@ pub(crate) struct SavedState {
     pub(crate) workspace: Option<String>,
     #[serde(rename = "life")]
     pub(crate) lifetime: Lifetime,
+    /// The state of the E2B API, if a client of that API made the sandbox.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) e2b: Option<Box<E2bState>>,
 }
 
 /// What the next daemon needs to adopt a sandbox. Written before the request to fork, and after a boot.

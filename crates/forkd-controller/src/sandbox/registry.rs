@@ -21,6 +21,7 @@ use crate::host::images::BootSource;
 use crate::host::{Host, cgroup, fd_limit, run_dir};
 use crate::sandbox::archive::Archive;
 use crate::sandbox::rollback::RollbackPlan;
+use crate::sandbox::spawn::make_folder;
 use crate::sandbox::supervisor::SandboxOrigin;
 use crate::sandbox::{DesiredState, End, Phase, Resources, Sandbox, Spec};
 use crate::snapshot::unknown::Remains;
@@ -67,6 +68,8 @@ pub(crate) struct BootOrder {
     pub(crate) lasting: bool,
     /// Variables for its processes.
     pub(crate) envs: BTreeMap<String, String>,
+    /// The id, which no other sandbox may have; a new one when absent.
+    pub(crate) id: Option<String>,
 }
 
 /// A reservation for one sandbox, held from before its creation until its process and files are gone.
@@ -152,7 +155,7 @@ impl Registry {
         let image = spec.image.clone().unwrap_or_default();
         check_image(&image)?;
         let find = move |host: &Host| Ok((host.finder.find(&image)?, None));
-        self.boot_from(spec, BootOrder { warm, lasting, envs: BTreeMap::new() }, quota, find).await
+        self.boot_from(spec, BootOrder { warm, lasting, envs: BTreeMap::new(), id: None }, quota, find).await
     }
 
     /// Boots a sandbox on the files that `find` returns, with the kernel's description if it is not the default one.
@@ -166,18 +169,19 @@ impl Registry {
     ) -> Result<Bound> {
         check(&self.host.config.limits, spec.vcpus, spec.mem_mib)?;
         let (mut seats, _) = self.reserve(1, &spec.claim(), quota)?;
-        let id = new_id("sb")?;
+        let BootOrder { warm, lasting, envs, id } = order;
+        let id = id.map_or_else(|| new_id("sb"), Ok)?;
         let folder = self.folder.join(&id);
         let registry = self.clone();
         let prepared = blocking("preparing a sandbox", move || {
             let host = &registry.host;
             let (assets, kernel) = find(host)?;
-            let lineage = host.lineages.begin(&id)?;
+            make_folder(&folder)?;
+            let failed = |_: &Error| drop(std::fs::remove_dir(&folder));
+            let lineage = host.lineages.begin(&id).inspect_err(failed)?;
             for layer in assets.disk_layers() {
-                lineage.layers.add(layer)?;
+                lineage.layers.add(layer).inspect_err(|_| drop(std::fs::remove_dir(&folder)))?;
             }
-            make_private_dir(&folder)
-                .map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
             let limits = cgroup::CgroupLimits::of_sandbox(spec.vcpus, spec.memory_limit_mib);
             let resources = Resources::allocate(host, lineage, None, &id, spec.network, &limits);
             let mut resources = resources.inspect_err(|_| drop(std::fs::remove_dir(&folder)))?;
@@ -196,7 +200,6 @@ impl Registry {
         });
         let (sandbox, assets) = prepared.await?;
         tracing::info!(sandbox = sandbox.id, image = sandbox.spec.image, "sandbox starts");
-        let BootOrder { warm, lasting, envs } = order;
         let warm = warm.then(|| assets.image().map(|image| image.warm.clone()).unwrap_or_default());
         let seat = seats.pop().ok_or_else(|| Error::host("making a sandbox", "no room was reserved"))?;
         Ok(self.add(seat, sandbox, SandboxOrigin::Boot { assets, warm, lasting, envs }))
@@ -333,6 +336,11 @@ impl Registry {
         let rest = (fitting < n).then(|| Error::new(Code::LimitReached, too_few));
         let seat = |_| Seat { registry: self.clone(), claim: Some(claim.clone()) };
         Ok(((0..fitting).map(seat).collect(), rest))
+    }
+
+    /// Fails as [`reserve`](Registry::reserve) would.
+    pub(crate) fn check_room(self: &Arc<Self>, n: usize, claim: &Claim, quota: &Quota) -> Result<()> {
+        self.reserve(n, claim, quota).map(drop)
     }
 
     /// A seat for a sandbox that exists already; no limit applies.

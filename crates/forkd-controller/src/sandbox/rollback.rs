@@ -119,8 +119,12 @@ async fn target(
         }
     }
     let Some(tag) = &old.spec.snapshot_tag else {
+        let how = match &old.spec.forked_from {
+            Some(source) => format!("was forked from sandbox {source}"),
+            None => "was booted".into(),
+        };
         let text = format!(
-            "sandbox {id} was booted and has no branch to roll back to: give a snapshot, or take a \
+            "sandbox {id} {how} and has no branch to roll back to: give a snapshot, or take a \
              branch of it first (`forkd branch {id}`)",
             id = old.id
         );
@@ -196,7 +200,11 @@ fn prepare_child(
     let spec = Spec {
         owner: old.spec.owner.clone(),
         image: about.guest.image.as_ref().map(|image| image.name.clone()),
-        snapshot_tag: old.spec.snapshot_tag.clone().or_else(|| Some(about.tag.clone())),
+        snapshot_tag: match &old.spec.forked_from {
+            Some(_) => None,
+            None => old.spec.snapshot_tag.clone().or_else(|| Some(about.tag.clone())),
+        },
+        forked_from: old.spec.forked_from.clone(),
         vcpus: about.guest.vcpus,
         mem_mib: about.guest.mem_size_mib,
         network: about.guest.network && facts.netns.is_some(),

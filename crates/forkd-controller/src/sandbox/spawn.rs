@@ -1,4 +1,4 @@
-//! Spawning: forks the requested number of children from a snapshot's template.
+//! Spawning: forks the requested number of children from the template of a snapshot, or of a running sandbox.
 //!
 //! One thread prepares the children one after the other. It hands each to the template at once, so the template forks
 //! the first while the thread prepares the last. A child needs little, in this order: a folder, a listening control
@@ -23,6 +23,7 @@ use crate::error::{Code, Error, Result};
 use crate::host::cgroup::{self, CgroupLimits};
 use crate::host::{Host, disk_layer};
 use crate::monitor::{boot_files, control_socket};
+use crate::sandbox::e2b::E2bState;
 use crate::sandbox::lifetime::{Lifetime, deadline};
 use crate::sandbox::registry::{Bound, Registry, Seat};
 use crate::sandbox::resources::Resources;
@@ -37,7 +38,7 @@ use crate::util::task::{self, Task};
 /// A request to fork children.
 #[derive(Debug, Clone)]
 pub(crate) struct SpawnSpec {
-    /// The tag of the snapshot to fork.
+    /// The tag of the snapshot to fork; [`spawn_from`] does not use it.
     pub(crate) tag: String,
     /// The caller, who must be allowed to use the snapshot; it carries the owner's quota.
     pub(crate) who: Principal,
@@ -56,10 +57,19 @@ pub(crate) struct SpawnSpec {
     pub(crate) lifetime: Lifetime,
     /// When the request arrived.
     pub(crate) arrived: Instant,
+    /// The id of the child, which no other sandbox may have; a new one when absent. Only for one child.
+    pub(crate) id: Option<String>,
+    /// The state of the E2B API.
+    pub(crate) e2b: Option<Box<E2bState>>,
 }
 
+/// How long a child waits for the files of an earlier process with its id.
+const FOLDER_WAIT: Duration = Duration::from_secs(10);
+/// How often it looks.
+const FOLDER_TICK: Duration = Duration::from_millis(2);
+
 /// The result of a [`SpawnSpec`].
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Spawned {
     /// Each is deleted when its [`Bound`] is dropped.
     pub(crate) children: Vec<Bound>,
@@ -103,6 +113,17 @@ pub(crate) async fn spawn(
         }
     }
     Ok(Spawned { children, errors })
+}
+
+/// Forks children of `template`, which a fork made of a running sandbox. If the template ends meanwhile, the children
+/// that are missing are errors: no other template has the same memory.
+pub(crate) async fn spawn_from(
+    registry: &Arc<Registry>,
+    template: Arc<Template>,
+    order: SpawnSpec,
+) -> Result<Spawned> {
+    let n = order.n;
+    attempt(registry, Batch { order: Arc::new(order), template, n }).await
 }
 
 /// Forks children of one template, and waits for them as the request says.
@@ -201,16 +222,30 @@ fn threads(loadavg: &str) -> Option<u64> {
 }
 
 fn prepare(registry: &Arc<Registry>, batch: &Batch, seat: Seat) -> Result<Bound> {
-    let id = new_id("sb")?;
+    let id = batch.order.id.clone().map_or_else(|| new_id("sb"), Ok)?;
     let folder = registry.folder.join(&id);
-    let made = std::fs::DirBuilder::new().mode(0o700).create(&folder);
-    made.map_err(|error| Error::host(format!("cannot make {}", folder.display()), error))?;
+    make_folder(&folder)?;
     match prepare_child(&registry.host, batch, id, &folder) {
         Ok((sandbox, birth)) => Ok(registry.add(seat, sandbox, SandboxOrigin::Fork(birth))),
         Err(error) => {
             registry.host.telemetry.metrics.spawns.add(metrics::Outcome::Failed, 1);
             let _ = std::fs::remove_dir_all(&folder);
             Err(error)
+        }
+    }
+}
+
+/// Makes the folder of a sandbox. A sandbox that was suspended may be resumed under its id while the files of its last
+/// process are still being removed: this waits for that.
+pub(super) fn make_folder(folder: &Path) -> Result<()> {
+    let until = Instant::now() + FOLDER_WAIT;
+    loop {
+        match std::fs::DirBuilder::new().mode(0o700).create(folder) {
+            Ok(()) => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && Instant::now() < until => {
+                std::thread::sleep(FOLDER_TICK);
+            }
+            Err(error) => return Err(Error::host(format!("cannot make {}", folder.display()), error)),
         }
     }
 }
@@ -233,7 +268,8 @@ fn prepare_child(host: &Host, batch: &Batch, id: String, folder: &Path) -> Resul
     let spec = Spec {
         owner: order.owner.clone(),
         image: guest.image.as_ref().map(|image| image.name.clone()),
-        snapshot_tag: Some(template.about.tag.clone()),
+        snapshot_tag: template.about.snapshot_tag().map(str::to_owned),
+        forked_from: template.about.fork.as_ref().map(|fork| fork.sandbox.clone()),
         vcpus: guest.vcpus,
         mem_mib: guest.mem_size_mib,
         network: resources.slot.is_some(),
@@ -328,6 +364,7 @@ fn record(sandbox: &Sandbox, order: &SpawnSpec, template: &Template) -> io::Resu
             python: template.about.guest.python,
             workspace: order.workspace.clone(),
             lifetime: order.lifetime.clone(),
+            e2b: order.e2b.clone(),
             ..SavedState::default()
         },
     };

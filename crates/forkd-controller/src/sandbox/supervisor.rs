@@ -127,7 +127,7 @@ impl Sandbox {
 
     fn trace_start(&self, begun: Instant, how: metrics::Outcome) {
         let (name, attributes) = (
-            if self.spec.snapshot_tag.is_some() { "spawn" } else { "boot" },
+            if self.spec.is_booted() { "boot" } else { "spawn" },
             [
                 ("forkd.sandbox", Some(self.id.as_str())),
                 ("forkd.snapshot", self.spec.snapshot_tag.as_deref()),

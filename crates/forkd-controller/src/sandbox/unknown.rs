@@ -51,7 +51,10 @@ pub(crate) async fn keep(registry: &Arc<Registry>, leftovers: &mut Leftovers, un
         snapshot_tag: seen
             .text("/spec/snapshot_tag")
             .or_else(|| archive.as_ref()?.snapshot_tag.clone())
-            .or_else(|| Some(template.as_ref()?.about.tag.clone())),
+            .or_else(|| template.as_ref()?.about.snapshot_tag().map(str::to_owned)),
+        forked_from: seen
+            .text("/spec/forked_from")
+            .or_else(|| Some(template.as_ref()?.about.fork.as_ref()?.sandbox.clone())),
         vcpus: seen.number("/spec/vcpus").or(guest.map(|guest| guest.vcpus)).unwrap_or(1),
         mem_mib,
         network: slot.is_some(),

@@ -105,7 +105,13 @@ impl SnapshotRegistry {
                 self.install(&template, &snapshot);
             }
             PersistState::Unsaved(record) => unsaved.push((template.clone(), *record)),
-            PersistState::Forgotten => {}
+            PersistState::Forgotten => {
+                if let Some(fork) = &template.about.fork {
+                    template.keep_seat(self.forks.seat(&fork.owner));
+                }
+                // The earlier daemon may have been killed before the move: it would end with its source.
+                move_to_own_cgroup(&template).await;
+            }
         }
         leftovers.templates.insert(id, (template, children));
         Ok(())

@@ -12,7 +12,7 @@ use tokio::sync::watch;
 
 use crate::error::Error;
 use crate::snapshot::entry::Entry;
-use crate::snapshot::template::Template;
+use crate::snapshot::template::{ForkSource, Template};
 
 /// How a branch is stored, and what a branch request waits for by default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -89,9 +89,10 @@ pub(crate) enum Disposition {
     Leave,
 }
 
-/// A branch job, or the job that compacts a snapshot.
+/// A branch job, the job that compacts a snapshot, or the job of a fork, which makes a template and no snapshot.
 #[derive(Debug)]
 pub(crate) struct BranchJob {
+    /// Empty for a fork.
     pub(crate) tag: String,
     /// The id of its template; empty for a compact job.
     pub(crate) template: String,
@@ -105,6 +106,8 @@ pub(crate) struct BranchJob {
     pub(crate) parent: Option<Arc<Entry>>,
     /// Whether a client waits for the save: then the branch is removed if it cannot be stored.
     pub(crate) waited_for: bool,
+    /// For a fork: its source.
+    pub(crate) fork: Option<ForkSource>,
     capture: OnceLock<CaptureStats>,
     progress: Mutex<Option<File>>,
     disposition: watch::Sender<Disposition>,
@@ -124,6 +127,7 @@ impl BranchJob {
             origin: None,
             parent: None,
             waited_for: false,
+            fork: None,
             capture: OnceLock::new(),
             progress: Mutex::default(),
             disposition: watch::Sender::new(Disposition::Keep),
@@ -139,6 +143,20 @@ impl BranchJob {
         waited_for: bool,
     ) -> Self {
         BranchJob { origin, parent, waited_for, ..self }
+    }
+
+    /// The job of a fork.
+    pub(crate) fn forking(template: String, source: ForkSource, guest: GuestSpec) -> Self {
+        let job = BranchJob::new(String::new(), template, source.sandbox.clone(), guest, Mode::Full);
+        BranchJob { fork: Some(source), ..job }
+    }
+
+    /// The name of the job in traces and in lists of pauses.
+    pub(crate) fn name(&self) -> &'static str {
+        match self.fork {
+            Some(_) => "fork",
+            None => "branch",
+        }
     }
 
     /// The job that stores all of `snapshot` in full as `to`.

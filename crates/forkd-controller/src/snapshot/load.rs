@@ -72,7 +72,7 @@ impl SnapshotRegistry {
         lineage: Arc<Lineage>,
     ) -> TemplateParts {
         let (tag, cgroup) = (tag.to_owned(), lineage.name.clone());
-        let about = TemplateSpec { tag, source, lineage: lineage.slot, cgroup, guest };
+        let about = TemplateSpec { tag, source, lineage: lineage.slot, cgroup, guest, fork: None };
         TemplateParts { id, folder: folder.to_owned(), about, lineage, janitor: self.host.janitor.clone() }
     }
 }

@@ -2,13 +2,15 @@
 //!
 //! `registry` holds all snapshots; `entry` is one of them, and `state` draws its states. `create` boots and freezes a guest,
 //! `load` starts a template from disk, `save` writes a template to disk, `compact` merges layers, `free_space` lets
-//! saves wait for disk space, and `gc` removes branches that are over the limits.
+//! saves wait for disk space, and `gc` removes branches that are over the limits. `forks` counts the
+//! templates of forks, which are no snapshots.
 
 pub(crate) mod adopt;
 pub(crate) mod branch_job;
 pub(crate) mod compact;
 pub(crate) mod create;
 pub(crate) mod entry;
+pub(crate) mod forks;
 pub(crate) mod free_space;
 pub(crate) mod gc;
 pub(crate) mod held_draft;

@@ -20,6 +20,7 @@ use crate::error::{Code, Error, Result};
 use crate::host::{Host, run_dir};
 use crate::snapshot::adopt::Leftovers;
 use crate::snapshot::branch_job::BranchJob;
+use crate::snapshot::forks::Forks;
 use crate::snapshot::owner_records::Owners;
 use crate::snapshot::template::Template;
 use crate::snapshot::unknown::UnknownTemplate;
@@ -42,6 +43,8 @@ pub(crate) struct SnapshotRegistry {
     entries: Mutex<BTreeMap<String, Arc<Entry>>>,
     /// The owners as the database has them. See `ownership`.
     pub(crate) owners: Owners,
+    /// The forks of running sandboxes, which are in no list.
+    pub(crate) forks: Forks,
     /// One permit for each branch that is being taken.
     pub(crate) branching: Arc<Semaphore>,
     /// One permit for each running save.
@@ -93,6 +96,7 @@ impl SnapshotRegistry {
             folder,
             entries: Mutex::new(entries),
             owners,
+            forks: Forks::default(),
             branching,
             saving: Semaphore::new(SAVERS),
             gc_wakeup: Notify::new(),
@@ -140,6 +144,7 @@ impl SnapshotRegistry {
                 return Err(Error::new(Code::TagTaken, text));
             }
             let have = entries.values().filter(|it| it.tag != tag && it.owner() == owner).count();
+            let have = have + self.forks.count(owner);
             check_snapshots(owner, have, mem_mib, quota)?;
             entries.insert(tag.to_owned(), entry.clone())
         };
@@ -148,6 +153,20 @@ impl SnapshotRegistry {
         }
         entry.created();
         Ok(entry)
+    }
+
+    /// Calls `take` if the owner's quota has room for another snapshot. No other snapshot is counted meanwhile.
+    pub(crate) fn check_quota<T>(
+        &self,
+        owner: &str,
+        mem_mib: u64,
+        quota: &Quota,
+        take: impl FnOnce() -> T,
+    ) -> Result<T> {
+        let entries = self.entries.lock();
+        let have = entries.values().filter(|it| it.owner() == owner).count() + self.forks.count(owner);
+        check_snapshots(owner, have, mem_mib, quota)?;
+        Ok(take())
     }
 
     /// Removes an entry that never was on disk.
@@ -326,6 +345,7 @@ impl SnapshotRegistry {
 
     /// Stops all jobs and leaves the templates to the next daemon: they run on.
     pub(crate) async fn close(&self) {
+        self.forks.close().await;
         for entry in self.list() {
             entry.stop_job().await;
             if let SnapshotState::Unknown(template) = entry.state() {

@@ -165,7 +165,8 @@ impl SnapshotState {
         })
     }
 
-    /// Writes the record of `template`, by which the next daemon takes it over. No other code writes the record.
+    /// Writes the record of `template`, by which the next daemon takes it over. No other code writes the record of a
+    /// snapshot's template; `branch::fork` writes that of a fork.
     pub(crate) fn write_record(&self, template: &Template, owner: String, is_kept: bool) -> io::Result<()> {
         self.record(owner, is_kept).map_or(Ok(()), |record| template.record(record))
     }

@@ -65,8 +65,10 @@ pub(crate) struct SandboxFact {
     pub(crate) id: String,
     pub(crate) state: String,
     pub(crate) created_at_unix: u64,
-    /// None for a booted sandbox.
+    /// None for a booted sandbox, and for one that was forked from another.
     pub(crate) spawned_from: Option<Named>,
+    /// The running sandbox that it was forked from.
+    pub(crate) forked_from: Option<String>,
     pub(crate) rolled_back_to: Option<Named>,
 }
 
@@ -179,6 +181,12 @@ impl Grower {
     }
 
     fn spawned(&mut self, fact: &SandboxFact) {
+        if let Some(source) = &fact.forked_from {
+            let child = self.by_id[&format!("sandbox:{}", fact.id)];
+            let parent = self.find_or_gone(format!("sandbox:{source}"), TreeKind::Sandbox, source);
+            self.link(child, parent, Some(TreeHow::Fork));
+            return;
+        }
         let Some(from) = &fact.spawned_from else { return };
         let (child, parent) = (self.by_id[&format!("sandbox:{}", fact.id)], self.snapshot(from));
         self.link(child, parent, Some(TreeHow::Spawn));
@@ -260,7 +268,8 @@ mod tests {
             id: id.into(),
             state: "running".into(),
             created_at_unix: at,
-            spawned_from: some(from),
+            spawned_from: some(from).filter(|from| !from.tag.starts_with("sb")),
+            forked_from: from.starts_with("sb").then(|| from.into()),
             rolled_back_to: some(back_to),
         }
     }
@@ -284,16 +293,25 @@ mod tests {
     fn children_hang_under_their_snapshot_and_branches_under_their_sandbox() {
         let lines = drawn(
             vec![snapshot("py", 1, "", &[]), snapshot("b1", 3, "sb1", &["py"])],
-            vec![sandbox("sb1", 2, "py", ""), sandbox("sb2", 4, "b1", ""), sandbox("sbboot", 5, "", "")],
+            vec![
+                sandbox("sb1", 2, "py", ""),
+                sandbox("sb2", 4, "b1", ""),
+                sandbox("sbboot", 5, "", ""),
+                sandbox("sbfork", 6, "sb1", ""),
+                sandbox("sblast", 7, "sbgone", "b1"),
+            ],
         );
         assert_eq!(
             lines,
             [
+                "sandbox:sbgone gone",
                 "snapshot:py",
                 "sandbox:sb1 Spawn snapshot:py",
                 "snapshot:b1 Branch sandbox:sb1",
                 "sandbox:sb2 Spawn snapshot:b1",
                 "sandbox:sbboot",
+                "sandbox:sbfork Fork sandbox:sb1",
+                "sandbox:sblast Rollback snapshot:b1 back snapshot:b1",
             ]
         );
     }

@@ -22,6 +22,8 @@ use crate::telemetry::metrics::Metrics;
 use crate::util::task::{self, Task};
 use crate::util::time;
 
+/// The longest path, target and user agent in the audit log, each.
+pub(crate) const MAX_TEXT: usize = 256;
 /// How many lines wait to be written.
 const QUEUE: usize = 8192;
 /// How many lines one write has.
@@ -53,6 +55,26 @@ pub(crate) struct AuditRecord {
     pub(crate) outcome: &'static str,
     pub(crate) latency_us: u64,
     pub(crate) ua: Option<String>,
+}
+
+/// The object of a request, if only the handler knows it: in the extensions of its response.
+#[derive(Debug, Clone)]
+pub(crate) struct AuditTarget(pub(crate) String);
+
+impl AuditTarget {
+    /// Several objects, as many as fit.
+    pub(crate) fn all<'a>(names: impl IntoIterator<Item = &'a str>) -> Self {
+        let mut target = String::new();
+        for name in names {
+            if target.len() + name.len() >= MAX_TEXT {
+                target.push('…');
+                break;
+            }
+            target.push_str(if target.is_empty() { "" } else { "," });
+            target.push_str(name);
+        }
+        AuditTarget(target)
+    }
 }
 
 enum AuditJob {

@@ -98,7 +98,7 @@ pub(crate) struct Metrics {
     pub(crate) spawn_fork: Histogram,
     /// From the arrival of a request for children to the first answer of one.
     pub(crate) spawn_ready: Histogram,
-    /// How long vCPUs stood still for a branch.
+    /// How long vCPUs stood still for a branch or a fork.
     pub(crate) branch_pause: Histogram,
     pub(crate) exec: Histogram,
     /// By method, matched route and status: all three are of a few values, whatever clients send.
@@ -130,7 +130,10 @@ impl Metrics {
                 "forkd_spawn_ready_seconds",
                 "From the arrival of a request to the first answer of a child.",
             ),
-            branch_pause: histogram("forkd_branch_pause_seconds", "How long vCPUs stood still for a branch."),
+            branch_pause: histogram(
+                "forkd_branch_pause_seconds",
+                "How long vCPUs stood still for a branch or a fork.",
+            ),
             exec: histogram("forkd_exec_seconds", "Commands and evaluations, from their start to their end."),
             requests: valid(HistogramVec::new(requests, &["method", "route", "status"])),
             spawns: Outcomes::new(
@@ -145,7 +148,7 @@ impl Metrics {
             ),
             branches: Outcomes::new(
                 "forkd_branches_total",
-                "Branches asked of a sandbox.",
+                "Branches and forks asked of a sandbox.",
                 &[Ok, Failed, Refused],
             ),
             execs: Outcomes::new(

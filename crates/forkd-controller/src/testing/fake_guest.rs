@@ -159,6 +159,7 @@ impl FakeDaemon {
             owner: LOCAL.into(),
             image: Some("fake".into()),
             snapshot_tag: None,
+            forked_from: None,
             vcpus: 1,
             mem_mib: 64,
             network: false,

@@ -55,6 +55,7 @@ pub(crate) fn bare_spec() -> Spec {
         owner: LOCAL.into(),
         image: None,
         snapshot_tag: None,
+        forked_from: None,
         vcpus: 1,
         mem_mib: 64,
         network: false,
@@ -148,6 +149,7 @@ impl FakeHost {
             lineage: self.lineage(),
             cgroup: id.clone(),
             guest: bare_guest(),
+            fork: None,
         };
         records::write(&template::TemplateRecord { about: about.clone(), standing }, &folder).unwrap();
         LeftTemplate { id, folder, about, monitor }
@@ -297,6 +299,8 @@ impl Daemon {
     /// What is asked for when a client wants `n` children of `tag`.
     pub(crate) fn order(&self, tag: &str, n: usize) -> spawn::SpawnSpec {
         spawn::SpawnSpec {
+            id: None,
+            e2b: None,
             tag: tag.into(),
             who: Principal::local(),
             owner: LOCAL.into(),

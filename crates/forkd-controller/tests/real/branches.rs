@@ -10,7 +10,7 @@ guest_code! {
     /// Counts its forks. The VM generation id changes in every child; then the guest adds a page with the new
     /// count to its pages, checks all of them, and writes the count to the console, or an X if a page is
     /// damaged. Then it reports that it is ready. Meanwhile it keeps writing to memory.
-    fn counts_its_forks,
+    pub(crate) fn counts_its_forks,
     "mov edx, 0x602",
     "mov rbx, qword ptr [0xe8000]",
     "out dx, al",
@@ -46,7 +46,7 @@ guest_code! {
 }
 
 /// A daemon with the snapshot `root`.
-fn start() -> Option<Daemon> {
+pub(crate) fn start() -> Option<Daemon> {
     let daemon = Daemon::start(&[("kernel", counts_its_forks())])?;
     daemon.snapshot("root", "kernel");
     Some(daemon)
@@ -56,7 +56,7 @@ fn id(sandbox: &Value) -> &str {
     sandbox["id"].as_str().unwrap()
 }
 
-trait Branching {
+pub(crate) trait Branching {
     fn try_branch(&self, sandbox: &Value, body: Value) -> (u16, Value);
     fn branch(&self, sandbox: &Value, body: Value) -> Value;
     fn one(&self, tag: &str) -> Value;

@@ -270,7 +270,7 @@ fn processes() -> Vec<i32> {
 }
 
 /// The parent of a process; 0 if there is no such process.
-fn parent(pid: i32) -> i32 {
+pub(crate) fn parent(pid: i32) -> i32 {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let parent = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(1)?.parse().ok());
     parent.unwrap_or(0)

@@ -10,6 +10,7 @@ mod daemon;
 mod errors;
 mod forks;
 mod life;
+mod native_forks;
 mod pause_rollback;
 mod records;
 mod save;

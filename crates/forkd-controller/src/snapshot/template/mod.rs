@@ -25,6 +25,7 @@ use crate::host::lineage::Lineage;
 use crate::host::oom;
 use crate::host::process::ProcessId;
 use crate::monitor::{Forked, Monitor, MonitorParts, Replacement, replace_request};
+use crate::snapshot::forks::ForkSeat;
 use crate::snapshot::template::connection::{Ask, ConnectionActor, Note, Pending, process};
 use crate::util::records::{self, Found, VersionedRecord};
 use crate::util::task::{self, Task};
@@ -56,6 +57,25 @@ pub(crate) struct TemplateSpec {
     pub(crate) cgroup: String,
     /// The properties of its guest, which each child has, too.
     pub(crate) guest: GuestSpec,
+    /// For the template of a fork: its source. Its tag is empty then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) fork: Option<ForkSource>,
+}
+
+impl TemplateSpec {
+    /// The tag of its snapshot; none for the template of a fork.
+    pub(crate) fn snapshot_tag(&self) -> Option<&str> {
+        self.fork.is_none().then_some(&self.tag)
+    }
+}
+
+/// The running sandbox that a fork was taken of.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ForkSource {
+    /// The sandbox's id.
+    pub(crate) sandbox: String,
+    /// The sandbox's owner: the template counts as one of the owner's snapshots.
+    pub(crate) owner: String,
 }
 
 /// The content of [`RECORD`]: what the next daemon needs to take a template over.
@@ -74,7 +94,8 @@ pub(crate) enum PersistState {
     Saved(String),
     /// The template is a branch that is not on disk yet.
     Unsaved(Box<crate::snapshot::branch_job::BranchRecord>),
-    /// The branch was removed before it was on disk: the template lives as long as its children.
+    /// The branch was removed before it was on disk, or the template is that of a fork: it lives as long as its
+    /// children.
     Forgotten,
 }
 
@@ -99,6 +120,8 @@ pub(crate) struct Template {
     pub(crate) lineage: Arc<Lineage>,
     /// The id of its snapshot, once that is on disk.
     snapshot: Mutex<Option<String>>,
+    /// For the template of a fork: its share of the owner's quota.
+    seat: Mutex<Option<ForkSeat>>,
     /// Held while the frozen layers of its disks must not change.
     pub(crate) disks: tokio::sync::Mutex<()>,
     forks: mpsc::Sender<Ask>,
@@ -185,6 +208,7 @@ impl Template {
             about: plan.about,
             lineage: plan.lineage,
             snapshot: Mutex::default(),
+            seat: Mutex::default(),
             disks: tokio::sync::Mutex::default(),
             forks,
             notes,
@@ -254,6 +278,11 @@ impl Template {
     /// The id of its snapshot, if that is on disk.
     pub(crate) fn snapshot(&self) -> Option<String> {
         self.snapshot.lock().clone()
+    }
+
+    /// Keeps the seat of a fork until the last handle is dropped.
+    pub(crate) fn keep_seat(&self, seat: ForkSeat) {
+        *self.seat.lock() = Some(seat);
     }
 
     /// Requests a child. Blocks while the queue is full.

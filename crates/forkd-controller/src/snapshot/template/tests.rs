@@ -41,6 +41,7 @@ impl Fake {
             lineage: lineage.slot,
             cgroup,
             guest,
+            fork: None,
         };
         let plan = TemplateParts { id: "tp".into(), folder: place, about, lineage, janitor };
         let template = Some(Template::new(plan, started).unwrap());

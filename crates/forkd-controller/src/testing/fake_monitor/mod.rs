@@ -54,8 +54,7 @@ pub(crate) struct FakeMonitor {
 
 struct Shared {
     pidfd: OwnedFd,
-    /// None of one that cannot fork.
-    shell: Mutex<Option<Shell>>,
+    shell: Mutex<Shell>,
     /// If the test is its parent, and no daemon waits for it.
     process: Mutex<Option<Process>>,
     listener: Option<Arc<OwnedFd>>,
@@ -129,7 +128,7 @@ impl FakeMonitor {
         let pid = process.id() as i32;
         let (listener, _) = control_socket::pair(&folder.join(control_socket::CONTROL)).unwrap();
         ProcessId::of_child(pid, std::process::id() as i32).unwrap().write(folder).unwrap();
-        let fake = FakeMonitor::new(pid, Some(shell), role, true, Some(listener), Handle::current());
+        let fake = FakeMonitor::new(pid, shell, role, true, Some(listener), Handle::current());
         *fake.shared.process.lock().unwrap() = Some(process);
         fake
     }
@@ -140,7 +139,7 @@ impl FakeMonitor {
         let (listener, control) = control_socket::pair(&folder.join(control_socket::CONTROL)).unwrap();
         let pid = process.id() as i32;
         ProcessId::of_child(pid, std::process::id() as i32).unwrap().write(folder).unwrap();
-        let fake = FakeMonitor::new(pid, Some(shell), role, true, Some(listener), Handle::current());
+        let fake = FakeMonitor::new(pid, shell, role, true, Some(listener), Handle::current());
         let launch =
             Launch { id: id.into(), folder: folder.into(), vmm: PathBuf::new(), uid: None, door: None };
         let mut monitor = Monitor::started(launch, process, control).unwrap();
@@ -150,7 +149,7 @@ impl FakeMonitor {
 
     fn new(
         pid: i32,
-        shell: Option<Shell>,
+        shell: Shell,
         role: Role,
         ready: bool,
         listener: Option<OwnedFd>,

@@ -170,10 +170,10 @@ impl Shared {
     }
 
     fn obey_branch(self: &Arc<Self>, config: &BranchConfig, fds: Vec<OwnedFd>) {
-        let pid = self.shell.lock().unwrap().as_mut().unwrap().fork();
+        let (pid, shell) = self.shell.lock().unwrap().fork();
         let listener = fds.into_iter().nth(config.control.0);
         let raw = pid.as_raw_nonzero().get();
-        let branch = FakeMonitor::new(raw, None, Role::Template, true, listener, self.runtime.clone());
+        let branch = FakeMonitor::new(raw, shell, Role::Template, true, listener, self.runtime.clone());
         let (script, layer, process) = {
             let state = self.state();
             let layer = state.branched.layer.as_ref().map(|layer| layer.try_clone().unwrap());
@@ -215,8 +215,9 @@ impl Shared {
     }
 
     fn fork_ready(self: &Arc<Self>, name: &str, listener: Option<OwnedFd>, ready: bool) -> FakeMonitor {
-        let pid = self.shell.lock().unwrap().as_mut().unwrap().fork().as_raw_nonzero().get();
-        let child = FakeMonitor::new(pid, None, Role::Sandbox, ready, listener, self.runtime.clone());
+        let (pid, shell) = self.shell.lock().unwrap().fork();
+        let pid = pid.as_raw_nonzero().get();
+        let child = FakeMonitor::new(pid, shell, Role::Sandbox, ready, listener, self.runtime.clone());
         self.remember(name, &child);
         child
     }

@@ -34,6 +34,9 @@ fn is_golden<T: VersionedRecord>(name: &str) {
 #[test]
 fn every_record_is_written_as_in_its_golden_file_and_every_version_is_read() {
     is_golden::<SandboxRecord>("sandbox");
+    // With a field that most sandboxes do not have.
+    let e2b = golden("sandbox-e2b", SandboxRecord::VERSION);
+    assert_eq!(value(&to_vec(&parse::<SandboxRecord>(&e2b).unwrap()).unwrap()), value(&e2b));
     is_golden::<template::TemplateRecord>("template-saved");
     is_golden::<template::TemplateRecord>("template-unsaved");
     is_golden::<template::TemplateRecord>("template-forgotten");

@@ -68,6 +68,7 @@ tasks! {
     CreateJob "create_job",
     DiskSpace "disk_space",
     Download "download",
+    Fork "fork",
     Freeze "freeze",
     LineConnection "line_connection",
     LinePort "line_port",
