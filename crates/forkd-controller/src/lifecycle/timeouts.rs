@@ -121,6 +121,7 @@ impl Timeouts {
         if action == OnTimeout::Kill {
             let reason = if due == Due::Expired { TIMED_OUT } else { IDLE };
             self.registry.end(&sandbox, End::new(reason, due.because(), String::new()));
+            self.forget_paused(&sandbox);
             return;
         }
         sandbox.update_runtime(|facts| facts.attempt = Attempt::UnderWay);
@@ -141,6 +142,18 @@ impl Timeouts {
         };
         task::spawn_or(Task::TimeoutAction, work, move |_| {
             waiting.update_runtime(|facts| facts.attempt = Attempt::Failed(Instant::now()));
+        });
+    }
+
+    /// Removes the states of a sandbox of the E2B API that was paused earlier and is ended now.
+    fn forget_paused(&self, sandbox: &Sandbox) {
+        let name = sandbox.read_runtime(|facts| facts.saved.e2b.as_ref().and(facts.saved.workspace.clone()));
+        let Some(name) = name else { return };
+        let workspaces = self.workspaces.clone();
+        task::spawn(Task::TimeoutAction, async move {
+            if let Err(error) = workspaces.delete(&name).await {
+                tracing::warn!(sandbox = name, %error, "paused state of an ended sandbox not removed");
+            }
         });
     }
 
@@ -177,9 +190,14 @@ impl Timeouts {
         // A use cancels an idle suspend. After a deadline uses are refused instead: their effects would be lost.
         let _put_away = (!idle).then(|| SuspendGuard::begin(sandbox));
         let quota = self.tokens.quota_of(&sandbox.spec.owner);
+        let e2b = sandbox.read_runtime(|facts| facts.saved.e2b.as_ref().map(|state| state.keeps_memory));
+        if let Some(keeps_memory) = e2b {
+            let who = Principal { quota, owner: sandbox.spec.owner.clone(), ..Principal::local() };
+            return self.workspaces.pause_to_disk(sandbox, keeps_memory, &who).await;
+        }
         if let Some(name) = sandbox.read_runtime(|facts| facts.saved.workspace.clone()) {
             let who = Principal { quota, ..Principal::local() };
-            self.workspaces.suspend(&name, false, &who, unused_since).await?;
+            self.workspaces.suspend(&name, Mode::Full, &who, unused_since).await?;
             return Ok(());
         }
         let suspend = Suspend::begin(&self.registry, &self.snapshots, sandbox).await?;

@@ -10,13 +10,15 @@
 //! sandbox's own record names its workspace before the sandbox is forked. So after a crash at any point the next
 //! daemon finds each sandbox that its workspace's record does not name, ends it, and removes each unused tag.
 
+mod e2b;
 mod record;
+mod remove_snapshot;
 mod suspend;
 pub(crate) mod sweep;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use forkd_api::{EventKind, EventSubject};
 use forkd_protocol::names::NAME_RULE;
@@ -26,9 +28,9 @@ use tokio::sync::OwnedMutexGuard;
 
 use crate::auth::principal::Principal;
 use crate::error::{Code, Error, Result};
-use crate::sandbox::lifetime::Lifetime;
+use crate::sandbox::cold_boot::start_children;
 use crate::sandbox::registry::{Bound, Registry};
-use crate::sandbox::spawn::{self, spawn};
+use crate::sandbox::spawn;
 use crate::sandbox::{Phase, Sandbox};
 use crate::snapshot::registry::SnapshotRegistry;
 use crate::util::random::new_id;
@@ -326,6 +328,7 @@ impl Workspaces {
     }
 
     async fn fork(&self, record: &WorkspaceRecord, who: &Principal) -> Result<Bound> {
+        let e2b = record.e2b.clone();
         let order = spawn::SpawnSpec {
             tag: record.tag().to_owned(),
             // A snapshot of another owner may have the tag by now.
@@ -335,13 +338,15 @@ impl Workspaces {
             wait: true,
             network: record.network,
             memory_limit_mib: record.memory_limit_mib,
-            envs: BTreeMap::new(),
+            envs: e2b.as_ref().map(|e2b| e2b.variables(&record.name)).unwrap_or_default(),
             workspace: Some(record.name.clone()),
-            time_to_live: None,
-            lifetime: Lifetime::default(),
+            time_to_live: e2b.as_ref().map(|e2b| Duration::from_secs(e2b.timeout_secs)),
+            lifetime: e2b.as_ref().map(|e2b| e2b.lifetime()).unwrap_or_default(),
             arrived: Instant::now(),
+            id: e2b.is_some().then(|| record.name.clone()),
+            e2b,
         };
-        let mut spawned = spawn(&self.registry, &self.snapshots, order).await?;
+        let mut spawned = start_children(&self.registry, &self.snapshots, order).await?;
         let error = spawned.errors.pop().map(|(_, error)| error);
         let bound = spawned.children.pop();
         bound.ok_or_else(|| error.unwrap_or_else(|| Error::host("cannot fork", "the spawn returned none")))
@@ -356,14 +361,24 @@ impl Workspaces {
             let text = format!("workspace {name} is running already, in sandbox {}", sandbox.id);
             return Err(Error::new(Code::WorkspaceRunning, text));
         }
-        let lost = record.live_sandbox_id.clone();
-        let resumed = self.start(&workspace, record, who).await?;
-        self.emit(EventKind::WorkspaceResumed, &resumed.0);
-        // What is left of the earlier sandbox, which ended by itself.
-        if let Some(lost) = lost {
-            let _ = self.registry.delete(&lost);
+        self.start_again(&workspace, record, who).await
+    }
+
+    /// Forks the next sandbox of a workspace that has none.
+    async fn start_again(
+        &self,
+        workspace: &Workspace,
+        record: WorkspaceRecord,
+        who: &Principal,
+    ) -> Result<(WorkspaceRecord, Status)> {
+        // What is left of the earlier sandbox, which ended by itself. The next one may have its id.
+        if let Some(lost) = &record.live_sandbox_id {
+            let _ = self.registry.delete(lost);
         }
-        self.sweep_retired(name, &workspace).await;
+        let name = record.name.clone();
+        let resumed = self.start(workspace, record, who).await?;
+        self.emit(EventKind::WorkspaceResumed, &resumed.0);
+        self.sweep_retired(&name, workspace).await;
         Ok(resumed)
     }
 

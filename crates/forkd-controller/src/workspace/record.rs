@@ -12,12 +12,14 @@ use std::path::{Path, PathBuf};
 use forkd_protocol::names::{is_valid_name, is_valid_sandbox_id};
 use serde::{Deserialize, Serialize};
 
+use crate::sandbox::e2b::E2bState;
 use crate::util::fs::make_private_dir;
 
 /// The version of records this daemon writes and reads.
 pub(crate) const VERSION: u32 = 1;
-/// The largest file that is read. A real one has less than a KiB.
-const MAX_FILE: u64 = 64 << 10;
+/// The largest file that is read. A real one has less than a KiB, beside the metadata and variables of a sandbox of the
+/// E2B API.
+const MAX_FILE: u64 = 1 << 20;
 /// The longest name of a workspace. The tags of its states contain the name, and the length of tags has a limit.
 pub(crate) const MAX_NAME: usize = 48;
 /// The most states: their numbers fit into 12 digits of a tag.
@@ -32,7 +34,7 @@ pub(crate) struct WorkspaceRecord {
     pub(crate) name: String,
     #[serde(default = "crate::auth::principal::local_owner")]
     pub(crate) owner: String,
-    /// The snapshot that the first sandbox was forked from.
+    /// The snapshot that the first sandbox was forked from; empty if that was forked from another sandbox.
     pub(crate) source_snapshot_tag: String,
     /// The snapshot that the next sandbox is forked from; none before the first suspend.
     pub(crate) current_state_tag: Option<String>,
@@ -49,6 +51,10 @@ pub(crate) struct WorkspaceRecord {
     pub(crate) retired: Vec<String>,
     /// Whether a deletion has begun.
     pub(crate) deleted: bool,
+    /// The state of the E2B API, for a sandbox of that API that was paused. Such a workspace is called like its
+    /// sandbox, and the sandbox keeps that id when it is resumed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) e2b: Option<Box<E2bState>>,
 }
 
 impl WorkspaceRecord {
@@ -68,6 +74,7 @@ impl WorkspaceRecord {
             states: 0,
             retired: Vec::new(),
             deleted: false,
+            e2b: None,
         }
     }
 
@@ -104,8 +111,9 @@ impl WorkspaceRecord {
         if !is_valid_workspace(name) {
             return Err("no workspace can have that name".into());
         }
-        let tags =
-            [&self.source_snapshot_tag].into_iter().chain(&self.current_state_tag).chain(&self.retired);
+        // None of a sandbox that was forked from another one.
+        let source = Some(&self.source_snapshot_tag).filter(|tag| !tag.is_empty());
+        let tags = source.into_iter().chain(&self.current_state_tag).chain(&self.retired);
         if let Some(tag) = tags.into_iter().find(|tag| !is_valid_name(tag)) {
             return Err(format!("{tag:?} is no tag"));
         }
@@ -292,7 +300,7 @@ mod tests {
             (json(&|it| it["id"] = "ws".into()), "no id"),
             (json(&|it| it["states"] = u64::MAX.into()), "states"),
             (json(&|it| it["surprise"] = 1.into()), "unknown field"),
-            (" ".repeat(80 << 10), "64 KiB"),
+            (" ".repeat(1100 << 10), "1024 KiB"),
         ];
         for (text, why) in cases {
             fs::write(folder.path("bad"), text).unwrap();

@@ -12,14 +12,13 @@ use crate::util::time::now_unix;
 use crate::workspace::{Status, WorkspaceRecord, Workspaces};
 
 impl Workspaces {
-    /// Suspends a workspace: branches its sandbox, saves the branch, and ends the sandbox. With `diff`, stores only
-    /// the difference to the snapshot the sandbox was forked from.
+    /// Suspends a workspace: branches its sandbox, saves the branch as `mode` says, and ends the sandbox.
     ///
     /// Does nothing if the sandbox was used since `unused_since`, if that is given.
     pub(crate) async fn suspend(
         &self,
         name: &str,
-        diff: bool,
+        mode: Mode,
         who: &Principal,
         unused_since: Option<(u64, usize)>,
     ) -> Result<(WorkspaceRecord, Status)> {
@@ -48,7 +47,6 @@ impl Workspaces {
         let mut begun = WorkspaceRecord { states: number, ..record.clone() };
         begun.retired.push(tag.clone());
         self.keep(&workspace, begun.clone()).await?;
-        let mode = if diff { Mode::Diff } else { Mode::Full };
         let mut quota = who.quota;
         // The current state is removed when there is a new one.
         let replaced = u64::from(record.current_state_tag.is_some());

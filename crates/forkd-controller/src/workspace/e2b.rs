@@ -1,0 +1,123 @@
+//! Paused sandboxes of the E2B API: each is a suspended workspace that is called like its sandbox.
+//!
+//! So a pause has the crash rules of a suspend, and what it stores is kept by the rules for workspaces.
+
+use std::sync::Arc;
+
+use crate::auth::principal::Principal;
+use crate::error::{Code, Error, Result};
+use crate::sandbox::Sandbox;
+use crate::sandbox::e2b::E2bState;
+use crate::snapshot::branch_job::Mode;
+use crate::util::random::new_id;
+use crate::util::time::now_unix;
+use crate::workspace::{Status, Workspace, WorkspaceRecord, WorkspaceState, Workspaces};
+
+/// A pause stores the difference to the snapshot that the sandbox came from, until that many depend on each other:
+/// a longer chain takes longer to load.
+const MAX_CHAIN: usize = 4;
+
+impl Workspaces {
+    /// The state of a paused sandbox, with its record; none if the sandbox `id` is not paused.
+    pub(crate) fn paused(&self, id: &str) -> Option<(WorkspaceRecord, Box<E2bState>)> {
+        let (record, status) = self.show(id).ok()?;
+        let state = record.e2b.clone().filter(|_| !record.deleted && status != Status::Running)?;
+        Some((record, state))
+    }
+
+    /// All paused sandboxes that `who` may see.
+    pub(crate) fn all_paused(&self, who: &Principal) -> Vec<(WorkspaceRecord, Box<E2bState>)> {
+        let theirs = self.list().into_iter().filter(|(record, status)| {
+            who.owns(&record.owner) && !record.deleted && *status != Status::Running
+        });
+        theirs.filter_map(|(record, _)| record.e2b.clone().map(|state| (record, state))).collect()
+    }
+
+    /// Pauses a sandbox of the E2B API: stores it, and ends its process. Without its memory, it boots when it is
+    /// resumed.
+    pub(crate) async fn pause_to_disk(
+        &self,
+        sandbox: &Arc<Sandbox>,
+        keeps_memory: bool,
+        who: &Principal,
+    ) -> Result<()> {
+        let record = self.take_in(sandbox).await?;
+        let mode = match keeps_memory {
+            false => Mode::Disk,
+            true if self.depth(&record) < MAX_CHAIN => Mode::Diff,
+            true => Mode::Full,
+        };
+        self.suspend(&sandbox.id, mode, who, None).await.map(drop)
+    }
+
+    /// How many snapshots depend on each other below the one that the sandbox came from.
+    fn depth(&self, record: &WorkspaceRecord) -> usize {
+        let snapshot = self.snapshots.get(record.tag()).and_then(|entry| entry.snapshot());
+        snapshot.map_or(usize::MAX, |snapshot| snapshot.depth())
+    }
+
+    /// Makes the workspace of a running sandbox, or brings its record up to date.
+    async fn take_in(&self, sandbox: &Arc<Sandbox>) -> Result<WorkspaceRecord> {
+        let Some(state) = sandbox.read_runtime(|facts| facts.saved.e2b.clone()) else {
+            let text = format!("sandbox {} was not made by the E2B API", sandbox.id);
+            return Err(Error::new(Code::SandboxUnfit, text));
+        };
+        let (id, spec) = (&sandbox.id, &sandbox.spec);
+        let workspace = {
+            let mut all = self.all.lock();
+            all.entry(id.clone()).or_insert_with(|| Workspace::new(WorkspaceState::CreateJob)).clone()
+        };
+        let _turn = workspace.turn.clone().lock_owned().await;
+        let record = match workspace.state() {
+            WorkspaceState::Kept(record) => record,
+            WorkspaceState::Broken(_) => return self.record_of(id, &workspace),
+            WorkspaceState::CreateJob => {
+                let source = spec.snapshot_tag.clone().unwrap_or_default();
+                let made = WorkspaceRecord::new(new_id("ws")?, id, &source, now_unix());
+                WorkspaceRecord {
+                    owner: spec.owner.clone(),
+                    network: spec.network,
+                    memory_limit_mib: Some(spec.memory_limit_mib),
+                    live_sandbox_id: Some(id.clone()),
+                    ..made
+                }
+            }
+        };
+        let record = WorkspaceRecord { e2b: Some(state), ..record };
+        if let Err(error) = self.keep(&workspace, record.clone()).await {
+            if matches!(workspace.state(), WorkspaceState::CreateJob) {
+                self.all.lock().remove(id);
+            }
+            return Err(error);
+        }
+        let named = sandbox.rewrite(|facts| facts.saved.workspace = Some(id.clone()));
+        named.map_err(|error| Error::host("cannot write the record of a sandbox", error))?;
+        Ok(record)
+    }
+
+    /// Resumes the paused sandbox `id` for `timeout_secs`, or for as long as the last time. Returns whether it was
+    /// paused, and the sandbox.
+    pub(crate) async fn wake(
+        &self,
+        id: &str,
+        timeout_secs: Option<u64>,
+        who: &Principal,
+    ) -> Result<(bool, Arc<Sandbox>)> {
+        let (workspace, _turn) = self.lock_exclusive(id).await?;
+        self.check_owner(id, who)?;
+        let mut record = self.usable(id, &workspace)?;
+        if let Some(sandbox) = self.live(&record) {
+            return Ok((false, sandbox));
+        }
+        let Some(state) = &mut record.e2b else {
+            let text = format!(
+                "workspace {id} was not made by the E2B API; `forkd workspace resume {id}` starts it"
+            );
+            return Err(Error::new(Code::SandboxUnfit, text));
+        };
+        state.timeout_secs = timeout_secs.unwrap_or(state.timeout_secs);
+        let (record, _) = self.start_again(&workspace, record, who).await?;
+        let id = record.live_sandbox_id.as_deref().unwrap_or(id);
+        Ok((true, self.registry.get(id)?))
+    }
+}
