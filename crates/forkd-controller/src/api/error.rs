@@ -9,6 +9,8 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use forkd_api::Code;
 
+use crate::compat::e2b;
+use crate::compat::e2b::traffic::Answered;
 use crate::error::{Error, Reader};
 
 impl IntoResponse for Error {
@@ -26,9 +28,12 @@ impl IntoResponse for Error {
 }
 
 /// Writes the body of an error response.
-pub(super) fn finish(mut response: Response, reader: &Reader) -> Response {
+///
+/// A path of the E2B API gets the body that its clients parse. A response from a guest stays as it is.
+pub(super) fn finish(mut response: Response, path: &str, reader: &Reader) -> Response {
     let status = response.status();
-    if !status.is_client_error() && !status.is_server_error() {
+    let is_error = status.is_client_error() || status.is_server_error();
+    if !is_error || response.extensions().get::<Answered>().is_some() {
         return response;
     }
     // Rejections by the HTTP library itself carry no [`Error`].
@@ -39,7 +44,11 @@ pub(super) fn finish(mut response: Response, reader: &Reader) -> Response {
     let (mut parts, _) = response.into_parts();
     parts.headers.remove(header::CONTENT_LENGTH);
     parts.headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    let body = Json(reader.logged(&error)).into_response().into_body();
+    let body = match e2b::has_path(path) {
+        true => Json(e2b::error::body(status.as_u16(), &error, reader)).into_response(),
+        false => Json(reader.logged(&error)).into_response(),
+    };
+    let body = body.into_body();
     Response::from_parts(parts, body)
 }
 
@@ -71,13 +80,13 @@ mod tests {
     #[tokio::test]
     async fn a_refusal_without_an_error_gets_a_body_too() {
         let bare = StatusCode::PAYLOAD_TOO_LARGE.into_response();
-        let finished = finish(bare, &reader(false));
+        let finished = finish(bare, "/v1/run", &reader(false));
         assert_eq!(finished.status(), 413);
         assert_eq!(finished.headers()[header::CONTENT_TYPE], "application/json");
         let bytes = axum::body::to_bytes(finished.into_body(), 1 << 16).await.unwrap();
         let body: ErrorBody = serde_json::from_slice(&bytes).unwrap();
         assert_eq!((body.code.as_str(), body.request_id.as_str()), ("body_too_large", "r-1"));
-        let fine = finish((StatusCode::CREATED, "made").into_response(), &reader(false));
+        let fine = finish((StatusCode::CREATED, "made").into_response(), "/v1/run", &reader(false));
         assert_eq!(axum::body::to_bytes(fine.into_body(), 1 << 16).await.unwrap(), "made");
     }
 

@@ -36,6 +36,7 @@ use crate::api::middleware::idempotency::{self, IdempotencyStore};
 use crate::api::middleware::{authorize, request_log};
 use crate::api::sandboxes::update;
 use crate::auth::tokens::Tokens;
+use crate::compat::e2b::{self, E2bContext};
 use crate::compat::json_lines::ports::Ports;
 use crate::config::Config;
 use crate::error::{Code, Error};
@@ -60,6 +61,18 @@ pub(crate) struct ApiContext {
     pub(crate) answers: IdempotencyStore,
     /// `forkd run`s under way.
     pub(crate) sessions: TaskTracker,
+}
+
+impl ApiContext {
+    /// The parts for the E2B API.
+    pub(crate) fn e2b(&self) -> E2bContext {
+        E2bContext {
+            registry: self.registry.clone(),
+            snapshots: self.snapshots.clone(),
+            workspaces: self.workspaces.clone(),
+            tokens: self.tokens.clone(),
+        }
+    }
 }
 
 #[derive(OpenApi)]
@@ -100,6 +113,7 @@ fn routes() -> OpenApiRouter<ApiContext> {
         .routes(routes!(crate::api::sandboxes::pause::pause))
         .routes(routes!(crate::api::sandboxes::pause::resume))
         .routes(routes!(crate::api::sandboxes::pause::rollback))
+        .routes(routes!(crate::api::sandboxes::fork::fork))
         .routes(routes!(crate::api::sandboxes::exec::exec))
         .routes(routes!(crate::api::sandboxes::exec::eval))
         .routes(routes!(crate::api::sandboxes::exec_stream::exec_stream))
@@ -210,13 +224,17 @@ pub fn openapi() -> String {
 /// The API for TCP clients that `gate` admits.
 pub(crate) fn for_tcp(app: ApiContext, gate: Authenticator) -> Router {
     let telemetry = app.registry.host.telemetry.clone();
-    request_log::watched(served(app).layer(from_fn_with_state(gate, authenticate::check)), telemetry)
+    let e2b = app.e2b();
+    let checked = served(app).layer(from_fn_with_state(gate.clone(), authenticate::check));
+    request_log::watched(checked.layer(from_fn_with_state((gate, e2b), authenticate::forward)), telemetry)
 }
 
 /// The API for clients of the unix socket, which its file permissions admit.
 pub(crate) fn for_unix(app: ApiContext) -> Router {
     let telemetry = app.registry.host.telemetry.clone();
-    request_log::watched(served(app).layer(from_fn(authenticate::trust_unix_peer)), telemetry)
+    let e2b = app.e2b();
+    let trusted = served(app).layer(from_fn(authenticate::trust_unix_peer));
+    request_log::watched(trusted.layer(from_fn_with_state(e2b, authenticate::forward_unix)), telemetry)
 }
 
 fn served(app: ApiContext) -> Router {
@@ -227,6 +245,7 @@ fn served(app: ApiContext) -> Router {
         // Some clients of the reference ask for this path with a slash at its end.
         .route("/healthz/", axum::routing::get(health))
         .route("/openapi.json", axum::routing::get(move || async move { Json(document.as_ref().clone()) }))
+        .merge(e2b::routes().with_state(app.e2b()))
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
         .layer(from_fn_with_state(app.clone(), update::explain))

@@ -116,6 +116,7 @@ fn sandbox(sandbox: &Sandbox, made: &HashMap<String, u64>) -> SandboxFact {
         state: state.into(),
         created_at_unix,
         spawned_from: sandbox.spec.snapshot_tag.clone().map(spawned_from),
+        forked_from: sandbox.spec.forked_from.clone(),
         rolled_back_to: sandbox.facts().saved.history.rolled_back_to.map(named),
     }
 }

@@ -10,9 +10,10 @@ use super::ApiContext;
 use super::extract::{Body, Id, Ignored, OptionalBody};
 use super::pagination::Page;
 use super::sandboxes::memory_limit;
-use crate::api::middleware::request_log::AuditTarget;
 use crate::auth::principal::Principal;
 use crate::error::{Error, Result};
+use crate::snapshot::branch_job::Mode;
+use crate::telemetry::audit::AuditTarget;
 use crate::util::task::{self, Task};
 use crate::workspace::{Status, WorkspaceRecord, WorkspaceSpec};
 
@@ -132,7 +133,8 @@ pub(super) async fn suspend(
     OptionalBody(request): OptionalBody<SuspendRequest>,
 ) -> Result<Json<WorkspaceInfo>> {
     let workspaces = app.workspaces.clone();
-    to_its_end(async move { workspaces.suspend(&name, request.diff, &who, None).await }).await.map(info)
+    let mode = if request.diff { Mode::Diff } else { Mode::Full };
+    to_its_end(async move { workspaces.suspend(&name, mode, &who, None).await }).await.map(info)
 }
 
 /// Resumes a workspace: forks a sandbox from its last state.

@@ -28,6 +28,7 @@ fn decided(method: &Method, path: &str) -> Option<Scope> {
         ("POST", "/v1/sandboxes") | ("DELETE", "/v1/sandboxes/{id}") => Scope::Write,
         ("POST", "/v1/sandboxes/{id}/pause" | "/v1/sandboxes/{id}/resume") => Scope::Write,
         ("POST", "/v1/sandboxes/{id}/rollback" | "/v1/sandboxes/{id}/branch") => Scope::Write,
+        ("POST", "/v1/sandboxes/{id}/fork") => Scope::Write,
         ("POST", "/v1/sandboxes/{id}/exec" | "/v1/sandboxes/{id}/eval") => Scope::Write,
         ("POST", "/v1/snapshots") | ("DELETE", "/v1/snapshots/{tag}") => Scope::Write,
         ("POST", "/v1/snapshots/{tag}/unload" | "/v1/snapshots/{tag}/compact") => Scope::Write,
@@ -40,6 +41,22 @@ fn decided(method: &Method, path: &str) -> Option<Scope> {
         ("POST", "/v1/sandboxes/{id}/files/mkdir" | "/v1/sandboxes/{id}/files/move") => Scope::Write,
         ("POST", "/v1/sandboxes/{id}/json-lines" | "/v1/sandboxes/{id}/line") => Scope::Write,
         ("PUT" | "DELETE", "/v1/sandboxes/{id}/agent-port" | "/v1/sandboxes/{id}/line-port") => Scope::Write,
+        // The E2B API.
+        ("GET", "/sandboxes" | "/v2/sandboxes" | "/sandboxes/{id}") => Scope::Read,
+        ("POST", "/sandboxes" | "/v2/sandboxes") | ("DELETE", "/sandboxes/{id}") => Scope::Write,
+        ("POST", "/sandboxes/{id}/connect" | "/v2/sandboxes/{id}/connect") => Scope::Write,
+        ("POST", "/sandboxes/{id}/resume" | "/sandboxes/{id}/pause") => Scope::Write,
+        ("POST", "/sandboxes/{id}/timeout" | "/sandboxes/{id}/refreshes") => Scope::Write,
+        ("GET", "/sandboxes/{id}/metrics" | "/snapshots" | "/templates/aliases/{alias}") => Scope::Read,
+        ("POST", "/sandboxes/{id}/fork" | "/sandboxes/{id}/snapshots") | ("DELETE", "/templates/{id}") => {
+            Scope::Write
+        }
+        (_, "/templates" | "/templates/tags" | "/templates/{id}/tags") => Scope::Read,
+        (_, "/templates/{id}/files/{hash}" | "/templates/{id}/builds/{build}/status") => Scope::Read,
+        // Functions that are not there: the error says so.
+        (_, "/sandboxes/{id}/network" | "/sandboxes/{id}/logs") => Scope::Read,
+        (_, "/volumes" | "/volumes/{*rest}" | "/volumecontent/{*rest}") => Scope::Read,
+        (_, "/secrets" | "/secrets/{*rest}" | "/v3/templates" | "/v2/templates/{*rest}") => Scope::Read,
         // Sums of the whole host, without names: a monitoring system needs no more than this scope.
         ("GET", "/metrics") => Scope::Read,
         ("POST", "/v1/snapshots/{tag}/owner") => Scope::Admin,
@@ -74,6 +91,10 @@ mod tests {
             }
         }
         assert!(routes > 25, "{routes}");
+        for (method, path) in crate::compat::e2b::routes_for_policy() {
+            let method = if method == "any" { Method::PUT } else { method.parse().unwrap() };
+            assert!(decided(&method, path).is_some(), "decide who may {method} {path}, in auth/policy.rs");
+        }
         assert_eq!(needed(&Method::GET, "/v1/brand-new"), Scope::Admin);
         assert_eq!(needed(&Method::PUT, "/v1/sandboxes/{id}"), Scope::Admin);
         assert_eq!(needed(&Method::HEAD, "/v1/sandboxes"), Scope::Read);

@@ -93,8 +93,8 @@ pub(crate) fn check_snapshots(owner: &str, have: usize, mem_mib: u64, quota: &Qu
         return Err(Error::new(
             Code::QuotaExceeded,
             format!(
-                "{owner} has {have} snapshots and may have {max} (max_snapshots); remove some with `forkd rmi`, or \
-             have the token's limit raised"
+                "{owner} has {have} snapshots and forks, and may have {max} (max_snapshots); remove some with \
+                 `forkd rmi`, end the children of a fork, or have the token's limit raised"
             ),
         ));
     }

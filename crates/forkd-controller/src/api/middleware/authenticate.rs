@@ -8,7 +8,7 @@
 //!
 //! `authorize` checks what a principal may do.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -23,6 +23,9 @@ use crate::auth::policy;
 use crate::auth::principal::Principal;
 use crate::auth::rate_limit::{Failures, Rates};
 use crate::auth::tokens::{Refusal, Tokens};
+use crate::compat::e2b;
+use crate::compat::e2b::E2bContext;
+use crate::compat::e2b::target::Target;
 use crate::error::{Code, Error, Result};
 
 /// Decides which TCP clients are admitted.
@@ -64,11 +67,66 @@ pub(crate) async fn check(State(gate): State<Authenticator>, mut request: Reques
     next.run(request).await
 }
 
+/// Middleware for TCP, before [`check`]: answers sandbox requests of the E2B API, which have tokens of their own.
+pub(crate) async fn forward(
+    State((gate, e2b)): State<(Authenticator, E2bContext)>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let Some(target) = Target::of(request.method(), request.uri(), request.headers()) else {
+        return next.run(request).await;
+    };
+    // A host's name that carries a sandbox's id is none that a page could have by chance.
+    if !target.is_in_host
+        && let Err(error) = check_source(request.headers(), request.uri(), gate.remote)
+    {
+        return error.into_response();
+    }
+    let address = peer_address(&request);
+    let (response, guessed) = e2b.forward(target, request).await;
+    match guessed.then(|| gate.failures.count(address, Instant::now())) {
+        Some(Err(wait)) => {
+            too_many("too many requests without a good token; wait for the seconds in Retry-After", wait)
+        }
+        _ => response,
+    }
+}
+
+/// Middleware for the unix socket: the same.
+pub(crate) async fn forward_unix(State(e2b): State<E2bContext>, request: Request, next: Next) -> Response {
+    match Target::of(request.method(), request.uri(), request.headers()) {
+        Some(target) => e2b.forward(target, request).await.0,
+        None => next.run(request).await,
+    }
+}
+
+fn peer_address(request: &Request) -> IpAddr {
+    match request.extensions().get() {
+        Some(Peer::Tcp(address)) => address.ip(),
+        _ => Ipv4Addr::UNSPECIFIED.into(),
+    }
+}
+
 impl Authenticator {
     fn authenticate(&self, headers: &HeaderMap) -> Result<Principal> {
         let unauthorized = |text| Err(Error::new(Code::Unauthorized, text));
         let mut all = headers.get_all(AUTHORIZATION).iter();
         let Some(header) = all.next() else {
+            if let Some(key) = e2b::key::token(headers) {
+                return self.tokens.find(key, crate::util::time::now_unix()).or_else(
+                    |refusal| match refusal {
+                        // Clients of the E2B API always send a key.
+                        Refusal::Unknown if self.insecure => Ok(Principal::local()),
+                        Refusal::Unknown => unauthorized(
+                            "the API key is no token of this daemon; `forkd token print` shows one",
+                        ),
+                        Refusal::Expired => Err(Error::new(
+                            Code::TokenExpired,
+                            "the API key has expired; ask the operator of the daemon for another",
+                        )),
+                    },
+                );
+            }
             if self.insecure {
                 return Ok(Principal::local());
             }
@@ -104,11 +162,7 @@ impl Authenticator {
     /// Replies to a request without a good token. Bad tokens do not slow down a client with a good token at the same
     /// address: several clients may share it.
     fn refuse(&self, request: &Request, error: Error) -> Response {
-        let address = match request.extensions().get() {
-            Some(Peer::Tcp(address)) => address.ip(),
-            _ => Ipv4Addr::UNSPECIFIED.into(),
-        };
-        match self.failures.count(address, Instant::now()) {
+        match self.failures.count(peer_address(request), Instant::now()) {
             Ok(()) => error.into_response(),
             Err(wait) => too_many(
                 "too many requests without a good token; wait for the seconds in Retry-After, and send a good one",

@@ -69,6 +69,8 @@ fn allow(
             return Err(Error::new(Code::Forbidden, text));
         }
         Ok(())
+    } else if path.starts_with("/sandboxes/") || path.starts_with("/v2/sandboxes/") {
+        app.e2b().check_owner(name, who)
     } else if path.starts_with("/v1/workspaces/") {
         app.workspaces.check_owner(name, who)
     } else {

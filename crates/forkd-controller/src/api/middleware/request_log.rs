@@ -22,9 +22,10 @@ use tracing::Instrument;
 use crate::api::error;
 use crate::auth::peer::Peer;
 use crate::auth::principal::Principal;
+use crate::compat::e2b::traffic::Answered;
 use crate::error::Reader;
 use crate::telemetry::Telemetry;
-use crate::telemetry::audit::AuditRecord;
+use crate::telemetry::audit::{AuditRecord, AuditTarget, MAX_TEXT};
 use crate::telemetry::otlp::{self, Context, Over};
 use crate::util::random::request_id;
 
@@ -32,34 +33,15 @@ use crate::util::random::request_id;
 const REQUEST_ID: &str = "x-request-id";
 /// The longest id that is accepted from a client.
 const MAX_ID: usize = 64;
-/// The longest path, target and user agent in the audit log, each.
-const MAX_TEXT: usize = 256;
 /// The label of the route for requests that matched none.
 const NO_ROUTE: &str = "none";
+
+/// The label of the route for requests that go into a guest.
+const SANDBOX_ROUTE: &str = "e2b-sandbox";
 
 /// Adds the request log to `router`.
 pub(crate) fn watched(router: Router, telemetry: Arc<Telemetry>) -> Router {
     router.layer(middleware::from_fn_with_state(telemetry, watch))
-}
-
-/// The object of a request, if only the handler knows it: in the extensions of its response.
-#[derive(Debug, Clone)]
-pub(crate) struct AuditTarget(pub(crate) String);
-
-impl AuditTarget {
-    /// Several objects, as many as fit.
-    pub(crate) fn all<'a>(names: impl IntoIterator<Item = &'a str>) -> Self {
-        let mut target = String::new();
-        for name in names {
-            if target.len() + name.len() >= MAX_TEXT {
-                target.push('…');
-                break;
-            }
-            target.push_str(if target.is_empty() { "" } else { "," });
-            target.push_str(name);
-        }
-        AuditTarget(target)
-    }
 }
 
 /// The facts of a request for log, metrics and traces.
@@ -92,7 +74,7 @@ async fn watch(State(telemetry): State<Arc<Telemetry>>, mut request: Request, ne
     let answer = otlp::carry(pending.0.trace, next.run(request));
     let mut response = answer.instrument(span.clone()).await;
     span.in_scope(|| pending.0.answered(&response));
-    response = span.in_scope(|| error::finish(response, &pending.0.reader()));
+    response = span.in_scope(|| error::finish(response, &pending.0.path, &pending.0.reader()));
     if let Ok(id) = HeaderValue::from_str(&pending.0.id) {
         response.headers_mut().insert(REQUEST_ID, id);
     }
@@ -153,7 +135,11 @@ impl RequestRecord {
         self.answered.store(true, Ordering::Relaxed);
         tracing::debug!(status = status.as_u16(), ms = took.as_millis() as u64, "request answered");
         let metrics = &self.telemetry.metrics;
-        metrics.request(method_label(&self.method), self.route(), status.as_u16(), took);
+        let route = match response.extensions().get::<Answered>() {
+            Some(_) => SANDBOX_ROUTE,
+            None => self.route(),
+        };
+        metrics.request(method_label(&self.method), route, status.as_u16(), took);
         if let Some(identity) = response.extensions().get::<Principal>() {
             let _ = self.identity.set(identity.clone());
         }

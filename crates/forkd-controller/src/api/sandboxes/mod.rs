@@ -6,6 +6,7 @@ pub(crate) mod console;
 pub(crate) mod exec;
 pub(crate) mod exec_stream;
 pub(crate) mod files;
+pub(crate) mod fork;
 pub(crate) mod pause;
 pub(crate) mod update;
 
@@ -29,7 +30,6 @@ use super::ApiContext;
 use super::extract::{Body, Id, Params};
 use super::pagination::Page;
 use crate::api::middleware::idempotency::IdempotencyMark;
-use crate::api::middleware::request_log::AuditTarget;
 use crate::api::sandboxes::update::{SandboxFilter, check_tag, list_archived, place};
 use crate::auth::principal::Principal;
 use crate::compat::json_lines;
@@ -37,14 +37,15 @@ use crate::error::{Code, Error, Reader, Result};
 use crate::host::{cgroup, process_stats};
 use crate::monitor::console::printable;
 use crate::sandbox::agent_call::AgentCall;
-use crate::sandbox::cold_boot::boot_children;
+use crate::sandbox::cold_boot::start_children;
 use crate::sandbox::disk_full::{DISK_FULL, DISK_FULL_DETAIL};
 use crate::sandbox::envs::check_envs;
 use crate::sandbox::lifetime::{Lifetime, check_labels, check_secs};
 use crate::sandbox::registry::Bound;
-use crate::sandbox::spawn::{SpawnSpec, Spawned, spawn};
+use crate::sandbox::spawn::{SpawnSpec, Spawned};
 use crate::sandbox::{Phase, RuntimeInfo, Sandbox, Spec};
 use crate::snapshot::unknown::{UNREAD, UNREADABLE, advice};
+use crate::telemetry::audit::AuditTarget;
 use crate::util::task::blocking;
 
 /// The most children of one request.
@@ -52,7 +53,7 @@ const MAX_CHILDREN: u32 = 1000;
 
 /// Query parameters: the form and the time of the reply.
 #[derive(Debug, Default, Deserialize)]
-pub(super) struct Results {
+pub(crate) struct Results {
     results: Option<String>,
     wait: Option<bool>,
 }
@@ -86,29 +87,55 @@ pub(super) async fn create(
 ) -> Result<Response> {
     let arrived = Instant::now();
     request.wait = params.wait.or(request.wait);
-    let each = match params.results.as_deref() {
-        None => false,
-        Some("each") => true,
-        Some(_) => return Err(Error::invalid("results can only be `each`")),
-    };
+    let form = ReplyForm { each: params.each()?, agent_port: request.agent_port };
     let lifetime = life_of(&request, idempotency.as_ref())?;
-    let earlier = match idempotency {
-        Some(Extension(IdempotencyMark { mark, before: true })) => earlier(&app, &mark),
-        _ => Vec::new(),
-    };
-    let agent_port = request.agent_port || app.config.agent_ports;
+    let earlier = earlier(&app, idempotency);
     // Bound to this request until the reply: if the client disconnects, the sandboxes end.
     let only = |children| Spawned { children, errors: Vec::new() };
-    let Spawned { children: bound, mut errors } = match (&request.image, &request.snapshot_tag) {
-        _ if !earlier.is_empty() => only(Vec::new()),
+    let spawned = match (&request.image, &request.snapshot_tag) {
+        _ if !earlier.is_empty() => Spawned::default(),
         (Some(_), None) => only(vec![boot(&app, &who, request, lifetime).await?]),
-        (None, Some(_)) => fork(&app, &who, request, lifetime, arrived).await?,
+        (None, Some(_)) => {
+            let order = order(&who, request, lifetime, arrived)?;
+            start_children(&app.registry, &app.snapshots, order).await?
+        }
         _ => return Err(Error::invalid("give either `image` or `snapshot_tag`")),
     };
+    reply(&app, &reader, form, earlier, spawned)
+}
+
+/// The form of the reply to a request for sandboxes.
+struct ReplyForm {
+    /// Whether it also has the errors of children that failed.
+    each: bool,
+    /// Whether each sandbox gets a JSON-lines port.
+    agent_port: bool,
+}
+
+impl Results {
+    fn each(&self) -> Result<bool> {
+        match self.results.as_deref() {
+            None => Ok(false),
+            Some("each") => Ok(true),
+            Some(_) => Err(Error::invalid("results can only be `each`")),
+        }
+    }
+}
+
+/// Releases the new sandboxes, and replies with them and with `earlier` ones of the same request. An error if there is
+/// none.
+fn reply(
+    app: &ApiContext,
+    reader: &Reader,
+    form: ReplyForm,
+    earlier: Vec<Arc<Sandbox>>,
+    spawned: Spawned,
+) -> Result<Response> {
+    let Spawned { children: bound, mut errors } = spawned;
     if bound.is_empty() && !errors.is_empty() {
         return Err(errors.swap_remove(0).1);
     }
-    if agent_port {
+    if form.agent_port || app.config.agent_ports {
         for sandbox in earlier.iter().chain(bound.iter().map(Bound::sandbox)) {
             // `guest_addr` shows which sandboxes have a port.
             if let Err(error) = app.lines.open(sandbox) {
@@ -119,7 +146,7 @@ pub(super) async fn create(
     let children: Vec<_> = earlier.into_iter().chain(bound.into_iter().map(Bound::release)).collect();
     let children: Vec<SandboxInfo> = children.iter().map(|sandbox| info(sandbox)).collect();
     let target = Extension(AuditTarget::all(children.iter().map(|child| child.id.as_str())));
-    if !each {
+    if !form.each {
         return Ok((StatusCode::CREATED, target, Json(children)).into_response());
     }
     let errors =
@@ -142,10 +169,11 @@ fn life_of(request: &CreateRequest, idempotency: Option<&Extension<IdempotencyMa
     })
 }
 
-/// Sandboxes of a request that an earlier daemon did not reply to.
-fn earlier(app: &ApiContext, mark: &str) -> Vec<Arc<Sandbox>> {
+/// Sandboxes of the request, if an earlier daemon began it and did not reply.
+fn earlier(app: &ApiContext, idempotency: Option<Extension<IdempotencyMark>>) -> Vec<Arc<Sandbox>> {
+    let Some(Extension(IdempotencyMark { mark, before: true })) = idempotency else { return Vec::new() };
     let mut there = app.registry.list();
-    let has_mark = |facts: &RuntimeInfo| facts.saved.lifetime.request.as_deref() == Some(mark);
+    let has_mark = |facts: &RuntimeInfo| facts.saved.lifetime.request.as_ref() == Some(&mark);
     there.retain(|sandbox| sandbox.read_runtime(has_mark));
     there
 }
@@ -165,6 +193,7 @@ async fn boot(
         owner: who.owner.clone(),
         image: request.image,
         snapshot_tag: None,
+        forked_from: None,
         vcpus: request.vcpus.unwrap_or(1),
         mem_mib,
         network: request.network.unwrap_or(true),
@@ -186,13 +215,8 @@ async fn boot(
     Ok(bound)
 }
 
-async fn fork(
-    app: &ApiContext,
-    who: &Principal,
-    request: CreateRequest,
-    lifetime: Lifetime,
-    arrived: Instant,
-) -> Result<Spawned> {
+/// The order for children of a snapshot, or of a running sandbox.
+fn order(who: &Principal, request: CreateRequest, lifetime: Lifetime, arrived: Instant) -> Result<SpawnSpec> {
     let n = request.n.unwrap_or(1);
     if !(1..=MAX_CHILDREN).contains(&n) {
         return Err(Error::invalid(format!("n is {n}; it must be 1 to {MAX_CHILDREN}")));
@@ -205,7 +229,7 @@ async fn fork(
     check_envs(&request.envs)?;
     let time_to_live = request.timeout_secs.map(|secs| check_secs("timeout_secs", secs)).transpose()?;
     let memory_limit_mib = memory_limit(request.memory_limit_mib)?;
-    let order = SpawnSpec {
+    Ok(SpawnSpec {
         tag: request.snapshot_tag.unwrap_or_default(),
         who: who.clone(),
         owner: who.owner.clone(),
@@ -218,11 +242,9 @@ async fn fork(
         time_to_live,
         lifetime,
         arrived,
-    };
-    match app.snapshots.usable(&order.tag, who)?.is_disk_only() {
-        true => boot_children(&app.registry, &app.snapshots, order).await,
-        false => spawn(&app.registry, &app.snapshots, order).await,
-    }
+        id: None,
+        e2b: None,
+    })
 }
 
 pub(super) fn memory_limit(mib: Option<u64>) -> Result<Option<u64>> {
@@ -469,6 +491,7 @@ pub(super) fn info(sandbox: &Sandbox) -> SandboxInfo {
         owner: spec.owner.clone(),
         image: spec.image.clone(),
         snapshot_tag: spec.snapshot_tag.clone(),
+        forked_from: spec.forked_from.clone(),
         state,
         reason,
         detail,

@@ -17,16 +17,16 @@ use serde::Deserialize;
 
 use crate::api::ApiContext;
 use crate::api::extract::{Body, Id, Params};
-use crate::api::middleware::request_log::AuditTarget;
 use crate::api::pagination::Page;
 use crate::api::snapshots::view::{Look, info};
 use crate::auth::principal::{Principal, SHARED};
 use crate::auth::quota::Claim;
-use crate::error::{Code, Error, Result};
+use crate::error::{Error, Result};
 use crate::host::allowed_paths;
 use crate::sandbox::registry::{check, check_image};
 use crate::snapshot::create::{From, SnapshotSpec};
 use crate::snapshot::registry::Removal;
+use crate::telemetry::audit::AuditTarget;
 use crate::util::task::blocking;
 
 /// Query parameters: whether to wait.
@@ -202,40 +202,7 @@ pub(crate) async fn delete(
         (false, true) => Removal::Force,
         (true, true) => return Err(Error::invalid("give either `cascade` or `force`")),
     };
-    let entry = app.snapshots.usable(&tag, &who)?;
-    let mut to_remove = match how {
-        Removal::Cascade | Removal::Plain => app.snapshots.dependents(&tag).await?,
-        Removal::Force => Vec::new(),
-    };
-    // The caller may neither remove nor see the names of other owners' snapshots.
-    if to_remove.iter().any(|tag| app.snapshots.get(tag).is_ok_and(|it| !who.owns(&it.owner()))) {
-        let text = format!("others need snapshot {tag}; remove only its name with force (`--force`)");
-        return Err(Error::new(Code::SnapshotInUse, text));
-    }
-    if how == Removal::Plain {
-        to_remove.clear();
-    }
-    to_remove.push(tag.clone());
-    if let Some((tag, name)) = to_remove.iter().find_map(|tag| Some((tag, app.workspaces.user_of(tag)?))) {
-        if app.workspaces.check_owner(&name, &who).is_err() {
-            let text = format!(
-                "snapshot {tag} is the state of another owner's workspace; ask an admin to delete that workspace first"
-            );
-            return Err(Error::new(Code::SnapshotInUse, text));
-        }
-        let text = format!(
-            "workspace {name} is resumed from snapshot {tag}; delete it first (`forkd workspace rm {name}`)"
-        );
-        return Err(Error::new(Code::SnapshotInUse, text));
-    }
-    // The removal must not hit a newer snapshot with the same tag.
-    if !app.snapshots.get(&tag).is_ok_and(|now| std::sync::Arc::ptr_eq(&now, &entry)) {
-        return Err(Error::new(
-            Code::SnapshotReplaced,
-            format!("snapshot {tag} was removed or replaced meanwhile; list the snapshots again"),
-        ));
-    }
-    app.snapshots.remove(&tag, how).await?;
+    app.workspaces.remove_snapshot_for(&tag, how, &who).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -37,6 +37,7 @@ impl Conversation for Run {
             owner: self.who.owner.clone(),
             image: Some(request.image),
             snapshot_tag: None,
+            forked_from: None,
             vcpus: request.vcpus.unwrap_or(1),
             mem_mib,
             network: request.network.unwrap_or(true),

@@ -1,0 +1,93 @@
+//! Signed addresses of files: a client may hand one to a program that has no token.
+//!
+//! The signature names the path, the operation, the user and perhaps a time, but no sandbox: the sandbox is the one
+//! with whose token the signature was made.
+
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD_NO_PAD;
+use sha2::{Digest, Sha256};
+use subtle::ConstantTimeEq;
+
+/// A signed request for a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Signed {
+    pub(super) path: String,
+    pub(super) user: String,
+    /// Whether it writes the file.
+    pub(super) writes: bool,
+    pub(super) signature: String,
+    /// The time from which it is no longer good, in seconds since 1970, as the client wrote it.
+    pub(super) expires: Option<String>,
+}
+
+impl Signed {
+    /// The signed request in a query; none if there is no signature.
+    pub(super) fn of(query: &str, writes: bool) -> Option<Self> {
+        let mut signed = Signed {
+            path: String::new(),
+            user: String::new(),
+            writes,
+            signature: String::new(),
+            expires: None,
+        };
+        for (name, value) in form_urlencoded::parse(query.as_bytes()) {
+            match name.as_ref() {
+                "path" => signed.path = value.into_owned(),
+                "username" => signed.user = value.into_owned(),
+                "signature" => signed.signature = value.into_owned(),
+                "signature_expiration" => signed.expires = Some(value.into_owned()),
+                _ => {}
+            }
+        }
+        (!signed.signature.is_empty()).then_some(signed)
+    }
+
+    /// Whether the signature was made with `token`.
+    pub(super) fn is_by(&self, token: &str) -> bool {
+        let operation = if self.writes { "write" } else { "read" };
+        let mut text = format!("{}:{operation}:{}:{token}", self.path, self.user);
+        if let Some(expires) = &self.expires {
+            text.push(':');
+            text.push_str(expires);
+        }
+        let wanted = format!("v1_{}", BASE64_STANDARD_NO_PAD.encode(Sha256::digest(text)));
+        wanted.as_bytes().ct_eq(self.signature.as_bytes()).into()
+    }
+
+    /// Whether its time is over, or is not a time.
+    pub(super) fn has_expired(&self, now_unix: u64) -> bool {
+        self.expires
+            .as_ref()
+            .is_some_and(|at| at.parse().is_ok_and(|at: u64| at <= now_unix) || at.parse::<u64>().is_err())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_signature_is_good_for_its_file_its_operation_and_its_time() {
+        // Made by the Python client: get_signature("/home/user/a.txt", "read", "user", "token", 60) without a time.
+        let text = "/home/user/a b.txt:read:user:secret:2000000000";
+        let signature = format!("v1_{}", BASE64_STANDARD_NO_PAD.encode(Sha256::digest(text)));
+        let encoded: String = form_urlencoded::Serializer::new(String::new())
+            .extend_pairs([
+                ("path", "/home/user/a b.txt"),
+                ("username", "user"),
+                ("signature", &signature),
+                ("signature_expiration", "2000000000"),
+            ])
+            .finish();
+        let signed = Signed::of(&encoded, false).unwrap();
+        assert!(signed.is_by("secret"));
+        assert!(!signed.is_by("other"));
+        assert!(!Signed::of(&encoded, true).unwrap().is_by("secret"), "it is for reading");
+        assert!(!Signed { path: "/etc/shadow".into(), ..signed.clone() }.is_by("secret"));
+        assert!(!Signed { expires: None, ..signed.clone() }.is_by("secret"), "its time is a part of it");
+        assert!(!signed.has_expired(1_999_999_999));
+        assert!(signed.has_expired(2_000_000_000));
+        assert!(Signed { expires: Some("soon".into()), ..signed }.has_expired(0));
+        assert_eq!(Signed::of("path=/a&username=user", false), None);
+    }
+}

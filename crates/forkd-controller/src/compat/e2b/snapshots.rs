@@ -1,0 +1,211 @@
+//! Snapshots and templates of the E2B API: a snapshot of a running sandbox, and whether a template is there.
+
+use std::sync::Arc;
+
+use axum::extract::{Path, RawQuery, State};
+use axum::http::{HeaderName, HeaderValue, StatusCode};
+use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
+use forkd_protocol::names::is_valid_name;
+use forkd_store::TemplateName;
+use serde::{Deserialize, Serialize};
+
+use crate::auth::principal::{Principal, SHARED};
+use crate::branch::BranchSpec;
+use crate::compat::e2b::extract::Body;
+use crate::compat::e2b::names::{MAX_NAME, missing, without_default};
+use crate::compat::e2b::{E2bContext, Found, not_found};
+use crate::error::{Code, Error, Result};
+use crate::snapshot::branch_job::Mode;
+use crate::snapshot::registry::{Removal, SnapshotState};
+use crate::telemetry::audit::AuditTarget;
+use crate::util::random::new_id;
+use crate::util::task::{self, Task, blocking};
+use crate::util::time::now_unix;
+
+/// The entries of a page when the client gives no limit, and the most that it can ask for.
+const PAGE: usize = 100;
+/// The longest part of a tag that is taken from a name: the rest makes it unique.
+const MAX_STEM: usize = 40;
+
+/// `POST /sandboxes/{id}/snapshots`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct NewSnapshot {
+    name: Option<String>,
+    /// `false`: the disks alone, so that a sandbox of it boots.
+    memory: Option<bool>,
+}
+
+/// A snapshot, for its maker.
+#[derive(Debug, Serialize)]
+pub(super) struct SnapshotShown {
+    #[serde(rename = "snapshotID")]
+    snapshot_id: String,
+    names: Vec<String>,
+}
+
+impl SnapshotShown {
+    fn of(named: &TemplateName) -> Self {
+        let name = match named.name.contains(':') {
+            true => named.name.clone(),
+            false => format!("{}:default", named.name),
+        };
+        SnapshotShown { snapshot_id: name.clone(), names: vec![name] }
+    }
+}
+
+/// Takes a snapshot of a running sandbox, which goes on.
+pub(super) async fn create(
+    State(e2b): State<E2bContext>,
+    Extension(who): Extension<Principal>,
+    Path(id): Path<String>,
+    Body(request): Body<NewSnapshot>,
+) -> Result<Response> {
+    let Found::Running(sandbox, _) = e2b.find(&id)? else { return Err(not_found(&id)) };
+    let name = request.name.as_deref().map(without_default).filter(|name| !name.is_empty());
+    let tag = tag_for(name)?;
+    let mode = match request.memory {
+        Some(false) => Mode::Disk,
+        _ => Mode::Full,
+    };
+    let named = TemplateName {
+        owner: sandbox.spec.owner.clone(),
+        name: name.unwrap_or(&tag).to_owned(),
+        tag: tag.clone(),
+        sandbox: id.clone(),
+        created_at_unix: now_unix(),
+    };
+    let shown = SnapshotShown::of(&named);
+    let work = async move {
+        let _in_use = sandbox.in_use();
+        let order = BranchSpec { tag: Some(tag), mode, wait: true, parent_tag: None, quota: who.quota };
+        e2b.snapshots.branch(&sandbox, order)?.wait_done().await?;
+        let database = e2b.registry.host.database.clone();
+        blocking("naming a snapshot", move || Ok(database.name_template(&named)?)).await
+    };
+    // The name is written, also if the client goes away: a snapshot without one could not be found.
+    let done = task::spawn(Task::Branch, work).await;
+    done.unwrap_or_else(|error| Err(Error::host("taking a snapshot", error)))?;
+    let target = Extension(AuditTarget(id));
+    Ok((StatusCode::CREATED, target, Json(shown)).into_response())
+}
+
+/// A tag that no other snapshot has, which begins like the name.
+fn tag_for(name: Option<&str>) -> Result<String> {
+    let unique = new_id("")?;
+    let Some(name) = name else { return Ok(format!("snapshot-{unique}")) };
+    let plain = |c: char| c.is_ascii_alphanumeric() || "._-/:".contains(c);
+    if name.len() > MAX_NAME || !name.chars().all(plain) {
+        let text = format!(
+            "a snapshot's name must have 1 to {MAX_NAME} letters, digits, `.`, `_`, `-`, `/` and `:`, and it is {name:?}"
+        );
+        return Err(Error::invalid(text));
+    }
+    let stem: String = name.chars().map(|c| if "/:".contains(c) { '-' } else { c }).take(MAX_STEM).collect();
+    let tag = format!("{stem}-{}", &unique[..8]);
+    Ok(if is_valid_name(&tag) { tag } else { format!("snapshot-{unique}") })
+}
+
+/// Lists the snapshots that clients of this API took, oldest first, in pages.
+pub(super) async fn list(
+    State(e2b): State<E2bContext>,
+    Extension(who): Extension<Principal>,
+    RawQuery(query): RawQuery,
+) -> Result<Response> {
+    let (mut sandbox, mut name, mut limit, mut after) = (None, None, PAGE, None);
+    for (key, value) in form_urlencoded::parse(query.as_deref().unwrap_or_default().as_bytes()) {
+        match key.as_ref() {
+            "sandboxID" => sandbox = Some(value.into_owned()),
+            "name" => name = Some(without_default(&value).to_owned()),
+            "limit" => {
+                let given = value.parse().ok().filter(|limit| (1..=PAGE).contains(limit));
+                limit = given.ok_or_else(|| Error::invalid(format!("limit must be 1 to {PAGE}")))?;
+            }
+            "nextToken" if !value.is_empty() => {
+                let index = value.parse::<usize>();
+                after = Some(index.map_err(|_| {
+                    Error::invalid("nextToken must be the X-Next-Token of the previous page")
+                })?);
+            }
+            _ => {}
+        }
+    }
+    let database = e2b.registry.host.database.clone();
+    let all = blocking("listing snapshots", move || Ok(database.templates()?)).await?;
+    let shown = all.into_iter().filter(|named| {
+        who.owns(&named.owner)
+            && sandbox.as_ref().is_none_or(|sandbox| named.sandbox == *sandbox)
+            && name.as_ref().is_none_or(|name| named.name == *name)
+            && e2b.snapshots.usable(&named.tag, &who).is_ok()
+    });
+    let begin = after.unwrap_or(0);
+    let mut page: Vec<_> = shown.skip(begin).take(limit + 1).collect();
+    let more = page.len() > limit;
+    page.truncate(limit);
+    let mut response = Json(page.iter().map(SnapshotShown::of).collect::<Vec<_>>()).into_response();
+    if let Some(next) = more.then(|| HeaderValue::from(begin + limit)) {
+        response.headers_mut().insert(HeaderName::from_static("x-next-token"), next);
+    }
+    Ok(response)
+}
+
+/// Removes a snapshot, and all its names.
+pub(super) async fn remove(
+    State(e2b): State<E2bContext>,
+    Extension(who): Extension<Principal>,
+    Path(name): Path<String>,
+) -> Result<StatusCode> {
+    let entry = e2b.template(&name, &who).await?;
+    if !who.owns(&entry.owner()) {
+        let text = format!("template {name} is shared by all owners; ask an admin to remove it");
+        return Err(Error::new(Code::Forbidden, text));
+    }
+    let tag = entry.tag.clone();
+    e2b.workspaces.remove_snapshot_for(&tag, Removal::Plain, &who).await?;
+    let database = e2b.registry.host.database.clone();
+    blocking("removing the names of a snapshot", move || Ok(database.forget_templates(&tag)?)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Whether a template is there.
+#[derive(Debug, Serialize)]
+pub(super) struct Alias {
+    #[serde(rename = "templateID")]
+    template_id: String,
+    public: bool,
+}
+
+/// Finds a template by its name. One that is not ready is not there yet.
+pub(super) async fn alias(
+    State(e2b): State<E2bContext>,
+    Extension(who): Extension<Principal>,
+    Path(name): Path<String>,
+) -> Result<Json<Alias>> {
+    let entry: Arc<_> = e2b.template(&name, &who).await?;
+    match entry.state() {
+        SnapshotState::Ready(_) => {
+            Ok(Json(Alias { template_id: entry.tag.clone(), public: entry.owner() == SHARED }))
+        }
+        _ => Err(missing(&name)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_name_gets_a_tag_of_its_own() {
+        for name in ["a", "a/b:c", "team/base", &"x".repeat(MAX_NAME), "-x", ".x"] {
+            let (one, other) = (tag_for(Some(name)).unwrap(), tag_for(Some(name)).unwrap());
+            assert!(is_valid_name(&one), "{one}");
+            assert_ne!(one, other);
+        }
+        assert!(tag_for(Some("a/b")).unwrap().starts_with("a-b-"));
+        assert!(is_valid_name(&tag_for(None).unwrap()));
+        for bad in ["a b", "ä", &"x".repeat(MAX_NAME + 1)] {
+            assert_eq!(tag_for(Some(bad)).unwrap_err().code(), Code::InvalidRequest);
+        }
+    }
+}

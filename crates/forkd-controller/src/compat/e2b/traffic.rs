@@ -1,0 +1,386 @@
+//! Sandbox requests: the daemon sends them into the guest and passes the response on.
+//!
+//! `target` finds the sandbox and the port of a request. The agent's port needs the sandbox's
+//! access token, the code interpreter's port that or the traffic token, and any other port the traffic token if the
+//! sandbox's ports are not public. A request to a paused sandbox resumes it, if its client wanted that.
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::extract::Request;
+use axum::http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use axum::http::{Method, StatusCode};
+use axum::response::{IntoResponse, Response};
+use forkd_protocol::agent::{DEFAULT_USER_HEADER, TOKEN_HEADER};
+use http_body_util::BodyExt;
+use hyper_util::rt::TokioIo;
+use serde_json::json;
+use subtle::ConstantTimeEq;
+
+use crate::agent;
+use crate::auth::principal::{Principal, Scope};
+use crate::compat::e2b::signature::Signed;
+use crate::compat::e2b::target::{Named, TRAFFIC_TOKEN, Target};
+use crate::compat::e2b::{CODE_PORT, E2bContext, ENVD_PORT, Found};
+use crate::error::{Code, Error};
+use crate::sandbox::Sandbox;
+use crate::sandbox::e2b::E2bState;
+use crate::telemetry::audit::AuditTarget;
+use crate::util::task::{self, Task};
+use crate::util::time::now_unix;
+
+/// The user that a request acts as when it names none.
+const USER: &str = "user";
+/// Headers about one connection only (RFC 9110, 7.6.1), and secrets that the guest need not see.
+const NOT_FORWARDED: [&str; 9] = [
+    "connection",
+    "keep-alive",
+    "proxy-connection",
+    "transfer-encoding",
+    "upgrade",
+    "te",
+    "x-api-key",
+    TRAFFIC_TOKEN,
+    TOKEN_HEADER,
+];
+
+/// Marks a response of this module: its body is complete, also if its status is an error.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Answered;
+
+/// A response that clients of E2B's proxy parse.
+fn refuse(status: StatusCode, id: &str, message: impl Into<String>) -> Response {
+    let body = json!({ "sandboxId": id, "message": message.into(), "code": status.as_u16() });
+    (status, axum::Json(body)).into_response()
+}
+
+fn not_running(id: &str) -> Response {
+    refuse(StatusCode::BAD_GATEWAY, id, "The sandbox was not found")
+}
+
+/// A request without a good token, in the shape of the protocol that the path belongs to.
+fn unauthenticated(path: &str, id: &str, message: &str) -> Response {
+    match path.contains(".") {
+        true => {
+            let body = json!({ "code": "unauthenticated", "message": message });
+            (StatusCode::UNAUTHORIZED, axum::Json(body)).into_response()
+        }
+        false => refuse(StatusCode::UNAUTHORIZED, id, message),
+    }
+}
+
+fn equal(given: Option<&HeaderValue>, secret: &str) -> bool {
+    given.is_some_and(|given| given.as_bytes().ct_eq(secret.as_bytes()).into())
+}
+
+impl E2bContext {
+    /// Answers a sandbox request. The second value is whether it had a wrong token.
+    pub(crate) async fn forward(&self, target: Target, request: Request) -> (Response, bool) {
+        let forwarded = self.attempt(&target, request).await;
+        let (mut response, guessed) = match forwarded {
+            Ok(response) => (response, false),
+            Err(response) => {
+                let guessed = response.status() == StatusCode::UNAUTHORIZED;
+                (response, guessed)
+            }
+        };
+        response.extensions_mut().insert(Answered);
+        (response, guessed)
+    }
+
+    #[allow(clippy::result_large_err)]
+    async fn attempt(&self, target: &Target, request: Request) -> Result<Response, Response> {
+        let signed = match &target.sandbox {
+            Named::Signature(signed) => Some(signed.clone()),
+            Named::Token(_) => None,
+            Named::Id(_) => {
+                Signed::of(request.uri().query().unwrap_or_default(), request.method() == Method::POST)
+                    .filter(|_| request.uri().path() == "/files")
+            }
+        };
+        let found = match &target.sandbox {
+            Named::Id(id) => self.find(id).map_err(|_| not_running(id))?,
+            Named::Token(token) => {
+                let is_its = |state: &E2bState| state.access_token.as_bytes().ct_eq(token.as_bytes()).into();
+                self.with_state(is_its).ok_or_else(|| {
+                    unauthenticated(
+                        request.uri().path(),
+                        "",
+                        "the access token is of no sandbox that runs here",
+                    )
+                })?
+            }
+            Named::Signature(signed) => {
+                let signer = self.with_state(|state| signed.is_by(&state.access_token));
+                signer.ok_or_else(|| {
+                    refuse(StatusCode::UNAUTHORIZED, "", "the signature is of no sandbox that runs here")
+                })?
+            }
+        };
+        let (id, owner, state) = match &found {
+            Found::Running(sandbox, state) => (sandbox.id.clone(), sandbox.spec.owner.clone(), state),
+            Found::Paused(record, state) => (record.name.clone(), record.owner.clone(), state),
+        };
+        check_token(target.port, &request, signed.as_ref(), &id, state)?;
+        let who = Principal { name: format!("e2b:{id}"), owner, scope: Scope::Write, ..Principal::local() };
+        let forwarded = async {
+            let sandbox = self.awake(found).await?;
+            forward_to(&sandbox, target.port, request).await
+        };
+        let answered = forwarded.await;
+        let note = |response: &mut Response| {
+            // For the audit log; the client does not see extensions.
+            response.extensions_mut().insert(who.clone());
+            response.extensions_mut().insert(AuditTarget(id.clone()));
+        };
+        answered
+            .map(|mut response| {
+                note(&mut response);
+                response
+            })
+            .map_err(|mut response| {
+                note(&mut response);
+                response
+            })
+    }
+
+    /// The sandbox whose state fits.
+    fn with_state(&self, fits: impl Fn(&E2bState) -> bool) -> Option<Found> {
+        let running = self.registry.list().into_iter().map(|sandbox| sandbox.id.clone());
+        let paused =
+            self.workspaces.all_paused(&Principal::local()).into_iter().map(|(record, _)| record.name);
+        let all: Vec<String> = running.chain(paused).collect();
+        all.iter().filter_map(|id| self.find(id).ok()).find(|found| {
+            let (Found::Running(_, state) | Found::Paused(_, state)) = found;
+            fits(state)
+        })
+    }
+
+    /// The sandbox of a request, resumed if it is paused and its client wanted that.
+    #[allow(clippy::result_large_err)]
+    async fn awake(&self, found: Found) -> Result<Arc<Sandbox>, Response> {
+        let sandbox = match found {
+            Found::Running(sandbox, _) => sandbox,
+            Found::Paused(record, state) if !state.auto_resume => return Err(not_running(&record.name)),
+            Found::Paused(record, _) => {
+                let (workspaces, who, id) =
+                    (self.workspaces.clone(), self.owner(&record.owner), record.name.clone());
+                // It goes on if the client goes away.
+                let woken =
+                    task::spawn(Task::Suspend, async move { workspaces.wake(&id, None, &who).await }).await;
+                let woken = woken.unwrap_or_else(|error| Err(Error::host("resuming a sandbox", error)));
+                woken.map_err(|error| {
+                    tracing::warn!(sandbox = record.name, %error, "paused sandbox not resumed by a request");
+                    unavailable(&record.name, &error)
+                })?.1
+            }
+        };
+        if let Err(error) = sandbox.started().await {
+            tracing::debug!(sandbox = sandbox.id, %error, "request to a sandbox that did not start");
+            return Err(not_running(&sandbox.id));
+        }
+        sandbox.ready().await.map_err(|error| unavailable(&sandbox.id, &error))?;
+        Ok(sandbox)
+    }
+}
+
+/// The response for a sandbox that cannot be used now.
+fn unavailable(id: &str, error: &Error) -> Response {
+    match error.code() {
+        Code::SandboxEnded
+        | Code::SandboxLost
+        | Code::SandboxReplaced
+        | Code::SandboxPaused
+        | Code::SandboxSuspending => not_running(id),
+        Code::QuotaExceeded | Code::LimitReached | Code::DaemonBusy => {
+            refuse(StatusCode::SERVICE_UNAVAILABLE, id, error.public())
+        }
+        _ => refuse(StatusCode::BAD_GATEWAY, id, error.public()),
+    }
+}
+
+#[allow(clippy::result_large_err)]
+fn check_token(
+    port: u16,
+    request: &Request,
+    signed: Option<&Signed>,
+    id: &str,
+    state: &E2bState,
+) -> Result<(), Response> {
+    let (headers, path) = (request.headers(), request.uri().path());
+    let has_access = || equal(headers.get(TOKEN_HEADER), &state.access_token);
+    let has_traffic = || equal(headers.get(TRAFFIC_TOKEN), &state.traffic_token);
+    match port {
+        0 => Err(refuse(StatusCode::BAD_REQUEST, id, "E2b-Sandbox-Port must be a port, 1 to 65535")),
+        ENVD_PORT if path == "/health" && request.method() == Method::GET => Ok(()),
+        ENVD_PORT => match signed {
+            _ if has_access() => Ok(()),
+            Some(signed) if signed.has_expired(now_unix()) => {
+                Err(refuse(StatusCode::UNAUTHORIZED, id, "the signature has expired; sign the address again"))
+            }
+            Some(signed) if signed.is_by(&state.access_token) => Ok(()),
+            Some(_) => Err(refuse(StatusCode::UNAUTHORIZED, id, "the signature is wrong")),
+            None => {
+                let text =
+                    "the access token is missing or wrong; connect to the sandbox with the API key to get it";
+                Err(unauthenticated(path, id, text))
+            }
+        },
+        // It runs code: never public.
+        CODE_PORT if !has_access() && !has_traffic() => {
+            Err(refuse(StatusCode::FORBIDDEN, id, "the token for the code interpreter is missing or wrong"))
+        }
+        CODE_PORT => Ok(()),
+        _ if state.public_traffic || has_traffic() => Ok(()),
+        _ => Err(refuse(StatusCode::FORBIDDEN, id, "the traffic access token is missing or wrong")),
+    }
+}
+
+/// Sends a request into the guest.
+#[allow(clippy::result_large_err)]
+async fn forward_to(sandbox: &Arc<Sandbox>, port: u16, mut request: Request) -> Result<Response, Response> {
+    let in_use = sandbox.in_use();
+    let upgrade = request.headers().get(header::UPGRADE).cloned();
+    let client = upgrade.as_ref().map(|_| hyper::upgrade::on(&mut request));
+    let (mut parts, body) = request.into_parts();
+    parts.extensions.clear();
+    strip(&mut parts.headers);
+    let path = parts.uri.path_and_query().map_or("/", |path| path.as_str());
+    parts.uri = path.parse().unwrap_or_default();
+    parts.version = axum::http::Version::HTTP_11;
+    if let Some(upgrade) = upgrade {
+        parts.headers.insert(header::UPGRADE, upgrade);
+        parts.headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+    }
+    let is_agent = port == ENVD_PORT;
+    if is_agent {
+        parts.headers.insert(header::HOST, HeaderValue::from_static("agent"));
+        parts.headers.insert(DEFAULT_USER_HEADER, HeaderValue::from_static(USER));
+    }
+    let request = axum::http::Request::from_parts(parts, body.map_err(std::io::Error::other).boxed_unsync());
+    let sent = async {
+        match is_agent {
+            true => sandbox.agent.forward(request).await,
+            false => sandbox.agent.forward_to_port(port, request).await,
+        }
+    };
+    let sent = tokio::select! {
+        sent = sent => sent,
+        error = sandbox.trouble() => return Err(unavailable(&sandbox.id, &error)),
+    };
+    let mut response = match sent {
+        Ok(response) => response,
+        Err(error) => return Err(closed(sandbox, port, &error).await),
+    };
+    let switches = response.status() == StatusCode::SWITCHING_PROTOCOLS;
+    if let (true, Some(client)) = (switches, client) {
+        let guest = hyper::upgrade::on(&mut response);
+        let sandbox = sandbox.clone();
+        let (parts, connection) = response.into_parts();
+        task::spawn(Task::Connection, async move {
+            let _held = (in_use, connection);
+            let (Ok(client), Ok(guest)) = (client.await, guest.await) else { return };
+            let (mut client, mut guest) = (TokioIo::new(client), TokioIo::new(guest));
+            tokio::select! {
+                _ = tokio::io::copy_bidirectional(&mut client, &mut guest) => {}
+                _ = sandbox.trouble() => {}
+            }
+        });
+        return Ok(Response::from_parts(parts, Body::empty()));
+    }
+    let (mut parts, body) = response.into_parts();
+    strip(&mut parts.headers);
+    // The use ends with the body.
+    let body = body.map_frame(move |frame| {
+        let _ = &in_use;
+        frame
+    });
+    Ok(Response::from_parts(parts, Body::new(body)))
+}
+
+/// The response for a connection that the guest did not accept, or that broke before its response.
+async fn closed(sandbox: &Arc<Sandbox>, port: u16, error: &agent::Error) -> Response {
+    // A connection often breaks before the daemon knows why the sandbox ends.
+    let trouble = tokio::time::timeout(std::time::Duration::from_secs(1), sandbox.trouble()).await;
+    if let Ok(trouble) = trouble {
+        return unavailable(&sandbox.id, &trouble);
+    }
+    tracing::debug!(sandbox = sandbox.id, port, %error, "request not forwarded");
+    let text = format!("The sandbox is running but port is not open (port {port})");
+    refuse(StatusCode::BAD_GATEWAY, &sandbox.id, text)
+}
+
+fn strip(headers: &mut HeaderMap) {
+    // `Connection` names further headers of this connection only.
+    let named: Vec<HeaderName> = headers
+        .get_all(header::CONNECTION)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(','))
+        .filter_map(|name| name.trim().parse().ok())
+        .collect();
+    for name in named {
+        headers.remove(name);
+    }
+    for name in NOT_FORWARDED {
+        headers.remove(name);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_of_one_connection_and_tokens_stay_here() {
+        let mut headers = HeaderMap::new();
+        for (name, value) in [
+            ("connection", "close, x-mine"),
+            ("x-mine", "1"),
+            ("x-access-token", "secret"),
+            ("e2b-traffic-access-token", "secret"),
+            ("x-api-key", "secret"),
+            ("transfer-encoding", "chunked"),
+            ("authorization", "Basic cm9vdDo="),
+        ] {
+            headers.insert(HeaderName::from_static(name), HeaderValue::from_static(value));
+        }
+        strip(&mut headers);
+        assert_eq!(headers.keys().map(HeaderName::as_str).collect::<Vec<_>>(), ["authorization"]);
+    }
+
+    #[test]
+    fn each_port_needs_its_token() {
+        let state = E2bState {
+            access_token: "access".into(),
+            traffic_token: "traffic".into(),
+            public_traffic: true,
+            ..E2bState::default()
+        };
+        let closed = E2bState { public_traffic: false, ..state.clone() };
+        let ask = |state: &E2bState, port: u16, path: &str, headers: &[(&'static str, &'static str)]| {
+            let mut request = axum::http::Request::builder().uri(path);
+            for (name, value) in headers {
+                request = request.header(*name, *value);
+            }
+            let request = request.body(Body::empty()).unwrap();
+            let refused = check_token(port, &request, None, "sb1", state).err();
+            refused.map_or(200, |response| response.status().as_u16())
+        };
+        let (access, traffic) = ([("x-access-token", "access")], [("e2b-traffic-access-token", "traffic")]);
+        assert_eq!(ask(&state, ENVD_PORT, "/health", &[]), 200);
+        for path in ["/files?path=a", "/process.Process/List"] {
+            assert_eq!(ask(&state, ENVD_PORT, path, &[]), 401);
+            assert_eq!(ask(&state, ENVD_PORT, path, &traffic), 401);
+            assert_eq!(ask(&state, ENVD_PORT, path, &[("x-access-token", "accesses")]), 401);
+            assert_eq!(ask(&state, ENVD_PORT, path, &access), 200);
+        }
+        assert_eq!(ask(&state, CODE_PORT, "/execute", &[]), 403);
+        assert_eq!(ask(&state, CODE_PORT, "/execute", &traffic), 200);
+        assert_eq!(ask(&state, CODE_PORT, "/execute", &access), 200);
+        assert_eq!(ask(&state, 8000, "/", &[]), 200);
+        assert_eq!(ask(&closed, 8000, "/", &[]), 403);
+        assert_eq!(ask(&closed, 8000, "/", &traffic), 200);
+        assert_eq!(ask(&state, 0, "/", &access), 400);
+    }
+}
