@@ -8,6 +8,7 @@ mod bench;
 mod branch_api;
 mod cli;
 mod clients;
+mod e2b;
 mod fanout;
 mod faults;
 mod kills;
