@@ -8,6 +8,7 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use forkd_protocol::agent::{FORWARD_PORT, TOKEN_HEADER};
+use forkd_protocol::connect::Code;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use hyper::client::conn::http1;
 use hyper::header::HeaderValue;
@@ -83,7 +84,14 @@ impl Agent {
         stream.write_all(format!("{port}\n").as_bytes()).await.map_err(unreachable)?;
         match read_line(&mut stream).await?.as_str() {
             "OK" => send(stream, request).await,
-            refused => Err(Error::Unreachable(format!("port {port} of the guest: {refused}"))),
+            refused => {
+                let code = match refused.contains("too many connections") {
+                    true => Code::ResourceExhausted,
+                    false => Code::Unavailable,
+                };
+                let text = format!("port {port} of the guest: {}", refused.trim_start_matches("NO "));
+                Err(forkd_protocol::connect::Error::new(code, text).into())
+            }
         }
     }
 }

@@ -116,13 +116,18 @@ impl Lineages {
             return;
         }
         let Some(uid) = self.uid_base else { return };
-        if !self.cgroups.lineages().iter().any(|known| known == id) {
-            return;
-        }
-        match self.cgroups.lineage(id, uid) {
-            Ok(Some(cgroup)) => remove(&cgroup),
-            Ok(None) => {}
-            Err(error) => tracing::warn!(lineage = id, %error, "cgroup of an ended lineage not opened"),
+        // A resumed sandbox's lineage has a name of its own, which begins with the id.
+        let is_its =
+            |name: &str| name.strip_prefix(id).is_some_and(|rest| rest.is_empty() || rest.starts_with('-'));
+        for name in self.cgroups.lineages() {
+            if !is_its(&name) || self.named(&name).is_some() {
+                continue;
+            }
+            match self.cgroups.lineage(&name, uid) {
+                Ok(Some(cgroup)) => remove(&cgroup),
+                Ok(None) => {}
+                Err(error) => tracing::warn!(lineage = name, %error, "cgroup of an ended lineage not opened"),
+            }
         }
     }
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use forkd_api::OnTimeout;
 use tokio_util::sync::CancellationToken;
 
-use crate::auth::principal::Principal;
+use crate::auth::principal::{Principal, Scope};
 use crate::auth::tokens::Tokens;
 use crate::branch::suspend::{self, Suspend};
 use crate::error::{Code, Error, Result};
@@ -104,8 +104,9 @@ impl Timeouts {
                 {
                     tracing::warn!(sandbox = sandbox.id, %error, "sandbox deadline not updated");
                 }
-                if let Some(due) = sandbox.due(now) {
-                    self.act(sandbox, due);
+                match sandbox.due(now) {
+                    Some(due) => self.act(sandbox, due),
+                    None => self.remove_ended(&sandbox),
                 }
             }
             if pruned.is_none_or(|at| at.elapsed() >= PRUNE_EVERY) {
@@ -120,8 +121,7 @@ impl Timeouts {
         tracing::info!(sandbox = sandbox.id, ?due, ?action, "its time is over");
         if action == OnTimeout::Kill {
             let reason = if due == Due::Expired { TIMED_OUT } else { IDLE };
-            self.registry.end(&sandbox, End::new(reason, due.because(), String::new()));
-            self.forget_paused(&sandbox);
+            self.kill(&sandbox, End::new(reason, due.because(), String::new()));
             return;
         }
         sandbox.update_runtime(|facts| facts.attempt = Attempt::UnderWay);
@@ -145,15 +145,32 @@ impl Timeouts {
         });
     }
 
-    /// Removes the states of a sandbox of the E2B API that was paused earlier and is ended now.
-    fn forget_paused(&self, sandbox: &Sandbox) {
-        let name = sandbox.read_runtime(|facts| facts.saved.e2b.as_ref().and(facts.saved.workspace.clone()));
-        let Some(name) = name else { return };
-        let workspaces = self.workspaces.clone();
+    /// Removes a sandbox of the E2B API that ended by itself: its clients never ask for its end, and never delete it.
+    fn remove_ended(&self, sandbox: &Arc<Sandbox>) {
+        let is_e2b = || sandbox.read_runtime(|facts| facts.saved.e2b.is_some());
+        if let Phase::Ended(end) = sandbox.phase()
+            && is_e2b()
+        {
+            tracing::info!(sandbox = sandbox.id, reason = end.reason, "ended sandbox of the E2B API removed");
+            self.registry.end(sandbox, (*end).clone());
+        }
+    }
+
+    /// Ends a sandbox. One of the E2B API that was paused earlier has states on disk, from which it must not come back:
+    /// they are marked as deleted first.
+    fn kill(&self, sandbox: &Arc<Sandbox>, end: End) {
+        let is_e2b = sandbox.read_runtime(|facts| facts.saved.e2b.is_some());
+        if !is_e2b || !self.workspaces.has(&sandbox.id) {
+            return self.registry.end(sandbox, end);
+        }
+        sandbox.update_runtime(|facts| facts.attempt = Attempt::UnderWay);
+        let (timeouts, sandbox) = (self.clone(), sandbox.clone());
         task::spawn(Task::TimeoutAction, async move {
-            if let Err(error) = workspaces.delete(&name).await {
-                tracing::warn!(sandbox = name, %error, "paused state of an ended sandbox not removed");
+            if let Err(error) = timeouts.workspaces.delete_with(&sandbox.id, Some(end.clone())).await {
+                tracing::warn!(sandbox = sandbox.id, %error, "paused states of an ended sandbox not removed");
             }
+            // Also if it had no state yet.
+            timeouts.registry.end(&sandbox, end);
         });
     }
 
@@ -192,7 +209,8 @@ impl Timeouts {
         let quota = self.tokens.quota_of(&sandbox.spec.owner);
         let e2b = sandbox.read_runtime(|facts| facts.saved.e2b.as_ref().map(|state| state.keeps_memory));
         if let Some(keeps_memory) = e2b {
-            let who = Principal { quota, owner: sandbox.spec.owner.clone(), ..Principal::local() };
+            let owner = sandbox.spec.owner.clone();
+            let who = Principal { quota, owner, scope: Scope::Write, ..Principal::local() };
             return self.workspaces.pause_to_disk(sandbox, keeps_memory, &who).await;
         }
         if let Some(name) = sandbox.read_runtime(|facts| facts.saved.workspace.clone()) {

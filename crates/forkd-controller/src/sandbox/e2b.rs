@@ -10,6 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::sandbox::lifetime::Lifetime;
 
+/// The time-out of a request that gives none, in seconds.
+pub(crate) const DEFAULT_TIMEOUT_SECS: u64 = 300;
+
 /// See the module's page.
 #[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
@@ -43,6 +46,12 @@ impl E2bState {
         let own = [("E2B_SANDBOX", "true"), ("E2B_SANDBOX_ID", id), ("E2B_TEMPLATE_ID", &self.template)];
         let own = own.map(|(name, value)| (name.to_owned(), value.to_owned()));
         own.into_iter().chain(self.envs.clone()).collect()
+    }
+
+    /// How long the sandbox lives after a resume whose client gives no time, in seconds. The time-out that ended its last
+    /// life at once is none.
+    pub(crate) fn resume_secs(&self) -> u64 {
+        if self.timeout_secs == 0 { DEFAULT_TIMEOUT_SECS } else { self.timeout_secs }
     }
 
     /// The lifetime of a sandbox that starts now.

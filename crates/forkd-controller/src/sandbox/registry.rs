@@ -170,7 +170,10 @@ impl Registry {
         check(&self.host.config.limits, spec.vcpus, spec.mem_mib)?;
         let (mut seats, _) = self.reserve(1, &spec.claim(), quota)?;
         let BootOrder { warm, lasting, envs, id } = order;
+        // A resumed sandbox has its id again. Its earlier lineage, which may still have holders, has the id as its name.
+        let resumed = id.is_some().then(|| new_id("-")).transpose()?;
         let id = id.map_or_else(|| new_id("sb"), Ok)?;
+        let lineage_name = format!("{id}{}", resumed.unwrap_or_default());
         let folder = self.folder.join(&id);
         let registry = self.clone();
         let prepared = blocking("preparing a sandbox", move || {
@@ -178,7 +181,7 @@ impl Registry {
             let (assets, kernel) = find(host)?;
             make_folder(&folder)?;
             let failed = |_: &Error| drop(std::fs::remove_dir(&folder));
-            let lineage = host.lineages.begin(&id).inspect_err(failed)?;
+            let lineage = host.lineages.begin(&lineage_name).inspect_err(failed)?;
             for layer in assets.disk_layers() {
                 lineage.layers.add(layer).inspect_err(|_| drop(std::fs::remove_dir(&folder)))?;
             }

@@ -19,9 +19,14 @@ pub(crate) fn fill_random(bytes: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
+/// The random digits of an id.
+const RANDOM: usize = 16;
+/// The length of an id with a prefix of two letters.
+pub(crate) const ID_LENGTH: usize = 2 + RANDOM;
+
 /// `prefix` and 16 random letters and digits.
 pub(crate) fn new_id(prefix: &str) -> Result<String> {
-    let mut random = [0u8; 16];
+    let mut random = [0u8; RANDOM];
     crate::util::random::fill_random(&mut random)?;
     let digit = |byte: &u8| char::from_digit(u32::from(*byte) % 36, 36).unwrap_or('0');
     Ok(prefix.chars().chain(random.iter().map(digit)).collect())

@@ -11,25 +11,31 @@ use crate::sandbox::e2b::E2bState;
 use crate::snapshot::branch_job::Mode;
 use crate::util::random::new_id;
 use crate::util::time::now_unix;
-use crate::workspace::{Status, Workspace, WorkspaceRecord, WorkspaceState, Workspaces};
+use crate::workspace::{Status, Workspace, WorkspaceRecord, WorkspaceState, Workspaces, no_workspace};
 
 /// A pause stores the difference to the snapshot that the sandbox came from, until that many depend on each other:
 /// a longer chain takes longer to load.
 const MAX_CHAIN: usize = 4;
 
+/// Whether there is a state to resume from. A record without one is of a sandbox whose first pause has not finished.
+fn is_paused(record: &WorkspaceRecord, status: Status) -> bool {
+    !record.deleted && status != Status::Running && record.current_state_tag.is_some()
+}
+
 impl Workspaces {
     /// The state of a paused sandbox, with its record; none if the sandbox `id` is not paused.
     pub(crate) fn paused(&self, id: &str) -> Option<(WorkspaceRecord, Box<E2bState>)> {
         let (record, status) = self.show(id).ok()?;
-        let state = record.e2b.clone().filter(|_| !record.deleted && status != Status::Running)?;
+        let state = record.e2b.clone().filter(|_| is_paused(&record, status))?;
         Some((record, state))
     }
 
     /// All paused sandboxes that `who` may see.
     pub(crate) fn all_paused(&self, who: &Principal) -> Vec<(WorkspaceRecord, Box<E2bState>)> {
-        let theirs = self.list().into_iter().filter(|(record, status)| {
-            who.owns(&record.owner) && !record.deleted && *status != Status::Running
-        });
+        let theirs = self
+            .list()
+            .into_iter()
+            .filter(|(record, status)| who.owns(&record.owner) && is_paused(record, *status));
         theirs.filter_map(|(record, _)| record.e2b.clone().map(|state| (record, state))).collect()
     }
 
@@ -68,8 +74,22 @@ impl Workspaces {
             all.entry(id.clone()).or_insert_with(|| Workspace::new(WorkspaceState::CreateJob)).clone()
         };
         let _turn = workspace.turn.clone().lock_owned().await;
+        if !self.registry.get(id).is_ok_and(|now| Arc::ptr_eq(&now, sandbox)) {
+            if matches!(workspace.state(), WorkspaceState::CreateJob) {
+                self.all.lock().remove(id);
+            }
+            let text = format!("sandbox {id} was paused or ended by another request");
+            return Err(Error::new(Code::WorkspaceNotRunning, text));
+        }
+        let is_its = |record: &WorkspaceRecord| {
+            record.owner == spec.owner && record.live_sandbox_id.as_deref() == Some(id) && !record.deleted
+        };
         let record = match workspace.state() {
-            WorkspaceState::Kept(record) => record,
+            WorkspaceState::Kept(record) if is_its(&record) => record,
+            WorkspaceState::Kept(_) => {
+                let text = format!("a workspace of another sandbox is called {id}; delete it first");
+                return Err(Error::new(Code::NameTaken, text));
+            }
             WorkspaceState::Broken(_) => return self.record_of(id, &workspace),
             WorkspaceState::CreateJob => {
                 let source = spec.snapshot_tag.clone().unwrap_or_default();
@@ -103,11 +123,19 @@ impl Workspaces {
         timeout_secs: Option<u64>,
         who: &Principal,
     ) -> Result<(bool, Arc<Sandbox>)> {
-        let (workspace, _turn) = self.lock_exclusive(id).await?;
+        // However long a pause takes that is under way.
+        let workspace = self.get(id)?;
+        let _turn = workspace.turn.clone().lock_owned().await;
+        if !Arc::ptr_eq(&self.get(id)?, &workspace) {
+            return Err(no_workspace(id));
+        }
         self.check_owner(id, who)?;
         let mut record = self.usable(id, &workspace)?;
         if let Some(sandbox) = self.live(&record) {
             return Ok((false, sandbox));
+        }
+        if record.current_state_tag.is_none() {
+            return Err(no_workspace(id));
         }
         let Some(state) = &mut record.e2b else {
             let text = format!(
@@ -115,7 +143,7 @@ impl Workspaces {
             );
             return Err(Error::new(Code::SandboxUnfit, text));
         };
-        state.timeout_secs = timeout_secs.unwrap_or(state.timeout_secs);
+        state.timeout_secs = timeout_secs.unwrap_or_else(|| state.resume_secs());
         let (record, _) = self.start_again(&workspace, record, who).await?;
         let id = record.live_sandbox_id.as_deref().unwrap_or(id);
         Ok((true, self.registry.get(id)?))

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forkd_api::{EventKind, EventSubject};
-use forkd_protocol::names::NAME_RULE;
+use forkd_protocol::names::{NAME_RULE, is_valid_sandbox_id};
 use parking_lot::Mutex;
 use record::{Folder, MAX_NAME, is_valid_workspace};
 use tokio::sync::OwnedMutexGuard;
@@ -31,9 +31,9 @@ use crate::error::{Code, Error, Result};
 use crate::sandbox::cold_boot::start_children;
 use crate::sandbox::registry::{Bound, Registry};
 use crate::sandbox::spawn;
-use crate::sandbox::{Phase, Sandbox};
+use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshot::registry::SnapshotRegistry;
-use crate::util::random::new_id;
+use crate::util::random::{ID_LENGTH, new_id};
 use crate::util::task::{self, Task, blocking};
 use crate::util::time::now_unix;
 
@@ -99,6 +99,11 @@ impl Workspace {
     }
 }
 
+/// Whether the name could be the id of a sandbox: paused sandboxes of the E2B API have workspaces of that name.
+fn is_like_an_id(name: &str) -> bool {
+    is_valid_sandbox_id(name) && name.len() == ID_LENGTH
+}
+
 fn being_made(name: &str) -> Error {
     Error::new(Code::WorkspaceBusy, format!("workspace {name} is being made; try again"))
 }
@@ -133,7 +138,8 @@ impl Workspaces {
         workspaces.end_strangers();
         let (sweeper, mut to_remove) = (workspaces.clone(), Vec::new());
         for (name, workspace) in workspaces.all.lock().iter() {
-            if matches!(workspace.state(), WorkspaceState::Kept(record) if record.deleted) {
+            let WorkspaceState::Kept(record) = workspace.state() else { continue };
+            if record.deleted || record.e2b.is_some() && !workspaces.is_of_use(&record) {
                 to_remove.push(name.clone());
             }
         }
@@ -193,6 +199,16 @@ impl Workspaces {
             WorkspaceState::CreateJob | WorkspaceState::Broken(_) => who.is_admin(),
         };
         if theirs { Ok(()) } else { Err(no_workspace(name)) }
+    }
+
+    /// Whether there is a workspace of that name, in whatever state.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.all.lock().contains_key(name)
+    }
+
+    /// Whether the workspace has a sandbox, or a state to resume one from.
+    fn is_of_use(&self, record: &WorkspaceRecord) -> bool {
+        record.current_state_tag.is_some() || self.live(record).is_some()
     }
 
     /// Whether the file of the workspace cannot be used.
@@ -272,6 +288,10 @@ impl Workspaces {
     /// Makes a workspace and forks its first sandbox.
     pub(crate) async fn create(&self, order: WorkspaceSpec) -> Result<(WorkspaceRecord, Status)> {
         let name = &order.name;
+        if is_like_an_id(name) {
+            let text = format!("a workspace cannot be called {name}, like a sandbox; choose another name");
+            return Err(Error::invalid(text));
+        }
         match self.get(name) {
             Err(error) if error.code().is_not_found() => {}
             Err(error) => return Err(error),
@@ -385,14 +405,33 @@ impl Workspaces {
     /// Ends a workspace's sandbox and removes its states. Snapshots that were built on them are not touched.
     pub(crate) async fn delete(&self, name: &str) -> Result<()> {
         let (workspace, _turn) = self.lock_exclusive(name).await?;
+        self.delete_locked(name, &workspace, None).await
+    }
+
+    /// Deletes a workspace however long the change takes that is under way; its sandbox ends as `end` says. Nothing to
+    /// do if there is no workspace.
+    pub(crate) async fn delete_with(&self, name: &str, end: Option<End>) -> Result<()> {
+        loop {
+            let Ok(workspace) = self.get(name) else { return Ok(()) };
+            let _turn = workspace.turn.clone().lock_owned().await;
+            if self.get(name).is_ok_and(|now| Arc::ptr_eq(&now, &workspace)) {
+                return self.delete_locked(name, &workspace, end).await;
+            }
+        }
+    }
+
+    async fn delete_locked(&self, name: &str, workspace: &Workspace, end: Option<End>) -> Result<()> {
         let mut owner = None;
         if let WorkspaceState::Kept(record) = workspace.state() {
             owner = Some(record.owner.clone());
             // First of all: if this daemon is killed, the next one finishes the deletion.
             let record = WorkspaceRecord { deleted: true, ..record };
-            self.keep(&workspace, record.clone()).await?;
-            if let Some(sandbox) = &record.live_sandbox_id {
-                let _ = self.registry.delete(sandbox);
+            self.keep(workspace, record.clone()).await?;
+            if let Some(id) = &record.live_sandbox_id {
+                match (self.registry.get(id), end) {
+                    (Ok(sandbox), Some(end)) => self.registry.end(&sandbox, end),
+                    _ => drop(self.registry.delete(id)),
+                }
             }
             for tag in record.retired.iter().chain(&record.current_state_tag) {
                 self.remove_snapshot(tag, &record.owner).await?;

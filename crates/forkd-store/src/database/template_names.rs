@@ -21,13 +21,18 @@ pub struct TemplateName {
 }
 
 impl Database {
-    /// Gives a name to a snapshot. An earlier snapshot with the name loses it.
+    /// Gives a name to a snapshot. An earlier snapshot with the name is called like its tag from then on.
     pub fn name_template(&self, it: &TemplateName) -> Result<()> {
         self.call("name a template", |connection| {
+            let transaction = connection.transaction()?;
+            let text = "INSERT OR IGNORE INTO template_names (owner, name, tag, sandbox, created_at_unix)
+                        SELECT owner, tag, tag, sandbox, created_at_unix FROM template_names
+                        WHERE owner = ?1 AND name = ?2 AND tag <> ?3";
+            transaction.execute(text, params![it.owner, it.name, it.tag])?;
             let text = "INSERT OR REPLACE INTO template_names (owner, name, tag, sandbox, created_at_unix)
                         VALUES (?1, ?2, ?3, ?4, ?5)";
-            connection.execute(text, params![it.owner, it.name, it.tag, it.sandbox, it.created_at_unix])?;
-            Ok(())
+            transaction.execute(text, params![it.owner, it.name, it.tag, it.sandbox, it.created_at_unix])?;
+            transaction.commit()
         })
     }
 
@@ -92,7 +97,8 @@ mod tests {
         assert_eq!((tag("ann").as_deref(), tag("bob").as_deref()), (Some("one"), Some("two")));
         database.name_template(&name("ann", "three", 3)).unwrap();
         assert_eq!(tag("ann").as_deref(), Some("three"));
-        assert_eq!(database.templates().unwrap(), [name("bob", "two", 2), name("ann", "three", 3)]);
+        let earlier = TemplateName { name: "one".into(), ..name("ann", "one", 1) };
+        assert_eq!(database.templates().unwrap(), [earlier, name("bob", "two", 2), name("ann", "three", 3)]);
         database.forget_templates("three").unwrap();
         database.forget_templates("three").unwrap();
         assert_eq!((tag("ann"), tag("bob").as_deref()), (None, Some("two")));

@@ -58,8 +58,11 @@ fn allow(
     };
     let Some((_, name)) = params.iter().next() else { return Ok(()) };
     if path.starts_with("/v1/sandboxes/") {
-        // Ids are never used again: a missing id can never become another owner's sandbox.
-        app.registry.get(name).map_or(Ok(()), |sandbox| app.registry.check_owner(&sandbox, who))
+        match app.registry.get(name) {
+            Ok(sandbox) => app.registry.check_owner(&sandbox, who),
+            // A paused sandbox may come back under its id before the handler looks for it. No other id is used again.
+            Err(_) => app.e2b().check_owner(name, who),
+        }
     } else if path.starts_with("/v1/snapshots/") {
         let Ok(entry) = app.snapshots.get(name) else { return Ok(()) };
         app.snapshots.check_use(&entry, who)?;

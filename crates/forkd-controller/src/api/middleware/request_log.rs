@@ -163,7 +163,8 @@ impl RequestRecord {
             _ => "failed",
         };
         // Frequent requests of monitoring systems, which change nothing.
-        let routine = matches!(self.route(), "/healthz" | "/metrics") && self.method == Method::GET;
+        let routine =
+            route != SANDBOX_ROUTE && matches!(route, "/healthz" | "/metrics") && self.method == Method::GET;
         if !(routine && status.is_success()) {
             self.audit(Some(status.as_u16()), outcome, took);
         }

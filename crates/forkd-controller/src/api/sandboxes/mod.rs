@@ -370,7 +370,14 @@ pub(super) async fn update(
     responses((status = 204), (status = 404, body = ErrorBody)),
 )]
 pub(super) async fn delete(State(app): State<ApiContext>, Id(id): Id) -> Result<StatusCode> {
-    app.registry.delete(&id)?;
+    let sandbox = app.registry.get(&id)?;
+    // A sandbox of the E2B API that was paused earlier has states on disk, which would come back as a paused sandbox.
+    let is_e2b = sandbox.read_runtime(|facts| facts.saved.e2b.is_some());
+    if is_e2b && app.workspaces.has(&id) {
+        app.workspaces.delete(&id).await?;
+    } else {
+        app.registry.delete(&id)?;
+    }
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -30,13 +30,14 @@ use std::sync::Arc;
 use axum::Router;
 use axum::routing::{MethodRouter, any, delete, get, post};
 
-use crate::auth::principal::Principal;
+use crate::auth::principal::{Principal, Scope};
 use crate::auth::tokens::Tokens;
 use crate::error::{Code, Error, Result};
 use crate::sandbox::Sandbox;
 use crate::sandbox::e2b::E2bState;
 use crate::sandbox::registry::Registry;
 use crate::snapshot::registry::SnapshotRegistry;
+use crate::util::task::{self, Task};
 use crate::workspace::{WorkspaceRecord, Workspaces};
 
 /// The version of E2B's agent whose protocol the guest's agent speaks.
@@ -175,9 +176,18 @@ impl E2bContext {
         if who.owns(&owner) { Ok(()) } else { Err(not_found(id)) }
     }
 
+    /// Resumes a paused sandbox, or one that is being paused; see `Workspaces::wake`. It goes on if the client goes away.
+    async fn wake(&self, id: &str, timeout: Option<u64>, who: &Principal) -> Result<(bool, Arc<Sandbox>)> {
+        let (workspaces, id, who) = (self.workspaces.clone(), id.to_owned(), who.clone());
+        let woken =
+            task::spawn(Task::Suspend, async move { workspaces.wake(&id, timeout, &who).await }).await;
+        woken.unwrap_or_else(|error| Err(Error::host("resuming a sandbox", error)))
+    }
+
     /// The owner as the principal of actions that no request with a key asks for.
     fn owner(&self, owner: &str) -> Principal {
-        Principal { owner: owner.to_owned(), quota: self.tokens.quota_of(owner), ..Principal::local() }
+        let quota = self.tokens.quota_of(owner);
+        Principal { owner: owner.to_owned(), quota, scope: Scope::Write, ..Principal::local() }
     }
 }
 
@@ -188,3 +198,6 @@ fn not_found(id: &str) -> Error {
         format!("sandbox {shown} was not found: it was killed, or its time was over"),
     )
 }
+
+#[cfg(test)]
+mod tests;

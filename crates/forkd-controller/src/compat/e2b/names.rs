@@ -39,8 +39,12 @@ impl E2bContext {
         let (database, owner) = (self.registry.host.database.clone(), who.owner.clone());
         let key = without_default(name).to_owned();
         let known = blocking("looking for a template", move || Ok(database.template(&owner, &key)?)).await?;
-        let tag = known.map_or_else(|| plain_tag(name).to_owned(), |template| template.tag);
-        self.snapshots.usable(&tag, who).map_err(|error| match error.code() {
+        // The named snapshot may be gone, and the tag of that name may be another one.
+        let named = known.and_then(|template| self.snapshots.usable(&template.tag, who).ok());
+        if let Some(entry) = named {
+            return Ok(entry);
+        }
+        self.snapshots.usable(plain_tag(name), who).map_err(|error| match error.code() {
             Code::SnapshotNotFound | Code::InvalidRequest => missing(name),
             _ => error,
         })

@@ -109,18 +109,18 @@ impl E2bContext {
     /// The running sandbox, resumed if it is paused; and whether it was.
     async fn running(&self, id: &str, timeout: Option<u64>, who: &Principal) -> Result<(bool, Arc<Sandbox>)> {
         match self.find(id)? {
-            Found::Running(sandbox, state) => {
+            // It is being paused.
+            Found::Running(sandbox, _) if sandbox.check_not_suspending().is_err() => {
+                self.wake(&sandbox.id, timeout, who).await
+            }
+            Found::Running(sandbox, _) => {
                 // A lifetime never gets shorter by a connect.
                 if let Some(secs) = timeout {
                     extend(&sandbox, secs)?;
                 }
-                drop(state);
                 Ok((false, sandbox))
             }
-            Found::Paused(record, _) => {
-                let (workspaces, id, who) = (self.workspaces.clone(), record.name.clone(), who.clone());
-                to_its_end(async move { workspaces.wake(&id, timeout, &who).await }).await
-            }
+            Found::Paused(record, _) => self.wake(&record.name, timeout, who).await,
         }
     }
 }
@@ -183,12 +183,10 @@ pub(super) async fn resume(
 /// Ends a sandbox, running or paused, for good.
 pub(super) async fn kill(State(e2b): State<E2bContext>, Path(id): Path<String>) -> Result<StatusCode> {
     match e2b.find(&id)? {
-        Found::Running(sandbox, _) if sandbox.read_runtime(|facts| facts.saved.workspace.is_none()) => {
-            e2b.registry.delete(&id)?;
-        }
+        Found::Running(..) if !e2b.workspaces.has(&id) => e2b.registry.delete(&id)?,
         _ => {
             let workspaces = e2b.workspaces.clone();
-            to_its_end(async move { workspaces.delete(&id).await }).await?;
+            to_its_end(async move { workspaces.delete_with(&id, None).await }).await?;
         }
     }
     Ok(StatusCode::NO_CONTENT)
@@ -236,7 +234,13 @@ pub(super) async fn pause(
     };
     let keeps_memory = request.memory.unwrap_or(true);
     let workspaces = e2b.workspaces.clone();
-    to_its_end(async move { workspaces.pause_to_disk(&sandbox, keeps_memory, &who).await }).await?;
+    let paused =
+        to_its_end(async move { workspaces.pause_to_disk(&sandbox, keeps_memory, &who).await }).await;
+    paused.map_err(|error| match error.code() {
+        // Another request paused it first: clients know that as a conflict.
+        Code::WorkspaceNotRunning => error.with_code(Code::SandboxPaused),
+        _ => error,
+    })?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -3,8 +3,11 @@
 //! The signature names the path, the operation, the user and perhaps a time, but no sandbox: the sandbox is the one
 //! with whose token the signature was made.
 
+use std::collections::BTreeSet;
+
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD_NO_PAD;
+use forkd_protocol::names::percent;
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
@@ -21,8 +24,10 @@ pub(super) struct Signed {
 }
 
 impl Signed {
-    /// The signed request in a query; none if there is no signature.
+    /// The signed request in a query; none if there is no signature. A query with a field twice, or with a field that the
+    /// signature does not cover, is not signed: another reader might take the other field.
     pub(super) fn of(query: &str, writes: bool) -> Option<Self> {
+        let mut seen = BTreeSet::new();
         let mut signed = Signed {
             path: String::new(),
             user: String::new(),
@@ -31,15 +36,25 @@ impl Signed {
             expires: None,
         };
         for (name, value) in form_urlencoded::parse(query.as_bytes()) {
+            if !seen.insert(name.clone()) {
+                return None;
+            }
             match name.as_ref() {
                 "path" => signed.path = value.into_owned(),
                 "username" => signed.user = value.into_owned(),
                 "signature" => signed.signature = value.into_owned(),
                 "signature_expiration" => signed.expires = Some(value.into_owned()),
-                _ => {}
+                _ => return None,
             }
         }
         (!signed.signature.is_empty()).then_some(signed)
+    }
+
+    /// The query for the guest: what was signed, and nothing else.
+    pub(super) fn query(&self) -> String {
+        let user =
+            if self.user.is_empty() { String::new() } else { format!("&username={}", percent(&self.user)) };
+        format!("path={}{user}", percent(&self.path))
     }
 
     /// Whether the signature was made with `token`.
@@ -89,5 +104,11 @@ mod tests {
         assert!(signed.has_expired(2_000_000_000));
         assert!(Signed { expires: Some("soon".into()), ..signed }.has_expired(0));
         assert_eq!(Signed::of("path=/a&username=user", false), None);
+        for more in ["path=/etc/shadow", "username=root", "mode=4755", "whole=false", "signature=x"] {
+            assert_eq!(Signed::of(&format!("{more}&{encoded}"), false), None, "{more}");
+            assert_eq!(Signed::of(&format!("{encoded}&{more}"), false), None, "{more}");
+        }
+        let signed = Signed::of(&encoded, false).unwrap();
+        assert_eq!(signed.query(), format!("path={}&username=user", percent("/home/user/a b.txt")));
     }
 }

@@ -79,12 +79,20 @@ pub(super) async fn create(
     let shown = SnapshotShown::of(&named);
     let work = async move {
         let _in_use = sandbox.in_use();
-        let order = BranchSpec { tag: Some(tag), mode, wait: true, parent_tag: None, quota: who.quota };
-        e2b.snapshots.branch(&sandbox, order)?.wait_done().await?;
         let database = e2b.registry.host.database.clone();
-        blocking("naming a snapshot", move || Ok(database.name_template(&named)?)).await
+        // Before the branch: a snapshot without a name could not be found.
+        let written = database.clone();
+        blocking("naming a snapshot", move || Ok(written.name_template(&named)?)).await?;
+        let order =
+            BranchSpec { tag: Some(tag.clone()), mode, wait: true, parent_tag: None, quota: who.quota };
+        let branched = async { e2b.snapshots.branch(&sandbox, order)?.wait_done().await };
+        let branched = branched.await;
+        if branched.is_err() {
+            blocking("removing the name of a snapshot", move || Ok(database.forget_templates(&tag)?)).await?;
+        }
+        branched
     };
-    // The name is written, also if the client goes away: a snapshot without one could not be found.
+    // It goes on if the client goes away.
     let done = task::spawn(Task::Branch, work).await;
     done.unwrap_or_else(|error| Err(Error::host("taking a snapshot", error)))?;
     let target = Extension(AuditTarget(id));

@@ -41,21 +41,21 @@ impl Target {
     /// The target of a sandbox request; none for other requests.
     pub(crate) fn of(method: &Method, uri: &Uri, headers: &HeaderMap) -> Option<Self> {
         let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
-        // Early clients name a sandbox in control requests, too.
-        if has_path(uri.path()) && headers.contains_key(key::HEADER) {
+        // Early clients name a sandbox in control requests, too. A server in the guest may have the same paths and keys.
+        let to_agent = text(PORT).is_none_or(|port| port == "49983");
+        if has_path(uri.path())
+            && headers.contains_key(key::HEADER)
+            && to_agent
+            && host_target(uri, headers).is_none()
+        {
             return None;
         }
         if let Some(id) = text(SANDBOX) {
             let port = text(PORT).map_or(Some(ENVD_PORT), |port| port.parse().ok()).unwrap_or(0);
             return Some(Target { sandbox: Named::Id(id.to_owned()), port, is_in_host: false });
         }
-        let host = uri.host().or_else(|| text(header::HOST.as_str())).unwrap_or_default();
-        let label = host.split(['.', ':']).next().unwrap_or_default();
-        if let Some((port, id)) = label.split_once('-')
-            && let Ok(port) = port.parse()
-            && is_valid_sandbox_id(id)
-        {
-            return Some(Target { sandbox: Named::Id(id.to_owned()), port, is_in_host: true });
+        if let Some(target) = host_target(uri, headers) {
+            return Some(target);
         }
         let path = uri.path();
         let is_call = path.starts_with("/process.Process/") || path.starts_with("/filesystem.Filesystem/");
@@ -68,6 +68,15 @@ impl Target {
         };
         Some(Target { sandbox, port: ENVD_PORT, is_in_host: false })
     }
+}
+
+/// The target that the first label of the host names.
+fn host_target(uri: &Uri, headers: &HeaderMap) -> Option<Target> {
+    let header = || headers.get(header::HOST).and_then(|value| value.to_str().ok());
+    let label = uri.host().or_else(header)?.split(['.', ':']).next()?;
+    let (port, id) = label.split_once('-')?;
+    let (port, id) = (port.parse().ok()?, Some(id).filter(|id| is_valid_sandbox_id(id))?);
+    Some(Target { sandbox: Named::Id(id.to_owned()), port, is_in_host: true })
 }
 
 #[cfg(test)]
@@ -119,6 +128,10 @@ mod tests {
         // A server in the guest may have the same path.
         let port = [(SANDBOX, "sb1"), (PORT, "8000")];
         assert_eq!(target("GET /sandboxes", &port), id("sb1", 8000, false));
+        let with_key = [port[0], port[1], ("x-api-key", "of the guest")];
+        assert_eq!(target("GET /sandboxes", &with_key), id("sb1", 8000, false));
+        let in_host = [("host", "8000-sb1.e2b.localhost"), ("x-api-key", "of the guest")];
+        assert_eq!(target("GET /sandboxes", &in_host), id("sb1", 8000, true));
     }
 
     #[test]

@@ -12,6 +12,7 @@ use axum::http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use axum::http::{Method, StatusCode};
 use axum::response::{IntoResponse, Response};
 use forkd_protocol::agent::{DEFAULT_USER_HEADER, TOKEN_HEADER};
+use forkd_protocol::connect;
 use http_body_util::BodyExt;
 use hyper_util::rt::TokioIo;
 use serde_json::json;
@@ -89,7 +90,7 @@ impl E2bContext {
     }
 
     #[allow(clippy::result_large_err)]
-    async fn attempt(&self, target: &Target, request: Request) -> Result<Response, Response> {
+    async fn attempt(&self, target: &Target, mut request: Request) -> Result<Response, Response> {
         let signed = match &target.sandbox {
             Named::Signature(signed) => Some(signed.clone()),
             Named::Token(_) => None,
@@ -122,6 +123,12 @@ impl E2bContext {
             Found::Paused(record, state) => (record.name.clone(), record.owner.clone(), state),
         };
         check_token(target.port, &request, signed.as_ref(), &id, state)?;
+        if let Some(signed) = &signed
+            && !equal(request.headers().get(TOKEN_HEADER), &state.access_token)
+            && let Ok(uri) = format!("/files?{}", signed.query()).parse()
+        {
+            *request.uri_mut() = uri;
+        }
         let who = Principal { name: format!("e2b:{id}"), owner, scope: Scope::Write, ..Principal::local() };
         let forwarded = async {
             let sandbox = self.awake(found).await?;
@@ -146,33 +153,41 @@ impl E2bContext {
 
     /// The sandbox whose state fits.
     fn with_state(&self, fits: impl Fn(&E2bState) -> bool) -> Option<Found> {
-        let running = self.registry.list().into_iter().map(|sandbox| sandbox.id.clone());
-        let paused =
-            self.workspaces.all_paused(&Principal::local()).into_iter().map(|(record, _)| record.name);
-        let all: Vec<String> = running.chain(paused).collect();
-        all.iter().filter_map(|id| self.find(id).ok()).find(|found| {
-            let (Found::Running(_, state) | Found::Paused(_, state)) = found;
-            fits(state)
-        })
+        let running = self.registry.list().into_iter().find(|sandbox| {
+            sandbox.read_runtime(|facts| facts.saved.e2b.as_ref().is_some_and(|state| fits(state)))
+        });
+        if let Some(sandbox) = running {
+            return self.find(&sandbox.id).ok();
+        }
+        let paused = self.workspaces.all_paused(&Principal::local());
+        let paused = paused.into_iter().find(|(_, state)| fits(state));
+        paused.map(|(record, state)| Found::Paused(Box::new(record), state))
     }
 
     /// The sandbox of a request, resumed if it is paused and its client wanted that.
     #[allow(clippy::result_large_err)]
     async fn awake(&self, found: Found) -> Result<Arc<Sandbox>, Response> {
         let sandbox = match found {
+            // It is being paused: then a request resumes it, if its client wanted that.
+            Found::Running(sandbox, state)
+                if state.auto_resume && sandbox.check_not_suspending().is_err() =>
+            {
+                let id = sandbox.id.clone();
+                self.wake(&id, None, &self.owner(&sandbox.spec.owner))
+                    .await
+                    .map_err(|error| unavailable(&id, &error))?
+                    .1
+            }
             Found::Running(sandbox, _) => sandbox,
             Found::Paused(record, state) if !state.auto_resume => return Err(not_running(&record.name)),
             Found::Paused(record, _) => {
-                let (workspaces, who, id) =
-                    (self.workspaces.clone(), self.owner(&record.owner), record.name.clone());
-                // It goes on if the client goes away.
-                let woken =
-                    task::spawn(Task::Suspend, async move { workspaces.wake(&id, None, &who).await }).await;
-                let woken = woken.unwrap_or_else(|error| Err(Error::host("resuming a sandbox", error)));
-                woken.map_err(|error| {
-                    tracing::warn!(sandbox = record.name, %error, "paused sandbox not resumed by a request");
-                    unavailable(&record.name, &error)
-                })?.1
+                let woken = self.wake(&record.name, None, &self.owner(&record.owner)).await;
+                woken
+                    .map_err(|error| {
+                        tracing::warn!(sandbox = record.name, %error, "paused sandbox not resumed by a request");
+                        unavailable(&record.name, &error)
+                    })?
+                    .1
             }
         };
         if let Err(error) = sandbox.started().await {
@@ -236,9 +251,21 @@ fn check_token(
     }
 }
 
+/// Whether E2B's agent has the path. The guest's agent has more: calls that only the daemon may send.
+fn is_envd(path: &str) -> bool {
+    matches!(path, "/health" | "/files")
+        || path.starts_with("/process.Process/")
+        || path.starts_with("/filesystem.Filesystem/")
+}
+
 /// Sends a request into the guest.
 #[allow(clippy::result_large_err)]
 async fn forward_to(sandbox: &Arc<Sandbox>, port: u16, mut request: Request) -> Result<Response, Response> {
+    let is_agent = port == ENVD_PORT;
+    if is_agent && !is_envd(request.uri().path()) {
+        let text = format!("E2B's agent has no {}", request.uri().path());
+        return Err(refuse(StatusCode::NOT_FOUND, &sandbox.id, text));
+    }
     let in_use = sandbox.in_use();
     let upgrade = request.headers().get(header::UPGRADE).cloned();
     let client = upgrade.as_ref().map(|_| hyper::upgrade::on(&mut request));
@@ -252,7 +279,6 @@ async fn forward_to(sandbox: &Arc<Sandbox>, port: u16, mut request: Request) -> 
         parts.headers.insert(header::UPGRADE, upgrade);
         parts.headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
     }
-    let is_agent = port == ENVD_PORT;
     if is_agent {
         parts.headers.insert(header::HOST, HeaderValue::from_static("agent"));
         parts.headers.insert(DEFAULT_USER_HEADER, HeaderValue::from_static(USER));
@@ -300,9 +326,15 @@ async fn forward_to(sandbox: &Arc<Sandbox>, port: u16, mut request: Request) -> 
 
 /// The response for a connection that the guest did not accept, or that broke before its response.
 async fn closed(sandbox: &Arc<Sandbox>, port: u16, error: &agent::Error) -> Response {
-    // A connection often breaks before the daemon knows why the sandbox ends.
-    let trouble = tokio::time::timeout(std::time::Duration::from_secs(1), sandbox.trouble()).await;
-    if let Ok(trouble) = trouble {
+    if let agent::Error::Refused(refused) = error
+        && refused.code == connect::Code::ResourceExhausted
+    {
+        return refuse(StatusCode::SERVICE_UNAVAILABLE, &sandbox.id, refused.message.clone());
+    }
+    // A connection often breaks before the daemon knows why the sandbox ends. An answer of the agent is no break.
+    let answered = matches!(error, agent::Error::Refused(_));
+    let wait = std::time::Duration::from_secs(if answered { 0 } else { 1 });
+    if let Ok(trouble) = tokio::time::timeout(wait, sandbox.trouble()).await {
         return unavailable(&sandbox.id, &trouble);
     }
     tracing::debug!(sandbox = sandbox.id, port, %error, "request not forwarded");

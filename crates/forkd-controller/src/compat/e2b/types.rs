@@ -9,14 +9,12 @@ use serde_json::Value;
 
 use crate::compat::e2b::ENVD_VERSION;
 use crate::error::{Code, Error, Result};
-use crate::sandbox::e2b::E2bState;
+use crate::sandbox::e2b::{DEFAULT_TIMEOUT_SECS, E2bState};
 
 /// The `clientID` of every sandbox.
 const CLIENT: &str = "forkd";
-/// The time-out of a request that gives none, in seconds.
-const DEFAULT_TIMEOUT: u64 = 300;
 /// The most bytes of a sandbox's metadata.
-const MAX_METADATA: usize = 64 << 10;
+const MAX_METADATA: usize = 16 << 10;
 
 /// `POST /sandboxes`.
 #[derive(Debug, Default, Deserialize)]
@@ -89,7 +87,7 @@ impl NewSandbox {
 
     /// The time-out in seconds.
     pub(super) fn timeout(&self) -> Result<u64> {
-        check_timeout(self.timeout).map(|secs| secs.unwrap_or(DEFAULT_TIMEOUT))
+        check_timeout(self.timeout).map(|secs| secs.unwrap_or(DEFAULT_TIMEOUT_SECS))
     }
 
     /// Whether clients reach the sandbox's ports without a token.
@@ -267,7 +265,7 @@ mod tests {
     fn what_clients_send_by_default_is_accepted() {
         let plain = parse(json!({"templateID": "base", "metadata": {}, "envVars": {}}));
         plain.check().unwrap();
-        assert_eq!(plain.timeout().unwrap(), DEFAULT_TIMEOUT);
+        assert_eq!(plain.timeout().unwrap(), DEFAULT_TIMEOUT_SECS);
         assert!(plain.public_traffic());
         let empty = parse(json!({
             "templateID": "base", "timeout": 0, "secure": true, "mcp": null, "volumeMounts": [], "iam": {},

@@ -1,0 +1,136 @@
+//! The E2B API over real routes, with a fake guest.
+
+use std::sync::Arc;
+
+use axum::http::Method;
+use serde_json::{Value, json};
+
+use crate::auth::principal::{Principal, Scope};
+use crate::compat::e2b::table;
+use crate::error::Code;
+use crate::sandbox::e2b::E2bState;
+use crate::sandbox::{End, Phase};
+use crate::testing::fake_guest::{FakeDaemon, ID};
+use crate::workspace::WorkspaceSpec;
+
+/// A daemon whose sandbox is of the E2B API.
+async fn daemon() -> FakeDaemon {
+    let daemon = FakeDaemon::start().await;
+    let state = E2bState {
+        template: "base".into(),
+        metadata: [("team".to_owned(), "a".to_owned())].into(),
+        access_token: "access".into(),
+        traffic_token: "traffic".into(),
+        public_traffic: true,
+        timeout_secs: 300,
+        started_at_unix_ms: 1_700_000_000_000,
+        ..E2bState::default()
+    };
+    daemon.sandbox.update_runtime(|facts| facts.saved.e2b = Some(Box::new(state)));
+    daemon
+}
+
+fn headers(token: &str) -> String {
+    format!("E2b-Sandbox-Id: {ID}\r\nE2b-Sandbox-Port: 49983\r\nX-Access-Token: {token}\r\n")
+}
+
+fn parsed(body: &[u8]) -> Value {
+    serde_json::from_slice(body).unwrap()
+}
+
+#[tokio::test]
+async fn a_request_into_a_sandbox_needs_its_token_and_reaches_its_agent() {
+    let daemon = daemon().await;
+    let call = "POST /process.Process/List";
+    let (status, _, body) = daemon.ask(call, &headers("wrong"), b"{}").await;
+    assert_eq!((status, &parsed(&body)["code"]), (401, &json!("unauthenticated")));
+    let read = "GET /files?path=/folder";
+    assert_eq!(daemon.ask(read, &headers("wrong"), b"").await.0, 401);
+    let (status, _, body) = daemon.ask(read, &headers("access"), b"").await;
+    assert_eq!(
+        (status, &parsed(&body)["message"]),
+        (400, &json!("/folder: is a directory")),
+        "the guest's answer"
+    );
+    // The daemon's own calls to the agent are no part of the API.
+    let (status, _, body) = daemon.ask("POST /forkd.Agent/Freeze", &headers("access"), b"{}").await;
+    assert_eq!((status, &parsed(&body)["code"]), (404, &json!(404)));
+    assert!(daemon.guest.calls_of("Freeze").is_empty());
+    let gone = headers("access").replace(ID, "sb0123456789abcdef");
+    let (status, _, body) = daemon.ask("GET /health", &gone, b"").await;
+    assert!(status == 502 && parsed(&body)["message"].as_str().unwrap().contains("was not found"));
+    daemon.sandbox.phase.send_replace(Phase::Ended(Arc::new(End::deleted())));
+    let (status, _, body) = daemon.ask("GET /health", &headers("access"), b"").await;
+    assert!(status == 502 && parsed(&body)["message"].as_str().unwrap().contains("was not found"));
+}
+
+#[tokio::test]
+async fn control_requests_show_and_lengthen_a_life_and_errors_have_the_clients_shape() {
+    let daemon = daemon().await;
+    let (status, shown) = daemon.json(&format!("GET /sandboxes/{ID}"), None).await;
+    assert_eq!((status, &shown["state"], &shown["metadata"]["team"]), (200, &json!("running"), &json!("a")));
+    let (_, listed) = daemon.json("GET /v2/sandboxes?metadata=team%3Da", None).await;
+    assert_eq!(listed.as_array().unwrap().len(), 1);
+    assert_eq!(daemon.json("GET /v2/sandboxes?metadata=team%3Db", None).await.1, json!([]));
+
+    let deadline = || daemon.sandbox.read_runtime(|facts| facts.saved.deadline_unix).unwrap();
+    let timeout = format!("POST /sandboxes/{ID}/timeout");
+    assert_eq!(daemon.json(&timeout, Some(json!({"timeout": 1000}))).await.0, 204);
+    let before = deadline();
+    let connect = format!("POST /v2/sandboxes/{ID}/connect");
+    let (status, connected) = daemon.json(&connect, Some(json!({"timeout": 5}))).await;
+    assert_eq!((status, &connected["envdAccessToken"]), (200, &json!("access")));
+    assert_eq!(deadline(), before, "a connect never shortens a life");
+    daemon.json(&connect, Some(json!({"timeout": 5000}))).await;
+    assert!(deadline() > before);
+
+    for (line, body, status) in [
+        ("GET /sandboxes/sb0123456789abcdef", None, 404),
+        ("POST /v2/sandboxes", Some(json!({"templateID": "none"})), 404),
+        ("POST /v2/sandboxes", Some(json!({"templateID": "base", "mcp": {"x": {"y": "z"}}})), 501),
+        ("GET /volumes", None, 501),
+        ("GET /sandboxes/none/none/none", None, 404),
+    ] {
+        let (got, error) = daemon.json(line, body).await;
+        assert_eq!((got, &error["code"]), (status, &json!(status)), "{line}: {error}");
+        assert!(!error["message"].as_str().unwrap().is_empty(), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_workspace_cannot_have_the_name_of_a_sandbox() {
+    let daemon = daemon().await;
+    let who =
+        Principal { name: "bob".into(), owner: "bob".into(), scope: Scope::Write, ..Principal::local() };
+    let order = WorkspaceSpec {
+        name: "sb0123456789abcdef".into(),
+        snapshot_tag: "base".into(),
+        network: true,
+        memory_limit_mib: None,
+        who,
+    };
+    let error = daemon.app.workspaces.create(order).await.unwrap_err();
+    assert_eq!(error.code(), Code::InvalidRequest, "{error}");
+}
+
+#[tokio::test]
+async fn objects_of_other_owners_are_not_found() {
+    let daemon = daemon().await;
+    let e2b = daemon.app.e2b();
+    let bob =
+        Principal { name: "bob".into(), owner: "bob".into(), scope: Scope::Write, ..Principal::local() };
+    assert_eq!(e2b.check_owner(ID, &bob).unwrap_err().code(), Code::SandboxNotFound);
+    e2b.check_owner(ID, &Principal::local()).unwrap();
+    e2b.check_owner("sb0123456789abcdef", &bob).unwrap();
+}
+
+#[test]
+fn every_path_of_the_control_api_has_the_errors_of_that_api() {
+    for (method, path, _) in table() {
+        assert!(super::has_path(path), "{path}");
+        assert!(method == "any" || method.parse::<Method>().is_ok());
+    }
+    for path in ["/v1/sandboxes", "/healthz", "/sandboxesx", "/", "/metrics"] {
+        assert!(!super::has_path(path), "{path}");
+    }
+}
