@@ -6,10 +6,10 @@ GUEST_BINARY := target/guest/$(GUEST_TARGET)/release/forkd-guest
 # Where rustup puts cargo: shells know it only after the next login.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build dist demo test lint advisories soak clean
+.PHONY: help setup build dist demo test test-e2b lint advisories soak clean
 
 help: ## Show this help
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' Makefile
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1	\2/p' Makefile
 
 setup: ## Install what this machine lacks (asks apt)
 	@scripts/setup.sh
@@ -32,6 +32,9 @@ demo: build ## Run the main job, with times
 
 test: build ## Run all tests, formatting and clippy
 	@scripts/test.sh
+
+test-e2b: build ## E2B's clients in several versions, and its code interpreter (PyPI, npm)
+	@scripts/test-e2b.sh
 
 lint: ## Formatting, clippy, dependencies
 	cargo fmt --all --check
