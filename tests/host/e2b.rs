@@ -48,10 +48,10 @@ fn requirements() -> std::path::PathBuf {
 
 /// The indented lines of the page, then its program.
 fn page() -> String {
-    let page = include_str!("../../docs/E2B.md");
-    let commands: Vec<&str> = page.lines().filter_map(|line| line.strip_prefix("    ")).collect();
-    let (_, program) = page.split_once("```python\n").unwrap();
-    let (program, _) = program.split_once("```").unwrap();
+    let (before, program) = include_str!("../../docs/E2B.md").split_once("```python\n").unwrap();
+    let (program, after) = program.split_once("```").unwrap();
+    let commands = before.lines().chain(after.lines()).filter_map(|line| line.strip_prefix("    "));
+    let commands: Vec<&str> = commands.collect();
     format!("set -e\n{}\npython3 - <<'END'\n{program}END\n", commands.join("\n"))
 }
 
