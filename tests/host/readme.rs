@@ -36,8 +36,20 @@ fn blocks(document: &str) -> Vec<String> {
 }
 
 /// The names the documents give to images, snapshots and workspaces. Here they are others.
-const NAMES: [&str; 11] =
-    ["tools", "numpy", "thinking", "whole", "table", "sums", "sums-alone", "soon", "desk", "ci", "dashboard"];
+const NAMES: [&str; 12] = [
+    "tools",
+    "numpy",
+    "thinking",
+    "whole",
+    "cold",
+    "table",
+    "sums",
+    "sums-alone",
+    "soon",
+    "desk",
+    "ci",
+    "dashboard",
+];
 
 fn renamed(name: &str) -> String {
     format!("forkd-readme-{name}")
