@@ -6,6 +6,7 @@ Environment: E2B_API_URL, E2B_SANDBOX_URL, E2B_API_KEY, and DRIVE_TEMPLATE (a te
 import asyncio
 import gzip
 import os
+import sys
 import urllib.request
 
 import e2b
@@ -409,3 +410,6 @@ async def main():
 
 
 asyncio.run(main())
+# All is checked. The client's HTTP library may crash while the interpreter ends.
+sys.stdout.flush()
+os._exit(0)

@@ -14,6 +14,7 @@ async def pause():
     sleeper = await sandbox.commands.run("exec sleep 9000", background=True, timeout=0)
     boot_id = (await sandbox.commands.run(BOOT_ID)).stdout.strip()
     await sandbox.commands.run("echo in memory > /dev/shm/mark")
+    await sleeper.disconnect()
     await sandbox.pause()
     print(sandbox.sandbox_id, sleeper.pid, boot_id)
 
@@ -29,3 +30,6 @@ async def connect(sandbox_id, pid, boot_id):
 
 
 asyncio.run({"pause": pause, "connect": connect}[sys.argv[1]](*sys.argv[2:]))
+# All is checked. The client's HTTP library may crash while the interpreter ends.
+sys.stdout.flush()
+os._exit(0)
