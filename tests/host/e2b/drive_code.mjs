@@ -13,7 +13,7 @@ try {
   assert.deepEqual([done.logs.stdout, lines.length], [['out\n'], 1])
   assert.equal((await sandbox.runCode('1 / 0')).error.name, 'ZeroDivisionError')
   const context = await sandbox.createCodeContext({ cwd: '/tmp' })
-  assert.equal((await sandbox.runCode('import os; os.getcwd()', { context })).text, "'/tmp'")
+  assert.equal((await sandbox.runCode('import os; os.getcwd()', { context })).text, '/tmp')
   const script = await sandbox.runCode('[1, 2].map((n) => n * 2).join()', { language: 'javascript' })
   assert.match(script.text, /2,4/)
 } finally {

@@ -16,14 +16,14 @@ try:
     assert run("x + 1").text == "42", "names stay"
     failed = run("1 / 0")
     assert failed.error.name == "ZeroDivisionError" and "Traceback" in failed.error.traceback, failed
-    assert run("import os; os.environ['SHARED']").text == "'of all'"
-    assert run("import os; os.environ['ONE']", envs={"ONE": "1"}).text == "'1'"
+    assert run("import os; os.environ['SHARED']").text == "of all"
+    assert run("import os; os.environ['ONE']", envs={"ONE": "1"}).text == "1"
     table = run("import pandas; pandas.DataFrame({'a': [1, 2]})").results[0]
     assert table.html and table.data == {"a": [1, 2]}, table
     chart = run("import matplotlib.pyplot as plt; plt.plot([1, 2], [3, 4]); plt.title('T'); plt.show()").results[0]
     assert chart.png and chart.chart.title == "T" and chart.chart.elements[0].points, chart
     context = sandbox.create_code_context(cwd="/tmp")
-    assert run("import os; os.getcwd()", context=context).text == "'/tmp'"
+    assert run("import os; os.getcwd()", context=context).text == "/tmp"
     assert run("'x' in globals()", context=context).text == "False"
     sandbox.restart_code_context(context)
     sandbox.remove_code_context(context)
