@@ -60,7 +60,7 @@ impl Target {
         let path = uri.path();
         let is_call = path.starts_with("/process.Process/") || path.starts_with("/filesystem.Filesystem/");
         let sandbox = match text(TOKEN_HEADER) {
-            Some(token) if is_call || path == "/files" => Named::Token(token.to_owned()),
+            Some(token) if is_call || matches!(path, "/files" | "/health") => Named::Token(token.to_owned()),
             _ if path == "/files" => {
                 Named::Signature(Signed::of(uri.query().unwrap_or_default(), method == Method::POST)?)
             }
@@ -123,6 +123,8 @@ mod tests {
         let by_token = Some(Target { sandbox: token, port: ENVD_PORT, is_in_host: false });
         assert_eq!(target("POST /process.Process/Start", &[(TOKEN_HEADER, "at1")]), by_token);
         assert_eq!(target("GET /files?path=/a", &[(TOKEN_HEADER, "at1")]), by_token);
+        assert_eq!(target("GET /health", &[(TOKEN_HEADER, "at1")]), by_token);
+        assert_eq!(target("GET /health", &[]), None);
         assert_eq!(target("GET /v1/sandboxes", &[(TOKEN_HEADER, "at1")]), None);
         assert_eq!(target("DELETE /sandboxes/sb1", &[(SANDBOX, "sb1"), ("x-api-key", "fk_a")]), None);
         // A server in the guest may have the same path.

@@ -103,12 +103,15 @@ impl E2bContext {
             Named::Id(id) => self.find(id).map_err(|_| not_running(id))?,
             Named::Token(token) => {
                 let is_its = |state: &E2bState| state.access_token.as_bytes().ct_eq(token.as_bytes()).into();
-                self.with_state(is_its).ok_or_else(|| {
-                    unauthenticated(
+                // Clients ask so whether their sandbox runs.
+                let is_health = request.uri().path() == "/health";
+                self.with_state(is_its).ok_or_else(|| match is_health {
+                    true => not_running(""),
+                    false => unauthenticated(
                         request.uri().path(),
                         "",
                         "the access token is of no sandbox that runs here",
-                    )
+                    ),
                 })?
             }
             Named::Signature(signed) => {
