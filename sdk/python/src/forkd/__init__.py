@@ -15,6 +15,10 @@ from ._beside import check as _check
 
 _check()
 
+from .async_client import AsyncClient
+from .async_commands import AsyncCommandHandle
+from .async_sandbox import AsyncSandbox
+from .async_snapshot import AsyncSnapshot
 from .changes import Change
 from .client import Client
 from .code import Execution
@@ -54,6 +58,10 @@ from .trying import Outcome
 
 __all__ = [
     "AllFailedError",
+    "AsyncClient",
+    "AsyncCommandHandle",
+    "AsyncSandbox",
+    "AsyncSnapshot",
     "AuthenticationError",
     "BusyError",
     "Change",
