@@ -29,7 +29,7 @@ class AsyncCommandHandle:
     """A running command: iterate over it for output, send it input and signals, wait for its end.
 
     >>> async with await sandbox.commands.run("read name; echo hello $name", background=True) as handle:
-    ...     await handle.send_stdin("forkd\n")
+    ...     await handle.send_stdin("forkd\\n")
     ...     print((await handle.wait()).stdout)
     hello forkd
     <BLANKLINE>
