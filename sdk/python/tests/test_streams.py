@@ -64,6 +64,24 @@ def test_output_is_decoded_across_messages_and_kept(server, box):
     assert run_async(server, use) == result
 
 
+def test_a_command_that_ends_before_its_input_does_has_its_result(server, box):
+    def then(connection, first):
+        started(connection, first)
+        connection.frame(b"\x01done")
+        connection.event(event="exit", exit_code=0)
+        connection.frame(b"", opcode=8)
+        connection.close()
+
+    stream(server, then)
+
+    async def use(box):
+        return await box.commands.run("x", stdin=b"y" * 1_000_000)
+
+    for _ in range(5):
+        assert box.commands.run("x", stdin=b"y" * 1_000_000).stdout == "done"
+        assert run_async(server, use).stdout == "done"
+
+
 def test_a_stream_that_is_cut_in_the_middle_is_an_error_with_advice(server, box):
     def then(connection, first):
         started(connection, first)

@@ -134,9 +134,9 @@ class AsyncCommandHandle:
     async def _send(self, message: Union[str, bytes]) -> None:
         try:
             await self._socket.send(message)
-        except Exception as error:  # The errors of the WebSocket library.
-            if not self._stream.over:
-                self._stream.broken(f"the connection is closed ({error})")
+        except Exception:  # The errors of the WebSocket library.
+            # The daemon has closed the connection: what it sent before says why.
+            await self._until(lambda: self._stream.over)
             await self._raise_if_over("it takes no more messages")
 
     async def _until(self, ready: Callable[[], bool]) -> None:
