@@ -60,8 +60,7 @@ class Client:
         cacert: Optional[str] = None,
     ) -> None:
         self.address = Address.find(url, token, timeout, cacert)
-        tls = self.address.verify()
-        transport = httpx.HTTPTransport(verify=tls, uds=self.address.socket, limits=self.address.limits())
+        transport = httpx.HTTPTransport(**self.address.transport())
         # The daemon is on this host or in this network: a proxy of the environment does not lead to it.
         self._http = httpx.Client(transport=transport, headers=self.address.headers, trust_env=False)
 
