@@ -62,7 +62,7 @@ pub(super) async fn create(
     Path(id): Path<String>,
     Body(request): Body<NewSnapshot>,
 ) -> Result<Response> {
-    let Found::Running(sandbox, _) = e2b.find(&id)? else { return Err(not_found(&id)) };
+    let Found::Running(sandbox, _) = e2b.find_for(&id, &who)? else { return Err(not_found(&id)) };
     let name = request.name.as_deref().map(without_default).filter(|name| !name.is_empty());
     let tag = tag_for(name)?;
     let mode = match request.memory {

@@ -124,6 +124,39 @@ async fn objects_of_other_owners_are_not_found() {
     e2b.check_owner("sb0123456789abcdef", &bob).unwrap();
 }
 
+#[tokio::test]
+async fn a_handler_checks_the_owner_of_a_sandbox_that_came_back_since_the_request_was_admitted() {
+    use axum::Extension;
+    use axum::extract::{Path, RawQuery, State};
+
+    use crate::compat::e2b::extract::Body;
+    use crate::compat::e2b::{fork, metrics, sandboxes, snapshots};
+
+    let daemon = daemon().await;
+    let (e2b, id) = (|| State(daemon.app.e2b()), || Path(ID.to_owned()));
+    let bob = || {
+        let bob = Principal { name: "bob".into(), owner: "bob".into(), ..Principal::local() };
+        Extension(Principal { scope: Scope::Write, ..bob })
+    };
+    let refused = [
+        sandboxes::detail(e2b(), bob(), id()).await.map(drop).unwrap_err(),
+        sandboxes::kill(e2b(), bob(), id()).await.map(drop).unwrap_err(),
+        sandboxes::connect(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
+        sandboxes::resume(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
+        sandboxes::refresh(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
+        sandboxes::set_timeout(e2b(), bob(), id(), Body(serde_json::from_str("{\"timeout\":0}").unwrap()))
+            .await
+            .map(drop)
+            .unwrap_err(),
+        sandboxes::pause(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
+        fork::fork(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
+        metrics::show(e2b(), bob(), id(), RawQuery(None)).await.map(drop).unwrap_err(),
+        snapshots::create(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
+    ];
+    assert!(refused.iter().all(|error| error.code() == Code::SandboxNotFound), "{refused:?}");
+    assert!(daemon.app.registry.get(ID).is_ok());
+}
+
 #[test]
 fn every_path_of_the_control_api_has_the_errors_of_that_api() {
     for (method, path, _) in table() {
