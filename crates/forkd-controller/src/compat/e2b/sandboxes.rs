@@ -9,7 +9,7 @@ use axum::http::{HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 
-use crate::auth::principal::Principal;
+use crate::auth::principal::{Principal, Scope};
 use crate::compat::e2b::extract::Body;
 use crate::compat::e2b::types::{
     Connect, Connected, Detail, Lifecycle, Listed, NewSandbox, Pause, Refresh, SetTimeout, Size,
@@ -262,7 +262,7 @@ pub(super) async fn detail(
         Found::Paused(record, state) => (state, record.network),
     };
     Ok(Json(Detail {
-        envd_access_token: state.access_token.clone(),
+        envd_access_token: (who.scope >= Scope::Write).then(|| state.access_token.clone()),
         domain: None,
         allow_internet_access: network,
         lifecycle: Lifecycle::of(state),

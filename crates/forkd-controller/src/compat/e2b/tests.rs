@@ -125,6 +125,19 @@ async fn objects_of_other_owners_are_not_found() {
 }
 
 #[tokio::test]
+async fn a_token_that_may_only_read_gets_no_token_that_runs_commands() {
+    let daemon = daemon().await;
+    let shown = async |scope: Scope| {
+        let (state, id) = (axum::extract::State(daemon.app.e2b()), axum::extract::Path(ID.to_owned()));
+        let who = axum::Extension(Principal { name: "ann".into(), scope, ..Principal::local() });
+        let shown = crate::compat::e2b::sandboxes::detail(state, who, id).await.unwrap();
+        serde_json::to_value(shown.0).unwrap()
+    };
+    assert_eq!(shown(Scope::Read).await.get("envdAccessToken"), None);
+    assert_eq!(shown(Scope::Write).await["envdAccessToken"], json!("access"));
+}
+
+#[tokio::test]
 async fn a_handler_checks_the_owner_of_a_sandbox_that_came_back_since_the_request_was_admitted() {
     use axum::Extension;
     use axum::extract::{Path, RawQuery, State};

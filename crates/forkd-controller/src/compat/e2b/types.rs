@@ -222,7 +222,9 @@ impl Listed {
 pub(super) struct Detail {
     #[serde(flatten)]
     pub(super) listed: Listed,
-    pub(super) envd_access_token: String,
+    /// For clients that may use the sandbox: it lets them run commands.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) envd_access_token: Option<String>,
     pub(super) domain: Option<String>,
     pub(super) allow_internet_access: bool,
     pub(super) lifecycle: Lifecycle,
