@@ -166,7 +166,7 @@ impl Timeouts {
         sandbox.update_runtime(|facts| facts.attempt = Attempt::UnderWay);
         let (timeouts, sandbox) = (self.clone(), sandbox.clone());
         task::spawn(Task::TimeoutAction, async move {
-            if let Err(error) = timeouts.workspaces.delete_with(&sandbox.id, Some(end.clone())).await {
+            if let Err(error) = timeouts.workspaces.delete_of(&sandbox, end.clone()).await {
                 tracing::warn!(sandbox = sandbox.id, %error, "paused states of an ended sandbox not removed");
             }
             // Also if it had no state yet.

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use crate::auth::principal::Principal;
 use crate::error::{Code, Error, Result};
-use crate::sandbox::Sandbox;
 use crate::sandbox::e2b::E2bState;
+use crate::sandbox::{End, Sandbox};
 use crate::snapshot::branch_job::Mode;
 use crate::util::random::new_id;
 use crate::util::time::now_unix;
@@ -113,6 +113,16 @@ impl Workspaces {
         let named = sandbox.rewrite(|facts| facts.saved.workspace = Some(id.clone()));
         named.map_err(|error| Error::host("cannot write the record of a sandbox", error))?;
         Ok(record)
+    }
+
+    /// Deletes the workspace of `sandbox` however long the change takes that is under way; the sandbox ends as `end`
+    /// says. Nothing to do if that change suspended it: a client that pauses a sandbox in time keeps it.
+    pub(crate) async fn delete_of(&self, sandbox: &Arc<Sandbox>, end: End) -> Result<()> {
+        let Ok(workspace) = self.get(&sandbox.id) else { return Ok(()) };
+        let _turn = workspace.turn.clone().lock_owned().await;
+        let has_it = self.get(&sandbox.id).is_ok_and(|now| Arc::ptr_eq(&now, &workspace));
+        let runs = self.registry.get(&sandbox.id).is_ok_and(|now| Arc::ptr_eq(&now, sandbox));
+        if has_it && runs { self.delete_locked(&sandbox.id, &workspace, Some(end)).await } else { Ok(()) }
     }
 
     /// Resumes the paused sandbox `id` for `timeout_secs`, or for as long as the last time. Returns whether it was

@@ -190,7 +190,7 @@ pub(super) async fn kill(
         Found::Running(..) if !e2b.workspaces.has(&id) => e2b.registry.delete(&id)?,
         _ => {
             let workspaces = e2b.workspaces.clone();
-            to_its_end(async move { workspaces.delete_with(&id, None).await }).await?;
+            to_its_end(async move { workspaces.delete_patiently(&id).await }).await?;
         }
     }
     Ok(StatusCode::NO_CONTENT)
