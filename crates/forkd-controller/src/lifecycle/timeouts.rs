@@ -153,6 +153,8 @@ impl Timeouts {
         {
             tracing::info!(sandbox = sandbox.id, reason = end.reason, "ended sandbox of the E2B API removed");
             self.registry.end(sandbox, (*end).clone());
+            let (workspaces, id) = (self.workspaces.clone(), sandbox.id.clone());
+            task::spawn(Task::TimeoutAction, async move { workspaces.delete_if_useless(&id).await });
         }
     }
 

@@ -53,7 +53,27 @@ impl Workspaces {
             true if self.depth(&record) < MAX_CHAIN => Mode::Diff,
             true => Mode::Full,
         };
-        self.suspend(&sandbox.id, mode, who, None).await.map(drop)
+        let paused = self.suspend(&sandbox.id, mode, who, None).await;
+        if paused.is_err() {
+            // The sandbox may have ended meanwhile.
+            self.delete_if_useless(&sandbox.id).await;
+        }
+        paused.map(drop)
+    }
+
+    /// Deletes the workspace of a sandbox that has ended and was never paused: it is listed nowhere, and would keep the
+    /// sandbox's snapshot from being removed.
+    pub(crate) async fn delete_if_useless(&self, id: &str) {
+        let Ok(workspace) = self.get(id) else { return };
+        let _turn = workspace.turn.clone().lock_owned().await;
+        let WorkspaceState::Kept(record) = workspace.state() else { return };
+        let is_current = self.get(id).is_ok_and(|now| Arc::ptr_eq(&now, &workspace));
+        if !is_current || record.e2b.is_none() || self.is_of_use(&record) {
+            return;
+        }
+        if let Err(error) = self.delete_locked(id, &workspace, None).await {
+            tracing::warn!(workspace = id, %error, "workspace of an ended sandbox not deleted yet");
+        }
     }
 
     /// How many snapshots depend on each other below the one that the sandbox came from.

@@ -393,3 +393,23 @@ async fn a_sandbox_that_is_being_paused_when_its_deadline_passes_is_kept() {
     timeouts.workspaces.sweep(&sandbox.id).await;
     assert!(timeouts.workspaces.paused(&sandbox.id).is_some(), "what the client paused in time is there");
 }
+
+#[tokio::test]
+async fn nothing_is_left_of_a_sandbox_that_ends_by_itself_and_was_never_paused() {
+    let host = FakeHost::new();
+    let daemon = host.daemon().await;
+    let (sandbox, monitor) = e2b_sandbox(&daemon).await;
+    monitor.script_branches(|request| match request {
+        Request::Save(_) => Act::Answer(forkd_protocol::control::Reply::Error { message: "no".into() }),
+        _ => Act::Execute,
+    });
+    let timeouts = timeouts(&host, &daemon).await;
+    timeouts.workspaces.pause_to_disk(&sandbox, true, &Principal::local()).await.unwrap_err();
+    assert!(matches!(sandbox.phase(), Phase::Running), "{:?}", sandbox.phase());
+    assert!(timeouts.workspaces.has(&sandbox.id), "it has a workspace since the pause began");
+    monitor.die();
+    end_of(&sandbox).await;
+    look(&timeouts).await;
+    eventually("the workspace to go", || !timeouts.workspaces.has(&sandbox.id)).await;
+    assert!(daemon.registry.get(&sandbox.id).is_err());
+}
