@@ -4,13 +4,14 @@ use std::sync::Arc;
 
 use axum::http::Method;
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::auth::principal::{Principal, Scope};
 use crate::compat::e2b::table;
 use crate::error::Code;
 use crate::sandbox::e2b::E2bState;
 use crate::sandbox::{End, Phase};
-use crate::testing::fake_guest::{FakeDaemon, ID};
+use crate::testing::fake_guest::{FakeDaemon, ID, eventually};
 use crate::workspace::WorkspaceSpec;
 
 /// A daemon whose sandbox is of the E2B API.
@@ -62,6 +63,25 @@ async fn a_request_into_a_sandbox_needs_its_token_and_reaches_its_agent() {
     daemon.sandbox.phase.send_replace(Phase::Ended(Arc::new(End::deleted())));
     let (status, _, body) = daemon.ask("GET /health", &headers("access"), b"").await;
     assert!(status == 502 && parsed(&body)["message"].as_str().unwrap().contains("was not found"));
+}
+
+#[tokio::test]
+async fn a_request_that_ends_while_the_sandbox_is_paused_does_not_succeed() {
+    let daemon = daemon().await;
+    let mut client = daemon.connect().await;
+    let head = format!(
+        "POST /files?path=/a HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 4\r\n{}\r\nab",
+        headers("access")
+    );
+    client.write_all(head.as_bytes()).await.unwrap();
+    eventually("the upload", || *daemon.guest.begun.lock().unwrap() == 1).await;
+    // The pause has stored the sandbox without what follows.
+    daemon.sandbox.update_runtime(|facts| facts.is_suspending = true);
+    client.write_all(b"cd").await.unwrap();
+    let mut answer = String::new();
+    client.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.1 502"), "{answer}");
+    assert!(daemon.guest.files.lock().unwrap().contains_key("/a"), "the guest took it");
 }
 
 #[tokio::test]

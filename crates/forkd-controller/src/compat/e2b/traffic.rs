@@ -301,6 +301,9 @@ async fn forward_to(sandbox: &Arc<Sandbox>, port: u16, mut request: Request) -> 
         Ok(response) => response,
         Err(error) => return Err(closed(sandbox, port, &error).await),
     };
+    // A pause may have stored the sandbox before this request, whose effects are lost then: the client must not get a
+    // response as if they were kept.
+    sandbox.check_not_suspending().map_err(|error| unavailable(&sandbox.id, &error))?;
     let switches = response.status() == StatusCode::SWITCHING_PROTOCOLS;
     if let (true, Some(client)) = (switches, client) {
         let guest = hyper::upgrade::on(&mut response);
