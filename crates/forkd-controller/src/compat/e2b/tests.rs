@@ -6,7 +6,7 @@ use axum::http::Method;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use crate::auth::principal::{Principal, Scope};
+use crate::auth::principal::{LOCAL, Principal, Scope};
 use crate::compat::e2b::table;
 use crate::error::Code;
 use crate::sandbox::e2b::E2bState;
@@ -82,6 +82,25 @@ async fn a_request_that_ends_while_the_sandbox_is_paused_does_not_succeed() {
     client.read_to_string(&mut answer).await.unwrap();
     assert!(answer.starts_with("HTTP/1.1 502"), "{answer}");
     assert!(daemon.guest.files.lock().unwrap().contains_key("/a"), "the guest took it");
+}
+
+#[tokio::test]
+async fn a_snapshot_that_fails_takes_no_name_from_an_earlier_one() {
+    let daemon = daemon().await;
+    let database = daemon.app.registry.host.database.clone();
+    let earlier = forkd_store::TemplateName {
+        owner: LOCAL.into(),
+        name: "mine".into(),
+        tag: "mine-1".into(),
+        sandbox: ID.into(),
+        created_at_unix: 1,
+    };
+    database.name_template(&earlier).unwrap();
+    // No monitor runs the sandbox.
+    let (status, _) =
+        daemon.json(&format!("POST /sandboxes/{ID}/snapshots"), Some(json!({"name": "mine"}))).await;
+    assert!(status >= 400, "{status}");
+    assert_eq!(database.templates().unwrap(), [earlier]);
 }
 
 #[tokio::test]
