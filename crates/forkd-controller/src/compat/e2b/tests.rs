@@ -85,6 +85,19 @@ async fn a_request_that_ends_while_the_sandbox_is_paused_does_not_succeed() {
 }
 
 #[tokio::test]
+async fn a_server_in_the_guest_switches_protocols_only_if_the_client_wants_that() {
+    let daemon = daemon().await;
+    let to_port = format!("E2b-Sandbox-Id: {ID}\r\nE2b-Sandbox-Port: 8000\r\n");
+    *daemon.guest.server.lock().unwrap() = "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi".into();
+    let (status, _, body) = daemon.ask("GET /", &to_port, b"").await;
+    assert_eq!((status, body.as_slice()), (200, b"hi".as_slice()));
+    *daemon.guest.server.lock().unwrap() =
+        "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n".into();
+    let (status, _, body) = daemon.ask("GET /", &to_port, b"").await;
+    assert_eq!((status, &parsed(&body)["code"]), (502, &json!(502)));
+}
+
+#[tokio::test]
 async fn a_snapshot_that_fails_takes_no_name_from_an_earlier_one() {
     let daemon = daemon().await;
     let database = daemon.app.registry.host.database.clone();

@@ -320,6 +320,12 @@ async fn forward_to(sandbox: &Arc<Sandbox>, port: u16, mut request: Request) -> 
         });
         return Ok(Response::from_parts(parts, Body::empty()));
     }
+    if switches {
+        // It would end HTTP on the client's connection, which another client may use next.
+        let text =
+            format!("port {port} of the sandbox switched protocols, which the request does not ask for");
+        return Err(refuse(StatusCode::BAD_GATEWAY, &sandbox.id, text));
+    }
     let (mut parts, body) = response.into_parts();
     strip(&mut parts.headers);
     // The use ends with the body.
