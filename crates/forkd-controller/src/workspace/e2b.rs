@@ -30,6 +30,20 @@ impl Workspaces {
         Some((record, state))
     }
 
+    /// A paused sandbox whose state fits, with its record. Copies no other record: any client can let all be searched.
+    pub(crate) fn find_paused(
+        &self,
+        fits: impl Fn(&E2bState) -> bool,
+    ) -> Option<(WorkspaceRecord, Box<E2bState>)> {
+        let all: Vec<_> =
+            self.all.lock().iter().map(|(name, workspace)| (name.clone(), workspace.clone())).collect();
+        let has_it = |workspace: &Workspace| match &*workspace.state.lock() {
+            WorkspaceState::Kept(record) => record.e2b.as_ref().is_some_and(|state| fits(state)),
+            _ => false,
+        };
+        all.iter().filter(|(_, workspace)| has_it(workspace)).find_map(|(name, _)| self.paused(name))
+    }
+
     /// All paused sandboxes that `who` may see.
     pub(crate) fn all_paused(&self, who: &Principal) -> Vec<(WorkspaceRecord, Box<E2bState>)> {
         let theirs = self

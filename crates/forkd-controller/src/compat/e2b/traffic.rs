@@ -115,7 +115,8 @@ impl E2bContext {
                 })?
             }
             Named::Signature(signed) => {
-                let signer = self.with_state(|state| signed.is_by(&state.access_token));
+                let is_by = signed.by_token();
+                let signer = self.with_state(|state| is_by(&state.access_token));
                 signer.ok_or_else(|| {
                     refuse(StatusCode::UNAUTHORIZED, "", "the signature is of no sandbox that runs here")
                 })?
@@ -162,9 +163,7 @@ impl E2bContext {
         if let Some(sandbox) = running {
             return self.find(&sandbox.id).ok();
         }
-        let paused = self.workspaces.all_paused(&Principal::local());
-        let paused = paused.into_iter().find(|(_, state)| fits(state));
-        paused.map(|(record, state)| Found::Paused(Box::new(record), state))
+        self.workspaces.find_paused(fits).map(|(record, state)| Found::Paused(Box::new(record), state))
     }
 
     /// The sandbox of a request, resumed if it is paused and its client wanted that.
