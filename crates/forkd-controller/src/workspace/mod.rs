@@ -376,7 +376,10 @@ impl Workspaces {
     pub(crate) async fn resume(&self, name: &str, who: &Principal) -> Result<(WorkspaceRecord, Status)> {
         let (workspace, _turn) = self.lock_exclusive(name).await?;
         self.check_owner(name, who)?;
-        let record = self.usable(name, &workspace)?;
+        let mut record = self.usable(name, &workspace)?;
+        if let Some(state) = &mut record.e2b {
+            state.timeout_secs = state.resume_secs();
+        }
         if let Some(sandbox) = self.live(&record) {
             let text = format!("workspace {name} is running already, in sandbox {}", sandbox.id);
             return Err(Error::new(Code::WorkspaceRunning, text));

@@ -111,7 +111,12 @@ impl E2bContext {
         match self.find_for(id, who)? {
             // It is being paused.
             Found::Running(sandbox, _) if sandbox.check_not_suspending().is_err() => {
-                self.wake(&sandbox.id, timeout, who).await
+                let (resumed, sandbox) = self.wake(&sandbox.id, timeout, who).await?;
+                // The pause may have failed.
+                if let (false, Some(secs)) = (resumed, timeout) {
+                    extend(&sandbox, secs)?;
+                }
+                Ok((resumed, sandbox))
             }
             Found::Running(sandbox, _) => {
                 // A lifetime never gets shorter by a connect.
