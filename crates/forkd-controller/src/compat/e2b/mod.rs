@@ -29,6 +29,7 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::routing::{MethodRouter, any, delete, get, post};
+use tokio_util::sync::CancellationToken;
 
 use crate::auth::principal::{Principal, Scope};
 use crate::auth::tokens::Tokens;
@@ -54,6 +55,8 @@ pub(crate) struct E2bContext {
     pub(crate) snapshots: Arc<SnapshotRegistry>,
     pub(crate) workspaces: Arc<Workspaces>,
     pub(crate) tokens: Arc<Tokens>,
+    /// Cancelled when the daemon is asked to stop.
+    pub(crate) stopping: CancellationToken,
 }
 
 /// The first parts of all paths of the control API.

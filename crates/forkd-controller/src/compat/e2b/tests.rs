@@ -85,6 +85,26 @@ async fn a_request_that_ends_while_the_sandbox_is_paused_does_not_succeed() {
 }
 
 #[tokio::test]
+async fn a_stream_without_an_end_does_not_hold_up_a_daemon_that_stops() {
+    let daemon = daemon().await;
+    let mut client = daemon.connect().await;
+    let message = forkd_protocol::connect::encode(0, &json!({"process": {"cmd": "cat"}}));
+    let head = format!(
+        "POST /process.Process/Start HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/connect+json\r\n\
+         Content-Length: {}\r\n{}\r\n",
+        message.len(),
+        headers("access")
+    );
+    client.write_all(&[head.as_bytes(), &message].concat()).await.unwrap();
+    let mut answer = vec![0; 4096];
+    let read = client.read(&mut answer).await.unwrap();
+    assert!(answer[..read].starts_with(b"HTTP/1.1 200"), "{:?}", String::from_utf8_lossy(&answer[..read]));
+    daemon.app.stopping.cancel();
+    let rest = client.read_to_end(&mut answer);
+    tokio::time::timeout(std::time::Duration::from_secs(20), rest).await.expect("the stream ends").unwrap();
+}
+
+#[tokio::test]
 async fn a_server_in_the_guest_switches_protocols_only_if_the_client_wants_that() {
     let daemon = daemon().await;
     let to_port = format!("E2b-Sandbox-Id: {ID}\r\nE2b-Sandbox-Port: 8000\r\n");
