@@ -153,6 +153,8 @@ impl Timeouts {
         {
             tracing::info!(sandbox = sandbox.id, reason = end.reason, "ended sandbox of the E2B API removed");
             self.registry.end(sandbox, (*end).clone());
+            let (workspaces, id) = (self.workspaces.clone(), sandbox.id.clone());
+            task::spawn(Task::TimeoutAction, async move { workspaces.delete_if_useless(&id).await });
         }
     }
 
@@ -166,7 +168,7 @@ impl Timeouts {
         sandbox.update_runtime(|facts| facts.attempt = Attempt::UnderWay);
         let (timeouts, sandbox) = (self.clone(), sandbox.clone());
         task::spawn(Task::TimeoutAction, async move {
-            if let Err(error) = timeouts.workspaces.delete_with(&sandbox.id, Some(end.clone())).await {
+            if let Err(error) = timeouts.workspaces.delete_of(&sandbox, end.clone()).await {
                 tracing::warn!(sandbox = sandbox.id, %error, "paused states of an ended sandbox not removed");
             }
             // Also if it had no state yet.
