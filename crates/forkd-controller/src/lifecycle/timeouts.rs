@@ -78,8 +78,10 @@ impl Sandbox {
             if facts.saved.deadline_unix.is_some_and(|at| at <= now) && (started || kill) {
                 return Some(Due::Expired);
             }
-            let still = matches!(phase, Phase::Paused) && facts.saved.lifetime.on_timeout == OnTimeout::Pause;
-            let idle = facts.saved.lifetime.idle_timeout_secs.filter(|_| started && !still)?;
+            // There is nothing left to do for `pause`: a paused sandbox has no uses.
+            let stays_paused =
+                matches!(phase, Phase::Paused) && facts.saved.lifetime.on_timeout == OnTimeout::Pause;
+            let idle = facts.saved.lifetime.idle_timeout_secs.filter(|_| started && !stays_paused)?;
             (self.activity.idle() >= Duration::from_secs(idle)).then_some(Due::Idle(idle))
         })
     }

@@ -278,7 +278,7 @@ pub(super) async fn detail(
 /// The size of the guest in a snapshot.
 fn size_of(e2b: &E2bContext, record: &WorkspaceRecord) -> Size {
     let snapshot = e2b.snapshots.get(record.tag()).and_then(|entry| entry.snapshot());
-    let guest = snapshot.map(|snapshot| snapshot.manifest().facts.clone());
+    let guest = snapshot.map(|snapshot| snapshot.manifest().guest.clone());
     guest.map_or(Size { vcpus: 1, mem_mib: 0, disk_mib: 0 }, |guest| size(&guest))
 }
 
