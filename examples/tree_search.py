@@ -38,12 +38,13 @@ with contextlib.ExitStack() as sandboxes:  # ends every sandbox of the search, a
         children = []
         for _, path, node in level:
             choices = [step for step in STEPS if step not in path]
-            for step, outcome in zip(choices, node.try_each([take(step) for step in choices], keep=True)):
+            outcomes = node.try_each([take(step) for step in choices], keep=True)
+            for outcome in outcomes:
                 sandboxes.callback(outcome.sandbox.kill)
-                if not outcome.ok:
-                    raise outcome.error
-                children.append((outcome.value, [*path, step], outcome.sandbox))
-                print(f"{'  ' * depth}{step}: {outcome.value} bytes")
+            for step, outcome in zip(choices, outcomes):
+                size = outcome.result()
+                children.append((size, [*path, step], outcome.sandbox))
+                print(f"{'  ' * depth}{step}: {size} bytes")
         children.sort(key=lambda child: child[0])
         for _, _, node in level + children[WIDTH:]:
             node.kill()
