@@ -40,11 +40,16 @@ def run_file(name):
     return {"ran": result.testsRun, "failures": failures}
 """
 
+
+def runner(name):
+    return lambda child: child.eval(f"run_file({name!r})", timeout=120)
+
+
 with Sandbox.create(SNAPSHOT) as parent:
     for name, text in {**PROJECT, **TESTS}.items():
         parent.files.write(f"/root/app/{name}", text)
-    parent.eval(WARM)
-    outcomes = parent.try_each([lambda child, name=name: child.eval(f"run_file({name!r})") for name in TESTS])
+    parent.eval(WARM, timeout=120)
+    outcomes = parent.try_each([runner(name) for name in TESTS])
 
 ran, failed = 0, []
 for name, outcome in zip(TESTS, outcomes):

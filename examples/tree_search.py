@@ -24,8 +24,8 @@ def take(step):
     """A function for a child: it takes one step and returns the size of what is left."""
 
     def go_on(child):
-        done = child.commands.run(f"{STEPS[step]} < log > new && mv new log && wc -c < log", cwd="/root")
-        return int(done.stdout)
+        command = f"{STEPS[step]} < log > new && mv new log && wc -c < log"
+        return int(child.commands.run(command, cwd="/root", timeout=120).stdout)
 
     return go_on
 

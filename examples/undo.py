@@ -14,23 +14,13 @@ from forkd import CommandError, Sandbox
 SNAPSHOT = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("FORKD_TAG", "python")
 PACKAGE = {
     "prices.py": "def total(prices, discount):\n    return sum(prices) * discount\n",
-    "test_prices.py": """\
-import unittest
-from prices import total
-
-class Test(unittest.TestCase):
-    def test_discount(self):
-        self.assertEqual(total([10, 30], 25), 30)
-
-    def test_nothing_to_pay(self):
-        self.assertEqual(total([], 25), 0)
-""",
+    "test_prices.py": "from prices import total\nassert total([10, 30], 25) == 30, total([10, 30], 25)\n",
 }
 # What a model would propose, one after the other.
 EDITS = [
-    ("divide by a hundred", "sed -i 's/\\* discount/* discount \\/ 100/' prices.py"),
+    ("divide by a hundred", "sed -i 's,* discount,* discount / 100,' prices.py"),
     ("start again from an empty file", "rm prices.py && touch prices.py"),
-    ("take the discount off", "sed -i 's/\\* discount/* (100 - discount) \\/ 100/' prices.py"),
+    ("take the discount off", "sed -i 's,* discount,* (100 - discount) / 100,' prices.py"),
 ]
 
 
@@ -40,10 +30,10 @@ def attempt(sandbox, name, edit):
         with sandbox.checkpoint():
             sandbox.eval(f"tried.append({name!r})")
             sandbox.commands.run(edit, cwd="/root/shop")
-            sandbox.commands.run("python3 -m unittest", cwd="/root/shop")
+            sandbox.commands.run("python3 test_prices.py", cwd="/root/shop", timeout=120)
         return True
     except CommandError as error:
-        print(f"undone: {name}: {error.stderr.strip().splitlines()[-1]}")
+        print(f"undone: {name}: {str(error).splitlines()[-1]}")
         return False
 
 

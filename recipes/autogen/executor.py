@@ -10,7 +10,7 @@ from forkd import AsyncSandbox
 class ForkdCodeExecutor(CodeExecutor):
     """Runs Python blocks in the sandbox's warmed interpreter, where variables last, and shell blocks as commands."""
 
-    def __init__(self, snapshot, timeout=60, sandbox=None):
+    def __init__(self, snapshot, timeout=120, sandbox=None):
         self.snapshot = snapshot
         self.timeout = timeout
         self.sandbox = sandbox

@@ -55,7 +55,7 @@ class Python(BaseTool):
         self._sandbox = sandbox
 
     def _run(self, code: str) -> str:
-        return str(self._sandbox.eval(code))
+        return str(self._sandbox.eval(code, timeout=120))
 
 
 def best(conversation):

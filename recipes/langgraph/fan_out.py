@@ -46,7 +46,7 @@ def react(sandbox):
     @tool
     def python(code: str) -> str:
         """Run Python; variables last. Returns the value of the last expression."""
-        return str(sandbox.eval(code))
+        return str(sandbox.eval(code, timeout=120))
 
     model = MODEL.bind_tools([python])
     graph = StateGraph(MessagesState)

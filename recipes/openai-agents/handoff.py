@@ -31,7 +31,7 @@ class Work:
 @function_tool
 async def python(context: RunContextWrapper[Work], code: str) -> str:
     """Runs Python; variables last. Returns what the code printed, or its error."""
-    done = await context.context.sandbox.run_code(code)
+    done = await context.context.sandbox.run_code(code, timeout=120)
     print(f"  {context.context.sandbox.id}: {code.splitlines()[-1]} -> {done.stdout.strip() or done.error}")
     return done.stdout or str(done.error)
 
