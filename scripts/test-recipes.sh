@@ -55,8 +55,12 @@ program() {
     'BEGIN { printf "%-6s  %6.1f s  %s\n", verdict, end - start, name }'
 }
 
-# How many sandboxes there are.
-sandboxes() { forkd ls --json | python3 -c 'import json, sys; print(len(json.load(sys.stdin)))'; }
+# What the daemon has: the ids of sandboxes and the tags of snapshots, one per line.
+made() {
+  local print='import json, sys
+for entry in json.load(sys.stdin): print(entry.get("id") or entry["tag"])'
+  { forkd ls --json | python3 -c "$print" && forkd images --json | python3 -c "$print"; } | sort
+}
 
 step "The SDK and the snapshot"
 rm -rf "$place/wheel"
@@ -70,7 +74,7 @@ if [ -z "${FORKD_URL:-}" ]; then
   FORKD_TOKEN=$(forkd token print)
   export FORKD_URL FORKD_TOKEN
 fi
-before=$(sandboxes)
+made >"$place/before"
 
 step "The recipes"
 if recipe langgraph "3, 10"; then
@@ -96,9 +100,9 @@ if recipe coding-agent-fork "3, 9"; then
   program three_fixes.py "best fix: rewrite"
 fi
 
-after=$(sandboxes)
-if [ "$after" != "$before" ]; then
-  echo "FAILED: there were $before sandboxes before the recipes, and there are $after after them (forkd ls)"
+left=$(made | comm -13 "$place/before" -)
+if [ -n "$left" ]; then
+  echo "FAILED: sandboxes or snapshots that were not there before the recipes:" $left
   failed=1
 fi
 exit "$failed"
