@@ -94,7 +94,7 @@ fi
 if ! forkd mcp --help >"$log" 2>&1; then
   echo "NOT RUN: recipes/mcp-agent: $(command -v forkd) has no command mcp"
 elif recipe mcp-agent "3, 10"; then
-  program agent.py "the best of three: sorted"
+  program agent.py "the best of three: sorted; lines after the rollback: 1000"
 fi
 if recipe coding-agent-fork "3, 9"; then
   program three_fixes.py "best fix: rewrite"

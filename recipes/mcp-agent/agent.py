@@ -7,7 +7,6 @@ The model here is a generator: what it yields is a call, and what it receives is
 """
 
 import asyncio
-import json
 import os
 import sys
 
@@ -20,17 +19,22 @@ WAYS = {"as they are": "lines", "sorted": "sorted(lines)", "reversed": "[line[::
 
 
 def model():
-    """Prepares data in a sandbox, forks it, and tries one way in each child."""
-    (source,) = yield "spawn_sandboxes", {"snapshot_tag": SNAPSHOT, "n": 1}
-    yield "eval_code", {"sandbox_id": source["id"], "code": PREPARE}
-    forked = yield "fork_sandbox", {"sandbox_id": source["id"], "n": len(WAYS)}
+    """Prepares data in a sandbox, branches it, tries one way in each of three children, and rolls back at the end."""
+    (source,) = (yield "spawn_sandboxes", {"snapshot_tag": SNAPSHOT, "n": 1})["result"]
+    in_source = {"sandbox_id": source["id"]}
+    yield "eval_code", {**in_source, "code": PREPARE}
+    branch = yield "branch_sandbox", in_source
+    children = (yield "fork_sandbox", {**in_source, "n": len(WAYS)})["result"]
     sizes = {}
-    for child, (name, way) in zip(forked["children"], WAYS.items()):
-        done = yield "eval_code", {"sandbox_id": child["id"], "code": MEASURE.format(way=way)}
+    for child, (name, way) in zip(children, WAYS.items()):
+        done = yield "eval_code", {"sandbox_id": child["id"], "code": MEASURE.format(way=way), "timeout_secs": 120}
         sizes[name] = int(done["result"])
-    for sandbox in [*forked["children"], source]:
-        yield "kill_sandbox", {"sandbox_id": sandbox["id"]}
-    return f"the best of three: {min(sizes, key=sizes.get)}"
+        yield "kill_sandbox", {"sandbox_id": child["id"]}
+    yield "eval_code", {**in_source, "code": "lines.clear()"}
+    yield "rollback_sandbox", {**in_source, "to": branch["tag"]}
+    left = yield "eval_code", {**in_source, "code": "len(lines)"}
+    best = min(sizes, key=sizes.get)
+    return f"the best of three: {best}; lines after the rollback: {left['result']}"
 
 
 async def main():
@@ -48,11 +52,10 @@ async def main():
             if name not in tools:
                 raise SystemExit(f"forkd mcp has no tool {name}: it has {', '.join(sorted(tools))}")
             reply = await client.call_tool(name, arguments)
-            text = reply.content[0].text
-            print(f"{name}: {text[:100]}")
+            print(f"{name}: {reply.content[0].text[:100]}")
             if reply.is_error:
-                raise SystemExit(text)
-            result = json.loads(text)
+                raise SystemExit(reply.content[0].text)
+            result = reply.structured_content
 
 
 print(asyncio.run(main()))
