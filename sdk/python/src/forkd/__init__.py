@@ -52,6 +52,7 @@ from .errors import (
 )
 from .exec_stream import CommandResult, Output
 from .models import SandboxInfo, SnapshotInfo
+from .reference import Controller, ControllerError
 from .sandbox import Sandbox
 from .snapshot import Snapshot
 from .trying import Outcome
@@ -71,6 +72,8 @@ __all__ = [
     "CommandResult",
     "CommandTimeoutError",
     "ConflictError",
+    "Controller",
+    "ControllerError",
     "DaemonError",
     "DaemonUnreachableError",
     "DiskFullError",

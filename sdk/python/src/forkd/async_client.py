@@ -176,10 +176,9 @@ class AsyncClient:
             while True:
                 try:
                     reply = await (asyncio.sleep(step.seconds) if isinstance(step, Sleep) else self.send(step))
-                except GeneratorExit as closed:
-                    self.run_blocking(_thrown(steps, closed))
-                    raise
                 except BaseException as error:
+                    if loop_is_closing(error):
+                        return self.run_blocking(_thrown(steps, error))
                     step = steps.throw(error)
                 else:
                     step = steps.send(reply)
@@ -259,6 +258,17 @@ class AsyncClient:
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+
+def loop_is_closing(error: Optional[BaseException]) -> bool:
+    """Whether nothing can be awaited any more, because the coroutine or its event loop closes."""
+    if isinstance(error, GeneratorExit):
+        return True
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return True
+    return False
 
 
 async def _in_turn(pieces: Any) -> AsyncIterator[bytes]:

@@ -29,7 +29,7 @@ class AsyncCommandHandle:
     """A running command: iterate over it for output, send it input and signals, wait for its end.
 
     >>> async with await sandbox.commands.run("read name; echo hello $name", background=True) as handle:
-    ...     await handle.send_stdin("forkd\n")
+    ...     await handle.send_stdin("forkd\\n")
     ...     print((await handle.wait()).stdout)
     hello forkd
     <BLANKLINE>
@@ -134,9 +134,9 @@ class AsyncCommandHandle:
     async def _send(self, message: Union[str, bytes]) -> None:
         try:
             await self._socket.send(message)
-        except Exception as error:  # The errors of the WebSocket library.
-            if not self._stream.over:
-                self._stream.broken(f"the connection is closed ({error})")
+        except Exception:  # The errors of the WebSocket library.
+            # The daemon has closed the connection: what it sent before says why.
+            await self._until(lambda: self._stream.over)
             await self._raise_if_over("it takes no more messages")
 
     async def _until(self, ready: Callable[[], bool]) -> None:

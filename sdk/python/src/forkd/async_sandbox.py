@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, AsyncGenerator, AsyncIterator, Awaitable,
 from . import requests as bodies
 from . import async_trying, routes, steps
 from .changes import Change, changes
-from .async_client import AsyncClient, default_async_client
+from .async_client import AsyncClient, default_async_client, loop_is_closing
 from .code import Execution, execution_of, value_of
 from .command import DEFAULT, Command, Timeout, seconds
 from .async_commands import AsyncCommandHandle, AsyncCommands
@@ -169,8 +169,7 @@ class AsyncSandbox:
     async def __aexit__(
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: object
     ) -> None:
-        if kind is GeneratorExit:
-            # The event loop closes: nothing can be awaited any more.
+        if loop_is_closing(error):
             self._client.run_blocking(steps.kill([self.id]))
         else:
             await finish(self.kill())
@@ -275,7 +274,7 @@ class AsyncSandbox:
         ...     print(await sandbox.eval("x"))
         1
         """
-        branch = await self.branch(tag)
+        branch = await self.branch(tag, wait=False)
         try:
             yield branch
         except BaseException:

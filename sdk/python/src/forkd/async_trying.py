@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Awaitable, Callable, Coroutine, Optional, Sequence, TypeVar
 
+from .async_client import loop_is_closing
 from .trying import Outcome, all_failed, at_once
 
 if TYPE_CHECKING:
@@ -137,8 +138,7 @@ async def _end(
     error: BaseException,
 ) -> None:
     """Ends everything after an error."""
-    if isinstance(error, GeneratorExit):
-        # The event loop closes: nothing can be awaited any more.
+    if loop_is_closing(error):
         source.kill_all_blocking(children)
     else:
         await finish(_stop_and_kill(source, tasks, children))

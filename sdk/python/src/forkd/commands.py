@@ -134,9 +134,9 @@ class CommandHandle:
     def _send(self, message: Union[str, bytes]) -> None:
         try:
             self._socket.send(message)
-        except Exception as error:  # The errors of the WebSocket library.
-            if not self._stream.over:
-                self._stream.broken(f"the connection is closed ({error})")
+        except Exception:  # The errors of the WebSocket library.
+            # The daemon has closed the connection: what it sent before says why.
+            self._until(lambda: self._stream.over)
             self._raise_if_over("it takes no more messages")
 
     def _until(self, ready: Callable[[], bool]) -> None:

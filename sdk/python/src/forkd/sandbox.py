@@ -297,7 +297,7 @@ class Sandbox:
         ...     sandbox.eval("x")
         1
         """
-        branch = self.branch(tag)
+        branch = self.branch(tag, wait=False)
         try:
             yield branch
         except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from socket import AF_UNIX
 from socket import socket as Socket
-from typing import Any, cast
+from typing import Any, ContextManager, cast
 
 from websockets.asyncio import client as asyncio_client
 from websockets.exceptions import InvalidHandshake, InvalidStatus
@@ -26,7 +26,9 @@ def open_socket(address: Address, path: str, first: str) -> sync_client.ClientCo
         uri, options = address.websocket + path, _options(address)
         if address.socket:
             options["sock"] = unix_socket(address.socket, address.timeout)
-        socket: sync_client.ClientConnection = cast("Any", sync_client).connect(uri, **options)
+        # Entered at once: in some versions `connect` itself is the connection, in others a context manager for it.
+        connecting = cast("ContextManager[sync_client.ClientConnection]", cast("Any", sync_client).connect(uri, **options))
+        socket = connecting.__enter__()
         socket.send(first)
         return socket
     except Exception as failure:
