@@ -21,5 +21,6 @@ mod pip;
 mod power;
 mod readme;
 mod schema;
+mod sdk_python;
 mod signals;
 mod upgrade;
