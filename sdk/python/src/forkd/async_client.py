@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import functools
 import json
 import time
@@ -228,9 +229,12 @@ class AsyncClient:
 
     async def follow_console(self, id: str, *, tail: Optional[int] = None) -> AsyncIterator[str]:
         """The console's output as it comes, until the sandbox ends."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
         async with self.stream(routes.follow_console(id, tail=tail)) as parts:
             async for part in parts:
-                yield part.decode("utf-8", "replace")
+                text = decoder.decode(part)
+                if text:
+                    yield text
 
     async def events(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import json
 import threading
@@ -204,10 +205,13 @@ class Client:
 
     def follow_console(self, id: str, *, tail: Optional[int] = None) -> Iterator[str]:
         """The console's output as it comes, until the sandbox ends."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
         call = routes.follow_console(id, tail=tail)
         with self.stream(call) as parts:
             for part in parts:
-                yield part.decode("utf-8", "replace")
+                text = decoder.decode(part)
+                if text:
+                    yield text
 
     def events(
         self,

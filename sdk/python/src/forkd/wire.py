@@ -79,7 +79,8 @@ class Address:
         return ssl.create_default_context(cafile=self.cacert)
 
     def verify(self) -> Union[ssl.SSLContext, bool]:
-        return self.tls() or True
+        # Without TLS there are no certificates to load.
+        return self.tls() or False
 
     def limits(self) -> httpx.Limits:
         # `try_each` uses a connection per child at the same time.
