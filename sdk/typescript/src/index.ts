@@ -30,6 +30,7 @@ export {
   SandboxPausedError,
   SnapshotNotReadyError,
   QuotaError,
+  CLASS_OF_CODE,
   DiskFullError,
   RateLimitError,
   BusyError,

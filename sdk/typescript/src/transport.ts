@@ -53,6 +53,7 @@ class Watch {
   readonly #stop: () => void;
   #timer: ReturnType<typeof setTimeout> | undefined;
   late = false;
+  ended = false;
 
   constructor(
     readonly caller: AbortSignal | undefined,
@@ -69,6 +70,7 @@ class Watch {
   /** Starts the time anew, with the seconds that are left or all of them. */
   touch(secs = this.secs): void {
     clearTimeout(this.#timer);
+    if (this.ended) return;
     this.#timer = setTimeout(() => {
       this.late = true;
       this.#controller.abort(new DOMException("the deadline is over", "TimeoutError"));
@@ -81,6 +83,7 @@ class Watch {
   }
 
   end(): void {
+    this.ended = true;
     clearTimeout(this.#timer);
     this.#stop();
   }
@@ -327,6 +330,8 @@ async function* cut(bytes: Uint8Array): AsyncGenerator<Uint8Array> {
 async function* touching(body: AsyncIterable<Uint8Array>, watch: Watch): AsyncGenerator<Uint8Array> {
   try {
     for await (const piece of body) {
+      // `fetch` goes on to read a body whose request has failed.
+      if (watch.ended) return;
       watch.touch();
       yield* piece.length > PIECE ? pieces(piece) : [piece];
     }
