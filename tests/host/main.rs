@@ -9,6 +9,7 @@ mod branch_api;
 mod cli;
 mod clients;
 mod e2b;
+mod examples;
 mod fanout;
 mod faults;
 mod kills;
