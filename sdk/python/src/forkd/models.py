@@ -34,6 +34,7 @@ EventKind = Literal[
     "workspace.removed",
 ]
 FileKind = Literal["file", "directory", "symlink", "other"]
+Incomplete = Literal["unreadable", "changing", "file_system"]
 OnTimeout = Literal["kill", "pause", "suspend"]
 SandboxState = Literal["starting", "running", "unresponsive", "paused", "ended", "unknown"]
 SnapshotKind = Literal["full", "disk", "unknown"]
@@ -424,24 +425,27 @@ class NewToken(TokenInfo, _Secret):
 
 
 @dataclass(frozen=True)
-class TreeEntry:
-    """A file below the folder of a `FileTree`; `path` is relative to that folder."""
+class FileTreeEntry:
+    """A file, a folder or a link below the folder of a `FileTree`; `path` is relative to that folder."""
 
     path: str
     kind: FileKind
     size: int
+    modified_unix_ms: int
     mode: int
-    modified_unix_ms: int = 0
     sha256: Optional[str] = None
     target: Optional[str] = None
+    incomplete: Optional[Incomplete] = None
+    path_base64: Optional[str] = None
+    target_base64: Optional[str] = None
 
 
 @dataclass(frozen=True)
 class FileTree:
-    """All files below a folder of a guest, with the hashes of their contents."""
+    """A folder of a guest with all below it, to compare two of them."""
 
     path: str
-    entries: list[TreeEntry]
+    entries: list[FileTreeEntry]
 
 
 def decode(cls: type[T], data: Any) -> T:
