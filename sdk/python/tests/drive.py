@@ -3,6 +3,7 @@ do, the examples of the docstrings, and the programs of a page. What those two u
 
     FORKD_URL=… FORKD_TOKEN=… DRIVE_TAG=sdk-python python tests/drive.py [docs/PYTHON.md]
 
+with the command `forkd` on PATH.
 DRIVE_TAG is a snapshot of the image `python`, warmed by `import json`; it is made if it is missing. All else that this
 program makes begins with that tag, and is removed.
 """
@@ -311,6 +312,15 @@ def drive_reference(client):
             controller.get_sandbox("sb-none")
         except ControllerError as error:
             expect(error.status == 404 and error.body["code"] == "sandbox_not_found" and "sb-none" in error.url)
+        command = ["forkd", "agent-port", box.id]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as relay:
+            target = relay.stdout.readline().split()[0].replace("FORKD_TARGET=", "")
+            with Sandbox(target=target, timeout=60, spawn=False) as same:
+                ran = same.commands.run("echo hi; exit 4", 60)
+                expect((ran.stdout, ran.exit_code, same.ping().pong, same.eval("6 * 7")) == ("hi\n", 4, True, "42"), ran)
+                with raises(forkd.InvalidRequestError):
+                    same.fork()
+            relay.terminate()
     with raises(forkd.DaemonUnreachableError):
         Sandbox(target="127.0.0.1:1", timeout=5, spawn=False).ping()
     with e2b.Sandbox.create(TAG, metadata={TAG: "e2b"}) as box:
