@@ -184,6 +184,10 @@ class PingReply:
     warmup_ready: bool
     numpy_version: Optional[str] = None
 
+    def __getitem__(self, name: str) -> Any:
+        """A field as clients of the reference read it: `ping()["pong"]`."""
+        return getattr(self, name)
+
 
 @dataclass(frozen=True)
 class ExecReply:
