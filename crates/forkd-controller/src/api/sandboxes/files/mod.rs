@@ -3,6 +3,8 @@
 //! Either peer can stall. The agent's client has a timeout for the guest. For the HTTP client this module has one: it
 //! ends the connection or replies 408.
 
+pub(crate) mod tree;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -417,12 +419,7 @@ fn parse_mode(text: &str) -> Result<u32> {
 
 /// Converts the agent's attributes. The agent gives a link the type of its target.
 fn info(entry: EntryInfo) -> FileInfo {
-    let kind = match entry.r#type.as_str() {
-        "FILE_TYPE_FILE" => FileKind::File,
-        "FILE_TYPE_DIRECTORY" => FileKind::Directory,
-        "FILE_TYPE_SYMLINK" => FileKind::Symlink,
-        _ => FileKind::Other,
-    };
+    let kind = kind(&entry.r#type);
     let link = entry.symlink_target.is_some();
     FileInfo {
         name: entry.name,
@@ -436,6 +433,15 @@ fn info(entry: EntryInfo) -> FileInfo {
         modified_time: entry.modified_time,
         symlink_target: entry.symlink_target,
         target_type: (link && kind != FileKind::Symlink).then_some(kind),
+    }
+}
+
+fn kind(name: &str) -> FileKind {
+    match name {
+        "FILE_TYPE_FILE" => FileKind::File,
+        "FILE_TYPE_DIRECTORY" => FileKind::Directory,
+        "FILE_TYPE_SYMLINK" => FileKind::Symlink,
+        _ => FileKind::Other,
     }
 }
 
