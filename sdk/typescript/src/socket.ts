@@ -23,7 +23,19 @@ export interface SocketListener {
 }
 
 /** An open connection to a command. */
-export class Socket {
+export interface Socket {
+  /** From here on the listener gets everything, also what came before. */
+  listen(listener: SocketListener): void;
+  send(message: ClientMessage): void;
+  /** Sends input of the command: at most 262144 bytes that the daemon has not acknowledged. */
+  input(bytes: Uint8Array): void;
+  /** Takes no more messages until `resume`: the daemon and the command wait. */
+  pause(): void;
+  resume(): void;
+  close(): void;
+}
+
+class OpenSocket implements Socket {
   #listener: SocketListener | undefined;
   #early: ((listener: SocketListener) => void)[] = [];
   /** Beats since the last sign of life. */
@@ -57,7 +69,6 @@ export class Socket {
     socket.on("close", () => this.#end(this.#closing ? undefined : broken(what)));
   }
 
-  /** From here on the listener gets everything, also what came before. */
   listen(listener: SocketListener): void {
     this.#listener = listener;
     for (const early of this.#early.splice(0)) early(listener);
@@ -67,7 +78,6 @@ export class Socket {
     if (this.socket.readyState === WebSocket.OPEN) this.socket.send(JSON.stringify(message));
   }
 
-  /** Sends input of the command. */
   input(bytes: Uint8Array): void {
     if (this.socket.readyState !== WebSocket.OPEN) return;
     const frame = new Uint8Array(bytes.length + 1);
@@ -75,7 +85,6 @@ export class Socket {
     this.socket.send(frame);
   }
 
-  /** Takes no more messages until `resume`: the daemon and the command wait. */
   pause(): void {
     this.#paused = true;
     this.socket.pause();
@@ -161,7 +170,7 @@ export async function openSocket(
     };
     socket.once("open", () => {
       end();
-      const opened = new Socket(socket, what, transport.timeoutSecs);
+      const opened = new OpenSocket(socket, what, transport.timeoutSecs);
       socket.send(JSON.stringify(first));
       resolve(opened);
     });

@@ -18,12 +18,13 @@ const { Client, Sandbox, Snapshot } = forkd;
 const TAG = process.env.DRIVE_TAG ?? "sdk";
 /** The marks of what this run makes: other programs may use the same daemon. */
 const RUN = `ts-${process.pid}-${Date.now().toString(36)}`;
-const labels = { drive: RUN };
+/** The parts run at the same time, each with a sandbox and a label of its own. */
+const labelsOf = (part) => ({ drive: RUN, part });
 const client = new Client();
 const started = Date.now();
 
 const step = (name) => console.error(`${((Date.now() - started) / 1000).toFixed(1)} s  ${name}`);
-const ours = async () => {
+const ours = async (labels = { drive: RUN }) => {
   const ids = [];
   for await (const { id } of Sandbox.list({ labels, client })) ids.push(id);
   return ids;
@@ -76,7 +77,7 @@ async function commands(sandbox) {
     return true;
   });
   assert.equal((await commands.run("exit 3", { check: false })).exitCode, 3);
-  await fails(commands.run("sleep 60", { timeoutSecs: 1 }), forkd.CommandTimeoutError, "command_timeout");
+  await fails(commands.run("sleep 600", { timeoutSecs: 1 }), forkd.CommandTimeoutError, "command_timeout");
 
   step("streams");
   const pieces = [];
@@ -190,7 +191,7 @@ async function code(sandbox) {
   assert.equal((await sandbox.runCode("nonsense")).error.name, "NameError");
 }
 
-async function sandboxes(sandbox) {
+async function sandboxes(sandbox, labels) {
   step("a sandbox");
   assert.equal((await sandbox.ping()).pong, true);
   assert.equal((await sandbox.info()).snapshot_tag, TAG);
@@ -201,7 +202,7 @@ async function sandboxes(sandbox) {
   assert.equal(typeof (await sandbox.console({ tail: 5 })), "string");
   const again = await Sandbox.connect(sandbox.id);
   assert.equal(again.id, sandbox.id);
-  assert.deepEqual(await ours(), [sandbox.id]);
+  assert.deepEqual(await ours(labels), [sandbox.id]);
   const follow = new AbortController();
   const line = client.followConsole(sandbox.id, {}, { signal: follow.signal });
   await sandbox.commands.run("echo a line > /dev/console");
@@ -223,40 +224,39 @@ async function sandboxes(sandbox) {
   assert.equal((await sandbox.resume()).state, "running");
 }
 
-async function forks(sandbox) {
+async function forks(sandbox, labels) {
   step("forks");
   await sandbox.eval("n = 10");
-  const children = await sandbox.fork(3, { labels, envs: { SECRET: "s" } });
-  assert.deepEqual(await Promise.all(children.map((child, i) => child.eval(`n + ${i}`))), [10, 11, 12]);
+  const children = await sandbox.fork(2, { labels, envs: { SECRET: "s" } });
+  assert.deepEqual(await Promise.all(children.map((child, i) => child.eval(`n + ${i}`))), [10, 11]);
   assert.equal((await children[0].commands.run("echo $SECRET")).stdout, "s\n");
-  assert.equal((await ours()).length, 4);
-  await children[1].files.write("/root/new", "new");
+  assert.equal((await ours(labels)).length, 3);
   await Promise.all(children.map((child) => child.kill()));
   assert.equal(await children[0].kill(), false);
 
   step("attempts");
   const attempt = (code) => (child) => child.eval(code);
-  const outcomes = await sandbox.tryEach([attempt("n * 2"), attempt("1 / 0"), attempt("n * 3")], { parallel: 2 });
-  assert.deepEqual(outcomes.map(({ ok, value }) => [ok, value]), [[true, 20], [false, undefined], [true, 30]]);
+  const outcomes = await sandbox.tryEach([attempt("n * 2"), attempt("1 / 0")], { parallel: 1 });
+  assert.deepEqual(outcomes.map(({ ok, value }) => [ok, value]), [[true, 20], [false, undefined]]);
   assert.ok(outcomes[1].error instanceof forkd.EvalError && outcomes[1].seconds > 0);
-  const best = await sandbox.bestOf(3, (child, { index }) => child.eval(`n - ${index}`), (value) => -value, { keep: true });
-  assert.deepEqual([best.index, best.value, best.score], [2, 8, -8]);
+  const best = await sandbox.bestOf(2, (child, { index }) => child.eval(`n - ${index}`), (value) => -value, { keep: true });
+  assert.deepEqual([best.index, best.value, best.score], [1, 9, -9]);
   assert.equal(await best.sandbox.eval("n"), 10);
   await best.sandbox.kill();
   const slow = (child) => child.commands.run("sleep 120", { timeoutSecs: 150 });
-  const first = await sandbox.firstSuccess([slow, attempt("n + 1"), attempt("1 / 0")]);
+  const first = await sandbox.firstSuccess([slow, attempt("n + 1")]);
   assert.equal(first.value, 11);
-  await fails(sandbox.firstSuccess([attempt("1 / 0")]), forkd.AllFailedError, "all_failed");
   // None is left: neither children of attempts nor of an aborted fork.
   const controller = new AbortController();
   const aborted = sandbox.fork(2, { labels, signal: controller.signal });
   setTimeout(() => controller.abort(), 20);
   await assert.rejects(aborted, { name: "AbortError" });
-  assert.deepEqual(await ours(), [sandbox.id]);
+  assert.deepEqual(await ours(labels), [sandbox.id]);
 }
 
-async function branches(sandbox) {
+async function branches(sandbox, labels) {
   step("branches");
+  await sandbox.eval("n = 10");
   const branch = await sandbox.branch({ tag: `${RUN}-a`, wait: false });
   try {
     const seen = [];
@@ -289,7 +289,7 @@ async function branches(sandbox) {
   }
 }
 
-async function differences(sandbox) {
+async function differences(sandbox, labels) {
   step("a diff");
   await sandbox.commands.run("mkdir -p /root/d && cd /root/d && echo 1 > same && echo 1 > changed && echo 1 > gone && : > mode && : > kind");
   const [child] = await sandbox.fork(1, { labels });
@@ -327,27 +327,29 @@ async function workspacesAndTokens() {
   await client.deleteToken(RUN);
 }
 
-async function older() {
+async function older(labels) {
   step("the shapes of other clients");
   const controller = new Controller();
-  const [{ id }] = await controller.spawnSandboxes({ snapshotTag: TAG, n: 1 });
-  assert.ok((await controller.listSandboxes()).some((sandbox) => sandbox.id === id));
-  assert.equal((await controller.getSandbox(id)).id, id);
-  assert.equal((await controller.pingSandbox(id)).pong, true);
-  assert.equal((await controller.evalCode(id, "6 * 7")).result, "42");
-  assert.equal((await controller.execCommand(id, ["echo", "a"], { timeoutSecs: 5 })).stdout, "a\n");
-  const branch = await controller.branchSandbox(id, { tag: `${RUN}-o`, mode: "live", wait: true });
-  assert.equal(branch.tag, `${RUN}-o`);
-  await controller.killSandbox(id);
-  assert.ok((await controller.listSnapshots()).some(({ tag }) => tag === branch.tag));
-  await controller.deleteSnapshot(branch.tag);
-  await assert.rejects(controller.getSandbox(id), (error) => error instanceof ControllerError && error.status === 404);
   const value = await OldSandbox.with({ snapshotTag: TAG }, async (sandbox) => {
+    const { id } = sandbox;
+    assert.ok((await controller.listSandboxes()).some((each) => each.id === id));
+    assert.equal((await controller.getSandbox(id)).id, id);
+    assert.equal((await controller.pingSandbox(id)).pong, true);
+    assert.equal((await controller.execCommand(id, ["echo", "a"], { timeoutSecs: 60 })).stdout, "a\n");
     assert.equal((await sandbox.exec(["echo", "b"])).stdout, "b\n");
     assert.equal((await sandbox.ping()).pong, true);
-    return (await sandbox.eval("1 + 1")).result;
+    const branch = await controller.branchSandbox(id, { tag: `${RUN}-o`, mode: "live", wait: true });
+    assert.equal(branch.tag, `${RUN}-o`);
+    assert.ok((await controller.listSnapshots()).some(({ tag }) => tag === branch.tag));
+    await controller.deleteSnapshot(branch.tag);
+    assert.equal((await sandbox.eval("1 + 1")).result, "2");
+    const [other] = await controller.spawnSandboxes({ snapshotTag: TAG, n: 1 });
+    await controller.killSandbox(other.id);
+    const gone = (error) => error instanceof ControllerError && error.status === 404;
+    await assert.rejects(controller.getSandbox(other.id), gone);
+    return (await controller.evalCode(id, "6 * 7")).result;
   });
-  assert.equal(value, "2");
+  assert.equal(value, "42");
 
   const box = await E2bSandbox.create(TAG, { timeoutMs: 600_000, metadata: labels, envs: { B: "c" } });
   assert.match(box.sandboxId, /^sb/);
@@ -373,7 +375,7 @@ async function older() {
   assert.equal(await connected.isRunning(), false);
 }
 
-async function warm() {
+async function warm(labels) {
   step("a snapshot of one's own");
   const seen = new Set();
   const onProgress = ({ phase }) => seen.add(phase);
@@ -392,24 +394,30 @@ async function warm() {
   await booted.kill();
 }
 
-try {
-  await daemon();
+/** A part with a sandbox of its own. */
+async function part(name, ...steps) {
+  const labels = labelsOf(name);
   const sandbox = await Sandbox.create(TAG, { labels, timeoutSecs: 1200 });
-  await sandboxes(sandbox);
-  await commands(sandbox);
-  await files(sandbox);
-  await code(sandbox);
-  await forks(sandbox);
-  await branches(sandbox);
-  await differences(sandbox);
-  await sandbox.kill();
-  await workspacesAndTokens();
-  await older();
+  for (const each of steps) await each(sandbox, labels);
+  assert.equal(await sandbox.kill(), true);
+}
+
+try {
+  const parts = [
+    daemon(),
+    part("one", sandboxes, commands, files, code),
+    part("forks", forks, differences),
+    part("branches", branches),
+    workspacesAndTokens(),
+    older(labelsOf("older")),
+  ];
   // A boot takes a minute in an emulated machine.
-  if (process.env.DRIVE_BOOTS) await warm();
+  if (process.env.DRIVE_BOOTS) parts.push(warm(labelsOf("warm")));
+  const failed = (await Promise.allSettled(parts)).find(({ status }) => status === "rejected");
+  if (failed !== undefined) throw failed.reason;
   assert.deepEqual(await ours(), []);
   step("done");
   console.log("the TypeScript SDK works");
 } finally {
-  for await (const left of Sandbox.list({ labels })) await left.kill();
+  for await (const left of Sandbox.list({ labels: { drive: RUN } })) await left.kill();
 }

@@ -16,7 +16,9 @@ SHOWS = {
     "html": "IPython.display.HTML('<b>h</b>')",
 }
 
-sandbox = Sandbox.create(timeout=900, envs={"SHARED": "of all"})
+# A kernel takes its time to start in an emulated machine.
+SLOW = {"timeout": 3600, "request_timeout": 900}
+sandbox = Sandbox.create(**SLOW, envs={"SHARED": "of all"})
 try:
     run = sandbox.run_code
     warm = run("import sys; sorted({'numpy', 'pandas', 'matplotlib.pyplot'} & set(sys.modules))")
@@ -59,9 +61,9 @@ try:
         raise AssertionError("a removed context is not found")
     except e2b.SandboxException:
         pass
-    assert "in bash" in "".join(run("echo in bash", language="bash").logs.stdout)
-    assert run("[1, 2].map((n) => n * 2).join()", language="javascript").text.strip("'") == "2,4"
-    assert "6" in str(run("const n: number = 6; n", language="typescript").text)
+    assert "in bash" in "".join(run("echo in bash", language="bash", timeout=900).logs.stdout)
+    assert run("[1, 2].map((n) => n * 2).join()", language="javascript", timeout=900).text.strip("'") == "2,4"
+    assert "6" in str(run("const n: number = 6; n", language="typescript", timeout=900).text)
 
     # A child has the names that its source had, and goes on by itself.
     child = sandbox.fork(count=1)[0]
@@ -71,12 +73,12 @@ try:
     assert child.run_code(draws).text != run(draws).text, "the generators of both differ"
     child.kill()
     snapshot = sandbox.create_snapshot()
-    again = Sandbox.create(snapshot.snapshot_id, timeout=900)
+    again = Sandbox.create(snapshot.snapshot_id, **SLOW)
     assert again.run_code("x").text == "1"
     again.kill()
     assert Sandbox.delete_snapshot(snapshot.snapshot_id) is True
     sandbox.pause()
-    sandbox = Sandbox.connect(sandbox.sandbox_id, timeout=900)
+    sandbox = Sandbox.connect(sandbox.sandbox_id, **SLOW)
     assert sandbox.run_code("x").text == "1"
 finally:
     Sandbox.kill(sandbox.sandbox_id)
