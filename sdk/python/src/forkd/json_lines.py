@@ -7,8 +7,9 @@ import socket
 from typing import Any, cast
 
 from . import requests
+from .decoding import decode
 from .errors import DaemonUnreachableError, GuestError, InvalidRequestError, StreamBrokenError, TimeoutError
-from .models import EvalReply, ExecReply, PingReply, decode
+from .models import EvalReply, ExecReply, PingReply
 
 # The longest reply, in bytes.
 LONGEST = 64 << 20
