@@ -124,6 +124,14 @@ def test_the_version_is_that_of_the_workspace():
     assert forkd.__version__ == workspace and f'version = "{workspace}"' in project
 
 
+def test_no_document_installs_the_distribution_of_the_reference():
+    places = ("*.md", "docs/**/*.md", "sdk/*/README.md", "examples/**/*.md", "recipes/**/*.md")
+    pages = [page for place in places for page in ROOT.glob(place)]
+    assert len(pages) > 10
+    for page in pages:
+        assert not re.search(r"pip3? install (-\S+ )*forkd(?![\w-])", page.read_text()), page
+
+
 PAIRS = [
     (client.Client, async_client.AsyncClient),
     (sandbox.Sandbox, async_sandbox.AsyncSandbox),
