@@ -381,6 +381,11 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
         with Sandbox.create(TAG, labels={TAG: ""}, on_progress=step) as box:
+            console = []
+            # It goes on until the sandbox ends.
+            following = threading.Thread(
+                target=lambda: console.append("".join(client.follow_console(box.id))), daemon=True)
+            following.start()
             drive_commands(box)
             drive_files(box, folder)
             drive_code(box)
@@ -389,11 +394,8 @@ def main():
             drive_interrupt(box)
             drive_branches(box, client)
             step("%d examples of docstrings" % run_docstrings(box, TAG))
-            # It goes on until the sandbox ends.
-            followed = threading.Thread(target=lambda: list(client.follow_console(box.id)), daemon=True)
-            followed.start()
-        followed.join(60)
-        expect(not followed.is_alive(), "the console of an ended sandbox goes on")
+        following.join(60)
+        expect(len(console) == 1, "the console of an ended sandbox goes on")
         drive_reference(client)
         drive_workspaces(client)
         asyncio.run(drive_asyncio(folder))

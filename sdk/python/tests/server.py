@@ -78,6 +78,14 @@ class Connection:
         size = struct.pack("!B", len(payload)) if len(payload) < 126 else struct.pack("!BH", 126, len(payload))
         self.socket.sendall(bytes([0x80 | opcode]) + size + payload)
 
+    def finish(self):
+        """The end of a WebSocket, as a daemon that behaves ends it: what is on its way arrives."""
+        self.frame(b"", opcode=8)
+        self.socket.shutdown(socket.SHUT_WR)
+        while self.read_frame() is not None:
+            pass
+        self.close()
+
     def event(self, **event):
         self.frame(json.dumps(event))
 
@@ -113,7 +121,7 @@ class Server:
         self.alive, self.requests = set(), []
         self.replies, self.busy = {}, set()
         self.delay = 0.0
-        self.made = 0
+        self.made = self.connections = 0
         self.stopped = threading.Event()
         self._lock = threading.Lock()
         self._tls = tls
@@ -151,6 +159,7 @@ class Server:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
+            self.connections += 1
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             threading.Thread(target=self._serve, args=(sock,), daemon=True).start()

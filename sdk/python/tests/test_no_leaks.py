@@ -173,6 +173,22 @@ def test_a_client_works_in_one_loop_after_the_other(server):
     assert not server.alive
 
 
+def test_a_forked_process_has_connections_of_its_own(server):
+    program = """
+        import os
+        from forkd import Sandbox
+        with Sandbox.create("parent") as box:
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if box.eval("1") == 42 else 1)
+            assert os.waitpid(child, 0)[1] == 0 and box.eval("1") == 42
+        """
+    environment = dict(os.environ, FORKD_URL=server.url)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=environment, check=True, timeout=60)
+    # The parent's connection was left alone: it was used to the end.
+    assert server.connections == 2 and not server.alive
+
+
 def test_a_lost_reply_of_a_create_is_asked_for_again(server, client):
     def script(request, connection):
         if request.path == "/v1/sandboxes" and len(server.requests) == 1:

@@ -27,6 +27,7 @@ def stream(server, then):
             return False
         connection.upgrade(request)
         then(connection, json.loads(connection.read_frame()))
+        connection.finish()
         return True
 
     server.script = script
@@ -107,8 +108,6 @@ def test_a_command_that_ends_before_its_input_does_has_its_result(server, box):
         started(connection, first)
         connection.frame(b"\x01done")
         connection.event(event="exit", exit_code=0)
-        connection.frame(b"", opcode=8)
-        connection.close()
 
     stream(server, then)
 

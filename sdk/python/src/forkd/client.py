@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import functools
 import json
+import os
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Callable, Generator, Iterator, Optional, TypeVar, Union
 
@@ -60,6 +63,11 @@ class Client:
         cacert: Optional[str] = None,
     ) -> None:
         self.address = Address.find(url, token, timeout, cacert)
+        self.connect()
+        _open.add(self)
+
+    def connect(self) -> None:
+        """Begins with new connections."""
         transport = httpx.HTTPTransport(**self.address.transport())
         # The daemon is on this host or in this network: a proxy of the environment does not lead to it.
         self._http = httpx.Client(transport=transport, headers=self.address.headers, trust_env=False)
@@ -237,8 +245,26 @@ class Client:
         self.close()
 
 
+_open: weakref.WeakSet[Client] = weakref.WeakSet()
 _default: dict[tuple[Any, ...], Client] = {}
 _lock = threading.Lock()
+
+
+@atexit.register
+def close_default_clients() -> None:
+    """Closes the connections of the clients below."""
+    for client in _default.values():
+        client.close()
+
+
+def _connect_again() -> None:
+    """A forked process must not use the connections of its parent."""
+    for client in _open:
+        client.connect()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_connect_again)
 
 
 def default_client() -> Client:

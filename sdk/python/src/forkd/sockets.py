@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from socket import AF_UNIX
-from socket import socket as Socket
 from typing import Any, ContextManager, cast
 
 from websockets.asyncio import client as asyncio_client
@@ -23,12 +21,10 @@ PING = 20.0
 def open_socket(address: Address, path: str, first: str) -> sync_client.ClientConnection:
     """Connects, and sends the first message."""
     try:
-        uri, options = address.websocket + path, _options(address)
-        if address.socket:
-            options["sock"] = unix_socket(address.socket, address.timeout)
+        library, options = cast("Any", sync_client), _options(address, path)
+        connecting = library.unix_connect(**options) if address.socket else library.connect(**options)
         # Entered at once: in some versions `connect` itself is the connection, in others a context manager for it.
-        connecting = cast("ContextManager[sync_client.ClientConnection]", cast("Any", sync_client).connect(uri, **options))
-        socket = connecting.__enter__()
+        socket = cast("ContextManager[sync_client.ClientConnection]", connecting).__enter__()
         socket.send(first)
         return socket
     except Exception as failure:
@@ -38,26 +34,21 @@ def open_socket(address: Address, path: str, first: str) -> sync_client.ClientCo
 async def open_async_socket(address: Address, path: str, first: str) -> asyncio_client.ClientConnection:
     """Connects, and sends the first message."""
     try:
-        uri, options = address.websocket + path, _options(address)
-        if address.socket:
-            options["sock"] = unix_socket(address.socket, address.timeout)
-        socket = await asyncio_client.connect(uri, **options)
+        options = _options(address, path)
+        connect = asyncio_client.unix_connect if address.socket else asyncio_client.connect
+        socket = await connect(**options)
         await socket.send(first)
         return socket
     except Exception as failure:
         raise _error(address, path, failure) from failure
 
 
-def unix_socket(path: str, timeout: float) -> Socket:
-    """A connection to the daemon's unix socket."""
-    connection = Socket(AF_UNIX)
-    connection.settimeout(timeout)
-    connection.connect(path)
-    return connection
-
-
-def _options(address: Address) -> dict[str, Any]:
+def _options(address: Address, path: str) -> dict[str, Any]:
+    # The daemon is on this host or in this network: a proxy of the environment does not lead to it.
+    where = {"path": address.socket} if address.socket else {"proxy": None}
     return {
+        **where,
+        "uri": address.websocket + path,
         "additional_headers": address.headers,
         "ssl": address.tls(),
         "open_timeout": address.timeout,
@@ -66,8 +57,6 @@ def _options(address: Address) -> dict[str, Any]:
         "ping_timeout": min(PING, address.timeout),
         "max_size": LONGEST,
         "compression": None,
-        # The daemon is on this host or in this network: a proxy of the environment does not lead to it.
-        "proxy": None,
     }
 
 
