@@ -222,10 +222,13 @@ def drive_interrupt(box):
     for seconds in (0.05, 0.6):
         command = [sys.executable, "-c", INTERRUPTED, box.id, TAG]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            process.stdout.readline()
-            time.sleep(seconds)
-            process.send_signal(signal.SIGINT)
-            _, printed = process.communicate(timeout=120)
+            try:
+                process.stdout.readline()
+                time.sleep(seconds)
+                process.send_signal(signal.SIGINT)
+                _, printed = process.communicate(timeout=120)
+            finally:
+                process.kill()
         if process.returncode == 0:
             # The fork was faster: its children are what the program wanted.
             box.kill_all(list(Sandbox.list(labels={TAG: "interrupted"})))
@@ -314,13 +317,16 @@ def drive_reference(client):
             expect(error.status == 404 and error.body["code"] == "sandbox_not_found" and "sb-none" in error.url)
         command = ["forkd", "agent-port", box.id]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as relay:
-            target = relay.stdout.readline().split()[0].replace("FORKD_TARGET=", "")
-            with Sandbox(target=target, timeout=60, spawn=False) as same:
-                ran = same.commands.run("echo hi; exit 4", 60)
-                expect((ran.stdout, ran.exit_code, same.ping().pong, same.eval("6 * 7")) == ("hi\n", 4, True, "42"), ran)
-                with raises(forkd.InvalidRequestError):
-                    same.fork()
-            relay.terminate()
+            try:
+                target = relay.stdout.readline().split()[0].replace("FORKD_TARGET=", "")
+                with Sandbox(target=target, timeout=60, spawn=False) as same:
+                    ran = same.commands.run("echo hi; exit 4", 60)
+                    expect((ran.stdout, ran.exit_code) == ("hi\n", 4), ran)
+                    expect(same.ping()["pong"] is True and same.eval("6 * 7") == "42")
+                    with raises(forkd.InvalidRequestError):
+                        same.fork()
+            finally:
+                relay.terminate()
     with raises(forkd.DaemonUnreachableError):
         Sandbox(target="127.0.0.1:1", timeout=5, spawn=False).ping()
     with e2b.Sandbox.create(TAG, metadata={TAG: "e2b"}) as box:

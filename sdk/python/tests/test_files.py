@@ -138,7 +138,8 @@ def test_every_kind_of_content_is_sent(data):
 
 def test_changes_are_by_content_and_not_by_time():
     from forkd.changes import changes
-    from forkd.models import FileTree, decode
+    from forkd.decoding import decode
+    from forkd.models import FileTree
 
     def tree(*entries):
         return decode(FileTree, {"path": "/srv", "entries": list(entries)})

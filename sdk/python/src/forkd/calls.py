@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Generator, Generic, Iterable, Mapping, TypeVar, Union, cast
 from urllib.parse import quote, urlencode
 
-from .models import decode, decode_list
+from .decoding import decode, decode_list
 
 T = TypeVar("T")
 Query = Mapping[str, Any]

@@ -7,8 +7,9 @@ import socket
 from typing import Any, cast
 
 from . import requests
+from .decoding import decode
 from .errors import DaemonUnreachableError, GuestError, InvalidRequestError, StreamBrokenError, TimeoutError
-from .models import EvalReply, ExecReply, PingReply, decode
+from .models import EvalReply, ExecReply, PingReply
 
 # The longest reply, in bytes.
 LONGEST = 64 << 20
@@ -58,7 +59,13 @@ class JsonLines:
         raise GuestError(f"the agent port {self.target} sends more than {LONGEST} bytes")
 
     def ping(self) -> PingReply:
-        return decode(PingReply, self.ask({"action": "ping"}))
+        data = self.ask({"action": "ping"})
+        if "pong" not in data:
+            raise GuestError(f"the agent port {self.target} does not answer a ping with a pong: is it one?")
+        warm = "ready" if data.get("warmup_ready") else "cold"
+        # The protocol has fewer fields than the API.
+        more = {"python": data.get("agent_lang") == "python", "uptime_ms": 0, "version": "", "warm": warm}
+        return decode(PingReply, {**more, **data})
 
     def execute(self, body: requests.ExecRequest) -> ExecReply:
         limit = body.get("timeout_secs", 30)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Iterator, Optional, Union, cast
 
 from .calls import Call, anything
-from .models import Event, decode
+from .decoding import decode
+from .models import Event
 
 # The daemon sends a comment at least this often, so a longer silence is a broken connection.
 SILENCE = 60.0
