@@ -93,6 +93,9 @@ def run_page(page, tag):
                     raise AssertionError((program, "wanted", wanted, "got", printed.getvalue()))
         finally:
             os.chdir(before)
+            for value in values.values():
+                if isinstance(value, forkd.Sandbox):
+                    value.kill()
     return len(blocks)
 
 

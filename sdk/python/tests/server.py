@@ -108,7 +108,7 @@ class Connection:
 class Server:
     """Listens on a port of loopback. `script(request, connection)` returns True if it has dealt with the request."""
 
-    def __init__(self, script=None):
+    def __init__(self, script=None, path=None, tls=None):
         self.script = script or (lambda request, connection: False)
         self.alive, self.requests = set(), []
         self.replies, self.busy = {}, set()
@@ -116,8 +116,15 @@ class Server:
         self.made = 0
         self.stopped = threading.Event()
         self._lock = threading.Lock()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-        self.url = "http://127.0.0.1:%d" % self._listener.getsockname()[1]
+        self._tls = tls
+        if path:
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(path)
+            self._listener.listen()
+            self.url = "unix://" + path
+        else:
+            self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+            self.url = "%s://127.0.0.1:%d" % ("https" if tls else "http", self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
 
     def __enter__(self):
@@ -144,10 +151,15 @@ class Server:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
 
     def _serve(self, sock):
+        try:
+            sock = self._tls.wrap_socket(sock, server_side=True) if self._tls else sock
+        except OSError:
+            return
         stream = sock.makefile("rb")
         connection = Connection(sock, stream)
         try:

@@ -1,6 +1,8 @@
 """A daemon that stalls, resets, answers half or refuses: an error whose text says what to do, and never a hang."""
 
 import asyncio
+import socket
+import threading
 import time
 
 import pytest
@@ -173,6 +175,30 @@ def test_a_file_that_is_cut_in_the_middle_is_a_broken_stream(server, client, tmp
         box.files.read("/f", "stream").read()
     with pytest.raises(forkd.StreamBrokenError):
         box.files.download("/f", tmp_path / "f")
+
+
+@pytest.mark.parametrize("reply", [b"", b'{"pong": tr', b"[]\n", b'{"of": "another kind"}\n'])
+def test_an_agent_port_that_answers_half_is_an_error(reply):
+    def serve():
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(reply)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        target = "127.0.0.1:%d" % listener.getsockname()[1]
+        with pytest.raises(forkd.ForkdError):
+            Sandbox(target=target, timeout=5, spawn=False).ping()
+
+
+def test_an_agent_port_that_stalls_is_a_timeout():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        target = "127.0.0.1:%d" % listener.getsockname()[1]
+        with pytest.raises(forkd.TimeoutError, match=target):
+            Sandbox(target=target, timeout=0.2, spawn=False).ping()
+    with pytest.raises(forkd.InvalidRequestError, match="HOST:PORT"):
+        Sandbox(target="nowhere", spawn=False)
 
 
 def test_wait_for_daemon_ends(server):

@@ -16,6 +16,8 @@ from forkd import files, models, requests, routes, sandbox, snapshot, sse
 ROOT = pathlib.Path(os.environ.get("FORKD_SOURCES") or pathlib.Path(__file__).parents[3])
 DOCUMENT = json.loads((ROOT / "docs/openapi.json").read_text())
 SCHEMAS = DOCUMENT["components"]["schemas"]
+# What the client has before the document does.
+PENDING = {("GET", "/v1/sandboxes/{id}/files/tree"), "folder_too_large"}
 # Older names of parameters, which new programs do not use.
 OLDER = {"gone", "owner"}
 # What the client builds of these itself, over a WebSocket.
@@ -57,9 +59,7 @@ def test_every_route_has_a_method_in_both_clients(method, path):
 
 def test_the_client_has_no_route_that_the_document_has_not():
     known = {(method, path) for method, path, _ in operations()}
-    # The daemon gets this one at the same time as the client; once it is in the document, this line is wrong.
-    pending = {("GET", "/v1/sandboxes/{id}/files/tree")} - known
-    assert set(CALLS) - known == pending
+    assert set(CALLS) - known <= PENDING
 
 
 @pytest.mark.parametrize("method, path, operation", list(operations()))
@@ -116,7 +116,8 @@ def test_the_values_of_a_type_are_those_of_the_document(name):
 
 def test_every_error_code_has_a_class():
     codes = re.findall(r"^\| `(\w+)` \| \d+ \|", SCHEMAS["ErrorCode"]["description"], re.M)
-    assert len(codes) > 60 and set(codes) == set(errors.BY_CODE)
+    assert len(codes) > 60 and set(codes) <= set(errors.BY_CODE)
+    assert set(errors.BY_CODE) - set(codes) <= PENDING
     assert set(SCHEMAS["ErrorCode"].get("enum", codes)) == set(codes)
 
 

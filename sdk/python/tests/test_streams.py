@@ -2,14 +2,20 @@
 
 import asyncio
 import json
+import pathlib
+import ssl
 import threading
 import time
 
 import pytest
 
 import forkd
-from forkd import AsyncClient, AsyncSandbox, Sandbox
+from forkd import AsyncClient, AsyncSandbox, Client, Sandbox
 from forkd.exec_stream import WINDOW
+from server import Server
+
+# A certificate of 127.0.0.1, signed by itself, and its key; good for a hundred years.
+CERTIFICATE = pathlib.Path(__file__).with_name("localhost.pem")
 
 
 def stream(server, then):
@@ -62,6 +68,38 @@ def test_output_is_decoded_across_messages_and_kept(server, box):
         return await box.commands.run("x", on_stdout=pieces.append)
 
     assert run_async(server, use) == result
+
+
+@pytest.mark.parametrize("kind", ["unix", "tls"])
+def test_requests_and_streams_work_over_a_unix_socket_and_over_tls(kind, tmp_path):
+    tls = None
+    if kind == "tls":
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(CERTIFICATE)
+    with Server(path=str(tmp_path / "forkd.sock") if kind == "unix" else None, tls=tls) as server:
+
+        def then(connection, first):
+            started(connection, first)
+            connection.frame(b"\x01hi")
+            connection.event(event="exit", exit_code=0)
+
+        stream(server, then)
+        cacert = str(CERTIFICATE) if tls else None
+        with Client(server.url, "token", timeout=5.0, cacert=cacert) as client:
+            box = Sandbox.connect("sb1", client=client)
+            assert box.commands.run("x", on_stdout=str).stdout == "hi" and box.eval("1") == 42
+
+        async def use():
+            async with AsyncClient(server.url, "token", timeout=5.0, cacert=cacert) as client:
+                box = await AsyncSandbox.connect("sb1", client=client)
+                return (await box.commands.run("x", on_stdout=str)).stdout, await box.eval("1")
+
+        assert asyncio.run(use()) == ("hi", 42)
+        if tls:
+            with pytest.raises(forkd.DaemonUnreachableError, match="cacert"):
+                Client(server.url, "token", timeout=5.0).health()
+            with pytest.raises(forkd.ForkdError):
+                Client(server.url, "token", timeout=5.0).exec_stream("sb1", {"args": ["x"]})
 
 
 def test_a_command_that_ends_before_its_input_does_has_its_result(server, box):

@@ -36,8 +36,8 @@ pub(crate) use local::{
 };
 pub(crate) use observe::{EventsArgs, LogsArgs, TopArgs};
 pub(crate) use sandboxes::{
-    AgentPortArgs, ChildrenArgs, CpArgs, EvalArgs, ExecArgs, ForkArgs, InspectArgs, KillArgs, LsArgs,
-    PingArgs, ShellArgs, SpawnArgs, StreamArgs,
+    AgentPortArgs, ChildrenArgs, CpArgs, DiffArgs, EvalArgs, ExecArgs, ForkArgs, InspectArgs, KillArgs,
+    LsArgs, PingArgs, ShellArgs, SpawnArgs, StreamArgs,
 };
 pub(crate) use serve::{LogFormat, ServeArgs};
 pub(crate) use snapshots::{
@@ -128,6 +128,7 @@ Exit status: 0 all resumed, 1 one or more could not be resumed, 2 wrong usage.")
     Exec(ExecArgs),
     Shell(ShellArgs),
     Cp(CpArgs),
+    Diff(DiffArgs),
     Eval(EvalArgs),
     Ping(PingArgs),
     #[command(alias = "line")]

@@ -6,6 +6,7 @@ mod branch;
 mod cleanup;
 mod config;
 mod cp;
+mod diff;
 mod doctor;
 mod events;
 mod exec;
@@ -147,6 +148,7 @@ fn dispatch(cli: Cli) -> Result<u8> {
         Command::Exec(args) => exec::exec(context, args),
         Command::Shell(args) => exec::shell(context, args),
         Command::Cp(args) => cp::cp(context, &args),
+        Command::Diff(args) => diff::diff(context, &args),
         Command::Eval(args) => exec::eval(context, &args),
         Command::Ping(args) => sandboxes::ping(context, &args),
         Command::AgentPort(args) => agent_port::serve(context, &args),

@@ -71,6 +71,7 @@ impl ApiContext {
             snapshots: self.snapshots.clone(),
             workspaces: self.workspaces.clone(),
             tokens: self.tokens.clone(),
+            stopping: self.stopping.clone(),
         }
     }
 }
@@ -124,6 +125,7 @@ fn routes() -> OpenApiRouter<ApiContext> {
         ))
         .routes(routes!(crate::api::sandboxes::files::list))
         .routes(routes!(crate::api::sandboxes::files::stat))
+        .routes(routes!(crate::api::sandboxes::files::tree::tree))
         .routes(routes!(crate::api::sandboxes::files::mkdir))
         .routes(routes!(crate::api::sandboxes::files::rename))
         .routes(routes!(crate::api::sandboxes::agent_port::json_lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import functools
 import json
 import time
@@ -57,7 +58,7 @@ class AsyncClient:
         cacert: Optional[str] = None,
     ) -> None:
         self.address = Address.find(url, token, timeout, cacert)
-        self._tls = self.address.verify()
+        self._options = self.address.transport()
         self._of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
             weakref.WeakKeyDictionary()
         )
@@ -125,9 +126,7 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
         http = self._of_loop.get(loop)
         if http is None:
-            transport = httpx.AsyncHTTPTransport(
-                verify=self._tls, uds=self.address.socket, limits=self.address.limits()
-            )
+            transport = httpx.AsyncHTTPTransport(**self._options)
             # The daemon is on this host or in this network: a proxy of the environment does not lead to it.
             http = httpx.AsyncClient(transport=transport, headers=self.address.headers, trust_env=False)
             self._of_loop[loop] = http
@@ -228,9 +227,12 @@ class AsyncClient:
 
     async def follow_console(self, id: str, *, tail: Optional[int] = None) -> AsyncIterator[str]:
         """The console's output as it comes, until the sandbox ends."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
         async with self.stream(routes.follow_console(id, tail=tail)) as parts:
             async for part in parts:
-                yield part.decode("utf-8", "replace")
+                text = decoder.decode(part)
+                if text:
+                    yield text
 
     async def events(
         self,

@@ -120,9 +120,9 @@ class AsyncFiles:
         """Makes a folder and its missing parents."""
         return await self._client.make_folder(self._id, {"path": path, "user": user} if user else {"path": path})
 
-    async def tree(self, path: str = "/", *, hash: bool = True) -> FileTree:
-        """All files below a folder, with the hashes of their contents."""
-        return await self._client.file_tree(self._id, path, hash=hash)
+    async def tree(self, path: str = "/", *, hash: bool = True, user: Optional[str] = None) -> FileTree:
+        """A folder with all below it, with the hashes of the files' contents: to compare two of them."""
+        return await self._client.file_tree(self._id, path, user=user, hash=hash)
 
     async def upload(self, local: Local, remote: str, *, user: Optional[str] = None) -> Transfer:
         """Copies a local file or folder to the path `remote`. Links are left out, and `skipped` names them."""

@@ -275,15 +275,22 @@ class AsyncSandbox:
         1
         """
         branch = await self.branch(tag, wait=False)
+        error: Optional[BaseException] = None
         try:
             yield branch
-        except BaseException:
-            await finish(self.rollback(branch.tag))
+        except BaseException as raised:
+            error = raised
+            if not loop_is_closing(error):
+                await finish(self.rollback(branch.tag))
             raise
         finally:
             if branch.tag in self._branches:
                 self._branches.remove(branch.tag)
-            await finish(self._client.run(steps.delete_quietly(branch.tag)))
+            removal = steps.delete_quietly(branch.tag)
+            if loop_is_closing(error):
+                self._client.run_blocking(removal)
+            else:
+                await finish(self._client.run(removal))
 
     async def diff(self, other: AsyncSandbox, path: str = "/") -> List[Change]:
         """What differs below `path` in the files of `other`: what it added, removed and changed."""

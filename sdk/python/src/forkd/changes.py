@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from .models import FileTree, TreeEntry
+from .models import FileTree, FileTreeEntry
 
 
 @dataclass(frozen=True)
@@ -14,25 +14,30 @@ class Change:
 
     path: str
     kind: Literal["added", "removed", "modified", "type", "mode"]
-    before: Optional[TreeEntry]
-    after: Optional[TreeEntry]
+    before: Optional[FileTreeEntry]
+    after: Optional[FileTreeEntry]
 
 
 def changes(before: FileTree, after: FileTree) -> list[Change]:
     """What differs, by path. Times do not count: a file is modified if its size, its hash or its target differs."""
-    old = {entry.path: entry for entry in before.entries}
-    new = {entry.path: entry for entry in after.entries}
+    old = {_key(entry): entry for entry in before.entries}
+    new = {_key(entry): entry for entry in after.entries}
     folder = before.path.rstrip("/") + "/"
     found: list[Change] = []
-    for name in sorted(old.keys() | new.keys()):
-        kind = _kind(old.get(name), new.get(name))
+    for key in sorted(old.keys() | new.keys()):
+        kind = _kind(old.get(key), new.get(key))
         if kind is not None:
-            found.append(Change(folder + name, kind, old.get(name), new.get(name)))
+            found.append(Change(folder + key[0], kind, old.get(key), new.get(key)))
     return found
 
 
+def _key(entry: FileTreeEntry) -> tuple[str, str]:
+    """The path, exactly: bytes that are not UTF-8 are replaced in `path`."""
+    return entry.path, entry.path_base64 or ""
+
+
 def _kind(
-    old: Optional[TreeEntry], new: Optional[TreeEntry]
+    old: Optional[FileTreeEntry], new: Optional[FileTreeEntry]
 ) -> Optional[Literal["added", "removed", "modified", "type", "mode"]]:
     if old is None:
         return "added"
@@ -42,6 +47,6 @@ def _kind(
         return "type"
     if old.kind == "file" and (old.size, old.sha256) != (new.size, new.sha256):
         return "modified"
-    if old.target != new.target:
+    if (old.target, old.target_base64) != (new.target, new.target_base64):
         return "modified"
     return "mode" if old.mode != new.mode else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import json
 import threading
@@ -59,8 +60,7 @@ class Client:
         cacert: Optional[str] = None,
     ) -> None:
         self.address = Address.find(url, token, timeout, cacert)
-        tls = self.address.verify()
-        transport = httpx.HTTPTransport(verify=tls, uds=self.address.socket, limits=self.address.limits())
+        transport = httpx.HTTPTransport(**self.address.transport())
         # The daemon is on this host or in this network: a proxy of the environment does not lead to it.
         self._http = httpx.Client(transport=transport, headers=self.address.headers, trust_env=False)
 
@@ -204,10 +204,13 @@ class Client:
 
     def follow_console(self, id: str, *, tail: Optional[int] = None) -> Iterator[str]:
         """The console's output as it comes, until the sandbox ends."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
         call = routes.follow_console(id, tail=tail)
         with self.stream(call) as parts:
             for part in parts:
-                yield part.decode("utf-8", "replace")
+                text = decoder.decode(part)
+                if text:
+                    yield text
 
     def events(
         self,

@@ -13,6 +13,8 @@ from .models import ExecReply
 
 # Seconds that a command may take when the caller does not say.
 TIMEOUT = 30.0
+# The most characters of input that go into the request; more is streamed.
+SMALL = 65_536
 Pty = Union[bool, tuple[int, int]]
 Command = Union[str, Sequence[str]]
 
@@ -69,7 +71,8 @@ class Plan:
     def simple(self) -> bool:
         """Whether one HTTP request does it."""
         streams = self.background or self.pty is not None or self.streams or self.keep or self.limit is None
-        return not streams and not isinstance(self.stdin, bytes)
+        small = self.stdin is None or (isinstance(self.stdin, str) and len(self.stdin) <= SMALL)
+        return small and not streams
 
     def exec_request(self) -> bodies.ExecRequest:
         body: bodies.ExecRequest = {"args": words(self.cmd), "timeout_secs": seconds(self.limit) or 1}

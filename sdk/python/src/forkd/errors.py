@@ -144,7 +144,7 @@ class AllFailedError(ForkdError):
 
 
 _CODES: Dict[Type[ForkdError], str] = {
-    InvalidRequestError: "invalid_request path_not_allowed method_not_allowed body_too_large uri_too_long"
+    InvalidRequestError: "invalid_request folder_too_large path_not_allowed method_not_allowed body_too_large uri_too_long"
     " unsupported_media_type headers_too_large websocket_required idempotency_key_reused",
     AuthenticationError: "unauthorized token_expired",
     PermissionDeniedError: "forbidden origin_forbidden guest_forbidden",

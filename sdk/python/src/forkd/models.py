@@ -34,6 +34,7 @@ EventKind = Literal[
     "workspace.removed",
 ]
 FileKind = Literal["file", "directory", "symlink", "other"]
+Incomplete = Literal["unreadable", "changing", "file_system"]
 OnTimeout = Literal["kill", "pause", "suspend"]
 SandboxState = Literal["starting", "running", "unresponsive", "paused", "ended", "unknown"]
 SnapshotKind = Literal["full", "disk", "unknown"]
@@ -424,24 +425,27 @@ class NewToken(TokenInfo, _Secret):
 
 
 @dataclass(frozen=True)
-class TreeEntry:
-    """A file below the folder of a `FileTree`; `path` is relative to that folder."""
+class FileTreeEntry:
+    """A file, a folder or a link below the folder of a `FileTree`; `path` is relative to that folder."""
 
     path: str
     kind: FileKind
     size: int
+    modified_unix_ms: int
     mode: int
-    modified_unix_ms: int = 0
     sha256: Optional[str] = None
     target: Optional[str] = None
+    incomplete: Optional[Incomplete] = None
+    path_base64: Optional[str] = None
+    target_base64: Optional[str] = None
 
 
 @dataclass(frozen=True)
 class FileTree:
-    """All files below a folder of a guest, with the hashes of their contents."""
+    """A folder of a guest with all below it, to compare two of them."""
 
     path: str
-    entries: list[TreeEntry]
+    entries: list[FileTreeEntry]
 
 
 def decode(cls: type[T], data: Any) -> T:
@@ -468,9 +472,14 @@ def decode_list(cls: type[T], data: Any) -> list[T]:
 def _decoder(cls: type[Any]) -> Callable[[Any], Any]:
     """A function that makes a `cls` of a JSON object: the types of its fields are looked at only once."""
     hints = get_type_hints(cls)
-    known = [(f.name, _converter(hints[f.name])) for f in dataclasses.fields(cls)]
-    plain = frozenset(name for name, convert in known if convert is None)
-    nested = [(name, convert) for name, convert in known if convert is not None]
+    fields = dataclasses.fields(cls)
+    converters = [(f.name, _converter(hints[f.name])) for f in fields]
+    plain = frozenset(name for name, convert in converters if convert is None)
+    nested = [(name, convert) for name, convert in converters if convert is not None]
+    missing = dataclasses.MISSING
+    required = frozenset(f.name for f in fields if f.default is missing and f.default_factory is missing)
+    defaults = {f.name: f.default for f in fields if f.default is not missing}
+    factories = [(f.name, f.default_factory) for f in fields if f.default_factory is not missing]
 
     def make(data: Any) -> Any:
         values = {name: value for name, value in data.items() if name in plain}
@@ -478,7 +487,15 @@ def _decoder(cls: type[Any]) -> Callable[[Any], Any]:
             value = data.get(name)
             if value is not None:
                 values[name] = convert(value)
-        return cls(**values)
+        if not required <= values.keys():
+            raise KeyError(*sorted(required - values.keys()))
+        # A frozen data class sets its fields one by one, which takes longer than all the rest.
+        made: Any = object.__new__(cls)
+        made.__dict__.update(defaults, **values)
+        for name, factory in factories:
+            if name not in values:
+                made.__dict__[name] = factory()
+        return made
 
     return make
 

@@ -274,11 +274,13 @@ def stat_file(id: str, path: str, *, user: Optional[str] = None) -> Call[FileInf
     return Call("GET", "/v1/sandboxes/{id}/files/stat", one(FileInfo), ids=(id,), query=query, repeatable=True)
 
 
-def file_tree(id: str, path: str, *, hash: Optional[bool] = None) -> Call[FileTree]:
-    """All files below a folder, with the hashes of their contents."""
-    query = dict(path=path, hash=hash)
+def file_tree(
+    id: str, path: str, *, user: Optional[str] = None, hash: Optional[bool] = None
+) -> Call[FileTree]:
+    """A folder with all below it; with `hash`, the hashes of the files' contents."""
+    query = dict(path=path, user=user, hash=hash)
     route = "/v1/sandboxes/{id}/files/tree"
-    return Call("GET", route, one(FileTree), ids=(id,), query=query, repeatable=True, patience=120.0)
+    return Call("GET", route, one(FileTree), ids=(id,), query=query, repeatable=True, patience=300.0)
 
 
 def make_folder(id: str, body: bodies.MkdirRequest) -> Call[FileInfo]:

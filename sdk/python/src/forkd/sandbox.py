@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 V = TypeVar("V")
+# The snapshot that `Sandbox()` forks from where neither an argument nor `FORKD_TAG` names one, as with the reference.
+REFERENCE_TAG = "pyagent"
 
 
 class Sandbox:
@@ -44,6 +46,7 @@ class Sandbox:
     ) -> None:
         client = default_client()
         if spawn:
+            tag = tag or os.environ.get("FORKD_TAG") or REFERENCE_TAG
             info = _create(client, create_body(tag, 1, None, None, None, None, None, None, None))
             self._set(client, info, reference=True, wait=timeout)
             return

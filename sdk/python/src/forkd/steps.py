@@ -33,15 +33,21 @@ def outcome_unknown(error: BaseException) -> bool:
 def kill(ids: Iterable[str]) -> Steps[None]:
     """Ends sandboxes. One that has ended is fine; an interrupt or an error is raised after all of them."""
     problem: Optional[BaseException] = None
-    for id in ids:
+    left = list(ids)
+    while left:
         try:
-            yield from ask(routes.delete_sandbox(id))
+            yield from ask(routes.delete_sandbox(left[0]))
         except NotFoundError:
-            continue
-        except BaseException as error:
-            if problem is not None and not isinstance(error, Exception):
-                raise
+            pass
+        except Exception as error:
             problem = problem or error
+        except BaseException as interrupt:
+            # The first interrupt waits, and its request is sent again; the second one is obeyed.
+            if problem is not None and not isinstance(problem, Exception):
+                raise
+            problem = interrupt
+            continue
+        left.pop(0)
     if problem is not None:
         raise problem
 

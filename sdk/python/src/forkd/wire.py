@@ -6,6 +6,7 @@ import builtins
 import json
 import os
 import random
+import socket
 import ssl
 from dataclasses import dataclass
 from typing import Any, Mapping, Optional, Union, cast
@@ -29,6 +30,11 @@ from .errors import (
 DEFAULT_URL = "http://127.0.0.1:8889"
 # The codes of a daemon that has not begun with the request and asks for patience.
 NOT_BEGUN = frozenset(["rate_limited", "daemon_busy", "shutting_down"])
+# A connection without traffic, such as one that follows a console, breaks a minute after the daemon's host has vanished.
+_IDLE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+KEEP_ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
+    (socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in _IDLE if hasattr(socket, name)
+]
 # How often a call is sent at most.
 ATTEMPTS = 4
 
@@ -79,7 +85,13 @@ class Address:
         return ssl.create_default_context(cafile=self.cacert)
 
     def verify(self) -> Union[ssl.SSLContext, bool]:
-        return self.tls() or True
+        # Without TLS there are no certificates to load.
+        return self.tls() or False
+
+    def transport(self) -> dict[str, Any]:
+        """The options of both clients' connections."""
+        options = dict(verify=self.verify(), uds=self.socket, limits=self.limits())
+        return options if self.socket else {**options, "socket_options": KEEP_ALIVE}
 
     def limits(self) -> httpx.Limits:
         # `try_each` uses a connection per child at the same time.
