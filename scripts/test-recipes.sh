@@ -44,7 +44,7 @@ prepare() {
 program() {
   local start=$EPOCHREALTIME verdict=ok status=0
   # CrewAI keeps files in XDG_DATA_HOME.
-  (cd "recipes/$recipe" && XDG_DATA_HOME=$place/data timeout --kill-after=10 600 "$place/$recipe/bin/python" "$1") \
+  (cd "recipes/$recipe" && XDG_DATA_HOME=$place/data timeout --kill-after=10 900 "$place/$recipe/bin/python" "$1") \
     >"$log" 2>&1 || status=$?
   if [ "$status" != 0 ] || ! grep -qxF -- "$2" "$log"; then
     verdict=FAILED failed=1
