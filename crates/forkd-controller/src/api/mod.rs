@@ -24,6 +24,7 @@ use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
 use forkd_api::stream::{ClientMessage, ExecStreamRequest, RunRequest, ServerEvent};
 use forkd_api::{ArchivedSandbox, ErrorBody, Health, SpawnReply, VersionInfo};
+use forkd_mcp::HttpServer;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use utoipa::OpenApi;
@@ -38,6 +39,7 @@ use crate::api::sandboxes::update;
 use crate::auth::tokens::Tokens;
 use crate::compat::e2b::{self, E2bContext};
 use crate::compat::json_lines::ports::Ports;
+use crate::compat::mcp;
 use crate::config::Config;
 use crate::error::{Code, Error};
 use crate::sandbox::registry::Registry;
@@ -61,6 +63,8 @@ pub(crate) struct ApiContext {
     pub(crate) answers: IdempotencyStore,
     /// `forkd run`s under way.
     pub(crate) sessions: TaskTracker,
+    /// Sessions of the Model Context Protocol.
+    pub(crate) mcp: HttpServer,
 }
 
 impl ApiContext {
@@ -239,7 +243,15 @@ pub(crate) fn for_unix(app: ApiContext) -> Router {
     request_log::watched(trusted.layer(from_fn_with_state(e2b, authenticate::forward_unix)), telemetry)
 }
 
+/// The API for clients with a principal, and the Model Context Protocol beside it, whose tools use the same API.
 fn served(app: ApiContext) -> Router {
+    let telemetry = app.registry.host.telemetry.clone();
+    let for_tools = request_log::watched(with_middleware(app.clone(), Router::new()), telemetry);
+    let protocol = mcp::routes(app.mcp.clone(), for_tools);
+    with_middleware(app, protocol)
+}
+
+fn with_middleware(app: ApiContext, more: Router) -> Router {
     let (router, document) = documented();
     let document = Arc::new(document);
     let max_body = app.config.limits.max_body;
@@ -248,6 +260,7 @@ fn served(app: ApiContext) -> Router {
         .route("/healthz/", axum::routing::get(health))
         .route("/openapi.json", axum::routing::get(move || async move { Json(document.as_ref().clone()) }))
         .merge(e2b::routes().with_state(app.e2b()))
+        .merge(more.with_state(()))
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
         .layer(from_fn_with_state(app.clone(), update::explain))
