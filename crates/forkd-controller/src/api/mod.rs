@@ -72,6 +72,7 @@ impl ApiContext {
             snapshots: self.snapshots.clone(),
             workspaces: self.workspaces.clone(),
             tokens: self.tokens.clone(),
+            stopping: self.stopping.clone(),
         }
     }
 }

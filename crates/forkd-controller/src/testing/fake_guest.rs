@@ -14,7 +14,7 @@ use axum::routing::{get, post};
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use bytes::Bytes;
-use forkd_protocol::agent::{End, Event, Output, ProcessEvent};
+use forkd_protocol::agent::{End, Event, FORWARD_PORT, Output, ProcessEvent};
 use forkd_protocol::connect::{self, Code, END_STREAM, EndStream, STREAM_TYPE};
 use forkd_store::Database;
 use futures_util::StreamExt;
@@ -79,6 +79,8 @@ pub(crate) struct FakeGuest {
     pub(crate) ignores: Mutex<Option<String>>,
     /// Whether it cannot freeze its file systems.
     pub(crate) dirty: Mutex<bool>,
+    /// What the server on any of its TCP ports answers, head included.
+    pub(crate) server: Mutex<String>,
     /// Makes it answer that call after all.
     pub(crate) answers: tokio::sync::Notify,
     /// The running process.
@@ -245,20 +247,35 @@ pub(crate) async fn serve_guest(listener: UnixListener, guest: Arc<FakeGuest>) {
         .route("/process.Process/{method}", post(process))
         .route("/filesystem.Filesystem/{method}", post(filesystem))
         .layer(axum::extract::DefaultBodyLimit::disable())
-        .with_state(guest);
+        .with_state(guest.clone());
     while let Ok((mut stream, _)) = listener.accept().await {
-        let router = router.clone();
+        let (router, guest) = (router.clone(), guest.clone());
         tokio::spawn(async move {
             let mut line = Vec::new();
             while line.last() != Some(&b'\n') {
                 line.push(stream.read_u8().await?);
             }
             stream.write_all(b"OK 1\n").await?;
+            if line == format!("CONNECT {FORWARD_PORT}\n").as_bytes() {
+                return serve_port(stream, &guest).await;
+            }
             let served = hyper::server::conn::http1::Builder::new()
                 .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
             served.await.map_err(std::io::Error::other)
         });
     }
+}
+
+/// Answers one request to a TCP port.
+async fn serve_port(mut stream: UnixStream, guest: &FakeGuest) -> std::io::Result<()> {
+    while stream.read_u8().await? != b'\n' {}
+    stream.write_all(b"OK\n").await?;
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(stream.read_u8().await?);
+    }
+    let answer = guest.server.lock().unwrap().clone();
+    stream.write_all(answer.as_bytes()).await
 }
 
 type GuestRequest = Query<BTreeMap<String, String>>;

@@ -298,7 +298,10 @@ pub(crate) async fn remove(
     responses(
         (status = 200, body = FileList),
         (status = 400, body = ErrorBody, description = "Not a folder, or too many entries: list a smaller folder"),
-        (status = 403, body = ErrorBody), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody),
+        (status = 403, body = ErrorBody), (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "The sandbox is not running: `sandbox_starting`, \
+            `sandbox_paused`, `sandbox_waits_for_disk`, `sandbox_suspending`, `sandbox_ended`, `sandbox_replaced`, \
+            `state_unknown`; `sandbox_unfit`: it has no agent"),
         (status = 502, body = ErrorBody),
         (status = 503, body = ErrorBody, description = "The list does not fit into the budget: clients \
           have too much unread output"),
@@ -328,8 +331,11 @@ pub(crate) async fn list(
     get, path = "/v1/sandboxes/{id}/files/stat", params(("id" = String, Path), Target),
     responses(
         (status = 200, body = FileInfo), (status = 400, body = ErrorBody), (status = 403, body = ErrorBody),
-        (status = 404, body = ErrorBody), (status = 409, body = ErrorBody), (status = 502, body = ErrorBody),
-        (status = 504, body = ErrorBody),
+        (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "The sandbox is not running: `sandbox_starting`, \
+            `sandbox_paused`, `sandbox_waits_for_disk`, `sandbox_suspending`, `sandbox_ended`, `sandbox_replaced`, \
+            `state_unknown`; `sandbox_unfit`: it has no agent"),
+        (status = 502, body = ErrorBody), (status = 504, body = ErrorBody),
     ),
 )]
 pub(crate) async fn stat(

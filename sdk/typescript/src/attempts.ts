@@ -1,0 +1,184 @@
+// What one forks for: attempts, each in a child of the same moment.
+
+import { onAbort, reasonOf, throwIfAborted, unlessAborted } from "./abort.js";
+import { ForkdError } from "./errors.js";
+import type { Sandbox } from "./sandbox.js";
+
+/** What an attempt gets beside its child. */
+export interface AttemptContext {
+  index: number;
+  /** Aborts when the attempt is no longer wanted. */
+  signal: AbortSignal;
+}
+
+export type Attempt<T> = (child: Sandbox, context: AttemptContext) => T | Promise<T>;
+
+interface Ran {
+  /** The place in the list of attempts. */
+  index: number;
+  /** The child. It has ended, unless `keep` kept it. */
+  sandbox: Sandbox;
+  seconds: number;
+  /** What `score` returned, in `bestOf`. */
+  score: number | undefined;
+}
+
+/** What became of one attempt. */
+export type Outcome<T> =
+  | (Ran & { ok: true; value: T; error: undefined })
+  | (Ran & { ok: false; value: undefined; error: unknown });
+
+/** No attempt succeeded. */
+export class AllFailedError extends ForkdError {
+  constructor(readonly outcomes: readonly Outcome<unknown>[]) {
+    const first = outcomes.find((outcome) => !outcome.ok)?.error;
+    const text = first instanceof Error ? first.message : String(first);
+    super(`none of the ${outcomes.length} attempts succeeded; the first: ${text}`, { code: "all_failed", cause: first });
+  }
+}
+
+export interface AttemptOptions {
+  /** The children live on. */
+  keep?: boolean | undefined;
+  /** How many attempts run at the same time; all when absent. */
+  parallel?: number | undefined;
+  signal?: AbortSignal | undefined;
+}
+
+/** Runs attempts in children of one fork, and ends every child that `keeps` does not want. */
+class Attempts<T> {
+  readonly #controller = new AbortController();
+  readonly #ending = new Map<Sandbox, Promise<unknown>>();
+
+  private constructor(
+    readonly children: Sandbox[],
+    private readonly attempts: readonly Attempt<T>[],
+    private readonly parallel: number,
+  ) {}
+
+  /** `work` gets the attempts, and returns the children to keep. */
+  static async in<T, R>(
+    source: Sandbox,
+    attempts: readonly Attempt<T>[],
+    { parallel, signal }: AttemptOptions,
+    work: (attempts: Attempts<T>) => Promise<{ result: R; keep: readonly Sandbox[] }>,
+  ): Promise<R> {
+    throwIfAborted(signal);
+    const children = await source.fork(attempts.length, { signal });
+    const all = new Attempts(children, attempts, Math.max(1, parallel ?? attempts.length));
+    const stop = onAbort(signal, () => all.#controller.abort(reasonOf(signal as AbortSignal)));
+    try {
+      const { result, keep } = await unlessAborted(work(all), signal);
+      await all.#endAllBut(keep);
+      return result;
+    } catch (error) {
+      // What went wrong first is what the caller gets.
+      await all.#endAllBut([]).catch(() => {});
+      throw error;
+    } finally {
+      stop();
+    }
+  }
+
+  /** Every attempt's outcome, in order. `done` sees each as it comes. */
+  async run(done: (outcome: Outcome<T>) => void | Promise<void>): Promise<Outcome<T>[]> {
+    const outcomes: Outcome<T>[] = [];
+    let next = 0;
+    const worker = async (): Promise<void> => {
+      while (next < this.attempts.length && !this.#controller.signal.aborted) {
+        const outcome = await this.#one(next++);
+        outcomes[outcome.index] = outcome;
+        await done(outcome);
+      }
+    };
+    await Promise.all(Array.from({ length: Math.min(this.parallel, this.attempts.length) }, worker));
+    return outcomes;
+  }
+
+  /** Ends a child. It is ended once. */
+  end(child: Sandbox): Promise<unknown> {
+    let ending = this.#ending.get(child);
+    if (ending === undefined) {
+      ending = child.kill();
+      // An error is the caller's at the end.
+      ending.catch(() => {});
+      this.#ending.set(child, ending);
+    }
+    return ending;
+  }
+
+  async #one(index: number): Promise<Outcome<T>> {
+    const [attempt, sandbox] = [this.attempts[index] as Attempt<T>, this.children[index] as Sandbox];
+    const start = performance.now();
+    const ran = (): Ran => ({ index, sandbox, seconds: (performance.now() - start) / 1000, score: undefined });
+    try {
+      const value = await attempt(sandbox, { index, signal: this.#controller.signal });
+      return { ...ran(), ok: true, value, error: undefined };
+    } catch (error) {
+      return { ...ran(), ok: false, value: undefined, error };
+    }
+  }
+
+  async #endAllBut(keep: readonly Sandbox[]): Promise<void> {
+    this.#controller.abort(new DOMException("the attempt is no longer wanted", "AbortError"));
+    const rest = this.children.filter((child) => !keep.includes(child));
+    const ended = await Promise.allSettled(rest.map((child) => this.end(child)));
+    for (const each of ended) if (each.status === "rejected") throw each.reason;
+  }
+}
+
+export function tryEach<T>(source: Sandbox, attempts: readonly Attempt<T>[], options: AttemptOptions): Promise<Outcome<T>[]> {
+  if (attempts.length === 0) return Promise.resolve([]);
+  return Attempts.in(source, attempts, options, async (all) => {
+    const result = await all.run((outcome) => {
+      if (!options.keep) void all.end(outcome.sandbox);
+    });
+    return { result, keep: options.keep ? all.children : [] };
+  });
+}
+
+export function bestOf<T>(
+  source: Sandbox,
+  n: number,
+  step: Attempt<T>,
+  score: (value: T) => number | Promise<number>,
+  options: AttemptOptions,
+): Promise<Outcome<T>> {
+  const attempts = Array.from({ length: n }, () => step);
+  return Attempts.in(source, attempts, options, async (all) => {
+    let best: Outcome<T> | undefined;
+    const outcomes = await all.run(async (outcome) => {
+      if (outcome.ok) await scored(outcome, score);
+      const loser = outcome.score !== undefined && outcome.score > (best?.score ?? -Infinity) ? best : outcome;
+      if (loser !== outcome) best = outcome;
+      else if (best === undefined && outcome.score !== undefined) best = outcome;
+      if (loser !== undefined && loser !== best) void all.end(loser.sandbox);
+    });
+    if (best === undefined) throw new AllFailedError(outcomes);
+    return { result: best, keep: options.keep ? [best.sandbox] : [] };
+  });
+}
+
+/** Gives an outcome its score. A score that cannot be computed makes it a failure. */
+async function scored<T>(outcome: Outcome<T> & { ok: true }, score: (value: T) => number | Promise<number>): Promise<void> {
+  try {
+    const value = await score(outcome.value);
+    if (typeof value !== "number" || Number.isNaN(value)) throw new TypeError(`the score is ${String(value)}, not a number`);
+    outcome.score = value;
+  } catch (error) {
+    Object.assign(outcome, { ok: false, value: undefined, error });
+  }
+}
+
+export function firstSuccess<T>(source: Sandbox, attempts: readonly Attempt<T>[], options: AttemptOptions): Promise<Outcome<T>> {
+  return Attempts.in(source, attempts, options, async (all) => {
+    const winner = await new Promise<Outcome<T>>((resolve, reject) => {
+      const running = all.run((outcome) => {
+        if (outcome.ok) resolve(outcome);
+        else void all.end(outcome.sandbox);
+      });
+      running.then((outcomes) => reject(new AllFailedError(outcomes)), reject);
+    });
+    return { result: winner, keep: options.keep ? [winner.sandbox] : [] };
+  });
+}

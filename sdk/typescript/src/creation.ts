@@ -1,0 +1,100 @@
+// Requests that create sandboxes. A caller that stops waiting must leave none.
+
+import { randomUUID } from "node:crypto";
+
+import type { SandboxInfo, SpawnReply } from "./api/sandboxes.js";
+import { reasonOf, sleep, throwIfAborted, unlessAborted } from "./abort.js";
+import type { Client, KeyOptions } from "./client.js";
+import { errorOf, ForkdError, ForkError, NotFoundError } from "./errors.js";
+
+/** What to do when only some of the children run. */
+export type OnForkError = "throw" | "return";
+
+/** How long a call that was aborted waits for its clean-up. Then the clean-up goes on without it. */
+const GRACE_MS = 5000;
+/** How long a clean-up tries. */
+const CLEAN_UP_MS = 60_000;
+/** Codes of errors that do not say whether the daemon did the request. */
+const UNCERTAIN = new Set(["client_timeout", "stream_broken", "idempotency_in_progress"]);
+
+type Send = (options: KeyOptions) => Promise<SpawnReply>;
+
+/**
+ * Sends a request that creates sandboxes, and returns them. If the caller aborts, or the answer gets lost, the same
+ * request with the same key finds out what was created, and that is ended.
+ */
+export async function createOwned(
+  client: Client,
+  send: Send,
+  signal: AbortSignal | undefined,
+  onError: OnForkError = "throw",
+): Promise<SandboxInfo[]> {
+  throwIfAborted(signal);
+  const idempotencyKey = randomUUID();
+  // The signal is not passed on: an answer that comes later names what to end.
+  const pending = send({ idempotencyKey });
+  let reply: SpawnReply;
+  try {
+    reply = await unlessAborted(pending, signal);
+  } catch (error) {
+    const uncertain = error instanceof ForkdError && UNCERTAIN.has(error.code);
+    if (signal?.aborted || uncertain) {
+      const cleanUp = endWhatCame(client, send, idempotencyKey, uncertain ? undefined : pending);
+      let timer: ReturnType<typeof setTimeout> | undefined;
+      const grace = new Promise<void>((resolve) => (timer = setTimeout(resolve, GRACE_MS)));
+      // The caller waits for an abort's clean-up, and not once more after a time-out.
+      if (signal?.aborted) await Promise.race([cleanUp, grace]);
+      clearTimeout(timer);
+    }
+    throw signal?.aborted ? reasonOf(signal) : error;
+  }
+  const { children, errors } = reply;
+  const first = errors[0];
+  if (first === undefined || (onError === "return" && children.length > 0)) return children;
+  await endAll(client, children);
+  const { code, request_id: requestId } = first;
+  const count = children.length + errors.length;
+  const text = `${errors.length} of ${count} children did not start, and the others were ended: ${first.error}`;
+  throw new ForkError(text, errors, { code, requestId, cause: errorOf(first.error, code, { requestId }) });
+}
+
+/** Ends what a request created, whenever its answer comes. Never rejects. */
+async function endWhatCame(
+  client: Client,
+  send: Send,
+  idempotencyKey: string,
+  pending: Promise<SpawnReply> | undefined,
+): Promise<void> {
+  const deadline = Date.now() + CLEAN_UP_MS;
+  let reply = pending;
+  for (let wait = 200; ; wait = Math.min(wait * 2, 5000)) {
+    try {
+      const left = Math.max(1, (deadline - Date.now()) / 1000);
+      const { children } = await (reply ?? send({ idempotencyKey, timeoutSecs: left }));
+      await endAll(client, children);
+      return;
+    } catch (error) {
+      const again = error instanceof ForkdError && UNCERTAIN.has(error.code);
+      if (!again || Date.now() + wait >= deadline) return;
+    }
+    reply = undefined;
+    await sleep(wait);
+  }
+}
+
+/** Ends sandboxes. One that has ended is no error. */
+export async function endAll(client: Client, sandboxes: readonly { id: string }[]): Promise<void> {
+  const ended = await Promise.allSettled(sandboxes.map(({ id }) => end(client, id)));
+  const failed = ended.find((each) => each.status === "rejected");
+  if (failed !== undefined) throw failed.reason;
+}
+
+export async function end(client: Client, id: string): Promise<boolean> {
+  try {
+    await client.transport.json({ method: "DELETE", path: `/v1/sandboxes/${encodeURIComponent(id)}`, repeatable: true });
+    return true;
+  } catch (error) {
+    if (error instanceof NotFoundError && error.code === "sandbox_not_found") return false;
+    throw error;
+  }
+}

@@ -1,0 +1,320 @@
+// Sandboxes: to create, use, fork, branch and end them.
+
+import { randomBytes } from "node:crypto";
+
+import type {
+  CreateRequest,
+  OnTimeout,
+  PingReply,
+  SandboxInfo,
+  SandboxState,
+  Stats,
+  UpdateRequest,
+} from "./api/sandboxes.js";
+import type { Tree } from "./api/snapshots.js";
+import { throwIfAborted } from "./abort.js";
+import * as attempts from "./attempts.js";
+import { clientOr, entriesOf, type Client } from "./client.js";
+import { Commands } from "./commands.js";
+import { createOwned, end, type OnForkError } from "./creation.js";
+import { changesOf, type Change } from "./diff.js";
+import { asyncDispose } from "./dispose.js";
+import { ForkdError, InvalidRequestError } from "./errors.js";
+import { executionOf, valueOf, type Execution } from "./execution.js";
+import { Files } from "./files.js";
+import { given } from "./given.js";
+import { Snapshot } from "./snapshot.js";
+
+/** What a child or a new sandbox gets. */
+export interface ChildOptions {
+  /** Seconds that it lives; until it is ended when absent. */
+  timeoutSecs?: number | undefined;
+  /** Seconds without use after which it times out. */
+  idleTimeoutSecs?: number | undefined;
+  /** What the daemon does at a time-out; `kill` when absent. */
+  onTimeout?: OnTimeout | undefined;
+  /** Variables for every process started in it: the place for secrets. */
+  envs?: Record<string, string> | undefined;
+  labels?: Record<string, string> | undefined;
+  network?: boolean | undefined;
+  memoryLimitMib?: number | undefined;
+  signal?: AbortSignal | undefined;
+}
+
+export interface CreateOptions extends ChildOptions {
+  /** Boots this image, in place of a fork of a snapshot. */
+  image?: string | undefined;
+  /** Of a boot: memory and vCPUs. */
+  memSizeMib?: number | undefined;
+  vcpus?: number | undefined;
+  client?: Client | undefined;
+  onProgress?: ((progress: CreateProgress) => void) | undefined;
+}
+
+export interface CreateProgress {
+  stage: "creating" | "running";
+  /** Seconds since the start. */
+  seconds: number;
+}
+
+export interface ForkOptions extends ChildOptions {
+  /** What happens if some children do not start: `throw` ends the others, `return` returns them. */
+  onError?: OnForkError | undefined;
+}
+
+export interface BranchOptions {
+  /** The branch's name; one with the sandbox's id when absent. */
+  tag?: string | undefined;
+  /** `live` when absent. */
+  mode?: "live" | "diff" | "full" | "disk" | undefined;
+  /** False, for `live` only: returns as soon as the sandbox runs again. */
+  wait?: boolean | undefined;
+  signal?: AbortSignal | undefined;
+}
+
+export interface ListOptions {
+  labels?: Record<string, string> | undefined;
+  /** A snapshot or its tag. */
+  snapshot?: string | Snapshot | undefined;
+  state?: SandboxState | undefined;
+  client?: Client | undefined;
+  signal?: AbortSignal | undefined;
+}
+
+interface Signal {
+  signal?: AbortSignal | undefined;
+}
+
+interface EvalOptions extends Signal {
+  /** Seconds after which the code is interrupted; 30 when absent. */
+  timeoutSecs?: number | undefined;
+}
+
+/** A running virtual machine. `await using` ends it. */
+export class Sandbox {
+  readonly id: string;
+  readonly client: Client;
+  readonly commands: Commands;
+  readonly files: Files;
+  /** What `rollback` returns to: branches made here, the newest last. */
+  readonly #branches: string[] = [];
+  readonly #origin: string | undefined;
+
+  /** @internal */
+  constructor(client: Client, info: SandboxInfo) {
+    this.client = client;
+    this.id = info.id;
+    this.#origin = info.snapshot_tag ?? undefined;
+    this.commands = new Commands(client, info.id);
+    this.files = new Files(client, info.id);
+  }
+
+  /** Forks a sandbox from a snapshot, or boots one from `image`. */
+  static create(snapshot: string | Snapshot, options?: CreateOptions): Promise<Sandbox>;
+  static create(options: CreateOptions & { image: string }): Promise<Sandbox>;
+  static async create(from: string | Snapshot | CreateOptions, more: CreateOptions = {}): Promise<Sandbox> {
+    const isSource = typeof from === "string" || from instanceof Snapshot;
+    const options = isSource ? more : from;
+    const { image, memSizeMib, vcpus } = options;
+    if (!isSource && image === undefined) {
+      const text = "name a snapshot to fork from (`forkd images` lists them), or give `image` to boot one";
+      throw new InvalidRequestError(text, { code: "invalid_request" });
+    }
+    const source = isSource ? { snapshot_tag: tagOf(from) } : {};
+    const boot = given({ image, mem_size_mib: memSizeMib, vcpus });
+    const [sandbox] = await spawn(clientOr(options.client), { ...source, ...boot }, options);
+    return sandbox as Sandbox;
+  }
+
+  /** A sandbox that exists. */
+  static async connect(id: string, options: { client?: Client; signal?: AbortSignal } = {}): Promise<Sandbox> {
+    const client = clientOr(options.client);
+    return new Sandbox(client, await client.getSandbox(id, {}, { signal: options.signal }));
+  }
+
+  /** The caller's sandboxes, oldest first. */
+  static async *list(options: ListOptions = {}): AsyncGenerator<Sandbox, void, undefined> {
+    const { labels, snapshot, state, signal } = options;
+    const client = clientOr(options.client);
+    const label = Object.entries(labels ?? {}).map(([name, value]) => `${name}=${value}`);
+    const filter = { label, state, snapshot_tag: snapshot === undefined ? undefined : tagOf(snapshot) };
+    const infos = entriesOf((query) => client.listSandboxes({ ...filter, ...query }, { signal }));
+    for await (const info of infos) yield new Sandbox(client, info);
+  }
+
+  info(options: Signal = {}): Promise<SandboxInfo> {
+    return this.client.getSandbox(this.id, {}, options);
+  }
+
+  /** Asks the agent in the guest for a sign of life. */
+  ping(options: Signal = {}): Promise<PingReply> {
+    return this.client.pingSandbox(this.id, options);
+  }
+
+  /** Memory, CPU time and network of the sandbox's process on the host. */
+  metrics(options: Signal = {}): Promise<Stats> {
+    return this.client.getStats(this.id, options);
+  }
+
+  /** Changes time-outs, the action at a time-out, and labels. `null` removes a time-out. */
+  update(
+    changes: { timeoutSecs?: number | null; idleTimeoutSecs?: number | null; onTimeout?: OnTimeout; labels?: Record<string, string> },
+    options: Signal = {},
+  ): Promise<SandboxInfo> {
+    const { timeoutSecs: timeout_secs, idleTimeoutSecs: idle_timeout_secs, onTimeout: on_timeout, labels } = changes;
+    const body: UpdateRequest = given({ timeout_secs, idle_timeout_secs, on_timeout, labels });
+    return this.client.updateSandbox(this.id, body, options);
+  }
+
+  /** It lives this many seconds from now; `null` for no limit. */
+  async setTimeout(secs: number | null, options: Signal = {}): Promise<void> {
+    await this.update({ timeoutSecs: secs }, options);
+  }
+
+  /** Ends it at once. Returns false if it had ended before. */
+  kill(): Promise<boolean> {
+    return end(this.client, this.id);
+  }
+
+  /** The output of the guest's console, or its last lines. */
+  console(options: { tail?: number } & Signal = {}): Promise<string> {
+    return this.client.getConsole(this.id, { tail: options.tail }, { signal: options.signal });
+  }
+
+  /** What `await using` calls. */
+  async [asyncDispose](): Promise<void> {
+    await this.kill();
+  }
+
+  /** The value of Python code in the warmed interpreter; its `repr` if JSON has no such type. Throws what it raises. */
+  async eval(code: string, { timeoutSecs, signal }: EvalOptions = {}): Promise<unknown> {
+    return valueOf(await this.client.evalCode(this.id, { code, ...given({ timeout_secs: timeoutSecs }) }, { signal }));
+  }
+
+  /** Runs Python code, and returns what it did: an exception of the code is in `error`. */
+  async runCode(
+    code: string,
+    { timeoutSecs, signal, onStdout }: EvalOptions & { onStdout?: (text: string) => void } = {},
+  ): Promise<Execution> {
+    const reply = await this.client.evalCode(this.id, { code, ...given({ timeout_secs: timeoutSecs }) }, { signal });
+    // The interpreter's output comes with its answer.
+    if (reply.stdout !== "") onStdout?.(reply.stdout);
+    return executionOf(reply);
+  }
+
+  /** Forks children: all have the memory and the disk of the same instant. The sandbox goes on. */
+  async fork(n = 1, { signal, onError, ...options }: ForkOptions = {}): Promise<Sandbox[]> {
+    const body = { n, ...wireOf(options) };
+    const send = (call: object) => this.client.forkEachSandbox(this.id, body, call);
+    const children = await createOwned(this.client, send, signal, onError);
+    return children.map((info) => new Sandbox(this.client, info));
+  }
+
+  /** Keeps this moment as a snapshot. The sandbox goes on. */
+  async branch({ tag, mode = "live", wait, signal }: BranchOptions = {}): Promise<Snapshot> {
+    const info = await this.client.branchSandbox(this.id, { mode, ...given({ tag, wait }) }, { signal });
+    if (mode !== "disk") this.#branches.push(info.tag);
+    return new Snapshot(this.client, info);
+  }
+
+  /** Goes back to a snapshot: by default to the newest branch made by this object, else to where it came from. */
+  async rollback(to?: string | Snapshot, options: Signal = {}): Promise<SandboxInfo> {
+    const target = to === undefined ? (this.#branches.at(-1) ?? this.#origin) : tagOf(to);
+    return this.client.rollbackSandbox(this.id, given({ to: target }), options);
+  }
+
+  pause(options: Signal = {}): Promise<SandboxInfo> {
+    return this.client.pauseSandbox(this.id, options);
+  }
+
+  resume(options: Signal = {}): Promise<SandboxInfo> {
+    return this.client.resumeSandbox(this.id, options);
+  }
+
+  /** The ancestry of all snapshots and sandboxes of the caller. */
+  tree(options: Signal = {}): Promise<Tree> {
+    return this.client.getTree(options);
+  }
+
+  /** Runs each attempt in a child of this moment. Outcomes come in order; the children end, unless `keep`. */
+  tryEach<T>(each: readonly attempts.Attempt<T>[], options: attempts.AttemptOptions = {}): Promise<attempts.Outcome<T>[]> {
+    return attempts.tryEach(this, each, options);
+  }
+
+  /** Runs `step` in `n` children of this moment. The highest score wins. With `keep` the winner's sandbox lives. */
+  bestOf<T>(
+    n: number,
+    step: attempts.Attempt<T>,
+    score: (value: T) => number | Promise<number>,
+    options: attempts.AttemptOptions = {},
+  ): Promise<attempts.Outcome<T>> {
+    return attempts.bestOf(this, n, step, score, options);
+  }
+
+  /** Runs all attempts in children of this moment. The first that returns wins; the others end at once. */
+  firstSuccess<T>(each: readonly attempts.Attempt<T>[], options: attempts.AttemptOptions = {}): Promise<attempts.Outcome<T>> {
+    return attempts.firstSuccess(this, each, options);
+  }
+
+  /** Runs `body`. If it throws, the sandbox goes back to the moment before, and the error goes on. */
+  async checkpoint<T>(body: () => T | Promise<T>, { tag, signal }: { tag?: string } & Signal = {}): Promise<T> {
+    throwIfAborted(signal);
+    const name = tag ?? `checkpoint-${this.id}-${randomBytes(3).toString("hex")}`;
+    // Without the signal: a branch under way can not be removed yet.
+    const branch = await this.client.branchSandbox(this.id, { tag: name, mode: "live", wait: false });
+    try {
+      throwIfAborted(signal);
+      return await body();
+    } catch (error) {
+      try {
+        await this.client.rollbackSandbox(this.id, { to: branch.tag });
+      } catch (cause) {
+        const why = cause instanceof Error ? cause.message : String(cause);
+        const code = cause instanceof ForkdError ? cause.code : "unknown";
+        throw new ForkdError(`the work failed, and so did the rollback to before it: ${why}`, { code, cause: error });
+      }
+      throw error;
+    } finally {
+      await new Snapshot(this.client, branch).delete();
+    }
+  }
+
+  /** What differs in the files of `other`: `added` is in `other` alone. */
+  async diff(other: Sandbox, path = "/", options: Signal = {}): Promise<Change[]> {
+    const signal = options.signal === undefined ? {} : { signal: options.signal };
+    const [before, after] = await Promise.all([this.files.tree(path, signal), other.files.tree(path, signal)]);
+    return changesOf(before, after);
+  }
+}
+
+/** Creates sandboxes. @internal */
+export async function spawn(
+  client: Client,
+  source: Pick<CreateRequest, "snapshot_tag" | "image" | "mem_size_mib" | "vcpus" | "n">,
+  { signal, onProgress, ...options }: CreateOptions,
+): Promise<Sandbox[]> {
+  const start = Date.now();
+  const report = (stage: CreateProgress["stage"]): void => onProgress?.({ stage, seconds: (Date.now() - start) / 1000 });
+  report("creating");
+  const body = { ...source, ...wireOf(options) };
+  const infos = await createOwned(client, (call) => client.createEachSandbox(body, call), signal);
+  report("running");
+  return infos.map((info) => new Sandbox(client, info));
+}
+
+/** The fields of a request that all new sandboxes have. */
+function wireOf(options: ChildOptions): Partial<CreateRequest> {
+  return given({
+    timeout_secs: options.timeoutSecs,
+    idle_timeout_secs: options.idleTimeoutSecs,
+    on_timeout: options.onTimeout,
+    env: options.envs,
+    labels: options.labels,
+    network: options.network,
+    memory_limit_mib: options.memoryLimitMib,
+  });
+}
+
+function tagOf(snapshot: string | Snapshot): string {
+  return typeof snapshot === "string" ? snapshot : snapshot.tag;
+}

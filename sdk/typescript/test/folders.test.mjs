@@ -1,0 +1,201 @@
+// Copies of folders, diffs and checkpoints, with a sandbox whose answers are hostile.
+
+import assert from "node:assert/strict";
+import { mkdir, mkdtemp, readdir, readFile, rm, symlink } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { test } from "node:test";
+
+import * as forkd from "@forkd/sdk";
+
+import { served } from "./server.mjs";
+
+const info = { id: "sb1", state: "running", snapshot_tag: "origin" };
+
+async function scratch(t) {
+  const folder = await mkdtemp(join(tmpdir(), "forkd-"));
+  t.after(() => rm(folder, { recursive: true }));
+  return folder;
+}
+
+/** A sandbox with these entries in `/srv`. Every file has its path as content. */
+async function guest(t, entries) {
+  const { client } = await served(t, (exchange) => {
+    const path = exchange.url.searchParams.get("path");
+    if (exchange.path.endsWith("/files/stat")) return exchange.answer(200, { path, type: "directory", mode: 0o755 });
+    if (exchange.path.endsWith("/files/list")) return exchange.answer(200, { entries });
+    exchange.reply.end(path);
+  });
+  return new forkd.Sandbox(client(), info);
+}
+
+const file = (path, type = "file") => ({ path, type, mode: 0o6777, name: "name" });
+
+async function everything(folder) {
+  const found = await readdir(folder, { withFileTypes: true });
+  const below = await Promise.all(
+    found.map(async (entry) => (entry.isDirectory() ? (await everything(join(folder, entry.name))).map((name) => `${entry.name}/${name}`) : [entry.name])),
+  );
+  return below.flat().sort();
+}
+
+test("a hostile list writes nothing outside of the folder", async (t) => {
+  const folder = await scratch(t);
+  const hostile = [
+    "/srv/../escaped",
+    "/srv/a/../../escaped",
+    "/srv/./dot",
+    "/srv//empty",
+    "/srv/nul\0",
+    "/etc/passwd",
+    "escaped",
+    "",
+    "/srv",
+    "/srv/",
+    "/srvother/x",
+    `${folder}/escaped`,
+  ];
+  const sandbox = await guest(t, [
+    file("/srv/good"),
+    file("/srv/deep/er/file"),
+    ...hostile.map((path) => file(path)),
+    ...hostile.map((path) => file(path, "directory")),
+    file("/srv/link", "symlink"),
+    file("/srv/pipe", "other"),
+  ]);
+  const { files, skipped } = await sandbox.files.download("/srv", join(folder, "in"));
+  assert.equal(files, 2);
+  assert.equal(skipped.length, 2 * hostile.length + 2);
+  assert.deepEqual(await everything(folder), ["in/deep/er/file", "in/good"]);
+  assert.equal(await readFile(join(folder, "in/good"), "utf8"), "/srv/good");
+});
+
+test("a link in the local folder is not followed", async (t) => {
+  const folder = await scratch(t);
+  await mkdir(join(folder, "in"));
+  await mkdir(join(folder, "outside"));
+  await symlink(join(folder, "outside"), join(folder, "in/link"));
+  await symlink(join(folder, "outside/file"), join(folder, "in/file"));
+  const through = await guest(t, [file("/srv/link", "directory"), file("/srv/link/file")]);
+  await assert.rejects(through.files.download("/srv", join(folder, "in")), { code: "local_conflict" });
+  const over = await guest(t, [file("/srv/file")]);
+  await over.files.download("/srv", join(folder, "in"));
+  assert.deepEqual(await everything(folder), ["in/file", "in/link"]);
+});
+
+test("a download that fails leaves no part of a file", async (t) => {
+  const folder = await scratch(t);
+  const { client } = await served(t, (exchange) => {
+    const path = exchange.url.searchParams.get("path");
+    if (exchange.path.endsWith("/files/stat")) return exchange.answer(200, { path, type: "file", mode: 0o644 });
+    exchange.reset("part");
+  });
+  const sandbox = new forkd.Sandbox(client(), info);
+  await assert.rejects(sandbox.files.download("/srv/a", join(folder, "a")), forkd.StreamBrokenError);
+  assert.deepEqual(await everything(folder), []);
+});
+
+/** A tree as the daemon sends it. */
+const tree = (entries) => ({ path: "/srv", entries });
+const entry = (path, more) => ({ path, kind: "file", size: 1, modified_unix_ms: 1, mode: 420, sha256: "aa", target: null, ...more });
+
+test("a diff names what was added, removed, modified, and what became another type or mode", async (t) => {
+  const trees = {
+    sb1: tree([
+      entry("same", { modified_unix_ms: 5 }),
+      entry("content"),
+      entry("size"),
+      entry("both"),
+      entry("mode"),
+      entry("link", { kind: "symlink", target: "a", sha256: null }),
+      entry("type"),
+      entry("gone"),
+      entry("folder", { kind: "directory", size: 4096, sha256: null }),
+    ]),
+    sb2: tree([
+      entry("same"),
+      entry("content", { sha256: "bb" }),
+      entry("size", { size: 2, sha256: null }),
+      entry("both", { sha256: "bb", mode: 0 }),
+      entry("mode", { mode: 493 }),
+      entry("link", { kind: "symlink", target: "b", sha256: null }),
+      entry("type", { kind: "directory", sha256: null }),
+      entry("new/é"),
+      entry("folder", { kind: "directory", size: 8192, sha256: null }),
+    ]),
+  };
+  const { client, requests } = await served(t, (exchange) => exchange.answer(200, trees[exchange.path.split("/")[3]]));
+  const [one, other] = ["sb1", "sb2"].map((id) => new forkd.Sandbox(client(), { ...info, id }));
+  const changes = await one.diff(other, "/srv");
+  assert.deepEqual(
+    changes.map(({ path, kind, before, after }) => [path, kind, before !== undefined, after !== undefined]),
+    [
+      ["/srv/both", "modified", true, true],
+      ["/srv/content", "modified", true, true],
+      ["/srv/gone", "removed", true, false],
+      ["/srv/link", "modified", true, true],
+      ["/srv/mode", "mode", true, true],
+      ["/srv/new/é", "added", false, true],
+      ["/srv/size", "modified", true, true],
+      ["/srv/type", "type", true, true],
+    ],
+  );
+  assert.deepEqual(requests.map(({ url }) => url.search), ["?path=%2Fsrv&hash=true", "?path=%2Fsrv&hash=true"]);
+});
+
+/** A daemon that logs what is asked of its sandbox. */
+async function logged(t, rollback = (exchange) => exchange.answer(200, info)) {
+  const log = [];
+  const { client } = await served(t, async (exchange) => {
+    const body = await exchange.json();
+    if (exchange.path.endsWith("/branch")) {
+      log.push(`branch ${body.mode} ${body.wait}`);
+      return exchange.answer(202, { tag: body.tag ?? "made", status: "writing" });
+    }
+    if (exchange.path.endsWith("/rollback")) {
+      log.push(`rollback ${body.to}`);
+      return rollback(exchange);
+    }
+    log.push(`${exchange.method} ${exchange.path.split("/").at(-1)}`);
+    exchange.answer(204);
+  });
+  return { log, sandbox: new forkd.Sandbox(client(), info) };
+}
+
+test("a checkpoint rolls back when its body throws, and removes its branch either way", async (t) => {
+  const { log, sandbox } = await logged(t);
+  assert.equal(await sandbox.checkpoint(async () => 5, { tag: "c" }), 5);
+  assert.deepEqual(log.splice(0), ["branch live false", "DELETE c"]);
+  const boom = new Error("boom");
+  const throws = () => {
+    throw boom;
+  };
+  await assert.rejects(sandbox.checkpoint(throws, { tag: "c" }), boom);
+  assert.deepEqual(log.splice(0), ["branch live false", "rollback c", "DELETE c"]);
+  const controller = new AbortController();
+  const body = async () => controller.abort();
+  await sandbox.checkpoint(body, { tag: "c", signal: controller.signal });
+  log.splice(0);
+  await assert.rejects(sandbox.checkpoint(body, { tag: "c", signal: controller.signal }), { name: "AbortError" });
+  assert.deepEqual(log, []);
+});
+
+test("a rollback that fails says so, and has the first error as its cause", async (t) => {
+  const { log, sandbox } = await logged(t, (exchange) => exchange.refuse(502, "guest_failed"));
+  const boom = new Error("boom");
+  const error = await sandbox.checkpoint(() => Promise.reject(boom), { tag: "c" }).catch((error) => error);
+  assert.deepEqual([error.code, error.cause], ["guest_failed", boom]);
+  assert.match(error.message, /rollback/);
+  assert.equal(log.at(-1), "DELETE c");
+});
+
+test("a rollback goes to the newest branch of the object, or to where the sandbox came from", async (t) => {
+  const { log, sandbox } = await logged(t);
+  await sandbox.rollback();
+  const branch = await sandbox.branch({ tag: "one" });
+  await sandbox.branch({ tag: "two", wait: false });
+  await sandbox.rollback();
+  await sandbox.rollback(branch);
+  const expected = ["rollback origin", "branch live undefined", "branch live false", "rollback two", "rollback one"];
+  assert.deepEqual(log, expected);
+});

@@ -1,0 +1,193 @@
+// No sandbox is left: not by an abort in the middle of a fork, not by a lost answer, not by attempts that fail.
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import * as forkd from "@forkd/sdk";
+
+import { daemon, eventually, sleep } from "./server.mjs";
+
+const SOURCE = { id: "sb0", state: "running", snapshot_tag: "a", created_at_unix: 1 };
+
+async function source(t, options, more = {}) {
+  const server = await daemon(t, options);
+  server.sandboxes.set("sb0", SOURCE);
+  const sandbox = new forkd.Sandbox(server.client(more), SOURCE);
+  return Object.assign(server, { sandbox, ids: () => [...server.sandboxes.keys()] });
+}
+
+test("a fork that is aborted before its answer leaves no child", async (t) => {
+  let release;
+  const held = new Promise((resolve) => (release = resolve));
+  const { sandbox, ids } = await source(t, { hold: () => held });
+  const controller = new AbortController();
+  const forked = sandbox.fork(3, { signal: controller.signal });
+  await eventually(() => ids().length === 4, "the daemon forked");
+  controller.abort(new Error("enough"));
+  setTimeout(release, 100);
+  await assert.rejects(forked, { message: "enough" });
+  assert.deepEqual(ids(), ["sb0"]);
+});
+
+test("an abort does not wait for a daemon that stalls, and the children end when it answers", async (t) => {
+  let release;
+  const held = new Promise((resolve) => (release = resolve));
+  const { sandbox, ids } = await source(t, { hold: () => held });
+  const controller = new AbortController();
+  const forked = sandbox.fork(2, { signal: controller.signal });
+  await eventually(() => ids().length === 3, "the daemon forked");
+  controller.abort();
+  await assert.rejects(forked, { name: "AbortError" });
+  assert.equal(ids().length, 3);
+  release();
+  await eventually(() => ids().length === 1, "the children ended");
+});
+
+test("a fork that was aborted before it began is not sent", async (t) => {
+  const { sandbox, requests } = await source(t);
+  const before = requests.length;
+  await assert.rejects(sandbox.fork(2, { signal: AbortSignal.abort() }), { name: "AbortError" });
+  assert.equal(requests.length, before);
+});
+
+test("an answer that is lost is asked for again, and there is one set of children", async (t) => {
+  const { sandbox, ids } = await source(t, {
+    hold: async (exchange) => {
+      exchange.tries = sandbox.tries = (sandbox.tries ?? 0) + 1;
+      if (exchange.tries < 3) exchange.reset();
+    },
+  });
+  const children = await sandbox.fork(2);
+  assert.deepEqual(ids(), ["sb0", ...children.map(({ id }) => id)]);
+  assert.equal(sandbox.tries, 3);
+});
+
+test("children that a fork made before it gave up end as soon as the daemon answers", async (t) => {
+  let stalls = true;
+  const { sandbox, ids } = await source(t, { hold: () => (stalls ? new Promise(() => {}) : undefined) }, { timeoutSecs: 0.1 });
+  await assert.rejects(sandbox.fork(2), forkd.TimeoutError);
+  await eventually(() => ids().length === 3, "the daemon forked");
+  stalls = false;
+  await eventually(() => ids().length === 1, "the children ended");
+});
+
+test("a create that times out leaves no sandbox either", async (t) => {
+  let stalls = true;
+  const { client, sandboxes } = await daemon(t, { hold: () => (stalls ? new Promise(() => {}) : undefined) });
+  const created = forkd.Sandbox.create("a", { client: client({ timeoutSecs: 0.1 }) });
+  await assert.rejects(created, forkd.TimeoutError);
+  await eventually(() => sandboxes.size === 1, "the daemon forked");
+  stalls = false;
+  await eventually(() => sandboxes.size === 0, "the sandbox ended");
+});
+
+test("when some children do not start the others end, unless the caller wants them", async (t) => {
+  const { sandbox, ids } = await source(t, { fail: (index) => (index === 1 ? "guest_failed" : undefined) });
+  const error = await sandbox.fork(3).catch((error) => error);
+  assert.ok(error instanceof forkd.ForkError);
+  assert.deepEqual([error.code, error.errors.length], ["guest_failed", 1]);
+  assert.match(error.message, /1 of 3 children/);
+  assert.deepEqual(ids(), ["sb0"]);
+  const children = await sandbox.fork(3, { onError: "return" });
+  assert.equal(children.length, 2);
+  assert.equal(ids().length, 3);
+});
+
+test("attempts run in children of one fork, come in order, and leave no child", async (t) => {
+  const { sandbox, ids, answers } = await source(t);
+  let running = 0;
+  let most = 0;
+  const attempt = (ms, result) => async (child, { index, signal }) => {
+    assert.equal(signal.aborted, false);
+    most = Math.max(most, ++running);
+    await sleep(ms);
+    running--;
+    if (result instanceof Error) throw result;
+    return `${await child.eval(result)} ${index}`;
+  };
+  const boom = new Error("boom");
+  const outcomes = await sandbox.tryEach([attempt(60, "x"), attempt(10, boom), attempt(20, "y")], { parallel: 2 });
+  assert.deepEqual(outcomes.map(({ value }) => value), [`sb1 x 0`, undefined, `sb3 y 2`]);
+  assert.equal(outcomes[1].error, boom);
+  assert.ok(outcomes[0].seconds >= 0.05, "an attempt that sleeps for 60 ms takes as long");
+  assert.equal(most, 2);
+  assert.equal(answers.size, 1);
+  assert.deepEqual(ids(), ["sb0"]);
+  const kept = await sandbox.tryEach([attempt(1, "x"), attempt(1, boom)], { keep: true });
+  assert.deepEqual(ids(), ["sb0", ...kept.map(({ sandbox }) => sandbox.id)]);
+  assert.deepEqual(await sandbox.tryEach([]), []);
+});
+
+test("attempts that are aborted reject at once, see the signal, and leave no child", async (t) => {
+  const { sandbox, ids } = await source(t);
+  const controller = new AbortController();
+  let seen = false;
+  const forever = (child, { signal }) => new Promise(() => signal.addEventListener("abort", () => (seen = true)));
+  for (const call of ["tryEach", "firstSuccess"]) {
+    const one = new AbortController();
+    const pending = sandbox[call]([forever, forever], { signal: one.signal, keep: true });
+    await eventually(() => ids().length === 3);
+    one.abort(new Error("enough"));
+    await assert.rejects(pending, { message: "enough" });
+    assert.deepEqual(ids(), ["sb0"]);
+    assert.ok(seen);
+  }
+  const best = sandbox.bestOf(2, forever, () => 1, { signal: controller.signal });
+  await eventually(() => ids().length === 3);
+  controller.abort();
+  await assert.rejects(best, { name: "AbortError" });
+  assert.deepEqual(ids(), ["sb0"]);
+});
+
+test("the best of several is the one with the highest score", async (t) => {
+  const { sandbox, ids } = await source(t);
+  const step = async (child, { index }) => {
+    if (index === 1) throw new Error("boom");
+    return index;
+  };
+  for (const [score, winner] of [[(value) => value, 3], [(value) => -value, 0], [() => 5, 0]]) {
+    const best = await sandbox.bestOf(4, step, score);
+    assert.deepEqual([best.ok, best.value, best.index], [true, winner, winner]);
+    assert.deepEqual(ids(), ["sb0"]);
+  }
+  const kept = await sandbox.bestOf(4, step, (value) => value, { keep: true, parallel: 1 });
+  assert.deepEqual(ids(), ["sb0", kept.sandbox.id]);
+  await kept.sandbox.kill();
+  const error = await sandbox.bestOf(2, step, () => NaN).catch((error) => error);
+  assert.ok(error instanceof forkd.AllFailedError);
+  assert.match(error.outcomes[0].error.message, /not a number/);
+  assert.match(error.outcomes[1].error.message, /boom/);
+  assert.deepEqual(ids(), ["sb0"]);
+});
+
+test("the first success ends the others at once", async (t) => {
+  const { sandbox, ids } = await source(t);
+  let aborted = false;
+  const never = (child, { signal }) => new Promise(() => signal.addEventListener("abort", () => (aborted = true)));
+  const fails = async () => {
+    throw new Error("boom");
+  };
+  const wins = async (child) => {
+    await sleep(30);
+    return child.id;
+  };
+  const first = await sandbox.firstSuccess([never, fails, wins], { keep: true });
+  assert.deepEqual([first.index, first.value], [2, first.sandbox.id]);
+  assert.ok(aborted);
+  assert.deepEqual(ids(), ["sb0", first.sandbox.id]);
+  await first.sandbox.kill();
+  const error = await sandbox.firstSuccess([fails, fails]).catch((error) => error);
+  assert.ok(error instanceof forkd.AllFailedError);
+  assert.equal(error.outcomes.length, 2);
+  assert.deepEqual(ids(), ["sb0"]);
+});
+
+test("a disposed sandbox has ended, and a second kill says that it had", async (t) => {
+  const { sandbox, ids } = await source(t);
+  const [child, other] = await sandbox.fork(2);
+  const dispose = Symbol.asyncDispose ?? Symbol.for("Symbol.asyncDispose");
+  await child[dispose]();
+  assert.deepEqual(ids(), ["sb0", other.id]);
+  assert.equal(await child.kill(), false);
+  assert.equal(await other.kill(), true);
+});
