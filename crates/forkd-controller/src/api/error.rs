@@ -56,6 +56,14 @@ pub(super) fn finish(mut response: Response, path: &str, reader: &Reader) -> Res
     Response::from_parts(parts, body)
 }
 
+/// Checks that the OpenAPI document lists the code of an error reply.
+#[cfg(test)]
+pub(super) fn check_code(method: &axum::http::Method, route: &str, response: &Response) {
+    if let Some(error) = response.extensions().get::<Error>() {
+        super::error_codes::check(method, route, error);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
