@@ -6,7 +6,7 @@
 #   scripts/test-recipes.sh RECIPE…     some of them, by folder
 #
 # FORKD_TAG is the snapshot to use (default: `recipes`, which is made if it is missing). Where FORKD_URL and FORKD_TOKEN
-# are set, they name the daemon.
+# are set, they name the daemon. Other clients of it should be idle: what appears in the meantime counts as left behind.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH=${FORKD_TEST_BIN:-$PWD/target/release}:$PATH
@@ -44,7 +44,7 @@ prepare() {
 program() {
   local start=$EPOCHREALTIME verdict=ok status=0
   # CrewAI keeps files in XDG_DATA_HOME.
-  (cd "recipes/$recipe" && XDG_DATA_HOME=$place/data timeout --kill-after=10 600 "$place/$recipe/bin/python" "$1") \
+  (cd "recipes/$recipe" && XDG_DATA_HOME=$place/data timeout --kill-after=10 900 "$place/$recipe/bin/python" "$1") \
     >"$log" 2>&1 || status=$?
   if [ "$status" != 0 ] || ! grep -qxF -- "$2" "$log"; then
     verdict=FAILED failed=1
@@ -91,9 +91,7 @@ if recipe openai-agents "3, 10"; then
   program handoff.py "the planner's sandbox: {'ada': 30, 'bob': 12}"
   program swarm.py "archivist: All is archived."
 fi
-if ! forkd mcp --help >"$log" 2>&1; then
-  echo "NOT RUN: recipes/mcp-agent: $(command -v forkd) has no command mcp"
-elif recipe mcp-agent "3, 10"; then
+if recipe mcp-agent "3, 10"; then
   program agent.py "the best of three: sorted; lines after the rollback: 1000"
 fi
 if recipe coding-agent-fork "3, 9"; then

@@ -52,13 +52,13 @@ def timed(name, function):
 
 
 def digest(sandbox):
-    return sandbox.commands.run("sha256sum < /root/blob", timeout=120).stdout.split()[0]
+    return sandbox.commands.run("sha256sum < /root/blob", timeout=300).stdout.split()[0]
 
 
 def attempt(child, fix):
     """What a fix brings: whether the tests pass, how many ran, and the digest of the blob."""
     fix(child)
-    tests = child.commands.run("python3 -m unittest", cwd="/root/package", timeout=120, check=False)
+    tests = child.commands.run("python3 -m unittest", cwd="/root/package", timeout=300, check=False)
     ran = int(re.search(r"Ran (\d+) test", tests.stderr).group(1))
     return tests.exit_code == 0, ran, digest(child)
 
@@ -66,7 +66,7 @@ def attempt(child, fix):
 with contextlib.ExitStack() as cleanup:
     source = cleanup.enter_context(Sandbox.create(SNAPSHOT))
     write = "head -c 52428800 /dev/urandom > /root/blob"
-    timed("write a blob of 50 MiB", lambda: source.commands.run(write, timeout=120))
+    timed("write a blob of 50 MiB", lambda: source.commands.run(write, timeout=300))
     for name, text in PACKAGE.items():
         source.files.write(f"/root/package/{name}", text)
     before = timed("its digest", lambda: digest(source))

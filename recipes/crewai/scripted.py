@@ -28,3 +28,6 @@ class ScriptedLLM(BaseLLM):
 
     def supports_function_calling(self):
         return False
+
+    def get_input_tokens_count(self, *args, **kwargs):
+        return 0

@@ -16,6 +16,7 @@ mod kills;
 mod load;
 mod machine;
 mod make;
+mod mcp;
 mod pattern;
 mod pip;
 mod power;

@@ -74,7 +74,7 @@ fn the_wheel_of_the_python_sdk_does_all_that_it_offers() {
     let drive = sdk
         .python()
         .arg("drive.py")
-        .arg(sdk.folder.join("../../docs/PYTHON.md"))
+        .args(["docs/PYTHON.md", "README.md"].map(|page| sdk.folder.join("../..").join(page)))
         .env("PATH", path)
         .env("FORKD_URL", found["url"].as_str().unwrap())
         .env("FORKD_TOKEN", found["token"].as_str().unwrap())

@@ -72,7 +72,7 @@ def run(source, values, loop):
 
 
 def run_page(page, tag):
-    """Runs the programs of a page, one after the other, in one namespace; `"py"` is the snapshot there. What a program
+    """Runs the programs of a page, one after the other, in one namespace; `"py"` or `"numpy"` is the snapshot there. What a program
     prints must be the block of text behind it, if there is one."""
     text = page.read_text()
     blocks = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", text, re.M | re.S)
@@ -82,7 +82,7 @@ def run_page(page, tag):
         os.chdir(folder)
         try:
             for program, wanted in blocks:
-                program = program.replace('"py"', repr(tag))
+                program = re.sub('"(py|numpy)"', repr(tag), program)
                 if "forkd_sandbox" in program:
                     run_pytest(program, tag)
                     continue

@@ -15,6 +15,7 @@ mod from_image;
 mod image;
 mod inspect;
 mod machine;
+mod mcp;
 mod quickstart;
 mod run;
 mod sandboxes;
@@ -157,6 +158,7 @@ fn dispatch(cli: Cli) -> Result<u8> {
         Command::Events(args) => events::events(context, &args),
         Command::Top(args) => top::top(context, &args),
         Command::Logs(args) => top::logs(context, &args),
+        Command::Mcp(args) => mcp::mcp(context, &args),
         Command::Serve(args) => serve::serve(context, args).map(|()| 0),
         Command::Doctor(args) => doctor::doctor(context, &args),
         Command::Token(command) => token::token(context, &command),

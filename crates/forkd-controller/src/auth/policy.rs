@@ -57,6 +57,8 @@ fn decided(method: &Method, path: &str) -> Option<Scope> {
         (_, "/sandboxes/{id}/network" | "/sandboxes/{id}/logs") => Scope::Read,
         (_, "/volumes" | "/volumes/{*rest}" | "/volumecontent/{*rest}") => Scope::Read,
         (_, "/secrets" | "/secrets/{*rest}" | "/v3/templates" | "/v2/templates/{*rest}") => Scope::Read,
+        // Each call of a tool is a request of its own, with its own scope.
+        ("GET" | "POST" | "DELETE", "/mcp") => Scope::Read,
         // Sums of the whole host, without names: a monitoring system needs no more than this scope.
         ("GET", "/metrics") => Scope::Read,
         ("POST", "/v1/snapshots/{tag}/owner") => Scope::Admin,

@@ -150,6 +150,7 @@ impl FakeDaemon {
             answers,
             lines,
             tokens,
+            mcp: forkd_mcp::HttpServer::new(forkd_mcp::HttpOptions::default(), CancellationToken::new()),
         };
 
         let inside = folder.path().join(ID);

@@ -1,11 +1,11 @@
-//! The fork tree: orders the daemon's nodes for drawing as text, for Graphviz and as SVG.
+//! Orders the nodes of the tree, and makes their labels.
 //!
-//! Pure: replies in, strings out. The nodes need not form a tree: a missing parent, a duplicate node, a cycle
+//! The nodes need not form a tree: a missing parent, a duplicate node, a cycle
 //! or a huge number of nodes must not hang or crash this. No name can write outside of its label.
 
 use std::collections::HashMap;
 
-use crate::client::types::Node;
+use crate::Node;
 
 /// The limit of drawn nodes.
 const MAX_NODES: usize = 20_000;
@@ -13,12 +13,12 @@ const MAX_NODES: usize = 20_000;
 const MAX_LABEL: usize = 64;
 
 /// Whether a node is a snapshot.
-pub(super) fn is_snapshot(node: &Node) -> bool {
+pub(crate) fn is_snapshot(node: &Node) -> bool {
     node.kind == "snapshot"
 }
 
 /// The kind and state of a node in a few words: `branch, ready`.
-pub(super) fn words(node: &Node) -> String {
+pub(crate) fn words(node: &Node) -> String {
     let back = node.rolled_back_to.as_deref().map(|id| {
         let tag = id.strip_prefix("snapshot:").unwrap_or(id);
         format!("back at {tag}")
@@ -37,28 +37,28 @@ pub(super) fn words(node: &Node) -> String {
 
 /// A node in its place: after its parent, and after its elder siblings and their descendants.
 #[derive(Debug)]
-pub(super) struct Placed {
-    pub(super) node: Node,
+pub(crate) struct Placed {
+    pub(crate) node: Node,
     /// The index of its parent.
-    pub(super) parent: Option<usize>,
+    pub(crate) parent: Option<usize>,
     /// The number of its ancestors.
-    pub(super) depth: usize,
+    pub(crate) depth: usize,
     /// Whether it is the last of its siblings.
-    pub(super) last: bool,
+    pub(crate) last: bool,
 }
 
 /// Nodes in order.
 #[derive(Debug)]
-pub(crate) struct Forest {
-    pub(super) places: Vec<Placed>,
+pub struct Forest {
+    pub(crate) places: Vec<Placed>,
     /// The number of nodes over the limit.
-    pub(crate) left_out: usize,
+    pub left_out: usize,
 }
 
 impl Forest {
     /// Orders nodes, elder siblings first. Of two nodes with one id the first counts. A node whose parent is
     /// missing, or is its own descendant, becomes a root.
-    pub(crate) fn new(mut nodes: Vec<Node>) -> Self {
+    pub fn new(mut nodes: Vec<Node>) -> Self {
         let left_out = nodes.len().saturating_sub(MAX_NODES);
         nodes.truncate(MAX_NODES);
         nodes.sort_by_key(|node| node.created_at_unix);
@@ -117,7 +117,7 @@ fn order(
 
 /// Foreign text as a label: one line of limited length, without characters that move the cursor, change the
 /// direction of writing, or are not allowed in XML.
-pub(super) fn label(text: &str) -> String {
+pub(crate) fn label(text: &str) -> String {
     let harmless = |c: &char| {
         let turns = matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
         !c.is_control() && !turns && !matches!(c, '\u{feff}' | '\u{fffe}' | '\u{ffff}')
@@ -133,11 +133,11 @@ pub(super) fn label(text: &str) -> String {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::client::types::Tree;
+    use forkd_api::Tree;
     use serde_json::{Value, json};
 
     pub(crate) fn forest(nodes: Value) -> Forest {
-        let answer: Tree = serde_json::from_value(json!({ "nodes": nodes })).unwrap();
+        let answer: Tree<Node> = serde_json::from_value(json!({ "nodes": nodes })).unwrap();
         Forest::new(answer.nodes)
     }
 

@@ -1,18 +1,11 @@
 //! `forkd tree`: shows which snapshot or sandbox each one came from.
 
-mod dot;
-mod forest;
-mod svg;
-mod text;
-
 use std::fs;
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
+use forkd_tree::{Forest, Letters};
 use hyper::Method;
-
-use forest::Forest;
-use text::Letters;
 
 use super::{Context, with_daemon};
 use crate::args::TreeArgs;
@@ -33,9 +26,12 @@ pub(crate) fn tree(context: &Context, args: &TreeArgs) -> Result<u8> {
             context.ui.warn(format!("{more} more are not shown; `forkd tree --json` has them all"));
         }
         match &args.svg {
-            Some(file) => write_svg(context, &svg::svg(&forest), file)?,
-            None if args.dot => ui::print(&dot::dot(&forest))?,
-            None => show(context, &text::text(&forest, Letters::of_locale(|name| std::env::var(name).ok())))?,
+            Some(file) => write_svg(context, &forkd_tree::svg(&forest), file)?,
+            None if args.dot => ui::print(&forkd_tree::dot(&forest))?,
+            None => show(
+                context,
+                &forkd_tree::text(&forest, Letters::of_locale(|name| std::env::var(name).ok())),
+            )?,
         }
         Ok(0)
     })

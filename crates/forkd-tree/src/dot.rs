@@ -2,11 +2,11 @@
 
 use std::fmt::Write;
 
-use super::forest::{Forest, is_snapshot, label, words};
-use crate::client::types::Node;
+use crate::Node;
+use crate::forest::{Forest, is_snapshot, label, words};
 
 /// A graph with a box for each node. Nodes are numbered: names appear in labels only.
-pub(crate) fn dot(forest: &Forest) -> String {
+pub fn dot(forest: &Forest) -> String {
     let mut graph = String::from(
         "digraph forkd {\n  rankdir=LR;\n  node [shape=box, style=\"rounded,filled\", fontname=\"monospace\"];\n",
     );
@@ -35,8 +35,8 @@ fn quoted(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::forest::tests::{chain, family, forest};
     use super::*;
+    use crate::forest::tests::{chain, family, forest};
     use serde_json::json;
 
     #[test]

@@ -2,8 +2,8 @@
 
 use std::fmt::Write;
 
-use super::forest::{Forest, is_snapshot, label, words};
-use crate::client::types::Node;
+use crate::Node;
+use crate::forest::{Forest, is_snapshot, label, words};
 
 /// Sizes in pixels. The first is the approximate width of a letter.
 const LETTER: f64 = 7.3;
@@ -22,7 +22,7 @@ struct Spot {
 }
 
 /// An SVG document.
-pub(crate) fn svg(forest: &Forest) -> String {
+pub fn svg(forest: &Forest) -> String {
     let spots = layout(forest);
     let width = spots.iter().map(|spot| spot.x + spot.width).fold(0.0, f64::max) + MARGIN;
     let height = spots.iter().map(|spot| spot.y).fold(0.0, f64::max) + BOX_HEIGHT / 2.0 + MARGIN;
@@ -60,7 +60,7 @@ fn layout(forest: &Forest) -> Vec<Spot> {
         edge += width + GAP;
     }
     let heights = heights(forest);
-    let spot = |((place, width), y): ((&super::forest::Placed, &f64), f64)| Spot {
+    let spot = |((place, width), y): ((&crate::forest::Placed, &f64), f64)| Spot {
         x: left.get(place.depth).copied().unwrap_or(MARGIN),
         y,
         width: *width,
@@ -148,8 +148,8 @@ fn escaped(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::forest::tests::{chain, family, forest};
     use super::*;
+    use crate::forest::tests::{chain, family, forest};
     use serde_json::json;
 
     #[test]

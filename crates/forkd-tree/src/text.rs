@@ -1,20 +1,22 @@
 //! The tree for a terminal.
 
-use super::forest::{Forest, Placed, label, words};
+use crate::forest::{Forest, Placed, label, words};
 
 /// The number of indented levels; deeper nodes are not indented further.
 const MAX_LEVELS: usize = 40;
 
 /// The characters that the terminal can print.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Letters {
+pub enum Letters {
+    /// With lines of boxes.
     Unicode,
+    /// With ASCII alone.
     Ascii,
 }
 
 impl Letters {
     /// The characters of the terminal, according to the first set variable of `LC_ALL`, `LC_CTYPE` and `LANG`.
-    pub(crate) fn of_locale(variable: impl Fn(&str) -> Option<String>) -> Self {
+    pub fn of_locale(variable: impl Fn(&str) -> Option<String>) -> Self {
         let said =
             ["LC_ALL", "LC_CTYPE", "LANG"].into_iter().filter_map(variable).find(|said| !said.is_empty());
         let said = said.unwrap_or_default().to_ascii_lowercase();
@@ -38,7 +40,7 @@ impl Letters {
 }
 
 /// A line for each node, below its parent.
-pub(crate) fn text(forest: &Forest, letters: Letters) -> String {
+pub fn text(forest: &Forest, letters: Letters) -> String {
     // For each level from the root to this node, whether the ancestor is the last of its siblings.
     let mut way: Vec<bool> = Vec::new();
     let line = |place: &Placed| {
@@ -64,8 +66,8 @@ fn indentation(way: &[bool], letters: Letters) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::forest::tests::{chain, family, forest};
     use super::*;
+    use crate::forest::tests::{chain, family, forest};
     use serde_json::json;
 
     #[test]
