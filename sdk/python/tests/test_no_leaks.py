@@ -47,6 +47,22 @@ def test_a_block_left_by_an_exception_ends_its_sandbox(server, client):
     assert not server.alive
 
 
+def test_a_callback_that_raises_leaves_nothing(server, client):
+    def progress(line):
+        if line.startswith("sb"):
+            raise ZeroDivisionError
+
+    async def use():
+        async with AsyncClient(server.url) as client:
+            await AsyncSandbox.create("parent", client=client, on_progress=progress)
+
+    with pytest.raises(ZeroDivisionError):
+        Sandbox.create("parent", client=client, on_progress=progress)
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(use())
+    assert server.made == 2 and not server.alive
+
+
 def test_a_sandbox_is_ended_twice(server, client):
     box = Sandbox.create("parent", client=client)
     box.kill()

@@ -74,9 +74,14 @@ class AsyncSandbox:
         if on_progress is not None:
             on_progress(f"booting {image}" if image else f"forking from {body.get('snapshot_tag')}")
         info = await _create(client, body)
-        if on_progress is not None:
-            on_progress(f"{info.id}: {info.state}")
-        return cls.of(info, client)
+        sandbox = cls.of(info, client)
+        try:
+            if on_progress is not None:
+                on_progress(f"{info.id}: {info.state}")
+        except BaseException:
+            await finish(sandbox.kill())
+            raise
+        return sandbox
 
     @classmethod
     async def connect(cls, id: str, *, client: Optional[AsyncClient] = None) -> Self:

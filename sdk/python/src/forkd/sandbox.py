@@ -105,9 +105,14 @@ class Sandbox:
         if on_progress is not None:
             on_progress(f"booting {image}" if image else f"forking from {body.get('snapshot_tag')}")
         info = _create(client, body)
-        if on_progress is not None:
-            on_progress(f"{info.id}: {info.state}")
-        return cls.of(info, client)
+        sandbox = cls.of(info, client)
+        try:
+            if on_progress is not None:
+                on_progress(f"{info.id}: {info.state}")
+        except BaseException:
+            sandbox.kill()
+            raise
+        return sandbox
 
     @classmethod
     def connect(cls, id: str, *, client: Optional[Client] = None) -> Self:
