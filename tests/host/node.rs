@@ -44,10 +44,10 @@ impl Node {
     /// The packages of a lock file, in a folder with it and its package.json. Kept: fetching takes a while.
     pub(crate) fn packages(&self, from: &Path, folder: &Path) {
         let files = ["package.json", "package-lock.json"];
-        let same = |file: &&str| {
+        let same = |file: &str| {
             std::fs::read(folder.join(file)).is_ok_and(|has| has == std::fs::read(from.join(file)).unwrap())
         };
-        if files.iter().all(|file| same(&file)) && folder.join("node_modules/.package-lock.json").is_file() {
+        if files.iter().all(|file| same(file)) && folder.join("node_modules/.package-lock.json").is_file() {
             return;
         }
         std::fs::create_dir_all(folder).unwrap();
