@@ -6,7 +6,7 @@ GUEST_BINARY := target/guest/$(GUEST_TARGET)/release/forkd-guest
 # Where rustup puts cargo: shells know it only after the next login.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build dist demo test test-e2b lint advisories soak clean
+.PHONY: help setup build dist demo test test-e2b test-recipes lint advisories soak clean
 
 help: ## Show this help
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1	\2/p' Makefile
@@ -35,6 +35,9 @@ test: build ## Run all tests, formatting and clippy
 
 test-e2b: build ## E2B's clients in several versions, and its code interpreter (PyPI, npm)
 	@scripts/test-e2b.sh
+
+test-recipes: build ## The programs of recipes/ with the frameworks they are for (PyPI)
+	@scripts/test-recipes.sh
 
 lint: ## Formatting, clippy, dependencies
 	cargo fmt --all --check

@@ -8,7 +8,8 @@
 //! - [`firecracker`]: the same fan-out with another monitor;
 //! - [`host`]: the conditions of a run, and the memory of processes;
 //! - [`burst`]: the figures of one fan-out, and of several together;
-//! - [`report`]: lines, table, and whether the goals are met; [`chart`]: pictures of the same lines.
+//! - [`report`]: lines, table, and whether the goals are met; [`chart`]: pictures of the same lines;
+//! - [`e2b`]: the lines, the table and the goals of the E2B API.
 //!
 //! The `forkd bench` command drives it. Cases that need the daemon are there: this crate knows nothing of
 //! HTTP, tags or the emulated machine.
@@ -17,6 +18,7 @@ pub mod bare;
 pub mod branch;
 pub mod burst;
 pub mod chart;
+pub mod e2b;
 pub mod firecracker;
 pub mod floor;
 pub mod guest;

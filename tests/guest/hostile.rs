@@ -101,9 +101,12 @@ fn a_guest_that_writes_garbage_into_its_devices_hurts_only_itself() {
     // Stock kernels keep even root from the registers of a device in use, unless configured otherwise.
     culprit.boot_to_agent(Guest { cmdline: "iomem=relaxed", ..guest() });
     let headers = [("content-type", "application/octet-stream")];
-    let code = include_bytes!("garbage.py");
-    assert_eq!(culprit.agent("POST", "/files?path=/root/garbage.py", &headers, code).unwrap().status, 200);
-    culprit.start_in_background("exec python3 -u /root/garbage.py > /dev/console 2>&1");
+    let code = include_bytes!("random_registers.py");
+    assert_eq!(
+        culprit.agent("POST", "/files?path=/root/random_registers.py", &headers, code).unwrap().status,
+        200
+    );
+    culprit.start_in_background("exec python3 -u /root/random_registers.py > /dev/console 2>&1");
 
     // What becomes of the guest is its own affair: it may get through, end or hang.
     let start = Instant::now();

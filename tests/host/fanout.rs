@@ -306,7 +306,7 @@ fn a_snapshot_that_needs_a_cpu_feature_this_host_lacks_is_refused_by_its_name() 
     let memory = draft.create_memory().unwrap();
     std::io::copy(&mut &files.memory[0], &mut &memory).unwrap();
     drop(memory);
-    draft.publish(forkd_store::Contents::new(tiny.manifest().facts.clone())).unwrap();
+    draft.publish(forkd_store::Contents::new(tiny.manifest().guest.clone())).unwrap();
     daemon.restart();
 
     let response =

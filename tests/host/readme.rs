@@ -1,5 +1,5 @@
 //! The commands in the documents, run as a reader in a hurry would: in a shell, those of the README block
-//! by block, those of docs/BRANCHING.md, docs/SECURITY.md and docs/RUNBOOK.md one after the other.
+//! by block, those of docs/BRANCHING.md, docs/MCP.md, docs/SECURITY.md and docs/RUNBOOK.md one after the other.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -13,6 +13,7 @@ const README: &str = include_str!("../../README.md");
 const SECURITY: &str = include_str!("../../docs/SECURITY.md");
 const BRANCHING: &str = include_str!("../../docs/BRANCHING.md");
 const RUNBOOK: &str = include_str!("../../docs/RUNBOOK.md");
+const MCP: &str = include_str!("../../docs/MCP.md");
 
 /// The indented blocks of a document, without those that are `make`'s: this test runs inside one of
 /// them, and `make demo` is a test of its own. What is between fences is output, not commands.
@@ -167,7 +168,6 @@ fn every_command_in_the_readme_works() {
             ("fork --tag numpy -n 5", "5 of 5 children answer"),
             ("fork --tag thinking -n 3", "3 of 3 children answer"),
             ("branch $ID --tag thinking", "\npause "),
-            ("total ** 2", "total ** 2 = 2025"),
         ] {
             assert!(!block.contains(command) || said.contains(answer), "{block}\n{said}");
         }
@@ -208,6 +208,18 @@ fn every_command_in_the_document_on_branching_works() {
     assert!(std::fs::read_to_string(folder.path().join("tree.dot")).unwrap().starts_with("digraph"));
     let left = text(&forkd(None, &["images", "--json"]).stdout);
     assert!(!left.contains("forkd-readme-"), "{left}");
+}
+
+#[test]
+fn every_command_in_the_document_on_agents_works() {
+    let (url, folder) = prepare();
+    let said = run(
+        folder.path(),
+        &format!("export PATH=$PWD/target/release:$PATH\n{}", script(&blocks(MCP).concat(), &url)),
+        0,
+    );
+    assert!(said.contains("\"mcpServers\"") && said.contains("claude mcp add forkd"), "{said}");
+    assert!(forkd(None, &["rmi", &renamed("numpy")]).status.success());
 }
 
 /// Its commands start daemons of their own, without guests: they need nothing that the others prepare.

@@ -1,5 +1,5 @@
 //! The TypeScript SDK: the npm tarball that the tree makes, installed into a folder of its own; its unit tests on the
-//! oldest and the newest Node.js, the programs of docs/TYPESCRIPT.md, and every call against the daemon.
+//! oldest and the newest Node.js, the programs of docs/TYPESCRIPT.md and README.md, and every call against the daemon.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -64,10 +64,17 @@ impl Sdk {
         node.spawn().unwrap()
     }
 
-    /// Writes the programs of the page into the user's folder, and has the compiler look at them.
-    fn check_page(&self, page: &Path) {
-        let mut write = self.node(24);
-        must(write.arg("page.mjs").arg(page).output().unwrap(), "writing the programs of the page");
+    /// Writes or runs the programs of the pages, in the user's folder.
+    fn pages(&self, what: &str) -> Command {
+        let mut node = self.node(24);
+        let pages = ["docs/TYPESCRIPT.md", "README.md"].map(|page| Path::new(SOURCES).join(page));
+        node.args(["page.mjs", what]).args(pages);
+        node
+    }
+
+    /// Has the compiler look at the programs of the pages.
+    fn check_pages(&self) {
+        must(self.pages("write").output().unwrap(), "writing the programs of the pages");
         // A user installs the types of Node.js; those of the SDK's dependency must not be needed.
         let types = self.folder.join("node_modules/@types");
         std::fs::create_dir_all(&types).unwrap();
@@ -79,7 +86,7 @@ impl Sdk {
         check.args(["--target", "es2022", "--lib", "es2022,esnext.disposable", "--module", "nodenext"]);
         let programs = std::fs::read_dir(&self.folder).unwrap().map(|it| it.unwrap().path());
         check.args(programs.filter(|path| path.extension().is_some_and(|it| it == "mts")));
-        must(check.output().unwrap(), "the types of the programs of docs/TYPESCRIPT.md");
+        must(check.output().unwrap(), "the types of the programs of the pages");
     }
 }
 
@@ -101,8 +108,7 @@ fn the_tarball_of_the_typescript_sdk_does_all_that_it_offers() {
     let mut drive = sdk.node(24);
     let drive = drive.arg("drive.mjs").envs(settings.clone()).spawn().unwrap();
     let unit_tests = [18, 24].map(|version| (version, sdk.unit_tests(version)));
-    let page = Path::new(SOURCES).join("docs/TYPESCRIPT.md");
-    sdk.check_page(&page);
+    sdk.check_pages();
     for (version, tests) in unit_tests {
         let printed = finished(tests, &format!("the unit tests on Node.js {version}"));
         assert!(printed.contains("pass ") && printed.contains("skipped 0"), "{printed}");
@@ -110,8 +116,7 @@ fn the_tarball_of_the_typescript_sdk_does_all_that_it_offers() {
     let printed = finished(drive, "the drive of the TypeScript SDK");
     assert!(printed.contains("the TypeScript SDK works"), "{printed}");
     println!("{printed}");
-    let mut programs = sdk.node(24);
-    let programs = programs.arg("page.mjs").arg(page).arg("run").envs(settings).spawn().unwrap();
-    let printed = finished(programs, "the programs of docs/TYPESCRIPT.md");
-    assert!(printed.contains("2025") && printed.contains("all programs ran"), "{printed}");
+    let programs = sdk.pages("run").envs(settings).spawn().unwrap();
+    let printed = finished(programs, "the programs of the pages");
+    assert!(printed.contains("2025") && printed.contains("all ran"), "{printed}");
 }

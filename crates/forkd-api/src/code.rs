@@ -69,6 +69,8 @@ macro_rules! codes {
 codes! {
     InvalidRequest "invalid_request" 400 No
         "A field, a parameter or the body of the request is wrong."
+    FolderTooLarge "folder_too_large" 400 No
+        "The folder has more entries than one reply can have; choose a smaller folder."
     PathNotAllowed "path_not_allowed" 400 AfterChange
         "The daemon does not open this file of the host for clients."
     WorkspaceRunning "workspace_running" 400 AfterChange

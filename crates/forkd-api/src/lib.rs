@@ -14,6 +14,7 @@ mod error;
 mod event;
 mod exec;
 mod file;
+mod file_tree;
 mod sandbox;
 mod snapshot;
 pub mod stream;
@@ -29,6 +30,7 @@ pub use error::ErrorBody;
 pub use event::{Event, EventKind, EventSubject};
 pub use exec::{EvalReply, EvalRequest, ExecReply, ExecRequest};
 pub use file::{FileInfo, FileKind, FileList, FileWritten};
+pub use file_tree::{FileTree, FileTreeEntry, Incomplete};
 pub use sandbox::{
     AgentPort, ArchivedSandbox, CreateRequest, ForkRequest, MAX_TIMEOUT_SECS, OnTimeout, PauseInfo,
     PingReply, RollbackRequest, SandboxInfo, SandboxState, SpawnError, SpawnReply, Stats, UpdateRequest,

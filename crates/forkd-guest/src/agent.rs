@@ -12,7 +12,7 @@ use forkd_protocol::{
 use serde_json::{Value, json};
 
 use crate::{
-    files::{self, watch::Watchers},
+    files::{self, tree::Trees, watch::Watchers},
     fork::{ForkService, System},
     http::{self, Exchange, Head},
     json_lines,
@@ -50,6 +50,7 @@ pub struct Agent {
     forking: ForkService,
     warm: Warm,
     watchers: Watchers,
+    trees: Trees,
 }
 
 impl Agent {
@@ -62,7 +63,7 @@ impl Agent {
         let python = Arc::new(Python::new(cgroups, variables));
         let forking = ForkService::new(system, run_dir.clone(), processes.clone(), python.clone());
         let warm = Warm::default();
-        let watchers = Watchers::default();
+        let (watchers, trees) = (Watchers::default(), Trees::default());
         Arc::new(Agent {
             default_user,
             token,
@@ -73,6 +74,7 @@ impl Agent {
             forking,
             warm,
             watchers,
+            trees,
         })
     }
 
@@ -158,6 +160,7 @@ impl Agent {
                 Ok(self.warm.start(request, workplace))
             }),
             "Usage" => rpc::unary(exchange, |_: Value, _| usage::measure()),
+            "Tree" => self.trees.call(&|head| self.user_of(head, head.basic_user()), exchange),
             "Eval" => rpc::unary(exchange, |request: EvalRequest, head| {
                 self.python.eval(&request.code, &self.user(None)?, rpc::timeout(head)?)
             }),

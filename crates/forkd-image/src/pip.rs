@@ -120,6 +120,10 @@ pub(crate) fn install(job: &Job<'_>, tree: &Tree, layer: &mut Layer, progress: &
 fn run_with(folder: &Path, python: &Python) -> Result<()> {
     for entry in fs::read_dir(folder).map_err(Error::io("read", folder))? {
         let path = entry.map_err(Error::io("read", folder))?.path();
+        // A package may have a folder there. A link would lead out of the build, to a file of the host.
+        if !fs::symlink_metadata(&path).map_err(Error::io("read", &path))?.is_file() {
+            continue;
+        }
         let bytes = fs::read(&path).map_err(Error::io("read", &path))?;
         let Some(body) = without_first_line(&bytes) else { continue };
         let text = [format!("#!/{}\n", python.program).as_bytes(), body].concat();
@@ -225,5 +229,20 @@ mod tests {
         assert_eq!(without_first_line(long), Some(body));
         assert_eq!(without_first_line(b"#!/bin/sh\necho\n"), None);
         assert_eq!(without_first_line(b"\x7fELF\n"), None);
+    }
+
+    #[test]
+    fn only_files_of_the_build_are_changed() {
+        let place = tempfile::tempdir().unwrap();
+        let (programs, hosts) = (place.path().join("bin"), place.path().join("hosts"));
+        fs::create_dir_all(programs.join("folder")).unwrap();
+        let text = "#!/root/bin/python3.12\nimport sys\n";
+        fs::write(&hosts, text).unwrap();
+        fs::write(programs.join("tool"), text).unwrap();
+        std::os::unix::fs::symlink(&hosts, programs.join("link")).unwrap();
+        let python = Python { minor: 12, program: "usr/bin/python3.12".into(), packages: String::new() };
+        run_with(&programs, &python).unwrap();
+        assert_eq!(fs::read_to_string(programs.join("tool")).unwrap(), "#!/usr/bin/python3.12\nimport sys\n");
+        assert_eq!(fs::read_to_string(&hosts).unwrap(), text);
     }
 }

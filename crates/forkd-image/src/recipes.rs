@@ -101,6 +101,9 @@ fn for_users() -> Additions {
             PlacedFile::text("etc/pip.conf", 0o644, PIP_CONFIG),
             // Python only looks there if the folder exists when it starts, and pip makes it later.
             PlacedFile::folder("home/user/.local/lib/{python}/site-packages", USER_ID),
+            // The agent makes files with the rights of their user. Some frameworks work here unless they are configured
+            // otherwise.
+            PlacedFile::folder("workspace", USER_ID),
         ],
         ..Additions::default()
     }

@@ -21,6 +21,7 @@
 //! | `/forkd.Agent/Ping` | unary | `{}` → [`Pong`] |
 //! | `/forkd.Agent/Warm` | unary | [`WarmRequest`] → [`WarmStatus`] |
 //! | `/forkd.Agent/Usage` | unary | `{}` → [`Usage`] |
+//! | `/forkd.Agent/Tree` | server stream | [`TreeRequest`] → [`TreeEntries`]; agents of earlier versions lack it |
 //! | `/forkd.Agent/Eval` | unary | [`EvalRequest`] → [`EvalResponse`] |
 //! | `/forkd.Agent/Freeze` | unary | [`FreezeRequest`] → [`FreezeResponse`] |
 //! | `/forkd.Agent/Thaw` | unary | `{}` → `{}` |
@@ -43,12 +44,14 @@ use serde::{Deserialize, Serialize};
 
 mod files;
 mod proto_json;
+mod tree;
 
 pub use files::{
     EntryInfo, EntryList, EntryResponse, FilesystemEvent, ListDirRequest, MAX_ENTRIES, METADATA_HEADER,
     MoveRequest, PathRequest, WatchDirRequest, WatchDirResponse, WatcherEvents, WatcherRef, WrittenFile,
 };
 use proto_json::{base64_option, decimal, enum_value, nullable, number, some_number};
+pub use tree::{MAX_TREE_BATCH, MAX_TREE_ENTRIES, TreeEntries, TreeEntry, TreeRequest, incomplete};
 
 /// The vsock port the agent listens on in a guest.
 pub const AGENT_PORT: u32 = 1024;

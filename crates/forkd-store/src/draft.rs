@@ -47,7 +47,7 @@ pub struct Contents {
     /// Which parts of the guest it has. One of disks alone has no memory, and so no parent.
     pub kind: SnapshotKind,
     /// The guest's properties.
-    pub facts: GuestSpec,
+    pub guest: GuestSpec,
     /// The snapshot its memory is a difference to: that one's memory layers come before its own.
     /// None if its memory is complete.
     pub parent: Option<Snapshot>,
@@ -68,10 +68,10 @@ pub struct Contents {
 
 impl Contents {
     /// Those of a snapshot that came from nowhere and has no disk.
-    pub fn new(facts: GuestSpec) -> Contents {
+    pub fn new(guest: GuestSpec) -> Contents {
         Contents {
             kind: SnapshotKind::Full,
-            facts,
+            guest,
             parent: None,
             origin: None,
             branched_from: None,
@@ -130,11 +130,11 @@ impl Draft {
     /// Makes it a snapshot. When this returns, the snapshot is on disk and survives a crash. Copies a file that a process
     /// still has open for writing, because a published file must not change.
     pub fn publish(mut self, contents: Contents) -> Result<Snapshot> {
-        let Contents { kind, facts, parent, origin, branched_from, created_at_unix, disks, measured } =
+        let Contents { kind, guest, parent, origin, branched_from, created_at_unix, disks, measured } =
             contents;
         let disks = self.for_reading(disks)?;
         if let Some(parent) = &parent {
-            self.check_parent(parent, &facts)?;
+            self.check_parent(parent, &guest)?;
             self.keep(parent)?;
         }
         let mut memory = parent.as_ref().map_or_else(Vec::new, |parent| parent.manifest().memory.clone());
@@ -162,7 +162,7 @@ impl Draft {
             tag: self.tag.clone(),
             created_at_unix: created_at_unix.unwrap_or_else(now_unix),
             made_by_version: String::new(),
-            facts,
+            guest,
             parent: parent.as_ref().map(named),
             ancestors: origin.map_or_else(Vec::new, |origin| {
                 origin.manifest().ancestors.iter().cloned().chain([named(origin)]).collect()
@@ -234,8 +234,8 @@ impl Draft {
         Error::Invalid(format!("snapshot {} cannot be published: it has no {what}", self.tag))
     }
 
-    fn check_parent(&self, parent: &Snapshot, facts: &GuestSpec) -> Result<()> {
-        let (theirs, ours) = (parent.manifest().facts.mem_size_mib, facts.mem_size_mib);
+    fn check_parent(&self, parent: &Snapshot, guest: &GuestSpec) -> Result<()> {
+        let (theirs, ours) = (parent.manifest().guest.mem_size_mib, guest.mem_size_mib);
         let why = if parent.depth() >= MAX_DEPTH {
             format!("the chain of {} is as long as one can be ({MAX_DEPTH}); store all of it", parent.tag())
         } else if theirs != ours {

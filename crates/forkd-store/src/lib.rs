@@ -43,8 +43,6 @@ pub use manifest::{
     BaseImage, FileEntry, GuestSpec, MANIFEST, MAX_DEPTH, Manifest, Measured, Parent, STATE, SnapshotKind,
     VERSION,
 };
-// The name that the controller still uses.
-#[doc(hidden)]
 pub use snapshot::{DiskFiles, Files, Kind, Layer, Size, Sizes, Snapshot};
 pub use store::Store;
 #[doc(hidden)]

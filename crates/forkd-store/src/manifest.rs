@@ -4,8 +4,9 @@
 //! branches refer to. So a newer forkd must not rewrite an old manifest. A reader trusts nothing in it: the file is
 //! bounded and versioned, and each name in it can be the name of a layer only.
 //!
-//! A new field raises [`VERSION`]: an older forkd refuses unknown fields, and its gc then keeps all layers. Keep the old
-//! example in `tests/golden`; versions from [`OLDEST`] on are read.
+//! A new field raises the version of each kind that has the field (`FULL`, `DISK`), to a number that no kind had: an older
+//! forkd refuses unknown fields, and its gc then keeps all layers. `Manifest::parse` takes one version of each kind. So the
+//! same change must let it take the kind's earlier versions, too. Keep the old example in `tests/golden`.
 
 use std::fs::File;
 use std::io::Read;
@@ -21,11 +22,14 @@ use crate::error::{Error, Result};
 pub const MANIFEST: &str = "manifest.json";
 /// The file with the state of vCPUs and devices.
 pub const STATE: &str = "state";
-/// The newest version of manifests that this crate writes and reads: that of snapshots with [`SnapshotKind::Disk`].
-pub const VERSION: u32 = 3;
-/// The version of all other snapshots, which an older forkd reads, and the oldest that this crate reads. Version 1 had
-/// no layers.
+/// The oldest version of manifests that this crate reads. Version 1 had no layers.
 pub(crate) const OLDEST: u32 = 2;
+/// The version of snapshots of [`SnapshotKind::Full`].
+pub(crate) const FULL: u32 = 2;
+/// The version of snapshots of [`SnapshotKind::Disk`].
+pub(crate) const DISK: u32 = 3;
+/// The newest version that this crate writes and reads: the larger of the two.
+pub const VERSION: u32 = DISK;
 /// The longest chain of memory layers, not counting its base.
 pub const MAX_DEPTH: usize = 31;
 
@@ -65,8 +69,8 @@ impl SnapshotKind {
     /// The version of manifests of this kind.
     fn version(self) -> u32 {
         match self {
-            SnapshotKind::Full => OLDEST,
-            SnapshotKind::Disk => VERSION,
+            SnapshotKind::Full => FULL,
+            SnapshotKind::Disk => DISK,
         }
     }
 }
@@ -90,7 +94,8 @@ pub struct Manifest {
     #[serde(rename = "forkd")]
     pub made_by_version: String,
     /// The guest's properties, from the maker of the snapshot.
-    pub facts: GuestSpec,
+    #[serde(rename = "facts")]
+    pub guest: GuestSpec,
     /// The snapshot whose memory layers come before its own one; none if it has all of its memory
     /// itself.
     pub parent: Option<Parent>,
@@ -147,6 +152,9 @@ pub struct Measured {
 }
 
 /// Properties of a snapshot's guest, as its maker gave them.
+///
+/// The controller's records of sandboxes and templates hold it, too. An older daemon refuses unknown fields there as well:
+/// a new field has `serde(default)`, and raises the versions of these records (`VersionedRecord::VERSION`).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GuestSpec {
@@ -320,14 +328,14 @@ impl Manifest {
         if !is_valid_name(tag) {
             return Err(format!("{tag:?} is no tag"));
         }
-        let facts = &self.facts;
-        if facts.vcpus == 0 || facts.vcpus > MAX_VCPUS {
-            return Err(format!("{} vCPUs are not possible", facts.vcpus));
+        let guest = &self.guest;
+        if guest.vcpus == 0 || guest.vcpus > MAX_VCPUS {
+            return Err(format!("{} vCPUs are not possible", guest.vcpus));
         }
-        if facts.mem_size_mib == 0 || facts.mem_size_mib > MAX_FILE >> 20 {
-            return Err(format!("{} MiB of memory are not possible", facts.mem_size_mib));
+        if guest.mem_size_mib == 0 || guest.mem_size_mib > MAX_FILE >> 20 {
+            return Err(format!("{} MiB of memory are not possible", guest.mem_size_mib));
         }
-        if let Some(image) = facts.image.as_ref().filter(|image| !image.has_a_name()) {
+        if let Some(image) = guest.image.as_ref().filter(|image| !image.has_a_name()) {
             return Err(format!("{:?} is no name of an image", image.name));
         }
         self.check_origin()?;

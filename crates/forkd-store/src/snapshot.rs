@@ -208,7 +208,7 @@ impl Snapshot {
 
     /// Checks that `now` is the image this snapshot was made over.
     pub fn check_image(&self, now: &BaseImage) -> Result<()> {
-        match &self.manifest().facts.image {
+        match &self.manifest().guest.image {
             Some(then) if then == now => Ok(()),
             Some(then) => {
                 let name = &then.name;

@@ -1,7 +1,8 @@
 //! Where everything is in the guest's physical address space, and which interrupt belongs to what.
 //!
 //! A guest keeps the addresses with which it was booted, also in a snapshot. So a change of a number here raises
-//! `FORMAT_VERSION` of the state file (`state/file.rs`), not the version of a section or of a manifest.
+//! `FORMAT_VERSION` of the state file (`state/file.rs`), not the version of a section or of a manifest. A new number does
+//! not, unless a guest that uses it cannot run on an older forkd.
 //!
 //! ```text
 //! 0            1 MiB            3 GiB            4 GiB

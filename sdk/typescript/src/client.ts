@@ -258,7 +258,7 @@ export class Client {
     return this.#post(sandbox(id, "files/move"), body, options);
   }
 
-  /** All files below a folder, with hashes of their contents. */
+  /** All files below a folder; with `hash`, with hashes of their contents. */
   fileTree(id: string, query: FileQuery & { hash?: boolean | undefined }, options: CallOptions = {}): Promise<Files.FileTree> {
     return this.#get(sandbox(id, "files/tree"), { timeoutSecs: this.longSecs, ...defined(options) }, { ...query });
   }

@@ -158,6 +158,7 @@ export const CLASS_OF_CODE: Readonly<Record<ErrorCode, Class>> = {
   idempotency_outcome_unknown: ConflictError,
   idempotency_answer_lost: ConflictError,
   address_in_use: ConflictError,
+  folder_too_large: InvalidRequestError,
   body_too_large: InvalidRequestError,
   uri_too_long: InvalidRequestError,
   unsupported_media_type: InvalidRequestError,

@@ -92,8 +92,8 @@ export class Files {
   }
 
   /** All files below a folder, with hashes of their contents. */
-  tree(path: string, { signal, hash }: { signal?: AbortSignal; hash?: boolean } = {}): Promise<FileTree> {
-    return this.client.fileTree(this.id, { path, hash: hash ?? true }, { signal });
+  tree(path: string, { user, signal, hash }: FileOptions & { hash?: boolean } = {}): Promise<FileTree> {
+    return this.client.fileTree(this.id, { path, user, hash: hash ?? true }, { signal });
   }
 
   /** Copies a file or a folder of this computer to `remote`. Leaves out links, pipes and devices, and names them. */

@@ -21,7 +21,7 @@ import { changesOf, type Change } from "./diff.js";
 import { asyncDispose } from "./dispose.js";
 import { ForkdError, InvalidRequestError } from "./errors.js";
 import { executionOf, valueOf, type Execution } from "./execution.js";
-import { Files } from "./files.js";
+import { Files, type FileOptions } from "./files.js";
 import { given } from "./given.js";
 import { Snapshot } from "./snapshot.js";
 
@@ -280,9 +280,8 @@ export class Sandbox {
   }
 
   /** What differs in the files of `other`: `added` is in `other` alone. */
-  async diff(other: Sandbox, path = "/", options: Signal = {}): Promise<Change[]> {
-    const signal = options.signal === undefined ? {} : { signal: options.signal };
-    const [before, after] = await Promise.all([this.files.tree(path, signal), other.files.tree(path, signal)]);
+  async diff(other: Sandbox, path = "/", options: FileOptions = {}): Promise<Change[]> {
+    const [before, after] = await Promise.all([this.files.tree(path, options), other.files.tree(path, options)]);
     return changesOf(before, after);
   }
 }

@@ -111,6 +111,9 @@ test("a diff names what was added, removed, modified, and what became another ty
       entry("type"),
       entry("gone"),
       entry("folder", { kind: "directory", size: 4096, sha256: null }),
+      entry("\ufffd", { path_base64: "/w==" }),
+      entry("\ufffd", { path_base64: "/g==" }),
+      entry("unreadable", { sha256: null, incomplete: "unreadable" }),
     ]),
     sb2: tree([
       entry("same"),
@@ -122,6 +125,8 @@ test("a diff names what was added, removed, modified, and what became another ty
       entry("type", { kind: "directory", sha256: null }),
       entry("new/é"),
       entry("folder", { kind: "directory", size: 8192, sha256: null }),
+      entry("\ufffd", { path_base64: "/g==" }),
+      entry("unreadable", { sha256: null, incomplete: "unreadable" }),
     ]),
   };
   const { client, requests } = await served(t, (exchange) => exchange.answer(200, trees[exchange.path.split("/")[3]]));
@@ -138,6 +143,7 @@ test("a diff names what was added, removed, modified, and what became another ty
       ["/srv/new/é", "added", false, true],
       ["/srv/size", "modified", true, true],
       ["/srv/type", "type", true, true],
+      ["/srv/\ufffd", "removed", true, false],
     ],
   );
   assert.deepEqual(requests.map(({ url }) => url.search), ["?path=%2Fsrv&hash=true", "?path=%2Fsrv&hash=true"]);

@@ -1,6 +1,7 @@
 // Drives a daemon with the published npm client of E2B, unmodified: every call of it that forkd serves.
 //
-// Environment: E2B_API_URL, E2B_SANDBOX_URL, E2B_API_KEY, and DRIVE_TEMPLATE (a template that is ready).
+// Environment: E2B_API_URL, E2B_SANDBOX_URL, E2B_API_KEY, and DRIVE_TEMPLATE (a template that is ready). DRIVE_LACKS is a
+// part that this version of the client does not have: `fork` in early ones.
 
 import assert from 'node:assert/strict'
 import { randomBytes } from 'node:crypto'
@@ -129,12 +130,14 @@ let sandbox = await Sandbox.create(template, { timeoutMs: 900_000, metadata: mar
 try {
   assert.equal(await sandbox.isRunning(), true)
   for (const part of [commands, terminal, files, control, fork]) {
+    if (part.name === process.env.DRIVE_LACKS) continue
     await part(sandbox)
     console.log(`${part.name}: works`)
   }
   sandbox = await pause(sandbox)
   console.log('pause: works')
-  assert.equal(await sandbox.kill(), true)
+  // Early versions return nothing.
+  assert.notEqual(await sandbox.kill(), false)
   assert.equal(await sandbox.isRunning(), false)
 } finally {
   await Sandbox.kill(sandbox.sandboxId).catch(() => {})

@@ -4,9 +4,14 @@ Environment: E2B_API_URL, E2B_SANDBOX_URL, E2B_API_KEY, and DRIVE_TEMPLATE (a te
 """
 
 import asyncio
+import base64
 import gzip
+import json
 import os
+import socket
+import struct
 import sys
+import urllib.parse
 import urllib.request
 
 import e2b
@@ -21,9 +26,12 @@ async def commands(sandbox):
     done = await sandbox.commands.run("id -un; pwd; echo $FOO $E2B_SANDBOX; echo err >&2", envs={"FOO": "bar"})
     assert done.stdout == "user\n/home/user\nbar true\n" and done.stderr == "err\n", done
     assert (await sandbox.commands.run("echo $SHARED $E2B_SANDBOX_ID")).stdout == f"of all {sandbox.sandbox_id}\n"
+    assert (await sandbox.commands.run("cat /sys/class/net/eth0/carrier")).stdout == "1\n"
     root = await sandbox.commands.run("id -un; pwd", user="root", cwd="/tmp")
     assert root.stdout == "root\n/tmp\n", root
     assert (await sandbox.commands.run("sudo -n id -un")).stdout == "root\n"
+    tools = await sandbox.commands.run("git --version && curl --version && sudo -n apt-get --print-uris update")
+    assert "git version" in tools.stdout and "libcurl" in tools.stdout and "://" in tools.stdout, tools
     try:
         await sandbox.commands.run("echo out; exit 7")
         raise AssertionError("a command that fails raises")
@@ -147,6 +155,13 @@ async def files(sandbox):
     except urllib.error.HTTPError as error:
         assert error.code == 401, error
 
+    upload = sandbox.upload_url("sent.txt", use_signature_expiration=60)
+    form = b'--x\r\nContent-Disposition: form-data; name="file"; filename="sent.txt"\r\n\r\nof a stranger\r\n--x--\r\n'
+    kind = {"Content-Type": "multipart/form-data; boundary=x"}
+    with urllib.request.urlopen(urllib.request.Request(upload, form, kind)) as answer:
+        assert json.load(answer)[0]["path"] == "/home/user/sent.txt"
+    assert await sandbox.files.read("sent.txt") == "of a stranger"
+
     events = []
     watch = await sandbox.files.watch_dir("many", on_event=events.append)
     await sandbox.files.write("many/new", "x")
@@ -203,6 +218,44 @@ async def raw(sandbox):
     assert status == 502 and b"port is not open" in body, (status, body)
 
 
+async def hostile(sandbox):
+    """Clients that break off or stop reading, and output without end: the sandbox goes on, and nothing is left."""
+    place = urllib.parse.urlsplit(URL)
+    names = {"E2b-Sandbox-Id": sandbox.sandbox_id, "E2b-Sandbox-Port": "49983", "Host": place.netloc}
+
+    def begin(line, headers, body):
+        connection = socket.create_connection((place.hostname, place.port or 80), timeout=120)
+        head = {**names, "X-Access-Token": sandbox._envd_access_token, **headers}
+        lines = [line + " HTTP/1.1", *(f"{name}: {value}" for name, value in head.items()), "", ""]
+        connection.sendall("\r\n".join(lines).encode() + body)
+        return connection
+
+    octets = {"Content-Type": "application/octet-stream", "Content-Length": 1 << 20}
+    form = {"Content-Type": "multipart/form-data; boundary=x", "Content-Length": 1 << 20}
+    part = b'--x\r\nContent-Disposition: form-data; name="file"; filename="cut"\r\n\r\n' + bytes(5000)
+    for headers, body in ((octets, bytes(5000)), (form, part)):
+        begin("POST /files?path=cut", headers, body).close()
+    # Of a command whose output has no end, this client reads the beginning, and then nothing.
+    start = json.dumps({"process": {"cmd": "/bin/bash", "args": ["-c", "exec yes flood"]}, "stdin": False}).encode()
+    stream = {"Content-Type": "application/connect+json", "Content-Length": len(start) + 5, "Connect-Protocol-Version": 1}
+    lazy = begin("POST /process.Process/Start", stream, struct.pack(">BI", 0, len(start)) + start)
+    seen = b""
+    while base64.b64encode(b"flood\n" * 100) not in seen:
+        piece = lazy.recv(1 << 16)
+        assert piece, seen
+        seen += piece
+    # Others are served meanwhile, and all of a long output arrives.
+    done = await sandbox.commands.run("head -c 3000000 /dev/zero | tr '\\0' x", timeout=300)
+    assert done.stdout == "x" * 3_000_000, len(done.stdout)
+    lazy.close()
+    flooding = [process for process in await sandbox.commands.list() if "exec yes flood" in process.args]
+    assert len(flooding) == 1, "a client that goes away does not end its command"
+    assert await sandbox.commands.kill(flooding[0].pid) is True
+    assert not await sandbox.files.exists("cut")
+    left = await sandbox.commands.run("ls -A ~ | grep -c cut || true")
+    assert left.stdout == "0\n", left
+
+
 async def lists(sandbox):
     query = SandboxQuery(metadata=MARK, state=[SandboxState.RUNNING, SandboxState.PAUSED])
     pages = AsyncSandbox.list(query=query, limit=1)
@@ -217,8 +270,8 @@ async def lists(sandbox):
     # A connect never shortens a life.
     await AsyncSandbox.connect(sandbox.sandbox_id, timeout=5)
     assert (await sandbox.get_info()).end_at >= before
-    await sandbox.set_timeout(3600)
-    assert ((await sandbox.get_info()).end_at - info.started_at).total_seconds() > 3000
+    await sandbox.set_timeout(24 * 3600)
+    assert ((await sandbox.get_info()).end_at - info.started_at).total_seconds() > 23 * 3600
     metrics = await sandbox.get_metrics()
     assert metrics and metrics[-1].mem_total > 1 << 20 and metrics[-1].disk_total > 1 << 20, metrics
 
@@ -343,11 +396,24 @@ async def wakes(template):
     await sandbox.kill()
 
 
+async def closed():
+    """A sandbox without a network, and a request that is repeated with its key."""
+    more = {"allow_internet_access": False, "idempotency_key": f"drive-{MARK['run']}"}
+    sandbox = await AsyncSandbox.create(TEMPLATE, timeout=600, **more)
+    again = await AsyncSandbox.create(TEMPLATE, timeout=600, **more)
+    assert again.sandbox_id == sandbox.sandbox_id, "one request, done once"
+    carrier = await sandbox.commands.run("cat /sys/class/net/eth0/carrier")
+    assert carrier.stdout == "0\n", "its network card is connected to nothing"
+    assert (await sandbox.get_info()).allow_internet_access is False
+    await sandbox.kill()
+
+
 async def bad_input():
     for template, text in (("no-such-template", "forkd snapshot"), ("code-interpreter-v1", "template prepare")):
         try:
-            await AsyncSandbox.create(template)
-            break  # The template is there.
+            made = await AsyncSandbox.create(template)
+            assert template == "code-interpreter-v1", "only this one may be there"
+            await made.kill()
         except e2b.SandboxException as error:
             assert "404" in str(error) and text in str(error), error
     try:
@@ -360,6 +426,11 @@ async def bad_input():
         raise AssertionError("a wrong key is refused")
     except e2b.AuthenticationException:
         pass
+    try:
+        await AsyncSandbox.create(TEMPLATE, timeout=24 * 3600 * 1000)
+        raise AssertionError("a time-out of years is refused")
+    except e2b.SandboxException as error:
+        assert "timeout is" in str(error), error
     for call in (AsyncSandbox.get_info("sb0000000000000000"), AsyncSandbox.connect("sb0000000000000000")):
         try:
             await call
@@ -374,14 +445,15 @@ async def main():
     sandbox = await AsyncSandbox.create(TEMPLATE, timeout=900, metadata=MARK, envs={"SHARED": "of all"})
     try:
         assert await sandbox.is_running() is True
-        for part in (commands, terminal, files, raw, lists, snapshots, fork):
+        for part in (commands, terminal, files, raw, hostile, lists, snapshots, fork):
             await part(sandbox)
             print(f"{part.__name__}: works", flush=True)
         sandbox = await pause(sandbox)
         print("pause: works", flush=True)
         sandbox = await reboot(sandbox)
         await wakes(TEMPLATE)
-        print("reboot, wakes: works", flush=True)
+        await closed()
+        print("reboot, wakes, closed: work", flush=True)
         endless = await sandbox.commands.run("sleep 6000", background=True, timeout=0)
         assert await sandbox.kill() is True
         # Its streams end at once, and it is not there any more.

@@ -5,7 +5,8 @@
 import assert from 'node:assert/strict'
 import { Sandbox } from '@e2b/code-interpreter'
 
-const sandbox = await Sandbox.create({ timeoutMs: 900_000 })
+// A kernel takes its time to start in an emulated machine.
+const sandbox = await Sandbox.create({ timeoutMs: 3600_000, requestTimeoutMs: 900_000 })
 try {
   assert.equal((await sandbox.runCode('1 + 1')).text, '2')
   const lines = []
@@ -14,7 +15,7 @@ try {
   assert.equal((await sandbox.runCode('1 / 0')).error.name, 'ZeroDivisionError')
   const context = await sandbox.createCodeContext({ cwd: '/tmp' })
   assert.equal((await sandbox.runCode('import os; os.getcwd()', { context })).text, '/tmp')
-  const script = await sandbox.runCode('[1, 2].map((n) => n * 2).join()', { language: 'javascript' })
+  const script = await sandbox.runCode('[1, 2].map((n) => n * 2).join()', { language: 'javascript', timeoutMs: 900_000 })
   assert.match(script.text, /2,4/)
 } finally {
   await sandbox.kill()

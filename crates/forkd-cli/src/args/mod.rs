@@ -6,6 +6,7 @@ mod common;
 pub(crate) mod compat_flags;
 mod lifetime;
 mod local;
+mod mcp;
 mod observe;
 mod sandboxes;
 mod serve;
@@ -34,10 +35,11 @@ pub(crate) use local::{
     FromImageArgs, ManArgs, ParentBuildArgs, ParentCommand, PathsArgs, QuickBenchArgs, QuickstartArgs, Shell,
     TemplateCommand, TemplatePrepareArgs,
 };
+pub(crate) use mcp::{McpArgs, McpClient, McpCommand, McpConfigArgs};
 pub(crate) use observe::{EventsArgs, LogsArgs, TopArgs};
 pub(crate) use sandboxes::{
-    AgentPortArgs, ChildrenArgs, CpArgs, EvalArgs, ExecArgs, ForkArgs, InspectArgs, KillArgs, LsArgs,
-    PingArgs, ShellArgs, SpawnArgs, StreamArgs,
+    AgentPortArgs, ChildrenArgs, CpArgs, DiffArgs, EvalArgs, ExecArgs, ForkArgs, InspectArgs, KillArgs,
+    LsArgs, PingArgs, ShellArgs, SpawnArgs, StreamArgs,
 };
 pub(crate) use serve::{LogFormat, ServeArgs};
 pub(crate) use snapshots::{
@@ -128,6 +130,7 @@ Exit status: 0 all resumed, 1 one or more could not be resumed, 2 wrong usage.")
     Exec(ExecArgs),
     Shell(ShellArgs),
     Cp(CpArgs),
+    Diff(DiffArgs),
     Eval(EvalArgs),
     Ping(PingArgs),
     #[command(alias = "line")]
@@ -138,6 +141,7 @@ Exit status: 0 all resumed, 1 one or more could not be resumed, 2 wrong usage.")
     Events(EventsArgs),
     Top(TopArgs),
     Logs(LogsArgs),
+    Mcp(McpArgs),
     Serve(ServeArgs),
     Doctor(DoctorArgs),
     /// Tokens for access to the daemon over TCP.

@@ -278,6 +278,36 @@ pub(crate) struct CpArgs {
     pub(crate) answer: AnswerArgs,
 }
 
+/// Show the files that differ between two sandboxes.
+///
+/// Compares content, size, type, permission bits and link targets; not times. Pseudo file systems such as /proc
+/// are left out. The command reads all files below PATH.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  forkd diff sb4k2n sb7x1q /root
+  forkd diff sb4k2n sb7x1q /root --json | jq -r '.[] | select(.kind == \"added\") | .path'
+
+Exit status: 0 compared, with or without differences, 1 failed, 2 wrong usage.")]
+pub(crate) struct DiffArgs {
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
+
+    /// Id of the other sandbox.
+    #[arg(value_parser = parse_id, value_name = "OTHER")]
+    pub(crate) other: String,
+
+    /// Folder to compare, in both sandboxes.
+    #[arg(default_value = "/", value_name = "PATH")]
+    pub(crate) path: String,
+
+    /// Read files as this user of the sandboxes [default: root].
+    #[arg(long, short, value_name = "USER")]
+    pub(crate) user: Option<String>,
+
+    #[command(flatten)]
+    pub(crate) answer: AnswerArgs,
+}
+
 /// Evaluate Python in a sandbox's warmed interpreter.
 ///
 /// Prints the output of the code, then the value of its last expression. Names stay defined for the next

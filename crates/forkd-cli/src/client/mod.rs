@@ -12,7 +12,7 @@ use bytes::Bytes;
 use forkd_api::{Code, ErrorBody};
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full};
-use hyper::body::Incoming;
+use hyper::body::{Body as _, Incoming};
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
 use hyper::{Method, Request, StatusCode};
 use hyper_util::rt::TokioIo;
@@ -149,7 +149,7 @@ impl Daemon {
             None => (Full::default(), None),
         };
         let (status, answer) =
-            self.send(method, path, body.map_err(|never| match never {}).boxed_unsync(), kind).await?;
+            self.send(method, path, body.map_err(|never| match never {}).boxed_unsync(), kind, None).await?;
         let bytes = answer.collect().await?;
         let text = || Value::String(String::from_utf8_lossy(&bytes).into_owned());
         Ok((status, serde_json::from_slice(&bytes).unwrap_or_else(|_| text())))
@@ -161,12 +161,14 @@ impl Daemon {
         self.stream(Method::GET, path, nothing).await
     }
 
-    async fn send(
+    /// Sends one request, of any status. `kind` is the body's type, `key` the request's `Idempotency-Key`.
+    pub(crate) async fn send(
         &self,
         method: Method,
         path: &str,
         body: Streamed,
         kind: Option<&'static str>,
+        key: Option<&str>,
     ) -> Result<(StatusCode, Streaming)> {
         let stream = self.connect().await?;
         let failed = || format!("the connection to the daemon at {} broke", self.url());
@@ -181,6 +183,9 @@ impl Daemon {
         }
         if let Some(kind) = kind {
             request = request.header(CONTENT_TYPE, kind);
+        }
+        if let Some(key) = key {
+            request = request.header("idempotency-key", key);
         }
         let request = request.body(body).context("the request cannot be written as HTTP")?;
         let response = sender.send_request(request).await.with_context(failed)?;
@@ -199,7 +204,7 @@ impl Daemon {
     /// Sends one request whose body or reply is too long to hold; an error status is [`Refused`].
     /// Dropping the returned stream cancels the request.
     pub(crate) async fn stream(&self, method: Method, path: &str, body: Streamed) -> Result<Streaming> {
-        let (status, streaming) = self.send(method, path, body, None).await?;
+        let (status, streaming) = self.send(method, path, body, None, None).await?;
         if status.is_success() {
             return Ok(streaming);
         }
@@ -284,6 +289,11 @@ pub(crate) struct Streaming {
 }
 
 impl Streaming {
+    /// The length of the rest of the body, if the daemon announced it.
+    pub(crate) fn length(&self) -> Option<u64> {
+        self.body.size_hint().exact()
+    }
+
     /// The next piece; `None` at the end, an error if the connection breaks earlier.
     pub(crate) async fn next(&mut self) -> Result<Option<Bytes>> {
         loop {

@@ -24,10 +24,8 @@ pub(crate) type Spawned = forkd_api::SpawnReply<Sandbox>;
 pub(crate) type Workspace = forkd_api::WorkspaceInfo<String>;
 /// A token.
 pub(crate) type Token = forkd_api::TokenInfo<String>;
-/// A snapshot or a sandbox in the fork tree.
-pub(crate) type Node = forkd_api::TreeNode<String, String>;
 /// The fork tree.
-pub(crate) type Tree = forkd_api::Tree<Node>;
+pub(crate) type Tree = forkd_api::Tree<forkd_tree::Node>;
 
 /// The path of a snapshot. Tags need no escaping: the arguments are checked.
 pub(crate) fn snapshot_path(tag: &str) -> String {

@@ -6,6 +6,7 @@ mod branch;
 mod cleanup;
 mod config;
 mod cp;
+mod diff;
 mod doctor;
 mod events;
 mod exec;
@@ -14,6 +15,7 @@ mod from_image;
 mod image;
 mod inspect;
 mod machine;
+mod mcp;
 mod quickstart;
 mod run;
 mod sandboxes;
@@ -147,6 +149,7 @@ fn dispatch(cli: Cli) -> Result<u8> {
         Command::Exec(args) => exec::exec(context, args),
         Command::Shell(args) => exec::shell(context, args),
         Command::Cp(args) => cp::cp(context, &args),
+        Command::Diff(args) => diff::diff(context, &args),
         Command::Eval(args) => exec::eval(context, &args),
         Command::Ping(args) => sandboxes::ping(context, &args),
         Command::AgentPort(args) => agent_port::serve(context, &args),
@@ -155,6 +158,7 @@ fn dispatch(cli: Cli) -> Result<u8> {
         Command::Events(args) => events::events(context, &args),
         Command::Top(args) => top::top(context, &args),
         Command::Logs(args) => top::logs(context, &args),
+        Command::Mcp(args) => mcp::mcp(context, &args),
         Command::Serve(args) => serve::serve(context, args).map(|()| 0),
         Command::Doctor(args) => doctor::doctor(context, &args),
         Command::Token(command) => token::token(context, &command),

@@ -15,12 +15,14 @@ use crate::log_format::Json;
 use crate::machine::qemu;
 use crate::stream::signals;
 
+/// What is logged by default. The library of the Model Context Protocol logs ids of sessions.
+const DEFAULT_FILTER: &str = "info,rmcp=warn";
 /// How long threads may run on after the daemon has stopped.
 const LAST_THREADS: Duration = Duration::from_secs(10);
 
 /// Runs the daemon until a signal stops it.
 pub(crate) fn serve(context: &Context, args: ServeArgs) -> Result<()> {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(DEFAULT_FILTER));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
     match args.log_format {
         LogFormat::Text => log.init(),

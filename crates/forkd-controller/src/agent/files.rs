@@ -29,7 +29,7 @@ const QUEUE: usize = 2;
 
 impl Agent {
     /// The time limit of a guest for one piece of a file, or for a whole folder.
-    fn file_patience(&self) -> Duration {
+    pub(super) fn file_patience(&self) -> Duration {
         self.patience.saturating_mul(3)
     }
 

@@ -10,6 +10,8 @@ pub(crate) mod budget;
 pub(crate) mod connection;
 mod files;
 pub(crate) mod forward;
+mod messages;
+mod tree;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -25,16 +27,15 @@ use forkd_protocol::agent::{
     SendInputRequest, SendSignalRequest, StartRequest, UpdateRequest, Usage, WarmRequest, WarmStatus,
     WrittenFile,
 };
-use forkd_protocol::connect::{Code, Decoder, END_STREAM, EndStream, TIMEOUT_HEADER};
+use forkd_protocol::connect::{Code, TIMEOUT_HEADER};
 use forkd_protocol::names::percent;
-use http_body_util::BodyExt;
-use hyper::body::Incoming;
 use hyper::header::AUTHORIZATION;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use crate::agent::connection::{Call, Connection};
+use crate::agent::messages::Messages;
 
 pub use crate::agent::budget::ResponseBudget;
 pub use files::{Download, Upload};
@@ -210,7 +211,7 @@ impl Agent {
         let stream = async {
             let mut connection = self.connect().await?;
             let body = connection.open_stream(call).await?;
-            Ok(Process { connection, body, decoder: Decoder::new(), ended: false })
+            Ok(Process { messages: Messages::new(connection, body) })
         };
         within(self.patience, stream).await
     }
@@ -297,45 +298,14 @@ impl Agent {
 /// A started process: the stream of its events.
 #[derive(Debug)]
 pub struct Process {
-    /// Kept because dropping it closes the connection.
-    connection: Connection,
-    body: Incoming,
-    decoder: Decoder,
-    ended: bool,
+    messages: Messages,
 }
 
 impl Process {
     /// The next event; `None` after the last one. Waits without limit while the process is silent, so the
     /// caller also watches the sandbox. Cancel-safe.
     pub async fn next(&mut self) -> Result<Option<Event>> {
-        loop {
-            if self.ended {
-                return Ok(None);
-            }
-            let envelope = self.decoder.next_envelope().map_err(|error| Error::Protocol(error.message))?;
-            if let Some(envelope) = envelope {
-                if envelope.flags & END_STREAM == 0 {
-                    return Ok(Some(parse::<ProcessEvent>(&envelope.payload)?.event));
-                }
-                self.ended = true;
-                match parse::<EndStream>(&envelope.payload)?.error {
-                    Some(error) => return Err(error.into()),
-                    None => continue,
-                }
-            }
-            match self.body.frame().await {
-                Some(Ok(frame)) => {
-                    if let Some(data) = frame.data_ref() {
-                        self.decoder.push(data);
-                    }
-                }
-                Some(Err(error)) => return Err(self.connection.broken(&error)),
-                None => {
-                    let text = "the connection ended in the middle of a process's output";
-                    return Err(Error::Unreachable(text.into()));
-                }
-            }
-        }
+        Ok(self.messages.next::<ProcessEvent>().await?.map(|message| message.event))
     }
 }
 

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use forkd_protocol::agent::Output;
-use forkd_protocol::connect::{self, STREAM_TYPE};
+use forkd_protocol::connect::{self, END_STREAM, EndStream, STREAM_TYPE};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{UnixListener, UnixStream};
 

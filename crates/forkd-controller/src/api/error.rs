@@ -11,6 +11,7 @@ use forkd_api::Code;
 
 use crate::compat::e2b;
 use crate::compat::e2b::traffic::Answered;
+use crate::compat::mcp::ProtocolBody;
 use crate::error::{Error, Reader};
 
 impl IntoResponse for Error {
@@ -29,11 +30,14 @@ impl IntoResponse for Error {
 
 /// Writes the body of an error response.
 ///
-/// A path of the E2B API gets the body that its clients parse. A response from a guest stays as it is.
+/// A path of the E2B API gets the body that its clients parse. A response from a guest stays as it
+/// is, and so does a message of the Model Context Protocol.
 pub(super) fn finish(mut response: Response, path: &str, reader: &Reader) -> Response {
     let status = response.status();
     let is_error = status.is_client_error() || status.is_server_error();
-    if !is_error || response.extensions().get::<Answered>().is_some() {
+    let extensions = response.extensions();
+    let is_foreign = extensions.get::<Answered>().is_some() || extensions.get::<ProtocolBody>().is_some();
+    if !is_error || is_foreign {
         return response;
     }
     // Rejections by the HTTP library itself carry no [`Error`].
@@ -50,6 +54,14 @@ pub(super) fn finish(mut response: Response, path: &str, reader: &Reader) -> Res
     };
     let body = body.into_body();
     Response::from_parts(parts, body)
+}
+
+/// Checks that the OpenAPI document lists the code of an error reply.
+#[cfg(test)]
+pub(super) fn check_code(method: &axum::http::Method, route: &str, response: &Response) {
+    if let Some(error) = response.extensions().get::<Error>() {
+        super::error_codes::check(method, route, error);
+    }
 }
 
 #[cfg(test)]

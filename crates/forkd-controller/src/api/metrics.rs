@@ -23,6 +23,7 @@ pub(super) async fn metrics(State(app): State<ApiContext>) -> Result<Response> {
     let mut page = Page::default();
     page.family("forkd_build_info", MetricType::GAUGE, "1, with the version of the daemon.");
     page.sample(&[("version", crate::VERSION)], 1.0);
+    // A gauge, although it is called `_total`: dashboards read the name.
     page.gauge("forkd_snapshots_total", "Snapshots there are.", app.snapshots.list().len() as f64);
     sandboxes(&app, &mut page);
     let cap = app.config.limits.max_branches;

@@ -1,10 +1,12 @@
 //! The REST API: routes, middleware, and the OpenAPI document.
 
 pub(crate) mod error;
+mod error_codes;
 mod events;
 pub(crate) mod extract;
 mod metrics;
 pub(crate) mod middleware;
+mod openapi_document;
 #[cfg(test)]
 pub(crate) mod openapi_markdown;
 pub(crate) mod pagination;
@@ -24,10 +26,10 @@ use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
 use forkd_api::stream::{ClientMessage, ExecStreamRequest, RunRequest, ServerEvent};
 use forkd_api::{ArchivedSandbox, ErrorBody, Health, SpawnReply, VersionInfo};
+use forkd_mcp::HttpServer;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use utoipa::OpenApi;
-use utoipa::openapi::{Content, Ref, ResponseBuilder};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
@@ -38,6 +40,7 @@ use crate::api::sandboxes::update;
 use crate::auth::tokens::Tokens;
 use crate::compat::e2b::{self, E2bContext};
 use crate::compat::json_lines::ports::Ports;
+use crate::compat::mcp;
 use crate::config::Config;
 use crate::error::{Code, Error};
 use crate::sandbox::registry::Registry;
@@ -61,6 +64,8 @@ pub(crate) struct ApiContext {
     pub(crate) answers: IdempotencyStore,
     /// `forkd run`s under way.
     pub(crate) sessions: TaskTracker,
+    /// Sessions of the Model Context Protocol.
+    pub(crate) mcp: HttpServer,
 }
 
 impl ApiContext {
@@ -71,6 +76,7 @@ impl ApiContext {
             snapshots: self.snapshots.clone(),
             workspaces: self.workspaces.clone(),
             tokens: self.tokens.clone(),
+            stopping: self.stopping.clone(),
         }
     }
 }
@@ -124,6 +130,7 @@ fn routes() -> OpenApiRouter<ApiContext> {
         ))
         .routes(routes!(crate::api::sandboxes::files::list))
         .routes(routes!(crate::api::sandboxes::files::stat))
+        .routes(routes!(crate::api::sandboxes::files::tree::tree))
         .routes(routes!(crate::api::sandboxes::files::mkdir))
         .routes(routes!(crate::api::sandboxes::files::rename))
         .routes(routes!(crate::api::sandboxes::agent_port::json_lines))
@@ -163,55 +170,11 @@ fn renamed_routes() -> Router<ApiContext> {
     Router::new().route(json_lines, axum::routing::post(agent_port::json_lines)).route(agent_port, port)
 }
 
-/// Describes the routes with older paths like the newer ones, as deprecated.
-fn describe_renamed_routes(paths: &mut utoipa::openapi::Paths) {
-    for (older, newer) in RENAMED_ROUTES {
-        let Some(mut item) = paths.paths.get(newer).cloned() else { continue };
-        for operation in [&mut item.put, &mut item.post, &mut item.delete].into_iter().flatten() {
-            operation.deprecated = Some(utoipa::openapi::Deprecated::True);
-            operation.summary = Some(format!("Deprecated: the older path of `{newer}`."));
-            operation.description = None;
-        }
-        paths.paths.insert(older.into(), item);
-    }
-}
-
-/// The routes and their OpenAPI document. Adds to every operation what all have in common: a `default` response for
-/// errors, and a unique operation id.
+/// The routes and their OpenAPI document.
 fn documented() -> (Router<ApiContext>, utoipa::openapi::OpenApi) {
     let (router, mut document) = routes().split_for_parts();
-    let router = router.merge(renamed_routes());
-    describe_renamed_routes(&mut document.paths);
-    let content = Content::new(Some(Ref::from_schema_name("ErrorBody")));
-    let error = ResponseBuilder::new()
-        .description("Any other status is an error; the body has the reason")
-        .content("application/json", content)
-        .build();
-    for (path, item) in &mut document.paths.paths {
-        let methods = [
-            ("get", &mut item.get),
-            ("put", &mut item.put),
-            ("post", &mut item.post),
-            ("delete", &mut item.delete),
-            ("patch", &mut item.patch),
-        ];
-        for (method, operation) in methods {
-            let Some(operation) = operation else { continue };
-            operation.responses.responses.insert("default".into(), error.clone().into());
-            operation.operation_id = Some(operation_id(method, path));
-        }
-    }
-    (router, document)
-}
-
-/// `get_sandboxes_by_id_files` for `GET /v1/sandboxes/{id}/files`.
-fn operation_id(method: &str, path: &str) -> String {
-    let words = path.split('/').filter(|word| !word.is_empty() && *word != "v1");
-    let words = words.map(|word| match word.strip_prefix('{') {
-        Some(parameter) => format!("by_{}", parameter.trim_end_matches('}')),
-        None => word.replace('-', "_"),
-    });
-    std::iter::once(method.to_owned()).chain(words).collect::<Vec<_>>().join("_")
+    openapi_document::complete(&mut document);
+    (router.merge(renamed_routes()), document)
 }
 
 /// The OpenAPI document of this version, as committed in `docs/openapi.json`.
@@ -237,7 +200,15 @@ pub(crate) fn for_unix(app: ApiContext) -> Router {
     request_log::watched(trusted.layer(from_fn_with_state(e2b, authenticate::forward_unix)), telemetry)
 }
 
+/// The API for clients with a principal, and the Model Context Protocol beside it, whose tools use the same API.
 fn served(app: ApiContext) -> Router {
+    let telemetry = app.registry.host.telemetry.clone();
+    let for_tools = request_log::watched(with_middleware(app.clone(), Router::new()), telemetry);
+    let protocol = mcp::routes(app.mcp.clone(), for_tools);
+    with_middleware(app, protocol)
+}
+
+fn with_middleware(app: ApiContext, more: Router) -> Router {
     let (router, document) = documented();
     let document = Arc::new(document);
     let max_body = app.config.limits.max_body;
@@ -246,6 +217,7 @@ fn served(app: ApiContext) -> Router {
         .route("/healthz/", axum::routing::get(health))
         .route("/openapi.json", axum::routing::get(move || async move { Json(document.as_ref().clone()) }))
         .merge(e2b::routes().with_state(app.e2b()))
+        .merge(more.with_state(()))
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
         .layer(from_fn_with_state(app.clone(), update::explain))

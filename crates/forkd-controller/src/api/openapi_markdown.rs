@@ -6,8 +6,10 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use axum::http::Method;
+use forkd_api::Code;
 use serde_json::Value;
 
+use crate::api::error_codes::{ANY, POST, STATE};
 use crate::auth::policy;
 use crate::auth::principal::Scope;
 
@@ -67,6 +69,17 @@ The daemon listens on a unix socket (`/run/forkd/forkd.sock`), which needs no to
 /// The whole page.
 fn page(document: &Value) -> String {
     let mut page = String::from(INTRODUCTION);
+    let list = |codes: &mut dyn Iterator<Item = &Code>| {
+        codes.map(|code| format!("`{code}`")).collect::<Vec<_>>().join(", ")
+    };
+    let _ = writeln!(
+        page,
+        "- **Codes of a route.** An error of a route has a code in its table, or one of these: {}. A POST may also \
+         have {}. `{STATES}` in a table stands for {}. A WebSocket also sends codes in its `error` event.",
+        list(&mut ANY.iter()),
+        list(&mut POST.iter().filter(|code| is_idempotency(code.name()))),
+        list(&mut STATE.iter().filter(|code| is_state(code))),
+    );
     let parts = routes_by_part(document);
     let _ = writeln!(page, "\n| route | needs | |\n|---|---|---|");
     for part in ORDER {
@@ -126,16 +139,69 @@ fn route(page: &mut String, method: &str, path: &str, operation: &Value) {
     }
     let _ = writeln!(page, "\n| status | body | |\n|---|---|---|");
     for (status, response) in object(&operation["responses"]) {
-        // The same for every route: the introduction describes it once.
-        if status == "default" {
+        let codes = special_codes(response);
+        // Codes of every route are in the introduction.
+        if status == "default" && codes.is_empty() {
             continue;
         }
+        let (status, what) = match status {
+            "default" => ("other", String::new()),
+            status => (status, line(&response["description"])),
+        };
+        let what = [what.trim_end_matches('.'), &codes.join(", ")].map(str::to_owned);
+        let what: Vec<_> = what.into_iter().filter(|part| !part.is_empty()).collect();
         let bodies = object(&response["content"]).map(|(media, content)| match media {
             "application/json" => kind(&content["schema"]),
             other => format!("`{other}`"),
         });
         let bodies: Vec<_> = bodies.collect();
-        let _ = writeln!(page, "| {status} | {} | {} |", bodies.join(", "), line(&response["description"]));
+        let _ = writeln!(page, "| {status} | {} | {} |", bodies.join(", "), what.join(": "));
+    }
+    websocket(page, &operation["x-websocket"]);
+}
+
+/// The codes of a response that not every route has.
+fn special_codes(response: &Value) -> Vec<String> {
+    let codes = response["x-error-codes"].as_array().into_iter().flatten().map(text);
+    let any = |code: &str| ANY.iter().any(|any| any.name() == code) || is_idempotency(code);
+    let mut codes: Vec<_> = codes.filter(|code| !any(code)).collect();
+    let states: Vec<_> = STATE.iter().filter(|code| is_state(code)).map(|code| code.name()).collect();
+    if states.iter().all(|state| codes.contains(state)) {
+        codes.retain(|code| !states.contains(code));
+        codes.push(STATES);
+    }
+    codes.iter().map(|code| format!("`{code}`")).collect()
+}
+
+/// Stands for all codes of the state of a sandbox.
+const STATES: &str = "sandbox_*";
+
+fn is_state(code: &Code) -> bool {
+    code.is_conflict() && code.name().starts_with("sandbox_")
+}
+
+fn is_idempotency(name: &str) -> bool {
+    name.starts_with("idempotency_")
+}
+
+/// The frames of a WebSocket, in their order.
+fn websocket(page: &mut String, talk: &Value) {
+    if talk.is_null() {
+        return;
+    }
+    let _ = writeln!(page, "\n{} {} {}", text(&talk["text"]), text(&talk["binary"]), text(&talk["close"]));
+    let _ = writeln!(page, "\n| from | frame | how many | when | |\n|---|---|---|---|---|");
+    for frame in talk["frames"].as_array().into_iter().flatten() {
+        let content = match frame["channel"].as_u64() {
+            Some(channel) => format!("binary, channel {channel}"),
+            None => match frame["property"].as_str() {
+                Some(property) => format!("{} `{property}`", kind(&frame["schema"])),
+                None => kind(&frame["schema"]),
+            },
+        };
+        let [from, count, phase] = ["from", "count", "phase"].map(|key| text(&frame[key]));
+        let _ =
+            writeln!(page, "| {from} | {content} | {count} | {phase} | {} |", text(&frame["description"]));
     }
 }
 

@@ -24,7 +24,7 @@ fn decided(method: &Method, path: &str) -> Option<Scope> {
         ("GET", "/v1/workspaces" | "/v1/workspaces/{name}") => Scope::Read,
         ("GET", "/v1/tree" | "/v1/events") => Scope::Read,
         ("GET", "/v1/sandboxes/{id}/files" | "/v1/sandboxes/{id}/files/list") => Scope::Read,
-        ("GET", "/v1/sandboxes/{id}/files/stat") => Scope::Read,
+        ("GET", "/v1/sandboxes/{id}/files/stat" | "/v1/sandboxes/{id}/files/tree") => Scope::Read,
         ("POST", "/v1/sandboxes") | ("DELETE", "/v1/sandboxes/{id}") => Scope::Write,
         ("POST", "/v1/sandboxes/{id}/pause" | "/v1/sandboxes/{id}/resume") => Scope::Write,
         ("POST", "/v1/sandboxes/{id}/rollback" | "/v1/sandboxes/{id}/branch") => Scope::Write,
@@ -57,6 +57,8 @@ fn decided(method: &Method, path: &str) -> Option<Scope> {
         (_, "/sandboxes/{id}/network" | "/sandboxes/{id}/logs") => Scope::Read,
         (_, "/volumes" | "/volumes/{*rest}" | "/volumecontent/{*rest}") => Scope::Read,
         (_, "/secrets" | "/secrets/{*rest}" | "/v3/templates" | "/v2/templates/{*rest}") => Scope::Read,
+        // Each call of a tool is a request of its own, with its own scope.
+        ("GET" | "POST" | "DELETE", "/mcp") => Scope::Read,
         // Sums of the whole host, without names: a monitoring system needs no more than this scope.
         ("GET", "/metrics") => Scope::Read,
         ("POST", "/v1/snapshots/{tag}/owner") => Scope::Admin,

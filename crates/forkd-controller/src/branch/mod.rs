@@ -2,13 +2,15 @@
 //!
 //! A branch is a task of its own, so that it goes on when its client goes away. The steps, in this order:
 //!
-//! 1. The daemon checks the sandbox (`sandbox_starting`, `sandbox_ended`, `state_unknown`, `sandbox_unfit`), the disk
-//!    (`disk_full`) and the limits (`daemon_busy`, `limit_reached`), and reserves the tag (`tag_taken`, `quota_exceeded`).
+//! 1. The daemon checks the sandbox (`sandbox_starting`, `sandbox_ended`, `state_unknown`, `sandbox_unfit`, in mode `disk`
+//!    `sandbox_paused`), the disk (`disk_full`) and the limits (`daemon_busy`, `limit_reached`), and reserves the tag
+//!    (`tag_taken`, `quota_exceeded`).
 //! 2. The branch waits until its source takes another one (`admission`: `sandbox_ended`, `daemon_busy`, `cancelled` if a
 //!    client removes the tag, `shutting_down`).
 //! 3. The daemon prepares everything the pause needs (`capture`, up to step 7; `sandbox_busy` and `sandbox_replaced` if a
 //!    pause or a rollback was first).
-//! 4. The agent freezes the guest's processes, for a bounded time. A guest that does not comply is branched all the same.
+//! 4. The agent freezes the guest's processes, for a bounded time, and in mode `disk` the file systems, too. If it does not
+//!    answer in time, there is no branch in mode `disk` (`guest_timeout`); in other modes the branch goes on without it.
 //! 5. The monitor forks (`monitor_refused`, `sandbox_ended`; `daemon_busy` if layers are not merged yet).
 //! 6. The agent thaws the processes, also after an error.
 //! 7. Both monitors give up the right to write to the layers that they share now (`template_ended` if the branch's process

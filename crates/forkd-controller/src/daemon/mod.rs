@@ -14,6 +14,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::http::StatusCode;
 use axum::response::Response;
+use forkd_mcp::{HttpOptions, HttpServer};
 use forkd_store::Database;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -168,6 +169,7 @@ pub async fn serve_until(
         address,
         answers: IdempotencyStore::new(host.database.clone(), config.limits.max_body),
         sessions: task::tracker(),
+        mcp: HttpServer::new(HttpOptions::default(), stopping.clone()),
     };
     let (users, kept) = (app.registry.clone(), app.workspaces.clone());
     // An old branch stays as long as a workspace or a sandbox needs it.
@@ -203,6 +205,11 @@ pub async fn serve_until(
             }
         })
     });
+    let (mcp, until) = (app.mcp.clone(), stopping.clone());
+    let mcp_sessions = task::keep_running(Task::McpSessions, move || {
+        let (mcp, until) = (mcp.clone(), until.clone());
+        async move { mcp.end_unused(until).await }
+    });
     let connections = Connections {
         stopping: stopping.clone(),
         count: task::tracker(),
@@ -237,6 +244,8 @@ pub async fn serve_until(
     let drained = async {
         connections.count.wait().await;
         app.sessions.wait().await;
+        // They end what they made.
+        let _ = mcp_sessions.await;
     };
     if tokio::time::timeout(config.timing.drain, drained).await.is_err() {
         tracing::warn!("requests still running after the drain timeout; ending their sandboxes");

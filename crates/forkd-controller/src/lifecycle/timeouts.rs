@@ -78,8 +78,10 @@ impl Sandbox {
             if facts.saved.deadline_unix.is_some_and(|at| at <= now) && (started || kill) {
                 return Some(Due::Expired);
             }
-            let still = matches!(phase, Phase::Paused) && facts.saved.lifetime.on_timeout == OnTimeout::Pause;
-            let idle = facts.saved.lifetime.idle_timeout_secs.filter(|_| started && !still)?;
+            // There is nothing left to do for `pause`: a paused sandbox has no uses.
+            let stays_paused =
+                matches!(phase, Phase::Paused) && facts.saved.lifetime.on_timeout == OnTimeout::Pause;
+            let idle = facts.saved.lifetime.idle_timeout_secs.filter(|_| started && !stays_paused)?;
             (self.activity.idle() >= Duration::from_secs(idle)).then_some(Due::Idle(idle))
         })
     }
@@ -153,6 +155,8 @@ impl Timeouts {
         {
             tracing::info!(sandbox = sandbox.id, reason = end.reason, "ended sandbox of the E2B API removed");
             self.registry.end(sandbox, (*end).clone());
+            let (workspaces, id) = (self.workspaces.clone(), sandbox.id.clone());
+            task::spawn(Task::TimeoutAction, async move { workspaces.delete_if_useless(&id).await });
         }
     }
 
@@ -166,7 +170,7 @@ impl Timeouts {
         sandbox.update_runtime(|facts| facts.attempt = Attempt::UnderWay);
         let (timeouts, sandbox) = (self.clone(), sandbox.clone());
         task::spawn(Task::TimeoutAction, async move {
-            if let Err(error) = timeouts.workspaces.delete_with(&sandbox.id, Some(end.clone())).await {
+            if let Err(error) = timeouts.workspaces.delete_of(&sandbox, end.clone()).await {
                 tracing::warn!(sandbox = sandbox.id, %error, "paused states of an ended sandbox not removed");
             }
             // Also if it had no state yet.

@@ -15,9 +15,9 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Child, ExitStatus};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use forkd_protocol::control::{Channel, EndReason, Event, Message, OLDEST_VERSION, VmEnd, WaitStatus};
+use forkd_protocol::control::{Channel, EndReason, Event, Message, OLDEST_VERSION, Reply, VmEnd, WaitStatus};
 use launch::spawn;
 use rustix::process::Pid;
 use tokio::sync::oneshot;
@@ -79,6 +79,10 @@ pub(crate) struct Monitor {
     version: u32,
     /// How many replies are still to come. The first is the reply to `Hello`.
     owed: u32,
+    /// What a late reply reports, after its request timed out: whether the VM is paused now.
+    late_pause: Option<bool>,
+    /// When the monitor closed the control connection.
+    hung_up: Option<Instant>,
     /// Whether the guest has written to the ready port.
     ready: bool,
     /// Whether it has paused its VM because the host's disk is full, and the daemon has not read this flag yet.
@@ -181,6 +185,8 @@ impl Monitor {
             distrusted: None,
             version: OLDEST_VERSION,
             owed: 1,
+            late_pause: None,
+            hung_up: None,
             ready: false,
             disk_full: false,
             left: false,
@@ -221,6 +227,41 @@ impl Monitor {
         std::mem::take(&mut self.disk_full)
     }
 
+    /// Whether the VM is paused, if a late reply to a pause or a resume reported that since the last call.
+    pub(crate) fn take_late_pause(&mut self) -> Option<bool> {
+        self.late_pause.take()
+    }
+
+    /// Returns once a monitor that closed the control connection has not exited within `grace`. Until then the close
+    /// is the beginning of its exit.
+    pub(crate) fn hung_up(&self, grace: Duration) -> impl Future<Output = ()> + use<> {
+        let until = self.hung_up.map(|since| tokio::time::Instant::from_std(since + grace));
+        async move {
+            match until {
+                Some(until) => tokio::time::sleep_until(until).await,
+                None => std::future::pending().await,
+            }
+        }
+    }
+
+    /// Kills a monitor that closed the control connection and did not exit: nothing can control it.
+    pub(crate) fn end_hung_up(&mut self) {
+        self.hung_up = None;
+        match self.vm_end {
+            Some(_) => drop(self.pidfd.kill()),
+            None => self.distrust("it closed the control connection and did not exit"),
+        }
+    }
+
+    /// Notes what a reply reports that comes after its request timed out.
+    fn note_late(late_pause: &mut Option<bool>, reply: &Reply) {
+        match reply {
+            Reply::Paused => *late_pause = Some(true),
+            Reply::Resumed => *late_pause = Some(false),
+            _ => {}
+        }
+    }
+
     /// Handles one message, or returns the end of the process. Cancel-safe.
     pub(crate) async fn next(&mut self) -> Option<MonitorEnd> {
         tokio::select! {
@@ -233,12 +274,16 @@ impl Monitor {
                 Ok(Some((Message::Reply(reply), fds))) => {
                     let said = (self.owed == 0).then(|| console::brief(&reply));
                     self.owed = self.owed.saturating_sub(1);
+                    Monitor::note_late(&mut self.late_pause, &reply);
                     requests::discard(self.pid, reply, fds);
                     if let Some(said) = said {
                         self.distrust(&format!("it gave an answer without a question: {said}"));
                     }
                 }
-                Ok(None) => self.control = None,
+                Ok(None) => {
+                    self.control = None;
+                    self.hung_up = Some(Instant::now());
+                }
                 Err(error) => self.distrust(&error.to_string()),
             },
             _ = self.pidfd.ended() => return Some(self.collect().await),

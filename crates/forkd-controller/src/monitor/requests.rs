@@ -120,9 +120,10 @@ impl Monitor {
     /// Pauses its vCPUs and devices.
     pub(crate) async fn pause(&mut self, patience: Duration) -> Result<()> {
         match self.command(&Request::Pause, &[], patience).await?.0 {
-            // An earlier report of a full disk no longer holds.
+            // Earlier reports of a full disk or of a late resume no longer hold.
             Reply::Paused => {
                 self.disk_full = false;
+                self.late_pause = None;
                 Ok(())
             }
             other => Err(unexpected(&other)),
@@ -134,6 +135,7 @@ impl Monitor {
         match self.command(&Request::Resume, &[], patience).await?.0 {
             Reply::Resumed => {
                 self.disk_full = false;
+                self.late_pause = None;
                 Ok(())
             }
             other => Err(unexpected(&other)),
@@ -247,6 +249,7 @@ impl Monitor {
                         return Ok(Some((reply, fds)));
                     }
                     // The reply to a request that was given up: replies come in order.
+                    Monitor::note_late(&mut self.late_pause, &reply);
                     discard(self.pid, reply, fds);
                 }
                 Some((Message::Event(event), fds)) => {

@@ -63,7 +63,7 @@ async fn boot_children(
 
 /// Boots one sandbox on the disks of `snapshot`. It is deleted when the result is dropped.
 async fn boot_from(registry: &Arc<Registry>, snapshot: &Snapshot, order: &SpawnSpec) -> Result<Bound> {
-    let guest = &snapshot.manifest().facts;
+    let guest = &snapshot.manifest().guest;
     let spec = Spec {
         owner: order.owner.clone(),
         image: guest.image.as_ref().map(|image| image.name.clone()),
@@ -92,23 +92,23 @@ async fn boot_from(registry: &Arc<Registry>, snapshot: &Snapshot, order: &SpawnS
 
 /// Opens and checks the files of a boot on the disks of `snapshot`. Blocks.
 fn find(host: &Host, snapshot: &Snapshot) -> Result<(BootSource, Option<String>)> {
-    let facts = &snapshot.manifest().facts;
+    let guest = &snapshot.manifest().guest;
     let unusable = |text: String| Error::new(Code::SnapshotUnusable, text);
-    if facts.guest_ports != boot_files::GUEST_PORTS {
+    if guest.guest_ports != boot_files::GUEST_PORTS {
         return Err(unusable(format!(
             "snapshot {} lets its guest call the host's ports {:?}, which no guest may; make it again",
             snapshot.tag(),
-            facts.guest_ports
+            guest.guest_ports
         )));
     }
-    let Some(image) = &facts.image else {
+    let Some(image) = &guest.image else {
         return Err(unusable(format!(
             "snapshot {} names no image under its disk; make it again",
             snapshot.tag()
         )));
     };
     // A guest of a disk outside the library may have a kernel of its own, given by its path.
-    let kernel = facts.kernel.as_deref().filter(|kernel| kernel.starts_with('/'));
+    let kernel = guest.kernel.as_deref().filter(|kernel| kernel.starts_with('/'));
     let source = match image.name.starts_with('/') {
         true => host.finder.find_disk(&host.config, kernel.map(Path::new), Path::new(&image.name)),
         false => host.finder.find(&image.name),
@@ -125,5 +125,5 @@ fn find(host: &Host, snapshot: &Snapshot) -> Result<(BootSource, Option<String>)
     };
     let layers = disk.layers.into_iter().map(Into::into).collect();
     let source = source?.on(DiskLayers { state: files.state.into(), layers });
-    Ok((source, facts.kernel.clone()))
+    Ok((source, guest.kernel.clone()))
 }

@@ -1,6 +1,7 @@
 //! A sandbox's time-outs, labels and uses.
 //!
-//! [`Lifetime`] holds what clients asked for. It is a part of the sandbox's record, so the next daemon applies it too.
+//! [`Lifetime`] holds the labels, the idle time-out, the action of time-outs, and the state of pauses and suspends. The
+//! deadline is beside it in `SavedState`. Both are parts of the sandbox's record, so the next daemon applies them, too.
 //! [`Activity`] holds the last use, in memory only: without a daemon no client can use a sandbox, and the next daemon
 //! counts from its own start. `lifecycle::timeouts` acts when a time-out is over.
 

@@ -340,7 +340,16 @@ impl Sandbox {
         let code = match &error {
             agent::Error::Refused(error) => match error.code {
                 // A user the image does not have is a wrong request, not a missing token.
-                Guest::InvalidArgument | Guest::OutOfRange | Guest::Unauthenticated => Code::InvalidRequest,
+                Guest::InvalidArgument | Guest::Unauthenticated => Code::InvalidRequest,
+                Guest::OutOfRange => Code::FolderTooLarge,
+                Guest::Unimplemented => {
+                    let text = format!(
+                        "the agent of sandbox {} is of an older version and cannot do that; make the snapshot again \
+                         with this version of forkd, and fork from it",
+                        self.id
+                    );
+                    return Error::new(Code::SandboxUnfit, text).because(error.message.clone());
+                }
                 Guest::NotFound => Code::GuestNotFound,
                 Guest::FailedPrecondition | Guest::AlreadyExists | Guest::Aborted => Code::GuestConflict,
                 Guest::PermissionDenied => Code::GuestForbidden,

@@ -194,6 +194,10 @@ impl Sandbox {
             if monitor.take_disk_full() {
                 self.paused_for_room();
             }
+            if let Some(paused) = monitor.take_late_pause() {
+                self.paused_late(paused);
+            }
+            let hung_up = monitor.hung_up(timing.call);
             let command = tokio::select! {
                 biased;
                 desired = self.desired_changed() => break desired,
@@ -202,6 +206,10 @@ impl Sandbox {
                     None => continue,
                 },
                 Some(command) = next_command(&mut commands) => command,
+                () = hung_up => {
+                    monitor.end_hung_up();
+                    continue;
+                }
                 () = &mut watchdog => break DesiredState::End,
             };
             command.execute(self, &mut monitor, timing.call).await;
@@ -212,6 +220,26 @@ impl Sandbox {
         }
         monitor.end().await;
         Outcome::Ended(if desired == DesiredState::Replace { End::rolled_back() } else { self.end_reason() })
+    }
+
+    /// Sets the state that a late reply reports. Its client got an error before that.
+    fn paused_late(&self, paused: bool) {
+        tracing::warn!(
+            sandbox = self.id,
+            paused,
+            "monitor did a pause or a resume after its request timed out"
+        );
+        match (paused, self.phase()) {
+            (true, Phase::Running | Phase::Unresponsive) => {
+                self.pauses.begin();
+                self.set_phase(Phase::Paused);
+            }
+            (false, Phase::Paused) => {
+                self.pauses.end();
+                self.set_phase(Phase::Running);
+            }
+            _ => {}
+        }
     }
 
     async fn account(&self, end: MonitorEnd) -> End {

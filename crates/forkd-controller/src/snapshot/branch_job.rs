@@ -161,7 +161,7 @@ impl BranchJob {
 
     /// The job that stores all of `snapshot` in full as `to`.
     pub(crate) fn compacting(snapshot: &Snapshot, to: &str) -> Self {
-        let (tag, guest) = (snapshot.tag().to_owned(), snapshot.manifest().facts.clone());
+        let (tag, guest) = (snapshot.tag().to_owned(), snapshot.manifest().guest.clone());
         let source = format!("compact:{tag}");
         let branch = BranchJob::new(to.to_owned(), String::new(), source, guest, Mode::Full);
         let origin = BranchOrigin { tag, snapshot: Some(snapshot.id().to_owned()), template: String::new() };

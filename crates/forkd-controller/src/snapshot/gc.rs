@@ -1,4 +1,5 @@
-//! Garbage collection (gc) of branches: removes old ones.
+//! Garbage collection (gc) of branches: removes old ones. `Store::collect` (forkd-store) removes unused layers, and
+//! `workspace::sweep` removes earlier states of workspaces.
 //!
 //! On disk: by age and by number per owner, oldest first. A branch that a sandbox, a workspace or another snapshot
 //! needs stays, and so does the snapshot of a suspended sandbox. In memory, where each template holds all pages that

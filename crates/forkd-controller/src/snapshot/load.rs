@@ -30,7 +30,7 @@ impl SnapshotRegistry {
         // Finds everything that can be wrong with the files before a process starts.
         let opened = blocking("opening a snapshot", move || {
             let (config, fds) = open(&host, &known)?;
-            let (lineage, launch) = ground.prepare(&host, known.manifest().facts.mem_size_mib)?;
+            let (lineage, launch) = ground.prepare(&host, known.manifest().guest.mem_size_mib)?;
             for FdRef(layer) in config.disks.iter().flat_map(|disk: &DiskFiles| &disk.layers) {
                 fds.get(*layer).map_or(Ok(()), |layer: &OwnedFd| lineage.layers.add(layer))?;
             }
@@ -39,7 +39,7 @@ impl SnapshotRegistry {
         let (config, fds, lineage, launch) = opened.await?;
         let loaded = async {
             let monitor = Monitor::launch(launch, self.host.config.timing.call).await?;
-            let guest = snapshot.manifest().facts.clone();
+            let guest = snapshot.manifest().guest.clone();
             let plan = self.plan(id, &folder, snapshot.tag(), MemorySource::Disk, guest, lineage);
             let template = Template::load(plan, monitor, config, fds, self.host.config.timing.boot).await;
             let template = template.map_err(|error| {
@@ -119,18 +119,18 @@ pub(crate) fn check_image(snapshot: &Snapshot, found: std::result::Result<&BaseI
 
 /// Opens and checks everything a template of `snapshot` is loaded from. Blocks.
 fn open(host: &Host, snapshot: &Snapshot) -> Result<(LoadConfig, Vec<OwnedFd>)> {
-    let facts = &snapshot.manifest().facts;
-    if facts.guest_ports != boot_files::GUEST_PORTS {
+    let guest = &snapshot.manifest().guest;
+    if guest.guest_ports != boot_files::GUEST_PORTS {
         return Err(Error::new(
             Code::SnapshotUnusable,
             format!(
                 "snapshot {} lets its guest call the host's ports {:?}, which no guest may; make it again",
                 snapshot.tag(),
-                facts.guest_ports
+                guest.guest_ports
             ),
         ));
     }
-    let image = match &facts.image {
+    let image = match &guest.image {
         Some(image) => {
             let found = host.finder.disk(&host.config, &image.name);
             check_image(snapshot, found.as_ref().map(|(_, base)| base))?;
@@ -150,8 +150,8 @@ fn open(host: &Host, snapshot: &Snapshot) -> Result<(LoadConfig, Vec<OwnedFd>)> 
         memory: files.memory.into_iter().map(|layer| attach(layer.into())).collect(),
         disks: Vec::new(),
         // Limits and quotas count these two: the monitor refuses a state with other values.
-        vcpus: Some(facts.vcpus),
-        mem_mib: Some(facts.mem_size_mib),
+        vcpus: Some(guest.vcpus),
+        mem_mib: Some(guest.mem_size_mib),
         guest_ports: boot_files::GUEST_PORTS.into(),
     };
     if let (Some(base), Some(disk)) = (image, files.disks.into_iter().next()) {

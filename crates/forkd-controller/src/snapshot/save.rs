@@ -149,7 +149,7 @@ async fn unwanted(branch: &BranchJob) -> Error {
 /// The save of a branch.
 fn job(branch: &BranchJob, origin: Option<Snapshot>) -> SaveJob {
     let fits = origin.as_ref().is_some_and(|origin| {
-        let theirs = origin.manifest().facts.mem_size_mib;
+        let theirs = origin.manifest().guest.mem_size_mib;
         origin.depth() < MAX_DEPTH && theirs == branch.guest.mem_size_mib
     });
     let captured = branch.capture_stats();
@@ -213,7 +213,7 @@ pub(crate) async fn save(
         let draft = draft.take().ok_or_else(|| Error::host("publishing a snapshot", "there is no draft"))?;
         Ok(draft.publish(Contents {
             kind: job.kind,
-            facts: guest,
+            guest,
             parent,
             origin,
             branched_from: job.branched_from,

@@ -1,5 +1,5 @@
-//! Counters and histograms of what the daemon did. What there is at the moment (sandboxes, memory) is not
-//! kept here: it is looked at when somebody asks.
+//! Counters and histograms of what the daemon did. Gauges of the current state (sandboxes, memory) are in
+//! `api::metrics`, which reads them for each request.
 
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ pub(crate) enum Outcome {
     Failed,
     /// It was not begun: a limit, or a request that cannot be.
     Refused,
-    /// Whoever wanted it does not any more.
+    /// The client went away, a client cancelled it, or the daemon stopped first.
     Cancelled,
     /// A command that ran to its end and says that it failed.
     Nonzero,
@@ -91,7 +91,8 @@ fn histogram(name: &str, help: &str) -> Histogram {
     valid(Histogram::with_opts(seconds(name, help)))
 }
 
-/// All that is counted.
+/// All counters and histograms. A new one needs a field, a line in `new`, its name and a line in `show`, and its lines in
+/// docs/metrics.txt.
 #[derive(Debug)]
 pub(crate) struct Metrics {
     /// From the arrival of a request for children to the fork of one.
@@ -134,7 +135,11 @@ impl Metrics {
                 "forkd_branch_pause_seconds",
                 "How long vCPUs stood still for a branch or a fork.",
             ),
-            exec: histogram("forkd_exec_seconds", "Commands and evaluations, from their start to their end."),
+            exec: histogram(
+                "forkd_exec_seconds",
+                "Commands and evaluations, from their start to their end; without those of E2B clients, which \
+                 the guest serves.",
+            ),
             requests: valid(HistogramVec::new(requests, &["method", "route", "status"])),
             spawns: Outcomes::new(
                 "forkd_spawns_total",
@@ -153,7 +158,7 @@ impl Metrics {
             ),
             execs: Outcomes::new(
                 "forkd_execs_total",
-                "Commands and evaluations in sandboxes.",
+                "Commands and evaluations in sandboxes, without those of E2B clients, which the guest serves.",
                 &[Ok, Nonzero, TimedOut, Failed, Cancelled],
             ),
             saves: Outcomes::new(
@@ -201,20 +206,36 @@ impl Metrics {
         ran
     }
 
-    /// Shows all of it.
+    /// Shows all of it. Names every field, so that the compiler warns of one that is not shown.
     pub(crate) fn show(&self, page: &mut Page) {
-        page.add_renamed(&self.spawn_fork, "forkd_spawn_seconds");
-        page.add_renamed(&self.spawn_ready, "forkd_first_answer_seconds");
-        page.add(&self.branch_pause);
-        page.add(&self.exec);
-        page.add_renamed(&self.requests, "forkd_http_request_seconds");
-        for outcomes in [&self.spawns, &self.boots, &self.branches, &self.execs, &self.saves] {
+        let Metrics {
+            spawn_fork,
+            spawn_ready,
+            branch_pause,
+            exec,
+            requests,
+            spawns,
+            boots,
+            branches,
+            execs,
+            saves,
+            auth_failures,
+            events_dropped,
+            audit_dropped,
+            spans_dropped,
+        } = self;
+        page.add_renamed(spawn_fork, "forkd_spawn_seconds");
+        page.add_renamed(spawn_ready, "forkd_first_answer_seconds");
+        page.add(branch_pause);
+        page.add(exec);
+        page.add_renamed(requests, "forkd_http_request_seconds");
+        for outcomes in [spawns, boots, branches, execs, saves] {
             outcomes.show(page);
         }
-        page.add(&self.auth_failures);
-        page.add(&self.events_dropped);
-        page.add_renamed(&self.audit_dropped, "forkd_audit_lost_total");
-        page.add_renamed(&self.spans_dropped, "forkd_spans_lost_total");
+        page.add(auth_failures);
+        page.add(events_dropped);
+        page.add_renamed(audit_dropped, "forkd_audit_lost_total");
+        page.add_renamed(spans_dropped, "forkd_spans_lost_total");
         let help = "Panics of the daemon's background tasks: each is a bug of forkd.";
         page.family("forkd_task_panics_total", MetricType::COUNTER, help);
         for (task, count) in task::panic_counts() {

@@ -14,7 +14,7 @@ use axum::routing::{get, post};
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use bytes::Bytes;
-use forkd_protocol::agent::{End, Event, Output, ProcessEvent};
+use forkd_protocol::agent::{End, Event, FORWARD_PORT, Output, ProcessEvent};
 use forkd_protocol::connect::{self, Code, END_STREAM, EndStream, STREAM_TYPE};
 use forkd_store::Database;
 use futures_util::StreamExt;
@@ -79,6 +79,8 @@ pub(crate) struct FakeGuest {
     pub(crate) ignores: Mutex<Option<String>>,
     /// Whether it cannot freeze its file systems.
     pub(crate) dirty: Mutex<bool>,
+    /// What the server on any of its TCP ports answers, head included.
+    pub(crate) server: Mutex<String>,
     /// Makes it answer that call after all.
     pub(crate) answers: tokio::sync::Notify,
     /// The running process.
@@ -148,6 +150,7 @@ impl FakeDaemon {
             answers,
             lines,
             tokens,
+            mcp: forkd_mcp::HttpServer::new(forkd_mcp::HttpOptions::default(), CancellationToken::new()),
         };
 
         let inside = folder.path().join(ID);
@@ -239,25 +242,41 @@ pub(crate) async fn eventually(what: &str, mut done: impl FnMut() -> bool) {
 pub(crate) async fn serve_guest(listener: UnixListener, guest: Arc<FakeGuest>) {
     let router = Router::new()
         .route("/files", get(read).post(write))
+        .route("/forkd.Agent/Tree", post(tree))
         .route("/forkd.Agent/{method}", post(agent))
         .route("/process.Process/Start", post(start))
         .route("/process.Process/{method}", post(process))
         .route("/filesystem.Filesystem/{method}", post(filesystem))
         .layer(axum::extract::DefaultBodyLimit::disable())
-        .with_state(guest);
+        .with_state(guest.clone());
     while let Ok((mut stream, _)) = listener.accept().await {
-        let router = router.clone();
+        let (router, guest) = (router.clone(), guest.clone());
         tokio::spawn(async move {
             let mut line = Vec::new();
             while line.last() != Some(&b'\n') {
                 line.push(stream.read_u8().await?);
             }
             stream.write_all(b"OK 1\n").await?;
+            if line == format!("CONNECT {FORWARD_PORT}\n").as_bytes() {
+                return serve_port(stream, &guest).await;
+            }
             let served = hyper::server::conn::http1::Builder::new()
                 .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
             served.await.map_err(std::io::Error::other)
         });
     }
+}
+
+/// Answers one request to a TCP port.
+async fn serve_port(mut stream: UnixStream, guest: &FakeGuest) -> std::io::Result<()> {
+    while stream.read_u8().await? != b'\n' {}
+    stream.write_all(b"OK\n").await?;
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(stream.read_u8().await?);
+    }
+    let answer = guest.server.lock().unwrap().clone();
+    stream.write_all(answer.as_bytes()).await
 }
 
 type GuestRequest = Query<BTreeMap<String, String>>;
@@ -355,6 +374,60 @@ async fn agent(State(guest): State<Arc<FakeGuest>>, Path(method): Path<String>, 
         _ => json!({ "version": "fake" }),
     };
     answer.to_string().into_response()
+}
+
+/// Lists a folder, as its name asks for.
+async fn tree(State(guest): State<Arc<FakeGuest>>, body: Bytes) -> Response {
+    let message: Value = serde_json::from_slice(&body[connect::HEADER_LEN..]).unwrap();
+    let path = message["path"].as_str().unwrap_or_default().to_owned();
+    guest.calls.lock().unwrap().push(("Tree".into(), message));
+    let entries = |entries: Value| Bytes::from(connect::encode(0, &json!({ "entries": entries })));
+    let long = |range: std::ops::Range<u32>, length: usize| {
+        let name = |n| json!({ "path": format!("{n:08}{}", "x".repeat(length)) });
+        entries(range.map(name).collect())
+    };
+    let end = |error| Bytes::from(connect::encode(END_STREAM, &EndStream { error }));
+    let error = |code| end(Some(connect::Error::new(code, "choose a smaller folder")));
+    let hash = "0123456789abcdef".repeat(4);
+    let some = entries(json!([
+        { "path": "a", "type": "FILE_TYPE_DIRECTORY", "mode": 493, "modifiedMs": 1, "incomplete": "unreadable" },
+        { "path": "b/c", "type": "FILE_TYPE_FILE", "size": 5, "mode": 420, "modifiedMs": -1500, "sha256": hash },
+    ]));
+    let pieces = match path.as_str() {
+        // An agent of an earlier version.
+        "/old" => {
+            let body = json!({ "code": "unimplemented", "message": "this agent has no /forkd.Agent/Tree" });
+            return (StatusCode::NOT_IMPLEMENTED, body.to_string()).into_response();
+        }
+        "/silent" => std::future::pending().await,
+        "/waits" => {
+            *guest.sending.lock().unwrap() += 1;
+            let pieces = futures_util::stream::unfold(Sending(guest), |sending| async {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+                let piece = Bytes::from(connect::encode(0, &json!({ "entries": [] })));
+                Some((Ok::<_, std::io::Error>(piece), sending))
+            });
+            return ([("content-type", STREAM_TYPE)], Body::from_stream(pieces.boxed())).into_response();
+        }
+        "/empty" => vec![entries(json!([])), end(None)],
+        "/crowded" => vec![some, error(Code::OutOfRange)],
+        "/late" => vec![some, error(Code::DeadlineExceeded)],
+        "/many" => vec![error(Code::Unavailable)],
+        "/breaks" => vec![some],
+        "/above" => vec![entries(json!([{ "path": "a/../../b" }])), end(None)],
+        "/unsorted" => vec![some.clone(), some, end(None)],
+        "/unlike" => vec![entries(json!([{ "path": "a", "pathBytes": "/w==" }])), end(None)],
+        "/nohash" => vec![entries(json!([{ "path": "a", "sha256": "zz" }])), end(None)],
+        "/long" => (0..50).map(|n| long(n * 1000..(n + 1) * 1000, 1000)).chain([end(None)]).collect(),
+        "/much" => (0..10).map(|n| long(n * 1000..(n + 1) * 1000, 10)).chain([end(None)]).collect(),
+        _ => {
+            let link = json!([{ "path": "\u{fffd}", "pathBytes": "/w==", "type": "FILE_TYPE_SYMLINK", "size": 1,
+                "mode": 511, "target": "\u{fffd}", "targetBytes": "/g==" }]);
+            vec![some, entries(link), end(None)]
+        }
+    };
+    let pieces = futures_util::stream::iter(pieces.into_iter().map(Ok::<_, std::io::Error>));
+    ([("content-type", STREAM_TYPE)], Body::from_stream(pieces.boxed())).into_response()
 }
 
 async fn filesystem(

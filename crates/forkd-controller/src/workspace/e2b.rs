@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use crate::auth::principal::Principal;
 use crate::error::{Code, Error, Result};
-use crate::sandbox::Sandbox;
 use crate::sandbox::e2b::E2bState;
+use crate::sandbox::{End, Sandbox};
 use crate::snapshot::branch_job::Mode;
 use crate::util::random::new_id;
 use crate::util::time::now_unix;
@@ -28,6 +28,20 @@ impl Workspaces {
         let (record, status) = self.show(id).ok()?;
         let state = record.e2b.clone().filter(|_| is_paused(&record, status))?;
         Some((record, state))
+    }
+
+    /// A paused sandbox whose state fits, with its record. Copies no other record: any client can let all be searched.
+    pub(crate) fn find_paused(
+        &self,
+        fits: impl Fn(&E2bState) -> bool,
+    ) -> Option<(WorkspaceRecord, Box<E2bState>)> {
+        let all: Vec<_> =
+            self.all.lock().iter().map(|(name, workspace)| (name.clone(), workspace.clone())).collect();
+        let has_it = |workspace: &Workspace| match &*workspace.state.lock() {
+            WorkspaceState::Kept(record) => record.e2b.as_ref().is_some_and(|state| fits(state)),
+            _ => false,
+        };
+        all.iter().filter(|(_, workspace)| has_it(workspace)).find_map(|(name, _)| self.paused(name))
     }
 
     /// All paused sandboxes that `who` may see.
@@ -53,7 +67,27 @@ impl Workspaces {
             true if self.depth(&record) < MAX_CHAIN => Mode::Diff,
             true => Mode::Full,
         };
-        self.suspend(&sandbox.id, mode, who, None).await.map(drop)
+        let paused = self.suspend(&sandbox.id, mode, who, None).await;
+        if paused.is_err() {
+            // The sandbox may have ended meanwhile.
+            self.delete_if_useless(&sandbox.id).await;
+        }
+        paused.map(drop)
+    }
+
+    /// Deletes the workspace of a sandbox that has ended and was never paused: it is listed nowhere, and would keep the
+    /// sandbox's snapshot from being removed.
+    pub(crate) async fn delete_if_useless(&self, id: &str) {
+        let Ok(workspace) = self.get(id) else { return };
+        let _turn = workspace.turn.clone().lock_owned().await;
+        let WorkspaceState::Kept(record) = workspace.state() else { return };
+        let is_current = self.get(id).is_ok_and(|now| Arc::ptr_eq(&now, &workspace));
+        if !is_current || record.e2b.is_none() || self.is_of_use(&record) {
+            return;
+        }
+        if let Err(error) = self.delete_locked(id, &workspace, None).await {
+            tracing::warn!(workspace = id, %error, "workspace of an ended sandbox not deleted yet");
+        }
     }
 
     /// How many snapshots depend on each other below the one that the sandbox came from.
@@ -113,6 +147,16 @@ impl Workspaces {
         let named = sandbox.rewrite(|facts| facts.saved.workspace = Some(id.clone()));
         named.map_err(|error| Error::host("cannot write the record of a sandbox", error))?;
         Ok(record)
+    }
+
+    /// Deletes the workspace of `sandbox` however long the change takes that is under way; the sandbox ends as `end`
+    /// says. Nothing to do if that change suspended it: a client that pauses a sandbox in time keeps it.
+    pub(crate) async fn delete_of(&self, sandbox: &Arc<Sandbox>, end: End) -> Result<()> {
+        let Ok(workspace) = self.get(&sandbox.id) else { return Ok(()) };
+        let _turn = workspace.turn.clone().lock_owned().await;
+        let has_it = self.get(&sandbox.id).is_ok_and(|now| Arc::ptr_eq(&now, &workspace));
+        let runs = self.registry.get(&sandbox.id).is_ok_and(|now| Arc::ptr_eq(&now, sandbox));
+        if has_it && runs { self.delete_locked(&sandbox.id, &workspace, Some(end)).await } else { Ok(()) }
     }
 
     /// Resumes the paused sandbox `id` for `timeout_secs`, or for as long as the last time. Returns whether it was

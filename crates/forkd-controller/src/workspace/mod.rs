@@ -376,7 +376,10 @@ impl Workspaces {
     pub(crate) async fn resume(&self, name: &str, who: &Principal) -> Result<(WorkspaceRecord, Status)> {
         let (workspace, _turn) = self.lock_exclusive(name).await?;
         self.check_owner(name, who)?;
-        let record = self.usable(name, &workspace)?;
+        let mut record = self.usable(name, &workspace)?;
+        if let Some(state) = &mut record.e2b {
+            state.timeout_secs = state.resume_secs();
+        }
         if let Some(sandbox) = self.live(&record) {
             let text = format!("workspace {name} is running already, in sandbox {}", sandbox.id);
             return Err(Error::new(Code::WorkspaceRunning, text));
@@ -408,14 +411,13 @@ impl Workspaces {
         self.delete_locked(name, &workspace, None).await
     }
 
-    /// Deletes a workspace however long the change takes that is under way; its sandbox ends as `end` says. Nothing to
-    /// do if there is no workspace.
-    pub(crate) async fn delete_with(&self, name: &str, end: Option<End>) -> Result<()> {
+    /// Deletes a workspace however long the change takes that is under way. Nothing to do if there is no workspace.
+    pub(crate) async fn delete_patiently(&self, name: &str) -> Result<()> {
         loop {
             let Ok(workspace) = self.get(name) else { return Ok(()) };
             let _turn = workspace.turn.clone().lock_owned().await;
             if self.get(name).is_ok_and(|now| Arc::ptr_eq(&now, &workspace)) {
-                return self.delete_locked(name, &workspace, end).await;
+                return self.delete_locked(name, &workspace, None).await;
             }
         }
     }

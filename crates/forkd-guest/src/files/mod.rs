@@ -5,6 +5,7 @@ mod draft;
 mod metadata;
 mod multipart;
 pub(crate) mod service;
+pub(crate) mod tree;
 mod upload;
 pub(crate) mod watch;
 

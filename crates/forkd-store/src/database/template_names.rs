@@ -21,7 +21,8 @@ pub struct TemplateName {
 }
 
 impl Database {
-    /// Gives a name to a snapshot. An earlier snapshot with the name is called like its tag from then on.
+    /// Gives a name to a snapshot that has none or is called like its tag. An earlier snapshot with the name is called
+    /// like its tag from then on.
     pub fn name_template(&self, it: &TemplateName) -> Result<()> {
         self.call("name a template", |connection| {
             let transaction = connection.transaction()?;
@@ -32,6 +33,9 @@ impl Database {
             let text = "INSERT OR REPLACE INTO template_names (owner, name, tag, sandbox, created_at_unix)
                         VALUES (?1, ?2, ?3, ?4, ?5)";
             transaction.execute(text, params![it.owner, it.name, it.tag, it.sandbox, it.created_at_unix])?;
+            let text =
+                "DELETE FROM template_names WHERE owner = ?1 AND name = ?2 AND tag = ?2 AND name <> ?3";
+            transaction.execute(text, params![it.owner, it.tag, it.name])?;
             transaction.commit()
         })
     }
@@ -99,8 +103,14 @@ mod tests {
         assert_eq!(tag("ann").as_deref(), Some("three"));
         let earlier = TemplateName { name: "one".into(), ..name("ann", "one", 1) };
         assert_eq!(database.templates().unwrap(), [earlier, name("bob", "two", 2), name("ann", "three", 3)]);
-        database.forget_templates("three").unwrap();
-        database.forget_templates("three").unwrap();
+        let unnamed = TemplateName { name: "four".into(), ..name("ann", "four", 4) };
+        database.name_template(&unnamed).unwrap();
+        assert_eq!(tag("ann").as_deref(), Some("three"), "until it is there");
+        database.name_template(&name("ann", "four", 4)).unwrap();
+        assert_eq!(tag("ann").as_deref(), Some("four"));
+        assert_eq!(database.template("ann", "four").unwrap(), None, "it has one name");
+        database.forget_templates("four").unwrap();
+        database.forget_templates("four").unwrap();
         assert_eq!((tag("ann"), tag("bob").as_deref()), (None, Some("two")));
     }
 }

@@ -108,7 +108,7 @@ fn sizes_tell_own_from_inherited_and_room_from_length() {
     // What a sandbox froze more than once since it was spawned is all its own.
     let mut disks: Vec<Vec<File>> = chain[0].open().unwrap().disks.into_iter().map(|it| it.layers).collect();
     disks[0].extend([disk_of(&store, 20), disk_of(&store, 21)]);
-    let twice = Contents { parent: Some(chain[0].clone()), disks, ..Contents::new(facts()) };
+    let twice = Contents { parent: Some(chain[0].clone()), disks, ..Contents::new(guest()) };
     let twice = draft(&store, "twice", 9).publish(twice).unwrap();
     assert_eq!(twice.sizes().own_disks.logical, 4);
 }
@@ -136,13 +136,13 @@ fn a_chain_has_an_end() {
     }
     assert_eq!(last.depth(), MAX_DEPTH);
     assert_eq!(last.open().unwrap().memory.len(), MAX_DEPTH + 1);
-    let more = Contents { parent: Some(last.clone()), ..Contents::new(facts()) };
+    let more = Contents { parent: Some(last.clone()), ..Contents::new(guest()) };
     let error = draft(&store, "more", 99).publish(more).unwrap_err();
     assert!(matches!(&error, Error::Invalid(why) if why.contains("as long as one can be")), "{error}");
     // In full it is possible, however many came before.
     let mut origin = last;
     for index in 0..120u8 {
-        let contents = Contents { origin: Some(origin), ..Contents::new(facts()) };
+        let contents = Contents { origin: Some(origin), ..Contents::new(guest()) };
         origin = draft(&store, &format!("full{index}"), index).publish(contents).unwrap();
     }
     let ancestors = &origin.manifest().ancestors;
@@ -153,8 +153,8 @@ fn a_chain_has_an_end() {
 fn a_difference_to_a_memory_of_another_size_is_refused() {
     let (_folder, store) = store();
     let parent = made(&store, "warm", 1);
-    let facts = GuestSpec { mem_size_mib: 16, ..facts() };
-    let contents = Contents { parent: Some(parent), ..Contents::new(facts) };
+    let guest = GuestSpec { mem_size_mib: 16, ..guest() };
+    let contents = Contents { parent: Some(parent), ..Contents::new(guest) };
     let error = draft(&store, "child", 2).publish(contents).unwrap_err();
     assert!(matches!(&error, Error::Invalid(why) if why.contains("16 MiB")), "{error}");
     assert_eq!(names(store.folder()), ["warm"]);

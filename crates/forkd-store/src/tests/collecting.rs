@@ -98,7 +98,7 @@ fn a_draft_keeps_the_layers_it_is_built_on() {
     child.keep(&parent).unwrap();
     assert_eq!(store.remove("parent").unwrap(), Collected::default());
     store.collect().unwrap();
-    let contents = Contents { parent: Some(parent.clone()), ..Contents::new(facts()) };
+    let contents = Contents { parent: Some(parent.clone()), ..Contents::new(guest()) };
     let child = child.publish(contents).unwrap();
     assert_eq!(child.open().unwrap().memory.len(), 2);
     // The parent's disk was not used after all.
@@ -122,7 +122,7 @@ fn nothing_is_built_on_layers_that_are_gone() {
     let mut draft = draft(&store, "child", 2);
     let error = draft.keep(&parent).unwrap_err();
     assert!(matches!(&error, Error::Unusable { message, .. } if message.contains("is missing")), "{error}");
-    let contents = Contents { parent: Some(parent), ..Contents::new(facts()) };
+    let contents = Contents { parent: Some(parent), ..Contents::new(guest()) };
     assert!(matches!(draft.publish(contents), Err(Error::Unusable { .. })));
     assert!(names(store.folder()).is_empty() && layers(&store).is_empty());
 }
@@ -145,7 +145,7 @@ fn what_a_draft_found_is_not_removed_under_its_hands() {
             }
             left = left.saturating_sub(1);
         })));
-        let published = draft.publish(Contents { disks, ..Contents::new(facts()) });
+        let published = draft.publish(Contents { disks, ..Contents::new(guest()) });
         listen(None);
         published.unwrap().open().unwrap();
         assert_tidy(&store);

@@ -229,7 +229,7 @@ fn small_draft(store: &Store, tag: &str, seed: u8) -> Draft {
 fn small(store: &Store, tag: &str, seed: u8, parent: Option<&Snapshot>) -> Snapshot {
     let mut layers = parent.map_or_else(Vec::new, |it| it.open().unwrap().disks.remove(0).layers);
     layers.push(disk(store, seed));
-    let contents = Contents { parent: parent.cloned(), disks: vec![layers], ..Contents::new(facts()) };
+    let contents = Contents { parent: parent.cloned(), disks: vec![layers], ..Contents::new(guest()) };
     small_draft(store, tag, seed).publish(contents).unwrap()
 }
 
@@ -252,7 +252,7 @@ fn a_power_cut_at_any_step_leaves_whole_snapshots_and_nothing_else() {
         let path = elsewhere.path().join("layer");
         fs::write(&path, "blocks").unwrap();
         let disks = vec![vec![merged], vec![File::open(path).unwrap()]];
-        draft.publish(Contents { origin: Some(child.clone()), disks, ..Contents::new(facts()) }).unwrap()
+        draft.publish(Contents { origin: Some(child.clone()), disks, ..Contents::new(guest()) }).unwrap()
     });
     // Disks alone: the state and the layers, one of which another snapshot has, too.
     witness.publish("disks", || {
@@ -264,7 +264,7 @@ fn a_power_cut_at_any_step_leaves_whole_snapshots_and_nothing_else() {
             kind: SnapshotKind::Disk,
             origin: Some(base.clone()),
             disks: vec![layers],
-            ..Contents::new(facts())
+            ..Contents::new(guest())
         };
         draft.publish(contents).unwrap()
     });
@@ -284,7 +284,7 @@ fn a_power_cut_at_any_step_leaves_whole_snapshots_and_nothing_else() {
     late_child.keep(&twin).unwrap();
     witness.remove(&store, "twin");
     witness.publish("late-child", || {
-        late_child.publish(Contents { parent: Some(twin), ..Contents::new(facts()) }).unwrap()
+        late_child.publish(Contents { parent: Some(twin), ..Contents::new(guest()) }).unwrap()
     });
     witness.remove(&store, "late");
     witness.publish("late", || small(&store, "late", 5, None));

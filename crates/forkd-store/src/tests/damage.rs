@@ -133,7 +133,7 @@ fn a_snapshot_is_not_published_over_a_damaged_disk() {
     let disks: Vec<Vec<File>> = one.open().unwrap().disks.into_iter().map(|it| it.layers).collect();
     let path = layer_path(&one, &one.manifest().disks[0][0].blake3);
     flip(&path);
-    let contents = Contents { disks, ..Contents::new(facts()) };
+    let contents = Contents { disks, ..Contents::new(guest()) };
     let error = draft(&store, "two", 2).publish(contents).unwrap_err().to_string();
     assert!(error.contains("edited") && error.contains(&path.display().to_string()), "{error}");
     assert_eq!(names(store.folder()), ["one"]);
@@ -196,7 +196,7 @@ fn a_draft_over_a_damaged_snapshot_names_that_snapshot() {
     let draft = draft(&store, "branch", 2);
     let layer = parent.layers().iter().find(|layer| layer.kind == Kind::Disk).unwrap();
     flip(&layer_path(&parent, &layer.digest));
-    let contents = Contents { origin: Some(parent), disks: vec![disk], ..Contents::new(facts()) };
+    let contents = Contents { origin: Some(parent), disks: vec![disk], ..Contents::new(guest()) };
     match draft.publish(contents) {
         Err(Error::Unusable { tag, .. }) => assert_eq!(tag, "numpy"),
         other => panic!("{other:?}"),

@@ -4,7 +4,7 @@ use super::*;
 use std::os::unix::fs::PermissionsExt;
 
 fn with_disk(store: &Store, tag: &str, layers: Vec<File>) -> Result<Snapshot> {
-    let contents = Contents { disks: vec![layers], ..Contents::new(facts()) };
+    let contents = Contents { disks: vec![layers], ..Contents::new(guest()) };
     draft(store, tag, 1).publish(contents)
 }
 
@@ -91,7 +91,7 @@ fn a_merged_layer_is_one_of_the_draft() {
     let merged = draft.create_disk(0).unwrap();
     merged.write_all_at(b"merged", 0).unwrap();
     let number = inode(&merged);
-    let contents = Contents { disks: vec![vec![merged]], ..Contents::new(facts()) };
+    let contents = Contents { disks: vec![vec![merged]], ..Contents::new(guest()) };
     let snapshot = draft.publish(contents).unwrap();
     assert_eq!(inode(&snapshot.open().unwrap().disks[0].layers[0]), number);
     assert_eq!(names(snapshot.folder()), ["manifest.json", "state"]);
@@ -103,7 +103,7 @@ fn a_merged_layer_that_is_not_named_leaves_nothing() {
     let (_folder, store) = store();
     let mut draft = draft(&store, "flat", 1);
     draft.create_disk(0).unwrap().write_all_at(b"merged", 0).unwrap();
-    let snapshot = draft.publish(Contents::new(facts())).unwrap();
+    let snapshot = draft.publish(Contents::new(guest())).unwrap();
     assert_eq!(names(snapshot.folder()), ["manifest.json", "state"]);
     assert_tidy(&store);
 }
@@ -118,7 +118,7 @@ fn equal_contents_are_stored_once() {
     // Also within one snapshot: two disks, nothing written to either.
     let empty = || nameless(store.folder().parent().unwrap(), b"");
     let disks = vec![vec![empty()], vec![empty(), empty()]];
-    let three = draft(&store, "three", 1).publish(Contents { disks, ..Contents::new(facts()) }).unwrap();
+    let three = draft(&store, "three", 1).publish(Contents { disks, ..Contents::new(guest()) }).unwrap();
     assert_eq!(layers(&store).len(), 3);
     assert_eq!(three.open().unwrap().disks[1].layers.len(), 2);
     store.remove("one").unwrap();
@@ -147,7 +147,7 @@ fn disks_alone(store: &Store, tag: &str, seed: u8, origin: Option<&Snapshot>) ->
         kind: SnapshotKind::Disk,
         origin: origin.cloned(),
         disks: vec![layers],
-        ..Contents::new(facts())
+        ..Contents::new(guest())
     };
     draft.publish(contents)
 }
@@ -186,7 +186,7 @@ fn a_snapshot_of_disks_alone_with_memory_or_without_disks_is_refused() {
         draft.create_state().unwrap();
         draft
     };
-    let without = with_state("disks").publish(Contents { kind, ..Contents::new(facts()) });
+    let without = with_state("disks").publish(Contents { kind, ..Contents::new(guest()) });
     assert!(without.unwrap_err().to_string().contains("has none"));
     let parent = Some(base);
     let built_on = with_state("disks").publish(Contents { kind, parent, ..contents(&store, 3) });

@@ -15,7 +15,7 @@ fn what_was_published_is_found_again_by_another_process() {
     let again = Store::open(store.folder()).unwrap().get("warm").unwrap();
     assert_eq!(again.manifest(), snapshot.manifest());
     assert_eq!((again.id(), again.tag(), again.depth()), (snapshot.id(), "warm", 0));
-    assert_eq!(again.manifest().facts, facts());
+    assert_eq!(again.manifest().guest, guest());
     assert!(again.manifest().created_at_unix > 1_700_000_000);
 
     let mut files = again.open().unwrap();
@@ -34,8 +34,8 @@ fn what_was_published_is_found_again_by_another_process() {
 #[test]
 fn a_bare_guest_has_no_disk() {
     let (_folder, store) = store();
-    let facts = GuestSpec { image: None, kernel: Some("/boot/tiny".into()), python: None, ..facts() };
-    let snapshot = draft(&store, "bare", 1).publish(Contents::new(facts)).unwrap();
+    let guest = GuestSpec { image: None, kernel: Some("/boot/tiny".into()), python: None, ..guest() };
+    let snapshot = draft(&store, "bare", 1).publish(Contents::new(guest)).unwrap();
     assert!(snapshot.open().unwrap().disks.is_empty());
 }
 
@@ -135,17 +135,17 @@ fn a_draft_has_each_file_once() {
 }
 
 #[test]
-fn facts_that_no_manifest_could_hold_are_refused_before_anything_is_published() {
+fn contents_that_no_manifest_could_hold_are_refused_before_anything_is_published() {
     let (_folder, store) = store();
     let refused = |change: fn(&mut Contents)| {
         let mut contents = contents(&store, 1);
         change(&mut contents);
         assert!(matches!(draft(&store, "warm", 1).publish(contents), Err(Error::Invalid(_))));
     };
-    refused(|contents| contents.facts.vcpus = 0);
+    refused(|contents| contents.guest.vcpus = 0);
     refused(|contents| contents.branched_from = Some("x".repeat(1000)));
     refused(|contents| contents.measured.mode = Some("half".into()));
-    refused(|contents| contents.facts.kernel = Some("x".repeat(1 << 20)));
+    refused(|contents| contents.guest.kernel = Some("x".repeat(1 << 20)));
     assert!(names(store.folder()).is_empty() && layers(&store).is_empty());
 }
 
@@ -226,7 +226,7 @@ fn an_image_that_was_built_again_is_noticed() {
     fs::write(&disk, b"image").unwrap();
     let image = |digest| BaseImage::of("python", digest, &File::open(&disk).unwrap()).unwrap();
     let then = image("d1");
-    let known = GuestSpec { image: Some(then.clone()), ..facts() };
+    let known = GuestSpec { image: Some(then.clone()), ..guest() };
     let snapshot = draft(&store, "warm", 1).publish(Contents::new(known)).unwrap();
     snapshot.check_image(&then).unwrap();
     store.get("warm").unwrap().check_image(&image("d1")).unwrap();

@@ -1,6 +1,7 @@
 //! Manifests: damaged, hostile, and of each version.
 
 use super::*;
+use crate::manifest::{DISK, FULL, OLDEST};
 use serde_json::json;
 
 /// The error text after `damage` to the manifest of a snapshot over another one.
@@ -188,7 +189,7 @@ fn a_manifest_with_any_byte_changed_is_refused_or_harmless() {
 
 #[test]
 fn a_manifest_is_written_as_in_its_golden_file() {
-    for (version, kind) in [(2, SnapshotKind::Full), (VERSION, SnapshotKind::Disk)] {
+    for (version, kind) in [(FULL, SnapshotKind::Full), (DISK, SnapshotKind::Disk)] {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
             .join(format!("tests/golden/manifest.v{version}.json"));
         let golden = fs::read(path).unwrap();
@@ -218,9 +219,5 @@ fn the_manifest_of_every_version_since_the_oldest_is_read() {
         versions.push(manifest.version);
     }
     versions.sort_unstable();
-    assert_eq!(
-        versions,
-        (crate::manifest::OLDEST..=VERSION).collect::<Vec<_>>(),
-        "one example of each version"
-    );
+    assert_eq!(versions, (OLDEST..=VERSION).collect::<Vec<_>>(), "one example of each version");
 }

@@ -21,7 +21,7 @@ mod lifecycle;
 mod manifests;
 mod open_writers;
 
-fn facts() -> GuestSpec {
+fn guest() -> GuestSpec {
     GuestSpec {
         image: Some(BaseImage {
             name: "python".into(),
@@ -79,7 +79,7 @@ fn nameless(folder: &Path, contents: &[u8]) -> File {
 
 /// What `draft` is to be published with: one disk with one layer, which depends on `seed`.
 fn contents(store: &Store, seed: u8) -> Contents {
-    Contents { disks: vec![vec![disk(store, seed)]], ..Contents::new(facts()) }
+    Contents { disks: vec![vec![disk(store, seed)]], ..Contents::new(guest()) }
 }
 
 fn made(store: &Store, tag: &str, seed: u8) -> Snapshot {
@@ -95,7 +95,7 @@ fn over(store: &Store, parent: &Snapshot, tag: &str, seed: u8) -> Snapshot {
         parent: Some(parent.clone()),
         branched_from: Some("sb1".into()),
         disks,
-        ..Contents::new(facts())
+        ..Contents::new(guest())
     };
     draft(store, tag, seed).publish(contents).unwrap()
 }

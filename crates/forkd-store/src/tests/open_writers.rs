@@ -48,7 +48,7 @@ fn a_kept_write_descriptor_cannot_change_a_published_snapshot() {
     merged.write_all_at(b"merged", 0).unwrap();
     // The monitor sends what it can write through, and keeps it.
     let disks = vec![vec![merged.try_clone().unwrap()], vec![frozen.try_clone().unwrap()]];
-    let snapshot = draft.publish(Contents { disks, ..Contents::new(facts()) }).unwrap();
+    let snapshot = draft.publish(Contents { disks, ..Contents::new(guest()) }).unwrap();
     let then = bytes(&snapshot);
     assert_eq!(then, [&b"state"[..], b"memory", b"merged", b"d\x01"]);
     overwrite(&[state, memory, merged, frozen]);
@@ -65,7 +65,7 @@ fn what_has_been_given_back_becomes_a_layer_without_a_copy() {
     }
     let (draft, disk) = (draft(&store, "warm", 1), disk(&store, 1));
     let numbers = [fs::metadata(draft_path(&store).join("memory")).unwrap().ino(), inode(&disk)];
-    let snapshot = draft.publish(Contents { disks: vec![vec![disk]], ..Contents::new(facts()) }).unwrap();
+    let snapshot = draft.publish(Contents { disks: vec![vec![disk]], ..Contents::new(guest()) }).unwrap();
     let files = snapshot.open().unwrap();
     assert_eq!([inode(&files.memory[0]), inode(&files.disks[0].layers[0])], numbers);
 }

@@ -123,8 +123,11 @@ pub struct DeviceState {
 /// The registers of a virtio-mmio transport, without those that follow from the device. The reserved offsets
 /// (0x0c4 to 0x0f8) read as 0 and ignore writes.
 ///
-/// The file format has no field names, so a new field here breaks every old file. Raise the version of `Kind::Device`
-/// (`file.rs`), keep this struct for files of version 1, and write new examples for `fuzz/corpus/state_file`.
+/// The file format has no field names, so a new field here breaks every old file. In one change: raise the version of
+/// `Kind::Device` (`file.rs`), keep this struct for files of version 1, and let `file::section` return the version, since it
+/// refuses every version but the newest. The closure `change` of `fuzz_device_state` (`fuzz.rs`) gets a line for the field.
+/// The examples in `fuzz/corpus/state_file` stay, because tests read them. Add new ones: the bytes of `good()` in
+/// `file_tests.rs`, and the same without the header.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TransportState {
     /// How far driver and device have come.

@@ -48,7 +48,7 @@ pub(super) fn branch(context: &Context, args: &BenchBranchArgs) -> Result<u8> {
         given => given.to_vec(),
     };
     let elsewhere = match guests.contains(&Guest::Linux) {
-        true => linux_elsewhere(context, args.socket.as_deref())?,
+        true => linux_elsewhere(context, args.socket.as_deref(), "python")?,
         false => None,
     };
     let here = guests.iter().copied().filter(|guest| elsewhere.is_none() || *guest != Guest::Linux);

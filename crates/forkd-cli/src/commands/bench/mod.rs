@@ -3,12 +3,14 @@
 mod branch;
 mod chain;
 mod companion;
+mod e2b;
 mod emulated;
 mod quick;
 mod results;
 mod server;
 mod spawn;
 mod turns;
+mod wire;
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -20,6 +22,7 @@ use forkd_bench::bare::Kind;
 use forkd_bench::branch::Record;
 use forkd_bench::{bare, chart, floor, host, report, writer};
 
+use self::e2b::BenchE2bArgs;
 use self::results::OutputArgs;
 use super::Context;
 use crate::args::QuickBenchArgs;
@@ -55,6 +58,7 @@ pub(crate) struct BenchArgs {
 pub(crate) enum BenchCommand {
     Spawn(BenchSpawnArgs),
     Branch(BenchBranchArgs),
+    E2b(BenchE2bArgs),
     Report(ReportArgs),
     /// One burst of bare KVM forks, in a separate process, because it must have one thread.
     #[command(hide = true)]
@@ -212,7 +216,7 @@ impl From<MemoryKind> for Kind {
 
 Exit status: 0 printed, 1 failed, 2 wrong usage.")]
 pub(crate) struct ReportArgs {
-    /// Files with the output of `forkd bench spawn --json` and `forkd bench branch --json`.
+    /// Files with the output of `forkd bench spawn --json`, `forkd bench branch --json` and `forkd bench e2b --json`.
     #[arg(required = true, value_name = "FILE")]
     results: Vec<PathBuf>,
 
@@ -268,6 +272,7 @@ pub(crate) fn bench(context: &Context, args: BenchArgs) -> Result<u8> {
     match command {
         BenchCommand::Spawn(args) => spawn::spawn(context, &args),
         BenchCommand::Branch(args) => branch::branch(context, &args),
+        BenchCommand::E2b(args) => e2b::e2b(context, &args),
         BenchCommand::Bare(args) => {
             host::keep_on(args.cpu, None)?;
             let (input, output) = (std::io::stdin().lock(), std::io::stdout());
@@ -284,29 +289,33 @@ pub(crate) fn bench(context: &Context, args: BenchArgs) -> Result<u8> {
 
 /// The reason to measure Linux guests in the emulated machine, if there is one. Builds the image and the
 /// kernel if they are missing.
-fn linux_elsewhere(context: &Context, socket: Option<&Path>) -> Result<Option<String>> {
+fn linux_elsewhere(context: &Context, socket: Option<&Path>, image: &str) -> Result<Option<String>> {
     if socket.is_some() {
         // A user who names a daemon wants that one measured.
         return Ok(None);
     }
     let kvm = kvm::probe_cached(&Binaries::find()?.vmm, &context.data.kvm_cache())?;
-    images::ensure_image(&context.data, "python", context.ui)?;
+    images::ensure_image(&context.data, image, context.ui)?;
     images::ensure_guest_kernel(&context.data, context.ui)?;
     Ok((!kvm.runs_linux).then(|| kvm.describe()))
 }
 
 fn print_report(args: &ReportArgs) -> Result<()> {
-    let (mut lines, mut records) = (Vec::new(), Vec::new());
+    let (mut lines, mut records, mut e2b_records) = (Vec::new(), Vec::new(), Vec::new());
     for path in &args.results {
         let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-        // Only lines of branch results have a guest or a verdict.
-        let branching = text.lines().find(|line| !line.trim().is_empty()).is_some_and(|line| {
-            let first: serde_json::Value = serde_json::from_str(line).unwrap_or_default();
-            first.get("guest").is_some() || first.get("figure").is_some()
-        });
+        let whole = || text.lines().filter(|line| !line.trim().is_empty());
+        let first: serde_json::Value =
+            whole().next().and_then(|line| serde_json::from_str(line).ok()).unwrap_or_default();
+        let has = |name: &str| first.get(name).is_some();
         let named = || format!("in {}", path.display());
-        if branching {
-            for line in text.lines().filter(|line| !line.trim().is_empty()) {
+        // Only lines of branch results have a guest or a verdict, and only those of the E2B API another way beside.
+        if has("beside") {
+            for line in whole() {
+                e2b_records.push(forkd_bench::e2b::Record::from_json(line).with_context(named)?);
+            }
+        } else if has("guest") || has("figure") {
+            for line in whole() {
                 records.push(Record::from_json(line).with_context(named)?);
             }
         } else {
@@ -321,6 +330,9 @@ fn print_report(args: &ReportArgs) -> Result<()> {
     }
     if !records.is_empty() {
         ui::print(&branch::summary(&records))?;
+    }
+    if !e2b_records.is_empty() {
+        ui::print(&e2b::summary(&e2b_records))?;
     }
     Ok(())
 }

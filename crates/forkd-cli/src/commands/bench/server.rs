@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal};
 use serde_json::{Value, json};
 
 use crate::cleanup;
-use crate::client::Daemon;
+use crate::client::{Address, Daemon};
 use crate::commands::Context;
 use crate::host::paths::{self, Binaries};
 use crate::host::process;
@@ -51,7 +51,7 @@ pub(super) struct Branch {
 }
 
 impl Child {
-    fn parse(info: &Value) -> Option<Child> {
+    pub(super) fn parse(info: &Value) -> Option<Child> {
         let id = info.get("id")?.as_str()?.to_owned();
         Some(Child { id, pid: info.get("pid").and_then(Value::as_i64) })
     }
@@ -116,6 +116,14 @@ impl BenchDaemon {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         Ok(BenchDaemon { daemon, child: Some(child), tags: Vec::new(), ui: context.ui })
+    }
+
+    /// The unix socket of the daemon.
+    pub(super) fn socket(&self) -> Result<&Path> {
+        match &self.daemon.address {
+            Address::Unix(path) => Ok(path),
+            _ => bail!("the measured daemon has no unix socket"),
+        }
     }
 
     /// Sends a request that has to succeed.

@@ -38,7 +38,7 @@ pub(super) fn spawn(context: &Context, args: &BenchSpawnArgs) -> Result<u8> {
         cases.iter().copied().filter(|case| matches!(case, Case::Linux | Case::Eval)).collect();
     let elsewhere = match linux.is_empty() {
         true => None,
-        false => linux_elsewhere(context, args.socket.as_deref())?,
+        false => linux_elsewhere(context, args.socket.as_deref(), "python")?,
     };
     let here = cases.iter().copied().filter(|case| elsewhere.is_none() || !linux.contains(case));
     let here: Vec<Case> = here.collect();

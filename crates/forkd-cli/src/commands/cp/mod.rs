@@ -1,7 +1,7 @@
 //! `forkd cp`: files and folders into a sandbox or out of it.
 
 mod place;
-mod remote;
+pub(super) mod remote;
 mod side;
 
 use std::io::Read;

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use bytes::Bytes;
-use forkd_api::{Code, FileInfo, FileKind, FileList};
+use forkd_api::{Code, FileInfo, FileKind, FileList, FileTree};
 use futures_util::StreamExt;
 use http_body_util::{BodyExt, Empty, StreamBody};
 use hyper::Method;
@@ -52,6 +52,12 @@ impl<'d> Remote<'d> {
     pub(crate) async fn list(&self, path: &str) -> Result<Vec<FileInfo>> {
         let answer = self.daemon.ask(Method::GET, &self.route("/list", path), None).await?;
         Ok(types::read::<FileList>(&answer)?.entries)
+    }
+
+    /// A folder with all below it, with hashes.
+    pub(crate) async fn tree(&self, path: &str) -> Result<FileTree> {
+        let route = format!("{}&hash=true", self.route("/tree", path));
+        types::read(&self.daemon.ask(Method::GET, &route, None).await?)
     }
 
     /// Creates a folder, unless it exists.

@@ -45,6 +45,11 @@ impl Forwarded {
         Self::open(SignalPolicy::PassesOn)
     }
 
+    /// Listens for signals, after which the command ends its work without a time limit. A second signal ends it at once.
+    pub(crate) fn drain() -> Result<Self> {
+        Self::open(SignalPolicy::Drains)
+    }
+
     fn open(policy: SignalPolicy) -> Result<Self> {
         // Start the watch first: it keeps signals ignored that were ignored at the start of the process.
         let listening = ListenGuard::begin(policy)?;

@@ -74,6 +74,8 @@ async fn watch(State(telemetry): State<Arc<Telemetry>>, mut request: Request, ne
     let answer = otlp::carry(pending.0.trace, next.run(request));
     let mut response = answer.instrument(span.clone()).await;
     span.in_scope(|| pending.0.answered(&response));
+    #[cfg(test)]
+    error::check_code(&pending.0.method, pending.0.route(), &response);
     response = span.in_scope(|| error::finish(response, &pending.0.path, &pending.0.reader()));
     if let Ok(id) = HeaderValue::from_str(&pending.0.id) {
         response.headers_mut().insert(REQUEST_ID, id);

@@ -15,9 +15,9 @@ use crate::branch::BranchSpec;
 use crate::error::{Error, Result};
 use crate::snapshot::branch_job::Mode;
 
-/// Branches a sandbox, running, paused or unresponsive: the sandbox continues, and children can be forked from the branch at once. Replies
-/// when the branch is on disk, or, with `live` and `wait: false`, as soon as the sandbox runs again. The work
-/// continues when the client disconnects.
+/// Branches a sandbox, running, paused or unresponsive (mode `disk` needs a running one): the sandbox continues, and
+/// children can be forked from the branch at once. Replies when the branch is on disk, or, with `live` and
+/// `wait: false`, as soon as the sandbox runs again. The work continues when the client disconnects.
 #[utoipa::path(
     post, path = "/v1/sandboxes/{id}/branch", params(("id" = String, Path)), request_body = BranchRequest,
     responses(
@@ -26,13 +26,15 @@ use crate::snapshot::branch_job::Mode;
         (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
         (status = 409, body = ErrorBody, description = "`tag_taken`; the sandbox cannot be branched: \
             `sandbox_starting`, `sandbox_ended`, `sandbox_replaced`, `sandbox_busy`, `sandbox_unfit`, `state_unknown`, \
-            `monitor_refused`; the branch was removed before it was done: `cancelled`; the snapshot that the sandbox \
+            `monitor_refused`, in mode `disk` also `sandbox_paused`; the branch was removed before it was done: `cancelled`; the snapshot that the sandbox \
             came from is damaged: `snapshot_unusable`; with an idempotency key: `idempotency_in_progress`, \
             `idempotency_outcome_unknown`, `idempotency_answer_lost`"),
         (status = 429, body = ErrorBody, description = "The owner's quota of snapshots is used up"),
         (status = 500, body = ErrorBody, description = "It could not be stored, and was removed; `template_ended`: \
             its process ended first, branch again"),
         (status = 503, body = ErrorBody, description = "Too many branches are being taken"),
+        (status = 504, body = ErrorBody, description = "`guest_timeout`: mode `disk`, and the agent did not freeze \
+            the file systems in time"),
         (status = 507, body = ErrorBody, description = "The host's disk is full"),
     ),
 )]

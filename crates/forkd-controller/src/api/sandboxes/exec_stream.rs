@@ -23,10 +23,11 @@ type Upgrade = std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>;
 
 /// Runs a command in a new sandbox, over a WebSocket. The sandbox ends with the connection.
 ///
-/// The first message is text, a `RunRequest`. Then the server sends `ServerEvent`s as text and output as binary
-/// frames, whose first byte is 1 for standard output and 2 for standard error. The client sends `ClientMessage`s as
-/// text and input as binary frames, whose first byte is 0. At most 262144 bytes of input may be unacknowledged; a
-/// `stdin_ack` acknowledges input.
+/// The first message is text, a `RunRequest`, within 30 seconds. Then the server sends `ServerEvent`s as text and
+/// output as binary frames, whose first byte is 1 for standard output and 2 for standard error. The client sends
+/// `ClientMessage`s as text and input as binary frames, whose first byte is 0. At most 262144 bytes of input may be
+/// unacknowledged; a `stdin_ack` acknowledges input. The last event is `exit` or `error`; then the server closes. The
+/// server sends a ping every 20 seconds, and gives up a client that sends nothing for 90 seconds.
 #[utoipa::path(
     get, path = "/v1/run",
     responses(

@@ -29,7 +29,10 @@ use crate::sandbox::spawn::{SpawnSpec, Spawned, spawn_from};
     responses(
         (status = 201, body = Vec<SandboxInfo>, description = "The children that run"),
         (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
-        (status = 409, body = ErrorBody, description = "The sandbox is not running"),
+        (status = 409, body = ErrorBody, description = "The sandbox cannot be forked: `sandbox_starting`, \
+            `sandbox_ended`, `sandbox_replaced`, `sandbox_busy`, `sandbox_unfit`, `state_unknown`, `monitor_refused`; \
+            with an idempotency key: `idempotency_in_progress`, `idempotency_outcome_unknown`, \
+            `idempotency_answer_lost`"),
         (status = 429, body = ErrorBody, description = "The owner's quota of snapshots, sandboxes or memory is used up"),
         (status = 502, body = ErrorBody, description = "No child started; the error has the end of its console"),
         (status = 503, body = ErrorBody, description = "A limit is reached, or too many branches are being taken"),

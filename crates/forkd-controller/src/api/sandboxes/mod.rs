@@ -46,7 +46,7 @@ use crate::sandbox::spawn::{SpawnSpec, Spawned};
 use crate::sandbox::{Phase, RuntimeInfo, Sandbox, Spec};
 use crate::snapshot::unknown::{UNREAD, UNREADABLE, advice};
 use crate::telemetry::audit::AuditTarget;
-use crate::util::task::blocking;
+use crate::util::task::{self, Task, blocking};
 
 /// The most children of one request.
 const MAX_CHILDREN: u32 = 1000;
@@ -374,7 +374,10 @@ pub(super) async fn delete(State(app): State<ApiContext>, Id(id): Id) -> Result<
     // A sandbox of the E2B API that was paused earlier has states on disk, which would come back as a paused sandbox.
     let is_e2b = sandbox.read_runtime(|facts| facts.saved.e2b.is_some());
     if is_e2b && app.workspaces.has(&id) {
-        app.workspaces.delete(&id).await?;
+        // To its end, also if the client disconnects: half of it would leave snapshots that nothing needs.
+        let workspaces = app.workspaces.clone();
+        let deleted = task::spawn(Task::Suspend, async move { workspaces.delete(&id).await }).await;
+        deleted.unwrap_or_else(|error| Err(Error::host("deleting a sandbox", error)))?;
     } else {
         app.registry.delete(&id)?;
     }

@@ -33,7 +33,7 @@ pub(crate) async fn pause(
     if !matches!(awake(&sandbox)?, Phase::Paused) || sandbox.waits_for_room() {
         sandbox.pause().await?;
     }
-    // A pause by a client lasts until a client resumes the sandbox, so the record of an automatic pause goes.
+    // From now on no use resumes it: that is for automatic pauses. Its time-outs go on.
     sandbox.forget_pause();
     Ok(Json(info(&sandbox)))
 }

@@ -247,7 +247,7 @@ pub(crate) async fn detail(
         created_at_unix: manifest.created_at_unix,
         made_by_version: manifest.made_by_version.clone(),
         kind: if snapshot.is_disk_only() { SnapshotKind::Disk } else { SnapshotKind::Full },
-        memory_logical_bytes: if snapshot.is_disk_only() { 0 } else { manifest.facts.mem_size_mib << 20 },
+        memory_logical_bytes: if snapshot.is_disk_only() { 0 } else { manifest.guest.mem_size_mib << 20 },
         memory_physical_bytes: sizes.memory.physical,
         vmstate_bytes: sizes.state.logical,
         disk_logical_bytes: sizes.disks.logical,

@@ -123,7 +123,7 @@ impl<'a> Look<'a> {
 
     /// Why no template could start from the snapshot. The check does not read every file in full.
     fn in_the_way(&self, snapshot: &Snapshot) -> Option<String> {
-        let name = &snapshot.manifest().facts.image.as_ref()?.name;
+        let name = &snapshot.manifest().guest.image.as_ref()?.name;
         let mut images = self.images.borrow_mut();
         let found = images.entry(name.clone()).or_insert_with(|| {
             let host = &self.app.snapshots.host;
@@ -144,7 +144,7 @@ impl<'a> Look<'a> {
 /// A snapshot that is on disk.
 fn ready(entry: &Entry, snapshot: &Snapshot, bootable: bool, warning: Option<String>) -> SnapshotInfo {
     let (manifest, sizes) = (snapshot.manifest(), snapshot.sizes());
-    let (facts, measured) = (&manifest.facts, &manifest.measured);
+    let (guest, measured) = (&manifest.guest, &manifest.measured);
     let branched = manifest.branched_from.is_some();
     SnapshotInfo {
         created_at_unix: manifest.created_at_unix,
@@ -164,7 +164,7 @@ fn ready(entry: &Entry, snapshot: &Snapshot, bootable: bool, warning: Option<Str
         diff_physical_bytes: branched.then_some(sizes.own_memory.physical),
         diff_logical_bytes: branched.then_some(sizes.own_memory.logical),
         bytes_written: measured.written_bytes.filter(|_| branched),
-        ..of_guest(facts, blank(&entry.tag, SnapshotStatus::Ready))
+        ..of_guest(guest, blank(&entry.tag, SnapshotStatus::Ready))
     }
 }
 
@@ -197,14 +197,14 @@ fn branched(branch: &BranchJob, status: SnapshotStatus) -> SnapshotInfo {
     }
 }
 
-fn of_guest(facts: &GuestSpec, info: SnapshotInfo) -> SnapshotInfo {
+fn of_guest(guest: &GuestSpec, info: SnapshotInfo) -> SnapshotInfo {
     SnapshotInfo {
-        image: facts.image.as_ref().map(|image| image.name.clone()),
-        kernel: facts.kernel.clone(),
-        vcpus: facts.vcpus,
-        mem_size_mib: facts.mem_size_mib,
-        network: facts.network,
-        python: facts.python,
+        image: guest.image.as_ref().map(|image| image.name.clone()),
+        kernel: guest.kernel.clone(),
+        vcpus: guest.vcpus,
+        mem_size_mib: guest.mem_size_mib,
+        network: guest.network,
+        python: guest.python,
         ..info
     }
 }
@@ -286,7 +286,7 @@ mod tests {
         std::fs::write(&path, [0; 512]).unwrap();
         let name = path.display().to_string();
         let image = BaseImage::of(&name, "", &File::open(&path).unwrap()).unwrap();
-        let facts = GuestSpec {
+        let guest = GuestSpec {
             image: Some(image),
             kernel: None,
             vcpus: 1,
@@ -300,7 +300,7 @@ mod tests {
         draft.create_memory().unwrap().set_len(1 << 20).unwrap();
         let mut layer = draft.create_disk(0).unwrap();
         layer.write_all(&[1; 4096]).unwrap();
-        let snapshot = draft.publish(Contents { disks: vec![vec![layer]], ..Contents::new(facts) }).unwrap();
+        let snapshot = draft.publish(Contents { disks: vec![vec![layer]], ..Contents::new(guest) }).unwrap();
 
         let who = Principal::local();
         let why = || Look::new(app, &who).in_the_way(&snapshot);

@@ -1,6 +1,7 @@
 //! The API as clients see it: a real daemon on real sockets, without guests.
 
 mod hostile;
+mod mcp;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

@@ -53,7 +53,7 @@ pub(super) async fn fork(
         return Err(Error::invalid(format!("count is {count}; it must be 1 to {MAX_CHILDREN}")));
     }
     let timeout = check_timeout(request.timeout)?;
-    let Found::Running(sandbox, state) = e2b.find(&id)? else { return Err(not_found(&id)) };
+    let Found::Running(sandbox, state) = e2b.find_for(&id, &who)? else { return Err(not_found(&id)) };
     let work = async move {
         let _in_use = sandbox.in_use();
         sandbox.ready().await?;

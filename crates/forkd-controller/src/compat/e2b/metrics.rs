@@ -51,7 +51,7 @@ pub(super) async fn show(
             return Ok(Json(Vec::new()));
         }
     }
-    let Found::Running(sandbox, _) = e2b.find(&id)? else { return Ok(Json(Vec::new())) };
+    let Found::Running(sandbox, _) = e2b.find_for(&id, &who)? else { return Ok(Json(Vec::new())) };
     let call = AgentCall::begin(&sandbox, &who).await?;
     let usage = call.run(&sandbox, sandbox.agent.usage()).await?;
     Ok(Json(vec![Metric {

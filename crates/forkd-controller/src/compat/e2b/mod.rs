@@ -29,6 +29,7 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::routing::{MethodRouter, any, delete, get, post};
+use tokio_util::sync::CancellationToken;
 
 use crate::auth::principal::{Principal, Scope};
 use crate::auth::tokens::Tokens;
@@ -54,6 +55,8 @@ pub(crate) struct E2bContext {
     pub(crate) snapshots: Arc<SnapshotRegistry>,
     pub(crate) workspaces: Arc<Workspaces>,
     pub(crate) tokens: Arc<Tokens>,
+    /// Cancelled when the daemon is asked to stop.
+    pub(crate) stopping: CancellationToken,
 }
 
 /// The first parts of all paths of the control API.
@@ -151,6 +154,15 @@ enum Found {
     Paused(Box<WorkspaceRecord>, Box<E2bState>),
 }
 
+impl Found {
+    fn owner(&self) -> &str {
+        match self {
+            Found::Running(sandbox, _) => &sandbox.spec.owner,
+            Found::Paused(record, _) => &record.owner,
+        }
+    }
+}
+
 impl E2bContext {
     /// Finds a sandbox of this API that has not ended.
     fn find(&self, id: &str) -> Result<Found> {
@@ -165,15 +177,20 @@ impl E2bContext {
         paused.map(|(record, state)| Found::Paused(Box::new(record), state)).ok_or_else(|| not_found(id))
     }
 
+    /// Finds a sandbox that `who` owns. Handlers use this: since `authorize` looked, which was before the body came, the
+    /// sandbox may have come back under its id.
+    fn find_for(&self, id: &str, who: &Principal) -> Result<Found> {
+        let found = self.find(id)?;
+        if who.owns(found.owner()) { Ok(found) } else { Err(not_found(id)) }
+    }
+
     /// Fails as for a missing sandbox unless `who` owns the sandbox `id`. A missing one is no failure: its handler
     /// reports that.
     pub(crate) fn check_owner(&self, id: &str, who: &Principal) -> Result<()> {
-        let owner = match self.find(id) {
-            Ok(Found::Running(sandbox, _)) => sandbox.spec.owner.clone(),
-            Ok(Found::Paused(record, _)) => record.owner,
-            Err(_) => return Ok(()),
-        };
-        if who.owns(&owner) { Ok(()) } else { Err(not_found(id)) }
+        match self.find(id) {
+            Ok(found) if !who.owns(found.owner()) => Err(not_found(id)),
+            _ => Ok(()),
+        }
     }
 
     /// Resumes a paused sandbox, or one that is being paused; see `Workspaces::wake`. It goes on if the client goes away.

@@ -9,7 +9,7 @@ use axum::http::{HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 
-use crate::auth::principal::Principal;
+use crate::auth::principal::{Principal, Scope};
 use crate::compat::e2b::extract::Body;
 use crate::compat::e2b::types::{
     Connect, Connected, Detail, Lifecycle, Listed, NewSandbox, Pause, Refresh, SetTimeout, Size,
@@ -108,10 +108,15 @@ pub(super) async fn to_its_end<T: Send + 'static>(
 impl E2bContext {
     /// The running sandbox, resumed if it is paused; and whether it was.
     async fn running(&self, id: &str, timeout: Option<u64>, who: &Principal) -> Result<(bool, Arc<Sandbox>)> {
-        match self.find(id)? {
+        match self.find_for(id, who)? {
             // It is being paused.
             Found::Running(sandbox, _) if sandbox.check_not_suspending().is_err() => {
-                self.wake(&sandbox.id, timeout, who).await
+                let (resumed, sandbox) = self.wake(&sandbox.id, timeout, who).await?;
+                // The pause may have failed.
+                if let (false, Some(secs)) = (resumed, timeout) {
+                    extend(&sandbox, secs)?;
+                }
+                Ok((resumed, sandbox))
             }
             Found::Running(sandbox, _) => {
                 // A lifetime never gets shorter by a connect.
@@ -155,7 +160,7 @@ pub(super) async fn connect(
 ) -> Result<Response> {
     let timeout = check_timeout(request.timeout)?;
     if request.memory == Some(false)
-        && let Found::Paused(record, _) = e2b.find(&id)?
+        && let Found::Paused(record, _) = e2b.find_for(&id, &who)?
         && !e2b.snapshots.get(record.tag())?.is_disk_only()
     {
         let text = "`memory: false`: forkd boots a sandbox only if it was paused without memory; resume it with memory";
@@ -174,19 +179,23 @@ pub(super) async fn resume(
     Path(id): Path<String>,
     Body(request): Body<Connect>,
 ) -> Result<Response> {
-    if let Found::Running(..) = e2b.find(&id)? {
+    if let Found::Running(..) = e2b.find_for(&id, &who)? {
         return Err(Error::new(Code::SandboxBusy, format!("sandbox {id} is running already")));
     }
     connect(State(e2b), Extension(who), Path(id), Body(request)).await
 }
 
 /// Ends a sandbox, running or paused, for good.
-pub(super) async fn kill(State(e2b): State<E2bContext>, Path(id): Path<String>) -> Result<StatusCode> {
-    match e2b.find(&id)? {
+pub(super) async fn kill(
+    State(e2b): State<E2bContext>,
+    Extension(who): Extension<Principal>,
+    Path(id): Path<String>,
+) -> Result<StatusCode> {
+    match e2b.find_for(&id, &who)? {
         Found::Running(..) if !e2b.workspaces.has(&id) => e2b.registry.delete(&id)?,
         _ => {
             let workspaces = e2b.workspaces.clone();
-            to_its_end(async move { workspaces.delete_with(&id, None).await }).await?;
+            to_its_end(async move { workspaces.delete_patiently(&id).await }).await?;
         }
     }
     Ok(StatusCode::NO_CONTENT)
@@ -195,11 +204,12 @@ pub(super) async fn kill(State(e2b): State<E2bContext>, Path(id): Path<String>) 
 /// Sets the time that a running sandbox has from now.
 pub(super) async fn set_timeout(
     State(e2b): State<E2bContext>,
+    Extension(who): Extension<Principal>,
     Path(id): Path<String>,
     Body(request): Body<SetTimeout>,
 ) -> Result<StatusCode> {
     let secs = check_timeout(Some(request.timeout))?.unwrap_or_default();
-    match e2b.find(&id)? {
+    match e2b.find_for(&id, &who)? {
         Found::Running(sandbox, _) => set_deadline(&sandbox, secs)?,
         Found::Paused(..) => return Err(not_found(&id)),
     }
@@ -209,10 +219,11 @@ pub(super) async fn set_timeout(
 /// Lengthens the life of a running sandbox, for clients of earlier versions.
 pub(super) async fn refresh(
     State(e2b): State<E2bContext>,
+    Extension(who): Extension<Principal>,
     Path(id): Path<String>,
     Body(request): Body<Refresh>,
 ) -> Result<StatusCode> {
-    match e2b.find(&id)? {
+    match e2b.find_for(&id, &who)? {
         Found::Running(sandbox, _) => extend(&sandbox, check_timeout(request.duration)?.unwrap_or_default())?,
         Found::Paused(..) => return Err(not_found(&id)),
     }
@@ -226,7 +237,7 @@ pub(super) async fn pause(
     Path(id): Path<String>,
     Body(request): Body<Pause>,
 ) -> Result<StatusCode> {
-    let sandbox = match e2b.find(&id)? {
+    let sandbox = match e2b.find_for(&id, &who)? {
         Found::Running(sandbox, _) => sandbox,
         Found::Paused(..) => {
             return Err(Error::new(Code::SandboxPaused, format!("sandbox {id} is paused already")));
@@ -245,14 +256,18 @@ pub(super) async fn pause(
 }
 
 /// Shows a sandbox.
-pub(super) async fn detail(State(e2b): State<E2bContext>, Path(id): Path<String>) -> Result<Json<Detail>> {
-    let found = e2b.find(&id)?;
+pub(super) async fn detail(
+    State(e2b): State<E2bContext>,
+    Extension(who): Extension<Principal>,
+    Path(id): Path<String>,
+) -> Result<Json<Detail>> {
+    let found = e2b.find_for(&id, &who)?;
     let (state, network) = match &found {
         Found::Running(sandbox, state) => (state, sandbox.spec.network),
         Found::Paused(record, state) => (state, record.network),
     };
     Ok(Json(Detail {
-        envd_access_token: state.access_token.clone(),
+        envd_access_token: (who.scope >= Scope::Write).then(|| state.access_token.clone()),
         domain: None,
         allow_internet_access: network,
         lifecycle: Lifecycle::of(state),
@@ -263,7 +278,7 @@ pub(super) async fn detail(State(e2b): State<E2bContext>, Path(id): Path<String>
 /// The size of the guest in a snapshot.
 fn size_of(e2b: &E2bContext, record: &WorkspaceRecord) -> Size {
     let snapshot = e2b.snapshots.get(record.tag()).and_then(|entry| entry.snapshot());
-    let guest = snapshot.map(|snapshot| snapshot.manifest().facts.clone());
+    let guest = snapshot.map(|snapshot| snapshot.manifest().guest.clone());
     guest.map_or(Size { vcpus: 1, mem_mib: 0, disk_mib: 0 }, |guest| size(&guest))
 }
 

@@ -11,6 +11,9 @@ use forkd_protocol::names::percent;
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
+/// The longest time in a signed request: the digits of a 64-bit number.
+const MAX_TIME: usize = 20;
+
 /// A signed request for a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Signed {
@@ -25,7 +28,8 @@ pub(super) struct Signed {
 
 impl Signed {
     /// The signed request in a query; none if there is no signature. A query with a field twice, or with a field that the
-    /// signature does not cover, is not signed: another reader might take the other field.
+    /// signature does not cover, is not signed: another reader might take the other field. Nor is one with a time that is
+    /// too long for a time.
     pub(super) fn of(query: &str, writes: bool) -> Option<Self> {
         let mut seen = BTreeSet::new();
         let mut signed = Signed {
@@ -43,6 +47,7 @@ impl Signed {
                 "path" => signed.path = value.into_owned(),
                 "username" => signed.user = value.into_owned(),
                 "signature" => signed.signature = value.into_owned(),
+                "signature_expiration" if value.len() > MAX_TIME => return None,
                 "signature_expiration" => signed.expires = Some(value.into_owned()),
                 _ => return None,
             }
@@ -59,14 +64,20 @@ impl Signed {
 
     /// Whether the signature was made with `token`.
     pub(super) fn is_by(&self, token: &str) -> bool {
+        self.by_token()(token)
+    }
+
+    /// As [`is_by`](Signed::is_by), for many tokens. The path, which may be long and comes from any client, is digested
+    /// once for all of them.
+    pub(super) fn by_token(&self) -> impl Fn(&str) -> bool {
         let operation = if self.writes { "write" } else { "read" };
-        let mut text = format!("{}:{operation}:{}:{token}", self.path, self.user);
-        if let Some(expires) = &self.expires {
-            text.push(':');
-            text.push_str(expires);
+        let before = Sha256::new_with_prefix(format!("{}:{operation}:{}:", self.path, self.user));
+        let after = self.expires.as_ref().map(|expires| format!(":{expires}")).unwrap_or_default();
+        move |token| {
+            let digest = before.clone().chain_update(token).chain_update(&after).finalize();
+            let wanted = format!("v1_{}", BASE64_STANDARD_NO_PAD.encode(digest));
+            wanted.as_bytes().ct_eq(self.signature.as_bytes()).into()
         }
-        let wanted = format!("v1_{}", BASE64_STANDARD_NO_PAD.encode(Sha256::digest(text)));
-        wanted.as_bytes().ct_eq(self.signature.as_bytes()).into()
     }
 
     /// Whether its time is over, or is not a time.
@@ -104,6 +115,8 @@ mod tests {
         assert!(signed.has_expired(2_000_000_000));
         assert!(Signed { expires: Some("soon".into()), ..signed }.has_expired(0));
         assert_eq!(Signed::of("path=/a&username=user", false), None);
+        let long = "path=/a&signature=x&signature_expiration=000002000000000000000";
+        assert_eq!(Signed::of(long, false), None, "each sandbox's token would be tried with it");
         for more in ["path=/etc/shadow", "username=root", "mode=4755", "whole=false", "signature=x"] {
             assert_eq!(Signed::of(&format!("{more}&{encoded}"), false), None, "{more}");
             assert_eq!(Signed::of(&format!("{encoded}&{more}"), false), None, "{more}");

@@ -62,7 +62,7 @@ pub(super) async fn create(
     Path(id): Path<String>,
     Body(request): Body<NewSnapshot>,
 ) -> Result<Response> {
-    let Found::Running(sandbox, _) = e2b.find(&id)? else { return Err(not_found(&id)) };
+    let Found::Running(sandbox, _) = e2b.find_for(&id, &who)? else { return Err(not_found(&id)) };
     let name = request.name.as_deref().map(without_default).filter(|name| !name.is_empty());
     let tag = tag_for(name)?;
     let mode = match request.memory {
@@ -80,17 +80,25 @@ pub(super) async fn create(
     let work = async move {
         let _in_use = sandbox.in_use();
         let database = e2b.registry.host.database.clone();
-        // Before the branch: a snapshot without a name could not be found.
-        let written = database.clone();
-        blocking("naming a snapshot", move || Ok(written.name_template(&named)?)).await?;
+        let name = async |named: TemplateName| {
+            let database = database.clone();
+            blocking("naming a snapshot", move || Ok(database.name_template(&named)?)).await
+        };
+        // Before the branch: a snapshot without a name could not be found. The client's name may be that of an earlier
+        // snapshot, which keeps it until this one is there.
+        name(TemplateName { name: tag.clone(), ..named.clone() }).await?;
         let order =
             BranchSpec { tag: Some(tag.clone()), mode, wait: true, parent_tag: None, quota: who.quota };
         let branched = async { e2b.snapshots.branch(&sandbox, order)?.wait_done().await };
-        let branched = branched.await;
-        if branched.is_err() {
-            blocking("removing the name of a snapshot", move || Ok(database.forget_templates(&tag)?)).await?;
+        if let Err(error) = branched.await {
+            let database = database.clone();
+            let forget = move || Ok(database.forget_templates(&tag)?);
+            if let Err(error) = blocking("removing the name of a snapshot", forget).await {
+                tracing::warn!(%error, "name of a failed snapshot not removed");
+            }
+            return Err(error);
         }
-        branched
+        name(named).await
     };
     // It goes on if the client goes away.
     let done = task::spawn(Task::Branch, work).await;

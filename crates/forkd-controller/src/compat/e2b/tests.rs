@@ -4,13 +4,14 @@ use std::sync::Arc;
 
 use axum::http::Method;
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use crate::auth::principal::{Principal, Scope};
+use crate::auth::principal::{LOCAL, Principal, Scope};
 use crate::compat::e2b::table;
 use crate::error::Code;
 use crate::sandbox::e2b::E2bState;
 use crate::sandbox::{End, Phase};
-use crate::testing::fake_guest::{FakeDaemon, ID};
+use crate::testing::fake_guest::{FakeDaemon, ID, eventually};
 use crate::workspace::WorkspaceSpec;
 
 /// A daemon whose sandbox is of the E2B API.
@@ -62,6 +63,77 @@ async fn a_request_into_a_sandbox_needs_its_token_and_reaches_its_agent() {
     daemon.sandbox.phase.send_replace(Phase::Ended(Arc::new(End::deleted())));
     let (status, _, body) = daemon.ask("GET /health", &headers("access"), b"").await;
     assert!(status == 502 && parsed(&body)["message"].as_str().unwrap().contains("was not found"));
+}
+
+#[tokio::test]
+async fn a_request_that_ends_while_the_sandbox_is_paused_does_not_succeed() {
+    let daemon = daemon().await;
+    let mut client = daemon.connect().await;
+    let head = format!(
+        "POST /files?path=/a HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 4\r\n{}\r\nab",
+        headers("access")
+    );
+    client.write_all(head.as_bytes()).await.unwrap();
+    eventually("the upload", || *daemon.guest.begun.lock().unwrap() == 1).await;
+    // The pause has stored the sandbox without what follows.
+    daemon.sandbox.update_runtime(|facts| facts.is_suspending = true);
+    client.write_all(b"cd").await.unwrap();
+    let mut answer = String::new();
+    client.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.1 502"), "{answer}");
+    assert!(daemon.guest.files.lock().unwrap().contains_key("/a"), "the guest took it");
+}
+
+#[tokio::test]
+async fn a_stream_without_an_end_does_not_hold_up_a_daemon_that_stops() {
+    let daemon = daemon().await;
+    let mut client = daemon.connect().await;
+    let message = forkd_protocol::connect::encode(0, &json!({"process": {"cmd": "cat"}}));
+    let head = format!(
+        "POST /process.Process/Start HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/connect+json\r\n\
+         Content-Length: {}\r\n{}\r\n",
+        message.len(),
+        headers("access")
+    );
+    client.write_all(&[head.as_bytes(), &message].concat()).await.unwrap();
+    let mut answer = vec![0; 4096];
+    let read = client.read(&mut answer).await.unwrap();
+    assert!(answer[..read].starts_with(b"HTTP/1.1 200"), "{:?}", String::from_utf8_lossy(&answer[..read]));
+    daemon.app.stopping.cancel();
+    let rest = client.read_to_end(&mut answer);
+    tokio::time::timeout(std::time::Duration::from_secs(20), rest).await.expect("the stream ends").unwrap();
+}
+
+#[tokio::test]
+async fn a_server_in_the_guest_switches_protocols_only_if_the_client_wants_that() {
+    let daemon = daemon().await;
+    let to_port = format!("E2b-Sandbox-Id: {ID}\r\nE2b-Sandbox-Port: 8000\r\n");
+    *daemon.guest.server.lock().unwrap() = "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi".into();
+    let (status, _, body) = daemon.ask("GET /", &to_port, b"").await;
+    assert_eq!((status, body.as_slice()), (200, b"hi".as_slice()));
+    *daemon.guest.server.lock().unwrap() =
+        "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n".into();
+    let (status, _, body) = daemon.ask("GET /", &to_port, b"").await;
+    assert_eq!((status, &parsed(&body)["code"]), (502, &json!(502)));
+}
+
+#[tokio::test]
+async fn a_snapshot_that_fails_takes_no_name_from_an_earlier_one() {
+    let daemon = daemon().await;
+    let database = daemon.app.registry.host.database.clone();
+    let earlier = forkd_store::TemplateName {
+        owner: LOCAL.into(),
+        name: "mine".into(),
+        tag: "mine-1".into(),
+        sandbox: ID.into(),
+        created_at_unix: 1,
+    };
+    database.name_template(&earlier).unwrap();
+    // No monitor runs the sandbox.
+    let (status, _) =
+        daemon.json(&format!("POST /sandboxes/{ID}/snapshots"), Some(json!({"name": "mine"}))).await;
+    assert!(status >= 400, "{status}");
+    assert_eq!(database.templates().unwrap(), [earlier]);
 }
 
 #[tokio::test]
@@ -122,6 +194,52 @@ async fn objects_of_other_owners_are_not_found() {
     assert_eq!(e2b.check_owner(ID, &bob).unwrap_err().code(), Code::SandboxNotFound);
     e2b.check_owner(ID, &Principal::local()).unwrap();
     e2b.check_owner("sb0123456789abcdef", &bob).unwrap();
+}
+
+#[tokio::test]
+async fn a_token_that_may_only_read_gets_no_token_that_runs_commands() {
+    let daemon = daemon().await;
+    let shown = async |scope: Scope| {
+        let (state, id) = (axum::extract::State(daemon.app.e2b()), axum::extract::Path(ID.to_owned()));
+        let who = axum::Extension(Principal { name: "ann".into(), scope, ..Principal::local() });
+        let shown = crate::compat::e2b::sandboxes::detail(state, who, id).await.unwrap();
+        serde_json::to_value(shown.0).unwrap()
+    };
+    assert_eq!(shown(Scope::Read).await.get("envdAccessToken"), None);
+    assert_eq!(shown(Scope::Write).await["envdAccessToken"], json!("access"));
+}
+
+#[tokio::test]
+async fn a_handler_checks_the_owner_of_a_sandbox_that_came_back_since_the_request_was_admitted() {
+    use axum::Extension;
+    use axum::extract::{Path, RawQuery, State};
+
+    use crate::compat::e2b::extract::Body;
+    use crate::compat::e2b::{fork, metrics, sandboxes, snapshots};
+
+    let daemon = daemon().await;
+    let (e2b, id) = (|| State(daemon.app.e2b()), || Path(ID.to_owned()));
+    let bob = || {
+        let bob = Principal { name: "bob".into(), owner: "bob".into(), ..Principal::local() };
+        Extension(Principal { scope: Scope::Write, ..bob })
+    };
+    let refused = [
+        sandboxes::detail(e2b(), bob(), id()).await.map(drop).unwrap_err(),
+        sandboxes::kill(e2b(), bob(), id()).await.map(drop).unwrap_err(),
+        sandboxes::connect(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
+        sandboxes::resume(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
+        sandboxes::refresh(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
+        sandboxes::set_timeout(e2b(), bob(), id(), Body(serde_json::from_str("{\"timeout\":0}").unwrap()))
+            .await
+            .map(drop)
+            .unwrap_err(),
+        sandboxes::pause(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
+        fork::fork(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
+        metrics::show(e2b(), bob(), id(), RawQuery(None)).await.map(drop).unwrap_err(),
+        snapshots::create(e2b(), bob(), id(), Body(Default::default())).await.map(drop).unwrap_err(),
+    ];
+    assert!(refused.iter().all(|error| error.code() == Code::SandboxNotFound), "{refused:?}");
+    assert!(daemon.app.registry.get(ID).is_ok());
 }
 
 #[test]

@@ -13,10 +13,12 @@ use axum::http::{Method, StatusCode};
 use axum::response::{IntoResponse, Response};
 use forkd_protocol::agent::{DEFAULT_USER_HEADER, TOKEN_HEADER};
 use forkd_protocol::connect;
+use futures_util::StreamExt;
 use http_body_util::BodyExt;
 use hyper_util::rt::TokioIo;
 use serde_json::json;
 use subtle::ConstantTimeEq;
+use tokio_util::sync::CancellationToken;
 
 use crate::agent;
 use crate::auth::principal::{Principal, Scope};
@@ -115,7 +117,8 @@ impl E2bContext {
                 })?
             }
             Named::Signature(signed) => {
-                let signer = self.with_state(|state| signed.is_by(&state.access_token));
+                let is_by = signed.by_token();
+                let signer = self.with_state(|state| is_by(&state.access_token));
                 signer.ok_or_else(|| {
                     refuse(StatusCode::UNAUTHORIZED, "", "the signature is of no sandbox that runs here")
                 })?
@@ -135,7 +138,7 @@ impl E2bContext {
         let who = Principal { name: format!("e2b:{id}"), owner, scope: Scope::Write, ..Principal::local() };
         let forwarded = async {
             let sandbox = self.awake(found).await?;
-            forward_to(&sandbox, target.port, request).await
+            forward_to(&sandbox, target.port, request, &self.stopping).await
         };
         let answered = forwarded.await;
         let note = |response: &mut Response| {
@@ -162,9 +165,7 @@ impl E2bContext {
         if let Some(sandbox) = running {
             return self.find(&sandbox.id).ok();
         }
-        let paused = self.workspaces.all_paused(&Principal::local());
-        let paused = paused.into_iter().find(|(_, state)| fits(state));
-        paused.map(|(record, state)| Found::Paused(Box::new(record), state))
+        self.workspaces.find_paused(fits).map(|(record, state)| Found::Paused(Box::new(record), state))
     }
 
     /// The sandbox of a request, resumed if it is paused and its client wanted that.
@@ -261,10 +262,18 @@ fn is_envd(path: &str) -> bool {
         || path.starts_with("/filesystem.Filesystem/")
 }
 
-/// Sends a request into the guest.
+/// Sends a request into the guest. A stream of the agent, which may never end, ends when the daemon stops; its process
+/// goes on.
 #[allow(clippy::result_large_err)]
-async fn forward_to(sandbox: &Arc<Sandbox>, port: u16, mut request: Request) -> Result<Response, Response> {
+async fn forward_to(
+    sandbox: &Arc<Sandbox>,
+    port: u16,
+    mut request: Request,
+    stopping: &CancellationToken,
+) -> Result<Response, Response> {
     let is_agent = port == ENVD_PORT;
+    let is_stream = is_agent
+        && request.headers().get(header::CONTENT_TYPE).is_some_and(|kind| kind == connect::STREAM_TYPE);
     if is_agent && !is_envd(request.uri().path()) {
         let text = format!("E2B's agent has no {}", request.uri().path());
         return Err(refuse(StatusCode::NOT_FOUND, &sandbox.id, text));
@@ -296,11 +305,18 @@ async fn forward_to(sandbox: &Arc<Sandbox>, port: u16, mut request: Request) -> 
     let sent = tokio::select! {
         sent = sent => sent,
         error = sandbox.trouble() => return Err(unavailable(&sandbox.id, &error)),
+        () = stopping.cancelled(), if is_stream => {
+            let text = "the daemon is stopping; try again when it runs";
+            return Err(refuse(StatusCode::SERVICE_UNAVAILABLE, &sandbox.id, text));
+        }
     };
     let mut response = match sent {
         Ok(response) => response,
         Err(error) => return Err(closed(sandbox, port, &error).await),
     };
+    // A pause may have stored the sandbox before this request, whose effects are lost then: the client must not get a
+    // response as if they were kept.
+    sandbox.check_not_suspending().map_err(|error| unavailable(&sandbox.id, &error))?;
     let switches = response.status() == StatusCode::SWITCHING_PROTOCOLS;
     if let (true, Some(client)) = (switches, client) {
         let guest = hyper::upgrade::on(&mut response);
@@ -317,6 +333,12 @@ async fn forward_to(sandbox: &Arc<Sandbox>, port: u16, mut request: Request) -> 
         });
         return Ok(Response::from_parts(parts, Body::empty()));
     }
+    if switches {
+        // It would end HTTP on the client's connection, which another client may use next.
+        let text =
+            format!("port {port} of the sandbox switched protocols, which the request does not ask for");
+        return Err(refuse(StatusCode::BAD_GATEWAY, &sandbox.id, text));
+    }
     let (mut parts, body) = response.into_parts();
     strip(&mut parts.headers);
     // The use ends with the body.
@@ -324,7 +346,11 @@ async fn forward_to(sandbox: &Arc<Sandbox>, port: u16, mut request: Request) -> 
         let _ = &in_use;
         frame
     });
-    Ok(Response::from_parts(parts, Body::new(body)))
+    let body = match is_stream {
+        true => Body::from_stream(body.into_data_stream().take_until(stopping.clone().cancelled_owned())),
+        false => Body::new(body),
+    };
+    Ok(Response::from_parts(parts, body))
 }
 
 /// The response for a connection that the guest did not accept, or that broke before its response.

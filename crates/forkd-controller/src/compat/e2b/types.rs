@@ -69,6 +69,10 @@ impl NewSandbox {
         {
             return Err(unsupported(name));
         }
+        let public = self.network.as_ref().and_then(|network| network.get("allowPublicTraffic"));
+        if public.is_some_and(|value| !matches!(value, Value::Null | Value::Bool(_))) {
+            return Err(Error::invalid("network.allowPublicTraffic must be true or false"));
+        }
         let network = self.network.iter().flatten();
         if let Some((name, _)) =
             network.into_iter().find(|(name, value)| *name != "allowPublicTraffic" && !is_empty(value))
@@ -222,7 +226,9 @@ impl Listed {
 pub(super) struct Detail {
     #[serde(flatten)]
     pub(super) listed: Listed,
-    pub(super) envd_access_token: String,
+    /// For clients that may use the sandbox: it lets them run commands.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) envd_access_token: Option<String>,
     pub(super) domain: Option<String>,
     pub(super) allow_internet_access: bool,
     pub(super) lifecycle: Lifecycle,
@@ -293,6 +299,10 @@ mod tests {
         let long = parse(json!({"metadata": {"k": "x".repeat(MAX_METADATA)}}));
         assert!(long.check().unwrap_err().public().contains("metadata"));
         assert!(parse(json!({"timeout": MAX_TIMEOUT_SECS + 1})).timeout().is_err());
+        for unclear in [json!("false"), json!(0), json!([])] {
+            let error = parse(json!({"network": {"allowPublicTraffic": unclear}})).check().unwrap_err();
+            assert_eq!(error.code(), Code::InvalidRequest, "ports must not stay public: {error}");
+        }
     }
 
     #[test]

@@ -8,7 +8,7 @@ use super::*;
 use crate::snapshot::registry::SnapshotState;
 use crate::testing::fake_guest::eventually;
 use crate::testing::fake_host::{Daemon, FakeHost, end_of, is_pause, is_resume, one_child, reaches, runs};
-use crate::testing::fake_monitor::Act;
+use crate::testing::fake_monitor::{Act, FakeMonitor};
 use tokio_util::sync::CancellationToken;
 
 fn sandbox(phase: Phase, action: OnTimeout, deadline: Option<u64>, idle: Option<u64>) -> Sandbox {
@@ -355,4 +355,61 @@ async fn a_sandbox_that_waits_for_room_on_the_disk_is_paused_for_its_client_at_i
     assert!(matches!(sandbox.phase(), Phase::Paused) && !sandbox.waits_for_room());
     sandbox.try_again().await.unwrap();
     assert!(matches!(sandbox.phase(), Phase::Paused));
+}
+
+/// A sandbox of the E2B API, and what plays its monitor.
+async fn e2b_sandbox(daemon: &Daemon) -> (Arc<Sandbox>, FakeMonitor) {
+    let (sandbox, monitor) = daemon.booted().await;
+    sandbox.rewrite(|facts| facts.saved.e2b = Some(Box::default())).unwrap();
+    (sandbox, monitor)
+}
+
+#[tokio::test]
+async fn a_sandbox_that_is_being_paused_when_its_deadline_passes_is_kept() {
+    let host = FakeHost::new();
+    let daemon = host.daemon().await;
+    let (sandbox, monitor) = e2b_sandbox(&daemon).await;
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    monitor.script(move |request| {
+        if is_pause(request) {
+            released.recv().unwrap();
+        }
+        Act::Execute
+    });
+    let timeouts = timeouts(&host, &daemon).await;
+    let (workspaces, paused) = (timeouts.workspaces.clone(), sandbox.clone());
+    let pausing =
+        tokio::spawn(async move { workspaces.pause_to_disk(&paused, true, &Principal::local()).await });
+    eventually("the pause", || monitor.has_received(is_pause)).await;
+    expire(&sandbox, OnTimeout::Kill);
+    look(&timeouts).await;
+    // Until the action of the time-out waits for its turn.
+    for _ in 0..10 {
+        tokio::task::yield_now().await;
+    }
+    release.send(()).unwrap();
+    pausing.await.unwrap().unwrap();
+    // Its turn comes after that action's.
+    timeouts.workspaces.sweep(&sandbox.id).await;
+    assert!(timeouts.workspaces.paused(&sandbox.id).is_some(), "what the client paused in time is there");
+}
+
+#[tokio::test]
+async fn nothing_is_left_of_a_sandbox_that_ends_by_itself_and_was_never_paused() {
+    let host = FakeHost::new();
+    let daemon = host.daemon().await;
+    let (sandbox, monitor) = e2b_sandbox(&daemon).await;
+    monitor.script_branches(|request| match request {
+        Request::Save(_) => Act::Answer(forkd_protocol::control::Reply::Error { message: "no".into() }),
+        _ => Act::Execute,
+    });
+    let timeouts = timeouts(&host, &daemon).await;
+    timeouts.workspaces.pause_to_disk(&sandbox, true, &Principal::local()).await.unwrap_err();
+    assert!(matches!(sandbox.phase(), Phase::Running), "{:?}", sandbox.phase());
+    assert!(timeouts.workspaces.has(&sandbox.id), "it has a workspace since the pause began");
+    monitor.die();
+    end_of(&sandbox).await;
+    look(&timeouts).await;
+    eventually("the workspace to go", || !timeouts.workspaces.has(&sandbox.id)).await;
+    assert!(daemon.registry.get(&sandbox.id).is_err());
 }

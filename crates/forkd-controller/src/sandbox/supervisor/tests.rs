@@ -319,13 +319,34 @@ async fn a_monitor_that_answers_without_a_question_is_ended() {
 }
 
 #[tokio::test]
-async fn a_monitor_that_hangs_up_and_lives_keeps_its_sandbox() {
-    let (_host, _daemon, _live, sandbox, monitor) = one_child().await;
+async fn a_monitor_that_hangs_up_and_lives_is_ended_after_a_while() {
+    let host = FakeHost::with(|config| config.timing.call = Duration::from_millis(300));
+    let daemon = host.daemon().await;
+    let live = daemon.live("t").await;
+    let (sandbox, monitor) = daemon.child(&live).await;
     monitor.script(|_| Act::HangUp);
     assert_eq!(sandbox.pause().await.unwrap_err().code(), Code::SandboxEnded);
     assert!(matches!(sandbox.phase(), Phase::Running) && monitor.runs());
-    monitor.die();
-    assert_eq!(end_of(&sandbox).await.reason, "monitor_died");
+    let end = end_of(&sandbox).await;
+    assert_eq!(end.reason, "monitor_died");
+    assert!(end.cause.as_deref().unwrap().contains("closed the control connection"), "{end:?}");
+    assert!(!monitor.runs());
+}
+
+#[tokio::test]
+async fn a_pause_that_comes_after_its_time_is_shown() {
+    let host = FakeHost::with(|config| config.timing.call = Duration::from_millis(50));
+    let daemon = host.daemon().await;
+    let live = daemon.live("t").await;
+    let (sandbox, monitor) = daemon.child(&live).await;
+    monitor.script(|request| if is_pause(request) { Act::Hang } else { Act::Execute });
+    assert!(sandbox.pause().await.is_err());
+    assert!(matches!(sandbox.phase(), Phase::Running));
+    monitor.say(Message::Reply(Reply::Paused));
+    reaches(&sandbox, "the late pause is seen", |phase| matches!(phase, Phase::Paused)).await;
+    assert_eq!(sandbox.pauses.list().len(), 1);
+    sandbox.go_on().await.unwrap();
+    assert!(matches!(sandbox.phase(), Phase::Running) && monitor.runs());
 }
 
 #[tokio::test]

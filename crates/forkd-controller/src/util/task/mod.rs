@@ -73,6 +73,7 @@ tasks! {
     LineConnection "line_connection",
     LinePort "line_port",
     LoadTemplate "load_template",
+    McpSessions "mcp_sessions",
     Owners "owners",
     Refresh "refresh",
     Rollback "rollback",

@@ -9,7 +9,9 @@ import signal
 import tempfile
 import uuid
 
-START_SECONDS = 120
+# Long: an emulated machine on a busy host takes minutes to import what a kernel is made of.
+START_SECONDS = 600
+ASK_AGAIN_SECONDS = 8
 # How long after the end of an execution its last output may still come.
 LAST_OUTPUT_SECONDS = 2
 # When a kernel is asked again to stop, and when it is ended instead.
@@ -89,11 +91,14 @@ class Kernel:
             raise Failed(f"the {self.language.name} kernel did not answer in {START_SECONDS} s") from None
 
     async def answer(self):
-        """Waits for an answer on both channels. A subscription takes a moment, so the question is repeated."""
+        """Waits for an answer on both channels. A subscription takes a moment, so the question is repeated: seldom, as a
+        slow kernel has to answer all of them."""
+        seconds = 0.5
         while True:
             run = self.ask(self.client.kernel_info())
             first = asyncio.create_task(self.died.wait())
-            done, _ = await asyncio.wait({run.replied, first}, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({run.replied, first}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            seconds = min(2 * seconds, ASK_AGAIN_SECONDS)
             first.cancel()
             if self.died.is_set():
                 status = self.process.returncode

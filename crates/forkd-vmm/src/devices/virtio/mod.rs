@@ -16,9 +16,9 @@ pub mod queue;
 pub mod rng;
 pub mod vsock;
 
-// The fuzz bodies use only part of it.
 #[cfg(test)]
 mod restore_tests;
+// The fuzz bodies use only part of it.
 #[cfg_attr(not(test), allow(dead_code))]
 pub(crate) mod test_driver;
 #[cfg(test)]

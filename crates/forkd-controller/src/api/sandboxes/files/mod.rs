@@ -3,6 +3,8 @@
 //! Either peer can stall. The agent's client has a timeout for the guest. For the HTTP client this module has one: it
 //! ends the connection or replies 408.
 
+pub(crate) mod tree;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -296,7 +298,10 @@ pub(crate) async fn remove(
     responses(
         (status = 200, body = FileList),
         (status = 400, body = ErrorBody, description = "Not a folder, or too many entries: list a smaller folder"),
-        (status = 403, body = ErrorBody), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody),
+        (status = 403, body = ErrorBody), (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "The sandbox is not running: `sandbox_starting`, \
+            `sandbox_paused`, `sandbox_waits_for_disk`, `sandbox_suspending`, `sandbox_ended`, `sandbox_replaced`, \
+            `state_unknown`; `sandbox_unfit`: it has no agent"),
         (status = 502, body = ErrorBody),
         (status = 503, body = ErrorBody, description = "The list does not fit into the budget: clients \
           have too much unread output"),
@@ -326,8 +331,11 @@ pub(crate) async fn list(
     get, path = "/v1/sandboxes/{id}/files/stat", params(("id" = String, Path), Target),
     responses(
         (status = 200, body = FileInfo), (status = 400, body = ErrorBody), (status = 403, body = ErrorBody),
-        (status = 404, body = ErrorBody), (status = 409, body = ErrorBody), (status = 502, body = ErrorBody),
-        (status = 504, body = ErrorBody),
+        (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody, description = "The sandbox is not running: `sandbox_starting`, \
+            `sandbox_paused`, `sandbox_waits_for_disk`, `sandbox_suspending`, `sandbox_ended`, `sandbox_replaced`, \
+            `state_unknown`; `sandbox_unfit`: it has no agent"),
+        (status = 502, body = ErrorBody), (status = 504, body = ErrorBody),
     ),
 )]
 pub(crate) async fn stat(
@@ -411,12 +419,7 @@ fn parse_mode(text: &str) -> Result<u32> {
 
 /// Converts the agent's attributes. The agent gives a link the type of its target.
 fn info(entry: EntryInfo) -> FileInfo {
-    let kind = match entry.r#type.as_str() {
-        "FILE_TYPE_FILE" => FileKind::File,
-        "FILE_TYPE_DIRECTORY" => FileKind::Directory,
-        "FILE_TYPE_SYMLINK" => FileKind::Symlink,
-        _ => FileKind::Other,
-    };
+    let kind = kind(&entry.r#type);
     let link = entry.symlink_target.is_some();
     FileInfo {
         name: entry.name,
@@ -430,6 +433,15 @@ fn info(entry: EntryInfo) -> FileInfo {
         modified_time: entry.modified_time,
         symlink_target: entry.symlink_target,
         target_type: (link && kind != FileKind::Symlink).then_some(kind),
+    }
+}
+
+fn kind(name: &str) -> FileKind {
+    match name {
+        "FILE_TYPE_FILE" => FileKind::File,
+        "FILE_TYPE_DIRECTORY" => FileKind::Directory,
+        "FILE_TYPE_SYMLINK" => FileKind::Symlink,
+        _ => FileKind::Other,
     }
 }
 

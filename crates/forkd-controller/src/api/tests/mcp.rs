@@ -1,0 +1,110 @@
+//! `/mcp` over TCP: the checks of every request hold for it, and for the requests of its tools.
+
+use serde_json::{Value, json};
+
+use super::{Daemon, refused};
+
+const INITIALIZE: &str = r#"{"jsonrpc":"2.0","id":1,"method":"initialize","params":{"protocolVersion":"2025-06-18",
+    "capabilities":{},"clientInfo":{"name":"test","version":"1"}}}"#;
+const TYPES: &str = "Content-Type: application/json\r\nAccept: application/json, text/event-stream\r\n";
+
+/// A session of a client with this token: its id, from a reply with its head.
+async fn open(daemon: &Daemon, token: &str) -> String {
+    let head = format!("Host: localhost\r\nAuthorization: Bearer {token}\r\nConnection: close\r\n{TYPES}");
+    let length = INITIALIZE.len();
+    let request = format!("POST /mcp HTTP/1.1\r\n{head}Content-Length: {length}\r\n\r\n{INITIALIZE}");
+    let stream = tokio::net::TcpStream::connect(daemon.ready.address).await.unwrap();
+    let whole = whole(stream, request).await;
+    let id = whole.lines().find_map(|line| line.strip_prefix("mcp-session-id: ")).expect(&whole);
+    id.trim().to_owned()
+}
+
+async fn whole(mut stream: tokio::net::TcpStream, request: String) -> String {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    let _ = stream.read_to_string(&mut answer).await;
+    answer
+}
+
+/// The result of a tool.
+async fn call(daemon: &Daemon, token: &str, session: &str, tool: &str, arguments: Value) -> (u16, Value) {
+    let params = json!({ "name": tool, "arguments": arguments });
+    let body = json!({ "jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": params }).to_string();
+    let head = format!("Authorization: Bearer {token}\r\nMcp-Session-Id: {session}\r\n{TYPES}");
+    let (status, answer) = daemon.tcp("POST /mcp", &head, &body).await;
+    let message = answer.lines().find_map(|line| line.strip_prefix("data: "));
+    let message = message.map_or(Value::Null, |message| serde_json::from_str(message).unwrap());
+    (status, message["result"].clone())
+}
+
+async fn token(daemon: &Daemon, name: &str, scope: &str) -> String {
+    let order = json!({ "name": name, "scope": scope }).to_string();
+    let (status, body) = daemon.json("POST /v1/tokens", &order).await;
+    assert_eq!(status, 201, "{body}");
+    serde_json::from_str::<Value>(&body).unwrap()["token"].as_str().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn the_checks_of_every_request_hold_for_mcp() {
+    let daemon = Daemon::start().await;
+    for headers in ["", "Authorization: Bearer wrong\r\n"] {
+        let (status, body) = daemon.tcp("POST /mcp", &format!("{headers}{TYPES}"), INITIALIZE).await;
+        assert_eq!(status, 401);
+        assert_eq!(refused(status, &body).code, "unauthorized");
+    }
+    let authorization = format!("Authorization: Bearer {}\r\n", daemon.token);
+    for (host, origin) in [("localhost", "Origin: https://evil.example\r\n"), ("evil.example", "")] {
+        let length = INITIALIZE.len();
+        let head = format!("Host: {host}\r\nConnection: close\r\nContent-Length: {length}\r\n{origin}");
+        let request = format!("POST /mcp HTTP/1.1\r\n{head}{authorization}{TYPES}\r\n{INITIALIZE}");
+        let (status, body) = daemon.raw(request).await;
+        assert_eq!((status, refused(status, &body).code.as_str()), (403, "origin_forbidden"));
+    }
+    for body in ["", "{", "x"] {
+        let (status, body) = daemon.authorized("POST /mcp", TYPES, body).await;
+        assert!((400..500).contains(&status));
+        refused(status, &body);
+    }
+    let (status, body) = daemon.authorized("PUT /mcp", TYPES, INITIALIZE).await;
+    assert_eq!((status, refused(status, &body).code.as_str()), (405, "method_not_allowed"));
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn a_tool_may_do_what_its_token_may_do_and_is_in_the_audit_log() {
+    let daemon = Daemon::start().await;
+    let reader = token(&daemon, "reader", "read").await;
+    let session = open(&daemon, &reader).await;
+    let (status, listed) = call(&daemon, &reader, &session, "list_sandboxes", json!({})).await;
+    assert_eq!((status, &listed["structuredContent"]["result"]), (200, &json!([])), "{listed}");
+    let spawn = json!({ "snapshot_tag": "none" });
+    let (_, spawned) = call(&daemon, &reader, &session, "spawn_sandboxes", spawn.clone()).await;
+    let text = spawned["content"][0]["text"].as_str().unwrap();
+    assert!(text.starts_with("forbidden: ") && text.contains("write"), "{text}");
+    // The session belongs to its token.
+    let (status, _) = call(&daemon, &daemon.token, &session, "list_sandboxes", json!({})).await;
+    assert_eq!(status, 404);
+    let writer = token(&daemon, "writer", "write").await;
+    let session = open(&daemon, &writer).await;
+    let (_, spawned) = call(&daemon, &writer, &session, "spawn_sandboxes", spawn).await;
+    assert_eq!(spawned["structuredContent"]["error"]["code"], "snapshot_not_found", "{spawned}");
+
+    let Daemon { folder, stop, served, .. } = daemon;
+    drop(stop);
+    served.await.unwrap().unwrap();
+    let log = std::fs::read_to_string(folder.path().join("audit.log")).unwrap();
+    let lines: Vec<Value> = log.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let count = |name: &str, path: &str, status: u16| {
+        lines
+            .iter()
+            .filter(|line| line["identity"] == name && line["path"] == path && line["status"] == status)
+            .count()
+    };
+    assert_eq!((count("reader", "/mcp", 200), count("reader", "/v1/sandboxes", 200)), (3, 1), "{log}");
+    assert_eq!(
+        (count("reader", "/v1/sandboxes", 403), count("writer", "/v1/sandboxes", 404)),
+        (1, 1),
+        "{log}"
+    );
+}

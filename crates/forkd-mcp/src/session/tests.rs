@@ -1,0 +1,92 @@
+use std::time::Duration;
+
+use serde_json::json;
+
+use crate::api::ApiRequest;
+use crate::session::{Ended, Makes, Session};
+use crate::testing::FakeApi;
+
+fn spawn(n: u32) -> ApiRequest {
+    ApiRequest::post("/v1/sandboxes?results=each", json!({ "snapshot_tag": "t", "n": n }))
+}
+
+fn branch(tag: &str) -> ApiRequest {
+    ApiRequest::post("/v1/sandboxes/sb1/branch", json!({ "tag": tag }))
+}
+
+#[tokio::test]
+async fn the_end_of_a_session_ends_what_it_made_and_nothing_else() {
+    let api = FakeApi::new();
+    let other = Session::new(api.clone());
+    other.make(spawn(1), Makes::Sandboxes, false).await.unwrap();
+    let session = Session::new(api.clone());
+    session.make(spawn(3), Makes::Sandboxes, false).await.unwrap();
+    session.make(spawn(1), Makes::Sandboxes, true).await.unwrap();
+    session.make(branch("a"), Makes::Snapshot, false).await.unwrap();
+    session.make(branch("b"), Makes::Snapshot, false).await.unwrap();
+    session.make(branch("kept"), Makes::Snapshot, true).await.unwrap();
+    assert!(session.keep_sandbox("sb3").await.unwrap() && session.keep_snapshot("b"));
+    assert!(!session.keep_sandbox("sb1").await.unwrap() && !session.keep_snapshot("other"));
+    assert_eq!(session.end().await, Ended { sandboxes: 2, snapshots: 1, failed: 0 });
+    assert_eq!(
+        (api.sandboxes(), api.snapshots()),
+        (vec!["sb1".into(), "sb3".into(), "sb5".into()], vec!["b".into(), "kept".into()],)
+    );
+    // Again: there is nothing left to end.
+    assert_eq!(session.end().await, Ended::default());
+    assert!(
+        session.make(spawn(1), Makes::Sandboxes, false).await.unwrap_err().text().contains("session_ended")
+    );
+}
+
+#[tokio::test]
+async fn only_what_is_not_kept_has_an_idle_timeout() {
+    let api = FakeApi::new();
+    let session = Session::new(api.clone());
+    session.make(spawn(1), Makes::Sandboxes, false).await.unwrap();
+    session.make(spawn(1), Makes::Sandboxes, true).await.unwrap();
+    session.keep_sandbox("sb1").await.unwrap();
+    let sent = api.bodies("POST /v1/sandboxes?results=each");
+    assert!(sent[0]["idle_timeout_secs"].as_u64().is_some() && sent[1].get("idle_timeout_secs").is_none());
+    assert_eq!(api.bodies("PATCH /v1/sandboxes/sb1"), [json!({ "idle_timeout_secs": null })]);
+}
+
+#[tokio::test]
+async fn a_reply_that_got_lost_is_asked_for_again_and_nothing_is_made_twice() {
+    let api = FakeApi::new();
+    let session = Session::new(api.clone());
+    api.lose_replies(1);
+    session.make(spawn(2), Makes::Sandboxes, false).await.unwrap();
+    assert_eq!(api.sandboxes().len(), 2);
+    api.lose_replies(2);
+    let error = session.make(spawn(1), Makes::Sandboxes, false).await.unwrap_err();
+    assert!(
+        error.text().contains("daemon_unreachable") && error.text().contains("forkd serve"),
+        "{}",
+        error.text()
+    );
+}
+
+#[tokio::test]
+async fn what_a_client_gave_up_on_still_ends_with_its_session() {
+    let api = FakeApi::new();
+    let session = Session::new(api.clone());
+    api.delay(Duration::from_millis(300));
+    let made =
+        tokio::time::timeout(Duration::from_millis(20), session.make(spawn(2), Makes::Sandboxes, false))
+            .await;
+    assert!(made.is_err() && api.sandboxes().is_empty());
+    session.end().await;
+    assert!(api.lines().iter().any(|line| line.starts_with("POST /v1/sandboxes")), "{:?}", api.lines());
+    assert!(api.sandboxes().is_empty(), "{:?}", api.sandboxes());
+}
+
+#[tokio::test]
+async fn what_the_client_killed_itself_is_not_ended_again() {
+    let api = FakeApi::new();
+    let session = Session::new(api.clone());
+    session.make(spawn(1), Makes::Sandboxes, false).await.unwrap();
+    session.forget("sb1");
+    session.end().await;
+    assert!(!api.lines().iter().any(|line| line.starts_with("DELETE")), "{:?}", api.lines());
+}

@@ -1,0 +1,173 @@
+"""What takes several calls, written once for both clients: see `Steps`.
+
+A request that makes sandboxes carries an idempotency key. If its outcome is unknown, because of ^C, a cancelled task or a
+broken connection, the same request is sent again: the daemon answers what it made, and that is ended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from typing import Callable, Iterable, Optional
+
+from . import requests as bodies
+from . import routes
+from .calls import Call, Steps, ask, sleep
+from .errors import ConflictError, DaemonUnreachableError, ForkdError, ForkError, NotFoundError, error_for
+from .errors import StreamBrokenError, TimeoutError
+from .models import SandboxInfo, SnapshotInfo, SpawnReply
+
+# How long a clean-up may take.
+CLEAN_UP_SECONDS = 60.0
+OnProgress = Callable[[str], None]
+
+
+def outcome_unknown(error: BaseException) -> bool:
+    """Whether the daemon may have done the request all the same."""
+    if isinstance(error, DaemonUnreachableError):
+        return False
+    return not isinstance(error, ForkdError) or error.status is None
+
+
+def kill(ids: Iterable[str]) -> Steps[None]:
+    """Ends sandboxes. One that has ended is fine; an interrupt or an error is raised after all of them."""
+    problem: Optional[BaseException] = None
+    left = list(ids)
+    while left:
+        try:
+            yield from ask(routes.delete_sandbox(left[0]))
+        except NotFoundError:
+            pass
+        except Exception as error:
+            problem = problem or error
+        except BaseException as interrupt:
+            # The first interrupt waits, and its request is sent again; the second one is obeyed.
+            if problem is not None and not isinstance(problem, Exception):
+                raise
+            problem = interrupt
+            continue
+        left.pop(0)
+    if problem is not None:
+        raise problem
+
+
+def spawn(call: Call[SpawnReply], wanted: int, partial: bool = False) -> Steps[list[SandboxInfo]]:
+    """Makes children. All of them run, or with `partial` some; else there are none, and an error."""
+    try:
+        reply = yield from ask(call)
+    except BaseException as error:
+        if outcome_unknown(error):
+            yield from undo(call)
+        raise
+    if not reply.errors or (partial and reply.children):
+        return reply.children
+    yield from kill([child.id for child in reply.children])
+    first = reply.errors[0]
+    if wanted == 1:
+        raise error_for(first.code, first.error, request_id=first.request_id)
+    text = f"{len(reply.errors)} of {wanted} children did not start, and the others were ended: {first.error}"
+    error = ForkError(text, code=first.code, request_id=first.request_id)
+    error.errors = [one.error for one in reply.errors]
+    raise error
+
+
+def undo(call: Call[SpawnReply]) -> Steps[None]:
+    """Ends what a request made whose reply never came."""
+    until = time.monotonic() + CLEAN_UP_SECONDS
+    call = dataclasses.replace(call, patience=0.0)
+    while time.monotonic() < until:
+        try:
+            reply = yield from ask(call)
+        except ForkdError as error:
+            if error.code == "idempotency_in_progress" or isinstance(error, (StreamBrokenError, TimeoutError)):
+                yield from sleep(0.2)
+                continue
+            return
+        yield from kill([child.id for child in reply.children])
+        return
+
+
+def rollback(id: str, branches: list[str], source: Optional[str]) -> Steps[str]:
+    """Rolls back to the newest branch that is left, else to `source`. Returns the tag."""
+    while branches:
+        try:
+            yield from ask(routes.rollback_sandbox(id, {"to": branches[-1]}))
+            return branches[-1]
+        except NotFoundError as error:
+            if error.code != "snapshot_not_found":
+                raise
+            branches.pop()
+    if source is None:
+        info = yield from ask(routes.get_sandbox(id))
+        source = info.snapshot_tag
+    info = yield from ask(routes.rollback_sandbox(id, {"to": source} if source else {}))
+    return info.rolled_back_to or source or ""
+
+
+def wait_ready(tag: str, timeout: float, progress: Optional[OnProgress]) -> Steps[SnapshotInfo]:
+    """Waits until a snapshot is on disk, and reports what the daemon does meanwhile."""
+    until = time.monotonic() + timeout
+    reported, pause = "", 0.05
+    while True:
+        info = yield from ask(routes.get_snapshot(tag))
+        now = describe(info)
+        if progress is not None and now != reported:
+            progress(now)
+            reported = now
+        if info.status == "ready":
+            return info
+        if info.status != "writing":
+            reason = info.error or f"the snapshot {tag} is {info.status}"
+            raise error_for(info.error_code or "snapshot_failed", f"{tag}: {reason}")
+        if time.monotonic() > until:
+            raise TimeoutError(f"{tag} is not ready after {timeout:g} s ({now}). The daemon goes on with it")
+        yield from sleep(pause)
+        pause = min(pause * 1.5, 1.0)
+
+
+def describe(info: SnapshotInfo) -> str:
+    """What the daemon does with a snapshot, in a few words."""
+    if info.status != "writing":
+        return f"{info.tag}: {info.status}"
+    part = ""
+    if info.progress is not None and info.progress.total:
+        part = f" {100 * info.progress.scanned_bytes // info.progress.total} %"
+    return f"{info.tag}: {info.phase or 'writing'}{part}"
+
+
+def warm(body: bodies.SnapshotRequest, timeout: float, progress: Optional[OnProgress]) -> Steps[SnapshotInfo]:
+    """Makes a snapshot. An interrupt cancels the work of the daemon."""
+    call = routes.create_snapshot(body, wait=False)
+    tag = body["tag"]
+    made = False
+    try:
+        yield from ask(call)
+        made = True
+        return (yield from wait_ready(tag, timeout, progress))
+    except BaseException as error:
+        # A failed snapshot stays, with the reason; a half-made one is cancelled.
+        if isinstance(error, ForkdError) and not outcome_unknown(error):
+            raise
+        try:
+            if not made:
+                yield from ask(call)
+            yield from ask(routes.delete_snapshot(tag))
+        except ForkdError:
+            pass
+        raise
+
+
+def delete_quietly(tag: str) -> Steps[None]:
+    """Removes a branch that is no longer needed; snapshots that are built on it keep their layers."""
+    try:
+        yield from ask(routes.delete_snapshot(tag))
+    except NotFoundError:
+        pass
+    except ConflictError:
+        yield from ask(routes.delete_snapshot(tag, force=True))
+
+
+def new_tag(start: str) -> str:
+    """A tag that no other snapshot has."""
+    return f"{start}-{uuid.uuid4().hex[:12]}"

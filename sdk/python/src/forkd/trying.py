@@ -1,0 +1,168 @@
+"""Ways to go on from one moment: several children, one callable each."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Callable, Generic, Optional, Sequence, TypeVar
+
+from .errors import AllFailedError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from .sandbox import Sandbox
+
+V = TypeVar("V")
+S = TypeVar("S")
+
+
+@dataclass
+class Outcome(Generic[V, S]):
+    """What came of one callable: its value or its error, and the child it ran in (ended, unless it was kept)."""
+
+    value: Optional[V]
+    error: Optional[BaseException]
+    sandbox: S
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+    def result(self) -> V:
+        """The value; raises the error if there is one."""
+        if self.error is not None:
+            raise self.error
+        return self.value  # type: ignore[return-value]
+
+
+def at_once(count: int, parallel: Optional[int]) -> int:
+    """How many callables run at the same time."""
+    if parallel is not None and parallel < 1:
+        raise InvalidRequestError(f"parallel is {parallel}: give at least 1, or None for all")
+    return min(count, parallel or count)
+
+
+def all_failed(outcomes: Sequence[Outcome[V, S]]) -> AllFailedError:
+    """The error when no attempt succeeded."""
+    last = outcomes[-1].error if outcomes else None
+    error = AllFailedError(f"all {len(outcomes)} attempts failed; the last one: {last!r}")
+    error.outcomes = list(outcomes)
+    return error
+
+
+def _attempt(run: Callable[[Sandbox], V], child: Sandbox) -> Outcome[V, Sandbox]:
+    begun = time.monotonic()
+    try:
+        value, error = run(child), None
+    except BaseException as raised:
+        value, error = None, raised
+    return Outcome(value, error, child, time.monotonic() - begun)
+
+
+class Runner(Generic[V]):
+    """Runs callables in threads, each with its child, and passes on the outcomes in the order in which they come."""
+
+    def __init__(self, runs: Sequence[Callable[[Sandbox], V]], children: Sequence[Sandbox], parallel: int) -> None:
+        self._todo: queue.SimpleQueue[tuple[int, Callable[[Sandbox], V], Sandbox]] = queue.SimpleQueue()
+        for index, (run, child) in enumerate(zip(runs, children)):
+            self._todo.put((index, run, child))
+        self._done: queue.SimpleQueue[tuple[int, Outcome[V, Sandbox]]] = queue.SimpleQueue()
+        self._stopped = False
+        for _ in range(parallel):
+            # A callable that hangs does not keep the program alive.
+            threading.Thread(target=self._work, name="forkd-try", daemon=True).start()
+
+    def _work(self) -> None:
+        while not self._stopped:
+            try:
+                index, run, child = self._todo.get_nowait()
+            except queue.Empty:
+                return
+            self._done.put((index, _attempt(run, child)))
+
+    def next(self) -> tuple[int, Outcome[V, Sandbox]]:
+        """The next outcome, with the index of its callable."""
+        return self._done.get()
+
+    def stop(self) -> None:
+        """Starts no further callable."""
+        self._stopped = True
+
+
+def try_each(
+    source: Sandbox, runs: Sequence[Callable[[Sandbox], V]], parallel: Optional[int], keep: bool
+) -> list[Outcome[V, Sandbox]]:
+    """See `Sandbox.try_each`."""
+    if not runs:
+        return []
+    count = at_once(len(runs), parallel)
+    children = source.fork(len(runs))
+    outcomes: dict[int, Outcome[V, Sandbox]] = {}
+    try:
+        runner = Runner(runs, children, count)
+        try:
+            while len(outcomes) < len(runs):
+                index, outcome = runner.next()
+                outcomes[index] = outcome
+                if not keep:
+                    outcome.sandbox.kill()
+        finally:
+            runner.stop()
+    except BaseException:
+        source.kill_all(children)
+        raise
+    return [outcomes[index] for index in range(len(runs))]
+
+
+def best_of(
+    source: Sandbox,
+    n: int,
+    step: Callable[[Sandbox, int], V],
+    score: Callable[[V], float],
+    keep: bool,
+    parallel: Optional[int],
+) -> Outcome[V, Sandbox]:
+    """See `Sandbox.best_of`."""
+
+    def run(index: int) -> Callable[[Sandbox], V]:
+        return lambda child: step(child, index)
+
+    outcomes = try_each(source, [run(index) for index in range(n)], parallel, True)
+    losers = [outcome.sandbox for outcome in outcomes]
+    try:
+        good = [outcome for outcome in outcomes if outcome.ok]
+        if not good:
+            raise all_failed(outcomes)
+        best = max(good, key=lambda outcome: score(outcome.result()))
+        if keep:
+            losers.remove(best.sandbox)
+        return best
+    finally:
+        source.kill_all(losers)
+
+
+def first_success(
+    source: Sandbox, runs: Sequence[Callable[[Sandbox], V]], keep: bool, parallel: Optional[int]
+) -> Outcome[V, Sandbox]:
+    """See `Sandbox.first_success`."""
+    count = at_once(len(runs), parallel)
+    children = source.fork(len(runs)) if runs else []
+    left = list(children)
+    outcomes: dict[int, Outcome[V, Sandbox]] = {}
+    try:
+        runner = Runner(runs, children, count)
+        try:
+            while len(outcomes) < len(runs):
+                index, outcome = runner.next()
+                outcomes[index] = outcome
+                if outcome.ok:
+                    if keep:
+                        left.remove(outcome.sandbox)
+                    return outcome
+        finally:
+            runner.stop()
+        raise all_failed([outcomes[index] for index in range(len(runs))])
+    finally:
+        source.kill_all(left)

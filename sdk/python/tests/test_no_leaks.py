@@ -1,0 +1,321 @@
+"""However a program ends, no sandbox stays: an exception, ^C in the middle of a fork, a cancelled task, a closed loop."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+import forkd
+from forkd import AsyncClient, AsyncSandbox, Client, Sandbox, Snapshot
+
+
+def until(condition, seconds=20):
+    """Waits until it is true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)
+
+
+def interrupted(server, program, when):
+    """Runs a program, and sends it ^C when the server has seen enough. Returns what it printed on standard error."""
+    environment = dict(os.environ, FORKD_URL=server.url)
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        until(when)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        return process.communicate(timeout=30)[1]
+    finally:
+        process.kill()
+
+
+def test_a_block_left_by_an_exception_ends_its_sandbox(server, client):
+    with pytest.raises(ZeroDivisionError):
+        with Sandbox.create("parent", client=client):
+            assert server.alive
+            1 / 0
+    assert not server.alive
+
+
+def test_a_sandbox_is_ended_twice(server, client):
+    box = Sandbox.create("parent", client=client)
+    box.kill()
+    box.kill()
+    with pytest.raises(forkd.SandboxEndedError):
+        box.info()
+
+
+def test_an_interrupt_in_the_middle_of_a_fork_leaves_nothing(server):
+    def script(request, connection):
+        server.delay = 1.0 if request.path.endswith("/fork") else 0.0
+        return False
+
+    server.script = script
+    error = interrupted(
+        server,
+        """
+        from forkd import Sandbox
+        with Sandbox.create("parent") as box:
+            box.fork(3)
+        """,
+        lambda: server.count("POST", "/v1/sandboxes/sb0/fork") == 1,
+    )
+    assert "KeyboardInterrupt" in error
+    assert server.made == 4 and not server.alive
+
+
+def test_an_interrupt_in_the_middle_of_a_create_leaves_nothing(server):
+    server.delay = 1.0
+    program = 'from forkd import Sandbox; Sandbox.create("parent")'
+    assert "KeyboardInterrupt" in interrupted(server, program, lambda: server.requests)
+    assert server.made == 1 and not server.alive
+
+
+def test_an_interrupt_during_try_each_ends_all_children(server):
+    error = interrupted(
+        server,
+        """
+        import time
+        from forkd import Sandbox
+        with Sandbox.create("parent") as box:
+            box.try_each([lambda child: time.sleep(600)] * 3)
+        """,
+        lambda: len(server.alive) == 4,
+    )
+    assert "KeyboardInterrupt" in error and not server.alive
+
+
+def test_an_interrupt_of_asyncio_ends_all_children(server):
+    program = """
+        import asyncio
+        from forkd import AsyncSandbox
+        async def wait(child): await asyncio.sleep(600)
+        async def main():
+            async with await AsyncSandbox.create("parent") as box:
+                await box.try_each([wait] * 3)
+        asyncio.run(main())
+        """
+    assert "KeyboardInterrupt" in interrupted(server, program, lambda: len(server.alive) == 4)
+    assert not server.alive
+
+
+def test_a_cancelled_fork_leaves_nothing(server):
+    async def main():
+        async with AsyncClient(server.url, timeout=5.0) as client:
+            async with await AsyncSandbox.create("parent", client=client) as box:
+                server.delay = 0.5
+                task = asyncio.ensure_future(box.fork(2))
+                while not server.count("POST", ".*/fork"):
+                    await asyncio.sleep(0.01)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+
+    asyncio.run(main())
+    assert server.made == 3 and not server.alive
+
+
+def test_a_loop_that_closes_in_a_block_ends_the_sandbox(server):
+    async def main(entered):
+        client = AsyncClient(server.url, timeout=5.0)
+        async with await AsyncSandbox.create("parent", client=client):
+            entered.append(1)
+            await asyncio.Event().wait()
+
+    loop = asyncio.new_event_loop()
+    entered = []
+    coroutine = main(entered)
+    task = loop.create_task(coroutine)
+    while not entered:
+        loop.run_until_complete(asyncio.sleep(0.01))
+    task._log_destroy_pending = False
+    loop.close()
+    coroutine.close()
+    until(lambda: not server.alive)
+
+
+def test_a_loop_that_closes_in_the_middle_of_a_create_leaves_nothing(server):
+    async def main():
+        await AsyncSandbox.create("parent", client=AsyncClient(server.url, timeout=5.0))
+
+    server.delay = 0.5
+    loop = asyncio.new_event_loop()
+    coroutine = main()
+    task = loop.create_task(coroutine)
+    while not server.requests:
+        loop.run_until_complete(asyncio.sleep(0.01))
+    task._log_destroy_pending = False
+    loop.close()
+    # The HTTP library complains that its loop is not there any more.
+    with contextlib.suppress(RuntimeError):
+        coroutine.close()
+    until(lambda: server.made == 1 and not server.alive)
+
+
+def test_a_client_works_in_one_loop_after_the_other(server):
+    client = AsyncClient(server.url)
+
+    async def use():
+        async with await AsyncSandbox.create("parent", client=client) as box:
+            return await box.eval("6 * 7")
+
+    assert [asyncio.run(use()) for _ in range(2)] == [42, 42]
+    assert not server.alive
+
+
+def test_a_lost_reply_of_a_create_is_asked_for_again(server, client):
+    def script(request, connection):
+        if request.path == "/v1/sandboxes" and len(server.requests) == 1:
+            server.answer(request, Lost())
+            connection.reset()
+            return True
+        return False
+
+    class Lost:
+        def reply(self, *args, **more):
+            pass
+
+    server.script = script
+    box = Sandbox.create("parent", client=client)
+    assert server.alive == {box.id}
+
+
+def test_a_create_that_times_out_leaves_nothing(server, monkeypatch):
+    monkeypatch.setattr("forkd.routes.LONG", 0.0)
+    server.delay = 1.0
+    with pytest.raises(forkd.TimeoutError):
+        Sandbox.create("parent", client=Client(server.url, timeout=0.3))
+    assert server.made == 1 and not server.alive
+
+
+def partial(server, connection, request):
+    reply = {"children": [dict(id="sb9", owner="l", state="running", vcpus=1, mem_size_mib=1, network=False,
+                               guest_addr="", created_at_unix=1)],
+             "errors": [{"index": 1, "error": "no room: end a sandbox", "code": "limit_reached", "request_id": "r"}]}
+    server.alive.add("sb9")
+    connection.reply(201, reply)
+    return True
+
+
+def test_children_of_a_fork_that_fails_in_part_are_ended(server, client):
+    box = Sandbox.create("parent", client=client)
+    server.script = lambda request, connection: request.path.endswith("/fork") and partial(
+        server, connection, request)
+    with pytest.raises(forkd.ForkError, match="no room") as error:
+        box.fork(2)
+    assert error.value.code == "limit_reached" and error.value.errors == ["no room: end a sandbox"]
+    assert server.alive == {box.id}
+    assert [child.id for child in box.fork(2, on_error="return")] == ["sb9"]
+
+
+def test_a_reader_that_is_left_closes_its_connection(server, client):
+    """A generator of events that is dropped does not keep a connection."""
+
+    def script(request, connection):
+        if request.path != "/v1/events":
+            return False
+        event = b'id: 1\nevent: sandbox.ended\ndata: {"id": "1", "kind": "sandbox.ended", "ts": "t"}\n\n'
+        connection.socket.sendall(b"HTTP/1.1 200 x\r\ntransfer-encoding: chunked\r\n\r\n")
+        connection.socket.sendall(b"%x\r\n%s\r\n" % (len(event), event))
+        closed.append(connection.socket.recv(1) == b"")
+        return True
+
+    closed = []
+    server.script = script
+    for event in client.events():
+        assert event.kind == "sandbox.ended"
+        break
+    until(lambda: closed == [True])
+
+
+def test_an_interrupted_warm_up_is_cancelled(server):
+    made = []
+
+    def script(request, connection):
+        if request.path == "/v1/snapshots":
+            made.append(request.json["tag"])
+            connection.reply(202, snapshot(made[-1]))
+        elif request.path.startswith("/v1/snapshots/"):
+            if request.method == "DELETE":
+                made.clear()
+                connection.reply(204, body=b"")
+            else:
+                connection.reply(200, snapshot(made[-1]))
+        return True
+
+    server.script = script
+    program = 'from forkd import Snapshot; Snapshot.warm("python", tag="t")'
+    error = interrupted(server, program, lambda: server.count("GET", "/v1/snapshots/t") > 1)
+    assert "KeyboardInterrupt" in error and not made
+
+
+def snapshot(tag, status="writing"):
+    return dict(tag=tag, dir="", created_at_unix=1, status=status, bootable=False, kind="full", mem_size_mib=1, vcpus=1,
+                network=True, chain_depth=0, disk_bytes=0, memory_bytes=0, state_bytes=0, phase="booting")
+
+
+def test_a_warm_up_reports_its_progress_and_a_failure_its_reason(server, client):
+    states = [snapshot("t"), dict(snapshot("t"), phase="warming"),
+              dict(snapshot("t", "failed"), error="the command failed", error_code="snapshot_failed")]
+
+    def script(request, connection):
+        connection.reply(200, states[0] if len(states) == 1 else states.pop(0))
+        return True
+
+    server.script = script
+    lines = []
+    with pytest.raises(forkd.ConflictError, match="the command failed"):
+        Snapshot.warm("python", tag="t", on_progress=lines.append, client=client)
+    assert lines == ["t: warming", "t: failed"]
+
+
+def test_first_success_ends_the_others_at_once(server, client):
+    forever = threading.Event()
+    box = Sandbox.create("parent", client=client)
+    begun = time.monotonic()
+    outcome = box.first_success([lambda child: forever.wait(), lambda child: child.eval("1"), lambda child: 1 / 0])
+    assert outcome.value == 42 and time.monotonic() - begun < 20
+    assert server.alive == {box.id}
+    with pytest.raises(forkd.AllFailedError) as error:
+        box.first_success([lambda child: 1 / 0] * 2)
+    assert [type(outcome.error) for outcome in error.value.outcomes] == [ZeroDivisionError] * 2
+    forever.set()
+
+
+def test_the_best_one_is_kept_on_request(server, client):
+    box = Sandbox.create("parent", client=client)
+    best = box.best_of(3, lambda child, index: index, lambda value: -abs(value - 1), keep=True)
+    assert best.value == 1 and server.alive == {box.id, best.sandbox.id}
+    with pytest.raises(ZeroDivisionError):
+        box.best_of(2, lambda child, index: index, lambda value: 1 / 0)
+    assert server.alive == {box.id, best.sandbox.id}
+
+
+def test_at_most_so_many_run_at_the_same_time(server, client):
+    box = Sandbox.create("parent", client=client)
+    running, most, lock = [], [], threading.Lock()
+
+    def work(child):
+        with lock:
+            running.append(child)
+            most.append(len(running))
+        time.sleep(0.05)
+        with lock:
+            running.remove(child)
+        return child.id
+
+    outcomes = box.try_each([work] * 6, parallel=2, keep=True)
+    assert max(most) == 2 and [outcome.value for outcome in outcomes] == [o.sandbox.id for o in outcomes]
+    assert len(server.alive) == 7
+    with pytest.raises(forkd.InvalidRequestError):
+        box.try_each([work], parallel=0)
