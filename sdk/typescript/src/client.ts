@@ -104,9 +104,8 @@ export class Client {
   }
 
   /** Events of sandboxes, snapshots and workspaces, as they come. */
-  events(query: EventQuery & { lastEventId?: string } = {}, options: CallOptions = {}): AsyncGenerator<Daemon.Event | Lagged> {
-    const { lastEventId, ...rest } = query;
-    const call = { method: "GET" as const, path: "/v1/events", query: { since: lastEventId, ...defined(rest) }, ...options };
+  events(query: EventQuery = {}, options: CallOptions = {}): AsyncGenerator<Daemon.Event | Lagged, void, undefined> {
+    const call = { method: "GET" as const, path: "/v1/events", query: { ...query }, ...options };
     return eventsOf(this.transport.stream(call, query.follow !== false));
   }
 

@@ -196,6 +196,11 @@ export function errorOf(message: string, code: string, details: ErrorDetails): F
   return new known(text, { ...details, code });
 }
 
+/** Whether an error leaves open if the daemon did the request. */
+export function isUncertain({ code }: ForkdError): boolean {
+  return ["client_timeout", "stream_broken", "idempotency_in_progress"].includes(code);
+}
+
 /** A time-out on the client's side. */
 export function timedOut(what: string, secs: number): TimeoutError {
   const advice = "the daemon or the guest may be busy: pass a larger timeoutSecs, or look at `forkd ls`";

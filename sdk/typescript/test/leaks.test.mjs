@@ -1,6 +1,8 @@
 // No sandbox is left: not by an abort in the middle of a fork, not by a lost answer, not by attempts that fail.
 
 import assert from "node:assert/strict";
+import { spawn } from "node:child_process";
+import { once } from "node:events";
 import { test } from "node:test";
 
 import * as forkd from "@forkd/sdk";
@@ -179,6 +181,28 @@ test("the first success ends the others at once", async (t) => {
   const error = await sandbox.firstSuccess([fails, fails]).catch((error) => error);
   assert.ok(error instanceof forkd.AllFailedError);
   assert.equal(error.outcomes.length, 2);
+  assert.deepEqual(ids(), ["sb0"]);
+});
+
+test("^C in the middle of a fork ends the children, when the program passes on the signal", async (t) => {
+  let release;
+  const held = new Promise((resolve) => (release = resolve));
+  const { url, ids } = await source(t, { hold: () => held });
+  const program = `
+    import { Client, interrupted, Sandbox } from "@forkd/sdk";
+    const client = new Client({ url: ${JSON.stringify(url)}, token: "t" });
+    const sandbox = await Sandbox.connect("sb0", { client });
+    await sandbox.fork(3, { signal: interrupted() }).catch((error) => console.log(error.message));
+  `;
+  const args = ["--input-type=module", "-e", program];
+  const child = spawn(process.execPath, args, { cwd: import.meta.dirname ?? ".", stdio: ["ignore", "pipe", "inherit"] });
+  let printed = "";
+  child.stdout.on("data", (text) => (printed += text));
+  await eventually(() => ids().length === 4, "the daemon forked");
+  child.kill("SIGINT");
+  setTimeout(release, 100);
+  const [status] = await once(child, "exit");
+  assert.deepEqual([status, printed], [0, "interrupted by SIGINT\n"]);
   assert.deepEqual(ids(), ["sb0"]);
 });
 

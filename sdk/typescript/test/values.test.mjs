@@ -78,6 +78,21 @@ test("a snapshot is waited for with its progress, and removed when the wait fail
   await assert.rejects(forkd.Snapshot.warm("python", { client, timeoutSecs: 0 }), forkd.TimeoutError);
 });
 
+test("a snapshot whose answer was lost is removed, and one of the same tag that was there before is not", async (t) => {
+  let code = "tag_taken";
+  const { client, requests } = await served(t, (exchange) => {
+    if (exchange.method === "DELETE") return exchange.answer(204);
+    if (code !== undefined) exchange.refuse(409, code);
+  });
+  const impatient = client({ timeoutSecs: 0.2 });
+  const warm = () => forkd.Snapshot.warm("python", { tag: "a", client: impatient });
+  await assert.rejects(warm(), { code: "tag_taken" });
+  assert.equal(requests.length, 1);
+  code = undefined;
+  await assert.rejects(warm(), forkd.TimeoutError);
+  assert.equal(requests.at(-1).request.url, "/v1/snapshots/a");
+});
+
 test("a list goes through all of its pages", async (t) => {
   const { client } = await served(t, (exchange) => {
     const cursor = exchange.url.searchParams.get("cursor");
