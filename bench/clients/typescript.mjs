@@ -57,9 +57,22 @@ try {
   const end = (children) => Promise.all((children.children ?? children).map(({ id }) => client.deleteSandbox(id)));
   const command = { args: ["sh", "-c", "true"], timeout_secs: 30 };
   const code = { code: "6 * 7", timeout_secs: 30 };
-  results["commands.run"] = await compare(rounds, () => post("exec", command), () => sandbox.commands.run("true"));
-  results.eval = await compare(rounds, () => post("eval", code), () => sandbox.eval("6 * 7"));
-  results["fork(10)"] = await compare(forks, () => post("fork?results=each", { n: 10 }), () => sandbox.fork(10), end);
+  results["commands.run"] = await compare(
+    rounds,
+    () => post("exec", command),
+    () => sandbox.commands.run("true"),
+  );
+  results.eval = await compare(
+    rounds,
+    () => post("eval", code),
+    () => sandbox.eval("6 * 7"),
+  );
+  results["fork(10)"] = await compare(
+    forks,
+    () => post("fork?results=each", { n: 10 }),
+    () => sandbox.fork(10),
+    end,
+  );
 } finally {
   await sandbox.kill();
 }
@@ -69,7 +82,9 @@ console.log(`${"call".padEnd(14)} ${"bare fetch".padStart(11)} ${"SDK".padStart(
 for (const [name, [bare, sdk]] of Object.entries(results)) {
   const ratio = sdk / bare;
   calls[name] = { bare_ms: Number(bare.toFixed(3)), sdk_ms: Number(sdk.toFixed(3)), ratio: Number(ratio.toFixed(3)) };
-  console.log(`${name.padEnd(14)} ${bare.toFixed(2).padStart(8)} ms ${sdk.toFixed(2).padStart(8)} ms ${ratio.toFixed(2).padStart(7)}`);
+  console.log(
+    `${name.padEnd(14)} ${bare.toFixed(2).padStart(8)} ms ${sdk.toFixed(2).padStart(8)} ms ${ratio.toFixed(2).padStart(7)}`,
+  );
 }
 console.log(JSON.stringify({ client: "typescript", rounds, forks, calls }));
 if (Object.values(calls).some(({ ratio }) => ratio > LIMIT)) process.exitCode = 1;

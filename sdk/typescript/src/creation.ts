@@ -89,7 +89,11 @@ export async function endAll(client: Client, sandboxes: readonly { id: string }[
 
 export async function end(client: Client, id: string): Promise<boolean> {
   try {
-    await client.transport.json({ method: "DELETE", path: `/v1/sandboxes/${encodeURIComponent(id)}`, repeatable: true });
+    await client.transport.json({
+      method: "DELETE",
+      path: `/v1/sandboxes/${encodeURIComponent(id)}`,
+      repeatable: true,
+    });
     return true;
   } catch (error) {
     if (error instanceof NotFoundError && error.code === "sandbox_not_found") return false;

@@ -158,7 +158,12 @@ export class Sandbox {
 
   /** Changes time-outs, the action at a time-out, and labels. `null` removes a time-out. */
   update(
-    changes: { timeoutSecs?: number | null; idleTimeoutSecs?: number | null; onTimeout?: OnTimeout; labels?: Record<string, string> },
+    changes: {
+      timeoutSecs?: number | null;
+      idleTimeoutSecs?: number | null;
+      onTimeout?: OnTimeout;
+      labels?: Record<string, string>;
+    },
     options: Signal = {},
   ): Promise<SandboxInfo> {
     const { timeoutSecs: timeout_secs, idleTimeoutSecs: idle_timeout_secs, onTimeout: on_timeout, labels } = changes;
@@ -237,7 +242,10 @@ export class Sandbox {
   }
 
   /** Runs each attempt in a child of this moment. Outcomes come in order; the children end, unless `keep`. */
-  tryEach<T>(each: readonly attempts.Attempt<T>[], options: attempts.AttemptOptions = {}): Promise<attempts.Outcome<T>[]> {
+  tryEach<T>(
+    each: readonly attempts.Attempt<T>[],
+    options: attempts.AttemptOptions = {},
+  ): Promise<attempts.Outcome<T>[]> {
     return attempts.tryEach(this, each, options);
   }
 
@@ -252,7 +260,10 @@ export class Sandbox {
   }
 
   /** Runs all attempts in children of this moment. The first that returns wins; the others end at once. */
-  firstSuccess<T>(each: readonly attempts.Attempt<T>[], options: attempts.AttemptOptions = {}): Promise<attempts.Outcome<T>> {
+  firstSuccess<T>(
+    each: readonly attempts.Attempt<T>[],
+    options: attempts.AttemptOptions = {},
+  ): Promise<attempts.Outcome<T>> {
     return attempts.firstSuccess(this, each, options);
   }
 
@@ -293,7 +304,8 @@ export async function spawn(
   { signal, onProgress, ...options }: CreateOptions,
 ): Promise<Sandbox[]> {
   const start = Date.now();
-  const report = (stage: CreateProgress["stage"]): void => onProgress?.({ stage, seconds: (Date.now() - start) / 1000 });
+  const report = (stage: CreateProgress["stage"]): void =>
+    onProgress?.({ stage, seconds: (Date.now() - start) / 1000 });
   report("creating");
   const body = { ...source, ...wireOf(options) };
   const infos = await createOwned(client, (call) => client.createEachSandbox(body, call), signal);

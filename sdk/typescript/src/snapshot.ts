@@ -84,7 +84,9 @@ export class Snapshot {
   }
 
   /** The snapshots that the caller may use, by tag. */
-  static async *list(options: { client?: Client; signal?: AbortSignal } = {}): AsyncGenerator<Snapshot, void, undefined> {
+  static async *list(
+    options: { client?: Client; signal?: AbortSignal } = {},
+  ): AsyncGenerator<Snapshot, void, undefined> {
     const client = clientOr(options.client);
     const infos = entriesOf((query) => client.listSnapshots(query, { signal: options.signal }));
     for await (const info of infos) yield new Snapshot(client, info);
