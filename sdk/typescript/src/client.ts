@@ -17,7 +17,7 @@ export interface ClientOptions {
   url?: string | undefined;
   /** The token; FORKD_TOKEN when absent. The unix socket needs none. */
   token?: string | undefined;
-  /** Seconds until a call gives up; 60 when absent. Calls that fork, boot, branch or roll back have five times as long. */
+  /** Seconds until a call gives up; 60 when absent. Calls that fork, boot, branch or roll back have five times that. */
   timeoutSecs?: number | undefined;
   /** A file with the certificate of the authority of the daemon's certificate. */
   cacert?: string | undefined;
@@ -104,9 +104,8 @@ export class Client {
   }
 
   /** Events of sandboxes, snapshots and workspaces, as they come. */
-  events(query: EventQuery & { lastEventId?: string } = {}, options: CallOptions = {}): AsyncGenerator<Daemon.Event | Lagged> {
-    const { lastEventId, ...rest } = query;
-    const call = { method: "GET" as const, path: "/v1/events", query: { since: lastEventId, ...defined(rest) }, ...options };
+  events(query: EventQuery = {}, options: CallOptions = {}): AsyncGenerator<Daemon.Event | Lagged, void, undefined> {
+    const call = { method: "GET" as const, path: "/v1/events", query: { ...query }, ...options };
     return eventsOf(this.transport.stream(call, query.follow !== false));
   }
 
@@ -155,7 +154,8 @@ export class Client {
     query: { wait?: "ready" | undefined; timeout_secs?: number | undefined } = {},
     options: CallOptions = {},
   ): Promise<Sandboxes.SandboxInfo> {
-    const secs = query.wait === undefined ? {} : { timeoutSecs: (query.timeout_secs ?? 30) + this.transport.timeoutSecs };
+    const secs =
+      query.wait === undefined ? {} : { timeoutSecs: (query.timeout_secs ?? 30) + this.transport.timeoutSecs };
     return this.#get(sandbox(id), { ...secs, ...defined(options) }, { ...query });
   }
 
@@ -179,17 +179,30 @@ export class Client {
     options: CallOptions = {},
   ): AsyncGenerator<string, void, undefined> {
     const decoder = new TextDecoder();
-    const call = { method: "GET" as const, path: sandbox(id, "console"), query: { ...query, follow: true }, ...options };
+    const call = {
+      method: "GET" as const,
+      path: sandbox(id, "console"),
+      query: { ...query, follow: true },
+      ...options,
+    };
     for await (const bytes of this.transport.stream(call, true)) yield decoder.decode(bytes, { stream: true });
   }
 
   /** Forks children from a running sandbox. */
-  forkSandbox(id: string, body: Sandboxes.ForkRequest = {}, options: KeyOptions = {}): Promise<Sandboxes.SandboxInfo[]> {
+  forkSandbox(
+    id: string,
+    body: Sandboxes.ForkRequest = {},
+    options: KeyOptions = {},
+  ): Promise<Sandboxes.SandboxInfo[]> {
     return this.#create(sandbox(id, "fork"), body, options);
   }
 
   /** The same, with one error for each child that does not run. */
-  forkEachSandbox(id: string, body: Sandboxes.ForkRequest = {}, options: KeyOptions = {}): Promise<Sandboxes.SpawnReply> {
+  forkEachSandbox(
+    id: string,
+    body: Sandboxes.ForkRequest = {},
+    options: KeyOptions = {},
+  ): Promise<Sandboxes.SpawnReply> {
     return this.#create(sandbox(id, "fork"), body, options, { results: "each" });
   }
 
@@ -233,16 +246,35 @@ export class Client {
     return this.transport.stream({ method: "GET", path: sandbox(id, "files"), query: { ...query }, ...options });
   }
 
-  writeFile(id: string, query: FileQuery & { mode?: string | undefined }, body: Body, options: CallOptions = {}): Promise<Files.FileWritten> {
+  writeFile(
+    id: string,
+    query: FileQuery & { mode?: string | undefined },
+    body: Body,
+    options: CallOptions = {},
+  ): Promise<Files.FileWritten> {
     const bytes = typeof body === "string" ? new TextEncoder().encode(body) : body;
-    return this.transport.json({ method: "PUT", path: sandbox(id, "files"), query: { ...query }, body: bytes, ...options });
+    return this.transport.json({
+      method: "PUT",
+      path: sandbox(id, "files"),
+      query: { ...query },
+      body: bytes,
+      ...options,
+    });
   }
 
-  deleteFile(id: string, query: FileQuery & { recursive?: boolean | undefined }, options: CallOptions = {}): Promise<void> {
+  deleteFile(
+    id: string,
+    query: FileQuery & { recursive?: boolean | undefined },
+    options: CallOptions = {},
+  ): Promise<void> {
     return this.transport.json({ method: "DELETE", path: sandbox(id, "files"), query: { ...query }, ...options });
   }
 
-  listFiles(id: string, query: FileQuery & { depth?: number | undefined }, options: CallOptions = {}): Promise<Files.FileList> {
+  listFiles(
+    id: string,
+    query: FileQuery & { depth?: number | undefined },
+    options: CallOptions = {},
+  ): Promise<Files.FileList> {
     return this.#get(sandbox(id, "files/list"), options, { ...query });
   }
 
@@ -258,14 +290,22 @@ export class Client {
     return this.#post(sandbox(id, "files/move"), body, options);
   }
 
-  /** All files below a folder, with hashes of their contents. */
-  fileTree(id: string, query: FileQuery & { hash?: boolean | undefined }, options: CallOptions = {}): Promise<Files.FileTree> {
+  /** All files below a folder; with `hash`, with hashes of their contents. */
+  fileTree(
+    id: string,
+    query: FileQuery & { hash?: boolean | undefined },
+    options: CallOptions = {},
+  ): Promise<Files.FileTree> {
     return this.#get(sandbox(id, "files/tree"), { timeoutSecs: this.longSecs, ...defined(options) }, { ...query });
   }
 
   // Branches and time
 
-  branchSandbox(id: string, body: Snapshots.BranchRequest = {}, options: KeyOptions = {}): Promise<Snapshots.SnapshotInfo> {
+  branchSandbox(
+    id: string,
+    body: Snapshots.BranchRequest = {},
+    options: KeyOptions = {},
+  ): Promise<Snapshots.SnapshotInfo> {
     return this.#create(sandbox(id, "branch"), body, options);
   }
 
@@ -277,7 +317,11 @@ export class Client {
     return this.#post(sandbox(id, "resume"), undefined, options);
   }
 
-  rollbackSandbox(id: string, body: Sandboxes.RollbackRequest = {}, options: CallOptions = {}): Promise<Sandboxes.SandboxInfo> {
+  rollbackSandbox(
+    id: string,
+    body: Sandboxes.RollbackRequest = {},
+    options: CallOptions = {},
+  ): Promise<Sandboxes.SandboxInfo> {
     return this.#post(sandbox(id, "rollback"), body, { timeoutSecs: this.longSecs, ...defined(options) });
   }
 
@@ -293,7 +337,11 @@ export class Client {
   }
 
   /** Boots, warms up and saves a guest. `wait: false`: the reply comes at once. */
-  createSnapshot(body: Snapshots.SnapshotRequest, query: { wait?: boolean | undefined } = {}, options: KeyOptions = {}): Promise<Snapshots.SnapshotInfo> {
+  createSnapshot(
+    body: Snapshots.SnapshotRequest,
+    query: { wait?: boolean | undefined } = {},
+    options: KeyOptions = {},
+  ): Promise<Snapshots.SnapshotInfo> {
     return this.#create("/v1/snapshots", body, options, { ...query });
   }
 
@@ -313,11 +361,19 @@ export class Client {
     return this.#get(snapshot(tag, "info"), options);
   }
 
-  compactSnapshot(tag: string, body: Snapshots.CompactRequest, options: KeyOptions = {}): Promise<Snapshots.SnapshotInfo> {
+  compactSnapshot(
+    tag: string,
+    body: Snapshots.CompactRequest,
+    options: KeyOptions = {},
+  ): Promise<Snapshots.SnapshotInfo> {
     return this.#create(snapshot(tag, "compact"), body, options);
   }
 
-  setSnapshotOwner(tag: string, body: Snapshots.OwnerRequest, options: CallOptions = {}): Promise<Snapshots.SnapshotInfo> {
+  setSnapshotOwner(
+    tag: string,
+    body: Snapshots.OwnerRequest,
+    options: CallOptions = {},
+  ): Promise<Snapshots.SnapshotInfo> {
     return this.#post(snapshot(tag, "owner"), body, options);
   }
 
@@ -343,7 +399,11 @@ export class Client {
     return this.transport.json({ method: "DELETE", path: workspace(name), ...options });
   }
 
-  suspendWorkspace(name: string, body: Daemon.SuspendRequest = {}, options: CallOptions = {}): Promise<Daemon.WorkspaceInfo> {
+  suspendWorkspace(
+    name: string,
+    body: Daemon.SuspendRequest = {},
+    options: CallOptions = {},
+  ): Promise<Daemon.WorkspaceInfo> {
     return this.#post(workspace(name, "suspend"), body, { timeoutSecs: this.longSecs, ...defined(options) });
   }
 

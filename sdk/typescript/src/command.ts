@@ -218,7 +218,13 @@ export class CommandHandle implements AsyncIterable<OutputEvent> {
     this.signal("SIGKILL");
     let timer: ReturnType<typeof setTimeout> | undefined;
     const late = new Promise<void>((resolve) => (timer = setTimeout(resolve, KILL_MS)));
-    await Promise.race([late, this.#done.then(() => {}, () => {})]);
+    await Promise.race([
+      late,
+      this.#done.then(
+        () => {},
+        () => {},
+      ),
+    ]);
     clearTimeout(timer);
     this.disconnect();
     return true;
@@ -352,7 +358,8 @@ export function resultOf(reply: ExecReply): CommandResult {
 export function checked(result: CommandResult): void {
   const { exitCode, stdout, stderr } = result;
   if (result.timedOut) {
-    const text = "the command was killed at its time-out; give it a larger timeoutSecs, or run it with background: true";
+    const text =
+      "the command was killed at its time-out; give it a larger timeoutSecs, or run it with background: true";
     throw new CommandTimeoutError(text, stdout, stderr);
   }
   if (exitCode === 0) return;

@@ -139,7 +139,13 @@ export class Sandbox {
     this.id = id;
   }
 
-  static async create({ snapshotTag, perChildNetns, memoryLimitMib, prewarm, ...options }: SandboxOptions): Promise<Sandbox> {
+  static async create({
+    snapshotTag,
+    perChildNetns,
+    memoryLimitMib,
+    prewarm,
+    ...options
+  }: SandboxOptions): Promise<Sandbox> {
     const controller = new Controller(options);
     const [info] = await controller.spawnSandboxes({ snapshotTag, n: 1, perChildNetns, memoryLimitMib, prewarm });
     if (info === undefined) throw new ControllerError(0, "the daemon made no sandbox", "/v1/sandboxes");

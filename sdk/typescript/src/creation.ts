@@ -5,7 +5,7 @@ import { randomUUID } from "node:crypto";
 import type { SandboxInfo, SpawnReply } from "./api/sandboxes.js";
 import { reasonOf, sleep, throwIfAborted, unlessAborted } from "./abort.js";
 import type { Client, KeyOptions } from "./client.js";
-import { errorOf, ForkdError, ForkError, NotFoundError } from "./errors.js";
+import { errorOf, ForkdError, ForkError, isUncertain, NotFoundError } from "./errors.js";
 
 /** What to do when only some of the children run. */
 export type OnForkError = "throw" | "return";
@@ -14,8 +14,6 @@ export type OnForkError = "throw" | "return";
 const GRACE_MS = 5000;
 /** How long a clean-up tries. */
 const CLEAN_UP_MS = 60_000;
-/** Codes of errors that do not say whether the daemon did the request. */
-const UNCERTAIN = new Set(["client_timeout", "stream_broken", "idempotency_in_progress"]);
 
 type Send = (options: KeyOptions) => Promise<SpawnReply>;
 
@@ -37,7 +35,7 @@ export async function createOwned(
   try {
     reply = await unlessAborted(pending, signal);
   } catch (error) {
-    const uncertain = error instanceof ForkdError && UNCERTAIN.has(error.code);
+    const uncertain = error instanceof ForkdError && isUncertain(error);
     if (signal?.aborted || uncertain) {
       const cleanUp = endWhatCame(client, send, idempotencyKey, uncertain ? undefined : pending);
       let timer: ReturnType<typeof setTimeout> | undefined;
@@ -74,7 +72,7 @@ async function endWhatCame(
       await endAll(client, children);
       return;
     } catch (error) {
-      const again = error instanceof ForkdError && UNCERTAIN.has(error.code);
+      const again = error instanceof ForkdError && isUncertain(error);
       if (!again || Date.now() + wait >= deadline) return;
     }
     reply = undefined;
@@ -91,7 +89,11 @@ export async function endAll(client: Client, sandboxes: readonly { id: string }[
 
 export async function end(client: Client, id: string): Promise<boolean> {
   try {
-    await client.transport.json({ method: "DELETE", path: `/v1/sandboxes/${encodeURIComponent(id)}`, repeatable: true });
+    await client.transport.json({
+      method: "DELETE",
+      path: `/v1/sandboxes/${encodeURIComponent(id)}`,
+      repeatable: true,
+    });
     return true;
   } catch (error) {
     if (error instanceof NotFoundError && error.code === "sandbox_not_found") return false;

@@ -158,6 +158,7 @@ export const CLASS_OF_CODE: Readonly<Record<ErrorCode, Class>> = {
   idempotency_outcome_unknown: ConflictError,
   idempotency_answer_lost: ConflictError,
   address_in_use: ConflictError,
+  folder_too_large: InvalidRequestError,
   body_too_large: InvalidRequestError,
   uri_too_long: InvalidRequestError,
   unsupported_media_type: InvalidRequestError,
@@ -193,6 +194,11 @@ export function errorOf(message: string, code: string, details: ErrorDetails): F
   const advice = ADVICE[code];
   const text = advice === undefined || message.includes("FORKD_TOKEN") ? message : `${message} (${advice})`;
   return new known(text, { ...details, code });
+}
+
+/** Whether an error leaves open if the daemon did the request. */
+export function isUncertain({ code }: ForkdError): boolean {
+  return ["client_timeout", "stream_broken", "idempotency_in_progress"].includes(code);
 }
 
 /** A time-out on the client's side. */

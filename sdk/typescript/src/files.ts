@@ -51,7 +51,11 @@ export class Files {
   }
 
   /** Writes a file completely or not at all, and creates missing folders. `mode` is like `0o644`. */
-  write(path: string, data: FileData, { user, signal, mode }: FileOptions & { mode?: number } = {}): Promise<FileWritten> {
+  write(
+    path: string,
+    data: FileData,
+    { user, signal, mode }: FileOptions & { mode?: number } = {},
+  ): Promise<FileWritten> {
     const query = { path, user, mode: mode?.toString(8) };
     return this.client.writeFile(this.id, query, bodyOf(data), { signal });
   }
@@ -92,8 +96,8 @@ export class Files {
   }
 
   /** All files below a folder, with hashes of their contents. */
-  tree(path: string, { signal, hash }: { signal?: AbortSignal; hash?: boolean } = {}): Promise<FileTree> {
-    return this.client.fileTree(this.id, { path, hash: hash ?? true }, { signal });
+  tree(path: string, { user, signal, hash }: FileOptions & { hash?: boolean } = {}): Promise<FileTree> {
+    return this.client.fileTree(this.id, { path, user, hash: hash ?? true }, { signal });
   }
 
   /** Copies a file or a folder of this computer to `remote`. Leaves out links, pipes and devices, and names them. */
@@ -102,8 +106,8 @@ export class Files {
   }
 
   /**
-   * Copies a file or a folder of the sandbox to `local`. Leaves out links, pipes and devices, and names them. Nothing in
-   * the sandbox can make it write outside of `local`.
+   * Copies a file or a folder of the sandbox to `local`. Leaves out links, pipes and devices, and names them. Nothing
+   * in the sandbox can make it write outside of `local`.
    */
   download(remote: string, local: string, options: FileOptions = {}): Promise<Transfer> {
     return download(this, remote, local, options);

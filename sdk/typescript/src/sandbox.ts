@@ -21,7 +21,7 @@ import { changesOf, type Change } from "./diff.js";
 import { asyncDispose } from "./dispose.js";
 import { ForkdError, InvalidRequestError } from "./errors.js";
 import { executionOf, valueOf, type Execution } from "./execution.js";
-import { Files } from "./files.js";
+import { Files, type FileOptions } from "./files.js";
 import { given } from "./given.js";
 import { Snapshot } from "./snapshot.js";
 
@@ -158,7 +158,12 @@ export class Sandbox {
 
   /** Changes time-outs, the action at a time-out, and labels. `null` removes a time-out. */
   update(
-    changes: { timeoutSecs?: number | null; idleTimeoutSecs?: number | null; onTimeout?: OnTimeout; labels?: Record<string, string> },
+    changes: {
+      timeoutSecs?: number | null;
+      idleTimeoutSecs?: number | null;
+      onTimeout?: OnTimeout;
+      labels?: Record<string, string>;
+    },
     options: Signal = {},
   ): Promise<SandboxInfo> {
     const { timeoutSecs: timeout_secs, idleTimeoutSecs: idle_timeout_secs, onTimeout: on_timeout, labels } = changes;
@@ -237,7 +242,10 @@ export class Sandbox {
   }
 
   /** Runs each attempt in a child of this moment. Outcomes come in order; the children end, unless `keep`. */
-  tryEach<T>(each: readonly attempts.Attempt<T>[], options: attempts.AttemptOptions = {}): Promise<attempts.Outcome<T>[]> {
+  tryEach<T>(
+    each: readonly attempts.Attempt<T>[],
+    options: attempts.AttemptOptions = {},
+  ): Promise<attempts.Outcome<T>[]> {
     return attempts.tryEach(this, each, options);
   }
 
@@ -252,7 +260,10 @@ export class Sandbox {
   }
 
   /** Runs all attempts in children of this moment. The first that returns wins; the others end at once. */
-  firstSuccess<T>(each: readonly attempts.Attempt<T>[], options: attempts.AttemptOptions = {}): Promise<attempts.Outcome<T>> {
+  firstSuccess<T>(
+    each: readonly attempts.Attempt<T>[],
+    options: attempts.AttemptOptions = {},
+  ): Promise<attempts.Outcome<T>> {
     return attempts.firstSuccess(this, each, options);
   }
 
@@ -280,9 +291,8 @@ export class Sandbox {
   }
 
   /** What differs in the files of `other`: `added` is in `other` alone. */
-  async diff(other: Sandbox, path = "/", options: Signal = {}): Promise<Change[]> {
-    const signal = options.signal === undefined ? {} : { signal: options.signal };
-    const [before, after] = await Promise.all([this.files.tree(path, signal), other.files.tree(path, signal)]);
+  async diff(other: Sandbox, path = "/", options: FileOptions = {}): Promise<Change[]> {
+    const [before, after] = await Promise.all([this.files.tree(path, options), other.files.tree(path, options)]);
     return changesOf(before, after);
   }
 }
@@ -294,7 +304,8 @@ export async function spawn(
   { signal, onProgress, ...options }: CreateOptions,
 ): Promise<Sandbox[]> {
   const start = Date.now();
-  const report = (stage: CreateProgress["stage"]): void => onProgress?.({ stage, seconds: (Date.now() - start) / 1000 });
+  const report = (stage: CreateProgress["stage"]): void =>
+    onProgress?.({ stage, seconds: (Date.now() - start) / 1000 });
   report("creating");
   const body = { ...source, ...wireOf(options) };
   const infos = await createOwned(client, (call) => client.createEachSandbox(body, call), signal);

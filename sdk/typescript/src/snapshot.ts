@@ -3,9 +3,9 @@
 import { randomBytes } from "node:crypto";
 
 import type { SnapshotInfo, SnapshotPhase, SnapshotRequest, SnapshotStatus } from "./api/snapshots.js";
-import { reasonOf, sleep, unlessAborted } from "./abort.js";
+import { reasonOf, sleep, throwIfAborted, unlessAborted } from "./abort.js";
 import { clientOr, entriesOf, type Client } from "./client.js";
-import { ConflictError, errorOf, ForkdError, NotFoundError, timedOut } from "./errors.js";
+import { ConflictError, errorOf, ForkdError, isUncertain, NotFoundError, timedOut } from "./errors.js";
 import { given } from "./given.js";
 import { spawn, type CreateOptions, type Sandbox } from "./sandbox.js";
 
@@ -55,14 +55,21 @@ export class Snapshot {
   /** Boots a guest, warms it up once, and saves it. If the call is aborted or fails, the snapshot is removed. */
   static async warm(image: string, options: WarmOptions = {}): Promise<Snapshot> {
     const { warm, warmPython, memSizeMib, vcpus, network, signal } = options;
+    throwIfAborted(signal);
     const client = clientOr(options.client);
     const tag = options.tag ?? `warm-${randomBytes(4).toString("hex")}`;
     const command = typeof warm === "string" ? ["sh", "-c", warm] : warm && [...warm];
     const more = given({ warm_command: command, warm_python: warmPython, mem_size_mib: memSizeMib, vcpus, network });
     const body: SnapshotRequest = { image, tag, ...more };
-    // Without the signal: a snapshot that is being made can be removed by its tag only once the daemon has it.
-    const info = await client.createSnapshot(body, { wait: false });
-    const snapshot = new Snapshot(client, info);
+    const snapshot = new Snapshot(client, { tag, status: "writing" } as SnapshotInfo);
+    try {
+      // Without the signal: the daemon must have the tag before it can be removed.
+      snapshot.#info = await client.createSnapshot(body, { wait: false });
+    } catch (error) {
+      // An answer that was lost may have been a yes. A refusal was none: the tag may be another snapshot's.
+      if (error instanceof ForkdError && isUncertain(error)) await snapshot.delete().catch(() => {});
+      throw error;
+    }
     try {
       return await snapshot.waitReady(options);
     } catch (error) {
@@ -77,7 +84,9 @@ export class Snapshot {
   }
 
   /** The snapshots that the caller may use, by tag. */
-  static async *list(options: { client?: Client; signal?: AbortSignal } = {}): AsyncGenerator<Snapshot, void, undefined> {
+  static async *list(
+    options: { client?: Client; signal?: AbortSignal } = {},
+  ): AsyncGenerator<Snapshot, void, undefined> {
     const client = clientOr(options.client);
     const infos = entriesOf((query) => client.listSnapshots(query, { signal: options.signal }));
     for await (const info of infos) yield new Snapshot(client, info);

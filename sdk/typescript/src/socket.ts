@@ -51,11 +51,14 @@ class OpenSocket implements Socket {
     silenceSecs: number,
   ) {
     // Beats count, not the clock: a program that computes for long has not seen what came meanwhile.
-    this.#beat = setInterval(() => {
-      if (this.#paused) return;
-      if (++this.#beats > BEATS) this.#end(timedOut(what, silenceSecs));
-      else if (socket.readyState === WebSocket.OPEN) socket.ping();
-    }, (silenceSecs * 1000) / BEATS);
+    this.#beat = setInterval(
+      () => {
+        if (this.#paused) return;
+        if (++this.#beats > BEATS) this.#end(timedOut(what, silenceSecs));
+        else if (socket.readyState === WebSocket.OPEN) socket.ping();
+      },
+      (silenceSecs * 1000) / BEATS,
+    );
     const heard = (): void => {
       this.#beats = 0;
     };

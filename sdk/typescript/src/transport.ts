@@ -71,10 +71,13 @@ class Watch {
   touch(secs = this.secs): void {
     clearTimeout(this.#timer);
     if (this.ended) return;
-    this.#timer = setTimeout(() => {
-      this.late = true;
-      this.#controller.abort(new DOMException("the deadline is over", "TimeoutError"));
-    }, Math.min(Math.max(0, secs) * 1000, LONGEST_TIMER_MS));
+    this.#timer = setTimeout(
+      () => {
+        this.late = true;
+        this.#controller.abort(new DOMException("the deadline is over", "TimeoutError"));
+      },
+      Math.min(Math.max(0, secs) * 1000, LONGEST_TIMER_MS),
+    );
   }
 
   /** Leaves the rest of a stream without a deadline. */

@@ -89,7 +89,12 @@ async function commands(sandbox) {
   assert.equal(streamed.stdout, "1\n2\n3\nbytes\n");
   assert.equal(pieces.join("").length, streamed.stdout.length + streamed.stderr.length);
   const big = "x".repeat(1_500_000);
-  const counted = await commands.run("wc -c", { stdin: (async function* () { yield big; yield big; })() });
+  const counted = await commands.run("wc -c", {
+    stdin: (async function* () {
+      yield big;
+      yield big;
+    })(),
+  });
   assert.equal(counted.stdout.trim(), "3000000");
 
   const cat = await commands.run("cat", { background: true });
@@ -128,7 +133,13 @@ async function files(sandbox) {
   await files.makeDir(`${root}/folder`);
   assert.equal((await files.write(`${root}/a.txt`, "hällo", { mode: 0o600 })).size, 6);
   assert.equal(await files.read(`${root}/a.txt`), "hällo");
-  await files.write(`${root}/b.bin`, (async function* () { yield new Uint8Array([1, 2]); yield "3"; })());
+  await files.write(
+    `${root}/b.bin`,
+    (async function* () {
+      yield new Uint8Array([1, 2]);
+      yield "3";
+    })(),
+  );
   assert.deepEqual([...(await files.read(`${root}/b.bin`, { format: "bytes" }))], [1, 2, 51]);
   const large = Buffer.alloc(3_000_000, 7);
   await files.write(`${root}/large`, large);
@@ -237,9 +248,20 @@ async function forks(sandbox, labels) {
   step("attempts");
   const attempt = (code) => (child) => child.eval(code);
   const outcomes = await sandbox.tryEach([attempt("n * 2"), attempt("1 / 0")], { parallel: 1 });
-  assert.deepEqual(outcomes.map(({ ok, value }) => [ok, value]), [[true, 20], [false, undefined]]);
+  assert.deepEqual(
+    outcomes.map(({ ok, value }) => [ok, value]),
+    [
+      [true, 20],
+      [false, undefined],
+    ],
+  );
   assert.ok(outcomes[1].error instanceof forkd.EvalError && outcomes[1].seconds > 0);
-  const best = await sandbox.bestOf(2, (child, { index }) => child.eval(`n - ${index}`), (value) => -value, { keep: true });
+  const best = await sandbox.bestOf(
+    2,
+    (child, { index }) => child.eval(`n - ${index}`),
+    (value) => -value,
+    { keep: true },
+  );
   assert.deepEqual([best.index, best.value, best.score], [1, 9, -9]);
   assert.equal(await best.sandbox.eval("n"), 10);
   await best.sandbox.kill();
@@ -251,6 +273,10 @@ async function forks(sandbox, labels) {
   const aborted = sandbox.fork(2, { labels, signal: controller.signal });
   setTimeout(() => controller.abort(), 20);
   await assert.rejects(aborted, { name: "AbortError" });
+  // On a slow daemon the children end after the call.
+  const deadline = Date.now() + 60_000;
+  while ((await ours(labels)).length > 1 && Date.now() < deadline)
+    await new Promise((resolve) => setTimeout(resolve, 200));
   assert.deepEqual(await ours(labels), [sandbox.id]);
 }
 
@@ -291,18 +317,20 @@ async function branches(sandbox, labels) {
 
 async function differences(sandbox, labels) {
   step("a diff");
-  await sandbox.commands.run("mkdir -p /root/d && cd /root/d && echo 1 > same && echo 1 > changed && echo 1 > gone && : > mode && : > kind");
+  await sandbox.commands.run(
+    "mkdir -p /root/d && cd /root/d && echo 1 > same && echo 1 > changed && echo 1 > gone && : > mode && : > kind",
+  );
   const [child] = await sandbox.fork(1, { labels });
   try {
-    const change = "cd /root/d && touch same && echo 2 > changed && rm gone kind && mkdir kind && chmod 755 mode && echo 1 > new";
+    const change =
+      "cd /root/d && touch same && echo 2 > changed && rm gone kind && mkdir kind && chmod 755 mode && echo 1 > new";
     await child.commands.run(change);
     const changes = await sandbox.diff(child, "/root/d");
     const expected = ["changed modified", "gone removed", "kind type", "mode mode", "new added"];
-    assert.deepEqual(changes.map(({ path, kind }) => `${path.slice("/root/d/".length)} ${kind}`), expected);
-  } catch (error) {
-    // A daemon before this route answers so.
-    if (error.code !== "route_not_found") throw error;
-    console.error("NOT RUN: diff: the daemon has no files/tree");
+    assert.deepEqual(
+      changes.map(({ path, kind }) => `${path.slice("/root/d/".length)} ${kind}`),
+      expected,
+    );
   } finally {
     await child.kill();
   }

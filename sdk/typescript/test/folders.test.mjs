@@ -34,7 +34,11 @@ const file = (path, type = "file") => ({ path, type, mode: 0o6777, name: "name" 
 async function everything(folder) {
   const found = await readdir(folder, { withFileTypes: true });
   const below = await Promise.all(
-    found.map(async (entry) => (entry.isDirectory() ? (await everything(join(folder, entry.name))).map((name) => `${entry.name}/${name}`) : [entry.name])),
+    found.map(async (entry) =>
+      entry.isDirectory()
+        ? (await everything(join(folder, entry.name))).map((name) => `${entry.name}/${name}`)
+        : [entry.name],
+    ),
   );
   return below.flat().sort();
 }
@@ -97,7 +101,16 @@ test("a download that fails leaves no part of a file", async (t) => {
 
 /** A tree as the daemon sends it. */
 const tree = (entries) => ({ path: "/srv", entries });
-const entry = (path, more) => ({ path, kind: "file", size: 1, modified_unix_ms: 1, mode: 420, sha256: "aa", target: null, ...more });
+const entry = (path, more) => ({
+  path,
+  kind: "file",
+  size: 1,
+  modified_unix_ms: 1,
+  mode: 420,
+  sha256: "aa",
+  target: null,
+  ...more,
+});
 
 test("a diff names what was added, removed, modified, and what became another type or mode", async (t) => {
   const trees = {
@@ -111,6 +124,9 @@ test("a diff names what was added, removed, modified, and what became another ty
       entry("type"),
       entry("gone"),
       entry("folder", { kind: "directory", size: 4096, sha256: null }),
+      entry("\ufffd", { path_base64: "/w==" }),
+      entry("\ufffd", { path_base64: "/g==" }),
+      entry("unreadable", { sha256: null, incomplete: "unreadable" }),
     ]),
     sb2: tree([
       entry("same"),
@@ -122,6 +138,8 @@ test("a diff names what was added, removed, modified, and what became another ty
       entry("type", { kind: "directory", sha256: null }),
       entry("new/é"),
       entry("folder", { kind: "directory", size: 8192, sha256: null }),
+      entry("\ufffd", { path_base64: "/g==" }),
+      entry("unreadable", { sha256: null, incomplete: "unreadable" }),
     ]),
   };
   const { client, requests } = await served(t, (exchange) => exchange.answer(200, trees[exchange.path.split("/")[3]]));
@@ -138,9 +156,13 @@ test("a diff names what was added, removed, modified, and what became another ty
       ["/srv/new/é", "added", false, true],
       ["/srv/size", "modified", true, true],
       ["/srv/type", "type", true, true],
+      ["/srv/\ufffd", "removed", true, false],
     ],
   );
-  assert.deepEqual(requests.map(({ url }) => url.search), ["?path=%2Fsrv&hash=true", "?path=%2Fsrv&hash=true"]);
+  assert.deepEqual(
+    requests.map(({ url }) => url.search),
+    ["?path=%2Fsrv&hash=true", "?path=%2Fsrv&hash=true"],
+  );
 });
 
 /** A daemon that logs what is asked of its sandbox. */

@@ -1,6 +1,8 @@
 // No sandbox is left: not by an abort in the middle of a fork, not by a lost answer, not by attempts that fail.
 
 import assert from "node:assert/strict";
+import { spawn } from "node:child_process";
+import { once } from "node:events";
 import { test } from "node:test";
 
 import * as forkd from "@forkd/sdk";
@@ -64,7 +66,11 @@ test("an answer that is lost is asked for again, and there is one set of childre
 
 test("children that a fork made before it gave up end as soon as the daemon answers", async (t) => {
   let stalls = true;
-  const { sandbox, ids } = await source(t, { hold: () => (stalls ? new Promise(() => {}) : undefined) }, { timeoutSecs: 0.1 });
+  const { sandbox, ids } = await source(
+    t,
+    { hold: () => (stalls ? new Promise(() => {}) : undefined) },
+    { timeoutSecs: 0.1 },
+  );
   await assert.rejects(sandbox.fork(2), forkd.TimeoutError);
   await eventually(() => ids().length === 3, "the daemon forked");
   stalls = false;
@@ -97,17 +103,22 @@ test("attempts run in children of one fork, come in order, and leave no child", 
   const { sandbox, ids, answers } = await source(t);
   let running = 0;
   let most = 0;
-  const attempt = (ms, result) => async (child, { index, signal }) => {
-    assert.equal(signal.aborted, false);
-    most = Math.max(most, ++running);
-    await sleep(ms);
-    running--;
-    if (result instanceof Error) throw result;
-    return `${await child.eval(result)} ${index}`;
-  };
+  const attempt =
+    (ms, result) =>
+    async (child, { index, signal }) => {
+      assert.equal(signal.aborted, false);
+      most = Math.max(most, ++running);
+      await sleep(ms);
+      running--;
+      if (result instanceof Error) throw result;
+      return `${await child.eval(result)} ${index}`;
+    };
   const boom = new Error("boom");
   const outcomes = await sandbox.tryEach([attempt(60, "x"), attempt(10, boom), attempt(20, "y")], { parallel: 2 });
-  assert.deepEqual(outcomes.map(({ value }) => value), [`sb1 x 0`, undefined, `sb3 y 2`]);
+  assert.deepEqual(
+    outcomes.map(({ value }) => value),
+    [`sb1 x 0`, undefined, `sb3 y 2`],
+  );
   assert.equal(outcomes[1].error, boom);
   assert.ok(outcomes[0].seconds >= 0.05, "an attempt that sleeps for 60 ms takes as long");
   assert.equal(most, 2);
@@ -145,7 +156,11 @@ test("the best of several is the one with the highest score", async (t) => {
     if (index === 1) throw new Error("boom");
     return index;
   };
-  for (const [score, winner] of [[(value) => value, 3], [(value) => -value, 0], [() => 5, 0]]) {
+  for (const [score, winner] of [
+    [(value) => value, 3],
+    [(value) => -value, 0],
+    [() => 5, 0],
+  ]) {
     const best = await sandbox.bestOf(4, step, score);
     assert.deepEqual([best.ok, best.value, best.index], [true, winner, winner]);
     assert.deepEqual(ids(), ["sb0"]);
@@ -179,6 +194,31 @@ test("the first success ends the others at once", async (t) => {
   const error = await sandbox.firstSuccess([fails, fails]).catch((error) => error);
   assert.ok(error instanceof forkd.AllFailedError);
   assert.equal(error.outcomes.length, 2);
+  assert.deepEqual(ids(), ["sb0"]);
+});
+
+test("^C in the middle of a fork ends the children, when the program passes on the signal", async (t) => {
+  let release;
+  const held = new Promise((resolve) => (release = resolve));
+  const { url, ids } = await source(t, { hold: () => held });
+  const program = `
+    import { Client, interrupted, Sandbox } from "@forkd/sdk";
+    const client = new Client({ url: ${JSON.stringify(url)}, token: "t" });
+    const sandbox = await Sandbox.connect("sb0", { client });
+    await sandbox.fork(3, { signal: interrupted() }).catch((error) => console.log(error.message));
+  `;
+  const args = ["--input-type=module", "-e", program];
+  const child = spawn(process.execPath, args, {
+    cwd: import.meta.dirname ?? ".",
+    stdio: ["ignore", "pipe", "inherit"],
+  });
+  let printed = "";
+  child.stdout.on("data", (text) => (printed += text));
+  await eventually(() => ids().length === 4, "the daemon forked");
+  child.kill("SIGINT");
+  setTimeout(release, 100);
+  const [status] = await once(child, "exit");
+  assert.deepEqual([status, printed], [0, "interrupted by SIGINT\n"]);
   assert.deepEqual(ids(), ["sb0"]);
 });
 

@@ -178,11 +178,20 @@ test("an answer that comes from no daemon is an error with its status", async (t
 
 test("a code that is not known is a plain error with the code, status and request id", async (t) => {
   const { client } = await served(t, (exchange) => exchange.refuse(409, "of_the_future"));
-  const error = await client().getTree().catch((error) => error);
+  const error = await client()
+    .getTree()
+    .catch((error) => error);
   assert.equal(error.constructor, forkd.ForkdError);
   assert.deepEqual([error.code, error.status, error.requestId], ["of_the_future", 409, "r1"]);
   const { client: odd } = await served(t, (exchange) => exchange.refuse(409, "constructor"));
-  assert.equal((await odd().getTree().catch((error) => error)).constructor, forkd.ForkdError);
+  assert.equal(
+    (
+      await odd()
+        .getTree()
+        .catch((error) => error)
+    ).constructor,
+    forkd.ForkdError,
+  );
 });
 
 test("every kind of call ends when its signal aborts, and is not sent after that", async (t) => {
@@ -218,7 +227,8 @@ test("a unix socket is an address, for requests, streams and WebSockets", async 
     },
     {
       listen: [join(folder, "a.sock")],
-      socket: (socket) => socket.once("message", (text) => socket.send(JSON.stringify({ event: "progress", message: String(text) }))),
+      socket: (socket) =>
+        socket.once("message", (text) => socket.send(JSON.stringify({ event: "progress", message: String(text) }))),
     },
   );
   assert.equal((await client().getTree()).method, "GET");
@@ -247,9 +257,9 @@ test("a fetch of the caller's own is used", async () => {
 test("events come as they are sent, with those that were missed, and end in an error when the daemon goes", async (t) => {
   const { client, requests } = await served(t, async (exchange) => {
     exchange.reply.writeHead(200, { "content-type": "text/event-stream" });
-    exchange.reply.write(": keep-alive\n\nid: a-1\nevent: sandbox.running\ndata: {\"id\":\"a-1\",");
+    exchange.reply.write(': keep-alive\n\nid: a-1\nevent: sandbox.running\ndata: {"id":"a-1",');
     await sleep(20);
-    exchange.reply.write("\"kind\":\"sandbox.running\",\"ts\":\"t\"}\n\nevent: lagged\r\ndata: {\"missed\": 7}\r\n\r\n");
+    exchange.reply.write('"kind":"sandbox.running","ts":"t"}\n\nevent: lagged\r\ndata: {"missed": 7}\r\n\r\n');
     await sleep(700);
     exchange.request.socket.destroy();
   });

@@ -107,7 +107,12 @@ export async function daemon(test, { hold = async () => {}, fail = () => undefin
           errors.push({ index, code, error: `the text of ${code}`, request_id: "r1" });
           continue;
         }
-        const info = { id: `sb${++count}`, state: "running", snapshot_tag: body.snapshot_tag ?? tag, created_at_unix: 1 };
+        const info = {
+          id: `sb${++count}`,
+          state: "running",
+          snapshot_tag: body.snapshot_tag ?? tag,
+          created_at_unix: 1,
+        };
         sandboxes.set(info.id, info);
         children.push(info);
       }

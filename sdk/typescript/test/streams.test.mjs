@@ -78,19 +78,27 @@ test("a server that goes silent is a time-out: before the handshake, before the 
   await rejects(shut.commands.run("a", { background: true }), forkd.TimeoutError, "client_timeout");
   const { sandbox: mute, connections } = await sandboxOf(t, () => {}, IMPATIENT);
   await rejects(mute.commands.run("a", { background: true }), forkd.TimeoutError, "client_timeout");
-  const { sandbox } = await sandboxOf(t, (socket) => send(socket, { event: "started", sandbox: "sb1", pid: 7 }), IMPATIENT);
+  const { sandbox } = await sandboxOf(
+    t,
+    (socket) => send(socket, { event: "started", sandbox: "sb1", pid: 7 }),
+    IMPATIENT,
+  );
   const silent = (async () => (await sandbox.commands.run("a", { background: true })).wait())();
   await rejects(silent, forkd.TimeoutError, "client_timeout");
   await eventually(() => connections.size <= 1, "the connection closed");
 });
 
 test("a server that answers pings is waited for", async (t) => {
-  const { sandbox } = await sandboxOf(t, async (socket) => {
-    send(socket, { event: "started", sandbox: "sb1", pid: 7 });
-    socket.on("ping", () => socket.pong());
-    await sleep(4000);
-    send(socket, { event: "exit", exit_code: 0 });
-  }, { options: { timeoutSecs: 1.5 } });
+  const { sandbox } = await sandboxOf(
+    t,
+    async (socket) => {
+      send(socket, { event: "started", sandbox: "sb1", pid: 7 });
+      socket.on("ping", () => socket.pong());
+      await sleep(4000);
+      send(socket, { event: "exit", exit_code: 0 });
+    },
+    { options: { timeoutSecs: 1.5 } },
+  );
   const handle = await sandbox.commands.run("a", { background: true });
   assert.equal((await handle.wait()).exitCode, 0);
 });
@@ -225,8 +233,18 @@ test("results of short commands are one request, and long ones are streams", asy
   };
   const { sandbox } = await sandboxOf(t, play, { handle });
   const { commands } = sandbox;
-  assert.equal((await commands.run("a", { cwd: "/c", envs: { A: "b" }, user: "u", stdin: "i", timeoutSecs: 9 })).stdout, "o");
-  assert.deepEqual(bodies[0], { args: ["sh", "-c", "a"], cwd: "/c", env: { A: "b" }, user: "u", stdin: "i", timeout_secs: 9 });
+  assert.equal(
+    (await commands.run("a", { cwd: "/c", envs: { A: "b" }, user: "u", stdin: "i", timeoutSecs: 9 })).stdout,
+    "o",
+  );
+  assert.deepEqual(bodies[0], {
+    args: ["sh", "-c", "a"],
+    cwd: "/c",
+    env: { A: "b" },
+    user: "u",
+    stdin: "i",
+    timeout_secs: 9,
+  });
   const failed = await commands.run(["a", "b"]).catch((error) => error);
   assert.deepEqual(bodies[1], { args: ["a", "b"], timeout_secs: 30 });
   assert.deepEqual([failed.exitCode, failed.stdout, failed.message], [7, "o", "the command ended with status 7: last"]);

@@ -44,7 +44,10 @@ test("an exception of the code has its name, text and traceback", async (t) => {
   assert.equal((await sandbox.eval("x").catch((error) => error)).message, "KeyboardInterrupt");
   error = "a text that is no name";
   const execution = await sandbox.runCode("x");
-  assert.deepEqual([execution.error.name, execution.error.value, execution.stdout], ["Error", "a text that is no name", "o"]);
+  assert.deepEqual(
+    [execution.error.name, execution.error.value, execution.stdout],
+    ["Error", "a text that is no name", "o"],
+  );
 });
 
 test("a snapshot is waited for with its progress, and removed when the wait fails", async (t) => {
@@ -60,8 +63,18 @@ test("a snapshot is waited for with its progress, and removed when the wait fail
   });
   const seen = [];
   const onProgress = ({ phase, fraction }) => seen.push([phase, fraction]);
-  const snapshot = await forkd.Snapshot.warm("python", { tag: "a", warm: "echo", warmPython: "import json", client, onProgress });
-  assert.deepEqual(seen, [["booting", undefined], ["saving", 0.5], ["ready", undefined]]);
+  const snapshot = await forkd.Snapshot.warm("python", {
+    tag: "a",
+    warm: "echo",
+    warmPython: "import json",
+    client,
+    onProgress,
+  });
+  assert.deepEqual(seen, [
+    ["booting", undefined],
+    ["saving", 0.5],
+    ["ready", undefined],
+  ]);
   assert.equal(snapshot.status, "ready");
   states.splice(1, 2, { status: "failed", error: "it broke", error_code: "guest_failed" });
   at = 0;
@@ -78,12 +91,31 @@ test("a snapshot is waited for with its progress, and removed when the wait fail
   await assert.rejects(forkd.Snapshot.warm("python", { client, timeoutSecs: 0 }), forkd.TimeoutError);
 });
 
+test("a snapshot whose answer was lost is removed, and one of the same tag that was there before is not", async (t) => {
+  let code = "tag_taken";
+  const { client, requests } = await served(t, (exchange) => {
+    if (exchange.method === "DELETE") return exchange.answer(204);
+    if (code !== undefined) exchange.refuse(409, code);
+  });
+  const impatient = client({ timeoutSecs: 0.2 });
+  const warm = () => forkd.Snapshot.warm("python", { tag: "a", client: impatient });
+  await assert.rejects(warm(), { code: "tag_taken" });
+  assert.equal(requests.length, 1);
+  code = undefined;
+  await assert.rejects(warm(), forkd.TimeoutError);
+  assert.equal(requests.at(-1).request.url, "/v1/snapshots/a");
+});
+
 test("a list goes through all of its pages", async (t) => {
   const { client } = await served(t, (exchange) => {
     const cursor = exchange.url.searchParams.get("cursor");
     const page = { null: ["sb1", "sb2"], two: ["sb3"] }[cursor];
     assert.deepEqual(exchange.url.searchParams.getAll("label"), ["a=b"]);
-    exchange.answer(200, page.map((id) => ({ ...info, id })), cursor === null ? { "x-next-cursor": "two" } : {});
+    exchange.answer(
+      200,
+      page.map((id) => ({ ...info, id })),
+      cursor === null ? { "x-next-cursor": "two" } : {},
+    );
   });
   const ids = [];
   for await (const { id } of forkd.Sandbox.list({ labels: { a: "b" }, client: client() })) ids.push(id);
@@ -137,7 +169,15 @@ test("the reference's Controller and Sandbox ask and answer as theirs", async (t
     exchange.answer(200, exchange.path === "/v1/sandboxes" ? [info] : { result: "2" });
   });
   const controller = new Controller({ baseUrl: url, token: "t", timeoutMs: 5000 });
-  const spawn = { snapshotTag: "a", n: 2, perChildNetns: true, memoryLimitMib: 1, prewarm: true, liveFork: true, hugepages: false };
+  const spawn = {
+    snapshotTag: "a",
+    n: 2,
+    perChildNetns: true,
+    memoryLimitMib: 1,
+    prewarm: true,
+    liveFork: true,
+    hugepages: false,
+  };
   assert.deepEqual(await controller.spawnSandboxes(spawn), [info]);
   assert.deepEqual(requests[0].sent, {
     snapshot_tag: "a",
@@ -153,7 +193,9 @@ test("the reference's Controller and Sandbox ask and answer as theirs", async (t
   const error = await controller.getSandbox("sbgone").catch((error) => error);
   assert.ok(error instanceof ControllerError);
   assert.deepEqual([error.status, error.url], [404, `${url}/v1/sandboxes/sbgone`]);
-  const value = await Compatible.with({ snapshotTag: "a", baseUrl: url, token: "t" }, (sandbox) => sandbox.eval("1 + 1"));
+  const value = await Compatible.with({ snapshotTag: "a", baseUrl: url, token: "t" }, (sandbox) =>
+    sandbox.eval("1 + 1"),
+  );
   assert.equal(value.result, "2");
   assert.equal(requests.at(-1).method, "DELETE");
 });
@@ -164,7 +206,8 @@ test("E2B's shape: a template is a tag, times are milliseconds, and a status is 
     exchange.sent = await exchange.json();
     if (exchange.path.endsWith("/exec")) return exchange.answer(200, { exit_code: 3, stdout: "o", stderr: "e" });
     if (exchange.path.endsWith("/resume")) state = "running";
-    if (exchange.method === "POST" && /sandboxes$|fork$/.test(exchange.path)) return exchange.answer(201, { children: [info], errors: [] });
+    if (exchange.method === "POST" && /sandboxes$|fork$/.test(exchange.path))
+      return exchange.answer(201, { children: [info], errors: [] });
     exchange.answer(200, { ...info, state, labels: { a: "b" } });
   });
   const options = { apiUrl: url, apiKey: "e2b_secret" };

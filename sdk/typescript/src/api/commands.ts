@@ -254,26 +254,46 @@ export interface MoveRequest {
   user?: string | null;
 }
 
-/** All files below a folder. */
-export interface FileTree {
-  /** Absolute path of the folder. */
-  path: string;
-  entries: TreeEntry[];
-}
+/** Why an entry of a folder is not complete. */
+export type Incomplete = "unreadable" | "changing" | "file_system";
 
-/** A file below a folder of a guest. */
-export interface TreeEntry {
-  /** Path relative to the folder. */
-  path: string;
+/** A file, a folder or a link below a folder. */
+export interface FileTreeEntry {
+  /** Why the hash, the link's target or the content of a folder is missing. Absent if nothing is missing. */
+  incomplete?: Incomplete | null;
+  /** The file's type. */
   kind: FileKind;
-  /** Size in bytes. */
-  size: number;
-  /** Time of the last change, in milliseconds since 1970. */
-  modified_unix_ms: number;
   /** Permission bits, as a number. */
   mode: number;
-  /** SHA-256 of the contents of a file, in hexadecimal. */
+  /** Time of the last change in milliseconds since 1970. */
+  modified_unix_ms: number;
+  /** Path relative to the folder, such as `a/b`. Bytes that are not UTF-8 are replaced with U+FFFD. */
+  path: string;
+  /** The bytes of the path in base64. Absent if the path is UTF-8. */
+  path_base64?: string | null;
+  /**
+   * SHA-256 of a regular file, in lower-case hexadecimal digits. Null for all others, without `hash`, and if
+   * `incomplete` has a reason.
+   */
   sha256?: string | null;
-  /** The path that a symbolic link contains. */
+  /** Size of a regular file or of a link's target in bytes; 0 for all others. */
+  size: number;
+  /** The path that a symbolic link contains. Bytes that are not UTF-8 are replaced with U+FFFD. */
   target?: string | null;
+  /** The bytes of `target` in base64. Absent if they are UTF-8. */
+  target_base64?: string | null;
+}
+
+/**
+ * A folder with all below it. Compare two of them by kind, mode, SHA-256, size and link target. The time of the last
+ * change differs between files of the same content. Where `path_base64` is there, compare it instead of `path`.
+ */
+export interface FileTree {
+  /**
+   * All entries below the folder, at most 100000, in the order of the bytes of their paths. Links below the folder are
+   * not followed.
+   */
+  entries: FileTreeEntry[];
+  /** The folder of the request. */
+  path: string;
 }

@@ -13,6 +13,7 @@ export interface ErrorBody {
 /** Why a request failed. Later versions may add codes: treat an unknown code like its status. */
 export type ErrorCode =
   | "invalid_request"
+  | "folder_too_large"
   | "path_not_allowed"
   | "workspace_running"
   | "workspace_not_running"

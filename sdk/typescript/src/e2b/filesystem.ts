@@ -84,5 +84,16 @@ function entryOf(info: FileInfo): EntryInfo {
   const type = info.type === "directory" ? "dir" : info.type === "file" ? "file" : undefined;
   const { name, path, size, mode, permissions, owner, group } = info;
   const modifiedTime = new Date(info.modified_time);
-  return { name, type, path, size, mode, permissions, owner, group, modifiedTime, symlinkTarget: info.symlink_target ?? undefined };
+  return {
+    name,
+    type,
+    path,
+    size,
+    mode,
+    permissions,
+    owner,
+    group,
+    modifiedTime,
+    symlinkTarget: info.symlink_target ?? undefined,
+  };
 }

@@ -94,7 +94,14 @@ export class Sandbox {
     }
   }
 
-  async getInfo(): Promise<{ sandboxId: string; templateId: string | undefined; metadata: Record<string, string>; state: string; startedAt: Date; endAt: Date | undefined }> {
+  async getInfo(): Promise<{
+    sandboxId: string;
+    templateId: string | undefined;
+    metadata: Record<string, string>;
+    state: string;
+    startedAt: Date;
+    endAt: Date | undefined;
+  }> {
     const info: SandboxInfo = await this.#native.info();
     return {
       sandboxId: info.id,
@@ -117,7 +124,9 @@ export class Sandbox {
   }
 
   /** Children of this moment. */
-  async fork({ count = 1, timeoutMs = DEFAULT_TIMEOUT_MS }: { count?: number; timeoutMs?: number } = {}): Promise<Sandbox[]> {
+  async fork({ count = 1, timeoutMs = DEFAULT_TIMEOUT_MS }: { count?: number; timeoutMs?: number } = {}): Promise<
+    Sandbox[]
+  > {
     const children = await this.#native.fork(count, { timeoutSecs: secsOf(timeoutMs) });
     return children.map((child) => new Sandbox(child));
   }
