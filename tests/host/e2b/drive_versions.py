@@ -46,8 +46,9 @@ async def commands(sandbox):
     try:
         await done(run("sleep 60", timeout=1))
         raise AssertionError("a command out of time raises")
-    except e2b.TimeoutException:
-        pass
+    except Exception as error:
+        # Early versions let the time-out of their HTTP library through if that is faster than the daemon.
+        assert "Timeout" in type(error).__name__, error
     sleeper = await done(run("sleep 600", background=True, timeout=0))
     assert sleeper.pid in [process.pid for process in await done(sandbox.commands.list())]
     assert await done(sandbox.commands.kill(sleeper.pid)) is True
