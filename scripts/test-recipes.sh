@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The programs of recipes/, each in an environment of its own, against one daemon. Their packages come from PyPI into
-# target/recipes. Expects `make build` to have run.
+# The programs of recipes/, each in an environment of its own, and of examples/typescript, against one daemon. Their
+# packages come from PyPI into target/recipes, and from npm into sdk/typescript. Expects `make build` to have run.
 #
-#   scripts/test-recipes.sh             every recipe
-#   scripts/test-recipes.sh RECIPE…     some of them, by folder
+#   scripts/test-recipes.sh             all of them
+#   scripts/test-recipes.sh NAME…       some: folders of recipes/, and `typescript`
 #
 # FORKD_TAG is the snapshot to use (default: `recipes`, which is made if it is missing). Where FORKD_URL and FORKD_TOKEN
-# are set, they name the daemon. Other clients of it should be idle: what appears in the meantime counts as left behind.
+# are set, they name the daemon.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH=${FORKD_TEST_BIN:-$PWD/target/release}:$PATH
@@ -17,10 +17,12 @@ wanted=("$@")
 failed=0
 step() { printf '\n==> %s\n' "$*" >&2; }
 
+wants() { [ ${#wanted[@]} = 0 ] || [[ " ${wanted[*]} " == *" $1 "* ]]; }
+
 # Whether a recipe is to run, with its environment ready: recipe FOLDER OLDEST_PYTHON
 recipe() {
   recipe=$1
-  [ ${#wanted[@]} = 0 ] || [[ " ${wanted[*]} " == *" $recipe "* ]] || return
+  wants "$recipe" || return
   if ! python3 -c "import sys; sys.exit(sys.version_info < ($2))"; then
     echo "NOT RUN: recipes/$recipe: its packages need Python ${2/, /.} or later, and python3 is $(python3 --version)"
     return 1
@@ -42,24 +44,39 @@ prepare() {
 
 # Runs a program of the recipe; its output must have this line: program NAME LINE
 program() {
+  runs "recipes/$recipe" "$1" "$2" "$place/$recipe/bin/python"
+}
+
+# runs FOLDER PROGRAM LINE INTERPRETER
+runs() {
   local start=$EPOCHREALTIME verdict=ok status=0
   # CrewAI keeps files in XDG_DATA_HOME.
-  (cd "recipes/$recipe" && XDG_DATA_HOME=$place/data timeout --kill-after=10 900 "$place/$recipe/bin/python" "$1") \
-    >"$log" 2>&1 || status=$?
-  if [ "$status" != 0 ] || ! grep -qxF -- "$2" "$log"; then
+  (cd "$1" && XDG_DATA_HOME=$place/data timeout --kill-after=10 900 "$4" "$2") >"$log" 2>&1 || status=$?
+  if [ "$status" != 0 ] || ! grep -qxF -- "$3" "$log"; then
     verdict=FAILED failed=1
     cat "$log"
-    echo "(exit status $status; this line was expected: $2)"
+    echo "(exit status $status; this line was expected: $3)"
   fi
-  awk -v verdict="$verdict" -v name="$recipe/$1" -v start="$start" -v end="$EPOCHREALTIME" \
+  awk -v verdict="$verdict" -v name="$1/$2" -v start="$start" -v end="$EPOCHREALTIME" \
     'BEGIN { printf "%-6s  %6.1f s  %s\n", verdict, end - start, name }'
 }
 
-# What the daemon has: the ids of sandboxes and the tags of snapshots, one per line.
+# The TypeScript SDK, built, where the examples find it.
+prepare_typescript() {
+  (cd sdk/typescript && npm ci --silent --no-audit --no-fund && npm run --silent build) &&
+    npm install --silent --no-audit --no-fund --no-save --prefix examples/typescript ./sdk/typescript
+}
+
+# The sandboxes and snapshots that stem from the snapshot, one per line.
 made() {
-  local print='import json, sys
-for entry in json.load(sys.stdin): print(entry.get("id") or entry["tag"])'
-  { forkd ls --json | python3 -c "$print" && forkd images --json | python3 -c "$print"; } | sort
+  forkd tree --json | python3 -c 'import json, sys
+nodes = json.load(sys.stdin)["nodes"]
+parents = {node["id"]: node.get("parent") for node in nodes}
+for node in nodes:
+    above = node["id"] if not node["gone"] else None
+    while above := parents.get(above):
+        if above == "snapshot:" + sys.argv[1]:
+            print(node["name"])' "$FORKD_TAG" | sort
 }
 
 step "The SDK and the snapshot"
@@ -98,9 +115,22 @@ if recipe coding-agent-fork "3, 9"; then
   program three_fixes.py "best fix: rewrite"
 fi
 
+if wants typescript; then
+  step "The TypeScript examples"
+  if ! command -v npm >/dev/null || ! node -e 'process.exit(process.versions.node.split(".")[0] < 18 ? 1 : 0)'; then
+    echo "NOT RUN: examples/typescript: they need Node.js 18 or later and npm (apt install npm)"
+  elif ! prepare_typescript; then
+    echo "FAILED: the packages of examples/typescript" && failed=1
+  else
+    runs examples/typescript tree_search.mjs "best: drop times, sort, drop repeats: 700 bytes become 25" node
+    runs examples/typescript undo.mjs "kept: take the discount off" node
+    runs examples/typescript parallel_tests.mjs "4 tests in 3 sandboxes, 1 failed" node
+  fi
+fi
+
 left=$(made | comm -13 "$place/before" -)
 if [ -n "$left" ]; then
-  echo "FAILED: sandboxes or snapshots that were not there before the recipes:" $left
+  echo "FAILED: left behind:" $left
   failed=1
 fi
 exit "$failed"

@@ -1,17 +1,14 @@
 //! The programs of examples/, with the Python SDK of this tree, against the daemon that everything here uses.
 
 use std::path::Path;
-use std::process::Command;
 
 use serde_json::Value;
 
 use crate::cli::{forkd, text};
-use crate::pip::{environment, must};
+use crate::pip::must;
+use crate::sdk_python::{Sdk, TAG};
 
-/// The folder of the project.
-const PROJECT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
-/// The snapshot that the examples fork from.
-const TAG: &str = "sdk";
+const EXAMPLES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples");
 
 /// What the daemon has: the ids of sandboxes and the tags of snapshots.
 fn made() -> Vec<String> {
@@ -25,24 +22,17 @@ fn made() -> Vec<String> {
 
 /// What an example prints. It must leave nothing behind.
 fn output_of(example: &str) -> String {
-    let project = Path::new(PROJECT);
-    let requirements = project.join("recipes/coding-agent-fork/requirements.txt");
-    let programs = environment("examples", &requirements, &[]);
+    // There is a daemon from here on.
+    let found: Value = serde_json::from_slice(&forkd(None, &["token", "print", "--json"]).stdout).unwrap();
     if !forkd(None, &["snapshot-info", TAG]).status.success() {
         let warm = ["snapshot", "--tag", TAG, "--image", "python", "--warm-python", "import json"];
         must(forkd(None, &warm), "forkd snapshot");
     }
-    let found: Value = serde_json::from_slice(&forkd(None, &["token", "print", "--json"]).stdout).unwrap();
     let before = made();
-    let ran = Command::new(programs.join("python"))
-        .arg(project.join("examples").join(example))
-        .arg(TAG)
-        .env("PYTHONPATH", project.join("sdk/python/src"))
-        .env("FORKD_URL", found["url"].as_str().unwrap())
-        .env("FORKD_TOKEN", found["token"].as_str().unwrap())
-        .output()
-        .unwrap();
-    let printed = text(&must(ran, example).stdout);
+    let mut run = Sdk::install().python();
+    run.arg(Path::new(EXAMPLES).join(example)).arg(TAG);
+    run.env("FORKD_URL", found["url"].as_str().unwrap()).env("FORKD_TOKEN", found["token"].as_str().unwrap());
+    let printed = text(&must(run.output().unwrap(), example).stdout);
     let left: Vec<String> = made().into_iter().filter(|name| !before.contains(name)).collect();
     assert!(left.is_empty(), "{example} left {left:?}");
     printed

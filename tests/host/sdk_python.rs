@@ -13,17 +13,17 @@ use crate::pip::{environment, must};
 
 const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
 /// The snapshot that all sandboxes here are forked from: the drive makes it if it is missing, and leaves it.
-const TAG: &str = "sdk-python";
+pub(crate) const TAG: &str = "sdk-python";
 
 /// The programs of the environment with the wheel, and the wheel's own Python.
-struct Sdk {
+pub(crate) struct Sdk {
     python: PathBuf,
     folder: PathBuf,
 }
 
 impl Sdk {
     /// Builds the wheel and installs it, once: the tests see what a user gets, and not the tree.
-    fn install() -> &'static Sdk {
+    pub(crate) fn install() -> &'static Sdk {
         static INSTALLED: OnceLock<Sdk> = OnceLock::new();
         INSTALLED.get_or_init(Sdk::build)
     }
@@ -50,7 +50,7 @@ impl Sdk {
     }
 
     /// A Python of the environment, in a folder from which the tree's own package is not found.
-    fn python(&self) -> Command {
+    pub(crate) fn python(&self) -> Command {
         let mut command = Command::new(&self.python);
         command.current_dir(self.folder.join("tests")).env("FORKD_SOURCES", SOURCES);
         command.env("PYTHONDONTWRITEBYTECODE", "1").stdout(Stdio::piped()).stderr(Stdio::piped());
