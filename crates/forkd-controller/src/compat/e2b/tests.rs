@@ -135,6 +135,11 @@ async fn a_server_in_the_guest_switches_protocols_only_if_the_client_wants_that(
     let (status, _, body) = daemon.ask("GET /", &to_port, b"").await;
     assert_eq!((status, body.as_slice()), (200, b"hi".as_slice()));
     *daemon.guest.server.lock().unwrap() =
+        "HTTP/1.1 200 OK\r\ncontent-length: 9\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n"
+            .into();
+    let (status, head, _) = daemon.ask("GET /", &to_port, b"").await;
+    assert!(status == 200 && !head.contains("content-length"), "{head}");
+    *daemon.guest.server.lock().unwrap() =
         "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n".into();
     let (status, _, body) = daemon.ask("GET /", &to_port, b"").await;
     assert_eq!((status, &parsed(&body)["code"]), (502, &json!(502)));
