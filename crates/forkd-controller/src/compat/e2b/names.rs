@@ -31,17 +31,22 @@ fn plain_tag(name: &str) -> &str {
 }
 
 impl E2bContext {
+    /// The tag of the snapshot that has the name in the table, which may be gone.
+    pub(super) async fn named_tag(&self, name: &str, who: &Principal) -> Result<Option<String>> {
+        let (database, owner) = (self.registry.host.database.clone(), who.owner.clone());
+        let key = without_default(name).to_owned();
+        let named = blocking("looking for a template", move || Ok(database.template(&owner, &key)?)).await?;
+        Ok(named.map(|template| template.tag))
+    }
+
     /// The snapshot of a template that `who` may use.
     pub(super) async fn template(&self, name: &str, who: &Principal) -> Result<Arc<Entry>> {
         if name.is_empty() || name.len() > MAX_NAME {
             return Err(Error::invalid(format!("a template's name must have 1 to {MAX_NAME} bytes")));
         }
-        let (database, owner) = (self.registry.host.database.clone(), who.owner.clone());
-        let key = without_default(name).to_owned();
-        let known = blocking("looking for a template", move || Ok(database.template(&owner, &key)?)).await?;
         // The named snapshot may be gone, and the tag of that name may be another one.
-        let named = known.and_then(|template| self.snapshots.usable(&template.tag, who).ok());
-        if let Some(entry) = named {
+        let named = self.named_tag(name, who).await?;
+        if let Some(entry) = named.and_then(|tag| self.snapshots.usable(&tag, who).ok()) {
             return Ok(entry);
         }
         self.snapshots.usable(plain_tag(name), who).map_err(|error| match error.code() {

@@ -172,6 +172,19 @@ pub(super) async fn remove(
     Extension(who): Extension<Principal>,
     Path(name): Path<String>,
 ) -> Result<StatusCode> {
+    let database = e2b.registry.host.database.clone();
+    let forget = async |tag: String| {
+        let database = database.clone();
+        let forget = move || Ok(database.forget_templates(&tag)?);
+        blocking("removing the names of a snapshot", forget).await
+    };
+    // The client means the snapshot that it named. If that is gone, another one may have the name as its tag.
+    if let Some(tag) = e2b.named_tag(&name, &who).await?
+        && e2b.snapshots.get(&tag).is_err()
+    {
+        forget(tag).await?;
+        return Err(missing(&name));
+    }
     let entry = e2b.template(&name, &who).await?;
     if !who.owns(&entry.owner()) {
         let text = format!("template {name} is shared by all owners; ask an admin to remove it");
@@ -179,8 +192,7 @@ pub(super) async fn remove(
     }
     let tag = entry.tag.clone();
     e2b.workspaces.remove_snapshot_for(&tag, Removal::Plain, &who).await?;
-    let database = e2b.registry.host.database.clone();
-    blocking("removing the names of a snapshot", move || Ok(database.forget_templates(&tag)?)).await?;
+    forget(tag).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -85,6 +85,29 @@ async fn a_request_that_ends_while_the_sandbox_is_paused_does_not_succeed() {
 }
 
 #[tokio::test]
+async fn a_name_whose_snapshot_is_gone_removes_no_snapshot_with_that_tag() {
+    use crate::error::Error;
+    use crate::snapshot::registry::SnapshotState;
+
+    let daemon = daemon().await;
+    let state = SnapshotState::Failed { error: Error::invalid("of a test"), job: None };
+    daemon.app.snapshots.reserve("mine", state, LOCAL, &forkd_store::Quota::default()).unwrap();
+    let database = daemon.app.registry.host.database.clone();
+    let gone = forkd_store::TemplateName {
+        owner: LOCAL.into(),
+        name: "mine".into(),
+        tag: "mine-1".into(),
+        sandbox: ID.into(),
+        created_at_unix: 1,
+    };
+    database.name_template(&gone).unwrap();
+    assert_eq!(daemon.json("DELETE /templates/mine", None).await.0, 404);
+    assert!(daemon.app.snapshots.get("mine").is_ok());
+    assert_eq!(database.templates().unwrap(), [], "the name is gone, too");
+    assert_eq!(daemon.json("DELETE /templates/mine", None).await.0, 204);
+}
+
+#[tokio::test]
 async fn a_stream_without_an_end_does_not_hold_up_a_daemon_that_stops() {
     let daemon = daemon().await;
     let mut client = daemon.connect().await;
@@ -111,6 +134,11 @@ async fn a_server_in_the_guest_switches_protocols_only_if_the_client_wants_that(
     *daemon.guest.server.lock().unwrap() = "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi".into();
     let (status, _, body) = daemon.ask("GET /", &to_port, b"").await;
     assert_eq!((status, body.as_slice()), (200, b"hi".as_slice()));
+    *daemon.guest.server.lock().unwrap() =
+        "HTTP/1.1 200 OK\r\ncontent-length: 9\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n"
+            .into();
+    let (status, head, _) = daemon.ask("GET /", &to_port, b"").await;
+    assert!(status == 200 && !head.contains("content-length"), "{head}");
     *daemon.guest.server.lock().unwrap() =
         "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n".into();
     let (status, _, body) = daemon.ask("GET /", &to_port, b"").await;

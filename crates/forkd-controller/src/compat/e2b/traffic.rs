@@ -372,6 +372,10 @@ async fn closed(sandbox: &Arc<Sandbox>, port: u16, error: &agent::Error) -> Resp
 }
 
 fn strip(headers: &mut HeaderMap) {
+    // Chunks have lengths of their own: a length beside them is wrong, or meant to mislead the next reader.
+    if headers.contains_key(header::TRANSFER_ENCODING) {
+        headers.remove(header::CONTENT_LENGTH);
+    }
     // `Connection` names further headers of this connection only.
     let named: Vec<HeaderName> = headers
         .get_all(header::CONNECTION)
@@ -402,6 +406,7 @@ mod tests {
             ("e2b-traffic-access-token", "secret"),
             ("x-api-key", "secret"),
             ("transfer-encoding", "chunked"),
+            ("content-length", "5"),
             ("authorization", "Basic cm9vdDo="),
         ] {
             headers.insert(HeaderName::from_static(name), HeaderValue::from_static(value));
