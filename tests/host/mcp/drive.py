@@ -5,6 +5,8 @@ both forms of the protocol. Started by mcp.rs in an environment that has nothing
 import asyncio
 import json
 import os
+import signal
+import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -20,6 +22,9 @@ TOOLS = {
     "get_sandbox", "kill_sandbox", "exec_command", "eval_code", "ping_sandbox", "fork_sandbox", "rollback_sandbox",
     "tree", "read_file", "write_file", "list_files", "run_code", "keep",
 }
+
+BEGIN = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {
+    "protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "x", "version": "1"}}}).encode()
 
 
 def expect(condition, *about):
@@ -174,6 +179,26 @@ async def over_http():
     print("over HTTP: a session that its client deletes ends what it made")
 
 
+def at_a_signal():
+    """SIGTERM ends the session, and what it made."""
+    server = subprocess.Popen(["forkd", "mcp"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def send(**message):
+        server.stdin.write(json.dumps({"jsonrpc": "2.0", **message}) + "\n")
+        server.stdin.flush()
+
+    send(id=1, method="initialize", params=json.loads(BEGIN)["params"])
+    server.stdout.readline()
+    send(method="notifications/initialized")
+    send(id=2, method="tools/call", params={"name": "spawn_sandboxes", "arguments": {"snapshot_tag": TAG}})
+    sandbox = json.loads(server.stdout.readline())["result"]["structuredContent"]["result"][0]["id"]
+    expect(sandbox in sandboxes())
+    server.send_signal(signal.SIGTERM)
+    expect(server.wait(60) == 128 + signal.SIGTERM, server.returncode)
+    expect(sandbox not in sandboxes())
+    print("at SIGTERM: the session ended what it made")
+
+
 def raw(body, token=TOKEN, **headers):
     """The status of a request that no client would send."""
     headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream", **headers}
@@ -191,14 +216,12 @@ def raw(body, token=TOKEN, **headers):
 
 
 def strange():
-    begin = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {
-        "protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "x", "version": "1"}}}).encode()
-    expect(raw(begin) == 200)
+    expect(raw(BEGIN) == 200)
     for token in (None, "wrong"):
-        expect(raw(begin, token=token) == 401, token)
+        expect(raw(BEGIN, token=token) == 401, token)
     for headers in ({"Origin": "https://evil.example"}, {"Origin": "null"}, {"Host": "evil.example"}):
-        expect(raw(begin, **headers) == 403, headers)
-    expect(raw(begin, **{"Mcp-Session-Id": "none"}) == 404)
+        expect(raw(BEGIN, **headers) == 403, headers)
+    expect(raw(BEGIN, **{"Mcp-Session-Id": "none"}) == 404)
     for body in (b"", b"{", b"[]", b"\xff", b'{"jsonrpc": "2.0"}', b"[" * 100_000):
         expect(400 <= raw(body) < 500, body[:20])
     expect(raw(b'{"x": "' + b"x" * (10 << 20) + b'"}') == 413)
@@ -214,6 +237,7 @@ async def main():
     clean()
     strange()
     await over_stdio()
+    at_a_signal()
     await over_http()
     print("the Python client works")
 

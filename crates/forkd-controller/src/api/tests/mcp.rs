@@ -6,6 +6,7 @@ use super::{Daemon, refused};
 
 const INITIALIZE: &str = r#"{"jsonrpc":"2.0","id":1,"method":"initialize","params":{"protocolVersion":"2025-06-18",
     "capabilities":{},"clientInfo":{"name":"test","version":"1"}}}"#;
+const INITIALIZED: &str = r#"{"jsonrpc":"2.0","method":"notifications/initialized"}"#;
 const TYPES: &str = "Content-Type: application/json\r\nAccept: application/json, text/event-stream\r\n";
 
 /// A session of a client with this token: its id, from a reply with its head.
@@ -16,7 +17,11 @@ async fn open(daemon: &Daemon, token: &str) -> String {
     let stream = tokio::net::TcpStream::connect(daemon.ready.address).await.unwrap();
     let whole = whole(stream, request).await;
     let id = whole.lines().find_map(|line| line.strip_prefix("mcp-session-id: ")).expect(&whole);
-    id.trim().to_owned()
+    let id = id.trim().to_owned();
+    let head = format!("Authorization: Bearer {token}\r\nMcp-Session-Id: {id}\r\n{TYPES}");
+    let (status, body) = daemon.tcp("POST /mcp", &head, INITIALIZED).await;
+    assert_eq!(status, 202, "{body}");
+    id
 }
 
 async fn whole(mut stream: tokio::net::TcpStream, request: String) -> String {
