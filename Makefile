@@ -21,11 +21,12 @@ build: setup ## Build the release binaries into target/release
 		-p forkd-guest --target $(GUEST_TARGET) --target-dir target/guest
 	@cmp -s $(GUEST_BINARY) target/release/forkd-guest || install -m 755 $(GUEST_BINARY) target/release/forkd-guest
 
-dist: setup ## Build what a release ships into target/dist (slow)
+dist: setup ## Build what a release ships into target/dist: programs, SDKs (slow)
 	cargo build --profile dist --locked -p forkd-cli -p forkd-vmm
 	RUSTFLAGS='-C target-feature=+crt-static -C strip=symbols' cargo build --profile dist --locked \
 		-p forkd-guest --target $(GUEST_TARGET) --target-dir target/guest
 	install -m 755 target/guest/$(GUEST_TARGET)/dist/forkd-guest target/dist/forkd-guest
+	scripts/dist-sdks.sh target/dist
 
 demo: build ## Run the main job, with times
 	@python3 scripts/demo.py

