@@ -184,10 +184,9 @@ async fn run_code(caller: Caller, args: RunCode) -> Result<Outcome, ToolError> {
     };
     // A quarter of the limit for each part: together they fit.
     let part = caller.output_limit / 5;
-    for text in [Some(&mut done.stdout), Some(&mut done.stderr), done.value.as_mut(), done.error.as_mut()] {
-        if let Some(text) = text {
-            *text = limit::cut_middle(text, part, HOW);
-        }
+    let texts = [Some(&mut done.stdout), Some(&mut done.stderr), done.value.as_mut(), done.error.as_mut()];
+    for text in texts.into_iter().flatten() {
+        *text = limit::cut_middle(text, part, HOW);
     }
     let mut structured = json!(done);
     limit::fit(&mut structured, caller.output_limit, HOW);
