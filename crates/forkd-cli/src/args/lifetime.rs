@@ -33,12 +33,12 @@ pub(crate) struct LifetimeArgs {
     #[arg(long, value_parser = parse_label, value_name = "NAME=VALUE")]
     pub(crate) label: Vec<(String, String)>,
 
-    /// End the children after this many seconds, at most 30 days.
+    /// `--on-timeout` happens to the children after this many seconds, at most 30 days.
     #[arg(long = "timeout-secs", alias = "ttl", value_parser = clap::value_parser!(u64).range(1..=MAX_TIMEOUT_SECS),
           value_name = "SECS")]
     pub(crate) ttl: Option<u64>,
 
-    /// End a child that no client used for this many seconds.
+    /// `--on-timeout` happens to a child that no client used for this many seconds.
     #[arg(long = "idle-timeout-secs", alias = "idle",
           value_parser = clap::value_parser!(u64).range(1..=MAX_TIMEOUT_SECS), value_name = "SECS")]
     pub(crate) idle: Option<u64>,
@@ -86,11 +86,11 @@ pub(crate) struct UpdateArgs {
     #[arg(required = true, value_parser = parse_id, value_name = "ID")]
     pub(crate) ids: Vec<String>,
 
-    /// End the sandboxes in this many seconds, at most 30 days; `none`: never.
+    /// `--on-timeout` happens to the sandboxes in this many seconds, at most 30 days; `none`: never.
     #[arg(long = "timeout-secs", alias = "ttl", value_parser = parse_secs, value_name = "SECS")]
     pub(crate) ttl: Option<Secs>,
 
-    /// End a sandbox that no client used for this many seconds; `none`: never.
+    /// `--on-timeout` happens to a sandbox that no client used for this many seconds; `none`: never.
     #[arg(long = "idle-timeout-secs", alias = "idle", value_parser = parse_secs, value_name = "SECS")]
     pub(crate) idle: Option<Secs>,
 

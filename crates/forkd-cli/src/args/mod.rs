@@ -110,6 +110,8 @@ Exit status: 0 all unloaded, 1 one or more could not be, 2 wrong usage.")]
     Branch(BranchArgs),
     Rollback(RollbackArgs),
     /// Pause sandboxes. They keep their memory and use no CPU.
+    ///
+    /// Their time-outs go on.
     #[command(after_help = "Example:
   forkd pause sb4k2n sb7x1q
 
