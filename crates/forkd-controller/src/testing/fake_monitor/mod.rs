@@ -155,6 +155,18 @@ impl FakeMonitor {
         listener: Option<OwnedFd>,
         runtime: Handle,
     ) -> FakeMonitor {
+        FakeMonitor::silent(pid, shell, role, ready, listener, runtime).start()
+    }
+
+    /// One that answers nothing before its [`start`](FakeMonitor::start): its script can be set before the first request.
+    fn silent(
+        pid: i32,
+        shell: Shell,
+        role: Role,
+        ready: bool,
+        listener: Option<OwnedFd>,
+        runtime: Handle,
+    ) -> FakeMonitor {
         let shared = Arc::new(Shared {
             pidfd: pidfd_open(Pid::from_raw(pid).unwrap(), PidfdFlags::empty()).unwrap(),
             shell: Mutex::new(shell),
@@ -178,13 +190,17 @@ impl FakeMonitor {
             }),
             runtime,
         });
-        let (playing, watched) = (shared.clone(), shared.clone());
+        FakeMonitor { pid, shared: shared.clone(), _end: Arc::new(End(shared)) }
+    }
+
+    fn start(self) -> FakeMonitor {
+        let (playing, watched) = (self.shared.clone(), self.shared.clone());
         std::thread::spawn(move || playing.play());
         std::thread::spawn(move || {
             wait_for(&watched.pidfd);
             watched.close();
         });
-        FakeMonitor { pid, shared: shared.clone(), _end: Arc::new(End(shared)) }
+        self
     }
 
     /// Has `script` say what it does about each request from here on.

@@ -173,7 +173,7 @@ impl Shared {
         let (pid, shell) = self.shell.lock().unwrap().fork();
         let listener = fds.into_iter().nth(config.control.0);
         let raw = pid.as_raw_nonzero().get();
-        let branch = FakeMonitor::new(raw, shell, Role::Template, true, listener, self.runtime.clone());
+        let branch = FakeMonitor::silent(raw, shell, Role::Template, true, listener, self.runtime.clone());
         let (script, layer, process) = {
             let state = self.state();
             let layer = state.branched.layer.as_ref().map(|layer| layer.try_clone().unwrap());
@@ -184,6 +184,7 @@ impl Shared {
         let shared = layer.as_ref().map(|layer| File::from(layer.try_clone().unwrap()));
         let shared = shared.filter(|layer| layer.metadata().unwrap().is_file());
         branch.shared.state().layers = shared.and_then(|layer| reopen(&layer).ok()).into_iter().collect();
+        let branch = branch.start();
         self.remember("branch", &branch);
         let layers = config.layers.iter().map(|_| Some(FdRef(1))).collect();
         let pidfd = pidfd_open(process, PidfdFlags::empty()).unwrap();
