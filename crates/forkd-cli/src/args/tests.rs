@@ -40,6 +40,8 @@ const NO_DATA: &[&str] = &[
     "machine shell",
     "bench report",
     "config check",
+    "mcp",
+    "mcp config",
     "completions",
     "man",
 ];
@@ -55,7 +57,7 @@ fn every_command_that_prints_data_prints_json() {
 #[test]
 fn every_command_that_talks_to_a_daemon_can_be_told_to_which() {
     const LOCAL: &[&str] = &["image ls", "image rm", "image build", "machine status", "paths", "cleanup"];
-    const OWN: &[&str] = &["bench spawn", "bench branch", "parent build"];
+    const OWN: &[&str] = &["bench spawn", "bench branch", "bench e2b", "parent build"];
     for_each_command(&grammar(), "", &mut |path, command| {
         let url = command.get_arguments().any(|arg| arg.get_long() == Some("daemon-url"));
         let known = [NO_DATA, LOCAL, OWN].iter().any(|list| list.contains(&path));

@@ -62,7 +62,7 @@ pub(crate) struct BenchE2bArgs {
     tag: Option<String>,
 
     /// Number of children of one fork.
-    #[arg(long, default_value_t = 10, value_parser = parse_count, value_name = "N")]
+    #[arg(short = 'n', long = "n", default_value_t = 10, value_parser = parse_count, value_name = "N")]
     children: usize,
 
     /// Fewer repetitions.
@@ -110,7 +110,7 @@ pub(super) fn e2b(context: &Context, args: &BenchE2bArgs) -> Result<u8> {
 
 /// The arguments of the same command in the emulated machine.
 fn inside(args: &BenchE2bArgs) -> Vec<String> {
-    let mut inside = vec!["e2b".to_owned(), "--children".into(), args.children.to_string()];
+    let mut inside = vec!["e2b".to_owned(), "--n".into(), args.children.to_string()];
     match &args.tag {
         Some(tag) => inside.extend(["--tag".into(), tag.clone()]),
         None => inside.extend(["--image".into(), args.image.clone()]),
@@ -542,10 +542,7 @@ mod tests {
                 _ => panic!("not bench e2b"),
             }
         };
-        assert_eq!(parse(&[]), "e2b --children 10 --image code-interpreter-v1");
-        assert_eq!(
-            parse(&["--tag", "mine", "--quick", "--children", "3"]),
-            "e2b --children 3 --tag mine --quick"
-        );
+        assert_eq!(parse(&[]), "e2b --n 10 --image code-interpreter-v1");
+        assert_eq!(parse(&["--tag", "mine", "--quick", "-n", "3"]), "e2b --n 3 --tag mine --quick");
     }
 }
