@@ -121,7 +121,8 @@ impl HttpServer {
         HttpServer { inner, manager, sessions: Arc::default(), options }
     }
 
-    /// Replies to a request of `client`, whose rights `api` has.
+    /// Replies to a request of `client`, whose rights `api` has. Clients with different owners or scopes need different
+    /// names: the session of a name ends what it made with the rights of the first request.
     pub async fn handle<B>(&self, request: Request<B>, client: &str, api: Arc<dyn Api>) -> Reply
     where
         B: Body<Data = Bytes> + Send + 'static,

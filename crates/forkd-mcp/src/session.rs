@@ -33,6 +33,7 @@ pub(crate) enum Makes {
 
 /// What one client made.
 pub(crate) struct Session {
+    /// Ends what the session made. All else uses the API of the request, with the rights that the client has then.
     api: Arc<dyn Api>,
     made: Mutex<Made>,
     work: TaskTracker,
@@ -68,9 +69,10 @@ impl Session {
         Arc::new(Session { api, made: Mutex::default(), work: TaskTracker::new() })
     }
 
-    /// Sends a request that makes something. Unless it is kept, the end of the session ends it.
+    /// Sends a request that makes something to the client's API. Unless it is kept, the end of the session ends it.
     pub(crate) async fn make(
         self: &Arc<Self>,
+        api: Arc<dyn Api>,
         mut request: ApiRequest,
         makes: Makes,
         keep: bool,
@@ -87,10 +89,10 @@ impl Session {
         request.idempotency_key = Some(unique());
         let session = self.clone();
         let work = async move {
-            let mut reply = ask(&*session.api, request.clone()).await;
+            let mut reply = ask(&*api, request.clone()).await;
             // The daemon may have done it: the key gets the first reply.
             if reply.as_ref().is_err_and(|error| error.code == UNREACHABLE) {
-                reply = ask(&*session.api, request).await;
+                reply = ask(&*api, request).await;
             }
             let value: Value = reply?.json()?;
             if !keep {
@@ -127,7 +129,7 @@ impl Session {
     }
 
     /// Keeps a sandbox beyond the end of the session; returns whether the session made it.
-    pub(crate) async fn keep_sandbox(&self, id: &str) -> Result<bool, ToolError> {
+    pub(crate) async fn keep_sandbox(&self, api: &dyn Api, id: &str) -> Result<bool, ToolError> {
         let body = json!({ "idle_timeout_secs": null });
         let patch = ApiRequest {
             body: ApiBody::Json(body),
@@ -135,7 +137,7 @@ impl Session {
         };
         let is_ours = self.made.lock().sandboxes.iter().any(|ours| ours == id);
         if is_ours {
-            ask(&*self.api, patch).await?;
+            ask(api, patch).await?;
             self.forget(id);
         }
         Ok(is_ours)

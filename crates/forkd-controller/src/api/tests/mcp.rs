@@ -43,8 +43,26 @@ async fn call(daemon: &Daemon, token: &str, session: &str, tool: &str, arguments
     (status, message["result"].clone())
 }
 
+/// A request of the protocol's version without sessions: its headers and its body.
+fn alone(method: &str, name: &str, mut params: Value) -> (String, String) {
+    const VERSION: &str = "2026-07-28";
+    params["_meta"] = json!({
+        "io.modelcontextprotocol/protocolVersion": VERSION,
+        "io.modelcontextprotocol/clientInfo": { "name": "test", "version": "1" },
+        "io.modelcontextprotocol/clientCapabilities": {},
+    });
+    let body = json!({ "jsonrpc": "2.0", "id": 3, "method": method, "params": params }).to_string();
+    let head =
+        format!("Mcp-Protocol-Version: {VERSION}\r\nMcp-Method: {method}\r\nMcp-Name: {name}\r\n{TYPES}");
+    (head, body)
+}
+
 async fn token(daemon: &Daemon, name: &str, scope: &str) -> String {
-    let order = json!({ "name": name, "scope": scope }).to_string();
+    token_of(daemon, name, name, scope).await
+}
+
+async fn token_of(daemon: &Daemon, owner: &str, name: &str, scope: &str) -> String {
+    let order = json!({ "name": name, "owner": owner, "scope": scope }).to_string();
     let (status, body) = daemon.json("POST /v1/tokens", &order).await;
     assert_eq!(status, 201, "{body}");
     serde_json::from_str::<Value>(&body).unwrap()["token"].as_str().unwrap().to_owned()
@@ -112,4 +130,30 @@ async fn a_tool_may_do_what_its_token_may_do_and_is_in_the_audit_log() {
         (1, 1),
         "{log}"
     );
+}
+
+#[tokio::test]
+async fn a_token_with_the_name_of_a_removed_one_gets_neither_its_sessions_nor_its_rights() {
+    let daemon = Daemon::start().await;
+    let spawn = json!({ "name": "spawn_sandboxes", "arguments": { "snapshot_tag": "none" } });
+    let (head, body) = alone("tools/call", "spawn_sandboxes", spawn);
+    let spawned = async |token: &str| {
+        let head = format!("Authorization: Bearer {token}\r\n{head}");
+        let (status, answer) = daemon.tcp("POST /mcp", &head, &body).await;
+        assert_eq!(status, 200, "{answer}");
+        // Between the lengths of its chunks.
+        let message = answer.lines().find(|line| line.starts_with('{')).expect(&answer);
+        let message: Value = serde_json::from_str(message).unwrap();
+        message["result"]["structuredContent"]["error"]["code"].clone()
+    };
+    let first = token_of(&daemon, "ann", "ci", "write").await;
+    let session = open(&daemon, &first).await;
+    assert_eq!(spawned(&first).await, "snapshot_not_found");
+    let (status, body) = daemon.json("DELETE /v1/tokens/ci", "").await;
+    assert_eq!(status, 204, "{body}");
+    let second = token_of(&daemon, "bob", "ci", "read").await;
+    assert_eq!(spawned(&second).await, "forbidden");
+    let (status, _) = call(&daemon, &second, &session, "list_sandboxes", json!({})).await;
+    assert_eq!(status, 404);
+    daemon.stop().await;
 }
