@@ -4,6 +4,7 @@
 //! something runs in a task of its own: when the client gives up in the middle, the session still learns the name.
 //! What a killed server leaves behind ends by itself: sandboxes that are not kept have an idle timeout.
 
+use std::mem::take;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -50,7 +51,28 @@ impl std::fmt::Debug for Session {
 struct Made {
     sandboxes: Vec<String>,
     snapshots: Vec<String>,
+    failed: Vec<FailedSnapshot>,
     has_ended: bool,
+}
+
+/// A snapshot that the daemon could not create. It stays in the list until a client removes it, and has no memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct FailedSnapshot {
+    tag: String,
+    code: String,
+    begun_at_unix: u64,
+}
+
+impl FailedSnapshot {
+    /// The failed snapshot with this tag.
+    async fn find(api: &dyn Api, tag: &str) -> Option<Self> {
+        let found = ask(api, ApiRequest::get(format!("/v1/snapshots/{}", encoded(tag)))).await;
+        let info: Value = found.ok()?.json().ok()?;
+        // A branch can fail and still have its memory. A damaged snapshot on disk has no time.
+        let is_create = info["status"] == "failed" && info["branched_from"].is_null();
+        let begun_at_unix = info["created_at_unix"].as_u64().filter(|at| is_create && *at > 0)?;
+        Some(FailedSnapshot { tag: tag.into(), code: info["error_code"].as_str()?.into(), begun_at_unix })
+    }
 }
 
 /// What the end of a session did.
@@ -86,6 +108,7 @@ impl Session {
         {
             fields.insert("idle_timeout_secs".into(), json!(IDLE_TIMEOUT_SECS));
         }
+        let new_tag = if keep { None } else { created_tag(&request) };
         request.idempotency_key = Some(unique());
         let session = self.clone();
         let work = async move {
@@ -93,6 +116,9 @@ impl Session {
             // The daemon may have done it: the key gets the first reply.
             if reply.as_ref().is_err_and(|error| error.code == UNREACHABLE) {
                 reply = ask(&*api, request).await;
+            }
+            if let (Err(error), Some(tag)) = (&reply, &new_tag) {
+                session.add_failed(&*api, tag, error).await;
             }
             let value: Value = reply?.json()?;
             if !keep {
@@ -116,6 +142,23 @@ impl Session {
             made.has_ended
         };
         // The session ended in the meantime.
+        if late {
+            self.end_made().await;
+        }
+    }
+
+    /// Adds the snapshot of a request that failed with `error`, if the daemon has it in its list.
+    async fn add_failed(&self, api: &dyn Api, tag: &str, error: &ToolError) {
+        // With another error the snapshot is an older one with this tag, which the request did not change.
+        let failed = FailedSnapshot::find(api, tag).await.filter(|failed| failed.code == error.code);
+        let Some(failed) = failed else { return };
+        let late = {
+            let mut made = self.made.lock();
+            if !made.failed.contains(&failed) {
+                made.failed.push(failed);
+            }
+            made.has_ended
+        };
         if late {
             self.end_made().await;
         }
@@ -146,9 +189,10 @@ impl Session {
     /// Keeps a snapshot beyond the end of the session; returns whether the session made it.
     pub(crate) fn keep_snapshot(&self, tag: &str) -> bool {
         let mut made = self.made.lock();
-        let before = made.snapshots.len();
+        let before = made.snapshots.len() + made.failed.len();
         made.snapshots.retain(|ours| ours != tag);
-        made.snapshots.len() < before
+        made.failed.retain(|ours| ours.tag != tag);
+        made.snapshots.len() + made.failed.len() < before
     }
 
     /// Ends everything that the session made and the client did not keep.
@@ -165,9 +209,10 @@ impl Session {
 
     fn end_made(&self) -> BoxFuture<'_, Ended> {
         async move {
-            let (sandboxes, snapshots) = {
+            let (sandboxes, mut snapshots, failed) = {
                 let mut made = self.made.lock();
-                (std::mem::take(&mut made.sandboxes), std::mem::take(&mut made.snapshots))
+                let made = &mut *made;
+                (take(&mut made.sandboxes), take(&mut made.snapshots), take(&mut made.failed))
             };
             let mut ended = Ended::default();
             let ends: Vec<BoxFuture<'_, bool>> = sandboxes
@@ -177,6 +222,12 @@ impl Session {
             let ends = stream::iter(ends).buffer_unordered(AT_ONCE);
             for removed in ends.collect::<Vec<_>>().await {
                 *if removed { &mut ended.sandboxes } else { &mut ended.failed } += 1;
+            }
+            for failed in failed {
+                // Another request may have made a snapshot with this tag since.
+                if FailedSnapshot::find(&*self.api, &failed.tag).await.as_ref() == Some(&failed) {
+                    snapshots.push(failed.tag);
+                }
             }
             // The youngest first: it may be stored as a difference to an older one. A kept branch that needs layers of one
             // that is removed keeps them.
@@ -210,6 +261,14 @@ fn names(makes: Makes, reply: &Value) -> Vec<String> {
             children.into_iter().flatten().filter_map(|child| name(child, "id")).collect()
         }
         Makes::Snapshot => name(reply, "tag").into_iter().collect(),
+    }
+}
+
+/// The tag in a request that creates a snapshot.
+fn created_tag(request: &ApiRequest) -> Option<String> {
+    match &request.body {
+        ApiBody::Json(body) if request.path == "/v1/snapshots" => Some(body.get("tag")?.as_str()?.to_owned()),
+        _ => None,
     }
 }
 

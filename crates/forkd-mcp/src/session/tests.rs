@@ -10,6 +10,10 @@ fn spawn(n: u32) -> ApiRequest {
     ApiRequest::post("/v1/sandboxes?results=each", json!({ "snapshot_tag": "t", "n": n }))
 }
 
+fn create(tag: &str, image: &str) -> ApiRequest {
+    ApiRequest::post("/v1/snapshots", json!({ "tag": tag, "image": image }))
+}
+
 fn branch(tag: &str) -> ApiRequest {
     ApiRequest::post("/v1/sandboxes/sb1/branch", json!({ "tag": tag }))
 }
@@ -108,4 +112,34 @@ async fn a_request_has_the_rights_of_its_own_caller_and_the_end_those_of_the_fir
     assert_eq!(later.lines(), ["POST /v1/sandboxes?results=each", "PATCH /v1/sandboxes/sb1"]);
     session.end().await;
     assert_eq!(first.lines(), ["DELETE /v1/sandboxes/sb2"]);
+}
+
+#[tokio::test]
+async fn a_snapshot_that_could_not_be_created_ends_with_the_session_unless_it_is_kept() {
+    let api = FakeApi::new();
+    let session = Session::new(api.clone());
+    for (tag, keep) in [("temporary", false), ("to-keep", true), ("kept-later", false)] {
+        let error = session.make(api.clone(), create(tag, "no-such"), Makes::Snapshot, keep).await;
+        assert_eq!(error.unwrap_err().code, "image_not_found");
+    }
+    assert!(session.keep_snapshot("kept-later"));
+    assert_eq!(session.end().await, Ended { snapshots: 1, ..Ended::default() });
+    assert_eq!(api.failed(), ["kept-later", "to-keep"]);
+}
+
+#[tokio::test]
+async fn a_tag_of_a_failed_request_that_names_another_snapshot_is_left_alone() {
+    let api = FakeApi::new();
+    let (user, session) = (Session::new(api.clone()), Session::new(api.clone()));
+    user.make(api.clone(), create("old", "python"), Makes::Snapshot, true).await.unwrap();
+    let error = session.make(api.clone(), create("old", "no-such"), Makes::Snapshot, false).await;
+    assert_eq!(error.unwrap_err().code, "tag_taken");
+    // One that failed for the session, and that the user makes after that.
+    session.make(api.clone(), create("new", "no-such"), Makes::Snapshot, false).await.unwrap_err();
+    user.make(api.clone(), create("new", "python"), Makes::Snapshot, true).await.unwrap();
+    // One that failed for the session, and then again for the user.
+    session.make(api.clone(), create("again", "no-such"), Makes::Snapshot, false).await.unwrap_err();
+    user.make(api.clone(), create("again", "no-such"), Makes::Snapshot, true).await.unwrap_err();
+    assert_eq!(session.end().await, Ended::default());
+    assert_eq!((api.snapshots(), api.failed()), (vec!["new".into(), "old".into()], vec!["again".into()]));
 }
