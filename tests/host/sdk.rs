@@ -1,4 +1,4 @@
-//! What the tests of all SDKs share: the daemon, and one warmed snapshot.
+//! What the tests of several clients share: the daemon, and one warmed snapshot.
 
 use serde_json::Value;
 

@@ -44,6 +44,8 @@ pub struct HttpOptions {
     pub idle: Duration,
     /// The most sessions at a time.
     pub max_sessions: usize,
+    /// The most sessions of one client at a time, without the one of requests that stand alone.
+    pub max_sessions_of_client: usize,
 }
 
 impl Default for HttpOptions {
@@ -52,6 +54,7 @@ impl Default for HttpOptions {
             output_limit: DEFAULT_OUTPUT_LIMIT,
             idle: Duration::from_secs(30 * 60),
             max_sessions: 1000,
+            max_sessions_of_client: 100,
         }
     }
 }
@@ -121,7 +124,8 @@ impl HttpServer {
         HttpServer { inner, manager, sessions: Arc::default(), options }
     }
 
-    /// Replies to a request of `client`, whose rights `api` has.
+    /// Replies to a request of `client`, whose rights `api` has. Clients with different owners or scopes need different
+    /// names: the session of a name ends what it made with the rights of the first request.
     pub async fn handle<B>(&self, request: Request<B>, client: &str, api: Arc<dyn Api>) -> Reply
     where
         B: Body<Data = Bytes> + Send + 'static,
@@ -158,10 +162,10 @@ impl HttpServer {
             }
             None => {
                 if let Some(id) = reply.headers().get(SESSION_ID).and_then(|id| id.to_str().ok())
-                    && !self.add(id, client, api)
+                    && let Err((status, text)) = self.add(id, client, api)
                 {
                     let _ = self.manager.close_session(&id.to_owned().into()).await;
-                    return refused(StatusCode::SERVICE_UNAVAILABLE, TOO_MANY);
+                    return refused(status, &text);
                 }
             }
         }
@@ -183,14 +187,25 @@ impl HttpServer {
         Some(Open::new(entry))
     }
 
-    /// Adds a session that was just opened, unless there are too many.
-    fn add(&self, id: &str, client: &str, api: Arc<dyn Api>) -> bool {
+    /// Adds a session that was just opened. If there are too many: the status and the text of the refusal.
+    fn add(&self, id: &str, client: &str, api: Arc<dyn Api>) -> Result<(), (StatusCode, String)> {
+        let HttpOptions { max_sessions, max_sessions_of_client, .. } = self.options;
         let mut sessions = self.sessions.lock();
-        if sessions.len() >= self.options.max_sessions {
-            return false;
+        let is_theirs =
+            |(key, entry): &(&Key, &Arc<Entry>)| matches!(key, Key::Id(_)) && entry.client == client;
+        // First: a client at its limit is not told to wait for others.
+        if sessions.iter().filter(is_theirs).count() >= max_sessions_of_client {
+            let text = format!(
+                "this client has {max_sessions_of_client} MCP sessions, the limit; close some, or wait until unused \
+                 ones end"
+            );
+            return Err((StatusCode::TOO_MANY_REQUESTS, text));
+        }
+        if sessions.len() >= max_sessions {
+            return Err((StatusCode::SERVICE_UNAVAILABLE, TOO_MANY.into()));
         }
         sessions.insert(Key::Id(id.into()), Entry::new(client, api));
-        true
+        Ok(())
     }
 
     async fn end(&self, key: &Key, is_over: impl Fn(&Entry) -> bool) {

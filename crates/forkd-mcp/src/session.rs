@@ -4,6 +4,7 @@
 //! something runs in a task of its own: when the client gives up in the middle, the session still learns the name.
 //! What a killed server leaves behind ends by itself: sandboxes that are not kept have an idle timeout.
 
+use std::mem::take;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -33,6 +34,7 @@ pub(crate) enum Makes {
 
 /// What one client made.
 pub(crate) struct Session {
+    /// Ends what the session made. All else uses the API of the request, with the rights that the client has then.
     api: Arc<dyn Api>,
     made: Mutex<Made>,
     work: TaskTracker,
@@ -49,7 +51,28 @@ impl std::fmt::Debug for Session {
 struct Made {
     sandboxes: Vec<String>,
     snapshots: Vec<String>,
+    failed: Vec<FailedSnapshot>,
     has_ended: bool,
+}
+
+/// A snapshot that the daemon could not create. It stays in the list until a client removes it, and has no memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct FailedSnapshot {
+    tag: String,
+    code: String,
+    begun_at_unix: u64,
+}
+
+impl FailedSnapshot {
+    /// The failed snapshot with this tag.
+    async fn find(api: &dyn Api, tag: &str) -> Option<Self> {
+        let found = ask(api, ApiRequest::get(format!("/v1/snapshots/{}", encoded(tag)))).await;
+        let info: Value = found.ok()?.json().ok()?;
+        // A branch can fail and still have its memory. A damaged snapshot on disk has no time.
+        let is_create = info["status"] == "failed" && info["branched_from"].is_null();
+        let begun_at_unix = info["created_at_unix"].as_u64().filter(|at| is_create && *at > 0)?;
+        Some(FailedSnapshot { tag: tag.into(), code: info["error_code"].as_str()?.into(), begun_at_unix })
+    }
 }
 
 /// What the end of a session did.
@@ -68,9 +91,10 @@ impl Session {
         Arc::new(Session { api, made: Mutex::default(), work: TaskTracker::new() })
     }
 
-    /// Sends a request that makes something. Unless it is kept, the end of the session ends it.
+    /// Sends a request that makes something to the client's API. Unless it is kept, the end of the session ends it.
     pub(crate) async fn make(
         self: &Arc<Self>,
+        api: Arc<dyn Api>,
         mut request: ApiRequest,
         makes: Makes,
         keep: bool,
@@ -84,13 +108,17 @@ impl Session {
         {
             fields.insert("idle_timeout_secs".into(), json!(IDLE_TIMEOUT_SECS));
         }
+        let new_tag = if keep { None } else { created_tag(&request) };
         request.idempotency_key = Some(unique());
         let session = self.clone();
         let work = async move {
-            let mut reply = ask(&*session.api, request.clone()).await;
+            let mut reply = ask(&*api, request.clone()).await;
             // The daemon may have done it: the key gets the first reply.
             if reply.as_ref().is_err_and(|error| error.code == UNREACHABLE) {
-                reply = ask(&*session.api, request).await;
+                reply = ask(&*api, request).await;
+            }
+            if let (Err(error), Some(tag)) = (&reply, &new_tag) {
+                session.add_failed(&*api, tag, error).await;
             }
             let value: Value = reply?.json()?;
             if !keep {
@@ -119,6 +147,23 @@ impl Session {
         }
     }
 
+    /// Adds the snapshot of a request that failed with `error`, if the daemon has it in its list.
+    async fn add_failed(&self, api: &dyn Api, tag: &str, error: &ToolError) {
+        // With another error the snapshot is an older one with this tag, which the request did not change.
+        let failed = FailedSnapshot::find(api, tag).await.filter(|failed| failed.code == error.code);
+        let Some(failed) = failed else { return };
+        let late = {
+            let mut made = self.made.lock();
+            if !made.failed.contains(&failed) {
+                made.failed.push(failed);
+            }
+            made.has_ended
+        };
+        if late {
+            self.end_made().await;
+        }
+    }
+
     /// The client ended or removed this itself.
     pub(crate) fn forget(&self, name: &str) {
         let mut made = self.made.lock();
@@ -127,7 +172,7 @@ impl Session {
     }
 
     /// Keeps a sandbox beyond the end of the session; returns whether the session made it.
-    pub(crate) async fn keep_sandbox(&self, id: &str) -> Result<bool, ToolError> {
+    pub(crate) async fn keep_sandbox(&self, api: &dyn Api, id: &str) -> Result<bool, ToolError> {
         let body = json!({ "idle_timeout_secs": null });
         let patch = ApiRequest {
             body: ApiBody::Json(body),
@@ -135,7 +180,7 @@ impl Session {
         };
         let is_ours = self.made.lock().sandboxes.iter().any(|ours| ours == id);
         if is_ours {
-            ask(&*self.api, patch).await?;
+            ask(api, patch).await?;
             self.forget(id);
         }
         Ok(is_ours)
@@ -144,9 +189,10 @@ impl Session {
     /// Keeps a snapshot beyond the end of the session; returns whether the session made it.
     pub(crate) fn keep_snapshot(&self, tag: &str) -> bool {
         let mut made = self.made.lock();
-        let before = made.snapshots.len();
+        let before = made.snapshots.len() + made.failed.len();
         made.snapshots.retain(|ours| ours != tag);
-        made.snapshots.len() < before
+        made.failed.retain(|ours| ours.tag != tag);
+        made.snapshots.len() + made.failed.len() < before
     }
 
     /// Ends everything that the session made and the client did not keep.
@@ -163,9 +209,10 @@ impl Session {
 
     fn end_made(&self) -> BoxFuture<'_, Ended> {
         async move {
-            let (sandboxes, snapshots) = {
+            let (sandboxes, mut snapshots, failed) = {
                 let mut made = self.made.lock();
-                (std::mem::take(&mut made.sandboxes), std::mem::take(&mut made.snapshots))
+                let made = &mut *made;
+                (take(&mut made.sandboxes), take(&mut made.snapshots), take(&mut made.failed))
             };
             let mut ended = Ended::default();
             let ends: Vec<BoxFuture<'_, bool>> = sandboxes
@@ -175,6 +222,12 @@ impl Session {
             let ends = stream::iter(ends).buffer_unordered(AT_ONCE);
             for removed in ends.collect::<Vec<_>>().await {
                 *if removed { &mut ended.sandboxes } else { &mut ended.failed } += 1;
+            }
+            for failed in failed {
+                // Another request may have made a snapshot with this tag since.
+                if FailedSnapshot::find(&*self.api, &failed.tag).await.as_ref() == Some(&failed) {
+                    snapshots.push(failed.tag);
+                }
             }
             // The youngest first: it may be stored as a difference to an older one. A kept branch that needs layers of one
             // that is removed keeps them.
@@ -208,6 +261,14 @@ fn names(makes: Makes, reply: &Value) -> Vec<String> {
             children.into_iter().flatten().filter_map(|child| name(child, "id")).collect()
         }
         Makes::Snapshot => name(reply, "tag").into_iter().collect(),
+    }
+}
+
+/// The tag in a request that creates a snapshot.
+fn created_tag(request: &ApiRequest) -> Option<String> {
+    match &request.body {
+        ApiBody::Json(body) if request.path == "/v1/snapshots" => Some(body.get("tag")?.as_str()?.to_owned()),
+        _ => None,
     }
 }
 

@@ -24,6 +24,8 @@ struct State {
     number: usize,
     sandboxes: BTreeSet<String>,
     snapshots: BTreeSet<String>,
+    /// Snapshots that could not be created, with the number of the request.
+    failed: BTreeMap<String, usize>,
     files: BTreeMap<String, Vec<u8>>,
     answers: BTreeMap<String, Value>,
     requests: Vec<(String, Value)>,
@@ -71,6 +73,11 @@ impl FakeApi {
 
     pub(crate) fn snapshots(&self) -> Vec<String> {
         self.state.lock().snapshots.iter().cloned().collect()
+    }
+
+    /// Tags of snapshots that could not be created.
+    pub(crate) fn failed(&self) -> Vec<String> {
+        self.state.lock().failed.keys().cloned().collect()
     }
 
     /// The bodies of requests of this method and path.
@@ -164,6 +171,16 @@ impl State {
             ("GET", "/v1/tree") => (200, json!({ "nodes": [] })),
             ("POST", "/v1/snapshots") => {
                 let tag = body["tag"].as_str().unwrap_or("t").to_owned();
+                if self.snapshots.contains(&tag) {
+                    let error = json!({ "error": "it exists", "code": "tag_taken", "request_id": "r-3" });
+                    return (409, error);
+                }
+                if body["image"] == "no-such" {
+                    self.number += 1;
+                    self.failed.insert(tag, self.number);
+                    return missing("image_not_found");
+                }
+                self.failed.remove(&tag);
                 self.snapshots.insert(tag.clone());
                 (201, json!({ "tag": tag, "status": "ready" }))
             }
@@ -192,6 +209,12 @@ impl State {
                     false => missing("sandbox_not_found"),
                 }
             }
+            ("GET", _) if path.starts_with("/v1/snapshots/") && self.failed.contains_key(&last) => {
+                let begun = self.failed[&last];
+                let code = "image_not_found";
+                let failed = json!({ "status": "failed", "error_code": code, "created_at_unix": begun });
+                (200, failed)
+            }
             ("GET", _) if path.starts_with("/v1/snapshots/") => match self.snapshots.contains(&last) {
                 true => (200, json!({ "tag": last })),
                 false => missing("snapshot_not_found"),
@@ -200,10 +223,12 @@ impl State {
                 true => (204, Value::Null),
                 false => missing("sandbox_not_found"),
             },
-            ("DELETE", _) if path.starts_with("/v1/snapshots/") => match self.snapshots.remove(&last) {
-                true => (204, Value::Null),
-                false => missing("snapshot_not_found"),
-            },
+            ("DELETE", _) if path.starts_with("/v1/snapshots/") => {
+                match self.snapshots.remove(&last) || self.failed.remove(&last).is_some() {
+                    true => (204, Value::Null),
+                    false => missing("snapshot_not_found"),
+                }
+            }
             _ => missing("route_not_found"),
         }
     }

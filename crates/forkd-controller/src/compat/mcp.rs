@@ -45,11 +45,7 @@ async fn serve(State(endpoint): State<Endpoint>, request: Request) -> Response {
     let Some(who) = extensions.get::<Principal>().cloned() else {
         return Error::new(Code::Unauthorized, "the request has no principal; send a token").into_response();
     };
-    // A token may have any name: it must not be taken for the unix socket.
-    let client = match who.proof {
-        Some(_) => format!("token {}", who.name),
-        None => format!("local {}", who.name),
-    };
+    let client = client(&who);
     let api = Arc::new(InProcess { api: endpoint.api, who, peer: extensions.get().copied() });
     let (mut parts, body) = endpoint.server.handle(request, &client, api).await.into_parts();
     let kind = parts.headers.get(CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
@@ -58,6 +54,17 @@ async fn serve(State(endpoint): State<Endpoint>, request: Request) -> Response {
         parts.extensions.insert(ProtocolBody);
     }
     Response::from_parts(parts, Body::new(body))
+}
+
+/// The client whose sessions the principal may use.
+fn client(who: &Principal) -> String {
+    let Principal { name, owner, scope, proof, .. } = who;
+    match proof {
+        // A token that is made after one of its name was removed may have another owner or scope.
+        Some(_) => format!("token {name} of {owner} with scope {}", scope.name()),
+        // A token may have any name: it must not be taken for the unix socket.
+        None => format!("local {name}"),
+    }
 }
 
 /// The REST API of this process, with the rights of one principal.

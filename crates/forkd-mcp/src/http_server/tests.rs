@@ -190,3 +190,18 @@ async fn too_many_sessions_and_too_long_messages_are_refused() {
     }
     assert_eq!(served.spawn("ann", &id).await.0, 200);
 }
+
+#[tokio::test]
+async fn a_client_at_its_limit_of_sessions_does_not_block_another_client() {
+    let served = served(HttpOptions { max_sessions_of_client: 2, ..HttpOptions::default() });
+    let first = served.open("ann").await;
+    served.open("ann").await;
+    let (status, id, reply) = served.send("ann", "POST", &[], initialize()).await;
+    assert_eq!((status.as_u16(), id), (429, None));
+    let text = reply["error"]["message"].as_str().unwrap();
+    assert!(text.starts_with("this client has 2 MCP sessions, the limit; close some"), "{text}");
+    let id = served.open("bob").await;
+    assert_eq!(served.spawn("bob", &id).await.0, 200);
+    served.send("ann", "DELETE", &[(SESSION_ID, &first)], Value::Null).await;
+    served.open("ann").await;
+}

@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 
 use crate::api::{Api, ApiReply, ApiRequest, ask, encoded};
 use crate::limit;
-use crate::session::Session;
+use crate::session::{Makes, Session};
 use crate::tool_error::ToolError;
 
 /// What a call works with: the API with the client's rights, the client's session, and the limit of a text.
@@ -45,6 +45,11 @@ impl Caller {
     /// Sends a request whose reply is JSON.
     pub(crate) async fn json(&self, request: ApiRequest) -> Result<Value, ToolError> {
         self.ask(request).await?.json()
+    }
+
+    /// Sends a request that makes something. The end of the session ends it, unless it is kept.
+    async fn make(&self, request: ApiRequest, makes: Makes, keep: bool) -> Result<Value, ToolError> {
+        self.session.make(self.api.clone(), request, makes, keep).await
     }
 }
 

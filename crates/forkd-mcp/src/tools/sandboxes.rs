@@ -146,7 +146,7 @@ async fn fork_sandbox(caller: Caller, args: ForkSandbox) -> Result<Outcome, Tool
 /// Makes sandboxes. The result is the list of those that run; a child that does not run is an error beside it.
 async fn make(caller: Caller, path: String, body: Value, keep: bool) -> Result<Outcome, ToolError> {
     let request = ApiRequest::post(path, without_nulls(body)).within(SPAWN_PATIENCE);
-    let reply = caller.session.make(request, Makes::Sandboxes, keep).await?;
+    let reply = caller.make(request, Makes::Sandboxes, keep).await?;
     let list = |field: &str| reply.get(field).and_then(Value::as_array).cloned().unwrap_or_default();
     let (children, errors) = (list("children"), list("errors"));
     let mut outcome = Outcome::list(&caller, children, 0);
@@ -223,7 +223,7 @@ async fn keep(caller: Caller, args: Keep) -> Result<Outcome, ToolError> {
     }
     let mut others = Vec::new();
     for id in &args.sandbox_ids {
-        if !caller.session.keep_sandbox(id).await? {
+        if !caller.session.keep_sandbox(&*caller.api, id).await? {
             others.push(id.clone());
         }
     }

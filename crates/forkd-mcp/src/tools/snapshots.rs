@@ -110,7 +110,7 @@ async fn create_snapshot(caller: Caller, args: CreateSnapshot) -> Result<Outcome
     // The API reads an absent command as the image's own.
     let body = without_nulls(json!(args));
     let request = ApiRequest::post("/v1/snapshots", body).within(CREATE_PATIENCE);
-    let made = caller.session.make(request, Makes::Snapshot, args.keep).await?;
+    let made = caller.make(request, Makes::Snapshot, args.keep).await?;
     Ok(Outcome::object(&caller, made, "get it with list_snapshots"))
 }
 
@@ -164,7 +164,7 @@ async fn branch_sandbox(caller: Caller, mut args: BranchSandbox) -> Result<Outco
         body["wait"] = json!(false);
     }
     let request = ApiRequest::post(path, body).within(BRANCH_PATIENCE);
-    let made = caller.session.make(request, Makes::Snapshot, args.keep).await?;
+    let made = caller.make(request, Makes::Snapshot, args.keep).await?;
     Ok(Outcome::object(&caller, made, "get it with list_snapshots"))
 }
 

@@ -1,10 +1,12 @@
 //! `forkd mcp config`: the settings of common clients.
 
+use std::path::Path;
+
 use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
 
 use super::super::{Context, WrongUsage, runtime};
-use crate::args::{McpClient, McpConfigArgs};
+use crate::args::{DaemonArgs, McpClient, McpConfigArgs};
 use crate::client::discover;
 use crate::ui;
 
@@ -23,25 +25,33 @@ pub(crate) fn config(context: &Context, args: &McpConfigArgs) -> Result<u8> {
         let text = "Claude Desktop reads no URL from its settings; leave --http out";
         return Err(WrongUsage::new(text).into());
     }
-    let reach = if args.http { http(context, args)? } else { program(args)? };
+    let reach = if args.http { http(context, args)? } else { program(context, args)? };
     ui::print(&settings(args.client, &reach)?)?;
     context.ui.note(place(args.client));
     Ok(0)
 }
 
-fn program(args: &McpConfigArgs) -> Result<Reach> {
+fn program(context: &Context, args: &McpConfigArgs) -> Result<Reach> {
     let path = std::env::current_exe().context("the path of this program is unknown")?;
-    let path = path.into_os_string().into_string().ok().context("the path of this program is not UTF-8")?;
-    let daemon = &args.daemon;
-    let cacert = daemon.cacert.as_ref().map(|file| file.display().to_string());
+    let data_dir = std::env::var_os("FORKD_DATA_DIR").map(|_| context.data.root());
+    Ok(Reach::Program { path: absolute(&path)?, variables: variables(&args.daemon, data_dir)? })
+}
+
+/// The variables of the program. The client starts it in another folder than this one, so paths are absolute.
+fn variables(daemon: &DaemonArgs, data_dir: Option<&Path>) -> Result<Vec<(&'static str, String)>> {
     let given = [
         ("FORKD_URL", daemon.daemon_url.clone()),
         ("FORKD_TOKEN", daemon.daemon_token.clone()),
-        ("FORKD_CACERT", cacert),
-        ("FORKD_DATA_DIR", std::env::var("FORKD_DATA_DIR").ok()),
+        ("FORKD_CACERT", daemon.cacert.as_deref().map(absolute).transpose()?),
+        ("FORKD_DATA_DIR", data_dir.map(absolute).transpose()?),
     ];
-    let variables = given.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
-    Ok(Reach::Program { path, variables })
+    Ok(given.into_iter().filter_map(|(name, value)| Some((name, value?))).collect())
+}
+
+fn absolute(path: &Path) -> Result<String> {
+    let whole = std::path::absolute(path).with_context(|| format!("cannot resolve {}", path.display()))?;
+    let text = whole.into_os_string().into_string().ok();
+    text.with_context(|| format!("the path {} is not UTF-8; settings cannot hold it", path.display()))
 }
 
 fn http(context: &Context, args: &McpConfigArgs) -> Result<Reach> {
@@ -179,6 +189,17 @@ mod tests {
             "claude mcp add --transport http forkd http://127.0.0.1:8889/mcp --header 'Authorization: Bearer t0k'"
         );
         assert_eq!(quoted("it's; rm -rf $HOME"), r"'it'\''s; rm -rf $HOME'");
+    }
+
+    #[test]
+    fn paths_hold_for_a_client_that_starts_in_another_folder() {
+        let here = std::env::current_dir().unwrap();
+        let daemon = DaemonArgs { cacert: Some("certs/ca.pem".into()), ..DaemonArgs::default() };
+        let expected = [("FORKD_CACERT", "certs/ca.pem"), ("FORKD_DATA_DIR", "data")];
+        let expected = expected.map(|(name, path)| (name, here.join(path).to_str().unwrap().to_owned()));
+        assert_eq!(variables(&daemon, Some(Path::new("data"))).unwrap(), expected);
+        let daemon = DaemonArgs { cacert: Some("/etc/ca.pem".into()), ..DaemonArgs::default() };
+        assert_eq!(variables(&daemon, None).unwrap(), [("FORKD_CACERT", "/etc/ca.pem".to_owned())]);
     }
 
     #[test]
