@@ -99,8 +99,10 @@ pub(crate) enum DesiredState {
 
 /// A sandbox.
 ///
-/// Lock order, first to last: `suspends`, `exclusive`, `disks.generation` (all held across awaits), then `persisted`,
-/// whose two locks are ordered in `persisted`. `resources` is a leaf: no other lock is taken while it is held.
+/// Lock order, first to last: `suspends`, `exclusive`, `disks.generation` (all held across awaits), then the record of
+/// `persisted`, `phase`, and the runtime information of `persisted`. `phase` is locked while the event of its change is
+/// emitted, which reads the runtime information. `resources` and `orders.taken` are leaves: no other lock is taken while
+/// one of them is held.
 #[derive(Debug)]
 pub(crate) struct Sandbox {
     pub(crate) id: String,
