@@ -120,7 +120,7 @@ impl Timeouts {
 
     fn act(&self, sandbox: Arc<Sandbox>, due: Due) {
         let action = sandbox.read_runtime(|facts| facts.saved.lifetime.on_timeout);
-        tracing::info!(sandbox = sandbox.id, ?due, ?action, "its time is over");
+        tracing::info!(sandbox = sandbox.id, ?due, ?action, "sandbox timed out");
         if action == OnTimeout::Kill {
             let reason = if due == Due::Expired { TIMED_OUT } else { IDLE };
             self.kill(&sandbox, End::new(reason, due.because(), String::new()));

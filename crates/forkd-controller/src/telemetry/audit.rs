@@ -134,7 +134,7 @@ impl Audit {
         let work = async move {
             if jobs.send_timeout(full, PATIENCE).await.is_err() {
                 metrics.audit_dropped.inc();
-                tracing::error!("the audit log is too slow: a line is lost");
+                tracing::error!("audit record dropped: log too slow");
             }
         };
         task::spawn_or(Task::AuditLine, work, move |_| lost.audit_dropped.inc());

@@ -54,7 +54,7 @@ impl ClockStepDetector {
             return None;
         }
         self.ahead_ms = ahead_ms;
-        tracing::warn!(seconds = step / 1000, "somebody set the clock");
+        tracing::warn!(seconds = step / 1000, "host clock set");
         Some(step / 1000)
     }
 }
