@@ -25,7 +25,7 @@ use crate::host::{Host, disk_layer};
 use crate::monitor::{boot_files, control_socket};
 use crate::sandbox::e2b::E2bState;
 use crate::sandbox::lifetime::{Lifetime, deadline};
-use crate::sandbox::registry::{Bound, Registry, Seat};
+use crate::sandbox::registry::{Bound, Registry, Reservation};
 use crate::sandbox::resources::Resources;
 use crate::sandbox::supervisor::{PendingFork, SandboxOrigin};
 use crate::sandbox::{Sandbox, SandboxRecord, SavedState, Spec};
@@ -161,14 +161,14 @@ fn begin(registry: &Arc<Registry>, batch: Batch) -> Result<mpsc::UnboundedReceiv
     let guest = &batch.template.about.guest;
     let claim = Claim { owner: batch.order.owner.clone(), mem_mib: guest.mem_size_mib };
     let reserved = registry.reserve(n, &claim, &batch.order.who.quota).inspect_err(|_| refused(n));
-    let (mut seats, mut reason) = reserved?;
+    let (mut reservations, mut reason) = reserved?;
     if let Err((fitting, error)) = check_threads(n, guest.vcpus) {
-        seats.truncate(fitting);
+        reservations.truncate(fitting);
         reason = Some(error);
     }
-    let missing = n - seats.len();
+    let missing = n - reservations.len();
     refused(missing);
-    let reason = match (missing, seats.is_empty()) {
+    let reason = match (missing, reservations.is_empty()) {
         (0, _) => None,
         (_, true) => return Err(reason.unwrap_or_else(|| Error::host("forking", "no room was reserved"))),
         (_, false) => reason,
@@ -177,9 +177,9 @@ fn begin(registry: &Arc<Registry>, batch: Batch) -> Result<mpsc::UnboundedReceiv
     let (registry, span, context) = (registry.clone(), tracing::Span::current(), otlp::current());
     task::spawn_blocking(Task::Blocking, move || {
         let _entered = span.entered();
-        for seat in seats {
+        for reservation in reservations {
             // The request was cancelled: no more children are prepared, and the others are deleted.
-            if give.send(otlp::carry_blocking(context, || prepare(&registry, &batch, seat))).is_err() {
+            if give.send(otlp::carry_blocking(context, || prepare(&registry, &batch, reservation))).is_err() {
                 return;
             }
         }
@@ -221,12 +221,12 @@ fn threads(loadavg: &str) -> Option<u64> {
     loadavg.split(' ').nth(3)?.split_once('/')?.1.parse().ok()
 }
 
-fn prepare(registry: &Arc<Registry>, batch: &Batch, seat: Seat) -> Result<Bound> {
+fn prepare(registry: &Arc<Registry>, batch: &Batch, reservation: Reservation) -> Result<Bound> {
     let id = batch.order.id.clone().map_or_else(|| new_id("sb"), Ok)?;
     let folder = registry.folder.join(&id);
     make_folder(&folder)?;
     match prepare_child(&registry.host, batch, id, &folder) {
-        Ok((sandbox, birth)) => Ok(registry.add(seat, sandbox, SandboxOrigin::Fork(birth))),
+        Ok((sandbox, birth)) => Ok(registry.add(reservation, sandbox, SandboxOrigin::Fork(birth))),
         Err(error) => {
             registry.host.telemetry.metrics.spawns.add(metrics::Outcome::Failed, 1);
             let _ = std::fs::remove_dir_all(&folder);

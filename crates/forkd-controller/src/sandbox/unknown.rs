@@ -75,8 +75,8 @@ pub(crate) async fn keep(registry: &Arc<Registry>, leftovers: &mut Leftovers, un
             Lifetime { labels: archive.map(|it| it.labels).unwrap_or_default(), ..Lifetime::default() };
     });
     sandbox.set_phase(Phase::Unknown(unread.why.into()));
-    let seat = registry.seat(&sandbox.spec);
-    registry.add_unknown(seat, sandbox, remains);
+    let reservation = registry.reserve_existing(&sandbox.spec);
+    registry.add_unknown(reservation, sandbox, remains);
 }
 
 /// The template that forked the sandbox `id`, the child's name there, and the child's state if the template lists it.

@@ -290,8 +290,8 @@ impl Daemon {
         let sandbox = Sandbox::new(id, record.spec.clone(), folder, resources, &self.host);
         record.write(&sandbox.folder).unwrap();
         sandbox.recorded(record);
-        let seat = self.registry.seat(&sandbox.spec);
-        let sandbox = self.registry.add(seat, sandbox, SandboxOrigin::Adopted(started)).release();
+        let reservation = self.registry.reserve_existing(&sandbox.spec);
+        let sandbox = self.registry.add(reservation, sandbox, SandboxOrigin::Adopted(started)).release();
         runs(&sandbox).await;
         (sandbox, monitor)
     }

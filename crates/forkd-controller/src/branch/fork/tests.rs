@@ -132,7 +132,7 @@ async fn the_next_daemon_keeps_a_fork_for_its_children_alone() {
     eventually("the end of the fork without children", || !runs(unused_pid)).await;
     assert!(runs(used_pid) && daemon.snapshots.list().is_empty());
     eventually("the folder of the other alone", || daemon.templates().len() == 1).await;
-    eventually("the seat of the other alone", || daemon.snapshots.forks.count(LOCAL) == 1).await;
+    eventually("the reservation of the other alone", || daemon.snapshots.forks.count(LOCAL) == 1).await;
     let child = daemon.registry.get(&id).unwrap();
     assert!(child.spec.forked_from.is_some() && child.resources().template.is_some());
     daemon.registry.delete(&id).unwrap();

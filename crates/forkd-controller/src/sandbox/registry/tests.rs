@@ -17,15 +17,15 @@ fn quota(max_sandboxes: Option<u64>, max_memory_mib: Option<u64>) -> Quota {
 }
 
 #[tokio::test]
-async fn reserved_seats_count_towards_the_limit_until_they_are_dropped() {
+async fn reservations_count_towards_the_limit_until_they_are_dropped() {
     let host = FakeHost::with(|config| config.limits.max_sandboxes = 3);
     let registry = host.daemon().await.registry;
-    let (seats, missing) = registry.reserve(2, &claim("ann", 1), &Quota::default()).unwrap();
-    assert!(seats.len() == 2 && missing.is_none());
+    let (reservations, missing) = registry.reserve(2, &claim("ann", 1), &Quota::default()).unwrap();
+    assert!(reservations.len() == 2 && missing.is_none());
     let error = registry.reserve(2, &claim("bob", 1), &Quota::default()).unwrap_err();
     assert_eq!(error.code(), Code::LimitReached);
     assert!(error.public().contains("there are 2 sandboxes, and 3 is the limit"), "{error}");
-    drop(seats);
+    drop(reservations);
     assert_eq!(registry.reserve(3, &claim("bob", 1), &Quota::default()).unwrap().0.len(), 3);
 }
 
@@ -33,7 +33,7 @@ async fn reserved_seats_count_towards_the_limit_until_they_are_dropped() {
 async fn a_quota_counts_sandboxes_and_memory_of_its_owner_alone() {
     let host = FakeHost::new();
     let registry = host.daemon().await.registry;
-    let seats = registry.reserve(2, &claim("ann", 100), &quota(Some(3), Some(300))).unwrap().0;
+    let reservations = registry.reserve(2, &claim("ann", 100), &quota(Some(3), Some(300))).unwrap().0;
     for (n, mem_mib) in [(2, 1), (1, 101)] {
         let error = registry.reserve(n, &claim("ann", mem_mib), &quota(Some(3), Some(300))).unwrap_err();
         assert_eq!(error.code(), Code::QuotaExceeded, "{n} {mem_mib}");
@@ -41,12 +41,12 @@ async fn a_quota_counts_sandboxes_and_memory_of_its_owner_alone() {
     assert!(registry.reserve(1, &claim("ann", 100), &quota(Some(3), Some(300))).is_ok());
     assert!(registry.reserve(3, &claim("bob", 100), &quota(Some(3), Some(300))).is_ok());
     // What was refused counts nothing.
-    drop(seats);
+    drop(reservations);
     assert!(registry.reserve(3, &claim("ann", 100), &quota(Some(3), Some(300))).is_ok());
 }
 
 #[tokio::test]
-async fn a_deleted_sandbox_gives_its_quota_back_at_once_and_its_seat_when_its_process_is_gone() {
+async fn a_deleted_sandbox_gives_its_quota_back_at_once_and_its_reservation_when_its_process_is_gone() {
     let host = FakeHost::with(|config| config.limits.max_sandboxes = 2);
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
@@ -56,7 +56,7 @@ async fn a_deleted_sandbox_gives_its_quota_back_at_once_and_its_seat_when_its_pr
     daemon.registry.delete(&sandbox.id).unwrap();
     assert!(reserve(1, 1).is_ok());
     assert_eq!(reserve(2, 2).unwrap_err().code(), Code::LimitReached, "its process is there");
-    eventually("its seat", || reserve(2, 2).is_ok()).await;
+    eventually("its reservation", || reserve(2, 2).is_ok()).await;
     assert!(!monitor.runs());
 }
 
@@ -201,7 +201,7 @@ async fn an_end_is_that_of_the_sandbox_it_was_meant_for_and_not_of_its_successor
 }
 
 #[tokio::test]
-async fn a_rolled_back_sandbox_has_another_process_and_the_same_id_folder_and_seat() {
+async fn a_rolled_back_sandbox_has_another_process_and_the_same_id_folder_and_reservation() {
     let host = FakeHost::with(|config| config.limits.max_sandboxes = 1);
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;

@@ -435,8 +435,8 @@ async fn a_daemon_that_stops_ends_a_sandbox_that_no_record_is_of() {
     let folder = host.sandbox_folder(&id);
     let (monitor, started) = FakeMonitor::launched_in(&id, &folder, Role::Sandbox).await;
     let sandbox = Sandbox::new(id, bare_spec(), folder, Resources::default(), &daemon.host);
-    let seat = daemon.registry.seat(&sandbox.spec);
-    let sandbox = daemon.registry.add(seat, sandbox, SandboxOrigin::Adopted(started)).release();
+    let reservation = daemon.registry.reserve_existing(&sandbox.spec);
+    let sandbox = daemon.registry.add(reservation, sandbox, SandboxOrigin::Adopted(started)).release();
     runs(&sandbox).await;
     daemon.registry.close().await;
     let end = end_of(&sandbox).await;
