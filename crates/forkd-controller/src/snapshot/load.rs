@@ -25,12 +25,12 @@ impl SnapshotRegistry {
         let (store, wanted) = (self.store.clone(), entry.tag.clone());
         let snapshot = blocking("reading a snapshot", move || Ok(store.get(&wanted)?)).await?;
         let folder = self.folder.join(&id);
-        let ground = Ground { id: id.clone(), folder: folder.clone() };
+        let dir = TemplateDir { id: id.clone(), folder: folder.clone() };
         let known = snapshot.clone();
         // Finds everything that can be wrong with the files before a process starts.
         let opened = blocking("opening a snapshot", move || {
             let (config, fds) = open(&host, &known)?;
-            let (lineage, launch) = ground.prepare(&host, known.manifest().guest.mem_size_mib)?;
+            let (lineage, launch) = dir.prepare(&host, known.manifest().guest.mem_size_mib)?;
             for FdRef(layer) in config.disks.iter().flat_map(|disk: &DiskFiles| &disk.layers) {
                 fds.get(*layer).map_or(Ok(()), |layer: &OwnedFd| lineage.layers.add(layer))?;
             }
@@ -79,12 +79,12 @@ impl SnapshotRegistry {
 
 /// The id and folder of a template that is about to be started.
 #[derive(Debug, Clone)]
-pub(crate) struct Ground {
+pub(crate) struct TemplateDir {
     pub(crate) id: String,
     pub(crate) folder: PathBuf,
 }
 
-impl Ground {
+impl TemplateDir {
     /// Makes the folder, the lineage and the cgroup for a guest with `mem_mib` MiB. Blocks.
     pub(crate) fn prepare(&self, host: &Host, mem_mib: u64) -> Result<(Arc<Lineage>, Launch)> {
         let lineage = host.lineages.begin(&self.id)?;
