@@ -188,12 +188,12 @@ impl Timeouts {
         }
         if !matches!(sandbox.phase(), Phase::Paused) || sandbox.waits_for_room() {
             // Before the pause: the next daemon must know why the sandbox is paused.
-            amend(sandbox, |lifetime, _| lifetime.auto_paused = idle)?;
+            update_lifetime(sandbox, |lifetime, _| lifetime.auto_paused = idle)?;
             sandbox.pause().await?;
         }
         if !idle {
             // A deadline acts once: a client that wants more time resumes the sandbox.
-            amend(sandbox, |lifetime, deadline| {
+            update_lifetime(sandbox, |lifetime, deadline| {
                 *deadline = None;
                 lifetime.auto_paused = false;
             })?;
@@ -252,14 +252,16 @@ fn move_deadline(sandbox: &Sandbox, secs: i64) -> Result<()> {
     if sandbox.read_runtime(|facts| facts.saved.deadline_unix.is_none()) {
         return Ok(());
     }
-    amend(sandbox, |_, deadline| *deadline = deadline.map(|at| at.saturating_add_signed(secs)))
+    update_lifetime(sandbox, |_, deadline| *deadline = deadline.map(|at| at.saturating_add_signed(secs)))
 }
 
-fn amend(
+fn update_lifetime(
     sandbox: &Sandbox,
     change: impl FnOnce(&mut crate::sandbox::lifetime::Lifetime, &mut Option<u64>),
 ) -> Result<()> {
-    sandbox.amend(change).map_err(|error| Error::host("cannot write the record of a sandbox", error))
+    sandbox
+        .update_lifetime(change)
+        .map_err(|error| Error::host("cannot write the record of a sandbox", error))
 }
 
 #[cfg(test)]

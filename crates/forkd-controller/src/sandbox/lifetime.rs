@@ -186,8 +186,11 @@ impl Sandbox {
     }
 
     /// Changes lifetime and deadline, in memory and in the record for the next daemon. Blocks for a moment.
-    pub(crate) fn amend(&self, change: impl FnOnce(&mut Lifetime, &mut Option<u64>)) -> io::Result<()> {
-        self.rewrite(|facts| change(&mut facts.saved.lifetime, &mut facts.saved.deadline_unix))
+    pub(crate) fn update_lifetime(
+        &self,
+        change: impl FnOnce(&mut Lifetime, &mut Option<u64>),
+    ) -> io::Result<()> {
+        self.update_persisted(|facts| change(&mut facts.saved.lifetime, &mut facts.saved.deadline_unix))
     }
 
     /// Whether the idle time-out paused it.
@@ -215,7 +218,7 @@ impl Sandbox {
         }) {
             return;
         }
-        let written = self.amend(|lifetime, _| {
+        let written = self.update_lifetime(|lifetime, _| {
             lifetime.auto_paused = false;
             if let Some(suspending) = &mut lifetime.suspending {
                 suspending.paused = false;

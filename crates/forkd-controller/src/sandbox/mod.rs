@@ -209,7 +209,7 @@ impl Sandbox {
 
     /// Records in the history that a branch `tag` was taken, and emits the event.
     pub(crate) fn branched(&self, tag: &str) {
-        self.remember(|history| {
+        self.update_history(|history| {
             history.branch_count = history.branch_count.saturating_add(1);
             history.last_branch_tag = Some(tag.to_owned());
         });

@@ -1,7 +1,7 @@
 //! A sandbox's changing state: in memory for requests, and in its record for the next daemon.
 //!
 //! Requests read [`RuntimeInfo`] and must never wait for the disk, so it has a lock of its own. A change that the
-//! next daemon must know goes through [`Sandbox::rewrite`], which changes both while the record is locked.
+//! next daemon must know goes through [`Sandbox::update_persisted`], which changes both while the record is locked.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -117,14 +117,14 @@ impl Sandbox {
     }
 
     /// Changes the history, in memory and in the record for the next daemon. Blocks for a moment.
-    pub(crate) fn remember(&self, change: impl FnOnce(&mut History)) {
-        if let Err(error) = self.rewrite(|facts| change(&mut facts.saved.history)) {
+    pub(crate) fn update_history(&self, change: impl FnOnce(&mut History)) {
+        if let Err(error) = self.update_persisted(|facts| change(&mut facts.saved.history)) {
             tracing::error!(sandbox = self.id, %error, "sandbox history not saved");
         }
     }
 
     /// Changes the runtime information, and writes the saved part of it into the record.
-    pub(crate) fn rewrite(&self, change: impl FnOnce(&mut RuntimeInfo)) -> io::Result<()> {
+    pub(crate) fn update_persisted(&self, change: impl FnOnce(&mut RuntimeInfo)) -> io::Result<()> {
         let mut on_disk = self.persisted.lock();
         self.update_runtime(change);
         // A rollback replaces this process: the file belongs to the new one.

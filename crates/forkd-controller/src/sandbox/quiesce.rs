@@ -202,7 +202,7 @@ impl Sandbox {
         if self.read_runtime(|facts| facts.saved.lifetime.frozen == frozen) {
             return;
         }
-        if let Err(error) = self.amend(|lifetime, _| lifetime.frozen = frozen) {
+        if let Err(error) = self.update_lifetime(|lifetime, _| lifetime.frozen = frozen) {
             tracing::error!(sandbox = self.id, %error, frozen, "sandbox record not updated: frozen");
         }
     }

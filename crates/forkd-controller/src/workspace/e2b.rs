@@ -144,7 +144,7 @@ impl Workspaces {
             }
             return Err(error);
         }
-        let named = sandbox.rewrite(|facts| facts.saved.workspace = Some(id.clone()));
+        let named = sandbox.update_persisted(|facts| facts.saved.workspace = Some(id.clone()));
         named.map_err(|error| Error::host("cannot write the record of a sandbox", error))?;
         Ok(record)
     }

@@ -34,7 +34,7 @@ pub(crate) fn update(sandbox: &Sandbox, request: UpdateRequest) -> Result<()> {
     idle.map(|secs| check_secs("idle_timeout_secs", secs)).transpose()?;
     check_tag("suspend_as", request.suspend_as.as_ref().and_then(|tag| tag.as_deref()))?;
     request.labels.as_ref().map(check_labels).transpose()?;
-    let changed = sandbox.rewrite(|facts| {
+    let changed = sandbox.update_persisted(|facts| {
         if request.timeout_secs.is_some() {
             facts.saved.deadline_unix = time_to_live.map(deadline);
             // Also of one that still boots.

@@ -84,7 +84,7 @@ impl Ports {
         let server = task::spawn_or(Task::LinePort, serving, move |_| drop(ports.open.lock().remove(&id)));
         let server = server.abort_handle();
         open.insert(sandbox.id.clone(), Port { address, server });
-        sandbox.remember(|history| history.line_port = Some(address.port()));
+        sandbox.update_history(|history| history.line_port = Some(address.port()));
         Ok(address)
     }
 
@@ -92,7 +92,7 @@ impl Ports {
     pub(crate) fn close(&self, sandbox: &Sandbox) {
         self.open.lock().remove(&sandbox.id);
         if sandbox.facts().saved.history.line_port.is_some() {
-            sandbox.remember(|history| history.line_port = None);
+            sandbox.update_history(|history| history.line_port = None);
         }
     }
 

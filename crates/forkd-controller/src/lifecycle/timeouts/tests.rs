@@ -81,13 +81,15 @@ async fn look(timeouts: &Timeouts) {
 
 /// Makes the time of a sandbox one that is over.
 fn expire(sandbox: &Sandbox, action: OnTimeout) {
-    sandbox.amend(|lifetime, deadline| (lifetime.on_timeout, *deadline) = (action, Some(1))).unwrap();
+    sandbox
+        .update_lifetime(|lifetime, deadline| (lifetime.on_timeout, *deadline) = (action, Some(1)))
+        .unwrap();
 }
 
 /// Makes it one that no client may leave unused at all.
 fn idle(sandbox: &Sandbox, action: OnTimeout) {
     sandbox
-        .amend(|lifetime, _| (lifetime.on_timeout, lifetime.idle_timeout_secs) = (action, Some(0)))
+        .update_lifetime(|lifetime, _| (lifetime.on_timeout, lifetime.idle_timeout_secs) = (action, Some(0)))
         .unwrap();
 }
 
@@ -116,7 +118,7 @@ async fn a_sandbox_that_no_client_used_for_its_idle_time_is_ended() {
 #[tokio::test]
 async fn a_sandbox_that_is_in_use_is_not_idle() {
     let (host, daemon, _live, sandbox, _monitor) = one_child().await;
-    sandbox.amend(|lifetime, _| lifetime.idle_timeout_secs = Some(1)).unwrap();
+    sandbox.update_lifetime(|lifetime, _| lifetime.idle_timeout_secs = Some(1)).unwrap();
     let timeouts = timeouts(&host, &daemon).await;
     {
         // Used just now, and not for a whole second.
@@ -219,7 +221,7 @@ async fn a_sandbox_whose_time_is_over_is_suspended_to_a_snapshot_and_ends() {
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     let (sandbox, monitor) = daemon.booted().await;
-    sandbox.amend(|lifetime, _| lifetime.suspend_as = Some("kept".into())).unwrap();
+    sandbox.update_lifetime(|lifetime, _| lifetime.suspend_as = Some("kept".into())).unwrap();
     expire(&sandbox, OnTimeout::Suspend);
     look(&timeouts(&host, &daemon).await).await;
     let end = end_of(&sandbox).await;
@@ -311,7 +313,7 @@ async fn a_client_that_extends_a_deadline_keeps_the_sandbox() {
     let (host, daemon, _live, sandbox, _monitor) = one_child().await;
     expire(&sandbox, OnTimeout::Kill);
     assert_eq!(sandbox.due(now_unix()), Some(Due::Expired));
-    sandbox.amend(|_, deadline| *deadline = Some(now_unix() + 60)).unwrap();
+    sandbox.update_lifetime(|_, deadline| *deadline = Some(now_unix() + 60)).unwrap();
     look(&timeouts(&host, &daemon).await).await;
     assert!(matches!(sandbox.phase(), Phase::Running));
     assert_eq!(sandbox.due(now_unix()), None);
@@ -360,7 +362,7 @@ async fn a_sandbox_that_waits_for_room_on_the_disk_is_paused_for_its_client_at_i
 /// A sandbox of the E2B API, and what plays its monitor.
 async fn e2b_sandbox(daemon: &Daemon) -> (Arc<Sandbox>, FakeMonitor) {
     let (sandbox, monitor) = daemon.booted().await;
-    sandbox.rewrite(|facts| facts.saved.e2b = Some(Box::default())).unwrap();
+    sandbox.update_persisted(|facts| facts.saved.e2b = Some(Box::default())).unwrap();
     (sandbox, monitor)
 }
 
