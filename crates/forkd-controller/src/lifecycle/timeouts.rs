@@ -209,7 +209,7 @@ impl Timeouts {
         let idle = due != Due::Expired;
         let unused_since = idle.then(|| sandbox.activity.stamp());
         // A use cancels an idle suspend. After a deadline uses are refused instead: their effects would be lost.
-        let _put_away = (!idle).then(|| SuspendGuard::begin(sandbox));
+        let _suspending = (!idle).then(|| SuspendGuard::begin(sandbox));
         let quota = self.tokens.quota_of(&sandbox.spec.owner);
         let e2b = sandbox.read_runtime(|facts| facts.saved.e2b.as_ref().map(|state| state.keeps_memory));
         if let Some(keeps_memory) = e2b {
