@@ -270,7 +270,7 @@ impl Registry {
         old: &Arc<Sandbox>,
         new: Sandbox,
         quota: &Quota,
-        succession: impl FnOnce(Arc<Sandbox>, JoinHandle<()>) -> RollbackPlan,
+        plan: impl FnOnce(Arc<Sandbox>, JoinHandle<()>) -> RollbackPlan,
     ) -> Result<Arc<Sandbox>> {
         let new = Arc::new(new);
         let mut guard = self.inner.lock();
@@ -297,7 +297,7 @@ impl Registry {
             }
         };
         let supervisor = std::mem::replace(&mut entry.supervisor, task::spawn(Task::Sandbox, async {}));
-        let origin = SandboxOrigin::Rollback(Box::new(succession(old.clone(), supervisor)));
+        let origin = SandboxOrigin::Rollback(Box::new(plan(old.clone(), supervisor)));
         entry.supervisor = self.start_supervisor(&new, origin);
         entry.sandbox = new.clone();
         Ok(new)

@@ -57,7 +57,7 @@ pub(crate) struct RollbackPlan {
 
 impl std::fmt::Debug for RollbackPlan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Succession").field("template", &self.template.id).finish_non_exhaustive()
+        f.debug_struct("RollbackPlan").field("template", &self.template.id).finish_non_exhaustive()
     }
 }
 
@@ -253,21 +253,21 @@ impl Sandbox {
     /// Ends the old process, takes over its network slot, and forks the new process.
     pub(crate) async fn complete_rollback(
         self: &Arc<Self>,
-        succession: RollbackPlan,
+        plan: RollbackPlan,
         config: &Config,
     ) -> std::result::Result<Monitor, Outcome> {
-        let tag = succession.template.about.tag.clone();
+        let tag = plan.template.about.tag.clone();
         // Before the old process ends: a daemon that starts after a crash finds the reason.
         let why = format!("the daemon was stopped while the sandbox was rolled back to {tag}");
         let end = End::new(FAILED, again(&why), String::new());
         if let Err(error) = self.write_if_not_deleted(|folder| end.write(folder)) {
             tracing::error!(sandbox = self.id, %error, "sandbox end not written before a rollback");
         }
-        let born = match self.request_replacement(succession).await {
-            Ok(birth) => self.finish_fork(birth, &config.timing).await,
+        let started = match self.request_replacement(plan).await {
+            Ok(pending) => self.finish_fork(pending, &config.timing).await,
             Err(error) => Err(Outcome::Ended(End::failed(FAILED, &error, String::new()))),
         };
-        match born {
+        match started {
             Ok(monitor) => {
                 // The new process is recorded, so the prepared end is void.
                 let _ = std::fs::remove_file(self.folder.join(END));
@@ -286,8 +286,8 @@ impl Sandbox {
     }
 
     /// Ends the old process, takes over its network slot, moves the new files into place, and asks for the fork.
-    async fn request_replacement(self: &Arc<Self>, succession: RollbackPlan) -> Result<PendingFork> {
-        let RollbackPlan { old, supervisor, mut attached, template, host, envs, arrived, turn } = succession;
+    async fn request_replacement(self: &Arc<Self>, plan: RollbackPlan) -> Result<PendingFork> {
+        let RollbackPlan { old, supervisor, mut attached, template, host, envs, arrived, turn } = plan;
         old.set_desired(DesiredState::Replace);
         if let Err(error) = supervisor.await {
             tracing::error!(sandbox = old.id, %error, "sandbox supervisor failed");

@@ -226,7 +226,7 @@ fn prepare(registry: &Arc<Registry>, batch: &Batch, reservation: Reservation) ->
     let folder = registry.folder.join(&id);
     make_folder(&folder)?;
     match prepare_child(&registry.host, batch, id, &folder) {
-        Ok((sandbox, birth)) => Ok(registry.add(reservation, sandbox, SandboxOrigin::Fork(birth))),
+        Ok((sandbox, pending)) => Ok(registry.add(reservation, sandbox, SandboxOrigin::Fork(pending))),
         Err(error) => {
             registry.host.telemetry.metrics.spawns.add(metrics::Outcome::Failed, 1);
             let _ = std::fs::remove_dir_all(&folder);
@@ -281,13 +281,13 @@ fn prepare_child(host: &Host, batch: &Batch, id: String, folder: &Path) -> Resul
         sandbox.resources().release(&sandbox.id);
         Error::host("cannot write down what a sandbox is", error)
     })?;
-    let birth = PendingFork {
+    let pending = PendingFork {
         pending: template.fork(config, fds),
         control,
         arrived: order.arrived,
         envs: order.envs.clone(),
     };
-    Ok((sandbox, birth))
+    Ok((sandbox, pending))
 }
 
 /// The files and descriptors of a child, and the daemon's end of its control connection.

@@ -177,8 +177,8 @@ impl Sandbox {
     }
 
     /// Completes a fork: waits for the template's answer and for the child's first, and records the process.
-    pub(crate) async fn finish_fork(&self, birth: PendingFork, timing: &Timing) -> Result<Monitor, Outcome> {
-        let PendingFork { pending, control, arrived, envs } = birth;
+    pub(crate) async fn finish_fork(&self, fork: PendingFork, timing: &Timing) -> Result<Monitor, Outcome> {
+        let PendingFork { pending, control, arrived, envs } = fork;
         let forked = tokio::select! {
             biased;
             forked = pending.forked => forked.unwrap_or_else(|_| Err(lost())),

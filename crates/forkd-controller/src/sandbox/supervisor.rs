@@ -79,8 +79,8 @@ impl Sandbox {
                     false => booted,
                 }
             }
-            SandboxOrigin::Fork(birth) => self.finish_fork(birth, &config.timing).await,
-            SandboxOrigin::Rollback(succession) => self.complete_rollback(*succession, &config).await,
+            SandboxOrigin::Fork(pending) => self.finish_fork(pending, &config.timing).await,
+            SandboxOrigin::Rollback(plan) => self.complete_rollback(*plan, &config).await,
             SandboxOrigin::Adopted(monitor) => Ok(monitor),
         };
         if let Some(counted) = counted {
