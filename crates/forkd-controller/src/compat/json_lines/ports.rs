@@ -99,10 +99,10 @@ impl Ports {
     /// Serves the port until the sandbox is deleted.
     async fn serve(self: Arc<Self>, id: String, listener: TcpListener) {
         let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-        let door = Arc::new(Semaphore::new(MAX_UNKNOWN));
+        let unknown_permits = Arc::new(Semaphore::new(MAX_UNKNOWN));
         // The registry is asked each time, because a rollback replaces the sandbox.
         while let Ok(sandbox) = self.registry.get(&id) {
-            let Ok(unknown) = door.clone().acquire_owned().await else { break };
+            let Ok(unknown) = unknown_permits.clone().acquire_owned().await else { break };
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
                 desired = sandbox.desired_changed() => {
