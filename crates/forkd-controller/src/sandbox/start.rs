@@ -110,13 +110,13 @@ impl Sandbox {
 
     fn launch(&self, config: &Config) -> crate::error::Result<Launch> {
         let resources = self.resources();
-        let door = resources.leaf.as_ref().map(|leaf| leaf.door()).transpose();
+        let procs_fd = resources.leaf.as_ref().map(|leaf| leaf.procs_fd()).transpose();
         Ok(Launch {
             id: self.id.clone(),
             folder: self.folder.clone(),
             vmm: config.vmm.clone(),
             uid: resources.lineage.as_ref().and_then(|lineage| lineage.uid()),
-            door: door.map_err(|error| Error::host("cannot use a cgroup", error))?.map(Arc::new),
+            procs_fd: procs_fd.map_err(|error| Error::host("cannot use a cgroup", error))?.map(Arc::new),
         })
     }
 

@@ -90,8 +90,8 @@ impl TemplateDir {
         let lineage = host.lineages.begin(&self.id)?;
         let limits = CgroupLimits::of_template(mem_mib);
         let leaf = lineage.cgroup.as_ref().map(|cgroup| cgroup.template(&limits));
-        let door = leaf
-            .map(|leaf| leaf.and_then(|leaf| leaf.door()))
+        let procs_fd = leaf
+            .map(|leaf| leaf.and_then(|leaf| leaf.procs_fd()))
             .transpose()
             .map_err(|error| Error::host("cannot make a cgroup", error))?;
         make_private_dir(&self.folder)
@@ -101,7 +101,7 @@ impl TemplateDir {
             folder: self.folder.clone(),
             vmm: host.config.vmm.clone(),
             uid: lineage.uid(),
-            door: door.map(Arc::new),
+            procs_fd: procs_fd.map(Arc::new),
         };
         Ok((lineage, launch))
     }
