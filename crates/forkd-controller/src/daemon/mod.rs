@@ -36,7 +36,7 @@ use crate::auth::tokens::Tokens;
 use crate::branch::suspend;
 use crate::compat::json_lines::ports::Ports;
 use crate::config::Config;
-use crate::daemon::bad_request_body::{RequestSeen, Worded};
+use crate::daemon::bad_request_body::{RejectionBodyStream, RequestSeen};
 use crate::daemon::lock::DataLock;
 use crate::daemon::stall_timeout::{ClientStream, StallTimeout};
 use crate::daemon::tls::Tls;
@@ -394,7 +394,7 @@ pub(crate) async fn connection<S>(
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
     let seen = RequestSeen::default();
-    let stream = Worded::new(stream, seen.clone());
+    let stream = RejectionBodyStream::new(stream, seen.clone());
     let service = router
         .map_request(move |mut request: hyper::Request<hyper::body::Incoming>| {
             seen.note();
