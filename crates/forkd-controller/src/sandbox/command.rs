@@ -97,7 +97,7 @@ fn kill(branched: &Branched) {
 impl Sandbox {
     /// Has the supervisor kill the monitor, which may be under the guest's control, because of `why`.
     pub(crate) async fn distrust(&self, why: &str) {
-        let _ = self.orders.commands.send(MonitorCommand::Distrust(why.to_owned())).await;
+        let _ = self.supervisor.commands.send(MonitorCommand::Distrust(why.to_owned())).await;
     }
 
     /// Sends the supervisor a command and waits for the answer.
@@ -108,7 +108,7 @@ impl Sandbox {
             return Err(self.ended(Code::SandboxEnded, &end));
         }
         let (reply, replied) = oneshot::channel();
-        self.orders.commands.send(command(reply)).await.map_err(|_| ended())?;
+        self.supervisor.commands.send(command(reply)).await.map_err(|_| ended())?;
         replied.await.unwrap_or_else(|_| Err(ended()))
     }
 }

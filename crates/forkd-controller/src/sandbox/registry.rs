@@ -61,7 +61,7 @@ struct Entry {
 
 /// How a sandbox boots.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct BootOrder {
+pub(crate) struct BootRequest {
     /// Whether the image's warm-up runs before the sandbox counts as running.
     pub(crate) warm: bool,
     /// Whether it outlives this daemon.
@@ -155,7 +155,8 @@ impl Registry {
         let image = spec.image.clone().unwrap_or_default();
         check_image(&image)?;
         let find = move |host: &Host| Ok((host.finder.find(&image)?, None));
-        self.boot_from(spec, BootOrder { warm, lasting, envs: BTreeMap::new(), id: None }, quota, find).await
+        self.boot_from(spec, BootRequest { warm, lasting, envs: BTreeMap::new(), id: None }, quota, find)
+            .await
     }
 
     /// Boots a sandbox on the files that `find` returns, with the kernel's description if it is not the default one.
@@ -163,13 +164,13 @@ impl Registry {
     pub(crate) async fn boot_from(
         self: &Arc<Self>,
         spec: Spec,
-        order: BootOrder,
+        request: BootRequest,
         quota: &Quota,
         find: impl FnOnce(&Host) -> Result<(BootSource, Option<String>)> + Send + 'static,
     ) -> Result<Bound> {
         check(&self.host.config.limits, spec.vcpus, spec.mem_mib)?;
         let (mut reservations, _) = self.reserve(1, &spec.claim(), quota)?;
-        let BootOrder { warm, lasting, envs, id } = order;
+        let BootRequest { warm, lasting, envs, id } = request;
         // A resumed sandbox has its id again. Its earlier lineage, which may still have holders, has the id as its name.
         let resumed = id.is_some().then(|| new_id("-")).transpose()?;
         let id = id.map_or_else(|| new_id("sb"), Ok)?;
