@@ -96,8 +96,8 @@ pub(super) async fn create(
         _ if !earlier.is_empty() => Spawned::default(),
         (Some(_), None) => only(vec![boot(&app, &who, request, lifetime).await?]),
         (None, Some(_)) => {
-            let order = order(&who, request, lifetime, arrived)?;
-            start_children(&app.registry, &app.snapshots, order).await?
+            let spec = spawn_spec(&who, request, lifetime, arrived)?;
+            start_children(&app.registry, &app.snapshots, spec).await?
         }
         _ => return Err(Error::invalid("give either `image` or `snapshot_tag`")),
     };
@@ -215,8 +215,13 @@ async fn boot(
     Ok(bound)
 }
 
-/// The order for children of a snapshot, or of a running sandbox.
-fn order(who: &Principal, request: CreateRequest, lifetime: Lifetime, arrived: Instant) -> Result<SpawnSpec> {
+/// The parameters of children of a snapshot, or of a running sandbox.
+fn spawn_spec(
+    who: &Principal,
+    request: CreateRequest,
+    lifetime: Lifetime,
+    arrived: Instant,
+) -> Result<SpawnSpec> {
     let n = request.n.unwrap_or(1);
     if !(1..=MAX_CHILDREN).contains(&n) {
         return Err(Error::invalid(format!("n is {n}; it must be 1 to {MAX_CHILDREN}")));

@@ -38,8 +38,8 @@ impl Daemon {
 
     /// Forks one child of `template`.
     async fn child_of(&self, template: &Arc<Template>, id: Option<&str>) -> Arc<Sandbox> {
-        let order = SpawnSpec { id: id.map(str::to_owned), ..self.order("", 1) };
-        let spawned = spawn_from(&self.registry, template.clone(), order).await;
+        let spec = SpawnSpec { id: id.map(str::to_owned), ..self.spawn_spec("", 1) };
+        let spawned = spawn_from(&self.registry, template.clone(), spec).await;
         let Spawned { mut children, errors } = spawned.unwrap();
         assert!(errors.is_empty(), "{errors:?}");
         let child = children.pop().unwrap().release();
@@ -192,7 +192,7 @@ async fn children_of_a_template_that_ended_are_errors() {
     let template = daemon.fork(&source).await;
     monitor.child("branch").unwrap().die();
     eventually("the end of the template", || !template.is_alive()).await;
-    let spawned = spawn_from(&daemon.registry, template, daemon.order("", 2)).await.unwrap();
+    let spawned = spawn_from(&daemon.registry, template, daemon.spawn_spec("", 2)).await.unwrap();
     assert_eq!((spawned.children.len(), spawned.errors.len()), (0, 2));
     eventually("no children", || daemon.registry.list().len() == 1).await;
 }

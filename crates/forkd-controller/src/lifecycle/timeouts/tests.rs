@@ -97,7 +97,7 @@ fn idle(sandbox: &Sandbox, action: OnTimeout) {
 async fn a_sandbox_whose_deadline_has_passed_is_ended() {
     let (host, daemon, live, sandbox, monitor) = one_child().await;
     let (other, _) =
-        daemon.child_with(&live, |order| order.time_to_live = Some(Duration::from_secs(3600))).await;
+        daemon.child_with(&live, |spec| spec.time_to_live = Some(Duration::from_secs(3600))).await;
     expire(&sandbox, OnTimeout::Kill);
     look(&timeouts(&host, &daemon).await).await;
     let end = end_of(&sandbox).await;
@@ -295,7 +295,7 @@ async fn a_step_of_the_clock_moves_the_deadline_of_a_sandbox_and_its_record() {
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
     let (sandbox, _) =
-        daemon.child_with(&live, |order| order.time_to_live = Some(Duration::from_secs(100))).await;
+        daemon.child_with(&live, |spec| spec.time_to_live = Some(Duration::from_secs(100))).await;
     let before = sandbox.facts().saved.deadline_unix.unwrap();
     for (step, moved) in [(3600, before + 3600), (-3600, before)] {
         move_deadline(&sandbox, step).unwrap();

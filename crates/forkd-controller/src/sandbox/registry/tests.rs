@@ -65,7 +65,7 @@ async fn a_bound_sandbox_ends_with_what_it_is_bound_to() {
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
-    let spawned = daemon.spawn(daemon.order("t", 1)).await.unwrap();
+    let spawned = daemon.spawn(daemon.spawn_spec("t", 1)).await.unwrap();
     let sandbox = spawned.children[0].sandbox().clone();
     let monitor = live.monitor.child(&sandbox.child).unwrap();
     drop(spawned);
@@ -79,7 +79,7 @@ async fn a_released_sandbox_lives_until_a_client_deletes_it() {
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
-    let mut spawned = daemon.spawn(daemon.order("t", 2)).await.unwrap();
+    let mut spawned = daemon.spawn(daemon.spawn_spec("t", 2)).await.unwrap();
     let released = spawned.children.pop().unwrap().release();
     let bound = spawned.children[0].sandbox().clone();
     drop(spawned);
@@ -93,9 +93,9 @@ async fn a_batch_of_forks_is_refused_whole_when_the_quota_has_no_room_for_all() 
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
-    let mut order = daemon.order("t", 3);
-    order.who.quota = quota(Some(2), None);
-    assert_eq!(daemon.spawn(order).await.unwrap_err().code(), Code::QuotaExceeded);
+    let mut spec = daemon.spawn_spec("t", 3);
+    spec.who.quota = quota(Some(2), None);
+    assert_eq!(daemon.spawn(spec).await.unwrap_err().code(), Code::QuotaExceeded);
     assert_eq!(live.monitor.times(|request| matches!(request, Request::Fork(_))), 0);
     assert_eq!(daemon.registry.list().len(), 0);
 }
@@ -135,8 +135,8 @@ async fn the_archive_has_the_end_of_each_sandbox_and_the_first_one_counts() {
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
     let (died, monitor) = daemon
-        .child_with(&live, |order| {
-            order.lifetime.labels.insert("team".into(), "x".into());
+        .child_with(&live, |spec| {
+            spec.lifetime.labels.insert("team".into(), "x".into());
         })
         .await;
     let (deleted, _) = daemon.child(&live).await;

@@ -79,7 +79,7 @@ async fn a_fork_that_the_template_refuses_is_an_error_and_leaves_nothing() {
         Request::Fork(_) => Act::Answer(Reply::Error { message: "too many".into() }),
         _ => Act::Execute,
     });
-    let spawned = daemon.spawn(daemon.order("t", 2)).await.unwrap();
+    let spawned = daemon.spawn(daemon.spawn_spec("t", 2)).await.unwrap();
     assert!(spawned.children.is_empty());
     for (_, error) in &spawned.errors {
         assert_eq!(error.code(), Code::GuestFailed);
@@ -97,9 +97,9 @@ async fn a_fork_whose_guest_panics_at_once_is_an_error_with_its_console() {
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
     live.monitor.children_are_not_ready();
-    let mut order = daemon.order("t", 1);
-    order.wait = false;
-    let spawned = daemon.spawn(order).await.unwrap();
+    let mut spec = daemon.spawn_spec("t", 1);
+    spec.wait = false;
+    let spawned = daemon.spawn(spec).await.unwrap();
     let sandbox = spawned.children[0].sandbox().clone();
     eventually("the fork", || live.monitor.child(&sandbox.child).is_some()).await;
     let child = live.monitor.child(&sandbox.child).unwrap();
@@ -117,7 +117,7 @@ async fn a_fork_whose_guest_is_never_ready_is_ended() {
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
     live.monitor.children_are_not_ready();
-    let spawned = daemon.spawn(daemon.order("t", 1)).await.unwrap();
+    let spawned = daemon.spawn(daemon.spawn_spec("t", 1)).await.unwrap();
     let error = &spawned.errors[0].1;
     assert!(error.public().contains("was not ready"), "{error}");
     eventually("its process's end", || live.monitor.children_that_run() == 0).await;
@@ -130,9 +130,9 @@ async fn a_sandbox_that_is_deleted_while_it_starts_ends_as_deleted_with_its_proc
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
     live.monitor.children_are_not_ready();
-    let mut order = daemon.order("t", 1);
-    order.wait = false;
-    let sandbox = daemon.spawn(order).await.unwrap().children.pop().unwrap().release();
+    let mut spec = daemon.spawn_spec("t", 1);
+    spec.wait = false;
+    let sandbox = daemon.spawn(spec).await.unwrap().children.pop().unwrap().release();
     eventually("its process", || sandbox.facts().pid.is_some()).await;
     daemon.registry.delete(&sandbox.id).unwrap();
     assert_eq!(end_of(&sandbox).await.reason, "deleted");
@@ -152,9 +152,9 @@ async fn a_sandbox_that_is_deleted_before_its_template_answers_has_its_process_s
         }
         Act::Execute
     });
-    let mut order = daemon.order("t", 1);
-    order.wait = false;
-    let sandbox = daemon.spawn(order).await.unwrap().children.pop().unwrap().release();
+    let mut spec = daemon.spawn_spec("t", 1);
+    spec.wait = false;
+    let sandbox = daemon.spawn(spec).await.unwrap().children.pop().unwrap().release();
     daemon.registry.delete(&sandbox.id).unwrap();
     assert_eq!(end_of(&sandbox).await.reason, "deleted");
     tell.send(()).unwrap();
@@ -172,7 +172,7 @@ async fn a_template_that_dies_while_it_forks_is_replaced_or_named() {
         _ => Act::Execute,
     });
     // A branch that is not on disk has no next template.
-    let spawned = daemon.spawn(daemon.order("t", 1)).await.unwrap();
+    let spawned = daemon.spawn(daemon.spawn_spec("t", 1)).await.unwrap();
     assert_eq!(spawned.errors[0].1.code(), Code::SnapshotNotReady, "{:?}", spawned.errors);
 }
 
@@ -189,7 +189,7 @@ async fn what_a_template_that_died_did_not_fork_is_asked_of_the_next_one() {
         }
         _ => Act::Execute,
     });
-    let spawned = daemon.spawn(daemon.order("t", 3)).await.unwrap();
+    let spawned = daemon.spawn(daemon.spawn_spec("t", 3)).await.unwrap();
     assert_eq!((spawned.children.len(), spawned.errors.len()), (3, 0), "{:?}", spawned.errors);
     assert_eq!(next.monitor.times(|request| matches!(request, Request::Fork(_))), 3);
 }
