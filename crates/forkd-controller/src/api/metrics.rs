@@ -32,7 +32,7 @@ pub(super) async fn metrics(State(app): State<ApiContext>) -> Result<Response> {
     page.gauge("forkd_branch_concurrency_cap", "How many may be taken at a time.", cap as f64);
 
     let telemetry = &app.registry.host.telemetry;
-    let pids = app.registry.list().iter().filter_map(|sandbox| sandbox.facts().pid).collect();
+    let pids = app.registry.list().iter().filter_map(|sandbox| sandbox.runtime().pid).collect();
     let memory = app.registry.host.usage.memory(pids).await;
     let help = "Memory of all sandboxes that only one of them has; a few seconds old.";
     page.gauge("forkd_sandbox_memory_private_bytes", help, memory.private as f64);

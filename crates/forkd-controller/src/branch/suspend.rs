@@ -138,7 +138,7 @@ impl Suspend {
     /// Undoes a suspend that is not committed. See the module's page.
     async fn undo(&self) -> Result<()> {
         let sandbox = &self.sandbox;
-        let note = || sandbox.read_runtime(|facts| facts.saved.lifetime.suspending.clone());
+        let note = || sandbox.read_runtime(|runtime| runtime.saved.lifetime.suspending.clone());
         let Some(Suspending { tag, .. }) = note() else { return Ok(()) };
         let died = {
             let _turn = sandbox.lock_exclusive().await?;
@@ -196,8 +196,9 @@ pub(crate) async fn undo_unfinished(
 ) {
     let mut undoing = Vec::new();
     for sandbox in registry.list() {
-        let (has_note, workspace) = sandbox
-            .read_runtime(|facts| (facts.saved.lifetime.suspending.is_some(), facts.saved.workspace.clone()));
+        let (has_note, workspace) = sandbox.read_runtime(|runtime| {
+            (runtime.saved.lifetime.suspending.is_some(), runtime.saved.workspace.clone())
+        });
         // The record that cannot be read may name the snapshot.
         if !has_note || workspace.is_some_and(|name| is_kept(&name)) {
             continue;

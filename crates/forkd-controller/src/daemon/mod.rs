@@ -177,7 +177,7 @@ pub async fn serve_until(
         let mut needed = kept.tags()?;
         for sandbox in users.list() {
             needed.extend(sandbox.spec.snapshot_tag.clone());
-            needed.extend(sandbox.facts().saved.history.rolled_back_to);
+            needed.extend(sandbox.runtime().saved.history.rolled_back_to);
         }
         Ok(needed)
     };

@@ -178,7 +178,7 @@ async fn take_over(
     match monitor {
         Some(Ok(monitor)) => {
             tracing::info!(sandbox = id, "sandbox adopted");
-            sandbox.update_runtime(|facts| facts.pid = u32::try_from(monitor.pid()).ok());
+            sandbox.update_runtime(|runtime| runtime.pid = u32::try_from(monitor.pid()).ok());
             let sandbox = registry.add(reservation, sandbox, SandboxOrigin::Adopted(monitor)).release();
             if !sandbox.spec.is_bare() {
                 // The last daemon may have been killed in the middle of a branch or a pause.

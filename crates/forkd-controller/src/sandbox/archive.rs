@@ -63,7 +63,7 @@ impl Archive {
             owner: sandbox.spec.owner.clone(),
             boot_id: self.boot_id.clone(),
             snapshot_tag: sandbox.spec.snapshot_tag.clone(),
-            labels: sandbox.read_runtime(|facts| facts.saved.lifetime.labels.clone()),
+            labels: sandbox.read_runtime(|runtime| runtime.saved.lifetime.labels.clone()),
             created_at_unix: sandbox.created_at_unix(),
         });
         self.note(&sandbox.id, made);

@@ -79,11 +79,11 @@ async fn boot_from(registry: &Arc<Registry>, snapshot: &Snapshot, spawn: &SpawnS
     let known = snapshot.clone();
     let find = move |host: &Host| find(host, &known);
     let bound = registry.boot_from(spec, boot, &spawn.who.quota, find).await?;
-    bound.sandbox().update_runtime(|facts| {
-        facts.saved.lifetime = spawn.lifetime.clone();
-        facts.saved.workspace = spawn.workspace.clone();
-        facts.saved.e2b = spawn.e2b.clone();
-        facts.time_to_live = spawn.time_to_live;
+    bound.sandbox().update_runtime(|runtime| {
+        runtime.saved.lifetime = spawn.lifetime.clone();
+        runtime.saved.workspace = spawn.workspace.clone();
+        runtime.saved.e2b = spawn.e2b.clone();
+        runtime.time_to_live = spawn.time_to_live;
     });
     // The ledger gets the labels, which are set only now.
     registry.archive.made(bound.sandbox());

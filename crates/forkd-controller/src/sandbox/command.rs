@@ -66,7 +66,7 @@ impl MonitorCommand {
             MonitorCommand::Pause(reply) => {
                 let paused = monitor.pause(patience).await;
                 if paused.is_ok() {
-                    sandbox.update_runtime(|facts| facts.disk_full = false);
+                    sandbox.update_runtime(|runtime| runtime.disk_full = false);
                     sandbox.pauses.begin();
                     sandbox.set_phase(Phase::Paused);
                 }
@@ -75,7 +75,7 @@ impl MonitorCommand {
             MonitorCommand::Resume(reply) => {
                 let resumed = monitor.resume(patience).await;
                 if resumed.is_ok() {
-                    sandbox.update_runtime(|facts| facts.disk_full = false);
+                    sandbox.update_runtime(|runtime| runtime.disk_full = false);
                     sandbox.pauses.end();
                     sandbox.set_phase(Phase::Running);
                 }

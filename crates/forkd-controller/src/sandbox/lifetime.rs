@@ -166,14 +166,14 @@ pub(crate) struct SuspendGuard<'a>(&'a Sandbox);
 
 impl<'a> SuspendGuard<'a> {
     pub(crate) fn begin(sandbox: &'a Sandbox) -> Self {
-        sandbox.update_runtime(|facts| facts.is_suspending = true);
+        sandbox.update_runtime(|runtime| runtime.is_suspending = true);
         SuspendGuard(sandbox)
     }
 }
 
 impl Drop for SuspendGuard<'_> {
     fn drop(&mut self) {
-        self.0.update_runtime(|facts| facts.is_suspending = false);
+        self.0.update_runtime(|runtime| runtime.is_suspending = false);
     }
 }
 
@@ -190,12 +190,13 @@ impl Sandbox {
         &self,
         change: impl FnOnce(&mut Lifetime, &mut Option<u64>),
     ) -> io::Result<()> {
-        self.update_persisted(|facts| change(&mut facts.saved.lifetime, &mut facts.saved.deadline_unix))
+        self.update_persisted(|runtime| change(&mut runtime.saved.lifetime, &mut runtime.saved.deadline_unix))
     }
 
     /// Whether the idle time-out paused it.
     pub(crate) fn is_auto_paused(&self) -> bool {
-        matches!(self.phase(), Phase::Paused) && self.read_runtime(|facts| facts.saved.lifetime.auto_paused)
+        matches!(self.phase(), Phase::Paused)
+            && self.read_runtime(|runtime| runtime.saved.lifetime.auto_paused)
     }
 
     /// Resumes the sandbox if its idle time-out paused it.
@@ -213,8 +214,8 @@ impl Sandbox {
 
     /// Records that the sandbox is no longer paused by its idle time-out or by a suspend.
     pub(crate) fn forget_pause(&self) {
-        if self.read_runtime(|facts| {
-            !facts.saved.lifetime.auto_paused && facts.saved.lifetime.suspending.is_none()
+        if self.read_runtime(|runtime| {
+            !runtime.saved.lifetime.auto_paused && runtime.saved.lifetime.suspending.is_none()
         }) {
             return;
         }

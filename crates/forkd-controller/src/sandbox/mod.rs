@@ -283,10 +283,10 @@ impl Sandbox {
     /// Fails while the sandbox is being suspended: the stored snapshot would not contain later changes.
     pub(crate) fn check_not_suspending(&self) -> Result<()> {
         self.known()?;
-        if !self.read_runtime(|facts| facts.is_suspending) {
+        if !self.read_runtime(|runtime| runtime.is_suspending) {
             return Ok(());
         }
-        let then = match self.read_runtime(|facts| facts.saved.workspace.clone()) {
+        let then = match self.read_runtime(|runtime| runtime.saved.workspace.clone()) {
             Some(name) => format!("run `forkd workspace resume {name}` when that is done"),
             None => "its time is over; fork the snapshot it is stored as (`forkd images`) to continue".into(),
         };

@@ -356,7 +356,7 @@ fn record(sandbox: &Sandbox, spec: &SpawnSpec, template: &Template) -> io::Resul
         spec: sandbox.spec.clone(),
         created_at_unix: sandbox.created_at_unix(),
         created_nanos: sandbox.created_nanos(),
-        netns: sandbox.facts().netns,
+        netns: sandbox.runtime().netns,
         generation: 0,
         envs: spec.envs.clone(),
         saved: SavedState {

@@ -159,7 +159,7 @@ impl Workspaces {
     /// Ends every sandbox that names a workspace whose record does not name that sandbox.
     fn end_strangers(&self) {
         for sandbox in self.registry.list() {
-            let Some(name) = sandbox.facts().saved.workspace else { continue };
+            let Some(name) = sandbox.runtime().saved.workspace else { continue };
             let ours = match self.get(&name).map(|workspace| workspace.state()) {
                 Ok(WorkspaceState::Kept(record)) => record.live_sandbox_id.as_deref() == Some(&sandbox.id),
                 // The operator may repair the file and want the sandbox.

@@ -79,7 +79,7 @@ async fn one_capture_serves_many_requests_and_is_in_no_list() {
     assert_eq!(daemon.snapshots.owners.of(""), None);
     let record = TemplateRecord::read(template.folder()).read().unwrap();
     assert_eq!(record.standing, PersistState::Forgotten);
-    let history = source.facts().saved.history;
+    let history = source.runtime().saved.history;
     assert_eq!((history.branch_count, history.last_branch_tag), (0, None), "a fork is no branch");
     assert_eq!(source.pauses.list()[0].why, "fork");
 

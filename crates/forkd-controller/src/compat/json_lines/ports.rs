@@ -61,7 +61,7 @@ impl Ports {
     /// Opens the ports that sandboxes had under an earlier daemon.
     pub(crate) fn reopen(self: &Arc<Self>) {
         for sandbox in self.registry.list() {
-            if sandbox.facts().saved.history.line_port.is_some()
+            if sandbox.runtime().saved.history.line_port.is_some()
                 && let Err(error) = self.open(&sandbox)
             {
                 tracing::warn!(sandbox = sandbox.id, %error, "JSON-lines port not reopened");
@@ -75,7 +75,7 @@ impl Ports {
         if let Some(port) = open.get(&sandbox.id) {
             return Ok(port.address);
         }
-        let listener = listen(sandbox.facts().saved.history.line_port)
+        let listener = listen(sandbox.runtime().saved.history.line_port)
             .map_err(|error| Error::host("cannot open a port of loopback", error))?;
         let address = listener.local_addr().map_err(|error| Error::host("a port without a number", error))?;
         let serving = self.clone().serve(sandbox.id.clone(), listener);
@@ -91,7 +91,7 @@ impl Ports {
     /// Closes the sandbox's port, if it has one.
     pub(crate) fn close(&self, sandbox: &Sandbox) {
         self.open.lock().remove(&sandbox.id);
-        if sandbox.facts().saved.history.line_port.is_some() {
+        if sandbox.runtime().saved.history.line_port.is_some() {
             sandbox.update_history(|history| history.line_port = None);
         }
     }

@@ -213,8 +213,8 @@ async fn a_rolled_back_sandbox_has_another_process_and_the_same_id_folder_and_re
     let after = live.monitor.child(&format!("{}-1", old.id)).unwrap();
     assert!(!before.runs() && after.runs());
     assert_eq!((&new.id, &new.folder, new.created), (&old.id, &old.folder, old.created));
-    assert_eq!(new.facts().pid, Some(after.pid as u32));
-    assert_eq!(new.facts().saved.history.rolled_back_to.as_deref(), Some("t"));
+    assert_eq!(new.runtime().pid, Some(after.pid as u32));
+    assert_eq!(new.runtime().saved.history.rolled_back_to.as_deref(), Some("t"));
     assert_eq!(end_of(&old).await.reason, "rolled_back");
     assert!(!new.folder.join("end.json").exists());
     // The process ended, the sandbox did not.

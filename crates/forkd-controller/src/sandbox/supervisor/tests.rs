@@ -49,9 +49,9 @@ async fn child_with_agent(daemon: &Daemon) -> (Arc<Sandbox>, Arc<FakeGuest>, Fak
 async fn a_forked_sandbox_runs_and_the_next_daemon_can_find_it() {
     let (_host, daemon, live, sandbox, monitor) = one_child().await;
     assert!(matches!(sandbox.phase(), Phase::Running));
-    let facts = sandbox.facts();
-    assert_eq!(facts.pid, Some(monitor.pid as u32));
-    assert!(facts.ready_ms.is_some() && facts.boot_ms.is_none());
+    let runtime = sandbox.runtime();
+    assert_eq!(runtime.pid, Some(monitor.pid as u32));
+    assert!(runtime.ready_ms.is_some() && runtime.boot_ms.is_none());
     let identity = ProcessId::read(&sandbox.folder).read().unwrap();
     assert_eq!(identity.pid, monitor.pid);
     assert_eq!(sandbox.record().unwrap().template, live.template.id);
@@ -133,7 +133,7 @@ async fn a_sandbox_that_is_deleted_while_it_starts_ends_as_deleted_with_its_proc
     let mut spec = daemon.spawn_spec("t", 1);
     spec.wait = false;
     let sandbox = daemon.spawn(spec).await.unwrap().children.pop().unwrap().release();
-    eventually("its process", || sandbox.facts().pid.is_some()).await;
+    eventually("its process", || sandbox.runtime().pid.is_some()).await;
     daemon.registry.delete(&sandbox.id).unwrap();
     assert_eq!(end_of(&sandbox).await.reason, "deleted");
     eventually("its end", || live.monitor.children_that_run() == 0 && !sandbox.folder.exists()).await;
@@ -202,7 +202,7 @@ async fn a_monitor_that_dies_ends_its_sandbox_with_the_signal() {
     assert_eq!(end.reason, "monitor_died");
     assert!(end.detail.contains("signal 9"), "{end:?}");
     assert_eq!(End::read(&sandbox.folder).read().unwrap(), *end);
-    assert_eq!(sandbox.facts().pid, None);
+    assert_eq!(sandbox.runtime().pid, None);
     assert_eq!(daemon.sandbox_events().last().unwrap().1.as_deref(), Some("monitor_died"));
     eventually("the acknowledgement", || live.monitor.remembers().is_empty()).await;
 }
@@ -453,7 +453,7 @@ async fn a_supervisor_that_panics_ends_its_sandbox_as_failed() {
     assert_eq!(end.reason, "failed");
     assert!(end.cause.as_deref().unwrap().contains("on purpose") && !end.detail.contains("on purpose"));
     assert_eq!(End::read(&sandbox.folder).read().unwrap(), *end);
-    assert_eq!(sandbox.facts().pid, None);
+    assert_eq!(sandbox.runtime().pid, None);
 }
 
 #[tokio::test]
