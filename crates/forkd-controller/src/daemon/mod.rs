@@ -259,7 +259,7 @@ pub async fn serve_until(
     if tokio::time::timeout(CLOSE_WAIT, closed).await.is_err() {
         tracing::error!("sandboxes still ending after the close timeout; the next start removes them");
     }
-    // Whoever waited for a sandbox has just been told that it ended: let that answer out.
+    // Clients that waited for a sandbox have an error now: leave time to send it.
     let _ = tokio::time::timeout(Duration::from_secs(1), connections.count.wait()).await;
     fresh.abort();
     telemetry.close().await;
