@@ -4,6 +4,8 @@
 //! deadline is beside it in `SavedState`. Both are parts of the sandbox's record, so the next daemon applies them, too.
 //! [`Activity`] holds the last use, in memory only: without a daemon no client can use a sandbox, and the next daemon
 //! counts from its own start. `lifecycle::timeouts` acts when a time-out is over.
+//!
+//! A sandbox that a client of the E2B API pauses is suspended, not paused: see `workspace/e2b.rs`.
 
 use std::collections::BTreeMap;
 use std::io;
