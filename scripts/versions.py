@@ -27,6 +27,8 @@ def field(path, *keys):
 def versions(root):
     """Every file that has the version, with its version."""
     yield root / "docs/openapi.json", field(root / "docs/openapi.json", "info", "version")
+    stated = re.search(r"this is version (\d+\.\d+\.\d+)", (root / "README.md").read_text())
+    yield root / "README.md", stated and stated.group(1)
     for package in sorted((root / "sdk").glob("*/")):
         if (manifest := package / "pyproject.toml").exists():
             yield manifest, quoted(manifest, "version")

@@ -123,7 +123,7 @@ def halt():
 
 
 def escape():
-    """Takes the writers out of the reach of whoever freezes user processes."""
+    """Moves the writers to the root cgroup, where a freeze of user processes does not reach them."""
     for process in processes:
         with open("/sys/fs/cgroup/cgroup.procs", "w") as file:
             file.write(str(process.pid))

@@ -4,6 +4,8 @@
 //! branches refer to. So a newer forkd must not rewrite an old manifest. A reader trusts nothing in it: the file is
 //! bounded and versioned, and each name in it can be the name of a layer only.
 //!
+//! Built in `draft.rs`; measured in the controller's `snapshot/save.rs`; shown by its `api/snapshots`.
+//!
 //! A new field raises the version of each kind that has the field (`FULL`, `DISK`), to a number that no kind had: an older
 //! forkd refuses unknown fields, and its gc then keeps all layers. `Manifest::parse` takes one version of each kind. So the
 //! same change must let it take the kind's earlier versions, too. Keep the old example in `tests/golden`.

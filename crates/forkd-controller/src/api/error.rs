@@ -124,7 +124,7 @@ mod tests {
             assert_eq!(ask().await, code);
         }
         daemon.sandbox.phase.send_replace(Phase::Running);
-        daemon.sandbox.update_runtime(|facts| facts.is_suspending = true);
+        daemon.sandbox.update_runtime(|runtime| runtime.is_suspending = true);
         assert_eq!(ask().await, "sandbox_suspending");
     }
 

@@ -109,6 +109,26 @@ const SAVE: &[Code] = &[
     DiskFull,
 ];
 
+/// Of a branch, by its steps: see the front page of `branch`.
+const BRANCH: &[Code] = &[
+    TagTaken,
+    SandboxStarting,
+    SandboxPaused,
+    SandboxEnded,
+    SandboxBusy,
+    SandboxReplaced,
+    SandboxUnfit,
+    SnapshotUnusable,
+    Cancelled,
+    MonitorRefused,
+    QuotaExceeded,
+    TemplateEnded,
+    DaemonBusy,
+    LimitReached,
+    GuestTimeout,
+    DiskFull,
+];
+
 /// Of a workspace in a path.
 const WORKSPACE: &[Code] =
     &[WorkspaceRunning, WorkspaceNotRunning, WorkspaceNotFound, WorkspaceBusy, WorkspaceUnusable];
@@ -125,7 +145,7 @@ pub(super) fn of_route(method: &Method, path: &str) -> Option<Vec<Code>> {
         ("PATCH", "/v1/sandboxes/{id}") => &[SANDBOX, STATE, &[QuotaExceeded]],
         ("POST", "/v1/sandboxes/{id}/pause" | "/v1/sandboxes/{id}/resume") => &[SANDBOX, STATE, START],
         ("POST", "/v1/sandboxes/{id}/rollback") => &[SANDBOX, STATE, SNAPSHOT, START, &[NoRollbackTarget]],
-        ("POST", "/v1/sandboxes/{id}/branch") => &[SANDBOX, STATE, SNAPSHOT, SAVE],
+        ("POST", "/v1/sandboxes/{id}/branch") => &[SANDBOX, BRANCH],
         ("POST", "/v1/sandboxes/{id}/fork") => &[SANDBOX, STATE, SNAPSHOT, START],
         ("POST", "/v1/sandboxes/{id}/ping") => &[SANDBOX, STATE, GUEST],
         ("POST", "/v1/sandboxes/{id}/exec" | "/v1/sandboxes/{id}/eval") => &[SANDBOX, STATE, GUEST],

@@ -24,15 +24,15 @@ pub(super) async fn metrics(State(app): State<ApiContext>) -> Result<Response> {
     page.family("forkd_build_info", MetricType::GAUGE, "1, with the version of the daemon.");
     page.sample(&[("version", crate::VERSION)], 1.0);
     // A gauge, although it is called `_total`: dashboards read the name.
-    page.gauge("forkd_snapshots_total", "Snapshots there are.", app.snapshots.list().len() as f64);
+    page.gauge("forkd_snapshots_total", "Number of snapshots.", app.snapshots.list().len() as f64);
     sandboxes(&app, &mut page);
     let cap = app.config.limits.max_branches;
     let branching = cap.saturating_sub(app.snapshots.branching.available_permits());
     page.gauge("forkd_branches_in_flight", "Branches that are being taken.", branching as f64);
-    page.gauge("forkd_branch_concurrency_cap", "How many may be taken at a time.", cap as f64);
+    page.gauge("forkd_branch_concurrency_cap", "Maximum number of branches taken at a time.", cap as f64);
 
     let telemetry = &app.registry.host.telemetry;
-    let pids = app.registry.list().iter().filter_map(|sandbox| sandbox.facts().pid).collect();
+    let pids = app.registry.list().iter().filter_map(|sandbox| sandbox.runtime().pid).collect();
     let memory = app.registry.host.usage.memory(pids).await;
     let help = "Memory of all sandboxes that only one of them has; a few seconds old.";
     page.gauge("forkd_sandbox_memory_private_bytes", help, memory.private as f64);
@@ -61,7 +61,7 @@ fn sandboxes(app: &ApiContext, page: &mut Page) {
     }
     let active = counts.iter().sum::<u32>() - counts[4];
     page.gauge("forkd_sandboxes_active", "Sandboxes that have a process.", f64::from(active));
-    page.family("forkd_sandboxes", MetricType::GAUGE, "Sandboxes, by where they stand.");
+    page.family("forkd_sandboxes", MetricType::GAUGE, "Sandboxes, by state.");
     for (name, count) in names.iter().zip(counts) {
         page.sample(&[("state", name)], f64::from(count));
     }

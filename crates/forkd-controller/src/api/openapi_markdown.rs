@@ -148,6 +148,7 @@ fn route(page: &mut String, method: &str, path: &str, operation: &Value) {
             "default" => ("other", String::new()),
             status => (status, line(&response["description"])),
         };
+        let between = if has_code(&what, response) { "; also " } else { ": " };
         let what = [what.trim_end_matches('.'), &codes.join(", ")].map(str::to_owned);
         let what: Vec<_> = what.into_iter().filter(|part| !part.is_empty()).collect();
         let bodies = object(&response["content"]).map(|(media, content)| match media {
@@ -155,22 +156,36 @@ fn route(page: &mut String, method: &str, path: &str, operation: &Value) {
             other => format!("`{other}`"),
         });
         let bodies: Vec<_> = bodies.collect();
-        let _ = writeln!(page, "| {status} | {} | {} |", bodies.join(", "), what.join(": "));
+        let _ = writeln!(page, "| {status} | {} | {} |", bodies.join(", "), what.join(between));
     }
     websocket(page, &operation["x-websocket"]);
 }
 
-/// The codes of a response that not every route has.
+/// The codes of a response that neither its description names nor every route has.
 fn special_codes(response: &Value) -> Vec<String> {
-    let codes = response["x-error-codes"].as_array().into_iter().flatten().map(text);
     let any = |code: &str| ANY.iter().any(|any| any.name() == code) || is_idempotency(code);
-    let mut codes: Vec<_> = codes.filter(|code| !any(code)).collect();
+    let described = |code: &str| names(text(&response["description"]), code);
+    let mut codes: Vec<_> = error_codes(response).filter(|code| !any(code) && !described(code)).collect();
     let states: Vec<_> = STATE.iter().filter(|code| is_state(code)).map(|code| code.name()).collect();
     if states.iter().all(|state| codes.contains(state)) {
         codes.retain(|code| !states.contains(code));
         codes.push(STATES);
     }
     codes.iter().map(|code| format!("`{code}`")).collect()
+}
+
+fn error_codes(response: &Value) -> impl Iterator<Item = &str> {
+    response["x-error-codes"].as_array().into_iter().flatten().map(text)
+}
+
+/// Whether a description names a code of its response.
+fn has_code(description: &str, response: &Value) -> bool {
+    error_codes(response).any(|code| names(description, code))
+}
+
+/// Whether a description names `code`.
+fn names(description: &str, code: &str) -> bool {
+    description.contains(&format!("`{code}`"))
 }
 
 /// Stands for all codes of the state of a sandbox.

@@ -117,6 +117,6 @@ fn sandbox(sandbox: &Sandbox, made: &HashMap<String, u64>) -> SandboxFact {
         created_at_unix,
         spawned_from: sandbox.spec.snapshot_tag.clone().map(spawned_from),
         forked_from: sandbox.spec.forked_from.clone(),
-        rolled_back_to: sandbox.facts().saved.history.rolled_back_to.map(named),
+        rolled_back_to: sandbox.runtime().saved.history.rolled_back_to.map(named),
     }
 }

@@ -43,8 +43,8 @@ impl Principal {
         Principal { name, owner, scope: Scope::Admin, quota: Quota::default(), proof: None }
     }
 
-    /// The principal of the first token, which the daemon made itself.
-    pub(crate) fn first_token() -> Self {
+    /// The principal of the token `default`, the first one, which the daemon made itself.
+    pub(crate) fn default_token() -> Self {
         Principal { name: FIRST_TOKEN.into(), ..Principal::local() }
     }
 

@@ -52,7 +52,7 @@ impl QuotaUsage {
         Ok(())
     }
 
-    pub(crate) fn give_back(&mut self, claim: &Claim) {
+    pub(crate) fn release(&mut self, claim: &Claim) {
         let Some(used) = self.0.get_mut(&claim.owner) else { return };
         used.sandboxes = used.sandboxes.saturating_sub(1);
         used.mem_mib = used.mem_mib.saturating_sub(claim.mem_mib);
@@ -133,8 +133,8 @@ mod tests {
         assert!(usage.resize(&mut claim, 101, &quota).is_err());
         usage.resize(&mut claim, 50, &quota).unwrap();
         usage.resize(&mut claim, 100, &quota).unwrap();
-        (0..3).for_each(|_| usage.give_back(&claim));
-        (0..3).for_each(|_| usage.give_back(&other));
+        (0..3).for_each(|_| usage.release(&claim));
+        (0..3).for_each(|_| usage.release(&other));
         assert!(usage.0.is_empty());
         let tiny = Quota { max_sandboxes: Some(0), ..Quota::default() };
         assert!(usage.take(&claim, 1, 1, &tiny).is_err());

@@ -120,7 +120,7 @@ impl Tokens {
             found.conditional_assign(&(index as u64), named.ct_eq(&hash));
         }
         if first.unwrap_or(Choice::from(0)).into() {
-            return Ok(Principal { proof: Some(Proof(hash)), ..Principal::first_token() });
+            return Ok(Principal { proof: Some(Proof(hash)), ..Principal::default_token() });
         }
         let found = usize::try_from(found).ok().and_then(|index| known.named.get(index));
         let (token, _) = found.ok_or(Refusal::Unknown)?;
@@ -150,7 +150,7 @@ impl Tokens {
     /// All tokens, the first token first.
     pub(crate) fn list(&self) -> Vec<Token> {
         let known = self.known();
-        let first = known.first.map(|(_, created_at_unix)| first_token(created_at_unix));
+        let first = known.first.map(|(_, created_at_unix)| default_token(created_at_unix));
         first.into_iter().chain(known.named.iter().map(|(token, _)| token.clone())).collect()
     }
 
@@ -285,8 +285,8 @@ impl TokenSpec {
     }
 }
 
-fn first_token(created_at_unix: u64) -> Token {
-    let Principal { name, owner, scope, quota, .. } = Principal::first_token();
+fn default_token(created_at_unix: u64) -> Token {
+    let Principal { name, owner, scope, quota, .. } = Principal::default_token();
     Token { name, owner, scope, quota, created_at_unix, expires_at_unix: None }
 }
 
@@ -386,7 +386,7 @@ mod tests {
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         let who = tokens.find(&first, 0).unwrap();
         assert!(who.proof.is_some() && tokens.is_good(&who, 0));
-        assert_eq!(Principal { proof: None, ..who }, Principal::first_token());
+        assert_eq!(Principal { proof: None, ..who }, Principal::default_token());
         assert_eq!(open(folder.path()).unwrap().find(&first, 0).unwrap().name, "default");
         assert!(!folder.path().join(format!("token.new-{}", std::process::id())).exists());
         assert!(!format!("{tokens:?}").contains(&first));

@@ -16,7 +16,7 @@ use crate::snapshot::branch_job::{BranchJob, Disposition};
 use crate::snapshot::registry::SnapshotRegistry;
 
 /// How long a branch waits for fewer layers, and then for a permit.
-const PATIENCE: Duration = Duration::from_secs(120);
+const ADMISSION_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The place of a branch: a permit, or a place in a sandbox's queue.
 #[derive(Debug)]
@@ -65,8 +65,8 @@ impl SnapshotRegistry {
         };
         let come = async {
             // After the time-out tries all the same: a monitor takes a few more layers, and refuses if it does not.
-            let _first = timeout(PATIENCE, sandbox.disks.room()).await.ok();
-            match timeout(PATIENCE, self.branching.clone().acquire_owned()).await {
+            let _first = timeout(ADMISSION_TIMEOUT, sandbox.disks.room()).await.ok();
+            match timeout(ADMISSION_TIMEOUT, self.branching.clone().acquire_owned()).await {
                 Ok(Ok(_permit)) => Ok(AdmissionTurn { _permit, _first }),
                 _ => Err(self.no_place()),
             }

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::host::cgroup::Leaf;
 use crate::sandbox::Sandbox;
 use crate::snapshot::branch_job::BranchJob;
-use crate::snapshot::forks::ForkSeat;
+use crate::snapshot::forks::ForkReservation;
 use crate::snapshot::merge::merge;
 use crate::snapshot::registry::SnapshotRegistry;
 use crate::snapshot::template::{ForkSource, PersistState, Template};
@@ -33,7 +33,7 @@ struct AdmittedFork {
     sandbox: Arc<Sandbox>,
     job: Arc<BranchJob>,
     place: Admission,
-    seat: ForkSeat,
+    reservation: ForkReservation,
 }
 
 impl SnapshotRegistry {
@@ -62,14 +62,14 @@ impl SnapshotRegistry {
         let guest = check_source(sandbox)?;
         let place = self.place(sandbox)?;
         let owner = sandbox.spec.owner.clone();
-        let seat = self.reserve_fork(&owner, guest.mem_size_mib, quota)?;
+        let reservation = self.reserve_fork(&owner, guest.mem_size_mib, quota)?;
         let source = ForkSource { sandbox: sandbox.id.clone(), owner };
         let job = Arc::new(BranchJob::forking(new_id("tp")?, source, guest));
-        Ok(AdmittedFork { sandbox: sandbox.clone(), job, place, seat })
+        Ok(AdmittedFork { sandbox: sandbox.clone(), job, place, reservation })
     }
 
     async fn run_fork(self: Arc<Self>, fork: AdmittedFork, give: oneshot::Sender<Result<Arc<Template>>>) {
-        let AdmittedFork { sandbox, job, place, seat } = fork;
+        let AdmittedFork { sandbox, job, place, reservation } = fork;
         let begun = Instant::now();
         let leaving = sandbox.resources().leaf.as_ref().map(Leaf::leaving);
         let taken = async {
@@ -82,12 +82,12 @@ impl SnapshotRegistry {
             Ok(taken) => taken,
             Err(error) => {
                 tracing::warn!(sandbox = sandbox.id, %error, "sandbox not forked");
-                drop((seat, leaving));
+                drop((reservation, leaving));
                 let _ = give.send(Err(error));
                 return;
             }
         };
-        template.keep_seat(seat);
+        template.keep_reservation(reservation);
         let pause_ms = job.capture_stats().pause_ms;
         tracing::info!(sandbox = sandbox.id, template = template.id, pause_ms, "sandbox forked");
         // If the client is gone, the template has no other handle than the one of this job.

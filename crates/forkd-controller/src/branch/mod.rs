@@ -181,7 +181,7 @@ fn check_source(sandbox: &Sandbox) -> Result<GuestSpec> {
         let text = format!("sandbox {} was made by an older version; make it again", sandbox.id);
         return Err(Error::new(Code::SandboxUnfit, text));
     };
-    guest.python = sandbox.facts().saved.python.or(guest.python);
+    guest.python = sandbox.runtime().saved.python.or(guest.python);
     Ok(guest)
 }
 

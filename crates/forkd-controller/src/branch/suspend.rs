@@ -92,7 +92,7 @@ impl Suspend {
         let sandbox = &self.sandbox;
         let used = || unused_since.is_some_and(|stamp| sandbox.activity.stamp() != stamp);
         let note = Suspending { tag: tag.clone(), paused: false };
-        self.amend(|lifetime| lifetime.suspending = Some(note))?;
+        self.update_lifetime(|lifetime| lifetime.suspending = Some(note))?;
         self.at("noted");
         // While the sandbox runs: the agent freezes the guest's processes for the branch.
         let order = branch::BranchSpec { tag: Some(tag.clone()), mode, wait: true, parent_tag: None, quota };
@@ -106,7 +106,7 @@ impl Suspend {
             }
             if !matches!(sandbox.phase(), Phase::Paused) {
                 // Before the pause: the next daemon must know the reason for it. With `auto_paused` a use resumes it.
-                self.amend(|lifetime| {
+                self.update_lifetime(|lifetime| {
                     lifetime.auto_paused = unused_since.is_some();
                     lifetime.suspending.iter_mut().for_each(|note| note.paused = true);
                 })?;
@@ -138,7 +138,7 @@ impl Suspend {
     /// Undoes a suspend that is not committed. See the module's page.
     async fn undo(&self) -> Result<()> {
         let sandbox = &self.sandbox;
-        let note = || sandbox.read_runtime(|facts| facts.saved.lifetime.suspending.clone());
+        let note = || sandbox.read_runtime(|runtime| runtime.saved.lifetime.suspending.clone());
         let Some(Suspending { tag, .. }) = note() else { return Ok(()) };
         let died = {
             let _turn = sandbox.lock_exclusive().await?;
@@ -157,7 +157,7 @@ impl Suspend {
             self.remove(&tag).await?;
         }
         self.at("removed");
-        self.amend(|lifetime| {
+        self.update_lifetime(|lifetime| {
             let paused = lifetime.suspending.take().is_some_and(|note| note.paused);
             lifetime.auto_paused &= !paused;
         })
@@ -175,8 +175,8 @@ impl Suspend {
         }
     }
 
-    fn amend(&self, change: impl FnOnce(&mut Lifetime)) -> Result<()> {
-        let written = self.sandbox.amend(|lifetime, _| change(lifetime));
+    fn update_lifetime(&self, change: impl FnOnce(&mut Lifetime)) -> Result<()> {
+        let written = self.sandbox.update_lifetime(|lifetime, _| change(lifetime));
         written.map_err(|error| Error::host("cannot write the record of a sandbox", error))
     }
 
@@ -196,8 +196,9 @@ pub(crate) async fn undo_unfinished(
 ) {
     let mut undoing = Vec::new();
     for sandbox in registry.list() {
-        let (has_note, workspace) = sandbox
-            .read_runtime(|facts| (facts.saved.lifetime.suspending.is_some(), facts.saved.workspace.clone()));
+        let (has_note, workspace) = sandbox.read_runtime(|runtime| {
+            (runtime.saved.lifetime.suspending.is_some(), runtime.saved.workspace.clone())
+        });
         // The record that cannot be read may name the snapshot.
         if !has_note || workspace.is_some_and(|name| is_kept(&name)) {
             continue;

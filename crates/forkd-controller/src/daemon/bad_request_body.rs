@@ -15,11 +15,11 @@ use crate::util::random::request_id;
 /// A connection that adds a body to a bare rejection. It does so only before the first valid request: later output
 /// can be anything, such as the content of a file.
 #[derive(Debug)]
-pub(crate) struct Worded<S> {
+pub(crate) struct RejectionBodyStream<S> {
     stream: S,
     seen: RequestSeen,
     /// The bytes that replace a rejection.
-    instead: Option<Instead>,
+    replaced: Option<ReplacedRejection>,
 }
 
 /// Whether the connection has carried a valid request.
@@ -37,20 +37,20 @@ impl RequestSeen {
 }
 
 #[derive(Debug)]
-struct Instead {
+struct ReplacedRejection {
     bytes: Vec<u8>,
     written: usize,
     /// Length of the rejection that `bytes` replaces.
     length: usize,
 }
 
-impl<S> Worded<S> {
+impl<S> RejectionBodyStream<S> {
     pub(crate) fn new(stream: S, seen: RequestSeen) -> Self {
-        Worded { stream, seen, instead: None }
+        RejectionBodyStream { stream, seen, replaced: None }
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Worded<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for RejectionBodyStream<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -60,22 +60,24 @@ impl<S: AsyncRead + Unpin> AsyncRead for Worded<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Worded<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for RejectionBodyStream<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         let this = &mut *self;
-        if this.instead.is_none() && !this.seen.get() {
-            let bytes = with_words(buf);
-            this.instead = bytes.map(|bytes| Instead { bytes, written: 0, length: buf.len() });
+        if this.replaced.is_none() && !this.seen.get() {
+            let bytes = with_body(buf);
+            this.replaced = bytes.map(|bytes| ReplacedRejection { bytes, written: 0, length: buf.len() });
         }
-        let Some(instead) = &mut this.instead else { return Pin::new(&mut this.stream).poll_write(cx, buf) };
-        while let Some(rest) = instead.bytes.get(instead.written..).filter(|rest| !rest.is_empty()) {
+        let Some(replaced) = &mut this.replaced else {
+            return Pin::new(&mut this.stream).poll_write(cx, buf);
+        };
+        while let Some(rest) = replaced.bytes.get(replaced.written..).filter(|rest| !rest.is_empty()) {
             match ready!(Pin::new(&mut this.stream).poll_write(cx, rest))? {
                 0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
-                count => instead.written += count,
+                count => replaced.written += count,
             }
         }
-        let length = instead.length;
-        this.instead = None;
+        let length = replaced.length;
+        this.replaced = None;
         Poll::Ready(Ok(length))
     }
 
@@ -84,7 +86,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Worded<S> {
         cx: &mut Context<'_>,
         bufs: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        if self.seen.get() && self.instead.is_none() {
+        if self.seen.get() && self.replaced.is_none() {
             return Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
         }
         let first = bufs.iter().find(|buf| !buf.is_empty());
@@ -105,7 +107,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Worded<S> {
 }
 
 /// The rejection with a body, if `head` is one without; otherwise `None`.
-fn with_words(head: &[u8]) -> Option<Vec<u8>> {
+fn with_body(head: &[u8]) -> Option<Vec<u8>> {
     const NO_BODY: &str = "content-length: 0\r\n";
     let head = std::str::from_utf8(head).ok().filter(|head| head.ends_with("\r\n\r\n"))?;
     let status = head.strip_prefix("HTTP/1.1 ").or_else(|| head.strip_prefix("HTTP/1.0 "))?.get(..3)?;
@@ -149,7 +151,7 @@ mod tests {
         if seen {
             flag.note();
         }
-        let mut server = Worded::new(server, flag);
+        let mut server = RejectionBodyStream::new(server, flag);
         server.write_all(said.as_bytes()).await.unwrap();
         server.shutdown().await.unwrap();
         drop(server);

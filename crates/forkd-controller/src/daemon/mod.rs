@@ -36,7 +36,7 @@ use crate::auth::tokens::Tokens;
 use crate::branch::suspend;
 use crate::compat::json_lines::ports::Ports;
 use crate::config::Config;
-use crate::daemon::bad_request_body::{RequestSeen, Worded};
+use crate::daemon::bad_request_body::{RejectionBodyStream, RequestSeen};
 use crate::daemon::lock::DataLock;
 use crate::daemon::stall_timeout::{ClientStream, StallTimeout};
 use crate::daemon::tls::Tls;
@@ -177,7 +177,7 @@ pub async fn serve_until(
         let mut needed = kept.tags()?;
         for sandbox in users.list() {
             needed.extend(sandbox.spec.snapshot_tag.clone());
-            needed.extend(sandbox.facts().saved.history.rolled_back_to);
+            needed.extend(sandbox.runtime().saved.history.rolled_back_to);
         }
         Ok(needed)
     };
@@ -259,7 +259,7 @@ pub async fn serve_until(
     if tokio::time::timeout(CLOSE_WAIT, closed).await.is_err() {
         tracing::error!("sandboxes still ending after the close timeout; the next start removes them");
     }
-    // Whoever waited for a sandbox has just been told that it ended: let that answer out.
+    // Clients that waited for a sandbox have an error now: leave time to send it.
     let _ = tokio::time::timeout(Duration::from_secs(1), connections.count.wait()).await;
     fresh.abort();
     telemetry.close().await;
@@ -394,7 +394,7 @@ pub(crate) async fn connection<S>(
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
     let seen = RequestSeen::default();
-    let stream = Worded::new(stream, seen.clone());
+    let stream = RejectionBodyStream::new(stream, seen.clone());
     let service = router
         .map_request(move |mut request: hyper::Request<hyper::body::Incoming>| {
             seen.note();

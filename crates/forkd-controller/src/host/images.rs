@@ -205,7 +205,7 @@ impl ImageLibrary {
 
     fn initramfs(&self, kernel: &Kernel) -> Result<Arc<OwnedFd>> {
         let ingredients = [ingredient(&kernel.image)?, ingredient(&self.guest)?];
-        // Held while it is made: whoever else needs it would make the same.
+        // Held while it is made: other boots that need it wait, and do not make the same.
         let mut last = self.initramfs.lock();
         if let Some((made_of, initramfs)) = last.as_ref()
             && *made_of == ingredients

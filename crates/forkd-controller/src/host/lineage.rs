@@ -48,8 +48,8 @@ impl Lineages {
         let root = rustix::process::geteuid().is_root();
         let cgroups = Cgroups::open();
         match cgroups.reason() {
-            Some(reason) if root => tracing::warn!("{reason}"),
-            Some(reason) => tracing::info!("{reason}"),
+            Some(reason) if root => tracing::warn!(reason, "cgroups not available"),
+            Some(reason) => tracing::info!(reason, "cgroups not available"),
             None => {}
         }
         let used = Mutex::default();

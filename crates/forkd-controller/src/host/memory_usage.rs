@@ -12,7 +12,7 @@ const FRESH: Duration = Duration::from_secs(5);
 /// The pause after a reading, as a multiple of its duration.
 const SHARE: u32 = 20;
 /// How long a caller waits for a reading; then it gets the last figures.
-const PATIENCE: Duration = Duration::from_millis(500);
+const SAMPLE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Memory of all sandboxes, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -46,7 +46,7 @@ impl MemoryUsage {
             *kept.lock() = (memory, Some(due));
             drop(turn);
         });
-        let _ = tokio::time::timeout(PATIENCE, read).await;
+        let _ = tokio::time::timeout(SAMPLE_TIMEOUT, read).await;
         last().0
     }
 }

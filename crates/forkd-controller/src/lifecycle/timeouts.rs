@@ -67,21 +67,21 @@ impl Sandbox {
         if matches!(phase, Phase::Ended(_)) {
             return None;
         }
-        self.read_runtime(|facts| {
-            match facts.attempt {
+        self.read_runtime(|runtime| {
+            match runtime.attempt {
                 Attempt::UnderWay => return None,
                 Attempt::Failed(at) if at.elapsed() < AGAIN => return None,
                 Attempt::None | Attempt::Failed(_) => {}
             }
-            let kill = facts.saved.lifetime.on_timeout == OnTimeout::Kill;
+            let kill = runtime.saved.lifetime.on_timeout == OnTimeout::Kill;
             let started = !matches!(phase, Phase::Starting);
-            if facts.saved.deadline_unix.is_some_and(|at| at <= now) && (started || kill) {
+            if runtime.saved.deadline_unix.is_some_and(|at| at <= now) && (started || kill) {
                 return Some(Due::Expired);
             }
             // There is nothing left to do for `pause`: a paused sandbox has no uses.
             let stays_paused =
-                matches!(phase, Phase::Paused) && facts.saved.lifetime.on_timeout == OnTimeout::Pause;
-            let idle = facts.saved.lifetime.idle_timeout_secs.filter(|_| started && !stays_paused)?;
+                matches!(phase, Phase::Paused) && runtime.saved.lifetime.on_timeout == OnTimeout::Pause;
+            let idle = runtime.saved.lifetime.idle_timeout_secs.filter(|_| started && !stays_paused)?;
             (self.activity.idle() >= Duration::from_secs(idle)).then_some(Due::Idle(idle))
         })
     }
@@ -119,14 +119,14 @@ impl Timeouts {
     }
 
     fn act(&self, sandbox: Arc<Sandbox>, due: Due) {
-        let action = sandbox.read_runtime(|facts| facts.saved.lifetime.on_timeout);
-        tracing::info!(sandbox = sandbox.id, ?due, ?action, "its time is over");
+        let action = sandbox.read_runtime(|runtime| runtime.saved.lifetime.on_timeout);
+        tracing::info!(sandbox = sandbox.id, ?due, ?action, "sandbox timed out");
         if action == OnTimeout::Kill {
             let reason = if due == Due::Expired { TIMED_OUT } else { IDLE };
             self.kill(&sandbox, End::new(reason, due.because(), String::new()));
             return;
         }
-        sandbox.update_runtime(|facts| facts.attempt = Attempt::UnderWay);
+        sandbox.update_runtime(|runtime| runtime.attempt = Attempt::UnderWay);
         let (timeouts, waiting) = (self.clone(), sandbox.clone());
         let work = async move {
             let acted = match action {
@@ -140,16 +140,16 @@ impl Timeouts {
                     Attempt::Failed(Instant::now())
                 }
             };
-            sandbox.update_runtime(|facts| facts.attempt = attempt);
+            sandbox.update_runtime(|runtime| runtime.attempt = attempt);
         };
         task::spawn_or(Task::TimeoutAction, work, move |_| {
-            waiting.update_runtime(|facts| facts.attempt = Attempt::Failed(Instant::now()));
+            waiting.update_runtime(|runtime| runtime.attempt = Attempt::Failed(Instant::now()));
         });
     }
 
     /// Removes a sandbox of the E2B API that ended by itself: its clients never ask for its end, and never delete it.
     fn remove_ended(&self, sandbox: &Arc<Sandbox>) {
-        let is_e2b = || sandbox.read_runtime(|facts| facts.saved.e2b.is_some());
+        let is_e2b = || sandbox.read_runtime(|runtime| runtime.saved.e2b.is_some());
         if let Phase::Ended(end) = sandbox.phase()
             && is_e2b()
         {
@@ -163,11 +163,11 @@ impl Timeouts {
     /// Ends a sandbox. One of the E2B API that was paused earlier has states on disk, from which it must not come back:
     /// they are marked as deleted first.
     fn kill(&self, sandbox: &Arc<Sandbox>, end: End) {
-        let is_e2b = sandbox.read_runtime(|facts| facts.saved.e2b.is_some());
+        let is_e2b = sandbox.read_runtime(|runtime| runtime.saved.e2b.is_some());
         if !is_e2b || !self.workspaces.has(&sandbox.id) {
             return self.registry.end(sandbox, end);
         }
-        sandbox.update_runtime(|facts| facts.attempt = Attempt::UnderWay);
+        sandbox.update_runtime(|runtime| runtime.attempt = Attempt::UnderWay);
         let (timeouts, sandbox) = (self.clone(), sandbox.clone());
         task::spawn(Task::TimeoutAction, async move {
             if let Err(error) = timeouts.workspaces.delete_of(&sandbox, end.clone()).await {
@@ -188,12 +188,12 @@ impl Timeouts {
         }
         if !matches!(sandbox.phase(), Phase::Paused) || sandbox.waits_for_room() {
             // Before the pause: the next daemon must know why the sandbox is paused.
-            amend(sandbox, |lifetime, _| lifetime.auto_paused = idle)?;
+            update_lifetime(sandbox, |lifetime, _| lifetime.auto_paused = idle)?;
             sandbox.pause().await?;
         }
         if !idle {
             // A deadline acts once: a client that wants more time resumes the sandbox.
-            amend(sandbox, |lifetime, deadline| {
+            update_lifetime(sandbox, |lifetime, deadline| {
                 *deadline = None;
                 lifetime.auto_paused = false;
             })?;
@@ -209,15 +209,15 @@ impl Timeouts {
         let idle = due != Due::Expired;
         let unused_since = idle.then(|| sandbox.activity.stamp());
         // A use cancels an idle suspend. After a deadline uses are refused instead: their effects would be lost.
-        let _put_away = (!idle).then(|| SuspendGuard::begin(sandbox));
+        let _suspending = (!idle).then(|| SuspendGuard::begin(sandbox));
         let quota = self.tokens.quota_of(&sandbox.spec.owner);
-        let e2b = sandbox.read_runtime(|facts| facts.saved.e2b.as_ref().map(|state| state.keeps_memory));
+        let e2b = sandbox.read_runtime(|runtime| runtime.saved.e2b.as_ref().map(|state| state.keeps_memory));
         if let Some(keeps_memory) = e2b {
             let owner = sandbox.spec.owner.clone();
             let who = Principal { quota, owner, scope: Scope::Write, ..Principal::local() };
             return self.workspaces.pause_to_disk(sandbox, keeps_memory, &who).await;
         }
-        if let Some(name) = sandbox.read_runtime(|facts| facts.saved.workspace.clone()) {
+        if let Some(name) = sandbox.read_runtime(|runtime| runtime.saved.workspace.clone()) {
             let who = Principal { quota, ..Principal::local() };
             self.workspaces.suspend(&name, Mode::Full, &who, unused_since).await?;
             return Ok(());
@@ -234,7 +234,7 @@ impl Timeouts {
     /// The tag of the snapshot: `suspend_as`, or `idle-ID` with or without a number if that is taken.
     fn free_tag(&self, sandbox: &Sandbox) -> Result<String> {
         let own = format!("idle-{}", sandbox.id);
-        let wanted = sandbox.read_runtime(|facts| facts.saved.lifetime.suspend_as.clone());
+        let wanted = sandbox.read_runtime(|runtime| runtime.saved.lifetime.suspend_as.clone());
         let numbered = (2..MAX_NAMES).map(|number| format!("{own}-{number}"));
         for tag in wanted.into_iter().chain([own.clone()]).chain(numbered) {
             match self.snapshots.get(&tag) {
@@ -249,17 +249,19 @@ impl Timeouts {
 
 /// Moves the deadline by a step of the host's clock, so that as much time is left as before.
 fn move_deadline(sandbox: &Sandbox, secs: i64) -> Result<()> {
-    if sandbox.read_runtime(|facts| facts.saved.deadline_unix.is_none()) {
+    if sandbox.read_runtime(|runtime| runtime.saved.deadline_unix.is_none()) {
         return Ok(());
     }
-    amend(sandbox, |_, deadline| *deadline = deadline.map(|at| at.saturating_add_signed(secs)))
+    update_lifetime(sandbox, |_, deadline| *deadline = deadline.map(|at| at.saturating_add_signed(secs)))
 }
 
-fn amend(
+fn update_lifetime(
     sandbox: &Sandbox,
     change: impl FnOnce(&mut crate::sandbox::lifetime::Lifetime, &mut Option<u64>),
 ) -> Result<()> {
-    sandbox.amend(change).map_err(|error| Error::host("cannot write the record of a sandbox", error))
+    sandbox
+        .update_lifetime(change)
+        .map_err(|error| Error::host("cannot write the record of a sandbox", error))
 }
 
 #[cfg(test)]

@@ -27,8 +27,8 @@ pub(crate) struct Launch {
     pub(crate) vmm: PathBuf,
     /// The user it switches to; `None` when the daemon is not root, and both keep the same user.
     pub(crate) uid: Option<u32>,
-    /// The cgroup it joins: [`Leaf::door`](crate::host::cgroup::Leaf::door).
-    pub(crate) door: Option<Arc<OwnedFd>>,
+    /// The cgroup it joins: [`Leaf::procs_fd`](crate::host::cgroup::Leaf::procs_fd).
+    pub(crate) procs_fd: Option<Arc<OwnedFd>>,
 }
 
 /// Binds the control socket, starts the process with it, and connects.
@@ -48,12 +48,12 @@ pub(super) fn spawn(launch: &Launch) -> io::Result<(Child, Channel)> {
     // meanwhile, so that the pipe by which `spawn` reports failures does not get it.
     let listener = fcntl_dupfd_cloexec(&listener, LISTENER_FD + 1)?;
     let _taken = fcntl_dupfd_cloexec(&listener, LISTENER_FD)?;
-    let door = launch.door.clone();
+    let procs_fd = launch.procs_fd.clone();
     let before_exec = move || {
         // The child writes it itself: a daemon that is killed at this moment could not.
         process::record_self(&boot, record.as_fd())?;
-        if let Some(door) = &door {
-            cgroup::join(door.as_fd())?;
+        if let Some(procs_fd) = &procs_fd {
+            cgroup::join(procs_fd.as_fd())?;
         }
         // Else it inherits the daemon's low score. A failure here is no reason not to start.
         let _ = oom::join_sandboxes();

@@ -16,7 +16,7 @@ fn launch_of(script: &str) -> (Launch, tempfile::TempDir) {
     let vmm = folder.path().join("vmm");
     std::fs::write(&vmm, format!("#!/bin/sh\n{script}\n")).unwrap();
     std::fs::set_permissions(&vmm, std::fs::Permissions::from_mode(0o755)).unwrap();
-    (Launch { id: "sbtest".into(), folder: folder.path().into(), vmm, uid: None, door: None }, folder)
+    (Launch { id: "sbtest".into(), folder: folder.path().into(), vmm, uid: None, procs_fd: None }, folder)
 }
 
 async fn failure_of(launch: Launch) -> String {

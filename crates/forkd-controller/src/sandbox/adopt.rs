@@ -174,12 +174,12 @@ async fn take_over(
         // The process ends just now: its template will report the status.
         status = tokio::time::timeout(STOP_WAIT, end).await.ok().and_then(|status| status.ok());
     }
-    let seat = registry.seat(&sandbox.spec);
+    let reservation = registry.reserve_existing(&sandbox.spec);
     match monitor {
         Some(Ok(monitor)) => {
             tracing::info!(sandbox = id, "sandbox adopted");
-            sandbox.update_runtime(|facts| facts.pid = u32::try_from(monitor.pid()).ok());
-            let sandbox = registry.add(seat, sandbox, SandboxOrigin::Adopted(monitor)).release();
+            sandbox.update_runtime(|runtime| runtime.pid = u32::try_from(monitor.pid()).ok());
+            let sandbox = registry.add(reservation, sandbox, SandboxOrigin::Adopted(monitor)).release();
             if !sandbox.spec.is_bare() {
                 // The last daemon may have been killed in the middle of a branch or a pause.
                 drop(Owed::to(&sandbox));
@@ -197,7 +197,7 @@ async fn take_over(
                 template.acknowledge(&name);
             }
             sandbox.set_phase(Phase::Ended(Arc::new(end)));
-            registry.add_ended(seat, sandbox);
+            registry.add_ended(reservation, sandbox);
             None
         }
     }

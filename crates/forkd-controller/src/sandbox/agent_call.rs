@@ -89,7 +89,7 @@ async fn call<T>(sandbox: &Sandbox, work: impl Future<Output = agent::Result<T>>
 async fn paused(sandbox: &Sandbox) -> Error {
     let mut phases = sandbox.phase.subscribe();
     let paused =
-        |phase: &Phase| matches!(phase, Phase::Paused) && !sandbox.read_runtime(|facts| facts.disk_full);
+        |phase: &Phase| matches!(phase, Phase::Paused) && !sandbox.read_runtime(|runtime| runtime.disk_full);
     if phases.wait_for(paused).await.is_err() {
         // Not reached: `sandbox` holds the sender.
         std::future::pending::<()>().await;
@@ -122,7 +122,7 @@ mod tests {
     #[tokio::test]
     async fn a_call_of_a_read_token_does_not_resume_an_auto_paused_sandbox() {
         let daemon = FakeDaemon::start().await;
-        daemon.sandbox.update_runtime(|facts| facts.saved.lifetime.auto_paused = true);
+        daemon.sandbox.update_runtime(|runtime| runtime.saved.lifetime.auto_paused = true);
         daemon.sandbox.phase.send_replace(Phase::Paused);
         let before = daemon.sandbox.activity.stamp();
         let error = AgentCall::begin(&daemon.sandbox, &who(Scope::Read)).await.unwrap_err();

@@ -50,22 +50,23 @@ impl Archive {
         Archive { database, boot_id: boot_id(), queue }
     }
 
-    fn note(&self, change: Change) {
+    fn note(&self, sandbox: &str, change: Change) {
         if self.queue.try_send(Message::Write(change)).is_err() {
-            tracing::warn!("sandbox archive change dropped: queue is full");
+            tracing::warn!(sandbox, "sandbox archive change dropped: queue is full");
         }
     }
 
     /// Notes that a sandbox was created, runs again, or has other labels.
     pub(crate) fn made(&self, sandbox: &Sandbox) {
-        self.note(Change::Made(MadeSandbox {
+        let made = Change::Made(MadeSandbox {
             id: sandbox.id.clone(),
             owner: sandbox.spec.owner.clone(),
             boot_id: self.boot_id.clone(),
             snapshot_tag: sandbox.spec.snapshot_tag.clone(),
-            labels: sandbox.read_runtime(|facts| facts.saved.lifetime.labels.clone()),
+            labels: sandbox.read_runtime(|runtime| runtime.saved.lifetime.labels.clone()),
             created_at_unix: sandbox.created_at_unix(),
-        }));
+        });
+        self.note(&sandbox.id, made);
     }
 
     /// Notes the end of a sandbox, requested or not.
@@ -74,7 +75,7 @@ impl Archive {
             return;
         }
         let (reason, detail) = (end.reason.clone(), end.detail.clone());
-        self.note(Change::Ended { id: id.to_owned(), at_unix: now_unix(), reason, detail });
+        self.note(id, Change::Ended { id: id.to_owned(), at_unix: now_unix(), reason, detail });
     }
 
     /// Notes the end of `sandbox` if it has ended.

@@ -10,21 +10,21 @@ use crate::host::images::{BootSource, DiskLayers};
 use crate::host::{Host, cgroup};
 use crate::monitor::boot_files;
 use crate::sandbox::Spec;
-use crate::sandbox::registry::{BootOrder, Bound, Registry};
+use crate::sandbox::registry::{BootRequest, Bound, Registry};
 use crate::sandbox::spawn::{SpawnSpec, Spawned, spawn};
 use crate::snapshot::load::check_image;
 use crate::snapshot::registry::SnapshotRegistry;
 use crate::util::task::blocking;
 
-/// Starts the children that `order` asks for: forks them, or boots them if the snapshot has no memory.
+/// Starts the children that `spec` asks for: forks them, or boots them if the snapshot has no memory.
 pub(crate) async fn start_children(
     registry: &Arc<Registry>,
     snapshots: &Arc<SnapshotRegistry>,
-    order: SpawnSpec,
+    spec: SpawnSpec,
 ) -> Result<Spawned> {
-    match snapshots.usable(&order.tag, &order.who)?.is_disk_only() {
-        true => boot_children(registry, snapshots, order).await,
-        false => spawn(registry, snapshots, order).await,
+    match snapshots.usable(&spec.tag, &spec.who)?.is_disk_only() {
+        true => boot_children(registry, snapshots, spec).await,
+        false => spawn(registry, snapshots, spec).await,
     }
 }
 
@@ -33,27 +33,27 @@ pub(crate) async fn start_children(
 async fn boot_children(
     registry: &Arc<Registry>,
     snapshots: &Arc<SnapshotRegistry>,
-    order: SpawnSpec,
+    spec: SpawnSpec,
 ) -> Result<Spawned> {
-    let entry = snapshots.usable(&order.tag, &order.who)?;
+    let entry = snapshots.usable(&spec.tag, &spec.who)?;
     entry.snapshot()?;
     // Read anew: the manifest on disk counts, not the one the daemon read earlier.
-    let (store, tag) = (snapshots.store.clone(), order.tag.clone());
+    let (store, tag) = (snapshots.store.clone(), spec.tag.clone());
     let snapshot = blocking("reading a snapshot", move || Ok(store.get(&tag)?)).await?;
     if !snapshot.is_disk_only() {
         let text = "the snapshot was made again meanwhile; try again";
         return Err(Error::new(Code::SnapshotReplaced, text));
     }
     let mut spawned = Spawned { children: Vec::new(), errors: Vec::new() };
-    let mut begun = Vec::with_capacity(order.n);
-    for index in 0..order.n {
-        match boot_from(registry, &snapshot, &order).await {
+    let mut begun = Vec::with_capacity(spec.n);
+    for index in 0..spec.n {
+        match boot_from(registry, &snapshot, &spec).await {
             Ok(bound) => begun.push((index, bound)),
             Err(error) => spawned.errors.push((index, error)),
         }
     }
     for (index, bound) in begun {
-        match if order.wait { bound.sandbox().started().await } else { Ok(()) } {
+        match if spec.wait { bound.sandbox().started().await } else { Ok(()) } {
             Ok(_) => spawned.children.push(bound),
             Err(error) => spawned.errors.push((index, error)),
         }
@@ -62,28 +62,28 @@ async fn boot_children(
 }
 
 /// Boots one sandbox on the disks of `snapshot`. It is deleted when the result is dropped.
-async fn boot_from(registry: &Arc<Registry>, snapshot: &Snapshot, order: &SpawnSpec) -> Result<Bound> {
+async fn boot_from(registry: &Arc<Registry>, snapshot: &Snapshot, spawn: &SpawnSpec) -> Result<Bound> {
     let guest = &snapshot.manifest().guest;
     let spec = Spec {
-        owner: order.owner.clone(),
+        owner: spawn.owner.clone(),
         image: guest.image.as_ref().map(|image| image.name.clone()),
         snapshot_tag: Some(snapshot.tag().to_owned()),
         forked_from: None,
         vcpus: guest.vcpus,
         mem_mib: guest.mem_size_mib,
-        network: order.network && guest.network,
-        memory_limit_mib: order.memory_limit_mib.unwrap_or_else(|| cgroup::memory_mib(guest.mem_size_mib)),
+        network: spawn.network && guest.network,
+        memory_limit_mib: spawn.memory_limit_mib.unwrap_or_else(|| cgroup::memory_mib(guest.mem_size_mib)),
         guest: None,
     };
-    let boot = BootOrder { warm: false, lasting: true, envs: order.envs.clone(), id: order.id.clone() };
+    let boot = BootRequest { warm: false, lasting: true, envs: spawn.envs.clone(), id: spawn.id.clone() };
     let known = snapshot.clone();
     let find = move |host: &Host| find(host, &known);
-    let bound = registry.boot_from(spec, boot, &order.who.quota, find).await?;
-    bound.sandbox().update_runtime(|facts| {
-        facts.saved.lifetime = order.lifetime.clone();
-        facts.saved.workspace = order.workspace.clone();
-        facts.saved.e2b = order.e2b.clone();
-        facts.time_to_live = order.time_to_live;
+    let bound = registry.boot_from(spec, boot, &spawn.who.quota, find).await?;
+    bound.sandbox().update_runtime(|runtime| {
+        runtime.saved.lifetime = spawn.lifetime.clone();
+        runtime.saved.workspace = spawn.workspace.clone();
+        runtime.saved.e2b = spawn.e2b.clone();
+        runtime.time_to_live = spawn.time_to_live;
     });
     // The ledger gets the labels, which are set only now.
     registry.archive.made(bound.sandbox());

@@ -66,7 +66,7 @@ impl MonitorCommand {
             MonitorCommand::Pause(reply) => {
                 let paused = monitor.pause(patience).await;
                 if paused.is_ok() {
-                    sandbox.update_runtime(|facts| facts.disk_full = false);
+                    sandbox.update_runtime(|runtime| runtime.disk_full = false);
                     sandbox.pauses.begin();
                     sandbox.set_phase(Phase::Paused);
                 }
@@ -75,7 +75,7 @@ impl MonitorCommand {
             MonitorCommand::Resume(reply) => {
                 let resumed = monitor.resume(patience).await;
                 if resumed.is_ok() {
-                    sandbox.update_runtime(|facts| facts.disk_full = false);
+                    sandbox.update_runtime(|runtime| runtime.disk_full = false);
                     sandbox.pauses.end();
                     sandbox.set_phase(Phase::Running);
                 }
@@ -97,7 +97,7 @@ fn kill(branched: &Branched) {
 impl Sandbox {
     /// Has the supervisor kill the monitor, which may be under the guest's control, because of `why`.
     pub(crate) async fn distrust(&self, why: &str) {
-        let _ = self.orders.commands.send(MonitorCommand::Distrust(why.to_owned())).await;
+        let _ = self.supervisor.commands.send(MonitorCommand::Distrust(why.to_owned())).await;
     }
 
     /// Sends the supervisor a command and waits for the answer.
@@ -108,7 +108,7 @@ impl Sandbox {
             return Err(self.ended(Code::SandboxEnded, &end));
         }
         let (reply, replied) = oneshot::channel();
-        self.orders.commands.send(command(reply)).await.map_err(|_| ended())?;
+        self.supervisor.commands.send(command(reply)).await.map_err(|_| ended())?;
         replied.await.unwrap_or_else(|_| Err(ended()))
     }
 }

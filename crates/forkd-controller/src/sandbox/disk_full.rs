@@ -13,7 +13,7 @@ pub(crate) const DISK_FULL_DETAIL: &str =
 impl Sandbox {
     /// Whether the sandbox is paused until the host's disk has room for what the guest writes.
     pub(crate) fn waits_for_room(&self) -> bool {
-        matches!(self.phase(), Phase::Paused) && self.read_runtime(|facts| facts.disk_full)
+        matches!(self.phase(), Phase::Paused) && self.read_runtime(|runtime| runtime.disk_full)
     }
 
     /// Records that the monitor has paused the guest because the host's disk is full.
@@ -22,7 +22,7 @@ impl Sandbox {
             sandbox = self.id,
             "sandbox paused: the host's disk is full; it resumes when there is room"
         );
-        self.update_runtime(|facts| facts.disk_full = true);
+        self.update_runtime(|runtime| runtime.disk_full = true);
         self.pauses.begin();
         self.set_phase(Phase::Paused);
     }

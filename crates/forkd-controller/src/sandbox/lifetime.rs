@@ -4,6 +4,8 @@
 //! deadline is beside it in `SavedState`. Both are parts of the sandbox's record, so the next daemon applies them, too.
 //! [`Activity`] holds the last use, in memory only: without a daemon no client can use a sandbox, and the next daemon
 //! counts from its own start. `lifecycle::timeouts` acts when a time-out is over.
+//!
+//! A sandbox that a client of the E2B API pauses is suspended, not paused: see `workspace/e2b.rs`.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -166,14 +168,14 @@ pub(crate) struct SuspendGuard<'a>(&'a Sandbox);
 
 impl<'a> SuspendGuard<'a> {
     pub(crate) fn begin(sandbox: &'a Sandbox) -> Self {
-        sandbox.update_runtime(|facts| facts.is_suspending = true);
+        sandbox.update_runtime(|runtime| runtime.is_suspending = true);
         SuspendGuard(sandbox)
     }
 }
 
 impl Drop for SuspendGuard<'_> {
     fn drop(&mut self) {
-        self.0.update_runtime(|facts| facts.is_suspending = false);
+        self.0.update_runtime(|runtime| runtime.is_suspending = false);
     }
 }
 
@@ -186,13 +188,17 @@ impl Sandbox {
     }
 
     /// Changes lifetime and deadline, in memory and in the record for the next daemon. Blocks for a moment.
-    pub(crate) fn amend(&self, change: impl FnOnce(&mut Lifetime, &mut Option<u64>)) -> io::Result<()> {
-        self.rewrite(|facts| change(&mut facts.saved.lifetime, &mut facts.saved.deadline_unix))
+    pub(crate) fn update_lifetime(
+        &self,
+        change: impl FnOnce(&mut Lifetime, &mut Option<u64>),
+    ) -> io::Result<()> {
+        self.update_persisted(|runtime| change(&mut runtime.saved.lifetime, &mut runtime.saved.deadline_unix))
     }
 
     /// Whether the idle time-out paused it.
     pub(crate) fn is_auto_paused(&self) -> bool {
-        matches!(self.phase(), Phase::Paused) && self.read_runtime(|facts| facts.saved.lifetime.auto_paused)
+        matches!(self.phase(), Phase::Paused)
+            && self.read_runtime(|runtime| runtime.saved.lifetime.auto_paused)
     }
 
     /// Resumes the sandbox if its idle time-out paused it.
@@ -210,12 +216,12 @@ impl Sandbox {
 
     /// Records that the sandbox is no longer paused by its idle time-out or by a suspend.
     pub(crate) fn forget_pause(&self) {
-        if self.read_runtime(|facts| {
-            !facts.saved.lifetime.auto_paused && facts.saved.lifetime.suspending.is_none()
+        if self.read_runtime(|runtime| {
+            !runtime.saved.lifetime.auto_paused && runtime.saved.lifetime.suspending.is_none()
         }) {
             return;
         }
-        let written = self.amend(|lifetime, _| {
+        let written = self.update_lifetime(|lifetime, _| {
             lifetime.auto_paused = false;
             if let Some(suspending) = &mut lifetime.suspending {
                 suspending.paused = false;

@@ -99,8 +99,10 @@ pub(crate) enum DesiredState {
 
 /// A sandbox.
 ///
-/// Lock order, first to last: `suspends`, `exclusive`, `disks.generation` (all held across awaits), then `persisted`,
-/// whose two locks are ordered in `persisted`. `resources` is a leaf: no other lock is taken while it is held.
+/// Lock order, first to last: `suspends`, `exclusive`, `disks.generation` (all held across awaits), then the record of
+/// `persisted`, `phase`, and the runtime information of `persisted`. `phase` is locked while the event of its change is
+/// emitted, which reads the runtime information. `resources` and `supervisor.taken` are leaves: no other lock is taken
+/// while one of them is held.
 #[derive(Debug)]
 pub(crate) struct Sandbox {
     pub(crate) id: String,
@@ -124,7 +126,7 @@ pub(crate) struct Sandbox {
     /// Only `state` changes it.
     pub(crate) phase: watch::Sender<Phase>,
     /// The channels to the supervisor.
-    orders: Orders,
+    supervisor: SupervisorChannels,
     /// The end to record when a client or a time-out ends the sandbox; `deleted` if it is not set.
     pub(crate) end_reason: OnceLock<End>,
 
@@ -147,17 +149,21 @@ pub(crate) struct Sandbox {
 
 /// The channels to a sandbox's supervisor.
 #[derive(Debug)]
-struct Orders {
+struct SupervisorChannels {
     desired: watch::Sender<DesiredState>,
     commands: mpsc::Sender<MonitorCommand>,
     /// The receiver of `commands`, until the supervisor takes it.
     taken: Mutex<Option<mpsc::Receiver<MonitorCommand>>>,
 }
 
-impl Orders {
+impl SupervisorChannels {
     fn new() -> Self {
         let (commands, taken) = mpsc::channel(command::QUEUE);
-        Orders { desired: watch::Sender::new(DesiredState::Run), commands, taken: Mutex::new(Some(taken)) }
+        SupervisorChannels {
+            desired: watch::Sender::new(DesiredState::Run),
+            commands,
+            taken: Mutex::new(Some(taken)),
+        }
     }
 }
 
@@ -173,7 +179,7 @@ impl Sandbox {
             folder,
             agent: Agent::new(endpoint, host.config.timing.call),
             phase: watch::Sender::new(Phase::Starting),
-            orders: Orders::new(),
+            supervisor: SupervisorChannels::new(),
             exclusive: Arc::default(),
             suspends: Arc::default(),
             disks: Disks::default(),
@@ -207,7 +213,7 @@ impl Sandbox {
 
     /// Records in the history that a branch `tag` was taken, and emits the event.
     pub(crate) fn branched(&self, tag: &str) {
-        self.remember(|history| {
+        self.update_history(|history| {
             history.branch_count = history.branch_count.saturating_add(1);
             history.last_branch_tag = Some(tag.to_owned());
         });
@@ -220,7 +226,7 @@ impl Sandbox {
 
     /// The receiver of the commands. Only the supervisor takes it, and only once.
     pub(super) fn take_commands(&self) -> Option<mpsc::Receiver<MonitorCommand>> {
-        self.orders.taken.lock().take()
+        self.supervisor.taken.lock().take()
     }
 
     pub(crate) fn console_path(&self) -> PathBuf {
@@ -238,22 +244,22 @@ impl Sandbox {
 
     /// What the supervisor is to do now.
     pub(crate) fn desired(&self) -> DesiredState {
-        *self.orders.desired.borrow()
+        *self.supervisor.desired.borrow()
     }
 
     /// Watches the desired state.
     pub(crate) fn watch_desired(&self) -> watch::Receiver<DesiredState> {
-        self.orders.desired.subscribe()
+        self.supervisor.desired.subscribe()
     }
 
     /// Sets what the supervisor is to do; the supervisor acts on it at once.
     pub(crate) fn set_desired(&self, desired: DesiredState) {
-        self.orders.desired.send_replace(desired);
+        self.supervisor.desired.send_replace(desired);
     }
 
     /// Returns the desired state as soon as that is no longer [`DesiredState::Run`].
     pub(crate) async fn desired_changed(&self) -> DesiredState {
-        match self.orders.desired.subscribe().wait_for(|desired| *desired != DesiredState::Run).await {
+        match self.supervisor.desired.subscribe().wait_for(|desired| *desired != DesiredState::Run).await {
             Ok(desired) => *desired,
             // Not reached: `self` holds the sender.
             Err(_) => DesiredState::End,
@@ -277,10 +283,10 @@ impl Sandbox {
     /// Fails while the sandbox is being suspended: the stored snapshot would not contain later changes.
     pub(crate) fn check_not_suspending(&self) -> Result<()> {
         self.known()?;
-        if !self.read_runtime(|facts| facts.is_suspending) {
+        if !self.read_runtime(|runtime| runtime.is_suspending) {
             return Ok(());
         }
-        let then = match self.read_runtime(|facts| facts.saved.workspace.clone()) {
+        let then = match self.read_runtime(|runtime| runtime.saved.workspace.clone()) {
             Some(name) => format!("run `forkd workspace resume {name}` when that is done"),
             None => "its time is over; fork the snapshot it is stored as (`forkd images`) to continue".into(),
         };

@@ -1,7 +1,7 @@
 //! A sandbox's changing state: in memory for requests, and in its record for the next daemon.
 //!
 //! Requests read [`RuntimeInfo`] and must never wait for the disk, so it has a lock of its own. A change that the
-//! next daemon must know goes through [`Sandbox::rewrite`], which changes both while the record is locked.
+//! next daemon must know goes through [`Sandbox::update_persisted`], which changes both while the record is locked.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -66,7 +66,7 @@ pub(crate) struct RuntimeInfo {
 }
 
 impl Sandbox {
-    pub(crate) fn facts(&self) -> RuntimeInfo {
+    pub(crate) fn runtime(&self) -> RuntimeInfo {
         self.persisted.runtime().clone()
     }
 
@@ -81,7 +81,7 @@ impl Sandbox {
 
     /// Sets the saved state from `record`, which is on disk already.
     pub(crate) fn recorded(&self, record: SandboxRecord) {
-        self.update_runtime(|facts| facts.saved = record.saved.clone());
+        self.update_runtime(|runtime| runtime.saved = record.saved.clone());
         self.persisted.lock().record = Some(record);
     }
 
@@ -93,7 +93,7 @@ impl Sandbox {
         if on_disk.is_deleted {
             return Ok(());
         }
-        let facts = self.facts();
+        let runtime = self.runtime();
         let booted = SandboxRecord {
             template: String::new(),
             lineage: lineage.slot,
@@ -101,10 +101,10 @@ impl Sandbox {
             spec: self.spec.clone(),
             created_at_unix: self.created_at_unix(),
             created_nanos: self.created_nanos(),
-            netns: facts.netns,
+            netns: runtime.netns,
             generation: 0,
             envs,
-            saved: facts.saved,
+            saved: runtime.saved,
         };
         booted.write(&self.folder)?;
         on_disk.record = Some(booted);
@@ -117,20 +117,20 @@ impl Sandbox {
     }
 
     /// Changes the history, in memory and in the record for the next daemon. Blocks for a moment.
-    pub(crate) fn remember(&self, change: impl FnOnce(&mut History)) {
-        if let Err(error) = self.rewrite(|facts| change(&mut facts.saved.history)) {
+    pub(crate) fn update_history(&self, change: impl FnOnce(&mut History)) {
+        if let Err(error) = self.update_persisted(|runtime| change(&mut runtime.saved.history)) {
             tracing::error!(sandbox = self.id, %error, "sandbox history not saved");
         }
     }
 
     /// Changes the runtime information, and writes the saved part of it into the record.
-    pub(crate) fn rewrite(&self, change: impl FnOnce(&mut RuntimeInfo)) -> io::Result<()> {
+    pub(crate) fn update_persisted(&self, change: impl FnOnce(&mut RuntimeInfo)) -> io::Result<()> {
         let mut on_disk = self.persisted.lock();
         self.update_runtime(change);
         // A rollback replaces this process: the file belongs to the new one.
         let gone = self.desired() == DesiredState::Replace;
         let Some(record) = on_disk.record.as_mut().filter(|_| !gone) else { return Ok(()) };
-        record.saved = self.read_runtime(|facts| facts.saved.clone());
+        record.saved = self.read_runtime(|runtime| runtime.saved.clone());
         record.write(&self.folder)
     }
 

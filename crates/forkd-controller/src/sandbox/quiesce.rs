@@ -41,7 +41,7 @@ pub(crate) async fn freeze_disks(sandbox: &Sandbox, limit: Duration) -> Frozen {
 async fn freeze_as(sandbox: &Sandbox, limit: Duration, request: FreezeRequest) -> Frozen {
     let paused = matches!(sandbox.phase(), Phase::Paused);
     if sandbox.spec.is_bare() || paused {
-        let quiesced = paused && sandbox.read_runtime(|facts| facts.saved.lifetime.frozen);
+        let quiesced = paused && sandbox.read_runtime(|runtime| runtime.saved.lifetime.frozen);
         return Frozen { quiesced, is_clean: false, standing: None };
     }
     // A thaw that is under way would undo this freeze. If it stays under way, the agent does not answer.
@@ -199,10 +199,10 @@ impl Sandbox {
 
     /// Records whether the processes were frozen at the pause, for the next daemon too.
     fn note_frozen(&self, frozen: bool) {
-        if self.read_runtime(|facts| facts.saved.lifetime.frozen == frozen) {
+        if self.read_runtime(|runtime| runtime.saved.lifetime.frozen == frozen) {
             return;
         }
-        if let Err(error) = self.amend(|lifetime, _| lifetime.frozen = frozen) {
+        if let Err(error) = self.update_lifetime(|lifetime, _| lifetime.frozen = frozen) {
             tracing::error!(sandbox = self.id, %error, frozen, "sandbox record not updated: frozen");
         }
     }
@@ -248,7 +248,7 @@ mod tests {
     }
 
     fn is_frozen(sandbox: &Sandbox) -> bool {
-        sandbox.read_runtime(|facts| facts.saved.lifetime.frozen)
+        sandbox.read_runtime(|runtime| runtime.saved.lifetime.frozen)
     }
 
     #[tokio::test]

@@ -45,8 +45,8 @@ pub(crate) struct Registry {
 #[derive(Debug, Default)]
 struct Inner {
     sandboxes: HashMap<String, Entry>,
-    /// The number of seats in use.
-    seated: usize,
+    /// The number of reservations.
+    reserved: usize,
     /// By owner, without deleted sandboxes.
     usage: QuotaUsage,
     closed: bool,
@@ -56,12 +56,12 @@ struct Inner {
 struct Entry {
     sandbox: Arc<Sandbox>,
     supervisor: JoinHandle<()>,
-    seat: Seat,
+    reservation: Reservation,
 }
 
 /// How a sandbox boots.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct BootOrder {
+pub(crate) struct BootRequest {
     /// Whether the image's warm-up runs before the sandbox counts as running.
     pub(crate) warm: bool,
     /// Whether it outlives this daemon.
@@ -74,25 +74,25 @@ pub(crate) struct BootOrder {
 
 /// A reservation for one sandbox, held from before its creation until its process and files are gone.
 #[derive(Debug)]
-pub(crate) struct Seat {
+pub(crate) struct Reservation {
     registry: Arc<Registry>,
     /// Its share of the owner's quota; `None` once it is deleted.
     claim: Option<Claim>,
 }
 
-impl Seat {
+impl Reservation {
     /// Returns its share to the owner's quota.
-    fn give_back(&mut self) {
+    fn release(&mut self) {
         if let Some(claim) = self.claim.take() {
-            self.registry.inner.lock().usage.give_back(&claim);
+            self.registry.inner.lock().usage.release(&claim);
         }
     }
 }
 
-impl Drop for Seat {
+impl Drop for Reservation {
     fn drop(&mut self) {
-        self.give_back();
-        self.registry.inner.lock().seated -= 1;
+        self.release();
+        self.registry.inner.lock().reserved -= 1;
     }
 }
 
@@ -155,7 +155,8 @@ impl Registry {
         let image = spec.image.clone().unwrap_or_default();
         check_image(&image)?;
         let find = move |host: &Host| Ok((host.finder.find(&image)?, None));
-        self.boot_from(spec, BootOrder { warm, lasting, envs: BTreeMap::new(), id: None }, quota, find).await
+        self.boot_from(spec, BootRequest { warm, lasting, envs: BTreeMap::new(), id: None }, quota, find)
+            .await
     }
 
     /// Boots a sandbox on the files that `find` returns, with the kernel's description if it is not the default one.
@@ -163,13 +164,13 @@ impl Registry {
     pub(crate) async fn boot_from(
         self: &Arc<Self>,
         spec: Spec,
-        order: BootOrder,
+        request: BootRequest,
         quota: &Quota,
         find: impl FnOnce(&Host) -> Result<(BootSource, Option<String>)> + Send + 'static,
     ) -> Result<Bound> {
         check(&self.host.config.limits, spec.vcpus, spec.mem_mib)?;
-        let (mut seats, _) = self.reserve(1, &spec.claim(), quota)?;
-        let BootOrder { warm, lasting, envs, id } = order;
+        let (mut reservations, _) = self.reserve(1, &spec.claim(), quota)?;
+        let BootRequest { warm, lasting, envs, id } = request;
         // A resumed sandbox has its id again. Its earlier lineage, which may still have holders, has the id as its name.
         let resumed = id.is_some().then(|| new_id("-")).transpose()?;
         let id = id.map_or_else(|| new_id("sb"), Ok)?;
@@ -204,18 +205,24 @@ impl Registry {
         let (sandbox, assets) = prepared.await?;
         tracing::info!(sandbox = sandbox.id, image = sandbox.spec.image, "sandbox starts");
         let warm = warm.then(|| assets.image().map(|image| image.warm.clone()).unwrap_or_default());
-        let seat = seats.pop().ok_or_else(|| Error::host("making a sandbox", "no room was reserved"))?;
-        Ok(self.add(seat, sandbox, SandboxOrigin::Boot { assets, warm, lasting, envs }))
+        let reservation =
+            reservations.pop().ok_or_else(|| Error::host("making a sandbox", "no room was reserved"))?;
+        Ok(self.add(reservation, sandbox, SandboxOrigin::Boot { assets, warm, lasting, envs }))
     }
 
     /// Adds a sandbox and starts its supervisor.
-    pub(crate) fn add(self: &Arc<Self>, seat: Seat, sandbox: Sandbox, origin: SandboxOrigin) -> Bound {
+    pub(crate) fn add(
+        self: &Arc<Self>,
+        reservation: Reservation,
+        sandbox: Sandbox,
+        origin: SandboxOrigin,
+    ) -> Bound {
         let sandbox = Arc::new(sandbox);
         if !matches!(origin, SandboxOrigin::Adopted(_)) {
             sandbox.created();
         }
         let supervisor = self.start_supervisor(&sandbox, origin);
-        self.insert(Entry { sandbox: sandbox.clone(), supervisor, seat });
+        self.insert(Entry { sandbox: sandbox.clone(), supervisor, reservation });
         Bound { registry: self.clone(), sandbox, bound: true }
     }
 
@@ -235,21 +242,26 @@ impl Registry {
     }
 
     /// Adds a sandbox that ended under an earlier daemon.
-    pub(crate) fn add_ended(self: &Arc<Self>, seat: Seat, sandbox: Sandbox) {
+    pub(crate) fn add_ended(self: &Arc<Self>, reservation: Reservation, sandbox: Sandbox) {
         self.archive.made(&sandbox);
         self.archive.note_phase(&sandbox);
         self.insert(Entry {
             sandbox: Arc::new(sandbox),
             supervisor: task::spawn(Task::Sandbox, async {}),
-            seat,
+            reservation,
         });
     }
 
     /// Adds a sandbox whose record cannot be read. Its archive entry stays as it is.
-    pub(crate) fn add_unknown(self: &Arc<Self>, seat: Seat, sandbox: Sandbox, remains: Remains) {
+    pub(crate) fn add_unknown(
+        self: &Arc<Self>,
+        reservation: Reservation,
+        sandbox: Sandbox,
+        remains: Remains,
+    ) {
         let sandbox = Arc::new(sandbox);
         let supervisor = task::spawn(Task::Sandbox, sandbox.clone().keep_unknown(remains));
-        self.insert(Entry { sandbox, supervisor, seat });
+        self.insert(Entry { sandbox, supervisor, reservation });
     }
 
     /// Replaces `old` by `new` under the same id, and starts the supervisor of `new`, which ends `old`. Fails if `old`
@@ -259,7 +271,7 @@ impl Registry {
         old: &Arc<Sandbox>,
         new: Sandbox,
         quota: &Quota,
-        succession: impl FnOnce(Arc<Sandbox>, JoinHandle<()>) -> RollbackPlan,
+        plan: impl FnOnce(Arc<Sandbox>, JoinHandle<()>) -> RollbackPlan,
     ) -> Result<Arc<Sandbox>> {
         let new = Arc::new(new);
         let mut guard = self.inner.lock();
@@ -271,7 +283,7 @@ impl Registry {
             Error::new(Code::SandboxEnded, format!("sandbox {} was deleted meanwhile", old.id))
         });
         let fitting = entry.and_then(|entry| {
-            if let Some(claim) = &mut entry.seat.claim {
+            if let Some(claim) = &mut entry.reservation.claim {
                 inner.usage.resize(claim, new.spec.mem_mib, quota)?;
             }
             Ok(entry)
@@ -286,7 +298,7 @@ impl Registry {
             }
         };
         let supervisor = std::mem::replace(&mut entry.supervisor, task::spawn(Task::Sandbox, async {}));
-        let origin = SandboxOrigin::Rollback(Box::new(succession(old.clone(), supervisor)));
+        let origin = SandboxOrigin::Rollback(Box::new(plan(old.clone(), supervisor)));
         entry.supervisor = self.start_supervisor(&new, origin);
         entry.sandbox = new.clone();
         Ok(new)
@@ -308,14 +320,14 @@ impl Registry {
         }
     }
 
-    /// Reserves seats for `n` more sandboxes. If the daemon has descriptors for fewer, it returns that many seats with
-    /// the reason. Fails if there is no seat at all, or if the quota does not allow all `n`.
+    /// Reserves places for `n` more sandboxes. If the daemon has descriptors for fewer, it returns reservations for that
+    /// many, with the reason. Fails if there is no place at all, or if the quota does not allow all `n`.
     pub(crate) fn reserve(
         self: &Arc<Self>,
         n: usize,
         claim: &Claim,
         quota: &Quota,
-    ) -> Result<(Vec<Seat>, Option<Error>)> {
+    ) -> Result<(Vec<Reservation>, Option<Error>)> {
         let full = |text| Err(Error::new(Code::LimitReached, text));
         let (carried, too_few) = fd_limit::carried();
         let mut inner = self.inner.lock();
@@ -324,21 +336,21 @@ impl Registry {
         }
         let max = self.host.config.limits.max_sandboxes;
         // Sandboxes that are being deleted count: they still have their processes.
-        if inner.seated.saturating_add(n) > max {
+        if inner.reserved.saturating_add(n) > max {
             let text =
-                format!("there are {} sandboxes, and {max} is the limit; delete some first", inner.seated);
+                format!("there are {} sandboxes, and {max} is the limit; delete some first", inner.reserved);
             return full(text);
         }
-        let fitting = carried.saturating_sub(inner.seated).min(n);
+        let fitting = carried.saturating_sub(inner.reserved).min(n);
         if fitting == 0 {
             return full(too_few);
         }
         inner.usage.take(claim, n, fitting, quota)?;
-        inner.seated += fitting;
+        inner.reserved += fitting;
         drop(inner);
         let rest = (fitting < n).then(|| Error::new(Code::LimitReached, too_few));
-        let seat = |_| Seat { registry: self.clone(), claim: Some(claim.clone()) };
-        Ok(((0..fitting).map(seat).collect(), rest))
+        let reservation = |_| Reservation { registry: self.clone(), claim: Some(claim.clone()) };
+        Ok(((0..fitting).map(reservation).collect(), rest))
     }
 
     /// Fails as [`reserve`](Registry::reserve) would.
@@ -346,14 +358,14 @@ impl Registry {
         self.reserve(n, claim, quota).map(drop)
     }
 
-    /// A seat for a sandbox that exists already; no limit applies.
-    pub(crate) fn seat(self: &Arc<Self>, spec: &Spec) -> Seat {
+    /// A reservation for a sandbox that exists already; no limit applies.
+    pub(crate) fn reserve_existing(self: &Arc<Self>, spec: &Spec) -> Reservation {
         let claim = spec.claim();
         let mut inner = self.inner.lock();
-        inner.seated += 1;
+        inner.reserved += 1;
         // The quota was checked when the sandbox was created.
         let _ = inner.usage.take(&claim, 1, 1, &Quota::default());
-        Seat { registry: self.clone(), claim: Some(claim) }
+        Reservation { registry: self.clone(), claim: Some(claim) }
     }
 
     /// Deletes `sandbox` with the reason `end`, unless it was deleted or replaced before.
@@ -378,7 +390,7 @@ impl Registry {
 
     fn release(self: &Arc<Self>, mut entry: Entry, desired: DesiredState) {
         // At once: after the answer to a delete the owner may create another sandbox.
-        entry.seat.give_back();
+        entry.reservation.release();
         let leaving = self.leaving.token();
         if desired == DesiredState::End {
             entry.sandbox.mark_deleted();
@@ -393,7 +405,7 @@ impl Registry {
     }
 
     async fn tear_down(&self, entry: Entry, desired: DesiredState) {
-        let Entry { sandbox, supervisor, seat } = entry;
+        let Entry { sandbox, supervisor, reservation } = entry;
         if let Err(error) = supervisor.await {
             tracing::error!(sandbox = sandbox.id, %error, "sandbox supervisor failed");
         }
@@ -416,8 +428,8 @@ impl Registry {
         });
         let resources = discarded.await;
         self.host.janitor.remove_folder(sandbox.folder.clone()).await;
-        // From here on its template may end, and its seat is free.
-        drop((resources, seat));
+        // From here on its template may end, and another sandbox may have its place.
+        drop((resources, reservation));
         tracing::debug!(sandbox = sandbox.id, "sandbox removed");
     }
 

@@ -57,7 +57,7 @@ pub(crate) struct RollbackPlan {
 
 impl std::fmt::Debug for RollbackPlan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Succession").field("template", &self.template.id).finish_non_exhaustive()
+        f.debug_struct("RollbackPlan").field("template", &self.template.id).finish_non_exhaustive()
     }
 }
 
@@ -108,7 +108,7 @@ async fn target(
     if let Some(tag) = to {
         return snapshots.template_for(tag, who).await;
     }
-    if let Some(tag) = old.facts().saved.history.last_branch_tag
+    if let Some(tag) = old.runtime().saved.history.last_branch_tag
         && snapshots.get(&tag).is_ok_and(|entry| source(&entry).as_deref() == Some(&old.id))
     {
         match snapshots.template_for(&tag, who).await {
@@ -186,7 +186,7 @@ fn prepare_child(
     template: &Arc<Template>,
     next: &Path,
 ) -> Result<(Sandbox, Attached)> {
-    let (about, before, facts) = (&template.about, old.record(), old.facts());
+    let (about, before, runtime) = (&template.about, old.record(), old.runtime());
     let generation = before.as_ref().map_or(0, |record| record.generation).saturating_add(1);
     let child = child_name(&old.id, generation);
     let limit = old.spec.memory_limit_mib;
@@ -207,11 +207,11 @@ fn prepare_child(
         forked_from: old.spec.forked_from.clone(),
         vcpus: about.guest.vcpus,
         mem_mib: about.guest.mem_size_mib,
-        network: about.guest.network && facts.netns.is_some(),
+        network: about.guest.network && runtime.netns.is_some(),
         memory_limit_mib: limit,
         guest: Some(about.guest.clone()),
     };
-    let mut saved = facts.saved;
+    let mut saved = runtime.saved;
     saved.python = about.guest.python;
     saved.history.rolled_back_to = Some(about.tag.clone());
     saved.lifetime.auto_paused = false;
@@ -224,7 +224,7 @@ fn prepare_child(
         spec: spec.clone(),
         created_at_unix: old.created_at_unix(),
         created_nanos: old.created_nanos(),
-        netns: facts.netns.clone(),
+        netns: runtime.netns.clone(),
         generation,
         envs: before.map(|record| record.envs).unwrap_or_default(),
         saved,
@@ -232,7 +232,7 @@ fn prepare_child(
     let mut sandbox = Sandbox::new(old.id.clone(), spec, old.folder.clone(), resources, host);
     sandbox.created = old.created;
     sandbox.child = child;
-    sandbox.update_runtime(|known| known.netns = facts.netns);
+    sandbox.update_runtime(|known| known.netns = runtime.netns);
     record.write(next).map_err(|error| {
         sandbox.resources().release(&sandbox.id);
         Error::host("cannot write down what a sandbox is", error)
@@ -253,21 +253,21 @@ impl Sandbox {
     /// Ends the old process, takes over its network slot, and forks the new process.
     pub(crate) async fn complete_rollback(
         self: &Arc<Self>,
-        succession: RollbackPlan,
+        plan: RollbackPlan,
         config: &Config,
     ) -> std::result::Result<Monitor, Outcome> {
-        let tag = succession.template.about.tag.clone();
+        let tag = plan.template.about.tag.clone();
         // Before the old process ends: a daemon that starts after a crash finds the reason.
         let why = format!("the daemon was stopped while the sandbox was rolled back to {tag}");
         let end = End::new(FAILED, again(&why), String::new());
         if let Err(error) = self.write_if_not_deleted(|folder| end.write(folder)) {
             tracing::error!(sandbox = self.id, %error, "sandbox end not written before a rollback");
         }
-        let born = match self.request_replacement(succession).await {
-            Ok(birth) => self.finish_fork(birth, &config.timing).await,
+        let started = match self.request_replacement(plan).await {
+            Ok(pending) => self.finish_fork(pending, &config.timing).await,
             Err(error) => Err(Outcome::Ended(End::failed(FAILED, &error, String::new()))),
         };
-        match born {
+        match started {
             Ok(monitor) => {
                 // The new process is recorded, so the prepared end is void.
                 let _ = std::fs::remove_file(self.folder.join(END));
@@ -286,8 +286,8 @@ impl Sandbox {
     }
 
     /// Ends the old process, takes over its network slot, moves the new files into place, and asks for the fork.
-    async fn request_replacement(self: &Arc<Self>, succession: RollbackPlan) -> Result<PendingFork> {
-        let RollbackPlan { old, supervisor, mut attached, template, host, envs, arrived, turn } = succession;
+    async fn request_replacement(self: &Arc<Self>, plan: RollbackPlan) -> Result<PendingFork> {
+        let RollbackPlan { old, supervisor, mut attached, template, host, envs, arrived, turn } = plan;
         old.set_desired(DesiredState::Replace);
         if let Err(error) = supervisor.await {
             tracing::error!(sandbox = old.id, %error, "sandbox supervisor failed");

@@ -25,7 +25,7 @@ use crate::host::{Host, disk_layer};
 use crate::monitor::{boot_files, control_socket};
 use crate::sandbox::e2b::E2bState;
 use crate::sandbox::lifetime::{Lifetime, deadline};
-use crate::sandbox::registry::{Bound, Registry, Seat};
+use crate::sandbox::registry::{Bound, Registry, Reservation};
 use crate::sandbox::resources::Resources;
 use crate::sandbox::supervisor::{PendingFork, SandboxOrigin};
 use crate::sandbox::{Sandbox, SandboxRecord, SavedState, Spec};
@@ -80,7 +80,7 @@ pub(crate) struct Spawned {
 /// The children to fork from one template.
 #[derive(Debug, Clone)]
 struct Batch {
-    order: Arc<SpawnSpec>,
+    spec: Arc<SpawnSpec>,
     template: Arc<Template>,
     n: usize,
 }
@@ -92,14 +92,14 @@ struct Batch {
 pub(crate) async fn spawn(
     registry: &Arc<Registry>,
     snapshots: &Arc<SnapshotRegistry>,
-    order: SpawnSpec,
+    spec: SpawnSpec,
 ) -> Result<Spawned> {
-    let order = Arc::new(order);
+    let spec = Arc::new(spec);
     let batch = async |n| {
-        let template = snapshots.template_for(&order.tag, &order.who).await?;
-        Ok::<_, Error>(Batch { order: order.clone(), template, n })
+        let template = snapshots.template_for(&spec.tag, &spec.who).await?;
+        Ok::<_, Error>(Batch { spec: spec.clone(), template, n })
     };
-    let first = batch(order.n).await?;
+    let first = batch(spec.n).await?;
     let Spawned { mut children, mut errors } = attempt(registry, first.clone()).await?;
     if !errors.is_empty() && !first.template.is_alive() {
         let lost = std::mem::take(&mut errors);
@@ -120,15 +120,15 @@ pub(crate) async fn spawn(
 pub(crate) async fn spawn_from(
     registry: &Arc<Registry>,
     template: Arc<Template>,
-    order: SpawnSpec,
+    spec: SpawnSpec,
 ) -> Result<Spawned> {
-    let n = order.n;
-    attempt(registry, Batch { order: Arc::new(order), template, n }).await
+    let n = spec.n;
+    attempt(registry, Batch { spec: Arc::new(spec), template, n }).await
 }
 
 /// Forks children of one template, and waits for them as the request says.
 async fn attempt(registry: &Arc<Registry>, batch: Batch) -> Result<Spawned> {
-    let wait = batch.order.wait;
+    let wait = batch.spec.wait;
     let mut given = begin(registry, batch)?;
     let mut pending = Vec::new();
     while let Some(bound) = given.recv().await {
@@ -159,16 +159,16 @@ fn begin(registry: &Arc<Registry>, batch: Batch) -> Result<mpsc::UnboundedReceiv
         registry.host.telemetry.metrics.spawns.add(metrics::Outcome::Refused, count as u64);
     };
     let guest = &batch.template.about.guest;
-    let claim = Claim { owner: batch.order.owner.clone(), mem_mib: guest.mem_size_mib };
-    let reserved = registry.reserve(n, &claim, &batch.order.who.quota).inspect_err(|_| refused(n));
-    let (mut seats, mut reason) = reserved?;
+    let claim = Claim { owner: batch.spec.owner.clone(), mem_mib: guest.mem_size_mib };
+    let reserved = registry.reserve(n, &claim, &batch.spec.who.quota).inspect_err(|_| refused(n));
+    let (mut reservations, mut reason) = reserved?;
     if let Err((fitting, error)) = check_threads(n, guest.vcpus) {
-        seats.truncate(fitting);
+        reservations.truncate(fitting);
         reason = Some(error);
     }
-    let missing = n - seats.len();
+    let missing = n - reservations.len();
     refused(missing);
-    let reason = match (missing, seats.is_empty()) {
+    let reason = match (missing, reservations.is_empty()) {
         (0, _) => None,
         (_, true) => return Err(reason.unwrap_or_else(|| Error::host("forking", "no room was reserved"))),
         (_, false) => reason,
@@ -177,9 +177,9 @@ fn begin(registry: &Arc<Registry>, batch: Batch) -> Result<mpsc::UnboundedReceiv
     let (registry, span, context) = (registry.clone(), tracing::Span::current(), otlp::current());
     task::spawn_blocking(Task::Blocking, move || {
         let _entered = span.entered();
-        for seat in seats {
+        for reservation in reservations {
             // The request was cancelled: no more children are prepared, and the others are deleted.
-            if give.send(otlp::carry_blocking(context, || prepare(&registry, &batch, seat))).is_err() {
+            if give.send(otlp::carry_blocking(context, || prepare(&registry, &batch, reservation))).is_err() {
                 return;
             }
         }
@@ -221,12 +221,12 @@ fn threads(loadavg: &str) -> Option<u64> {
     loadavg.split(' ').nth(3)?.split_once('/')?.1.parse().ok()
 }
 
-fn prepare(registry: &Arc<Registry>, batch: &Batch, seat: Seat) -> Result<Bound> {
-    let id = batch.order.id.clone().map_or_else(|| new_id("sb"), Ok)?;
+fn prepare(registry: &Arc<Registry>, batch: &Batch, reservation: Reservation) -> Result<Bound> {
+    let id = batch.spec.id.clone().map_or_else(|| new_id("sb"), Ok)?;
     let folder = registry.folder.join(&id);
     make_folder(&folder)?;
     match prepare_child(&registry.host, batch, id, &folder) {
-        Ok((sandbox, birth)) => Ok(registry.add(seat, sandbox, SandboxOrigin::Fork(birth))),
+        Ok((sandbox, pending)) => Ok(registry.add(reservation, sandbox, SandboxOrigin::Fork(pending))),
         Err(error) => {
             registry.host.telemetry.metrics.spawns.add(metrics::Outcome::Failed, 1);
             let _ = std::fs::remove_dir_all(&folder);
@@ -252,10 +252,10 @@ pub(super) fn make_folder(folder: &Path) -> Result<()> {
 
 /// Prepares one child in `folder` and asks its template for it.
 fn prepare_child(host: &Host, batch: &Batch, id: String, folder: &Path) -> Result<(Sandbox, PendingFork)> {
-    let (order, template, guest) = (&batch.order, &batch.template, &batch.template.about.guest);
-    let limit = order.memory_limit_mib.unwrap_or_else(|| cgroup::memory_mib(guest.mem_size_mib));
+    let (spawn, template, guest) = (&batch.spec, &batch.template, &batch.template.about.guest);
+    let limit = spawn.memory_limit_mib.unwrap_or_else(|| cgroup::memory_mib(guest.mem_size_mib));
     let limits = CgroupLimits::of_sandbox(guest.vcpus, limit);
-    let network = order.network && guest.network;
+    let network = spawn.network && guest.network;
     let equipped =
         Resources::allocate(host, template.lineage.clone(), Some(template.clone()), &id, network, &limits);
     let mut resources = equipped?;
@@ -266,7 +266,7 @@ fn prepare_child(host: &Host, batch: &Batch, id: String, folder: &Path) -> Resul
     });
     let Attached { config, fds, control } = tapped.inspect_err(|_| resources.release(&id))?;
     let spec = Spec {
-        owner: order.owner.clone(),
+        owner: spawn.owner.clone(),
         image: guest.image.as_ref().map(|image| image.name.clone()),
         snapshot_tag: template.about.snapshot_tag().map(str::to_owned),
         forked_from: template.about.fork.as_ref().map(|fork| fork.sandbox.clone()),
@@ -277,17 +277,17 @@ fn prepare_child(host: &Host, batch: &Batch, id: String, folder: &Path) -> Resul
         guest: Some(guest.clone()),
     };
     let sandbox = Sandbox::new(id, spec, folder.to_owned(), resources, host);
-    record(&sandbox, order, template).map_err(|error| {
+    record(&sandbox, spawn, template).map_err(|error| {
         sandbox.resources().release(&sandbox.id);
         Error::host("cannot write down what a sandbox is", error)
     })?;
-    let birth = PendingFork {
+    let pending = PendingFork {
         pending: template.fork(config, fds),
         control,
-        arrived: order.arrived,
-        envs: order.envs.clone(),
+        arrived: spawn.arrived,
+        envs: spawn.envs.clone(),
     };
-    Ok((sandbox, birth))
+    Ok((sandbox, pending))
 }
 
 /// The files and descriptors of a child, and the daemon's end of its control connection.
@@ -348,7 +348,7 @@ impl Attached {
 }
 
 /// Writes the record for the next daemon. Not synced: the sandbox does not survive a reboot either.
-fn record(sandbox: &Sandbox, order: &SpawnSpec, template: &Template) -> io::Result<()> {
+fn record(sandbox: &Sandbox, spec: &SpawnSpec, template: &Template) -> io::Result<()> {
     let record = SandboxRecord {
         template: template.id.clone(),
         lineage: template.about.lineage,
@@ -356,15 +356,15 @@ fn record(sandbox: &Sandbox, order: &SpawnSpec, template: &Template) -> io::Resu
         spec: sandbox.spec.clone(),
         created_at_unix: sandbox.created_at_unix(),
         created_nanos: sandbox.created_nanos(),
-        netns: sandbox.facts().netns,
+        netns: sandbox.runtime().netns,
         generation: 0,
-        envs: order.envs.clone(),
+        envs: spec.envs.clone(),
         saved: SavedState {
-            deadline_unix: order.time_to_live.map(deadline),
+            deadline_unix: spec.time_to_live.map(deadline),
             python: template.about.guest.python,
-            workspace: order.workspace.clone(),
-            lifetime: order.lifetime.clone(),
-            e2b: order.e2b.clone(),
+            workspace: spec.workspace.clone(),
+            lifetime: spec.lifetime.clone(),
+            e2b: spec.e2b.clone(),
             ..SavedState::default()
         },
     };

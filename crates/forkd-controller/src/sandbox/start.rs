@@ -86,7 +86,7 @@ impl Sandbox {
         let host = |error| (Failure::Host(error), None);
         let launch = self.launch(config).map_err(host)?;
         let mut monitor = Monitor::launch(launch, config.timing.call).await.map_err(host)?;
-        self.update_runtime(|facts| facts.pid = u32::try_from(monitor.pid()).ok());
+        self.update_runtime(|runtime| runtime.pid = u32::try_from(monitor.pid()).ok());
         let outcome = tokio::select! {
             biased;
             _ = self.desired_changed() => Err(Failure::NoLongerDesired),
@@ -96,11 +96,11 @@ impl Sandbox {
             Ok(pong) => {
                 self.heard();
                 let boot_ms = begun.elapsed().as_millis() as u64;
-                self.update_runtime(|facts| {
-                    facts.saved.deadline_unix =
-                        facts.time_to_live.map(deadline).or(facts.saved.deadline_unix);
-                    facts.boot_ms = Some(boot_ms);
-                    facts.saved.python = Some(pong.python);
+                self.update_runtime(|runtime| {
+                    runtime.saved.deadline_unix =
+                        runtime.time_to_live.map(deadline).or(runtime.saved.deadline_unix);
+                    runtime.boot_ms = Some(boot_ms);
+                    runtime.saved.python = Some(pong.python);
                 });
                 Ok(monitor)
             }
@@ -110,13 +110,13 @@ impl Sandbox {
 
     fn launch(&self, config: &Config) -> crate::error::Result<Launch> {
         let resources = self.resources();
-        let door = resources.leaf.as_ref().map(|leaf| leaf.door()).transpose();
+        let procs_fd = resources.leaf.as_ref().map(|leaf| leaf.procs_fd()).transpose();
         Ok(Launch {
             id: self.id.clone(),
             folder: self.folder.clone(),
             vmm: config.vmm.clone(),
             uid: resources.lineage.as_ref().and_then(|lineage| lineage.uid()),
-            door: door.map_err(|error| Error::host("cannot use a cgroup", error))?.map(Arc::new),
+            procs_fd: procs_fd.map_err(|error| Error::host("cannot use a cgroup", error))?.map(Arc::new),
         })
     }
 
@@ -177,8 +177,8 @@ impl Sandbox {
     }
 
     /// Completes a fork: waits for the template's answer and for the child's first, and records the process.
-    pub(crate) async fn finish_fork(&self, birth: PendingFork, timing: &Timing) -> Result<Monitor, Outcome> {
-        let PendingFork { pending, control, arrived, envs } = birth;
+    pub(crate) async fn finish_fork(&self, fork: PendingFork, timing: &Timing) -> Result<Monitor, Outcome> {
+        let PendingFork { pending, control, arrived, envs } = fork;
         let forked = tokio::select! {
             biased;
             forked = pending.forked => forked.unwrap_or_else(|_| Err(lost())),
@@ -201,7 +201,7 @@ impl Sandbox {
         let monitor =
             monitor.map_err(|error| self.fork_failed(&Error::host("cannot watch its process", error)));
         let mut monitor = monitor.map_err(Outcome::Ended)?;
-        self.update_runtime(|facts| facts.pid = u32::try_from(pid).ok());
+        self.update_runtime(|runtime| runtime.pid = u32::try_from(pid).ok());
 
         let answered = tokio::select! {
             biased;
@@ -221,9 +221,9 @@ impl Sandbox {
         match recorded {
             Ok(python) => {
                 self.telemetry.metrics.spawn_ready.observe(took.as_secs_f64());
-                self.update_runtime(|facts| {
-                    facts.ready_ms = Some(took.as_secs_f64() * 1e3);
-                    facts.saved.python = python.or(facts.saved.python);
+                self.update_runtime(|runtime| {
+                    runtime.ready_ms = Some(took.as_secs_f64() * 1e3);
+                    runtime.saved.python = python.or(runtime.saved.python);
                 });
                 Ok(monitor)
             }

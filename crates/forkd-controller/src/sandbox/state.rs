@@ -77,25 +77,25 @@ impl Sandbox {
     }
 
     fn emit(&self, kind: EventKind, phase: &Phase) {
-        let facts = self.facts();
+        let runtime = self.runtime();
         let snapshot = match kind {
-            EventKind::SandboxBranched => facts.saved.history.last_branch_tag,
-            EventKind::SandboxRolledBack => facts.saved.history.rolled_back_to,
+            EventKind::SandboxBranched => runtime.saved.history.last_branch_tag,
+            EventKind::SandboxRolledBack => runtime.saved.history.rolled_back_to,
             _ => self.spec.snapshot_tag.clone(),
         };
         let end = match phase {
             Phase::Ended(end) => Some(end.clone()),
             _ => None,
         };
-        let disk_full = kind == EventKind::SandboxPaused && facts.disk_full;
+        let disk_full = kind == EventKind::SandboxPaused && runtime.disk_full;
         let about = EventSubject {
             sandbox: Some(self.id.clone()),
             snapshot,
             owner: Some(self.spec.owner.clone()),
-            workspace: facts.saved.workspace,
+            workspace: runtime.saved.workspace,
             reason: end.as_ref().map(|end| end.reason.clone()).or(disk_full.then(|| DISK_FULL.into())),
             detail: end.map(|end| end.detail.clone()).or(disk_full.then(|| DISK_FULL_DETAIL.into())),
-            ready_ms: facts.ready_ms.filter(|_| kind == EventKind::SandboxRunning),
+            ready_ms: runtime.ready_ms.filter(|_| kind == EventKind::SandboxRunning),
         };
         self.telemetry.events.emit(kind, about);
     }

@@ -79,8 +79,8 @@ impl Sandbox {
                     false => booted,
                 }
             }
-            SandboxOrigin::Fork(birth) => self.finish_fork(birth, &config.timing).await,
-            SandboxOrigin::Rollback(succession) => self.complete_rollback(*succession, &config).await,
+            SandboxOrigin::Fork(pending) => self.finish_fork(pending, &config.timing).await,
+            SandboxOrigin::Rollback(plan) => self.complete_rollback(*plan, &config).await,
             SandboxOrigin::Adopted(monitor) => Ok(monitor),
         };
         if let Some(counted) = counted {
@@ -90,8 +90,13 @@ impl Sandbox {
         }
         let outcome = match started {
             Ok(mut monitor) => {
-                let facts = self.facts();
-                tracing::debug!(sandbox = self.id, facts.boot_ms, facts.ready_ms, "sandbox runs");
+                let runtime = self.runtime();
+                tracing::debug!(
+                    sandbox = self.id,
+                    boot_ms = runtime.boot_ms,
+                    ready_ms = runtime.ready_ms,
+                    "sandbox runs"
+                );
                 let paused = adopted && self.is_paused(&mut monitor, &config.timing).await;
                 match (paused, again) {
                     (true, _) => self.set_phase(Phase::Paused),
@@ -113,7 +118,7 @@ impl Sandbox {
             }
         }
         self.record_end(&end);
-        self.update_runtime(|facts| facts.pid = None);
+        self.update_runtime(|runtime| runtime.pid = None);
         self.set_phase(Phase::Ended(Arc::new(end)));
     }
 
@@ -121,7 +126,7 @@ impl Sandbox {
     pub(crate) fn supervisor_panicked(&self, error: Error) {
         let end = End::failed("failed", &error, String::new());
         self.record_end(&end);
-        self.update_runtime(|facts| facts.pid = None);
+        self.update_runtime(|runtime| runtime.pid = None);
         self.set_phase(Phase::Ended(Arc::new(end)));
     }
 
@@ -145,7 +150,7 @@ impl Sandbox {
         let _ = std::fs::remove_file(self.folder.join(END));
         // The monitor reports a full disk before it answers.
         let disk_full = monitor.take_disk_full();
-        self.update_runtime(|facts| facts.disk_full = disk_full);
+        self.update_runtime(|runtime| runtime.disk_full = disk_full);
         !status.running
     }
 

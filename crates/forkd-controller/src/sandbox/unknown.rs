@@ -69,14 +69,14 @@ pub(crate) async fn keep(registry: &Arc<Registry>, leftovers: &mut Leftovers, un
     let nanos = Duration::from_nanos(seen.number("/created_nanos").unwrap_or(0));
     sandbox.created = time(created.unwrap_or(0)) + nanos.min(Duration::from_secs(1));
     sandbox.child = name;
-    sandbox.update_runtime(|facts| {
-        facts.pid = remains.pid().and_then(|pid| u32::try_from(pid).ok());
-        facts.saved.lifetime =
+    sandbox.update_runtime(|runtime| {
+        runtime.pid = remains.pid().and_then(|pid| u32::try_from(pid).ok());
+        runtime.saved.lifetime =
             Lifetime { labels: archive.map(|it| it.labels).unwrap_or_default(), ..Lifetime::default() };
     });
     sandbox.set_phase(Phase::Unknown(unread.why.into()));
-    let seat = registry.seat(&sandbox.spec);
-    registry.add_unknown(seat, sandbox, remains);
+    let reservation = registry.reserve_existing(&sandbox.spec);
+    registry.add_unknown(reservation, sandbox, remains);
 }
 
 /// The template that forked the sandbox `id`, the child's name there, and the child's state if the template lists it.
@@ -121,7 +121,7 @@ impl Sandbox {
             desired = self.desired_changed() => desired,
             () = remains.ended() => {
                 tracing::warn!(sandbox = self.id, "process of an unknown sandbox ended");
-                self.update_runtime(|facts| facts.pid = None);
+                self.update_runtime(|runtime| runtime.pid = None);
                 self.desired_changed().await
             }
         };
@@ -130,7 +130,7 @@ impl Sandbox {
         }
         let kill = || drop(self.resources().leaf.as_ref().map(|leaf| leaf.kill()));
         remains.end(kill).await;
-        self.update_runtime(|facts| facts.pid = None);
+        self.update_runtime(|runtime| runtime.pid = None);
         self.set_phase(Phase::Ended(Arc::new(self.end_reason())));
     }
 }

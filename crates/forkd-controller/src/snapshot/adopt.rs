@@ -107,7 +107,7 @@ impl SnapshotRegistry {
             PersistState::Unsaved(record) => unsaved.push((template.clone(), *record)),
             PersistState::Forgotten => {
                 if let Some(fork) = &template.about.fork {
-                    template.keep_seat(self.forks.seat(&fork.owner));
+                    template.keep_reservation(self.forks.reserve(&fork.owner));
                 }
                 // The earlier daemon may have been killed before the move: it would end with its source.
                 move_to_own_cgroup(&template).await;

@@ -25,7 +25,7 @@ use crate::host::handed_layers::are_kept;
 use crate::host::images::BootSource;
 use crate::monitor::{Launch, Monitor, boot_files, console};
 use crate::snapshot::entry::Entry;
-use crate::snapshot::load::Ground;
+use crate::snapshot::load::TemplateDir;
 use crate::snapshot::registry::SnapshotRegistry;
 use crate::snapshot::save::{self, SaveJob};
 use crate::snapshot::state::SnapshotState;
@@ -148,9 +148,9 @@ impl SnapshotRegistry {
 /// Makes a snapshot and its template.
 async fn make(snapshots: &SnapshotRegistry, making: &CreateJob) -> Result<(Snapshot, Arc<Template>)> {
     let (host, order) = (snapshots.host.clone(), making.order.clone());
-    let ground = Ground { id: new_id("tp")?, folder: PathBuf::new() };
-    let ground = Ground { folder: snapshots.folder.join(&ground.id), ..ground };
-    let place = ground.clone();
+    let dir = TemplateDir { id: new_id("tp")?, folder: PathBuf::new() };
+    let dir = TemplateDir { folder: snapshots.folder.join(&dir.id), ..dir };
+    let place = dir.clone();
     let prepared = blocking("preparing a snapshot", move || {
         let assets = match &order.from {
             From::Image(image) => host.finder.find(image)?,
@@ -180,7 +180,7 @@ async fn make(snapshots: &SnapshotRegistry, making: &CreateJob) -> Result<(Snaps
         if assets.image().is_some() {
             // The warm-up may have written a lot, and syncing it to the disk takes time.
             let frozen = bringup::freeze(&parent.agent, config.timing.boot).await;
-            frozen.map_err(|why| complaint(&ground.folder, why, None))?;
+            frozen.map_err(|why| complaint(&dir.folder, why, None))?;
         }
         parent.monitor.freeze(config.timing.boot).await?;
         // From here on the layer belongs to the snapshot: no child may be able to write to it.
@@ -209,7 +209,7 @@ async fn make(snapshots: &SnapshotRegistry, making: &CreateJob) -> Result<(Snaps
             python: parent.python,
             guest_ports: Vec::new(),
         };
-        let (id, folder) = (ground.id.clone(), &ground.folder);
+        let (id, folder) = (dir.id.clone(), &dir.folder);
         let plan = snapshots.plan(id, folder, &order.tag, MemorySource::Memory, guest, lineage);
         Template::new(plan, parent.monitor)
     };
@@ -237,7 +237,7 @@ async fn make(snapshots: &SnapshotRegistry, making: &CreateJob) -> Result<(Snaps
         let snapshot = save::save(snapshots, &template, job, drop, unwanted).await?;
         // Only a running guest needs these files.
         for name in [boot_files::VSOCK, boot_files::CONSOLE] {
-            let _ = std::fs::remove_file(ground.folder.join(name));
+            let _ = std::fs::remove_file(dir.folder.join(name));
         }
         Ok((snapshot, template))
     };
@@ -247,7 +247,7 @@ async fn make(snapshots: &SnapshotRegistry, making: &CreateJob) -> Result<(Snaps
         snapshots.host.janitor.run(move || slot.destroy()).await;
     }
     if made.is_err() {
-        snapshots.host.janitor.remove_folder(ground.folder.clone()).await;
+        snapshots.host.janitor.remove_folder(dir.folder.clone()).await;
     }
     made
 }

@@ -19,7 +19,7 @@ use crate::util::task;
 #[derive(Debug)]
 pub(crate) struct Forks {
     /// The number of templates, by owner.
-    seats: Arc<Mutex<HashMap<String, usize>>>,
+    reservations: Arc<Mutex<HashMap<String, usize>>>,
     jobs: Mutex<ForkJobs>,
     running: TaskTracker,
 }
@@ -33,25 +33,25 @@ struct ForkJobs {
 
 impl Default for Forks {
     fn default() -> Self {
-        Forks { seats: Arc::default(), jobs: Mutex::default(), running: task::tracker() }
+        Forks { reservations: Arc::default(), jobs: Mutex::default(), running: task::tracker() }
     }
 }
 
 /// What the template of a fork counts against the quota of its owner, until this is dropped.
 #[derive(Debug)]
-pub(crate) struct ForkSeat {
+pub(crate) struct ForkReservation {
     owner: String,
-    seats: Arc<Mutex<HashMap<String, usize>>>,
+    reservations: Arc<Mutex<HashMap<String, usize>>>,
 }
 
-impl Drop for ForkSeat {
+impl Drop for ForkReservation {
     fn drop(&mut self) {
-        let mut seats = self.seats.lock();
-        let Some(count) = seats.get_mut(&self.owner) else { return };
+        let mut reservations = self.reservations.lock();
+        let Some(count) = reservations.get_mut(&self.owner) else { return };
         *count -= 1;
         // Owners without forks take no memory.
         if *count == 0 {
-            seats.remove(&self.owner);
+            reservations.remove(&self.owner);
         }
     }
 }
@@ -59,13 +59,13 @@ impl Drop for ForkSeat {
 impl Forks {
     /// How many templates of forks `owner` has.
     pub(crate) fn count(&self, owner: &str) -> usize {
-        self.seats.lock().get(owner).copied().unwrap_or(0)
+        self.reservations.lock().get(owner).copied().unwrap_or(0)
     }
 
-    /// A seat for a template of `owner`. The caller has checked the quota, or the template is there already.
-    pub(crate) fn seat(&self, owner: &str) -> ForkSeat {
-        *self.seats.lock().entry(owner.to_owned()).or_default() += 1;
-        ForkSeat { owner: owner.to_owned(), seats: self.seats.clone() }
+    /// A reservation for a template of `owner`. The caller has checked the quota, or the template is there already.
+    pub(crate) fn reserve(&self, owner: &str) -> ForkReservation {
+        *self.reservations.lock().entry(owner.to_owned()).or_default() += 1;
+        ForkReservation { owner: owner.to_owned(), reservations: self.reservations.clone() }
     }
 
     /// Enters the job of a fork. The job is over when the token is dropped.
@@ -93,8 +93,8 @@ impl Forks {
 }
 
 impl SnapshotRegistry {
-    /// A seat for the template of a fork, if the owner's quota has room for another snapshot of `mem_mib` MiB.
-    pub(crate) fn reserve_fork(&self, owner: &str, mem_mib: u64, quota: &Quota) -> Result<ForkSeat> {
-        self.check_quota(owner, mem_mib, quota, || self.forks.seat(owner))
+    /// A reservation for the template of a fork, if the owner's quota has room for another snapshot of `mem_mib` MiB.
+    pub(crate) fn reserve_fork(&self, owner: &str, mem_mib: u64, quota: &Quota) -> Result<ForkReservation> {
+        self.check_quota(owner, mem_mib, quota, || self.forks.reserve(owner))
     }
 }

@@ -25,12 +25,12 @@ impl SnapshotRegistry {
         let (store, wanted) = (self.store.clone(), entry.tag.clone());
         let snapshot = blocking("reading a snapshot", move || Ok(store.get(&wanted)?)).await?;
         let folder = self.folder.join(&id);
-        let ground = Ground { id: id.clone(), folder: folder.clone() };
+        let dir = TemplateDir { id: id.clone(), folder: folder.clone() };
         let known = snapshot.clone();
         // Finds everything that can be wrong with the files before a process starts.
         let opened = blocking("opening a snapshot", move || {
             let (config, fds) = open(&host, &known)?;
-            let (lineage, launch) = ground.prepare(&host, known.manifest().guest.mem_size_mib)?;
+            let (lineage, launch) = dir.prepare(&host, known.manifest().guest.mem_size_mib)?;
             for FdRef(layer) in config.disks.iter().flat_map(|disk: &DiskFiles| &disk.layers) {
                 fds.get(*layer).map_or(Ok(()), |layer: &OwnedFd| lineage.layers.add(layer))?;
             }
@@ -79,19 +79,19 @@ impl SnapshotRegistry {
 
 /// The id and folder of a template that is about to be started.
 #[derive(Debug, Clone)]
-pub(crate) struct Ground {
+pub(crate) struct TemplateDir {
     pub(crate) id: String,
     pub(crate) folder: PathBuf,
 }
 
-impl Ground {
+impl TemplateDir {
     /// Makes the folder, the lineage and the cgroup for a guest with `mem_mib` MiB. Blocks.
     pub(crate) fn prepare(&self, host: &Host, mem_mib: u64) -> Result<(Arc<Lineage>, Launch)> {
         let lineage = host.lineages.begin(&self.id)?;
         let limits = CgroupLimits::of_template(mem_mib);
         let leaf = lineage.cgroup.as_ref().map(|cgroup| cgroup.template(&limits));
-        let door = leaf
-            .map(|leaf| leaf.and_then(|leaf| leaf.door()))
+        let procs_fd = leaf
+            .map(|leaf| leaf.and_then(|leaf| leaf.procs_fd()))
             .transpose()
             .map_err(|error| Error::host("cannot make a cgroup", error))?;
         make_private_dir(&self.folder)
@@ -101,7 +101,7 @@ impl Ground {
             folder: self.folder.clone(),
             vmm: host.config.vmm.clone(),
             uid: lineage.uid(),
-            door: door.map(Arc::new),
+            procs_fd: procs_fd.map(Arc::new),
         };
         Ok((lineage, launch))
     }

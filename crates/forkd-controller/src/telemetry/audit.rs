@@ -29,7 +29,7 @@ const QUEUE: usize = 8192;
 /// How many lines one write has.
 const BATCH: usize = 256;
 /// How long a line waits for room in the queue.
-const PATIENCE: Duration = Duration::from_secs(1);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long the daemon's stop waits for the disk.
 const CLOSE_WAIT: Duration = Duration::from_secs(5);
 
@@ -132,9 +132,9 @@ impl Audit {
         // On a task of its own: the client may have dropped the request already.
         let lost = metrics.clone();
         let work = async move {
-            if jobs.send_timeout(full, PATIENCE).await.is_err() {
+            if jobs.send_timeout(full, WRITE_TIMEOUT).await.is_err() {
                 metrics.audit_dropped.inc();
-                tracing::error!("the audit log is too slow: a line is lost");
+                tracing::error!("audit record dropped: log too slow");
             }
         };
         task::spawn_or(Task::AuditLine, work, move |_| lost.audit_dropped.inc());

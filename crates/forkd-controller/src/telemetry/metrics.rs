@@ -13,14 +13,14 @@ use crate::util::task;
 const BOUNDS: [f64; 17] =
     [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0];
 
-/// How something that was asked for came out.
+/// How an operation ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Outcome {
-    /// Done.
+    /// It succeeded.
     Ok,
-    /// It went wrong.
+    /// It failed.
     Failed,
-    /// It was not begun: a limit, or a request that cannot be.
+    /// The daemon rejected it before its start: a limit was reached, or the request was invalid.
     Refused,
     /// The client went away, a client cancelled it, or the daemon stopped first.
     Cancelled,
@@ -43,7 +43,7 @@ impl Outcome {
     }
 }
 
-/// A counter for each outcome there can be, so that those that never were are zero and not absent.
+/// A counter for each possible outcome. An outcome that has not happened is zero, not absent.
 #[derive(Debug)]
 pub(crate) struct Outcomes {
     name: &'static str,

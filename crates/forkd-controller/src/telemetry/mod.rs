@@ -1,5 +1,5 @@
 //! The daemon's telemetry: [`metrics`], the audit log of requests ([`audit`]), [`events`] of objects, and traces of
-//! durations ([`otlp`]).
+//! durations ([`otlp`]). Gauges of the current state are in `api/metrics.rs`.
 //!
 //! Other modules report to it; it reads and changes nothing itself. Each module reports an operation once, at the
 //! place that performs it. Telemetry must never delay or fail an operation.

@@ -33,7 +33,7 @@ const BATCH: usize = 512;
 /// How long spans are collected before they are posted.
 const DELAY: Duration = Duration::from_millis(500);
 /// The time limit of a request to the collector.
-const PATIENCE: Duration = Duration::from_secs(10);
+const EXPORT_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the daemon's stop waits for the export.
 const CLOSE_WAIT: Duration = Duration::from_secs(3);
 
@@ -278,8 +278,8 @@ impl Collector {
                 status => Err(format!("it answers {status}")),
             }
         };
-        let Ok(posted) = tokio::time::timeout(PATIENCE, posted).await else {
-            return Err(format!("it did not answer within {PATIENCE:?}"));
+        let Ok(posted) = tokio::time::timeout(EXPORT_TIMEOUT, posted).await else {
+            return Err(format!("it did not answer within {EXPORT_TIMEOUT:?}"));
         };
         posted
     }

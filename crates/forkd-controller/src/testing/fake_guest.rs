@@ -171,7 +171,7 @@ impl FakeDaemon {
         };
         let sandbox = Sandbox::new(ID.into(), spec, inside, Resources::default(), &host);
         sandbox.phase.send_replace(Phase::Running);
-        app.registry.add_ended(app.registry.seat(&sandbox.spec), sandbox);
+        app.registry.add_ended(app.registry.reserve_existing(&sandbox.spec), sandbox);
         let sandbox = app.registry.get(ID).unwrap();
 
         let listener = UnixListener::bind(folder.path().join("api.sock")).unwrap();

@@ -290,14 +290,14 @@ impl Daemon {
         let sandbox = Sandbox::new(id, record.spec.clone(), folder, resources, &self.host);
         record.write(&sandbox.folder).unwrap();
         sandbox.recorded(record);
-        let seat = self.registry.seat(&sandbox.spec);
-        let sandbox = self.registry.add(seat, sandbox, SandboxOrigin::Adopted(started)).release();
+        let reservation = self.registry.reserve_existing(&sandbox.spec);
+        let sandbox = self.registry.add(reservation, sandbox, SandboxOrigin::Adopted(started)).release();
         runs(&sandbox).await;
         (sandbox, monitor)
     }
 
     /// What is asked for when a client wants `n` children of `tag`.
-    pub(crate) fn order(&self, tag: &str, n: usize) -> spawn::SpawnSpec {
+    pub(crate) fn spawn_spec(&self, tag: &str, n: usize) -> spawn::SpawnSpec {
         spawn::SpawnSpec {
             id: None,
             e2b: None,
@@ -316,9 +316,9 @@ impl Daemon {
         }
     }
 
-    /// Forks what `order` asks for.
-    pub(crate) async fn spawn(&self, order: spawn::SpawnSpec) -> Result<spawn::Spawned> {
-        spawn::spawn(&self.registry, &self.snapshots, order).await
+    /// Forks what `spec` asks for.
+    pub(crate) async fn spawn(&self, spec: spawn::SpawnSpec) -> Result<spawn::Spawned> {
+        spawn::spawn(&self.registry, &self.snapshots, spec).await
     }
 
     /// A child of `live` that runs, and what plays it.
@@ -331,9 +331,9 @@ impl Daemon {
         live: &Live,
         change: impl FnOnce(&mut spawn::SpawnSpec),
     ) -> (Arc<Sandbox>, FakeMonitor) {
-        let mut order = self.order(&live.entry.tag, 1);
-        change(&mut order);
-        let mut spawned = self.spawn(order).await.unwrap();
+        let mut spec = self.spawn_spec(&live.entry.tag, 1);
+        change(&mut spec);
+        let mut spawned = self.spawn(spec).await.unwrap();
         assert!(spawned.errors.is_empty(), "{:?}", spawned.errors);
         let sandbox = spawned.children.pop().unwrap().release();
         let monitor = live.monitor.child(&sandbox.child).unwrap();

@@ -27,11 +27,11 @@ fn since_1970(millis: u64) -> SystemTime {
     UNIX_EPOCH + Duration::from_millis(millis.min(LAST_MS))
 }
 
-/// By how much the clock may differ from one nobody can set before that counts: it is always made to go a
-/// little faster or slower.
+/// The smallest step that counts. The clock always drifts a little from the time since boot, which cannot be set: time
+/// synchronization makes it faster or slower.
 const STEP_MS: i64 = 2000;
 
-/// Notices when somebody sets the clock.
+/// Detects that the host's clock was set.
 #[derive(Debug)]
 pub(crate) struct ClockStepDetector {
     /// How far it is ahead of the time since the host's boot.
@@ -54,7 +54,7 @@ impl ClockStepDetector {
             return None;
         }
         self.ahead_ms = ahead_ms;
-        tracing::warn!(seconds = step / 1000, "somebody set the clock");
+        tracing::warn!(seconds = step / 1000, "host clock set");
         Some(step / 1000)
     }
 }

@@ -98,7 +98,7 @@ impl Workspaces {
 
     /// Makes the workspace of a running sandbox, or brings its record up to date.
     async fn take_in(&self, sandbox: &Arc<Sandbox>) -> Result<WorkspaceRecord> {
-        let Some(state) = sandbox.read_runtime(|facts| facts.saved.e2b.clone()) else {
+        let Some(state) = sandbox.read_runtime(|runtime| runtime.saved.e2b.clone()) else {
             let text = format!("sandbox {} was not made by the E2B API", sandbox.id);
             return Err(Error::new(Code::SandboxUnfit, text));
         };
@@ -144,7 +144,7 @@ impl Workspaces {
             }
             return Err(error);
         }
-        let named = sandbox.rewrite(|facts| facts.saved.workspace = Some(id.clone()));
+        let named = sandbox.update_persisted(|runtime| runtime.saved.workspace = Some(id.clone()));
         named.map_err(|error| Error::host("cannot write the record of a sandbox", error))?;
         Ok(record)
     }

@@ -159,7 +159,7 @@ impl Workspaces {
     /// Ends every sandbox that names a workspace whose record does not name that sandbox.
     fn end_strangers(&self) {
         for sandbox in self.registry.list() {
-            let Some(name) = sandbox.facts().saved.workspace else { continue };
+            let Some(name) = sandbox.runtime().saved.workspace else { continue };
             let ours = match self.get(&name).map(|workspace| workspace.state()) {
                 Ok(WorkspaceState::Kept(record)) => record.live_sandbox_id.as_deref() == Some(&sandbox.id),
                 // The operator may repair the file and want the sandbox.
@@ -349,7 +349,7 @@ impl Workspaces {
 
     async fn fork(&self, record: &WorkspaceRecord, who: &Principal) -> Result<Bound> {
         let e2b = record.e2b.clone();
-        let order = spawn::SpawnSpec {
+        let spec = spawn::SpawnSpec {
             tag: record.tag().to_owned(),
             // A snapshot of another owner may have the tag by now.
             who: who.clone(),
@@ -366,7 +366,7 @@ impl Workspaces {
             id: e2b.is_some().then(|| record.name.clone()),
             e2b,
         };
-        let mut spawned = start_children(&self.registry, &self.snapshots, order).await?;
+        let mut spawned = start_children(&self.registry, &self.snapshots, spec).await?;
         let error = spawned.errors.pop().map(|(_, error)| error);
         let bound = spawned.children.pop();
         bound.ok_or_else(|| error.unwrap_or_else(|| Error::host("cannot fork", "the spawn returned none")))

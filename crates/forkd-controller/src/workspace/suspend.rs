@@ -37,7 +37,7 @@ impl Workspaces {
             return Err(Error::new(Code::WorkspaceNotRunning, text));
         };
         // From here on uses of the sandbox are refused: their effects would be lost.
-        let _put_away = SuspendGuard::begin(&sandbox);
+        let _suspending = SuspendGuard::begin(&sandbox);
         if unused_since.is_some_and(|stamp| sandbox.activity.stamp() != stamp) {
             return self.show(name);
         }

@@ -40,7 +40,7 @@ impl Workspaces {
         let sandboxes = self.registry.list();
         let forked = |sandbox: &Arc<Sandbox>| {
             sandbox.spec.snapshot_tag.as_deref() == Some(tag)
-                || sandbox.facts().saved.history.rolled_back_to.as_deref() == Some(tag)
+                || sandbox.runtime().saved.history.rolled_back_to.as_deref() == Some(tag)
         };
         if sandboxes
             .iter()

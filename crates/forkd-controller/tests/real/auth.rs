@@ -529,14 +529,14 @@ fn curl(daemon: &Daemon, port: &str, trusted: &str, more: &[&str]) -> Output {
     Command::new("curl")
         .args(["-sS", "-w", "\n%{http_code}", "--cacert"])
         .arg(daemon.path().join(format!("{trusted}-cert.pem")))
-        .args(["-H", &format!("Authorization: Bearer {}", first_token(daemon))])
+        .args(["-H", &format!("Authorization: Bearer {}", default_token(daemon))])
         .args(more)
         .arg(format!("https://localhost:{port}/version"))
         .output()
         .unwrap()
 }
 
-fn first_token(daemon: &Daemon) -> String {
+fn default_token(daemon: &Daemon) -> String {
     std::fs::read_to_string(daemon.path().join("token")).unwrap().trim().to_owned()
 }
 

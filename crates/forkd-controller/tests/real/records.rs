@@ -152,7 +152,7 @@ fn a_sandbox_whose_record_cannot_be_read_is_kept_until_a_client_ends_it() {
         daemon.ended(child);
     }
     let more = doomed.len();
-    eventually("their seats", || {
+    eventually("their reservations", || {
         let body = json!({"snapshot_tag": "tiny", "n": more});
         daemon.request("POST", "/v1/sandboxes", Some(body)).0 == 201
     });

@@ -10,7 +10,7 @@ use forkd_api::{CreateRequest, ErrorBody, ForkRequest, SandboxInfo};
 use crate::api::ApiContext;
 use crate::api::extract::{Id, OptionalBody, Params};
 use crate::api::middleware::idempotency::IdempotencyMark;
-use crate::api::sandboxes::{ReplyForm, Results, earlier, life_of, order, reply};
+use crate::api::sandboxes::{ReplyForm, Results, earlier, life_of, reply, spawn_spec};
 use crate::auth::principal::Principal;
 use crate::error::{Reader, Result};
 use crate::sandbox::spawn::{SpawnSpec, Spawned, spawn_from};
@@ -51,7 +51,7 @@ pub(crate) async fn fork(
     let request = CreateRequest { wait: params.wait.or(request.wait), ..create_request(request) };
     let form = ReplyForm { each: params.each()?, agent_port: request.agent_port };
     let lifetime = life_of(&request, idempotency.as_ref())?;
-    let order = order(&who, request, lifetime, arrived)?;
+    let spec = spawn_spec(&who, request, lifetime, arrived)?;
     let earlier = earlier(&app, idempotency);
     if !earlier.is_empty() {
         return reply(&app, &reader, form, earlier, Spawned::default());
@@ -59,11 +59,11 @@ pub(crate) async fn fork(
     let sandbox = app.registry.known(&id)?;
     let _in_use = sandbox.in_use();
     // The children have what the sandbox's owner had in memory, also if an admin forks it.
-    let order = SpawnSpec { owner: sandbox.spec.owner.clone(), ..order };
+    let spec = SpawnSpec { owner: sandbox.spec.owner.clone(), ..spec };
     // The sandbox is not paused for children that there is no room for.
-    app.registry.check_room(order.n, &sandbox.spec.claim(), &who.quota)?;
+    app.registry.check_room(spec.n, &sandbox.spec.claim(), &who.quota)?;
     let template = app.snapshots.capture_for_fork(&sandbox, &who.quota).await?;
-    let spawned = spawn_from(&app.registry, template, order).await?;
+    let spawned = spawn_from(&app.registry, template, spec).await?;
     reply(&app, &reader, form, Vec::new(), spawned)
 }
 

@@ -96,8 +96,8 @@ pub(super) async fn create(
         _ if !earlier.is_empty() => Spawned::default(),
         (Some(_), None) => only(vec![boot(&app, &who, request, lifetime).await?]),
         (None, Some(_)) => {
-            let order = order(&who, request, lifetime, arrived)?;
-            start_children(&app.registry, &app.snapshots, order).await?
+            let spec = spawn_spec(&who, request, lifetime, arrived)?;
+            start_children(&app.registry, &app.snapshots, spec).await?
         }
         _ => return Err(Error::invalid("give either `image` or `snapshot_tag`")),
     };
@@ -173,7 +173,7 @@ fn life_of(request: &CreateRequest, idempotency: Option<&Extension<IdempotencyMa
 fn earlier(app: &ApiContext, idempotency: Option<Extension<IdempotencyMark>>) -> Vec<Arc<Sandbox>> {
     let Some(Extension(IdempotencyMark { mark, before: true })) = idempotency else { return Vec::new() };
     let mut there = app.registry.list();
-    let has_mark = |facts: &RuntimeInfo| facts.saved.lifetime.request.as_ref() == Some(&mark);
+    let has_mark = |runtime: &RuntimeInfo| runtime.saved.lifetime.request.as_ref() == Some(&mark);
     there.retain(|sandbox| sandbox.read_runtime(has_mark));
     there
 }
@@ -203,9 +203,9 @@ async fn boot(
     };
     // Bound to this request while it boots: if the client disconnects, the sandbox ends.
     let bound = app.registry.boot(spec, request.warm, true, &who.quota).await?;
-    bound.sandbox().update_runtime(|facts| {
-        facts.saved.lifetime = lifetime;
-        facts.time_to_live = time_to_live;
+    bound.sandbox().update_runtime(|runtime| {
+        runtime.saved.lifetime = lifetime;
+        runtime.time_to_live = time_to_live;
     });
     // The archive gets the labels, which are set only now.
     app.registry.archive.made(bound.sandbox());
@@ -215,8 +215,13 @@ async fn boot(
     Ok(bound)
 }
 
-/// The order for children of a snapshot, or of a running sandbox.
-fn order(who: &Principal, request: CreateRequest, lifetime: Lifetime, arrived: Instant) -> Result<SpawnSpec> {
+/// The parameters of children of a snapshot, or of a running sandbox.
+fn spawn_spec(
+    who: &Principal,
+    request: CreateRequest,
+    lifetime: Lifetime,
+    arrived: Instant,
+) -> Result<SpawnSpec> {
     let n = request.n.unwrap_or(1);
     if !(1..=MAX_CHILDREN).contains(&n) {
         return Err(Error::invalid(format!("n is {n}; it must be 1 to {MAX_CHILDREN}")));
@@ -372,7 +377,7 @@ pub(super) async fn update(
 pub(super) async fn delete(State(app): State<ApiContext>, Id(id): Id) -> Result<StatusCode> {
     let sandbox = app.registry.get(&id)?;
     // A sandbox of the E2B API that was paused earlier has states on disk, which would come back as a paused sandbox.
-    let is_e2b = sandbox.read_runtime(|facts| facts.saved.e2b.is_some());
+    let is_e2b = sandbox.read_runtime(|runtime| runtime.saved.e2b.is_some());
     if is_e2b && app.workspaces.has(&id) {
         // To its end, also if the client disconnects: half of it would leave snapshots that nothing needs.
         let workspaces = app.workspaces.clone();
@@ -396,7 +401,7 @@ pub(super) async fn stats(State(app): State<ApiContext>, Id(id): Id) -> Result<J
     let sandbox = app.registry.known(&id)?;
     let data = app.config.data_dir.clone();
     let stats = blocking("reading what a sandbox uses", move || {
-        let pid = sandbox.facts().pid;
+        let pid = sandbox.runtime().pid;
         let read = pid.and_then(|pid| Some((pid, process_stats::read(pid).ok()?)));
         let Some((pid, mut stats)) = read else {
             return Err(Error::new(Code::SandboxUnfit, format!("sandbox {} has no process", sandbox.id)));
@@ -495,7 +500,7 @@ pub(super) fn info(sandbox: &Sandbox) -> SandboxInfo {
         Phase::Unknown(_) => (Some(UNREADABLE.into()), Some(advice(UNREAD, &sandbox.kill_command()))),
         _ => (disk_full.then(|| DISK_FULL.into()), disk_full.then(|| DISK_FULL_DETAIL.into())),
     };
-    let (facts, spec) = (sandbox.facts(), &sandbox.spec);
+    let (runtime, spec) = (sandbox.runtime(), &sandbox.spec);
     SandboxInfo {
         id: sandbox.id.clone(),
         owner: spec.owner.clone(),
@@ -508,31 +513,31 @@ pub(super) fn info(sandbox: &Sandbox) -> SandboxInfo {
         console_tail,
         vcpus: spec.vcpus,
         mem_size_mib: spec.mem_mib,
-        pid: facts.pid,
-        boot_ms: facts.boot_ms,
+        pid: runtime.pid,
+        boot_ms: runtime.boot_ms,
         ready: state == SandboxState::Running,
-        ready_ms: facts.ready_ms.or(facts.boot_ms.map(|ms| ms as f64)),
+        ready_ms: runtime.ready_ms.or(runtime.boot_ms.map(|ms| ms as f64)),
         network: spec.network,
-        netns: facts.netns,
+        netns: runtime.netns,
         egress: None,
-        guest_addr: match facts.saved.history.line_port {
+        guest_addr: match runtime.saved.history.line_port {
             Some(port) => format!("{}:{port}", Ipv4Addr::LOCALHOST),
             None => format!("{}:{LINE_PORT}", forkd_net::GUEST_ADDRESS),
         },
         memory_limit_mib: Some(spec.memory_limit_mib),
-        python: facts.saved.python,
+        python: runtime.saved.python,
         created_at_unix: sandbox.created_at_unix(),
-        expires_at_unix: facts.saved.deadline_unix,
-        idle_timeout_secs: facts.saved.lifetime.idle_timeout_secs,
-        on_timeout: facts.saved.lifetime.on_timeout,
-        suspend_as: facts.saved.lifetime.suspend_as,
+        expires_at_unix: runtime.saved.deadline_unix,
+        idle_timeout_secs: runtime.saved.lifetime.idle_timeout_secs,
+        on_timeout: runtime.saved.lifetime.on_timeout,
+        suspend_as: runtime.saved.lifetime.suspend_as,
         last_active_unix: sandbox.activity.last_unix(),
-        labels: facts.saved.lifetime.labels,
-        has_branched: facts.saved.history.branch_count > 0,
-        branch_count: facts.saved.history.branch_count,
+        labels: runtime.saved.lifetime.labels,
+        has_branched: runtime.saved.history.branch_count > 0,
+        branch_count: runtime.saved.history.branch_count,
         last_branch_memory_path: None,
-        last_branch_tag: facts.saved.history.last_branch_tag,
-        rolled_back_to: facts.saved.history.rolled_back_to,
-        workspace: facts.saved.workspace,
+        last_branch_tag: runtime.saved.history.last_branch_tag,
+        rolled_back_to: runtime.saved.history.rolled_back_to,
+        workspace: runtime.saved.workspace,
     }
 }

@@ -34,13 +34,13 @@ pub(crate) fn update(sandbox: &Sandbox, request: UpdateRequest) -> Result<()> {
     idle.map(|secs| check_secs("idle_timeout_secs", secs)).transpose()?;
     check_tag("suspend_as", request.suspend_as.as_ref().and_then(|tag| tag.as_deref()))?;
     request.labels.as_ref().map(check_labels).transpose()?;
-    let changed = sandbox.rewrite(|facts| {
+    let changed = sandbox.update_persisted(|runtime| {
         if request.timeout_secs.is_some() {
-            facts.saved.deadline_unix = time_to_live.map(deadline);
+            runtime.saved.deadline_unix = time_to_live.map(deadline);
             // Also of one that still boots.
-            facts.time_to_live = None;
+            runtime.time_to_live = None;
         }
-        let lifetime = &mut facts.saved.lifetime;
+        let lifetime = &mut runtime.saved.lifetime;
         if request.idle_timeout_secs.is_some() {
             lifetime.idle_timeout_secs = idle;
         }
@@ -103,7 +103,7 @@ impl SandboxFilter {
         self.state.is_none_or(|wanted| wanted == state)
             && self.takes_tag(sandbox.spec.snapshot_tag.as_deref())
             && self.takes_owner(&sandbox.spec.owner)
-            && sandbox.read_runtime(|facts| self.takes_labels(&facts.saved.lifetime.labels))
+            && sandbox.read_runtime(|runtime| self.takes_labels(&runtime.saved.lifetime.labels))
     }
 
     fn takes_tag(&self, tag: Option<&str>) -> bool {

@@ -67,8 +67,8 @@ pub(crate) async fn create(
     .await?;
     // The guest of the new snapshot counts as a sandbox while it runs.
     let claim = Claim { owner: who.owner.clone(), mem_mib: order.mem_mib };
-    let (seats, _) = app.registry.reserve(1, &claim, &who.quota)?;
-    let entry = app.snapshots.create(order, &who, seats)?;
+    let (reservations, _) = app.registry.reserve(1, &claim, &who.quota)?;
+    let entry = app.snapshots.create(order, &who, reservations)?;
     let target = Extension(AuditTarget(entry.tag.clone()));
     if params.wait == Some(false) {
         return Ok((StatusCode::ACCEPTED, target, info(&app, &who, entry).await?).into_response());

@@ -38,8 +38,8 @@ impl Daemon {
 
     /// Forks one child of `template`.
     async fn child_of(&self, template: &Arc<Template>, id: Option<&str>) -> Arc<Sandbox> {
-        let order = SpawnSpec { id: id.map(str::to_owned), ..self.order("", 1) };
-        let spawned = spawn_from(&self.registry, template.clone(), order).await;
+        let spec = SpawnSpec { id: id.map(str::to_owned), ..self.spawn_spec("", 1) };
+        let spawned = spawn_from(&self.registry, template.clone(), spec).await;
         let Spawned { mut children, errors } = spawned.unwrap();
         assert!(errors.is_empty(), "{errors:?}");
         let child = children.pop().unwrap().release();
@@ -79,7 +79,7 @@ async fn one_capture_serves_many_requests_and_is_in_no_list() {
     assert_eq!(daemon.snapshots.owners.of(""), None);
     let record = TemplateRecord::read(template.folder()).read().unwrap();
     assert_eq!(record.standing, PersistState::Forgotten);
-    let history = source.facts().saved.history;
+    let history = source.runtime().saved.history;
     assert_eq!((history.branch_count, history.last_branch_tag), (0, None), "a fork is no branch");
     assert_eq!(source.pauses.list()[0].why, "fork");
 
@@ -132,7 +132,7 @@ async fn the_next_daemon_keeps_a_fork_for_its_children_alone() {
     eventually("the end of the fork without children", || !runs(unused_pid)).await;
     assert!(runs(used_pid) && daemon.snapshots.list().is_empty());
     eventually("the folder of the other alone", || daemon.templates().len() == 1).await;
-    eventually("the seat of the other alone", || daemon.snapshots.forks.count(LOCAL) == 1).await;
+    eventually("the reservation of the other alone", || daemon.snapshots.forks.count(LOCAL) == 1).await;
     let child = daemon.registry.get(&id).unwrap();
     assert!(child.spec.forked_from.is_some() && child.resources().template.is_some());
     daemon.registry.delete(&id).unwrap();
@@ -192,7 +192,7 @@ async fn children_of_a_template_that_ended_are_errors() {
     let template = daemon.fork(&source).await;
     monitor.child("branch").unwrap().die();
     eventually("the end of the template", || !template.is_alive()).await;
-    let spawned = spawn_from(&daemon.registry, template, daemon.order("", 2)).await.unwrap();
+    let spawned = spawn_from(&daemon.registry, template, daemon.spawn_spec("", 2)).await.unwrap();
     assert_eq!((spawned.children.len(), spawned.errors.len()), (0, 2));
     eventually("no children", || daemon.registry.list().len() == 1).await;
 }

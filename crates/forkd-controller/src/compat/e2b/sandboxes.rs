@@ -142,7 +142,7 @@ fn extend(sandbox: &Sandbox, secs: u64) -> Result<()> {
 
 fn set_deadline(sandbox: &Sandbox, secs: u64) -> Result<()> {
     sandbox.check_not_suspending()?;
-    let written = sandbox.rewrite(|facts| {
+    let written = sandbox.update_persisted(|facts| {
         facts.saved.deadline_unix = Some(deadline(Duration::from_secs(secs)));
         if let Some(state) = &mut facts.saved.e2b {
             state.timeout_secs = secs;

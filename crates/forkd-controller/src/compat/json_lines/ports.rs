@@ -61,7 +61,7 @@ impl Ports {
     /// Opens the ports that sandboxes had under an earlier daemon.
     pub(crate) fn reopen(self: &Arc<Self>) {
         for sandbox in self.registry.list() {
-            if sandbox.facts().saved.history.line_port.is_some()
+            if sandbox.runtime().saved.history.line_port.is_some()
                 && let Err(error) = self.open(&sandbox)
             {
                 tracing::warn!(sandbox = sandbox.id, %error, "JSON-lines port not reopened");
@@ -75,7 +75,7 @@ impl Ports {
         if let Some(port) = open.get(&sandbox.id) {
             return Ok(port.address);
         }
-        let listener = listen(sandbox.facts().saved.history.line_port)
+        let listener = listen(sandbox.runtime().saved.history.line_port)
             .map_err(|error| Error::host("cannot open a port of loopback", error))?;
         let address = listener.local_addr().map_err(|error| Error::host("a port without a number", error))?;
         let serving = self.clone().serve(sandbox.id.clone(), listener);
@@ -84,25 +84,25 @@ impl Ports {
         let server = task::spawn_or(Task::LinePort, serving, move |_| drop(ports.open.lock().remove(&id)));
         let server = server.abort_handle();
         open.insert(sandbox.id.clone(), Port { address, server });
-        sandbox.remember(|history| history.line_port = Some(address.port()));
+        sandbox.update_history(|history| history.line_port = Some(address.port()));
         Ok(address)
     }
 
     /// Closes the sandbox's port, if it has one.
     pub(crate) fn close(&self, sandbox: &Sandbox) {
         self.open.lock().remove(&sandbox.id);
-        if sandbox.facts().saved.history.line_port.is_some() {
-            sandbox.remember(|history| history.line_port = None);
+        if sandbox.runtime().saved.history.line_port.is_some() {
+            sandbox.update_history(|history| history.line_port = None);
         }
     }
 
     /// Serves the port until the sandbox is deleted.
     async fn serve(self: Arc<Self>, id: String, listener: TcpListener) {
         let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-        let door = Arc::new(Semaphore::new(MAX_UNKNOWN));
+        let unknown_permits = Arc::new(Semaphore::new(MAX_UNKNOWN));
         // The registry is asked each time, because a rollback replaces the sandbox.
         while let Ok(sandbox) = self.registry.get(&id) {
-            let Ok(unknown) = door.clone().acquire_owned().await else { break };
+            let Ok(unknown) = unknown_permits.clone().acquire_owned().await else { break };
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
                 desired = sandbox.desired_changed() => {

@@ -168,7 +168,7 @@ pub(crate) async fn write(
             },
             _ = pings.tick() => {
                 if client.state.lock().heard.elapsed() > SILENCE {
-                    tracing::info!("a client has been silent for too long; hanging up");
+                    tracing::info!("client silent; connection closed");
                     return;
                 }
                 Message::Ping(Bytes::new())

@@ -222,7 +222,7 @@ impl Leaf {
     }
 
     /// The descriptor for [`join`]: opened before the fork, used after it.
-    pub(crate) fn door(&self) -> io::Result<OwnedFd> {
+    pub(crate) fn procs_fd(&self) -> io::Result<OwnedFd> {
         let path = self.path.join(PROCS);
         File::options().write(true).open(&path).map(OwnedFd::from).map_err(naming("open", &path))
     }
@@ -265,10 +265,10 @@ impl Leaf {
     }
 }
 
-/// Moves the calling process into the leaf of this [`Leaf::door`]. For use between `fork` and `exec`: one system
+/// Moves the calling process into the leaf of this [`Leaf::procs_fd`]. For use between `fork` and `exec`: one system
 /// call, nothing else.
-pub(crate) fn join(door: BorrowedFd<'_>) -> io::Result<()> {
-    rustix::io::write(door, b"0")?;
+pub(crate) fn join(procs_fd: BorrowedFd<'_>) -> io::Result<()> {
+    rustix::io::write(procs_fd, b"0")?;
     Ok(())
 }
 

@@ -133,10 +133,10 @@ impl Drop for Real {
 
 /// Starts `program` in `leaf`, as the daemon starts a monitor.
 fn start(leaf: &Leaf, program: &str, args: &[&str]) -> Child {
-    let door = leaf.door().unwrap();
+    let procs_fd = leaf.procs_fd().unwrap();
     let mut command = Command::new(program);
     // SAFETY: `join` is one system call.
-    unsafe { command.args(args).pre_exec(move || join(door.as_fd())) };
+    unsafe { command.args(args).pre_exec(move || join(procs_fd.as_fd())) };
     command.spawn().unwrap()
 }
 
@@ -196,15 +196,15 @@ fn a_new_daemon_finds_lineages_and_leaves_again() {
     lineage.remove().unwrap();
 }
 
-/// In a process of user `UID` in the leaf behind `door`: forks into `target`, and tells by its exit
+/// In a process of user `UID` in the leaf of `procs_fd`: forks into `target`, and tells by its exit
 /// status what the kernel said. Only system calls: the test's process has threads.
-fn fork_as_template(door: BorrowedFd<'_>, target: BorrowedFd<'_>) -> i32 {
+fn fork_as_template(procs_fd: BorrowedFd<'_>, target: BorrowedFd<'_>) -> i32 {
     use std::os::fd::AsRawFd;
     // SAFETY: the child makes system calls on values that were ready before, and ends.
     unsafe {
         let child = libc::fork();
         if child == 0 {
-            if join(door).is_err() || libc::setuid(UID) != 0 {
+            if join(procs_fd).is_err() || libc::setuid(UID) != 0 {
                 libc::_exit(200);
             }
             let mut args: libc::clone_args = std::mem::zeroed();
@@ -230,18 +230,18 @@ fn fork_as_template(door: BorrowedFd<'_>, target: BorrowedFd<'_>) -> i32 {
 fn a_template_forks_into_its_own_leaves_and_no_others() {
     let Some(real) = real("clone") else { return };
     let lineage = real.cgroups.lineage("t1", UID).unwrap().unwrap();
-    let door = lineage.template(&CgroupLimits::default()).unwrap().door().unwrap();
+    let procs_fd = lineage.template(&CgroupLimits::default()).unwrap().procs_fd().unwrap();
     let leaf = lineage
         .leaf("sb1", &CgroupLimits { pids_max: real.limits.then_some(8), ..CgroupLimits::default() })
         .unwrap();
-    assert_eq!(fork_as_template(door.as_fd(), leaf.fd()), 0);
+    assert_eq!(fork_as_template(procs_fd.as_fd(), leaf.fd()), 0);
     assert_eq!(pids(&leaf).len(), 1, "the child is not in its leaf");
     leaf.kill().unwrap();
     leaf.remove().unwrap();
 
     let other = real.cgroups.lineage("t2", UID + 1).unwrap().unwrap();
     let foreign = other.leaf("sb2", &CgroupLimits::default()).unwrap();
-    assert_eq!(fork_as_template(door.as_fd(), foreign.fd()), libc::EACCES);
+    assert_eq!(fork_as_template(procs_fd.as_fd(), foreign.fd()), libc::EACCES);
 }
 
 #[test]

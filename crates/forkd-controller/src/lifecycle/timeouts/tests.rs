@@ -14,10 +14,10 @@ use tokio_util::sync::CancellationToken;
 fn sandbox(phase: Phase, action: OnTimeout, deadline: Option<u64>, idle: Option<u64>) -> Sandbox {
     let sandbox = Sandbox::bare("sb1");
     sandbox.phase.send_replace(phase);
-    sandbox.update_runtime(|facts| {
-        facts.saved.deadline_unix = deadline;
-        facts.saved.lifetime.idle_timeout_secs = idle;
-        facts.saved.lifetime.on_timeout = action;
+    sandbox.update_runtime(|runtime| {
+        runtime.saved.deadline_unix = deadline;
+        runtime.saved.lifetime.idle_timeout_secs = idle;
+        runtime.saved.lifetime.on_timeout = action;
     });
     sandbox
 }
@@ -54,7 +54,7 @@ async fn what_is_being_done_is_not_begun_again_and_what_failed_has_its_pause() {
         (Attempt::Failed(Instant::now()), None),
         (Attempt::None, Some(Due::Expired)),
     ] {
-        sandbox.update_runtime(|facts| facts.attempt = attempt);
+        sandbox.update_runtime(|runtime| runtime.attempt = attempt);
         assert_eq!(sandbox.due(2), due, "{attempt:?}");
     }
 }
@@ -81,13 +81,15 @@ async fn look(timeouts: &Timeouts) {
 
 /// Makes the time of a sandbox one that is over.
 fn expire(sandbox: &Sandbox, action: OnTimeout) {
-    sandbox.amend(|lifetime, deadline| (lifetime.on_timeout, *deadline) = (action, Some(1))).unwrap();
+    sandbox
+        .update_lifetime(|lifetime, deadline| (lifetime.on_timeout, *deadline) = (action, Some(1)))
+        .unwrap();
 }
 
 /// Makes it one that no client may leave unused at all.
 fn idle(sandbox: &Sandbox, action: OnTimeout) {
     sandbox
-        .amend(|lifetime, _| (lifetime.on_timeout, lifetime.idle_timeout_secs) = (action, Some(0)))
+        .update_lifetime(|lifetime, _| (lifetime.on_timeout, lifetime.idle_timeout_secs) = (action, Some(0)))
         .unwrap();
 }
 
@@ -95,7 +97,7 @@ fn idle(sandbox: &Sandbox, action: OnTimeout) {
 async fn a_sandbox_whose_deadline_has_passed_is_ended() {
     let (host, daemon, live, sandbox, monitor) = one_child().await;
     let (other, _) =
-        daemon.child_with(&live, |order| order.time_to_live = Some(Duration::from_secs(3600))).await;
+        daemon.child_with(&live, |spec| spec.time_to_live = Some(Duration::from_secs(3600))).await;
     expire(&sandbox, OnTimeout::Kill);
     look(&timeouts(&host, &daemon).await).await;
     let end = end_of(&sandbox).await;
@@ -116,7 +118,7 @@ async fn a_sandbox_that_no_client_used_for_its_idle_time_is_ended() {
 #[tokio::test]
 async fn a_sandbox_that_is_in_use_is_not_idle() {
     let (host, daemon, _live, sandbox, _monitor) = one_child().await;
-    sandbox.amend(|lifetime, _| lifetime.idle_timeout_secs = Some(1)).unwrap();
+    sandbox.update_lifetime(|lifetime, _| lifetime.idle_timeout_secs = Some(1)).unwrap();
     let timeouts = timeouts(&host, &daemon).await;
     {
         // Used just now, and not for a whole second.
@@ -155,8 +157,10 @@ async fn an_idle_sandbox_is_paused_and_wakes_when_a_client_uses_it() {
 
 /// Waits until what was begun because of its time is over.
 async fn settled(sandbox: &Sandbox) {
-    eventually("the attempt", || sandbox.read_runtime(|facts| !matches!(facts.attempt, Attempt::UnderWay)))
-        .await;
+    eventually("the attempt", || {
+        sandbox.read_runtime(|runtime| !matches!(runtime.attempt, Attempt::UnderWay))
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -167,7 +171,7 @@ async fn a_sandbox_paused_at_its_deadline_does_not_wake_by_itself_and_is_due_no_
     look(&timeouts).await;
     settled(&sandbox).await;
     assert!(matches!(sandbox.phase(), Phase::Paused) && !sandbox.is_auto_paused());
-    assert_eq!(sandbox.facts().saved.deadline_unix, None, "it was given its time once");
+    assert_eq!(sandbox.runtime().saved.deadline_unix, None, "it was given its time once");
     sandbox.auto_resume().await.unwrap();
     assert!(matches!(sandbox.phase(), Phase::Paused));
     sandbox.go_on().await.unwrap();
@@ -207,11 +211,11 @@ async fn a_pause_at_a_deadline_that_fails_is_tried_again_later_and_the_sandbox_g
     let timeouts = timeouts(&host, &daemon).await;
     look(&timeouts).await;
     settled(&sandbox).await;
-    assert!(matches!(sandbox.read_runtime(|facts| facts.attempt), Attempt::Failed(_)));
+    assert!(matches!(sandbox.read_runtime(|runtime| runtime.attempt), Attempt::Failed(_)));
     look(&timeouts).await;
     assert!(matches!(sandbox.phase(), Phase::Running));
     assert_eq!(monitor.times(is_pause), 1, "not at once");
-    assert_eq!(sandbox.facts().saved.deadline_unix, Some(1));
+    assert_eq!(sandbox.runtime().saved.deadline_unix, Some(1));
 }
 
 #[tokio::test]
@@ -219,7 +223,7 @@ async fn a_sandbox_whose_time_is_over_is_suspended_to_a_snapshot_and_ends() {
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     let (sandbox, monitor) = daemon.booted().await;
-    sandbox.amend(|lifetime, _| lifetime.suspend_as = Some("kept".into())).unwrap();
+    sandbox.update_lifetime(|lifetime, _| lifetime.suspend_as = Some("kept".into())).unwrap();
     expire(&sandbox, OnTimeout::Suspend);
     look(&timeouts(&host, &daemon).await).await;
     let end = end_of(&sandbox).await;
@@ -237,12 +241,12 @@ async fn a_suspend_that_finds_its_name_taken_chooses_another() {
     let live = daemon.live("t").await;
     let timeouts = timeouts(&host, &daemon).await;
     let (sandbox, _) = daemon.child(&live).await;
-    sandbox.update_runtime(|facts| facts.saved.lifetime.suspend_as = Some("t".into()));
+    sandbox.update_runtime(|runtime| runtime.saved.lifetime.suspend_as = Some("t".into()));
     let own = format!("idle-{}", sandbox.id);
     assert_eq!(timeouts.free_tag(&sandbox).unwrap(), own);
     let _other = daemon.live(&own).await;
     assert_eq!(timeouts.free_tag(&sandbox).unwrap(), format!("{own}-2"));
-    sandbox.update_runtime(|facts| facts.saved.lifetime.suspend_as = Some("wanted".into()));
+    sandbox.update_runtime(|runtime| runtime.saved.lifetime.suspend_as = Some("wanted".into()));
     assert_eq!(timeouts.free_tag(&sandbox).unwrap(), "wanted");
 }
 
@@ -259,8 +263,10 @@ async fn a_suspend_that_cannot_be_saved_leaves_the_sandbox_running_and_no_snapsh
     look(&timeouts(&host, &daemon).await).await;
     settled(&sandbox).await;
     assert!(matches!(sandbox.phase(), Phase::Running), "{:?}", sandbox.phase());
-    assert!(matches!(sandbox.read_runtime(|facts| facts.attempt), Attempt::Failed(_)));
-    assert!(sandbox.read_runtime(|facts| facts.saved.lifetime.suspending.is_none() && !facts.is_suspending));
+    assert!(matches!(sandbox.read_runtime(|runtime| runtime.attempt), Attempt::Failed(_)));
+    assert!(
+        sandbox.read_runtime(|runtime| runtime.saved.lifetime.suspending.is_none() && !runtime.is_suspending)
+    );
     let stored = daemon.snapshots.list();
     assert!(stored.iter().all(|entry| !matches!(entry.state(), SnapshotState::Ready(_))));
     assert!(daemon.snapshots.get(&format!("idle-{}", sandbox.id)).is_err());
@@ -293,17 +299,17 @@ async fn a_step_of_the_clock_moves_the_deadline_of_a_sandbox_and_its_record() {
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
     let (sandbox, _) =
-        daemon.child_with(&live, |order| order.time_to_live = Some(Duration::from_secs(100))).await;
-    let before = sandbox.facts().saved.deadline_unix.unwrap();
+        daemon.child_with(&live, |spec| spec.time_to_live = Some(Duration::from_secs(100))).await;
+    let before = sandbox.runtime().saved.deadline_unix.unwrap();
     for (step, moved) in [(3600, before + 3600), (-3600, before)] {
         move_deadline(&sandbox, step).unwrap();
-        assert_eq!(sandbox.facts().saved.deadline_unix, Some(moved));
+        assert_eq!(sandbox.runtime().saved.deadline_unix, Some(moved));
         let recorded = crate::sandbox::SandboxRecord::read(&sandbox.folder).read().unwrap();
         assert_eq!(recorded.saved.deadline_unix, Some(moved));
     }
     let (endless, _) = daemon.child(&live).await;
     move_deadline(&endless, 3600).unwrap();
-    assert_eq!(endless.facts().saved.deadline_unix, None);
+    assert_eq!(endless.runtime().saved.deadline_unix, None);
 }
 
 #[tokio::test]
@@ -311,7 +317,7 @@ async fn a_client_that_extends_a_deadline_keeps_the_sandbox() {
     let (host, daemon, _live, sandbox, _monitor) = one_child().await;
     expire(&sandbox, OnTimeout::Kill);
     assert_eq!(sandbox.due(now_unix()), Some(Due::Expired));
-    sandbox.amend(|_, deadline| *deadline = Some(now_unix() + 60)).unwrap();
+    sandbox.update_lifetime(|_, deadline| *deadline = Some(now_unix() + 60)).unwrap();
     look(&timeouts(&host, &daemon).await).await;
     assert!(matches!(sandbox.phase(), Phase::Running));
     assert_eq!(sandbox.due(now_unix()), None);
@@ -360,7 +366,7 @@ async fn a_sandbox_that_waits_for_room_on_the_disk_is_paused_for_its_client_at_i
 /// A sandbox of the E2B API, and what plays its monitor.
 async fn e2b_sandbox(daemon: &Daemon) -> (Arc<Sandbox>, FakeMonitor) {
     let (sandbox, monitor) = daemon.booted().await;
-    sandbox.rewrite(|facts| facts.saved.e2b = Some(Box::default())).unwrap();
+    sandbox.update_persisted(|runtime| runtime.saved.e2b = Some(Box::default())).unwrap();
     (sandbox, monitor)
 }
 

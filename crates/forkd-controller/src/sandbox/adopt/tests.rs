@@ -35,11 +35,11 @@ async fn adoption_takes_over_a_child_with_its_process_and_its_template() {
     let daemon = host.daemon().await;
     let sandbox = daemon.registry.get(&left.id).unwrap();
     assert!(matches!(sandbox.phase(), Phase::Running), "{:?}", sandbox.phase());
-    let facts = sandbox.facts();
-    assert_eq!(facts.pid, Some(left.monitor.pid as u32));
-    assert_eq!(facts.saved.deadline_unix, Some(4_000_000_000));
-    assert_eq!((facts.saved.workspace.as_deref(), facts.saved.history.branch_count), (Some("w"), 3));
-    assert_eq!(facts.saved.lifetime.labels["team"], "x");
+    let runtime = sandbox.runtime();
+    assert_eq!(runtime.pid, Some(left.monitor.pid as u32));
+    assert_eq!(runtime.saved.deadline_unix, Some(4_000_000_000));
+    assert_eq!((runtime.saved.workspace.as_deref(), runtime.saved.history.branch_count), (Some("w"), 3));
+    assert_eq!(runtime.saved.lifetime.labels["team"], "x");
     assert_eq!((sandbox.created_at_unix(), sandbox.created_nanos()), (1_700_000_000, 5));
     assert_eq!(daemon.registry.children_of(&template.id), 1);
     assert!(left.monitor.runs() && template.monitor.runs());
@@ -107,7 +107,7 @@ async fn adoption_lists_a_booted_sandbox_whose_process_is_gone_as_ended_for_unkn
     let daemon = host.daemon().await;
     let sandbox = daemon.registry.get(&left.id).unwrap();
     assert_eq!(end_of(&sandbox).await.reason, "unknown");
-    assert_eq!(sandbox.facts().pid, None);
+    assert_eq!(sandbox.runtime().pid, None);
 }
 
 #[tokio::test]
@@ -170,7 +170,7 @@ async fn adoption_keeps_a_sandbox_whose_record_is_unreadable() {
         let sandbox = daemon.registry.get(&left.id).unwrap();
         assert!(matches!(sandbox.phase(), Phase::Unknown(_)), "{damaged}: {:?}", sandbox.phase());
         assert_eq!(daemon.registry.known(&left.id).unwrap_err().code(), Code::StateUnknown);
-        assert_eq!(sandbox.facts().pid, Some(left.monitor.pid as u32));
+        assert_eq!(sandbox.runtime().pid, Some(left.monitor.pid as u32));
         daemon.stop().await;
         assert!(left.monitor.runs(), "{damaged}: the next daemon may read it");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), damaged);
@@ -189,7 +189,7 @@ async fn adoption_keeps_a_sandbox_whose_process_record_is_unreadable_and_deletes
     let sandbox = daemon.registry.get(&left.id).unwrap();
     assert!(matches!(sandbox.phase(), Phase::Unknown(_)));
     // Its template knows which process it is.
-    assert_eq!(sandbox.facts().pid, Some(left.monitor.pid as u32));
+    assert_eq!(sandbox.runtime().pid, Some(left.monitor.pid as u32));
     daemon.registry.delete(&left.id).unwrap();
     assert_eq!(end_of(&sandbox).await.reason, "deleted");
     eventually("its process's end", || !left.monitor.runs() && folders(&host).is_empty()).await;

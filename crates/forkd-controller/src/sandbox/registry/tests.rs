@@ -17,15 +17,15 @@ fn quota(max_sandboxes: Option<u64>, max_memory_mib: Option<u64>) -> Quota {
 }
 
 #[tokio::test]
-async fn reserved_seats_count_towards_the_limit_until_they_are_dropped() {
+async fn reservations_count_towards_the_limit_until_they_are_dropped() {
     let host = FakeHost::with(|config| config.limits.max_sandboxes = 3);
     let registry = host.daemon().await.registry;
-    let (seats, missing) = registry.reserve(2, &claim("ann", 1), &Quota::default()).unwrap();
-    assert!(seats.len() == 2 && missing.is_none());
+    let (reservations, missing) = registry.reserve(2, &claim("ann", 1), &Quota::default()).unwrap();
+    assert!(reservations.len() == 2 && missing.is_none());
     let error = registry.reserve(2, &claim("bob", 1), &Quota::default()).unwrap_err();
     assert_eq!(error.code(), Code::LimitReached);
     assert!(error.public().contains("there are 2 sandboxes, and 3 is the limit"), "{error}");
-    drop(seats);
+    drop(reservations);
     assert_eq!(registry.reserve(3, &claim("bob", 1), &Quota::default()).unwrap().0.len(), 3);
 }
 
@@ -33,7 +33,7 @@ async fn reserved_seats_count_towards_the_limit_until_they_are_dropped() {
 async fn a_quota_counts_sandboxes_and_memory_of_its_owner_alone() {
     let host = FakeHost::new();
     let registry = host.daemon().await.registry;
-    let seats = registry.reserve(2, &claim("ann", 100), &quota(Some(3), Some(300))).unwrap().0;
+    let reservations = registry.reserve(2, &claim("ann", 100), &quota(Some(3), Some(300))).unwrap().0;
     for (n, mem_mib) in [(2, 1), (1, 101)] {
         let error = registry.reserve(n, &claim("ann", mem_mib), &quota(Some(3), Some(300))).unwrap_err();
         assert_eq!(error.code(), Code::QuotaExceeded, "{n} {mem_mib}");
@@ -41,12 +41,12 @@ async fn a_quota_counts_sandboxes_and_memory_of_its_owner_alone() {
     assert!(registry.reserve(1, &claim("ann", 100), &quota(Some(3), Some(300))).is_ok());
     assert!(registry.reserve(3, &claim("bob", 100), &quota(Some(3), Some(300))).is_ok());
     // What was refused counts nothing.
-    drop(seats);
+    drop(reservations);
     assert!(registry.reserve(3, &claim("ann", 100), &quota(Some(3), Some(300))).is_ok());
 }
 
 #[tokio::test]
-async fn a_deleted_sandbox_gives_its_quota_back_at_once_and_its_seat_when_its_process_is_gone() {
+async fn a_deleted_sandbox_gives_its_quota_back_at_once_and_its_reservation_when_its_process_is_gone() {
     let host = FakeHost::with(|config| config.limits.max_sandboxes = 2);
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
@@ -56,7 +56,7 @@ async fn a_deleted_sandbox_gives_its_quota_back_at_once_and_its_seat_when_its_pr
     daemon.registry.delete(&sandbox.id).unwrap();
     assert!(reserve(1, 1).is_ok());
     assert_eq!(reserve(2, 2).unwrap_err().code(), Code::LimitReached, "its process is there");
-    eventually("its seat", || reserve(2, 2).is_ok()).await;
+    eventually("its reservation", || reserve(2, 2).is_ok()).await;
     assert!(!monitor.runs());
 }
 
@@ -65,7 +65,7 @@ async fn a_bound_sandbox_ends_with_what_it_is_bound_to() {
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
-    let spawned = daemon.spawn(daemon.order("t", 1)).await.unwrap();
+    let spawned = daemon.spawn(daemon.spawn_spec("t", 1)).await.unwrap();
     let sandbox = spawned.children[0].sandbox().clone();
     let monitor = live.monitor.child(&sandbox.child).unwrap();
     drop(spawned);
@@ -79,7 +79,7 @@ async fn a_released_sandbox_lives_until_a_client_deletes_it() {
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
-    let mut spawned = daemon.spawn(daemon.order("t", 2)).await.unwrap();
+    let mut spawned = daemon.spawn(daemon.spawn_spec("t", 2)).await.unwrap();
     let released = spawned.children.pop().unwrap().release();
     let bound = spawned.children[0].sandbox().clone();
     drop(spawned);
@@ -93,9 +93,9 @@ async fn a_batch_of_forks_is_refused_whole_when_the_quota_has_no_room_for_all() 
     let host = FakeHost::new();
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
-    let mut order = daemon.order("t", 3);
-    order.who.quota = quota(Some(2), None);
-    assert_eq!(daemon.spawn(order).await.unwrap_err().code(), Code::QuotaExceeded);
+    let mut spec = daemon.spawn_spec("t", 3);
+    spec.who.quota = quota(Some(2), None);
+    assert_eq!(daemon.spawn(spec).await.unwrap_err().code(), Code::QuotaExceeded);
     assert_eq!(live.monitor.times(|request| matches!(request, Request::Fork(_))), 0);
     assert_eq!(daemon.registry.list().len(), 0);
 }
@@ -135,8 +135,8 @@ async fn the_archive_has_the_end_of_each_sandbox_and_the_first_one_counts() {
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
     let (died, monitor) = daemon
-        .child_with(&live, |order| {
-            order.lifetime.labels.insert("team".into(), "x".into());
+        .child_with(&live, |spec| {
+            spec.lifetime.labels.insert("team".into(), "x".into());
         })
         .await;
     let (deleted, _) = daemon.child(&live).await;
@@ -201,7 +201,7 @@ async fn an_end_is_that_of_the_sandbox_it_was_meant_for_and_not_of_its_successor
 }
 
 #[tokio::test]
-async fn a_rolled_back_sandbox_has_another_process_and_the_same_id_folder_and_seat() {
+async fn a_rolled_back_sandbox_has_another_process_and_the_same_id_folder_and_reservation() {
     let host = FakeHost::with(|config| config.limits.max_sandboxes = 1);
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
@@ -213,8 +213,8 @@ async fn a_rolled_back_sandbox_has_another_process_and_the_same_id_folder_and_se
     let after = live.monitor.child(&format!("{}-1", old.id)).unwrap();
     assert!(!before.runs() && after.runs());
     assert_eq!((&new.id, &new.folder, new.created), (&old.id, &old.folder, old.created));
-    assert_eq!(new.facts().pid, Some(after.pid as u32));
-    assert_eq!(new.facts().saved.history.rolled_back_to.as_deref(), Some("t"));
+    assert_eq!(new.runtime().pid, Some(after.pid as u32));
+    assert_eq!(new.runtime().saved.history.rolled_back_to.as_deref(), Some("t"));
     assert_eq!(end_of(&old).await.reason, "rolled_back");
     assert!(!new.folder.join("end.json").exists());
     // The process ended, the sandbox did not.

@@ -72,9 +72,9 @@ async fn the_events_of_a_sandbox_say_whose_it_is_and_why_it_ended() {
     let mut sandbox = sandbox(&daemon);
     sandbox.spec.owner = "ann".into();
     sandbox.spec.snapshot_tag = Some("t".into());
-    sandbox.update_runtime(|facts| {
-        facts.saved.workspace = Some("w".into());
-        facts.ready_ms = Some(1.5);
+    sandbox.update_runtime(|runtime| {
+        runtime.saved.workspace = Some("w".into());
+        runtime.ready_ms = Some(1.5);
     });
     sandbox.created();
     sandbox.set_phase(Phase::Running);
@@ -103,7 +103,7 @@ async fn the_event_of_a_pause_has_a_reason_only_if_the_disk_is_full() {
     let sandbox = sandbox(&daemon);
     sandbox.phase.send_replace(Phase::Running);
     sandbox.paused_for_room();
-    sandbox.update_runtime(|facts| facts.disk_full = false);
+    sandbox.update_runtime(|runtime| runtime.disk_full = false);
     sandbox.set_phase(Phase::Running);
     sandbox.set_phase(Phase::Paused);
     let reasons: Vec<_> = daemon.sandbox_events().into_iter().map(|(_, reason)| reason).collect();

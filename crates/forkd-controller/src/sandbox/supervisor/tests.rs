@@ -49,9 +49,9 @@ async fn child_with_agent(daemon: &Daemon) -> (Arc<Sandbox>, Arc<FakeGuest>, Fak
 async fn a_forked_sandbox_runs_and_the_next_daemon_can_find_it() {
     let (_host, daemon, live, sandbox, monitor) = one_child().await;
     assert!(matches!(sandbox.phase(), Phase::Running));
-    let facts = sandbox.facts();
-    assert_eq!(facts.pid, Some(monitor.pid as u32));
-    assert!(facts.ready_ms.is_some() && facts.boot_ms.is_none());
+    let runtime = sandbox.runtime();
+    assert_eq!(runtime.pid, Some(monitor.pid as u32));
+    assert!(runtime.ready_ms.is_some() && runtime.boot_ms.is_none());
     let identity = ProcessId::read(&sandbox.folder).read().unwrap();
     assert_eq!(identity.pid, monitor.pid);
     assert_eq!(sandbox.record().unwrap().template, live.template.id);
@@ -79,7 +79,7 @@ async fn a_fork_that_the_template_refuses_is_an_error_and_leaves_nothing() {
         Request::Fork(_) => Act::Answer(Reply::Error { message: "too many".into() }),
         _ => Act::Execute,
     });
-    let spawned = daemon.spawn(daemon.order("t", 2)).await.unwrap();
+    let spawned = daemon.spawn(daemon.spawn_spec("t", 2)).await.unwrap();
     assert!(spawned.children.is_empty());
     for (_, error) in &spawned.errors {
         assert_eq!(error.code(), Code::GuestFailed);
@@ -97,9 +97,9 @@ async fn a_fork_whose_guest_panics_at_once_is_an_error_with_its_console() {
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
     live.monitor.children_are_not_ready();
-    let mut order = daemon.order("t", 1);
-    order.wait = false;
-    let spawned = daemon.spawn(order).await.unwrap();
+    let mut spec = daemon.spawn_spec("t", 1);
+    spec.wait = false;
+    let spawned = daemon.spawn(spec).await.unwrap();
     let sandbox = spawned.children[0].sandbox().clone();
     eventually("the fork", || live.monitor.child(&sandbox.child).is_some()).await;
     let child = live.monitor.child(&sandbox.child).unwrap();
@@ -117,7 +117,7 @@ async fn a_fork_whose_guest_is_never_ready_is_ended() {
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
     live.monitor.children_are_not_ready();
-    let spawned = daemon.spawn(daemon.order("t", 1)).await.unwrap();
+    let spawned = daemon.spawn(daemon.spawn_spec("t", 1)).await.unwrap();
     let error = &spawned.errors[0].1;
     assert!(error.public().contains("was not ready"), "{error}");
     eventually("its process's end", || live.monitor.children_that_run() == 0).await;
@@ -130,10 +130,10 @@ async fn a_sandbox_that_is_deleted_while_it_starts_ends_as_deleted_with_its_proc
     let daemon = host.daemon().await;
     let live = daemon.live("t").await;
     live.monitor.children_are_not_ready();
-    let mut order = daemon.order("t", 1);
-    order.wait = false;
-    let sandbox = daemon.spawn(order).await.unwrap().children.pop().unwrap().release();
-    eventually("its process", || sandbox.facts().pid.is_some()).await;
+    let mut spec = daemon.spawn_spec("t", 1);
+    spec.wait = false;
+    let sandbox = daemon.spawn(spec).await.unwrap().children.pop().unwrap().release();
+    eventually("its process", || sandbox.runtime().pid.is_some()).await;
     daemon.registry.delete(&sandbox.id).unwrap();
     assert_eq!(end_of(&sandbox).await.reason, "deleted");
     eventually("its end", || live.monitor.children_that_run() == 0 && !sandbox.folder.exists()).await;
@@ -152,9 +152,9 @@ async fn a_sandbox_that_is_deleted_before_its_template_answers_has_its_process_s
         }
         Act::Execute
     });
-    let mut order = daemon.order("t", 1);
-    order.wait = false;
-    let sandbox = daemon.spawn(order).await.unwrap().children.pop().unwrap().release();
+    let mut spec = daemon.spawn_spec("t", 1);
+    spec.wait = false;
+    let sandbox = daemon.spawn(spec).await.unwrap().children.pop().unwrap().release();
     daemon.registry.delete(&sandbox.id).unwrap();
     assert_eq!(end_of(&sandbox).await.reason, "deleted");
     tell.send(()).unwrap();
@@ -172,7 +172,7 @@ async fn a_template_that_dies_while_it_forks_is_replaced_or_named() {
         _ => Act::Execute,
     });
     // A branch that is not on disk has no next template.
-    let spawned = daemon.spawn(daemon.order("t", 1)).await.unwrap();
+    let spawned = daemon.spawn(daemon.spawn_spec("t", 1)).await.unwrap();
     assert_eq!(spawned.errors[0].1.code(), Code::SnapshotNotReady, "{:?}", spawned.errors);
 }
 
@@ -189,7 +189,7 @@ async fn what_a_template_that_died_did_not_fork_is_asked_of_the_next_one() {
         }
         _ => Act::Execute,
     });
-    let spawned = daemon.spawn(daemon.order("t", 3)).await.unwrap();
+    let spawned = daemon.spawn(daemon.spawn_spec("t", 3)).await.unwrap();
     assert_eq!((spawned.children.len(), spawned.errors.len()), (3, 0), "{:?}", spawned.errors);
     assert_eq!(next.monitor.times(|request| matches!(request, Request::Fork(_))), 3);
 }
@@ -202,7 +202,7 @@ async fn a_monitor_that_dies_ends_its_sandbox_with_the_signal() {
     assert_eq!(end.reason, "monitor_died");
     assert!(end.detail.contains("signal 9"), "{end:?}");
     assert_eq!(End::read(&sandbox.folder).read().unwrap(), *end);
-    assert_eq!(sandbox.facts().pid, None);
+    assert_eq!(sandbox.runtime().pid, None);
     assert_eq!(daemon.sandbox_events().last().unwrap().1.as_deref(), Some("monitor_died"));
     eventually("the acknowledgement", || live.monitor.remembers().is_empty()).await;
 }
@@ -435,8 +435,8 @@ async fn a_daemon_that_stops_ends_a_sandbox_that_no_record_is_of() {
     let folder = host.sandbox_folder(&id);
     let (monitor, started) = FakeMonitor::launched_in(&id, &folder, Role::Sandbox).await;
     let sandbox = Sandbox::new(id, bare_spec(), folder, Resources::default(), &daemon.host);
-    let seat = daemon.registry.seat(&sandbox.spec);
-    let sandbox = daemon.registry.add(seat, sandbox, SandboxOrigin::Adopted(started)).release();
+    let reservation = daemon.registry.reserve_existing(&sandbox.spec);
+    let sandbox = daemon.registry.add(reservation, sandbox, SandboxOrigin::Adopted(started)).release();
     runs(&sandbox).await;
     daemon.registry.close().await;
     let end = end_of(&sandbox).await;
@@ -453,7 +453,7 @@ async fn a_supervisor_that_panics_ends_its_sandbox_as_failed() {
     assert_eq!(end.reason, "failed");
     assert!(end.cause.as_deref().unwrap().contains("on purpose") && !end.detail.contains("on purpose"));
     assert_eq!(End::read(&sandbox.folder).read().unwrap(), *end);
-    assert_eq!(sandbox.facts().pid, None);
+    assert_eq!(sandbox.runtime().pid, None);
 }
 
 #[tokio::test]

@@ -25,7 +25,7 @@ use crate::host::lineage::Lineage;
 use crate::host::oom;
 use crate::host::process::ProcessId;
 use crate::monitor::{Forked, Monitor, MonitorParts, Replacement, replace_request};
-use crate::snapshot::forks::ForkSeat;
+use crate::snapshot::forks::ForkReservation;
 use crate::snapshot::template::connection::{Ask, ConnectionActor, Note, Pending, process};
 use crate::util::records::{self, Found, VersionedRecord};
 use crate::util::task::{self, Task};
@@ -121,7 +121,7 @@ pub(crate) struct Template {
     /// The id of its snapshot, once that is on disk.
     snapshot: Mutex<Option<String>>,
     /// For the template of a fork: its share of the owner's quota.
-    seat: Mutex<Option<ForkSeat>>,
+    reservation: Mutex<Option<ForkReservation>>,
     /// Held while the frozen layers of its disks must not change.
     pub(crate) disks: tokio::sync::Mutex<()>,
     forks: mpsc::Sender<Ask>,
@@ -208,7 +208,7 @@ impl Template {
             about: plan.about,
             lineage: plan.lineage,
             snapshot: Mutex::default(),
-            seat: Mutex::default(),
+            reservation: Mutex::default(),
             disks: tokio::sync::Mutex::default(),
             forks,
             notes,
@@ -280,9 +280,9 @@ impl Template {
         self.snapshot.lock().clone()
     }
 
-    /// Keeps the seat of a fork until the last handle is dropped.
-    pub(crate) fn keep_seat(&self, seat: ForkSeat) {
-        *self.seat.lock() = Some(seat);
+    /// Keeps the reservation of a fork until the last handle is dropped.
+    pub(crate) fn keep_reservation(&self, reservation: ForkReservation) {
+        *self.reservation.lock() = Some(reservation);
     }
 
     /// Requests a child. Blocks while the queue is full.

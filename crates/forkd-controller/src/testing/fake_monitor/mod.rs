@@ -141,7 +141,7 @@ impl FakeMonitor {
         ProcessId::of_child(pid, std::process::id() as i32).unwrap().write(folder).unwrap();
         let fake = FakeMonitor::new(pid, shell, role, true, Some(listener), Handle::current());
         let launch =
-            Launch { id: id.into(), folder: folder.into(), vmm: PathBuf::new(), uid: None, door: None };
+            Launch { id: id.into(), folder: folder.into(), vmm: PathBuf::new(), uid: None, procs_fd: None };
         let mut monitor = Monitor::started(launch, process, control).unwrap();
         monitor.hello(PATIENCE).await.unwrap();
         (fake, monitor)

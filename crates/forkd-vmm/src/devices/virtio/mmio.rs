@@ -3,6 +3,8 @@
 //! The driver may read and write any of it at any time, in any order and width. An access that is invalid in
 //! the device's present state has no effect: queues are set up between FEATURES_OK and DRIVER_OK and nowhere
 //! else, features are settled before, and a device that asked for a reset does nothing but wait for it.
+//!
+//! Registers that must survive a fork or a restore are in [`TransportState`].
 
 use std::fmt;
 use std::io;
