@@ -503,6 +503,17 @@ fn a_warm_up_that_goes_on_is_ready_when_it_says_so() {
 }
 
 #[test]
+fn a_command_of_a_guest_in_use_may_be_ready_before_it_is_warm() {
+    let agent = TestAgent::new();
+    let script = "[ \"$FORKD_READY_WHEN\" = usable ] || exit 3; touch \"$FORKD_READY_FILE\"; exec sleep 1000";
+    let request = json!({"command": ["sh", "-c", script], "python": "1 / 0", "untilUsable": true});
+    agent.call("/forkd.Agent/Warm", request).unwrap();
+    let warm = || agent.call("/forkd.Agent/Ping", json!({})).unwrap()["warm"].clone();
+    eventually("ready", || warm()["state"] != "warming");
+    assert_eq!(warm()["state"], "ready", "{}: nothing is imported", warm());
+}
+
+#[test]
 fn a_failed_warm_up_says_why() {
     for (request, expected) in [
         (json!({"command": ["sh", "-c", "echo no disk >&2; exit 3"]}), "no disk"),
