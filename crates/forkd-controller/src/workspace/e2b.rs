@@ -193,3 +193,16 @@ impl Workspaces {
         Ok((true, self.registry.get(id)?))
     }
 }
+
+#[cfg(test)]
+impl Workspaces {
+    /// Enters a record in memory, as if the sandbox `id` were paused to the snapshot `tag`.
+    pub(crate) fn enter_paused(&self, id: &str, tag: &str, state: E2bState) {
+        let record = WorkspaceRecord {
+            current_state_tag: Some(tag.to_owned()),
+            e2b: Some(Box::new(state)),
+            ..WorkspaceRecord::new("ws1".into(), id, tag, 1)
+        };
+        self.all.lock().insert(id.to_owned(), Workspace::new(WorkspaceState::Kept(record)));
+    }
+}

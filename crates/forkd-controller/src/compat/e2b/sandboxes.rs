@@ -1,6 +1,6 @@
 //! Sandboxes of the E2B API: create, connect, list, show, pause, end.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -430,23 +430,24 @@ pub(super) async fn list_running(
 }
 
 fn page(e2b: &E2bContext, who: &Principal, filter: &Filter) -> (Vec<Listed>, Option<String>) {
+    // One that is being paused or resumed is in both places, and may change places meanwhile: each id is listed once, as
+    // what it is when it is looked up.
+    let in_registry = || {
+        let theirs = e2b.registry.list().into_iter().filter(|sandbox| who.owns(&sandbox.spec.owner));
+        theirs.map(|sandbox| sandbox.id.clone())
+    };
+    let mut ids: BTreeSet<String> = in_registry().collect();
+    ids.extend(e2b.workspaces.all_paused(who).into_iter().map(|(record, _)| record.name));
+    ids.extend(in_registry());
     let mut found: Vec<(u64, String, Found)> = Vec::new();
-    if filter.running {
-        for sandbox in e2b.registry.list().into_iter().filter(|sandbox| who.owns(&sandbox.spec.owner)) {
-            if let Ok(running @ Found::Running(..)) = e2b.find(&sandbox.id)
-                && let Found::Running(_, state) = &running
-                && filter.takes(state)
-            {
-                found.push((state.started_at_unix_ms, sandbox.id.clone(), running));
-            }
-        }
-    }
-    if filter.paused {
-        for (record, state) in e2b.workspaces.all_paused(who) {
-            if filter.takes(&state) {
-                let place = (state.started_at_unix_ms, record.name.clone());
-                found.push((place.0, place.1, Found::Paused(Box::new(record), state)));
-            }
+    for id in ids {
+        let Ok(it) = e2b.find_for(&id, who) else { continue };
+        let (wanted, state) = match &it {
+            Found::Running(_, state) => (filter.running, state),
+            Found::Paused(_, state) => (filter.paused, state),
+        };
+        if wanted && filter.takes(state) {
+            found.push((state.started_at_unix_ms, id, it));
         }
     }
     let place = |it: &(u64, String, Found)| (it.0, it.1.clone());

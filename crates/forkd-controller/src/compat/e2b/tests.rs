@@ -198,6 +198,25 @@ async fn control_requests_show_and_lengthen_a_life_and_errors_have_the_clients_s
 }
 
 #[tokio::test]
+async fn a_sandbox_that_is_being_resumed_is_listed_once_as_running() {
+    let daemon = daemon().await;
+    let state = daemon.sandbox.read_runtime(|facts| facts.saved.e2b.clone()).unwrap();
+    let other = "sb0123456789abcdef";
+    for id in [ID, other] {
+        daemon.app.workspaces.enter_paused(id, "paused", (*state).clone());
+    }
+    let listed = async |query: &str| {
+        let (_, page) = daemon.json(&format!("GET /v2/sandboxes{query}"), None).await;
+        let shown = |it: &Value| (it["sandboxID"].clone(), it["state"].clone());
+        page.as_array().unwrap().iter().map(shown).collect::<Vec<_>>()
+    };
+    let (running, paused) = ((json!(ID), json!("running")), (json!(other), json!("paused")));
+    assert_eq!(listed("").await, [running.clone(), paused.clone()]);
+    assert_eq!(listed("?state=paused").await, [paused]);
+    assert_eq!(listed("?state=running").await, [running]);
+}
+
+#[tokio::test]
 async fn a_workspace_cannot_have_the_name_of_a_sandbox() {
     let daemon = daemon().await;
     let who =
