@@ -208,15 +208,16 @@ impl Timeouts {
     async fn suspend(&self, sandbox: &Arc<Sandbox>, due: Due) -> Result<()> {
         let idle = due != Due::Expired;
         let unused_since = idle.then(|| sandbox.activity.stamp());
-        // A use cancels an idle suspend. After a deadline uses are refused instead: their effects would be lost.
-        let _put_away = (!idle).then(|| SuspendGuard::begin(sandbox));
         let quota = self.tokens.quota_of(&sandbox.spec.owner);
         let e2b = sandbox.read_runtime(|facts| facts.saved.e2b.as_ref().map(|state| state.keeps_memory));
         if let Some(keeps_memory) = e2b {
             let owner = sandbox.spec.owner.clone();
             let who = Principal { quota, owner, scope: Scope::Write, ..Principal::local() };
+            // It refuses uses from its turn on: a use that is refused resumes the sandbox, and waits for that turn.
             return self.workspaces.pause_to_disk(sandbox, keeps_memory, &who).await;
         }
+        // A use cancels an idle suspend. After a deadline uses are refused instead: their effects would be lost.
+        let _put_away = (!idle).then(|| SuspendGuard::begin(sandbox));
         if let Some(name) = sandbox.read_runtime(|facts| facts.saved.workspace.clone()) {
             let who = Principal { quota, ..Principal::local() };
             self.workspaces.suspend(&name, Mode::Full, &who, unused_since).await?;

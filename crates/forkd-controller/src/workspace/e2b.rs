@@ -4,6 +4,8 @@
 
 use std::sync::Arc;
 
+use tokio::sync::OwnedMutexGuard;
+
 use crate::auth::principal::Principal;
 use crate::error::{Code, Error, Result};
 use crate::sandbox::e2b::E2bState;
@@ -61,13 +63,15 @@ impl Workspaces {
         keeps_memory: bool,
         who: &Principal,
     ) -> Result<()> {
-        let record = self.take_in(sandbox).await?;
+        // One turn for all of it: a request that resumes the sandbox waits for the whole pause.
+        let (workspace, turn, record) = self.take_in(sandbox).await?;
         let mode = match keeps_memory {
             false => Mode::Disk,
             true if self.depth(&record) < MAX_CHAIN => Mode::Diff,
             true => Mode::Full,
         };
-        let paused = self.suspend(&sandbox.id, mode, who, None).await;
+        let paused = self.suspend_locked(&sandbox.id, &workspace, mode, who, None).await;
+        drop(turn);
         if paused.is_err() {
             // The sandbox may have ended meanwhile.
             self.delete_if_useless(&sandbox.id).await;
@@ -96,8 +100,11 @@ impl Workspaces {
         snapshot.map_or(usize::MAX, |snapshot| snapshot.depth())
     }
 
-    /// Makes the workspace of a running sandbox, or brings its record up to date.
-    async fn take_in(&self, sandbox: &Arc<Sandbox>) -> Result<WorkspaceRecord> {
+    /// Makes the workspace of a running sandbox, or brings its record up to date. Returns it with its turn.
+    async fn take_in(
+        &self,
+        sandbox: &Arc<Sandbox>,
+    ) -> Result<(Arc<Workspace>, OwnedMutexGuard<()>, WorkspaceRecord)> {
         let Some(state) = sandbox.read_runtime(|facts| facts.saved.e2b.clone()) else {
             let text = format!("sandbox {} was not made by the E2B API", sandbox.id);
             return Err(Error::new(Code::SandboxUnfit, text));
@@ -107,7 +114,7 @@ impl Workspaces {
             let mut all = self.all.lock();
             all.entry(id.clone()).or_insert_with(|| Workspace::new(WorkspaceState::CreateJob)).clone()
         };
-        let _turn = workspace.turn.clone().lock_owned().await;
+        let turn = workspace.turn.clone().lock_owned().await;
         if !self.registry.get(id).is_ok_and(|now| Arc::ptr_eq(&now, sandbox)) {
             if matches!(workspace.state(), WorkspaceState::CreateJob) {
                 self.all.lock().remove(id);
@@ -124,7 +131,7 @@ impl Workspaces {
                 let text = format!("a workspace of another sandbox is called {id}; delete it first");
                 return Err(Error::new(Code::NameTaken, text));
             }
-            WorkspaceState::Broken(_) => return self.record_of(id, &workspace),
+            WorkspaceState::Broken(_) => self.record_of(id, &workspace)?,
             WorkspaceState::CreateJob => {
                 let source = spec.snapshot_tag.clone().unwrap_or_default();
                 let made = WorkspaceRecord::new(new_id("ws")?, id, &source, now_unix());
@@ -146,7 +153,7 @@ impl Workspaces {
         }
         let named = sandbox.rewrite(|facts| facts.saved.workspace = Some(id.clone()));
         named.map_err(|error| Error::host("cannot write the record of a sandbox", error))?;
-        Ok(record)
+        Ok((workspace, turn, record))
     }
 
     /// Deletes the workspace of `sandbox` however long the change takes that is under way; the sandbox ends as `end`
@@ -204,5 +211,51 @@ impl Workspaces {
             ..WorkspaceRecord::new("ws1".into(), id, tag, 1)
         };
         self.all.lock().insert(id.to_owned(), Workspace::new(WorkspaceState::Kept(record)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use forkd_api::OnTimeout;
+    use tokio_util::sync::CancellationToken;
+
+    use super::*;
+    use crate::auth::tokens::Tokens;
+    use crate::lifecycle::timeouts::Timeouts;
+    use crate::testing::fake_host::FakeHost;
+
+    #[tokio::test]
+    async fn a_client_that_resumes_a_sandbox_while_its_time_out_pauses_it_waits_for_the_pause() {
+        let host = FakeHost::new();
+        let daemon = host.daemon().await;
+        let (sandbox, _monitor) = daemon.booted().await;
+        let state = E2bState { keeps_memory: true, ..E2bState::default() };
+        sandbox.rewrite(|facts| facts.saved.e2b = Some(Box::new(state))).unwrap();
+        let (registry, snapshots) = (daemon.registry.clone(), daemon.snapshots.clone());
+        let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await.unwrap();
+        let tokens = Tokens::open(host.database.clone(), host.config.token_file.clone()).unwrap();
+        let timeouts =
+            Timeouts { registry, snapshots, workspaces: workspaces.clone(), tokens: Arc::new(tokens) };
+        let (_, turn, _) = workspaces.take_in(&sandbox).await.unwrap();
+        sandbox
+            .amend(|lifetime, deadline| (lifetime.on_timeout, *deadline) = (OnTimeout::Suspend, Some(1)))
+            .unwrap();
+        let stop = CancellationToken::new();
+        timeouts.enforce(stop.clone(), async || stop.cancel()).await;
+        let waits = async || {
+            for _ in 0..10 {
+                tokio::task::yield_now().await;
+            }
+        };
+        waits().await;
+        sandbox.check_not_suspending().expect("no use is refused before the pause has its turn");
+        let (waker, id) = (workspaces.clone(), sandbox.id.clone());
+        let woken = tokio::spawn(async move { waker.wake(&id, None, &Principal::local()).await });
+        waits().await;
+        drop(turn);
+        // No monitor starts here, so the resume fails, but it did not find the sandbox that is being paused.
+        let woken = woken.await.unwrap();
+        assert!(!matches!(woken, Ok((false, _))));
+        assert!(workspaces.paused(&sandbox.id).is_some());
     }
 }
