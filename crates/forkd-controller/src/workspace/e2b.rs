@@ -9,15 +9,25 @@ use tokio::sync::OwnedMutexGuard;
 use crate::auth::principal::Principal;
 use crate::error::{Code, Error, Result};
 use crate::sandbox::e2b::E2bState;
-use crate::sandbox::{End, Sandbox};
+use crate::sandbox::{End, Phase, Sandbox};
 use crate::snapshot::branch_job::Mode;
 use crate::util::random::new_id;
 use crate::util::time::now_unix;
+use crate::workspace::suspend::SuspendMode;
 use crate::workspace::{Status, Workspace, WorkspaceRecord, WorkspaceState, Workspaces, no_workspace};
 
 /// A pause stores the difference to the snapshot that the sandbox came from, until that many depend on each other:
 /// a longer chain takes longer to load.
 const MAX_CHAIN: usize = 4;
+
+/// How a sandbox of the E2B API is paused.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PauseSpec {
+    /// Otherwise the sandbox boots when it is resumed.
+    pub(crate) keeps_memory: bool,
+    /// Whether the pause fails if the agent does not answer, or does not freeze the guest's processes in time.
+    pub(crate) requires_healthy_guest: bool,
+}
 
 /// Whether there is a state to resume from. A record without one is of a sandbox whose first pause has not finished.
 fn is_paused(record: &WorkspaceRecord, status: Status) -> bool {
@@ -60,17 +70,23 @@ impl Workspaces {
     pub(crate) async fn pause_to_disk(
         &self,
         sandbox: &Arc<Sandbox>,
-        keeps_memory: bool,
+        pause: PauseSpec,
         who: &Principal,
     ) -> Result<()> {
+        if pause.requires_healthy_guest && matches!(sandbox.phase(), Phase::Unresponsive) {
+            let text =
+                format!("the agent of sandbox {} does not answer, and the pause requires that", sandbox.id);
+            return Err(Error::new(Code::SandboxUnresponsive, text));
+        }
         // One turn for all of it: a request that resumes the sandbox waits for the whole pause.
         let (workspace, turn, record) = self.take_in(sandbox).await?;
-        let mode = match keeps_memory {
+        let mode = match pause.keeps_memory {
             false => Mode::Disk,
             true if self.depth(&record) < MAX_CHAIN => Mode::Diff,
             true => Mode::Full,
         };
-        let paused = self.suspend_locked(&sandbox.id, &workspace, mode, who, None).await;
+        let how = SuspendMode { mode, requires_quiesced: pause.requires_healthy_guest };
+        let paused = self.suspend_locked(&sandbox.id, &workspace, how, who, None).await;
         drop(turn);
         if paused.is_err() {
             // The sandbox may have ended meanwhile.
@@ -256,6 +272,27 @@ mod tests {
         // No monitor starts here, so the resume fails, but it did not find the sandbox that is being paused.
         let woken = woken.await.unwrap();
         assert!(!matches!(woken, Ok((false, _))));
+        assert!(workspaces.paused(&sandbox.id).is_some());
+    }
+
+    #[tokio::test]
+    async fn a_pause_that_requires_a_healthy_guest_is_undone_if_no_agent_froze_its_processes() {
+        let host = FakeHost::new();
+        let daemon = host.daemon().await;
+        // Its guest has no agent.
+        let (sandbox, _monitor) = daemon.booted().await;
+        sandbox.rewrite(|facts| facts.saved.e2b = Some(Box::default())).unwrap();
+        let workspaces = Workspaces::open(daemon.registry.clone(), daemon.snapshots.clone()).await.unwrap();
+        let pause = async |requires_healthy_guest| {
+            let pause = PauseSpec { keeps_memory: true, requires_healthy_guest };
+            workspaces.pause_to_disk(&sandbox, pause, &Principal::local()).await
+        };
+        let error = pause(true).await.unwrap_err();
+        assert_eq!(error.code(), Code::GuestTimeout, "{error}");
+        assert!(matches!(sandbox.phase(), Phase::Running), "{:?}", sandbox.phase());
+        assert!(workspaces.paused(&sandbox.id).is_none());
+        assert!(daemon.snapshots.list().is_empty(), "nothing is left of it");
+        pause(false).await.unwrap();
         assert!(workspaces.paused(&sandbox.id).is_some());
     }
 }

@@ -11,6 +11,14 @@ use crate::snapshot::branch_job::Mode;
 use crate::util::time::now_unix;
 use crate::workspace::{Status, Workspace, WorkspaceRecord, Workspaces};
 
+/// How a workspace's sandbox is stored.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SuspendMode {
+    pub(super) mode: Mode,
+    /// Whether the suspend fails if the agent did not freeze the guest's processes.
+    pub(super) requires_quiesced: bool,
+}
+
 impl Workspaces {
     /// Suspends a workspace: branches its sandbox, saves the branch as `mode` says, and ends the sandbox.
     ///
@@ -23,7 +31,8 @@ impl Workspaces {
         unused_since: Option<(u64, usize)>,
     ) -> Result<(WorkspaceRecord, Status)> {
         let (workspace, _turn) = self.lock_exclusive(name).await?;
-        self.suspend_locked(name, &workspace, mode, who, unused_since).await
+        let how = SuspendMode { mode, requires_quiesced: false };
+        self.suspend_locked(name, &workspace, how, who, unused_since).await
     }
 
     /// The same for a caller that has the workspace's turn.
@@ -31,7 +40,7 @@ impl Workspaces {
         &self,
         name: &str,
         workspace: &Workspace,
-        mode: Mode,
+        how: SuspendMode,
         who: &Principal,
         unused_since: Option<(u64, usize)>,
     ) -> Result<(WorkspaceRecord, Status)> {
@@ -69,7 +78,8 @@ impl Workspaces {
             WorkspaceRecord { current_state_tag: Some(tag.clone()), live_sandbox_id: None, ..begun };
         suspended.retired.retain(|retired| *retired != tag);
         suspended.retired.extend(record.current_state_tag);
-        let order = suspend::SuspendSpec { tag, mode, quota, unused_since: None, end };
+        let SuspendMode { mode, requires_quiesced } = how;
+        let order = suspend::SuspendSpec { tag, mode, requires_quiesced, quota, unused_since: None, end };
         let commit = async {
             let record = WorkspaceRecord { last_active_unix: now_unix(), ..suspended.clone() };
             self.keep(workspace, record).await

@@ -26,7 +26,7 @@ use crate::sandbox::spawn::SpawnSpec;
 use crate::telemetry::audit::AuditTarget;
 use crate::util::random::new_id;
 use crate::util::task::{self, Task};
-use crate::workspace::WorkspaceRecord;
+use crate::workspace::{PauseSpec, WorkspaceRecord};
 
 /// The entries of a page when the client gives no limit, and the most that it can ask for.
 const PAGE: usize = 100;
@@ -243,10 +243,12 @@ pub(super) async fn pause(
             return Err(Error::new(Code::SandboxPaused, format!("sandbox {id} is paused already")));
         }
     };
-    let keeps_memory = request.memory.unwrap_or(true);
+    let pause = PauseSpec {
+        keeps_memory: request.memory.unwrap_or(true),
+        requires_healthy_guest: request.require_healthy_guest.unwrap_or(false),
+    };
     let workspaces = e2b.workspaces.clone();
-    let paused =
-        to_its_end(async move { workspaces.pause_to_disk(&sandbox, keeps_memory, &who).await }).await;
+    let paused = to_its_end(async move { workspaces.pause_to_disk(&sandbox, pause, &who).await }).await;
     paused.map_err(|error| match error.code() {
         // Another request paused it first: clients know that as a conflict.
         Code::WorkspaceNotRunning => error.with_code(Code::SandboxPaused),

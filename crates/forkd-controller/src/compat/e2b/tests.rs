@@ -198,6 +198,19 @@ async fn control_requests_show_and_lengthen_a_life_and_errors_have_the_clients_s
 }
 
 #[tokio::test]
+async fn a_pause_that_requires_a_healthy_guest_refuses_one_that_does_not_answer() {
+    let daemon = daemon().await;
+    daemon.sandbox.phase.send_replace(Phase::Unresponsive);
+    let pause = format!("POST /sandboxes/{ID}/pause");
+    let (status, error) = daemon.json(&pause, Some(json!({"requireHealthyGuest": true}))).await;
+    let code = json!("sandbox_snapshot_guest_agent_unresponsive");
+    assert_eq!((status, &error["code"], &error["error_code"]), (504, &json!(504), &code), "{error}");
+    // Without the requirement it is another error: no monitor runs the sandbox.
+    let (_, error) = daemon.json(&pause, Some(json!({}))).await;
+    assert_ne!(error["error_code"], code);
+}
+
+#[tokio::test]
 async fn a_sandbox_that_is_being_resumed_is_listed_once_as_running() {
     let daemon = daemon().await;
     let state = daemon.sandbox.read_runtime(|facts| facts.saved.e2b.clone()).unwrap();

@@ -135,9 +135,10 @@ pub(super) struct Refresh {
 
 /// `pause`.
 #[derive(Debug, Default, Deserialize)]
-#[serde(default)]
+#[serde(rename_all = "camelCase", default)]
 pub(super) struct Pause {
     pub(super) memory: Option<bool>,
+    pub(super) require_healthy_guest: Option<bool>,
 }
 
 /// A sandbox, for its maker.
