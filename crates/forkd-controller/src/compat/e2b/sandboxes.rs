@@ -21,7 +21,8 @@ use crate::sandbox::Sandbox;
 use crate::sandbox::cold_boot::start_children;
 use crate::sandbox::e2b::E2bState;
 use crate::sandbox::envs::check_envs;
-use crate::sandbox::lifetime::deadline;
+use crate::sandbox::idempotency::IdempotencyMark;
+use crate::sandbox::lifetime::{Lifetime, deadline};
 use crate::sandbox::spawn::SpawnSpec;
 use crate::telemetry::audit::AuditTarget;
 use crate::util::random::new_id;
@@ -44,9 +45,19 @@ pub(super) fn now_unix_ms() -> u64 {
 pub(super) async fn create(
     State(e2b): State<E2bContext>,
     Extension(who): Extension<Principal>,
+    idempotency: Option<Extension<IdempotencyMark>>,
     Body(request): Body<NewSandbox>,
 ) -> Result<Response> {
     let arrived = Instant::now();
+    let created = |id: &str, state: &E2bState| {
+        let target = Extension(AuditTarget(id.to_owned()));
+        (StatusCode::CREATED, target, Json(Connected::new(id, state))).into_response()
+    };
+    let earlier = idempotency.as_ref().map(|mark| mark.earlier(&e2b.registry)).unwrap_or_default();
+    let is_there = |sandbox: &Arc<Sandbox>| e2b.find_for(&sandbox.id, &who).ok();
+    if let Some(Found::Running(sandbox, state)) = earlier.iter().find_map(is_there) {
+        return Ok(created(&sandbox.id, &state));
+    }
     request.check()?;
     let timeout_secs = request.timeout()?;
     let envs = request.env_vars.clone().unwrap_or_default();
@@ -77,7 +88,7 @@ pub(super) async fn create(
         envs: variables,
         workspace: None,
         time_to_live: Some(Duration::from_secs(timeout_secs)),
-        lifetime: state.lifetime(),
+        lifetime: Lifetime { request: idempotency.map(|Extension(mark)| mark.mark), ..state.lifetime() },
         arrived,
         id: Some(id.clone()),
         e2b: Some(Box::new(state.clone())),
@@ -93,8 +104,7 @@ pub(super) async fn create(
     let bound = bound
         .ok_or_else(|| error.unwrap_or_else(|| Error::host("cannot fork", "the spawn returned none")))?;
     bound.release();
-    let target = Extension(AuditTarget(id.clone()));
-    Ok((StatusCode::CREATED, target, Json(Connected::new(&id, &state))).into_response())
+    Ok(created(&id, &state))
 }
 
 /// Runs `work` to its end, also if the client disconnects.

@@ -108,6 +108,60 @@ async fn a_name_whose_snapshot_is_gone_removes_no_snapshot_with_that_tag() {
 }
 
 #[tokio::test]
+async fn a_create_that_an_earlier_daemon_began_returns_the_sandbox_that_is_there() {
+    let daemon = daemon().await;
+    let database = daemon.app.registry.host.database.clone();
+    let body = json!({ "templateID": "none" }).to_string();
+    let ask = async |key: &str| {
+        let parts = ["POST".as_bytes(), b"/v2/sandboxes", body.as_bytes()];
+        database.begin_answer(LOCAL, key, &parts, crate::util::time::now_unix(), 0).unwrap();
+        let headers = format!("Idempotency-Key: {key}\r\n");
+        let (status, _, reply) = daemon.ask("POST /v2/sandboxes", &headers, body.as_bytes()).await;
+        (status, parsed(&reply))
+    };
+    daemon.sandbox.update_runtime(|facts| facts.saved.lifetime.request = Some(format!("{LOCAL} made")));
+    let (status, made) = ask("made").await;
+    assert_eq!((status, &made["sandboxID"], &made["envdAccessToken"]), (201, &json!(ID), &json!("access")));
+    // If it made none, it is done now.
+    let (status, error) = ask("other").await;
+    assert_eq!((status, &error["error_code"]), (404, &json!("snapshot_not_found")), "{error}");
+}
+
+#[tokio::test]
+async fn a_create_keeps_its_idempotency_key_and_counts_against_the_quota() {
+    use axum::Extension;
+    use axum::extract::State;
+
+    use crate::auth::tokens::Tokens;
+    use crate::compat::e2b::extract::Body;
+    use crate::compat::e2b::{E2bContext, sandboxes};
+    use crate::sandbox::idempotency::IdempotencyMark;
+    use crate::testing::fake_host::FakeHost;
+    use crate::workspace::Workspaces;
+
+    let host = FakeHost::new();
+    let daemon = host.daemon().await;
+    let _live = daemon.live("t").await;
+    let (registry, snapshots) = (daemon.registry.clone(), daemon.snapshots.clone());
+    let workspaces = Workspaces::open(registry.clone(), snapshots.clone()).await.unwrap();
+    let tokens = Arc::new(Tokens::open(host.database.clone(), host.config.token_file.clone()).unwrap());
+    let stopping = tokio_util::sync::CancellationToken::new();
+    let e2b = E2bContext { registry, snapshots, workspaces, tokens, stopping };
+    let create = async || {
+        let mark = Extension(IdempotencyMark { mark: "local k".into(), before: false });
+        let quota = forkd_store::Quota { max_sandboxes: Some(1), ..forkd_store::Quota::default() };
+        let who = Extension(Principal { quota, ..Principal::local() });
+        let body = Body(serde_json::from_str(r#"{"templateID":"t"}"#).unwrap());
+        sandboxes::create(State(e2b.clone()), who, Some(mark), body).await
+    };
+    assert_eq!(create().await.unwrap().status(), 201);
+    let made = daemon.registry.list();
+    let request = made[0].read_runtime(|facts| facts.saved.lifetime.request.clone());
+    assert_eq!((made.len(), request.as_deref()), (1, Some("local k")));
+    assert_eq!(create().await.unwrap_err().code(), Code::QuotaExceeded);
+}
+
+#[tokio::test]
 async fn a_stream_without_an_end_does_not_hold_up_a_daemon_that_stops() {
     let daemon = daemon().await;
     let mut client = daemon.connect().await;
