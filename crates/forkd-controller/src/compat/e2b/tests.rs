@@ -108,6 +108,34 @@ async fn a_name_whose_snapshot_is_gone_removes_no_snapshot_with_that_tag() {
 }
 
 #[tokio::test]
+async fn an_admin_finds_snapshots_of_other_owners_by_their_tags() {
+    use crate::error::Error;
+    use crate::snapshot::registry::SnapshotState;
+
+    let daemon = daemon().await;
+    for (tag, owner) in [("mine", LOCAL), ("mine-1", "bob")] {
+        let state = SnapshotState::Failed { error: Error::invalid("of a test"), job: None };
+        daemon.app.snapshots.reserve(tag, state, owner, &forkd_store::Quota::default()).unwrap();
+    }
+    let database = daemon.app.registry.host.database.clone();
+    let of_bob = forkd_store::TemplateName {
+        owner: "bob".into(),
+        name: "mine".into(),
+        tag: "mine-1".into(),
+        sandbox: ID.into(),
+        created_at_unix: 1,
+    };
+    database.name_template(&of_bob).unwrap();
+    let (_, listed) = daemon.json("GET /snapshots", None).await;
+    assert_eq!(listed, json!([{ "snapshotID": "mine-1:default", "names": ["mine-1:default"] }]));
+    // A snapshot that is not ready is no template yet.
+    assert_eq!(daemon.json("GET /templates/aliases/mine-1", None).await.0, 404);
+    assert_eq!(daemon.json("DELETE /templates/mine-1%3Adefault", None).await.0, 204);
+    assert!(daemon.app.snapshots.get("mine").is_ok() && daemon.app.snapshots.get("mine-1").is_err());
+    assert_eq!(database.templates().unwrap(), []);
+}
+
+#[tokio::test]
 async fn a_create_that_an_earlier_daemon_began_returns_the_sandbox_that_is_there() {
     let daemon = daemon().await;
     let database = daemon.app.registry.host.database.clone();
