@@ -191,6 +191,9 @@ async def raw(sandbox):
     assert ask("/health")[0] == 204
     assert ask("/files?path=hello.txt")[0] == 401
     assert ask("/files?path=hello.txt", **{"X-Access-Token": "wrong"})[0] == 401
+    for path, method in (("/files?path=hello.txt", "DELETE"), ("/process.Process/List", "GET")):
+        status, _, body = ask(path, method, **token)
+        assert status == 405 and json.loads(body)["message"], (status, body)
     packed = gzip.compress(b"packed" * 1000)
     status, _, _ = ask(
         "/files?path=packed",

@@ -453,7 +453,9 @@ fn what_does_not_exist_is_said_to_clients_in_their_own_terms() {
         assert_eq!(agent.call(path, json!({})).unwrap_err().code, Code::Unimplemented, "{path}");
     }
     assert_eq!(agent.call("/nothing", json!({})).unwrap_err().code, Code::NotFound);
-    assert_eq!(agent.send("GET", "/forkd.Agent/Ping", &[], b"").status, 405);
+    let mut refused = agent.send("GET", "/forkd.Agent/Ping", &[], b"");
+    let body: Value = serde_json::from_slice(&refused.body()).unwrap();
+    assert_eq!((refused.status, &body["code"]), (405, &json!("unimplemented")));
     let garbage = agent.send("POST", "/forkd.Agent/Eval", &[], b"{\"code\":").body();
     assert!(String::from_utf8_lossy(&garbage).contains("invalid_argument"));
 }
