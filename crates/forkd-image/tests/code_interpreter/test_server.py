@@ -305,6 +305,28 @@ class ServerTest(unittest.IsolatedAsyncioTestCase):
         self.assertEqual((await self.execute("say x"))[0]["execution_count"], 1)
         self.assertEqual(len(FakeKernel.started), 2)
 
+    async def test_a_kernel_that_dies_while_variables_are_set_is_reported(self):
+        for place in ("enter", "leave"):
+            with mock.patch.object(FakeLanguage, place, lambda self, variables: "die"):
+                events = await self.execute("say hello", env_vars={"A": "1"})
+            self.assertEqual(events[-1], {"type": "unexpected_end_of_execution"}, place)
+            said = [event for event in events if event["type"] == "stdout"]
+            self.assertEqual(len(said), 1 if place == "leave" else 0)
+
+    async def test_a_kernel_that_dies_while_it_is_prepared_is_reported_and_ended(self):
+        with mock.patch.object(FakeLanguage, "prepare", lambda self: "die"):
+            self.assertEqual(await self.execute("say hello"), [{"type": "unexpected_end_of_execution"}])
+            status, _ = await (await self.client()).ask("POST", "/contexts", {})
+            self.assertEqual(status, 500)
+        self.assertEqual((await self.execute("say hello"))[1]["text"], "hello")
+
+    async def test_a_connection_that_a_restart_closed_is_no_success(self):
+        async def closed(kernel, code, deliver=None, silent=False):
+            raise AttributeError("the connection is closed")
+
+        with mock.patch.object(FakeKernel, "execute", closed), mock.patch("sys.stderr"):
+            self.assertEqual((await self.execute("say hello"))[-1], {"type": "unexpected_end_of_execution"})
+
     async def test_a_flood_stops_the_kernel_until_the_client_reads_on(self):
         client = await self.client()
         await client.send("POST", "/execute", {"code": "flood 64"})
